@@ -209,7 +209,7 @@ def main() -> None:
         "--budget",
         type=float,
         default=180.0,
-        help="seconds for each shape; of decode and profile, behind the making of the model",
+        help="seconds for each shape; for decode and profile they start when the model is made",
     )
     parser.add_argument("--models", type=Path, help="keep models there; the gate is run when one is made")
     parser.add_argument("--requests", type=int, help="so many of each workload's at most")

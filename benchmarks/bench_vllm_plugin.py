@@ -6,15 +6,16 @@
 
 `tokens` serves small random models with each backend: a plain one (Llama), one with sliding windows (Mistral) and one with
 windows and sinks (gpt-oss). Their weights have a large standard deviation, and they are served in float16 (gpt-oss in bfloat16,
-because FlashAttention-3 takes no other sinks), so logits are far apart and rounding seldom decides: greedy tokens should be
-equal. Where an answer first differs, it must take the second best token of FLASH_ATTN, and FLASH_ATTN's log-probabilities of
-the two must be within `tie_of`; what follows is another text. `rates` serves the shape of an 8B: the workloads A, B and C of
-engine_workloads.py, and "long", the decoding of 16 sequences with 32,000 tokens each, whose prompts come from the prefix cache
-and are not counted: that takes 67 GB for keys and values. A GPU with less than 100 GB gets 8 sequences. `all` is both.
+because FlashAttention-3 takes sinks in bfloat16 only), so logits are far apart and rounding seldom decides: greedy tokens
+should be equal. Where an answer first differs, it must take the second best token of FLASH_ATTN, and FLASH_ATTN's log-
+probabilities of the two must be within `tie_of`; what follows is another text. `rates` serves the shape of an 8B: the workloads
+A, B and C of engine_workloads.py, and "long", the decoding of 16 sequences with 32,000 tokens each, whose prompts come from the
+prefix cache and are not counted: that takes 67 GB for keys and values. A GPU with less than 100 GB gets 8 sequences. `all` is
+both.
 
-Each backend has one process for each model. The peer of every case is FLASH_ATTN; TRITON_ATTN is written beside it. Results go
-to results/vllm_plugin.jsonl in the form of measure.py. vLLM also finds the plugin in a clone that is not installed. Left out:
-the float8 cache, tensor parallelism, and vLLM's own tests.
+Each backend has one process for each model. The peers of every case are FLASH_ATTN and TRITON_ATTN, and its ratio is to the
+faster one. Results go to results/vllm_plugin.jsonl in the form of measure.py. vLLM also finds the plugin in a clone that is not
+installed. Left out: the float8 cache, tensor parallelism, and vLLM's own tests.
 """
 
 from __future__ import annotations
@@ -229,7 +230,7 @@ def serve(args: argparse.Namespace) -> None:
             tell({name: workload.tokens / seconds})
         count, length, decoded = LONG
         if torch.cuda.get_device_properties(0).total_memory < 100e9:
-            count = 8  # of those that fit, half: what two passes evict would be computed again
+            count = 8  # 12 would fit; 8 leave room, so that no prompt is evicted before it is timed
         prompts = [draw.choices(range(5, vocab), k=length) for _ in range(count)]
         times = [answer(prompts, [tokens] * count)[1] for tokens in (1, 1, 1 + decoded)]
         tell({"long": count * decoded / (times[2] - times[1])})

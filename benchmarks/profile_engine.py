@@ -71,7 +71,8 @@ def decode(args: argparse.Namespace) -> None:
 def name_of(shape: str, args: argparse.Namespace) -> str:
     """What the lines of results call a model."""
     name = shape if args.tensor_parallel == 1 else f"{shape} on {args.tensor_parallel} GPUs"
-    return name if args.layers is None else f"{name}, {args.layers} layers"
+    parts = [] if args.layers is None else [f"{args.layers} layers"]
+    return ", ".join([name, *parts, *(f"{setting}={value}" for setting, value in args.set.items())])
 
 
 def record(case: str, wall: float, floor: float, args: argparse.Namespace) -> None:
@@ -110,6 +111,7 @@ def make_engine(shape: str, args: argparse.Namespace) -> Any:
 
 
 def profile_shape(shape: str, args: argparse.Namespace) -> None:
+    gate(args, shape)
     engine = make_engine(shape, args)
     end = time.time() + args.budget
     bandwidth = copy_bandwidth(args.device)

@@ -30,7 +30,8 @@ SCALED_MM_ARCHS = (89, 90, 100, 103)
 
 
 KERNEL_TOKENS = 128
-"""The most tokens of which a product takes the kernel. With more the matrix is unpacked first.
+"""The most tokens that the portable kernel multiplies with packed weights, and `wgmma`. With more the matrix is unpacked first,
+unless "grouped" serves.
 
 In us on one H200, by the portable kernel and with the unpacked matrix. 4-bit weights, 128 tokens: 6144 x 4096 36.8, 48.8;
 28672 x 4096 119.7, 156.4; 4096 x 14336 76.2, 83.6. Float8 weights in blocks: 42.4, 41.4; 138.9, 188.5; 80.7, 91.4.
@@ -54,13 +55,14 @@ def choose(is_packed: bool, by_row: bool, num_tokens: int, dtype: torch.dtype, a
 
 
 HALVES = (torch.float16, torch.bfloat16)
-"""Dtypes of inputs that the kernels for Hopper multiply."""
+"""Dtypes of inputs that the kernels for Hopper multiply; "grouped" multiplies bfloat16 only."""
 SCALED_MM_TOKENS = 65
 """The fewest tokens for which `torch._scaled_mm` multiplies float8 weights with a scale for each row on Hopper."""
 GROUPED_TOKENS = 512
 """The most tokens that the Hopper kernel of experts multiplies with a dense weight, as if it were one expert."""
+_GROUPED_ROWS = 4096  # with fewer, most multiprocessors would have no tile, and none were measured
 _GEMV_COLUMNS = 32768  # the token is kept in shared memory
-_MOST_WEIGHTS = 1 << 33  # words are counted in 32 bits
+_MOST_WEIGHTS = {"int4": 1 << 33, "float4": 1 << 33, "float8": 1 << 31}  # words and bytes are counted in 32 bits
 _MOST_VALUES = 1 << 31  # of an expert, whose offsets are counted in 32 bits
 
 
@@ -96,7 +98,7 @@ def kernel_of(
     256 tokens by `grouped` and with the unpacked matrix: 135, 234; 97.3, 125; 37.4, 52.2; 29.2, 35.1
     """
     n, k = shape
-    if arch != 90 or dtype not in HALVES or n * k >= _MOST_WEIGHTS:
+    if arch != 90 or dtype not in HALVES or n * k >= _MOST_WEIGHTS[values]:
         return "portable"
     if num_tokens == 1 and k <= _GEMV_COLUMNS:
         if values == "float8":
@@ -105,18 +107,20 @@ def kernel_of(
         grouped = group_size >= k or group_size % 256 == 0 or group_size in (32, 64, 128)
         return "gemv" if values == "int4" and grouped else "portable"
     by_row = values == "float8" and group_size >= k
-    most = SCALED_MM_TOKENS - 1 if by_row and dtype == torch.bfloat16 else KERNEL_TOKENS
+    # torch._scaled_mm takes sizes that are multiples of 16 only
+    scaled_mm = by_row and dtype == torch.bfloat16 and n % 16 == 0
+    most = SCALED_MM_TOKENS - 1 if scaled_mm else KERNEL_TOKENS
     # a part of 128 columns has one group, and rows are copied 16 bytes at a time
     grouped = group_size >= k or group_size % 128 == 0 or group_size in (32, 64)
     whole = k % (16 if values == "float8" else 8) == 0
-    # other scales are rounded to the input's dtype, and float16 may not hold scales of another one
-    exact = dtype == torch.bfloat16 or scales == dtype or by_row
-    if num_tokens < 2 or values == "float4" or not (grouped and whole and exact):
+    # scales of groups are rounded to the input's dtype, and float16 may not hold scales of another one
+    scales_fit = dtype == torch.bfloat16 or scales == dtype or by_row
+    if num_tokens < 2 or values == "float4" or not (grouped and whole and scales_fit):
         return "portable"
     if num_tokens <= most:
         return "wgmma"
     fits = dtype == torch.bfloat16 and not by_row and num_tokens <= GROUPED_TOKENS and n * k < _MOST_VALUES
-    return "grouped" if fits else "portable"
+    return "grouped" if fits and n >= _GROUPED_ROWS else "portable"
 
 
 DEQUANTIZED_PAIRS = {"wgmma": 512, "portable": 192}
@@ -168,7 +172,9 @@ def explain(is_packed: bool, by_row: bool, dtype: torch.dtype, device: str, arch
     dequantized = "PyTorch with dequantised weights"
     if device != "cuda" or not (is_packed or converts_float8(arch)):
         return dequantized
-    hopper = " (kernels for Hopper)" if arch == 90 and dtype in HALVES else ""
+    # float16 may not hold the float32 scales of float8 weights in blocks
+    has_kernels = dtype == torch.bfloat16 or (dtype == torch.float16 and (is_packed or by_row))
+    hopper = " (kernels for Hopper)" if arch == 90 and has_kernels else ""
     if choose(is_packed, by_row, SCALED_MM_TOKENS, dtype, arch) == "scaled_mm":
         few = f"up to {SCALED_MM_TOKENS - 1} tokens" if arch == 90 else "one token"
         return f"triton for {few}{hopper}, torch._scaled_mm for more"

@@ -1,6 +1,6 @@
 """The product of a quantised weight with one token on Hopper, in Gluon: weights from registers to `mma.sync`.
 
-A program has 16 or 32 rows of weights, and each of its warps sums other columns of them. A thread copies words to shared memory
+A program has 16 rows of weights, and each of its warps sums other columns of them. A thread copies words to shared memory
 asynchronously, several steps ahead, and reads back those that it copied, so warps never wait for each other before the end. Two
 instructions make a pair of bfloat16 or float16 numbers of 4-bit values: bits are moved below the exponent of 16, so that the
 numbers are 16 + value, exactly. What that adds to a sum is (16 + zero point) times the sum of the inputs, which a product with
@@ -388,7 +388,7 @@ def launch_quantized_gemv(
 def gemv_tile(num_sms: int, n: int, k: int, values: Values) -> GemvTile:
     """The tile of the product of one token with n rows of k weights.
 
-    Of 16 and 32 rows, 4 and 8 warps, and 2 to 4 stages on one H100, these were the fastest, or within 4% of the fastest, with
+    Of 16 and 32 rows, 4 and 8 warps, and 2 to 4 stages on one H100, these were the fastest, or within 5% of the fastest, with
     weights outside of the L2 cache. In us with 4 warps and 2 stages, and with 8 warps and 3 stages, for 28672 x 4096 with a
     norm and a gate, 4096 x 14336, 6144 x 4096 and 4096 x 4096: 4-bit weights 29.1, 40.4; 19.3, 18.2; 7.9, 9.1; 6.3, 7.4. Float8
     weights with 4 stages and 4 warps, and 8 warps: 46.8, 50.7; 29.8, 26.5; 12.7, 12.1; 9.3, 8.4. The times of the selected

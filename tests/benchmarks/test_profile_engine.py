@@ -65,5 +65,5 @@ def test_one_command_prints_steps_beside_their_floors(monkeypatch: pytest.Monkey
     decode(args)
     said = capsys.readouterr().out
     assert "qwen30a3b-w4: greedy float32 tokens of a small model of this kind are those of model.generate" in said
-    assert "| qwen30a3b-w4 | 1 | " in said
+    assert "| qwen30a3b-w4, num_pages=256 | 1 | " in said
     assert "batch 256 is left out" in said

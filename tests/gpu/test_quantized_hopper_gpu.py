@@ -9,14 +9,15 @@ from rounded_once import dtype_id, randn
 from torch import Tensor
 
 from fa_serve import ops
-from fa_serve.ops.quantized_weight import QuantizedWeight
+from fa_serve.ops.quantized_weight import FLOAT8, QuantizedWeight
 from fa_serve.ops.torch_ops import TorchOps
 from fa_serve.testing import assert_matches_reference
 
 EXACT = TorchOps()
 CALLS = 2  # later calls launch in another way
-N = 1000
-COLUMNS = {"int4": 1056, "float8": 1152}
+N = 4100  # no multiple of a tile, nor of what torch._scaled_mm takes
+COLUMNS = {"int4": 1056, "float8-row": 1152, "float8-G128": 1168}
+"""By the beginning of a weight's name; one token takes the kernel for Hopper with a multiple of 128 only."""
 TOKENS = (1, 2, 16, 17, 64, 128, 129, 300)
 WEIGHTS = {
     "int4-G128": lambda n, k, dtype: int4_weight(n, k, group_size=128, dtype=dtype),
@@ -41,7 +42,7 @@ def gpu_randn(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_products(name: str, dtype: torch.dtype) -> None:
     """At most twice the error of PyTorch's product with the matrix; in float16 with a bias and a residual."""
-    k = COLUMNS[name.split("-")[0]]
+    k = next(columns for beginning, columns in COLUMNS.items() if name.startswith(beginning))
     weight = on_gpu(WEIGHTS[name](N, k, dtype))
     bias = gpu_randn(N, dtype=dtype, seed=1) if dtype == torch.float16 else None
     wide = None if bias is None else bias.double()
@@ -49,12 +50,10 @@ def test_products(name: str, dtype: torch.dtype) -> None:
         residual = None if bias is None else gpu_randn(m, N, dtype=dtype, seed=9)
         for seed in range(CALLS):
             x = gpu_randn(m, k, dtype=dtype, seed=seed)
-            if name == "float8-row" and m > 64 and dtype == torch.bfloat16:
-                continue  # torch._scaled_mm rounds activations
-            if (name == "float8-G128" and (m == 1 or dtype == torch.float16)) or (m > 128 and dtype == torch.float16):
-                assert kernel_for(x, weight) == "portable"
-            else:
-                assert kernel_for(x, weight) == ("gemv" if m == 1 else "wgmma" if m <= 128 else "grouped")
+            in_blocks = name == "float8-G128" and (m == 1 or dtype == torch.float16)
+            not_grouped = m > 128 and (dtype == torch.float16 or name == "float8-row")
+            kernel = "gemv" if m == 1 else "wgmma" if m <= 128 else "grouped"
+            assert kernel_for(x, weight) == ("portable" if in_blocks or not_grouped else kernel)
             given = [None if residual is None else residual.clone() for _ in range(2)]
             exact = EXACT.linear(x.double(), weight, wide, None, None, None if residual is None else residual.double(), 0.5)
             eager = torch.nn.functional.linear(x, weight.dequantize(dtype), bias)
@@ -65,7 +64,7 @@ def test_products(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=dtype_id)
 @pytest.mark.parametrize("name", ["int4-G128", "int4-G32-zeros-act-order", "float8-row"])
 def test_one_token_with_a_norm_and_a_gate(name: str, dtype: torch.dtype) -> None:
-    k = COLUMNS[name.split("-")[0]]
+    k = next(columns for beginning, columns in COLUMNS.items() if name.startswith(beginning))
     weight = on_gpu(WEIGHTS[name](2 * N, k, dtype))
     bias = gpu_randn(2 * N, dtype=dtype, seed=1)
     norm = ops.Norm(gpu_randn(k, dtype=dtype, seed=3), 1e-5, 1.0)
@@ -89,17 +88,24 @@ def test_addresses_that_are_not_multiples_of_16_bytes(n: int, k: int) -> None:
         assert_matches_reference(ops.linear(x, weight), exact, x @ weight.dequantize(torch.bfloat16).t())
 
 
+@pytest.mark.parametrize("values", ["int4", "float8-row", "float8-G128"])
 @pytest.mark.parametrize(("n", "k"), [(4096, 14336), (28672, 4096), (6144, 4096)])
-def test_large_weights(n: int, k: int) -> None:
+def test_large_weights(n: int, k: int, values: str) -> None:
     """The tiles and splits of sums that models take, with the same bits at every call and in CUDA graphs."""
     draw = torch.Generator("cuda").manual_seed(0)
-    data = torch.randint(-(1 << 31), 1 << 31, (n, k // 8), generator=draw, dtype=torch.int32, device="cuda")
-    scales = (torch.rand(n, k // 128, generator=draw, device="cuda") + 0.5).bfloat16() / 32
-    weight = QuantizedWeight(data, scales, group_size=128, width=k)
+    group = k if values == "float8-row" else 128
+    scales = (torch.rand(n, k // group, generator=draw, device="cuda") + 0.5) / 32
+    if values == "int4":
+        data = torch.randint(-(1 << 31), 1 << 31, (n, k // 8), generator=draw, dtype=torch.int32, device="cuda")
+        scales = scales.bfloat16()
+    else:
+        data = torch.randn(n, k, generator=draw, device="cuda").to(FLOAT8)
+    weight = QuantizedWeight(data, scales, group_size=group, width=k)
     matrix = weight.dequantize(torch.bfloat16)
     some = torch.randperm(n, generator=draw, device="cuda")[:512]
     wide = weight.dequantize(torch.float64)[some]
-    for m in (1, 8, 64, 128, 256, 512):
+    # torch._scaled_mm rounds activations
+    for m in (1, 8, 64) if values == "float8-row" else (1, 8, 64, 128, 256, 512):
         x = gpu_randn(m, k, dtype=torch.bfloat16, seed=m)
         found = [ops.linear(x, weight) for _ in range(CALLS)]
         graph = torch.cuda.CUDAGraph()

@@ -57,6 +57,12 @@ def test_many_tokens_unpack_the_matrix_once() -> None:
     assert choose(True, False, KERNEL_TOKENS + 1, torch.bfloat16, 90) == "dequantized"
 
 
+def test_people_are_told_that_float16_does_not_hold_all_scales() -> None:
+    assert "Hopper" in explain(True, False, torch.float16, "cuda", 90)
+    assert "Hopper" in explain(False, True, torch.float16, "cuda", 90)
+    assert "Hopper" not in explain(False, False, torch.float16, "cuda", 90)
+
+
 INT4 = {"values": "int4", "shape": (28672, 4096), "group_size": 128, "scales": torch.bfloat16}
 FLOAT8 = {"values": "float8", "shape": (6144, 4096), "group_size": 4096, "scales": torch.float32}
 FLOAT4 = INT4 | {"values": "float4", "group_size": 32}
@@ -77,6 +83,19 @@ NONE = dict.fromkeys((1, 2, 128, 129), "portable")
         pytest.param(INT4 | {"shape": (64, 4100)}, torch.bfloat16, 90, {1: "gemv", 64: "portable"}, id="unaligned-tokens"),
         pytest.param(INT4 | {"shape": (64, 65536)}, torch.bfloat16, 90, {1: "portable", 64: "wgmma"}, id="wide"),
         pytest.param(INT4 | {"shape": (1 << 18, 1 << 15)}, torch.bfloat16, 90, NONE, id="addresses-beyond-32-bits"),
+        pytest.param(
+            FLOAT8 | {"shape": (1 << 18, 1 << 13), "group_size": 1 << 13}, torch.bfloat16, 90, NONE, id="float8-beyond-32-bits"
+        ),
+        pytest.param(
+            INT4 | {"shape": (1024, 4096)}, torch.bfloat16, 90, BY_TOKENS | {129: "portable", 512: "portable"}, id="few-rows"
+        ),
+        pytest.param(
+            FLOAT8 | {"shape": (6152, 4096)},
+            torch.bfloat16,
+            90,
+            {64: "wgmma", 128: "wgmma", 129: "portable"},
+            id="float8-rows-that-scaled_mm-does-not-take",
+        ),
         pytest.param(INT4, torch.float32, 90, NONE, id="float32"),
         pytest.param(INT4, torch.bfloat16, 100, NONE, id="sm100"),
         pytest.param(INT4, torch.bfloat16, 0, NONE, id="another-release-of-triton"),

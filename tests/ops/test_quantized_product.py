@@ -10,7 +10,14 @@ from quantized import float8_weight, int4_weight
 from torch import Tensor
 
 from fa_serve import ops, spec
-from fa_serve.ops import experts_wgmma_kernel, quantized_gemv_kernel, quantized_product, quantized_wgmma_kernel, triton_ops
+from fa_serve.ops import (
+    experts_wgmma_kernel,
+    quantized_choice,
+    quantized_gemv_kernel,
+    quantized_product,
+    quantized_wgmma_kernel,
+    triton_ops,
+)
 from fa_serve.ops.triton_ops import TritonOps
 
 
@@ -59,6 +66,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(torch, "_scaled_mm", stand_in("_scaled_mm", scaled_mm))
     monkeypatch.setattr(quantized_gemv_kernel, "launch_quantized_gemv", stand_in("launch_quantized_gemv", row))
     monkeypatch.setattr(quantized_wgmma_kernel, "launch_quantized_wgmma", stand_in("launch_quantized_wgmma", several))
+    monkeypatch.setattr(quantized_choice, "_GROUPED_ROWS", 64)
     whole = stand_in("launch_as_one_expert", lambda x, w, b: ops.linear(x, w, b))
     monkeypatch.setattr(experts_wgmma_kernel, "launch_as_one_expert", whole)
     monkeypatch.setattr(triton_ops, "launch_invariant_linear", stand_in("launch_invariant_linear", ops.invariant_linear))
