@@ -77,7 +77,11 @@ def run(args: argparse.Namespace) -> None:
         peers = {name: answers.get((args.shape, name), {}).get(case) for name in args.backends if name != "CUSTOM"}
         known = {name: value for name, value in peers.items() if value is not None}
         ratio = results.add(f"{args.shape} {case}", "tok/s", rate, known)
-        say(f"{case:<8}{rate:12.5g}  " + "  ".join(f"{name} {value:.5g}" for name, value in known.items()) + f"  ratio {ratio}")
+        say(
+            f"{case:<8}{rate:12.5g}  "
+            + "  ".join(f"{name} {value:.5g}" for name, value in known.items())
+            + f"  ratio {ratio:.3f}"
+        )
     if ours:
         results.merge()
 

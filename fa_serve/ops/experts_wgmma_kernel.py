@@ -30,7 +30,7 @@ from fa_serve.backends.launch import Launch, multiprocessors
 from fa_serve.backends.plan import PLANS
 from fa_serve.ops.experts_primitives import gate_numbers, gated_values, kernel_constants, rows_of_outputs
 from fa_serve.ops.ops_backend import Gate
-from fa_serve.ops.quantized_pairs import load_scales, load_zeros, product_tensors, weights_of_half, word_layout
+from fa_serve.ops.quantized_pairs import load_scales, load_zeros, product_input, product_tensors, weights_of_half, word_layout
 from fa_serve.ops.quantized_primitives import product_facts
 from fa_serve.ops.quantized_weight import QuantizedWeight
 
@@ -263,10 +263,7 @@ def grouped_wgmma_tile(pairs_per_expert: float) -> GroupedWgmmaTile:
 def launch_as_one_expert(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     """x @ weight.T + bias, (m, n) bfloat16: the weight is an expert that all tokens have chosen. One launch, or two where the
     columns of the weight are in another order."""
-    if weight.columns is not None:
-        x = x.index_select(1, weight.columns)
-    elif x.data_ptr() % 16:
-        x = x.clone()  # copies to shared memory are 16 bytes each
+    x = product_input(x, weight)
     m = x.shape[0]
     n = weight.shape[0]
     key = ("one_expert", *product_facts(x, weight, bias, None))

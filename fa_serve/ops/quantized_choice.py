@@ -80,7 +80,7 @@ def kernel_of(
     In us on one H100, by the Hopper kernel and by the portable one, in CUDA graphs with weights outside of the L2 cache, for
     28672 x 4096, 4096 x 14336, 6144 x 4096 and 4096 x 4096. 4-bit weights in groups of 128:
     one token   26.7, 35.0; 18.2, 20.1;  7.9, 10.2;  6.3,  7.1; by `wgmma` 35.6, 19.4, 11.6, 9.0
-    16 tokens   26.3, 55.4; 17.5, 29.1;  8.7, 15.2;  6.6, 11.7; one instead of 16 is hardly faster
+    16 tokens   26.3, 55.4; 17.5, 29.1;  8.7, 15.2;  6.6, 11.7
     64 tokens   37.8, 75.1; 22.1, 45.8; 12.9, 19.8;  8.9, 14.6
     128 tokens  78.5, 114;  37.0, 75.2; 22.5, 31.6; 13.9, 25.1; by `grouped` 66.8, 87.0, 24.8, 24.2
     256 tokens by `grouped`, with the unpacked matrix and in bfloat16: 115, 212, 103; 90.8, 114, 56.9; 31.9, 46.4, 24.3; 24.0,

@@ -267,7 +267,8 @@ def _quantized_gemv(
         zeros = load_groups(zeros_ptr, g_row * GROUPS, g_start, K, GROUP, WIDTH, PARTS)
 
     wait_for_previous_kernel(PDL)
-    eighth = along(gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, gl.SliceLayout(1, x_layout))), 2)
+    # the product has room for 8 tokens, and this one is repeated
+    repeats = along(gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, gl.SliceLayout(1, x_layout))), 2)
     token_shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     token = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [STEPS, WARPS, WIDTH], token_shared)
     store_token(token, x_ptr, columns_ptr, norm_ptr, eps, offset, K, VALUES, WIDTH, STEPS)
@@ -295,7 +296,7 @@ def _quantized_gemv(
             sums = none
             for run in gl.static_range(part * (WIDTH // 32 // PARTS), (part + 1) * (WIDTH // 32 // PARTS)):
                 x = token.index(step).slice(32 * run, 32, dim=1).load(gl.SliceLayout(2, x_layout))
-                x, _ = gl.broadcast(gl.expand_dims(x, 2), eighth)
+                x, _ = gl.broadcast(gl.expand_dims(x, 2), repeats)
                 x = gl.permute(gl.reshape(x, [WARPS, 4, 4, 2, BLOCK_M]), (0, 2, 1, 3, 4))
                 x = gl.convert_layout(gl.reshape(x, [WARPS, 32, BLOCK_M]), b_layout)
                 w = gl.convert_layout(weights_of_run(found, opaque, run, VALUES, HALF), a_layout)

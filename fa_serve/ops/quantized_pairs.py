@@ -228,3 +228,10 @@ def product_tensors(weight: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor | N
     """What these kernels read of a weight: data, scales and zero points. Float8 numbers are read in pairs."""
     data = weight.data if weight.is_packed else weight.data.view(torch.int16)
     return data, weight.scales, weight.zeros
+
+
+def product_input(x: Tensor, weight: QuantizedWeight) -> Tensor:
+    """x with its columns in the weight's order, and at an address from which 16 bytes at a time can be copied. (m, k)"""
+    if weight.columns is not None:
+        return x.index_select(1, weight.columns)
+    return x.clone() if x.data_ptr() % 16 else x

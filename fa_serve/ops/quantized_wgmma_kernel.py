@@ -33,7 +33,7 @@ from fa_serve.backends.plan import PLANS
 from fa_serve.backends.triton.primitives import wait_for_previous_kernel
 from fa_serve.ops.linear_kernel import store_product
 from fa_serve.ops.quantized_kernel import launch_sum_splits
-from fa_serve.ops.quantized_pairs import load_scales, load_zeros, product_tensors, weights_of_half, word_layout
+from fa_serve.ops.quantized_pairs import load_scales, load_zeros, product_input, product_tensors, weights_of_half, word_layout
 from fa_serve.ops.quantized_primitives import kernel_values, product_facts
 from fa_serve.ops.quantized_weight import QuantizedWeight, Values
 
@@ -181,7 +181,7 @@ def _quantized_wgmma(
             w = gl.convert_layout(w, a_layout)
             if half > 0:
                 acc = warpgroup_mma_wait(0, deps=[acc])
-            # w stays in its registers, because all of them are written again only behind the next wait
+            # ptxas keeps w in its registers until the next wait; tests check that it does not serialise the products for that
             acc = warpgroup_mma(w, tokens.index(HALVES * stage + half).permute((1, 0)), acc, is_async=True)
         scales = next_scales
         zeros = next_zeros
@@ -204,10 +204,7 @@ def launch_quantized_wgmma(
     x: Tensor, weight: QuantizedWeight, bias: Tensor | None, residual: Tensor | None, alpha: float
 ) -> Tensor:
     """As `launch_quantized_linear`. One launch, or two where the sums are split; one more rearranges columns."""
-    if weight.columns is not None:
-        x = x.index_select(1, weight.columns)
-    elif x.data_ptr() % 16:
-        x = x.clone()  # copies to shared memory are 16 bytes each
+    x = product_input(x, weight)
     m, k = x.shape
     n = weight.shape[0]
     out = x.new_empty(m, n) if residual is None else residual

@@ -21,3 +21,10 @@ def test_a_file_with_holes_has_one_layer_and_a_few_embeddings(tmp_path: Path, mo
     assert embeddings.shape == (sizes["vocab_size"], sizes["hidden_size"])
     assert embeddings[:64].any(dim=1).all()
     assert not embeddings[64:].any()
+
+
+def test_only_shapes_with_more_layers_lose_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_workloads, "SHAPES", dict(engine_workloads.SHAPES))
+    engine_workloads.cut_layers(20)
+    layers = {shape: engine_workloads.SHAPES[shape]["num_hidden_layers"] for shape in ("llama70b", "tiny")}
+    assert layers == {"llama70b": 20, "tiny": 2}

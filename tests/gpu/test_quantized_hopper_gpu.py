@@ -34,6 +34,11 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+def columns_of(name: str) -> int:
+    """How many columns a weight of this name has."""
+    return next(columns for beginning, columns in COLUMNS.items() if name.startswith(beginning))
+
+
 def gpu_randn(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     return randn(*shape, dtype=dtype, seed=seed).cuda()
 
@@ -42,7 +47,7 @@ def gpu_randn(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_products(name: str, dtype: torch.dtype) -> None:
     """At most twice the error of PyTorch's product with the matrix; in float16 with a bias and a residual."""
-    k = next(columns for beginning, columns in COLUMNS.items() if name.startswith(beginning))
+    k = columns_of(name)
     weight = on_gpu(WEIGHTS[name](N, k, dtype))
     bias = gpu_randn(N, dtype=dtype, seed=1) if dtype == torch.float16 else None
     wide = None if bias is None else bias.double()
@@ -64,7 +69,7 @@ def test_products(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=dtype_id)
 @pytest.mark.parametrize("name", ["int4-G128", "int4-G32-zeros-act-order", "float8-row"])
 def test_one_token_with_a_norm_and_a_gate(name: str, dtype: torch.dtype) -> None:
-    k = next(columns for beginning, columns in COLUMNS.items() if name.startswith(beginning))
+    k = columns_of(name)
     weight = on_gpu(WEIGHTS[name](2 * N, k, dtype))
     bias = gpu_randn(2 * N, dtype=dtype, seed=1)
     norm = ops.Norm(gpu_randn(k, dtype=dtype, seed=3), 1e-5, 1.0)
