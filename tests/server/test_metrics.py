@@ -122,7 +122,7 @@ async def test_a_blocked_event_loop_is_seen(serving):
         time.sleep(0.6)
         await asyncio.sleep(0.12)
         after = (await client.get("/metrics")).text
-        timer = client.service._loop_delay._timer
+        loop_delay = client.service._loop_delay
     total = [sum(value for name, value in delays(text).items() if name.startswith("sum")) for text in (before, after)]
     assert 0.55 <= total[1] - total[0] < 5
-    assert timer.cancelled(), "nothing goes on when the service has ended"
+    assert loop_delay._timer.cancelled(), "nothing goes on when the service has ended"
