@@ -180,11 +180,12 @@ def _run_server(
     log_to_stderr(settings.log_level, settings.log_format)
     if prepare is None and _has_process(settings):
         start_ahead()
-    from fa_serve.engine.errors import EngineDeadError
-    from fa_serve.engine.host_memory import limit_host_memory
-    from fa_serve.engine.torchrun import follow_if_told
-    from fa_serve.server.process import build_server
+    from fa_serve.engine.host_memory import importing, limit_host_memory
 
+    with importing():
+        from fa_serve.engine.errors import EngineDeadError
+        from fa_serve.engine.torchrun import follow_if_told
+        from fa_serve.server.process import build_server
     limit_host_memory()
     try:
         if prepare is None:

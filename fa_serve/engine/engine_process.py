@@ -15,6 +15,8 @@ import signal
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
+from fa_serve.engine.host_memory import importing
+
 
 class EngineProcess(NamedTuple):
     """process: a daemon, which ends with its parent; connection: the parent's end"""
@@ -66,6 +68,6 @@ def _main(connection: Connection, ahead: bool) -> None:
     # one. A process that waits for its config must end at SIGTERM, which a parent that exits sends to its daemons.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL if ahead else signal.SIG_IGN)
-    from fa_serve.engine.worker import run_engine
-
+    with importing():
+        from fa_serve.engine.worker import run_engine
     run_engine(connection)

@@ -16,13 +16,14 @@ from contextlib import nullcontext, suppress
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
-from fa_serve.engine.engine import Engine
-from fa_serve.engine.host_memory import MemoryTrimmer, limit_host_memory
-from fa_serve.engine.ranks import Follower
+from fa_serve.engine.host_memory import MemoryTrimmer, importing, limit_host_memory
 
 
 def follow(connection: Connection, local_rank: int | None = None) -> int:
     """Run an engine until rank 0 ends. Returns the exit code."""
+    with importing():
+        from fa_serve.engine.engine import Engine
+        from fa_serve.engine.ranks import Follower
     ranks = Follower(connection, local_rank)
     try:
         ranks.start()

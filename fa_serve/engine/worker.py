@@ -39,7 +39,7 @@ from fa_serve.engine.engine_loop import Abort, Add, Commands, EngineLoop, StepOu
 from fa_serve.engine.engine_process import drop_process, take_process
 from fa_serve.engine.errors import EngineDeadError
 from fa_serve.engine.events import OnPhase, Phase, log_phase
-from fa_serve.engine.host_memory import MemoryTrimmer, limit_host_memory
+from fa_serve.engine.host_memory import MemoryTrimmer, importing, limit_host_memory
 from fa_serve.engine.stats import EngineStats
 from fa_serve.ops.compilations import use_kernel_cache
 
@@ -276,8 +276,8 @@ class ProcessWorker:
 def _import_engine(on_phase: OnPhase) -> type[Engine]:
     """The engine's class. With it come the models of transformers, which take longer to import than all the rest."""
     begin = time.perf_counter()
-    from fa_serve.engine.engine import Engine
-
+    with importing():
+        from fa_serve.engine.engine import Engine
     on_phase(Phase("engine", "imported", time.perf_counter() - begin))
     return Engine
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import threading
@@ -154,3 +155,20 @@ def test_a_process_has_one_trimmer() -> None:
         MemoryTrimmer().start()
     assert [thread.name for thread in threading.enumerate()].count("fa_serve-trim") <= 1
     assert MemoryTrimmer._runs.is_set()
+
+
+def test_no_collection_runs_while_modules_are_imported():
+    """The module stays out of later collections as well."""
+    frozen = gc.get_freeze_count()
+    with host_memory.importing():
+        assert not gc.isenabled()
+        imported = [[] for _ in range(1000)]
+    assert gc.isenabled()
+    assert gc.get_freeze_count() >= frozen + len(imported)
+    gc.disable()
+    try:
+        with host_memory.importing():
+            pass
+        assert not gc.isenabled(), "the caller's choice stays"
+    finally:
+        gc.enable()
