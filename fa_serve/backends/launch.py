@@ -14,7 +14,7 @@ they may be reused; see `plan`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from math import gcd
@@ -25,6 +25,7 @@ import triton
 from torch import Tensor
 from triton.runtime.driver import driver
 
+from fa_serve.backends.compilers import CompilerProcesses, CompilerThreads
 from fa_serve.backends.jit_hooks import show_constants_as_text
 
 # The arguments of Triton's compiled launcher are private to Triton. They were read in these releases; with other releases
@@ -147,50 +148,31 @@ class NotCompiledError(Exception):
         self.compiled = compiled
 
 
-class _CompilerThreads(ThreadPoolExecutor):
-    """Runs Triton's compilations. A thread also makes the kernel's launcher, which Triton 3.6 builds in C and keeps on disk."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__(count, thread_name_prefix="fa_serve-compile")
-        self._futures: list[Future[Any]] = []
-
-    def submit(self, compile_kernel: Callable[[], Any], /) -> Future[Any]:  # type: ignore[override]
-        def compile_both() -> Any:
-            kernel = compile_kernel()
-            if _HAS_KNOWN_LAUNCHER:
-                driver.active.launcher_cls(kernel.src, kernel.metadata)
-            return kernel
-
-        self._futures.append(super().submit(compile_both))
-        return self._futures[-1]
-
-    def cancel(self) -> None:
-        """Begin no further compilation."""
-        self.shutdown(wait=False, cancel_futures=True)
-        for future in self._futures:
-            if future.cancelled():
-                future.set_running_or_notify_cancel()  # else `as_completed`, by which Triton waits for all, never returns it
-
-
 @contextmanager
-def compiling_in_threads(count: int) -> Iterator[None]:
+def compiling_in_threads(count: int, processes: CompilerProcesses | None = None) -> Iterator[None]:
     """Within this context the launch of a kernel that is not compiled yet raises NotCompiledError, and one of `count` threads
-    compiles the kernel.
+    compiles the kernel, or has one of the processes do it.
 
     Nothing is launched in the place of such a kernel, so no later work reads what it would have written. The caller repeats
     its computation from the beginning. At the end, compilations that have not begun are cancelled, and the others are waited
     for. Left out: launches that ask the JIT each time, which wait for the compiler.
     """
     global _COMPILING
-    pool = _CompilerThreads(count)
+    threads = CompilerThreads(count, processes, finish=_make_launcher)
     # a launch raises the error of its kernel, so the mode need not raise it once more
-    with pool, triton.AsyncCompileMode(pool, ignore_errors=True):
+    with threads, triton.AsyncCompileMode(threads, ignore_errors=True):
         _COMPILING = {}
         try:
             yield
         finally:
             _COMPILING = None
-            pool.cancel()
+            threads.cancel()
+
+
+def _make_launcher(kernel: Any) -> None:
+    """Triton 3.6 builds a kernel's launcher in C, and keeps it on disk."""
+    if _HAS_KNOWN_LAUNCHER:
+        driver.active.launcher_cls(kernel.src, kernel.metadata)
 
 
 class Launch:

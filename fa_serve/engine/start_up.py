@@ -4,10 +4,10 @@
     loaded.runner.launch(batch)
 
 With `ahead`, everything that a step may need exists when this returns: all steps of the warm-up plan run once (warm_up.py),
-while threads compile the kernels that they launch, and CUDA graphs are captured for a few seconds. The other graphs are
-captured when there is no request (`ModelRunner.prepare_one`). Without `ahead`, as in offline use, steps compile and capture
-what they need. With several ranks, each rank first compiles alone, with sums that return its own part. Then all ranks run one
-step of each size together, which compiles the kernels of the sums. Left out: how models are loaded (loading.py).
+while threads and processes compile the kernels that they launch, and CUDA graphs are captured for a few seconds. The other
+graphs are captured when there is no request (`ModelRunner.prepare_one`). Without `ahead`, as in offline use, steps compile and
+capture what they need. With several ranks, each rank first compiles alone, with sums that return its own part. Then all ranks
+run one step of each size together, which compiles the kernels of the sums. Left out: how models are loaded (loading.py).
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ from fa_serve.engine.ranks import Ranks
 from fa_serve.engine.speculation import CATCH_UP
 from fa_serve.engine.warm_up import EmptyStep, SamplingVariant, empty_steps, sampling_variants
 from fa_serve.hf import few_layers
-from fa_serve.ops.compilations import num_compilations, run_compiled, watch
+from fa_serve.ops.compilations import Compilers, num_compilations, run_compiled, start_compilers, watch
 
 log = logging.getLogger("fa_serve.engine")
 
-MAX_THREADS = 8
-"""Threads that compile kernels. With more of them, Python's lock is what they wait for."""
+MAX_COMPILERS = 16
+"""Threads that compile kernels, each with a process, which takes some tens of megabytes while the engine starts."""
+BUSY_CORES = 2
+"""Cores that load and run the model meanwhile, and answer HTTP."""
 WARM_UP_SECONDS = 120.0
 """How long the start waits for kernels. Those that are not compiled by then are compiled when a request needs them."""
 CAPTURE_SECONDS = 5.0
@@ -59,14 +61,21 @@ def start_up(
     ahead = ranks.decide("ahead", lambda: ahead)
     if ahead:
         watch()
-    loaded = load(config, ranks, clock, model, tokenizer)
+    on_gpu = ahead and config.resolve_device().startswith("cuda")
+    with start_compilers(num_compilers(ranks)) if on_gpu else nullcontext(Compilers()) as compilers:
+        loaded = load(config, ranks, clock, model, tokenizer)
+        if ahead and loaded.runner.device.type == "cuda":
+            _prepare(loaded, config, ranks, clock, compilers)
+    return loaded
+
+
+def _prepare(loaded: Loaded, config: EngineConfig, ranks: Ranks, clock: PhaseClock, compilers: Compilers) -> None:
+    """Compile and capture ahead of requests."""
     runner = loaded.runner
-    if not ahead or runner.device.type != "cuda":
-        return loaded
     try:
         # threads end their compilations in another order on each rank, so here no sum may wait for the others
         with nullcontext() if ranks.all_reduce is None else ranks.all_reduce.paused():
-            warm_up(runner, config, loaded.max_model_len)
+            warm_up(runner, config, loaded.max_model_len, compilers)
         if ranks.size > 1:
             warm_up_sums(runner, config, loaded.max_model_len)
             ranks.check_lost()
@@ -76,7 +85,11 @@ def start_up(
     except BaseException:
         runner.close()  # the ranks cannot part while there are graphs
         raise
-    return loaded
+
+
+def num_compilers(ranks: Ranks) -> int:
+    """Threads that compile kernels on this rank. All ranks of a machine do so at the same time."""
+    return max(1, min(MAX_COMPILERS, (len(os.sched_getaffinity(0)) - BUSY_CORES) // ranks.size))
 
 
 def warm_up_sums(runner: ModelRunner, config: EngineConfig, max_model_len: int) -> None:
@@ -89,7 +102,7 @@ def warm_up_sums(runner: ModelRunner, config: EngineConfig, max_model_len: int) 
         torch.cuda.synchronize(runner.device)
 
 
-def warm_up(runner: ModelRunner, config: EngineConfig, max_model_len: int) -> None:
+def warm_up(runner: ModelRunner, config: EngineConfig, max_model_len: int, compilers: Compilers) -> None:
     """Run the warm-up plan of the model and of its draft model.
 
     Steps that fail are left out, and the first failure is logged: requests then compile what they need. Raises
@@ -98,7 +111,6 @@ def warm_up(runner: ModelRunner, config: EngineConfig, max_model_len: int) -> No
     runners = [(runner, config.max_num_batched_tokens)]
     if runner.draft is not None:
         runners.append((runner.draft, min(config.max_num_batched_tokens, CATCH_UP)))
-    num_threads = max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)) // 2))
     with ExitStack() as stack:
         calls = []
         for each, max_tokens in runners:
@@ -106,7 +118,7 @@ def warm_up(runner: ModelRunner, config: EngineConfig, max_model_len: int) -> No
             steps = empty_steps(max_num_seqs=config.max_num_seqs, max_tokens=max_tokens, max_keys=max_model_len)
             plan: list[EmptyStep | SamplingVariant] = [*steps, *sampling_variants(drafting=each is runner.draft)]
             calls += [partial(each.run_warm_up, work) for work in plan]
-        errors = run_compiled(calls, num_threads, WARM_UP_SECONDS)
+        errors = run_compiled(calls, compilers, WARM_UP_SECONDS)
         if runner.device.type == "cuda":
             torch.cuda.synchronize(runner.device)
     if errors:

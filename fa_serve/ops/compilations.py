@@ -1,13 +1,14 @@
-"""Kernels are compiled ahead of the requests that need them, in threads; kept in a folder; and counted.
+"""Kernels are compiled ahead of the requests that need them, side by side; kept in a folder; and counted.
 
     use_kernel_cache("cuda", "0.2.0")
     watch()
-    run_compiled([lambda: step(1), lambda: step(64)], num_threads=8)
+    with start_compilers(8) as compilers:    # processes, which import while a model is loaded
+        run_compiled([lambda: step(1), lambda: step(64)], compilers)
     num_compilations()                       # Compilations(loaded=112, compiled=3): since `watch`
 
 A kernel that a launch needs for the first time is compiled, which takes a second, or loaded from Triton's cache on disk, which
-takes milliseconds. Either way the launch waits. The greater part of a compilation runs outside of Python's lock, so threads
-compile side by side. Left out: which kernels a model needs, which the engine finds out by running steps (engine/warm_up.py).
+takes milliseconds. Either way the launch waits. Left out: what compiles (backends/compilers.py), and which kernels a model
+needs, which the engine finds out by running steps (engine/warm_up.py).
 """
 
 from __future__ import annotations
@@ -16,13 +17,17 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+
+if TYPE_CHECKING:
+    from fa_serve.backends.compilers import CompilerProcesses
 
 log = logging.getLogger(__name__)
 
@@ -43,9 +48,12 @@ class _Counter:
         self.counted = Compilations()
 
     def __call__(self, *, cache_hit: bool, **described: Any) -> None:
+        from fa_serve.backends.compilers import is_from_process
+
+        found = cache_hit and not is_from_process()
         with self._lock:
             loaded, compiled = self.counted
-            self.counted = Compilations(loaded + cache_hit, compiled + (not cache_hit))
+            self.counted = Compilations(loaded + found, compiled + (not found))
         if self._earlier is not None:
             self._earlier(cache_hit=cache_hit, **described)
 
@@ -70,8 +78,34 @@ def num_compilations() -> Compilations:
     return listener.counted if isinstance(listener, _Counter) else Compilations()
 
 
-def run_compiled(calls: Iterable[Callable[[], None]], num_threads: int, seconds: float | None = None) -> list[Exception]:
-    """Call each function until it comes to its end, while threads compile the kernels that the functions launch.
+class Compilers(NamedTuple):
+    """What `run_compiled` compiles with. processes: of fa_serve.backends.compilers; None if threads do all"""
+
+    num_threads: int = 1
+    processes: CompilerProcesses | None = None
+
+
+@contextmanager
+def start_compilers(count: int) -> Iterator[Compilers]:
+    """So many threads, and a process for each if there are several. The processes end with the context."""
+    try:
+        from fa_serve.backends.compilers import CompilerProcesses
+
+        processes = CompilerProcesses(count) if count > 1 else None
+    except ImportError:  # without Triton there is nothing to compile
+        processes = None
+    except OSError as error:
+        log.warning("kernels are compiled by threads alone, because no process could be started: %s", error)
+        processes = None
+    try:
+        yield Compilers(count, processes)
+    finally:
+        if processes is not None:
+            processes.close()
+
+
+def run_compiled(calls: Iterable[Callable[[], None]], compilers: Compilers, seconds: float | None = None) -> list[Exception]:
+    """Call each function until it comes to its end, while the kernels that the functions launch are compiled.
 
     A function ends early at a kernel that is not compiled yet. It is called again, from its beginning, when that kernel exists;
     meanwhile the others run. So every kernel that is launched reads what earlier kernels have written. A function that raises,
@@ -87,7 +121,7 @@ def run_compiled(calls: Iterable[Callable[[], None]], num_threads: int, seconds:
     errors: list[Exception] = []
     ready = list(calls)
     blocked: dict[Future[Any], list[Callable[[], None]]] = {}
-    with compiling_in_threads(num_threads):
+    with compiling_in_threads(*compilers):
         while ready or blocked:
             left = limit - time.monotonic()
             if left <= 0:

@@ -18,6 +18,7 @@ from fa_serve.engine.ranks import Leader
 from fa_serve.engine.warm_up import empty_steps, sampling_variants
 from fa_serve.hf import patch
 from fa_serve.ops.all_reduce import AllReduce
+from fa_serve.ops.compilations import Compilers
 
 PROMPT = [3, 4, 5, 6, 7]
 
@@ -73,7 +74,7 @@ def test_each_step_of_the_warm_up_is_valid(make_engine, monkeypatch, family, set
     before = runner.kv_caches[0][0].normal_().clone()
     with monkeypatch.context() as watched:
         watched.setattr(runner, "_forward", check)
-        start_up.warm_up(runner, engine.config, engine.config.max_model_len)
+        start_up.warm_up(runner, engine.config, engine.config.max_model_len, Compilers())
     planned = empty_steps(max_num_seqs=5, max_tokens=20, max_keys=engine.config.max_model_len)
     assert len(seen) == len(planned) > 30
     assert torch.equal(runner.kv_caches[0][0], before)
@@ -98,7 +99,7 @@ def test_a_step_that_ends_at_a_kernel_is_repeated_when_the_kernel_exists(make_en
         ended.append(work)
 
     monkeypatch.setattr(engine._runner, "run_warm_up", run_with_kernels)
-    start_up.warm_up(engine._runner, engine.config, 64)
+    start_up.warm_up(engine._runner, engine.config, 64, Compilers())
     plan = [*empty_steps(max_num_seqs=8, max_tokens=engine.config.max_num_batched_tokens, max_keys=64), *sampling_variants()]
     assert ended == [*plan[:5], *plan[6:], plan[5]]
 
@@ -111,14 +112,14 @@ def test_a_warm_up_that_fails_is_logged_and_a_lost_device_ends_the_start(make_en
 
     monkeypatch.setattr(engine._runner, "run_warm_up", fail)
     error: Exception = ValueError("no such tile")
-    start_up.warm_up(engine._runner, engine.config, 64)
+    start_up.warm_up(engine._runner, engine.config, 64, Compilers())
     planned = len(empty_steps(max_num_seqs=8, max_tokens=engine.config.max_num_batched_tokens, max_keys=64))
     planned += len([*sampling_variants()])
     assert f"because {planned} of {planned} steps of the warm-up failed: no such tile" in caplog.text
     assert engine._runner.model.config.num_hidden_layers == make_model().config.num_hidden_layers, "all layers again"
     error = torch.AcceleratorError("unspecified launch failure")
     with pytest.raises(torch.AcceleratorError):
-        start_up.warm_up(engine._runner, engine.config, 64)
+        start_up.warm_up(engine._runner, engine.config, 64, Compilers())
 
 
 def test_graphs_are_captured_for_a_limited_time(make_engine, replays) -> None:
@@ -189,7 +190,7 @@ def test_the_draft_model_is_warmed_up_with_its_own_steps(make_engine, monkeypatc
         run = each.run_warm_up
         monkeypatch.setattr(each, "run_warm_up", lambda work, run=run, works=works: (works.append(work), run(work)))
     monkeypatch.setattr(start_up, "CATCH_UP", 8)
-    start_up.warm_up(runner, engine.config, 64)
+    start_up.warm_up(runner, engine.config, 64, Compilers())
     tokens = engine.config.max_num_batched_tokens
     assert seen[runner] == [*empty_steps(max_num_seqs=4, max_tokens=tokens, max_keys=64), *sampling_variants()]
     planned = empty_steps(max_num_seqs=4, max_tokens=8, max_keys=64)

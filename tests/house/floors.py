@@ -35,7 +35,7 @@ FLOORS = {
 
 KERNEL_ROOMS = ("fa_serve.backends.triton", "fa_serve.backends.hopper")
 GUESTS: dict[str, tuple[str, ...]] = {
-    "triton": (*KERNEL_ROOMS, "fa_serve.backends.launch", "fa_serve.ops"),
+    "triton": (*KERNEL_ROOMS, "fa_serve.backends.compilers", "fa_serve.backends.launch", "fa_serve.ops"),
     "transformers": (
         "fa_serve.hf",
         "fa_serve.engine.model_runner",

@@ -19,8 +19,9 @@ from triton.compiler import ASTSource
 from triton.runtime.driver import driver
 
 from fa_serve.backends import launch
+from fa_serve.backends.compilers import CompilerThreads
 from fa_serve.backends.launch import NotCompiledError
-from fa_serve.ops.compilations import Compilations, num_compilations, run_compiled, use_kernel_cache, watch
+from fa_serve.ops.compilations import Compilations, Compilers, num_compilations, run_compiled, use_kernel_cache, watch
 
 
 @triton.jit
@@ -90,12 +91,12 @@ def test_threads_compile_what_several_calls_need(listener, tmp_path, monkeypatch
         ended.append((name, [kernel.metadata.name for kernel in found]))
 
     calls = [partial(call, "a", 32, 64), partial(call, "b", 64, 128), partial(call, "c", 32)]
-    run_compiled(calls, num_threads=2)
+    run_compiled(calls, Compilers(2))
     assert sorted(ended) == [("a", ["_fill"] * 2), ("b", ["_fill"] * 2), ("c", ["_fill"])]
     assert num_compilations() == Compilations(loaded=0, compiled=3)
     assert len(fake.launchers) == 3
     assert launch._COMPILING is None
-    run_compiled(calls, num_threads=2)
+    run_compiled(calls, Compilers(2))
     assert len(ended) == 6
     assert num_compilations() == Compilations(loaded=0, compiled=3)
 
@@ -117,7 +118,9 @@ def test_a_call_is_repeated_only_when_its_kernel_exists() -> None:
 
     thread = threading.Thread(target=compile_both)
     thread.start()
-    run_compiled([partial(call, "1", "x"), partial(call, "2", "x", "y"), partial(call, "3"), partial(call, "4", "y")], 1)
+    run_compiled(
+        [partial(call, "1", "x"), partial(call, "2", "x", "y"), partial(call, "3"), partial(call, "4", "y")], Compilers()
+    )
     thread.join()
     assert tries == ["1", "2", "3", "4", "1", "2", *tries[6:]]
     assert sorted(tries[6:]) == ["2", "4"]
@@ -137,15 +140,15 @@ def test_what_a_call_or_a_compilation_raises_is_returned_and_the_others_run() ->
     def lose() -> None:
         raise torch.AcceleratorError("unspecified launch failure")
 
-    errors = run_compiled([fail, partial(ended.append, "other"), fail], 1)
+    errors = run_compiled([fail, partial(ended.append, "other"), fail], Compilers())
     assert [(type(error), str(error)) for error in errors] == [(ValueError, "no such instruction")] * 2
     assert ended == ["other"]
     assert launch._COMPILING is None
     with pytest.raises(torch.AcceleratorError):
-        run_compiled([lose, partial(ended.append, "not called")], 1)
+        run_compiled([lose, partial(ended.append, "not called")], Compilers())
     assert launch._COMPILING is None
     assert ended == ["other"]
-    assert run_compiled([], 1) == []
+    assert run_compiled([], Compilers()) == []
 
 
 def test_kernels_are_kept_by_release_and_card(tmp_path, monkeypatch) -> None:
@@ -167,12 +170,12 @@ def test_kernels_that_take_too_long_are_left_out(monkeypatch, tmp_path) -> None:
     """Compilations that have not begun are cancelled. What has been compiled runs, and the start goes on."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(driver, "_active", _Driver())
-    compile_both = launch._CompilerThreads.submit
+    compile_both = CompilerThreads.submit
 
     def slowly(self, compile_kernel):
         return compile_both(self, lambda: (time.sleep(1.5), compile_kernel())[1])
 
-    monkeypatch.setattr(launch._CompilerThreads, "submit", slowly)
+    monkeypatch.setattr(CompilerThreads, "submit", slowly)
     ended = []
 
     def call(size: int) -> None:
@@ -180,7 +183,9 @@ def test_kernels_that_take_too_long_are_left_out(monkeypatch, tmp_path) -> None:
         ended.append(size)
 
     begin = time.monotonic()
-    errors = run_compiled([partial(call, size) for size in (512, 1024, 2048, 4096)] + [partial(ended.append, 0)], 1, 0.5)
+    errors = run_compiled(
+        [partial(call, size) for size in (512, 1024, 2048, 4096)] + [partial(ended.append, 0)], Compilers(), 0.5
+    )
     assert ended == [0]
     assert [type(error) for error in errors] == [TimeoutError] * 4
     assert time.monotonic() - begin < 5, "one compilation had begun, and three had not"

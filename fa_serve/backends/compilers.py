@@ -1,0 +1,230 @@
+"""Threads that compile Triton's kernels, and processes in which they can have this done.
+
+    processes = CompilerProcesses(14)            # returns at once: they import while a model is loaded
+    with CompilerThreads(14, processes) as threads, triton.AsyncCompileMode(threads):
+        kernel.warmup(...)                       # a thread compiles
+    processes.close()
+
+A third of a compilation holds Python's lock, mainly while the first IR is built and libdevice is linked. The threads of one
+process therefore compile about eight kernels a second, however many cores there are. A compiler process writes the kernel to
+Triton's cache on disk, and the thread that waited for it loads it from there. A kernel that a process cannot compile is
+compiled by the thread, which raises what is wrong with it. So nothing depends on these processes but speed.
+
+The first process imports PyTorch, Triton and all kernels, and forks before it has a second thread. None of them sees a GPU.
+Each ends when its pipe is closed, which the system does if this process is killed.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import inspect
+import io
+import os
+import pickle
+import pkgutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any
+
+import triton
+from triton import knobs
+from triton.runtime.jit import JITFunction
+
+COMPILE_SECONDS = 60.0
+"""How long a process may take for a kernel. After that, it gets no other."""
+KERNEL_PACKAGES = ("fa_serve.backends.triton", "fa_serve.backends.hopper", "fa_serve.ops")
+_FROM_PROCESS = threading.local()
+
+
+def is_from_process() -> bool:
+    """Whether the kernel that this thread loads from the cache has just been compiled by a process."""
+    return bool(getattr(_FROM_PROCESS, "compiled", False))
+
+
+class CompilerProcesses:
+    """`count` processes, which are started at once and ready a few seconds later."""
+
+    def __init__(self, count: int) -> None:
+        pipes = [Pipe() for _ in range(count)]
+        ends = [theirs.fileno() for _, theirs in pipes]
+        command = [sys.executable, "-m", __name__, *map(str, ends)]
+        # a module in the working directory must not take the place of an installed one; threads would not survive a fork
+        environment = os.environ | {"PYTHONSAFEPATH": "1", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        nothing = subprocess.DEVNULL
+        self._process = subprocess.Popen(command, pass_fds=ends, stdin=nothing, stdout=nothing, env=environment)
+        for _, theirs in pipes:
+            theirs.close()
+        self._lock = threading.Lock()
+        self._importing = [ours for ours, _ in pipes]
+        self._free: list[Connection] = []
+
+    def compile(self, compile_kernel: Callable[[], Any]) -> bool | None:
+        """Let a process compile into Triton's cache on disk, which may have the kernel already.
+
+        compile_kernel: the function that Triton gives to the executor of an AsyncCompileMode
+        Returns whether it has been compiled; None if no process is free or the kernel cannot be compiled there.
+        """
+        connection = self._take()
+        if connection is None:
+            return None
+        works = True
+        try:
+            request = _request(compile_kernel)
+            works = False
+            connection.send_bytes(request)
+            if connection.poll(COMPILE_SECONDS):
+                compiled: bool | None = connection.recv()
+                works = True
+                return compiled
+        except Exception:
+            return None
+        finally:
+            if works:
+                with self._lock:
+                    self._free.append(connection)
+            else:
+                connection.close()
+        return None
+
+    def _take(self) -> Connection | None:
+        with self._lock:
+            for connection in [each for each in self._importing if each.poll()]:
+                self._importing.remove(connection)
+                with suppress(EOFError, OSError):
+                    connection.recv()  # the sign that it is ready
+                    self._free.append(connection)
+            return self._free.pop() if self._free else None
+
+    def close(self) -> None:
+        """End all processes that compile nothing now, and the others when they have finished."""
+        with self._lock:
+            for connection in [*self._importing, *self._free]:
+                connection.close()
+            self._importing = []
+            self._free = []
+        threading.Thread(target=self._process.wait, name="fa_serve-compilers", daemon=True).start()
+
+
+class CompilerThreads(ThreadPoolExecutor):
+    """Runs Triton's compilations.
+
+    processes: compile for these threads when they are ready
+    finish:    called in the thread with each kernel that exists
+    """
+
+    def __init__(self, count: int, processes: CompilerProcesses | None, finish: Callable[[Any], None]) -> None:
+        super().__init__(count, thread_name_prefix="fa_serve-compile")
+        self._processes = processes
+        self._finish = finish
+        self._futures: list[Future[Any]] = []
+
+    def submit(self, compile_kernel: Callable[[], Any], /) -> Future[Any]:  # type: ignore[override]
+        self._futures.append(super().submit(self._compile, compile_kernel))
+        return self._futures[-1]
+
+    def _compile(self, compile_kernel: Callable[[], Any]) -> Any:
+        if self._processes is not None:
+            _FROM_PROCESS.compiled = self._processes.compile(compile_kernel)
+        try:
+            kernel = compile_kernel()
+        finally:
+            _FROM_PROCESS.compiled = None
+        self._finish(kernel)
+        return kernel
+
+    def cancel(self) -> None:
+        """Begin no further compilation."""
+        self.shutdown(wait=False, cancel_futures=True)
+        for future in self._futures:
+            if future.cancelled():
+                future.set_running_or_notify_cancel()  # else `as_completed`, by which Triton waits for all, never returns it
+
+
+class _KernelPickler(pickle.Pickler):
+    """Writes a kernel as the name of its module and its own, because its function is known there by the kernel's name."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, JITFunction):
+            return _kernel_named, (value.fn.__module__, value.fn.__qualname__)
+        return NotImplemented
+
+
+def _kernel_named(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(module), name)
+
+
+def _request(compile_kernel: Callable[[], Any]) -> bytes:
+    """What a process needs: the arguments of triton.compile, and Triton's environment.
+
+    Triton 3.6 to 3.9 give the executor a function without arguments, whose variables are those of the call.
+    """
+    found = inspect.getclosurevars(compile_kernel).nonlocals
+    options = found["options"].__dict__
+    variables = {name: value for name, value in os.environ.items() if name.startswith("TRITON_")}
+    written = io.BytesIO()
+    _KernelPickler(written).dump((variables, found["src"], found["target"], options, found["env_vars"]))
+    return written.getvalue()
+
+
+def _fork(descriptors: Sequence[int]) -> None:
+    """Fork a process for each descriptor, and wait until all of them have ended."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C comes to all processes; these end with the one that uses them
+    _import_kernels()
+    gc.freeze()  # a collection in one of them would copy what they share
+    for descriptor in descriptors:
+        if os.fork() == 0:
+            for other in descriptors:
+                if other != descriptor:
+                    os.close(other)
+            _answer(Connection(descriptor))
+            os._exit(0)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    with suppress(ChildProcessError):
+        while True:
+            os.wait()
+
+
+def _import_kernels() -> None:
+    """Do once what each process would do at its first kernel, even if that is in the cache."""
+    for package in KERNEL_PACKAGES:
+        for module in pkgutil.iter_modules(importlib.import_module(package).__path__, f"{package}."):
+            with suppress(ImportError):  # this release of Triton, or this machine, does not have what it needs
+                importlib.import_module(module.name)
+    with suppress(ImportError):
+        from triton.runtime.cache import triton_key
+
+        triton_key()  # reads all files of Triton, which is a part of each kernel's name in the cache
+
+
+def _answer(connection: Connection) -> None:
+    """Compile what comes until the pipe is closed. The reply is None where that has failed."""
+    with suppress(EOFError, OSError):
+        connection.send(True)
+        while True:
+            connection.send(_compile(connection.recv_bytes()))
+
+
+def _compile(request: bytes) -> bool | None:
+    """Whether the kernel has been compiled, and not only been found in the cache; None if it could not be compiled."""
+    hits: list[bool] = []
+    try:
+        variables, source, target, options, env_vars = pickle.loads(request)
+        os.environ.update(variables)
+        knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
+        triton.compile(source, target=target, options=options, _env_vars=env_vars)
+    except Exception:
+        return None
+    return not all(hits)
+
+
+if __name__ == "__main__":
+    _fork([int(each) for each in sys.argv[1:]])
