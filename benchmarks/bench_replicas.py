@@ -4,6 +4,7 @@
     python benchmarks/bench_replicas.py --model Qwen/Qwen3-0.6B --device cuda  # two GPUs
     python benchmarks/bench_replicas.py --shape llama8b --device cuda          # the same with random weights of this shape
     python benchmarks/bench_replicas.py --parts throughput                     # one part, which starts two servers
+    python benchmarks/bench_replicas.py --parts throughput --servers 2         # two processes speak HTTP for two replicas
 
 1. **Conversations**: each turn sends everything that was said before. Measured is the share of prompt tokens that come from a
    prefix cache, with the router of fa_serve and with the same router when it knows nothing of prompts. The gate: both give the
@@ -11,7 +12,8 @@
 2. **A lost replica**: clients ask in a closed loop, and the process of one replica is killed. Measured are the requests that
    fail and the latencies of all.
 3. **Throughput**: `fa-serve bench` loads one replica, and two with twice as many requests at once. With three GPUs or more both
-   servers start side by side; they are loaded one after the other.
+   servers start side by side; they are loaded one after the other. With `--servers N`, N processes speak HTTP for the two
+   replicas, each for a part of the clients, as `fa-serve ray --address` in one cluster.
 
 Results of GPUs go to results/replicas.jsonl in the form of measure.py. Left out: replicas of several machines.
 """
@@ -23,16 +25,19 @@ import asyncio
 import os
 import random
 import re
+import secrets
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -50,20 +55,20 @@ AT_ONCE = 6
 PARTS = ("conversations", "throughput")
 """What --parts takes. "conversations" are 1 and 2 of the list above, on the same server."""
 PLAIN = "from fa_serve.__main__ import main; main()"
+EMPTY: Mapping[str, str] = MappingProxyType({})
 BLIND = f"from fa_serve.server.ray import prefix_router as r; f = r.in_order; r.in_order = lambda x, _, y: f(x, x, y); {PLAIN}"
 
 
 @contextmanager
 def served(
-    program: str, options: argparse.Namespace, *more: str, replicas: int = 2, gpus: str | None = None
+    program: str, options: argparse.Namespace, *more: str, replicas: int = 2, environment: Mapping[str, str] = EMPTY
 ) -> Iterator[tuple[str, int]]:
-    """The address and the process of a server over replicas. gpus: those that it sees, by default all"""
+    """The address and the process of a server over replicas. environment: beside that of this process"""
     flags = ["--port", "0", "--device", options.device, "--replicas", str(replicas), "--replica-cpus", "0.5", *more]
     flags += ["--num-pages", "4096", "--dtype", "float32"] if options.device == "cpu" else []
     command = [sys.executable, "-c", program, "ray", *([options.model] if options.model else []), *flags]
     with tempfile.TemporaryFile("w+") as log:
-        own = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
-        server = subprocess.Popen(command, env=os.environ | own, stdout=subprocess.PIPE, stderr=log, text=True)
+        server = subprocess.Popen(command, env={**os.environ, **environment}, stdout=subprocess.PIPE, stderr=log, text=True)
         try:
             url = next((line.strip() for line in server.stdout or () if line.startswith("http://")), None)
             if url is None:
@@ -131,35 +136,68 @@ async def lose_one(url: str, server: int, seconds: float) -> dict[str, Any]:
     return {"requests": len(times), "failed": len(failures), "messages": sorted(set(failures)), **milliseconds}
 
 
+@contextmanager
+def cluster() -> Iterator[tuple[str, dict[str, str]]]:
+    """The address of a Ray cluster of this machine, and the environment of those that join it."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    flags = ["--head", "--port", str(port), "--include-dashboard", "false", "--disable-usage-stats", "--block"]
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", *flags]
+    with tempfile.TemporaryFile("w+") as log:
+        head = subprocess.Popen(command, env=os.environ | environment, stdout=subprocess.PIPE, stderr=log, text=True)
+        try:
+            if not any("Ray runtime started" in line for line in head.stdout or ()):
+                log.seek(0)
+                raise RuntimeError(f"the cluster did not start: {log.read()[-2000:]}")
+            yield f"127.0.0.1:{port}", environment
+        finally:
+            head.terminate()
+            head.wait(60)
+
+
 def throughput(options: argparse.Namespace) -> dict[int, float]:
     """Output tokens per second of one replica and of two."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
-    if options.device != "cuda" or len(visible) < 3:
-        rates = {}
-        for replicas in (1, 2):
-            with served(PLAIN, options, replicas=replicas) as (url, _):
-                rates[replicas] = rate(options, url, replicas)
+    rates = {}
+    if options.servers == 1 and options.device == "cuda" and len(visible) >= 3:
+        with ExitStack() as stack, ThreadPoolExecutor() as threads:
+            one = served(PLAIN, options, replicas=1, environment={"CUDA_VISIBLE_DEVICES": visible[0]})
+            two = served(PLAIN, options, replicas=2, environment={"CUDA_VISIBLE_DEVICES": ",".join(visible[1:3])})
+            addresses = list(threads.map(lambda server: stack.enter_context(server)[0], (one, two)))
+            return {replicas: rate(options, [url], replicas) for replicas, url in zip((1, 2), addresses, strict=True)}
+    with served(PLAIN, options, replicas=1) as (url, _):
+        rates[1] = rate(options, [url], 1)
+    if options.servers == 1:
+        with served(PLAIN, options, replicas=2) as (url, _):
+            rates[2] = rate(options, [url], 2)
         return rates
-    with ExitStack() as stack, ThreadPoolExecutor() as threads:
-        one = served(PLAIN, options, replicas=1, gpus=visible[0])
-        two = served(PLAIN, options, replicas=2, gpus=",".join(visible[1:3]))
-        addresses = list(threads.map(lambda server: stack.enter_context(server)[0], (one, two)))
-        return {replicas: rate(options, url, replicas) for replicas, url in zip((1, 2), addresses, strict=True)}
+    with ExitStack() as stack:
+        address, environment = stack.enter_context(cluster())
+        servers = [served(PLAIN, options, "--address", address, environment=environment) for _ in range(options.servers)]
+        rates[2] = rate(options, [stack.enter_context(server)[0] for server in servers], 2)
+    return rates
 
 
-def rate(options: argparse.Namespace, url: str, replicas: int) -> float:
-    """Output tokens per second of a server of so many replicas."""
+def rate(options: argparse.Namespace, urls: Sequence[str], replicas: int) -> float:
+    """Output tokens per second of so many replicas, whose clients are divided among these servers."""
     load = Load(
-        requests=replicas * options.requests,
-        concurrency=replicas * options.concurrency,
+        requests=replicas * options.requests // len(urls),
+        concurrency=replicas * options.concurrency // len(urls),
         prompt_tokens=128,
         output_tokens=128,
-        processes=2 * replicas,
+        processes=max(2 * replicas // len(urls), 1),
     )
+
+    async def turn_of_all(turn: int) -> float:
+        loads = [replace(load, url=url, seed=turn * len(urls) + i) for i, url in enumerate(urls)]
+        reports = await asyncio.gather(*map(run, loads))
+        return sum(report["output_tokens_per_s"] for report in reports)
+
     for turn in range(2):  # the first one compiles and captures
-        report = asyncio.run(run(replace(load, url=url, seed=turn)))
-        print(f"{replicas} replicas, turn {turn}: {report['output_tokens_per_s']:.0f} tokens/s", flush=True)
-    return float(report["output_tokens_per_s"])
+        reached = asyncio.run(turn_of_all(turn))
+        print(f"{replicas} replicas, {len(urls)} servers, turn {turn}: {reached:.0f} tokens/s", flush=True)
+    return reached
 
 
 def replicas_of(server: int) -> list[int]:
@@ -192,6 +230,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, help="in place of --model: random weights of this shape")
     parser.add_argument("--requests", type=int, help="throughput: for each replica; default: 1024, on a CPU 64")
     parser.add_argument("--concurrency", type=int, help="of these requests at once; default: 256, on a CPU 16")
+    parser.add_argument("--servers", type=int, default=1, help="throughput: processes that speak HTTP for two replicas")
     parser.add_argument("--parts", type=parts, default=list(PARTS), help=f"{', '.join(PARTS)}: with commas; default: all")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
@@ -227,7 +266,8 @@ def measure(options: argparse.Namespace) -> None:
         one = rates[1]
         two = rates[2]
         print(f"throughput: one replica {one:.0f} tokens/s, two {two:.0f}, ratio {two / one:.2f}")
-        results.add(f"{name} throughput of two", "tok/s", two, {"one": one})
+        behind = "" if options.servers == 1 else f" behind {options.servers} servers"
+        results.add(f"{name} throughput of two{behind}", "tok/s", two, {"one": one})
         write(results, options)
 
 
