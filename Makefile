@@ -63,8 +63,9 @@ abuse: $(VENV)/.test ## honest streams beside random abuse for an hour (ARGS="--
 	$(BIN)/python benchmarks/abuse.py $(ARGS)
 
 test-triton: $(foreach version,$(TRITONS),$(VENV)/triton-$(version)/.installed) ## the kernels compile with the other releases of Triton, those in TRITONS
-	for version in $(TRITONS); do PYTHONPATH=$(VENV)/triton-$$version TRITON_CACHE_DIR=$(VENV)/triton-$$version/cache $(PYTEST) \
-	  tests/backends/test_launch.py tests/backends/test_releases_compiled.py tests/backends/hopper/test_listed_blocks_compiled.py; done
+	for version in $(TRITONS); do PYTHONPATH=$(VENV)/triton-$$version $(PYTEST) \
+	  tests/backends/test_launch.py tests/backends/test_compilers.py tests/backends/test_releases_compiled.py \
+	  tests/backends/hopper/test_listed_blocks_compiled.py; done
 
 test-newest: $(VENV)/.newest ## the transformers adapter with the packages of requirements-newest.txt
 	PYTHONPATH=$(VENV)/newest $(BIN)/python -c 'from transformers import __version__ as v; "transformers==" + v in open("requirements-newest.txt").read() or exit("not the newest: " + v)'

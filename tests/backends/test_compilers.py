@@ -20,6 +20,7 @@ from triton.runtime.driver import driver
 from fa_serve.backends import compilers
 from fa_serve.backends.compilers import CompilerProcesses, CompilerThreads, is_from_process
 from fa_serve.backends.hopper.forward import plan_forward
+from fa_serve.backends.launch import FUSED
 from fa_serve.backends.plan import AttentionOptions, AttentionTensors
 from fa_serve.ops.activation_kernel import _act_and_mul
 
@@ -81,7 +82,7 @@ def compile_all(processes: CompilerProcesses | None, warm_up: Callable[[], None]
 
 def activate(width: int, kind: int, block: int = 1024) -> Any:
     bf16 = torch.bfloat16
-    return _act_and_mul.warmup(bf16, bf16, 14, 2 * width, width, width, kind, block, False, grid=(1,), num_warps=4)
+    return _act_and_mul.warmup(bf16, bf16, 14, 2 * width, width, width, kind, block, False, grid=(1,), num_warps=4, **FUSED)
 
 
 def warm_up_activations(width: int) -> None:
@@ -124,7 +125,7 @@ def test_a_kernel_in_the_cache_is_not_said_to_be_compiled(compiled, processes) -
 
 def test_threads_compile_what_no_process_can(compiled, processes) -> None:
     """The kernel of a module that the processes do not find."""
-    compile_all(processes, lambda: _fill.warmup(torch.float32, 64, grid=(1,)))
+    compile_all(processes, lambda: _fill.warmup(torch.float32, 64, grid=(1,), **FUSED))
     assert compiled == [("_fill", False, False)]
     assert len(processes._free) + len(processes._importing) == 2, "the process takes the next kernel"
 
