@@ -149,6 +149,6 @@ def test_threads_go_on_without_processes(compiled, lost_processes, monkeypatch) 
 def test_an_error_is_that_of_the_thread(compiled, processes) -> None:
     threads = CompilerThreads(1, processes, finish=lambda kernel: None)
     with threads, triton.AsyncCompileMode(threads, ignore_errors=True):
-        failed = activate(4096, 0, block=1000)
+        future = activate(4096, 0, block=1000).future  # Triton 3.9 forgets it afterwards
     with pytest.raises(triton.CompilationError, match="power of 2"):
-        failed.future.result()
+        future.result()
