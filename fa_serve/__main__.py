@@ -182,7 +182,7 @@ def _run_server(
         start_ahead()
     from fa_serve.engine.host_memory import importing, limit_host_memory
 
-    with importing():
+    with importing(freeze=True):
         from fa_serve.engine.errors import EngineDeadError
         from fa_serve.engine.torchrun import follow_if_told
         from fa_serve.server.process import build_server

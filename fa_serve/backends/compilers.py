@@ -10,8 +10,8 @@ process therefore compile about eight kernels a second, however many cores there
 Triton's cache on disk, and the thread that waited for it loads it from there. A kernel that a process cannot compile is
 compiled by the thread, which raises what is wrong with it. So nothing depends on these processes but speed.
 
-The first process imports PyTorch, Triton and all kernels, and forks before it has a second thread. None of them sees a GPU.
-Each ends when its pipe is closed, which the system does if this process is killed.
+The first process imports PyTorch, Triton and all kernels, and forks before it has a second thread. None of them uses a GPU.
+Each ends when its pipe is closed, which the system does if this process is killed, or when a kernel takes it too long.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import gc
 import importlib
 import inspect
 import io
+import logging
 import os
 import pickle
 import pkgutil
@@ -27,8 +28,9 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -38,15 +40,19 @@ import triton
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
-COMPILE_SECONDS = 60.0
-"""How long a process may take for a kernel. After that, it gets no other."""
+log = logging.getLogger(__name__)
+COMPILE_SECONDS = 60
+"""How long a process may take for a kernel. The system ends it then, in the middle of what it does."""
+LATE_SECONDS = 5.0
+"""How long the end of such a process may take to be noticed."""
+POLL_SECONDS = 0.25
 KERNEL_PACKAGES = ("fa_serve.backends.triton", "fa_serve.backends.hopper", "fa_serve.ops")
-_FROM_PROCESS = threading.local()
+_THREAD = threading.local()
 
 
-def is_from_process() -> bool:
+def compiled_by_process() -> bool:
     """Whether the kernel that this thread loads from the cache has just been compiled by a process."""
-    return bool(getattr(_FROM_PROCESS, "compiled", False))
+    return bool(getattr(_THREAD, "compiled_by_process", False))
 
 
 class CompilerProcesses:
@@ -55,57 +61,72 @@ class CompilerProcesses:
     def __init__(self, count: int) -> None:
         pipes = [Pipe() for _ in range(count)]
         ends = [theirs.fileno() for _, theirs in pipes]
-        command = [sys.executable, "-m", __name__, *map(str, ends)]
+        command = [sys.executable, "-m", __name__, str(COMPILE_SECONDS), *map(str, ends)]
         # a module in the working directory must not take the place of an installed one; threads would not survive a fork
         environment = os.environ | {"PYTHONSAFEPATH": "1", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        nothing = subprocess.DEVNULL
-        self._process = subprocess.Popen(command, pass_fds=ends, stdin=nothing, stdout=nothing, env=environment)
+        # what Triton prints goes to stderr, because readers of a server's stdout wait for its end
+        self._process = subprocess.Popen(command, pass_fds=ends, stdin=subprocess.DEVNULL, stdout=2, env=environment)
         for _, theirs in pipes:
             theirs.close()
         self._lock = threading.Lock()
+        self._closed = False
         self._importing = [ours for ours, _ in pipes]
         self._free: list[Connection] = []
 
-    def compile(self, compile_kernel: Callable[[], Any]) -> bool | None:
+    def compile(self, compile_kernel: Callable[[], Any], cancelled: threading.Event) -> bool | None:
         """Let a process compile into Triton's cache on disk, which may have the kernel already.
 
         compile_kernel: the function that Triton gives to the executor of an AsyncCompileMode
+        cancelled:      is set when nobody waits for the kernel any more
         Returns whether it has been compiled; None if no process is free or the kernel cannot be compiled there.
         """
         connection = self._take()
         if connection is None:
             return None
-        works = True
         try:
             request = _request(compile_kernel)
-            works = False
-            connection.send_bytes(request)
-            if connection.poll(COMPILE_SECONDS):
-                compiled: bool | None = connection.recv()
-                works = True
-                return compiled
         except Exception:
+            log.debug("a kernel cannot be described to another process", exc_info=True)
+            self._give_back(connection)
             return None
-        finally:
-            if works:
-                with self._lock:
-                    self._free.append(connection)
-            else:
-                connection.close()
-        return None
+        limit = time.monotonic() + COMPILE_SECONDS + LATE_SECONDS
+        try:
+            connection.send_bytes(request)
+            while not connection.poll(POLL_SECONDS):
+                if cancelled.is_set() or time.monotonic() > limit:
+                    connection.close()
+                    return None
+            compiled: bool | None = connection.recv()
+        except (EOFError, OSError):
+            log.warning("a process that compiles kernels has ended; the others and threads go on")
+            connection.close()
+            return None
+        self._give_back(connection)
+        return compiled
 
     def _take(self) -> Connection | None:
         with self._lock:
             for connection in [each for each in self._importing if each.poll()]:
                 self._importing.remove(connection)
-                with suppress(EOFError, OSError):
+                try:
                     connection.recv()  # the sign that it is ready
+                except (EOFError, OSError):
+                    log.warning("a process that compiles kernels has ended before it was ready; threads go on")
+                else:
                     self._free.append(connection)
             return self._free.pop() if self._free else None
+
+    def _give_back(self, connection: Connection) -> None:
+        with self._lock:
+            if self._closed:
+                connection.close()
+            else:
+                self._free.append(connection)
 
     def close(self) -> None:
         """End all processes that compile nothing now, and the others when they have finished."""
         with self._lock:
+            self._closed = True
             for connection in [*self._importing, *self._free]:
                 connection.close()
             self._importing = []
@@ -122,9 +143,10 @@ class CompilerThreads(ThreadPoolExecutor):
 
     def __init__(self, count: int, processes: CompilerProcesses | None, finish: Callable[[Any], None]) -> None:
         super().__init__(count, thread_name_prefix="fa_serve-compile")
-        self._processes = processes
+        self._processes = processes if _same_everywhere() else None
         self._finish = finish
         self._futures: list[Future[Any]] = []
+        self._cancelled = threading.Event()
 
     def submit(self, compile_kernel: Callable[[], Any], /) -> Future[Any]:  # type: ignore[override]
         self._futures.append(super().submit(self._compile, compile_kernel))
@@ -132,20 +154,29 @@ class CompilerThreads(ThreadPoolExecutor):
 
     def _compile(self, compile_kernel: Callable[[], Any]) -> Any:
         if self._processes is not None:
-            _FROM_PROCESS.compiled = self._processes.compile(compile_kernel)
+            _THREAD.compiled_by_process = self._processes.compile(compile_kernel, self._cancelled)
+            if self._cancelled.is_set():
+                raise CancelledError
         try:
             kernel = compile_kernel()
         finally:
-            _FROM_PROCESS.compiled = None
+            _THREAD.compiled_by_process = None
         self._finish(kernel)
         return kernel
 
     def cancel(self) -> None:
-        """Begin no further compilation."""
+        """Begin no further compilation, and wait for no process."""
+        self._cancelled.set()
         self.shutdown(wait=False, cancel_futures=True)
         for future in self._futures:
             if future.cancelled():
                 future.set_running_or_notify_cancel()  # else `as_completed`, by which Triton waits for all, never returns it
+
+
+def _same_everywhere() -> bool:
+    """Whether a process compiles a kernel as this one would, and into the same place."""
+    hook = getattr(knobs.runtime, "add_stages_inspection_hook", None)  # a function of this process
+    return hook is None and not knobs.compilation.always_compile
 
 
 class _KernelPickler(pickle.Pickler):
@@ -174,18 +205,21 @@ def _request(compile_kernel: Callable[[], Any]) -> bytes:
     return written.getvalue()
 
 
-def _fork(descriptors: Sequence[int]) -> None:
-    """Fork a process for each descriptor, and wait until all of them have ended."""
+def _fork(seconds: int, descriptors: Sequence[int]) -> None:
+    """Import, fork a process for each descriptor, and wait until all of them have ended. seconds: for a kernel"""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C comes to all processes; these end with the one that uses them
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the engine's process ignores it
     _import_kernels()
     gc.freeze()  # a collection in one of them would copy what they share
     for descriptor in descriptors:
         if os.fork() == 0:
-            for other in descriptors:
-                if other != descriptor:
-                    os.close(other)
-            _answer(Connection(descriptor))
-            os._exit(0)
+            try:
+                for other in descriptors:
+                    if other != descriptor:
+                        os.close(other)
+                _answer(Connection(descriptor), seconds)
+            finally:
+                os._exit(0)  # nothing of the first process is to be cleaned up here
     for descriptor in descriptors:
         os.close(descriptor)
     with suppress(ChildProcessError):
@@ -194,10 +228,10 @@ def _fork(descriptors: Sequence[int]) -> None:
 
 
 def _import_kernels() -> None:
-    """Do once what each process would do at its first kernel, even if that is in the cache."""
+    """Do once what each process would do when the first kernel is asked for."""
     for package in KERNEL_PACKAGES:
         for module in pkgutil.iter_modules(importlib.import_module(package).__path__, f"{package}."):
-            with suppress(ImportError):  # this release of Triton, or this machine, does not have what it needs
+            with suppress(Exception):  # this release of Triton, or this machine, does not have what it needs
                 importlib.import_module(module.name)
     with suppress(ImportError):
         from triton.runtime.cache import triton_key
@@ -205,12 +239,16 @@ def _import_kernels() -> None:
         triton_key()  # reads all files of Triton, which is a part of each kernel's name in the cache
 
 
-def _answer(connection: Connection) -> None:
+def _answer(connection: Connection, seconds: int) -> None:
     """Compile what comes until the pipe is closed. The reply is None where that has failed."""
     with suppress(EOFError, OSError):
         connection.send(True)
         while True:
-            connection.send(_compile(connection.recv_bytes()))
+            request = connection.recv_bytes()
+            signal.alarm(seconds)  # ends this process, also within the compiler
+            reply = _compile(request)
+            signal.alarm(0)
+            connection.send(reply)
 
 
 def _compile(request: bytes) -> bool | None:
@@ -227,4 +265,5 @@ def _compile(request: bytes) -> bool | None:
 
 
 if __name__ == "__main__":
-    _fork([int(each) for each in sys.argv[1:]])
+    _fork(int(sys.argv[1]), [int(each) for each in sys.argv[2:]])
+    os._exit(0)  # Triton 3.9 would list objects that it has not freed

@@ -68,6 +68,6 @@ def _main(connection: Connection, ahead: bool) -> None:
     # one. A process that waits for its config must end at SIGTERM, which a parent that exits sends to its daemons.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL if ahead else signal.SIG_IGN)
-    with importing():
+    with importing(freeze=True):
         from fa_serve.engine.worker import run_engine
     run_engine(connection)

@@ -21,7 +21,7 @@ from fa_serve.engine.host_memory import MemoryTrimmer, importing, limit_host_mem
 
 def follow(connection: Connection, local_rank: int | None = None) -> int:
     """Run an engine until rank 0 ends. Returns the exit code."""
-    with importing():
+    with importing(freeze=True):
         from fa_serve.engine.engine import Engine
         from fa_serve.engine.ranks import Follower
     ranks = Follower(connection, local_rank)

@@ -2,7 +2,7 @@
 
     limit_host_memory()                      # before other threads start, and before the first forward
     MemoryTrimmer().start()                  # a thread that looks every few seconds
-    with importing():                        # what is imported is never searched for garbage
+    with importing(freeze=True):             # in a process of fa_serve
         from fa_serve.engine.engine import Engine
 
 glibc keeps what is freed for later allocations, in as many as eight arenas for each core, and returns only the free end of the
@@ -59,18 +59,20 @@ def resident_bytes() -> int:
 
 
 @contextmanager
-def importing() -> Iterator[None]:
-    """The garbage collector does not run within, and never visits what is imported there.
-
-    Modules stay until the process ends. Without this, visiting them again and again takes a fifth of the import of PyTorch and
+def importing(*, freeze: bool) -> Iterator[None]:
+    """The garbage collector does not run within. Visiting modules again and again takes a fifth of the import of PyTorch and
     transformers.
+
+    freeze: it also never visits what is there at the end. For processes of fa_serve, because a program's own objects, and
+            cycles that are garbage already, would stay as well.
     """
     enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.freeze()
+        if freeze:
+            gc.freeze()
         if enabled:
             gc.enable()
 

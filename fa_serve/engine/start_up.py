@@ -15,8 +15,9 @@ from __future__ import annotations
 import logging
 import os
 import time
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -88,8 +89,17 @@ def _prepare(loaded: Loaded, config: EngineConfig, ranks: Ranks, clock: PhaseClo
 
 
 def num_compilers(ranks: Ranks) -> int:
-    """Threads that compile kernels on this rank. All ranks of a machine do so at the same time."""
-    return max(1, min(MAX_COMPILERS, (len(os.sched_getaffinity(0)) - BUSY_CORES) // ranks.size))
+    """Threads that compile kernels on this rank. All ranks do so at the same time, and may share a machine."""
+    return max(1, min(MAX_COMPILERS, (num_cores() - BUSY_CORES) // ranks.size))
+
+
+def num_cores(cpu_max: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """Cores that this process may use, as the scheduler and the limit of a container say (cgroup v2: microseconds, period)."""
+    cores = len(os.sched_getaffinity(0))
+    with suppress(OSError, ValueError):
+        quota, period = cpu_max.read_text().split()
+        cores = min(cores, max(int(quota) // int(period), 1))  # without a limit, the quota is "max"
+    return cores
 
 
 def warm_up_sums(runner: ModelRunner, config: EngineConfig, max_model_len: int) -> None:

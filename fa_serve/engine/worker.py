@@ -121,7 +121,7 @@ class ThreadWorker:
         """Load the engine in this thread and start its loop in another one."""
         source = self._source
         if isinstance(source, EngineConfig):
-            make = _import_engine(self._on_phase or log_phase)
+            make = _import_engine(self._on_phase or log_phase, freeze=False)
             engine = make(source, on_phase=self._on_phase, on_lost=self._commands.put, ahead=True)
         else:
             engine = source
@@ -273,10 +273,13 @@ class ProcessWorker:
             self._on_death(f"its process ended with exit code {self._process.exitcode}")
 
 
-def _import_engine(on_phase: OnPhase) -> type[Engine]:
-    """The engine's class. With it come the models of transformers, which take longer to import than all the rest."""
+def _import_engine(on_phase: OnPhase, *, freeze: bool) -> type[Engine]:
+    """The engine's class. With it come the models of transformers, which take longer to import than all the rest.
+
+    freeze: as in `importing`
+    """
     begin = time.perf_counter()
-    with importing():
+    with importing(freeze=freeze):
         from fa_serve.engine.engine import Engine
     on_phase(Phase("engine", "imported", time.perf_counter() - begin))
     return Engine
@@ -298,7 +301,7 @@ def run_engine(connection: Connection) -> None:
     logging.getLogger("fa_serve").setLevel(logging.INFO)
     imported: Any
     try:
-        imported = _import_engine(outgoing.put)
+        imported = _import_engine(outgoing.put, freeze=True)
     except Exception as error:
         imported = error
     try:

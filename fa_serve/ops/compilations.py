@@ -48,9 +48,9 @@ class _Counter:
         self.counted = Compilations()
 
     def __call__(self, *, cache_hit: bool, **described: Any) -> None:
-        from fa_serve.backends.compilers import is_from_process
+        from fa_serve.backends.compilers import compiled_by_process  # this module is imported without Triton as well
 
-        found = cache_hit and not is_from_process()
+        found = cache_hit and not compiled_by_process()
         with self._lock:
             loaded, compiled = self.counted
             self.counted = Compilations(loaded + found, compiled + (not found))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
-import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +21,7 @@ from triton import knobs
 from triton.runtime.driver import driver
 
 from fa_serve.backends import compilers
-from fa_serve.backends.compilers import CompilerProcesses, CompilerThreads, is_from_process
+from fa_serve.backends.compilers import CompilerProcesses, CompilerThreads, compiled_by_process
 from fa_serve.backends.hopper.forward import plan_forward
 from fa_serve.backends.launch import FUSED
 from fa_serve.backends.plan import AttentionOptions, AttentionTensors
@@ -39,7 +42,7 @@ def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str,
     seen: list[tuple[str, bool, bool]] = []
 
     def listen(*, src: Any, cache_hit: bool, **_: Any) -> None:
-        seen.append((src.name, cache_hit, is_from_process()))
+        seen.append((src.name, cache_hit, compiled_by_process()))
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(knobs.compilation, "listener", listen)
@@ -47,20 +50,25 @@ def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str,
     return seen
 
 
-def start() -> Iterator[CompilerProcesses]:
+@contextmanager
+def started() -> Iterator[CompilerProcesses]:
     """Two processes that are ready, and that end as they should."""
     processes = CompilerProcesses(2)
     deadline = time.monotonic() + START_SECONDS
     while not all(each.poll() for each in processes._importing):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    yield processes
-    processes.close()
+    try:
+        yield processes
+    finally:
+        processes.close()
     assert processes._process.wait(START_SECONDS) == 0, "each of them ends when its pipe is closed"
 
 
-processes = pytest.fixture(start, scope="module")
-lost_processes = pytest.fixture(start)
+@pytest.fixture(scope="module")
+def processes() -> Iterator[CompilerProcesses]:
+    with started() as two:
+        yield two
 
 
 def children(process: int) -> list[int]:
@@ -130,20 +138,49 @@ def test_threads_compile_what_no_process_can(compiled, processes) -> None:
     assert len(processes._free) + len(processes._importing) == 2, "the process takes the next kernel"
 
 
-def test_threads_go_on_without_processes(compiled, lost_processes, monkeypatch) -> None:
-    """One does not answer, and one has been killed. So does a thread whose processes still import."""
-    stopped, killed = children(lost_processes._process.pid)
-    monkeypatch.setattr(compilers, "COMPILE_SECONDS", 0.2)
-    os.kill(stopped, signal.SIGSTOP)
-    os.kill(killed, signal.SIGKILL)
-    try:
-        compile_all(lost_processes, lambda: warm_up_activations(4096))
+class _Endless:
+    """What does not come to its end in a process."""
+
+    def __reduce__(self) -> Any:
+        return time.sleep, (600,)
+
+
+def endless() -> Callable[[], Any]:
+    """As Triton's function that compiles, whose variables are read."""
+    src = _Endless()
+    target = TARGETS["sm90"]
+    options = SimpleNamespace()
+    env_vars: dict[str, str] = {}
+    return lambda: (src, target, options, env_vars)
+
+
+def test_processes_that_do_not_answer_end_and_threads_go_on(compiled, monkeypatch, caplog) -> None:
+    """One compiles what nobody waits for any more, and one takes too long."""
+    monkeypatch.setattr(compilers, "COMPILE_SECONDS", 2)
+    with started() as processes:
+        threads = CompilerThreads(1, processes, finish=lambda kernel: None)
+        begin = time.monotonic()
+        with threads:
+            future = threads.submit(endless())
+            time.sleep(0.1)
+            threads.cancel()
+        assert time.monotonic() - begin < 1.5
+        assert isinstance(future.exception(), CancelledError)
+        assert processes.compile(endless(), threading.Event()) is None
+        assert "a process that compiles kernels has ended" in caplog.text
+        assert processes._free == processes._importing == []
+        deadline = time.monotonic() + 10
+        while left := children(processes._process.pid):
+            assert time.monotonic() < deadline, left
+            time.sleep(0.05)
+        compile_all(processes, lambda: warm_up_activations(4096))
         assert compiled == [("_act_and_mul", False, False)] * 2
-        assert lost_processes._free == []
-        compile_all(lost_processes, lambda: warm_up_activations(2048))
-    finally:
-        os.kill(stopped, signal.SIGCONT)
-    assert compiled == [("_act_and_mul", False, False)] * 4
+
+
+def test_a_hook_of_this_process_keeps_compilations_here(compiled, processes, monkeypatch) -> None:
+    monkeypatch.setattr(knobs.compilation, "always_compile", True)
+    compile_all(processes, lambda: warm_up_activations(1024))
+    assert compiled == [("_act_and_mul", False, False)] * 2
 
 
 def test_an_error_is_that_of_the_thread(compiled, processes) -> None:

@@ -158,17 +158,19 @@ def test_a_process_has_one_trimmer() -> None:
 
 
 def test_no_collection_runs_while_modules_are_imported():
-    """The module stays out of later collections as well."""
+    """In a process of fa_serve, the modules stay out of later collections as well."""
     frozen = gc.get_freeze_count()
-    with host_memory.importing():
+    with host_memory.importing(freeze=True):
         assert not gc.isenabled()
         imported = [[] for _ in range(1000)]
     assert gc.isenabled()
     assert gc.get_freeze_count() >= frozen + len(imported)
     gc.disable()
     try:
-        with host_memory.importing():
+        frozen = gc.get_freeze_count()
+        with host_memory.importing(freeze=False):
             pass
         assert not gc.isenabled(), "the caller's choice stays"
+        assert gc.get_freeze_count() == frozen, "what a program has made itself can be freed"
     finally:
         gc.enable()

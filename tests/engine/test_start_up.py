@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import Future
 from typing import Any, cast
 
@@ -241,3 +242,11 @@ def test_graphs_of_the_draft_model_are_captured_by_turns(make_engine, replays) -
     assert runner.draft._graphs._missing is not None
     assert engine.prepare_one()
     assert (runner.num_captures, runner.draft.num_captures) == (runner.draft.num_captures * 2, runner.draft.num_captures)
+
+
+def test_a_container_has_the_cores_of_its_limit(tmp_path) -> None:
+    everywhere = len(os.sched_getaffinity(0))
+    for text, cores in (("max 100000", everywhere), ("100000 100000", 1), ("50000 100000", 1), ("", everywhere)):
+        (tmp_path / "cpu.max").write_text(text)
+        assert start_up.num_cores(tmp_path / "cpu.max") == cores
+    assert start_up.num_cores(tmp_path / "no such file") == everywhere
