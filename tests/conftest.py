@@ -10,18 +10,23 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import subprocess
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 if TYPE_CHECKING:
+    from multiprocessing.context import ForkServerContext
+
     from server_process import ServerProcess
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each process that a test starts would compile the sources: 0.7 s
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
     torch.set_num_threads(1)
@@ -73,16 +78,45 @@ def poisoned_memory() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def start_server() -> Callable[..., ServerProcess]:
-    """`start_server("--flag", ..., FA_SERVE_NAME="value")`: a server process that is ready, with the embedded model."""
-    from server_process import start  # the GPU suite has no httpx
+def warm_context() -> ForkServerContext:
+    """The context of warm_processes.py, made before a test changes the environment."""
+    import warm_processes
 
-    return start
+    return warm_processes.warm_context()
+
+
+@pytest.fixture
+def warm_followers(warm_context: ForkServerContext, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The followers that this process starts find everything imported. They have to end with the test."""
+    from warm_processes import WarmProcess, warm_module
+
+    from fa_serve.engine import links
+
+    started: list[WarmProcess] = []
+
+    def start(command: list[str], **options: Any) -> WarmProcess:
+        started.append(warm_module(command, **options))
+        return started[-1]
+
+    names = {"Popen": start, "DEVNULL": subprocess.DEVNULL, "TimeoutExpired": subprocess.TimeoutExpired}
+    monkeypatch.setattr(links, "subprocess", SimpleNamespace(**names))
+    yield
+    for follower in started:
+        follower.wait(10)
+        follower.stdout.close()
+
+
+@pytest.fixture(scope="session")
+def start_server(warm_context: ForkServerContext) -> Callable[..., ServerProcess]:
+    """`start_server("--flag", ..., FA_SERVE_NAME="value")`: a server process that is ready, with the embedded model."""
+    from server_process import start_warm  # the GPU suite has no httpx
+
+    return start_warm
 
 
 @pytest.fixture(scope="session")
 def served(start_server: Callable[..., ServerProcess]) -> Iterator[ServerProcess]:
-    """One server for all tests that leave it as it was. Its start takes seconds."""
+    """One server for all tests that leave it as it was."""
     served = start_server("--dtype", "float32")
     yield served
     served.end()

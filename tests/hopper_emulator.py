@@ -417,19 +417,25 @@ def _define(faults: tuple[tuple[str, str], ...]) -> dict[str, Any]:
             if old in source:
                 source = source.replace(old, new)
                 unused.pop(old, None)
-        wanted = [
-            node
-            for node in ast.parse(source).body
-            if (isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(d) for d in node.decorator_list))
-            or (isinstance(node, ast.FunctionDef) and node.name.endswith(("_assembly", "_operands")))
-            or (isinstance(node, ast.ClassDef) and any("NamedTuple" in ast.unparse(b) for b in node.bases))
-            or (isinstance(node, ast.Assign) and "constexpr" in ast.unparse(node.value))
-        ]
-        future = ast.parse("from __future__ import annotations\nfrom typing import NamedTuple").body
-        exec(compile(ast.Module(future + wanted, type_ignores=[]), module.__name__, "exec"), names)
+        exec(_definitions(module.__name__, source), names)
     if unused:
         raise ValueError(f"the source no longer contains {sorted(unused)}")
     return names
+
+
+@functools.lru_cache(maxsize=2 * len(_MODULES))
+def _definitions(name: str, source: str) -> types.CodeType:
+    """What kernels need of a module's source. A fault changes one module, so the others are not parsed again."""
+    wanted = [
+        node
+        for node in ast.parse(source).body
+        if (isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(d) for d in node.decorator_list))
+        or (isinstance(node, ast.FunctionDef) and node.name.endswith(("_assembly", "_operands")))
+        or (isinstance(node, ast.ClassDef) and any("NamedTuple" in ast.unparse(b) for b in node.bases))
+        or (isinstance(node, ast.Assign) and "constexpr" in ast.unparse(node.value))
+    ]
+    future = ast.parse("from __future__ import annotations\nfrom typing import NamedTuple").body
+    return compile(ast.Module(future + wanted, type_ignores=[]), name, "exec")
 
 
 def run_in_block(function: Callable[..., Any], data: torch.Tensor, offset: int, *args: Any) -> None:

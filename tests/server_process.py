@@ -1,4 +1,4 @@
-"""A real server process with the embedded model, for tests that talk to it over HTTP."""
+"""A real server process with the embedded model, for tests that talk to it over HTTP: `start`, or `start_warm` in less time."""
 
 import os
 import re
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from warm_processes import WarmProcess, fa_serve
 
 START_SECONDS = 120
 
@@ -19,7 +20,7 @@ START_SECONDS = 120
 class ServerProcess:
     """process; its address; the lines that it has printed until it was ready"""
 
-    process: subprocess.Popen
+    process: subprocess.Popen | WarmProcess
     url: str
     lines: list[str]
 
@@ -38,11 +39,27 @@ class ServerProcess:
 
 
 def start(*arguments: str, verb: str = "serve", log: Path | None = None, **environment: str) -> ServerProcess:
+    """A server in a fresh interpreter."""
     program = [os.environ["FA_SERVE_TEST_PROGRAM"]] if "FA_SERVE_TEST_PROGRAM" in os.environ else ["-m", "fa_serve"]
-    command = [sys.executable, *program, verb, "--port", "0", "--device", "cpu", "--num-pages", "1024", *arguments]
+    command = [sys.executable, *program, verb, *_flags(arguments)]
     with ExitStack() as files:
         stderr = files.enter_context(log.open("w")) if log else None
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=os.environ | environment)
+    return _when_ready(process)
+
+
+def start_warm(*arguments: str, log: Path | None = None, **environment: str) -> ServerProcess:
+    """A server in a process that finds everything imported. It starts in half a second."""
+    if "FA_SERVE_TEST_PROGRAM" in os.environ:
+        return start(*arguments, log=log, **environment)
+    return _when_ready(WarmProcess(fa_serve, ["serve", *_flags(arguments)], log=log, environment=os.environ | environment))
+
+
+def _flags(arguments: tuple[str, ...]) -> list[str]:
+    return ["--port", "0", "--device", "cpu", "--num-pages", "1024", *arguments]
+
+
+def _when_ready(process: subprocess.Popen | WarmProcess) -> ServerProcess:
     watchdog = threading.Timer(START_SECONDS, process.kill)
     watchdog.start()
     lines = []

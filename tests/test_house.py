@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from house import caches, floors, layout, messages, statements
 from house.source import CLEAN, Allowed, House, Planted, Rule, build
+from torch_processes import after_torch
 
 ROOT = Path(__file__).parents[1]
 SUBJECTS = (floors, layout, statements, caches, messages)
@@ -91,6 +90,6 @@ print(explain(spec)["triton"])
 
 
 def test_a_machine_without_triton_or_the_server_extra_is_served() -> None:
-    done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, check=False, timeout=120)
+    done = after_torch(ALONE)
     assert done.returncode == 0, done.stderr
     assert "cannot be imported" in done.stdout

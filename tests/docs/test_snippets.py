@@ -10,15 +10,14 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import openai
 import pytest
 import typer
 from documentation import GUIDES, ROOT, Block, blocks
 from fa_serve.server.settings import SECRETS, Settings
+from server_process import ServerProcess
 
 from fa_serve.__main__ import app
 from fa_serve.demo import model_path
@@ -34,21 +33,16 @@ TOOLS = "{% if tools %}<tool_call>{{ tools | tojson }}</tool_call>{% endif %}"
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def server(start_server: Callable[..., ServerProcess], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a server of the embedded model, which answers to HUB_MODEL's replacement."""
     template = tmp_path_factory.mktemp("server") / "template.jinja"
     template.write_text(TOOLS + json.loads((model_path() / "tokenizer_config.json").read_text())["chat_template"])
-    options = ["--port", "0", "--device", "cpu", "--num-pages", "1024", "--served-model-name", str(model_path())]
-    options += ["--chat-template", str(template)]
-    command = [sys.executable, "-m", "fa_serve", "serve", *options]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
-        assert process.stdout is not None
-        lines = iter(process.stdout.readline, "")
-        address = next((line.strip() for line in lines if line.startswith("http://")), None)
-        yield address or pytest.fail("the server did not start")
-        process.kill()
+    served = start_server("--served-model-name", str(model_path()), "--chat-template", str(template))
+    yield served.url
+    served.end()
 
 
+@pytest.mark.usefixtures("warm_followers")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("block", SNIPPETS)
 def test_a_snippet_runs(block: Block, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> None:

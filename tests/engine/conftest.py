@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tiny_models import make_model, make_tokenizer
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from fa_serve.engine import Engine, EngineConfig, cuda_graphs
+from fa_serve.engine import Engine, EngineConfig, cuda_graphs, engine_process
 
 
 @pytest.fixture(scope="session")
@@ -34,6 +35,12 @@ def make_engine(tokenizer: PreTrainedTokenizerFast) -> Callable[..., Engine]:
         return Engine(config, model=model or make_model(family), tokenizer=tokenizer)
 
     return make
+
+
+@pytest.fixture
+def warm_engine_processes(warm_context: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processes of engines find everything imported. test_engine_process.py starts fresh interpreters."""
+    monkeypatch.setattr(engine_process, "multiprocessing", SimpleNamespace(get_context=lambda _: warm_context))
 
 
 @pytest.fixture

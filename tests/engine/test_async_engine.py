@@ -204,6 +204,7 @@ def test_start_loads_the_model(model_folder) -> None:
     assert tokens == greedy(make_model(), prompt, 12)
 
 
+@pytest.mark.usefixtures("warm_engine_processes")
 def test_a_dead_process_is_replaced_as_often_as_allowed(model_folder, caplog) -> None:
     async def main() -> None:
         config = EngineConfig(model=model_folder, device="cpu", num_pages=64, process=True, max_restarts=1)

@@ -1,6 +1,6 @@
 """Two ranks as processes: the tokens of one rank, lockstep under random traffic, and every way to lose a rank.
 
-Each start of a follower takes seconds, so a test does all that one pair of ranks can do.
+A fresh follower takes seconds to start. The tests of how ranks start and end have such followers, and the others forked ones.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ def _is_ours(process: int) -> bool:
 
 
 MARK = f"FA_SERVE_TEST_RANKS={os.getpid()}"
+os.environ[MARK.partition("=")[0]] = MARK.partition("=")[2]  # before there are forked processes, which have it too
 
 
 @pytest.fixture(autouse=True)
-def _no_rank_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv(*MARK.split("="))
+def _no_rank_is_left() -> Iterator[None]:
     yield
     deadline = time.monotonic() + 10
     while followers() and time.monotonic() < deadline:
@@ -89,6 +89,7 @@ def answers(engine: Engine) -> list[Any]:
     return rounds
 
 
+@pytest.mark.usefixtures("warm_followers")
 def test_two_ranks_answer_as_one_and_stay_in_step() -> None:
     settings = {"speculative": "ngram", "num_pages": 14}
     one = Engine(config(**settings))
@@ -129,6 +130,7 @@ def _run(engine: Engine) -> None:
         engine.step()
 
 
+@pytest.mark.usefixtures("warm_followers")
 def test_a_mixture_of_a_folder_in_deterministic_mode_on_two_ranks(tmp_path: Path) -> None:
     """How each family is divided is shown by tests/hf/test_divide.py, with ranks that are threads."""
     BY_NAME["qwen3-moe"].build().save_pretrained(tmp_path)
@@ -153,6 +155,7 @@ def _copy_tokenizer(folder: Path) -> None:
     make_tokenizer().save_pretrained(folder)
 
 
+@pytest.mark.usefixtures("warm_followers")
 def test_what_ends_two_ranks_of_one_process() -> None:
     """A digest that differs, and a step that fails on rank 0 alone. Each is one error, and a new pair may start."""
     engine = Engine(config(tensor_parallel=2))
@@ -266,6 +269,7 @@ def test_calls_of_closed_ranks_fail_at_once() -> None:
     one.tell("step")  # one rank has closed nothing
 
 
+@pytest.mark.usefixtures("warm_followers")
 def test_settings_that_cannot_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_engine: Any) -> None:
     with pytest.raises(ParameterError, match="tensor_parallel must be a positive integer, got 0"):
         config(tensor_parallel=0)
@@ -284,6 +288,7 @@ def test_settings_that_cannot_work(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         Engine(config(model=tmp_path, tensor_parallel=2))
 
 
+@pytest.mark.usefixtures("warm_engine_processes")
 def test_a_killed_rank_ends_every_request_and_is_replaced() -> None:
     """First rank 1, which is replaced, and then rank 0."""
 

@@ -13,13 +13,14 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Listener
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from warm_processes import WarmProcess
 
 from fa_serve.engine import Engine, EngineConfig, EngineDeadError, SamplingParams
 from fa_serve.engine import torchrun as module
@@ -160,15 +161,11 @@ except EngineDeadError as error:
 """
 
 
-def test_two_machines_answer_as_one_rank_and_end_with_a_killed_one(tmp_path: Path) -> None:
+def test_two_machines_answer_as_one_rank_and_end_with_a_killed_one() -> None:
     """The weights are rounded while they are loaded, so that quantised weights are divided between processes, too."""
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
     port = free_port()
-    processes = [
-        subprocess.Popen([sys.executable, script], env=os.environ | environment(rank, port), stdout=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
+    script = partial(exec, SCRIPT, {})
+    processes = [WarmProcess(script, environment=os.environ | environment(rank, port)) for rank in range(2)]
     leader, follower = processes
     try:
         engine = Engine(EngineConfig(**SETTINGS))

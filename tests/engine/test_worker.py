@@ -29,6 +29,8 @@ from fa_serve.engine.events import Phase
 from fa_serve.engine.worker import Pulse
 from fa_serve.spec import ParameterError
 
+pytestmark = pytest.mark.usefixtures("warm_engine_processes")
+
 
 def test_a_separate_process(model_folder, caplog) -> None:
     """Its phases, beats, streams, refusals and an abort; in the end the process is killed from outside."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from quantise import formats, main
+from warm_processes import run_warm
 
 from fa_serve.demo import model_path
 from fa_serve.engine import Engine, EngineConfig, SamplingParams
@@ -41,8 +41,7 @@ def test_a_checkpoint_that_cannot_be_served_ends_the_command_with_one_sentence(f
     config = json.loads((out / "config.json").read_text())
     config["quantization_config"]["bits"] = 3
     (out / "config.json").write_text(json.dumps(config))
-    command = [sys.executable, "-m", "fa_serve", "serve", str(out), "--device", "cpu", "--port", "0"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    ended = run_warm("serve", str(out), "--device", "cpu", "--port", "0")
     assert ended.returncode == 1
     assert ended.stderr.splitlines()[-1].endswith("the model could not be loaded: quantization_config.bits must be 4, got 3")
 

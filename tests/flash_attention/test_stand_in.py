@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from torch_processes import after_torch
 
 
 def run(program: str) -> str:
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240, check=False)
+    ended = after_torch(program)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout.strip()
 
@@ -68,7 +67,7 @@ def test_what_importing_refuses_and_installs() -> None:
 
 def test_a_warning_when_transformers_was_first() -> None:
     program = "import logging, transformers, fa_serve.flash_attn; logging.basicConfig(); fa_serve.flash_attn.install()"
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240, check=False)
+    ended = after_torch(program)
     assert "transformers has been imported before install()" in ended.stderr
 
 

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from hf_families import BY_NAME, tokens
+from torch_processes import after_torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 import fa_serve
 from fa_serve.spec import UnsupportedModelError
-
-
-def python(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-
 
 REGISTERED = """
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -30,19 +24,19 @@ assert 'fa_serve' in AttentionInterface() and 'fa_serve' in AttentionMaskInterfa
 )
 def test_any_order_of_imports_registers(first: str) -> None:
     """That `import fa_serve.hf` alone registers is shown by the fresh process of test_traced_export.py."""
-    done = python(first + REGISTERED)
+    done = after_torch(first + REGISTERED)
     assert done.returncode == 0, done.stderr
 
 
 def test_without_transformers_only_patch_is_missing() -> None:
     code = "import sys; sys.modules['transformers'] = None; import fa_serve; fa_serve.attention; fa_serve.patch"
-    done = python(code)
+    done = after_torch(code)
     assert done.returncode == 1
     assert "fa_serve's adapter needs transformers >= 5.17: " in done.stderr
 
 
 def test_an_old_transformers_is_named() -> None:
-    done = python("import transformers; transformers.__version__ = '5.16.2'; import fa_serve.hf")
+    done = after_torch("import transformers; transformers.__version__ = '5.16.2'; import fa_serve.hf")
     assert done.returncode == 1
     assert "needs transformers >= 5.17: found 5.16.2. Install it with pip install 'transformers>=5.17'" in done.stderr
 

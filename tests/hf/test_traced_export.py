@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
 from hf_families import BY_NAME, tokens
+from torch_processes import after_torch
 
 import fa_serve
 
@@ -45,6 +44,6 @@ def test_an_exported_program_runs_in_a_fresh_process(tmp_path: Path) -> None:
     assert operators == ["fa_serve.attention.default"] * 2
     torch.export.save(program, tmp_path / "program.pt2")
     torch.save((ids, model(ids)), tmp_path / "expected.pt")
-    command = [sys.executable, "-c", LOADED, str(tmp_path / "program.pt2"), str(tmp_path / "expected.pt")]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    files = [str(tmp_path / "program.pt2"), str(tmp_path / "expected.pt")]
+    ended = after_torch(f"import sys\nsys.argv[1:] = {files}\n{LOADED}")
     assert ended.stdout.strip() == "same", ended.stderr

@@ -11,6 +11,8 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -163,7 +165,7 @@ def test_a_log_that_nobody_reads():
         url = next(line.strip() for line in process.stdout if line.startswith("http://"))
         connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=5)
         slowest = 0.0
-        for _ in range(6000):
+        for _ in range(5000):
             begin = time.monotonic()
             connection.request("GET", "/health")
             response = connection.getresponse()
@@ -224,9 +226,14 @@ def test_half_a_connection(served):
 
 
 @linux
-@pytest.mark.parametrize("second", [HEALTH, HEALTH[:20], post(TEXT)[:-1]], ids=["whole", "half a head", "half a body"])
-def test_half_a_connection_with_a_pipelined_request(served, second):
+def test_half_a_connection_with_a_pipelined_request(served):
     """No interim response may stand inside of the stream, and the connection ends behind the answers."""
+    with ThreadPoolExecutor() as pool:  # three streams take as many steps as one
+        list(pool.map(partial(_half_closed_with, served), (HEALTH, HEALTH[:20], post(TEXT)[:-1])))
+
+
+def _half_closed_with(served, second: bytes) -> None:
+    """The second request is whole, or ends in its head or in its body."""
     answer = half_closed(served, post(LONG | {"max_tokens": 400, "stream": True}) + second)
     first, end, rest = answer.partition(b"data: [DONE]\n\n\r\n0\r\n\r\n")
     assert first.startswith(b"HTTP/1.1 200 OK")

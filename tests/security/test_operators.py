@@ -6,14 +6,15 @@ import sys
 
 import pytest
 from fa_serve.server.settings import load
+from warm_processes import run_warm
 
 from fa_serve.engine import Engine, EngineConfig
 from fa_serve.spec import ParameterError
 
 
-def serve_fails(*arguments, **environment) -> subprocess.CompletedProcess:
+def serve_fails(**environment: str) -> subprocess.CompletedProcess:
     """A server that is expected to end by itself."""
-    command = [sys.executable, "-m", "fa_serve", "serve", "--port", "0", "--device", "cpu", *map(str, arguments)]
+    command = [sys.executable, "-m", "fa_serve", "serve", "--port", "0", "--device", "cpu"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | environment)
     assert "after" not in done.stdout, "it said that it was ready"
     return done
@@ -58,7 +59,9 @@ def test_an_empty_list_of_keys_in_the_file(tmp_path):
 def test_the_process_ends_for_a_broken_template_even_if_it_never_ends(tmp_path):
     loops = "".join("{% for _ in range(99999) %}" for _ in range(3)) + "x" + "{% endfor %}" * 3
     (tmp_path / "template").write_text(loops)
-    done = serve_fails("--num-pages", "64", "--chat-template", tmp_path / "template")
+    done = run_warm(
+        "serve", "--port", "0", "--device", "cpu", "--num-pages", "64", "--chat-template", str(tmp_path / "template")
+    )
     assert done.returncode == 1
     assert "chat_template must end" in done.stderr
 

@@ -177,7 +177,7 @@ def test_a_conversation_stays_at_one_replica(replicas):
 
 
 def _read(server: ServerProcess, found: list[str]) -> None:
-    body = {"model": MODEL, "prompt": "Once", "stream": True, "max_tokens": 500, "ignore_eos": True}
+    body = {"model": MODEL, "prompt": "Once", "stream": True, "max_tokens": 300, "ignore_eos": True}
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, headers=LEFT, timeout=60) as response:
         found += [str(response.status_code)]
         for line in response.iter_lines():

@@ -1,12 +1,11 @@
 """OpenTelemetry spans, as a collector receives them."""
 
 import http.server
-import subprocess
-import sys
 import threading
 
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from torch_processes import after_torch
 
 from fa_serve.engine import QueueFullError
 
@@ -114,5 +113,5 @@ sys.modules["opentelemetry.sdk.trace"] = None
 from fa_serve.server.traces import tracer_provider
 tracer_provider("http://127.0.0.1:1")
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    done = after_torch(program)
     assert "ValueError: otlp_traces_endpoint needs the otel extra, pip install '.[otel]' in a clone" in done.stderr

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from torch_processes import after_torch
 
 import fa_serve.sglang
 from fa_serve import UnsupportedError
@@ -39,7 +39,7 @@ def test_the_oldest_release_that_pyproject_allows_is_among_them() -> None:
 def test_nothing_happens_without_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FA_SERVE_SGLANG", "0")
     program = "import sys, fa_serve.sglang; fa_serve.sglang.register(); print('sglang' in sys.modules)"
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    ended = after_torch(program)
     assert ended.stdout.strip() == "False"
 
 

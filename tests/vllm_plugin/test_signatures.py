@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from torch_processes import after_torch
 
 import fa_serve.vllm
 from fa_serve import UnsupportedError
@@ -45,7 +44,7 @@ def test_nothing_happens_without_the_variable(monkeypatch: pytest.MonkeyPatch) -
     program = (
         "import sys, fa_serve.vllm; fa_serve.vllm.register(); print(sorted({'vllm', 'torch.cuda.graphs'} & sys.modules.keys()))"
     )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    ended = after_torch(program)
     assert "'vllm'" not in ended.stdout
 
 

@@ -121,10 +121,10 @@ def test_whole_rows_do_not_touch_the_buffer() -> None:
 )
 def test_the_cases_catch_faults(cases: list[Case], case: str, old: str, new: str) -> None:
     found = next(c for c in cases if c.id == case)
-    lengths = ([70, 20, 1], [700, 130, 9]) if cases is CHUNKS else ([16, 9, 1], [600, 90, 30])
+    lengths = ([20, 1], [300, 9]) if cases is CHUNKS else ([16, 9, 1], [300, 90, 30])
     if "empty" in old:
         found = replace(found, tiles=SMALL, max_pieces=16)
-        lengths = ([300, 1], [300, 9])
+        lengths = ([140, 1], [140, 9])
     if "least" in old:
         found = replace(found, max_pieces=2)
     call = PagedCall.of(found, *lengths)

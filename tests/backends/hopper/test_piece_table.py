@@ -9,6 +9,7 @@ import torch
 from cross_compile import compiling_for
 from hopper_emulator import emulated
 
+from fa_serve.backends.hopper import piece_table
 from fa_serve.backends.hopper.hopper_tiles import MAX_PIECES
 from fa_serve.backends.hopper.piece_table import piece_table_launch, table_capacity
 from fa_serve.backends.hopper.tile_schedule import max_tile_count, tile_table
@@ -16,12 +17,19 @@ from fa_serve.testing import cu_seqlens
 
 QUERIES = 16
 BLOCK_N = 64
+MANY = 73
 CASES = [
     ([4] * 5, [300, 20, 4096, 64, 700]),
     ([40, 1, 0, 16, 17], [2000, 1, 50, 0, 17]),
     ([16], [8192]),
-    ([4] * 300, [64 + 37 * i % 900 for i in range(300)]),
+    ([4] * MANY, [64 + 37 * i % 900 for i in range(MANY)]),
 ]
+
+
+@pytest.fixture(autouse=True)
+def _short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program reads MANY sequences in two parts, of which the second is not full, whatever the size of a part."""
+    monkeypatch.setattr(piece_table, "SEQUENCES_AT_A_TIME", 64)
 
 
 def pieces_of(

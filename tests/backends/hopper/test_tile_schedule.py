@@ -7,6 +7,7 @@ import torch
 from hopper_cases import CAUSAL, FULL, Case, run_paged, run_with_skipped_sequences
 from hopper_emulator import EmulationError, emulated
 
+from fa_serve.backends.hopper import tile_schedule
 from fa_serve.backends.hopper.tile_schedule import (
     _COUNTERS,
     _MAX_STREAMS,
@@ -21,13 +22,16 @@ from fa_serve.testing import cu_seqlens
 
 
 @pytest.mark.parametrize("window", [FULL, CAUSAL, (-1, 50), (100, 0)], ids=str)
-def test_the_table_holds_every_tile_longest_first(window: tuple[int, int]) -> None:
+def test_the_table_holds_every_tile_longest_first(window: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(3)
-    lengths_q = torch.randint(0, 300, (300,), generator=generator).tolist()
-    lengths_k = torch.randint(0, 300, (300,), generator=generator).tolist()
+    # a program reads the sequences in two parts, of which the second is not full, whatever the size of a part
+    monkeypatch.setattr(tile_schedule, "SEQUENCES_AT_A_TIME", 64)
+    batch = 73
+    lengths_q = torch.randint(0, 300, (batch,), generator=generator).tolist()
+    lengths_k = torch.randint(0, 300, (batch,), generator=generator).tolist()
     cu_q = cu_seqlens(lengths_q)
     cu_k = cu_seqlens(lengths_k)
-    with emulated(resident_blocks=64):
+    with emulated(resident_blocks=8):
         max_tiles = max_tile_count(sum(lengths_q), len(lengths_q), max(lengths_q), 128)
         launch = table_launch(max_tiles, len(lengths_q), window, 128, 64, 0, paged=False)
         *records, behind = tile_table(launch, max_tiles, cu_q, cu_k).view(-1, RECORD).tolist()
