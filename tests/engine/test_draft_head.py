@@ -17,6 +17,7 @@ from fa_serve.engine.fused_layer import FusedLayer
 from fa_serve.engine.sequence import SequenceState
 from fa_serve.engine.start_up import warm_up
 from fa_serve.engine.transfer import send
+from fa_serve.ops.compilations import Compilers
 from fa_serve.spec import ParameterError
 
 LOUDNESS = 0.005
@@ -238,7 +239,7 @@ def test_the_warm_up_runs_the_head(model_folder, head, caplog) -> None:
     """From folders, as a server loads both. The forwards of few layers keep nothing, because they have not all states."""
     config = EngineConfig(model=model_folder, device="cpu", num_pages=64, max_num_seqs=4, max_model_len=32, speculative=head)
     engine = Engine(replace(config, max_num_batched_tokens=32))
-    warm_up(engine._runner, engine.config, engine.config.max_model_len)
+    warm_up(engine._runner, engine.config, engine.config.max_model_len, Compilers())
     assert not caplog.records
     assert (engine._runner.kept_features._features == 0).all()
     [found] = engine.generate(["the quick"], SamplingParams(max_tokens=8, temperature=0.0))
