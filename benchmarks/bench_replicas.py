@@ -37,7 +37,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -55,20 +54,21 @@ AT_ONCE = 6
 PARTS = ("conversations", "throughput")
 """What --parts takes. "conversations" are 1 and 2 of the list above, on the same server."""
 PLAIN = "from fa_serve.__main__ import main; main()"
-EMPTY: Mapping[str, str] = MappingProxyType({})
 BLIND = f"from fa_serve.server.ray import prefix_router as r; f = r.in_order; r.in_order = lambda x, _, y: f(x, x, y); {PLAIN}"
 
 
 @contextmanager
 def served(
-    program: str, options: argparse.Namespace, *more: str, replicas: int = 2, environment: Mapping[str, str] = EMPTY
+    program: str, options: argparse.Namespace, *more: str, replicas: int = 2, environment: Mapping[str, str] | None = None
 ) -> Iterator[tuple[str, int]]:
     """The address and the process of a server over replicas. environment: beside that of this process"""
     flags = ["--port", "0", "--device", options.device, "--replicas", str(replicas), "--replica-cpus", "0.5", *more]
     flags += ["--num-pages", "4096", "--dtype", "float32"] if options.device == "cpu" else []
     command = [sys.executable, "-c", program, "ray", *([options.model] if options.model else []), *flags]
     with tempfile.TemporaryFile("w+") as log:
-        server = subprocess.Popen(command, env={**os.environ, **environment}, stdout=subprocess.PIPE, stderr=log, text=True)
+        server = subprocess.Popen(
+            command, env=os.environ | dict(environment or {}), stdout=subprocess.PIPE, stderr=log, text=True
+        )
         try:
             url = next((line.strip() for line in server.stdout or () if line.startswith("http://")), None)
             if url is None:
@@ -234,6 +234,8 @@ def main() -> None:
     parser.add_argument("--parts", type=parts, default=list(PARTS), help=f"{', '.join(PARTS)}: with commas; default: all")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
+    if options.servers < 1:
+        parser.error(f"--servers must be at least 1, got {options.servers}")
     on_gpu = options.device == "cuda"
     options.requests = options.requests or (1024 if on_gpu else 64)
     options.concurrency = options.concurrency or (256 if on_gpu else 16)

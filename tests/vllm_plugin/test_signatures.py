@@ -45,6 +45,7 @@ def test_nothing_happens_without_the_variable(monkeypatch: pytest.MonkeyPatch) -
         "import sys, fa_serve.vllm; fa_serve.vllm.register(); print(sorted({'vllm', 'torch.cuda.graphs'} & sys.modules.keys()))"
     )
     ended = after_torch(program)
+    assert ended.returncode == 0, ended.stderr
     assert "'vllm'" not in ended.stdout
 
 
