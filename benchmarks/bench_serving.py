@@ -6,7 +6,8 @@
     python benchmarks/bench_serving.py --open --shapes llama8b --no-peers --seconds 5     # ours alone, in 100 s
     python benchmarks/bench_serving.py --shapes tiny --device cpu --requests 8    # tries the script out
 
-`--open` measures open loops (open_loops.py), from a cold start and warm, in place of the two closed ones.
+`--open` measures open loops (open_loops.py), from a cold start and warm, in place of the two closed ones, and then a second start
+that finds the caches of the first.
 
 Two loads, `LOADS` below: 256 requests at once for throughput, 32 for the times that a client sees. A model has its shape's
 config and random weights, and a tokenizer with a word for each id (engine_workloads.py); prompts are random token ids, end
@@ -92,7 +93,7 @@ def closed(side: str, command: list[str], env: dict[str, str], shape: str, end: 
 
 
 def opened(side: str, command: list[str], env: dict[str, str], shape: str, end: float, args: argparse.Namespace) -> Measures:
-    """A server with empty caches for each of the cold rates. The last one goes on with the warm loads."""
+    """A server with empty caches for each of the cold rates. The last one goes on with the warm loads, and starts once more."""
     from fa_serve.client.bench import Load
 
     measures: Measures = {}
@@ -106,6 +107,10 @@ def opened(side: str, command: list[str], env: dict[str, str], shape: str, end: 
                 measures |= {"start, cold": seconds} | open_loops.straight_after_ready(load, rate, args.seconds)
                 if rate == args.cold_rates[-1]:
                     measures |= open_loops.warm(load, args.rates, args.seconds, args.clients)
+            if rate == args.cold_rates[-1]:
+                with server(side, command, cold, end, args) as (_, seconds):
+                    say(f"  {side}: ready after {seconds:.1f} s, with the caches of the start before")
+                    measures |= {"start, warm": seconds}
     return measures
 
 

@@ -2,10 +2,12 @@
 
     python benchmarks/bench_engine.py decode --shapes qwen30a3b,deepseek-lite    # a step at batch 1, 16, 64 and 256, its floor
     python benchmarks/bench_engine.py profile --shapes llama8b                   # the same with kernels, and a prefill
+    python benchmarks/bench_engine.py profile --shapes llama8b --set speculative=ngram    # and steps that verify drafts
 
 The floor of a step is the time of a copy of as many bytes as it must read, by the bandwidth of copies in the same run: all
 weights, of experts those that an even routing meets, and the keys and values that each layer sees. Weights are random and made
-on the device.
+on the device. With speculation, `profile` also shows steps in which each sequence verifies as many drafts as it may and accepts
+one of them; their floor is that of a decoding step.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import pstats
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -111,22 +114,19 @@ def make_engine(shape: str, args: argparse.Namespace) -> Any:
 
 
 def profile_shape(shape: str, args: argparse.Namespace) -> None:
+    from synthetic_drafts import accepting, no_drafts
+
     gate(args, shape)
     engine = make_engine(shape, args)
     end = time.time() + args.budget
     bandwidth = copy_bandwidth(args.device)
     say(f"{shape}: copies at {bandwidth / 1e12:.3g} TB/s")
-    for batch in BATCHES:
-        if batch > (args.requests or BATCHES[-1]) or time.time() > end:
-            say(f"decode {batch}: left out")
-            continue
-        step = decode_step(engine, batch, observe)
-        read = floor_bytes(engine, batch)
-        floor = read / bandwidth * 1e3
-        bytes_read = f"{read / 1e9:.2f} GB of weights and the KV cache take {floor:.3f} ms"
-        say(f"decode, batch {batch}, kv {LENGTH}: {step}; {bytes_read}, ratio {step.wall / floor:.2f}")
-        say(step.table(args.top))
-        record(f"{name_of(shape, args)} decode {batch}", step.wall, floor, args)
+    speculates = engine._speculation is not None
+    kinds: list[tuple[str, AbstractContextManager[None]]] = [("decode", no_drafts(engine) if speculates else nullcontext())]
+    kinds += [("verify", accepting(engine, 1))] if speculates else []
+    for kind, drafting in kinds:
+        with drafting:
+            profile_steps(shape, kind, engine, bandwidth, end, args)
     if time.time() < end:
         count = min(16, args.requests or 16)
         step = prefill_step(engine, count)
@@ -134,6 +134,33 @@ def profile_shape(shape: str, args: argparse.Namespace) -> None:
         say(step.table(args.top))
         say(host_profile(partial(prefill_step, engine, count), 2 * args.top))
     engine.close()
+
+
+def profile_steps(shape: str, kind: str, engine: Any, bandwidth: float, end: float, args: argparse.Namespace) -> None:
+    """Profile steps at each batch size.
+
+    kind:      what results call the steps: "decode", or "verify" if sequences draft
+    bandwidth: bytes per second of copies
+    end:       the time after which no batch is begun
+    """
+    from fa_serve.engine.speculation import draft_limit
+
+    for batch in BATCHES:
+        if batch > (args.requests or BATCHES[-1]) or time.time() > end:
+            say(f"{kind} {batch}: left out")
+            continue
+        drafts = draft_limit(engine._speculation.num_tokens, batch) if kind == "verify" else 0
+        if kind == "verify" and not drafts:
+            say(f"{kind} {batch}: so many sequences draft nothing")
+            continue
+        step = decode_step(engine, batch, observe)
+        read = floor_bytes(engine, batch)
+        floor = read / bandwidth * 1e3
+        bytes_read = f"{read / 1e9:.2f} GB of weights and the KV cache take {floor:.3f} ms"
+        name = f"{kind}, batch {batch}" + (f" x {drafts} drafts" if drafts else "")
+        say(f"{name}, kv {LENGTH}: {step}; {bytes_read}, ratio {step.wall / floor:.2f}")
+        say(step.table(args.top))
+        record(f"{name_of(shape, args)} {kind} {batch}", step.wall, floor, args)
 
 
 def floor_bytes(engine: Any, batch: int) -> float:

@@ -9,7 +9,7 @@ import engine_workloads
 import pytest
 import torch
 from engine_workloads import SHAPES, make_tiny, tiny_sizes
-from profile_engine import decode, floor_bytes, weights_of_step
+from profile_engine import decode, floor_bytes, profile, weights_of_step
 from quantised_copies import load
 from quantised_experts import write_awq
 from tiny_models import make_model
@@ -67,3 +67,18 @@ def test_one_command_prints_steps_beside_their_floors(monkeypatch: pytest.Monkey
     assert "qwen30a3b-w4: greedy float32 tokens of a small model of this kind are those of model.generate" in said
     assert "| qwen30a3b-w4, num_pages=256 | 1 | " in said
     assert "batch 256 is left out" in said
+
+
+def test_a_profile_of_an_engine_that_speculates_shows_decoding_and_verifying(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setattr(engine_workloads, "SHAPES", dict(SHAPES))
+    monkeypatch.setitem(engine_workloads.TINY, "num_hidden_layers", 1)
+    make_tiny()
+    args = Namespace(shapes=["llama8b"], device="cpu", budget=60.0, requests=1, tensor_parallel=1, tiny=True)
+    args.layers = None
+    args.top = 4
+    args.set = {"num_pages": 256, "speculative": "ngram"}
+    profile(args)
+    said = capsys.readouterr().out
+    assert "decode, batch 1, kv 640: " in said
+    assert "verify, batch 1 x 7 drafts, kv 640: " in said
+    assert "verify 256: left out" in said
