@@ -6,8 +6,8 @@
     python benchmarks/bench_serving.py --open --shapes llama8b --no-peers --seconds 5     # ours alone, in 100 s
     python benchmarks/bench_serving.py --shapes tiny --device cpu --requests 8    # tries the script out
 
-`--open` measures open loops (open_loops.py), from a cold start and warm, in place of the two closed ones, and then a second start
-that finds the caches of the first.
+`--open` measures open loops (open_loops.py), from a cold start and warm, in place of the two closed ones. Then
+the server starts once more, with the caches that it has filled.
 
 Two loads, `LOADS` below: 256 requests at once for throughput, 32 for the times that a client sees. A model has its shape's
 config and random weights, and a tokenizer with a word for each id (engine_workloads.py); prompts are random token ids, end
