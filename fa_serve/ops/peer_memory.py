@@ -12,23 +12,22 @@ kernels use no NVLink multicast, which is off while the buffers are made. Left o
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from fa_serve.ops.ops_backend import Norm
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
 
 log = logging.getLogger("fa_serve.ops")
 
@@ -51,6 +50,7 @@ PUSHED_BYTES = 16 << 20
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 NO_MULTICAST = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_numbers = itertools.count()
 _PASSED = torch.iinfo(torch.int64).max
 """The word of a program that waits for no call."""
 
@@ -132,7 +132,7 @@ class PeerSums:
 
     @staticmethod
     def connect(store: Store, rank: int, size: int, device: torch.device) -> PeerSums | None:
-        """Connect all ranks, which must be members of torch.distributed's default group, or none. All of them call it.
+        """Connect all ranks or none. All of them call it.
 
         store: through which the ranks tell each other what they have
         """
@@ -144,7 +144,7 @@ class PeerSums:
             found = None
             obstacle = ""
             try:
-                found = _rendezvous(rank, size, device, min(facts.processors for facts in ranks))
+                found = _rendezvous(store, rank, size, device, min(facts.processors for facts in ranks))
             except Exception as error:  # of several types, by torch, the driver and the store
                 obstacle = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             # also the barrier behind which all flags are 0
@@ -217,8 +217,45 @@ def _tell(store: Store, what: str, rank: int, size: int, value: object) -> list[
     return [json.loads(store.get(f"peer_sums_{what}_{other}")) for other in range(size)]
 
 
-def _rendezvous(rank: int, size: int, device: torch.device, processors: int) -> PeerSums:
+class ExchangeStore(Store):
+    """A store for one rendezvous, in which torch's exchanges of symmetric memory have the numbers 0, 1, ...
+
+    torch numbers them from the start of the process: the key of a rank's value ends with "/<number>/<rank>". In a process that
+    connects for the second time, such as rank 0 of a second engine, the numbers go on, and would not be those of a follower,
+    which is a new process. Each rank would wait for the other one until the store's timeout.
+
+    store: holds the values, under keys that no other rendezvous uses
+
+    torch does not keep this object alive: whoever makes it does.
+    """
+
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self._store = store
+        self._first: int | None = None
+
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
+        """Publish this rank's value."""
+        self._store.set(self._renumbered(key), value)  # type: ignore[arg-type]
+
+    def get(self, key: str) -> bytes:
+        """The value of a rank."""
+        return self._store.get(self._renumbered(key))
+
+    def wait(self, keys: list[str], *timeout: timedelta) -> None:
+        """Wait until these values have been published."""
+        self._store.wait([self._renumbered(key) for key in keys], *timeout)
+
+    def _renumbered(self, key: str) -> str:
+        name, number, rank = key.rsplit("/", 2)
+        if self._first is None:
+            self._first = int(number)
+        return f"{name}/{int(number) - self._first}/{rank}"
+
+
+def _rendezvous(store: Store, rank: int, size: int, device: torch.device, processors: int) -> PeerSums:
     """Make this rank's buffer and map those of the others. All ranks call it."""
+    from torch._C._distributed_c10d import _SymmetricMemory
     from torch.distributed import _symmetric_memory
 
     num_bytes = buffer_bytes(size)
@@ -226,9 +263,11 @@ def _rendezvous(rank: int, size: int, device: torch.device, processors: int) -> 
         memory = _symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
         memory[:FLAG_BYTES].zero_()
         torch.cuda.synchronize(device)
-        group = dist.group.WORLD
-        assert group is not None
-        handle = _symmetric_memory.rendezvous(memory, group)
+        # torch keeps the store of a name for as long as the process runs, so each rendezvous has another name
+        name = f"fa_serve-{next(_numbers)}"
+        exchanges = ExchangeStore(PrefixStore("symmetric_memory", store))
+        _SymmetricMemory.set_group_info(name, rank, size, exchanges)
+        handle = _SymmetricMemory.rendezvous(memory, name)
     buffers = [handle.get_buffer(other, (num_bytes,), torch.uint8) for other in range(size)]
     addresses = torch.tensor([buffer.data_ptr() for buffer in buffers], dtype=torch.int64, device=device)
     calls = torch.zeros(1 + MAX_PROGRAMS, dtype=torch.int64, device=device)

@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -272,15 +273,23 @@ def test_two_gpus(work: str) -> None:
 
 
 @TWO_GPUS
-@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
-def test_two_gpus_answer_as_one(eager: bool) -> None:
+def test_two_gpus_answer_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two engines of two ranks, one after the other: the ranks of the second one connect as those of the first did."""
     from fa_serve.engine import Engine, EngineConfig, SamplingParams
 
+    connected = []
+
+    def connect(*args: Any, connect=PeerSums.connect) -> PeerSums | None:
+        connected.append(connect(*args))
+        return connected[-1]
+
+    monkeypatch.setattr(PeerSums, "connect", connect)
     prompts = ["Once upon a time", "one two three one two three", "The answer is "] * 4
     params = SamplingParams(max_tokens=24, temperature=0.0)
     answers = []
-    for size in (1, 2):
+    for size, eager in ((1, False), (2, False), (2, True)):
         engine = Engine(EngineConfig(device="cuda", dtype="float32", tensor_parallel=size, eager=eager, num_pages=800))
         answers.append([each.token_ids for each in engine.generate(prompts, params)])
         engine.close()
-    assert answers[0] == answers[1]
+    assert answers[0] == answers[1] == answers[2]
+    assert [peer_sums is not None for peer_sums in connected] == [False, True, True]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from datetime import timedelta
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from fa_serve.ops.peer_memory import (
     PUSHED_BYTES,
     PUSHED_FIRST_BYTE,
     PUSHED_FLAGS,
+    ExchangeStore,
     Facts,
     Peers,
     PeerSums,
@@ -65,7 +67,7 @@ def connect_ranks(monkeypatch: pytest.MonkeyPatch, own: list[Facts], failing: in
     def facts_of(device: torch.device) -> Facts:
         return own[device.index]
 
-    def rendezvous(rank: int, size: int, device: torch.device, processors: int) -> object:
+    def rendezvous(store: dist.Store, rank: int, size: int, device: torch.device, processors: int) -> object:
         if rank == failing:
             raise RuntimeError("no driver\nfor this")
         return rank, size, processors
@@ -102,6 +104,23 @@ def test_no_rank_connects_if_one_cannot(monkeypatch, caplog) -> None:
     assert connect_ranks(monkeypatch, [facts(0, reached=[]), facts(1)], None) == [None, None]
     reason = "cuda:0 of rank 0 has no access to the memory of cuda:1"
     assert caplog.messages == [f"sums over 2 ranks take NCCL: {reason}"] * 2
+
+
+def test_exchanges_of_a_process_that_connects_again_meet_those_of_a_new_one() -> None:
+    """torch numbers them from the start of each process: rank 0 goes on with 4, and its new follower begins with 0."""
+    shared = dist.HashStore()
+    stores = [ExchangeStore(dist.PrefixStore("engine 2", shared)) for _ in range(2)]
+    ranks = [dist.PrefixStore("group", store) for store in stores]
+    for exchange in range(3):
+        keys = [f"symmetric/{first + exchange}" for first in (4, 0)]
+        for rank in range(2):
+            ranks[rank].set(f"{keys[rank]}/{rank}", f"{exchange} of {rank}")
+        for rank in range(2):
+            other = f"{keys[rank]}/{1 - rank}"
+            ranks[rank].wait([other], timedelta(seconds=1))
+            assert ranks[rank].get(other) == f"{exchange} of {1 - rank}".encode()
+    with pytest.raises(RuntimeError, match=r"[Tt]imeout"):
+        ranks[0].wait(["symmetric/7/1"], timedelta(milliseconds=10))
 
 
 def test_ranks_on_cpus_and_a_single_rank_do_not_ask() -> None:
