@@ -47,7 +47,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from child_process import answers
+from child_process import LOG_LINES, answers
 from engine_runs import PARTS
 from engine_workloads import HEADS, SHAPES, SPECULATING, WORKLOADS, cut_layers, make_tiny, say
 from profile_engine import decode, profile
@@ -132,7 +132,7 @@ def child(
         *(f"--{name}={value}" for name, value in options.items() if value not in ("", None)),
     ]
     command += [f"--set={name}={json.dumps(value)}" for name, value in args.set.items()]
-    log: deque[str] = deque(maxlen=15)
+    log: deque[str] = deque(maxlen=LOG_LINES)
     for name, value, note in answers(command, env, deadline - time.time(), log):
         if value is not None:
             yield name, value

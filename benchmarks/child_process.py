@@ -1,6 +1,6 @@
 """A benchmark's part in a separate group of processes, which tells results as lines "@ " and JSON.
 
-    log = deque(maxlen=15)
+    log = deque(maxlen=LOG_LINES)
     for answer in answers(command, environment, seconds=60.0, log=log):
         ...                                  # `break` ends the process and those that it has started
     print("".join(log))                      # the last other lines, and how the process ended
@@ -21,6 +21,8 @@ from contextlib import suppress
 from typing import Any
 
 MARK = "@ "
+LOG_LINES = 150
+"""What is shown of a process that fails: vLLM tells the cause first, and then the errors of all processes that wait for it."""
 
 
 def answers(command: Sequence[str], environment: Mapping[str, str], seconds: float, log: deque[str]) -> Iterator[Any]:
