@@ -33,6 +33,7 @@ Window = Sequence[int] | Tensor
 Result = Tensor | tuple[Tensor, Tensor]
 NO_QV = "the kernels have no second product for scores"
 NO_FLOAT8 = "the kernels take float8 in a KV cache only"
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def flash_attn_func(
@@ -59,7 +60,7 @@ def flash_attn_func(
     q: (batch, seqlen_q, num_heads, head_dim); k: (batch, seqlen_k, num_kv_heads, head_dim); v: the same with head_dim_v
     Returns out (batch, seqlen_q, num_heads, head_dim_v), or (out, softmax_lse (batch, num_heads, seqlen_q)).
     """
-    _refuse_unknown(qv, attention_chunk, q_descale, k_descale, v_descale)
+    _refuse_unknown(q, qv, attention_chunk, q_descale, k_descale, v_descale)
     options = softmax_arguments(softmax_scale, causal, window_size, softcap)
     found: Result = api.attention(q, k, v, return_lse=return_attn_probs, **options)  # type: ignore[call-overload]
     return found
@@ -129,7 +130,7 @@ def flash_attn_varlen_func(
                   and their lse is -inf
     Returns out (total_q, num_heads, head_dim_v), or (out, softmax_lse (num_heads, total_q)).
     """
-    _refuse_unknown(qv, attention_chunk, q_descale, k_descale, v_descale)
+    _refuse_unknown(q, qv, attention_chunk, q_descale, k_descale, v_descale)
     options = softmax_arguments(softmax_scale, causal, window_size, softcap)
     used_q = None if seqused_q is None else UsedRows.of(q, cu_seqlens_q, seqused_q)
     if used_q is not None:
@@ -204,7 +205,7 @@ def flash_attn_with_kvcache(
     Returns out like q with head_dim_v, or (out, softmax_lse). The lse is (batch, num_heads, seqlen_q), or (num_heads, total_q)
     for a packed q.
     """
-    _refuse_unknown(qv, attention_chunk, q_descale, None, None)
+    _refuse_unknown(q, qv, attention_chunk, q_descale, None, None)
     out, lse = attend_cache(
         q,
         k_cache,
@@ -250,6 +251,7 @@ def get_scheduler_metadata(*args: Any, **kwargs: Any) -> None:
 
 
 def _refuse_unknown(
+    q: Tensor,
     qv: Tensor | None,
     attention_chunk: int,
     q_descale: Tensor | None,
@@ -259,6 +261,8 @@ def _refuse_unknown(
     refuse_tensor("qv", NO_QV, qv)
     if attention_chunk:
         refuse("attention_chunk", "be 0, because the kernels have no chunks", attention_chunk)
+    if q.dtype in FLOAT8:
+        refuse("q", f"not be float8, because {NO_FLOAT8}", q.dtype)
     for name, given in (("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale)):
         refuse_tensor(name, NO_FLOAT8, given)
 

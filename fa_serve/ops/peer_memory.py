@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import ProcessGroup, Store, _register_process_group, _unregister_process_group
 
 from fa_serve.ops.ops_backend import Norm
 
@@ -50,7 +51,7 @@ PUSHED_BYTES = 16 << 20
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 NO_MULTICAST = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_numbers = itertools.count()
+_rendezvous_count = itertools.count()
 _PASSED = torch.iinfo(torch.int64).max
 """The word of a program that waits for no call."""
 
@@ -132,7 +133,7 @@ class PeerSums:
 
     @staticmethod
     def connect(store: Store, rank: int, size: int, device: torch.device) -> PeerSums | None:
-        """Connect all ranks or none. All of them call it.
+        """Connect all ranks, which must be members of torch.distributed's default group, or none. All of them call it.
 
         store: through which the ranks tell each other what they have
         """
@@ -144,7 +145,7 @@ class PeerSums:
             found = None
             obstacle = ""
             try:
-                found = _rendezvous(store, rank, size, device, min(facts.processors for facts in ranks))
+                found = _rendezvous(rank, size, device, min(facts.processors for facts in ranks))
             except Exception as error:  # of several types, by torch, the driver and the store
                 obstacle = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             # also the barrier behind which all flags are 0
@@ -224,7 +225,7 @@ class ExchangeStore(Store):
     connects for the second time, such as rank 0 of a second engine, the numbers go on, and would not be those of a follower,
     which is a new process. Each rank would wait for the other one until the store's timeout.
 
-    store: holds the values, under keys that no other rendezvous uses
+    store: holds the values
 
     torch does not keep this object alive: whoever makes it does.
     """
@@ -253,9 +254,30 @@ class ExchangeStore(Store):
         return f"{name}/{int(number) - self._first}/{rank}"
 
 
-def _rendezvous(store: Store, rank: int, size: int, device: torch.device, processors: int) -> PeerSums:
+@contextmanager
+def exchange_group(rank: int, size: int) -> Iterator[str]:
+    """The name of the group through whose store the ranks exchange their handles: torch's default group.
+
+    From the second time on in this process, it is the name of a group that has no other purpose and renumbers the exchanges.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    count = next(_rendezvous_count)
+    if count == 0:
+        yield world.group_name
+        return
+    name = f"fa_serve rendezvous {count}"
+    exchanges = ExchangeStore(dist.distributed_c10d._get_process_group_store(world))
+    group = ProcessGroup(exchanges, rank, size)
+    _register_process_group(name, group)  # type: ignore[arg-type]
+    try:
+        yield name
+    finally:
+        _unregister_process_group(name)  # type: ignore[arg-type]
+
+
+def _rendezvous(rank: int, size: int, device: torch.device, processors: int) -> PeerSums:
     """Make this rank's buffer and map those of the others. All ranks call it."""
-    from torch._C._distributed_c10d import _SymmetricMemory
     from torch.distributed import _symmetric_memory
 
     num_bytes = buffer_bytes(size)
@@ -263,11 +285,8 @@ def _rendezvous(store: Store, rank: int, size: int, device: torch.device, proces
         memory = _symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
         memory[:FLAG_BYTES].zero_()
         torch.cuda.synchronize(device)
-        # torch keeps the store of a name for as long as the process runs, so each rendezvous has another name
-        name = f"fa_serve-{next(_numbers)}"
-        exchanges = ExchangeStore(PrefixStore("symmetric_memory", store))
-        _SymmetricMemory.set_group_info(name, rank, size, exchanges)
-        handle = _SymmetricMemory.rendezvous(memory, name)
+        with exchange_group(rank, size) as group_name:
+            handle = _symmetric_memory.rendezvous(memory, group_name)  # type: ignore[arg-type]
     buffers = [handle.get_buffer(other, (num_bytes,), torch.uint8) for other in range(size)]
     addresses = torch.tensor([buffer.data_ptr() for buffer in buffers], dtype=torch.int64, device=device)
     calls = torch.zeros(1 + MAX_PROGRAMS, dtype=torch.int64, device=device)

@@ -142,5 +142,21 @@ def test_refusals_name_the_argument() -> None:
         fa3.flash_attn_func(q, k, v, k_descale=torch.ones(1, 2))
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_float8_queries_are_refused_before_anything_is_computed(dtype: torch.dtype) -> None:
+    q, k, v = (x.to(dtype) for x in make_qkv(1, 4, 4, 2, 2, 16))
+    ends = cu_seqlens([4])
+    angles = torch.zeros(8, 8)
+    calls = (
+        lambda: fa3.flash_attn_func(q, k, v),
+        lambda: fa3.flash_attn_varlen_func(q[0], k[0], v[0], ends, ends, 4, 4),
+        lambda: fa3.flash_attn_with_kvcache(q, k, v, k, v, cache_seqlens=ends[:1], rotary_cos=angles, rotary_sin=angles),
+    )
+    for call in calls:
+        with pytest.raises(ParameterError, match="the kernels take float8 in a KV cache only") as caught:
+            call()
+        assert (caught.value.field, caught.value.code) == ("q", "unsupported")
+
+
 def test_scheduler_metadata_is_nothing() -> None:
     assert fa3.get_scheduler_metadata(1, 1, 8, 2, 2, 8, torch.ones(1)) is None

@@ -5,6 +5,7 @@ Sums are in test_all_reduce_kernel_interpreted.py.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import threading
@@ -13,6 +14,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import _resolve_process_group
 
 from fa_serve.ops import peer_memory
 from fa_serve.ops.peer_memory import (
@@ -30,6 +32,7 @@ from fa_serve.ops.peer_memory import (
     PeerSums,
     buffer_bytes,
     environment,
+    exchange_group,
     refusal,
 )
 
@@ -67,7 +70,7 @@ def connect_ranks(monkeypatch: pytest.MonkeyPatch, own: list[Facts], failing: in
     def facts_of(device: torch.device) -> Facts:
         return own[device.index]
 
-    def rendezvous(store: dist.Store, rank: int, size: int, device: torch.device, processors: int) -> object:
+    def rendezvous(rank: int, size: int, device: torch.device, processors: int) -> object:
         if rank == failing:
             raise RuntimeError("no driver\nfor this")
         return rank, size, processors
@@ -121,6 +124,22 @@ def test_exchanges_of_a_process_that_connects_again_meet_those_of_a_new_one() ->
             assert ranks[rank].get(other) == f"{exchange} of {1 - rank}".encode()
     with pytest.raises(RuntimeError, match=r"[Tt]imeout"):
         ranks[0].wait(["symmetric/7/1"], timedelta(milliseconds=10))
+
+
+def test_later_exchanges_of_a_process_have_a_group_that_renumbers_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_memory, "_rendezvous_count", itertools.count())
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with exchange_group(1, 2) as name:
+            assert name == dist.group.WORLD.group_name
+        with exchange_group(1, 2) as name:
+            group = _resolve_process_group(name)
+            assert (group.rank(), group.size()) == (1, 2)
+            assert name != dist.group.WORLD.group_name
+        with pytest.raises(RuntimeError, match=name):
+            _resolve_process_group(name)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_ranks_on_cpus_and_a_single_rank_do_not_ask() -> None:
