@@ -21,13 +21,14 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, ProxyLocation, RequestRouterConfig
-from ray.serve.handle import DeploymentHandle
 
 from ..settings import EXTRA_WAITING
 from .engine_replica import EngineReplica
 from .prefix_router import PrefixRouter
 
 if TYPE_CHECKING:
+    from ray.serve.handle import DeploymentHandle
+
     from fa_serve.engine import EngineConfig
 
 log = logging.getLogger("fa_serve.server")
@@ -116,17 +117,6 @@ class Cluster:
             return serve.run(application, name=APPLICATION, route_prefix=None, logging_config={"log_level": "WARNING"})
         except RuntimeError as error:
             raise RuntimeError(f"the replicas could not be started: {self._status_message() or error}") from error
-
-    async def open_handle(self) -> DeploymentHandle[Any]:
-        """A handle of the replicas whose calls belong to this event loop. Unlike that of `deploy`, threads cannot use it.
-
-        Ray routes the calls of other handles in a separate thread. Each call then passes between the two threads twice,
-        and both of them compete for the interpreter. Ray has no public option for one handle (2.60): its environment
-        variable applies to all handles, and threads could then use none.
-        """
-        handle: DeploymentHandle[Any] = DeploymentHandle(DEPLOYMENT, APPLICATION)  # serve.get_app_handle gives a shared one
-        handle._init(_run_router_in_separate_loop=False)  # type: ignore[no-untyped-call]
-        return handle
 
     def _deployment_options(self, config: EngineConfig) -> dict[str, Any]:
         options = self._options

@@ -91,9 +91,8 @@ class ReplicaWorker:
         begin = time.perf_counter()
         tokenizer = load_tokenizer(self._config)  # before a cluster loads a model that does not exist
         self._handle = self._cluster.deploy(self._config)
-        calls = asyncio.run_coroutine_threadsafe(self._cluster.open_handle(), self._loop).result()
-        self._add = calls.options(method_name="add")
-        self._listen_to = calls.options(method_name="listen", stream=True)
+        self._add = self._handle.options(method_name="add")
+        self._listen_to = self._handle.options(method_name="listen", stream=True)
         _, ready = self._handle.describe.remote().result()
         self._look()
         if self._on_phase is not None:

@@ -131,33 +131,3 @@ async def _dying(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_request_that_a_dying_replica_has_not_begun_is_sent_again(monkeypatch):
     asyncio.run(_dying(monkeypatch))
-
-
-async def _opened(monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = []
-    ready = SimpleNamespace(tokenizer=None)
-
-    class Handle:
-        def options(self, method_name, **_):
-            return method_name
-
-        def broadcast(self, *_):
-            return SimpleNamespace(results=lambda **_: [])
-
-        describe = SimpleNamespace(remote=lambda: SimpleNamespace(result=lambda: (None, ready)))
-
-    async def open_handle():
-        opened.append(asyncio.get_running_loop())
-        return Handle()
-
-    monkeypatch.setattr(replicated_engine, "load_tokenizer", lambda _: "tokenizer")
-    cluster = SimpleNamespace(deploy=lambda _: Handle(), open_handle=open_handle, leave=lambda: None)
-    worker = ReplicaWorker(cluster, EngineConfig(device="cpu"), lambda _: None, None)
-    assert (await asyncio.to_thread(worker.start)).tokenizer == "tokenizer"
-    await asyncio.to_thread(worker.stop)
-    assert opened == [asyncio.get_running_loop()], "no other thread routes calls"
-    assert (worker._add, worker._listen_to) == ("add", "listen")
-
-
-def test_calls_of_replicas_belong_to_the_event_loop(monkeypatch):
-    asyncio.run(_opened(monkeypatch))
