@@ -8,6 +8,8 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import subprocess
+import sys
 import threading
 from datetime import timedelta
 
@@ -17,6 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _resolve_process_group
 
 from fa_serve.ops import peer_memory
+from fa_serve.ops.all_reduce import AllReduce, listen
 from fa_serve.ops.peer_memory import (
     FLAG_BYTES,
     MAX_BYTES,
@@ -26,7 +29,6 @@ from fa_serve.ops.peer_memory import (
     PUSHED_BYTES,
     PUSHED_FIRST_BYTE,
     PUSHED_FLAGS,
-    ExchangeStore,
     Facts,
     Peers,
     PeerSums,
@@ -109,37 +111,61 @@ def test_no_rank_connects_if_one_cannot(monkeypatch, caplog) -> None:
     assert caplog.messages == [f"sums over 2 ranks take NCCL: {reason}"] * 2
 
 
-def test_exchanges_of_a_process_that_connects_again_meet_those_of_a_new_one() -> None:
-    """torch numbers them from the start of each process: rank 0 goes on with 4, and its new follower begins with 0."""
-    shared = dist.HashStore()
-    stores = [ExchangeStore(dist.PrefixStore("engine 2", shared)) for _ in range(2)]
-    ranks = [dist.PrefixStore("group", store) for store in stores]
-    for exchange in range(3):
-        keys = [f"symmetric/{first + exchange}" for first in (4, 0)]
-        for rank in range(2):
-            ranks[rank].set(f"{keys[rank]}/{rank}", f"{exchange} of {rank}")
-        for rank in range(2):
-            other = f"{keys[rank]}/{1 - rank}"
-            ranks[rank].wait([other], timedelta(seconds=1))
-            assert ranks[rank].get(other) == f"{exchange} of {1 - rank}".encode()
-    with pytest.raises(RuntimeError, match=r"[Tt]imeout"):
-        ranks[0].wait(["symmetric/7/1"], timedelta(milliseconds=10))
+def exchange(rank: int, first: int) -> list[str]:
+    """What two ranks tell each other through the group's store, as torch's symmetric memory does; two exchanges."""
+    received = []
+    with exchange_group(rank, 2) as name:
+        group = _resolve_process_group(name)
+        assert (group.rank(), group.size()) == (rank, 2)
+        store = group.get_group_store()
+        for number in range(2):
+            key = f"symmetric/{first + number}"
+            store.set(f"{key}/{rank}", f"{number} of {rank}")
+            store.wait([f"{key}/{1 - rank}"], timedelta(seconds=30))
+            received.append(store.get(f"{key}/{1 - rank}").decode())
+    return received
 
 
-def test_later_exchanges_of_a_process_have_a_group_that_renumbers_them(monkeypatch: pytest.MonkeyPatch) -> None:
+FOLLOWER = """
+import sys, torch
+from fa_serve.ops.all_reduce import AllReduce, join
+from test_peer_memory import exchange
+all_reduce = AllReduce(join(int(sys.argv[1]), 2), 1, 2, torch.device("cpu"))
+assert exchange(1, 0) == ["0 of 0", "1 of 0"]
+"""
+
+
+def test_a_process_that_connects_again_meets_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 of two engines, one after the other, whose followers are new processes and begin with exchange 0."""
     monkeypatch.setattr(peer_memory, "_rendezvous_count", itertools.count())
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    environment = os.environ | {"PYTHONPATH": os.path.dirname(__file__), "OMP_NUM_THREADS": "1"}
+    for first in (0, 2):
+        store, port = listen(2)
+        follower = subprocess.Popen(
+            [sys.executable, "-c", FOLLOWER, str(port)], stderr=subprocess.PIPE, text=True, env=environment
+        )
+        all_reduce = AllReduce(store, 0, 2, torch.device("cpu"))
+        try:
+            assert exchange(0, first) == ["0 of 1", "1 of 1"]
+            errors = follower.communicate(timeout=60)[1]
+            assert follower.returncode == 0, errors
+        finally:
+            all_reduce.close()
+            follower.kill()
+            follower.communicate()
+
+
+def test_the_group_of_an_exchange_is_gone_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_memory, "_rendezvous_count", itertools.count(1))
+    store, _ = listen(1)
+    all_reduce = AllReduce(store, 0, 1, torch.device("cpu"))
     try:
         with exchange_group(1, 2) as name:
-            assert name == dist.group.WORLD.group_name
-        with exchange_group(1, 2) as name:
-            group = _resolve_process_group(name)
-            assert (group.rank(), group.size()) == (1, 2)
             assert name != dist.group.WORLD.group_name
         with pytest.raises(RuntimeError, match=name):
             _resolve_process_group(name)
     finally:
-        dist.destroy_process_group()
+        all_reduce.close()
 
 
 def test_ranks_on_cpus_and_a_single_rank_do_not_ask() -> None:
