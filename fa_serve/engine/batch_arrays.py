@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fa_serve.engine.block_table import BlockTable
+from fa_serve.engine.request import Request
 from fa_serve.engine.results import PromptSpan
 from fa_serve.engine.sampler import draft_arrays, sampling_arrays
 from fa_serve.engine.scheduled_batch import ScheduledBatch
@@ -104,17 +105,19 @@ def batch_arrays(
     sampled = _sampled_tokens(ends, num_samples) if batch.num_drafts else ends[num_samples > 0] - 1
     inputs["logits_indices"] = np.concatenate([sampled, *_prompt_rows(batch, firsts)])
 
+    requests = [chunk.sequence.request for chunk in chunks if chunk.num_samples]
     sequences = [chunk.sequence for chunk in chunks for _ in range(chunk.num_samples)]
-    requests = [sequence.request for sequence in sequences]
     rows: Arrays = {"sampled_slots": token_slots[sampled]}
-    logprob_rows = [row for row, request in enumerate(requests) if request.params.logprobs is not None and not drafting]
+    logprob_rows = [] if drafting else _logprob_rows(requests, sequences)
     if logprob_rows:
         rows["logprob_rows"] = np.array(logprob_rows, dtype=np.int64)
     prompt_spans = _prompt_spans(batch)
     if prompt_spans:
         targets = [sequence.request.prompt[first:last] for sequence, first, last in prompt_spans]
         rows["prompt_targets"] = np.concatenate([np.array(tokens, dtype=np.int64) for tokens in targets])
-    sampling = sampling_arrays(requests, (positions[sampled] + lead + 1).tolist(), vocab_size, penalties=not drafting)
+    num_rows = num_samples[num_samples > 0] if batch.num_drafts else None
+    drawn = positions[sampled] + lead + 1
+    sampling = sampling_arrays(requests, drawn, vocab_size, num_rows=num_rows, penalties=not drafting)
     if batch.num_drafts and "repetition" in sampling:
         sampling |= draft_arrays([chunk.drafts for chunk in chunks if chunk.num_samples], vocab_size)
     return BatchArrays(
@@ -163,6 +166,13 @@ def _prompt_rows(batch: ScheduledBatch, firsts: NDArray[np.int64]) -> list[NDArr
         for chunk, first in zip(batch.chunks, firsts, strict=True)
         if chunk.num_prompt_logits
     ]
+
+
+def _logprob_rows(requests: list[Request], sequences: list[SequenceState]) -> list[int]:
+    """The rows that want log-probabilities. requests: those of `sequences`, once each"""
+    if all(request.params.logprobs is None for request in requests):
+        return []  # the usual case, in which 128 rows of drafts need no more look-ups than their sequences
+    return [row for row, sequence in enumerate(sequences) if sequence.request.params.logprobs is not None]
 
 
 def _prompt_spans(batch: ScheduledBatch) -> list[PromptSpan]:

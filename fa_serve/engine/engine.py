@@ -279,7 +279,7 @@ class Engine:
         try:
             forward = self._runner.launch(batch)
             masks = None
-            structured = any(x.request.params.structured is not None for x in forward.sequences)
+            structured = any(x.num_samples and x.sequence.request.params.structured is not None for x in batch.chunks)
             if structured:
                 while self._inflight:  # what may come next depends on every token before
                     outputs += self._commit(self._inflight.popleft())

@@ -163,25 +163,35 @@ def log_probabilities(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor,
 
 
 def sampling_arrays(
-    requests: Sequence[Request], positions: Sequence[int], vocab: int, *, penalties: bool = True
+    requests: Sequence[Request],
+    positions: Sequence[int] | NDArray[np.int64],
+    vocab: int,
+    *,
+    num_rows: NDArray[np.int64] | None = None,
+    penalties: bool = True,
 ) -> dict[str, NDArray[Any]]:
     """The fields of `SampleParams` that these requests need, on the host.
 
-    positions: index of the token to sample in its sequence, for each request
+    positions: index of the token to sample in its sequence, for each row of logits
+    num_rows:  how many rows each request has, which follow each other; None means one
     penalties: whether they count
     """
     params = [request.params for request in requests]
+    positions = np.asarray(positions, dtype=np.int64)
     arrays: dict[str, NDArray[Any]] = {}
 
+    def for_rows(values: list[Any], dtype: Any) -> NDArray[Any]:
+        array = np.array(values, dtype=dtype)
+        return array if num_rows is None else np.repeat(array, num_rows)
+
     def floats(name: str, values: list[float]) -> None:
-        arrays[name] = np.array(values, dtype=np.float32)
+        arrays[name] = for_rows(values, np.float32)
 
     if not all(p.greedy for p in params):
-        seeds = np.array([request.seed for request in requests], dtype=np.int64)
-        arrays["keys"] = random_keys(seeds, np.array(positions, dtype=np.int64))
+        arrays["keys"] = random_keys(for_rows([request.seed for request in requests], np.int64), positions)
         floats("temperature", [0.0 if p.greedy else p.temperature for p in params])
         if any(p.top_k for p in params):
-            arrays["top_k"] = np.array([min(p.top_k or vocab, vocab) for p in params], dtype=np.int64)
+            arrays["top_k"] = for_rows([min(p.top_k or vocab, vocab) for p in params], np.int64)
         if any(p.top_p < 1.0 for p in params):
             floats("top_p", [p.top_p for p in params])
         if any(p.min_p for p in params):
@@ -190,14 +200,21 @@ def sampling_arrays(
         floats("presence", [p.presence_penalty for p in params])
         floats("frequency", [p.frequency_penalty for p in params])
         floats("repetition", [p.repetition_penalty for p in params])
+    if any(request.biases is not NO_BIASES for request in requests):
+        owners = for_rows(list(range(len(requests))), np.int64)
+        arrays |= _bias_arrays([requests[owner] for owner in owners.tolist()], positions.tolist(), vocab)
+    return arrays
+
+
+def _bias_arrays(requests: Sequence[Request], positions: Sequence[int], vocab: int) -> dict[str, NDArray[Any]]:
+    """Those fields that come from biases. requests, positions: of each row of logits"""
+    arrays: dict[str, NDArray[Any]] = {}
     index: list[NDArray[np.int64]] = []
     bias: list[NDArray[np.float32]] = []
     allowed: list[NDArray[np.int64]] = []
     rows: list[int] = []
     for row, (request, position) in enumerate(zip(requests, positions, strict=True)):
         biases = request.biases
-        if biases is NO_BIASES:
-            continue
         tokens, values = biases.at(position - len(request.prompt))
         if len(tokens):
             index.append(tokens + row * vocab)

@@ -12,23 +12,22 @@ kernels use no NVLink multicast, which is off while the buffers are made. Left o
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import os
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import ProcessGroup, Store, _register_process_group, _unregister_process_group
 
 from fa_serve.ops.ops_backend import Norm
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 log = logging.getLogger("fa_serve.ops")
 
@@ -51,7 +50,6 @@ PUSHED_BYTES = 16 << 20
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 NO_MULTICAST = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_rendezvous_count = itertools.count()
 _PASSED = torch.iinfo(torch.int64).max
 """The word of a program that waits for no call."""
 
@@ -199,11 +197,15 @@ def _is_large(x: Tensor) -> bool:
 def _facts_of(device: torch.device) -> Facts:
     from torch.distributed import _symmetric_memory
 
+    from fa_serve.ops.exchange_group import can_exchange
+
     obstacle = ""
     if torch.version.hip is not None:
         obstacle = "these kernels are compiled for NVIDIA GPUs only"
     elif not hasattr(_symmetric_memory, "rendezvous"):
         obstacle = f"torch {torch.__version__} has no symmetric memory"
+    elif not can_exchange():
+        obstacle = f"torch {torch.__version__} connects GPUs once in a process, and this one has done so"
     number = torch.cuda.current_device() if device.index is None else device.index
     others = (other for other in range(torch.cuda.device_count()) if other != number)
     reached = [other for other in others if torch.cuda.can_device_access_peer(number, other)]
@@ -218,67 +220,11 @@ def _tell(store: Store, what: str, rank: int, size: int, value: object) -> list[
     return [json.loads(store.get(f"peer_sums_{what}_{other}")) for other in range(size)]
 
 
-class ExchangeStore(Store):
-    """A store for one rendezvous, in which torch's exchanges of symmetric memory have the numbers 0, 1, ...
-
-    torch numbers them from the start of the process: the key of a rank's value ends with "/<number>/<rank>". In a process that
-    connects for the second time, such as rank 0 of a second engine, the numbers go on, and would not be those of a follower,
-    which is a new process. Each rank would wait for the other one until the store's timeout.
-
-    store: holds the values
-
-    torch does not keep this object alive: whoever makes it does.
-    """
-
-    def __init__(self, store: Store) -> None:
-        super().__init__()
-        self._store = store
-        self._first: int | None = None
-
-    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
-        """Publish this rank's value."""
-        self._store.set(self._renumbered(key), value)  # type: ignore[arg-type]
-
-    def get(self, key: str) -> bytes:
-        """The value of a rank."""
-        return self._store.get(self._renumbered(key))
-
-    def wait(self, keys: list[str], *timeout: timedelta) -> None:
-        """Wait until these values have been published."""
-        self._store.wait([self._renumbered(key) for key in keys], *timeout)
-
-    def _renumbered(self, key: str) -> str:
-        name, number, rank = key.rsplit("/", 2)
-        if self._first is None:
-            self._first = int(number)
-        return f"{name}/{int(number) - self._first}/{rank}"
-
-
-@contextmanager
-def exchange_group(rank: int, size: int) -> Iterator[str]:
-    """The name of the group through whose store the ranks exchange their handles: torch's default group.
-
-    From the second time on in this process, it is the name of a group that has no other purpose and renumbers the exchanges.
-    """
-    world = dist.group.WORLD
-    assert world is not None
-    count = next(_rendezvous_count)
-    if count == 0:
-        yield world.group_name
-        return
-    name = f"fa_serve rendezvous {count}"
-    exchanges = ExchangeStore(dist.distributed_c10d._get_process_group_store(world))
-    group = ProcessGroup(exchanges, rank, size)
-    _register_process_group(name, group)  # type: ignore[arg-type]
-    try:
-        yield name
-    finally:
-        _unregister_process_group(name)  # type: ignore[arg-type]
-
-
 def _rendezvous(rank: int, size: int, device: torch.device, processors: int) -> PeerSums:
     """Make this rank's buffer and map those of the others. All ranks call it."""
     from torch.distributed import _symmetric_memory
+
+    from fa_serve.ops.exchange_group import exchange_group
 
     num_bytes = buffer_bytes(size)
     with environment(NO_MULTICAST):

@@ -80,8 +80,8 @@ def pair() -> Iterator[Pair]:
     timer = threading.Timer(SECONDS, end)
     timer.start()
     yield made
+    torch.cuda.synchronize()  # before the timer ends, because a test that has failed may leave a kernel that waits
     timer.cancel()
-    torch.cuda.synchronize()
     assert not late.is_set(), f"a kernel has waited for {SECONDS:g} s"
 
 

@@ -5,21 +5,15 @@ Sums are in test_all_reduce_kernel_interpreted.py.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
-import subprocess
-import sys
 import threading
-from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _resolve_process_group
 
 from fa_serve.ops import peer_memory
-from fa_serve.ops.all_reduce import AllReduce, listen
 from fa_serve.ops.peer_memory import (
     FLAG_BYTES,
     MAX_BYTES,
@@ -34,7 +28,6 @@ from fa_serve.ops.peer_memory import (
     PeerSums,
     buffer_bytes,
     environment,
-    exchange_group,
     refusal,
 )
 
@@ -109,63 +102,6 @@ def test_no_rank_connects_if_one_cannot(monkeypatch, caplog) -> None:
     assert connect_ranks(monkeypatch, [facts(0, reached=[]), facts(1)], None) == [None, None]
     reason = "cuda:0 of rank 0 has no access to the memory of cuda:1"
     assert caplog.messages == [f"sums over 2 ranks take NCCL: {reason}"] * 2
-
-
-def exchange(rank: int, first: int) -> list[str]:
-    """What two ranks tell each other through the group's store, as torch's symmetric memory does; two exchanges."""
-    received = []
-    with exchange_group(rank, 2) as name:
-        group = _resolve_process_group(name)
-        assert (group.rank(), group.size()) == (rank, 2)
-        store = group.get_group_store()
-        for number in range(2):
-            key = f"symmetric/{first + number}"
-            store.set(f"{key}/{rank}", f"{number} of {rank}")
-            store.wait([f"{key}/{1 - rank}"], timedelta(seconds=30))
-            received.append(store.get(f"{key}/{1 - rank}").decode())
-    return received
-
-
-FOLLOWER = """
-import sys, torch
-from fa_serve.ops.all_reduce import AllReduce, join
-from test_peer_memory import exchange
-all_reduce = AllReduce(join(int(sys.argv[1]), 2), 1, 2, torch.device("cpu"))
-assert exchange(1, 0) == ["0 of 0", "1 of 0"]
-"""
-
-
-def test_a_process_that_connects_again_meets_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 of two engines, one after the other, whose followers are new processes and begin with exchange 0."""
-    monkeypatch.setattr(peer_memory, "_rendezvous_count", itertools.count())
-    environment = os.environ | {"PYTHONPATH": os.path.dirname(__file__), "OMP_NUM_THREADS": "1"}
-    for first in (0, 2):
-        store, port = listen(2)
-        follower = subprocess.Popen(
-            [sys.executable, "-c", FOLLOWER, str(port)], stderr=subprocess.PIPE, text=True, env=environment
-        )
-        all_reduce = AllReduce(store, 0, 2, torch.device("cpu"))
-        try:
-            assert exchange(0, first) == ["0 of 1", "1 of 1"]
-            errors = follower.communicate(timeout=60)[1]
-            assert follower.returncode == 0, errors
-        finally:
-            all_reduce.close()
-            follower.kill()
-            follower.communicate()
-
-
-def test_the_group_of_an_exchange_is_gone_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_memory, "_rendezvous_count", itertools.count(1))
-    store, _ = listen(1)
-    all_reduce = AllReduce(store, 0, 1, torch.device("cpu"))
-    try:
-        with exchange_group(1, 2) as name:
-            assert name != dist.group.WORLD.group_name
-        with pytest.raises(RuntimeError, match=name):
-            _resolve_process_group(name)
-    finally:
-        all_reduce.close()
 
 
 def test_ranks_on_cpus_and_a_single_rank_do_not_ask() -> None:
