@@ -235,7 +235,7 @@ def serve(args: argparse.Namespace) -> None:
         if torch.cuda.get_device_properties(0).total_memory < 100e9:
             count = 8  # 12 would fit; 8 leave room, so that no prompt is evicted before it is timed
         prompts = [draw.choices(range(5, vocab), k=length) for _ in range(count)]
-        # the first answers compute the prompts; the next two find them in the cache, and compile what that needs
+        # the first round computes the prompts; the next two find them in the cache, and compile what that needs
         times = [answer(prompts, [tokens] * count)[1] for tokens in (1, 1, 1 + decoded, 1, 1 + decoded)]
         tell({"long": count * decoded / (times[4] - times[3])})
     tell("done")

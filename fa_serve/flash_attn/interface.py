@@ -33,7 +33,6 @@ Window = Sequence[int] | Tensor
 Result = Tensor | tuple[Tensor, Tensor]
 NO_QV = "the kernels have no second product for scores"
 NO_FLOAT8 = "the kernels take float8 in a KV cache only"
-FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def flash_attn_func(
@@ -261,7 +260,7 @@ def _refuse_unknown(
     refuse_tensor("qv", NO_QV, qv)
     if attention_chunk:
         refuse("attention_chunk", "be 0, because the kernels have no chunks", attention_chunk)
-    if q.dtype in FLOAT8:
+    if q.is_floating_point() and q.dtype.itemsize == 1:
         refuse("q", f"not be float8, because {NO_FLOAT8}", q.dtype)
     for name, given in (("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale)):
         refuse_tensor(name, NO_FLOAT8, given)

@@ -31,8 +31,8 @@ def test_open_loops_from_a_cold_start_and_warm() -> None:
             for percentile in ("p50", "p95", "p99"):
                 assert f"open, {name}, {time} {percentile} " in said
         assert f"open, {name}, goodput " in said
-    assert "start, cold " in said
-    assert "start, warm " in said
+    assert "start, cold, alone " in said
+    assert "start, warm, alone " in said
 
 
 def test_the_load_has_random_lengths_and_a_count_for_its_seconds(monkeypatch: pytest.MonkeyPatch) -> None:

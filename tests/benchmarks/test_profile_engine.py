@@ -6,6 +6,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import engine_workloads
+import profile_engine
 import pytest
 import torch
 from engine_workloads import SHAPES, make_tiny, tiny_sizes
@@ -14,7 +15,8 @@ from quantised_copies import load
 from quantised_experts import write_awq
 from tiny_models import make_model
 
-from fa_serve.engine import Engine, EngineConfig
+from fa_serve.engine import Engine, EngineConfig, speculation
+from fa_serve.engine.speculation import Speculation
 
 
 def test_weights_of_a_dense_model_are_all_but_the_embedding() -> None:
@@ -70,15 +72,25 @@ def test_one_command_prints_steps_beside_their_floors(monkeypatch: pytest.Monkey
 
 
 def test_a_profile_of_an_engine_that_speculates_shows_decoding_and_verifying(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    drafted = []
+    record = Speculation.record
+    monkeypatch.setattr(
+        Speculation, "record", lambda self, sequence, *counts: [drafted.append(counts), record(self, sequence, *counts)][1]
+    )
+    monkeypatch.setattr(speculation, "MAX_ROWS", 4)
+    monkeypatch.setattr(profile_engine, "BATCHES", (1, 3, 5))
     monkeypatch.setattr(engine_workloads, "SHAPES", dict(SHAPES))
     monkeypatch.setitem(engine_workloads.TINY, "num_hidden_layers", 1)
     make_tiny()
-    args = Namespace(shapes=["llama8b"], device="cpu", budget=60.0, requests=1, tensor_parallel=1, tiny=True)
+    args = Namespace(shapes=["llama8b"], device="cpu", budget=60.0, requests=3, tensor_parallel=1, tiny=True)
     args.layers = None
     args.top = 4
     args.set = {"num_pages": 256, "speculative": "ngram"}
     profile(args)
     said = capsys.readouterr().out
     assert "decode, batch 1, kv 640: " in said
-    assert "verify, batch 1 x 7 drafts, kv 640: " in said
-    assert "verify 256: left out" in said
+    assert "decode, batch 3, kv 640: " in said
+    assert "verify, batch 1 x 3 drafts, kv 640: " in said
+    assert set(drafted) == {(3, 1)}, "each step verifies 3 drafts, of which one is accepted"
+    assert "verify 3: so many sequences draft nothing" in said
+    assert "verify 5: left out" in said
