@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import random
+import re
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -256,8 +257,35 @@ def make_folder(shape: str, folder: Path, device: str) -> None:
         _, name = QUANTISED[shape]
         _example("quantise").write(model, name, folder, 128 if SHAPES[shape]["hidden_size"] % 128 == 0 else 32)
     else:
-        model.save_pretrained(folder)
+        save_by_layers(model, folder)
     save_tokenizer(folder, SHAPES[shape]["vocab_size"])
+
+
+def save_by_layers(model: Any, folder: Path) -> None:
+    """Write the checkpoint that `save_pretrained` writes, with a file for each layer.
+
+    `save_pretrained` converts the experts of all layers at once, for which the device must hold the model twice.
+    """
+    import torch
+    from safetensors.torch import save_file
+    from transformers.core_model_loading import revert_weight_conversion
+
+    parts: dict[str, dict[str, torch.Tensor]] = {}
+    for name, weight in model.state_dict().items():
+        if name not in model.all_tied_weights_keys:
+            layer = re.match(r"model\.layers\.\d+\.", name)
+            parts.setdefault(layer[0] if layer else "", {})[name] = weight
+    places: dict[str, str] = {}
+    for number, part in enumerate(parts.values()):
+        file = f"model-{number:05}.safetensors"
+        converted = {name: weight.contiguous() for name, weight in revert_weight_conversion(model, part).items()}
+        save_file(converted, folder / file, {"format": "pt"})
+        places |= dict.fromkeys(converted, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    model.config.architectures = [type(model).__name__]
+    model.config.dtype = model.dtype
+    model.config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
 
 
 def make_sparse_folder(shape: str, folder: Path) -> None:

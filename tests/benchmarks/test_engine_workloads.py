@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import engine_workloads
 import pytest
+import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 
 def test_a_file_with_holes_has_one_layer_and_a_few_embeddings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,6 +25,31 @@ def test_a_file_with_holes_has_one_layer_and_a_few_embeddings(tmp_path: Path, mo
     assert embeddings.shape == (sizes["vocab_size"], sizes["hidden_size"])
     assert embeddings[:64].any(dim=1).all()
     assert not embeddings[64:].any()
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        tensors |= load_file(file)
+    return tensors
+
+
+@pytest.mark.parametrize("shape", ["qwen06", "qwen30a3b", "gptoss20b", "deepseek-lite"])
+def test_a_model_saved_by_layers_is_that_of_save_pretrained(tmp_path: Path, shape: str) -> None:
+    """Weights that are tied, experts that are written one by one, and experts that are written as they are."""
+    model = engine_workloads.make_model(shape, "cpu", dtype=torch.bfloat16, **engine_workloads.tiny_sizes(shape))
+    model.save_pretrained(tmp_path / "whole")
+    (tmp_path / "layers").mkdir()
+    engine_workloads.save_by_layers(model, tmp_path / "layers")
+    expected = tensors_of(tmp_path / "whole")
+    written = tensors_of(tmp_path / "layers")
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(written[name], expected[name]) for name in expected)
+    configs = [json.loads((tmp_path / folder / "config.json").read_text()) for folder in ("whole", "layers")]
+    assert configs[0] == configs[1]
+    assert len(list((tmp_path / "layers").glob("*.safetensors"))) == model.config.num_hidden_layers + 1
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "layers", dtype="auto")
+    assert all(torch.equal(x, y) for x, y in zip(loaded.parameters(), model.parameters(), strict=True))
 
 
 def test_only_shapes_with_more_layers_lose_some(monkeypatch: pytest.MonkeyPatch) -> None:
