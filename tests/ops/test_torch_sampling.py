@@ -11,7 +11,7 @@ from fa_serve import ops
 from fa_serve.ops.exponential_race import BLOCK
 from fa_serve.ops.torch_sampling import lowest_kept
 
-DRAWS = 20_000
+DRAWS = 6_000
 
 
 def keys(count: int, seed: int = 0) -> torch.Tensor:
