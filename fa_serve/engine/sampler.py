@@ -215,6 +215,8 @@ def _bias_arrays(requests: Sequence[Request], positions: Sequence[int], vocab: i
     rows: list[int] = []
     for row, (request, position) in enumerate(zip(requests, positions, strict=True)):
         biases = request.biases
+        if biases is NO_BIASES:
+            continue
         tokens, values = biases.at(position - len(request.prompt))
         if len(tokens):
             index.append(tokens + row * vocab)

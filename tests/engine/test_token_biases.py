@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+import numpy as np
+
 from fa_serve.engine import SamplingParams
 from fa_serve.engine.request import Request
 from fa_serve.engine.sampler import sampling_arrays
@@ -38,3 +40,26 @@ def test_thousands_of_token_ids_of_many_answers_cost_a_step_little() -> None:
     }
     assert arrays["allowed_index"].tolist() == [row * 3000 + token for row in range(128) for token in range(1024)]
     assert (arrays["bias"].dtype, arrays["bias_index"].dtype) == ("float32", "int64")
+
+
+def test_rows_of_a_request_are_those_of_as_many_requests() -> None:
+    """A sequence with drafts has several rows of logits, which differ in their positions."""
+    options = [
+        {"temperature": 0.0},
+        {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "presence_penalty": 0.5, "repetition_penalty": 1.2},
+        {"temperature": 1.0, "min_tokens": 4, "logit_bias": {3: 1.5}, "allowed_token_ids": (3, 4), "seed": 7},
+    ]
+    requests = []
+    for number, given in enumerate(options):
+        params = SamplingParams(max_tokens=9, **given)
+        biases = TokenBiases.of(params, frozenset({2}), 10)
+        requests.append(Request(str(number), [1], params, 9, seed=number, biases=biases))
+    num_rows = np.array([2, 1, 3])
+    positions = [1, 2, 4, 3, 4, 5]
+    repeated = [request for request, count in zip(requests, num_rows, strict=True) for _ in range(count)]
+    expected = sampling_arrays(repeated, positions, 10)
+    arrays = sampling_arrays(requests, np.array(positions), 10, num_rows=num_rows)
+    assert arrays.keys() == expected.keys() >= {"keys", "top_k", "top_p", "min_p", "repetition", "bias_index", "allowed_rows"}
+    for name, values in expected.items():
+        assert arrays[name].tolist() == values.tolist(), name
+        assert arrays[name].dtype == values.dtype, name
