@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fa_serve.ops.peer_memory import MAX_PROGRAMS, Peers, buffer_bytes
+from fa_serve.ops.peer_buffers import MAX_PROGRAMS, Peers, buffer_bytes
 
 
 def table(buffers: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ from fa_serve.ops.all_reduce_primitives import (
     write_flag,
 )
 from fa_serve.ops.ops_backend import Norm
-from fa_serve.ops.peer_memory import FLAG_BYTES, MAX_BYTES, MAX_PROGRAMS, Peers
+from fa_serve.ops.peer_buffers import FLAG_BYTES, MAX_BYTES, MAX_PROGRAMS, Peers
 from fa_serve.ops.pushed_sum_kernel import plan_pushed_sum
 
 

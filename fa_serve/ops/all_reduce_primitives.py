@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from fa_serve.backends.launch import launch_options
-from fa_serve.ops.peer_memory import MAX_PROGRAMS
+from fa_serve.ops.peer_buffers import MAX_PROGRAMS
 
 TILE_BYTES = 8192
 """What a program adds up at once, unless a row is longer."""

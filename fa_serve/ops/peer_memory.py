@@ -25,49 +25,27 @@ import torch
 from torch import Tensor
 
 from fa_serve.ops.ops_backend import Norm
+from fa_serve.ops.peer_buffers import (
+    FLAG_BYTES,
+    MAX_BYTES,
+    MAX_PROGRAMS,
+    MAX_RANKS,
+    MAX_WIDTH,
+    PUSHED_RANKS,
+    Peers,
+    buffer_bytes,
+)
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 log = logging.getLogger("fa_serve.ops")
 
-MAX_BYTES = 2 << 20
-"""Size of a message of one shot, which is the size of half of its buffer. For more bytes it would need too much of the link."""
-MAX_WIDTH = 16384
-"""Numbers of a row, which a program keeps in registers."""
-MAX_RANKS = 8
-"""With more ranks, each reads too much."""
-MAX_PROGRAMS = 512
-FLAG_BYTES = MAX_PROGRAMS * MAX_RANKS * 8
-"""Size of the flags, with which a buffer begins. Those of one shot are int64, [program][rank that writes it]."""
-PUSHED_RANKS = 2
-"""How many ranks add larger messages by pushing. With more of them, each rank would send more bytes than with NCCL."""
-PUSHED_FLAGS = MAX_PROGRAMS * PUSHED_RANKS * 8
-"""Where the flags of pushed sums begin in a buffer, behind the flags of two ranks: int64, [program]."""
-PUSHED_FIRST_BYTE = FLAG_BYTES + 2 * MAX_BYTES
-PUSHED_BYTES = 16 << 20
-"""Size of half of the buffer of pushed sums. A sum reuses its slots, so a sum may be larger than this."""
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 NO_MULTICAST = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PASSED = torch.iinfo(torch.int64).max
 """The word of a program that waits for no call."""
-
-
-class Peers(NamedTuple):
-    """The buffers of all ranks as this rank sees them.
-
-    addresses:  (size,) int64, of the buffer of each rank
-    calls:      (1 + MAX_PROGRAMS,) int64 of this rank, which begin with 0 as flags do: a count that belongs to the kernel, and
-                a word for each program, whose largest value ends its waits
-    processors: the least number of multiprocessors of all ranks, from which the number of programs follows
-    """
-
-    rank: int
-    size: int
-    addresses: Tensor
-    calls: Tensor
-    processors: int
 
 
 class Facts(NamedTuple):
@@ -103,11 +81,6 @@ def refusal(ranks: Sequence[Facts]) -> str | None:
         if missing:
             return f"cuda:{facts.device} of rank {rank} has no access to the memory of cuda:{min(missing)}"
     return None
-
-
-def buffer_bytes(size: int) -> int:
-    """Size of the buffer of each of so many ranks."""
-    return PUSHED_FIRST_BYTE + (2 * PUSHED_BYTES if size == PUSHED_RANKS else 0)
 
 
 class PeerSums:

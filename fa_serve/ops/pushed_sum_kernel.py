@@ -48,7 +48,7 @@ from fa_serve.ops.all_reduce_primitives import (
     wait_for_flags,
     write_flag,
 )
-from fa_serve.ops.peer_memory import MAX_PROGRAMS, PUSHED_BYTES, PUSHED_FIRST_BYTE, PUSHED_FLAGS, Peers
+from fa_serve.ops.peer_buffers import MAX_PROGRAMS, PUSHED_BYTES, PUSHED_FIRST_BYTE, PUSHED_FLAGS, Peers
 
 _AHEAD = 2
 """How many parts are written before the first is read."""

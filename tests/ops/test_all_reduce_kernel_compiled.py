@@ -9,7 +9,7 @@ from cross_compile import TARGETS, Kernel, compiling_for
 from fa_serve.ops import Norm
 from fa_serve.ops.all_reduce_kernel import launch_all_reduce
 from fa_serve.ops.all_reduce_primitives import per_processor
-from fa_serve.ops.peer_memory import MAX_BYTES, MAX_PROGRAMS, MAX_WIDTH, Peers
+from fa_serve.ops.peer_buffers import MAX_BYTES, MAX_PROGRAMS, MAX_WIDTH, Peers
 
 SHAPES = [(1, 4096, 2), (256, 4096, 2), (64, 5120, 4), (1024, 1024, 8), (64, MAX_WIDTH, 8), (5, 300, 3)]
 """Rows, their width, and ranks."""

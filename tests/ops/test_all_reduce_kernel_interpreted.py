@@ -20,7 +20,8 @@ from torch import Tensor
 from fa_serve import ops
 from fa_serve.ops.all_reduce import AllReduce, add_and_norm, listen
 from fa_serve.ops.all_reduce_kernel import launch_all_reduce
-from fa_serve.ops.peer_memory import FLAG_BYTES, MAX_BYTES, MAX_PROGRAMS, Peers, PeerSums, buffer_bytes
+from fa_serve.ops.peer_buffers import FLAG_BYTES, MAX_BYTES, MAX_PROGRAMS, Peers, buffer_bytes
+from fa_serve.ops.peer_memory import PeerSums
 
 CALLS = 12
 SCRIPT = """

@@ -14,22 +14,14 @@ import torch
 import torch.distributed as dist
 
 from fa_serve.ops import peer_memory
-from fa_serve.ops.peer_memory import (
-    FLAG_BYTES,
+from fa_serve.ops.peer_buffers import (
     MAX_BYTES,
     MAX_PROGRAMS,
     MAX_RANKS,
     MAX_WIDTH,
-    PUSHED_BYTES,
-    PUSHED_FIRST_BYTE,
-    PUSHED_FLAGS,
-    Facts,
     Peers,
-    PeerSums,
-    buffer_bytes,
-    environment,
-    refusal,
 )
+from fa_serve.ops.peer_memory import Facts, PeerSums, environment, refusal
 
 
 def facts(device: int, size: int = 2, **changes: object) -> Facts:
@@ -143,15 +135,6 @@ def test_messages_without_room_in_the_buffer_of_one_shot_are_pushed(monkeypatch)
         peer_sums.add(x, x, 1.0, None, None)
         assert peer_sums.way(x) == way
     assert launched == [False, False, True, True]
-
-
-def test_the_parts_of_a_buffer_do_not_overlap() -> None:
-    """Flags of one shot, [program][rank]; those of pushed sums behind those of two ranks; and the halves of both."""
-    assert PUSHED_FLAGS == 8 * MAX_PROGRAMS * 2
-    assert PUSHED_FLAGS + 8 * MAX_PROGRAMS <= FLAG_BYTES
-    assert PUSHED_FIRST_BYTE == FLAG_BYTES + 2 * MAX_BYTES
-    assert buffer_bytes(2) == PUSHED_FIRST_BYTE + 2 * PUSHED_BYTES
-    assert buffer_bytes(3) == buffer_bytes(8) == PUSHED_FIRST_BYTE
 
 
 def test_variables_are_set_and_taken_back(monkeypatch) -> None:

@@ -11,7 +11,7 @@ from cross_compile import UNLIKE, Kernel, compiling_for
 from fa_serve.ops import Norm
 from fa_serve.ops.all_reduce_kernel import launch_all_reduce
 from fa_serve.ops.all_reduce_primitives import per_processor
-from fa_serve.ops.peer_memory import MAX_PROGRAMS, MAX_WIDTH, Peers
+from fa_serve.ops.peer_buffers import MAX_PROGRAMS, MAX_WIDTH, Peers
 
 SHAPES = [(8192, 4096), (3001, 333), (2048, 8192), (1024, MAX_WIDTH)]
 """Rows and their width."""

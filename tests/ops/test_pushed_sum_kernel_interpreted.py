@@ -18,7 +18,8 @@ from torch import Tensor
 from fa_serve import ops
 from fa_serve.backends.launch import power_of_2
 from fa_serve.ops.all_reduce_kernel import launch_all_reduce
-from fa_serve.ops.peer_memory import MAX_BYTES, MAX_PROGRAMS, PUSHED_BYTES, PUSHED_FLAGS, Peers, PeerSums, buffer_bytes
+from fa_serve.ops.peer_buffers import MAX_BYTES, MAX_PROGRAMS, PUSHED_BYTES, PUSHED_FLAGS, Peers, buffer_bytes
+from fa_serve.ops.peer_memory import PeerSums
 from fa_serve.ops.pushed_sum_kernel import plan_pushed_sum
 
 SHAPES = [(1, 64, 1), (5, 333, 1), (7, 2048, 1), (30, 1024, 4), (3, 5000, 1), (2, 10000, 1)]
