@@ -1,6 +1,6 @@
 """Run every benchmark, each in a separate process, on one GPU or side by side on several, and merge their results.
 
-    python benchmarks/run_all.py --peer-path DIR                         # 65 minutes on one H200; DIR has vLLM and FA3
+    python benchmarks/run_all.py --peer-path DIR                         # 90 minutes on one H200; DIR has vLLM and FA3
     python benchmarks/run_all.py --peer-path DIR --gpus 2 --seconds 540 --only decode,engine_llama8b
     python benchmarks/run_all.py --list
 
@@ -85,6 +85,7 @@ JOBS = {
     "backward": Job(90, "bench_attention.py backward --peers flash,cudnn --budget 100"),
     "sparse": Job(170, "bench_attention.py sparse --budget 190"),
     "profile": Job(40, "bench_engine.py profile --shapes qwen06,llama8b --budget 60"),
+    "profile_of_drafts": Job(75, "bench_engine.py profile --shapes llama8b --set speculative=ngram --budget 60"),
     "models": Job(260, "bench_attention.py models --budget 280", "import"),
     "chunk": Job(110, "bench_attention.py chunk --budget 130", "import"),
     "verify": Job(80, "bench_attention.py verify --budget 100", "import"),
@@ -95,6 +96,12 @@ JOBS = {
     "steps_of_models": Job(
         240, "bench_engine.py decode --shapes qwen30a3b,gptoss20b,llama8b-fp8,llama8b-w4,deepseek-lite --budget 100"
     ),
+    **{
+        f"engine_{shape}": Job(
+            300, f"bench_engine.py --shapes {shape} --workloads C,C16,C64,C256 --peers vllm --budget 294", "path"
+        )
+        for shape in ("llama8b-w4", "llama8b-fp8", "gptoss20b", "deepseek-lite", "qwen30a3b")
+    },
     "speculation": Job(
         160,
         f"bench_engine.py --workloads {','.join(SPECULATING)} --shapes llama8b --no-peers --budget 180",
@@ -115,6 +122,9 @@ JOBS = {
     ),
     "long_run_of_ranks": Job(100, "long_run.py --tensor-parallel 2", gpus=2),
     "replicas": Job(150, "bench_replicas.py --shape llama8b --device cuda", gpus=2),
+    "replicas_of_two_servers": Job(
+        205, "bench_replicas.py --shape llama8b --device cuda --parts throughput --servers 2", gpus=2
+    ),
     "vllm_plugin": Job(350, "bench_vllm_plugin.py --gpus 0,1", "needed", gpus=2),
 }
 
