@@ -187,7 +187,6 @@ def kind_of(tokens: list[int], expected: list[int], second: list[tuple[int, floa
 
 def serve(args: argparse.Namespace) -> None:
     """In a process that has vLLM: answer with one backend, and print each result as soon as it is known."""
-    import torch
     from vllm import LLM, SamplingParams
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -225,6 +224,8 @@ def serve(args: argparse.Namespace) -> None:
         second = [[second_best(position) for position in output.logprobs] for output in outputs]
         tell({"tokens": [list(output.token_ids) for output in outputs], "second": second})
     else:
+        import torch
+
         for name in ("C", "A", "B"):
             workload = WORKLOADS[name]
             for turn in ("first", name):
