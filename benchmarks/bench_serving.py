@@ -96,7 +96,7 @@ def opened(side: str, command: list[str], env: dict[str, str], shape: str, end: 
     """A server with empty caches for each of the cold rates. The last one goes on with the warm loads, and starts once more."""
     from fa_serve.client.bench import Load
 
-    run = "" if args.peer_path else ", alone"  # does not take the place of a start in the same run as a peer's
+    suffix = "" if args.peer_path else ", alone"  # keeps the line of a start that was measured beside a peer
     measures: Measures = {}
     for rate in args.cold_rates:
         with tempfile.TemporaryDirectory() as caches:
@@ -105,11 +105,11 @@ def opened(side: str, command: list[str], env: dict[str, str], shape: str, end: 
                 say(f"  {side}: ready after {seconds:.1f} s, cold")
                 base = Load(url=url, model="bench", ids=(5, SHAPES[shape]["vocab_size"]), warmup=1)
                 load = open_loops.workload(base, args.requests)
-                measures |= {f"start, cold{run}": seconds} | open_loops.straight_after_ready(load, rate, args.seconds)
+                measures |= {f"start, cold{suffix}": seconds} | open_loops.straight_after_ready(load, rate, args.seconds)
                 if rate == args.cold_rates[-1]:
                     measures |= open_loops.warm(load, args.rates, args.seconds, args.clients)
             if rate == args.cold_rates[-1] and side == "fa_serve":
-                measures |= start_again(f"start, warm{run}", command, cold, end, args)
+                measures |= start_again(f"start, warm{suffix}", command, cold, end, args)
     return measures
 
 

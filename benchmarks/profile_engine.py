@@ -20,7 +20,6 @@ import pstats
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -121,12 +120,11 @@ def profile_shape(shape: str, args: argparse.Namespace) -> None:
     end = time.time() + args.budget
     bandwidth = copy_bandwidth(args.device)
     say(f"{shape}: copies at {bandwidth / 1e12:.3g} TB/s")
-    speculates = engine._speculation is not None
-    kinds: list[tuple[str, AbstractContextManager[None]]] = [("decode", no_drafts(engine) if speculates else nullcontext())]
-    kinds += [("verify", accepting(engine, 1))] if speculates else []
-    for kind, drafting in kinds:
-        with drafting:
-            profile_steps(shape, kind, engine, bandwidth, end, args)
+    with no_drafts(engine):
+        profile_steps(shape, "decode", engine, bandwidth, end, args)
+    if engine._speculation.num_tokens:
+        with accepting(engine, 1):
+            profile_steps(shape, "verify", engine, bandwidth, end, args)
     if time.time() < end:
         count = min(16, args.requests or 16)
         step = prefill_step(engine, count)

@@ -92,7 +92,7 @@ JOBS = {
     "mixed": Job(90, "bench_attention.py mixed --budget 110", "import"),
     "varlen": Job(28, "bench_attention.py varlen", "import"),
     "window": Job(40, "bench_attention.py window", "import"),
-    "open_loops": Job(280, "bench_serving.py --open --shapes llama8b --clients 4 --budget 300", "path"),
+    "open_loops": Job(300, "bench_serving.py --open --shapes llama8b --clients 4 --budget 320", "path"),
     "steps_of_models": Job(
         240, "bench_engine.py decode --shapes qwen30a3b,gptoss20b,llama8b-fp8,llama8b-w4,deepseek-lite --budget 100"
     ),

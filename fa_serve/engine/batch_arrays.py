@@ -116,8 +116,8 @@ def batch_arrays(
         targets = [sequence.request.prompt[first:last] for sequence, first, last in prompt_spans]
         rows["prompt_targets"] = np.concatenate([np.array(tokens, dtype=np.int64) for tokens in targets])
     num_rows = num_samples[num_samples > 0] if batch.num_drafts else None
-    drawn = positions[sampled] + lead + 1
-    sampling = sampling_arrays(requests, drawn, vocab_size, num_rows=num_rows, penalties=not drafting)
+    drawn_positions = positions[sampled] + lead + 1
+    sampling = sampling_arrays(requests, drawn_positions, vocab_size, num_rows=num_rows, penalties=not drafting)
     if batch.num_drafts and "repetition" in sampling:
         sampling |= draft_arrays([chunk.drafts for chunk in chunks if chunk.num_samples], vocab_size)
     return BatchArrays(

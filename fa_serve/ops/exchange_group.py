@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup, Store, _register_process_group, _unregister_process_group
 
 TIMEOUT = timedelta(seconds=60)
-"""How long a later rendezvous waits for another rank: less than `PeerSums.connect` waits for what has become of it."""
+"""How long a later rendezvous waits for another rank. It is shorter than the store's own timeout of 300 s, within which a rank
+that has failed can still tell the others why."""
 _count = 0
 """How many rendezvous this process has begun."""
 
@@ -73,9 +74,10 @@ def can_exchange() -> bool:
 
 @contextmanager
 def exchange_group(rank: int, size: int) -> Iterator[str]:
-    """The name of the group for the next rendezvous of this process: torch's default group, or later one that renumbers.
+    """The name of the group for the next rendezvous of this process.
 
-    All ranks must be members of torch.distributed's default group.
+    The first time it is torch's default group, of which all ranks must be members. Later it is a group that exists only inside
+    of this context, and whose store renumbers the exchanges.
     """
     global _count
     world = dist.group.WORLD

@@ -16,6 +16,7 @@ from quantised_experts import write_awq
 from tiny_models import make_model
 
 from fa_serve.engine import Engine, EngineConfig, speculation
+from fa_serve.engine.sequence import SequenceState
 from fa_serve.engine.speculation import Speculation
 
 
@@ -71,26 +72,46 @@ def test_one_command_prints_steps_beside_their_floors(monkeypatch: pytest.Monkey
     assert "batch 256 is left out" in said
 
 
-def test_a_profile_of_an_engine_that_speculates_shows_decoding_and_verifying(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    drafted = []
-    record = Speculation.record
-    monkeypatch.setattr(
-        Speculation, "record", lambda self, sequence, *counts: [drafted.append(counts), record(self, sequence, *counts)][1]
-    )
-    monkeypatch.setattr(speculation, "MAX_ROWS", 4)
-    monkeypatch.setattr(profile_engine, "BATCHES", (1, 3, 5))
+@pytest.fixture
+def small_profile(monkeypatch: pytest.MonkeyPatch) -> Namespace:
+    """The arguments of a profile with batches of 1, 3 and 5 sequences, the last of which is too large. 4 rows verify drafts."""
     monkeypatch.setattr(engine_workloads, "SHAPES", dict(SHAPES))
     monkeypatch.setitem(engine_workloads.TINY, "num_hidden_layers", 1)
     make_tiny()
+    monkeypatch.setattr(profile_engine, "BATCHES", (1, 3, 5))
+    monkeypatch.setattr(speculation, "MAX_ROWS", 4)
     args = Namespace(shapes=["llama8b"], device="cpu", budget=60.0, requests=3, tensor_parallel=1, tiny=True)
     args.layers = None
     args.top = 4
-    args.set = {"num_pages": 256, "speculative": "ngram"}
-    profile(args)
+    args.set = {"num_pages": 256}
+    return args
+
+
+def test_a_profile_of_an_engine_that_speculates_shows_decoding_and_verifying(
+    small_profile: Namespace, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    verified = set()
+    record = Speculation.record
+
+    def recorded(self: Speculation, sequence: SequenceState, num_drafts: int, accepted: int) -> None:
+        verified.add((num_drafts, accepted))
+        record(self, sequence, num_drafts, accepted)
+
+    monkeypatch.setattr(Speculation, "record", recorded)
+    small_profile.set |= {"speculative": "ngram"}
+    profile(small_profile)
     said = capsys.readouterr().out
     assert "decode, batch 1, kv 640: " in said
     assert "decode, batch 3, kv 640: " in said
     assert "verify, batch 1 x 3 drafts, kv 640: " in said
-    assert set(drafted) == {(3, 1)}, "each step verifies 3 drafts, of which one is accepted"
+    assert verified == {(3, 1)}, "each step verifies 3 drafts, of which one is accepted"
     assert "verify 3: so many sequences draft nothing" in said
     assert "verify 5: left out" in said
+
+
+def test_a_profile_without_speculation_shows_decoding_alone(small_profile: Namespace, capsys) -> None:
+    profile(small_profile)
+    said = capsys.readouterr().out
+    assert "decode, batch 3, kv 640: " in said
+    assert "decode 5: left out" in said
+    assert "verify" not in said
