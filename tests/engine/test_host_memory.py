@@ -159,18 +159,21 @@ def test_a_process_has_one_trimmer() -> None:
 
 def test_no_collection_runs_while_modules_are_imported():
     """In a process of fa_serve, the modules stay out of later collections as well."""
-    frozen = gc.get_freeze_count()
     with host_memory.importing(freeze=True):
         assert not gc.isenabled()
-        imported = [[] for _ in range(1000)]
+        imported = []
     assert gc.isenabled()
-    assert gc.get_freeze_count() >= frozen + len(imported)
+    assert not visited(imported)
     gc.disable()
     try:
-        frozen = gc.get_freeze_count()
         with host_memory.importing(freeze=False):
-            pass
+            made = []
         assert not gc.isenabled(), "the caller's choice stays"
-        assert gc.get_freeze_count() == frozen, "what a program has made itself can be freed"
+        assert visited(made), "what a program has made itself can be freed"
     finally:
         gc.enable()
+
+
+def visited(made: list) -> bool:
+    """Whether the garbage collector visits an object. The number of frozen ones says nothing: other threads free some."""
+    return any(each is made for each in gc.get_objects())
