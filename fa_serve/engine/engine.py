@@ -10,8 +10,8 @@ Online, requests come and go between steps:
     while engine.has_unfinished():
         for output in engine.step(): ...     # at most one increment of each answer
 
-On a GPU the host works one step ahead, unless there are drafts to verify: while step n + 1 runs, the tokens of step n become
-outputs. An exception in a step ends the requests in it and no others. Left out: threads and asyncio (async_engine.py).
+On a GPU the tokens of step n become outputs while step n + 1 runs. They are read before its launch only if it verifies drafts.
+An exception in a step ends the requests in it and no others. Left out: threads and asyncio (async_engine.py).
 """
 
 from __future__ import annotations
@@ -31,18 +31,17 @@ from transformers.utils.logging import tqdm
 from fa_serve.api import MAX_KEYS_PER_TILE
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.deadlines import Deadlines
-from fa_serve.engine.detokenizer import TextStream
 from fa_serve.engine.errors import EngineDeadError, QueueFullError, RequestError
 from fa_serve.engine.events import OnPhase, PhaseClock
 from fa_serve.engine.groups import Groups
 from fa_serve.engine.input_processor import InputProcessor
-from fa_serve.engine.output_state import OutputState
+from fa_serve.engine.output_state import OutputState, add_prompt_logprobs
 from fa_serve.engine.outputs import Completion, JoinedOutputs, RequestOutput, TokenLogprob
 from fa_serve.engine.pages import PageTable, new_salt
 from fa_serve.engine.prompts import params_of_each
 from fa_serve.engine.ranks import OnLost, Ranks, lead
 from fa_serve.engine.request import Request
-from fa_serve.engine.results import LaunchedStep
+from fa_serve.engine.results import CommittedStep, LaunchedStep
 from fa_serve.engine.sampling_params import SamplingParams
 from fa_serve.engine.scheduled_batch import ScheduledBatch
 from fa_serve.engine.scheduler import Scheduler
@@ -50,7 +49,7 @@ from fa_serve.engine.sequence import SequenceState
 from fa_serve.engine.speculation import Speculation
 from fa_serve.engine.start_up import start_up
 from fa_serve.engine.stats import Counters, EngineStats
-from fa_serve.engine.step_masks import grammar_ends, step_masks
+from fa_serve.engine.step_masks import StepMasks, grammar_ends, step_masks
 from fa_serve.engine.stop_strings import StopStrings
 from fa_serve.engine.structured import Grammars
 from fa_serve.spec import ParameterError
@@ -93,7 +92,6 @@ class Engine:
         self.tokenizer = loaded.tokenizer
         self._runner = loaded.runner
         self._speculation = Speculation(config.max_drafts, loaded.drafter)
-        self._prompt_share = self.config.prompt_share()
         self._scheduler = self._make_scheduler(config.max_num_batched_tokens)
         self.vocab_size = self._runner.vocab_size
         self.eos_ids = loaded.eos_ids
@@ -104,6 +102,7 @@ class Engine:
         self._deadlines = Deadlines()
         self._depth = 1 if self._runner.device.type == "cuda" else 0  # steps that the host works ahead
         self._inflight: deque[LaunchedStep] = deque()
+        self._committed: deque[CommittedStep] = deque()  # their tokens are known and are not outputs yet
         self._last_read = 0.0  # when the result of a step was there, on time.monotonic's clock
         self._serial = count()
         self._counters = Counters()
@@ -147,11 +146,7 @@ class Engine:
         stop = StopStrings(params.stop)
         for request in requests:
             sequence = self._scheduler.add(request)
-            stream = None
-            if self.tokenizer is not None:
-                stream = TextStream(self.tokenizer.backend_tokenizer, request.prompt, stop, params.skip_special_tokens)
-            own = None if matcher is None else matcher.deep_copy()
-            self._output_states[request.request_id] = OutputState(sequence, stream, own)
+            self._output_states[request.request_id] = OutputState.begin(sequence, self.tokenizer, stop, matcher)
             if timeout is not None:
                 self._deadlines.add(request.arrival + timeout, sequence)
         self._groups.add(name, params)
@@ -176,7 +171,7 @@ class Engine:
         outputs = self._expire()
         try:
             if self._inflight and self._scheduler.needs_results():
-                outputs += self._commit(self._inflight.popleft())
+                outputs += self._commit()
             batch = self._scheduler.schedule()
         except (torch.AcceleratorError, EngineDeadError):
             raise  # the device or another rank is lost
@@ -186,7 +181,8 @@ class Engine:
         if batch:
             outputs += self._launch(batch, begin)
         if self._inflight and (len(self._inflight) > self._depth or not batch):
-            outputs += self._commit(self._inflight.popleft())
+            outputs += self._commit()
+        outputs += self._take_outputs()
         self._ranks.end_step()
         return self._groups.merge(outputs)
 
@@ -262,37 +258,33 @@ class Engine:
         """End the requests whose time is up."""
         if not self._deadlines:
             return []
-        outputs = []
         now = self._ranks.decide("clock", time.monotonic)
         late = RequestError("timeout", "the request was not finished within its timeout")
-        for sequence in self._deadlines.expired(now, len(self._output_states)):
-            self._scheduler.finish(sequence, "error", late)
-            outputs.append(self._output(sequence))
-        return outputs
+        return [self._end(sequence, late) for sequence in self._deadlines.expired(now, len(self._output_states))]
+
+    def _end(self, sequence: SequenceState, error: RequestError) -> RequestOutput:
+        """End a request with an error."""
+        self._scheduler.finish(sequence, "error", error)
+        return self._output(sequence)
 
     def _launch(self, batch: ScheduledBatch, begin: float) -> list[RequestOutput]:
         """Queue a step on the device. The masks of structured outputs are computed while its forward runs."""
         outputs: list[RequestOutput] = []
-        mask_seconds = 0.0
+        masks = StepMasks()
         for sequence in batch.admitted:
             self._output_states[sequence.request.request_id].times.begin(begin)
         try:
             forward = self._runner.launch(batch)
-            masks = None
-            structured = any(x.num_samples and x.sequence.request.params.structured is not None for x in batch.chunks)
-            if structured:
+            if structured := any(x.num_samples and x.sequence.request.params.structured is not None for x in batch.chunks):
                 while self._inflight:  # what may come next depends on every token before
-                    outputs += self._commit(self._inflight.popleft())
-                since = time.monotonic()
-                masks, failed, late = self._ranks.decide("masks", lambda: step_masks(self.grammars, batch, self._output_states))
-                mask_seconds = time.monotonic() - since
-                for index in late:
+                    outputs += self._commit()
+                outputs += self._take_outputs()
+                masks = self._ranks.decide("masks", lambda: step_masks(self.grammars, batch, self._output_states))
+                for index in masks.late:
                     self._scheduler.postpone(batch.chunks[index])
-                for name, reason in failed:
-                    sequence = self._output_states[name].sequence
-                    self._scheduler.finish(sequence, "error", reason)
-                    outputs.append(self._output(sequence))
-            self._inflight.append(LaunchedStep(batch, self._runner.sample(forward, masks), begin, structured, mask_seconds))
+                outputs += [self._end(self._output_states[name].sequence, reason) for name, reason in masks.failed]
+            pending = self._runner.sample(forward, masks.rows)
+            self._inflight.append(LaunchedStep(batch, pending, begin, structured, masks.seconds))
             self._counters.num_steps += 1
         except torch.OutOfMemoryError as error:
             outputs += self._shrink(batch, error)
@@ -300,8 +292,9 @@ class Engine:
             outputs += self._fail(batch, error)
         return outputs
 
-    def _commit(self, step: LaunchedStep) -> list[RequestOutput]:
-        """Read the tokens of a step and turn them into outputs."""
+    def _commit(self) -> list[RequestOutput]:
+        """Read the tokens of the oldest step in flight and give them to their sequences. Returns the outputs of failures."""
+        step = self._inflight.popleft()
         try:
             result = step.pending.read()
             self._ranks.check_lost()
@@ -316,17 +309,22 @@ class Engine:
             gained = self._scheduler.commit(step.batch, result.tokens, seconds)
         except Exception as error:
             return self._reset(error)
-        for sequence, start, entries in result.prompt_logprobs:
-            state = self._output_states.get(sequence.request.request_id)
-            if state is not None and state.sequence is sequence:
-                state.add_prompt_logprobs(start, entries)
-        ends: dict[str, int] = {}
-        if step.structured:
-            ends = self._ranks.decide("grammars", partial(grammar_ends, gained, self._output_states))
-        return [
-            self._output(x, tokens, result.logprobs.get(x), ends.get(x.request.request_id, 0) if ends else 0, step.mask_seconds)
-            for x, tokens in gained.items()
-        ]
+        self._committed.append(CommittedStep(step, result, gained))
+        return []
+
+    def _take_outputs(self) -> list[RequestOutput]:
+        """Turn the tokens that are known into outputs. While a step runs, this takes no time from it."""
+        outputs: list[RequestOutput] = []
+        while self._committed:
+            step, result, gained = self._committed.popleft()
+            add_prompt_logprobs(self._output_states, result)
+            grammars = partial(grammar_ends, gained, self._output_states)
+            ends = self._ranks.decide("grammars", grammars) if step.structured else {}
+            outputs += [
+                self._output(x, tokens, result.logprobs.get(x), ends.get(x.request.request_id, 0), step.mask_seconds)
+                for x, tokens in gained.items()
+            ]
+        return outputs
 
     def _output(
         self,
@@ -371,19 +369,21 @@ class Engine:
             raise error  # the device is lost: nothing more can be computed in this process
         self._ranks.check(error)
         log.error("a step failed; its %d requests end with an error", len(batch.chunks), exc_info=error)
+        outputs = self._take_outputs()
         failed = self._scheduler.fail(batch, RequestError("step_failed", f"the step failed: {type(error).__name__}: {error}"))
-        return [self._output(sequence) for sequence in failed]
+        return outputs + [self._output(sequence) for sequence in failed]
 
     def _reset(self, error: Exception) -> list[RequestOutput]:
         """The scheduler's state is not to be trusted: end every request and start with a new scheduler and an empty cache."""
         self._ranks.check(error)
         log.error("the scheduler failed; all requests end with an error", exc_info=error)
         self._inflight.clear()
+        outputs = self._take_outputs()
         failure = RequestError("scheduler_failed", f"the scheduler failed: {type(error).__name__}: {error}")
         sequences = [state.sequence for state in self._output_states.values()]
         self._scheduler.abandon(sequences, failure)
         self._scheduler = self._make_scheduler(self._scheduler.max_num_batched_tokens)
-        return [self._output(sequence) for sequence in sequences]
+        return outputs + [self._output(sequence) for sequence in sequences]
 
     def _make_scheduler(self, max_num_batched_tokens: int) -> Scheduler:
         config = self.config
@@ -396,5 +396,5 @@ class Engine:
             keys_per_tile=MAX_KEYS_PER_TILE,
             window=self._runner.window,
             speculation=self._speculation,
-            prompt_share=self._prompt_share,
+            prompt_share=config.prompt_share(),
         )

@@ -1,6 +1,6 @@
 """The engine's half of a request: what the client gets from one sequence. Text, log-probabilities, grammar, times.
 
-    state = OutputState(sequence, TextStream(tokenizer, prompt), matcher)
+    state = OutputState.begin(sequence, tokenizer, stop, matcher)
     num_complete = state.follow(tokens)      # with a grammar
     text, kept = state.push(tokens, num_complete)
     output = state.output(text, kept, logprobs)
@@ -10,15 +10,17 @@ The scheduler's half, tokens and pages, is `SequenceState`, which this class onl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
 from fa_serve.engine.detokenizer import TextStream
 from fa_serve.engine.outputs import RequestOutput, TokenLogprob
+from fa_serve.engine.results import StepResult
 from fa_serve.engine.sequence import SequenceState
 from fa_serve.engine.sequence_times import SequenceTimes
+from fa_serve.engine.stop_strings import StopStrings
 
 
 @dataclass(slots=True, eq=False)
@@ -38,6 +40,18 @@ class OutputState:
     prompt_logprobs: list[TokenLogprob | None] | None = None
     complete: bool = False
     times: SequenceTimes = field(init=False)
+
+    @classmethod
+    def begin(cls, sequence: SequenceState, tokenizer: Any, stop: StopStrings, matcher: Any) -> OutputState:
+        """The state of a new sequence.
+
+        stop, matcher: those of its request. Its answers share the stop strings, and each follows a copy of the matcher
+        """
+        stream = None
+        if tokenizer is not None:
+            request = sequence.request
+            stream = TextStream(tokenizer.backend_tokenizer, request.prompt, stop, request.params.skip_special_tokens)
+        return cls(sequence, stream, None if matcher is None else matcher.deep_copy())
 
     def __post_init__(self) -> None:
         self.times = SequenceTimes(self.sequence.request.arrival)
@@ -79,14 +93,6 @@ class OutputState:
         """The text that was held back because a stop string might have begun. The answer has ended."""
         return "" if self.stream is None else self.stream.flush()
 
-    def add_prompt_logprobs(self, start: int, entries: list[TokenLogprob]) -> None:
-        """Take in the log-probabilities of the prompt tokens from `start` on.
-
-        Those that are known already are skipped: a preempted prompt is computed twice.
-        """
-        if self.prompt_logprobs is not None:
-            self.prompt_logprobs += entries[len(self.prompt_logprobs) - start :]
-
     def output(self, text: str, tokens: Sequence[int], logprobs: list[TokenLogprob] | None) -> RequestOutput:
         """The next increment: the text and the tokens that the answer has gained.
 
@@ -114,3 +120,14 @@ class OutputState:
             copy(self.times) if first or finished else None,
             self.stream.stop_string if finished and self.stream is not None else None,
         )
+
+
+def add_prompt_logprobs(states: Mapping[str, OutputState], result: StepResult) -> None:
+    """Let the states take in the log-probabilities of prompt tokens that a step has computed.
+
+    Those that are known already are skipped: a preempted prompt is computed twice. So are those of requests that have ended.
+    """
+    for sequence, start, entries in result.prompt_logprobs:
+        state = states.get(sequence.request.request_id)
+        if state is not None and state.sequence is sequence and state.prompt_logprobs is not None:
+            state.prompt_logprobs += entries[len(state.prompt_logprobs) - start :]

@@ -101,6 +101,17 @@ class LaunchedStep(NamedTuple):
     mask_seconds: float
 
 
+class CommittedStep(NamedTuple):
+    """A step whose tokens the scheduler has taken in.
+
+    gained: the tokens that sequences have gained, as `Scheduler.commit` returns them
+    """
+
+    step: LaunchedStep
+    result: StepResult
+    gained: dict[SequenceState, Sequence[int]]
+
+
 def _entry(token: int, count: int | None, chosen: float, values: list[float], ids: list[int]) -> TokenLogprob:
     """count: how many of the most likely tokens were asked for; other rows may have asked for more."""
     return TokenLogprob(token, chosen, list(zip(ids, values, strict=True))[:count])

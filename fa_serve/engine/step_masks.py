@@ -1,7 +1,7 @@
 """What grammars say to one step: which tokens its structured outputs allow, by row of the logits, and which answers they end.
 
-    masks, failed, late = step_masks(grammars, batch, output_states)
-    pending = runner.sample(forward, masks)
+    masks = step_masks(grammars, batch, output_states)
+    pending = runner.sample(forward, masks.rows)
     ends = grammar_ends(gained, output_states)
 
 The masks are to be computed when every token before the step is known on the host. Left out: how a mask is computed
@@ -10,7 +10,9 @@ The masks are to be computed when every token before the step is known on the ho
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,16 +24,27 @@ from fa_serve.engine.sequence import SequenceState
 from fa_serve.engine.structured import Grammars
 
 
-def step_masks(
-    grammars: Grammars, batch: ScheduledBatch, states: Mapping[str, OutputState]
-) -> tuple[dict[int, NDArray[np.int32]], list[tuple[str, RequestError]], list[int]]:
-    """The masks of a step.
+class StepMasks(NamedTuple):
+    """The masks of a step. One without structured outputs has none.
 
-    Returns masks by row, as `ModelRunner.sample` takes them; request id and error for each matcher that has given up; and the
-    indices of chunks whose masks are late. Late rows allow no token, so the caller postpones these chunks.
+    rows:    masks by row of the logits, as `ModelRunner.sample` takes them
+    failed:  request id and error for each matcher that has given up
+    late:    indices of chunks whose masks are late. Their rows allow no token, so the caller postpones these chunks
+    seconds: what computing them took
+    """
+
+    rows: Mapping[int, NDArray[np.int32]] = {}
+    failed: Sequence[tuple[str, RequestError]] = ()
+    late: Sequence[int] = ()
+    seconds: float = 0.0
+
+
+def step_masks(grammars: Grammars, batch: ScheduledBatch, states: Mapping[str, OutputState]) -> StepMasks:
+    """The masks of a step.
 
     states: those of unfinished requests, by request id; a step may compute sequences that have ended
     """
+    begin = time.monotonic()
     rows: list[int] = []
     indices: list[int] = []
     constrained: list[OutputState] = []
@@ -44,7 +57,7 @@ def step_masks(
             constrained.append(state)
         first += chunk.num_samples
     if not rows:
-        return {}, [], []
+        return StepMasks()
     matchers = [state.matcher for state in constrained]
     chunks = [batch.chunks[index] for index in indices]
     masks, late = grammars.masks(matchers, [x.sequence.request.client for x in chunks], [x.drafts for x in chunks])
@@ -54,7 +67,8 @@ def step_masks(
             reason = state.matcher.get_error()[:200]
             name = state.sequence.request.request_id
             failed.append((name, RequestError("grammar", f"the matcher of the structured output failed: {reason}")))
-    return dict(zip(rows, masks, strict=True)), failed, [indices[each] for each in late]
+    by_row = dict(zip(rows, masks, strict=True))
+    return StepMasks(by_row, failed, [indices[each] for each in late], time.monotonic() - begin)
 
 
 def grammar_ends(gained: Mapping[SequenceState, Sequence[int]], states: Mapping[str, OutputState]) -> dict[str, int]:

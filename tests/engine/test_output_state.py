@@ -8,8 +8,9 @@ from tiny_models import greedy, make_model
 
 from fa_serve.engine import RequestOutput, SamplingParams, StructuredOutput, TokenLogprob
 from fa_serve.engine.detokenizer import TextStream
-from fa_serve.engine.output_state import OutputState
+from fa_serve.engine.output_state import OutputState, add_prompt_logprobs
 from fa_serve.engine.request import Request
+from fa_serve.engine.results import StepResult
 from fa_serve.engine.sequence import SequenceState
 from fa_serve.engine.stop_strings import StopStrings
 from fa_serve.engine.structured import Grammars
@@ -50,9 +51,11 @@ def test_a_grammar_completes_an_answer_before_the_tokens_end(tokenizer) -> None:
 def test_prompt_logprobs_that_come_twice_are_taken_once(tokenizer) -> None:
     state = make_state(tokenizer, prompt_logprobs=0)
     entries = [TokenLogprob(token, -1.0, []) for token in PROMPT[1:]]
-    state.add_prompt_logprobs(1, entries[:4])
-    state.add_prompt_logprobs(1, entries[:6])  # computed again after a preemption
-    state.add_prompt_logprobs(7, entries[6:])
+    states = {"a": state}
+    for start, end in (1, 5), (1, 7), (7, 11):  # the second time computed again after a preemption
+        add_prompt_logprobs(states, StepResult([], prompt_logprobs=[(state.sequence, start, entries[start - 1 : end - 1])]))
+    another = make_state(tokenizer, prompt_logprobs=0)
+    add_prompt_logprobs(states, StepResult([], prompt_logprobs=[(another.sequence, 11, entries)]))  # an ended one of this name
     assert state.prompt_logprobs == [None, *entries]
 
 

@@ -144,6 +144,59 @@ def test_requests_come_and_are_aborted_while_drafts_are_in_flight(make_engine, m
     assert engine._speculation._histories == {}, "nothing is remembered of sequences that have ended"
 
 
+def test_tokens_become_outputs_while_the_next_drafts_are_verified(make_engine, monkeypatch) -> None:
+    """The device is idle from the end of a step until the next launch, so the host makes no text between the two."""
+    prompts = random_prompts(2)
+    oracle = Oracle(monkeypatch)
+    plain = make_engine()
+    oracle.watch(plain)
+    expected = [each.token_ids for each in plain.generate(prompts, SAMPLED)]
+    engine = make_engine(speculative="ngram")
+    engine._depth = 1
+    order: list[str] = []
+
+    def watch(owner: object, name: str) -> None:
+        call = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *arguments: (order.append(name), call(*arguments))[1])
+
+    watch(engine._runner, "launch")
+    watch(engine._scheduler, "commit")
+    watch(engine, "_output")
+    assert [each.token_ids for each in engine.generate(prompts, SAMPLED)] == expected
+    assert engine.stats().speculation.num_accepted_tokens
+    assert " ".join(order).count("commit launch _output _output") > 2, order
+
+
+@pytest.mark.parametrize("where", ["_scheduler.schedule", "_runner.launch"])
+def test_what_was_read_before_a_failure_is_not_lost(make_engine, monkeypatch, where) -> None:
+    """Tokens of step n are known, and not outputs yet, when step n + 1 cannot be scheduled or launched."""
+    prompts = random_prompts(2)
+    oracle = Oracle(monkeypatch)
+    plain = make_engine()
+    oracle.watch(plain)
+    expected = [each.token_ids for each in plain.generate(prompts, SAMPLED)]
+    engine = make_engine(speculative="ngram")
+    engine._depth = 1
+    for name, prompt in zip("01", prompts, strict=True):
+        engine.add_request(name, prompt, SAMPLED)
+    outputs = [output for _ in range(3) for output in engine.step()]
+    part, method = where.split(".")
+    monkeypatch.setattr(getattr(engine, part), method, lambda *_: {}["lost"])
+    last = engine.step()
+    assert [(each.request_id, each.finish_reason) for each in last] == [
+        ("0", None),
+        ("1", None),
+        ("0", "error"),
+        ("1", "error"),
+    ]
+    for output in outputs + last:
+        tokens = expected[int(output.request_id)]
+        assert tokens[: len(output.token_ids)] == output.token_ids
+        del tokens[: len(output.token_ids)]
+    assert [len(tokens) for tokens in expected] == [SAMPLED.max_tokens - each.num_output_tokens for each in last[2:]]
+    engine.check_integrity()
+
+
 def test_pages_of_wrong_drafts_are_not_shared(make_engine, monkeypatch) -> None:
     """The prefix cache holds what was accepted, and nothing else."""
     prompt = random_prompts(1)[0]

@@ -10,7 +10,6 @@ from fa_serve.server.settings import Settings
 from fa_serve.server.timelines import Timeline
 
 from fa_serve.engine import AsyncEngine, Engine, EngineConfig, SequenceTimes, StructuredOutput
-from fa_serve.engine import engine as engine_module
 from fa_serve.engine.detokenizer import TextStream
 
 pytestmark = pytest.mark.anyio
@@ -35,7 +34,7 @@ async def test_each_part_is_where_the_time_went(loaded, monkeypatch, caplog):
     num_tokens = 6
     launch = loaded._runner.launch
     push = TextStream.push
-    masks = engine_module.step_masks
+    masks = loaded.grammars.masks
     add = loaded.add_request
 
     def slow_launch(batch):
@@ -59,7 +58,7 @@ async def test_each_part_is_where_the_time_went(loaded, monkeypatch, caplog):
     app = create_app(AsyncEngine(loaded), Settings(log_slow=100))
     monkeypatch.setattr(loaded._runner, "launch", slow_launch)
     monkeypatch.setattr(TextStream, "push", slow_push)
-    monkeypatch.setattr(engine_module, "step_masks", slow_masks)
+    monkeypatch.setattr(loaded.grammars, "masks", slow_masks)
     monkeypatch.setattr(loaded, "add_request", slow_add)
     async with app.router.lifespan_context(app):
         await app.state.service.loaded()
