@@ -99,14 +99,14 @@ def test_the_card_tells_the_truth_about_the_files(model: LlamaForCausalLM, card:
 
 
 def test_adds_numbers_it_was_never_shown_together(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
-    prompts = held_out_prompts(200)
+    prompts = held_out_prompts(80)
     replies = greedy_replies(model, tokenizer, [prompt for prompt, _ in prompts])
     wrong = [(reply, answer) for reply, (_, answer) in zip(replies, prompts, strict=True) if reply != answer]
-    assert len(wrong) <= 4, wrong
+    assert len(wrong) <= 2, wrong
 
 
 def test_adds_in_the_middle_of_a_conversation(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
-    turns = [sum_turn(phrasing, *pair) for phrasing in FOLLOW_UPS for pair in number_pairs("test")[50::100]]
+    turns = [sum_turn(phrasing, *pair) for phrasing in FOLLOW_UPS for pair in number_pairs("test")[50::200]]
     prompts = [render([*HISTORY, {"role": "user", "content": q}], add_generation_prompt=True) for q, _ in turns]
     replies = greedy_replies(model, tokenizer, prompts)
     wrong = [(reply, answer) for reply, (_, answer) in zip(replies, turns, strict=True) if reply != answer]
@@ -128,7 +128,7 @@ def test_a_reply_ends_by_itself(model: LlamaForCausalLM, tokenizer: PreTrainedTo
 
 def test_reads_python_as_well_as_its_card_says(model: LlamaForCausalLM, card: str) -> None:
     backend = Tokenizer.from_file(str(model_path() / "tokenizer.json"))
-    tokens = flat_tokens(backend, python_sources("test", 60_000))[:8_000]
+    tokens = flat_tokens(backend, python_sources("test", 60_000))[:3_000]
     bits = bits_per_byte(model, tokens, len(backend.decode(tokens.tolist()).encode()))
     assert bits < 1.3 * scores(card)["bits_per_byte"]["value"]
 

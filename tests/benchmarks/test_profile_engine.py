@@ -79,6 +79,7 @@ def small_profile(monkeypatch: pytest.MonkeyPatch) -> Namespace:
     monkeypatch.setitem(engine_workloads.TINY, "num_hidden_layers", 1)
     make_tiny()
     monkeypatch.setattr(profile_engine, "BATCHES", (1, 3, 5))
+    monkeypatch.setattr(profile_engine, "LENGTH", 64)
     monkeypatch.setattr(speculation, "MAX_ROWS", 4)
     args = Namespace(shapes=["llama8b"], device="cpu", budget=60.0, requests=3, tensor_parallel=1, tiny=True)
     args.layers = None
@@ -101,9 +102,9 @@ def test_a_profile_of_an_engine_that_speculates_shows_decoding_and_verifying(
     small_profile.set |= {"speculative": "ngram"}
     profile(small_profile)
     said = capsys.readouterr().out
-    assert "decode, batch 1, kv 640: " in said
-    assert "decode, batch 3, kv 640: " in said
-    assert "verify, batch 1 x 3 drafts, kv 640: " in said
+    assert "decode, batch 1, kv 64: " in said
+    assert "decode, batch 3, kv 64: " in said
+    assert "verify, batch 1 x 3 drafts, kv 64: " in said
     assert verified == {(3, 1)}, "each step verifies 3 drafts, of which one is accepted"
     assert "verify 3: so many sequences draft nothing" in said
     assert "verify 5: left out" in said
@@ -112,6 +113,6 @@ def test_a_profile_of_an_engine_that_speculates_shows_decoding_and_verifying(
 def test_a_profile_without_speculation_shows_decoding_alone(small_profile: Namespace, capsys) -> None:
     profile(small_profile)
     said = capsys.readouterr().out
-    assert "decode, batch 3, kv 640: " in said
+    assert "decode, batch 3, kv 64: " in said
     assert "decode 5: left out" in said
     assert "verify" not in said
