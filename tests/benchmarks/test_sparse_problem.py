@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 
 def attention_by_blocks(q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask) -> Tensor:
-    """What compiled FlexAttention computes, which takes 15 s of a CPU to compile. Without a compiler it ignores lists of blocks."""
+    """What compiled FlexAttention computes. Compiling takes 15 s of a CPU, and without a compiler it ignores the lists."""
     seqlen = q.shape[2]
     positions = torch.arange(seqlen)
     zero = torch.zeros((), dtype=torch.bool)

@@ -228,7 +228,7 @@ def test_the_dtype_is_that_of_the_hidden_states() -> None:
 # graphs
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])  # inductor takes the graph of aot_eager, and nothing writes in place
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])  # inductor takes the graph of aot_eager
 @torch.no_grad()
 def test_experts_are_one_node_of_a_graph(backend: str) -> None:
     eager = BY_NAME["gpt-oss"].build()
