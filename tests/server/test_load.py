@@ -136,7 +136,7 @@ async def drain(served, client, crowd):
         return sum(map(served.metric, ("e2e_request_latency_seconds_count", "num_requests_running", "num_requests_waiting")))
 
     async def one():
-        async with ask(client, 80) as response:
+        async with ask(client, 300) as response:
             return [line async for line in response.aiter_lines() if line]
 
     before = arrived()

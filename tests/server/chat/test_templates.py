@@ -64,6 +64,6 @@ def test_many_messages_of_unusual_roles_are_found_in_linear_time():
     messages = [{"role": "user", "content": "x" * 16_000_000}]
     messages += [{"role": "critic", "content": f"the {i}th"} for i in range(5000)]
     text = "".join(message["content"] for message in messages)
-    begin = time.perf_counter()
+    begin = time.thread_time()
     assert Template(tokenizer(), "").render(messages, None, {}) == text
-    assert time.perf_counter() - begin < 1
+    assert time.thread_time() - begin < 1

@@ -199,8 +199,8 @@ def test_the_format_is_the_one_that_the_template_teaches():
     ],
 )
 def test_a_hundred_thousand_markers_are_read_in_linear_time(style, unit):
-    """They take 0.4 s at most, and took 5 to 20 s."""
+    """They take 0.4 s of a processor at most, and took 5 to 20 s."""
     text = (unit * 100_000).rstrip()
-    begin = time.perf_counter()
+    begin = time.thread_time()
     assert read(style, text) == (text, [])
-    assert time.perf_counter() - begin < 3
+    assert time.thread_time() - begin < 3

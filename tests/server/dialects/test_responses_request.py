@@ -178,8 +178,8 @@ def test_thousands_of_thoughts_behind_a_long_one_are_joined_once() -> None:
         return {"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}]}
 
     items = [thought("x" * 8_000_000), *[thought("y")] * 4_900, {"role": "user", "content": "Hi"}]
-    begin = time.perf_counter()
+    begin = time.thread_time()
     chat = ResponsesRequest.model_validate({**ASK, "input": items}).chat
-    assert time.perf_counter() - begin < 2
+    assert time.thread_time() - begin < 2
     assert len(chat.messages[0].reasoning_content) == 8_004_900
     assert [message.role for message in chat.messages] == ["assistant", "user"]
