@@ -156,7 +156,7 @@ def endless() -> Callable[[], Any]:
 
 def test_processes_that_do_not_answer_end_and_threads_go_on(compiled, monkeypatch, caplog) -> None:
     """One compiles what nobody waits for any more, and one takes too long."""
-    monkeypatch.setattr(compilers, "COMPILE_SECONDS", 2)
+    monkeypatch.setattr(compilers, "COMPILE_SECONDS", 4)
     with started() as processes:
         threads = CompilerThreads(1, processes, finish=lambda kernel: None)
         begin = time.monotonic()
@@ -164,7 +164,7 @@ def test_processes_that_do_not_answer_end_and_threads_go_on(compiled, monkeypatc
             future = threads.submit(endless())
             time.sleep(0.1)
             threads.cancel()
-        assert time.monotonic() - begin < 1.5
+        assert time.monotonic() - begin < 3.5, "it does not wait for COMPILE_SECONDS"
         assert isinstance(future.exception(), CancelledError)
         assert processes.compile(endless(), threading.Event()) is None
         assert "a process that compiles kernels has ended" in caplog.text

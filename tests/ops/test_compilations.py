@@ -188,5 +188,5 @@ def test_kernels_that_take_too_long_are_left_out(monkeypatch, tmp_path) -> None:
     )
     assert ended == [0]
     assert [type(error) for error in errors] == [TimeoutError] * 4
-    assert time.monotonic() - begin < 5, "one compilation had begun, and three had not"
+    assert time.monotonic() - begin < 30, "one compilation had begun, and three had not"
     assert launch._COMPILING is None

@@ -72,7 +72,7 @@ async def bursts(served, number, size):
         concurrency=size,
         warmup=0,
         prompt_tokens=8,
-        output_tokens=8,
+        output_tokens=32,
     )
 
     async def burst(index):
