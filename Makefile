@@ -26,7 +26,7 @@ SHELL       := bash
 
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
-# Python compiles what is imported when it is first imported: a third of what pip would compile, which takes it half of its time
+# pip would spend half of its time on compiling every module. Python compiles the third that is imported, at the first import
 PIP_INSTALL := $(PIP) install -qq --no-compile
 unexport PYTHONDONTWRITEBYTECODE
 # Wheels for the images: Python 3.11 on x86-64 with glibc 2.36 (Debian 12) or later

@@ -117,14 +117,20 @@ def test_deterministic_mode_is_bitwise_the_same(make_engine, monkeypatch) -> Non
     assert engine.stats().speculation.num_accepted_tokens > 0
 
 
-def test_requests_come_and_are_aborted_while_drafts_are_in_flight(make_engine, monkeypatch) -> None:
-    prompts = random_prompts(4)
+def drafting(make_engine, monkeypatch, count: int) -> tuple[list[list[int]], list[list[int]], Engine]:
+    """Prompts, their answers, and an engine that works a step ahead and whose drafts come from these answers."""
+    prompts = random_prompts(count)
     oracle = Oracle(monkeypatch)
     plain = make_engine()
     oracle.watch(plain)
     expected = [each.token_ids for each in plain.generate(prompts, SAMPLED)]
     engine = make_engine(speculative="ngram")
     engine._depth = 1
+    return prompts, expected, engine
+
+
+def test_requests_come_and_are_aborted_while_drafts_are_in_flight(make_engine, monkeypatch) -> None:
+    prompts, expected, engine = drafting(make_engine, monkeypatch, 4)
     got: dict[str, list[int]] = {str(number): [] for number in range(4)}
     ends: dict[str, RequestOutput] = {}
     for number in range(40):
@@ -146,13 +152,7 @@ def test_requests_come_and_are_aborted_while_drafts_are_in_flight(make_engine, m
 
 def test_tokens_become_outputs_while_the_next_drafts_are_verified(make_engine, monkeypatch) -> None:
     """The device is idle from the end of a step until the next launch, so the host makes no text between the two."""
-    prompts = random_prompts(2)
-    oracle = Oracle(monkeypatch)
-    plain = make_engine()
-    oracle.watch(plain)
-    expected = [each.token_ids for each in plain.generate(prompts, SAMPLED)]
-    engine = make_engine(speculative="ngram")
-    engine._depth = 1
+    prompts, expected, engine = drafting(make_engine, monkeypatch, 2)
     order: list[str] = []
 
     def watch(owner: object, name: str) -> None:
@@ -170,13 +170,7 @@ def test_tokens_become_outputs_while_the_next_drafts_are_verified(make_engine, m
 @pytest.mark.parametrize("where", ["_scheduler.schedule", "_runner.launch"])
 def test_what_was_read_before_a_failure_is_not_lost(make_engine, monkeypatch, where) -> None:
     """Tokens of step n are known, and not outputs yet, when step n + 1 cannot be scheduled or launched."""
-    prompts = random_prompts(2)
-    oracle = Oracle(monkeypatch)
-    plain = make_engine()
-    oracle.watch(plain)
-    expected = [each.token_ids for each in plain.generate(prompts, SAMPLED)]
-    engine = make_engine(speculative="ngram")
-    engine._depth = 1
+    prompts, expected, engine = drafting(make_engine, monkeypatch, 2)
     for name, prompt in zip("01", prompts, strict=True):
         engine.add_request(name, prompt, SAMPLED)
     outputs = [output for _ in range(3) for output in engine.step()]
