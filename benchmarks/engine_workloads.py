@@ -90,6 +90,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "n_routed_experts": 64,
         "n_shared_experts": 2,
         "num_experts_per_tok": 6,
+        "n_group": 1,
+        "topk_group": 1,
         "first_k_dense_replace": 1,
         "norm_topk_prob": False,
         "routed_scaling_factor": 1.0,

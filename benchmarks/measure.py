@@ -2,7 +2,7 @@
 
 A result is one JSON line: {"bench", "case", "unit", "ours", "peers": {name: value}, "ratio"}, the machine, the versions and
 the commit. The ratio compares ours with the best peer; above 1, ours is faster. A line has no entry for a peer that is not
-installed.
+installed, and FlashAttention's absence is printed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -131,20 +132,23 @@ def sdpa(kind: SDPBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ca
 
 def fa3() -> Callable[..., Any] | None:
     """The varlen function of FlashAttention-3 that vLLM ships, or None where vLLM is not installed."""
-    try:
-        from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func
-    except ImportError:
-        return None
-    return flash_attn_varlen_func  # type: ignore[no-any-return]
+    return _imported("fa3", "vllm.vllm_flash_attn.flash_attn_interface")
 
 
 def fa4() -> Callable[..., Any] | None:
     """The function of FlashAttention-4 for packed and for dense calls, or None where `flash-attn-4` cannot be imported."""
+    return _imported("fa4", "flash_attn.cute.interface")
+
+
+@lru_cache
+def _imported(name: str, module: str) -> Callable[..., Any] | None:
+    """The varlen function of a peer. The first time that the peer cannot be imported, the reason is printed."""
     try:
-        from flash_attn.cute.interface import flash_attn_varlen_func
-    except ImportError:
+        function: Callable[..., Any] = import_module(module).flash_attn_varlen_func
+    except ImportError as error:
+        print(f"{name} is left out, because it cannot be imported: {error}", flush=True)
         return None
-    return flash_attn_varlen_func  # type: ignore[no-any-return]
+    return function
 
 
 def flash_peers(

@@ -19,9 +19,10 @@ import io
 import pstats
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
@@ -42,6 +43,28 @@ from engine_workloads import (
 BATCHES = (1, 16, 64, 256)
 LENGTH = 640
 """Tokens of a sequence in a step that is measured."""
+WAITING = "waiting"
+"""The part of a step in which the host waits for results."""
+
+
+def parts_of_step() -> dict[str, tuple[Any, str]]:
+    """Parts of the host's work in a step: a name, and the owner and the name of the function that does it.
+
+    Between the results of a step that verifies drafts and the launch of the next one, the device has no work.
+    """
+    from fa_serve.engine import Engine, model_runner
+    from fa_serve.engine.results import PendingResult
+    from fa_serve.engine.scheduler import Scheduler
+
+    return {
+        WAITING: (PendingResult, "read"),
+        "schedule": (Scheduler, "schedule"),
+        "arrays": (model_runner, "batch_arrays"),
+        "sending": (model_runner.ModelRunner, "_prepare"),
+        "launch": (model_runner.ModelRunner, "_run"),
+        "sampling": (model_runner.ModelRunner, "sample"),
+        "outputs": (Engine, "_take_outputs"),
+    }
 
 
 def decode(args: argparse.Namespace) -> None:
@@ -196,19 +219,22 @@ class Step:
     """What `steps` steps cost.
 
     wall, busy, host: milliseconds of a step: in all, of the device (profiled), of the host without waiting
+    parts:            milliseconds of the parts of the host's work, by name
     kernels, calls:   microseconds and calls of each kernel over all steps
     """
 
     wall: float
     busy: float
     host: float
+    parts: dict[str, float]
     kernels: Counter[str]
     calls: Counter[str]
     steps: int
 
     def __str__(self) -> str:
         idle = max(0.0, 1 - self.busy / self.wall)
-        return f"{self.wall:.3f} ms a step, device busy {self.busy:.3f} ({idle:.0%} idle), host {self.host:.3f}"
+        parts = ", ".join(f"{name} {self.parts[name]:.3f}" for name in self.parts)
+        return f"{self.wall:.3f} ms a step, device busy {self.busy:.3f} ({idle:.0%} idle), host {self.host:.3f} ({parts})"
 
     def table(self, top: int) -> str:
         total = sum(self.kernels.values())
@@ -260,34 +286,46 @@ def prefill_step(engine: Any, count: int) -> Step:
     return observe(step, 5)
 
 
-def timed(step: Callable[[], object], steps: int) -> tuple[float, float]:
-    """Milliseconds of a step, and those of the host without waiting for results."""
-    from fa_serve.engine.results import PendingResult
-
-    read = PendingResult.read
-    waited = 0.0
-
-    def timed_read(pending: PendingResult) -> Any:
-        nonlocal waited
+def timed(step: Callable[[], object], steps: int) -> tuple[float, dict[str, float]]:
+    """Milliseconds of a step, and those of the host's parts of it, by their names in `parts_of_step`."""
+    functions = parts_of_step()
+    spent = dict.fromkeys(functions, 0.0)
+    with ExitStack() as stack:
+        for name, (owner, function) in functions.items():
+            stack.enter_context(_stopwatch(owner, function, name, spent))
         start = time.perf_counter()
-        result = read(pending)
-        waited += time.perf_counter() - start
-        return result
+        for _ in range(steps):
+            step()
+        wall = time.perf_counter() - start
+    return wall * 1e3 / steps, {name: seconds * 1e3 / steps for name, seconds in spent.items()}
 
-    PendingResult.read = timed_read  # type: ignore[method-assign]
-    start = time.perf_counter()
-    for _ in range(steps):
-        step()
-    wall = time.perf_counter() - start
-    PendingResult.read = read  # type: ignore[method-assign]
-    return wall * 1e3 / steps, (wall - waited) * 1e3 / steps
+
+@contextmanager
+def _stopwatch(owner: Any, function: str, name: str, spent: dict[str, float]) -> Iterator[None]:
+    """Inside, the seconds that calls of a function take are added to spent[name]."""
+    call = getattr(owner, function)
+
+    @wraps(call)
+    def watched(*args: Any, **options: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return call(*args, **options)
+        finally:
+            spent[name] += time.perf_counter() - start
+
+    setattr(owner, function, watched)
+    try:
+        yield
+    finally:
+        setattr(owner, function, call)
 
 
 def observe(step: Callable[[], object], steps: int) -> Step:
     """Time `steps` steps without the profiler, then profile as many."""
     import torch
 
-    wall, host = timed(step, steps)
+    wall, parts = timed(step, steps)
+    host = wall - parts.pop(WAITING)
     on_gpu = torch.cuda.is_available()
     wait = torch.cuda.synchronize if on_gpu else lambda: None
     activity = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
@@ -312,7 +350,7 @@ def observe(step: Callable[[], object], steps: int) -> Step:
     for begin, end in sorted(spans):
         busy += max(0.0, end - max(begin, until))
         until = max(until, end)
-    return Step(wall, busy / 1e3 / steps, host, kernels, calls, steps)
+    return Step(wall, busy / 1e3 / steps, host, parts, kernels, calls, steps)
 
 
 def short(name: str) -> str:

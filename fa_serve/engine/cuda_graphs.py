@@ -44,7 +44,7 @@ from torch import Tensor
 
 from fa_serve.engine.config import MAX_DRAFTS
 from fa_serve.engine.speculation import draft_limit
-from fa_serve.engine.transfer import packed_size, send, unpack
+from fa_serve.engine.transfer import PackedTensors, packed_size, send
 from fa_serve.hf import PagedBatch
 
 log = logging.getLogger("fa_serve.engine")
@@ -274,7 +274,7 @@ class StepGraphs:
 
     def inputs(self, shape: Shape) -> Inputs:
         """The inputs in the block, which has been padded to `shape`."""
-        return self._make_inputs(unpack(self.block, padding(shape)), shape.queries, shape.keys)
+        return self._make_inputs(PackedTensors(self.block, padding(shape)), shape.queries, shape.keys)
 
     def _shapes_ahead(self) -> list[Shape]:
         """The shapes to capture in advance, the next one last.

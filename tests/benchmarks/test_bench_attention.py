@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -126,3 +127,11 @@ def test_the_ideas_of_float8_inputs_lower_the_error(tmp_path: Path, monkeypatch,
     assert errors["both ideas"] < 0.9 * errors["no rotation"]
     assert errors["both ideas"] < 0.8 * errors["neither"]
     assert "needles found: bf16 100%" in printed
+
+
+def test_a_peer_that_cannot_be_imported_is_named_once(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", None)
+    measure._imported.cache_clear()
+    assert measure.fa4() is None
+    assert measure.fa4() is None
+    assert capsys.readouterr().out.count("fa4 is left out, because it cannot be imported: ") == 1

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fa_serve.engine.transfer import ALIGN, packed_size, send, unpack
+from fa_serve.engine.transfer import ALIGN, PackedTensors, packed_size, send
 
 ARRAYS = {
     "ids": np.array([1, 2, 3], dtype=np.int64),
@@ -33,6 +33,6 @@ def test_places_depend_on_sizes_alone() -> None:
     block = torch.zeros(256, dtype=torch.uint8)
     assert packed_size(ARRAYS) == 32 + 0 + 16 + 16
     send(ARRAYS, torch.device("cpu"), block)
-    views = unpack(block, {name: np.zeros_like(array) for name, array in ARRAYS.items()})
+    views = PackedTensors(block, {name: np.zeros_like(array) for name, array in ARRAYS.items()})
     assert views["flags"].tolist() == [7]
     assert (views["flags"].data_ptr() - block.data_ptr()) % ALIGN == 0
