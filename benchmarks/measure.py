@@ -140,7 +140,7 @@ def fa4() -> Callable[..., Any] | None:
     return _imported("fa4", "flash_attn.cute.interface")
 
 
-@lru_cache
+@lru_cache(maxsize=16)
 def _imported(name: str, module: str) -> Callable[..., Any] | None:
     """The varlen function of a peer. The first time that the peer cannot be imported, the reason is printed."""
     try:

@@ -32,6 +32,8 @@ from fa_serve.backends.jit_hooks import show_constants_as_text
 # kernels are launched through the documented interface.
 _FLAT_ARGUMENTS = triton.__version__.startswith("3.6.")
 _HAS_KNOWN_LAUNCHER = _FLAT_ARGUMENTS or triton.__version__.startswith(("3.7.", "3.8.", "3.9."))
+WGMMA_OF_8_COLUMNS = not triton.__version__.startswith(("3.6.", "3.7."))
+"""Whether Triton computes products of 8 columns by wgmma on Hopper. Earlier releases do so from 16 columns on."""
 _RUNTIME = triton.knobs.runtime
 FUSED = {"enable_fp_fusion": True}
 """An option of every launch: a product and a sum are one instruction. Triton 3.9 warns that this will not be its default."""

@@ -85,7 +85,7 @@ def _padded(array: NDArray[Any]) -> int:
     return -(-array.nbytes // ALIGN) * ALIGN
 
 
-@lru_cache
+@lru_cache(maxsize=16)
 def _torch_type(dtype: np.dtype[Any]) -> torch.dtype:
     """The type of torch with the same name, kept because NumPy takes longer to spell a name than torch to make a view."""
     found: torch.dtype = getattr(torch, dtype.name)

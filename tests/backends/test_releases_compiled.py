@@ -5,6 +5,8 @@ The full matrix of variants and targets is compiled with one release, by the oth
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import triton
@@ -16,8 +18,8 @@ from fa_serve.backends.hopper import HopperBackend
 from fa_serve.backends.hopper.backward import plan_backward
 from fa_serve.backends.hopper.forward import plan_forward as plan_hopper
 from fa_serve.backends.plan import AttentionOptions, AttentionTensors, BackwardTensors
+from fa_serve.backends.triton import decode
 from fa_serve.backends.triton.block_sparse import plan_block_sparse
-from fa_serve.backends.triton.decode import plan_decode
 from fa_serve.backends.triton.forward import plan_forward as plan_portable
 from fa_serve.block_lists import BlockLists
 from fa_serve.ops import quantized_gemv_kernel, quantized_wgmma_kernel
@@ -96,13 +98,38 @@ def test_the_portable_kernels(target: str) -> None:
     q, k, v = make_qkv(2, 256, 256, 8, 2, 128, dtype=torch.bfloat16)
     with compiling_for(target) as kernels:
         run_plan(plan_portable, q, k, v, **OPTIONS)
-        run_plan(plan_decode, q[:, :1].contiguous(), k, v, **OPTIONS)
+        run_plan(decode.plan_decode, q[:, :1].contiguous(), k, v, **OPTIONS)
         lists = BlockLists.from_blocks(torch.ones(1, 1, 2, 2, dtype=torch.bool))
         run_plan(plan_block_sparse, q, k, v, blocks=lists, **OPTIONS)
     assert [kernel.name for kernel in kernels][:2] == ["attn_fwd", "attn_decode"]
     assert kernels[-1].name == "attn_block_sparse"
     assert kernels[-1].instructions["LDGSTS"] > 0, "keys and values are not copied ahead of their use"
     assert all(kernel.spill_bytes <= 32 for kernel in kernels)
+
+
+@pytest.mark.parametrize(("head_dim", "fp8", "programs"), [(64, False, 4), (128, True, 3), (256, False, 2)])
+def test_decoding_multiplies_8_rows_by_mma_sync(
+    head_dim: int, fp8: bool, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By wgmma, fewer programs than are counted on would fit on an SM, or float8 would be read in words of 16 bits."""
+    monkeypatch.setattr(decode, "multiprocessors", lambda device, otherwise: 132)
+    q = torch.zeros(2, 32, head_dim, dtype=torch.bfloat16)
+    cache = torch.zeros(4, 16, 8, head_dim, dtype=torch.float8_e4m3fn if fp8 else torch.bfloat16)
+    pages = {"block_table": torch.zeros(2, 256, dtype=torch.int32), "seqused_k": torch.ones(2, dtype=torch.int32)}
+    lengths = {"cu_seqlens_q": cu_seqlens([1, 1]), "max_seqlen_q": 1, "max_seqlen_k": 4096}
+    descale = torch.ones(8) if fp8 else None
+    with compiling_for("sm90") as kernels:
+        run_plan(decode.plan_decode, q, cache, cache, k_descale=descale, v_descale=descale, **pages, **lengths, **OPTIONS)
+    kernel = kernels[0]
+    assert kernel.hot_loop["HGMMA"] == 0
+    assert kernel.hot_loop["HMMA"] > 0
+    assert kernel.instructions["LDGSTS"] == len(re.findall(r"LDGSTS\.E\.BYPASS\.128", kernel.sass))
+    assert programs * (kernel.shared_bytes + 1024) <= 228 << 10
+    assert programs * 128 * kernel.registers <= 65536
+    assert kernel.spill_bytes <= 32
+    assert kernel.hot_loop["LDL"] == kernel.hot_loop["STL"] == 0
+    assert "griddepcontrol.wait" in kernel.binary.asm["ptx"]
+    assert ".target sm_90a" in kernel.binary.asm["ptx"]
 
 
 def test_quantised_experts_on_hopper() -> None:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from fa_serve import spec
 from fa_serve.backends import MAX_KEYS_PER_TILE
-from fa_serve.backends.launch import Launch, launch_options, multiprocessors, with_unit_stride
+from fa_serve.backends.launch import WGMMA_OF_8_COLUMNS, Launch, launch_options, multiprocessors, with_unit_stride
 from fa_serve.backends.plan import AttentionOptions, AttentionTensors, Run
 from fa_serve.backends.triton.decode_kernel import DecodeVariant, attn_decode
 from fa_serve.backends.triton.splits import SplitCounts, SplitVariant, combine_launch
@@ -117,6 +117,8 @@ class _DecodePlan:
         lse_stride = tensors.lse.stride(0) if tensors.lse is not None else total_q if self._needs_lse else 0
         mask = tensors.mask
         limit = {"maxnreg": tiles.registers} if tiles.registers and arch >= 80 else {}
+        # Triton's own passes work for sm89, which has no wgmma. PTX and machine code are those of the GPU all the same.
+        passes = {"arch": "sm89"} if tiles.mma_sync and arch == 90 and WGMMA_OF_8_COLUMNS else {}
         programs = tiles.splits if tiles.balanced else batch * tiles.splits
         self._decode = Launch(
             attn_decode,
@@ -132,7 +134,7 @@ class _DecodePlan:
             ),
             strides=(*out_strides, *q.stride()[:2]),
             fixed=(variant,),
-            options={**launch_options(variant.split.pdl, tiles.num_warps), "num_stages": tiles.num_stages, **limit},
+            options={**launch_options(variant.split.pdl, tiles.num_warps), "num_stages": tiles.num_stages, **limit, **passes},
         )
         if not self._is_dense:
             self._late = _late_numbers(k, v, None, options.max_seqlen_k)

@@ -62,6 +62,8 @@ class DecodeTiles:
     min_blocks: no split is shorter than this many key blocks
     registers:  the most registers per thread, 0 for the compiler's choice. What a split needs once may spill; the inner loop
                 does not
+    mma_sync:   on Hopper, products are mma.sync in every release of Triton. Up to 3.7 those of 8 rows always are; since 3.8
+                they are wgmma, which keeps one more block of keys in shared memory and reads float8 keys by 16 bits
     """
 
     block_m: int
@@ -72,6 +74,7 @@ class DecodeTiles:
     balanced: bool
     min_blocks: int = 1
     registers: int = 0
+    mma_sync: bool = False
 
     @property
     def by_rows(self) -> bool:
@@ -260,12 +263,24 @@ def decode_tiles(
         block_m = 64
     if width > 256 and arch == 0:
         block_m = max(16, block_m)  # 8 rows spill a kilobyte on gfx942
-    found = _decode_resources(arch, itemsize, kv_itemsize, width, block_m, one_sequence=batch == 1 and not num_splits)
+    one_sequence = batch == 1 and not num_splits
+    found = _decode_resources(arch, itemsize, kv_itemsize, width, block_m, one_sequence=one_sequence)
     tile_bytes = found.block_n * (padded_dim(head_dim) + padded_dim(head_dim_v)) * kv_itemsize
     q_bytes = block_m * padded_dim(head_dim) * itemsize
     num_stages = min(found.max_stages, max(2, 1 + (_pipeline_bytes(arch) - q_bytes) // tile_bytes))
+    # In 16 bits, heads of 128 and one sequence with heads of 64 leave room for the second block of wgmma and lose no time: with
+    # Triton 3.8 and 3.6, 64 x 8192 keys take 496 and 497 us at head_dim 128, and 1 x 16384 keys 13.2 and 14.2 us at 64.
+    mma_sync = block_m == 8 and itemsize == 2 and found.num_warps >= 4
+    mma_sync = mma_sync and (kv_itemsize == 1 or width > 128 or (width <= 64 and not one_sequence))
     tiles = DecodeTiles(
-        block_m, found.block_n, found.num_warps, num_stages, num_splits, balanced=False, registers=found.registers
+        block_m,
+        found.block_n,
+        found.num_warps,
+        num_stages,
+        num_splits,
+        balanced=False,
+        registers=found.registers,
+        mma_sync=mma_sync,
     )
     if num_splits:
         return tiles
