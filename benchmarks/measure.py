@@ -2,7 +2,7 @@
 
 A result is one JSON line: {"bench", "case", "unit", "ours", "peers": {name: value}, "ratio"}, the machine, the versions and
 the commit. The ratio compares ours with the best peer; above 1, ours is faster. A line has no entry for a peer that is not
-installed, and FlashAttention's absence is printed.
+installed. If FlashAttention-3 or 4 cannot be imported, the reason is printed.
 """
 
 from __future__ import annotations

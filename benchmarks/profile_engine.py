@@ -44,13 +44,13 @@ BATCHES = (1, 16, 64, 256)
 LENGTH = 640
 """Tokens of a sequence in a step that is measured."""
 WAITING = "waiting"
-"""The part of a step in which the host waits for results."""
+"""The part of a step in which the host waits for results; all other parts are its work."""
 
 
 def parts_of_step() -> dict[str, tuple[Any, str]]:
-    """Parts of the host's work in a step: a name, and the owner and the name of the function that does it.
+    """What the host does in a step: the name of each part, and the owner and the name of the function that does it.
 
-    Between the results of a step that verifies drafts and the launch of the next one, the device has no work.
+    If drafts are verified, "schedule" to "launch" come after the results of the step before, and the device is idle meanwhile.
     """
     from fa_serve.engine import Engine, model_runner
     from fa_serve.engine.results import PendingResult
@@ -219,7 +219,7 @@ class Step:
     """What `steps` steps cost.
 
     wall, busy, host: milliseconds of a step: in all, of the device (profiled), of the host without waiting
-    parts:            milliseconds of the parts of the host's work, by name
+    parts:            milliseconds of each part of the host's work, by its name in `parts_of_step`
     kernels, calls:   microseconds and calls of each kernel over all steps
     """
 
@@ -233,7 +233,7 @@ class Step:
 
     def __str__(self) -> str:
         idle = max(0.0, 1 - self.busy / self.wall)
-        parts = ", ".join(f"{name} {self.parts[name]:.3f}" for name in self.parts)
+        parts = ", ".join(f"{name} {spent:.3f}" for name, spent in self.parts.items())
         return f"{self.wall:.3f} ms a step, device busy {self.busy:.3f} ({idle:.0%} idle), host {self.host:.3f} ({parts})"
 
     def table(self, top: int) -> str:
@@ -287,7 +287,7 @@ def prefill_step(engine: Any, count: int) -> Step:
 
 
 def timed(step: Callable[[], object], steps: int) -> tuple[float, dict[str, float]]:
-    """Milliseconds of a step, and those of the host's parts of it, by their names in `parts_of_step`."""
+    """Milliseconds of a step, and of each part of `parts_of_step`."""
     functions = parts_of_step()
     spent = dict.fromkeys(functions, 0.0)
     with ExitStack() as stack:

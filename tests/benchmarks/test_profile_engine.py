@@ -117,7 +117,9 @@ def test_a_profile_without_speculation_shows_decoding_alone(small_profile: Names
     assert "decode, batch 3, kv 64: " in said
     assert "decode 5: left out" in said
     assert "verify" not in said
-    for wall, host, parts in re.findall(r"([.0-9]+) ms a step, .*host ([.0-9]+) \((.*?)\)", said):
+    steps = re.findall(r"([.0-9]+) ms a step, .*host ([.0-9]+) \((.*?)\)", said)
+    assert len(steps) == 3, "batches of 1 and 3, and prompts"
+    for wall, host, parts in steps:
         spent = {name: float(ms) for name, ms in (part.split() for part in parts.split(", "))}
         assert {"schedule", "arrays", "sending", "launch", "sampling", "outputs"} == spent.keys()
         assert 0 < spent["launch"] < sum(spent.values()) <= float(host) + 0.01 <= float(wall) + 0.02

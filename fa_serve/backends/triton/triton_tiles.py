@@ -270,8 +270,7 @@ def decode_tiles(
     num_stages = min(found.max_stages, max(2, 1 + (_pipeline_bytes(arch) - q_bytes) // tile_bytes))
     # In 16 bits, heads of 128 and one sequence with heads of 64 leave room for the second block of wgmma and lose no time: with
     # Triton 3.8 and 3.6, 64 x 8192 keys take 496 and 497 us at head_dim 128, and 1 x 16384 keys 13.2 and 14.2 us at 64.
-    mma_sync = block_m == 8 and itemsize == 2 and found.num_warps >= 4
-    mma_sync = mma_sync and (kv_itemsize == 1 or width > 128 or (width <= 64 and not one_sequence))
+    loses_nothing_by_wgmma = kv_itemsize == 2 and width <= 128 and (width > 64 or one_sequence)
     tiles = DecodeTiles(
         block_m,
         found.block_n,
@@ -280,7 +279,7 @@ def decode_tiles(
         num_splits,
         balanced=False,
         registers=found.registers,
-        mma_sync=mma_sync,
+        mma_sync=block_m == 8 and itemsize == 2 and found.num_warps >= 4 and not loses_nothing_by_wgmma,
     )
     if num_splits:
         return tiles
