@@ -41,6 +41,15 @@ def no_synchronisation() -> Callable[[], AbstractContextManager[None]]:
     return _no_synchronisation
 
 
+@pytest.fixture
+def full_float32() -> Iterator[None]:
+    """Products of float32 without TF32. Not a monkeypatch: torch answers by `__getattr__`, which pytest 9.2 cannot restore."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
 @pytest.fixture(autouse=True)
 def _no_graphs_without_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skips a test that captures a graph while `make memcheck` has switched off the allocator's cache, which captures need."""

@@ -18,12 +18,8 @@ from fa_serve.engine import Completion, Engine, EngineConfig, SamplingParams, St
 from fa_serve.engine.fused_router import FusedRouter
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
+pytestmark = pytest.mark.usefixtures("full_float32")
 FLOAT8 = pytest.mark.skipif(torch.cuda.get_device_capability() < (8, 9), reason="needs a GPU that multiplies float8")
-
-
-@pytest.fixture(autouse=True)
-def full_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
 
 
 def make_engine(family: str = "llama", **settings: Any) -> Engine:

@@ -48,15 +48,12 @@ def each(families: list[Family]) -> pytest.MarkDecorator:
 
 
 @pytest.fixture(autouse=True)
-def on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def on_the_gpu(full_float32: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(hf_families, "ROUNDING", 2e-5)
-    tf32 = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
     torch.set_default_device("cuda")
     with torch.no_grad():
         yield
     torch.set_default_device(None)
-    torch.backends.cuda.matmul.allow_tf32 = tf32
 
 
 @each(DECODERS + ENCODERS)

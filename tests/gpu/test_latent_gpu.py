@@ -62,8 +62,8 @@ def test_lengths_may_change_below_a_captured_graph(no_synchronisation) -> None:
     "settings", [{}, {"eager": True}, {"num_pages": 12, "max_model_len": 48, "max_num_batched_tokens": 13}]
 )
 @pytest.mark.parametrize("family", LATENT, ids=lambda family: family.name)
-def test_tokens_are_those_of_generate(family, settings, monkeypatch) -> None:
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+@pytest.mark.usefixtures("full_float32")
+def test_tokens_are_those_of_generate(family, settings) -> None:
     model = family.build().to("cuda")
     model.generation_config.eos_token_id = None
     asked = [[token % 93 + 3 for token in prompt] for prompt in random_prompts(4, longest=25)]

@@ -114,10 +114,8 @@ def copies(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", ["awq", "gptq-act-order", "fp8", "fp8-block"])
 @pytest.mark.parametrize("eager", [False, True], ids=["fused-graphs", "eager"])
-def test_the_engine_gives_the_tokens_of_the_dequantised_model(
-    copies: Path, name: str, eager: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+@pytest.mark.usefixtures("full_float32")
+def test_the_engine_gives_the_tokens_of_the_dequantised_model(copies: Path, name: str, eager: bool) -> None:
     path = copy_of(None, name, copies)
     reference = dequantised(load(path, dtype="float32")).to("cuda")
     prompts = [list(range(40, 75)), [*range(40, 70), 9, 8, 7], [5, 6, 7]]
