@@ -25,6 +25,9 @@ Conventions shared by all:
   FEW_QUERIES queries behind more keys are limited by memory, not by products: they keep q's dtype, and so do the sequences of a
   paged batch that decode. A paged call also keeps it if copies of its keys would take more than MAX_COPY_BYTES (see
   `backends.float8_copies`). The reference computes exactly at every precision.
+- `deterministic=True`: equal calls have gradients that are equal in every bit, as under
+  `torch.use_deterministic_algorithms(True)`. The Hopper kernels add to the gradient of q in any order, so the portable kernels
+  compute it then. The forward pass is deterministic in any case.
 - `sinks` (num_heads,): one more logit per head in the denominator of the softmax, without a value.
 - `lse`: float32, the natural logarithm of the softmax denominator including the sink (float64 from the reference for float64
   input). A row that sees no key returns 0, and its lse is -inf (with sinks, its lse is the sink).
@@ -70,6 +73,7 @@ def attention(
     mask: Tensor | None = ...,
     block_mask: Any = ...,
     precision: Precision = ...,
+    deterministic: bool = ...,
     return_lse: Literal[False] = ...,
     out: Tensor | None = ...,
     backend: str = ...,
@@ -90,6 +94,7 @@ def attention(
     mask: Tensor | None = ...,
     block_mask: Any = ...,
     precision: Precision = ...,
+    deterministic: bool = ...,
     return_lse: Literal[True],
     out: Tensor | None = ...,
     backend: str = ...,
@@ -109,6 +114,7 @@ def attention(
     mask: Tensor | None = None,
     block_mask: Any = None,
     precision: Precision = "bf16",
+    deterministic: bool = False,
     return_lse: bool = False,
     out: Tensor | None = None,
     backend: str = "auto",
@@ -134,6 +140,7 @@ def attention(
         float(softcap),
         attention_chunk,
         precision,
+        deterministic,
         return_lse,
         backend,
     )
@@ -168,6 +175,7 @@ def attention_varlen(
     sinks: Tensor | None = None,
     block_mask: Any = None,
     precision: Precision = "bf16",
+    deterministic: bool = False,
     return_lse: bool = False,
     out: Tensor | None = None,
     backend: str = "auto",
@@ -188,6 +196,7 @@ def attention_varlen(
         float(softcap),
         attention_chunk,
         precision,
+        deterministic,
         return_lse,
         backend,
     )
@@ -254,6 +263,7 @@ def attention_paged(
         float(softcap),
         attention_chunk,
         precision,
+        False,  # deterministic: there are no gradients through a cache
         return_lse,
         backend,
     )

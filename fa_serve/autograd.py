@@ -42,7 +42,7 @@ def plan_differentiable(backend: Backend, spec: AttentionSpec, tensors: Attentio
 
 def attention_gradients(spec: AttentionSpec, tensors: BackwardTensors, options: AttentionOptions) -> Gradients:
     """The gradients of one dense or packed call, by the fastest backend that supports the spec, whose op is "backward"."""
-    if torch.are_deterministic_algorithms_enabled():
+    if spec.deterministic or torch.are_deterministic_algorithms_enabled():
         spec = replace(spec, deterministic=True)
         options = replace(options, deterministic=tensors.needs_dmask)
     wanted = (tensors.needs_dsinks, tensors.needs_dmask, spec.deterministic)

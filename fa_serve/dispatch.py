@@ -51,8 +51,8 @@ from fa_serve.backends.plan import (
 )
 from fa_serve.spec import FEW_QUERIES, AttentionSpec, Layout, Op, Precision, arch_of
 
-Options = tuple[bool, float | None, tuple[int, ...], float, int, Precision, bool, str]
-"""causal, softmax_scale, window_size, softcap, attention_chunk, precision, return_lse and backend, as they were given."""
+Options = tuple[bool, float | None, tuple[int, ...], float, int, Precision, bool, bool, str]
+"""causal, softmax_scale, window_size, softcap, attention_chunk, precision, deterministic, return_lse and backend, as given."""
 Result = tuple[Tensor, Tensor | None]
 """out, and lse if it was asked for."""
 
@@ -138,11 +138,12 @@ def run_store(tensors: StoreTensors, backend: str) -> None:
 
 def run_backward(tensors: BackwardTensors, max_seqlen_q: int, max_seqlen_k: int, given: Options) -> Gradients:
     """The gradients of a call of `fa_serve.attention` or, with cu_seqlens, `fa_serve.attention_varlen`, which was checked."""
-    causal, scale, window_size, softcap, chunk, _, _, _ = given
+    causal, scale, window_size, softcap, chunk, _, deterministic, _, _ = given
     options = softmax_options(tensors.q, causal, scale, window_size, softcap, tensors.sinks)
     chunk = effective_chunk(chunk, options.window_size, max_seqlen_k)
     layout: Layout = "dense" if tensors.cu_seqlens_q is None else "varlen"
-    spec = _spec(layout, "backward", AttentionTensors(*tensors[:5], alibi_slopes=tensors.alibi_slopes), options, chunk)
+    shapes = AttentionTensors(*tensors[:5], alibi_slopes=tensors.alibi_slopes)
+    spec = replace(_spec(layout, "backward", shapes, options, chunk), deterministic=deterministic)
     complete = AttentionOptions(*options, max_seqlen_q, max_seqlen_k, True, attention_chunk=chunk)
     return attention_gradients(spec, tensors, complete)
 
@@ -155,7 +156,7 @@ def _plan(chosen: Backend, spec: AttentionSpec, tensors: AttentionTensors, optio
 
 def _plan_dense(tensors: AttentionTensors, given: Options) -> Run:
     q, k, v, sinks, mask = tensors[:5]
-    causal, scale, window_size, softcap, chunk, precision, return_lse, backend = given
+    causal, scale, window_size, softcap, chunk, precision, deterministic, return_lse, backend = given
     check_qkv("dense", q, k, v)
     if k.shape[0] != q.shape[0]:
         raise ValueError(f"k must have q's batch size {q.shape[0]}, got {k.shape[0]}")
@@ -171,7 +172,7 @@ def _plan_dense(tensors: AttentionTensors, given: Options) -> Run:
     over_keys = mask is None or (mask.dtype == torch.bool and mask.shape[1:3] == (1, 1))
     few = 0 < q.shape[1] <= FEW_QUERIES < k.shape[1] and not needs_grad(tensors)
     op: Op = "decode" if few and over_keys else "attention"
-    spec = _spec("dense", op, tensors, options, chunk, precision)
+    spec = _spec("dense", op, tensors, options, chunk, precision, deterministic=deterministic)
     if backend == "auto" and over_keys and decodes_chunks(spec, q.shape[0], q.shape[1], k.shape[1], _multiprocessors(q)):
         spec = replace(spec, op="decode")
     complete = AttentionOptions(*options, q.shape[1], k.shape[1], return_lse, attention_chunk=chunk, precision=spec.precision)
@@ -180,7 +181,7 @@ def _plan_dense(tensors: AttentionTensors, given: Options) -> Run:
 
 def _plan_varlen(tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k: int, given: Options) -> Run:
     q, k, v, sinks = tensors[:4]
-    causal, scale, window_size, softcap, chunk, precision, return_lse, backend = given
+    causal, scale, window_size, softcap, chunk, precision, deterministic, return_lse, backend = given
     assert tensors.cu_seqlens_q is not None
     assert tensors.keys is not None
     check_qkv("varlen", q, k, v)
@@ -192,7 +193,7 @@ def _plan_varlen(tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k: int
     check_alibi(tensors.alibi_slopes, q, tensors.cu_seqlens_q.shape[0] - 1)
     check_block_lists(tensors.blocks, q, k, tensors.cu_seqlens_q.shape[0] - 1, max_seqlen_q)
     check_out(tensors.out, q, v)
-    spec = _spec("varlen", "attention", tensors, options, chunk, precision)
+    spec = _spec("varlen", "attention", tensors, options, chunk, precision, deterministic=deterministic)
     complete = AttentionOptions(
         *options, max_seqlen_q, max_seqlen_k, return_lse, attention_chunk=chunk, precision=spec.precision
     )
@@ -201,7 +202,7 @@ def _plan_varlen(tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k: int
 
 def _plan_paged(tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k: int | None, num_splits: int, given: Options) -> Run:
     q, k_cache, v_cache, sinks = tensors[:4]
-    causal, scale, window_size, softcap, chunk, precision, return_lse, backend = given
+    causal, scale, window_size, softcap, chunk, precision, _, return_lse, backend = given
     assert tensors.cu_seqlens_q is not None
     assert tensors.keys is not None
     assert tensors.block_table is not None
@@ -285,10 +286,13 @@ def _spec(
     chunk: int,
     precision: Precision = "bf16",
     sizes: tuple[int, int, int] | None = None,
+    *,
+    deterministic: bool = False,
 ) -> AttentionSpec:
     check_precision(precision)
     q, k, v, sinks, mask = tensors[:5]
     paged = layout == "paged"
+    with_gradients = needs_grad(tensors)
     return AttentionSpec(
         layout=layout,
         device=q.device.type,
@@ -307,12 +311,13 @@ def _spec(
         block_mask=tensors.blocks is not None,
         mask=None if mask is None else "bool" if mask.dtype == torch.bool else "float",
         page_size=k.shape[1] if paged else 0,
-        needs_grad=needs_grad(tensors),
+        needs_grad=with_gradients,
         op=op,
         whole_rows=not paged or (_has_whole_rows(k) and _has_whole_rows(v)),
         values_in_keys=paged and _has_values_in_keys(k, v),
         precision=precision if op == "attention" else "bf16",
         sizes=sizes,
+        deterministic=deterministic and with_gradients,
     )
 
 

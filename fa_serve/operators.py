@@ -51,7 +51,7 @@ _is_jit_tracing = torch._C._is_tracing
 _NAMESPACE = __name__.partition(".")[0]
 _OPTIONS = (
     "bool causal, float? softmax_scale, SymInt window_left, SymInt window_right, float softcap, SymInt attention_chunk, "
-    "str precision, bool return_lse, str backend"
+    "str precision, bool deterministic, bool return_lse, str backend"
 )
 _DENSE = f"Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? alibi_slopes, Tensor? mask, {_OPTIONS}"
 _VARLEN = (

@@ -103,7 +103,7 @@ class AttentionSpec:
     values_in_keys: (paged) the values are the first head_dim_v numbers of the keys, in the same memory (latent attention)
     sizes:       (paged) sequences, and the most queries and keys of one of them; None if they must not decide who serves the
                  call, because its bits may not depend on them
-    deterministic: (op "backward") equal calls must have equal gradients in every bit
+    deterministic: equal calls must have equal gradients in every bit
     """
 
     layout: Layout

@@ -151,6 +151,39 @@ def test_a_plan_is_made_again_for_deterministic_algorithms(opaque: Opaque) -> No
     assert [spec.deterministic for spec, _ in opaque.planned if spec.op == "backward"] == [False, True]
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_one_call_asks_for_gradients_that_repeat(opaque: Opaque, packed: bool, compiled: bool) -> None:
+    """Other calls keep the fastest gradients."""
+    torch.use_deterministic_algorithms(False)
+    given = [x.requires_grad_() for x in make_qkv(1, 5, 5, 4, 2, 16)]
+    ends: dict[str, Any] = {
+        "cu_seqlens_q": cu_seqlens([5]),
+        "cu_seqlens_k": cu_seqlens([5]),
+        "max_seqlen_q": 5,
+        "max_seqlen_k": 5,
+    }
+
+    def attend(*tensors: Tensor, deterministic: bool) -> Tensor:
+        if not packed:
+            return fa_serve.attention(*tensors, deterministic=deterministic)
+        return fa_serve.attention_varlen(*(x[0] for x in tensors), **ends, deterministic=deterministic)
+
+    if compiled:
+        attend = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    for deterministic in (False, True):
+        attend(*given, deterministic=deterministic).sum().backward()
+    planned = [spec.deterministic for spec, _ in opaque.planned if spec.op == "backward"]
+    assert planned == [False, True]
+
+
+def test_a_call_without_gradients_has_one_plan(opaque: Opaque) -> None:
+    """Whether they would repeat does not matter then, so no backend may refuse the call for it."""
+    q, k, v = make_qkv(1, 5, 5, 4, 2, 16)
+    fa_serve.attention(q, k, v, deterministic=True)
+    assert [spec.deterministic for spec, _ in opaque.planned] == [False]
+
+
 @pytest.mark.parametrize("backend", ["sdpa", "reference"])
 def test_the_op_backward_of_differentiable_backends(backend: str) -> None:
     """What custom operators use: gradients of tensors alone, here where autograd would find them, too."""
@@ -159,7 +192,7 @@ def test_the_op_backward_of_differentiable_backends(backend: str) -> None:
     dout = torch.randn_like(out)
     dlse = torch.randn_like(lse)
     expected = torch.autograd.grad((out, lse), given, (dout, dlse))
-    options = (True, None, -1, -1, 4.0, 0, "bf16", True, backend)
+    options = (True, None, -1, -1, 4.0, 0, "bf16", False, True, backend)
     detached = [x.detach() for x in given]
     rest = (None, None, out.detach(), lse.detach(), dout, dlse, True, True, None, 9, 11)
     actual = torch.ops.fa_serve.attention_gradients(*detached, *rest, *options)

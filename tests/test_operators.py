@@ -127,7 +127,7 @@ def test_store_kv_writes_in_a_graph(compiler: str, dynamic: bool) -> None:
 def test_operators_keep_their_promises(name: str) -> None:
     """PyTorch's own check: the schema says what is written, and the fake kernel knows the shapes."""
     slopes_and_sinks = (torch.linspace(-1, 1, 4), SLOPES)
-    options = (True, None, -1, 0, 0.0, 0, "bf16", True, "auto")
+    options = (True, None, -1, 0, 0.0, 0, "bf16", False, True, "auto")
     q, k, v = DENSE[1].values()
     lengths = (CU["cu_seqlens_q"], CU["cu_seqlens_k"], 5, 7)
     paged = PAGED[1]
@@ -151,7 +151,7 @@ def test_operators_keep_their_promises(name: str) -> None:
 def test_without_lse_an_operator_returns_none_of_it() -> None:
     compiled = torch.compile(lambda q: fa_serve.attention(q, q, q), fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(Q), fa_serve.attention(Q, Q, Q), rtol=0, atol=0)
-    _, lse = torch.ops.fa_serve.attention(Q, Q, Q, None, None, None, False, None, -1, -1, 0.0, 0, "bf16", False, "auto")
+    _, lse = torch.ops.fa_serve.attention(Q, Q, Q, None, None, None, False, None, -1, -1, 0.0, 0, "bf16", False, False, "auto")
     assert lse.shape == (0,)
 
 
@@ -194,13 +194,13 @@ def test_gradients_of_an_operator() -> None:
     """PyTorch's own checks of a registration: schema, fake results, autograd."""
     q, k, v = (x.requires_grad_() for x in make_qkv(1, 5, 7, 4, 2, 16))
     sinks = torch.linspace(-1, 1, 4).requires_grad_()
-    options = (True, None, -1, -1, 0.0, 0, "bf16", True, "auto")
+    options = (True, None, -1, -1, 0.0, 0, "bf16", False, True, "auto")
     torch.library.opcheck(torch.ops.fa_serve.attention.default, (q, k, v, sinks, None, None, *options))
 
 
 def test_what_a_graph_cannot_differentiate_is_refused() -> None:
     q = Q.clone().requires_grad_()
-    options = (False, None, -1, -1, 0.0, 0, "bf16")
+    options = (False, None, -1, -1, 0.0, 0, "bf16", False)
     out, _ = torch.ops.fa_serve.attention(q, q, q, None, None, None, *options, False, "auto")
     with pytest.raises(ValueError, match="return_lse must be True where gradients are needed"):
         out.sum().backward()
@@ -258,7 +258,7 @@ def test_block_masks_of_flex_attention_are_read_in_a_graph() -> None:
 def test_the_block_sparse_operator_keeps_its_promises() -> None:
     q, k, v = make_qkv(1, 50, 150, 4, 2, 16)
     middle = (None, *[None] * 5, *LISTS.tensors, 64, 64, None, None, 0)
-    given = (q, k, v, None, None, *middle, False, None, -1, -1, 0.0, 0, "bf16", True, "auto")
+    given = (q, k, v, None, None, *middle, False, None, -1, -1, 0.0, 0, "bf16", False, True, "auto")
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.fa_serve.attention_block_sparse, given, test_utils=checks)
     torch.library.opcheck(torch.ops.fa_serve.attention_block_sparse_out, (torch.zeros_like(q), *given), test_utils=checks)

@@ -51,6 +51,7 @@ class SdpaBackend:
         if spec.op == "store_kv":
             return _store_kv
         assert options is not None
+        options = replace(options, deterministic=spec.deterministic)
         if spec.op == "backward":
             return plan_recomputed(partial(_ATTENTION[spec.layout], replace(options, return_lse=True)))
         return partial(_ATTENTION[spec.layout], options)
@@ -300,9 +301,10 @@ def _one_call(
     wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     bias_grad = torch.is_grad_enabled() and bias is not None and bias.requires_grad
     exact_bias = bias is not None and bias.dtype != q.dtype
-    if options.softcap or bias_grad or ((uses_lse or exact_bias) and (wants_grad or q.device.type != "cpu")):
+    repeats = options.deterministic and wants_grad and q.device.type != "cpu"
+    if options.softcap or bias_grad or repeats or ((uses_lse or exact_bias) and (wants_grad or q.device.type != "cpu")):
         # No fused operator has softcap, or gradients of a mask or through lse. Only the CPU's operator returns lse, and takes a
-        # bias of another dtype.
+        # bias of another dtype. The gradients of a GPU's fused operators may be added in any order.
         out, lse = _with_scores(q, k, v, scale, causal, options.softcap, bias)
     elif q.device.type == "cpu":
         out, lse = _fused_cpu(q, k, v, scale, causal, bias)

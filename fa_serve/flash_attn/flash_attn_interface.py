@@ -12,7 +12,7 @@ Arguments that all functions share:
     window_size:       (left, right), -1 unlimited
     softcap:           off unless it is positive
     alibi_slopes:      (num_heads,) or (batch, num_heads), float32
-    deterministic:     has no effect: the forward pass is always deterministic, and the backward pass is that of fa_serve
+    deterministic:     equal calls have equal gradients in every bit. The forward pass is deterministic in any case
     return_attn_probs: returns (out, softmax_lse, probabilities). The probabilities are an empty tensor, as those of flash-attn
                        are without dropout
 
@@ -59,7 +59,8 @@ def flash_attn_func(
     if dropout_p:
         refuse_dropout(dropout_p)
     options = softmax_arguments(softmax_scale, causal, window_size, softcap, alibi_slopes)
-    found: Any = api.attention(q, k, v, return_lse=return_attn_probs, **options)  # type: ignore[call-overload]
+    flags = {"deterministic": deterministic, "return_lse": return_attn_probs}
+    found: Any = api.attention(q, k, v, **flags, **options)  # type: ignore[call-overload]
     return (*found, q.new_empty(0)) if return_attn_probs else found
 
 
@@ -148,7 +149,15 @@ def flash_attn_varlen_func(
     if block_table is None:
         options = softmax_arguments(softmax_scale, causal, window_size, softcap, alibi_slopes)
         found: Any = api.attention_varlen(
-            q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, return_lse=return_attn_probs, **lengths, **options
+            q,
+            k,
+            v,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            deterministic=deterministic,
+            return_lse=return_attn_probs,
+            **lengths,
+            **options,
         )
     else:
         options = softmax_arguments(softmax_scale, causal, window_size, softcap, alibi_slopes)

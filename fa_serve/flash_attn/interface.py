@@ -61,7 +61,8 @@ def flash_attn_func(
     """
     _refuse_unknown(q, qv, attention_chunk, q_descale, k_descale, v_descale)
     options = softmax_arguments(softmax_scale, causal, window_size, softcap)
-    found: Result = api.attention(q, k, v, return_lse=return_attn_probs, **options)  # type: ignore[call-overload]
+    flags = {"deterministic": deterministic, "return_lse": return_attn_probs}
+    found: Result = api.attention(q, k, v, **flags, **options)  # type: ignore[call-overload]
     return found
 
 
@@ -148,6 +149,7 @@ def flash_attn_varlen_func(
         cu_seqlens_k=cu_seqlens_k,
         max_seqlen_q=host_integer(max_seqlen_q),
         max_seqlen_k=host_integer(max_seqlen_k),
+        deterministic=deterministic,
         return_lse=return_attn_probs,
         **options,
     )

@@ -53,7 +53,7 @@ NOTES: dict[str, tuple[str, str]] = {
     "softcap": (YES, ""),
     "alibi_slopes": (YES, "(num_heads,) or (batch, num_heads), float32"),
     "dropout_p": ("refused unless 0", ""),
-    "deterministic": (NO_EFFECT, "the forward pass is always deterministic"),
+    "deterministic": (YES, "gradients that repeat in every bit; the forward pass always does"),
     "return_attn_probs": (YES, "returns the lse; probabilities are an empty tensor"),
     "return_softmax_lse": (YES, ""),
     "block_table": (YES, "any page size"),

@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from opaque_backend import opaque_backend
 from torch import Tensor
 
 import fa_serve.flash_attn as fa2
 from fa_serve import ParameterError
+from fa_serve.backends.plan import PLANS
 from fa_serve.backends.reference import attention_reference
+from fa_serve.flash_attn import interface as fa3
 from fa_serve.testing import cu_seqlens, make_paged, make_qkv
 
 SCALE = 0.3
@@ -108,6 +111,32 @@ def test_gradients() -> None:
         fa2.flash_attn_qkvpacked_func(qkv, causal=True, return_attn_probs=True)[0],
     ):
         torch.testing.assert_close(torch.autograd.grad((out * weights).sum(), qkv)[0], expected)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gradients_that_repeat(deterministic: bool) -> None:
+    torch.use_deterministic_algorithms(False)
+    q, k, v = make_qkv(2, 5, 5, 2, 2, 8)
+    qkv = torch.stack([q, k, v], dim=2).requires_grad_()
+    heads = qkv.flatten(2, 3)
+    ends = cu_seqlens([5, 5])
+    rows = qkv.flatten(0, 1)
+    with opaque_backend() as backend:
+        for out in (
+            fa2.flash_attn_func(*qkv.unbind(2), deterministic=deterministic),
+            fa2.flash_attn_qkvpacked_func(qkv, deterministic=deterministic),
+            fa2.flash_attn_kvpacked_func(qkv[:, :, 0], qkv[:, :, 1:], deterministic=deterministic),
+            fa2.flash_attn_varlen_func(*rows.unbind(1), ends, ends, 5, 5, deterministic=deterministic),
+            fa2.flash_attn_varlen_qkvpacked_func(rows, ends, 5, deterministic=deterministic),
+            fa2.flash_attn_varlen_kvpacked_func(rows[:, 0], rows[:, 1:], ends, ends, 5, 5, deterministic=deterministic),
+            fa3.flash_attn_func(*qkv.unbind(2), deterministic=deterministic),
+            fa3.flash_attn_qkvpacked_func(heads, num_heads_q=2, deterministic=deterministic),
+            fa3.flash_attn_varlen_func(*rows.unbind(1), ends, ends, 5, 5, deterministic=deterministic),
+        ):
+            backend.planned.clear()
+            PLANS.clear()
+            out.sum().backward()
+            assert [spec.deterministic for spec, _ in backend.planned] == [deterministic]
 
 
 def test_dropout_is_refused_by_name() -> None:

@@ -56,6 +56,21 @@ def test_dense_and_packed(dim: int, seqlen_q: int, seqlen_k: int, words: dict[st
     assert_matches_reference(interface.flash_attn_varlen_func(*rows, *ends, None, used, **words).view(q.shape), exact, eager)
 
 
+@pytest.mark.parametrize("alibi", [False, True], ids=["plain", "alibi"])
+@pytest.mark.parametrize("dim", [40, 64, 128, 264])
+def test_gradients_that_repeat(dim: int, alibi: bool) -> None:
+    """Three kinds of gradients: portable kernels, and PyTorch's for ALiBi and for wide heads."""
+    q, k, v = (x.requires_grad_() for x in make_qkv(2, 513, 1023, 6, 3, dim, dtype=torch.bfloat16, device="cuda"))
+    words = {"alibi_slopes": torch.rand(6)} if alibi else {}
+    with torch.enable_grad():
+        out = flash_attn_func(q, k, v, causal=True, deterministic=True, **words)
+    dout = torch.randn_like(out)
+    first = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+    for _ in range(20):
+        again = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+        assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+
+
 def decode_inputs() -> tuple[list[Tensor], dict[str, object], Tensor]:
     q = torch.randn(4, 1, 8, 64, dtype=torch.bfloat16)
     k_cache, v_cache = torch.randn(2, 4, 256, 2, 64, dtype=torch.bfloat16)

@@ -81,8 +81,8 @@ class HopperBackend:
             return reason
         if spec.layout == "paged" and spec.needs_grad:
             return "has no backward pass through a paged cache, and an input requires gradients"
-        if spec.deterministic:
-            return "adds to the gradient of q in any order, and deterministic algorithms were asked for"
+        if spec.op == "backward" and spec.deterministic:
+            return "adds to the gradient of q in any order, and deterministic gradients were asked for"
         return None
 
     def plan(self, spec: AttentionSpec, tensors: Any, options: AttentionOptions) -> Run:

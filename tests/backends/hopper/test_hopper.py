@@ -106,12 +106,16 @@ def test_serves_float8_products(precision: Precision, dim: int) -> None:
         ({"dtype": torch.float32}, "got float32"),
         ({"mask": "float"}, "explicit mask"),
         ({"alibi": True}, "no ALiBi"),
-        ({"deterministic": True}, "deterministic algorithms"),
+        ({"deterministic": True}, "deterministic gradients"),
     ],
 )
 def test_gradients(change: dict, words: str | None) -> None:
     reason = HopperBackend().supports(replace(H200, op="backward", **change))
     assert reason is None if words is None else words in str(reason)
+
+
+def test_the_forward_pass_of_gradients_that_repeat() -> None:
+    assert HopperBackend().supports(replace(H200, deterministic=True, needs_grad=True)) is None
 
 
 def test_serves_lists_of_blocks() -> None:
