@@ -11,6 +11,9 @@ how long steps that only decode take, and what a prompt token adds to a step. Bo
 a compiler counts little. The first rows of a step cost less than later ones, because up to about a hundred rows take the time
 of reading the weights. Therefore the share is at most one size larger than the largest recent one.
 
+Without a target, a step may compute a third more prompt tokens than its share if that completes a prompt. The rest would make
+another step late. With few prompts, it is such steps that lift the share of late tokens above one in twenty.
+
 Prompts never starve: a step may compute MIN_PROMPT_TOKENS of them whatever the target is. Steps have four sizes for each power
 of two, because a step of a new size may need another CUDA graph.
 
@@ -28,6 +31,8 @@ TARGET_STEPS = 4
 """Without a target, a step with prompts may take as long as so many steps that only decode. Prompts get three quarters."""
 TARGET_SECONDS = 0.02
 """And in any case as long as this, which is 50 tokens per second, several times as fast as people read."""
+COMPLETING = 3
+"""Without a target, the share grows by one part in so many where that completes a prompt."""
 MIN_PROMPT_TOKENS = 64
 """Prompt tokens that every step may compute. CUDA graphs of steps with prompts have a multiple of so many tokens."""
 RECENT = 64
@@ -80,6 +85,12 @@ class PromptShare:
                 return tokens
             size = _rounded(size - 1)
         return MIN_PROMPT_TOKENS
+
+    def limits(self, num_rows: int, room: int) -> tuple[int, int]:
+        """`limit`, and how many prompt tokens the step may compute if the last of them complete a prompt; at most `room`."""
+        limit = self.limit(num_rows)
+        completing = limit if self._target is not None else limit + limit // COMPLETING
+        return min(limit, room), min(completing, room)
 
 
 def _unit(size: int) -> int:

@@ -54,7 +54,8 @@ class ScheduledBatch:
     """What one step computes. `admitted` are the sequences that have been given a slot for this step.
 
     num_prompt_tokens: tokens of chunks that are more than the last token of a sequence and its drafts
-    max_tokens, max_prompt_tokens: what these numbers may be, for the scheduler
+    max_tokens:    what num_tokens may be, for the scheduler
+    prompt_limits: what num_prompt_tokens may be, and what if the last of them complete a prompt
     """
 
     chunks: list[Chunk] = field(default_factory=list)
@@ -64,17 +65,19 @@ class ScheduledBatch:
     num_prompt_logits: int = 0
     num_drafts: int = 0
     max_tokens: int = 0
-    max_prompt_tokens: int = 0
+    prompt_limits: tuple[int, int] = (0, 0)
 
     @property
     def room(self) -> int:
         """Tokens that still fit into the step."""
         return self.max_tokens - self.num_tokens
 
-    @property
-    def prompt_room(self) -> int:
-        """Prompt tokens that still fit into the step."""
-        return min(self.room, self.max_prompt_tokens - self.num_prompt_tokens)
+    def prompt_tokens(self, missing: int) -> int:
+        """How many of the tokens that a prompt lacks still fit into the step."""
+        room, completing = (min(self.room, limit - self.num_prompt_tokens) for limit in self.prompt_limits)
+        if room > 0 and missing <= completing:
+            return missing
+        return max(min(missing, room), 0)
 
     def append(self, chunk: Chunk) -> None:
         self.chunks.append(chunk)

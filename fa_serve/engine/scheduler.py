@@ -91,7 +91,7 @@ class Scheduler:
         """The next step's tokens. The batch is empty when there is nothing to compute."""
         self._reclaim_pages()
         self._make_room()
-        batch = ScheduledBatch(max_tokens=self.max_num_batched_tokens, max_prompt_tokens=self._prompt_limit())
+        batch = ScheduledBatch(max_tokens=self.max_num_batched_tokens, prompt_limits=self._prompt_limits())
         self._prepare_drafts()
         self._continue_running(batch)
         self._admit_waiting(batch)
@@ -218,14 +218,13 @@ class Scheduler:
         assert self.running == sorted(self.running, key=SequenceState.place), "the running sequences are out of order"
         self.waiting.check_integrity(self.running)
 
-    def _prompt_limit(self) -> int:
-        """How many prompt tokens the next step may compute. Each sequence that decodes has a place in the step beside them."""
-        if self.prompt_share is None:
-            return self.max_num_batched_tokens
-        decoding = sum(x.num_computed + 1 >= x.num_tokens and not x.is_last_pending for x in self.running)
-        if not decoding or (decoding == len(self.running) and not self.waiting):
-            return self.max_num_batched_tokens
-        return min(self.prompt_share.limit(decoding), max(self.max_num_batched_tokens - decoding, 1))
+    def _prompt_limits(self) -> tuple[int, int]:
+        """What `PromptShare.limits` leaves to prompts. Each sequence that decodes has a place in the step beside them."""
+        if self.prompt_share is not None:
+            decoding = sum(x.num_computed + 1 >= x.num_tokens and not x.is_last_pending for x in self.running)
+            if decoding and (decoding < len(self.running) or self.waiting):
+                return self.prompt_share.limits(decoding, max(self.max_num_batched_tokens - decoding, 1))
+        return self.max_num_batched_tokens, self.max_num_batched_tokens
 
     def _continue_running(self, batch: ScheduledBatch) -> None:
         """Schedule the running sequences, by turn."""
@@ -318,7 +317,7 @@ class Scheduler:
         missing = sequence.num_tokens - sequence.num_computed
         if missing == 1:
             return 1
-        length = min(missing, batch.prompt_room)
+        length = batch.prompt_tokens(missing)
         if sequence.num_prompt_logits(length):
             length = min(length, MAX_PROMPT_LOGITS - batch.num_prompt_logits)
         return length

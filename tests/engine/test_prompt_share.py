@@ -176,13 +176,15 @@ def test_random_traffic(arrivals, budget, target, depth) -> None:
             if arrival == step:
                 scheduler.add(make_request(str(index), [index] * length, max_tokens, serial=index))
         count = decoding(scheduler)
-        limit = share.limit(count) if count else 0
+        limit, completing = share.limits(count, budget) if count else (0, 0)
         assert limit <= MIN_PROMPT_TOKENS or share.seconds(count, limit) <= share.target(count) * (1 + 1e-9)
         missing = sum(x.num_tokens - x.num_computed for x in scheduler.running if x.num_tokens - x.num_computed > 1)
         waiting = sum(x.num_tokens - x.num_computed for x in scheduler.sequences.values() if not x.num_pending)
         batch = run.step()
         if count:
-            assert batch.num_prompt_tokens <= limit
+            assert batch.num_prompt_tokens <= completing
+            if batch.num_prompt_tokens > limit:
+                assert [chunk for chunk in batch.chunks if chunk.length != chunk.num_samples][-1].num_samples, "it is complete"
             assert sum(chunk.length == chunk.num_samples for chunk in batch.chunks) >= count, (
                 "each sequence that decodes has a place"
             )
@@ -190,6 +192,33 @@ def test_random_traffic(arrivals, budget, target, depth) -> None:
         else:
             assert batch.num_tokens == min(budget, waiting), "nothing decodes, so prompts get the whole step"
         step += 1
+
+
+@pytest.mark.parametrize("target", [None, 0.02])
+@pytest.mark.parametrize("excess", [0.9, 1.25, 1.4])
+def test_a_prompt_is_not_divided_for_a_small_rest(target: float | None, excess: float) -> None:
+    """Unless a time was asked for."""
+    run = Run(PromptShare(target))
+    run.scheduler.add(make_request("first", [1] * 20, 400))
+    serial = 0
+
+    def chunks_of(length: int) -> list[int]:
+        """The lengths of the chunks in which a prompt is computed."""
+        nonlocal serial
+        serial += 1
+        sequence = run.scheduler.add(make_request(str(serial), [serial] * length, 1, serial=serial))
+        lengths = []
+        while not sequence.finished:
+            lengths += [chunk.length for chunk in run.step().chunks if chunk.sequence is sequence]
+        return lengths
+
+    for _ in range(20):
+        chunks_of(2000)
+    limit = run.scheduler.prompt_share.limit(1)
+    assert limit > 500
+    length = int(excess * limit)
+    divided = excess > (4 / 3 if target is None else 1)
+    assert chunks_of(length) == ([limit, length - limit] if divided else [length])
 
 
 def test_equal_times_give_equal_steps() -> None:
