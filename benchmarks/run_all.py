@@ -1,14 +1,16 @@
 """Run every benchmark, each in a separate process, on one GPU or side by side on several, and merge their results.
 
-    python benchmarks/run_all.py --peer-path DIR                         # 90 minutes on one H200; DIR has vLLM and FA3
+    python benchmarks/run_all.py --peer-path DIR                         # 105 minutes on one H200; DIR has vLLM and FA3
+    python benchmarks/run_all.py --peer-path DIR --gpus 4 --seconds 1500
     python benchmarks/run_all.py --peer-path DIR --gpus 2 --seconds 540 --only decode,engine_llama8b
     python benchmarks/run_all.py --list
 
-The longest benchmark starts first. One that would not end within --seconds is not started; the last lines name these and those
-that failed. A benchmark writes into a temporary folder. When it has ended, or was stopped because it took too long, its lines
-replace those of the same cases in --out. What it printed is in --logs. Without --peer-path, the peers are PyTorch's kernels.
-Benchmarks that run side by side share the host, so each GPU needs eight cores or more. Those that need several GPUs follow, one
-at a time; without --gpus 2 they are left out. Those that measure the host's work need one thread each and run last.
+The longest benchmark starts first, or those of --only in its order. One that would not end within --seconds is not started; the
+last lines name these and those that failed. A benchmark writes into a temporary folder. When it has ended, or was stopped
+because it took too long, its lines replace those of the same cases in --out. What it printed is in --logs. Without --peer-path,
+the peers are PyTorch's kernels. Benchmarks that run side by side share the host, so each GPU needs eight cores or more. Those
+that need two GPUs run on the first two, which take no others until these have ended; without --gpus 2 they are left out. Those
+that measure the host's work need one thread each and run last.
 """
 
 from __future__ import annotations
@@ -23,20 +25,11 @@ import tempfile
 import threading
 import time
 from dataclasses import dataclass
-from enum import IntEnum
 from pathlib import Path
 
 from engine_workloads import SPECULATING
 
 HERE = Path(__file__).parent
-
-
-class Stage(IntEnum):
-    """When a benchmark runs: a stage begins when all benchmarks of the one before have ended."""
-
-    ONE_GPU = 0
-    SEVERAL_GPUS = 1
-    HOST = 2
 
 
 @dataclass(frozen=True)
@@ -46,7 +39,7 @@ class Job:
     seconds: on H200s
     peers:   "import" adds the path of the peers to PYTHONPATH, "path" passes it as --peer-path, "" does neither; "needed" is
              "path", and without a path there is nothing to measure
-    gpus:    how many it needs
+    gpus:    how many it needs: 1 or 2
     quiet:   measures the host's work
     """
 
@@ -55,10 +48,6 @@ class Job:
     peers: str = ""
     gpus: int = 1
     quiet: bool = False
-
-    @property
-    def stage(self) -> Stage:
-        return Stage.HOST if self.quiet else Stage.ONE_GPU if self.gpus == 1 else Stage.SEVERAL_GPUS
 
 
 GENERATE = "bench_generate.py"
@@ -84,23 +73,33 @@ JOBS = {
     "prefill_triton": Job(80, "bench_attention.py prefill --backend triton --peers flash,cudnn"),
     "backward": Job(90, "bench_attention.py backward --peers flash,cudnn --budget 100"),
     "sparse": Job(170, "bench_attention.py sparse --budget 190"),
-    "profile": Job(40, "bench_engine.py profile --shapes qwen06,llama8b --budget 60"),
+    "profile": Job(80, "bench_engine.py profile --shapes qwen06,llama8b --budget 100"),
     "profile_of_drafts": Job(75, "bench_engine.py profile --shapes llama8b --set speculative=ngram --budget 60"),
-    "models": Job(260, "bench_attention.py models --budget 280", "import"),
+    "models": Job(330, "bench_attention.py models --budget 400", "import"),
     "chunk": Job(110, "bench_attention.py chunk --budget 130", "import"),
     "verify": Job(80, "bench_attention.py verify --budget 100", "import"),
     "mixed": Job(90, "bench_attention.py mixed --budget 110", "import"),
     "varlen": Job(28, "bench_attention.py varlen", "import"),
     "window": Job(40, "bench_attention.py window", "import"),
-    "open_loops": Job(300, "bench_serving.py --open --shapes llama8b --clients 4 --budget 320", "path"),
+    "open_loops": Job(
+        480, "bench_serving.py --open --shapes llama8b --clients 4 --seconds 16 --no-offline --budget 580", "path"
+    ),
     "steps_of_models": Job(
         240, "bench_engine.py decode --shapes qwen30a3b,gptoss20b,llama8b-fp8,llama8b-w4,deepseek-lite --budget 100"
     ),
     **{
         f"engine_{shape}": Job(
-            300, f"bench_engine.py --shapes {shape} --workloads C,C16,C64,C256 --peers vllm --budget 294", "path"
+            seconds,
+            f"bench_engine.py --shapes {shape} --workloads C,C16,C64,C256 --peers vllm --budget {seconds + 100}",
+            "path",
         )
-        for shape in ("llama8b-w4", "llama8b-fp8", "gptoss20b", "deepseek-lite", "qwen30a3b")
+        for seconds, shape in (
+            (300, "llama8b-w4"),
+            (300, "llama8b-fp8"),
+            (300, "gptoss20b"),
+            (400, "deepseek-lite"),
+            (420, "qwen30a3b"),
+        )
     },
     "speculation": Job(
         160,
@@ -110,8 +109,8 @@ JOBS = {
     "long_run_quantised": Job(90, "long_run.py --shape llama8b-w4 --tiny"),
     "allreduce": Job(25, "bench_allreduce.py", gpus=2),
     "tensor_parallel": Job(
-        380,
-        "bench_engine.py --shapes llama8b --tensor-parallel 2 --peers one_gpu,vllm --workloads C,C64,A,B,D --budget 440",
+        450,
+        "bench_engine.py --shapes llama8b --tensor-parallel 2 --peers one_gpu,vllm --workloads C,C64,A,B,D --budget 580",
         "path",
         gpus=2,
     ),
@@ -123,48 +122,75 @@ JOBS = {
     "long_run_of_ranks": Job(100, "long_run.py --tensor-parallel 2", gpus=2),
     "replicas": Job(150, "bench_replicas.py --shape llama8b --device cuda", gpus=2),
     "replicas_of_two_servers": Job(
-        205, "bench_replicas.py --shape llama8b --device cuda --parts throughput --servers 2", gpus=2
+        250, "bench_replicas.py --shape llama8b --device cuda --parts throughput --servers 2", gpus=2
     ),
     "vllm_plugin": Job(350, "bench_vllm_plugin.py --gpus 0,1", "needed", gpus=2),
 }
 
 
 class Run:
-    """The jobs that wait and those that failed. In each stage, workers take jobs from it."""
+    """The jobs that wait, those that run and those that failed, and the GPUs that are free.
+
+    names: of the jobs, in the order in which they are to start
+    """
 
     def __init__(self, names: list[str], args: argparse.Namespace) -> None:
-        self.waiting = sorted(names, key=lambda name: -JOBS[name].seconds)
-        self.stage = Stage.ONE_GPU
+        self.waiting = list(names)
+        self.running: list[str] = []
+        self.free = list(range(args.gpus))
         self.args = args
         self.deadline = time.monotonic() + args.seconds
-        self.lock = threading.Lock()
+        self.changed = threading.Condition()
         self.failed: list[str] = []
 
-    def work(self, gpus: list[int]) -> None:
-        """Run the jobs of this stage that need at most these GPUs, one after the other."""
+    def work(self) -> None:
+        """Run the jobs. Returns when none runs, and none that waits can start."""
+        with self.changed:
+            while True:
+                if job := self.next():
+                    threading.Thread(target=self.finish, args=job).start()
+                elif self.running:
+                    self.changed.wait()
+                else:
+                    return
+
+    def next(self) -> tuple[str, list[int]] | None:
+        """Take the first job that can start now, and GPUs for it; None if there is none."""
+        left = self.deadline - time.monotonic()
+        fitting = [name for name in self.waiting if JOBS[name].seconds <= left and JOBS[name].gpus <= self.args.gpus]
+        loud = [name for name in fitting if not JOBS[name].quiet]
+        pair_waits = any(JOBS[name].gpus > 1 for name in loud)
+        for name in loud or fitting:
+            job = JOBS[name]
+            if job.quiet and not all(JOBS[other].quiet for other in self.running):
+                return None
+            if job.gpus > 1:
+                gpus = [gpu for gpu in self.free if gpu < 2]
+            else:
+                gpus = [gpu for gpu in self.free if gpu > 1 or not pair_waits][-1:]
+            if len(gpus) == job.gpus:
+                self.waiting.remove(name)
+                self.free = [gpu for gpu in self.free if gpu not in gpus]
+                self.running.append(name)
+                return name, gpus
+        return None
+
+    def finish(self, name: str, gpus: list[int]) -> None:
+        """Run a job, and give back its GPUs."""
         numbers = ",".join(map(str, gpus))
-        while (name := self.next(len(gpus))) is not None:
-            begin = time.monotonic()
+        begin = time.monotonic()
+        code = 1
+        try:
             code = self.run(name, numbers)
-            with self.lock:
+        finally:
+            with self.changed:
                 if code:
                     self.failed.append(name)
+                self.running.remove(name)
+                self.free = sorted(self.free + gpus)
+                self.changed.notify()
                 end = f"ended with {code}" if code else "done"
                 print(f"GPU {numbers}  {name:<20}{end}, {time.monotonic() - begin:.0f} s", flush=True)
-
-    def next(self, gpus: int) -> str | None:
-        """Take the longest job of this stage that ends in time; None if there is none."""
-        with self.lock:
-            left = self.deadline - time.monotonic()
-            fitting = (
-                name
-                for name in self.waiting
-                if JOBS[name].seconds <= left and JOBS[name].stage == self.stage and JOBS[name].gpus <= gpus
-            )
-            name = next(fitting, None)
-            if name:
-                self.waiting.remove(name)
-            return name
 
     def run(self, name: str, gpus: str) -> int:
         """Run a job on the GPUs of these numbers and merge its results; returns its exit status."""
@@ -188,7 +214,7 @@ class Run:
                     code = process.wait(min(1.5 * job.seconds + 30, self.deadline + 15 - time.monotonic()))
                 except subprocess.TimeoutExpired:
                     code = stop(process)
-            with self.lock:
+            with self.changed:
                 for written in Path(folder).glob("*.jsonl"):
                     merge(written, self.args.out / written.name)
         return code
@@ -212,8 +238,9 @@ def merge(new: Path, kept: Path) -> None:
 
 
 def default_jobs(gpus: int, peer_path: str) -> list[str]:
-    """The benchmarks that this machine can run."""
-    return [name for name, job in JOBS.items() if job.gpus <= gpus and (peer_path or job.peers != "needed")]
+    """The benchmarks that this machine can run, the longest first."""
+    names = [name for name, job in JOBS.items() if job.gpus <= gpus and (peer_path or job.peers != "needed")]
+    return sorted(names, key=lambda name: -JOBS[name].seconds)
 
 
 def main() -> None:
@@ -234,14 +261,7 @@ def main() -> None:
         return
     args.logs.mkdir(parents=True, exist_ok=True)
     run = Run(asked, args)
-    gpus = list(range(args.gpus))
-    for run.stage in Stage:
-        teams = [gpus] if run.stage == Stage.SEVERAL_GPUS else [[gpu] for gpu in gpus]
-        workers = [threading.Thread(target=run.work, args=(team,)) for team in teams]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
+    run.work()
     for what, names in (("failed", run.failed), ("not started for lack of time or GPUs", run.waiting)):
         if names:
             print(f"{what}: {','.join(names)}")

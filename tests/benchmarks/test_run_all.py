@@ -5,65 +5,86 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import run_all
 
+WRITES = """
+import json, os, sys, time
+folder = sys.argv[sys.argv.index('--out') + 1]
+begin = time.time()
+if '--beside' in sys.argv:  # fails unless the other one runs at the same time
+    open(sys.argv[0] + sys.argv[1], 'w')
+    other = sys.argv[0] + sys.argv[sys.argv.index('--beside') + 1]
+    while not os.path.exists(other):
+        assert time.time() < begin + 60
+        time.sleep(0.01)
+gpu = os.environ['CUDA_VISIBLE_DEVICES']
+line = {'case': sys.argv[1], 'ours': 2, 'gpu': gpu, 'begin': begin, 'end': time.time()}
+open(folder + '/bench.jsonl', 'w').write(json.dumps(line) + '\\n')
+print('measured', sys.argv[1:2], '--peer-path' in sys.argv, os.environ['PYTHONPATH'])
+sys.exit(sys.argv[1] == 'broken')
+"""
+
 
 @pytest.fixture
 def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
-    """Five benchmarks: three write a line, one writes a line and fails, one would take too long."""
-    writes = (
-        "import json, os, sys\n"
-        "folder = sys.argv[sys.argv.index('--out') + 1]\n"
-        "line = {'case': sys.argv[1], 'ours': 2, 'gpu': os.environ['CUDA_VISIBLE_DEVICES']}\n"
-        "open(folder + '/bench.jsonl', 'w').write(json.dumps(line) + '\\n')\n"
-        "print('measured', sys.argv[1:2], '--peer-path' in sys.argv, os.environ['PYTHONPATH'])\n"
-        "sys.exit(sys.argv[1] == 'broken')\n"
-    )
-    (tmp_path / "bench.py").write_text(writes)
+    """Benchmarks that write a line each. One fails after that, one would take too long, one measures the host."""
+    (tmp_path / "bench.py").write_text(WRITES)
     monkeypatch.setattr(run_all, "HERE", tmp_path)
-    monkeypatch.setattr(
-        run_all,
-        "JOBS",
-        {
-            "fast": run_all.Job(1, "bench.py fast", "path"),
-            "broken": run_all.Job(2, "bench.py broken", "import"),
-            "endless": run_all.Job(1000, "bench.py endless"),
-            "host": run_all.Job(50, "bench.py host", quiet=True),
-            "both": run_all.Job(3, "bench.py both", gpus=2),
-        },
-    )
+    jobs = {
+        "fast": run_all.Job(1, "bench.py fast", "path"),
+        "host": run_all.Job(50, "bench.py host", quiet=True),
+        "broken": run_all.Job(2, "bench.py broken", "import"),
+        "endless": run_all.Job(1000, "bench.py endless"),
+        "both": run_all.Job(3, "bench.py both", gpus=2),
+    }
+    monkeypatch.setattr(run_all, "JOBS", jobs)
     (tmp_path / "logs").mkdir()
-    return argparse.Namespace(seconds=60.0, peer_path="/peers", logs=tmp_path / "logs", out=tmp_path / "results")
+    return argparse.Namespace(gpus=1, seconds=60.0, peer_path="/peers", logs=tmp_path / "logs", out=tmp_path / "results")
+
+
+def results(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    lines = (arguments.out / "bench.jsonl").read_text().splitlines()
+    return {line["case"]: line for line in map(json.loads, lines)}
 
 
 def test_lines_take_their_places_and_what_failed_or_had_no_time_is_named(arguments: argparse.Namespace) -> None:
     arguments.out.mkdir()
-    kept = arguments.out / "bench.jsonl"
-    kept.write_text("".join(json.dumps({"case": case, "ours": 1}) + "\n" for case in ("fast", "other")))
+    kept = "".join(json.dumps({"case": case, "ours": 1}) + "\n" for case in ("broken", "other"))
+    (arguments.out / "bench.jsonl").write_text(kept)
     run = run_all.Run(list(run_all.JOBS), arguments)
-    run.work([3])
-    assert (run.failed, run.waiting) == (["broken"], ["endless", "host", "both"]), "the others wait for their stages"
-    assert [json.loads(line) for line in kept.read_text().splitlines()] == [
-        {"case": "fast", "ours": 2, "gpu": "3"},
-        {"case": "other", "ours": 1},
-        {"case": "broken", "ours": 2, "gpu": "3"},
-    ]
+    run.work()
+    assert (run.failed, run.waiting) == (["broken"], ["endless", "both"]), "one had no time, the other no second GPU"
+    found = results(arguments)
+    assert [(case, line["ours"]) for case, line in found.items()] == [("broken", 2), ("other", 1), ("fast", 2), ("host", 2)]
     fast, broken = ((arguments.logs / f"{name}.log").read_text().split("] ")[1].split() for name in ("fast", "broken"))
     # the first gets the peers' path as a flag, the second in PYTHONPATH
     assert (fast[0], "/peers" in fast[1].split(":")) == ("True", False)
     assert (broken[0], broken[1].split(":")[-1]) == ("False", "/peers")
 
-    run.stage = run_all.Stage.SEVERAL_GPUS
-    run.work([0])
-    assert "both" in run.waiting, "one GPU is not enough"
-    run.work([0, 1])
-    assert json.loads(kept.read_text().splitlines()[-1]) == {"case": "both", "ours": 2, "gpu": "0,1"}
 
-    run.stage = run_all.Stage.HOST
-    run.work([0])
-    assert run.waiting == ["endless"]
+def test_two_gpus_are_kept_for_what_needs_both_and_the_host_is_measured_last(arguments: argparse.Namespace) -> None:
+    arguments.gpus = 3
+    run_all.JOBS["both"] = run_all.Job(3, "bench.py both --beside fast", gpus=2)
+    run_all.JOBS["fast"] = run_all.Job(1, "bench.py fast --beside both")
+    run = run_all.Run(list(run_all.JOBS), arguments)
+    run.work()
+    found = results(arguments)
+    assert (found["both"]["gpu"], found["fast"]["gpu"]) == ("0,1", "2"), "fast is the first in the order"
+    assert max(found[name]["end"] for name in ("fast", "broken", "both")) < found["host"]["begin"]
+    assert (run.waiting, run.failed) == (["endless"], ["broken"])
+
+
+def test_without_such_a_one_each_gpu_is_taken(arguments: argparse.Namespace) -> None:
+    arguments.gpus = 2
+    run_all.JOBS["fast"] = run_all.Job(1, "bench.py fast --beside other")
+    run_all.JOBS["other"] = run_all.Job(1, "bench.py other --beside fast")
+    run = run_all.Run(["fast", "other"], arguments)
+    run.work()
+    assert {line["gpu"] for line in results(arguments).values()} == {"0", "1"}
+    assert run.failed == []
 
 
 @pytest.mark.parametrize("name", run_all.JOBS)
@@ -78,4 +99,6 @@ def test_by_default_what_can_run_is_run() -> None:
     assert {"tensor_parallel", "vllm_plugin"} < needs_two
     assert set(run_all.default_jobs(1, "/peers")) == set(run_all.JOBS) - needs_two
     assert set(run_all.default_jobs(2, "")) == set(run_all.JOBS) - {"vllm_plugin"}
-    assert run_all.default_jobs(2, "/peers") == list(run_all.JOBS)
+    everything = run_all.default_jobs(2, "/peers")
+    assert set(everything) == set(run_all.JOBS)
+    assert everything == sorted(everything, key=lambda name: -run_all.JOBS[name].seconds), "the longest starts first"
