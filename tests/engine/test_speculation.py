@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -258,6 +259,56 @@ def test_drafts_are_fewer_the_more_sequences_run() -> None:
     assert guesses.draft(make_sequence([1, 2, 3, 4, 9, 1, 2, 3], max_tokens=8), 1, 9) == [4], "two tokens are left"
     assert guesses.draft(make_sequence([1, 2, 3, 4, 9, 1, 2, 3], speculative=False), 1, 9) == []
     assert Speculation(0).draft(sequence, 1, 9) == []
+
+
+class OneByOne(NgramDrafter):
+    """A drafter whose guesses take time, each of them."""
+
+    prepares = True
+
+
+def drafts_after(right: Callable[[], int], steps: int = 60, num_tokens: int = 7) -> list[int]:
+    """How many tokens a sequence may draft in each step, if so many of them are right as `right` says, or all."""
+    guesses = Speculation(num_tokens, OneByOne())
+    sequence = make_sequence([1, 2, 3, 4], max_tokens=1000)
+    counts = []
+    for _ in range(steps):
+        counts.append(guesses.num_wanted(sequence, 1, 99))
+        guesses.record(sequence, counts[-1], min(right(), counts[-1]))
+        guesses._histories[sequence].resume_at = 0  # no pause
+    return counts
+
+
+def test_a_drafter_that_takes_time_draws_a_few_more_than_are_right() -> None:
+    assert drafts_after(lambda: 3)[-1] == 5
+    assert drafts_after(lambda: 0)[-1] == 1
+    assert drafts_after(lambda: 99) == [7] * 60
+    changed = iter([0] * 30 + [99] * 30)
+    assert drafts_after(lambda: next(changed))[-1] == 7, "they may become right again"
+
+
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.7, 0.8, 0.9])
+def test_the_number_of_drafts_is_nearly_the_best_one(share: float) -> None:
+    """Each draft takes 1/12 of a step, as with a head of an 8B, and is right with the same probability."""
+    draw = random.Random(0)
+    right = [next(n for n in itertools.count() if draw.random() > share) for _ in range(4000)]
+    counts = drafts_after(iter(right).__next__, len(right))
+    tokens = sum(1 + min(pair) for pair in zip(right, counts, strict=True))
+    rate = tokens / sum(1 + count / 12 for count in counts)
+    best = max(sum(share**n for n in range(count + 1)) / (1 + count / 12) for count in range(1, 8))
+    assert rate > 0.96 * best
+
+
+def test_a_new_sequence_begins_with_the_average_of_others() -> None:
+    guesses = Speculation(7, OneByOne())
+    first = make_sequence([1, 2, 3, 4], max_tokens=1000)
+    for _ in range(60):
+        guesses.record(first, guesses.num_wanted(first, 1, 99), 2)
+    assert guesses.num_wanted(make_sequence([1, 2, 3, 4], max_tokens=1000), 1, 99) == 4
+    lookups = Speculation(7)
+    for _ in range(60):
+        lookups.record(first, 7, 2)
+    assert lookups.num_wanted(first, 1, 99) == 7, "a look-up costs the same for any number"
 
 
 def test_a_sequence_waits_for_its_newest_token_only_if_more_may_follow() -> None:
