@@ -4,8 +4,8 @@
 
 The script fetches flash-attn's source distribution and the package that its tests need, once, into --cache. It imports the
 files of tests unchanged, draws combinations from the grid of each test until --cases of them were not skipped, and calls the
-test with them. A case passes, is skipped by the test, is refused by fa_serve (by the name of the argument), computes a wrong
-result, or fails with another error. The exit status is 1 if a case is wrong or fails.
+test with them. A case passes, is skipped by the test, is refused by fa_serve (by the name of the argument), finds no memory on
+the GPU, computes a wrong result, or fails with another error. The exit status is 1 if a case is wrong or fails.
 
 On a machine without a GPU the tests' device "cuda" means the CPU, and only short sequences and narrow heads are drawn.
 """
@@ -141,6 +141,9 @@ def run(test: Any, case: dict[str, Any]) -> tuple[str, str]:
         return ("refused", error.field) if error.code == "unsupported" else ("error", traceback.format_exc())
     except UnsupportedError:
         return "refused", "no backend"
+    except torch.OutOfMemoryError:  # one test allocates 70 GiB
+        torch.cuda.empty_cache()
+        return "no memory", ""
     except AssertionError:
         return "wrong", traceback.format_exc()
     except Exception:  # whatever a foreign test raises is counted and shown
@@ -171,7 +174,7 @@ def run_suite(suite: str, source: Path, args: argparse.Namespace) -> dict[str, d
             if counts.total() - counts["skipped"] >= args.cases or time.monotonic() - begin > args.seconds:
                 break
         results[name] = dict(counts) | {"refused": dict(refused)}
-        words = "  ".join(f"{what} {counts[what]}" for what in ("passed", "skipped", "refused", "wrong", "error"))
+        words = "  ".join(f"{what} {counts[what]}" for what in ("passed", "skipped", "refused", "no memory", "wrong", "error"))
         reasons = "  ".join(f"{field}: {n}" for field, n in refused.most_common())
         print(f"{suite} {name:<38} {words}  {time.monotonic() - begin:6.1f} s  {reasons}", flush=True)
         if shown:
