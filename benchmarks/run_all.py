@@ -1,7 +1,7 @@
 """Run every benchmark, each in a separate process, on one GPU or side by side on several, and merge their results.
 
-    python benchmarks/run_all.py --peer-path DIR                         # 105 minutes on one H200; DIR has vLLM and FA3
-    python benchmarks/run_all.py --peer-path DIR --gpus 4 --seconds 1500
+    python benchmarks/run_all.py --peer-path DIR                         # about 105 minutes on one GPU; DIR has vLLM and FA3
+    python benchmarks/run_all.py --peer-path DIR --gpus 4                # about 50 minutes on four
     python benchmarks/run_all.py --peer-path DIR --gpus 2 --seconds 540 --only decode,engine_llama8b
     python benchmarks/run_all.py --list
 
@@ -36,7 +36,7 @@ HERE = Path(__file__).parent
 class Job:
     """One benchmark.
 
-    seconds: on H200s
+    seconds: an estimate, from runs on H100s and H200s
     peers:   "import" adds the path of the peers to PYTHONPATH, "path" passes it as --peer-path, "" does neither; "needed" is
              "path", and without a path there is nothing to measure
     gpus:    how many it needs: 1 or 2
@@ -137,6 +137,7 @@ class Run:
     def __init__(self, names: list[str], args: argparse.Namespace) -> None:
         self.waiting = list(names)
         self.running: list[str] = []
+        self.processes: list[subprocess.Popen[bytes]] = []
         self.free = list(range(args.gpus))
         self.args = args
         self.deadline = time.monotonic() + args.seconds
@@ -153,6 +154,13 @@ class Run:
                     self.changed.wait()
                 else:
                     return
+
+    def interrupt(self) -> None:
+        """End the jobs that run. Those that wait are not started."""
+        self.deadline = 0.0
+        for process in self.processes:
+            if process.poll() is None:
+                stop(process)
 
     def next(self) -> tuple[str, list[int]] | None:
         """Take the first job that can start now, and GPUs for it; None if there is none."""
@@ -210,6 +218,7 @@ class Run:
                 process = subprocess.Popen(
                     command, env=os.environ | own, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
                 )
+                self.processes.append(process)
                 try:
                     code = process.wait(min(1.5 * job.seconds + 30, self.deadline + 15 - time.monotonic()))
                 except subprocess.TimeoutExpired:
@@ -261,7 +270,10 @@ def main() -> None:
         return
     args.logs.mkdir(parents=True, exist_ok=True)
     run = Run(asked, args)
-    run.work()
+    try:
+        run.work()
+    except KeyboardInterrupt:
+        run.interrupt()
     for what, names in (("failed", run.failed), ("not started for lack of time or GPUs", run.waiting)):
         if names:
             print(f"{what}: {','.join(names)}")

@@ -44,7 +44,7 @@ def attention_gradients(spec: AttentionSpec, tensors: BackwardTensors, options: 
     """The gradients of one dense or packed call, by the fastest backend that supports the spec, whose op is "backward"."""
     if spec.deterministic or torch.are_deterministic_algorithms_enabled():
         spec = replace(spec, deterministic=True)
-        options = replace(options, deterministic=tensors.needs_dmask)
+        options = replace(options, deterministic=True)
     wanted = (tensors.needs_dsinks, tensors.needs_dmask, spec.deterministic)
     key = ("backward", facts(*tensors[:11], tensors.alibi_slopes), wanted, options)
     run = PLANS.get(key)

@@ -175,7 +175,15 @@ def _plan_dense(tensors: AttentionTensors, given: Options) -> Run:
     spec = _spec("dense", op, tensors, options, chunk, precision, deterministic=deterministic)
     if backend == "auto" and over_keys and decodes_chunks(spec, q.shape[0], q.shape[1], k.shape[1], _multiprocessors(q)):
         spec = replace(spec, op="decode")
-    complete = AttentionOptions(*options, q.shape[1], k.shape[1], return_lse, attention_chunk=chunk, precision=spec.precision)
+    complete = AttentionOptions(
+        *options,
+        q.shape[1],
+        k.shape[1],
+        return_lse,
+        deterministic=spec.deterministic,
+        attention_chunk=chunk,
+        precision=spec.precision,
+    )
     return _plan(select_backend(spec, backend), spec, tensors, complete)
 
 
@@ -195,7 +203,13 @@ def _plan_varlen(tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k: int
     check_out(tensors.out, q, v)
     spec = _spec("varlen", "attention", tensors, options, chunk, precision, deterministic=deterministic)
     complete = AttentionOptions(
-        *options, max_seqlen_q, max_seqlen_k, return_lse, attention_chunk=chunk, precision=spec.precision
+        *options,
+        max_seqlen_q,
+        max_seqlen_k,
+        return_lse,
+        deterministic=spec.deterministic,
+        attention_chunk=chunk,
+        precision=spec.precision,
     )
     return _plan(select_backend(spec, backend), spec, tensors, complete)
 

@@ -71,8 +71,8 @@ class Settings(BaseSettings):
     target_itl: float | None = _option(
         None,
         "Milliseconds from one token to the next up to which the prompts of others may slow an answer down: prompts are "
-        "computed in chunks of that size. By default 4 decoding steps as measured, and at least 20; 0 is no limit, and the "
-        "default on a CPU.",
+        "computed in chunks of that size. By default 4 decoding steps as measured, 5 for a step that completes a prompt, and "
+        "at least 20; 0 is no limit, and the default on a CPU.",
         "Engine",
         ge=0,
         allow_inf_nan=False,

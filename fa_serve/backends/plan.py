@@ -190,7 +190,7 @@ class AttentionOptions:
     num_splits:  as in `fa_serve.attention_paged`
     skip_q:      sequences with up to this many queries are left to another kernel, see `mixed`. For the op "decode" the bound
                  is `max_seqlen_q`: sequences with more queries are left to another kernel
-    deterministic: gradients repeat in every bit where that needs memory for all scores: of a mask, and in the backend sdpa
+    deterministic: as in `AttentionSpec`
     attention_chunk: keys per chunk, 0 without chunks; window_size is (-1, 0) with them. The query at position p, counted from
                  the sequence's first key, sees the keys from p // attention_chunk * attention_chunk to p
     precision:   as in `fa_serve.attention`

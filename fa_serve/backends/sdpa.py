@@ -3,8 +3,9 @@
 On a CPU it calls the operator below scaled_dot_product_attention directly, because that operator also returns the log-sum-exp.
 With it, sinks cost one multiplication and lse costs nothing. Where a mask is needed (bottom-right causality with unequal
 lengths, windows, explicit masks), the queries are cut into row chunks, and each row chunk sees only the keys that its rows can
-reach, so memory stays linear in the sequence length. No fused operator has softcap, so it is computed with the scores in
-memory, row chunk by row chunk. A block_mask is expanded to a mask of every query and key.
+reach, so memory stays linear in the sequence length. No fused operator has softcap, and those of a GPU add to gradients in any
+order. So calls with a softcap, or whose gradients have to repeat, are computed with the scores in memory, row chunk by row
+chunk. A block_mask is expanded to a mask of every query and key.
 
 Everything here is differentiable. This module leaves out CUDA graphs (the host reads lengths) and speed on GPUs.
 """
@@ -51,7 +52,6 @@ class SdpaBackend:
         if spec.op == "store_kv":
             return _store_kv
         assert options is not None
-        options = replace(options, deterministic=spec.deterministic)
         if spec.op == "backward":
             return plan_recomputed(partial(_ATTENTION[spec.layout], replace(options, return_lse=True)))
         return partial(_ATTENTION[spec.layout], options)
@@ -230,7 +230,8 @@ def _attend(
     if right >= 0 and seqlen_q == 1:
         right = -1  # the last query sees up to the last key, so there is nothing to hide
     implicit = left < 0 and (right < 0 or (right == 0 and offset == 0)) and not chunk and alibi_slopes is None
-    if implicit and (mask is None or right < 0) and (not options.softcap or seqlen_q <= CHUNK):
+    forms_scores = options.softcap or _adds_in_any_order(q, options)
+    if implicit and (mask is None or right < 0) and (not forms_scores or seqlen_q <= CHUNK):
         # torch keeps no score matrix here either, so one call does
         bias = None if mask is None else _as_bias(mask, q)
         out, one_lse = _one_call(q, k, v, options, right == 0, sinks, bias)
@@ -301,10 +302,10 @@ def _one_call(
     wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     bias_grad = torch.is_grad_enabled() and bias is not None and bias.requires_grad
     exact_bias = bias is not None and bias.dtype != q.dtype
-    repeats = options.deterministic and wants_grad and q.device.type != "cpu"
-    if options.softcap or bias_grad or repeats or ((uses_lse or exact_bias) and (wants_grad or q.device.type != "cpu")):
+    forms_scores = options.softcap or bias_grad or _adds_in_any_order(q, options)
+    if forms_scores or ((uses_lse or exact_bias) and (wants_grad or q.device.type != "cpu")):
         # No fused operator has softcap, or gradients of a mask or through lse. Only the CPU's operator returns lse, and takes a
-        # bias of another dtype. The gradients of a GPU's fused operators may be added in any order.
+        # bias of another dtype.
         out, lse = _with_scores(q, k, v, scale, causal, options.softcap, bias)
     elif q.device.type == "cpu":
         out, lse = _fused_cpu(q, k, v, scale, causal, bias)
@@ -322,6 +323,11 @@ def _one_call(
         out = (out * share[..., None]).to(out.dtype)
         lse = torch.logaddexp(lse, sink)
     return out, lse if options.return_lse else None
+
+
+def _adds_in_any_order(q: Tensor, options: AttentionOptions) -> bool:
+    """Whether gradients have to repeat, and those of the device's fused operators would not."""
+    return options.deterministic and q.device.type != "cpu"
 
 
 def _fused_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, bias: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ a compiler counts little. The first rows of a step cost less than later ones, be
 of reading the weights. Therefore the share is at most one size larger than the largest recent one.
 
 Without a target, a step may compute a third more prompt tokens than its share if that completes a prompt. The rest would make
-another step late. With few prompts, it is such steps that lift the share of late tokens above one in twenty.
+another step late. At 6 requests a second to an 8B on an H100, 5 to 6% of the steps computed prompts without this rule.
 
 Prompts never starve: a step may compute MIN_PROMPT_TOKENS of them whatever the target is. Steps have four sizes for each power
 of two, because a step of a new size may need another CUDA graph.
@@ -28,11 +28,12 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 
 TARGET_STEPS = 4
-"""Without a target, a step with prompts may take as long as so many steps that only decode. Prompts get three quarters."""
+"""Without a target, a step with prompts may take as long as so many steps that only decode: prompts get three quarters of it. A
+step that completes a prompt may take one more."""
 TARGET_SECONDS = 0.02
 """And in any case as long as this, which is 50 tokens per second, several times as fast as people read."""
 COMPLETING = 3
-"""Without a target, the share grows by one part in so many where that completes a prompt."""
+"""Without a target, a step may compute limit + limit // COMPLETING prompt tokens if that completes a prompt."""
 MIN_PROMPT_TOKENS = 64
 """Prompt tokens that every step may compute. CUDA graphs of steps with prompts have a multiple of so many tokens."""
 RECENT = 64

@@ -72,12 +72,14 @@ class ScheduledBatch:
         """Tokens that still fit into the step."""
         return self.max_tokens - self.num_tokens
 
-    def prompt_tokens(self, missing: int) -> int:
-        """How many of the tokens that a prompt lacks still fit into the step."""
-        room, completing = (min(self.room, limit - self.num_prompt_tokens) for limit in self.prompt_limits)
-        if room > 0 and missing <= completing:
-            return missing
-        return max(min(missing, room), 0)
+    @property
+    def prompt_room(self) -> int:
+        """Prompt tokens that still fit into the step."""
+        return max(min(self.room, self.prompt_limits[0] - self.num_prompt_tokens), 0)
+
+    def completes(self, missing: int) -> bool:
+        """Whether so many tokens, which a prompt lacks, fit into the step."""
+        return self.prompt_room > 0 and missing <= min(self.room, self.prompt_limits[1] - self.num_prompt_tokens)
 
     def append(self, chunk: Chunk) -> None:
         self.chunks.append(chunk)

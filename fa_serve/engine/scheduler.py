@@ -317,9 +317,10 @@ class Scheduler:
         missing = sequence.num_tokens - sequence.num_computed
         if missing == 1:
             return 1
-        length = batch.prompt_tokens(missing)
-        if sequence.num_prompt_logits(length):
-            length = min(length, MAX_PROMPT_LOGITS - batch.num_prompt_logits)
+        length = missing if batch.completes(missing) else min(missing, batch.prompt_room)
+        logits = MAX_PROMPT_LOGITS - batch.num_prompt_logits
+        if length > logits and sequence.num_prompt_logits(length):
+            length = min(logits, batch.prompt_room)
         return length
 
     def _append(self, batch: ScheduledBatch, sequence: SequenceState, length: int, drafts: Sequence[int] = ()) -> None:

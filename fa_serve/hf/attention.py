@@ -141,6 +141,7 @@ def _attend(call: LayerCall) -> Tensor:
         window_size=_needed_window(call.visible_window, call.key.shape[2]),
         attention_chunk=call.visible_chunk,
         softcap=call.softcap,
+        deterministic=call.deterministic,
     )
     return out.contiguous()  # models view it as they like, and the sdpa backend may compute heads before tokens
 
@@ -160,6 +161,7 @@ def _attend_packed(call: LayerCall, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) 
         window_size=_needed_window(call.visible_window, call.key.shape[2]),
         attention_chunk=call.visible_chunk,
         softcap=call.softcap,
+        deterministic=call.deterministic,
     )
     packed: Tensor = out[None]
     return packed

@@ -26,7 +26,7 @@ from fa_serve.spec import UnsupportedModelError
 NAME = "fa_serve"
 
 # What a model's eager attention may name, and what its modules may pass. `attention_forward` handles or refuses all of it, or
-# it does not change the numbers (position_ids, deterministic).
+# it does not change the numbers (position_ids).
 _KNOWN = {
     "module",
     "query",

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch
 from block_sparse_cases import BASE, SparseCase, check_sparse, make_lists
 from block_sparse_cases import CASES as SPARSE
 from cases import DENSE, PAGED, VARLEN, Case, check, check_without_keys, params
+from torch import Tensor
 
 import fa_serve
 from fa_serve.backends import sdpa
+from fa_serve.backends.plan import AttentionOptions
 from fa_serve.testing import cu_seqlens, make_paged, make_qkv
 
 
@@ -198,3 +203,23 @@ def test_a_row_without_keys_is_nothing_whatever_the_sinks() -> None:
         given = [x.clone().requires_grad_() for x in (q, k, v)]
         fa_serve.attention(*given, **hidden, backend=backend).sum().backward()
         assert backend == "reference" or all(x.grad.isfinite().all() for x in given)
+
+
+@pytest.mark.parametrize("seqlen", [40, 600])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gradients_that_repeat_are_of_products_of_matrices(seqlen: int, device: str, deterministic: bool) -> None:
+    """The fused operators of other devices than a CPU add to gradients in any order. "meta" stands for such a device."""
+    q = torch.empty(1, seqlen, 2, 16, device=device, requires_grad=True)
+    options = AttentionOptions(0.25, (-1, 0), 0.0, seqlen, seqlen, False, deterministic=deterministic)
+    rows = []
+    with_scores = sdpa._with_scores
+
+    def watch(part: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+        rows.append(part.shape[2])
+        return with_scores(part, *given)
+
+    with mock.patch.object(sdpa, "_with_scores", watch):
+        sdpa._attend(q, q, q, options, None)
+    chunks = [min(sdpa.CHUNK, seqlen - start) for start in range(0, seqlen, sdpa.CHUNK)]
+    assert rows == (chunks if deterministic and device == "meta" else [])

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduling import Device, make_request, make_scheduler
 
-from fa_serve.engine import EngineConfig
+from fa_serve.engine import EngineConfig, SamplingParams
 from fa_serve.engine.prompt_share import MIN_PROMPT_TOKENS, RECENT, TARGET_SECONDS, TARGET_STEPS, PromptShare
 from fa_serve.engine.scheduled_batch import ScheduledBatch
 from fa_serve.engine.scheduler import Scheduler
@@ -219,6 +219,23 @@ def test_a_prompt_is_not_divided_for_a_small_rest(target: float | None, excess: 
     length = int(excess * limit)
     divided = excess > (4 / 3 if target is None else 1)
     assert chunks_of(length) == ([limit, length - limit] if divided else [length])
+
+
+def test_a_prompt_that_cannot_be_completed_keeps_the_share() -> None:
+    """A step makes log-probabilities of at most 256 prompt tokens."""
+    share = PromptShare()
+    share.limits = lambda num_rows, room: (240, 320)  # type: ignore[method-assign]
+    run = Run(share)
+    run.scheduler.add(make_request("first", [1] * 20, 400))
+    for _ in range(3):
+        run.step()
+    for serial, logprobs in ((2, None), (3, 0)):
+        params = SamplingParams(prompt_logprobs=logprobs)
+        sequence = run.scheduler.add(make_request(str(serial), [serial] * 300, 1, serial=serial, params=params))
+        lengths = []
+        while not sequence.finished:
+            lengths += [chunk.length for chunk in run.step().chunks if chunk.sequence is sequence]
+        assert lengths == ([300] if logprobs is None else [240, 60])
 
 
 def test_equal_times_give_equal_steps() -> None:

@@ -287,7 +287,7 @@ def test_a_drafter_that_takes_time_draws_a_few_more_than_are_right() -> None:
     assert drafts_after(lambda: next(changed))[-1] == 7, "they may become right again"
 
 
-@pytest.mark.parametrize("share", [0.3, 0.5, 0.7, 0.8, 0.9])
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.7, 0.85, 0.9])
 def test_the_number_of_drafts_is_nearly_the_best_one(share: float) -> None:
     """Each draft takes 1/12 of a step, as with a head of an 8B, and is right with the same probability."""
     draw = random.Random(0)

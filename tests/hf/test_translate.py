@@ -65,8 +65,10 @@ def test_every_other_word() -> None:
     assert found.sinks is sinks
     assert found.position_bias is bias
     assert found.mask is found.cu_seqlens_q is found.cu_seqlens_k is None
+    assert found.deterministic
     plain = call()
     assert (plain.softmax_scale, plain.softcap, plain.sinks, plain.position_bias) == (None, 0.0, None, None)
+    assert not plain.deterministic
 
 
 def test_free_room_of_a_static_cache_is_cut_off() -> None:

@@ -39,8 +39,8 @@ from fa_serve.backends.triton.triton_tiles import BackwardTiles, TileConfig, bac
 def plan_backward(tensors: BackwardTensors, options: AttentionOptions, tiles: BackwardTiles | None = None) -> Run:
     """Plan calls that look like this one, dense or packed: a run maps `BackwardTensors` to `Gradients`.
 
-    options.deterministic matters for the gradient of a mask only, because the others always repeat. `tiles` overrides the
-    choice, for tuning.
+    Gradients repeat in every bit. Only that of a mask needs memory for all scores for it, which options.deterministic asks for.
+    `tiles` overrides the choice, for tuning.
     """
     return _BackwardPlan(tensors, options, tiles)
 
