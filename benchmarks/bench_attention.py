@@ -309,6 +309,7 @@ def main() -> None:
         parser.error(f"--tiny is for {', '.join(tiny)}, got {args.bench}")
     torch.manual_seed(0)
     args.cells = Cells(args.cells, args.budget)
+    args.cells.end_at_a_signal()
     (measured | tuned)[args.bench](args)
     args.cells.report()
 

@@ -8,7 +8,9 @@ installed. If FlashAttention-3 or 4 cannot be imported, the reason is printed.
 from __future__ import annotations
 
 import json
+import math
 import os
+import signal
 import statistics
 import subprocess
 import time
@@ -50,6 +52,14 @@ class Cells:
             return True
         self.left_out.append(case)
         return False
+
+    def end_at_a_signal(self) -> None:
+        """At the first Ctrl-C no further cell begins, and those that were measured are written. A second one interrupts."""
+        signal.signal(signal.SIGINT, self._end)
+
+    def _end(self, number: int, frame: object) -> None:
+        self.end = -math.inf
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def report(self) -> None:
         if self.left_out:

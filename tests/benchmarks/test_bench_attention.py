@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import signal
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +26,13 @@ CASES = {
 }
 CELLS = {"latent": [], "sparse": ["--cells", "25%"], "backward": []}
 PEERS = {"latent": set(), "sparse": {"flex", "dense"}, "backward": {"math"}}
+
+
+@pytest.fixture(autouse=True)
+def handler_of_interrupts() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def run(bench: str, out: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> list[dict]:
@@ -48,6 +57,21 @@ def test_every_cell_is_measured_after_the_gate(bench: str, tmp_path: Path, monke
 def test_no_cell_is_begun_after_the_budget(tmp_path: Path, monkeypatch, capsys) -> None:
     assert run("backward", tmp_path, monkeypatch, "--budget", "0", "--cells", "causal") == []
     assert "not measured for lack of time: d64_causal_256, d64_causal_64" in capsys.readouterr().out
+
+
+def test_an_interrupt_ends_the_bench_with_what_was_measured(tmp_path: Path, monkeypatch, capsys) -> None:
+    add = measure.Results.add
+
+    def add_and_interrupt(*given: object) -> float:
+        ratio = add(*given)
+        signal.raise_signal(signal.SIGINT)
+        return ratio
+
+    monkeypatch.setattr(measure.Results, "add", add_and_interrupt)
+    assert len(run("backward", tmp_path, monkeypatch)) == 1
+    assert "not measured for lack of time" in capsys.readouterr().out
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
 
 
 @pytest.mark.parametrize("bench", CASES)
