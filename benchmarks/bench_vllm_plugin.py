@@ -44,14 +44,13 @@ SMALL = ("tiny", "mistral", "gptoss20b")
 SHAPES["mistral"] = SHAPES["tiny"] | {"model_type": "mistral", "sliding_window": 100}
 LONG = (16, 32_000, 64)
 """Sequences, tokens of their prompts, tokens that they decode."""
+WRITING = threading.Lock()
 PROMPTS = (1, 17, 90, 130, 250, 400)
 TOKENS = 24
 
 
 def run(args: argparse.Namespace) -> None:
     """Make the models, serve each with every backend, and report."""
-    from measure import Results
-
     wanted = {"tokens": list(SMALL), "rates": [args.shape], "all": [args.shape, *SMALL]}[args.part]  # the longest first
     answers: dict[tuple[str, str], dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="bench_vllm_") as temporary:
@@ -70,19 +69,25 @@ def run(args: argparse.Namespace) -> None:
     wrong = compare([shape for shape in wanted if shape in SMALL], args.backends, answers)
     if wrong:
         sys.exit(f"nothing is written: {'; '.join(wrong)}")
+    for line in write_rates(answers, args):
+        say(line)
+
+
+def write_rates(answers: dict[tuple[str, str], dict[str, Any]], args: argparse.Namespace) -> list[str]:
+    """Write the rates of CUSTOM that are known, beside those of the other backends. Returns a line of text for each."""
+    from measure import Results
+
     results = Results("vllm_plugin", args.out)
-    ours = answers.get((args.shape, "CUSTOM"), {})
-    for case, rate in ours.items():
+    lines = []
+    for case, rate in answers.get((args.shape, "CUSTOM"), {}).items():
         peers = {name: answers.get((args.shape, name), {}).get(case) for name in args.backends if name != "CUSTOM"}
         known = {name: value for name, value in peers.items() if value is not None}
         ratio = results.add(f"{args.shape} {case}", "tok/s", rate, known)
-        say(
-            f"{case:<8}{rate:12.5g}  "
-            + "  ".join(f"{name} {value:.5g}" for name, value in known.items())
-            + f"  ratio {ratio:.3f}"
-        )
-    if ours:
+        others = "  ".join(f"{name} {value:.5g}" for name, value in known.items())
+        lines.append(f"{case:<8}{rate:12.5g}  {others}  ratio {ratio:.3f}")
+    if lines:
         results.merge()
+    return lines
 
 
 def declare_plugin(folder: Path) -> None:
@@ -120,7 +125,7 @@ def work(
     answers: dict[tuple[str, str], dict[str, Any]],
     args: argparse.Namespace,
 ) -> None:
-    """Serve models on one GPU until there is none left."""
+    """Serve models on one GPU until there is none left. Rates that no gate holds back are written when a backend has ended."""
     while True:
         try:
             shape, backend = jobs.get_nowait()
@@ -141,6 +146,9 @@ def work(
         else:
             say(f"{shape} {backend}: not finished after {time.time() - begin:.0f} s\n{''.join(log)}")
         answers[shape, backend] = result
+        if args.part == "rates":
+            with WRITING:
+                write_rates(answers, args)
 
 
 def compare(shapes: list[str], backends: list[str], answers: dict[tuple[str, str], dict[str, Any]]) -> list[str]:

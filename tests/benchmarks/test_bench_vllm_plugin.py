@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
+import json
+import queue
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import bench_vllm_plugin
@@ -85,3 +89,25 @@ def test_the_plugin_of_a_clone_is_declared(tmp_path: Path) -> None:
     assert [(point.group, point.name, point.load().__name__) for point in found.entry_points] == [
         ("vllm.general_plugins", "fa_serve", "register")
     ]
+
+
+def test_rates_are_written_when_a_backend_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was measured is not lost if a later backend never ends."""
+    written: list[dict[str, float]] = []
+
+    def answers(command: list[str], *given: object) -> Iterator[object]:
+        path = tmp_path / "vllm_plugin.jsonl"
+        written.append(json.loads(path.read_text())["peers"] if path.exists() else {})
+        yield {"A": {"CUSTOM": 6.0, "FLASH_ATTN": 3.0, "TRITON_ATTN": 2.0}[command[-1]]}
+        yield "done"
+
+    monkeypatch.setattr(bench_vllm_plugin, "told", answers)
+    backends = list(bench_vllm_plugin.BACKENDS)
+    args = argparse.Namespace(part="rates", shape="tiny", backends=backends, out=tmp_path, peer_path="", budget=1.0)
+    jobs: queue.Queue[tuple[str, str]] = queue.Queue()
+    for backend in args.backends:
+        jobs.put(("tiny", backend))
+    bench_vllm_plugin.work(jobs, "0", tmp_path, {}, args)
+    assert written == [{}, {}, {"FLASH_ATTN": 3.0}]
+    line = json.loads((tmp_path / "vllm_plugin.jsonl").read_text())
+    assert (line["case"], line["ours"], line["peers"]) == ("tiny A", 6.0, {"FLASH_ATTN": 3.0, "TRITON_ATTN": 2.0})
