@@ -36,7 +36,7 @@ from typing import Any
 
 from child_process import LOG_LINES
 from child_process import answers as told
-from engine_workloads import SHAPES, WORKLOADS, make_model, save_tokenizer, say, tiny_sizes
+from engine_workloads import SHAPES, WORKLOADS, make_folder, make_model, save_tokenizer, say, tiny_sizes
 
 HERE = Path(__file__).parent
 BACKENDS = ("CUSTOM", "FLASH_ATTN", "TRITON_ATTN")
@@ -104,16 +104,18 @@ def declare_plugin(folder: Path) -> None:
 def make(shape: str, folder: Path, small: bool, device: str) -> None:
     import torch
 
-    changes: dict[str, Any] = {}
     if small:
         # vLLM's kernels want heads of 64, and large weights keep logits apart
         changes = tiny_sizes(shape) | {"initializer_range": 0.2, "sliding_window": SHAPES[shape].get("sliding_window")}
-        changes = {name: value for name, value in changes.items() if value is not None}
-    torch.manual_seed(0)
-    model = make_model(shape, device, dtype=torch.bfloat16, **changes)
-    model.save_pretrained(folder)
-    save_tokenizer(folder, model.config.vocab_size)
-    del model
+        torch.manual_seed(0)
+        known = {name: value for name, value in changes.items() if value is not None}
+        model = make_model(shape, device, dtype=torch.bfloat16, **known)
+        model.save_pretrained(folder)
+        save_tokenizer(folder, model.config.vocab_size)
+        del model
+    else:
+        folder.mkdir()
+        make_folder(shape, folder, device)
     if device == "cuda":
         torch.cuda.empty_cache()  # vLLM asks for a share of the whole device
 

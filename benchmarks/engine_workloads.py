@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 import json
+import os
 import random
 import re
 import sys
@@ -11,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+KEPT_MODELS = "FA_SERVE_BENCH_MODELS"
 LIMIT = 4096  # max_model_len of every engine
 SHARED = 2048
 TOP_P = {"temperature": 0.7, "top_p": 0.9}
@@ -248,7 +251,27 @@ def make_model(shape: str, device: str, *, dtype: Any, **changes: Any) -> Any:
 
 
 def make_folder(shape: str, folder: Path, device: str) -> None:
-    """Write weights and config, and a tokenizer with one word for each id."""
+    """Write weights and config, and a tokenizer with one word for each id.
+
+    If the variable KEPT_MODELS names a folder, the files are written there once, and are linked to.
+    """
+    kept = os.environ.get(KEPT_MODELS)
+    if kept is None:
+        write_folder(shape, folder, device)
+        return
+    source = Path(kept) / shape
+    source.mkdir(parents=True, exist_ok=True)
+    made = Path(kept) / f"{shape}.made"
+    with (Path(kept) / f"{shape}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another benchmark may be writing it
+        if not made.exists():
+            write_folder(shape, source, device)
+            made.touch()
+    for file in source.iterdir():
+        (folder / file.name).symlink_to(file)
+
+
+def write_folder(shape: str, folder: Path, device: str) -> None:
     import torch
 
     if shape in SPARSE:

@@ -10,7 +10,7 @@ last lines name these and those that failed. A benchmark writes into a temporary
 because it took too long, its lines replace those of the same cases in --out. What it printed is in --logs. Without --peer-path,
 the peers are PyTorch's kernels. Benchmarks that run side by side share the host, so each GPU needs eight cores or more. Those
 that need two GPUs run on the first two, which take no others until these have ended; without --gpus 2 they are left out. Those
-that measure the host's work need one thread each and run last.
+that measure the host's work need one thread each and run last. Models of KEPT_SHAPES are written once for all benchmarks.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ import tempfile
 import threading
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
-from engine_workloads import SPECULATING
+from engine_workloads import KEPT_MODELS, SPECULATING
 
 HERE = Path(__file__).parent
 
@@ -49,7 +50,14 @@ class Job:
     gpus: int = 1
     quiet: bool = False
 
+    def shapes(self) -> set[str]:
+        """The models that its command names."""
+        words = self.command.split()
+        return {name for flag, names in pairwise(words) if flag in ("--shape", "--shapes") for name in names.split(",")}
 
+
+KEPT_SHAPES = {"llama8b", "qwen06"}
+"""Models that many benchmarks need. They take 17 GB of the folder for temporary files."""
 GENERATE = "bench_generate.py"
 ENGINE = "bench_engine.py --workloads A,D,C,shared,B,sampled"
 JOBS = {
@@ -124,17 +132,19 @@ JOBS = {
     "replicas_of_two_servers": Job(
         250, "bench_replicas.py --shape llama8b --device cuda --parts throughput --servers 2", gpus=2
     ),
-    "vllm_plugin": Job(350, "bench_vllm_plugin.py --gpus 0,1", "needed", gpus=2),
+    "vllm_plugin": Job(350, "bench_vllm_plugin.py --shape llama8b --gpus 0,1", "needed", gpus=2),
 }
 
 
 class Run:
     """The jobs that wait, those that run and those that failed, and the GPUs that are free.
 
-    names: of the jobs, in the order in which they are to start
+    names:  of the jobs, in the order in which they are to start
+    models: a folder for the models of KEPT_SHAPES
     """
 
-    def __init__(self, names: list[str], args: argparse.Namespace) -> None:
+    def __init__(self, names: list[str], args: argparse.Namespace, models: str) -> None:
+        self.models = models
         self.waiting = list(names)
         self.running: list[str] = []
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -214,6 +224,8 @@ class Run:
                 command += ["--peer-path", self.args.peer_path] if self.args.peer_path else []
                 command += ["--no-peers"] if not self.args.peer_path and "bench_engine" in job.command else []
             own = {"CUDA_VISIBLE_DEVICES": gpus, "PYTHONPATH": os.pathsep.join(filter(None, path)), "PYTHONUNBUFFERED": "1"}
+            if job.shapes() and job.shapes() <= KEPT_SHAPES:
+                own[KEPT_MODELS] = self.models
             with (self.args.logs / f"{name}.log").open("w") as log:
                 process = subprocess.Popen(
                     command, env=os.environ | own, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
@@ -269,11 +281,12 @@ def main() -> None:
         print("\n".join(f"{name:<20}{job.seconds:>5} s  {job.command}" for name, job in JOBS.items()))
         return
     args.logs.mkdir(parents=True, exist_ok=True)
-    run = Run(asked, args)
-    try:
-        run.work()
-    except KeyboardInterrupt:
-        run.interrupt()
+    with tempfile.TemporaryDirectory(prefix="run_all_models_", ignore_cleanup_errors=True) as models:
+        run = Run(asked, args, models)
+        try:
+            run.work()
+        except KeyboardInterrupt:
+            run.interrupt()
     for what, names in (("failed", run.failed), ("not started for lack of time or GPUs", run.waiting)):
         if names:
             print(f"{what}: {','.join(names)}")

@@ -27,6 +27,37 @@ def test_a_file_with_holes_has_one_layer_and_a_few_embeddings(tmp_path: Path, mo
     assert not embeddings[64:].any()
 
 
+def test_a_model_that_is_kept_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(
+        engine_workloads.SHAPES, "qwen06", engine_workloads.SHAPES["qwen06"] | engine_workloads.tiny_sizes("qwen06")
+    )
+    monkeypatch.setenv(engine_workloads.KEPT_MODELS, str(tmp_path / "kept"))
+    written = []
+    write = engine_workloads.write_folder
+
+    def write_half_at_first(shape: str, folder: Path, device: str) -> None:
+        written.append(folder)
+        if len(written) == 1:
+            (folder / "config.json").write_text("{")
+            raise OSError("no space")
+        write(shape, folder, device)
+
+    monkeypatch.setattr(engine_workloads, "write_folder", write_half_at_first)
+    (tmp_path / "kept").mkdir()
+    folders = [tmp_path / name for name in ("first", "second", "third")]
+    for folder in folders:
+        folder.mkdir()
+    with pytest.raises(OSError, match="no space"):
+        engine_workloads.make_folder("qwen06", folders[0], "cpu")
+    assert not list(folders[0].iterdir()), "a model that is not complete is not used"
+    for folder in folders[1:]:
+        engine_workloads.make_folder("qwen06", folder, "cpu")
+        assert (
+            AutoModelForCausalLM.from_pretrained(folder).config.hidden_size == engine_workloads.SHAPES["qwen06"]["hidden_size"]
+        )
+    assert written == [tmp_path / "kept" / "qwen06"] * 2
+
+
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
     for file in folder.glob("*.safetensors"):

@@ -26,6 +26,7 @@ gpu = os.environ['CUDA_VISIBLE_DEVICES']
 line = {'case': sys.argv[1], 'ours': 2, 'gpu': gpu, 'begin': begin, 'end': time.time()}
 open(folder + '/bench.jsonl', 'w').write(json.dumps(line) + '\\n')
 print('measured', sys.argv[1:2], '--peer-path' in sys.argv, os.environ['PYTHONPATH'])
+print(os.environ.get('FA_SERVE_BENCH_MODELS'))
 sys.exit(sys.argv[1] == 'broken')
 """
 
@@ -56,7 +57,7 @@ def test_lines_take_their_places_and_what_failed_or_had_no_time_is_named(argumen
     arguments.out.mkdir()
     kept = "".join(json.dumps({"case": case, "ours": 1}) + "\n" for case in ("broken", "other"))
     (arguments.out / "bench.jsonl").write_text(kept)
-    run = run_all.Run(list(run_all.JOBS), arguments)
+    run = run_all.Run(list(run_all.JOBS), arguments, "")
     run.work()
     assert (run.failed, run.waiting) == (["broken"], ["endless", "both"]), "one had no time, the other no second GPU"
     found = results(arguments)
@@ -71,7 +72,7 @@ def test_two_gpus_are_kept_for_what_needs_both_and_the_host_is_measured_last(arg
     arguments.gpus = 3
     run_all.JOBS["both"] = run_all.Job(3, "bench.py both --beside fast", gpus=2)
     run_all.JOBS["fast"] = run_all.Job(1, "bench.py fast --beside both")
-    run = run_all.Run(list(run_all.JOBS), arguments)
+    run = run_all.Run(list(run_all.JOBS), arguments, "")
     run.work()
     found = results(arguments)
     assert (found["both"]["gpu"], found["fast"]["gpu"]) == ("0,1", "2"), "fast is the first in the order"
@@ -83,15 +84,22 @@ def test_each_gpu_is_taken_if_no_benchmark_needs_two(arguments: argparse.Namespa
     arguments.gpus = 2
     run_all.JOBS["fast"] = run_all.Job(1, "bench.py fast --beside other")
     run_all.JOBS["other"] = run_all.Job(1, "bench.py other --beside fast")
-    run = run_all.Run(["fast", "other"], arguments)
+    run = run_all.Run(["fast", "other"], arguments, "")
     run.work()
     assert {line["gpu"] for line in results(arguments).values()} == {"0", "1"}
     assert run.failed == []
 
 
+def test_models_that_many_need_are_kept(arguments: argparse.Namespace) -> None:
+    run_all.JOBS["fast"] = run_all.Job(1, "bench.py fast --shapes qwen06,llama8b")
+    run_all.JOBS["other"] = run_all.Job(1, "bench.py other --shapes llama8b,qwen30a3b")
+    run_all.Run(["fast", "other"], arguments, "/models").work()
+    assert [(arguments.logs / f"{name}.log").read_text().split()[-1] for name in ("fast", "other")] == ["/models", "None"]
+
+
 def test_an_interrupt_ends_what_runs_and_starts_nothing_more(arguments: argparse.Namespace) -> None:
     run_all.JOBS["endless"] = run_all.Job(1, "bench.py endless --beside nobody")
-    run = run_all.Run(["endless", "fast"], arguments)
+    run = run_all.Run(["endless", "fast"], arguments, "/models")
     worker = threading.Thread(target=run.work)
     worker.start()
     begun = arguments.logs.parent / "bench.pyendless"
