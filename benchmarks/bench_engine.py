@@ -67,11 +67,9 @@ def run(args: argparse.Namespace) -> None:
     for shape in args.shapes:
         deadline = time.time() + args.budget
         model = shape if args.tensor_parallel == 1 else f"{shape} on {args.tensor_parallel} GPUs"
-        with tempfile.TemporaryDirectory(prefix="bench_engine_") as temporary:
-            folder = temporary if args.models is None else str(args.models / shape)
+        with tempfile.TemporaryDirectory(prefix="bench_engine_") as folder:
             say(f"{shape}: budget {args.budget:.0f} s")
-            made = (Path(folder) / "tokenizer.json").exists()
-            if not made and "done" not in dict(child("prepare", shape, folder, [], deadline, args)):
+            if "done" not in dict(child("prepare", shape, folder, [], deadline, args)):
                 sys.exit(
                     "nothing is measured: the engine's tokens are not those of model.generate, or the model cannot be made"
                 )
@@ -211,7 +209,6 @@ def main() -> None:
         default=180.0,
         help="seconds for each shape; for decode and profile they start when the model is made",
     )
-    parser.add_argument("--models", type=Path, help="keep models there; the gate is run when one is made")
     parser.add_argument("--requests", type=int, help="so many of each workload's at most")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--layers", type=int, metavar="N", help="models get at most so many, to load large ones sooner")

@@ -44,9 +44,9 @@ SMALL = ("tiny", "mistral", "gptoss20b")
 SHAPES["mistral"] = SHAPES["tiny"] | {"model_type": "mistral", "sliding_window": 100}
 LONG = (16, 32_000, 64)
 """Sequences, tokens of their prompts, tokens that they decode."""
-WRITING = threading.Lock()
 PROMPTS = (1, 17, 90, 130, 250, 400)
 TOKENS = 24
+WRITING = threading.Lock()
 
 
 def run(args: argparse.Namespace) -> None:

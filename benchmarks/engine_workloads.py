@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 KEPT_MODELS = "FA_SERVE_BENCH_MODELS"
+"""The variable that names a folder in which models are kept for other benchmarks."""
 LIMIT = 4096  # max_model_len of every engine
 SHARED = 2048
 TOP_P = {"temperature": 0.7, "top_p": 0.9}
@@ -253,7 +254,7 @@ def make_model(shape: str, device: str, *, dtype: Any, **changes: Any) -> Any:
 def make_folder(shape: str, folder: Path, device: str) -> None:
     """Write weights and config, and a tokenizer with one word for each id.
 
-    If the variable KEPT_MODELS names a folder, the files are written there once, and are linked to.
+    With KEPT_MODELS the files are written into its folder once, and `folder` links to them.
     """
     kept = os.environ.get(KEPT_MODELS)
     if kept is None:

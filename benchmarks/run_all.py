@@ -287,6 +287,7 @@ def main() -> None:
             run.work()
         except KeyboardInterrupt:
             run.interrupt()
+            run.work()  # until the results of those that have ended are merged
     for what, names in (("failed", run.failed), ("not started for lack of time or GPUs", run.waiting)):
         if names:
             print(f"{what}: {','.join(names)}")

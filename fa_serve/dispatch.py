@@ -143,7 +143,7 @@ def run_backward(tensors: BackwardTensors, max_seqlen_q: int, max_seqlen_k: int,
     chunk = effective_chunk(chunk, options.window_size, max_seqlen_k)
     layout: Layout = "dense" if tensors.cu_seqlens_q is None else "varlen"
     shapes = AttentionTensors(*tensors[:5], alibi_slopes=tensors.alibi_slopes)
-    spec = replace(_spec(layout, "backward", shapes, options, chunk), deterministic=deterministic)
+    spec = _spec(layout, "backward", shapes, options, chunk, deterministic=deterministic)
     complete = AttentionOptions(*options, max_seqlen_q, max_seqlen_k, True, attention_chunk=chunk)
     return attention_gradients(spec, tensors, complete)
 
@@ -170,9 +170,10 @@ def _plan_dense(tensors: AttentionTensors, given: Options) -> Run:
     check_block_lists(tensors.blocks, q, k, q.shape[0], q.shape[1])
     check_out(tensors.out, q, v)
     over_keys = mask is None or (mask.dtype == torch.bool and mask.shape[1:3] == (1, 1))
-    few = 0 < q.shape[1] <= FEW_QUERIES < k.shape[1] and not needs_grad(tensors)
+    with_gradients = needs_grad(tensors)
+    few = 0 < q.shape[1] <= FEW_QUERIES < k.shape[1] and not with_gradients
     op: Op = "decode" if few and over_keys else "attention"
-    spec = _spec("dense", op, tensors, options, chunk, precision, deterministic=deterministic)
+    spec = _spec("dense", op, tensors, options, chunk, precision, deterministic=deterministic and with_gradients)
     if backend == "auto" and over_keys and decodes_chunks(spec, q.shape[0], q.shape[1], k.shape[1], _multiprocessors(q)):
         spec = replace(spec, op="decode")
     complete = AttentionOptions(
@@ -201,7 +202,8 @@ def _plan_varlen(tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k: int
     check_alibi(tensors.alibi_slopes, q, tensors.cu_seqlens_q.shape[0] - 1)
     check_block_lists(tensors.blocks, q, k, tensors.cu_seqlens_q.shape[0] - 1, max_seqlen_q)
     check_out(tensors.out, q, v)
-    spec = _spec("varlen", "attention", tensors, options, chunk, precision, deterministic=deterministic)
+    repeats = deterministic and needs_grad(tensors)
+    spec = _spec("varlen", "attention", tensors, options, chunk, precision, deterministic=repeats)
     complete = AttentionOptions(
         *options,
         max_seqlen_q,
@@ -306,7 +308,6 @@ def _spec(
     check_precision(precision)
     q, k, v, sinks, mask = tensors[:5]
     paged = layout == "paged"
-    with_gradients = needs_grad(tensors)
     return AttentionSpec(
         layout=layout,
         device=q.device.type,
@@ -325,13 +326,13 @@ def _spec(
         block_mask=tensors.blocks is not None,
         mask=None if mask is None else "bool" if mask.dtype == torch.bool else "float",
         page_size=k.shape[1] if paged else 0,
-        needs_grad=with_gradients,
+        needs_grad=needs_grad(tensors),
         op=op,
         whole_rows=not paged or (_has_whole_rows(k) and _has_whole_rows(v)),
         values_in_keys=paged and _has_values_in_keys(k, v),
         precision=precision if op == "attention" else "bf16",
         sizes=sizes,
-        deterministic=deterministic and with_gradients,
+        deterministic=deterministic,
     )
 
 

@@ -55,7 +55,7 @@ class ScheduledBatch:
 
     num_prompt_tokens: tokens of chunks that are more than the last token of a sequence and its drafts
     max_tokens:    what num_tokens may be, for the scheduler
-    prompt_limits: what num_prompt_tokens may be, and what if the last of them complete a prompt
+    prompt_limits: what num_prompt_tokens may be, and what it may be if the last of them complete a prompt
     """
 
     chunks: list[Chunk] = field(default_factory=list)
@@ -78,7 +78,7 @@ class ScheduledBatch:
         return max(min(self.room, self.prompt_limits[0] - self.num_prompt_tokens), 0)
 
     def completes(self, missing: int) -> bool:
-        """Whether so many tokens, which a prompt lacks, fit into the step."""
+        """Whether the step has room for all tokens that a prompt lacks. missing: their number"""
         return self.prompt_room > 0 and missing <= min(self.room, self.prompt_limits[1] - self.num_prompt_tokens)
 
     def append(self, chunk: Chunk) -> None:

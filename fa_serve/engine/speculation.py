@@ -174,15 +174,14 @@ class NgramDrafter:
 class DraftHistory:
     """What speculation remembers of one sequence.
 
+    num_right: drafts that were right on average in its last steps
     failures:  how many times in a row all drafts were wrong
     resume_at: number of tokens from which on it drafts again
     checked_at: number of tokens for which `waiting` was decided
     waiting:   whether it was held back for its newest token
-    num_right: drafts that were right on average in its last steps
     """
 
     num_right: float
-
     failures: int = 0
     resume_at: int = 0
     checked_at: int = 0
@@ -270,7 +269,7 @@ class Speculation:
         for position in range(accepted):
             self._accepted_at[position] += 1
         history = self._history(sequence)
-        # If all were right, more would have been. Twice as many is about right for drafts of which each is right as often.
+        # If all were right, more might have been. Twice as many is a fair estimate if each is right with the same probability.
         found = accepted if accepted < num_drafts else min(2 * accepted, self.num_tokens)
         history.num_right += (found - history.num_right) * NEWEST_SHARE
         self._num_right += (found - self._num_right) * NEWEST_SHARE / 4

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hf_checks import attend
 from hf_families import BY_NAME, tokens
+from opaque_backend import opaque_backend
 from transformers import AutoConfig, Kosmos2ForConditionalGeneration
 
 import fa_serve
@@ -125,6 +126,18 @@ def test_gradients_of_one_token_behind_a_cache(kernels: bool) -> None:
         results.append([p.grad for p in model.parameters()])
     for expected, actual in zip(*results, strict=True):
         torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_gradients_that_repeat(packed: bool) -> None:
+    """ModernBERT asks for them by its setting `deterministic_flash_attn`."""
+    torch.use_deterministic_algorithms(False)
+    words = {"cu_seq_lens_q": torch.tensor([0, 2, 6]), "max_length_q": 4, "max_length_k": 4} if packed else {}
+    for deterministic in (False, True):
+        q, k, v = (x.requires_grad_() for x in make_qkv(1, 6, 6, 4, 2, 16))
+        with opaque_backend() as backend:
+            attend(q, k, v, None, deterministic=deterministic, **words).sum().backward()
+        assert [spec.deterministic for spec, _ in backend.planned if spec.op == "backward"] == [deterministic]
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
