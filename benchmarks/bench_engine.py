@@ -17,11 +17,11 @@ A, B, C, D and C16, C64, C256, which are C with so many requests at once, are in
 greedy, ignore end tokens, take and return token ids, and use no prefix cache. `shared` is 128 requests whose first 2,048 tokens
 are the same; with it, prefix caches are on for all workloads, but the prompts of the other workloads have nothing in common.
 `sampled` is B with temperature 0.7 and top_p 0.9; its peer is our greedy B. `edit` speculates, with 5 drafts accepted in each
-step as in an answer that mostly copies its prompt; its peer is `edit_plain`, the same requests without speculation. `eagle3`
-and `eagle3_plain` are one request, with and without the drafts of an EAGLE-3 head, which has random weights; 3 drafts of each
-step are accepted. Both have an engine for themselves. `unmatched1`, `unmatched16` and `unmatched256` speculate by prompt lookup
-where nothing repeats itself; their peers are the same requests without speculation. The start-up is the time from the start of
-the process to the first token, with compilers' caches as they are.
+step as in an answer that mostly copies its prompt; its peer is `edit_plain`, the same requests without speculation. `edit1` is
+the first of these requests alone. `eagle3` and `eagle3_plain` are one request, with and without the drafts of an EAGLE-3 head,
+which has random weights; 3 drafts of each step are accepted. Both have an engine for themselves. `unmatched1`, `unmatched16`
+and `unmatched256` speculate by prompt lookup where nothing repeats itself; their peers are the same requests without
+speculation. The start-up is the time from the start of the process to the first token, with compilers' caches as they are.
 
 With --tensor-parallel N, our engine and vLLM divide the model between N GPUs. The peer `one_gpu` is our engine on one of them.
 `decode` and `profile` then show rank 0, whose floor is that of its part of the model.

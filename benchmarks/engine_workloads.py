@@ -224,6 +224,8 @@ WORKLOADS = {
     "D": Workload([(3072, 1)] * 64, all_tokens=True),
     "edit": Workload([(1024, 512)] * 16, accepted=5),
     "edit_plain": Workload([(1024, 512)] * 16),
+    "edit1": Workload([(1024, 512)], accepted=5),
+    "edit1_plain": Workload([(1024, 512)]),
     "eagle3": Workload([(1024, 512)], accepted=3),
     "eagle3_plain": Workload([(1024, 512)]),
     "unmatched1": Workload([(128, 256)], sampled=True, unmatched=True),

@@ -81,9 +81,9 @@ JOBS = {
     "prefill_triton": Job(80, "bench_attention.py prefill --backend triton --peers flash,cudnn"),
     "backward": Job(90, "bench_attention.py backward --peers flash,cudnn --budget 100"),
     "sparse": Job(170, "bench_attention.py sparse --budget 190"),
-    "profile": Job(80, "bench_engine.py profile --shapes qwen06,llama8b --budget 100"),
+    "profile": Job(130, "bench_engine.py profile --shapes qwen06,llama8b --budget 150"),
     "profile_of_drafts": Job(75, "bench_engine.py profile --shapes llama8b --set speculative=ngram --budget 60"),
-    "models": Job(330, "bench_attention.py models --budget 400", "import"),
+    "models": Job(390, "bench_attention.py models --budget 400", "import"),
     "chunk": Job(110, "bench_attention.py chunk --budget 130", "import"),
     "verify": Job(80, "bench_attention.py verify --budget 100", "import"),
     "mixed": Job(90, "bench_attention.py mixed --budget 110", "import"),
@@ -110,8 +110,8 @@ JOBS = {
         )
     },
     "speculation": Job(
-        160,
-        f"bench_engine.py --workloads {','.join(SPECULATING)} --shapes llama8b --no-peers --budget 180",
+        190,
+        f"bench_engine.py --workloads {','.join(SPECULATING)} --shapes llama8b --no-peers --budget 280",
     ),
     "long_run_of_mixture": Job(90, "long_run.py --shape qwen30a3b --tiny"),
     "long_run_quantised": Job(90, "long_run.py --shape llama8b-w4 --tiny"),
