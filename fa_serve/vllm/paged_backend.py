@@ -5,7 +5,8 @@ layouts of its cache exist: (pages, 2, page_size, kv_heads, dim) in releases tha
 kv_heads, page_size, 2 * dim) in later ones. Both are read in place.
 
 Lengths on the host are rounded up to powers of two, so that steps of different lengths share a plan. Nothing is read from the
-device, so a step can be captured in a CUDA graph whatever its mixture of prompts and single tokens.
+device, so a step can be captured in a CUDA graph whatever its mixture of prompts and single tokens. With VLLM_BATCH_INVARIANT
+the keys of a sequence are divided by its own length, so the bits of its result do not depend on the other sequences of a step.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import vllm.envs
 from torch import Tensor
 from vllm.v1.attention.backend import (
     AttentionBackend,
@@ -29,6 +31,8 @@ from fa_serve.spec import UnsupportedError
 
 NO_OPTION = (None, False, 0, -1)
 """Values of an unknown option that leave it off."""
+INVARIANT_SPLITS = 4
+"""Splits of each sequence's keys with VLLM_BATCH_INVARIANT, as in the deterministic mode of fa_serve's engine."""
 
 
 class PagedBackend(AttentionBackend):  # type: ignore[misc]
@@ -75,6 +79,10 @@ class PagedBackend(AttentionBackend):  # type: ignore[misc]
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
         return True
 
 
@@ -161,6 +169,7 @@ class PagedAttention(AttentionImpl):  # type: ignore[misc]
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks = sinks
+        self.num_splits = INVARIANT_SPLITS if vllm.envs.VLLM_BATCH_INVARIANT else 0
 
     def do_kv_cache_update(self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         """Write new keys and values (tokens, kv_heads, dim); there may be more rows than slots, which are padding."""
@@ -204,6 +213,7 @@ class PagedAttention(AttentionImpl):  # type: ignore[misc]
             window_size=self.window_size,
             softcap=self.softcap,
             sinks=self.sinks,
+            num_splits=self.num_splits,
             out=output.view(-1, self.num_heads, self.head_size)[:count],
             **self._descales(layer),
         )

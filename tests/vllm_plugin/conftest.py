@@ -82,12 +82,14 @@ class AttentionBackendEnum(Enum):
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """The package as `import vllm` finds it; `vllm.registered` holds what was registered."""
-    names = ("vllm", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backend", "vllm.v1.attention.backends")
+    names = ("vllm", "vllm.envs", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backend", "vllm.v1.attention.backends")
     registry_name = "vllm.v1.attention.backends.registry"
     modules = {name: ModuleType(name) for name in (*names, registry_name)}
     package = modules["vllm"]
     package.__version__ = "0.99.0"
     package.registered = {}
+    package.envs = modules["vllm.envs"]
+    package.envs.VLLM_BATCH_INVARIANT = False
     package.backend = modules["vllm.v1.attention.backend"]
     classes = (
         AttentionBackend,

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import fa_serve
 from fa_serve import UnsupportedError
 from fa_serve.backends.reference import attention_reference
 
@@ -114,6 +115,7 @@ def test_what_vllm_asks(backend: Any, vllm: ModuleType) -> None:
     assert not backend.supports_head_size(512)
     assert not backend.supports_head_size(100)
     assert backend.supports_sink()
+    assert backend.supports_batch_invariance()
     assert backend.supports_compute_capability(SimpleNamespace(major=9))
     assert not backend.supports_compute_capability(SimpleNamespace(major=7))
     assert not backend.forward_includes_kv_cache_update
@@ -165,3 +167,45 @@ def test_quantised_outputs_and_masks_for_each_sequence_are_refused(backend: Any,
     common.causal = torch.ones(4, dtype=torch.bool)
     with pytest.raises(UnsupportedError, match="causally or not for a whole step"):
         backend.get_builder_cls()(None, [], None, torch.device("cpu")).build(0, common)
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_batch_invariance_divides_each_sequence_by_its_own_length(
+    backend: Any, vllm: ModuleType, monkeypatch: pytest.MonkeyPatch, invariant: bool
+) -> None:
+    """With VLLM_BATCH_INVARIANT a sequence has the same bits alone and in a batch."""
+    monkeypatch.setattr(vllm.envs, "VLLM_BATCH_INVARIANT", invariant)
+    given = []
+    unwatched = fa_serve.attention_paged
+
+    def attention_paged(*args: Any, num_splits: int, **words: Any) -> Any:
+        given.append(num_splits)
+        return unwatched(*args, num_splits=num_splits, **words)
+
+    monkeypatch.setattr(import_module("fa_serve.vllm.paged_backend").api, "attention_paged", attention_paged)
+    common, slots = step(vllm)
+    cache = torch.randn(10, 2, PAGE, KV_HEADS, DIM, generator=torch.Generator().manual_seed(0))
+    query = torch.randn(sum(QUERIES), HEADS, DIM, generator=torch.Generator().manual_seed(1))
+    impl = backend.get_impl_cls()(HEADS, DIM, 0.3, num_kv_heads=KV_HEADS)
+    builder = backend.get_builder_cls()(None, [], None, torch.device("cpu"))
+
+    def forward(rows: Tensor, metadata: Any) -> Tensor:
+        return impl.forward(None, rows, None, None, cache, builder.build(0, metadata), torch.empty_like(rows))
+
+    together = forward(query, common).split(QUERIES)
+    for row, (rows, expected) in enumerate(zip(query.split(QUERIES), together, strict=True)):
+        alone = vllm.backend.CommonAttentionMetadata(
+            query_start_loc=torch.tensor([0, len(rows)], dtype=torch.int32),
+            seq_lens=common.seq_lens[row : row + 1],
+            num_actual_tokens=len(rows),
+            max_query_len=len(rows),
+            max_seq_len=KEYS[row],
+            block_table_tensor=common.block_table_tensor[row : row + 1],
+            slot_mapping=torch.tensor(slots[row][-len(rows) :]),
+        )
+        found = forward(rows, alone)
+        if invariant:
+            assert torch.equal(found, expected)
+        else:
+            torch.testing.assert_close(found, expected)
+    assert given == [4 if invariant else 0] * (1 + len(KEYS))
