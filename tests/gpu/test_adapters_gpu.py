@@ -70,7 +70,7 @@ def test_an_exported_program_runs_in_a_fresh_process(tmp_path: Path) -> None:
 
 @torch.no_grad()
 def test_the_kernel_package_computes_beside_fa_serve(tmp_path: Path) -> None:
-    """As its loader imports it: the package of the built folder, under a name of its own."""
+    """As its loader imports it: the package of the built folder, under a name that nothing else has."""
     variant = imported("kernel_package", ROOT / "deploy" / "kernel_package.py").build(tmp_path) / "fa_serve"
     kernel = imported("_fa_serve_of_a_test", variant / "__init__.py", submodule_search_locations=[str(variant)])
     q, k, v = make_qkv(2, 130, 300, 6, 3, 64, dtype=torch.bfloat16, device="cuda")
