@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from exported_programs import LOADED, export
 from hf_families import BY_NAME, tokens
 
 import fa_serve
@@ -21,14 +22,6 @@ from fa_serve.backends.reference import attention_reference
 from fa_serve.testing import assert_matches_reference, eager_attention, make_qkv
 
 ROOT = Path(__file__).parents[2]
-EXPORTED = """
-import sys
-import torch
-import fa_serve.hf
-program, (ids, expected) = torch.export.load(sys.argv[1]), torch.load(sys.argv[2])
-with torch.no_grad():
-    print(torch.equal(program.module()(ids), expected))
-"""
 
 
 def run(*command: str, **environment: str) -> str:
@@ -48,24 +41,10 @@ def imported(name: str, path: Path, **words: Any) -> ModuleType:
     return module
 
 
-class Logits(torch.nn.Module):
-    def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.model(ids, use_cache=False).logits
-        return logits
-
-
-@torch.no_grad()
 def test_an_exported_program_runs_in_a_fresh_process(tmp_path: Path) -> None:
-    model = Logits(fa_serve.patch(BY_NAME["mistral"].build().to("cuda", torch.bfloat16)))
-    ids = tokens(2, 12).cuda()
-    program = torch.export.export(model, (ids,))
-    torch.export.save(program, tmp_path / "program.pt2")
-    torch.save((ids, model(ids)), tmp_path / "expected.pt")
-    assert run(sys.executable, "-c", EXPORTED, str(tmp_path / "program.pt2"), str(tmp_path / "expected.pt")) == "True\n"
+    operators, files = export(BY_NAME["mistral"].build().to("cuda", torch.bfloat16), tokens(2, 12).cuda(), tmp_path)
+    assert operators == ["fa_serve.attention.default"] * 2
+    assert run(sys.executable, "-c", LOADED, *files) == "same\n"
 
 
 @torch.no_grad()
