@@ -1,6 +1,6 @@
 """Run every benchmark, each in a separate process, on one GPU or side by side on several, and merge their results.
 
-    python benchmarks/run_all.py --peer-path DIR                         # about 105 minutes on one GPU; DIR has vLLM and FA3
+    python benchmarks/run_all.py --peer-path DIR                         # about 110 minutes on one GPU; DIR has vLLM and FA3
     python benchmarks/run_all.py --peer-path DIR --gpus 4                # about 50 minutes on four
     python benchmarks/run_all.py --peer-path DIR --gpus 2 --seconds 540 --only decode,engine_llama8b
     python benchmarks/run_all.py --list
@@ -113,6 +113,7 @@ JOBS = {
         190,
         f"bench_engine.py --workloads {','.join(SPECULATING)} --shapes llama8b --no-peers --budget 280",
     ),
+    "edits": Job(180, "bench_edits.py"),
     "long_run_of_mixture": Job(90, "long_run.py --shape qwen30a3b --tiny"),
     "long_run_quantised": Job(90, "long_run.py --shape llama8b-w4 --tiny"),
     "allreduce": Job(25, "bench_allreduce.py", gpus=2),
