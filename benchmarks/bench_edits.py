@@ -63,7 +63,8 @@ def edits(sources: Sequence[str], longest: int, seed: int) -> Iterator[Edit]:
         often = sorted({name for name in found if found.count(name) > 1})
         if not often:
             continue
-        old, new = draw.choice(often), draw.choice(names)
+        old = draw.choice(often)
+        new = draw.choice(names)
         renamed = re.sub(rf"\b{old}\b", new, piece)
         prompt = render([{"role": "user", "content": f"Rename {old} to {new}:\n{piece}"}], add_generation_prompt=True)
         yield Edit(prompt, renamed)
@@ -125,10 +126,13 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a few steps of a tiny model")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     args = parser.parse_args()
-    recipe, longest = Recipe(max_length=1024, chat_rows=32), 1300
+    recipe = Recipe(max_length=1024, chat_rows=32)
+    longest = 1300
     if args.tiny:
-        recipe, longest = Recipe(max_length=256, chat_rows=4, hidden_size=64, num_layers=1, intermediate_size=64), 300
-        args.steps, args.tokens = 3, 20
+        recipe = Recipe(max_length=256, chat_rows=4, hidden_size=64, num_layers=1, intermediate_size=64)
+        longest = 300
+        args.steps = 3
+        args.tokens = 20
     tokenizer = _tokenizer()
     torch.manual_seed(0)
     model = new_model(recipe, tokenizer).to(args.device)
