@@ -72,7 +72,8 @@ def main() -> None:
     args.cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        shutil.copytree(tests_of(version("vllm"), args.cache), folder / "tests")
+        release = version("vllm").partition("+")[0]  # a build may add the version of CUDA
+        shutil.copytree(tests_of(release, args.cache), folder / "tests")
         (folder / "replaced_backends.py").write_text(f"import utils\n\nutils.BACKENDS[:] = ['{args.backend}']\n")
         declare_plugin(folder / "plugins")
         write_model(folder / "model")
