@@ -1,11 +1,12 @@
 """The pages that a reader sees, and what the tests read in them: fenced blocks, links, headings.
 
 README.md, CONTRIBUTING.md, CHANGELOG.md and docs/**/*.md. The monthly logs are raw notes of their day: their links are checked,
-their snippets and the files that they name are not.
+their snippets and the files that they name are not. Some pages have generated parts, which are compared with what is right now.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -72,3 +73,18 @@ def anchors(page: Path) -> set[str]:
         number = next(n for n in range(len(found) + 1) if (f"{slug}-{n}" if n else slug) not in found)
         found.add(f"{slug}-{number}" if number else slug)
     return found
+
+
+def check_generated(page: Path, name: str, text: str) -> None:
+    """Compare the part of a page between `<!-- name -->` and `<!-- end of name -->` with what it should be.
+
+    FA_SERVE_WRITE_DOCS=1 in the environment writes it there.
+    """
+    begin = f"<!-- {name} -->"
+    end = f"<!-- end of {name} -->"
+    before, rest = page.read_text().split(begin)
+    _, after = rest.split(end)
+    expected = f"{before}{begin}\n\n{text.strip()}\n\n{end}{after}"
+    if os.environ.get("FA_SERVE_WRITE_DOCS"):
+        page.write_text(expected)
+    assert page.read_text() == expected

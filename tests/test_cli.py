@@ -4,12 +4,12 @@ Running servers are in tests/server/test_process.py, the output of `fa-serve inf
 """
 
 import logging
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from documentation import ROOT, check_generated
 from fa_serve.server.settings import PREFIX, SECRETS, Settings, load
 from typer.testing import CliRunner
 
@@ -151,13 +151,7 @@ def reference():
 
 def test_the_documented_settings_are_the_settings():
     """To generate the tables again: FA_SERVE_WRITE_DOCS=1 pytest tests/test_cli.py"""
-    document = Path(__file__).parents[1] / "docs" / "serving.md"
-    before, rest = document.read_text().split("<!-- settings -->\n")
-    after = rest.split("<!-- end of settings -->")[1]
-    expected = f"{before}<!-- settings -->\n\n{reference()}\n<!-- end of settings -->{after}"
-    if os.environ.get("FA_SERVE_WRITE_DOCS"):
-        document.write_text(expected)
-    assert document.read_text() == expected
+    check_generated(ROOT / "docs" / "serving.md", "settings", reference())
 
 
 def test_kernels_are_compiled_as_the_server_would(monkeypatch):

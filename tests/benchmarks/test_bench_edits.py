@@ -25,7 +25,7 @@ def test_an_edit_renames_whole_words() -> None:
 
 
 def test_it_runs_from_start_to_end(tmp_path: Path, monkeypatch, capsys) -> None:
-    options = ["--tiny", "--device", "cpu", "--out", str(tmp_path)]
+    options = ["--size", "tiny", "--device", "cpu", "--out", str(tmp_path)]
     monkeypatch.setattr("sys.argv", ["bench_edits.py", *options])
     bench_edits.main()
     printed = capsys.readouterr().out
@@ -33,9 +33,9 @@ def test_it_runs_from_start_to_end(tmp_path: Path, monkeypatch, capsys) -> None:
     assert [line.split(":")[0] for line in printed.splitlines() if "ratio" in line] == ["1 at once", "4 at once", "16 at once"]
     assert list(tmp_path.iterdir()) == []  # results are those of a GPU
 
-    def answers(folder, asked, counts, args, drafts):
+    def answers(folder, prompts, tokens, device, drafts):
         done = [SimpleNamespace(token_ids=[1, 2 if drafts else 3], text="")]
-        return dict.fromkeys(counts, 1.0), done, None
+        return dict.fromkeys(bench_edits.AT_ONCE, 1.0), done, None
 
     monkeypatch.setattr(bench_edits, "answers", answers)
     with pytest.raises(SystemExit, match="differ from those without: no figure is reported"):

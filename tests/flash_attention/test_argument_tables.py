@@ -6,10 +6,11 @@ To generate the tables again: FA_SERVE_WRITE_DOCS=1 pytest tests/flash_attention
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from documentation import check_generated
 
 import fa_serve.flash_attn as fa2
 from fa_serve.flash_attn import interface as fa3
@@ -97,16 +98,8 @@ def table(functions: list[Callable[..., Any]]) -> Iterator[str]:
 
 
 def test_the_documented_arguments_are_the_arguments() -> None:
-    text = PAGE.read_text()
     for title, functions in FUNCTIONS.items():
-        begin = f"<!-- arguments of {title} -->\n"
-        end = f"<!-- end of arguments of {title} -->"
-        before, rest = text.split(begin)
-        after = rest.split(end)[1]
-        text = f"{before}{begin}\n" + "\n".join(table(functions)) + f"\n\n{end}{after}"
-    if os.environ.get("FA_SERVE_WRITE_DOCS"):
-        PAGE.write_text(text)
-    assert PAGE.read_text() == text
+        check_generated(PAGE, f"arguments of {title}", "\n".join(table(functions)))
 
 
 def test_every_note_is_used() -> None:

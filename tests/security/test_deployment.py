@@ -20,6 +20,7 @@ import kubernetes_validate
 import pytest
 import server_process
 import yaml
+from documentation import check_generated
 from fa_serve.server.settings import PREFIX, SECRETS, Settings, load
 
 ROOT = Path(__file__).parents[2]
@@ -303,8 +304,6 @@ def test_the_sbom_lists_the_packages_of_the_images():
 
 
 GROUPS = ("Limits", "Access")
-BEGIN = "<!-- limits -->\n"
-END = "<!-- end of limits -->"
 
 
 def limits() -> str:
@@ -330,12 +329,7 @@ def shown(value: object) -> str:
 
 def test_the_documented_limits_are_the_settings():
     """To generate the tables again: FA_SERVE_WRITE_DOCS=1 pytest tests/security/test_deployment.py"""
-    page = ROOT / "docs" / "security.md"
-    before, rest = page.read_text().split(BEGIN)
-    expected = f"{before}{BEGIN}\n{limits()}\n{END}{rest.split(END)[1]}"
-    if os.environ.get("FA_SERVE_WRITE_DOCS"):
-        page.write_text(expected)
-    assert page.read_text() == expected
+    check_generated(ROOT / "docs" / "security.md", "limits", limits())
 
 
 @pytest.mark.parametrize("name", ["SECURITY.md", "docs/security.md", "docs/hardening.md"])

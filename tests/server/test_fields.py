@@ -6,13 +6,13 @@ To generate the tables again: FA_SERVE_WRITE_DOCS=1 pytest tests/server/test_fie
 """
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import anthropic.types as anthropics
 import pytest
 from anthropic.types import message_count_tokens_params, message_create_params
+from documentation import check_generated
 from fa_serve.server import schemas
 from fa_serve.server.chat import conversation
 from fa_serve.server.dialects import anthropic_request, responses_request
@@ -155,10 +155,4 @@ def test_none_of_the_apis_fields_is_forgotten(name):
 
 def test_the_documented_fields_are_the_fields():
     everything = ROUTES | PARTS
-    before, rest = DOCUMENT.read_text().split("<!-- fields -->\n")
-    after = rest.split("<!-- end of fields -->")[1]
-    tables = "\n".join(table(name, model) for name, model in everything.items())
-    expected = f"{before}<!-- fields -->\n\n{tables}\n<!-- end of fields -->{after}"
-    if os.environ.get("FA_SERVE_WRITE_DOCS"):
-        DOCUMENT.write_text(expected)
-    assert DOCUMENT.read_text() == expected
+    check_generated(DOCUMENT, "fields", "\n".join(table(name, model) for name, model in everything.items()))

@@ -7,13 +7,13 @@ To generate the table again: FA_SERVE_WRITE_DOCS=1 pytest tests/vllm_plugin/test
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from documentation import check_generated
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "moving" / "vllm.md"
@@ -97,13 +97,7 @@ def test_every_argument_and_question_has_a_note() -> None:
 
 
 def test_the_documented_interface_is_the_interface() -> None:
-    text = PAGE.read_text()
-    before, rest = text.split("<!-- interface -->\n")
-    after = rest.split("<!-- end of interface -->")[1]
-    text = f"{before}<!-- interface -->\n\n" + "\n".join(table()) + f"\n\n<!-- end of interface -->{after}"
-    if os.environ.get("FA_SERVE_WRITE_DOCS"):
-        PAGE.write_text(text)
-    assert PAGE.read_text() == text
+    check_generated(PAGE, "interface", "\n".join(table()))
 
 
 @pytest.mark.parametrize("name", [name for name in NOTES if name.startswith(QUESTION)])
