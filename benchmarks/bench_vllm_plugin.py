@@ -15,7 +15,7 @@ both.
 
 Each backend has one process for each model. The peers of every case are FLASH_ATTN and TRITON_ATTN, and its ratio is to the
 faster one. Results go to results/vllm_plugin.jsonl in the form of measure.py. vLLM also finds the plugin in a clone that is not
-installed. Left out: the float8 cache, tensor parallelism, and vLLM's own tests.
+installed. Left out: the float8 cache and tensor parallelism. `tests/upstream/run_vllm_invariance.py` runs vLLM's own tests.
 """
 
 from __future__ import annotations
