@@ -160,9 +160,10 @@ class ModelRunner:
         return True
 
     def close(self) -> None:
-        """Free the graphs, after the last step."""
+        """Free the graphs and the KV cache, after the last step."""
         if self._graphs is not None:
             self._graphs.close()
+        self.kv_caches = []
         if self.draft is not None:
             self.draft.close()
 

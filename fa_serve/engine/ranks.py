@@ -178,8 +178,7 @@ class Leader:
                 self._send("stop", None)
             for link in self._links:
                 link.wait(STOP_SECONDS)
-        if self.size > 1:
-            self._failure = self._failure or EngineDeadError("the engine was closed")
+        self._failure = self._failure or EngineDeadError("the engine was closed")
         self._finalizer()
         if self.all_reduce is not None:
             self.all_reduce.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from functools import cache
 from itertools import count, product
@@ -10,7 +11,7 @@ import pytest
 import torch
 from tiny_models import CONFIGS, greedy, make_model, random_prompts
 
-from fa_serve.engine import Engine, EngineConfig, QueueFullError, SamplingParams, StructuredOutput, model_runner
+from fa_serve.engine import Engine, EngineConfig, EngineDeadError, QueueFullError, SamplingParams, StructuredOutput, model_runner
 from fa_serve.spec import ParameterError
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
@@ -207,6 +208,17 @@ def test_abort_frees_pages_at_once(make_engine) -> None:
     assert {output.request_id for output in outputs} == {"other"}
     assert outputs[-1].finished
     assert not engine.has_unfinished()
+
+
+def test_a_closed_engine_has_freed_its_cache_and_says_that_it_is_closed(make_engine) -> None:
+    engine = make_engine("llama")
+    engine.generate(random_prompts(2, 20), SamplingParams(max_tokens=4))
+    kept = [weakref.ref(cache) for caches in engine._runner.kv_caches for cache in caches]
+    assert all(cache() is not None for cache in kept)
+    engine.close()
+    assert [cache() for cache in kept] == [None] * len(kept)
+    with pytest.raises(EngineDeadError, match="the engine was closed"):
+        engine.generate(random_prompts(1, 20), SamplingParams(max_tokens=4))
 
 
 def test_a_failed_step_fails_its_requests_and_no_others(make_engine, monkeypatch, caplog) -> None:

@@ -57,6 +57,14 @@ def test_prompts_beside_decoding_sequences_by_graph_give_what_eager_steps_give(h
     torch.testing.assert_close(seen[0], seen[1], atol=0.06, rtol=0.0)
 
 
+def test_a_closed_engine_makes_room_for_the_next() -> None:
+    engine = make_engine(num_pages=20_000)
+    engine.generate(random_prompts(4, 40), GREEDY)
+    held = torch.cuda.memory_allocated()
+    engine.close()
+    assert held - torch.cuda.memory_allocated() >= 20_000 * engine._runner.bytes_per_page > 2**20
+
+
 @pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize(
     "settings",

@@ -74,7 +74,9 @@ def main() -> None:
         folder = Path(name)
         release = version("vllm").partition("+")[0]  # a build may add the version of CUDA
         shutil.copytree(tests_of(release, args.cache), folder / "tests")
-        (folder / "replaced_backends.py").write_text(f"import utils\n\nutils.BACKENDS[:] = ['{args.backend}']\n")
+        # vllm.config comes first: the tests' utilities begin with a module of vLLM that it imports and that imports it
+        replaced = f"import vllm.config\n\nimport utils\n\nutils.BACKENDS[:] = ['{args.backend}']\n"
+        (folder / "replaced_backends.py").write_text(replaced)
         declare_plugin(folder / "plugins")
         write_model(folder / "model")
         paths = [folder / "tests", folder, folder / "plugins", ROOT]
