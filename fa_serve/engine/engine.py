@@ -235,7 +235,7 @@ class Engine:
         return self._counters.snapshot(self._scheduler)
 
     def close(self) -> None:
-        """Free the KV cache and CUDA graphs, and end the engine's processes: other ranks, and the one that tries out grammars."""
+        """Free the KV cache and CUDA graphs, and end the engine's processes: other ranks, and that which tries out grammars."""
         for part in (self.grammars, self._runner, self._ranks):  # the ranks part last, when no graph refers to their sums
             part.close()
 

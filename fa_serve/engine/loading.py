@@ -136,6 +136,7 @@ def load_model(config: EngineConfig, ranks: Ranks | None = None) -> PreTrainedMo
     file they were reading. Raises UnsupportedModelError for a model that cannot be divided.
     """
     path = config.model_path()
+    device = _device_while_loading(config, ranks)
     with _reading_ahead(path, ranks):
         try:
             known = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
@@ -144,6 +145,7 @@ def load_model(config: EngineConfig, ranks: Ranks | None = None) -> PreTrainedMo
                 config=with_quantized_linears(known, config.quantization),
                 dtype=config.dtype,
                 attn_implementation=NAME,
+                device_map=None if device is None else {"": device},
                 trust_remote_code=config.trust_remote_code,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # `finish` refuses them with a sentence
@@ -161,6 +163,17 @@ def load_model(config: EngineConfig, ranks: Ranks | None = None) -> PreTrainedMo
     if passed_on := quantized_elsewhere(known):
         log.info("weights in the format %s are computed by transformers' own modules, in layers that are not fused", passed_on)
     return cast(PreTrainedModel, model)
+
+
+def _device_while_loading(config: EngineConfig, ranks: Ranks | None) -> torch.device | None:
+    """Where weights are put as they are read, or None for the CPU, on which a model is divided between ranks.
+
+    The matrices of experts, which most checkpoints keep apart, are stacked there: on the CPU that takes memory that is touched
+    for the first time, which is several times slower than copying the weights to the GPU.
+    """
+    device = torch.device(config.resolve_device()) if ranks is None else ranks.device
+    divided = ranks is not None and ranks.all_reduce is not None
+    return None if divided or device.type == "cpu" else device
 
 
 def _reading_ahead(path: str, ranks: Ranks | None) -> AbstractContextManager[None]:

@@ -11,7 +11,15 @@ import pytest
 import torch
 from tiny_models import CONFIGS, greedy, make_model, random_prompts
 
-from fa_serve.engine import Engine, EngineConfig, EngineDeadError, QueueFullError, SamplingParams, StructuredOutput, model_runner
+from fa_serve.engine import (
+    Engine,
+    EngineConfig,
+    EngineDeadError,
+    QueueFullError,
+    SamplingParams,
+    StructuredOutput,
+    model_runner,
+)
 from fa_serve.spec import ParameterError
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
