@@ -19,18 +19,13 @@ Left out: which layers have latent attention (fa_serve.hf.latent_layers), and th
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from fa_serve import ops
-from fa_serve.api import store_kv
 from fa_serve.engine.fused_layer import LayerStep, Product
 from fa_serve.hf.latent_layers import LatentSizes
-
-Pairing = Literal["halves", "neighbours"]
-"""Which numbers a rotation pairs: i and i + dim / 2, or 2 i and 2 i + 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +38,7 @@ class LatentAttention:
     q_norm:    norm between `down` and `q_up`; q_up: projection to queries. None for queries that have one projection
     kv_norm:   norm of the latent vectors
     kv_up:     (num_heads, nope + head_dim_v, rank): what makes keys and values of latent vectors
-    pairing:   of the rotary embedding
+    pairing:   of the elements of a rotated part
     """
 
     num_heads: int
@@ -53,57 +48,51 @@ class LatentAttention:
     q_up: Product | None
     kv_norm: ops.Norm
     kv_up: Tensor
-    pairing: Pairing
+    pairing: ops.Pairing
 
     def compute(self, x: Tensor, norm: ops.Norm | None, step: LayerStep) -> Tensor:
         """As in `FusedAttention`. `step.attend` is given queries and keys of either form."""
         rank, rope, nope, _ = self.sizes
-        total = len(x)
         down = ops.linear(x, self.down.weight, self.down.bias, norm=norm)
-        q, latent, k_rope = torch.split_with_sizes(down, [down.shape[1] - rank - rope, rank, rope], dim=1)
+        q, latent = torch.split_with_sizes(down, [down.shape[1] - rank - rope, rank + rope], dim=1)
         if self.q_up is not None:
             q = ops.linear(q, self.q_up.weight, self.q_up.bias, norm=self.q_norm)
-        q_nope, q_rope = torch.split_with_sizes(q.view(total, self.num_heads, nope + rope), [nope, rope], dim=2)
-        keys = down.new_empty(total, 1, rank + rope)
-        c = keys[:, 0, :rank]
-        ops.rms_norm(latent, self.kv_norm, out=c)
-        q_rope = rotate(q_rope, step.cos, step.sin, self.pairing)
-        keys[..., rank:] = rotate(k_rope[:, None], step.cos, step.sin, self.pairing)
-        # both parts of a key are written by one launch, as if the second one were its value
-        store_kv(
-            keys[..., :rank],
-            keys[..., rank:],
-            step.k_cache[..., :rank],
-            step.k_cache[..., rank:],
-            step.slot_mapping,
-            **step.descale,
-        )
+        q = q.view(len(x), self.num_heads, nope + rope)
         if step.fresh:
-            return self._plain(q_nope, q_rope, keys, step)
-        return self._absorbed(q_nope, q_rope, keys, step)
+            return self._plain(q, latent, step)
+        return self._absorbed(q, latent, step)
 
-    def _plain(self, q_nope: Tensor, q_rope: Tensor, keys: Tensor, step: LayerStep) -> Tensor:
-        rank, _, nope, head_dim_v = self.sizes
-        kv = ops.linear(keys[:, 0, :rank].contiguous(), self.kv_up.flatten(0, 1)).view(len(keys), self.num_heads, -1)
-        k_nope, v = torch.split_with_sizes(kv, [nope, head_dim_v], dim=2)
-        k = torch.cat([k_nope, keys[..., rank:].expand(-1, self.num_heads, -1)], dim=2)
-        return step.attend(torch.cat([q_nope, q_rope], dim=2), k, v).flatten(1)
+    def _plain(self, q: Tensor, latent: Tensor, step: LayerStep) -> Tensor:
+        rank, rope, nope, head_dim_v = self.sizes
+        keys = self._rotate_and_store(q[..., nope:], latent, step, out=q[..., nope:])
+        total = len(q)
+        k = q.new_empty(total, self.num_heads, nope + rope)
+        v = q.new_empty(total, self.num_heads, head_dim_v)
+        c = keys[:, :rank].expand(self.num_heads, -1, -1)
+        torch.bmm(c, self.kv_up[:, :nope].transpose(1, 2), out=k[..., :nope].transpose(0, 1))
+        torch.bmm(c, self.kv_up[:, nope:].transpose(1, 2), out=v.transpose(0, 1))
+        k[..., nope:] = keys[:, None, rank:]
+        return step.attend(q, k, v).flatten(1)
 
-    def _absorbed(self, q_nope: Tensor, q_rope: Tensor, keys: Tensor, step: LayerStep) -> Tensor:
-        rank, _, nope, _ = self.sizes
-        q = torch.bmm(q_nope.transpose(0, 1), self.kv_up[:, :nope]).transpose(0, 1)
-        out = step.attend(torch.cat([q, q_rope], dim=2), keys, keys[..., :rank])
+    def _absorbed(self, q: Tensor, latent: Tensor, step: LayerStep) -> Tensor:
+        rank, rope, nope, _ = self.sizes
+        absorbed = q.new_empty(len(q), self.num_heads, rank + rope)
+        keys = self._rotate_and_store(q[..., nope:], latent, step, out=absorbed[..., rank:])[:, None]
+        torch.bmm(q[..., :nope].transpose(0, 1), self.kv_up[:, :nope], out=absorbed[..., :rank].transpose(0, 1))
+        out = step.attend(absorbed, keys, keys[..., :rank])
         return torch.bmm(out.transpose(0, 1), self.kv_up[:, nope:].transpose(1, 2)).transpose(0, 1).flatten(1)
 
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, pairing: Pairing) -> Tensor:
-    """x (total, heads, dim), rotated by the angles (total, dim / 2 or more) of pairs -> the same shape and dtype.
-
-    Of each pair, the first numbers come before the second ones in the result, so scores of rotated queries and keys are right
-    and their numbers may be in another order than the model's.
-    """
-    half = x.shape[2] // 2
-    cos = cos[:, None, :half]
-    sin = sin[:, None, :half]
-    first, second = x.chunk(2, dim=2) if pairing == "halves" else (x[..., 0::2], x[..., 1::2])
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=2).to(x.dtype)
+    def _rotate_and_store(self, q: Tensor, latent: Tensor, step: LayerStep, out: Tensor) -> Tensor:
+        """Rotate q (total, num_heads, rope) into `out`, and write the keys of the step (total, rank + rope), which are returned."""
+        return ops.rotary_store_latent(
+            q,
+            latent,
+            step.k_cache,
+            step.slot_mapping,
+            norm=self.kv_norm,
+            cos=step.cos,
+            sin=step.sin,
+            pairing=self.pairing,
+            descale=step.descale.get("k_descale"),
+            out=out,
+        )

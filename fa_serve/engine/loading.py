@@ -166,14 +166,14 @@ def load_model(config: EngineConfig, ranks: Ranks | None = None) -> PreTrainedMo
 
 
 def _device_while_loading(config: EngineConfig, ranks: Ranks | None) -> torch.device | None:
-    """Where weights are put as they are read, or None for the CPU, on which a model is divided between ranks.
+    """Where weights are put as they are read. None for the CPU, on which models are divided and floats are rounded to float8.
 
     The matrices of experts, which most checkpoints keep apart, are stacked there: on the CPU that takes memory that is touched
     for the first time, which is several times slower than copying the weights to the GPU.
     """
     device = torch.device(config.resolve_device()) if ranks is None else ranks.device
-    divided = ranks is not None and ranks.all_reduce is not None
-    return None if divided or device.type == "cpu" else device
+    made_smaller = config.quantization is not None or (ranks is not None and ranks.all_reduce is not None)
+    return None if made_smaller or device.type == "cpu" else device
 
 
 def _reading_ahead(path: str, ranks: Ranks | None) -> AbstractContextManager[None]:

@@ -33,6 +33,7 @@ from fa_serve.ops.ops_backend import ExpertWeights as ExpertWeights
 from fa_serve.ops.ops_backend import Gate as Gate
 from fa_serve.ops.ops_backend import Norm as Norm
 from fa_serve.ops.ops_backend import OpsBackend as OpsBackend
+from fa_serve.ops.ops_backend import Pairing as Pairing
 from fa_serve.ops.ops_backend import Router as Router
 from fa_serve.ops.ops_backend import Weight as Weight
 from fa_serve.ops.quantized_weight import QuantizedWeight as QuantizedWeight
@@ -116,6 +117,37 @@ def rotary_store_kv(
     select_ops(qkv.device).rotary_store_kv(
         qkv, k_cache, v_cache, slot_mapping, num_heads, cos, sin, q_norm, k_norm, k_descale, v_descale
     )
+
+
+def rotary_store_latent(
+    q: Tensor,
+    latent: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    norm: Norm,
+    cos: Tensor,
+    sin: Tensor,
+    pairing: Pairing,
+    descale: Tensor | None = None,
+    out: Tensor,
+) -> Tensor:
+    """Rotate the parts of queries and keys of latent attention that have a position, normalise latent vectors, and write the
+    keys into the paged cache.
+
+    q:            (total, num_heads, rope), the parts of queries that are rotated, last dimension contiguous
+    latent:       (total, rank + rope), the elements of a row contiguous: a latent vector, and the part of the key to be rotated
+    kv_cache:     (num_pages, page_size, 1, rank + rope), last dimension contiguous, of latent's dtype or float8_e4m3fn
+    slot_mapping: (total,) int64: page * page_size + position in the page; -1 skips the token
+    norm:         RMS norm of the latent vectors
+    cos, sin:     (total, rope / 2 or more), with any strides; the first rope / 2 columns are the angles of the pairs
+    pairing:      which elements of a part are rotated against each other. They stay where they are
+    descale:      (1,) float32, required for a float8 cache, which stores key / descale saturated at +-448
+    out:          like q: where its rotated elements are written; may be `q`
+
+    Returns the keys, (total, rank + rope).
+    """
+    return select_ops(q.device).rotary_store_latent(q, latent, kv_cache, slot_mapping, norm, cos, sin, pairing, descale, out)
 
 
 def act_and_mul(x: Tensor, activation: str) -> Tensor:

@@ -7,7 +7,7 @@ out the choice among backends (`__init__.py`) and their code (`torch_ops.py`, `t
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,6 +21,10 @@ ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 
 Weight: TypeAlias = Tensor | QuantizedWeight
 """The weights of a product: a matrix (n, k), or a quantised one."""
+
+
+Pairing: TypeAlias = Literal["halves", "neighbours"]
+"""Which elements a rotation pairs: i and i + dim / 2, or 2 i and 2 i + 1."""
 
 
 class Norm(NamedTuple):
@@ -144,6 +148,21 @@ class OpsBackend(Protocol):
         v_descale: Tensor | None,
         /,
     ) -> None: ...
+
+    def rotary_store_latent(
+        self,
+        q: Tensor,
+        latent: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+        norm: Norm,
+        cos: Tensor,
+        sin: Tensor,
+        pairing: Pairing,
+        descale: Tensor | None,
+        out: Tensor,
+        /,
+    ) -> Tensor: ...
 
     def act_and_mul(self, x: Tensor, activation: str, /) -> Tensor: ...
 

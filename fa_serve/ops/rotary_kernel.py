@@ -135,9 +135,9 @@ def _rotary_store_kv(
     if k_descale_ptr is not None:
         descale = tl.load(k_descale_ptr + heads - NUM_HEADS, mask=is_k, other=1.0)
         descale = tl.where(is_v, tl.load(v_descale_ptr + heads - NUM_HEADS - NUM_KV_HEADS, mask=is_v, other=1.0), descale)
-        y1 = _scale_to_float8(y1, descale)
-        y2 = _scale_to_float8(y2, descale)
-        y3 = _scale_to_float8(y3, descale)
+        y1 = scale_to_float8(y1, descale[:, None])
+        y2 = scale_to_float8(y2, descale[:, None])
+        y3 = scale_to_float8(y3, descale[:, None])
     stored: tl.constexpr = k_cache_ptr.dtype.element_ty
     y1 = y1.to(stored)
     y2 = y2.to(stored)
@@ -161,9 +161,10 @@ def _rotary_store_kv(
 
 
 @triton.jit
-def _scale_to_float8(y, descale):
-    """y / descale, limited to +-448: that is the largest finite float8_e4m3fn, and anything above would become NaN."""
-    y = tl.div_rn(y.to(tl.float32), tl.broadcast_to(descale[:, None], y.shape))
+def scale_to_float8(y, descale):
+    """y / descale, limited to +-448, which is the largest finite float8_e4m3fn; anything above would become NaN. `descale` is
+    broadcast to the shape of y."""
+    y = tl.div_rn(y.to(tl.float32), tl.broadcast_to(descale, y.shape))
     return tl.clamp(y, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fa_serve.api import store_kv
-from fa_serve.ops.ops_backend import Norm, Weight
+from fa_serve.ops.ops_backend import Norm, Pairing, Weight
 from fa_serve.ops.quantized_weight import QuantizedWeight
 from fa_serve.ops.torch_experts import activate, experts, route
 from fa_serve.ops.torch_sampling import sample_rows
@@ -77,6 +77,30 @@ class TorchOps:
             _rotate(k, _normed(k, k_norm), cos, sin)
         store_kv(k, v, k_cache, v_cache, slot_mapping, k_descale=k_descale, v_descale=v_descale)
 
+    def rotary_store_latent(
+        self,
+        q: Tensor,
+        latent: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+        norm: Norm,
+        cos: Tensor,
+        sin: Tensor,
+        pairing: Pairing,
+        descale: Tensor | None,
+        out: Tensor,
+        /,
+    ) -> Tensor:
+        rank = len(norm.weight)
+        keys = latent.new_empty(len(latent), 1, latent.shape[1])
+        keys[:, 0, :rank] = _normed(latent[:, :rank], norm)
+        _rotate_pairs(out, q, cos, sin, pairing)
+        _rotate_pairs(keys[..., rank:], latent[:, None, rank:], cos, sin, pairing)
+        # both parts of a key are written by one call, as if the second one were its value
+        parts = (keys[..., :rank], keys[..., rank:], kv_cache[..., :rank], kv_cache[..., rank:])
+        store_kv(*parts, slot_mapping, k_descale=descale, v_descale=descale)
+        return keys[:, 0]
+
     def act_and_mul(self, x: Tensor, activation: str, /) -> Tensor:
         gate, up = _wide(x).chunk(2, dim=1)
         return (activate(gate, activation) * up).to(x.dtype)
@@ -127,6 +151,22 @@ def _rotate(out: Tensor, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> N
     turned = torch.addcmul(first * cos, second, sin, value=-1)  # x and out may be the same memory
     torch.addcmul(second * cos, first, sin, out=out[..., rotary_dim // 2 :])
     out[..., : rotary_dim // 2] = turned
+
+
+def _rotate_pairs(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, pairing: Pairing) -> None:
+    """Rotate the pairs of elements of each head of x (total, heads, dim) and write x into `out`, which may be x."""
+    half = x.shape[2] // 2
+    cos = _wide(cos[:, None, :half])
+    sin = _wide(sin[:, None, :half])
+    first, second = _pairs(_wide(x), pairing)
+    turned = torch.addcmul(first * cos, second, sin, value=-1), torch.addcmul(second * cos, first, sin)
+    for part, value in zip(_pairs(out, pairing), turned, strict=True):
+        part.copy_(value)
+
+
+def _pairs(x: Tensor, pairing: Pairing) -> tuple[Tensor, ...]:
+    """Views of x: the first element of each pair, and the second."""
+    return x.chunk(2, dim=2) if pairing == "halves" else (x[..., 0::2], x[..., 1::2])
 
 
 def _normed(x: Tensor, norm: Norm) -> Tensor:

@@ -16,6 +16,7 @@ from fa_serve.ops.ops_backend import Norm, Weight
 from fa_serve.ops.quantized_product import dequantize, quantized_linear
 from fa_serve.ops.quantized_weight import QuantizedWeight
 from fa_serve.ops.rotary_kernel import launch_rotary_store_kv
+from fa_serve.ops.rotary_latent_kernel import launch_rotary_store_latent
 from fa_serve.ops.routing_kernel import launch_route
 from fa_serve.ops.row_invariant_kernel import launch_invariant_linear, launch_invariant_sum
 from fa_serve.ops.sampling_kernel import launch_sample_rows
@@ -29,6 +30,7 @@ class TritonOps:
     name = "triton"
     rms_norm = staticmethod(launch_rms_norm)
     rotary_store_kv = staticmethod(launch_rotary_store_kv)
+    rotary_store_latent = staticmethod(launch_rotary_store_latent)
     act_and_mul = staticmethod(launch_act_and_mul)
     sample_rows = staticmethod(launch_sample_rows)
     route = staticmethod(launch_route)

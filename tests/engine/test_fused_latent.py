@@ -10,7 +10,7 @@ from long_run import long_run
 from tiny_models import random_prompts
 
 from fa_serve.engine import SamplingParams
-from fa_serve.engine.fused_latent import LatentAttention, rotate
+from fa_serve.engine.fused_latent import LatentAttention
 from fa_serve.engine.speculation import NgramDrafter
 
 by_family = pytest.mark.parametrize("family", LATENT, ids=lambda family: family.name)
@@ -130,13 +130,3 @@ def test_nothing_is_lost_in_random_traffic(make_engine) -> None:
     report = long_run(engine, 40, alive=16, longest=60)
     assert set(report["answers"]) >= {"length", "abort"}
     assert report["cached_tokens"] > 0
-
-
-def test_a_rotation_pairs_halves_or_neighbours() -> None:
-    x = torch.arange(1.0, 5.0).view(1, 1, 4)
-    cos = torch.tensor([[0.0, 1.0]])
-    sin = torch.tensor([[1.0, 0.0]])
-    assert rotate(x, cos, sin, "halves").flatten().tolist() == [-3.0, 2.0, 1.0, 4.0]
-    assert rotate(x, cos, sin, "neighbours").flatten().tolist() == [-2.0, 3.0, 1.0, 4.0]
-    wide = torch.cat([cos, cos + 9], dim=1)
-    assert torch.equal(rotate(x, wide, sin, "halves"), rotate(x, cos, sin, "halves")), "the second half repeats the first"

@@ -114,6 +114,47 @@ def test_rotary_store_kv(heads: int, kv_heads: int, dim: int, rotary: int | None
         assert_rounded_once(v_cache, exact_caches[1])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("pairing", ["halves", "neighbours"])
+@pytest.mark.parametrize("heads", [16, 128])
+def test_rotary_store_latent(heads: int, pairing: ops.Pairing, dtype: torch.dtype) -> None:
+    total = 40
+    norm = ops.Norm(inputs(512, dtype=dtype, seed=4), 1e-6)
+    for seed in range(CALLS):
+        q = inputs(total, heads, 192, dtype=dtype, seed=seed)[..., 128:]
+        latent = inputs(total, 576, dtype=dtype, seed=seed + 10)
+        slots = torch.randperm(64, generator=torch.Generator().manual_seed(seed))[:total].cuda()
+        slots[1::3] = -1
+        angles = inputs(total, 32, dtype=torch.float32, seed=seed + 20)
+        cos, sin = (x.to(dtype) for x in (angles.cos(), angles.sin()))
+        cache = torch.zeros(4, 16, 1, 576, dtype=dtype, device="cuda")
+        exact_q = q.double()
+        exact_cache = cache.double()
+        given = (slots, exact_norm(norm), cos.double(), sin.double(), pairing, None)
+        exact_keys = EXACT.rotary_store_latent(exact_q, latent.double(), exact_cache, *given, exact_q)
+        keys = ops.rotary_store_latent(q, latent, cache, slots, norm=norm, cos=cos, sin=sin, pairing=pairing, out=q)
+        assert_rounded_once(q, exact_q)
+        assert_rounded_once(keys, exact_keys)
+        assert_rounded_once(cache, exact_cache)
+
+
+def test_a_float8_cache_of_latent_keys_stores_rounded_and_saturated_numbers() -> None:
+    descale = torch.tensor([0.013], device="cuda")
+    norm = ops.Norm(torch.ones(512, device="cuda", dtype=torch.bfloat16), 1e-6)
+    slots = torch.arange(500, device="cuda")
+    for seed in range(CALLS):
+        latent = inputs(500, 576, dtype=torch.bfloat16, seed=seed)
+        latent[3, 512:] = 1e4
+        latent[4, 512:] = -1e4
+        angles = inputs(500, 32, dtype=torch.float32, seed=seed + 20)
+        cache = torch.zeros(32, 16, 1, 576, device="cuda").to(torch.float8_e4m3fn)
+        q = inputs(500, 2, 64, dtype=torch.bfloat16, seed=seed + 10)
+        words = {"norm": norm, "cos": angles.cos(), "sin": angles.sin(), "pairing": "neighbours", "descale": descale}
+        keys = ops.rotary_store_latent(q, latent, cache, slots, **words, out=q)
+        expected = (keys.float() / descale).clamp(-448, 448).to(torch.float8_e4m3fn)
+        assert torch.equal(cache.flatten(0, 2)[:500].float(), expected.float())
+
+
 def test_a_float8_cache_stores_rounded_and_saturated_numbers() -> None:
     k_descale = torch.tensor([0.013, 0.4], device="cuda")
     v_descale = torch.tensor([0.0021, 1.7], device="cuda")

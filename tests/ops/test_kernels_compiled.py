@@ -10,7 +10,7 @@ from cross_compile import TARGETS, UNLIKE, compiling_for
 from quantized import float4_weight, float8_weight, int4_weight
 from torch import Tensor
 
-from fa_serve.ops import ACTIVATIONS, ExpertWeights, Gate, Norm, Router
+from fa_serve.ops import ACTIVATIONS, ExpertWeights, Gate, Norm, Pairing, Router
 from fa_serve.ops.activation_kernel import launch_act_and_mul
 from fa_serve.ops.experts_kernel import launch_experts
 from fa_serve.ops.linear_kernel import launch_linear_row
@@ -22,6 +22,7 @@ from fa_serve.ops.quantized_kernel import (
 )
 from fa_serve.ops.quantized_product import converts_float8
 from fa_serve.ops.rotary_kernel import launch_rotary_store_kv
+from fa_serve.ops.rotary_latent_kernel import launch_rotary_store_latent
 from fa_serve.ops.rounding_kernel import launch_quantize_rows
 from fa_serve.ops.routing_kernel import launch_route
 from fa_serve.ops.row_invariant_kernel import launch_invariant_linear, launch_invariant_sum
@@ -48,6 +49,14 @@ def test_kernels_between_the_products_of_a_layer(target: str) -> None:
         qkv = bf16(3, all_heads * dim)
         launch_rotary_store_kv(qkv, *caches, slots, num_heads, angles, angles, norm, norm, None, None)
 
+    def rotary_store_latent(num_heads: int, pairing: Pairing, cache_dtype: torch.dtype) -> None:
+        q = bf16(3, num_heads, 192)[..., 128:]
+        cache = torch.zeros(2, 16, 1, 576, dtype=cache_dtype)
+        norm = Norm(bf16(512), 1e-6)
+        descale = torch.ones(1) if cache_dtype.itemsize == 1 else None
+        angles = torch.zeros(3, 64)
+        launch_rotary_store_latent(q, bf16(3, 576), cache, slots, norm, angles, angles, pairing, descale, q)
+
     with compiling_for(target) as kernels:
         launch_rms_norm(bf16(3, 4096), Norm(bf16(4096), 1e-6), None, None)
         launch_rms_norm(bf16(3, 8192), Norm(bf16(8192), 1e-6), bf16(3, 8192), None)
@@ -56,9 +65,15 @@ def test_kernels_between_the_products_of_a_layer(target: str) -> None:
         rotary_store_kv(48, 32, 128, 64, None)
         rotary_store_kv(32, 16, 128, 128, Norm(bf16(128), 1e-6))  # 32 heads in a program
         rotary_store_kv(32, 16, 256, 256, Norm(bf16(256), 1e-6, 1.0))
+        rotary_store_latent(128, "neighbours", torch.bfloat16)
+        rotary_store_latent(16, "halves", torch.bfloat16)
+        if converts_float8(TARGETS[target].arch if target != "gfx942" else 0):
+            rotary_store_latent(16, "halves", torch.float8_e4m3fn)
+        latent = len(kernels) - 7
         for activation in ACTIVATIONS:
             launch_act_and_mul(bf16(3, 2 * 14336), activation)
-    assert [kernel.name for kernel in kernels] == ["_rms_norm"] * 2 + ["_rotary_store_kv"] * 5 + ["_act_and_mul"] * 3
+    names = {"_rms_norm": 2, "_rotary_store_kv": 5, "_rotary_store_latent": latent, "_act_and_mul": 3}
+    assert [kernel.name for kernel in kernels] == [name for name, count in names.items() for _ in range(count)]
     assert [kernel.spill_bytes for kernel in kernels] == [0] * len(kernels)
 
 

@@ -19,6 +19,7 @@ def test_the_protocol_has_every_op() -> None:
         "linear",
         "rms_norm",
         "rotary_store_kv",
+        "rotary_store_latent",
         "act_and_mul",
         "experts",
         "route",

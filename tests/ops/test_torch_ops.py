@@ -115,6 +115,50 @@ def test_rotary_store_kv(dim: int, rotary: int | None, norm: bool, dtype: torch.
         assert torch.equal(cache.reshape(8, kv_heads, dim), expected)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("pairing", ["halves", "neighbours"])
+def test_rotary_store_latent(pairing: ops.Pairing, dtype: torch.dtype) -> None:
+    rank = 12
+    rope = 8
+    q = randn(3, 4, rope, dtype=dtype)
+    latent = randn(3, rank + rope, dtype=dtype, seed=1)
+    norm = ops.Norm(randn(rank, dtype=dtype, seed=2), 1e-3, 1.0)
+    angles = randn(3, rope // 2, dtype=torch.float32, seed=3)
+    cos = angles.cos().to(dtype)
+    sin = angles.sin().to(dtype)
+    turn = torch.complex(cos.double(), sin.double())[:, None]
+
+    def rotated(x: Tensor) -> Tensor:
+        by_pair = x.double().unflatten(-1, (2, -1)).mT if pairing == "halves" else x.double().unflatten(-1, (-1, 2))
+        turned = torch.view_as_real(torch.view_as_complex(by_pair.contiguous()) * turn)
+        return (turned.mT if pairing == "halves" else turned).flatten(-2)
+
+    exact_keys = torch.cat([exact_norm(latent[:, :rank], norm), rotated(latent[:, None, rank:])[:, 0]], dim=1)
+    exact_q = rotated(q)
+    cache = torch.full((2, 4, 1, rank + rope), 7.0, dtype=dtype)
+    more = torch.cat([cos, cos + 9], dim=1)  # models repeat the angles; only the first columns count
+    keys = ops.rotary_store_latent(
+        q, latent, cache, torch.tensor([5, -1, 2]), norm=norm, cos=more, sin=sin, pairing=pairing, out=q
+    )
+    assert_rounded_once(q, exact_q)
+    assert_rounded_once(keys, exact_keys)
+    expected = torch.full((8, rank + rope), 7.0, dtype=dtype)
+    expected[[5, 2]] = keys[[0, 2]]
+    assert torch.equal(cache.view(8, -1), expected)
+
+
+def test_a_float8_cache_of_latent_keys_stores_scaled_and_saturated_numbers() -> None:
+    cache = torch.zeros(1, 1, 1, 4).to(torch.float8_e4m3fn)
+    norm = ops.Norm(torch.tensor([0.5, 1e4]), 0.0)
+    latent = torch.tensor([[1.0, 1.0, 3.0, -2.0]])
+    angles = {"cos": torch.ones(1, 1), "sin": torch.zeros(1, 1)}
+    q = torch.zeros(1, 1, 2)
+    descale = torch.tensor([0.25])
+    slots = torch.tensor([0])
+    ops.rotary_store_latent(q, latent, cache, slots, norm=norm, **angles, pairing="halves", descale=descale, out=q)
+    assert cache.float().flatten().tolist() == [2.0, 448.0, 12.0, -8.0]
+
+
 def test_a_float8_cache_stores_scaled_and_saturated_numbers() -> None:
     qkv = torch.tensor([[1.0, -2.0, 3.0, 1e4, 0.3, -1e4]])
     k_cache, v_cache = (torch.zeros(1, 1, 1, 2).to(torch.float8_e4m3fn) for _ in "kv")

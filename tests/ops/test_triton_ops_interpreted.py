@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fa_serve.backends.plan import PLANS
-from fa_serve.ops import Norm
+from fa_serve.ops import Norm, Pairing
 from fa_serve.ops.triton_ops import TritonOps
 
 OPS = TritonOps()
@@ -93,6 +93,35 @@ def rotary_store_kv(
         for pad in (k_cache_padding, v_cache_padding)
     )
     OPS.rotary_store_kv(qkv, k_cache, v_cache, integers(total), num_heads, angles, angles, norm, norm, descale, descale)
+
+
+def rotary_store_latent(
+    total: int = 2,
+    num_heads: int = 2,
+    rank: int = 16,
+    rope: int = 8,
+    head_padding: int = 0,
+    padding: int = 0,
+    out_padding: int = 0,
+    dtype: torch.dtype = torch.float32,
+    half_padding: int = 0,
+    cos_dtype: torch.dtype = torch.float32,
+    norm_dtype: torch.dtype = torch.float32,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    pairing: Pairing = "halves",
+    page_size: int = 4,
+    page_padding: int = 0,
+    cache_dtype: torch.dtype | None = None,
+) -> Tensor:
+    q = zeros(total, num_heads, rope + head_padding, dtype=dtype)[..., :rope]
+    out = zeros(total, num_heads, rope + out_padding, dtype=dtype)[..., :rope]
+    latent = zeros(total, rank + rope + padding, dtype=dtype)[:, : rank + rope]
+    angles = zeros(total, rope // 2 + half_padding, dtype=cos_dtype)
+    cache = zeros(3, page_size + page_padding, 1, rank + rope, dtype=cache_dtype or dtype)[:, :page_size]
+    norm = Norm(zeros(rank, dtype=norm_dtype), eps, offset)
+    descale = torch.ones(1) if cache_dtype == FLOAT8 else None
+    return OPS.rotary_store_latent(q, latent, cache, integers(total), norm, angles, angles, pairing, descale, out)
 
 
 def act_and_mul(
@@ -201,6 +230,27 @@ CALLS: dict[Callable[..., Any], list[dict[str, Any]]] = {
         {"cache_dtype": BF16},
         {"cache_dtype": FLOAT8},
     ],
+    rotary_store_latent: [
+        {},
+        {"total": 3},
+        {"num_heads": 3},
+        {"rank": 8},
+        {"rope": 4},
+        {"head_padding": 8},
+        {"padding": 8},
+        {"out_padding": 8},
+        {"dtype": BF16, "cache_dtype": torch.float32},
+        {"half_padding": 4},
+        {"cos_dtype": BF16},
+        {"norm_dtype": BF16},
+        {"eps": 1e-5},
+        {"offset": 1.0},
+        {"pairing": "neighbours"},
+        {"page_size": 2},
+        {"page_size": 2, "page_padding": 2},
+        {"cache_dtype": BF16},
+        {"cache_dtype": FLOAT8},
+    ],
     act_and_mul: [{}, {"total": 3}, {"width": 24}, {"stride": 80}, {"dtype": BF16}, {"activation": "gelu"}],
     sample_rows: [
         {},
@@ -251,6 +301,7 @@ def test_a_call_has_a_plan_of_its_facts(op: Callable[..., Any]) -> None:
     [
         (rms_norm, {"total": 0}, (0, 32)),
         (rotary_store_kv, {"total": 0}, None),
+        (rotary_store_latent, {"total": 0}, (0, 24)),
         (act_and_mul, {"total": 0}, (0, 32)),
         (sample_rows, {"n": 0, "drawn": True}, (0,)),
         (invariant_linear, {"m": 0}, (0, 8)),
