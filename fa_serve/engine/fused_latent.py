@@ -83,7 +83,7 @@ class LatentAttention:
         return torch.bmm(out.transpose(0, 1), self.kv_up[:, nope:].transpose(1, 2)).transpose(0, 1).flatten(1)
 
     def _rotate_and_store(self, q: Tensor, latent: Tensor, step: LayerStep, out: Tensor) -> Tensor:
-        """Rotate q (total, num_heads, rope) into `out`, and write the keys of the step (total, rank + rope), which are returned."""
+        """Rotate q (total, num_heads, rope) into `out` and write the keys (total, rank + rope) to the cache -> the keys."""
         return ops.rotary_store_latent(
             q,
             latent,
