@@ -73,8 +73,7 @@ def _packed_product(
     if kernel == "grouped":
         from fa_serve.ops.experts_wgmma_kernel import launch_as_one_expert
 
-        y = launch_as_one_expert(x, weight, bias)
-        return y if residual is None else residual.add_(y, alpha=alpha)
+        return launch_as_one_expert(x, weight, bias, residual, alpha)
     return launch_quantized_linear(x, weight, bias, residual, alpha)
 
 

@@ -67,7 +67,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(quantized_gemv_kernel, "launch_quantized_gemv", stand_in("launch_quantized_gemv", row))
     monkeypatch.setattr(quantized_wgmma_kernel, "launch_quantized_wgmma", stand_in("launch_quantized_wgmma", several))
     monkeypatch.setattr(quantized_choice, "_GROUPED_ROWS", 64)
-    whole = stand_in("launch_as_one_expert", lambda x, w, b: ops.linear(x, w, b))
+    whole = stand_in("launch_as_one_expert", lambda x, w, b, r, a: ops.linear(x, w, b, residual=r, alpha=a))
     monkeypatch.setattr(experts_wgmma_kernel, "launch_as_one_expert", whole)
     monkeypatch.setattr(triton_ops, "launch_invariant_linear", stand_in("launch_invariant_linear", ops.invariant_linear))
     return calls
