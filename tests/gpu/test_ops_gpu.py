@@ -78,6 +78,7 @@ def test_linear_of_one_token(
             activation,
             None if r is None else r.double(),
             0.5,
+            None,
         )
         assert_rounded_once(ops.linear(x, weight, b, norm=given, activation=activation, residual=r, alpha=0.5), exact)
 

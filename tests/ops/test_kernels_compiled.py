@@ -20,7 +20,7 @@ from fa_serve.ops.quantized_kernel import (
     launch_quantized_linear,
     launch_quantized_row,
 )
-from fa_serve.ops.quantized_product import converts_float8
+from fa_serve.ops.quantized_product import MAX_GATED, converts_float8
 from fa_serve.ops.rotary_kernel import launch_rotary_store_kv
 from fa_serve.ops.rotary_latent_kernel import launch_rotary_store_latent
 from fa_serve.ops.rounding_kernel import launch_quantize_rows
@@ -117,6 +117,7 @@ def test_products_with_quantised_weights(target: str) -> None:
         if len(weights) > 1:
             launch_quantize_rows(bf16(3, 14336), Norm(bf16(14336), 1e-6), None)
             launch_quantize_rows(bf16(3, 28672), None, torch.ones(1))
+            launch_quantize_rows(bf16(3, 2 * MAX_GATED), None, None, "silu")
     assert [kernel.spill_bytes for kernel in kernels] == [0] * len(kernels)
     assert max(kernel.shared_bytes for kernel in kernels) <= 99 * 1024
     if target == "sm90":

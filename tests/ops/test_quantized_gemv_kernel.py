@@ -34,8 +34,8 @@ def test_products_of_4_bit_weights(name: str, dtype: torch.dtype, monkeypatch: p
     x = randn(1, k, dtype=dtype)
     bias = randn(n, dtype=dtype, seed=1)
     residual = randn(1, n, dtype=dtype, seed=2)
-    exact = EXACT.linear(x.double(), weight, bias.double(), None, None, residual.double(), 0.5)
-    eager = EXACT.linear(x, weight, bias, None, None, residual.clone(), 0.5)
+    exact = EXACT.linear(x.double(), weight, bias.double(), None, None, residual.double(), 0.5, None)
+    eager = EXACT.linear(x, weight, bias, None, None, residual.clone(), 0.5, None)
     monkeypatch.setattr(quantized_gemv_kernel, "gemv_tile", lambda *sizes: GemvTile(16, 4, 2))
     with emulated(quantized_gemv_kernel):
         y = launch_quantized_gemv(x, weight, bias, None, None, residual, 0.5)
@@ -54,8 +54,8 @@ def test_one_token_with_a_norm_and_a_gate(name: str, dtype: torch.dtype, monkeyp
     x = 100 * randn(1, k, dtype=dtype)
     norm = randn(k, dtype=dtype, seed=3)
     activation = ops.ACTIVATIONS[0]
-    exact = EXACT.linear(x.double(), weight, None, Norm(norm.double(), 1e-5, 1.0), activation, None, 1.0)
-    eager = EXACT.linear(x, weight, None, Norm(norm, 1e-5, 1.0), activation, None, 1.0)
+    exact = EXACT.linear(x.double(), weight, None, Norm(norm.double(), 1e-5, 1.0), activation, None, 1.0, None)
+    eager = EXACT.linear(x, weight, None, Norm(norm, 1e-5, 1.0), activation, None, 1.0, None)
     monkeypatch.setattr(quantized_gemv_kernel, "multiprocessors", lambda device, otherwise: 132)
     with emulated(quantized_gemv_kernel):
         y = launch_quantized_gemv(x, weight, None, Norm(norm, 1e-5, 1.0), activation, None, 1.0)

@@ -42,7 +42,7 @@ def test_products(name: str, dtype: torch.dtype, m: int, tile: WgmmaTile, monkey
     x = randn(m, k, dtype=dtype)
     bias = randn(n, dtype=dtype, seed=1)
     residual = randn(m, n, dtype=dtype, seed=2)
-    exact = EXACT.linear(x.double(), weight, bias.double(), None, None, residual.double(), 0.5)
+    exact = EXACT.linear(x.double(), weight, bias.double(), None, None, residual.double(), 0.5, None)
     eager = residual + 0.5 * torch.nn.functional.linear(x, weight.dequantize(dtype), bias)
     monkeypatch.setattr(quantized_wgmma_kernel, "wgmma_tile", lambda *sizes: tile)
     with emulated(quantized_wgmma_kernel):

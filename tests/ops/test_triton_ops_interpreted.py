@@ -61,7 +61,7 @@ def linear(
     norm = None if norm_dtype is None else Norm(zeros(k, dtype=norm_dtype), eps, offset)
     bias = None if bias_dtype is None else zeros(n, dtype=bias_dtype)
     residual = None if residual_dtype is None else zeros(1, n, dtype=residual_dtype)
-    return OPS.linear(zeros(1, k, dtype=dtype), zeros(n, k, dtype=weight_dtype), bias, norm, activation, residual, alpha)
+    return OPS.linear(zeros(1, k, dtype=dtype), zeros(n, k, dtype=weight_dtype), bias, norm, activation, residual, alpha, None)
 
 
 def rotary_store_kv(
