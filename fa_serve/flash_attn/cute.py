@@ -174,32 +174,19 @@ def flash_attn_varlen_func(
         raise ParameterError(
             "cu_seqlens_k", "be None with page_table, where seqused_k has the lengths", tuple(cu_seqlens_k.shape)
         )
-    options = _options(softmax_scale, causal, window_size, softcap, learnable_sink)
-    rows, starts_q, longest_q = _packed(q, cu_seqlens_q, max_seqlen_q)
-    if page_table is None and (seqused_k is None or cu_seqlens_k is not None or _needs_gradients(q, k, v, learnable_sink)):
-        keys, starts_k, longest_k = _packed(k, cu_seqlens_k, max_seqlen_k)
-        out, lse = attend_packed(
-            rows,
-            keys,
-            v if cu_seqlens_k is not None else v.flatten(0, 1),
-            cu_seqlens_q=starts_q,
-            cu_seqlens_k=starts_k,
-            max_seqlen_q=longest_q,
-            max_seqlen_k=longest_k,
-            seqused_q=seqused_q,
-            seqused_k=seqused_k,
-            deterministic=deterministic,
-            options=options,
-            return_lse=return_lse,
-        )
-    else:
-        cache: dict[str, Any] = {"cache_seqlens": seqused_k, "block_table": page_table, "num_splits": num_splits}
-
-        def attend(rows: Tensor, starts: Tensor) -> Attended:
-            lengths: dict[str, Any] = {"cu_seqlens_q": starts, "max_seqlen_q": longest_q}
-            return attend_cache(rows, k, v, None, None, options=options, return_lse=return_lse, **lengths, **cache)
-
-        out, lse = attend_used_queries(rows, starts_q, seqused_q, attend)
+    out, lse = _attend(
+        q,
+        k,
+        v,
+        cu_seqlens=(cu_seqlens_q, cu_seqlens_k),
+        max_seqlens=(max_seqlen_q, max_seqlen_k),
+        seqused=(seqused_q, seqused_k),
+        page_table=page_table,
+        num_splits=num_splits,
+        deterministic=deterministic,
+        options=_options(softmax_scale, causal, window_size, softcap, learnable_sink),
+        return_lse=return_lse,
+    )
     return (out, lse) if cu_seqlens_q is not None else as_batch(out, lse, *q.shape[:2])
 
 
@@ -216,6 +203,49 @@ def flash_attn_combine(
     """FlashAttention-3's function. It merges all rows: cu_seqlens, seqused and virtual_batch_idx have no effect."""
     merged, lse = merge_parts(out_partial, lse_partial, out, out_dtype)
     return merged, lse if return_lse else None
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens: tuple[Tensor | None, Tensor | None],
+    max_seqlens: tuple[int | None, int | None],
+    seqused: tuple[Tensor | None, Tensor | None],
+    page_table: Tensor | None,
+    num_splits: int,
+    deterministic: bool,
+    options: dict[str, Any],
+    return_lse: bool,
+) -> Attended:
+    """out (total_q, num_heads, head_dim_v), and lse (num_heads, total_q) or None. Pairs are of queries and of keys."""
+    seqused_q, seqused_k = seqused
+    rows, starts_q, longest_q = _packed(q, cu_seqlens[0], max_seqlens[0])
+    differentiable = _needs_gradients(q, k, v, options.get("sinks"))
+    if page_table is None and (seqused_k is None or cu_seqlens[1] is not None or differentiable):
+        keys, starts_k, longest_k = _packed(k, cu_seqlens[1], max_seqlens[1])
+        return attend_packed(
+            rows,
+            keys,
+            v if cu_seqlens[1] is not None else v.flatten(0, 1),
+            cu_seqlens_q=starts_q,
+            cu_seqlens_k=starts_k,
+            max_seqlen_q=longest_q,
+            max_seqlen_k=longest_k,
+            seqused_q=seqused_q,
+            seqused_k=seqused_k,
+            deterministic=deterministic,
+            options=options,
+            return_lse=return_lse,
+        )
+    cache: dict[str, Any] = {"cache_seqlens": seqused_k, "block_table": page_table, "num_splits": num_splits}
+
+    def attend(rows: Tensor, starts: Tensor) -> Attended:
+        lengths: dict[str, Any] = {"cu_seqlens_q": starts, "max_seqlen_q": longest_q}
+        return attend_cache(rows, k, v, None, None, options=options, return_lse=return_lse, **lengths, **cache)
+
+    return attend_used_queries(rows, starts_q, seqused_q, attend)
 
 
 def _refuse_unknown(q: Tensor, **given: Any) -> None:

@@ -12,7 +12,9 @@ skipped, and calls the test with them. A case passes, is skipped by the test, is
 argument), finds no memory on the GPU, computes a wrong result, or fails with another error. The exit status is 1 if a case is
 wrong or fails.
 
-On a machine without a GPU the tests' device "cuda" means the CPU, and only short sequences and narrow heads are drawn.
+On a machine without a GPU the tests' device "cuda" means the CPU, and only short sequences and narrow heads are drawn. Cases
+with one key are left out there: the gradients of q and k are exactly 0 and the tests allow no error, but those of PyTorch's
+function have errors of 1e-6.
 
 The references of FlashAttention-4's tests are in `flash_attn/cute/testing.py`, which needs PyTorch and einops only. It is
 imported from the checkout. `flash_attn/cute/cache_utils.py` imports the compiler of the kernels, so an empty module stands for
@@ -61,7 +63,11 @@ NOT_OURS = {
     "test_flash3_bw_compatibility": "asks for the schemas of FlashAttention-3's operators",
     "test_flash_attn_invalid_head_dim": "asks for errors about head sizes that fa_serve supports",
 }
-NOT_ON_A_CPU = {"fa3 test_flash_attn_race_condition": "allocates 70 GiB"}
+NOT_ON_A_CPU = {
+    "fa3 test_flash_attn_race_condition": "allocates 70 GiB",
+    "cute test_flash_attn_lse_grad": "differentiates lse by v, which is no part of the graph where PyTorch computes lse",
+    "cute test_flash_attn_lse_grad_unused": "compares bits with and without lse, for which PyTorch has different functions",
+}
 TOOLS = ["einops==0.8.1"]
 SKIPPED = 12
 """Cases that are drawn for one that the test does not skip."""
@@ -161,9 +167,10 @@ def grid(test: Any) -> list[list[dict[str, Any]]]:
 
 
 def draw(axes: list[list[dict[str, Any]]], count: int, rng: random.Random, small: bool) -> list[dict[str, Any]]:
-    """Different combinations of the axes, at most `count`; all of them if there are fewer."""
+    """Different combinations of the axes, at most `count`; all of them if there are fewer. `small` is for a CPU."""
     if small:
-        axes = [[value for value in axis if _is_small(value)] or axis[:1] for axis in axes]
+        drawn = draw([[value for value in axis if _is_small(value)] or axis[:1] for axis in axes], count, rng, False)
+        return [case for case in drawn if case.get("seqlen_k") != 1]
     total = math.prod(len(axis) for axis in axes)
     if total <= count:
         return [_merged(choice) for choice in itertools.product(*axes)]
