@@ -308,6 +308,9 @@ def _one_call(
         # bias of another dtype.
         out, lse = _with_scores(q, k, v, scale, causal, options.softcap, bias)
     elif q.device.type == "cpu":
+        if wants_grad and q.dtype.itemsize == 2 and k.shape[1] < q.shape[1]:
+            # The operator adds the gradients of query heads that share keys in q's dtype. Autograd adds them in float32.
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         out, lse = _fused_cpu(q, k, v, scale, causal, bias)
     else:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=causal, scale=scale, enable_gqa=True)
