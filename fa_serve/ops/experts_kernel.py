@@ -14,8 +14,9 @@ Quantised weights have no strides. They become numbers in registers (quantized_p
 weights and inputs instead of inputs and weights. Hopper has another kernel for them, for which `_list_tiles` lists the tiles
 (experts_wgmma_kernel.py). Where that cannot run, many pairs multiply matrices of some experts at a time (`choose_experts`).
 Tiles come from the pure functions below. Those of Hopper for matrices are measured; the others follow from sizes of shared
-memory and registers. This module leaves out the choice of experts, which is
-the model's router, and experts that every token takes.
+memory and registers. On Hopper and later GPUs all launches are programmatic, see `primitives.wait_for_previous_kernel`: each
+layer of a mixture has several short ones. This module leaves out the choice of experts, which is the model's router, and
+experts that every token takes.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ import triton.language as tl
 from torch import Tensor
 
 from fa_serve import spec
-from fa_serve.backends.launch import Launch, power_of_2
+from fa_serve.backends.launch import Launch, launch_options, power_of_2
 from fa_serve.backends.plan import PLANS, Run, facts
+from fa_serve.backends.triton.primitives import wait_for_previous_kernel
 from fa_serve.ops.experts_primitives import (
     expert_tensors,
     gate_numbers,
@@ -65,12 +67,13 @@ class GroupedTile(NamedTuple):
 
 
 @triton.jit(do_not_specialize=["pairs"])
-def _sort_pairs(index_ptr, order_ptr, starts_ptr, pairs, BLOCK: tl.constexpr):
+def _sort_pairs(index_ptr, order_ptr, starts_ptr, pairs, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Program e writes the pairs of expert e in ascending order, behind those of the experts before e.
 
     order:  (pairs,) int32
     starts: (num_experts + 1,) int32, where each expert begins in `order`, and their end
     """
+    wait_for_previous_kernel(PDL)
     expert = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
     before = tl.zeros([BLOCK], tl.int32)
@@ -105,8 +108,11 @@ def _find_tile(starts_ptr, tile, NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexp
 
 
 @triton.jit
-def _list_tiles(starts_ptr, tiles_ptr, NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
+def _list_tiles(
+    starts_ptr, tiles_ptr, NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, PDL: tl.constexpr
+):
     """Program i writes what `_find_tile` finds for tile i: (tiles, 3) int32. A tile that does not exist has no rows."""
+    wait_for_previous_kernel(PDL)
     tile = tl.program_id(0)
     expert, first, end = _find_tile(starts_ptr, tile, NUM_EXPERTS, BLOCK_E, BLOCK_M)
     tl.store(tiles_ptr + 3 * tile, expert)
@@ -147,6 +153,7 @@ def _grouped_linear(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """A program computes one tile of the output, for up to BLOCK_M pairs of one expert.
 
@@ -157,6 +164,7 @@ def _grouped_linear(
 
     GROUP, VALUES and PARTS describe weights that have scales, see quantized_primitives.py.
     """
+    wait_for_previous_kernel(PDL)
     COLUMNS: tl.constexpr = N * (2 if GATED else 1)
     tiles_n = tl.cdiv(COLUMNS, BLOCK_N)
     expert, first, end = _find_tile(starts_ptr, tl.program_id(0) // tiles_n, NUM_EXPERTS, BLOCK_E, BLOCK_M)
@@ -231,8 +239,10 @@ def _sum_experts(
     N: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """A program computes BLOCK elements of one token, as the sum of its pairs in the order in which the router gave them."""
+    wait_for_previous_kernel(PDL)
     blocks = tl.cdiv(N, BLOCK)
     token = (tl.program_id(0) // blocks).to(tl.int64)
     columns = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -270,7 +280,8 @@ def _plan_grouped(x: Tensor, index: Tensor, experts: ExpertWeights, invariant: b
     num_experts, hidden, width = experts.sizes
     pairs = tokens * top_k
     call = _Call(x, pairs, top_k, num_experts, 0 if invariant else pairs / num_experts)
-    sort = Launch(_sort_pairs, num_experts, varying=(pairs,), fixed=(_SORT_BLOCK,), options={"num_warps": 8})
+    pdl = call.pdl
+    sort = Launch(_sort_pairs, num_experts, varying=(pairs,), fixed=(_SORT_BLOCK, pdl), options=launch_options(pdl, 8))
     ways = [call.way(w) for w in (experts.gate_up, experts.down)]
     gated = call.plan(ways[0], experts.gate_up, experts.gate_up_bias, experts.gate)
     product = call.plan(ways[1], experts.down, experts.down_bias, None)
@@ -280,8 +291,8 @@ def _plan_grouped(x: Tensor, index: Tensor, experts: ExpertWeights, invariant: b
         _sum_experts,
         tokens * triton.cdiv(hidden, block),
         varying=(),
-        fixed=(num_experts, hidden, top_k, block),
-        options={"num_warps": 4},
+        fixed=(num_experts, hidden, top_k, block, pdl),
+        options=launch_options(pdl, 4),
     )
 
     def run(tensors: tuple[Tensor, Tensor, Tensor, ExpertWeights, Tensor]) -> None:
@@ -319,6 +330,11 @@ class _Call(NamedTuple):
     top_k: int
     num_experts: int
     pairs_per_expert: float
+
+    @property
+    def pdl(self) -> bool:
+        """Whether launches are programmatic."""
+        return spec.arch_of(self.x.device) >= 90
 
     def way(self, weight: Weight) -> ExpertsWay:
         """How a product with the weights of all experts is computed. Matrices have the portable kernel."""
@@ -360,8 +376,9 @@ class _Call(NamedTuple):
                 power_of_2(num_experts),
                 *kernel_constants(weight),
                 *tile[:3],
+                self.pdl,
             ),
-            options={"num_warps": tile.num_warps, "num_stages": tile.num_stages},
+            options={**launch_options(self.pdl, tile.num_warps), "num_stages": tile.num_stages},
         )
 
         def run(x: Tensor, weight: Weight, bias: Tensor | None, places: _Places, out: Tensor) -> None:
@@ -375,8 +392,8 @@ class _Call(NamedTuple):
 
         block_m = grouped_wgmma_tile(self.pairs_per_expert).block_m
         count = self.tiles(block_m)
-        sizes = (self.num_experts, power_of_2(self.num_experts), block_m)
-        launch = Launch(_list_tiles, count, varying=(), fixed=sizes, options={"num_warps": 1})
+        fixed = (self.num_experts, power_of_2(self.num_experts), block_m, self.pdl)
+        launch = Launch(_list_tiles, count, varying=(), fixed=fixed, options=launch_options(self.pdl, 1))
 
         def run(starts: Tensor) -> Tensor:
             tiles = torch.empty(count, 3, dtype=torch.int32, device=starts.device)

@@ -1,8 +1,9 @@
 """The experts of a mixture for few tokens: each pair reads its expert's weights by itself, row by row.
 
 Two launches without a sort, in the manner of `linear_kernel.py`: there the time is that of reading the weights. `_gated_rows`
-computes the gated values of each pair, and `_mixed_rows` the weighted sum over the experts of each token. Left out: many
-tokens, and when there are few of them (experts_kernel.py).
+computes the gated values of each pair, and `_mixed_rows` the weighted sum over the experts of each token. On Hopper and later
+GPUs they are launched programmatically, see `primitives.wait_for_previous_kernel`. Left out: many tokens, and when there are
+few of them (experts_kernel.py).
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fa_serve.backends.launch import Launch, power_of_2
+from fa_serve import spec
+from fa_serve.backends.launch import Launch, launch_options, power_of_2
 from fa_serve.backends.plan import Run
+from fa_serve.backends.triton.primitives import wait_for_previous_kernel
 from fa_serve.ops.experts_primitives import (
     expert_tensors,
     gate_numbers,
@@ -143,8 +146,10 @@ def _gated_rows(
     PARTS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """A program computes BLOCK_N / 2 gated elements of one pair, from BLOCK_N rows of the weights."""
+    wait_for_previous_kernel(PDL)
     blocks = tl.cdiv(2 * N, BLOCK_N)
     pair = (tl.program_id(0) // blocks).to(tl.int64)
     block = tl.program_id(0) % blocks
@@ -197,8 +202,10 @@ def _mixed_rows(
     PARTS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """A program computes BLOCK_N elements of one token: the weighted sum over its experts. x has a row for each pair."""
+    wait_for_previous_kernel(PDL)
     blocks = tl.cdiv(N, BLOCK_N)
     token = (tl.program_id(0) // blocks).to(tl.int64)
     n = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -233,7 +240,8 @@ def plan_rows(x: Tensor, index: Tensor, experts: ExpertWeights) -> Run:
     num_experts, hidden, width = experts.sizes
     first = row_tile(experts.gate_up)
     second = row_tile(experts.down)
-    options = {"num_warps": 4}
+    pdl = spec.arch_of(x.device) >= 90
+    options = launch_options(pdl, 4)
     gated = Launch(
         _gated_rows,
         tokens * top_k * triton.cdiv(2 * width, first.block_n),
@@ -247,6 +255,7 @@ def plan_rows(x: Tensor, index: Tensor, experts: ExpertWeights) -> Run:
             *rows_of_outputs(experts.gate, width)[1:],
             *kernel_constants(experts.gate_up, by_rows=True),
             *first,
+            pdl,
         ),
         options=options,
     )
@@ -255,7 +264,7 @@ def plan_rows(x: Tensor, index: Tensor, experts: ExpertWeights) -> Run:
         tokens * triton.cdiv(hidden, second.block_n),
         varying=(),
         strides=weight_strides(experts.down, experts.down_bias),
-        fixed=(num_experts, hidden, width, top_k, *kernel_constants(experts.down, by_rows=True), *second),
+        fixed=(num_experts, hidden, width, top_k, *kernel_constants(experts.down, by_rows=True), *second, pdl),
         options=options,
     )
 

@@ -28,8 +28,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from fa_serve.backends.hopper.gluon_names import copy_to_shared, sync_threads
-from fa_serve.backends.launch import Launch, multiprocessors
+from fa_serve.backends.launch import Launch, launch_options, multiprocessors
 from fa_serve.backends.plan import PLANS
+from fa_serve.backends.triton.primitives import wait_for_previous_kernel
 from fa_serve.ops.experts_primitives import gate_numbers, gated_values, kernel_constants, rows_of_outputs
 from fa_serve.ops.ops_backend import Gate
 from fa_serve.ops.quantized_kernel import launch_sum_splits
@@ -109,6 +110,7 @@ def _grouped_wgmma(
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     SPLITS: gl.constexpr,
+    PDL: gl.constexpr,
 ):
     """A program computes one tile of the output, as `experts_kernel._grouped_linear` does.
 
@@ -139,6 +141,8 @@ def _grouped_wgmma(
         first_block = split * ((BLOCKS + SPLITS - 1) // SPLITS)
         last_block = gl.minimum(first_block + (BLOCKS + SPLITS - 1) // SPLITS, BLOCKS)
         out_ptr += split.to(gl.int64) * pairs * N
+    if tiles_ptr is not None:
+        wait_for_previous_kernel(PDL)
     if tiles_ptr is None:
         expert = 0
         first = tile * BLOCK_M
@@ -171,6 +175,8 @@ def _grouped_wgmma(
     start = first_block * 256
     copy_weights(words, first_block % 2, w_ptrs, w_columns, first_block, VALUES, K)
     async_copy.commit_group()
+    if tiles_ptr is None:
+        wait_for_previous_kernel(PDL)  # no kernel writes weights, so their copies need not wait
     copy_to_shared(tokens.index(0), x_ptrs + start, mask=x_columns + start < K)
     async_copy.commit_group()
     scales = load_scales(scales_ptr, groups, start, GROUPS, GROUP, VALUES, False)
@@ -251,7 +257,7 @@ def plan_grouped_wgmma(
     """
     rows = weight.shape[0] // num_experts
     n = rows // 2 if gate else rows
-    options = {"num_warps": tile.block_n // 16}
+    options = launch_options(True, tile.block_n // 16)
     if tile.block_m == 16:
         options["maxnreg"] = 128  # two programs on a multiprocessor
     return Launch(
@@ -259,7 +265,7 @@ def plan_grouped_wgmma(
         tiles * triton.cdiv(rows, tile.block_n) * tile.splits,
         varying=(pairs, *gate_numbers(gate)),
         strides=(stride_be,),
-        fixed=(n, weight.width, top_k, *rows_of_outputs(gate, n), *kernel_constants(weight)[:2], *tile),
+        fixed=(n, weight.width, top_k, *rows_of_outputs(gate, n), *kernel_constants(weight)[:2], *tile, True),
         options=options,
     )
 

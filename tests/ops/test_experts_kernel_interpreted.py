@@ -254,7 +254,7 @@ def test_pairs_are_sorted_by_expert_and_then_by_place(tokens: int, top_k: int) -
     index = torch.randint(-1, 8, (tokens, top_k), generator=torch.Generator().manual_seed(1))
     order = torch.empty(tokens * top_k, dtype=torch.int32)
     starts = torch.empty(8, dtype=torch.int32)
-    experts_kernel._sort_pairs[(7,)](index, order, starts, tokens * top_k, 32)
+    experts_kernel._sort_pairs[(7,)](index, order, starts, tokens * top_k, 32, False)
     flat = index.flatten()
     expected = [pair for expert in range(7) for pair in (flat == expert).nonzero().flatten().tolist()]
     assert order[: len(expected)].tolist() == expected
