@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from cross_compile import TARGETS, UNLIKE, compiling_for
+from cross_compile import TARGETS, UNLIKE, Kernel, compiling_for
 from quantized import float4_weight, float8_weight, int4_weight
 from torch import Tensor
 
@@ -33,6 +33,18 @@ from fa_serve.ops.sampling_kernel import launch_sample_rows
 def unwritten_memory(poisoned_memory: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is computed here, and the experts of a mixture are gigabytes that need not be written."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+
+
+PROGRAMMATIC = ("sm90", "sm100", "sm120")
+"""The targets whose kernels start while the kernel before them drains."""
+
+
+def waits(kernel: Kernel) -> bool:
+    """Whether a kernel waits for the one before it and lets the next one start, once each."""
+    ptx = kernel.binary.asm.get("ptx", "")
+    counts = [ptx.count(f"griddepcontrol.{word}") for word in ("wait", "launch_dependents")]
+    assert counts in ([0, 0], [1, 1])
+    return counts == [1, 1]
 
 
 def bf16(*shape: int) -> Tensor:
@@ -159,6 +171,7 @@ def test_experts(mixture: str, target: str, counts: tuple[int, ...]) -> None:
     many = ["_sort_pairs", "_grouped_linear", "_grouped_linear", "_sum_experts"]
     by_rows = not gate.interleaved  # transposed weights have no contiguous rows
     assert [x.name for x in kernels] == [name for count in counts for name in (few if count == 1 and by_rows else many)]
+    assert [waits(kernel) for kernel in kernels] == [target in PROGRAMMATIC] * len(kernels)
     assert [kernel.spill_bytes for kernel in kernels] == [0] * len(kernels)
     products = [kernel for kernel in kernels if kernel.name == "_grouped_linear"]
     memory = 65536 if target.startswith("gfx") else 232448 if target == "sm90" else 101376
@@ -191,6 +204,7 @@ def test_quantised_experts(target: str) -> None:
     if target == "sm90":
         many = ["_sort_pairs", "_list_tiles", "_grouped_wgmma", "_grouped_wgmma", "_sum_experts"]
     assert [kernel.name for kernel in kernels] == (few + many) * len(formats)
+    assert [waits(kernel) for kernel in kernels] == [target in PROGRAMMATIC] * len(kernels)
     assert [kernel.spill_bytes for kernel in kernels] == [0] * len(kernels)
     products = [kernel for kernel in kernels if kernel.name.startswith("_grouped")]
     memory = 65536 if target.startswith("gfx") else 232448 if target == "sm90" else 101376
@@ -208,4 +222,5 @@ def test_routers(target: str) -> None:
             bias = torch.zeros(num_experts) if router.sigmoid else None
             launch_route(torch.zeros(3, num_experts), bias, router, torch.bfloat16)
     assert [kernel.name for kernel in kernels] == ["_route"] * 4
+    assert [waits(kernel) for kernel in kernels] == [target in PROGRAMMATIC] * 4
     assert [(kernel.spill_bytes, kernel.shared_bytes) for kernel in kernels] == [(0, 0)] * 4
