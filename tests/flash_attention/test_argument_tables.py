@@ -52,7 +52,7 @@ NOTES: dict[str, tuple[str, str]] = {
     "seqused_k": (YES, "copies k and v if they are packed or have gradients"),
     "softmax_scale": (YES, "must be positive"),
     "causal": (YES, "aligned to the bottom right"),
-    "window_size": (YES, ""),
+    "window_size": (YES, "of FlashAttention-4: a window without the position of its query is refused"),
     "softcap": (YES, ""),
     "alibi_slopes": (YES, "(num_heads,) or (batch, num_heads), float32"),
     "dropout_p": ("refused unless 0", ""),
