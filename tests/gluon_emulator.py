@@ -236,8 +236,10 @@ def _replaced(modules: list[types.ModuleType], names: dict[str, Any]) -> Iterato
 @contextlib.contextmanager
 def emulated(module: types.ModuleType) -> Iterator[None]:
     """Launches of the module's kernels run here, with the functions that they take from other modules in Gluon."""
-    helpers = {sys.modules[x.fn.__module__] for x in vars(module).values() if isinstance(x, JITFunction)}
-    modules = [module, *(helper for helper in helpers - {module} if hasattr(helper, "gl"))]
+    modules = [module]
+    for part in modules:  # grows: the modules that these take functions in Gluon from
+        helpers = {sys.modules[x.fn.__module__] for x in vars(part).values() if isinstance(x, JITFunction)}
+        modules += (helper for helper in helpers - {*modules} if hasattr(helper, "gl"))
     others = {
         "activate": lambda x, kind: _ACTIVATIONS[kind](x),
         "fence_async_shared": lambda: None,

@@ -102,7 +102,7 @@ def kernel_of(
         return "portable"
     if num_tokens == 1 and k <= _GEMV_COLUMNS:
         if values == "float8":
-            return "gemv" if group_size >= k and k % 128 == 0 else "portable"
+            return "gemv" if k % 128 == 0 and (group_size >= k or group_size % 128 == 0) else "portable"
         # a part of a block of 256 columns has one group
         grouped = group_size >= k or group_size % 256 == 0 or group_size in (32, 64, 128)
         return "gemv" if values == "int4" and grouped else "portable"
