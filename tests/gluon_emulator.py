@@ -247,7 +247,7 @@ def emulated(module: types.ModuleType) -> Iterator[None]:
         "mma_v2": _product,
         "store_product": _store_product,
         "sync_threads": lambda: None,
-        "wait_for_previous_kernel": lambda pdl: None,
+        "wait_for_previous_kernel": lambda *flags: None,
         "warpgroup_mma": _product,
         "warpgroup_mma_init": lambda acc: acc,
         "warpgroup_mma_wait": lambda pending, deps: deps[0] if len(deps) == 1 else tuple(deps),

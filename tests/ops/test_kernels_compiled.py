@@ -40,11 +40,9 @@ PROGRAMMATIC = ("sm90", "sm100", "sm120")
 
 
 def waits(kernel: Kernel) -> bool:
-    """Whether a kernel waits for the one before it and lets the next one start, once each."""
-    ptx = kernel.binary.asm.get("ptx", "")
-    counts = [ptx.count(f"griddepcontrol.{word}") for word in ("wait", "launch_dependents")]
-    assert counts in ([0, 0], [1, 1])
-    return counts == [1, 1]
+    """Whether a kernel lets the next one start and then waits for the one before it, once each."""
+    assert kernel.programmatic in ([], ["launch_dependents", "wait"])
+    return bool(kernel.programmatic)
 
 
 def bf16(*shape: int) -> Tensor:
