@@ -33,6 +33,7 @@ from fa_serve.engine.cuda_graphs import Check, Inputs, Shape, StepGraphs, pad, p
 from fa_serve.engine.deterministic import NUM_SPLITS, deterministic_mode
 from fa_serve.engine.fused_latent import PLAIN_TOKENS
 from fa_serve.engine.fused_router import fuse_routers
+from fa_serve.engine.fused_unit import fuse_units
 from fa_serve.engine.kept_features import KeptFeatures
 from fa_serve.engine.prepared_batch import Forward, PreparedBatch
 from fa_serve.engine.results import PendingResult
@@ -107,9 +108,10 @@ class ModelRunner:
         return None if min(lefts, default=-1) < 0 else max(lefts)
 
     def fuse(self) -> int:
-        """Fuse the layers and routers of the model where that is possible. Returns how many layers are fused."""
+        """Fuse layers, routers and shared experts of the model where that is possible. Returns how many layers are fused."""
         fused = fusion.fuse(self.model)
         fuse_routers(self.model)
+        fuse_units(self.model)
         self.layers = fusion.cached_layers(self.model, self.layers)
         if "descales" in self._options and any(layer.values_in_keys for layer in self.layers):
             self._options["descales"] = kv_cache.descales(self.model, self.vocab_size, self.layers)
