@@ -54,7 +54,8 @@ class Doubled(nn.Module):
 
     def __init__(self, unit: nn.Module) -> None:
         super().__init__()
-        self.gate_proj, self.up_proj, self.down_proj, self.act_fn = unit.gate_proj, unit.up_proj, unit.down_proj, unit.act_fn
+        for name, module in unit.named_children():
+            setattr(self, name, module)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)) * 1.01
