@@ -164,7 +164,7 @@ class FusedLayer:
             return self._add(x, gated, self.down, self.after_mlp, None)[0]
         h = self.mlp((h if norm is None else ops.rms_norm(h, norm))[None])
         h = (h[0] if isinstance(h, tuple) else h)[0]  # a mixture of experts may return its router's choice as well
-        return x.add_(h, alpha=self.multiplier) if self.after_mlp is None else ops.rms_norm(h, self.after_mlp, residual=x)
+        return ops.add(x, h, alpha=self.multiplier) if self.after_mlp is None else ops.rms_norm(h, self.after_mlp, residual=x)
 
     def _add(
         self, x: Tensor, h: Tensor | ops.RoundedRows, product: Product, after: ops.Norm | None, before: ops.Norm | None

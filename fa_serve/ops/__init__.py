@@ -192,6 +192,17 @@ def act_and_mul(x: Tensor, activation: str) -> Tensor:
     return select_ops(x.device).act_and_mul(x, activation)
 
 
+def add(x: Tensor, y: Tensor, *, alpha: float = 1.0) -> Tensor:
+    """Add alpha * y to x in place.
+
+    x: contiguous
+    y: of the shape of x
+
+    Returns x.
+    """
+    return select_ops(x.device).add(x, y, alpha)
+
+
 def route(logits: Tensor, bias: Tensor | None, router: Router, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Choose the experts of each token, and weigh them.
 

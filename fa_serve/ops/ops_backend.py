@@ -180,6 +180,8 @@ class OpsBackend(Protocol):
 
     def act_and_mul(self, x: Tensor, activation: str, /) -> Tensor: ...
 
+    def add(self, x: Tensor, y: Tensor, alpha: float, /) -> Tensor: ...
+
     def sample_rows(
         self,
         logits: Tensor,

@@ -104,6 +104,9 @@ class TorchOps:
         store_kv(*parts, slot_mapping, k_descale=descale, v_descale=descale)
         return keys[:, 0]
 
+    def add(self, x: Tensor, y: Tensor, alpha: float, /) -> Tensor:
+        return x.copy_(_wide(x).add(_wide(y), alpha=alpha))
+
     def act_and_mul(self, x: Tensor, activation: str, /) -> Tensor:
         gate, up = _wide(x).chunk(2, dim=1)
         return (activate(gate, activation) * up).to(x.dtype)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from fa_serve.ops.activation_kernel import launch_act_and_mul
+from fa_serve.ops.addition_kernel import launch_add
 from fa_serve.ops.experts_kernel import launch_experts
 from fa_serve.ops.linear_kernel import launch_linear_row
 from fa_serve.ops.norm_kernel import launch_rms_norm
@@ -32,6 +33,7 @@ class TritonOps:
     rotary_store_kv = staticmethod(launch_rotary_store_kv)
     rotary_store_latent = staticmethod(launch_rotary_store_latent)
     act_and_mul = staticmethod(launch_act_and_mul)
+    add = staticmethod(launch_add)
     sample_rows = staticmethod(launch_sample_rows)
     route = staticmethod(launch_route)
     experts = staticmethod(launch_experts)

@@ -44,6 +44,15 @@ def test_rms_norm(total: int, width: int, residual: bool, dtype: torch.dtype) ->
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+def test_add(dtype: torch.dtype) -> None:
+    for seed in range(CALLS):
+        x = inputs(33, 3000, dtype=dtype, seed=seed)
+        y = inputs(33, 3000, dtype=dtype, seed=seed + 9)
+        exact = x.double() + 0.3 * y.double()
+        assert_rounded_once(ops.add(x, y, alpha=0.3), exact)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 @pytest.mark.parametrize("activation", ops.ACTIVATIONS)
 def test_act_and_mul(activation: str, dtype: torch.dtype) -> None:
     for seed in range(CALLS):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fa_serve.ops import ACTIVATIONS, ExpertWeights, Gate, Norm, Pairing, Router
 from fa_serve.ops.activation_kernel import launch_act_and_mul
+from fa_serve.ops.addition_kernel import launch_add
 from fa_serve.ops.experts_kernel import launch_experts
 from fa_serve.ops.linear_kernel import launch_linear_row
 from fa_serve.ops.norm_kernel import launch_rms_norm
@@ -82,7 +83,8 @@ def test_kernels_between_the_products_of_a_layer(target: str) -> None:
         latent = len(kernels) - 7
         for activation in ACTIVATIONS:
             launch_act_and_mul(bf16(3, 2 * 14336), activation)
-    names = {"_rms_norm": 2, "_rotary_store_kv": 5, "_rotary_store_latent": latent, "_act_and_mul": 3}
+        launch_add(bf16(3, 4096), bf16(3, 4096), 1.0)
+    names = {"_rms_norm": 2, "_rotary_store_kv": 5, "_rotary_store_latent": latent, "_act_and_mul": 3, "_add": 1}
     assert [kernel.name for kernel in kernels] == [name for name, count in names.items() for _ in range(count)]
     assert [kernel.spill_bytes for kernel in kernels] == [0] * len(kernels)
 
