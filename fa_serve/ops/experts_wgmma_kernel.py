@@ -31,6 +31,7 @@ from fa_serve.backends.hopper.gluon_names import copy_to_shared, sync_threads
 from fa_serve.backends.launch import Launch, launch_options, multiprocessors
 from fa_serve.backends.plan import PLANS
 from fa_serve.backends.triton.primitives import wait_for_previous_kernel
+from fa_serve.ops.addition_kernel import launch_add
 from fa_serve.ops.experts_primitives import gate_numbers, gated_values, kernel_constants, rows_of_outputs
 from fa_serve.ops.ops_backend import Gate
 from fa_serve.ops.quantized_kernel import launch_sum_splits
@@ -302,7 +303,7 @@ def launch_as_one_expert(
     if tile.splits == 1:
         y = x.new_empty(m, n)
         run((*tensors, bias, None, None, y))
-        return y if residual is None else residual.add_(y, alpha=alpha)
+        return y if residual is None else launch_add(residual, y, alpha)
     sums = torch.empty(tile.splits, m, n, dtype=torch.float32, device=x.device)
     run((*tensors, None, None, None, sums))
     out = x.new_empty(m, n) if residual is None else residual

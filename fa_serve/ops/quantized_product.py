@@ -15,6 +15,7 @@ from torch import Tensor
 from fa_serve import spec
 from fa_serve.backends.hopper import RELEASES
 from fa_serve.ops.activation_kernel import launch_act_and_mul
+from fa_serve.ops.addition_kernel import launch_add
 from fa_serve.ops.norm_kernel import launch_rms_norm
 from fa_serve.ops.ops_backend import Norm, RoundedRows, Weight
 from fa_serve.ops.quantized_choice import Kernel, Way, choose, converts_float8, kernel_of
@@ -132,4 +133,4 @@ def _scaled_mm(x: RoundedRows, weight: QuantizedWeight, bias: Tensor | None, res
     y = torch._scaled_mm(
         x.data, weight.data.t(), x.scales, weight.scales.t(), bias=bias, out_dtype=x.dtype, use_fast_accum=False
     )
-    return y if residual is None else residual.add_(y, alpha=alpha)
+    return y if residual is None else launch_add(residual, y, alpha)

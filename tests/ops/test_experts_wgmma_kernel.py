@@ -21,6 +21,7 @@ from fa_serve.ops.experts_wgmma_kernel import (
 from fa_serve.ops.quantized_pairs import product_tensors
 from fa_serve.ops.quantized_weight import QuantizedWeight
 from fa_serve.ops.torch_experts import gated
+from fa_serve.ops.torch_ops import TorchOps
 from fa_serve.testing import assert_matches_reference
 
 CLAMPED = ops.Gate("silu", interleaved=True, slope=1.702, limit=1.5, offset=1.0)
@@ -114,6 +115,7 @@ def test_a_dense_weight_is_one_expert(act_order: bool, added: bool, splits: int,
 
     monkeypatch.setattr(experts_wgmma_kernel, "dense_tile", lambda *sizes: GroupedWgmmaTile(16, 64, splits))
     monkeypatch.setattr(experts_wgmma_kernel, "launch_sum_splits", sum_splits)
+    monkeypatch.setattr(experts_wgmma_kernel, "launch_add", TorchOps().add)
     with emulated(experts_wgmma_kernel):
         y = launch_as_one_expert(x, weight, bias, residual, 0.5 if added else 1.0)
     assert_matches_reference(y, exact, eager)

@@ -18,6 +18,7 @@ from fa_serve.ops import (
     quantized_wgmma_kernel,
     triton_ops,
 )
+from fa_serve.ops.torch_ops import TorchOps
 from fa_serve.ops.triton_ops import TritonOps
 
 
@@ -64,6 +65,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         "launch_act_and_mul": ops.act_and_mul,
     }.items():
         monkeypatch.setattr(quantized_product, name, stand_in(name, function))
+    monkeypatch.setattr(quantized_product, "launch_add", TorchOps().add)
     monkeypatch.setattr(torch, "_scaled_mm", stand_in("_scaled_mm", scaled_mm))
     monkeypatch.setattr(quantized_gemv_kernel, "launch_quantized_gemv", stand_in("launch_quantized_gemv", row))
     monkeypatch.setattr(quantized_wgmma_kernel, "launch_quantized_wgmma", stand_in("launch_quantized_wgmma", several))
