@@ -84,13 +84,18 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of the smallest size that a product takes, so that small inputs have several."""
     monkeypatch.setattr(experts_kernel, "grouped_tile", lambda *_: GroupedTile(16, 32, 16, 4, 2))
     monkeypatch.setattr(experts_kernel, "quantized_tile", lambda *_: GroupedTile(16, 64, 32, 4, 2))
-    by_unit = {"float8": RowTile(16, 64), "int4": RowTile(16, 256), "float4": RowTile(16, 256)}
-    monkeypatch.setattr(
-        experts_rows_kernel, "row_tile", lambda w: by_unit[w.values] if isinstance(w, QuantizedWeight) else RowTile(4, 16)
-    )
+    monkeypatch.setattr(experts_rows_kernel, "gated_tile", small_row_tile)
+    monkeypatch.setattr(experts_rows_kernel, "mixed_tile", lambda weight, top_k: small_row_tile(weight))
     monkeypatch.setattr(experts_kernel, "_SORT_BLOCK", 32)
     monkeypatch.setattr(experts_kernel, "_SUM_BLOCK", 32)
     experts_kernel.PLANS.clear()
+
+
+def small_row_tile(weight: ops.Weight) -> RowTile:
+    """Rows of 40 columns take ten steps in two groups, and rows of 24 six steps in one."""
+    if isinstance(weight, QuantizedWeight):
+        return RowTile(16, 64 if weight.values == "float8" else 256, 1, 1, 4)
+    return RowTile(4, 4, 2, 2, 4)
 
 
 def wide(experts: ops.ExpertWeights) -> ops.ExpertWeights:
