@@ -183,7 +183,7 @@ def _gated_rows(
     PDL: tl.constexpr,
 ):
     """A program computes BLOCK_N / 2 gated elements of one pair, from BLOCK_N rows of the weights."""
-    wait_for_previous_kernel(PDL)
+    wait_for_previous_kernel(PDL, True)  # `_mixed_rows` reads the router's choice ahead
     ROWS: tl.constexpr = 2 * N
     blocks = tl.cdiv(ROWS, BLOCK_N)
     pair = (tl.program_id(0) // blocks).to(tl.int64)

@@ -41,8 +41,9 @@ PROGRAMMATIC = ("sm90", "sm100", "sm120")
 
 
 def waits(kernel: Kernel) -> bool:
-    """Whether a kernel lets the next one start and then waits for the one before it, once each."""
-    assert kernel.programmatic in ([], ["launch_dependents", "wait"])
+    """Whether a kernel lets the next one start and waits for the one before it, once each. `_gated_rows` waits first."""
+    order = ["wait", "launch_dependents"] if kernel.name == "_gated_rows" else ["launch_dependents", "wait"]
+    assert kernel.programmatic in ([], order)
     return bool(kernel.programmatic)
 
 
