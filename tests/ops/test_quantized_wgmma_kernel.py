@@ -10,7 +10,7 @@ from rounded_once import dtype_id, randn
 from torch import Tensor
 
 from fa_serve.ops import quantized_wgmma_kernel
-from fa_serve.ops.quantized_wgmma_kernel import WgmmaTile, launch_quantized_wgmma, wgmma_tile
+from fa_serve.ops.quantized_wgmma_kernel import WgmmaTile, launch_quantized_wgmma, stage_bytes, tile_options, wgmma_tile
 from fa_serve.ops.torch_ops import TorchOps
 from fa_serve.testing import assert_matches_reference
 
@@ -26,7 +26,9 @@ FLOAT8 = {"float8-G32": 32, "float8-G128": 128, "float8-row": 1296}
 
 
 @pytest.mark.parametrize(
-    ("m", "tile"), [(9, WgmmaTile(16, 64, 4, 1)), (33, WgmmaTile(64, 64, 2, 1))], ids=["4-stages", "2-stages"]
+    ("m", "tile"),
+    [(9, WgmmaTile(16, 64, 4, 1)), (33, WgmmaTile(64, 64, 2, 1)), (5, WgmmaTile(16, 64, 3, 1, True))],
+    ids=["4-stages", "2-stages", "overlapped"],
 )
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=dtype_id)
 @pytest.mark.parametrize("name", [*INT4, *FLOAT8])
@@ -71,16 +73,26 @@ def test_ranges_of_columns_are_summed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("m", "n", "k", "values", "tile"),
     [
-        (2, 28672, 4096, "int4", WgmmaTile(16, 64, 3, 1)),
-        (16, 28672, 4096, "float8", WgmmaTile(16, 64, 4, 1)),
-        (17, 28672, 4096, "int4", WgmmaTile(32, 64, 3, 1)),
-        (64, 28672, 4096, "int4", WgmmaTile(64, 128, 2, 1)),
-        (64, 6144, 4096, "float8", WgmmaTile(64, 64, 3, 2)),
-        (65, 4096, 14336, "int4", WgmmaTile(128, 64, 2, 4)),
-        (32, 6144, 4096, "int4", WgmmaTile(32, 64, 3, 4)),
-        (16, 4096, 2048, "int4", WgmmaTile(16, 64, 2, 2)),
-        (16, 64, 1024, "float8", WgmmaTile(16, 64, 4, 1)),
+        (2, 28672, 4096, "int4", WgmmaTile(16, 256, 5, 1, True)),
+        (16, 28672, 4096, "float8", WgmmaTile(16, 256, 6, 1, True)),
+        (17, 4096, 14336, "int4", WgmmaTile(32, 256, 4, 8, True)),
+        (64, 28672, 4096, "int4", WgmmaTile(64, 256, 3, 1, True)),
+        (64, 6144, 4096, "float8", WgmmaTile(64, 256, 4, 4, True)),
+        (65, 4096, 14336, "int4", WgmmaTile(128, 256, 2, 8)),
+        (16, 6144, 4096, "int4", WgmmaTile(16, 64, 4, 4, True)),
+        (64, 4096, 4096, "int4", WgmmaTile(64, 128, 4, 4, True)),
+        (64, 36864, 4096, "int4", WgmmaTile(64, 128, 4, 1, True)),
+        (64, 1024, 2048, "int4", WgmmaTile(64, 64, 2, 2)),
+        (16, 64, 1024, "float8", WgmmaTile(16, 64, 6, 1, True)),
     ],
 )
-def test_tiles_are_those_that_were_measured(m: int, n: int, k: int, values: str, tile: WgmmaTile) -> None:
+def test_tiles_have_many_rows_if_few_multiprocessors_are_idle(m: int, n: int, k: int, values: str, tile: WgmmaTile) -> None:
     assert wgmma_tile(132, m, n, k, values) == tile
+    assert tile.stages * stage_bytes(tile.block_m, tile.block_n, values) <= 227 << 10
+
+
+def test_registers_are_limited_where_shared_memory_has_room_for_more_programs() -> None:
+    assert tile_options(WgmmaTile(16, 64, 3, 1), "int4")["maxnreg"] == 128
+    assert tile_options(WgmmaTile(64, 128, 2, 1), "int4")["maxnreg"] == 128
+    assert tile_options(WgmmaTile(16, 64, 4, 1, True), "int4")["maxnreg"] == 168
+    assert "maxnreg" not in tile_options(WgmmaTile(64, 128, 4, 1, True), "int4")
