@@ -211,7 +211,7 @@ _ACTIVATIONS = (
 )
 
 
-def _gated_values(gate: Any, up: Any, slope: float, limit: float, offset: float, kind: int) -> Any:
+def gated_values(gate: Any, up: Any, slope: float, limit: float, offset: float, kind: int) -> Any:
     """`experts_primitives.gated_values`, whose source is written in Triton."""
     return _ACTIVATIONS[kind](gate.clamp(max=limit) * slope) / slope * (up.clamp(-limit, limit) + offset)
 
@@ -244,7 +244,7 @@ def emulated(module: types.ModuleType) -> Iterator[None]:
     others = {
         "activate": lambda x, kind: _ACTIVATIONS[kind](x),
         "fence_async_shared": lambda: None,
-        "gated_values": _gated_values,
+        "gated_values": gated_values,
         "mma_v2": _product,
         "store_product": _store_product,
         "sync_threads": lambda: None,

@@ -29,7 +29,8 @@ from unittest import mock
 
 import torch
 from float8_cases import quantize_inputs
-from hopper_threads import Barrier, Barriers, Block, EmulationError, Machine, NamedBarrier, current
+from gluon_emulator import gated_values
+from hopper_threads import Barrier, Barriers, Block, EmulationError, Machine, NamedBarrier, ThreadCopies, current
 
 from fa_serve.backends.hopper import (
     backward,
@@ -57,6 +58,7 @@ from fa_serve.backends.hopper import (
 from fa_serve.backends.launch import Launch, View
 from fa_serve.backends.triton import row_statistics
 from fa_serve.backends.triton.float8_inputs import BLOCK_KEYS
+from fa_serve.ops import experts_matrix_kernel, experts_matrix_types
 
 
 class _Shared:
@@ -74,6 +76,9 @@ class _Shared:
 
     def permute(self, order: tuple[int, ...]) -> _Shared:
         return _Shared(self.data.permute(order))
+
+    def slice(self, start: int, length: int, dim: int) -> _Shared:
+        return _Shared(self.data.narrow(dim, start, length))
 
     def reinterpret(self, dtype: torch.dtype, shape: list[int], layout: object) -> _Boxes:
         return _Boxes(self.data, shape)
@@ -234,6 +239,8 @@ def _inline_assembly(text: str, operands: str, values: list[Any], **options: Any
     if "mul.f32" in text:  # rescales O for a new maximum
         assert (values[1] <= 1).all(), "a maximum that falls"
         return values[0] * values[1]
+    if "rcp.approx" in text:
+        return 1 / values[0]
     if "tanh.approx" in text:  # with a relative error of up to 2^-11 of any sign
         return torch.tanh(values[0]) * (1 + 2**-11 * torch.sin(1e4 * values[0]))
     if "cvt.rn.satfinite.e4m3x2" in text:  # four numbers to an integer, the second pair in its lower half
@@ -250,14 +257,16 @@ def _inline_assembly(text: str, operands: str, values: list[Any], **options: Any
 
 
 def _specialize(partitions: list[tuple[Callable[..., None], tuple[Any, ...]]], warps: list[int], registers: list[int]) -> None:
-    _run_threads([(current.block, function, args) for function, args in partitions])
+    _run_threads([(current.block, function, args) for function, args in partitions], [4, *warps])
 
 
-def _run_threads(work: list[tuple[Block, Callable[..., None], tuple[Any, ...]]]) -> None:
+def _run_threads(work: list[tuple[Block, Callable[..., None], tuple[Any, ...]]], warps: list[int] | None = None) -> None:
     machine = work[0][0].machine
 
-    def run(block: Block, function: Callable[..., None], args: tuple[Any, ...]) -> None:
+    def run(warps: int, block: Block, function: Callable[..., None], args: tuple[Any, ...]) -> None:
         current.block = block
+        current.warps = warps
+        current.copies = []
         current.products = []
         current.stores = []
         try:
@@ -266,7 +275,8 @@ def _run_threads(work: list[tuple[Block, Callable[..., None], tuple[Any, ...]]])
         except BaseException as error:
             machine.failures.append(error)
 
-    threads = [threading.Thread(target=run, args=item, daemon=True) for item in work]
+    counted = zip(warps or [4] * len(work), work, strict=True)
+    threads = [threading.Thread(target=run, args=(count, *item), daemon=True) for count, item in counted]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -360,6 +370,8 @@ _MODULES = (
     backward_producer,
     backward_consumer,
     backward,
+    experts_matrix_types,
+    experts_matrix_kernel,
 )
 """Their functions share one name space, so no two of them have the same name."""
 
@@ -392,6 +404,9 @@ def _define(faults: tuple[tuple[str, str], ...]) -> dict[str, Any]:
         "triton": types.SimpleNamespace(jit=jit),
         "mbarrier": barrier,
         "tma": tma,
+        "async_copy": ThreadCopies,
+        "copy_to_shared": ThreadCopies.copy_to_shared,
+        "gated_values": gated_values,
         "async_load": lambda desc, corner, bar, target: desc.load(corner, bar, target),
         "async_store": lambda desc, corner, source: desc.store(corner, source),
         "sync_threads": lambda: None,
@@ -472,5 +487,6 @@ def emulated(
     with (
         mock.patch.object(Launch, "__call__", launch),
         mock.patch.object(forward, "multiprocessors", return_value=resident_blocks),
+        mock.patch.object(experts_matrix_kernel, "multiprocessors", return_value=resident_blocks),
     ):
         yield

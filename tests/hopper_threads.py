@@ -14,9 +14,11 @@ class EmulationError(Exception):
 
 
 class _Thread(threading.local):
-    """State of one warp group: its thread block, and its products and copies that have not been waited for."""
+    """State of one partition: its thread block, its warps, and its products and copies that have not been waited for."""
 
     block: Block
+    warps: int
+    copies: list[Callable[[], None]]
     products: list[Any]
     stores: list[Callable[[], None]]
 
@@ -123,3 +125,22 @@ class Barriers:
 
 
 current = _Thread()
+
+
+class ThreadCopies:
+    """Copies by threads (cp.async). They take place when the partition arrives at a barrier with them: as late as they may."""
+
+    @staticmethod
+    def copy_to_shared(target: Any, source: Any, mask: Any = None) -> None:
+        target.data.fill_(float("nan"))
+        current.copies.append(lambda: target.store(source.load(mask)))
+
+    @staticmethod
+    def mbarrier_arrive(barrier: Barrier, increment_count: bool = True) -> None:
+        """Each thread arrives once its copies have. With `increment_count` the barrier would count that arrival twice."""
+        current.block.machine.jitter()
+        for copy in current.copies:
+            copy()
+        current.copies = []
+        if not increment_count:
+            barrier.arrive(32 * current.warps)

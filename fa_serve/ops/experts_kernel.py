@@ -11,12 +11,12 @@ graph. A number that is none of the experts, which expert parallelism uses for t
 
 Weights are read as models keep them: transposed weights are other strides, and interleaved gates are another step between rows.
 Quantised weights have no strides. They become numbers in registers (quantized_primitives.py), and a tile is then the product of
-weights and inputs instead of inputs and weights. Hopper has another kernel for them, for which `_list_tiles` lists the tiles
-(experts_wgmma_kernel.py). Where that cannot run, many pairs multiply matrices of some experts at a time (`choose_experts`).
-Tiles come from the pure functions below. Those of Hopper for matrices are measured; the others follow from sizes of shared
-memory and registers. On Hopper and later GPUs all launches are programmatic, see `primitives.wait_for_previous_kernel`: each
-layer of a mixture has several short ones. This module leaves out the choice of experts, which is the model's router, and
-experts that every token takes.
+weights and inputs instead of inputs and weights. Hopper has another kernel for them (experts_wgmma_kernel.py), and one for many
+pairs of bfloat16 matrices (experts_matrix_kernel.py); `_list_tiles` lists the tiles of both. Where the former cannot run, many
+pairs multiply matrices of some experts at a time (`choose_experts`). Tiles come from the pure functions below. Those of Hopper
+for matrices are measured; the others follow from sizes of shared memory and registers. On Hopper and later GPUs all launches
+are programmatic, see `primitives.wait_for_previous_kernel`: each layer of a mixture has several short ones. This module leaves
+out the choice of experts, which is the model's router, and experts that every token takes.
 """
 
 from __future__ import annotations
@@ -45,12 +45,13 @@ from fa_serve.ops.experts_primitives import (
 )
 from fa_serve.ops.experts_rows_kernel import plan_rows
 from fa_serve.ops.ops_backend import ExpertWeights, Gate, Weight
-from fa_serve.ops.quantized_choice import ExpertsWay, choose_experts
+from fa_serve.ops.quantized_choice import ExpertsWay, choose_experts, choose_matrices
 from fa_serve.ops.quantized_primitives import add_products, run_width
 from fa_serve.ops.quantized_product import dequantize, hopper_arch
 from fa_serve.ops.quantized_weight import QuantizedWeight
 
-_SORT_BLOCK = 1024
+_SORT_BLOCKS = (1024, 8192)
+"""Pairs that a program of the sort reads at once, for up to four times as many and for more."""
 _SUM_BLOCK = 1024
 _MATRIX_BYTES = 512 << 20
 """What the matrices of experts may take that are dequantised at once."""
@@ -281,11 +282,13 @@ def _plan_grouped(x: Tensor, index: Tensor, experts: ExpertWeights, invariant: b
     pairs = tokens * top_k
     call = _Call(x, pairs, top_k, num_experts, 0 if invariant else pairs / num_experts)
     pdl = call.pdl
-    sort = Launch(_sort_pairs, num_experts, varying=(pairs,), fixed=(_SORT_BLOCK, pdl), options=launch_options(pdl, 8))
+    few, many = _SORT_BLOCKS
+    fixed = (few if pairs <= 4 * few else many, pdl)
+    sort = Launch(_sort_pairs, num_experts, varying=(pairs,), fixed=fixed, options=launch_options(pdl, 8))
     ways = [call.way(w) for w in (experts.gate_up, experts.down)]
     gated = call.plan(ways[0], experts.gate_up, experts.gate_up_bias, experts.gate)
     product = call.plan(ways[1], experts.down, experts.down_bias, None)
-    list_tiles = call.plan_tiles() if "wgmma" in ways else None
+    list_tiles = call.plan_tiles(ways)
     block = min(_SUM_BLOCK, power_of_2(hidden))
     total = Launch(
         _sum_experts,
@@ -337,11 +340,12 @@ class _Call(NamedTuple):
         return spec.arch_of(self.x.device) >= 90
 
     def way(self, weight: Weight) -> ExpertsWay:
-        """How a product with the weights of all experts is computed. Matrices have the portable kernel."""
-        if not isinstance(weight, QuantizedWeight):
-            return "portable"
-        shape = (weight.shape[0] // self.num_experts, weight.width)
+        """How a product with the weights of all experts is computed."""
         arch = hopper_arch(self.x, weight)
+        if not isinstance(weight, QuantizedWeight):
+            same = weight.dtype == self.x.dtype
+            return choose_matrices(weight.shape, weight.stride(), self.pairs_per_expert, weight.dtype, arch if same else 0)
+        shape = (weight.shape[0] // self.num_experts, weight.width)
         return choose_experts(weight.values, shape, weight.group_size, self.pairs_per_expert, self.x.dtype, arch)
 
     def plan(self, way: ExpertsWay, weight: Weight, bias: Tensor | None, gate: Gate | None) -> _Product:
@@ -350,6 +354,8 @@ class _Call(NamedTuple):
             return self._plan_wgmma(weight, bias, gate)
         if isinstance(weight, QuantizedWeight) and way == "dequantized":
             return self._plan_dequantized(weight, bias, gate)
+        if isinstance(weight, Tensor) and way == "matrix":
+            return self._plan_matrix(weight, bias, gate)
         return self._plan_portable(weight, bias, gate, self.num_experts)
 
     def tiles(self, block_m: int) -> int:
@@ -386,11 +392,16 @@ class _Call(NamedTuple):
 
         return run
 
-    def plan_tiles(self) -> Callable[[Tensor], Tensor]:
-        """Lists the tiles of the kernel for Hopper from where each expert begins. One launch."""
-        from fa_serve.ops.experts_wgmma_kernel import grouped_wgmma_tile
+    def plan_tiles(self, ways: list[ExpertsWay]) -> Callable[[Tensor], Tensor] | None:
+        """Lists the tiles of a kernel for Hopper from where each expert begins. One launch; None if no product needs them."""
+        if "wgmma" in ways:
+            from fa_serve.ops.experts_wgmma_kernel import grouped_wgmma_tile
 
-        block_m = grouped_wgmma_tile(self.pairs_per_expert).block_m
+            block_m = grouped_wgmma_tile(self.pairs_per_expert).block_m
+        elif "matrix" in ways:
+            from fa_serve.ops.experts_matrix_types import BLOCK_M as block_m
+        else:
+            return None
         count = self.tiles(block_m)
         fixed = (self.num_experts, power_of_2(self.num_experts), block_m, self.pdl)
         launch = Launch(_list_tiles, count, varying=(), fixed=fixed, options=launch_options(self.pdl, 1))
@@ -399,6 +410,21 @@ class _Call(NamedTuple):
             tiles = torch.empty(count, 3, dtype=torch.int32, device=starts.device)
             launch((starts, tiles))
             return tiles
+
+        return run
+
+    def _plan_matrix(self, weight: Tensor, bias: Tensor | None, gate: Gate | None) -> _Product:
+        """One launch, in a kernel for Hopper."""
+        from fa_serve.ops.experts_matrix_kernel import plan_experts_matrix
+        from fa_serve.ops.experts_matrix_types import BLOCK_M
+
+        stride_be = 0 if bias is None else bias.stride(0)
+        launch = plan_experts_matrix(weight, self.pairs, self.top_k, gate, self.tiles(BLOCK_M), stride_be)
+
+        def run(x: Tensor, weight: Tensor, bias: Tensor | None, places: _Places, out: Tensor) -> None:
+            if x.data_ptr() % 16:
+                x = x.clone()  # copies to shared memory are 16 bytes each
+            launch((weight, x, x, bias, places.order, places.tiles, out))
 
         return run
 

@@ -112,7 +112,7 @@ def _kernel(x: Tensor, weight: QuantizedWeight) -> Kernel:
     return kernel_of(weight.values, (n, k), weight.group_size, x.shape[0], x.dtype, weight.scales.dtype, arch)
 
 
-def hopper_arch(x: Tensor, weight: QuantizedWeight) -> int:
+def hopper_arch(x: Tensor, weight: Weight) -> int:
     """The architecture of x's device if kernels in Gluon can read the weight, else 0: they copy 16 bytes at a time."""
     return spec.arch_of(x.device) if _COMPILES_GLUON and not weight.data.data_ptr() % 16 else 0
 

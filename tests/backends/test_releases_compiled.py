@@ -23,6 +23,7 @@ from fa_serve.backends.triton.block_sparse import plan_block_sparse
 from fa_serve.backends.triton.forward import plan_forward as plan_portable
 from fa_serve.block_lists import BlockLists
 from fa_serve.ops import quantized_gemv_kernel, quantized_wgmma_kernel
+from fa_serve.ops.experts_matrix_kernel import plan_experts_matrix
 from fa_serve.ops.experts_wgmma_kernel import GroupedWgmmaTile, plan_grouped_wgmma
 from fa_serve.ops.ops_backend import Gate
 from fa_serve.ops.quantized_gemv_kernel import launch_quantized_gemv
@@ -144,6 +145,27 @@ def test_quantised_experts_on_hopper() -> None:
             launch((x, *product_tensors(weight), None, order, tiles, y))
     assert [kernel.name for kernel in kernels] == ["_grouped_wgmma"] * 2
     assert all(kernel.spill_bytes <= 8 and kernel.instructions["HGMMA"] > 0 for kernel in kernels)
+    assert not [line for kernel in kernels for line in kernel.ptxas_warnings if "C75" in line], "wgmma is serialised"
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
+def test_experts_with_matrices_on_hopper(transposed: bool) -> None:
+    """Both products, with a gate and biases: no spills, and no product is serialised."""
+    k = 2880
+    weight = torch.zeros(2, *((k, 5760) if transposed else (5760, k)), dtype=torch.bfloat16)
+    weight = weight.transpose(1, 2) if transposed else weight
+    x = torch.zeros(512, k, dtype=torch.bfloat16)
+    order = torch.zeros(512, dtype=torch.int32)
+    tiles = torch.zeros(8, 3, dtype=torch.int32)
+    with compiling_for("sm90") as kernels:
+        for gate in (Gate("silu", interleaved=transposed, limit=7.0), None):
+            bias = torch.zeros(2, 5760, dtype=torch.bfloat16)
+            y = torch.zeros(512, 2880 if gate else 5760, dtype=torch.bfloat16)
+            plan_experts_matrix(weight, 512, 4, gate, 8, 5760)((weight, x, x, bias, order, tiles, y))
+    assert [kernel.name for kernel in kernels] == ["experts_matrix"] * 2
+    assert all(kernel.spill_bytes == 0 for kernel in kernels)
+    assert all(min(kernel.instructions["HGMMA"], kernel.instructions["UTMALDG"]) > 0 for kernel in kernels)
+    assert [kernel.instructions["LDGSTS"] for kernel in kernels] == [9, 0]
     assert not [line for kernel in kernels for line in kernel.ptxas_warnings if "C75" in line], "wgmma is serialised"
 
 

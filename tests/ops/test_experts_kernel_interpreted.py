@@ -12,7 +12,14 @@ from rounded_once import randn
 from torch import Tensor
 
 from fa_serve import ops
-from fa_serve.ops import experts_kernel, experts_primitives, experts_rows_kernel, experts_wgmma_kernel
+from fa_serve.ops import (
+    experts_kernel,
+    experts_matrix_kernel,
+    experts_matrix_types,
+    experts_primitives,
+    experts_rows_kernel,
+    experts_wgmma_kernel,
+)
 from fa_serve.ops.experts_kernel import GroupedTile, launch_experts
 from fa_serve.ops.experts_rows_kernel import RowTile
 from fa_serve.ops.experts_wgmma_kernel import GroupedWgmmaTile
@@ -86,7 +93,7 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(experts_kernel, "quantized_tile", lambda *_: GroupedTile(16, 64, 32, 4, 2))
     monkeypatch.setattr(experts_rows_kernel, "gated_tile", small_row_tile)
     monkeypatch.setattr(experts_rows_kernel, "mixed_tile", lambda weight, top_k: small_row_tile(weight))
-    monkeypatch.setattr(experts_kernel, "_SORT_BLOCK", 32)
+    monkeypatch.setattr(experts_kernel, "_SORT_BLOCKS", (16, 32))
     monkeypatch.setattr(experts_kernel, "_SUM_BLOCK", 32)
     experts_kernel.PLANS.clear()
 
@@ -213,6 +220,38 @@ def test_tiles_are_listed_for_the_kernel_for_hopper(block_m: int, monkeypatch: p
     met = int(((index >= 0) & (index < 3)).sum())
     assert sum(rows_of) == 2 * met
     assert max(rows_of) == block_m or block_m == 64
+
+
+def test_tiles_are_listed_for_the_kernel_for_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in multiplies the pairs of the listed tiles. The second product has the portable kernel."""
+    rows_of = []
+
+    def plan(
+        weight: Tensor, pairs: int, top_k: int, gate: ops.Gate | None, tiles: int, stride_be: int
+    ) -> Callable[[tuple[Tensor, ...]], None]:
+        def product(tensors: tuple[Tensor, ...]) -> None:
+            matrices, x, _, bias, order, listed, out = tensors
+            assert matrices is weight
+            assert (len(listed), stride_be) == (tiles, bias.stride(0))
+            for expert, first, end in listed.tolist():
+                places = list(range(first, min(first + 16, end)))
+                rows_of.append(len(places))
+                if places:
+                    y = x[order[places].long() // top_k] @ matrices[expert].t() + bias[expert]
+                    out[places] = gated(y, gate)
+
+        return product
+
+    monkeypatch.setattr(experts_kernel, "choose_matrices", lambda shape, *_: "matrix" if shape[1] == 2 * 24 else "portable")
+    monkeypatch.setattr(experts_matrix_types, "BLOCK_M", 16)
+    monkeypatch.setattr(experts_matrix_kernel, "plan_experts_matrix", plan)
+    case = Case(40, 2, num_experts=3, gate=CLAMPED, transposed=True, bias=True, routing="elsewhere")
+    x, index, weights, experts = case.make(torch.float32)
+    exact = TorchOps().experts(x.double(), index, weights.double(), wide(experts), False)
+    eager = TorchOps().experts(x, index, weights, experts, False)
+    assert_matches_reference(launch_experts(x, index, weights, experts, False), exact, eager)
+    assert sum(rows_of) == int(((index >= 0) & (index < 3)).sum())
+    assert max(rows_of) == 16
 
 
 def test_rows_of_quantised_experts_do_not_know_each_other_where_that_is_asked() -> None:
