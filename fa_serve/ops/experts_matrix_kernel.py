@@ -143,7 +143,9 @@ def _add_bias(acc, expert, tile_n, args, var: gl.constexpr):
     COLUMNS: gl.constexpr = gl.SliceLayout(0, var.product_layout)
     row0, row1 = weight_rows(tile_n, var)
     columns = gl.arange(0, BLOCK_N, layout=COLUMNS)
-    rows = gl.where(columns < HALF, row0 + columns, row1 - HALF + columns)
+    rows = row0 + columns
+    if var.halves:
+        rows = gl.where(columns < HALF, rows, row1 - HALF + columns)
     bias = gl.load(args.bias + expert.to(gl.int64) * args.stride_be + rows, mask=rows < var.rows, other=0.0)
     return acc + gl.expand_dims(bias.to(gl.float32), 0)
 
@@ -340,6 +342,7 @@ def matrix_tile() -> MatrixTile:
     """The tile of a product. It is derived and has not been measured.
 
     A stage of 48 KiB takes tensor cores 1,024 cycles, of which four fit into shared memory. A tile of 128 rows of weights would
-    copy 33% more for each product. Two blocks of columns of one consumer take as long as the other one gates and stores.
+    copy 33% more for each product. A larger lag would leave no stage of the ring for what comes next, because the first consumer
+    reads a block, the second one an earlier one, and each releases its last block late.
     """
-    return MatrixTile(256, 4, 2)
+    return MatrixTile(256, 4, 1)
