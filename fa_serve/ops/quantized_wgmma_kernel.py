@@ -255,7 +255,8 @@ def wgmma_tile(num_sms: int, m: int, n: int, k: int, values: Values) -> WgmmaTil
         stages = min(6, (SHARED_BYTES // residents - 1024) // stage_bytes(block_m, rows, values))
         overlapped = stages > 2 and (rows < 256 or block_m < 128)  # else registers do not suffice
         if share >= best_share:
-            best, best_share = WgmmaTile(block_m, rows, stages, splits, overlapped), share
+            best = WgmmaTile(block_m, rows, stages, splits, overlapped)
+            best_share = share
         if share >= enough:
             break
     return best
