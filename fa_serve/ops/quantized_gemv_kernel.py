@@ -343,13 +343,16 @@ def launch_quantized_gemv(
 def gemv_tile(num_sms: int, n: int, k: int, values: Values) -> GemvTile:
     """The tile of the product of one token with n rows of k weights.
 
-    Of 16 and 32 rows, 4 and 8 warps, and 2 to 4 stages on one H100, these were the fastest, or within 5% of the fastest, with
-    weights outside of the L2 cache. In us with 4 warps and 2 stages, and with 8 warps and 3 stages, for 28672 x 4096 with a
-    norm and a gate, 4096 x 14336, 6144 x 4096 and 4096 x 4096: 4-bit weights 29.1, 40.4; 19.3, 18.2; 7.9, 9.1; 6.3, 7.4. Float8
-    weights with 4 stages and 4 warps, and 8 warps: 46.8, 50.7; 29.8, 26.5; 12.7, 12.1; 9.3, 8.4. The times of the selected
-    tiles are in `quantized_choice.kernel_of`.
+    Of 4, 8 and 16 warps, 2 to 4 stages and 1 to 6 programs on one H200 these were the fastest, or within 1% of the fastest,
+    with weights outside of the L2 cache. In us for 28672 x 4096 with a norm and a gate, 4096 x 14336, 6144 x 4096 with a norm
+    and 4096 x 4096, with these tiles and by the kernel with one tile for each program before it: 4-bit weights 28.5, 15.2, 8.9,
+    6.5; 30.0, 17.8, 11.1, 9.5. Float8 weights with a scale for each row 39.0, 23.1, 11.9, 8.8; 40.3, 24.4, 13.2, 9.1. Reading
+    takes 13.9, 7.0, 3.0, 2.0 and 26.6, 13.3, 5.7, 3.8.
     """
-    few_rows = triton.cdiv(n, 16) <= 2 * num_sms
-    if values == "float8":
-        return GemvTile(16, 8 if few_rows else 4, 3, 2 if few_rows else 5)
-    return GemvTile(16, 8, 3, 2) if few_rows and k > 8192 else GemvTile(16, 4, 2, 5)
+    tiles = triton.cdiv(n, 16)
+    packed = values != "float8"
+    if tiles <= 2 * num_sms:
+        return GemvTile(16, 8, 3 if packed else 4, 2)
+    if tiles <= 3 * num_sms:
+        return GemvTile(16, 8, 2 if packed else 3, 3)
+    return GemvTile(16, 4, 3 if packed else 2, 5)

@@ -66,11 +66,13 @@ def test_one_token_with_a_norm_and_a_gate(name: str, dtype: torch.dtype, monkeyp
 @pytest.mark.parametrize(
     ("n", "k", "values", "tile"),
     [
-        (28672, 4096, "int4", GemvTile(16, 4, 2, 5)),
-        (4096, 4096, "int4", GemvTile(16, 4, 2, 5)),
+        (28672, 4096, "int4", GemvTile(16, 4, 3, 5)),
+        (6144, 4096, "int4", GemvTile(16, 8, 2, 3)),
+        (4096, 4096, "int4", GemvTile(16, 8, 3, 2)),
         (4096, 14336, "int4", GemvTile(16, 8, 3, 2)),
-        (28672, 4096, "float8", GemvTile(16, 4, 3, 5)),
-        (4096, 4096, "float8", GemvTile(16, 8, 3, 2)),
+        (28672, 4096, "float8", GemvTile(16, 4, 2, 5)),
+        (6144, 4096, "float8", GemvTile(16, 8, 3, 3)),
+        (4096, 4096, "float8", GemvTile(16, 8, 4, 2)),
     ],
 )
 def test_tiles_are_those_that_were_measured(n: int, k: int, values: str, tile: GemvTile) -> None:
