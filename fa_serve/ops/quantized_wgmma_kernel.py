@@ -3,10 +3,9 @@
 A program computes a tile of all columns, or of one of several ranges of them, whose sums a second kernel adds in their order.
 128 bytes of each row (256 columns of 4-bit weights, or 128 of float8) and the input's columns are copied to shared memory
 asynchronously, some blocks ahead, the first weights before the previous kernel has ended. A thread reads neighbouring
-pairs of words and makes pairs of weights of them in the input's dtype (see quantized_pairs.py), while the tensor cores multiply
-the 128 columns before them. The weights are then rounded, as those
-of the unpacked matrix are, but scales of float8 weights in blocks are rounded to the input's dtype before. Scales multiply sums
-in float32 instead if a float8 row has one scale, and for up to 16 tokens if groups of 4-bit weights have at least 128 columns.
+pairs of words and makes pairs of weights of them in the input's dtype (see quantized_pairs.py), float8 weights while the tensor
+cores multiply the 128 columns before them. The weights are then rounded, as those of the unpacked matrix are, but scales of
+float8 weights in blocks are rounded to the input's dtype before. If a float8 row has one scale, it multiplies the sums.
 Left out: the loop over blocks (quantized_wgmma_loop.py), and an input in another order of columns, which the caller rearranges.
 """
 
@@ -121,8 +120,6 @@ def _quantized_wgmma(
     SPAN: gl.constexpr = (BLOCKS + SPLITS - 1) // SPLITS
     GROUPS: gl.constexpr = (K + GROUP - 1) // GROUP
     ROW: gl.constexpr = K // 2 if VALUES == 0 else BLOCKS * 32
-    # with more tokens, the sums of a thread do not fit in its registers twice
-    OF_SUMS: gl.constexpr = OVERLAPPED and VALUES == 1 and BLOCK_M == 16 and (GROUP % 128 == 0 or GROUP >= K)
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
     a_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     w_layout: gl.constexpr = word_layout(BLOCK_N, WARPS, 64) if VALUES == 0 else word_layout(BLOCK_N, WARPS, 16, True)
@@ -148,11 +145,8 @@ def _quantized_wgmma(
     x_rows = gl.expand_dims(gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, x_copy)), 1)
     columns = gl.expand_dims(gl.arange(0, 128, layout=gl.SliceLayout(0, x_copy)), 0)
     inputs = (x_ptr, x_rows * K + columns, columns, x_rows < M)
-    zero_rows = gl.minimum(row + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, pair_layout)), N - 1) * GROUPS
-    scale_rows = zero_rows
-    if OF_SUMS:
-        scale_rows = gl.minimum(row + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, mma)), N - 1) * GROUPS
-    groups = (scales_ptr, scale_rows, zeros_ptr, zero_rows)
+    g_rows = gl.minimum(row + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, pair_layout)), N - 1) * GROUPS
+    groups = (scales_ptr, zeros_ptr, g_rows)
     if VALUES == 0:
         words = gl.allocate_shared_memory(gl.int16, [STAGES, BLOCK_N, 64], w_shared)
     else:
@@ -164,18 +158,17 @@ def _quantized_wgmma(
     for stage in gl.static_range(STAGES - 1):
         copy_words(words, stage, weights, wrapped(first + stage, BLOCKS), stage < count, VALUES, K)
         async_copy.commit_group()
-    scales, zeros = load_groups(groups, first, K, GROUP, VALUES, HALVES, HALF, OF_SUMS, pair_layout)
+    scales, zeros = load_groups(groups, first, K, GROUP, VALUES, HALVES, HALF, pair_layout)
     wait_for_previous_kernel(PDL)
     for stage in gl.static_range(STAGES - 1):
         copy_tokens(tokens, stage, inputs, wrapped(first + stage, BLOCKS), stage < count, K)
-    acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=mma)
+    acc = warpgroup_mma_init(gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=mma))
     if OVERLAPPED:
         acc = products_overlapped(
             acc, words, tokens, weights, inputs, groups, scales, zeros, first, count,
-            K, GROUP, VALUES, HALF, OF_SUMS, mma, w_layout, pair_layout, a_layout,
+            K, GROUP, VALUES, HALF, w_layout, pair_layout, a_layout,
         )  # fmt: skip
     else:
-        acc = warpgroup_mma_init(acc)
         acc = products_in_turn(
             acc, words, tokens, weights, inputs, groups, scales, zeros, first, count,
             K, GROUP, VALUES, HALF, w_layout, pair_layout, a_layout,
@@ -233,30 +226,30 @@ def tile_options(tile: WgmmaTile, values: Values) -> dict[str, Any]:
 
 @lru_cache(maxsize=1024)
 def wgmma_tile(num_sms: int, m: int, n: int, k: int, values: Values) -> WgmmaTile:
-    """The tile of the product of m tokens with n rows of weights. It is derived, and has not been measured yet.
+    """The tile of the product of m tokens with n rows of weights.
 
-    Each program reads the input of all its columns from the L2 cache. With 64 tokens and 64 rows this is four times what it
-    reads of 4-bit weights, and more than the L2 cache delivers in the time of the weights, so tiles have as many rows as leave
-    few multiprocessors idle. Ranges of at least 1024 columns are summed by different programs as long as all programs fit at
-    a time. Stages fill the shared memory.
+    Programs that a multiprocessor holds at a time share ranges of at least 1024 columns. Of 64 to 256 rows, 2 to 6 stages, 1
+    to 8 ranges, and with and without overlap, these were the fastest or within 10% of the fastest on one H200. Unpacking while
+    the tensor cores multiply pays off for float8 weights only. In us for 28672 x 4096, 4096 x 14336, 6144 x 4096 and
+    4096 x 4096, with these tiles and by the kernel before it:
+    4-bit weights, 4 tokens   27.9, 15.3, 9.1, 6.6;   44.7, 22.0, 12.1, 7.7
+                  16 tokens   28.0, 16.7, 9.2, 8.0;   32.2, 24.7, 9.2, 9.0
+                  64 tokens   41.5, 24.9, 15.1, 10.8; 55.9, 23.6, 13.8, 9.1
+                  128 tokens  77.3, 44.3, 24.4, 16.6; 77.7, 43.0, 26.4, 16.7
+    Float8 by row, 4 tokens   34.0, 20.4, 10.3, 8.4;  46.8, 26.8, 12.7, 10.6
+                  16 tokens   34.5, 21.9, 11.2, 9.3;  36.0, 26.3, 10.8, 10.0
+                  64 tokens   42.9, 27.7, 16.4, 12.2; 51.8, 31.1, 18.1, 12.0
     """
     block_m = next(size for size in (16, 32, 64, 128) if m <= size)
-    enough = 0.8 if block_m <= 32 else 0.7
-    best_share = 0.0
-    for rows, residents in ((256, 1), (128, 2 if block_m <= 32 else 1), (64, {16: 3, 32: 3, 64: 2, 128: 1}[block_m])):
-        tiles = triton.cdiv(n, rows)
-        splits = 1
-        while splits < 8 and 2 * splits * tiles <= residents * num_sms and k >= 2048 * splits:
-            splits *= 2
-        programs = tiles * splits
-        # of the multiprocessors' time, if each program takes as long
-        share = programs / (triton.cdiv(programs, num_sms) * num_sms)
-        # a multiprocessor keeps 1 KiB of a program's shared memory for itself
-        stages = min(6, (SHARED_BYTES // residents - 1024) // stage_bytes(block_m, rows, values))
-        overlapped = stages > 2 and (rows < 256 or block_m < 128)  # else registers do not suffice
-        if share >= best_share:
-            best = WgmmaTile(block_m, rows, stages, splits, overlapped)
-            best_share = share
-        if share >= enough:
-            break
-    return best
+    packed = values != "float8"
+    tiles = triton.cdiv(n, 64)
+    if tiles >= 2 * num_sms:
+        block_n = 64 if block_m <= 32 else 128
+        stages = {16: 3, 32: 2, 64: 2, 128: 2} if packed else {16: 4, 32: 3, 64: 3, 128: 2}
+        return WgmmaTile(block_m, block_n, stages[block_m], 1, not packed and block_m == 16)
+    residents = {16: 4, 32: 4, 64: 2, 128: 1}[block_m]
+    splits = 1
+    while 2 * splits * tiles <= residents * num_sms and k >= 2048 * splits:
+        splits *= 2
+    stages = {16: 3, 32: 2, 64: 2, 128: 3} if packed else {16: 4, 32: 4, 64: 4, 128: 2}
+    return WgmmaTile(block_m, 64, stages[block_m], splits, not packed and block_m < 128)

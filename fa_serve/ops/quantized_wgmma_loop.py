@@ -15,7 +15,6 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     warpgroup_mma,
-    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 
@@ -68,27 +67,23 @@ def load_groups(
     VALUES: gl.constexpr,
     HALVES: gl.constexpr,
     HALF: gl.constexpr,
-    OF_SUMS: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):
     """Scales and zero points of a block, each for each 128 columns. Float8 weights with a scale for each row get none.
 
-    groups:  pointer to scales, offsets of the rows' first ones, and the same of zero points
-    OF_SUMS: scales are [BLOCK_N] float32, for the sums of 128 columns, else tuples as `load_scales` makes them
+    groups: pointers to scales and zero points, and offsets of the rows' first ones
     """
     GROUPS: gl.constexpr = (K + GROUP - 1) // GROUP
-    scales_ptr, scale_rows, zeros_ptr, zero_rows = groups
+    scales_ptr, zeros_ptr, rows = groups
     scales = ()
     zeros = ()
     for half in gl.static_range(HALVES):
         start = (block * HALVES + half) * 128
-        if OF_SUMS:
-            scales += (gl.load(scales_ptr + scale_rows + gl.minimum(start // GROUP, GROUPS - 1)).to(gl.float32),)
-        elif VALUES == 0 and GROUP >= K:
+        if VALUES == 0 and GROUP >= K:
             scales += ((),)
         else:
-            scales += (load_scales(scales_ptr, scale_rows, start, GROUPS, GROUP, VALUES, HALF),)
-        zeros += (load_zeros(zeros_ptr, zero_rows, start, GROUPS, GROUP, VALUES, HALF, LAYOUT),)
+            scales += (load_scales(scales_ptr, rows, start, GROUPS, GROUP, VALUES, HALF),)
+        zeros += (load_zeros(zeros_ptr, rows, start, GROUPS, GROUP, VALUES, HALF, LAYOUT),)
     return scales, zeros
 
 
@@ -129,7 +124,7 @@ def products_in_turn(
         copy_words(words, into, weights, block, ahead < count, VALUES, K)
         copy_tokens(tokens, into, inputs, block, ahead < count, K)
         block = wrapped(first + step + 1, BLOCKS)
-        next_scales, next_zeros = load_groups(groups, block, K, GROUP, VALUES, HALVES, HALF, False, LAYOUT)
+        next_scales, next_zeros = load_groups(groups, block, K, GROUP, VALUES, HALVES, HALF, LAYOUT)
         found = words.index(stage).load(W_LAYOUT)
         for half in gl.static_range(HALVES):
             w = weights_of_half(found, zeros[half], scales[half], LAYOUT, half == 1, VALUES, HALF)
@@ -143,14 +138,6 @@ def products_in_turn(
         stage = gl.where(stage == STAGES - 1, 0, stage + 1)
         into = gl.where(into == STAGES - 1, 0, into + 1)
     return warpgroup_mma_wait(0, deps=[acc])
-
-
-@gluon.jit
-def begin_products(w, x, sums, SHAPE: gl.constexpr, OF_SUMS: gl.constexpr, MMA: gl.constexpr):
-    """Begin to add the products of 128 columns to sums, or with OF_SUMS to 0, in other registers than those of `sums`."""
-    if OF_SUMS:
-        sums = warpgroup_mma_init(gl.zeros(SHAPE, gl.float32, layout=MMA))
-    return warpgroup_mma(w, x, sums, use_acc=not OF_SUMS, is_async=True)
 
 
 @gluon.jit
@@ -169,8 +156,6 @@ def products_overlapped(
     GROUP: gl.constexpr,
     VALUES: gl.constexpr,
     HALF: gl.constexpr,
-    OF_SUMS: gl.constexpr,
-    MMA: gl.constexpr,
     W_LAYOUT: gl.constexpr,
     LAYOUT: gl.constexpr,
     A_LAYOUT: gl.constexpr,
@@ -179,9 +164,6 @@ def products_overlapped(
 
     The group of copies that is waited for is a block ahead of the products, because its first 128 columns are unpacked. Each
     loop has one point at which Triton puts barriers between copies and products.
-
-    OF_SUMS: scales multiply the sums of 128 columns, in float32, and not weights
-    MMA:     the layout of acc
     """
     STAGES: gl.constexpr = words.shape[0]
     HALVES: gl.constexpr = len(tokens)
@@ -190,20 +172,15 @@ def products_overlapped(
     PARTS: gl.constexpr = 2 // HALVES
     stage = 0
     into = STAGES - 1
-    sums = warpgroup_mma_init(acc)
-    if OF_SUMS:
-        scale_of_sums = scales[0]  # of sums that are 0
     async_copy.wait_group(2 * STAGES - 3)
     sync_threads()
     found = words.index(0).load(W_LAYOUT)
-    w = weights_of_half(found, zeros[0], () if OF_SUMS else scales[0], LAYOUT, False, VALUES, HALF)
+    w = weights_of_half(found, zeros[0], scales[0], LAYOUT, False, VALUES, HALF)
     w = gl.convert_layout(w, A_LAYOUT)
     for pair in range(0, count, PARTS):
         for part in gl.static_range(PARTS):
             # the products of the stage that the next copies overwrite have ended
-            sums = warpgroup_mma_wait(0, deps=[sums])
-            if OF_SUMS:
-                acc += sums * gl.expand_dims(scale_of_sums, 1)
+            acc = warpgroup_mma_wait(0, deps=[acc])
             async_copy.wait_group(STAGES - 3)
             fence_async_shared()
             sync_threads()
@@ -212,28 +189,22 @@ def products_overlapped(
             copy_words(words, into, weights, block, ahead < count, VALUES, K)
             copy_tokens(tokens, into, inputs, block, ahead < count, K)
             x = tokens[0].index(stage).permute((1, 0))
-            sums = begin_products(w, x, sums, acc.shape, OF_SUMS, MMA)
+            acc = warpgroup_mma(w, x, acc, is_async=True)
             block = wrapped(first + pair + part + 1, BLOCKS)
-            next_scales, next_zeros = load_groups(groups, block, K, GROUP, VALUES, HALVES, HALF, OF_SUMS, LAYOUT)
+            next_scales, next_zeros = load_groups(groups, block, K, GROUP, VALUES, HALVES, HALF, LAYOUT)
             if HALVES == 2:
                 found = words.index(stage).load(W_LAYOUT)
-                w = weights_of_half(found, zeros[1], () if OF_SUMS else scales[1], LAYOUT, True, VALUES, HALF)
+                w = weights_of_half(found, zeros[1], scales[1], LAYOUT, True, VALUES, HALF)
                 w = gl.convert_layout(w, A_LAYOUT)
-                sums = warpgroup_mma_wait(0, deps=[sums])
-                if OF_SUMS:
-                    acc += sums * gl.expand_dims(scales[0], 1)
-                    scale_of_sums = scales[1]
+                acc = warpgroup_mma_wait(0, deps=[acc])
                 x = tokens[1].index(stage).permute((1, 0))
-                sums = begin_products(w, x, sums, acc.shape, OF_SUMS, MMA)
+                acc = warpgroup_mma(w, x, acc, is_async=True)
             scales = next_scales
             zeros = next_zeros
             stage = gl.where(stage == STAGES - 1, 0, stage + 1)
             into = gl.where(into == STAGES - 1, 0, into + 1)
             # at the end of the loop, because the machine code then unpacks before it waits
             found = words.index(stage).load(W_LAYOUT)
-            w = weights_of_half(found, zeros[0], () if OF_SUMS else scales[0], LAYOUT, False, VALUES, HALF)
+            w = weights_of_half(found, zeros[0], scales[0], LAYOUT, False, VALUES, HALF)
             w = gl.convert_layout(w, A_LAYOUT)
-    sums = warpgroup_mma_wait(0, deps=[sums])
-    if OF_SUMS:
-        return acc + sums * gl.expand_dims(scale_of_sums, 1)
-    return sums
+    return warpgroup_mma_wait(0, deps=[acc])

@@ -19,7 +19,7 @@ from fa_serve.testing import assert_matches_reference
 CLAMPED = ops.Gate("silu", interleaved=True, slope=1.702, limit=1.5, offset=1.0)
 GATES = {"halves": ops.Gate("silu"), "gelu": ops.Gate("gelu_tanh", limit=0.5), "gpt-oss": CLAMPED, "none": None}
 BF16 = torch.bfloat16
-PAIRS = (70, 0, 200, 1, 128, 64)
+PAIRS = (70, 0, 200, 1, 128, 64, 60)
 """Pairs of each expert. Tiles of 128 have both halves, one of them, or a part of the second."""
 TOP_K = 2
 TILE = MatrixTile(128, 3, 2)

@@ -78,3 +78,4 @@ def test_which_kernel_multiplies(target: str, dtype: torch.dtype, tokens: int, k
     listed = ["_list_tiles"] if kernel == "experts_matrix" else []
     assert Counter(k.name for k in kernels) == Counter(["_sort_pairs", *listed, kernel, kernel, "_sum_experts"])
     assert max(k.spill_bytes for k in kernels) == 0
+    assert all("griddepcontrol.wait" in k.binary.asm["ptx"] for k in kernels if target != "sm80")

@@ -6,7 +6,6 @@ import pytest
 import torch
 from quantized import float4_weight, float8_weight
 
-from fa_serve.ops.experts_primitives import prefetched_share
 from fa_serve.ops.experts_rows_kernel import gated_tile, mixed_tile
 
 
@@ -34,17 +33,3 @@ def test_quantised_rows_are_read_in_whole_units(k: int, packed: int, float8: int
         assert tile(float4_weight(2, k))[:2] == (8, packed)
         assert tile(float8_weight(2, k, group_size=k))[:2] == (8, float8)
         assert tile(float8_weight(2, 16, group_size=16))[:2] == (8, 32)
-
-
-def test_programs_share_the_prefetch_of_the_experts_of_a_token() -> None:
-    """All of an expert if the cache has room, in multiples of 16 bytes, and nothing of experts with gaps between their rows."""
-    expert = 2048 * 768 * 2
-    weight = matrices(128, 2048, 768)
-    assert prefetched_share(weight, 128, 8, 512) == (4 * 768 * 2, expert)
-    assert prefetched_share(weight.transpose(1, 2), 128, 8, 512) == (4 * 768 * 2, expert)
-    assert prefetched_share(weight[:, :, :512], 128, 8, 512) == (0, 0)
-    share, _ = prefetched_share(weight, 128, 32, 2 * 512)
-    assert share % 16 == 0
-    assert 31 << 20 < 32 * 2 * 512 * share <= 32 << 20
-    packed = float4_weight(4 * 64, 288)
-    assert prefetched_share(packed, 4, 2, 8) == (packed.data.nbytes // 32, packed.data.nbytes // 4)

@@ -36,19 +36,3 @@ def test_programs_begin_with_different_blocks(
         y = launch_quantized_wgmma(x, weight, None, None, 1.0)
     matrix = weight.dequantize(torch.float64)
     assert_matches_reference(y, x.double() @ matrix.t(), x @ matrix.bfloat16().t())
-
-
-@pytest.mark.parametrize(("tokens", "rounded"), [(16, False), (17, True)])
-def test_scales_multiply_sums_of_few_tokens(tokens: int, rounded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With them, a weight is not rounded: 3 times a scale of 1 + 2^-7 needs 9 bits, and bfloat16 has 8."""
-    weight = int4_weight(64, 256, group_size=128, dtype=torch.bfloat16)
-    weight.data.fill_(0xBBBBBBBB - (1 << 32))  # 11 - 8, everywhere
-    weight.scales.fill_(1 + 2**-7)
-    x = torch.zeros(tokens, 256, dtype=torch.bfloat16)
-    x[:, 0] = 1
-    monkeypatch.setattr(quantized_wgmma_kernel, "wgmma_tile", lambda *sizes: WgmmaTile(32 if rounded else 16, 64, 3, 1, True))
-    with emulated(quantized_wgmma_kernel):
-        y = launch_quantized_wgmma(x, weight, None, torch.zeros(tokens, 64), 1.0)
-    exact = 3 * (1 + 2**-7)
-    expected = torch.tensor(exact).bfloat16().item() if rounded else exact
-    assert y.unique().tolist() == [expected]
