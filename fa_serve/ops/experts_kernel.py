@@ -484,12 +484,12 @@ def reads_by_rows(pairs: int, tokens: int, experts: ExpertWeights) -> bool:
     """Whether each pair reads its expert's weights by itself, row by row.
 
     Two tokens that meet one expert then read it twice. In us on one H200, where tokens take 8 of 128 experts, 16 pairs take
-    45.5 by rows and 51.1 grouped, 32 pairs 84.1 and 78.2. Where the columns of weights are contiguous instead, and the two rows
-    of a gate are neighbours, as in gpt-oss, one token takes 69 by rows and 78 grouped.
+    45.5 by rows and 51.1 grouped, 32 pairs 84.1 and 78.2. Weights whose columns are contiguous have no rows to read: alone, a
+    token of gpt-oss takes 69 by rows and 78 grouped, but in a step of the whole model 3.8 and 2.7 ms.
     """
     weights = [w for w in (experts.gate_up, experts.down) if isinstance(w, Tensor)]
     if any(w.stride(2) != 1 for w in weights):
-        return tokens == 1 and experts.gate.interleaved
+        return False
     return tokens == 1 or 8 * pairs <= experts.sizes.num_experts
 
 
