@@ -26,6 +26,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import inspect
 import io
 import itertools
 import json
@@ -78,8 +79,8 @@ SHORT = 300
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
 
 
-class NotOurs(UnsupportedError):
-    """A test uses a name of flash-attention that is not part of the public interface."""
+class NotOurs(UnsupportedError, AttributeError):
+    """A test uses a name of flash-attention that is not part of the public interface. hasattr() of what it lacks is False."""
 
     def __init__(self, name: str) -> None:
         super().__init__(f"fa_serve has no {name}")
@@ -189,7 +190,7 @@ def _merged(choice: Any) -> dict[str, Any]:
 
 
 def _is_small(value: dict[str, Any]) -> bool:
-    lengths = [n for name, n in value.items() if "seqlen" in name.replace("_", "") and not isinstance(n, bool)]
+    lengths = [n for name, n in value.items() if "seqlen" in name.replace("_", "") and type(n) is int]
     return math.prod(lengths) <= SHORT ** len(lengths) and value.get("d", value.get("D", 0)) <= 128
 
 
@@ -198,8 +199,9 @@ def run(test: Any, case: dict[str, Any]) -> tuple[str, str]:
     if any(mark.name == "skipif" and mark.args[0] for mark in getattr(test, "pytestmark", [])):
         return "skipped", ""
     try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            test(**case)
+        with contextlib.redirect_stdout(io.StringIO()), pytest.MonkeyPatch.context() as monkeypatch:
+            fixtures = {"monkeypatch": monkeypatch} if "monkeypatch" in inspect.signature(test).parameters else {}
+            test(**case, **fixtures)
     except (pytest.skip.Exception, pytest.xfail.Exception):
         return "skipped", ""
     except ParameterError as error:
