@@ -138,6 +138,23 @@ def test_a_learned_mask_gets_its_gradient() -> None:
     assert gradients[0].abs().max() > 0.01
 
 
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(0, 5), (5, 0), (0, 0)])
+@pytest.mark.parametrize("packed", [False, True])
+def test_gradients_without_queries_or_keys_are_zeros(seqlen_q: int, seqlen_k: int, packed: bool) -> None:
+    """Of the shapes of the inputs, and also where these are infinite, as gradients of a model's empty batch are."""
+    q, k, v = (torch.full((2, n, 4, 16), torch.inf) for n in (seqlen_q, seqlen_k, seqlen_k))
+    if packed:
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    if packed:
+        starts = {f"cu_seqlens_{name}": cu_seqlens([n, n]) for name, n in (("q", seqlen_q), ("k", seqlen_k))}
+        out = fa_serve.attention_varlen(q, k, v, **starts, max_seqlen_q=seqlen_q, max_seqlen_k=seqlen_k, backend="sdpa")
+    else:
+        out = fa_serve.attention(q, k, v, backend="sdpa")
+    for x, grad in zip(inputs, torch.autograd.grad(out, inputs, torch.ones_like(out)), strict=True):
+        assert torch.equal(grad, torch.zeros_like(x))
+
+
 def test_packed_sequences_have_gradients() -> None:
     tensors = [x[0] for x in make_qkv(1, 12, 15, 4, 2, 16, dtype=torch.float64)]
     packing = {
