@@ -60,17 +60,18 @@ class SdpaBackend:
 def _dense(options: AttentionOptions, t: AttentionTensors) -> tuple[Tensor, Tensor | None]:
     mask = t.mask if t.blocks is None else t.blocks.expanded(t.q.shape[1], t.k.shape[1], t.q.shape[2])
     result, lse = _attend(t.q, t.k, t.v, options, t.sinks, mask, t.alibi_slopes)
-    result = _connected(result, t)
+    result, lse = _connected(result, lse, t)
     return result if t.out is None else t.out.copy_(result), lse
 
 
-def _connected(result: Tensor, t: AttentionTensors) -> Tensor:
-    """A result that can be differentiated if an input can. One without queries or keys has gradients of zeros."""
+def _connected(result: Tensor, lse: Tensor | None, t: AttentionTensors) -> tuple[Tensor, Tensor | None]:
+    """Results that can be differentiated if an input can. Without queries or keys, gradients are zeros."""
     inputs = [x for x in (t.q, t.k, t.v) if x.requires_grad]
     if result.requires_grad or not inputs or not torch.is_grad_enabled():
-        return result
+        return result, lse
     # sums of no elements, so that no infinity becomes NaN
-    return result + torch.stack([x[:0].sum() for x in inputs]).sum().to(result.dtype)
+    nothing = torch.stack([x[:0].sum() for x in inputs]).sum()
+    return result + nothing.to(result.dtype), None if lse is None else lse + nothing.to(lse.dtype)
 
 
 def _varlen(options: AttentionOptions, t: AttentionTensors) -> tuple[Tensor, Tensor | None]:
@@ -82,7 +83,7 @@ def _varlen(options: AttentionOptions, t: AttentionTensors) -> tuple[Tensor, Ten
         if a < b:
             found = _attend_sequence(t.q[None, a:b], t.k[None, c:d], t.v[None, c:d], options, t, index)
             _put(found, result, lse, slice(a, b))
-    result = _connected(result, t)
+    result, lse = _connected(result, lse, t)
     return result if t.out is None else t.out.copy_(result), lse
 
 

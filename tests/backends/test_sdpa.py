@@ -148,10 +148,11 @@ def test_gradients_without_queries_or_keys_are_zeros(seqlen_q: int, seqlen_k: in
     inputs = [x.requires_grad_() for x in (q, k, v)]
     if packed:
         starts = {f"cu_seqlens_{name}": cu_seqlens([n, n]) for name, n in (("q", seqlen_q), ("k", seqlen_k))}
-        out = fa_serve.attention_varlen(q, k, v, **starts, max_seqlen_q=seqlen_q, max_seqlen_k=seqlen_k, backend="sdpa")
+        lengths = {"max_seqlen_q": seqlen_q, "max_seqlen_k": seqlen_k}
+        found = fa_serve.attention_varlen(q, k, v, **starts, **lengths, return_lse=True, backend="sdpa")
     else:
-        out = fa_serve.attention(q, k, v, backend="sdpa")
-    for x, grad in zip(inputs, torch.autograd.grad(out, inputs, torch.ones_like(out)), strict=True):
+        found = fa_serve.attention(q, k, v, return_lse=True, backend="sdpa")
+    for x, grad in zip(inputs, torch.autograd.grad(found, inputs, [torch.ones_like(y) for y in found]), strict=True):
         assert torch.equal(grad, torch.zeros_like(x))
 
 
