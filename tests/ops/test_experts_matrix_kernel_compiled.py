@@ -58,8 +58,8 @@ def test_machine_code(gate: ops.Gate | None, transposed: bool, bias: bool, tile:
 @pytest.mark.parametrize(
     ("target", "dtype", "tokens", "kernel"),
     [
-        pytest.param("sm90", BF16, 200, "experts_matrix", id="Hopper"),
-        pytest.param("sm90", BF16, 192, "_grouped_linear", id="few-pairs"),
+        pytest.param("sm90", BF16, 128, "experts_matrix", id="Hopper"),
+        pytest.param("sm90", BF16, 126, "_grouped_linear", id="few-pairs"),
         pytest.param("sm90", torch.float16, 200, "_grouped_linear", id="float16"),
         pytest.param("sm80", BF16, 200, "_grouped_linear", id="Ampere"),
         pytest.param("sm100", BF16, 200, "_grouped_linear", id="Blackwell"),

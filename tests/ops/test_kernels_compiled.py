@@ -180,7 +180,6 @@ def test_experts(mixture: str, target: str, counts: tuple[int, ...], monkeypatch
         if target == "sm90" and kernel.name == "_mixed_rows":
             before_the_wait, _ = kernel.sass.split("ACQBULK")
             assert before_the_wait.count("LDG.E.128") >= 4, "weights are loaded while the previous kernel ends"
-            assert "UBLKPF.L2" in before_the_wait, "and others are requested for the L2 cache"
     products = [kernel for kernel in kernels if kernel.name == "_grouped_linear"]
     memory = 65536 if target.startswith("gfx") else 232448 if target == "sm90" else 101376
     assert max(kernel.shared_bytes for kernel in products) <= memory
