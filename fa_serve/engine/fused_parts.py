@@ -36,8 +36,17 @@ TABLES: dict[str, Tables] = {"halves": "twice", "half tables": "once"}
 """Of ROTATIONS, those of heads, and the tables that they are given."""
 
 
+TOLERANCE = 1e-4
+"""Largest allowed difference in float32, relative to the largest number: another order of summation, and nothing more."""
+
+
 class NotFusedError(Exception):
     """Why a layer is not fused."""
+
+
+def agree(x: Tensor, y: Tensor) -> bool:
+    """Whether a fused form has computed what the model's own code has."""
+    return x.shape == y.shape and bool((x - y).abs().max() <= TOLERANCE * y.abs().max())
 
 
 @dataclass(slots=True)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from fa_serve import ops
-from fa_serve.engine.fused_parts import beside_experts
+from fa_serve.engine.fused_parts import agree, beside_experts
 
 log = logging.getLogger("fa_serve.engine")
 
@@ -119,7 +119,7 @@ def _build(module: Any, known: Sequence[ops.Router]) -> FusedRouter | None:
     tensors = [t.detach().reshape(-1) for t in (*module.parameters(), *module.buffers()) if t.numel() == len(weight)]
     biases = [None, *tensors]
     wide = weight.float()
-    matching = [bias for bias in biases if _agree(linear(x, wide, _wide(bias)), exact.logits)]
+    matching = [bias for bias in biases if agree(linear(x, wide, _wide(bias)), exact.logits)]
     found = _fit(exact, biases, known)
     if not matching or found is None:
         return None
@@ -128,7 +128,7 @@ def _build(module: Any, known: Sequence[ops.Router]) -> FusedRouter | None:
     # what the device computes, for several tokens and for one
     products = [ops.linear(x[:n], wide, _wide(bias)) for n in (_ROWS, 1)]
     chosen = ops.route(exact.logits, correction, router, torch.float32)
-    if not all(_agree(y, exact.logits[: len(y)]) for y in products) or not _same_choice(*chosen, exact):
+    if not all(agree(y, exact.logits[: len(y)]) for y in products) or not _same_choice(*chosen, exact):
         return None
     narrow = linear(x.to(weight.dtype), weight, bias).to(here.logits.dtype)
     if not torch.equal(narrow, here.logits):
@@ -186,10 +186,6 @@ def _groups(exact: Routed) -> list[tuple[int, int]]:
         met = int(torch.nn.functional.one_hot(groups, num_groups).amax(1).sum(1).max())
         found += [(num_groups, top_groups) for top_groups in range(met, num_groups)]
     return found
-
-
-def _agree(x: Tensor, y: Tensor) -> bool:
-    return bool((x - y).abs().max() <= TOLERANCE * y.abs().max())
 
 
 def _same_choice(weights: Tensor, index: Tensor, exact: Routed) -> bool:

@@ -24,12 +24,10 @@ from torch import Tensor, nn
 
 from fa_serve import ops
 from fa_serve.engine.fused_layer import Product
-from fa_serve.engine.fused_parts import NotFusedError, beside_experts, gated_unit
+from fa_serve.engine.fused_parts import NotFusedError, agree, beside_experts, gated_unit
 
 log = logging.getLogger("fa_serve.engine")
 
-TOLERANCE = 1e-4
-"""Largest allowed difference in float32, relative to the largest number: another order of summation, and nothing more."""
 _ROWS = 64
 
 
@@ -100,9 +98,5 @@ def _prove(module: nn.Module) -> None:
     x = torch.randn(_ROWS, unit.gate_up.weight.shape[1], generator=torch.Generator().manual_seed(0)).to(unit.down.weight.device)
     expected = original(x)
     for rows in (_ROWS, 1):
-        if not _agree(unit.compute(x[:rows]), expected[:rows]):
+        if not agree(unit.compute(x[:rows]), expected[:rows]):
             raise NotFusedError("its output would change")
-
-
-def _agree(x: Tensor, y: Tensor) -> bool:
-    return x.shape == y.shape and bool((x - y).abs().max() <= TOLERANCE * y.abs().max())

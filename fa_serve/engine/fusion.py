@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 
 from fa_serve.engine.fused_latent import LatentAttention
 from fa_serve.engine.fused_layer import FusedLayer, LayerStep, cos_and_sin
-from fa_serve.engine.fused_parts import ROTATIONS, Call, NotFusedError, build, rotations
+from fa_serve.engine.fused_parts import ROTATIONS, Call, NotFusedError, agree, build, rotations
 from fa_serve.engine.fused_router import FusedRouter
 from fa_serve.engine.fused_unit import FusedUnit
 from fa_serve.hf import LayerCall, PackedPositions, PartOfSum, ScaledExperts, paged_forward, vocab_size
@@ -38,8 +38,6 @@ from fa_serve.spec import AttentionSpec
 
 log = logging.getLogger("fa_serve.engine")
 
-TOLERANCE = 1e-4
-"""Largest allowed difference in float32, relative to the largest number: another order of summation, and nothing more."""
 FAR = 1 << 20
 """What is added to the positions that a layer is told in the proof."""
 
@@ -262,12 +260,12 @@ def _differences(fused: FusedLayer, expected: _Expected) -> list[str]:
     forms = (True, False) if isinstance(fused.attention, LatentAttention) else (False,)
     for fresh in forms:
         seen = _run(fused, expected, len(expected.output[0]), fresh=fresh)
-        wrong = [name for name, x, y in _compared(seen, expected) if not _agree(x, y)]
+        wrong = [name for name, x, y in _compared(seen, expected) if not agree(x, y)]
         if wrong:
             return wrong
     for fresh in forms:
         # a single token takes other kernels
-        if not _agree(_run(fused, expected, 1, fresh=fresh).output, expected.output[0, :1]):
+        if not agree(_run(fused, expected, 1, fresh=fresh).output, expected.output[0, :1]):
             raise NotFusedError("the output for a single token would change")
     return []
 
@@ -296,7 +294,3 @@ def _compared(seen: _Seen, expected: _Expected) -> list[tuple[str, Tensor, Tenso
 def _scores(q: Tensor, k: Tensor) -> Tensor:
     """(num_heads, total, total): the products of all queries and keys."""
     return torch.einsum("qhd,khd->hqk", q, _repeat_heads(k, q.shape[1]))
-
-
-def _agree(x: Tensor, y: Tensor) -> bool:
-    return x.shape == y.shape and bool((x - y).abs().max() <= TOLERANCE * y.abs().max())
