@@ -7,7 +7,8 @@ and, through the public API, with the backend, and applies the 2x rule to every 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from functools import partial
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -306,6 +307,23 @@ def check_without_keys(backend: str, dtype: torch.dtype, device: str = "cpu") ->
         for out, lse in calls:
             assert (out == 0).all()
             assert torch.equal(lse.to(torch.float32).reshape(4, 9), expected.expand(4, 9))
+
+
+def check_gradients_of_nothing(backend: str, dtype: torch.dtype, device: str = "cpu") -> None:
+    """Calls without queries, without keys, and without both, dense and packed, of infinite numbers: gradients are zeros."""
+    for (seqlen_q, seqlen_k), packed in product(((0, 5), (5, 0), (0, 0)), (False, True)):
+        q, k, v = (torch.full((2, n, 4, 64), torch.inf, dtype=dtype, device=device) for n in (seqlen_q, seqlen_k, seqlen_k))
+        call = partial(fa_serve.attention, return_lse=True, backend=backend)
+        if packed:
+            q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+            cu = {f"cu_seqlens_{name}": cu_seqlens([n, n], device) for name, n in (("q", seqlen_q), ("k", seqlen_k))}
+            lengths = {"max_seqlen_q": seqlen_q, "max_seqlen_k": seqlen_k}
+            call = partial(fa_serve.attention_varlen, return_lse=True, backend=backend, **cu, **lengths)
+        inputs = [x.requires_grad_() for x in (q, k, v)]
+        found = call(*inputs)
+        assert torch.equal(found[0], torch.zeros_like(found[0])), "an input that is infinite makes no NaN"
+        for x, grad in zip(inputs, torch.autograd.grad(found, inputs, [torch.ones_like(y) for y in found]), strict=True):
+            assert torch.equal(grad, torch.zeros_like(x))
 
 
 def check_gradients(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import DENSE, VARLEN, Case, check_gradients, params
+from cases import DENSE, VARLEN, Case, check_gradients, check_gradients_of_nothing, params
 from torch.utils.checkpoint import checkpoint
 
 import fa_serve
@@ -52,6 +52,14 @@ def test_dense(case: Case, dtype: torch.dtype, backend: str) -> None:
 @pytest.mark.parametrize("case", params(differentiable(VARLEN)))
 def test_varlen(case: Case, dtype: torch.dtype, backend: str) -> None:
     _check(case, backend, dtype, "varlen")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("backend", ["auto", "sdpa"])
+def test_gradients_without_queries_or_keys_are_zeros(backend: str, deterministic: bool, dtype: torch.dtype) -> None:
+    torch.use_deterministic_algorithms(deterministic)
+    check_gradients_of_nothing(backend, dtype, "cuda")
 
 
 def _leaves(seqlen: int, dim: int = 128) -> list[torch.Tensor]:

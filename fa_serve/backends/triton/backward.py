@@ -93,8 +93,11 @@ class _BackwardPlan:
         )
         batch = q.shape[0] if tensors.cu_seqlens_q is None else tensors.cu_seqlens_q.shape[0] - 1
         self._statistics = RowStatistics(tensors, options)
-        self._kv = self._plan_kv(tensors, options, variant, tiles.keys, batch)
-        self._q = self._plan_q(tensors, options, variant, tiles.queries, batch)
+        self._kv = None
+        self._q = None
+        if q.numel() and k.numel():
+            self._kv = self._plan_kv(tensors, options, variant, tiles.keys, batch)
+            self._q = self._plan_q(tensors, options, variant, tiles.queries, batch)
 
     def __call__(self, tensors: BackwardTensors) -> Gradients:
         tensors = _laid_out(tensors)
@@ -103,8 +106,10 @@ class _BackwardPlan:
         if addresses & 15 and (self._tma_keys or self._tma_queries):
             tiles = BackwardTiles(replace(self._tiles.keys, tma=False), replace(self._tiles.queries, tma=False))
             return _BackwardPlan(tensors, self._options, tiles)(tensors)
-        # Rows of a packed tensor that belong to no sequence have no gradient, and no program writes them.
-        allocate = torch.zeros_like if tensors.cu_seqlens_q is not None else torch.empty_like
+        # Rows of a packed tensor that belong to no sequence have no gradient, and no program writes them. Without queries or
+        # without keys there is no program.
+        written = tensors.cu_seqlens_q is None and self._kv is not None and self._q is not None
+        allocate = torch.empty_like if written else torch.zeros_like
         dq, dk, dv = (allocate(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         dmask = self._allocate_dmask(tensors)
         lse2, delta, dsinks = self._statistics(tensors)
