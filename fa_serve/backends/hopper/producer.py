@@ -163,7 +163,7 @@ def _load_queries(tile, head, stage, desc, smem, bars, var: gl.constexpr):
 
 
 @gluon.jit
-def _pages(tile, block, args, var: gl.constexpr):
+def pages_of(tile, block, args, var: gl.constexpr):
     """The page of each box of a block of keys, or -1 for a wholly hidden box, whose entry of the block table is not read."""
     keys = block * var.tiles.block_n + var.page_rows * gl.arange(0, var.tiles.block_n // var.page_rows, layout=PAGES_LAYOUT)
     seen = keys < tile.kv_len
@@ -174,7 +174,7 @@ def _pages(tile, block, args, var: gl.constexpr):
 
 
 @gluon.jit
-def _load_pages(
+def load_pages(
     operand, pages, tile, kv_head, block, stage, column: gl.constexpr, full, width: gl.constexpr, var: gl.constexpr
 ):
     """Start copying `width` columns of a block of keys, box by box.
@@ -211,7 +211,7 @@ def _load_keys(tile, kv_head, piece, block_count, desc, smem, bars, args, var: g
     stage = block_count % var.tiles.stages
     block = piece.number
     if var.page_size > 0:
-        pages = _pages(tile, block, args, var)
+        pages = pages_of(tile, block, args, var)
     mbarrier.wait(bars.k_empty.index(stage), ((block_count // var.tiles.stages) & 1) ^ 1)
     if var.block_k > 0:
         announce_piece(piece, smem.pieces.index(stage))
@@ -220,10 +220,10 @@ def _load_keys(tile, kv_head, piece, block_count, desc, smem, bars, args, var: g
     row = block * var.tiles.block_n
     if var.page_size > 0:
         k = PagedOperand(desc.k, smem.k_boxes, args.k_pitch)
-        _load_pages(k, pages, tile, kv_head, block, stage, 0, full, var.d0, var)
+        load_pages(k, pages, tile, kv_head, block, stage, 0, full, var.d0, var)
         if var.d1 > 0:
             k1 = PagedOperand(desc.k1, smem.k1_boxes, args.k_pitch)
-            _load_pages(k1, pages, tile, kv_head, block, stage, var.d0, full, var.d1, var)
+            load_pages(k1, pages, tile, kv_head, block, stage, var.d0, full, var.d1, var)
     elif var.float8_keys:
         # the copies that `triton.float8_inputs` makes are zero past a sequence's end, so nothing has to bound them
         batch, row = _float8_rows(tile, block, var)
@@ -242,17 +242,17 @@ def _load_values(tile, kv_head, piece, block_count, desc, smem, bars, args, var:
     stage = block_count % var.tiles.stages
     block = piece.number
     if var.page_size > 0:
-        pages = _pages(tile, block, args, var)
+        pages = pages_of(tile, block, args, var)
     mbarrier.wait(bars.v_empty.index(stage), ((block_count // var.tiles.stages) & 1) ^ 1)
     full = bars.v_full.index(stage)
     mbarrier.expect(full, var.value_bytes * var.tiles.block_n * (var.dv0 + var.dv1))
     row = block * var.tiles.block_n
     if var.page_size > 0:
         v = PagedOperand(desc.v, smem.v_boxes, args.v_pitch)
-        _load_pages(v, pages, tile, kv_head, block, stage, 0, full, var.dv0, var)
+        load_pages(v, pages, tile, kv_head, block, stage, 0, full, var.dv0, var)
         if var.dv1 > 0:
             v1 = PagedOperand(desc.v1, smem.v1_boxes, args.v_pitch)
-            _load_pages(v1, pages, tile, kv_head, block, stage, var.dv0, full, var.dv1, var)
+            load_pages(v1, pages, tile, kv_head, block, stage, var.dv0, full, var.dv1, var)
     elif var.float8_keys:
         batch, row = _float8_rows(tile, block, var)
         if var.float8_values:

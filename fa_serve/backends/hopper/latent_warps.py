@@ -1,0 +1,266 @@
+"""The warps of the Hopper kernel of latent attention: one warpgroup of scores, two of values, and the producer warp.
+
+`latent_decode` describes the algorithm. In this file `block_count`, `item` and `count` count the blocks of keys, the items of P
+and the sequences that the program has begun: they select a stage and the phase of its barriers. A sequence has an item for each
+block and a last one, which carries the factor 1 / sum and no probabilities.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from fa_serve.backends.hopper.consumer import GROWTH, SUM_LAYOUT, Softmax, rescale_part
+from fa_serve.backends.hopper.forward_output import LN2
+from fa_serve.backends.hopper.gluon_names import sync_threads
+from fa_serve.backends.hopper.latent_types import PARTS, ROPE, SLOTS, latent_work
+from fa_serve.backends.hopper.producer import PagedOperand, load_pages, pages_of
+from fa_serve.backends.triton.splits import lse_of_splits
+
+ROPE_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+"""Layout of the last part of the queries [64, 64] on its way to shared memory."""
+
+
+@gluon.jit
+def latent_keys(k_desc, smem, bars, args, var: gl.constexpr):
+    """The producer: start the copies of every block of keys. The pages of the next block are read ahead."""
+    BYTES: gl.constexpr = 2 * var.tiles.block_n * (var.split.dim_v + ROPE)
+    WIDTH: gl.constexpr = var.width
+    c = PagedOperand(k_desc, smem.c_boxes, args.k_pitch)
+    cr = PagedOperand(k_desc, smem.cr_boxes, args.k_pitch)
+    seq_start = args.seq_start
+    block_count = args.share * 0
+    for index in range(args.first, args.behind):
+        work, seq_start = latent_work(index, seq_start, args, var)
+        if work.live:
+            pages = pages_of(work, work.begin, args, var)
+            for j in range(work.blocks):
+                stage = (block_count + j) % var.tiles.stages
+                block = work.begin + j
+                next_pages = pages_of(work, block + 1, args, var)
+                mbarrier.wait(bars.k_empty.index(stage), (((block_count + j) // var.tiles.stages) & 1) ^ 1)
+                full = bars.k_full.index(stage)
+                mbarrier.expect(full, BYTES)
+                for i in gl.static_range(PARTS):
+                    load_pages(c, pages, work, args.kv_head, block, stage * PARTS + i, i * WIDTH, full, WIDTH, var)
+                load_pages(cr, pages, work, args.kv_head, block, stage, var.split.dim_v, full, ROPE, var)
+                pages = next_pages
+        block_count += work.blocks
+
+
+@gluon.jit
+def _copy_queries(
+    work, column: gl.constexpr, width: gl.constexpr, used: gl.constexpr, buffer, args, layout: gl.constexpr, var: gl.constexpr
+):
+    """Write columns [column, column + width) of a tile's queries to shared memory, of which `used` exist."""
+    GROUPS: gl.constexpr = var.split.groups
+    rows = args.row_first + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+    columns = gl.arange(0, width, layout=gl.SliceLayout(0, layout))
+    token = work.row0.to(gl.int64) + rows // GROUPS
+    starts = token * args.stride_qt + (args.kv_head.to(gl.int64) * GROUPS + rows % GROUPS) * args.stride_qh + column
+    keep = gl.expand_dims(rows < work.q_len * GROUPS, 1)
+    if used < width:
+        keep = keep & gl.expand_dims(columns < used, 0)
+    x = gl.load(args.q + (gl.expand_dims(starts, 1) + gl.expand_dims(columns, 0)), mask=keep, other=0.0)
+    buffer.store(x)
+    fence_async_shared()
+    sync_threads()
+
+
+@gluon.jit
+def _issue_latent_scores(block_count, smem, var: gl.constexpr):
+    """Start S = Q K^T of a block, [64, block_n]."""
+    S_LAYOUT: gl.constexpr = var.score_layout
+    BLOCK_N: gl.constexpr = var.tiles.block_n
+    stage = block_count % var.tiles.stages
+    s = gl.zeros([64, BLOCK_N], gl.float32, layout=S_LAYOUT)
+    s = warpgroup_mma(smem.qr, smem.cr.index(stage).permute((1, 0)), s, use_acc=False, is_async=True)
+    for i in gl.static_range(PARTS):
+        s = warpgroup_mma(smem.q.index(i), smem.c.index(stage * PARTS + i).permute((1, 0)), s, is_async=True)
+    return s
+
+
+@gluon.jit
+def _wait_latent_keys(block_count, bars, var: gl.constexpr):
+    mbarrier.wait(bars.k_full.index(block_count % var.tiles.stages), (block_count // var.tiles.stages) & 1)
+
+
+@gluon.jit
+def _wait_slot(item, bars):
+    """Wait until the warpgroups of values have read what this slot held before."""
+    mbarrier.wait(bars.p_empty.index(item % SLOTS), ((item // SLOTS) & 1) ^ 1)
+
+
+@gluon.jit
+def _hand_over(item, bars):
+    """Let the warpgroups of values read a slot once all threads have written to it."""
+    fence_async_shared()
+    sync_threads()
+    mbarrier.arrive(bars.p_full.index(item % SLOTS), count=1)
+
+
+@gluon.jit
+def _publish(s, state, block, item, work, scale, smem, bars, args, var: gl.constexpr):
+    """Update the online softmax by a block of scores, and hand P and the output's factors over -> the new state.
+
+    The maximum of a row is raised only when scores exceed it by more than GROWTH, as in `consumer`.
+    """
+    BLOCK_N: gl.constexpr = var.tiles.block_n
+    S_LAYOUT: gl.constexpr = var.score_layout
+    if block >= work.inner_end:
+        columns = gl.expand_dims(block * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, S_LAYOUT)), 0)
+        last = gl.zeros([64], gl.int32, layout=gl.SliceLayout(1, S_LAYOUT)) + work.kv_len
+        if var.has_right:
+            rows = args.row_first + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
+            last = gl.minimum(last, rows // var.split.groups + (work.kv_len - work.q_len + args.window_right + 1))
+        s = gl.where(columns < gl.expand_dims(last, 1), s, float("-inf"))
+    m = gl.max(s, 1) * scale
+    m = gl.where(m - state.m > GROWTH, m, state.m)  # the comparison is false where both are -inf
+    safe = gl.where(m == float("-inf"), 0.0, m)  # a row that has seen no key yet; -inf - -inf would be NaN
+    p = gl.exp2(s * scale - gl.expand_dims(safe, 1))
+    alpha = gl.exp2(state.m - safe)
+    parts = gl.sum(gl.sum(p.reshape([64, BLOCK_N // 8, 4, 2]), 3), 1)
+    factor = gl.convert_layout(alpha, gl.SliceLayout(1, SUM_LAYOUT), assert_trivial=True)
+    l = state.l * gl.expand_dims(factor, 1) + gl.convert_layout(parts, SUM_LAYOUT, assert_trivial=True)  # noqa: E741
+    _wait_slot(item, bars)
+    slot = item % SLOTS
+    smem.p.index(slot).store(p.to(smem.p.dtype))
+    smem.factors.index(slot).store(alpha)
+    _hand_over(item, bars)
+    return Softmax(m, l, alpha)
+
+
+@gluon.jit
+def _finish_rows(state, item, work, smem, bars, args, var: gl.constexpr):
+    """Hand the factors 1 / sum over, and store the log-sum-exp of the rows or of their split."""
+    ROWS: gl.constexpr = gl.SliceLayout(1, var.score_layout)
+    GROUPS: gl.constexpr = var.split.groups
+    SPLIT: gl.constexpr = var.split
+    empty = state.m == float("-inf")
+    total = gl.convert_layout(gl.sum(state.l, 1), ROWS, assert_trivial=True)
+    inverse = gl.where(empty, 0.0, 1.0 / total)
+    if args.v_descale is not None:
+        inverse = inverse * gl.load(args.v_descale + args.kv_head)
+    _wait_slot(item, bars)
+    smem.factors.index(item % SLOTS).store(inverse)
+    _hand_over(item, bars)
+    lse = gl.where(empty, float("-inf"), (state.m + gl.log2(total)) * LN2)
+    offs_m = gl.arange(0, 64, layout=ROWS)
+    rows = args.row_first + offs_m
+    live = rows < work.q_len * GROUPS
+    whole = work.whole
+    if args.splits is not None and not whole:
+        logs = lse_of_splits(args.splits, args.batch, args.num_splits, args.units, args.unit_rows, SPLIT)
+        gl.store(logs + (work.place.to(gl.int64) * args.units + args.unit) * args.unit_rows + offs_m, lse, mask=live)
+    if args.lse is not None and whole:
+        head = args.kv_head.to(gl.int64) * GROUPS + rows % GROUPS
+        gl.store(args.lse + head * args.lse_stride + work.row0 + rows // GROUPS, lse, mask=live)
+
+
+@gluon.jit
+def latent_scores(smem, bars, args, var: gl.constexpr):
+    """The warpgroup of scores: S of the next block is issued before the softmax of the present one, and runs under it."""
+    ROWS: gl.constexpr = gl.SliceLayout(1, var.score_layout)
+    scale = args.scale
+    if args.k_descale is not None:
+        scale = scale * gl.load(args.k_descale + args.kv_head)
+    seq_start = args.seq_start
+    count = args.share * 0
+    block_count = args.share * 0
+    for index in range(args.first, args.behind):
+        work, seq_start = latent_work(index, seq_start, args, var)
+        if work.live:
+            item = block_count + count
+            _copy_queries(work, var.split.dim_v, ROPE, var.rest, smem.qr, args, ROPE_LAYOUT, var)
+            m = gl.full([64], float("-inf"), gl.float32, layout=ROWS)
+            l = gl.zeros([64, 4], gl.float32, layout=SUM_LAYOUT)  # noqa: E741
+            state = Softmax(m, l, gl.full([64], 1.0, gl.float32, layout=ROWS))
+            mbarrier.wait(bars.q_full.index(0), count & 1)
+            _wait_latent_keys(block_count, bars, var)
+            s = warpgroup_mma_wait(0, deps=[_issue_latent_scores(block_count, smem, var)])
+            for j in range(work.blocks - 1):
+                _wait_latent_keys(block_count + j + 1, bars, var)
+                token = _issue_latent_scores(block_count + j + 1, smem, var)
+                state = _publish(s, state, work.begin + j, item + j, work, scale, smem, bars, args, var)
+                s = warpgroup_mma_wait(0, deps=[token])
+            last = work.blocks - 1
+            state = _publish(s, state, work.begin + last, item + last, work, scale, smem, bars, args, var)
+            _finish_rows(state, item + work.blocks, work, smem, bars, args, var)
+        block_count += work.blocks
+        count += gl.where(work.live, 1, 0)
+
+
+@gluon.jit
+def _receive_factors(item, smem, bars, layout: gl.constexpr):
+    """Wait for an item -> the factors of the rows, [64]."""
+    mbarrier.wait(bars.p_full.index(item % SLOTS), (item // SLOTS) & 1)
+    return smem.factors.index(item % SLOTS).load(layout)
+
+
+@gluon.jit
+def _store_part(acc, work, part: gl.constexpr, args, var: gl.constexpr):
+    """Store a part of the columns of a tile's output, or of a split's result in float32."""
+    O_LAYOUT: gl.constexpr = var.output_layout
+    GROUPS: gl.constexpr = var.split.groups
+    offs_m = gl.arange(0, 64, layout=gl.SliceLayout(1, O_LAYOUT))
+    columns = gl.expand_dims(part * var.width + gl.arange(0, var.width, layout=gl.SliceLayout(0, O_LAYOUT)), 0)
+    rows = args.row_first + offs_m
+    live = gl.expand_dims(rows < work.q_len * GROUPS, 1)
+    whole = work.whole
+    if args.splits is not None and not whole:
+        at = (work.place.to(gl.int64) * args.units + args.unit) * args.unit_rows + offs_m
+        gl.store(args.splits + (gl.expand_dims(at * var.split.dim_v, 1) + columns), acc, mask=live)
+    if whole:
+        token = work.row0.to(gl.int64) + rows // GROUPS
+        head = args.kv_head.to(gl.int64) * GROUPS + rows % GROUPS
+        starts = gl.expand_dims(token * args.stride_ot + head * args.stride_oh, 1)
+        gl.store(args.out + (starts + columns), acc.to(args.out.dtype.element_ty), mask=live)
+
+
+@gluon.jit
+def latent_values(smem, bars, args, group: gl.constexpr, var: gl.constexpr):
+    """A warpgroup of values: O += P C for two parts of the columns."""
+    WIDTH: gl.constexpr = var.width
+    PART: gl.constexpr = 2 * group
+    O_LAYOUT: gl.constexpr = var.output_layout
+    QUERIES: gl.constexpr = var.query_layout
+    ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
+    seq_start = args.seq_start
+    count = args.share * 0
+    block_count = args.share * 0
+    for index in range(args.first, args.behind):
+        work, seq_start = latent_work(index, seq_start, args, var)
+        if work.live:
+            item = block_count + count
+            # all scores of the sequence before are done, because its last item has been received
+            for i in gl.static_range(2):
+                _copy_queries(work, (PART + i) * WIDTH, WIDTH, WIDTH, smem.q.index(PART + i), args, QUERIES, var)
+            mbarrier.arrive(bars.q_full.index(0), count=1)
+            left = gl.zeros([64, WIDTH], gl.float32, layout=O_LAYOUT)
+            right = gl.zeros([64, WIDTH], gl.float32, layout=O_LAYOUT)
+            for j in range(work.blocks):
+                stage = (block_count + j) % var.tiles.stages
+                factors = _receive_factors(item + j, smem, bars, ROWS)
+                left = rescale_part(left, factors, O_LAYOUT, WIDTH)
+                right = rescale_part(right, factors, O_LAYOUT, WIDTH)
+                _wait_latent_keys(block_count + j, bars, var)
+                p = smem.p.index((item + j) % SLOTS)
+                left_token = warpgroup_mma(p, smem.c.index(stage * PARTS + PART), left, is_async=True)
+                right_token = warpgroup_mma(p, smem.c.index(stage * PARTS + PART + 1), right, is_async=True)
+                left, right = warpgroup_mma_wait(0, deps=[left_token, right_token])
+                mbarrier.arrive(bars.p_empty.index((item + j) % SLOTS), count=1)
+                mbarrier.arrive(bars.k_empty.index(stage), count=1)
+            factors = gl.expand_dims(_receive_factors(item + work.blocks, smem, bars, ROWS), 1)
+            left = left * factors
+            right = right * factors
+            mbarrier.arrive(bars.p_empty.index((item + work.blocks) % SLOTS), count=1)
+            _store_part(left, work, PART, args, var)
+            _store_part(right, work, PART + 1, args, var)
+        block_count += work.blocks
+        count += gl.where(work.live, 1, 0)
