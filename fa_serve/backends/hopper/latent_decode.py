@@ -94,7 +94,8 @@ def attn_latent_hopper(
 ):
     """One program: one tile of 64 packed rows, and one split or one share of the batch's key blocks, as in `attn_latent`."""
     wait_for_previous_kernel(var.split.pdl)
-    REGISTERS: gl.constexpr = var.registers
+    VALUES: gl.constexpr = var.registers[0]
+    KEYS: gl.constexpr = var.registers[1]
     SPLIT: gl.constexpr = var.split
     share = gl.program_id(0) // units
     unit = gl.program_id(0) % units
@@ -146,10 +147,13 @@ def attn_latent_hopper(
             (latent_scores, (smem, bars, args, var)),
             (latent_values, (smem, bars, args, 0, var)),
             (latent_values, (smem, bars, args, 1, var)),
-            (latent_keys, (k_desc, smem, bars, args, var)),
+            (latent_keys, (k_desc, smem, bars, args, 0, var)),
+            (latent_keys, (k_desc, smem, bars, args, 1, var)),
+            (latent_keys, (k_desc, smem, bars, args, 2, var)),
+            (latent_keys, (k_desc, smem, bars, args, 3, var)),
         ],
-        [4, 4, 1],
-        [REGISTERS[0], REGISTERS[1], REGISTERS[2]],
+        [4, 4, 1, 1, 1, 1],
+        [VALUES, VALUES, KEYS, KEYS, KEYS, KEYS],
     )
 
 

@@ -57,9 +57,9 @@ class LatentHopperVariant:
 
     @property
     def registers(self) -> tuple[int, int, int]:
-        """Registers of a thread of each warpgroup of values, of these again and of the producer. Of 512 the scores have the rest,
-        152: what a thread has at launch is 128, in four warpgroups."""
-        return (160, 160, 40)
+        """Registers of a thread of the warpgroups of values and of the producer warps. Four warpgroups have 128 each at launch, of
+        which the rest is left for the scores: 136."""
+        return (160, 56)
 
     @property
     def score_layout(self) -> gl.NVMMADistributedLayout:
@@ -150,9 +150,8 @@ class LatentMemory(NamedTuple):
 
 
 class LatentBarriers(NamedTuple):
-    """mbarriers: `full` is waited for by those who read, `empty` by those who write. q is emptied by the order of the rest."""
+    """mbarriers of the blocks of keys and the slots of P: readers wait for `full`, writers for `empty`."""
 
-    q_full: gl.tensor
     k_full: gl.tensor
     k_empty: gl.tensor
     p_full: gl.tensor
@@ -228,17 +227,15 @@ def allocate_latent_memory(k_desc, var: gl.constexpr):
 def allocate_latent_barriers(var: gl.constexpr):
     STAGES: gl.constexpr = var.tiles.stages
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    q_full = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     p_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
     p_empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
-    mbarrier.init(q_full.index(0), count=2)
     for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(k_full.index(i), count=PARTS)
         mbarrier.init(k_empty.index(i), count=2)
     for i in gl.static_range(SLOTS):
         mbarrier.init(p_full.index(i), count=1)
         mbarrier.init(p_empty.index(i), count=2)
     fence_async_shared()
-    return LatentBarriers(q_full, k_full, k_empty, p_full, p_empty)
+    return LatentBarriers(k_full, k_empty, p_full, p_empty)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -18,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from fa_serve.backends.hopper.consumer import GROWTH, SUM_LAYOUT, Softmax, rescale_part
 from fa_serve.backends.hopper.forward_output import LN2
-from fa_serve.backends.hopper.gluon_names import sync_threads
+from fa_serve.backends.hopper.gluon_names import copy_to_shared, sync_threads
 from fa_serve.backends.hopper.latent_types import PARTS, ROPE, SLOTS, latent_work
 from fa_serve.backends.hopper.producer import PagedOperand, load_pages, pages_of
 from fa_serve.backends.triton.splits import lse_of_splits
@@ -28,9 +29,9 @@ ROPE_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 
 @gluon.jit
-def latent_keys(k_desc, smem, bars, args, var: gl.constexpr):
-    """The producer: start the copies of every block of keys. The pages of the next block are read ahead."""
-    BYTES: gl.constexpr = 2 * var.tiles.block_n * (var.split.dim_v + ROPE)
+def latent_keys(k_desc, smem, bars, args, part: gl.constexpr, var: gl.constexpr):
+    """A producer warp: start the copies of a part of every block of keys. The pages of the next block are read ahead."""
+    BYTES: gl.constexpr = 2 * var.tiles.block_n * (var.width + (ROPE if part == 0 else 0))
     WIDTH: gl.constexpr = var.width
     c = PagedOperand(k_desc, smem.c_boxes, args.k_pitch)
     cr = PagedOperand(k_desc, smem.cr_boxes, args.k_pitch)
@@ -47,9 +48,9 @@ def latent_keys(k_desc, smem, bars, args, var: gl.constexpr):
                 mbarrier.wait(bars.k_empty.index(stage), (((block_count + j) // var.tiles.stages) & 1) ^ 1)
                 full = bars.k_full.index(stage)
                 mbarrier.expect(full, BYTES)
-                for i in gl.static_range(PARTS):
-                    load_pages(c, pages, work, args.kv_head, block, stage * PARTS + i, i * WIDTH, full, WIDTH, var)
-                load_pages(cr, pages, work, args.kv_head, block, stage, var.split.dim_v, full, ROPE, var)
+                load_pages(c, pages, work, args.kv_head, block, stage * PARTS + part, part * WIDTH, full, WIDTH, var)
+                if part == 0:
+                    load_pages(cr, pages, work, args.kv_head, block, stage, var.split.dim_v, full, ROPE, var)
                 pages = next_pages
         block_count += work.blocks
 
@@ -58,7 +59,7 @@ def latent_keys(k_desc, smem, bars, args, var: gl.constexpr):
 def _copy_queries(
     work, column: gl.constexpr, width: gl.constexpr, used: gl.constexpr, buffer, args, layout: gl.constexpr, var: gl.constexpr
 ):
-    """Write columns [column, column + width) of a tile's queries to shared memory, of which `used` exist."""
+    """Start copying columns [column, column + width) of a tile's queries, of which `used` exist. Other rows and columns are 0."""
     GROUPS: gl.constexpr = var.split.groups
     rows = args.row_first + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
     columns = gl.arange(0, width, layout=gl.SliceLayout(0, layout))
@@ -67,8 +68,19 @@ def _copy_queries(
     keep = gl.expand_dims(rows < work.q_len * GROUPS, 1)
     if used < width:
         keep = keep & gl.expand_dims(columns < used, 0)
-    x = gl.load(args.q + (gl.expand_dims(starts, 1) + gl.expand_dims(columns, 0)), mask=keep, other=0.0)
-    buffer.store(x)
+    copy_to_shared(buffer, args.q + (gl.expand_dims(starts, 1) + gl.expand_dims(columns, 0)), mask=keep)
+
+
+@gluon.jit
+def _receive_queries(work, smem, args, var: gl.constexpr):
+    """Copy a tile's queries. All scores of the sequence before are done."""
+    WIDTH: gl.constexpr = var.width
+    QUERIES: gl.constexpr = var.query_layout
+    for i in gl.static_range(PARTS):
+        _copy_queries(work, i * WIDTH, WIDTH, WIDTH, smem.q.index(i), args, QUERIES, var)
+    _copy_queries(work, var.split.dim_v, ROPE, var.rest, smem.qr, args, ROPE_LAYOUT, var)
+    async_copy.commit_group()
+    async_copy.wait_group(0)
     fence_async_shared()
     sync_threads()
 
@@ -99,9 +111,8 @@ def _wait_slot(item, bars):
 
 @gluon.jit
 def _hand_over(item, bars):
-    """Let the warpgroups of values read a slot once all threads have written to it."""
+    """Let the warpgroups of values read a slot. The arrival waits until all threads have written to it."""
     fence_async_shared()
-    sync_threads()
     mbarrier.arrive(bars.p_full.index(item % SLOTS), count=1)
 
 
@@ -177,11 +188,10 @@ def latent_scores(smem, bars, args, var: gl.constexpr):
         work, seq_start = latent_work(index, seq_start, args, var)
         if work.live:
             item = block_count + count
-            _copy_queries(work, var.split.dim_v, ROPE, var.rest, smem.qr, args, ROPE_LAYOUT, var)
+            _receive_queries(work, smem, args, var)
             m = gl.full([64], float("-inf"), gl.float32, layout=ROWS)
             l = gl.zeros([64, 4], gl.float32, layout=SUM_LAYOUT)  # noqa: E741
             state = Softmax(m, l, gl.full([64], 1.0, gl.float32, layout=ROWS))
-            mbarrier.wait(bars.q_full.index(0), count & 1)
             _wait_latent_keys(block_count, bars, var)
             s = warpgroup_mma_wait(0, deps=[_issue_latent_scores(block_count, smem, var)])
             for j in range(work.blocks - 1):
@@ -229,7 +239,6 @@ def latent_values(smem, bars, args, group: gl.constexpr, var: gl.constexpr):
     WIDTH: gl.constexpr = var.width
     PART: gl.constexpr = 2 * group
     O_LAYOUT: gl.constexpr = var.output_layout
-    QUERIES: gl.constexpr = var.query_layout
     ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     seq_start = args.seq_start
     count = args.share * 0
@@ -238,10 +247,6 @@ def latent_values(smem, bars, args, group: gl.constexpr, var: gl.constexpr):
         work, seq_start = latent_work(index, seq_start, args, var)
         if work.live:
             item = block_count + count
-            # all scores of the sequence before are done, because its last item has been received
-            for i in gl.static_range(2):
-                _copy_queries(work, (PART + i) * WIDTH, WIDTH, WIDTH, smem.q.index(PART + i), args, QUERIES, var)
-            mbarrier.arrive(bars.q_full.index(0), count=1)
             left = gl.zeros([64, WIDTH], gl.float32, layout=O_LAYOUT)
             right = gl.zeros([64, WIDTH], gl.float32, layout=O_LAYOUT)
             for j in range(work.blocks):
