@@ -137,6 +137,8 @@ class LatentMemory(NamedTuple):
     c_boxes, cr_boxes: the same memory as boxes of a page's rows by 64 columns
     p:       (2, 64, block_n), probabilities
     factors: (2, 64), float32: what the output must be multiplied by before P C of a block is added, and at last 1 / sum
+    records: (2, 4), int32: blocks of the sequence, 0 after the last one; its first token in q; its queries; the place of the
+             split's result, or -1 if it is the result of all keys
     """
 
     q: gl.tensor
@@ -147,6 +149,7 @@ class LatentMemory(NamedTuple):
     cr_boxes: gl.tensor
     p: gl.tensor
     factors: gl.tensor
+    records: gl.tensor
 
 
 class LatentBarriers(NamedTuple):
@@ -220,7 +223,8 @@ def allocate_latent_memory(k_desc, var: gl.constexpr):
     cr, cr_boxes = ring_of(ROPE, k_desc, var)
     p = gl.allocate_shared_memory(dtype, [SLOTS, 64, BLOCK_N], var.probability_memory)
     factors = gl.allocate_shared_memory(gl.float32, [SLOTS, 64], PLAIN)
-    return LatentMemory(q, qr, c, cr, c_boxes, cr_boxes, p, factors)
+    records = gl.allocate_shared_memory(gl.int32, [SLOTS, 4], PLAIN)
+    return LatentMemory(q, qr, c, cr, c_boxes, cr_boxes, p, factors, records)
 
 
 @gluon.jit

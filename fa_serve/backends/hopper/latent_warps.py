@@ -2,7 +2,7 @@
 
 `latent_decode` describes the algorithm. In this file `block_count`, `item` and `count` count the blocks of keys, the items of P
 and the sequences that the program has begun: they select a stage and the phase of its barriers. A sequence has an item for each
-block and a last one, which carries the factor 1 / sum and no probabilities.
+block and a last one, which carries the factor 1 / sum and no probabilities. After the last sequence comes an item without blocks.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from fa_serve.backends.hopper.consumer import GROWTH, SUM_LAYOUT, Softmax, resca
 from fa_serve.backends.hopper.forward_output import LN2
 from fa_serve.backends.hopper.gluon_names import copy_to_shared, sync_threads
 from fa_serve.backends.hopper.latent_types import PARTS, ROPE, SLOTS, latent_work
-from fa_serve.backends.hopper.producer import PagedOperand, load_pages, pages_of
+from fa_serve.backends.hopper.producer import PagedOperand, field_of, load_pages, pages_of
 from fa_serve.backends.triton.splits import lse_of_splits
 
+RECORD_LAYOUT = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
+"""A record [4] in a warpgroup: each thread has all of it."""
 ROPE_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 """Layout of the last part of the queries [64, 64] on its way to shared memory."""
 
@@ -117,7 +119,16 @@ def _hand_over(item, bars):
 
 
 @gluon.jit
-def _publish(s, state, block, item, work, scale, smem, bars, args, var: gl.constexpr):
+def _record_of(work):
+    """What the warpgroups of values must know of a sequence, see `latent_types.LatentMemory`."""
+    i = gl.arange(0, 4, layout=RECORD_LAYOUT)
+    record = gl.where(i == 0, work.blocks, gl.where(work.whole, -1, work.place))
+    record = gl.where(i == 1, work.row0, record)
+    return gl.where(i == 2, work.q_len, record)
+
+
+@gluon.jit
+def _publish(s, state, block, item, work, record, scale, smem, bars, args, var: gl.constexpr):
     """Update the online softmax by a block of scores, and hand P and the output's factors over -> the new state.
 
     The maximum of a row is raised only when scores exceed it by more than GROWTH, as in `consumer`.
@@ -143,12 +154,13 @@ def _publish(s, state, block, item, work, scale, smem, bars, args, var: gl.const
     slot = item % SLOTS
     smem.p.index(slot).store(p.to(smem.p.dtype))
     smem.factors.index(slot).store(alpha)
+    smem.records.index(slot).store(record)
     _hand_over(item, bars)
     return Softmax(m, l, alpha)
 
 
 @gluon.jit
-def _finish_rows(state, item, work, smem, bars, args, var: gl.constexpr):
+def _finish_rows(state, item, work, record, smem, bars, args, var: gl.constexpr):
     """Hand the factors 1 / sum over, and store the log-sum-exp of the rows or of their split."""
     ROWS: gl.constexpr = gl.SliceLayout(1, var.score_layout)
     GROUPS: gl.constexpr = var.split.groups
@@ -160,6 +172,7 @@ def _finish_rows(state, item, work, smem, bars, args, var: gl.constexpr):
         inverse = inverse * gl.load(args.v_descale + args.kv_head)
     _wait_slot(item, bars)
     smem.factors.index(item % SLOTS).store(inverse)
+    smem.records.index(item % SLOTS).store(record)
     _hand_over(item, bars)
     lse = gl.where(empty, float("-inf"), (state.m + gl.log2(total)) * LN2)
     offs_m = gl.arange(0, 64, layout=ROWS)
@@ -188,6 +201,7 @@ def latent_scores(smem, bars, args, var: gl.constexpr):
         work, seq_start = latent_work(index, seq_start, args, var)
         if work.live:
             item = block_count + count
+            record = _record_of(work)
             _receive_queries(work, smem, args, var)
             m = gl.full([64], float("-inf"), gl.float32, layout=ROWS)
             l = gl.zeros([64, 4], gl.float32, layout=SUM_LAYOUT)  # noqa: E741
@@ -197,37 +211,43 @@ def latent_scores(smem, bars, args, var: gl.constexpr):
             for j in range(work.blocks - 1):
                 _wait_latent_keys(block_count + j + 1, bars, var)
                 token = _issue_latent_scores(block_count + j + 1, smem, var)
-                state = _publish(s, state, work.begin + j, item + j, work, scale, smem, bars, args, var)
+                state = _publish(s, state, work.begin + j, item + j, work, record, scale, smem, bars, args, var)
                 s = warpgroup_mma_wait(0, deps=[token])
             last = work.blocks - 1
-            state = _publish(s, state, work.begin + last, item + last, work, scale, smem, bars, args, var)
-            _finish_rows(state, item + work.blocks, work, smem, bars, args, var)
+            state = _publish(s, state, work.begin + last, item + last, work, record, scale, smem, bars, args, var)
+            _finish_rows(state, item + work.blocks, work, record, smem, bars, args, var)
         block_count += work.blocks
         count += gl.where(work.live, 1, 0)
+    last_item = block_count + count
+    _wait_slot(last_item, bars)
+    smem.records.index(last_item % SLOTS).store(gl.zeros([4], gl.int32, layout=RECORD_LAYOUT))
+    _hand_over(last_item, bars)
 
 
 @gluon.jit
-def _receive_factors(item, smem, bars, layout: gl.constexpr):
-    """Wait for an item -> the factors of the rows, [64]."""
+def _receive_record(item, smem, bars):
+    """Wait for an item -> what it says about its sequence, see `latent_types.LatentMemory`."""
     mbarrier.wait(bars.p_full.index(item % SLOTS), (item // SLOTS) & 1)
-    return smem.factors.index(item % SLOTS).load(layout)
+    return smem.records.index(item % SLOTS).load(RECORD_LAYOUT)
 
 
 @gluon.jit
-def _store_part(acc, work, part: gl.constexpr, args, var: gl.constexpr):
+def _store_part(acc, record, part: gl.constexpr, args, var: gl.constexpr):
     """Store a part of the columns of a tile's output, or of a split's result in float32."""
     O_LAYOUT: gl.constexpr = var.output_layout
     GROUPS: gl.constexpr = var.split.groups
+    row0 = field_of(record, 1, RECORD_LAYOUT, 4)
+    q_len = field_of(record, 2, RECORD_LAYOUT, 4)
+    place = field_of(record, 3, RECORD_LAYOUT, 4)
     offs_m = gl.arange(0, 64, layout=gl.SliceLayout(1, O_LAYOUT))
     columns = gl.expand_dims(part * var.width + gl.arange(0, var.width, layout=gl.SliceLayout(0, O_LAYOUT)), 0)
     rows = args.row_first + offs_m
-    live = gl.expand_dims(rows < work.q_len * GROUPS, 1)
-    whole = work.whole
-    if args.splits is not None and not whole:
-        at = (work.place.to(gl.int64) * args.units + args.unit) * args.unit_rows + offs_m
+    live = gl.expand_dims(rows < q_len * GROUPS, 1)
+    if args.splits is not None and place >= 0:
+        at = (place.to(gl.int64) * args.units + args.unit) * args.unit_rows + offs_m
         gl.store(args.splits + (gl.expand_dims(at * var.split.dim_v, 1) + columns), acc, mask=live)
-    if whole:
-        token = work.row0.to(gl.int64) + rows // GROUPS
+    if place < 0:
+        token = row0.to(gl.int64) + rows // GROUPS
         head = args.kv_head.to(gl.int64) * GROUPS + rows % GROUPS
         starts = gl.expand_dims(token * args.stride_ot + head * args.stride_oh, 1)
         gl.store(args.out + (starts + columns), acc.to(args.out.dtype.element_ty), mask=live)
@@ -235,37 +255,39 @@ def _store_part(acc, work, part: gl.constexpr, args, var: gl.constexpr):
 
 @gluon.jit
 def latent_values(smem, bars, args, group: gl.constexpr, var: gl.constexpr):
-    """A warpgroup of values: O += P C for two parts of the columns."""
+    """A warpgroup of values: O += P C for two parts of the columns, of one sequence after the other.
+
+    It knows of sequences what their items say, because O leaves few registers for more.
+    """
     WIDTH: gl.constexpr = var.width
     PART: gl.constexpr = 2 * group
     O_LAYOUT: gl.constexpr = var.output_layout
     ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
-    seq_start = args.seq_start
-    count = args.share * 0
     block_count = args.share * 0
-    for index in range(args.first, args.behind):
-        work, seq_start = latent_work(index, seq_start, args, var)
-        if work.live:
-            item = block_count + count
-            left = gl.zeros([64, WIDTH], gl.float32, layout=O_LAYOUT)
-            right = gl.zeros([64, WIDTH], gl.float32, layout=O_LAYOUT)
-            for j in range(work.blocks):
-                stage = (block_count + j) % var.tiles.stages
-                factors = _receive_factors(item + j, smem, bars, ROWS)
-                left = rescale_part(left, factors, O_LAYOUT, WIDTH)
-                right = rescale_part(right, factors, O_LAYOUT, WIDTH)
-                _wait_latent_keys(block_count + j, bars, var)
-                p = smem.p.index((item + j) % SLOTS)
-                left_token = warpgroup_mma(p, smem.c.index(stage * PARTS + PART), left, is_async=True)
-                right_token = warpgroup_mma(p, smem.c.index(stage * PARTS + PART + 1), right, is_async=True)
-                left, right = warpgroup_mma_wait(0, deps=[left_token, right_token])
-                mbarrier.arrive(bars.p_empty.index((item + j) % SLOTS), count=1)
-                mbarrier.arrive(bars.k_empty.index(stage), count=1)
-            factors = gl.expand_dims(_receive_factors(item + work.blocks, smem, bars, ROWS), 1)
-            left = left * factors
-            right = right * factors
-            mbarrier.arrive(bars.p_empty.index((item + work.blocks) % SLOTS), count=1)
-            _store_part(left, work, PART, args, var)
-            _store_part(right, work, PART + 1, args, var)
-        block_count += work.blocks
-        count += gl.where(work.live, 1, 0)
+    item = args.share * 0
+    blocks = field_of(_receive_record(item, smem, bars), 0, RECORD_LAYOUT, 4)
+    while blocks > 0:
+        left = gl.zeros([64, WIDTH], gl.float32, layout=O_LAYOUT)
+        right = gl.zeros([64, WIDTH], gl.float32, layout=O_LAYOUT)
+        for _ in range(blocks):
+            stage = block_count % var.tiles.stages
+            slot = item % SLOTS
+            mbarrier.wait(bars.p_full.index(slot), (item // SLOTS) & 1)
+            factors = smem.factors.index(slot).load(ROWS)
+            left = rescale_part(left, factors, O_LAYOUT, WIDTH)
+            right = rescale_part(right, factors, O_LAYOUT, WIDTH)
+            _wait_latent_keys(block_count, bars, var)
+            left_token = warpgroup_mma(smem.p.index(slot), smem.c.index(stage * PARTS + PART), left, is_async=True)
+            right_token = warpgroup_mma(smem.p.index(slot), smem.c.index(stage * PARTS + PART + 1), right, is_async=True)
+            left, right = warpgroup_mma_wait(0, deps=[left_token, right_token])
+            mbarrier.arrive(bars.p_empty.index(slot), count=1)
+            mbarrier.arrive(bars.k_empty.index(stage), count=1)
+            block_count += 1
+            item += 1
+        record = _receive_record(item, smem, bars)
+        factors = gl.expand_dims(smem.factors.index(item % SLOTS).load(ROWS), 1)
+        mbarrier.arrive(bars.p_empty.index(item % SLOTS), count=1)
+        _store_part(left * factors, record, PART, args, var)
+        _store_part(right * factors, record, PART + 1, args, var)
+        item += 1
+        blocks = field_of(_receive_record(item, smem, bars), 0, RECORD_LAYOUT, 4)

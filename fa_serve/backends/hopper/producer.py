@@ -32,21 +32,21 @@ class PagedOperand(NamedTuple):
 
 
 @gluon.jit
-def _field(record, i: gl.constexpr, layout: gl.constexpr, size: gl.constexpr = 8):
+def field_of(record, i: gl.constexpr, layout: gl.constexpr, size: gl.constexpr = 8):
     return gl.sum(gl.where(gl.arange(0, size, layout=layout) == i, record, 0), 0)
 
 
 @gluon.jit
 def unpack_tile(record, layout: gl.constexpr):
     return Tile(
-        _field(record, 0, layout),
-        _field(record, 1, layout),
-        _field(record, 2, layout),
-        _field(record, 3, layout),
-        _field(record, 4, layout),
-        _field(record, 5, layout),
-        _field(record, 6, layout),
-        _field(record, 7, layout),
+        field_of(record, 0, layout),
+        field_of(record, 1, layout),
+        field_of(record, 2, layout),
+        field_of(record, 3, layout),
+        field_of(record, 4, layout),
+        field_of(record, 5, layout),
+        field_of(record, 6, layout),
+        field_of(record, 7, layout),
     )
 
 
@@ -188,7 +188,7 @@ def load_pages(
     desc = operand.desc
     for i in gl.static_range(BOXES):
         key = block * var.tiles.block_n + var.page_rows * i
-        page = _field(pages, i, PAGES_LAYOUT, BOXES)
+        page = field_of(pages, i, PAGES_LAYOUT, BOXES)
         row = key % var.page_size
         length = gl.where(page < 0, 0, gl.minimum(gl.maximum(tile.kv_len - key + row, 0), var.page_size))
         for chunk in gl.static_range(CHUNKS):
