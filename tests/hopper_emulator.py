@@ -46,6 +46,10 @@ from fa_serve.backends.hopper import (
     forward_partitions,
     hopper_tiles,
     kernel_types,
+    latent_decode,
+    latent_tiles,
+    latent_types,
+    latent_warps,
     listed_blocks,
     merge,
     packed_heads,
@@ -55,7 +59,7 @@ from fa_serve.backends.hopper import (
     tile_schedule,
 )
 from fa_serve.backends.launch import Launch, View
-from fa_serve.backends.triton import row_statistics
+from fa_serve.backends.triton import primitives, row_statistics, splits
 from fa_serve.backends.triton.float8_inputs import BLOCK_KEYS
 
 
@@ -224,6 +228,18 @@ def _wait_products(pending: int, deps: list[_Product]) -> Any:
     return done[0] if len(deps) == 1 else tuple(done)
 
 
+def _copy_to_shared(target: _Shared, source: _Pointer, mask: torch.Tensor) -> None:
+    """Copies of a warpgroup, which take place when it waits for all of them. Numbers that are masked out arrive as 0."""
+    target.data.fill_(float("nan"))
+    current.copies.append(lambda: target.store(source.load(mask, 0)))
+
+
+def _wait_copies(pending: int) -> None:
+    assert pending == 0, "groups are not told apart"
+    while current.copies:
+        current.copies.pop(0)()
+
+
 def _wait_stores(pending: int) -> None:
     current.block.machine.jitter()
     while len(current.stores) > pending:
@@ -259,6 +275,7 @@ def _run_threads(work: list[tuple[Block, Callable[..., None], tuple[Any, ...]]])
     def run(block: Block, function: Callable[..., None], args: tuple[Any, ...]) -> None:
         current.block = block
         current.products = []
+        current.copies = []
         current.stores = []
         try:
             function(*args)
@@ -322,9 +339,10 @@ def _language() -> types.SimpleNamespace:
         where=lambda c, a, b: torch.where(torch.as_tensor(c), torch.as_tensor(a), torch.as_tensor(b)),
         split=lambda x: x.unbind(-1),
         join=lambda a, b: torch.stack([a, b], -1),
-        cast=lambda x, dtype, bitcast=False: x.view(dtype) if bitcast else x.to(dtype),
+        cast=lambda x, dtype, bitcast=False: x.view(dtype) if bitcast else torch.as_tensor(x).to(dtype),
         reshape=lambda x, shape: x.reshape(shape),
         permute=lambda x, order: x.permute(order),
+        range=range,
         static_range=range,
         load=lambda pointer, mask=None, other=0: pointer.load(mask, other),
         store=lambda pointer, value, mask=None: pointer.store(value, mask),
@@ -342,6 +360,8 @@ def _language() -> types.SimpleNamespace:
 
 
 _MODULES = (
+    primitives,
+    splits,
     tile_schedule,
     listed_blocks,
     float8_probabilities,
@@ -360,6 +380,9 @@ _MODULES = (
     backward_producer,
     backward_consumer,
     backward,
+    latent_types,
+    latent_warps,
+    latent_decode,
 )
 """Their functions share one name space, so no two of them have the same name."""
 
@@ -403,9 +426,14 @@ def _define(faults: tuple[tuple[str, str], ...]) -> dict[str, Any]:
         "warpgroup_mma_wait": _wait_products,
         "BLOCK_KEYS": BLOCK_KEYS.value,
         "RAGGED": kernel_types.RAGGED.value,
+        "COUNTS": splits.COUNTS,
+        "P_STAGES": latent_tiles.P_STAGES,
+        "ROPE_COLUMNS": latent_tiles.ROPE_COLUMNS,
+        "copy_to_shared": _copy_to_shared,
+        "async_copy": types.SimpleNamespace(commit_group=lambda: None, wait_group=_wait_copies),
         **{
             name: value
-            for module in (kernel_types, backward_types)
+            for module in (kernel_types, backward_types, latent_types)
             for name, value in vars(module).items()
             if hasattr(value, "_fields")
         },
@@ -472,5 +500,6 @@ def emulated(
     with (
         mock.patch.object(Launch, "__call__", launch),
         mock.patch.object(forward, "multiprocessors", return_value=resident_blocks),
+        mock.patch.object(latent_decode, "multiprocessors", return_value=resident_blocks),
     ):
         yield

@@ -18,6 +18,7 @@ class _Thread(threading.local):
 
     block: Block
     products: list[Any]
+    copies: list[Callable[[], None]]
     stores: list[Callable[[], None]]
 
 

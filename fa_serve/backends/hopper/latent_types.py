@@ -59,7 +59,7 @@ class LatentHopperVariant:
     def registers(self) -> tuple[int, int, int]:
         """Registers of a thread of the warpgroups of values and of the producer warps. Four warpgroups have 128 each at launch, of
         which the rest is left for the scores: 136."""
-        return (160, 56)
+        return (168, 40)
 
     @property
     def score_layout(self) -> gl.NVMMADistributedLayout:

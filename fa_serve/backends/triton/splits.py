@@ -208,7 +208,7 @@ def split_of_sequence(share, seq_start, line, blocks, splits, min_blocks, ours, 
         # A share has two places for results: one for a sequence that began in an earlier share, one for a sequence that
         # begins in this share and goes on in the next one.
         place = 2 * share + (split == 0).to(tl.int32)
-        seq_start += blocks
+        seq_start = seq_start + blocks
     else:
         split = share % splits
         num_splits = tl.minimum(tl.maximum(blocks // min_blocks, 1), splits)
