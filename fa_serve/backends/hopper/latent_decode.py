@@ -27,8 +27,8 @@ suffice. Two blocks of 64 keys would leave as little as half a block, which is w
 
     run = plan_latent_decode(tensors, options)    # once for calls that look alike
 
-The kernel has been compiled and emulated, not measured, so `auto` does not choose it yet (`latent_tiles.takes_latent`): a call
-with backend="hopper" does. Left out: prompts, float8 caches and pages whose size is no multiple of 16 (`triton.latent`).
+The kernel has been compiled and emulated, not measured, so `auto` does not choose it yet (`latent_tiles.cannot_decode_latent`): a
+call with backend="hopper" does. Left out: prompts, float8 caches and pages whose size is no multiple of 16 (`triton.latent`).
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def attn_latent_hopper(
 
 
 def plan_latent_decode(tensors: AttentionTensors, options: AttentionOptions, tiles: DecodeTiles | None = None) -> Run:
-    """Plan paged calls that look like this one and that `latent_tiles.takes_latent` accepts, as `triton.latent.plan_latent` does.
+    """Plan paged calls that look like this one and that `latent_tiles` accepts, as `triton.latent.plan_latent` does.
 
     tiles: overrides the choice, for tuning and tests; block_m is 64, and num_stages counts blocks of keys
     """

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-import torch
-
 from fa_serve.backends.triton.triton_tiles import DecodeTiles
 from fa_serve.spec import AttentionSpec
 
@@ -28,27 +26,28 @@ class Ring:
     stages: int
 
 
-def takes_latent(spec: AttentionSpec) -> bool:
-    """Whether this kernel computes a call: one that names the backend, or, once the kernel is measured, one that `auto` asks
-    about with enough rows to fill its tile."""
-    if spec.op != "decode" or not spec.values_in_keys or not _can_compute(spec):
-        return False
-    return spec.named or (MEASURED and spec.num_heads // spec.num_kv_heads >= MIN_ROWS)
+def cannot_decode_latent(spec: AttentionSpec) -> str | None:
+    """Why this kernel does not compute the decoding of latent attention in a paged cache, or None.
 
-
-def _can_compute(spec: AttentionSpec) -> bool:
+    `auto` may choose it only when it has been measured; until then it serves calls that name the backend.
+    """
+    named = ("softcap", "sinks", "alibi", "attention_chunk", "block_mask")
+    found = [name for name in named if getattr(spec, name)]
+    if spec.window_size[0] >= 0:
+        found.append("a window")
+    if found:
+        return f"decodes latent attention without {', '.join(named)} and windows, got {', '.join(found)}"
     rest = spec.head_dim - spec.head_dim_v
-    plain = not (spec.softcap or spec.sinks or spec.alibi or spec.attention_chunk or spec.block_mask or spec.needs_grad)
-    return (
-        plain
-        and spec.window_size[0] < 0
-        and spec.dtype == spec.kv_dtype
-        and spec.dtype in (torch.float16, torch.bfloat16)
-        and spec.head_dim_v in (256, 512)
-        and 0 < rest <= ROPE_COLUMNS
-        and spec.page_size % 16 == 0
-        and spec.whole_rows
-    )
+    if spec.num_kv_heads != 1 or spec.head_dim_v not in (256, 512) or not 0 < rest <= ROPE_COLUMNS:
+        got = f"{spec.num_kv_heads} of {spec.head_dim_v} and {rest}"
+        return f"decodes latent attention with one KV head of 256 or 512 numbers and up to {ROPE_COLUMNS} more, got {got}"
+    if spec.named:
+        return None
+    if not MEASURED:
+        return "decodes latent attention only for calls with backend='hopper', because that has not been measured yet"
+    if spec.num_heads < MIN_ROWS:
+        return f"decodes latent attention with {MIN_ROWS} or more query heads, got {spec.num_heads}"
+    return None
 
 
 @lru_cache(maxsize=4096)

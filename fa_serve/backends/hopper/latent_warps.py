@@ -58,29 +58,35 @@ def latent_keys(k_desc, smem, bars, args, part: gl.constexpr, var: gl.constexpr)
 
 
 @gluon.jit
-def _copy_queries(
-    work, column: gl.constexpr, width: gl.constexpr, used: gl.constexpr, buffer, args, layout: gl.constexpr, var: gl.constexpr
-):
-    """Start copying columns [column, column + width) of a tile's queries, of which `used` exist. Other rows and columns are 0."""
+def _query_rows(work, args, layout: gl.constexpr, var: gl.constexpr):
+    """-> where the rows of a tile's queries begin, [64, 1], and which of them there are.
+
+    To LLVM the numbers of rows change from sequence to sequence. Else it would compute the rows' offsets once for all of them,
+    and keep them in registers that the scores need.
+    """
     GROUPS: gl.constexpr = var.split.groups
-    rows = args.row_first + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
-    columns = gl.arange(0, width, layout=gl.SliceLayout(0, layout))
+    offs_m = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+    offs_m = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [offs_m], dtype=gl.int32, is_pure=False, pack=1)
+    rows = args.row_first + offs_m
     token = work.row0.to(gl.int64) + rows // GROUPS
-    starts = token * args.stride_qt + (args.kv_head.to(gl.int64) * GROUPS + rows % GROUPS) * args.stride_qh + column
-    keep = gl.expand_dims(rows < work.q_len * GROUPS, 1)
-    if used < width:
-        keep = keep & gl.expand_dims(columns < used, 0)
-    copy_to_shared(buffer, args.q + (gl.expand_dims(starts, 1) + gl.expand_dims(columns, 0)), mask=keep)
+    starts = token * args.stride_qt + (args.kv_head.to(gl.int64) * GROUPS + rows % GROUPS) * args.stride_qh
+    return gl.expand_dims(starts, 1), gl.expand_dims(rows < work.q_len * GROUPS, 1)
 
 
 @gluon.jit
 def _receive_queries(work, smem, args, var: gl.constexpr):
-    """Copy a tile's queries. All scores of the sequence before are done."""
+    """Copy a tile's queries; all scores of the sequence before are done. Other rows, and columns behind the last one, are 0."""
     WIDTH: gl.constexpr = var.width
     QUERIES: gl.constexpr = var.query_layout
+    starts, live = _query_rows(work, args, QUERIES, var)
+    columns = gl.expand_dims(gl.arange(0, WIDTH, layout=gl.SliceLayout(0, QUERIES)), 0)
     for i in gl.static_range(PARTS):
-        _copy_queries(work, i * WIDTH, WIDTH, WIDTH, smem.q.index(i), args, QUERIES, var)
-    _copy_queries(work, var.split.dim_v, ROPE, var.rest, smem.qr, args, ROPE_LAYOUT, var)
+        copy_to_shared(smem.q.index(i), args.q + (starts + (i * WIDTH + columns)), mask=live)
+    starts, live = _query_rows(work, args, ROPE_LAYOUT, var)
+    columns = gl.expand_dims(gl.arange(0, ROPE, layout=gl.SliceLayout(0, ROPE_LAYOUT)), 0)
+    if var.rest < ROPE:
+        live = live & (columns < var.rest)
+    copy_to_shared(smem.qr, args.q + (starts + (var.split.dim_v + columns)), mask=live)
     async_copy.commit_group()
     async_copy.wait_group(0)
     fence_async_shared()
