@@ -27,10 +27,15 @@ CASES = [
 DEEPSEEK = replace(SMALL, dims=(576, 512), heads=(64, 1), q_lens=(1, 1), kv_lens=(100, 230))
 
 
-def run_latent(case: LatentCase, tiles: DecodeTiles | None = None, changes: dict[str, Any] | None = None, **how: Any) -> Tensor:
-    """Emulate a call and compare it with the equation -> its result. how: see `hopper_emulator.emulated`"""
+def run_latent(case: LatentCase, tiles: DecodeTiles | None = None, sharpness: float = 1.0, **how: Any) -> Tensor:
+    """Emulate a call and compare it with the equation -> its result.
+
+    sharpness: queries are multiplied by it; from 4 on, maxima grow by so much that the output is rescaled
+    how:       see `hopper_emulator.emulated`
+    """
     q, cache, keys, options = make_latent(case)
-    options |= {"window_size": (-1, 0 if case.causal else -1), "softcap": 0.0} | (changes or {})
+    q *= sharpness
+    options |= {"window_size": (-1, 0 if case.causal else -1), "softcap": 0.0}
     with emulated(**how):
         given = {} if tiles is None else {"tiles": tiles}
         out, lse = run_plan(plan_latent_decode, q, cache, cache[..., : case.dims[1]], **options, **given)

@@ -20,6 +20,10 @@ def test_cases(case: LatentCase) -> None:
     run_latent(case)
 
 
+def test_maxima_that_grow() -> None:
+    run_latent(replace(SMALL, kv_lens=(500, 70, 330)), sharpness=4.0)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_the_sizes_of_deepseek(seed: int) -> None:
     run_latent(DEEPSEEK, seed=seed)
