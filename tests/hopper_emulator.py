@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import hopper_threads
 import torch
 from float8_cases import quantize_inputs
 from hopper_threads import Barrier, Barriers, Block, EmulationError, Machine, NamedBarrier, current
@@ -228,18 +229,6 @@ def _wait_products(pending: int, deps: list[_Product]) -> Any:
     return done[0] if len(deps) == 1 else tuple(done)
 
 
-def _copy_to_shared(target: _Shared, source: _Pointer, mask: torch.Tensor) -> None:
-    """Copies of a warpgroup, which take place when it waits for all of them. Numbers that are masked out arrive as 0."""
-    target.data.fill_(float("nan"))
-    current.copies.append(lambda: target.store(source.load(mask, 0)))
-
-
-def _wait_copies(pending: int) -> None:
-    assert pending == 0, "groups are not told apart"
-    while current.copies:
-        current.copies.pop(0)()
-
-
 def _wait_stores(pending: int) -> None:
     current.block.machine.jitter()
     while len(current.stores) > pending:
@@ -431,8 +420,9 @@ def _define(faults: tuple[tuple[str, str], ...]) -> dict[str, Any]:
         "COUNTS": splits.COUNTS,
         "P_STAGES": latent_tiles.P_STAGES,
         "ROPE_COLUMNS": latent_tiles.ROPE_COLUMNS,
-        "copy_to_shared": _copy_to_shared,
-        "async_copy": types.SimpleNamespace(commit_group=lambda: None, wait_group=_wait_copies),
+        "VALUE_PARTS": latent_tiles.VALUE_PARTS,
+        "copy_to_shared": hopper_threads.copy_to_shared,
+        "async_copy": types.SimpleNamespace(commit_group=lambda: None, wait_group=hopper_threads.wait_copies),
         **{
             name: value
             for module in (kernel_types, backward_types, latent_types)

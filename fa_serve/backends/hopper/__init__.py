@@ -8,8 +8,8 @@ backward        the kernel of the gradients and its plan; what it consists of be
 dq_sum          the sum of dQ in float32, to which the backward kernel adds
 listed_blocks   lists of key blocks, which the producer walks
 packed_heads    query heads that share a tile, for a few queries per sequence
-latent_decode   decoding of latent attention (MLA): its plan and kernel, of which latent_warps holds the warps, latent_types what
-                they hand to one another, and latent_tiles the choice
+latent_decode   decoding of latent attention (MLA): its plan and kernel; latent_warps holds the warps, latent_types what they
+                hand to one another, and latent_tiles the choice
 divided_keys    keys of long sequences, divided among tiles; `piece_table` cuts them on the device, `merge` combines the pieces
 float8_scales   the scales of float8 copies of q, k and v, which `triton.float8_inputs` makes; `float8_probabilities` packs P
 kernel_types    what these warps hand to one another; `shared_memory` allocates what they share

@@ -1,15 +1,16 @@
 """Decoding of latent attention (MLA) on Hopper in Gluon, for tiles of 64 query rows.
 
-A program computes 64 rows, which are query heads of up to 16 queries, and some or all keys of its sequences, which `splits` cuts
-as for the portable kernel. It has three warpgroups and a producer warp, and each has one task:
+A program computes 64 rows, which are query heads of up to 16 queries, and some or all keys of its sequences. `splits` cuts keys
+as for the portable kernel. It has three warpgroups and four producer warps, and each has one task:
 
-    producer   copies keys by the copy engine, page by page, to a ring of blocks
+    producers  copy keys by the copy engine, page by page, to a ring of blocks: each warp a quarter of the columns of values,
+               and the first one the rest as well, because the instructions of a block would keep a single warp busy too long
     scores     S = Q C^T + Q_r R^T, the online softmax, and P to shared memory; S of the next block runs under the softmax
-    values     two warpgroups: O += P C, each for half of the columns of values, 64 x 256 in 128 registers a thread
+    values     two warpgroups: O += P C, each for half of the columns of values, 64 x 256 in 128 of 168 registers a thread
 
-P passes through two slots, with the factors by which O must be multiplied before P C is added. So S of a block, the softmax of
-the block before it, and P C of the one before that run at the same time, and nothing but barriers orders them. A block of keys
-is freed when both warpgroups of values have multiplied it. After the last block of a sequence, a slot carries 1 / sum alone.
+P passes through two slots, with the factors by which O must be multiplied before P C is added. S of a block, the softmax of the
+block before it, and P C of the one before that run at the same time, and nothing but barriers orders them. A block of keys is
+freed when both warpgroups of values have multiplied it. After the last block of a sequence, a slot carries 1 / sum alone.
 
 Arithmetic, for 64 rows by 64 keys of 512 + 64 numbers on one SM, in cycles of 1.75 GHz. 450 TFLOPS allow 4,570 of them.
 
@@ -20,10 +21,13 @@ Arithmetic, for 64 rows by 64 keys of 512 + 64 numbers on one SM, in cycles of 1
     L2 cache       128 heads are two tiles, which read all keys: 72 KB at 5.5 TB/s over 132 SMs                    3,100
     memory         64 heads read each key once: 72 KB at 4.42 TB/s over 132 SMs                                    3,900
 
-Q takes 72 KB and P 8 KB of 227. The rest holds 4 blocks of 32 keys of 36 KB, or 2 of 64. A block of 32 keys is in use for about
-2,200 cycles, from the first step of its S to the end of P C. Every 1,550 to 1,950 of them a block is freed, so on average 1 to
-1.5 of the 4 blocks are in use, and 90 KB or more are being copied. At 33 bytes a nanosecond and a latency of 1 microsecond, 33 KB
-suffice. Two blocks of 64 keys would leave as little as half a block, which is why the default is 4 of 32.
+Q takes 72 KB and P 8 KB of 227. The rest holds 4 blocks of 32 keys of 36 KB. A block of 32 keys is in use for about 2,200 cycles,
+from the first step of its S to the end of P C. A block is freed every 1,550 to 1,950 of them, so on average 1 to 1.5 of the 4
+blocks are in use, and 90 KB or more are being copied. At 33 bytes a nanosecond and a latency of 1 microsecond, 33 KB suffice.
+Two blocks of 64 keys would leave as little as half a block, and beside them there is room for one slot of P only.
+
+The warpgroup of scores issues 399 instructions for a block of 32 keys, those of values about 100 unless a maximum grows, and a
+producer warp 133 or 172. The registers of four warpgroups allow 128 a thread at launch, so products have at most 128 columns.
 
     run = plan_latent_decode(tensors, options)    # once for calls that look alike
 

@@ -10,6 +10,8 @@ from fa_serve.spec import AttentionSpec
 
 ROPE_COLUMNS = 64
 """Columns in shared memory for the numbers of a key behind its value."""
+VALUE_PARTS = 4
+"""Parts of the columns of values. A product with 256 columns needs 154 registers, and a thread has 128 at launch."""
 P_STAGES = 2
 """Blocks of probabilities in shared memory."""
 MIN_ROWS = 32

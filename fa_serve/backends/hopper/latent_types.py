@@ -57,8 +57,8 @@ class LatentHopperVariant:
 
     @property
     def registers(self) -> tuple[int, int, int]:
-        """Registers of a thread of the warpgroups of values and of the producer warps. Four warpgroups have 128 each at launch, of
-        which the rest is left for the scores: 136."""
+        """Registers of a thread of the warpgroups of values and of the producer warps. Four warpgroups have 128 each at launch,
+        of which 136 are left for the scores."""
         return (168, 40)
 
     @property

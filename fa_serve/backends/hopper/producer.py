@@ -174,9 +174,7 @@ def pages_of(tile, block, args, var: gl.constexpr):
 
 
 @gluon.jit
-def load_pages(
-    operand, pages, tile, kv_head, block, stage, column: gl.constexpr, full, width: gl.constexpr, var: gl.constexpr
-):
+def load_pages(operand, pages, tile, kv_head, block, stage, column: gl.constexpr, full, width: gl.constexpr, var: gl.constexpr):
     """Start copying `width` columns of a block of keys, box by box.
 
     Rows past the sequence's end and hidden boxes arrive as zeros, because a page is addressed as a packed sequence whose length

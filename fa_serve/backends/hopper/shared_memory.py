@@ -12,8 +12,8 @@ from fa_serve.backends.hopper.kernel_types import Barriers, SharedMemory
 
 @gluon.jit
 def ring_of(width: gl.constexpr, desc, var: gl.constexpr, parts: gl.constexpr = 1):
-    """-> a ring of blocks of K or V, each in `parts` of `width` columns, and the same memory as the boxes in which a paged cache
-    arrives.
+    """-> a ring of blocks of K or V, each in `parts` of `width` columns, and the same memory as the boxes in which a paged
+    cache arrives.
 
     The 128-byte swizzle stores 64 columns of all rows, then the next 64 columns, and each 8 rows of these form one pattern. So
     64 columns of 8 n rows are contiguous. Fewer columns have the swizzle of their width, with the same property.

@@ -186,7 +186,7 @@ class LatentKernel(NamedTuple):
 
 
 class LatentPlan:
-    """The launches of one kind of call, and the shapes of what a run allocates. The portable kernel and that for Hopper share it.
+    """The launches of one kind of call, and the shapes of what a run allocates, for the portable kernel and that for Hopper.
 
     decodes: as in `plan_latent`
     """
@@ -194,7 +194,13 @@ class LatentPlan:
     __slots__ = ("_combine", "_latent", "_lse_shape", "_max_k", "_needs_lse", "_out_shape", "_split_size")
 
     def __init__(
-        self, tensors: AttentionTensors, options: AttentionOptions, tiles: DecodeTiles, kernel: LatentKernel, *, decodes: bool = True
+        self,
+        tensors: AttentionTensors,
+        options: AttentionOptions,
+        tiles: DecodeTiles,
+        kernel: LatentKernel,
+        *,
+        decodes: bool = True,
     ) -> None:
         q = with_unit_stride(tensors.q)
         k = tensors.k
