@@ -21,18 +21,19 @@ Arithmetic, for 64 rows by 64 keys of 512 + 64 numbers on one SM, in cycles of 1
     L2 cache       128 heads are two tiles, which read all keys: 72 KB at 5.5 TB/s over 132 SMs                    3,100
     memory         64 heads read each key once: 72 KB at 4.42 TB/s over 132 SMs                                    3,900
 
-Q takes 72 KB and P 8 KB of 227. The rest holds 4 blocks of 32 keys of 36 KB. A block of 32 keys is in use for about 2,200 cycles,
-from the first step of its S to the end of P C. A block is freed every 1,550 to 1,950 of them, so on average 1 to 1.5 of the 4
-blocks are in use, and 90 KB or more are being copied. At 33 bytes a nanosecond and a latency of 1 microsecond, 33 KB suffice.
-Two blocks of 64 keys would leave as little as half a block, and beside them there is room for one slot of P only.
+Q takes 72 KB and P 8 KB of 227. The rest holds 4 blocks of 32 keys of 36 KB. A block of 32 keys is in use for about 2,200
+cycles, from the first step of its S to the end of P C. A block is freed every 1,550 to 1,950 of them, so on average 1 to 1.5 of
+the 4 blocks are in use, and 90 KB or more are being copied. At 33 bytes a nanosecond and a latency of 1 microsecond, 33 KB are
+enough. Two blocks of 64 keys would leave as little as half a block, and beside them there is room for one slot of P
+only.
 
 The warpgroup of scores issues 399 instructions for a block of 32 keys, those of values about 100 unless a maximum grows, and a
 producer warp 133 or 172. The registers of four warpgroups allow 128 a thread at launch, so products have at most 128 columns.
 
     run = plan_latent_decode(tensors, options)    # once for calls that look alike
 
-The kernel has been compiled and emulated, not measured, so `auto` does not choose it yet (`latent_tiles.cannot_decode_latent`): a
-call with backend="hopper" does. Left out: prompts, float8 caches and pages whose size is no multiple of 16 (`triton.latent`).
+The kernel has been compiled and emulated, not measured, so `auto` does not choose it yet (`latent_tiles.cannot_decode_latent`):
+a call with backend="hopper" does. Left out: prompts, float8 caches and pages whose size is no multiple of 16 (`triton.latent`).
 """
 
 from __future__ import annotations

@@ -13,14 +13,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from fa_serve.backends.hopper.latent_tiles import P_STAGES, ROPE_COLUMNS, Ring
+from fa_serve.backends.hopper.latent_tiles import P_STAGES, ROPE_COLUMNS, VALUE_PARTS, Ring
 from fa_serve.backends.hopper.shared_memory import ring_of
 from fa_serve.backends.triton.splits import SplitVariant, sequence_lengths, split_of_sequence, visible_blocks
 
 SLOTS = gl.constexpr(P_STAGES)
 ROPE = gl.constexpr(ROPE_COLUMNS)
-PARTS = gl.constexpr(4)
-"""Parts of the columns of values. A product with 256 columns needs 154 registers, and a thread has 128 at launch."""
+PARTS = gl.constexpr(VALUE_PARTS)
 
 
 @dataclass(frozen=True)
@@ -52,11 +51,11 @@ class LatentHopperVariant:
 
     @property
     def width(self) -> int:
-        """Columns of a part of the values. There are PARTS parts, and each warpgroup of values multiplies two."""
-        return self.split.dim_v // PARTS.value
+        """Columns of a part of the values. There are four, and each warpgroup of values multiplies two."""
+        return self.split.dim_v // VALUE_PARTS
 
     @property
-    def registers(self) -> tuple[int, int, int]:
+    def registers(self) -> tuple[int, int]:
         """Registers of a thread of the warpgroups of values and of the producer warps. Four warpgroups have 128 each at launch,
         of which 136 are left for the scores."""
         return (168, 40)
