@@ -211,7 +211,7 @@ def table() -> str:
 
 def engine_table() -> str:
     """The engine and the service: our value, the peer's value, and our speed over its speed, for both model shapes."""
-    heads = [f"{name}: fa_serve | vLLM 0.24 | ratio" for name in SHAPES.values()]
+    heads = [f"{name}: fa_serve | vLLM | ratio" for name in SHAPES.values()]
     rows = ["| what | " + " | ".join(heads) + " |", "|---" * (1 + 3 * len(SHAPES)) + "|"]
     for bench, case, what in ENGINE:
         lines = {line["case"]: line for line in read(bench)}

@@ -87,6 +87,11 @@ class Kernel:
     def shared_bytes(self) -> int:
         return int(self.binary.metadata.shared)
 
+    @property
+    def programmatic(self) -> list[str]:
+        """In their order: "launch_dependents", which lets the next kernel start, and "wait", for the kernel before this one."""
+        return re.findall(r"griddepcontrol\.(\w+)", self.binary.asm.get("ptx", ""))
+
     @cached_property
     def sass(self) -> str:
         return self._dissect("nvdisasm", "-c")

@@ -160,9 +160,10 @@ def _zeros(shape: list[int], dtype: torch.dtype, layout: object = None) -> Any:
     return _tensor(torch.zeros(shape, dtype=dtype))
 
 
-def _product(a: Any, b: Any, acc: Any, is_async: bool = False) -> Any:
+def _product(a: Any, b: Any, acc: Any, use_acc: bool = True, is_async: bool = False) -> Any:
     b = b.data if isinstance(b, _Shared) else b
-    return acc + _tensor(a.float() @ b.float())
+    product = _tensor(a.float() @ b.float())
+    return acc + product if use_acc else product
 
 
 def _language(program: int, warps: int) -> types.SimpleNamespace:
@@ -210,7 +211,7 @@ _ACTIVATIONS = (
 )
 
 
-def _gated_values(gate: Any, up: Any, slope: float, limit: float, offset: float, kind: int) -> Any:
+def gated_values(gate: Any, up: Any, slope: float, limit: float, offset: float, kind: int) -> Any:
     """`experts_primitives.gated_values`, whose source is written in Triton."""
     return _ACTIVATIONS[kind](gate.clamp(max=limit) * slope) / slope * (up.clamp(-limit, limit) + offset)
 
@@ -236,16 +237,18 @@ def _replaced(modules: list[types.ModuleType], names: dict[str, Any]) -> Iterato
 @contextlib.contextmanager
 def emulated(module: types.ModuleType) -> Iterator[None]:
     """Launches of the module's kernels run here, with the functions that they take from other modules in Gluon."""
-    helpers = {sys.modules[x.fn.__module__] for x in vars(module).values() if isinstance(x, JITFunction)}
-    modules = [module, *(helper for helper in helpers - {module} if hasattr(helper, "gl"))]
+    modules = [module]
+    for part in modules:  # grows: the modules that these take functions in Gluon from
+        helpers = {sys.modules[x.fn.__module__] for x in vars(part).values() if isinstance(x, JITFunction)}
+        modules += (helper for helper in helpers - {*modules} if hasattr(helper, "gl"))
     others = {
         "activate": lambda x, kind: _ACTIVATIONS[kind](x),
         "fence_async_shared": lambda: None,
-        "gated_values": _gated_values,
+        "gated_values": gated_values,
         "mma_v2": _product,
         "store_product": _store_product,
         "sync_threads": lambda: None,
-        "wait_for_previous_kernel": lambda pdl: None,
+        "wait_for_previous_kernel": lambda *flags: None,
         "warpgroup_mma": _product,
         "warpgroup_mma_init": lambda acc: acc,
         "warpgroup_mma_wait": lambda pending, deps: deps[0] if len(deps) == 1 else tuple(deps),

@@ -27,10 +27,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-import hopper_threads
 import torch
 from float8_cases import quantize_inputs
-from hopper_threads import Barrier, Barriers, Block, EmulationError, Machine, NamedBarrier, current
+from gluon_emulator import gated_values
+from hopper_threads import Barrier, Barriers, Block, EmulationError, Machine, NamedBarrier, ThreadCopies, current
 
 from fa_serve.backends.hopper import (
     backward,
@@ -62,6 +62,7 @@ from fa_serve.backends.hopper import (
 from fa_serve.backends.launch import Launch, View
 from fa_serve.backends.triton import primitives, row_statistics, splits
 from fa_serve.backends.triton.float8_inputs import BLOCK_KEYS
+from fa_serve.ops import experts_matrix_kernel, experts_matrix_types
 
 
 class _Shared:
@@ -79,6 +80,9 @@ class _Shared:
 
     def permute(self, order: tuple[int, ...]) -> _Shared:
         return _Shared(self.data.permute(order))
+
+    def slice(self, start: int, length: int, dim: int) -> _Shared:
+        return _Shared(self.data.narrow(dim, start, length))
 
     def reinterpret(self, dtype: torch.dtype, shape: list[int], layout: object) -> _Boxes:
         return _Boxes(self.data, shape)
@@ -241,6 +245,8 @@ def _inline_assembly(text: str, operands: str, values: list[Any], **options: Any
         return values[0] * values[1]
     if text.startswith("mov.b32"):
         return values[0]
+    if "rcp.approx" in text:
+        return 1 / values[0]
     if "tanh.approx" in text:  # with a relative error of up to 2^-11 of any sign
         return torch.tanh(values[0]) * (1 + 2**-11 * torch.sin(1e4 * values[0]))
     if "cvt.rn.satfinite.e4m3x2" in text:  # four numbers to an integer, the second pair in its lower half
@@ -257,16 +263,17 @@ def _inline_assembly(text: str, operands: str, values: list[Any], **options: Any
 
 
 def _specialize(partitions: list[tuple[Callable[..., None], tuple[Any, ...]]], warps: list[int], registers: list[int]) -> None:
-    _run_threads([(current.block, function, args) for function, args in partitions])
+    _run_threads([(current.block, function, args) for function, args in partitions], [4, *warps])
 
 
-def _run_threads(work: list[tuple[Block, Callable[..., None], tuple[Any, ...]]]) -> None:
+def _run_threads(work: list[tuple[Block, Callable[..., None], tuple[Any, ...]]], warps: list[int] | None = None) -> None:
     machine = work[0][0].machine
 
-    def run(block: Block, function: Callable[..., None], args: tuple[Any, ...]) -> None:
+    def run(warps: int, block: Block, function: Callable[..., None], args: tuple[Any, ...]) -> None:
         current.block = block
-        current.products = []
+        current.warps = warps
         current.copies = []
+        current.products = []
         current.stores = []
         try:
             function(*args)
@@ -274,7 +281,8 @@ def _run_threads(work: list[tuple[Block, Callable[..., None], tuple[Any, ...]]])
         except BaseException as error:
             machine.failures.append(error)
 
-    threads = [threading.Thread(target=run, args=item, daemon=True) for item in work]
+    counted = zip(warps or [4] * len(work), work, strict=True)
+    threads = [threading.Thread(target=run, args=(count, *item), daemon=True) for count, item in counted]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -374,6 +382,8 @@ _MODULES = (
     latent_types,
     latent_warps,
     latent_decode,
+    experts_matrix_types,
+    experts_matrix_kernel,
 )
 """Their functions share one name space, so no two of them have the same name."""
 
@@ -406,6 +416,9 @@ def _define(faults: tuple[tuple[str, str], ...]) -> dict[str, Any]:
         "triton": types.SimpleNamespace(jit=jit),
         "mbarrier": barrier,
         "tma": tma,
+        "async_copy": ThreadCopies,
+        "copy_to_shared": ThreadCopies.copy_to_shared,
+        "gated_values": gated_values,
         "async_load": lambda desc, corner, bar, target: desc.load(corner, bar, target),
         "async_store": lambda desc, corner, source: desc.store(corner, source),
         "sync_threads": lambda: None,
@@ -421,8 +434,6 @@ def _define(faults: tuple[tuple[str, str], ...]) -> dict[str, Any]:
         "P_STAGES": latent_tiles.P_STAGES,
         "ROPE_COLUMNS": latent_tiles.ROPE_COLUMNS,
         "VALUE_PARTS": latent_tiles.VALUE_PARTS,
-        "copy_to_shared": hopper_threads.copy_to_shared,
-        "async_copy": types.SimpleNamespace(commit_group=lambda: None, wait_group=hopper_threads.wait_copies),
         **{
             name: value
             for module in (kernel_types, backward_types, latent_types)
@@ -493,5 +504,6 @@ def emulated(
         mock.patch.object(Launch, "__call__", launch),
         mock.patch.object(forward, "multiprocessors", return_value=resident_blocks),
         mock.patch.object(latent_decode, "multiprocessors", return_value=resident_blocks),
+        mock.patch.object(experts_matrix_kernel, "multiprocessors", return_value=resident_blocks),
     ):
         yield

@@ -14,11 +14,12 @@ class EmulationError(Exception):
 
 
 class _Thread(threading.local):
-    """State of one warp group: its thread block, and its products and copies that have not been waited for."""
+    """State of one partition: its thread block, its warps, and its products and copies that have not been waited for."""
 
     block: Block
-    products: list[Any]
+    warps: int
     copies: list[Callable[[], None]]
+    products: list[Any]
     stores: list[Callable[[], None]]
 
 
@@ -126,13 +127,33 @@ class Barriers:
 current = _Thread()
 
 
-def copy_to_shared(target: Any, source: Any, mask: Any) -> None:
-    """A warpgroup's copy, which takes place when it waits for all of its copies. Numbers that are masked out arrive as 0."""
-    target.data.fill_(float("nan"))
-    current.copies.append(lambda: target.store(source.load(mask, 0)))
+class ThreadCopies:
+    """Copies by threads (cp.async). They take place when the partition waits for them, or arrives at a barrier with them: as late
+    as they may. Numbers that are masked out arrive as 0.
+    """
 
+    @staticmethod
+    def copy_to_shared(target: Any, source: Any, mask: Any = None) -> None:
+        target.data.fill_(float("nan"))
+        current.copies.append(lambda: target.store(source.load(mask)))
 
-def wait_copies(pending: int) -> None:
-    assert pending == 0, "groups are not told apart"
-    while current.copies:
-        current.copies.pop(0)()
+    @staticmethod
+    def mbarrier_arrive(barrier: Barrier, increment_count: bool = True) -> None:
+        """Each thread arrives once its copies have. With `increment_count` the barrier would count that arrival twice."""
+        current.block.machine.jitter()
+        for copy in current.copies:
+            copy()
+        current.copies = []
+        if not increment_count:
+            barrier.arrive(32 * current.warps)
+
+    @staticmethod
+    def commit_group() -> None:
+        """Groups are not told apart: `wait_group` waits for all of them."""
+
+    @staticmethod
+    def wait_group(pending: int) -> None:
+        assert pending == 0, "groups are not told apart"
+        for copy in current.copies:
+            copy()
+        current.copies = []

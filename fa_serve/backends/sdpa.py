@@ -60,7 +60,18 @@ class SdpaBackend:
 def _dense(options: AttentionOptions, t: AttentionTensors) -> tuple[Tensor, Tensor | None]:
     mask = t.mask if t.blocks is None else t.blocks.expanded(t.q.shape[1], t.k.shape[1], t.q.shape[2])
     result, lse = _attend(t.q, t.k, t.v, options, t.sinks, mask, t.alibi_slopes)
+    result, lse = _connected(result, lse, t)
     return result if t.out is None else t.out.copy_(result), lse
+
+
+def _connected(result: Tensor, lse: Tensor | None, t: AttentionTensors) -> tuple[Tensor, Tensor | None]:
+    """Results that can be differentiated if an input can. Without queries or keys, gradients are zeros."""
+    inputs = [x for x in (t.q, t.k, t.v) if x.requires_grad]
+    if result.requires_grad or not inputs or not torch.is_grad_enabled():
+        return result, lse
+    # sums of no elements, so that no infinity becomes NaN
+    nothing = torch.stack([x[:0].sum() for x in inputs]).sum()
+    return result + nothing.to(result.dtype), None if lse is None else lse + nothing.to(lse.dtype)
 
 
 def _varlen(options: AttentionOptions, t: AttentionTensors) -> tuple[Tensor, Tensor | None]:
@@ -72,6 +83,7 @@ def _varlen(options: AttentionOptions, t: AttentionTensors) -> tuple[Tensor, Ten
         if a < b:
             found = _attend_sequence(t.q[None, a:b], t.k[None, c:d], t.v[None, c:d], options, t, index)
             _put(found, result, lse, slice(a, b))
+    result, lse = _connected(result, lse, t)
     return result if t.out is None else t.out.copy_(result), lse
 
 
@@ -308,6 +320,9 @@ def _one_call(
         # bias of another dtype.
         out, lse = _with_scores(q, k, v, scale, causal, options.softcap, bias)
     elif q.device.type == "cpu":
+        if wants_grad and q.dtype.itemsize == 2 and k.shape[1] < q.shape[1]:
+            # The operator adds the gradients of query heads that share keys in q's dtype. Autograd adds them in float32.
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         out, lse = _fused_cpu(q, k, v, scale, causal, bias)
     else:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=causal, scale=scale, enable_gqa=True)

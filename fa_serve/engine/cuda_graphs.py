@@ -42,6 +42,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fa_serve.engine.batch_arrays import BatchArrays
 from fa_serve.engine.config import MAX_DRAFTS
 from fa_serve.engine.speculation import draft_limit
 from fa_serve.engine.transfer import PackedTensors, packed_size, send
@@ -128,6 +129,7 @@ class StepGraphs:
     max_drafts: drafts of a sequence in a step
     vocab, dtype: of the logits
     prompts:    capture steps with prompts too
+    fresh_tokens: from so many tokens on, a step without keys from earlier steps runs eagerly, as attention is faster then
     check:      called with the error of a capture before steps run without it, and may raise
     """
 
@@ -145,11 +147,13 @@ class StepGraphs:
         dtype: torch.dtype,
         prompts: bool,
         check: Check,
+        fresh_tokens: int | None = None,
     ) -> None:
         self._forward = forward
         self._make_inputs = inputs
         self._device = device
         self._prompts = prompts
+        self._fresh_tokens = fresh_tokens
         self._check = check
         self.sizes = batch_sizes(max_batch)
         self.key_lengths = [*(length for length in KEY_LENGTHS if length < max_keys), max_keys]
@@ -170,6 +174,19 @@ class StepGraphs:
         # shapes to capture in advance, the next one last; None until `prepare_one` is called
         self._missing: list[Shape] | None = None
         self.num_captures = 0
+
+    def shape_of(self, arrays: BatchArrays) -> Shape | None:
+        """The shape for a step, or None if it runs eagerly: see `shape_for`."""
+        takes_keys_as_they_come = arrays.fresh and self._fresh_tokens is not None and arrays.num_tokens >= self._fresh_tokens
+        if arrays.prompt_spans or takes_keys_as_they_come:
+            return None
+        return self.shape_for(
+            arrays.num_tokens,
+            arrays.num_sequences if arrays.decoding else max(arrays.num_sequences, len(arrays.sequences)),
+            arrays.max_seqlen_k,
+            decoding=arrays.decoding,
+            queries=arrays.max_seqlen_q,
+        )
 
     def shape_for(self, tokens: int, batch: int, max_seqlen_k: int, *, decoding: bool, queries: int = 1) -> Shape | None:
         """The shape for a step of `batch` sequences with `tokens` tokens, the longest sequence having `max_seqlen_k` keys.

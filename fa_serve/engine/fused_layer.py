@@ -160,14 +160,14 @@ class FusedLayer:
         x, h, norm = self._add(x, h, self.o, self.after_attention, self.before_mlp)
         if self.gate_up is not None and self.down is not None:
             weight, bias, _ = self.gate_up
-            h = ops.linear(h, weight, bias, norm=norm, activation=self.activation)
-            return self._add(x, h, self.down, self.after_mlp, None)[0]
+            gated = ops.linear(h, weight, bias, norm=norm, activation=self.activation, next_weight=self.down.weight)
+            return self._add(x, gated, self.down, self.after_mlp, None)[0]
         h = self.mlp((h if norm is None else ops.rms_norm(h, norm))[None])
         h = (h[0] if isinstance(h, tuple) else h)[0]  # a mixture of experts may return its router's choice as well
-        return x.add_(h, alpha=self.multiplier) if self.after_mlp is None else ops.rms_norm(h, self.after_mlp, residual=x)
+        return ops.add(x, h, alpha=self.multiplier) if self.after_mlp is None else ops.rms_norm(h, self.after_mlp, residual=x)
 
     def _add(
-        self, x: Tensor, h: Tensor, product: Product, after: ops.Norm | None, before: ops.Norm | None
+        self, x: Tensor, h: Tensor | ops.RoundedRows, product: Product, after: ops.Norm | None, before: ops.Norm | None
     ) -> tuple[Tensor, Tensor, ops.Norm | None]:
         """Project h and add it to the residual stream x.
 

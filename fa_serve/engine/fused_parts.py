@@ -9,10 +9,10 @@ Left out: how a fused layer computes (fused_layer.py, fused_latent.py).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from fa_serve import ops
 from fa_serve.engine.fused_latent import LatentAttention
 from fa_serve.engine.fused_layer import FusedAttention, FusedLayer, HeadsAttention, Product, Tables, cos_and_sin
-from fa_serve.hf import PartOfSum
+from fa_serve.hf import PartOfSum, expert_modules
 from fa_serve.hf.latent_layers import LatentSizes, latent_sizes
+from fa_serve.hf.quantized_experts import QuantizedExperts
 from fa_serve.hf.quantized_linear import QuantizedLinear
 
 ROTATIONS = {
@@ -86,10 +87,7 @@ def build(layer: nn.Module, call: Call, rotation: str) -> FusedLayer:
     if multiplier != 1.0 and hasattr(layer, "post_feedforward_layernorm"):
         raise NotFusedError(f"it multiplies its parts by {multiplier} after they are normalised")
     sizes = _sizes(layer, call)
-    gate_up = down = None
-    if isinstance(getattr(mlp, "down_proj", None), nn.Linear | QuantizedLinear):
-        down = _product(mlp.down_proj)
-        gate_up = _merge(mlp, "gate_up_proj") if hasattr(mlp, "gate_up_proj") else _merge(mlp, "gate_proj", "up_proj")
+    unit = gated_unit(mlp)
     return FusedLayer(
         original=partial(type(layer).forward, layer),
         index=call.index,
@@ -100,12 +98,40 @@ def build(layer: nn.Module, call: Call, rotation: str) -> FusedLayer:
         after_mlp=norms[3],
         attention=_heads(attention, call, rotation) if sizes is None else _latent(attention, call, sizes, rotation),
         o=_product(attention.o_proj),
-        gate_up=gate_up,
-        down=down,
-        activation="" if gate_up is None else _activation(mlp),
+        gate_up=None if unit is None else unit.gate_up,
+        down=None if unit is None else unit.down,
+        activation="" if unit is None else unit.activation,
         mlp=mlp,
         multiplier=multiplier,
     )
+
+
+class GatedUnit(NamedTuple):
+    """The projections of a gated unit, and the activation of its gate."""
+
+    gate_up: Product
+    down: Product
+    activation: str
+
+
+def gated_unit(mlp: Any) -> GatedUnit | None:
+    """The parts of a module that is a gated unit, whose gate and up projections are merged; None for another module."""
+    if not isinstance(getattr(mlp, "down_proj", None), nn.Linear | QuantizedLinear):
+        return None
+    down = _product(mlp.down_proj)
+    gate_up = _merge(mlp, "gate_up_proj") if hasattr(mlp, "gate_up_proj") else _merge(mlp, "gate_proj", "up_proj")
+    return GatedUnit(gate_up, down, _activation(mlp))
+
+
+def beside_experts(model: nn.Module) -> Iterator[tuple[Any, Any]]:
+    """(experts, module) for each module that stands beside a module of experts, such as their router."""
+    experts = {*expert_modules(model), *(m for m in model.modules() if isinstance(m, QuantizedExperts))}
+    for parent in model.modules():
+        children = list(parent.children())
+        found = [child for child in children if child in experts]
+        for child in children if found else ():
+            if child not in experts:
+                yield found[0], child
 
 
 def _heads(attention: Any, call: Call, rotation: str) -> FusedAttention:

@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from fa_serve import ops
-from fa_serve.hf import expert_modules
-from fa_serve.hf.quantized_experts import QuantizedExperts
+from fa_serve.engine.fused_parts import beside_experts
 
 log = logging.getLogger("fa_serve.engine")
 
@@ -101,13 +100,10 @@ def fuse_routers(model: nn.Module) -> int:
 
 def _routers(model: nn.Module) -> Iterator[Any]:
     """The modules beside modules of experts that have a row of weights for each expert."""
-    experts = {*expert_modules(model), *(m for m in model.modules() if isinstance(m, QuantizedExperts))}
-    for parent in model.modules():
-        beside = [child for child in parent.children() if child in experts]
-        for child in parent.children() if beside else ():
-            weight = getattr(child, "weight", None)
-            if isinstance(weight, Tensor) and weight.dim() == 2 and len(weight) == beside[0].num_experts:
-                yield child
+    for experts, module in beside_experts(model):
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, Tensor) and weight.dim() == 2 and len(weight) == experts.num_experts:
+            yield module
 
 
 def _build(module: Any, known: Sequence[ops.Router]) -> FusedRouter | None:

@@ -31,6 +31,7 @@ from fa_serve.engine.fused_latent import LatentAttention
 from fa_serve.engine.fused_layer import FusedLayer, LayerStep, cos_and_sin
 from fa_serve.engine.fused_parts import ROTATIONS, Call, NotFusedError, build, rotations
 from fa_serve.engine.fused_router import FusedRouter
+from fa_serve.engine.fused_unit import FusedUnit
 from fa_serve.hf import LayerCall, PackedPositions, PartOfSum, ScaledExperts, paged_forward, vocab_size
 from fa_serve.hf.latent_layers import latent_spec
 from fa_serve.spec import AttentionSpec
@@ -85,9 +86,9 @@ def fuse(model: PreTrainedModel) -> int:
 
 
 def unfuse(model: PreTrainedModel) -> None:
-    """Give layers, routers and mixtures that an earlier engine on this model has fused their own forward again."""
+    """Give what an earlier engine on this model has fused its own forward again."""
     for module in model.modules():
-        if isinstance(vars(module).get("forward"), FusedLayer | FusedRouter | ScaledExperts):
+        if isinstance(vars(module).get("forward"), FusedLayer | FusedRouter | FusedUnit | ScaledExperts):
             del module.forward
 
 

@@ -31,7 +31,9 @@ from fa_serve.engine.block_table import BlockTable
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.cuda_graphs import Check, Inputs, Shape, StepGraphs, pad, padding
 from fa_serve.engine.deterministic import NUM_SPLITS, deterministic_mode
+from fa_serve.engine.fused_latent import PLAIN_TOKENS
 from fa_serve.engine.fused_router import fuse_routers
+from fa_serve.engine.fused_unit import fuse_units
 from fa_serve.engine.kept_features import KeptFeatures
 from fa_serve.engine.prepared_batch import Forward, PreparedBatch
 from fa_serve.engine.results import PendingResult
@@ -106,9 +108,10 @@ class ModelRunner:
         return None if min(lefts, default=-1) < 0 else max(lefts)
 
     def fuse(self) -> int:
-        """Fuse the layers and routers of the model where that is possible. Returns how many layers are fused."""
+        """Fuse layers, routers and shared experts of the model where that is possible. Returns how many layers are fused."""
         fused = fusion.fuse(self.model)
         fuse_routers(self.model)
+        fuse_units(self.model)
         self.layers = fusion.cached_layers(self.model, self.layers)
         if "descales" in self._options and any(layer.values_in_keys for layer in self.layers):
             self._options["descales"] = kv_cache.descales(self.model, self.vocab_size, self.layers)
@@ -147,6 +150,7 @@ class ModelRunner:
             # attention with these options plans for the longest prompt that is possible, not for the longest in the batch
             prompts=not self._options,
             check=self.check,
+            fresh_tokens=PLAIN_TOKENS if any(layer.values_in_keys for layer in self.layers) else None,
         )
         try:
             graphs.capture_largest()
@@ -314,14 +318,8 @@ class ModelRunner:
         others = arrays.sampling | self._block_table.changes() | arrays.rows
         shape = None
         padded: dict[str, NDArray[Any]] = {}
-        if self._graphs is not None and not arrays.prompt_spans:
-            shape = self._graphs.shape_for(
-                arrays.num_tokens,
-                arrays.num_sequences if arrays.decoding else max(arrays.num_sequences, len(arrays.sequences)),
-                arrays.max_seqlen_k,
-                decoding=arrays.decoding,
-                queries=arrays.max_seqlen_q,
-            )
+        if self._graphs is not None:
+            shape = self._graphs.shape_of(arrays)
             padded = {} if shape is None else pad(arrays.inputs, shape) | others
         if self._graphs is not None and padded and packed_size(padded) <= len(self._graphs.block):
             sent = send(padded, self.device, self._graphs.block)

@@ -1,4 +1,4 @@
-"""What the signatures of FlashAttention-2 and -3 share: the arguments of the softmax, and arguments that are refused.
+"""What the signatures of FlashAttention-2, -3 and -4 share: the arguments of the softmax, and arguments that are refused.
 
 The functions of `fa_serve.api` take the same options under the same names. This module translates values that flash-attn allows
 and fa_serve does not: a window in a list or a tensor, negative numbers for "unlimited" and "off".
@@ -14,7 +14,10 @@ from torch import Tensor
 from fa_serve.spec import ParameterError
 
 UNLIMITED = (-1, -1)
-"""The default of `window_size`."""
+"""The default of `window_size` in FlashAttention-2 and -3."""
+
+NO_QV = "the kernels have no second product for scores"
+NO_FLOAT8 = "the kernels take float8 in a KV cache only"
 
 
 def softmax_arguments(
@@ -23,11 +26,12 @@ def softmax_arguments(
     window_size: Sequence[int] | Tensor,
     softcap: float,
     alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> dict[str, Any]:
     """The options of the softmax as keywords of the functions in `fa_serve.api`.
 
     window_size:  (left, right), negative numbers are unlimited; softcap: off unless it is positive
-    alibi_slopes: (num_heads,) or (batch, num_heads), float32
+    alibi_slopes: (num_heads,) or (batch, num_heads), float32; sinks: (num_heads,)
     """
     if window_size is not UNLIMITED:
         left, right = window_size
@@ -40,6 +44,8 @@ def softmax_arguments(
     }
     if alibi_slopes is not None:
         arguments["alibi_slopes"] = alibi_slopes
+    if sinks is not None:
+        arguments["sinks"] = sinks
     return arguments
 
 
@@ -58,6 +64,12 @@ def refuse_tensor(field: str, why: str, given: Tensor | None) -> None:
     """A tensor that the kernels cannot use must be None."""
     if given is not None:
         refuse(field, f"be None, because {why}", tuple(given.shape))
+
+
+def refuse_float8(q: Tensor) -> None:
+    """Queries must be wider than float8."""
+    if q.is_floating_point() and q.dtype.itemsize == 1:
+        refuse("q", f"not be float8, because {NO_FLOAT8}", q.dtype)
 
 
 def host_integer(length: Any) -> int:

@@ -84,7 +84,7 @@ def attend_cache(
             v_cache,
             block_table=table,
             seqused_k=lengths,
-            cu_seqlens_q=_even_starts(batch, q.shape[1], q.device) if cu_seqlens_q is None else cu_seqlens_q,
+            cu_seqlens_q=even_starts(batch, q.shape[1], q.device) if cu_seqlens_q is None else cu_seqlens_q,
             max_seqlen_q=q.shape[1] if max_seqlen_q is None else max_seqlen_q,
             k_descale=k_descale,
             v_descale=v_descale,
@@ -95,9 +95,13 @@ def attend_cache(
     out, lse = result if isinstance(result, tuple) else (result, None)
     if cu_seqlens_q is not None:
         return out, lse
-    shape = (batch, q.shape[1])
-    out = out.view(*shape, *out.shape[1:])
-    return out, None if lse is None else lse.view(-1, *shape).transpose(0, 1)
+    return as_batch(out, lse, batch, q.shape[1])
+
+
+def as_batch(out: Tensor, lse: Tensor | None, batch: int, seqlen: int) -> tuple[Tensor, Tensor | None]:
+    """Results of sequences of one length: out (batch, seqlen, heads, dim), and lse (batch, heads, seqlen)."""
+    out = out.view(batch, seqlen, *out.shape[1:])
+    return out, None if lse is None else lse.view(-1, batch, seqlen).transpose(0, 1)
 
 
 def packed_lengths(cu_seqlens: Tensor) -> Tensor:
@@ -121,7 +125,7 @@ def _table(batch: int, k_cache: Tensor, cache_batch_idx: Tensor | None, block_ta
     if block_table is not None:
         return block_table if cache_batch_idx is None else block_table[cache_batch_idx]
     if cache_batch_idx is None:
-        return _even_starts(batch, 1, k_cache.device)[:-1, None]
+        return even_starts(batch, 1, k_cache.device)[:-1, None]
     return cache_batch_idx.to(torch.int32)[:, None]
 
 
@@ -176,7 +180,7 @@ MAX_STARTS = 256
 _STARTS: dict[tuple[int, int, torch.device], Tensor] = {}
 
 
-def _even_starts(batch: int, seqlen: int, device: torch.device) -> Tensor:
+def even_starts(batch: int, seqlen: int, device: torch.device) -> Tensor:
     """cu_seqlens of sequences of one length. What a capture allocates is filled at its replay only, and is not kept."""
     key = (batch, seqlen, device)
     starts = _STARTS.get(key)

@@ -25,14 +25,21 @@ import torch
 from torch import Tensor
 
 from fa_serve import api
-from fa_serve.flash_attn.arguments import UNLIMITED, host_integer, refuse, refuse_tensor, softmax_arguments
+from fa_serve.flash_attn.arguments import (
+    NO_FLOAT8,
+    NO_QV,
+    UNLIMITED,
+    host_integer,
+    refuse,
+    refuse_float8,
+    refuse_tensor,
+    softmax_arguments,
+)
 from fa_serve.flash_attn.cached_attention import attend_cache
-from fa_serve.flash_attn.used_rows import UsedRows
+from fa_serve.flash_attn.packed_attention import attend_packed
 
 Window = Sequence[int] | Tensor
 Result = Tensor | tuple[Tensor, Tensor]
-NO_QV = "the kernels have no second product for scores"
-NO_FLOAT8 = "the kernels take float8 in a KV cache only"
 
 
 def flash_attn_func(
@@ -131,17 +138,7 @@ def flash_attn_varlen_func(
     Returns out (total_q, num_heads, head_dim_v), or (out, softmax_lse (num_heads, total_q)).
     """
     _refuse_unknown(q, qv, attention_chunk, q_descale, k_descale, v_descale)
-    options = softmax_arguments(softmax_scale, causal, window_size, softcap)
-    used_q = None if seqused_q is None else UsedRows.of(q, cu_seqlens_q, seqused_q)
-    if used_q is not None:
-        q = used_q.gather(q)
-        cu_seqlens_q = used_q.cu_seqlens
-    if seqused_k is not None:
-        used_k = UsedRows.of(k, cu_seqlens_k, seqused_k)
-        k = used_k.gather(k)
-        v = used_k.gather(v)
-        cu_seqlens_k = used_k.cu_seqlens
-    found = api.attention_varlen(
+    out, lse = attend_packed(
         q,
         k,
         v,
@@ -149,16 +146,13 @@ def flash_attn_varlen_func(
         cu_seqlens_k=cu_seqlens_k,
         max_seqlen_q=host_integer(max_seqlen_q),
         max_seqlen_k=host_integer(max_seqlen_k),
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
         deterministic=deterministic,
+        options=softmax_arguments(softmax_scale, causal, window_size, softcap),
         return_lse=return_attn_probs,
-        **options,
     )
-    if used_q is None:
-        return found
-    if not isinstance(found, tuple):
-        return used_q.scatter(found)
-    out, lse = found
-    return used_q.scatter(out), used_q.scatter(lse.t(), float("-inf")).t()
+    return out if lse is None else (out, lse)
 
 
 def flash_attn_with_kvcache(
@@ -262,8 +256,7 @@ def _refuse_unknown(
     refuse_tensor("qv", NO_QV, qv)
     if attention_chunk:
         refuse("attention_chunk", "be 0, because the kernels have no chunks", attention_chunk)
-    if q.is_floating_point() and q.dtype.itemsize == 1:
-        refuse("q", f"not be float8, because {NO_FLOAT8}", q.dtype)
+    refuse_float8(q)
     for name, given in (("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale)):
         refuse_tensor(name, NO_FLOAT8, given)
 

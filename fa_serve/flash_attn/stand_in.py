@@ -29,9 +29,14 @@ log = logging.getLogger(__name__)
 VERSION = "2.8.3"
 """The release of flash-attn whose signatures this package has."""
 
+VERSION_4 = "4.0.0b36"
+"""The release of flash-attn-4 whose signatures `cute` has."""
+
 MODULES = {
     "flash_attn": ".",
     "flash_attn.bert_padding": ".bert_padding",
+    "flash_attn.cute": ".cute",
+    "flash_attn.cute.interface": ".cute",
     "flash_attn.flash_attn_interface": ".flash_attn_interface",
     "flash_attn.layers.rotary": ".rotary",
     "flash_attn.ops.triton.rotary": ".rotary",
@@ -46,6 +51,7 @@ PACKAGES = ("flash_attn.layers", "flash_attn.ops", "flash_attn.ops.triton")
 DISTRIBUTIONS = {
     "flash-attn": (VERSION, ("flash_attn",)),
     "flash-attn-3": ("3.0.0", ("flash_attn_interface", "flash_attn_3")),
+    "flash-attn-4": (VERSION_4, ("flash_attn",)),
 }
 """Installed packages as `importlib.metadata` is to report them: version, and the names that are imported."""
 

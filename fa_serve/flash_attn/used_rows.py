@@ -1,4 +1,4 @@
-"""Packed sequences of which only the first rows are used: `seqused_q` and `seqused_k` of FlashAttention-3.
+"""Packed sequences of which only the first rows are used: `seqused_q` and `seqused_k` of FlashAttention-3 and -4.
 
     used = UsedRows.of(k, cu_seqlens_k, seqused_k)
     out = fa_serve.attention_varlen(q, used.gather(k), used.gather(v), cu_seqlens_k=used.cu_seqlens, ...)

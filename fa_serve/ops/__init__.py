@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import logging
 from functools import lru_cache
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -34,6 +35,7 @@ from fa_serve.ops.ops_backend import Gate as Gate
 from fa_serve.ops.ops_backend import Norm as Norm
 from fa_serve.ops.ops_backend import OpsBackend as OpsBackend
 from fa_serve.ops.ops_backend import Pairing as Pairing
+from fa_serve.ops.ops_backend import RoundedRows as RoundedRows
 from fa_serve.ops.ops_backend import Router as Router
 from fa_serve.ops.ops_backend import Weight as Weight
 from fa_serve.ops.quantized_weight import QuantizedWeight as QuantizedWeight
@@ -47,8 +49,9 @@ TABLE: BackendTable[OpsBackend] = BackendTable(
 )
 
 
+@overload
 def linear(
-    x: Tensor,
+    x: Tensor | RoundedRows,
     weight: Weight,
     bias: Tensor | None = None,
     *,
@@ -56,7 +59,33 @@ def linear(
     activation: str | None = None,
     residual: Tensor | None = None,
     alpha: float = 1.0,
-) -> Tensor:
+    next_weight: None = None,
+) -> Tensor: ...
+
+
+@overload
+def linear(
+    x: Tensor | RoundedRows,
+    weight: Weight,
+    bias: Tensor | None = None,
+    *,
+    norm: Norm | None = None,
+    activation: str,
+    next_weight: Weight,
+) -> Tensor | RoundedRows: ...
+
+
+def linear(
+    x: Tensor | RoundedRows,
+    weight: Weight,
+    bias: Tensor | None = None,
+    *,
+    norm: Norm | None = None,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    alpha: float = 1.0,
+    next_weight: Weight | None = None,
+) -> Tensor | RoundedRows:
     """Multiply by a weight matrix, with an optional RMS norm before the product and a gate or a residual sum after it.
 
         y = norm(x) @ weight.T + bias
@@ -67,15 +96,17 @@ def linear(
     The product with a quantised weight is that with its matrix in x's dtype, unless activations are rounded to float8 as well
     (quantized_product.py).
 
-    x:          (total, k)
-    weight:     (n, k), contiguous, or a QuantizedWeight of that shape
-    bias:       (n,)
-    activation: one of ACTIVATIONS; not together with `residual`
-    residual:   (total, n), updated in place
+    x:           (total, k), or what a call with this weight as `next_weight` returned
+    weight:      (n, k), contiguous, or a QuantizedWeight of that shape
+    bias:        (n,)
+    activation:  one of ACTIVATIONS; not together with `residual`
+    residual:    (total, n), updated in place
+    next_weight: of the product that alone takes the result. If that product rounds its input to float8, the gate does it
 
-    Returns `residual` if it is given, else a tensor of (total, n), or of (total, n / 2) with `activation`.
+    Returns `residual` if it is given, else a tensor of (total, n), or of (total, n / 2) with `activation`; `RoundedRows` where
+    the gate has rounded for `next_weight`.
     """
-    return select_ops(x.device).linear(x, weight, bias, norm, activation, residual, alpha)
+    return select_ops(weight.device).linear(x, weight, bias, norm, activation, residual, alpha, next_weight)
 
 
 def rms_norm(x: Tensor, norm: Norm, *, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
@@ -159,6 +190,17 @@ def act_and_mul(x: Tensor, activation: str) -> Tensor:
     Returns (total, width).
     """
     return select_ops(x.device).act_and_mul(x, activation)
+
+
+def add(x: Tensor, y: Tensor, *, alpha: float = 1.0) -> Tensor:
+    """Add alpha * y to x in place.
+
+    x: contiguous
+    y: of the shape of x
+
+    Returns x.
+    """
+    return select_ops(x.device).add(x, y, alpha)
 
 
 def route(logits: Tensor, bias: Tensor | None, router: Router, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

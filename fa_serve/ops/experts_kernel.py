@@ -11,11 +11,12 @@ graph. A number that is none of the experts, which expert parallelism uses for t
 
 Weights are read as models keep them: transposed weights are other strides, and interleaved gates are another step between rows.
 Quantised weights have no strides. They become numbers in registers (quantized_primitives.py), and a tile is then the product of
-weights and inputs instead of inputs and weights. Hopper has another kernel for them, for which `_list_tiles` lists the tiles
-(experts_wgmma_kernel.py). Where that cannot run, many pairs multiply matrices of some experts at a time (`choose_experts`).
-Tiles come from the pure functions below. Those of Hopper for matrices are measured; the others follow from sizes of shared
-memory and registers. This module leaves out the choice of experts, which is
-the model's router, and experts that every token takes.
+weights and inputs instead of inputs and weights. Hopper has another kernel for them (experts_wgmma_kernel.py), and one for many
+pairs of bfloat16 matrices (experts_matrix_kernel.py); `_list_tiles` lists the tiles of both. Where the former cannot run, many
+pairs multiply matrices of some experts at a time (`choose_experts`). Tiles come from the pure functions below. Those of Hopper
+for matrices are measured; the others follow from sizes of shared memory and registers. On Hopper and later GPUs all launches
+are programmatic, see `primitives.wait_for_previous_kernel`: each layer of a mixture has several short ones. This module leaves
+out the choice of experts, which is the model's router, and experts that every token takes.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ import triton.language as tl
 from torch import Tensor
 
 from fa_serve import spec
-from fa_serve.backends.launch import Launch, power_of_2
+from fa_serve.backends.launch import Launch, launch_options, power_of_2
 from fa_serve.backends.plan import PLANS, Run, facts
+from fa_serve.backends.triton.primitives import wait_for_previous_kernel
 from fa_serve.ops.experts_primitives import (
     expert_tensors,
     gate_numbers,
@@ -43,12 +45,13 @@ from fa_serve.ops.experts_primitives import (
 )
 from fa_serve.ops.experts_rows_kernel import plan_rows
 from fa_serve.ops.ops_backend import ExpertWeights, Gate, Weight
-from fa_serve.ops.quantized_choice import ExpertsWay, choose_experts
+from fa_serve.ops.quantized_choice import ExpertsWay, choose_experts, choose_matrices
 from fa_serve.ops.quantized_primitives import add_products, run_width
 from fa_serve.ops.quantized_product import dequantize, hopper_arch
 from fa_serve.ops.quantized_weight import QuantizedWeight
 
-_SORT_BLOCK = 1024
+_SORT_BLOCKS = (1024, 8192)
+"""Pairs that a program of the sort reads at once, for up to four times as many and for more."""
 _SUM_BLOCK = 1024
 _MATRIX_BYTES = 512 << 20
 """What the matrices of experts may take that are dequantised at once."""
@@ -65,12 +68,13 @@ class GroupedTile(NamedTuple):
 
 
 @triton.jit(do_not_specialize=["pairs"])
-def _sort_pairs(index_ptr, order_ptr, starts_ptr, pairs, BLOCK: tl.constexpr):
+def _sort_pairs(index_ptr, order_ptr, starts_ptr, pairs, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Program e writes the pairs of expert e in ascending order, behind those of the experts before e.
 
     order:  (pairs,) int32
     starts: (num_experts + 1,) int32, where each expert begins in `order`, and their end
     """
+    wait_for_previous_kernel(PDL)
     expert = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
     before = tl.zeros([BLOCK], tl.int32)
@@ -105,8 +109,11 @@ def _find_tile(starts_ptr, tile, NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexp
 
 
 @triton.jit
-def _list_tiles(starts_ptr, tiles_ptr, NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
+def _list_tiles(
+    starts_ptr, tiles_ptr, NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, PDL: tl.constexpr
+):
     """Program i writes what `_find_tile` finds for tile i: (tiles, 3) int32. A tile that does not exist has no rows."""
+    wait_for_previous_kernel(PDL)
     tile = tl.program_id(0)
     expert, first, end = _find_tile(starts_ptr, tile, NUM_EXPERTS, BLOCK_E, BLOCK_M)
     tl.store(tiles_ptr + 3 * tile, expert)
@@ -147,6 +154,7 @@ def _grouped_linear(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """A program computes one tile of the output, for up to BLOCK_M pairs of one expert.
 
@@ -157,6 +165,7 @@ def _grouped_linear(
 
     GROUP, VALUES and PARTS describe weights that have scales, see quantized_primitives.py.
     """
+    wait_for_previous_kernel(PDL)
     COLUMNS: tl.constexpr = N * (2 if GATED else 1)
     tiles_n = tl.cdiv(COLUMNS, BLOCK_N)
     expert, first, end = _find_tile(starts_ptr, tl.program_id(0) // tiles_n, NUM_EXPERTS, BLOCK_E, BLOCK_M)
@@ -231,8 +240,10 @@ def _sum_experts(
     N: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """A program computes BLOCK elements of one token, as the sum of its pairs in the order in which the router gave them."""
+    wait_for_previous_kernel(PDL)
     blocks = tl.cdiv(N, BLOCK)
     token = (tl.program_id(0) // blocks).to(tl.int64)
     columns = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -270,18 +281,21 @@ def _plan_grouped(x: Tensor, index: Tensor, experts: ExpertWeights, invariant: b
     num_experts, hidden, width = experts.sizes
     pairs = tokens * top_k
     call = _Call(x, pairs, top_k, num_experts, 0 if invariant else pairs / num_experts)
-    sort = Launch(_sort_pairs, num_experts, varying=(pairs,), fixed=(_SORT_BLOCK,), options={"num_warps": 8})
+    pdl = call.pdl
+    few, many = _SORT_BLOCKS
+    fixed = (few if pairs <= 4 * few else many, pdl)
+    sort = Launch(_sort_pairs, num_experts, varying=(pairs,), fixed=fixed, options=launch_options(pdl, 8))
     ways = [call.way(w) for w in (experts.gate_up, experts.down)]
     gated = call.plan(ways[0], experts.gate_up, experts.gate_up_bias, experts.gate)
     product = call.plan(ways[1], experts.down, experts.down_bias, None)
-    list_tiles = call.plan_tiles() if "wgmma" in ways else None
+    list_tiles = call.plan_tiles(ways)
     block = min(_SUM_BLOCK, power_of_2(hidden))
     total = Launch(
         _sum_experts,
         tokens * triton.cdiv(hidden, block),
         varying=(),
-        fixed=(num_experts, hidden, top_k, block),
-        options={"num_warps": 4},
+        fixed=(num_experts, hidden, top_k, block, pdl),
+        options=launch_options(pdl, 4),
     )
 
     def run(tensors: tuple[Tensor, Tensor, Tensor, ExpertWeights, Tensor]) -> None:
@@ -320,12 +334,18 @@ class _Call(NamedTuple):
     num_experts: int
     pairs_per_expert: float
 
+    @property
+    def pdl(self) -> bool:
+        """Whether launches are programmatic."""
+        return spec.arch_of(self.x.device) >= 90
+
     def way(self, weight: Weight) -> ExpertsWay:
-        """How a product with the weights of all experts is computed. Matrices have the portable kernel."""
-        if not isinstance(weight, QuantizedWeight):
-            return "portable"
-        shape = (weight.shape[0] // self.num_experts, weight.width)
+        """How a product with the weights of all experts is computed."""
         arch = hopper_arch(self.x, weight)
+        if not isinstance(weight, QuantizedWeight):
+            same = weight.dtype == self.x.dtype
+            return choose_matrices(weight.shape, weight.stride(), self.pairs_per_expert, weight.dtype, arch if same else 0)
+        shape = (weight.shape[0] // self.num_experts, weight.width)
         return choose_experts(weight.values, shape, weight.group_size, self.pairs_per_expert, self.x.dtype, arch)
 
     def plan(self, way: ExpertsWay, weight: Weight, bias: Tensor | None, gate: Gate | None) -> _Product:
@@ -334,6 +354,8 @@ class _Call(NamedTuple):
             return self._plan_wgmma(weight, bias, gate)
         if isinstance(weight, QuantizedWeight) and way == "dequantized":
             return self._plan_dequantized(weight, bias, gate)
+        if isinstance(weight, Tensor) and way == "matrix":
+            return self._plan_matrix(weight, bias, gate)
         return self._plan_portable(weight, bias, gate, self.num_experts)
 
     def tiles(self, block_m: int) -> int:
@@ -360,8 +382,9 @@ class _Call(NamedTuple):
                 power_of_2(num_experts),
                 *kernel_constants(weight),
                 *tile[:3],
+                self.pdl,
             ),
-            options={"num_warps": tile.num_warps, "num_stages": tile.num_stages},
+            options={**launch_options(self.pdl, tile.num_warps), "num_stages": tile.num_stages},
         )
 
         def run(x: Tensor, weight: Weight, bias: Tensor | None, places: _Places, out: Tensor) -> None:
@@ -369,19 +392,39 @@ class _Call(NamedTuple):
 
         return run
 
-    def plan_tiles(self) -> Callable[[Tensor], Tensor]:
-        """Lists the tiles of the kernel for Hopper from where each expert begins. One launch."""
-        from fa_serve.ops.experts_wgmma_kernel import grouped_wgmma_tile
+    def plan_tiles(self, ways: list[ExpertsWay]) -> Callable[[Tensor], Tensor] | None:
+        """Lists the tiles of a kernel for Hopper from where each expert begins. One launch; None if no product needs them."""
+        if "wgmma" in ways:
+            from fa_serve.ops.experts_wgmma_kernel import grouped_wgmma_tile
 
-        block_m = grouped_wgmma_tile(self.pairs_per_expert).block_m
+            block_m = grouped_wgmma_tile(self.pairs_per_expert).block_m
+        elif "matrix" in ways:
+            from fa_serve.ops.experts_matrix_types import BLOCK_M as block_m
+        else:
+            return None
         count = self.tiles(block_m)
-        sizes = (self.num_experts, power_of_2(self.num_experts), block_m)
-        launch = Launch(_list_tiles, count, varying=(), fixed=sizes, options={"num_warps": 1})
+        fixed = (self.num_experts, power_of_2(self.num_experts), block_m, self.pdl)
+        launch = Launch(_list_tiles, count, varying=(), fixed=fixed, options=launch_options(self.pdl, 1))
 
         def run(starts: Tensor) -> Tensor:
             tiles = torch.empty(count, 3, dtype=torch.int32, device=starts.device)
             launch((starts, tiles))
             return tiles
+
+        return run
+
+    def _plan_matrix(self, weight: Tensor, bias: Tensor | None, gate: Gate | None) -> _Product:
+        """One launch, in a kernel for Hopper."""
+        from fa_serve.ops.experts_matrix_kernel import plan_experts_matrix
+        from fa_serve.ops.experts_matrix_types import BLOCK_M
+
+        stride_be = 0 if bias is None else bias.stride(0)
+        launch = plan_experts_matrix(weight, self.pairs, self.top_k, gate, self.tiles(BLOCK_M), stride_be)
+
+        def run(x: Tensor, weight: Tensor, bias: Tensor | None, places: _Places, out: Tensor) -> None:
+            if x.data_ptr() % 16:
+                x = x.clone()  # copies to shared memory are 16 bytes each
+            launch((weight, x, x, bias, places.order, places.tiles, out))
 
         return run
 
@@ -441,8 +484,8 @@ def reads_by_rows(pairs: int, tokens: int, experts: ExpertWeights) -> bool:
     """Whether each pair reads its expert's weights by itself, row by row.
 
     Two tokens that meet one expert then read it twice. In us on one H200, where tokens take 8 of 128 experts, 16 pairs take
-    45.5 by rows and 51.1 grouped, 32 pairs 84.1 and 78.2. Weights whose columns are contiguous have no rows to read: a token
-    takes 240 by rows in the experts of gpt-oss, and 65 grouped.
+    45.5 by rows and 51.1 grouped, 32 pairs 84.1 and 78.2. Weights whose columns are contiguous have no rows to read: alone, a
+    token of gpt-oss takes 69 by rows and 78 grouped, but in a step of the whole model 3.8 and 2.7 ms.
     """
     weights = [w for w in (experts.gate_up, experts.down) if isinstance(w, Tensor)]
     if any(w.stride(2) != 1 for w in weights):

@@ -64,7 +64,7 @@ def weight_facts(weight: Weight) -> tuple[object, ...]:
     if isinstance(weight, QuantizedWeight):
         aligned = weight.data.data_ptr() % 16 == 0
         return (*facts(weight.data, weight.scales, weight.zeros), weight.group_size, weight.width, aligned)
-    return facts(weight)
+    return (*facts(weight), weight.data_ptr() % 16 == 0)
 
 
 def expert_tensors(weight: Weight) -> tuple[Tensor, Tensor | None, Tensor | None]:

@@ -11,8 +11,10 @@ much. A tile of up to 128 pairs unpacks weights for more products than one of 64
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
+import torch
 import triton
 from torch import Tensor
 from triton.experimental import gluon
@@ -26,20 +28,27 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from fa_serve.backends.hopper.gluon_names import copy_to_shared, sync_threads
-from fa_serve.backends.launch import Launch, multiprocessors
+from fa_serve.backends.launch import Launch, launch_options, multiprocessors
 from fa_serve.backends.plan import PLANS
+from fa_serve.backends.triton.primitives import wait_for_previous_kernel
+from fa_serve.ops.addition_kernel import launch_add
 from fa_serve.ops.experts_primitives import gate_numbers, gated_values, kernel_constants, rows_of_outputs
 from fa_serve.ops.ops_backend import Gate
+from fa_serve.ops.quantized_kernel import launch_sum_splits
 from fa_serve.ops.quantized_pairs import load_scales, load_zeros, product_input, product_tensors, weights_of_half, word_layout
 from fa_serve.ops.quantized_primitives import product_facts
 from fa_serve.ops.quantized_weight import QuantizedWeight
 
 
 class GroupedWgmmaTile(NamedTuple):
-    """block_m pairs by block_n rows of weights, computed by a warp for each 16 rows."""
+    """block_m pairs by block_n rows of weights, computed by a warp for each 16 rows.
+
+    splits: ranges of columns that are summed by different programs
+    """
 
     block_m: int
     block_n: int
+    splits: int = 1
 
 
 @gluon.jit
@@ -101,12 +110,15 @@ def _grouped_wgmma(
     VALUES: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
+    SPLITS: gl.constexpr,
+    PDL: gl.constexpr,
 ):
     """A program computes one tile of the output, as `experts_kernel._grouped_linear` does.
 
     tiles: (tiles, 3) int32, as `experts_kernel._list_tiles` writes them; None for one expert that has all `pairs`
     order: None if outputs are in the order of the input's rows
     data:  of float8 weights, int16
+    out:   with SPLITS above 1, for one expert, (SPLITS, pairs, N) float32
     """
     WARPS: gl.constexpr = gl.num_warps()
     BLOCKS: gl.constexpr = (K + 255) // 256
@@ -121,8 +133,17 @@ def _grouped_wgmma(
     w_copy: gl.constexpr = gl.BlockedLayout([1, 8 if VALUES == 0 else 4], [4, 8], [WARPS, 1], [1, 0])
     x_copy: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
     x_shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    tile = gl.program_id(0) // TILES_N
-    tile_n = gl.program_id(0) % TILES_N
+    tile = gl.program_id(0) // (TILES_N * SPLITS)
+    tile_n = gl.program_id(0) // SPLITS % TILES_N
+    first_block = 0
+    last_block = BLOCKS
+    if SPLITS > 1:
+        split = gl.program_id(0) % SPLITS
+        first_block = split * ((BLOCKS + SPLITS - 1) // SPLITS)
+        last_block = gl.minimum(first_block + (BLOCKS + SPLITS - 1) // SPLITS, BLOCKS)
+        out_ptr += split.to(gl.int64) * pairs * N
+    if tiles_ptr is not None:
+        wait_for_previous_kernel(PDL)
     if tiles_ptr is None:
         expert = 0
         first = tile * BLOCK_M
@@ -152,20 +173,23 @@ def _grouped_wgmma(
     else:
         words = gl.allocate_shared_memory(gl.int32, [2, BLOCK_N, 32], w_shared)
     tokens = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [2, BLOCK_M, 128], x_shared)
-    copy_weights(words, 0, w_ptrs, w_columns, 0, VALUES, K)
+    start = first_block * 256
+    copy_weights(words, first_block % 2, w_ptrs, w_columns, first_block, VALUES, K)
     async_copy.commit_group()
-    copy_to_shared(tokens.index(0), x_ptrs, mask=x_columns < K)
+    if tiles_ptr is None:
+        wait_for_previous_kernel(PDL)  # no kernel writes weights, so their copies need not wait
+    copy_to_shared(tokens.index(0), x_ptrs + start, mask=x_columns + start < K)
     async_copy.commit_group()
-    scales = load_scales(scales_ptr, groups, 0, GROUPS, GROUP, VALUES, False)
-    zeros = load_zeros(zeros_ptr, groups, 0, GROUPS, GROUP, VALUES, False, pair_layout)
+    scales = load_scales(scales_ptr, groups, start, GROUPS, GROUP, VALUES, False)
+    zeros = load_zeros(zeros_ptr, groups, start, GROUPS, GROUP, VALUES, False, pair_layout)
     async_copy.wait_group(1)
     sync_threads()
     acc = warpgroup_mma_init(gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=mma))
-    found = load_half(words, 0, 0, VALUES, w_layout)
+    found = load_half(words, first_block % 2, 0, VALUES, w_layout)
     lower = gl.convert_layout(weights_of_half(found, zeros, scales, pair_layout, False, VALUES, False), a_layout)
-    scales = load_scales(scales_ptr, groups, 128, GROUPS, GROUP, VALUES, False)
-    zeros = load_zeros(zeros_ptr, groups, 128, GROUPS, GROUP, VALUES, False, pair_layout)
-    for block in range(0, BLOCKS):
+    scales = load_scales(scales_ptr, groups, start + 128, GROUPS, GROUP, VALUES, False)
+    zeros = load_zeros(zeros_ptr, groups, start + 128, GROUPS, GROUP, VALUES, False, pair_layout)
+    for block in range(first_block, last_block):
         acc = warpgroup_mma_wait(0, deps=[acc])
         async_copy.wait_group(0)
         fence_async_shared()
@@ -234,15 +258,15 @@ def plan_grouped_wgmma(
     """
     rows = weight.shape[0] // num_experts
     n = rows // 2 if gate else rows
-    options = {"num_warps": tile.block_n // 16}
+    options = launch_options(True, tile.block_n // 16)
     if tile.block_m == 16:
         options["maxnreg"] = 128  # two programs on a multiprocessor
     return Launch(
         _grouped_wgmma,
-        tiles * triton.cdiv(rows, tile.block_n),
+        tiles * triton.cdiv(rows, tile.block_n) * tile.splits,
         varying=(pairs, *gate_numbers(gate)),
         strides=(stride_be,),
-        fixed=(n, weight.width, top_k, *rows_of_outputs(gate, n), *kernel_constants(weight)[:2], *tile),
+        fixed=(n, weight.width, top_k, *rows_of_outputs(gate, n), *kernel_constants(weight)[:2], *tile, True),
         options=options,
     )
 
@@ -260,27 +284,45 @@ def grouped_wgmma_tile(pairs_per_expert: float) -> GroupedWgmmaTile:
     return GroupedWgmmaTile(128, 128)
 
 
-def launch_as_one_expert(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
-    """x @ weight.T + bias, (m, n) bfloat16: the weight is an expert that all tokens have chosen. One launch, or two where the
-    columns of the weight are in another order."""
+def launch_as_one_expert(
+    x: Tensor, weight: QuantizedWeight, bias: Tensor | None, residual: Tensor | None, alpha: float
+) -> Tensor:
+    """As `launch_quantized_linear`, in bfloat16: the weight is an expert that all tokens have chosen.
+
+    One launch, or two where sums are split or a residual is added; one more rearranges columns.
+    """
     x = product_input(x, weight)
-    m = x.shape[0]
+    m, k = x.shape
     n = weight.shape[0]
-    key = ("one_expert", *product_facts(x, weight, bias, None))
+    tile = dense_tile(multiprocessors(x.device, 1), m, n, k)
+    key = ("one_expert", *product_facts(x, weight, bias, residual))
     run = PLANS.get(key)
     if run is None:
-        tile = dense_tile(multiprocessors(x.device, 1), n)
         run = PLANS.add(key, plan_grouped_wgmma(weight, 1, 1, None, triton.cdiv(m, tile.block_m), tile, 0, m))
-    y = x.new_empty(m, n)
-    run((x, *product_tensors(weight), bias, None, None, y))
-    return y
+    tensors = (x, *product_tensors(weight))
+    if tile.splits == 1:
+        y = x.new_empty(m, n)
+        run((*tensors, bias, None, None, y))
+        return y if residual is None else launch_add(residual, y, alpha)
+    sums = torch.empty(tile.splits, m, n, dtype=torch.float32, device=x.device)
+    run((*tensors, None, None, None, sums))
+    out = x.new_empty(m, n) if residual is None else residual
+    return launch_sum_splits(sums, bias, residual, out, alpha)
 
 
-def dense_tile(num_sms: int, n: int) -> GroupedWgmmaTile:
-    """The tile of the product of 129 to 512 tokens with n rows of a dense weight.
+@lru_cache(maxsize=1024)
+def dense_tile(num_sms: int, m: int, n: int, k: int) -> GroupedWgmmaTile:
+    """The tile of the product of m tokens, 129 to 512, with n rows of a dense weight.
 
     256 tokens of 28672 x 4096 in 4 bits take 115 us on one H100 with 256 tokens and 128 rows, although 34 of 128 sums of a
     thread are spilled, 138 with 128 and 128, and 130 with 128 and 64. With fewer rows most multiprocessors would have no tile:
     6144 x 4096 takes 55.2, 33.9 and 31.9.
+
+    256 tokens of 4096 x 14336 take 93 us on one H200, three times as long as their products alone. A multiprocessor has one
+    program of four warps, which waits for copies and products in turn, although its shared memory holds two. So two programs
+    share the columns where there are too few tiles for two on each multiprocessor.
     """
-    return GroupedWgmmaTile(256, 128) if triton.cdiv(n, 128) >= num_sms else GroupedWgmmaTile(128, 64)
+    if triton.cdiv(n, 128) >= num_sms:
+        return GroupedWgmmaTile(256, 128)
+    programs = triton.cdiv(m, 128) * triton.cdiv(n, 64)
+    return GroupedWgmmaTile(128, 64, splits=2 if programs <= num_sms and k >= 4096 else 1)

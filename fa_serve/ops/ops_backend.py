@@ -40,6 +40,19 @@ class Norm(NamedTuple):
     offset: float = 0.0
 
 
+class RoundedRows(NamedTuple):
+    """Rows that were rounded to float8 for the product that takes them.
+
+    data:   (total, k) float8_e4m3fn
+    scales: (total, 1) float32; a row is data * scale
+    dtype:  of the product's result
+    """
+
+    data: Tensor
+    scales: Tensor
+    dtype: torch.dtype
+
+
 class Gate(NamedTuple):
     """How an expert makes one number of a gate and an up value: f(min(gate, limit)) * (clamp(up, -limit, limit) + offset).
 
@@ -121,15 +134,16 @@ class OpsBackend(Protocol):
 
     def linear(
         self,
-        x: Tensor,
+        x: Tensor | RoundedRows,
         weight: Weight,
         bias: Tensor | None,
         norm: Norm | None,
         activation: str | None,
         residual: Tensor | None,
         alpha: float,
+        next_weight: Weight | None,
         /,
-    ) -> Tensor: ...
+    ) -> Tensor | RoundedRows: ...
 
     def rms_norm(self, x: Tensor, norm: Norm, residual: Tensor | None, out: Tensor | None, /) -> Tensor: ...
 
@@ -165,6 +179,8 @@ class OpsBackend(Protocol):
     ) -> Tensor: ...
 
     def act_and_mul(self, x: Tensor, activation: str, /) -> Tensor: ...
+
+    def add(self, x: Tensor, y: Tensor, alpha: float, /) -> Tensor: ...
 
     def sample_rows(
         self,

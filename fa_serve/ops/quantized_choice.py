@@ -8,11 +8,12 @@ Few tokens take a kernel that unpacks weights in registers; Hopper has kernels f
 and PyTorch's product, because unpacking once is then cheap beside the product. Float8 weights with a scale for each row are
 multiplied with activations that are rounded to float8 as well, on GPUs where `torch._scaled_mm` does that, from as many tokens
 on as it is faster. Input in float32 is never rounded. This module imports no Triton, so that `fa-serve info` runs
-anywhere. Left out: the products (quantized_product.py).
+anywhere. The matrices of experts have a function here too. Left out: the products (quantized_product.py, experts_kernel.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -20,7 +21,7 @@ import torch
 from fa_serve.ops.quantized_weight import Values
 
 Way = Literal["kernel", "scaled_mm", "dequantized"]
-ExpertsWay = Literal["portable", "wgmma", "dequantized"]
+ExpertsWay = Literal["portable", "wgmma", "matrix", "dequantized"]
 Kernel = Literal["portable", "gemv", "wgmma", "grouped"]
 """Which kernel unpacks weights in registers: the portable ones (quantized_kernel.py), or those for Hopper; "grouped" is that of
 experts (experts_wgmma_kernel.py)."""
@@ -64,6 +65,7 @@ _GROUPED_ROWS = 4096  # with fewer, most multiprocessors would have no tile, and
 _GEMV_COLUMNS = 32768  # the token is kept in shared memory
 _MOST_WEIGHTS = {"int4": 1 << 33, "float4": 1 << 33, "float8": 1 << 31}  # words and bytes are counted in 32 bits
 _MOST_VALUES = 1 << 31  # of an expert, whose offsets are counted in 32 bits
+_MOST_ROWS = 1 << 31  # of all experts, which the copy engine counts in 32 bits
 
 
 def kernel_of(
@@ -102,7 +104,7 @@ def kernel_of(
         return "portable"
     if num_tokens == 1 and k <= _GEMV_COLUMNS:
         if values == "float8":
-            return "gemv" if group_size >= k and k % 128 == 0 else "portable"
+            return "gemv" if k % 128 == 0 and (group_size >= k or group_size % 128 == 0) else "portable"
         # a part of a block of 256 columns has one group
         grouped = group_size >= k or group_size % 256 == 0 or group_size in (32, 64, 128)
         return "gemv" if values == "int4" and grouped else "portable"
@@ -159,6 +161,34 @@ def choose_experts(
     kernel: ExpertsWay = "wgmma" if on_hopper else "portable"
     # a product in float32 is not one of tensor cores, and takes longer than unpacking
     return "dequantized" if pairs_per_expert > DEQUANTIZED_PAIRS[kernel] and dtype in HALVES else kernel
+
+
+MATRIX_PAIRS = 64
+"""The fewest pairs for each expert, on average, that the kernel of Hopper for matrices of experts multiplies.
+
+A layer on one H200 takes, in us by the portable kernel and by this one, 396 and 344 with 64 pairs for each of 128 experts, and
+456 and 323 with 96 for each of 64. Fewer are not measured. Its tiles have 128 pairs.
+"""
+
+
+def choose_matrices(
+    shape: Sequence[int], strides: Sequence[int], pairs_per_expert: float, dtype: torch.dtype, arch: int
+) -> ExpertsWay:
+    """How a product of many pairs with the matrices of experts is computed on a GPU.
+
+    shape, strides:   of all matrices, (num_experts, n, k)
+    pairs_per_expert: the average; 0 asks for the way of deterministic mode
+    dtype:            of the input and of the matrices
+    arch:             90 on Hopper where Gluon compiles the kernels written in it, else anything else
+
+    The kernel for Hopper copies 64 columns at a time, and 8 numbers of rows or columns that are contiguous in all matrices.
+    """
+    if arch != 90 or dtype != torch.bfloat16 or pairs_per_expert < MATRIX_PAIRS:
+        return "portable"
+    experts, n, k = shape
+    contiguous = tuple(strides) in ((n * k, k, 1), (n * k, 1, n))
+    whole = k % 64 == 0 and n % 16 == 0
+    return "matrix" if contiguous and whole and experts * max(n, k) < _MOST_ROWS else "portable"
 
 
 def converts_float8(arch: int) -> bool:

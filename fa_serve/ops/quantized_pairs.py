@@ -89,21 +89,19 @@ def pairs_of_float4(words, RUN: gl.constexpr):
 
 
 @gluon.jit
-def scaled_int4(words, zero, scale, RUN: gl.constexpr, HALF: gl.constexpr):
-    """int32: two weights of the bits 4 * RUN to 4 * RUN + 3 of each half of words.
+def pairs_of_int4(words, zero, RUN: gl.constexpr, HALF: gl.constexpr):
+    """int32: two integers of the bits 4 * RUN to 4 * RUN + 3 of each half of words less the zero point, exact.
 
-    zero, scale: 16 + zero point, and the scale, in both halves
+    zero: 16 + zero point, in both halves
     """
     PLACE: gl.constexpr = 6 if HALF else 3
     SHIFT: gl.constexpr = PLACE - 4 * RUN
     MOVE: gl.constexpr = f"shl.b32 t, $1, {SHIFT}; " if SHIFT >= 0 else f"shr.u32 t, $1, {-SHIFT}; "
     MASK: gl.constexpr = "0x03c003c0" if HALF else "0x00780078"
     KIND: gl.constexpr = "f16x2" if HALF else "bf16x2"
-    ASM: gl.constexpr = (
-        "{ .reg .b32 t; " + MOVE + f"lop3.b32 t, t, {MASK}, $4, 0xea; sub.rn.{KIND} t, t, $2; mul.rn.{KIND} $0, t, $3; " + "}"
-    )
+    ASM: gl.constexpr = "{ .reg .b32 t; " + MOVE + f"lop3.b32 t, t, {MASK}, $3, 0xea; sub.rn.{KIND} $0, t, $2; " + "}"
     sixteen = 0x4C004C00 if HALF else 0x41804180
-    return gl.inline_asm_elementwise(ASM, "=r,r,r,r,r", [words, zero, scale, sixteen], dtype=gl.int32, is_pure=True, pack=1)
+    return gl.inline_asm_elementwise(ASM, "=r,r,r,r", [words, zero, sixteen], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -148,7 +146,7 @@ def weights_of_half(words, zeros, scales, LAYOUT: gl.constexpr, UPPER: gl.conste
     """[BLOCK_N, 128]: the weights of columns 0 to 127 of a block, or with UPPER of columns 128 to 255.
 
     words:  of 4-bit values [BLOCK_N, 32] int32 of the block; of float8 numbers [BLOCK_N, 64] int16 of its half
-    scales: a tuple of [BLOCK_N, 1] int32, of the equal parts of the half; () leaves float8 numbers as they are
+    scales: a tuple of [BLOCK_N, 1] int32, of the equal parts of the half; () leaves float8 numbers and integers as they are
     zeros:  the same for zero points of integers, or ()
     LAYOUT: of [BLOCK_N, 16] words
     """
@@ -157,17 +155,17 @@ def weights_of_half(words, zeros, scales, LAYOUT: gl.constexpr, UPPER: gl.conste
     pairs = ()
     for run in gl.static_range(4):
         t = runs[run if VALUES == 0 else 0]
-        if PARTS == 0:
-            pairs += (pairs_of_float8(t, False, HALF),)
+        if VALUES == 0:
+            pair = pairs_of_float8(t, False, HALF)
+        elif VALUES == 2:
+            pair = pairs_of_float4(t, run)
         else:
+            zero, _ = gl.broadcast(zeros[run * len(zeros) // 4], t)
+            pair = pairs_of_int4(t, zero, run, HALF)
+        if PARTS > 0:
             scale, _ = gl.broadcast(scales[run * PARTS // 4], t)
-            if VALUES == 0:
-                pairs += (scaled(pairs_of_float8(t, False, HALF), scale, HALF),)
-            elif VALUES == 2:
-                pairs += (scaled(pairs_of_float4(t, run), scale, HALF),)
-            else:
-                zero, _ = gl.broadcast(zeros[run * PARTS // 4], t)
-                pairs += (scaled_int4(t, zero, scale, run, HALF),)
+            pair = scaled(pair, scale, HALF)
+        pairs += (pair,)
     joined = gl.join(gl.join(pairs[0], pairs[2]), gl.join(pairs[1], pairs[3]))  # type: ignore[misc]
     return gl.reshape(gl.permute(both_numbers(joined, HALF), (0, 2, 3, 1, 4)), [words.shape[0], 128])
 

@@ -2,17 +2,17 @@
 
 A program computes a tile of all columns, or of one of several ranges of them, whose sums a second kernel adds in their order.
 128 bytes of each row (256 columns of 4-bit weights, or 128 of float8) and the input's columns are copied to shared memory
-asynchronously, up to three blocks ahead, the first weights before the previous kernel has ended. A thread reads neighbouring
-pairs of words and makes pairs of weights of them in the input's dtype (see quantized_pairs.py). They are then rounded, as those
-of the unpacked matrix are, but scales of float8 weights in blocks are rounded to the input's dtype before. If a float8 row has
-one scale, it multiplies the row's sum instead. Left out: an input in another
-order of columns, which the caller rearranges.
+asynchronously, some blocks ahead, the first weights before the previous kernel has ended. A thread reads neighbouring
+pairs of words and makes pairs of weights of them in the input's dtype (see quantized_pairs.py), float8 weights while the tensor
+cores multiply the 128 columns before them. The weights are then rounded, as those of the unpacked matrix are, but scales of
+float8 weights in blocks are rounded to the input's dtype before. If a float8 row has one scale, it multiplies the sums.
+Left out: the loop over blocks (quantized_wgmma_loop.py), and an input in another order of columns, which the caller rearranges.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -20,22 +20,27 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    warpgroup_mma,
-    warpgroup_mma_init,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_init
 
-from fa_serve.backends.hopper.gluon_names import copy_to_shared, sync_threads
 from fa_serve.backends.launch import Launch, launch_options, multiprocessors
 from fa_serve.backends.plan import PLANS
 from fa_serve.backends.triton.primitives import wait_for_previous_kernel
 from fa_serve.ops.linear_kernel import store_product
 from fa_serve.ops.quantized_kernel import launch_sum_splits
-from fa_serve.ops.quantized_pairs import load_scales, load_zeros, product_input, product_tensors, weights_of_half, word_layout
+from fa_serve.ops.quantized_pairs import product_input, product_tensors, word_layout
 from fa_serve.ops.quantized_primitives import kernel_values, product_facts
 from fa_serve.ops.quantized_weight import QuantizedWeight, Values
+from fa_serve.ops.quantized_wgmma_loop import (
+    copy_tokens,
+    copy_words,
+    load_groups,
+    products_in_turn,
+    products_overlapped,
+    wrapped,
+)
+
+SHARED_BYTES = 228 << 10
+"""Shared memory of a multiprocessor. Each program takes 1 KiB more than it asks for."""
 
 
 class WgmmaTile(NamedTuple):
@@ -43,57 +48,42 @@ class WgmmaTile(NamedTuple):
 
     stages: blocks of columns in shared memory, of which one is multiplied and the others are on their way
     splits: ranges of columns that are summed by different programs
+    overlapped: weights are unpacked while tensor cores multiply those before them, which takes at least 3 stages
     """
 
     block_m: int
     block_n: int
     stages: int
     splits: int
+    overlapped: bool = False
 
 
 @gluon.jit
-def copy_words(words, stage, w_ptrs, columns, block, inside, VALUES: gl.constexpr, K: gl.constexpr):
-    """Begin to copy the 128 bytes of weights that each row has in a block. Bytes from K on are 0."""
-    if VALUES == 0:
-        copy_to_shared(words.index(stage), w_ptrs + block * 64, mask=inside & (columns + block * 64 < K // 2))
-    else:
-        copy_to_shared(words.index(stage), w_ptrs + block * 32, mask=inside)
-
-
-@gluon.jit
-def copy_tokens(tokens, stage, x_ptrs, columns, block, inside, K: gl.constexpr, HALVES: gl.constexpr):
-    """Begin to copy the input's columns of a block, and commit everything that was begun. Columns from K on are 0."""
-    for half in gl.static_range(HALVES):
-        start = (block * HALVES + half) * 128
-        copy_to_shared(tokens.index(HALVES * stage + half), x_ptrs + start, mask=inside & (columns + start < K))
-    async_copy.commit_group()
-
-
-@gluon.jit
-def load_groups(
+def store_tile(
+    acc,
     scales_ptr,
-    zeros_ptr,
-    groups,
-    block,
-    K: gl.constexpr,
-    GROUP: gl.constexpr,
-    VALUES: gl.constexpr,
-    HALVES: gl.constexpr,
-    HALF: gl.constexpr,
-    LAYOUT: gl.constexpr,
+    bias_ptr,
+    residual_ptr,
+    out_ptr,
+    row,
+    M,
+    alpha,
+    N: gl.constexpr,
+    BY_ROW: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
 ):
-    """Scales and zero points of a block, a tuple for each 128 columns. Float8 weights with a scale for each row get none."""
-    GROUPS: gl.constexpr = (K + GROUP - 1) // GROUP
-    scales = ()
-    zeros = ()
-    for half in gl.static_range(HALVES):
-        start = (block * HALVES + half) * 128
-        if VALUES == 0 and GROUP >= K:
-            scales += ((),)
-        else:
-            scales += (load_scales(scales_ptr, groups, start, GROUPS, GROUP, VALUES, HALF),)
-        zeros += (load_zeros(zeros_ptr, groups, start, GROUPS, GROUP, VALUES, HALF, LAYOUT),)
-    return scales, zeros
+    """Finish the sums of a tile, [BLOCK_N, BLOCK_M], from `row` on, and store them in units of 8 rows."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([8, 1], [BLOCK_N // 8, 256 // BLOCK_N], [1, gl.num_warps()], [0, 1])
+    rows = row + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, LAYOUT))
+    n = gl.expand_dims(rows, 1)
+    token = gl.expand_dims(gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, LAYOUT)), 0)
+    y = gl.convert_layout(acc, LAYOUT)
+    if BY_ROW:
+        y *= gl.load(scales_ptr + n, mask=n < N, other=0.0).to(gl.float32)
+    if bias_ptr is not None:
+        y += gl.load(bias_ptr + n, mask=n < N, other=0.0).to(gl.float32)
+    store_product(y, out_ptr, residual_ptr, alpha, token * N + n, (n < N) & (token < M))
 
 
 @gluon.jit(do_not_specialize=["M"])
@@ -115,6 +105,7 @@ def _quantized_wgmma(
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
     SPLITS: gl.constexpr,
+    OVERLAPPED: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """As `quantized_kernel._quantized_linear`: with SPLITS > 1 out is (SPLITS, M, N) float32, without bias and residual.
@@ -138,66 +129,53 @@ def _quantized_wgmma(
     w_shared: gl.constexpr = gl.SwizzledSharedLayout(8 if VALUES == 0 else 4, 1, 8, [1, 0])
     x_shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     split = gl.program_id(0) % SPLITS
-    row = gl.program_id(0) // SPLITS * BLOCK_N
-    first = split * SPAN
-    count = gl.minimum(SPAN, BLOCKS - first)
-    # rows and tokens that do not exist are the last ones, and are not stored
+    tile = gl.program_id(0) // SPLITS
+    row = tile * BLOCK_N
+    if SPLITS == 1:
+        # if all programs began with the same columns, they would read the same few lines of the input at the same time
+        first = tile % BLOCKS
+        count = BLOCKS
+    else:
+        first = split * SPAN
+        count = gl.minimum(SPAN, BLOCKS - first)
+    # rows that do not exist are the last one, and are not stored; tokens that do not exist are 0, and are not read
     w_rows = gl.minimum(row + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, w_copy)), N - 1)
     w_columns = gl.expand_dims(gl.arange(0, 64 if VALUES == 0 else 32, layout=gl.SliceLayout(0, w_copy)), 0)
-    w_ptrs = data_ptr + gl.expand_dims(w_rows * ROW, 1) + w_columns
-    x_rows = gl.minimum(gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, x_copy)), M - 1)
+    weights = (data_ptr, gl.expand_dims(w_rows * ROW, 1) + w_columns, w_columns)
+    x_rows = gl.expand_dims(gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, x_copy)), 1)
     columns = gl.expand_dims(gl.arange(0, 128, layout=gl.SliceLayout(0, x_copy)), 0)
-    x_ptrs = x_ptr + gl.expand_dims(x_rows * K, 1) + columns
-    groups = gl.minimum(row + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, pair_layout)), N - 1) * GROUPS
+    inputs = (x_ptr, x_rows * K + columns, columns, x_rows < M)
+    g_rows = gl.minimum(row + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, pair_layout)), N - 1) * GROUPS
+    groups = (scales_ptr, zeros_ptr, g_rows)
     if VALUES == 0:
         words = gl.allocate_shared_memory(gl.int16, [STAGES, BLOCK_N, 64], w_shared)
     else:
         words = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_N, 32], w_shared)
-    tokens = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [STAGES * HALVES, BLOCK_M, 128], x_shared)
+    tokens = ()
+    for _half in gl.static_range(HALVES):
+        tokens += (gl.allocate_shared_memory(x_ptr.dtype.element_ty, [STAGES, BLOCK_M, 128], x_shared),)
     # no kernel writes weights, so they may be loaded before the previous kernel ends
     for stage in gl.static_range(STAGES - 1):
-        copy_words(words, stage, w_ptrs, w_columns, first + stage, stage < count, VALUES, K)
-    scales, zeros = load_groups(scales_ptr, zeros_ptr, groups, first, K, GROUP, VALUES, HALVES, HALF, pair_layout)
+        copy_words(words, stage, weights, wrapped(first + stage, BLOCKS), stage < count, VALUES, K)
+        async_copy.commit_group()
+    scales, zeros = load_groups(groups, first, K, GROUP, VALUES, HALVES, HALF, pair_layout)
     wait_for_previous_kernel(PDL)
     for stage in gl.static_range(STAGES - 1):
-        copy_tokens(tokens, stage, x_ptrs, columns, first + stage, stage < count, K, HALVES)
+        copy_tokens(tokens, stage, inputs, wrapped(first + stage, BLOCKS), stage < count, K)
     acc = warpgroup_mma_init(gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=mma))
-    stage = 0
-    into = STAGES - 1
-    for step in range(0, count):
-        async_copy.wait_group(STAGES - 2)
-        # the products of the stage that the next copies overwrite have ended
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        fence_async_shared()
-        sync_threads()
-        ahead = step + STAGES - 1
-        copy_words(words, into, w_ptrs, w_columns, first + ahead, ahead < count, VALUES, K)
-        copy_tokens(tokens, into, x_ptrs, columns, first + ahead, ahead < count, K, HALVES)
-        block = first + step + 1
-        next_scales, next_zeros = load_groups(scales_ptr, zeros_ptr, groups, block, K, GROUP, VALUES, HALVES, HALF, pair_layout)
-        found = words.index(stage).load(w_layout)
-        for half in gl.static_range(HALVES):
-            w = weights_of_half(found, zeros[half], scales[half], pair_layout, half == 1, VALUES, HALF)
-            w = gl.convert_layout(w, a_layout)
-            if half > 0:
-                acc = warpgroup_mma_wait(0, deps=[acc])
-            # ptxas keeps w in its registers until the next wait; tests check that it does not serialise the products for that
-            acc = warpgroup_mma(w, tokens.index(HALVES * stage + half).permute((1, 0)), acc, is_async=True)
-        scales = next_scales
-        zeros = next_zeros
-        stage = gl.where(stage == STAGES - 1, 0, stage + 1)
-        into = gl.where(into == STAGES - 1, 0, into + 1)
-    acc = warpgroup_mma_wait(0, deps=[acc])
+    if OVERLAPPED:
+        acc = products_overlapped(
+            acc, words, tokens, weights, inputs, groups, scales, zeros, first, count,
+            K, GROUP, VALUES, HALF, w_layout, pair_layout, a_layout,
+        )  # fmt: skip
+    else:
+        acc = products_in_turn(
+            acc, words, tokens, weights, inputs, groups, scales, zeros, first, count,
+            K, GROUP, VALUES, HALF, w_layout, pair_layout, a_layout,
+        )  # fmt: skip
     async_copy.wait_group(0)
-    o_rows = row + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, mma))
-    o_row = gl.expand_dims(o_rows, 1)
-    o_token = gl.expand_dims(gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, mma)), 0)
-    stored = (o_row < N) & (o_token < M)
-    if VALUES == 0 and GROUP >= K:
-        acc *= gl.load(scales_ptr + o_row, mask=o_row < N, other=0.0).to(gl.float32)
-    if bias_ptr is not None:
-        acc += gl.load(bias_ptr + o_row, mask=o_row < N, other=0.0).to(gl.float32)
-    store_product(acc, out_ptr + split.to(gl.int64) * M * N, residual_ptr, alpha, o_token * N + o_row, stored)
+    out_ptr += split.to(gl.int64) * M * N
+    store_tile(acc, scales_ptr, bias_ptr, residual_ptr, out_ptr, row, M, alpha, N, VALUES == 0 and GROUP >= K, BLOCK_M, BLOCK_N)
 
 
 def launch_quantized_wgmma(
@@ -217,7 +195,7 @@ def launch_quantized_wgmma(
             triton.cdiv(n, tile.block_n) * tile.splits,
             varying=(m, alpha),
             fixed=(n, k, weight.group_size, kernel_values(weight), *tile, True),
-            options=launch_options(True, tile.block_n // 16),
+            options=tile_options(tile, weight.values),
         )
         run = PLANS.add(key, launch)
     tensors = (x, *product_tensors(weight))
@@ -229,27 +207,49 @@ def launch_quantized_wgmma(
     return launch_sum_splits(sums, bias, residual, out, alpha)
 
 
+def stage_bytes(block_m: int, block_n: int, values: Values) -> int:
+    """Shared memory of a block of columns: 128 bytes of each row of weights, and the input in 16 bits."""
+    return block_n * 128 + block_m * (256 if values == "float8" else 512)
+
+
+def tile_options(tile: WgmmaTile, values: Values) -> dict[str, Any]:
+    """A warp for each 16 rows, and at most so many registers that as many programs fit as shared memory has room for.
+
+    With zero points, ptxas takes 143 registers for 16 tokens and 64 rows if it may. Then 3 programs fit instead of 4, and 448
+    programs on 132 multiprocessors take two turns.
+    """
+    programs = SHARED_BYTES // (tile.stages * stage_bytes(tile.block_m, tile.block_n, values) + 1024)
+    registers = max(128, 65536 // (2 * tile.block_n * max(1, programs)) // 8 * 8)
+    options = launch_options(True, tile.block_n // 16)
+    return options if registers > 255 else {**options, "maxnreg": registers}
+
+
 @lru_cache(maxsize=1024)
 def wgmma_tile(num_sms: int, m: int, n: int, k: int, values: Values) -> WgmmaTile:
     """The tile of the product of m tokens with n rows of weights.
 
-    Of 64 and 128 rows of weights, 2 to 6 stages, and 1, 2, 4 and 8 ranges of columns on one H100, these were the fastest, or
-    within 7% of the fastest, for the shapes and formats in `quantized_choice.kernel_of`. More stages take shared memory that
-    other programs of the multiprocessor need: 16 tokens took 26.3 us with 3 stages and 34.7 with 6 for 28672 x 4096 and 4-bit
-    weights, and 64 tokens 37.8 with 2 and 52.8 with 4, both of 128 rows. 16 tokens of 6144 x 4096 took 8.7 with 4 ranges and
-    10.0 with 2; 64 tokens took 13.8 and 12.9.
+    Programs that a multiprocessor holds at a time share ranges of at least 1024 columns. Of 64 to 256 rows, 2 to 6 stages, 1
+    to 8 ranges, and with and without overlap, these were the fastest or within 10% of the fastest on one H200. Unpacking while
+    the tensor cores multiply pays off for float8 weights only. In us for 28672 x 4096, 4096 x 14336, 6144 x 4096 and
+    4096 x 4096, with these tiles and by the kernel before it:
+    4-bit weights, 4 tokens   27.9, 15.3, 9.1, 6.6;   44.7, 22.0, 12.1, 7.7
+                  16 tokens   28.0, 16.7, 9.2, 8.0;   32.2, 24.7, 9.2, 9.0
+                  64 tokens   41.5, 24.9, 15.1, 10.8; 55.9, 23.6, 13.8, 9.1
+                  128 tokens  77.3, 44.3, 24.4, 16.6; 77.7, 43.0, 26.4, 16.7
+    Float8 by row, 4 tokens   34.0, 20.4, 10.3, 8.4;  46.8, 26.8, 12.7, 10.6
+                  16 tokens   34.5, 21.9, 11.2, 9.3;  36.0, 26.3, 10.8, 10.0
+                  64 tokens   42.9, 27.7, 16.4, 12.2; 51.8, 31.1, 18.1, 12.0
     """
     block_m = next(size for size in (16, 32, 64, 128) if m <= size)
-    many_rows = triton.cdiv(n, 128) >= num_sms
-    if values == "float8":
-        rows = 64
-        stages = {16: 4, 32: 3, 64: 3, 128: 2}[block_m]
-    else:
-        rows = 128 if many_rows and block_m >= 64 else 64
-        stages = 3 if (many_rows and block_m == 16) or block_m == 32 else 2
-    wanted = (2 if block_m <= 32 else 1) * num_sms
-    programs = triton.cdiv(n, rows)
+    packed = values != "float8"
+    tiles = triton.cdiv(n, 64)
+    if tiles >= 2 * num_sms:
+        block_n = 64 if block_m <= 32 else 128
+        stages = {16: 3, 32: 2, 64: 2, 128: 2} if packed else {16: 4, 32: 3, 64: 3, 128: 2}
+        return WgmmaTile(block_m, block_n, stages[block_m], 1, not packed and block_m == 16)
+    residents = {16: 4, 32: 4, 64: 2, 128: 1}[block_m]
     splits = 1
-    while splits < 4 and programs * splits < wanted and k >= 2048 * splits:
+    while 2 * splits * tiles <= residents * num_sms and k >= 2048 * splits:
         splits *= 2
-    return WgmmaTile(block_m, rows, stages, splits)
+    stages = {16: 3, 32: 2, 64: 2, 128: 3} if packed else {16: 4, 32: 4, 64: 4, 128: 2}
+    return WgmmaTile(block_m, 64, stages[block_m], splits, not packed and block_m < 128)

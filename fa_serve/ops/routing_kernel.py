@@ -1,7 +1,8 @@
 """The choice of a mixture's experts: scores, the best groups, the best experts and their weights in one kernel.
 
 A program handles one token, whose scores it holds in registers, and takes the largest one top_k times. Of equal ones it takes
-the first. This module leaves out the product that gives the logits.
+the first. On Hopper and later GPUs it is launched programmatically, see `primitives.wait_for_previous_kernel`. This module
+leaves out the product that gives the logits.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fa_serve.backends.launch import Launch, power_of_2
+from fa_serve import spec
+from fa_serve.backends.launch import Launch, launch_options, power_of_2
 from fa_serve.backends.plan import PLANS, facts
+from fa_serve.backends.triton.primitives import wait_for_previous_kernel
 from fa_serve.ops.activation_kernel import sigmoid
 from fa_serve.ops.ops_backend import Router
 
@@ -49,7 +52,9 @@ def _route(
     TOP_GROUPS: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_previous_kernel(PDL)
     row = tl.program_id(0).to(tl.int64)
     experts = tl.arange(0, BLOCK_E)
     known = experts < NUM_EXPERTS
@@ -94,7 +99,8 @@ def launch_route(logits: Tensor, bias: Tensor | None, router: Router, dtype: tor
         if tokens == 0:
             return weights, index
         sizes = (power_of_2(num_experts), power_of_2(top_k))
-        fixed = (logits.stride(0), num_experts, top_k, uses_sigmoid, renormalise, num_groups, top_groups, *sizes)
-        run = PLANS.add(key, Launch(_route, tokens, varying=(scale,), fixed=fixed, options={"num_warps": 1}))
+        pdl = spec.arch_of(logits.device) >= 90
+        fixed = (logits.stride(0), num_experts, top_k, uses_sigmoid, renormalise, num_groups, top_groups, *sizes, pdl)
+        run = PLANS.add(key, Launch(_route, tokens, varying=(scale,), fixed=fixed, options=launch_options(pdl, 1)))
     run((logits, bias, weights, index))
     return weights, index

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fa_serve.api import store_kv
-from fa_serve.ops.ops_backend import Norm, Pairing, Weight
+from fa_serve.ops.ops_backend import Norm, Pairing, RoundedRows, Weight
 from fa_serve.ops.quantized_weight import QuantizedWeight
 from fa_serve.ops.torch_experts import activate, experts, route
 from fa_serve.ops.torch_sampling import sample_rows
@@ -30,15 +30,18 @@ class TorchOps:
 
     def linear(
         self,
-        x: Tensor,
+        x: Tensor | RoundedRows,
         weight: Weight,
         bias: Tensor | None,
         norm: Norm | None,
         activation: str | None,
         residual: Tensor | None,
         alpha: float,
+        next_weight: Weight | None,
         /,
     ) -> Tensor:
+        """As `fa_serve.ops.linear`. Nothing is rounded here, so x never is `RoundedRows`."""
+        assert isinstance(x, Tensor)
         if norm is not None:
             x = self.rms_norm(x, norm, None, None)
         y = product(x, _matrix(weight, x.dtype), bias, residual, alpha)
@@ -100,6 +103,9 @@ class TorchOps:
         parts = (keys[..., :rank], keys[..., rank:], kv_cache[..., :rank], kv_cache[..., rank:])
         store_kv(*parts, slot_mapping, k_descale=descale, v_descale=descale)
         return keys[:, 0]
+
+    def add(self, x: Tensor, y: Tensor, alpha: float, /) -> Tensor:
+        return x.copy_(_wide(x).add(_wide(y), alpha=alpha))
 
     def act_and_mul(self, x: Tensor, activation: str, /) -> Tensor:
         gate, up = _wide(x).chunk(2, dim=1)

@@ -9,11 +9,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from fa_serve.ops.activation_kernel import launch_act_and_mul
+from fa_serve.ops.addition_kernel import launch_add
 from fa_serve.ops.experts_kernel import launch_experts
 from fa_serve.ops.linear_kernel import launch_linear_row
 from fa_serve.ops.norm_kernel import launch_rms_norm
-from fa_serve.ops.ops_backend import Norm, Weight
-from fa_serve.ops.quantized_product import dequantize, quantized_linear
+from fa_serve.ops.ops_backend import Norm, RoundedRows, Weight
+from fa_serve.ops.quantized_product import dequantize, gated, quantized_linear
 from fa_serve.ops.quantized_weight import QuantizedWeight
 from fa_serve.ops.rotary_kernel import launch_rotary_store_kv
 from fa_serve.ops.rotary_latent_kernel import launch_rotary_store_latent
@@ -32,6 +33,7 @@ class TritonOps:
     rotary_store_kv = staticmethod(launch_rotary_store_kv)
     rotary_store_latent = staticmethod(launch_rotary_store_latent)
     act_and_mul = staticmethod(launch_act_and_mul)
+    add = staticmethod(launch_add)
     sample_rows = staticmethod(launch_sample_rows)
     route = staticmethod(launch_route)
     experts = staticmethod(launch_experts)
@@ -42,23 +44,25 @@ class TritonOps:
 
     def linear(
         self,
-        x: Tensor,
+        x: Tensor | RoundedRows,
         weight: Weight,
         bias: Tensor | None,
         norm: Norm | None,
         activation: str | None,
         residual: Tensor | None,
         alpha: float,
+        next_weight: Weight | None,
         /,
-    ) -> Tensor:
+    ) -> Tensor | RoundedRows:
         if isinstance(weight, QuantizedWeight):
-            return quantized_linear(x, weight, bias, norm, activation, residual, alpha)
+            return quantized_linear(x, weight, bias, norm, activation, residual, alpha, next_weight)
+        assert isinstance(x, Tensor), "only products with float8 weights take rounded rows"
         if x.shape[0] == 1:
             return launch_linear_row(x, weight, bias, norm, activation, residual, alpha)
         if norm is not None:
             x = launch_rms_norm(x, norm, None, None)
         y = product(x, weight, bias, residual, alpha)
-        return y if activation is None else launch_act_and_mul(y, activation)
+        return y if activation is None else gated(y, activation, next_weight)
 
     def invariant_linear(self, x: Tensor, weight: Weight, bias: Tensor | None, /) -> Tensor:
         matrix = dequantize(weight, x.dtype) if isinstance(weight, QuantizedWeight) else weight

@@ -18,12 +18,13 @@ from fa_serve.backends.hopper import HopperBackend
 from fa_serve.backends.hopper.backward import plan_backward
 from fa_serve.backends.hopper.forward import plan_forward as plan_hopper
 from fa_serve.backends.hopper.latent_decode import plan_latent_decode
-from fa_serve.backends.plan import AttentionOptions, AttentionTensors, BackwardTensors
+from fa_serve.backends.plan import PLANS, AttentionOptions, AttentionTensors, BackwardTensors
 from fa_serve.backends.triton import decode
 from fa_serve.backends.triton.block_sparse import plan_block_sparse
 from fa_serve.backends.triton.forward import plan_forward as plan_portable
 from fa_serve.block_lists import BlockLists
 from fa_serve.ops import quantized_gemv_kernel, quantized_wgmma_kernel
+from fa_serve.ops.experts_matrix_kernel import plan_experts_matrix
 from fa_serve.ops.experts_wgmma_kernel import GroupedWgmmaTile, plan_grouped_wgmma
 from fa_serve.ops.ops_backend import Gate
 from fa_serve.ops.quantized_gemv_kernel import launch_quantized_gemv
@@ -148,6 +149,27 @@ def test_quantised_experts_on_hopper() -> None:
     assert not [line for kernel in kernels for line in kernel.ptxas_warnings if "C75" in line], "wgmma is serialised"
 
 
+@pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
+def test_experts_with_matrices_on_hopper(transposed: bool) -> None:
+    """Both products, with a gate and biases: no spills, and no product is serialised."""
+    k = 2880
+    weight = torch.zeros(2, *((k, 5760) if transposed else (5760, k)), dtype=torch.bfloat16)
+    weight = weight.transpose(1, 2) if transposed else weight
+    x = torch.zeros(512, k, dtype=torch.bfloat16)
+    order = torch.zeros(512, dtype=torch.int32)
+    tiles = torch.zeros(8, 3, dtype=torch.int32)
+    with compiling_for("sm90") as kernels:
+        for gate in (Gate("silu", interleaved=transposed, limit=7.0), None):
+            bias = torch.zeros(2, 5760, dtype=torch.bfloat16)
+            y = torch.zeros(512, 2880 if gate else 5760, dtype=torch.bfloat16)
+            plan_experts_matrix(weight, 512, 4, gate, 8, 5760)((weight, x, x, bias, order, tiles, y))
+    assert [kernel.name for kernel in kernels] == ["experts_matrix"] * 2
+    assert all(kernel.spill_bytes == 0 for kernel in kernels)
+    assert all(min(kernel.instructions["HGMMA"], kernel.instructions["UTMALDG"]) > 0 for kernel in kernels)
+    assert [kernel.instructions["LDGSTS"] for kernel in kernels] == [9, 0]
+    assert not [line for kernel in kernels for line in kernel.ptxas_warnings if "C75" in line], "wgmma is serialised"
+
+
 def test_products_of_quantised_weights_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """All tiles of the kernels for Hopper: they multiply with tensor cores, and registers suffice."""
     n = 512
@@ -157,17 +179,22 @@ def test_products_of_quantised_weights_on_hopper(monkeypatch: pytest.MonkeyPatch
     x = torch.zeros(64, k, dtype=torch.bfloat16)
     with compiling_for("sm90") as kernels:
         # without a GPU one multiprocessor is assumed, which gets the tiles of large weights
-        launch_quantized_wgmma(x, int4, None, None, 1.0)
+        for weight in (int4, float8):
+            for m in (16, 64):
+                launch_quantized_wgmma(x[:m], weight, None, None, 1.0)
         for module in (quantized_gemv_kernel, quantized_wgmma_kernel):
             monkeypatch.setattr(module, "multiprocessors", lambda device, otherwise: 132)
+        PLANS.clear()  # the number of multiprocessors is not in the keys
         for weight in (int4, float8):
             launch_quantized_gemv(x[:1], weight, None, None, None, None, 1.0)
             for m in (16, 64):
                 launch_quantized_wgmma(x[:m], weight, None, None, 1.0)
     of_weight = ["_quantized_gemv", "_quantized_wgmma", "_sum_splits", "_quantized_wgmma", "_sum_splits"]
-    assert [kernel.name for kernel in kernels] == ["_quantized_wgmma", *of_weight * 2]
+    assert [kernel.name for kernel in kernels] == ["_quantized_wgmma"] * 4 + of_weight * 2
     assert wgmma_tile(1, 64, n, k, "int4") == wgmma_tile(132, 64, 28672, k, "int4") != wgmma_tile(132, 64, n, k, "int4")
-    assert [kernel.spill_bytes for kernel in kernels] == [0] * len(kernels)
+    # 512 threads have 128 registers each
+    assert all(kernel.registers <= 128 and kernel.spill_bytes <= 40 for kernel in kernels[:4])
+    assert [kernel.spill_bytes for kernel in kernels[4:]] == [0] * 10
     assert all(kernel.instructions["HMMA"] > 0 for kernel in kernels if kernel.name == "_quantized_gemv")
     assert all(kernel.instructions["HGMMA"] > 0 for kernel in kernels if kernel.name == "_quantized_wgmma")
     assert not [line for kernel in kernels for line in kernel.ptxas_warnings if "C75" in line], "wgmma is serialised"

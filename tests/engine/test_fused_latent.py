@@ -9,7 +9,7 @@ from latent_families import LATENT, SCALED_QUERIES
 from long_run import long_run
 from tiny_models import random_prompts
 
-from fa_serve.engine import SamplingParams
+from fa_serve.engine import SamplingParams, model_runner
 from fa_serve.engine.fused_latent import LatentAttention
 from fa_serve.engine.speculation import NgramDrafter
 
@@ -64,6 +64,23 @@ def test_tokens_are_those_of_generate(make_engine, family, monkeypatch) -> None:
     assert hit.num_cached_tokens > 0
     assert hit.token_ids == tokens[-1]
     engine.check_integrity()
+
+
+@pytest.mark.parametrize(("plain_tokens", "captured"), [(20, False), (21, True)])
+def test_many_new_tokens_keep_the_plain_form_where_there_are_graphs(
+    make_engine, replays, monkeypatch, plain_tokens, captured
+) -> None:
+    """A step with prompts is captured when it comes for the second time, and graphs compute the absorbed form."""
+    monkeypatch.setattr(model_runner, "PLAIN_TOKENS", plain_tokens)
+    family = LATENT[0]
+    engine = make_engine(model=family.build(), prefix_caching=False)
+    engine._runner.make_graphs()
+    asked = [list(range(3, 13)), list(range(8, 18))]
+    for _ in range(3):
+        assert [c.token_ids for c in engine.generate(asked, GREEDY)] == expected(family, asked)
+    assert latent_layers(engine)
+    seen = {x.tokens for x in engine._runner._graphs._replays if x.kind == "prompts"}
+    assert bool(seen) == captured
 
 
 def test_drafts_are_verified_on_latent_keys(make_engine, monkeypatch) -> None:

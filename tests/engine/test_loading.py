@@ -2,12 +2,14 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from fa_serve.demo import model_path
-from fa_serve.engine import EngineConfig, kv_cache
+from fa_serve.engine import EngineConfig, kv_cache, loading
 from fa_serve.engine.loading import load_model, load_tokenizer
 from fa_serve.spec import ParameterError
 
@@ -39,6 +41,42 @@ def test_sizes_that_cannot_work_are_refused_with_numbers(make_engine) -> None:
 def test_sizes_follow_from_the_model_and_the_cache(make_engine) -> None:
     assert make_engine(num_pages=16).config.max_model_len == 64
     assert make_engine(num_pages=None, max_num_seqs=2).config.num_pages == 2 * 256 // 4
+
+
+class SeenError(Exception):
+    """In the place of reading weights, with the device that they would be put on."""
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks", "device_map"),
+    [
+        pytest.param({"device": "cuda"}, None, {"": torch.device("cuda")}, id="gpu"),
+        pytest.param(
+            {"device": "cuda"},
+            SimpleNamespace(device=torch.device("cuda:0"), all_reduce=None, local_rank=0),
+            {"": torch.device("cuda:0")},
+            id="one-rank",
+        ),
+        pytest.param(
+            {"device": "cuda"},
+            SimpleNamespace(device=torch.device("cuda:1"), all_reduce=object(), local_rank=1),
+            None,
+            id="divided",
+        ),
+        pytest.param({"device": "cuda", "quantization": "fp8"}, None, None, id="rounded"),
+        pytest.param({"device": "cpu"}, None, None, id="cpu"),
+    ],
+)
+def test_weights_are_put_on_the_gpu_as_they_are_read(monkeypatch, settings, ranks, device_map) -> None:
+    """Unless the model is made smaller after it was read."""
+
+    def from_pretrained(path, **options):
+        raise SeenError(options["device_map"])
+
+    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    with pytest.raises(SeenError) as seen:
+        load_model(EngineConfig(**settings), ranks)
+    assert seen.value.args == (device_map,)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])

@@ -9,6 +9,7 @@ from hf_families import BY_NAME, assert_same, tokens
 from fa_serve import ops
 from fa_serve.engine import fused_router
 from fa_serve.engine.fused_router import fuse_routers
+from fa_serve.engine.fused_unit import fuse_units
 from fa_serve.hf import expert_modules, take_experts
 from fa_serve.ops.triton_ops import TritonOps
 
@@ -22,5 +23,6 @@ def test_the_kernels_compute_what_the_model_computes(name: str, monkeypatch: pyt
     monkeypatch.setattr(fused_router, "_ROWS", 32)  # the interpreter is slow
     assert take_experts(ours) == len(expert_modules(ours)) > 0
     assert fuse_routers(ours) > 0
+    assert fuse_units(ours) == (name == "deepseek-v3")
     for ids in (tokens(2, 6), tokens(1, 1)):
         assert_same(ours(ids).logits, eager(ids).logits)

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from fa_serve.demo import model_path
 from fa_serve.engine import EngineConfig, read_ahead
@@ -91,7 +92,7 @@ def test_a_load_that_fails_ends_the_reading(tmp_path, monkeypatch):
 def test_the_first_rank_of_a_machine_asks_for_the_weights_of_a_model(asked, local_rank):
     class OneRank:
         all_reduce = None
-        device = "cpu"
+        device = torch.device("cpu")
 
     ranks = None
     if local_rank is not None:

@@ -152,7 +152,7 @@ def test_the_plan_meets_every_tile_of_products_and_experts(max_tokens, max_keys)
                 if kernel == "gemv":
                     return kernel
                 if kernel == "grouped":
-                    return dense_tile(132, n)
+                    return dense_tile(132, m, n, k)
                 if m > KERNEL_TOKENS:
                     return None  # dequantised
                 return wgmma_tile(132, m, n, k, "int4") if kernel == "wgmma" else linear_tile(132, m, n, k, 2)

@@ -13,6 +13,7 @@ from typing import Any
 from documentation import check_generated
 
 import fa_serve.flash_attn as fa2
+from fa_serve.flash_attn import cute
 from fa_serve.flash_attn import interface as fa3
 
 PAGE = Path(__file__).parents[2] / "docs" / "moving" / "flash-attn.md"
@@ -25,6 +26,7 @@ FUNCTIONS: dict[str, list[Callable[..., Any]]] = {
         fa3.flash_attn_varlen_func,
         fa3.flash_attn_with_kvcache,
     ],
+    "FlashAttention-4": [cute.flash_attn_func, cute.flash_attn_varlen_func],
 }
 YES = "supported"
 NO_EFFECT = "accepted, no effect"
@@ -47,10 +49,10 @@ NOTES: dict[str, tuple[str, str]] = {
     "max_seqlen_q": (YES, "an upper bound"),
     "max_seqlen_k": (YES, "an upper bound"),
     "seqused_q": (YES, "rows that are not used are 0"),
-    "seqused_k": (YES, "copies k and v"),
+    "seqused_k": (YES, "copies k and v if they are packed or have gradients"),
     "softmax_scale": (YES, "must be positive"),
     "causal": (YES, "aligned to the bottom right"),
-    "window_size": (YES, ""),
+    "window_size": (YES, "of FlashAttention-4: a window without the position of its query is refused"),
     "softcap": (YES, ""),
     "alibi_slopes": (YES, "(num_heads,) or (batch, num_heads), float32"),
     "dropout_p": ("refused unless 0", ""),
@@ -76,6 +78,21 @@ NOTES: dict[str, tuple[str, str]] = {
     "pack_gqa": (NO_EFFECT, "the kernels choose"),
     "sm_margin": (NO_EFFECT, "the kernels choose"),
     "scheduler_metadata": (NO_EFFECT, "`get_scheduler_metadata` returns None"),
+    "learnable_sink": (YES, "(num_heads,)"),
+    "return_lse": (YES, "also with gradients"),
+    "min_seqlen_k": (NO_EFFECT, "the kernels choose"),
+    "seqlen_k_per_split": (NO_EFFECT, "the kernels choose"),
+    "disable_scheduler_metadata": (NO_EFFECT, ""),
+    "gather_kv_indices": (REFUSED, "the kernels do not gather single keys"),
+    "score_mod": (REFUSED, "kernels are compiled before the call"),
+    "score_mod_bwd": (REFUSED, "as `score_mod`"),
+    "mask_mod": (REFUSED, "as `score_mod`; a mask or a block mask goes to `fa_serve.attention`"),
+    "aux_tensors": (REFUSED, "of `score_mod` and `mask_mod`"),
+    "aux_scalars": (REFUSED, "as `aux_tensors`"),
+    "block_sparse_tensors": (REFUSED, "go with a `mask_mod`; `fa_serve.attention` takes `block_mask`"),
+    "block_sparse_tensors_bwd": (REFUSED, "as `block_sparse_tensors`"),
+    "gather_bwd_recompute_p": ("refused unless False", "as `gather_kv_indices`"),
+    "gather_bwd_token_chunk": (REFUSED, "as `gather_kv_indices`"),
 }
 
 
@@ -107,12 +124,15 @@ def test_every_note_is_used() -> None:
     assert used == set(NOTES)
 
 
-def test_the_two_interfaces_agree_where_they_have_the_same_argument() -> None:
-    """A default that differs would be a surprise; `num_splits` of FlashAttention-3's dense calls is 1 in flash-attn too."""
+def test_the_interfaces_agree_where_they_have_the_same_argument() -> None:
+    """A default that differs would be a surprise. `num_splits` of dense calls is 1 in flash-attn too. FlashAttention-4 needs no
+    lengths, and writes an unlimited window as None."""
+    may_differ = {"k", "v", "num_splits", "window_size"}
+    may_differ |= {f"{name}_{x}" for name in ("max_seqlen", "cu_seqlens") for x in "qk"}
     defaults: dict[str, set[str]] = {}
     for functions in FUNCTIONS.values():
         for function in functions:
             for name, parameter in inspect.signature(function).parameters.items():
-                if name not in ("k", "v", "num_splits", "max_seqlen_q", "cu_seqlens_q"):
+                if name not in may_differ:
                     defaults.setdefault(name, set()).add(repr(parameter.default))
     assert {name: values for name, values in defaults.items() if len(values) > 1} == {}

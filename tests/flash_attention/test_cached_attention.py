@@ -152,9 +152,9 @@ def test_leftpad_of_caches_with_different_strides_is_refused() -> None:
 
 def test_starts_are_kept_and_bounded() -> None:
     module._STARTS.clear()
-    first = module._even_starts(3, 2, torch.device("cpu"))
+    first = module.even_starts(3, 2, torch.device("cpu"))
     assert first.tolist() == [0, 2, 4, 6]
-    assert module._even_starts(3, 2, torch.device("cpu")) is first
+    assert module.even_starts(3, 2, torch.device("cpu")) is first
     for batch in range(module.MAX_STARTS + 5):
-        module._even_starts(batch, 1, torch.device("cpu"))
+        module.even_starts(batch, 1, torch.device("cpu"))
     assert len(module._STARTS) <= module.MAX_STARTS

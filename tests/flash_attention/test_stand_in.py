@@ -42,6 +42,12 @@ from flash_attn.bert_padding import unpad_input
 from flash_attn.flash_attn_interface import flash_attn_varlen_func
 from flash_attn.layers.rotary import apply_rotary_emb
 from flash_attn.ops.triton.rotary import apply_rotary
+from flash_attn.cute import flash_attn_func as cute_func
+from flash_attn.cute.interface import flash_attn_varlen_func as cute_varlen_func
+import flash_attn.cute
+assert flash_attn.cute is fa_serve.flash_attn.cute and cute_func is flash_attn.cute.flash_attn_func
+assert cute_varlen_func is flash_attn.cute.flash_attn_varlen_func
+assert metadata.version("flash-attn-4") == flash_attn.cute.__version__ == "4.0.0b36"
 import flash_attn.ops.triton.rotary as rotary
 assert rotary is flash_attn.layers.rotary and rotary.apply_rotary is apply_rotary
 assert flash_attn is fa_serve.flash_attn and flash_attn_interface is fa_serve.flash_attn.interface
@@ -50,7 +56,7 @@ assert importlib.util.find_spec("flash_attn") is not None
 for name in ("flash_attn", "flash-attn", "Flash.Attn"):
     assert metadata.version(name) == flash_attn.__version__ == "2.8.3", name
 names = metadata.packages_distributions()
-assert names["flash_attn"] == ["flash-attn"] and names["flash_attn_interface"] == ["flash-attn-3"]
+assert sorted(names["flash_attn"]) == ["flash-attn", "flash-attn-4"] and names["flash_attn_interface"] == ["flash-attn-3"]
 assert metadata.metadata("flash_attn")["Name"] == "flash-attn"
 assert metadata.version("fa-serve")
 try:

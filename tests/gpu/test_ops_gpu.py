@@ -11,6 +11,8 @@ from rounded_once import assert_rounded_once, dtype_id, randn
 from torch import Tensor
 
 from fa_serve import ops
+from fa_serve.backends.plan import PLANS
+from fa_serve.ops import experts_kernel
 from fa_serve.ops.torch_ops import TorchOps
 from fa_serve.testing import assert_matches_reference
 
@@ -41,6 +43,15 @@ def test_rms_norm(total: int, width: int, residual: bool, dtype: torch.dtype) ->
         added = inputs(total, width, dtype=dtype, seed=seed + 9) if residual else None
         exact = EXACT.rms_norm(x.double(), exact_norm(norm), None if added is None else added.double(), None)
         assert_rounded_once(ops.rms_norm(x, norm, residual=added), exact)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+def test_add(dtype: torch.dtype) -> None:
+    for seed in range(CALLS):
+        x = inputs(33, 3000, dtype=dtype, seed=seed)
+        y = inputs(33, 3000, dtype=dtype, seed=seed + 9)
+        exact = x.double() + 0.3 * y.double()
+        assert_rounded_once(ops.add(x, y, alpha=0.3), exact)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
@@ -78,6 +89,7 @@ def test_linear_of_one_token(
             activation,
             None if r is None else r.double(),
             0.5,
+            None,
         )
         assert_rounded_once(ops.linear(x, weight, b, norm=given, activation=activation, residual=r, alpha=0.5), exact)
 
@@ -229,6 +241,55 @@ def test_experts(tokens: int, gate: ops.Gate, dtype: torch.dtype) -> None:
         assert torch.equal(out, results[0]), "equal calls have equal bits"
 
 
+MATRIX_CASES = {
+    "halves": (GATES["silu"], False),
+    "halves-of-columns": (ops.Gate("gelu_tanh"), True),
+    "interleaved": (ops.Gate("silu", interleaved=True), False),
+    "gpt-oss": (GATES["gpt-oss"], True),
+}
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("case", MATRIX_CASES)
+@pytest.mark.parametrize(
+    ("tokens", "sizes"),
+    [
+        pytest.param(700, (6, 2, 320, 200), id="odd-columns"),
+        pytest.param(1500, (8, 4, 2880, 1472), id="wide"),
+        pytest.param(4096, (32, 4, 256, 64), id="one-block"),
+    ],
+)
+def test_many_pairs_of_matrices(
+    tokens: int, sizes: tuple[int, int, int, int], case: str, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against float64 and the portable kernel. One expert has no pair, one has most, and some pairs are another process's."""
+    gate, transposed = MATRIX_CASES[case]
+    num_experts, top_k, hidden, width = sizes
+    shapes = ((num_experts, 2 * width, hidden), (num_experts, hidden, width))
+    weights = [inputs(*shape, dtype=torch.bfloat16, seed=i) * shape[2] ** -0.5 for i, shape in enumerate(shapes)]
+    biases = [inputs(*shape[:2], dtype=torch.bfloat16, seed=2) if bias else None for shape in shapes]
+    if transposed:
+        weights = [w.transpose(1, 2).contiguous().transpose(1, 2) for w in weights]
+    experts = ops.ExpertWeights(weights[0], biases[0], weights[1], biases[1], gate)
+    draw = torch.Generator().manual_seed(tokens)
+    index = torch.randint(-1, num_experts + 1, (tokens, top_k), generator=draw)
+    index = torch.where(index == 2, 3, index).cuda()
+    scores = torch.rand(tokens, top_k, generator=draw).cuda()
+    x = inputs(tokens, hidden, dtype=torch.bfloat16, seed=4)
+    wide = ops.ExpertWeights(*[None if w is None else w.double() for w in experts[:-1]], gate)
+    exact = EXACT.experts(x.double(), index, scores.double(), wide, False)
+    eager = EXACT.experts(x, index, scores, experts, False)
+    results = [ops.experts(x, index, scores, experts) for _ in range(CALLS)]
+    monkeypatch.setattr(experts_kernel, "choose_matrices", lambda *_: "portable")
+    PLANS.clear()
+    portable = ops.experts(x, index, scores, experts)
+    PLANS.clear()
+    for out in results:
+        assert_matches_reference(out, exact, eager)
+        assert_matches_reference(out, exact, portable)
+        assert torch.equal(out, results[0]), "equal calls have equal bits"
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 @pytest.mark.parametrize("gate", GATES.values(), ids=GATES)
 def test_invariant_experts_have_independent_rows(gate: ops.Gate, dtype: torch.dtype) -> None:
@@ -267,7 +328,7 @@ def test_a_row_of_logits_that_is_not_finite_has_experts_that_exist() -> None:
     assert bool(((index >= 0) & (index < 60)).all())
 
 
-@pytest.mark.parametrize("tokens", [1, 40])
+@pytest.mark.parametrize("tokens", [1, 40, 1000])
 def test_experts_replay_in_a_graph_with_another_routing(tokens: int) -> None:
     x, index, weights, experts = routed(tokens, GATES["silu"], torch.bfloat16)
     ops.experts(x, index, weights, experts)
@@ -281,7 +342,7 @@ def test_experts_replay_in_a_graph_with_another_routing(tokens: int) -> None:
     assert not out.any(), "no expert has the number 32"
 
 
-@pytest.mark.parametrize("tokens", [1, 40])
+@pytest.mark.parametrize("tokens", [1, 40, 1000])
 def test_a_row_of_experts_that_is_not_finite_stays_alone(tokens: int) -> None:
     x, index, weights, experts = routed(tokens, GATES["gpt-oss"], torch.bfloat16)
     expected = ops.experts(x, index, weights, experts)

@@ -59,13 +59,14 @@ def test_one_token(name: str, n: int, k: int, gated: bool, dtype: torch.dtype) -
         x = gpu_randn(1, k, dtype=dtype, seed=seed)
         residual = None if gated else gpu_randn(1, n, dtype=dtype, seed=9)
         wide = ops.Norm(norm.weight.double(), 1e-5)
-        exact = EXACT.linear(x.double(), weight, None, wide, activation, None if residual is None else residual.double(), 0.5)
+        exact_residual = None if residual is None else residual.double()
+        exact = EXACT.linear(x.double(), weight, None, wide, activation, exact_residual, 0.5, None)
         given = None if residual is None else residual.clone()
         actual = ops.linear(x, weight, norm=norm, activation=activation, residual=given, alpha=0.5)
         if kernel_for(x, weight) == "portable":
             assert_rounded_once(actual, exact)
         else:  # rounds the normalised token, as PyTorch does
-            assert_matches_reference(actual, exact, EXACT.linear(x, weight, None, norm, activation, residual, 0.5))
+            assert_matches_reference(actual, exact, EXACT.linear(x, weight, None, norm, activation, residual, 0.5, None))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=dtype_id)
@@ -105,6 +106,17 @@ def test_rows_are_rounded_as_pytorch_rounds_and_nan_stays() -> None:
     x[5, 7] = float("nan")
     rounded, _ = launch_quantize_rows(x, None, torch.ones(1, device="cuda"))
     assert rounded.float().isnan().nonzero().tolist() == [[5, 7]]
+
+
+@pytest.mark.parametrize("activation", ops.ACTIVATIONS)
+@pytest.mark.parametrize("scale", [None, 0.02], ids=["dynamic", "static"])
+def test_a_gate_rounds_what_it_would_have_written(scale: float | None, activation: str) -> None:
+    gate_up = gpu_randn(130, 2 * 14336, dtype=torch.bfloat16)
+    given = None if scale is None else torch.tensor([scale], device="cuda")
+    rounded, scales = launch_quantize_rows(gate_up, None, given, activation)
+    expected, expected_scales = launch_quantize_rows(ops.act_and_mul(gate_up, activation), None, given)
+    assert torch.equal(scales, expected_scales)
+    assert torch.equal(rounded.float(), expected.float())
 
 
 @pytest.fixture(scope="module")

@@ -60,7 +60,8 @@ def test_products(name: str, dtype: torch.dtype) -> None:
             kernel = "gemv" if m == 1 else "wgmma" if m <= 128 else "grouped"
             assert kernel_for(x, weight) == ("portable" if in_blocks or not_grouped else kernel)
             given = [None if residual is None else residual.clone() for _ in range(2)]
-            exact = EXACT.linear(x.double(), weight, wide, None, None, None if residual is None else residual.double(), 0.5)
+            exact_residual = None if residual is None else residual.double()
+            exact = EXACT.linear(x.double(), weight, wide, None, None, exact_residual, 0.5, None)
             eager = torch.nn.functional.linear(x, weight.dequantize(dtype), bias)
             eager = eager if given[0] is None else given[0] + 0.5 * eager
             assert_matches_reference(ops.linear(x, weight, bias, residual=given[1], alpha=0.5), exact, eager)
@@ -76,8 +77,8 @@ def test_one_token_with_a_norm_and_a_gate(name: str, dtype: torch.dtype) -> None
     wide = ops.Norm(norm.weight.double(), 1e-5, 1.0)
     x = 100 * gpu_randn(1, k, dtype=dtype, seed=5)
     activation = ops.ACTIVATIONS[0 if dtype == torch.float16 else 1]
-    exact = EXACT.linear(x.double(), weight, bias.double(), wide, activation, None, 1.0)
-    eager = EXACT.linear(x, weight, bias, norm, activation, None, 1.0)
+    exact = EXACT.linear(x.double(), weight, bias.double(), wide, activation, None, 1.0, None)
+    eager = EXACT.linear(x, weight, bias, norm, activation, None, 1.0, None)
     assert kernel_for(x, weight) == "gemv"
     for _ in range(CALLS):
         assert_matches_reference(ops.linear(x, weight, bias, norm=norm, activation=activation), exact, eager)

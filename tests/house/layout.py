@@ -64,6 +64,10 @@ TESTED_BY = {
         "tests/ops/test_all_reduce_kernel_interpreted.py",
         "device functions run inside of a kernel only",
     ),
+    "fa_serve.ops.experts_matrix_types": (
+        "tests/ops/test_experts_matrix_kernel.py",
+        "device functions run inside of a kernel only, and its types describe tiles to it",
+    ),
     "fa_serve.ops.experts_primitives": (
         "tests/ops/test_experts_kernel_interpreted.py",
         "device functions run inside of a kernel only, and its other functions describe weights to these kernels",

@@ -12,7 +12,14 @@ from rounded_once import randn
 from torch import Tensor
 
 from fa_serve import ops
-from fa_serve.ops import experts_kernel, experts_primitives, experts_rows_kernel, experts_wgmma_kernel
+from fa_serve.ops import (
+    experts_kernel,
+    experts_matrix_kernel,
+    experts_matrix_types,
+    experts_primitives,
+    experts_rows_kernel,
+    experts_wgmma_kernel,
+)
 from fa_serve.ops.experts_kernel import GroupedTile, launch_experts
 from fa_serve.ops.experts_rows_kernel import RowTile
 from fa_serve.ops.experts_wgmma_kernel import GroupedWgmmaTile
@@ -84,13 +91,18 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of the smallest size that a product takes, so that small inputs have several."""
     monkeypatch.setattr(experts_kernel, "grouped_tile", lambda *_: GroupedTile(16, 32, 16, 4, 2))
     monkeypatch.setattr(experts_kernel, "quantized_tile", lambda *_: GroupedTile(16, 64, 32, 4, 2))
-    by_unit = {"float8": RowTile(16, 64), "int4": RowTile(16, 256), "float4": RowTile(16, 256)}
-    monkeypatch.setattr(
-        experts_rows_kernel, "row_tile", lambda w: by_unit[w.values] if isinstance(w, QuantizedWeight) else RowTile(4, 16)
-    )
-    monkeypatch.setattr(experts_kernel, "_SORT_BLOCK", 32)
+    monkeypatch.setattr(experts_rows_kernel, "gated_tile", small_row_tile)
+    monkeypatch.setattr(experts_rows_kernel, "mixed_tile", lambda weight, top_k: small_row_tile(weight))
+    monkeypatch.setattr(experts_kernel, "_SORT_BLOCKS", (16, 32))
     monkeypatch.setattr(experts_kernel, "_SUM_BLOCK", 32)
     experts_kernel.PLANS.clear()
+
+
+def small_row_tile(weight: ops.Weight) -> RowTile:
+    """Rows of 40 columns take ten steps in two groups, and rows of 24 six steps in one."""
+    if isinstance(weight, QuantizedWeight):
+        return RowTile(16, 64 if weight.values == "float8" else 256, 1, 1, 4)
+    return RowTile(4, 4, 2, 2, 4)
 
 
 def wide(experts: ops.ExpertWeights) -> ops.ExpertWeights:
@@ -210,6 +222,38 @@ def test_tiles_are_listed_for_the_kernel_for_hopper(block_m: int, monkeypatch: p
     assert max(rows_of) == block_m or block_m == 64
 
 
+def test_tiles_are_listed_for_the_kernel_for_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in multiplies the pairs of the listed tiles. The second product has the portable kernel."""
+    rows_of = []
+
+    def plan(
+        weight: Tensor, pairs: int, top_k: int, gate: ops.Gate | None, tiles: int, stride_be: int
+    ) -> Callable[[tuple[Tensor, ...]], None]:
+        def product(tensors: tuple[Tensor, ...]) -> None:
+            matrices, x, _, bias, order, listed, out = tensors
+            assert matrices is weight
+            assert (len(listed), stride_be) == (tiles, bias.stride(0))
+            for expert, first, end in listed.tolist():
+                places = list(range(first, min(first + 16, end)))
+                rows_of.append(len(places))
+                if places:
+                    y = x[order[places].long() // top_k] @ matrices[expert].t() + bias[expert]
+                    out[places] = gated(y, gate)
+
+        return product
+
+    monkeypatch.setattr(experts_kernel, "choose_matrices", lambda shape, *_: "matrix" if shape[1] == 2 * 24 else "portable")
+    monkeypatch.setattr(experts_matrix_types, "BLOCK_M", 16)
+    monkeypatch.setattr(experts_matrix_kernel, "plan_experts_matrix", plan)
+    case = Case(40, 2, num_experts=3, gate=CLAMPED, transposed=True, bias=True, routing="elsewhere")
+    x, index, weights, experts = case.make(torch.float32)
+    exact = TorchOps().experts(x.double(), index, weights.double(), wide(experts), False)
+    eager = TorchOps().experts(x, index, weights, experts, False)
+    assert_matches_reference(launch_experts(x, index, weights, experts, False), exact, eager)
+    assert sum(rows_of) == int(((index >= 0) & (index < 3)).sum())
+    assert max(rows_of) == 16
+
+
 def test_rows_of_quantised_experts_do_not_know_each_other_where_that_is_asked() -> None:
     x, index, weights, experts = quantised("mxfp4", Case(5, 2, num_experts=3, hidden=64, width=32), torch.float32)
     whole = launch_experts(x, index, weights, experts, True)
@@ -254,7 +298,7 @@ def test_pairs_are_sorted_by_expert_and_then_by_place(tokens: int, top_k: int) -
     index = torch.randint(-1, 8, (tokens, top_k), generator=torch.Generator().manual_seed(1))
     order = torch.empty(tokens * top_k, dtype=torch.int32)
     starts = torch.empty(8, dtype=torch.int32)
-    experts_kernel._sort_pairs[(7,)](index, order, starts, tokens * top_k, 32)
+    experts_kernel._sort_pairs[(7,)](index, order, starts, tokens * top_k, 32, False)
     flat = index.flatten()
     expected = [pair for expert in range(7) for pair in (flat == expert).nonzero().flatten().tolist()]
     assert order[: len(expected)].tolist() == expected

@@ -21,6 +21,7 @@ from fa_serve.ops.experts_wgmma_kernel import (
 from fa_serve.ops.quantized_pairs import product_tensors
 from fa_serve.ops.quantized_weight import QuantizedWeight
 from fa_serve.ops.torch_experts import gated
+from fa_serve.ops.torch_ops import TorchOps
 from fa_serve.testing import assert_matches_reference
 
 CLAMPED = ops.Gate("silu", interleaved=True, slope=1.702, limit=1.5, offset=1.0)
@@ -91,23 +92,49 @@ def test_products(name: str, how: str) -> None:
     assert_matches_reference(y, exact, eager)
 
 
+@pytest.mark.parametrize("splits", [1, 2, 3])
+@pytest.mark.parametrize("added", [False, True], ids=["", "residual"])
 @pytest.mark.parametrize("act_order", [False, True], ids=["", "act-order"])
-def test_a_dense_weight_is_one_expert(act_order: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two tiles of tokens, the second of which is not full, with a bias."""
+def test_a_dense_weight_is_one_expert(act_order: bool, added: bool, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two tiles of tokens, the second of which is not full, and three blocks of columns, with a bias."""
     n = 72
-    weight = int4_weight(n, 304, group_size=128, act_order=act_order, dtype=BF16)
-    x = randn(20, 304, dtype=BF16)
+    k = 560
+    weight = int4_weight(n, k, group_size=128, act_order=act_order, dtype=BF16)
+    x = randn(20, k, dtype=BF16)
     bias = randn(n, dtype=BF16, seed=1)
-    monkeypatch.setattr(experts_wgmma_kernel, "dense_tile", lambda *sizes: GroupedWgmmaTile(16, 64))
-    with emulated(experts_wgmma_kernel):
-        y = launch_as_one_expert(x, weight, bias)
+    residual = randn(20, n, dtype=BF16, seed=2) if added else None
     exact = x.double() @ weight.dequantize(torch.float64).t() + bias.double()
-    assert_matches_reference(y, exact, torch.nn.functional.linear(x, weight.dequantize(BF16), bias))
+    eager = torch.nn.functional.linear(x, weight.dequantize(BF16), bias)
+    if residual is not None:
+        exact = residual.double() + 0.5 * exact
+        eager = residual + 0.5 * eager
+
+    def sum_splits(sums: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor, alpha: float) -> Tensor:
+        y = alpha * (sums.sum(0) + bias)
+        return out.copy_(y if residual is None else y + residual)
+
+    monkeypatch.setattr(experts_wgmma_kernel, "dense_tile", lambda *sizes: GroupedWgmmaTile(16, 64, splits))
+    monkeypatch.setattr(experts_wgmma_kernel, "launch_sum_splits", sum_splits)
+    monkeypatch.setattr(experts_wgmma_kernel, "launch_add", TorchOps().add)
+    with emulated(experts_wgmma_kernel):
+        y = launch_as_one_expert(x, weight, bias, residual, 0.5 if added else 1.0)
+    assert_matches_reference(y, exact, eager)
+    assert residual is None or y is residual
 
 
-@pytest.mark.parametrize(("n", "tile"), [(28672, GroupedWgmmaTile(256, 128)), (6144, GroupedWgmmaTile(128, 64))])
-def test_dense_tiles_are_those_that_were_measured(n: int, tile: GroupedWgmmaTile) -> None:
-    assert dense_tile(132, n) == tile
+@pytest.mark.parametrize(
+    ("m", "n", "k", "tile"),
+    [
+        (256, 28672, 4096, GroupedWgmmaTile(256, 128)),
+        (256, 6144, 4096, GroupedWgmmaTile(128, 64)),
+        (256, 4096, 14336, GroupedWgmmaTile(128, 64, 2)),
+        (256, 4096, 4096, GroupedWgmmaTile(128, 64, 2)),
+        (256, 4096, 2048, GroupedWgmmaTile(128, 64)),
+        (257, 4096, 14336, GroupedWgmmaTile(128, 64)),
+    ],
+)
+def test_two_programs_share_the_columns_of_a_tile_where_there_are_few(m: int, n: int, k: int, tile: GroupedWgmmaTile) -> None:
+    assert dense_tile(132, m, n, k) == tile
 
 
 @pytest.mark.parametrize(

@@ -55,14 +55,17 @@ def test_machine_code_of_hopper(name: str, block_m: int, most: float) -> None:
     assert kernel.hot_loop.total() <= 128 * most
 
 
-@pytest.mark.parametrize("n", [28672, 6144])
+@pytest.mark.parametrize("n", [28672, 6144, 4096])
 def test_machine_code_of_a_dense_weight(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """256 tokens take more registers than there are: 34 of the 128 sums of a thread are spilled."""
+    """256 tokens take more registers than there are: 34 of the 128 sums of a thread are spilled. Two programs that share the
+    columns of 4096 rows fit on a multiprocessor."""
     monkeypatch.setattr(experts_wgmma_kernel, "multiprocessors", lambda device, otherwise: 132)
     weight = QuantizedWeight(torch.zeros(n, 512, dtype=torch.int32), torch.zeros(n, 32, dtype=BF16), 128, 4096)
     with compiling_for("sm90") as kernels:
-        launch_as_one_expert(torch.zeros(256, 4096, dtype=BF16), weight, None)
-    (kernel,) = kernels
+        launch_as_one_expert(torch.zeros(256, 4096, dtype=BF16), weight, None, None, 1.0)
+    kernel = kernels[0]
+    assert [kernel.name for kernel in kernels] == ["_grouped_wgmma"] + ["_sum_splits"] * (n == 4096)
     assert kernel.spill_bytes <= (136 if n == 28672 else 0)
+    assert n == 28672 or kernel.shared_bytes <= 113 << 10
     assert not [line for line in kernel.ptxas_warnings if "C75" in line], "wgmma is serialised"
     assert kernel.hot_loop.total() <= 128 * 4.0

@@ -6,12 +6,13 @@ from functools import partial
 
 import pytest
 import torch
-from cross_compile import TARGETS, UNLIKE, compiling_for
+from cross_compile import TARGETS, UNLIKE, Kernel, compiling_for
 from quantized import float4_weight, float8_weight, int4_weight
 from torch import Tensor
 
-from fa_serve.ops import ACTIVATIONS, ExpertWeights, Gate, Norm, Pairing, Router
+from fa_serve.ops import ACTIVATIONS, ExpertWeights, Gate, Norm, Pairing, Router, experts_kernel
 from fa_serve.ops.activation_kernel import launch_act_and_mul
+from fa_serve.ops.addition_kernel import launch_add
 from fa_serve.ops.experts_kernel import launch_experts
 from fa_serve.ops.linear_kernel import launch_linear_row
 from fa_serve.ops.norm_kernel import launch_rms_norm
@@ -20,7 +21,7 @@ from fa_serve.ops.quantized_kernel import (
     launch_quantized_linear,
     launch_quantized_row,
 )
-from fa_serve.ops.quantized_product import converts_float8
+from fa_serve.ops.quantized_product import MAX_GATED, converts_float8
 from fa_serve.ops.rotary_kernel import launch_rotary_store_kv
 from fa_serve.ops.rotary_latent_kernel import launch_rotary_store_latent
 from fa_serve.ops.rounding_kernel import launch_quantize_rows
@@ -33,6 +34,17 @@ from fa_serve.ops.sampling_kernel import launch_sample_rows
 def unwritten_memory(poisoned_memory: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is computed here, and the experts of a mixture are gigabytes that need not be written."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+
+
+PROGRAMMATIC = ("sm90", "sm100", "sm120")
+"""The targets whose kernels start while the kernel before them drains."""
+
+
+def waits(kernel: Kernel) -> bool:
+    """Whether a kernel lets the next one start and waits for the one before it, once each. `_gated_rows` waits first."""
+    order = ["wait", "launch_dependents"] if kernel.name == "_gated_rows" else ["launch_dependents", "wait"]
+    assert kernel.programmatic in ([], order)
+    return bool(kernel.programmatic)
 
 
 def bf16(*shape: int) -> Tensor:
@@ -72,7 +84,8 @@ def test_kernels_between_the_products_of_a_layer(target: str) -> None:
         latent = len(kernels) - 7
         for activation in ACTIVATIONS:
             launch_act_and_mul(bf16(3, 2 * 14336), activation)
-    names = {"_rms_norm": 2, "_rotary_store_kv": 5, "_rotary_store_latent": latent, "_act_and_mul": 3}
+        launch_add(bf16(3, 4096), bf16(3, 4096), 1.0)
+    names = {"_rms_norm": 2, "_rotary_store_kv": 5, "_rotary_store_latent": latent, "_act_and_mul": 3, "_add": 1}
     assert [kernel.name for kernel in kernels] == [name for name, count in names.items() for _ in range(count)]
     assert [kernel.spill_bytes for kernel in kernels] == [0] * len(kernels)
 
@@ -117,6 +130,7 @@ def test_products_with_quantised_weights(target: str) -> None:
         if len(weights) > 1:
             launch_quantize_rows(bf16(3, 14336), Norm(bf16(14336), 1e-6), None)
             launch_quantize_rows(bf16(3, 28672), None, torch.ones(1))
+            launch_quantize_rows(bf16(3, 2 * MAX_GATED), None, None, "silu")
     assert [kernel.spill_bytes for kernel in kernels] == [0] * len(kernels)
     assert max(kernel.shared_bytes for kernel in kernels) <= 99 * 1024
     if target == "sm90":
@@ -140,7 +154,9 @@ MIXTURES_OF = [
 
 
 @pytest.mark.parametrize(("mixture", "target", "counts"), MIXTURES_OF, ids=str)
-def test_experts(mixture: str, target: str, counts: tuple[int, ...]) -> None:
+def test_experts(mixture: str, target: str, counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The portable kernels, which Hopper has for many pairs in other dtypes and in deterministic mode."""
+    monkeypatch.setattr(experts_kernel, "choose_matrices", lambda *_: "portable")
     sizes, gate, _ = MIXTURES[mixture]
     num_experts, top_k, hidden, width = sizes
     weights = [torch.empty(num_experts, *shape, dtype=torch.bfloat16) for shape in ((2 * width, hidden), (hidden, width))]
@@ -158,7 +174,12 @@ def test_experts(mixture: str, target: str, counts: tuple[int, ...]) -> None:
     many = ["_sort_pairs", "_grouped_linear", "_grouped_linear", "_sum_experts"]
     by_rows = not gate.interleaved  # transposed weights have no contiguous rows
     assert [x.name for x in kernels] == [name for count in counts for name in (few if count == 1 and by_rows else many)]
+    assert [waits(kernel) for kernel in kernels] == [target in PROGRAMMATIC] * len(kernels)
     assert [kernel.spill_bytes for kernel in kernels] == [0] * len(kernels)
+    for kernel in kernels:
+        if target == "sm90" and kernel.name == "_mixed_rows":
+            before_the_wait, _ = kernel.sass.split("ACQBULK")
+            assert before_the_wait.count("LDG.E.128") >= 4, "weights are loaded while the previous kernel ends"
     products = [kernel for kernel in kernels if kernel.name == "_grouped_linear"]
     memory = 65536 if target.startswith("gfx") else 232448 if target == "sm90" else 101376
     assert max(kernel.shared_bytes for kernel in products) <= memory
@@ -190,6 +211,7 @@ def test_quantised_experts(target: str) -> None:
     if target == "sm90":
         many = ["_sort_pairs", "_list_tiles", "_grouped_wgmma", "_grouped_wgmma", "_sum_experts"]
     assert [kernel.name for kernel in kernels] == (few + many) * len(formats)
+    assert [waits(kernel) for kernel in kernels] == [target in PROGRAMMATIC] * len(kernels)
     assert [kernel.spill_bytes for kernel in kernels] == [0] * len(kernels)
     products = [kernel for kernel in kernels if kernel.name.startswith("_grouped")]
     memory = 65536 if target.startswith("gfx") else 232448 if target == "sm90" else 101376
@@ -207,4 +229,5 @@ def test_routers(target: str) -> None:
             bias = torch.zeros(num_experts) if router.sigmoid else None
             launch_route(torch.zeros(3, num_experts), bias, router, torch.bfloat16)
     assert [kernel.name for kernel in kernels] == ["_route"] * 4
+    assert [waits(kernel) for kernel in kernels] == [target in PROGRAMMATIC] * 4
     assert [(kernel.spill_bytes, kernel.shared_bytes) for kernel in kernels] == [(0, 0)] * 4

@@ -36,7 +36,7 @@ def test_linear_row(n: int, k: int, norm: bool, activation: str | None, residual
         norm=None if given is None else ops.Norm(given.weight.double(), 1e-3, 1.0),
         residual=None if r is None else r.double(),
     )
-    out = TritonOps().linear(x, weight, b, given, activation, r, 0.5)
+    out = TritonOps().linear(x, weight, b, given, activation, r, 0.5, None)
     assert out.dtype == dtype
     assert r is None or out is r
     assert_rounded_once(out, exact)
@@ -49,4 +49,4 @@ def test_several_tokens_take_the_kernels_and_a_product(activation: str | None) -
     weight = randn(40, 64, dtype=torch.float32, seed=1) / 16
     norm = ops.Norm(randn(64, dtype=torch.float32, seed=2), 1e-3, 1.0)
     exact = ops.linear(x.double(), weight.double(), norm=ops.Norm(norm.weight.double(), 1e-3, 1.0), activation=activation)
-    assert_rounded_once(TritonOps().linear(x, weight, None, norm, activation, None, 1.0), exact)
+    assert_rounded_once(TritonOps().linear(x, weight, None, norm, activation, None, 1.0, None), exact)

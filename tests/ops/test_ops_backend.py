@@ -21,6 +21,7 @@ def test_the_protocol_has_every_op() -> None:
         "rotary_store_kv",
         "rotary_store_latent",
         "act_and_mul",
+        "add",
         "experts",
         "route",
         "sample_rows",

@@ -104,8 +104,8 @@ NONE = dict.fromkeys((1, 2, 128, 129), "portable")
             FLOAT8, torch.bfloat16, 90, {1: "gemv", 2: "wgmma", 64: "wgmma", 65: "portable", 129: "portable"}, id="float8-row"
         ),
         pytest.param(FLOAT8, torch.float16, 90, IN_FLOAT16, id="float8-row-float16"),
-        pytest.param(FLOAT8 | {"group_size": 128}, torch.bfloat16, 90, BY_TOKENS | {1: "portable"}, id="float8-blocks"),
-        pytest.param(FLOAT8 | {"group_size": 128}, torch.float16, 90, NONE, id="float8-blocks-float16"),
+        pytest.param(FLOAT8 | {"group_size": 128}, torch.bfloat16, 90, BY_TOKENS, id="float8-blocks"),
+        pytest.param(FLOAT8 | {"group_size": 128}, torch.float16, 90, NONE | {1: "gemv"}, id="float8-blocks-float16"),
         pytest.param(FLOAT8 | {"shape": (64, 4104), "group_size": 4104}, torch.bfloat16, 90, NONE, id="float8-odd-row"),
     ],
 )

@@ -24,38 +24,39 @@ INT4 = {
 }
 
 
+@pytest.mark.parametrize("tile", [GemvTile(16, 4, 2, 1), GemvTile(16, 2, 4, 1), GemvTile(16, 8, 3, 3)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=dtype_id)
 @pytest.mark.parametrize("name", INT4)
-def test_products_of_4_bit_weights(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows and columns that do not fill a tile, with a bias and a residual."""
+def test_products_of_4_bit_weights(name: str, dtype: torch.dtype, tile: GemvTile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows and columns that do not fill a tile, with a bias and a residual; one program for three tiles, and three programs."""
     n = 37
     k = 1300
     weight = int4_weight(n, k, dtype=dtype, **INT4[name])
     x = randn(1, k, dtype=dtype)
     bias = randn(n, dtype=dtype, seed=1)
     residual = randn(1, n, dtype=dtype, seed=2)
-    exact = EXACT.linear(x.double(), weight, bias.double(), None, None, residual.double(), 0.5)
-    eager = EXACT.linear(x, weight, bias, None, None, residual.clone(), 0.5)
-    monkeypatch.setattr(quantized_gemv_kernel, "gemv_tile", lambda *sizes: GemvTile(16, 4, 2))
+    exact = EXACT.linear(x.double(), weight, bias.double(), None, None, residual.double(), 0.5, None)
+    eager = EXACT.linear(x, weight, bias, None, None, residual.clone(), 0.5, None)
+    monkeypatch.setattr(quantized_gemv_kernel, "gemv_tile", lambda *sizes: tile)
     with emulated(quantized_gemv_kernel):
         y = launch_quantized_gemv(x, weight, bias, None, None, residual, 0.5)
     assert_matches_reference(y, exact, eager)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=dtype_id)
-@pytest.mark.parametrize("name", ["int4", "float8"])
+@pytest.mark.parametrize("name", ["int4", "float8", "float8-blocks"])
 def test_one_token_with_a_norm_and_a_gate(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     n = 21
     k = 1152
     if name == "int4":
         weight = int4_weight(2 * n, k, group_size=64, zeros=True, act_order=True, dtype=dtype)
     else:
-        weight = float8_weight(2 * n, k, group_size=k)
+        weight = float8_weight(2 * n, k, group_size=k if name == "float8" else 128)
     x = 100 * randn(1, k, dtype=dtype)
     norm = randn(k, dtype=dtype, seed=3)
     activation = ops.ACTIVATIONS[0]
-    exact = EXACT.linear(x.double(), weight, None, Norm(norm.double(), 1e-5, 1.0), activation, None, 1.0)
-    eager = EXACT.linear(x, weight, None, Norm(norm, 1e-5, 1.0), activation, None, 1.0)
+    exact = EXACT.linear(x.double(), weight, None, Norm(norm.double(), 1e-5, 1.0), activation, None, 1.0, None)
+    eager = EXACT.linear(x, weight, None, Norm(norm, 1e-5, 1.0), activation, None, 1.0, None)
     monkeypatch.setattr(quantized_gemv_kernel, "multiprocessors", lambda device, otherwise: 132)
     with emulated(quantized_gemv_kernel):
         y = launch_quantized_gemv(x, weight, None, Norm(norm, 1e-5, 1.0), activation, None, 1.0)
@@ -65,11 +66,13 @@ def test_one_token_with_a_norm_and_a_gate(name: str, dtype: torch.dtype, monkeyp
 @pytest.mark.parametrize(
     ("n", "k", "values", "tile"),
     [
-        (28672, 4096, "int4", GemvTile(16, 4, 2)),
-        (4096, 4096, "int4", GemvTile(16, 4, 2)),
-        (4096, 14336, "int4", GemvTile(16, 8, 3)),
-        (28672, 4096, "float8", GemvTile(16, 4, 4)),
-        (4096, 4096, "float8", GemvTile(16, 8, 4)),
+        (28672, 4096, "int4", GemvTile(16, 4, 3, 5)),
+        (6144, 4096, "int4", GemvTile(16, 8, 2, 3)),
+        (4096, 4096, "int4", GemvTile(16, 8, 3, 2)),
+        (4096, 14336, "int4", GemvTile(16, 8, 3, 2)),
+        (28672, 4096, "float8", GemvTile(16, 4, 2, 5)),
+        (6144, 4096, "float8", GemvTile(16, 8, 3, 3)),
+        (4096, 4096, "float8", GemvTile(16, 8, 4, 2)),
     ],
 )
 def test_tiles_are_those_that_were_measured(n: int, k: int, values: str, tile: GemvTile) -> None:

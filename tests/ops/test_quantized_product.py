@@ -18,6 +18,7 @@ from fa_serve.ops import (
     quantized_wgmma_kernel,
     triton_ops,
 )
+from fa_serve.ops.torch_ops import TorchOps
 from fa_serve.ops.triton_ops import TritonOps
 
 
@@ -33,7 +34,8 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return call
 
-    def quantize_rows(x: Tensor, norm: ops.Norm | None, input_scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    def quantize_rows(x: Tensor, norm: ops.Norm | None, input_scale: Tensor | None, activation: str | None = None):
+        x = x if activation is None else ops.act_and_mul(x, activation)
         x = x if norm is None else ops.rms_norm(x, norm)
         scales = x.float().abs().amax(1, keepdim=True) / 448 if input_scale is None else input_scale.expand(len(x), 1)
         return (x.float() / scales).to(torch.float8_e4m3fn), scales
@@ -63,11 +65,12 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         "launch_act_and_mul": ops.act_and_mul,
     }.items():
         monkeypatch.setattr(quantized_product, name, stand_in(name, function))
+    monkeypatch.setattr(quantized_product, "launch_add", TorchOps().add)
     monkeypatch.setattr(torch, "_scaled_mm", stand_in("_scaled_mm", scaled_mm))
     monkeypatch.setattr(quantized_gemv_kernel, "launch_quantized_gemv", stand_in("launch_quantized_gemv", row))
     monkeypatch.setattr(quantized_wgmma_kernel, "launch_quantized_wgmma", stand_in("launch_quantized_wgmma", several))
     monkeypatch.setattr(quantized_choice, "_GROUPED_ROWS", 64)
-    whole = stand_in("launch_as_one_expert", lambda x, w, b: ops.linear(x, w, b))
+    whole = stand_in("launch_as_one_expert", lambda x, w, b, r, a: ops.linear(x, w, b, residual=r, alpha=a))
     monkeypatch.setattr(experts_wgmma_kernel, "launch_as_one_expert", whole)
     monkeypatch.setattr(triton_ops, "launch_invariant_linear", stand_in("launch_invariant_linear", ops.invariant_linear))
     return calls
@@ -114,12 +117,53 @@ def test_what_is_launched_and_computed(hopper: list[str], weight, tokens: int, n
     activation = "silu" if end == "gate" else None
     given = None if residual is None else residual.clone()
     expected = ops.linear(x, weight, bias, norm=norm, activation=activation, residual=given, alpha=0.5)
-    actual = TritonOps().linear(x, weight, bias, norm, activation, residual, 0.5)
+    actual = TritonOps().linear(x, weight, bias, norm, activation, residual, 0.5, None)
     assert residual is None or actual is residual
     assert hopper == names + (["launch_act_and_mul"] if end == "gate" and tokens > 1 else [])
     # activations in float8 have 4 bits
     tolerance = 2**-5 if "_scaled_mm" in names else 2**-7
     assert float((actual - expected).abs().max()) <= tolerance * float(expected.abs().max())
+
+
+@pytest.mark.parametrize(
+    ("next_weight", "tokens", "names"),
+    [
+        pytest.param(float8_weight(64, 32, group_size=32), 65, ["launch_quantize_rows", "_scaled_mm"], id="float8"),
+        pytest.param(
+            float8_weight(64, 32, group_size=32, input_scale=0.02), 65, ["launch_quantize_rows", "_scaled_mm"], id="static"
+        ),
+        pytest.param(float8_weight(64, 32, group_size=32), 64, ["launch_act_and_mul", "launch_quantized_wgmma"], id="few"),
+        pytest.param(int4_weight(64, 32, group_size=32), 65, ["launch_act_and_mul", "launch_quantized_wgmma"], id="int4"),
+        pytest.param(torch.ones(64, 32).bfloat16(), 65, ["launch_act_and_mul"], id="bfloat16"),
+    ],
+)
+@pytest.mark.parametrize(
+    "weight", [torch.ones(64, 48).bfloat16(), float8_weight(64, 48, group_size=48)], ids=["bfloat16", "float8"]
+)
+def test_the_gate_rounds_for_the_next_product(
+    hopper: list[str], monkeypatch, weight, next_weight, tokens: int, names: list[str]
+) -> None:
+    """In the place of a launch that rounds."""
+    monkeypatch.setattr(quantized_product, "MAX_GATED", 32)
+    x = torch.randn(tokens, 48, generator=torch.Generator().manual_seed(0)).bfloat16() / 8
+    residual = torch.ones(tokens, 64).bfloat16()
+    expected = ops.linear(ops.linear(x, weight, activation="silu"), next_weight, residual=residual.clone())
+    triton = TritonOps()
+    between = triton.linear(x, weight, None, None, "silu", None, 1.0, next_weight)
+    actual = triton.linear(between, next_weight, None, None, None, residual, 1.0, None)
+    assert isinstance(between, ops.RoundedRows) == ("_scaled_mm" in names)
+    assert hopper[-len(names) :] == names
+    assert actual is residual
+    assert float((actual - expected).abs().max()) <= 2**-4 * float(expected.abs().max())
+
+
+def test_rows_that_are_too_wide_are_gated_and_rounded_apart(hopper: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantized_product, "MAX_GATED", 31)
+    x = torch.ones(65, 48).bfloat16()
+    next_weight = float8_weight(64, 32, group_size=32)
+    between = TritonOps().linear(x, torch.ones(64, 48).bfloat16(), None, None, "silu", None, 1.0, next_weight)
+    assert isinstance(between, Tensor)
+    assert hopper == ["launch_act_and_mul"]
 
 
 def test_invariant_products_multiply_the_matrix(hopper: list[str]) -> None:
@@ -133,7 +177,7 @@ def test_float8_before_ada_is_dequantised_by_pytorch(hopper: list[str], monkeypa
     monkeypatch.setattr(spec, "arch_of", lambda device: 80)
     weight = float8_weight(64, 128, group_size=128)
     x = torch.randn(1, 128, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(TritonOps().linear(x, weight, None, None, None, None, 1.0), ops.linear(x, weight))
+    assert torch.equal(TritonOps().linear(x, weight, None, None, None, None, 1.0, None), ops.linear(x, weight))
     assert hopper == []
 
 
@@ -149,5 +193,5 @@ def test_portable_kernels_where_those_for_hopper_cannot_run(
         data = torch.empty(weight.data.numel() + 1, dtype=torch.int32)[1:].view_as(weight.data)
         weight = replace(weight, data=data.copy_(weight.data))
     for tokens in (1, 3, 40):
-        TritonOps().linear(torch.ones(tokens, 128).bfloat16(), weight, None, None, None, None, 1.0)
+        TritonOps().linear(torch.ones(tokens, 128).bfloat16(), weight, None, None, None, None, 1.0, None)
     assert hopper == ["launch_quantized_row", "launch_quantized_linear", "launch_quantized_linear"]

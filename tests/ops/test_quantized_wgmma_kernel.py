@@ -10,7 +10,7 @@ from rounded_once import dtype_id, randn
 from torch import Tensor
 
 from fa_serve.ops import quantized_wgmma_kernel
-from fa_serve.ops.quantized_wgmma_kernel import WgmmaTile, launch_quantized_wgmma, wgmma_tile
+from fa_serve.ops.quantized_wgmma_kernel import WgmmaTile, launch_quantized_wgmma, stage_bytes, tile_options, wgmma_tile
 from fa_serve.ops.torch_ops import TorchOps
 from fa_serve.testing import assert_matches_reference
 
@@ -26,7 +26,9 @@ FLOAT8 = {"float8-G32": 32, "float8-G128": 128, "float8-row": 1296}
 
 
 @pytest.mark.parametrize(
-    ("m", "tile"), [(9, WgmmaTile(16, 64, 4, 1)), (33, WgmmaTile(64, 64, 2, 1))], ids=["4-stages", "2-stages"]
+    ("m", "tile"),
+    [(9, WgmmaTile(16, 64, 4, 1)), (33, WgmmaTile(64, 64, 2, 1)), (5, WgmmaTile(16, 64, 3, 1, True))],
+    ids=["4-stages", "2-stages", "overlapped"],
 )
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=dtype_id)
 @pytest.mark.parametrize("name", [*INT4, *FLOAT8])
@@ -42,7 +44,7 @@ def test_products(name: str, dtype: torch.dtype, m: int, tile: WgmmaTile, monkey
     x = randn(m, k, dtype=dtype)
     bias = randn(n, dtype=dtype, seed=1)
     residual = randn(m, n, dtype=dtype, seed=2)
-    exact = EXACT.linear(x.double(), weight, bias.double(), None, None, residual.double(), 0.5)
+    exact = EXACT.linear(x.double(), weight, bias.double(), None, None, residual.double(), 0.5, None)
     eager = residual + 0.5 * torch.nn.functional.linear(x, weight.dequantize(dtype), bias)
     monkeypatch.setattr(quantized_wgmma_kernel, "wgmma_tile", lambda *sizes: tile)
     with emulated(quantized_wgmma_kernel):
@@ -72,15 +74,27 @@ def test_ranges_of_columns_are_summed(monkeypatch: pytest.MonkeyPatch) -> None:
     ("m", "n", "k", "values", "tile"),
     [
         (2, 28672, 4096, "int4", WgmmaTile(16, 64, 3, 1)),
-        (16, 28672, 4096, "float8", WgmmaTile(16, 64, 4, 1)),
-        (17, 28672, 4096, "int4", WgmmaTile(32, 64, 3, 1)),
+        (16, 28672, 4096, "float8", WgmmaTile(16, 64, 4, 1, True)),
+        (32, 28672, 4096, "int4", WgmmaTile(32, 64, 2, 1)),
         (64, 28672, 4096, "int4", WgmmaTile(64, 128, 2, 1)),
-        (64, 6144, 4096, "float8", WgmmaTile(64, 64, 3, 2)),
-        (65, 4096, 14336, "int4", WgmmaTile(128, 64, 2, 4)),
-        (32, 6144, 4096, "int4", WgmmaTile(32, 64, 3, 4)),
-        (16, 4096, 2048, "int4", WgmmaTile(16, 64, 2, 2)),
-        (16, 64, 1024, "float8", WgmmaTile(16, 64, 4, 1)),
+        (64, 28672, 4096, "float8", WgmmaTile(64, 128, 3, 1)),
+        (16, 4096, 14336, "int4", WgmmaTile(16, 64, 3, 8)),
+        (17, 4096, 14336, "int4", WgmmaTile(32, 64, 2, 8)),
+        (16, 6144, 4096, "int4", WgmmaTile(16, 64, 3, 4)),
+        (64, 6144, 4096, "float8", WgmmaTile(64, 64, 4, 2, True)),
+        (64, 4096, 14336, "int4", WgmmaTile(64, 64, 2, 4)),
+        (65, 4096, 14336, "int4", WgmmaTile(128, 64, 3, 2)),
+        (128, 6144, 4096, "int4", WgmmaTile(128, 64, 3, 1)),
+        (16, 64, 1024, "float8", WgmmaTile(16, 64, 4, 1, True)),
     ],
 )
 def test_tiles_are_those_that_were_measured(m: int, n: int, k: int, values: str, tile: WgmmaTile) -> None:
     assert wgmma_tile(132, m, n, k, values) == tile
+    assert tile.stages * stage_bytes(tile.block_m, tile.block_n, values) <= 227 << 10
+
+
+def test_registers_are_limited_where_shared_memory_has_room_for_more_programs() -> None:
+    assert tile_options(WgmmaTile(16, 64, 3, 1), "int4")["maxnreg"] == 128
+    assert tile_options(WgmmaTile(64, 128, 2, 1), "int4")["maxnreg"] == 128
+    assert tile_options(WgmmaTile(16, 64, 4, 1, True), "int4")["maxnreg"] == 168
+    assert "maxnreg" not in tile_options(WgmmaTile(64, 128, 4, 1, True), "int4")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from fa_serve import ops
+from fa_serve.ops.activation_kernel import launch_act_and_mul
 from fa_serve.ops.rounding_kernel import launch_quantize_rows
 
 
@@ -23,6 +25,17 @@ def test_rows_are_normalised_first() -> None:
     rounded, scales = launch_quantize_rows(x, norm, None)
     assert torch.allclose(scales, torch.ones(1, 1), rtol=1e-6)
     assert torch.allclose(rounded.float(), torch.tensor([[448.0, -232.0, 0.6, 0.0]]), rtol=0.07)
+
+
+@pytest.mark.parametrize("activation", ops.ACTIVATIONS)
+def test_rows_are_gated_first(activation: str) -> None:
+    """With the bits of the gate and the rounding in two launches."""
+    gate_up = torch.randn(5, 2 * 40, generator=torch.Generator().manual_seed(0)).bfloat16()
+    rounded, scales = launch_quantize_rows(gate_up, None, None, activation)
+    expected, expected_scales = launch_quantize_rows(launch_act_and_mul(gate_up, activation), None, None)
+    assert rounded.shape == (5, 40)
+    assert torch.equal(scales, expected_scales)
+    assert torch.equal(rounded.float(), expected.float())
 
 
 def test_rows_are_rounded_with_a_given_scale_and_saturate() -> None:

@@ -38,6 +38,15 @@ def test_rms_norm(dtype: torch.dtype, residual: bool, offset: float) -> None:
     assert_rounded_once(x, exact)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+def test_add(dtype: torch.dtype) -> None:
+    x = randn(5, 110, dtype=dtype)
+    y = randn(5, 110, dtype=dtype, seed=1)
+    exact = x.double() - 2.5 * y.double()
+    assert ops.add(x, y, alpha=-2.5) is x
+    assert_rounded_once(x, exact)
+
+
 @pytest.mark.parametrize("activation", ops.ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 def test_act_and_mul(activation: str, dtype: torch.dtype) -> None:

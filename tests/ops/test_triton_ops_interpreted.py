@@ -61,7 +61,7 @@ def linear(
     norm = None if norm_dtype is None else Norm(zeros(k, dtype=norm_dtype), eps, offset)
     bias = None if bias_dtype is None else zeros(n, dtype=bias_dtype)
     residual = None if residual_dtype is None else zeros(1, n, dtype=residual_dtype)
-    return OPS.linear(zeros(1, k, dtype=dtype), zeros(n, k, dtype=weight_dtype), bias, norm, activation, residual, alpha)
+    return OPS.linear(zeros(1, k, dtype=dtype), zeros(n, k, dtype=weight_dtype), bias, norm, activation, residual, alpha, None)
 
 
 def rotary_store_kv(
@@ -128,6 +128,16 @@ def act_and_mul(
     total: int = 2, width: int = 32, stride: int = 64, dtype: torch.dtype = torch.float32, activation: str = "silu"
 ) -> Tensor:
     return OPS.act_and_mul(zeros(total, stride, dtype=dtype)[:, : 2 * width], activation)
+
+
+def add(
+    total: int = 2,
+    width: int = 32,
+    dtype: torch.dtype = torch.float32,
+    other_dtype: torch.dtype = torch.float32,
+    alpha: float = 1.0,
+) -> Tensor:
+    return OPS.add(zeros(total, width, dtype=dtype), zeros(total, width, dtype=other_dtype), alpha)
 
 
 def sample_rows(
@@ -252,6 +262,7 @@ CALLS: dict[Callable[..., Any], list[dict[str, Any]]] = {
         {"cache_dtype": FLOAT8},
     ],
     act_and_mul: [{}, {"total": 3}, {"width": 24}, {"stride": 80}, {"dtype": BF16}, {"activation": "gelu"}],
+    add: [{}, {"total": 3}, {"width": 24}, {"dtype": BF16}, {"other_dtype": BF16}, {"alpha": 0.5}],
     sample_rows: [
         {},
         {"n": 3},
@@ -303,6 +314,7 @@ def test_a_call_has_a_plan_of_its_facts(op: Callable[..., Any]) -> None:
         (rotary_store_kv, {"total": 0}, None),
         (rotary_store_latent, {"total": 0}, (0, 24)),
         (act_and_mul, {"total": 0}, (0, 32)),
+        (add, {"total": 0}, (0, 32)),
         (sample_rows, {"n": 0, "drawn": True}, (0,)),
         (invariant_linear, {"m": 0}, (0, 8)),
         (invariant_sum, {"m": 0}, (0,)),

@@ -23,7 +23,7 @@ def slow_records(caplog):
     return [record for record in caplog.records if record.name == "fa_serve.slow"]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def loaded():
     return Engine(EngineConfig(device="cpu", num_pages=64, max_num_seqs=4))
 

@@ -235,7 +235,7 @@ def attn_decode(
 ):
     """One program: one tile of packed rows and one split (or one share of the batch's key blocks, which holds several
     splits)."""
-    wait_for_previous_kernel(var.split.pdl)
+    wait_for_previous_kernel(var.split.pdl, True)  # `_combine` reads lengths ahead
     SPLIT: tl.constexpr = var.split
     BLOCK_M: tl.constexpr = var.split.block_m
     BLOCK_N: tl.constexpr = var.split.block_n

@@ -181,7 +181,7 @@ def attn_latent(
     var: tl.constexpr,
 ):
     """One program: one tile of packed rows, and one split, one share of the batch's key blocks or all keys of a sequence."""
-    wait_for_previous_kernel(var.split.pdl)
+    wait_for_previous_kernel(var.split.pdl, True)  # `_combine` reads lengths ahead
     SPLIT: tl.constexpr = var.split
     BLOCK_M: tl.constexpr = var.split.block_m
     BLOCK_N: tl.constexpr = var.split.block_n

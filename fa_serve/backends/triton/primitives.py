@@ -14,15 +14,24 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def wait_for_previous_kernel(PDL: tl.constexpr):
-    """Wait until the kernel before this one has completed, and let the kernel behind this one start (programmatic launch).
+def wait_for_previous_kernel(PDL: tl.constexpr, NEXT_READS_AHEAD: tl.constexpr = False):
+    """Let the kernel behind this one start, and wait until the kernel before this one has completed (programmatic launch).
 
     Every program must call this, even one that has nothing to do: the next kernel waits for the completion of this kernel only,
     so completing must imply that the kernel before this one has completed as well.
+
+    The next kernel starts once all programs of this one have come here, so it may request its first weights while this one
+    still waits. What it reads before it waits itself may therefore be nothing that a kernel of the same step writes.
+
+    NEXT_READS_AHEAD: the next kernel does read such things, of kernels before this one. It starts when those have completed.
     """
     if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        if NEXT_READS_AHEAD:
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
+        else:
+            tl.extra.cuda.gdc_launch_dependents()
+            tl.extra.cuda.gdc_wait()
 
 
 @triton.jit

@@ -291,8 +291,7 @@ def _combine(
 ):
     """Merge the splits of BLOCK_ROWS rows of one sequence, BLOCK_SPLITS at a time, with the weights exp(lse - max lse).
 
-    The lengths may be read before the wait: the kernel that let this one start had already waited for the kernel that wrote
-    them.
+    The lengths may be read before the wait: the kernel that lets this one start has waited for the kernels that wrote them.
     """
     BLOCK_DV: tl.constexpr = var.block_dv
     sequences = (cu_q_ptr, used_k_ptr, batch, max_q, max_k, window_left)

@@ -142,13 +142,14 @@ def test_hopper_keeps_a_block_in_flight_and_waits_programmatically() -> None:
 
     With keys as rows, 16 by 8 tiles of the tensor cores are filled by 8 query rows: 64 of them for a block, 16 per warp.
     """
-    kernel = compile_decode("sm90", Shape())[0]
+    kernel, combine = compile_decode("sm90", Shape())[:2]
     block_bytes = 64 * (128 + 128) * 2
     assert kernel.shared_bytes >= block_bytes
     assert kernel.instructions["LDGSTS"] == 2 * block_bytes // (128 * 16)
     assert kernel.hot_loop["HMMA"] == 16
     assert kernel.hot_loop["LDL"] == kernel.hot_loop["STL"] == 0
-    assert "griddepcontrol.wait" in kernel.binary.asm["ptx"]
+    assert kernel.programmatic == ["wait", "launch_dependents"], "_combine reads lengths before it waits"
+    assert combine.programmatic == ["launch_dependents", "wait"]
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

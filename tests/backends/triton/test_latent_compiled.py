@@ -102,7 +102,7 @@ def test_hopper_multiplies_from_shared_memory_and_copies_ahead() -> None:
     kernel = compile_latent("sm90", Shape())[0]
     assert kernel.hot_loop["HGMMA"] > 0
     assert kernel.hot_loop["LDGSTS"] == 64 * 576 * 2 // (256 * 16)
-    assert "griddepcontrol.wait" in kernel.binary.asm["ptx"]
+    assert kernel.programmatic == ["wait", "launch_dependents"], "_combine reads lengths before it waits"
     assert "prefetch.global.L2" in kernel.binary.asm["ptx"]
 
 
