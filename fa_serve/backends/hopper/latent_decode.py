@@ -38,6 +38,7 @@ a call with backend="hopper" does. Left out: prompts, float8 caches and pages wh
 
 from __future__ import annotations
 
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -98,7 +99,7 @@ def attn_latent_hopper(
     var: gl.constexpr,
 ):
     """One program: one tile of 64 packed rows, and one split or one share of the batch's key blocks, as in `attn_latent`."""
-    wait_for_previous_kernel(var.split.pdl)
+    wait_for_previous_kernel(var.split.pdl, True)  # `_combine` reads lengths ahead
     VALUES: gl.constexpr = var.registers[0]
     KEYS: gl.constexpr = var.registers[1]
     SPLIT: gl.constexpr = var.split
@@ -165,6 +166,9 @@ def attn_latent_hopper(
 def plan_latent_decode(tensors: AttentionTensors, options: AttentionOptions, tiles: DecodeTiles | None = None) -> Run:
     """Plan paged calls that look like this one and that `latent_tiles` accepts, as `triton.latent.plan_latent` does.
 
+    Threads copy 16 bytes of a query at a time, which Triton compiles only if it sees that they begin at multiples of 16 bytes.
+    Queries of other strides or addresses are copied first at each call, and so are keys that the copy engine cannot address.
+
     tiles: overrides the choice, for tuning and tests; block_m is 64, and num_stages counts blocks of keys
     """
     q, k = tensors[:2]
@@ -195,6 +199,14 @@ def plan_latent_decode(tensors: AttentionTensors, options: AttentionOptions, til
     )
     views = (ragged_view(k.shape[1:], k.stride()[1:], k.dtype, variant.page_rows, 64),)
     launch = {**launch_options(variant.split.pdl, tiles.num_warps), "maxnreg": tiles.registers}
-    run = LatentPlan(tensors, options, tiles, LatentKernel(attn_latent_hopper, variant, launch, views))
+    copied = any(stride % 16 or not stride for stride in q.stride()[:2])
+    planned = tensors._replace(q=q.new_empty(q.shape)) if copied else tensors
+    run = LatentPlan(planned, options, tiles, LatentKernel(attn_latent_hopper, variant, launch, views))
 
-    return lambda tensors: run(tensors._replace(k=addressable(tensors.k, False)) if tensors.k.data_ptr() & 15 else tensors)
+    def run_aligned(tensors: AttentionTensors) -> tuple[Tensor, Tensor | None]:
+        q, k = tensors[:2]
+        if copied or (q.data_ptr() | k.data_ptr()) & 15:
+            tensors = tensors._replace(q=addressable(q, copied), k=addressable(k, False))
+        return run(tensors)
+
+    return run_aligned

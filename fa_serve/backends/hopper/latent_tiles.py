@@ -40,9 +40,9 @@ def cannot_decode_latent(spec: AttentionSpec) -> str | None:
     if found:
         return f"decodes latent attention without {', '.join(named)} and windows, got {', '.join(found)}"
     rest = spec.head_dim - spec.head_dim_v
-    if spec.num_kv_heads != 1 or spec.head_dim_v not in (256, 512) or not 0 < rest <= ROPE_COLUMNS:
+    if spec.num_kv_heads != 1 or spec.head_dim_v not in (256, 512) or rest not in range(16, ROPE_COLUMNS + 1, 16):
         got = f"{spec.num_kv_heads} of {spec.head_dim_v} and {rest}"
-        return f"decodes latent attention with one KV head of 256 or 512 numbers and up to {ROPE_COLUMNS} more, got {got}"
+        return f"decodes latent attention with one KV head of 256 or 512 numbers and 16, 32, 48 or 64 more, got {got}"
     if spec.named:
         return None
     if not MEASURED:

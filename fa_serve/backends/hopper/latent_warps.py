@@ -1,4 +1,4 @@
-"""The warps of the Hopper kernel of latent attention: one warpgroup of scores, two of values, and the producer warp.
+"""The warps of the Hopper kernel of latent attention: one warpgroup of scores, two of values, and four producer warps.
 
 `latent_decode` describes the algorithm. In this file `block_count`, `item` and `count` count the blocks of keys, the items of P
 and the sequences that the program has begun: they select a stage and the phase of its barriers. A sequence has an item for each

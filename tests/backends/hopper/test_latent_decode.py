@@ -11,6 +11,8 @@ from hopper_latent_cases import CASES, DEEPSEEK, SMALL, run_latent
 from latent_cases import LatentCase, make_latent
 
 from fa_serve.backends.hopper.latent_decode import plan_latent_decode
+from fa_serve.backends.plan import AttentionTensors
+from fa_serve.backends.triton.latent import LatentPlan
 from fa_serve.backends.triton.triton_tiles import DecodeTiles
 from fa_serve.testing import run_plan
 
@@ -60,6 +62,28 @@ def test_an_unaligned_cache_is_copied_first() -> None:
     with emulated():
         expected, _ = run_plan(plan_latent_decode, q, cache, cache[..., :256], **given)
         found, _ = run_plan(plan_latent_decode, q, shifted, shifted[..., :256], **given)
+    assert shifted.data_ptr() & 15
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("gap", [0, 8, 15, 16])
+def test_queries_are_copied_to_where_threads_can_copy_16_bytes(gap: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their address is unaligned, and with some gaps between heads so are their strides."""
+    q, cache, _, options = make_latent(SMALL)
+    given = options | {"window_size": (-1, 0), "softcap": 0.0}
+    memory = torch.full((3 * 32 * (288 + gap) + 1,), float("nan"), dtype=q.dtype)
+    shifted = memory[1:].view(3, 32, 288 + gap)[..., :288].copy_(q)
+    run = LatentPlan.__call__
+
+    def run_aligned(plan: LatentPlan, tensors: AttentionTensors) -> tuple[torch.Tensor, torch.Tensor | None]:
+        assert not tensors.q.data_ptr() & 15
+        assert not any(stride % 16 for stride in tensors.q.stride()[:2])
+        return run(plan, tensors)
+
+    monkeypatch.setattr(LatentPlan, "__call__", run_aligned)
+    with emulated():
+        expected, _ = run_plan(plan_latent_decode, q, cache, cache[..., :256], **given)
+        found, _ = run_plan(plan_latent_decode, shifted, cache, cache[..., :256], **given)
     assert shifted.data_ptr() & 15
     assert torch.equal(found, expected)
 

@@ -35,6 +35,7 @@ def test_auto_leaves_the_kernel_out_until_it_is_measured(monkeypatch: pytest.Mon
         ({"softcap": True, "sinks": True}, "got softcap, sinks"),
         ({"num_kv_heads": 2}, "got 2 of 512 and 64"),
         ({"head_dim": 640}, "got 1 of 512 and 128"),
+        ({"head_dim": 552}, "got 1 of 512 and 40"),
         ({"head_dim": 448, "head_dim_v": 384}, "got 1 of 384 and 64"),
     ],
     ids=str,
