@@ -131,8 +131,8 @@ current = _Thread()
 
 
 class ThreadCopies:
-    """Copies by threads (cp.async). They take place when the partition waits for them or arrives at a barrier with them, as late
-    as they may. Numbers that are masked out arrive as 0.
+    """Copies by threads (cp.async). They take place when the partition waits for them or arrives at a barrier with them, as
+    late as they may. Numbers that are masked out arrive as 0.
     """
 
     @staticmethod
