@@ -10,6 +10,7 @@
     python benchmarks/bench_attention.py chunk                        # 64 to 2048 queries behind 1k to 64k keys, paged
     python benchmarks/bench_attention.py verify                       # 2 to 16 queries per sequence, as in speculative decoding
     python benchmarks/bench_attention.py latent                       # one KV head of 512 + 64 (MLA), also float8; GB/s
+    python benchmarks/bench_attention.py latent --ways hopper,portable    # both kernels of decoding, whatever `auto` selects
     python benchmarks/bench_attention.py sparse                       # block-sparse, beside FlexAttention and dense calls
     python benchmarks/bench_attention.py models --budget 75           # the cells that 75 seconds allow
     python benchmarks/bench_attention.py tune_lists                   # tiles of the Hopper kernel with lists
@@ -43,7 +44,7 @@ import torch
 from attention_cells import HIDDEN, MODELS, MODELS_WITH_SINKS, SEQLENS, TOKENS, WINDOWS, tflops
 from backward_problem import backward
 from float8_problem import fp8, tune_fp8
-from latent_problem import latent
+from latent_problem import WAYS, latent
 from measure import Cells, Results, fa3, flash_peers, host_microseconds, in_turns, milliseconds, sdpa, served
 from paged_benches import chunk, decode, mixed, verify
 from sparse_problem import sparse, tune_lists
@@ -295,6 +296,7 @@ def main() -> None:
     tuned = {mode.__name__: mode for mode in (tune, tune_lists, tune_fp8)}
     parser.add_argument("bench", choices=[*measured, *tuned])
     parser.add_argument("--backend", default="auto")
+    parser.add_argument("--ways", default="", help=f"kernels of latent, of {','.join(WAYS)}; default: those of --backend")
     parser.add_argument("--peers", default="flash,cudnn,fa3,fa4", help="peers that are not installed are left out")
     parser.add_argument("--head-dims", type=lambda s: [int(x) for x in s.split(",")], default=[64, 128, 256])
     parser.add_argument("--seqlens", type=lambda s: [int(x) for x in s.split(",")], default=list(SEQLENS))
@@ -307,6 +309,9 @@ def main() -> None:
         parser.error(f"--cells and --budget are for {', '.join(measured)}, got {args.bench}")
     if args.tiny and args.bench not in tiny:
         parser.error(f"--tiny is for {', '.join(tiny)}, got {args.bench}")
+    args.ways = args.ways.split(",") if args.ways else []
+    if args.ways and (args.bench != "latent" or not set(args.ways) <= set(WAYS)):
+        parser.error(f"--ways is for latent, and takes {', '.join(WAYS)}, got {args.bench} and {', '.join(args.ways)}")
     torch.manual_seed(0)
     args.cells = Cells(args.cells, args.budget)
     args.cells.end_at_a_signal()

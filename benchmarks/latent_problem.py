@@ -19,6 +19,7 @@ from torch import Tensor
 
 import fa_serve
 from fa_serve.backends.reference import attention_reference
+from fa_serve.spec import FEW_QUERIES
 from fa_serve.testing import assert_matches_reference, cu_seqlens, eager_attention
 
 RANK = 512
@@ -74,8 +75,9 @@ class LatentProblem:
         q = torch.randn(len(lengths) * queries, heads, RANK + ROPE, device=device).to(dtype)
         return cls(q, cache, list(lengths), queries, options)
 
-    def ours(self, backend: str = "auto") -> Callable[[], Tensor]:
-        """A call of the public function."""
+    def ours(self, way: str = "auto") -> Callable[[], Tensor]:
+        """A call of the public function, by a backend or by one of WAYS."""
+        backend = WAYS.get(way, way)
         out = self.q.new_empty(*self.q.shape[:2], RANK)
 
         def call() -> Tensor:
@@ -125,24 +127,38 @@ class LatentProblem:
         return 2 * pairs * self.q.shape[1] * (2 * RANK + ROPE)
 
 
+WAYS = {"hopper": "hopper", "portable": "triton"}
+"""The kernels of latent attention, and the backends that have them."""
+
+
+def _ways(args: argparse.Namespace, problem: LatentProblem) -> list[str]:
+    """The backends to call, of which that for Hopper only decodes 16-bit caches."""
+    if not args.ways:
+        return [args.backend]
+    hopper = problem.queries <= FEW_QUERIES and "k_descale" not in problem.options and problem.q.is_cuda
+    return [way for way in args.ways if way != "hopper" or hopper]
+
+
 def latent(args: argparse.Namespace) -> None:
     """Latent attention over pages. The last columns are GB/s of keys, their part of the read bandwidth, and TFLOPS.
 
-    A few small calls are compared with float64 first, and two sequences of each cell. `--peers` does not apply. With `--tiny`
-    nothing is known of the read bandwidth.
+    A few small calls are compared with float64 first, and two sequences of each cell. `--peers` does not apply. `--ways
+    hopper,portable` measures both kernels of decoding in turns, where the kernel for Hopper serves the cell; else the calls
+    are those of `--backend`. With `--tiny` nothing is known of the read bandwidth.
     """
     dtype, device = (torch.float32, "cpu") if args.tiny else (torch.bfloat16, "cuda")
     results = Results("latent", args.out)
     for queries in (1, 3, 40):
         for float8 in (False, True):
             gated = LatentProblem.make([333, 1000, 77], 4 if args.tiny else 128, queries, dtype, device, float8=float8)
-            gated.check(gated.ours(args.backend)(), f"gate of {queries} queries, float8 {float8}", rows=3)
+            for way in _ways(args, gated):
+                gated.check(gated.ours(way)(), f"gate of {queries} queries, float8 {float8}, {way}", rows=3)
     print("the gate holds")
     bandwidth = float("nan")
     if not args.tiny:
         bandwidth = read_bandwidth()
         results.add("read_bandwidth", "TB/s", bandwidth, {})
-    print(f"read bandwidth {bandwidth:.2f} TB/s\n{'case':<28}{'us':>9}{'GB/s':>9}{'of it':>8}{'TFLOPS':>9}")
+    print(f"read bandwidth {bandwidth:.2f} TB/s\n{'case':<36}{'us':>9}{'GB/s':>9}{'of it':>8}{'TFLOPS':>9}")
     for heads in (4,) if args.tiny else LATENT_HEADS:
         grids = ([(1, 70, 3), (2, 50, 1)], [(1, 70, 3)]) if args.tiny else (LATENT_CELLS, LATENT_FLOAT8_CELLS)
         for float8, grid in zip((False, True), grids, strict=True):
@@ -151,11 +167,13 @@ def latent(args: argparse.Namespace) -> None:
                 if not args.cells.takes(case):
                     continue
                 problem = LatentProblem.make([keys] * batch, heads, queries, dtype, device, float8=float8)
-                ours = problem.ours(args.backend)
-                problem.check(ours(), case)
-                us = in_turns({"ours": ours}, graph_microseconds)["ours"]
-                results.add(case, "us", us, {})
-                rate = problem.bytes_read / us * 1e-3
-                flops = problem.operations / us * 1e-6
-                print(f"{case:<28}{us:9.1f}{rate:9.0f}{rate / bandwidth * 1e-3:8.1%}{flops:9.0f}", flush=True)
+                calls = {way: problem.ours(way) for way in _ways(args, problem)}
+                for way, call in calls.items():
+                    problem.check(call(), f"{case}, {way}")
+                for way, us in in_turns(calls, graph_microseconds).items():
+                    name = f"{case}_{way}" if args.ways else case
+                    results.add(name, "us", us, {})
+                    rate = problem.bytes_read / us * 1e-3
+                    flops = problem.operations / us * 1e-6
+                    print(f"{name:<36}{us:9.1f}{rate:9.0f}{rate / bandwidth * 1e-3:8.1%}{flops:9.0f}", flush=True)
     results.write()

@@ -30,7 +30,19 @@ from unittest import mock
 import torch
 from float8_cases import quantize_inputs
 from gluon_emulator import gated_values
-from hopper_threads import Barrier, Barriers, Block, EmulationError, Machine, NamedBarrier, ThreadCopies, current
+from hopper_threads import (
+    Barrier,
+    Barriers,
+    Block,
+    EmulationError,
+    Machine,
+    NamedBarrier,
+    ThreadCopies,
+    current,
+    start_product,
+    wait_products,
+    wait_stores,
+)
 
 from fa_serve.backends.hopper import (
     backward,
@@ -47,6 +59,10 @@ from fa_serve.backends.hopper import (
     forward_partitions,
     hopper_tiles,
     kernel_types,
+    latent_decode,
+    latent_tiles,
+    latent_types,
+    latent_warps,
     listed_blocks,
     merge,
     packed_heads,
@@ -56,7 +72,7 @@ from fa_serve.backends.hopper import (
     tile_schedule,
 )
 from fa_serve.backends.launch import Launch, View
-from fa_serve.backends.triton import row_statistics
+from fa_serve.backends.triton import primitives, row_statistics, splits
 from fa_serve.backends.triton.float8_inputs import BLOCK_KEYS
 from fa_serve.ops import experts_matrix_kernel, experts_matrix_types
 
@@ -198,47 +214,12 @@ class _Copy:
         current.stores.append(run)
 
 
-class _Product:
-    """An asynchronous matrix product, which reads its operands when it is waited for."""
-
-    def __init__(self, a: Any, b: _Shared, acc: Any, use_acc: bool) -> None:
-        self.a = a
-        self.b = b
-        self.acc = acc
-        self.use_acc = use_acc
-        self.value: torch.Tensor | None = None
-
-    def run(self) -> None:
-        a = self.a.data if isinstance(self.a, _Shared) else self.a
-        self.value = a.float() @ self.b.data.float()
-        if self.use_acc:
-            self.value = self.value + (self.acc.value if isinstance(self.acc, _Product) else self.acc)
-
-
-def _product(a: Any, b: _Shared, acc: Any, use_acc: bool = True, is_async: bool = False) -> _Product:
-    current.products.append(_Product(a, b, acc, use_acc))
-    return current.products[-1]
-
-
-def _wait_products(pending: int, deps: list[_Product]) -> Any:
-    current.block.machine.jitter(0.5)
-    while len(current.products) > int(pending):
-        current.products.pop(0).run()
-    # a product that still runs may be passed on as an accumulator; any other use of it is an error
-    done = [dep.value if isinstance(dep, _Product) and dep.value is not None else dep for dep in deps]
-    return done[0] if len(deps) == 1 else tuple(done)
-
-
-def _wait_stores(pending: int) -> None:
-    current.block.machine.jitter()
-    while len(current.stores) > pending:
-        current.stores.pop(0)()
-
-
 def _inline_assembly(text: str, operands: str, values: list[Any], **options: Any) -> Any:
     if "mul.f32" in text:  # rescales O for a new maximum
         assert (values[1] <= 1).all(), "a maximum that falls"
         return values[0] * values[1]
+    if text.startswith("mov.b32"):
+        return values[0]
     if "rcp.approx" in text:
         return 1 / values[0]
     if "tanh.approx" in text:  # with a relative error of up to 2^-11 of any sign
@@ -271,7 +252,7 @@ def _run_threads(work: list[tuple[Block, Callable[..., None], tuple[Any, ...]]],
         current.stores = []
         try:
             function(*args)
-            _wait_stores(0)
+            wait_stores(0)
         except BaseException as error:
             machine.failures.append(error)
 
@@ -332,10 +313,13 @@ def _language() -> types.SimpleNamespace:
         where=lambda c, a, b: torch.where(torch.as_tensor(c), torch.as_tensor(a), torch.as_tensor(b)),
         split=lambda x: x.unbind(-1),
         join=lambda a, b: torch.stack([a, b], -1),
-        cast=lambda x, dtype, bitcast=False: x.view(dtype) if bitcast else x.to(dtype),
+        cast=lambda x, dtype, bitcast=False: x.view(dtype) if bitcast else torch.as_tensor(x).to(dtype),
         reshape=lambda x, shape: x.reshape(shape),
         permute=lambda x, order: x.permute(order),
+        range=range,
         static_range=range,
+        # launches follow one another
+        extra=types.SimpleNamespace(cuda=types.SimpleNamespace(gdc_wait=anything, gdc_launch_dependents=anything)),
         load=lambda pointer, mask=None, other=0: pointer.load(mask, other),
         store=lambda pointer, value, mask=None: pointer.store(value, mask),
         atomic_add=_atomic_add,
@@ -352,6 +336,8 @@ def _language() -> types.SimpleNamespace:
 
 
 _MODULES = (
+    primitives,
+    splits,
     tile_schedule,
     listed_blocks,
     float8_probabilities,
@@ -370,6 +356,9 @@ _MODULES = (
     backward_producer,
     backward_consumer,
     backward,
+    latent_types,
+    latent_warps,
+    latent_decode,
     experts_matrix_types,
     experts_matrix_kernel,
 )
@@ -394,7 +383,7 @@ def _define(faults: tuple[tuple[str, str], ...]) -> dict[str, Any]:
         expect=lambda b, count: b.arrive(1, count),
         wait=lambda b, phase, pred=True: b.wait(int(phase)) if pred else None,
     )
-    tma = types.SimpleNamespace(store_wait=_wait_stores)
+    tma = types.SimpleNamespace(store_wait=wait_stores)
     language = _language()
     names: dict[str, Any] = {
         "__name__": "emulated",
@@ -412,15 +401,18 @@ def _define(faults: tuple[tuple[str, str], ...]) -> dict[str, Any]:
         "sync_threads": lambda: None,
         "HAS_REINTERPRET": True,
         "fence_async_shared": lambda: None,
-        "wait_for_previous_kernel": lambda pdl: None,  # launches follow one another
         "hopper_tiles": hopper_tiles,
-        "warpgroup_mma": _product,
-        "warpgroup_mma_wait": _wait_products,
+        "warpgroup_mma": start_product,
+        "warpgroup_mma_wait": wait_products,
         "BLOCK_KEYS": BLOCK_KEYS.value,
         "RAGGED": kernel_types.RAGGED.value,
+        "COUNTS": splits.COUNTS,
+        "P_STAGES": latent_tiles.P_STAGES,
+        "ROPE_COLUMNS": latent_tiles.ROPE_COLUMNS,
+        "VALUE_PARTS": latent_tiles.VALUE_PARTS,
         **{
             name: value
-            for module in (kernel_types, backward_types)
+            for module in (kernel_types, backward_types, latent_types)
             for name, value in vars(module).items()
             if hasattr(value, "_fields")
         },
@@ -487,6 +479,7 @@ def emulated(
     with (
         mock.patch.object(Launch, "__call__", launch),
         mock.patch.object(forward, "multiprocessors", return_value=resident_blocks),
+        mock.patch.object(latent_decode, "multiprocessors", return_value=resident_blocks),
         mock.patch.object(experts_matrix_kernel, "multiprocessors", return_value=resident_blocks),
     ):
         yield

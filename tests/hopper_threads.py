@@ -1,4 +1,5 @@
-"""The threads of the Hopper emulator: the thread blocks that run at a time, and the barriers at which their warps wait."""
+"""The threads of the Hopper emulator: the thread blocks that run at a time, the barriers at which their warps wait, and what
+takes place only when they wait for it: copies and products."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ import threading
 import time
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 
 class EmulationError(Exception):
@@ -128,7 +131,9 @@ current = _Thread()
 
 
 class ThreadCopies:
-    """Copies by threads (cp.async). They take place when the partition arrives at a barrier with them: as late as they may."""
+    """Copies by threads (cp.async). They take place when the partition waits for them or arrives at a barrier with them, as
+    late as they may. Numbers that are masked out arrive as 0.
+    """
 
     @staticmethod
     def copy_to_shared(target: Any, source: Any, mask: Any = None) -> None:
@@ -144,3 +149,50 @@ class ThreadCopies:
         current.copies = []
         if not increment_count:
             barrier.arrive(32 * current.warps)
+
+    @staticmethod
+    def commit_group() -> None:
+        """Groups are not told apart: `wait_group` waits for all of them."""
+
+    @staticmethod
+    def wait_group(pending: int) -> None:
+        assert pending == 0, "groups are not told apart"
+        for copy in current.copies:
+            copy()
+        current.copies = []
+
+
+class Product:
+    """An asynchronous matrix product, which reads its operands when it is waited for."""
+
+    def __init__(self, a: Any, b: Any, acc: Any, use_acc: bool) -> None:
+        self.a = a
+        self.b = b
+        self.acc = acc
+        self.use_acc = use_acc
+        self.value: torch.Tensor | None = None
+
+    def run(self) -> None:
+        self.value = self.a.data.float() @ self.b.data.float()
+        if self.use_acc:
+            self.value = self.value + (self.acc.value if isinstance(self.acc, Product) else self.acc)
+
+
+def start_product(a: Any, b: Any, acc: Any, use_acc: bool = True, is_async: bool = False) -> Product:
+    current.products.append(Product(a, b, acc, use_acc))
+    return current.products[-1]
+
+
+def wait_products(pending: int, deps: list[Product]) -> Any:
+    current.block.machine.jitter(0.5)
+    while len(current.products) > int(pending):
+        current.products.pop(0).run()
+    # a product that still runs may be passed on as an accumulator; any other use of it is an error
+    done = [dep.value if isinstance(dep, Product) and dep.value is not None else dep for dep in deps]
+    return done[0] if len(deps) == 1 else tuple(done)
+
+
+def wait_stores(pending: int) -> None:
+    current.block.machine.jitter()
+    while len(current.stores) > pending:
+        current.stores.pop(0)()

@@ -17,6 +17,7 @@ from fa_serve.backends import launch
 from fa_serve.backends.hopper import HopperBackend
 from fa_serve.backends.hopper.backward import plan_backward
 from fa_serve.backends.hopper.forward import plan_forward as plan_hopper
+from fa_serve.backends.hopper.latent_decode import plan_latent_decode
 from fa_serve.backends.plan import PLANS, AttentionOptions, AttentionTensors, BackwardTensors
 from fa_serve.backends.triton import decode
 from fa_serve.backends.triton.block_sparse import plan_block_sparse
@@ -198,3 +199,19 @@ def test_products_of_quantised_weights_on_hopper(monkeypatch: pytest.MonkeyPatch
     assert all(kernel.instructions["HMMA"] > 0 for kernel in kernels if kernel.name == "_quantized_gemv")
     assert all(kernel.instructions["HGMMA"] > 0 for kernel in kernels if kernel.name == "_quantized_wgmma")
     assert not [line for kernel in kernels for line in kernel.ptxas_warnings if "C75" in line], "wgmma is serialised"
+
+
+def test_latent_attention_on_hopper() -> None:
+    """Three warpgroups and four producer warps share the registers, and no product waits for another warpgroup's."""
+    q = torch.zeros(3, 128, 576, dtype=torch.bfloat16)
+    cache = torch.zeros(4, 16, 1, 576, dtype=torch.bfloat16)
+    pages = {"block_table": torch.zeros(3, 64, dtype=torch.int32), "seqused_k": torch.ones(3, dtype=torch.int32)}
+    lengths = {"cu_seqlens_q": cu_seqlens([1, 1, 1]), "max_seqlen_q": 1, "max_seqlen_k": 1024}
+    with compiling_for("sm90") as kernels:
+        run_plan(plan_latent_decode, q, cache, cache[..., :512], **pages, **lengths, **OPTIONS)
+    kernel = kernels[0]
+    assert kernel.name == "attn_latent_hopper"
+    assert kernel.shared_bytes <= 227 << 10
+    assert kernel.spill_bytes <= 160, "none up to Triton 3.8; in 3.9, scores reload three addresses in their loop"
+    assert kernel.instructions["UTMALDG"] == 18
+    assert not [line for line in kernel.ptxas_warnings if "C75" in line], "wgmma is serialised or setmaxnreg ignored"

@@ -109,6 +109,8 @@ def test_every_mixed_step_fits_the_pool() -> None:
     [
         (["prefill", "--tiny"], "--tiny is for latent, sparse, backward, fp8, got prefill"),
         (["tune", "--budget", "1"], "got tune"),
+        (["decode", "--ways", "hopper"], "--ways is for latent, and takes hopper, portable, got decode and hopper"),
+        (["latent", "--ways", "sdpa"], "got latent and sdpa"),
     ],
 )
 def test_options_of_other_benches_are_refused(options: list[str], message: str, monkeypatch, capsys) -> None:

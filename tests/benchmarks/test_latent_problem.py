@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
+from types import SimpleNamespace
+
 import latent_problem
 import pytest
 import torch
@@ -37,3 +40,15 @@ def test_the_check_copies_no_keys_for_heads(float8: bool, monkeypatch) -> None:
     )
     problem.check(problem.ours()(), "ours", rows=2)
     assert [(*q.shape[1:3], *k.shape[1:3]) for q, k, _ in calls] == [(4, 1, n, 1) for n in (33, 32, 50, 49)]
+
+
+def test_ways_are_those_that_serve_a_cell() -> None:
+    """On a CPU there is only the kernel of the portable backend; without ways the calls are those of `--backend`."""
+    problem = LatentProblem.make([33], 4, 1, torch.float32, "cpu")
+    ways = argparse.Namespace(ways=["hopper", "portable"], backend="auto")
+    assert latent_problem._ways(ways, problem) == ["portable"]
+    assert latent_problem._ways(argparse.Namespace(ways=[], backend="auto"), problem) == ["auto"]
+    problem.q = SimpleNamespace(is_cuda=True)  # type: ignore[assignment]
+    assert latent_problem._ways(ways, problem) == ["hopper", "portable"]
+    problem.queries = 17
+    assert latent_problem._ways(ways, problem) == ["portable"]

@@ -27,6 +27,13 @@ SIZES = [
     replace(DEEPSEEK, q_lens=(1,) * 3, kv_lens=(2000, 1, 513), heads=(16, 1), float8=True),
     replace(DEEPSEEK, q_lens=(300, 2), kv_lens=(1500, 700), heads=(64, 1), float8=True, page_size=64),
 ]
+HOPPER_SIZES = [
+    *(case for case in SIZES if max(case.q_lens) <= 16 and not case.float8),
+    replace(DEEPSEEK, q_lens=(1,) * 3, kv_lens=(20000, 1, 5000), heads=(64, 1)),
+    replace(DEEPSEEK, q_lens=(16, 2, 0, 7), kv_lens=(1600, 2, 5, 333), page_size=48),
+    replace(DEEPSEEK, q_lens=(1, 1), kv_lens=(4096, 31), heads=(32, 1), page_size=128),
+    LatentCase(q_lens=(1, 3), kv_lens=(500, 300), heads=(40, 1), dims=(288, 256)),
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -41,11 +48,37 @@ def test_sizes_of_models(case: LatentCase, dtype: torch.dtype) -> None:
     check_latent(replace(case, dtype=dtype), "auto", "cuda")
 
 
-def test_lengths_may_change_below_a_captured_graph(no_synchronisation) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", HOPPER_SIZES, ids=str)
+def test_the_kernel_for_hopper(case: LatentCase, dtype: torch.dtype) -> None:
+    """It is named, because `auto` does not choose it yet."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("runs on Hopper")
+    for _ in range(3):  # a race is not lost every time
+        check_latent(replace(case, dtype=dtype), "hopper", "cuda")
+
+
+def test_the_kernel_for_hopper_agrees_with_the_portable_one() -> None:
+    """Many sequences of unequal lengths, for which both kernels cut keys into shares."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("runs on Hopper")
+    lengths = tuple(1 + 977 * i % 5000 for i in range(96))
+    case = replace(DEEPSEEK, q_lens=(1,) * 96, kv_lens=lengths, dtype=torch.bfloat16)
+    q, cache, _, options = make_latent(case, "cuda")
+    ways = [fa_serve.attention_paged(q, cache, cache[..., :512], backend=name, **options) for name in ("hopper", "triton")]
+    torch.testing.assert_close(ways[0][0], ways[1][0], atol=0.02, rtol=0.02)
+    torch.testing.assert_close(ways[0][1], ways[1][1], atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("backend", ["auto", "hopper"])
+def test_lengths_may_change_below_a_captured_graph(no_synchronisation, backend: str) -> None:
+    if backend == "hopper" and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("runs on Hopper")
     q, cache, _, options = make_latent(replace(SIZES[0], dtype=torch.bfloat16), "cuda")
 
     def call() -> torch.Tensor:
-        return fa_serve.attention_paged(q, cache, cache[..., :512], **(options | {"return_lse": False}))
+        given = options | {"return_lse": False, "backend": backend}
+        return fa_serve.attention_paged(q, cache, cache[..., :512], **given)
 
     call()
     with no_synchronisation():

@@ -65,7 +65,10 @@ GUESTS: dict[str, tuple[str, ...]] = {
 LAZY = {"triton": ("fa_serve.ops",)}
 """Packages among those rooms whose `__init__` must not import the guest: they are imported where it is not installed."""
 
-SHARED_MODULES = tuple(f"fa_serve.backends.triton.{name}" for name in ("primitives", "row_statistics", "float8_inputs"))
+SHARED_MODULES = tuple(
+    f"fa_serve.backends.triton.{name}"
+    for name in ("primitives", "row_statistics", "float8_inputs", "latent", "splits", "triton_tiles")
+)
 """What the Hopper kernels may import of the portable ones."""
 
 BACKENDS = tuple(f"fa_serve.backends.{name}" for name in ("hopper", "triton", "sdpa", "reference"))

@@ -85,6 +85,10 @@ TESTED_BY = {
         "tests/backends/hopper/test_backward.py",
         "the types of arguments exist inside of a kernel only",
     ),
+    "fa_serve.backends.hopper.latent_types": (
+        "tests/backends/hopper/test_latent_decode.py",
+        "the types of arguments exist inside of a kernel only",
+    ),
     "fa_serve.backends.hopper.kernel_types": (
         "tests/backends/hopper/test_forward.py",
         "the types of arguments exist inside of a kernel only",

@@ -8,6 +8,8 @@ backward        the kernel of the gradients and its plan; what it consists of be
 dq_sum          the sum of dQ in float32, to which the backward kernel adds
 listed_blocks   lists of key blocks, which the producer walks
 packed_heads    query heads that share a tile, for a few queries per sequence
+latent_decode   decoding of latent attention (MLA): its plan and kernel; latent_warps holds the warps, latent_types what they
+                hand to one another, and latent_tiles the choice
 divided_keys    keys of long sequences, divided among tiles; `piece_table` cuts them on the device, `merge` combines the pieces
 float8_scales   the scales of float8 copies of q, k and v, which `triton.float8_inputs` makes; `float8_probabilities` packs P
 kernel_types    what these warps hand to one another; `shared_memory` allocates what they share
@@ -33,6 +35,7 @@ import triton
 from fa_serve.backends.float8_copies import cannot_quantize
 from fa_serve.backends.hopper.backward_tiles import MAX_HEAD_DIM_OF_GRADIENTS
 from fa_serve.backends.hopper.hopper_tiles import MAX_HEAD_DIM, packs_queries
+from fa_serve.backends.hopper.latent_tiles import cannot_decode_latent
 from fa_serve.backends.plan import AttentionOptions, Run
 from fa_serve.spec import FEW_QUERIES, AttentionSpec, dims, dtype_name
 
@@ -62,6 +65,10 @@ class HopperBackend:
             return f"computes float16 and bfloat16, got {dtype_name(spec.dtype)}"
         if spec.layout == "paged" and (reason := _cannot_page(spec)):
             return reason
+        if _is_latent_decoding(spec):
+            reason = cannot_decode_latent(spec)
+            if reason is None or spec.head_dim > MAX_HEAD_DIM:
+                return reason
         if spec.op == "decode" and (reason := _cannot_decode(spec)):
             return reason
         if any(dim % 8 or not 0 < dim <= MAX_HEAD_DIM for dim in (spec.head_dim, spec.head_dim_v)):
@@ -91,9 +98,18 @@ class HopperBackend:
             from fa_serve.backends.hopper.backward import plan_backward
 
             return plan_backward(tensors, options)
+        if _is_latent_decoding(spec) and cannot_decode_latent(spec) is None:
+            from fa_serve.backends.hopper.latent_decode import plan_latent_decode
+
+            return plan_latent_decode(tensors, options)
         from fa_serve.backends.hopper.forward import plan_forward
 
         return plan_forward(tensors, options)
+
+
+def _is_latent_decoding(spec: AttentionSpec) -> bool:
+    """Whether a call decodes keys whose first numbers are their values."""
+    return spec.op == "decode" and spec.layout == "paged" and spec.values_in_keys and not spec.needs_grad
 
 
 def _cannot_decode(spec: AttentionSpec) -> str | None:

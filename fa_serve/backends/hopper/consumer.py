@@ -163,7 +163,7 @@ def _issue_scores(tile_count, block_count, smem, group: gl.constexpr, var: gl.co
 
 
 @gluon.jit
-def _rescale_part(x, alpha, layout: gl.constexpr, width: gl.constexpr):
+def rescale_part(x, alpha, layout: gl.constexpr, width: gl.constexpr):
     """Multiply a part of O by `alpha`, [64]. The assembly is volatile, or ptxas would move it ahead of the products."""
     factors = gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, layout)), 1)
     NARROW: gl.constexpr = RESCALE_8 if width == 16 else RESCALE_16
@@ -179,10 +179,10 @@ def _rescale(acc, alpha, var: gl.constexpr):
     """Multiply O by `alpha`, [64]."""
     O_LAYOUT: gl.constexpr = var.output_layout
     O1_LAYOUT: gl.constexpr = var.second_output_layout
-    first = _rescale_part(acc.first, alpha, O_LAYOUT, var.dv0)
+    first = rescale_part(acc.first, alpha, O_LAYOUT, var.dv0)
     second = acc.second
     if var.dv1 > 0:
-        second = _rescale_part(second, alpha, O1_LAYOUT, var.dv1)
+        second = rescale_part(second, alpha, O1_LAYOUT, var.dv1)
     return Output(first, second)
 
 

@@ -32,21 +32,21 @@ class PagedOperand(NamedTuple):
 
 
 @gluon.jit
-def _field(record, i: gl.constexpr, layout: gl.constexpr, size: gl.constexpr = 8):
+def field_of(record, i: gl.constexpr, layout: gl.constexpr, size: gl.constexpr = 8):
     return gl.sum(gl.where(gl.arange(0, size, layout=layout) == i, record, 0), 0)
 
 
 @gluon.jit
 def unpack_tile(record, layout: gl.constexpr):
     return Tile(
-        _field(record, 0, layout),
-        _field(record, 1, layout),
-        _field(record, 2, layout),
-        _field(record, 3, layout),
-        _field(record, 4, layout),
-        _field(record, 5, layout),
-        _field(record, 6, layout),
-        _field(record, 7, layout),
+        field_of(record, 0, layout),
+        field_of(record, 1, layout),
+        field_of(record, 2, layout),
+        field_of(record, 3, layout),
+        field_of(record, 4, layout),
+        field_of(record, 5, layout),
+        field_of(record, 6, layout),
+        field_of(record, 7, layout),
     )
 
 
@@ -163,7 +163,7 @@ def _load_queries(tile, head, stage, desc, smem, bars, var: gl.constexpr):
 
 
 @gluon.jit
-def _pages(tile, block, args, var: gl.constexpr):
+def pages_of(tile, block, args, var: gl.constexpr):
     """The page of each box of a block of keys, or -1 for a wholly hidden box, whose entry of the block table is not read."""
     keys = block * var.tiles.block_n + var.page_rows * gl.arange(0, var.tiles.block_n // var.page_rows, layout=PAGES_LAYOUT)
     seen = keys < tile.kv_len
@@ -174,9 +174,7 @@ def _pages(tile, block, args, var: gl.constexpr):
 
 
 @gluon.jit
-def _load_pages(
-    operand, pages, tile, kv_head, block, stage, column: gl.constexpr, full, width: gl.constexpr, var: gl.constexpr
-):
+def load_pages(operand, pages, tile, kv_head, block, stage, column: gl.constexpr, full, width: gl.constexpr, var: gl.constexpr):
     """Start copying `width` columns of a block of keys, box by box.
 
     Rows past the sequence's end and hidden boxes arrive as zeros, because a page is addressed as a packed sequence whose length
@@ -188,7 +186,7 @@ def _load_pages(
     desc = operand.desc
     for i in gl.static_range(BOXES):
         key = block * var.tiles.block_n + var.page_rows * i
-        page = _field(pages, i, PAGES_LAYOUT, BOXES)
+        page = field_of(pages, i, PAGES_LAYOUT, BOXES)
         row = key % var.page_size
         length = gl.where(page < 0, 0, gl.minimum(gl.maximum(tile.kv_len - key + row, 0), var.page_size))
         for chunk in gl.static_range(CHUNKS):
@@ -211,7 +209,7 @@ def _load_keys(tile, kv_head, piece, block_count, desc, smem, bars, args, var: g
     stage = block_count % var.tiles.stages
     block = piece.number
     if var.page_size > 0:
-        pages = _pages(tile, block, args, var)
+        pages = pages_of(tile, block, args, var)
     mbarrier.wait(bars.k_empty.index(stage), ((block_count // var.tiles.stages) & 1) ^ 1)
     if var.block_k > 0:
         announce_piece(piece, smem.pieces.index(stage))
@@ -220,10 +218,10 @@ def _load_keys(tile, kv_head, piece, block_count, desc, smem, bars, args, var: g
     row = block * var.tiles.block_n
     if var.page_size > 0:
         k = PagedOperand(desc.k, smem.k_boxes, args.k_pitch)
-        _load_pages(k, pages, tile, kv_head, block, stage, 0, full, var.d0, var)
+        load_pages(k, pages, tile, kv_head, block, stage, 0, full, var.d0, var)
         if var.d1 > 0:
             k1 = PagedOperand(desc.k1, smem.k1_boxes, args.k_pitch)
-            _load_pages(k1, pages, tile, kv_head, block, stage, var.d0, full, var.d1, var)
+            load_pages(k1, pages, tile, kv_head, block, stage, var.d0, full, var.d1, var)
     elif var.float8_keys:
         # the copies that `triton.float8_inputs` makes are zero past a sequence's end, so nothing has to bound them
         batch, row = _float8_rows(tile, block, var)
@@ -242,17 +240,17 @@ def _load_values(tile, kv_head, piece, block_count, desc, smem, bars, args, var:
     stage = block_count % var.tiles.stages
     block = piece.number
     if var.page_size > 0:
-        pages = _pages(tile, block, args, var)
+        pages = pages_of(tile, block, args, var)
     mbarrier.wait(bars.v_empty.index(stage), ((block_count // var.tiles.stages) & 1) ^ 1)
     full = bars.v_full.index(stage)
     mbarrier.expect(full, var.value_bytes * var.tiles.block_n * (var.dv0 + var.dv1))
     row = block * var.tiles.block_n
     if var.page_size > 0:
         v = PagedOperand(desc.v, smem.v_boxes, args.v_pitch)
-        _load_pages(v, pages, tile, kv_head, block, stage, 0, full, var.dv0, var)
+        load_pages(v, pages, tile, kv_head, block, stage, 0, full, var.dv0, var)
         if var.dv1 > 0:
             v1 = PagedOperand(desc.v1, smem.v1_boxes, args.v_pitch)
-            _load_pages(v1, pages, tile, kv_head, block, stage, var.dv0, full, var.dv1, var)
+            load_pages(v1, pages, tile, kv_head, block, stage, var.dv0, full, var.dv1, var)
     elif var.float8_keys:
         batch, row = _float8_rows(tile, block, var)
         if var.float8_values:

@@ -11,13 +11,14 @@ from fa_serve.backends.hopper.kernel_types import Barriers, SharedMemory
 
 
 @gluon.jit
-def _ring(width: gl.constexpr, desc, var: gl.constexpr):
-    """-> a ring of blocks of K or V, and the same memory as the boxes in which a paged cache arrives.
+def ring_of(width: gl.constexpr, desc, var: gl.constexpr, parts: gl.constexpr = 1):
+    """-> a ring of blocks of K or V, each in `parts` of `width` columns, and the same memory as the boxes in which a paged
+    cache arrives.
 
     The 128-byte swizzle stores 64 columns of all rows, then the next 64 columns, and each 8 rows of these form one pattern. So
     64 columns of 8 n rows are contiguous. Fewer columns have the swizzle of their width, with the same property.
     """
-    STAGES: gl.constexpr = var.tiles.stages
+    STAGES: gl.constexpr = var.tiles.stages * parts
     CHUNK: gl.constexpr = 64 if width > 64 else width
     if var.page_size > 0:
         KEYS: gl.constexpr = gl.NVMMASharedLayout(2 * CHUNK, 16, rank=2)
@@ -39,8 +40,8 @@ def allocate_buffers(desc, var: gl.constexpr):
     Q_STAGES: gl.constexpr = var.tiles.q_stages
     RECORD: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q = gl.allocate_shared_memory(desc.q.dtype, [Q_STAGES * GROUPS] + desc.q.block_type.shape, desc.q.layout)  # noqa: RUF005
-    k, k_boxes = _ring(var.d0, desc.k, var)
-    v, v_boxes = _ring(var.dv0, desc.v, var)
+    k, k_boxes = ring_of(var.d0, desc.k, var)
+    v, v_boxes = ring_of(var.dv0, desc.v, var)
     q1 = q
     k1 = k
     k1_boxes = k_boxes
@@ -48,9 +49,9 @@ def allocate_buffers(desc, var: gl.constexpr):
     v1_boxes = v_boxes
     if var.d1 > 0:
         q1 = gl.allocate_shared_memory(desc.q.dtype, [Q_STAGES * GROUPS] + desc.q1.block_type.shape, desc.q1.layout)  # noqa: RUF005
-        k1, k1_boxes = _ring(var.d1, desc.k1, var)
+        k1, k1_boxes = ring_of(var.d1, desc.k1, var)
     if var.dv1 > 0:
-        v1, v1_boxes = _ring(var.dv1, desc.v1, var)
+        v1, v1_boxes = ring_of(var.dv1, desc.v1, var)
     o = q
     o1 = q1
     if var.tiles.o_parts > 0:

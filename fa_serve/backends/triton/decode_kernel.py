@@ -246,7 +246,8 @@ def attn_decode(
     share = tl.program_id(0) // units
     head_kv = unit // tiles_per_head
     row_first = unit % tiles_per_head * BLOCK_M
-    first_seq, behind, seq_start, line = sequences_of_share(share, sequences, splits, min_blocks, SPLIT)
+    of_batch = tl.arange(0, SPLIT.batch_block)
+    first_seq, behind, seq_start, line = sequences_of_share(share, of_batch, sequences, splits, min_blocks, SPLIT)
 
     kv64 = head_kv.to(tl.int64)
     k_ptr += kv64 * stride_kh

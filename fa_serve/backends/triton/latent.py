@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -29,7 +30,7 @@ from torch import Tensor
 
 from fa_serve import spec as facts
 from fa_serve.backends import MAX_KEYS_PER_TILE
-from fa_serve.backends.launch import Launch, launch_options, multiprocessors, with_unit_stride
+from fa_serve.backends.launch import Launch, View, launch_options, multiprocessors, with_unit_stride
 from fa_serve.backends.plan import AttentionOptions, AttentionTensors, Run
 from fa_serve.backends.triton.latent_kernel import LatentVariant, attn_latent
 from fa_serve.backends.triton.splits import SplitCounts, SplitVariant, combine_launch
@@ -146,15 +147,61 @@ def plan_latent(
              it those with up to `options.skip_q`: their rows of out and lse stay as they are
     tiles:   overrides the choice, for tuning
     """
-    return _LatentPlan(tensors, options, decodes, tiles)
+    assert tensors.block_table is not None
+    q, k = tensors[:2]
+    arch = facts.arch_of(q.device)
+    batch = tensors.block_table.shape[0]
+    if tiles is None:
+        tiles = latent_tiles(
+            arch,
+            multiprocessors(q.device, 8),
+            q.element_size(),
+            tensors.v.shape[3],
+            q.shape[1] // k.shape[2],
+            k.shape[2],
+            batch,
+            max(options.max_seqlen_q, 1),
+            options.max_seqlen_k,
+            options.num_splits,
+            float8=k.element_size() == 1,
+        )
+    if not decodes:
+        tiles = tiles.without_splits()
+    variant = _variant(tensors, options, tiles, arch, 0 if decodes else batch_block(batch))
+    launch = {**launch_options(variant.split.pdl, tiles.num_warps), "num_stages": tiles.num_stages}
+    return LatentPlan(tensors, options, tiles, LatentKernel(attn_latent, variant, launch), decodes=decodes)
 
 
-class _LatentPlan:
-    """The launches of one kind of call, and the shapes of what a run allocates."""
+class LatentKernel(NamedTuple):
+    """What computes splits: a kernel with the parameters of `attn_latent`.
+
+    variant: its last argument, whose `split` is that of `splits`; options: of its launch
+    views:   how it sees the keys, if it reads them through the copy engine
+    """
+
+    kernel: Any
+    variant: Any
+    options: dict[str, Any]
+    views: tuple[View, ...] = ()
+
+
+class LatentPlan:
+    """The launches of one kind of call, and the shapes of what a run allocates, for the portable kernel and that for Hopper.
+
+    decodes: as in `plan_latent`
+    """
 
     __slots__ = ("_combine", "_latent", "_lse_shape", "_max_k", "_needs_lse", "_out_shape", "_split_size")
 
-    def __init__(self, tensors: AttentionTensors, options: AttentionOptions, decodes: bool, tiles: LatentTiles | None) -> None:
+    def __init__(
+        self,
+        tensors: AttentionTensors,
+        options: AttentionOptions,
+        tiles: DecodeTiles,
+        kernel: LatentKernel,
+        *,
+        decodes: bool = True,
+    ) -> None:
         q = with_unit_stride(tensors.q)
         k = tensors.k
         assert tensors.block_table is not None
@@ -171,26 +218,8 @@ class _LatentPlan:
         self._split_size = 0
         if batch == 0 or total_q == 0:
             return
-        arch = facts.arch_of(q.device)
         max_q = max(options.max_seqlen_q, 1)
         rows = groups * max_q
-        if tiles is None:
-            sms = multiprocessors(q.device, 8)
-            tiles = latent_tiles(
-                arch,
-                sms,
-                q.element_size(),
-                dim_v,
-                groups,
-                k.shape[2],
-                batch,
-                max_q,
-                options.max_seqlen_k,
-                options.num_splits,
-                float8=k.element_size() == 1,
-            )
-        if not decodes:
-            tiles = tiles.without_splits()
         assert tiles.block_n <= MAX_KEYS_PER_TILE
         counts = SplitCounts(
             batch=batch,
@@ -202,7 +231,7 @@ class _LatentPlan:
             max_q=max_q,
             left=-1,
         )
-        variant = _variant(tensors, options, tiles, arch, 0 if decodes else batch_block(batch))
+        split = kernel.variant.split
         out = tensors.out if _takes(tensors.out) else None
         out_strides = (num_heads * dim_v, dim_v) if out is None else out.stride()[:2]
         lse_stride = tensors.lse.stride(0) if tensors.lse is not None else total_q if self._needs_lse else 0
@@ -210,7 +239,7 @@ class _LatentPlan:
         if not decodes:
             programs = total_q * groups // tiles.block_m + batch  # each sequence may have one tile that is not full
         self._latent = Launch(
-            attn_latent,
+            kernel.kernel,
             programs * counts.units,
             varying=(
                 *counts.numbers,
@@ -221,12 +250,13 @@ class _LatentPlan:
                 float(options.softmax_scale),
             ),
             strides=(*k.stride()[:3], *out_strides, *q.stride()[:2]),
-            fixed=(variant,),
-            options={**launch_options(variant.split.pdl, tiles.num_warps), "num_stages": tiles.num_stages},
+            fixed=(kernel.variant,),
+            options=kernel.options,
+            views=kernel.views,
         )
         if tiles.balanced or tiles.splits > 1:
-            self._split_size = counts.buffer_size(variant.split)
-            self._combine = combine_launch(counts, variant.split, lse_stride, out_strides)
+            self._split_size = counts.buffer_size(split)
+            self._combine = combine_launch(counts, split, lse_stride, out_strides)
 
     def __call__(self, tensors: AttentionTensors) -> tuple[Tensor, Tensor | None]:
         q = with_unit_stride(tensors.q)
@@ -238,7 +268,7 @@ class _LatentPlan:
             splits = None if self._combine is None else q.new_empty(self._split_size, dtype=torch.float32)
             lengths = (tensors.block_table, tensors.keys, tensors.cu_seqlens_q)
             descales = (tensors.k_descale, tensors.v_descale)
-            self._latent((q, tensors.k, result, lse, splits, *lengths, *descales), self._max_k)
+            self._latent((tensors.k, q, result, lse, splits, *lengths, *descales), self._max_k)
             if self._combine is not None:
                 self._combine((result, lse, splits, *lengths[1:]), self._max_k)
         if tensors.out is not None and result is not tensors.out:

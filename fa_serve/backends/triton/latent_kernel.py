@@ -147,8 +147,8 @@ def _walk(q_r, q_c, span, k_ptr, table_ptr, positions, kv_len, factor, window_ri
 
 @triton.jit(do_not_specialize=["max_k", *COUNTS, "window_right", "skip_q", "stride_lh", "stride_table"])
 def attn_latent(
-    q_ptr,
     k_ptr,
+    q_ptr,
     out_ptr,
     lse_ptr,
     splits_ptr,
@@ -200,7 +200,8 @@ def attn_latent(
         seq_start = 0
         line = (0, 0, 0)
     else:
-        first_seq, behind, seq_start, line = sequences_of_share(share, sequences, splits, min_blocks, SPLIT)
+        of_batch = tl.arange(0, SPLIT.batch_block)
+        first_seq, behind, seq_start, line = sequences_of_share(share, of_batch, sequences, splits, min_blocks, SPLIT)
 
     kv64 = head_kv.to(tl.int64)
     k_ptr += kv64 * stride_kh

@@ -90,7 +90,7 @@ class SplitCounts:
         return min(self.block_m, self.rows)
 
     def buffer_size(self, var: SplitVariant) -> int:
-        """How many float32 numbers the splits leave: results, and behind them log-sum-exps (see `_lse_of_splits`)."""
+        """How many float32 numbers the splits leave: results, and behind them log-sum-exps (see `lse_of_splits`)."""
         places = self.splits * (2 if var.balanced else self.batch) * self.units * self.unit_rows
         return places * (var.dim_v + 1)
 
@@ -156,8 +156,10 @@ def _ends_on_line(index, sequences, var: tl.constexpr):
 
 
 @triton.jit
-def sequences_of_share(share, sequences, splits, min_blocks, var: tl.constexpr):
+def sequences_of_share(share, index, sequences, splits, min_blocks, var: tl.constexpr):
     """The sequences of which a program computes splits. If balanced, the line of `_ends_on_line` is cut into equal shares.
+
+    index: the numbers [0, batch_block), which a kernel in Gluon makes in a layout of its choice
 
     -> the first sequence and the one after the last, where the first one starts on the line, and the begin, the end and the
     size of the share.
@@ -167,7 +169,6 @@ def sequences_of_share(share, sequences, splits, min_blocks, var: tl.constexpr):
     seq_start = 0
     line = (0, 0, 0)
     if var.balanced:
-        index = tl.arange(0, var.batch_block)
         ends = _ends_on_line(index, sequences, var)
         total = tl.max(ends, 0)
         size = tl.maximum((total + splits - 1) // splits, min_blocks)
@@ -207,7 +208,7 @@ def split_of_sequence(share, seq_start, line, blocks, splits, min_blocks, ours, 
         # A share has two places for results: one for a sequence that began in an earlier share, one for a sequence that
         # begins in this share and goes on in the next one.
         place = 2 * share + (split == 0).to(tl.int32)
-        seq_start += blocks
+        seq_start = seq_start + blocks
     else:
         split = share % splits
         num_splits = tl.minimum(tl.maximum(blocks // min_blocks, 1), splits)
@@ -218,12 +219,12 @@ def split_of_sequence(share, seq_start, line, blocks, splits, min_blocks, ours, 
 
 
 @triton.jit
-def _lse_of_splits(splits_ptr, batch, splits, units, unit_rows, var: tl.constexpr):
+def lse_of_splits(splits_ptr, batch, splits, units, unit_rows, var: tl.constexpr):
     """Where the buffer of the splits holds their log-sum-exps: behind the results, (places, dim_v) and then (places,).
 
     One buffer holds both, because the host takes a microsecond or more for each allocation.
     """
-    places = splits.to(tl.int64) * units * unit_rows
+    places = tl.cast(splits, tl.int64) * units * unit_rows
     if var.balanced:
         places *= 2
     else:
@@ -245,7 +246,7 @@ def store_split(
     keep = live[:, None] & (offs_dv < var.dim_v)[None, :]
     tl.store(splits_ptr + at[:, None] * var.dim_v + offs_dv[None, :], out, mask=keep)
     if SLICE == 0:
-        tl.store(_lse_of_splits(splits_ptr, batch, splits, units, unit_rows, var) + at, lse, mask=live)
+        tl.store(lse_of_splits(splits_ptr, batch, splits, units, unit_rows, var) + at, lse, mask=live)
 
 
 @triton.jit
@@ -308,7 +309,7 @@ def _combine(
     if (num_splits <= 1) | (q_len <= 0) | (q_len > max_q):
         return
 
-    split_lse_ptr = _lse_of_splits(splits_ptr, batch, splits, units, unit_rows, var)
+    split_lse_ptr = lse_of_splits(splits_ptr, batch, splits, units, unit_rows, var)
     slot = (tl.program_id(0) % blocks_per_seq) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     unit = slot // unit_rows
     rows = unit % tiles_per_head * var.block_m + slot % unit_rows

@@ -1,0 +1,75 @@
+"""Which calls the Hopper kernel of latent attention serves, and its tiles. `latent_decode` describes the kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from fa_serve.backends.triton.triton_tiles import DecodeTiles
+from fa_serve.spec import AttentionSpec
+
+ROPE_COLUMNS = 64
+"""Columns in shared memory for the numbers of a key behind its value."""
+VALUE_PARTS = 4
+"""Parts of the columns of values. A product with 256 columns needs 154 registers, and a thread has 128 at launch."""
+P_STAGES = 2
+"""Blocks of probabilities in shared memory."""
+MIN_ROWS = 32
+"""Query heads per KV head from which `auto` may choose the kernel."""
+MEASURED = False
+"""Whether the kernel has been measured. Until then `auto` leaves its calls to the portable kernel."""
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The blocks of keys in shared memory: `stages` blocks of `block_n` keys."""
+
+    block_n: int
+    stages: int
+
+
+def cannot_decode_latent(spec: AttentionSpec) -> str | None:
+    """Why this kernel does not compute the decoding of latent attention in a paged cache, or None.
+
+    `auto` may choose it only when it has been measured; until then it serves calls that name the backend.
+    """
+    named = ("softcap", "sinks", "alibi", "attention_chunk", "block_mask")
+    found = [name for name in named if getattr(spec, name)]
+    if spec.window_size[0] >= 0:
+        found.append("a window")
+    if found:
+        return f"decodes latent attention without {', '.join(named)} and windows, got {', '.join(found)}"
+    rest = spec.head_dim - spec.head_dim_v
+    if spec.num_kv_heads != 1 or spec.head_dim_v not in (256, 512) or rest not in range(16, ROPE_COLUMNS + 1, 16):
+        got = f"{spec.num_kv_heads} of {spec.head_dim_v} and {rest}"
+        return f"decodes latent attention with one KV head of 256 or 512 numbers and 16, 32, 48 or 64 more, got {got}"
+    if spec.named:
+        return None
+    if not MEASURED:
+        return "decodes latent attention only for calls with backend='hopper', because that has not been measured yet"
+    if spec.num_heads < MIN_ROWS:
+        return f"decodes latent attention with {MIN_ROWS} or more query heads, got {spec.num_heads}"
+    return None
+
+
+@lru_cache(maxsize=4096)
+def latent_hopper_tiles(
+    num_sms: int, groups: int, num_kv_heads: int, batch: int, max_seqlen_q: int, max_seqlen_k: int, num_splits: int
+) -> DecodeTiles:
+    """The tile of one call, which has 64 rows. With 512 + 64 numbers a key, shared memory holds 4 blocks of 32 keys beside the
+    queries. A program has an SM to itself, so there are as many programs as SMs. No share is shorter than 128 keys.
+
+    The module `latent_decode` has the arithmetic. Nothing is measured yet.
+    """
+    block_n = 32
+    tiles = DecodeTiles(64, block_n, num_warps=4, num_stages=4, splits=num_splits, balanced=False, registers=128)
+    if num_splits:
+        return tiles
+    units = num_kv_heads * -(-groups * max_seqlen_q // 64)
+    max_blocks = -(-max_seqlen_k // block_n)
+    if max_blocks <= 1:
+        return tiles.without_splits()
+    wave = max(1, num_sms // units)
+    if batch == 1:
+        return replace(tiles, splits=min(wave, max_blocks))
+    return replace(tiles, splits=wave, balanced=True, min_blocks=4)
