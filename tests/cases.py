@@ -309,6 +309,31 @@ def check_without_keys(backend: str, dtype: torch.dtype, device: str = "cpu") ->
             assert torch.equal(lse.to(torch.float32).reshape(4, 9), expected.expand(4, 9))
 
 
+def check_without_queries(backend: str, dtype: torch.dtype, device: str = "cpu") -> None:
+    """No sequence of the call has a query, in each layout, or there is no sequence. Keys are enough for several splits."""
+    keys = 2048
+    k = torch.randn(2, keys, 2, 64, dtype=dtype, device=device)
+    q = k.new_empty(2, 0, 4, 64)
+    cu = {"cu_seqlens_q": cu_seqlens([0, 0], device), "max_seqlen_q": 0}
+    used = torch.full((2,), keys, dtype=torch.int32, device=device)
+    cache = k.view(-1, 64, 2, 64)
+    table = torch.arange(2 * keys // 64, dtype=torch.int32, device=device).view(2, -1)
+    for causal in (False, True):
+        options = {"return_lse": True, "backend": backend, "causal": causal}
+        packed = {"cu_seqlens_k": cu_seqlens([keys, keys], device), "max_seqlen_k": keys}
+        calls = [
+            fa_serve.attention(q, k, k, **options),
+            fa_serve.attention(q[:0], k[:0], k[:0], **options),
+            fa_serve.attention_varlen(q.flatten(0, 1), k.flatten(0, 1), k.flatten(0, 1), **cu, **packed, **options),
+            fa_serve.attention_paged(q.flatten(0, 1), cache, cache, block_table=table, seqused_k=used, **cu, **options),
+        ]
+        for (out, lse), shape in zip(calls, ((2, 0, 4, 64), (0, 0, 4, 64), (0, 4, 64), (0, 4, 64)), strict=True):
+            assert out.shape == shape
+            assert lse.shape == ((shape[0], 4, 0) if len(shape) == 4 else (4, 0))
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
 def check_gradients_of_nothing(backend: str, dtype: torch.dtype, device: str = "cpu") -> None:
     """Calls without queries, without keys, and without both, dense and packed, of infinite numbers: gradients are zeros."""
     for (seqlen_q, seqlen_k), packed in product(((0, 5), (5, 0), (0, 0)), (False, True)):

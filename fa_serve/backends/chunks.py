@@ -48,4 +48,5 @@ def decodes_chunks(
     if divides and not narrow and 2 * seqlen_q > ROWS and keys >= MIN_DIVIDED_KEYS:
         return False
     part = 2 if narrow else 3
-    return keys >= max(MIN_KEYS, 4 * seqlen_q) and part * tiles < num_sms
+    # without queries there is no tile, and the decoding kernel takes one query of a dense sequence for granted
+    return keys >= max(MIN_KEYS, 4 * seqlen_q) and 0 < part * tiles < num_sms

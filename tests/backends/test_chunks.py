@@ -53,6 +53,8 @@ def test_only_what_has_tiles_of_64_rows() -> None:
         changed: dict[str, Any] = change
         assert not decodes_chunks(replace(H200, **changed), 1, 256, 4096, 132)
     assert not decodes_chunks(H200, 1, 256, 4096, 0), "not on a CPU"
+    assert not decodes_chunks(H200, 2, 0, 4096, 132), "not without queries"
+    assert not decodes_chunks(H200, 0, 256, 4096, 132), "not without sequences"
 
 
 def test_narrow_heads_fill_more_of_the_gpu_before_the_prompt_kernel_is_faster() -> None:

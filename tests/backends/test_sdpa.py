@@ -11,7 +11,17 @@ import pytest
 import torch
 from block_sparse_cases import BASE, SparseCase, check_sparse, make_lists
 from block_sparse_cases import CASES as SPARSE
-from cases import DENSE, PAGED, VARLEN, Case, check, check_gradients_of_nothing, check_without_keys, params
+from cases import (
+    DENSE,
+    PAGED,
+    VARLEN,
+    Case,
+    check,
+    check_gradients_of_nothing,
+    check_without_keys,
+    check_without_queries,
+    params,
+)
 from torch import Tensor
 
 import fa_serve
@@ -66,8 +76,9 @@ def test_many_queries_are_cut_in_chunks() -> None:
     check(Case((1100,), (1100,), heads=2, kv_heads=1, causal=True, softcap=20.0), "sdpa", torch.float32)
 
 
-def test_without_keys() -> None:
+def test_without_keys_or_queries() -> None:
     check_without_keys("sdpa", torch.float32)
+    check_without_queries("sdpa", torch.float32)
 
 
 def test_gradients_of_alibi_slopes_match_the_reference() -> None:

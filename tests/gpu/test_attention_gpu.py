@@ -15,6 +15,7 @@ from cases import (
     Case,
     check,
     check_without_keys,
+    check_without_queries,
     decoding_head_dims,
     divided_prompts,
     few_queries,
@@ -148,9 +149,10 @@ def test_no_host_synchronisation(no_synchronisation: Callable[[], AbstractContex
         everything()
 
 
-@pytest.mark.parametrize("backend", ["triton", "sdpa"])
-def test_without_keys(backend: str) -> None:
+@pytest.mark.parametrize("backend", ["auto", "triton", "sdpa"])
+def test_without_keys_or_queries(backend: str) -> None:
     check_without_keys(backend, torch.bfloat16, "cuda")
+    check_without_queries(backend, torch.bfloat16, "cuda")
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ cute, are in flash-attention's repository only: --checkout names a checkout of i
 The script imports the files of tests unchanged, draws combinations from the grid of each test until --cases of them were not
 skipped, and calls the test with them. A case passes, is skipped by the test, is refused by fa_serve (by the name of the
 argument), finds no memory on the GPU, computes a wrong result, or fails with another error. The exit status is 1 if a case is
-wrong or fails.
+wrong or fails. NOISY has tests whose tolerances even exact results exceed with some seeds.
 
 On a machine without a GPU the tests' device "cuda" means the CPU, and only short sequences and narrow heads are drawn. Cases
 with one key are left out there: the gradients of q and k are exactly 0 and the tests allow no error, but those of PyTorch's
@@ -71,6 +71,14 @@ NOT_ON_A_CPU = {
     "cute test_flash_attn_lse_grad_unused": "compares bits with and without lse, for which PyTorch has different functions",
     "cute test_flash_attn_ex2_emu_decode_prefill_consistency": "compares bits of one row alone and among others",
 }
+NOISY = {
+    "cute test_flash_attn_varlen_learnable_sink_backward_with_lse": "the tolerance is three times the error of an evaluation "
+    "in bfloat16, which is small by chance for some numbers: the exact gradient of a float32 sink fails with 9 of 60 seeds",
+}
+"""Tests that even exact results fail with some seeds. A case that fails is repeated with other seeds, and if most of them pass,
+it is counted as noisy."""
+OTHER_SEEDS = range(1, 10)
+OUTCOMES = ("passed", "skipped", "refused", "no memory", "noisy", "wrong", "error")
 TOOLS = ["einops==0.8.1"]
 SKIPPED = 12
 """Cases that are drawn for one that the test does not skip."""
@@ -222,6 +230,28 @@ def run(test: Any, case: dict[str, Any]) -> tuple[str, str]:
     return "passed", ""
 
 
+def run_with_seeds(test: Any, case: dict[str, Any]) -> tuple[str, str]:
+    """As `run`, for a test of NOISY."""
+    what, detail = run(test, case)
+    if what != "wrong":
+        return what, detail
+    seed_with = torch.manual_seed
+    outcomes = []
+    for other in OTHER_SEEDS:
+
+        def seed_with_another(seed: int, other: int = other) -> torch.Generator:
+            return seed_with(seed + other)
+
+        with (
+            mock.patch.object(torch, "manual_seed", seed_with_another),
+            mock.patch.object(torch.random, "manual_seed", seed_with_another),
+        ):
+            outcomes.append(run(test, case)[0])
+    passed = outcomes.count("passed")
+    detail += f"With other seeds, {passed} of {len(outcomes)} passed.\n"
+    return ("noisy" if 2 * passed > len(outcomes) else "wrong"), detail
+
+
 def run_suite(suite: str, source: Path, args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     module = load(source / SUITES[suite], f"upstream_{suite}")
     on_cpu = not torch.cuda.is_available()
@@ -236,7 +266,7 @@ def run_suite(suite: str, source: Path, args: argparse.Namespace) -> dict[str, d
         refused: Counter[str] = Counter()
         shown = ""
         for case in draw(grid(test), SKIPPED * args.cases, random.Random(f"{args.seed} {name}"), on_cpu):
-            what, detail = run(test, case)
+            what, detail = run_with_seeds(test, case) if f"{suite} {name}" in NOISY else run(test, case)
             counts[what] += 1
             if what == "refused":
                 refused[detail] += 1
@@ -245,7 +275,7 @@ def run_suite(suite: str, source: Path, args: argparse.Namespace) -> dict[str, d
             if counts.total() - counts["skipped"] >= args.cases or time.monotonic() - begin > args.seconds:
                 break
         results[name] = dict(counts) | {"refused": dict(refused)}
-        words = "  ".join(f"{what} {counts[what]}" for what in ("passed", "skipped", "refused", "no memory", "wrong", "error"))
+        words = "  ".join(f"{what} {counts[what]}" for what in OUTCOMES)
         reasons = "  ".join(f"{field}: {n}" for field, n in refused.most_common())
         print(f"{suite} {name:<38} {words}  {time.monotonic() - begin:6.1f} s  {reasons}", flush=True)
         if shown:

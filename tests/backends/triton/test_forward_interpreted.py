@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import DENSE, PAGED, VARLEN, Case, check, check_without_keys, params
+from cases import DENSE, PAGED, VARLEN, Case, check, check_without_keys, check_without_queries, params
 
 from fa_serve.backends.triton.forward import plan_forward
 from fa_serve.backends.triton.triton_tiles import TileConfig
@@ -34,8 +34,9 @@ def test_paged(case: Case) -> None:
     check(case, "triton", torch.float32, layout="paged")
 
 
-def test_without_keys() -> None:
+def test_without_keys_or_queries() -> None:
     check_without_keys("triton", torch.float32)
+    check_without_queries("triton", torch.float32)
 
 
 def test_float16() -> None:
