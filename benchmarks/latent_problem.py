@@ -18,6 +18,7 @@ from measure import Results, graph_microseconds, in_turns, read_bandwidth
 from torch import Tensor
 
 import fa_serve
+from fa_serve.backends.hopper.latent_tiles import MIN_ROWS
 from fa_serve.backends.reference import attention_reference
 from fa_serve.spec import FEW_QUERIES
 from fa_serve.testing import assert_matches_reference, cu_seqlens, eager_attention
@@ -132,10 +133,11 @@ WAYS = {"hopper": "hopper", "portable": "triton"}
 
 
 def _ways(args: argparse.Namespace, problem: LatentProblem) -> list[str]:
-    """The backends to call, of which that for Hopper only decodes 16-bit caches."""
+    """The backends to call, of which that for Hopper only decodes 16-bit caches with enough rows."""
     if not args.ways:
         return [args.backend]
-    hopper = problem.queries <= FEW_QUERIES and "k_descale" not in problem.options and problem.q.is_cuda
+    decodes = problem.queries <= FEW_QUERIES and problem.q.shape[1] * problem.queries >= MIN_ROWS
+    hopper = decodes and "k_descale" not in problem.options and problem.q.is_cuda
     return [way for way in args.ways if way != "hopper" or hopper]
 
 

@@ -249,8 +249,7 @@ def _plan_paged(tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k: int 
         precision = "bf16"
     decodes = max_seqlen_q <= FEW_QUERIES or num_splits > 0 or (k_cache.dtype != q.dtype and precision == "bf16")
     sizes = None if num_splits else (batch, max_seqlen_q, length)
-    op: Op = "decode" if decodes else "attention"
-    spec = _spec("paged", op, tensors, options, chunk, precision, sizes, named=backend != "auto")
+    spec = _spec("paged", "decode" if decodes else "attention", tensors, options, chunk, precision, sizes)
     unequal = q.shape[0] < batch * max_seqlen_q
     chosen = select_backend(spec, backend)
     if backend == "auto" and not unequal:
@@ -305,7 +304,6 @@ def _spec(
     sizes: tuple[int, int, int] | None = None,
     *,
     deterministic: bool = False,
-    named: bool = False,
 ) -> AttentionSpec:
     check_precision(precision)
     q, k, v, sinks, mask = tensors[:5]
@@ -335,7 +333,6 @@ def _spec(
         precision=precision if op == "attention" else "bf16",
         sizes=sizes,
         deterministic=deterministic,
-        named=named,
     )
 
 

@@ -104,7 +104,6 @@ class AttentionSpec:
     sizes:       (paged) sequences, and the most queries and keys of one of them; None if they must not decide who serves the
                  call, because its bits may not depend on them
     deterministic: equal calls must have equal gradients in every bit
-    named:       the call names its backend, so a kernel may serve it that `auto` does not choose yet
     """
 
     layout: Layout
@@ -131,7 +130,6 @@ class AttentionSpec:
     precision: Precision = "bf16"
     sizes: tuple[int, int, int] | None = None
     deterministic: bool = False
-    named: bool = False
 
     @property
     def cached_bytes(self) -> int:

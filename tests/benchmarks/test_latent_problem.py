@@ -48,7 +48,9 @@ def test_ways_are_those_that_serve_a_cell() -> None:
     ways = argparse.Namespace(ways=["hopper", "portable"], backend="auto")
     assert latent_problem._ways(ways, problem) == ["portable"]
     assert latent_problem._ways(argparse.Namespace(ways=[], backend="auto"), problem) == ["auto"]
-    problem.q = SimpleNamespace(is_cuda=True)  # type: ignore[assignment]
+    problem.q = SimpleNamespace(is_cuda=True, shape=(1, 32, 576))  # type: ignore[assignment]
+    assert latent_problem._ways(ways, problem) == ["portable"]
+    problem.queries = 2
     assert latent_problem._ways(ways, problem) == ["hopper", "portable"]
     problem.queries = 17
     assert latent_problem._ways(ways, problem) == ["portable"]

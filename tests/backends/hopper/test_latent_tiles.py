@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fa_serve.backends.hopper import HopperBackend, latent_tiles
+from fa_serve.backends.hopper import HopperBackend
 from fa_serve.backends.hopper.latent_tiles import cannot_decode_latent, latent_hopper_tiles
 from fa_serve.spec import AttentionSpec
 
@@ -15,17 +15,16 @@ BFLOAT16 = torch.bfloat16
 CALL = AttentionSpec(
     "paged", "cuda", 90, BFLOAT16, BFLOAT16, 576, 512, 128, 1, (-1, 0), page_size=16, op="decode", values_in_keys=True
 )
-NAMED = replace(CALL, named=True)
 
 
-def test_auto_leaves_the_kernel_out_until_it_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_rows_are_left_to_the_portable_kernel() -> None:
     hopper = HopperBackend()
-    assert "has not been measured yet" in str(hopper.supports(CALL))
-    assert hopper.supports(NAMED) is None
-    monkeypatch.setattr(latent_tiles, "MEASURED", True)
     assert hopper.supports(CALL) is None
-    assert "32 or more query heads, got 16" in str(hopper.supports(replace(CALL, num_heads=16)))
-    assert hopper.supports(replace(NAMED, num_heads=16)) is None
+    assert hopper.supports(replace(CALL, num_heads=33)) is None
+    few = replace(CALL, num_heads=16)
+    assert "33 or more query heads of all queries of a sequence, got 16 heads of up to 1 queries" in str(hopper.supports(few))
+    assert "got 16 heads of up to 2 queries" in str(hopper.supports(replace(few, sizes=(8, 2, 4096))))
+    assert hopper.supports(replace(few, sizes=(8, 4, 4096))) is None
 
 
 @pytest.mark.parametrize(
@@ -41,15 +40,15 @@ def test_auto_leaves_the_kernel_out_until_it_is_measured(monkeypatch: pytest.Mon
     ids=str,
 )
 def test_what_it_does_not_compute(changes: dict, reason: str) -> None:
-    assert reason in str(cannot_decode_latent(replace(NAMED, **changes)))
-    assert reason in str(HopperBackend().supports(replace(NAMED, **changes)))
+    assert reason in str(cannot_decode_latent(replace(CALL, **changes)))
+    assert reason in str(HopperBackend().supports(replace(CALL, **changes)))
 
 
 @pytest.mark.parametrize(
     "changes", [{"page_size": 8}, {"kv_dtype": torch.float8_e4m3fn}, {"whole_rows": False}, {"dtype": torch.float32}], ids=str
 )
 def test_what_no_kernel_for_hopper_reads(changes: dict) -> None:
-    assert HopperBackend().supports(replace(NAMED, **changes)) is not None
+    assert HopperBackend().supports(replace(CALL, **changes)) is not None
 
 
 def test_programs_fill_the_gpu_once() -> None:
