@@ -115,7 +115,8 @@ class Kernel:
                 if target and target.group(1) in labels:
                     loops.append(code[labels[target.group(1)] :])
         names = [Counter(re.split(r"[ .]", instruction)[0] for instruction in loop) for loop in loops]
-        return min((loop for loop in names if loop["HMMA"] or loop["HGMMA"] or loop["QMMA"]), key=Counter.total)
+        products = ("HMMA", "HGMMA", "QMMA", "QGMMA")
+        return min((loop for loop in names if any(loop[name] for name in products)), key=Counter.total)
 
     @cached_property
     def registers(self) -> int:

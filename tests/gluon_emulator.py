@@ -62,8 +62,10 @@ class _Pointer:
     def load(self, mask: Any = None, other: Any = 0) -> Any:
         offsets = torch.as_tensor(self.offsets)
         keep = torch.as_tensor(True if mask is None else mask).expand(offsets.shape)
-        found = self.data[torch.where(keep, offsets, 0).long()]
-        return _tensor(torch.where(keep, found, torch.as_tensor(other, dtype=found.dtype)))
+        data = self.data.view(torch.uint8) if self.data.dtype == torch.float8_e4m3fn else self.data  # torch has few operators
+        found = data[torch.where(keep, offsets, 0).long()]
+        found = torch.where(keep, found, torch.as_tensor(other, dtype=found.dtype))
+        return _tensor(found.view(self.data.dtype))
 
     def store(self, value: Any, mask: Any) -> None:
         offsets, keep, value = torch.broadcast_tensors(torch.as_tensor(self.offsets), mask, value)
@@ -161,7 +163,7 @@ def _zeros(shape: list[int], dtype: torch.dtype, layout: object = None) -> Any:
 
 
 def _product(a: Any, b: Any, acc: Any, use_acc: bool = True, is_async: bool = False) -> Any:
-    b = b.data if isinstance(b, _Shared) else b
+    a, b = (x.data if isinstance(x, _Shared) else x for x in (a, b))
     product = _tensor(a.float() @ b.float())
     return acc + product if use_acc else product
 
@@ -184,7 +186,7 @@ def _language(program: int, warps: int) -> types.SimpleNamespace:
         arange=lambda start, end, layout: _tensor(torch.arange(start, end, dtype=torch.int32)),
         zeros=_zeros,
         full=lambda shape, value, dtype, layout: _tensor(torch.full(shape, value, dtype=dtype)),
-        allocate_shared_memory=lambda dtype, shape, layout: _Shared(torch.full(shape, 9999, dtype=dtype)),
+        allocate_shared_memory=lambda dtype, shape, layout: _Shared(torch.full(shape, 9999).to(dtype)),
         expand_dims=lambda x, dim: x.unsqueeze(dim),
         reshape=lambda x, shape: x.reshape(shape),
         permute=lambda x, order: x.permute(order),

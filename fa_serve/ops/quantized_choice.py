@@ -6,9 +6,10 @@
 
 Few tokens take a kernel that unpacks weights in registers; Hopper has kernels for itself. Many tokens take the unpacked matrix
 and PyTorch's product, because unpacking once is then cheap beside the product. Float8 weights with a scale for each row are
-multiplied with activations that are rounded to float8 as well, on GPUs where `torch._scaled_mm` does that, from as many tokens
-on as it is faster. Input in float32 is never rounded. This module imports no Triton, so that `fa-serve info` runs
-anywhere. The matrices of experts have a function here too. Left out: the products (quantized_product.py, experts_kernel.py).
+multiplied with activations that are rounded to float8 as well, from 2 tokens on, on GPUs where `torch._scaled_mm` does that; on
+Hopper a kernel takes its place for few tokens. Only input in bfloat16 is rounded. The matrices of experts have a function here
+too. This module imports no Triton, so that `fa-serve info` runs anywhere. Left out: the products (quantized_product.py,
+experts_kernel.py).
 """
 
 from __future__ import annotations
@@ -57,8 +58,9 @@ def choose(is_packed: bool, by_row: bool, num_tokens: int, dtype: torch.dtype, a
 
 HALVES = (torch.float16, torch.bfloat16)
 """Dtypes of inputs that the kernels for Hopper multiply; "grouped" multiplies bfloat16 only."""
-SCALED_MM_TOKENS = 65
-"""The fewest tokens for which `torch._scaled_mm` multiplies float8 weights with a scale for each row on Hopper."""
+SCALED_WGMMA_TOKENS = 128
+"""The most tokens that the kernel for Hopper multiplies in float8 with weights in float8 that have a scale for each row. With
+more, `torch._scaled_mm` does. `scaled_wgmma_kernel.scaled_tile` has times of both."""
 GROUPED_TOKENS = 512
 """The most tokens that the Hopper kernel of experts multiplies with a dense weight, as if it were one expert."""
 _GROUPED_ROWS = 4096  # with fewer, most multiprocessors would have no tile, and none were measured
@@ -87,11 +89,8 @@ def kernel_of(
     128 tokens  78.5, 114;  37.0, 75.2; 22.5, 31.6; 13.9, 25.1; by `grouped` 66.8, 87.0, 24.8, 24.2
     256 tokens by `grouped`, with the unpacked matrix and in bfloat16: 115, 212, 103; 90.8, 114, 56.9; 31.9, 46.4, 24.3; 24.0,
     31.5, 19.6. 512 tokens: 232, 265, 161; 106, 130, 77.8; 61.0, 56.7, 36.3; 32.1, 37.3, 25.2
-    Float8 weights that have a scale for each row, by `torch._scaled_mm` last:
+    Float8 weights that have a scale for each row; several tokens are rounded to float8 as well, unless the input is float16:
     one token   45.9, 55.5; 27.2, 45.3; 12.8, 15.6;  8.3, 14.4
-    16 tokens   46.4, 54.1, 50.3; 27.2, 34.4, 48.4; 12.9, 14.8, 18.7;  9.6, 11.4, 16.1
-    64 tokens   51.7, 68.9, 56.7; 30.0, 46.4, 42.7; 15.7, 23.6, 16.2; 10.8, 15.0, 15.5
-    128 tokens  81.6, 127,  52.3; 41.9, 71.9, 41.8; 22.8, 38.5, 16.2; 15.1, 24.6, 15.4
     Float8 weights in blocks, of which one token takes the portable kernel because it applies norms and gates:
     one token   58.3, 57.1; 28.7, 41.4; 16.7, 14.7; 11.6, 13.6
     16 tokens   50.7, 60.2; 30.2, 35.2; 14.6, 16.5; 11.4, 12.1
@@ -109,17 +108,16 @@ def kernel_of(
         grouped = group_size >= k or group_size % 256 == 0 or group_size in (32, 64, 128)
         return "gemv" if values == "int4" and grouped else "portable"
     by_row = values == "float8" and group_size >= k
-    # torch._scaled_mm takes sizes that are multiples of 16 only
+    # inputs are rounded, and sizes that are multiples of 16 are those that torch._scaled_mm takes
     scaled_mm = by_row and dtype == torch.bfloat16 and n % 16 == 0
-    most = SCALED_MM_TOKENS - 1 if scaled_mm else KERNEL_TOKENS
     # a part of 128 columns has one group, and rows are copied 16 bytes at a time
     grouped = group_size >= k or group_size % 128 == 0 or group_size in (32, 64)
     whole = k % (16 if values == "float8" else 8) == 0
     # scales of groups are rounded to the input's dtype, and float16 may not hold scales of another one
     scales_fit = dtype == torch.bfloat16 or scales == dtype or by_row
-    if num_tokens < 2 or values == "float4" or not (grouped and whole and scales_fit):
+    if num_tokens < 2 or values == "float4" or scaled_mm or not (grouped and whole and scales_fit):
         return "portable"
-    if num_tokens <= most:
+    if num_tokens <= KERNEL_TOKENS:
         return "wgmma"
     fits = dtype == torch.bfloat16 and not by_row and num_tokens <= GROUPED_TOKENS and n * k < _MOST_VALUES
     return "grouped" if fits and n >= _GROUPED_ROWS else "portable"
@@ -205,8 +203,8 @@ def explain(is_packed: bool, by_row: bool, dtype: torch.dtype, device: str, arch
     # float16 may not hold the float32 scales of float8 weights in blocks
     has_kernels = dtype == torch.bfloat16 or (dtype == torch.float16 and (is_packed or by_row))
     hopper = " (kernels for Hopper)" if arch == 90 and has_kernels else ""
-    if choose(is_packed, by_row, SCALED_MM_TOKENS, dtype, arch) == "scaled_mm":
-        few = f"up to {SCALED_MM_TOKENS - 1} tokens" if arch == 90 else "one token"
+    if choose(is_packed, by_row, KERNEL_TOKENS, dtype, arch) == "scaled_mm":
+        few = f"up to {SCALED_WGMMA_TOKENS} tokens" if arch == 90 else "one token"
         return f"triton for {few}{hopper}, torch._scaled_mm for more"
     most = GROUPED_TOKENS if arch == 90 and dtype == torch.bfloat16 else KERNEL_TOKENS
     return f"triton for up to {most} tokens{hopper}, {dequantized} for more"

@@ -3,7 +3,8 @@
     y = quantized_linear(x, weight, bias, norm, activation, residual, alpha)       # fa_serve.ops.linear
     matrix = dequantize(weight, torch.bfloat16)
 
-Left out: the kernels (quantized_kernel.py, and for Hopper quantized_gemv_kernel.py and quantized_wgmma_kernel.py).
+Left out: the kernels (quantized_kernel.py, and for Hopper quantized_gemv_kernel.py, quantized_wgmma_kernel.py and
+scaled_wgmma_kernel.py).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from fa_serve.ops.activation_kernel import launch_act_and_mul
 from fa_serve.ops.addition_kernel import launch_add
 from fa_serve.ops.norm_kernel import launch_rms_norm
 from fa_serve.ops.ops_backend import Norm, RoundedRows, Weight
-from fa_serve.ops.quantized_choice import Kernel, Way, choose, converts_float8, kernel_of
+from fa_serve.ops.quantized_choice import SCALED_WGMMA_TOKENS, Kernel, Way, choose, converts_float8, kernel_of
 from fa_serve.ops.quantized_kernel import launch_dequantize, launch_quantized_linear, launch_quantized_row
 from fa_serve.ops.quantized_weight import QuantizedWeight
 from fa_serve.ops.rounding_kernel import launch_quantize_rows
@@ -128,7 +129,12 @@ def dequantize(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
 
 
 def _scaled_mm(x: RoundedRows, weight: QuantizedWeight, bias: Tensor | None, residual: Tensor | None, alpha: float) -> Tensor:
-    """The product of float8 numbers, (m, n) in x's dtype."""
+    """The product of float8 numbers, (m, n) in x's dtype. On Hopper few tokens take one launch, or two."""
+    m, k = x.data.shape
+    if 2 <= m <= SCALED_WGMMA_TOKENS and k % 16 == 0 and hopper_arch(x.data, weight) == 90:
+        from fa_serve.ops.scaled_wgmma_kernel import launch_scaled_wgmma
+
+        return launch_scaled_wgmma(x, weight, bias, residual, alpha)
     # without fast accumulation: tensor cores add float8 products in about 14 bits, and promoted sums keep float32's
     y = torch._scaled_mm(
         x.data, weight.data.t(), x.scales, weight.scales.t(), bias=bias, out_dtype=x.dtype, use_fast_accum=False

@@ -23,10 +23,10 @@ from fa_serve.backends.triton import decode
 from fa_serve.backends.triton.block_sparse import plan_block_sparse
 from fa_serve.backends.triton.forward import plan_forward as plan_portable
 from fa_serve.block_lists import BlockLists
-from fa_serve.ops import quantized_gemv_kernel, quantized_wgmma_kernel
+from fa_serve.ops import quantized_gemv_kernel, quantized_wgmma_kernel, scaled_wgmma_kernel
 from fa_serve.ops.experts_matrix_kernel import plan_experts_matrix
 from fa_serve.ops.experts_wgmma_kernel import GroupedWgmmaTile, plan_grouped_wgmma
-from fa_serve.ops.ops_backend import Gate
+from fa_serve.ops.ops_backend import Gate, RoundedRows
 from fa_serve.ops.quantized_gemv_kernel import launch_quantized_gemv
 from fa_serve.ops.quantized_pairs import product_tensors
 from fa_serve.ops.quantized_wgmma_kernel import launch_quantized_wgmma, wgmma_tile
@@ -198,6 +198,21 @@ def test_products_of_quantised_weights_on_hopper(monkeypatch: pytest.MonkeyPatch
     assert all(kernel.spill_bytes <= 8 * triton.__version__.startswith("3.9.") for kernel in kernels[4:])
     assert all(kernel.instructions["HMMA"] > 0 for kernel in kernels if kernel.name == "_quantized_gemv")
     assert all(kernel.instructions["HGMMA"] > 0 for kernel in kernels if kernel.name == "_quantized_wgmma")
+    assert not [line for kernel in kernels for line in kernel.ptxas_warnings if "C75" in line], "wgmma is serialised"
+
+
+def test_products_in_float8_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    n = 512
+    k = 2048
+    weight = float8_weight(n, k, group_size=k)
+    monkeypatch.setattr(scaled_wgmma_kernel, "multiprocessors", lambda device, otherwise: 132)
+    with compiling_for("sm90") as kernels:
+        for m in (2, 17, 64, 128):
+            x = RoundedRows(torch.zeros(m, k).to(torch.float8_e4m3fn), torch.ones(m, 1), torch.bfloat16)
+            scaled_wgmma_kernel.launch_scaled_wgmma(x, weight, None, None, 1.0)
+    assert [kernel.name for kernel in kernels] == ["_scaled_wgmma"] * 4
+    assert all(kernel.spill_bytes == 0 for kernel in kernels)
+    assert all("QGMMA." in kernel.sass for kernel in kernels)
     assert not [line for kernel in kernels for line in kernel.ptxas_warnings if "C75" in line], "wgmma is serialised"
 
 

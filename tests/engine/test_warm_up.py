@@ -14,9 +14,10 @@ from fa_serve.engine.warm_up import EmptyStep, empty_steps, largest_batch, power
 from fa_serve.ops import ExpertWeights, Gate
 from fa_serve.ops.experts_kernel import grouped_tile, quantized_tile, reads_by_rows
 from fa_serve.ops.experts_wgmma_kernel import dense_tile, grouped_wgmma_tile
-from fa_serve.ops.quantized_choice import DEQUANTIZED_PAIRS, GROUPED_TOKENS, KERNEL_TOKENS, kernel_of
+from fa_serve.ops.quantized_choice import DEQUANTIZED_PAIRS, GROUPED_TOKENS, KERNEL_TOKENS, SCALED_WGMMA_TOKENS, kernel_of
 from fa_serve.ops.quantized_kernel import linear_tile
 from fa_serve.ops.quantized_wgmma_kernel import wgmma_tile
+from fa_serve.ops.scaled_wgmma_kernel import scaled_tile
 
 LIMITS = {"max_num_seqs": 256, "max_tokens": 4096, "max_keys": 8192}
 
@@ -158,6 +159,8 @@ def test_the_plan_meets_every_tile_of_products_and_experts(max_tokens, max_keys)
                 return wgmma_tile(132, m, n, k, "int4") if kernel == "wgmma" else linear_tile(132, m, n, k, 2)
 
             assert {launched(m) for m in by_kernel} == {launched(m) for m in planned if m <= GROUPED_TOKENS}
+        in_float8 = range(2, min(max_tokens, SCALED_WGMMA_TOKENS) + 1)
+        assert {scaled_tile(132, m, n, k) for m in in_float8} == {scaled_tile(132, m, n, k) for m in planned & {*in_float8}}
     for num_experts, top_k in ((8, 2), (64, 6), (128, 8), (256, 8)):
         weight = torch.empty(num_experts, 16, 16, device="meta")
         experts = ExpertWeights(weight, None, weight, None, Gate("silu"))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fa_serve import ops
 from fa_serve.ops.quantized_weight import FLOAT8, QuantizedWeight
+from fa_serve.ops.rounding_kernel import launch_quantize_rows
 from fa_serve.ops.torch_ops import TorchOps
 from fa_serve.testing import assert_matches_reference
 
@@ -110,9 +111,12 @@ def test_large_weights(n: int, k: int, values: str) -> None:
     matrix = weight.dequantize(torch.bfloat16)
     some = torch.randperm(n, generator=draw, device="cuda")[:512]
     wide = weight.dequantize(torch.float64)[some]
-    # torch._scaled_mm rounds activations
-    for m in (1, 8, 64) if values == "float8-row" else (1, 8, 64, 128, 256, 512):
+    for m in (1, 2, 8, 17, 64, 100, 128, 256, 512):
         x = gpu_randn(m, k, dtype=torch.bfloat16, seed=m)
+        taken = x.double()
+        if m > 1 and values == "float8-row":
+            rounded, scales_of_rows = launch_quantize_rows(x, None, None)
+            taken = rounded.double() * scales_of_rows.double()
         found = [ops.linear(x, weight) for _ in range(CALLS)]
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -120,4 +124,4 @@ def test_large_weights(n: int, k: int, values: str) -> None:
         graph.replay()
         assert torch.equal(found[0], found[1])
         assert torch.equal(found[0], found[2])
-        assert_matches_reference(found[0][:, some], x.double() @ wide.t(), (x @ matrix.t())[:, some])
+        assert_matches_reference(found[0][:, some], taken @ wide.t(), (taken.bfloat16() @ matrix.t())[:, some])

@@ -16,6 +16,7 @@ from fa_serve.ops import (
     quantized_gemv_kernel,
     quantized_product,
     quantized_wgmma_kernel,
+    scaled_wgmma_kernel,
     triton_ops,
 )
 from fa_serve.ops.torch_ops import TorchOps
@@ -69,6 +70,8 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(torch, "_scaled_mm", stand_in("_scaled_mm", scaled_mm))
     monkeypatch.setattr(quantized_gemv_kernel, "launch_quantized_gemv", stand_in("launch_quantized_gemv", row))
     monkeypatch.setattr(quantized_wgmma_kernel, "launch_quantized_wgmma", stand_in("launch_quantized_wgmma", several))
+    scaled = stand_in("launch_scaled_wgmma", lambda x, w, b, r, a: several((x.data.float() * x.scales).to(x.dtype), w, b, r, a))
+    monkeypatch.setattr(scaled_wgmma_kernel, "launch_scaled_wgmma", scaled)
     monkeypatch.setattr(quantized_choice, "_GROUPED_ROWS", 64)
     whole = stand_in("launch_as_one_expert", lambda x, w, b, r, a: ops.linear(x, w, b, residual=r, alpha=a))
     monkeypatch.setattr(experts_wgmma_kernel, "launch_as_one_expert", whole)
@@ -86,8 +89,9 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         (int4_weight(64, 128, group_size=32, zeros=True), 600, ["launch_rms_norm", "launch_dequantize"]),
         (float8_weight(64, 128, group_size=128), 1, ["launch_quantized_gemv"]),
         (float8_weight(64, 128, group_size=64), 1, ["launch_quantized_row"]),
-        (float8_weight(64, 128, group_size=128), 64, ["launch_rms_norm", "launch_quantized_wgmma"]),
-        (float8_weight(64, 128, group_size=128), 65, ["launch_quantize_rows", "_scaled_mm"]),
+        (float8_weight(64, 128, group_size=128), 128, ["launch_quantize_rows", "launch_scaled_wgmma"]),
+        (float8_weight(64, 128, group_size=128), 129, ["launch_quantize_rows", "_scaled_mm"]),
+        (float8_weight(72, 128, group_size=128), 64, ["launch_rms_norm", "launch_quantized_wgmma"]),
         (float8_weight(64, 128, group_size=128, input_scale=0.02), 600, ["launch_quantize_rows", "_scaled_mm"]),
         (float8_weight(64, 128, group_size=64), 128, ["launch_rms_norm", "launch_quantized_wgmma"]),
         (float8_weight(64, 136, group_size=136), 3, ["launch_rms_norm", "launch_quantized_linear"]),
@@ -100,8 +104,9 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         "int4-600",
         "float8-1",
         "float8-groups-1",
-        "float8-64",
-        "float8-65",
+        "float8-128",
+        "float8-129",
+        "float8-rows-64",
         "float8-static-600",
         "float8-groups-128",
         "float8-odd-3",
@@ -112,8 +117,8 @@ def test_what_is_launched_and_computed(hopper: list[str], weight, tokens: int, n
     width = weight.shape[1]
     x = torch.randn(tokens, width, generator=torch.Generator().manual_seed(0)).bfloat16()
     norm = ops.Norm(torch.rand(width, generator=torch.Generator().manual_seed(1)).bfloat16(), 1e-6)
-    bias = torch.linspace(-1, 1, 64).bfloat16()
-    residual = torch.ones(tokens, 64).bfloat16() if end == "residual" else None
+    bias = torch.linspace(-1, 1, weight.shape[0]).bfloat16()
+    residual = torch.ones(tokens, weight.shape[0]).bfloat16() if end == "residual" else None
     activation = "silu" if end == "gate" else None
     given = None if residual is None else residual.clone()
     expected = ops.linear(x, weight, bias, norm=norm, activation=activation, residual=given, alpha=0.5)
@@ -121,18 +126,17 @@ def test_what_is_launched_and_computed(hopper: list[str], weight, tokens: int, n
     assert residual is None or actual is residual
     assert hopper == names + (["launch_act_and_mul"] if end == "gate" and tokens > 1 else [])
     # activations in float8 have 4 bits
-    tolerance = 2**-5 if "_scaled_mm" in names else 2**-7
+    tolerance = 2**-5 if "launch_quantize_rows" in names else 2**-7
     assert float((actual - expected).abs().max()) <= tolerance * float(expected.abs().max())
 
 
 @pytest.mark.parametrize(
     ("next_weight", "tokens", "names"),
     [
-        pytest.param(float8_weight(64, 32, group_size=32), 65, ["launch_quantize_rows", "_scaled_mm"], id="float8"),
+        pytest.param(float8_weight(64, 32, group_size=32), 2, ["launch_quantize_rows", "launch_scaled_wgmma"], id="float8"),
         pytest.param(
-            float8_weight(64, 32, group_size=32, input_scale=0.02), 65, ["launch_quantize_rows", "_scaled_mm"], id="static"
+            float8_weight(64, 32, group_size=32, input_scale=0.02), 129, ["launch_quantize_rows", "_scaled_mm"], id="static"
         ),
-        pytest.param(float8_weight(64, 32, group_size=32), 64, ["launch_act_and_mul", "launch_quantized_wgmma"], id="few"),
         pytest.param(int4_weight(64, 32, group_size=32), 65, ["launch_act_and_mul", "launch_quantized_wgmma"], id="int4"),
         pytest.param(torch.ones(64, 32).bfloat16(), 65, ["launch_act_and_mul"], id="bfloat16"),
     ],
@@ -151,7 +155,7 @@ def test_the_gate_rounds_for_the_next_product(
     triton = TritonOps()
     between = triton.linear(x, weight, None, None, "silu", None, 1.0, next_weight)
     actual = triton.linear(between, next_weight, None, None, None, residual, 1.0, None)
-    assert isinstance(between, ops.RoundedRows) == ("_scaled_mm" in names)
+    assert isinstance(between, ops.RoundedRows) == (names[0] == "launch_quantize_rows")
     assert hopper[-len(names) :] == names
     assert actual is residual
     assert float((actual - expected).abs().max()) <= 2**-4 * float(expected.abs().max())
