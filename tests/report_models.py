@@ -358,7 +358,7 @@ def _loading(found: dict[str, Any]) -> list[str]:
         "eight experts in each layer. `floats` is what its weights take in bfloat16, `held` what the loaded model takes, and",
         "`peak` the most that loading needed at once beside the mapped file. Weights whose bytes stay as they are remain in",
         "the mapped file and need nothing else; experts are stacked, and 4-bit weights are packed again, layer by layer. With",
-        "`--device cuda` the script measures the memory of a GPU. On one H200 (486a1b9, mixtures at 5c620d6) the peak was at",
+        "`--device cuda` the script measures the memory of a GPU. On one H200 (a23efe5, one format of mixtures at 5c620d6) the peak was at",
         "most 18 MiB above `held` in every format that is loaded as it is.",
         "",
         "| " + " | ".join(columns) + " |",
