@@ -130,8 +130,7 @@ def dequantize(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
 
 def _scaled_mm(x: RoundedRows, weight: QuantizedWeight, bias: Tensor | None, residual: Tensor | None, alpha: float) -> Tensor:
     """The product of float8 numbers, (m, n) in x's dtype. On Hopper few tokens take one launch, or two."""
-    m, k = x.data.shape
-    if 2 <= m <= SCALED_WGMMA_TOKENS and k % 16 == 0 and hopper_arch(x.data, weight) == 90:
+    if 2 <= x.data.shape[0] <= SCALED_WGMMA_TOKENS and hopper_arch(x.data, weight) == 90:
         from fa_serve.ops.scaled_wgmma_kernel import launch_scaled_wgmma
 
         return launch_scaled_wgmma(x, weight, bias, residual, alpha)

@@ -130,6 +130,23 @@ def test_what_is_launched_and_computed(hopper: list[str], weight, tokens: int, n
     assert float((actual - expected).abs().max()) <= tolerance * float(expected.abs().max())
 
 
+@pytest.mark.parametrize("case", ["Blackwell", "unaligned"])
+def test_pytorch_multiplies_few_tokens_where_no_kernel_can(hopper: list[str], monkeypatch, case: str) -> None:
+    weight = float8_weight(64, 128, group_size=128)
+    if case == "Blackwell":
+        monkeypatch.setattr(spec, "arch_of", lambda device: 100)
+    else:  # the kernel copies 16 bytes at a time
+        room = torch.zeros(8 + weight.data.numel(), dtype=torch.uint8)
+        room[8:] = weight.data.view(torch.uint8).flatten()
+        weight = replace(weight, data=room[8:].view(torch.float8_e4m3fn).view(64, 128))
+        assert weight.data.data_ptr() % 16 == 8
+    x = torch.randn(5, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
+    y = TritonOps().linear(x, weight, None, None, None, None, 1.0, None)
+    assert hopper == ["launch_quantize_rows", "_scaled_mm"]
+    expected = ops.linear(x, weight)
+    assert float((y - expected).abs().max()) <= 2**-5 * max(1.0, float(expected.abs().max()))
+
+
 @pytest.mark.parametrize(
     ("next_weight", "tokens", "names"),
     [
