@@ -123,6 +123,16 @@ def kernel_of(
     return "grouped" if fits and n >= _GROUPED_ROWS else "portable"
 
 
+def takes_scaled_wgmma(shape: Sequence[int], num_tokens: int, arch: int) -> bool:
+    """Whether the kernel for Hopper multiplies tokens in float8 with float8 weights that have a scale for each row.
+
+    shape: (n, k) of the weights, k a multiple of 16
+    arch:  90 on Hopper where Gluon compiles the kernels written in it, else anything else
+    """
+    n, k = shape
+    return arch == 90 and 2 <= num_tokens <= SCALED_WGMMA_TOKENS and n * k < _MOST_WEIGHTS["float8"]
+
+
 DEQUANTIZED_PAIRS = {"wgmma": 512, "portable": 192}
 """The most pairs for each expert that each kernel multiplies with quantised weights. With more, some experts at a time are
 dequantised and multiplied as matrices.

@@ -19,7 +19,7 @@ from fa_serve.ops.activation_kernel import launch_act_and_mul
 from fa_serve.ops.addition_kernel import launch_add
 from fa_serve.ops.norm_kernel import launch_rms_norm
 from fa_serve.ops.ops_backend import Norm, RoundedRows, Weight
-from fa_serve.ops.quantized_choice import SCALED_WGMMA_TOKENS, Kernel, Way, choose, converts_float8, kernel_of
+from fa_serve.ops.quantized_choice import Kernel, Way, choose, converts_float8, kernel_of, takes_scaled_wgmma
 from fa_serve.ops.quantized_kernel import launch_dequantize, launch_quantized_linear, launch_quantized_row
 from fa_serve.ops.quantized_weight import QuantizedWeight
 from fa_serve.ops.rounding_kernel import launch_quantize_rows
@@ -130,7 +130,7 @@ def dequantize(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
 
 def _scaled_mm(x: RoundedRows, weight: QuantizedWeight, bias: Tensor | None, residual: Tensor | None, alpha: float) -> Tensor:
     """The product of float8 numbers, (m, n) in x's dtype. On Hopper few tokens take one launch, or two."""
-    if 2 <= x.data.shape[0] <= SCALED_WGMMA_TOKENS and hopper_arch(x.data, weight) == 90:
+    if takes_scaled_wgmma(weight.shape, x.data.shape[0], hopper_arch(x.data, weight)):
         from fa_serve.ops.scaled_wgmma_kernel import launch_scaled_wgmma
 
         return launch_scaled_wgmma(x, weight, bias, residual, alpha)

@@ -31,6 +31,7 @@ from fa_serve.ops.quantized_pairs import product_input, product_tensors, word_la
 from fa_serve.ops.quantized_primitives import kernel_values, product_facts
 from fa_serve.ops.quantized_weight import QuantizedWeight, Values
 from fa_serve.ops.quantized_wgmma_loop import (
+    blocks_of_program,
     copy_tokens,
     copy_words,
     load_groups,
@@ -117,7 +118,6 @@ def _quantized_wgmma(
     HALF: gl.constexpr = x_ptr.dtype.element_ty == gl.float16
     HALVES: gl.constexpr = 1 if VALUES == 0 else 2
     BLOCKS: gl.constexpr = (K + 128 * HALVES - 1) // (128 * HALVES)
-    SPAN: gl.constexpr = (BLOCKS + SPLITS - 1) // SPLITS
     GROUPS: gl.constexpr = (K + GROUP - 1) // GROUP
     ROW: gl.constexpr = K // 2 if VALUES == 0 else BLOCKS * 32
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
@@ -128,16 +128,8 @@ def _quantized_wgmma(
     x_copy: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
     w_shared: gl.constexpr = gl.SwizzledSharedLayout(8 if VALUES == 0 else 4, 1, 8, [1, 0])
     x_shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    split = gl.program_id(0) % SPLITS
-    tile = gl.program_id(0) // SPLITS
+    split, tile, first, count = blocks_of_program(BLOCKS, SPLITS)
     row = tile * BLOCK_N
-    if SPLITS == 1:
-        # if all programs began with the same columns, they would read the same few lines of the input at the same time
-        first = tile % BLOCKS
-        count = BLOCKS
-    else:
-        first = split * SPAN
-        count = gl.minimum(SPAN, BLOCKS - first)
     # rows that do not exist are the last one, and are not stored; tokens that do not exist are 0, and are not read
     w_rows = gl.minimum(row + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, w_copy)), N - 1)
     w_columns = gl.expand_dims(gl.arange(0, 64 if VALUES == 0 else 32, layout=gl.SliceLayout(0, w_copy)), 0)

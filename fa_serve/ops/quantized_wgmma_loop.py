@@ -59,6 +59,20 @@ def wrapped(block, BLOCKS: gl.constexpr):
 
 
 @gluon.jit
+def blocks_of_program(BLOCKS: gl.constexpr, SPLITS: gl.constexpr):
+    """(range of columns, tile of rows, first block, number of blocks) of this program, of SPLITS ranges for each tile."""
+    SPAN: gl.constexpr = (BLOCKS + SPLITS - 1) // SPLITS
+    split = gl.program_id(0) % SPLITS
+    tile = gl.program_id(0) // SPLITS
+    if SPLITS == 1:
+        # if all programs began with the same columns, they would read the same few lines of the input at the same time
+        return split, tile, tile % BLOCKS, BLOCKS
+    else:  # noqa: RET505
+        first = split * SPAN
+        return split, tile, first, gl.minimum(SPAN, BLOCKS - first)
+
+
+@gluon.jit
 def load_groups(
     groups,
     block,

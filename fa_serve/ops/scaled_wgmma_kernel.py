@@ -38,7 +38,7 @@ from fa_serve.ops.quantized_kernel import launch_sum_splits
 from fa_serve.ops.quantized_primitives import product_facts
 from fa_serve.ops.quantized_weight import QuantizedWeight
 from fa_serve.ops.quantized_wgmma_kernel import store_tile
-from fa_serve.ops.quantized_wgmma_loop import wrapped
+from fa_serve.ops.quantized_wgmma_loop import blocks_of_program, wrapped
 
 BLOCK_K = 128
 """Columns of a block: the bytes of a swizzled row, and what tensor cores add before float32 does."""
@@ -96,20 +96,11 @@ def _scaled_wgmma(
     """
     WARPS: gl.constexpr = gl.num_warps()
     BLOCKS: gl.constexpr = (K + 127) // 128
-    SPAN: gl.constexpr = (BLOCKS + SPLITS - 1) // SPLITS
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 32])
     copied: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [WARPS, 1], [1, 0])
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
-    split = gl.program_id(0) % SPLITS
-    tile = gl.program_id(0) // SPLITS
+    split, tile, first, count = blocks_of_program(BLOCKS, SPLITS)
     row = tile * BLOCK_N
-    if SPLITS == 1:
-        # if all programs began with the same columns, they would read the same few lines of the input at the same time
-        first = tile % BLOCKS
-        count = BLOCKS
-    else:
-        first = split * SPAN
-        count = gl.minimum(SPAN, BLOCKS - first)
     columns = gl.expand_dims(gl.arange(0, 128, layout=gl.SliceLayout(0, copied)), 0)
     # rows that do not exist are the last one, and are not stored; tokens that do not exist are 0, and are not read
     w_rows = gl.expand_dims(gl.minimum(row + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, copied)), N - 1), 1)

@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fa_serve.ops.quantized_choice import DEQUANTIZED_PAIRS, KERNEL_TOKENS, choose, choose_experts, explain, kernel_of
+from fa_serve.ops.quantized_choice import (
+    DEQUANTIZED_PAIRS,
+    KERNEL_TOKENS,
+    SCALED_WGMMA_TOKENS,
+    choose,
+    choose_experts,
+    explain,
+    kernel_of,
+    takes_scaled_wgmma,
+)
 from fa_serve.ops.quantized_weight import Values
 
 
@@ -50,6 +59,13 @@ def test_the_way(packed: bool, by_row: bool, tokens: int, dtype: torch.dtype, ar
 )
 def test_people_are_told(packed: bool, by_row: bool, device: str, arch: int, text: str) -> None:
     assert explain(packed, by_row, torch.bfloat16, device, arch) == text
+
+
+def test_few_tokens_in_float8_have_a_kernel_on_hopper() -> None:
+    assert [m for m in range(300) if takes_scaled_wgmma((4096, 4096), m, 90)] == [*range(2, SCALED_WGMMA_TOKENS + 1)]
+    assert not takes_scaled_wgmma((4096, 4096), 16, 100)
+    assert takes_scaled_wgmma((1 << 17, (1 << 14) - 16), 16, 90)
+    assert not takes_scaled_wgmma((1 << 17, 1 << 14), 16, 90), "offsets have 32 bits"
 
 
 def test_many_tokens_unpack_the_matrix_once() -> None:
