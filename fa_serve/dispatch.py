@@ -37,7 +37,7 @@ from fa_serve.autograd import attention_gradients, plan_differentiable
 from fa_serve.backends import Backend, select_backend
 from fa_serve.backends.chunks import decodes_chunks
 from fa_serve.backends.float8_copies import MAX_COPY_BYTES, copied_bytes
-from fa_serve.backends.mixed import plan_mixed
+from fa_serve.backends.mixed import find_decoder, plan_mixed
 from fa_serve.backends.plan import (
     PLANS,
     AttentionOptions,
@@ -263,8 +263,8 @@ def _plan_paged(tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k: int 
     if not decodes and unequal and tensors.blocks is None:
         # Some sequences have fewer queries than the longest one, and may be decoding.
         decode_spec = _spec("paged", "decode", tensors, options, chunk)
-        decoder = select_backend(decode_spec, backend) if backend == "auto" else chosen
-        if decoder.mixed_rows is not None and decoder.supports(decode_spec) is None:
+        decoder = find_decoder(decode_spec, backend)
+        if decoder is not None:
             return plan_mixed(decoder, chosen, spec, tensors, complete)
     return chosen.plan(spec, tensors, complete)
 

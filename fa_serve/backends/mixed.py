@@ -2,8 +2,8 @@
 
 The lengths are on the device, so both kernels get the whole batch. The decoding kernel takes the sequences whose packed queries
 fill at most one of its shortest tiles, the forward kernel takes the longer ones, and each skips the sequences of the other.
-They write disjoint rows of the same output, one after the other on the caller's stream. Which two backends serve the batch is
-decided by `fa_serve.api`. This module leaves out running both kernels at once.
+They write disjoint rows of the same output, one after the other on the caller's stream. `fa_serve.dispatch` decides which
+batches are mixed. This module leaves out running both kernels at once.
 """
 
 from __future__ import annotations
@@ -13,9 +13,22 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fa_serve.backends import Backend
+from fa_serve.backends import ATTENTION, Backend
 from fa_serve.backends.plan import AttentionOptions, AttentionTensors, Run
 from fa_serve.spec import AttentionSpec
+
+
+def find_decoder(spec: AttentionSpec, name: str) -> Backend | None:
+    """The fastest backend whose decoding kernel serves a part of a mixed batch, or None: the other kernel takes all of it.
+
+    spec: of the sequences that decode, with the op "decode"
+    name: the backend that the call names, or "auto"
+    """
+    for candidate in ATTENTION.auto if name == "auto" else (name,):
+        backend = ATTENTION.load(candidate)
+        if not isinstance(backend, str) and backend.mixed_rows is not None and backend.supports(spec) is None:
+            return backend
+    return None
 
 
 def plan_mixed(

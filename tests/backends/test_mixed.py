@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -14,10 +15,10 @@ from hopper_emulator import emulated
 from torch import Tensor
 
 from fa_serve import api, dispatch
-from fa_serve.backends import Backend
+from fa_serve.backends import Backend, load_backend, select_backend
 from fa_serve.backends.float8_copies import copied_bytes
 from fa_serve.backends.hopper import HopperBackend
-from fa_serve.backends.mixed import plan_mixed
+from fa_serve.backends.mixed import find_decoder, plan_mixed
 from fa_serve.backends.plan import AttentionOptions, AttentionTensors, PlanTable, Run
 from fa_serve.backends.reference import ReferenceBackend, attention_reference
 from fa_serve.spec import AttentionSpec
@@ -86,6 +87,20 @@ def test_a_decoding_tile_takes_at_least_one_query() -> None:
     assert (decode.max_seqlen_q, forward.skip_q) == (1, 1)
 
 
+def test_the_decoder_is_the_first_backend_that_can_leave_sequences_alone() -> None:
+    """The kernel of Hopper for latent attention is faster, but is not made for mixed batches."""
+    sixteen = torch.bfloat16
+    heads = {"head_dim": 576, "head_dim_v": 512, "num_heads": 128, "num_kv_heads": 1}
+    spec = AttentionSpec(
+        "paged", "cuda", 90, sixteen, sixteen, **heads, window_size=(-1, 0), page_size=16, op="decode", values_in_keys=True
+    )
+    assert select_backend(spec).name == "hopper"
+    assert find_decoder(spec, "auto") is load_backend("triton")
+    assert find_decoder(spec, "triton") is load_backend("triton")
+    assert find_decoder(spec, "hopper") is None
+    assert find_decoder(replace(spec, device="cpu", arch=0), "auto") is None
+
+
 def test_out_is_written_in_place() -> None:
     """Directly if its rows are contiguous, else through a copy."""
     call = PagedCall.of(Case(""), LENGTHS_Q, LENGTHS_K)
@@ -123,12 +138,15 @@ def attend(monkeypatch: pytest.MonkeyPatch) -> Call:
         hopper = HopperBackend()
 
         def select(spec: AttentionSpec, name: str) -> Backend:
-            if spec.op != "decode":
-                return hopper
-            assert name == "auto", "the Hopper backend refuses the op"
-            return decoder
+            assert spec.op == "attention"
+            return hopper
+
+        def find(spec: AttentionSpec, name: str) -> Backend | None:
+            assert spec.op == "decode"
+            return decoder if name == "auto" else None
 
         monkeypatch.setattr(dispatch, "select_backend", select)
+        monkeypatch.setattr(dispatch, "find_decoder", find)
         monkeypatch.setattr(dispatch, "PLANS", PlanTable())
         t = call.tensors
         with emulated():
