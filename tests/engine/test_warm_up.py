@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
 
 from fa_serve.backends.hopper import hopper_tiles
+from fa_serve.backends.hopper.latent_tiles import MIN_ROWS, latent_hopper_tiles
 from fa_serve.backends.triton import triton_tiles
+from fa_serve.backends.triton.latent import latent_tiles
 from fa_serve.engine.scheduler import MAX_PROMPT_LOGITS
 from fa_serve.engine.warm_up import EmptyStep, empty_steps, largest_batch, powers_of_two, sampling_variants
 from fa_serve.ops import ExpertWeights, Gate
@@ -51,6 +54,38 @@ def test_the_plan_meets_every_tile_of_decoding(heads, itemsize) -> None:
     lengths = [*range(1, 34), *around, 8191, 8192]
     possible = {
         decoding(batch, queries, keys, heads, itemsize)
+        for batch, queries in product(batches, range(1, 17))
+        for keys in lengths
+        if keys >= queries
+    }
+    assert possible <= met
+
+
+def latent_decoding(batch: int, queries: int, keys: int, heads: int) -> tuple[object, ...]:
+    """The same for latent attention with 512 + 64 numbers, which Hopper's kernel decodes from so many rows on."""
+    on_hopper = heads * queries >= MIN_ROWS
+    tiles: triton_tiles.DecodeTiles
+    if on_hopper:
+        tiles = latent_hopper_tiles(132, heads, 1, batch, queries, keys, 0)
+    else:
+        tiles = latent_tiles(90, 132, 2, 512, heads, 1, batch, queries, keys, 0)
+    units = -(-heads * queries // tiles.block_m)
+    combine: object = None
+    if tiles.balanced or tiles.splits > 1:
+        rows = batch * units * min(tiles.block_m, heads * queries)
+        combine = triton_tiles.combine_tiles(tiles.balanced, tiles.splits, 512, rows)
+    width = triton_tiles.batch_block(batch) if tiles.balanced else 1
+    return (on_hopper, replace(tiles, splits=0), width, combine, queries > 1)
+
+
+@pytest.mark.parametrize("heads", [16, 20, 40, 128])
+def test_the_plan_meets_every_tile_of_latent_decoding(heads: int) -> None:
+    steps = [s for s in empty_steps(**LIMITS) if not s.fresh and s.queries <= 16]
+    met = {latent_decoding(s.batch, s.queries, s.keys, heads) for s in steps}
+    batches = [*range(1, 41), *range(60, 257, 7), 255, 256]
+    lengths = [*range(1, 70), 127, 128, 129, 255, 257, 511, 513, 1023, 1025, 4095, 4097, 8192]
+    possible = {
+        latent_decoding(batch, queries, keys, heads)
         for batch, queries in product(batches, range(1, 17))
         for keys in lengths
         if keys >= queries
