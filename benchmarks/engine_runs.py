@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import random
 import tempfile
@@ -22,6 +21,7 @@ from engine_workloads import (
     TOP_P,
     WORKLOADS,
     Workload,
+    freeze_objects,
     make_folder,
     make_head,
     make_model,
@@ -132,8 +132,7 @@ def serve_ours(args: argparse.Namespace) -> None:
     }
     loading = time.time()
     engine = Engine(EngineConfig(**settings | args.set))
-    gc.collect()
-    gc.freeze()  # as a server's engine and vLLM's do: a collection that visits all modules takes a quarter of a second
+    freeze_objects()
     watch()
     engine.tokenizer = None  # makes no text, like the other engines
     first = time.time()

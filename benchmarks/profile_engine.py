@@ -32,6 +32,7 @@ from engine_workloads import (
     LIMIT,
     QUANTISED,
     Workload,
+    freeze_objects,
     make_folder,
     make_model,
     quantised_weights,
@@ -133,8 +134,7 @@ def make_engine(shape: str, args: argparse.Namespace) -> Any:
         else:
             model = make_model(shape, args.device, dtype=torch.bfloat16)
         engine = Engine(EngineConfig(**settings | args.set), model=model)
-    gc.collect()
-    gc.freeze()  # as the engine's process of a server does: a collection that visits all modules takes a quarter of a second
+    freeze_objects()
     return engine
 
 

@@ -1,6 +1,6 @@
-"""Run every benchmark, each in a separate process, on one GPU or side by side on several, and merge their results.
+"""Run the benchmarks of JOBS, each in a separate process, on one GPU or side by side on several, and merge their results.
 
-    python benchmarks/run_all.py --peer-path DIR                         # about 110 minutes on one GPU; DIR has vLLM and FA3
+    python benchmarks/run_all.py --peer-path DIR                         # about 117 minutes on one GPU; DIR has vLLM and FA3
     python benchmarks/run_all.py --peer-path DIR --gpus 4                # about 50 minutes on four
     python benchmarks/run_all.py --peer-path DIR --gpus 2 --seconds 540 --only decode,engine_llama8b
     python benchmarks/run_all.py --list
@@ -79,6 +79,10 @@ JOBS = {
     "generate_static_qwen": Job(80, f"{GENERATE} --models qwen3-0.6b --cases static", quiet=True),
     "generate_batch": Job(55, f"{GENERATE} --cases batch", quiet=True),
     "prefill_triton": Job(80, "bench_attention.py prefill --backend triton --peers flash,cudnn"),
+    "latent": Job(85, "bench_attention.py latent --ways hopper,portable"),
+    "fp8": Job(100, "bench_attention.py fp8 --budget 90", "import"),
+    "experts": Job(160, "bench_ops.py experts"),
+    "quantized": Job(75, "bench_ops.py quantized"),
     "backward": Job(90, "bench_attention.py backward --peers flash,cudnn --budget 100"),
     "sparse": Job(170, "bench_attention.py sparse --budget 190"),
     "profile": Job(130, "bench_engine.py profile --shapes qwen06,llama8b --budget 150"),

@@ -34,7 +34,7 @@ class Backend(Protocol):
 
     name:       key of the backend in the table
     mixed_rows: rows (queries times query heads per KV head) up to which this backend's decoding kernel is the faster one for a
-                sequence in a batch that mixes decoding with prompts; None if one kernel serves such batches (see `mixed`)
+                sequence in a batch that mixes decoding with prompts; None if it serves no part of such batches (see `mixed`)
     differentiable: autograd follows the plans of this backend; else gradients are computed by the op "backward", which may be
                 another backend's
     """

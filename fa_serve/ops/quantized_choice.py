@@ -91,7 +91,7 @@ def kernel_of(
     31.5, 19.6. 512 tokens: 232, 265, 161; 106, 130, 77.8; 61.0, 56.7, 36.3; 32.1, 37.3, 25.2
     Float8 weights that have a scale for each row; several tokens are rounded to float8 as well, unless the input is float16:
     one token   45.9, 55.5; 27.2, 45.3; 12.8, 15.6;  8.3, 14.4
-    Float8 weights in blocks, of which one token takes the portable kernel because it applies norms and gates:
+    Float8 weights in blocks; one token by `wgmma` and the portable kernel, before `gemv` took such weights:
     one token   58.3, 57.1; 28.7, 41.4; 16.7, 14.7; 11.6, 13.6
     16 tokens   50.7, 60.2; 30.2, 35.2; 14.6, 16.5; 11.4, 12.1
     64 tokens   53.0, 75.0; 32.9, 48.8; 16.7, 25.7; 11.0, 16.9
@@ -108,7 +108,7 @@ def kernel_of(
         grouped = group_size >= k or group_size % 256 == 0 or group_size in (32, 64, 128)
         return "gemv" if values == "int4" and grouped else "portable"
     by_row = values == "float8" and group_size >= k
-    # inputs are rounded, and sizes that are multiples of 16 are those that torch._scaled_mm takes
+    # these are multiplied with rounded inputs, by torch._scaled_mm or in its place; it takes multiples of 16 only
     scaled_mm = by_row and dtype == torch.bfloat16 and n % 16 == 0
     # a part of 128 columns has one group, and rows are copied 16 bytes at a time
     grouped = group_size >= k or group_size % 128 == 0 or group_size in (32, 64)

@@ -40,9 +40,6 @@ from fa_serve.ops.quantized_weight import QuantizedWeight
 from fa_serve.ops.quantized_wgmma_kernel import store_tile
 from fa_serve.ops.quantized_wgmma_loop import blocks_of_program, wrapped
 
-BLOCK_K = 128
-"""Columns of a block: the bytes of a swizzled row, and what tensor cores add before float32 does."""
-
 
 class ScaledTile(NamedTuple):
     """block_n rows of weights by block_m tokens, computed by a warp for each 16 rows.
@@ -104,7 +101,7 @@ def _scaled_wgmma(
     columns = gl.expand_dims(gl.arange(0, 128, layout=gl.SliceLayout(0, copied)), 0)
     # rows that do not exist are the last one, and are not stored; tokens that do not exist are 0, and are not read
     w_rows = gl.expand_dims(gl.minimum(row + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, copied)), N - 1), 1)
-    weights = (data_ptr, w_rows * K + columns, columns, columns < 128)
+    weights = (data_ptr, w_rows * K + columns, columns, columns < 128)  # all rows exist
     x_rows = gl.expand_dims(gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, copied)), 1)
     inputs = (x_ptr, x_rows * K + columns, columns, x_rows < M)
     words = gl.allocate_shared_memory(data_ptr.dtype.element_ty, [STAGES, BLOCK_N, 128], shared)
