@@ -67,8 +67,8 @@ abuse: $(VENV)/.test ## honest streams beside random abuse for an hour (ARGS="--
 
 test-triton: $(foreach version,$(TRITONS),$(VENV)/triton-$(version)/.installed) ## the kernels compile with the other releases of Triton, those in TRITONS
 	for version in $(TRITONS); do PYTHONPATH=$(VENV)/triton-$$version $(PYTEST) \
-	  tests/backends/test_launch.py tests/backends/test_compilers.py tests/backends/test_releases_compiled.py \
-	  tests/backends/hopper/test_listed_blocks_compiled.py; done
+	  tests/launching/test_launch.py tests/launching/test_compilers.py tests/backends/test_releases_compiled.py \
+	  tests/backends/hopper/test_block_sparse_compiled.py; done
 
 test-newest: $(VENV)/.newest ## the transformers adapter with the packages of requirements-newest.txt
 	PYTHONPATH=$(VENV)/newest $(BIN)/python -c 'from transformers import __version__ as v; "transformers==" + v in open("requirements-newest.txt").read() or exit("not the newest: " + v)'

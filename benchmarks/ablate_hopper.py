@@ -18,8 +18,8 @@ from statistics import median
 import torch
 from measure import PAUSE, milliseconds
 
-from fa_serve.backends.hopper.hopper_tiles import Schedule, TileConfig, forward_tiles
-from fa_serve.backends.plan import AttentionOptions, AttentionTensors
+from fa_serve.backends.calls import AttentionOptions, AttentionTensors
+from fa_serve.backends.hopper.forward.tiles import Schedule, TileConfig, forward_tiles
 
 SEQLENS = (1024, 4096, 16384)
 CELLS = [(dim, causal, seqlen) for dim in (64, 128, 256) for causal in (False, True) for seqlen in SEQLENS]
@@ -47,7 +47,7 @@ def variants(dim: int, causal: bool, seqlen: int) -> dict[str, TileConfig]:
 
 def planned(qkv: list[torch.Tensor], causal: bool, tile: TileConfig) -> Callable[[], torch.Tensor]:
     """Attention of these tensors, planned once."""
-    from fa_serve.backends.hopper.forward import plan_forward
+    from fa_serve.backends.hopper.forward.plan import plan_forward
 
     _, seqlen, _, dim = qkv[0].shape
     options = AttentionOptions(dim**-0.5, (-1, 0 if causal else -1), 0.0, seqlen, seqlen, return_lse=False)

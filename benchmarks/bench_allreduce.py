@@ -27,7 +27,7 @@ from measure import Results
 from torch import Tensor
 
 from fa_serve import ops
-from fa_serve.ops.all_reduce import AllReduce, add_and_norm, join, listen
+from fa_serve.ops.collectives.all_reduce import AllReduce, add_and_norm, join, listen
 
 HERE = Path(__file__).parent
 SIZES = {"8 KB": 8 << 10, "64 KB": 64 << 10, "0.5 MB": 512 << 10, "2 MB": 2 << 20, "8 MB": 8 << 20, "64 MB": 64 << 20}

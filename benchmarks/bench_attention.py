@@ -253,8 +253,8 @@ def visible_pairs(seqlen: int, window_size: tuple[int, int]) -> int:
 
 def tune(args: argparse.Namespace) -> None:
     """Time every tile that fits over the grid; the branches of `forward_tiles` quote this table."""
-    from fa_serve.backends.plan import AttentionOptions, AttentionTensors
-    from fa_serve.backends.triton.forward import TileConfig, plan_forward
+    from fa_serve.backends.calls import AttentionOptions, AttentionTensors
+    from fa_serve.backends.triton.prefill.plan import TileConfig, plan_forward
 
     candidates = {
         64: [(64, 64, 4, 3), (64, 64, 4, 4), (128, 64, 8, 3), (128, 64, 4, 3), (64, 128, 4, 2), (64, 128, 4, 3)],

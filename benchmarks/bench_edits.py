@@ -34,7 +34,7 @@ from tokenizers import Tokenizer
 
 from fa_serve.demo import model_path
 from fa_serve.engine import Completion, Engine, EngineConfig, SamplingParams
-from fa_serve.engine.speculation import SpeculationStats
+from fa_serve.engine.speculation.drafts import SpeculationStats
 
 HERE = Path(__file__).parent
 sys.path.append(str(HERE.parent / "examples"))

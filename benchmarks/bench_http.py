@@ -24,7 +24,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from fa_serve.engine import EngineConfig, EngineStats, RequestOutput, async_engine, worker
+from fa_serve.engine import EngineConfig, EngineStats, RequestOutput
+from fa_serve.engine.process import async_engine, worker
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection

@@ -33,10 +33,10 @@ from torch import Tensor
 from transformers.integrations.moe import batched_mm_experts_forward, grouped_mm_experts_forward
 
 from fa_serve import ops
-from fa_serve.backends.plan import PLANS
-from fa_serve.ops import experts_kernel
-from fa_serve.ops.quantized_weight import FLOAT8, QuantizedWeight, pack_int4
-from fa_serve.ops.torch_experts import gated
+from fa_serve.launching.plans import PLANS
+from fa_serve.ops.experts import kernel as experts_kernel
+from fa_serve.ops.experts.fallback import gated
+from fa_serve.ops.products.quantised.weight import FLOAT8, QuantizedWeight, pack_int4
 from fa_serve.ops.torch_ops import TorchOps
 from fa_serve.testing import assert_matches_reference
 

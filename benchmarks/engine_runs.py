@@ -118,7 +118,7 @@ def serve_ours(args: argparse.Namespace) -> None:
     from synthetic_drafts import accepting, no_drafts
 
     from fa_serve.engine import Engine, EngineConfig, SamplingParams
-    from fa_serve.ops.compilations import watch
+    from fa_serve.launching.compilations import watch
 
     settings = {
         "model": args.folder,

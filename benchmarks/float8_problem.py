@@ -170,8 +170,8 @@ def _measure_pages(results: Results, case: str, queries: list[int], keys: list[i
 
 
 def _hopper_tiles() -> tuple[Any, dict[str, Any]]:
-    from fa_serve.backends.hopper.forward import plan_forward
-    from fa_serve.backends.hopper.hopper_tiles import Schedule, TileConfig
+    from fa_serve.backends.hopper.forward.plan import plan_forward
+    from fa_serve.backends.hopper.forward.tiles import Schedule, TileConfig
 
     plain = TileConfig(2, 128, 3, 2, Schedule.DYNAMIC, o_parts=2)
     tiles = {
@@ -191,8 +191,8 @@ def _hopper_tiles() -> tuple[Any, dict[str, Any]]:
 
 def _portable_tiles() -> tuple[Any, dict[str, Any]]:
     """Names say rows x keys, warps and stages."""
-    from fa_serve.backends.triton.forward import plan_forward
-    from fa_serve.backends.triton.triton_tiles import TileConfig
+    from fa_serve.backends.triton.prefill.plan import plan_forward
+    from fa_serve.backends.triton.tiles import TileConfig
 
     tiles = {}
     for rows, keys, warps, stages in (
@@ -217,8 +217,8 @@ def tune_fp8(args: argparse.Namespace) -> None:
 
     With --backend triton these are the tiles of the portable kernel.
     """
+    from fa_serve.backends.calls import AttentionOptions, AttentionTensors
     from fa_serve.backends.layout import Layout
-    from fa_serve.backends.plan import AttentionOptions, AttentionTensors
     from fa_serve.backends.triton.float8_inputs import Quantizer
 
     plan_forward, tiles = _portable_tiles() if args.backend == "triton" else _hopper_tiles()

@@ -18,7 +18,7 @@ from measure import Results, graph_microseconds, in_turns, read_bandwidth
 from torch import Tensor
 
 import fa_serve
-from fa_serve.backends.hopper.latent_tiles import MIN_ROWS
+from fa_serve.backends.hopper.latent.tiles import MIN_ROWS
 from fa_serve.backends.reference import attention_reference
 from fa_serve.spec import FEW_QUERIES
 from fa_serve.testing import assert_matches_reference, cu_seqlens, eager_attention

@@ -11,7 +11,7 @@ of the process without mapped files, sampled each millisecond. Weights that stay
 nothing else.
 
 --out writes the rows for docs/models.md: `python benchmarks/load_memory.py --out tests/results/load_memory.json`, and then
-`python tests/report_models.py --page`.
+`python tests/support/report_models.py --page`.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def measure(folder: Path, device: str, quantization: str | None) -> dict[str, in
     import torch
 
     from fa_serve.engine import EngineConfig
-    from fa_serve.engine.loading import load_model
+    from fa_serve.engine.start.loading import load_model
 
     load_model(EngineConfig(device=device))  # the embedded model, because the first load of a process imports and keeps more
     config = EngineConfig(model=folder, device=device, quantization=quantization)

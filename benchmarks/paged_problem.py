@@ -18,10 +18,10 @@ from torch import Tensor
 
 import fa_serve
 from fa_serve import spec
-from fa_serve.backends.launch import multiprocessors
-from fa_serve.backends.plan import AttentionOptions, AttentionTensors
+from fa_serve.backends.calls import AttentionOptions, AttentionTensors
 from fa_serve.backends.reference import attention_reference
-from fa_serve.backends.triton.decode import DecodeTiles, decode_tiles, plan_decode
+from fa_serve.backends.triton.decode.plan import DecodeTiles, decode_tiles, plan_decode
+from fa_serve.launching.launch import multiprocessors
 from fa_serve.spec import Precision
 from fa_serve.testing import assert_lse_matches, assert_matches_reference, cu_seqlens, eager_attention
 

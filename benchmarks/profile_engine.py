@@ -53,9 +53,10 @@ def parts_of_step() -> dict[str, tuple[Any, str]]:
 
     If drafts are verified, "schedule" to "launch" come after the results of the step before, and the device is idle meanwhile.
     """
-    from fa_serve.engine import Engine, model_runner
-    from fa_serve.engine.results import PendingResult
-    from fa_serve.engine.scheduler import Scheduler
+    from fa_serve.engine import Engine
+    from fa_serve.engine.runner import model_runner
+    from fa_serve.engine.runner.results import PendingResult
+    from fa_serve.engine.scheduler.scheduler import Scheduler
 
     return {
         WAITING: (PendingResult, "read"),
@@ -173,7 +174,7 @@ def profile_steps(shape: str, kind: str, engine: Any, bandwidth: float, end: flo
     bandwidth: bytes per second of copies
     end:       the time after which no batch is begun
     """
-    from fa_serve.engine.speculation import draft_limit
+    from fa_serve.engine.speculation.drafts import draft_limit
 
     for batch in BATCHES:
         if batch > (args.requests or BATCHES[-1]) or time.time() > end:

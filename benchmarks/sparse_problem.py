@@ -152,9 +152,9 @@ def tune_lists(args: argparse.Namespace) -> None:
 
     The branches of `list_tiles` are to quote this table. The first row is the tile that it chooses.
     """
-    from fa_serve.backends.hopper.forward import plan_forward
-    from fa_serve.backends.hopper.hopper_tiles import list_tiles
-    from fa_serve.backends.plan import AttentionOptions, AttentionTensors
+    from fa_serve.backends.calls import AttentionOptions, AttentionTensors
+    from fa_serve.backends.hopper.forward.plan import plan_forward
+    from fa_serve.backends.hopper.forward.tiles import list_tiles
 
     for head_dim in args.head_dims:
         chosen = list_tiles(head_dim, head_dim, (BLOCK, BLOCK))

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from fa_serve.engine import scheduler
+from fa_serve.engine.scheduler import scheduler
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from typing import Any
 
 from tune_hopper import run_jobs
 
-from fa_serve.backends.hopper.backward_tiles import BackwardTileConfig
+from fa_serve.backends.hopper.backward.tiles import BackwardTileConfig
 
 Contender = BackwardTileConfig | str
 PEERS = ("flash", "cudnn", "portable")
@@ -70,8 +70,8 @@ def check(head_dim: int, tiles: BackwardTileConfig) -> None:
     """Raise AssertionError if a gradient of a small call breaks the 2x rule."""
     import torch
 
-    from fa_serve.backends.hopper.backward import plan_backward
-    from fa_serve.backends.plan import AttentionOptions, BackwardTensors
+    from fa_serve.backends.calls import AttentionOptions, BackwardTensors
+    from fa_serve.backends.hopper.backward.plan import plan_backward
     from fa_serve.backends.reference import attention_reference
     from fa_serve.testing import assert_matches_reference, cu_seqlens, eager_attention, make_qkv
 
@@ -121,10 +121,10 @@ def measure(head_dim: int, causal: bool, seqlen: int, everyone: list[Contender])
     from backward_problem import KINDS
     from measure import in_turns, sdpa
 
-    from fa_serve.backends.hopper.backward import plan_backward
-    from fa_serve.backends.hopper.forward import plan_forward
-    from fa_serve.backends.plan import AttentionOptions, AttentionTensors, BackwardTensors
-    from fa_serve.backends.triton.backward import plan_backward as plan_portable
+    from fa_serve.backends.calls import AttentionOptions, AttentionTensors, BackwardTensors
+    from fa_serve.backends.hopper.backward.plan import plan_backward
+    from fa_serve.backends.hopper.forward.plan import plan_forward
+    from fa_serve.backends.triton.backward.plan import plan_backward as plan_portable
 
     heads = 2048 // head_dim
     batch = max(1, 16384 // seqlen)

@@ -37,8 +37,8 @@ from torch import Tensor
 from tune_hopper import label
 
 import fa_serve
-from fa_serve.backends.hopper.hopper_tiles import Schedule, TileConfig
-from fa_serve.backends.plan import AttentionOptions, AttentionTensors
+from fa_serve.backends.calls import AttentionOptions, AttentionTensors
+from fa_serve.backends.hopper.forward.tiles import Schedule, TileConfig
 from fa_serve.testing import cu_seqlens
 
 HERE = Path(__file__).parent
@@ -157,7 +157,7 @@ def measure(cell: str, variant: Variant, lock: str) -> float:
     if variant.backend:
         ours = partial(call.public, variant.backend)
     else:
-        from fa_serve.backends.hopper.forward import plan_forward
+        from fa_serve.backends.hopper.forward.plan import plan_forward
 
         tiles = parse_tiles(variant.tiles) if variant.tiles else None
         run = plan_forward(call.tensors, call.options, tiles, variant.pieces or None)

@@ -34,10 +34,10 @@ from triton.runtime.errors import OutOfResources
 
 import fa_serve
 from fa_serve import spec
-from fa_serve.backends.launch import multiprocessors
 from fa_serve.backends.triton import splits as combining
-from fa_serve.backends.triton.decode import DecodeTiles
-from fa_serve.backends.triton.triton_tiles import CombineTiles
+from fa_serve.backends.triton.decode.plan import DecodeTiles
+from fa_serve.backends.triton.tiles import CombineTiles
+from fa_serve.launching.launch import multiprocessors
 from fa_serve.testing import cu_seqlens
 
 CELLS = {

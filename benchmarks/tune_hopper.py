@@ -25,7 +25,7 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
-from fa_serve.backends.hopper.hopper_tiles import Schedule, TileConfig
+from fa_serve.backends.hopper.forward.tiles import Schedule, TileConfig
 
 Contender = TileConfig | str | None  # a tile, the name of a peer, or None for the choice of forward_tiles
 G = Schedule.GRID
@@ -124,8 +124,8 @@ def check(head_dims: tuple[int, int], tiles: TileConfig | None, causal: bool, fe
     """Dense shapes, then packed sequences of which every other one is NaN. Each runs three times and must be bitwise equal."""
     import torch
 
-    from fa_serve.backends.hopper.forward import plan_forward
-    from fa_serve.backends.plan import AttentionOptions, AttentionTensors
+    from fa_serve.backends.calls import AttentionOptions, AttentionTensors
+    from fa_serve.backends.hopper.forward.plan import plan_forward
     from fa_serve.testing import cu_seqlens, make_qkv
 
     dtype = getattr(torch, feature.get("dtype", "bfloat16"))
@@ -209,8 +209,8 @@ def time_dense(
     from measure import fa3, sdpa
     from torch.nn.attention import SDPBackend
 
-    from fa_serve.backends.hopper.forward import plan_forward
-    from fa_serve.backends.plan import AttentionOptions, AttentionTensors
+    from fa_serve.backends.calls import AttentionOptions, AttentionTensors
+    from fa_serve.backends.hopper.forward.plan import plan_forward
 
     heads = 2048 // head_dims[1]
     batch = max(1, 16384 // seqlen)
@@ -240,8 +240,8 @@ def time_packed(case: str, everyone: list[Contender]) -> list[float | str]:
     from measure import fa3, sdpa
     from torch.nn.attention import SDPBackend
 
-    from fa_serve.backends.hopper.forward import plan_forward
-    from fa_serve.backends.plan import AttentionOptions, AttentionTensors
+    from fa_serve.backends.calls import AttentionOptions, AttentionTensors
+    from fa_serve.backends.hopper.forward.plan import plan_forward
     from fa_serve.testing import cu_seqlens
 
     lengths = [64] * 512
@@ -272,8 +272,8 @@ def time_host(packed: bool, public: bool) -> float:
     from measure import host_microseconds
 
     import fa_serve
-    from fa_serve.backends.hopper.forward import plan_forward
-    from fa_serve.backends.plan import AttentionOptions, AttentionTensors
+    from fa_serve.backends.calls import AttentionOptions, AttentionTensors
+    from fa_serve.backends.hopper.forward.plan import plan_forward
     from fa_serve.testing import cu_seqlens, make_qkv
 
     q, k, v = make_qkv(1, 128, 128, 4, 2, 128, dtype=torch.bfloat16, device="cuda")

@@ -33,6 +33,7 @@ PARTS = (
     "dispatch.py",
     "operators.py",
     "api.py",
+    "launching",
     "backends",
     "flash_attn",
 )
@@ -42,7 +43,7 @@ PARTS = (
 def relative_imports(text: str, depth: int) -> str:
     """The text of a module whose imports of the package are relative.
 
-    depth: how many packages the module is in: 1 for fa_serve/api.py, 2 for fa_serve/backends/plan.py
+    depth: how many packages the module is in: 1 for fa_serve/api.py, 2 for fa_serve/backends/calls.py
 
     Raises ValueError for `import fa_serve`, which has no relative form.
     """
@@ -61,7 +62,7 @@ def _is_ours(module: str) -> bool:
 
 
 def packaged_files() -> dict[str, str]:
-    """The text of each file by its path in the package, such as "backends/plan.py"."""
+    """The text of each file by its path in the package, such as "backends/calls.py"."""
     source = ROOT / PACKAGE
     paths = [path for part in PARTS for path in _modules(source / part)]
     names = {path.relative_to(source).as_posix(): path for path in paths}

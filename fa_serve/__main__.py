@@ -22,9 +22,9 @@ from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
 try:
     import typer
 
-    from fa_serve.server.logs import log_to_stderr
+    from fa_serve.server.observe.logs import log_to_stderr
+    from fa_serve.server.observe.startup_report import StartupReport
     from fa_serve.server.settings import SECRETS, Settings, load
-    from fa_serve.server.startup_report import StartupReport
 except ImportError as error:
     sys.exit(f"fa-serve: the command line needs the server extra, pip install '.[server]' in a clone: {error}")
 
@@ -161,7 +161,7 @@ def _run_server(
     given: dict[str, Any], config: Path | None, prepare: Callable[[Settings], Callable[..., Any]] | None = None
 ) -> None:
     """Serve until a signal comes. prepare: returns the function that makes the engine; without it, that is `AsyncEngine`"""
-    from fa_serve.engine.engine_process import drop_process, start_ahead
+    from fa_serve.engine.process.engine_process import drop_process, start_ahead
 
     def end(number: int, _: object) -> None:
         drop_process()
@@ -180,11 +180,11 @@ def _run_server(
     log_to_stderr(settings.log_level, settings.log_format)
     if prepare is None and _has_process(settings):
         start_ahead()
-    from fa_serve.engine.host_memory import importing, limit_host_memory
+    from fa_serve.engine.process.host_memory import importing, limit_host_memory
 
     with importing(freeze=True):
         from fa_serve.engine.errors import EngineDeadError
-        from fa_serve.engine.torchrun import follow_if_told
+        from fa_serve.engine.parallel.torchrun import follow_if_told
         from fa_serve.server.process import build_server
     limit_host_memory()
     try:
@@ -237,7 +237,7 @@ def warm(
     log_to_stderr(settings.log_level, settings.log_format)
     from fa_serve import __version__
     from fa_serve.engine import Engine
-    from fa_serve.ops.compilations import use_kernel_cache
+    from fa_serve.launching.compilations import use_kernel_cache
 
     use_kernel_cache(device, __version__)
     try:

@@ -33,7 +33,7 @@ Conventions shared by all:
   input). A row that sees no key returns 0, and its lse is -inf (with sinks, its lse is the sink).
 - The host never reads lengths on a GPU (`cu_seqlens_*`, `seqused_k`); the caller guarantees their values. `max_seqlen_*` are
   host integers and upper bounds.
-- Calls that look alike are decided once (see `backends.plan`): checks, the backend and its tiles are kept in a plan.
+- Calls that look alike are decided once (see `launching.plans`): checks, the backend and its tiles are kept in a plan.
 - While a caller is compiled, exported or traced, a call is recorded as one operator of PyTorch (see `operators`).
 
 Algorithm: FlashAttention-2 (Dao 2023, arXiv:2307.08691), FlashAttention-3 on Hopper (Shah et al. 2024, arXiv:2407.08608),
@@ -49,8 +49,8 @@ from torch import Tensor
 
 from fa_serve import operators
 from fa_serve.backends import MAX_KEYS_PER_TILE as MAX_KEYS_PER_TILE
+from fa_serve.backends.calls import AttentionTensors, StoreTensors
 from fa_serve.backends.float8_copies import MAX_COPY_BYTES as MAX_COPY_BYTES
-from fa_serve.backends.plan import AttentionTensors, StoreTensors
 from fa_serve.block_lists import as_block_lists
 from fa_serve.dispatch import Options, Result, run_block_sparse, run_dense, run_paged, run_store, run_varlen
 from fa_serve.operators import is_traced

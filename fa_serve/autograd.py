@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from fa_serve.backends import Backend, select_backend
-from fa_serve.backends.plan import PLANS, AttentionOptions, AttentionTensors, BackwardTensors, Gradients, Run, facts
+from fa_serve.backends.calls import AttentionOptions, AttentionTensors, BackwardTensors, Gradients
+from fa_serve.launching.plans import PLANS, Run, facts
 from fa_serve.spec import AttentionSpec, UnsupportedError
 
 SECOND_DERIVATIVE = (

@@ -4,7 +4,8 @@
 
 `fa_serve.api` has the public functions, which pack their arguments; `fa_serve.operators` has the same functions as operators of
 PyTorch, for graphs. Both end here. Calls that look alike are decided once: their arguments are checked, a backend is selected,
-and its plan is kept (see `backends.plan`). This module leaves out what the checks are (`argument_checks`) and what a plan does.
+and its plan is kept (see `launching.plans`). This module leaves out what the checks are (`argument_checks`) and what a plan
+does.
 """
 
 from __future__ import annotations
@@ -35,20 +36,11 @@ from fa_serve.argument_checks import (
 )
 from fa_serve.autograd import attention_gradients, plan_differentiable
 from fa_serve.backends import Backend, select_backend
+from fa_serve.backends.calls import AttentionOptions, AttentionTensors, BackwardTensors, Gradients, StoreTensors, growing_facts
 from fa_serve.backends.chunks import decodes_chunks
 from fa_serve.backends.float8_copies import MAX_COPY_BYTES, copied_bytes
 from fa_serve.backends.mixed import find_decoder, plan_mixed
-from fa_serve.backends.plan import (
-    PLANS,
-    AttentionOptions,
-    AttentionTensors,
-    BackwardTensors,
-    Gradients,
-    Run,
-    StoreTensors,
-    facts,
-    growing_facts,
-)
+from fa_serve.launching.plans import PLANS, Run, facts
 from fa_serve.spec import FEW_QUERIES, AttentionSpec, Layout, Op, Precision, arch_of
 
 Options = tuple[bool, float | None, tuple[int, ...], float, int, Precision, bool, bool, str]

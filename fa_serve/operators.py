@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from fa_serve.backends.plan import AttentionTensors, BackwardTensors, StoreTensors
+from fa_serve.backends.calls import AttentionTensors, BackwardTensors, StoreTensors
 from fa_serve.block_lists import BlockLists
 from fa_serve.dispatch import (
     Options,

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fa_serve.backends.plan import AttentionOptions, AttentionTensors, Run
+from fa_serve.backends.calls import AttentionOptions, AttentionTensors
 from fa_serve.backends.reference import positions, visible_keys
+from fa_serve.launching.plans import Run
 
 
 def make_qkv(

@@ -21,12 +21,12 @@ from starlette.middleware.cors import CORSMiddleware
 import fa_serve
 
 from . import errors
-from .guard import BodyLimit, Hosts, Keys, RequestIds
+from .bounds.guard import BodyLimit, Hosts, Keys, RequestIds
+from .observe.timelines import Timelines
+from .observe.traces import Traces, tracer_provider
 from .routes import BodyRoutes, posts, router, tokenizer_router
 from .service import Service
 from .settings import Settings
-from .timelines import Timelines
-from .traces import Traces, tracer_provider
 
 if TYPE_CHECKING:
     from fa_serve.engine import AsyncEngine

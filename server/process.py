@@ -28,14 +28,14 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 
 from fa_serve.engine import AsyncEngine
-from fa_serve.engine.host_memory import MemoryTrimmer
+from fa_serve.engine.process.host_memory import MemoryTrimmer
 
 from .app import create_app
-from .bounded_protocol import BoundedProtocol, ConnectionBounds, ConnectionTable, connection_limit
-from .logs import exit_now
+from .bounds.protocol import BoundedProtocol, ConnectionBounds, ConnectionTable, connection_limit
+from .observe.logs import exit_now
+from .observe.startup_report import SampleRequest, StartupReport
 from .service import STOP_SECONDS, Service
 from .settings import Settings
-from .startup_report import SampleRequest, StartupReport
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

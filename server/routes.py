@@ -19,11 +19,14 @@ from starlette.requests import ClientDisconnect
 
 import fa_serve
 
-from .answer import Answer
-from .answer_size import SMALL, TEXT, written_in_steps
-from .chat.chat_answer import ChatAnswer
+from .answers.answer import Answer
+from .answers.completion import CompletionAnswer
+from .answers.size import SMALL, TEXT, written_in_steps
+from .answers.streaming import EventStream, WholeReply
+from .bounds.guard import SMALL_BODY, ReceivedBody, header
+from .bounds.json_bounds import JsonTotal
+from .chat.answer import ChatAnswer
 from .chat.conversation import ChatRequest, TokenizeRequest
-from .completion_answer import CompletionAnswer
 from .dialects.anthropic_answer import MessagesAnswer
 from .dialects.anthropic_replies import AnthropicErrorReply, MessageReply, TokenCount
 from .dialects.anthropic_request import CountTokensRequest, MessagesRequest
@@ -31,12 +34,9 @@ from .dialects.responses_answer import ResponsesAnswer
 from .dialects.responses_replies import ResponseObject
 from .dialects.responses_request import ResponsesRequest
 from .errors import ApiError, BadRequest, Unavailable, response_to, validation_refused
-from .guard import SMALL_BODY, ReceivedBody, header
-from .json_bounds import JsonTotal
 from .replies import ChatCompletion, Completion, DetokenizeReply, ErrorReply, ModelCard, ModelList, TokenizeReply, TokenizerInfo
 from .schemas import CompletionRequest, DetokenizeRequest
 from .service import Service
-from .streaming import EventStream, WholeReply
 
 PAGE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
 DOCS = Path(__file__).with_name("docs.html").read_text(encoding="utf-8")

@@ -14,18 +14,18 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
 
-from .deadline_thread import DeadlineThread
+from .bounds.deadline_thread import DeadlineThread
+from .bounds.isolation import Isolation
+from .bounds.json_bounds import JsonBounds
 from .errors import MAX_NAME, BadRequest, NotFound, TooManyRequests, Unavailable
-from .isolation import Isolation
-from .json_bounds import JsonBounds
-from .metrics import LoopDelay, Metrics
+from .observe.metrics import LoopDelay, Metrics
 from .replies import ModelCard
 from .settings import Settings
 from .tokenization import Tokenization
 
 if TYPE_CHECKING:
     from fa_serve.engine import AsyncEngine
-    from fa_serve.engine.worker import Pulse
+    from fa_serve.engine.process.worker import Pulse
 
 T = TypeVar("T")
 LARGE_ANSWER = 1 << 20  # bytes

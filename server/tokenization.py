@@ -20,17 +20,17 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic_core import to_jsonable_python
 
-from fa_serve.engine.detokenizer import TextStream
-from fa_serve.engine.sampling_params import schema_length
-from fa_serve.engine.trials import Trial, TrialError, TrialLimits, Trials
+from fa_serve.engine.request.detokenizer import TextStream
+from fa_serve.engine.request.params import schema_length
+from fa_serve.sandbox.trials import Trial, TrialError, TrialLimits, Trials
 from fa_serve.spec import ParameterError
 
+from .answers.logprobs import TokenTexts
+from .bounds.deadline_thread import DeadlineThread
 from .chat import template_process
 from .chat.conversation import ChatRequest, TokenizeRequest, Tool
 from .chat.templates import Template
-from .deadline_thread import DeadlineThread
 from .errors import ApiError, BadRequest, parameter_refused
-from .logprobs import TokenTexts
 from .settings import Settings
 
 if TYPE_CHECKING:

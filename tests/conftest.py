@@ -91,7 +91,7 @@ def warm_followers(warm_context: ForkServerContext, monkeypatch: pytest.MonkeyPa
     """The followers that this process starts find everything imported. They have to end with the test."""
     from warm_processes import WarmProcess, warm_module
 
-    from fa_serve.engine import links
+    from fa_serve.engine.parallel import links
 
     started: list[WarmProcess] = []
 

@@ -14,7 +14,7 @@ from api_calls import DENSE, PAGED, ROWS, K, Q, V
 
 import fa_serve
 from fa_serve import dispatch
-from fa_serve.backends.plan import PlanTable
+from fa_serve.launching.plans import PlanTable
 
 # function, its right arguments, what is changed, what the error must say
 BAD: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any], str]] = {

@@ -1,7 +1,7 @@
 """Gradients of the public functions: who computes them, what is refused, and what a call without gradients pays.
 
 The kernels are stood in for by a backend that autograd cannot follow and whose op "backward" is the reference's. The kernels
-themselves are tested in tests/backends/triton/test_backward_interpreted.py and on a GPU.
+themselves are tested in tests/backends/triton/backward/test_plan_interpreted.py and on a GPU.
 """
 
 from __future__ import annotations

@@ -167,7 +167,9 @@ def test_kernels_are_compiled_as_the_server_would(monkeypatch):
             seen.append("closed")
 
     monkeypatch.setattr("fa_serve.engine.Engine", FakeEngine)
-    monkeypatch.setattr("fa_serve.ops.compilations.use_kernel_cache", lambda device, _: seen.append(f"the folder of {device}"))
+    monkeypatch.setattr(
+        "fa_serve.launching.compilations.use_kernel_cache", lambda device, _: seen.append(f"the folder of {device}")
+    )
     done = run("warm", "some/model", "--device", "cuda:1", "--max-model-len", "4096")
     assert (done.exit_code, done.stdout) == (0, "kernels       9.8 s  3 from the cache, 109 compiled\n")
     assert seen == ["the folder of cuda:1", ("some/model", 4096, "cuda:1", True), "closed"]
@@ -215,8 +217,8 @@ def test_it_is_started_before_the_server_is_imported(monkeypatch):
         done.append("configured")
         raise ValueError("stopped")
 
-    monkeypatch.setattr("fa_serve.engine.engine_process.start_ahead", lambda: done.append("started"))
-    monkeypatch.setattr("fa_serve.engine.torchrun.follow_if_told", stop)
+    monkeypatch.setattr("fa_serve.engine.process.engine_process.start_ahead", lambda: done.append("started"))
+    monkeypatch.setattr("fa_serve.engine.parallel.torchrun.follow_if_told", stop)
     assert run("serve", "--device", "cpu", "--process").exit_code == 2
     assert run("serve", "--device", "cpu").exit_code == 2
     assert done == ["started", "configured", "configured"]

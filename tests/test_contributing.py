@@ -23,8 +23,8 @@ TARGETS = sorted(set(re.findall(r"`make ([\w-]+)`", TEXT)))
 
 def test_the_page_is_read() -> None:
     """The patterns above find what is there."""
-    assert {"fa_serve/backends/sdpa.py", "tests/cases.py", "CHANGELOG.md"} <= set(PATHS)
-    assert ("server/metrics.py", ["Metrics"]) in ROWS
+    assert {"fa_serve/backends/sdpa.py", "tests/support/cases.py", "CHANGELOG.md"} <= set(PATHS)
+    assert ("server/observe/metrics.py", ["Metrics"]) in ROWS
     assert "release" in TARGETS
 
 

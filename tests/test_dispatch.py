@@ -12,8 +12,8 @@ from api_calls import CU, FLAT, PAGED, VARLEN, K, Q, V
 import fa_serve
 from fa_serve import dispatch
 from fa_serve.backends import Backend, select_backend
-from fa_serve.backends.plan import PlanTable
 from fa_serve.dispatch import _has_whole_rows
+from fa_serve.launching.plans import PlanTable
 from fa_serve.spec import AttentionSpec, Precision
 from fa_serve.testing import make_qkv
 

@@ -1,4 +1,4 @@
-"""`import fa_serve` takes little time and offers its public names; `tests/hf/test_register.py` tests the registration."""
+"""`import fa_serve` takes little time and offers its public names; `tests/hf/adapter/test_register.py` tests registration."""
 
 import subprocess
 import sys
@@ -33,7 +33,7 @@ print(sorted({*adapters} & sys.modules.keys()))
 
 
 def test_adapters_are_imported_by_name_only_and_need_no_host():
-    """The adapter to transformers is imported when transformers is, which `tests/hf/test_register.py` tests."""
+    """The adapter to transformers is imported when transformers is, which `tests/hf/adapter/test_register.py` tests."""
     assert run(ADAPTERS).splitlines() == ["[]", "['fa_serve.diffusers', 'fa_serve.flash_attn', 'fa_serve.vllm']"]
 
 

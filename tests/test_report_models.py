@@ -26,7 +26,7 @@ from report_models import (
 from report_models import FAMILIES as RESULTS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-AGAIN = "run python tests/report_models.py to write the results and the page again"
+AGAIN = "run python tests/support/report_models.py to write the results and the page again"
 CHECKS = {
     "decoder": {"padded", "packed", "decode", "chunks", "static cache", "own masks", "generate", "pages"},
     "encoder": {"padded"},

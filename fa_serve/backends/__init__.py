@@ -15,7 +15,8 @@ import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
-from fa_serve.backends.plan import AttentionOptions, Run
+from fa_serve.backends.calls import AttentionOptions
+from fa_serve.launching.plans import Run
 from fa_serve.spec import AttentionSpec, UnsupportedError
 
 MAX_KEYS_PER_TILE = 128

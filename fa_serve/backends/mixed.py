@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from fa_serve.backends import ATTENTION, Backend
-from fa_serve.backends.plan import AttentionOptions, AttentionTensors, Run
+from fa_serve.backends.calls import AttentionOptions, AttentionTensors
+from fa_serve.launching.plans import Run
 from fa_serve.spec import AttentionSpec
 
 

@@ -12,7 +12,8 @@ from functools import partial
 
 import torch
 
-from fa_serve.backends.plan import AttentionTensors, BackwardTensors, Gradients, Run
+from fa_serve.backends.calls import AttentionTensors, BackwardTensors, Gradients
+from fa_serve.launching.plans import Run
 
 
 def plan_recomputed(attend: Run) -> Run:

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fa_serve.backends.plan import AttentionOptions, AttentionTensors, Run, StoreTensors
+from fa_serve.backends.calls import AttentionOptions, AttentionTensors, StoreTensors
 from fa_serve.backends.recompute import plan_recomputed
+from fa_serve.launching.plans import Run
 from fa_serve.spec import AttentionSpec
 
 

@@ -20,14 +20,14 @@ import typing as _typing
 from importlib import import_module as _import_module
 
 if _typing.TYPE_CHECKING:
-    from fa_serve.engine.async_engine import AsyncEngine
     from fa_serve.engine.config import EngineConfig
     from fa_serve.engine.engine import Engine
     from fa_serve.engine.errors import EngineDeadError, QueueFullError, RequestError
     from fa_serve.engine.events import Phase
-    from fa_serve.engine.outputs import Completion, RequestOutput, TokenLogprob
-    from fa_serve.engine.sampling_params import SamplingParams, StructuredOutput
-    from fa_serve.engine.sequence_times import SequenceTimes
+    from fa_serve.engine.process.async_engine import AsyncEngine
+    from fa_serve.engine.request.outputs import Completion, RequestOutput, TokenLogprob
+    from fa_serve.engine.request.params import SamplingParams, StructuredOutput
+    from fa_serve.engine.scheduler.sequence_times import SequenceTimes
     from fa_serve.engine.stats import EngineStats
 
 __all__ = [
@@ -48,8 +48,8 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AsyncEngine": "async_engine",
-    "Completion": "outputs",
+    "AsyncEngine": "process.async_engine",
+    "Completion": "request.outputs",
     "Engine": "engine",
     "EngineConfig": "config",
     "EngineDeadError": "errors",
@@ -57,11 +57,11 @@ _HOMES = {
     "Phase": "events",
     "QueueFullError": "errors",
     "RequestError": "errors",
-    "RequestOutput": "outputs",
-    "SamplingParams": "sampling_params",
-    "SequenceTimes": "sequence_times",
-    "StructuredOutput": "sampling_params",
-    "TokenLogprob": "outputs",
+    "RequestOutput": "request.outputs",
+    "SamplingParams": "request.params",
+    "SequenceTimes": "scheduler.sequence_times",
+    "StructuredOutput": "request.params",
+    "TokenLogprob": "request.outputs",
 }
 
 

@@ -3,7 +3,7 @@
     config = EngineConfig(model="Qwen/Qwen3-0.6B", max_num_seqs=64)
 
 `None` and "auto" mean that the engine decides when it loads the model. `Engine.config` holds what it decided. Left out: how to
-sample (sampling_params.py) and everything about HTTP.
+sample (request/params.py) and everything about HTTP.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from fa_serve.engine.prompt_share import PromptShare
+from fa_serve.engine.scheduler.prompt_share import PromptShare
 from fa_serve.spec import ParameterError, Precision
 
 MAX_DRAFTS = 15

@@ -29,29 +29,29 @@ from transformers import PreTrainedModel
 from transformers.utils.logging import tqdm
 
 from fa_serve.api import MAX_KEYS_PER_TILE
+from fa_serve.engine.cache.pages import PageTable, new_salt
 from fa_serve.engine.config import EngineConfig
-from fa_serve.engine.deadlines import Deadlines
 from fa_serve.engine.errors import EngineDeadError, QueueFullError, RequestError
 from fa_serve.engine.events import OnPhase, PhaseClock
-from fa_serve.engine.groups import Groups
-from fa_serve.engine.input_processor import InputProcessor
-from fa_serve.engine.output_state import OutputState, add_prompt_logprobs
-from fa_serve.engine.outputs import Completion, JoinedOutputs, RequestOutput, TokenLogprob
-from fa_serve.engine.pages import PageTable, new_salt
-from fa_serve.engine.prompts import params_of_each
-from fa_serve.engine.ranks import OnLost, Ranks, lead
-from fa_serve.engine.request import Request
-from fa_serve.engine.results import CommittedStep, LaunchedStep
-from fa_serve.engine.sampling_params import SamplingParams
-from fa_serve.engine.scheduled_batch import ScheduledBatch
-from fa_serve.engine.scheduler import Scheduler
-from fa_serve.engine.sequence import SequenceState
-from fa_serve.engine.speculation import Speculation
-from fa_serve.engine.start_up import start_up
+from fa_serve.engine.parallel.ranks import OnLost, Ranks, lead
+from fa_serve.engine.request.groups import Groups
+from fa_serve.engine.request.input_processor import InputProcessor
+from fa_serve.engine.request.output_state import OutputState, add_prompt_logprobs
+from fa_serve.engine.request.outputs import Completion, JoinedOutputs, RequestOutput, TokenLogprob
+from fa_serve.engine.request.params import SamplingParams
+from fa_serve.engine.request.prompts import params_of_each
+from fa_serve.engine.request.request import Request
+from fa_serve.engine.request.stop_strings import StopStrings
+from fa_serve.engine.runner.results import CommittedStep, LaunchedStep
+from fa_serve.engine.scheduler.deadlines import Deadlines
+from fa_serve.engine.scheduler.scheduled_batch import ScheduledBatch
+from fa_serve.engine.scheduler.scheduler import Scheduler
+from fa_serve.engine.scheduler.sequence import SequenceState
+from fa_serve.engine.speculation.drafts import Speculation
+from fa_serve.engine.start.start_up import start_up
 from fa_serve.engine.stats import Counters, EngineStats
-from fa_serve.engine.step_masks import StepMasks, grammar_ends, step_masks
-from fa_serve.engine.stop_strings import StopStrings
-from fa_serve.engine.structured import Grammars
+from fa_serve.engine.structured.grammars import Grammars
+from fa_serve.engine.structured.step_masks import StepMasks, grammar_ends, step_masks
 from fa_serve.spec import ParameterError
 
 log = logging.getLogger("fa_serve.engine")

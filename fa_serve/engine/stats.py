@@ -6,11 +6,11 @@ from bisect import bisect_left
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
-from fa_serve.engine.speculation import SpeculationStats
+from fa_serve.engine.speculation.drafts import SpeculationStats
 
 if TYPE_CHECKING:
-    from fa_serve.engine.scheduler import Scheduler
-    from fa_serve.engine.sequence import SequenceState
+    from fa_serve.engine.scheduler.scheduler import Scheduler
+    from fa_serve.engine.scheduler.sequence import SequenceState
 
 STEP_SECONDS = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.0, 2.0, 4.0, 8.0, 16.0)
 """Bounds of the histograms of steps and of what waits for them."""

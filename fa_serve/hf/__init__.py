@@ -3,30 +3,31 @@
     import fa_serve
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="fa_serve")
 
-transformers asks an implementation for two functions. The mask function (`masks.py`) turns a description such as "causal, a
-window of 128, this padding" into what the attention function wants to see. The attention function (`attention.py`) gets query,
+transformers asks an implementation for two functions. The mask function (`masks`) turns a description such as "causal, a
+window of 128, this padding" into what the attention function wants to see. The attention function (`attention`) gets query,
 key, value, that mask and the words of the model. A mask is an `ImplicitMask` if a kernel can apply it from a few numbers and
 skip the keys that no query sees. For chunks, image blocks and users' masks it is a tensor of four dimensions, which is applied
 as it is.
 
-    register.py        makes both functions known to transformers; `patch` switches a loaded model
-    models.py          says which models may come, and refuses the others when they are loaded
-    mask_patterns.py   recognises what a mask function of transformers stands for
-    masks.py           ImplicitMask, and the mask function
-    translate.py       transformers' words -> one LayerCall; the one place that knows which keys a call sees
-    attention.py       the attention function: sends a LayerCall to a kernel or to the batch that rides along
-    experts.py         the function that computes a mixture's experts, and whether the engine may use it
-    paged.py           the engine's forward over packed tokens and a paged cache
+    adapter/           attention in a model of transformers
+        register       makes both functions known to transformers; `patch` switches a loaded model
+        models         says which models may come, and refuses the others when they are loaded
+        mask_patterns  recognises what a mask function of transformers stands for
+        masks          ImplicitMask, and the mask function
+        translate      transformers' words -> one LayerCall; the one place that knows which keys a call sees
+        attention      the attention function: sends a LayerCall to a kernel or to the batch that rides along
+        paged          the engine's forward over packed tokens and a paged cache
+        continuous     transformers' own continuous batching (`generate_batch`)
+    surgery/           everything that replaces a module of a model
+        fuse/          decoder layers, computed by few kernels
+        divide/        which part of each layer a rank of tensor parallelism keeps, and the division
+        experts/       mixtures of experts, computed by one function
+        quantised/     the layers of a quantised checkpoint, and the experts among them
+    weights/           how checkpoints keep quantised weights
     latent_layers.py   which layers have latent attention, and what is cached for them
     layer_kinds.py     few layers that stand for all layers of a model
     hidden_states.py   reads a model's hidden states between its layers
     eagle3.py          a head that guesses tokens from them, imported when there is one
-    division.py        which part of each layer a rank of tensor parallelism keeps; divide.py takes it, and proves it
-    continuous.py      transformers' own continuous batching (`generate_batch`)
-    quantization_plan.py  which linear layers and experts of a checkpoint are quantised, and how
-    weight_formats.py  how the quantised weights of a layer or an expert are kept in a checkpoint
-    quantized_linear.py  the layers that are loaded from such a checkpoint
-    quantized_experts.py  the experts among them; expert_files.py checks their tensors in the headers of the files
     info.py            what a model asks of attention, from its config alone
 
 Left out: dropout in attention, attention weights as an output, and caches that hold anything but keys and values.
@@ -43,15 +44,10 @@ except ImportError as error:
         f"fa_serve's adapter needs transformers >= 5.17: {error}. Install it with pip install 'transformers>=5.17'"
     ) from error
 
-from fa_serve.hf.attention import attention_forward
-from fa_serve.hf.divide import PartOfSum, divide, vocab_size
-from fa_serve.hf.division import plan_division
-from fa_serve.hf.experts import expert_modules, experts_forward, take_experts
-from fa_serve.hf.hidden_states import HiddenStateReader
-from fa_serve.hf.layer_kinds import few_layers
-from fa_serve.hf.masks import mask_forward
-from fa_serve.hf.models import NAME
-from fa_serve.hf.paged import (
+from fa_serve.hf.adapter.attention import attention_forward
+from fa_serve.hf.adapter.masks import mask_forward
+from fa_serve.hf.adapter.models import NAME
+from fa_serve.hf.adapter.paged import (
     OneSequence,
     PackedPositions,
     PagedBatch,
@@ -61,9 +57,14 @@ from fa_serve.hf.paged import (
     paged_forward,
     paged_output,
 )
-from fa_serve.hf.register import patch, register
-from fa_serve.hf.scaled_experts import ScaledExperts, take_scaled_experts
-from fa_serve.hf.translate import AttendsBatch, LayerCall
+from fa_serve.hf.adapter.register import patch, register
+from fa_serve.hf.adapter.translate import AttendsBatch, LayerCall
+from fa_serve.hf.hidden_states import HiddenStateReader
+from fa_serve.hf.layer_kinds import few_layers
+from fa_serve.hf.surgery.divide.plan import plan_division
+from fa_serve.hf.surgery.divide.weights import PartOfSum, divide, vocab_size
+from fa_serve.hf.surgery.experts.mixtures import expert_modules, experts_forward, take_experts
+from fa_serve.hf.surgery.experts.scaled import ScaledExperts, take_scaled_experts
 
 __all__ = [
     "NAME",

@@ -36,8 +36,8 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
 )
 
-from fa_serve.hf.divide import vocab_size
-from fa_serve.hf.models import NAME
+from fa_serve.hf.adapter.models import NAME
+from fa_serve.hf.surgery.divide.weights import vocab_size
 from fa_serve.spec import UnsupportedModelError
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")

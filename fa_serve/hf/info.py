@@ -23,14 +23,14 @@ from torch import Tensor
 from transformers import AttentionInterface, AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from fa_serve import ops
-from fa_serve.hf.division import Cut, plan_division
-from fa_serve.hf.experts import expert_modules, gate_of
+from fa_serve.hf.adapter.models import NAME, check_class, prepare_model
+from fa_serve.hf.adapter.paged import attention_layers, check_model
+from fa_serve.hf.adapter.translate import spec_of, translate
 from fa_serve.hf.latent_layers import LatentSizes, latent_sizes, latent_spec
-from fa_serve.hf.models import NAME, check_class, prepare_model
-from fa_serve.hf.paged import attention_layers, check_model
-from fa_serve.hf.quantized_experts import PROJECTIONS, QuantizedExperts
-from fa_serve.hf.quantized_linear import QuantizedLinear, describe_weights, quantize_layers
-from fa_serve.hf.translate import spec_of, translate
+from fa_serve.hf.surgery.divide.plan import Cut, plan_division
+from fa_serve.hf.surgery.experts.mixtures import expert_modules, gate_of
+from fa_serve.hf.surgery.quantised.experts import PROJECTIONS, QuantizedExperts
+from fa_serve.hf.surgery.quantised.linear import QuantizedLinear, describe_weights, quantize_layers
 from fa_serve.spec import AttentionSpec, OpSpec, ParameterError, UnsupportedModelError
 
 

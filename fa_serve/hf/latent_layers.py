@@ -6,7 +6,7 @@
 The attention of DeepSeek V2 and V3, Kimi K2, GLM-4.7-Flash, Youtu and MiniCPM3 has a projection `kv_a_proj_with_mqa` to a
 latent vector and a rotated key that all heads share, a norm `kv_a_layernorm` of the latent vector, and a projection `kv_b_proj`
 from it to the keys and values of all heads. Left out: whether a layer computes what these names say, which the engine proves
-(fa_serve.engine.fusion), and layers that choose keys themselves, which are refused (models.py).
+(fa_serve.hf.surgery.fuse.fusion), and layers that choose keys themselves, which are refused (models.py).
 """
 
 from __future__ import annotations

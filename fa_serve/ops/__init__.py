@@ -6,11 +6,17 @@
     x = ops.linear(h, down_weight, residual=x)                                            # in place
     tokens = ops.sample_rows(logits)
 
+    products/       products with weight matrices; quantised/ has those with quantised weights
+    experts/        the experts of a mixture
+    elementwise/    norms, activations, additions, rotary embeddings
+    collectives/    sums over the ranks of tensor parallelism
+    sampling/       tokens from logits
+
 Each function selects the backend for the device of its input and calls it. There are two backends: `triton_ops.py` (kernels,
 on GPUs) and `torch_ops.py` (plain PyTorch, on any device). Both implement the Protocol of `ops_backend.py`. Both compute in
 float32 and round the result once; PyTorch computes float64 input in float64.
 
-The functions do not validate their arguments: the engine makes about ten calls for each layer at each step, and `engine.fusion`
+The functions do not validate their arguments: the engine makes about ten calls for each layer at each step, and `hf.surgery`
 has compared their results with those of the model's own layers before.
 
 Sources: RMS norm (Zhang, Sennrich 2019, arXiv:1910.07467), rotary embedding (Su et al. 2021, arXiv:2104.09864), gated units
@@ -38,8 +44,8 @@ from fa_serve.ops.ops_backend import Pairing as Pairing
 from fa_serve.ops.ops_backend import RoundedRows as RoundedRows
 from fa_serve.ops.ops_backend import Router as Router
 from fa_serve.ops.ops_backend import Weight as Weight
-from fa_serve.ops.quantized_weight import QuantizedWeight as QuantizedWeight
-from fa_serve.ops.quantized_weight import merge_rows as merge_rows
+from fa_serve.ops.products.quantised.weight import QuantizedWeight as QuantizedWeight
+from fa_serve.ops.products.quantised.weight import merge_rows as merge_rows
 from fa_serve.spec import OpSpec
 
 log = logging.getLogger(__name__)
@@ -94,7 +100,7 @@ def linear(
 
     On a GPU a single token takes one kernel; more tokens take PyTorch's product and one kernel each for the norm and the gate.
     The product with a quantised weight is that with its matrix in x's dtype, unless activations are rounded to float8 as well
-    (quantized_product.py).
+    (products/quantised/product.py).
 
     x:           (total, k), or what a call with this weight as `next_weight` returned
     weight:      (n, k), contiguous, or a QuantizedWeight of that shape

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from fa_serve.ops.quantized_weight import QuantizedWeight
+from fa_serve.ops.products.quantised.weight import QuantizedWeight
 from fa_serve.spec import OpSpec
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")

@@ -1,7 +1,7 @@
 """The backend of ops for any device, in plain PyTorch.
 
-It computes in float32, or in float64 for float64 input, and rounds the result once. Sampling is in `torch_sampling.py`,
-experts are in `torch_experts.py`.
+It computes in float32, or in float64 for float64 input, and rounds the result once. Sampling is in `sampling/fallback.py`,
+experts are in `experts/fallback.py`.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from fa_serve.api import store_kv
+from fa_serve.ops.experts.fallback import activate, experts, route
 from fa_serve.ops.ops_backend import Norm, Pairing, RoundedRows, Weight
-from fa_serve.ops.quantized_weight import QuantizedWeight
-from fa_serve.ops.torch_experts import activate, experts, route
-from fa_serve.ops.torch_sampling import sample_rows
+from fa_serve.ops.products.quantised.weight import QuantizedWeight
+from fa_serve.ops.sampling.fallback import sample_rows
 from fa_serve.spec import OpSpec
 
 

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fa_serve.ops.activation_kernel import launch_act_and_mul
-from fa_serve.ops.addition_kernel import launch_add
-from fa_serve.ops.experts_kernel import launch_experts
-from fa_serve.ops.linear_kernel import launch_linear_row
-from fa_serve.ops.norm_kernel import launch_rms_norm
+from fa_serve.ops.elementwise.activation import launch_act_and_mul
+from fa_serve.ops.elementwise.addition import launch_add
+from fa_serve.ops.elementwise.norm import launch_rms_norm
+from fa_serve.ops.elementwise.rotary import launch_rotary_store_kv
+from fa_serve.ops.elementwise.rotary_latent import launch_rotary_store_latent
+from fa_serve.ops.experts.kernel import launch_experts
+from fa_serve.ops.experts.routing import launch_route
 from fa_serve.ops.ops_backend import Norm, RoundedRows, Weight
-from fa_serve.ops.quantized_product import dequantize, gated, quantized_linear
-from fa_serve.ops.quantized_weight import QuantizedWeight
-from fa_serve.ops.rotary_kernel import launch_rotary_store_kv
-from fa_serve.ops.rotary_latent_kernel import launch_rotary_store_latent
-from fa_serve.ops.routing_kernel import launch_route
-from fa_serve.ops.row_invariant_kernel import launch_invariant_linear, launch_invariant_sum
-from fa_serve.ops.sampling_kernel import launch_sample_rows
+from fa_serve.ops.products.quantised.product import dequantize, gated, quantized_linear
+from fa_serve.ops.products.quantised.weight import QuantizedWeight
+from fa_serve.ops.products.row import launch_linear_row
+from fa_serve.ops.products.row_invariant import launch_invariant_linear, launch_invariant_sum
+from fa_serve.ops.sampling.kernel import launch_sample_rows
 from fa_serve.ops.torch_ops import product
 from fa_serve.spec import OpSpec
 

@@ -3,7 +3,7 @@
 conversation.py   the request: messages, tools, response_format
 templates.py      the chat template, which writes the prompt
 template_process.py   the process that applies the chat template of a request
-chat_answer.py    the answer to a chat
+answer.py    the answer to a chat
 messages.py       generated text as the fields of a message, with the help of the two readers below
 reasoning.py      reader of thoughts: <think>...</think>
 tools.py          reader of tool calls; tool_call.py parses a single call

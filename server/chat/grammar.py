@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fa_serve.engine import StructuredOutput
-from fa_serve.engine.structured import WHITESPACE
+from fa_serve.engine.structured.grammars import WHITESPACE
 
 from .conversation import Tool
 from .reasoning import CLOSING, OPENING

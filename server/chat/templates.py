@@ -20,7 +20,7 @@ from typing import Any
 import jinja2
 from pydantic_core import to_json
 
-from fa_serve.engine.trials import Trial
+from fa_serve.sandbox.trials import Trial
 
 from ..errors import BadRequest
 from .reasoning import CLOSING

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fa_serve.engine.sampling_params import MAX_STRUCTURED, schema_length
+from fa_serve.engine.request.params import MAX_STRUCTURED, schema_length
 
 from ..errors import BadRequest
 from .conversation import Tool

@@ -21,7 +21,7 @@ from pydantic_core import to_json
 
 from fa_serve.engine import RequestOutput
 
-from ..chat.chat_answer import ChatAnswer
+from ..chat.answer import ChatAnswer
 from ..chat.conversation import ChatRequest, Message
 from ..errors import ApiError
 from ..service import Service

@@ -15,5 +15,6 @@ outputs of each of its steps come back together. Ray Serve starts, watches, repl
     replica_load.py       how full a replica is, and how many replicas that asks for
 
 Ray's own HTTP proxy is not used. It would buffer what a client does not read, and it has none of the bounds of
-bounded_protocol.py. Other processes that speak HTTP for the same replicas, also on other machines, are further `fa-serve ray`.
+server/bounds/protocol.py. Other processes that speak HTTP for the same replicas, also on other machines, are further `fa-serve
+ray`.
 """

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field, replace
 from ray import serve
 
 from fa_serve.engine import AsyncEngine, EngineConfig, EngineDeadError, EngineStats, QueueFullError
-from fa_serve.engine.engine_loop import Add
-from fa_serve.engine.worker import Ready
+from fa_serve.engine.process.engine_loop import Add
+from fa_serve.engine.process.worker import Ready
 
 from ..service import stall_reason
 from .output_channel import Gains, OutputChannel

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from fa_serve.engine.engine_loop import Add
+from fa_serve.engine.process.engine_loop import Add
 
 from .engine_replica import Front, Listen
 from .prefix_table import PrefixTable, prefix_keys

@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Any
 from ray.exceptions import RayActorError
 
 from fa_serve.engine import AsyncEngine, EngineConfig, EngineDeadError, EngineStats, Phase, RequestError, RequestOutput
-from fa_serve.engine.engine_loop import Abort, Add, StepOutputs
 from fa_serve.engine.events import OnPhase
-from fa_serve.engine.loading import load_tokenizer
-from fa_serve.engine.outputs import FinishReason
-from fa_serve.engine.worker import STOP_SECONDS, OnOutputs, Pulse, Ready, Worker
+from fa_serve.engine.process.engine_loop import Abort, Add, StepOutputs
+from fa_serve.engine.process.worker import STOP_SECONDS, OnOutputs, Pulse, Ready, Worker
+from fa_serve.engine.request.outputs import FinishReason
+from fa_serve.engine.start.loading import load_tokenizer
 
 from .engine_replica import Front, Listen
 

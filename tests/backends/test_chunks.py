@@ -12,9 +12,9 @@ import torch
 import fa_serve
 from fa_serve import dispatch
 from fa_serve.backends.chunks import decodes_chunks
-from fa_serve.backends.plan import PlanTable
 from fa_serve.backends.reference import ReferenceBackend
 from fa_serve.backends.sdpa import SdpaBackend
+from fa_serve.launching.plans import PlanTable
 from fa_serve.spec import AttentionSpec
 from fa_serve.testing import make_qkv
 

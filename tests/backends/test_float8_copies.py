@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fa_serve.backends.calls import AttentionOptions
 from fa_serve.backends.float8_copies import copied_bytes
 from fa_serve.backends.layout import Layout
-from fa_serve.backends.plan import AttentionOptions
 from fa_serve.backends.triton.float8_inputs import Quantizer
 from fa_serve.spec import Precision
 

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from fa_serve import api, dispatch
 from fa_serve.backends import Backend, load_backend, select_backend
+from fa_serve.backends.calls import AttentionOptions, AttentionTensors
 from fa_serve.backends.float8_copies import copied_bytes
 from fa_serve.backends.hopper import HopperBackend
 from fa_serve.backends.mixed import find_decoder, plan_mixed
-from fa_serve.backends.plan import AttentionOptions, AttentionTensors, PlanTable, Run
 from fa_serve.backends.reference import ReferenceBackend, attention_reference
+from fa_serve.launching.plans import PlanTable, Run
 from fa_serve.spec import AttentionSpec
 
 LENGTHS_Q = [1, 70, 16, 17, 3]

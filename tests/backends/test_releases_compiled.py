@@ -13,23 +13,32 @@ import triton
 from cross_compile import compiling_for
 from quantized import float8_weight, int4_weight
 
-from fa_serve.backends import launch
+from fa_serve.backends.calls import AttentionOptions, AttentionTensors, BackwardTensors
 from fa_serve.backends.hopper import HopperBackend
-from fa_serve.backends.hopper.backward import plan_backward
-from fa_serve.backends.hopper.forward import plan_forward as plan_hopper
-from fa_serve.backends.hopper.latent_decode import plan_latent_decode
-from fa_serve.backends.plan import PLANS, AttentionOptions, AttentionTensors, BackwardTensors
-from fa_serve.backends.triton import decode
-from fa_serve.backends.triton.block_sparse import plan_block_sparse
-from fa_serve.backends.triton.forward import plan_forward as plan_portable
+from fa_serve.backends.hopper.backward.plan import plan_backward
+from fa_serve.backends.hopper.forward.plan import plan_forward as plan_hopper
+from fa_serve.backends.hopper.latent.plan import plan_latent_decode
+from fa_serve.backends.triton.block_sparse.plan import plan_block_sparse
+from fa_serve.backends.triton.decode import plan as decode
+from fa_serve.backends.triton.prefill.plan import plan_forward as plan_portable
 from fa_serve.block_lists import BlockLists
-from fa_serve.ops import quantized_gemv_kernel, quantized_wgmma_kernel, scaled_wgmma_kernel
-from fa_serve.ops.experts_matrix_kernel import plan_experts_matrix
-from fa_serve.ops.experts_wgmma_kernel import GroupedWgmmaTile, plan_grouped_wgmma
+from fa_serve.launching import launch
+from fa_serve.launching.plans import PLANS
+from fa_serve.ops.experts.matrix import plan_experts_matrix
+from fa_serve.ops.experts.quantised import GroupedWgmmaTile, plan_grouped_wgmma
 from fa_serve.ops.ops_backend import Gate, RoundedRows
-from fa_serve.ops.quantized_gemv_kernel import launch_quantized_gemv
-from fa_serve.ops.quantized_pairs import product_tensors
-from fa_serve.ops.quantized_wgmma_kernel import launch_quantized_wgmma, wgmma_tile
+from fa_serve.ops.products.quantised import (
+    gemv as quantized_gemv_kernel,
+)
+from fa_serve.ops.products.quantised import (
+    scaled_wgmma as scaled_wgmma_kernel,
+)
+from fa_serve.ops.products.quantised import (
+    wgmma as quantized_wgmma_kernel,
+)
+from fa_serve.ops.products.quantised.gemv import launch_quantized_gemv
+from fa_serve.ops.products.quantised.pairs import product_tensors
+from fa_serve.ops.products.quantised.wgmma import launch_quantized_wgmma, wgmma_tile
 from fa_serve.spec import AttentionSpec, Precision
 from fa_serve.testing import cu_seqlens, make_qkv, run_plan
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 import fa_serve
 from fa_serve.backends import sdpa
-from fa_serve.backends.plan import AttentionOptions
+from fa_serve.backends.calls import AttentionOptions
 from fa_serve.testing import cu_seqlens, eager_attention, make_paged, make_qkv
 
 

@@ -11,7 +11,7 @@ import bench_allreduce
 import pytest
 import torch
 
-from fa_serve.ops.all_reduce import AllReduce, listen
+from fa_serve.ops.collectives.all_reduce import AllReduce, listen
 
 CASES = [f"{size} {what} 2 ranks gloo" for size in bench_allreduce.TINY_SIZES for what in ("sum", "norm")]
 

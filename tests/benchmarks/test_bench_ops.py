@@ -9,7 +9,7 @@ import bench_ops
 import pytest
 import torch
 
-from fa_serve.ops import experts_kernel
+from fa_serve.ops.experts import kernel as experts_kernel
 
 CASES = {
     "experts": {f"tiny {form} {tokens}" for form in bench_ops.EXPERT_FORMS for tokens in (1, 3)},

@@ -16,9 +16,10 @@ from quantised_copies import load
 from quantised_experts import write_awq
 from tiny_models import make_model
 
-from fa_serve.engine import Engine, EngineConfig, speculation
-from fa_serve.engine.sequence import SequenceState
-from fa_serve.engine.speculation import Speculation
+from fa_serve.engine import Engine, EngineConfig
+from fa_serve.engine.scheduler.sequence import SequenceState
+from fa_serve.engine.speculation import drafts as speculation
+from fa_serve.engine.speculation.drafts import Speculation
 
 
 def test_weights_of_a_dense_model_are_all_but_the_embedding() -> None:

@@ -15,8 +15,9 @@ from tune_cells import Variant, make_call, parse_tiles, variants
 from tune_hopper import CAUSAL, FULL, label
 
 from fa_serve import dispatch
-from fa_serve.backends.plan import AttentionOptions, PlanTable, Run
+from fa_serve.backends.calls import AttentionOptions
 from fa_serve.backends.sdpa import SdpaBackend
+from fa_serve.launching.plans import PlanTable, Run
 
 
 def test_names_of_tiles_are_read_back() -> None:

@@ -11,7 +11,7 @@ import yaml
 from documentation import GUIDES, PAGES, ROOT, anchors, included, links, prose
 
 SOURCES = ("fa_serve", "server", "tests", "benchmarks", "examples", "deploy", "docs")
-# `fa_serve/hf/masks.py`, also as a part of a command or with a function: `fa_serve/api.py:attention`
+# `fa_serve/hf/adapter/masks.py`, also as a part of a command or with a function: `fa_serve/api.py:attention`
 _FILE = re.compile(rf"(?<![\w/.-])((?:{'|'.join(SOURCES)})/[\w./-]*\w\.(?:py|md|yaml|yml|conf|service|json|svg|html))\b")
 
 

@@ -11,7 +11,9 @@ import pytest
 from tiny_models import make_model, make_tokenizer
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from fa_serve.engine import Engine, EngineConfig, cuda_graphs, engine_process
+from fa_serve.engine import Engine, EngineConfig
+from fa_serve.engine.process import engine_process
+from fa_serve.engine.runner import cuda_graphs
 
 
 @pytest.fixture(scope="session")

@@ -11,15 +11,8 @@ import pytest
 import torch
 from tiny_models import CONFIGS, greedy, make_model, random_prompts
 
-from fa_serve.engine import (
-    Engine,
-    EngineConfig,
-    EngineDeadError,
-    QueueFullError,
-    SamplingParams,
-    StructuredOutput,
-    model_runner,
-)
+from fa_serve.engine import Engine, EngineConfig, EngineDeadError, QueueFullError, SamplingParams, StructuredOutput
+from fa_serve.engine.runner import model_runner
 from fa_serve.spec import ParameterError
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
@@ -236,7 +229,7 @@ def test_a_failed_step_fails_its_requests_and_no_others(make_engine, monkeypatch
         engine.add_request(name, prompt, GREEDY)
     engine.step()
     with monkeypatch.context() as patch:
-        patch.setattr("fa_serve.engine.model_runner.paged_forward", lambda *_: (_ for _ in ()).throw(KeyError("broken")))
+        patch.setattr("fa_serve.engine.runner.model_runner.paged_forward", lambda *_: (_ for _ in ()).throw(KeyError("broken")))
         outputs = engine.step()
     assert [(o.request_id, o.finish_reason) for o in outputs] == [("a", "error"), ("b", "error")]
     assert outputs[0].error.code == "step_failed"

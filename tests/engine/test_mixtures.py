@@ -13,7 +13,7 @@ from tiny_models import make_model, random_prompts
 
 from fa_serve import hf
 from fa_serve.engine import SamplingParams
-from fa_serve.hf import experts
+from fa_serve.hf.surgery.experts import mixtures as experts
 
 SERVED = [family for family in MIXTURES if family.paged is True]
 by_family = pytest.mark.parametrize("family", SERVED, ids=lambda family: family.name)
@@ -72,7 +72,7 @@ def test_experts_stay_as_they_are_where_nothing_is_to_be_replaced(make_engine, s
 
 def test_deterministic_mode_refuses_experts_that_are_not_taken(make_engine, monkeypatch, caplog) -> None:
     """Their grouped products depend on the batch."""
-    monkeypatch.setattr("fa_serve.engine.model_runner.take_experts", lambda model: 0)
+    monkeypatch.setattr("fa_serve.engine.runner.model_runner.take_experts", lambda model: 0)
     model = make_model("qwen3-moe")
     model.set_experts_implementation("grouped_mm")
     engine = make_engine(model=model, deterministic=True)

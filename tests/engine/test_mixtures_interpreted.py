@@ -7,10 +7,10 @@ import torch
 from hf_families import BY_NAME, assert_same, tokens
 
 from fa_serve import ops
-from fa_serve.engine import fused_router
-from fa_serve.engine.fused_router import fuse_routers
-from fa_serve.engine.fused_unit import fuse_units
 from fa_serve.hf import expert_modules, take_experts
+from fa_serve.hf.surgery.fuse import router as fused_router
+from fa_serve.hf.surgery.fuse.router import fuse_routers
+from fa_serve.hf.surgery.fuse.unit import fuse_units
 from fa_serve.ops.triton_ops import TritonOps
 
 

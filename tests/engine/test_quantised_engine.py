@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from fa_serve.demo import model_path
 from fa_serve.engine import Engine, EngineConfig, SamplingParams
-from fa_serve.engine.fused_layer import FusedLayer
-from fa_serve.engine.fusion import fuse
 from fa_serve.hf import patch
-from fa_serve.hf.quantized_linear import QuantizedLinear
+from fa_serve.hf.surgery.fuse.fusion import fuse
+from fa_serve.hf.surgery.fuse.layer import FusedLayer
+from fa_serve.hf.surgery.quantised.linear import QuantizedLinear
 from fa_serve.spec import ParameterError
 
 PROMPTS = [list(range(40, 75)), [*range(40, 70), 9, 8, 7], [5, 6, 7], list(range(300, 321))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from scheduling import make_request, make_scheduler
 
-from fa_serve.engine.sequence import SequenceState
+from fa_serve.engine.scheduler.sequence import SequenceState
 from fa_serve.engine.stats import Counters
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 import fa_serve.flash_attn as fa2
 from fa_serve import ParameterError
-from fa_serve.backends.plan import PLANS
 from fa_serve.backends.reference import attention_reference
 from fa_serve.flash_attn import interface as fa3
+from fa_serve.launching.plans import PLANS
 from fa_serve.testing import cu_seqlens, make_paged, make_qkv
 
 SCALE = 0.3

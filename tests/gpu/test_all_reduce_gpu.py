@@ -22,10 +22,10 @@ from rounded_once import assert_rounded_once, dtype_id, randn
 from torch import Tensor
 
 from fa_serve import ops
-from fa_serve.ops.all_reduce import AllReduce, join, listen
-from fa_serve.ops.all_reduce_kernel import launch_all_reduce
-from fa_serve.ops.peer_buffers import MAX_BYTES, MAX_PROGRAMS, Peers, buffer_bytes
-from fa_serve.ops.peer_memory import PeerSums
+from fa_serve.ops.collectives.all_reduce import AllReduce, join, listen
+from fa_serve.ops.collectives.one_shot import launch_all_reduce
+from fa_serve.ops.collectives.peer_buffers import MAX_BYTES, MAX_PROGRAMS, Peers, buffer_bytes
+from fa_serve.ops.collectives.peer_memory import PeerSums
 
 TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -27,7 +27,7 @@ from cases import (
 import fa_serve
 from fa_serve import dispatch
 from fa_serve.backends import select_backend
-from fa_serve.backends.plan import PlanTable
+from fa_serve.launching.plans import PlanTable
 from fa_serve.spec import AttentionSpec
 from fa_serve.testing import make_qkv
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 import fa_serve
-from fa_serve.backends.hopper import forward_launches
-from fa_serve.backends.hopper.forward import plan_forward
-from fa_serve.backends.hopper.hopper_tiles import MAX_PIECES
-from fa_serve.backends.plan import AttentionOptions, AttentionTensors
+from fa_serve.backends.calls import AttentionOptions, AttentionTensors
+from fa_serve.backends.hopper.forward import launches as forward_launches
+from fa_serve.backends.hopper.forward.plan import plan_forward
+from fa_serve.backends.hopper.forward.tiles import MAX_PIECES
 from fa_serve.backends.reference import attention_reference
 from fa_serve.testing import (
     assert_lse_matches,

@@ -15,7 +15,7 @@ from tiny_models import CONFIGS, SIZES, greedy, make_model, make_tokenizer, rand
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from fa_serve.engine import Completion, Engine, EngineConfig, SamplingParams, StructuredOutput
-from fa_serve.engine.fused_router import FusedRouter
+from fa_serve.hf.surgery.fuse.router import FusedRouter
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
 pytestmark = pytest.mark.usefixtures("full_float32")
@@ -249,7 +249,7 @@ def test_speculation_changes_no_answer(family: str, settings: dict[str, Any], mo
             rest = answers[tuple(sequence.request.prompt)][len(sequence.tokens) :][:count]
             return [token if draw.random() < 0.8 else (token + 1) % 320 for token in rest]
 
-        monkeypatch.setattr("fa_serve.engine.speculation.NgramDrafter.propose", propose)
+        monkeypatch.setattr("fa_serve.engine.speculation.drafts.NgramDrafter.propose", propose)
         engine = make_engine(family, speculative="ngram", **settings)
         found = engine.generate(asked, params)
         assert [x.token_ids for x in found] == [x.token_ids for x in expected]

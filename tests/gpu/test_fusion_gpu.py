@@ -10,8 +10,8 @@ import pytest
 import torch
 from hf_families import FUSED, family
 
-from fa_serve.engine.fusion import fuse
 from fa_serve.hf import patch
+from fa_serve.hf.surgery.fuse.fusion import fuse
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

@@ -31,8 +31,8 @@ from transformers import __version__ as transformers_version
 
 import fa_serve
 from fa_serve import api, hf
-from fa_serve.backends.plan import PLANS
-from fa_serve.hf.masks import ImplicitMask
+from fa_serve.hf.adapter.masks import ImplicitMask
+from fa_serve.launching.plans import PLANS
 from fa_serve.testing import assert_matches_reference, eager_attention, make_qkv
 
 # one family for each trait: plain, windows, softcap, sinks, another head_dim_v, chunks in the mask, a window in the mask alone

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 import fa_serve
-from fa_serve.backends.hopper.forward import plan_forward
-from fa_serve.backends.hopper.hopper_tiles import Schedule, TileConfig, forward_tiles
-from fa_serve.backends.plan import AttentionOptions, AttentionTensors
+from fa_serve.backends.calls import AttentionOptions, AttentionTensors
+from fa_serve.backends.hopper.forward.plan import plan_forward
+from fa_serve.backends.hopper.forward.tiles import Schedule, TileConfig, forward_tiles
 from fa_serve.backends.reference import attention_reference
 from fa_serve.testing import (
     assert_lse_matches,

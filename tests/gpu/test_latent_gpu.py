@@ -11,7 +11,7 @@ from latent_families import LATENT
 from tiny_models import random_prompts
 
 import fa_serve
-from fa_serve.backends.hopper.latent_tiles import MIN_ROWS
+from fa_serve.backends.hopper.latent.tiles import MIN_ROWS
 from fa_serve.engine import Engine, EngineConfig, SamplingParams
 from fa_serve.hf import patch
 

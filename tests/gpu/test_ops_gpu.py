@@ -11,8 +11,8 @@ from rounded_once import assert_rounded_once, dtype_id, randn
 from torch import Tensor
 
 from fa_serve import ops
-from fa_serve.backends.plan import PLANS
-from fa_serve.ops import experts_kernel
+from fa_serve.launching.plans import PLANS
+from fa_serve.ops.experts import kernel as experts_kernel
 from fa_serve.ops.torch_ops import TorchOps
 from fa_serve.testing import assert_matches_reference
 

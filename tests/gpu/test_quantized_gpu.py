@@ -15,11 +15,11 @@ from torch import Tensor
 
 from fa_serve import ops
 from fa_serve.engine import Engine, EngineConfig, SamplingParams
-from fa_serve.ops import experts_kernel
-from fa_serve.ops.quantized_kernel import launch_dequantize
-from fa_serve.ops.quantized_product import _COMPILES_GLUON
-from fa_serve.ops.quantized_weight import quantize_float8
-from fa_serve.ops.rounding_kernel import launch_quantize_rows
+from fa_serve.ops.experts import kernel as experts_kernel
+from fa_serve.ops.products.quantised.product import _COMPILES_GLUON
+from fa_serve.ops.products.quantised.rounding import launch_quantize_rows
+from fa_serve.ops.products.quantised.unpack import launch_dequantize
+from fa_serve.ops.products.quantised.weight import quantize_float8
 from fa_serve.ops.torch_ops import TorchOps
 from fa_serve.testing import assert_matches_reference
 

@@ -9,8 +9,8 @@ from rounded_once import dtype_id, randn
 from torch import Tensor
 
 from fa_serve import ops
-from fa_serve.ops.quantized_weight import FLOAT8, QuantizedWeight
-from fa_serve.ops.rounding_kernel import launch_quantize_rows
+from fa_serve.ops.products.quantised.rounding import launch_quantize_rows
+from fa_serve.ops.products.quantised.weight import FLOAT8, QuantizedWeight
 from fa_serve.ops.torch_ops import TorchOps
 from fa_serve.testing import assert_matches_reference
 

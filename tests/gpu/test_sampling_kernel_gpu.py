@@ -8,8 +8,8 @@ from rounded_once import dtype_id
 from torch import Tensor
 
 from fa_serve import ops
+from fa_serve.ops.sampling.fallback import lowest_kept
 from fa_serve.ops.torch_ops import TorchOps
-from fa_serve.ops.torch_sampling import lowest_kept
 
 ROWS = 20000
 VOCAB = 3001

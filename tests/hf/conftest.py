@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fa_serve.hf import masks
+from fa_serve.hf.adapter import masks
 
 
 @pytest.fixture(params=["kernels", "none"])

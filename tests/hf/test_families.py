@@ -27,8 +27,8 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, StaticCache
 
 from fa_serve import hf
-from fa_serve.hf import masks
-from fa_serve.hf.masks import ImplicitMask
+from fa_serve.hf.adapter import masks
+from fa_serve.hf.adapter.masks import ImplicitMask
 from fa_serve.spec import UnsupportedModelError
 
 DECODERS = [f for f in FAMILIES if f.kind == "decoder"]

@@ -14,7 +14,7 @@ from hf_multimodal import MODELS, build
 
 import fa_serve
 from fa_serve import hf
-from fa_serve.hf.masks import ImplicitMask
+from fa_serve.hf.adapter.masks import ImplicitMask
 
 
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)

@@ -160,7 +160,7 @@ def _lasting_value(growth: Growth, module: Module, house: House) -> ast.expr | N
         here = _values(module.tree.body)
         if base in here:
             return here[base]
-    for target, _ in module.imports:  # from fa_serve.backends.plan import PLANS, or `plan`
+    for target, _ in module.imports:  # from fa_serve.backends.calls import PLANS, or `plan`
         if target.rpartition(".")[2] == base:
             owner = house.owner(target)
             name = attribute or base
@@ -282,9 +282,9 @@ ALLOWED: list[Allowed] = [
     (
         containers_have_bounds,
         {
-            "fa_serve/backends/plan.py": "class Table(dict[int, int]):\n    def add(self, x):\n        if len(self) > 9:\n"
+            "fa_serve/backends/calls.py": "class Table(dict[int, int]):\n    def add(self, x):\n        if len(self) > 9:\n"
             "            self.clear()\n        self[x] = 1\nTABLE = Table()",
-            "fa_serve/api.py": "from fa_serve.backends.plan import TABLE\ndef f(x):\n    TABLE.add(x)",
+            "fa_serve/api.py": "from fa_serve.backends.calls import TABLE\ndef f(x):\n    TABLE.add(x)",
         },
     ),
     (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import graphlib
+from collections import defaultdict
 from collections.abc import Iterator
 
 from house.source import House, Planted, inside
@@ -10,6 +12,8 @@ FLOORS = {
     "fa_serve.spec": 0,
     "fa_serve.block_lists": 0,
     "fa_serve.demo": 0,
+    "fa_serve.sandbox": 0,
+    "fa_serve.launching": 1,
     "fa_serve.backends": 1,
     "fa_serve.ops": 2,
     "fa_serve.argument_checks": 2,
@@ -35,39 +39,38 @@ FLOORS = {
 
 KERNEL_ROOMS = ("fa_serve.backends.triton", "fa_serve.backends.hopper")
 GUESTS: dict[str, tuple[str, ...]] = {
-    "triton": (*KERNEL_ROOMS, "fa_serve.backends.compilers", "fa_serve.backends.launch", "fa_serve.ops"),
+    "triton": (*KERNEL_ROOMS, "fa_serve.launching", "fa_serve.ops"),
     "transformers": (
         "fa_serve.hf",
-        "fa_serve.engine.model_runner",
+        "fa_serve.engine.runner.model_runner",
         "fa_serve.engine.engine",
-        "fa_serve.engine.loading",
-        "fa_serve.engine.start_up",
-        "fa_serve.engine.kv_cache",
-        "fa_serve.engine.fusion",
+        "fa_serve.engine.start.loading",
+        "fa_serve.engine.start.start_up",
+        "fa_serve.engine.cache.tensors",
         "fa_serve.server.chat.template_process",
     ),
     "vllm": ("fa_serve.vllm",),
     "sglang": ("fa_serve.sglang",),
     "diffusers": ("fa_serve.diffusers",),
-    "llguidance": ("fa_serve.engine.structured", "fa_serve.engine.grammar_process"),
+    "llguidance": ("fa_serve.engine.structured",),
     "fastapi": ("fa_serve.server",),
     "starlette": ("fa_serve.server",),
     "pydantic": ("fa_serve.server",),
     "pydantic_settings": ("fa_serve.server",),
     "prometheus_client": ("fa_serve.server",),
-    "asyncio": ("fa_serve.engine.async_engine", "fa_serve.server", "fa_serve.client", "fa_serve.__main__"),
+    "asyncio": ("fa_serve.engine.process.async_engine", "fa_serve.server", "fa_serve.client", "fa_serve.__main__"),
     "ray": ("fa_serve.server.ray",),
     "httpx": ("fa_serve.server", "fa_serve.client"),
     "server": (),  # the folder is installed as fa_serve.server and has no other name
 }
 """The rooms that may import a package that is not ours, or that is slow to import (asyncio)."""
 
-LAZY = {"triton": ("fa_serve.ops",)}
+LAZY = {"triton": ("fa_serve.ops", "fa_serve.launching")}
 """Packages among those rooms whose `__init__` must not import the guest: they are imported where it is not installed."""
 
 SHARED_MODULES = tuple(
     f"fa_serve.backends.triton.{name}"
-    for name in ("primitives", "row_statistics", "float8_inputs", "latent", "splits", "triton_tiles")
+    for name in ("primitives", "row_statistics", "float8_inputs", "latent.plan", "splits", "tiles")
 )
 """What the Hopper kernels may import of the portable ones."""
 
@@ -106,6 +109,21 @@ def imports_point_down(house: House) -> Iterator[str]:
         there = floor(target)
         if here is not None and there is not None and there > here:
             yield f"{name} (floor {here}) imports {target} (floor {there})"
+
+
+def no_module_imports_itself(house: House) -> Iterator[str]:
+    """By no way round: imports inside functions count, and so do those for types, because a reader follows them too.
+
+    A package is its `__init__`. What an `__init__` imports of its own room is no way round for the modules in the room.
+    """
+    needs: defaultdict[str, set[str]] = defaultdict(set)
+    for name, target in house.edges():
+        if name != target:
+            needs[name].add(target)
+    try:
+        graphlib.TopologicalSorter(needs).prepare()
+    except graphlib.CycleError as error:
+        yield "a circle of imports: " + " <- ".join(error.args[1])
 
 
 def guests_stay_in_their_rooms(house: House) -> Iterator[str]:
@@ -157,7 +175,7 @@ def server_imports_itself_relatively(house: House) -> Iterator[str]:
 
 def scheduling_needs_no_torch(house: House) -> Iterator[str]:
     """`pages` and `scheduler` import no torch, and neither do the modules of the engine that they import."""
-    for start in ("fa_serve.engine.pages", "fa_serve.engine.scheduler"):
+    for start in ("fa_serve.engine.cache.pages", "fa_serve.engine.scheduler.scheduler"):
         seen = set()
         queue = [start] if start in house.modules else []
         while queue:
@@ -187,6 +205,14 @@ PLANTED: list[Planted] = [
     (imports_point_down, {"fa_serve/api.py": "import fa_serve"}, "fa_serve.api (floor 2) imports fa_serve (floor 3)"),
     (imports_point_down, {"fa_serve/hf.py": "from fa_serve.testing import make_qkv"}, "fa_serve.hf (floor 3) imports"),
     (imports_point_down, {"fa_serve/attic.py": ""}, "fa_serve.attic stands on no floor"),
+    (
+        no_module_imports_itself,
+        {
+            "fa_serve/engine/scheduler/scheduler.py": "def f():\n    from fa_serve.engine.engine import Engine",
+            "fa_serve/engine/engine.py": "from fa_serve.engine.scheduler.scheduler import Scheduler",
+        },
+        "a circle of imports: fa_serve.engine.",
+    ),
     (guests_stay_in_their_rooms, {"fa_serve/api.py": "import triton.language as tl"}, "fa_serve.api imports triton.language"),
     (guests_stay_in_their_rooms, {"fa_serve/ops/__init__.py": "import triton"}, "fa_serve.ops imports triton"),
     (guests_stay_in_their_rooms, {"fa_serve/api.py": "from vllm import x"}, "fa_serve.api imports vllm.x"),
@@ -195,7 +221,11 @@ PLANTED: list[Planted] = [
         {"fa_serve/hf.py": "from diffusers.models import x"},
         "fa_serve.hf imports diffusers.models.x",
     ),
-    (guests_stay_in_their_rooms, {"fa_serve/engine/pages.py": "from transformers import x"}, "pages imports transformers.x"),
+    (
+        guests_stay_in_their_rooms,
+        {"fa_serve/engine/cache/pages.py": "from transformers import x"},
+        "pages imports transformers.x",
+    ),
     (guests_stay_in_their_rooms, {"fa_serve/__main__.py": "from fastapi import FastAPI"}, "__main__ imports fastapi.FastAPI"),
     (guests_stay_in_their_rooms, {"fa_serve/client/chat.py": "import pydantic"}, "client.chat imports pydantic"),
     (guests_stay_in_their_rooms, {"fa_serve/engine/engine.py": "import asyncio"}, "engine.engine imports asyncio"),
@@ -208,18 +238,18 @@ PLANTED: list[Planted] = [
     (backends_keep_apart, {"fa_serve/backends/sdpa.py": "from .triton import tiles"}, "sdpa imports another backend"),
     (
         backends_keep_apart,
-        {"fa_serve/backends/hopper/__init__.py": "from fa_serve.backends.triton.tiles import t"},
+        {"fa_serve/backends/hopper/__init__.py": "from fa_serve.backends.triton.store_kv import t"},
         "hopper imports another",
     ),
     (backends_keep_apart, {"fa_serve/hf.py": "from fa_serve.backends.reference import f"}, "fa_serve.hf imports the oracle"),
     (
         rooms_are_reached_through_their_doors,
-        {"fa_serve/engine/model_runner.py": "import fa_serve.backends"},
+        {"fa_serve/engine/runner/model_runner.py": "import fa_serve.backends"},
         "model_runner imports",
     ),
     (
         rooms_are_reached_through_their_doors,
-        {"fa_serve/engine/model_runner.py": "from fa_serve.backends import select_backend"},
+        {"fa_serve/engine/runner/model_runner.py": "from fa_serve.backends import select_backend"},
         "model_runner imports fa_serve.backends.select_backend",
     ),
     (
@@ -234,15 +264,18 @@ PLANTED: list[Planted] = [
     ),
     (
         rooms_are_reached_through_their_doors,
-        {"fa_serve/flash_attn/__init__.py": "from fa_serve.backends.plan import PLANS"},
-        "fa_serve.flash_attn imports fa_serve.backends.plan.PLANS",
+        {"fa_serve/flash_attn/__init__.py": "from fa_serve.backends.calls import PLANS"},
+        "fa_serve.flash_attn imports fa_serve.backends.calls.PLANS",
     ),
     (the_service_and_its_clients_keep_apart, {"server/app.py": "from fa_serve.client import x"}, "server.app imports"),
     (server_imports_itself_relatively, {"server/app.py": "from fa_serve.server import errors"}, "by its full name"),
-    (scheduling_needs_no_torch, {"fa_serve/engine/pages.py": "from torch import Tensor"}, "pages gets torch from"),
+    (scheduling_needs_no_torch, {"fa_serve/engine/cache/pages.py": "from torch import Tensor"}, "pages gets torch from"),
     (
         scheduling_needs_no_torch,
-        {"fa_serve/engine/scheduler.py": "from .request import Request", "fa_serve/engine/request.py": "import torch"},
-        "fa_serve.engine.scheduler gets torch from fa_serve.engine.request",
+        {
+            "fa_serve/engine/scheduler/scheduler.py": "from ..request.request import Request",
+            "fa_serve/engine/request/request.py": "import torch",
+        },
+        "fa_serve.engine.scheduler.scheduler gets torch from fa_serve.engine.request.request",
     ),
 ]

@@ -6,18 +6,10 @@ import ast
 import re
 import sys
 import tomllib
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator
 
 from house.source import House, Module, Planted, inside
-
-SHARED_STEMS = {
-    "__init__": "a package",
-    "backward": "the kernel of the backward pass, one for each backend that has its own",
-    "errors": "the errors of a room",
-    "forward": "the kernel of the forward pass, one for each backend that has its own",
-}
-"""File names that may occur in several rooms, because they name the same thing in each, and that thing."""
 
 SMALL = 80
 """Lines. A module up to this size may be tested through the modules that use it."""
@@ -29,68 +21,68 @@ TESTED_BY = {
     "fa_serve": ("tests/test_import.py", "the tests start fresh interpreters, which is what importing is about"),
     "fa_serve.__main__": ("tests/test_cli.py", "the commands are run as a user runs them"),
     "fa_serve.backends.triton.primitives": (
-        "tests/backends/triton/test_forward_interpreted.py",
+        "tests/backends/triton/prefill/test_plan_interpreted.py",
         "device functions run inside of a kernel only",
     ),
-    "fa_serve.backends.triton.backward_kernels": (
-        "tests/backends/triton/test_backward_interpreted.py",
+    "fa_serve.backends.triton.backward.kernels": (
+        "tests/backends/triton/backward/test_plan_interpreted.py",
         "the plans of the module `backward` launch them",
     ),
-    "fa_serve.backends.triton.forward_kernel": (
-        "tests/backends/triton/test_forward_interpreted.py",
+    "fa_serve.backends.triton.prefill.kernel": (
+        "tests/backends/triton/prefill/test_plan_interpreted.py",
         "the plans of the module `forward` launch it",
     ),
-    "fa_serve.backends.triton.decode_kernel": (
-        "tests/backends/triton/test_decode_interpreted.py",
+    "fa_serve.backends.triton.decode.kernel": (
+        "tests/backends/triton/decode/test_plan_interpreted.py",
         "the plans of the module `decode` launch it",
     ),
-    "fa_serve.backends.triton.latent_kernel": (
-        "tests/backends/triton/test_latent_interpreted.py",
+    "fa_serve.backends.triton.latent.kernel": (
+        "tests/backends/triton/latent/test_plan_interpreted.py",
         "the plans of the module `latent` launch it",
     ),
-    "fa_serve.backends.triton.block_sparse_kernel": (
-        "tests/backends/triton/test_block_sparse_interpreted.py",
+    "fa_serve.backends.triton.block_sparse.kernel": (
+        "tests/backends/triton/block_sparse/test_plan_interpreted.py",
         "the plans of the module `block_sparse` launch it",
     ),
     "fa_serve.backends.triton.row_statistics": (
-        "tests/backends/triton/test_backward_interpreted.py",
+        "tests/backends/triton/backward/test_plan_interpreted.py",
         "every backward pass begins with them",
     ),
     "fa_serve.backends.triton.splits": (
-        "tests/backends/triton/test_decode_interpreted.py",
+        "tests/backends/triton/decode/test_plan_interpreted.py",
         "device functions run inside of a kernel only, and splits are merged after decoding only",
     ),
-    "fa_serve.ops.all_reduce_primitives": (
-        "tests/ops/test_all_reduce_kernel_interpreted.py",
+    "fa_serve.ops.collectives.primitives": (
+        "tests/ops/collectives/test_one_shot_interpreted.py",
         "device functions run inside of a kernel only",
     ),
-    "fa_serve.ops.experts_matrix_types": (
-        "tests/ops/test_experts_matrix_kernel.py",
+    "fa_serve.ops.experts.matrix_types": (
+        "tests/ops/experts/test_matrix.py",
         "device functions run inside of a kernel only, and its types describe tiles to it",
     ),
-    "fa_serve.ops.experts_primitives": (
-        "tests/ops/test_experts_kernel_interpreted.py",
+    "fa_serve.ops.experts.primitives": (
+        "tests/ops/experts/test_kernel_interpreted.py",
         "device functions run inside of a kernel only, and its other functions describe weights to these kernels",
     ),
-    "fa_serve.ops.quantized_primitives": (
-        "tests/ops/test_quantized_kernel_interpreted.py",
+    "fa_serve.ops.products.quantised.primitives": (
+        "tests/ops/products/quantised/test_unpack_interpreted.py",
         "device functions run inside of a kernel only, and its other functions describe weights to these kernels",
     ),
-    "fa_serve.engine.trial_process": (
-        "tests/engine/test_trials.py",
+    "fa_serve.sandbox.trial_process": (
+        "tests/sandbox/test_trials.py",
         "it is a script that only trials starts, and its limits end its process",
     ),
     "fa_serve.server.ray.cluster": ("tests/server/test_ray.py", "a cluster takes seconds to start, so all tests share one"),
-    "fa_serve.backends.hopper.backward_types": (
-        "tests/backends/hopper/test_backward.py",
+    "fa_serve.backends.hopper.backward.types": (
+        "tests/backends/hopper/backward/test_plan.py",
         "the types of arguments exist inside of a kernel only",
     ),
-    "fa_serve.backends.hopper.latent_types": (
-        "tests/backends/hopper/test_latent_decode.py",
+    "fa_serve.backends.hopper.latent.types": (
+        "tests/backends/hopper/latent/test_plan.py",
         "the types of arguments exist inside of a kernel only",
     ),
-    "fa_serve.backends.hopper.kernel_types": (
-        "tests/backends/hopper/test_forward.py",
+    "fa_serve.backends.hopper.forward.types": (
+        "tests/backends/hopper/forward/test_plan.py",
         "the types of arguments exist inside of a kernel only",
     ),
 }
@@ -123,27 +115,13 @@ def names_say_something(house: House) -> Iterator[str]:
             yield f"{module.path.relative_to(house.root)} could hold anything"
 
 
-def _root(stem: str) -> str:
-    """sampler and sampling are the same name to a reader, and so are message and messages."""
-    return re.sub(r"(?:ing|er|s)$", "", stem)
-
-
-def a_name_means_one_thing(house: House) -> Iterator[str]:
-    """No two rooms have a file of the same name, unless it names the same thing in both."""
-    rooms: dict[str, list[str]] = defaultdict(list)
-    for module in house:
-        if module.path.stem not in SHARED_STEMS:
-            rooms[_root(module.path.stem)].append(module.path.relative_to(house.root).as_posix())
-    yield from (f"one name for several things: {', '.join(paths)}" for paths in rooms.values() if len(paths) > 1)
-
-
 def _has_logic(module: Module) -> bool:
     lines = len(module.text.splitlines())
     return lines > SMALL and bool(module.functions)
 
 
 def tests_mirror_the_source(house: House) -> Iterator[str]:
-    """The test of fa_serve/hf/masks.py is tests/hf/test_masks.py or tests/hf/test_masks_*.py; of a package, test_<package>."""
+    """The test of fa_serve/hf/info.py is tests/hf/test_info.py or tests/hf/test_info_*.py; of a package, test_<package>."""
     for module in house:
         if not _has_logic(module):
             continue
@@ -264,14 +242,8 @@ PLANTED: list[Planted] = [
     (files_open_with_a_docstring, {"fa_serve/lost/a.py": '"""A."""'}, "fa_serve/lost has no __init__.py"),
     (names_say_something, {"fa_serve/engine/utils.py": ""}, "fa_serve/engine/utils.py"),
     (names_say_something, {"benchmarks/common.py": ""}, "benchmarks/common.py"),
-    (a_name_means_one_thing, {"fa_serve/engine/tiles.py": ""}, "fa_serve/backends/triton/tiles.py, fa_serve/engine/tiles.py"),
-    (
-        a_name_means_one_thing,
-        {"fa_serve/engine/sampler.py": "", "server/sampling.py": ""},
-        "fa_serve/engine/sampler.py, server/sampling.py",
-    ),
     (tests_mirror_the_source, {"fa_serve/hf.py": LONG}, "fa_serve.hf has no tests/test_hf.py"),
-    (tests_mirror_the_source, {"fa_serve/engine/pages.py": LONG}, "pages has no tests/engine/test_pages.py"),
+    (tests_mirror_the_source, {"fa_serve/engine/cache/pages.py": LONG}, "pages has no tests/engine/cache/test_pages.py"),
     (
         tests_mirror_the_source,
         {"fa_serve/flash_attn/rotary.py": LONG, "tests/flash_attn/test_rotary.py": ""},

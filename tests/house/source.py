@@ -136,7 +136,7 @@ CLEAN = {
     "pyproject.toml": """
         tool.setuptools.packages = [
             "fa_serve", "fa_serve.backends", "fa_serve.backends.triton", "fa_serve.backends.hopper", "fa_serve.ops",
-            "fa_serve.engine", "fa_serve.client", "fa_serve.server",
+            "fa_serve.engine", "fa_serve.engine.request", "fa_serve.engine.scheduler", "fa_serve.client", "fa_serve.server",
         ]
         project.version = "1.2.3"
         project.dependencies = ["torch>=2", "triton>=3; sys_platform == 'linux'", "transformers"]
@@ -160,10 +160,13 @@ CLEAN = {
     "fa_serve/hf.py": '"""."""\nimport transformers\nfrom fa_serve import api',
     "fa_serve/engine/__init__.py": '"""."""\nfrom ..api import attention_paged\n__all__ = ["attention_paged"]',
     "fa_serve/engine/engine.py": '"""."""\nfrom fa_serve.backends import MAX_KEYS_PER_TILE\nfrom fa_serve import ops',
-    "fa_serve/engine/request.py": '"""."""\nimport math',
-    "fa_serve/engine/scheduler.py": '"""."""\nfrom .request import Request\nfrom collections import deque',
+    "fa_serve/engine/request/__init__.py": '"""."""',
+    "fa_serve/engine/scheduler/__init__.py": '"""."""',
+    "fa_serve/engine/request/request.py": '"""."""\nimport math',
+    "fa_serve/engine/scheduler/scheduler.py": '"""."""\nfrom ..request.request import Request\nfrom collections import deque',
     "fa_serve/client/__init__.py": '"""."""\nimport asyncio\nimport httpx',
     "server/__init__.py": '"""."""\nfrom . import app',
+    "server/errors.py": '"""."""',
     "server/app.py": '"""."""\nimport fastapi\nimport asyncio\nfrom fa_serve.engine import Engine\nfrom . import errors',
 }
 """A small house that breaks no rule; a planted one is this with some files changed."""

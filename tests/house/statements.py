@@ -7,12 +7,17 @@ from collections.abc import Iterator
 
 from house.source import Allowed, House, Planted, is_kernel
 
-MODULE_LINES = 400
-KERNEL_MODULE_LINES = 600
+MODULE_LINES = 500
+KERNEL_MODULE_LINES = 650
 SCRIPT_LINES = 500
 FUNCTION_LINES = 80
 FORMATTER_SKIPS = 25
 """Tables that the formatter leaves alone, in the whole repository."""
+
+LONG_MODULES = {
+    "tests/support/hopper_emulator.py": (550, "one machine: its memory, barriers, copies and products share their state"),
+}
+"""A module, its own budget, and the reason why it is not split. A module is split because it has two subjects."""
 
 LONG_FUNCTIONS: dict[str, str] = {}
 """module.function, and the reason why it is not split."""
@@ -25,6 +30,7 @@ def sizes_stay_readable(house: House) -> Iterator[str]:
         budget = KERNEL_MODULE_LINES if module.has_kernels else MODULE_LINES
         if module.name not in house.modules:
             budget = SCRIPT_LINES
+        budget, _ = LONG_MODULES.get(module.name, (budget, ""))
         if lines > budget:
             yield f"{module.name} has {lines} lines, its budget is {budget}"
         for function in module.functions:
@@ -104,12 +110,12 @@ def comments_promise_nothing(house: House) -> Iterator[str]:
 
 
 PLANTED: list[Planted] = [
-    (sizes_stay_readable, {"fa_serve/api.py": "\n" * 401}, "fa_serve.api has 401 lines, its budget is 400"),
-    (sizes_stay_readable, {"fa_serve/backends/triton/pages.py": "\n" * 401}, "pages has 401 lines"),
+    (sizes_stay_readable, {"fa_serve/api.py": "\n" * 501}, "fa_serve.api has 501 lines, its budget is 500"),
+    (sizes_stay_readable, {"fa_serve/backends/triton/pages.py": "\n" * 501}, "pages has 501 lines"),
     (
         sizes_stay_readable,
-        {"fa_serve/ops/norms.py": "@triton.jit(debug=True)\ndef f(): ...\n" + "\n" * 599},
-        "fa_serve.ops.norms has 601 lines, its budget is 600",
+        {"fa_serve/ops/norms.py": "@triton.jit(debug=True)\ndef f(): ...\n" + "\n" * 649},
+        "fa_serve.ops.norms has 651 lines, its budget is 650",
     ),
     (sizes_stay_readable, {"benchmarks/a.py": "\n" * 501}, "benchmarks/a.py has 501 lines"),
     (sizes_stay_readable, {"fa_serve/hf.py": "def f():\n" + "    x = 1\n" * 80}, "fa_serve.hf.f has 81 lines"),

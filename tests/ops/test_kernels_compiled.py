@@ -10,24 +10,21 @@ from cross_compile import TARGETS, UNLIKE, Kernel, compiling_for
 from quantized import float4_weight, float8_weight, int4_weight
 from torch import Tensor
 
-from fa_serve.ops import ACTIVATIONS, ExpertWeights, Gate, Norm, Pairing, Router, experts_kernel
-from fa_serve.ops.activation_kernel import launch_act_and_mul
-from fa_serve.ops.addition_kernel import launch_add
-from fa_serve.ops.experts_kernel import launch_experts
-from fa_serve.ops.linear_kernel import launch_linear_row
-from fa_serve.ops.norm_kernel import launch_rms_norm
-from fa_serve.ops.quantized_kernel import (
-    launch_dequantize,
-    launch_quantized_linear,
-    launch_quantized_row,
-)
-from fa_serve.ops.quantized_product import MAX_GATED, converts_float8
-from fa_serve.ops.rotary_kernel import launch_rotary_store_kv
-from fa_serve.ops.rotary_latent_kernel import launch_rotary_store_latent
-from fa_serve.ops.rounding_kernel import launch_quantize_rows
-from fa_serve.ops.routing_kernel import launch_route
-from fa_serve.ops.row_invariant_kernel import launch_invariant_linear, launch_invariant_sum
-from fa_serve.ops.sampling_kernel import launch_sample_rows
+from fa_serve.ops import ACTIVATIONS, ExpertWeights, Gate, Norm, Pairing, Router
+from fa_serve.ops.elementwise.activation import launch_act_and_mul
+from fa_serve.ops.elementwise.addition import launch_add
+from fa_serve.ops.elementwise.norm import launch_rms_norm
+from fa_serve.ops.elementwise.rotary import launch_rotary_store_kv
+from fa_serve.ops.elementwise.rotary_latent import launch_rotary_store_latent
+from fa_serve.ops.experts import kernel as experts_kernel
+from fa_serve.ops.experts.kernel import launch_experts
+from fa_serve.ops.experts.routing import launch_route
+from fa_serve.ops.products.quantised.product import MAX_GATED, converts_float8
+from fa_serve.ops.products.quantised.rounding import launch_quantize_rows
+from fa_serve.ops.products.quantised.unpack import launch_dequantize, launch_quantized_linear, launch_quantized_row
+from fa_serve.ops.products.row import launch_linear_row
+from fa_serve.ops.products.row_invariant import launch_invariant_linear, launch_invariant_sum
+from fa_serve.ops.sampling.kernel import launch_sample_rows
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fa_serve.backends.plan import PLANS
+from fa_serve.launching.plans import PLANS
 from fa_serve.ops import Norm, Pairing
 from fa_serve.ops.triton_ops import TritonOps
 

@@ -94,7 +94,7 @@ def test_an_earlier_build_is_replaced(builder: ModuleType, tmp_path: Path) -> No
     [
         ("from fa_serve import spec", 1, "from . import spec"),
         ("from fa_serve.spec import A", 1, "from .spec import A"),
-        ("    from fa_serve.backends.plan import (A, B)", 3, "    from ...backends.plan import (A, B)"),
+        ("    from fa_serve.backends.calls import (A, B)", 3, "    from ...backends.calls import (A, B)"),
         ("from fa_serve_more import A", 1, "from fa_serve_more import A"),
         ("from torch import fa_serve", 1, "from torch import fa_serve"),
         ('x = "from fa_serve import y"', 1, 'x = "from fa_serve import y"'),

@@ -26,13 +26,13 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 def _json_values() -> None:
-    from fa_serve.server import json_bounds
+    from fa_serve.server.bounds import json_bounds
 
     json_bounds.JsonBounds.check = _nothing  # type: ignore[method-assign]
 
 
 def _answer_size() -> None:
-    from fa_serve.server import answer
+    from fa_serve.server.answers import answer
 
     answer.Answer._within_size = lambda self, params, count: params  # type: ignore[method-assign]
 
@@ -41,7 +41,7 @@ def _protocol(*names: str) -> Callable[[], None]:
     """The methods are those of the class above, which has no bounds."""
 
     def patch() -> None:
-        from fa_serve.server import bounded_protocol
+        from fa_serve.server.bounds import protocol as bounded_protocol
 
         protocol = bounded_protocol.BoundedProtocol
         for name in names:
@@ -51,31 +51,31 @@ def _protocol(*names: str) -> Callable[[], None]:
 
 
 def _argument_total() -> None:
-    from fa_serve.server import json_bounds
+    from fa_serve.server.bounds import json_bounds
 
     json_bounds.JsonTotal.add = _nothing  # type: ignore[method-assign]
 
 
 def _text_tokens() -> None:
-    from fa_serve.engine import prompts
+    from fa_serve.engine.request import prompts
 
     prompts.PromptReader._require_few_ids = _nothing  # type: ignore[method-assign]
 
 
 def _pauses() -> None:
-    from fa_serve.server import read_turns
+    from fa_serve.server.bounds import read_turns
 
     read_turns.FairFlow.paused_seconds = 0.0  # type: ignore[method-assign, assignment]
 
 
 def _read_turns() -> None:
-    from fa_serve.server import read_turns
+    from fa_serve.server.bounds import read_turns
 
     read_turns.FairFlow.resume_reading = read_turns.FlowControl.resume_reading  # type: ignore[method-assign]
 
 
 def _connections() -> None:
-    from fa_serve.server import bounded_protocol
+    from fa_serve.server.bounds import protocol as bounded_protocol
 
     bounded_protocol.connection_limit = lambda _: 1 << 20
     import fa_serve.server.process as process
@@ -84,7 +84,7 @@ def _connections() -> None:
 
 
 def _bytes_in_flight() -> None:
-    from fa_serve.server import guard
+    from fa_serve.server.bounds import guard
 
     guard.BytesInFlight.add = guard.BytesInFlight.give_back = _nothing  # type: ignore[method-assign, assignment]
 
@@ -97,40 +97,41 @@ def _token_routes() -> None:
 
 
 def _prefix_per_key() -> None:
-    from fa_serve.server.isolation import Isolation
+    from fa_serve.server.bounds.isolation import Isolation
 
     Isolation.cache_salt = lambda self, key, salt: salt  # type: ignore[method-assign]
 
 
 def _clients() -> None:
-    from fa_serve.server.isolation import Isolation
+    from fa_serve.server.bounds.isolation import Isolation
 
     Isolation.client = _nothing  # type: ignore[method-assign]
 
 
 def _pages_of_other_clients() -> None:
-    from fa_serve.engine.fair_queue import FairQueue
-    from fa_serve.engine.scheduler import Scheduler
+    from fa_serve.engine.scheduler.fair_queue import FairQueue
+    from fa_serve.engine.scheduler.scheduler import Scheduler
 
     Scheduler._make_room = FairQueue.prefer_idle = _nothing  # type: ignore[method-assign, assignment]
 
 
 def _pages_not_finite() -> None:
-    from fa_serve.engine.pages import PageTable
-    from fa_serve.engine.scheduler import Scheduler
+    from fa_serve.engine.cache.pages import PageTable
+    from fa_serve.engine.scheduler.scheduler import Scheduler
 
     PageTable.unregister = PageTable.forget = Scheduler._withdraw = _nothing  # type: ignore[method-assign, assignment]
 
 
 def _grammar_turns() -> None:
-    from fa_serve.engine import grammar_queue
+    from fa_serve.engine.structured import grammar_queue
 
     grammar_queue.MAX_LONG = grammar_queue.MAX_LONG_PER_CLIENT = grammar_queue.MAX_PER_CLIENT = 1000
 
 
 def _grammar_bytes() -> None:
     """Grammars are compiled as they come, with the library's own limits, and kept by number."""
-    from fa_serve.engine import grammar_process, structured
+    from fa_serve.engine.structured import grammar_process
+    from fa_serve.engine.structured import grammars as structured
 
     grammar_process.LIMITS = {}
     matcher = structured.Grammars.matcher
@@ -140,25 +141,26 @@ def _grammar_bytes() -> None:
 
 
 def _grammar_cancelled() -> None:
-    from fa_serve.engine import grammar_queue, trials
+    from fa_serve.engine.structured import grammar_queue
+    from fa_serve.sandbox import trials
 
     trials.Trial.cancel = grammar_queue.GrammarQueue.cancel = _nothing  # type: ignore[method-assign, assignment]
 
 
 def _mask_budget() -> None:
-    from fa_serve.engine import matcher
+    from fa_serve.engine.structured import matcher
 
     matcher.SLOW_SECONDS = 1e9
 
 
 def _matcher_errors() -> None:
-    from fa_serve.engine import matcher
+    from fa_serve.engine.structured import matcher
 
     matcher.Matcher.is_stopped = lambda self: self.inner.is_stopped()  # type: ignore[method-assign]
 
 
 def _stop_chars() -> None:
-    from fa_serve.engine import input_processor
+    from fa_serve.engine.request import input_processor
 
     before = input_processor.InputProcessor.__init__
 
@@ -170,7 +172,7 @@ def _stop_chars() -> None:
 
 
 def _trimmed() -> None:
-    from fa_serve.engine import host_memory
+    from fa_serve.engine.process import host_memory
 
     host_memory.MemoryTrimmer.look = _nothing  # type: ignore[method-assign, assignment]
     host_memory.GROWTH = 1 << 60
@@ -192,38 +194,41 @@ def _keys_are_literal() -> None:
 ATTACKS = "security/test_attacks.py::"
 EXPENSIVE = "security/test_expensive_parts.py::"
 GUARDS: dict[str, tuple[Callable[[], None], str]] = {
-    "json-values": (_json_values, "server/test_json_bounds.py"),
+    "json-values": (_json_values, "server/bounds/test_json_bounds.py"),
     "answer-size": (_answer_size, ATTACKS + "test_the_cost_of_an_answer_is_told_before_the_work"),
     "grammar-bytes": (_grammar_bytes, ATTACKS + "test_regular_expressions_do_not_fill_the_memory"),
     "pages-not-finite": (
         _pages_not_finite,
-        "engine/test_scheduler.py -k not_be_finite",
+        "engine/scheduler/test_scheduler.py -k not_be_finite",
     ),
     "parser-header": (_protocol("on_header", "_check_bytes_on_wire"), ATTACKS + "test_hostile_bytes[headers]"),
     "parser-url": (_protocol("on_url", "_check_bytes_on_wire"), ATTACKS + "test_hostile_bytes[url]"),
-    "parser-pipeline": (_protocol("on_headers_complete"), "server/test_bounded_protocol.py -k pipelin"),
+    "parser-pipeline": (_protocol("on_headers_complete"), "server/bounds/test_protocol.py -k pipelin"),
     "keys-are-literal": (_keys_are_literal, "security/test_dialects.py::test_strangers_are_told_before_anything_is_read"),
     "clients-take-turns": (_clients, ATTACKS + "test_priority_does_not_starve_another_key"),
     "pages-of-other-clients": (_pages_of_other_clients, ATTACKS + "test_priority_does_not_starve_another_key"),
     "prefix-per-key": (_prefix_per_key, ATTACKS + "test_a_prompt_is_not_revealed_to_another_key"),
-    "grammar-turns": (_grammar_turns, "engine/test_grammar_queue.py"),
+    "grammar-turns": (_grammar_turns, "engine/structured/test_grammar_queue.py"),
     "grammar-cancelled": (
         _grammar_cancelled,
-        "engine/test_trials.py -k cancel",
+        "sandbox/test_trials.py -k cancel",
     ),
     "mask-budget": (_mask_budget, ATTACKS + "test_a_hostile_body[ambiguous-grammar]"),
-    "matcher-errors": (_matcher_errors, "engine/test_structured.py::test_an_answer_whose_matcher_gives_up_is_not_complete"),
+    "matcher-errors": (
+        _matcher_errors,
+        "engine/structured/test_grammars.py::test_an_answer_whose_matcher_gives_up_is_not_complete",
+    ),
     "stop-chars": (_stop_chars, EXPENSIVE + "test_many_characters_of_stop_strings_are_refused_with_the_limit"),
     "body-deadline": (_protocol("_late"), "security/test_bounds.py::test_a_body_that_dribbles_ends_at_its_deadline"),
     "bytes-in-flight": (_bytes_in_flight, ATTACKS + "test_unfinished_bodies_count_before_they_are_read"),
-    "read-turns": (_read_turns, "server/test_read_turns.py"),
+    "read-turns": (_read_turns, "server/bounds/test_read_turns.py"),
     "argument-total": (_argument_total, "server/chat/test_conversation.py -k bounded_together"),
-    "text-tokens": (_text_tokens, "engine/test_prompts.py -k too_many_tokens"),
-    "pauses": (_pauses, "server/test_bounded_protocol.py -k not_the_clients"),
+    "text-tokens": (_text_tokens, "engine/request/test_prompts.py -k too_many_tokens"),
+    "pauses": (_pauses, "server/bounds/test_protocol.py -k not_the_clients"),
     "connections": (_connections, "security/test_bounds.py::test_1500_idle_connections_lock_out_nobody"),
     "heartbeat": (_heartbeat, "security/test_health.py::test_a_stopped_engine"),
     "token-routes": (_token_routes, EXPENSIVE + "test_token_routes_are_admitted_like_generation"),
-    "trimmed": (_trimmed, "engine/test_host_memory.py -k grown"),
+    "trimmed": (_trimmed, "engine/process/test_host_memory.py -k grown"),
 }
 
 

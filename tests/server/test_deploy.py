@@ -19,7 +19,7 @@ import kubernetes_validate
 import pytest
 import typer
 import yaml
-from fa_serve.server.metrics import Metrics
+from fa_serve.server.observe.metrics import Metrics
 from fa_serve.server.settings import Settings, load
 
 from fa_serve.__main__ import app

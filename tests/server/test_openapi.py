@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 
 import httpx
 import pytest
-from fa_serve.server import errors, routes, streaming
+from fa_serve.server import errors, routes
+from fa_serve.server.answers import streaming
 from fa_serve.server.app import create_app
 from fa_serve.server.process import Server
 from fa_serve.server.schemas import SamplingRequest

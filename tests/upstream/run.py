@@ -106,7 +106,7 @@ def run(family: str, source: Path, tools: Path, cache: Path) -> dict[str, object
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--families", help="names of tests/hf_families.py, separated by commas; default: all")
+    parser.add_argument("--families", help="names of tests/support/hf_families.py, separated by commas; default: all")
     parser.add_argument("--version", default=transformers.__version__, help="version of the tests, normally the installed one")
     parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "fa_serve" / "upstream")
     parser.add_argument("--out", type=Path, help="JSON file to write; its other families stay if it is of the same versions")

@@ -89,7 +89,7 @@ def difference(family: Any, device: torch.device) -> tuple[float, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--families", help="names of tests/hf_families.py, separated by commas; default: all")
+    parser.add_argument("--families", help="names of tests/support/hf_families.py, separated by commas; default: all")
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     install()

@@ -24,7 +24,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.models.auto import modeling_auto
 
 from fa_serve import hf
-from fa_serve.hf import models
+from fa_serve.hf.adapter import models
 
 SOURCE = Path(os.environ["TRANSFORMERS_SOURCE"]) / "tests"
 REDIRECT = os.environ.get("REDIRECT") == "1"

@@ -4,8 +4,8 @@
 
 No model is treated specially: small sizes are set in the fields of a config that have these names. Logits of a batch without
 padding, with padding on the left and with padding on the right are compared with those of eager attention. The exit status is 1
-if a model is wrong. Models that cannot be made from such a config are listed; nothing is known of them. tests/hf_families.py
-has the models that are tested closely.
+if a model is wrong. Models that cannot be made from such a config are listed; nothing is known of them.
+tests/support/hf_families.py has the models that are tested closely.
 """
 
 from __future__ import annotations

@@ -32,11 +32,12 @@ from typing import Any
 import torch
 import triton
 
+from fa_serve.backends.calls import AttentionOptions
 from fa_serve.backends.float8_copies import cannot_quantize
-from fa_serve.backends.hopper.backward_tiles import MAX_HEAD_DIM_OF_GRADIENTS
-from fa_serve.backends.hopper.hopper_tiles import MAX_HEAD_DIM, packs_queries
-from fa_serve.backends.hopper.latent_tiles import cannot_decode_latent
-from fa_serve.backends.plan import AttentionOptions, Run
+from fa_serve.backends.hopper.backward.tiles import MAX_HEAD_DIM_OF_GRADIENTS
+from fa_serve.backends.hopper.forward.tiles import MAX_HEAD_DIM, packs_queries
+from fa_serve.backends.hopper.latent.tiles import cannot_decode_latent
+from fa_serve.launching.plans import Run
 from fa_serve.spec import FEW_QUERIES, AttentionSpec, dims, dtype_name
 
 RELEASES = ("3.6.", "3.7.", "3.8.", "3.9.")
@@ -95,14 +96,14 @@ class HopperBackend:
     def plan(self, spec: AttentionSpec, tensors: Any, options: AttentionOptions) -> Run:
         """As in `backends.Backend`. Any strides and addresses are right; those that TMA cannot address cost a copy per call."""
         if spec.op == "backward":
-            from fa_serve.backends.hopper.backward import plan_backward
+            from fa_serve.backends.hopper.backward.plan import plan_backward
 
             return plan_backward(tensors, options)
         if _is_latent_decoding(spec) and cannot_decode_latent(spec) is None:
-            from fa_serve.backends.hopper.latent_decode import plan_latent_decode
+            from fa_serve.backends.hopper.latent.plan import plan_latent_decode
 
             return plan_latent_decode(tensors, options)
-        from fa_serve.backends.hopper.forward import plan_forward
+        from fa_serve.backends.hopper.forward.plan import plan_forward
 
         return plan_forward(tensors, options)
 

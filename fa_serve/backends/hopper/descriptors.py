@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
-from fa_serve.backends.hopper.kernel_types import RAGGED
-from fa_serve.backends.launch import View
+from fa_serve.backends.hopper.forward.types import RAGGED
+from fa_serve.launching.launch import View
 
 _LAYOUTS = {
     (dtype, rank, width): gl.NVMMASharedLayout(min(dtype.itemsize * width, 128), 8 * dtype.itemsize, rank=rank)

@@ -6,8 +6,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from fa_serve.backends.hopper.gluon_names import HAS_REINTERPRET
-from fa_serve.backends.hopper.kernel_types import Barriers, SharedMemory
+from fa_serve.backends.hopper.forward.types import Barriers, SharedMemory
+from fa_serve.launching.gluon_names import HAS_REINTERPRET
 
 
 @gluon.jit

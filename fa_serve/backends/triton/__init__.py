@@ -22,15 +22,16 @@ from typing import Any
 import torch
 import triton
 
+from fa_serve.backends.calls import AttentionOptions
 from fa_serve.backends.float8_copies import cannot_quantize
-from fa_serve.backends.plan import AttentionOptions, Run
-from fa_serve.backends.triton import latent
-from fa_serve.backends.triton.backward import plan_backward
-from fa_serve.backends.triton.block_sparse import plan_block_sparse
-from fa_serve.backends.triton.decode import plan_decode
-from fa_serve.backends.triton.forward import plan_forward
+from fa_serve.backends.triton.backward.plan import plan_backward
+from fa_serve.backends.triton.block_sparse.plan import plan_block_sparse
+from fa_serve.backends.triton.decode.plan import plan_decode
+from fa_serve.backends.triton.latent import plan as latent
+from fa_serve.backends.triton.prefill.plan import plan_forward
 from fa_serve.backends.triton.store_kv import plan_store_kv
-from fa_serve.backends.triton.triton_tiles import DECODE_MIN_ROWS
+from fa_serve.backends.triton.tiles import DECODE_MIN_ROWS
+from fa_serve.launching.plans import Run
 from fa_serve.spec import AttentionSpec, dtype_name
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)

@@ -34,9 +34,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fa_serve.backends.launch import Launch
+from fa_serve.backends.calls import AttentionOptions, AttentionTensors
 from fa_serve.backends.layout import Layout, contiguous, permuted
-from fa_serve.backends.plan import AttentionOptions, AttentionTensors
+from fa_serve.launching.launch import Launch
 
 FLOAT8 = torch.float8_e4m3fn
 BLOCK_KEYS = tl.constexpr(128)

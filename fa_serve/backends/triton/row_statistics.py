@@ -16,10 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fa_serve.backends.launch import Launch, row_strides
-from fa_serve.backends.plan import AttentionOptions, BackwardTensors
+from fa_serve.backends.calls import AttentionOptions, BackwardTensors
 from fa_serve.backends.triton.primitives import LOG2E
-from fa_serve.backends.triton.triton_tiles import padded_dim
+from fa_serve.backends.triton.tiles import padded_dim
+from fa_serve.launching.launch import Launch, row_strides
 
 STATS_ROWS = tl.constexpr(128)
 """Row statistics of a sequence start at a multiple of this and are padded to one."""

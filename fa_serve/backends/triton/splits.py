@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from fa_serve.backends.launch import Launch, launch_options
 from fa_serve.backends.triton.primitives import LOG2E, finish_softmax, first_visible, wait_for_previous_kernel
-from fa_serve.backends.triton.triton_tiles import combine_tiles
+from fa_serve.backends.triton.tiles import combine_tiles
+from fa_serve.launching.launch import Launch, launch_options
 
 
 @dataclass(frozen=True, slots=True)

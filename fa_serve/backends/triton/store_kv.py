@@ -11,10 +11,11 @@ import triton
 import triton.language as tl
 
 from fa_serve import spec
-from fa_serve.backends.launch import Launch, launch_options, power_of_2
-from fa_serve.backends.plan import Run, StoreTensors
+from fa_serve.backends.calls import StoreTensors
 from fa_serve.backends.triton.primitives import wait_for_previous_kernel
-from fa_serve.backends.triton.triton_tiles import padded_dim
+from fa_serve.backends.triton.tiles import padded_dim
+from fa_serve.launching.launch import Launch, launch_options, power_of_2
+from fa_serve.launching.plans import Run
 
 _TILE = 2048  # elements of K and of V per program, so that each thread has 16 bytes of both in flight
 

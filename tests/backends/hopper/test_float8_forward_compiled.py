@@ -9,9 +9,9 @@ import pytest
 import torch
 from cross_compile import compiling_for, main_loops
 
-from fa_serve.backends.hopper.forward import plan_forward
-from fa_serve.backends.hopper.hopper_tiles import SHARED_BYTES, float8_tiles
-from fa_serve.backends.plan import AttentionOptions, AttentionTensors
+from fa_serve.backends.calls import AttentionOptions, AttentionTensors
+from fa_serve.backends.hopper.forward.plan import plan_forward
+from fa_serve.backends.hopper.forward.tiles import SHARED_BYTES, float8_tiles
 from fa_serve.spec import Precision
 from fa_serve.testing import cu_seqlens
 

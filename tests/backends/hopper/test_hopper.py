@@ -11,8 +11,8 @@ from hopper_backward_cases import GradientCall, GradientCase
 from hopper_cases import Case
 from hopper_emulator import emulated
 
+from fa_serve.backends.calls import AttentionTensors
 from fa_serve.backends.hopper import HopperBackend
-from fa_serve.backends.plan import AttentionTensors
 from fa_serve.spec import AttentionSpec, Precision
 from fa_serve.testing import make_qkv
 

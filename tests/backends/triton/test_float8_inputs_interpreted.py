@@ -7,8 +7,8 @@ import torch
 from float8_cases import quantize_inputs
 from torch import Tensor
 
+from fa_serve.backends.calls import AttentionOptions, AttentionTensors
 from fa_serve.backends.layout import Layout
-from fa_serve.backends.plan import AttentionOptions, AttentionTensors
 from fa_serve.backends.triton import float8_inputs
 from fa_serve.backends.triton.float8_inputs import Quantizer, _rotation
 from fa_serve.spec import Precision

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fa_serve.backends.plan import StoreTensors
+from fa_serve.backends.calls import StoreTensors
 from fa_serve.backends.reference import store_kv_reference
 from fa_serve.backends.triton.store_kv import plan_store_kv
 

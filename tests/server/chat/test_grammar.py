@@ -13,7 +13,7 @@ from fa_serve.server.chat.tools import FORMATS, ToolFormat, ToolReader
 from fa_serve.server.errors import BadRequest
 
 from fa_serve.engine import StructuredOutput
-from fa_serve.engine.sampling_params import MAX_STRUCTURED
+from fa_serve.engine.request.params import MAX_STRUCTURED
 
 llguidance = pytest.importorskip("llguidance")
 MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]")

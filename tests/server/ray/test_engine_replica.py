@@ -12,8 +12,8 @@ from fa_serve.server.ray.engine_replica import FRONT_SECONDS, EngineReplica, Fro
 from fa_serve.server.ray.output_channel import Gains
 
 from fa_serve.engine import EngineConfig, EngineDeadError, RequestError, RequestOutput, SamplingParams
-from fa_serve.engine.engine_loop import Add
-from fa_serve.engine.worker import Pulse
+from fa_serve.engine.process.engine_loop import Add
+from fa_serve.engine.process.worker import Pulse
 from fa_serve.spec import ParameterError
 
 DIES = 9

@@ -11,7 +11,7 @@ from fa_serve.server.ray.engine_replica import Front, Listen
 from fa_serve.server.ray.prefix_router import PrefixRouter, in_order
 
 from fa_serve.engine import SamplingParams
-from fa_serve.engine.engine_loop import Add
+from fa_serve.engine.process.engine_loop import Add
 
 
 def test_holders_come_first_unless_they_are_busier_than_the_others():

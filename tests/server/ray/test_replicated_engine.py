@@ -12,7 +12,7 @@ from fa_serve.server.ray.output_channel import Gains
 from fa_serve.server.ray.replicated_engine import SILENT_LOOKS, ReplicaWorker
 
 from fa_serve.engine import EngineConfig, EngineDeadError, RequestError, RequestOutput, SamplingParams
-from fa_serve.engine.engine_loop import Abort, Add
+from fa_serve.engine.process.engine_loop import Abort, Add
 
 
 async def _aborted(iterations: int) -> None:

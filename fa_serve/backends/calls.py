@@ -1,0 +1,172 @@
+"""The tensors and the options of one attention call, as plans and backends take them.
+
+    tensors = AttentionTensors(q, k, v, cu_seqlens_q=cu_seqlens_q, keys=cu_seqlens_k)
+
+`growing_facts` is the part of a plan's key that holds for decoding, where the number of keys grows at each step. This module
+leaves out the table of plans (`fa_serve.launching.plans`) and what a backend does with a call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fa_serve.block_lists import BlockLists
+from fa_serve.spec import FEW_QUERIES, Precision
+
+
+def growing_facts(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Any, ...] | None:
+    """The facts of a dense call with one query per sequence, without the number of keys, which grows by one at each step.
+
+    The bit length of the number of keys stays, because tiles are chosen by it. So do all relations between the tensors that are
+    checked or that kernels depend on. None for few keys, which decoding kernels leave to others, and if a stride has an unusual
+    alignment or width: such a call has facts of the usual form.
+    """
+    k_shape = k.shape
+    v_shape = v.shape
+    if len(k_shape) != 4 or len(v_shape) != 4:
+        return None
+    batch_k, keys, heads_k, dim_k = k_shape
+    batch_v, keys_v, heads_v, dim_v = v_shape
+    k_strides = k.stride()
+    v_strides = v.stride()
+    page_k, token_k, head_k, unit_k = k_strides
+    page_v, token_v, head_v, unit_v = v_strides
+    if (page_k | token_k | head_k | page_v | token_v | head_v) & 15 or (page_k | head_k | page_v | head_v) >> 31:
+        return None
+    if keys <= FEW_QUERIES or keys != keys_v or unit_k != 1 or unit_v != 1:
+        return None
+    if torch.is_grad_enabled() and _needs_grad(q, k, v):
+        return None
+    seen = None
+    if mask is not None:
+        if mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[1:3] != (1, 1) or mask.shape[3] != keys:
+            return None
+        seen = (mask.shape[0], mask.stride(3), mask.device)
+    same = k_strides == v_strides
+    return (
+        (q.shape, q.stride(), q.dtype, q.device),
+        (batch_k, heads_k, dim_k, k.dtype, k.device),
+        (batch_v, heads_v, dim_v, v.dtype, v.device),
+        (keys.bit_length(), same, seen),
+    )
+
+
+def _needs_grad(*tensors: Tensor) -> bool:
+    return any(x.requires_grad for x in tensors)
+
+
+class AttentionTensors(NamedTuple):
+    """The tensors of one attention call; shapes are those of `fa_serve.api` for the layout of the spec.
+
+    k, v: keys and values, or the paged caches
+    keys: what says how long the keys of a sequence are: cu_seqlens_k (varlen), seqused_k (paged), or None (dense)
+    out:  written in place if given, else the plan allocates it
+    lse:  written in place if given, which only `mixed` does; else the plan allocates it if the options ask for it
+    alibi_slopes: float32, (num_heads,) or (batch, num_heads)
+    blocks: the key blocks of each block of queries; `mask` is None with them
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sinks: Tensor | None = None
+    mask: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    keys: Tensor | None = None
+    block_table: Tensor | None = None
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
+    out: Tensor | None = None
+    lse: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    blocks: BlockLists | None = None
+
+    @property
+    def alibi_form(self) -> str:
+        """The form of `alibi_slopes`: "none", "heads" (one for each head) or "batch" (one for each sequence and head)."""
+        if self.alibi_slopes is None:
+            return "none"
+        return "heads" if self.alibi_slopes.dim() == 1 else "batch"
+
+
+class BackwardTensors(NamedTuple):
+    """The tensors of one backward pass of a dense or packed call: its arguments, its results, and the gradients of those.
+
+    lse:          float32, (batch, num_heads, seqlen_q) or (num_heads, total_q)
+    dout:         like out; dlse: like lse, or None if lse was not used
+    needs_dsinks: whether the gradient of `sinks` is asked for; needs_dmask: that of `mask`, which is then floating point
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sinks: Tensor | None
+    mask: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    out: Tensor
+    lse: Tensor
+    dout: Tensor
+    dlse: Tensor | None = None
+    needs_dsinks: bool = False
+    needs_dmask: bool = False
+    alibi_slopes: Tensor | None = None
+
+
+class Gradients(NamedTuple):
+    """What a backward pass computes, each like the tensor that it belongs to. None where it was not asked for."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sinks: Tensor | None = None
+    mask: Tensor | None = None
+
+
+class StoreTensors(NamedTuple):
+    """The tensors of one call of `fa_serve.store_kv`."""
+
+    k: Tensor
+    v: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    slot_mapping: Tensor
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionOptions:
+    """The options of one attention call, validated and with their defaults filled in.
+
+    window_size: (left, right) with causality folded in (right == 0), -1 unlimited
+    max_seqlen_q, max_seqlen_k: upper bounds of the lengths; of a dense batch, the lengths
+    num_splits:  as in `fa_serve.attention_paged`
+    skip_q:      sequences with up to this many queries are left to another kernel, see `mixed`. For the op "decode" the bound
+                 is `max_seqlen_q`: sequences with more queries are left to another kernel
+    deterministic: as in `AttentionSpec`
+    attention_chunk: keys per chunk, 0 without chunks; window_size is (-1, 0) with them. The query at position p, counted from
+                 the sequence's first key, sees the keys from p // attention_chunk * attention_chunk to p
+    precision:   as in `fa_serve.attention`
+    """
+
+    softmax_scale: float
+    window_size: tuple[int, int]
+    softcap: float
+    max_seqlen_q: int
+    max_seqlen_k: int
+    return_lse: bool
+    num_splits: int = 0
+    skip_q: int = 0
+    deterministic: bool = False
+    attention_chunk: int = 0
+    precision: Precision = "bf16"
+
+    @property
+    def left(self) -> int:
+        """What kernels take for the left limit, which is either a window or a chunk: its length, -1 without a limit."""
+        return self.attention_chunk or self.window_size[0]

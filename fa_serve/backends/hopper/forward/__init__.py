@@ -1,0 +1,1 @@
+"""The forward kernel for Hopper: its warps, tiles and launches. Left out: keys cut into splits (`split_kv`)."""

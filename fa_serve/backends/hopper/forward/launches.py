@@ -1,0 +1,110 @@
+"""How a plan of the Hopper forward runs: the launches of one call, on copies of what the copy engine cannot address.
+
+`forward` plans the launches, and this module leaves out how.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fa_serve.backends.calls import AttentionTensors
+from fa_serve.backends.hopper.descriptors import addressable
+from fa_serve.backends.hopper.forward.tile_scheduler import take_counter, tile_table
+from fa_serve.backends.hopper.split_kv.combine import Merge
+from fa_serve.backends.triton.float8_inputs import Quantizer
+from fa_serve.launching.launch import Launch
+from fa_serve.launching.plans import Run
+
+_NO_LISTS = (None,) * 5
+_NO_SCALES = [None] * 3
+
+
+class Launches(NamedTuple):
+    """attention: None if there can be no tile
+    table:    None if the batch is dense; its table has room for `max_tiles` tiles
+    counted:  the schedule needs a counter that the table does not hold
+    merge:    merges pieces of divided keys; None if keys are whole
+    """
+
+    attention: Launch | None = None
+    table: Launch | None = None
+    max_tiles: int = 0
+    counted: bool = False
+    merge: Merge | None = None
+
+
+def run_launches(
+    launches: Launches,
+    quantizer: Quantizer | None,
+    out_shape: tuple[int, ...],
+    lse_shape: tuple[int, ...] | None,
+    copied: tuple[bool | None, ...],
+) -> Run:
+    """The plan of a call whose strides the copy engine can address.
+
+    lse_shape: None if lse is not wanted
+    copied:    as in `run_on_copies`
+    """
+    attention, table_of, max_tiles, counted, merge = launches
+    any_address = copied[1] is None
+    unmarked = tuple([None if copy is None else False for copy in copied])
+
+    def run(tensors: AttentionTensors) -> tuple[Tensor, Tensor | None]:
+        q, k, v, sinks, _, cu_seqlens_q, keys, block_table, _, _, out, lse, _, blocks = tensors
+        addresses = q.data_ptr() if any_address else q.data_ptr() | k.data_ptr() | v.data_ptr()
+        if addresses & 15 or (out is not None and out.data_ptr() & 15):
+            return run_on_copies(run, tensors, unmarked)
+        if out is None:
+            out = q.new_empty(out_shape)
+        if lse is None and lse_shape is not None:
+            lse = q.new_empty(lse_shape, dtype=torch.float32)
+        if attention is not None:
+            table = counter = None
+            if table_of is not None:
+                table = tile_table(table_of, max_tiles, cu_seqlens_q, keys)
+            elif counted:
+                counter = take_counter(q)
+            lists = _NO_LISTS if blocks is None else [x if x is None else x.contiguous() for x in blocks.tensors]
+            scales = _NO_SCALES
+            if quantizer is not None:
+                q, k, v, *scales = quantizer(tensors)
+            pieces = None if merge is None else merge.buffer(q)
+            attention((q, q, k, k, v, v, out, out, lse, sinks, table, counter, block_table, *lists, *scales, pieces))
+            if merge is not None:
+                merge(out, lse, pieces, table)
+        return out, lse
+
+    return run
+
+
+def run_on_copies(run: Run, tensors: AttentionTensors, copied: tuple[bool | None, ...]) -> tuple[Tensor, Tensor | None]:
+    """Run on copies of those of q, k, v and out that are marked or have an unaligned address, and copy the output back.
+
+    copied: None marks caches that only the quantizer reads, which takes any strides and addresses
+    """
+    given = (tensors.q, tensors.k, tensors.v, tensors.out)
+    q, k, v, out = (x if x is None or copy is None else addressable(x, copy) for x, copy in zip(given, copied, strict=True))
+    result, lse = run(tensors._replace(q=q, k=k, v=v, out=out))
+    return (result if out is tensors.out else tensors.out.copy_(result)), lse
+
+
+def run_without_keys(out_shape: tuple[int, ...], lse_shape: tuple[int, ...] | None) -> Run:
+    """The plan of a call without queries or without keys: out is 0, and lse is the sink, or -inf without sinks."""
+
+    def run(tensors: AttentionTensors) -> tuple[Tensor, Tensor | None]:
+        q = tensors.q
+        out = q.new_empty(out_shape) if tensors.out is None else tensors.out
+        lse = tensors.lse
+        if lse is None and lse_shape is not None:
+            lse = q.new_empty(lse_shape, dtype=torch.float32)
+        out.zero_()
+        if lse is not None and tensors.sinks is None:
+            lse.fill_(float("-inf"))
+        elif lse is not None:
+            lse.copy_(tensors.sinks.to(torch.float32)[:, None].expand_as(lse))
+        return out, lse
+
+    return run

@@ -1,0 +1,371 @@
+"""Attention forward for Hopper (sm90) in Gluon, after FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608).
+
+A thread block has one producer warp and one to three consumer warpgroups of 64 query rows each. It computes one tile at a time:
+
+    producer   assigns tiles (see `tile_schedule`), and copies Q, K and V to shared memory by the copy engine (tensor memory
+               accelerator, TMA)
+    consumers  S = Q K^T and O += P V as asynchronous warpgroup MMAs (wgmma), softmax in registers, O out through TMA
+
+K and V pass through rings of `stages` blocks each. Q, and the record that says which tile it is, passes through a ring of
+`q_stages`. Each stage of a ring has a "full" and an "empty" mbarrier. Within a warpgroup, S of a block is issued before P V
+of the previous block, and both run under the softmax. From tile to tile, the next tile's first S is issued under this tile's
+last P V, and the output is written under it. Between warpgroups, `pingpong` passes the tensor cores around. Scores are in base
+2, and the output is divided by its sum once at the end.
+
+The hardware bounds packed sequences: descriptors are ragged (see `descriptors.ragged_view`), and rows past the end of a
+sequence read as zero and are not written. So a NaN of a neighbouring sequence is neither read nor overwritten, and no tile
+needs a slow path. A page of a paged cache is bounded in the same way, as a packed sequence whose length is the number of rows
+that are in use; a block of K or V arrives page by page. Entries of the block table after the last page or before a window
+are not read. With float8 products, the kernel reads copies instead of pages (see `triton.float8_inputs`).
+
+With lists of key blocks, the producer copies the blocks of the list and no others (see `listed_blocks`).
+
+    run = plan_forward(tensors, options)      # once for calls that look alike
+    out, lse = run(tensors)
+
+Left out: explicit masks, 16-bit products with float8 caches, and head sizes that are not a multiple of 8. The module `backward`
+has the gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from fa_serve.backends import MAX_KEYS_PER_TILE
+from fa_serve.backends.calls import AttentionOptions, AttentionTensors
+from fa_serve.backends.hopper.descriptors import copy_engine_strides, dense_view, ragged_view
+from fa_serve.backends.hopper.forward.kernel import Numbers, attention_forward
+from fa_serve.backends.hopper.forward.launches import Launches, run_launches, run_on_copies, run_without_keys
+from fa_serve.backends.hopper.forward.tile_scheduler import max_tile_count, table_launch
+from fa_serve.backends.hopper.forward.tiles import (
+    MIN_BLOCKS_OF_A_PIECE,
+    Schedule,
+    TileConfig,
+    float8_tiles,
+    forward_tiles,
+    head_group,
+    head_packing,
+    key_columns,
+    key_pieces,
+    list_tiles,
+    value_columns,
+)
+from fa_serve.backends.hopper.forward.types import Variant
+from fa_serve.backends.hopper.split_kv.combine import Merge, plan_merge
+from fa_serve.backends.hopper.split_kv.tile_scheduler import piece_table_launch, table_capacity
+from fa_serve.backends.layout import Layout, contiguous
+from fa_serve.backends.triton.float8_inputs import BLOCK_KEYS, Form, Quantizer
+from fa_serve.block_lists import BlockLists
+from fa_serve.launching.launch import Launch, View, multiprocessors
+from fa_serve.launching.plans import Run
+
+
+def plan_forward(
+    tensors: AttentionTensors, options: AttentionOptions, tiles: TileConfig | None = None, max_pieces: int | None = None
+) -> Run:
+    """Plan attention for calls whose tensors have the shapes, strides, dtypes, device and presence of `tensors`.
+
+    Queries are dense, or packed by cu_seqlens_q with keys packed by cu_seqlens_k or in the pages of block_table, in the shapes
+    of `fa_serve.api`. Mask and num_splits are ignored, because `HopperBackend.supports` refuses them.
+
+    tiles, max_pieces: override the choices of `forward_tiles` and `key_pieces`, for tuning and tests
+
+    Returns run(tensors) -> (out, lse or None). Sequences with up to options.skip_q queries are left out: their rows of out and
+    lse stay as they are. Tensors that the copy engine cannot address (see `descriptors`) are copied first at each call.
+    """
+    q, k, v = tensors[:3]
+    out_shape = (*q.shape[:-1], v.shape[-1])
+    lse_shape = (*q.shape[:-3], q.shape[-2], q.shape[-3]) if options.return_lse else None
+    if 0 in (*q.shape[:2], *k.shape[:2]):
+        return run_without_keys(out_shape, lse_shape)
+    form: Form = "dense" if tensors.cu_seqlens_q is None else "packed" if tensors.block_table is None else "paged"
+    given = [Layout(x.shape, x.stride(), x.dtype) for x in (q, k, v)]
+    given.append(contiguous(out_shape, q.dtype) if tensors.out is None else Layout(out_shape, tensors.out.stride(), q.dtype))
+    copied: tuple[bool | None, ...] = tuple([copy_engine_strides(x.shape, x.strides) is None for x in given])
+    if form == "paged" and options.precision != "bf16":
+        copied = (copied[0], None, None, copied[3])
+    sequences = q.shape[0] if tensors.cu_seqlens_q is None else tensors.cu_seqlens_q.shape[0] - 1
+    layouts = [contiguous(x.shape, x.dtype) if copy else x for x, copy in zip(given, copied, strict=True)]
+    table_stride = 0 if tensors.block_table is None else tensors.block_table.stride(0)
+    plain = options.precision == "bf16" and tensors.blocks is None
+    quantizer = None
+    if options.precision != "bf16":
+        quantizer = Quantizer(layouts[:3], form, sequences, options, table_stride)
+        layouts[:3] = quantizer.layouts
+    problem = _Problem(
+        q=layouts[0],
+        k=layouts[1],
+        v=layouts[2],
+        out=layouts[3],
+        device=q.device,
+        form=form,
+        batch=sequences,
+        table_stride=table_stride,
+        options=options,
+        blocks=tensors.blocks,
+        scale_stride=0 if quantizer is None else quantizer.groups,
+        packing=head_packing(q.shape[-2] // k.shape[-2], options.max_seqlen_q, may_pad=form != "dense") if plain else 1,
+    )
+    launches = _plan_launches(problem, tiles, max_pieces)
+    run = run_launches(launches, quantizer, out_shape, lse_shape, copied)
+    return (lambda tensors: run_on_copies(run, tensors, copied)) if any(copied) else run
+
+
+class _Problem(NamedTuple):
+    """What the launches depend on. q, k, v and out are laid out so that the copy engine can address them."""
+
+    q: Layout
+    k: Layout
+    v: Layout
+    out: Layout
+    device: torch.device
+    form: Form
+    batch: int
+    table_stride: int
+    options: AttentionOptions
+    blocks: BlockLists | None
+    scale_stride: int
+    packing: int
+
+    @property
+    def packed(self) -> bool:
+        """Whether queries are packed."""
+        return self.form != "dense"
+
+    @property
+    def paged(self) -> bool:
+        """Whether the kernel reads pages. Of float8 keys in pages it reads copies."""
+        return self.form == "paged" and self.options.precision == "bf16"
+
+    @property
+    def num_heads(self) -> int:
+        return self.q.shape[-2]
+
+    @property
+    def heads_per_kv(self) -> int:
+        return self.num_heads // self.k.shape[-2]
+
+    @property
+    def equal(self) -> bool:
+        """Whether all sequences have max_seqlen_q queries."""
+        return not self.packed or self.q.shape[0] == self.batch * self.options.max_seqlen_q
+
+    @property
+    def tile_heads(self) -> int:
+        """Heads that have separate tiles."""
+        return self.num_heads if self.packing == 1 else self.k.shape[-2]
+
+
+class _TileCounts(NamedTuple):
+    """How many tiles there are and in which groups of heads they are computed; see `Numbers`.
+
+    per_head: tiles of one head of all sequences (packed: an upper bound)
+    """
+
+    num_m: int
+    per_head: int
+    head_group: int
+    head_tail: int
+
+
+def _plan_launches(problem: _Problem, tiles: TileConfig | None, max_pieces: int | None) -> Launches:
+    options = problem.options
+    left, right = options.window_size
+    head_dims = (problem.q.shape[-1], problem.out.shape[-1])
+    blocks = problem.blocks
+    if tiles is None and blocks is not None:
+        tiles = list_tiles(*head_dims, blocks.block_size)
+    elif tiles is None and options.precision != "bf16":
+        tiles = float8_tiles(*head_dims)
+    elif tiles is None:
+        lengths = (options.max_seqlen_q * problem.packing, options.max_seqlen_k)
+        tiles = forward_tiles(*head_dims, options.window_size, *lengths, problem.packed, problem.paged)
+    if max_pieces is None:
+        max_pieces = _piece_limit(problem, tiles)
+    padded = problem.packing > problem.heads_per_kv
+    assert not problem.paged or tiles.block_n <= MAX_KEYS_PER_TILE
+    var = Variant(
+        tiles,
+        *key_columns(head_dims[0]),
+        *value_columns(head_dims[1]),
+        varlen=problem.packed,
+        has_left=left >= 0,
+        has_right=right >= 0,
+        softcap=options.softcap != 0.0,
+        page_size=problem.k.shape[1] if problem.paged else 0,
+        block_q=0 if blocks is None else blocks.block_size[0],
+        block_k=0 if blocks is None else blocks.block_size[1],
+        bits=blocks is not None and blocks.partial_bits is not None,
+        precision=options.precision,
+        gaps=problem.form == "packed" and options.precision != "bf16",
+        packing=problem.packing,
+        padded=padded,
+        pieces=padded or max_pieces > 1,
+        dim_v=head_dims[1] if padded or max_pieces > 1 else 0,
+    )
+    assert blocks is None or (var.block_q % tiles.block_m == 0 and var.block_k % tiles.block_n == 0)
+    processors = multiprocessors(problem.device, 132)
+    slots = processors * tiles.blocks_per_sm
+    counts = _count_tiles(problem, var, slots, max_pieces)
+    if counts.per_head == 0:
+        return Launches()
+    merge = _plan_merge(problem, var, counts, max_pieces) if var.pieces else None
+    thread_blocks = counts.per_head * problem.tile_heads
+    if tiles.schedule == Schedule.DYNAMIC:
+        thread_blocks = min(thread_blocks, slots)
+    attention = Launch(
+        attention_forward,
+        thread_blocks,
+        _numbers(problem, counts, merge),
+        (var,),
+        {"num_warps": 4, "maxnreg": tiles.registers[0]},
+        views=_views(problem, var),
+    )
+    if not problem.packed:
+        return Launches(attention, counted=tiles.schedule == Schedule.DYNAMIC)
+    group = BLOCK_KEYS.value if var.gaps else 1
+    in_pages = problem.form == "paged"
+    tiling = (counts.per_head, problem.batch, options.window_size, var.queries, tiles.block_n, options.skip_q, in_pages)
+    if not var.pieces:
+        return Launches(attention, table_launch(*tiling, group), counts.per_head)
+    table = piece_table_launch(
+        *tiling,
+        num_heads=problem.tile_heads,
+        processors=processors,
+        slots=slots,
+        max_pieces=max_pieces,
+        min_blocks=MIN_BLOCKS_OF_A_PIECE,
+    )
+    return Launches(attention, table, counts.per_head, merge=merge)
+
+
+def _piece_limit(problem: _Problem, tiles: TileConfig) -> int:
+    """Into how many pieces the keys of a row may be cut. The host knows lengths by their sum and their maximum."""
+    options = problem.options
+    if not problem.packed or options.precision != "bf16" or problem.blocks is not None:
+        return 1
+    left, _ = options.window_size
+    keys = options.max_seqlen_k if left < 0 else min(options.max_seqlen_k, left + options.max_seqlen_q)
+    queries = tiles.block_m // problem.packing
+    longest = -(-options.max_seqlen_q // queries)
+    # with equal lengths, each sequence has as many tiles as the longest; else there are at least so many as their sum fills
+    count = problem.batch * longest if problem.equal else max(longest, problem.q.shape[0] // queries)
+    slots = multiprocessors(problem.device, 132) * tiles.blocks_per_sm
+    return key_pieces(count * problem.tile_heads, slots, options.max_seqlen_q, keys)
+
+
+def _plan_merge(problem: _Problem, var: Variant, counts: _TileCounts, max_pieces: int) -> Merge:
+    stride_token, stride_head = problem.out.strides[-3:-1]
+    return plan_merge(
+        capacity=counts.per_head,
+        queries=var.queries,
+        tokens=problem.q.shape[0],
+        num_heads=problem.num_heads,
+        pieces=max_pieces,
+        head_dim_v=problem.out.shape[-1],
+        out_strides=(stride_token, stride_head),
+        padded=var.padded,
+    )
+
+
+def _count_tiles(problem: _Problem, var: Variant, slots: int, max_pieces: int) -> _TileCounts:
+    options = problem.options
+    batch = problem.batch
+    num_m = -(-options.max_seqlen_q // var.queries)
+    kv_bytes = 2 * (problem.k.shape[-1] + problem.out.shape[-1]) * options.max_seqlen_k
+    if problem.packed:
+        per_head = max_tile_count(problem.q.shape[0], batch, options.max_seqlen_q, var.queries, options.skip_q)
+        # Tiles of the same length follow one another. They belong to all sequences if these are equally long, else usually to
+        # a few. All tiles of a sequence should find its keys in the L2 cache.
+        causal = options.window_size[1] >= 0 and options.window_size[0] < 0
+        together = batch if problem.equal and causal else min(4, batch)
+        group, tail = head_group(problem.num_heads, problem.heads_per_kv, kv_bytes * together, per_head)
+    else:
+        per_head = num_m * batch
+        equal = options.window_size[0] < 0 and options.window_size[1] < 0
+        group, tail = head_group(batch * problem.num_heads, problem.heads_per_kv, kv_bytes, num_m, equal)
+    if var.packing > 1 or var.pieces:  # few tiles, which run at once
+        group = tail = problem.tile_heads if problem.packed else batch * problem.tile_heads
+    if var.pieces:
+        per_head = table_capacity(per_head, problem.tile_heads, slots, max_pieces)
+    return _TileCounts(num_m, per_head, group, tail)
+
+
+def _numbers(problem: _Problem, counts: _TileCounts, merge: Merge | None) -> Numbers:
+    options = problem.options
+    scale, softcap = base_2_scales(options.softmax_scale, options.softcap)
+    return Numbers(
+        scale=scale,
+        softcap=softcap,
+        lse_stride=problem.q.shape[0] if problem.packed else options.max_seqlen_q,
+        total=counts.per_head * problem.tile_heads,
+        num_m=counts.num_m,
+        num_heads=problem.tile_heads,
+        heads_per_kv=problem.heads_per_kv,
+        head_group=counts.head_group,
+        head_tail=counts.head_tail,
+        seqlen_q=options.max_seqlen_q,
+        seqlen_k=options.max_seqlen_k,
+        left=options.window_size[0],
+        right=options.window_size[1],
+        table_stride=problem.table_stride,
+        k_pitch=problem.k.strides[0] // problem.k.strides[1] if problem.paged else 0,
+        v_pitch=problem.v.strides[0] // problem.v.strides[1] if problem.paged else 0,
+        scale_stride=problem.scale_stride,
+        logs=0 if merge is None else merge.logs,
+        tokens=problem.q.shape[0],
+        **_list_numbers(problem),
+    )
+
+
+def _list_numbers(problem: _Problem) -> dict[str, int]:
+    """What `Numbers` says about lists, of lists that are contiguous."""
+    blocks = problem.blocks
+    if blocks is None:
+        return {}
+    batch, heads, query_blocks = blocks.kv_num_blocks.shape
+    return {
+        "list_batch": 0 if batch == 1 else heads * query_blocks,
+        "list_head": query_blocks,
+        "heads_per_list": problem.num_heads // heads,
+        "list_width": blocks.kv_indices.shape[3],
+        "full_width": 0 if blocks.full_kv_indices is None else blocks.full_kv_indices.shape[3],
+        "bits_width": 0 if blocks.partial_bits is None else blocks.partial_bits.shape[3],
+    }
+
+
+def base_2_scales(softmax_scale: float, softcap: float) -> tuple[float, float]:
+    """-> the kernel's (scale, softcap), which turn a product s into an exponent of 2.
+
+    Without a softcap the exponent is scale * s. With one it is softcap * tanh(scale * s).
+    """
+    log2e = math.log2(math.e)
+    return (softmax_scale / softcap, softcap * log2e) if softcap else (softmax_scale * log2e, 0.0)
+
+
+def _views(problem: _Problem, var: Variant) -> tuple[View | None, ...]:
+    """How the kernel sees both parts of q, k, v and out. The second parts are columns d0 or dv0 and on of the same tensors."""
+
+    def parts(x: Layout, rows: int, *widths: int, heads: int = 1, packed: bool = problem.packed) -> tuple[View | None, ...]:
+        view = ragged_view if packed else dense_view
+        return tuple([view(*x, rows, width, heads) if width else None for width in widths])
+
+    def page_parts(x: Layout, *widths: int) -> tuple[View | None, ...]:
+        """The rows of a page; a box has at most 64 columns."""
+        return parts(Layout(x.shape[1:], x.strides[1:], x.dtype), var.page_rows, *[min(width, 64) for width in widths])
+
+    block_n = var.tiles.block_n
+    if problem.paged:
+        keys = (*page_parts(problem.k, var.d0, var.d1), *page_parts(problem.v, var.dv0, var.dv1))
+    elif var.float8_keys:
+        # transposed values have head_dim rows of keys
+        values = dense_view(*problem.v, var.dv0, block_n) if var.float8_values else dense_view(*problem.v, block_n, var.dv0)
+        keys = (*parts(problem.k, block_n, var.d0, var.d1, packed=False), values, None)
+    else:
+        keys = (*parts(problem.k, block_n, var.d0, var.d1), *parts(problem.v, block_n, var.dv0, var.dv1))
+    rows = 64 // var.packing
+    queries = parts(problem.q, rows, var.d0, var.d1, heads=var.packing)
+    return (*queries, *keys, *parts(problem.out, rows, var.o_width, var.dv1, heads=var.packing))

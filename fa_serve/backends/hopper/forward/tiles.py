@@ -1,0 +1,362 @@
+"""Tile shapes and schedules of the Hopper kernel, chosen by pure functions of what the host knows.
+
+`forward_tiles` chooses the size of a tile, the number of warpgroups that compute it and the schedule. `head_packing` chooses
+how many heads share a tile, `key_pieces` whether keys may be divided, and `head_group` how many heads are computed together, so
+that their keys stay in the L2 cache. There is no autotuning, because a serving path must not stall on a new length.
+`benchmarks/tune_hopper.py` and `tune_cells.py` measure the alternatives; each branch states the figure that chose it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from functools import lru_cache
+
+from fa_serve.backends.chunks import MIN_DIVIDED_KEYS
+from fa_serve.launching.launch import power_of_2
+from fa_serve.spec import FEW_QUERIES
+
+
+class Schedule(IntEnum):
+    """How tiles reach the thread blocks.
+
+    GRID     one thread block per tile; the hardware starts thread blocks in order, longest tiles first
+    DYNAMIC  as many thread blocks as fit the GPU; each takes its next tile from a counter in global memory
+    """
+
+    GRID = 0
+    DYNAMIC = 1
+
+
+@dataclass(frozen=True, slots=True)
+class TileConfig:
+    """One way to run the kernel.
+
+    groups:    number of consumer warpgroups, each with 64 query rows; block_m = 64 * groups
+    block_n:   keys in a block
+    stages:    blocks of K in flight, and as many blocks of V
+    q_stages:  query tiles in shared memory. With 2, the next tile's queries arrive while this tile computes, and with `overlap`
+               the next tile's first QK^T is issued under this tile's last PV. With 1, a resident thread block starts each tile
+               cold
+    pingpong:  warpgroups take turns at issuing products, so that one computes its softmax under the other's products
+    overlap:   QK^T of a block is issued before PV of the previous block, and both run under the softmax (FlashAttention-3,
+               section 3.2). False waits for each product and is an ablation
+    softmax_first: all exponentials of a block come before the wait for PV of the previous block; otherwise ptxas chooses
+    o_parts:   0: O leaves through the buffer of its queries, which is free for new queries when O has left. 2: O leaves in two
+               halves through a buffer of half its size, and the queries' buffer is free after the tile's last QK^T
+    blocks_per_sm: thread blocks that share a multiprocessor; more than one needs small tiles
+    rescale_late: O is multiplied for a new maximum after QK^T of the next block is issued, under it, instead of before
+    """
+
+    groups: int
+    block_n: int
+    stages: int
+    q_stages: int
+    schedule: Schedule
+    pingpong: bool = False
+    overlap: bool = True
+    softmax_first: bool = True
+    o_parts: int = 0
+    blocks_per_sm: int = 1
+    rescale_late: bool = False
+
+    @property
+    def block_m(self) -> int:
+        return 64 * self.groups
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Registers per thread: (of every thread at launch, of a consumer thread after setmaxnreg). The producer keeps 24."""
+        warpgroups = self.groups + 1
+        launch = min(65536 // (128 * warpgroups * self.blocks_per_sm) // 8 * 8, 240)
+        consumer = min((launch * warpgroups - 24) // self.groups // 8 * 8, 240)
+        return launch, consumer
+
+
+MAX_HEAD_DIM = 256
+SHARED_BYTES = 232_448
+"""Shared memory of one thread block on Hopper."""
+
+
+def key_columns(head_dim: int) -> tuple[int, int]:
+    """Columns in shared memory of both parts of Q and K."""
+    return _columns(head_dim, widest=128)
+
+
+def value_columns(head_dim_v: int) -> tuple[int, int]:
+    """Columns in shared memory of both parts of V and O."""
+    return _columns(head_dim_v, widest=256)
+
+
+def _columns(head_dim: int, widest: int) -> tuple[int, int]:
+    """-> columns of the first part, and of the second part or 0, for a head_dim up to 256.
+
+    Columns are powers of two, because all tensors of Triton are. The copy engine fills columns past head_dim with zeros. Two
+    parts waste little: 80 is computed as 64 + 16, 96 as 64 + 32 and 192 as 128 + 64, while 72 costs as much as 80, 112 as much
+    as 128 and 224 as much as 256.
+    """
+    first = min(max(32, 1 << head_dim.bit_length() - 1), widest)
+    rest = head_dim - first
+    if rest <= 0:
+        return first, 0
+    second = max(16, power_of_2(rest))
+    return (2 * first, 0) if second == first < widest else (first, second)
+
+
+@lru_cache(maxsize=4096)
+def forward_tiles(
+    head_dim: int,
+    head_dim_v: int,
+    window: tuple[int, int],
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    varlen: bool,
+    paged: bool = False,
+) -> TileConfig:
+    """The tiles of one call; a paged call also counts as varlen.
+
+    If V has other columns than Q, O does not fit the buffer of its queries and leaves through a separate one.
+
+    Figures in the comments without a unit are TFLOPS on one H200 with bfloat16 and 16k tokens of hidden size 2048, measured by
+    `benchmarks/tune_hopper.py`. Lengths such as 512, 2k and 16k are numbers of keys.
+    """
+    d0, d1 = key_columns(head_dim)
+    dv0, dv1 = value_columns(head_dim_v)
+    tiles = _tiles_of_width(d0 + d1, dv0 + dv1, window, max_seqlen_q, max_seqlen_k, varlen, paged)
+    if tiles.o_parts == 0 and (dv0 != d0 or dv1 not in (0, d1)):
+        tiles = replace(tiles, o_parts=2)
+    return tiles
+
+
+@lru_cache(maxsize=256)
+def list_tiles(head_dim: int, head_dim_v: int, block_size: tuple[int, int]) -> TileConfig:
+    """The tiles of a call with lists: the rows of a tile lie in one block of queries, its keys in one block of keys.
+
+    These follow from `forward_tiles` and the size of blocks alone. None has been measured.
+    """
+    rows, keys = block_size
+    d0, d1 = key_columns(head_dim)
+    dv0, dv1 = value_columns(head_dim_v)
+    width = max(d0 + d1, dv0 + dv1)
+    if rows == 64:
+        blocks = 3 if width <= 64 else 2 if width <= 128 else 1
+        queries = 2 if width <= 128 else 1
+        tiles = TileConfig(1, 64, blocks if blocks > 1 else 2, queries, Schedule.DYNAMIC, blocks_per_sm=blocks)
+    elif width > 128:
+        wide = keys == 64 or dv0 + dv1 > 160 or d0 + d1 > 192 or d0 + d1 + dv0 + dv1 > 320
+        tiles = TileConfig(2, 64 if wide else 128, 2, 1, Schedule.DYNAMIC, rescale_late=not wide)
+    elif keys == 64:
+        tiles = TileConfig(2, 64, 4, 2, Schedule.DYNAMIC, rescale_late=width > 64)
+    elif width <= 64:
+        tiles = TileConfig(2, 128, 3, 2, Schedule.DYNAMIC, softmax_first=False)
+    else:
+        tiles = TileConfig(2, 128, 2, 2, Schedule.DYNAMIC, rescale_late=True)
+    in_halves = width > 128 or dv0 != d0 or dv1 not in (0, d1)
+    return replace(tiles, o_parts=2 if in_halves else 0)
+
+
+@lru_cache(maxsize=256)
+def float8_tiles(head_dim: int, head_dim_v: int) -> TileConfig:
+    """The tiles of a call with float8 products. O has more bytes than Q, so it leaves through a separate buffer.
+
+    Measured at head_dim 128 on one H200, 16k tokens, full and causal, quantisation included. TFLOPS of "qk8", then "fp8":
+
+        this tile 804 736, 810 730    exponentials after the wait for P V 716 720, 800 638    and ping-pong 783 658, 787 680
+        without overlap 626 620, 788 626    blocks of 64 keys 674 624, - 596    of 256 keys, without overlap - -, 695 623
+    """
+    if max(head_dim, head_dim_v) > 128:
+        return TileConfig(2, 64, 2, 1, Schedule.DYNAMIC, o_parts=2)
+    return TileConfig(2, 128, 3, 2, Schedule.DYNAMIC, o_parts=2)
+
+
+def _tiles_of_width(
+    width_k: int, width_v: int, window: tuple[int, int], max_seqlen_q: int, max_seqlen_k: int, varlen: bool, paged: bool
+) -> TileConfig:
+    """`forward_tiles` for Q and K of `width_k` columns and V of `width_v` columns in shared memory."""
+    width = max(width_k, width_v)
+    left, right = window
+    masked = left >= 0 or right >= 0
+    seen = max_seqlen_k  # keys that a row sees on average
+    if right >= 0:
+        seen = min(seen - max_seqlen_q // 2, left + right + 1 if left >= 0 else seen)
+    if width <= 128 and (max_seqlen_q <= 64 or _small_are_faster(width, window, max_seqlen_q, seen, varlen, paged)):
+        # One warpgroup holds all rows there are, or visits few keys that its rows do not see. Two or three thread blocks share
+        # a multiprocessor and hide each other's start and end.
+        # 512 packed sequences of 64 tokens reach 88, and 68 with a plain grid.
+        # With 3 thread blocks, 64 causal sequences of 197 tokens take 141 us (32 heads of 96), and 154 with 2; there are no
+        # registers for 3 with a producer that reads a block table. At D128, 64 such sequences take 132 us (32/8 heads), and
+        # 136 with all exponentials before the wait.
+        blocks = 3 if width <= 64 or (width <= 96 and not paged) else 2
+        stages = 3 if width <= 64 else 2
+        return TileConfig(1, 64, stages, 2, Schedule.DYNAMIC, softmax_first=64 < width <= 96, blocks_per_sm=blocks)
+    if max_seqlen_q <= 64:
+        return TileConfig(1, 64, 2, 1, Schedule.GRID, o_parts=2)
+    if width_v > 160 or width_k > 192 or (width > 128 and width_k + width_v > 320):
+        # Shared memory has room for one query tile only. With a buffer for half of O, the next queries arrive under the last
+        # PV: 517 at 512, and 466 without the buffer. Rescaling O before the next QK^T reaches 691 at 4k, and under it 659.
+        # At D192 there is room for a third stage. With it, late rescaling and ping-pong, 16k tokens take 0.94 to 0.99 of the
+        # time.
+        if width <= 192:
+            return TileConfig(2, 64, 3, 1, Schedule.DYNAMIC, pingpong=True, o_parts=2, rescale_late=True)
+        return TileConfig(2, 64, 2, 1, Schedule.DYNAMIC, o_parts=2)
+    if width > 128:
+        # D192 with values of 128: causal 4k reaches 525 with late rescaling, and 495 without.
+        return TileConfig(2, 128, 2, 1, Schedule.DYNAMIC, o_parts=2, rescale_late=True)
+    if width <= 64 and (paged or (masked and max_seqlen_k <= 4096)):
+        # Two warpgroups waste less of the diagonal: 402 at 2k, and 368 with three and ping-pong.
+        # With three, few registers are left for a producer that reads a block table: 2k queries over 6k keys in pages take
+        # 561 us with three and 401 us with two.
+        return TileConfig(2, 128, 3, 2, Schedule.DYNAMIC, softmax_first=False)
+    if width <= 64:
+        # Exponentials where ptxas puts them reach 409 at 512, before the wait 375; at 8k both reach 516.
+        # Long causal tiles lose nothing by a cold start: 16k takes 2.18 ms with one query stage and 2.34 ms with two. Packed
+        # sequences may be short, so they keep two stages.
+        # Late rescaling reaches 501 against 472 at 2k and 543 against 535 at 16k, but 405 against 412 at 512 and 489 against
+        # 502 at causal 16k.
+        return TileConfig(
+            3,
+            128,
+            2,
+            1 if masked and not varlen else 2,
+            Schedule.DYNAMIC,
+            pingpong=True,
+            softmax_first=False,
+            rescale_late=not masked and max_seqlen_k > 1024,
+        )
+    # Ping-pong helps where tiles are short (625 against 604 at 1k, causal 526 against 482 at 2k) but not at 16k (755 against
+    # 757, causal 745 against 747). Late rescaling helps without ping-pong (757 against 745 at 16k, causal 747 against 733),
+    # with pages (617 against 602), and beside ping-pong at D72 without a mask (2 packed sequences of 8192 tokens: 1313 against
+    # 1343 us). Exponentials where ptxas puts them help short tiles: 32 causal sequences of 512 tokens take 187 us, and 195 with
+    # exponentials before the wait. With pages that would be one more kernel for the engine to compile.
+    pingpong = varlen or max_seqlen_k <= (4096 if masked else 1024)
+    return TileConfig(
+        2,
+        128,
+        2,
+        2,
+        Schedule.DYNAMIC,
+        pingpong=pingpong,
+        softmax_first=max_seqlen_k > 512 or (masked and paged),
+        rescale_late=paged or not pingpong or (width <= 96 and not masked),
+    )
+
+
+def _small_are_faster(width: int, window: tuple[int, int], max_seqlen_q: int, seen: int, varlen: bool, paged: bool) -> bool:
+    """Whether tiles of one warpgroup are faster for more than 64 queries that see `seen` keys on average.
+
+    D64 causal reaches 302 at 512, 378 at 1k and 430 at 2k; the larger tile reaches 246, 339 and 409. At 8k it is the other way
+    round, 475 and 526. A window of 128 at 16k takes 0.44 of the time of that tile. Wide windows were not compared.
+
+    In us on one H100, this tile and the larger one. Causal: 71 heads of 64, 32 packed sequences of 64 to 4096 tokens, 1119 and
+    1206; 32/32 heads of 96, 64 sequences of 197 tokens 141 and 152, 32 of 512 tokens 185 and 196; 32/8 heads of 128, the same
+    lengths, 132 and 139, 201 and 187. Without a mask, 16 heads of 64, 16k tokens in sequences of 197 59 and 86; of 257 80
+    and 101; of 384 77 and 75; of 577 126 and 135; of 730 140 and 131; of 1024 174 and 173: this tile is faster where the
+    last one of 192 rows is nearly empty.
+    """
+    left, right = window
+    if left < 0 and right < 0:
+        small, large = (-(-max_seqlen_q // rows) * rows for rows in (64, 192))
+        return width <= 64 and not paged and max_seqlen_q <= 1024 and 1.15 * small < large
+    if width <= 64:
+        return seen <= (2048 if varlen and not paged else 1024)
+    return seen <= (256 if width <= 96 or left >= 0 else 128)
+
+
+def head_packing(heads_per_kv: int, max_seqlen_q: int, *, may_pad: bool) -> int:
+    """How many query heads share a tile, a power of two: those of a KV head if there are few queries, else 1.
+
+    See `packed_heads`.
+
+    may_pad: rows of a tile may have no head, because its output is merged
+    """
+    packing = power_of_2(heads_per_kv)
+    return packing if max_seqlen_q <= FEW_QUERIES and packing <= 64 and (may_pad or packing == heads_per_kv) else 1
+
+
+MAX_PIECES = 16
+"""Pieces of the keys of a row, at most."""
+MIN_BLOCKS_OF_A_PIECE = 8
+"""Key blocks that are worth the start and the end of a thread block, and a part of the merge."""
+MIN_DIVIDED_KEYS_OF_FEW = 4096
+"""From how many visible keys on those of up to FEW_QUERIES queries are divided: dividing costs 5 us, in which a thread block
+reads about 1000 keys of such a tile."""
+FULL_WAVES = 0.85
+"""Prompts stay whole if their tiles fill at least this share of one or two waves of thread blocks. With more waves they always
+do."""
+MIN_FILLED = 0.45
+"""With tiles of a few queries for a smaller share of the thread blocks of an H100, the decoding kernel is faster."""
+
+
+def key_pieces(tiles: int, slots: int, max_seqlen_q: int, keys: int) -> int:
+    """Into how many pieces the keys of a row may be cut, 1 if they stay whole; see `piece_table`, which cuts them.
+
+    tiles: a lower bound of the tiles of the launch
+    slots: thread blocks that run at once
+    keys:  what a row of the longest sequence sees
+
+    The limit bounds the buffer: about 4 partial outputs for each thread block that runs at once, 16 for a few queries, but at
+    least 2 for each tile of a few queries. Prompts whose tiles fill the GPU stay whole. For a few queries the device decides,
+    because their sequences may be of very unequal lengths.
+
+    In us on one H200 with 16-bit heads of 128, whole and divided: 32 tiles 63 and 32 (16 heads, 256 queries behind 4096 keys),
+    64 tiles 107 and 69 (512 behind 8192), 783 and 400 (32 heads, 256 behind 65,536); but 128 tiles for 132 thread blocks 113
+    and 117, 256 tiles 129 and 137. 4 queries of 31 sequences of 500 keys and of one of 65,536: 722 whole, 127 with up to 8
+    pieces, 107 with up to 16. 16 queries of 16 sequences of 1024 keys: 29 and 34.
+    """
+    few = max_seqlen_q <= FEW_QUERIES
+    if keys < max(MIN_DIVIDED_KEYS_OF_FEW if few else MIN_DIVIDED_KEYS, 4 * max_seqlen_q):
+        return 1
+    if few:
+        return min(MAX_PIECES, max(2, 16 * slots // max(tiles, 1)))
+    waves = -(-tiles // slots)
+    return 1 if waves > 2 or tiles >= FULL_WAVES * waves * slots else min(MAX_PIECES, 4 * slots // max(tiles, 1))
+
+
+@lru_cache(maxsize=4096)
+def packs_queries(
+    head_dim: int, head_dim_v: int, heads_per_kv: int, num_kv_heads: int, batch: int, max_seqlen_q: int, max_seqlen_k: int
+) -> bool:
+    """Whether this kernel is faster than the decoding kernel for up to FEW_QUERIES queries per sequence over a paged cache.
+
+    In us on one H200 with bfloat16 and heads of 128, decoding kernel and this one: 16 sequences of 2048 keys with 16 queries 51
+    and 43 (32/8 heads), 78 and 45 (64/8), 142 and 131 (32/32); 128 sequences of 1024 keys with 4 queries 137 and 133 (32/8),
+    147 and 136 (64/8); 32 sequences of 4096 keys with 8 queries 153 and 131 (32/8), 162 and 132 (64/8). The decoding kernel is
+    bound by instructions there, and this one by memory. 16 sequences of 8192 keys with 4 queries, which were divided then and
+    stay whole now, 152 and 139 (64/8), 140 and 139 (32/8), 85 and 81 (64/8 heads of 64); one of 65,536 keys beside 31 of 500
+    115 and 107 (64/8), 105 and 106 (32/8). One sequence has too few tiles: 16 queries behind 8192 keys take 25 and 30, 4 behind
+    1024 8 and 16.
+    """
+    if not 1 < max_seqlen_q <= FEW_QUERIES or max(head_dim, head_dim_v) > 128:
+        return False
+    packing = head_packing(heads_per_kv, max_seqlen_q, may_pad=True)
+    tiles = forward_tiles(head_dim, head_dim_v, (-1, 0), max_seqlen_q * packing, max_seqlen_k, True, True)
+    count = batch * num_kv_heads * (heads_per_kv if packing == 1 else 1) * -(-max_seqlen_q * packing // tiles.block_m)
+    return count >= MIN_FILLED * 132 * tiles.blocks_per_sm
+
+
+@lru_cache(maxsize=4096)
+def head_group(
+    batch_heads: int, heads_per_kv: int, kv_bytes_per_head: int, tiles_per_head: int, equal: bool = False
+) -> tuple[int, int]:
+    """-> (query heads computed together, least number of heads in the last group); see `producer._locate_tile`.
+
+    batch_heads:       query heads of all sequences that the launch computes
+    kv_bytes_per_head: size of the keys and values of one KV head
+    tiles_per_head:    tiles of one query head
+    equal:             all tiles visit the same number of key blocks
+
+    Heads are computed together as long as their keys and values fit a third of the L2 cache, which has 50 MiB in two halves
+    that may both hold a line. At D128 and 16k keys, groups of 4 heads read 645 MB of memory, where 207 MB is the least.
+    The last group has enough heads for about three tiles per multiprocessor, so that the thread blocks finish at about the same
+    time: D256 causal at 4k loses 19% with 1 head and 13% with 4. If that is half of all heads, all heads are computed together:
+    D256 causal at 16k reaches 805 TFLOPS, and 786 with the last 4 of 8 apart.
+    Equal tiles finish evenly in any order, so KV heads are computed one by one: D256 reaches 806 against 789 TFLOPS at 4k and
+    696 against 678 at 1k. At 16k this is no faster: D64 reaches 600 against 610.
+    """
+    if equal and tiles_per_head <= 64:
+        return heads_per_kv, heads_per_kv
+    cached = max((16 << 20) // max(kv_bytes_per_head, 1), 1) * heads_per_kv
+    even = min(-(-3 * 132 // max(tiles_per_head, 1)), 32)
+    if batch_heads <= 2 * even and not equal:
+        return batch_heads, batch_heads
+    return min(cached, batch_heads), min(-(-even // heads_per_kv) * heads_per_kv, batch_heads)

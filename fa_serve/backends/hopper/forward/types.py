@@ -1,0 +1,280 @@
+"""What the warps of the Hopper kernel agree on: the compiled variant, and what its partitions hand to one another.
+
+Named tuples travel through Gluon functions as the values that they hold; nothing of them exists at run time.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from triton.experimental.gluon import language as gl
+
+from fa_serve.backends.hopper.block_sparse import Lists
+from fa_serve.backends.hopper.forward.tiles import TileConfig
+from fa_serve.spec import Precision
+
+RAGGED = gl.constexpr(1 << 30)
+"""Bound of the row coordinate of a ragged descriptor, see `descriptors.ragged_view`."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Everything that is fixed when the kernel is compiled, passed as one constexpr.
+
+    tiles:      shape of a tile, stages, schedule
+    d0, d1:     columns in shared memory of the first part of Q and K and of their second part, see `hopper_tiles.columns`
+    dv0, dv1:   the same of V and O
+    varlen:     sequences are packed, or their keys are in pages; else the batch is dense
+    has_left, has_right, softcap: whether the options have a left bound, a right bound, a softcap; their values are arguments
+    page_size:  tokens of a page of the KV cache, 0 without one
+    block_q, block_k: queries and keys per block of the lists, 0 without lists; bits: partial blocks have bits
+    precision:  "bf16": Q, K, V and P have 16 bits; "qk8": Q and K are float8 with scales; "fp8": V and P are float8 as well.
+                See `triton.float8_inputs`
+    gaps:       (float8 keys, varlen) the copies of keys are packed with gaps; else they are a dense batch. See
+                `triton.float8_inputs`
+    packing:    query heads that share a tile, see `packed_heads`; padded: a KV head has fewer of them
+    pieces:     keys may be divided among tiles, see `divided_keys`; dim_v: head_dim_v of its buffer
+    """
+
+    tiles: TileConfig
+    d0: int
+    d1: int
+    dv0: int
+    dv1: int
+    varlen: bool
+    has_left: bool
+    has_right: bool
+    softcap: bool
+    page_size: int = 0
+    block_q: int = 0
+    block_k: int = 0
+    bits: bool = False
+    precision: Precision = "bf16"
+    gaps: bool = False
+    packing: int = 1
+    padded: bool = False
+    pieces: bool = False
+    dim_v: int = 0
+
+    @property
+    def queries(self) -> int:
+        """Queries of one head in a tile."""
+        return self.tiles.block_m // self.packing
+
+    @property
+    def float8_keys(self) -> bool:
+        """Whether Q and K are float8 with scales."""
+        return self.precision != "bf16"
+
+    @property
+    def float8_values(self) -> bool:
+        """Whether V, which is transposed then, and P are float8."""
+        return self.precision == "fp8"
+
+    @property
+    def key_bytes(self) -> int:
+        """Bytes of a number of Q and K in shared memory."""
+        return 1 if self.float8_keys else 2
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of a number of V in shared memory."""
+        return 1 if self.float8_values else 2
+
+    @property
+    def masked(self) -> bool:
+        """Whether a block after a tile's first one may hold keys that some row does not see. Lists have any order."""
+        return self.has_left or self.has_right or self.block_k > 0
+
+    @property
+    def page_rows(self) -> int:
+        """Keys that lie in one page whichever block they are in: the rows of one copy from a paged cache."""
+        return math.gcd(self.page_size, self.tiles.block_n)
+
+    @property
+    def registers(self) -> int:
+        """Registers of a consumer thread. If the producer reads a block table or lists, consumers give it 8 of theirs."""
+        return self.tiles.registers[1] - (8 if self.page_size or self.block_k else 0)
+
+    @property
+    def producer_registers(self) -> int:
+        """Registers of a producer thread. Without a block table and lists 24 suffice, the least that the hardware hands out."""
+        return 40 if self.page_size or self.block_k else 24
+
+    @property
+    def o_width(self) -> int:
+        """Columns of the first part of O that one copy writes."""
+        return self.dv0 // max(self.tiles.o_parts, 1)
+
+    @property
+    def score_layout(self) -> gl.NVMMADistributedLayout:
+        """Layout of a warpgroup's scores [64, block_n] as wgmma leaves them."""
+        return gl.NVMMADistributedLayout(
+            version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, self.tiles.block_n, 32 // self.key_bytes]
+        )
+
+    @property
+    def bits_layout(self) -> gl.DistributedLinearLayout:
+        """Layout of the bits [64, block_n / 32, 32] of a piece: `score_layout` with its columns in words of 32."""
+        in_registers = [[0, 0, 1], [8, 0, 0], [0, 0, 8], [0, 0, 16], [0, 1, 0], [0, 2, 0]]
+        in_lanes = [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
+        words = self.tiles.block_n // 32
+        count = 4 + words.bit_length() - 1
+        return gl.DistributedLinearLayout(in_registers[:count], in_lanes, [[16, 0, 0], [32, 0, 0]], [], [64, words, 32])
+
+    @property
+    def probability_layout(self) -> gl.DotOperandLayout:
+        """Layout of P [64, block_n] as wgmma takes it from registers: a thread's neighbours in a row fill 32 bits."""
+        return gl.DotOperandLayout(operand_index=0, parent=self.output_layout, k_width=4 // self.value_bytes)
+
+    @property
+    def second_probability_layout(self) -> gl.DotOperandLayout:
+        """`probability_layout` for the product with the second part of V. The registers are the same."""
+        return gl.DotOperandLayout(operand_index=0, parent=self.second_output_layout, k_width=4 // self.value_bytes)
+
+    @property
+    def output_layout(self) -> gl.NVMMADistributedLayout:
+        """Layout of the first part of a warpgroup's output [64, dv0] as wgmma leaves it."""
+        return gl.NVMMADistributedLayout(
+            version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, self.dv0, 32 // self.value_bytes]
+        )
+
+    @property
+    def second_output_layout(self) -> gl.NVMMADistributedLayout:
+        """Layout of the second part of a warpgroup's output [64, dv1]."""
+        return gl.NVMMADistributedLayout(
+            version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, max(self.dv1, 8), 32 // self.value_bytes]
+        )
+
+
+class Descriptors(NamedTuple):
+    """How the copy engine sees each tensor; q1, k1, v1 and o1 are second parts, or the first ones again if there are none."""
+
+    q: gl.tensor
+    q1: gl.tensor
+    k: gl.tensor
+    k1: gl.tensor
+    v: gl.tensor
+    v1: gl.tensor
+    o: gl.tensor
+    o1: gl.tensor
+
+
+class SharedMemory(NamedTuple):
+    """The buffers of a thread block.
+
+    q, q1:    (q_stages * groups, 64 rows, d0 or d1)
+    k, k1, v, v1: (stages, block_n, columns of the part)
+    o, o1:    (groups, 64 rows, o_width or dv1), or q and q1 if O has no buffer
+    record:   (q_stages, 8), int32: the tile of each stage of q
+    k_boxes, k1_boxes, v_boxes, v1_boxes: the memory of k, k1, v and v1 as boxes of page_rows keys by up to 64 columns, in the
+              order of the swizzled layout; without pages k, k1, v and v1
+    pieces:   (stages, 2), int32: what `listed_blocks.Piece` says of the keys in each stage of k; without lists the record
+    """
+
+    q: gl.tensor
+    q1: gl.tensor
+    k: gl.tensor
+    k1: gl.tensor
+    v: gl.tensor
+    v1: gl.tensor
+    o: gl.tensor
+    o1: gl.tensor
+    record: gl.tensor
+    k_boxes: gl.tensor
+    k1_boxes: gl.tensor
+    v_boxes: gl.tensor
+    v1_boxes: gl.tensor
+    pieces: gl.tensor
+
+
+class Barriers(NamedTuple):
+    """Two mbarriers for each stage: the producer waits for `empty`, the consumers for `full`."""
+
+    q_full: gl.tensor
+    q_empty: gl.tensor
+    k_full: gl.tensor
+    k_empty: gl.tensor
+    v_full: gl.tensor
+    v_empty: gl.tensor
+
+
+class ProducerArgs(NamedTuple):
+    """The kernel's arguments that the producer needs to assign tiles and to find pages; see `forward.Numbers`."""
+
+    table: gl.tensor
+    counter: gl.tensor
+    total: gl.tensor
+    num_m: gl.tensor
+    num_heads: gl.tensor
+    heads_per_kv: gl.tensor
+    head_group: gl.tensor
+    head_tail: gl.tensor
+    seqlen_q: gl.tensor
+    seqlen_k: gl.tensor
+    left: gl.tensor
+    right: gl.tensor
+    block_table: gl.tensor
+    table_stride: gl.tensor
+    k_pitch: gl.tensor
+    v_pitch: gl.tensor
+    lists: Lists
+
+
+class Scales(NamedTuple):
+    """What float8 numbers must be multiplied by, see `triton.float8_inputs`; None or 0 without them.
+
+    q:      of each row, in the shape of lse
+    k, v:   of each BLOCK_KEYS keys, (batch, num_kv_heads, stride), or (num_kv_heads, stride) if keys are packed with gaps
+    stride: groups of keys that one head has
+    """
+
+    q: gl.tensor
+    k: gl.tensor
+    v: gl.tensor
+    stride: gl.tensor
+    heads_per_kv: gl.tensor
+
+
+class ConsumerArgs(NamedTuple):
+    """The kernel's arguments that the consumers need besides tiles; see `forward.Numbers`."""
+
+    lse: gl.tensor
+    sinks: gl.tensor
+    lse_stride: gl.tensor
+    num_heads: gl.tensor
+    heads_per_kv: gl.tensor
+    scale: gl.tensor
+    softcap: gl.tensor
+    left: gl.tensor
+    right: gl.tensor
+    bits: gl.tensor
+    scales: Scales
+    buffer: gl.tensor
+    logs: gl.tensor
+    tokens: gl.tensor
+
+
+class Tile(NamedTuple):
+    """One tile: 64 * groups query rows of one head of one sequence, or of the heads that share it (see `packed_heads`).
+
+    row:       first row in the sequence; negative: there is no tile, and the work ends
+    head:      query head, or the KV head of the heads that share the tile; with divided keys see `divided_keys`
+    origin:    batch index (dense), or the sequence's first row in q (packed)
+    q_len:     queries of the sequence
+    k_origin:  batch index (dense), the sequence's first row in k (packed), or its row of the block table (paged). Packed float8
+               keys have gaps: each sequence begins at a multiple of BLOCK_KEYS rows
+    kv_len:    keys of the sequence
+    low, high: the tile visits key blocks [low, high); with lists, it visits high - low blocks
+    """
+
+    row: gl.tensor
+    head: gl.tensor
+    origin: gl.tensor
+    q_len: gl.tensor
+    k_origin: gl.tensor
+    kv_len: gl.tensor
+    low: gl.tensor
+    high: gl.tensor

@@ -1,0 +1,168 @@
+"""The table of tiles for calls whose keys may be divided: the device cuts the keys of each sequence by the lengths there.
+
+The key blocks of all tiles, divided by the thread blocks that run at once, are a share. The keys of a sequence are cut into as
+many pieces as it has shares, to the nearest number, so that no thread block has much more than a share: at least 1, at most
+`max_pieces`, and none much shorter than `min_blocks`. A sequence of slightly more than a share stays whole, because merging has
+a cost. So does one of up to 5/4 of what a multiprocessor gets: the thread blocks of a multiprocessor share its bandwidth, so
+that more of them are no faster. On one H100, 4 queries of 32 sequences of 4096 keys (64/8 heads of 64) take 119 us in two
+pieces and 101 whole.
+
+Records are those of `tile_schedule`; the second number is pieces * MAX_PIECES + piece. They are in the order of sequences,
+because they are about equally long.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fa_serve.backends.hopper.forward.tile_scheduler import SEQUENCES_AT_A_TIME, ceil_div_up_to_zero, sequence_bounds
+from fa_serve.backends.hopper.split_kv.split import MAX_PIECES
+from fa_serve.launching.launch import Launch
+
+
+@triton.jit
+def _blocks_of_tile(
+    m, q_len, kv_len, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr
+):
+    """-> the first key block that a row of tile m sees and the one behind the last, at least one block."""
+    reach = kv_len
+    if HAS_RIGHT:
+        reach = tl.minimum(reach, (m + 1) * BLOCK_M + kv_len - q_len + right)
+    high = tl.maximum(ceil_div_up_to_zero(reach, BLOCK_N), 1)
+    low = high * 0
+    if HAS_LEFT:
+        low = tl.minimum(tl.maximum(m * BLOCK_M + kv_len - q_len - left, 0) // BLOCK_N, high - 1)
+    return low, high
+
+
+@triton.jit(
+    do_not_specialize=[
+        "capacity",
+        "batch",
+        "skip_q",
+        "left",
+        "right",
+        "num_heads",
+        "processors",
+        "slots",
+        "max_pieces",
+        "min_blocks",
+    ]
+)
+def _piece_table(
+    table_ptr,
+    cu_q_ptr,
+    k_ptr,
+    capacity,
+    batch,
+    skip_q,
+    left,
+    right,
+    num_heads,
+    processors,
+    slots,
+    max_pieces,
+    min_blocks,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    PAGED: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """One program per record finds its sequence, its rows and its piece of the keys."""
+    index = tl.program_id(0)
+    total = 0
+    for start in range(0, batch, CHUNK):
+        b = start + tl.arange(0, CHUNK)
+        _, ql, _, kl = sequence_bounds(b, batch, skip_q, cu_q_ptr, k_ptr, PAGED, 1)
+        tiles = ceil_div_up_to_zero(ql, BLOCK_M)
+        low, high = _blocks_of_tile(tl.maximum(tiles - 1, 0), ql, kl, left, right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT)
+        total += tl.sum(tiles * (high - low), 0)
+    share = tl.maximum((total * num_heads + slots - 1) // slots, min_blocks)
+    whole = 5 * ((total * num_heads + processors - 1) // processors) // 4
+    before = 0
+    sequence = 0
+    place = 0
+    pieces = 0
+    q_start = 0
+    q_len = 0
+    k_start = 0
+    kv_len = 0
+    for start in range(0, batch, CHUNK):
+        b = start + tl.arange(0, CHUNK)
+        q0, ql, k0, kl = sequence_bounds(b, batch, skip_q, cu_q_ptr, k_ptr, PAGED, 1)
+        tiles = ceil_div_up_to_zero(ql, BLOCK_M)
+        low, high = _blocks_of_tile(tl.maximum(tiles - 1, 0), ql, kl, left, right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT)
+        blocks = high - low
+        cut = tl.minimum(tl.maximum((2 * blocks + share) // (2 * share), 1), max_pieces)
+        cut = tl.where(blocks <= whole, 1, cut)
+        last = before + tl.cumsum(tiles * cut, 0)
+        mine = (last > index) & (last - tiles * cut <= index)
+        sequence += tl.sum(tl.where(mine, b, 0), 0)
+        place += tl.sum(tl.where(mine, index - (last - tiles * cut), 0), 0)
+        pieces += tl.sum(tl.where(mine, cut, 0), 0)
+        q_start += tl.sum(tl.where(mine, q0, 0), 0)
+        q_len += tl.sum(tl.where(mine, ql, 0), 0)
+        k_start += tl.sum(tl.where(mine, k0, 0), 0)
+        kv_len += tl.sum(tl.where(mine, kl, 0), 0)
+        before += tl.sum(tiles * cut, 0)
+    if index == 0:
+        tl.store(table_ptr + capacity * 8, 0)
+        tl.store(table_ptr + capacity * 8 + 1, before)
+    record = table_ptr + index.to(tl.int64) * 8
+    if index >= before:
+        tl.store(record, -1)
+    else:
+        m = place // pieces
+        piece = place % pieces
+        low, high = _blocks_of_tile(m, q_len, kv_len, left, right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT)
+        begin = low + (high - low) * piece // pieces
+        end = low + (high - low) * (piece + 1) // pieces
+        # A tile may see fewer blocks than its sequence has pieces. An empty piece visits one block that is wholly masked.
+        empty = begin == end
+        tl.store(record, m * BLOCK_M)
+        tl.store(record + 1, pieces * MAX_PIECES + piece)
+        tl.store(record + 2, q_start)
+        tl.store(record + 3, q_len)
+        tl.store(record + 4, k_start)
+        tl.store(record + 5, tl.where(empty, 0, kv_len))
+        tl.store(record + 6, tl.where(empty, high - 1, begin))
+        tl.store(record + 7, tl.where(empty, high, end))
+
+
+def piece_table_launch(
+    capacity: int,
+    batch: int,
+    window_size: tuple[int, int],
+    queries: int,
+    block_n: int,
+    skip_q: int,
+    paged: bool,
+    *,
+    num_heads: int,
+    processors: int,
+    slots: int,
+    max_pieces: int,
+    min_blocks: int,
+) -> Launch:
+    """The launch of `_piece_table`, for `tile_schedule.tile_table`.
+
+    capacity:  records that the table has room for, see `table_capacity`
+    num_heads:  heads that have separate tiles
+    processors: multiprocessors of the GPU; slots: thread blocks that run on them at once
+    """
+    left, right = window_size
+    numbers = (capacity, batch, skip_q, left, right, num_heads, processors, slots, max_pieces, min_blocks)
+    fixed = (queries, block_n, left >= 0, right >= 0, paged, SEQUENCES_AT_A_TIME)
+    return Launch(_piece_table, capacity, numbers, fixed, {"num_warps": 1})
+
+
+def table_capacity(max_tiles: int, num_heads: int, slots: int, max_pieces: int) -> int:
+    """An upper bound of the records of one head.
+
+    A sequence with n > 1 pieces has at least n - 1/2 shares for each tile, so its pieces are at most 4/3 of its shares, and all
+    shares of a head are at most slots / num_heads.
+    """
+    return min(max_tiles * max_pieces, max_tiles + 4 * slots // (3 * num_heads) + 1)

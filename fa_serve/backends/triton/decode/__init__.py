@@ -1,0 +1,1 @@
+"""Few queries against many keys in portable Triton: split-KV decoding. Left out: prompts (`prefill`)."""

@@ -1,0 +1,1 @@
+"""Latent attention (MLA) over pages in portable Triton. Left out: keys and values that lie apart (`decode`, `prefill`)."""

@@ -1,0 +1,373 @@
+"""The engine for asyncio: a stream of outputs for each request. Only this module of the engine uses asyncio.
+
+    engine = AsyncEngine(EngineConfig())
+    await engine.start()
+    async for output in engine.generate("Once upon a time", SamplingParams(max_tokens=32), "request-1"):
+        print(output.text, end="")
+    await engine.shutdown()
+
+The engine runs in a thread or a process (worker.py). The outputs of a step are put into the mailboxes of their requests. A
+mailbox holds at most one output for each answer: an output that comes before the consumer is back is appended to the one that
+waits. So a slow consumer does not delay a step. Log-probabilities may take kilobytes for each token. If too many of them wait
+in all mailboxes, the request with the most of them ends with an error.
+
+If the engine raises an exception, or its process dies, every unfinished request ends with an error at once, and later requests
+raise EngineDeadError, either for good or until a new worker has loaded the model (EngineConfig.max_restarts).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import suppress
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from fa_serve.engine.config import EngineConfig
+from fa_serve.engine.errors import EngineDeadError, RequestError
+from fa_serve.engine.events import OnPhase
+from fa_serve.engine.parallel.torchrun import follow_if_told
+from fa_serve.engine.process.engine_loop import Abort, Add, StepOutputs
+from fa_serve.engine.process.worker import STOP_SECONDS, OnDeath, OnOutputs, ProcessWorker, Pulse, Ready, ThreadWorker, Worker
+from fa_serve.engine.request.outputs import FinishReason, RequestOutput, TokenLogprob
+from fa_serve.engine.request.params import SamplingParams
+from fa_serve.engine.request.prompts import PromptReader
+from fa_serve.engine.stats import EngineStats
+from fa_serve.spec import ParameterError
+
+if TYPE_CHECKING:
+    from fa_serve.engine.engine import Engine
+
+log = logging.getLogger("fa_serve.engine")
+MAX_UNREAD = 1 << 21
+"""Log-probabilities that may wait in all mailboxes together. Each takes about 110 bytes."""
+UNREAD = RequestError("unread", "its outputs were not taken in time, and too many log-probabilities waited")
+
+
+class _Mailbox:
+    """What the answers to a request have gained since their consumer looked last. Used only on the event loop.
+
+    unfinished: indices of the answers that have not ended
+    sent:       whether the request has been sent to the worker
+    unread:     log-probabilities that wait here
+    """
+
+    def __init__(self, num_answers: int) -> None:
+        self.unfinished = set(range(num_answers))
+        self.sent = False
+        self.unread = 0
+        self._content: dict[int, RequestOutput] = {}
+        self._error: Exception | None = None
+        # wakes the consumer, of which there is one; an asyncio.Event would cost more
+        self._waiting: asyncio.Future[None] | None = None
+
+    def put(self, output: RequestOutput) -> None:
+        """Add an output and wake the consumer."""
+        if output.logprobs:
+            self.unread += _num_logprobs(output.logprobs)
+        if output.index in self._content:
+            self._content[output.index].absorb(output)
+        else:
+            self._content[output.index] = output
+        if output.finished:
+            self.unfinished.discard(output.index)
+        self._wake()
+
+    def refuse(self, error: Exception) -> None:
+        """Let `get` raise an error."""
+        self._error = error
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+
+    def drained(self) -> bool:
+        """Whether there will be no more outputs."""
+        return not self.unfinished and not self._content
+
+    async def get(self) -> RequestOutput:
+        """The next output. Waits until there is one."""
+        if not self._content and self._error is None:
+            self._waiting = asyncio.get_running_loop().create_future()
+            await self._waiting
+        if self._error is not None:
+            raise self._error
+        output = self._content.pop(next(iter(self._content)))
+        if output.logprobs:
+            self.unread -= _num_logprobs(output.logprobs)
+        return output
+
+    def discard(self, name: str, error: RequestError) -> None:
+        """End every answer with this error. Outputs that wait are dropped, and so are those that still come."""
+        ended = self.unfinished | self._content.keys()
+        self._content = {index: _end(name, index, "error", error) for index in sorted(ended)}
+        self.unread = 0
+        self.unfinished = set()
+        self._wake()
+
+
+class AsyncEngine:
+    """Owner of the worker and of the mailboxes. All methods are to be called on the event loop that called `start`.
+
+    engine:   an engine, which is run in a thread; or a config, which says where its engine is run
+    on_phase: called with each `Phase` of a start-up when it has ended, from another thread
+    reader:   turns texts into token ids, from any thread; None before `start` has returned
+    """
+
+    def __init__(self, engine: Engine | EngineConfig | None = None, *, on_phase: OnPhase | None = None) -> None:
+        self._source = EngineConfig() if engine is None else engine
+        self._on_phase = on_phase
+        self._worker: Worker | None = None
+        self._ready: Ready | None = None
+        self.reader: PromptReader | None = None
+        # The worker knows each request by a name that is never used again, even if its id is.
+        self._mailboxes: dict[str, _Mailbox] = {}  # by name
+        self._names: dict[str, str] = {}  # by request id
+        self._serial = count()
+        self._stats: EngineStats | None = None
+        self._error: EngineDeadError | None = None
+        self._restarts = 0
+        self._restarting: asyncio.Task[None] | None = None
+        self._ended = asyncio.Event()
+
+    async def start(self) -> None:
+        """Start the worker, which loads the model if a config was given. Raises what loading raises.
+
+        Under torchrun, an engine of tensor parallelism on another rank than 0 follows rank 0's, and ends the process with it.
+        """
+        if self._worker is not None:
+            raise RuntimeError("cannot start the engine: it has been started already")
+        if isinstance(self._source, EngineConfig):
+            follow_if_told(self._source)
+        await self._start()
+
+    async def _start(self) -> None:
+        loop = asyncio.get_running_loop()
+
+        def on_outputs(step: StepOutputs) -> None:
+            _call(loop, self._deliver, step)
+
+        def on_death(reason: str) -> None:
+            _call(loop, self._handle_death, reason)
+
+        self._worker = self._make_worker(on_outputs, on_death)
+        ready = await asyncio.to_thread(self._worker.start)
+        assert ready.config.max_model_len is not None
+        self.reader = PromptReader(ready.tokenizer, ready.vocab_size, ready.config.max_model_len)
+        self._ready = ready
+        self._stats = None
+
+    def _make_worker(self, on_outputs: OnOutputs, on_death: OnDeath) -> Worker:
+        source = self._source
+        if isinstance(source, EngineConfig) and source.uses_process:
+            return ProcessWorker(source, on_outputs, on_death, self._on_phase)
+        return ThreadWorker(source, on_outputs, on_death, self._on_phase)
+
+    def _handle_death(self, reason: str) -> None:
+        """The worker has died: end its requests, and start another worker if the config allows it."""
+        restarts = (
+            isinstance(self._source, EngineConfig) and self._restarts < self._source.max_restarts and self._restarting is None
+        )
+        self._end_all(EngineDeadError(f"the engine has ended: {reason}" + ("; it is being restarted" if restarts else "")))
+        if restarts:
+            self._restarts += 1
+            self._restarting = asyncio.create_task(self._restart())
+        else:
+            self._ended.set()
+
+    async def _restart(self) -> None:
+        try:
+            await self._start()
+        except Exception as error:
+            self._error = EngineDeadError(f"the engine has ended and could not be restarted: {error}")
+            log.exception("the engine could not be restarted")
+            self._ended.set()
+        else:
+            self._error = None
+            log.warning("the engine has been restarted: restart %d of %d", self._restarts, self.config.max_restarts)
+        finally:
+            self._restarting = None
+
+    async def shutdown(self, timeout: float = STOP_SECONDS) -> None:
+        """End the engine after the step that it is in, or after `timeout` seconds. Unfinished requests end with an error."""
+        if self._worker is not None:
+            await asyncio.to_thread(self._worker.stop, timeout)
+            if self._restarting is not None:
+                await self._restarting
+                await asyncio.to_thread(self._worker.stop, timeout)
+            self._end_all(EngineDeadError("the engine was shut down"))
+            self._ended.set()
+
+    async def ended(self) -> EngineDeadError:
+        """Why the engine has ended. Waits until it has ended for good."""
+        await self._ended.wait()
+        assert self._error is not None
+        return self._error
+
+    def kill(self) -> None:
+        """End the engine's process at once, if it has one. For the end of this process: nobody is told. May be called by a
+        signal handler."""
+        if self._worker is not None:
+            self._worker.kill()
+
+    def pulse(self) -> Pulse:
+        """How long the engine's process has been silent, and how long its step takes."""
+        return self._worker.pulse() if self._worker is not None and self._ready is not None else Pulse()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine takes requests."""
+        return self._ready is not None and self._error is None
+
+    @property
+    def is_restarting(self) -> bool:
+        """Whether the worker has died and another one is loading the model."""
+        return self._restarting is not None
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.ready.tokenizer
+
+    @property
+    def config(self) -> EngineConfig:
+        """The engine's settings. Nothing in them is "auto" any more."""
+        return self.ready.config
+
+    @property
+    def max_model_len(self) -> int:
+        assert self.config.max_model_len is not None
+        return self.config.max_model_len
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """The tokens that end an answer, unless a request ignores them."""
+        return self.ready.eos_ids
+
+    @property
+    def model_name(self) -> str:
+        return self.config.model_name
+
+    def stats(self) -> EngineStats:
+        """The engine's snapshot after its last step."""
+        return self._stats or self.ready.stats
+
+    def snapshots(self) -> Mapping[str | None, EngineStats]:
+        """The snapshot of each engine by the name of its replica; None if there is one engine, which is no replica."""
+        return {None: self.stats()}
+
+    async def generate(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None,
+        request_id: str,
+        *,
+        priority: int = 0,
+        timeout: float | None = None,
+        client: str | None = None,
+        cache_salt: str | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """The increments of all answers; the last one of each answer is `finished`. Leaving the iterator aborts the request.
+
+        The arguments are those of `Engine.add_request`.
+
+        Before the first output it raises ParameterError as `Engine.add_request` does, QueueFullError when too many requests
+        wait, and EngineDeadError when the engine has ended or has not been started.
+        """
+        if not self.is_alive or self._worker is None or self.reader is None:
+            raise self._error or EngineDeadError("the engine has not been started")
+        if request_id in self._names:
+            raise ParameterError("request_id", "be unique among unfinished requests", request_id, "duplicate_request_id")
+        worker = self._worker
+        read = self.reader.read
+        name = f"{request_id}-{next(self._serial)}"
+        mailbox = _Mailbox(1 if params is None else params.n)
+        self._names[request_id] = name
+        self._mailboxes[name] = mailbox
+        try:
+            # Tokenizing a long text takes a while, and neither the event loop nor a step should wait for it.
+            tokens = await asyncio.to_thread(read, prompt) if isinstance(prompt, str) else read(prompt)
+            if self._error is not None:
+                raise self._error
+            if mailbox.unfinished:  # else it was aborted meanwhile
+                worker.send(Add(name, tokens, params, priority, timeout, client=client, cache_salt=cache_salt))
+                mailbox.sent = True
+            while not mailbox.drained():
+                output = await mailbox.get()
+                output.request_id = request_id
+                output.prompt_token_ids = tokens
+                yield output
+        finally:
+            del self._mailboxes[name], self._names[request_id]
+            if mailbox.sent and mailbox.unfinished:
+                worker.send(Abort(name))
+
+    async def abort(self, request_id: str) -> None:
+        """End a request now. Its consumer gets a last output. Unknown ids are ignored: the request may just have ended."""
+        if self._worker is not None and request_id in self._names:
+            name = self._names[request_id]
+            mailbox = self._mailboxes[name]
+            if mailbox.sent:
+                self._worker.send(Abort(name, len(mailbox.unfinished)))
+            else:
+                self._end(name, "abort", None)
+
+    @property
+    def ready(self) -> Ready:
+        """What is known of the loaded engine."""
+        if self._ready is None:
+            raise RuntimeError("the engine has not been started")
+        return self._ready
+
+    def _deliver(self, step: StepOutputs) -> None:
+        """Put the outputs of a step into the mailboxes of their requests."""
+        self._stats = step.stats or self._stats
+        for name, error in step.rejected:
+            if name in self._mailboxes:
+                self._mailboxes[name].refuse(error)
+        has_logprobs = False
+        for output in step.outputs:
+            mailbox = self._mailboxes.get(output.request_id)
+            if mailbox is not None and output.index in mailbox.unfinished:
+                mailbox.put(output)
+                has_logprobs = has_logprobs or bool(output.logprobs)
+        if has_logprobs:
+            self._bound_unread()
+
+    def _bound_unread(self) -> None:
+        """End the requests with the most log-probabilities that wait, while there are too many of them."""
+        total = sum(mailbox.unread for mailbox in self._mailboxes.values())
+        while total > MAX_UNREAD:
+            name, largest = max(self._mailboxes.items(), key=lambda item: item[1].unread)
+            total -= largest.unread
+            if largest.unfinished and self._worker is not None:
+                self._worker.send(Abort(name))
+            largest.discard(name, UNREAD)
+
+    def _end_all(self, error: EngineDeadError) -> None:
+        """End every unfinished request with an error, and let later ones raise it."""
+        self._error = self._error or error
+        for name in self._mailboxes:
+            self._end(name, "error", RequestError("engine_dead", str(error)))
+
+    def _end(self, name: str, reason: FinishReason, error: RequestError | None) -> None:
+        """Give each unfinished answer of a request its last output."""
+        mailbox = self._mailboxes[name]
+        for index in sorted(mailbox.unfinished):
+            mailbox.put(_end(name, index, reason, error))
+
+
+def _end(name: str, index: int, reason: FinishReason, error: RequestError | None) -> RequestOutput:
+    """The last output of an answer that ends early."""
+    return RequestOutput(name, [], finished=True, finish_reason=reason, error=error, index=index)
+
+
+def _num_logprobs(entries: Sequence[TokenLogprob]) -> int:
+    return sum(1 + len(entry.top) for entry in entries)
+
+
+def _call(loop: asyncio.AbstractEventLoop, function: Callable[[Any], None], argument: object) -> None:
+    """Call a function on the event loop, from any thread."""
+    with suppress(RuntimeError):  # the loop has been closed, so no consumer is left
+        loop.call_soon_threadsafe(function, argument)

@@ -1,0 +1,236 @@
+"""Runs an engine by commands: requests and aborts come in one by one, and what a step produced goes out as one `StepOutputs`.
+
+    loop = EngineLoop(engine, commands, deliver)
+    commands.put(Add("request-1", [1, 2, 3], params))
+    loop.run()                               # until the command None comes
+
+The loop never waits for a client, and a step never waits for a grammar: other threads compile grammars (grammar_queue.py), and
+the request joins when its grammar is ready. Left out: where the loop runs (worker.py).
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from fa_serve.engine.errors import EngineDeadError, QueueFullError
+from fa_serve.engine.request.outputs import RequestOutput
+from fa_serve.engine.request.params import SamplingParams, StructuredOutput
+from fa_serve.engine.stats import EngineStats, StepStats
+from fa_serve.engine.structured.grammar_queue import LONG, GrammarQueue
+from fa_serve.sandbox.trials import Cancelled, Trial
+
+if TYPE_CHECKING:
+    from fa_serve.engine.engine import Engine
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """Add a request.
+
+    client:   who sends it; grammars of different clients are compiled in turns
+    compiled: the matcher of its structured output, or the error of compiling it; None when it has not been compiled
+    """
+
+    request_id: str
+    prompt: list[int]
+    params: SamplingParams | None
+    priority: int = 0
+    timeout: float | None = None
+    client: str | None = None
+    cache_salt: str | None = None
+    compiled: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Abort a request. `num_answers`: how many of its answers are unfinished."""
+
+    request_id: str
+    num_answers: int = 1
+
+
+Command = Add | Abort | EngineDeadError | None
+"""None ends the loop. An error, of a rank that is lost, is raised by it."""
+Commands = queue.SimpleQueue[Command]
+
+
+@dataclass(slots=True)
+class StepOutputs:
+    """What one step produced, and what became of the commands before it.
+
+    stats:    the engine's snapshot; None where it is asked for in another way
+    rejected: (request id, error) of requests that were not added
+    """
+
+    stats: EngineStats | None
+    outputs: list[RequestOutput] = field(default_factory=list)
+    rejected: list[tuple[str, Exception]] = field(default_factory=list)
+
+
+QUIET_SECONDS = 1.0
+"""Time without a command after which graphs are captured. Under any load a command is unlikely to meet a capture."""
+
+
+class EngineLoop:
+    """Owner of the requests whose grammars are being compiled. `deliver` is called after each step."""
+
+    def __init__(self, engine: Engine, commands: Commands, deliver: Callable[[StepOutputs], None]) -> None:
+        self._engine = engine
+        self._commands = commands
+        self._deliver = deliver
+        self._compiling: dict[str, Trial] = {}
+        self._queue = GrammarQueue(engine.grammars.sweep)
+        # what the commands since the last step have caused
+        self._outputs: list[RequestOutput] = []
+        self._rejected: list[tuple[str, Exception]] = []
+        self._busy_since: float | None = None
+        self._late = (0, 0)  # compilations and captures that requests have waited for
+        self._steps = StepStats()
+
+    @property
+    def busy_seconds(self) -> float:
+        """How long the step, or the command, that the loop is in has taken so far; 0 while it waits. From any thread."""
+        since = self._busy_since
+        return 0.0 if since is None else time.monotonic() - since
+
+    def run(self) -> None:
+        """Run steps until the command None comes."""
+        try:
+            while self._take_commands():
+                self._busy_since = begin = time.monotonic()
+                before = self._engine.preparations()
+                outputs = self._outputs + self._engine.step()
+                self._count_late(before)
+                rejected = self._rejected
+                self._outputs = []
+                self._rejected = []
+                self._deliver(StepOutputs(self._stats(), outputs, rejected))
+                self._steps = self._steps.plus(time.monotonic() - begin)
+        finally:
+            self._queue.close()
+            self._engine.close()
+
+    def _take_commands(self) -> bool:
+        """Carry out all commands that are there. Returns False if the loop is to end.
+
+        Waits for a command only when there is nothing to compute and nothing to deliver.
+        """
+        while not self._commands.empty() or not (self._engine.has_unfinished() or self._has_news):
+            self._busy_since = None
+            command = self._next_command()
+            self._busy_since = time.monotonic()
+            if command is None:
+                return False
+            if isinstance(command, EngineDeadError):
+                raise command
+            if isinstance(command, Abort):
+                self._abort(command)
+            else:
+                self._add(command)
+        return True
+
+    def _next_command(self) -> Command:
+        """Wait for a command. If none has come for QUIET_SECONDS, graphs are captured until one comes."""
+        try:
+            return self._commands.get(timeout=QUIET_SECONDS)
+        except queue.Empty:
+            pass
+        more = True
+        while more and self._commands.empty():
+            self._busy_since = time.monotonic()  # a command that comes now waits for one capture at most
+            before = self._engine.preparations()
+            more = self._engine.prepare_one()
+            if not self._commands.empty():
+                self._count_late(before)
+        self._busy_since = None
+        return self._commands.get()
+
+    def _stats(self) -> EngineStats:
+        compilations, captures = self._late
+        return replace(self._engine.stats(), steps=self._steps, num_late_compilations=compilations, num_late_captures=captures)
+
+    def _count_late(self, before: tuple[int, int]) -> None:
+        """Count what has been compiled and captured since `before` as what requests have waited for."""
+        compilations, captures = self._late
+        now = self._engine.preparations()
+        self._late = (compilations + now[0] - before[0], captures + now[1] - before[1])
+
+    @property
+    def _has_news(self) -> bool:
+        return bool(self._outputs or self._rejected)
+
+    def _abort(self, command: Abort) -> None:
+        trial = self._compiling.pop(command.request_id, None)
+        if trial is not None:
+            self._queue.cancel(command.request_id)
+            trial.cancel()
+            end = RequestOutput(command.request_id, [], finished=True, finish_reason="abort")
+            self._outputs += [replace(end, index=index) for index in range(command.num_answers)]
+        else:
+            self._outputs += self._engine.abort(command.request_id)
+
+    def _add(self, command: Add) -> None:
+        structured = None if command.params is None else command.params.structured
+        if command.compiled is not None:
+            if self._compiling.pop(command.request_id, None) is None:
+                return  # it was aborted while its grammar was compiled
+            if isinstance(command.compiled, Exception):
+                self._reject(command.request_id, command.compiled)
+                return
+        elif structured is not None:
+            self._start_compiling(command, structured)
+            return
+        try:
+            self._engine.add_request(
+                command.request_id,
+                command.prompt,
+                command.params,
+                priority=command.priority,
+                timeout=command.timeout,
+                client=command.client,
+                cache_salt=command.cache_salt,
+                matcher=command.compiled,
+            )
+        except Exception as error:
+            self._reject(command.request_id, error)
+
+    def _reject(self, request_id: str, error: Exception) -> None:
+        if not isinstance(error, ValueError | QueueFullError):  # its class may not survive the pipe between two processes
+            error = RuntimeError(f"{type(error).__name__}: {error}")
+        self._rejected.append((request_id, error))
+
+    def _start_compiling(self, command: Add, structured: StructuredOutput) -> None:
+        limit = max(self._engine.config.max_waiting, 1)
+        try:
+            if len(self._compiling) >= limit:
+                raise QueueFullError(f"the queue is full: {limit} grammars are being compiled already. Try again later")
+            trial = self._engine.grammars.trial(structured)
+        except Exception as error:
+            self._reject(command.request_id, error)
+            return
+        self._compiling[command.request_id] = trial
+        since = time.monotonic()
+        self._queue.submit(
+            command.request_id,
+            command.client,
+            structured.length(LONG),
+            lambda: self._compile(command, structured, trial, since),
+        )
+
+    def _compile(self, command: Add, structured: StructuredOutput, trial: Trial, since: float) -> None:
+        """Compile a grammar, in a thread of the queue, and send the request again. Its timeout counts from `since`."""
+        compiled: Any
+        try:
+            compiled = self._engine.grammars.matcher(structured, trial)
+        except Cancelled:
+            return
+        except Exception as error:
+            compiled = error
+        timeout = command.timeout
+        if timeout is not None:  # a timeout that has passed still ends the request in the usual way
+            timeout = max(timeout - (time.monotonic() - since), 1e-3)
+        self._commands.put(replace(command, compiled=compiled, timeout=timeout))

@@ -1,0 +1,73 @@
+"""The process of an engine: it imports what an engine needs, and then it is told which engine to load.
+
+    start_ahead()                            # a server does this before it imports its own modules
+    process, connection = take_process()     # the process that was started ahead, or a new one
+    connection.send(config)                  # from here on, worker.py speaks through the connection
+
+PyTorch and the models of transformers take several seconds to import in each process. With a process that is started ahead,
+both processes import at the same time. This module imports neither. Left out: what goes through the connection (worker.py).
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+from fa_serve.engine.process.host_memory import importing
+
+
+class EngineProcess(NamedTuple):
+    """process: a daemon, which ends with its parent; connection: the parent's end"""
+
+    process: Any
+    connection: Connection
+
+
+_ahead: EngineProcess | None = None
+
+
+def start_ahead() -> None:
+    """Start the process of the next engine of this process. A second call changes nothing."""
+    global _ahead
+    if _ahead is None:
+        _ahead = _start(ahead=True)
+
+
+def take_process() -> EngineProcess:
+    """The process for an engine, which waits for its config."""
+    global _ahead
+    taken = _ahead
+    _ahead = None
+    return taken if taken is not None and taken.process.is_alive() else _start(ahead=False)
+
+
+def drop_process() -> None:
+    """End the process that was started ahead, if no engine has taken it: the engine runs in a thread, or there is none."""
+    global _ahead
+    dropped = _ahead
+    _ahead = None
+    if dropped is not None:
+        dropped.process.kill()
+        dropped.process.join()
+
+
+def _start(*, ahead: bool) -> EngineProcess:
+    # A spawned process is a fresh interpreter. A forked one would inherit locks of threads and an unusable CUDA context.
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_main, args=(theirs, ahead), name="fa_serve-engine", daemon=True)
+    process.start()
+    theirs.close()
+    return EngineProcess(process, ours)
+
+
+def _main(connection: Connection, ahead: bool) -> None:
+    # Ctrl-C, and a SIGTERM of systemd or torchrun, come to all processes, but the parent finishes requests and then stops this
+    # one. A process that waits for its config must end at SIGTERM, which a parent that exits sends to its daemons.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL if ahead else signal.SIG_IGN)
+    with importing(freeze=True):
+        from fa_serve.engine.process.worker import run_engine
+    run_engine(connection)

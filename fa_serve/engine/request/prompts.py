@@ -1,0 +1,134 @@
+"""Prompts become checked lists of token ids. The module needs no engine, so that another process can do this work.
+
+tokens = PromptReader(tokenizer, vocab_size=32000, max_model_len=4096).read("Once upon a time")
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from fa_serve.engine.request.params import SamplingParams
+from fa_serve.spec import ParameterError
+
+MAX_IDS = 1 << 20
+"""Tokens of a text that `PromptReader.encode` takes even if the model's context is shorter, so that they can be counted."""
+PIECE = 1 << 18
+"""Characters that are tokenized at once in order to count them."""
+
+
+class PromptReader:
+    """Turns prompts into token ids. Safe to use from any thread.
+
+    tokenizer: a fast tokenizer of transformers, or None; then prompts must be token ids
+    max_chars: characters of a text that `encode` takes
+    max_ids:   tokens of a text that `encode` takes
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, max_model_len: int) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+        self.max_ids = max(2 * max_model_len, MAX_IDS)
+        self.max_chars = 0 if tokenizer is None else max_model_len * _most_characters(tokenizer.backend_tokenizer)
+
+    def read(self, prompt: str | Sequence[int]) -> list[int]:
+        """The token ids of a text, or a checked copy of token ids.
+
+        Raises ParameterError("prompt") for a prompt that is empty, too long, or has ids outside the vocabulary.
+        """
+        if not isinstance(prompt, str):
+            tokens = self._checked(prompt)
+        elif self._tokenizer is None:
+            raise ParameterError("prompt", "be token ids because this engine has no tokenizer", prompt, "no_tokenizer")
+        else:
+            tokens = self.encode(prompt)
+        if not tokens:
+            raise ParameterError("prompt", "have at least one token", prompt)
+        if len(tokens) >= self._max_model_len:
+            rule = f"be shorter than max_model_len = {self._max_model_len} tokens, to leave room for an answer"
+            raise ParameterError("prompt", rule, len(tokens), "context_length_exceeded")
+        return tokens
+
+    def encode(self, text: str, special_tokens: bool = True) -> list[int]:
+        """The token ids of a text.
+
+        This calls tokenizers without transformers, which takes longer and warns of texts longer than the model's limit. The
+        text is sent as a batch of one, because that releases the interpreter's lock.
+
+        Raises ParameterError("prompt") for a text that is too long or cannot be encoded as UTF-8.
+        """
+        if len(text) > self.max_chars:
+            # Tokenizing many megabytes takes a thread several seconds, and the text would be refused anyway.
+            limit = f"{self._max_model_len} tokens, and so have at most {self.max_chars} characters"
+            raise ParameterError("prompt", f"be shorter than max_model_len = {limit}", len(text), "context_length_exceeded")
+        try:
+            num_bytes = len(text.encode())
+        except UnicodeEncodeError as error:
+            rule = f"be a text that UTF-8 can encode, without half of a surrogate pair at character {error.start}"
+            raise ParameterError("prompt", rule, text[error.start : error.end]) from None
+        if num_bytes > self.max_ids:
+            self._require_few_ids(text)
+        ids: list[int] = self._encoding(text, special_tokens).ids
+        return ids
+
+    def _encoding(self, text: str, special_tokens: bool) -> Any:
+        return self._tokenizer.backend_tokenizer.encode_batch_fast([text], add_special_tokens=special_tokens)[0]
+
+    def _require_few_ids(self, text: str) -> None:
+        """Raise ParameterError for a text with more than `max_ids` tokens, before all of them are in memory.
+
+        `max_chars` is far above that if the vocabulary has one long token, such as 128 spaces, and a token takes 100 bytes. A
+        text in pieces has hardly more tokens than in one, and no more than bytes.
+        """
+        count = 0
+        for begin in range(0, len(text), PIECE):
+            count += len(self._encoding(text[begin : begin + PIECE], False))
+            if count > self.max_ids:
+                rule = f"have at most {self.max_ids} tokens"
+                raise ParameterError("prompt", rule, f"at least {count}", "context_length_exceeded")
+
+    def _checked(self, prompt: Sequence[int]) -> list[int]:
+        """Token ids are checked here, because a bad one would fail a whole step later."""
+        rule = f"hold token ids from 0 to {self._vocab_size - 1}"
+        try:
+            numbers = np.frombuffer(array("q", prompt), dtype=np.uint64)
+        except (TypeError, OverflowError) as error:
+            raise ParameterError("prompt", f"{rule} ({error})", prompt) from None
+        if not len(numbers):
+            return []
+        if np.maximum.reduce(numbers) >= self._vocab_size:  # a negative number is larger than all others
+            signed = numbers.view(np.int64)
+            least = int(signed.min())
+            raise ParameterError("prompt", rule, least if least < 0 else int(signed.max()))
+        tokens: list[int] = numbers.tolist()
+        return tokens
+
+
+def _most_characters(tokenizer: Tokenizer) -> int:
+    """How many characters of a text one token stands for at most.
+
+    That is the length of its name. A normaliser may shorten the text, which is taken into account by a factor of 4.
+    """
+    longest = max(map(len, tokenizer.get_vocab()), default=1)
+    return longest * (1 if tokenizer.normalizer is None else 4)
+
+
+def params_of_each(
+    prompts: Sequence[str | Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None
+) -> Sequence[SamplingParams]:
+    """The parameters of each prompt. params: for all prompts, or one for each; None are the defaults
+
+    Raises ParameterError if the numbers differ, or if the prompts are one text.
+    """
+    if isinstance(prompts, str):
+        raise ParameterError("prompts", "be a list of prompts, not one text", prompts)
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * len(prompts)
+    if len(params) != len(prompts):
+        raise ParameterError("params", f"be one SamplingParams, or one for each of {len(prompts)} prompts", len(params))
+    return params

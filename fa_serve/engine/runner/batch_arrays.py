@@ -1,0 +1,186 @@
+"""The numbers of one step as NumPy arrays: a `ScheduledBatch` in, what the forward and the sampler read out.
+
+    arrays = batch_arrays(batch, block_table, page_size=16, vocab_size=32000, deterministic=False)
+
+A sampled token that is not known on the host yet is written as -(slot + 1): the device keeps the last sampled token of each
+slot. A chunk with drafts has a row of logits for its last known token and one for each draft. Left out: the transfer to the
+device (transfer.py) and padding (cuda_graphs.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fa_serve.engine.cache.block_table import BlockTable
+from fa_serve.engine.request.request import Request
+from fa_serve.engine.runner.results import PromptSpan
+from fa_serve.engine.runner.sampler import draft_arrays, sampling_arrays
+from fa_serve.engine.scheduler.scheduled_batch import ScheduledBatch
+from fa_serve.engine.scheduler.sequence import SequenceState
+
+Arrays = dict[str, NDArray[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchArrays:
+    """One step on the host.
+
+    inputs:    what the forward reads; names and dtypes are those of `cuda_graphs.padding`
+    sampling:  the fields of `SampleParams` that this step needs
+    rows:      "sampled_slots", (n,) slots of the sequences that sample; if they are needed, "logprob_rows", (m,) rows among
+               these, and "prompt_targets", (k,) prompt tokens whose log-probabilities are wanted
+    sequences: those that sample, by row of the logits; a sequence with k drafts has 1 + k rows
+    logprob_rows: rows of `sequences` that want log-probabilities
+    prompt_spans: the prompt tokens of "prompt_targets"; their logits come after those of `sequences`
+    num_tokens, num_sequences: of the step, as attention sees it
+    max_seqlen_q, max_seqlen_k: largest number of queries and of keys of one sequence
+    decoding:  whether every sequence computes its last token, possibly with drafts after it, and samples
+    fresh:     whether no sequence has keys in the cache from before this step
+    """
+
+    inputs: Arrays
+    sampling: Arrays
+    rows: Arrays
+    sequences: list[SequenceState]
+    logprob_rows: list[int]
+    prompt_spans: list[PromptSpan]
+    num_tokens: int
+    num_sequences: int
+    max_seqlen_q: int
+    max_seqlen_k: int
+    decoding: bool
+    fresh: bool
+
+
+def batch_arrays(
+    batch: ScheduledBatch,
+    block_table: BlockTable,
+    *,
+    page_size: int,
+    vocab_size: int,
+    deterministic: bool,
+    drafting: bool = False,
+    lead: int = 0,
+) -> BatchArrays:
+    """The arrays of one step. New pages are written into the block table.
+
+    deterministic: unless all sequences compute one token, treat each token as a sequence that ends with it
+    drafting: the tokens are drafts, for which there are neither penalties nor log-probabilities
+    lead: how many places later than its position a token is taken from
+    """
+    chunks = batch.chunks
+    input_ids = _input_ids(batch, block_table, lead)
+    slots = np.array([chunk.slot for chunk in chunks], dtype=np.int64)
+    starts = np.array([chunk.start for chunk in chunks], dtype=np.int64)
+    lengths = np.array([chunk.length for chunk in chunks], dtype=np.int64)
+    num_samples = np.array([chunk.num_samples for chunk in chunks], dtype=np.int64)
+    ends = np.cumsum(lengths)
+    firsts = ends - lengths
+    seqused = starts + lengths
+    # token t of the step is token t - firsts[c] of its chunk c
+    positions = np.arange(ends[-1]) + np.repeat(starts - firsts, lengths)
+    token_slots = np.repeat(slots, lengths)
+    pages = block_table.pages(token_slots, positions // page_size)
+    max_seqlen_q = int(lengths.max())
+    decoding = bool((num_samples == lengths).all())
+    inputs: Arrays = {
+        "input_ids": np.array(input_ids, dtype=np.int64),
+        "position_ids": positions,
+        "slot_mapping": pages * page_size + positions % page_size,
+    }
+    if deterministic and not (decoding and max_seqlen_q == 1):
+        inputs["slots"] = token_slots
+        inputs["seqused_k"] = (positions + 1).astype(np.int32)
+        cu_seqlens_q = np.arange(ends[-1] + 1)
+        max_seqlen_q = 1
+    else:
+        inputs["slots"] = slots
+        inputs["seqused_k"] = seqused.astype(np.int32)
+        cu_seqlens_q = np.concatenate([[0], ends])
+    inputs["cu_seqlens_q"] = cu_seqlens_q.astype(np.int32)
+    sampled = _sampled_tokens(ends, num_samples) if batch.num_drafts else ends[num_samples > 0] - 1
+    inputs["logits_indices"] = np.concatenate([sampled, *_prompt_rows(batch, firsts)])
+
+    requests = [chunk.sequence.request for chunk in chunks if chunk.num_samples]
+    sequences = [chunk.sequence for chunk in chunks for _ in range(chunk.num_samples)]
+    rows: Arrays = {"sampled_slots": token_slots[sampled]}
+    logprob_rows = [] if drafting else _logprob_rows(requests, sequences)
+    if logprob_rows:
+        rows["logprob_rows"] = np.array(logprob_rows, dtype=np.int64)
+    prompt_spans = _prompt_spans(batch)
+    if prompt_spans:
+        targets = [sequence.request.prompt[first:last] for sequence, first, last in prompt_spans]
+        rows["prompt_targets"] = np.concatenate([np.array(tokens, dtype=np.int64) for tokens in targets])
+    num_rows = num_samples[num_samples > 0] if batch.num_drafts else None
+    drawn_positions = positions[sampled] + lead + 1
+    sampling = sampling_arrays(requests, drawn_positions, vocab_size, num_rows=num_rows, penalties=not drafting)
+    if batch.num_drafts and "repetition" in sampling:
+        sampling |= draft_arrays([chunk.drafts for chunk in chunks if chunk.num_samples], vocab_size)
+    return BatchArrays(
+        inputs=inputs,
+        sampling=sampling,
+        rows=rows,
+        sequences=sequences,
+        logprob_rows=logprob_rows,
+        prompt_spans=prompt_spans,
+        num_tokens=len(input_ids),
+        num_sequences=len(inputs["slots"]),
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=int(seqused.max()),
+        decoding=decoding,
+        fresh=not starts.any() and not deterministic,
+    )
+
+
+def _input_ids(batch: ScheduledBatch, block_table: BlockTable, lead: int) -> list[int]:
+    """The step's tokens, pending ones as -(slot + 1). Each sequence's pages are written into the block table on the way."""
+    input_ids: list[int] = []
+    for chunk in batch.chunks:
+        sequence = chunk.sequence
+        tokens = sequence.tokens
+        block_table.fill(chunk.slot, sequence.pages)
+        start = chunk.start + lead
+        end = start + chunk.length
+        input_ids += tokens[start:end]
+        if chunk.drafts:
+            input_ids += chunk.drafts
+        elif end > len(tokens):
+            input_ids.append(-1 - chunk.slot)
+    return input_ids
+
+
+def _sampled_tokens(ends: NDArray[np.int64], num_samples: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The last num_samples tokens of each chunk. ends: the token after each chunk"""
+    last_rows = np.cumsum(num_samples)
+    return np.arange(num_samples.sum()) + np.repeat(ends - last_rows, num_samples)
+
+
+def _prompt_rows(batch: ScheduledBatch, firsts: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+    """The prompt tokens of the step whose logits are wanted. firsts: the first token of each chunk"""
+    return [
+        np.arange(first, first + chunk.num_prompt_logits)
+        for chunk, first in zip(batch.chunks, firsts, strict=True)
+        if chunk.num_prompt_logits
+    ]
+
+
+def _logprob_rows(requests: list[Request], sequences: list[SequenceState]) -> list[int]:
+    """The rows that want log-probabilities. requests: those of `sequences`, once each"""
+    if all(request.params.logprobs is None for request in requests):
+        return []  # the usual case, in which 128 rows of drafts need no more look-ups than their sequences
+    return [row for row, sequence in enumerate(sequences) if sequence.request.params.logprobs is not None]
+
+
+def _prompt_spans(batch: ScheduledBatch) -> list[PromptSpan]:
+    """The logits of a token give the log-probabilities of the token after it."""
+    if not batch.num_prompt_logits:
+        return []
+    return [
+        PromptSpan(chunk.sequence, chunk.start + 1, chunk.start + 1 + chunk.num_prompt_logits)
+        for chunk in batch.chunks
+        if chunk.num_prompt_logits
+    ]

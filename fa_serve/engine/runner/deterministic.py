@@ -1,0 +1,157 @@
+"""Deterministic mode: the tokens and log-probabilities of a request are bitwise the same alone and in any batch.
+
+    with DeterministicMode():
+        logits = paged_forward(...)
+
+Inside, operators whose sums depend on the number of rows are computed row by row: matrix products, means, sums and logsumexp.
+The other operators of a decoder work element by element or have a kernel for each row already. Elementwise functions are
+computed row by row as well on a CPU, because its vector instructions treat the end of a tensor differently. Attention treats
+each token as a sequence and splits the keys of every sequence into the same number of splits (batch_arrays.py). Therefore
+neither the chunks of a prompt, nor prefix cache hits, nor preemption change a bit, and none of them is turned off.
+
+The experts of a mixture are one operator, which has such a form, where `fa_serve.hf.take_experts` has taken them. An operator
+without such a form, for example the grouped products of other experts, raises UnsupportedModelError. Left out: other machines,
+versions, page sizes and dtypes, which may change bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fa_serve import ops
+from fa_serve.ops.experts import operator as experts_operator
+from fa_serve.spec import UnsupportedModelError
+
+aten: Any = torch.ops.aten
+NUM_SPLITS = 4
+"""Splits of each sequence's keys in attention: enough for a single sequence to occupy a good part of a GPU."""
+
+
+class DeterministicMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Replaces operators whose results depend on the number of rows."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        function = _REPLACEMENTS.get(func)
+        if function is None:
+            if func in _REFUSED:
+                raise UnsupportedModelError(
+                    f"deterministic must be False for this model: the results of its operator {func} depend on the batch"
+                )
+            return func(*args, **kwargs)
+        result = function(*args, **kwargs)
+        return func(*args, **kwargs) if result is NotImplemented else result
+
+
+def deterministic_mode(enabled: bool) -> AbstractContextManager[object]:
+    """A context with DeterministicMode if `enabled`, else one without any effect."""
+    mode: Any = DeterministicMode
+    return mode() if enabled else nullcontext()
+
+
+def _matmul(x: Tensor, y: Tensor) -> Any:
+    if y.dim() == 2:
+        return ops.invariant_linear(x, y.t(), None)
+    if x.shape[-1] == 1:
+        return x * y  # nothing is summed, as for the angles of a rotary embedding
+    if x.dim() == 4:
+        return NotImplemented  # attention, which computes each sequence by itself
+    raise UnsupportedModelError(
+        f"deterministic must be False for this model: it multiplies tensors of shapes {tuple(x.shape)} and {tuple(y.shape)}"
+    )
+
+
+def _addmm(bias: Tensor, x: Tensor, y: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
+    if bias.dim() != 1 or beta != 1 or alpha != 1:
+        raise UnsupportedModelError("deterministic must be False for this model: it scales or accumulates matrix products")
+    return ops.invariant_linear(x, y.t(), bias)
+
+
+def _by_row(func: Any) -> Callable[..., Any]:
+    """`func` on each row by itself, on a CPU.
+
+    There the last elements of a tensor, fewer than a vector register holds, take another path than the others.
+    """
+
+    def function(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if x.is_cuda or x.dim() < 2 or not x.numel():
+            return NotImplemented
+        return torch.cat([func(row[None], *args, **kwargs) for row in x.reshape(-1, x.shape[-1])]).view(x.shape)
+
+    return function
+
+
+def _log1p(x: Tensor) -> Any:
+    """Each number by itself on a CPU: Llama 4 takes the logarithms of a row of positions, one for each token."""
+    if x.is_cuda or x.dim() != 1 or not x.numel():
+        return NotImplemented
+    return torch.stack([torch.log1p(number) for number in x])
+
+
+def _polar(length: Tensor, angle: Tensor) -> Any:
+    """Complex numbers of a rotary embedding, on a CPU row by row."""
+    if angle.is_cuda or angle.dim() < 2 or not angle.numel():
+        return NotImplemented
+    return torch.complex(length * _by_row(torch.cos)(angle), length * _by_row(torch.sin)(angle))
+
+
+def _mul(x: Any, y: Any) -> Any:
+    """A product of complex numbers, on a CPU of their parts: where its loop ends, it would round otherwise."""
+    if not isinstance(x, Tensor) or not isinstance(y, Tensor) or not (x.is_complex() and y.is_complex()) or x.is_cuda:
+        return NotImplemented
+    return torch.complex(x.real * y.real - x.imag * y.imag, x.real * y.imag + x.imag * y.real)
+
+
+def _sum(x: Tensor, dim: Sequence[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+    if dim is None or [d % x.dim() for d in dim] != [x.dim() - 1] or not x.is_floating_point():
+        return NotImplemented
+    dtype = dtype or x.dtype
+    total = ops.invariant_sum(x.to(dtype)).to(dtype)
+    return total.unsqueeze(-1) if keepdim else total
+
+
+def _mean(x: Tensor, dim: Sequence[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+    total = _sum(x, dim, keepdim, dtype=dtype)
+    return total if total is NotImplemented else total / x.shape[-1]
+
+
+def _logsumexp(x: Tensor, dim: Sequence[int], keepdim: bool = False) -> Any:
+    largest = x.amax(dim=-1, keepdim=True)
+    differences = x - largest
+    exponentials = _by_row(torch.exp)(differences)
+    total = _sum(differences.exp() if exponentials is NotImplemented else exponentials, dim, True)
+    if total is NotImplemented:
+        return total
+    logs = _by_row(torch.log)(total)
+    result = largest + (total.log() if logs is NotImplemented else logs)
+    return result if keepdim else result.squeeze(-1)
+
+
+_POINTWISE = [
+    getattr(aten, name).default for name in ("silu", "gelu", "relu", "tanh", "sigmoid", "exp", "log", "sin", "cos", "rsqrt")
+]
+_REPLACEMENTS: dict[Any, Callable[..., Any]] = {
+    aten.linear.default: lambda x, weight, bias=None: ops.invariant_linear(x, weight, bias),
+    aten.matmul.default: _matmul,
+    aten.mm.default: _matmul,
+    aten.bmm.default: _matmul,
+    aten.addmm.default: _addmm,
+    aten.sum.dim_IntList: _sum,
+    aten.mean.dim: _mean,
+    aten.logsumexp.default: _logsumexp,
+    aten.log1p.default: _log1p,
+    aten.polar.default: _polar,
+    aten.mul.Tensor: _mul,
+    torch.ops.fa_serve.experts.default: partial(experts_operator.compute, invariant=True),
+    **{func: _by_row(func) for func in _POINTWISE},
+}
+_REFUSED = {aten.baddbmm.default, aten._grouped_mm.default, aten._scaled_mm.default}

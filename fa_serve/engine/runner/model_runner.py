@@ -1,0 +1,398 @@
+"""The model, the KV cache and the tensors of a step: a `ScheduledBatch` in, sampled tokens out.
+
+    runner = ModelRunner(model, config)
+    runner.allocate(num_pages, max_model_len)
+    forward = runner.launch(batch)           # returns when the work is queued, not when it is done
+    pending = runner.sample(forward)         # the same; the masks of structured outputs may come as late as this
+    result = pending.read()                  # waits for the device: one token for each chunk that samples
+
+The numbers of a step are one block of host memory, sent in one copy. The device keeps the last sampled token of each slot,
+which the host may not know yet. Left out: which tokens are computed (scheduler.py) and how one is chosen (sampler.py).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from fa_serve.api import MAX_COPY_BYTES
+from fa_serve.engine.cache import tensors as kv_cache
+from fa_serve.engine.cache.block_table import BlockTable
+from fa_serve.engine.config import EngineConfig
+from fa_serve.engine.runner.batch_arrays import BatchArrays, batch_arrays
+from fa_serve.engine.runner.cuda_graphs import Check, Inputs, Shape, StepGraphs, pad, padding
+from fa_serve.engine.runner.deterministic import NUM_SPLITS, deterministic_mode
+from fa_serve.engine.runner.prepared_batch import Forward, PreparedBatch
+from fa_serve.engine.runner.results import PendingResult
+from fa_serve.engine.runner.sampler import SampleParams, TokenCounts, log_probabilities, sample, sampling_arrays
+from fa_serve.engine.runner.transfer import packed_size, send
+from fa_serve.engine.scheduler.scheduled_batch import ScheduledBatch
+from fa_serve.engine.scheduler.sequence import SequenceState
+from fa_serve.engine.speculation.kept_features import KeptFeatures
+from fa_serve.engine.start.warm_up import EmptyStep, SamplingVariant, largest_batch
+from fa_serve.hf import PagedBatch, attention_layers, paged_forward, take_experts, take_scaled_experts, vocab_size
+from fa_serve.hf.surgery.fuse import fusion
+from fa_serve.hf.surgery.fuse.latent import PLAIN_TOKENS
+from fa_serve.hf.surgery.fuse.router import fuse_routers
+from fa_serve.hf.surgery.fuse.unit import fuse_units
+from fa_serve.hf.surgery.quantised.linear import QuantizedLinear
+from fa_serve.launching.compilations import num_compilations
+
+log = logging.getLogger("fa_serve.engine")
+
+
+class ModelRunner:
+    """Owner of everything on the device. Before the first step it needs its cache: see `allocate`.
+
+    drafting: this is a draft model, whose draws ignore penalties and need no log-probabilities
+    check:    called with the error of a graph before steps run without it. Raises if other ranks would go on with theirs
+    draft:    the runner of the draft model (draft_model.py), whose cache has the same pages; None without one
+    kept_features: keeps what each forward computes for an EAGLE-3 head (draft_head.py); None without one
+    lead:     how many places later in the sequence than its position a token is taken from: 1 for a head
+    """
+
+    lead = 0
+
+    def __init__(
+        self, model: PreTrainedModel, config: EngineConfig, *, drafting: bool = False, check: Check = lambda error: None
+    ) -> None:
+        self.draft: ModelRunner | None = None
+        self.kept_features: KeptFeatures | None = None
+        self.check = check
+        self._drafting = drafting
+        self.model: PreTrainedModel = model.train(False)
+        self.device = model.device
+        self.vocab_size = vocab_size(model)
+        self.page_size = config.page_size
+        self.eager = config.eager or self.device.type != "cuda"
+        self.fuses = config.fusion and not config.eager and not config.deterministic
+        if not self.fuses:
+            fusion.unfuse(model)
+        self.max_num_seqs = config.max_num_seqs
+        self._max_tokens = config.max_num_batched_tokens
+        if self.fuses or config.deterministic:
+            take_experts(model)
+            take_scaled_experts(model)
+        self.layers = attention_layers(model)
+        self._deterministic = config.deterministic
+        for module in model.modules():
+            if isinstance(module, QuantizedLinear):
+                module.invariant = config.deterministic
+        # in deterministic mode each draft is a sequence of the forward
+        self._max_drafts = 0 if config.deterministic else config.max_drafts
+        # fields of every PagedBatch
+        self._options: dict[str, Any] = {"num_splits": NUM_SPLITS} if config.deterministic else {}
+        if config.kv_cache_dtype == "fp8":
+            self.layers = [replace(layer, kv_dtype=torch.float8_e4m3fn) for layer in self.layers]
+            self._options["descales"] = kv_cache.descales(model, self.vocab_size, self.layers)
+        if config.attention_precision != "bf16":
+            self._options["precision"] = config.attention_precision
+        self.kv_caches: list[tuple[Tensor, Tensor]] = []
+        self._graphs: StepGraphs | None = None
+        self._counts: TokenCounts | None = None
+        self._last_tokens = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self.device)
+        self._block_table = BlockTable(config.max_num_seqs, 0, self.device)
+
+    @property
+    def window(self) -> int | None:
+        """Keys before a token that any layer attends to, those of a draft model included; None if a layer attends to all."""
+        lefts = [layer.window_size[0] for layer in [*self.layers, *(self.draft.layers if self.draft else ())]]
+        return None if min(lefts, default=-1) < 0 else max(lefts)
+
+    def fuse(self) -> int:
+        """Fuse layers, routers and shared experts of the model where that is possible. Returns how many layers are fused."""
+        fused = fusion.fuse(self.model)
+        fuse_routers(self.model)
+        fuse_units(self.model)
+        self.layers = fusion.cached_layers(self.model, self.layers)
+        if "descales" in self._options and any(layer.values_in_keys for layer in self.layers):
+            self._options["descales"] = kv_cache.descales(self.model, self.vocab_size, self.layers)
+        return fused
+
+    def allocate(self, num_pages: int, max_model_len: int) -> None:
+        """Allocate the KV cache. The content of an earlier one is lost."""
+        self.kv_caches = []
+        self._graphs = None
+        self.kv_caches = kv_cache.allocate(self.layers, num_pages, self.page_size, self.device)
+        self._block_table = BlockTable(self.max_num_seqs, -(-max_model_len // self.page_size), self.device)
+        if self.draft is not None:
+            self.draft.allocate(num_pages, max_model_len)
+
+    @property
+    def bytes_per_page(self) -> int:
+        """Bytes of the keys and values of one page, those of the draft model included."""
+        return kv_cache.bytes_per_page(self.layers, self.page_size) + (self.draft.bytes_per_page if self.draft else 0)
+
+    @torch.inference_mode()
+    def make_graphs(self) -> bool:
+        """Capture the largest decoding step. Returns False, and logs why, if this model cannot be captured.
+
+        To be called once, when the cache has its final place.
+        """
+        graphs = StepGraphs(
+            self._forward,
+            self._inputs,
+            self.device,
+            max_batch=self.max_num_seqs,
+            max_tokens=self._max_tokens,
+            max_keys=self._block_table.max_pages * self.page_size,
+            max_drafts=self._max_drafts,
+            vocab=self.vocab_size,
+            dtype=self.model.dtype,
+            # attention with these options plans for the longest prompt that is possible, not for the longest in the batch
+            prompts=not self._options,
+            check=self.check,
+            fresh_tokens=PLAIN_TOKENS if any(layer.values_in_keys for layer in self.layers) else None,
+        )
+        try:
+            graphs.capture_largest()
+        except Exception as error:
+            self.check(error)
+            log.warning("decoding runs without CUDA graphs, because the first capture failed: %s", error)
+            return False
+        self._graphs = graphs
+        if self.draft is not None:
+            self.draft.make_graphs()
+        return True
+
+    def close(self) -> None:
+        """Free the graphs and the KV cache, after the last step."""
+        if self._graphs is not None:
+            self._graphs.close()
+        self.kv_caches = []
+        if self.draft is not None:
+            self.draft.close()
+
+    @torch.inference_mode()
+    def prepare_one(self) -> bool:
+        """Capture one more graph ahead of time, of this model or of the draft model, by turns. Returns False if none is left.
+
+        From the first call on, steps of neither model capture.
+        """
+        graphs = [x._graphs for x in (self, self.draft) if x is not None and x._graphs is not None]
+        for each in graphs:
+            each.capture_ahead_only()
+        return any(each.prepare_one() for each in sorted(graphs, key=lambda each: each.num_captures))
+
+    @property
+    def num_captures(self) -> int:
+        """How many CUDA graphs have been captured, those of the draft model included."""
+        own = 0 if self._graphs is None else self._graphs.num_captures
+        return own + (0 if self.draft is None else self.draft.num_captures)
+
+    def preparations(self) -> tuple[int, int]:
+        """Kernels that were compiled or loaded, and CUDA graphs that were captured, up to now."""
+        return sum(num_compilations()), self.num_captures
+
+    @torch.inference_mode()
+    def run_warm_up(self, work: EmptyStep | SamplingVariant) -> None:
+        """Compute one part of the warm-up plan. No sequence may run."""
+        if isinstance(work, EmptyStep):
+            self._run_empty(work)
+        else:
+            self._sample_empty(work)
+
+    def _run_empty(self, step: EmptyStep) -> None:
+        """Compute a step that writes no keys, and reads the pages that slot 0 had last, whatever they hold."""
+        lengths = [1] * (step.batch - step.num_long) + [step.queries] * step.num_long
+        queries = step.queries
+        fresh = step.fresh
+        if self._deterministic:  # each token is a sequence, as in `batch_arrays`
+            lengths = [1] * step.num_tokens
+            queries = 1
+            fresh = False
+        arrays = padding(Shape(step.num_tokens, len(lengths), queries, step.keys))
+        arrays["seqused_k"] = np.array(lengths, dtype=np.int32)
+        arrays["cu_seqlens_q"] = np.cumsum([0, *lengths], dtype=np.int32)
+        self._forward(self._inputs(send(arrays, self.device), queries, step.keys, fresh=fresh))
+
+    def _sample_empty(self, variant: SamplingVariant) -> None:
+        """Sample one row of equal logits with these parameters."""
+        params = variant.params
+        sequence = SequenceState(variant.request(self.vocab_size))
+        if params.penalised:
+            self._token_counts().start(0, [0], 1)
+        arrays = sampling_arrays([sequence.request], [1], self.vocab_size)
+        logprob_rows = [] if params.logprobs is None else [0]
+        rows: dict[str, NDArray[Any]] = {"sampled_slots": np.zeros(1, dtype=np.int64)}
+        if logprob_rows:
+            rows["logprob_rows"] = np.zeros(1, dtype=np.int64)
+        logits = torch.zeros(1, self.vocab_size, dtype=self.model.dtype, device=self.device)
+        prepared = self._prepared(Shape(1, 1, 1, 1), arrays, send(arrays | rows, self.device))
+        masks = {0: np.full(-(-self.vocab_size // 32), -1, dtype=np.int32)} if variant.masked else None
+        self.sample(Forward(prepared, logits, [sequence], logprob_rows, []), masks).read()
+
+    def fit_num_pages(self, config: EngineConfig, max_model_len: int) -> int:
+        """How many pages the device has room for beside the weights and the largest step.
+
+        On a GPU the largest step is run to see what it takes. Raises ParameterError if there is no room at all.
+        """
+        size = self.bytes_per_page
+        if self.device.type != "cuda":
+            enough = self.max_num_seqs * -(-max_model_len // self.page_size)
+            share = kv_cache.CPU_SHARE / config.tensor_parallel
+            return min(enough, max(int(kv_cache.available_memory() * share) // size, 1))
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self.allocate(1, max_model_len)
+        before = torch.cuda.memory_allocated(self.device)
+        self.sample(self.launch(largest_batch(config, max_model_len))).read()
+        peak = torch.cuda.max_memory_allocated(self.device)
+        if not self.eager:
+            # graphs have a separate memory pool, which the largest step determines as well; and so have those of a draft model
+            peak += (peak - before) * (1 if self.draft is None else 2)
+        if "precision" in self._options:
+            peak += MAX_COPY_BYTES  # a later step may have more keys in its prompts than this one
+        self._release()
+        torch.cuda.empty_cache()
+        return kv_cache.device_room(self.device, config.gpu_memory_utilization, peak, size) // size
+
+    def _release(self) -> None:
+        self.kv_caches = []
+        if self.draft is not None:
+            self.draft._release()
+
+    @torch.inference_mode()
+    def launch(self, batch: ScheduledBatch) -> Forward:
+        """Queue the forward of one step."""
+        for sequence in batch.admitted:
+            self._block_table.clear(sequence.slot)
+            if sequence.request.params.penalised and not self._drafting:
+                self._token_counts().start(sequence.slot, sequence.tokens, sequence.num_prompt_tokens)
+        arrays = batch_arrays(
+            batch,
+            self._block_table,
+            page_size=self.page_size,
+            vocab_size=self.vocab_size,
+            deterministic=self._deterministic,
+            drafting=self._drafting,
+            lead=self.lead,
+        )
+        prepared = self._prepare(arrays)
+        logits = self._run(prepared)[: len(arrays.sequences) + batch.num_prompt_logits]
+        return Forward(prepared, logits, arrays.sequences, arrays.logprob_rows, arrays.prompt_spans)
+
+    @torch.inference_mode()
+    def sample(self, forward: Forward, masks: Mapping[int, NDArray[np.int32]] | None = None) -> PendingResult:
+        """Queue the sampling of the newest forward and the copy of its tokens to the host.
+
+        masks: by row of `forward.sequences`, which tokens may come next, one bit for each
+        """
+        prepared = forward.prepared
+        sequences = forward.sequences
+        logits = forward.logits[: len(sequences)]
+        prompt_logprobs: tuple[Tensor, ...] = ()
+        if prepared.prompt_targets is not None:
+            top = max(span.sequence.request.params.prompt_logprobs or 0 for span in forward.prompt_spans)
+            prompt_logprobs = self._log_probabilities(forward.logits[len(sequences) :], prepared.prompt_targets, top)
+        if not sequences:
+            none = torch.empty(0, dtype=torch.int64, device=logits.device)
+            return PendingResult(none, spans=forward.prompt_spans, prompt_logprobs=prompt_logprobs)
+        sampling = prepared.sampling
+        if masks:
+            rows = np.array(list(masks), dtype=np.int64)
+            sent = send({"mask_rows": rows, "mask": np.stack(list(masks.values()))}, self.device)
+            sampling = replace(sampling, mask=sent["mask"], mask_rows=sent["mask_rows"])
+        slots = prepared.sampled_slots
+        # An INVALID_TOKEN ends its sequence. A step that is launched before the host knows embeds token 0 for it.
+        tokens = sample(logits, sampling, self._counts, slots, self._last_tokens)
+        if sampling.repetition is not None:
+            self._token_counts().record(slots, tokens, sampling)
+        logprobs: tuple[Tensor, ...] = ()
+        wanted = [(row, sequences[row]) for row in forward.logprob_rows]
+        if (index := prepared.logprob_rows) is not None:
+            top = max(sequence.request.params.logprobs or 0 for _, sequence in wanted)
+            logprobs = self._log_probabilities(logits[index], tokens[index], top)
+        return PendingResult(tokens, wanted, logprobs, forward.prompt_spans, prompt_logprobs)
+
+    def _prepare(self, arrays: BatchArrays) -> PreparedBatch:
+        """Send the numbers of a step to the device: into the block of the graphs if there is a graph for the step."""
+        others = arrays.sampling | self._block_table.changes() | arrays.rows
+        shape = None
+        padded: dict[str, NDArray[Any]] = {}
+        if self._graphs is not None:
+            shape = self._graphs.shape_of(arrays)
+            padded = {} if shape is None else pad(arrays.inputs, shape) | others
+        if self._graphs is not None and padded and packed_size(padded) <= len(self._graphs.block):
+            sent = send(padded, self.device, self._graphs.block)
+        else:
+            shape = None
+            sent = send(arrays.inputs | others, self.device)
+        self._block_table.apply(sent)
+        inputs = shape or self._inputs(sent, arrays.max_seqlen_q, arrays.max_seqlen_k, fresh=arrays.fresh)
+        return self._prepared(inputs, arrays.sampling, sent)
+
+    def _prepared(
+        self, inputs: Inputs | Shape, sampling: Mapping[str, NDArray[Any]], sent: Mapping[str, Tensor]
+    ) -> PreparedBatch:
+        """sampling: the arrays of `sampling_arrays`, which are in `sent` as well, with those of `BatchArrays.rows`."""
+        top_k = sampling.get("top_k")
+        return PreparedBatch(
+            inputs=inputs,
+            sampled_slots=sent["sampled_slots"],
+            logprob_rows=sent.get("logprob_rows"),
+            prompt_targets=sent.get("prompt_targets"),
+            sampling=SampleParams(
+                **{name: sent[name] for name in sampling},
+                largest_top_k=None if top_k is None else int(top_k.max()),
+            ),
+        )
+
+    def _inputs(self, fields: Mapping[str, Tensor], max_seqlen_q: int, max_seqlen_k: int, *, fresh: bool = False) -> Inputs:
+        """What the forward takes. fields: those of `cuda_graphs.padding`, on the device."""
+        return Inputs(
+            input_ids=fields["input_ids"],
+            position_ids=fields["position_ids"],
+            logits_indices=fields["logits_indices"],
+            slots=fields["slots"],
+            paged=PagedBatch(
+                kv_caches=self.kv_caches,
+                slot_mapping=fields["slot_mapping"],
+                cu_seqlens_q=fields["cu_seqlens_q"],
+                block_table=self._block_table.rows(fields["slots"], -(-max_seqlen_k // self.page_size)),
+                seqused_k=fields["seqused_k"],
+                max_seqlen_q=max_seqlen_q,
+                max_seqlen_k=max_seqlen_k,
+                fresh=fresh,
+                **self._options,
+            ),
+        )
+
+    def _run(self, prepared: PreparedBatch) -> Tensor:
+        """Logits of one forward, the rows that are sampled first."""
+        if isinstance(prepared.inputs, Inputs):
+            return self._forward(prepared.inputs)
+        assert self._graphs is not None
+        try:
+            return self._graphs.run(prepared.inputs)
+        except Exception as error:
+            self.check(error)
+            inputs = self._graphs.inputs(prepared.inputs)
+            self._graphs = None
+            log.warning("steps run without CUDA graphs from now on, because a capture or a replay failed: %s", error)
+            return self._forward(inputs)
+
+    def _forward(self, inputs: Inputs) -> Tensor:
+        last = self._last_tokens[(-1 - inputs.input_ids).clamp(min=0)]
+        input_ids = torch.where(inputs.input_ids < 0, last, inputs.input_ids)
+        keeping = nullcontext() if self.kept_features is None else self.kept_features.keeping(inputs.paged)
+        with keeping, deterministic_mode(self._deterministic):
+            return paged_forward(self.model, input_ids, inputs.position_ids, inputs.paged, inputs.logits_indices)
+
+    def _log_probabilities(self, logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, ...]:
+        with deterministic_mode(self._deterministic):
+            return log_probabilities(logits, tokens, top)
+
+    def _token_counts(self) -> TokenCounts:
+        if self._counts is None:
+            self._counts = TokenCounts(self.max_num_seqs, self.vocab_size, self.device)
+        return self._counts

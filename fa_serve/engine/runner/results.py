@@ -1,0 +1,117 @@
+"""What a step has computed: tokens and log-probabilities, first on their way from the device, then on the host.
+
+pending = PendingResult(tokens, ...)     # queues the copies and does not wait
+result = pending.read()                  # waits for the device
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fa_serve.engine.request.outputs import TokenLogprob
+from fa_serve.engine.scheduler.scheduled_batch import ScheduledBatch
+from fa_serve.engine.scheduler.sequence import SequenceState
+
+
+class PromptSpan(NamedTuple):
+    """Tokens first .. last - 1 of a sequence's prompt, whose log-probabilities are wanted."""
+
+    sequence: SequenceState
+    first: int
+    last: int
+
+
+@dataclass(slots=True)
+class StepResult:
+    """The outcome of one step.
+
+    tokens:   `num_samples` for each chunk, in order
+    logprobs: log-probabilities of a sequence's tokens, for those that asked for them
+    prompt_logprobs: (sequence, index of the first token, log-probabilities of the prompt's tokens from there on)
+    """
+
+    tokens: list[int]
+    logprobs: dict[SequenceState, list[TokenLogprob]] = field(default_factory=dict)
+    prompt_logprobs: list[tuple[SequenceState, int, list[TokenLogprob]]] = field(default_factory=list)
+
+
+class PendingResult:
+    """The outcome of a launched step, on its way to the host.
+
+    tokens:   (n,) int64, on the device
+    wanted:   (row of `tokens`, sequence) of those that want log-probabilities
+    logprobs: `log_probabilities` of these rows, in order; empty if there are none
+    spans:    the prompt tokens whose log-probabilities are wanted
+    prompt_logprobs: `log_probabilities` of these tokens, in order; empty if there are none
+    """
+
+    def __init__(
+        self,
+        tokens: Tensor,
+        wanted: Sequence[tuple[int, SequenceState]] = (),
+        logprobs: Sequence[Tensor] = (),
+        spans: Sequence[PromptSpan] = (),
+        prompt_logprobs: Sequence[Tensor] = (),
+    ) -> None:
+        self._wanted = wanted
+        self._spans = spans
+        self._num_logprobs = len(logprobs)
+        self._host = [tokens, *logprobs, *prompt_logprobs]
+        self._arrived: torch.Event | None = None
+        if tokens.is_cuda:
+            self._host = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True) for x in self._host]
+            self._arrived = torch.Event("cuda")
+            self._arrived.record()
+
+    def read(self) -> StepResult:
+        """Wait for the device."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        tokens, *values = (x.tolist() for x in self._host)
+        result = StepResult(tokens)
+        if self._num_logprobs:
+            for (row, sequence), *entry in zip(self._wanted, *values[: self._num_logprobs], strict=True):
+                entries = result.logprobs.setdefault(sequence, [])
+                entries.append(_entry(tokens[row], sequence.request.params.logprobs, *entry))
+        prompt_entries = zip(*values[self._num_logprobs :], strict=True)
+        for sequence, first, last in self._spans:
+            prompt = sequence.request.prompt
+            count = sequence.request.params.prompt_logprobs
+            logprobs = [_entry(prompt[index], count, *next(prompt_entries)) for index in range(first, last)]
+            result.prompt_logprobs.append((sequence, first, logprobs))
+        return result
+
+
+class LaunchedStep(NamedTuple):
+    """A step in flight.
+
+    begin: when it was scheduled, on time.monotonic's clock
+    structured: whether a sequence of it has a structured output, and mask_seconds: what computing their masks took
+    """
+
+    batch: ScheduledBatch
+    pending: PendingResult
+    begin: float
+    structured: bool
+    mask_seconds: float
+
+
+class CommittedStep(NamedTuple):
+    """A step whose tokens the scheduler has taken in.
+
+    gained: the tokens that sequences have gained, as `Scheduler.commit` returns them
+    """
+
+    step: LaunchedStep
+    result: StepResult
+    gained: dict[SequenceState, Sequence[int]]
+
+
+def _entry(token: int, count: int | None, chosen: float, values: list[float], ids: list[int]) -> TokenLogprob:
+    """count: how many of the most likely tokens were asked for; other rows may have asked for more."""
+    return TokenLogprob(token, chosen, list(zip(ids, values, strict=True))[:count])

@@ -1,0 +1,1 @@
+"""Which tokens the next step computes: queues, sequences, deadlines. Left out: pages (`cache`) and tensors (`runner`)."""

@@ -1,0 +1,93 @@
+"""What one step computes, as the scheduler decides it, and what stands in the place of a token. Plain data, no torch.
+
+for chunk in batch.chunks: ...           # of prompts, or the last token of a sequence and its drafts
+batch.num_tokens
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from fa_serve.engine.errors import RequestError
+from fa_serve.engine.scheduler.sequence import SequenceState
+
+INVALID_TOKEN = -1
+"""What the sampler returns for a row whose logits are not finite, before any bias or mask."""
+NO_TOKEN = -2
+"""What the sampler returns for a row whose logits are finite, but whose biases and masks leave no token."""
+WITHOUT_TOKEN = {
+    INVALID_TOKEN: RequestError("not_finite", "the model's logits are not finite"),
+    NO_TOKEN: RequestError("no_token_left", "the request's parameters leave no token to choose"),
+}
+"""The error of a sequence for which the sampler returns one of them."""
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Tokens start .. start + length - 1 of one sequence.
+
+    num_samples: tokens that the step samples: none if the chunk ends before the last token, else one after the last known
+            token and one after each draft
+    num_prompt_logits: number of tokens, from the first of the chunk on, whose logits are wanted for `prompt_logprobs`
+    drafts: guesses of the tokens after the last one, which are computed as the last tokens of the chunk
+    postponed: the samples are not used, and a later step computes the last known token again
+    """
+
+    sequence: SequenceState
+    slot: int
+    start: int
+    length: int
+    num_samples: int
+    num_prompt_logits: int = 0
+    drafts: Sequence[int] = ()
+    postponed: bool = False
+
+    def numbers(self) -> tuple[int, ...]:
+        """Numbers for the ranks' digest. Ranks whose schedules differ get different numbers."""
+        pages = self.sequence.pages
+        return (self.slot, self.start, self.length, self.num_samples, len(pages), pages[-1] if pages else -1, *self.drafts)
+
+
+@dataclass(slots=True)
+class ScheduledBatch:
+    """What one step computes. `admitted` are the sequences that have been given a slot for this step.
+
+    num_prompt_tokens: tokens of chunks that are more than the last token of a sequence and its drafts
+    max_tokens:    what num_tokens may be, for the scheduler
+    prompt_limits: what num_prompt_tokens may be, and what it may be if the last of them complete a prompt
+    """
+
+    chunks: list[Chunk] = field(default_factory=list)
+    admitted: list[SequenceState] = field(default_factory=list)
+    num_tokens: int = 0
+    num_prompt_tokens: int = 0
+    num_prompt_logits: int = 0
+    num_drafts: int = 0
+    max_tokens: int = 0
+    prompt_limits: tuple[int, int] = (0, 0)
+
+    @property
+    def room(self) -> int:
+        """Tokens that still fit into the step."""
+        return self.max_tokens - self.num_tokens
+
+    @property
+    def prompt_room(self) -> int:
+        """Prompt tokens that still fit into the step."""
+        return max(min(self.room, self.prompt_limits[0] - self.num_prompt_tokens), 0)
+
+    def completes(self, missing: int) -> bool:
+        """Whether the step has room for all tokens that a prompt lacks. missing: their number"""
+        return self.prompt_room > 0 and missing <= min(self.room, self.prompt_limits[1] - self.num_prompt_tokens)
+
+    def append(self, chunk: Chunk) -> None:
+        self.chunks.append(chunk)
+        self.num_tokens += chunk.length
+        self.num_drafts += len(chunk.drafts)
+        if chunk.length != chunk.num_samples:
+            self.num_prompt_tokens += chunk.length
+            self.num_prompt_logits += chunk.num_prompt_logits
+
+    def __bool__(self) -> bool:
+        return bool(self.chunks)

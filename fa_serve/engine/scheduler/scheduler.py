@@ -1,0 +1,399 @@
+"""Which tokens of which sequences the next step computes. Plain Python, no torch: its tests take microseconds.
+
+    sequence = scheduler.add(request)
+    batch = scheduler.schedule()             # chunks of prompts and single tokens, within the token budget
+    tokens = run(batch)
+    for sequence, new_tokens in scheduler.commit(batch, tokens).items(): ...
+    scheduler.abort("request-7")             # at any moment; its pages are free when this returns
+
+Clients take turns (fair_queue.py), and the sequences of a client are served in the order of their rank (arrival, shifted by
+priority), running ones first. A sequence takes the pages of all its known tokens when it is admitted, so only sampled tokens
+can make it run out of pages. Then a sequence is preempted: it loses its pages, goes back to its place in the queue and is
+computed again later. It is the one with the last turn, of the client that has the most running sequences. The first sequence is
+never preempted by another one, so there is always progress. Ranks never change, so no sequence starves. A client that runs
+nothing gets a slot and pages from the client that has the most running sequences, unless no client has two.
+
+Pages are offered to other sequences when the step that fills them is scheduled (cache/prefix.py), so that sequences that come
+in one step share their prefix. While sequences decode, prompts get a share of the step that keeps it short (prompt_share.py).
+
+`schedule` may run ahead of `commit`, because the device computes step n while the host prepares step n + 1. A sequence whose
+sampled token is not known yet is scheduled with a pending token, which the model runner keeps on the device. If a sequence ends
+while a step is in flight, the token that this step samples for it is dropped. A sequence that speculates
+(speculation/drafts.py) waits for its newest token instead, because its drafts begin after it; `needs_results` says when the
+whole step should wait.
+
+Left out: tensors, text and the clock. Sources: Orca (Yu et al. 2022), vLLM (Kwon et al. 2023), Sarathi (Agrawal et al. 2023).
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterable, Sequence
+
+from fa_serve.engine.cache.pages import PageTable
+from fa_serve.engine.cache.prefix import PrefixPages
+from fa_serve.engine.errors import RequestError
+from fa_serve.engine.request.outputs import FinishReason
+from fa_serve.engine.request.request import Request
+from fa_serve.engine.scheduler.fair_queue import FairQueue
+from fa_serve.engine.scheduler.prompt_share import PromptShare
+from fa_serve.engine.scheduler.scheduled_batch import INVALID_TOKEN, WITHOUT_TOKEN, Chunk, ScheduledBatch
+from fa_serve.engine.scheduler.sequence import SequenceState
+from fa_serve.engine.speculation.drafts import Speculation, is_worth_waiting, num_accepted
+
+MAX_PROMPT_LOGITS = 256
+"""Prompt tokens in one step whose logits are kept for log-probabilities. Logits are large: a row has one for each token."""
+
+
+class Scheduler:
+    """Owner of the queues and of every `SequenceState` in them. `running` is sorted by turn.
+
+    max_num_seqs:           number of slots, which is the limit of running sequences
+    max_num_batched_tokens: token budget of a step
+    keys_per_tile:          largest number of keys that a kernel reads as one aligned tile
+    window:                 keys before a token that any layer attends to, or None for all; pages behind it are released
+    speculation:            where drafts come from; None without speculation
+    prompt_share:           limits prompts while sequences decode; None without a limit
+    """
+
+    def __init__(
+        self,
+        pages: PageTable,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        keys_per_tile: int,
+        window: int | None = None,
+        speculation: Speculation | None = None,
+        prompt_share: PromptShare | None = None,
+    ) -> None:
+        self.pages = pages
+        self._prefix = PrefixPages(pages)
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.keys_per_tile = keys_per_tile
+        self.window = window
+        self.speculation = speculation or Speculation(0)
+        self.prompt_share = prompt_share
+        self.waiting = FairQueue()
+        self.running: list[SequenceState] = []
+        self.sequences: dict[str, SequenceState] = {}
+        self.num_preemptions = 0
+        self._slots = list(range(max_num_seqs - 1, -1, -1))
+
+    def add(self, request: Request) -> SequenceState:
+        """Queue a request."""
+        sequence = SequenceState(request)
+        self.sequences[request.request_id] = sequence
+        self.waiting.add(sequence)
+        return sequence
+
+    def schedule(self) -> ScheduledBatch:
+        """The next step's tokens. The batch is empty when there is nothing to compute."""
+        self._reclaim_pages()
+        self._make_room()
+        batch = ScheduledBatch(max_tokens=self.max_num_batched_tokens, prompt_limits=self._prompt_limits())
+        self._prepare_drafts()
+        self._continue_running(batch)
+        self._admit_waiting(batch)
+        return batch
+
+    def needs_results(self) -> bool:
+        """Whether the next step should wait for results, because many sequences cannot be part of it before."""
+        held = self.speculation.is_on(len(self.running)) and sum(map(self._is_held_back, self.running))
+        return is_worth_waiting(held, len(self.running))
+
+    def commit(
+        self, batch: ScheduledBatch, tokens: Sequence[int], seconds: float | None = None
+    ) -> dict[SequenceState, Sequence[int]]:
+        """Take in the sampled tokens of a step, `num_samples` for each chunk, in order.
+
+        seconds: how long the step has held up sequences that decode; it only decides the sizes of later chunks
+
+        Returns the tokens that sequences gained: several for a sequence whose drafts were right, none for a sequence that ended
+        without another token. The `finish_reason` of every sequence that has ended is set.
+        """
+        if self.prompt_share is not None and seconds is not None:
+            self.prompt_share.record(batch.num_tokens - batch.num_prompt_tokens, batch.num_prompt_tokens, seconds)
+        gained: dict[SequenceState, Sequence[int]] = {}
+        first = 0
+        for chunk in batch.chunks:
+            num_samples = chunk.num_samples
+            if not num_samples:
+                continue
+            draws = tokens[first : first + num_samples]
+            first += num_samples
+            sequence = chunk.sequence
+            if chunk.postponed or sequence.finished:
+                continue
+            accepted = 0
+            if chunk.drafts:
+                accepted = num_accepted(chunk.drafts, draws)
+                self.speculation.record(sequence, len(chunk.drafts), accepted)
+                draws = draws[: accepted + 1]
+            new_tokens, end = sequence.up_to_its_end(draws)
+            sequence.receive(new_tokens, accepted)
+            gained[sequence] = new_tokens
+            self._prefix.offer(sequence)
+            if end is None:
+                continue
+            if end < 0:
+                self._end_without_token(sequence, end)
+            else:
+                self.finish(sequence, "stop" if end in sequence.request.end_ids else "length")
+        return gained
+
+    def abort(self, request_id: str) -> SequenceState | None:
+        """End a sequence now. Returns None if there is none with this id any more."""
+        sequence = self.sequences.get(request_id)
+        if sequence is not None:
+            self.finish(sequence, "abort")
+        return sequence
+
+    def stop(self, sequence: SequenceState, num_later: int = 0) -> None:
+        """End a sequence because a token completes its text or its grammar. The `num_later` tokens after it are dropped.
+
+        If that token or a later one has ended the sequence already, "stop" replaces the finish reason.
+        """
+        sequence.drop_last(num_later)
+        if sequence.finished:
+            sequence.finish("stop")
+        else:
+            self.finish(sequence, "stop")
+
+    def fail(self, batch: ScheduledBatch, error: RequestError) -> list[SequenceState]:
+        """End every sequence of a step that could not be computed."""
+        alive = [chunk for chunk in batch.chunks if not chunk.sequence.finished]
+        for chunk in alive:
+            self.finish(chunk.sequence, "error", error)
+        return [chunk.sequence for chunk in alive]
+
+    def rollback(self, batch: ScheduledBatch) -> None:
+        """Undo the last `schedule`, however much of its step has been computed.
+
+        Its sequences wait to be admitted again, and start from their tokens then, not from what the device has of them.
+        """
+        for chunk in batch.chunks:
+            sequence = chunk.sequence
+            if sequence.finished:
+                continue
+            self._prefix.withdraw(sequence, chunk.start)
+            if chunk.num_samples and not chunk.postponed:
+                sequence.receive()
+            self._requeue(sequence)
+
+    def postpone(self, chunk: Chunk) -> None:
+        """A launched step cannot sample for this chunk, which was to reach the last token. A later step computes that again."""
+        chunk.postponed = True
+        chunk.sequence.postpone()
+
+    def finish(self, sequence: SequenceState, reason: FinishReason, error: RequestError | None = None) -> None:
+        """End a sequence and release what it holds.
+
+        Others do not share what it has written and no finite logits have confirmed.
+        """
+        sequence.finish(reason, error)
+        del self.sequences[sequence.request.request_id]
+        self.speculation.forget(sequence)
+        if sequence.slot >= 0:
+            self._prefix.withdraw(sequence, sequence.num_confirmed)
+            self.waiting.settle(sequence, len(sequence.tokens) - sequence.num_at_start - sequence.num_expected)
+            self._leave(sequence)
+        else:
+            if sequence.num_at_start:  # it was preempted, and may have left pages that are not confirmed
+                self._prefix.withdraw_left(sequence)
+            self.waiting.remove(sequence)
+
+    def abandon(self, sequences: Iterable[SequenceState], error: RequestError) -> None:
+        """End sequences without releasing anything: the state of this scheduler is not to be trusted, and it is given up."""
+        for sequence in sequences:
+            sequence.finish("error", error)
+            self.speculation.forget(sequence)
+
+    def check_integrity(self) -> None:
+        """Assert that every page, slot and turn is accounted for and that both queues are in order."""
+        self.pages.check_integrity([sequence.held_pages for sequence in self.running])
+        assert sorted(self._slots + [sequence.slot for sequence in self.running]) == list(range(self.max_num_seqs))
+        assert all(sequence.slot == -1 and not sequence.pages for sequence in self.waiting)
+        assert sorted(self.sequences) == sorted(sequence.request.request_id for sequence in [*self.waiting, *self.running])
+        assert self.running == sorted(self.running, key=SequenceState.place), "the running sequences are out of order"
+        self.waiting.check_integrity(self.running)
+
+    def _prompt_limits(self) -> tuple[int, int]:
+        """What `PromptShare.limits` leaves to prompts. Each sequence that decodes has a place in the step beside them."""
+        if self.prompt_share is not None:
+            decoding = sum(x.num_computed + 1 >= x.num_tokens and not x.is_last_pending for x in self.running)
+            if decoding and (decoding < len(self.running) or self.waiting):
+                return self.prompt_share.limits(decoding, max(self.max_num_batched_tokens - decoding, 1))
+        return self.max_num_batched_tokens, self.max_num_batched_tokens
+
+    def _continue_running(self, batch: ScheduledBatch) -> None:
+        """Schedule the running sequences, by turn."""
+        drafting = self.speculation.is_on(len(self.running))  # asked once, because this loop decides what a step costs the host
+        for sequence in self.running:
+            if not batch.room:
+                break
+            if sequence.is_last_pending or sequence.num_drafts or (drafting and self._is_held_back(sequence)):
+                continue
+            length = self._length(batch, sequence)
+            if length:
+                self._grow_to(sequence, sequence.num_tokens)
+                self._append(batch, sequence, length, self._drafts(sequence, batch.room) if drafting else ())
+
+    def _is_held_back(self, sequence: SequenceState) -> bool:
+        """Whether a sequence waits for its newest tokens."""
+        return sequence.num_drafts > 0 or self.speculation.waits(sequence, len(self.running))
+
+    def _prepare_drafts(self) -> None:
+        """Let the drafter guess for all sequences at once whose drafts may be verified in this step."""
+        if not self.speculation.drafter.prepares or not self.speculation.is_on(len(self.running)):
+            return
+        wanted: list[tuple[SequenceState, int]] = []
+        for sequence in self.running:
+            if count := self.speculation.num_wanted(sequence, len(self.running), self._draft_room(sequence)):
+                self._grow_to(sequence, len(sequence.tokens) + count)
+                wanted.append((sequence, count))
+        self.speculation.drafter.prepare(wanted)
+
+    def _drafts(self, sequence: SequenceState, budget: int) -> list[int]:
+        """The drafts that are verified in this step, and pages for them."""
+        drafts = self.speculation.draft(sequence, len(self.running), min(self._draft_room(sequence), budget - 1))
+        self._grow_to(sequence, len(sequence.tokens) + len(drafts))
+        return drafts
+
+    def _draft_room(self, sequence: SequenceState) -> int:
+        """Drafts for which there are pages. They preempt no sequence, and leave one page for each running sequence."""
+        spare = max(self.pages.num_available - len(self.running), 0)
+        return (len(sequence.pages) + spare) * self.pages.page_size - len(sequence.tokens)
+
+    def _grow_to(self, sequence: SequenceState, num_tokens: int) -> None:
+        """Give the sequence the pages that it lacks for so many tokens."""
+        need = self.pages.pages_for(num_tokens) - len(sequence.pages)
+        if need > 0:
+            sequence.grow(self.pages.allocate(need))
+
+    def _admit_waiting(self, batch: ScheduledBatch) -> None:
+        """Schedule waiting sequences, in turn, until one of them has to wait."""
+        while self.waiting and self._slots and batch.room:
+            sequence = self.waiting.first()
+            if not self._length(batch, sequence) or not self._admit(sequence):
+                break
+            cost = sequence.num_tokens - sequence.num_computed + sequence.num_expected
+            sequence.pay(cost)
+            self._enter(sequence, self.waiting.admit(cost))
+            batch.admitted.append(sequence)
+            self._append(batch, sequence, self._length(batch, sequence))
+
+    def _enter(self, sequence: SequenceState, turn: int) -> None:
+        """Put an admitted sequence among the running ones. The turns of its client's sequences stay in the order of ranks."""
+        client = sequence.request.client
+        sequence.take_turn(turn)
+        last = next((other for other in reversed(self.running) if other.request.client == client), None)
+        if last is not None and (last.request.rank > sequence.request.rank or last.turn > turn):
+            own = [sequence, *(other for other in self.running if other.request.client == client)]
+            turns = sorted(other.turn for other in own)
+            for other, its_turn in zip(sorted(own, key=SequenceState.rank), turns, strict=True):
+                other.take_turn(its_turn)
+            self.running.sort(key=SequenceState.place)
+        insort(self.running, sequence, key=SequenceState.place)
+
+    def _make_room(self) -> None:
+        """If `first` has to wait, a client that runs nothing gets a slot and pages from the client with the most sequences."""
+        if not self.waiting or self._has_room():
+            return
+        if self._slots:
+            self.waiting.prefer_idle()
+        while not self._has_room() and (victim := self.waiting.crowding(self.running)) is not None:
+            self.num_preemptions += 1
+            self._leave(victim)
+            self.waiting.give_way(victim)
+
+    def _has_room(self) -> bool:
+        """Whether nothing is to be preempted for `first`. A pending token comes by itself."""
+        first = self.waiting.first()
+        return first.num_pending > 0 or (bool(self._slots) and self._fits(first, self._growth()))
+
+    def _length(self, batch: ScheduledBatch, sequence: SequenceState) -> int:
+        """How many tokens of the sequence fit into the step, which has room for one."""
+        missing = sequence.num_tokens - sequence.num_computed
+        if missing == 1:
+            return 1
+        length = missing if batch.completes(missing) else min(missing, batch.prompt_room)
+        logits = MAX_PROMPT_LOGITS - batch.num_prompt_logits
+        if length > logits and sequence.num_prompt_logits(length):
+            length = min(logits, batch.prompt_room)
+        return length
+
+    def _append(self, batch: ScheduledBatch, sequence: SequenceState, length: int, drafts: Sequence[int] = ()) -> None:
+        """Add the sequence's next `length` tokens and its drafts to the step."""
+        start = sequence.num_computed
+        samples = start + length == sequence.num_tokens
+        num_drafts = len(drafts)
+        num_samples = 1 + num_drafts if samples else 0
+        num_prompt_logits = sequence.num_prompt_logits(length)
+        batch.append(Chunk(sequence, sequence.slot, start, length + num_drafts, num_samples, num_prompt_logits, drafts))
+        sequence.advance(length, samples, num_drafts)
+        self._prefix.offer(sequence)
+        if self.window is not None:
+            self._release_behind(sequence, start - self.window)
+
+    def _release_behind(self, sequence: SequenceState, first_key: int) -> None:
+        """Release the pages that lie before the tile of `first_key`, the first key that this step attends to.
+
+        Steps run in order, so steps in flight have read these pages before another sequence writes to them.
+        """
+        first_in_tile = max(first_key, 0) // self.keys_per_tile * self.keys_per_tile
+        num_pages = first_in_tile // self.pages.page_size
+        if num_pages > sequence.num_released:
+            self.pages.release(sequence.pages[sequence.num_released : num_pages])
+            sequence.release_before(num_pages)
+
+    def _reclaim_pages(self) -> None:
+        """Preempt sequences until the others have pages for their next tokens. Each needs one page at most."""
+        while self.pages.num_available < len(self.running) and self._growth() > self.pages.num_available:
+            self.num_preemptions += 1
+            self._requeue(self.waiting.last_of_largest(self.running))
+
+    def _growth(self) -> int:
+        """The number of pages that the running sequences lack for their next tokens. Some have more, for drafts."""
+        growing = (sequence for sequence in self.running if not sequence.is_last_pending)
+        return sum(max(self.pages.pages_for(x.num_tokens) - len(x.pages), 0) for x in growing)
+
+    def _admit(self, sequence: SequenceState) -> bool:
+        """Give a waiting sequence a slot and pages, shared pages first. Returns False if it has to wait."""
+        if sequence.num_pending or not self._fits(sequence):
+            return False  # a token that was pending when it was preempted is awaited: no token is kept without a slot
+        shared = self._prefix.shared(sequence)
+        self.pages.acquire(shared)
+        pages = shared + self.pages.allocate(self.pages.pages_for(sequence.num_tokens) - len(shared))
+        sequence.start(self._slots.pop(), pages, len(shared), self.pages.page_size)
+        return True
+
+    def _fits(self, sequence: SequenceState, growth: int = 0) -> bool:
+        """Whether the pages suffice for a waiting sequence after the running ones have taken `growth` pages.
+
+        One page is left for each running sequence to grow into, or the newcomer might be preempted at once. A client that runs
+        nothing does not need this: the client with the most sequences is preempted before it.
+        """
+        shared = self._prefix.shared(sequence)
+        need = self.pages.pages_for(sequence.num_tokens) - len(shared) + self.pages.num_evictable(shared)
+        reserve = 0 if self.waiting.crowding(self.running) is not None else len(self.running)
+        return need + reserve + growth <= self.pages.num_available
+
+    def _end_without_token(self, sequence: SequenceState, token: int) -> None:
+        """End a sequence for which the sampler found no token, and say why."""
+        if token == INVALID_TOKEN:
+            # Any of its pages may be where the values that are not finite come from, also pages that others have computed.
+            self._prefix.withdraw_all(sequence)
+        self.finish(sequence, "error", WITHOUT_TOKEN[token])
+
+    def _requeue(self, sequence: SequenceState) -> None:
+        self._leave(sequence)
+        self.waiting.give_back(sequence)
+
+    def _leave(self, sequence: SequenceState) -> None:
+        """Take a sequence out of the running ones; its pages and its slot are free."""
+        self.running.remove(sequence)
+        self.pages.release(sequence.held_pages)
+        self._slots.append(sequence.slot)
+        sequence.pause()

@@ -1,0 +1,200 @@
+"""The scheduler's half of a request: the tokens of one sequence, its pages and its slot. Plain Python, no torch.
+
+A `SequenceState` changes through its own methods only, and `Scheduler` is the only one that calls them. Everyone else reads.
+A test holds this (tests/engine/scheduler/test_sequence.py). The client's half, text and log-probabilities, is `OutputState`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from fa_serve.engine.errors import RequestError
+from fa_serve.engine.request.outputs import FinishReason
+from fa_serve.engine.request.request import Request
+
+EXPECTED_TOKENS = 128
+"""Length of an answer for which a client is charged in advance. The difference is charged when the answer ends."""
+
+
+@dataclass(slots=True, eq=False)
+class SequenceState:
+    """One answer being generated.
+
+    tokens:       the prompt, then every sampled token that is known on the host
+    num_prompt_tokens: length of the prompt
+    num_pending:  sampled tokens that are still on the device, because their step has been launched and not yet read
+    num_computed: leading tokens whose keys and values are in the cache once all launched steps have run; drafts not counted
+    num_drafts:   guesses of the tokens after the last one, which the step in flight verifies
+    num_cached_tokens: prompt tokens whose keys and values were found in the prefix cache when the request was first admitted
+    num_shared:   leading pages that were found in the prefix cache
+    num_offered:  leading pages that are registered in the prefix cache
+    num_released: leading pages that lie behind the window of every layer and are not held any more
+    num_at_start: tokens that were known when the sequence was admitted last; 0 if it never was
+    turn:         place among the sequences of all clients while the sequence runs, from `FairQueue`
+    charge:       tokens that its client was charged when the sequence was admitted
+    slot:         row of the per-sequence state on the device while the sequence runs, else -1
+    pages:        ids of its pages in order; the first num_released of them may belong to other sequences by now
+    page_hashes:  hashes of its full pages
+    finish_reason, error: as in `RequestOutput`; None while the sequence is unfinished
+    """
+
+    request: Request
+    tokens: list[int] = field(init=False)
+    num_prompt_tokens: int = field(init=False)
+    num_pending: int = 0
+    num_computed: int = 0
+    num_drafts: int = 0
+    num_cached_tokens: int = 0
+    num_shared: int = 0
+    num_offered: int = 0
+    num_released: int = 0
+    num_at_start: int = 0
+    turn: int = 0
+    charge: int = 0
+    slot: int = -1
+    pages: list[int] = field(default_factory=list)
+    page_hashes: list[bytes] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    error: RequestError | None = None
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.request.prompt)
+        self.num_prompt_tokens = len(self.tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens and pending ones."""
+        return len(self.tokens) + self.num_pending
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Sampled tokens that are known on the host."""
+        return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def is_last_pending(self) -> bool:
+        """The last token that the request allows is on the device."""
+        return len(self.tokens) - self.num_prompt_tokens + self.num_pending >= self.request.max_tokens
+
+    @property
+    def held_pages(self) -> list[int]:
+        """The pages that this sequence holds: all but those behind the window."""
+        return self.pages[self.num_released :]
+
+    @property
+    def num_confirmed(self) -> int:
+        """Leading tokens whose keys and values are known to be finite.
+
+        A token that was sampled after the admission confirms all tokens before it, because finite logits need finite keys and
+        values. Shared pages are the affair of the sequence that has computed them.
+        """
+        return len(self.tokens) - 1 if len(self.tokens) > self.num_at_start else 0
+
+    def num_prompt_logits(self, length: int) -> int:
+        """Of how many of the next `length` tokens the logits are wanted for `prompt_logprobs`."""
+        if self.request.params.prompt_logprobs is None or self.num_output_tokens + self.num_pending:
+            return 0
+        return max(min(length, self.num_prompt_tokens - 1 - self.num_computed), 0)
+
+    def up_to_its_end(self, draws: Sequence[int]) -> tuple[Sequence[int], int | None]:
+        """The draws that the answer gains, and the draw that ends it: its last token, or a number that stands for none."""
+        num_left = self.request.max_tokens - (len(self.tokens) - self.num_prompt_tokens)
+        for number, draw in enumerate(draws, 1):
+            if draw < 0:
+                return draws[: number - 1], draw
+            if draw in self.request.end_ids or number >= num_left:
+                return draws[:number], draw
+        return draws, None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def rank(self) -> tuple[float, int]:
+        """Sort key among the sequences of one client."""
+        return self.request.rank
+
+    def place(self) -> tuple[int, tuple[float, int]]:
+        """Sort key among the running sequences."""
+        return self.turn, self.request.rank
+
+    @property
+    def num_expected(self) -> int:
+        """How many tokens of its answer the client is charged for when the sequence is admitted."""
+        room = self.request.max_tokens - (self.num_at_start - self.num_prompt_tokens)
+        return min(room, EXPECTED_TOKENS)
+
+    def start(self, slot: int, pages: list[int], num_shared: int, page_size: int) -> None:
+        """The sequence has been admitted. Its first `num_shared` pages hold the keys and values of its first tokens already."""
+        self.slot = slot
+        self.pages = pages
+        self.num_shared = num_shared
+        self.num_offered = num_shared
+        self.num_computed = num_shared * page_size
+        self.num_at_start = len(self.tokens)
+        if not self.num_output_tokens:
+            self.num_cached_tokens = self.num_computed
+
+    def take_turn(self, turn: int) -> None:
+        """The sequence has this place among the running ones."""
+        self.turn = turn
+
+    def pay(self, charge: int) -> None:
+        """The sequence's client was charged for its admission."""
+        self.charge = charge
+
+    def grow(self, pages: list[int]) -> None:
+        """The sequence holds more pages."""
+        self.pages += pages
+
+    def advance(self, length: int, samples: bool, num_drafts: int = 0) -> None:
+        """A step that computes the next `length` tokens and drafts has been scheduled; it may sample one more token."""
+        self.num_computed += length
+        self.num_pending += samples
+        self.num_drafts = num_drafts
+
+    def receive(self, tokens: Sequence[int] = (), num_accepted: int = 0) -> None:
+        """The outcome of a step that samples is known, or will never be known because the step was rolled back.
+
+        tokens: those that the answer gains
+        num_accepted: the first drafts of the step were right, so that their keys and values are those of the next tokens
+        """
+        self.num_pending -= 1
+        self.tokens += tokens
+        if self.num_drafts:  # else there are none, or the sequence was preempted meanwhile
+            self.num_computed += num_accepted
+            self.num_drafts = 0
+
+    def postpone(self) -> None:
+        """The step in flight samples nothing after the last known token, which will be computed again."""
+        self.receive()
+        self.num_computed -= 1
+
+    def drop_last(self, count: int) -> None:
+        """The last tokens do not belong to the answer, because it has ended before them."""
+        if count:
+            del self.tokens[-count:]
+
+    def offer(self, num_pages: int) -> None:
+        """The first `num_pages` pages are registered in the prefix cache."""
+        self.num_offered = num_pages
+
+    def release_before(self, num_pages: int) -> None:
+        """The first `num_pages` pages are not held any more."""
+        self.num_released = num_pages
+
+    def pause(self) -> None:
+        """The sequence has lost its slot and its pages: it has ended or was preempted."""
+        self.slot = -1
+        self.pages = []
+        self.num_computed = 0
+        self.num_drafts = 0
+        self.num_shared = 0
+        self.num_offered = 0
+        self.num_released = 0
+
+    def finish(self, reason: FinishReason, error: RequestError | None = None) -> None:
+        """The answer is complete, or ends here for another reason."""
+        self.finish_reason = reason
+        self.error = error

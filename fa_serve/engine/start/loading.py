@@ -1,0 +1,250 @@
+"""Loads what the engine needs from disk, tokenizer and model, and decides how large the cache and the sequences may be.
+
+    loaded = load(config, ranks, clock)
+    loaded.runner, loaded.tokenizer, loaded.config          # the config holds no "auto" any more
+
+Left out: which models can be served at all (fa_serve.hf).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+from zipfile import is_zipfile
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from fa_serve.engine.cache.tensors import check_num_pages
+from fa_serve.engine.config import EngineConfig
+from fa_serve.engine.events import PhaseClock
+from fa_serve.engine.parallel.ranks import Ranks
+from fa_serve.engine.runner.model_runner import ModelRunner
+from fa_serve.engine.speculation.draft_head import load_head_runner
+from fa_serve.engine.speculation.draft_model import DraftModel
+from fa_serve.engine.speculation.drafts import Drafter, NgramDrafter
+from fa_serve.engine.start.read_ahead import reading_ahead
+from fa_serve.hf import NAME, check_attention_precision, patch, plan_division
+from fa_serve.hf.surgery.divide import weights as divide
+from fa_serve.hf.surgery.quantised.linear import check_report, finish, quantized_elsewhere, with_quantized_linears
+from fa_serve.spec import ParameterError
+
+log = logging.getLogger("fa_serve.engine")
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What an engine runs with.
+
+    runner:  with the model and the KV cache
+    drafter: guesses tokens for speculation
+    config:  without "auto", and without None that the engine decides
+    max_model_len: tokens of a sequence
+    eos_ids: the tokens that end an answer
+    """
+
+    runner: ModelRunner
+    drafter: Drafter
+    tokenizer: Any
+    config: EngineConfig
+    max_model_len: int
+    eos_ids: frozenset[int]
+
+
+def load(
+    config: EngineConfig, ranks: Ranks, clock: PhaseClock, model: PreTrainedModel | None = None, tokenizer: Any = None
+) -> Loaded:
+    """Load the model, unless it is given, fuse its layers, allocate the KV cache and capture the first graph.
+
+    clock: is told of each phase. Raises what `Engine` raises
+    """
+    if model is None:
+        tokenizer = load_tokenizer(config)
+        model = load_model(config, ranks)
+        clock.end("weights", f"{config.model_name} on {model.device}")
+    else:
+        patch(model)
+    runner = ModelRunner(model, config, check=ranks.check)
+    check_attention_precision(runner.layers, config.page_size, config.attention_precision)
+    drafter = load_drafter(config, runner, tokenizer, clock)
+    if runner.fuses:
+        clock.end("fusion", f"{runner.fuse()} of {len(runner.layers)} layers are fused")
+    num_pages, max_model_len = sizes(config, runner, ranks)
+    runner.allocate(num_pages, max_model_len)
+    clock.end("kv cache", f"{num_pages} pages of {config.page_size} tokens, max_model_len {max_model_len}")
+    if not runner.eager:
+        captured = runner.make_graphs()
+        clock.end("graphs", "the largest decoding step is captured" if captured else "this model cannot be captured")
+    resolved = replace(
+        config, dtype=str(model.dtype)[6:], device=str(model.device), num_pages=num_pages, max_model_len=max_model_len
+    )
+    return Loaded(runner, drafter, tokenizer, resolved, max_model_len, end_ids(model))
+
+
+def load_drafter(config: EngineConfig, runner: ModelRunner, tokenizer: Any, clock: PhaseClock) -> Drafter:
+    """The drafter that the settings ask for. A draft model or a head is loaded, and its cache belongs to `runner` from now on.
+
+    Raises ParameterError for a model that is not there or has another vocabulary, and what loading a model raises.
+    """
+    if config.draft_head is not None:
+        runner.draft = load_head_runner(config, runner)
+        clock.end("draft", f"{config.speculative} on {runner.draft.device}")
+        return DraftModel(runner.draft, config.max_num_batched_tokens)
+    if config.draft_model is None:
+        return NgramDrafter()
+    own = replace(config.for_drafts(config.draft_model), quantization=None)
+    try:
+        own.model_path()
+    except ParameterError as error:
+        raise ParameterError("speculative", f"name a draft model: {error}", config.speculative) from None
+    if tokenizer is not None and load_tokenizer(own).get_vocab() != tokenizer.get_vocab():
+        rule = f"name a draft model with the same vocabulary: its tokenizer has other tokens than that of {config.model_name}"
+        raise ParameterError("speculative", rule, config.speculative)
+    draft = ModelRunner(load_model(own), own, drafting=True, check=runner.check)
+    if draft.vocab_size != runner.vocab_size:
+        sizes = f"it gives logits for {draft.vocab_size} tokens, and {config.model_name} for {runner.vocab_size}"
+        rule = f"name a draft model with the same vocabulary: {sizes}"
+        raise ParameterError("speculative", rule, config.speculative)
+    if draft.fuses:
+        draft.fuse()
+    runner.draft = draft
+    clock.end("draft", f"{own.model_name} on {draft.device}")
+    limit = getattr(draft.model.config.get_text_config(), "max_position_embeddings", None)
+    return DraftModel(draft, config.max_num_batched_tokens, limit)
+
+
+def load_tokenizer(config: EngineConfig) -> Any:
+    """The model's tokenizer. Raises what transformers raises, or OSError that names a file that cannot be read."""
+    path = config.model_path()
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+    except Exception as error:
+        _name_bad_file(path, error)
+        raise
+
+
+def load_model(config: EngineConfig, ranks: Ranks | None = None) -> PreTrainedModel:
+    """The model on its device, with fa_serve as its attention; of several ranks, this rank's part of it.
+
+    Raises what transformers raises, ParameterError for a format of weights that fa_serve does not know or for a tensor that is
+    missing or has a wrong shape, or OSError that names a file that cannot be read: the readers of weights do not say which
+    file they were reading. Raises UnsupportedModelError for a model that cannot be divided.
+    """
+    path = config.model_path()
+    device = _device_while_loading(config, ranks)
+    with _reading_ahead(path, ranks):
+        try:
+            known = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                path,
+                config=with_quantized_linears(known, config.quantization),
+                dtype=config.dtype,
+                attn_implementation=NAME,
+                device_map=None if device is None else {"": device},
+                trust_remote_code=config.trust_remote_code,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # `finish` refuses them with a sentence
+            )
+        except ParameterError:
+            raise  # the files can be read, but not be used
+        except Exception as error:
+            _name_bad_file(path, error)
+            raise
+        model, report = loaded
+        check_report(report)
+        if ranks is not None and ranks.all_reduce is not None:
+            divide(model, plan_division(model, ranks.size), ranks.rank, ranks.all_reduce, ranks.device)
+        finish(model.to(config.resolve_device() if ranks is None else ranks.device))
+    if passed_on := quantized_elsewhere(known):
+        log.info("weights in the format %s are computed by transformers' own modules, in layers that are not fused", passed_on)
+    return cast(PreTrainedModel, model)
+
+
+def _device_while_loading(config: EngineConfig, ranks: Ranks | None) -> torch.device | None:
+    """Where weights are put as they are read. None for the CPU, on which models are divided and floats are rounded to float8.
+
+    The matrices of experts, which most checkpoints keep apart, are stacked there: on the CPU that takes memory that is touched
+    for the first time, which is several times slower than copying the weights to the GPU.
+    """
+    device = torch.device(config.resolve_device()) if ranks is None else ranks.device
+    made_smaller = config.quantization is not None or (ranks is not None and ranks.all_reduce is not None)
+    return None if made_smaller or device.type == "cpu" else device
+
+
+def _reading_ahead(path: str, ranks: Ranks | None) -> AbstractContextManager[None]:
+    """Only the first rank of a machine reads ahead, for all of them, and only what has been downloaded."""
+    folder = _folder(path)
+    return nullcontext() if folder is None or (ranks is not None and ranks.local_rank) else reading_ahead(folder)
+
+
+def _folder(path: str) -> Path | None:
+    """The folder of a model that is named as transformers takes it, or None if it is not on this machine."""
+    if Path(path).is_dir():
+        return Path(path)
+    try:
+        return Path(snapshot_download(path, local_files_only=True))
+    except Exception:
+        return None
+
+
+def _name_bad_file(path: str, error: Exception) -> None:
+    """Raise OSError for the first file of the model that cannot be read, if there is one."""
+    folder = _folder(path)
+    if folder is None:
+        return  # the error is about finding it
+    for file in sorted(folder.iterdir()):
+        if reason := _unreadable(file):
+            raise OSError(f"the model's file {file} cannot be read: {reason}") from error
+
+
+def _unreadable(file: Path) -> str | None:
+    """Why a file of a model cannot be read, by what its name promises; or None."""
+    try:
+        if file.suffix == ".safetensors":
+            with safe_open(file, framework="pt"):
+                return None
+        if file.suffix == ".json":
+            json.loads(file.read_bytes())
+        elif file.match("pytorch_model*.bin") and not is_zipfile(file):
+            torch.load(file, map_location="meta", weights_only=True)  # the format before 2020
+    except Exception as error:
+        return f"{type(error).__name__}: {error} ({file.stat().st_size if file.exists() else 0} bytes)"
+    return None
+
+
+def sizes(config: EngineConfig, runner: ModelRunner, ranks: Ranks) -> tuple[int, int]:
+    """num_pages and max_model_len, from the settings, the model and the memory. Every rank takes the least of all.
+
+    Raises ParameterError if the settings ask for more than the model or the cache can hold.
+    """
+    model_limit = getattr(runner.model.config.get_text_config(), "max_position_embeddings", None)
+    length = config.max_model_len or model_limit
+    if length is None:
+        rule = "be given, because the model's config has no max_position_embeddings"
+        raise ParameterError("max_model_len", rule, config.max_model_len)
+    if model_limit is not None and length > model_limit:
+        raise ParameterError("max_model_len", f"be at most {model_limit}, the model's max_position_embeddings", length)
+    if config.num_pages is not None:
+        check_num_pages(config.num_pages, runner.bytes_per_page, config.page_size, len(runner.layers), runner.device)
+    num_pages = ranks.least(config.num_pages or runner.fit_num_pages(config, length))
+    capacity = num_pages * config.page_size
+    if config.max_model_len is not None and length > capacity:
+        rule = f"be at most {capacity}, which is what {num_pages} pages of {config.page_size} tokens hold"
+        raise ParameterError("max_model_len", rule, length)
+    return num_pages, min(length, capacity)
+
+
+def end_ids(model: PreTrainedModel) -> frozenset[int]:
+    """The tokens that end an answer, as model.generate takes them."""
+    ids = getattr(model.generation_config, "eos_token_id", None)
+    if ids is None:
+        ids = model.config.get_text_config().eos_token_id
+    if ids is None:
+        return frozenset()
+    return frozenset([ids] if isinstance(ids, int) else ids)

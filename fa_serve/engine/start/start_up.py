@@ -1,0 +1,149 @@
+"""The start of an engine: from its settings to a model that can run steps. Each part of it is reported as a `Phase`.
+
+    loaded = start_up(config, ranks, clock, ahead=True)
+    loaded.runner.launch(batch)
+
+With `ahead`, everything that a step may need exists when this returns: all steps of the warm-up plan run once (warm_up.py),
+while threads and processes compile the kernels that they launch, and CUDA graphs are captured for a few seconds. The other
+graphs are captured when there is no request (`ModelRunner.prepare_one`). Without `ahead`, as in offline use, steps compile and
+capture what they need. With several ranks, each rank first compiles alone, with sums that return its own part. Then all ranks
+run one step of each size together, which compiles the kernels of the sums. Left out: how models are loaded (loading.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from contextlib import ExitStack, nullcontext, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from fa_serve.engine.config import EngineConfig
+from fa_serve.engine.events import PhaseClock
+from fa_serve.engine.parallel.ranks import Ranks
+from fa_serve.engine.runner.model_runner import ModelRunner
+from fa_serve.engine.speculation.drafts import CATCH_UP
+from fa_serve.engine.start.loading import Loaded, load
+from fa_serve.engine.start.warm_up import EmptyStep, SamplingVariant, empty_steps, sampling_variants
+from fa_serve.hf import few_layers
+from fa_serve.launching.compilations import Compilers, num_compilations, run_compiled, start_compilers, watch
+
+log = logging.getLogger("fa_serve.engine")
+
+MAX_COMPILERS = 16
+"""Threads that compile kernels, each with a process, which takes some tens of megabytes while the engine starts."""
+BUSY_CORES = 2
+"""Cores that load and run the model meanwhile, and answer HTTP."""
+WARM_UP_SECONDS = 120.0
+"""How long the start waits for kernels. Those that are not compiled by then are compiled when a request needs them."""
+CAPTURE_SECONDS = 5.0
+"""How long graphs are captured before the engine is ready. The most useful ones come first."""
+
+
+def start_up(
+    config: EngineConfig,
+    ranks: Ranks,
+    clock: PhaseClock,
+    model: PreTrainedModel | None = None,
+    tokenizer: Any = None,
+    *,
+    ahead: bool = False,
+) -> Loaded:
+    """Load the model unless it is given, and make room for its cache. Raises as `Engine` does.
+
+    clock: is told of each phase
+    ahead: compile and capture ahead of requests, so that none of them waits for it; other ranks do what rank 0 does
+    """
+    ahead = ranks.decide("ahead", lambda: ahead)
+    if ahead:
+        watch()
+    on_gpu = ahead and config.resolve_device().startswith("cuda")
+    with start_compilers(num_compilers(ranks)) if on_gpu else nullcontext(Compilers()) as compilers:
+        loaded = load(config, ranks, clock, model, tokenizer)
+        if ahead and loaded.runner.device.type == "cuda":
+            _prepare(loaded, config, ranks, clock, compilers)
+    return loaded
+
+
+def _prepare(loaded: Loaded, config: EngineConfig, ranks: Ranks, clock: PhaseClock, compilers: Compilers) -> None:
+    """Compile and capture ahead of requests."""
+    runner = loaded.runner
+    try:
+        # threads end their compilations in another order on each rank, so here no sum may wait for the others
+        with nullcontext() if ranks.all_reduce is None else ranks.all_reduce.paused():
+            warm_up(runner, config, loaded.max_model_len, compilers)
+        if ranks.size > 1:
+            warm_up_sums(runner, config, loaded.max_model_len)
+            ranks.check_lost()
+        found, compiled = num_compilations()
+        clock.end("kernels", f"{found} from the cache, {compiled} compiled")
+        clock.end("captures", capture_ahead(runner, ranks))
+    except BaseException:
+        runner.close()  # the ranks cannot part while there are graphs
+        raise
+
+
+def num_compilers(ranks: Ranks) -> int:
+    """Threads that compile kernels on this rank. All ranks do so at the same time, and may share a machine."""
+    return max(1, min(MAX_COMPILERS, (num_cores() - BUSY_CORES) // ranks.size))
+
+
+def num_cores(cpu_max: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """Cores that this process may use, as the scheduler and the limit of a container say (cgroup v2: microseconds, period)."""
+    cores = len(os.sched_getaffinity(0))
+    with suppress(OSError, ValueError):
+        quota, period = cpu_max.read_text().split()
+        cores = min(cores, max(int(quota) // int(period), 1))  # without a limit, the quota is "max"
+    return cores
+
+
+def warm_up_sums(runner: ModelRunner, config: EngineConfig, max_model_len: int) -> None:
+    """Run a step of each number of tokens in the warm-up plan, on all ranks together. Raises what a step raises."""
+    steps = empty_steps(max_num_seqs=config.max_num_seqs, max_tokens=config.max_num_batched_tokens, max_keys=max_model_len)
+    with few_layers(runner.model):
+        for step in {step.num_tokens: step for step in steps}.values():
+            runner.run_warm_up(step)
+    if runner.device.type == "cuda":
+        torch.cuda.synchronize(runner.device)
+
+
+def warm_up(runner: ModelRunner, config: EngineConfig, max_model_len: int, compilers: Compilers) -> None:
+    """Run the warm-up plan of the model and of its draft model.
+
+    Steps that fail are left out, and the first failure is logged: requests then compile what they need. Raises
+    torch.AcceleratorError if the device is lost.
+    """
+    runners = [(runner, config.max_num_batched_tokens)]
+    if runner.draft is not None:
+        runners.append((runner.draft, min(config.max_num_batched_tokens, CATCH_UP)))
+    with ExitStack() as stack:
+        calls = []
+        for each, max_tokens in runners:
+            stack.enter_context(few_layers(each.model))
+            steps = empty_steps(max_num_seqs=config.max_num_seqs, max_tokens=max_tokens, max_keys=max_model_len)
+            plan: list[EmptyStep | SamplingVariant] = [*steps, *sampling_variants(drafting=each is runner.draft)]
+            calls += [partial(each.run_warm_up, work) for work in plan]
+        errors = run_compiled(calls, compilers, WARM_UP_SECONDS)
+        if runner.device.type == "cuda":
+            torch.cuda.synchronize(runner.device)
+    if errors:
+        log.warning(
+            "requests may wait for compilations, because %s of %s steps of the warm-up failed: %s",
+            len(errors),
+            len(calls),
+            errors[0],
+        )
+
+
+def capture_ahead(runner: ModelRunner, ranks: Ranks, seconds: float = CAPTURE_SECONDS) -> str:
+    """Capture graphs for so many seconds, by the clock of rank 0. Returns what was captured, for the report."""
+    limit = time.monotonic() + seconds
+    complete = False
+    while not complete and ranks.decide("captures", lambda: time.monotonic() < limit):
+        complete = not runner.prepare_one()
+    return f"{runner.num_captures} graphs" + ("" if complete else ", the others when there is no request")

@@ -1,0 +1,1 @@
+"""Attention in models of transformers: registration, masks, and the translation of a layer's call. Left out: weights."""

@@ -1,0 +1,217 @@
+"""The attention function of `attn_implementation="fa_serve"`: it translates a layer's call, then sends it one of four ways.
+
+    out, _ = attention_forward(module, query, key, value, attention_mask, scaling=0.125)
+
+- A batch that rides along in `fa_serve_batch` answers for the call itself (the engine's paged cache, see `paged.py`).
+- transformers' own continuous batching passes its cache in `cache`; `continuous.py` knows that cache.
+- Sequences that are packed end to end go to `attention_varlen`.
+- Every other call goes to `attention`.
+
+Left out: what the words of transformers mean, which `translate.py` knows, and the masks, which `masks.py` makes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+from transformers.utils import output_capturing
+
+from fa_serve import api
+from fa_serve.hf.adapter.continuous import paged_attention
+from fa_serve.hf.adapter.masks import ImplicitMask, PackedKeys
+from fa_serve.hf.adapter.translate import AttendsBatch, LayerCall, translate
+from fa_serve.spec import UnsupportedModelError
+
+# The outputs that a model collects by hooks in this forward, without an argument that says so.
+_collector: Any = output_capturing._active_collector
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | ImplicitMask | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    *,
+    output_attentions: bool = False,
+    cache: Any = None,
+    fa_serve_batch: AttendsBatch | None = None,
+    **words: Any,
+) -> tuple[Tensor, None]:
+    """Compute the attention of one layer, which transformers calls with its own words.
+
+    query:          (batch, num_heads, seqlen_q, head_dim)
+    key:            (batch, num_kv_heads, seqlen_k, head_dim), not repeated for the query heads; value: the same with head_dim_v
+    attention_mask: an ImplicitMask, or a bool or float tensor of 4 dimensions. Either alone says which keys are seen. With
+                    None, the words `is_causal` and `sliding_window` say it, and the module's attribute `is_causal`
+    cache:          the paged cache of transformers' continuous batching, or None
+    fa_serve_batch: what rode along as an argument of the model's forward, or None
+    words:          see `translate`
+    Returns out (batch, seqlen_q, num_heads, head_dim_v), contiguous, and None in the place of the attention weights.
+
+    Raises UnsupportedModelError for dropout, for attention weights, and for what `translate` refuses.
+    """
+    if dropout:
+        raise UnsupportedModelError(
+            f"attention dropout must be 0 with fa_serve, got {dropout} from {type(module).__name__}: call model.eval(), or set "
+            "the attention dropout in the model's config to 0"
+        )
+    if output_attentions or "attentions" in (_collector.get() or ()):
+        raise UnsupportedModelError(
+            "fa_serve never forms the attention weights that output_attentions asks for: load the model with "
+            'attn_implementation="eager" to get them'
+        )
+    if cache is not None:
+        result: tuple[Tensor, None] = paged_attention(
+            module, query, key, value, attention_mask, cache=cache, scaling=scaling, **words
+        )
+        return result
+    if fa_serve_batch is None and _needs_no_translation(attention_mask, words):
+        return _attend_directly(query, key, value, attention_mask, scaling, words), None
+    call = translate(module, query, key, value, attention_mask, scaling, **words)
+    if fa_serve_batch is None:
+        return _attend(call), None
+    if call.position_bias is not None:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} adds a position_bias to its scores, which attention on a paged cache cannot do"
+        )
+    return fa_serve_batch.attend(call), None
+
+
+def _needs_no_translation(mask: Tensor | ImplicitMask | None, words: dict[str, Any]) -> TypeGuard[ImplicitMask]:
+    """Whether the mask alone says which keys are seen, and nothing is packed or differentiated.
+
+    This holds in nearly every layer of every token of `generate`, where the device waits for the host.
+    """
+    return (
+        type(mask) is ImplicitMask
+        and mask.is_dense
+        and words.get("position_bias") is None
+        and words.get("cu_seq_lens_q") is None
+        and not torch.is_grad_enabled()
+    )
+
+
+def _attend_directly(
+    query: Tensor, key: Tensor, value: Tensor, mask: ImplicitMask, scaling: float | None, words: dict[str, Any]
+) -> Tensor:
+    """What `translate` and `_attend` come to for such a call, without the record between them."""
+    out = api.attention(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        softmax_scale=scaling,
+        window_size=_needed_window(mask.window_size, key.shape[2]),
+        attention_chunk=mask.attention_chunk,
+        softcap=words.get("softcap") or 0.0,
+        sinks=words.get("s_aux"),
+        mask=mask.key_mask,
+    )
+    return out.contiguous()
+
+
+def _attend(call: LayerCall) -> Tensor:
+    """Compute a call from its own keys and values -> out (batch, seqlen_q, num_heads, head_dim_v), contiguous."""
+    needs_grad = torch.is_grad_enabled() and (call.query.requires_grad or call.key.requires_grad or call.value.requires_grad)
+    mask = call.mask
+    packed_keys = None
+    if isinstance(mask, ImplicitMask):
+        packed_keys = mask.packed_keys
+        mask = mask.key_mask
+    if call.cu_seqlens_q is not None and call.cu_seqlens_k is not None:
+        if mask is None and call.position_bias is None:
+            return _attend_packed(call, call.cu_seqlens_q, call.cu_seqlens_k)
+        same = _same_sequence(call.cu_seqlens_q, call.cu_seqlens_k, call.query.shape[2], call.key.shape[2])
+        mask = _combine(mask, same)
+    elif packed_keys is not None and call.position_bias is None and not needs_grad:
+        return _attend_packed_keys(call, packed_keys)
+    if call.position_bias is not None:
+        mask = _combine(call.position_bias, mask)
+    out = api.attention(
+        call.query.transpose(1, 2),
+        call.key.transpose(1, 2),
+        call.value.transpose(1, 2),
+        mask=mask,
+        sinks=call.sinks,
+        softmax_scale=call.softmax_scale,
+        window_size=_needed_window(call.visible_window, call.key.shape[2]),
+        attention_chunk=call.visible_chunk,
+        softcap=call.softcap,
+        deterministic=call.deterministic,
+    )
+    return out.contiguous()  # models view it as they like, and the sdpa backend may compute heads before tokens
+
+
+def _attend_packed(call: LayerCall, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Tensor:
+    """Sequences packed end to end in a batch of 1."""
+    out: Any = api.attention_varlen(
+        call.query[0].transpose(0, 1),
+        call.key[0].transpose(0, 1),
+        call.value[0].transpose(0, 1),
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=call.max_seqlen_q,
+        max_seqlen_k=call.max_seqlen_k,
+        sinks=call.sinks,
+        softmax_scale=call.softmax_scale,
+        window_size=_needed_window(call.visible_window, call.key.shape[2]),
+        attention_chunk=call.visible_chunk,
+        softcap=call.softcap,
+        deterministic=call.deterministic,
+    )
+    packed: Tensor = out[None]
+    return packed
+
+
+def _attend_packed_keys(call: LayerCall, keys: PackedKeys) -> Tensor:
+    """A padded batch: all queries, and the keys that are not padding, gathered and packed end to end."""
+    q = call.query.transpose(1, 2)
+    batch, seqlen_q = q.shape[:2]
+    out: Any = api.attention_varlen(
+        q.flatten(0, 1),
+        call.key.transpose(1, 2)[keys.rows, keys.columns],
+        call.value.transpose(1, 2)[keys.rows, keys.columns],
+        cu_seqlens_q=keys.cu_seqlens_q,
+        cu_seqlens_k=keys.cu_seqlens_k,
+        max_seqlen_q=seqlen_q,
+        max_seqlen_k=keys.max_seqlen_k,
+        sinks=call.sinks,
+        softmax_scale=call.softmax_scale,
+        window_size=_needed_window(call.visible_window, call.key.shape[2]),
+        attention_chunk=call.visible_chunk,
+        softcap=call.softcap,
+    )
+    padded: Tensor = out.view(batch, seqlen_q, *out.shape[1:])
+    return padded
+
+
+def _needed_window(window_size: tuple[int, int], seqlen_k: int) -> tuple[int, int]:
+    """The window, unlimited on a side where it reaches over all keys: kernels are faster without a window."""
+    left, right = window_size
+    if left < 0 and right <= 0:
+        return window_size
+    return (-1 if left + 1 >= seqlen_k else left, -1 if right >= seqlen_k else right)
+
+
+def _same_sequence(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """(1, 1, seqlen_q, seqlen_k) bool: whether a query and a key belong to the same packed sequence."""
+    positions_q = torch.arange(seqlen_q, dtype=torch.int32, device=cu_seqlens_q.device)
+    positions_k = torch.arange(seqlen_k, dtype=torch.int32, device=cu_seqlens_k.device)
+    q = torch.searchsorted(cu_seqlens_q, positions_q, right=True)
+    k = torch.searchsorted(cu_seqlens_k, positions_k, right=True)
+    return (q[:, None] == k[None, :])[None, None]
+
+
+def _combine(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    """Both masks at once. Each is bool (True is seen) or float (added to the scores), and they broadcast to each other."""
+    if first is None or second is None:
+        return second if first is None else first
+    if first.dtype == torch.bool and second.dtype == torch.bool:
+        return first & second
+    if first.dtype == torch.bool:
+        first, second = second, first
+    return torch.where(second, first, float("-inf")) if second.dtype == torch.bool else first + second

@@ -1,0 +1,317 @@
+"""The mask function of `attn_implementation="fa_serve"`, and the mask that it returns in most cases, `ImplicitMask`.
+
+transformers asks for one mask per forward and kind of layer, and hands it to every layer. If the mask is a window, chunks,
+padding or packed sequences, a kernel can apply it from a few numbers and skip the keys that no query sees. Then `mask_forward`
+returns an `ImplicitMask`, which holds these numbers and is never formed. Otherwise (image blocks, users' masks) it returns the
+bool tensor of 4 dimensions that transformers' sdpa would get.
+
+Left out: what a mask function of transformers stands for, which `mask_patterns.py` knows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import causal_mask_function, prepare_padding_mask, sdpa_mask
+from transformers.utils.import_utils import is_tracing
+
+from fa_serve.hf.adapter.mask_patterns import MaskFunction, Pattern, classify
+from fa_serve.hf.adapter.models import handles_mask
+from fa_serve.spec import UnsupportedModelError
+
+# Devices with kernels that take packed keys, and with a decoding kernel that takes a mask over keys.
+KERNELS_ON = {"cuda"}
+
+
+@dataclass(frozen=True, eq=False)
+class PackedKeys:
+    """The keys of a padded batch without their padding, packed end to end, and all of its queries.
+
+    rows, columns: (total_k,) int64: where each packed key stands in the batch
+    cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32
+    """
+
+    rows: Tensor
+    columns: Tensor
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_k: int
+
+    def to(self, *args: Any, **kwargs: Any) -> PackedKeys:
+        return cast("PackedKeys", _moved(self, *args, **kwargs))
+
+
+@dataclass(frozen=True, eq=False)
+class ImplicitMask:
+    """A mask that a kernel applies from a few numbers. It takes the place of a mask tensor on its way through a model.
+
+    window_size: (left, right) as in `fa_serve.api`, aligned to the last of the keys that count; right is 0 if causal
+    num_keys:    how many of the first keys count, because a static cache hands out all of its room; None: all of them
+    key_mask:    (1 or batch, 1, 1, keys) bool, False where a key is padding; or None
+    cu_seqlens:  (n + 1,) int32: a batch of 1 holds n sequences packed end to end, which do not see each other; or None
+    packed_keys: the keys that `key_mask` leaves, where kernels take them packed; or None
+    attention_chunk: keys per chunk as in `fa_serve.api`, counted from the first key that is passed; 0 without chunks
+    only_last_queries: only the last queries are passed, while `cu_seqlens`, or a caller's cu_seq_lens_q, counts all of them
+    """
+
+    window_size: tuple[int, int]
+    num_keys: int | None = None
+    key_mask: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    packed_keys: PackedKeys | None = None
+    attention_chunk: int = 0
+    only_last_queries: bool = False
+
+    ndim = 4  # transformers reads it of a mask that was made ahead of the forward
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether all keys that are passed count, as a dense batch, apart from `window_size` and `key_mask`."""
+        return self.num_keys is None and self.cu_seqlens is None and self.packed_keys is None
+
+    def to(self, *args: Any, **kwargs: Any) -> ImplicitMask:
+        """Move the tensors, as `Tensor.to` would; accelerate does so for layers on several devices."""
+        return cast("ImplicitMask", _moved(self, *args, **kwargs))
+
+    def contiguous(self) -> ImplicitMask:
+        return self
+
+    def __radd__(self, bias: Tensor) -> Tensor:
+        """bias + mask, which BEiT computes for its relative positions: allowed for a mask that hides nothing."""
+        if (self.window_size, self.key_mask, self.cu_seqlens) != ((-1, -1), None, None):
+            raise UnsupportedModelError(
+                "fa_serve can add a bias only to a mask that hides no key, got an implicit mask that hides some: load the "
+                'model with attn_implementation="eager" or "sdpa"'
+            )
+        return bias
+
+    def __getitem__(self, index: tuple[slice, slice, slice, slice]) -> ImplicitMask:
+        """mask[:, :, -n:, :], the mask of the last n queries.
+
+        Gemma 4 (later than transformers 5.17) computes only the queries whose logits are kept in layers that share the keys of
+        other layers. A window is aligned to the last key, so it holds for the last queries as it is.
+        """
+        everything = slice(None)
+        queries = index[2]
+        is_tail = isinstance(queries, slice) and (queries.start or 0) <= 0 and queries.stop is None
+        if not is_tail or (*index[:2], index[3]) != (everything,) * 3:
+            raise UnsupportedModelError(
+                f"fa_serve's implicit masks can be cut to their last queries only, mask[:, :, -n:, :], got mask[{index}]"
+            )
+        if not queries.start:  # -0 keeps all queries
+            return self
+        packed_keys = self.packed_keys
+        if packed_keys is not None:
+            cu_seqlens_q = packed_keys.cu_seqlens_q
+            numbers = torch.arange(len(cu_seqlens_q), dtype=torch.int32, device=cu_seqlens_q.device)
+            packed_keys = replace(packed_keys, cu_seqlens_q=torch.minimum(cu_seqlens_q, numbers * -queries.start))
+        return replace(self, packed_keys=packed_keys, only_last_queries=True)
+
+
+def _moved(x: Any, *args: Any, **kwargs: Any) -> Any:
+    """A copy of a dataclass whose tensors have been moved by `to(*args, **kwargs)`."""
+    parts = {part.name: getattr(x, part.name) for part in fields(x)}
+    return replace(x, **{n: part.to(*args, **kwargs) for n, part in parts.items() if isinstance(part, Tensor | PackedKeys)})
+
+
+class _Request(NamedTuple):
+    """What transformers tells of the forward that it wants a mask for.
+
+    q_offset:  the position of the first query; a tensor while a static cache is filled
+    kv_offset: the position of the first key, which is not 0 for a sliding cache that has rolled
+    padding:   (batch, any length) bool, False is padding, or None
+    """
+
+    batch_size: int
+    q_length: int
+    kv_length: int
+    q_offset: int | Tensor
+    kv_offset: int
+    padding: Tensor | None
+
+
+def mask_forward(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: MaskFunction = causal_mask_function,
+    attention_mask: Tensor | ImplicitMask | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = True,
+    config: Any = None,
+    **kwargs: Any,
+) -> Tensor | ImplicitMask:
+    """Make the mask of a forward; transformers calls this once per forward and kind of layer.
+
+    q_offset:       position of the first query, a tensor while a static cache is filled; kv_offset: that of the first key
+    mask_function:  which key a query sees, see `mask_patterns.py`
+    attention_mask: (batch, any length) bool, False is padding; or None; or an ImplicitMask made ahead of the forward, which is
+                    returned
+    allow_is_causal_skip, allow_is_bidirectional_skip: False asks for a tensor, because the caller works on the mask
+    config:         the model's
+    Returns an ImplicitMask, or bool (batch, 1, q_length, kv_length), True where a query sees a key.
+    """
+    if isinstance(attention_mask, ImplicitMask):
+        return attention_mask
+    tracing = is_tracing(attention_mask)
+    pattern = None if handles_mask(config) else _pattern(mask_function, tracing)
+    if pattern is not None:
+        request = _Request(batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask)
+        implicit = _mask_of_one_query(request, pattern, tracing)
+        if implicit is None and not tracing:  # a traced forward cannot read its padding
+            # packed sequences are never allowed to be skipped, and are described in any case
+            may_skip = allow_is_causal_skip if pattern.is_causal else allow_is_bidirectional_skip
+            implicit = _mask_of_queries(request, pattern, may_skip)
+        if implicit is not None:
+            return implicit
+    mask: Tensor = sdpa_mask(
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        allow_is_causal_skip=False,
+        allow_is_bidirectional_skip=False,
+        **kwargs,
+    )
+    return mask
+
+
+def _pattern(mask_function: MaskFunction, tracing: bool) -> Pattern | None:
+    if not tracing:
+        return classify(mask_function)
+    # a traced forward cannot read closures
+    return Pattern((-1, 0)) if mask_function is causal_mask_function else None
+
+
+def _mask_of_one_query(request: _Request, pattern: Pattern, tracing: bool) -> ImplicitMask | None:
+    """The mask of one causal query per row on a device with kernels, made without waiting for the device; else None.
+
+    In a step that is repeated for each token, the host must not wait. So padding is passed on without a look at whether there
+    is any. For a static cache, the mask also hides the room behind the keys.
+    """
+    q_offset = request.q_offset
+    is_static = isinstance(q_offset, Tensor)
+    known = q_offset if isinstance(q_offset, Tensor) else request.padding
+    if request.q_length != 1 or not pattern.is_causal or pattern.sequences is not None:
+        return None
+    if known is None or known.device.type not in KERNELS_ON or (tracing and not is_static):
+        return None
+    kv_length = request.kv_length
+    chunks = pattern.chunks
+    if chunks is not None and request.kv_offset + kv_length <= chunks.length:
+        chunks = None  # all keys are in the first chunk
+    padding = prepare_padding_mask(request.padding, kv_length, request.kv_offset)
+    if padding is not None and padding.shape[1] != kv_length:
+        # Copied, because a kernel that gets an address other than a multiple of 16 is launched through the JIT, in every layer.
+        # Contiguous, because CUDA graphs of a compiled step are recorded again for each stride.
+        kv_end = request.kv_offset + kv_length
+        padding = padding[:, request.kv_offset : kv_end].clone(memory_format=torch.contiguous_format)
+    if chunks is None and not is_static and q_offset + 1 - request.kv_offset == kv_length:
+        return ImplicitMask(pattern.window_size, key_mask=_over_keys(padding), attention_chunk=_chunk_length(pattern))
+    distance = q_offset - request.kv_offset - torch.arange(kv_length, device=known.device)
+    seen = (distance >= 0)[None]
+    if pattern.window_size[0] >= 0:
+        seen = seen & (distance <= pattern.window_size[0])
+    if chunks is not None:
+        seen = seen & (distance <= (q_offset - chunks.left_padding[:, None]) % chunks.length)
+    return ImplicitMask((-1, -1), key_mask=_over_keys(seen if padding is None else seen & padding))
+
+
+def _mask_of_queries(request: _Request, pattern: Pattern, may_skip: bool) -> ImplicitMask | None:
+    """The mask of any number of queries. It looks at the device: at the offset of a static cache, and for padding."""
+    q_offset = request.q_offset
+    if isinstance(q_offset, Tensor) and request.q_length > 1 and pattern.is_causal and not q_offset.is_meta:
+        # a chunk of a prompt behind a static cache: the kernel for it saves more than the host waits
+        q_offset = int(q_offset)
+    implicit = _aligned(request._replace(q_offset=q_offset), pattern.window_size)
+    if implicit is None:
+        return None
+    if pattern.sequences is not None:
+        if request.batch_size != 1 or implicit.num_keys is not None:
+            return None
+        return replace(implicit, cu_seqlens=_cu_seqlens(pattern.sequences))
+    if not may_skip:
+        return None
+    padding = prepare_padding_mask(request.padding, request.kv_length, request.kv_offset)
+    if padding is not None:
+        kv_end = request.kv_offset + (implicit.num_keys or request.kv_length)
+        padding = padding[:, request.kv_offset : kv_end]
+        # a model that is tried out on the meta device has no padding to look at
+        padding = None if padding.is_meta or padding.all() else padding
+    packed_keys = _packed_keys(padding, pattern, request.q_length)
+    if not _chunks_begin_at_first_key(request, pattern, packed_keys):
+        return None
+    return replace(implicit, key_mask=_over_keys(padding), packed_keys=packed_keys, attention_chunk=_chunk_length(pattern))
+
+
+def _chunk_length(pattern: Pattern) -> int:
+    return 0 if pattern.chunks is None else pattern.chunks.length
+
+
+def _chunks_begin_at_first_key(request: _Request, pattern: Pattern, packed_keys: PackedKeys | None) -> bool:
+    """Whether a kernel, which counts chunks from the first key that it is given, places them right. It may wait for the device.
+
+    transformers counts them from the first token of each row, which padding on the left and a cache that has rolled move. The
+    row of a query in the padding may hold anything.
+    """
+    chunks = pattern.chunks
+    if chunks is None or request.kv_offset + request.kv_length <= chunks.length:
+        return True
+    if packed_keys is not None:  # they begin at the first token
+        return request.kv_offset == 0
+    is_padded = request.padding is not None and not request.padding.is_meta and bool(chunks.left_padding.any())
+    return not is_padded and request.kv_offset % chunks.length == 0
+
+
+def _aligned(request: _Request, window_size: tuple[int, int]) -> ImplicitMask | None:
+    """The window and how many keys it is aligned to, or None where no kernel aligns a window so."""
+    if window_size == (-1, -1):
+        return ImplicitMask(window_size)
+    if isinstance(request.q_offset, Tensor):
+        return None
+    # the last query stands at the last key that counts; a static cache has room behind it
+    num_keys = request.q_offset + request.q_length - request.kv_offset
+    if num_keys == request.kv_length:
+        return ImplicitMask(window_size)
+    if window_size[1] != 0 or not request.q_length <= num_keys < request.kv_length:
+        return None
+    return ImplicitMask(window_size, num_keys)
+
+
+def _over_keys(padding: Tensor | None) -> Tensor | None:
+    """(batch, keys) -> (batch, 1, 1, keys), once for all layers."""
+    return None if padding is None else padding[:, None, None]
+
+
+def _packed_keys(padding: Tensor | None, pattern: Pattern, q_length: int) -> PackedKeys | None:
+    """The keys without their padding, or None where a kernel would place them wrongly. It waits for the device once.
+
+    A window is aligned to the last key. So keys can be packed if the window is causal and all padding stands on the left, or if
+    every query sees every key.
+    """
+    if padding is None or padding.device.type not in KERNELS_ON:
+        return None
+    lengths = padding.sum(1)
+    keys_before_padding = (padding[:, :-1] & ~padding[:, 1:]).sum() + (~padding[:, -1]).sum()
+    longest, not_on_the_left = torch.stack([lengths.max(), keys_before_padding]).tolist()
+    if not_on_the_left and (pattern.is_causal or pattern.window_size != (-1, -1)):
+        return None
+    rows, columns = padding.nonzero(as_tuple=True)
+    cu_seqlens_k = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    cu_seqlens_q = torch.arange(len(padding) + 1, dtype=torch.int32, device=padding.device) * q_length
+    return PackedKeys(rows, columns, cu_seqlens_q, cu_seqlens_k, longest)
+
+
+def _cu_seqlens(sequences: Tensor) -> Tensor:
+    """(1, seqlen), a number for each sequence -> (n + 1,) int32: where each sequence starts, and the end."""
+    edges = (sequences[0].diff() != 0).nonzero()[:, 0] + 1
+    ends = edges.new_tensor([0, sequences.shape[1]])
+    return torch.cat([ends[:1], edges, ends[1:]]).to(torch.int32)

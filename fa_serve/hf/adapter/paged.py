@@ -1,0 +1,361 @@
+"""The engine's way into a transformers model: one forward over packed tokens whose keys and values live in pages.
+
+    layers = attention_layers(model)                                      # one AttentionSpec per layer, or the reason of a
+    refusal logits = paged_forward(model, input_ids, position_ids, batch, rows)   # batch: a PagedBatch
+
+The batch rides along as the argument `fa_serve_batch` of the model's forward, which transformers hands down to every attention
+function. So no mask is built, nothing is read back from the device, and the model's own code runs as it is.
+
+Left out: which pages a sequence has and which sequences a step computes, which is the engine's business.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import cache_utils
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.modeling_utils import PreTrainedModel
+
+from fa_serve.api import attention_paged, attention_varlen, store_kv
+from fa_serve.backends import explain
+from fa_serve.hf.adapter.models import NAME, check_class, counts_positions
+from fa_serve.hf.adapter.translate import AttendsBatch, LayerCall, spec_of
+from fa_serve.spec import AttentionSpec, ParameterError, Precision, UnsupportedModelError
+
+
+@dataclass(frozen=True)
+class PagedBatch:
+    """What one step of the engine tells every attention layer. Tensors are on the model's device, shapes as in `fa_serve.api`.
+
+    kv_caches:  (k_cache, v_cache) by layer_idx
+    fresh:      no sequence has keys in the cache but those of this step, so attention takes them as they come
+    num_splits: as in `attention_paged`
+    descales:   (k_descale, v_descale) by layer_idx, for those caches that are float8; None if none is
+    precision:  of the products of prompts, as in `attention_paged`
+    """
+
+    kv_caches: Sequence[tuple[Tensor, Tensor]]
+    slot_mapping: Tensor
+    block_table: Tensor
+    seqused_k: Tensor
+    cu_seqlens_q: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    backend: str = "auto"
+    fresh: bool = False
+    num_splits: int = 0
+    descales: Sequence[tuple[Tensor, Tensor]] | None = None
+    precision: Precision = "bf16"
+
+    def attend(self, call: LayerCall) -> Tensor:
+        """Store this step's keys and values, then attend to all keys of each sequence -> (1, total, num_heads, head_dim_v)."""
+        if not isinstance(call.mask, Tensor) or call.mask.numel():
+            raise UnsupportedModelError(
+                f"{type(call.module).__name__} makes a mask itself, which attention on a paged cache cannot apply"
+            )
+        layer_idx = cast(int, call.module.layer_idx)
+        q = call.query[0].transpose(0, 1)
+        k = call.key[0].transpose(0, 1)
+        v = call.value[0].transpose(0, 1)
+        k_cache, v_cache = self.kv_caches[layer_idx]
+        store_kv(k, v, k_cache, v_cache, self.slot_mapping, backend=self.backend, **self.descale(layer_idx))
+        out = self.attention(
+            layer_idx,
+            q,
+            k,
+            v,
+            left=call.window_size[0],
+            attention_chunk=call.attention_chunk,
+            softmax_scale=call.softmax_scale,
+            softcap=call.softcap,
+            sinks=call.sinks,
+        )
+        return out[None]
+
+    def attention(
+        self,
+        layer_idx: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        left: int,
+        attention_chunk: int = 0,
+        softmax_scale: float | None,
+        softcap: float,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Causal attention to all keys of each sequence, after this step's keys and values have been stored.
+
+        q: (total, num_heads, head_dim); k, v: this step's, (total, num_kv_heads, head_dim or head_dim_v)
+        left: keys before a query that it sees, -1 unlimited; attention_chunk: as in `fa_serve.api`
+        Returns (total, num_heads, head_dim_v).
+        """
+        if self.fresh:
+            out = attention_varlen(
+                q,
+                k,
+                v,
+                cu_seqlens_q=self.cu_seqlens_q,
+                cu_seqlens_k=self.cu_seqlens_q,
+                max_seqlen_q=self.max_seqlen_q,
+                max_seqlen_k=self.max_seqlen_q,
+                causal=True,
+                softmax_scale=softmax_scale,
+                window_size=(left, 0),
+                attention_chunk=attention_chunk,
+                softcap=softcap,
+                sinks=sinks,
+                precision=self.precision,
+                backend=self.backend,
+            )
+            return cast(Tensor, out)
+        k_cache, v_cache = self.kv_caches[layer_idx]
+        out = attention_paged(
+            q,
+            k_cache,
+            v_cache,
+            block_table=self.block_table,
+            seqused_k=self.seqused_k,
+            cu_seqlens_q=self.cu_seqlens_q,
+            max_seqlen_q=self.max_seqlen_q,
+            max_seqlen_k=self.max_seqlen_k,
+            softmax_scale=softmax_scale,
+            window_size=(left, 0),
+            attention_chunk=attention_chunk,
+            softcap=softcap,
+            sinks=sinks,
+            num_splits=self.num_splits,
+            precision=self.precision,
+            backend=self.backend,
+            **self.descale(layer_idx),
+        )
+        return cast(Tensor, out)
+
+    def descale(self, layer_idx: int) -> dict[str, Any]:
+        """The arguments k_descale and v_descale of `store_kv` and `attention_paged` for a float8 cache; none for another."""
+        if self.descales is None or self.kv_caches[layer_idx][0].dtype != torch.float8_e4m3fn:
+            return {}
+        k_descale, v_descale = self.descales[layer_idx]
+        return {"k_descale": k_descale, "v_descale": v_descale}
+
+
+class OneSequence:
+    """Takes the place of a PagedBatch: causal attention over the tokens of one sequence, without a cache."""
+
+    def attend(self, call: LayerCall) -> Tensor:
+        """Attend to all tokens -> (1, total, num_heads, head_dim_v)."""
+        q, k, v = (x[0].transpose(0, 1) for x in (call.query, call.key, call.value))
+        ends = torch.tensor([0, len(q)], dtype=torch.int32, device=q.device)
+        out = attention_varlen(
+            q,
+            k,
+            v,
+            cu_seqlens_q=ends,
+            cu_seqlens_k=ends,
+            max_seqlen_q=len(q),
+            max_seqlen_k=len(q),
+            causal=True,
+            window_size=(call.window_size[0], 0),
+            attention_chunk=call.attention_chunk,
+            softmax_scale=call.softmax_scale,
+            softcap=call.softcap,
+            sinks=call.sinks,
+        )
+        return cast(Tensor, out)[None]
+
+
+def paged_forward(
+    model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor, batch: AttendsBatch, logits_indices: Tensor
+) -> Tensor:
+    """One forward of a causal model over packed tokens, with keys and values in a paged cache.
+
+    input_ids, position_ids: (total,) int64, packed as the batch says
+    batch:                   a PagedBatch, or another object that answers for the attention of every layer
+    logits_indices:          (n,) int64, the tokens whose logits are computed
+    Returns logits (n, vocab). The result is right for the models that `check_model` accepts.
+    """
+    logits: Tensor = paged_output(model, input_ids, position_ids, batch, logits_indices).logits[0]
+    return logits
+
+
+def paged_output(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    position_ids: Tensor,
+    batch: AttendsBatch,
+    logits_indices: Tensor,
+    **inputs: Any,
+) -> Any:
+    """The whole output of that forward. inputs: what the model takes beside tokens, in its own shapes. No mask is
+    built and nothing is read back from the device.
+    """
+    # transformers passes a mask of 4 dimensions on untouched: it builds none, and does not look for packed sequences
+    no_mask = torch.empty((1, 1, 0, 0), dtype=torch.bool, device=input_ids.device)
+    config: Any = model.config.get_text_config()
+    if getattr(config, "attn_temperature_tuning", False):
+        inputs = {**inputs, "past_key_values": PackedPositions(position_ids)}
+    return model(
+        input_ids=input_ids[None],
+        position_ids=position_ids[None],
+        attention_mask=no_mask,
+        use_cache=False,
+        logits_to_keep=logits_indices,
+        fa_serve_batch=batch,
+        **inputs,
+    )
+
+
+class PackedPositions:
+    """Takes the place of a cache for layers that count the positions of their queries from its length (Llama 4).
+
+    Llama 4 scales queries by their positions, which it takes to be 0, 1, 2, ... plus the length of the cache. For each token
+    the length is thus what is missing to its position.
+
+    position_ids: (total,) int64
+    """
+
+    def __init__(self, position_ids: Tensor) -> None:
+        self.position_ids = position_ids
+
+    def get_seq_length(self, layer_idx: int = 0) -> Tensor:
+        return self.position_ids - torch.arange(len(self.position_ids), device=self.position_ids.device)
+
+    def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """The batch keeps the keys and values."""
+        return key, value
+
+
+class Probe:
+    """Rides along in the place of a PagedBatch: it writes down what each attention layer asks for, and computes nothing.
+
+    layers: AttentionSpec by layer_idx
+    """
+
+    def __init__(self) -> None:
+        self.layers: dict[int, AttentionSpec] = {}
+
+    def attend(self, call: LayerCall) -> Tensor:
+        """Write the layer down -> zeros (1, total, num_heads, head_dim_v).
+
+        The mask is that of an ordinary forward. `paged_forward` passes none, so the layer must ask for the same keys without
+        it.
+        """
+        module = call.module
+        layer_idx = cast(int, module.layer_idx)
+        if layer_idx in self.layers:
+            raise UnsupportedModelError(f"layer {layer_idx} ({type(module).__name__}) attends more than once")
+        left, _ = call.window_size
+        if call.visible_window != (left, 0) or call.visible_chunk != call.attention_chunk:
+            raise UnsupportedModelError(
+                f"layer {layer_idx} ({type(module).__name__}) needs a mask beyond causality and its sliding window"
+            )
+        self.layers[layer_idx] = spec_of(call, "paged")
+        return call.query.new_zeros(1, call.query.shape[2], call.query.shape[1], call.value.shape[-1])
+
+
+def attention_layers(model_or_config: PreTrainedModel | PreTrainedConfig) -> list[AttentionSpec]:
+    """What each attention layer of a causal model asks of attention on a paged cache, found by one forward of a single token.
+
+    A config is tried out on the meta device, without weights.
+
+    Raises UnsupportedModelError with the reason if the model cannot run on a paged cache, for example because it keeps more
+    than keys and values, or because its masks are more than causality, windows and chunks.
+    """
+    if isinstance(model_or_config, PreTrainedModel):
+        return _probe(model_or_config)
+    config = copy.deepcopy(model_or_config)
+    # the other implementations of experts read the router's choice, which has no values on the meta device
+    config._experts_implementation = "batched_mm"
+    auto: Any = transformers.AutoModelForCausalLM
+    if type(config) not in auto._model_mapping:
+        raise UnsupportedModelError(f"{type(config).__name__} is not the config of a causal language model in transformers")
+    with torch.device("meta"):
+        return _probe(auto.from_config(config, attn_implementation=NAME))
+
+
+def check_attention_precision(layers: Sequence[AttentionSpec], page_size: int, precision: Precision) -> None:
+    """Raise ParameterError, with the reasons of the backends, unless prompts of these layers have products in `precision`.
+
+    layers: as from `attention_layers`, whose products in q's dtype ("bf16") every device has
+    """
+    for layer in dict.fromkeys(layers) if precision != "bf16" else ():
+        paged = replace(layer, layout="paged", page_size=page_size, precision=precision)
+        for spec in (replace(paged, layout="varlen", page_size=0, kv_dtype=layer.dtype), paged):
+            reasons = explain(spec)
+            if None not in reasons.values():
+                told = "; ".join(f"{name} {reason}" for name, reason in reasons.items())
+                rule = f"be bf16 for a model and a device without float8 products ({spec}: {told})"
+                raise ParameterError("attention_precision", rule, precision)
+
+
+def check_model(model_or_config: PreTrainedModel | PreTrainedConfig) -> None:
+    """Raise UnsupportedModelError, with the reason, unless `paged_forward` computes this model right."""
+    attention_layers(model_or_config)
+
+
+# arguments of the model's forward that `paged_forward` passes
+_FORWARD_ARGUMENTS = {"input_ids", "position_ids", "attention_mask", "use_cache", "logits_to_keep"}
+
+
+@torch.no_grad()
+def _probe(model: PreTrainedModel) -> list[AttentionSpec]:
+    check_class(type(model))
+    config = model.config.get_text_config()
+    _check_before_a_forward(model, config)
+    probe = Probe()
+    training = model.training
+    try:
+        token = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
+        # with a padding mask transformers does not look for packed sequences, which it could not read on the meta device
+        padding = torch.ones_like(token)
+        output = model.train(False)(input_ids=token, attention_mask=padding, use_cache=True, fa_serve_batch=probe)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{type(model).__name__} cannot run on a paged cache: {error}") from error
+    finally:
+        model.train(training)
+    kinds = {type(layer) for layer in getattr(output.get("past_key_values"), "layers", ())}
+    # from some release after 5.17 on, a layer that shares the keys of another one keeps a DummyLayer, which holds nothing
+    known = {DynamicLayer, DynamicSlidingWindowLayer, getattr(cache_utils, "DummyLayer", DynamicLayer)}
+    _refuse_if(kinds - known, model, "it keeps more than keys and values")
+    found = sorted(probe.layers)
+    if found != list(range(config.num_hidden_layers)):
+        _refuse_if(True, model, f"only layers {found} of its {config.num_hidden_layers} layers use the attention interface")
+    return [probe.layers[i] for i in found]
+
+
+def _check_before_a_forward(model: PreTrainedModel, config: PreTrainedConfig) -> None:
+    """Refuse what the model's class and config alone rule out."""
+    parameters = inspect.signature(model.forward).parameters
+    missing = _FORWARD_ARGUMENTS - set(parameters)
+    if all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        missing |= {"**kwargs"}
+    else:
+        missing -= {"use_cache"}  # Granite's mixtures hand it on; a cache that nobody asked for would change no number
+    _refuse_if(config.is_encoder_decoder, model, "it is an encoder-decoder, whose cross-attention has no place in the cache")
+    _refuse_if(model._is_stateful, model, "it keeps more than keys and values")
+    _refuse_if(missing, model, f"its forward takes no {sorted(missing)}")
+    _refuse_if(counts_positions(type(model)), model, "it numbers its positions from its padding token")
+    changing = _rope_types(config) & {"dynamic", "longrope"}
+    _refuse_if(changing, model, f"its {changing} rotary embedding depends on the longest sequence of the batch")
+
+
+def _refuse_if(condition: object, model: PreTrainedModel, reason: str) -> None:
+    if condition:
+        raise UnsupportedModelError(f"{type(model).__name__} cannot run on a paged cache: {reason}")
+
+
+def _rope_types(config: PreTrainedConfig) -> set[str]:
+    """The kinds of rotary embedding in a config, which has one set of parameters, or one for each kind of layer."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = [p for p in parameters.values() if isinstance(p, dict)]
+    return {p.get("rope_type", "default") for p in nested or [parameters]}

@@ -1,0 +1,63 @@
+"""How a model comes to use fa_serve: by the name of the implementation when it is loaded, or by `patch` afterwards.
+
+model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="fa_serve")
+model = fa_serve.patch(model)      # a model that is loaded already
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface, PreTrainedModel
+
+from fa_serve.hf.adapter.attention import attention_forward
+from fa_serve.hf.adapter.continuous import PAGED_NAME, enable, paged_attention
+from fa_serve.hf.adapter.masks import mask_forward
+from fa_serve.hf.adapter.models import NAME, check_class, prepare_model
+from fa_serve.hf.surgery.experts.mixtures import experts_forward
+
+
+def patch(model: PreTrainedModel) -> PreTrainedModel:
+    """Switch a loaded model to fa_serve, in place, and return it.
+
+    To switch some parts of a model only, call `model.set_attn_implementation({"text_config": "fa_serve"})` instead.
+
+    Raises UnsupportedModelError, and changes nothing, if fa_serve cannot serve a part of the model.
+    """
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    for part in parts:
+        check_class(type(part))
+    model.set_attn_implementation(NAME)
+    # transformers leaves out parts whose config is a copy of the whole model's, such as the two stacks of T5
+    for part in parts:
+        if part.config._attn_implementation != NAME:
+            prepare_model(part)
+            part.config._attn_implementation = NAME
+    return model
+
+
+def register() -> None:
+    """Make `attn_implementation="fa_serve"` and `experts_implementation="fa_serve"` known to transformers; called by
+    `import fa_serve`, harmless when repeated."""
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionInterface.register(PAGED_NAME, paged_attention)
+    AttentionMaskInterface.register(NAME, mask_forward)
+    ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+    original: Any = PreTrainedModel.get_correct_attn_implementation
+    if getattr(original, "asks_fa_serve", False):
+        return
+
+    # transformers calls this method for every model and part of a model that it makes or switches, and would accept a name that
+    # is registered for all of them
+    @functools.wraps(original)
+    def get_correct_attn_implementation(self: PreTrainedModel, requested: str | None, *args: Any, **kwargs: Any) -> Any:
+        if requested in (NAME, PAGED_NAME):
+            prepare_model(self)
+            enable()
+        return original(self, requested, *args, **kwargs)
+
+    get_correct_attn_implementation.__dict__["asks_fa_serve"] = True
+    setattr(PreTrainedModel, original.__name__, get_correct_attn_implementation)

@@ -1,0 +1,205 @@
+"""What transformers tells an attention layer, in fa_serve's words: one record, `LayerCall`, and the function that makes it.
+
+    call = translate(module, query, key, value, attention_mask, scaling, sliding_window=128, softcap=50.0)
+    call.visible_window           # (127, 0)
+
+transformers says which keys a query sees in four places: in the mask, in keyword arguments of the call (`is_causal`,
+`sliding_window`, `cu_seq_lens_q`), in an attribute of the module (`is_causal`), and in its config (`layer_types`). The rule
+that joins them stands here and nowhere else. Everything that is told of a call uses it: `attention.py`, which computes the
+call, `PagedBatch`, which computes it on the engine's paged cache, and those that only write the call down (`Probe`,
+`info.py`).
+
+Left out: any computation. `translate` reads shapes and never the contents of a tensor.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from fa_serve.hf.adapter.masks import ImplicitMask
+from fa_serve.spec import AttentionSpec, Layout, UnsupportedModelError, arch_of
+
+
+class LayerCall(NamedTuple):
+    """One attention layer's call.
+
+    query:         (batch, num_heads, seqlen_q, head_dim), as transformers passes it: heads before tokens
+    key:           (batch, num_kv_heads, seqlen_k, head_dim); value: the same with head_dim_v. Keys that do not count yet, the
+                   free room of a static cache, have been cut off
+    mask:          an ImplicitMask, or (batch or 1, num_heads or 1, seqlen_q, seqlen_k) bool (True is seen) or float (added to
+                   the scores), or None
+    window_size:   (left, right), -1 unlimited: what the layer asks for apart from its mask. right is 0 if `is_causal`
+    is_causal:     whether the layer asks for causality, apart from its mask
+    softmax_scale: None stands for head_dim ** -0.5
+    softcap:       0.0 is off
+    sinks:         (num_heads,), or None
+    position_bias: (batch or 1, num_heads, seqlen_q, seqlen_k), added to the scores, or None
+    cu_seqlens_q:  (n + 1,), int32: a batch of 1 holds n sequences packed end to end, which do not see each other; or None
+    cu_seqlens_k:  the same for the keys; None exactly if cu_seqlens_q is
+    max_seqlen_q, max_seqlen_k: upper bounds of the packed sequences' lengths; 0 without packing
+    attention_chunk: keys per chunk, 0 without chunks: what the layer asks for apart from its mask
+    deterministic: whether gradients have to repeat in every bit (ModernBERT's deterministic_flash_attn)
+
+    A named tuple, because one is made in every layer of every token: a frozen dataclass of as many fields takes four times as
+    long to make (1.7 us against 0.4 us on a 2-core VM).
+    """
+
+    module: nn.Module
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | ImplicitMask | None
+    window_size: tuple[int, int]
+    is_causal: bool
+    softmax_scale: float | None
+    softcap: float
+    sinks: Tensor | None
+    position_bias: Tensor | None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    max_seqlen_q: int = 0
+    max_seqlen_k: int = 0
+    attention_chunk: int = 0
+    deterministic: bool = False
+
+    @property
+    def visible_window(self) -> tuple[int, int]:
+        """The window (left, right) that the kernel applies: a mask says everything, and only without one the layer is asked."""
+        if self.mask is None:
+            return self.window_size
+        return self.mask.window_size if isinstance(self.mask, ImplicitMask) else (-1, -1)
+
+    @property
+    def visible_chunk(self) -> int:
+        """The chunks that the kernel applies, as `visible_window` says its window."""
+        if self.mask is None:
+            return self.attention_chunk
+        return self.mask.attention_chunk if isinstance(self.mask, ImplicitMask) else 0
+
+
+class AttendsBatch(Protocol):
+    """What may ride along in the model argument `fa_serve_batch`: it answers for the attention of every layer."""
+
+    def attend(self, call: LayerCall) -> Tensor:
+        """A call with batch 1 -> out (1, total, num_heads, head_dim_v)."""
+        ...
+
+
+def translate(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | ImplicitMask | None,
+    scaling: float | None = None,
+    *,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
+    deterministic: bool | None = None,
+    **unused: Any,
+) -> LayerCall:
+    """The call of a layer, given in the arguments of transformers' attention functions.
+
+    sliding_window: keys that a query sees on each side, the query itself included
+    s_aux:          (num_heads,): one more logit per head in the softmax's denominator, gpt-oss's sinks
+    position_bias:  (1 or batch, num_heads, seqlen_q, seqlen_k), added to the scores
+    cu_seq_lens_q:  (n + 1,), any integer dtype: the batch of 1 is n packed sequences; cu_seq_lens_k defaults to it
+    unused:         further words, which do not change what is computed; `models.check_class` refuses a model that passes others
+
+    Raises UnsupportedModelError for a mask that does not have 4 dimensions and for packed sequences in a batch other than 1.
+    """
+    if is_causal is None:
+        # a module's attribute speaks of a sequence that attends to itself, not of keys that come from elsewhere
+        is_causal = getattr(module, "is_causal", False) and query.shape[2] == key.shape[2]
+    left = -1 if sliding_window is None else sliding_window - 1
+    only_last_queries = isinstance(attention_mask, ImplicitMask) and attention_mask.only_last_queries
+    if isinstance(attention_mask, ImplicitMask):
+        if cu_seq_lens_q is None:
+            cu_seq_lens_q = attention_mask.cu_seqlens
+        if attention_mask.num_keys is not None:
+            key = key[:, :, : attention_mask.num_keys]
+            value = value[:, :, : attention_mask.num_keys]
+            position_bias = None if position_bias is None else position_bias[..., : attention_mask.num_keys]
+    elif attention_mask is not None and attention_mask.dim() != 4:
+        raise UnsupportedModelError(
+            "the attention mask must have 4 dimensions, (batch, heads, queries, keys), got shape "
+            f"{tuple(attention_mask.shape)} from {type(module).__name__}"
+        )
+    call = LayerCall(
+        module,
+        query,
+        key,
+        value,
+        attention_mask,
+        (left, 0 if is_causal else left),
+        bool(is_causal),
+        scaling,
+        softcap or 0.0,
+        s_aux,
+        position_bias,
+        attention_chunk=_chunk_of(module) if is_causal else 0,
+        deterministic=bool(deterministic),
+    )
+    if cu_seq_lens_q is None:
+        return call
+    if query.shape[0] != 1:
+        raise UnsupportedModelError(
+            f"packed sequences (cu_seq_lens_q) need a batch of 1 that holds them end to end, got a batch of {query.shape[0]} "
+            f"from {type(module).__name__}"
+        )
+    cu_seqlens_q = cu_seq_lens_q.to(torch.int32)
+    cu_seqlens_k = cu_seqlens_q if cu_seq_lens_k is None else cu_seq_lens_k.to(torch.int32)
+    if only_last_queries:
+        # both still count all queries of the sequences, of which the last ones were passed
+        cu_seqlens_q = (cu_seqlens_q - cu_seqlens_q[-1] + query.shape[2]).clamp(min=0)
+    return call._replace(
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=int(max_length_q or query.shape[2]),
+        max_seqlen_k=int(max_length_k or key.shape[2]),
+    )
+
+
+def _chunk_of(module: nn.Module) -> int:
+    """The chunks of a layer that its config calls chunked; transformers tells them to the mask alone (Llama 4)."""
+    config: Any = getattr(module, "config", None)
+    length = getattr(config, "attention_chunk_size", None)
+    kinds = getattr(config, "layer_types", None)
+    if not length or not kinds or kinds[cast(int, module.layer_idx)] != "chunked_attention":
+        return 0
+    return int(length)
+
+
+def spec_of(call: LayerCall, layout: Layout) -> AttentionSpec:
+    """What a call asks of a backend, if its keys and values are laid out in this way; for those who only write calls down."""
+    mask: Literal["bool", "float"] | None = None
+    if call.position_bias is not None:
+        mask = "float"
+    elif isinstance(call.mask, Tensor):
+        mask = "bool" if call.mask.dtype == torch.bool else "float"
+    return AttentionSpec(
+        layout=layout,
+        device=call.query.device.type,
+        arch=arch_of(call.query.device),
+        dtype=call.query.dtype,
+        kv_dtype=call.key.dtype,
+        head_dim=call.query.shape[-1],
+        head_dim_v=call.value.shape[-1],
+        num_heads=call.query.shape[1],
+        num_kv_heads=call.key.shape[1],
+        window_size=call.visible_window,
+        softcap=call.softcap != 0.0,
+        sinks=call.sinks is not None,
+        mask=mask,
+        attention_chunk=call.visible_chunk > 0,
+    )

@@ -1,0 +1,320 @@
+"""Divides the weights of a model between the ranks, and proves for each kind of layer that the ranks together compute the same.
+
+    model = AutoModelForCausalLM.from_pretrained(...)       # on the CPU: weights are mapped from their files and not yet read
+    divide(model, plan_division(model, size=2), rank=0, all_reduce=all_reduce, device=device)
+
+Each rank copies its part of each weight to its device, so it reads its part of the files only, unless transformers converts or
+merges the weights of a checkpoint while it loads them. Quantised weights are converted on the device layer by layer, and then
+each rank keeps its part. The first layer of each kind is computed whole, in float32, and again by
+all ranks together. A model whose layers disagree is refused. Left out: which rows and columns a rank keeps (plan.py).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from transformers import PreTrainedModel
+
+from fa_serve.hf.adapter.paged import OneSequence, paged_forward
+from fa_serve.hf.surgery.divide.plan import Cut, Division, LayerDivision
+from fa_serve.hf.surgery.quantised.experts import QuantizedExperts
+from fa_serve.hf.surgery.quantised.linear import QuantizedLinear, finish
+from fa_serve.ops.collectives.all_reduce import AllReduce, AllReduceError
+from fa_serve.ops.products.quantised.weight import QuantizedWeight, merge_rows
+from fa_serve.spec import UnsupportedModelError
+
+TOLERANCE = 1e-4
+"""Largest allowed difference in float32, relative to the largest number: another order of summation, and nothing more."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartOfSum:
+    """Replaces the `forward` of a module whose output is this rank's part of a sum: it returns the sum.
+
+    partial: the module's own forward
+    """
+
+    partial: Callable[..., Tensor]
+    all_reduce: AllReduce
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.all_reduce(self.partial(*args, **kwargs))
+
+
+@dataclass(frozen=True, slots=True)
+class PartOfOutput:
+    """Replaces the `forward` of a module that is computed whole, of whose output this rank goes on with a part."""
+
+    whole: Callable[..., Tensor]
+    cut: Cut
+    rank: int
+    size: int
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        return torch.cat(self.cut.kept(self.whole(*args, **kwargs), self.rank, self.size), dim=-1)
+
+
+@dataclass(frozen=True, slots=True)
+class PartOfEmbeddings:
+    """Replaces the `forward` of embeddings: this rank looks up `count` tokens from `start` on, and the ranks add up."""
+
+    own: Callable[[Tensor], Tensor]
+    start: int
+    count: int
+    all_reduce: AllReduce
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        own = ids - self.start
+        found = self.own(own.clamp(0, self.count - 1))
+        return self.all_reduce(found.masked_fill(((own < 0) | (own >= self.count))[..., None], 0))
+
+
+@dataclass(frozen=True, slots=True)
+class PartOfLogits:
+    """Replaces the `forward` of the head: this rank computes some of the logits, and gets the others from other ranks."""
+
+    own: Callable[[Tensor], Tensor]
+    vocab_size: int
+    all_reduce: AllReduce
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return self.all_reduce.gather(self.own(hidden)[0])[None]
+
+
+def vocab_size(model: PreTrainedModel) -> int:
+    """The number of logits of a causal model, which may be divided."""
+    head: Any = cast(Any, model).get_output_embeddings()
+    part = vars(head).get("forward")
+    if isinstance(part, PartOfLogits):
+        return part.vocab_size
+    return int(head.out_features if isinstance(head, QuantizedLinear) else head.weight.shape[0])
+
+
+@torch.no_grad()
+def divide(model: PreTrainedModel, division: Division, rank: int, all_reduce: AllReduce, device: torch.device) -> None:
+    """Keep this rank's part of the weights of each layer, on `device`. All ranks call it together.
+
+    What is not divided stays where it is. Raises UnsupportedModelError if the ranks together compute something else than the
+    whole layer, and AllReduceError if another rank has ended.
+    """
+    refusal = f"{type(model).__name__} cannot be divided between {division.size} ranks: "
+    try:
+        calls = _observe(model, division)
+    except Exception as error:
+        raise UnsupportedModelError(f"{refusal}a forward without layers fails with {type(error).__name__}: {error}") from error
+    proven: set[str] = set()
+    for path, own in division.layers.items():
+        layer = model.get_submodule(path)
+        _finish(layer, path, device)
+        kind = _kind(layer)
+        if kind not in proven and path in calls:
+            what = f"{refusal}{path} ({type(layer).__name__})"
+            try:
+                difference = _difference(layer, own, calls[path], division.size, rank, all_reduce, device)
+            except AllReduceError:
+                raise
+            except Exception as error:
+                raise UnsupportedModelError(f"{what} fails with {type(error).__name__}: {error}") from error
+            if not difference <= TOLERANCE:
+                raise UnsupportedModelError(
+                    f"{what} gives another result when divided: the difference is {difference:.3g} times the largest value, "
+                    f"at most {TOLERANCE:g} is allowed. Use --tensor-parallel 1, or report this model"
+                )
+            proven.add(kind)
+        _divide_layer(layer, own, division.size, rank, all_reduce, device)
+    if division.vocabulary is not None:
+        _divide_vocabulary(model, division.vocabulary, division.size, rank, all_reduce, device)
+
+
+def _divide_vocabulary(
+    model: PreTrainedModel, cut: Cut, size: int, rank: int, all_reduce: AllReduce, device: torch.device
+) -> None:
+    """Keep this rank's rows of the embeddings and of the head, which may be the same."""
+    embeddings: Any = model.get_input_embeddings()
+    head: Any = cast(Any, model).get_output_embeddings()
+    tied = embeddings.weight is head.weight
+    head.forward = PartOfLogits(head.forward, head.out_features, all_reduce)
+    [(start, count)] = cut.ranges(rank, size)
+    embeddings.forward = PartOfEmbeddings(embeddings.forward, start, count, all_reduce)
+    embeddings.num_embeddings = count
+    embeddings.padding_idx = None  # only gradients need it, and it may be another rank's row
+    for module in (head, embeddings):
+        _replace(module, "weight", torch.cat(cut.kept(module.weight.detach(), rank, size)).to(device))
+    if tied:
+        embeddings.weight = head.weight
+
+
+def _divide_layer(
+    layer: nn.Module, own: LayerDivision, size: int, rank: int, all_reduce: AllReduce, device: torch.device
+) -> None:
+    for name, cut in own.cuts.items():
+        module, parameter = _find(layer, name)
+        if isinstance(module, QuantizedExperts):
+            _divide_experts(module, cut, cut.ranges(rank, size))
+        elif isinstance(parameter, QuantizedWeight):
+            module.weight = _part_of_quantized(parameter, cut.dim, cut.ranges(rank, size))
+        else:
+            _replace(module, name, torch.cat(cut.kept(parameter.detach(), rank, size), dim=cut.dim).to(device))
+        if isinstance(module, nn.Linear | QuantizedLinear):
+            module.out_features, module.in_features = module.weight.shape
+    for name in own.once if rank else ():
+        module, parameter = _find(layer, name)
+        _replace(module, name, torch.zeros_like(parameter))
+    for path in own.sums:
+        module = layer.get_submodule(path)
+        module.forward = PartOfSum(module.forward, all_reduce)
+    for path, cut in own.narrowed.items():
+        module = layer.get_submodule(path)
+        module.forward = PartOfOutput(module.forward, cut, rank, size)
+    for path, heads in own.attention.items():
+        _set_heads(layer.get_submodule(path), *heads)
+
+
+def _finish(layer: nn.Module, path: str, device: torch.device) -> None:
+    """Convert the quantised weights of a layer on the device. Its other tensors stay where they are."""
+    for name, module in layer.named_modules(prefix=path):
+        if isinstance(module, QuantizedLinear | QuantizedExperts):
+            finish(module.to(device), name)
+
+
+def _divide_experts(experts: QuantizedExperts, cut: Cut, ranges: list[tuple[int, int]]) -> None:
+    """Keep rows of both halves of each expert's first product, or columns of the second."""
+    weights = experts.weights
+    assert isinstance(weights.gate_up, QuantizedWeight)
+    assert isinstance(weights.down, QuantizedWeight)
+    if cut.dim == 1:
+        rows = weights.gate_up.shape[0] // experts.num_experts
+        every = [(expert * rows + start, count) for expert in range(experts.num_experts) for start, count in ranges]
+        experts.weights = weights._replace(gate_up=_part_of_quantized(weights.gate_up, 0, every))
+    else:
+        experts.weights = weights._replace(down=_part_of_quantized(weights.down, 1, ranges))
+        experts.width = experts.weights.sizes.width
+
+
+def _part_of_quantized(weight: QuantizedWeight, dim: int, ranges: list[tuple[int, int]]) -> QuantizedWeight:
+    """A copy of some rows or columns."""
+    if dim == 0:
+        return merge_rows([weight.rows(start, start + count) for start, count in ranges])
+    try:
+        [(start, count)] = ranges
+        return weight.columns_between(start, start + count)
+    except ValueError as error:  # a checkpoint may have act-order although its config does not say so
+        raise UnsupportedModelError(f"quantised weights cannot be divided between ranks: {error}") from None
+
+
+def _set_heads(attention: Any, num_heads: int, num_kv_heads: int) -> None:
+    """Tell an attention module how many heads it has, by its attributes and by a config that is its own."""
+    numbers = {
+        "num_heads": num_heads,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "num_key_value_groups": num_heads // num_kv_heads,
+    }
+    attention.config = copy.copy(attention.config)
+    for owner in (attention, attention.config):
+        for name, number in numbers.items():
+            if name in vars(owner):
+                setattr(owner, name, number)
+
+
+def _find(layer: nn.Module, name: str) -> tuple[Any, Any]:
+    """A module of a layer, and its Tensor or QuantizedWeight of this name, which quantised experts do not have."""
+    path, _, own = name.rpartition(".")
+    module = layer.get_submodule(path)
+    return module, getattr(module, own, None)
+
+
+def _replace(module: nn.Module, name: str, value: Tensor) -> None:
+    own = name.rpartition(".")[2]
+    requires_grad = cast(Tensor, getattr(module, own)).requires_grad
+    setattr(module, own, nn.Parameter(value, requires_grad=requires_grad))
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What a layer is given: (1, total, hidden), and its other arguments."""
+
+    hidden: Tensor
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def _observe(model: PreTrainedModel, division: Division) -> dict[str, _Call]:
+    """What each layer is given in a forward of a few tokens, in which no layer computes anything."""
+    calls: dict[str, _Call] = {}
+    layers = {path: model.get_submodule(path) for path in division.layers}
+
+    def note(path: str) -> Callable[..., Tensor]:
+        def forward(*args: Any, **kwargs: Any) -> Tensor:
+            hidden = cast(Tensor, args[0] if args else kwargs.pop("hidden_states"))
+            calls[path] = _Call(hidden, args[1:], kwargs)
+            return hidden
+
+        return forward
+
+    ids = torch.arange(1, 8, device=model.device) % vocab_size(model)
+    for path, layer in layers.items():
+        layer.forward = note(path)
+    try:
+        paged_forward(model, ids, torch.arange(len(ids), device=model.device), OneSequence(), ids[:1] * 0)
+    finally:
+        for layer in layers.values():
+            del layer.forward
+    return calls
+
+
+def _kind(layer: nn.Module) -> str:
+    """A text that is equal for layers which differ only in the values of their weights."""
+    settings = [
+        [(key, value) for key, value in sorted(vars(module).items()) if isinstance(value, bool | int | float | str | None)]
+        for module in layer.modules()
+    ]
+    texts = [[pair for pair in pairs if pair[0] != "layer_idx"] for pairs in settings]
+    return repr((type(layer).__name__, texts, [(name, tuple(p.shape), p.dtype) for name, p in layer.named_parameters()]))
+
+
+def _difference(
+    layer: nn.Module, own: LayerDivision, call: _Call, size: int, rank: int, all_reduce: AllReduce, device: torch.device
+) -> float:
+    """How much the ranks' result differs from the whole layer's, in float32, relative to the largest value.
+
+    Quantised weights are dequantised, because products in float8 round activations.
+    """
+
+    def convert(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return value.to(device, torch.float32) if value.is_floating_point() else value.to(device)
+
+    copied = copy.deepcopy(layer).to(device).float()
+    hidden = convert(call.hidden)
+    args = tree_map(convert, call.args)
+    kwargs = tree_map(convert, call.kwargs)
+    with _dequantised(copied):
+        expected = _output(copied(hidden.clone(), *args, **kwargs))
+    _divide_layer(copied, own, size, rank, all_reduce, device)
+    with _dequantised(copied):
+        actual = _output(copied(hidden.clone(), *args, **kwargs))
+    return float((actual - expected).abs().max() / expected.abs().max())
+
+
+@contextmanager
+def _dequantised(layer: nn.Module) -> Iterator[None]:
+    """Inside, quantised linear layers have matrices of float32."""
+    quantised: list[tuple[Any, QuantizedWeight]] = [(m, m.weight) for m in layer.modules() if isinstance(m, QuantizedLinear)]
+    for module, weight in quantised:
+        module.weight = weight.dequantize(torch.float32)
+    yield
+    for module, weight in quantised:
+        module.weight = weight
+
+
+def _output(value: Any) -> Tensor:
+    return cast(Tensor, value[0] if isinstance(value, tuple) else value)

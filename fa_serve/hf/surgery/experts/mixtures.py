@@ -1,0 +1,187 @@
+"""The experts of a mixture: `experts_implementation="fa_serve"`, and how the engine takes the experts of a model by itself.
+
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="fa_serve", experts_implementation="fa_serve")
+    model.set_experts_implementation("fa_serve")      # a model that is loaded already
+    taken = take_experts(model)                       # only if that is proven to change nothing
+
+transformers keeps the weights of a layer's experts in one module, which says how they are laid out (`has_gate`, `has_bias`,
+`is_transposed`) and how they are gated (`_apply_gate`). The gate is read from the values that this method computes: no class or
+attribute of a model is known by name. Routers and shared experts stay the model's own. A call that records gradients is
+computed by transformers' `grouped_mm`, because the kernels have no backward pass.
+
+Left out: quantised experts (quantised/experts.py), and experts without a gate.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.integrations.moe import grouped_mm_experts_forward
+
+from fa_serve import ops
+from fa_serve.hf.adapter.models import NAME
+from fa_serve.ops.experts.fallback import gated
+from fa_serve.ops.experts.operator import call_operator
+from fa_serve.spec import UnsupportedModelError
+
+log = logging.getLogger("fa_serve.hf")
+
+TOLERANCE = 1e-4
+"""Largest allowed difference in float32, relative to the largest number: another order of summation, and nothing more."""
+_GATE = "_fa_serve_gate"
+"""The attribute of a module of experts that keeps the gate that was read."""
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The implementation that transformers calls.
+
+    hidden_states: (tokens, hidden)
+    top_k_index:   (tokens, top_k); an expert of num_experts or more is another process's, and adds nothing
+    top_k_weights: (tokens, top_k)
+
+    Returns (tokens, hidden), of the dtype of hidden_states.
+
+    Raises UnsupportedModelError with the reason for experts of a kind that fa_serve does not compute.
+    """
+    gate = gate_of(module)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (hidden_states, top_k_weights, *module.parameters())):
+        return grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
+    weights = weights_of(module, gate)
+    y = call_operator(hidden_states.to(cast(Any, module).down_proj.dtype), top_k_index, top_k_weights, weights)
+    return y.to(hidden_states.dtype)
+
+
+@torch.no_grad()
+def take_experts(model: PreTrainedModel) -> int:
+    """Let fa_serve compute the experts of a model, if that changes nothing. Returns how many modules of experts it computes.
+
+    Each kind of module is proven once: two of its experts are computed in float32 by the module's own code and by fa_serve. If
+    that cannot be or differs, all experts of the model stay as they are, and the log says why.
+    """
+    found = expert_modules(model)
+    if not found:
+        return 0
+    device = found[0].down_proj.device
+    if device.type != "cpu" and ops.select_ops(device).name == "torch":
+        return 0  # PyTorch reads the router's choice back, which a CUDA graph cannot
+    kinds = {_kind(module): module for module in reversed(found)}  # the first of each kind
+    try:
+        wrong = [type(module).__name__ for module in kinds.values() if not agrees(module)]
+        reason = f"the output of {wrong[0]} would change" if wrong else None
+    except Exception as error:  # raised here, by the model's code or by a kernel's compiler
+        reason = str(error)
+    if reason is not None:
+        log.warning("experts are computed by %s: %s", found[0].config._experts_implementation, reason)
+        return 0
+    model.set_experts_implementation(NAME)
+    taken = len([module for module in found if module.config._experts_implementation == NAME])
+    log.info("%d of %d modules of experts are computed by fa_serve", taken, len(found))
+    return taken
+
+
+def expert_modules(model: nn.Module) -> list[Any]:
+    """The modules of a model whose experts go through transformers' experts interface."""
+    return [m for m in model.modules() if hasattr(m, "_apply_gate") and hasattr(type(m).forward, "__wrapped__")]
+
+
+def _kind(module: nn.Module) -> str:
+    """A text that is equal for modules which differ only in the values of their weights."""
+    settings = {key: value for key, value in vars(module).items() if isinstance(value, bool | int | float | str | None)}
+    return repr((type(module), sorted(settings.items()), [(name, p.shape, p.dtype) for name, p in module.named_parameters()]))
+
+
+def agrees(module: nn.Module) -> bool:
+    """Whether the module's own code computes what we compute. Raises UnsupportedModelError if we compute nothing."""
+    gate = gate_of(module)
+    few: Any = copy.copy(module)
+    few.num_experts = min(2, int(cast(Any, module).num_experts))
+    few._parameters = {name: p[: few.num_experts].float() for name, p in module.named_parameters(recurse=False)}
+    weights = weights_of(few, gate)
+    _, hidden, _ = weights.down.shape
+    x = torch.sin(torch.arange(5 * hidden, device=weights.down.device).float()).view(5, hidden)
+    index = torch.tensor([[0, 1], [1, 0], [0, 1], [1, 0], [1, 0]], device=x.device) % few.num_experts
+    scores = torch.linspace(0.1, 1.0, 10, device=x.device).view(5, 2)
+    own: Any = type(module).forward
+    expected = own.__wrapped__(few, x, index, scores)
+    # a single token takes other kernels
+    errors = [(ops.experts(x[:n], index[:n], scores[:n], weights) - expected[:n]).abs().max() for n in (5, 1)]
+    return bool(torch.stack(errors).max() <= TOLERANCE * expected.abs().max())
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def gate_of(module: nn.Module) -> ops.Gate:
+    """The gate of a module of experts, read at the first call.
+
+    Raises UnsupportedModelError with the reason if fa_serve has no such experts.
+    """
+    gate = vars(module).get(_GATE)
+    if gate is None:
+        gate = _read(module)
+        setattr(module, _GATE, gate)
+    return cast(ops.Gate, gate)
+
+
+def _read(module: Any) -> ops.Gate:
+    """Check a module of experts, and find the gate that it computes."""
+    name = type(module).__name__
+    if not module.has_gate:
+        raise UnsupportedModelError(f"{name} has experts without a gate, which fa_serve does not compute")
+    for weight in (module.gate_up_proj, module.down_proj):
+        if weight.dim() != 3 or weight.dtype not in _DTYPES:
+            raise UnsupportedModelError(
+                f"the weights of {name} must be floats of 3 dimensions, got {weight.dtype} of shape {tuple(weight.shape)}"
+            )
+
+    def own(gate: Tensor, up: Tensor) -> Tensor:
+        pairs = torch.cat([gate, up]) if module.is_concatenated else torch.stack([gate, up], dim=1).flatten()
+        return cast(Tensor, module._apply_gate(pairs[None])[0])
+
+    found = fit_gate(own, interleaved=not module.is_concatenated)
+    if found is None:
+        raise UnsupportedModelError(f"{name} gates its experts in a way that fa_serve does not compute")
+    return found
+
+
+def fit_gate(own: Any, *, interleaved: bool) -> ops.Gate | None:
+    """The gate with the values of `own`, a function of gate and up values (n,), or None.
+
+    With a gate of 1 the result is linear in up until a limit, which gives offset and limit, and its factor gives the slope.
+    """
+    large = 1e6
+    up = torch.tensor([0.0, 1.0, large], dtype=torch.float64, device="cpu")
+    at_0, at_1, at_large = own(torch.ones_like(up), up).tolist()
+    factor = at_1 - at_0
+    if not 0.0 < factor < 1.0:
+        return None
+    offset = round(at_0 / factor, 6)
+    limit = round(at_large / factor - offset, 6)
+    limit = math.inf if limit > large / 2 else limit
+    slope = round(math.log(factor / (1.0 - factor)), 6)
+    span = 3.0 * limit if limit < math.inf else 12.0
+    gates, ups = torch.meshgrid(*[torch.linspace(-span, span, 65, dtype=torch.float64, device="cpu")] * 2, indexing="ij")
+    expected = own(gates.flatten(), ups.flatten())
+    for activation in ops.ACTIVATIONS:
+        gate = ops.Gate(activation, interleaved, slope if activation == "silu" else 1.0, limit, offset)
+        values = gated(torch.cat([gates.flatten(), ups.flatten()])[None], gate._replace(interleaved=False))[0]
+        if bool((values - expected).abs().max() <= 1e-5 * expected.abs().max()):
+            return gate
+    return None
+
+
+def weights_of(module: Any, gate: ops.Gate) -> ops.ExpertWeights:
+    """The weights of a module of experts, which share its memory."""
+    gate_up = module.gate_up_proj
+    down = module.down_proj
+    if module.is_transposed:
+        gate_up = gate_up.transpose(1, 2)
+        down = down.transpose(1, 2)
+    gate_up_bias = module.gate_up_proj_bias if module.has_bias else None
+    down_bias = module.down_proj_bias if module.has_bias else None
+    return ops.ExpertWeights(gate_up, gate_up_bias, down, down_bias, gate)

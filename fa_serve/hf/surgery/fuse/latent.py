@@ -1,0 +1,107 @@
+"""Latent attention of a fused layer (DeepSeek V2, section 2.1, arXiv:2405.04434): a compressed cache of keys and values.
+
+A token leaves a latent vector c and one rotated key r in the cache, which all heads share. Head h has keys (U_h c, r) and
+values V_h c, where U_h and V_h are rows of `kv_b_proj`. Scores and outputs follow in either of two forms:
+
+    plain     q_h . (U_h c, r)                     sum p V_h c       num_heads keys and values in full
+    absorbed  (U_h^T q_nope, q_rope) . (c, r)      V_h (sum p c)     one KV head, whose values are the first part of its keys
+
+For each query, head and key the plain form multiplies nope + rope + v pairs of numbers and the absorbed form 2 rank + rope, 3.4
+times as many in DeepSeek V3. The plain form first computes the keys and values of a head from each latent vector, so it is the
+cheaper one where more than 170 queries see a key. It is used where all keys of a step are new (`fresh`). Keys that come from
+the cache are read in the absorbed form, whatever the number of queries: it needs no memory for decompressed keys, which are 70
+times as large as the latent ones, and no lengths on the host, so it can be captured in CUDA graphs. Both forms are the same sum
+in another order.
+
+Left out: which layers have latent attention (fa_serve.hf.latent_layers), and the proof that a layer computes this (fusion.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fa_serve import ops
+from fa_serve.hf.latent_layers import LatentSizes
+from fa_serve.hf.surgery.fuse.layer import LayerStep, Product
+
+PLAIN_TOKENS = 2048
+"""From so many tokens on, a step all of whose keys are new runs in the plain form, without a CUDA graph.
+
+A graph computes the absorbed form, because it serves steps with cached keys too. On one H200, 16 prompts of 512 tokens spend
+13.6 of 108 ms in this form of attention, in 27 layers with 16 heads; by its products, the plain form takes about 4. Launches
+that are not in a graph take the host 35 ms, in which the GPU works. Together with a kernel for experts, shared experts in two
+products and the kernel of fa_serve/ops/elementwise/rotary_latent.py, it makes this step 80 ms.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """Attention on latent keys.
+
+    num_heads: of the queries
+    sizes:     of the parts of keys and values
+    down:      the merged projection to queries, or to what `q_up` takes, and to latent vectors and rotated keys
+    q_norm:    norm between `down` and `q_up`; q_up: projection to queries. None for queries that have one projection
+    kv_norm:   norm of the latent vectors
+    kv_up:     (num_heads, nope + head_dim_v, rank): what makes keys and values of latent vectors
+    pairing:   of the elements of a rotated part
+    """
+
+    num_heads: int
+    sizes: LatentSizes
+    down: Product
+    q_norm: ops.Norm | None
+    q_up: Product | None
+    kv_norm: ops.Norm
+    kv_up: Tensor
+    pairing: ops.Pairing
+
+    def compute(self, x: Tensor, norm: ops.Norm | None, step: LayerStep) -> Tensor:
+        """As in `FusedAttention`. `step.attend` is given queries and keys of either form."""
+        rank, rope, nope, _ = self.sizes
+        down = ops.linear(x, self.down.weight, self.down.bias, norm=norm)
+        q, latent = torch.split_with_sizes(down, [down.shape[1] - rank - rope, rank + rope], dim=1)
+        if self.q_up is not None:
+            q = ops.linear(q, self.q_up.weight, self.q_up.bias, norm=self.q_norm)
+        q = q.view(len(x), self.num_heads, nope + rope)
+        if step.fresh:
+            return self._plain(q, latent, step)
+        return self._absorbed(q, latent, step)
+
+    def _plain(self, q: Tensor, latent: Tensor, step: LayerStep) -> Tensor:
+        rank, rope, nope, head_dim_v = self.sizes
+        keys = self._rotate_and_store(q[..., nope:], latent, step, out=q[..., nope:])
+        total = len(q)
+        k = q.new_empty(total, self.num_heads, nope + rope)
+        v = q.new_empty(total, self.num_heads, head_dim_v)
+        c = keys[:, :rank].expand(self.num_heads, -1, -1)
+        torch.bmm(c, self.kv_up[:, :nope].transpose(1, 2), out=k[..., :nope].transpose(0, 1))
+        torch.bmm(c, self.kv_up[:, nope:].transpose(1, 2), out=v.transpose(0, 1))
+        k[..., nope:] = keys[:, None, rank:]
+        return step.attend(q, k, v).flatten(1)
+
+    def _absorbed(self, q: Tensor, latent: Tensor, step: LayerStep) -> Tensor:
+        rank, rope, nope, _ = self.sizes
+        absorbed = q.new_empty(len(q), self.num_heads, rank + rope)
+        keys = self._rotate_and_store(q[..., nope:], latent, step, out=absorbed[..., rank:])[:, None]
+        torch.bmm(q[..., :nope].transpose(0, 1), self.kv_up[:, :nope], out=absorbed[..., :rank].transpose(0, 1))
+        out = step.attend(absorbed, keys, keys[..., :rank])
+        return torch.bmm(out.transpose(0, 1), self.kv_up[:, nope:].transpose(1, 2)).transpose(0, 1).flatten(1)
+
+    def _rotate_and_store(self, q: Tensor, latent: Tensor, step: LayerStep, out: Tensor) -> Tensor:
+        """Rotate q (total, num_heads, rope) into `out` and write the keys (total, rank + rope) to the cache -> the keys."""
+        return ops.rotary_store_latent(
+            q,
+            latent,
+            step.k_cache,
+            step.slot_mapping,
+            norm=self.kv_norm,
+            cos=step.cos,
+            sin=step.sin,
+            pairing=self.pairing,
+            descale=step.descale.get("k_descale"),
+            out=out,
+        )

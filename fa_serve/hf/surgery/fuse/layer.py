@@ -1,0 +1,197 @@
+"""A decoder layer of the Llama kind, computed by few fused kernels instead of many.
+
+A layer has two parts, each of which adds to the residual stream: attention, on q, k and v projections or on latent keys
+(latent.py), and an MLP, which is a gated unit or any other module called `mlp`. Norms stand before a part (Llama,
+Mistral, Qwen, Granite, Phi), after it (OLMo 2), or both (Gemma). Fused, a layer with q, k and v projections takes about ten
+launches: q/k/v and gate/up are one matrix product each; the norm of queries and keys, the rotary embedding and the write to the
+cache are one kernel; and the output projections add to the residual stream.
+
+Left out: which layers can be computed like this (fusion.py), the kernels (fa_serve.ops), the embedding, the last norm and the
+head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from fa_serve import ops
+from fa_serve.hf import PagedBatch
+from fa_serve.ops.collectives.all_reduce import AllReduce
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""q, k, v (total, heads, head_dim) -> (total, num_heads, head_dim_v); the keys and values are in the cache already."""
+
+
+class Product(NamedTuple):
+    """A linear projection: x @ weight.T + bias, which `all_reduce` adds up over the ranks if it is given."""
+
+    weight: ops.Weight
+    bias: Tensor | None
+    all_reduce: AllReduce | None = None
+
+
+class LayerStep(NamedTuple):
+    """What a step tells the attention of one layer.
+
+    cos, sin:         the rotary embedding, (total, dims); see `cos_and_sin`
+    k_cache, v_cache, slot_mapping: as in `fa_serve.store_kv`
+    attend:           attention to all keys of each sequence
+    fresh:            no sequence has keys in the cache but those of this step, see `PagedBatch`
+    descale:          k_descale and v_descale of a float8 cache, or nothing
+    """
+
+    cos: Tensor
+    sin: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    slot_mapping: Tensor
+    attend: Attend
+    fresh: bool
+    descale: dict[str, Any]
+
+
+Tables = Literal["twice", "once"]
+"""How often rows of cos and sin have each angle: transformers repeats them for both halves of a head, except in gpt-oss."""
+
+
+class FusedAttention(Protocol):
+    """The attention of a fused layer, without its output projection."""
+
+    def compute(self, x: Tensor, norm: ops.Norm | None, step: LayerStep) -> Tensor:
+        """Normalise x (total, hidden), project it, write keys and values to the cache and attend -> (total, heads * dim)."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class HeadsAttention:
+    """Attention on q, k and v projections.
+
+    num_heads, head_dim: of the queries
+    q_norm, k_norm: norms of queries and keys, of each head or of all heads together; None where there are none
+    qkv:    the merged projection
+    tables: of the rotary embedding, which have each angle twice or once; None if queries and keys are not rotated
+    """
+
+    num_heads: int
+    head_dim: int
+    q_norm: ops.Norm | None
+    k_norm: ops.Norm | None
+    qkv: Product
+    tables: Tables | None
+
+    def compute(self, x: Tensor, norm: ops.Norm | None, step: LayerStep) -> Tensor:
+        qkv = ops.linear(x, self.qkv.weight, self.qkv.bias, norm=norm)
+        return step.attend(*self._rotate_and_store(qkv, step)).flatten(1)
+
+    def _rotate_and_store(self, qkv: Tensor, step: LayerStep) -> tuple[Tensor, ...]:
+        """Normalise and rotate queries and keys in place and write keys and values to the cache. Returns q, k and v."""
+        num_kv_heads = step.k_cache.shape[2]
+        parts = [self.num_heads, num_kv_heads, num_kv_heads]
+        options = dict(step.descale)
+        if self.tables is not None:
+            angles = step.cos.shape[1] // (2 if self.tables == "twice" else 1)
+            options |= {"cos": step.cos[:, :angles], "sin": step.sin[:, :angles]}
+        if self.q_norm is not None and self.k_norm is not None:
+            if self.q_norm.weight.shape[0] == self.head_dim:
+                options |= {"q_norm": self.q_norm, "k_norm": self.k_norm}
+            else:  # norms of all heads together
+                q, k, _ = torch.split(qkv, [n * self.head_dim for n in parts], dim=1)
+                ops.rms_norm(q, self.q_norm, out=q)
+                ops.rms_norm(k, self.k_norm, out=k)
+        ops.rotary_store_kv(qkv, step.k_cache, step.v_cache, step.slot_mapping, num_heads=self.num_heads, **options)
+        return torch.split_with_sizes(qkv.view(qkv.shape[0], -1, self.head_dim), parts, dim=1)
+
+
+@dataclass(frozen=True, slots=True)
+class FusedLayer:
+    """Replaces the `forward` of a decoder layer.
+
+    A call without a `PagedBatch`, for example in `model.generate`, runs the layer's own code.
+
+    original:   the layer's own forward
+    index:      its number, by which its cache is found
+    options:    what the layer asks of attention, such as its window
+    before_*, after_*: norms before and after the two parts; None where there is none
+    attention:  between the norm and the output projection
+    o:          the output projection
+    gate_up:    the merged projection; gate_up and down are None for an MLP that is not a gated unit
+    activation: of the gated unit
+    multiplier: what each part is multiplied by before it is added to the residual stream
+    """
+
+    original: Callable[..., Any]
+    index: int
+    options: dict[str, Any]
+    before_attention: ops.Norm | None
+    after_attention: ops.Norm | None
+    before_mlp: ops.Norm | None
+    after_mlp: ops.Norm | None
+    attention: FusedAttention
+    o: Product
+    gate_up: Product | None
+    down: Product | None
+    activation: str
+    mlp: nn.Module
+    multiplier: float
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        batch = kwargs.get("fa_serve_batch")
+        if not isinstance(batch, PagedBatch):
+            return self.original(hidden_states, *args, **kwargs)
+        step = LayerStep(
+            *cos_and_sin(kwargs["position_embeddings"]),
+            *batch.kv_caches[self.index],
+            batch.slot_mapping,
+            partial(batch.attention, self.index, **self.options),
+            batch.fresh,
+            batch.descale(self.index),
+        )
+        return self.compute(hidden_states[0], step)[None]
+
+    def compute(self, x: Tensor, step: LayerStep) -> Tensor:
+        """The layer's output. x: (total, hidden), which is overwritten."""
+        h = self.attention.compute(x, self.before_attention, step)
+        x, h, norm = self._add(x, h, self.o, self.after_attention, self.before_mlp)
+        if self.gate_up is not None and self.down is not None:
+            weight, bias, _ = self.gate_up
+            gated = ops.linear(h, weight, bias, norm=norm, activation=self.activation, next_weight=self.down.weight)
+            return self._add(x, gated, self.down, self.after_mlp, None)[0]
+        h = self.mlp((h if norm is None else ops.rms_norm(h, norm))[None])
+        h = (h[0] if isinstance(h, tuple) else h)[0]  # a mixture of experts may return its router's choice as well
+        return ops.add(x, h, alpha=self.multiplier) if self.after_mlp is None else ops.rms_norm(h, self.after_mlp, residual=x)
+
+    def _add(
+        self, x: Tensor, h: Tensor | ops.RoundedRows, product: Product, after: ops.Norm | None, before: ops.Norm | None
+    ) -> tuple[Tensor, Tensor, ops.Norm | None]:
+        """Project h and add it to the residual stream x.
+
+        -> the new x; what the next part reads, which has the norm `before`; and this norm if it is still to be applied. A sum
+        over ranks normalises at once. Otherwise the norm is left to the next product, which may do it on the way.
+        """
+        weight, bias, all_reduce = product
+        if all_reduce is not None:
+            x, normed = all_reduce.add(x, ops.linear(h, weight, bias), alpha=self.multiplier, after=after, before=before)
+            return x, x if normed is None else normed, None
+        if after is None:
+            x = ops.linear(h, weight, bias, residual=x, alpha=self.multiplier)
+        else:
+            x = ops.rms_norm(ops.linear(h, weight, bias), after, residual=x)
+        return x, x, before
+
+
+def cos_and_sin(position_embeddings: Any) -> tuple[Tensor, Tensor]:
+    """The rotary embedding of a batch of one: what a layer is given as `position_embeddings` -> cos and sin, (total, dims).
+
+    position_embeddings: (cos, sin), (1, total, rotary_dim) each, or complex numbers (1, total, rotary_dim / 2), of which these
+                         are the real and imaginary parts (DeepSeek V2)
+    """
+    if isinstance(position_embeddings, Tensor):
+        return position_embeddings.real[0], position_embeddings.imag[0]
+    cos, sin = position_embeddings
+    return cos[0], sin[0]

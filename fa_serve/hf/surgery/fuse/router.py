@@ -1,0 +1,198 @@
+"""Finds routers of mixtures by what they compute, and gives them a forward of two launches.
+
+    fused = fuse_routers(model)      # how many; the others run as they are
+
+A router stands beside the experts that it serves, has a weight for each of them, and returns logits, weights and numbers of
+experts. No router is recognised by the name of its class: it is run in float32, and a description (`ops.Router`) is searched
+that gives the same choice and the same weights for every row.
+
+Left out: routers with noise, with several layers, or with an argument beside the hidden states, which run as they are.
+`model.generate` runs fused routers as well, because a router does not see which forward it serves.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from fa_serve import ops
+from fa_serve.hf.surgery.fuse.parts import agree, beside_experts
+
+log = logging.getLogger("fa_serve.engine")
+
+TOLERANCE = 1e-4
+"""Largest allowed difference of a weight in float32, relative to the largest one."""
+_ROWS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """What a router returns, and where logits, weights and index stand in its result."""
+
+    logits: Tensor
+    weights: Tensor
+    index: Tensor
+    order: tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class FusedRouter:
+    """Replaces the `forward` of a router. A call that records gradients or a graph runs the router's own code.
+
+    original:   the router's own forward
+    weight:     (num_experts, hidden), of the dtype in which the router multiplies
+    bias:       (num_experts,) added to the logits, or None
+    correction: (num_experts,) added to scores for the choice only, or None
+    dtype:      of the weights that it returns
+    order:      where logits, weights and numbers stand in the result
+    """
+
+    original: Callable[[Tensor], Any]
+    weight: Tensor
+    bias: Tensor | None
+    correction: Tensor | None
+    router: ops.Router
+    dtype: torch.dtype
+    order: tuple[int, int, int]
+
+    def __call__(self, hidden_states: Tensor) -> Any:
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return self.original(hidden_states)
+        x = hidden_states.reshape(-1, self.weight.shape[1]).to(self.weight.dtype)
+        logits = ops.linear(x, self.weight, self.bias)
+        found = (logits, *ops.route(logits, self.correction, self.router, self.dtype))
+        return tuple(found[self.order.index(place)] for place in range(3))
+
+
+@torch.no_grad()
+def fuse_routers(model: nn.Module) -> int:
+    """Give routers of a model the forward of `FusedRouter`, where that changes nothing. Returns how many."""
+    found = list(_routers(model))
+    fused = 0
+    refused: set[type[nn.Module]] = set()
+    known: dict[ops.Router, None] = {}
+    for module in found:
+        kind = type(module)
+        try:
+            built = None if kind in refused else _build(module, list(known))
+        except Exception as error:  # raised by the model's code or by a kernel's compiler
+            log.info("%s is not fused: %s", kind.__name__, error)
+            built = None
+        if built is None:
+            refused.add(kind)
+        else:
+            module.forward = built
+            known[built.router] = None
+            fused += 1
+    if found:
+        log.info("%d of %d routers are fused", fused, len(found))
+    return fused
+
+
+def _routers(model: nn.Module) -> Iterator[Any]:
+    """The modules beside modules of experts that have a row of weights for each expert."""
+    for experts, module in beside_experts(model):
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, Tensor) and weight.dim() == 2 and len(weight) == experts.num_experts:
+            yield module
+
+
+def _build(module: Any, known: Sequence[ops.Router]) -> FusedRouter | None:
+    """The fused form of a router, or None if there is none. `known` are tried first."""
+    weight = module.weight
+    if module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_hf_hook") or not weight.is_contiguous():
+        return None
+    x = torch.randn(_ROWS, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.device)
+    exact = _routed(copy.deepcopy(module).float()(x), len(weight))
+    here = _routed(module(x.to(weight.dtype)), len(weight))
+    if exact is None or here is None:
+        return None
+    tensors = [t.detach().reshape(-1) for t in (*module.parameters(), *module.buffers()) if t.numel() == len(weight)]
+    biases = [None, *tensors]
+    wide = weight.float()
+    matching = [bias for bias in biases if agree(linear(x, wide, _wide(bias)), exact.logits)]
+    found = _fit(exact, biases, known)
+    if not matching or found is None:
+        return None
+    bias = matching[0]
+    correction, router = found
+    # what the device computes, for several tokens and for one
+    products = [ops.linear(x[:n], wide, _wide(bias)) for n in (_ROWS, 1)]
+    chosen = ops.route(exact.logits, correction, router, torch.float32)
+    if not all(agree(y, exact.logits[: len(y)]) for y in products) or not _same_choice(*chosen, exact):
+        return None
+    narrow = linear(x.to(weight.dtype), weight, bias).to(here.logits.dtype)
+    if not torch.equal(narrow, here.logits):
+        weight = wide  # it multiplies in float32, whatever the dtype of its weights is
+        bias = _wide(bias)
+    own = partial(type(module).forward, module)
+    return FusedRouter(own, weight, bias, correction, router, here.weights.dtype, here.order)
+
+
+def _wide(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.float()
+
+
+def _routed(result: Any, num_experts: int) -> Routed | None:
+    """What a router returns, or None if it is not that."""
+    if not isinstance(result, tuple) or len(result) != 3 or not all(isinstance(x, Tensor) and x.dim() == 2 for x in result):
+        return None
+    kinds = [0 if x.shape[1] == num_experts else 1 if x.is_floating_point() else 2 for x in result]
+    if sorted(kinds) != [0, 1, 2] or result[kinds.index(1)].shape != result[kinds.index(2)].shape:
+        return None
+    order = (kinds.index(0), kinds.index(1), kinds.index(2))
+    logits, weights, index = (result[place] for place in order)
+    return Routed(logits, weights, index, order)
+
+
+def _fit(exact: Routed, biases: list[Tensor | None], known: Sequence[ops.Router]) -> tuple[Tensor | None, ops.Router] | None:
+    """The correction and the router that choose as a router does, or None. The search runs on the host: it compiles nothing.
+
+    known: routers that are tried first
+    """
+    here = Routed(exact.logits.cpu(), exact.weights.cpu(), exact.index.cpu(), exact.order)
+    possible = [
+        ops.Router(here.index.shape[1], uses_sigmoid, renormalise, 1.0, *groups)
+        for groups in _groups(here)
+        for uses_sigmoid in (False, True)
+        for renormalise in (False, True)
+    ]
+    for router, correction in itertools.product([*known, *possible], biases):
+        host = None if correction is None else correction.float().cpu()
+        weights, index = ops.route(here.logits, host, router._replace(scale=1.0), torch.float32)
+        scale = round(float(here.weights.sum() / weights.sum()), 6)
+        if _same_choice(weights * scale, index, here):
+            return _wide(correction), router._replace(scale=scale)
+    return None
+
+
+def _groups(exact: Routed) -> list[tuple[int, int]]:
+    """num_groups and top_groups that may be: no groups first, then powers of two where no row has experts of more groups."""
+    num_experts = exact.logits.shape[1]
+    found = [(1, 1)]
+    for num_groups in (2, 4, 8, 16):
+        if num_experts & (num_experts - 1) or num_experts < 2 * num_groups:
+            break
+        groups = exact.index // (num_experts // num_groups)
+        met = int(torch.nn.functional.one_hot(groups, num_groups).amax(1).sum(1).max())
+        found += [(num_groups, top_groups) for top_groups in range(met, num_groups)]
+    return found
+
+
+def _same_choice(weights: Tensor, index: Tensor, exact: Routed) -> bool:
+    """Whether rows have the same experts with the same weights, in any order. One row may differ: rounding decides a tie."""
+    ours = index.argsort(-1)
+    own = exact.index.argsort(-1)
+    same = (index.gather(1, ours) == exact.index.gather(1, own)).all(1)
+    error = (weights.gather(1, ours) - exact.weights.gather(1, own)).abs().amax(1)
+    same &= error <= TOLERANCE * exact.weights.abs().max()
+    return int(same.sum()) >= len(same) - 1

@@ -1,0 +1,336 @@
+"""Linear layers with quantised weights, and the quantizer that puts quantised layers into a model of transformers.
+
+    config = AutoConfig.from_pretrained(path)
+    with_quantized_linears(config, None)                   # transformers' loader will make these layers
+    model, report = AutoModelForCausalLM.from_pretrained(path, config=config, output_loading_info=True)
+    check_report(report)
+    finish(model.to(device))                               # the tensors of the checkpoint become the weights of fa_serve.ops
+
+transformers asks a quantizer to replace layers before weights are loaded, and loads what their parameters are called. Ours is
+registered under the name "fa_serve" and takes the place of the checkpoint's own, so no other package is needed. A layer is
+converted when it is on its device, one after the other, so at no time is there more than one layer in two forms. For a
+checkpoint of floats, the quantizer rounds each weight to float8 when it is read. Left out: which layers are quantised
+(quantization_plan.py), modules of experts (experts.py), what tensors mean (weights/formats.py), and products
+(fa_serve.ops).
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.core_model_loading import ConversionOps, WeightTransform
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from fa_serve import ops
+from fa_serve.hf.adapter.models import NAME
+from fa_serve.hf.surgery.experts.mixtures import expert_modules
+from fa_serve.hf.surgery.quantised.experts import (
+    PROJECTIONS,
+    QuantizedExperts,
+    prove_experts,
+    quantize_experts,
+    rules_for_experts,
+)
+from fa_serve.hf.weights.expert_files import check_expert_files
+from fa_serve.hf.weights.formats import Rounded, Scheme, check_loaded
+from fa_serve.hf.weights.quantization_plan import FIELD, QuantizationPlan, is_ours, method_of, read_config
+from fa_serve.ops.products.quantised.choice import explain, explain_experts
+from fa_serve.ops.products.quantised.weight import quantize_float8
+from fa_serve.spec import ParameterError, UnsupportedModelError, dtype_name
+
+log = logging.getLogger("fa_serve.hf")
+
+_ROUNDED = Rounded()
+
+
+class QuantizedLinear(nn.Module):
+    """A linear layer with a QuantizedWeight. Until `finish` it has the tensors of its checkpoint as parameters instead.
+
+    scheme:    how the checkpoint keeps the weights
+    weight:    (out_features, in_features), after `finish`
+    bias:      (out_features,) or None
+    invariant: the bits of a row of the result do not depend on the number of rows; slower
+    """
+
+    weight: ops.QuantizedWeight
+    bias: nn.Parameter | None
+
+    def __init__(self, linear: nn.Linear, scheme: Scheme, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self.description = scheme.description
+        self.scheme = scheme
+        self.invariant = False
+        self.expected = scheme.tensors(self.out_features, self.in_features, dtype)
+        for name, tensor in self.expected.items():
+            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+        self.register_parameter("bias", linear.bias)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether `weight` is a QuantizedWeight."""
+        return isinstance(vars(self).get("weight"), ops.QuantizedWeight)
+
+    def finish(self, layer: str) -> None:
+        """Make `weight` of the tensors that have been loaded. Raises ParameterError, which names one with a wrong shape."""
+        data = check_loaded(self, self.expected, layer)
+        try:
+            self.weight = self.scheme.read(data, self.out_features, self.in_features)
+        except ParameterError as error:
+            raise ParameterError(f"{layer}.{error.field}", error.rule, error.value) from None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.invariant:
+            return ops.invariant_linear(x, self.weight, self.bias)
+        rows = x.reshape(-1, self.in_features).contiguous()
+        return ops.linear(rows, self.weight, self.bias).view(*x.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features} -> {self.out_features}, {self.description}"
+
+
+def source_config(config: PreTrainedConfig) -> Mapping[str, Any] | None:
+    """The quantization_config of a checkpoint, or that of its text model; None for a checkpoint of floats."""
+    for each in (config, config.get_text_config(decoder=True)):
+        found = getattr(each, FIELD, None)
+        if found is not None:
+            return found if isinstance(found, Mapping) else dict(found.to_dict())
+    return None
+
+
+def with_quantized_linears(config: PreTrainedConfig, quantization: str | None) -> PreTrainedConfig:
+    """Note in a config, which is changed, that fa_serve loads its quantised weights. Other configs stay as they are.
+
+    quantization: "fp8" rounds a checkpoint of floats while it is loaded
+
+    Raises ParameterError for a format or an option that fa_serve does not know.
+    """
+    source = source_config(config)
+    if source is None:
+        if quantization is not None:
+            setattr(config, FIELD, {"quant_method": NAME, "source": None})
+        return config
+    if quantization is not None:
+        raise ParameterError(
+            "quantization", f"be None for a checkpoint that is quantised already ({method_of(source)})", quantization
+        )
+    if is_ours(source):
+        read_config(source)
+        setattr(config, FIELD, {"quant_method": NAME, "source": dict(source)})
+    return config
+
+
+def quantized_elsewhere(config: PreTrainedConfig) -> str | None:
+    """The format of a checkpoint that transformers loads into other modules; None for every other checkpoint."""
+    source = source_config(config)
+    if source is None or source.get("quant_method") == NAME or is_ours(source):
+        return None
+    return method_of(source)
+
+
+@register_quantization_config(NAME)
+class SourceConfig(QuantizationConfigMixin):
+    """transformers' record of a quantised model. source: the checkpoint's quantization_config, or None for floats."""
+
+    def __init__(self, source: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        self.quant_method: Any = NAME
+        self.source = source
+
+
+@register_quantizer(NAME)
+class Quantizer(HfQuantizer):
+    """What transformers' loader asks while it makes a model and reads its weights."""
+
+    quantization_config: SourceConfig
+
+    def __init__(self, quantization_config: SourceConfig, **kwargs: Any) -> None:
+        # transformers reads tensors of a checkpoint that is "not pre-quantised" one after the other, and has each rounded
+        super().__init__(quantization_config, **kwargs | {"pre_quantized": quantization_config.source is not None})
+
+    def _process_model_before_weight_loading(
+        self, model: PreTrainedModel, checkpoint_files: Sequence[str] | None = None, dtype: Any = None, **kwargs: Any
+    ) -> None:
+        source = self.quantization_config.source
+        plan = _rounding(model) if source is None else read_config(source)
+        replace_layers(model, plan, dtype or torch.get_default_dtype())
+        own = {f"{layer}.{name}" for layer, module in model.named_modules() for name in getattr(module, "expected", ())}
+        self.shapes = {name: parameter.shape for name, parameter in model.named_parameters() if name not in own}
+        if source is not None:
+            check_expert_files(checkpoint_files or (), model)
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        """Check the shapes of biases, norms and embeddings: transformers does not check them in a quantised model.
+
+        Raises ParameterError that names the first parameter of another shape.
+        """
+        for name, parameter in model.named_parameters():
+            if (expected := self.shapes.get(name, parameter.shape)) != parameter.shape:
+                raise ParameterError(name, f"have the shape {list(expected)}", list(parameter.shape))
+        return model
+
+    def update_weight_conversions(
+        self, weight_conversions: list[WeightTransform], *model: PreTrainedModel
+    ) -> list[WeightTransform]:
+        """transformers' rules for stacking tensors, and ours. model: is given since transformers 5.18"""
+        source = self.quantization_config.source
+        schemes = [] if source is None else [scheme.of_experts() for _, scheme in read_config(source).schemes]
+        return rules_for_experts(weight_conversions, [scheme for scheme in schemes if scheme is not None])
+
+    def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
+        layer, _, name = param_name.rpartition(".")
+        module = model.get_submodule(layer)
+        if isinstance(module, QuantizedExperts):
+            return name in PROJECTIONS
+        return name == "weight" and isinstance(module, QuantizedLinear)
+
+    def get_quantize_ops(self) -> ConversionOps:
+        return _Round()
+
+    def is_serializable(self) -> bool:
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+
+class _Round(ConversionOps):
+    """Rounds a weight that has been read, or those of all experts one by one."""
+
+    def convert(
+        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
+    ) -> dict[str, list[Tensor]]:
+        (value,) = input_dict.values()
+        tensor: Tensor = value[0] if isinstance(value, list) else value
+        name: str = kwargs["full_layer_name"]
+        module = kwargs["model"].get_submodule(name.rpartition(".")[0])
+        if isinstance(module, QuantizedExperts):
+            rounded = [quantize_float8(matrix.t() if module.is_transposed else matrix) for matrix in tensor]
+            return {
+                name: [torch.stack([weight.data for weight in rounded])],
+                f"{name}_scale": [torch.stack([weight.scales for weight in rounded])],
+            }
+        weight = quantize_float8(tensor)
+        return {name: [weight.data], f"{name}_scale": [weight.scales]}
+
+
+def _rounding(model: PreTrainedModel) -> QuantizationPlan:
+    """Linear layers and experts inside of the layers of a model, because the head and others outside are more sensitive."""
+    layers = {id(linear) for m in model.modules() if isinstance(m, nn.ModuleList) for linear in m.modules()}
+    return QuantizationPlan("fp8", [(lambda name, module: ".experts." in name or id(module) in layers, _ROUNDED)])
+
+
+def replace_layers(model: nn.Module, plan: QuantizationPlan, dtype: torch.dtype) -> None:
+    """Put a module with quantised weights in the place of each linear layer and each module of experts that the plan names.
+
+    model: on the device "meta"
+
+    Raises ParameterError if there is none, and UnsupportedModelError for experts that fa_serve does not compute.
+    """
+    made: dict[str, nn.Module] = {}
+    proven: set[type[nn.Module]] = set()
+    for name, module in model.named_modules():
+        if type(module) is nn.Linear:
+            scheme = plan.scheme_of(name, module)
+            if scheme is not None:
+                made[name] = QuantizedLinear(module, scheme, dtype)
+    experts = set(expert_modules(model))
+    for name, module in model.named_modules():
+        scheme = plan.scheme_of_experts(name) if module in experts else None
+        if scheme is None:
+            continue
+        try:
+            made[name] = quantize_experts(module, scheme, dtype)
+            if type(module) not in proven:
+                prove_experts(module)
+                proven.add(type(module))
+        except UnsupportedModelError as error:
+            if scheme is not _ROUNDED:
+                raise
+            made.pop(name, None)
+            log.warning("%s keeps its floats: %s", name, error)
+    for name, module in made.items():
+        model.set_submodule(name, module)
+    if not made:
+        raise ParameterError("model", f"have layers that its {FIELD} ({plan.format}) names", type(model).__name__)
+
+
+def check_report(report: Mapping[str, Any]) -> None:
+    """Check that a checkpoint was complete.
+
+    report: what transformers says about loading: names of missing parameters, and (name, shape, expected shape) of wrong ones
+
+    Raises ParameterError that names the first tensor which is missing or has a wrong shape.
+    """
+    missing = report["missing_keys"]
+    if missing:
+        raise ParameterError("model", f"have the tensor {min(missing)} in its files", f"{len(missing)} missing tensors")
+    for name, shape, expected in sorted(report["mismatched_keys"])[:1]:
+        raise ParameterError(name, f"have the shape {list(expected)}", list(shape))
+
+
+def finish(model: nn.Module, path: str = "") -> None:
+    """Convert the tensors of every quantised layer of a model, or of one of its modules, that are on their device.
+
+    path: of the module. Layers that have been converted before stay as they are
+
+    Raises ParameterError that names the first tensor with a wrong shape.
+    """
+    for layer, module in model.named_modules(prefix=path):
+        if isinstance(module, QuantizedLinear | QuantizedExperts) and not module.is_finished:
+            module.finish(layer)
+
+
+def quantize_layers(model: PreTrainedModel, config: PreTrainedConfig) -> None:
+    """Replace the layers of a model on the device "meta" as loading a checkpoint with this config would."""
+    source = source_config(config)
+    if source is not None and is_ours(source):
+        replace_layers(model, read_config(source), model.dtype)
+
+
+def describe_weights(config: PreTrainedConfig, device: str, arch: int) -> dict[str, str]:
+    """How the weights of linear layers are kept and who computes their products, and the layers for which this is so.
+
+    config:       of a causal language model, of which no weights are needed
+    device, arch: where the model would run: a torch device type, and 10 * major + minor of a CUDA device
+
+    Raises ParameterError for a format or an option that fa_serve does not know.
+    """
+    dtype: Any = config.dtype or torch.bfloat16
+    source = source_config(config)
+    if source is None:
+        return {dtype_name(dtype): "all layers"}
+    if elsewhere := quantized_elsewhere(config):
+        return {f"{elsewhere}, computed by transformers' own modules in layers that are not fused": "see the format's config"}
+    auto: Any = AutoModelForCausalLM
+    with torch.device("meta"):
+        model = auto.from_config(copy.deepcopy(config), dtype=dtype)
+        quantize_layers(model, config)
+    layers: dict[str, Counter[str]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedLinear):
+            scheme = module.scheme
+            ways = explain(scheme.is_packed, scheme.by_row, dtype, device, arch)
+            kept = f"{scheme.description}, computed by {ways}"
+        elif isinstance(module, QuantizedExperts):
+            kept = f"{module.description}, computed by {explain_experts(device)}"
+        elif type(module) is nn.Linear:
+            kept = dtype_name(dtype)
+        else:
+            continue
+        layers.setdefault(kept, Counter())[re.sub(r"\.\d+\.", ".*.", name)] += 1
+    return {
+        kept: ", ".join(f"{name} ({count})" if count > 1 else name for name, count in names.items())
+        for kept, names in layers.items()
+    }

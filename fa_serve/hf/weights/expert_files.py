@@ -1,0 +1,66 @@
+"""What the headers of a checkpoint's files say about the quantised experts of a model, before any weight is read.
+
+    check_expert_files(files, model)       # raises ParameterError that names a tensor
+
+transformers' loader stacks the tensors of all experts, and says only that it could not, if one is missing or differs from the
+others. Left out: files of other kinds than safetensors, and what stacked tensors must be (surgery/quantised/experts.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from fa_serve.hf.surgery.quantised.experts import QuantizedExperts
+from fa_serve.spec import ParameterError
+
+_QUANTISED = {"qweight", "weight_g_idx", "weight_packed", "weight_scale", "weight_scale_inv"}
+"""Names of tensors that quantised matrices have, each in some layout."""
+_OF_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.+)")
+
+
+def check_expert_files(files: Sequence[str], model: nn.Module) -> None:
+    """Check that experts' tensors are in a layout that is loaded, and that each expert has the same.
+
+    files: of the checkpoint
+    model: in which quantised experts are QuantizedExperts already
+
+    Raises ParameterError that names the first tensor which is wrong or missing.
+    """
+    modules = [module for module in model.modules() if isinstance(module, QuantizedExperts)]
+    known = {name for module in modules for name in module.scheme.tensors(256, 256, torch.float32)}
+    counts = {module.num_experts for module in modules}
+    refused = tuple(f".{name}" for name in _QUANTISED - known)
+    groups: dict[tuple[str, str], dict[int, tuple[str, tuple[int, ...]]]] = {}
+    for key, kind in _headers(files):
+        if ".experts." in key and key.endswith(refused):
+            rule = f"have no experts with quantised weights in this layout, but its files have {key}"
+            raise ParameterError("model", rule, type(model).__name__)
+        if counts and (found := _OF_EXPERT.fullmatch(key)):
+            groups.setdefault((found[1], found[3]), {})[int(found[2])] = kind
+    for (experts, name), kinds in groups.items():
+        ((dtype, shape), _), *_ = Counter(kinds.values()).most_common(1)
+        for expert in range(max(counts)):
+            key = f"{experts}.{expert}.{name}"
+            if expert not in kinds:
+                raise ParameterError("model", f"have the tensor {key} in its files", "a missing tensor")
+            if kinds[expert] != (dtype, shape):
+                rule = f"have the dtype {dtype} and the shape {list(shape)} of other experts"
+                raise ParameterError(key, rule, f"{kinds[expert][0]} {list(kinds[expert][1])}")
+
+
+def _headers(files: Sequence[str]) -> Iterator[tuple[str, tuple[str, tuple[int, ...]]]]:
+    """The names of all tensors of experts, with dtypes and shapes, file by file."""
+    for file in files:
+        if not str(file).endswith(".safetensors"):
+            continue
+        with safe_open(file, framework="pt") as tensors:
+            for key in tensors.keys():  # noqa: SIM118 - it is not a dictionary
+                if ".experts." in key:
+                    part = tensors.get_slice(key)
+                    yield key, (part.get_dtype(), tuple(part.get_shape()))

@@ -1,0 +1,218 @@
+"""What a checkpoint's quantization_config says: which linear layers and experts are quantised, and how.
+
+    plan = read_config(config.quantization_config)                    # a dictionary
+    scheme = plan.scheme_of("model.layers.0.mlp.up_proj", linear)     # None: this layer is not quantised
+
+An option that fa_serve does not know is refused with its name, because ignoring it would give wrong numbers. Left out: what the
+tensors of a layer mean (formats.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from fa_serve.hf.weights.formats import Awq, Float8, Gptq, Mxfp4, PackQuantized, Scheme
+from fa_serve.ops.products.quantised.weight import RUN
+from fa_serve.spec import ParameterError
+
+FIELD = "quantization_config"
+PASSED_ON = ("bitsandbytes", "torchao")
+"""Formats that transformers loads into other modules, which run as they are."""
+
+Chooses = Callable[[str, nn.Module], bool]
+
+
+@dataclass(frozen=True)
+class QuantizationPlan:
+    """Which linear layers of a checkpoint are quantised, and how.
+
+    schemes: the first whose function accepts a layer is that of the layer
+    """
+
+    format: str
+    schemes: Sequence[tuple[Chooses, Scheme]]
+
+    def scheme_of(self, name: str, module: nn.Module) -> Scheme | None:
+        """The scheme of a linear layer by its name in the model."""
+        return next((scheme for chooses, scheme in self.schemes if chooses(name, module)), None)
+
+    def scheme_of_experts(self, name: str) -> Scheme | None:
+        """The scheme of a module of experts by its name in the model. A config names the linear layers of each expert.
+
+        Raises ParameterError if they have different schemes, or one that experts are not computed with.
+        """
+        linear = nn.Linear(1, 1, device="meta")
+        found = {self.scheme_of(f"{name}.0.{projection}", linear) for projection in ("gate_proj", "up_proj", "down_proj")}
+        if len(found) > 1:
+            kinds = sorted("not quantised" if scheme is None else scheme.description for scheme in found)
+            raise ParameterError(FIELD, f"name one format for all products of {name}", kinds)
+        scheme = found.pop()
+        if scheme is None:
+            return None
+        if (of_experts := scheme.of_experts()) is None:
+            raise ParameterError(FIELD, f"have no act-order for the experts of {name}", scheme.description)
+        return of_experts
+
+
+def is_ours(config: Mapping[str, Any]) -> bool:
+    """Whether fa_serve reads this quantization_config. Raises ParameterError for formats that nobody reads."""
+    method = method_of(config)
+    if method not in _FORMATS and method not in PASSED_ON:
+        raise ParameterError(f"{FIELD}.quant_method", f"be one of {', '.join(sorted([*_FORMATS, *PASSED_ON]))}", method)
+    return method in _FORMATS
+
+
+def read_config(config: Mapping[str, Any]) -> QuantizationPlan:
+    """What a checkpoint's quantization_config says. Raises ParameterError for an option that fa_serve does not know."""
+    return _FORMATS[method_of(config)](config)
+
+
+def method_of(config: Mapping[str, Any]) -> str:
+    """The name of the format that a quantization_config describes."""
+    if config.get("load_in_8bit") or config.get("load_in_4bit"):
+        return "bitsandbytes"
+    return str(config.get("quant_method"))
+
+
+def _require(config: Mapping[str, Any], field: str, allowed: Sequence[Any], default: Any = None, where: str = FIELD) -> Any:
+    value = config.get(field, default)
+    if value not in allowed:
+        raise ParameterError(f"{where}.{field}", f"be {' or '.join(str(x) for x in allowed)}", value)
+    return value
+
+
+def _group_size(value: Any, where: str) -> int:
+    if value == -1 or (isinstance(value, int) and value > 0 and value % RUN == 0):
+        return int(value)
+    raise ParameterError(f"{where}.group_size", f"be -1 or a multiple of {RUN}", value)
+
+
+def _without(skipped: Sequence[str] | None) -> Chooses:
+    """Layers except for the head and those whose name begins with one of these patterns or ends with it, as in transformers."""
+    patterns = [*(skipped or ()), "lm_head"]
+
+    def chooses(name: str, module: nn.Module) -> bool:
+        return not any(re.match(pattern, name) or name.endswith(pattern) for pattern in patterns)
+
+    return chooses
+
+
+def _awq(config: Mapping[str, Any]) -> QuantizationPlan:
+    _require(config, "bits", (4,))
+    _require(config, "version", ("gemm",), "gemm")
+    _require(config, "zero_point", (True,), True)
+    scheme = Awq(_group_size(config.get("group_size", 128), FIELD))
+    return QuantizationPlan("awq", [(_without(config.get("modules_to_not_convert")), scheme)])
+
+
+def _gptq(config: Mapping[str, Any]) -> QuantizationPlan:
+    _require(config, "bits", (4,))
+    _require(config, "dynamic", (None, {}))
+    _require(config, "pack_dtype", (None, "int32"))
+    _require(config, "is_marlin_format", (None, False))
+    layout = _require(config, "checkpoint_format", ("gptq", "gptq_v2"), config.get("format", "gptq"))
+    size = _group_size(config.get("group_size", 128), FIELD)
+    scheme = Gptq(size, layout == "gptq", bool(config.get("desc_act")) and size != -1)
+    inside = [name for block in config.get("modules_in_block_to_quantize") or () for name in _listed(block)]
+    every = (lambda name, module: True) if config.get("lm_head") else _without(None)
+
+    def chooses(name: str, module: nn.Module) -> bool:
+        return every(name, module) and (not inside or any(name.endswith(f".{each}") for each in inside))
+
+    return QuantizationPlan("gptq", [(chooses, scheme)])
+
+
+def _listed(names: str | Sequence[str]) -> Sequence[str]:
+    return [names] if isinstance(names, str) else names
+
+
+def _fp8(config: Mapping[str, Any]) -> QuantizationPlan:
+    """transformers' own float8: DeepSeek-V3, Qwen3-FP8."""
+    static = _require(config, "activation_scheme", ("dynamic", "static"), "dynamic") == "static"
+    _require(config, "fmt", ("e4m3", None))
+    _require(config, "scale_fmt", ("float", None))
+    block = config.get("weight_block_size")
+    shared = _block(block, f"{FIELD}.weight_block_size") if block else (0, 0)
+    scheme = Float8("weight_scale_inv", shared, "activation_scale" if static else None)
+    return QuantizationPlan("fp8", [(_without(config.get("modules_to_not_convert")), scheme)])
+
+
+def _mxfp4(config: Mapping[str, Any]) -> QuantizationPlan:
+    """gpt-oss: experts only."""
+    _require(config, "dequantize", (None, False))
+    chooses = _without(config.get("modules_to_not_convert"))
+    return QuantizationPlan("mxfp4", [(lambda name, module: ".experts." in name and chooses(name, module), Mxfp4())])
+
+
+def _block(value: Any, field: str) -> tuple[int, int]:
+    if isinstance(value, list | tuple) and len(value) == 2 and value[0] > 0 and value[1] > 0 and value[1] % RUN == 0:
+        return int(value[0]), int(value[1])
+    raise ParameterError(field, f"be two sizes, the second a multiple of {RUN}", value)
+
+
+def _compressed_tensors(config: Mapping[str, Any]) -> QuantizationPlan:
+    _require(config, "quantization_status", ("compressed", "frozen", None))
+    _require(config, "transform_config", (None, {}))
+    if sparsity := (config.get("sparsity_config") or {}).get("format"):
+        _require({"format": sparsity}, "format", ("dense",), where=f"{FIELD}.sparsity_config")
+    ignored = _names(config.get("ignore") or ())
+    schemes: list[tuple[Chooses, Scheme]] = []
+    for name, group in config.get("config_groups", {}).items():
+        chosen = _names(group.get("targets") or ())
+        layout = group.get("format") or config.get("format")
+        scheme = _compressed_scheme(group, layout, f"{FIELD}.config_groups.{name}")
+        schemes.append((lambda n, m, chosen=chosen: chosen(n, m) and not ignored(n, m), scheme))  # type: ignore[misc]
+    return QuantizationPlan("compressed-tensors", schemes)
+
+
+def _names(targets: Sequence[str]) -> Chooses:
+    """Layers by their name, by a regular expression ("re:...") of it, or by the name of their class."""
+
+    def chooses(name: str, module: nn.Module) -> bool:
+        return any(
+            re.match(target[3:], name) is not None if target.startswith("re:") else target in (name, type(module).__name__)
+            for target in targets
+        )
+
+    return chooses
+
+
+def _compressed_scheme(group: Mapping[str, Any], layout: str | None, where: str) -> Scheme:
+    weights = group.get("weights") or {}
+    kind = _require({"format": layout}, "format", ("pack-quantized", "float-quantized", "naive-quantized"), where=where)
+    inputs: Mapping[str, Any] = group.get("input_activations") or {}
+    _require(group, "output_activations", (None,), where=where)
+    where = f"{where}.weights"
+    if kind == "pack-quantized":
+        _require(group, "input_activations", (None, {}), where=where.removesuffix(".weights"))
+        _require(weights, "num_bits", (4,), where=where)
+        _require(weights, "type", ("int",), where=where)
+        strategy = _require(weights, "strategy", ("group", "channel"), where=where)
+        order = _require(weights, "actorder", (None, False, "weight", "static", "group"), where=where)
+        size = _group_size(weights.get("group_size"), where) if strategy == "group" else -1
+        return PackQuantized(size, bool(weights.get("symmetric", True)), order == "group")
+    _require(weights, "num_bits", (8,), where=where)
+    _require(weights, "type", ("float",), where=where)
+    _require(weights, "symmetric", (True,), True, where=where)
+    strategy = _require(weights, "strategy", ("tensor", "channel", "block"), where=where)
+    static = bool(inputs) and inputs.get("dynamic") is False
+    if static:
+        _require(inputs, "strategy", ("tensor",), where=where.replace(".weights", ".input_activations"))
+    block = (0, 0) if strategy == "tensor" else (1, 0)
+    if strategy == "block":
+        block = _block(weights.get("block_structure"), f"{where}.block_structure")
+    return Float8("weight_scale", block, "input_scale" if static else None)
+
+
+_FORMATS: dict[str, Callable[[Mapping[str, Any]], QuantizationPlan]] = {
+    "awq": _awq,
+    "compressed-tensors": _compressed_tensors,
+    "fp8": _fp8,
+    "gptq": _gptq,
+    "mxfp4": _mxfp4,
+}

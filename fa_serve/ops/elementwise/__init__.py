@@ -1,0 +1,1 @@
+"""Norms, activations, additions and rotary embeddings. Left out: what is fused into a product."""

@@ -1,0 +1,85 @@
+"""The kernel of the RMS norm: one program for each row.
+
+On Hopper and later GPUs it is launched programmatically, see `primitives.wait_for_previous_kernel`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fa_serve import spec
+from fa_serve.backends.triton.primitives import wait_for_previous_kernel
+from fa_serve.launching.launch import Launch, launch_options, power_of_2
+from fa_serve.launching.plans import PLANS
+from fa_serve.ops.ops_backend import Norm
+
+
+@triton.jit
+def _rms_norm(
+    x_ptr,
+    weight_ptr,
+    residual_ptr,
+    out_ptr,
+    eps,
+    offset,
+    stride_x,
+    stride_r,
+    stride_out,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    wait_for_previous_kernel(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    keep = cols < WIDTH
+    x = tl.load(x_ptr + row * stride_x + cols, mask=keep, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + cols, mask=keep, other=0.0).to(tl.float32) + offset
+    y = x * tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps) * weight
+    if residual_ptr is not None:
+        y += tl.load(residual_ptr + row * stride_r + cols, mask=keep, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * stride_out + cols, y.to(out_ptr.dtype.element_ty), mask=keep)
+
+
+def launch_rms_norm(x: Tensor, norm: Norm, residual: Tensor | None, out: Tensor | None) -> Tensor:
+    """Arguments and result are those of `fa_serve.ops.rms_norm`. One launch."""
+    weight, eps, offset = norm
+    if out is None:
+        out = torch.empty_like(x)
+    key = (
+        "rms_norm",
+        x.shape,
+        x.stride(0),
+        None if residual is None else (residual.stride(0), residual.dtype),
+        out.stride(0),
+        x.dtype,
+        weight.dtype,
+        out.dtype,
+        eps,
+        offset,
+        x.get_device(),
+    )
+    run = PLANS.get(key)
+    if run is None:
+        if x.shape[0] == 0:
+            return out
+        run = PLANS.add(key, _plan(x, residual, out, eps, offset))
+    run((x, weight, residual, out))
+    return out
+
+
+def _plan(x: Tensor, residual: Tensor | None, out: Tensor, eps: float, offset: float) -> Launch:
+    total, width = x.shape
+    block = power_of_2(width)
+    stride_r = 0 if residual is None else residual.stride(0)
+    pdl = spec.arch_of(x.device) >= 90
+    return Launch(
+        _rms_norm,
+        total,
+        varying=(eps, offset),
+        fixed=(x.stride(0), stride_r, out.stride(0), width, block, pdl),
+        options=launch_options(pdl, min(8, max(1, block // 256))),
+    )

@@ -1,0 +1,81 @@
+"""The experts of a mixture and their choice in plain PyTorch, for devices without kernels.
+
+Each expert that is taken computes its tokens in one product, so which experts these are is read back from the device. A
+quantised expert is dequantised for that.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fa_serve.ops.ops_backend import ExpertWeights, Gate, Router, Weight
+from fa_serve.ops.products.quantised.weight import QuantizedWeight
+
+
+def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: ExpertWeights, invariant: bool) -> Tensor:
+    """Arguments and result are those of `fa_serve.ops.experts`."""
+    if not invariant or len(x) == 0:
+        return _mixed(x, top_k_index, top_k_weights, experts)
+    # a library chooses its algorithm by the number of rows, so each row is computed alone
+    rows = [slice(i, i + 1) for i in range(len(x))]
+    return torch.cat([_mixed(x[row], top_k_index[row], top_k_weights[row], experts) for row in rows])
+
+
+def _mixed(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: ExpertWeights) -> Tensor:
+    num_experts, hidden, width = experts.sizes
+    wide = torch.promote_types(x.dtype, torch.float32)
+    parts = torch.zeros(*top_k_index.shape, hidden, dtype=wide, device=x.device)
+    for expert in torch.unique(top_k_index).tolist():
+        if not 0 <= expert < num_experts:
+            continue
+        gate_up_bias, down_bias = (None if b is None else b[expert] for b in (experts.gate_up_bias, experts.down_bias))
+        tokens, places = torch.where(top_k_index == expert)
+        gate_up = torch.nn.functional.linear(x[tokens], _matrix(experts.gate_up, expert, 2 * width, x.dtype), gate_up_bias)
+        h = gated(gate_up.to(wide), experts.gate).to(x.dtype)
+        y = torch.nn.functional.linear(h, _matrix(experts.down, expert, hidden, x.dtype), down_bias)
+        parts[tokens, places] = y.to(wide) * top_k_weights[tokens, places, None].to(wide)
+    return parts.sum(1).to(x.dtype)
+
+
+def _matrix(weight: Weight, expert: int, rows: int, dtype: torch.dtype) -> Tensor:
+    """The matrix of one expert, which has so many rows."""
+    if isinstance(weight, QuantizedWeight):
+        return weight.rows(expert * rows, (expert + 1) * rows).dequantize(dtype)
+    return weight[expert]
+
+
+def route(logits: Tensor, bias: Tensor | None, router: Router, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Arguments and results are those of `fa_serve.ops.route`."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    scores = wide.sigmoid() if router.sigmoid else wide.softmax(-1)
+    choice = scores if bias is None else scores + bias
+    if router.num_groups > 1:
+        grouped = choice.view(len(choice), router.num_groups, -1)
+        best = grouped.topk(2).values.sum(-1).topk(router.top_groups).indices
+        kept = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best, True)
+        choice = grouped.masked_fill(~kept[..., None], float("-inf")).flatten(1)
+    index = choice.topk(router.top_k).indices
+    weights = scores.gather(1, index)
+    if router.renormalise:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return (weights * router.scale).to(dtype), index
+
+
+def gated(gate_up: Tensor, gate: Gate) -> Tensor:
+    """`ops.Gate` of products with the gate and up weights: (..., 2 * width) -> (..., width)."""
+    if gate.interleaved:
+        values = gate_up[..., ::2]
+        up = gate_up[..., 1::2]
+    else:
+        values, up = gate_up.chunk(2, dim=-1)
+    values = values.clamp(max=gate.limit) * gate.slope
+    up = up.clamp(min=-gate.limit, max=gate.limit)
+    return activate(values, gate.activation) / gate.slope * (up + gate.offset)
+
+
+def activate(x: Tensor, activation: str) -> Tensor:
+    """One of `fa_serve.ops.ACTIVATIONS`."""
+    if activation == "silu":
+        return torch.nn.functional.silu(x)
+    return torch.nn.functional.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")

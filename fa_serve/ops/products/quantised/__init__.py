@@ -1,0 +1,1 @@
+"""Products with quantised weights: the layout of a weight, its kernels, and which of them serves."""

@@ -1,0 +1,216 @@
+"""The sequences of one request, from the engine: their outputs by index, their metrics, and their failures as HTTP errors.
+
+    job = Job(name="cmpl-1", priority=0, arrival=time.perf_counter(), n=2, fields=fields, client=None, cache_salt=None)
+    first = sequences_of_prompt(service, job, 0, first_prompt, params)
+    second = sequences_of_prompt(service, job, 1, second_prompt, params)
+    async for index, output in merge([first, second]): ...
+
+A request has `n` sequences for each of its prompts: sequence `index` is number `index % n` of prompt `index // n`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, fields
+from typing import TypeVar
+
+from fa_serve.engine import (
+    EngineDeadError,
+    QueueFullError,
+    RequestError,
+    RequestOutput,
+    SamplingParams,
+    StructuredOutput,
+    TokenLogprob,
+)
+from fa_serve.spec import ParameterError
+
+from ..errors import (
+    INTERNAL_ERROR,
+    ApiError,
+    BadRequest,
+    ClientGone,
+    EngineFailed,
+    TooManyRequests,
+    Unavailable,
+    parameter_refused,
+)
+from ..observe.metrics import SequenceMetrics
+from ..observe.timelines import Timeline
+from ..service import RETRY_SECONDS, Service
+
+T = TypeVar("T")
+log = logging.getLogger("fa_serve.server")
+STRUCTURED_FIELDS = {"structured", *(field.name for field in fields(StructuredOutput))}
+
+
+@dataclass(frozen=True)
+class RequestFields:
+    """The request's fields that the engine's parameters were made from, for errors.
+
+    names:      all fields of the request
+    prompt:     the field with the prompt
+    constraint: the field that asks for a structured output, or None
+    narrows:    other fields also restrict which tokens may be generated
+    """
+
+    names: frozenset[str]
+    prompt: str
+    constraint: str | None = None
+    narrows: bool = False
+
+    def of(self, parameter: str) -> str:
+        """The field that an engine's parameter was made from."""
+        if self.constraint is not None and parameter in STRUCTURED_FIELDS:
+            # a forced tool_choice takes its schema from the tools
+            return "tools" if self.constraint == "tool_choice" else self.constraint
+        return parameter if parameter in self.names else self.prompt
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the sequences of one request share.
+
+    name:     the request's id, unique on this server
+    priority: as the engine takes it
+    arrival:  when the request came, on time.perf_counter's clock
+    n:        sequences for each prompt
+    client, cache_salt: as the engine takes them
+    timeline: where its time goes; None if nobody asks
+    """
+
+    name: str
+    priority: int
+    arrival: float
+    n: int
+    fields: RequestFields
+    client: str | None
+    cache_salt: str | None
+    timeline: Timeline | None = None
+
+
+async def sequences_of_prompt(
+    service: Service, job: Job, number: int, prompt: list[int], params: SamplingParams
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """What the `n` sequences of prompt `number` gain, by index. Raises ApiError if the engine refuses or fails.
+
+    If the log-probabilities of the prompt are asked for, every output carries them, so outputs are held back until they come.
+    """
+    metrics = {index: SequenceMetrics(service.metrics, service.model_name, job.arrival) for index in range(job.n)}
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    held_back: list[RequestOutput] = []
+    unfinished_reason = "error"
+    timeline = job.timeline
+    sent = timeline.send() if timeline is not None else 0.0
+    with engine_errors(service, job):
+        try:
+            async with aclosing(generate(service, job, str(number), prompt, params)) as outputs:
+                async for output in outputs:
+                    metrics[output.index].observe(output)
+                    if timeline is not None:
+                        timeline.take(sent, output)
+                    if output.finished:
+                        del metrics[output.index]
+                    if output.finish_reason in ("error", "abort"):
+                        unfinished_reason = "abort"  # the other sequences end with this one
+                        raise failure(service, job, output)
+                    held_back.append(output)
+                    prompt_logprobs = prompt_logprobs or output.prompt_logprobs
+                    if prompt_logprobs is None and params.prompt_logprobs is not None:
+                        continue
+                    for ready in held_back:
+                        ready.prompt_logprobs = prompt_logprobs
+                        yield number * job.n + ready.index, ready
+                    held_back = []
+        except (GeneratorExit, asyncio.CancelledError):
+            unfinished_reason = "abort"
+            raise
+        except (ParameterError, QueueFullError):
+            unfinished_reason = "refused"
+            raise
+        finally:
+            for unfinished in metrics.values():
+                unfinished.end(unfinished_reason)
+
+
+def generate(
+    service: Service, job: Job, name: str, prompt: list[int], params: SamplingParams
+) -> AsyncGenerator[RequestOutput, None]:
+    """What the engine makes of one prompt of a job. name: unique within the job"""
+    return service.engine.generate(
+        prompt, params, f"{job.name}-{name}", priority=job.priority, client=job.client, cache_salt=job.cache_salt
+    )
+
+
+@contextmanager
+def engine_errors(service: Service, job: Job) -> Iterator[None]:
+    """Inside, the exceptions with which the engine refuses a request are ApiErrors."""
+    try:
+        yield
+    except ParameterError as error:
+        raise parameter_refused(error, job.fields.of(error.field)) from None
+    except QueueFullError:
+        raise TooManyRequests("The engine's queue is full. Try again later.", retry_after=1) from None
+    except EngineDeadError as error:
+        log.error("%s was refused: %s", job.name, error)
+        reason = service.refusal_reason() or "the engine has died"
+        raise Unavailable(f"The server is not ready: {reason}.", retry_after=RETRY_SECONDS) from None
+
+
+def failure(service: Service, job: Job, output: RequestOutput) -> ApiError:
+    """The HTTP error for a sequence that the engine has ended early. The engine's message may show internals: it is logged."""
+    if output.finish_reason == "abort":
+        return Unavailable("The request was aborted: the server is shutting down.", retry_after=RETRY_SECONDS)
+    error = output.error or RequestError("step_failed", "the engine gave no reason")
+    if error.code == "unread":
+        return ClientGone("The client did not read its stream in time, and too many log-probabilities waited.")
+    log.error("%s failed (%s): %s", job.name, error.code, error.message)
+    reason = service.refusal_reason() or ("its replica has ended" if error.code == "replica_lost" else None)
+    if reason is not None:
+        return Unavailable(f"The request was cut off: {reason}.", retry_after=RETRY_SECONDS)
+    fields = job.fields
+    if error.code == "no_token_left" and fields.narrows and fields.constraint is not None:
+        message = f"{fields.constraint} must leave a token that allowed_token_ids and logit_bias allow as well."
+        return BadRequest(message, param=fields.constraint)
+    if error.code == "grammar" and fields.constraint is not None:
+        message = f"{fields.constraint} must be simpler: following it took more states, or more time, than the server allows."
+        return BadRequest(message, param=fields.constraint, code="grammar_too_complex")
+    return EngineFailed(INTERNAL_ERROR)
+
+
+def merge(iterators: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
+    """The items of all iterators in the order in which they come. The first error ends it. Closing it closes them all."""
+    return iterators[0] if len(iterators) == 1 else _merge(iterators)
+
+
+async def _merge(iterators: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
+    queue: asyncio.Queue[T | Exception | None] = asyncio.Queue(len(iterators))
+
+    async def pump(iterator: AsyncGenerator[T, None]) -> None:
+        try:
+            async with aclosing(iterator):
+                async for item in iterator:
+                    await queue.put(item)
+        except Exception as error:
+            await queue.put(error)
+        else:
+            await queue.put(None)
+
+    pumps = [asyncio.create_task(pump(iterator)) for iterator in iterators]
+    try:
+        running = len(pumps)
+        while running:
+            entry = await queue.get()
+            if isinstance(entry, Exception):
+                raise entry
+            if entry is None:
+                running -= 1
+            else:
+                yield entry
+    finally:
+        for task in pumps:
+            task.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)

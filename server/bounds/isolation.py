@@ -1,0 +1,40 @@
+"""What keeps the clients of a server apart in the engine: whose turn a request takes, and whose cached prefixes it shares.
+
+    isolation = Isolation(settings)
+    isolation.client(key)                    # requests of one client wait for each other, clients take turns
+    isolation.cache_salt(key, body.cache_salt)       # requests with the same salt share cached prefixes
+
+A cached prefix makes an answer begin sooner, and `cached_tokens` says so. A client that could share the prefixes of another one
+could therefore guess its prompts piece by piece. The salt is a hash of the API key's hash with a secret of this process.
+Requests without a key, on a server without keys, are one client.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+
+from ..settings import Settings
+
+
+class Isolation:
+    """The settings `prefix_sharing` and `priority_scope`, applied to a request."""
+
+    def __init__(self, settings: Settings):
+        self._sharing = settings.prefix_sharing
+        self._scope = settings.priority_scope
+        self._secret = secrets.token_bytes(32)
+
+    def client(self, key: str | None) -> str | None:
+        """The name under which the engine accounts for the requests of an API key's hash."""
+        return None if key is None or self._scope == "global" else self._hash(key, None)
+
+    def cache_salt(self, key: str | None, salt: str | None) -> str | None:
+        """The salt of a request that carries `salt`. None shares with all other requests that have None."""
+        if self._sharing == "none":
+            return secrets.token_hex(16)
+        owner = key if self._sharing == "key" else None
+        return None if owner is None and salt is None else self._hash(owner, salt)
+
+    def _hash(self, *values: str | None) -> str:
+        return hashlib.blake2b(repr(values).encode(), digest_size=16, key=self._secret).hexdigest()

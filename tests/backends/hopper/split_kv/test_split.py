@@ -1,0 +1,138 @@
+"""`hopper.divided_keys` in the emulator: keys of long sequences are divided among tiles, and heads that fill a tile in part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+from hopper_cases import CAUSAL, DYNAMIC, FULL, GRID, Case, PagedCall, run_with_skipped_sequences
+from hopper_emulator import EmulationError, emulated
+
+from fa_serve.backends.calls import AttentionTensors
+from fa_serve.backends.hopper.forward import plan as forward
+from fa_serve.backends.hopper.forward.plan import plan_forward
+from fa_serve.backends.hopper.forward.tiles import TileConfig
+from fa_serve.testing import cu_seqlens, make_qkv
+
+SMALL = TileConfig(2, 64, 2, 2, DYNAMIC)
+CHUNKS = [
+    Case("causal", heads=(4, 2), max_pieces=3),
+    Case("full", heads=(2, 2), window=FULL, max_pieces=4, tiles=SMALL),
+    Case("window", heads=(4, 2), window=(300, 0), max_pieces=4),
+    Case("window-both", heads=(2, 1), window=(100, 5), max_pieces=4, tiles=SMALL),
+    Case("sinks", sinks=True, max_pieces=4),
+    Case("softcap", softcap=5.0, scale=1.0, max_pieces=4),
+    Case("d80", head_dim=(80, 80), max_pieces=3),
+    Case("d128-float16", head_dim=(128, 128), dtype=torch.float16, heads=(3, 1), max_pieces=4),
+    Case("d192-dv128", head_dim=(192, 128), max_pieces=3),
+    Case("d72-dv40", head_dim=(72, 40), max_pieces=3, page_size=64),
+    Case("d256", head_dim=(256, 256), max_pieces=3, page_size=48),
+    Case("grid", max_pieces=4, tiles=TileConfig(1, 64, 2, 1, GRID)),
+    Case("pingpong", max_pieces=4, tiles=TileConfig(2, 64, 2, 2, DYNAMIC, pingpong=True)),
+    Case("whole", max_pieces=1),
+]
+FEW = [
+    Case("one-head", heads=(2, 2), max_pieces=4),
+    Case("four-heads", heads=(8, 2), max_pieces=4),
+    Case("four-heads-window", heads=(8, 2), max_pieces=4, window=(130, 0)),
+    Case("three-heads", heads=(6, 2), max_pieces=4),
+    Case("seven-heads-whole", heads=(7, 1), max_pieces=1, sinks=True),
+    Case("seven-heads", heads=(14, 2), max_pieces=3, sinks=True),
+    Case("twelve-heads-d128", heads=(12, 1), head_dim=(128, 128), max_pieces=3),
+    Case("five-heads-d192-dv128", heads=(5, 1), head_dim=(192, 128), max_pieces=2),
+]
+
+
+@pytest.fixture(autouse=True)
+def _short_pieces() -> Iterator[None]:
+    """Pieces of one block are allowed, so that short sequences are divided."""
+    with mock.patch.object(forward, "MIN_BLOCKS_OF_A_PIECE", 1):
+        yield
+
+
+@pytest.mark.parametrize("case", CHUNKS, ids=lambda case: case.id)
+def test_chunks_behind_pages(case: Case) -> None:
+    """Sequences of unequal lengths, one of them without keys and one without queries. Unused slots of pages are NaN."""
+    call = PagedCall.of(case, [70, 1, 0, 20, 30], [700, 9, 40, 130, 0])
+    out, lse = call.run()
+    for sequence in (0, 1, 3):
+        call.check(out, lse, sequence)
+    assert (out[call.sequences[4][0]] == 0).all()
+
+
+@pytest.mark.parametrize("case", FEW, ids=lambda case: case.id)
+def test_few_queries(case: Case) -> None:
+    call = PagedCall.of(case, [1, 16, 0, 5, 9], [90, 600, 30, 5, 0])
+    out, lse = call.run()
+    for sequence in (0, 1, 3):
+        call.check(out, lse, sequence)
+    assert (out[call.sequences[4][0]] == 0).all()
+
+
+@pytest.mark.parametrize("longest", [16, 70])
+def test_packed_sequences_do_not_see_their_neighbours(longest: int) -> None:
+    """The neighbours are NaN, and rows after the last sequence are not written."""
+    lengths_q = [longest, 9, 0, 3]
+    lengths_k = [500, 33, 40, 250]
+    q, k, v = (x[0] for x in make_qkv(1, sum(lengths_q) + 7, sum(lengths_k) + 7, 6, 2, 64, dtype=torch.bfloat16))
+    cu_q = cu_seqlens(lengths_q)
+    cu_k = cu_seqlens(lengths_k)
+    for x, cu in ((q, cu_q), (k, cu_k), (v, cu_k)):
+        x[cu[-1] :] = float("nan")
+        x[cu[1] : cu[2]] = float("nan")
+    case = Case("", window=CAUSAL, heads=(6, 2))
+    tensors = AttentionTensors(q, k, v, cu_seqlens_q=cu_q, keys=cu_k, out=torch.full_like(q, 7.0))
+    with emulated():
+        out, lse = plan_forward(tensors, case.options(longest, 500), SMALL, 3)(tensors)
+    assert out is tensors.out
+    assert (out[cu_q[-1] :] == 7.0).all()
+    for b in (0, 3):
+        rows = slice(cu_q[b], cu_q[b + 1])
+        keys = slice(cu_k[b], cu_k[b + 1])
+        case.check(out[None, rows], lse[None, :, rows], q[None, rows], k[None, keys], v[None, keys])
+
+
+def test_sequences_of_another_kernel_stay_as_they_are() -> None:
+    run_with_skipped_sequences(max_pieces=3)
+
+
+def test_whole_rows_do_not_touch_the_buffer() -> None:
+    """With equal lengths that fill the GPU nothing is divided, and the merge finds nothing to do."""
+    call = PagedCall.of(Case("", heads=(2, 2), max_pieces=4), [4, 4, 4], [300, 300, 300])
+    out, lse = call.run(faults={"gl.store(args.buffer + cells": "gl.nothing(args.buffer + cells"})
+    for sequence in range(3):
+        call.check(out, lse, sequence)
+
+
+@pytest.mark.parametrize(
+    ("cases", "case", "old", "new"),
+    [
+        (CHUNKS, "causal", "tl.where(empty, 0, kv_len)", "kv_len"),
+        (CHUNKS, "sinks", '== 0, sinks, float("-inf"))', ">= 0, sinks, sinks)"),
+        (CHUNKS, "causal", "end = low + (high - low) * (piece + 1) // pieces", "end = high"),
+        (FEW, "seven-heads", "there & (members < args.heads_per_kv)", "there"),
+        (FEW, "four-heads", "pieces >= least", "pieces > least"),
+        (FEW, "three-heads", "return head * heads_per_kv, head", "return head * var.packing, head"),
+    ],
+    ids=["empty-pieces", "sinks-once", "overlapping-pieces", "rows-without-a-head", "two-pieces", "heads-of-padded-tiles"],
+)
+def test_the_cases_catch_faults(cases: list[Case], case: str, old: str, new: str) -> None:
+    found = next(c for c in cases if c.id == case)
+    lengths = ([20, 1], [300, 9]) if cases is CHUNKS else ([16, 9, 1], [300, 90, 30])
+    if "empty" in old:
+        found = replace(found, tiles=SMALL, max_pieces=16)
+        lengths = ([140, 1], [140, 9])
+    if "least" in old:
+        found = replace(found, max_pieces=2)
+    call = PagedCall.of(found, *lengths)
+
+    def run_with_the_fault() -> None:
+        out, lse = call.run(resident_blocks=64, faults={old: new})
+        for sequence in range(len(lengths[0])):
+            call.check(out, lse, sequence)
+
+    with pytest.raises((AssertionError, EmulationError)):
+        run_with_the_fault()

@@ -1,0 +1,128 @@
+"""`hopper.piece_table` in the emulator: pieces cover the keys of each tile once, are about equally long, and fit the table."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+import torch
+from cross_compile import compiling_for
+from hopper_emulator import emulated
+
+from fa_serve.backends.hopper.forward.tile_scheduler import max_tile_count, tile_table
+from fa_serve.backends.hopper.forward.tiles import MAX_PIECES
+from fa_serve.backends.hopper.split_kv import tile_scheduler as piece_table
+from fa_serve.backends.hopper.split_kv.tile_scheduler import piece_table_launch, table_capacity
+from fa_serve.testing import cu_seqlens
+
+QUERIES = 16
+BLOCK_N = 64
+MANY = 73
+CASES = [
+    ([4] * 5, [300, 20, 4096, 64, 700]),
+    ([40, 1, 0, 16, 17], [2000, 1, 50, 0, 17]),
+    ([16], [8192]),
+    ([4] * MANY, [64 + 37 * i % 900 for i in range(MANY)]),
+]
+
+
+@pytest.fixture(autouse=True)
+def _short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program reads MANY sequences in two parts, of which the second is not full, whatever the size of a part."""
+    monkeypatch.setattr(piece_table, "SEQUENCES_AT_A_TIME", 64)
+
+
+def pieces_of(
+    lengths_q: list[int],
+    lengths_k: list[int],
+    window: tuple[int, int],
+    *,
+    num_heads: int,
+    slots: int,
+    max_pieces: int,
+    processors: int = 0,
+    skip_q: int = 0,
+) -> tuple[list[list[int]], int]:
+    """The live records, and the room that the table has. processors: by default one for each slot"""
+    batch = len(lengths_q)
+    max_tiles = max_tile_count(sum(lengths_q), batch, max(lengths_q), QUERIES, skip_q)
+    capacity = table_capacity(max_tiles, num_heads, slots, max_pieces)
+    launch = piece_table_launch(
+        capacity,
+        batch,
+        window,
+        QUERIES,
+        BLOCK_N,
+        skip_q,
+        True,
+        num_heads=num_heads,
+        processors=processors or slots,
+        slots=slots,
+        max_pieces=max_pieces,
+        min_blocks=2,
+    )
+    with emulated():
+        table = tile_table(launch, capacity, cu_seqlens(lengths_q), torch.tensor(lengths_k, dtype=torch.int32))
+    live = int(table[capacity * 8 + 1])
+    records = table[: capacity * 8].view(capacity, 8).tolist()
+    assert all(record[0] == -1 for record in records[live:])
+    return records[:live], capacity
+
+
+@pytest.mark.parametrize("window", [(-1, 0), (-1, -1), (100, 0)], ids=str)
+@pytest.mark.parametrize(("num_heads", "slots", "max_pieces"), [(2, 24, 16), (8, 264, 4), (8, 8, 16)])
+@pytest.mark.parametrize(("lengths_q", "lengths_k"), CASES, ids=["few", "unequal", "one", "many"])
+def test_pieces_cover_the_keys_of_each_tile_once(
+    lengths_q: list[int], lengths_k: list[int], num_heads: int, slots: int, max_pieces: int, window: tuple[int, int]
+) -> None:
+    records, capacity = pieces_of(lengths_q, lengths_k, window, num_heads=num_heads, slots=slots, max_pieces=max_pieces)
+    assert len(records) <= capacity
+    tiles: dict[tuple[int, int], list[list[int]]] = defaultdict(list)
+    for record in records:
+        tiles[record[4], record[0]].append(record)
+    expected = {(b, row) for b, q in enumerate(lengths_q) for row in range(0, q, QUERIES)}
+    assert set(tiles) == expected
+    left, right = window
+    for (b, row), found in tiles.items():
+        assert [r[1] % MAX_PIECES for r in found] == list(range(len(found)))
+        assert {r[1] // MAX_PIECES for r in found} == {len(found)}
+        assert len(found) <= max_pieces
+        offset = lengths_k[b] - lengths_q[b]
+        end = lengths_k[b] if right < 0 else min(lengths_k[b], row + QUERIES + offset + right)
+        high = max(-(-end // BLOCK_N), 1)
+        low = min(max(row + offset - left, 0) // BLOCK_N, high - 1) if left >= 0 else 0
+        visited = [block for r in found if r[5] or lengths_k[b] == 0 for block in range(r[6], r[7])]
+        assert visited == list(range(low, high))
+        assert all(r[7] == r[6] + 1 for r in found if r[5] == 0), "an empty piece visits one block, of a sequence without keys"
+
+
+def test_shares_are_about_equal() -> None:
+    """One long sequence among short ones is cut, and the short ones are not."""
+    records, _ = pieces_of([4] * 8, [8192] + [512] * 7, (-1, 0), num_heads=8, slots=64, max_pieces=16)
+    longest = [r for r in records if r[4] == 0]
+    share = -(-(128 + 7 * 8) * 8 // 64)
+    assert len(longest) == round(128 / share)
+    assert max(r[7] - r[6] for r in records) <= 1.5 * share
+    assert len(records) == len(longest) + 7
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"), [([4096] * 8, [1] * 8), ([4096] * 6, [3] * 6), ([8192] + [600] * 7, [13] + [1] * 7)]
+)
+def test_sequences_that_fill_the_multiprocessors_stay_whole(lengths: list[int], expected: list[int]) -> None:
+    """Two heads of 8 sequences fill 20 multiprocessors, on each of which 2 thread blocks run; those of 6 sequences do not."""
+    records, _ = pieces_of([4] * len(lengths), lengths, (-1, 0), num_heads=2, processors=20, slots=40, max_pieces=16)
+    assert [sum(record[4] == b for record in records) for b in range(len(lengths))] == expected
+
+
+def test_sequences_of_another_kernel_have_no_records() -> None:
+    records, _ = pieces_of([1, 40, 16], [9000, 900, 900], (-1, 0), num_heads=2, slots=24, max_pieces=16, skip_q=16)
+    assert {r[4] for r in records} == {1}
+
+
+def test_compiles_without_spills() -> None:
+    tiling = (8, 3, (100, 0), QUERIES, BLOCK_N, 0, True)
+    launch = piece_table_launch(*tiling, num_heads=8, processors=132, slots=264, max_pieces=4, min_blocks=8)
+    with compiling_for("sm90") as kernels:
+        tile_table(launch, 8, cu_seqlens([4, 4, 4]), torch.tensor([9, 9, 9], dtype=torch.int32))
+    assert [(kernel.name, kernel.spill_bytes) for kernel in kernels] == [("_piece_table", 0)]

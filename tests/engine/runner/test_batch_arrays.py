@@ -1,0 +1,109 @@
+"""The numbers of a step, by hand: positions, slots, rows of logits, pending tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fa_serve.engine import SamplingParams
+from fa_serve.engine.cache.block_table import BlockTable
+from fa_serve.engine.request.request import Request
+from fa_serve.engine.runner.batch_arrays import BatchArrays, batch_arrays
+from fa_serve.engine.runner.cuda_graphs import Shape, padding
+from fa_serve.engine.scheduler.scheduled_batch import Chunk, ScheduledBatch
+from fa_serve.engine.scheduler.sequence import SequenceState
+
+
+def make_sequence(name: str, prompt: list[int], slot: int, pages: list[int], **params: object) -> SequenceState:
+    sequence = SequenceState(Request(name, prompt, SamplingParams(temperature=0.0, **params), 8))
+    sequence.start(slot, pages, num_shared=0, page_size=4)
+    return sequence
+
+
+def make_arrays(*chunks: Chunk, deterministic: bool = False) -> BatchArrays:
+    batch = ScheduledBatch()
+    for chunk in chunks:
+        batch.append(chunk)
+    table = BlockTable(4, 5, torch.device("cpu"))
+    return batch_arrays(batch, table, page_size=4, vocab_size=100, deterministic=deterministic)
+
+
+def test_a_chunk_of_a_prompt_beside_a_decoding_sequence() -> None:
+    decoding = make_sequence("a", [1, 2, 3, 4, 5], slot=3, pages=[9, 7], logprobs=2)
+    decoding.advance(5, samples=True)  # the sampled token is still on the device
+    prompt = make_sequence("b", [11, 12, 13, 14, 15], slot=0, pages=[2, 3], prompt_logprobs=0)
+    arrays = make_arrays(Chunk(decoding, 3, 5, 1, 1), Chunk(prompt, 0, 0, 3, 0, num_prompt_logits=3))
+    assert {name: array.tolist() for name, array in arrays.inputs.items()} == {
+        "input_ids": [-4, 11, 12, 13],
+        "position_ids": [5, 0, 1, 2],
+        "slot_mapping": [7 * 4 + 1, 8, 9, 10],
+        "slots": [3, 0],
+        "seqused_k": [6, 3],
+        "cu_seqlens_q": [0, 1, 4],
+        "logits_indices": [0, 1, 2, 3],
+    }
+    assert {name: array.tolist() for name, array in arrays.rows.items()} == {
+        "sampled_slots": [3],
+        "logprob_rows": [0],
+        "prompt_targets": [12, 13, 14],
+    }
+    assert arrays.sequences == [decoding]
+    assert arrays.prompt_spans == [(prompt, 1, 4)]
+    assert (arrays.num_tokens, arrays.num_sequences, arrays.max_seqlen_q, arrays.max_seqlen_k) == (4, 2, 3, 6)
+    assert (arrays.decoding, arrays.fresh) == (False, False)
+
+
+def test_what_counts_as_decoding_and_as_fresh() -> None:
+    sequence = make_sequence("a", [1, 2, 3], slot=0, pages=[0])
+    assert make_arrays(Chunk(sequence, 0, 2, 1, 1)).decoding
+    assert not make_arrays(Chunk(sequence, 0, 1, 1, 0)).decoding, "a chunk of one token samples nothing"
+    assert make_arrays(Chunk(sequence, 0, 0, 3, 1)).fresh
+    assert not make_arrays(Chunk(sequence, 0, 1, 2, 1)).fresh
+    assert not make_arrays(Chunk(sequence, 0, 0, 3, 1), deterministic=True).fresh
+
+
+def test_in_deterministic_mode_each_token_of_a_prompt_is_a_sequence() -> None:
+    sequence = make_sequence("a", [1, 2, 3], slot=2, pages=[0])
+    arrays = make_arrays(Chunk(sequence, 2, 0, 3, 1), deterministic=True)
+    assert arrays.inputs["slots"].tolist() == [2, 2, 2]
+    assert arrays.inputs["seqused_k"].tolist() == [1, 2, 3]
+    assert arrays.inputs["cu_seqlens_q"].tolist() == [0, 1, 2, 3]
+    assert arrays.max_seqlen_q == 1
+    assert arrays.inputs["logits_indices"].tolist() == [2]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_names_and_dtypes_are_those_of_the_graphs(deterministic) -> None:
+    sequence = make_sequence("a", [1, 2, 3], slot=2, pages=[0])
+    inputs = make_arrays(Chunk(sequence, 2, 0, 3, 1), deterministic=deterministic).inputs
+    expected = padding(Shape(4, 4, 4, 4))
+    assert {name: array.dtype for name, array in inputs.items()} == {name: array.dtype for name, array in expected.items()}
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_chunk_with_drafts_has_a_row_for_each_of_its_tokens(deterministic) -> None:
+    plain = make_sequence("a", [1, 2, 3], slot=1, pages=[0])
+    guessed = make_sequence("b", [4, 5, 6, 7], slot=2, pages=[1, 2], presence_penalty=1.0, logprobs=1)
+    arrays = make_arrays(Chunk(plain, 1, 2, 1, 1), Chunk(guessed, 2, 3, 3, 3, drafts=[8, 9]), deterministic=deterministic)
+    assert arrays.inputs["input_ids"].tolist() == [3, 7, 8, 9]
+    assert arrays.inputs["position_ids"].tolist() == [2, 3, 4, 5]
+    assert arrays.inputs["slot_mapping"].tolist() == [2, 7, 8, 9]
+    assert arrays.inputs["logits_indices"].tolist() == [0, 1, 2, 3]
+    assert arrays.sequences == [plain, guessed, guessed, guessed]
+    assert arrays.rows["sampled_slots"].tolist() == [1, 2, 2, 2]
+    assert arrays.rows["logprob_rows"].tolist() == [1, 2, 3]
+    assert arrays.sampling["draft_index"].tolist() == [208, 308, 309]
+    assert arrays.sampling["next_drafts"].tolist() == [-1, 8, 9, -1]
+    assert arrays.sampling["first_rows"].tolist() == [0, 1, 1, 1]
+    assert arrays.decoding
+    assert arrays.inputs["seqused_k"].tolist() == ([3, 4, 5, 6] if deterministic else [3, 6])
+    assert arrays.max_seqlen_q == (1 if deterministic else 3)
+
+
+def test_drafts_beside_a_chunk_that_does_not_sample() -> None:
+    prompt = make_sequence("a", [1, 2, 3, 4], slot=0, pages=[0])
+    guessed = make_sequence("b", [4, 5, 6], slot=2, pages=[1, 2])
+    arrays = make_arrays(Chunk(prompt, 0, 0, 3, 0), Chunk(guessed, 2, 2, 2, 2, drafts=[8]))
+    assert arrays.inputs["logits_indices"].tolist() == [3, 4]
+    assert arrays.sequences == [guessed, guessed]
+    assert not arrays.decoding

@@ -1,0 +1,145 @@
+"""Loading: the sizes of the cache and of sequences, and code that comes with a model."""
+
+import json
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fa_serve.demo import model_path
+from fa_serve.engine import EngineConfig
+from fa_serve.engine.cache import tensors as kv_cache
+from fa_serve.engine.start import loading
+from fa_serve.engine.start.loading import load_model, load_tokenizer
+from fa_serve.spec import ParameterError
+
+
+@pytest.mark.parametrize("trusted", [False, True], ids=["default", "trusted"])
+def test_code_of_a_model(tmp_path, monkeypatch, trusted):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = tmp_path / f"model_{trusted}"
+    ran = tmp_path / "ran"
+    folder.mkdir()
+    config = {"model_type": f"alien{trusted}", "auto_map": {"AutoConfig": "alien.Alien", "AutoModelForCausalLM": "alien.Alien"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "alien.py").write_text(f"open({str(ran)!r}, 'w').close()\nraise ValueError('the code has run')\n")
+    with pytest.raises(ValueError, match="the code has run" if trusted else "trust_remote_code"):
+        load_model(EngineConfig(model=folder, trust_remote_code=trusted))
+    assert ran.exists() == trusted
+
+
+def test_sizes_that_cannot_work_are_refused_with_numbers(make_engine) -> None:
+    for settings, message in (
+        ({"num_pages": 16, "max_model_len": 65}, r"max_model_len must be at most 64.*16 pages of 4 tokens.*got 65"),
+        ({"max_model_len": 257}, r"at most 256.*max_position_embeddings, got 257"),
+    ):
+        with pytest.raises(ParameterError, match=message) as error:
+            make_engine(**settings)
+        assert error.value.field == "max_model_len"
+
+
+def test_sizes_follow_from_the_model_and_the_cache(make_engine) -> None:
+    assert make_engine(num_pages=16).config.max_model_len == 64
+    assert make_engine(num_pages=None, max_num_seqs=2).config.num_pages == 2 * 256 // 4
+
+
+class SeenError(Exception):
+    """In the place of reading weights, with the device that they would be put on."""
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks", "device_map"),
+    [
+        pytest.param({"device": "cuda"}, None, {"": torch.device("cuda")}, id="gpu"),
+        pytest.param(
+            {"device": "cuda"},
+            SimpleNamespace(device=torch.device("cuda:0"), all_reduce=None, local_rank=0),
+            {"": torch.device("cuda:0")},
+            id="one-rank",
+        ),
+        pytest.param(
+            {"device": "cuda"},
+            SimpleNamespace(device=torch.device("cuda:1"), all_reduce=object(), local_rank=1),
+            None,
+            id="divided",
+        ),
+        pytest.param({"device": "cuda", "quantization": "fp8"}, None, None, id="rounded"),
+        pytest.param({"device": "cpu"}, None, None, id="cpu"),
+    ],
+)
+def test_weights_are_put_on_the_gpu_as_they_are_read(monkeypatch, settings, ranks, device_map) -> None:
+    """Unless the model is made smaller after it was read."""
+
+    def from_pretrained(path, **options):
+        raise SeenError(options["device_map"])
+
+    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    with pytest.raises(SeenError) as seen:
+        load_model(EngineConfig(**settings), ranks)
+    assert seen.value.args == (device_map,)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
+def test_a_file_that_cannot_be_read_is_named(tmp_path, name) -> None:
+    shutil.copytree(model_path(), tmp_path / "model")
+    file = tmp_path / "model" / name
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    config = EngineConfig(model=tmp_path / "model", device="cpu")
+    with pytest.raises(OSError, match=str(file)):
+        (load_tokenizer if name == "tokenizer.json" else load_model)(config)
+
+
+def test_an_error_that_is_not_a_files_stays_as_it_is(tmp_path) -> None:
+    shutil.copytree(model_path(), tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"model_type": "alien"}))
+    with pytest.raises(ValueError, match="alien"):
+        load_model(EngineConfig(model=tmp_path / "model", device="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x, name: x.pop(name), "model must have the tensor {} in its files, got '1 missing tensors'"),
+        (lambda x, name: x.update({name: x[name][1:].clone()}), r"{} must have the shape \[256\], got \[255\]"),
+    ],
+    ids=["missing", "mis-shaped"],
+)
+def test_a_tensor_that_is_missing_or_has_another_shape_is_named(tmp_path, change, message) -> None:
+    """Otherwise transformers would make random numbers in its place, with a warning."""
+    shutil.copytree(model_path(), tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors, "model.layers.3.input_layernorm.weight")
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(ParameterError, match=message.format("model.layers.3.input_layernorm.weight")):
+        load_model(EngineConfig(model=tmp_path / "model", device="cpu"))
+
+
+def test_weights_that_transformers_computes_are_said_in_the_log(tmp_path, monkeypatch, caplog) -> None:
+    shutil.copytree(model_path(), tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    config = {"quantization_config": {"quant_method": "torchao", "quant_type": "int8_weight_only"}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    model = load_model(EngineConfig(device="cpu"))
+    given = []
+    report = {"missing_keys": set(), "mismatched_keys": set()}
+    fake = lambda path, config, **options: given.append(config) or (model, report)  # noqa: E731
+    monkeypatch.setattr("fa_serve.engine.start.loading.AutoModelForCausalLM.from_pretrained", fake)
+    with caplog.at_level("INFO", "fa_serve.engine"):
+        load_model(EngineConfig(model=tmp_path / "model", device="cpu"))
+    assert given[0].quantization_config["quant_method"] == "torchao"
+    assert "the format torchao are computed by transformers' own modules, in layers that are not fused" in caplog.text
+
+
+def test_pages_beyond_the_memory_are_refused_with_the_arithmetic(make_engine, monkeypatch) -> None:
+    size = 4 * 2 * 2 * (16 + 16) * 4  # tokens, layers, heads, dimensions of keys and values, bytes
+    monkeypatch.setattr(kv_cache, "reclaimable_memory", lambda: 100 * size + 1)
+    assert make_engine(num_pages=100).config.num_pages == 100
+    with pytest.raises(
+        ParameterError, match=r"num_pages must be at most 100: 4 tokens in 2 layers take .* KiB a page"
+    ) as error:
+        make_engine(num_pages=101)
+    assert error.value.field == "num_pages"

@@ -1,0 +1,231 @@
+"""The warm-up plan meets every tile that a step within its limits can lead to, and every kind of sampling."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+
+from fa_serve.backends.hopper.forward import tiles as hopper_tiles
+from fa_serve.backends.hopper.latent.tiles import MIN_ROWS, latent_hopper_tiles
+from fa_serve.backends.triton import triton_tiles
+from fa_serve.backends.triton.latent.plan import latent_tiles
+from fa_serve.engine.scheduler.scheduler import MAX_PROMPT_LOGITS
+from fa_serve.engine.start.warm_up import EmptyStep, empty_steps, largest_batch, powers_of_two, sampling_variants
+from fa_serve.ops import ExpertWeights, Gate
+from fa_serve.ops.experts.kernel import grouped_tile, quantized_tile, reads_by_rows
+from fa_serve.ops.experts.quantised import dense_tile, grouped_wgmma_tile
+from fa_serve.ops.products.quantised.choice import (
+    DEQUANTIZED_PAIRS,
+    GROUPED_TOKENS,
+    KERNEL_TOKENS,
+    SCALED_WGMMA_TOKENS,
+    kernel_of,
+)
+from fa_serve.ops.products.quantised.scaled_wgmma import scaled_tile
+from fa_serve.ops.products.quantised.unpack import linear_tile
+from fa_serve.ops.products.quantised.wgmma import wgmma_tile
+
+LIMITS = {"max_num_seqs": 256, "max_tokens": 4096, "max_keys": 8192}
+
+
+def decoding(batch: int, queries: int, keys: int, heads: tuple[int, int, int], itemsize: int) -> tuple[object, ...]:
+    """What the decoding kernel and the merge of its splits are compiled for; see `decode._variant` and `combine_launch`."""
+    num_heads, num_kv_heads, dim = heads
+    tiles = triton_tiles.decode_tiles(90, 132, 2, itemsize, dim, dim, num_heads, num_kv_heads, batch, queries, keys, 0)
+    rows = num_heads // num_kv_heads * queries
+    units = num_kv_heads * -(-rows // tiles.block_m)
+    combine: object = None
+    if tiles.balanced or tiles.splits > 1:
+        combine = triton_tiles.combine_tiles(tiles.balanced, tiles.splits, dim, batch * units * min(tiles.block_m, rows))
+    width = triton_tiles.batch_block(batch) if tiles.balanced else 1
+    shape = (tiles.block_m, tiles.block_n, tiles.num_warps, tiles.num_stages, tiles.registers)
+    return (*shape, tiles.balanced, width, combine, queries > 1)
+
+
+HEADS = [(32, 8, 128), (64, 8, 128), (16, 8, 64), (40, 8, 128), (28, 4, 128), (8, 1, 256), (12, 12, 64)]
+ONE_OF_EACH_DIM = [(32, 8, 128), (16, 8, 64), (8, 1, 256)]
+
+
+@pytest.mark.parametrize(
+    ("heads", "itemsize"), [*((heads, 2) for heads in HEADS), *((heads, 1) for heads in ONE_OF_EACH_DIM)], ids=str
+)
+def test_the_plan_meets_every_tile_of_decoding(heads, itemsize) -> None:
+    steps = [s for s in empty_steps(**LIMITS) if not s.fresh and s.queries <= 16]
+    met = {decoding(s.batch, s.queries, s.keys, heads, itemsize) for s in steps}
+    batches = [*range(1, 41), *range(60, 257, 7), 255, 256]
+    around = [base + d for base in (64, 128, 256, 512, 1024, 2048, 4096) for d in (-1, 0, 1)]
+    lengths = [*range(1, 34), *around, 8191, 8192]
+    possible = {
+        decoding(batch, queries, keys, heads, itemsize)
+        for batch, queries in product(batches, range(1, 17))
+        for keys in lengths
+        if keys >= queries
+    }
+    assert possible <= met
+
+
+def latent_decoding(batch: int, queries: int, keys: int, heads: int) -> tuple[object, ...]:
+    """The same for latent attention with 512 + 64 numbers, which Hopper's kernel decodes from so many rows on."""
+    on_hopper = heads * queries >= MIN_ROWS
+    tiles: triton_tiles.DecodeTiles
+    if on_hopper:
+        tiles = latent_hopper_tiles(132, heads, 1, batch, queries, keys, 0)
+    else:
+        tiles = latent_tiles(90, 132, 2, 512, heads, 1, batch, queries, keys, 0)
+    units = -(-heads * queries // tiles.block_m)
+    combine: object = None
+    if tiles.balanced or tiles.splits > 1:
+        rows = batch * units * min(tiles.block_m, heads * queries)
+        combine = triton_tiles.combine_tiles(tiles.balanced, tiles.splits, 512, rows)
+    width = triton_tiles.batch_block(batch) if tiles.balanced else 1
+    return (on_hopper, replace(tiles, splits=0), width, combine, queries > 1)
+
+
+@pytest.mark.parametrize("heads", [16, 20, 40, 128])
+def test_the_plan_meets_every_tile_of_latent_decoding(heads: int) -> None:
+    steps = [s for s in empty_steps(**LIMITS) if not s.fresh and s.queries <= 16]
+    met = {latent_decoding(s.batch, s.queries, s.keys, heads) for s in steps}
+    batches = [*range(1, 41), *range(60, 257, 7), 255, 256]
+    lengths = [*range(1, 70), 127, 128, 129, 255, 257, 511, 513, 1023, 1025, 4095, 4097, 8192]
+    possible = {
+        latent_decoding(batch, queries, keys, heads)
+        for batch, queries in product(batches, range(1, 17))
+        for keys in lengths
+        if keys >= queries
+    }
+    assert possible <= met
+
+
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("window", [(-1, 0), (511, 0)], ids=["causal", "window"])
+def test_the_plan_meets_every_tile_of_prompts(dim, window) -> None:
+    def tiles(queries: int, keys: int, paged: bool) -> tuple[object, ...]:
+        hopper = hopper_tiles.forward_tiles(dim, dim, window, queries, keys, True, paged)
+        return hopper, triton_tiles.forward_tiles(80, 2, dim, dim, queries, keys, causal=True, paged=paged, masked=False)
+
+    steps = empty_steps(**LIMITS)
+    met = {(tiles(s.queries, s.queries if s.fresh else s.keys, not s.fresh), s.fresh) for s in steps}
+    lengths = [*range(1, 1100, 9), *(base + d for base in (64, 256, 512, 1024, 2048, 4096) for d in (-1, 0, 1)), 4096, 8192]
+    possible = {(tiles(q, q, False), True) for q in lengths if q <= 4096}
+    possible |= {(tiles(q, k, True), False) for q in lengths if q <= 4096 for k in lengths if q <= k}
+    assert possible <= met
+
+
+@pytest.mark.parametrize("heads", [(32, 8, 128), (64, 8, 128), (32, 32, 128), (64, 1, 128), (16, 8, 64), (32, 2, 96)], ids=str)
+def test_the_plan_meets_every_tile_that_heads_share(heads: tuple[int, int, int]) -> None:
+    """Few queries of many sequences: the Hopper kernel is compiled for its tiles, and for how many heads share them."""
+    num_heads, num_kv_heads, dim = heads
+    group = num_heads // num_kv_heads
+
+    def tiles(batch: int, queries: int, keys: int) -> object:
+        if not hopper_tiles.packs_queries(dim, dim, group, num_kv_heads, batch, queries, keys):
+            return None
+        return hopper_tiles.forward_tiles(dim, dim, (-1, 0), queries * group, keys, True, True)
+
+    met = {tiles(s.batch, s.queries, s.keys) for s in empty_steps(**LIMITS) if not s.fresh and s.queries <= 16}
+    assert {tiles(b, q, k) for b in range(1, 257) for q in range(1, 17) for k in (16, 64, 300, 1024, 2048, 8192)} <= met
+
+
+def test_the_plan_meets_prompts_beside_every_class_of_batches() -> None:
+    """The decoding part of a mixed step has the tiles of its batch, and the forward part of the portable kernels as well."""
+    steps = [s for s in empty_steps(**LIMITS) if s.queries > 16 and not s.fresh]
+    for keys in (64, 1024, 8192):
+        widths = {triton_tiles.batch_block(s.batch) for s in steps if s.keys == keys and s.batch > 1}
+        assert widths == {32, 256}
+
+
+def test_steps_are_within_the_limits_and_named_once() -> None:
+    for limits in (
+        LIMITS,
+        {"max_num_seqs": 1, "max_tokens": 1, "max_keys": 1},
+        {"max_num_seqs": 5, "max_tokens": 48, "max_keys": 100},
+    ):
+        steps = empty_steps(**limits)
+        assert len(steps) == len(set(steps)) < 500
+        assert all(s.batch <= limits["max_num_seqs"] and s.num_tokens <= limits["max_tokens"] for s in steps)
+        assert all(1 <= s.queries <= s.keys <= limits["max_keys"] for s in steps)
+    assert empty_steps(max_num_seqs=1, max_tokens=1, max_keys=1) == [EmptyStep(1, 1, 1, fresh=True), EmptyStep(1, 1, 1)]
+
+
+def test_powers_of_two() -> None:
+    assert powers_of_two(1) == [1]
+    assert powers_of_two(6) == [1, 2, 4, 6]
+    assert powers_of_two(64, least=16) == [16, 32, 64]
+
+
+def test_sampling_variants_hold_every_combination_of_filters() -> None:
+    """Kernels differ by which filters a row uses, and by whether penalties have made the logits float32."""
+    params = [variant.params for variant in sampling_variants()]
+    filters = {(p.penalised, p.greedy, p.top_k > 0, p.top_p < 1, p.min_p > 0) for p in params}
+    expected = {(penalised, False, *flags) for penalised in (False, True) for flags in product((False, True), repeat=3)}
+    assert filters == expected | {(False, True, False, False, False), (True, True, False, False, False)}
+    assert any(variant.masked for variant in sampling_variants())
+    assert any(p.logprobs for p in params)
+    assert any(p.logit_bias for p in params)
+    assert any(p.allowed_token_ids for p in params)
+
+
+def test_the_largest_step_is_as_large_as_the_settings_allow(make_engine) -> None:
+    engine = make_engine(max_num_batched_tokens=64)
+    batch = largest_batch(engine.config, 100)
+    assert (batch.num_tokens, len(batch.chunks)) == (64, 8)
+    assert batch.num_prompt_logits == min(8 * 7, MAX_PROMPT_LOGITS)
+    result = engine._runner.sample(engine._runner.launch(batch)).read()
+    assert (len(result.tokens), len(result.logprobs), len(result.prompt_logprobs)) == (8, 8, 8)
+
+
+@pytest.mark.parametrize(("max_tokens", "max_keys"), [(4096, 8192), (8192, 2048), (3000, 100)])
+def test_the_plan_meets_every_tile_of_products_and_experts(max_tokens, max_keys) -> None:
+    """Chunks of prompts of any size, as `target_itl` makes them, and drafts of all sequences choose by their tokens."""
+    steps = empty_steps(max_num_seqs=256, max_tokens=max_tokens, max_keys=max_keys)
+    planned = {step.num_tokens for step in steps}
+    possible = range(1, max_tokens + 1)
+    assert max(planned) > 0.9 * max_tokens
+    by_kernel = range(1, min(max_tokens, GROUPED_TOKENS) + 1)
+    for n, k in ((64, 64), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)):
+        # portable and Hopper's, with and without the tokens that Hopper's kernels take
+        for arch in (80, 90):
+
+            def launched(m: int, n: int = n, k: int = k, arch: int = arch) -> object:
+                kernel = kernel_of("int4", (n, k), 128, m, torch.bfloat16, torch.bfloat16, arch)
+                if kernel == "gemv":
+                    return kernel
+                if kernel == "grouped":
+                    return dense_tile(132, m, n, k)
+                if m > KERNEL_TOKENS:
+                    return None  # dequantised
+                return wgmma_tile(132, m, n, k, "int4") if kernel == "wgmma" else linear_tile(132, m, n, k, 2)
+
+            assert {launched(m) for m in by_kernel} == {launched(m) for m in planned if m <= GROUPED_TOKENS}
+        in_float8 = range(2, min(max_tokens, SCALED_WGMMA_TOKENS) + 1)
+        assert {scaled_tile(132, m, n, k) for m in in_float8} == {scaled_tile(132, m, n, k) for m in planned & {*in_float8}}
+    for num_experts, top_k in ((8, 2), (64, 6), (128, 8), (256, 8)):
+        weight = torch.empty(num_experts, 16, 16, device="meta")
+        experts = ExpertWeights(weight, None, weight, None, Gate("silu"))
+
+        def tile(tokens: int, top_k: int = top_k, experts: ExpertWeights = experts) -> object:
+            pairs = tokens * top_k
+            by_rows = reads_by_rows(pairs, tokens, experts)
+            each = pairs / len(experts.down)
+            wide = each > DEQUANTIZED_PAIRS["wgmma"]
+            return "rows" if by_rows else (grouped_tile(each, 2, 90), (grouped_wgmma_tile(each), wide))
+
+        def portable(tokens: int, top_k: int = top_k, num_experts: int = num_experts) -> object:
+            each = tokens * top_k / num_experts
+            return quantized_tile(each, 2), each > DEQUANTIZED_PAIRS["portable"]
+
+        for part in (0, 1):
+            chosen = {tokens: tile(tokens) for tokens in possible}
+            assert {c if c == "rows" else c[part] for c in chosen.values()} == {
+                c if c == "rows" else c[part] for c in (chosen[tokens] for tokens in planned)
+            }
+        assert {portable(tokens) for tokens in possible} == {portable(tokens) for tokens in planned}
+
+
+def test_a_draft_model_has_no_penalties_and_no_masks() -> None:
+    variants = [*sampling_variants(drafting=True)]
+    assert len(variants) == 11
+    assert not any(v.masked or v.params.penalised or v.params.logprobs is not None for v in variants)

@@ -1,0 +1,161 @@
+"""transformers' own continuous batching gives with fa_serve the tokens that `generate` gives."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hf_families import BY_NAME, VOCAB
+from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
+from transformers.generation.continuous_batching import cache as cache_module
+from transformers.generation.continuous_batching import continuous_api, initialization, model_runner
+
+import fa_serve
+from fa_serve.hf.adapter import continuous
+from fa_serve.spec import UnsupportedModelError
+
+NEW_TOKENS = 12
+
+
+@pytest.fixture(autouse=True)
+def memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without psutil, transformers believes that a CPU has no memory."""
+    monkeypatch.setattr(cache_module.PagedAttentionMemoryHandler, "get_available_memory", lambda self: 10**9)
+
+
+@pytest.fixture(params=["read and write indices", "block tables"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The two ways in which a batch reaches the cache; transformers uses the second on GPUs only."""
+    if request.param == "block tables":
+        monkeypatch.setattr(initialization, "ensure_decode_fast_path_is_available", lambda *args: None)
+    return str(request.param)
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in (5, 17, 1, 30, 9)]
+
+
+def expected(model: PreTrainedModel) -> list[list[int]]:
+    # `generate` gets no end token either: `min_new_tokens` would forbid it, which generate_batch does not do
+    model.generation_config.eos_token_id = None
+    return [
+        model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=NEW_TOKENS)[0, len(ids) :].tolist()
+        for ids in prompts()
+    ]
+
+
+def generate_batch(model: PreTrainedModel) -> list[Any]:
+    done = model.generate_batch(
+        prompts(),
+        generation_config=GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=-1, pad_token_id=0),
+        continuous_batching_config=ContinuousBatchingConfig(
+            num_blocks=64, max_batch_tokens=16, block_size=16, max_blocks_per_request=4
+        ),
+    )
+    return sorted(done.values(), key=lambda output: int(output.request_id.rpartition("_")[2]))
+
+
+def batched(model: PreTrainedModel) -> list[list[int]]:
+    outputs = generate_batch(model)
+    assert [output.error for output in outputs] == [None] * len(outputs)
+    return [output.generated_tokens for output in outputs]
+
+
+def counting(taken: Counter[str], name: str) -> Callable[..., Any]:
+    original = getattr(continuous, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        taken[name] += 1
+        return original(*args, **kwargs)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("family", "path"),
+    [
+        ("llama", "read and write indices"),
+        ("llama", "block tables"),
+        ("qwen2-window", "block tables"),
+        ("gemma2", "read and write indices"),
+        ("gpt-oss", "block tables"),
+    ],
+    indirect=["path"],
+)
+def test_the_tokens_of_generate(family: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts longer than a batch are computed in chunks, beside requests that decode."""
+    model = BY_NAME[family].build()
+    tokens = expected(model)
+    taken: Counter[str] = Counter()
+    for name in ("attention_varlen", "attention_paged"):
+        monkeypatch.setattr(continuous, name, counting(taken, name))
+    assert batched(fa_serve.patch(model)) == tokens
+    assert model.config._attn_implementation == "fa_serve"
+    assert taken["attention_varlen"] > 0
+    windows = getattr(model.config, "sliding_window", None) is not None
+    assert (taken["attention_paged"] > 0) == (path == "block tables" and not windows)
+
+
+def test_padded_batches(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA graphs pad every batch to the size of a larger one, with requests that do not exist."""
+    made = model_runner.ModelRunner.__init__
+
+    def padding(self: Any, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        self.pad_inputs = True
+
+    monkeypatch.setattr(model_runner.ModelRunner, "__init__", padding)
+    monkeypatch.setattr(model_runner.ModelRunner, "warmup", lambda *args: None)
+    model = BY_NAME["llama"].build()
+    tokens = expected(model)
+    assert batched(fa_serve.patch(model)) == tokens
+
+
+def test_a_cache_that_cannot_hold_the_heads() -> None:
+    """transformers sizes its cache by the wrong dimension of multi-head latent attention."""
+    done = generate_batch(fa_serve.patch(BY_NAME["deepseek-v3"].build()))
+    assert all("24 in DeepseekV3Attention, got a cache that holds heads of size 8" in str(output.error) for output in done)
+
+
+@pytest.mark.parametrize("asked", [None, True, False])
+def test_batches_are_synchronous(asked: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    continuous.enable()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    resolve: Any = continuous_api.resolve_continuous_batching_config
+    later = {"device": torch.device("cpu")} if "device" in inspect.signature(resolve).parameters else {}
+    for name, ours in (("fa_serve", True), ("paged|fa_serve", True), ("flash_attention_2", False)):
+        config = BY_NAME["llama"].build().config
+        config._attn_implementation_internal = name
+        wanted = ContinuousBatchingConfig(use_cuda_graph=True, use_async_batching=asked, max_blocks_per_request=0)
+        theirs = resolve.__wrapped__(config, wanted, None, False, **later).use_async_batching
+        if ours and asked:
+            with pytest.raises(UnsupportedModelError, match="use_async_batching must be None or False with fa_serve, got True"):
+                resolve(config, wanted, None, False, **later)
+            continue
+        chosen = resolve(config, wanted, None, False, **later).use_async_batching
+        assert chosen == (False if ours else theirs)
+        assert wanted.use_async_batching is asked
+
+
+def test_the_first_layer_of_a_step_computes_the_slots() -> None:
+    """Slots are kept for the later layers of a step, not for the next run over the same tensors, which a graph may capture."""
+    batch = torch.arange(3, dtype=torch.int32)
+    table = torch.tensor([[5, -1], [2, 7]], dtype=torch.int32)
+
+    def slots(layer: int, *lengths: int) -> tuple[list[int], list[int]]:
+        view: Any = object.__new__(continuous._CacheView)
+        view.layer_idx = layer
+        view.block_table = table
+        view.k_cache = torch.empty(8, 4, 1, 1)
+        view.cu_seqlens_k = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        used, where = view._slots(batch, 3)
+        return used.tolist(), where.tolist()
+
+    first = ([3, 6], [5 * 4 + 2, 7 * 4 + 1, -1])
+    assert slots(0, 3, 6) == slots(1, 0, 0) == slots(4, 0, 0) == first
+    assert slots(0, 4, 0) == slots(1, 3, 6) == ([4, 0], [5 * 4 + 3, -1, -1])

@@ -1,0 +1,251 @@
+"""Models with quantised linear layers: what is loaded, what is refused, and that no full-precision copy is made."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from hf_families import BY_NAME
+from quantised_copies import FORMATS, change_config, copy_of, dequantised, layers, load
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tiny_models import SIZES, make_tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
+from typer.testing import CliRunner
+
+from fa_serve.__main__ import app
+from fa_serve.demo import model_path
+from fa_serve.hf.info import describe
+from fa_serve.hf.surgery.quantised import linear as quantized_linear
+from fa_serve.hf.surgery.quantised.linear import QuantizedLinear, describe_weights
+from fa_serve.ops.products.quantised.weight import FLOAT8, quantize_float8
+from fa_serve.spec import ParameterError
+
+LINEARS = 7 * 6
+
+
+@pytest.fixture(scope="session")
+def copies(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("copies")
+
+
+@pytest.fixture
+def folder(copies: Path, tmp_path: Path):
+    """Makes a copy of the embedded model that a test may spoil."""
+
+    def make(name: str) -> Path:
+        return shutil.copytree(copy_of(None, name, copies), tmp_path / name)
+
+    return make
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_layer_is_what_its_tensors_say(copies: Path, name: str) -> None:
+    """The matrices are near those of the embedded model, and logits are those of the matrices."""
+    path = copy_of(None, name, copies)
+    model = load(path)
+    found = layers(model)
+    assert len(found) == LINEARS
+    original = AutoModelForCausalLM.from_pretrained(model_path(), dtype="auto")
+    for layer, matrix in found.items():
+        expected = original.get_submodule(layer).weight
+        error = (matrix.float() - expected.float()).norm() / expected.float().norm()
+        assert float(error) < (0.04 if name.startswith("fp8") else 0.15)
+    ids = torch.arange(3, 40)[None]
+    quantised = model(ids).logits
+    assert torch.equal(quantised, dequantised(model)(ids).logits)
+
+
+@pytest.mark.parametrize("name", ["awq", "fp8"])
+def test_nothing_but_the_checkpoints_bytes_is_kept(copies: Path, name: str) -> None:
+    """Weights take the bytes of the format, and no layer keeps the tensors that it was made of."""
+    model = load(copy_of(None, name, copies))
+    kept = sum(m.weight.data.nbytes for m in model.modules() if isinstance(m, QuantizedLinear))
+    numbers = sum(m.weight.shape.numel() for m in model.modules() if isinstance(m, QuantizedLinear))
+    assert kept <= numbers * (1 if name == "fp8" else 0.75), "320 columns take the words of 512"
+    assert not [p for p, _ in model.named_parameters() if p.endswith(("qweight", "qzeros", "scales", "weight_scale"))]
+
+
+def test_floats_are_rounded_while_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each matrix is rounded once, from the dtype of the checkpoint. The head stays as it is."""
+    seen = []
+    rounded = quantized_linear.quantize_float8
+    monkeypatch.setattr(quantized_linear, "quantize_float8", lambda x: seen.append(x.dtype) or rounded(x))
+    model = load(model_path(), quantization="fp8")
+    assert seen == [torch.bfloat16] * LINEARS
+    original = AutoModelForCausalLM.from_pretrained(model_path(), dtype="auto")
+    for layer, matrix in layers(model).items():
+        expected = quantize_float8(original.get_submodule(layer).weight.detach())
+        assert model.get_submodule(layer).weight.data.dtype == FLOAT8
+        assert torch.equal(matrix, expected.dequantize(torch.bfloat16))
+    assert type(model.lm_head) is torch.nn.Linear
+
+
+def test_biases_stay_and_a_text_models_config_is_found(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes = SIZES | {"hidden_size": 64, "intermediate_size": 96}
+    model = AutoModelForCausalLM.from_config(Qwen2Config(**sizes))
+    torch.nn.init.normal_(model.model.layers[0].self_attn.q_proj.bias)
+    model.save_pretrained(tmp_path / "model")
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    loaded = load(copy_of(tmp_path / "model", "gptq", tmp_path, group_size=32))
+    assert torch.equal(loaded.model.layers[0].self_attn.q_proj.bias, model.model.layers[0].self_attn.q_proj.bias)
+    assert loaded.model.layers[0].self_attn.o_proj.bias is None
+
+
+def spoil(path: Path, change) -> None:
+    """Change the tensors of a checkpoint."""
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+
+
+NAME = "model.layers.4.mlp.up_proj"
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"), [("awq", "qweight"), ("gptq", "g_idx"), ("pack-quantized", "weight_scale"), ("fp8", "weight")]
+)
+def test_a_missing_tensor_is_named(folder, name: str, tensor: str) -> None:
+    path = folder(name)
+    spoil(path, lambda tensors: tensors.pop(f"{NAME}.{tensor}"))
+    with pytest.raises(ParameterError, match=rf"model must have the tensor {NAME}.{tensor} in its files, got '1 missing"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "shape"),
+    [
+        ("awq", "scales", r"\[4, 320\], got \[3, 320\]"),
+        ("gptq", "qweight", r"\[32, 320\], got \[31, 320\]"),
+        ("pack-quantized", "weight_packed", r"\[320, 32\], got \[319, 32\]"),
+        ("fp8-block", "weight_scale_inv", r"\[3, 2\], got \[2, 2\]"),
+    ],
+)
+def test_a_tensor_of_another_shape_is_named(folder, name: str, tensor: str, shape: str) -> None:
+    path = folder(name)
+    spoil(path, lambda tensors: tensors.update({f"{NAME}.{tensor}": tensors[f"{NAME}.{tensor}"][:-1].contiguous()}))
+    with pytest.raises(ParameterError, match=f"{NAME}.{tensor} must have the shape {shape}") as error:
+        load(path)
+    assert error.value.field == f"{NAME}.{tensor}"
+
+
+def test_a_tensor_of_another_kind_is_named(folder) -> None:
+    path = folder("fp8")
+    spoil(path, lambda tensors: tensors.update({f"{NAME}.weight": tensors[f"{NAME}.weight"].view(torch.int8)}))
+    with pytest.raises(ParameterError, match=f"{NAME}.weight must have the dtype float8_e4m3fn, got 'int8'"):
+        load(path)
+
+
+def test_content_that_cannot_be_is_refused_with_the_layer(folder) -> None:
+    path = folder("gptq")
+    spoil(path, lambda tensors: tensors[f"{NAME}.g_idx"].zero_())
+    with pytest.raises(ParameterError, match=f"{NAME}.g_idx must put 64 columns into each group"):
+        load(path)
+
+
+def test_a_truncated_file_is_named(folder) -> None:
+    path = folder("awq")
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    with pytest.raises(OSError, match=r"the model's file .*model.safetensors cannot be read"):
+        load(path)
+
+
+def test_weights_that_the_config_does_not_name_are_missed(folder) -> None:
+    path = folder("awq")
+    change_config(path, modules_to_not_convert=["up_proj"])
+    with pytest.raises(ParameterError, match=r"model must have the tensor .*up_proj.weight in its files"):
+        load(path)
+
+
+def test_a_config_that_names_no_layer_is_refused(folder) -> None:
+    path = folder("awq")
+    change_config(path, modules_to_not_convert=["model"])
+    with pytest.raises(ParameterError, match=r"model must have layers that its quantization_config \(awq\) names"):
+        load(path)
+
+
+def test_unknown_options_and_two_quantisations_are_refused_before_weights_are_read(folder) -> None:
+    path = folder("awq")
+    (path / "model.safetensors").unlink()
+    with pytest.raises(ParameterError, match=r"quantization must be None for a checkpoint .* already \(awq\), got 'fp8'"):
+        load(path, quantization="fp8")
+    change_config(path, bits=8)
+    with pytest.raises(ParameterError, match=r"quantization_config.bits must be 4, got 8"):
+        load(path)
+
+
+def test_quantised_experts_are_refused_by_the_header(tmp_path: Path) -> None:
+    sizes = SIZES | {"hidden_size": 64, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32}
+    model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**sizes))
+    model.save_pretrained(tmp_path)
+    key = "model.layers.0.mlp.experts.0.up_proj.qweight"
+    spoil(tmp_path, lambda tensors: tensors.update({key: torch.zeros(8, 4, dtype=torch.int32)}))
+    file = tmp_path / "config.json"
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 32, "modules_to_not_convert": [r"model.layers.\d+.mlp"]}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": awq}))
+    with pytest.raises(
+        ParameterError, match=f"model must have no experts with quantised weights in this layout, but its files have {key}"
+    ):
+        load(tmp_path)
+
+
+def test_layers_of_other_names_are_rounded_too(tmp_path: Path) -> None:
+    """GPT-NeoX, whose layers have neither `self_attn` nor `q_proj`, and which is not fused."""
+    model = BY_NAME["gpt-neox"].build()
+    model.save_pretrained(tmp_path)
+    loaded = load(tmp_path, quantization="fp8")
+    names = {name.split(".")[-1] for name in layers(loaded)}
+    assert names == {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"}
+    ids = torch.arange(3, 20)[None]
+    with torch.no_grad():
+        rounded = loaded(ids).logits
+        assert torch.equal(rounded, dequantised(loaded)(ids).logits)
+        assert 0 < float((rounded - model(ids).logits).abs().max()) < 0.1 * float(rounded.abs().max())
+
+
+def test_info_says_what_weights_are_and_who_computes_them(copies: Path) -> None:
+    described = describe(str(copy_of(None, "awq", copies)), "cuda", 90)
+    assert described.engine is None
+    int4, plain = described.weights.items()
+    assert int4[0] == (
+        "4 bits in groups of 64 with zero points (AWQ), "
+        "computed by triton for up to 512 tokens (kernels for Hopper), "
+        "PyTorch with dequantised weights for more"
+    )
+    assert int4[1].startswith("model.layers.*.self_attn.q_proj (6), model.layers.*.self_attn.k_proj (6), ")
+    assert plain == ("bfloat16", "lm_head")
+    assert describe(str(model_path()), "cpu").weights == {"bfloat16": "all layers"}
+
+
+def test_info_says_what_is_refused_and_what_is_left_to_transformers(folder) -> None:
+    path = folder("awq")
+    change_config(path, bits=8)
+    described = describe(str(path))
+    assert described.engine == described.weights == "quantization_config.bits must be 4, got 8"
+    done = CliRunner().invoke(app, ["info", str(path)])
+    assert done.exit_code == 1
+    assert "weights: refused: quantization_config.bits must be 4, got 8\n" in done.stdout
+    config = AutoConfig.from_pretrained(model_path())
+    config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (kept,) = describe_weights(config, "cuda", 90)
+    assert kept == "bitsandbytes, computed by transformers' own modules in layers that are not fused"
+
+
+def test_the_copies_are_real_checkpoints(copies: Path) -> None:
+    """The names and dtypes that the tools write."""
+    wanted = {
+        "awq": {"qweight": "I32", "qzeros": "I32", "scales": "BF16"},
+        "gptq-act-order": {"qweight": "I32", "qzeros": "I32", "scales": "BF16", "g_idx": "I32"},
+        "pack-quantized": {"weight_packed": "I32", "weight_scale": "BF16", "weight_shape": "I64"},
+        "fp8-static": {"weight": "F8_E4M3", "weight_scale": "F32", "input_scale": "F32"},
+    }
+    for name, tensors in wanted.items():
+        with safe_open(copy_of(None, name, copies) / "model.safetensors", framework="pt") as file:
+            keys = [key for key in file.keys() if key.startswith(f"{NAME}.")]  # noqa: SIM118
+            assert {key.rpartition(".")[2]: file.get_slice(key).get_dtype() for key in keys} == tensors

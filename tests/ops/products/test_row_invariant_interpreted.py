@@ -1,0 +1,35 @@
+"""The row-invariant kernels in Triton's interpreter: right, and a row does not depend on how many rows follow it.
+
+The interpreter multiplies tiles by NumPy, whose rows depend on their place in a tile; the GPU suite tests every place.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from rounded_once import DTYPES, assert_rounded_once, dtype_id, randn
+
+from fa_serve.ops.products.row_invariant import launch_invariant_linear, launch_invariant_sum
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=dtype_id)
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+def test_linear_is_right_and_its_rows_are_independent(dtype: torch.dtype, bias: bool) -> None:
+    x = randn(70, 150, dtype=dtype)
+    weight = randn(150, 37, dtype=dtype, seed=1).t()  # any strides
+    b = randn(37, dtype=dtype, seed=2) if bias else None
+    out = launch_invariant_linear(x, weight, b)
+    exact = x.double() @ weight.double().t()
+    assert_rounded_once(out, exact if b is None else exact + b.double())
+    for rows in (1, 40):
+        assert torch.equal(launch_invariant_linear(x[:rows], weight, b), out[:rows])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("width", [1, 1024, 2500])
+def test_sum_is_right_and_its_rows_are_independent(dtype: torch.dtype, width: int) -> None:
+    x = randn(5, width + 3, dtype=dtype)[:, :width]
+    out = launch_invariant_sum(x)
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(out.double(), x.double().sum(-1), rtol=0, atol=1e-6 * float(x.double().abs().sum(-1).max()))
+    assert torch.equal(launch_invariant_sum(x[2:3]), out[2:3])

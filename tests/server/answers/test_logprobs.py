@@ -1,0 +1,105 @@
+"""The bytes of single tokens, and log-probabilities in the shapes of OpenAI and vLLM."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from fa_serve.server.answers.logprobs import LOWEST, TokenTexts, for_chat, for_completion, for_prompt
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from fa_serve.engine import TokenLogprob
+
+PIECES = ["▁he", "llo", "<0xC3>", "<0xB6>", "w▁w"]
+
+
+def pieces() -> PreTrainedTokenizerFast:
+    """Pieces of words as SentencePiece writes them, with bytes for what has no piece; token 5 is special."""
+    tokenizer = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(PIECES)}, merges=[]))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_special_tokens([AddedToken("<|end▁of|>")])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def byte_level() -> PreTrainedTokenizerFast:
+    """Tokens in GPT-2's characters: "Ġ" is a space and "Ã¶" is the two bytes of "ö"; token 4 is special."""
+    tokenizer = Tokenizer(models.BPE(vocab={"Ġa": 0, "Ã¶": 1, "Ã": 2, "¶": 3}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<|Ġ|>")])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+@pytest.fixture
+def texts() -> TokenTexts:
+    return TokenTexts(byte_level())
+
+
+def test_every_byte_has_one_character() -> None:
+    """The alphabet is the one that tokenizers writes."""
+    assert sorted(TokenTexts.ALPHABET.values()) == list(range(256))
+    assert set(TokenTexts.ALPHABET) == set(pre_tokenizers.ByteLevel.alphabet())
+    for text in ("a b", "wörld\n", "\x00\x7f", "日本"):
+        [(written, _)] = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)
+        assert bytes(TokenTexts.ALPHABET[character] for character in written) == text.encode()
+
+
+def test_byte_level_tokens(texts: TokenTexts) -> None:
+    assert [texts.of(token) for token in range(4)] == [b" a", "ö".encode(), b"\xc3", b"\xb6"]
+    assert [texts.text(token) for token in range(4)] == [" a", "ö", "\ufffd", "\ufffd"]
+    assert texts.of(4) == "<|Ġ|>".encode(), "a special token is written as it is"
+
+
+def test_pieces_of_words() -> None:
+    texts = TokenTexts(pieces())
+    assert [texts.of(token) for token in range(5)] == [b" he", b"llo", b"\xc3", b"\xb6", b"w w"]
+    assert texts.of(5) == "<|end▁of|>".encode()
+
+
+def test_a_token_beyond_the_vocabulary_of_the_tokenizer_has_no_bytes(texts: TokenTexts) -> None:
+    """Vocabularies of models are padded."""
+    assert texts.of(99) == b""
+
+
+def test_a_token_is_looked_up_once(texts: TokenTexts, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert texts.of(0) == b" a"
+    monkeypatch.setattr(texts._tokenizer, "convert_ids_to_tokens", lambda *_: pytest.fail("looked up again"))
+    assert texts.of(0) == b" a"
+
+
+ENTRIES = [TokenLogprob(0, -0.5, [(1, -0.25), (2, -math.inf)]), TokenLogprob(1, -math.inf, [(1, -math.inf), (0, -1.5)])]
+
+
+def test_for_chat(texts: TokenTexts) -> None:
+    """JSON has no infinity; the bytes are exact where the text is not."""
+    broken = {"token": "\ufffd", "logprob": LOWEST, "bytes": [0xC3]}
+    umlaut = {"token": "ö", "logprob": -0.25, "bytes": [0xC3, 0xB6]}
+    [first, second] = for_chat(texts, ENTRIES, as_ids=False)
+    assert first == {"token": " a", "logprob": -0.5, "bytes": [0x20, 0x61], "top_logprobs": [umlaut, broken]}
+    assert (second["token"], second["logprob"]) == ("ö", LOWEST)
+    assert [(top["token"], top["logprob"]) for top in second["top_logprobs"]] == [("ö", LOWEST), (" a", -1.5)]
+
+
+def test_for_completion(texts: TokenTexts) -> None:
+    """Offsets count characters. The actual token is reported besides the `count` most likely ones."""
+    logprobs, end = for_completion(texts, [2, 0, 1], [None, *ENTRIES], offset=10, count=1, as_ids=False)
+    assert logprobs == {
+        "text_offset": [10, 11, 13],
+        "token_logprobs": [None, -0.5, LOWEST],
+        "tokens": ["\ufffd", " a", "ö"],
+        "top_logprobs": [None, {"ö": -0.25, " a": -0.5}, {"ö": LOWEST}],
+    }
+    assert end == 14
+
+
+def test_for_prompt(texts: TokenTexts) -> None:
+    """An actual token that is among the most likely ones has their rank."""
+    assert for_prompt(texts, [None, *ENTRIES], count=1) == [
+        None,
+        {
+            "0": {"logprob": -0.5, "rank": None, "decoded_token": " a"},
+            "1": {"logprob": -0.25, "rank": 1, "decoded_token": "ö"},
+        },
+        {"1": {"logprob": LOWEST, "rank": 1, "decoded_token": "ö"}},
+    ]

@@ -1,0 +1,63 @@
+"""Functions run one after another, and one that takes too long or that nobody waits for is interrupted."""
+
+import asyncio
+import threading
+import time
+
+import pytest
+from fa_serve.server.bounds.deadline_thread import DeadlineThread
+
+pytestmark = pytest.mark.anyio
+
+
+def endless() -> None:
+    while True:
+        pass
+
+
+async def test_results_and_errors_arrive():
+    thread = DeadlineThread("test")
+    assert await thread.run(lambda: 3) == 3
+    assert await thread.run(lambda: 4, timeout=20) == 4
+    with pytest.raises(ZeroDivisionError):
+        await thread.run(lambda: 1 / 0, timeout=20)
+
+
+async def test_an_endless_loop_is_interrupted_and_the_thread_goes_on():
+    thread = DeadlineThread("test")
+    begin = time.monotonic()
+    with pytest.raises(asyncio.TimeoutError):
+        await thread.run(endless, timeout=0.2)
+    assert await thread.run(lambda: 5) == 5
+    assert time.monotonic() - begin < 10
+
+
+async def test_what_nobody_waits_for_is_interrupted():
+    thread = DeadlineThread("test")
+    task = asyncio.create_task(thread.run(endless))
+    await asyncio.sleep(0.1)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await asyncio.wait_for(thread.run(lambda: 6), 20) == 6
+
+
+async def test_clients_take_turns():
+    """One client's many functions delay another client by one of them."""
+    thread = DeadlineThread("test")
+    order = []
+    began = threading.Event()
+    gate = threading.Event()
+
+    def first() -> None:
+        began.set()
+        gate.wait(20)
+
+    waiting = [asyncio.create_task(thread.run(first, "many"))]
+    await asyncio.to_thread(began.wait, 20)
+    for client in ("many", "many", "many", "other"):
+        waiting.append(asyncio.create_task(thread.run(lambda client=client: order.append(client), client)))
+        await asyncio.sleep(0)
+    gate.set()
+    await asyncio.gather(*waiting)
+    assert order == ["many", "other", "many", "many"]

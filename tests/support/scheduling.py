@@ -1,0 +1,135 @@
+"""A scheduler and models of what surrounds it: requests, a device, guesses. For tests of the scheduler, without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fa_serve.engine import SamplingParams
+from fa_serve.engine.cache.pages import PageTable
+from fa_serve.engine.request.request import Request
+from fa_serve.engine.scheduler.prompt_share import PromptShare
+from fa_serve.engine.scheduler.scheduled_batch import ScheduledBatch
+from fa_serve.engine.scheduler.scheduler import Scheduler
+from fa_serve.engine.scheduler.sequence import SequenceState
+from fa_serve.engine.speculation.drafts import NgramDrafter, Speculation
+
+
+def make_request(name: str, prompt: list[int], max_tokens: int = 8, serial: int = 0, **fields: object) -> Request:
+    return Request(name, list(prompt), **{"params": SamplingParams(), "max_tokens": max_tokens, "rank": (0.0, serial)} | fields)
+
+
+def make_scheduler(
+    num_pages: int = 16,
+    page_size: int = 4,
+    seqs: int = 4,
+    tokens: int = 16,
+    caching: bool = True,
+    window: int | None = None,
+    keys_per_tile: int = 8,
+    speculation: Speculation | None = None,
+    prompt_share: PromptShare | None = None,
+) -> Scheduler:
+    return Scheduler(
+        PageTable(num_pages, page_size, prefix_caching=caching),
+        max_num_seqs=seqs,
+        max_num_batched_tokens=tokens,
+        keys_per_tile=keys_per_tile,
+        window=window,
+        speculation=speculation,
+        prompt_share=prompt_share,
+    )
+
+
+def next_token(tokens: list[int]) -> int:
+    """A model: the next token is a function of all tokens before it. There are few tokens, so that prefixes repeat."""
+    return hash(tuple(tokens)) % 3
+
+
+class Device:
+    """Runs launched steps in order. Memory is written when a step runs; a sampled token stays here until it is read."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.memory: dict[tuple[int, int], int] = {}
+        self.last_token: dict[int, int] = {}
+
+    def launch(self, batch: ScheduledBatch) -> list[int]:
+        """The sampled tokens, `num_samples` for each chunk."""
+        size = self.scheduler.pages.page_size
+        assert 0 < batch.num_tokens <= self.scheduler.max_num_batched_tokens
+        assert len({chunk.slot for chunk in batch.chunks}) == len(batch.chunks)
+        sampled = []
+        for chunk in batch.chunks:  # a layer writes the keys of the whole step before it reads any
+            sequence = chunk.sequence
+            pages = sequence.pages
+            most = sequence.num_prompt_tokens + sequence.request.max_tokens
+            assert chunk.start + chunk.length < most, "more than was asked for"
+            for position in range(chunk.start, chunk.start + chunk.length):
+                known = [*sequence.tokens, *chunk.drafts]
+                token = known[position] if position < len(known) else self.last_token[chunk.slot]
+                self.memory[pages[position // size], position % size] = token
+        for chunk in batch.chunks:
+            sequence = chunk.sequence
+            pages = sequence.pages
+            tokens = [self.memory[pages[i // size], i % size] for i in range(chunk.start + chunk.length)]
+            assert tokens[: len(sequence.tokens)] == sequence.tokens[: len(tokens)], "a sequence does not find its own tokens"
+            for length in range(len(tokens) - chunk.num_samples + 1, len(tokens) + 1):
+                self.last_token[chunk.slot] = next_token(tokens[:length])
+                sampled.append(self.last_token[chunk.slot])
+        return sampled
+
+
+class Guesser(NgramDrafter):
+    """Proposes what the model will draw, except at some positions."""
+
+    def __init__(self, wrong: set[int]) -> None:
+        super().__init__()
+        self.wrong = wrong
+
+    def propose(self, sequence: SequenceState, count: int) -> list[int]:
+        tokens = list(sequence.tokens)
+        if len(tokens) % 7 in self.wrong:
+            return []
+        while len(tokens) < len(sequence.tokens) + count:
+            tokens.append(next_token(tokens))
+        drafts = tokens[len(sequence.tokens) :]
+        return [(token + 1) % 3 if (len(sequence.tokens) + i) % 5 in self.wrong else token for i, token in enumerate(drafts)]
+
+
+class PreparedGuesser(Guesser):
+    """The same for a drafter that guesses for all sequences at once, and writes keys into their pages."""
+
+    prepares = True
+
+    def __init__(self, wrong: set[int]) -> None:
+        super().__init__(wrong)
+        self.prepared: dict[SequenceState, int] = {}
+
+    def prepare(self, wanted: Sequence[tuple[SequenceState, int]]) -> None:
+        self.prepared = dict(wanted)
+        for sequence, count in wanted:
+            assert count > 0
+            assert len(sequence.pages) * 4 >= len(sequence.tokens) + count, "a draft has no page"
+
+    def promises(self, sequence: SequenceState) -> bool:
+        return True
+
+    def propose(self, sequence: SequenceState, count: int) -> list[int]:
+        """At most what was prepared. `count` may be larger, because the sequence has got a page for its next token."""
+        return super().propose(sequence, min(count, self.prepared.get(sequence, 0)))
+
+
+class Guesses(Speculation):
+    """Speculation with one of these guessers."""
+
+    def __init__(self, num_tokens: int, wrong: set[int], always: bool = False) -> None:
+        super().__init__(num_tokens, PreparedGuesser(wrong) if always else Guesser(wrong))
+
+
+def expected_output(prompt: list[int], max_tokens: int, end_ids: frozenset[int]) -> list[int]:
+    tokens = list(prompt)
+    while len(tokens) - len(prompt) < max_tokens:
+        tokens.append(next_token(tokens))
+        if tokens[-1] in end_ids:
+            break
+    return tokens[len(prompt) :]

@@ -1,0 +1,52 @@
+"""Ranks of interpreted sums: one process for each, with buffers in a shared file.
+
+The interpreter runs one kernel at a time in a process, so ranks that wait for each other are processes.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fa_serve.ops.collectives.peer_buffers import MAX_PROGRAMS, Peers, buffer_bytes
+
+
+def table(buffers: Tensor) -> Tensor:
+    """The addresses of the buffers of all ranks."""
+    return torch.tensor([buffer.data_ptr() for buffer in buffers], dtype=torch.int64)
+
+
+def peers_of(path: str, rank: int, size: int, processors: int) -> tuple[Peers, Tensor]:
+    """What a rank in a process of `run_ranks` sees, and the memory that must live as long."""
+    num_bytes = size * buffer_bytes(size)
+    buffers = torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8).view(size, -1)
+    return Peers(rank, size, table(buffers), torch.zeros(1 + MAX_PROGRAMS, dtype=torch.int64), processors), buffers
+
+
+def run_ranks(script: str, size: int, folder: Path) -> list[str]:
+    """What each rank prints that runs the script with the path of the buffers, its rank and the number of ranks."""
+    path = folder / "buffers"
+    with path.open("wb") as file:
+        file.truncate(size * buffer_bytes(size))
+    folders = os.pathsep.join(str(Path(__file__).parent / name) for name in ("ops", "."))
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([folders, os.environ.get("PYTHONPATH", "")]),
+        "OMP_NUM_THREADS": "1",
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, str(path), str(rank), str(size)], stdout=subprocess.PIPE, text=True, env=environment
+        )
+        for rank in range(size)
+    ]
+    try:
+        return [rank.communicate(timeout=120)[0] for rank in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()

@@ -1,0 +1,135 @@
+"""Processes that are forked from one that has imported what an engine and a server import.
+
+    context = warm_context()
+    context.Process(target=function).start()     # a context of multiprocessing, as "spawn" is
+    process = WarmProcess(fa_serve, ["serve"])   # as subprocess.Popen of `fa-serve serve`
+
+An import of PyTorch and of transformers takes a process six seconds of a processor, and most tests that start a process test
+what it does afterwards. They start it here. Those that test the start itself, or what a process inherits, start a fresh
+interpreter.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
+from multiprocessing import forkserver, popen_forkserver
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any
+
+IMPORTED = ["fa_serve.engine.engine", "fa_serve.engine.process.worker", "fa_serve.server.process", "fa_serve.__main__"]
+
+
+@cache
+def warm_context() -> ForkServerContext:
+    """The processes have the environment variables that this process has at the first call."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED)
+    forkserver.ensure_running()
+    return context
+
+
+class WarmProcess:
+    """A call in a forked process, with what tests use of `subprocess.Popen`. Its standard output is a pipe.
+
+    It is not started as a `Process`, because tests count the children of multiprocessing.
+    """
+
+    def __init__(
+        self,
+        call: Callable[[], Any],
+        arguments: Sequence[str] = (),
+        *,
+        log: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        ours, theirs = multiprocessing.Pipe(duplex=False)
+        self.stdout = os.fdopen(os.dup(ours.fileno()))
+        with ours, theirs:
+            args = (call, arguments, theirs, log, dict(environment or os.environ))
+            self._process = popen_forkserver.Popen(warm_context().Process(target=_run, args=args))
+        self.pid = self._process.pid
+        self._lock = threading.Lock()  # the exit code can be read once, and several threads may wait
+
+    def __enter__(self) -> WarmProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stdout.close()
+        self.wait()
+
+    @property
+    def returncode(self) -> int | None:
+        return self.poll()
+
+    def poll(self) -> int | None:
+        with self._lock:
+            return self._process.poll()
+
+    def wait(self, timeout: float | None = None) -> int:
+        wait([self._process.sentinel], timeout)
+        code = self.poll()
+        if code is None:
+            raise subprocess.TimeoutExpired("a forked process", timeout or 0.0)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+def fa_serve() -> None:
+    """The command line, with the arguments of the process."""
+    from fa_serve.__main__ import main
+
+    main()
+
+
+def run_warm(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    """`subprocess.run` of `fa-serve <arguments>`, which is expected to end by itself."""
+    with tempfile.NamedTemporaryFile("r") as log, WarmProcess(fa_serve, arguments, log=Path(log.name)) as process:
+        watchdog = threading.Timer(timeout, process.kill)
+        watchdog.start()
+        printed = process.stdout.read()
+        code = process.wait()
+        watchdog.cancel()
+        return subprocess.CompletedProcess(arguments, code, printed, log.read())
+
+
+def warm_module(command: Sequence[str], pass_fds: Sequence[int], env: Mapping[str, str], stdin: int) -> WarmProcess:
+    """`subprocess.Popen` of `python -m module descriptor`."""
+    [descriptor] = pass_fds
+    connection = Connection(os.dup(descriptor))
+    try:
+        return WarmProcess(partial(_run_module, command[2], connection), environment=env)
+    finally:
+        connection.close()
+
+
+def _run_module(module: str, connection: Connection) -> None:
+    sys.argv = [module, str(connection.fileno())]
+    runpy.run_module(module, run_name="__main__")
+
+
+def _run(
+    call: Callable[[], Any], arguments: Sequence[str], stdout: Connection, log: Path | None, environment: Mapping[str, str]
+) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    os.dup2(stdout.fileno(), 1)
+    stdout.close()
+    if log is not None:
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), 2)
+    sys.argv = ["fa-serve", *arguments]
+    call()
