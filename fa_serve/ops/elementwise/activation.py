@@ -79,7 +79,7 @@ def _plan(x: Tensor, activation: str, out: Tensor) -> Launch:
     total, width = out.shape
     block = min(1024, power_of_2(width))
     blocks = -(-width // block)
-    pdl = spec.arch_of(x.device) >= 90
+    pdl = spec.has_programmatic_launch(spec.arch_of(x.device))
     return Launch(
         _act_and_mul,
         total * blocks,

@@ -75,7 +75,7 @@ def _plan(x: Tensor, residual: Tensor | None, out: Tensor, eps: float, offset: f
     total, width = x.shape
     block = power_of_2(width)
     stride_r = 0 if residual is None else residual.stride(0)
-    pdl = spec.arch_of(x.device) >= 90
+    pdl = spec.has_programmatic_launch(spec.arch_of(x.device))
     return Launch(
         _rms_norm,
         total,

@@ -337,7 +337,7 @@ class _Call(NamedTuple):
     @property
     def pdl(self) -> bool:
         """Whether launches are programmatic."""
-        return spec.arch_of(self.x.device) >= 90
+        return spec.has_programmatic_launch(spec.arch_of(self.x.device))
 
     def way(self, weight: Weight) -> ExpertsWay:
         """How a product with the weights of all experts is computed."""

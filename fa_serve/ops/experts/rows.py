@@ -284,7 +284,7 @@ def plan_rows(x: Tensor, index: Tensor, experts: ExpertWeights) -> Run:
     """A plan of two launches, for a call of `fa_serve.ops.experts` with contiguous tensors."""
     tokens, top_k = index.shape
     num_experts, hidden, width = experts.sizes
-    pdl = spec.arch_of(x.device) >= 90
+    pdl = spec.has_programmatic_launch(spec.arch_of(x.device))
     first = gated_tile(experts.gate_up)
     gated = Launch(
         _gated_rows,

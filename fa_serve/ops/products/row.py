@@ -148,7 +148,7 @@ def _plan(x: Tensor, out: Tensor, activation: str | None, eps: float, offset: fl
     k = x.shape[1]
     gated = activation is not None
     block_n, block_k = row_tiles(multiprocessors(x.device, 1), n, k, gated)
-    pdl = spec.arch_of(x.device) >= 90
+    pdl = spec.has_programmatic_launch(spec.arch_of(x.device))
     return Launch(
         _linear_row,
         -(-n // block_n),

@@ -192,7 +192,7 @@ def plan_latent_decode(tensors: AttentionTensors, options: AttentionOptions, til
             batch_block=batch_block(batch) if tiles.balanced else 1,
             balanced=tiles.balanced,
             has_left=False,
-            pdl=facts.arch_of(q.device) >= 90,
+            pdl=facts.has_programmatic_launch(facts.arch_of(q.device)),
         ),
         tiles=Ring(tiles.block_n, tiles.num_stages),
         rest=k.shape[3] - dim_v,

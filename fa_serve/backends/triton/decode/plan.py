@@ -213,7 +213,7 @@ def _variant(
             batch_block=batch_block(batch) if tiles.balanced else 1,
             balanced=tiles.balanced,
             has_left=options.left >= 0,
-            pdl=arch >= 90,
+            pdl=spec.has_programmatic_launch(arch),
             chunked=options.attention_chunk > 0,
         ),
         dim=dim,

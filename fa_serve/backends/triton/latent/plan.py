@@ -301,7 +301,7 @@ def _variant(
             batch_block=batch_block(tensors.block_table.shape[0]) if tiles.balanced else 1,
             balanced=tiles.balanced,
             has_left=False,
-            pdl=arch >= 90,
+            pdl=facts.has_programmatic_launch(arch),
         ),
         rest=rest,
         block_rest=padded_dim(rest),

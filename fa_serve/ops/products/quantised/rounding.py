@@ -82,7 +82,7 @@ def launch_quantize_rows(
     if run is None:
         if m == 0:
             return out, scales
-        pdl = spec.arch_of(x.device) >= 90
+        pdl = spec.has_programmatic_launch(spec.arch_of(x.device))
         block = power_of_2(width)
         options = launch_options(pdl, min(16, max(1, block // 512)))
         kind = None if activation is None else ACTIVATION_KINDS[activation]

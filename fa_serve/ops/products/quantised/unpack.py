@@ -290,7 +290,7 @@ def launch_quantized_row(
     )
     run = PLANS.get(key)
     if run is None:
-        pdl = spec.arch_of(x.device) >= 90
+        pdl = spec.has_programmatic_launch(spec.arch_of(x.device))
         tile = row_tile(multiprocessors(x.device, 1), n, k, weight.is_packed, gated)
         kind = ACTIVATION_KINDS[activation or "silu"]
         unit = unit_columns(weight)
@@ -375,7 +375,7 @@ def launch_sum_splits(sums: Tensor, bias: Tensor | None, residual: Tensor | None
     )
     run = PLANS.get(key)
     if run is None:
-        pdl = spec.arch_of(sums.device) >= 90
+        pdl = spec.has_programmatic_launch(spec.arch_of(sums.device))
         fixed = (n, splits, 512, pdl)
         options = launch_options(pdl, 4)
         launch = Launch(_sum_splits, triton.cdiv(m * n, 512), varying=(m, alpha), fixed=fixed, options=options)
