@@ -6,18 +6,20 @@
 
 A product holds facts that are known on the host, so it can be asked about without a GPU and without weights. The kernels, and
 which of them computes a product, are in table.py. This module imports no Triton, so that `fa-serve info` runs anywhere. Left
-out: what belongs to a call and decides nothing, such as biases (run.py).
+out: how a product is computed (run.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
-from fa_serve.ops.ops_backend import Weight
+from fa_serve.ops.ops_backend import ExpertWeights, Weight
 from fa_serve.ops.products.quantised.weight import QuantizedWeight
 from fa_serve.spec import has_programmatic_launch
 
@@ -107,6 +109,27 @@ class Product:
         return self.values != "float8" or converts_float8(self.arch)
 
 
+class Details(NamedTuple):
+    """What a call asks beside its product: numbers that a plan keeps, and that decide nothing.
+
+    eps, offset: of the norm, as in `Norm`
+    activation:  of a gated product
+    alpha:       by which the product is multiplied before a residual is added
+    strides:     of x and of the weight, for the one kernel that reads any (row_invariant.py)
+    """
+
+    eps: float = 0.0
+    offset: float = 0.0
+    activation: str | None = None
+    alpha: float = 1.0
+    strides: tuple[int, ...] = ()
+
+
+Multiply = Callable[[Any, Any, Tensor | None, Tensor | None, Tensor | None], Tensor]
+"""What a kernel's plan is: it takes x, the weight, the bias, the weight of the norm and the residual of a call, and multiplies.
+Only kernels that are `fused` read the norm."""
+
+
 def converts_float8(arch: int) -> bool:
     """Whether Triton converts float8_e4m3fn on this architecture. Otherwise PyTorch does, or kernels read bytes."""
     return arch >= 89
@@ -137,8 +160,9 @@ def product_with(
     num_experts: int = 0,
     top_k: int = 0,
     by_rows: bool = True,
+    triton: bool = True,
 ) -> Product:
-    """The product of tokens of a dtype with a weight, on a device with kernels. The names are those of `Product`.
+    """The product of tokens of a dtype with a weight. The names are those of `Product`.
 
     weight: a matrix (n, k), or (num_experts, n, k) for experts; or a QuantizedWeight, for experts one of all their rows
     """
@@ -152,6 +176,7 @@ def product_with(
         "top_k": top_k,
         "by_rows": by_rows,
         "aligned": not weight.data.data_ptr() % 16,
+        "triton": triton,
         "gluon": compiles_gluon(),
         "arch": arch,
         "num_sms": num_sms,
@@ -162,3 +187,11 @@ def product_with(
         return Product(values=weight.values, n=n, k=k, group=weight.group_size, scales=weight.scales.dtype, **asked)
     contiguous = not num_experts or weight.stride() in ((n * k, k, 1), (n * k, 1, n))
     return Product(values="float", n=n, k=k, matrix_dtype=weight.dtype, contiguous=contiguous, **asked)
+
+
+def products_with_experts(experts: ExpertWeights, **asked: Any) -> tuple[Product, Product]:
+    """Both products of a mixture: the gated one, and the other one. asked: as `product_with` takes it"""
+    matrices = [weight for weight in (experts.gate_up, experts.down) if isinstance(weight, Tensor)]
+    asked["num_experts"] = experts.sizes.num_experts
+    asked["by_rows"] = all(weight.stride(2) == 1 for weight in matrices)
+    return product_with(experts.gate_up, gated=True, **asked), product_with(experts.down, **asked)

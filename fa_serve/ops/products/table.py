@@ -75,6 +75,8 @@ class Kernel:
     invariant:  the bits of a row do not depend on the number of rows
     fused:      it normalises the input and gates the result in the same launch
     in_float8:  it multiplies input that was rounded to float8
+    whole:      it computes both products of a mixture, from pairs in the order of their tokens
+    listed:     it is given a list of its tiles, of `tile.block_m` pairs each
     """
 
     name: str
@@ -89,6 +91,8 @@ class Kernel:
     invariant: bool = False
     fused: bool = False
     in_float8: bool = False
+    whole: bool = False
+    listed: bool = False
 
     def fits(self, product: Product) -> str | None:
         """None if the kernel computes the product, else the reason why it does not."""
@@ -143,7 +147,7 @@ KERNELS: tuple[Kernel, ...] = (
         name="matmul",
         about="PyTorch's product with a matrix",
         launches=("torch.nn.functional.linear",),
-        plan="fa_serve.ops.products.run:plan_matmul",
+        plan="fa_serve.ops.products.pytorch:plan_matmul",
         values=("float",),
         refuses=refuses_nothing,
         tile=no_tile,
@@ -183,7 +187,7 @@ KERNELS: tuple[Kernel, ...] = (
         name="scaled_mm",
         about="PyTorch's product of float8 with float8: the input is rounded before",
         launches=("torch._scaled_mm",),
-        plan="fa_serve.ops.products.run:plan_scaled_mm",
+        plan="fa_serve.ops.products.pytorch:plan_scaled_mm",
         values=("float8",),
         refuses=refuses_scaled_mm,
         tile=no_tile,
@@ -202,7 +206,7 @@ KERNELS: tuple[Kernel, ...] = (
         name="one_expert",
         about="more tokens on Hopper: the kernel `expert_wgmma`, as if the weight were one expert",
         launches=("_grouped_wgmma",),
-        plan="fa_serve.ops.experts.wgmma:plan_one_expert",
+        plan="fa_serve.ops.experts.unpack_wgmma:plan_one_expert",
         values=("int4", "float8"),
         refuses=refuses_one_expert,
         tile=one_expert_tile,
@@ -244,26 +248,29 @@ KERNELS: tuple[Kernel, ...] = (
         refuses=refuses_expert_rows,
         tile=expert_row_tile,
         grouped=True,
+        whole=True,
     ),
     Kernel(
         name="expert_matrices",
         about="many pairs on Hopper: matrices by the copy engine to wgmma",
         launches=("experts_matrix",),
-        plan="fa_serve.ops.experts.matrix:plan_expert_matrices",
+        plan="fa_serve.ops.experts.matrix_wgmma:plan_expert_matrices",
         values=("float",),
         refuses=refuses_expert_matrices,
         tile=matrix_tile,
         grouped=True,
+        listed=True,
     ),
     Kernel(
         name="expert_wgmma",
         about="on Hopper: unpacked weights from registers to wgmma",
         launches=("_grouped_wgmma",),
-        plan="fa_serve.ops.experts.wgmma:plan_expert_wgmma",
+        plan="fa_serve.ops.experts.unpack_wgmma:plan_expert_wgmma",
         values=QUANTISED,
         refuses=refuses_expert_wgmma,
         tile=grouped_wgmma_tile,
         grouped=True,
+        listed=True,
     ),
     Kernel(
         name="dequantise_experts",
@@ -290,7 +297,7 @@ KERNELS: tuple[Kernel, ...] = (
         name="torch",
         about="plain PyTorch with dequantised weights: without Triton, and where it has no float8",
         launches=("torch.nn.functional.linear",),
-        plan="fa_serve.ops.products.run:plan_torch",
+        plan="fa_serve.ops.products.pytorch:plan_torch",
         values=ANY_VALUES,
         refuses=refuses_nothing,
         tile=no_tile,
@@ -359,3 +366,9 @@ def kernels_by_tokens(product: Product) -> str:
         unit = "" if parts else " token" if last == 1 else " tokens"
         parts.append(f"{kernel.name} for {count}{unit}")
     return ", ".join(parts)
+
+
+def kernels_of_experts(products: tuple[Product, Product]) -> str:
+    """For people, as `kernels_by_tokens`. Both products of a mixture are named if they are computed by different kernels."""
+    first, second = map(kernels_by_tokens, products)
+    return first if first == second else f"{first}; down: {second}"

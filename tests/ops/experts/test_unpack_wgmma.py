@@ -1,27 +1,22 @@
-"""The source of the Hopper kernel of quantised experts, emulated on a CPU, against float64, and its tiles."""
+"""The source of the Hopper kernel of quantised experts, emulated on a CPU, against float64."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from gluon_emulator import emulated
+from products_by_kernel import multiply_by, product_of_experts
 from quantized import float4_weight, float8_weight, int4_weight
 from rounded_once import randn
 from torch import Tensor
 
 from fa_serve import ops
-from fa_serve.ops.experts import quantised as experts_wgmma_kernel
+from fa_serve.ops.experts import unpack_wgmma
 from fa_serve.ops.experts.fallback import gated
-from fa_serve.ops.experts.quantised import (
-    GroupedWgmmaTile,
-    dense_tile,
-    grouped_wgmma_tile,
-    launch_as_one_expert,
-    plan_grouped_wgmma,
-)
+from fa_serve.ops.experts.tiles import GroupedWgmmaTile
+from fa_serve.ops.experts.unpack_wgmma import plan_tiles
 from fa_serve.ops.products.quantised.pairs import product_tensors
 from fa_serve.ops.products.quantised.weight import QuantizedWeight
-from fa_serve.ops.torch_ops import TorchOps
 from fa_serve.testing import assert_matches_reference
 
 CLAMPED = ops.Gate("silu", interleaved=True, slope=1.702, limit=1.5, offset=1.0)
@@ -86,8 +81,9 @@ def test_products(name: str, how: str) -> None:
     eager = product(x, weight, bias, order, gate)
     y = torch.full((sum(PAIRS), n), float("nan"), dtype=BF16)
     tiles = tiles_of(16, 6)
-    with emulated(experts_wgmma_kernel):
-        launch = plan_grouped_wgmma(weight, len(PAIRS), TOP_K, gate, len(tiles), GroupedWgmmaTile(16, 64), bias.stride(0))
+    with emulated(unpack_wgmma):
+        asked = product_of_experts(x, weight, len(PAIRS), TOP_K, gate, 1)
+        launch = plan_tiles(asked, GroupedWgmmaTile(16, 64), gate, len(tiles), bias.stride(0))
         launch((x, *product_tensors(weight), bias, order, tiles, y))
     assert_matches_reference(y, exact, eager)
 
@@ -95,7 +91,7 @@ def test_products(name: str, how: str) -> None:
 @pytest.mark.parametrize("splits", [1, 2, 3])
 @pytest.mark.parametrize("added", [False, True], ids=["", "residual"])
 @pytest.mark.parametrize("act_order", [False, True], ids=["", "act-order"])
-def test_a_dense_weight_is_one_expert(act_order: bool, added: bool, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dense_weight_is_one_expert(act_order: bool, added: bool, splits: int) -> None:
     """Two tiles of tokens, the second of which is not full, and three blocks of columns, with a bias."""
     n = 72
     k = 560
@@ -108,37 +104,8 @@ def test_a_dense_weight_is_one_expert(act_order: bool, added: bool, splits: int,
     if residual is not None:
         exact = residual.double() + 0.5 * exact
         eager = residual + 0.5 * eager
-
-    def sum_splits(sums: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor, alpha: float) -> Tensor:
-        y = alpha * (sums.sum(0) + bias)
-        return out.copy_(y if residual is None else y + residual)
-
-    monkeypatch.setattr(experts_wgmma_kernel, "dense_tile", lambda *sizes: GroupedWgmmaTile(16, 64, splits))
-    monkeypatch.setattr(experts_wgmma_kernel, "launch_sum_splits", sum_splits)
-    monkeypatch.setattr(experts_wgmma_kernel, "launch_add", TorchOps().add)
-    with emulated(experts_wgmma_kernel):
-        y = launch_as_one_expert(x, weight, bias, residual, 0.5 if added else 1.0)
+    tile = GroupedWgmmaTile(16, 64, splits)
+    with emulated(unpack_wgmma):
+        y = multiply_by("one_expert", x, weight, bias, residual=residual, alpha=0.5 if added else 1.0, tile=tile)
     assert_matches_reference(y, exact, eager)
     assert residual is None or y is residual
-
-
-@pytest.mark.parametrize(
-    ("m", "n", "k", "tile"),
-    [
-        (256, 28672, 4096, GroupedWgmmaTile(256, 128)),
-        (256, 6144, 4096, GroupedWgmmaTile(128, 64)),
-        (256, 4096, 14336, GroupedWgmmaTile(128, 64, 2)),
-        (256, 4096, 4096, GroupedWgmmaTile(128, 64, 2)),
-        (256, 4096, 2048, GroupedWgmmaTile(128, 64)),
-        (257, 4096, 14336, GroupedWgmmaTile(128, 64)),
-    ],
-)
-def test_two_programs_share_the_columns_of_a_tile_where_there_are_few(m: int, n: int, k: int, tile: GroupedWgmmaTile) -> None:
-    assert dense_tile(132, m, n, k) == tile
-
-
-@pytest.mark.parametrize(
-    ("pairs_per_expert", "block_m"), [(0.1, 16), (8, 16), (9, 32), (20, 32), (48, 64), (49, 128), (5000, 128)]
-)
-def test_tiles_have_room_for_random_routing(pairs_per_expert: float, block_m: int) -> None:
-    assert grouped_wgmma_tile(pairs_per_expert) == GroupedWgmmaTile(block_m, 128)

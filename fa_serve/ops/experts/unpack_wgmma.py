@@ -6,15 +6,14 @@ everything in the loop, where the portable kernel takes 5.0 to 8.9. They are unp
 of a block before them. Columns are copied to shared memory asynchronously, the input a half of a block ahead and the weights at
 least as much. A tile of up to 128 pairs unpacks weights for more products than one of 64. The same kernel multiplies a dense
 weight with 129 to 512 tokens, as if it were the only expert. Left out: inputs that are not bfloat16, and the launches beside it
-(kernel.py).
+(order.py).
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any
 
-import torch
 import triton
 from torch import Tensor
 from triton.experimental import gluon
@@ -29,11 +28,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from fa_serve.backends.triton.primitives import wait_for_previous_kernel
 from fa_serve.launching.gluon_names import copy_to_shared, sync_threads
-from fa_serve.launching.launch import Launch, launch_options, multiprocessors
-from fa_serve.launching.plans import PLANS
+from fa_serve.launching.launch import Launch, launch_options
 from fa_serve.ops.elementwise.addition import launch_add
+from fa_serve.ops.experts.order import ExpertProduct, Places, most_tiles
 from fa_serve.ops.experts.primitives import gate_numbers, gated_values, kernel_constants, rows_of_outputs
+from fa_serve.ops.experts.tiles import GroupedWgmmaTile
 from fa_serve.ops.ops_backend import Gate
+from fa_serve.ops.products.problem import Details, Multiply, Product
 from fa_serve.ops.products.quantised.pairs import (
     load_scales,
     load_zeros,
@@ -42,20 +43,8 @@ from fa_serve.ops.products.quantised.pairs import (
     weights_of_half,
     word_layout,
 )
-from fa_serve.ops.products.quantised.primitives import product_facts
-from fa_serve.ops.products.quantised.unpack import launch_sum_splits
 from fa_serve.ops.products.quantised.weight import QuantizedWeight
-
-
-class GroupedWgmmaTile(NamedTuple):
-    """block_m pairs by block_n rows of weights, computed by a warp for each 16 rows.
-
-    splits: ranges of columns that are summed by different programs
-    """
-
-    block_m: int
-    block_n: int
-    splits: int = 1
+from fa_serve.ops.products.split_k import plan_sums
 
 
 @gluon.jit
@@ -247,15 +236,23 @@ def _grouped_wgmma(
     gl.store(out_ptr + gl.expand_dims(o_rows.to(gl.int64) * N, 0) + n, y, mask=keep)
 
 
-def plan_grouped_wgmma(
-    weight: QuantizedWeight,
-    num_experts: int,
-    top_k: int,
-    gate: Gate | None,
-    tiles: int,
-    tile: GroupedWgmmaTile,
-    stride_be: int,
-    pairs: int = 0,
+def plan_expert_wgmma(
+    product: Product, tile: GroupedWgmmaTile, weight: QuantizedWeight, bias: Tensor | None, gate: Gate | None
+) -> ExpertProduct:
+    """One launch. bias: of a call, for its strides"""
+    stride_be = 0 if bias is None else bias.stride(0)
+    launch = plan_tiles(product, tile, gate, most_tiles(product, tile.block_m), stride_be)
+
+    def multiply(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, places: Places, out: Tensor) -> None:
+        if x.data_ptr() % 16:
+            x = x.clone()  # copies to shared memory are 16 bytes each
+        launch((x, *product_tensors(weight), bias, places.order, places.tiles, out))
+
+    return multiply
+
+
+def plan_tiles(
+    product: Product, tile: GroupedWgmmaTile, gate: Gate | None, tiles: int, stride_be: int, pairs: int = 0
 ) -> Launch:
     """The launch of a product with the weights of all experts, in `tiles` tiles of pairs.
 
@@ -263,73 +260,40 @@ def plan_grouped_wgmma(
     gate:      gates pairs of outputs, and the input has a row for each token; else the input has a row for each pair
     stride_be: of biases, by expert
     """
-    rows = weight.shape[0] // num_experts
-    n = rows // 2 if gate else rows
+    n = product.outputs
     options = launch_options(True, tile.block_n // 16)
     if tile.block_m == 16:
         options["maxnreg"] = 128  # two programs on a multiprocessor
     return Launch(
         _grouped_wgmma,
-        tiles * triton.cdiv(rows, tile.block_n) * tile.splits,
+        tiles * triton.cdiv(product.n, tile.block_n) * tile.splits,
         varying=(pairs, *gate_numbers(gate)),
         strides=(stride_be,),
-        fixed=(n, weight.width, top_k, *rows_of_outputs(gate, n), *kernel_constants(weight)[:2], *tile, True),
+        fixed=(n, product.k, product.top_k, *rows_of_outputs(gate, n), *kernel_constants(product)[:2], *tile, True),
         options=options,
     )
 
 
-def grouped_wgmma_tile(pairs_per_expert: float) -> GroupedWgmmaTile:
-    """The tile of a product, by the average of pairs for each expert. It is derived and has not been measured.
-
-    A second tile of an expert unpacks its weights again, so a tile has room for the average and 2.5 of its roots, as random
-    routing needs for 99% of the experts. 128 rows of weights share the input that a tile copies; registers suffice for 128
-    pairs. Then tensor cores are busy for 1,024 cycles with half a block, and 256 threads unpack it in 450 to 620.
-    """
-    for block_m, most in ((16, 8), (32, 20), (64, 48)):
-        if pairs_per_expert <= most:
-            return GroupedWgmmaTile(block_m, 128)
-    return GroupedWgmmaTile(128, 128)
-
-
-def launch_as_one_expert(
-    x: Tensor, weight: QuantizedWeight, bias: Tensor | None, residual: Tensor | None, alpha: float
-) -> Tensor:
-    """As `launch_quantized_linear`, in bfloat16: the weight is an expert that all tokens have chosen.
+def plan_one_expert(product: Product, tile: GroupedWgmmaTile, details: Details) -> Multiply:
+    """A dense weight in bfloat16 is an expert that all tokens have chosen.
 
     One launch, or two where sums are split or a residual is added; one more rearranges columns.
     """
-    x = product_input(x, weight)
-    m, k = x.shape
-    n = weight.shape[0]
-    tile = dense_tile(multiprocessors(x.device, 1), m, n, k)
-    key = ("one_expert", *product_facts(x, weight, bias, residual))
-    run = PLANS.get(key)
-    if run is None:
-        run = PLANS.add(key, plan_grouped_wgmma(weight, 1, 1, None, triton.cdiv(m, tile.block_m), tile, 0, m))
-    tensors = (x, *product_tensors(weight))
-    if tile.splits == 1:
-        y = x.new_empty(m, n)
-        run((*tensors, bias, None, None, y))
-        return y if residual is None else launch_add(residual, y, alpha)
-    sums = torch.empty(tile.splits, m, n, dtype=torch.float32, device=x.device)
-    run((*tensors, None, None, None, sums))
-    out = x.new_empty(m, n) if residual is None else residual
-    return launch_sum_splits(sums, bias, residual, out, alpha)
+    m = product.tokens
+    chosen = replace(product, num_experts=1, top_k=1, gated=False)
+    launch = plan_tiles(chosen, tile, None, triton.cdiv(m, tile.block_m), 0, m)
+    adds_residual = tile.splits > 1
 
+    def multiply_pairs(tensors: tuple[Any, ...]) -> None:
+        *of_product, bias, _, out = tensors
+        launch((*of_product, bias, None, None, out))
 
-@lru_cache(maxsize=1024)
-def dense_tile(num_sms: int, m: int, n: int, k: int) -> GroupedWgmmaTile:
-    """The tile of the product of m tokens, 129 to 512, with n rows of a dense weight.
+    sums = plan_sums(multiply_pairs, chosen, tile.splits, details.alpha)
 
-    256 tokens of 28672 x 4096 in 4 bits take 115 us on one H100 with 256 tokens and 128 rows, although 34 of 128 sums of a
-    thread are spilled, 138 with 128 and 128, and 130 with 128 and 64. With fewer rows most multiprocessors would have no tile:
-    6144 x 4096 takes 55.2, 33.9 and 31.9.
+    def multiply(
+        x: Tensor, weight: QuantizedWeight, bias: Tensor | None, norm_weight: Tensor | None, residual: Tensor | None
+    ) -> Tensor:
+        y = sums((product_input(x, weight), *product_tensors(weight)), bias, residual if adds_residual else None)
+        return y if adds_residual or residual is None else launch_add(residual, y, details.alpha)
 
-    256 tokens of 4096 x 14336 take 93 us on one H200, three times as long as their products alone. A multiprocessor has one
-    program of four warps, which waits for copies and products in turn, although its shared memory holds two. So two programs
-    share the columns where there are too few tiles for two on each multiprocessor.
-    """
-    if triton.cdiv(n, 128) >= num_sms:
-        return GroupedWgmmaTile(256, 128)
-    programs = triton.cdiv(m, 128) * triton.cdiv(n, 64)
-    return GroupedWgmmaTile(128, 64, splits=2 if programs <= num_sms and k >= 4096 else 1)
+    return multiply

@@ -1,19 +1,21 @@
-"""The source of the Hopper kernel of experts with matrices, emulated on a CPU, against float64, and when it is chosen."""
+"""The source of the Hopper kernel of experts with matrices, emulated on a CPU, against float64."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
 from hopper_emulator import emulated
 from hopper_threads import EmulationError
+from products_by_kernel import product_of_experts
 from rounded_once import randn
 from torch import Tensor
 
 from fa_serve import ops
 from fa_serve.ops.experts.fallback import gated
-from fa_serve.ops.experts.matrix import matrix_tile, plan_experts_matrix
-from fa_serve.ops.experts.matrix_types import BLOCK_M, MatrixTile
-from fa_serve.ops.products.quantised.choice import MATRIX_PAIRS, choose_matrices
+from fa_serve.ops.experts.matrix_wgmma import plan_matrix_tiles
+from fa_serve.ops.experts.tiles import MATRIX_BLOCK_M, MatrixTile
 from fa_serve.testing import assert_matches_reference
 
 CLAMPED = ops.Gate("silu", interleaved=True, slope=1.702, limit=1.5, offset=1.0)
@@ -30,7 +32,7 @@ def list_of_tiles(room: int) -> Tensor:
     tiles = []
     first = 0
     for expert, count in enumerate(PAIRS):
-        tiles += [(expert, first + i, first + count) for i in range(0, count, BLOCK_M)]
+        tiles += [(expert, first + i, first + count) for i in range(0, count, MATRIX_BLOCK_M)]
         first += count
     return torch.tensor([*tiles, *[(len(PAIRS), 0, 0)] * (room - len(tiles))], dtype=torch.int32)
 
@@ -63,11 +65,15 @@ class Problem:
         self.x = randn(sum(PAIRS) // TOP_K + 1 if gate else sum(PAIRS), k, dtype=BF16, seed=1)
         self.bias = randn(len(PAIRS), rows + 3, dtype=BF16, seed=2)[:, :rows] if bias else None
 
-    def run(self, tile: MatrixTile = TILE, room: int = 10) -> Tensor:
-        """By the kernel, within the emulator. What it does not store is NaN."""
+    def run(self, tile: MatrixTile = TILE, room: int = 10, num_sms: int = 3) -> Tensor:
+        """By the kernel, within the emulator. What it does not store is NaN. num_sms: blocks that are resident, as it has"""
         y = torch.full((sum(PAIRS), self.weight.shape[1] // (2 if self.gate else 1)), float("nan"), dtype=BF16)
         stride_be = 0 if self.bias is None else self.bias.stride(0)
-        launch = plan_experts_matrix(self.weight, sum(PAIRS), TOP_K, self.gate, room, stride_be, tile)
+        # without a gate, the input has a row for each pair
+        top_k = TOP_K if self.gate else 1
+        product = product_of_experts(self.x, self.weight, len(PAIRS), top_k, self.gate, sum(PAIRS) // top_k)
+        transposed = self.weight.stride(2) != 1
+        launch = plan_matrix_tiles(replace(product, num_sms=num_sms), tile, self.gate, room, stride_be, transposed)
         launch((self.weight, self.x, self.x, self.bias, self.order, list_of_tiles(room), y))
         return y
 
@@ -93,7 +99,7 @@ def test_rings_and_columns_of_any_number(how: str, blocks: int, stages: int, lag
     """The ring goes on from tile to tile, whatever the number of blocks is."""
     problem = Problem(GATES[how], n=136, k=64 * blocks)
     with emulated(resident_blocks=2, seed=blocks):
-        y = problem.run(MatrixTile(256, stages, lag), room=7)
+        y = problem.run(MatrixTile(256, stages, lag), room=7, num_sms=2)
     problem.check(y)
 
 
@@ -129,34 +135,3 @@ def test_faults_are_found(fault: str) -> None:
     old, new = FAULTS[fault]
     with pytest.raises((AssertionError, EmulationError)), emulated(faults={old: new}, patience=1.0):
         problem.check(problem.run())
-
-
-ROWS = ((8, 1536, 2048), (1536 * 2048, 2048, 1))
-COLUMNS = ((8, 5760, 2880), (5760 * 2880, 1, 5760))
-
-
-@pytest.mark.parametrize(
-    ("shape", "strides", "pairs", "dtype", "arch", "way"),
-    [
-        pytest.param(*ROWS, MATRIX_PAIRS, BF16, 90, "matrix", id="rows"),
-        pytest.param(*COLUMNS, 1000, BF16, 90, "matrix", id="columns"),
-        pytest.param(*ROWS, MATRIX_PAIRS - 1, BF16, 90, "portable", id="few"),
-        pytest.param(*ROWS, 0, BF16, 90, "portable", id="deterministic"),
-        pytest.param(*ROWS, 1000, torch.float16, 90, "portable", id="float16"),
-        pytest.param(*ROWS, 1000, BF16, 80, "portable", id="Ampere"),
-        pytest.param((8, 1536, 2080), (1536 * 2080, 2080, 1), 1000, BF16, 90, "portable", id="half-a-block"),
-        pytest.param((8, 1544, 2048), (1544 * 2048, 2048, 1), 1000, BF16, 90, "portable", id="odd-rows"),
-        pytest.param((8, 1536, 2048), (1536 * 4096, 4096, 1), 1000, BF16, 90, "portable", id="a-part-of-rows"),
-        pytest.param((1 << 20, 1536, 2048), (1536 * 2048, 2048, 1), 1000, BF16, 90, "portable", id="too-many-rows"),
-    ],
-)
-def test_the_choice(
-    shape: tuple[int, ...], strides: tuple[int, ...], pairs: float, dtype: torch.dtype, arch: int, way: str
-) -> None:
-    assert choose_matrices(shape, strides, pairs, dtype, arch) == way
-
-
-def test_the_ring_fits_in_shared_memory() -> None:
-    tile = matrix_tile()
-    staging = 2 * 64 * 64 * 2
-    assert tile.stages * 2 * 64 * (BLOCK_M + tile.block_n) + staging + 16 * tile.stages <= 227 << 10

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from cross_compile import compiling_for
+from products_by_kernel import multiply_by, product_of_experts
 from quantized import float4_weight, float8_weight, int4_weight
 
 from fa_serve import ops
-from fa_serve.ops.experts import quantised as experts_wgmma_kernel
-from fa_serve.ops.experts.quantised import GroupedWgmmaTile, launch_as_one_expert, plan_grouped_wgmma
+from fa_serve.ops.experts.tiles import GroupedWgmmaTile
+from fa_serve.ops.experts.unpack_wgmma import plan_tiles
 from fa_serve.ops.products.quantised.pairs import product_tensors
 from fa_serve.ops.products.quantised.weight import QuantizedWeight
 
@@ -43,9 +44,11 @@ def test_machine_code_of_hopper(name: str, block_m: int, most: float) -> None:
     bias = torch.zeros(4, 256, dtype=BF16)
     order = torch.zeros(64, dtype=torch.int32)
     tiles = torch.zeros(8, 3, dtype=torch.int32)
+    x = torch.zeros(64, k, dtype=BF16)
     with compiling_for("sm90") as kernels:
-        launch = plan_grouped_wgmma(weight, 4, 2, GPT_OSS, 8, GroupedWgmmaTile(block_m, 128), 256)
-        launch((torch.zeros(64, k, dtype=BF16), *product_tensors(weight), bias, order, tiles, torch.zeros(64, 128, dtype=BF16)))
+        product = product_of_experts(x, weight, 4, 2, GPT_OSS, 32)
+        launch = plan_tiles(product, GroupedWgmmaTile(block_m, 128), GPT_OSS, 8, 256)
+        launch((x, *product_tensors(weight), bias, order, tiles, torch.zeros(64, 128, dtype=BF16)))
     (kernel,) = kernels
     assert kernel.spill_bytes <= 8
     assert kernel.registers <= (128 if block_m == 16 else 255)
@@ -56,13 +59,12 @@ def test_machine_code_of_hopper(name: str, block_m: int, most: float) -> None:
 
 
 @pytest.mark.parametrize("n", [28672, 6144, 4096])
-def test_machine_code_of_a_dense_weight(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_code_of_a_dense_weight(n: int) -> None:
     """256 tokens take more registers than there are: 34 of the 128 sums of a thread are spilled. Two programs that share the
     columns of 4096 rows fit on a multiprocessor."""
-    monkeypatch.setattr(experts_wgmma_kernel, "multiprocessors", lambda device, otherwise: 132)
     weight = QuantizedWeight(torch.zeros(n, 512, dtype=torch.int32), torch.zeros(n, 32, dtype=BF16), 128, 4096)
     with compiling_for("sm90") as kernels:
-        launch_as_one_expert(torch.zeros(256, 4096, dtype=BF16), weight, None, None, 1.0)
+        multiply_by("one_expert", torch.zeros(256, 4096, dtype=BF16), weight, num_sms=132)
     kernel = kernels[0]
     assert [kernel.name for kernel in kernels] == ["_grouped_wgmma"] + ["_sum_splits"] * (n == 4096)
     assert kernel.spill_bytes <= (136 if n == 28672 else 0)

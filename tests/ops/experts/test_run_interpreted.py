@@ -3,37 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
+from products_by_kernel import only_kernels
 from quantized import float4_weight, float8_weight, int4_weight
 from rounded_once import randn
 from torch import Tensor
 
 from fa_serve import ops
-from fa_serve.ops.experts import (
-    kernel as experts_kernel,
-)
-from fa_serve.ops.experts import (
-    matrix as experts_matrix_kernel,
-)
-from fa_serve.ops.experts import (
-    matrix_types as experts_matrix_types,
-)
-from fa_serve.ops.experts import (
-    primitives as experts_primitives,
-)
-from fa_serve.ops.experts import (
-    quantised as experts_wgmma_kernel,
-)
-from fa_serve.ops.experts import (
-    rows as experts_rows_kernel,
-)
+from fa_serve.launching.plans import PLANS
+from fa_serve.ops.experts import grouped, order
+from fa_serve.ops.experts import primitives as experts_primitives
 from fa_serve.ops.experts.fallback import gated
-from fa_serve.ops.experts.kernel import GroupedTile, launch_experts
-from fa_serve.ops.experts.quantised import GroupedWgmmaTile
-from fa_serve.ops.experts.rows import RowTile
+from fa_serve.ops.experts.order import Places
+from fa_serve.ops.experts.run import compute_experts
+from fa_serve.ops.experts.tiles import ExpertRowTile, GroupedTile, GroupedWgmmaTile
+from fa_serve.ops.products import table
+from fa_serve.ops.products.problem import Product
+from fa_serve.ops.products.quantised.tiles import run_width
 from fa_serve.ops.products.quantised.weight import QuantizedWeight
 from fa_serve.ops.torch_ops import TorchOps
 from fa_serve.testing import assert_matches_reference
@@ -99,20 +88,29 @@ CASES = [
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of the smallest size that a product takes, so that small inputs have several."""
-    monkeypatch.setattr(experts_kernel, "grouped_tile", lambda *_: GroupedTile(16, 32, 16, 4, 2))
-    monkeypatch.setattr(experts_kernel, "quantized_tile", lambda *_: GroupedTile(16, 64, 32, 4, 2))
-    monkeypatch.setattr(experts_rows_kernel, "gated_tile", small_row_tile)
-    monkeypatch.setattr(experts_rows_kernel, "mixed_tile", lambda weight, top_k: small_row_tile(weight))
-    monkeypatch.setattr(experts_kernel, "_SORT_BLOCKS", (16, 32))
-    monkeypatch.setattr(experts_kernel, "_SUM_BLOCK", 32)
-    experts_kernel.PLANS.clear()
+    tiles = {
+        "expert_rows": small_row_tile,
+        "grouped": small_grouped_tile,
+        "dequantise_experts": lambda product: GroupedTile(16, 32, 16, 4, 2),
+    }
+    rows = [replace(kernel, tile=tiles.get(kernel.name, kernel.tile)) for kernel in table.KERNELS]
+    monkeypatch.setattr(table, "KERNELS", tuple(rows))
+    monkeypatch.setattr(order, "SORT_BLOCKS", (16, 32))
+    monkeypatch.setattr(order, "SUM_BLOCK", 32)
+    PLANS.clear()
 
 
-def small_row_tile(weight: ops.Weight) -> RowTile:
+def small_row_tile(product: Product) -> ExpertRowTile:
     """Rows of 40 columns take ten steps in two groups, and rows of 24 six steps in one."""
-    if isinstance(weight, QuantizedWeight):
-        return RowTile(16, 64 if weight.values == "float8" else 256, 1, 1, 4)
-    return RowTile(4, 4, 2, 2, 4)
+    if product.values != "float":
+        return ExpertRowTile(16, 64 if product.values == "float8" else 256, 1, 1, 4)
+    return ExpertRowTile(4, 4, 2, 2, 4)
+
+
+def small_grouped_tile(product: Product) -> GroupedTile:
+    if product.values == "float":
+        return GroupedTile(16, 32, 16, 4, 2)
+    return GroupedTile(16, 64, 32, 4, 2)._replace(block_k=run_width(product))
 
 
 def wide(experts: ops.ExpertWeights) -> ops.ExpertWeights:
@@ -132,14 +130,14 @@ HALF = [case for case in CASES if case.id in ("k2", "T1", "T63", "uneven", "odd"
 def test_experts_in_float16(case: Case) -> None:
     """Each kernel, with both orders of the weights."""
     call, out = check(case, torch.float16)
-    assert torch.equal(launch_experts(*call, False), out), "equal calls have equal bits"
+    assert torch.equal(compute_experts(*call, False), out), "equal calls have equal bits"
 
 
 def check(case: Case, dtype: torch.dtype) -> tuple[tuple[Tensor, Tensor, Tensor, ops.ExpertWeights], Tensor]:
     call = x, index, weights, experts = case.make(dtype)
     exact = TorchOps().experts(x.double(), index, weights.double(), wide(experts), False)
     eager = TorchOps().experts(x, index, weights, experts, False)
-    out = launch_experts(x, index, weights, experts, False)
+    out = compute_experts(x, index, weights, experts, False)
     assert out.dtype == dtype
     assert_matches_reference(out, exact, eager)
     return call, out
@@ -179,137 +177,121 @@ def test_quantised_experts(name: str, dtype: torch.dtype, as_bytes: bool, monkey
         x, index, weights, experts = quantised(name, case, dtype)
         exact = TorchOps().experts(x.double(), index, weights.double(), wide(experts), False)
         eager = TorchOps().experts(x, index, weights, experts, False)
-        assert_matches_reference(launch_experts(x, index, weights, experts, False), exact, eager)
+        assert_matches_reference(compute_experts(x, index, weights, experts, False), exact, eager)
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "float8-row", "int4-zeros"])
 def test_some_experts_at_a_time_are_dequantised(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two parts, of 4 and of 2 experts, with biases and pairs that belong to another process."""
-    monkeypatch.setattr(experts_kernel, "choose_experts", lambda *_: "dequantized")
-    monkeypatch.setattr(experts_kernel, "_MATRIX_BYTES", 1)
+    monkeypatch.setattr(grouped, "MATRIX_BYTES", 1)
     case = Case(9, 2, num_experts=6, hidden=288, width=32, gate=CLAMPED, bias=True, routing="elsewhere")
     x, index, weights, experts = quantised(name, case, torch.float32)
     exact = TorchOps().experts(x.double(), index, weights.double(), wide(experts), False)
     eager = TorchOps().experts(x, index, weights, experts, False)
-    assert_matches_reference(launch_experts(x, index, weights, experts, False), exact, eager)
+    with only_kernels("dequantise_experts"):
+        found = compute_experts(x, index, weights, experts, False)
+    assert_matches_reference(found, exact, eager)
+
+
+@dataclass(frozen=True)
+class Listed(table.Kernel):
+    """A stand-in for a kernel that is given a list of its tiles: it multiplies and counts the pairs of each."""
+
+    met: list[int] = field(default_factory=list)
+
+    def load(self) -> object:
+        return self.plan_tiles
+
+    def plan_tiles(
+        self, product: Product, tile: GroupedWgmmaTile, weight: ops.Weight, bias: Tensor | None, gate: ops.Gate | None
+    ) -> Callable[..., None]:
+        def multiply(x: Tensor, weight: ops.Weight, bias: Tensor, places: Places, out: Tensor) -> None:
+            assert places.tiles is not None
+            assert len(places.tiles) == order.most_tiles(product, tile.block_m)
+            for expert, first, end in places.tiles.tolist():
+                here = list(range(first, min(first + tile.block_m, end)))
+                self.met.append(len(here))
+                if here:
+                    pairs = places.order[here].long()
+                    y = x[pairs // product.top_k if gate else here] @ matrix_of(weight, expert, product).t() + bias[expert]
+                    out[here if gate else pairs] = gated(y, gate) if gate else y
+
+        return multiply
+
+
+def matrix_of(weight: ops.Weight, expert: int, product: Product) -> Tensor:
+    if isinstance(weight, QuantizedWeight):
+        return weight.rows(expert * product.n, (expert + 1) * product.n).dequantize(product.dtype)
+    return weight[expert]
+
+
+def listed(name: str, block_m: int, refuses: Callable[[Product], str | None] = lambda product: None) -> Listed:
+    """The row of the table with this name, as a stand-in with tiles of at most block_m pairs."""
+    changes = {"tile": lambda product: GroupedWgmmaTile(block_m, 128), "refuses": refuses}
+    return Listed(**{**vars(table.kernel_named(name)), **changes})
 
 
 @pytest.mark.parametrize("block_m", [16, 64])
-def test_tiles_are_listed_for_the_kernel_for_hopper(block_m: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in multiplies the pairs of the listed tiles, each of which has at most block_m pairs of one expert."""
-    rows_of = []
-
-    def plan(
-        weight: QuantizedWeight, num_experts: int, top_k: int, gate: ops.Gate | None, *_: object
-    ) -> Callable[[tuple[Tensor, ...]], None]:
-        rows = weight.shape[0] // num_experts
-
-        def product(tensors: tuple[Tensor, ...]) -> None:
-            x, data, scales, _, bias, order, tiles, out = tensors
-            assert data is weight.data
-            assert scales is weight.scales
-            for expert, first, end in tiles.tolist():
-                places = list(range(first, min(first + block_m, end)))
-                rows_of.append(len(places))
-                if places:
-                    matrix = weight.rows(expert * rows, (expert + 1) * rows).dequantize(x.dtype)
-                    pairs = order[places].long()
-                    y = x[pairs // top_k if gate else places] @ matrix.t() + bias[expert]
-                    out[places if gate else pairs] = gated(y, gate) if gate else y
-
-        return product
-
-    monkeypatch.setattr(experts_kernel, "choose_experts", lambda *_: "wgmma")
-    monkeypatch.setattr(experts_wgmma_kernel, "grouped_wgmma_tile", lambda _: GroupedWgmmaTile(block_m, 128))
-    monkeypatch.setattr(experts_wgmma_kernel, "plan_grouped_wgmma", plan)
+def test_tiles_are_listed_for_the_kernel_for_quantised_experts(block_m: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in = listed("expert_wgmma", block_m)
+    monkeypatch.setattr(table, "KERNELS", (stand_in,))
     case = Case(40, 2, num_experts=3, hidden=64, width=32, gate=CLAMPED, bias=True, routing="elsewhere")
     x, index, weights, experts = quantised("mxfp4", case, torch.float32)
     exact = TorchOps().experts(x.double(), index, weights.double(), wide(experts), False)
     eager = TorchOps().experts(x, index, weights, experts, False)
-    assert_matches_reference(launch_experts(x, index, weights, experts, False), exact, eager)
-    met = int(((index >= 0) & (index < 3)).sum())
-    assert sum(rows_of) == 2 * met
-    assert max(rows_of) == block_m or block_m == 64
+    assert_matches_reference(compute_experts(x, index, weights, experts, False), exact, eager)
+    assert sum(stand_in.met) == 2 * int(((index >= 0) & (index < 3)).sum())
+    assert max(stand_in.met) == block_m or block_m == 64
 
 
 def test_tiles_are_listed_for_the_kernel_for_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in multiplies the pairs of the listed tiles. The second product has the portable kernel."""
-    rows_of = []
-
-    def plan(
-        weight: Tensor, pairs: int, top_k: int, gate: ops.Gate | None, tiles: int, stride_be: int
-    ) -> Callable[[tuple[Tensor, ...]], None]:
-        def product(tensors: tuple[Tensor, ...]) -> None:
-            matrices, x, _, bias, order, listed, out = tensors
-            assert matrices is weight
-            assert (len(listed), stride_be) == (tiles, bias.stride(0))
-            for expert, first, end in listed.tolist():
-                places = list(range(first, min(first + 16, end)))
-                rows_of.append(len(places))
-                if places:
-                    y = x[order[places].long() // top_k] @ matrices[expert].t() + bias[expert]
-                    out[places] = gated(y, gate)
-
-        return product
-
-    monkeypatch.setattr(experts_kernel, "choose_matrices", lambda shape, *_: "matrix" if shape[1] == 2 * 24 else "portable")
-    monkeypatch.setattr(experts_matrix_types, "BLOCK_M", 16)
-    monkeypatch.setattr(experts_matrix_kernel, "plan_experts_matrix", plan)
+    """The second product has the portable kernel."""
+    stand_in = listed("expert_matrices", 16, lambda product: None if product.gated else "for the test")
+    monkeypatch.setattr(table, "KERNELS", (stand_in, table.kernel_named("grouped")))
     case = Case(40, 2, num_experts=3, gate=CLAMPED, transposed=True, bias=True, routing="elsewhere")
     x, index, weights, experts = case.make(torch.float32)
     exact = TorchOps().experts(x.double(), index, weights.double(), wide(experts), False)
     eager = TorchOps().experts(x, index, weights, experts, False)
-    assert_matches_reference(launch_experts(x, index, weights, experts, False), exact, eager)
-    assert sum(rows_of) == int(((index >= 0) & (index < 3)).sum())
-    assert max(rows_of) == 16
+    assert_matches_reference(compute_experts(x, index, weights, experts, False), exact, eager)
+    assert sum(stand_in.met) == int(((index >= 0) & (index < 3)).sum())
+    assert max(stand_in.met) == 16
 
 
 def test_rows_of_quantised_experts_do_not_know_each_other_where_that_is_asked() -> None:
     x, index, weights, experts = quantised("mxfp4", Case(5, 2, num_experts=3, hidden=64, width=32), torch.float32)
-    whole = launch_experts(x, index, weights, experts, True)
+    whole = compute_experts(x, index, weights, experts, True)
     alone = slice(4, 5)
-    torch.testing.assert_close(launch_experts(x[alone], index[alone], weights[alone], experts, True), whole[alone])
+    torch.testing.assert_close(compute_experts(x[alone], index[alone], weights[alone], experts, True), whole[alone])
 
 
 def test_no_tokens() -> None:
     x, index, weights, experts = Case(3, 2).make(torch.float32)
-    assert launch_experts(x[:0], index[:0], weights[:0], experts, False).shape == (0, 40)
+    assert compute_experts(x[:0], index[:0], weights[:0], experts, False).shape == (0, 40)
 
 
 def test_values_that_are_not_finite_stay_in_their_row() -> None:
     for tokens in (1, 20):
         x, index, weights, experts = Case(tokens, 2, gate=CLAMPED).make(torch.float32)
-        expected = launch_experts(x, index, weights, experts, False)
+        expected = compute_experts(x, index, weights, experts, False)
         x[-1] = float("nan")
-        out = launch_experts(x, index, weights, experts, False)
+        out = compute_experts(x, index, weights, experts, False)
         assert torch.isnan(out[-1]).all()
         assert torch.equal(out[:-1], expected[:-1])
 
 
 def test_rows_do_not_know_each_other_where_that_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Alone, a row is at the same place of a tile of the same size, and it is never computed in the way for few tokens."""
-    chosen = []
+    """Alone, a row is at the same place of a tile of the same size, and it is never computed by the kernels for few tokens."""
+    asked = []
 
-    def tile(pairs_per_expert: float, *_: object) -> GroupedTile:
-        chosen.append(pairs_per_expert)
-        return GroupedTile(16, 32, 16, 4, 2)
+    def tile(product: Product) -> GroupedTile:
+        asked.append(product.pairs_per_expert)
+        return small_grouped_tile(product)
 
-    monkeypatch.setattr(experts_kernel, "grouped_tile", tile)
+    rows = [replace(kernel, tile=tile) if kernel.name == "grouped" else kernel for kernel in table.KERNELS]
+    monkeypatch.setattr(table, "KERNELS", tuple(rows))
     x, index, weights, experts = Case(33, 3, num_experts=9, bias=True).make(torch.float32)
-    whole = launch_experts(x, index, weights, experts, True)
+    whole = compute_experts(x, index, weights, experts, True)
     for row in (0, 7, 32):
         alone = slice(row, row + 1)
-        torch.testing.assert_close(launch_experts(x[alone], index[alone], weights[alone], experts, True), whole[alone])
-    assert chosen == [0] * 4, "every number of rows has the same tile"
-
-
-@pytest.mark.parametrize(("tokens", "top_k"), [(1, 1), (40, 3), (64, 8)])
-def test_pairs_are_sorted_by_expert_and_then_by_place(tokens: int, top_k: int) -> None:
-    index = torch.randint(-1, 8, (tokens, top_k), generator=torch.Generator().manual_seed(1))
-    order = torch.empty(tokens * top_k, dtype=torch.int32)
-    starts = torch.empty(8, dtype=torch.int32)
-    experts_kernel._sort_pairs[(7,)](index, order, starts, tokens * top_k, 32, False)
-    flat = index.flatten()
-    expected = [pair for expert in range(7) for pair in (flat == expert).nonzero().flatten().tolist()]
-    assert order[: len(expected)].tolist() == expected
-    assert starts.tolist() == [int(((flat >= 0) & (flat < expert)).sum()) for expert in range(8)]
+        torch.testing.assert_close(compute_experts(x[alone], index[alone], weights[alone], experts, True), whole[alone])
+    assert asked == [0] * 4, "every number of rows has the same tile, and both products of a call"

@@ -17,13 +17,15 @@ reach only their own rows of the output. Rows of weights behind the last one are
 only columns that are not stored.
 
 Weights have contiguous rows, or contiguous columns (`transposed`, gpt-oss); the kernels differ in the box of a copy and in the
-order of an operand. Left out: the launches beside it and other dtypes (kernel.py), quantised weights
-(quantised.py), and the choice (`quantized_choice.choose_matrices`).
+order of an operand. Left out: the launches beside it (order.py), other dtypes (grouped.py), and quantised weights
+(unpack_wgmma.py).
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -38,13 +40,159 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from fa_serve.backends.triton.primitives import LOG2E, wait_for_previous_kernel
 from fa_serve.launching.gluon_names import HAS_REINTERPRET, async_load, copy_to_shared
-from fa_serve.launching.launch import Launch, View, launch_options, multiprocessors
-from fa_serve.ops.experts.matrix_types import BLOCK_K, BLOCK_M, MatrixArgs, MatrixTile, MatrixVariant, pair_tile, weight_rows
+from fa_serve.launching.launch import Launch, View, launch_options
+from fa_serve.ops.experts.order import ExpertProduct, Places, most_tiles
 from fa_serve.ops.experts.primitives import gate_numbers, gated_values, rows_of_outputs
+from fa_serve.ops.experts.tiles import MATRIX_BLOCK_M as BLOCK_M
+from fa_serve.ops.experts.tiles import MatrixTile
 from fa_serve.ops.ops_backend import Gate
+from fa_serve.ops.products.problem import Product
 
+BLOCK_K = 64
+"""Columns of a stage: 128 bytes, the width of a swizzled row."""
 _LAYOUT = gl.NVMMASharedLayout(128, 16, rank=2)
 _LAUNCH_REGISTERS = 168  # 3 warpgroups, of which the last one need not be full
+
+
+@dataclass(frozen=True)
+class MatrixVariant:
+    """Everything that is fixed when the kernel is compiled, passed as one constexpr.
+
+    n, k:       outputs and columns
+    gated:      the input has a row for each token, and the output for each place in the order of experts; an output is gated
+                from two rows of the weights. Else the input has a row for each place, and the output for each pair
+    step, up, kind: see `experts_primitives.rows_of_outputs`; limited: the gate has a limit
+    transposed: the columns of weights are contiguous
+    """
+
+    tile: MatrixTile
+    n: int
+    k: int
+    top_k: int
+    gated: bool
+    step: int
+    up: int
+    kind: int
+    limited: bool
+    transposed: bool
+
+    @property
+    def rows(self) -> int:
+        """Rows of an expert's weights."""
+        return 2 * self.n if self.gated else self.n
+
+    @property
+    def outputs(self) -> int:
+        """Columns of the output in a tile."""
+        return self.tile.block_n // 2 if self.gated else self.tile.block_n
+
+    @property
+    def halves(self) -> bool:
+        """Whether half of a tile's rows are gates and half of them up values, from distant rows of the weights."""
+        return self.gated and self.up != 1
+
+    @property
+    def tiles_n(self) -> int:
+        """Tiles of the same pairs."""
+        return -(-self.rows // self.tile.block_n)
+
+    @property
+    def blocks(self) -> int:
+        return self.k // BLOCK_K
+
+    @property
+    def lag(self) -> int:
+        """Where a tile has fewer blocks than the ring, the first consumer could be two tiles ahead, which one barrier cannot
+        tell."""
+        return self.tile.lag if self.blocks >= self.tile.stages >= self.tile.lag else 0
+
+    @property
+    def copied_bytes(self) -> int:
+        """What the copy engine brings to a stage."""
+        return 2 * BLOCK_K * (self.tile.block_n + (0 if self.gated else BLOCK_M))
+
+    @property
+    def arrivals(self) -> int:
+        """What makes a stage full: the copy engine's bytes, and the copies of 128 threads if these gather."""
+        return 129 if self.gated else 1
+
+    @property
+    def ring_shape(self) -> list[int]:
+        """Shape of the ring of weights."""
+        box = [BLOCK_K, self.tile.block_n] if self.transposed else [self.tile.block_n, BLOCK_K]
+        return [self.tile.stages, *box]
+
+    @property
+    def box_shape(self) -> list[int]:
+        """The same memory as boxes, two for each stage. A swizzled row has 64 columns, and their rows are contiguous."""
+        half = self.tile.block_n // 2
+        box = [BLOCK_K, half] if self.transposed else [half, BLOCK_K]
+        return [2 * self.tile.stages, *box]
+
+    @property
+    def product_layout(self) -> gl.NVMMADistributedLayout:
+        """Layout of a consumer's sums [64, block_n] as wgmma leaves them."""
+        return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, self.tile.block_n, 16])
+
+
+class MatrixArgs(NamedTuple):
+    """What the partitions read: the kernel's arguments, the rings of inputs and weights, the latter's boxes, where each
+    consumer rearranges outputs, and barriers.
+
+    w, x:  tensor descriptors; x_ptr: the same tensor as x, for the first product
+    total: tiles that may exist
+    lead:  says that the first consumer has begun a tile
+    """
+
+    w: gl.tensor
+    x: gl.tensor
+    x_ptr: gl.tensor
+    bias: gl.tensor
+    order: gl.tensor
+    tiles: gl.tensor
+    out: gl.tensor
+    total: gl.tensor
+    stride_be: gl.tensor
+    slope: gl.tensor
+    limit: gl.tensor
+    offset: gl.tensor
+    inputs: gl.tensor
+    weights: gl.tensor
+    boxes: gl.tensor
+    staging: gl.tensor
+    full: gl.tensor
+    empty: gl.tensor
+    lead: gl.tensor
+
+
+class PairTile(NamedTuple):
+    """The expert of a tile, the place of its first pair, and the end of that expert's places. Without a pair, no tile
+    follows."""
+
+    expert: gl.tensor
+    first: gl.tensor
+    end: gl.tensor
+
+
+@gluon.jit
+def pair_tile(index, args, var: gl.constexpr):
+    """The pairs of the `index`-th tile of the launch. Tiles of the same pairs follow one another: they share the L2 cache."""
+    record = args.tiles + 3 * (index // var.tiles_n)
+    exists = index < args.total
+    expert = gl.load(record, mask=exists, other=0)
+    first = gl.load(record + 1, mask=exists, other=0)
+    end = gl.load(record + 2, mask=exists, other=0)
+    return PairTile(expert, first, end)
+
+
+@gluon.jit
+def weight_rows(tile_n, var: gl.constexpr):
+    """The first rows of a tile's two boxes of weights."""
+    HALF: gl.constexpr = var.tile.block_n // 2
+    if var.halves:
+        return tile_n * HALF, tile_n * HALF + var.n
+    else:  # noqa: RET505
+        return tile_n * (2 * HALF), tile_n * (2 * HALF) + HALF
 
 
 @gluon.jit
@@ -306,45 +454,46 @@ def experts_matrix(
         )
 
 
-def plan_experts_matrix(
-    weight: Tensor, pairs: int, top_k: int, gate: Gate | None, tiles: int, stride_be: int, tile: MatrixTile | None = None
+def plan_expert_matrices(
+    product: Product, tile: MatrixTile, weight: Tensor, bias: Tensor | None, gate: Gate | None
+) -> ExpertProduct:
+    """One launch. weight, bias: of a call, for their strides"""
+    stride_be = 0 if bias is None else bias.stride(0)
+    launch = plan_matrix_tiles(product, tile, gate, most_tiles(product, tile.block_m), stride_be, weight.stride(2) != 1)
+
+    def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, places: Places, out: Tensor) -> None:
+        if x.data_ptr() % 16:
+            x = x.clone()  # copies to shared memory are 16 bytes each
+        launch((weight, x, x, bias, places.order, places.tiles, out))
+
+    return multiply
+
+
+def plan_matrix_tiles(
+    product: Product, tile: MatrixTile, gate: Gate | None, tiles: int, stride_be: int, transposed: bool
 ) -> Launch:
-    """The launch of a product with the weights of all experts, in `tiles` tiles of `pairs`, on (weight, x, x, bias, order, list
+    """The launch of a product with the weights of all experts, in `tiles` tiles of pairs, on (weight, x, x, bias, order, list
     of tiles, out).
 
-    weight:    (num_experts, rows, k), contiguous, or contiguous when its last two dimensions are exchanged
-    gate:      gates pairs of outputs, and the input has a row for each token; else the input has a row for each place
-    stride_be: of biases, by expert
-    tile:      overrides `matrix_tile`, for tuning and tests
+    gate:       gates pairs of outputs, and the input has a row for each token; else the input has a row for each place
+    stride_be:  of biases, by expert
+    transposed: the weight, (num_experts, rows, k), is contiguous when its last two dimensions are exchanged
     """
-    tile = matrix_tile() if tile is None else tile
-    num_experts, rows, k = weight.shape
-    n = rows // 2 if gate else rows
-    transposed = weight.stride(2) != 1
+    n = product.outputs
+    k = product.k
+    num_experts = product.num_experts
     limited = gate is not None and gate.limit != math.inf
-    var = MatrixVariant(tile, n, k, top_k, *rows_of_outputs(gate, n), limited, transposed)
-    shape = (num_experts * k, rows) if transposed else (num_experts * rows, k)
+    var = MatrixVariant(tile, n, k, product.top_k, *rows_of_outputs(gate, n), limited, transposed)
+    shape = (num_experts * k, product.n) if transposed else (num_experts * product.n, k)
     weights = View(shape, (shape[1], 1), var.box_shape[1:], _LAYOUT)
-    inputs = None if gate else View((pairs, k), (k, 1), (BLOCK_M, BLOCK_K), _LAYOUT)
+    inputs = None if gate else View((product.pairs, k), (k, 1), (BLOCK_M, BLOCK_K), _LAYOUT)
     total = tiles * var.tiles_n
     return Launch(
         experts_matrix,
-        min(multiprocessors(weight.device, 132), total),
+        min(product.num_sms, total),
         varying=(total, *gate_numbers(gate)),
         strides=(stride_be,),
         fixed=(var,),
         options={**launch_options(True, 4), "maxnreg": _LAUNCH_REGISTERS},
         views=(weights, inputs),
     )
-
-
-def matrix_tile() -> MatrixTile:
-    """The tile of a product.
-
-    A stage of 48 KiB takes tensor cores 1,024 cycles, and four of them fit into shared memory. Of 128 and 256 rows, 3 to 6
-    stages and lags of 0 to 3 blocks on one H200, this was the fastest, or within 5% of the fastest, for 1,024 and 8,192 tokens.
-    In us for the two products with 8,192 tokens, and by the portable kernel: Qwen3-30B-A3B's shape 779 and 398, 966 and 505;
-    gpt-oss-20b's 1,941 and 926, 2,264 and 1,146; DeepSeek-V2-Lite's 929 and 485, 1,230 and 639. Without the lag the last takes
-    983 and 510.
-    """
-    return MatrixTile(256, 4, 2)

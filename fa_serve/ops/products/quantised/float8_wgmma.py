@@ -1,23 +1,17 @@
 """Products of float8 weights that have a scale for each row with 2 to 128 tokens in float8 on Hopper, in Gluon.
 
-    y = launch_scaled_wgmma(rounded, weight, bias, residual, alpha)        # what torch._scaled_mm computes, and what follows
-
 A program computes a tile of all columns, or of one of several ranges of them, whose sums a second kernel adds in their order.
 128 columns of weights and tokens at a time are copied to shared memory asynchronously, some blocks ahead, the first weights
 before the previous kernel has ended. `wgmma` reads both from there, so nothing is unpacked, and the time is that of reading the
 weights. Several programs share a multiprocessor: while one waits for a copy or a product, the others go on.
 
 Tensor cores add float8 products in about 14 bits. The sums of each 128 columns are therefore added in float32 (DeepSeek-V3
-Technical Report, section 3.3.2). Left out: more tokens, which take `torch._scaled_mm` (product.py), and the rounding
+Technical Report, section 3.3.2). Left out: more tokens, which take `torch._scaled_mm` (pytorch.py), and the rounding
 of inputs (rounding.py).
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import NamedTuple
-
-import torch
 import triton
 from torch import Tensor
 from triton.experimental import gluon
@@ -31,27 +25,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from fa_serve.backends.triton.primitives import wait_for_previous_kernel
 from fa_serve.launching.gluon_names import copy_to_shared, sync_threads
-from fa_serve.launching.launch import Launch, launch_options, multiprocessors
-from fa_serve.launching.plans import PLANS
+from fa_serve.launching.launch import Launch, launch_options
 from fa_serve.ops.ops_backend import RoundedRows
-from fa_serve.ops.products.quantised.primitives import product_facts
-from fa_serve.ops.products.quantised.unpack import launch_sum_splits
+from fa_serve.ops.products.problem import Details, Multiply, Product
+from fa_serve.ops.products.quantised.tiles import Float8Tile
+from fa_serve.ops.products.quantised.unpack_wgmma import blocks_of_program, store_tile, wrapped
 from fa_serve.ops.products.quantised.weight import QuantizedWeight
-from fa_serve.ops.products.quantised.wgmma import store_tile
-from fa_serve.ops.products.quantised.wgmma_loop import blocks_of_program, wrapped
-
-
-class ScaledTile(NamedTuple):
-    """block_n rows of weights by block_m tokens, computed by a warp for each 16 rows.
-
-    stages: blocks of columns in shared memory, of which one is multiplied and the others are on their way
-    splits: ranges of columns that are summed by different programs
-    """
-
-    block_m: int
-    block_n: int
-    stages: int
-    splits: int
+from fa_serve.ops.products.split_k import plan_sums
 
 
 @gluon.jit
@@ -141,58 +121,20 @@ def _scaled_wgmma(
     store_tile(acc, scales_ptr, bias_ptr, residual_ptr, out_ptr, row, M, alpha, N, True, BLOCK_M, BLOCK_N)
 
 
-def launch_scaled_wgmma(
-    x: RoundedRows, weight: QuantizedWeight, bias: Tensor | None, residual: Tensor | None, alpha: float
-) -> Tensor:
-    """The product of 2 to 128 rounded rows, (m, n) in x.dtype: residual + alpha * (y + bias), in place of the residual.
+def plan_float8_wgmma(product: Product, tile: Float8Tile, details: Details) -> Multiply:
+    """One launch for rows that were rounded, or two where the sums are split. Columns are a multiple of 16."""
+    launch = Launch(
+        _scaled_wgmma,
+        triton.cdiv(product.n, tile.block_n) * tile.splits,
+        varying=(product.tokens, details.alpha),
+        fixed=(product.n, product.k, *tile, True),
+        options=launch_options(True, tile.block_n // 16),
+    )
+    sums = plan_sums(launch, product, tile.splits, details.alpha)
 
-    One launch, or two where the sums are split. Columns are a multiple of 16.
-    """
-    m, k = x.data.shape
-    n = weight.shape[0]
-    out = x.data.new_empty(m, n, dtype=x.dtype) if residual is None else residual
-    tile = scaled_tile(multiprocessors(x.data.device, 1), m, n, k)
-    key = ("scaled_wgmma", *product_facts(x.data, weight, bias, residual), out.dtype, alpha)
-    run = PLANS.get(key)
-    if run is None:
-        launch = Launch(
-            _scaled_wgmma,
-            triton.cdiv(n, tile.block_n) * tile.splits,
-            varying=(m, alpha),
-            fixed=(n, k, *tile, True),
-            options=launch_options(True, tile.block_n // 16),
-        )
-        run = PLANS.add(key, launch)
-    tensors = (x.data, weight.data, x.scales, weight.scales)
-    if tile.splits == 1:
-        run((*tensors, bias, residual, out))
-        return out
-    sums = torch.empty(tile.splits, m, n, dtype=torch.float32, device=x.data.device)
-    run((*tensors, None, None, sums))
-    return launch_sum_splits(sums, bias, residual, out, alpha)
+    def multiply(
+        x: RoundedRows, weight: QuantizedWeight, bias: Tensor | None, norm_weight: Tensor | None, residual: Tensor | None
+    ) -> Tensor:
+        return sums((x.data, weight.data, x.scales, weight.scales), bias, residual)
 
-
-@lru_cache(maxsize=1024)
-def scaled_tile(num_sms: int, m: int, n: int, k: int) -> ScaledTile:
-    """The tile of the product of m tokens with n rows of weights.
-
-    Where there are two tiles for each multiprocessor or more, few stages let all of them have a program at a time. Else
-    programs have many stages, one or two of them fit on a multiprocessor, and they share ranges of at least 2048 columns. Of 64
-    and 128 rows, 3 to 8 stages and 1 to 4 ranges, these were the fastest on one H200, or within 5% of the fastest, with weights
-    outside of the L2 cache. In us for 28672 x 4096, 4096 x 14336, 6144 x 4096 and 4096 x 4096, by this kernel, by the one that
-    unpacks float8 weights, and by torch._scaled_mm:
-    16 tokens   36.4, 20.2,  9.9,  7.6; 37.8, 22.7, 11.2, 10.6; 49.8, 41.9, 17.9, 14.4
-    32 tokens   37.2, 21.2, 10.6,  8.0; 39.1, 28.5, 12.4, 10.4; 48.8, 39.7, 17.3, 14.3
-    64 tokens   37.7, 22.5, 10.5,  9.0; 45.2, 28.5, 16.4, 12.1; 45.8, 39.0, 15.4, 14.3
-    128 tokens  46.2, 26.8, 13.8, 12.4; 61.2, 67.5, 33.4, 21.9; 41.0, 39.3, 15.3, 14.4
-    Reading takes 26.6, 13.3, 5.7 and 3.8.
-    """
-    block_m = next(size for size in (16, 32, 64, 128) if m <= size)
-    tiles = triton.cdiv(n, 64)
-    if tiles >= 2 * num_sms:
-        return ScaledTile(block_m, 64, 4 if block_m == 128 else 3, 1)
-    residents = 2 if block_m <= 32 else 1
-    splits = 1
-    while 2 * splits * tiles <= residents * num_sms and k >= 4096 * splits:
-        splits *= 2
-    return ScaledTile(block_m, 64, 8, splits)
+    return multiply

@@ -7,11 +7,12 @@ from collections import Counter
 import pytest
 import torch
 from cross_compile import compiling_for
+from products_by_kernel import product_of_experts
 
 from fa_serve import ops
-from fa_serve.ops.experts.kernel import launch_experts
-from fa_serve.ops.experts.matrix import plan_experts_matrix
-from fa_serve.ops.experts.matrix_types import MatrixTile
+from fa_serve.ops.experts.matrix_wgmma import plan_matrix_tiles
+from fa_serve.ops.experts.run import compute_experts
+from fa_serve.ops.experts.tiles import MatrixTile
 
 GPT_OSS = ops.Gate("silu", interleaved=True, slope=1.702, limit=7.0, offset=1.0)
 BF16 = torch.bfloat16
@@ -41,7 +42,8 @@ def test_machine_code(gate: ops.Gate | None, transposed: bool, bias: bool, tile:
     order = torch.zeros(512, dtype=torch.int32)
     tiles = torch.zeros(8, 3, dtype=torch.int32)
     with compiling_for("sm90") as kernels:
-        launch = plan_experts_matrix(weight, 512, 4, gate, 8, 2880 if bias else 0, tile)
+        product = product_of_experts(x, weight, 4, 4, gate, 128)
+        launch = plan_matrix_tiles(product, tile, gate, 8, 2880 if bias else 0, transposed)
         launch((weight, x, x, biases, order, tiles, torch.zeros(512, 1440 if gate else 2880, dtype=BF16)))
     (kernel,) = kernels
     assert kernel.spill_bytes <= (8 if gate and gate.activation == "gelu" else 0), "erf needs registers, outside of the loop"
@@ -72,7 +74,7 @@ def test_which_kernel_multiplies(target: str, dtype: torch.dtype, tokens: int, k
     experts = ops.ExpertWeights(gate_up, None, down, None, ops.Gate("silu"))
     index = torch.zeros(tokens, 2, dtype=torch.int64)
     with compiling_for(target) as kernels:
-        launch_experts(torch.zeros(tokens, 128, dtype=dtype), index, torch.zeros(tokens, 2), experts, invariant)
+        compute_experts(torch.zeros(tokens, 128, dtype=dtype), index, torch.zeros(tokens, 2), experts, invariant)
     if invariant:
         kernel = "_grouped_linear"
     listed = ["_list_tiles"] if kernel == "experts_matrix" else []

@@ -1,4 +1,4 @@
-"""The source of the Hopper kernel of float8 products with few tokens, emulated on a CPU, against float64; and its tiles."""
+"""The source of the Hopper kernel of float8 products with few tokens, emulated on a CPU, against float64, and compiled."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import torch
 import triton
 from cross_compile import compiling_for
 from gluon_emulator import emulated
+from product_cases import dense
+from products_by_kernel import multiply_by
 from quantized import float8_weight
 from rounded_once import randn
-from torch import Tensor
 
 from fa_serve.ops.ops_backend import RoundedRows
-from fa_serve.ops.products.quantised import scaled_wgmma as scaled_wgmma_kernel
-from fa_serve.ops.products.quantised.scaled_wgmma import ScaledTile, launch_scaled_wgmma, scaled_tile
+from fa_serve.ops.products.quantised import float8_wgmma
+from fa_serve.ops.products.quantised.tiles import Float8Tile, float8_tile
 from fa_serve.ops.products.quantised.weight import QuantizedWeight
 from fa_serve.testing import assert_matches_reference
 
@@ -30,14 +31,14 @@ def rounded_rows(m: int, k: int) -> RoundedRows:
 @pytest.mark.parametrize(
     ("m", "k", "tile"),
     [
-        (9, 1296, ScaledTile(16, 64, 5, 1)),
-        (33, 512, ScaledTile(64, 64, 3, 1)),
-        (2, 128, ScaledTile(16, 64, 4, 1)),
-        (100, 272, ScaledTile(128, 128, 2, 1)),
+        (9, 1296, Float8Tile(16, 64, 5, 1)),
+        (33, 512, Float8Tile(64, 64, 3, 1)),
+        (2, 128, Float8Tile(16, 64, 4, 1)),
+        (100, 272, Float8Tile(128, 128, 2, 1)),
     ],
     ids=["5-stages", "3-stages", "one-block", "2-stages"],
 )
-def test_products(m: int, k: int, tile: ScaledTile, added: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products(m: int, k: int, tile: Float8Tile, added: bool) -> None:
     """Rows, tokens and columns that do not fill a tile; with a bias and a residual."""
     n = 101
     x = rounded_rows(m, k)
@@ -50,53 +51,31 @@ def test_products(m: int, k: int, tile: ScaledTile, added: bool, monkeypatch: py
     if bias is not None and residual is not None:
         exact = residual.double() + 0.5 * (exact + bias.double())
         eager = residual + 0.5 * eager
-    monkeypatch.setattr(scaled_wgmma_kernel, "scaled_tile", lambda *sizes: tile)
-    with emulated(scaled_wgmma_kernel):
-        y = launch_scaled_wgmma(x, weight, bias, residual, 0.5)
+    with emulated(float8_wgmma):
+        y = multiply_by("float8_wgmma", x, weight, bias, residual=residual, alpha=0.5, tile=tile)
     assert y.dtype == BF16
     assert residual is None or y is residual
     assert_matches_reference(y, exact, eager)
 
 
-def test_ranges_of_columns_are_summed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranges_of_columns_are_summed() -> None:
     """9 blocks of columns leave the last of 4 ranges empty."""
-
-    def sum_splits(sums: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor, alpha: float) -> Tensor:
-        assert sums.shape == (4, 20, 128)
-        assert bias is None
-        assert residual is None
-        return sums.sum(0).to(out.dtype)
-
-    monkeypatch.setattr(scaled_wgmma_kernel, "launch_sum_splits", sum_splits)
-    monkeypatch.setattr(scaled_wgmma_kernel, "scaled_tile", lambda *sizes: ScaledTile(32, 64, 3, 4))
     x = rounded_rows(20, 1152)
     weight = float8_weight(128, 1152, group_size=1152)
-    with emulated(scaled_wgmma_kernel):
-        y = launch_scaled_wgmma(x, weight, None, None, 1.0)
+    with emulated(float8_wgmma):
+        y = multiply_by("float8_wgmma", x, weight, tile=Float8Tile(32, 64, 3, 4))
     exact = (x.data.double() * x.scales.double()) @ weight.dequantize(torch.float64).t()
     assert_matches_reference(y, exact, exact.to(BF16))
 
 
-def test_tiles_fit_and_every_range_has_columns() -> None:
-    for n, k in ((28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096), (64, 128)):
-        for m in (2, 16, 17, 33, 64, 65, 128):
-            tile = scaled_tile(132, m, n, k)
-            assert m <= tile.block_m
-            assert tile.stages >= 2
-            assert tile.stages * (tile.block_m + tile.block_n) * 128 <= 227 << 10
-            blocks = triton.cdiv(k, 128)
-            assert (tile.splits - 1) * triton.cdiv(blocks, tile.splits) < blocks
-
-
 @pytest.mark.parametrize(("m", "n"), [(16, 28672), (64, 28672), (128, 28672), (16, 4096), (64, 4096), (128, 4096)])
-def test_machine_code(m: int, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_code(m: int, n: int) -> None:
     """Tensor cores multiply float8, no product waits for another one, and as many programs fit as the tiles are chosen for."""
-    monkeypatch.setattr(scaled_wgmma_kernel, "multiprocessors", lambda device, otherwise: 132)
     k = 4096
     x = RoundedRows(torch.zeros(m, k).to(torch.float8_e4m3fn), torch.ones(m, 1), BF16)
     weight = QuantizedWeight(torch.zeros(n, k, dtype=torch.int8).view(torch.float8_e4m3fn), torch.ones(n, 1), k, k)
     with compiling_for("sm90") as kernels:
-        launch_scaled_wgmma(x, weight, None, torch.zeros(m, n, dtype=BF16), 1.0)
+        multiply_by("float8_wgmma", x, weight, residual=torch.zeros(m, n, dtype=BF16), num_sms=132)
     kernel = kernels[0]
     assert [kernel.name for kernel in kernels] == ["_scaled_wgmma", "_sum_splits"][: 1 if n > 4096 else 2]
     assert kernel.spill_bytes == 0
@@ -110,5 +89,5 @@ def test_machine_code(m: int, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
         assert kernel.hot_loop["QGMMA"] == 4
         assert kernel.hot_loop["FADD"] == m // 2
     residents = (228 << 10) // (kernel.shared_bytes + 1024)
-    tiles = triton.cdiv(n, 64) * scaled_tile(132, m, n, k).splits
+    tiles = triton.cdiv(n, 64) * float8_tile(dense("float8", n, k, tokens=m)).splits
     assert min(residents, 65536 // (128 * kernel.registers)) * 132 >= min(tiles, 264)
