@@ -1,6 +1,6 @@
 """Tables and charts from the committed results, as docs/performance.md shows them.
 
-    python benchmarks/report.py            # writes the tables of docs/performance.md and docs/images/*.svg
+    python -m benchmarks.report  # writes the tables of docs/performance.md and docs/images/*.svg
 
 This module measures nothing: it reads benchmarks/results/*.jsonl, which hold the last run of each benchmark.
 """
@@ -47,7 +47,7 @@ TABLE = [
         "prefill, the backend that `auto` selects",
         False,
         ("cudnn", "fa3", "fa4", "flash"),
-        "`python benchmarks/bench_attention.py prefill`",
+        "`python -m benchmarks.attention.bench_attention prefill`",
     ),
     (
         "prefill_triton",

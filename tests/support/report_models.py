@@ -355,7 +355,7 @@ def _loading(found: dict[str, Any]) -> list[str]:
         "",
         "### Memory while loading",
         "",
-        f"`python benchmarks/load_memory.py` on the {found['device']}, in MiB: about 130 million weights, dense or with",
+        f"`python -m benchmarks.engine.load_memory` on the {found['device']}, in MiB: about 130 million weights, dense or with",
         "eight experts in each layer. `floats` is what its weights take in bfloat16, `held` what the loaded model takes, and",
         "`peak` the most that loading needed at once beside the mapped file. Weights whose bytes stay as they are remain in",
         "the mapped file and need nothing else; experts are stacked, and 4-bit weights are packed again, layer by layer. With",
