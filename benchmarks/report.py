@@ -1,6 +1,6 @@
 """Tables and charts from the committed results, as docs/performance.md shows them.
 
-    python benchmarks/report.py            # writes the tables of docs/performance.md and docs/images/*.svg
+    python benchmarks/report.py            # writes the tables of docs/performance.md and docs/kernels/, and docs/images/*.svg
 
 This module measures nothing: it reads benchmarks/results/*.jsonl, which hold the last run of each benchmark.
 """
@@ -11,6 +11,8 @@ import json
 import statistics
 from pathlib import Path
 from typing import Any
+
+import line_tables
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "performance.md"
@@ -302,6 +304,7 @@ def write_tables() -> None:
 
 def main() -> None:
     write_tables()
+    line_tables.write()
     import matplotlib as mpl
 
     mpl.use("svg")
