@@ -4,7 +4,7 @@ python -m benchmarks.tuning.ablate_hopper        # about 100 s; 16k tokens, hidd
 
 Each variant is first compared with PyTorch in float32, in several processes, which also compiles it. The variants of a cell are
 then timed in turn. A figure is the time of the variant divided by the time of the chosen tile: above 1 the chosen tile is
-faster. The results are in docs/kernels.md, section 5.
+faster.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ mixed    two kernels, each for the sequences that suit it, and the prompt kernel
 softcap  prompts of 16k tokens with a softcap of 50 and without one
 
 A figure is the time of the variant divided by the time of the call as it is: above 1, the idea is faster. Each call is compared
-with float64 first. The results are for docs/kernels.md, section 5.
+with float64 first.
 """
 
 from __future__ import annotations
