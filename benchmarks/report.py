@@ -12,7 +12,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-import line_tables
+from benchmarks import line_tables
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "performance.md"

@@ -8,9 +8,10 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 from types import ModuleType
 
-import line_tables
 import pytest
 from documentation import ROOT, prose
+
+from benchmarks import line_tables
 
 PAGES = [pytest.param(page, id=page.stem) for page in sorted((ROOT / "docs" / "kernels").glob("*.md"))]
 DRAWINGS = ROOT / "docs" / "images" / "kernels"
