@@ -64,7 +64,7 @@ def __dir__() -> list[str]:
 
 def _register() -> None:
     try:
-        from fa_serve.hf.adapter import register
+        from fa_serve.hf import register
     except ImportError:  # transformers is too old; `patch` says so
         return
     register()

@@ -33,7 +33,8 @@ from fa_serve.engine.cache.pages import PageTable, new_salt
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.errors import EngineDeadError, QueueFullError, RequestError
 from fa_serve.engine.events import OnPhase, PhaseClock
-from fa_serve.engine.parallel.ranks import OnLost, Ranks, lead
+from fa_serve.engine.parallel.leader import open_ranks
+from fa_serve.engine.parallel.ranks import OnLost, Ranks
 from fa_serve.engine.request.groups import Groups
 from fa_serve.engine.request.input_processor import InputProcessor
 from fa_serve.engine.request.output_state import OutputState, add_prompt_logprobs
@@ -65,7 +66,8 @@ class Engine:
     on_phase:  called with each `Phase` of the start-up when it has ended
     ahead:     compile and capture, on a GPU, before requests come; otherwise steps compile and capture what they need
     on_lost:   called from a thread when another rank of tensor parallelism has ended
-    ranks:     the rank of this process; rank 0 makes it itself, and starts the others or, under torchrun, meets them
+    ranks:     the rank of this process; rank 0 makes it itself, and starts the others or, under torchrun, meets them. On
+               another rank of torchrun, call `open_engine`
 
     Raises ParameterError for settings that cannot work, with the numbers, and UnsupportedModelError for a model that fa_serve
     cannot serve. Methods raise EngineDeadError when another rank has ended.
@@ -85,7 +87,7 @@ class Engine:
         config = config or EngineConfig()
         if model is not None and config.tensor_parallel > 1:
             raise ParameterError("tensor_parallel", "be 1 for a model that is given instead of loaded", config.tensor_parallel)
-        self._ranks: Ranks = ranks or lead(config, on_lost)
+        self._ranks: Ranks = ranks or open_ranks(config, on_lost)
         with self._ranks.starting():
             loaded = start_up(config, self._ranks, PhaseClock(on_phase), model, tokenizer, ahead=ahead)
         self.config = loaded.config

@@ -30,8 +30,7 @@ from fa_serve.engine.speculation.draft_head import load_head_runner
 from fa_serve.engine.speculation.draft_model import DraftModel
 from fa_serve.engine.speculation.drafts import Drafter, NgramDrafter
 from fa_serve.engine.start.read_ahead import reading_ahead
-from fa_serve.hf import NAME, check_attention_precision, patch, plan_division
-from fa_serve.hf.surgery.divide import weights as divide
+from fa_serve.hf import NAME, check_attention_precision, divide, patch, plan_division
 from fa_serve.hf.surgery.quantised.linear import check_report, finish, quantized_elsewhere, with_quantized_linears
 from fa_serve.spec import ParameterError
 

@@ -21,7 +21,7 @@ from fa_serve.engine.cache import tensors as kv_cache
 from fa_serve.hf import NAME, attention_layers, patch, plan_division, vocab_size
 from fa_serve.hf.adapter.paged import OneSequence, PagedBatch, paged_forward
 from fa_serve.hf.info import RankShare, describe
-from fa_serve.hf.surgery.divide import weights as divide
+from fa_serve.hf.surgery.divide.weights import divide
 from fa_serve.hf.surgery.fuse.fusion import cached_layers, fuse
 from fa_serve.hf.surgery.fuse.layer import FusedLayer
 from fa_serve.hf.surgery.quantised.linear import QuantizedLinear, finish, with_quantized_linears

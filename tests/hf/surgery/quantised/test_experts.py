@@ -23,7 +23,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from fa_serve.hf import plan_division
 from fa_serve.hf.adapter.paged import OneSequence, paged_forward
 from fa_serve.hf.info import RankShare, describe
-from fa_serve.hf.surgery.divide import weights as divide
+from fa_serve.hf.surgery.divide.weights import divide
 from fa_serve.hf.surgery.quantised.experts import QuantizedExperts
 from fa_serve.ops.products.quantised.weight import quantize_float8
 from fa_serve.spec import ParameterError, UnsupportedModelError
