@@ -35,6 +35,7 @@ from torch import Tensor
 
 from fa_serve import spec
 from fa_serve.backends import BackendTable
+from fa_serve.ops import experts as _room  # noqa: F401  (imported later, it would replace the function `experts` below)
 from fa_serve.ops.ops_backend import ACTIVATIONS as ACTIVATIONS
 from fa_serve.ops.ops_backend import ExpertWeights as ExpertWeights
 from fa_serve.ops.ops_backend import Gate as Gate

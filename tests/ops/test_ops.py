@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 
 import pytest
@@ -10,6 +11,11 @@ import torch
 from fa_serve import ops, spec
 from fa_serve.backends import BackendTable
 from fa_serve.spec import OpSpec
+
+
+def test_a_room_does_not_take_the_place_of_the_function_of_its_name() -> None:
+    importlib.import_module("fa_serve.ops.experts.fallback")
+    assert ops.experts.__qualname__ == "experts"
 
 
 def test_pytorch_computes_the_ops_of_a_cpu() -> None:
