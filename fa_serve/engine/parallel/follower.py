@@ -93,7 +93,7 @@ class Follower:
     def end_step(self) -> None:
         """Rank 0 knows whether the step was interrupted."""
 
-    def decide(self, what: str, make: Callable[[], T]) -> T:
+    def broadcast(self, what: str, make: Callable[[], T]) -> T:
         """What rank 0 has decided. `make` is not called."""
         kind, value = self._messages.get()
         if kind != what:
@@ -101,16 +101,16 @@ class Follower:
         decided: T = value
         return decided
 
-    def least(self, value: int) -> int:
+    def min_over_ranks(self, value: int) -> int:
         """The smallest value of all ranks."""
         self._connection.send(value)
-        return self.decide("least", lambda: value)
+        return self.broadcast("min_over_ranks", lambda: value)
 
-    def note(self, numbers: Iterable[int]) -> None:
+    def add_to_digest(self, numbers: Iterable[int]) -> None:
         """Take numbers that must be the same on every rank into the digest."""
         self._digest = hash((self._digest, *numbers))
 
-    def check(self, error: Exception) -> None:
+    def escalate(self, error: Exception) -> None:
         """Raise the error, which ends this process."""
         if isinstance(error, EngineDeadError):
             raise error

@@ -107,21 +107,21 @@ class Leader:
         """The step has come to its end."""
         self._in_step = False
 
-    def decide(self, what: str, make: Callable[[], T]) -> T:
+    def broadcast(self, what: str, make: Callable[[], T]) -> T:
         """A value that every rank shall have. Followers ask for the same at the same point."""
         value = make()
         self._send(what, value)
         return value
 
-    def least(self, value: int) -> int:
+    def min_over_ranks(self, value: int) -> int:
         """The smallest value of all ranks. Raises EngineDeadError if a follower has ended."""
-        return self.decide("least", lambda: min([value, *(int(self._reply(link)) for link in self._links)]))
+        return self.broadcast("min_over_ranks", lambda: min([value, *(int(self._reply(link)) for link in self._links)]))
 
-    def note(self, numbers: Iterable[int]) -> None:
+    def add_to_digest(self, numbers: Iterable[int]) -> None:
         """Take numbers that must be the same on every rank into the digest."""
         self._digest = hash((self._digest, *numbers))
 
-    def check(self, error: Exception) -> None:
+    def escalate(self, error: Exception) -> None:
         """Raise EngineDeadError, because an error of one rank leaves the others without it."""
         if self._failure is None:
             self._is_lost.wait(CAUSE_SECONDS)
@@ -132,7 +132,7 @@ class Leader:
     def check_lost(self) -> None:
         """Raise EngineDeadError if a follower has ended, because sums that were aborted have undefined values."""
         if self._lost is not None:
-            self.check(self._lost)
+            self.escalate(self._lost)
 
     @contextlib.contextmanager
     def starting(self) -> Iterator[None]:
@@ -142,7 +142,7 @@ class Leader:
         except BaseException as error:
             try:
                 if isinstance(error, AllReduceError):
-                    self.check(error)
+                    self.escalate(error)
                 raise
             finally:
                 self._failure = self._failure or EngineDeadError("the engine did not start")
@@ -187,7 +187,7 @@ class Leader:
             try:
                 link.connection.send_bytes(message)
             except OSError as error:
-                self.check(error)
+                self.escalate(error)
 
     def _reply(self, link: Link) -> Any:
         reply = link.replies.get()

@@ -2,7 +2,7 @@
 
     ranks = open_ranks(config)                   # leader.py: the only rank, or rank 0 of several
     ranks.tell("abort", "request-1")             # the others make the same call
-    now = ranks.decide("clock", time.monotonic)  # a value that may differ between processes comes from rank 0
+    now = ranks.broadcast("clock", time.monotonic)  # a value that may differ between processes comes from rank 0
     x = ranks.all_reduce(x)                      # tensors are added up on the devices
     ranks.close()
 
@@ -52,16 +52,16 @@ class Ranks(Protocol):
     def end_step(self) -> None:
         """The step that was told has come to its end."""
 
-    def decide(self, what: str, make: Callable[[], T]) -> T:
+    def broadcast(self, what: str, make: Callable[[], T]) -> T:
         """What `make` returns on rank 0. Every rank asks for the same at the same point."""
 
-    def least(self, value: int) -> int:
+    def min_over_ranks(self, value: int) -> int:
         """The smallest value of all ranks."""
 
-    def note(self, numbers: Iterable[int]) -> None:
+    def add_to_digest(self, numbers: Iterable[int]) -> None:
         """Take numbers that must be the same on every rank into the digest."""
 
-    def check(self, error: Exception) -> None:
+    def escalate(self, error: Exception) -> None:
         """Raise EngineDeadError, because an error of one rank leaves the others without it. With one rank, do nothing."""
 
     def check_lost(self) -> None:
@@ -94,18 +94,18 @@ class Alone:
     def end_step(self) -> None:
         """Nobody waits for it."""
 
-    def decide(self, what: str, make: Callable[[], T]) -> T:
+    def broadcast(self, what: str, make: Callable[[], T]) -> T:
         """What `make` returns."""
         return make()
 
-    def least(self, value: int) -> int:
+    def min_over_ranks(self, value: int) -> int:
         """The value."""
         return value
 
-    def note(self, numbers: Iterable[int]) -> None:
+    def add_to_digest(self, numbers: Iterable[int]) -> None:
         """There is nobody to compare with, so the numbers are not even counted."""
 
-    def check(self, error: Exception) -> None:
+    def escalate(self, error: Exception) -> None:
         """The error concerns this rank alone."""
 
     def check_lost(self) -> None:

@@ -41,13 +41,13 @@ def test_it_takes_its_place_from_rank_0(ends: tuple[Connection, Follower]) -> No
 def test_decisions_come_from_rank_0_in_the_same_order(ends: tuple[Connection, Follower]) -> None:
     ours, follower = ends
     ours.send(("clock", 2.5))
-    assert follower.decide("clock", lambda: pytest.fail("only rank 0 makes it")) == 2.5
-    ours.send(("least", 4))
-    assert follower.least(9) == 4
+    assert follower.broadcast("clock", lambda: pytest.fail("only rank 0 makes it")) == 2.5
+    ours.send(("min_over_ranks", 4))
+    assert follower.min_over_ranks(9) == 4
     assert ours.recv() == 9
     ours.send(("masks", None))
     with pytest.raises(EngineDeadError, match=r"it waits for 'salt' of rank 0, which has sent 'masks'.*out of step"):
-        follower.decide("salt", lambda: 0)
+        follower.broadcast("salt", lambda: 0)
 
 
 def test_calls_come_until_rank_0_stops_and_a_step_compares_digests(ends: tuple[Connection, Follower]) -> None:
@@ -55,14 +55,14 @@ def test_calls_come_until_rank_0_stops_and_a_step_compares_digests(ends: tuple[C
     leader = Leader(CONFIG)
     sent: list[tuple[str, object]] = []
     leader._send = lambda what, value: sent.append((what, value))  # type: ignore[method-assign]
-    leader.note([4, 5])
+    leader.add_to_digest([4, 5])
     leader.tell("submit", "a", 1)
     leader.tell("step")
     for message in [*sent, ("stop", None)]:
         ours.send(message)
-    follower.note([4, 5])
+    follower.add_to_digest([4, 5])
     assert list(follower.calls()) == [("submit", ("a", 1)), ("step", ())]
-    follower.note([6])
+    follower.add_to_digest([6])
     ours.send(sent[-1])
     with pytest.raises(EngineDeadError, match="something else than rank 0 before step 2: the ranks are out of step"):
         next(follower.calls())
@@ -71,7 +71,7 @@ def test_calls_come_until_rank_0_stops_and_a_step_compares_digests(ends: tuple[C
 def test_an_error_ends_it_and_is_told(ends: tuple[Connection, Follower]) -> None:
     ours, follower = ends
     with pytest.raises(EngineDeadError, match="ValueError: of a step"):
-        follower.check(ValueError("of a step"))
+        follower.escalate(ValueError("of a step"))
     follower.fail(OSError("no port"))
     assert str(ours.recv()) == "rank 2 of 3 failed: OSError: no port"
 

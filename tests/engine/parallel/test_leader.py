@@ -162,7 +162,7 @@ def test_what_ends_two_ranks_of_one_process() -> None:
     engine = Engine(config(tensor_parallel=2))
     engine.add_request("a", [1, 2, 3], SamplingParams(max_tokens=50, ignore_eos=True))
     engine.step()
-    engine._ranks.note([1])
+    engine._ranks.add_to_digest([1])
     with pytest.raises(EngineDeadError, match=r"rank 1 of 2 failed: .* than rank 0 before step 2: the ranks are out of step"):
         _run(engine)
     engine.close()
