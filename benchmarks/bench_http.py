@@ -37,6 +37,7 @@ class Metronome:
     """An engine whose steps give every request one token, `step` seconds apart; its place is in the engine's process."""
 
     vocab_size = 2048
+    eos_ids: frozenset[int] = frozenset()
     grammars = SimpleNamespace(sweep=lambda: None, close=lambda: None)
 
     def __init__(self, config: EngineConfig, **_: Any) -> None:
