@@ -25,7 +25,7 @@ from .tokenization import Tokenization
 
 if TYPE_CHECKING:
     from fa_serve.engine import AsyncEngine
-    from fa_serve.engine.process.worker import Pulse
+    from fa_serve.engine.process.parent import Pulse
 
 T = TypeVar("T")
 LARGE_ANSWER = 1 << 20  # bytes

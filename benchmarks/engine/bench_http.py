@@ -4,7 +4,7 @@
     python -m benchmarks.engine.bench_http --step 0.02 --profile 25  # a step each 20 ms; where the time goes
     python -m benchmarks.engine.bench_http --tokens 1 --rounds 8     # what a request costs
 
-Everything is the real thing but the engine in the worker's process, which computes nothing: client, connections, loop, pipe.
+Everything is the real thing but the engine in its process, which computes nothing: client, connections, loop, pipe.
 What is written: the processor's microseconds of the HTTP process for each token and for each event, which other jobs on the
 machine disturb less than the clock; tokens and events per second; tokens per event, 1 as long as the process keeps up.
 """
@@ -25,7 +25,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from fa_serve.engine import EngineConfig, EngineStats, RequestOutput
-from fa_serve.engine.process import async_engine, worker
+from fa_serve.engine.process import async_engine, engine_process
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -34,9 +34,10 @@ if TYPE_CHECKING:
 
 
 class Metronome:
-    """An engine whose steps give every request one token, `step` seconds apart; its place is in the worker's process."""
+    """An engine whose steps give every request one token, `step` seconds apart; its place is in the engine's process."""
 
     vocab_size = 2048
+    eos_ids: frozenset[int] = frozenset()
     grammars = SimpleNamespace(sweep=lambda: None, close=lambda: None)
 
     def __init__(self, config: EngineConfig, **_: Any) -> None:
@@ -85,12 +86,14 @@ class Metronome:
         return outputs
 
 
-_worker_main = worker._main
+_process_main = engine_process._main
 
 
-def metronome_main(config: EngineConfig, connection: Connection) -> None:
-    worker._import_engine = lambda _: Metronome  # type: ignore[assignment,return-value]
-    _worker_main(config, connection)
+def metronome_main(connection: Connection, ahead: bool) -> None:
+    from fa_serve.engine.process import child
+
+    child.import_engine = lambda *_, **__: Metronome  # type: ignore[assignment,return-value]
+    _process_main(connection, ahead)
 
 
 def serve(args: argparse.Namespace, pipe: Connection) -> None:
@@ -100,7 +103,7 @@ def serve(args: argparse.Namespace, pipe: Connection) -> None:
     from fa_serve.server.settings import Settings
 
     os.environ["BENCH_HTTP_STEP"] = str(args.step)
-    worker._main = metronome_main
+    engine_process._main = metronome_main
     config = EngineConfig(process=True, max_num_seqs=args.streams)
     settings = Settings(max_num_seqs=args.streams)
     server = Server(create_app(async_engine.AsyncEngine(config), settings), "127.0.0.1", 0, 1.0, pipe.send)

@@ -11,7 +11,7 @@ from fa_serve.server.app import create_app
 from fa_serve.server.errors import TooManyRequests
 from fa_serve.server.settings import Settings
 
-from fa_serve.engine.process.worker import Pulse
+from fa_serve.engine.process.parent import Pulse
 
 pytestmark = pytest.mark.anyio
 

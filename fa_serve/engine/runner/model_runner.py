@@ -29,7 +29,7 @@ from fa_serve.engine.cache import tensors as kv_cache
 from fa_serve.engine.cache.block_table import BlockTable
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.runner.batch_arrays import BatchArrays, batch_arrays
-from fa_serve.engine.runner.cuda_graphs import Check, Inputs, Shape, StepGraphs, pad, padding
+from fa_serve.engine.runner.cuda_graphs import Inputs, OnError, Shape, StepGraphs, pad, padding
 from fa_serve.engine.runner.deterministic import NUM_SPLITS, deterministic_mode
 from fa_serve.engine.runner.prepared_batch import Forward, PreparedBatch
 from fa_serve.engine.runner.results import PendingResult
@@ -54,7 +54,7 @@ class ModelRunner:
     """Owner of everything on the device. Before the first step it needs its cache: see `allocate`.
 
     drafting: this is a draft model, whose draws ignore penalties and need no log-probabilities
-    check:    called with the error of a graph before steps run without it. Raises if other ranks would go on with theirs
+    on_graph_error: called with the error of a graph before steps run without it. Raises if other ranks would go on with theirs
     draft:    the runner of the draft model (draft_model.py), whose cache has the same pages; None without one
     kept_features: keeps what each forward computes for an EAGLE-3 head (draft_head.py); None without one
     lead:     how many places later in the sequence than its position a token is taken from: 1 for a head
@@ -63,11 +63,16 @@ class ModelRunner:
     lead = 0
 
     def __init__(
-        self, model: PreTrainedModel, config: EngineConfig, *, drafting: bool = False, check: Check = lambda error: None
+        self,
+        model: PreTrainedModel,
+        config: EngineConfig,
+        *,
+        drafting: bool = False,
+        on_graph_error: OnError = lambda error: None,
     ) -> None:
         self.draft: ModelRunner | None = None
         self.kept_features: KeptFeatures | None = None
-        self.check = check
+        self.on_graph_error = on_graph_error
         self._drafting = drafting
         self.model: PreTrainedModel = model.train(False)
         self.device = model.device
@@ -150,13 +155,13 @@ class ModelRunner:
             dtype=self.model.dtype,
             # attention with these options plans for the longest prompt that is possible, not for the longest in the batch
             prompts=not self._options,
-            check=self.check,
+            on_error=self.on_graph_error,
             fresh_tokens=PLAIN_TOKENS if any(layer.values_in_keys for layer in self.layers) else None,
         )
         try:
             graphs.capture_largest()
         except Exception as error:
-            self.check(error)
+            self.on_graph_error(error)
             log.warning("decoding runs without CUDA graphs, because the first capture failed: %s", error)
             return False
         self._graphs = graphs
@@ -375,7 +380,7 @@ class ModelRunner:
         try:
             return self._graphs.run(prepared.inputs)
         except Exception as error:
-            self.check(error)
+            self.on_graph_error(error)
             inputs = self._graphs.inputs(prepared.inputs)
             self._graphs = None
             log.warning("steps run without CUDA graphs from now on, because a capture or a replay failed: %s", error)

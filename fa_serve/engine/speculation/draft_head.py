@@ -87,7 +87,7 @@ def load_head_runner(config: EngineConfig, runner: ModelRunner) -> HeadRunner:
             folder = Path(snapshot_download(str(own.model), allow_patterns=["*.json", "*.safetensors", "*.bin"]))
         head = load_head(folder, runner.model)
         runner.kept_features = KeptFeatures(runner.model, head)
-        return HeadRunner(head, own, runner.kept_features, check=runner.check)
+        return HeadRunner(head, own, runner.kept_features, on_graph_error=runner.on_graph_error)
     except (ParameterError, UnsupportedModelError, OSError) as error:
         rule = f"name an EAGLE-3 head of {config.model_name}: {error}"
         raise ParameterError("speculative", rule, config.speculative) from error

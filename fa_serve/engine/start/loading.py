@@ -69,7 +69,7 @@ def load(
         clock.end("weights", f"{config.model_name} on {model.device}")
     else:
         patch(model)
-    runner = ModelRunner(model, config, check=ranks.check)
+    runner = ModelRunner(model, config, on_graph_error=ranks.escalate)
     check_attention_precision(runner.layers, config.page_size, config.attention_precision)
     drafter = load_drafter(config, runner, tokenizer, clock)
     if runner.fuses:
@@ -105,7 +105,7 @@ def load_drafter(config: EngineConfig, runner: ModelRunner, tokenizer: Any, cloc
     if tokenizer is not None and load_tokenizer(own).get_vocab() != tokenizer.get_vocab():
         rule = f"name a draft model with the same vocabulary: its tokenizer has other tokens than that of {config.model_name}"
         raise ParameterError("speculative", rule, config.speculative)
-    draft = ModelRunner(load_model(own), own, drafting=True, check=runner.check)
+    draft = ModelRunner(load_model(own), own, drafting=True, on_graph_error=runner.on_graph_error)
     if draft.vocab_size != runner.vocab_size:
         sizes = f"it gives logits for {draft.vocab_size} tokens, and {config.model_name} for {runner.vocab_size}"
         rule = f"name a draft model with the same vocabulary: {sizes}"
@@ -231,7 +231,7 @@ def sizes(config: EngineConfig, runner: ModelRunner, ranks: Ranks) -> tuple[int,
         raise ParameterError("max_model_len", f"be at most {model_limit}, the model's max_position_embeddings", length)
     if config.num_pages is not None:
         check_num_pages(config.num_pages, runner.bytes_per_page, config.page_size, len(runner.layers), runner.device)
-    num_pages = ranks.least(config.num_pages or runner.fit_num_pages(config, length))
+    num_pages = ranks.min_over_ranks(config.num_pages or runner.fit_num_pages(config, length))
     capacity = num_pages * config.page_size
     if config.max_model_len is not None and length > capacity:
         rule = f"be at most {capacity}, which is what {num_pages} pages of {config.page_size} tokens hold"

@@ -25,8 +25,8 @@ from fa_serve.engine import (
     StructuredOutput,
 )
 from fa_serve.engine.events import Phase
-from fa_serve.engine.process import worker
-from fa_serve.engine.process.worker import Pulse
+from fa_serve.engine.process.parent import ProcessWorker, Pulse
+from fa_serve.engine.process.pipe import receive_items
 from fa_serve.spec import ParameterError
 
 pytestmark = pytest.mark.usefixtures("warm_engine_processes")
@@ -116,28 +116,13 @@ class TwoArgumentsError(Exception):
 
 def test_an_item_that_cannot_be_read_is_a_death(monkeypatch) -> None:
     deaths: queue.SimpleQueue[str] = queue.SimpleQueue()
-    process = worker.ProcessWorker(EngineConfig(), lambda _: None, deaths.put)
+    process = ProcessWorker(EngineConfig(), lambda _: None, deaths.put)
     ours, theirs = multiprocessing.Pipe()
     process._process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
     process._process.start()
     theirs.send([TwoArgumentsError("lost ", "device")])
-    reader = threading.Thread(target=process._read, args=(worker._receive(ours),))
+    reader = threading.Thread(target=process._read, args=(receive_items(ours),))
     monkeypatch.setattr(process._process, "join", lambda wait=None, join=process._process.join: join(wait and 0.1))
     reader.start()
     assert deaths.get(timeout=20) == "its process ended with exit code -9"
     reader.join()
-
-
-def test_what_waits_crosses_the_pipe_at_once():
-    """A slow reader gets everything in one read. What follows None is not read."""
-    items = queue.SimpleQueue()
-    ours, theirs = multiprocessing.Pipe()
-    for item in (1, 2, 3, None, 4):
-        items.put(item)
-    worker._send(items, theirs)
-    assert ours.recv() == [1, 2, 3, None]
-    for batch in ([1], [2, 3], [4, None, 5]):
-        theirs.send(batch)
-    assert list(worker._receive(ours)) == [1, 2, 3, 4]
-    theirs.close()
-    assert list(worker._receive(ours)) == [], "the other process has died"

@@ -13,15 +13,13 @@ The process sends a `Beat` each second, from a thread that needs nothing but the
 silent and how long its step takes, so that a process that is stopped or hangs is noticed. `stop` kills it in the end.
 
 A thread shares the interpreter with the server, which is enough for small machines and for tests. A process has an interpreter
-to itself: at tens of thousands of tokens a second, turning them into replies takes a whole core. Left out: asyncio
-(async_engine.py).
+to itself: at tens of thousands of tokens a second, turning them into replies takes a whole core. Left out: what runs in the
+process (child.py), what goes through the pipe (pipe.py), and asyncio (async_engine.py).
 """
 
 from __future__ import annotations
 
-import gc
 import logging
-import logging.handlers
 import os
 import queue
 import signal
@@ -30,18 +28,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, Protocol
 
-from fa_serve import __version__
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.errors import EngineDeadError
 from fa_serve.engine.events import OnPhase, Phase, log_phase
-from fa_serve.engine.process.engine_loop import Abort, Add, Commands, EngineLoop, StepOutputs
+from fa_serve.engine.process.engine_loop import Abort, Add, Commands, EngineLoop, StepOutputs, import_engine
 from fa_serve.engine.process.engine_process import drop_process, take_process
-from fa_serve.engine.process.host_memory import MemoryTrimmer, importing, limit_host_memory
-from fa_serve.engine.stats import EngineStats
-from fa_serve.launching.compilations import use_kernel_cache
+from fa_serve.engine.process.pipe import Beat, Ready, receive_items, send_items
 
 if TYPE_CHECKING:
     from fa_serve.engine.engine import Engine
@@ -52,28 +46,6 @@ OnOutputs = Callable[[StepOutputs], None]
 OnDeath = Callable[[str], None]
 STOP_SECONDS = 30
 """How long the worker may take by default for the step that it is in before it is killed."""
-EXIT_SECONDS = 5.0
-"""How long a process that has lost a rank may take to send why it ends."""
-BEAT_SECONDS = 1.0
-"""The time between two beats of a process."""
-
-
-@dataclass(slots=True)
-class Ready:
-    """What others need to know of a loaded engine. Nothing in `config` is "auto" any more."""
-
-    config: EngineConfig
-    vocab_size: int
-    eos_ids: frozenset[int]
-    stats: EngineStats
-    tokenizer: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Beat:
-    """A sign of life of the engine's process. `busy_seconds`: how long the step that its loop is in has taken so far."""
-
-    busy_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +93,7 @@ class ThreadWorker:
         """Load the engine in this thread and start its loop in another one."""
         source = self._source
         if isinstance(source, EngineConfig):
-            make = _import_engine(self._on_phase or log_phase, freeze=False)
+            make = import_engine(self._on_phase or log_phase, freeze=False)
             engine = make(source, on_phase=self._on_phase, on_lost=self._commands.put, ahead=True)
         else:
             engine = source
@@ -189,7 +161,7 @@ class ProcessWorker:
             from fa_serve.engine.start.loading import load_tokenizer  # while the process imports the same modules
 
             tokenizer = load_tokenizer(self._config)
-            received = _receive(ours)
+            received = receive_items(ours)
             ready = self._wait(received)
         except BaseException:
             self._process.join(1)  # it usually ends by itself and cleans up
@@ -200,7 +172,7 @@ class ProcessWorker:
         self._heard = time.monotonic()
         self._ready = True
         threading.Thread(target=self._read, args=(received,), name="fa_serve-engine-read", daemon=True).start()
-        threading.Thread(target=_send, args=(self._commands, ours), name="fa_serve-engine-write", daemon=True).start()
+        threading.Thread(target=send_items, args=(self._commands, ours), name="fa_serve-engine-write", daemon=True).start()
         return ready
 
     def send(self, command: Add | Abort) -> None:
@@ -273,123 +245,5 @@ class ProcessWorker:
             self._on_death(f"its process ended with exit code {self._process.exitcode}")
 
 
-def _import_engine(on_phase: OnPhase, *, freeze: bool) -> type[Engine]:
-    """The engine's class. With it come the models of transformers, which take longer to import than all the rest.
-
-    freeze: as in `importing`
-    """
-    begin = time.perf_counter()
-    with importing(freeze=freeze):
-        from fa_serve.engine.engine import Engine
-    on_phase(Phase("engine", "imported", time.perf_counter() - begin))
-    return Engine
-
-
 def _reason(error: BaseException) -> str:
     return str(error) if isinstance(error, EngineDeadError) else f"{type(error).__name__}: {error}"
-
-
-def run_engine(connection: Connection) -> None:
-    """The process: its main thread runs the engine, one thread reads commands and one writes what goes to the parent.
-
-    connection: gives an EngineConfig, and then lists of commands. Without a config, because the parent has ended, nothing runs.
-    """
-    limit_host_memory()
-    commands: Commands = queue.SimpleQueue()
-    outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    logging.getLogger().addHandler(logging.handlers.QueueHandler(outgoing))
-    logging.getLogger("fa_serve").setLevel(logging.INFO)
-    imported: Any
-    try:
-        imported = _import_engine(outgoing.put, freeze=True)
-    except Exception as error:
-        imported = error
-    try:
-        config: EngineConfig = connection.recv()
-    except (EOFError, OSError):
-        return
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # from now on also in a process that was started ahead (engine_process.py)
-    writer = threading.Thread(target=_send, args=(outgoing, connection))
-    writer.start()
-
-    def deliver(step: StepOutputs) -> None:
-        for output in step.outputs:
-            output.prompt_token_ids = []  # the parent knows them
-        outgoing.put(step)
-
-    def end(error: EngineDeadError) -> None:
-        """Another rank is lost. The main thread may wait for it in a step, and then it would not notice."""
-        log.error("the engine has ended: %s", error)
-        outgoing.put(error)
-        outgoing.put(None)
-        writer.join(EXIT_SECONDS)
-        os._exit(1)
-
-    try:
-        ready = threading.Event()
-        threading.Thread(target=_listen, args=(connection, commands, ready), daemon=True).start()
-        if isinstance(imported, Exception):
-            raise imported
-        use_kernel_cache(config.resolve_device(), __version__)
-        engine = imported(config, on_phase=outgoing.put, on_lost=end, ahead=True)
-        ready.set()
-        gc.collect()
-        gc.freeze()  # a garbage collection that visits all loaded modules takes a quarter of a second
-        outgoing.put(Ready(engine.config, engine.vocab_size, engine.eos_ids, engine.stats(), None))
-        loop = EngineLoop(engine, commands, deliver)
-        threading.Thread(target=_beat, args=(loop, outgoing), daemon=True).start()
-        MemoryTrimmer().start()
-        try:
-            loop.run()
-        except Exception:
-            log.exception("the engine has ended")
-            raise
-    except Exception as error:
-        outgoing.put(error)
-    finally:
-        outgoing.put(None)
-        writer.join()
-
-
-def _beat(loop: EngineLoop, outgoing: queue.SimpleQueue[Any]) -> None:
-    """Send a sign of life each second. Runs in a thread of the process."""
-    while True:
-        outgoing.put(Beat(loop.busy_seconds))
-        time.sleep(BEAT_SECONDS)
-
-
-def _listen(connection: Connection, commands: Commands, ready: threading.Event) -> None:
-    """Read commands from the parent. Runs in a thread of the process."""
-    for command in _receive(connection):
-        commands.put(command)
-    if not ready.is_set():
-        os._exit(1)  # the parent is gone or does not want the model that is being loaded
-    commands.put(None)  # the parent wants the loop to end, or is gone
-
-
-def _send(source: queue.SimpleQueue[Any], connection: Connection) -> None:
-    """Send the items of a queue up to and including None.
-
-    All items that wait are sent at once, so that a slow reader catches up.
-    """
-    batch: list[Any] = []
-    with suppress(OSError):  # the other end is closed, which its reader notices as well
-        while not (batch and batch[-1] is None):
-            batch = [source.get()]
-            while batch[-1] is not None and not source.empty():
-                batch.append(source.get())
-            connection.send(batch)
-
-
-def _receive(connection: Connection) -> Iterator[Any]:
-    """The items that the other end sends, one by one, until it sends None, closes, or sends what cannot be read."""
-    try:
-        while True:
-            for item in connection.recv():
-                if item is None:
-                    return
-                yield item
-    except (EOFError, OSError):
-        return
-    except Exception:  # an exception class that can be pickled but not unpickled
-        log.exception("an item from the pipe between the engine's process and the server cannot be read")
