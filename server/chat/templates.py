@@ -23,7 +23,7 @@ from pydantic_core import to_json
 from fa_serve.sandbox.trials import Trial
 
 from ..errors import BadRequest
-from .reasoning import CLOSING
+from .reasoning import CLOSING, OPENING
 from .template_process import MAX_REASON
 from .tools import ToolFormat, detect_format
 
@@ -61,7 +61,8 @@ class Template:
 
     @cached_property
     def thinks(self) -> bool:
-        return CLOSING in self._text
+        """Whether the template knows thoughts. One that opens them in each prompt need not have the closing tag."""
+        return OPENING in self._text or CLOSING in self._text
 
     def render(
         self,
