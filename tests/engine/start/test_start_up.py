@@ -182,10 +182,10 @@ def test_the_phases_of_a_start(make_engine) -> None:
 
 def test_the_draft_model_is_warmed_up_with_its_own_steps(make_engine, monkeypatch) -> None:
     engine = make_engine(max_num_seqs=4)
-    runner = engine._runner
     draft = make_model("gemma2")
     patch(draft)
-    runner.draft = ModelRunner(draft, engine.config, drafting=True)
+    draft_runner = ModelRunner(draft, engine.config, drafting=True)
+    runner = ModelRunner(engine._runner.model, engine.config, draft=draft_runner)
     runner.allocate(engine.config.num_pages, engine.config.max_model_len)
     seen = {runner: [], runner.draft: []}
     for each, works in seen.items():
@@ -233,10 +233,10 @@ def test_sums_are_warmed_up_with_each_number_of_tokens_once(make_engine, monkeyp
 def test_graphs_of_the_draft_model_are_captured_by_turns(make_engine, replays) -> None:
     """From the first capture ahead on, steps of neither model capture."""
     engine = make_engine(max_num_seqs=4)
-    runner = engine._runner
     draft = make_model()
     patch(draft)
-    runner.draft = ModelRunner(draft, engine.config, drafting=True)
+    draft_runner = ModelRunner(draft, engine.config, drafting=True)
+    runner = engine._runner = ModelRunner(engine._runner.model, engine.config, draft=draft_runner)
     runner.allocate(engine.config.num_pages, engine.config.max_model_len)
     runner.make_graphs()
     assert engine.prepare_one()
