@@ -407,6 +407,7 @@ def _define(faults: tuple[tuple[str, str], ...]) -> dict[str, Any]:
         "BLOCK_KEYS": BLOCK_KEYS.value,
         "RAGGED": kernel_types.RAGGED.value,
         "COUNTS": splits.COUNTS,
+        "OUTPUT": tile_schedule.OUTPUT,
         "P_STAGES": latent_tiles.P_STAGES,
         "ROPE_COLUMNS": latent_tiles.ROPE_COLUMNS,
         "VALUE_PARTS": latent_tiles.VALUE_PARTS,
