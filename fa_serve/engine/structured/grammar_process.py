@@ -21,7 +21,7 @@ this one. A schema with 1,000 patterns needs less than a third of it. A state of
 def prepare(given: dict[str, Any]) -> Callable[[bytes], bytes]:
     """Load the tables of a tokenizer. The function takes a grammar and returns its error and its bytes, in JSON.
 
-    given: the tokenizer as JSON text, the size of the vocabulary, the ids that end an answer
+    given: the tokenizer as JSON text, the number of bits of a mask, the ids that end an answer
     """
     import llguidance
 

@@ -18,6 +18,9 @@ grammar. Therefore each request has a budget for slow masks, and its matchers (m
 Compiled grammars are kept for later requests, up to a number of bytes. Grammars that are not used for IDLE_SECONDS are kept
 only up to a smaller number.
 
+A tokenizer may have more tokens than the model has logits, or fewer. llguidance knows all of them, and a mask has the words of
+the logits. A token beyond the logits is never allowed, and neither is a logit beyond the tokens.
+
 JSON may contain at most 20 characters of whitespace at one place, because some models would write nothing else. Left out: where
 a mask meets the logits (sampler.py). Source: llguidance, https://github.com/guidance-ai/llguidance.
 """
@@ -93,14 +96,16 @@ class _Row:
 class Grammars:
     """Compiles and keeps grammars. Safe to use from any thread.
 
-    tokenizer: a fast tokenizer of transformers, or None; without one every grammar is refused
-    end_ids:   the tokens that end an answer
-    config:    bytes of compiled grammars that are kept, and limits of a trial
+    tokenizer:  a fast tokenizer of transformers, or None; without one every grammar is refused
+    vocab_size: how many logits the model has; the tokenizer may have fewer or more tokens
+    end_ids:    the tokens that end an answer
+    config:     bytes of compiled grammars that are kept, and limits of a trial
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, end_ids: Collection[int], config: EngineConfig | None = None) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
+        self._num_bits = vocab_size  # of llguidance's masks: the logits and the tokens, whichever are more
         self._end_ids = sorted(end_ids)
         self._config = config or EngineConfig()
         self._lock = threading.Lock()
@@ -155,13 +160,12 @@ class Grammars:
                 num_bytes = result["bytes"]
                 error = result["error"]
             matcher = None if error else _compile(llguidance, tables, grammar)
-            if matcher is not None and matcher.is_error():
-                error = matcher.get_error()
+            if matcher is not None and (error := self._error(matcher)):
                 matcher = None
             if matcher is None:
                 num_bytes = 0
             else:
-                num_bytes += self._vocab_size // 8  # the first mask
+                num_bytes += self._num_bits // 8  # the first mask
             kept = _Kept(matcher, error.strip()[:MAX_REASON], max(num_bytes, len(grammar), MIN_BYTES))
             self._keep(grammar, kept)
         if kept.matcher is None:
@@ -201,8 +205,8 @@ class Grammars:
     ) -> tuple[NDArray[np.int32], list[int]]:
         """The masks of a step, (n, ceil(vocab_size / 32)), and which matchers' masks are late because others were slow.
 
-        Bit t % 32 of word t // 32 is 1 if token t may come next in the answer of a row. A matcher with an error, or with a late
-        mask, has no tokens. The matchers do not advance.
+        Bit t % 32 of word t // 32 is 1 if token t may come next in the answer of a row. Bits beyond the vocabulary are 0. A
+        matcher with an error, or with a late mask, has no tokens. The matchers do not advance.
 
         clients: who has sent the request of each matcher. While masks are slow, the client that has taken the least time is
                  next, so that fast masks of one client do not wait for slow ones of another client
@@ -211,7 +215,7 @@ class Grammars:
         """
         drafts = drafts or [[]] * len(matchers)
         ends = list(accumulate(1 + len(own) for own in drafts))
-        words = np.full((ends[-1], -(-self._vocab_size // 32)), -1, dtype=np.int32)
+        words = np.full((ends[-1], -(-self._num_bits // 32)), -1, dtype=np.int32)
         rows: list[_Row] = []
         for index, (matcher, own, end) in enumerate(zip(matchers, drafts, ends, strict=True)):
             first = end - 1 - len(own)
@@ -231,7 +235,24 @@ class Grammars:
         for row in rows:
             if not row.drafts and row.index not in indices:
                 row.matcher.keep_first(words[row.first])
-        return words, indices
+        return self._of_logits(words), indices
+
+    def _of_logits(self, words: NDArray[np.int32]) -> NDArray[np.int32]:
+        """The words of the logits of llguidance's masks. Bits beyond the logits are cleared in place."""
+        words = words[..., : -(-self._vocab_size // 32)]
+        if surplus := -self._vocab_size % 32:
+            words[..., -1] &= np.int32(0x7FFFFFFF >> (surplus - 1))
+        return words
+
+    def _error(self, matcher: Any) -> str:
+        """Why no answer of the model can follow the grammar, or ""."""
+        if matcher.is_error():
+            return str(matcher.get_error())
+        if self._num_bits > self._vocab_size:
+            first = np.frombuffer(matcher.compute_bitmask(), dtype=np.int32).copy()
+            if not self._of_logits(first).any():
+                return f"it begins with tokens that the model does not have, whose ids are below {self._vocab_size}"
+        return ""
 
     def _fill_slices(self, rows: Sequence[_Row], words: NDArray[np.int32]) -> int:
         """Fill rows side by side while that is fast. Returns how many are done."""
@@ -294,14 +315,25 @@ class Grammars:
                 if self._tokenizer is None:
                     rule = "be None because this engine has no tokenizer"
                     raise ParameterError("structured", rule, structured, "no_tokenizer")
-                end_ids = self._end_ids or [x for x in [self._tokenizer.eos_token_id] if x is not None]
+                backend = self._tokenizer.backend_tokenizer
+                num_tokens = backend.get_vocab_size(with_added_tokens=True)
+                # llguidance takes those of the tokenizer only
+                given_ends = [token for token in self._end_ids if token < num_tokens]
+                end_ids = given_ends or [x for x in [self._tokenizer.eos_token_id] if x is not None]
                 if not end_ids:
                     rule = "be None because neither the model nor the tokenizer names an end-of-sequence token"
                     raise ParameterError("structured", rule, structured, "unsupported")
-                text = self._tokenizer.backend_tokenizer.to_str()
-                self._tables = llguidance.LLTokenizer(text, n_vocab=self._vocab_size, eos_token=end_ids)
+                text = backend.to_str()
+                num_bits = max(self._vocab_size, num_tokens)
+                try:
+                    self._tables = llguidance.LLTokenizer(text, n_vocab=num_bits, eos_token=end_ids)
+                except ValueError as unreadable:
+                    reason = str(unreadable)[:MAX_REASON]
+                    rule = f"be None because llguidance cannot read this model's tokenizer ({reason})"
+                    raise ParameterError("structured", rule, structured, "unsupported") from None
+                self._num_bits = num_bits
                 self._executor = llguidance.LLExecutor()
-                given = {"tokenizer": text, "vocab_size": self._vocab_size, "end_ids": end_ids}
+                given = {"tokenizer": text, "vocab_size": num_bits, "end_ids": end_ids}
                 limits = TrialLimits("compile", self._config.grammar_timeout, self._config.grammar_memory, "grammar")
                 self._trials = Trials(grammar_process.__file__, given, limits, STACK)
             return self._tables
