@@ -44,6 +44,7 @@ from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.grammar_process import STACK, compiled
 from fa_serve.engine.matcher import FirstMask, Matcher
 from fa_serve.engine.sampling_params import MAX_STRUCTURED, StructuredOutput
+from fa_serve.engine.schema_references import check_references
 from fa_serve.engine.trial_process import NICE
 from fa_serve.engine.trials import Trial, TrialError, TrialLimits, Trials
 from fa_serve.spec import ParameterError
@@ -154,10 +155,9 @@ class Grammars:
                     raise ParameterError(field, str(refused), getattr(structured, field)) from None
                 num_bytes = result["bytes"]
                 error = result["error"]
-            matcher = None if error else _compile(llguidance, tables, grammar)
-            if matcher is not None and matcher.is_error():
-                error = matcher.get_error()
-                matcher = None
+            matcher = None
+            if not error:
+                matcher, error = _compile(llguidance, tables, grammar)
             if matcher is None:
                 num_bytes = 0
             else:
@@ -307,13 +307,13 @@ class Grammars:
             return self._tables
 
 
-def _compile(llguidance: Any, tables: Any, grammar: str) -> Any:
-    """Compile in a thread with a stack of STACK bytes and a low priority. The thread does not keep the process alive.
+def _compile(llguidance: Any, tables: Any, grammar: str) -> tuple[Any, str]:
+    """`compiled` in a thread with a stack of STACK bytes and a low priority. The thread does not keep the process alive.
 
     Python sets the stack size for all threads that start meanwhile. That costs only address space, because memory that is
     never touched is never allocated.
     """
-    results: list[Any] = []
+    results: list[tuple[Any, str]] = []
 
     def work() -> None:
         with contextlib.suppress(OSError, AttributeError):  # on Linux each thread has a priority
@@ -348,4 +348,5 @@ def _grammar(matcher: Any, structured: StructuredOutput) -> tuple[str, str]:
         raise ParameterError("json_schema", f"be JSON ({error})", given) from None
     if not isinstance(schema, dict):
         raise ParameterError("json_schema", "be a JSON object", schema)
+    check_references(schema)
     return "json_schema", matcher.grammar_from_json_schema(schema, overrides=WHITESPACE)

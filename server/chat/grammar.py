@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fa_serve.engine import StructuredOutput
+from fa_serve.engine.schema_references import check_references
 from fa_serve.engine.structured import WHITESPACE
 
 from .conversation import Tool
@@ -97,6 +98,8 @@ def _with_escaped_slashes(regex: str) -> str:
 
 
 def _json(schema: Mapping[str, Any]) -> str:
+    """Raises ParameterError for a schema with a reference that never ends."""
+    check_references(schema)
     return "%json " + json.dumps({**schema, "x-guidance": WHITESPACE})
 
 
