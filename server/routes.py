@@ -33,7 +33,7 @@ from .dialects.anthropic_request import CountTokensRequest, MessagesRequest
 from .dialects.responses_answer import ResponsesAnswer
 from .dialects.responses_replies import ResponseObject
 from .dialects.responses_request import ResponsesRequest
-from .errors import ApiError, BadRequest, Unavailable, response_to, validation_refused
+from .errors import MAX_NAME, ApiError, BadRequest, HttpError, Unavailable, response_to, validation_refused
 from .replies import ChatCompletion, Completion, DetokenizeReply, ErrorReply, ModelCard, ModelList, TokenizeReply, TokenizerInfo
 from .schemas import CompletionRequest, DetokenizeRequest
 from .service import Service
@@ -55,6 +55,16 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 ANTHROPIC_ERRORS = {status: each | {"model": AnthropicErrorReply} for status, each in ERRORS.items()}
 ANTHROPIC_VERSIONS = ("2023-06-01", "2026-10-21")
 JSON_TYPE = re.compile(r"application/([^;]+\+)?json\s*(;|$)", re.IGNORECASE)
+FOREIGN = {
+    b"\x1f\x8b": "compressed with gzip",
+    b"\x28\xb5\x2f\xfd": "compressed with zstd",
+    b"\xef\xbb\xbf": "UTF-8 behind a byte order mark",
+    b"\xff\xfe": "UTF-16 or UTF-32",
+    b"\xfe\xff": "UTF-16",
+    b"\x00": "UTF-16 or UTF-32",
+    b"{\x00": "UTF-16 or UTF-32",
+}
+"""What a body is that begins so, and that is no JSON."""
 STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 
 
@@ -63,7 +73,9 @@ def strict_json(content: bytes) -> Any:
     try:
         return from_json(content, allow_inf_nan=False, cache_strings="keys")
     except ValueError as error:
-        raise HTTPException(400, f"The body is not valid JSON: {error}.") from None
+        kind = next((kind for begin, kind in FOREIGN.items() if content.startswith(begin)), None)
+        reason = str(error) if kind is None else f"it is {kind}. Send plain JSON in UTF-8"
+        raise HTTPException(400, f"The body is not valid JSON: {reason}.") from None
 
 
 class BodyRoutes:
@@ -93,6 +105,7 @@ class BodyRoutes:
 
     async def _body(self, model: type[BaseModel], scope: asgi.Scope, receive: asgi.Receive) -> Any:
         service = self._service
+        _require_plain(header(scope, b"content-encoding"))
         content = await _received(receive)
         if not JSON_TYPE.match(header(scope, b"content-type")):
             content = b""
@@ -104,6 +117,15 @@ class BodyRoutes:
         if received:
             received.release()
         return body
+
+
+def _require_plain(coding: str) -> None:
+    """Raise a 415 for a compressed body: a small one can become gigabytes, so none is unpacked."""
+    if coding.strip().lower() not in ("", "identity"):
+        message = (
+            f"The body must not be compressed, got Content-Encoding: {coding[:MAX_NAME]}. Send plain JSON without this header."
+        )
+        raise HttpError(415, message, code="unsupported_content_encoding")
 
 
 async def _received(receive: asgi.Receive) -> bytes:

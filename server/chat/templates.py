@@ -22,7 +22,7 @@ from pydantic_core import to_json
 
 from fa_serve.sandbox.trials import Trial
 
-from ..errors import BadRequest
+from ..errors import BadRequest, HttpError
 from .reasoning import CLOSING, OPENING
 from .template_process import MAX_REASON
 from .tools import ToolFormat, detect_format
@@ -35,9 +35,12 @@ FAILURES = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, 
 
 
 class Template:
-    def __init__(self, tokenizer: Any, text: str):
+    """fault: what a template of the model must do and does not, which no request can repair; None if nothing is known"""
+
+    def __init__(self, tokenizer: Any, text: str, fault: str | None = None):
         self._tokenizer = tokenizer
         self._text = text
+        self._fault = fault
 
     @cached_property
     def names(self) -> set[str]:
@@ -45,6 +48,7 @@ class Template:
         try:
             return {value for _, kind, value in jinja2.Environment().lex(self._text) if kind == "name"}
         except jinja2.TemplateSyntaxError as error:
+            self._refuse_if_broken()
             raise BadRequest(f"The chat template is not valid: {error}.", param="chat_template") from None
 
     def reads(self, variable: str) -> bool:
@@ -90,11 +94,22 @@ class Template:
             else:
                 text = self._render_on_trial(messages, tools, variables, trial)
         except FAILURES as error:
+            self._refuse_if_broken()
             refusal = f"The chat template refuses these messages: {error!s:.{MAX_REASON}}."
             raise BadRequest(refusal, param="messages") from None
         prompt = str(text)
+        if not prompt.strip():
+            self._refuse_if_broken()
         _require_unusual_roles(messages, prompt)
         return prompt
+
+    def _refuse_if_broken(self) -> None:
+        if self._fault is not None:
+            message = (
+                f"This model's chat template is broken: it {self._fault}. The operator can replace it with --chat-template. "
+                "/v1/completions needs no template."
+            )
+            raise HttpError(501, message, code="broken_chat_template")
 
     def _render_on_trial(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, variables: dict[str, Any], trial: Trial

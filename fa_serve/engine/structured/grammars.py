@@ -47,6 +47,7 @@ from fa_serve.engine.request.params import MAX_STRUCTURED, StructuredOutput
 from fa_serve.engine.structured import grammar_process
 from fa_serve.engine.structured.grammar_process import STACK, compiled
 from fa_serve.engine.structured.matcher import FirstMask, Matcher
+from fa_serve.engine.structured.schema_references import check_references
 from fa_serve.sandbox.trial_process import NICE
 from fa_serve.sandbox.trials import Trial, TrialError, TrialLimits, Trials
 from fa_serve.spec import ParameterError
@@ -159,8 +160,10 @@ class Grammars:
                     raise ParameterError(field, str(refused), getattr(structured, field)) from None
                 num_bytes = result["bytes"]
                 error = result["error"]
-            matcher = None if error else _compile(llguidance, tables, grammar)
-            if matcher is not None and (error := self._error(matcher)):
+            matcher = None
+            if not error:
+                matcher, error = _compile(llguidance, tables, grammar)
+            if matcher is not None and (error := self._beyond_logits(matcher)):
                 matcher = None
             if matcher is None:
                 num_bytes = 0
@@ -244,10 +247,8 @@ class Grammars:
             words[..., -1] &= np.int32(0x7FFFFFFF >> (surplus - 1))
         return words
 
-    def _error(self, matcher: Any) -> str:
-        """Why no answer of the model can follow the grammar, or ""."""
-        if matcher.is_error():
-            return str(matcher.get_error())
+    def _beyond_logits(self, matcher: Any) -> str:
+        """Why no answer of the model can follow the grammar, although an answer in the tokenizer's tokens can, or ""."""
         if self._num_bits > self._vocab_size:
             first = np.frombuffer(matcher.compute_bitmask(), dtype=np.int32).copy()
             if not self._of_logits(first).any():
@@ -339,13 +340,13 @@ class Grammars:
             return self._tables
 
 
-def _compile(llguidance: Any, tables: Any, grammar: str) -> Any:
-    """Compile in a thread with a stack of STACK bytes and a low priority. The thread does not keep the process alive.
+def _compile(llguidance: Any, tables: Any, grammar: str) -> tuple[Any, str]:
+    """`compiled` in a thread with a stack of STACK bytes and a low priority. The thread does not keep the process alive.
 
     Python sets the stack size for all threads that start meanwhile. That costs only address space, because memory that is
     never touched is never allocated.
     """
-    results: list[Any] = []
+    results: list[tuple[Any, str]] = []
 
     def work() -> None:
         with contextlib.suppress(OSError, AttributeError):  # on Linux each thread has a priority
@@ -380,4 +381,5 @@ def _grammar(matcher: Any, structured: StructuredOutput) -> tuple[str, str]:
         raise ParameterError("json_schema", f"be JSON ({error})", given) from None
     if not isinstance(schema, dict):
         raise ParameterError("json_schema", "be a JSON object", schema)
+    check_references(schema)
     return "json_schema", matcher.grammar_from_json_schema(schema, overrides=WHITESPACE)
