@@ -2,7 +2,7 @@
 
     queue = CostQueue()                          # of a thread; locks are its owner's
     queue.put(client, job)
-    client, job = queue.get()                    # of the client whose work has cost least
+    job = queue.get()                            # of the client whose work has cost least
     queue.charge(client, seconds)
 
     costs = Costs()                              # of the event loop
@@ -41,10 +41,12 @@ FREE_SECONDS = 0.1
 """A client with a smaller debt does not wait."""
 REQUEST_SECONDS = 0.0003
 """What a request costs besides the work that is measured: its connection, its head, its answer and its line in the log."""
+SEQUENCE_SECONDS = 0.0002
+"""What the event loop does for a sequence before its first token."""
 ITERATION_SECONDS = 0.002
 """Of work in one iteration of the event loop, after which the next request takes its turn in the next iteration."""
 MAX_WAITING = 256
-"""Requests of one client that may wait for their turn."""
+"""Requests of one client that may wait because of its debt."""
 MAX_ACCOUNTS = 4096
 """Clients that wait for nothing and whose costs are remembered."""
 
@@ -85,8 +87,8 @@ class CostQueue(Generic[T]):
             self._waiting[client] = account
         account.waiting.append(job)
 
-    def get(self, may_go: Callable[[Hashable], bool] = lambda _: True) -> tuple[Hashable, T] | None:
-        """The next job of a client that `may_go`, and whose it is. None if there is no such client."""
+    def get(self, may_go: Callable[[Hashable], bool] = lambda _: True) -> T | None:
+        """The next job of a client that `may_go`. None if there is no such client."""
         able = [client for client in self._waiting if may_go(client)]
         if not able:
             return None
@@ -100,7 +102,7 @@ class CostQueue(Generic[T]):
             self._waiting.move_to_end(client)
         else:
             del self._waiting[client]
-        return client, job
+        return job
 
     def charge(self, client: Hashable, seconds: float) -> None:
         """Work of this client has cost so much."""
@@ -165,9 +167,10 @@ class Costs:
         """Return when the client's work may go on. Raises TooManyRequests if many requests of the client wait already."""
         client = bill.client
         count = self._queue.count(client)
-        if not count and self._used < ITERATION_SECONDS and not self._wait(client, self._clock()):
+        wait = self._wait(client, self._clock())
+        if not count and self._used < ITERATION_SECONDS and not wait:
             return
-        if count >= MAX_WAITING:
+        if wait and count >= MAX_WAITING:
             message = (
                 f"{MAX_WAITING} requests of this client wait already, because many before them were refused, or asked for no "
                 "tokens. Try again later, with fewer requests at once."
@@ -185,12 +188,21 @@ class Costs:
         try:
             yield
         finally:
-            seconds = time.thread_time() - begin
-            bill.seconds += seconds
-            self._queue.charge(bill.client, seconds)
-            if not self._used:
-                asyncio.get_running_loop().call_soon(self._begin_iteration)
-            self._used += seconds
+            self._charge(bill, time.thread_time() - begin)
+
+    async def begin_sequences(self, count: int) -> None:
+        """Wait for the turn of the current task's client, before it begins so many sequences of one prompt."""
+        bill = BILL.get()
+        if bill is not None:
+            await self.take_turn(bill)
+            self._charge(bill, count * SEQUENCE_SECONDS)
+
+    def _charge(self, bill: Bill, seconds: float) -> None:
+        bill.seconds += seconds
+        self._queue.charge(bill.client, seconds)
+        if not self._used:
+            asyncio.get_running_loop().call_soon(self._begin_iteration)
+        self._used += seconds
 
     def settle(self, bill: Bill, unpaid: bool) -> None:
         """The request has ended. unpaid: nothing but its bill counts what it has cost"""
@@ -243,7 +255,7 @@ class Costs:
         self._timer = None
         now = self._clock()
         while found := self._queue.get(lambda client: not self._wait(client, now)):
-            client, (bill, turn) = found
+            bill, turn = found
             if turn.done():  # its task has ended
                 continue
             turn.set_result(None)

@@ -66,9 +66,9 @@ class _Turns:
     def get(self) -> _Job:
         """Wait for a job."""
         with self._condition:
-            while (found := self._queue.get()) is None:
+            while (job := self._queue.get()) is None:
                 self._condition.wait()
-            return found[1]
+            return job
 
     def charge(self, job: _Job) -> None:
         with self._condition:

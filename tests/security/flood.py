@@ -4,9 +4,9 @@
     ...
     counts = flood.stop()                                    # {"200": 1234, "404": 7, "closed": 0}
 
-A thread of the tests that speaks HTTP through a library sends a hundred requests a second. This process sends thousands, so that
-the server is what is measured. It runs at a low priority, because an attacker has another machine. Run as a script, this file
-is that process; it imports nothing outside the standard library.
+A thread of the tests that speaks HTTP through a library sends a hundred requests a second. This process sends thousands, so
+that the server is what is measured. It runs at a low priority, because an attacker has another machine. Run as a script, this
+file is that process; it imports nothing outside the standard library.
 """
 
 from __future__ import annotations
