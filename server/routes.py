@@ -23,6 +23,7 @@ from .answers.answer import Answer
 from .answers.completion import CompletionAnswer
 from .answers.size import SMALL, TEXT, written_in_steps
 from .answers.streaming import EventStream, WholeReply
+from .bounds.costs import Bill
 from .bounds.guard import SMALL_BODY, ReceivedBody, header
 from .bounds.json_bounds import JsonTotal
 from .chat.answer import ChatAnswer
@@ -110,8 +111,11 @@ class BodyRoutes:
         if not JSON_TYPE.match(header(scope, b"content-type")):
             content = b""
         received: ReceivedBody | None = scope["state"].get("received_body")
+        bill: Bill = scope["state"]["bill"]
+        await service.costs.take_turn(bill)
         if len(content) <= SMALL_BODY:
-            body = _validated(content, model, service)
+            with service.costs.work(bill):
+                body = _validated(content, model, service)
         else:
             body = await service.parse(lambda: _validated(content, model, service), received.owner if received else None)
         if received:
@@ -142,8 +146,12 @@ async def _received(receive: asgi.Receive) -> bytes:
 
 
 def _validated(content: bytes, model: type[BaseModel], service: Service) -> Any:
+    """The body as its model. What is quick to check comes before the validation, which may take milliseconds."""
+    service.require_ready()
     service.json_bounds.check(content)
     values = strict_json(content) if content else None
+    if isinstance(values, dict) and isinstance(name := values.get("model"), str):
+        service.require_model(name)
     limit = service.settings.max_messages
     for field in ("messages", "input"):
         messages = values.get(field) if isinstance(values, dict) else None
@@ -300,10 +308,8 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
 async def health(service: Shared) -> dict[str, str]:
     """200 while the process can serve or will be able to, which includes loading and draining; 503 if the engine is dead or
     does not answer."""
-    if reason := service.death_reason():
-        raise Unavailable(f"The server is dead: {reason}.")
-    if reason := service.stall_reason():
-        raise Unavailable(f"The server does not answer: {reason}.")
+    if sickness := service.sickness():
+        raise Unavailable(sickness)
     return {"status": "alive"}
 
 
@@ -318,7 +324,7 @@ async def ready(service: Shared) -> dict[str, str]:
 @router.get("/metrics", tags=["Operation"], response_class=PlainTextResponse)
 async def metrics(service: Shared) -> Response:
     """The metrics in Prometheus' text format."""
-    return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+    return Response(await service.scraped.text(), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/", include_in_schema=False)

@@ -176,7 +176,8 @@ class Tokenization:
         return self._parsed(text)
 
     def _parse(self, text: str) -> Template:
-        return Template(self._engine.tokenizer, text, self._faults.get(text))
+        assert self._engine.reader is not None
+        return Template(self._engine.tokenizer, text, self._engine.reader, self._faults.get(text))
 
     async def read_template(self, template: Template, body: ChatRequest | TokenizeRequest, client: str | None) -> None:
         """Let `template.reads` be quick. The operator's template and the model's are read once for all requests."""

@@ -4,7 +4,8 @@
     if template.reads("tools"): ...
     prompt = template.render(messages, tools, {"enable_thinking": False})
 
-A template silently leaves out what it does not know: tools, tool calls, names, variables. Such a request is refused here.
+A template may write a text of the request once for each message, so rendering stops when its output is longer than a prompt can
+be. A template silently leaves out what it does not know: tools, tool calls, names, variables. Such a request is refused here.
 transformers renders templates in jinja2's sandbox. Templates of requests are rendered in another process (template_process.py).
 Which template a request gets is decided in tokenization.py.
 """
@@ -20,11 +21,12 @@ from typing import Any
 import jinja2
 from pydantic_core import to_json
 
+from fa_serve.engine.request.prompts import PromptReader
 from fa_serve.sandbox.trials import Trial
 
-from ..errors import BadRequest, HttpError
+from ..errors import BadRequest, HttpError, parameter_refused
 from .reasoning import CLOSING, OPENING
-from .template_process import MAX_REASON
+from .template_process import MAX_REASON, OutputTooLongError, bound_output
 from .tools import ToolFormat, detect_format
 
 MESSAGE_NAME = re.compile(r"""message(\.name|\[['"]name['"]|\.get\(['"]name['"])""")
@@ -35,11 +37,16 @@ FAILURES = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, 
 
 
 class Template:
-    """fault: what a template of the model must do and does not, which no request can repair; None if nothing is known"""
+    """One chat template.
 
-    def __init__(self, tokenizer: Any, text: str, fault: str | None = None):
+    reader: turns prompts into tokens, and knows how long they may be
+    fault:  what a template of the model must do and does not, which no request can repair; None if nothing is known
+    """
+
+    def __init__(self, tokenizer: Any, text: str, reader: PromptReader, fault: str | None = None):
         self._tokenizer = tokenizer
         self._text = text
+        self._reader = reader
         self._fault = fault
 
     @cached_property
@@ -89,10 +96,14 @@ class Template:
         self._check_variables(variables)
         try:
             if trial is None:
+                bound_output(self._text, self._reader.max_chars)
                 apply = self._tokenizer.apply_chat_template
                 text = apply(messages, tools, chat_template=self._text, tokenize=False, add_generation_prompt=True, **variables)
             else:
                 text = self._render_on_trial(messages, tools, variables, trial)
+        except OutputTooLongError:
+            error = self._reader.too_long(f"more than {self._reader.max_chars}")
+            raise parameter_refused(error, "messages") from None
         except FAILURES as error:
             self._refuse_if_broken()
             refusal = f"The chat template refuses these messages: {error!s:.{MAX_REASON}}."
@@ -123,13 +134,19 @@ class Template:
         reply = json.loads(trial.run(to_json(given)))
         if "error" in reply:
             raise jinja2.TemplateError(reply["error"])
+        if reply["text"] is None:
+            raise OutputTooLongError
         return str(reply["text"])
 
     def _check_variables(self, variables: dict[str, Any]) -> None:
         if not variables:
             return
         reserved = RESERVED | inspect.signature(self._tokenizer.apply_chat_template).parameters.keys()
+        own = {*self._tokenizer.special_tokens_map, *self._tokenizer.SPECIAL_TOKENS_ATTRIBUTES}
         for name in variables:
+            if name in own:
+                message = f"chat_template_kwargs must not set {name}, which the chat template takes from the tokenizer."
+                raise BadRequest(message, param="chat_template_kwargs")
             if name in reserved or not self.reads(name):
                 message = f"chat_template_kwargs must hold variables that the chat template reads, got {name!r}."
                 raise BadRequest(message, param="chat_template_kwargs")

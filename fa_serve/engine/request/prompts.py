@@ -64,8 +64,7 @@ class PromptReader:
         """
         if len(text) > self.max_chars:
             # Tokenizing many megabytes takes a thread several seconds, and the text would be refused anyway.
-            limit = f"{self._max_model_len} tokens, and so have at most {self.max_chars} characters"
-            raise ParameterError("prompt", f"be shorter than max_model_len = {limit}", len(text), "context_length_exceeded")
+            raise self.too_long(len(text))
         try:
             num_bytes = len(text.encode())
         except UnicodeEncodeError as error:
@@ -75,6 +74,11 @@ class PromptReader:
             self._require_few_ids(text)
         ids: list[int] = self._encoding(text, special_tokens).ids
         return ids
+
+    def too_long(self, length: int | str) -> ParameterError:
+        """The error about a text with more than `max_chars` characters."""
+        limit = f"{self._max_model_len} tokens, and so have at most {self.max_chars} characters"
+        return ParameterError("prompt", f"be shorter than max_model_len = {limit}", length, "context_length_exceeded")
 
     def _encoding(self, text: str, special_tokens: bool) -> Any:
         return self._tokenizer.backend_tokenizer.encode_batch_fast([text], add_special_tokens=special_tokens)[0]
