@@ -12,6 +12,7 @@ from tiny_models import make_model, make_tokenizer
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from fa_serve.engine import Engine, EngineConfig
+from fa_serve.engine.parallel.ranks import Ranks
 from fa_serve.engine.process import engine_process
 from fa_serve.engine.runner import cuda_graphs
 
@@ -32,9 +33,11 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrained
 
 @pytest.fixture
 def make_engine(tokenizer: PreTrainedTokenizerFast) -> Callable[..., Engine]:
-    def make(family: str = "llama", *, model: PreTrainedModel | None = None, **settings: Any) -> Engine:
+    def make(
+        family: str = "llama", *, model: PreTrainedModel | None = None, ranks: Ranks | None = None, **settings: Any
+    ) -> Engine:
         config = EngineConfig(**{"device": "cpu", "num_pages": 128, "page_size": 4, "max_num_seqs": 8, "seed": 0} | settings)
-        return Engine(config, model=model or make_model(family), tokenizer=tokenizer)
+        return Engine(config, model=model or make_model(family), tokenizer=tokenizer, ranks=ranks)
 
     return make
 
