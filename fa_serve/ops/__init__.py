@@ -101,7 +101,7 @@ def linear(
 
     On a GPU a single token takes one kernel; more tokens take PyTorch's product and one kernel each for the norm and the gate.
     The product with a quantised weight is that with its matrix in x's dtype, unless activations are rounded to float8 as well
-    (products/quantised/product.py).
+    (products/table.py).
 
     x:           (total, k), or what a call with this weight as `next_weight` returned
     weight:      (n, k), contiguous, or a QuantizedWeight of that shape

@@ -214,12 +214,12 @@ _ACTIVATIONS = (
 
 
 def gated_values(gate: Any, up: Any, slope: float, limit: float, offset: float, kind: int) -> Any:
-    """`experts_primitives.gated_values`, whose source is written in Triton."""
+    """`experts.primitives.gated_values`, whose source is written in Triton."""
     return _ACTIVATIONS[kind](gate.clamp(max=limit) * slope) / slope * (up.clamp(-limit, limit) + offset)
 
 
 def _store_product(y: Any, out: _Pointer, residual: _Pointer | None, alpha: float, offsets: Any, keep: Any) -> None:
-    """`linear_kernel.store_product`, whose source is written in Triton."""
+    """`row.store_product`, whose source is written in Triton."""
     if residual is not None:
         y = (residual + offsets).load(keep).to(torch.float32) + alpha * y
     (out + offsets).store(y.to(out.dtype.element_ty), keep)

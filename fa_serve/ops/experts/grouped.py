@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fa_serve.backends.triton.primitives import wait_for_previous_kernel
 from fa_serve.launching.launch import Launch, launch_options, power_of_2
-from fa_serve.ops.experts.order import ExpertProduct, Places, find_tile, most_tiles
+from fa_serve.ops.experts.order import ExpertProduct, Places, find_pair_tile, most_tiles
 from fa_serve.ops.experts.primitives import (
     expert_tensors,
     gate_numbers,
@@ -87,7 +87,7 @@ def _grouped_linear(
     wait_for_previous_kernel(PDL)
     COLUMNS: tl.constexpr = N * (2 if GATED else 1)
     tiles_n = tl.cdiv(COLUMNS, BLOCK_N)
-    expert, first, end = find_tile(starts_ptr, tl.program_id(0) // tiles_n, NUM_EXPERTS, BLOCK_E, BLOCK_M)
+    expert, first, end = find_pair_tile(starts_ptr, tl.program_id(0) // tiles_n, NUM_EXPERTS, BLOCK_E, BLOCK_M)
     if expert >= NUM_EXPERTS:
         return
     places = first + tl.arange(0, BLOCK_M)

@@ -61,7 +61,7 @@ class MatrixVariant:
     n, k:       outputs and columns
     gated:      the input has a row for each token, and the output for each place in the order of experts; an output is gated
                 from two rows of the weights. Else the input has a row for each place, and the output for each pair
-    step, up, kind: see `experts_primitives.rows_of_outputs`; limited: the gate has a limit
+    step, up, kind: see `experts.primitives.rows_of_outputs`; limited: the gate has a limit
     transposed: the columns of weights are contiguous
     """
 
@@ -397,7 +397,7 @@ def experts_matrix(
     stride_be,
     var: gl.constexpr,
 ):
-    """tiles: (tiles, 3) int32, as `experts_kernel._list_tiles` writes them; order: as `experts_kernel._sort_pairs` does"""
+    """tiles: (tiles, 3) int32, as `order._list_tiles` writes them; order: as `order._sort_pairs` does"""
     STAGES: gl.constexpr = var.tile.stages
     LAYOUT: gl.constexpr = w_desc.layout
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()

@@ -64,7 +64,7 @@ def _sort_pairs(index_ptr, order_ptr, starts_ptr, pairs, BLOCK: tl.constexpr, PD
 
 
 @triton.jit
-def find_tile(starts_ptr, tile, NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
+def find_pair_tile(starts_ptr, tile, NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
     """The expert of a tile, the first of its rows, and the end of that expert's rows. The expert is NUM_EXPERTS if there is no
     such tile."""
     experts = tl.arange(0, BLOCK_E)
@@ -83,10 +83,10 @@ def find_tile(starts_ptr, tile, NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr
 def _list_tiles(
     starts_ptr, tiles_ptr, NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, PDL: tl.constexpr
 ):
-    """Program i writes what `find_tile` finds for tile i: (tiles, 3) int32. A tile that does not exist has no rows."""
+    """Program i writes what `find_pair_tile` finds for tile i: (tiles, 3) int32. A tile that does not exist has no rows."""
     wait_for_previous_kernel(PDL)
     tile = tl.program_id(0)
-    expert, first, end = find_tile(starts_ptr, tile, NUM_EXPERTS, BLOCK_E, BLOCK_M)
+    expert, first, end = find_pair_tile(starts_ptr, tile, NUM_EXPERTS, BLOCK_E, BLOCK_M)
     tl.store(tiles_ptr + 3 * tile, expert)
     tl.store(tiles_ptr + 3 * tile + 1, first)
     tl.store(tiles_ptr + 3 * tile + 2, end)

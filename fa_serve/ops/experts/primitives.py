@@ -21,7 +21,7 @@ from fa_serve.ops.ops_backend import Gate, Weight
 from fa_serve.ops.products.problem import Product, converts_float8
 from fa_serve.ops.products.quantised.primitives import kernel_values
 from fa_serve.ops.products.quantised.tiles import count_parts, unit_columns
-from fa_serve.ops.products.quantised.weight import BLOCK, QuantizedWeight
+from fa_serve.ops.products.quantised.weight import BLOCK_COLUMNS, QuantizedWeight
 
 
 @triton.jit
@@ -81,5 +81,5 @@ def kernel_constants(product: Product, *, by_rows: bool = False) -> tuple[int, i
     """GROUP, VALUES and PARTS of the kernels. by_rows: columns are read in units, and not in blocks"""
     if product.values == "float":
         return 0, 0, 1
-    unit = unit_columns(product) if by_rows else BLOCK
+    unit = unit_columns(product) if by_rows else BLOCK_COLUMNS
     return product.group, kernel_values(product), count_parts(product, unit)

@@ -1,6 +1,6 @@
 """The products of quantised experts on Hopper, in Gluon: unpacked weights from registers to `wgmma`.
 
-A program multiplies BLOCK_N rows of one expert's weights with up to BLOCK_M of its pairs, as `experts_kernel._grouped_linear`
+A program multiplies BLOCK_N rows of one expert's weights with up to BLOCK_M of its pairs, as `grouped._grouped_linear`
 does. Weights become pairs of numbers (products/quantised/pairs.py), which takes 2.9 to 4.3 instructions for a weight with
 everything in the loop, where the portable kernel takes 5.0 to 8.9. They are unpacked while the tensor cores multiply the half
 of a block before them. Columns are copied to shared memory asynchronously, the input a half of a block ahead and the weights at
@@ -109,9 +109,9 @@ def _grouped_wgmma(
     SPLITS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """A program computes one tile of the output, as `experts_kernel._grouped_linear` does.
+    """A program computes one tile of the output, as `grouped._grouped_linear` does.
 
-    tiles: (tiles, 3) int32, as `experts_kernel._list_tiles` writes them; None for one expert that has all `pairs`
+    tiles: (tiles, 3) int32, as `order._list_tiles` writes them; None for one expert that has all `pairs`
     order: None if outputs are in the order of the input's rows
     data:  of float8 weights, int16
     out:   with SPLITS above 1, for one expert, (SPLITS, pairs, N) float32

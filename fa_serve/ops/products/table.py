@@ -48,7 +48,7 @@ from fa_serve.ops.products.conditions import (
     refuses_unpack_wgmma,
 )
 from fa_serve.ops.products.problem import Product
-from fa_serve.ops.products.quantised.tiles import float8_tile, gemv_tile, unpack_row_tile, unpack_tile, wgmma_tile
+from fa_serve.ops.products.quantised.tiles import float8_tile, gemv_tile, unpack_linear_tile, unpack_row_tile, wgmma_tile
 from fa_serve.ops.products.tiles import invariant_tile, matrix_row_tile
 
 QUANTISED = ("int4", "float4", "float8")
@@ -218,7 +218,7 @@ KERNELS: tuple[Kernel, ...] = (
         plan=f"{_QUANTISED}.unpack:plan_unpack",
         values=QUANTISED,
         refuses=refuses_unpack,
-        tile=unpack_tile,
+        tile=unpack_linear_tile,
     ),
     Kernel(
         name="dequantise",

@@ -28,7 +28,7 @@ TILE = MatrixTile(128, 3, 2)
 
 
 def list_of_tiles(room: int) -> Tensor:
-    """What `experts_kernel._list_tiles` writes for PAIRS, with room for more tiles than there are."""
+    """What `order._list_tiles` writes for PAIRS, with room for more tiles than there are."""
     tiles = []
     first = 0
     for expert, count in enumerate(PAIRS):

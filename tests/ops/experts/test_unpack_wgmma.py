@@ -39,7 +39,7 @@ TOP_K = 2
 
 
 def tiles_of(block_m: int, room: int) -> Tensor:
-    """What `experts_kernel._list_tiles` writes for PAIRS, with room for more tiles than there are."""
+    """What `order._list_tiles` writes for PAIRS, with room for more tiles than there are."""
     tiles = []
     first = 0
     for expert, count in enumerate(PAIRS):

@@ -24,7 +24,7 @@ from fa_serve.ops.products.quantised.primitives import (
     unpacked_run,
 )
 from fa_serve.ops.products.quantised.tiles import count_parts, run_width
-from fa_serve.ops.products.quantised.weight import BLOCK, QuantizedWeight
+from fa_serve.ops.products.quantised.weight import BLOCK_COLUMNS, QuantizedWeight
 from fa_serve.ops.torch_ops import product as torch_product
 
 _ROWS = 32
@@ -73,10 +73,10 @@ def plan_matrix(product: Product, rows: int | None = None) -> Callable[[Quantize
         return lambda weight: weight.dequantize(dtype)
     n = product.n if rows is None else rows
     k = product.k
-    constants = (product.group, kernel_values(product), count_parts(product, BLOCK), run_width(product))
+    constants = (product.group, kernel_values(product), count_parts(product, BLOCK_COLUMNS), run_width(product))
     launch = Launch(
         _dequantize,
-        triton.cdiv(n, _ROWS) * triton.cdiv(k, BLOCK),
+        triton.cdiv(n, _ROWS) * triton.cdiv(k, BLOCK_COLUMNS),
         varying=(),
         fixed=(n, k, *constants, _ROWS),
         options={"num_warps": 4},

@@ -161,7 +161,7 @@ def _quantized_gemv(
     PROGRAMS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """out = activation of x @ weights + bias, plus what is asked for, as `quantized_kernel._quantized_row` computes it.
+    """out = activation of x @ weights + bias, plus what is asked for, as `unpack._quantized_row` computes it.
 
     GATED: the weights have 2 * N rows. The first half of a tile's rows are gates, the other the rows that they multiply.
     """

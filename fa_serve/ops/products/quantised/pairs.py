@@ -6,7 +6,7 @@ A 32-bit register holds the numbers of two neighbouring columns, so one instruct
 becomes 16 + value in two instructions, and the zero point is subtracted, which is exact. A pair of e2m1 or float8 numbers is
 put into the exponents and mantissas of 16-bit numbers, and one product, which is exact, restores the exponents. Then the scale
 multiplies, and the result is rounded. With the scale, a weight takes 2 instructions for integers, 3 for e2m1 and 2.5 for
-float8. VALUES is that of `quantized_primitives.kernel_values`, and HALF says whether numbers are float16. A NaN in float8
+float8. VALUES is that of `primitives.kernel_values`, and HALF says whether numbers are float16. A NaN in float8
 becomes 480. Left out: kernels (gemv.py, wgmma.py, experts/quantised.py).
 """
 

@@ -5,7 +5,7 @@
     token.store(by_position(x, VALUES))                          # the input in the same order
 
 A thread multiplies the columns whose words it has loaded, 16 bytes at a time, so no weight moves between threads. That makes
-the order of the columns another one than in memory: positions. VALUES is that of `quantized_primitives.kernel_values`, and HALF
+the order of the columns another one than in memory: positions. VALUES is that of `primitives.kernel_values`, and HALF
 says whether numbers are float16. Left out: weights of which several tokens are multiplied (pairs.py).
 """
 
@@ -34,7 +34,7 @@ def by_position(x, VALUES: gl.constexpr):
 
 
 @gluon.jit
-def pairs_of_int4(words, opaque, RUN: gl.constexpr, HALF: gl.constexpr):
+def raised_pairs_of_int4(words, opaque, RUN: gl.constexpr, HALF: gl.constexpr):
     """int32: two numbers 16 + value, of the bits 4 * RUN to 4 * RUN + 3 of each half of words. HALF: whether in float16.
 
     opaque: 1, which the compiler cannot know. So it leaves `(t & mask) | exponent` in one instruction.
@@ -89,7 +89,7 @@ def weights_of_run(found, opaque, RUN: gl.constexpr, VALUES: gl.constexpr, HALF:
         numbers = gl.permute(both_numbers(pairs, HALF), (0, 1, 3, 4, 2, 5))
     else:
         words = found[RUN // 4]
-        numbers = both_numbers(pairs_of_int4(words, opaque, RUN % 4, HALF), HALF)
+        numbers = both_numbers(raised_pairs_of_int4(words, opaque, RUN % 4, HALF), HALF)
     return gl.reshape(numbers, [words.shape[0], words.shape[1], 32])
 
 
@@ -106,7 +106,7 @@ def along(x, DIM: gl.constexpr):
 
 
 @gluon.jit
-def load_groups(ptr, offsets, start, K: gl.constexpr, GROUP: gl.constexpr, BLOCK: gl.constexpr, PARTS: gl.constexpr):
+def load_groups_of_block(ptr, offsets, start, K: gl.constexpr, GROUP: gl.constexpr, BLOCK: gl.constexpr, PARTS: gl.constexpr):
     """PARTS tensors of [warps, BLOCK_N, 1]: scales or zero points of the equal parts of the blocks from columns `start` on.
 
     offsets: [1, BLOCK_N, 1], those of the rows
@@ -142,7 +142,7 @@ def load_block(
     WIDTH: gl.constexpr,
     PARTS: gl.constexpr,
 ):
-    """-> what the warps multiply in a step of a tile: words [warps, 2, BLOCK_N, 16], scales and zero points of `load_groups`.
+    """-> what the warps multiply in a step of a tile: words [warps, 2, BLOCK_N, 16]; scales, zeros as of `load_groups_of_block`.
 
     words:  the row of the tile, the warp, and the offset in a block, of each word
     groups: the row of the tile [1, BLOCK_N, 1], and the warp [warps, 1, 1], of scales
@@ -160,7 +160,7 @@ def load_block(
     rows = row_of(row, tile, N, STORED) * GROUPS
     start = (warp + step * WARPS) * WIDTH
     if GROUP < K:
-        scales = load_groups(scales_ptr, rows, start, K, GROUP, WIDTH, PARTS)
+        scales = load_groups_of_block(scales_ptr, rows, start, K, GROUP, WIDTH, PARTS)
     if zeros_ptr is not None:
-        zeros = load_groups(zeros_ptr, rows, start, K, GROUP, WIDTH, PARTS)
+        zeros = load_groups_of_block(zeros_ptr, rows, start, K, GROUP, WIDTH, PARTS)
     return data, scales, zeros

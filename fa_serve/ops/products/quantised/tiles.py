@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 from fa_serve.launching.sizes import power_of_2
 from fa_serve.ops.products.problem import Product
-from fa_serve.ops.products.quantised.weight import BLOCK, RUN
+from fa_serve.ops.products.quantised.weight import BLOCK_COLUMNS, RUN
 from fa_serve.ops.products.tiles import choose_splits
 
 
 def unit_columns(product: Product) -> int:
     """The columns of a unit of `load_units`."""
-    return BLOCK if product.is_packed else RUN
+    return BLOCK_COLUMNS if product.is_packed else RUN
 
 
 def count_parts(product: Product, unit: int) -> int:
@@ -28,7 +28,7 @@ def count_parts(product: Product, unit: int) -> int:
 
 def run_width(product: Product) -> int:
     """Columns that are multiplied at once: a run of 4-bit weights, or up to 128 columns of a part of float8 weights."""
-    return RUN if product.is_packed else min(128, BLOCK // count_parts(product, BLOCK))
+    return RUN if product.is_packed else min(128, BLOCK_COLUMNS // count_parts(product, BLOCK_COLUMNS))
 
 
 class GemvTile(NamedTuple):
@@ -90,7 +90,7 @@ class UnpackTile(NamedTuple):
     splits: int
 
 
-def unpack_tile(product: Product) -> UnpackTile:
+def unpack_linear_tile(product: Product) -> UnpackTile:
     """The tile of the portable kernel for several tokens. The fastest of five on one H200, for 2 to 128 tokens.
 
     Up to 64 tokens fit into one tile, so weights are read once. float32, which tensor cores do not multiply, takes small tiles.

@@ -26,7 +26,7 @@ from fa_serve.ops.products.quantised.primitives import (
     row_result,
 )
 from fa_serve.ops.products.quantised.tiles import UnpackRowTile, UnpackTile, count_parts, run_width, unit_columns
-from fa_serve.ops.products.quantised.weight import BLOCK, QuantizedWeight
+from fa_serve.ops.products.quantised.weight import BLOCK_COLUMNS, QuantizedWeight
 from fa_serve.ops.products.row import store_product
 from fa_serve.ops.products.split_k import plan_sums
 
@@ -56,7 +56,7 @@ def _quantized_row(
     UNITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The product of one token, with the same steps before and after it as `linear_kernel._linear_row`.
+    """The product of one token, with the same steps before and after it as `row._linear_row`.
 
     GATED: the weights have 2 * N rows; the first N give the gates, the others what the gates are multiplied with.
     """
@@ -221,7 +221,7 @@ def plan_unpack(product: Product, tile: UnpackTile, details: Details) -> Multipl
             product.k,
             product.group,
             kernel_values(product),
-            count_parts(product, BLOCK),
+            count_parts(product, BLOCK_COLUMNS),
             run_width(product),
             tile.block_m,
             tile.block_n,

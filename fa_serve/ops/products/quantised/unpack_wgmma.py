@@ -299,7 +299,7 @@ def _quantized_wgmma(
     OVERLAPPED: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """As `quantized_kernel._quantized_linear`: with SPLITS > 1 out is (SPLITS, M, N) float32, without bias and residual.
+    """As `unpack._quantized_linear`: with SPLITS > 1 out is (SPLITS, M, N) float32, without bias and residual.
 
     data: of float8 weights, int16
     M:    at most BLOCK_M

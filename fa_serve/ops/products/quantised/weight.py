@@ -9,7 +9,7 @@ product needs no other order: in each block of 256 columns, word j of 32 holds i
 shift of 32 neighbouring words gives 32 neighbouring columns. Scales of float8 weights in blocks of 128 x 128 are repeated for
 each row, so that rows of several matrices can be merged in any number. The matrices of a mixture's experts are one weight, in
 which the rows of each expert follow those of the expert before it. Left out: the formats of checkpoints
-(fa_serve.hf.weights.formats) and products (unpack.py, experts/kernel.py).
+(fa_serve.hf.weights.formats) and products (../run.py, experts/run.py).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 
 FLOAT8 = torch.float8_e4m3fn
 LARGEST_FLOAT8 = 448.0
-BLOCK = 256
+BLOCK_COLUMNS = 256
 """Columns of a row that lie in the same 32 words."""
 RUN = 32
 """Neighbouring columns that lie in the same bits of neighbouring words. A group is a whole number of runs."""
@@ -180,9 +180,9 @@ def _zeros(weight: QuantizedWeight) -> Tensor:
 def pack_int4(values: Tensor) -> Tensor:
     """(n, k) integers from 0 to 15 -> (n, 32 * ceil(k / 256)) int32. Columns from k on are 0."""
     n, k = values.shape
-    runs = torch.nn.functional.pad(values, (0, -k % BLOCK)).reshape(n, -1, BLOCK // RUN, RUN)
+    runs = torch.nn.functional.pad(values, (0, -k % BLOCK_COLUMNS)).reshape(n, -1, BLOCK_COLUMNS // RUN, RUN)
     words = torch.zeros(n, runs.shape[1], RUN, dtype=torch.int32, device=values.device)
-    for i in range(BLOCK // RUN):
+    for i in range(BLOCK_COLUMNS // RUN):
         words |= runs[:, :, i].int() << 4 * i
     return words.view(n, -1)
 
@@ -191,7 +191,7 @@ def unpack_int4(words: Tensor, width: int) -> Tensor:
     """The inverse of `pack_int4`: (n, width) uint8."""
     n = words.shape[0]
     blocks = words.view(n, -1, RUN)
-    runs = [((blocks >> 4 * i) & 15).to(torch.uint8) for i in range(BLOCK // RUN)]
+    runs = [((blocks >> 4 * i) & 15).to(torch.uint8) for i in range(BLOCK_COLUMNS // RUN)]
     return torch.stack(runs, dim=2).view(n, -1)[:, :width]
 
 

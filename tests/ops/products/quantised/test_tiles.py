@@ -16,8 +16,8 @@ from fa_serve.ops.products.quantised.tiles import (
     gemv_tile,
     run_width,
     unit_columns,
+    unpack_linear_tile,
     unpack_row_tile,
-    unpack_tile,
     wgmma_tile,
 )
 
@@ -55,8 +55,8 @@ def test_portable_tiles_of_one_token(n: int, k: int, values: str, gated: bool, t
 def test_portable_products_of_few_tiles_are_split() -> None:
     """Two programs for each multiprocessor, of 1,024 columns or more."""
     sizes = ((28672, 4096), (6144, 4096), (4096, 14336), (4096, 512))
-    assert [unpack_tile(dense("int4", n, k, tokens=2)).splits for n, k in sizes] == [1, 4, 8, 1]
-    assert unpack_tile(dense("int4", 4096, 14336, tokens=2, dtype=torch.float32)).splits == 1
+    assert [unpack_linear_tile(dense("int4", n, k, tokens=2)).splits for n, k in sizes] == [1, 4, 8, 1]
+    assert unpack_linear_tile(dense("int4", 4096, 14336, tokens=2, dtype=torch.float32)).splits == 1
 
 
 @pytest.mark.parametrize(
