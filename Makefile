@@ -63,7 +63,7 @@ fuzz: $(VENV)/.test ## the fuzzer over all routes for FUZZ_SECONDS (600); a fail
 	FA_SERVE_LOAD=short FA_SERVE_FUZZ_SECONDS=$(FUZZ_SECONDS) FA_SERVE_FUZZ_SEED=$(FUZZ_SEED) $(BIN)/pytest -q -s tests/security/test_fuzz.py
 
 abuse: $(VENV)/.test ## honest streams beside random abuse for an hour (ARGS="--seconds 120")
-	$(BIN)/python benchmarks/abuse.py $(ARGS)
+	$(BIN)/python -m benchmarks.soak.abuse $(ARGS)
 
 test-triton: $(foreach version,$(TRITONS),$(VENV)/triton-$(version)/.installed) ## the kernels compile with the other releases of Triton, those in TRITONS
 	for version in $(TRITONS); do PYTHONPATH=$(VENV)/triton-$$version $(PYTEST) \
@@ -105,7 +105,7 @@ memcheck: ## every EVERYth of the GPU suite's kernel tests under compute-sanitiz
 
 bench: ## the kernels against their peers on the GPU, with PYTHON as it is
 	@$(PYTHON) -c 'import torch; torch.cuda.is_available() or exit("make bench: PYTHON=$(PYTHON) sees no GPU")'
-	for bench in $(BENCH); do PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) benchmarks/bench_attention.py $$bench $(ARGS); done
+	for bench in $(BENCH); do PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) benchmarks/attention/bench_attention.py $$bench $(ARGS); done
 
 release: $(VENV)/.release ## build sdist and wheel in dist/, check both, and try the wheel in a clean environment
 	rm -rf build dist

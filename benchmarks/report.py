@@ -1,6 +1,6 @@
 """Tables and charts from the committed results, as docs/performance.md shows them.
 
-    python benchmarks/report.py            # writes the tables of docs/performance.md and docs/images/*.svg
+    python -m benchmarks.report            # writes the tables of docs/performance.md and docs/kernels/, and docs/images/*.svg
 
 This module measures nothing: it reads benchmarks/results/*.jsonl, which hold the last run of each benchmark.
 """
@@ -11,6 +11,8 @@ import json
 import statistics
 from pathlib import Path
 from typing import Any
+
+from benchmarks import line_tables
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "performance.md"
@@ -47,7 +49,7 @@ TABLE = [
         "prefill, the backend that `auto` selects",
         False,
         ("cudnn", "fa3", "fa4", "flash"),
-        "`python benchmarks/bench_attention.py prefill`",
+        "`python benchmarks/attention/bench_attention.py prefill`",
     ),
     (
         "prefill_triton",
@@ -64,6 +66,8 @@ TABLE = [
     ("chunk", "chunks of 64 to 2048 tokens behind cached keys", False, ("fa3",), "`... chunk`"),
     ("verify", "2 to 16 queries per sequence over a paged cache", False, ("fa3",), "`... verify`"),
     ("window", "sliding windows of 128 to 4096 keys, sequences of 16k", False, ("fa3",), "`... window`"),
+    ("sparse", "block lists with 10 and 25% of the blocks, 16k and 64k tokens", False, ("flex",), "`... sparse`"),
+    ("backward", "gradients; above head_dim 128 by the portable kernels", False, ("cudnn", "flash"), "`... backward`"),
 ]
 # benchmark, case without its shape, description
 ENGINE = [
@@ -201,7 +205,7 @@ def table() -> str:
         what = f"{what}, {len(lines)} cells ({'; '.join(runs)})"
         for peer in peers:
             pairs = [(line["ours"], line["peers"][peer]) for line in lines]
-            ratios = [b / a if lines[0]["unit"] == "us" else a / b for a, b in pairs]
+            ratios = [b / a if lines[0]["unit"] in line_tables.TIMES else a / b for a, b in pairs]
             rows.append(
                 f"| {what} | {LABELS[peer]} | {statistics.geometric_mean(ratios):.2f} | {min(ratios):.2f} | {command} |"
             )
@@ -302,6 +306,7 @@ def write_tables() -> None:
 
 def main() -> None:
     write_tables()
+    line_tables.write()
     import matplotlib as mpl
 
     mpl.use("svg")

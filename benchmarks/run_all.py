@@ -1,9 +1,9 @@
 """Run the benchmarks of JOBS, each in a separate process, on one GPU or side by side on several, and merge their results.
 
-    python benchmarks/run_all.py --peer-path DIR                         # about 117 minutes on one GPU; DIR has vLLM and FA3
-    python benchmarks/run_all.py --peer-path DIR --gpus 4                # about 50 minutes on four
-    python benchmarks/run_all.py --peer-path DIR --gpus 2 --seconds 540 --only decode,engine_llama8b
-    python benchmarks/run_all.py --list
+    python -m benchmarks.run_all --peer-path DIR           # about 117 minutes on one GPU; DIR has vLLM and FA3
+    python -m benchmarks.run_all --peer-path DIR --gpus 4  # about 50 minutes on four
+    python -m benchmarks.run_all --peer-path DIR --gpus 2 --seconds 540 --only decode,engine_llama8b
+    python -m benchmarks.run_all --list
 
 The longest benchmark starts first, or those of --only in its order. One that would not end within --seconds is not started; the
 last lines name these and those that failed. A benchmark writes into a temporary folder. When it has ended, or was stopped
@@ -28,9 +28,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from engine_workloads import KEPT_MODELS, SPECULATING
+from benchmarks.engine.engine_workloads import KEPT_MODELS, SPECULATING
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True)
@@ -58,19 +58,21 @@ class Job:
 
 KEPT_SHAPES = {"llama8b", "qwen06"}
 """Models that many benchmarks need. They take 17 GB of the folder for temporary files."""
-GENERATE = "bench_generate.py"
-ENGINE = "bench_engine.py --workloads A,D,C,shared,B,sampled"
+GENERATE = "engine.bench_generate"
+ENGINE = "engine.bench_engine --workloads A,D,C,shared,B,sampled"
 JOBS = {
-    "serving_llama8b": Job(295, "bench_serving.py --shapes llama8b --waves 2 --clients 4 --budget 305", "path"),
+    "serving_llama8b": Job(295, "engine.bench_serving --shapes llama8b --waves 2 --clients 4 --budget 305", "path"),
     "engine_llama8b": Job(310, f"{ENGINE} --shapes llama8b --budget 320", "path"),
     "engine_qwen06": Job(175, f"{ENGINE} --shapes qwen06 --budget 250", "path"),
     "engine_of_16": Job(
-        195, "bench_engine.py --workloads A,C --shapes qwen06 --requests 16 --peers vllm,generate_batch --budget 235", "path"
+        195,
+        "engine.bench_engine --workloads A,C --shapes qwen06 --requests 16 --peers vllm,generate_batch --budget 235",
+        "path",
     ),
-    "serving_qwen06": Job(145, "bench_serving.py --shapes qwen06 --waves 2 --clients 4 --budget 240", "path"),
-    "prefill": Job(130, "bench_attention.py prefill", "import"),
-    "decode": Job(105, "bench_attention.py decode", "import"),
-    "long_run": Job(60, "long_run.py"),
+    "serving_qwen06": Job(145, "engine.bench_serving --shapes qwen06 --waves 2 --clients 4 --budget 240", "path"),
+    "prefill": Job(130, "attention.bench_attention prefill", "import"),
+    "decode": Job(105, "attention.bench_attention decode", "import"),
+    "long_run": Job(60, "soak.long_run"),
     "generate_llama": Job(150, f"{GENERATE} --models llama-3.1-8b --cases ttft,padded,growing", quiet=True),
     "generate_gemma": Job(175, f"{GENERATE} --models gemma-3-4b --cases ttft,padded,growing", quiet=True),
     "generate_qwen_gpt": Job(180, f"{GENERATE} --models qwen3-0.6b,gpt-oss-20b --cases ttft,padded,growing", quiet=True),
@@ -78,31 +80,31 @@ JOBS = {
     "generate_static_gemma": Job(165, f"{GENERATE} --models gemma-3-4b --cases static", quiet=True),
     "generate_static_qwen": Job(80, f"{GENERATE} --models qwen3-0.6b --cases static", quiet=True),
     "generate_batch": Job(55, f"{GENERATE} --cases batch", quiet=True),
-    "prefill_triton": Job(80, "bench_attention.py prefill --backend triton --peers flash,cudnn"),
-    "latent": Job(85, "bench_attention.py latent --ways hopper,portable"),
-    "fp8": Job(100, "bench_attention.py fp8 --budget 90", "import"),
-    "experts": Job(160, "bench_ops.py experts"),
-    "quantized": Job(75, "bench_ops.py quantized"),
-    "backward": Job(90, "bench_attention.py backward --peers flash,cudnn --budget 100"),
-    "sparse": Job(170, "bench_attention.py sparse --budget 190"),
-    "profile": Job(130, "bench_engine.py profile --shapes qwen06,llama8b --budget 150"),
-    "profile_of_drafts": Job(75, "bench_engine.py profile --shapes llama8b --set speculative=ngram --budget 60"),
-    "models": Job(390, "bench_attention.py models --budget 400", "import"),
-    "chunk": Job(110, "bench_attention.py chunk --budget 130", "import"),
-    "verify": Job(80, "bench_attention.py verify --budget 100", "import"),
-    "mixed": Job(90, "bench_attention.py mixed --budget 110", "import"),
-    "varlen": Job(28, "bench_attention.py varlen", "import"),
-    "window": Job(40, "bench_attention.py window", "import"),
+    "prefill_triton": Job(80, "attention.bench_attention prefill --backend triton --peers flash,cudnn"),
+    "latent": Job(85, "attention.bench_attention latent --ways hopper,portable"),
+    "fp8": Job(100, "attention.bench_attention fp8 --budget 90", "import"),
+    "experts": Job(160, "attention.bench_ops experts"),
+    "quantized": Job(75, "attention.bench_ops quantized"),
+    "backward": Job(90, "attention.bench_attention backward --peers flash,cudnn --budget 100"),
+    "sparse": Job(170, "attention.bench_attention sparse --budget 190"),
+    "profile": Job(130, "engine.bench_engine profile --shapes qwen06,llama8b --budget 150"),
+    "profile_of_drafts": Job(75, "engine.bench_engine profile --shapes llama8b --set speculative=ngram --budget 60"),
+    "models": Job(390, "attention.bench_attention models --budget 400", "import"),
+    "chunk": Job(110, "attention.bench_attention chunk --budget 130", "import"),
+    "verify": Job(80, "attention.bench_attention verify --budget 100", "import"),
+    "mixed": Job(90, "attention.bench_attention mixed --budget 110", "import"),
+    "varlen": Job(28, "attention.bench_attention varlen", "import"),
+    "window": Job(40, "attention.bench_attention window", "import"),
     "open_loops": Job(
-        480, "bench_serving.py --open --shapes llama8b --clients 4 --seconds 16 --no-offline --budget 580", "path"
+        480, "engine.bench_serving --open --shapes llama8b --clients 4 --seconds 16 --no-offline --budget 580", "path"
     ),
     "steps_of_models": Job(
-        240, "bench_engine.py decode --shapes qwen30a3b,gptoss20b,llama8b-fp8,llama8b-w4,deepseek-lite --budget 100"
+        240, "engine.bench_engine decode --shapes qwen30a3b,gptoss20b,llama8b-fp8,llama8b-w4,deepseek-lite --budget 100"
     ),
     **{
         f"engine_{shape}": Job(
             seconds,
-            f"bench_engine.py --shapes {shape} --workloads C,C16,C64,C256 --peers vllm --budget {seconds + 100}",
+            f"engine.bench_engine --shapes {shape} --workloads C,C16,C64,C256 --peers vllm --budget {seconds + 100}",
             "path",
         )
         for seconds, shape in (
@@ -115,29 +117,29 @@ JOBS = {
     },
     "speculation": Job(
         190,
-        f"bench_engine.py --workloads {','.join(SPECULATING)} --shapes llama8b --no-peers --budget 280",
+        f"engine.bench_engine --workloads {','.join(SPECULATING)} --shapes llama8b --no-peers --budget 280",
     ),
-    "edits": Job(180, "bench_edits.py"),
-    "long_run_of_mixture": Job(90, "long_run.py --shape qwen30a3b --tiny"),
-    "long_run_quantised": Job(90, "long_run.py --shape llama8b-w4 --tiny"),
-    "allreduce": Job(25, "bench_allreduce.py", gpus=2),
+    "edits": Job(180, "engine.bench_edits"),
+    "long_run_of_mixture": Job(90, "soak.long_run --shape qwen30a3b --tiny"),
+    "long_run_quantised": Job(90, "soak.long_run --shape llama8b-w4 --tiny"),
+    "allreduce": Job(25, "attention.bench_allreduce", gpus=2),
     "tensor_parallel": Job(
         450,
-        "bench_engine.py --shapes llama8b --tensor-parallel 2 --peers one_gpu,vllm --workloads C,C64,A,B,D --budget 580",
+        "engine.bench_engine --shapes llama8b --tensor-parallel 2 --peers one_gpu,vllm --workloads C,C64,A,B,D --budget 580",
         "path",
         gpus=2,
     ),
     "tensor_parallel_70b": Job(
         240,
-        "bench_engine.py decode --shapes llama70b --tensor-parallel 2 --requests 1 --set gpu_memory_utilization=0.93",
+        "engine.bench_engine decode --shapes llama70b --tensor-parallel 2 --requests 1 --set gpu_memory_utilization=0.93",
         gpus=2,
     ),
-    "long_run_of_ranks": Job(100, "long_run.py --tensor-parallel 2", gpus=2),
-    "replicas": Job(150, "bench_replicas.py --shape llama8b --device cuda", gpus=2),
+    "long_run_of_ranks": Job(100, "soak.long_run --tensor-parallel 2", gpus=2),
+    "replicas": Job(150, "engine.bench_replicas --shape llama8b --device cuda", gpus=2),
     "replicas_of_two_servers": Job(
-        250, "bench_replicas.py --shape llama8b --device cuda --parts throughput --servers 2", gpus=2
+        250, "engine.bench_replicas --shape llama8b --device cuda --parts throughput --servers 2", gpus=2
     ),
-    "vllm_plugin": Job(350, "bench_vllm_plugin.py --shape llama8b --gpus 0,1", "needed", gpus=2),
+    "vllm_plugin": Job(350, "engine.bench_vllm_plugin --shape llama8b --gpus 0,1", "needed", gpus=2),
 }
 
 
@@ -218,9 +220,9 @@ class Run:
     def run(self, name: str, gpus: str) -> int:
         """Run a job on the GPUs of these numbers and merge its results; returns its exit status."""
         job = JOBS[name]
-        path = [str(HERE.parent), os.environ.get("PYTHONPATH", "")]
+        path = [str(ROOT), os.environ.get("PYTHONPATH", "")]
         with tempfile.TemporaryDirectory(prefix=f"{name}_") as folder:
-            command = [sys.executable, str(HERE / job.command.split()[0]), *job.command.split()[1:]]
+            command = [sys.executable, "-m", f"benchmarks.{job.command.split()[0]}", *job.command.split()[1:]]
             if not job.command.startswith("long_run"):
                 command += ["--out", folder]
             if self.args.peer_path and job.peers == "import":
@@ -276,7 +278,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=7200.0, help="time for all of them")
     parser.add_argument("--peer-path", default="", help="folder with vLLM and its dependencies")
     parser.add_argument("--logs", type=Path, default=Path("bench_logs"))
-    parser.add_argument("--out", type=Path, default=HERE / "results")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--list", action="store_true", help="print the benchmarks and exit")
     args = parser.parse_args()
     asked = args.only.split(",") if args.only else default_jobs(args.gpus, args.peer_path)

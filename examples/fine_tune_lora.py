@@ -7,7 +7,7 @@
 The embedded model adds two numbers below 100 and declines to subtract. Here it learns to subtract from pairs that addition has
 taught it, and is asked about pairs that it has never seen. LoRA (Hu et al. 2021) freezes the model and trains two narrow
 matrices beside each projection. Nothing here is special to fa_serve but the name of the attention: the batches are padded, the
-forward pass keeps out and lse, and the backward pass recomputes the scores (docs/kernels.md). Nothing is saved.
+forward pass keeps out and lse, and the backward pass recomputes the scores (docs/kernels/backward.md). Nothing is saved.
 """
 
 import argparse

@@ -184,7 +184,7 @@ def _run_server(
 
     with importing(freeze=True):
         from fa_serve.engine.errors import EngineDeadError
-        from fa_serve.engine.parallel.torchrun import follow_if_told
+        from fa_serve.engine.parallel.follower_main import follow_if_told
         from fa_serve.server.process import build_server
     limit_host_memory()
     try:

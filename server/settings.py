@@ -21,6 +21,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict, TomlConfigSettingsSource, YamlConfigSettingsSource
 
+from fa_serve.nearest import nearest_name
+
+from .rules import rule_of
+
 if TYPE_CHECKING:
     from fa_serve.engine import EngineConfig
 
@@ -323,7 +327,10 @@ def _refuse_empty_keys(environment: Mapping[str, str]) -> None:
 
 
 def _described(error: Any) -> str:
-    """One of pydantic's errors, as "port: Input should be ..., got 99999". A secret's value is left out."""
+    """One of pydantic's errors, as "port must be ..., got 99999". A secret's value is left out."""
     name = ".".join(map(str, error["loc"]))
+    if error["type"] == "extra_forbidden":
+        nearest = nearest_name(name, Settings.model_fields)
+        return f"{name} is no setting: " + (f"did you mean {nearest}?" if nearest else "docs/serving.md lists them")
     given = "" if error["loc"][0] in SECRETS else f", got {error['input']!r}"
-    return f"{name}: {error['msg']}{given}"
+    return f"{name} {rule_of(error)}{given}"

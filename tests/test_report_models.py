@@ -8,7 +8,6 @@ import pytest
 import transformers
 from hf_families import FAMILIES
 from hf_multimodal import MODELS
-from load_memory import all_formats
 from report_fusion import architectures
 from report_models import (
     COLUMNS,
@@ -25,6 +24,8 @@ from report_models import (
 )
 from report_models import FAMILIES as RESULTS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+from benchmarks.engine.load_memory import all_formats
 
 AGAIN = "run python tests/support/report_models.py to write the results and the page again"
 CHECKS = {

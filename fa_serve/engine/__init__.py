@@ -24,6 +24,7 @@ if _typing.TYPE_CHECKING:
     from fa_serve.engine.engine import Engine
     from fa_serve.engine.errors import EngineDeadError, QueueFullError, RequestError
     from fa_serve.engine.events import Phase
+    from fa_serve.engine.parallel.follower_main import open_engine
     from fa_serve.engine.process.async_engine import AsyncEngine
     from fa_serve.engine.request.outputs import Completion, RequestOutput, TokenLogprob
     from fa_serve.engine.request.params import SamplingParams, StructuredOutput
@@ -45,6 +46,7 @@ __all__ = [
     "SequenceTimes",
     "StructuredOutput",
     "TokenLogprob",
+    "open_engine",
 ]
 
 _HOMES = {
@@ -62,6 +64,7 @@ _HOMES = {
     "SequenceTimes": "scheduler.sequence_times",
     "StructuredOutput": "request.params",
     "TokenLogprob": "request.outputs",
+    "open_engine": "parallel.follower_main",
 }
 
 

@@ -33,7 +33,8 @@ from fa_serve.engine.cache.pages import PageTable, new_salt
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.errors import EngineDeadError, QueueFullError, RequestError
 from fa_serve.engine.events import OnPhase, PhaseClock
-from fa_serve.engine.parallel.ranks import OnLost, Ranks, lead
+from fa_serve.engine.parallel.leader import open_ranks
+from fa_serve.engine.parallel.ranks import OnLost, Ranks
 from fa_serve.engine.request.groups import Groups
 from fa_serve.engine.request.input_processor import InputProcessor
 from fa_serve.engine.request.output_state import OutputState, add_prompt_logprobs
@@ -65,7 +66,8 @@ class Engine:
     on_phase:  called with each `Phase` of the start-up when it has ended
     ahead:     compile and capture, on a GPU, before requests come; otherwise steps compile and capture what they need
     on_lost:   called from a thread when another rank of tensor parallelism has ended
-    ranks:     the rank of this process; rank 0 makes it itself, and starts the others or, under torchrun, meets them
+    ranks:     the rank of this process; rank 0 makes it itself, and starts the others or, under torchrun, meets them. On
+               another rank of torchrun, call `open_engine`
 
     Raises ParameterError for settings that cannot work, with the numbers, and UnsupportedModelError for a model that fa_serve
     cannot serve. Methods raise EngineDeadError when another rank has ended.
@@ -85,7 +87,7 @@ class Engine:
         config = config or EngineConfig()
         if model is not None and config.tensor_parallel > 1:
             raise ParameterError("tensor_parallel", "be 1 for a model that is given instead of loaded", config.tensor_parallel)
-        self._ranks: Ranks = ranks or lead(config, on_lost)
+        self._ranks: Ranks = ranks or open_ranks(config, on_lost)
         with self._ranks.starting():
             loaded = start_up(config, self._ranks, PhaseClock(on_phase), model, tokenizer, ahead=ahead)
         self.config = loaded.config
@@ -177,7 +179,7 @@ class Engine:
             raise  # the device or another rank is lost
         except Exception as error:
             return self._groups.merge(outputs + self._reset(error))
-        self._ranks.note(number for chunk in batch.chunks for number in chunk.numbers())
+        self._ranks.add_to_digest(number for chunk in batch.chunks for number in chunk.numbers())
         if batch:
             outputs += self._launch(batch, begin)
         if self._inflight and (len(self._inflight) > self._depth or not batch):
@@ -258,7 +260,7 @@ class Engine:
         """End the requests whose time is up."""
         if not self._deadlines:
             return []
-        now = self._ranks.decide("clock", time.monotonic)
+        now = self._ranks.broadcast("clock", time.monotonic)
         late = RequestError("timeout", "the request was not finished within its timeout")
         return [self._end(sequence, late) for sequence in self._deadlines.expired(now, len(self._output_states))]
 
@@ -279,7 +281,7 @@ class Engine:
                 while self._inflight:  # what may come next depends on every token before
                     outputs += self._commit()
                 outputs += self._take_outputs()
-                masks = self._ranks.decide("masks", lambda: step_masks(self.grammars, batch, self._output_states))
+                masks = self._ranks.broadcast("masks", lambda: step_masks(self.grammars, batch, self._output_states))
                 for index in masks.late:
                     self._scheduler.postpone(batch.chunks[index])
                 outputs += [self._end(self._output_states[name].sequence, reason) for name, reason in masks.failed]
@@ -300,11 +302,11 @@ class Engine:
             self._ranks.check_lost()
         except Exception as error:
             return self._fail(step.batch, error)
-        self._ranks.note(result.tokens)
+        self._ranks.add_to_digest(result.tokens)
         before = max(step.begin, self._last_read)  # steps run one after the other
         self._last_read = time.monotonic()
         # the time sets the sizes of later chunks, so all ranks use rank 0's
-        seconds = self._ranks.decide("seconds", lambda: self._last_read - before)
+        seconds = self._ranks.broadcast("seconds", lambda: self._last_read - before)
         try:
             gained = self._scheduler.commit(step.batch, result.tokens, seconds)
         except Exception as error:
@@ -319,7 +321,7 @@ class Engine:
             step, result, gained = self._committed.popleft()
             add_prompt_logprobs(self._output_states, result)
             grammars = partial(grammar_ends, gained, self._output_states)
-            ends = self._ranks.decide("grammars", grammars) if step.structured else {}
+            ends = self._ranks.broadcast("grammars", grammars) if step.structured else {}
             outputs += [
                 self._output(x, tokens, result.logprobs.get(x), ends.get(x.request.request_id, 0), step.mask_seconds)
                 for x, tokens in gained.items()
@@ -354,7 +356,7 @@ class Engine:
 
     def _shrink(self, batch: ScheduledBatch, error: Exception) -> list[RequestOutput]:
         """The device has no room for such a step: undo it, and give steps half as many tokens from now on."""
-        self._ranks.check(error)
+        self._ranks.escalate(error)
         if batch.num_tokens == 1:
             return self._fail(batch, error)
         self._scheduler.rollback(batch)
@@ -367,7 +369,7 @@ class Engine:
         """End the requests of a step that could not be computed."""
         if isinstance(error, torch.AcceleratorError):
             raise error  # the device is lost: nothing more can be computed in this process
-        self._ranks.check(error)
+        self._ranks.escalate(error)
         log.error("a step failed; its %d requests end with an error", len(batch.chunks), exc_info=error)
         outputs = self._take_outputs()
         failed = self._scheduler.fail(batch, RequestError("step_failed", f"the step failed: {type(error).__name__}: {error}"))
@@ -375,7 +377,7 @@ class Engine:
 
     def _reset(self, error: Exception) -> list[RequestOutput]:
         """The scheduler's state is not to be trusted: end every request and start with a new scheduler and an empty cache."""
-        self._ranks.check(error)
+        self._ranks.escalate(error)
         log.error("the scheduler failed; all requests end with an error", exc_info=error)
         self._inflight.clear()
         outputs = self._take_outputs()
@@ -388,7 +390,7 @@ class Engine:
     def _make_scheduler(self, max_num_batched_tokens: int) -> Scheduler:
         config = self.config
         assert config.num_pages is not None
-        salt = self._ranks.decide("salt", new_salt)
+        salt = self._ranks.broadcast("salt", new_salt)
         return Scheduler(
             PageTable(config.num_pages, config.page_size, prefix_caching=config.prefix_caching, salt=salt),
             max_num_seqs=config.max_num_seqs,

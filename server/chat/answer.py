@@ -17,7 +17,7 @@ from ..service import Service
 from .conversation import ChatRequest
 from .grammar import ANY_TEXT, call_rules, compose, rule
 from .messages import MessageReader
-from .reasoning import OPENING, ThoughtReader, opened_by
+from .reasoning import CLOSING, OPENING, ThoughtReader, opened_by
 from .tool_schemas import call_list_schema
 from .tools import FORMATS, REQUIRED, ToolReader
 
@@ -118,11 +118,16 @@ class ChatAnswer(Answer):
         try:
             if not free_text:
                 rules.append(f"answer: {rule(asked.output)}")
+        except ParameterError as error:
+            raise parameter_refused(error, asked.field) from None
         except ValueError as error:
             raise BadRequest(f"{asked.field} must be a JSON schema: {error}.", param=asked.field) from None
         if self._may_call and self._tool_format is not None:
             single = self._body.parallel_tool_calls is False
-            called, more = call_rules(self._tool_format, self._tools, single, special_token, with_text=free_text)
+            try:
+                called, more = call_rules(self._tool_format, self._tools, single, special_token, with_text=free_text)
+            except ParameterError as error:
+                raise parameter_refused(error, "tools") from None
             start = f"{start} | {called}" if start else called
             rules += more
         try:
@@ -134,7 +139,7 @@ class ChatAnswer(Answer):
         """False if a marker of tool calls or thoughts is a special token: the readers need to see it in the text."""
         markers = {self._tool_format.opening} if self._may_call and self._tool_format else set()
         if self._thinks:
-            markers.add(OPENING)
+            markers |= {OPENING, CLOSING}  # the prompt may have written the first
         return False if markers & self._tokenization.special_tokens.keys() else self._body.skip_special_tokens
 
     def _reader(self, index: int) -> MessageReader:

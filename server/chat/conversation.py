@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, ValidationInfo, field_validator, mod
 from pydantic_core import PydanticCustomError, from_json
 
 from ..schemas import NonEmpty, SamplingRequest
-from ..strict import NOTHING, StrictModel, Unsupported, field_error, one_error
+from ..strict import NOTHING, StrictModel, Unsupported, field_error, one_error, text_only
 
 MAX_ARGUMENTS = 1 << 17  # characters of the arguments of one call
 MAX_CALLS = 1024
@@ -19,7 +19,7 @@ MARKUP = 32  # characters that a chat template adds to a message
 
 
 class TextPart(StrictModel):
-    type: Literal["text"]
+    type: Annotated[Literal["text"], text_only("text")]
     text: str
 
     PART_OF_A_CONVERSATION: ClassVar[bool] = True

@@ -18,7 +18,7 @@ from ray import serve
 
 from fa_serve.engine import AsyncEngine, EngineConfig, EngineDeadError, EngineStats, QueueFullError
 from fa_serve.engine.process.engine_loop import Add
-from fa_serve.engine.process.worker import Ready
+from fa_serve.engine.process.pipe import Ready
 
 from ..service import stall_reason
 from .output_channel import Gains, OutputChannel

@@ -1,7 +1,7 @@
 """What the requests of one front have gained in one replica, for the one stream that carries it to the front.
 
 A stream of Ray for each request would cost a message for each token. With one stream for all requests, a step of the engine is
-one message, as through the pipe of engine/worker.py.
+one message, as through the pipe of the engine's process (fa_serve.engine.process.pipe).
 """
 
 from __future__ import annotations

@@ -25,7 +25,8 @@ from ray.exceptions import RayActorError
 from fa_serve.engine import AsyncEngine, EngineConfig, EngineDeadError, EngineStats, Phase, RequestError, RequestOutput
 from fa_serve.engine.events import OnPhase
 from fa_serve.engine.process.engine_loop import Abort, Add, StepOutputs
-from fa_serve.engine.process.worker import STOP_SECONDS, OnOutputs, Pulse, Ready, Worker
+from fa_serve.engine.process.parent import STOP_SECONDS, OnOutputs, Pulse, Worker
+from fa_serve.engine.process.pipe import Ready
 from fa_serve.engine.request.outputs import FinishReason
 from fa_serve.engine.start.loading import load_tokenizer
 

@@ -7,17 +7,17 @@ import subprocess
 import sys
 from pathlib import Path
 
-import bench_allreduce
 import pytest
 import torch
 
+from benchmarks.attention import bench_allreduce
 from fa_serve.ops.collectives.all_reduce import AllReduce, listen
 
 CASES = [f"{size} {what} 2 ranks gloo" for size in bench_allreduce.TINY_SIZES for what in ("sum", "norm")]
 
 
 def test_every_case_is_measured_after_the_gate(tmp_path: Path) -> None:
-    command = [sys.executable, bench_allreduce.__file__, "--tiny", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "benchmarks.attention.bench_allreduce", "--tiny", "--out", str(tmp_path)]
     printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
     lines = [json.loads(line) for line in (tmp_path / "allreduce.jsonl").read_text().splitlines()]
     assert [line["case"] for line in lines] == CASES

@@ -9,15 +9,18 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-import attention_cells
-import backward_problem
-import bench_attention
-import latent_problem
-import measure
-import paged_problem
 import pytest
-import sparse_problem
 import torch
+
+from benchmarks import measure
+from benchmarks.attention import (
+    attention_cells,
+    backward_problem,
+    bench_attention,
+    latent_problem,
+    paged_problem,
+    sparse_problem,
+)
 
 CASES = {
     "latent": {"h4_1_of_70x3", "h4_2_of_50x1", "h4_1_of_70x3_float8"},

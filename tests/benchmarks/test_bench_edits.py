@@ -6,8 +6,9 @@ from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
-import bench_edits
 import pytest
+
+from benchmarks.engine import bench_edits
 
 SOURCE = "".join(f"def first_{i}(path):\n    value = open(path)\n    return value, path_of(value)\n\n\n" for i in range(12))
 

@@ -7,8 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import bench_host
 import pytest
+
+from benchmarks.engine import bench_host
 
 ROOT = Path(__file__).parents[2]
 CASES = {"dense", "varlen", "paged", "layer prompt", "layer token"}
@@ -18,7 +19,7 @@ ENGINE = {f"engine {batch} {what}" for batch in (1, 2) for what in ("host", "wal
 
 def test_every_case_of_both_trees_is_in_the_results(tmp_path: Path) -> None:
     trees = ["--before", str(ROOT), "--before-commit", "abc1234", "--after", str(ROOT), "--after-commit", "def5678"]
-    command = [sys.executable, bench_host.__file__, *trees, "--tiny", "--rounds", "1", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "benchmarks.engine.bench_host", *trees, "--tiny", "--rounds", "1", "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in (tmp_path / "host.jsonl").read_text().splitlines()]
@@ -32,7 +33,7 @@ def test_every_case_of_both_trees_is_in_the_results(tmp_path: Path) -> None:
 
 def test_a_worker_refuses_a_package_from_elsewhere(tmp_path: Path) -> None:
     """An installed fa_serve must not be measured in place of a tree that lacks it."""
-    command = [sys.executable, bench_host.__file__, "--worker", str(tmp_path), "--cases", "dense", "--tiny"]
+    command = [sys.executable, "-m", "benchmarks.engine.bench_host", "--worker", str(tmp_path), "--cases", "dense", "--tiny"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 1
     assert f"fa_serve must come from {tmp_path}" in done.stderr

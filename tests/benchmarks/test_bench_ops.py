@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import bench_ops
 import pytest
 import torch
 
+from benchmarks.attention import bench_ops
 from fa_serve.ops.experts import kernel as experts_kernel
 
 CASES = {

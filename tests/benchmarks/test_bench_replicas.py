@@ -5,8 +5,9 @@ import os
 import pytest
 
 pytest.importorskip("ray", reason="the ray extra is not installed")
-import bench_replicas
 from fa_serve.server.ray import prefix_router
+
+from benchmarks.engine import bench_replicas
 
 
 def test_the_router_that_is_compared_with_knows_nothing_of_prompts(monkeypatch):

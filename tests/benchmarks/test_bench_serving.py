@@ -7,17 +7,17 @@ import subprocess
 import sys
 from pathlib import Path
 
-import open_loops
 import pytest
 
+from benchmarks.engine import open_loops
 from fa_serve.client.bench import Load
 
 ROOT = Path(__file__).parents[2]
 
 
 def bench(*arguments: str) -> str:
-    script = ROOT / "benchmarks" / "bench_serving.py"
-    command = [sys.executable, str(script), "--shapes", "tiny", "--device", "cpu", "--no-offline", "--clients", "1", *arguments]
+    command = [sys.executable, "-m", "benchmarks.engine.bench_serving", "--shapes", "tiny", "--device", "cpu", "--no-offline"]
+    command += ["--clients", "1", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT, env=dict(os.environ))
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

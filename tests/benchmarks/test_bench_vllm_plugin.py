@@ -11,8 +11,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import bench_vllm_plugin
 import pytest
+
+from benchmarks.engine import bench_vllm_plugin
 
 ROOT = Path(__file__).parents[2]
 LLM = """
@@ -54,7 +55,16 @@ def peer(tmp_path: Path) -> Path:
 
 def run(peer: Path, monkeypatch: pytest.MonkeyPatch, wrong: str) -> subprocess.CompletedProcess[str]:
     monkeypatch.setenv("WRONG", wrong)
-    command = [sys.executable, "benchmarks/bench_vllm_plugin.py", "tokens", "--device", "cpu", "--peer-path", str(peer)]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.engine.bench_vllm_plugin",
+        "tokens",
+        "--device",
+        "cpu",
+        "--peer-path",
+        str(peer),
+    ]
     return subprocess.run([*command, "--gpus", "0,1"], cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
 
 

@@ -7,7 +7,7 @@ import sys
 import time
 from collections import deque
 
-from child_process import answers
+from benchmarks.child_process import answers
 
 CHILD = "import subprocess, sys; other = subprocess.Popen(['sleep', '60']); print('@', other.pid, flush=True); other.wait()"
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import engine_workloads
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+
+from benchmarks.engine import engine_workloads
 
 
 def test_a_file_with_holes_has_one_layer_and_a_few_embeddings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

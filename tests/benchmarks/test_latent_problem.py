@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 from types import SimpleNamespace
 
-import latent_problem
 import pytest
 import torch
-from latent_problem import LatentProblem
+
+from benchmarks.attention import latent_problem
+from benchmarks.attention.latent_problem import LatentProblem
 
 
 def test_the_check_tells_right_from_wrong() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from load_memory import MODELS, all_formats, measure, write
+from benchmarks.engine.load_memory import MODELS, all_formats, measure, write
 
 SMALL = {"hidden_size": 512, "intermediate_size": 1024, "moe_intermediate_size": 256, "num_attention_heads": 4}
 

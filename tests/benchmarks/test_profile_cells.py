@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from profile_cells import COUNTERS, REASONS, STALLS, rows
+
+from benchmarks.tuning.profile_cells import COUNTERS, REASONS, STALLS, rows
 
 
 def table(**values: tuple[str, str]) -> str:

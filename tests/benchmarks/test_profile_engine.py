@@ -6,16 +6,16 @@ import re
 from argparse import Namespace
 from pathlib import Path
 
-import engine_workloads
-import profile_engine
 import pytest
 import torch
-from engine_workloads import SHAPES, make_tiny, tiny_sizes
-from profile_engine import decode, floor_bytes, profile, weights_of_step
 from quantised_copies import load
 from quantised_experts import write_awq
 from tiny_models import make_model
 
+from benchmarks.engine import engine_workloads
+from benchmarks.engine.engine_workloads import SHAPES, make_tiny, tiny_sizes
+from benchmarks.tuning import profile_engine
+from benchmarks.tuning.profile_engine import decode, floor_bytes, profile, weights_of_step
 from fa_serve.engine import Engine, EngineConfig
 from fa_serve.engine.scheduler.sequence import SequenceState
 from fa_serve.engine.speculation import drafts as speculation

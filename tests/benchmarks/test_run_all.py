@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import run_all
+
+from benchmarks import run_all
 
 WRITES = """
 import json, os, sys, time
@@ -34,14 +35,15 @@ sys.exit(sys.argv[1] == 'broken')
 @pytest.fixture
 def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
     """Benchmarks that write a line each. One fails after that, one would take too long, one measures the host."""
-    (tmp_path / "bench.py").write_text(WRITES)
-    monkeypatch.setattr(run_all, "HERE", tmp_path)
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "fake_bench.py").write_text(WRITES)
+    monkeypatch.setattr(run_all, "ROOT", tmp_path)
     jobs = {
-        "fast": run_all.Job(1, "bench.py fast", "path"),
-        "host": run_all.Job(50, "bench.py host", quiet=True),
-        "broken": run_all.Job(2, "bench.py broken", "import"),
-        "endless": run_all.Job(1000, "bench.py endless"),
-        "both": run_all.Job(3, "bench.py both", gpus=2),
+        "fast": run_all.Job(1, "fake_bench fast", "path"),
+        "host": run_all.Job(50, "fake_bench host", quiet=True),
+        "broken": run_all.Job(2, "fake_bench broken", "import"),
+        "endless": run_all.Job(1000, "fake_bench endless"),
+        "both": run_all.Job(3, "fake_bench both", gpus=2),
     }
     monkeypatch.setattr(run_all, "JOBS", jobs)
     (tmp_path / "logs").mkdir()
@@ -70,8 +72,8 @@ def test_lines_take_their_places_and_what_failed_or_had_no_time_is_named(argumen
 
 def test_two_gpus_are_kept_for_what_needs_both_and_the_host_is_measured_last(arguments: argparse.Namespace) -> None:
     arguments.gpus = 3
-    run_all.JOBS["both"] = run_all.Job(3, "bench.py both --beside fast", gpus=2)
-    run_all.JOBS["fast"] = run_all.Job(1, "bench.py fast --beside both")
+    run_all.JOBS["both"] = run_all.Job(3, "fake_bench both --beside fast", gpus=2)
+    run_all.JOBS["fast"] = run_all.Job(1, "fake_bench fast --beside both")
     run = run_all.Run(list(run_all.JOBS), arguments, "")
     run.work()
     found = results(arguments)
@@ -82,8 +84,8 @@ def test_two_gpus_are_kept_for_what_needs_both_and_the_host_is_measured_last(arg
 
 def test_each_gpu_is_taken_if_no_benchmark_needs_two(arguments: argparse.Namespace) -> None:
     arguments.gpus = 2
-    run_all.JOBS["fast"] = run_all.Job(1, "bench.py fast --beside other")
-    run_all.JOBS["other"] = run_all.Job(1, "bench.py other --beside fast")
+    run_all.JOBS["fast"] = run_all.Job(1, "fake_bench fast --beside other")
+    run_all.JOBS["other"] = run_all.Job(1, "fake_bench other --beside fast")
     run = run_all.Run(["fast", "other"], arguments, "")
     run.work()
     assert {line["gpu"] for line in results(arguments).values()} == {"0", "1"}
@@ -91,18 +93,18 @@ def test_each_gpu_is_taken_if_no_benchmark_needs_two(arguments: argparse.Namespa
 
 
 def test_models_that_many_need_are_kept(arguments: argparse.Namespace) -> None:
-    run_all.JOBS["fast"] = run_all.Job(1, "bench.py fast --shapes qwen06,llama8b")
-    run_all.JOBS["other"] = run_all.Job(1, "bench.py other --shapes llama8b,qwen30a3b")
+    run_all.JOBS["fast"] = run_all.Job(1, "fake_bench fast --shapes qwen06,llama8b")
+    run_all.JOBS["other"] = run_all.Job(1, "fake_bench other --shapes llama8b,qwen30a3b")
     run_all.Run(["fast", "other"], arguments, "/models").work()
     assert [(arguments.logs / f"{name}.log").read_text().split()[-1] for name in ("fast", "other")] == ["/models", "None"]
 
 
 def test_an_interrupt_ends_what_runs_and_starts_nothing_more(arguments: argparse.Namespace) -> None:
-    run_all.JOBS["endless"] = run_all.Job(1, "bench.py endless --beside nobody")
+    run_all.JOBS["endless"] = run_all.Job(1, "fake_bench endless --beside nobody")
     run = run_all.Run(["endless", "fast"], arguments, "/models")
     worker = threading.Thread(target=run.work)
     worker.start()
-    begun = arguments.logs.parent / "bench.pyendless"
+    begun = arguments.logs.parent / "benchmarks" / "fake_bench.pyendless"
     while not begun.exists():
         assert worker.is_alive()
         time.sleep(0.01)
@@ -115,7 +117,7 @@ def test_an_interrupt_ends_what_runs_and_starts_nothing_more(arguments: argparse
 @pytest.mark.parametrize("name", run_all.JOBS)
 def test_every_command_names_a_bench_and_flags_that_exist(name: str) -> None:
     script, *words = run_all.JOBS[name].command.split()
-    text = (run_all.HERE / script).read_text()
+    text = (run_all.ROOT / "benchmarks" / script.replace(".", "/")).with_suffix(".py").read_text()
     assert all(f'"{word}"' in text for word in words if word.startswith("--")), words
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-import sparse_problem
 import torch
-from sparse_problem import BLOCK, SparseProblem
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
+
+from benchmarks.attention import sparse_problem
+from benchmarks.attention.sparse_problem import BLOCK, SparseProblem
 
 
 def attention_by_blocks(q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask) -> Tensor:

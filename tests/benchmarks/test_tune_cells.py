@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-import tune_cells
-from tune_cells import Variant, make_call, parse_tiles, variants
-from tune_hopper import CAUSAL, FULL, label
 
+from benchmarks.tuning import tune_cells
+from benchmarks.tuning.tune_cells import Variant, make_call, parse_tiles, variants
+from benchmarks.tuning.tune_hopper import CAUSAL, FULL, label
 from fa_serve import dispatch
 from fa_serve.backends.calls import AttentionOptions
 from fa_serve.backends.sdpa import SdpaBackend

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from documentation import GUIDES, PAGES, ROOT, anchors, included, links, prose
+from documentation import GUIDES, LOGS, PAGES, ROOT, anchors, included, links, prose
 
 SOURCES = ("fa_serve", "server", "tests", "benchmarks", "examples", "deploy", "docs")
 # `fa_serve/hf/adapter/masks.py`, also as a part of a command or with a function: `fa_serve/api.py:attention`
@@ -82,7 +82,15 @@ def test_every_page_is_in_the_navigation() -> None:
         parts = entry.values() if isinstance(entry, dict) else entry
         return [name for part in parts for name in files(part)]  # type: ignore[attr-defined]
 
-    pages = {str(page.relative_to(ROOT / "docs")) for page in PAGES if ROOT / "docs" in page.parents}
-    assert set(files(config["nav"])) == pages
+    pages = {page for page in PAGES if ROOT / "docs" in page.parents}
+    logs = {page for page in pages if page.parent == LOGS}
+    assert {ROOT / "docs" / name for name in files(config["nav"])} == pages - logs
+    assert config["not_in_nav"].split() == ["log/*.md"]
     assert config["strict"] is True
     assert config["theme"]["font"] is False, "the build must not need a network"
+
+
+def test_the_search_leaves_records_out() -> None:
+    """What is long and dated would come before the guides in every search."""
+    for page in (*sorted(LOGS.glob("*.md")), ROOT / "docs" / "changelog.md"):
+        assert page.read_text().startswith("---\nsearch:\n  exclude: true\n---\n"), page

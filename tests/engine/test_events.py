@@ -34,7 +34,7 @@ def test_a_given_model_needs_no_weights_and_may_be_fused() -> None:
 
 
 def test_an_async_engine_passes_phases_on_and_does_not_log_them(model_folder, caplog) -> None:
-    """From a thread. Those of a process are in test_worker.py."""
+    """From a thread. Those of a process are in test_parent.py."""
     phases: list[Phase] = []
 
     async def main() -> None:

@@ -1,9 +1,10 @@
-"""A short form of benchmarks/long_run.py, with the host one step ahead and without."""
+"""A short form of benchmarks/soak/long_run.py, with the host one step ahead and without."""
 
 from __future__ import annotations
 
 import pytest
-from long_run import long_run
+
+from benchmarks.soak.long_run import long_run
 
 
 @pytest.mark.parametrize("depth", [0, 1])

@@ -7,10 +7,10 @@ from functools import cache
 import pytest
 import torch
 from hf_families import VOCAB, Family
-from long_run import long_run
 from moe_families import MIXTURES
 from tiny_models import make_model, random_prompts
 
+from benchmarks.soak.long_run import long_run
 from fa_serve import hf
 from fa_serve.engine import SamplingParams
 from fa_serve.hf.surgery.experts import mixtures as experts

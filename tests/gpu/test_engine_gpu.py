@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from eagle3_heads import copying_head, quiet_model, save_head
-from long_run import long_run
 from tiny_models import CONFIGS, SIZES, greedy, make_model, make_tokenizer, random_prompts
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from benchmarks.soak.long_run import long_run
 from fa_serve.engine import Completion, Engine, EngineConfig, SamplingParams, StructuredOutput
 from fa_serve.hf.surgery.fuse.router import FusedRouter
 

@@ -1,6 +1,7 @@
 """What only a Hopper GPU can show of the Hopper kernel: counters across launches, streams and graphs, and races.
 
-`test_attention_gpu.py` checks all options for every backend, and `benchmarks/tune_hopper.py` the tiles that are never chosen.
+`test_attention_gpu.py` checks all options for every backend, and `benchmarks/tuning/tune_hopper.py` the tiles that are never
+chosen.
 """
 
 from __future__ import annotations

@@ -52,6 +52,10 @@ TESTED_BY = {
         "tests/backends/triton/decode/test_plan_interpreted.py",
         "device functions run inside of a kernel only, and splits are merged after decoding only",
     ),
+    "fa_serve.engine.process.child": (
+        "tests/engine/process/test_parent.py",
+        "it runs in the process that its parent starts, and ends it",
+    ),
     "fa_serve.ops.collectives.primitives": (
         "tests/ops/collectives/test_one_shot_interpreted.py",
         "device functions run inside of a kernel only",

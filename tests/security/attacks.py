@@ -1,7 +1,7 @@
 """What a hostile client sends: bodies, and bytes that are no request yet. Each attack is bounded in count and time.
 
 `BODIES` has bodies for the routes, by name. `WIRE` has attacks on the connection, which take the address and a key. The
-tests run each of them alone, and benchmarks/abuse.py mixes them.
+tests run each of them alone, and benchmarks/soak/abuse.py mixes them.
 """
 
 from __future__ import annotations

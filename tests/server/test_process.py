@@ -66,7 +66,7 @@ def test_two_ranks_drain_and_end_together(start_server):
             assert next(lines).startswith("data: ")
             [engine] = [process for process in _children(served.process.pid) if "spawn_main" in _command(process)]
             [follower] = _children(engine)
-            assert "fa_serve.engine.parallel.follower" in _command(follower)
+            assert "fa_serve.engine.parallel.follower_main" in _command(follower)
             for process in (follower, engine, served.process.pid):
                 os.kill(process, signal.SIGTERM)
             received = list(lines)

@@ -101,7 +101,7 @@ def _of_kind(kind: str, ancestor: int) -> list[int]:
 
 
 REPLICA = "ServeReplica"
-RANK = "fa_serve.engine.parallel.follower"
+RANK = "fa_serve.engine.parallel.follower_main"
 
 
 def _runs(process: int) -> bool:

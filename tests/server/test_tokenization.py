@@ -80,7 +80,7 @@ async def test_a_template_that_makes_too_much_text_is_cut_before_it_is_sent(serv
     limit = engine.reader.max_chars
     assert limit < 10_000
     assert (reply.status_code, reply.json()["error"]["code"]) == (400, "context_length_exceeded")
-    assert f"got {limit + 1}" in reply.json()["error"]["message"]
+    assert f"got 'more than {limit}'" in reply.json()["error"]["message"]
 
 
 async def test_a_template_that_makes_half_of_a_surrogate_pair_is_refused(serving, engine):
@@ -111,7 +111,7 @@ async def test_a_broken_chat_template(serving, tmp_path, text, said):
 
 
 async def test_a_chat_template_that_does_not_end(serving, tmp_path):
-    loops = "".join("{% for _ in range(100) %}" for _ in range(3)) + "x" + "{% endfor %}" * 3
+    loops = "".join("{% for _ in range(100) %}" for _ in range(3)) + "{% endfor %}" * 3
     (tmp_path / "template").write_text(loops * 10)
     with pytest.raises(ValueError, match=r"must end within 0\.2 s"):
         async with serving(chat_template=tmp_path / "template", template_timeout=0.2):

@@ -33,7 +33,7 @@ def run_ranks(script: str, size: int, folder: Path) -> list[str]:
     path = folder / "buffers"
     with path.open("wb") as file:
         file.truncate(size * buffer_bytes(size))
-    folders = os.pathsep.join(str(Path(__file__).parent / name) for name in ("ops", "."))
+    folders = os.pathsep.join(str(Path(__file__).parents[1] / name) for name in ("ops/collectives", "support"))
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([folders, os.environ.get("PYTHONPATH", "")]),
         "OMP_NUM_THREADS": "1",

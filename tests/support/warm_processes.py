@@ -26,7 +26,7 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
-IMPORTED = ["fa_serve.engine.engine", "fa_serve.engine.process.worker", "fa_serve.server.process", "fa_serve.__main__"]
+IMPORTED = ["fa_serve.engine.engine", "fa_serve.engine.process.child", "fa_serve.server.process", "fa_serve.__main__"]
 
 
 @cache

@@ -32,10 +32,10 @@ from vllm_signatures import fetch
 import fa_serve.demo
 
 ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "benchmarks"))
+sys.path.append(str(ROOT))
 
-from bench_vllm_plugin import declare_plugin  # noqa: E402
-from engine_workloads import make_model  # noqa: E402
+from benchmarks.engine.bench_vllm_plugin import declare_plugin  # noqa: E402
+from benchmarks.engine.engine_workloads import make_model  # noqa: E402
 
 FOLDER = "tests/v1/determinism"
 TESTS = "needle or bitwise or simple_generation"

@@ -24,7 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 import fa_serve
 from fa_serve.spec import UnsupportedModelError
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from hf_families import VOCAB, WINDOW, padding_mask, tokens
 
 ALLOWED = 1e-5  # error relative to the largest logit

@@ -182,7 +182,7 @@ def _widest_forward_tiles(arch: int, itemsize: int, masked: bool) -> TileConfig:
 def float8_tiles(arch: int, head_dim: int, *, float8_values: bool) -> TileConfig:
     """The tile of one forward call with float8 products, with `arch` as in `forward_tiles`.
 
-    These are the largest tiles without spills; no others have been timed, and docs/kernels.md has the speed of those for sm90.
+    These are the largest tiles without spills; no others have been timed.
     Up to head_dim 128, GPUs that multiply by mma.sync (sm89, sm120) get at least as many rows as columns of V, which together
     with `masks_all` gives each warp whole rows of scores. Then P goes from one product to the other in registers, and a block
     of 64 keys at head_dim 128 takes 610 instructions. Tiles of 64 rows, whose P passes through shared memory, take 690 on four

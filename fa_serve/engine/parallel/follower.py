@@ -1,57 +1,142 @@
-"""The process of a rank other than 0: it loads the engine and makes the calls that rank 0 sends.
+"""A rank other than 0, as its engine sees the ranks: what it is told comes through the link from rank 0.
 
-    python -m fa_serve.engine.parallel.follower <descriptor of the pipe from rank 0>
-    run(connection, local_rank=0)                # in a process that torchrun has started (torchrun.py)
+    ranks = Follower(connection)
+    ranks.start()                                # joins the others
+    engine = Engine(ranks.config, ranks=ranks)
+    for call, args in ranks.calls():
+        getattr(engine, call)(*args)
 
-It ends with rank 0, and ignores the signals that end rank 0 in its own time. Left out: how ranks talk (ranks.py).
+Left out: the process around it (follower_main.py), and the other end of the link (leader.py).
 """
 
 from __future__ import annotations
 
-import gc
+import contextlib
 import os
-import signal
-import sys
-from contextlib import nullcontext, suppress
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
-from typing import NoReturn
+from typing import Any, TypeVar
 
-from fa_serve.engine.process.host_memory import MemoryTrimmer, importing, limit_host_memory
+import torch
+
+from fa_serve import __version__
+from fa_serve.engine.errors import EngineDeadError
+from fa_serve.engine.parallel.links import Hello
+from fa_serve.engine.parallel.ranks import check_devices
+from fa_serve.ops.collectives.all_reduce import AllReduce, join
+
+T = TypeVar("T")
 
 
-def follow(connection: Connection, local_rank: int | None = None) -> int:
-    """Run an engine until rank 0 ends. Returns the exit code."""
-    with importing(freeze=True):
-        from fa_serve.engine.engine import Engine
-        from fa_serve.engine.parallel.ranks import Follower
-    ranks = Follower(connection, local_rank)
+class Follower:
+    """A rank other than 0. `tell` does nothing, because a follower makes calls and gives none.
+
+    local_rank: among the ranks of this machine, if torchrun has started it; None for a child of rank 0
+
+    If the link from rank 0 closes, this process ends at once, whatever it waits for. `start` joins the other ranks.
+    """
+
+    def __init__(self, connection: Connection, local_rank: int | None = None) -> None:
+        self._connection = connection
+        hello: Hello = connection.recv()
+        self.config = hello.config
+        self.rank = hello.rank
+        self.size = hello.config.tensor_parallel
+        self.local_rank = hello.rank if local_rank is None else local_rank
+        self.device = torch.device(hello.config.device_of(self.local_rank))
+        self.all_reduce: AllReduce | None = None
+        self._hello = hello
+        torch.set_num_threads(hello.num_threads)
+        self._digest = 0
+        self._num_steps = 0
+        self._messages: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        threading.Thread(target=_listen, args=(connection, self._messages), name="fa_serve-rank-0", daemon=True).start()
+
+    def start(self) -> None:
+        """Join the other ranks. Rank 0 waits in its sums once it is told that this rank is ready.
+
+        Raises EngineDeadError for another release of fa_serve, and ParameterError if there are not enough devices.
+        """
+        host = self._hello.host
+        if self._hello.version != __version__:
+            raise EngineDeadError(f"it runs fa_serve {__version__}, and rank 0 runs {self._hello.version}")
+        check_devices(self.config, self.local_rank + 1)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        store = join(self._hello.port, self.size, host)
+        self._connection.send("ready")
+        ordered = self.config.deterministic
+        self.all_reduce = AllReduce(store, self.rank, self.size, self.device, host=host, ordered=ordered)
+
+    def calls(self) -> Iterator[tuple[str, Any]]:
+        """(name, arguments) of the calls that rank 0 was given, until it ends. Raises EngineDeadError if the digests differ."""
+        while True:
+            call, args = self._messages.get()
+            if call == "stop":
+                return
+            if call == "step":
+                self._num_steps += 1
+                if args != (self._digest,):
+                    raise EngineDeadError(
+                        f"it has scheduled or sampled something else than rank 0 before step {self._num_steps}: the ranks "
+                        "are out of step"
+                    )
+                args = ()
+            yield call, args
+
+    def tell(self, call: str, *args: Any) -> None:
+        """Rank 0 tells the others."""
+
+    def end_step(self) -> None:
+        """Rank 0 knows whether the step was interrupted."""
+
+    def broadcast(self, what: str, make: Callable[[], T]) -> T:
+        """What rank 0 has decided. `make` is not called."""
+        kind, value = self._messages.get()
+        if kind != what:
+            raise EngineDeadError(f"it waits for {what!r} of rank 0, which has sent {kind!r}: the ranks are out of step")
+        decided: T = value
+        return decided
+
+    def min_over_ranks(self, value: int) -> int:
+        """The smallest value of all ranks."""
+        self._connection.send(value)
+        return self.broadcast("min_over_ranks", lambda: value)
+
+    def add_to_digest(self, numbers: Iterable[int]) -> None:
+        """Take numbers that must be the same on every rank into the digest."""
+        self._digest = hash((self._digest, *numbers))
+
+    def escalate(self, error: Exception) -> None:
+        """Raise the error, which ends this process."""
+        if isinstance(error, EngineDeadError):
+            raise error
+        raise EngineDeadError(f"{type(error).__name__}: {error}") from error
+
+    def check_lost(self) -> None:
+        """Nothing to do: rank 0 ends this process if another rank is lost."""
+
+    def starting(self) -> AbstractContextManager[None]:
+        """Nothing to do: `follow` reports a failed start to rank 0."""
+        return contextlib.nullcontext()
+
+    def fail(self, error: Exception) -> None:
+        """Tell rank 0 why this process ends."""
+        text = str(error) if isinstance(error, EngineDeadError) else f"{type(error).__name__}: {error}"
+        with contextlib.suppress(OSError):
+            self._connection.send(EngineDeadError(f"rank {self.rank} of {self.size} failed: {text}"))
+
+    def close(self) -> None:
+        """Nothing to do: this process ends now. NCCL would wait for rank 0 to leave the group, and rank 0 for this process."""
+
+
+def _listen(connection: Connection, messages: queue.SimpleQueue[tuple[str, Any]]) -> None:
+    """Read what rank 0 sends. Runs in a thread of a follower."""
     try:
-        ranks.start()
-        engine = Engine(ranks.config, ranks=ranks)
-        gc.collect()
-        gc.freeze()
-        MemoryTrimmer().start()
-        for call, args in ranks.calls():
-            # an exception here refuses one request, on rank 0 as well; if it does not, the digests will differ
-            with suppress(Exception) if call == "submit" else nullcontext():
-                getattr(engine, call)(*args)
-        engine.check_integrity()
-        engine.close()
-    except Exception as error:
-        ranks.fail(error)
-        return 1
-    return 0
-
-
-def run(connection: Connection, local_rank: int | None = None) -> NoReturn:
-    """Run an engine until rank 0 ends, and end this process. local_rank: as in `Follower`"""
-    limit_host_memory()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    code = follow(connection, local_rank)
-    sys.stderr.flush()
-    os._exit(code)  # threads of a broken process group may not end
-
-
-if __name__ == "__main__":
-    run(Connection(int(sys.argv[1])))
+        while True:
+            messages.put(connection.recv())
+    except (EOFError, OSError):
+        os._exit(1)  # rank 0 is gone

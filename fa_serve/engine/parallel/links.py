@@ -5,7 +5,7 @@
     links[0].kill()
 
 Both are a `Connection` of multiprocessing, so the ranks talk through one kind of object wherever they run. Left out: what they
-say (ranks.py).
+say (leader.py, follower.py).
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def start_children(size: int, links: list[Link]) -> None:
     for rank in range(1, size):
         ours, theirs = Pipe()
         with theirs:
-            command = [sys.executable, "-m", "fa_serve.engine.parallel.follower", str(theirs.fileno())]
+            command = [sys.executable, "-m", "fa_serve.engine.parallel.follower_main", str(theirs.fileno())]
             # a module in the working directory must not take the place of an installed one; one progress bar is enough
             environment = os.environ | {"PYTHONSAFEPATH": "1", "TQDM_DISABLE": "1"}
             process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment)

@@ -5,12 +5,12 @@
     torchrun = Torchrun.find(config)             # None: nobody but rank 0 runs, and it starts the others
     torchrun.accept(links)                       # rank 0
     connection = torchrun.connect()              # the others
-    follow_if_told(config)                       # does not return on ranks other than 0
 
 Rank 0 listens on MASTER_ADDR. Messages are pickled, and unpickling runs code. So both sides of a connection first prove that
 they know the secret FA_SERVE_RANK_KEY (multiprocessing's challenge by HMAC), and until then nothing is unpickled. What follows
 is neither encrypted nor authenticated. A machine that vanishes is noticed by the kernel's probes (PROBE_SECONDS). Left out:
-what the ranks say (ranks.py), and how processes without torchrun are started (links.py).
+what the ranks say (leader.py, follower.py), who asks for this (follower_main.py), and how processes without torchrun are
+started (links.py).
 """
 
 from __future__ import annotations
@@ -167,21 +167,6 @@ class Torchrun:
             return socket.create_server(address, family=family)
         except OSError as error:
             raise ParameterError("MASTER_ADDR", f"be an address of rank 0's machine ({error})", self.host) from error
-
-
-def follow_if_told(config: EngineConfig) -> None:
-    """Return on rank 0, and without torchrun. On another rank of torchrun, follow rank 0 until it ends, and end this process.
-
-    Raises ParameterError, and EngineDeadError if rank 0 is not found.
-    """
-    torchrun = Torchrun.find(config)
-    if torchrun is None or torchrun.rank == 0:
-        return
-    log.info("rank %d of %d follows rank 0 at %s, and takes its settings", torchrun.rank, torchrun.size, torchrun.host)
-    os.environ["TQDM_DISABLE"] = "1"  # rank 0's progress bar is enough
-    from fa_serve.engine.parallel.follower import run  # with it comes the engine, which rank 0 may run in another process
-
-    run(torchrun.connect(), torchrun.local_rank)
 
 
 def _secret() -> bytes:

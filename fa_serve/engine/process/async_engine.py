@@ -6,7 +6,7 @@
         print(output.text, end="")
     await engine.shutdown()
 
-The engine runs in a thread or a process (worker.py). The outputs of a step are put into the mailboxes of their requests. A
+The engine runs in a thread or a process (parent.py). The outputs of a step are put into the mailboxes of their requests. A
 mailbox holds at most one output for each answer: an output that comes before the consumer is back is appended to the one that
 waits. So a slow consumer does not delay a step. Log-probabilities may take kilobytes for each token. If too many of them wait
 in all mailboxes, the request with the most of them ends with an error.
@@ -27,9 +27,10 @@ from typing import TYPE_CHECKING, Any
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.errors import EngineDeadError, RequestError
 from fa_serve.engine.events import OnPhase
-from fa_serve.engine.parallel.torchrun import follow_if_told
+from fa_serve.engine.parallel.follower_main import follow_if_told
 from fa_serve.engine.process.engine_loop import Abort, Add, StepOutputs
-from fa_serve.engine.process.worker import STOP_SECONDS, OnDeath, OnOutputs, ProcessWorker, Pulse, Ready, ThreadWorker, Worker
+from fa_serve.engine.process.parent import STOP_SECONDS, OnDeath, OnOutputs, ProcessWorker, Pulse, ThreadWorker, Worker
+from fa_serve.engine.process.pipe import Ready
 from fa_serve.engine.request.outputs import FinishReason, RequestOutput, TokenLogprob
 from fa_serve.engine.request.params import SamplingParams
 from fa_serve.engine.request.prompts import PromptReader

@@ -5,7 +5,7 @@
     loop.run()                               # until the command None comes
 
 The loop never waits for a client, and a step never waits for a grammar: other threads compile grammars (grammar_queue.py), and
-the request joins when its grammar is ready. Left out: where the loop runs (worker.py).
+the request joins when its grammar is ready. Left out: where the loop runs (parent.py, child.py).
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from fa_serve.engine.errors import EngineDeadError, QueueFullError
+from fa_serve.engine.events import OnPhase, Phase
+from fa_serve.engine.process.host_memory import importing
 from fa_serve.engine.request.outputs import RequestOutput
 from fa_serve.engine.request.params import SamplingParams, StructuredOutput
 from fa_serve.engine.stats import EngineStats, StepStats
@@ -234,3 +236,15 @@ class EngineLoop:
         if timeout is not None:  # a timeout that has passed still ends the request in the usual way
             timeout = max(timeout - (time.monotonic() - since), 1e-3)
         self._commands.put(replace(command, compiled=compiled, timeout=timeout))
+
+
+def import_engine(on_phase: OnPhase, *, freeze: bool) -> type[Engine]:
+    """The engine's class. With it come the models of transformers, which take longer to import than all the rest.
+
+    freeze: as in `importing`
+    """
+    begin = time.perf_counter()
+    with importing(freeze=freeze):
+        from fa_serve.engine.engine import Engine
+    on_phase(Phase("engine", "imported", time.perf_counter() - begin))
+    return Engine

@@ -2,10 +2,11 @@
 
     start_ahead()                            # a server does this before it imports its own modules
     process, connection = take_process()     # the process that was started ahead, or a new one
-    connection.send(config)                  # from here on, worker.py speaks through the connection
+    connection.send(config)                  # from here on, parent.py and child.py speak through the connection
 
 PyTorch and the models of transformers take several seconds to import in each process. With a process that is started ahead,
-both processes import at the same time. This module imports neither. Left out: what goes through the connection (worker.py).
+both processes import at the same time. This module imports neither. Left out: what runs in the process (child.py) and
+what goes through the connection (pipe.py).
 """
 
 from __future__ import annotations
@@ -69,5 +70,5 @@ def _main(connection: Connection, ahead: bool) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL if ahead else signal.SIG_IGN)
     with importing(freeze=True):
-        from fa_serve.engine.process.worker import run_engine
+        from fa_serve.engine.process.child import run_engine
     run_engine(connection)

@@ -46,7 +46,7 @@ class PromptReader:
         elif self._tokenizer is None:
             raise ParameterError("prompt", "be token ids because this engine has no tokenizer", prompt, "no_tokenizer")
         else:
-            tokens = self.encode(prompt)
+            tokens = self._checked(self.encode(prompt))
         if not tokens:
             raise ParameterError("prompt", "have at least one token", prompt)
         if len(tokens) >= self._max_model_len:
@@ -64,8 +64,7 @@ class PromptReader:
         """
         if len(text) > self.max_chars:
             # Tokenizing many megabytes takes a thread several seconds, and the text would be refused anyway.
-            limit = f"{self._max_model_len} tokens, and so have at most {self.max_chars} characters"
-            raise ParameterError("prompt", f"be shorter than max_model_len = {limit}", len(text), "context_length_exceeded")
+            raise self.too_long(len(text))
         try:
             num_bytes = len(text.encode())
         except UnicodeEncodeError as error:
@@ -75,6 +74,11 @@ class PromptReader:
             self._require_few_ids(text)
         ids: list[int] = self._encoding(text, special_tokens).ids
         return ids
+
+    def too_long(self, length: int | str) -> ParameterError:
+        """The error about a text with more than `max_chars` characters."""
+        limit = f"{self._max_model_len} tokens, and so have at most {self.max_chars} characters"
+        return ParameterError("prompt", f"be shorter than max_model_len = {limit}", length, "context_length_exceeded")
 
     def _encoding(self, text: str, special_tokens: bool) -> Any:
         return self._tokenizer.backend_tokenizer.encode_batch_fast([text], add_special_tokens=special_tokens)[0]
@@ -93,7 +97,10 @@ class PromptReader:
                 raise ParameterError("prompt", rule, f"at least {count}", "context_length_exceeded")
 
     def _checked(self, prompt: Sequence[int]) -> list[int]:
-        """Token ids are checked here, because a bad one would fail a whole step later."""
+        """Token ids are checked here, because a bad one would fail a whole step later.
+
+        Those of a text are checked as well, because a tokenizer may have more tokens than its model.
+        """
         rule = f"hold token ids from 0 to {self._vocab_size - 1}"
         try:
             numbers = np.frombuffer(array("q", prompt), dtype=np.uint64)
@@ -104,7 +111,13 @@ class PromptReader:
         if np.maximum.reduce(numbers) >= self._vocab_size:  # a negative number is larger than all others
             signed = numbers.view(np.int64)
             least = int(signed.min())
-            raise ParameterError("prompt", rule, least if least < 0 else int(signed.max()))
+            wrong = least if least < 0 else int(signed.max())
+            name = None
+            if wrong >= 0 and self._tokenizer is not None:
+                name = self._tokenizer.backend_tokenizer.id_to_token(wrong)
+            if name is not None:
+                rule += f" (the model has fewer tokens than its tokenizer; leave out {name}, whose id is {wrong})"
+            raise ParameterError("prompt", rule, wrong)
         tokens: list[int] = numbers.tolist()
         return tokens
 

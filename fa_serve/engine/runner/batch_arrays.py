@@ -64,16 +64,16 @@ def batch_arrays(
     vocab_size: int,
     deterministic: bool,
     drafting: bool = False,
-    lead: int = 0,
+    tokens_ahead: int = 0,
 ) -> BatchArrays:
     """The arrays of one step. New pages are written into the block table.
 
     deterministic: unless all sequences compute one token, treat each token as a sequence that ends with it
     drafting: the tokens are drafts, for which there are neither penalties nor log-probabilities
-    lead: how many places later than its position a token is taken from
+    tokens_ahead: how many places later than its position a token is taken from
     """
     chunks = batch.chunks
-    input_ids = _input_ids(batch, block_table, lead)
+    input_ids = _input_ids(batch, block_table, tokens_ahead)
     slots = np.array([chunk.slot for chunk in chunks], dtype=np.int64)
     starts = np.array([chunk.start for chunk in chunks], dtype=np.int64)
     lengths = np.array([chunk.length for chunk in chunks], dtype=np.int64)
@@ -116,7 +116,7 @@ def batch_arrays(
         targets = [sequence.request.prompt[first:last] for sequence, first, last in prompt_spans]
         rows["prompt_targets"] = np.concatenate([np.array(tokens, dtype=np.int64) for tokens in targets])
     num_rows = num_samples[num_samples > 0] if batch.num_drafts else None
-    drawn_positions = positions[sampled] + lead + 1
+    drawn_positions = positions[sampled] + tokens_ahead + 1
     sampling = sampling_arrays(requests, drawn_positions, vocab_size, num_rows=num_rows, penalties=not drafting)
     if batch.num_drafts and "repetition" in sampling:
         sampling |= draft_arrays([chunk.drafts for chunk in chunks if chunk.num_samples], vocab_size)
@@ -136,14 +136,14 @@ def batch_arrays(
     )
 
 
-def _input_ids(batch: ScheduledBatch, block_table: BlockTable, lead: int) -> list[int]:
+def _input_ids(batch: ScheduledBatch, block_table: BlockTable, tokens_ahead: int) -> list[int]:
     """The step's tokens, pending ones as -(slot + 1). Each sequence's pages are written into the block table on the way."""
     input_ids: list[int] = []
     for chunk in batch.chunks:
         sequence = chunk.sequence
         tokens = sequence.tokens
         block_table.fill(chunk.slot, sequence.pages)
-        start = chunk.start + lead
+        start = chunk.start + tokens_ahead
         end = start + chunk.length
         input_ids += tokens[start:end]
         if chunk.drafts:

@@ -102,7 +102,7 @@ class MakeInputs(Protocol):
     ) -> Inputs: ...
 
 
-Check = Callable[[Exception], None]
+OnError = Callable[[Exception], None]
 KEY_LENGTHS = (1024, 4096, 16384)
 """Lengths of the longest sequence for which there are graphs, in addition to the longest possible one."""
 EXTRA_BYTES = 1 << 20
@@ -131,7 +131,7 @@ class StepGraphs:
     vocab, dtype: of the logits
     prompts:    capture steps with prompts too
     fresh_tokens: from so many tokens on, a step without keys from earlier steps runs eagerly, as attention is faster then
-    check:      called with the error of a capture before steps run without it, and may raise
+    on_error:   called with the error of a capture before steps run without it, and may raise
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class StepGraphs:
         vocab: int,
         dtype: torch.dtype,
         prompts: bool,
-        check: Check,
+        on_error: OnError,
         fresh_tokens: int | None = None,
     ) -> None:
         self._forward = forward
@@ -155,7 +155,7 @@ class StepGraphs:
         self._device = device
         self._prompts = prompts
         self._fresh_tokens = fresh_tokens
-        self._check = check
+        self._on_error = on_error
         self.sizes = batch_sizes(max_batch)
         self.key_lengths = [*(length for length in KEY_LENGTHS if length < max_keys), max_keys]
         self._prompt_batches = [*(size for size in PROMPT_BATCHES if size < max_batch), max_batch]
@@ -242,7 +242,7 @@ class StepGraphs:
             try:
                 self._capture_empty(self._largest)
             except Exception as error:
-                self._check(error)
+                self._on_error(error)
                 log.warning("steps with prompts run without CUDA graphs, because a capture failed: %s", error)
                 self._prompts = False
         return self._prompts and sum(x.kind == "prompts" for x in self._replays) < MAX_PROMPT_GRAPHS
@@ -266,7 +266,7 @@ class StepGraphs:
                         self._capture_empty(shape)
                     return True
         except Exception as error:  # Triton's errors are no RuntimeErrors; and a step that has the same problem will report it
-            self._check(error)
+            self._on_error(error)
             log.warning("no more graphs are captured in advance, because a capture failed: %s", error)
             self._missing = []
         return False

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +29,7 @@ from fa_serve.engine.cache import tensors as kv_cache
 from fa_serve.engine.cache.block_table import BlockTable
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.runner.batch_arrays import BatchArrays, batch_arrays
-from fa_serve.engine.runner.cuda_graphs import Check, Inputs, Shape, StepGraphs, pad, padding
+from fa_serve.engine.runner.cuda_graphs import Inputs, OnError, Shape, StepGraphs, pad, padding
 from fa_serve.engine.runner.deterministic import NUM_SPLITS, deterministic_mode
 from fa_serve.engine.runner.prepared_batch import Forward, PreparedBatch
 from fa_serve.engine.runner.results import PendingResult
@@ -37,7 +37,6 @@ from fa_serve.engine.runner.sampler import SampleParams, TokenCounts, log_probab
 from fa_serve.engine.runner.transfer import packed_size, send
 from fa_serve.engine.scheduler.scheduled_batch import ScheduledBatch
 from fa_serve.engine.scheduler.sequence import SequenceState
-from fa_serve.engine.speculation.kept_features import KeptFeatures
 from fa_serve.engine.start.warm_up import EmptyStep, SamplingVariant, largest_batch
 from fa_serve.hf import PagedBatch, attention_layers, paged_forward, take_experts, take_scaled_experts, vocab_size
 from fa_serve.hf.surgery.fuse.fusion import cached_layers, fuse_model, unfuse_model
@@ -52,20 +51,24 @@ class ModelRunner:
     """Owner of everything on the device. Before the first step it needs its cache: see `allocate`.
 
     drafting: this is a draft model, whose draws ignore penalties and need no log-probabilities
-    check:    called with the error of a graph before steps run without it. Raises if other ranks would go on with theirs
+    on_graph_error: called with the error of a graph before steps run without it. Raises if other ranks would go on with theirs
     draft:    the runner of the draft model (draft_model.py), whose cache has the same pages; None without one
-    kept_features: keeps what each forward computes for an EAGLE-3 head (draft_head.py); None without one
-    lead:     how many places later in the sequence than its position a token is taken from: 1 for a head
+    tokens_ahead: how many places later in the sequence than its position a token is taken from: 1 for a head
     """
 
-    lead = 0
+    tokens_ahead = 0
 
     def __init__(
-        self, model: PreTrainedModel, config: EngineConfig, *, drafting: bool = False, check: Check = lambda error: None
+        self,
+        model: PreTrainedModel,
+        config: EngineConfig,
+        *,
+        drafting: bool = False,
+        on_graph_error: OnError = lambda error: None,
+        draft: ModelRunner | None = None,
     ) -> None:
-        self.draft: ModelRunner | None = None
-        self.kept_features: KeptFeatures | None = None
-        self.check = check
+        self.draft = draft
+        self._on_graph_error = on_graph_error
         self._drafting = drafting
         self.model: PreTrainedModel = model.train(False)
         self.device = model.device
@@ -145,13 +148,13 @@ class ModelRunner:
             dtype=self.model.dtype,
             # attention with these options plans for the longest prompt that is possible, not for the longest in the batch
             prompts=not self._options,
-            check=self.check,
+            on_error=self._on_graph_error,
             fresh_tokens=PLAIN_TOKENS if any(layer.values_in_keys for layer in self.layers) else None,
         )
         try:
             graphs.capture_largest()
         except Exception as error:
-            self.check(error)
+            self._on_graph_error(error)
             log.warning("decoding runs without CUDA graphs, because the first capture failed: %s", error)
             return False
         self._graphs = graphs
@@ -270,7 +273,7 @@ class ModelRunner:
             vocab_size=self.vocab_size,
             deterministic=self._deterministic,
             drafting=self._drafting,
-            lead=self.lead,
+            tokens_ahead=self.tokens_ahead,
         )
         prepared = self._prepare(arrays)
         logits = self._run(prepared)[: len(arrays.sequences) + batch.num_prompt_logits]
@@ -370,16 +373,20 @@ class ModelRunner:
         try:
             return self._graphs.run(prepared.inputs)
         except Exception as error:
-            self.check(error)
+            self._on_graph_error(error)
             inputs = self._graphs.inputs(prepared.inputs)
             self._graphs = None
             log.warning("steps run without CUDA graphs from now on, because a capture or a replay failed: %s", error)
             return self._forward(inputs)
 
+    def keeping_features(self, batch: PagedBatch) -> AbstractContextManager[None]:
+        """Around a forward of the model that this one drafts for. A draft model needs nothing of it, and a head does."""
+        return nullcontext()
+
     def _forward(self, inputs: Inputs) -> Tensor:
         last = self._last_tokens[(-1 - inputs.input_ids).clamp(min=0)]
         input_ids = torch.where(inputs.input_ids < 0, last, inputs.input_ids)
-        keeping = nullcontext() if self.kept_features is None else self.kept_features.keeping(inputs.paged)
+        keeping = nullcontext() if self.draft is None else self.draft.keeping_features(inputs.paged)
         with keeping, deterministic_mode(self._deterministic):
             return paged_forward(self.model, input_ids, inputs.position_ids, inputs.paged, inputs.logits_indices)
 

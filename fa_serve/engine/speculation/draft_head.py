@@ -1,66 +1,120 @@
 """Runs an EAGLE-3 head as a draft model: the runner that `DraftModel` has for `speculative="eagle3=HEAD"`.
 
-    runner = load_head_runner(config, runner)        # tells `runner` to keep hidden states
-    drafter = DraftModel(runner, 8192)
+    head_runner = load_head_runner(config, model)
+    drafter = DraftModel(head_runner, 8192)
+    runner = ModelRunner(model, config, draft=head_runner)       # its forwards leave features to the head
 
-A head takes two inputs at each position p: what the model has computed for token p (kept_features.py), and token p + 1. Tokens
-are therefore one place ahead of positions, pages and keys (`lead`). A draft has no feature yet, because the model has not
+A head takes two inputs at each position p: what the model has computed for token p, its feature, and token p + 1. Tokens are
+therefore one place ahead of positions, pages and keys (`tokens_ahead`). A draft has no feature yet, because the model has not
 computed it. The head's output of the position before stands in, which is kept for each slot. When the model has verified the
 drafts, the head computes its keys of the right ones again, from the features.
+
+A feature is the head's projection (`fc`) of the hidden states of three layers: as many numbers as one hidden state. It lies
+where the keys and values of its token lie, in a tensor with the same pages. So a prefix that is found in the cache brings its
+features along, those of a wrong draft are overwritten with its keys, and those of a preempted sequence are lost with its pages.
+Reading and writing have fixed addresses and sizes, which CUDA graphs need.
 
 Left out: the head itself (fa_serve.hf.eagle3), and which sequences draft (draft_model.py, drafts.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub import snapshot_download
 from torch import Tensor
 
 from fa_serve.engine.config import EngineConfig
-from fa_serve.engine.runner.cuda_graphs import Inputs
+from fa_serve.engine.runner.cuda_graphs import Inputs, OnError
 from fa_serve.engine.runner.model_runner import ModelRunner
-from fa_serve.engine.speculation.kept_features import KeptFeatures
-from fa_serve.hf import paged_output
+from fa_serve.hf import HiddenStateReader, PagedBatch, paged_output
 from fa_serve.spec import ParameterError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from fa_serve.hf.eagle3 import Eagle3Head
+
+
+class KeptFeatures:
+    """Owner of the features. Raises UnsupportedModelError for a model whose hidden states cannot be read.
+
+    model: a PreTrainedModel
+    """
+
+    def __init__(self, model: Any, head: Eagle3Head) -> None:
+        self._reader = HiddenStateReader(model, head.depths)
+        self._head = head
+        self._features = self._rows(0)
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self._features.shape[1] * self._features.itemsize
+
+    def allocate(self, num_slots: int) -> None:
+        """Make room for so many slots of the KV cache. What was kept is lost."""
+        self._features = self._rows(num_slots)
+
+    @contextmanager
+    def keeping(self, batch: PagedBatch) -> Iterator[None]:
+        """Keep the features of a forward of the model within this context."""
+        with self._reader.reading() as states:
+            yield
+        if len(states) < len(self._head.depths):
+            return  # a forward of few layers, which stand for all in the warm-up
+        last = len(self._features) - 1  # takes what belongs to no token
+        slots = torch.where(batch.slot_mapping < 0, last, batch.slot_mapping)
+        self._features.index_copy_(0, slots, self._head.combine(states))
+
+    def read(self, slot_mapping: Tensor) -> Tensor:
+        """(total,) slots of the cache -> (total, hidden), anything where there is no slot"""
+        return self._features.index_select(0, slot_mapping.clamp(min=0))
+
+    def _rows(self, num_slots: int) -> Tensor:
+        """The slots, and one row more. Zeros, because a draft may read what has never been written."""
+        head = self._head
+        return torch.zeros(num_slots + 1, head.config.hidden_size, dtype=head.dtype, device=head.device)
 
 
 class HeadRunner(ModelRunner):
-    """Owner of the head's cache, of its graphs, and of its last output for each slot.
+    """Owner of the head's cache, of its graphs, of its last output for each slot, and of the features.
 
-    kept: the features that the model's runner keeps, which both share
+    kept: the features of the model that the head drafts for
     """
 
-    lead = 1
+    tokens_ahead = 1
 
     def __init__(self, head: Any, config: EngineConfig, kept: KeptFeatures, **options: Any) -> None:
         super().__init__(head, config, drafting=True, **options)
         self.vocab_size = head.config.vocab_size  # its logits are spread over the model's vocabulary
-        self._kept = kept
+        self.kept = kept
         # one row more, for the sequences of padding
         self._last_outputs = torch.zeros(config.max_num_seqs + 1, head.config.hidden_size, dtype=head.dtype, device=self.device)
 
     def allocate(self, num_pages: int, max_model_len: int) -> None:
         """Allocate the head's KV cache and the features of as many tokens."""
-        self._kept.allocate(0)
+        self.kept.allocate(0)
         super().allocate(num_pages, max_model_len)
-        self._kept.allocate(num_pages * self.page_size)
+        self.kept.allocate(num_pages * self.page_size)
 
     @property
     def bytes_per_page(self) -> int:
         """Bytes of the head's keys and values of one page, and of its features."""
-        return super().bytes_per_page + self.page_size * self._kept.bytes_per_token
+        return super().bytes_per_page + self.page_size * self.kept.bytes_per_token
+
+    def keeping_features(self, batch: PagedBatch) -> AbstractContextManager[None]:
+        """Around a forward of the model: what it computes for its tokens is kept."""
+        return self.kept.keeping(batch)
 
     def _forward(self, inputs: Inputs) -> Tensor:
         paged = inputs.paged
         drawn = inputs.input_ids < 0  # drafts of the head
         slots = (-1 - inputs.input_ids).clamp(min=0)
         input_ids = torch.where(drawn, self._last_tokens[slots], inputs.input_ids)
-        features = torch.where(drawn[:, None], self._last_outputs[slots], self._kept.read(paged.slot_mapping))
+        features = torch.where(drawn[:, None], self._last_outputs[slots], self.kept.read(paged.slot_mapping))
         output = paged_output(
             self.model, input_ids, inputs.position_ids, paged, inputs.logits_indices, hidden_states=features[None]
         )
@@ -71,8 +125,8 @@ class HeadRunner(ModelRunner):
         return logits
 
 
-def load_head_runner(config: EngineConfig, runner: ModelRunner) -> HeadRunner:
-    """The runner of the head that the settings name. `runner`, the model's, keeps hidden states for it from now on.
+def load_head_runner(config: EngineConfig, model: Any, on_graph_error: OnError) -> HeadRunner:
+    """The runner of the head that the settings name, for this PreTrainedModel. on_graph_error: as in `ModelRunner`
 
     Raises ParameterError, with the reason, for a folder or hub name without such a head, and for the head of another model.
     """
@@ -85,9 +139,8 @@ def load_head_runner(config: EngineConfig, runner: ModelRunner) -> HeadRunner:
         folder = Path(own.model_path())
         if not folder.is_dir():
             folder = Path(snapshot_download(str(own.model), allow_patterns=["*.json", "*.safetensors", "*.bin"]))
-        head = load_head(folder, runner.model)
-        runner.kept_features = KeptFeatures(runner.model, head)
-        return HeadRunner(head, own, runner.kept_features, check=runner.check)
+        head = load_head(folder, model)
+        return HeadRunner(head, own, KeptFeatures(model, head), on_graph_error=on_graph_error)
     except (ParameterError, UnsupportedModelError, OSError) as error:
         rule = f"name an EAGLE-3 head of {config.model_name}: {error}"
         raise ParameterError("speculative", rule, config.speculative) from error

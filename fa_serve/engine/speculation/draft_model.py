@@ -117,7 +117,7 @@ class DraftModel:
             for (sequence, _), token in zip(sequences, pending.read().tokens, strict=True):
                 self._drafts.setdefault(sequence, []).append(token)
         for sequence, drafts in self._drafts.items():
-            if not self._runner.lead:
+            if not self._runner.tokens_ahead:
                 self._caches[sequence].drawn = drafts[:-1]
             if min(drafts) < 0:  # the sampler found no token
                 del drafts[next(place for place, token in enumerate(drafts) if token < 0) :]
@@ -146,7 +146,7 @@ class DraftModel:
 
     def _num_positions(self, sequence: SequenceState) -> int:
         """Positions that can be computed from the known tokens."""
-        return len(sequence.tokens) - self._runner.lead
+        return len(sequence.tokens) - self._runner.tokens_ahead
 
     def _num_known(self, sequence: SequenceState) -> int:
         """Leading positions whose keys are in the cache, without the last one."""

@@ -25,12 +25,13 @@ from fa_serve.engine.cache.tensors import check_num_pages
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.events import PhaseClock
 from fa_serve.engine.parallel.ranks import Ranks
+from fa_serve.engine.runner.cuda_graphs import OnError
 from fa_serve.engine.runner.model_runner import ModelRunner
 from fa_serve.engine.speculation.draft_head import load_head_runner
 from fa_serve.engine.speculation.draft_model import DraftModel
 from fa_serve.engine.speculation.drafts import Drafter, NgramDrafter
 from fa_serve.engine.start.read_ahead import reading_ahead
-from fa_serve.hf import NAME, check_attention_precision, divide_model, patch, plan_division
+from fa_serve.hf import NAME, check_attention_precision, divide_model, patch, plan_division, vocab_size
 from fa_serve.hf.surgery.quantised.linear import check_report, finish_weights, quantized_elsewhere, with_quantized_linears
 from fa_serve.spec import ParameterError
 
@@ -69,9 +70,9 @@ def load(
         clock.end("weights", f"{config.model_name} on {model.device}")
     else:
         patch(model)
-    runner = ModelRunner(model, config, check=ranks.check)
+    draft = load_draft(config, model, tokenizer, clock, ranks.escalate)
+    runner = ModelRunner(model, config, on_graph_error=ranks.escalate, draft=draft)
     check_attention_precision(runner.layers, config.page_size, config.attention_precision)
-    drafter = load_drafter(config, runner, tokenizer, clock)
     if runner.fuses:
         clock.end("fusion", f"{runner.fuse()} of {len(runner.layers)} layers are fused")
     num_pages, max_model_len = sizes(config, runner, ranks)
@@ -83,20 +84,22 @@ def load(
     resolved = replace(
         config, dtype=str(model.dtype)[6:], device=str(model.device), num_pages=num_pages, max_model_len=max_model_len
     )
-    return Loaded(runner, drafter, tokenizer, resolved, max_model_len, end_ids(model))
+    return Loaded(runner, make_drafter(config, draft), tokenizer, resolved, max_model_len, end_ids(model))
 
 
-def load_drafter(config: EngineConfig, runner: ModelRunner, tokenizer: Any, clock: PhaseClock) -> Drafter:
-    """The drafter that the settings ask for. A draft model or a head is loaded, and its cache belongs to `runner` from now on.
+def load_draft(
+    config: EngineConfig, model: PreTrainedModel, tokenizer: Any, clock: PhaseClock, on_graph_error: OnError
+) -> ModelRunner | None:
+    """The runner of the draft model or the head that the settings name; None without one. on_graph_error: as in `ModelRunner`
 
     Raises ParameterError for a model that is not there or has another vocabulary, and what loading a model raises.
     """
     if config.draft_head is not None:
-        runner.draft = load_head_runner(config, runner)
-        clock.end("draft", f"{config.speculative} on {runner.draft.device}")
-        return DraftModel(runner.draft, config.max_num_batched_tokens)
+        head = load_head_runner(config, model, on_graph_error)
+        clock.end("draft", f"{config.speculative} on {head.device}")
+        return head
     if config.draft_model is None:
-        return NgramDrafter()
+        return None
     own = replace(config.for_drafts(config.draft_model), quantization=None)
     try:
         own.model_path()
@@ -105,17 +108,25 @@ def load_drafter(config: EngineConfig, runner: ModelRunner, tokenizer: Any, cloc
     if tokenizer is not None and load_tokenizer(own).get_vocab() != tokenizer.get_vocab():
         rule = f"name a draft model with the same vocabulary: its tokenizer has other tokens than that of {config.model_name}"
         raise ParameterError("speculative", rule, config.speculative)
-    draft = ModelRunner(load_model(own), own, drafting=True, check=runner.check)
-    if draft.vocab_size != runner.vocab_size:
-        sizes = f"it gives logits for {draft.vocab_size} tokens, and {config.model_name} for {runner.vocab_size}"
+    draft = ModelRunner(load_model(own), own, drafting=True, on_graph_error=on_graph_error)
+    num_tokens = vocab_size(model)
+    if draft.vocab_size != num_tokens:
+        sizes = f"it gives logits for {draft.vocab_size} tokens, and {config.model_name} for {num_tokens}"
         rule = f"name a draft model with the same vocabulary: {sizes}"
         raise ParameterError("speculative", rule, config.speculative)
     if draft.fuses:
         draft.fuse()
-    runner.draft = draft
     clock.end("draft", f"{own.model_name} on {draft.device}")
-    limit = getattr(draft.model.config.get_text_config(), "max_position_embeddings", None)
-    return DraftModel(draft, config.max_num_batched_tokens, limit)
+    return draft
+
+
+def make_drafter(config: EngineConfig, draft: ModelRunner | None) -> Drafter:
+    """What guesses tokens, with the draft model or head if there is one."""
+    if draft is None:
+        return NgramDrafter()
+    return DraftModel(
+        draft, config.max_num_batched_tokens, None if config.draft_head is not None else position_limit(draft.model)
+    )
 
 
 def load_tokenizer(config: EngineConfig) -> Any:
@@ -222,7 +233,7 @@ def sizes(config: EngineConfig, runner: ModelRunner, ranks: Ranks) -> tuple[int,
 
     Raises ParameterError if the settings ask for more than the model or the cache can hold.
     """
-    model_limit = getattr(runner.model.config.get_text_config(), "max_position_embeddings", None)
+    model_limit = position_limit(runner.model)
     length = config.max_model_len or model_limit
     if length is None:
         rule = "be given, because the model's config has no max_position_embeddings"
@@ -231,12 +242,18 @@ def sizes(config: EngineConfig, runner: ModelRunner, ranks: Ranks) -> tuple[int,
         raise ParameterError("max_model_len", f"be at most {model_limit}, the model's max_position_embeddings", length)
     if config.num_pages is not None:
         check_num_pages(config.num_pages, runner.bytes_per_page, config.page_size, len(runner.layers), runner.device)
-    num_pages = ranks.least(config.num_pages or runner.fit_num_pages(config, length))
+    num_pages = ranks.min_over_ranks(config.num_pages or runner.fit_num_pages(config, length))
     capacity = num_pages * config.page_size
     if config.max_model_len is not None and length > capacity:
         rule = f"be at most {capacity}, which is what {num_pages} pages of {config.page_size} tokens hold"
         raise ParameterError("max_model_len", rule, length)
     return num_pages, min(length, capacity)
+
+
+def position_limit(model: PreTrainedModel) -> int | None:
+    """The number of positions that the model was made for; None if its config does not say."""
+    limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return limit
 
 
 def end_ids(model: PreTrainedModel) -> frozenset[int]:

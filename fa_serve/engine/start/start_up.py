@@ -59,7 +59,7 @@ def start_up(
     clock: is told of each phase
     ahead: compile and capture ahead of requests, so that none of them waits for it; other ranks do what rank 0 does
     """
-    ahead = ranks.decide("ahead", lambda: ahead)
+    ahead = ranks.broadcast("ahead", lambda: ahead)
     if ahead:
         watch()
     on_gpu = ahead and config.resolve_device().startswith("cuda")
@@ -144,6 +144,6 @@ def capture_ahead(runner: ModelRunner, ranks: Ranks, seconds: float = CAPTURE_SE
     """Capture graphs for so many seconds, by the clock of rank 0. Returns what was captured, for the report."""
     limit = time.monotonic() + seconds
     complete = False
-    while not complete and ranks.decide("captures", lambda: time.monotonic() < limit):
+    while not complete and ranks.broadcast("captures", lambda: time.monotonic() < limit):
         complete = not runner.prepare_one()
     return f"{runner.num_captures} graphs" + ("" if complete else ", the others when there is no request")

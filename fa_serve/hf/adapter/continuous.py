@@ -36,7 +36,7 @@ def paged_attention(
     value: Tensor,
     attention_mask: object,
     *,
-    cache: Any,
+    cache: Any = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -52,9 +52,17 @@ def paged_attention(
     Returns out (1, total, num_heads, head_dim_v), and None in the place of the attention weights. Rows that belong to no
     request, which pad a batch for CUDA graphs, are 0.
 
-    Raises UnsupportedModelError for a position_bias, and where transformers' cache does not fit the layer.
+    Raises UnsupportedModelError for a call that does not come from `generate_batch`, for a position_bias, and where
+    transformers' cache does not fit the layer.
     """
     name = type(module).__name__
+    if not hasattr(cache, "update") or kwargs.get("cu_seq_lens_q") is None:
+        got = "without a cache" if cache is None else f"with cache={type(cache).__name__} and without packed requests"
+        raise UnsupportedModelError(
+            f'"{PAGED_NAME}" must be called by generate_batch, which passes its paged cache and packed requests, got a call of '
+            f'{name} {got}: call model.generate_batch, or call model.set_attn_implementation("{NAME}") before a plain forward '
+            "or generate, and pass no argument cache"
+        )
     if position_bias is not None:
         raise UnsupportedModelError(f"{name} adds a position_bias to its scores, which attention on a paged cache cannot do")
     head_dim = query.shape[-1]

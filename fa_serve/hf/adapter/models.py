@@ -8,6 +8,10 @@ know. The model's own code decides: the arguments that its eager attention names
 its mathematics. Arguments that eager attention swallows in **kwargs change nothing, so fa_serve ignores them too. transformers
 itself reads a model's source to find out whether its attention can be switched.
 
+A class inherits its attention, so the sources of its base classes are read too. Some classes have no source that can be read:
+those of a notebook or of standard input, those that a library makes of a model's class, and those whose module is gone. They
+are judged by their base classes alone.
+
 Left out: running the model. What a model asks of attention in a forward is found in `paged.py` and `info.py`.
 """
 
@@ -17,7 +21,8 @@ import ast
 import functools
 import inspect
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from transformers.modeling_utils import PreTrainedModel
 
@@ -55,18 +60,21 @@ _KNOWN = {
 _LOOKS = (ast.Attribute, ast.Subscript)
 # Set on the class of a config, where it is neither saved with a config nor kept longer than the class.
 _WORKS_ON_MASKS = "_fa_serve_works_on_masks"
+# Where transformers keeps on a class whether its attention can be switched.
+_ANSWER = "_can_set_attn_implementation_cached_value"
 
 
 @dataclass(frozen=True)
 class Source:
-    """What the source file of a model in transformers says about its attention.
+    """What the source files of a model's class and of its base classes say about its attention.
 
     told:             names of the arguments that its modules pass, and that its eager attention takes
     works_on_masks:   its attention works on masks, or it has a second kind of attention, beside the one that reaches fa_serve,
                       that does: masks must be tensors
     wants_mask:       it works on a mask before the attention, and may ask for one that is never skipped
     counts_positions: it makes position_ids that do not start at 0 (as fairseq does)
-    chooses_by_name:  it has a table of classes by the names of implementations, which has no entry for fa_serve
+    chooses_by_name:  it has a table of classes by the names of implementations, which has no entry for fa_serve, or it does
+                      not call the attention interface
     """
 
     told: frozenset[str]
@@ -83,7 +91,7 @@ def handles_mask(config: object) -> bool:
 
 def counts_positions(model_class: type[PreTrainedModel]) -> bool:
     """Whether position_ids of such a model do not start at 0."""
-    return _read(model_class.__module__).counts_positions
+    return read_source(model_class).counts_positions
 
 
 def prepare_model(model: PreTrainedModel) -> None:
@@ -92,15 +100,15 @@ def prepare_model(model: PreTrainedModel) -> None:
     Raises UnsupportedModelError with the reason if fa_serve does not serve it.
     """
     check_class(type(model))
-    source = _read(type(model).__module__)
+    source = read_source(type(model))
     if source.works_on_masks or source.wants_mask:
         setattr(type(model.config), _WORKS_ON_MASKS, True)
 
 
 def check_class(model_class: type[PreTrainedModel]) -> None:
     """Raise UnsupportedModelError, with the reason, unless fa_serve computes this model's attention as eager attention does."""
-    source = _read(model_class.__module__)
-    if source.chooses_by_name or not model_class._can_set_attn_implementation():
+    source = read_source(model_class)
+    if source.chooses_by_name:
         raise UnsupportedModelError(
             f"{model_class.__name__} computes its attention itself instead of through transformers' AttentionInterface, so "
             'fa_serve cannot replace it: load the model with attn_implementation="eager" or "sdpa". If it is a part of a '
@@ -120,11 +128,65 @@ def check_class(model_class: type[PreTrainedModel]) -> None:
         )
 
 
-@functools.lru_cache(maxsize=256)
-def _read(module: str) -> Source:
-    """What the source of a loaded module says."""
+def read_source(model_class: type[PreTrainedModel]) -> Source:
+    """What the sources of a class and of its base classes say together; a source that cannot be read says nothing.
+
+    Raises UnsupportedModelError with the reasons if none of the sources can be read.
+    """
+    found = []
+    unread = {}
+    for each in _bases(model_class):
+        try:
+            source = _parse(_text_of(each.__module__))
+        except (OSError, TypeError, SyntaxError, ValueError) as error:
+            unread[each.__module__] = str(error)
+            continue
+        found.append(replace(source, chooses_by_name=source.chooses_by_name or not _is_switched_by_name(each)))
+    if not found:
+        reasons = "; ".join(f"of the module {module!r}: {reason}" for module, reason in unread.items())
+        raise UnsupportedModelError(
+            f"the source of {model_class.__name__} or of a base class must be readable, because fa_serve reads there what the "
+            f"model asks of attention, got no source ({reasons}): define the class in a Python file and import it, or load "
+            'the model with attn_implementation="eager" or "sdpa"'
+        )
+    return Source(
+        told=frozenset().union(*(source.told for source in found)),
+        works_on_masks=any(source.works_on_masks for source in found),
+        wants_mask=any(source.wants_mask for source in found),
+        counts_positions=any(source.counts_positions for source in found),
+        chooses_by_name=any(source.chooses_by_name for source in found),
+    )
+
+
+def _bases(model_class: type) -> Iterator[type[PreTrainedModel]]:
+    """A model's class and its base classes that are models, without those that every model has."""
+    for each in model_class.__mro__:
+        if issubclass(each, PreTrainedModel) and each.__module__ != PreTrainedModel.__module__:
+            yield each
+
+
+def _is_switched_by_name(model_class: type[PreTrainedModel]) -> bool:
+    """Whether transformers finds the attention interface in the source of this class.
+
+    transformers keeps the answer on the class, and subclasses inherit it, although their own source may say something else. So
+    a class whose source can be read is asked anew, and only a class without a source has the answer of its base class.
+    """
+    if _ANSWER not in vars(model_class):
+        setattr(model_class, _ANSWER, None)
+    return model_class._can_set_attn_implementation()
+
+
+def _text_of(module: str) -> str:
+    """The source of a loaded module. Raises OSError or TypeError, which names the module, if there is none."""
+    if module not in sys.modules:
+        raise OSError("the module is not loaded")
+    return inspect.getsource(sys.modules[module])
+
+
+@functools.lru_cache(maxsize=64)
+def _parse(text: str) -> Source:
+    """What the source of a module says. Raises SyntaxError or ValueError for a text that is not Python."""
     told: set[str] = set()
-    text = inspect.getsource(sys.modules[module])
     # such a check stands in a kind of attention that bypasses the interface, for example Informer's second one
     works_on_masks = "attention_mask.size() !=" in text
     for node in ast.parse(text).body:

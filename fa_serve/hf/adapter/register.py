@@ -6,6 +6,7 @@ model = fa_serve.patch(model)      # a model that is loaded already
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
@@ -16,8 +17,9 @@ from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 from fa_serve.hf.adapter.attention import attention_forward
 from fa_serve.hf.adapter.continuous import PAGED_NAME, enable, paged_attention
 from fa_serve.hf.adapter.masks import mask_forward
-from fa_serve.hf.adapter.models import NAME, check_class, prepare_model
+from fa_serve.hf.adapter.models import NAME, check_class, prepare_model, read_source
 from fa_serve.hf.surgery.experts.mixtures import experts_forward
+from fa_serve.spec import UnsupportedModelError
 
 
 def patch(model: PreTrainedModel) -> PreTrainedModel:
@@ -46,9 +48,14 @@ def register() -> None:
     AttentionInterface.register(PAGED_NAME, paged_attention)
     AttentionMaskInterface.register(NAME, mask_forward)
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+    if not getattr(PreTrainedModel.get_correct_attn_implementation, "asks_fa_serve", False):
+        _wrap_methods()
+
+
+def _wrap_methods() -> None:
+    """Let two methods of transformers' models ask fa_serve first."""
     original: Any = PreTrainedModel.get_correct_attn_implementation
-    if getattr(original, "asks_fa_serve", False):
-        return
+    switch: Any = PreTrainedModel.set_attn_implementation
 
     # transformers calls this method for every model and part of a model that it makes or switches, and would accept a name that
     # is registered for all of them
@@ -59,5 +66,16 @@ def register() -> None:
             enable()
         return original(self, requested, *args, **kwargs)
 
+    # transformers leaves a model as it is if the source of its class cannot be read, unless a base class has an answer
+    @functools.wraps(switch)
+    def set_attn_implementation(self: PreTrainedModel, attn_implementation: Any, *args: Any, **kwargs: Any) -> Any:
+        asked = attn_implementation.values() if isinstance(attn_implementation, dict) else (attn_implementation,)
+        for part in self.modules() if {NAME, PAGED_NAME} & set(asked) else ():
+            if isinstance(part, PreTrainedModel):
+                with contextlib.suppress(UnsupportedModelError):
+                    read_source(type(part))
+        return switch(self, attn_implementation, *args, **kwargs)
+
     get_correct_attn_implementation.__dict__["asks_fa_serve"] = True
     setattr(PreTrainedModel, original.__name__, get_correct_attn_implementation)
+    setattr(PreTrainedModel, switch.__name__, set_attn_implementation)

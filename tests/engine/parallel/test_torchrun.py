@@ -25,7 +25,7 @@ from warm_processes import WarmProcess
 from fa_serve.engine import Engine, EngineConfig, EngineDeadError, SamplingParams
 from fa_serve.engine.parallel import torchrun as module
 from fa_serve.engine.parallel.links import Link
-from fa_serve.engine.parallel.torchrun import KEY, Torchrun, follow_if_told
+from fa_serve.engine.parallel.torchrun import KEY, Torchrun
 from fa_serve.spec import ParameterError
 
 SECRET = "a secret of the test"
@@ -77,7 +77,6 @@ def test_when_torchrun_has_a_say(place: Any, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ParameterError, match=f"{KEY} must have at least 16 characters under torchrun, .* got 5"):
         place(**{KEY: "short"})
     assert place() is not None
-    follow_if_told(EngineConfig(tensor_parallel=2))  # returns on rank 0
     monkeypatch.delenv("RANK")
     assert Torchrun.find(EngineConfig(tensor_parallel=2)) is None
 
@@ -146,8 +145,8 @@ def _refuse(listener: Listener) -> None:
 
 
 SCRIPT = f"""
-from fa_serve.engine import Engine, EngineConfig, EngineDeadError, SamplingParams
-engine = Engine(EngineConfig(tensor_parallel=2, **{SETTINGS}))
+from fa_serve.engine import EngineConfig, EngineDeadError, SamplingParams, open_engine
+engine = open_engine(EngineConfig(tensor_parallel=2, **{SETTINGS}))
 for each in engine.generate({PROMPTS}, SamplingParams(max_tokens=8, temperature=0.9)):
     print(each.token_ids)
 engine.add_request("a", "Once", SamplingParams(max_tokens=1500, ignore_eos=True))

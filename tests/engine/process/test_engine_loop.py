@@ -13,7 +13,7 @@ from tiny_models import greedy, make_model
 from fa_serve.engine import AsyncEngine, EngineDeadError, QueueFullError, SamplingParams, StructuredOutput
 from fa_serve.engine.process import engine_loop
 from fa_serve.engine.process.engine_loop import Abort, Add, Commands, EngineLoop
-from fa_serve.engine.process.worker import ThreadWorker
+from fa_serve.engine.process.parent import ThreadWorker
 from fa_serve.engine.stats import STEP_SECONDS
 from fa_serve.engine.structured import grammars as structured
 from fa_serve.spec import ParameterError

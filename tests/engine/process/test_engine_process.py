@@ -18,7 +18,7 @@ from fa_serve.engine.process.engine_process import drop_process, start_ahead, ta
 
 LONELY = """
 import os, sys
-from fa_serve.engine import engine_process
+from fa_serve.engine.process import engine_process
 engine_process.start_ahead()
 assert "torch" not in sys.modules, "the parent has imported what the process imports"
 print(engine_process._ahead.process.pid, flush=True)

@@ -14,8 +14,8 @@ import pytest
 import torch
 from tiny_models import greedy, make_model, random_prompts
 
-from fa_serve.engine import EngineDeadError, SamplingParams
-from fa_serve.engine.parallel import ranks
+from fa_serve.engine import EngineConfig, EngineDeadError, SamplingParams
+from fa_serve.engine.parallel import leader
 from fa_serve.engine.runner import cuda_graphs
 from fa_serve.engine.runner.cuda_graphs import Shape, batch_sizes, pad
 
@@ -283,11 +283,10 @@ def generate_twice(engine) -> None:
 )
 def test_no_rank_goes_on_alone_without_a_graph(make_engine, replays, monkeypatch, caplog, before, call) -> None:
     """The other ranks would have the graph, and wait in sums that this rank does not compute."""
-    engine = make_engine()
+    engine = make_engine(ranks=leader.Leader(EngineConfig(device="cpu", tensor_parallel=2)))
     if before == "make_graphs":
         engine._runner.make_graphs()
-    monkeypatch.setattr(ranks, "CAUSE_SECONDS", 0.0)
-    monkeypatch.setattr(engine._ranks, "size", 2)
+    monkeypatch.setattr(leader, "CAUSE_SECONDS", 0.0)
     monkeypatch.setattr(cuda_graphs, "capture", lambda *_: (_ for _ in ()).throw(RuntimeError("no memory")))
     with pytest.raises(EngineDeadError, match="rank 0 of 2 failed: RuntimeError: no memory"):
         call(engine)

@@ -215,7 +215,7 @@ def test_drafts_by_graphs(make_quiet, right_head, replays, monkeypatch) -> None:
 def test_padding_writes_nothing(make_quiet, head) -> None:
     """Neither features nor outputs that belong to a sequence: its slots are -1, and its sequences have no keys."""
     engine = make_quiet(speculative=head)
-    kept = engine._runner.kept_features._features
+    kept = engine._runner.draft.kept._features
     outputs = engine._runner.draft._last_outputs
     for tensor in (kept, outputs):
         tensor.fill_(7.0)
@@ -231,7 +231,7 @@ def test_a_page_has_room_for_features(make_quiet, head) -> None:
     plain = make_quiet()._runner.bytes_per_page
     engine = make_quiet(speculative=head)
     assert engine._runner.bytes_per_page == plain + plain // 2 + 4 * HIDDEN * 4, "a layer of two, and four tokens of float32"
-    kept = engine._runner.kept_features
+    kept = engine._runner.draft.kept
     assert kept._features.shape == (128 * 4 + 1, HIDDEN)
 
 
@@ -241,7 +241,7 @@ def test_the_warm_up_runs_the_head(model_folder, head, caplog) -> None:
     engine = Engine(replace(config, max_num_batched_tokens=32))
     warm_up(engine._runner, engine.config, engine.config.max_model_len, Compilers())
     assert not caplog.records
-    assert (engine._runner.kept_features._features == 0).all()
+    assert (engine._runner.draft.kept._features == 0).all()
     [found] = engine.generate(["the quick"], SamplingParams(max_tokens=8, temperature=0.0))
     assert len(found.token_ids) == 8
     assert engine.stats().speculation.num_draft_tokens > 0

@@ -12,7 +12,7 @@ from tiny_models import VOCAB, greedy, make_model
 
 from fa_serve.engine import SamplingParams
 from fa_serve.engine.events import Phase, PhaseClock
-from fa_serve.engine.parallel.ranks import Leader
+from fa_serve.engine.parallel.ranks import Alone
 from fa_serve.engine.runner.model_runner import ModelRunner
 from fa_serve.engine.start import start_up
 from fa_serve.engine.start.loading import Loaded
@@ -173,7 +173,7 @@ def test_a_lost_device_does_not_keep_graphs(make_engine, replays, monkeypatch) -
 def test_the_phases_of_a_start(make_engine) -> None:
     phases: list[Phase] = []
     engine = make_engine()
-    ranks = Leader(engine.config)
+    ranks = Alone(torch.device("cpu"))
     started = start_up.start_up(engine.config, ranks, PhaseClock(phases.append), make_model(), None, ahead=True)
     assert [phase.name for phase in phases] == ["fusion", "kv cache"], "without a GPU there is nothing to compile or capture"
     assert started.config.max_model_len == engine.config.max_model_len
@@ -182,10 +182,10 @@ def test_the_phases_of_a_start(make_engine) -> None:
 
 def test_the_draft_model_is_warmed_up_with_its_own_steps(make_engine, monkeypatch) -> None:
     engine = make_engine(max_num_seqs=4)
-    runner = engine._runner
     draft = make_model("gemma2")
     patch(draft)
-    runner.draft = ModelRunner(draft, engine.config, drafting=True)
+    draft_runner = ModelRunner(draft, engine.config, drafting=True)
+    runner = ModelRunner(engine._runner.model, engine.config, draft=draft_runner)
     runner.allocate(engine.config.num_pages, engine.config.max_model_len)
     seen = {runner: [], runner.draft: []}
     for each, works in seen.items():
@@ -203,7 +203,7 @@ def test_the_draft_model_is_warmed_up_with_its_own_steps(make_engine, monkeypatc
 def test_ranks_compile_alone_and_add_together(make_engine, monkeypatch) -> None:
     """The order in which threads compile differs between ranks, so a sum that waited for the others might never end."""
     engine = make_engine()
-    ranks = Leader(engine.config)
+    ranks = Alone(torch.device("cpu"))
     ranks.size = 2
     ranks.all_reduce = all_reduce = object.__new__(AllReduce)
     all_reduce._paused = False
@@ -233,10 +233,10 @@ def test_sums_are_warmed_up_with_each_number_of_tokens_once(make_engine, monkeyp
 def test_graphs_of_the_draft_model_are_captured_by_turns(make_engine, replays) -> None:
     """From the first capture ahead on, steps of neither model capture."""
     engine = make_engine(max_num_seqs=4)
-    runner = engine._runner
     draft = make_model()
     patch(draft)
-    runner.draft = ModelRunner(draft, engine.config, drafting=True)
+    draft_runner = ModelRunner(draft, engine.config, drafting=True)
+    runner = engine._runner = ModelRunner(engine._runner.model, engine.config, draft=draft_runner)
     runner.allocate(engine.config.num_pages, engine.config.max_model_len)
     runner.make_graphs()
     assert engine.prepare_one()

@@ -10,7 +10,7 @@ import torch
 
 from fa_serve.backends.hopper.forward import tiles as hopper_tiles
 from fa_serve.backends.hopper.latent.tiles import MIN_ROWS, latent_hopper_tiles
-from fa_serve.backends.triton import triton_tiles
+from fa_serve.backends.triton import tiles as triton_tiles
 from fa_serve.backends.triton.latent.plan import latent_tiles
 from fa_serve.engine.scheduler.scheduler import MAX_PROMPT_LOGITS
 from fa_serve.engine.start.warm_up import EmptyStep, empty_steps, largest_batch, powers_of_two, sampling_variants

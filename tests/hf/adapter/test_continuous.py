@@ -15,6 +15,7 @@ from transformers.generation.continuous_batching import cache as cache_module
 from transformers.generation.continuous_batching import continuous_api, initialization, model_runner
 
 import fa_serve
+from fa_serve import hf
 from fa_serve.hf.adapter import continuous
 from fa_serve.spec import UnsupportedModelError
 
@@ -159,3 +160,40 @@ def test_the_first_layer_of_a_step_computes_the_slots() -> None:
     first = ([3, 6], [5 * 4 + 2, 7 * 4 + 1, -1])
     assert slots(0, 3, 6) == slots(1, 0, 0) == slots(4, 0, 0) == first
     assert slots(0, 4, 0) == slots(1, 3, 6) == ([4, 0], [5 * 4 + 3, -1, -1])
+
+
+SWITCH = r'call model\.generate_batch, or call model\.set_attn_implementation\("fa_serve"\) before a plain forward or generate'
+
+
+@torch.no_grad()
+def test_a_plain_call_of_the_paged_attention_says_what_to_call() -> None:
+    model = BY_NAME["llama"].build()
+    ids = torch.tensor([prompts()[0]])
+    plain = fa_serve.patch(BY_NAME["llama"].build())
+    logits = plain(ids).logits
+    model.set_attn_implementation("paged|fa_serve")
+    calls: list[Callable[[], Any]] = [
+        lambda: model(ids),
+        lambda: model(ids, attention_mask=torch.ones_like(ids)),
+        lambda: model.generate(ids, do_sample=False, max_new_tokens=2),
+        lambda: hf.attention_layers(model),
+    ]
+    for call in calls:
+        with pytest.raises(UnsupportedModelError, match=f"got a call of LlamaAttention without a cache: {SWITCH}"):
+            call()
+    for each in (model, plain):
+        with pytest.raises(
+            UnsupportedModelError, match=f"LlamaAttention with cache=object and without packed requests: {SWITCH}"
+        ):
+            each(ids, cache=object())
+    assert [output.error for output in generate_batch(model)] == [None] * len(prompts())
+    model.set_attn_implementation("fa_serve")
+    assert torch.equal(model(ids).logits, logits)
+
+
+@torch.no_grad()
+def test_an_encoder_with_the_paged_attention_says_what_to_call() -> None:
+    model = BY_NAME["roberta"].build()
+    model.set_attn_implementation("paged|fa_serve")
+    with pytest.raises(UnsupportedModelError, match=SWITCH):
+        model(torch.tensor([prompts()[0]]))

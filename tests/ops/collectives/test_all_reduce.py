@@ -15,7 +15,7 @@ from fa_serve.ops.collectives.all_reduce import LOOPBACK, AllReduce, AllReduceEr
 
 SCRIPT = """
 import sys, torch
-from fa_serve.ops.all_reduce import AllReduce, join
+from fa_serve.ops.collectives.all_reduce import AllReduce, join
 from test_all_reduce import part
 rank, port = map(int, sys.argv[1:])
 all_reduce = AllReduce(join(port, 3), rank, 3, torch.device("cpu"), ordered=True)

@@ -36,7 +36,7 @@ def exchange(rank: int, first: int) -> list[str]:
 
 FOLLOWER = """
 import sys, torch
-from fa_serve.ops.all_reduce import AllReduce, join
+from fa_serve.ops.collectives.all_reduce import AllReduce, join
 from test_exchange_group import exchange
 all_reduce = AllReduce(join(int(sys.argv[1]), 2), 1, 2, torch.device("cpu"))
 assert exchange(1, 0) == ["0 of 0", "1 of 0"]

@@ -28,7 +28,7 @@ SCRIPT = """
 import random, sys, time, torch
 from sum_ranks import peers_of
 from test_all_reduce_kernel_interpreted import CALLS, message
-from fa_serve.ops.all_reduce_kernel import launch_all_reduce
+from fa_serve.ops.collectives.one_shot import launch_all_reduce
 path, rank, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 peers, buffers = peers_of(path, rank, size, 2)
 delays = random.Random(rank)

@@ -36,7 +36,7 @@ import fa_serve.ops.collectives.pushed_sum as kernel
 from fa_serve.launching.plans import PLANS
 from sum_ranks import peers_of
 from test_pushed_sum_kernel_interpreted import CALLS, message
-from fa_serve.ops.all_reduce_kernel import launch_all_reduce
+from fa_serve.ops.collectives.one_shot import launch_all_reduce
 path, rank, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 peers, buffers = peers_of(path, rank, size, 1)
 wait, write, count = kernel.wait_for_flags, kernel.write_flag, kernel.count_call

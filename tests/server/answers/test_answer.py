@@ -11,7 +11,9 @@ from fa_serve.server.settings import Settings
 from fa_serve.engine import AsyncEngine, EngineConfig, RequestOutput, TokenLogprob
 from fa_serve.engine.engine import EngineStats
 from fa_serve.engine.process import async_engine
-from fa_serve.engine.process.worker import Add, Pulse, Ready, StepOutputs
+from fa_serve.engine.process.engine_loop import Add, StepOutputs
+from fa_serve.engine.process.parent import Pulse
+from fa_serve.engine.process.pipe import Ready
 
 pytestmark = pytest.mark.anyio
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 12}}\n</tool_call>'

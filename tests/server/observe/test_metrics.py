@@ -41,7 +41,7 @@ async def test_metrics(serving, engine):
     assert {name: float(values.get(name, "nan")) for name in expected} == expected
 
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 TEXT = {"model": "fake", "prompt": "a secret"}

@@ -110,7 +110,7 @@ def test_traces_without_their_extra_say_what_to_install():
     program = """
 import sys
 sys.modules["opentelemetry.sdk.trace"] = None
-from fa_serve.server.traces import tracer_provider
+from fa_serve.server.observe.traces import tracer_provider
 tracer_provider("http://127.0.0.1:1")
 """
     done = after_torch(program)

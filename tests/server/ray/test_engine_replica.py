@@ -13,7 +13,7 @@ from fa_serve.server.ray.output_channel import Gains
 
 from fa_serve.engine import EngineConfig, EngineDeadError, RequestError, RequestOutput, SamplingParams
 from fa_serve.engine.process.engine_loop import Add
-from fa_serve.engine.process.worker import Pulse
+from fa_serve.engine.process.parent import Pulse
 from fa_serve.spec import ParameterError
 
 DIES = 9

@@ -1,4 +1,4 @@
-"""Tiles of the Hopper backward kernel. `benchmarks/tune_backward.py` measures the alternatives."""
+"""Tiles of the Hopper backward kernel. `benchmarks/tuning/tune_backward.py` measures the alternatives."""
 
 from __future__ import annotations
 

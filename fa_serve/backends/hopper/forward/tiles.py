@@ -3,7 +3,7 @@
 `forward_tiles` chooses the size of a tile, the number of warpgroups that compute it and the schedule. `head_packing` chooses
 how many heads share a tile, `key_pieces` whether keys may be divided, and `head_group` how many heads are computed together, so
 that their keys stay in the L2 cache. There is no autotuning, because a serving path must not stall on a new length.
-`benchmarks/tune_hopper.py` and `tune_cells.py` measure the alternatives; each branch states the figure that chose it.
+`benchmarks/tuning/tune_hopper.py` and `tune_cells.py` measure the alternatives; each branch states the figure that chose it.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def forward_tiles(
     If V has other columns than Q, O does not fit the buffer of its queries and leaves through a separate one.
 
     Figures in the comments without a unit are TFLOPS on one H200 with bfloat16 and 16k tokens of hidden size 2048, measured by
-    `benchmarks/tune_hopper.py`. Lengths such as 512, 2k and 16k are numbers of keys.
+    `benchmarks/tuning/tune_hopper.py`. Lengths such as 512, 2k and 16k are numbers of keys.
     """
     d0, d1 = key_columns(head_dim)
     dv0, dv1 = value_columns(head_dim_v)

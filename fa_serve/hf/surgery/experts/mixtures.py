@@ -80,10 +80,11 @@ def take_experts(model: PreTrainedModel) -> int:
     if reason is not None:
         log.warning("experts are computed by %s: %s", found[0].config._experts_implementation, reason)
         return 0
-    model.set_experts_implementation(NAME)
-    taken = len([module for module in found if module.config._experts_implementation == NAME])
-    log.info("%d of %d modules of experts are computed by fa_serve", taken, len(found))
-    return taken
+    # transformers' own method leaves a subclass of a mixture as it is if the subclass stands in another file
+    for module in found:
+        module.config._experts_implementation = NAME
+    log.info("%d modules of experts are computed by fa_serve", len(found))
+    return len(found)
 
 
 def expert_modules(model: nn.Module) -> list[Any]:

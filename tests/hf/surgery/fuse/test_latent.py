@@ -6,10 +6,10 @@ import pytest
 import torch
 from hf_families import VOCAB, Family
 from latent_families import LATENT, SCALED_QUERIES, attention_call
-from long_run import long_run
 from tiny_models import random_prompts
 from torch import nn
 
+from benchmarks.soak.long_run import long_run
 from fa_serve.engine import SamplingParams
 from fa_serve.engine.runner import model_runner
 from fa_serve.engine.speculation.drafts import NgramDrafter

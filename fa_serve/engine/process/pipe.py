@@ -1,0 +1,70 @@
+"""What goes through the pipe between the engine's process and its parent, and how.
+
+    send_items(queue, connection)            # in a thread: all that wait at once, until None
+    for item in receive_items(connection): ...
+
+The parent sends an `EngineConfig` and then commands (engine_loop.py). The process sends phases, log records and one `Ready`,
+and then a `StepOutputs` for each step and a `Beat` each second. An exception is the last that it sends. Left out: who reads and
+who writes (parent.py, child.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from fa_serve.engine.config import EngineConfig
+from fa_serve.engine.stats import EngineStats
+
+log = logging.getLogger("fa_serve.engine")
+
+
+@dataclass(slots=True)
+class Ready:
+    """What others need to know of a loaded engine. Nothing in `config` is "auto" any more."""
+
+    config: EngineConfig
+    vocab_size: int
+    eos_ids: frozenset[int]
+    stats: EngineStats
+    tokenizer: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """A sign of life of the engine's process. `busy_seconds`: how long the step that its loop is in has taken so far."""
+
+    busy_seconds: float
+
+
+def send_items(source: queue.SimpleQueue[Any], connection: Connection) -> None:
+    """Send the items of a queue up to and including None.
+
+    All items that wait are sent at once, so that a slow reader catches up.
+    """
+    batch: list[Any] = []
+    with suppress(OSError):  # the other end is closed, which its reader notices as well
+        while not (batch and batch[-1] is None):
+            batch = [source.get()]
+            while batch[-1] is not None and not source.empty():
+                batch.append(source.get())
+            connection.send(batch)
+
+
+def receive_items(connection: Connection) -> Iterator[Any]:
+    """The items that the other end sends, one by one, until it sends None, closes, or sends what cannot be read."""
+    try:
+        while True:
+            for item in connection.recv():
+                if item is None:
+                    return
+                yield item
+    except (EOFError, OSError):
+        return
+    except Exception:  # an exception class that can be pickled but not unpickled
+        log.exception("an item from the pipe between the engine's process and the server cannot be read")
