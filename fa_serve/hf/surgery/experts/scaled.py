@@ -75,7 +75,7 @@ def take_scaled_experts(model: nn.Module) -> int:
 
 def _has_parts(mixture: Any) -> bool:
     """Whether the experts of a mixture are kept in two tensors, and not in a module that `take_experts` knows."""
-    weights = [getattr(mixture.experts, name, None) for name in ("gate_up_proj", "down_proj")]
+    weights: list[Any] = [getattr(mixture.experts, name, None) for name in ("gate_up_proj", "down_proj")]
     if hasattr(mixture.experts, "_apply_gate") or not all(isinstance(w, Tensor) and w.dim() == 3 for w in weights):
         return False
     device = weights[0].device

@@ -95,10 +95,12 @@ def fuse_layers(model: PreTrainedModel) -> int:
 
     For a kind that cannot be fused the log says why.
     """
-    found = [m for m in model.modules() if isinstance(getattr(m, "self_attn", None), nn.Module)]
+    found: list[Any] = [m for m in model.modules() if isinstance(getattr(m, "self_attn", None), nn.Module)]
     recorder = _Recorder()
     inputs = observe_inputs(model, found, recorder)
-    calls = {layer: recorder.calls[layer.self_attn] for layer in found if layer.self_attn in recorder.calls}
+    calls: dict[nn.Module, LayerCall] = {
+        layer: recorder.calls[layer.self_attn] for layer in found if layer.self_attn in recorder.calls
+    }
 
     def prove(layer: nn.Module) -> Callable[[nn.Module], FusedLayer]:
         if layer not in calls:
@@ -287,12 +289,11 @@ def _run(fused: FusedLayer, expected: _Expected, total: int, *, fresh: bool) -> 
 
 def _cache_of(fused: FusedLayer, expected: _Expected) -> tuple[Tensor, Tensor]:
     """An empty page for the tokens of the proof."""
-    k, v = (expected.k, expected.v)
     if isinstance(fused.attention, LatentAttention):
         rank, rope, _, _ = fused.attention.sizes
-        page = torch.zeros(1, len(k), 1, rank + rope, device=k.device)
+        page = expected.k.new_zeros(1, len(expected.k), 1, rank + rope)
         return page, page[..., :rank]
-    return torch.zeros(1, *k.shape, device=k.device), torch.zeros(1, *v.shape, device=v.device)
+    return expected.k.new_zeros(1, *expected.k.shape), expected.v.new_zeros(1, *expected.v.shape)
 
 
 def _differences(fused: FusedLayer, expected: _Expected) -> list[str]:
@@ -316,19 +317,19 @@ def _compared(seen: _Seen, expected: _Expected) -> list[tuple[str, Tensor, Tenso
     Latent attention may have the numbers of queries and keys in another order, and another number of them: their products are
     compared. Its values are part of the output.
     """
-    q, k, v = (expected.q, expected.k, expected.v)
     output = ("output", seen.output, expected.output)
-    if seen.k_cache.shape[1:] == k.shape[1:] and seen.v_cache.shape[1:] == v.shape[1:]:
+    if seen.k_cache.shape[1:] == expected.k.shape[1:] and seen.v_cache.shape[1:] == expected.v.shape[1:]:
         return [
-            ("queries", seen.q, q),
-            ("keys", seen.k, k),
-            ("values", seen.v, v),
-            ("cached keys", seen.k_cache, k),
-            ("cached values", seen.v_cache, v),
+            ("queries", seen.q, expected.q),
+            ("keys", seen.k, expected.k),
+            ("values", seen.v, expected.v),
+            ("cached keys", seen.k_cache, expected.k),
+            ("cached values", seen.v_cache, expected.v),
             output,
         ]
-    own = [("cached keys", seen.k_cache, seen.k)] if seen.k.shape == seen.k_cache.shape else [("values", seen.v, v)]
-    return [("scores", _scores(seen.q, seen.k), _scores(q, k)), *own, output]
+    is_absorbed = seen.k.shape == seen.k_cache.shape
+    own = ("cached keys", seen.k_cache, seen.k) if is_absorbed else ("values", seen.v, expected.v)
+    return [("scores", _scores(seen.q, seen.k), _scores(expected.q, expected.k)), own, output]
 
 
 def _scores(q: Tensor, k: Tensor) -> Tensor:

@@ -38,7 +38,8 @@ class Unit(nn.Module):
 
 def test_projections_are_merged_without_additional_memory() -> None:
     unit = Unit(nn.SiLU(), bias=True)
-    gate, up = unit.gate_proj.weight.clone(), unit.up_proj.weight.clone()
+    gate = unit.gate_proj.weight.clone()
+    up = unit.up_proj.weight.clone()
     merged = merge_products(unit, "gate_proj", "up_proj")
     assert torch.equal(merged.weight, torch.cat([gate, up]))
     assert torch.equal(merged.bias, torch.cat([unit.gate_proj.bias, unit.up_proj.bias]))
