@@ -31,8 +31,8 @@ from fa_serve.engine.speculation.draft_head import load_head_runner
 from fa_serve.engine.speculation.draft_model import DraftModel
 from fa_serve.engine.speculation.drafts import Drafter, NgramDrafter
 from fa_serve.engine.start.read_ahead import reading_ahead
-from fa_serve.hf import NAME, check_attention_precision, divide, patch, plan_division, vocab_size
-from fa_serve.hf.surgery.quantised.linear import check_report, finish, quantized_elsewhere, with_quantized_linears
+from fa_serve.hf import NAME, check_attention_precision, divide_model, patch, plan_division, vocab_size
+from fa_serve.hf.surgery.quantised.linear import check_report, finish_weights, quantized_elsewhere, with_quantized_linears
 from fa_serve.spec import ParameterError
 
 log = logging.getLogger("fa_serve.engine")
@@ -169,8 +169,8 @@ def load_model(config: EngineConfig, ranks: Ranks | None = None) -> PreTrainedMo
         model, report = loaded
         check_report(report)
         if ranks is not None and ranks.all_reduce is not None:
-            divide(model, plan_division(model, ranks.size), ranks.rank, ranks.all_reduce, ranks.device)
-        finish(model.to(config.resolve_device() if ranks is None else ranks.device))
+            divide_model(model, plan_division(model, ranks.size), ranks.rank, ranks.all_reduce, ranks.device)
+        finish_weights(model.to(config.resolve_device() if ranks is None else ranks.device))
     if passed_on := quantized_elsewhere(known):
         log.info("weights in the format %s are computed by transformers' own modules, in layers that are not fused", passed_on)
     return cast(PreTrainedModel, model)
