@@ -26,6 +26,7 @@ from fa_serve.engine.cuda_graphs import Inputs
 from fa_serve.engine.kept_features import KeptFeatures
 from fa_serve.engine.model_runner import ModelRunner
 from fa_serve.hf import paged_output
+from fa_serve.hf.model_location import find_model
 from fa_serve.spec import ParameterError, UnsupportedModelError
 
 
@@ -82,6 +83,7 @@ def load_head_runner(config: EngineConfig, runner: ModelRunner) -> HeadRunner:
     assert config.draft_head is not None
     own = replace(config.for_drafts(config.draft_head), fusion=False, kv_cache_dtype="auto")
     try:
+        find_model(own.model_path())
         folder = Path(own.model_path())
         if not folder.is_dir():
             folder = Path(snapshot_download(str(own.model), allow_patterns=["*.json", "*.safetensors", "*.bin"]))

@@ -26,6 +26,7 @@ from fa_serve import ops
 from fa_serve.hf.division import Cut, plan_division
 from fa_serve.hf.experts import expert_modules, gate_of
 from fa_serve.hf.latent_layers import LatentSizes, latent_sizes, latent_spec
+from fa_serve.hf.model_location import find_model
 from fa_serve.hf.models import NAME, check_class, prepare_model
 from fa_serve.hf.paged import attention_layers, check_model
 from fa_serve.hf.quantized_experts import PROJECTIONS, QuantizedExperts
@@ -122,6 +123,8 @@ def describe(
 
     Raises OSError or ValueError, with transformers' message, for a name that belongs to no model.
     """
+    if isinstance(model_or_config, str):
+        find_model(model_or_config)
     loaded = AutoConfig.from_pretrained(model_or_config) if isinstance(model_or_config, str) else model_or_config
     config = copy.deepcopy(loaded)
     for each in _configs(config):
