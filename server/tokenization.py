@@ -32,7 +32,7 @@ from .chat import template_process
 from .chat.conversation import ChatRequest, TokenizeRequest, Tool
 from .chat.templates import Template
 from .errors import ApiError, BadRequest, parameter_refused
-from .settings import Settings
+from .settings import Settings, read_file
 
 if TYPE_CHECKING:
     from fa_serve.engine import AsyncEngine
@@ -60,7 +60,7 @@ class Tokenization:
         self._template_timeout = settings.template_timeout
         self._template_limits = TrialLimits("end", settings.template_timeout, settings.template_memory, "template")
         self._template_file = settings.chat_template
-        self._operators_template = settings.chat_template.read_text(encoding="utf-8") if settings.chat_template else None
+        self._operators_template = read_file("chat_template", settings.chat_template) if settings.chat_template else None
         self._allow_request_template = settings.allow_request_chat_template
         self._faults: dict[str, str] = {}  # of the model's own templates, by their texts
         self._parsed = lru_cache(MAX_TEMPLATES)(self._parse)
