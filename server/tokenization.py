@@ -192,7 +192,7 @@ class Tokenization:
                 raise BadRequest(text, param="chat_template", code="invalid_value") from None
             return await self._thread_for(len(text)).run(lambda: encode(text), client)
         length = sum(message.length() for message in body.messages or ())
-        length += sum(schema_length(tool.parameters(), LONG_TEXT) for tool in tools)
+        length += sum(tool.length(LONG_TEXT) for tool in tools) + schema_length(variables, LONG_TEXT)
         try:
             return await self._thread_for(length).run(lambda: encode(render()), client, self._template_timeout)
         except asyncio.TimeoutError:  # python 3.10 has two kinds
