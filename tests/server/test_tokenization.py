@@ -135,10 +135,10 @@ async def test_a_short_text_does_not_wait_for_long_ones(serving, engine, monkeyp
     encode = engine.reader.encode
     gate = threading.Event()
 
-    def slow(text, special):
+    def slow(text, *options):
         if len(text) > 100:
             gate.wait(20)
-        return encode(text, special)
+        return encode(text, *options)
 
     engine.reader.encode = slow
     long, short = (
@@ -188,8 +188,14 @@ EVERYWHERE = {
     "name of a call": {"messages": called(name=BIG)},
     "arguments of a call": {"messages": called(arguments=json.dumps({"a": BIG}))},
     "id of a call": {"messages": [*called(), {"role": "tool", "content": "", "tool_call_id": BIG}]},
-    "description of a tool": {"messages": [USER], "tools": [{"type": "function", "function": {"name": "f", "description": BIG}}]},
-    "schema of a tool": {"messages": [USER], "tools": [{"type": "function", "function": {"name": "f", "parameters": {BIG: {}}}}]},
+    "description of a tool": {
+        "messages": [USER],
+        "tools": [{"type": "function", "function": {"name": "f", "description": BIG}}],
+    },
+    "schema of a tool": {
+        "messages": [USER],
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": {BIG: {}}}}],
+    },
     "variables": {"messages": [USER], "chat_template_kwargs": {"x": [{"y": BIG}]}},
     "keys of variables": {"messages": [USER], "chat_template_kwargs": {"x": {BIG: 1}}},
     "numbers": {"messages": [USER], "chat_template_kwargs": {"x": [1] * 35_000}},

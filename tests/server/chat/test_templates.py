@@ -78,7 +78,7 @@ REPEATING = {
     "output": "{% for message in messages %}{{ message.content }}{{ x }}{% endfor %}",
     "macro": "{% macro all() %}{% for m in messages %}{{ m.content }}{{ x }}{% endfor %}{% endmacro %}{{ all()|length }}",
     "block": "{% set all %}{% for m in messages %}{{ m.content }}{{ x }}{% endfor %}{% endset %}{{ all|length }}",
-    "tools": "{% for message in messages %}{{ message.content }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endfor %}{{ x }}",
+    "tools": "{% for m in messages %}{{ m.content }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endfor %}{{ x }}",
     "reasoning": "{% for m in messages %}{{ m.content }}{{ messages[0].reasoning_content }}{% endfor %}{{ x }}{{ tools }}",
     "calls": "{% for m in messages %}{{ m.content }}{{ messages[0].tool_calls }}{% endfor %}{{ x }}{{ tools }}",
 }
