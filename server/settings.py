@@ -142,6 +142,12 @@ class Settings(BaseSettings):
         "key may delay the others.",
         "Access",
     )
+    special_tokens_in_content: bool = _option(
+        False,
+        "Let names of special tokens in messages, results of tools and other texts of a conversation become these tokens, with "
+        "which a text can forge turns. By default they are plain text.",
+        "Access",
+    )
     tokenizer_info: bool = _option(False, "Serve the tokenizer's configuration at /tokenizer_info.", "Access")
     public_metrics: bool = _option(False, "Serve /metrics without an API key.", "Access")
 
