@@ -9,7 +9,7 @@ model, such as the size of the vocabulary (input_processor.py), and whether a gr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, fields
 from itertools import chain
@@ -250,3 +250,19 @@ def _is_number(value: object) -> bool:
 def _require(holds: bool, field: str, rule: str, value: object) -> None:
     if not holds:
         raise ParameterError(field, rule, value)
+
+
+def params_of_each(
+    prompts: Sequence[str | Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None
+) -> Sequence[SamplingParams]:
+    """The parameters of each prompt. params: for all prompts, or one for each; None are the defaults
+
+    Raises ParameterError if the numbers differ, or if the prompts are one text.
+    """
+    if isinstance(prompts, str):
+        raise ParameterError("prompts", "be a list of prompts, not one text", prompts)
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * len(prompts)
+    if len(params) != len(prompts):
+        raise ParameterError("params", f"be one SamplingParams, or one for each of {len(prompts)} prompts", len(params))
+    return params

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from fa_serve.engine.request.params import SamplingParams
 from fa_serve.spec import ParameterError
 
 MAX_IDS = 1 << 20
@@ -161,19 +160,3 @@ def _most_characters(tokenizer: Tokenizer) -> int:
     """
     longest = max(map(len, tokenizer.get_vocab()), default=1)
     return longest * (1 if tokenizer.normalizer is None else 4)
-
-
-def params_of_each(
-    prompts: Sequence[str | Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None
-) -> Sequence[SamplingParams]:
-    """The parameters of each prompt. params: for all prompts, or one for each; None are the defaults
-
-    Raises ParameterError if the numbers differ, or if the prompts are one text.
-    """
-    if isinstance(prompts, str):
-        raise ParameterError("prompts", "be a list of prompts, not one text", prompts)
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * len(prompts)
-    if len(params) != len(prompts):
-        raise ParameterError("params", f"be one SamplingParams, or one for each of {len(prompts)} prompts", len(params))
-    return params

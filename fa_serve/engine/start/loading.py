@@ -1,7 +1,7 @@
 """Loads what the engine needs from disk, tokenizer and model, and decides how large the cache and the sequences may be.
 
     loaded = load(config, ranks, clock)
-    loaded.runner, loaded.tokenizer, loaded.config          # the config holds no "auto" any more
+    loaded.runner, loaded.scheduler, loaded.tokenizer, loaded.config         # the config holds no "auto" any more
 
 Left out: which models can be served at all (fa_serve.hf).
 """
@@ -21,15 +21,18 @@ from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from fa_serve.api import MAX_KEYS_PER_TILE
+from fa_serve.engine.cache.pages import PageTable, new_salt
 from fa_serve.engine.cache.tensors import check_num_pages
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.events import PhaseClock
 from fa_serve.engine.parallel.ranks import Ranks
 from fa_serve.engine.runner.cuda_graphs import OnError
 from fa_serve.engine.runner.model_runner import ModelRunner
+from fa_serve.engine.scheduler.scheduler import Scheduler
 from fa_serve.engine.speculation.draft_head import load_head_runner
 from fa_serve.engine.speculation.draft_model import DraftModel
-from fa_serve.engine.speculation.drafts import Drafter, NgramDrafter
+from fa_serve.engine.speculation.drafts import Drafter, NgramDrafter, Speculation
 from fa_serve.engine.start.read_ahead import reading_ahead
 from fa_serve.hf import NAME, check_attention_precision, divide_model, patch, plan_division, vocab_size
 from fa_serve.hf.model_location import TOKENIZER_FILES, WEIGHT_FILES, find_model
@@ -43,15 +46,15 @@ log = logging.getLogger("fa_serve.engine")
 class Loaded:
     """What an engine runs with.
 
-    runner:  with the model and the KV cache
-    drafter: guesses tokens for speculation
-    config:  without "auto", and without None that the engine decides
+    runner:    with the model and the KV cache
+    scheduler: of the pages of this cache, with nothing to do
+    config:    without "auto", and without None that the engine decides
     max_model_len: tokens of a sequence
     eos_ids: the tokens that end an answer
     """
 
     runner: ModelRunner
-    drafter: Drafter
+    scheduler: Scheduler
     tokenizer: Any
     config: EngineConfig
     max_model_len: int
@@ -86,7 +89,8 @@ def load(
     resolved = replace(
         config, dtype=str(model.dtype)[6:], device=str(model.device), num_pages=num_pages, max_model_len=max_model_len
     )
-    return Loaded(runner, make_drafter(config, draft), tokenizer, resolved, max_model_len, end_ids(model))
+    scheduler = make_scheduler(resolved, runner, ranks.broadcast("salt", new_salt))
+    return Loaded(runner, scheduler, tokenizer, resolved, max_model_len, end_ids(model))
 
 
 def load_draft(
@@ -122,12 +126,21 @@ def load_draft(
     return draft
 
 
-def make_drafter(config: EngineConfig, draft: ModelRunner | None) -> Drafter:
-    """What guesses tokens, with the draft model or head if there is one."""
-    if draft is None:
-        return NgramDrafter()
-    return DraftModel(
-        draft, config.max_num_batched_tokens, None if config.draft_head is not None else position_limit(draft.model)
+def make_scheduler(config: EngineConfig, runner: ModelRunner, salt: bytes) -> Scheduler:
+    """A scheduler for the pages of a runner. config: with num_pages; salt: of the prefix cache, the same on all ranks"""
+    assert config.num_pages is not None
+    drafter: Drafter = NgramDrafter()
+    if runner.draft is not None:
+        limit = None if config.draft_head is not None else position_limit(runner.draft.model)
+        drafter = DraftModel(runner.draft, config.max_num_batched_tokens, limit)
+    return Scheduler(
+        PageTable(config.num_pages, config.page_size, prefix_caching=config.prefix_caching, salt=salt),
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        keys_per_tile=MAX_KEYS_PER_TILE,
+        window=runner.window,
+        speculation=Speculation(config.max_drafts, drafter),
+        prompt_share=config.prompt_share(),
     )
 
 
