@@ -237,6 +237,7 @@ def _plan_table(problem: _Problem, var: Variant, counts: _TileCounts, slots: int
     options = problem.options
     total_q, num_heads, dim_v = problem.out.shape
     unused = 0 if options.skip_q else total_q - problem.batch * options.max_seqlen_q
+    stride_token, stride_head = problem.out.strides[:2]
     tiling = (
         counts.per_head,
         problem.batch,
@@ -245,7 +246,7 @@ def _plan_table(problem: _Problem, var: Variant, counts: _TileCounts, slots: int
         var.tiles.block_n,
         options.skip_q,
         problem.form == "paged",
-        PackedOutput(total_q, num_heads, total_q, *problem.out.strides[:2], dim_v, tail=unused),
+        PackedOutput(total_q, num_heads, total_q, stride_token, stride_head, dim_v, tail=unused),
     )
     if not var.pieces:
         return table_launch(*tiling, BLOCK_KEYS.value if var.gaps else 1)
