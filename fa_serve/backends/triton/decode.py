@@ -30,6 +30,7 @@ from fa_serve.backends import MAX_KEYS_PER_TILE
 from fa_serve.backends.launch import WGMMA_OF_8_COLUMNS, Launch, launch_options, multiprocessors, with_unit_stride
 from fa_serve.backends.plan import AttentionOptions, AttentionTensors, Run
 from fa_serve.backends.triton.decode_kernel import DecodeVariant, attn_decode
+from fa_serve.backends.triton.key_pages import has_wide_rows
 from fa_serve.backends.triton.splits import SplitCounts, SplitVariant, combine_launch
 from fa_serve.backends.triton.triton_tiles import DecodeTiles, batch_block, decode_tiles, padded_dim
 from fa_serve.backends.unseen_rows import without_keys
@@ -226,6 +227,7 @@ def _variant(
         has_softcap=options.softcap != 0.0,
         same_strides=k_strides == v_strides,
         aligned=all(stride % 16 == 0 for stride in (*k_strides[:2], *v_strides[:2])),
+        wide=has_wide_rows(k, v, paged=tensors.block_table is not None),
         precision="ieee" if dtype == torch.float32 else "tf32",
         # pairs of columns need an even number of columns at even addresses
         pairs=arch >= 89 and float8 and even and dtype.itemsize == 2 and not tiles.by_rows,

@@ -32,6 +32,7 @@ from fa_serve import spec as facts
 from fa_serve.backends import MAX_KEYS_PER_TILE
 from fa_serve.backends.launch import Launch, View, launch_options, multiprocessors, with_unit_stride
 from fa_serve.backends.plan import AttentionOptions, AttentionTensors, Run
+from fa_serve.backends.triton.key_pages import has_wide_rows
 from fa_serve.backends.triton.latent_kernel import LatentVariant, attn_latent
 from fa_serve.backends.triton.splits import SplitCounts, SplitVariant, combine_launch
 from fa_serve.backends.triton.triton_tiles import DecodeTiles, batch_block, padded_dim
@@ -315,6 +316,7 @@ def _variant(
         page_size=k.shape[1],
         has_right=options.window_size[1] >= 0 and max(options.max_seqlen_q, 1) > 1,
         aligned=all(stride % 16 == 0 for stride in k.stride()[:2]),
+        wide=has_wide_rows(k, paged=True),
         precision="ieee" if tensors.q.dtype == torch.float32 else "tf32",
         ptx=arch >= 89,
         converts=arch >= 90,
