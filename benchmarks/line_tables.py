@@ -7,7 +7,7 @@ column is our speed over that of the peer:
     (the table)
     <!-- end of lines -->
 
-`python benchmarks/report.py` writes the tables anew. The pages of kernels have no other measurement, which a test holds. This
+`python -m benchmarks.report` writes the tables anew. The pages of kernels have no other measurement, which a test holds. This
 module leaves out charts, and tables that summarise a file (report.py).
 """
 

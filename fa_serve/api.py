@@ -31,6 +31,8 @@ Conventions shared by all:
 - `sinks` (num_heads,): one more logit per head in the denominator of the softmax, without a value.
 - `lse`: float32, the natural logarithm of the softmax denominator including the sink (float64 from the reference for float64
   input). A row that sees no key returns 0, and its lse is -inf (with sinks, its lse is the sink).
+- Packed rows from cu_seqlens_q[-1] on belong to no sequence. With every backend their out is 0, their lse is -inf, also with
+  sinks, and their gradients are 0, as are those of keys from cu_seqlens_k[-1] on. What such rows hold is not read.
 - The host never reads lengths on a GPU (`cu_seqlens_*`, `seqused_k`); the caller guarantees their values. `max_seqlen_*` are
   host integers and upper bounds.
 - Calls that look alike are decided once (see `launching.plans`): checks, the backend and its tiles are kept in a plan.

@@ -193,3 +193,8 @@ def arch_of(device: torch.device) -> int:
     if device.type != "cuda" or torch.version.hip is not None:
         return 0
     return _arch_of_index(torch.cuda.current_device() if device.index is None else device.index)
+
+
+def has_programmatic_launch(arch: int) -> bool:
+    """Whether a kernel on such a device may start while the kernel before it drains; see `launch_options`."""
+    return arch >= 90

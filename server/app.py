@@ -21,7 +21,8 @@ from starlette.middleware.cors import CORSMiddleware
 import fa_serve
 
 from . import errors
-from .bounds.guard import BodyLimit, Hosts, Keys, RequestIds
+from .bounds.guard import BodyLimit, Clients, Hosts, Keys, RequestIds
+from .kept_answers import KeptAnswers
 from .observe.timelines import Timelines
 from .observe.traces import Traces, tracer_provider
 from .routes import BodyRoutes, posts, router, tokenizer_router
@@ -64,11 +65,12 @@ def create_app(engine: AsyncEngine, settings: Settings) -> FastAPI:
     if settings.tokenizer_info:
         app.include_router(tokenizer_router)
     errors.install(app)
-    guarded: asgi.ASGIApp = BodyRoutes(app.build_middleware_stack(), service)
+    guarded: asgi.ASGIApp = KeptAnswers(app.build_middleware_stack(), service, make_schema=app.openapi)
+    guarded = BodyRoutes(guarded, service)
     guarded = BodyLimit(guarded, limit=settings.max_body_bytes, in_flight=settings.max_body_bytes_in_flight)
     if keys := settings.all_keys:
         public = {"/health", "/ready"} | ({"/metrics"} if settings.public_metrics else set())
-        guarded = Keys(guarded, keys=keys, open_paths=frozenset(public))
+        guarded = Keys(guarded, open_paths=frozenset(public))
     elif settings.host not in LOCAL_HOSTS:
         log.warning(
             "no API key is set: every client that can reach %s, port %d, can use the model", settings.host, settings.port
@@ -78,10 +80,11 @@ def create_app(engine: AsyncEngine, settings: Settings) -> FastAPI:
     allowed = settings.allowed_hosts or (["localhost"] if settings.host in LOCAL_HOSTS and not keys else ["*"])
     if "*" not in allowed:
         guarded = Hosts(guarded, names=allowed)
+    guarded = Clients(guarded, keys=keys, costs=service.costs)
     if provider is not None:
         guarded = Traces(guarded, provider=provider)
     if settings.log_slow is not None or provider is not None:
         guarded = Timelines(guarded, limit=math.inf if settings.log_slow is None else settings.log_slow / 1000)
     # ours are around FastAPI's own layers instead of between them, so that the tokens of a stream do not pass FastAPI's
-    app.middleware_stack = RequestIds(guarded, count=service.metrics.responded)
+    app.middleware_stack = RequestIds(guarded, count=service.metrics.responded, costs=service.costs)
     return app

@@ -36,6 +36,8 @@ from starlette.exceptions import HTTPException
 
 from fa_serve.spec import ParameterCode, ParameterError
 
+from .rules import rule_of_all
+
 INTERNAL_ERROR = "The server failed to answer this request. The server's log has the reason."
 PARAMETER_CODES: dict[ParameterCode, str] = {
     "invalid_value": "invalid_value",
@@ -208,34 +210,39 @@ def parameter_refused(error: ParameterError, param: str) -> BadRequest:
 def validation_refused(errors: Sequence[Any]) -> BadRequest:
     """One sentence from pydantic's list of errors.
 
-    A value of a union type has one error for each member of the union. The error with the deepest location belongs to the
+    A value of a union type has one error for each member of the union. The errors with the deepest location belong to the
     member that the client most likely meant.
     """
     error = max(errors, key=lambda e: len(e["loc"]))
     param = _path(error["loc"])
     match error["type"]:
-        case "extra_forbidden":
-            return _unknown_field(_path(error["loc"][:-1]), str(error["loc"][-1]))
         case "unknown_field":
-            return _unknown_field(param, error["ctx"]["field"])
+            return _unknown_field(param, error["ctx"]["field"], error["ctx"]["nearest"])
         case "missing" if param:
             return BadRequest(f"Missing required field: {param}.", param=param, code="missing_required_parameter")
         case "model_attributes_type" | "model_type" | "dict_type" | "missing" if not param:
             return BadRequest("The body must be a JSON object, sent with Content-Type: application/json.")
         case "unknown_type":  # of a block or an item
             param = f"{param}.type"
-            return BadRequest(f"{param} {error['msg']}.", param=param, code="invalid_value")
+            kind = error["input"].get("type") if isinstance(error["input"], dict) else error["input"]
+            message = f"{param} {error['msg']}, got {_short.repr(kind)}: leave it out."
+            return BadRequest(message, param=param, code="invalid_value")
         case "field" | "unsupported":
             param = f"{param}.{error['ctx']['field']}" if param else error["ctx"]["field"]
             code = "unsupported_parameter" if error["type"] == "unsupported" else "invalid_value"
             return BadRequest(f"{param} {error['ctx']['rule']}.", param=param, code=code)
+    same = [each for each in errors if len(each["loc"]) == len(error["loc"]) and _path(each["loc"]) == param]
+    remedy = f": {error['ctx']['remedy']}" if "remedy" in error.get("ctx", {}) else ""
     # reprlib shortens while it writes: repr() would first write out a value of many megabytes
-    return BadRequest(f"{param}: {error['msg']}, got {_short.repr(error['input'])}.", param=param, code="invalid_value")
+    message = f"{param} {rule_of_all(same)}, got {_short.repr(error['input'])}{remedy}."
+    return BadRequest(message, param=param, code="invalid_value")
 
 
-def _unknown_field(parent: str | None, name: str) -> BadRequest:
+def _unknown_field(parent: str | None, name: str, nearest: str) -> BadRequest:
+    """nearest: the field of the same object that was meant, or "" """
     param = ".".join(filter(None, (parent, name[:MAX_NAME])))
-    return BadRequest(f"Unknown or unsupported field: {param}.", param=param, code="unknown_parameter")
+    remedy = f"Did you mean {nearest}?" if nearest else "Leave it out."
+    return BadRequest(f"Unknown or unsupported field: {param}. {remedy}", param=param, code="unknown_parameter")
 
 
 def _path(loc: Sequence[str | int]) -> str | None:

@@ -55,8 +55,9 @@ def build_server(settings: Settings, report: StartupReport, make_engine: MakeEng
     report.mark("config", f"{engine_config.model_name}, dtype {engine_config.dtype}, device {engine_config.device}")
 
     def on_ready(url: str) -> None:
-        chat = bool(engine.tokenizer.chat_template or settings.chat_template)
-        request = SampleRequest(settings.served_model_name or engine.model_name, chat, needs_key=bool(settings.all_keys))
+        service: Service = app.state.service
+        chat = service.tokenization.writes_chats
+        request = SampleRequest(service.model_name, chat, needs_key=bool(settings.all_keys))
         report.ready(url, request)
 
     return Server(app, settings.host, settings.port, settings.drain_timeout, on_ready)

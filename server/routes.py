@@ -23,6 +23,7 @@ from .answers.answer import Answer
 from .answers.completion import CompletionAnswer
 from .answers.size import SMALL, TEXT, written_in_steps
 from .answers.streaming import EventStream, WholeReply
+from .bounds.costs import Bill
 from .bounds.guard import SMALL_BODY, ReceivedBody, header
 from .bounds.json_bounds import JsonTotal
 from .chat.answer import ChatAnswer
@@ -33,7 +34,7 @@ from .dialects.anthropic_request import CountTokensRequest, MessagesRequest
 from .dialects.responses_answer import ResponsesAnswer
 from .dialects.responses_replies import ResponseObject
 from .dialects.responses_request import ResponsesRequest
-from .errors import ApiError, BadRequest, Unavailable, response_to, validation_refused
+from .errors import MAX_NAME, ApiError, BadRequest, HttpError, Unavailable, response_to, validation_refused
 from .replies import ChatCompletion, Completion, DetokenizeReply, ErrorReply, ModelCard, ModelList, TokenizeReply, TokenizerInfo
 from .schemas import CompletionRequest, DetokenizeRequest
 from .service import Service
@@ -55,6 +56,16 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 ANTHROPIC_ERRORS = {status: each | {"model": AnthropicErrorReply} for status, each in ERRORS.items()}
 ANTHROPIC_VERSIONS = ("2023-06-01", "2026-10-21")
 JSON_TYPE = re.compile(r"application/([^;]+\+)?json\s*(;|$)", re.IGNORECASE)
+FOREIGN = {
+    b"\x1f\x8b": "compressed with gzip",
+    b"\x28\xb5\x2f\xfd": "compressed with zstd",
+    b"\xef\xbb\xbf": "UTF-8 behind a byte order mark",
+    b"\xff\xfe": "UTF-16 or UTF-32",
+    b"\xfe\xff": "UTF-16",
+    b"\x00": "UTF-16 or UTF-32",
+    b"{\x00": "UTF-16 or UTF-32",
+}
+"""What a body is that begins so, and that is no JSON."""
 STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 
 
@@ -63,7 +74,9 @@ def strict_json(content: bytes) -> Any:
     try:
         return from_json(content, allow_inf_nan=False, cache_strings="keys")
     except ValueError as error:
-        raise HTTPException(400, f"The body is not valid JSON: {error}.") from None
+        kind = next((kind for begin, kind in FOREIGN.items() if content.startswith(begin)), None)
+        reason = str(error) if kind is None else f"it is {kind}. Send plain JSON in UTF-8"
+        raise HTTPException(400, f"The body is not valid JSON: {reason}.") from None
 
 
 class BodyRoutes:
@@ -93,17 +106,30 @@ class BodyRoutes:
 
     async def _body(self, model: type[BaseModel], scope: asgi.Scope, receive: asgi.Receive) -> Any:
         service = self._service
+        _require_plain(header(scope, b"content-encoding"))
         content = await _received(receive)
         if not JSON_TYPE.match(header(scope, b"content-type")):
             content = b""
         received: ReceivedBody | None = scope["state"].get("received_body")
+        bill: Bill = scope["state"]["bill"]
+        await service.costs.take_turn(bill)
         if len(content) <= SMALL_BODY:
-            body = _validated(content, model, service)
+            with service.costs.work(bill):
+                body = _validated(content, model, service)
         else:
             body = await service.parse(lambda: _validated(content, model, service), received.owner if received else None)
         if received:
             received.release()
         return body
+
+
+def _require_plain(coding: str) -> None:
+    """Raise a 415 for a compressed body: a small one can become gigabytes, so none is unpacked."""
+    if coding.strip().lower() not in ("", "identity"):
+        message = (
+            f"The body must not be compressed, got Content-Encoding: {coding[:MAX_NAME]}. Send plain JSON without this header."
+        )
+        raise HttpError(415, message, code="unsupported_content_encoding")
 
 
 async def _received(receive: asgi.Receive) -> bytes:
@@ -120,8 +146,12 @@ async def _received(receive: asgi.Receive) -> bytes:
 
 
 def _validated(content: bytes, model: type[BaseModel], service: Service) -> Any:
+    """The body as its model. What is quick to check comes before the validation, which may take milliseconds."""
+    service.require_ready()
     service.json_bounds.check(content)
     values = strict_json(content) if content else None
+    if isinstance(values, dict) and isinstance(name := values.get("model"), str):
+        service.require_model(name)
     limit = service.settings.max_messages
     for field in ("messages", "input"):
         messages = values.get(field) if isinstance(values, dict) else None
@@ -278,10 +308,8 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
 async def health(service: Shared) -> dict[str, str]:
     """200 while the process can serve or will be able to, which includes loading and draining; 503 if the engine is dead or
     does not answer."""
-    if reason := service.death_reason():
-        raise Unavailable(f"The server is dead: {reason}.")
-    if reason := service.stall_reason():
-        raise Unavailable(f"The server does not answer: {reason}.")
+    if sickness := service.sickness():
+        raise Unavailable(sickness)
     return {"status": "alive"}
 
 
@@ -296,7 +324,7 @@ async def ready(service: Shared) -> dict[str, str]:
 @router.get("/metrics", tags=["Operation"], response_class=PlainTextResponse)
 async def metrics(service: Shared) -> Response:
     """The metrics in Prometheus' text format."""
-    return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+    return Response(await service.scraped.text(), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/", include_in_schema=False)

@@ -14,11 +14,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
 
+from .bounds.costs import Costs
 from .bounds.deadline_thread import DeadlineThread
 from .bounds.isolation import Isolation
 from .bounds.json_bounds import JsonBounds
 from .errors import MAX_NAME, BadRequest, NotFound, TooManyRequests, Unavailable
-from .observe.metrics import LoopDelay, Metrics
+from .observe.metrics import LoopDelay, Metrics, ScrapedText
 from .replies import ModelCard
 from .settings import Settings
 from .tokenization import Tokenization
@@ -51,6 +52,8 @@ class Service:
         self.tokenization = Tokenization(engine, settings)
         self.isolation = Isolation(settings)
         self.metrics = Metrics(lambda: (self.engine.snapshots(), self.model_name) if self.running else None)
+        self.scraped = ScrapedText(self.metrics.text)
+        self.costs = Costs()
         self.created = int(time.time())
         self.json_bounds = JsonBounds(settings.max_json_values, settings.max_json_fields)
         self.draining = False
@@ -135,6 +138,14 @@ class Service:
         if not self.running or self.engine.is_restarting:
             return None
         return self._stall()
+
+    def sickness(self) -> str | None:
+        """What is wrong with a process that cannot serve and will not be able to, as a sentence, or None."""
+        if reason := self.death_reason():
+            return f"The server is dead: {reason}."
+        if reason := self.stall_reason():
+            return f"The server does not answer: {reason}."
+        return None
 
     def refusal_reason(self) -> str | None:
         """Why requests are refused at the moment, or None."""

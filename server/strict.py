@@ -13,10 +13,13 @@ A model with `PART_OF_A_CONVERSATION` drops its unknown fields if the validation
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+import json
+from typing import Any, ClassVar, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, WrapValidator, model_validator
 from pydantic_core import PydanticCustomError
+
+from fa_serve.nearest import nearest_name
 
 Unsupported = dict[str, tuple[Any, ...]]  # by field, the values that ask for nothing besides null
 NOTHING: tuple[Any, ...] = ()
@@ -28,12 +31,17 @@ class StrictModel(BaseModel):
     UNSUPPORTED: ClassVar[Unsupported] = {}
     PART_OF_A_CONVERSATION: ClassVar[bool] = False
     KNOWN: ClassVar[frozenset[str]] = frozenset()  # the names of all fields in JSON, and of those in UNSUPPORTED
+    TYPES: ClassVar[tuple[Any, ...]] = ()  # the values of the field `type`, if there is one
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
         super().__pydantic_init_subclass__(**kwargs)
         # kept, because pydantic computes model_fields anew for each access
         cls.KNOWN = frozenset(field.alias or name for name, field in cls.model_fields.items()) | cls.UNSUPPORTED.keys()
+        if "type" in cls.model_fields:
+            annotation = cls.model_fields["type"].annotation
+            kinds = [annotation, *get_args(annotation)]  # a Literal, or one with None
+            cls.TYPES = next(get_args(kind) for kind in kinds if get_origin(kind) is Literal)
 
     @model_validator(mode="before")
     @classmethod
@@ -42,17 +50,24 @@ class StrictModel(BaseModel):
             return data
         if cls.PART_OF_A_CONVERSATION and info.context and info.context.get("lenient"):
             data = {name: value for name, value in data.items() if name in cls.KNOWN}
-        if len(data) > len(cls.KNOWN):
-            # pydantic would make an error for each of a million unknown fields
+        if not data.keys() <= cls.KNOWN:
+            # pydantic would make an error for each of a million unknown fields, and would not say which field was meant
+            if cls.TYPES and data.get("type", cls.TYPES[0]) not in cls.TYPES:
+                return {name: value for name, value in data.items() if name in cls.KNOWN}  # the type is what is wrong
             unknown = next(name for name in data if name not in cls.KNOWN)
-            raise PydanticCustomError("unknown_field", "{field} is unknown", {"field": unknown})
+            nearest = nearest_name(unknown, sorted(cls.KNOWN - cls.UNSUPPORTED.keys()))
+            context = {"field": unknown, "nearest": nearest or ""}
+            raise PydanticCustomError("unknown_field", "{field} is unknown", context)
         if cls.UNSUPPORTED.keys().isdisjoint(data):
             return data
         kept = dict(data)
         for field in data.keys() & cls.UNSUPPORTED.keys():
             value = kept.pop(field)
-            if value is not None and not any(_same(value, neutral) for neutral in cls.UNSUPPORTED[field]):
-                context = {"field": field, "rule": "is not supported by this server"}
+            neutral = cls.UNSUPPORTED[field]
+            if value is not None and not any(_same(value, each) for each in neutral):
+                harmless = " or ".join(["null", *map(json.dumps, neutral)])
+                rule = f"is not supported by this server: leave it out, or send {harmless}"
+                context = {"field": field, "rule": rule}
                 raise PydanticCustomError("unsupported", "{field} {rule}", context)
         return kept
 
@@ -60,6 +75,20 @@ class StrictModel(BaseModel):
 def _same(value: Any, other: Any) -> bool:
     """Equality that tells False from 0."""
     return type(value) is type(other) and bool(value == other)
+
+
+def text_only(*types: str) -> WrapValidator:
+    """The type of a part of a message, which must be one of these; others are those of images, audio and files."""
+    remedy = "this server takes text alone, so write texts with this type, and leave out images, audio and files"
+
+    def validate(value: Any, handler: Any) -> Any:
+        try:
+            return handler(value)
+        except ValidationError:
+            context = {"types": " or ".join(map(repr, types)), "remedy": remedy}
+            raise PydanticCustomError("text_only", "must be {types}", context) from None
+
+    return WrapValidator(validate)
 
 
 def one_error(rule: str) -> WrapValidator:

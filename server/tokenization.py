@@ -14,8 +14,9 @@ requests are programs of strangers: they run one at a time in another process, w
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from pydantic_core import to_jsonable_python
@@ -29,9 +30,10 @@ from .answers.logprobs import TokenTexts
 from .bounds.deadline_thread import DeadlineThread
 from .chat import template_process
 from .chat.conversation import ChatRequest, TokenizeRequest, Tool
+from .chat.special_tokens import Prompt, SpecialTokens
 from .chat.templates import Template
 from .errors import ApiError, BadRequest, parameter_refused
-from .settings import Settings
+from .settings import Settings, read_file
 
 if TYPE_CHECKING:
     from fa_serve.engine import AsyncEngine
@@ -42,6 +44,7 @@ SAMPLES: tuple[list[dict[str, Any]], ...] = (
     [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}],
     [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}],
 )
+log = logging.getLogger("fa_serve.server")
 MAX_TEMPLATES = 16  # parsed chat templates to keep: the model's own, and those of requests
 LONG_TEXT = 1 << 16  # characters, which take the tokenizer some tens of milliseconds
 MAX_TEMPLATE_LENGTH = 1 << 16  # characters of a request's chat template; the longest of known models has about 20,000
@@ -58,18 +61,33 @@ class Tokenization:
         self._template_timeout = settings.template_timeout
         self._template_limits = TrialLimits("end", settings.template_timeout, settings.template_memory, "template")
         self._template_file = settings.chat_template
-        self._operators_template = settings.chat_template.read_text(encoding="utf-8") if settings.chat_template else None
+        self._operators_template = read_file("chat_template", settings.chat_template) if settings.chat_template else None
         self._allow_request_template = settings.allow_request_chat_template
+        self._faults: dict[str, str] = {}  # of the model's own templates, by their texts
+        self._special_tokens_in_content = settings.special_tokens_in_content
         self._parsed = lru_cache(MAX_TEMPLATES)(self._parse)
 
     async def check_template(self) -> None:
-        """Render the operator's chat template once. Raises ValueError if it accepts no conversation, or does not end.
+        """Render the chat templates once. Raises ValueError if the operator's accepts no conversation, or does not end.
 
-        The model's own template is the model's: a server for completions may do without it.
+        The model's own templates are the model's: a server for completions may do without them. A broken one gets a warning,
+        and chats that it cannot write are refused with its fault.
         """
-        if self._operators_template is None:
+        if self._operators_template is not None:
+            text = self._engine.tokenizer.get_chat_template(self._operators_template, None)
+            fault = await self._fault(self._parsed(text))
+            if fault is not None:
+                raise ValueError(f"chat_template {fault}, got {self._template_file}")
             return
-        template = self._parsed(self._engine.tokenizer.get_chat_template(self._operators_template, None))
+        own = self._engine.tokenizer.chat_template
+        for text in own.values() if isinstance(own, dict) else filter(None, [own]):
+            fault = await self._fault(self._parse(text))
+            if fault is not None:
+                self._faults[text] = fault
+                log.warning("the model's chat template %s: chats are refused until --chat-template replaces it", fault)
+
+    async def _fault(self, template: Template) -> str | None:
+        """What a template must do and does not, or None."""
 
         def work() -> str | None:
             reason = None
@@ -77,27 +95,33 @@ class Tokenization:
                 try:
                     text = template.render(messages, None, {})
                 except ApiError as error:
-                    reason = reason or error.message
+                    reason = reason or error.message.rstrip(".")
                 else:
                     if text.strip():
                         return None
-                    reason = reason or "It makes nothing of a message that says Hello."
+                    reason = reason or "it makes nothing of a message that says Hello"
             return reason
 
-        file = self._template_file
         try:
             reason = await self._short.run(work, timeout=self._template_timeout)
         except asyncio.TimeoutError:
-            limit = f"{self._template_timeout:g} s (--template-timeout)"
-            raise ValueError(f"chat_template must end within {limit}, got {file}, which runs longer") from None
-        if reason is not None:
-            raise ValueError(f"chat_template must accept a message of the user, got {file}: {reason}")
+            return f"must end within {self._template_timeout:g} s (--template-timeout), and runs longer"
+        return None if reason is None else f"must accept a message of the user ({reason})"
+
+    @property
+    def writes_chats(self) -> bool:
+        """Whether there is a chat template, which is not known to be broken."""
+        return bool(self._operators_template or self._engine.tokenizer.chat_template) and not self._faults
 
     @cached_property
     def special_tokens(self) -> dict[str, int]:
         """The ids of the tokens that are not part of a text, by their names."""
         tokens = self._engine.tokenizer.added_tokens_decoder
         return {token.content: token_id for token_id, token in tokens.items() if token.special}
+
+    @cached_property
+    def _names(self) -> SpecialTokens:
+        return SpecialTokens(self.special_tokens)
 
     @cached_property
     def _trials(self) -> Trials:
@@ -158,7 +182,8 @@ class Tokenization:
         return self._parsed(text)
 
     def _parse(self, text: str) -> Template:
-        return Template(self._engine.tokenizer, text)
+        assert self._engine.reader is not None
+        return Template(self._engine.tokenizer, text, self._engine.reader, self._faults.get(text))
 
     async def read_template(self, template: Template, body: ChatRequest | TokenizeRequest, client: str | None) -> None:
         """Let `template.reads` be quick. The operator's template and the model's are read once for all requests."""
@@ -175,28 +200,31 @@ class Tokenization:
     ) -> tuple[list[int], str]:
         """The prompt that the chat template makes of a conversation, as token ids and as text."""
 
-        def render(trial: Trial | None = None) -> str:
+        def render(trial: Trial | None = None) -> Prompt:
             messages = [message.rendered() for message in body.messages or ()]
-            return template.render(messages, [tool.rendered() for tool in tools] or None, variables, trial)
+            given = (messages, [tool.rendered() for tool in tools] or None, variables)
+            if self._special_tokens_in_content:
+                return Prompt(template.render(*given, trial))
+            return self._names.apply(partial(template.render, trial=trial), *given)
 
-        def encode(text: str) -> tuple[list[int], str]:
-            return self._ids(text, False, "messages"), text
+        def encode(prompt: Prompt) -> tuple[list[int], str]:
+            return self._ids(prompt.text, False, "messages", prompt.plain), prompt.text
 
         if body.chat_template is not None:
             trial = self._trials.trial()
             try:
-                text = await self._request_templates.run(lambda: render(trial), client, cancel=trial.cancel)
+                prompt = await self._request_templates.run(lambda: render(trial), client, cancel=trial.cancel)
             except TrialError as error:
                 text = f"chat_template must {error}."  # "end within ...", as TrialLimits has it
                 raise BadRequest(text, param="chat_template", code="invalid_value") from None
-            return await self._thread_for(len(text)).run(lambda: encode(text), client)
+            return await self._thread_for(len(prompt.text)).run(lambda: encode(prompt), client)
         length = sum(message.length() for message in body.messages or ())
-        length += sum(schema_length(tool.parameters(), LONG_TEXT) for tool in tools)
+        length += sum(tool.length(LONG_TEXT) for tool in tools) + schema_length(variables, LONG_TEXT)
         try:
             return await self._thread_for(length).run(lambda: encode(render()), client, self._template_timeout)
         except asyncio.TimeoutError:  # python 3.10 has two kinds
             seconds = f"{self._template_timeout:g} seconds (--template-timeout)"
-            text = f"messages: the chat template must end within {seconds}."
+            text = f"The chat template must end within {seconds} for this conversation, got one that takes longer."
             raise BadRequest(text, param="messages", code="invalid_value") from None
 
     async def token_strs(self, token_ids: list[int], client: str | None) -> list[str]:
@@ -225,7 +253,22 @@ class Tokenization:
         limit = self._engine.max_model_len
         if len(token_ids) > limit:
             raise BadRequest(f"tokens must have at most max_model_len = {limit} ids, got {len(token_ids)}.", param="tokens")
-        return await self._thread_for(len(token_ids)).run(lambda: self._text(token_ids), client)
+        text, largest, last = await self._decoded(token_ids, client)
+        if text is None:
+            message = f"tokens must hold token ids from 0 to {last}, got {largest}."
+            raise BadRequest(message, param="tokens", code="invalid_value")
+        return text
+
+    async def echo(self, prompt: list[int], client: str | None) -> str:
+        """The text of a prompt. Raises BadRequest for an id that the model knows and the tokenizer does not."""
+        text, largest, last = await self._decoded(prompt, client)
+        if text is None:
+            message = (
+                f"With echo, prompt must hold token ids that have a text, which are those from 0 to {last}, got {largest}. "
+                "Leave out echo or the id."
+            )
+            raise BadRequest(message, param="prompt", code="invalid_value")
+        return text
 
     async def continuation(self, prompt: list[int], token_ids: list[int], skip_special: bool, client: str | None) -> str:
         """The text that token ids add to a prompt, as the engine writes it."""
@@ -236,12 +279,16 @@ class Tokenization:
 
         return await self._thread_for(len(token_ids)).run(work, client)
 
-    def _text(self, token_ids: list[int]) -> str:
-        largest = max(token_ids, default=0)
-        size = len(self._engine.tokenizer)
-        if largest >= size:
-            raise BadRequest(f"tokens must hold token ids from 0 to {size - 1}, got {largest}.", param="tokens")
-        return str(self._engine.tokenizer.decode(token_ids))
+    async def _decoded(self, token_ids: list[int], client: str | None) -> tuple[str | None, int, int]:
+        """The text, the largest of these ids, and the largest that has a text. There is no text if the former is larger."""
+        tokenizer = self._engine.tokenizer
+
+        def work() -> tuple[str | None, int, int]:
+            largest = max(token_ids, default=0)
+            last = len(tokenizer) - 1
+            return (None if largest > last else str(tokenizer.decode(token_ids)), largest, last)
+
+        return await self._thread_for(len(token_ids)).run(work, client)
 
     def _require_few_ids(self, count: int) -> None:
         assert self._engine.reader is not None
@@ -250,9 +297,9 @@ class Tokenization:
             message = f"The prompts of a request must have at most {limit} tokens together, got more."
             raise BadRequest(message, param="prompt", code="invalid_value")
 
-    def _ids(self, text: str, special: bool, param: str) -> list[int]:
+    def _ids(self, text: str, special: bool, param: str, plain: Sequence[tuple[int, int]] = ()) -> list[int]:
         assert self._engine.reader is not None
         try:
-            return self._engine.reader.encode(text, special)
+            return self._engine.reader.encode(text, special, plain)
         except ParameterError as error:
             raise parameter_refused(error, param) from None

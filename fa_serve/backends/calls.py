@@ -146,7 +146,8 @@ class AttentionOptions:
     window_size: (left, right) with causality folded in (right == 0), -1 unlimited
     max_seqlen_q, max_seqlen_k: upper bounds of the lengths; of a dense batch, the lengths
     num_splits:  as in `fa_serve.attention_paged`
-    skip_q:      sequences with up to this many queries are left to another kernel, see `mixed`. For the op "decode" the bound
+    skip_q:      sequences with up to this many queries are left to another kernel, and with skip_q > 0 so are the rows behind
+                 the last sequence, see `mixed`. For the op "decode" the bound
                  is `max_seqlen_q`: sequences with more queries are left to another kernel
     deterministic: as in `AttentionSpec`
     attention_chunk: keys per chunk, 0 without chunks; window_size is (-1, 0) with them. The query at position p, counted from

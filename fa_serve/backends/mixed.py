@@ -2,7 +2,8 @@
 
 The lengths are on the device, so both kernels get the whole batch. The decoding kernel takes the sequences whose packed queries
 fill at most one of its shortest tiles, the forward kernel takes the longer ones, and each skips the sequences of the other.
-They write disjoint rows of the same output, one after the other on the caller's stream. `fa_serve.dispatch` decides which
+They write disjoint rows of the same output, one after the other on the caller's stream; the decoding kernel has
+the rows behind the last sequence as well. `fa_serve.dispatch` decides which
 batches are mixed. This module leaves out running both kernels at once.
 """
 

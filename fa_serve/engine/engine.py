@@ -78,6 +78,8 @@ class Engine:
         config = config or EngineConfig()
         if model is not None and config.tensor_parallel > 1:
             raise ParameterError("tensor_parallel", "be 1 for a model that is given instead of loaded", config.tensor_parallel)
+        if model is None:
+            config.require_device()
         self._ranks: Ranks = ranks or open_ranks(config, on_lost)
         with self._ranks.starting():
             loaded = start_up(config, self._ranks, on_phase, model, tokenizer, ahead=ahead)

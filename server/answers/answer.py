@@ -14,15 +14,15 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Any
 
 from pydantic_core import to_json
 
 from fa_serve import __version__
 from fa_serve.engine import RequestOutput, SamplingParams, StructuredOutput
+from fa_serve.spec import ParameterError
 
-from ..errors import ApiError, BadRequest
+from ..errors import ApiError, BadRequest, parameter_refused
 from ..observe.timelines import Timeline
 from ..replies import PromptLogprobs, Usage
 from ..schemas import SamplingRequest
@@ -162,7 +162,7 @@ class Answer(ABC):
         asks_for_count = "n" if num_prompts == 1 else self._prompt_field
         with self._service.reserve(count, self._key, asks_for_count):
             self._prompts = [self._truncated(prompt) for prompt in await self._encode()]
-            all_params = [self._params(prompt) for prompt in self._prompts]
+            all_params = self._all_params()
             all_params = self._within_size(all_params, count // num_prompts)
             await self._prepare()
             num_tokens = sum(params.max_tokens or 0 for params in all_params) * (count // num_prompts)
@@ -213,7 +213,8 @@ class Answer(ABC):
             generated = per_token * sum(params.max_tokens or 0 for params in all_params)
             if prompts + generated > limit and self._max_tokens() is None:
                 room = (limit - prompts) // (per_token * len(all_params))
-                all_params = [replace(params, max_tokens=max(min(params.max_tokens or 1, room), 1)) for params in all_params]
+                limits = [max(min(params.max_tokens or 1, room), 1) for params in all_params]
+                all_params = _each_limited(all_params[0], limits)
                 generated = per_token * sum(params.max_tokens or 0 for params in all_params)
         self._estimate(prompts + generated)
         return all_params
@@ -260,7 +261,20 @@ class Answer(ABC):
         if index % self._n == 0:
             usage["prompt_tokens_details"]["cached_tokens"] += output.num_cached_tokens
 
-    def _params(self, prompt: list[int]) -> SamplingParams:
+    def _all_params(self) -> list[SamplingParams]:
+        """The parameters of each prompt. They differ in the number of tokens; all else is made and validated once."""
+        limits = [self._token_limit(prompt) for prompt in self._prompts]
+        params = AnswerParams(
+            max_tokens=min(limits),
+            logprobs=self._logprobs(),
+            prompt_logprobs=self._prompt_logprobs(),
+            structured=self._structured(),
+            skip_special_tokens=self._skip_special_tokens(),
+        )
+        return _each_limited(sampling_params(self._body, params), limits)
+
+    def _token_limit(self, prompt: list[int]) -> int:
+        """The tokens that an answer to this prompt may have. Raises BadRequest if the prompt leaves no room for them."""
         limit = self._service.engine.max_model_len
         room = limit - len(prompt)
         wanted = self._max_tokens()
@@ -279,14 +293,7 @@ class Answer(ABC):
         if self._body.use_beam_search:
             self._check_beams(len(prompt), wanted)
             room = min(room, MAX_BEAM_TOKENS)
-        params = AnswerParams(
-            max_tokens=wanted or self._default_max_tokens(room),
-            logprobs=self._logprobs(),
-            prompt_logprobs=self._prompt_logprobs(),
-            structured=self._structured(),
-            skip_special_tokens=self._skip_special_tokens(),
-        )
-        return sampling_params(self._body, params)
+        return wanted or self._default_max_tokens(room)
 
     def _check_beams(self, num_tokens: int, max_tokens: int | None) -> None:
         """Refuse what a search cannot have. Each of its steps sends the prompt once for each beam.
@@ -371,3 +378,11 @@ class Answer(ABC):
 
     def _prompt_ids(self, index: int) -> dict[str, Any]:
         return {"prompt_token_ids": self._prompts[index // self._n]} if self._body.return_token_ids else {}
+
+
+def _each_limited(params: SamplingParams, limits: list[int]) -> list[SamplingParams]:
+    """The parameters with each of these `max_tokens`. Raises BadRequest if one is below min_tokens."""
+    try:
+        return [params.with_numbers(max_tokens=limit) for limit in limits]
+    except ParameterError as error:
+        raise parameter_refused(error, error.field) from None

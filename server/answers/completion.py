@@ -36,8 +36,8 @@ class CompletionAnswer(Answer):
     async def _prepare(self) -> None:
         if self._body.echo:
             given = self._body.prompts() if self._body.truncate_prompt_tokens is None else self._prompts
-            decode = self._tokenization.decode
-            self._echo = [prompt if isinstance(prompt, str) else await decode(prompt, self._key) for prompt in given]
+            echo = self._tokenization.echo
+            self._echo = [prompt if isinstance(prompt, str) else await echo(prompt, self._key) for prompt in given]
             # a token of the prompt may stand for more characters than was estimated
             more = sum(max(len(text) - TEXT * len(prompt), 0) for text, prompt in zip(self._echo, self._prompts, strict=True))
             self._estimate(self._size_estimate + self._n * more)

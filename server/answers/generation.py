@@ -104,6 +104,7 @@ async def sequences_of_prompt(
     held_back: list[RequestOutput] = []
     unfinished_reason = "error"
     timeline = job.timeline
+    await service.costs.begin_sequences(job.n)
     sent = timeline.send() if timeline is not None else 0.0
     with engine_errors(service, job):
         try:

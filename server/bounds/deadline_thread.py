@@ -3,7 +3,8 @@
     thread = DeadlineThread("template")
     text = await thread.run(lambda: template.render(...), client, timeout=5.0)     # raises asyncio.TimeoutError
 
-Clients take turns: however many functions one of them has waiting, the next client waits for one of these at most.
+Clients take turns by the processor's time that their functions have taken (costs.py): however many functions one of them has
+waiting, the next client waits for one of these at most. The time is also added to the bill of the request.
 
 Python raises an exception in another thread between two of its bytecodes, so a loop of a chat template ends in time. A single
 call into C does not end sooner. A function that nobody waits for any more is interrupted as well. The thread is a daemon: it
@@ -16,11 +17,12 @@ import asyncio
 import ctypes
 import threading
 import time
-from collections import OrderedDict, deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
+
+from .costs import BILL, CostQueue
 
 T = TypeVar("T")
 
@@ -31,40 +33,46 @@ class _Interrupted(BaseException):
 
 @dataclass(eq=False)
 class _Job:
-    """client: whose turn it takes. cancel: ends the work. began: on time.monotonic's clock, or None. abandoned: nobody waits"""
+    """One function that waits or runs.
+
+    client:    whose turn it takes
+    cancel:    ends the work
+    began:     on time.monotonic's clock, or None
+    seconds:   of the processor, that it has taken, once it has ended
+    abandoned: nobody waits for it
+    """
 
     work: Callable[[], Any]
     client: str | None
     cancel: Callable[[], None] | None
     future: asyncio.Future[Any]
     began: float | None = None
+    seconds: float = 0.0
     abandoned: bool = False
 
 
 class _Turns:
-    """The jobs that wait. The next one is the oldest of the client that was served longest ago."""
+    """The jobs that wait. The next one is the oldest of the client whose jobs have cost least."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
-        self._waiting: OrderedDict[str | None, deque[_Job]] = OrderedDict()  # without clients that wait for nothing
+        self._queue: CostQueue[_Job] = CostQueue()
 
     def put(self, job: _Job) -> None:
         with self._condition:
-            self._waiting.setdefault(job.client, deque()).append(job)
+            self._queue.put(job.client, job)
             self._condition.notify()
 
     def get(self) -> _Job:
         """Wait for a job."""
         with self._condition:
-            while not self._waiting:
+            while (job := self._queue.get()) is None:
                 self._condition.wait()
-            client, jobs = next(iter(self._waiting.items()))
-            job = jobs.popleft()
-            if jobs:
-                self._waiting.move_to_end(client)
-            else:
-                del self._waiting[client]
             return job
+
+    def charge(self, job: _Job) -> None:
+        with self._condition:
+            self._queue.charge(job.client, job.seconds)
 
 
 class DeadlineThread:
@@ -108,6 +116,8 @@ class DeadlineThread:
         finally:
             if not job.future.done() or job.future.cancelled():
                 self._abandon(job)
+            if job.began is not None and (bill := BILL.get()) is not None:
+                bill.seconds += job.seconds or time.monotonic() - job.began
             del job  # as in _run_job
 
     def _abandon(self, job: _Job) -> None:
@@ -131,6 +141,7 @@ class DeadlineThread:
                 return
             self._current = job
         job.began = time.monotonic()
+        begin = time.thread_time()
         error: BaseException | None = None
         value = None
         try:
@@ -141,6 +152,8 @@ class DeadlineThread:
             with self._lock:
                 self._current = None
             _raise_in(threading.current_thread(), None)  # forget an interrupt that came too late
+            job.seconds = time.thread_time() - begin
+            self._jobs.charge(job)
         with suppress(RuntimeError):  # the event loop is closed
             job.future.get_loop().call_soon_threadsafe(_settle, job.future, value, error)
         # An error has this frame, and its future has the error: with the job in the frame they would keep each other, and a

@@ -29,24 +29,29 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 
 from ..errors import INTERNAL_ERROR, ApiError, TooLarge, TooManyRequests, Unauthorized, WrongHost, is_anthropic
+from .costs import Costs
 
 log = logging.getLogger("fa_serve.server")
 access_log = logging.getLogger("fa_serve.access")
 REQUEST_ID = re.compile(r"[!-~]{1,128}")
 KEY_CHARACTERS = 8  # of a key's hash that name it in the log
 SMALL_BODY = 1 << 16  # bytes; such a body takes up to ten milliseconds to parse and validate, which is done at once
+ADDRESS = re.compile(r"(?P<v4>[\d.]+)(:\d{1,5})?|\[(?P<bracketed>[\da-fA-F:.]+)\](:\d{1,5})?|(?P<bare>[\da-fA-F:.]+)", re.ASCII)
 CLIENT_GONE = 499  # the status in the log of a request whose client left before the response began
 
 
 class RequestIds:
     """Takes X-Request-Id from the client or makes one, sends it back, and logs and counts the response when it has ended.
 
+    What the request has cost is charged then to the client that `Clients` has found.
+
     An unexpected failure ends here: its traceback goes to the log with the request's id, and the client gets a 500.
     """
 
-    def __init__(self, app: asgi.ASGIApp, count: Callable[[str, int], None]):
+    def __init__(self, app: asgi.ASGIApp, count: Callable[[str, int], None], costs: Costs):
         self._app = app
         self._count = count
+        self._costs = costs
 
     async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
         if scope["type"] != "http":
@@ -79,6 +84,8 @@ class RequestIds:
         finally:
             status = status or CLIENT_GONE
             self._count(getattr(scope.get("route"), "path", "other"), status)
+            if "bill" in state:  # its client's turn has been taken
+                self._costs.settle(state["bill"], unpaid=status >= 400 or scope["method"] != "POST")
             if access_log.isEnabledFor(logging.INFO):
                 _log_access(scope, state, status, time.perf_counter() - begin)
 
@@ -118,7 +125,7 @@ class Hosts:
     async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
         if scope["type"] == "http":
             name = _host_name(header(scope, b"host"))
-            if name and name not in self._names and not name.endswith(self._ends or ("\n",)) and not _is_address(name):
+            if name and name not in self._names and not name.endswith(self._ends or ("\n",)) and not is_address(name):
                 message = (
                     f"This server does not serve the host name {name[:100]!r}. The operator can allow it with --allowed-hosts."
                 )
@@ -133,7 +140,13 @@ def _host_name(header: str) -> str:
     return header[1:].partition("]")[0] if header.startswith("[") else header.partition(":")[0].rstrip(".")
 
 
-def _is_address(name: str) -> bool:
+def is_address(text: str | bytes) -> bool:
+    """Whether this is an IP address, as IPv4 with or without a port, or as IPv6, which stands in brackets before a port."""
+    text = text.decode("latin-1").strip() if isinstance(text, bytes) else text
+    found = ADDRESS.fullmatch(text)
+    if found is None:
+        return False
+    name = found["v4"] or found["bracketed"] or found["bare"]
     try:
         socket.inet_pton(socket.AF_INET6 if ":" in name else socket.AF_INET, name)
     except (OSError, ValueError):
@@ -141,27 +154,51 @@ def _is_address(name: str) -> bool:
     return True
 
 
-class Keys:
-    """Answers 401 unless the request carries one of the keys. The open paths need no key."""
+class Clients:
+    """Finds out whose request it is, and lets it wait for that client's turn (costs.py).
 
-    def __init__(self, app: asgi.ASGIApp, keys: tuple[str, ...], open_paths: frozenset[str]):
+    A client is one of the keys or, without one, the address that the request comes from.
+    """
+
+    def __init__(self, app: asgi.ASGIApp, keys: tuple[str, ...], costs: Costs):
         self._app = app
-        self._open = open_paths
+        self._costs = costs
         self._hashes = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in self._open:
-            headers = Headers(scope=scope)
-            digest = hashlib.sha256(_credential(headers)).digest()
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        state = scope["state"]
+        if self._hashes:
+            digest = hashlib.sha256(_credential(Headers(scope=scope))).digest()
             # sum() compares with every key, so the time does not tell which key matches
-            if not sum(hmac.compare_digest(digest, known) for known in self._hashes):
-                error = Unauthorized("A valid API key is required. Send the header Authorization: Bearer KEY.")
-                response = error.response(scope)
-                if "text/html" in headers.get("accept", ""):
-                    response.headers["www-authenticate"] = 'Basic realm="fa_serve: the password is an API key"'
-                await response(scope, receive, send)
-                return
-            scope.setdefault("state", {})["key"] = digest.hex()
+            if sum(hmac.compare_digest(digest, known) for known in self._hashes):
+                state["key"] = digest.hex()
+        bill = state["bill"] = self._costs.open(state.get("key") or network_of(_address(scope)))
+        try:
+            await self._costs.take_turn(bill)
+        except ApiError as error:
+            await error.response(scope)(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+
+class Keys:
+    """Answers 401 unless `Clients` has found one of the keys. The open paths need no key."""
+
+    def __init__(self, app: asgi.ASGIApp, open_paths: frozenset[str]):
+        self._app = app
+        self._open = open_paths
+
+    async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in self._open and "key" not in scope["state"]:
+            error = Unauthorized("A valid API key is required. Send the header Authorization: Bearer KEY.")
+            response = error.response(scope)
+            if "text/html" in header(scope, b"accept"):
+                response.headers["www-authenticate"] = 'Basic realm="fa_serve: the password is an API key"'
+            await response(scope, receive, send)
+            return
         await self._app(scope, receive, send)
 
 
@@ -272,6 +309,16 @@ def header(scope: asgi.Scope, name: bytes) -> str:
         if given == name:
             return str(value, "latin-1")
     return ""
+
+
+def network_of(address: str) -> str:
+    """The address, or of an IPv6 address the network of 2^64 that one customer gets."""
+    if ":" not in address:
+        return address
+    try:
+        return socket.inet_pton(socket.AF_INET6, address.partition("%")[0])[:8].hex()
+    except (OSError, ValueError):
+        return address
 
 
 def _address(scope: asgi.Scope) -> str:

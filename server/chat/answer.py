@@ -118,11 +118,16 @@ class ChatAnswer(Answer):
         try:
             if not free_text:
                 rules.append(f"answer: {rule(asked.output)}")
+        except ParameterError as error:
+            raise parameter_refused(error, asked.field) from None
         except ValueError as error:
             raise BadRequest(f"{asked.field} must be a JSON schema: {error}.", param=asked.field) from None
         if self._may_call and self._tool_format is not None:
             single = self._body.parallel_tool_calls is False
-            called, more = call_rules(self._tool_format, self._tools, single, special_token, with_text=free_text)
+            try:
+                called, more = call_rules(self._tool_format, self._tools, single, special_token, with_text=free_text)
+            except ParameterError as error:
+                raise parameter_refused(error, "tools") from None
             start = f"{start} | {called}" if start else called
             rules += more
         try:

@@ -19,6 +19,7 @@ from typing import Any
 
 from fa_serve.engine import StructuredOutput
 from fa_serve.engine.structured.grammars import WHITESPACE
+from fa_serve.engine.structured.schema_references import check_references
 
 from .conversation import Tool
 from .reasoning import CLOSING, OPENING
@@ -97,6 +98,8 @@ def _with_escaped_slashes(regex: str) -> str:
 
 
 def _json(schema: Mapping[str, Any]) -> str:
+    """Raises ParameterError for a schema with a reference that never ends."""
+    check_references(schema)
     return "%json " + json.dumps({**schema, "x-guidance": WHITESPACE})
 
 

@@ -2,19 +2,47 @@
 
 A template can loop without an end, multiply texts until the memory is full, and raise numbers to powers that keep the
 interpreter's lock for hours. The sandbox of jinja2 forbids none of that.
+
+`bound_output` is for the templates of models and operators as well, which templates.py applies in the server's process: their
+output may be much longer than what they get.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 MAX_REASON = 400  # characters of an error
 
 
+class OutputTooLongError(Exception):
+    """The template has written more characters than a prompt can have."""
+
+
+def bound_output(text: str, max_chars: int) -> None:
+    """Let transformers' compiled form of this template stop as soon as it has written more characters.
+
+    jinja2 joins what a template, a macro or a block has written with the function `concat` of its environment, which is one
+    for each compiled template.
+    """
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    def concat(parts: Iterable[str]) -> str:
+        written = []
+        length = 0
+        for part in parts:
+            length += len(part)
+            if length > max_chars:
+                raise OutputTooLongError
+            written.append(part)
+        return "".join(written)
+
+    _compile_jinja_template(text).environment.concat = concat  # compiled once and kept by transformers
+
+
 def prepare(given: dict[str, Any]) -> Callable[[bytes], bytes]:
     """The function takes a template, messages, tools and variables, and returns the text or an error, in JSON.
 
-    given: max_chars, the characters that a prompt can have; one more than these is returned at most
+    given: max_chars, the characters that a prompt can have; a longer text is null
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -24,6 +52,7 @@ def prepare(given: dict[str, Any]) -> Callable[[bytes], bytes]:
     def work(request: bytes) -> bytes:
         asked = json.loads(request)
         try:
+            bound_output(asked["template"], max_chars)
             rendered: Any = render_jinja_template(
                 [asked["messages"]],
                 asked["tools"],
@@ -33,9 +62,11 @@ def prepare(given: dict[str, Any]) -> Callable[[bytes], bytes]:
             )
         except MemoryError:
             raise
+        except OutputTooLongError:
+            return json.dumps({"text": None}).encode()
         except Exception as error:  # what a client's program can raise
             return json.dumps({"error": f"{error!s:.{MAX_REASON}}"}).encode()
         [text], _ = rendered  # of one conversation, and where its answers are
-        return json.dumps({"text": text[: max_chars + 1]}).encode()
+        return json.dumps({"text": text}).encode()
 
     return work

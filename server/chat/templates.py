@@ -4,7 +4,8 @@
     if template.reads("tools"): ...
     prompt = template.render(messages, tools, {"enable_thinking": False})
 
-A template silently leaves out what it does not know: tools, tool calls, names, variables. Such a request is refused here.
+A template may write a text of the request once for each message, so rendering stops when its output is longer than a prompt can
+be. A template silently leaves out what it does not know: tools, tool calls, names, variables. Such a request is refused here.
 transformers renders templates in jinja2's sandbox. Templates of requests are rendered in another process (template_process.py).
 Which template a request gets is decided in tokenization.py.
 """
@@ -20,11 +21,12 @@ from typing import Any
 import jinja2
 from pydantic_core import to_json
 
+from fa_serve.engine.request.prompts import PromptReader
 from fa_serve.sandbox.trials import Trial
 
-from ..errors import BadRequest
+from ..errors import BadRequest, HttpError, parameter_refused
 from .reasoning import CLOSING, OPENING
-from .template_process import MAX_REASON
+from .template_process import MAX_REASON, OutputTooLongError, bound_output
 from .tools import ToolFormat, detect_format
 
 MESSAGE_NAME = re.compile(r"""message(\.name|\[['"]name['"]|\.get\(['"]name['"])""")
@@ -35,9 +37,17 @@ FAILURES = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, 
 
 
 class Template:
-    def __init__(self, tokenizer: Any, text: str):
+    """One chat template.
+
+    reader: turns prompts into tokens, and knows how long they may be
+    fault:  what a template of the model must do and does not, which no request can repair; None if nothing is known
+    """
+
+    def __init__(self, tokenizer: Any, text: str, reader: PromptReader, fault: str | None = None):
         self._tokenizer = tokenizer
         self._text = text
+        self._reader = reader
+        self._fault = fault
 
     @cached_property
     def names(self) -> set[str]:
@@ -45,6 +55,7 @@ class Template:
         try:
             return {value for _, kind, value in jinja2.Environment().lex(self._text) if kind == "name"}
         except jinja2.TemplateSyntaxError as error:
+            self._refuse_if_broken()
             raise BadRequest(f"The chat template is not valid: {error}.", param="chat_template") from None
 
     def reads(self, variable: str) -> bool:
@@ -85,16 +96,31 @@ class Template:
         self._check_variables(variables)
         try:
             if trial is None:
+                bound_output(self._text, self._reader.max_chars)
                 apply = self._tokenizer.apply_chat_template
                 text = apply(messages, tools, chat_template=self._text, tokenize=False, add_generation_prompt=True, **variables)
             else:
                 text = self._render_on_trial(messages, tools, variables, trial)
+        except OutputTooLongError:
+            error = self._reader.too_long(f"more than {self._reader.max_chars}")
+            raise parameter_refused(error, "messages") from None
         except FAILURES as error:
+            self._refuse_if_broken()
             refusal = f"The chat template refuses these messages: {error!s:.{MAX_REASON}}."
             raise BadRequest(refusal, param="messages") from None
         prompt = str(text)
+        if not prompt.strip():
+            self._refuse_if_broken()
         _require_unusual_roles(messages, prompt)
         return prompt
+
+    def _refuse_if_broken(self) -> None:
+        if self._fault is not None:
+            message = (
+                f"This model's chat template is broken: it {self._fault}. The operator can replace it with --chat-template. "
+                "/v1/completions needs no template."
+            )
+            raise HttpError(501, message, code="broken_chat_template")
 
     def _render_on_trial(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, variables: dict[str, Any], trial: Trial
@@ -108,13 +134,19 @@ class Template:
         reply = json.loads(trial.run(to_json(given)))
         if "error" in reply:
             raise jinja2.TemplateError(reply["error"])
+        if reply["text"] is None:
+            raise OutputTooLongError
         return str(reply["text"])
 
     def _check_variables(self, variables: dict[str, Any]) -> None:
         if not variables:
             return
         reserved = RESERVED | inspect.signature(self._tokenizer.apply_chat_template).parameters.keys()
+        own = {*self._tokenizer.special_tokens_map, *self._tokenizer.SPECIAL_TOKENS_ATTRIBUTES}
         for name in variables:
+            if name in own:
+                message = f"chat_template_kwargs must not set {name}, which the chat template takes from the tokenizer."
+                raise BadRequest(message, param="chat_template_kwargs")
             if name in reserved or not self.reads(name):
                 message = f"chat_template_kwargs must hold variables that the chat template reads, got {name!r}."
                 raise BadRequest(message, param="chat_template_kwargs")

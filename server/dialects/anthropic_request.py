@@ -26,7 +26,7 @@ from ..chat.conversation import (
     ToolChoice,
 )
 from ..schemas import NonEmpty
-from ..strict import NOTHING, StrictModel, Unsupported, field_error
+from ..strict import NOTHING, StrictModel, Unsupported, field_error, text_only
 from .dialect import Translated, by_type, message
 
 CacheControl = Annotated[
@@ -35,7 +35,7 @@ CacheControl = Annotated[
 
 
 class TextBlock(StrictModel):
-    type: Literal["text"]
+    type: Annotated[Literal["text"], text_only("text")]
     text: str
     cache_control: CacheControl = None
 

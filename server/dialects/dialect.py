@@ -24,6 +24,7 @@ from fa_serve.engine import RequestOutput
 from ..chat.answer import ChatAnswer
 from ..chat.conversation import ChatRequest, Message
 from ..errors import ApiError
+from ..rules import rule_of
 from ..service import Service
 from ..strict import StrictModel, field_error
 
@@ -59,7 +60,7 @@ class Translated(StrictModel):
             first = error.errors(include_url=False)[0]
             context = first.get("ctx", {})
             field = context.get("field") or str(first["loc"][0])
-            raise field_error(field, context.get("rule") or first["msg"]) from None
+            raise field_error(field, context.get("rule") or rule_of(first)) from None
         return self
 
     @property

@@ -28,7 +28,7 @@ from ..chat.conversation import (
     ToolChoice,
 )
 from ..schemas import NonEmpty
-from ..strict import NOTHING, StrictModel, Unsupported, field_error, one_error
+from ..strict import NOTHING, StrictModel, Unsupported, field_error, one_error, text_only
 from .dialect import Translated, by_type, message
 
 MAX_RETURNED = 1 << 18  # bytes of the request's instructions, tools and schema that each of a response's objects repeats
@@ -37,7 +37,7 @@ Identity = Annotated[str | None, Field(description="Without an effect.")]
 
 
 class TextItem(StrictModel):
-    type: Literal["input_text", "output_text"]
+    type: Annotated[Literal["input_text", "output_text"], text_only("input_text", "output_text")]
     text: str
 
     UNSUPPORTED: ClassVar[Unsupported] = {"annotations": ([],), "logprobs": ([],), "prompt_cache_breakpoint": NOTHING}

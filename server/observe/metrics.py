@@ -34,6 +34,7 @@ PREFIX = "fa_serve:"
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
 REQUEST_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
 MAX_COUNTERS = 256  # by labels: there are a dozen paths with a dozen statuses
+SCRAPE_SHARE = 0.05  # of the event loop's time, that the texts of /metrics may take
 DELAY_INTERVAL = 0.05  # seconds between two looks at the event loop
 TOKENS = tuple(float(2**power) for power in range(18))
 
@@ -186,6 +187,33 @@ class Histogram(Collector):
 def _buckets(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:
     """The cumulated numbers of values by bound. `counts` has one number for each bound, and one for larger values."""
     return [*zip([*map(floatToGoString, bounds), "+Inf"], map(float, accumulate(counts)), strict=True)]
+
+
+class ScrapedText:
+    """The text of /metrics for all that ask at the same time, which is made after they have asked. make: makes it
+
+    The next one is made when the event loop has done other things for most of the time.
+    """
+
+    def __init__(self, make: Callable[[], bytes]):
+        self._make = make
+        self._next: asyncio.Task[bytes] | None = None
+        self._not_before = 0.0  # on time.monotonic's clock
+
+    async def text(self) -> bytes:
+        """A text that is made from now on."""
+        if self._next is None:
+            self._next = asyncio.create_task(self._make_in_time())
+        return await asyncio.shield(self._next)
+
+    async def _make_in_time(self) -> bytes:
+        await asyncio.sleep(max(self._not_before - time.monotonic(), 0.0))
+        self._next = None
+        begin = time.thread_time()
+        try:
+            return self._make()
+        finally:
+            self._not_before = time.monotonic() + (time.thread_time() - begin) / SCRAPE_SHARE
 
 
 class LoopDelay:

@@ -292,8 +292,8 @@ def test_prompts_beside_sequences_that_decode(tables: list[tuple[int, Tensor]]) 
 
 
 @pytest.mark.parametrize("heads", [(8, 2), (14, 2)], ids=str)
-def test_rows_of_no_sequence_are_not_written(heads: tuple[int, int], tables: list[tuple[int, Tensor]]) -> None:
-    """Neither by the attention kernel nor by the merge, with a strided output."""
+def test_rows_of_no_sequence_are_zero(heads: tuple[int, int], tables: list[tuple[int, Tensor]]) -> None:
+    """With a strided output, beside which nothing is written."""
     case = Case((16, 9, 3), (9000, 40, 600), heads=heads, head_dims=(80, 80))
     call = Call(case, "paged")
     memory = torch.full((40, heads[0], 96), 7.0, dtype=torch.bfloat16, device=DEVICE)
@@ -302,7 +302,8 @@ def test_rows_of_no_sequence_are_not_written(heads: tuple[int, int], tables: lis
     out, lse = call.plan()(call.tensors)
     assert most_pieces(*tables[0]) > 1
     call.check(out[:28], lse[:, :28])
-    assert (memory[28:] == 7.0).all()
+    assert (memory[28:, :, :80] == 0).all()
+    assert (lse[:, 28:] == float("-inf")).all()
     assert (memory[..., 80:] == 7.0).all()
 
 

@@ -70,12 +70,12 @@ def test_every_bad_setting_is_named(monkeypatch):
     monkeypatch.setenv("FA_SERVE_MAX_NUM_SEQS", "0")
     with pytest.raises(ValueError, match="port") as caught:
         load({"port": 99999, "colour": "red"})
-    assert sorted(part.partition(":")[0] for part in str(caught.value).split("; ")) == ["colour", "max_num_seqs", "port"]
-    assert "port: Input should be less than or equal to 65535, got 99999" in str(caught.value)
+    assert sorted(part.partition(" ")[0] for part in str(caught.value).split("; ")) == ["colour", "max_num_seqs", "port"]
+    assert "port must be at most 65535, got 99999" in str(caught.value)
 
 
 def test_a_bad_key_is_not_shown():
-    with pytest.raises(ValueError, match=r"api_keys\.0: ") as caught:
+    with pytest.raises(ValueError, match=r"api_keys\.0 must be a string") as caught:
         load({"api_keys": [12345]})
     assert "12345" not in str(caught.value)
 
@@ -83,15 +83,15 @@ def test_a_bad_key_is_not_shown():
 @pytest.mark.parametrize("value", [" , ", ","])
 @pytest.mark.parametrize("name", ["api_keys", "cors_origins"])
 def test_a_list_of_nothing_but_commas_is_refused(name, value):
-    with pytest.raises(ValueError, match=f"{name}: .*must hold at least one item between its commas"):
+    with pytest.raises(ValueError, match=f"{name} must hold at least one item between its commas"):
         load({name: value})
 
 
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("fa-serve.toml", "prot = 1", "prot: Extra inputs are not permitted, got 1"),
-        ("fa-serve.yaml", "prot: 1", "prot: Extra inputs are not permitted, got 1"),
+        ("fa-serve.toml", "prot = 1", "prot is no setting: did you mean port\\?"),
+        ("fa-serve.yaml", "prot: 1", "prot is no setting: did you mean port\\?"),
         ("fa-serve.toml", "port =", "fa-serve.toml must be a table of settings"),
         ("fa-serve.yml", "- port", "fa-serve.yml must be a table of settings"),
     ],

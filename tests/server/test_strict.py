@@ -32,7 +32,7 @@ def test_neutral_values_of_unsupported_fields_pass(colour):
         ({"colour": 0}, "unsupported"),
         ({"size": "1"}, "int_type"),
         ({"size": 13}, "field"),
-        ({"weight": 1}, "extra_forbidden"),
+        ({"weight": 1}, "unknown_field"),
         ({"either": "x"}, "union"),
         (3, "model_type"),
     ],

@@ -443,6 +443,8 @@ def _run(
         out, lse = fa_serve.attention_varlen(
             q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=longest_q, max_seqlen_k=longest_k, **options
         )
+        assert (out[-70:] == 0).all()
+        assert (lse[:, -70:] == float("-inf")).all()
     else:
         k_cache, v_cache, table, used = make_paged([x[1] for x in sequences], [x[2] for x in sequences], case.page_size)
         out, lse = fa_serve.attention_paged(

@@ -46,48 +46,19 @@ from hopper_threads import (
 
 from fa_serve.backends.hopper import block_sparse as listed_blocks
 from fa_serve.backends.hopper import shared_memory
-from fa_serve.backends.hopper.backward import (
-    consumer as backward_consumer,
-)
-from fa_serve.backends.hopper.backward import (
-    dq_accumulator as dq_sum,
-)
-from fa_serve.backends.hopper.backward import (
-    plan as backward,
-)
-from fa_serve.backends.hopper.backward import (
-    producer as backward_producer,
-)
-from fa_serve.backends.hopper.backward import (
-    types as backward_types,
-)
-from fa_serve.backends.hopper.forward import (
-    consumer,
-    float8_probabilities,
-    float8_scales,
-    producer,
-)
-from fa_serve.backends.hopper.forward import (
-    kernel as forward_partitions,
-)
-from fa_serve.backends.hopper.forward import (
-    output as forward_output,
-)
-from fa_serve.backends.hopper.forward import (
-    pack_gqa as packed_heads,
-)
-from fa_serve.backends.hopper.forward import (
-    plan as forward,
-)
-from fa_serve.backends.hopper.forward import (
-    tile_scheduler as tile_schedule,
-)
-from fa_serve.backends.hopper.forward import (
-    tiles as hopper_tiles,
-)
-from fa_serve.backends.hopper.forward import (
-    types as kernel_types,
-)
+from fa_serve.backends.hopper.backward import consumer as backward_consumer
+from fa_serve.backends.hopper.backward import dq_accumulator as dq_sum
+from fa_serve.backends.hopper.backward import plan as backward
+from fa_serve.backends.hopper.backward import producer as backward_producer
+from fa_serve.backends.hopper.backward import types as backward_types
+from fa_serve.backends.hopper.forward import consumer, float8_probabilities, float8_scales, producer
+from fa_serve.backends.hopper.forward import kernel as forward_partitions
+from fa_serve.backends.hopper.forward import output as forward_output
+from fa_serve.backends.hopper.forward import pack_gqa as packed_heads
+from fa_serve.backends.hopper.forward import plan as forward
+from fa_serve.backends.hopper.forward import tile_scheduler as tile_schedule
+from fa_serve.backends.hopper.forward import tiles as hopper_tiles
+from fa_serve.backends.hopper.forward import types as kernel_types
 from fa_serve.backends.hopper.latent import (
     plan as latent_decode,
 )
@@ -106,8 +77,7 @@ from fa_serve.backends.hopper.split_kv import tile_scheduler as piece_table
 from fa_serve.backends.triton import primitives, row_statistics, splits
 from fa_serve.backends.triton.float8_inputs import BLOCK_KEYS
 from fa_serve.launching.launch import Launch, View
-from fa_serve.ops.experts import matrix as experts_matrix_kernel
-from fa_serve.ops.experts import matrix_types as experts_matrix_types
+from fa_serve.ops.experts import matrix_wgmma
 
 
 class _Shared:
@@ -392,8 +362,7 @@ _MODULES = (
     latent_types,
     latent_warps,
     latent_decode,
-    experts_matrix_types,
-    experts_matrix_kernel,
+    matrix_wgmma,
 )
 """Their functions share one name space, so no two of them have the same name."""
 
@@ -440,6 +409,7 @@ def _define(faults: tuple[tuple[str, str], ...]) -> dict[str, Any]:
         "BLOCK_KEYS": BLOCK_KEYS.value,
         "RAGGED": kernel_types.RAGGED.value,
         "COUNTS": splits.COUNTS,
+        "OUTPUT": tile_schedule.OUTPUT,
         "P_STAGES": latent_tiles.P_STAGES,
         "ROPE_COLUMNS": latent_tiles.ROPE_COLUMNS,
         "VALUE_PARTS": latent_tiles.VALUE_PARTS,
@@ -513,6 +483,5 @@ def emulated(
         mock.patch.object(Launch, "__call__", launch),
         mock.patch.object(forward, "multiprocessors", return_value=resident_blocks),
         mock.patch.object(latent_decode, "multiprocessors", return_value=resident_blocks),
-        mock.patch.object(experts_matrix_kernel, "multiprocessors", return_value=resident_blocks),
     ):
         yield

@@ -151,3 +151,36 @@ def finish_softmax(row_max, row_sum):
     inverse = tl.where(live, 1.0 / row_sum, 0.0)
     lse = tl.where(live, (row_max + tl.log2(row_sum)) * LN2, float("-inf"))
     return inverse, lse
+
+
+@triton.jit
+def clear_rows(out_ptr, lse_ptr, first, end, program, programs, num_heads, strides, rows, columns, DIM_V: tl.constexpr):
+    """The rows from `first` to `end` of packed queries, which belong to no sequence: out is 0 and lse is -inf.
+
+    `programs` programs divide the rows of all heads among them. In most calls there is no such row, so a call pays for one
+    comparison.
+
+    strides:       of out by token and head, of lse by head
+    rows, columns: the numbers of a tile that is stored at a time, which a kernel in Gluon makes in layouts of its choice
+    """
+    stride_ot, stride_oh, stride_lh = strides
+    total = (end - first) * num_heads
+    for begin in range(program * rows.shape[0], total, programs * rows.shape[0]):
+        slots = begin + rows
+        live = slots < total
+        token = (first + slots // num_heads).to(tl.int64)
+        head = (slots % num_heads).to(tl.int64)
+        cells = out_ptr + (token * stride_ot + head * stride_oh)[:, None] + columns[None, :]
+        tl.store(cells, 0.0, mask=live[:, None] & (columns < DIM_V)[None, :])
+        if lse_ptr is not None:
+            tl.store(lse_ptr + head * stride_lh + token, float("-inf"), mask=live)
+
+
+@triton.jit
+def clear_rows_behind(
+    out_ptr, lse_ptr, first, end, program, programs, num_heads, strides, DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr
+):
+    """`clear_rows` in tiles of 2048 numbers, which need few registers."""
+    rows = tl.arange(0, 2048 // BLOCK_DV)
+    columns = tl.arange(0, BLOCK_DV)
+    clear_rows(out_ptr, lse_ptr, first, end, program, programs, num_heads, strides, rows, columns, DIM_V)

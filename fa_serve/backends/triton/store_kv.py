@@ -95,7 +95,7 @@ def plan_store_kv(tensors: StoreTensors) -> Run:
     block_dv = padded_dim(dim_v)
     block_h = max(1, min(power_of_2(num_heads), _TILE // max(block_d, block_dv)))
     head_blocks = -(-num_heads // block_h)
-    pdl = spec.arch_of(k.device) >= 90
+    pdl = spec.has_programmatic_launch(spec.arch_of(k.device))
     return Launch(
         _store_kv,
         total * head_blocks,

@@ -12,7 +12,7 @@ outputs are held until the last answer has ended; then the answers with the larg
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from fa_serve.engine.request.outputs import RequestOutput
 from fa_serve.engine.request.params import SamplingParams
@@ -88,11 +88,11 @@ def members(request_id: str, params: SamplingParams) -> list[tuple[str, Sampling
     count = num_answers(params)
     if count == 1:
         return [(request_id, params)]
-    single = replace(params, n=1, best_of=None)
+    single = params.with_numbers(n=1, best_of=None)
     if _is_ranked(params) and params.logprobs is None:
-        single = replace(single, logprobs=0)
+        single = single.with_numbers(logprobs=0)
     # The log-probabilities of the prompt are computed once, with the first answer.
-    others = single if params.prompt_logprobs is None else replace(single, prompt_logprobs=None)
+    others = single.with_numbers(prompt_logprobs=None)
     return [(f"{request_id}\0{index}", others if index else single) for index in range(count)]
 
 

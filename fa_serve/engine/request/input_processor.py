@@ -48,6 +48,7 @@ class InputProcessor:
         self._eos_ids = eos_ids
         self._serial = count()
         self._random = random.Random(config.seed)
+        self._last: tuple[tuple[Any, ...], tuple[frozenset[int], TokenBiases]] | None = None
 
     def process(
         self,
@@ -71,8 +72,7 @@ class InputProcessor:
         if num_chars > self._max_stop_chars:
             rule = f"have at most {self._max_stop_chars} characters in all strings together (--max-stop-chars)"
             raise ParameterError("stop", rule, num_chars)
-        end_ids = self._end_ids(params)
-        biases = TokenBiases.of(params, end_ids, self._vocab_size)
+        end_ids, biases = self._tokens_of(params)
         room = self._max_model_len - len(tokens)
         seed = self._random.getrandbits(63) if params.seed is None else params.seed
         now = time.monotonic()
@@ -92,6 +92,26 @@ class InputProcessor:
             )
             for index, (name, own) in enumerate(members(request_id, params))
         ]
+
+    def _tokens_of(self, params: SamplingParams) -> tuple[frozenset[int], TokenBiases]:
+        """The tokens that end an answer, and what is added to the logits of tokens.
+
+        The prompts of a request follow each other with the same parameters, which may name thousands of tokens. They share
+        what is made of these.
+        """
+        # copies, because a caller may change a dict or list of its own afterwards
+        named = (
+            dict(params.logit_bias or {}),
+            None if params.allowed_token_ids is None else tuple(params.allowed_token_ids),
+            tuple(params.bad_token_ids),
+            tuple(params.stop_token_ids),
+            params.min_tokens,
+            params.ignore_eos,
+        )
+        if self._last is None or self._last[0] != named:
+            end_ids = self._end_ids(params)
+            self._last = (named, (end_ids, TokenBiases.of(params, end_ids, self._vocab_size)))
+        return self._last[1]
 
     def _end_ids(self, params: SamplingParams) -> frozenset[int]:
         """The tokens that end an answer. Every token id in the parameters is checked on the way."""

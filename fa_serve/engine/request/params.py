@@ -10,6 +10,7 @@ model, such as the size of the vocabulary (input_processor.py), and whether a gr
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, fields
 from itertools import chain
 from typing import Any
@@ -176,6 +177,16 @@ class SamplingParams:
             _require(len(ids) <= MAX_IDS, name, f"hold at most {MAX_IDS} token ids", len(ids))
             _require(all(t >= 0 for t in ids), name, "hold token ids that are not negative", ids)
         _require(self.allowed_token_ids is None or len(self.allowed_token_ids) > 0, "allowed_token_ids", "hold a token id", ())
+
+    def with_numbers(self, **numbers: int | None) -> SamplingParams:
+        """The same with other numbers, such as max_tokens, which are checked. The rest has been checked already."""
+        if all(getattr(self, name) == number for name, number in numbers.items()):
+            return self
+        other = copy(self)
+        for name, number in numbers.items():
+            object.__setattr__(other, name, number)
+        other._check_ranges()
+        return other
 
     @property
     def greedy(self) -> bool:

@@ -16,6 +16,8 @@ from fa_serve.spec import ParameterError
 
 MAX_IDS = 1 << 20
 """Tokens of a text that `PromptReader.encode` takes even if the model's context is shorter, so that they can be counted."""
+MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
+"""Characters that are in no text, as Unicode says."""
 PIECE = 1 << 18
 """Characters that are tokenized at once in order to count them."""
 
@@ -45,7 +47,7 @@ class PromptReader:
         elif self._tokenizer is None:
             raise ParameterError("prompt", "be token ids because this engine has no tokenizer", prompt, "no_tokenizer")
         else:
-            tokens = self.encode(prompt)
+            tokens = self._checked(self.encode(prompt))
         if not tokens:
             raise ParameterError("prompt", "have at least one token", prompt)
         if len(tokens) >= self._max_model_len:
@@ -53,8 +55,11 @@ class PromptReader:
             raise ParameterError("prompt", rule, len(tokens), "context_length_exceeded")
         return tokens
 
-    def encode(self, text: str, special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, special_tokens: bool = True, plain: Sequence[tuple[int, int]] = ()) -> list[int]:
         """The token ids of a text.
+
+        special_tokens: the tokenizer adds those that it adds to every text
+        plain:          places of the text, as (begin, end) and in order, where the name of a special token is plain text
 
         This calls tokenizers without transformers, which takes longer and warns of texts longer than the model's limit. The
         text is sent as a batch of one, because that releases the interpreter's lock.
@@ -63,8 +68,7 @@ class PromptReader:
         """
         if len(text) > self.max_chars:
             # Tokenizing many megabytes takes a thread several seconds, and the text would be refused anyway.
-            limit = f"{self._max_model_len} tokens, and so have at most {self.max_chars} characters"
-            raise ParameterError("prompt", f"be shorter than max_model_len = {limit}", len(text), "context_length_exceeded")
+            raise self.too_long(len(text))
         try:
             num_bytes = len(text.encode())
         except UnicodeEncodeError as error:
@@ -72,8 +76,40 @@ class PromptReader:
             raise ParameterError("prompt", rule, text[error.start : error.end]) from None
         if num_bytes > self.max_ids:
             self._require_few_ids(text)
+        if plain:
+            return self._encode_with_plain(text, special_tokens, plain)
         ids: list[int] = self._encoding(text, special_tokens).ids
         return ids
+
+    def _encode_with_plain(self, text: str, special_tokens: bool, plain: Sequence[tuple[int, int]]) -> list[int]:
+        """A mark between the characters of a name keeps the tokenizer from finding it. The tokens of the marks are left out."""
+        mark = next((mark for mark in MARKS if mark not in text), None)
+        if mark is None:
+            rule = "not hold both names of special tokens and all of Unicode's noncharacters from U+FDD0 to U+FDEF"
+            raise ParameterError("prompt", rule, text)
+        pieces = []
+        position = 0
+        for begin, end in plain:
+            pieces += [text[position:begin], mark.join(text[begin:end])]
+            position = end
+        marked = "".join([*pieces, text[position:]])
+        [encoding] = self._tokenizer.backend_tokenizer.encode_batch([marked], add_special_tokens=special_tokens)
+        ids = []
+        for token, (begin, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            source = marked[begin:end]
+            if mark not in source:
+                ids.append(token)
+            elif source.strip(mark):
+                break  # a token of more than the mark, as a tokenizer makes it of characters that it does not know
+        else:
+            return ids
+        parts = marked.split(mark)
+        return [token for n, part in enumerate(parts) for token in self._encoding(part, special_tokens and n == 0).ids]
+
+    def too_long(self, length: int | str) -> ParameterError:
+        """The error about a text with more than `max_chars` characters."""
+        limit = f"{self._max_model_len} tokens, and so have at most {self.max_chars} characters"
+        return ParameterError("prompt", f"be shorter than max_model_len = {limit}", length, "context_length_exceeded")
 
     def _encoding(self, text: str, special_tokens: bool) -> Any:
         return self._tokenizer.backend_tokenizer.encode_batch_fast([text], add_special_tokens=special_tokens)[0]
@@ -92,7 +128,10 @@ class PromptReader:
                 raise ParameterError("prompt", rule, f"at least {count}", "context_length_exceeded")
 
     def _checked(self, prompt: Sequence[int]) -> list[int]:
-        """Token ids are checked here, because a bad one would fail a whole step later."""
+        """Token ids are checked here, because a bad one would fail a whole step later.
+
+        Those of a text are checked as well, because a tokenizer may have more tokens than its model.
+        """
         rule = f"hold token ids from 0 to {self._vocab_size - 1}"
         try:
             numbers = np.frombuffer(array("q", prompt), dtype=np.uint64)
@@ -103,7 +142,13 @@ class PromptReader:
         if np.maximum.reduce(numbers) >= self._vocab_size:  # a negative number is larger than all others
             signed = numbers.view(np.int64)
             least = int(signed.min())
-            raise ParameterError("prompt", rule, least if least < 0 else int(signed.max()))
+            wrong = least if least < 0 else int(signed.max())
+            name = None
+            if wrong >= 0 and self._tokenizer is not None:
+                name = self._tokenizer.backend_tokenizer.id_to_token(wrong)
+            if name is not None:
+                rule += f" (the model has fewer tokens than its tokenizer; leave out {name}, whose id is {wrong})"
+            raise ParameterError("prompt", rule, wrong)
         tokens: list[int] = numbers.tolist()
         return tokens
 

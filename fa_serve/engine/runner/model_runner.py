@@ -38,10 +38,8 @@ from fa_serve.engine.scheduler.scheduled_batch import ScheduledBatch
 from fa_serve.engine.scheduler.sequence import SequenceState
 from fa_serve.engine.start.warm_up import EmptyStep, SamplingVariant, largest_batch
 from fa_serve.hf import PagedBatch, attention_layers, paged_forward, take_experts, take_scaled_experts, vocab_size
-from fa_serve.hf.surgery.fuse import fusion
+from fa_serve.hf.surgery.fuse.fusion import cached_layers, fuse_model, unfuse_model
 from fa_serve.hf.surgery.fuse.latent import PLAIN_TOKENS
-from fa_serve.hf.surgery.fuse.router import fuse_routers
-from fa_serve.hf.surgery.fuse.unit import fuse_units
 from fa_serve.hf.surgery.quantised.linear import QuantizedLinear
 from fa_serve.launching.compilations import num_compilations
 
@@ -111,8 +109,7 @@ class ModelRunner:
         self.page_size = config.page_size
         self.eager = config.eager or self.device.type != "cuda"
         self.fuses = config.fusion and not config.eager and not config.deterministic
-        if not self.fuses:
-            fusion.unfuse(model)
+        unfuse_model(model)
         self.max_num_seqs = config.max_num_seqs
         self._max_tokens = config.max_num_batched_tokens
         if self.fuses or config.deterministic:
@@ -146,10 +143,8 @@ class ModelRunner:
 
     def fuse(self) -> int:
         """Fuse layers, routers and shared experts of the model where that is possible. Returns how many layers are fused."""
-        fused = fusion.fuse(self.model)
-        fuse_routers(self.model)
-        fuse_units(self.model)
-        self.layers = fusion.cached_layers(self.model, self.layers)
+        fused = fuse_model(self.model)
+        self.layers = cached_layers(self.model, self.layers)
         if "descales" in self._options and any(layer.values_in_keys for layer in self.layers):
             self._options["descales"] = kv_cache.descales(self.model, self.vocab_size, self.layers)
         return fused

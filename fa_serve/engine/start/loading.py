@@ -34,8 +34,9 @@ from fa_serve.engine.speculation.draft_head import load_head_runner
 from fa_serve.engine.speculation.draft_model import DraftModel
 from fa_serve.engine.speculation.drafts import Drafter, NgramDrafter, Speculation
 from fa_serve.engine.start.read_ahead import reading_ahead
-from fa_serve.hf import NAME, check_attention_precision, divide, patch, plan_division, vocab_size
-from fa_serve.hf.surgery.quantised.linear import check_report, finish, quantized_elsewhere, with_quantized_linears
+from fa_serve.hf import NAME, check_attention_precision, divide_model, patch, plan_division, vocab_size
+from fa_serve.hf.model_location import TOKENIZER_FILES, WEIGHT_FILES, find_model
+from fa_serve.hf.surgery.quantised.linear import check_report, finish_weights, quantized_elsewhere, with_quantized_linears
 from fa_serve.spec import ParameterError
 
 log = logging.getLogger("fa_serve.engine")
@@ -68,6 +69,7 @@ def load(
     clock: is told of each phase. Raises what `Engine` raises
     """
     if model is None:
+        find_model(config.model_path())
         tokenizer = load_tokenizer(config)
         model = load_model(config, ranks)
         clock.end("weights", f"{config.model_name} on {model.device}")
@@ -106,8 +108,8 @@ def load_draft(
         return None
     own = replace(config.for_drafts(config.draft_model), quantization=None)
     try:
-        own.model_path()
-    except ParameterError as error:
+        find_model(own.model_path())
+    except (ParameterError, OSError) as error:
         raise ParameterError("speculative", f"name a draft model: {error}", config.speculative) from None
     if tokenizer is not None and load_tokenizer(own).get_vocab() != tokenizer.get_vocab():
         rule = f"name a draft model with the same vocabulary: its tokenizer has other tokens than that of {config.model_name}"
@@ -149,6 +151,7 @@ def load_tokenizer(config: EngineConfig) -> Any:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
     except Exception as error:
         _name_bad_file(path, error)
+        _require_files(path, TOKENIZER_FILES, "a tokenizer", error)
         raise
 
 
@@ -178,12 +181,14 @@ def load_model(config: EngineConfig, ranks: Ranks | None = None) -> PreTrainedMo
             raise  # the files can be read, but not be used
         except Exception as error:
             _name_bad_file(path, error)
+            if isinstance(error, OSError):
+                _require_files(path, WEIGHT_FILES, "weights", error)
             raise
         model, report = loaded
         check_report(report)
         if ranks is not None and ranks.all_reduce is not None:
-            divide(model, plan_division(model, ranks.size), ranks.rank, ranks.all_reduce, ranks.device)
-        finish(model.to(config.resolve_device() if ranks is None else ranks.device))
+            divide_model(model, plan_division(model, ranks.size), ranks.rank, ranks.all_reduce, ranks.device)
+        finish_weights(model.to(config.resolve_device() if ranks is None else ranks.device))
     if passed_on := quantized_elsewhere(known):
         log.info("weights in the format %s are computed by transformers' own modules, in layers that are not fused", passed_on)
     return cast(PreTrainedModel, model)
@@ -224,6 +229,15 @@ def _name_bad_file(path: str, error: Exception) -> None:
     for file in sorted(folder.iterdir()):
         if reason := _unreadable(file):
             raise OSError(f"the model's file {file} cannot be read: {reason}") from error
+
+
+def _require_files(path: str, patterns: tuple[str, ...], what: str, error: Exception) -> None:
+    """Raise OSError for a local folder that has no file with one of these names."""
+    folder = Path(path)
+    if folder.is_dir() and not any(next(folder.glob(pattern), None) for pattern in patterns):
+        names = ", ".join(patterns)
+        message = f"the model's folder {folder} must hold {what} (one of {names}), got none: copy all files of the model"
+        raise OSError(message) from error
 
 
 def _unreadable(file: Path) -> str | None:

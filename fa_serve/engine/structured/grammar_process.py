@@ -17,11 +17,14 @@ LIMITS = {"initial_lexer_fuel": 300_000, "max_lexer_states": 50_000, "verbose_er
 """llguidance's own limits. With its default fuel of 1,000,000 the regex ((X{100}){100}){100}z takes 170 MB, and 64 MB with
 this one. A schema with 1,000 patterns needs less than a third of it. A state of the lexer takes 1 to 2 kB."""
 
+NO_ANSWER = "no answer is possible: it refers to itself without an end, or its parts contradict each other"
+"""llguidance compiles such a grammar, and has only a name of its code for the error of the first mask."""
+
 
 def prepare(given: dict[str, Any]) -> Callable[[bytes], bytes]:
     """Load the tables of a tokenizer. The function takes a grammar and returns its error and its bytes, in JSON.
 
-    given: the tokenizer as JSON text, the size of the vocabulary, the ids that end an answer
+    given: the tokenizer as JSON text, the number of bits of a mask, the ids that end an answer
     """
     import llguidance
 
@@ -37,8 +40,8 @@ def _try(llguidance: Any, tables: Any, grammar: str) -> dict[str, Any]:
 
     def work() -> None:
         before = _memory()
-        matcher = compiled(llguidance, tables, grammar)
-        results.append({"error": matcher.get_error() if matcher.is_error() else "", "bytes": max(_memory() - before, 0)})
+        _, error = compiled(llguidance, tables, grammar)
+        results.append({"error": error, "bytes": max(_memory() - before, 0)})
 
     threading.stack_size(STACK)
     thread = threading.Thread(target=work)
@@ -47,12 +50,13 @@ def _try(llguidance: Any, tables: Any, grammar: str) -> dict[str, Any]:
     return results[0]
 
 
-def compiled(llguidance: Any, tables: Any, grammar: str) -> Any:
-    """The matcher of a grammar. Its `is_error` says whether no answer is possible."""
+def compiled(llguidance: Any, tables: Any, grammar: str) -> tuple[Any, str]:
+    """The matcher of a grammar, or None, and why no answer can follow the grammar, or ""."""
     matcher = llguidance.LLMatcher(tables, grammar, log_level=0, limits=llguidance.LLParserLimits(**LIMITS))
-    if not matcher.is_error():
-        matcher.compute_bitmask()  # sets an error if no answer is possible
-    return matcher
+    if matcher.is_error():
+        return None, matcher.get_error()
+    matcher.compute_bitmask()
+    return (None, NO_ANSWER) if matcher.is_error() else (matcher, "")
 
 
 def _memory() -> int:

@@ -18,6 +18,9 @@ grammar. Therefore each request has a budget for slow masks, and its matchers (m
 Compiled grammars are kept for later requests, up to a number of bytes. Grammars that are not used for IDLE_SECONDS are kept
 only up to a smaller number.
 
+A tokenizer may have more tokens than the model has logits, or fewer. llguidance knows all of them, and a mask has the words of
+the logits. A token beyond the logits is never allowed, and neither is a logit beyond the tokens.
+
 JSON may contain at most 20 characters of whitespace at one place, because some models would write nothing else. Left out: where
 a mask meets the logits (sampler.py). Source: llguidance, https://github.com/guidance-ai/llguidance.
 """
@@ -44,6 +47,7 @@ from fa_serve.engine.request.params import MAX_STRUCTURED, StructuredOutput
 from fa_serve.engine.structured import grammar_process
 from fa_serve.engine.structured.grammar_process import STACK, compiled
 from fa_serve.engine.structured.matcher import FirstMask, Matcher
+from fa_serve.engine.structured.schema_references import check_references
 from fa_serve.sandbox.trial_process import NICE
 from fa_serve.sandbox.trials import Trial, TrialError, TrialLimits, Trials
 from fa_serve.spec import ParameterError
@@ -93,14 +97,16 @@ class _Row:
 class Grammars:
     """Compiles and keeps grammars. Safe to use from any thread.
 
-    tokenizer: a fast tokenizer of transformers, or None; without one every grammar is refused
-    end_ids:   the tokens that end an answer
-    config:    bytes of compiled grammars that are kept, and limits of a trial
+    tokenizer:  a fast tokenizer of transformers, or None; without one every grammar is refused
+    vocab_size: how many logits the model has; the tokenizer may have fewer or more tokens
+    end_ids:    the tokens that end an answer
+    config:     bytes of compiled grammars that are kept, and limits of a trial
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, end_ids: Collection[int], config: EngineConfig | None = None) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
+        self._num_bits = vocab_size  # of llguidance's masks: the logits and the tokens, whichever are more
         self._end_ids = sorted(end_ids)
         self._config = config or EngineConfig()
         self._lock = threading.Lock()
@@ -154,14 +160,15 @@ class Grammars:
                     raise ParameterError(field, str(refused), getattr(structured, field)) from None
                 num_bytes = result["bytes"]
                 error = result["error"]
-            matcher = None if error else _compile(llguidance, tables, grammar)
-            if matcher is not None and matcher.is_error():
-                error = matcher.get_error()
+            matcher = None
+            if not error:
+                matcher, error = _compile(llguidance, tables, grammar)
+            if matcher is not None and (error := self._beyond_logits(matcher)):
                 matcher = None
             if matcher is None:
                 num_bytes = 0
             else:
-                num_bytes += self._vocab_size // 8  # the first mask
+                num_bytes += self._num_bits // 8  # the first mask
             kept = _Kept(matcher, error.strip()[:MAX_REASON], max(num_bytes, len(grammar), MIN_BYTES))
             self._keep(grammar, kept)
         if kept.matcher is None:
@@ -201,8 +208,8 @@ class Grammars:
     ) -> tuple[NDArray[np.int32], list[int]]:
         """The masks of a step, (n, ceil(vocab_size / 32)), and which matchers' masks are late because others were slow.
 
-        Bit t % 32 of word t // 32 is 1 if token t may come next in the answer of a row. A matcher with an error, or with a late
-        mask, has no tokens. The matchers do not advance.
+        Bit t % 32 of word t // 32 is 1 if token t may come next in the answer of a row. Bits beyond the vocabulary are 0. A
+        matcher with an error, or with a late mask, has no tokens. The matchers do not advance.
 
         clients: who has sent the request of each matcher. While masks are slow, the client that has taken the least time is
                  next, so that fast masks of one client do not wait for slow ones of another client
@@ -211,7 +218,7 @@ class Grammars:
         """
         drafts = drafts or [[]] * len(matchers)
         ends = list(accumulate(1 + len(own) for own in drafts))
-        words = np.full((ends[-1], -(-self._vocab_size // 32)), -1, dtype=np.int32)
+        words = np.full((ends[-1], -(-self._num_bits // 32)), -1, dtype=np.int32)
         rows: list[_Row] = []
         for index, (matcher, own, end) in enumerate(zip(matchers, drafts, ends, strict=True)):
             first = end - 1 - len(own)
@@ -231,7 +238,22 @@ class Grammars:
         for row in rows:
             if not row.drafts and row.index not in indices:
                 row.matcher.keep_first(words[row.first])
-        return words, indices
+        return self._of_logits(words), indices
+
+    def _of_logits(self, words: NDArray[np.int32]) -> NDArray[np.int32]:
+        """The words of the logits of llguidance's masks. Bits beyond the logits are cleared in place."""
+        words = words[..., : -(-self._vocab_size // 32)]
+        if surplus := -self._vocab_size % 32:
+            words[..., -1] &= np.int32(0x7FFFFFFF >> (surplus - 1))
+        return words
+
+    def _beyond_logits(self, matcher: Any) -> str:
+        """Why no answer of the model can follow the grammar, although an answer in the tokenizer's tokens can, or ""."""
+        if self._num_bits > self._vocab_size:
+            first = np.frombuffer(matcher.compute_bitmask(), dtype=np.int32).copy()
+            if not self._of_logits(first).any():
+                return f"it begins with tokens that the model does not have, whose ids are below {self._vocab_size}"
+        return ""
 
     def _fill_slices(self, rows: Sequence[_Row], words: NDArray[np.int32]) -> int:
         """Fill rows side by side while that is fast. Returns how many are done."""
@@ -294,26 +316,37 @@ class Grammars:
                 if self._tokenizer is None:
                     rule = "be None because this engine has no tokenizer"
                     raise ParameterError("structured", rule, structured, "no_tokenizer")
-                end_ids = self._end_ids or [x for x in [self._tokenizer.eos_token_id] if x is not None]
+                backend = self._tokenizer.backend_tokenizer
+                num_tokens = backend.get_vocab_size(with_added_tokens=True)
+                # llguidance takes those of the tokenizer only
+                given_ends = [token for token in self._end_ids if token < num_tokens]
+                end_ids = given_ends or [x for x in [self._tokenizer.eos_token_id] if x is not None]
                 if not end_ids:
                     rule = "be None because neither the model nor the tokenizer names an end-of-sequence token"
                     raise ParameterError("structured", rule, structured, "unsupported")
-                text = self._tokenizer.backend_tokenizer.to_str()
-                self._tables = llguidance.LLTokenizer(text, n_vocab=self._vocab_size, eos_token=end_ids)
+                text = backend.to_str()
+                num_bits = max(self._vocab_size, num_tokens)
+                try:
+                    self._tables = llguidance.LLTokenizer(text, n_vocab=num_bits, eos_token=end_ids)
+                except ValueError as unreadable:
+                    reason = str(unreadable)[:MAX_REASON]
+                    rule = f"be None because llguidance cannot read this model's tokenizer ({reason})"
+                    raise ParameterError("structured", rule, structured, "unsupported") from None
+                self._num_bits = num_bits
                 self._executor = llguidance.LLExecutor()
-                given = {"tokenizer": text, "vocab_size": self._vocab_size, "end_ids": end_ids}
+                given = {"tokenizer": text, "vocab_size": num_bits, "end_ids": end_ids}
                 limits = TrialLimits("compile", self._config.grammar_timeout, self._config.grammar_memory, "grammar")
                 self._trials = Trials(grammar_process.__file__, given, limits, STACK)
             return self._tables
 
 
-def _compile(llguidance: Any, tables: Any, grammar: str) -> Any:
-    """Compile in a thread with a stack of STACK bytes and a low priority. The thread does not keep the process alive.
+def _compile(llguidance: Any, tables: Any, grammar: str) -> tuple[Any, str]:
+    """`compiled` in a thread with a stack of STACK bytes and a low priority. The thread does not keep the process alive.
 
     Python sets the stack size for all threads that start meanwhile. That costs only address space, because memory that is
     never touched is never allocated.
     """
-    results: list[Any] = []
+    results: list[tuple[Any, str]] = []
 
     def work() -> None:
         with contextlib.suppress(OSError, AttributeError):  # on Linux each thread has a priority
@@ -348,4 +381,5 @@ def _grammar(matcher: Any, structured: StructuredOutput) -> tuple[str, str]:
         raise ParameterError("json_schema", f"be JSON ({error})", given) from None
     if not isinstance(schema, dict):
         raise ParameterError("json_schema", "be a JSON object", schema)
+    check_references(schema)
     return "json_schema", matcher.grammar_from_json_schema(schema, overrides=WHITESPACE)

@@ -25,7 +25,7 @@ SLOW_SECONDS = 0.25
 
 @dataclass(slots=True)
 class FirstMask:
-    """The mask of a grammar's first token, (ceil(vocab_size / 32),), which its answers share; None until it is computed."""
+    """The mask of a grammar's first token, in llguidance's words, which its answers share; None until it is computed."""
 
     words: NDArray[np.int32] | None = None
 

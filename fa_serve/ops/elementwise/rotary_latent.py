@@ -185,7 +185,7 @@ def _plan(q: Tensor, latent: Tensor, kv_cache: Tensor, norm: Norm, cos: Tensor, 
     rank = latent.shape[1] - rope
     block_heads = min(power_of_2(num_heads), 32)
     head_blocks = -(-num_heads // block_heads)
-    pdl = spec.arch_of(q.device) >= 90
+    pdl = spec.has_programmatic_launch(spec.arch_of(q.device))
     layout = LatentLayout(
         num_heads=num_heads,
         rank=rank,

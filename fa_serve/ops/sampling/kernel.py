@@ -232,7 +232,7 @@ def launch_sample_rows(
 def _plan(logits: Tensor) -> Launch:
     n, vocab = logits.shape
     blocks = -(-vocab // BLOCK)
-    pdl = spec.arch_of(logits.device) >= 90
+    pdl = spec.has_programmatic_launch(spec.arch_of(logits.device))
     return Launch(
         _sample_rows,
         n,

@@ -86,3 +86,18 @@ def test_priority_goes_first_and_waiting_makes_up_for_it(make_engine, monkeypatc
         now[0] = at
         engine.add_request(name, [1], SamplingParams(max_tokens=1), priority=priority)
     assert [output.request_id for _ in range(3) for output in engine.step()] == ["normal", "low", "late"]
+
+
+def test_prompts_of_one_request_share_what_is_made_of_the_tokens_in_its_parameters(processor) -> None:
+    bias = {3: 1.0, 4: -1.0}
+    params = SamplingParams(max_tokens=5, logit_bias=bias, stop_token_ids=(9,))
+    (first,), (second,) = (
+        processor.process(name, PROMPT, params.with_numbers(max_tokens=n)) for name, n in (("a", 5), ("b", 4))
+    )
+    assert second.biases is first.biases
+    assert second.end_ids is first.end_ids == {2, 9}
+    bias[3] = 2.0
+    (changed,) = processor.process("c", PROMPT, params)
+    assert changed.biases.late[1].tolist() == [2.0, -1.0]
+    (other,) = processor.process("d", PROMPT, params.with_numbers(min_tokens=1))
+    assert set(other.biases.early[0].tolist()) == {3, 4, 2, 9}

@@ -222,3 +222,14 @@ def test_the_length_of_a_schema_is_at_most_that_of_its_json_and_is_not_counted_b
     assert not counted, "the number of the texts is enough"
     assert schema_length({str(i): [Text("abc")] for i in range(1000)}, 6000) > 6000
     assert len(counted) < 1000
+
+
+def test_other_numbers_are_checked_and_the_rest_is_not_checked_again(monkeypatch) -> None:
+    params = SamplingParams(max_tokens=5, min_tokens=2, stop_token_ids=(7, 8), logit_bias={3: 1.0}, n=2)
+    monkeypatch.setattr(SamplingParams, "_check_tokens", None)
+    other = params.with_numbers(max_tokens=3, n=1)
+    assert (other.max_tokens, other.n, other.min_tokens, other.stop_token_ids) == (3, 1, 2, (7, 8))
+    assert (params.max_tokens, params.n) == (5, 2)
+    assert params.with_numbers(max_tokens=5) is params
+    with pytest.raises(ParameterError, match="min_tokens must be between 0 and max_tokens"):
+        params.with_numbers(max_tokens=1)

@@ -123,6 +123,9 @@ def test_the_embedded_model_writes_json() -> None:
         pytest.param({"json_schema": {"not": {"type": "string"}}}, "json_schema .*not", id="keyword"),
         pytest.param({"regex": "[0-9"}, "regex must be a structure that can be followed .*unclosed", id="regex"),
         pytest.param({"grammar": "start: missing"}, "grammar .*missing", id="grammar"),
+        pytest.param({"json_schema": {"$ref": "#"}}, "json_schema must have references that end, and '#' leads", id="circle"),
+        pytest.param({"json_schema": '{"$ref": "#/a"}'}, "references to parts of the same document, and '#/a' is", id="lost"),
+        pytest.param({"grammar": "start: start"}, "grammar .*no answer is possible: it refers to itself", id="no end"),
     ],
 )
 def test_what_cannot_be_followed_is_refused_at_submission(make_engine, structured, message) -> None:

@@ -2,6 +2,8 @@
 
 import pytest
 
+from fa_serve.engine import SamplingParams
+
 pytestmark = pytest.mark.anyio
 
 
@@ -40,3 +42,27 @@ async def test_a_token_id_of_thousands_of_digits_is_refused_unread(serving, engi
         response = await client.post("/v1/completions", json=TEXT | {"logit_bias": {"9" * 17: 1}})
         assert (response.status_code, response.json()["error"]["param"]) == (400, "logit_bias")
         assert "at most 16 characters" in response.json()["error"]["message"]
+
+
+async def test_the_parameters_of_a_request_are_validated_once_for_all_its_prompts(serving, engine, monkeypatch):
+    """128 prompts and 3 fields of 1,024 token ids took the event loop 90 ms."""
+    checked = []
+    check = SamplingParams._check_tokens
+    monkeypatch.setattr(SamplingParams, "_check_tokens", lambda self: checked.append(self) or check(self))
+    ids = list(range(8))
+    body = {"model": "fake", "prompt": ["x" * (1 + i % 3) for i in range(128)], "stop_token_ids": ids}
+    body |= {"allowed_token_ids": ids, "logit_bias": dict.fromkeys(map(str, ids), 1)}
+    async with serving() as client:
+        reply = await client.post("/v1/completions", json=body)
+    assert reply.status_code == 200, reply.text
+    assert len(checked) == 1
+    assert [len(each.prompt) + each.params.max_tokens for each in engine.seen[:3]] == [17, 18, 19]
+    assert len({id(each.params.stop_token_ids) for each in engine.seen}) == 1
+
+
+async def test_an_answer_that_is_cut_to_its_size_below_min_tokens_is_refused(serving):
+    async with serving(max_answer_bytes=2000) as client:
+        body = {"model": "fake", "prompt": "x", "min_tokens": 16, "logprobs": 20, "n": 4}
+        reply = await client.post("/v1/completions", json=body)
+    assert reply.status_code == 400, reply.text
+    assert reply.json()["error"]["param"] == "min_tokens"

@@ -60,4 +60,4 @@ async def test_clients_take_turns():
         await asyncio.sleep(0)
     gate.set()
     await asyncio.gather(*waiting)
-    assert order == ["many", "other", "many", "many"]
+    assert order == ["other", "many", "many", "many"], "the first one was of many"

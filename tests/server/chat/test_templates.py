@@ -1,6 +1,9 @@
 """Chat templates: what a template does not support is refused, and requests may bring one if the server allows it."""
 
+import json
 import time
+import tracemalloc
+from types import SimpleNamespace
 
 import pytest
 from fa_serve.server.chat.templates import Template
@@ -65,5 +68,52 @@ def test_many_messages_of_unusual_roles_are_found_in_linear_time():
     messages += [{"role": "critic", "content": f"the {i}th"} for i in range(5000)]
     text = "".join(message["content"] for message in messages)
     begin = time.thread_time()
-    assert Template(tokenizer(), "").render(messages, None, {}) == text
+    reader = SimpleNamespace(max_chars=1 << 30)
+    assert Template(tokenizer(), "", reader).render(messages, None, {}) == text
     assert time.thread_time() - begin < 1
+
+
+# each writes a text that a request gives once for each message
+REPEATING = {
+    "output": "{% for message in messages %}{{ message.content }}{{ x }}{% endfor %}",
+    "macro": "{% macro all() %}{% for m in messages %}{{ m.content }}{{ x }}{% endfor %}{% endmacro %}{{ all()|length }}",
+    "block": "{% set all %}{% for m in messages %}{{ m.content }}{{ x }}{% endfor %}{% endset %}{{ all|length }}",
+    "tools": "{% for m in messages %}{{ m.content }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endfor %}{{ x }}",
+    "reasoning": "{% for m in messages %}{{ m.content }}{{ messages[0].reasoning_content }}{% endfor %}{{ x }}{{ tools }}",
+    "calls": "{% for m in messages %}{{ m.content }}{{ messages[0].tool_calls }}{% endfor %}{{ x }}{{ tools }}",
+}
+
+
+@pytest.mark.parametrize("where", ["server", "process"])
+@pytest.mark.parametrize("kind", REPEATING)
+async def test_rendering_stops_when_the_output_is_longer_than_a_prompt_can_be(teller, engine, kind, where):
+    """362 kB became a prompt of 980 MB, which was refused when it was complete."""
+    text = "x" * 100_000
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": json.dumps({"a": text})}}
+    first = {"role": "assistant", "content": "", "reasoning_content": text, "tool_calls": [call]}
+    messages = [first] + [{"role": "user", "content": ""}] * 900
+    body = {"model": "fake", "messages": messages, "chat_template_kwargs": {"x": text}}
+    if kind in ("tools", "reasoning", "calls"):
+        body["tools"] = [{"type": "function", "function": {"name": "add", "description": text}}]
+    template = REPEATING[kind] + "{# reads tool_calls #}"
+    own = {"chat_template": template} if where == "process" else {}
+    async with teller(("a",), template, allow_request_chat_template=True, tool_call_parser="hermes") as client:
+        await client.post("/v1/chat/completions", json=body | own)  # starts threads and processes
+        tracemalloc.start()
+        reply = await client.post("/v1/chat/completions", json=body | own)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    error = reply.json()["error"]
+    assert (reply.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", "messages")
+    assert f"more than {engine.reader.max_chars}" in error["message"]
+    assert peak < 8 * 2**20, f"{peak >> 20} MB"
+
+
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/tokenize"])
+@pytest.mark.parametrize("name", ["eos_token", "bos_token", "pad_token", "messages", "tools", "add_generation_prompt"])
+async def test_a_request_cannot_set_what_the_template_takes_from_the_tokenizer(teller, route, name):
+    template = "{{ messages[0].content }}{{ eos_token }}{{ bos_token }}{{ pad_token }}{{ tools }}{{ add_generation_prompt }}"
+    async with teller(("a",), template) as client:
+        reply = await client.post(route, json={**ASK, "chat_template_kwargs": {name: "x"}})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "chat_template_kwargs")
+    assert name in reply.json()["error"]["message"]

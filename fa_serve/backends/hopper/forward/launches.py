@@ -15,6 +15,7 @@ from fa_serve.backends.hopper.descriptors import addressable
 from fa_serve.backends.hopper.forward.tile_scheduler import take_counter, tile_table
 from fa_serve.backends.hopper.split_kv.combine import Merge
 from fa_serve.backends.triton.float8_inputs import Quantizer
+from fa_serve.backends.unseen_rows import without_keys
 from fa_serve.launching.launch import Launch
 from fa_serve.launching.plans import Run
 
@@ -64,7 +65,7 @@ def run_launches(
         if attention is not None:
             table = counter = None
             if table_of is not None:
-                table = tile_table(table_of, max_tiles, cu_seqlens_q, keys)
+                table = tile_table(table_of, max_tiles, cu_seqlens_q, keys, out, lse)
             elif counted:
                 counter = take_counter(q)
             lists = _NO_LISTS if blocks is None else [x if x is None else x.contiguous() for x in blocks.tensors]
@@ -92,7 +93,7 @@ def run_on_copies(run: Run, tensors: AttentionTensors, copied: tuple[bool | None
 
 
 def run_without_keys(out_shape: tuple[int, ...], lse_shape: tuple[int, ...] | None) -> Run:
-    """The plan of a call without queries or without keys: out is 0, and lse is the sink, or -inf without sinks."""
+    """The plan of a call without queries or without keys, see `unseen_rows`."""
 
     def run(tensors: AttentionTensors) -> tuple[Tensor, Tensor | None]:
         q = tensors.q
@@ -100,11 +101,7 @@ def run_without_keys(out_shape: tuple[int, ...], lse_shape: tuple[int, ...] | No
         lse = tensors.lse
         if lse is None and lse_shape is not None:
             lse = q.new_empty(lse_shape, dtype=torch.float32)
-        out.zero_()
-        if lse is not None and tensors.sinks is None:
-            lse.fill_(float("-inf"))
-        elif lse is not None:
-            lse.copy_(tensors.sinks.to(torch.float32)[:, None].expand_as(lse))
+        without_keys(out, lse, tensors.sinks, tensors.cu_seqlens_q)
         return out, lse
 
     return run

@@ -39,7 +39,7 @@ from fa_serve.backends.calls import AttentionOptions, AttentionTensors
 from fa_serve.backends.hopper.descriptors import copy_engine_strides, dense_view, ragged_view
 from fa_serve.backends.hopper.forward.kernel import Numbers, attention_forward
 from fa_serve.backends.hopper.forward.launches import Launches, run_launches, run_on_copies, run_without_keys
-from fa_serve.backends.hopper.forward.tile_scheduler import max_tile_count, table_launch
+from fa_serve.backends.hopper.forward.tile_scheduler import PackedOutput, max_tile_count, table_launch
 from fa_serve.backends.hopper.forward.tiles import (
     MIN_BLOCKS_OF_A_PIECE,
     Schedule,
@@ -74,7 +74,8 @@ def plan_forward(
     tiles, max_pieces: override the choices of `forward_tiles` and `key_pieces`, for tuning and tests
 
     Returns run(tensors) -> (out, lse or None). Sequences with up to options.skip_q queries are left out: their rows of out and
-    lse stay as they are. Tensors that the copy engine cannot address (see `descriptors`) are copied first at each call.
+    lse stay as they are, and with skip_q > 0 so do the rows behind the last sequence. Tensors that the copy engine cannot
+    address (see `descriptors`) are copied first at each call.
     """
     q, k, v = tensors[:3]
     out_shape = (*q.shape[:-1], v.shape[-1])
@@ -110,6 +111,8 @@ def plan_forward(
         packing=head_packing(q.shape[-2] // k.shape[-2], options.max_seqlen_q, may_pad=form != "dense") if plain else 1,
     )
     launches = _plan_launches(problem, tiles, max_pieces)
+    if launches.attention is None and not options.skip_q:
+        return run_without_keys(out_shape, lse_shape)
     run = run_launches(launches, quantizer, out_shape, lse_shape, copied)
     return (lambda tensors: run_on_copies(run, tensors, copied)) if any(copied) else run
 
@@ -207,8 +210,7 @@ def _plan_launches(problem: _Problem, tiles: TileConfig | None, max_pieces: int 
         dim_v=head_dims[1] if padded or max_pieces > 1 else 0,
     )
     assert blocks is None or (var.block_q % tiles.block_m == 0 and var.block_k % tiles.block_n == 0)
-    processors = multiprocessors(problem.device, 132)
-    slots = processors * tiles.blocks_per_sm
+    slots = multiprocessors(problem.device, 132) * tiles.blocks_per_sm
     counts = _count_tiles(problem, var, slots, max_pieces)
     if counts.per_head == 0:
         return Launches()
@@ -226,20 +228,35 @@ def _plan_launches(problem: _Problem, tiles: TileConfig | None, max_pieces: int 
     )
     if not problem.packed:
         return Launches(attention, counted=tiles.schedule == Schedule.DYNAMIC)
-    group = BLOCK_KEYS.value if var.gaps else 1
-    in_pages = problem.form == "paged"
-    tiling = (counts.per_head, problem.batch, options.window_size, var.queries, tiles.block_n, options.skip_q, in_pages)
+    table = _plan_table(problem, var, counts, slots, max_pieces)
+    return Launches(attention, table, counts.per_head, merge=merge)
+
+
+def _plan_table(problem: _Problem, var: Variant, counts: _TileCounts, slots: int, max_pieces: int) -> Launch:
+    """The launch that makes the table of tiles of packed queries, and clears the rows that have no tile."""
+    options = problem.options
+    total_q, num_heads, dim_v = problem.out.shape
+    unused = 0 if options.skip_q else total_q - problem.batch * options.max_seqlen_q
+    tiling = (
+        counts.per_head,
+        problem.batch,
+        options.window_size,
+        var.queries,
+        var.tiles.block_n,
+        options.skip_q,
+        problem.form == "paged",
+        PackedOutput(total_q, num_heads, total_q, *problem.out.strides[:2], dim_v, tail=unused),
+    )
     if not var.pieces:
-        return Launches(attention, table_launch(*tiling, group), counts.per_head)
-    table = piece_table_launch(
+        return table_launch(*tiling, BLOCK_KEYS.value if var.gaps else 1)
+    return piece_table_launch(
         *tiling,
-        num_heads=problem.tile_heads,
-        processors=processors,
+        tile_heads=problem.tile_heads,
+        processors=multiprocessors(problem.device, 132),
         slots=slots,
         max_pieces=max_pieces,
         min_blocks=MIN_BLOCKS_OF_A_PIECE,
     )
-    return Launches(attention, table, counts.per_head, merge=merge)
 
 
 def _piece_limit(problem: _Problem, tiles: TileConfig) -> int:

@@ -1,7 +1,8 @@
 """Which tile comes next: the table of tiles for packed sequences, and the counters of the dynamic schedule.
 
 Packed sequences have lengths that only the device knows. A small kernel turns them into a table of the tiles that exist,
-longest first, and the attention kernel reads one record of 32 bytes per tile. So no thread block starts without work, the host
+longest first, and the attention kernel reads one record of 32 bytes per tile. It also clears the rows behind the last
+sequence, which have no tile. So no thread block starts without work, the host
 does not wait for the device, and sequences of unequal lengths are balanced. FlashAttention-3 instead finds its tiles by a
 prefix sum in each thread block.
 
@@ -12,18 +13,22 @@ sequence's number), number of keys, first key block, last key block + 1.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.runtime.driver import driver
 
-from fa_serve.launching.launch import Launch, on_device_of
+from fa_serve.backends.triton.primitives import clear_rows_behind
+from fa_serve.launching.launch import Launch, on_device_of, power_of_2
 
 RECORD = 8
 SEQUENCES_AT_A_TIME = 256  # sequences that a program reads at a time
 _COUNTERS = 1 << 14
 _MAX_STREAMS = 1 << 10
+_CLEARED_ROWS = 16  # rows without tiles for each program without a record
 
 
 @triton.jit
@@ -63,16 +68,77 @@ def sequence_bounds(b, batch, skip_q, cu_q_ptr, k_ptr, PAGED: tl.constexpr, GROU
     return q0, tl.where(q_len > skip_q, q_len, 0), k0, kv_len
 
 
-@triton.jit(do_not_specialize=["max_tiles", "batch", "skip_q", "left", "right"])
+class PackedOutput(NamedTuple):
+    """Where the launch of a table finds the rows of out and lse that have no tile.
+
+    stride_lse: of lse by head; stride_token, stride_head: of out
+    tail:       so many rows at least belong to no sequence
+    """
+
+    total_q: int
+    num_heads: int
+    stride_lse: int
+    stride_token: int
+    stride_head: int
+    dim_v: int
+    tail: int = 0
+
+    @property
+    def numbers(self) -> tuple[int, int, int]:
+        """In the order of OUTPUT."""
+        return self.total_q, self.num_heads, self.stride_lse
+
+    @property
+    def strides(self) -> tuple[int, int]:
+        return self.stride_token, self.stride_head
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        return self.dim_v, power_of_2(self.dim_v)
+
+    def programs(self, records: int) -> int:
+        """The programs of a table with room for so many records: one for each, and more for a long tail."""
+        return max(records, min(self.tail // _CLEARED_ROWS, 1 << 10))
+
+
+OUTPUT = ("total_q", "num_heads", "stride_lse")
+"""The parameters of kernels that take `PackedOutput.numbers`. Kernels are not compiled anew for their values."""
+
+
+@triton.jit
+def clear_tail(out_ptr, lse_ptr, cu_q_ptr, batch, skip_q, output, DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr):
+    """Clear the rows behind the last sequence, unless another kernel does because it has the sequences of up to skip_q queries.
+
+    output: total_q, num_heads, and the strides of lse by head and of out by token and head
+    """
+    total_q, num_heads, stride_lse, stride_token, stride_head = output
+    if skip_q == 0:
+        end = tl.load(cu_q_ptr + batch)
+        strides = (stride_token, stride_head, stride_lse)
+        program = tl.program_id(0)
+        programs = tl.num_programs(0)
+        clear_rows_behind(out_ptr, lse_ptr, end, total_q, program, programs, num_heads, strides, DIM_V, BLOCK_DV)
+
+
+@triton.jit(do_not_specialize=["max_tiles", "batch", "skip_q", "left", "right", *OUTPUT])
 def _tile_table(
     table_ptr,
     cu_q_ptr,
     k_ptr,
+    out_ptr,
+    lse_ptr,
     max_tiles,
     batch,
     skip_q,
     left,
     right,
+    total_q,
+    num_heads,
+    stride_lse,
+    stride_token,
+    stride_head,
+    DIM_V: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     HAS_LEFT: tl.constexpr,
@@ -81,8 +147,13 @@ def _tile_table(
     GROUP: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """One program per tile finds the tile's sequence, counts the tiles that come before it, and writes its record there."""
+    """One program per tile finds the tile's sequence, counts the tiles that come before it, and writes its record there.
+
+    All programs clear the rows behind the last sequence, and those from `max_tiles` on write nothing else.
+    """
     index = tl.program_id(0)
+    output = (total_q, num_heads, stride_lse, stride_token, stride_head)
+    clear_tail(out_ptr, lse_ptr, cu_q_ptr, batch, skip_q, output, DIM_V, BLOCK_DV)
     before = 0
     sequence = 0
     m = 0
@@ -107,7 +178,7 @@ def _tile_table(
         tl.store(table_ptr + max_tiles * 8, 0)
         tl.store(table_ptr + max_tiles * 8 + 1, before)
     if index >= before:
-        tl.store(table_ptr + index.to(tl.int64) * 8, -1)
+        tl.store(table_ptr + index.to(tl.int64) * 8, -1, mask=index < max_tiles)
     else:
         reach = kv_len
         if HAS_RIGHT:
@@ -158,16 +229,19 @@ def table_launch(
     block_n: int,
     skip_q: int,
     paged: bool,
+    output: PackedOutput,
     group: int = 1,
 ) -> Launch:
     """The launch of `_tile_table` for `tile_table`; max_tiles > 0. `group`: see `sequence_bounds`."""
     left, right = window_size
-    fixed = (block_m, block_n, left >= 0, right >= 0, paged, group, SEQUENCES_AT_A_TIME)
-    return Launch(_tile_table, max_tiles, (max_tiles, batch, skip_q, left, right), fixed, {"num_warps": 1})
+    numbers = (max_tiles, batch, skip_q, left, right, *output.numbers)
+    fixed = (*output.widths, block_m, block_n, left >= 0, right >= 0, paged, group, SEQUENCES_AT_A_TIME)
+    return Launch(_tile_table, output.programs(max_tiles), numbers, fixed, {"num_warps": 1}, strides=output.strides)
 
 
-def tile_table(launch: Launch, max_tiles: int, cu_seqlens_q: Tensor, keys: Tensor) -> Tensor:
-    """Compute the table of tiles, which may be read by kernels that are launched later on the same stream.
+def tile_table(launch: Launch, max_tiles: int, cu_seqlens_q: Tensor, keys: Tensor, out: Tensor, lse: Tensor | None) -> Tensor:
+    """Compute the table of tiles, which may be read by kernels that are launched later on the same stream, and clear the rows
+    of `out` and `lse` that belong to no sequence.
 
     launch: from `table_launch` with the same `max_tiles`
     keys:   cu_seqlens_k, or the seqused_k of a paged cache
@@ -175,7 +249,7 @@ def tile_table(launch: Launch, max_tiles: int, cu_seqlens_q: Tensor, keys: Tenso
     0, and the number of tiles.
     """
     table = torch.empty((max_tiles + 1) * RECORD, dtype=torch.int32, device=cu_seqlens_q.device)
-    launch((table, cu_seqlens_q, keys))
+    launch((table, cu_seqlens_q, keys, out, lse))
     return table
 
 

@@ -55,7 +55,7 @@ from fa_serve.backends.hopper.latent.types import (
 )
 from fa_serve.backends.hopper.latent.warps import latent_keys, latent_scores, latent_values
 from fa_serve.backends.triton.latent.plan import LatentKernel, LatentPlan
-from fa_serve.backends.triton.primitives import LOG2E, wait_for_previous_kernel
+from fa_serve.backends.triton.primitives import LOG2E, clear_rows, wait_for_previous_kernel
 from fa_serve.backends.triton.splits import COUNTS, SplitVariant, sequences_of_share
 from fa_serve.backends.triton.tiles import DecodeTiles, batch_block, padded_dim
 from fa_serve.launching.launch import launch_options, multiprocessors
@@ -63,9 +63,11 @@ from fa_serve.launching.plans import Run
 
 BATCH_LAYOUT = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 """Layout of the numbers of a batch's sequences."""
+CLEARED_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
+"""Layout of rows of the output that belong to no sequence: 16 bytes a thread."""
 
 
-@gluon.jit(do_not_specialize=["max_k", *COUNTS, "window_right", "skip_q", "stride_lh", "stride_table"])
+@gluon.jit(do_not_specialize=["max_k", *COUNTS, "window_right", "skip_q", "total_q", "stride_lh", "stride_table"])
 def attn_latent_hopper(
     k_desc,
     q_ptr,
@@ -88,6 +90,7 @@ def attn_latent_hopper(
     window_left,
     window_right,
     skip_q,
+    total_q,
     stride_lh,
     stride_table,
     scale,
@@ -107,10 +110,24 @@ def attn_latent_hopper(
     SPLIT: gl.constexpr = var.split
     share = gl.program_id(0) // units
     unit = gl.program_id(0) % units
+    end_of_rows = gl.load(cu_q_ptr + batch)
     of_batch = gl.arange(0, SPLIT.batch_block, layout=BATCH_LAYOUT)
     sequences = (cu_q_ptr, used_k_ptr, batch, max_q, max_k, window_left)
     first, behind, seq_start, line = sequences_of_share(share, of_batch, sequences, splits, min_blocks, SPLIT)
     line_begin, line_end, line_size = line
+    clear_rows(
+        out_ptr,
+        lse_ptr,
+        end_of_rows,
+        total_q,
+        gl.program_id(0),
+        gl.num_programs(0),
+        units // tiles_per_head * SPLIT.groups,
+        (stride_ot, stride_oh, stride_lh),
+        gl.arange(0, 4, layout=gl.SliceLayout(1, CLEARED_LAYOUT)),
+        gl.arange(0, SPLIT.block_dv, layout=gl.SliceLayout(0, CLEARED_LAYOUT)),
+        SPLIT.dim_v,
+    )
     args = LatentArgs(
         q=q_ptr,
         out=out_ptr,
@@ -192,7 +209,7 @@ def plan_latent_decode(tensors: AttentionTensors, options: AttentionOptions, til
             batch_block=batch_block(batch) if tiles.balanced else 1,
             balanced=tiles.balanced,
             has_left=False,
-            pdl=facts.arch_of(q.device) >= 90,
+            pdl=facts.has_programmatic_launch(facts.arch_of(q.device)),
         ),
         tiles=Ring(tiles.block_n, tiles.num_stages),
         rest=k.shape[3] - dim_v,

@@ -16,7 +16,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fa_serve.backends.hopper.forward.tile_scheduler import SEQUENCES_AT_A_TIME, ceil_div_up_to_zero, sequence_bounds
+from fa_serve.backends.hopper.forward.tile_scheduler import (
+    OUTPUT,
+    SEQUENCES_AT_A_TIME,
+    PackedOutput,
+    ceil_div_up_to_zero,
+    clear_tail,
+    sequence_bounds,
+)
 from fa_serve.backends.hopper.split_kv.split import MAX_PIECES
 from fa_serve.launching.launch import Launch
 
@@ -43,27 +50,37 @@ def _blocks_of_tile(
         "skip_q",
         "left",
         "right",
-        "num_heads",
+        "tile_heads",
         "processors",
         "slots",
         "max_pieces",
         "min_blocks",
+        *OUTPUT,
     ]
 )
 def _piece_table(
     table_ptr,
     cu_q_ptr,
     k_ptr,
+    out_ptr,
+    lse_ptr,
     capacity,
     batch,
     skip_q,
     left,
     right,
-    num_heads,
+    tile_heads,
     processors,
     slots,
     max_pieces,
     min_blocks,
+    total_q,
+    num_heads,
+    stride_lse,
+    stride_token,
+    stride_head,
+    DIM_V: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     HAS_LEFT: tl.constexpr,
@@ -71,8 +88,13 @@ def _piece_table(
     PAGED: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """One program per record finds its sequence, its rows and its piece of the keys."""
+    """One program per record finds its sequence, its rows and its piece of the keys.
+
+    All programs clear the rows behind the last sequence, and those from `capacity` on write nothing else.
+    """
     index = tl.program_id(0)
+    output = (total_q, num_heads, stride_lse, stride_token, stride_head)
+    clear_tail(out_ptr, lse_ptr, cu_q_ptr, batch, skip_q, output, DIM_V, BLOCK_DV)
     total = 0
     for start in range(0, batch, CHUNK):
         b = start + tl.arange(0, CHUNK)
@@ -80,8 +102,8 @@ def _piece_table(
         tiles = ceil_div_up_to_zero(ql, BLOCK_M)
         low, high = _blocks_of_tile(tl.maximum(tiles - 1, 0), ql, kl, left, right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT)
         total += tl.sum(tiles * (high - low), 0)
-    share = tl.maximum((total * num_heads + slots - 1) // slots, min_blocks)
-    whole = 5 * ((total * num_heads + processors - 1) // processors) // 4
+    share = tl.maximum((total * tile_heads + slots - 1) // slots, min_blocks)
+    whole = 5 * ((total * tile_heads + processors - 1) // processors) // 4
     before = 0
     sequence = 0
     place = 0
@@ -113,7 +135,7 @@ def _piece_table(
         tl.store(table_ptr + capacity * 8 + 1, before)
     record = table_ptr + index.to(tl.int64) * 8
     if index >= before:
-        tl.store(record, -1)
+        tl.store(record, -1, mask=index < capacity)
     else:
         m = place // pieces
         piece = place % pieces
@@ -140,8 +162,9 @@ def piece_table_launch(
     block_n: int,
     skip_q: int,
     paged: bool,
+    output: PackedOutput,
     *,
-    num_heads: int,
+    tile_heads: int,
     processors: int,
     slots: int,
     max_pieces: int,
@@ -150,13 +173,13 @@ def piece_table_launch(
     """The launch of `_piece_table`, for `tile_schedule.tile_table`.
 
     capacity:  records that the table has room for, see `table_capacity`
-    num_heads:  heads that have separate tiles
+    tile_heads: heads that have separate tiles
     processors: multiprocessors of the GPU; slots: thread blocks that run on them at once
     """
     left, right = window_size
-    numbers = (capacity, batch, skip_q, left, right, num_heads, processors, slots, max_pieces, min_blocks)
-    fixed = (queries, block_n, left >= 0, right >= 0, paged, SEQUENCES_AT_A_TIME)
-    return Launch(_piece_table, capacity, numbers, fixed, {"num_warps": 1})
+    numbers = (capacity, batch, skip_q, left, right, tile_heads, processors, slots, max_pieces, min_blocks, *output.numbers)
+    fixed = (*output.widths, queries, block_n, left >= 0, right >= 0, paged, SEQUENCES_AT_A_TIME)
+    return Launch(_piece_table, output.programs(capacity), numbers, fixed, {"num_warps": 1}, strides=output.strides)
 
 
 def table_capacity(max_tiles: int, num_heads: int, slots: int, max_pieces: int) -> int:

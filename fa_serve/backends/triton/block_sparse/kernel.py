@@ -15,6 +15,7 @@ from fa_serve.backends.triton.key_pages import key_offsets, read_pages
 from fa_serve.backends.triton.primitives import (
     LOG2E,
     add_alibi,
+    clear_rows_behind,
     finish_softmax,
     first_visible,
     online_softmax_update,
@@ -164,7 +165,7 @@ def _walk(q, row_scale, slopes, state, span, lists, pointers, band, rows, scalin
         "tiles_per_head",
         "unit_rows",
         "splits",
-        "max_q",
+        "num_queries",
         "max_k",
         "window_left",
         "window_right",
@@ -202,7 +203,7 @@ def attn_block_sparse(
     tiles_per_head,
     unit_rows,
     splits,
-    max_q,
+    num_queries,
     max_k,
     window_left,
     window_right,
@@ -228,7 +229,10 @@ def attn_block_sparse(
     stride_oh,
     var: tl.constexpr,
 ):
-    """One program: one tile of packed rows, which lies in one block of queries, and one split of its lists."""
+    """One program: one tile of packed rows, which lies in one block of queries, and one split of its lists.
+
+    num_queries: of each sequence of a dense batch, or of all packed sequences and what is behind them
+    """
     SPLIT: tl.constexpr = var.split
     BLOCK_M: tl.constexpr = var.split.block_m
     BLOCK_N: tl.constexpr = var.split.block_n
@@ -248,8 +252,8 @@ def attn_block_sparse(
     unit = list_of * tiles_per_head + tile
     head_kv = list_of // var.lists_per_kv
 
-    row0 = seq * max_q
-    q_len = max_q
+    row0 = seq * num_queries
+    q_len = num_queries
     if cu_q_ptr is not None:
         row0 = tl.load(cu_q_ptr + seq)
         q_len = tl.load(cu_q_ptr + seq + 1) - row0
@@ -260,6 +264,20 @@ def attn_block_sparse(
         kv_len = tl.load(cu_k_ptr + seq + 1) - k_row0
     else:
         kv_len = max_k
+    if cu_q_ptr is not None:  # noqa: SIM102, only this condition is known when the kernel is compiled
+        if seq == batch - 1:  # the programs of the last sequence know where it ends without a load
+            clear_rows_behind(
+                out_ptr,
+                lse_ptr,
+                row0 + q_len,
+                num_queries,
+                split * units + at_unit,
+                splits * units,
+                units // tiles_per_head * GROUPS,
+                (stride_ot, stride_oh, stride_lh),
+                SPLIT.dim_v,
+                BLOCK_DV,
+            )
     if tile * BLOCK_M >= q_len * GROUPS:
         return
 

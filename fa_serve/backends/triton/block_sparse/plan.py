@@ -23,6 +23,7 @@ from fa_serve.backends.calls import AttentionOptions, AttentionTensors
 from fa_serve.backends.triton.block_sparse.kernel import SparseVariant, attn_block_sparse
 from fa_serve.backends.triton.splits import SplitCounts, SplitVariant, combine_launch
 from fa_serve.backends.triton.tiles import SparseTiles, padded_dim, sparse_tiles
+from fa_serve.backends.unseen_rows import without_keys
 from fa_serve.block_lists import BlockLists
 from fa_serve.launching.launch import Launch, multiprocessors, row_strides, with_unit_stride
 from fa_serve.launching.plans import Run
@@ -112,7 +113,7 @@ class _BlockSparsePlan:
                 counts.tiles_per_head,
                 counts.unit_rows,
                 tiles.splits,
-                options.max_seqlen_q,
+                options.max_seqlen_q if dense else rows_in_all,
                 options.max_seqlen_k,
                 options.left,
                 options.window_size[1],
@@ -146,6 +147,8 @@ class _BlockSparsePlan:
             self._launch((q, k, v, result, lse, splits, *lists, *where, tensors.sinks, *scales))
             if self._combine is not None:
                 self._combine((result, lse, splits, seqused_k, tensors.cu_seqlens_q), 0)
+        else:
+            without_keys(result, lse, None, None)
         if lse is not None and self._layout == "dense":
             lse = lse.view(lse.shape[0], *result.shape[:2]).transpose(0, 1)
         if out is not None and result is not out:

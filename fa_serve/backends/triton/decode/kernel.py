@@ -16,6 +16,7 @@ from fa_serve.backends.triton.key_pages import key_offsets, read_pages
 from fa_serve.backends.triton.primitives import (
     LOG2E,
     add_alibi,
+    clear_rows_behind,
     finish_softmax,
     first_visible,
     online_softmax_update,
@@ -189,7 +190,9 @@ def _walk(
     return out, row_max, row_sum
 
 
-@triton.jit(do_not_specialize=["max_k", "stride_mb", *COUNTS, "window_right", "stride_lh", "stride_table", "stride_mk"])
+@triton.jit(
+    do_not_specialize=["max_k", "stride_mb", *COUNTS, "window_right", "total_q", "stride_lh", "stride_table", "stride_mk"]
+)
 def attn_decode(
     q_ptr,
     k_ptr,
@@ -222,6 +225,7 @@ def attn_decode(
     max_q,
     window_left,
     window_right,
+    total_q,
     stride_lh,
     stride_table,
     stride_mk,
@@ -246,8 +250,23 @@ def attn_decode(
     share = tl.program_id(0) // units
     head_kv = unit // tiles_per_head
     row_first = unit % tiles_per_head * BLOCK_M
+    if cu_q_ptr is not None:
+        end_of_rows = tl.load(cu_q_ptr + batch)
     of_batch = tl.arange(0, SPLIT.batch_block)
     first_seq, behind, seq_start, line = sequences_of_share(share, of_batch, sequences, splits, min_blocks, SPLIT)
+    if cu_q_ptr is not None:
+        clear_rows_behind(
+            out_ptr,
+            lse_ptr,
+            end_of_rows,
+            total_q,
+            tl.program_id(0),
+            tl.num_programs(0),
+            units // tiles_per_head * GROUPS,
+            (stride_ot, stride_oh, stride_lh),
+            SPLIT.dim_v,
+            SPLIT.block_dv,
+        )
 
     kv64 = head_kv.to(tl.int64)
     k_ptr += kv64 * stride_kh

@@ -31,6 +31,7 @@ from fa_serve.backends.calls import AttentionOptions, AttentionTensors
 from fa_serve.backends.triton.decode.kernel import DecodeVariant, attn_decode
 from fa_serve.backends.triton.splits import SplitCounts, SplitVariant, combine_launch
 from fa_serve.backends.triton.tiles import DecodeTiles, batch_block, decode_tiles, padded_dim
+from fa_serve.backends.unseen_rows import without_keys
 from fa_serve.launching.launch import WGMMA_OF_8_COLUMNS, Launch, launch_options, multiprocessors, with_unit_stride
 from fa_serve.launching.plans import Run
 
@@ -127,6 +128,7 @@ class _DecodePlan:
             varying=(
                 *counts.numbers,
                 options.window_size[1],
+                total_q,
                 lse_stride,
                 0 if tensors.block_table is None else tensors.block_table.stride(0),
                 0 if mask is None or mask.shape[3] == 1 else mask.stride(3),
@@ -163,6 +165,8 @@ class _DecodePlan:
             self._decode((*pointers, k_descale, v_descale, alibi_slopes), *late)
             if self._combine is not None:
                 self._combine((result, lse, splits, keys, cu_seqlens_q), late[0])
+        else:
+            without_keys(result, lse, None, None)
         if lse is not None and self._is_dense:
             lse = lse.view(lse.shape[0], *result.shape[:2]).transpose(0, 1)
         if out is not None and result is not out:
@@ -213,7 +217,7 @@ def _variant(
             batch_block=batch_block(batch) if tiles.balanced else 1,
             balanced=tiles.balanced,
             has_left=options.left >= 0,
-            pdl=arch >= 90,
+            pdl=spec.has_programmatic_launch(arch),
             chunked=options.attention_chunk > 0,
         ),
         dim=dim,

@@ -15,6 +15,7 @@ from fa_serve.backends.triton.float8_conversions import widen
 from fa_serve.backends.triton.key_pages import key_offsets, read_pages
 from fa_serve.backends.triton.primitives import (
     LOG2E,
+    clear_rows_behind,
     find_tile,
     finish_softmax,
     online_softmax_update,
@@ -145,7 +146,7 @@ def _walk(q_r, q_c, span, k_ptr, table_ptr, positions, kv_len, factor, window_ri
     return acc, row_max, row_sum
 
 
-@triton.jit(do_not_specialize=["max_k", *COUNTS, "window_right", "skip_q", "stride_lh", "stride_table"])
+@triton.jit(do_not_specialize=["max_k", *COUNTS, "window_right", "skip_q", "total_q", "stride_lh", "stride_table"])
 def attn_latent(
     k_ptr,
     q_ptr,
@@ -168,6 +169,7 @@ def attn_latent(
     window_left,
     window_right,
     skip_q,
+    total_q,
     stride_lh,
     stride_table,
     scale,
@@ -191,6 +193,7 @@ def attn_latent(
     share = tl.program_id(0) // units
     head_kv = unit // tiles_per_head
     row_first = unit % tiles_per_head * BLOCK_M
+    end_of_rows = tl.load(cu_q_ptr + batch)
     if var.tile_block > 0:
         # a tile of a prompt has one split, which is the whole sequence
         share, tile = find_tile(share, cu_q_ptr, batch, skip_q, GROUPS, BLOCK_M, var.tile_block)
@@ -202,7 +205,6 @@ def attn_latent(
     else:
         of_batch = tl.arange(0, SPLIT.batch_block)
         first_seq, behind, seq_start, line = sequences_of_share(share, of_batch, sequences, splits, min_blocks, SPLIT)
-
     kv64 = head_kv.to(tl.int64)
     k_ptr += kv64 * stride_kh
     descale_v = 1.0
@@ -266,3 +268,16 @@ def attn_latent(
                         store_split(splits_ptr, out, lse, live, place, unit, batch, splits, units, unit_rows, SPLIT, i)
                 if whole:
                     store_rows(out_ptr, lse_ptr, out, lse, rows, live, row0, kv64, strides, SPLIT, i)
+    if skip_q == 0:  # else another kernel clears them
+        clear_rows_behind(
+            out_ptr,
+            lse_ptr,
+            end_of_rows,
+            total_q,
+            tl.program_id(0),
+            tl.num_programs(0),
+            units // tiles_per_head * GROUPS,
+            (stride_ot, stride_oh, stride_lh),
+            SPLIT.dim_v,
+            SPLIT.block_dv,
+        )

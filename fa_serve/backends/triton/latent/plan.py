@@ -34,6 +34,7 @@ from fa_serve.backends.calls import AttentionOptions, AttentionTensors
 from fa_serve.backends.triton.latent.kernel import LatentVariant, attn_latent
 from fa_serve.backends.triton.splits import SplitCounts, SplitVariant, combine_launch
 from fa_serve.backends.triton.tiles import DecodeTiles, batch_block, padded_dim
+from fa_serve.backends.unseen_rows import without_keys
 from fa_serve.launching.launch import Launch, View, launch_options, multiprocessors, with_unit_stride
 from fa_serve.launching.plans import Run
 from fa_serve.spec import AttentionSpec
@@ -145,7 +146,8 @@ def plan_latent(
     """Plan paged calls that look like this one, whose v_cache is a part of their k_cache.
 
     decodes: keys are cut into splits. Sequences with more than `options.max_seqlen_q` queries are then left alone, and without
-             it those with up to `options.skip_q`: their rows of out and lse stay as they are
+             it those with up to `options.skip_q`: their rows of out and lse stay as they are. So do the rows behind the last
+             sequence if `options.skip_q` is not 0
     tiles:   overrides the choice, for tuning
     """
     assert tensors.block_table is not None
@@ -246,6 +248,7 @@ class LatentPlan:
                 *counts.numbers,
                 options.window_size[1],
                 options.skip_q,
+                total_q,
                 lse_stride,
                 tensors.block_table.stride(0),
                 float(options.softmax_scale),
@@ -272,6 +275,8 @@ class LatentPlan:
             self._latent((tensors.k, q, result, lse, splits, *lengths, *descales), self._max_k)
             if self._combine is not None:
                 self._combine((result, lse, splits, *lengths[1:]), self._max_k)
+        else:
+            without_keys(result, lse, None, None)
         if tensors.out is not None and result is not tensors.out:
             result = tensors.out.copy_(result)
         return result, lse
@@ -301,7 +306,7 @@ def _variant(
             batch_block=batch_block(tensors.block_table.shape[0]) if tiles.balanced else 1,
             balanced=tiles.balanced,
             has_left=False,
-            pdl=arch >= 90,
+            pdl=facts.has_programmatic_launch(arch),
         ),
         rest=rest,
         block_rest=padded_dim(rest),

@@ -22,6 +22,7 @@ from fa_serve.backends.triton.primitives import (
     LN2,
     LOG2E,
     add_alibi,
+    clear_rows_behind,
     find_tile,
     finish_softmax,
     first_visible,
@@ -181,7 +182,16 @@ def _walk(state, q, span, k_tensor, v_tensor, mask_tensor, where, rows, scaling,
 
 
 @triton.jit(
-    do_not_specialize=["seqlen_q", "seqlen_k", "num_m", "window_left", "window_right", "head_group", "num_seqs", "skip_q"]
+    do_not_specialize=[
+        "num_queries",
+        "seqlen_k",
+        "num_m",
+        "window_left",
+        "window_right",
+        "head_group",
+        "num_seqs",
+        "skip_q",
+    ]
 )
 def attn_fwd(
     q_ptr,
@@ -205,7 +215,7 @@ def attn_fwd(
     softcap,
     window_left,
     window_right,
-    seqlen_q,
+    num_queries,
     seqlen_k,
     num_m,
     head_group,
@@ -232,7 +242,10 @@ def attn_fwd(
     stride_table,
     var: tl.constexpr,
 ):
-    """One program: block_m query rows of one head of one sequence."""
+    """One program: block_m query rows of one head of one sequence.
+
+    num_queries: of each sequence of a dense batch, or of all packed sequences and what is behind them
+    """
     BLOCK_M: tl.constexpr = var.block_m
     BLOCK_N: tl.constexpr = var.block_n
     BLOCK_DV: tl.constexpr = var.block_dv
@@ -257,7 +270,7 @@ def attn_fwd(
         q_len = tl.load(cu_q_ptr + batch + 1) - q_row0
     else:
         q_row0 = 0
-        q_len = seqlen_q
+        q_len = num_queries
     if used_k_ptr is not None:
         k_row0 = 0
         kv_len = tl.load(used_k_ptr + batch)
@@ -267,6 +280,21 @@ def attn_fwd(
     else:
         k_row0 = 0
         kv_len = seqlen_k
+    if var.varlen and var.batch_block == 0:  # noqa: SIM102, only this condition is known when the kernel is compiled
+        # The programs of the last sequence know where it ends without a load. Beside `skip_q`, another kernel clears rows.
+        if batch == num_seqs - 1:
+            clear_rows_behind(
+                out_ptr,
+                lse_ptr,
+                q_row0 + q_len,
+                num_queries,
+                block * var.num_heads + head,
+                num_m * var.num_heads,
+                var.num_heads,
+                (stride_ot, stride_oh, stride_lh),
+                var.dim_v,
+                BLOCK_DV,
+            )
     m0 = block * BLOCK_M
     if m0 >= q_len:
         return

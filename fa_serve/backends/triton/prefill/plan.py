@@ -28,6 +28,7 @@ from fa_serve.backends.layout import Layout
 from fa_serve.backends.triton.float8_inputs import Form, Quantizer
 from fa_serve.backends.triton.prefill.kernel import ForwardVariant, attn_fwd
 from fa_serve.backends.triton.tiles import TileConfig, batch_block, float8_tiles, forward_tiles, padded_dim
+from fa_serve.backends.unseen_rows import without_keys
 from fa_serve.launching.launch import DescriptorLaunch, Launch, row_strides, with_unit_stride
 from fa_serve.launching.plans import Run
 
@@ -37,9 +38,9 @@ _L2_BYTES = 32 << 20  # how much of the L2 cache the keys and values of concurre
 def plan_forward(tensors: AttentionTensors, options: AttentionOptions, tiles: TileConfig | None = None) -> Run:
     """Plan calls that look like this one, for AttentionTensors of any layout (see `fa_serve.api`). A run is one launch.
 
-    With options.skip_q > 0, sequences of up to skip_q queries are left to another kernel: their rows of out and lse stay as
-    they are, and the grid holds only the tiles of the other sequences, which a prefix sum on the device finds. `tiles`
-    overrides the choice, for tuning. Caches are not quantised here and keys are not split.
+    With options.skip_q > 0, sequences of up to skip_q queries and the rows behind the last sequence are left to another kernel:
+    their rows of out and lse stay as they are, and the grid holds only the tiles of the other sequences, which a prefix sum on
+    the device finds. `tiles` overrides the choice, for tuning. Caches are not quantised here and keys are not split.
     """
     return _ForwardPlan(tensors, options, tiles)
 
@@ -127,6 +128,8 @@ class _ForwardPlan:
                 block_table = None
             pointers = (*operands, result, lse, tensors.sinks, mask, tensors.alibi_slopes, *descriptors)
             self._launch((*pointers, tensors.cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, *scales))
+        elif not self._options.skip_q:
+            without_keys(result, lse, None, None)
         if out is not None and result is not out:
             result = out.copy_(result)
         return result, lse
@@ -139,7 +142,7 @@ class _ForwardPlan:
         return Quantizer(given, form, sequences, options, table_stride)
 
     def _make_launch(self, tensors: AttentionTensors, options: AttentionOptions) -> Any:
-        """The launch for these tensors; None if there is nothing to compute."""
+        """The launch for these tensors; None if no sequence has a query."""
         q = tensors.q
         k = tensors.k
         dense = self._layout == "dense"
@@ -160,7 +163,7 @@ class _ForwardPlan:
             float(options.softcap),
             options.left,
             options.window_size[1],
-            options.max_seqlen_q,
+            options.max_seqlen_q if dense else q.shape[0],
             options.max_seqlen_k,
             num_m,
             _head_group(batch * num_heads, groups, head_bytes),

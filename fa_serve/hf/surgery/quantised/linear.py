@@ -4,7 +4,7 @@
     with_quantized_linears(config, None)                   # transformers' loader will make these layers
     model, report = AutoModelForCausalLM.from_pretrained(path, config=config, output_loading_info=True)
     check_report(report)
-    finish(model.to(device))                               # the tensors of the checkpoint become the weights of fa_serve.ops
+    finish_weights(model.to(device))                       # the tensors of the checkpoint become the weights of fa_serve.ops
 
 transformers asks a quantizer to replace layers before weights are loaded, and loads what their parameters are called. Ours is
 registered under the name "fa_serve" and takes the place of the checkpoint's own, so no other package is needed. A layer is
@@ -21,6 +21,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from fa_serve import ops
 from fa_serve.hf.adapter.models import NAME
 from fa_serve.hf.surgery.experts.mixtures import expert_modules
+from fa_serve.hf.surgery.proof import kind_of
 from fa_serve.hf.surgery.quantised.experts import (
     PROJECTIONS,
     QuantizedExperts,
@@ -44,9 +46,10 @@ from fa_serve.hf.surgery.quantised.experts import (
 from fa_serve.hf.weights.expert_files import check_expert_files
 from fa_serve.hf.weights.formats import Rounded, Scheme, check_loaded
 from fa_serve.hf.weights.quantization_plan import FIELD, QuantizationPlan, is_ours, method_of, read_config
-from fa_serve.ops.products.quantised.choice import explain, explain_experts
+from fa_serve.ops.products.problem import Product, compiles_gluon
 from fa_serve.ops.products.quantised.weight import quantize_float8
-from fa_serve.spec import ParameterError, UnsupportedModelError, dtype_name
+from fa_serve.ops.products.table import kernels_by_tokens, kernels_of_experts
+from fa_serve.spec import OpSpec, ParameterError, UnsupportedModelError, dtype_name
 
 log = logging.getLogger("fa_serve.hf")
 
@@ -239,7 +242,7 @@ def replace_layers(model: nn.Module, plan: QuantizationPlan, dtype: torch.dtype)
     Raises ParameterError if there is none, and UnsupportedModelError for experts that fa_serve does not compute.
     """
     made: dict[str, nn.Module] = {}
-    proven: set[type[nn.Module]] = set()
+    proven: set[str] = set()
     for name, module in model.named_modules():
         if type(module) is nn.Linear:
             scheme = plan.scheme_of(name, module)
@@ -252,9 +255,10 @@ def replace_layers(model: nn.Module, plan: QuantizationPlan, dtype: torch.dtype)
             continue
         try:
             made[name] = quantize_experts(module, scheme, dtype)
-            if type(module) not in proven:
+            kind = kind_of(module)
+            if kind not in proven:
                 prove_experts(module)
-                proven.add(type(module))
+                proven.add(kind)
         except UnsupportedModelError as error:
             if scheme is not _ROUNDED:
                 raise
@@ -280,7 +284,7 @@ def check_report(report: Mapping[str, Any]) -> None:
         raise ParameterError(name, f"have the shape {list(expected)}", list(shape))
 
 
-def finish(model: nn.Module, path: str = "") -> None:
+def finish_weights(model: nn.Module, path: str = "") -> None:
     """Convert the tensors of every quantised layer of a model, or of one of its modules, that are on their device.
 
     path: of the module. Layers that have been converted before stay as they are
@@ -297,6 +301,44 @@ def quantize_layers(model: PreTrainedModel, config: PreTrainedConfig) -> None:
     source = source_config(config)
     if source is not None and is_ours(source):
         replace_layers(model, read_config(source), model.dtype)
+
+
+def product_of(scheme: Scheme, n: int, k: int, dtype: torch.dtype, device: str, arch: int) -> Product:
+    """The product of one token with a weight of (n, k) that is kept like that. Its numbers of tokens are to be replaced.
+
+    device, arch: as in `describe_weights`
+    """
+    scales = {"int4": dtype, "float4": torch.uint8, "float8": torch.float32}[scheme.values]
+    return Product(
+        values=scheme.values,
+        n=n,
+        k=k,
+        tokens=1,
+        dtype=dtype,
+        group=scheme.columns_of_group or k,
+        scales=scales,
+        arch=arch,
+        triton=ops.TABLE.select(OpSpec(device, arch)).name == "triton",
+        gluon=compiles_gluon(),
+    )
+
+
+def products_of_experts(
+    experts: QuantizedExperts, top_k: int, dtype: torch.dtype, device: str, arch: int
+) -> tuple[Product, Product]:
+    """Both products of quantised experts of which a token takes top_k, for one token."""
+    found = []
+    for projection, matrices in PROJECTIONS.items():
+        n, k = experts.sizes(projection)
+        product = product_of(experts.scheme, matrices * n, k, dtype, device, arch)
+        found.append(replace(product, num_experts=experts.num_experts, top_k=top_k, gated=matrices > 1))
+    first, second = found
+    return first, second
+
+
+def top_k_of(config: PreTrainedConfig) -> int:
+    """How many experts a token takes, as most configs of transformers name it; 1 where another name is used."""
+    return int(getattr(config.get_text_config(decoder=True), "num_experts_per_tok", None) or 1)
 
 
 def describe_weights(config: PreTrainedConfig, device: str, arch: int) -> dict[str, str]:
@@ -320,11 +362,11 @@ def describe_weights(config: PreTrainedConfig, device: str, arch: int) -> dict[s
     layers: dict[str, Counter[str]] = {}
     for name, module in model.named_modules():
         if isinstance(module, QuantizedLinear):
-            scheme = module.scheme
-            ways = explain(scheme.is_packed, scheme.by_row, dtype, device, arch)
-            kept = f"{scheme.description}, computed by {ways}"
+            product = product_of(module.scheme, module.out_features, module.in_features, dtype, device, arch)
+            kept = f"{module.description}, computed by {kernels_by_tokens(product)}"
         elif isinstance(module, QuantizedExperts):
-            kept = f"{module.description}, computed by {explain_experts(device)}"
+            products = products_of_experts(module, top_k_of(config), dtype, device, arch)
+            kept = f"{module.description}, computed by {kernels_of_experts(products)}"
         elif type(module) is nn.Linear:
             kept = dtype_name(dtype)
         else:

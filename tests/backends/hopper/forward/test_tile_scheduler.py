@@ -12,6 +12,7 @@ from fa_serve.backends.hopper.forward.tile_scheduler import (
     _COUNTERS,
     _MAX_STREAMS,
     RECORD,
+    PackedOutput,
     TileCounters,
     max_tile_count,
     table_launch,
@@ -31,10 +32,13 @@ def test_the_table_holds_every_tile_longest_first(window: tuple[int, int], monke
     lengths_k = torch.randint(0, 300, (batch,), generator=generator).tolist()
     cu_q = cu_seqlens(lengths_q)
     cu_k = cu_seqlens(lengths_k)
+    output = PackedOutput(sum(lengths_q), 2, sum(lengths_q), 16, 8, dim_v=8)
     with emulated(resident_blocks=8):
         max_tiles = max_tile_count(sum(lengths_q), len(lengths_q), max(lengths_q), 128)
-        launch = table_launch(max_tiles, len(lengths_q), window, 128, 64, 0, paged=False)
-        *records, behind = tile_table(launch, max_tiles, cu_q, cu_k).view(-1, RECORD).tolist()
+        launch = table_launch(max_tiles, len(lengths_q), window, 128, 64, 0, False, output)
+        *records, behind = (
+            tile_table(launch, max_tiles, cu_q, cu_k, torch.empty(sum(lengths_q), 2, 8), None).view(-1, RECORD).tolist()
+        )
     live = [r for r in records if r[0] >= 0]
     assert records[: len(live)] == live
     assert behind[:2] == [0, len(live)]

@@ -75,7 +75,7 @@ def compile_latent_decode(shape: Shape) -> list[Kernel]:
 def test_registers_and_shared_memory_suffice(shape: Shape) -> None:
     kernel, combine = compile_latent_decode(shape)
     assert (kernel.name, combine.name) == ("attn_latent_hopper", "_combine")
-    budget = SPILL_BUDGET if shape.max_seqlen_q > 1 else 0
+    budget = SPILL_BUDGET if shape.max_seqlen_q > 1 or shape.num_splits else 0
     assert kernel.spill_bytes <= budget, f"spills {kernel.spill_bytes} bytes per thread"
     assert kernel.shared_bytes <= SHARED_BYTES["sm90"]
     assert kernel.instructions["HMMA"] == 0

@@ -9,7 +9,7 @@ import torch
 from cross_compile import compiling_for
 from hopper_emulator import emulated
 
-from fa_serve.backends.hopper.forward.tile_scheduler import max_tile_count, tile_table
+from fa_serve.backends.hopper.forward.tile_scheduler import PackedOutput, max_tile_count, tile_table
 from fa_serve.backends.hopper.forward.tiles import MAX_PIECES
 from fa_serve.backends.hopper.split_kv import tile_scheduler as piece_table
 from fa_serve.backends.hopper.split_kv.tile_scheduler import piece_table_launch, table_capacity
@@ -55,14 +55,16 @@ def pieces_of(
         BLOCK_N,
         skip_q,
         True,
-        num_heads=num_heads,
+        PackedOutput(sum(lengths_q), 2, sum(lengths_q), 16, 8, dim_v=8),
+        tile_heads=num_heads,
         processors=processors or slots,
         slots=slots,
         max_pieces=max_pieces,
         min_blocks=2,
     )
     with emulated():
-        table = tile_table(launch, capacity, cu_seqlens(lengths_q), torch.tensor(lengths_k, dtype=torch.int32))
+        lengths = (cu_seqlens(lengths_q), torch.tensor(lengths_k, dtype=torch.int32))
+        table = tile_table(launch, capacity, *lengths, torch.empty(sum(lengths_q), 2, 8), None)
     live = int(table[capacity * 8 + 1])
     records = table[: capacity * 8].view(capacity, 8).tolist()
     assert all(record[0] == -1 for record in records[live:])
@@ -121,8 +123,9 @@ def test_sequences_of_another_kernel_have_no_records() -> None:
 
 
 def test_compiles_without_spills() -> None:
-    tiling = (8, 3, (100, 0), QUERIES, BLOCK_N, 0, True)
-    launch = piece_table_launch(*tiling, num_heads=8, processors=132, slots=264, max_pieces=4, min_blocks=8)
+    tiling = (8, 3, (100, 0), QUERIES, BLOCK_N, 0, True, PackedOutput(12, 8, 12, 1024, 128, dim_v=128))
+    launch = piece_table_launch(*tiling, tile_heads=8, processors=132, slots=264, max_pieces=4, min_blocks=8)
     with compiling_for("sm90") as kernels:
-        tile_table(launch, 8, cu_seqlens([4, 4, 4]), torch.tensor([9, 9, 9], dtype=torch.int32))
+        keys = torch.tensor([9, 9, 9], dtype=torch.int32)
+        tile_table(launch, 8, cu_seqlens([4, 4, 4]), keys, torch.empty(12, 8, 128, dtype=torch.bfloat16), torch.empty(8, 12))
     assert [(kernel.name, kernel.spill_bytes) for kernel in kernels] == [("_piece_table", 0)]

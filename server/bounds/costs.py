@@ -1,0 +1,276 @@
+"""What the requests of each client have cost, and whose work is next.
+
+    queue = CostQueue()                          # of a thread; locks are its owner's
+    queue.put(client, job)
+    job = queue.get()                            # of the client whose work has cost least
+    queue.charge(client, seconds)
+
+    costs = Costs()                              # of the event loop
+    bill = costs.open(client)                    # one for each request
+    await costs.take_turn(bill)                  # before work on the event loop
+    with costs.work(bill): ...                   # the work, which is measured
+    costs.settle(bill, unpaid=True)              # the request has ended, and no other budget counts it
+
+The cost of work is the processor's time that it takes. It is charged to the client, whatever the answer is. A client is an API
+key or, before authentication, an address. `CostQueue` is start-time fair queueing (Goyal, Vin, Cheng 1996) over seconds, as
+fa_serve/engine/scheduler/fair_queue.py is over tokens: two clients that both wait get the same time, however many jobs one of
+them has.
+
+Work for the engine is limited by the engine's queue. Other work is *unpaid*: a request that is refused, and one that asks for
+no tokens, such as `GET /health`. A client that does not wait for anything but the next answer could keep the event loop busy
+with it. Therefore unpaid work makes debts. A debt falls with time, and a client with a larger one waits before its next
+request is looked at. Nobody is refused for its debts, unless more than MAX_WAITING of its requests wait already.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Hashable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from ..errors import TooManyRequests
+
+T = TypeVar("T")
+SHARE = 0.1
+"""Of a processor, that unpaid work may take in the long run. Clients that wait for theirs share it."""
+FREE_SECONDS = 0.1
+"""A client with a smaller debt does not wait."""
+REQUEST_SECONDS = 0.0003
+"""What a request costs besides the work that is measured: its connection, its head, its answer and its line in the log."""
+SEQUENCE_SECONDS = 0.0002
+"""What the event loop does for a sequence before its first token."""
+ITERATION_SECONDS = 0.002
+"""Of work in one iteration of the event loop, after which the next request takes its turn in the next iteration."""
+MAX_WAITING = 256
+"""Requests of one client that may wait because of its debt."""
+MAX_ACCOUNTS = 4096
+"""Clients that wait for nothing and whose costs are remembered."""
+
+
+@dataclass(slots=True)
+class _Account(Generic[T]):
+    """start: virtual time at which its next job may begin. finish: up to which it has been served"""
+
+    waiting: deque[T] = field(default_factory=deque)
+    start: float = 0.0
+    finish: float = 0.0
+
+
+class CostQueue(Generic[T]):
+    """Jobs that wait. The next one is the oldest of the client whose work has cost least since it began to wait."""
+
+    def __init__(self) -> None:
+        self._now = 0.0  # virtual time: the start of the newest job that was taken
+        self._accounts: dict[Hashable, _Account[T]] = {}
+        self._waiting: OrderedDict[Hashable, _Account[T]] = OrderedDict()  # the client that was served last is the last
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    @property
+    def clients(self) -> Collection[Hashable]:
+        """Those that wait."""
+        return self._waiting.keys()
+
+    def count(self, client: Hashable) -> int:
+        """How many jobs of this client wait."""
+        return len(self._waiting[client].waiting) if client in self._waiting else 0
+
+    def put(self, client: Hashable, job: T) -> None:
+        account = self._account(client)
+        if not account.waiting:
+            account.start = max(self._now, account.finish)
+            self._waiting[client] = account
+        account.waiting.append(job)
+
+    def get(self, may_go: Callable[[Hashable], bool] = lambda _: True) -> T | None:
+        """The next job of a client that `may_go`. None if there is no such client."""
+        able = [client for client in self._waiting if may_go(client)]
+        if not able:
+            return None
+        client = min(able, key=lambda each: self._waiting[each].start)
+        account = self._waiting[client]
+        job = account.waiting.popleft()
+        self._now = max(self._now, account.start)
+        account.finish = max(account.finish, account.start)
+        account.start = account.finish
+        if account.waiting:
+            self._waiting.move_to_end(client)
+        else:
+            del self._waiting[client]
+        return job
+
+    def charge(self, client: Hashable, seconds: float) -> None:
+        """Work of this client has cost so much."""
+        account = self._account(client)
+        account.finish = max(account.finish, self._now) + seconds
+        account.start = max(account.start, account.finish)
+
+    def _account(self, client: Hashable) -> _Account[T]:
+        account = self._accounts.get(client)
+        if account is None:
+            if len(self._accounts) >= MAX_ACCOUNTS + len(self._waiting):
+                self._forget_idle()
+            account = self._accounts[client] = _Account()
+        return account
+
+    def _forget_idle(self) -> None:
+        """Drop the accounts of clients that wait for nothing and are ahead of nobody, or of all if there are none of these."""
+        accounts = self._accounts
+        kept = {name: each for name, each in accounts.items() if each.waiting or each.finish > self._now}
+        self._accounts = kept if len(kept) < len(accounts) else dict(self._waiting)
+
+
+@dataclass(slots=True)
+class Bill:
+    """What one request has cost so far. advance: seconds that were added to its client's debt when it got its turn"""
+
+    client: str
+    seconds: float = REQUEST_SECONDS
+    advance: float = 0.0
+
+
+BILL: ContextVar[Bill | None] = ContextVar("BILL", default=None)
+"""The bill of the request that the current task works for. Threads add to it what they have worked."""
+
+
+@dataclass(slots=True)
+class _Debt:
+    """seconds: of unpaid work, at the time `at`. usual: what the client's last unpaid request cost"""
+
+    seconds: float
+    at: float
+    usual: float
+
+
+class Costs:
+    """The turns of the event loop. All methods are to be called there."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._queue: CostQueue[tuple[Bill, asyncio.Future[None]]] = CostQueue()
+        self._debts: dict[str, _Debt] = {}
+        self._used = 0.0  # seconds of work in this iteration of the event loop
+        self._timer: asyncio.Handle | None = None
+
+    def open(self, client: str) -> Bill:
+        """The bill of a new request, in the context of the task that answers it."""
+        bill = Bill(client)
+        BILL.set(bill)
+        return bill
+
+    async def take_turn(self, bill: Bill) -> None:
+        """Return when the client's work may go on. Raises TooManyRequests if many requests of the client wait already."""
+        client = bill.client
+        count = self._queue.count(client)
+        wait = self._wait(client, self._clock())
+        if not count and self._used < ITERATION_SECONDS and not wait:
+            return
+        if wait and count >= MAX_WAITING:
+            message = (
+                f"{MAX_WAITING} requests of this client wait already, because many before them were refused, or asked for no "
+                "tokens. Try again later, with fewer requests at once."
+            )
+            raise TooManyRequests(message, retry_after=1)
+        turn = asyncio.get_running_loop().create_future()
+        self._queue.put(client, (bill, turn))
+        self._set_timer()
+        await turn
+
+    @contextmanager
+    def work(self, bill: Bill) -> Iterator[None]:
+        """Measures the work of a request, which must not wait for anything."""
+        begin = time.thread_time()
+        try:
+            yield
+        finally:
+            self._charge(bill, time.thread_time() - begin)
+
+    async def begin_sequences(self, count: int) -> None:
+        """Wait for the turn of the current task's client, before it begins so many sequences of one prompt."""
+        bill = BILL.get()
+        if bill is not None:
+            await self.take_turn(bill)
+            self._charge(bill, count * SEQUENCE_SECONDS)
+
+    def _charge(self, bill: Bill, seconds: float) -> None:
+        bill.seconds += seconds
+        self._queue.charge(bill.client, seconds)
+        if not self._used:
+            asyncio.get_running_loop().call_soon(self._begin_iteration)
+        self._used += seconds
+
+    def settle(self, bill: Bill, unpaid: bool) -> None:
+        """The request has ended. unpaid: nothing but its bill counts what it has cost"""
+        if not unpaid and not bill.advance:
+            return
+        now = self._clock()
+        debt = self._debts.get(bill.client)
+        if debt is None:
+            debt = _Debt(0.0, now, 0.0)
+        self._fall(debt, now)
+        debt.seconds = max(debt.seconds - bill.advance, 0.0)
+        if unpaid:
+            debt.seconds += bill.seconds
+            debt.usual = bill.seconds
+            if bill.client not in self._debts and len(self._debts) >= MAX_ACCOUNTS:
+                self._forget_paid(now)
+            self._debts[bill.client] = debt
+        bill.advance = 0.0
+
+    def _fall(self, debt: _Debt, now: float) -> None:
+        """Lower a debt by the time that has passed. Clients that wait share what may be unpaid."""
+        share = SHARE / max(len(self._queue.clients), 1)
+        debt.seconds = max(debt.seconds - (now - debt.at) * share, 0.0)
+        debt.at = now
+
+    def _wait(self, client: Hashable, now: float) -> float:
+        """Seconds until the debt of a client is small enough."""
+        debt = self._debts.get(client)  # type: ignore[call-overload]
+        if debt is None:
+            return 0.0
+        self._fall(debt, now)
+        if debt.seconds <= FREE_SECONDS:
+            return 0.0
+        return (debt.seconds - FREE_SECONDS) * max(len(self._queue.clients), 1) / SHARE
+
+    def _begin_iteration(self) -> None:
+        self._used = 0.0
+
+    def _set_timer(self) -> None:
+        """Call `_release` when the first of the clients that wait may go on, in the next iteration at the earliest."""
+        if self._timer is not None:
+            self._timer.cancel()
+        now = self._clock()
+        wait = min(self._wait(client, now) for client in self._queue.clients)
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(wait, self._release) if wait else loop.call_soon(self._release)
+
+    def _release(self) -> None:
+        """Give the turn to one request. What it will cost is added to its client's debt at once, as far as that is known."""
+        self._timer = None
+        now = self._clock()
+        while found := self._queue.get(lambda client: not self._wait(client, now)):
+            bill, turn = found
+            if turn.done():  # its task has ended
+                continue
+            turn.set_result(None)
+            debt = self._debts.get(bill.client)
+            if debt is not None:
+                bill.advance += debt.usual
+                debt.seconds += debt.usual
+            break
+        if self._queue:
+            self._set_timer()
+
+    def _forget_paid(self, now: float) -> None:
+        """Drop the debts that have fallen to nothing, or all if there are none of these."""
+        for debt in self._debts.values():
+            self._fall(debt, now)
+        kept = {client: debt for client, debt in self._debts.items() if debt.seconds}
+        self._debts = kept if len(kept) < len(self._debts) else {}

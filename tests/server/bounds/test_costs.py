@@ -1,0 +1,206 @@
+"""Whose work is next, by what it has cost; and who waits for debts."""
+
+import asyncio
+import time
+
+import pytest
+from fa_serve.server import costs as module
+from fa_serve.server.bounds.costs import BILL, FREE_SECONDS, MAX_WAITING, SHARE, CostQueue, Costs
+from fa_serve.server.errors import TooManyRequests
+
+pytestmark = pytest.mark.anyio
+
+
+def served(queue: CostQueue, count: int, cost: dict) -> str:
+    """The clients of the next jobs, each of which is charged."""
+    order = ""
+    for _ in range(count):
+        client = queue.get()
+        order += client
+        queue.charge(client, cost[client])
+    return order
+
+
+def test_clients_that_wait_get_the_same_time():
+    queue = CostQueue()
+    for client in "aaaaaaaabbbbbbbb":
+        queue.put(client, client)
+    assert served(queue, 10, {"a": 1.0, "b": 3.0}) == "abaabaaaba"
+    assert queue.count("a") == 1
+    assert queue.count("b") == 5
+
+
+def test_a_client_that_comes_late_is_next_but_has_no_credit():
+    queue = CostQueue()
+    for client in "aaaa":
+        queue.put(client, client)
+    assert served(queue, 2, {"a": 5.0}) == "aa"
+    for client in "bbb":
+        queue.put(client, client)
+    assert served(queue, 5, {"a": 5.0, "b": 5.0}) == "babab"
+    assert not queue
+    assert queue.get() is None
+
+
+def test_what_a_client_did_alone_counts_for_its_next_job():
+    queue = CostQueue()
+    queue.charge("a", 1.0)
+    for client in "ab":
+        queue.put(client, client)
+    assert queue.get() == "b"
+
+
+def test_only_clients_that_may_go_are_served():
+    queue = CostQueue()
+    for client in "ab":
+        queue.put(client, client)
+    assert queue.get(lambda client: client == "b") == "b"
+    assert queue.get(lambda client: client == "b") is None
+    assert list(queue.clients) == ["a"]
+
+
+def test_the_accounts_are_bounded(monkeypatch):
+    monkeypatch.setattr(module, "MAX_ACCOUNTS", 10)
+    queue = CostQueue()
+    queue.put("waits", "waits")
+    for number in range(100):
+        queue.charge(f"client {number}", 1.0)
+    assert len(queue._accounts) <= 12
+    assert queue.get() == "waits"
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def spend(costs: Costs, client: str, seconds: float, unpaid: bool = True) -> None:
+    """A request of this client that has ended."""
+    bill = costs.open(client)
+    bill.seconds = seconds
+    costs.settle(bill, unpaid)
+
+
+async def waits(costs: Costs, client: str) -> bool:
+    """Whether a request of this client has to wait."""
+    task = asyncio.create_task(costs.take_turn(costs.open(client)))
+    for _ in range(4):
+        await asyncio.sleep(0)
+    done = task.done()
+    task.cancel()
+    return not done
+
+
+async def test_a_client_with_debts_waits_until_they_have_fallen():
+    clock = Clock()
+    costs = Costs(clock)
+    spend(costs, "honest", FREE_SECONDS)
+    spend(costs, "pays", 100.0, unpaid=False)
+    spend(costs, "attacker", FREE_SECONDS + 1.0)
+    assert [await waits(costs, client) for client in ("honest", "pays", "attacker", "new")] == [False, False, True, False]
+    clock.now += 1.01 / SHARE
+    assert not await waits(costs, "attacker")
+
+
+async def test_a_request_that_waits_goes_on_by_itself_and_those_of_a_client_one_after_the_other():
+    costs = Costs()
+    spend(costs, "attacker", FREE_SECONDS + 0.005)
+    begin = time.monotonic()
+    done = []
+
+    async def request() -> None:
+        bill = costs.open("attacker")
+        await costs.take_turn(bill)
+        done.append(time.monotonic() - begin)
+        bill.seconds = 0.004
+        costs.settle(bill, unpaid=True)
+
+    await asyncio.gather(*[request() for _ in range(3)])
+    # each costs 4 ms, which is a tenth of the time: what the first one owes, then 40 ms for each
+    assert done[0] >= 0.04
+    assert done[2] - done[0] >= 0.06
+
+
+async def test_no_more_than_a_share_is_unpaid_however_many_requests_wait():
+    clock = Clock()
+    costs = Costs(clock)
+    spent = 0.0
+
+    async def attack(client: str) -> None:
+        nonlocal spent
+        while True:
+            bill = costs.open(client)
+            await costs.take_turn(bill)
+            bill.seconds = 0.001
+            spent += bill.seconds
+            costs.settle(bill, unpaid=True)
+            await asyncio.sleep(0)
+
+    tasks = [asyncio.create_task(attack(f"key {number % 2}")) for number in range(20)]
+    for _ in range(600):
+        for _ in range(3):
+            await asyncio.sleep(0)
+        clock.now += 0.01
+        if costs._timer is not None:
+            costs._timer.cancel()
+            costs._release()
+    for task in tasks:
+        task.cancel()
+    assert spent <= 1.3 * (6.0 * SHARE + 2 * FREE_SECONDS)
+    assert spent >= 0.5 * 6.0 * SHARE
+
+
+async def test_many_requests_that_wait_are_refused():
+    costs = Costs()
+    spend(costs, "attacker", 100.0)
+    tasks = [asyncio.create_task(costs.take_turn(costs.open("attacker"))) for _ in range(MAX_WAITING)]
+    await asyncio.sleep(0)
+    with pytest.raises(TooManyRequests, match=f"{MAX_WAITING} requests of this client wait already"):
+        await costs.take_turn(costs.open("attacker"))
+    await costs.take_turn(costs.open("other"))
+    for task in tasks:
+        task.cancel()
+
+
+async def test_work_of_many_milliseconds_is_done_in_several_iterations_and_the_cheapest_client_first():
+    costs = Costs()
+    order = []
+
+    async def request(client: str, seconds: float) -> None:
+        bill = costs.open(client)
+        await costs.take_turn(bill)
+        with costs.work(bill):
+            end = time.thread_time() + seconds
+            while time.thread_time() < end:
+                pass
+        order.append(client)
+
+    beats = 0
+
+    async def beat() -> None:
+        nonlocal beats
+        while len(order) < 6:
+            beats += 1
+            await asyncio.sleep(0)
+
+    dear = [asyncio.create_task(request("dear", 0.004)) for _ in range(5)]
+    other = asyncio.create_task(request("cheap", 0.0))
+    await asyncio.gather(beat(), other, *dear)
+    assert order.index("cheap") <= 1
+    assert beats >= 5
+
+
+async def test_a_request_that_begins_sequences_takes_turns():
+    costs = Costs()
+    await costs.begin_sequences(5)  # outside of a request
+    bill = costs.open("key")
+    assert BILL.get() is bill
+    before = bill.seconds
+    await costs.begin_sequences(100)
+    assert bill.seconds - before == pytest.approx(100 * module.SEQUENCE_SECONDS)
+    turn = asyncio.create_task(costs.take_turn(costs.open("other")))
+    assert costs._used > module.ITERATION_SECONDS
+    await turn
+    assert costs._used == 0.0, "it got its turn in the next iteration"

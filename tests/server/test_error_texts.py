@@ -1,0 +1,253 @@
+"""What an error says to a client: the cause, the rule and the remedy, and the name of a field that the request has."""
+
+import gzip
+import json
+import logging
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.anyio
+
+USER = [{"role": "user", "content": "Hi"}]
+CHAT: dict[str, Any] = {"model": "fake", "messages": USER}
+RESPONSE: dict[str, Any] = {"model": "fake", "input": "Hi"}
+MESSAGE: dict[str, Any] = {"model": "fake", "messages": USER, "max_tokens": 5}
+PROMPT: dict[str, Any] = {"model": "fake", "prompt": "Hi"}
+BODIES = {"/v1/chat/completions": CHAT, "/v1/responses": RESPONSE, "/v1/messages": MESSAGE, "/v1/completions": PROMPT}
+TEXT_ALONE = "this server takes text alone, so write texts with this type, and leave out images, audio and files."
+
+
+async def refusal(client, path: str, **request: Any) -> tuple[int, str, str | None, str | None]:
+    """The status, the message, the param and the code of a refusal; Anthropic's errors have the first two alone."""
+    response = await client.post(path, **request)
+    error = response.json()["error"]
+    return response.status_code, error["message"], error.get("param"), error.get("code")
+
+
+@pytest.mark.parametrize(
+    ("path", "part", "types", "where"),
+    [
+        ("/v1/chat/completions", {"type": "image_url", "image_url": {"url": "data:,"}}, "'text'", "messages[0].content[0]"),
+        ("/v1/chat/completions", {"type": "input_audio", "input_audio": {}}, "'text'", "messages[0].content[0]"),
+        ("/v1/chat/completions", {"type": "file", "file": {}}, "'text'", "messages[0].content[0]"),
+        ("/v1/chat/completions", {"type": "input_text", "text": "Hi"}, "'text'", "messages[0].content[0]"),
+        ("/tokenize", {"type": "image_url", "image_url": {"url": "data:,"}}, "'text'", "messages[0].content[0]"),
+        ("/v1/responses", {"type": "input_image"}, "'input_text' or 'output_text'", "input[0].content[0]"),
+        ("/v1/messages", {"type": "image", "source": {}}, "'text'", "messages[0].content[0].content[0]"),
+    ],
+)
+async def test_a_part_that_is_no_text_says_so(serving, path, part, types, where):
+    body: dict[str, Any] = {**BODIES.get(path, {"model": "fake"})}
+    turn: dict[str, Any] = {"role": "user", "content": [part]}
+    if path == "/v1/messages":
+        turn["content"] = [{"type": "tool_result", "tool_use_id": "x", "content": [part]}]
+    body["input" if path == "/v1/responses" else "messages"] = [turn]
+    async with serving() as client:
+        status, message, param, _ = await refusal(client, path, json=body)
+    assert (status, message) == (400, f"{where}.type must be {types}, got {part['type']!r}: {TEXT_ALONE}")
+    assert param in (f"{where}.type", None)
+
+
+async def test_a_block_of_another_kind_says_what_was_sent(serving):
+    block = {"type": "image", "source": {"type": "url", "url": "https://example.org"}}
+    item = {"type": "web_search_call", "id": "x"}
+    async with serving() as client:
+        _, message, *_ = await refusal(
+            client, "/v1/messages", json=MESSAGE | {"messages": [{"role": "user", "content": [block]}]}
+        )
+        assert message.endswith("because this server supports no other blocks, got 'image': leave it out.")
+        _, message, *_ = await refusal(client, "/v1/responses", json=RESPONSE | {"input": [item]})
+        assert message.endswith("because this server supports no other items, got 'web_search_call': leave it out.")
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "meant"),
+    [
+        ("/v1/chat/completions", "max_token", "max_tokens"),
+        ("/v1/chat/completions", "maxTokens", "max_tokens"),
+        ("/v1/completions", "temprature", "temperature"),
+        ("/v1/responses", "max_tokens", "max_output_tokens"),
+        ("/v1/messages", "stop", "stop_sequences"),
+        ("/v1/chat/completions", "xyzzy", None),
+        ("/v1/chat/completions", "verbosty", None),  # verbosity is known and not supported
+    ],
+)
+async def test_an_unknown_field_has_a_hint(serving, path, field, meant):
+    async with serving() as client:
+        status, message, param, code = await refusal(client, path, json=BODIES[path] | {field: 5})
+    remedy = f"Did you mean {meant}?" if meant else "Leave it out."
+    assert (status, message) == (400, f"Unknown or unsupported field: {field}. {remedy}")
+    assert (param, code) in ((field, "unknown_parameter"), (None, None))
+
+
+async def test_a_hint_inside_of_a_message(serving):
+    body = CHAT | {"messages": [{"role": "user", "contents": "Hi"}]}
+    async with serving() as client:
+        _, message, param, _ = await refusal(client, "/v1/chat/completions", json=body)
+    assert (message, param) == (
+        "Unknown or unsupported field: messages[0].contents. Did you mean content?",
+        "messages[0].contents",
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "value", "rule"),
+    [
+        ("/v1/chat/completions", "messages", [], "must have at least 1 item, got []"),
+        ("/v1/messages", "messages", [], "must have at least 1 item, got []"),
+        ("/v1/responses", "input", [], "must have at least 1 item, got []"),
+        ("/v1/responses", "input", 5, "must be a string or a list, got 5"),
+        ("/v1/completions", "guided_choice", [], "must have at least 1 item, got []"),
+        ("/v1/chat/completions", "temperature", 3, "must be at most 2, got 3"),
+        ("/v1/chat/completions", "max_tokens", "5", "must be an integer, got '5'"),
+        ("/v1/chat/completions", "stream", "yes", "must be true or false, got 'yes'"),
+    ],
+)
+async def test_rules_are_positive_and_in_our_words(serving, path, field, value, rule):
+    async with serving() as client:
+        status, message, param, _ = await refusal(client, path, json=BODIES[path] | {field: value})
+    assert (status, message) == (400, f"{field} {rule}.")
+    assert param in (field, None)
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_a_compressed_body_is_named(serving, path):
+    content = gzip.compress(json.dumps(BODIES[path]).encode())
+    headers = {"content-type": "application/json"}
+    async with serving() as client:
+        for coding in ("gzip", "br", "GZIP, identity"):
+            status, message, _, code = await refusal(
+                client, path, content=content, headers=headers | {"content-encoding": coding}
+            )
+            assert (status, code) in ((415, "unsupported_content_encoding"), (415, None))
+            assert message == (
+                f"The body must not be compressed, got Content-Encoding: {coding}. Send plain JSON without this header."
+            )
+        status, message, *_ = await refusal(client, path, content=content, headers=headers)
+        assert (status, message) == (400, "The body is not valid JSON: it is compressed with gzip. Send plain JSON in UTF-8.")
+        plain = json.dumps(BODIES[path]).encode()
+        response = await client.post(path, content=plain, headers=headers | {"content-encoding": "identity"})
+        assert response.status_code == 200
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+async def test_another_encoding_is_named(serving, encoding):
+    content = json.dumps(CHAT).encode(encoding)
+    async with serving() as client:
+        _, message, *_ = await refusal(
+            client, "/v1/chat/completions", content=content, headers={"content-type": "application/json"}
+        )
+    assert message.startswith("The body is not valid JSON: it is UTF-")
+    assert message.endswith(". Send plain JSON in UTF-8.")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_echo_of_an_id_without_a_text_names_the_prompt(serving, engine, stream):
+    """The model may have more embeddings than the tokenizer has tokens."""
+    known = len(engine.tokenizer)
+    async with serving() as client:
+        for prompt in ([1, known], [[1], [known]]):
+            body = {"model": "fake", "prompt": prompt, "echo": True, "stream": stream}
+            status, message, param, code = await refusal(client, "/v1/completions", json=body)
+            assert (status, param, code) == (400, "prompt", "invalid_value")
+            assert message == (
+                f"With echo, prompt must hold token ids that have a text, which are those from 0 to {known - 1}, got {known}. "
+                "Leave out echo or the id."
+            )
+            assert (await client.post("/v1/completions", json=body | {"echo": False})).status_code == 200
+        _, message, param, _ = await refusal(client, "/detokenize", json={"tokens": [known]})
+        assert (message, param) == (f"tokens must hold token ids from 0 to {known - 1}, got {known}.", "tokens")
+
+
+BROKEN = {
+    "syntax": ("{% for message in messages %}{{ message.content }}", "Unexpected end of template"),
+    "attribute": ("{{ messages[0].text.upper() }}", "has no attribute"),
+    "raises": ("{{ raise_exception('never') }}", "never"),
+    "nothing": ("{% if messages is none %}x{% endif %}", "it makes nothing of a message that says Hello"),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("template", "reason"), BROKEN.values(), ids=BROKEN)
+async def test_the_models_own_broken_template_is_not_the_clients_fault(serving, engine, caplog, template, reason, stream):
+    engine.tokenizer.chat_template = template
+    with caplog.at_level(logging.WARNING):
+        async with serving() as client:
+            assert "the model's chat template must accept a message of the user" in caplog.text
+            assert "chats are refused until --chat-template replaces it" in caplog.text
+            assert reason in caplog.text
+            assert not client.service.tokenization.writes_chats
+            for path in ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/tokenize"):
+                body = BODIES.get(path, {"messages": USER}) | ({"stream": stream} if path in BODIES else {})
+                status, message, param, code = await refusal(client, path, json=body)
+                assert (status, param) == (501, None), path
+                assert code in ("broken_chat_template", None)
+                assert message.startswith("This model's chat template is broken: it must accept a message of the user (")
+                assert reason in message
+                assert message.endswith("The operator can replace it with --chat-template. /v1/completions needs no template.")
+            assert (await client.post("/v1/completions", json=PROMPT)).status_code == 200
+            assert (await client.get("/ready")).status_code == 200
+
+
+async def test_each_of_the_models_templates_is_rendered_once(serving, engine, caplog):
+    """The one for tools is broken, so chats without tools are served."""
+    engine.tokenizer.chat_template = {"default": "{{ messages[0].content }}", "tool_use": "{{ tools[0].nothing.x }}"}
+    tool = {"type": "function", "function": {"name": "add"}}
+    async with serving() as client:
+        assert caplog.text.count("chats are refused until") == 1
+        assert (await client.post("/v1/chat/completions", json=CHAT)).status_code == 200
+        status, _, _, code = await refusal(
+            client, "/v1/chat/completions", json=CHAT | {"tools": [tool], "tool_choice": "required"}
+        )
+        assert (status, code) == (501, "broken_chat_template")
+
+
+async def test_a_template_that_does_not_end_is_found_at_the_start(serving, engine, caplog):
+    engine.tokenizer.chat_template = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    async with serving(template_timeout=0.3) as client:
+        assert "the model's chat template must end within 0.3 s (--template-timeout), and runs longer" in caplog.text
+        assert (await client.post("/v1/completions", json=PROMPT)).status_code == 200
+
+
+async def test_a_template_that_only_these_messages_break_is_not_broken(serving, engine, caplog):
+    engine.tokenizer.chat_template = (
+        "{{ messages[0].content }}{% if messages | length > 1 %}{{ raise_exception('one') }}{% endif %}"
+    )
+    async with serving() as client:
+        assert "chat template" not in caplog.text
+        status, message, param, _ = await refusal(client, "/v1/chat/completions", json=CHAT | {"messages": USER * 2})
+    assert (status, message, param) == (400, "The chat template refuses these messages: one.", "messages")
+
+
+NEVER_ENDS = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}
+TOOLS = "{% for tool in tools or [] %}{{ tool | tojson }}<tool_call></tool_call>{% endfor %}{{ messages[0].content }}"
+
+
+@pytest.mark.parametrize("choice", [{"strict": True}, {"strict": False}])
+async def test_a_tool_whose_parameters_never_end_is_named(serving, engine, choice):
+    """A call is a part of a larger grammar, in which the reference has another place."""
+    engine.tokenizer.chat_template = TOOLS
+    engine.max_model_len = 4096
+    tool = {"type": "function", "function": {"name": "add", "parameters": NEVER_ENDS, **choice}}
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
+    more = {} if choice["strict"] else {"response_format": schema}
+    async with serving() as client:
+        status, message, param, _ = await refusal(client, "/v1/chat/completions", json=CHAT | {"tools": [tool]} | more)
+    assert (status, param) == (400, "tools")
+    assert message.startswith(
+        "tools: json_schema must have references that end, and '#/$defs/add/$defs/a' leads back to itself"
+    )
+
+
+async def test_a_format_that_never_ends_is_named_beside_tools(serving, engine):
+    engine.tokenizer.chat_template = TOOLS
+    engine.max_model_len = 4096
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": NEVER_ENDS}}
+    tool = {"type": "function", "function": {"name": "add"}}
+    async with serving() as client:
+        status, message, param, _ = await refusal(
+            client, "/v1/chat/completions", json=CHAT | {"tools": [tool], "response_format": schema}
+        )
+    assert (status, param) == (400, "response_format")
+    assert "'#/$defs/a' leads back to itself" in message
