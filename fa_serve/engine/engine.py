@@ -248,21 +248,11 @@ class Engine:
     def _launch(self, batch: ScheduledBatch, begin: float) -> list[RequestOutput]:
         """Queue a step on the device. The masks of structured outputs are computed while its forward runs."""
         outputs: list[RequestOutput] = []
-        masks = StepMasks()
         self._answers.begin_step(batch.admitted, begin)
         try:
             forward = self._runner.launch(batch)
-            if structured := any(x.num_samples and x.sequence.request.params.structured is not None for x in batch.chunks):
-                while self._steps.launched:  # what may come next depends on every token before
-                    outputs += self._commit()
-                outputs += self._take_outputs()
-                masks = self._ranks.broadcast("masks", lambda: step_masks(self.grammars, batch, self._answers.states))
-                for index in masks.late:
-                    self._scheduler.postpone(batch.chunks[index])
-                for name, reason in masks.failed:
-                    sequence = self._scheduler.sequences[name]
-                    self._scheduler.finish(sequence, "error", reason)
-                    outputs.append(self._answers.output(sequence))
+            structured = any(x.num_samples and x.sequence.request.params.structured is not None for x in batch.chunks)
+            masks = self._masks(batch, outputs) if structured else StepMasks()
             pending = self._runner.sample(forward, masks.rows)
             self._steps.launched.append(LaunchedStep(batch, pending, begin, structured, masks.seconds))
             self._counters.num_steps += 1
@@ -271,6 +261,20 @@ class Engine:
         except Exception as error:
             outputs += self._fail(batch, error)
         return outputs
+
+    def _masks(self, batch: ScheduledBatch, outputs: list[RequestOutput]) -> StepMasks:
+        """The masks of a step's structured outputs. Outputs of earlier steps, and of matchers that fail, are added."""
+        while self._steps.launched:  # what may come next depends on every token before
+            outputs += self._commit()
+        outputs += self._take_outputs()
+        masks = self._ranks.broadcast("masks", lambda: step_masks(self.grammars, batch, self._answers.states))
+        for index in masks.late:
+            self._scheduler.postpone(batch.chunks[index])
+        for name, reason in masks.failed:
+            sequence = self._scheduler.sequences[name]
+            self._scheduler.finish(sequence, "error", reason)
+            outputs.append(self._answers.output(sequence))
+        return masks
 
     def _commit(self) -> list[RequestOutput]:
         """Read the tokens of the oldest step in flight and give them to their sequences. Returns the outputs of failures."""

@@ -102,7 +102,7 @@ def test_requests_without_a_seed_differ_and_follow_the_engine_seed(make_engine) 
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_pages_behind_every_window_are_given_back(make_engine, monkeypatch, depth) -> None:
-    monkeypatch.setattr("fa_serve.engine.engine.MAX_KEYS_PER_TILE", 8)
+    monkeypatch.setattr("fa_serve.engine.start.loading.MAX_KEYS_PER_TILE", 8)
     asked = random_prompts(5, 90, seed=1)
     tokens = [greedy(make_model("mistral"), prompt, 100) for prompt in asked]
     params = SamplingParams(max_tokens=100, temperature=0.0)
