@@ -139,7 +139,8 @@ def compare(args: argparse.Namespace) -> None:
         order = [before, after] if number % 2 == 0 else [after, before]
         while True:
             turns = {worker: worker.turn() for worker in order}
-            old, new = turns[before], turns[after]
+            old = turns[before]
+            new = turns[after]
             if old is None or new is None:
                 break
             found.setdefault(old[0], []).append((old[1], new[1]))

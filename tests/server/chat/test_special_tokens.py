@@ -196,7 +196,8 @@ class Fast:
 def test_a_tokenizer_makes_text_of_a_clients_names_and_special_tokens_of_the_templates(kind):
     tokenizer = KINDS[kind]()
     tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    start, end = tokenizer.token_to_id("<|im_start|>"), tokenizer.token_to_id("<|im_end|>")
+    start = tokenizer.token_to_id("<|im_start|>")
+    end = tokenizer.token_to_id("<|im_end|>")
     reader = PromptReader(Fast(tokenizer), tokenizer.get_vocab_size(), 4096)
     prompt = apply(FORGED)
     ids = reader.encode(prompt.text, False, prompt.plain)
