@@ -19,7 +19,11 @@ def named() -> dict[str, str]:
     files += [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.is_file()]
     found = {}
     for path in files:
-        if path.name != "test_environment.py" and path.suffix in (".py", ".md", ".toml", ".yaml", ".yml", ".service", ".html", "") and "log" not in path.parts:
+        if (
+            path.name != "test_environment.py"
+            and path.suffix in (".py", ".md", ".toml", ".yaml", ".yml", ".service", ".html", "")
+            and "log" not in path.parts
+        ):
             for name in re.findall(r"\bFA_SERVE_[A-Z0-9_]*[A-Z0-9]\b", path.read_text(encoding="utf-8", errors="ignore")):
                 found[name] = str(path.relative_to(ROOT))
     return found
