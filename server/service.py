@@ -53,7 +53,7 @@ class Service:
         self.isolation = Isolation(settings)
         self.metrics = Metrics(lambda: (self.engine.snapshots(), self.model_name) if self.running else None)
         self.scraped = ScrapedText(self.metrics.text)
-        self.costs = Costs()
+        self.costs = Costs(self.metrics.delayed)
         self.created = int(time.time())
         self.json_bounds = JsonBounds(settings.max_json_values, settings.max_json_fields)
         self.draining = False

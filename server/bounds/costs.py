@@ -5,7 +5,7 @@
     job = queue.get()                            # of the client whose work has cost least
     queue.charge(client, seconds)
 
-    costs = Costs()                              # of the event loop
+    costs = Costs(metrics.delayed)               # of the event loop
     bill = costs.open(client)                    # one for each request
     await costs.take_turn(bill)                  # before work on the event loop
     with costs.work(bill): ...                   # the work, which is measured
@@ -149,9 +149,13 @@ class _Debt:
 
 
 class Costs:
-    """The turns of the event loop. All methods are to be called there."""
+    """The turns of the event loop. All methods are to be called there.
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    count_delayed: called for each request that has to wait because of a debt
+    """
+
+    def __init__(self, count_delayed: Callable[[], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._count_delayed = count_delayed
         self._clock = clock
         self._queue: CostQueue[tuple[Bill, asyncio.Future[None]]] = CostQueue()
         self._debts: dict[str, _Debt] = {}
@@ -171,6 +175,8 @@ class Costs:
         wait = self._wait(client, self._clock())
         if not count and self._used < ITERATION_SECONDS and not wait:
             return
+        if wait:
+            self._count_delayed()
         if wait and count >= MAX_WAITING:
             message = (
                 f"{MAX_WAITING} requests of this client wait already, because many before them were refused, or asked for no "

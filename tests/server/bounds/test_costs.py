@@ -69,6 +69,10 @@ def test_the_accounts_are_bounded(monkeypatch):
     assert queue.get() == "waits"
 
 
+def nothing() -> None:
+    pass
+
+
 class Clock:
     now = 0.0
 
@@ -95,17 +99,20 @@ async def waits(costs: Costs, client: str) -> bool:
 
 async def test_a_client_with_debts_waits_until_they_have_fallen():
     clock = Clock()
-    costs = Costs(clock)
+    delayed = []
+    costs = Costs(lambda: delayed.append(1), clock)
     spend(costs, "honest", FREE_SECONDS)
     spend(costs, "pays", 100.0, unpaid=False)
     spend(costs, "attacker", FREE_SECONDS + 1.0)
     assert [await waits(costs, client) for client in ("honest", "pays", "attacker", "new")] == [False, False, True, False]
+    assert len(delayed) == 1
     clock.now += 1.01 / SHARE
     assert not await waits(costs, "attacker")
+    assert len(delayed) == 1
 
 
 async def test_a_request_that_waits_goes_on_by_itself_and_those_of_a_client_one_after_the_other():
-    costs = Costs()
+    costs = Costs(nothing)
     spend(costs, "attacker", FREE_SECONDS + 0.005)
     begin = time.monotonic()
     done = []
@@ -125,7 +132,7 @@ async def test_a_request_that_waits_goes_on_by_itself_and_those_of_a_client_one_
 
 async def test_no_more_than_a_share_is_unpaid_however_many_requests_wait():
     clock = Clock()
-    costs = Costs(clock)
+    costs = Costs(nothing, clock)
     spent = 0.0
 
     async def attack(client: str) -> None:
@@ -153,7 +160,7 @@ async def test_no_more_than_a_share_is_unpaid_however_many_requests_wait():
 
 
 async def test_many_requests_that_wait_are_refused():
-    costs = Costs()
+    costs = Costs(nothing)
     spend(costs, "attacker", 100.0)
     tasks = [asyncio.create_task(costs.take_turn(costs.open("attacker"))) for _ in range(MAX_WAITING)]
     await asyncio.sleep(0)
@@ -165,7 +172,7 @@ async def test_many_requests_that_wait_are_refused():
 
 
 async def test_work_of_many_milliseconds_is_done_in_several_iterations_and_the_cheapest_client_first():
-    costs = Costs()
+    costs = Costs(nothing)
     order = []
 
     async def request(client: str, seconds: float) -> None:
@@ -193,7 +200,7 @@ async def test_work_of_many_milliseconds_is_done_in_several_iterations_and_the_c
 
 
 async def test_a_request_that_begins_sequences_takes_turns():
-    costs = Costs()
+    costs = Costs(nothing)
     await costs.begin_sequences(5)  # outside of a request
     bill = costs.open("key")
     assert BILL.get() is bill
