@@ -280,7 +280,7 @@ def _examine_experts(model: PreTrainedModel, spec: OpSpec) -> dict[str, str]:
         try:
             weights = weights_of(module, gate_of(module))
             products = products_with_experts(
-                weights, tokens=1, top_k=top_k, dtype=weights.down.dtype, arch=spec.arch, triton=triton
+                weights, tokens=1, top_k=top_k, dtype=module.down_proj.dtype, arch=spec.arch, triton=triton
             )
             found[type(module).__name__] = kernels_of_experts(products)
         except UnsupportedModelError as error:
