@@ -57,7 +57,7 @@ def test_the_table_of_quantised_weights_is_what_the_code_does() -> None:
     assert results["kept_weights"] == kept_weights(), AGAIN
     assert results["kept_experts"] == kept_experts(), AGAIN
     refused = {"compressed-tensors, 4 bits, act-order", "gptq, act-order"}
-    assert {row["format"] for row in kept_experts() if row["GPU"] == "refused"} == refused
+    assert {row["format"] for row in kept_experts() if row["H200"] == "refused"} == refused
     known = formats_of_transformers()
     assert {method: loader for method, loader in results["formats"].items() if method in known} == known, AGAIN
     assert {"awq", "compressed-tensors", "fp8", "gptq", "mxfp4"} == {m for m, loader in known.items() if loader == "fa_serve"}

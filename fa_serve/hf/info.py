@@ -27,10 +27,13 @@ from fa_serve.hf.adapter.models import NAME, check_class, prepare_model
 from fa_serve.hf.adapter.paged import attention_layers, check_model
 from fa_serve.hf.adapter.translate import spec_of, translate
 from fa_serve.hf.latent_layers import LatentSizes, latent_sizes, latent_spec
+from fa_serve.hf.model_location import find_model
 from fa_serve.hf.surgery.divide.plan import Cut, plan_division
-from fa_serve.hf.surgery.experts.mixtures import expert_modules, gate_of
+from fa_serve.hf.surgery.experts.mixtures import expert_modules, gate_of, weights_of
 from fa_serve.hf.surgery.quantised.experts import PROJECTIONS, QuantizedExperts
-from fa_serve.hf.surgery.quantised.linear import QuantizedLinear, describe_weights, quantize_layers
+from fa_serve.hf.surgery.quantised.linear import QuantizedLinear, describe_weights, quantize_layers, top_k_of
+from fa_serve.ops.products.problem import products_with_experts
+from fa_serve.ops.products.table import kernels_of_experts
 from fa_serve.spec import AttentionSpec, OpSpec, ParameterError, UnsupportedModelError
 
 
@@ -122,6 +125,8 @@ def describe(
 
     Raises OSError or ValueError, with transformers' message, for a name that belongs to no model.
     """
+    if isinstance(model_or_config, str):
+        find_model(model_or_config)
     loaded = AutoConfig.from_pretrained(model_or_config) if isinstance(model_or_config, str) else model_or_config
     config = copy.deepcopy(loaded)
     for each in _configs(config):
@@ -269,10 +274,15 @@ def _examine(name: str, model: PreTrainedModel, device: str, arch: int) -> Part:
 
 def _examine_experts(model: PreTrainedModel, spec: OpSpec) -> dict[str, str]:
     found = {}
+    triton = ops.TABLE.select(spec).name == "triton"
+    top_k = top_k_of(model.config)
     for module in expert_modules(model):
         try:
-            gate_of(module)
-            found[type(module).__name__] = ops.TABLE.select(spec).name
+            weights = weights_of(module, gate_of(module))
+            products = products_with_experts(
+                weights, tokens=1, top_k=top_k, dtype=weights.down.dtype, arch=spec.arch, triton=triton
+            )
+            found[type(module).__name__] = kernels_of_experts(products)
         except UnsupportedModelError as error:
             found[type(module).__name__] = f"refused: {error}"
     return found

@@ -27,6 +27,7 @@ from triton.runtime.driver import driver
 
 from fa_serve.launching.compilers import CompilerProcesses, CompilerThreads
 from fa_serve.launching.jit_hooks import show_constants_as_text
+from fa_serve.launching.sizes import power_of_2 as power_of_2
 
 # The arguments of Triton's compiled launcher are private to Triton. They were read in these releases; with other releases
 # kernels are launched through the documented interface.
@@ -46,11 +47,6 @@ def multiprocessors(device: torch.device, otherwise: int) -> int:
     """Multiprocessors of a GPU (compute units on ROCm). On a CPU, where a kernel is interpreted or compiled for another
     machine, `otherwise`."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else otherwise
-
-
-def power_of_2(n: int) -> int:
-    """The least power of two that is at least n > 0. Triton's own function takes microseconds, because kernels call it too."""
-    return 1 << (n - 1).bit_length()
 
 
 def launch_options(pdl: bool, num_warps: int) -> dict[str, Any]:

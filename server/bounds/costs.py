@@ -37,7 +37,7 @@ from ..errors import TooManyRequests
 
 T = TypeVar("T")
 SHARE = 0.1
-"""Of a processor, that unpaid work may take in the long run. Clients that wait for theirs share it."""
+"""The part of a processor that unpaid work may take in the long run. Clients whose unpaid work waits share it."""
 FREE_SECONDS = 0.1
 """A client with a smaller debt does not wait."""
 REQUEST_SECONDS = 0.0003

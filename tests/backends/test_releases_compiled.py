@@ -6,11 +6,14 @@ The full matrix of variants and targets is compiled with one release, by the oth
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 import triton
 from cross_compile import compiling_for
+from product_cases import dense
+from products_by_kernel import multiply_by, product_of_experts
 from quantized import float8_weight, int4_weight
 
 from fa_serve.backends.calls import AttentionOptions, AttentionTensors, BackwardTensors
@@ -23,22 +26,12 @@ from fa_serve.backends.triton.decode import plan as decode
 from fa_serve.backends.triton.prefill.plan import plan_forward as plan_portable
 from fa_serve.block_lists import BlockLists
 from fa_serve.launching import launch
-from fa_serve.launching.plans import PLANS
-from fa_serve.ops.experts.matrix import plan_experts_matrix
-from fa_serve.ops.experts.quantised import GroupedWgmmaTile, plan_grouped_wgmma
+from fa_serve.ops.experts.matrix_wgmma import plan_matrix_tiles
+from fa_serve.ops.experts.tiles import GroupedWgmmaTile, matrix_tile
+from fa_serve.ops.experts.unpack_wgmma import plan_tiles
 from fa_serve.ops.ops_backend import Gate, RoundedRows
-from fa_serve.ops.products.quantised import (
-    gemv as quantized_gemv_kernel,
-)
-from fa_serve.ops.products.quantised import (
-    scaled_wgmma as scaled_wgmma_kernel,
-)
-from fa_serve.ops.products.quantised import (
-    wgmma as quantized_wgmma_kernel,
-)
-from fa_serve.ops.products.quantised.gemv import launch_quantized_gemv
 from fa_serve.ops.products.quantised.pairs import product_tensors
-from fa_serve.ops.products.quantised.wgmma import launch_quantized_wgmma, wgmma_tile
+from fa_serve.ops.products.quantised.tiles import wgmma_tile
 from fa_serve.spec import AttentionSpec, Precision
 from fa_serve.testing import cu_seqlens, make_qkv, run_plan
 
@@ -151,7 +144,8 @@ def test_quantised_experts_on_hopper() -> None:
     tiles = torch.zeros(4, 3, dtype=torch.int32)
     with compiling_for("sm90") as kernels:
         for block_m in (16, 128):
-            launch = plan_grouped_wgmma(weight, 2, 2, Gate("silu"), 4, GroupedWgmmaTile(block_m, 128), 0)
+            product = product_of_experts(x, weight, 2, 2, Gate("silu"), 32)
+            launch = plan_tiles(product, GroupedWgmmaTile(block_m, 128), Gate("silu"), 4, 0)
             launch((x, *product_tensors(weight), None, order, tiles, y))
     assert [kernel.name for kernel in kernels] == ["_grouped_wgmma"] * 2
     assert all(kernel.spill_bytes <= 8 and kernel.instructions["HGMMA"] > 0 for kernel in kernels)
@@ -171,7 +165,9 @@ def test_experts_with_matrices_on_hopper(transposed: bool) -> None:
         for gate in (Gate("silu", interleaved=transposed, limit=7.0), None):
             bias = torch.zeros(2, 5760, dtype=torch.bfloat16)
             y = torch.zeros(512, 2880 if gate else 5760, dtype=torch.bfloat16)
-            plan_experts_matrix(weight, 512, 4, gate, 8, 5760)((weight, x, x, bias, order, tiles, y))
+            product = product_of_experts(x, weight, 2, 4, gate, 128)
+            launch = plan_matrix_tiles(product, matrix_tile(product), gate, 8, 5760, transposed)
+            launch((weight, x, x, bias, order, tiles, y))
     assert [kernel.name for kernel in kernels] == ["experts_matrix"] * 2
     assert all(kernel.spill_bytes == 0 for kernel in kernels)
     assert all(min(kernel.instructions["HGMMA"], kernel.instructions["UTMALDG"]) > 0 for kernel in kernels)
@@ -179,7 +175,7 @@ def test_experts_with_matrices_on_hopper(transposed: bool) -> None:
     assert not [line for kernel in kernels for line in kernel.ptxas_warnings if "C75" in line], "wgmma is serialised"
 
 
-def test_products_of_quantised_weights_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_of_quantised_weights_on_hopper() -> None:
     """All tiles of the kernels for Hopper: they multiply with tensor cores, and registers suffice."""
     n = 512
     k = 2048
@@ -187,20 +183,18 @@ def test_products_of_quantised_weights_on_hopper(monkeypatch: pytest.MonkeyPatch
     float8 = float8_weight(n, k, group_size=k)
     x = torch.zeros(64, k, dtype=torch.bfloat16)
     with compiling_for("sm90") as kernels:
-        # without a GPU one multiprocessor is assumed, which gets the tiles of large weights
+        # with one multiprocessor, a weight gets the tiles of large ones
         for weight in (int4, float8):
             for m in (16, 64):
-                launch_quantized_wgmma(x[:m], weight, None, None, 1.0)
-        for module in (quantized_gemv_kernel, quantized_wgmma_kernel):
-            monkeypatch.setattr(module, "multiprocessors", lambda device, otherwise: 132)
-        PLANS.clear()  # the number of multiprocessors is not in the keys
+                multiply_by("unpack_wgmma", x[:m], weight, num_sms=1)
         for weight in (int4, float8):
-            launch_quantized_gemv(x[:1], weight, None, None, None, None, 1.0)
+            multiply_by("gemv", x[:1], weight, num_sms=132)
             for m in (16, 64):
-                launch_quantized_wgmma(x[:m], weight, None, None, 1.0)
+                multiply_by("unpack_wgmma", x[:m], weight, num_sms=132)
     of_weight = ["_quantized_gemv", "_quantized_wgmma", "_sum_splits", "_quantized_wgmma", "_sum_splits"]
     assert [kernel.name for kernel in kernels] == ["_quantized_wgmma"] * 4 + of_weight * 2
-    assert wgmma_tile(1, 64, n, k, "int4") == wgmma_tile(132, 64, 28672, k, "int4") != wgmma_tile(132, 64, n, k, "int4")
+    small = dense("int4", n, k, tokens=64)
+    assert wgmma_tile(replace(small, num_sms=1)) == wgmma_tile(replace(small, n=28672)) != wgmma_tile(small)
     # 512 threads have 128 registers each
     assert all(kernel.registers <= 128 and kernel.spill_bytes <= 40 for kernel in kernels[:4])
     # Triton 3.9 spills 8 bytes where the number of registers is limited, so that four programs fit
@@ -210,15 +204,14 @@ def test_products_of_quantised_weights_on_hopper(monkeypatch: pytest.MonkeyPatch
     assert not [line for kernel in kernels for line in kernel.ptxas_warnings if "C75" in line], "wgmma is serialised"
 
 
-def test_products_in_float8_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_in_float8_on_hopper() -> None:
     n = 512
     k = 2048
     weight = float8_weight(n, k, group_size=k)
-    monkeypatch.setattr(scaled_wgmma_kernel, "multiprocessors", lambda device, otherwise: 132)
     with compiling_for("sm90") as kernels:
         for m in (2, 17, 64, 128):
             x = RoundedRows(torch.zeros(m, k).to(torch.float8_e4m3fn), torch.ones(m, 1), torch.bfloat16)
-            scaled_wgmma_kernel.launch_scaled_wgmma(x, weight, None, None, 1.0)
+            multiply_by("float8_wgmma", x, weight, num_sms=132)
     assert [kernel.name for kernel in kernels] == ["_scaled_wgmma"] * 4
     assert all(kernel.spill_bytes == 0 for kernel in kernels)
     assert all("QGMMA." in kernel.sass for kernel in kernels)

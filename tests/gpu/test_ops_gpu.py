@@ -7,12 +7,11 @@ from contextlib import AbstractContextManager
 
 import pytest
 import torch
+from products_by_kernel import without_kernels
 from rounded_once import assert_rounded_once, dtype_id, randn
 from torch import Tensor
 
 from fa_serve import ops
-from fa_serve.launching.plans import PLANS
-from fa_serve.ops.experts import kernel as experts_kernel
 from fa_serve.ops.torch_ops import TorchOps
 from fa_serve.testing import assert_matches_reference
 
@@ -259,9 +258,7 @@ MATRIX_CASES = {
         pytest.param(4096, (32, 4, 256, 64), id="one-block"),
     ],
 )
-def test_many_pairs_of_matrices(
-    tokens: int, sizes: tuple[int, int, int, int], case: str, bias: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_pairs_of_matrices(tokens: int, sizes: tuple[int, int, int, int], case: str, bias: bool) -> None:
     """Against float64 and the portable kernel. One expert has no pair, one has most, and some pairs are another process's."""
     gate, transposed = MATRIX_CASES[case]
     num_experts, top_k, hidden, width = sizes
@@ -280,10 +277,8 @@ def test_many_pairs_of_matrices(
     exact = EXACT.experts(x.double(), index, scores.double(), wide, False)
     eager = EXACT.experts(x, index, scores, experts, False)
     results = [ops.experts(x, index, scores, experts) for _ in range(CALLS)]
-    monkeypatch.setattr(experts_kernel, "choose_matrices", lambda *_: "portable")
-    PLANS.clear()
-    portable = ops.experts(x, index, scores, experts)
-    PLANS.clear()
+    with without_kernels("expert_matrices"):
+        portable = ops.experts(x, index, scores, experts)
     for out in results:
         assert_matches_reference(out, exact, eager)
         assert_matches_reference(out, exact, portable)

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import quantised_experts
 import torch
+from products_by_kernel import dequantised_by_kernel, kernel_for, only_kernels, rounded_by_kernel
 from quantised_copies import copy_of, dequantised, load
-from quantized import float4_weight, float8_weight, int4_weight, kernel_for, on_gpu
+from quantized import float4_weight, float8_weight, int4_weight, on_gpu
 from rounded_once import assert_rounded_once, dtype_id, randn
 from tiny_models import greedy
 from torch import Tensor
 
 from fa_serve import ops
 from fa_serve.engine import Engine, EngineConfig, SamplingParams
-from fa_serve.ops.experts import kernel as experts_kernel
-from fa_serve.ops.products.quantised.product import _COMPILES_GLUON
-from fa_serve.ops.products.quantised.rounding import launch_quantize_rows
-from fa_serve.ops.products.quantised.unpack import launch_dequantize
+from fa_serve.ops.experts import grouped
+from fa_serve.ops.products.problem import compiles_gluon
 from fa_serve.ops.products.quantised.weight import quantize_float8
 from fa_serve.ops.torch_ops import TorchOps
 from fa_serve.testing import assert_matches_reference
@@ -44,8 +44,8 @@ def gpu_randn(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_dequantised_has_the_bits_of_pytorch(name: str, dtype: torch.dtype) -> None:
     weight = WEIGHTS[name](200, 1000)
-    for _ in range(CALLS):
-        assert torch.equal(launch_dequantize(on_gpu(weight), dtype).cpu(), weight.dequantize(dtype))
+    for calls in range(1, CALLS + 1):
+        assert torch.equal(dequantised_by_kernel(on_gpu(weight), dtype, calls).cpu(), weight.dequantize(dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=dtype_id)
@@ -63,7 +63,7 @@ def test_one_token(name: str, n: int, k: int, gated: bool, dtype: torch.dtype) -
         exact = EXACT.linear(x.double(), weight, None, wide, activation, exact_residual, 0.5, None)
         given = None if residual is None else residual.clone()
         actual = ops.linear(x, weight, norm=norm, activation=activation, residual=given, alpha=0.5)
-        if kernel_for(x, weight) == "portable":
+        if kernel_for(x, weight) != "gemv":
             assert_rounded_once(actual, exact)
         else:  # rounds the normalised token, as PyTorch does
             assert_matches_reference(actual, exact, EXACT.linear(x, weight, None, norm, activation, residual, 0.5, None))
@@ -97,14 +97,14 @@ def test_several_tokens(name: str, m: int, n: int, k: int, dtype: torch.dtype) -
 def test_rows_are_rounded_as_pytorch_rounds_and_nan_stays() -> None:
     x = gpu_randn(33, 4100, dtype=torch.bfloat16)
     x[3] = 0
-    rounded, scales = launch_quantize_rows(x, None, None)
+    rounded, scales, _ = rounded_by_kernel(x)
     expected = quantize_float8(x)
     torch.testing.assert_close(scales, expected.scales, rtol=1e-6, atol=0)
     # a division that is rounded in another way moves a number by one step at most, and few numbers
     differs = (rounded.float() * scales - expected.data.float() * expected.scales).abs() > 1e-6
     assert float(differs.float().mean()) < 1e-3
     x[5, 7] = float("nan")
-    rounded, _ = launch_quantize_rows(x, None, torch.ones(1, device="cuda"))
+    rounded, _, _ = rounded_by_kernel(x, None, torch.ones(1, device="cuda"))
     assert rounded.float().isnan().nonzero().tolist() == [[5, 7]]
 
 
@@ -113,8 +113,8 @@ def test_rows_are_rounded_as_pytorch_rounds_and_nan_stays() -> None:
 def test_a_gate_rounds_what_it_would_have_written(scale: float | None, activation: str) -> None:
     gate_up = gpu_randn(130, 2 * 14336, dtype=torch.bfloat16)
     given = None if scale is None else torch.tensor([scale], device="cuda")
-    rounded, scales = launch_quantize_rows(gate_up, None, given, activation)
-    expected, expected_scales = launch_quantize_rows(ops.act_and_mul(gate_up, activation), None, given)
+    rounded, scales, _ = rounded_by_kernel(gate_up, None, given, activation)
+    expected, expected_scales, _ = rounded_by_kernel(ops.act_and_mul(gate_up, activation), None, given)
     assert torch.equal(scales, expected_scales)
     assert torch.equal(rounded.float(), expected.float())
 
@@ -176,18 +176,23 @@ def test_experts(name: str, dtype: torch.dtype) -> None:
         assert torch.equal(alone, found[0][-1:])
 
 
-@pytest.mark.parametrize("way", ["wgmma", "portable", "dequantized"])
+@pytest.fixture(params=["expert_wgmma", "grouped", "dequantise_experts"])
+def _one_kernel(request: pytest.FixtureRequest) -> Iterator[None]:
+    """This row of the table computes all products of experts."""
+    if request.param == "expert_wgmma" and not compiles_gluon():
+        pytest.skip("needs the Gluon of Triton 3.6 to 3.9")
+    if request.param == "expert_wgmma" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs Hopper")
+    with only_kernels(request.param):
+        yield
+
+
+@pytest.mark.usefixtures("_one_kernel")
 @pytest.mark.parametrize("name", ["mxfp4", "float8-row", "float8-G128", "int4-G128", "int4-G32-zeros"])
-def test_every_way_of_experts(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_kernel_of_experts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In bfloat16, with columns and rows that do not fill a tile: 1 to 128 pairs in a tile, uneven routing, experts of other
     processes, an input whose address is odd, and a graph that is replayed with another routing."""
-    if way == "wgmma" and not _COMPILES_GLUON:
-        pytest.skip("needs the Gluon of Triton 3.6 to 3.9")
-    if way == "wgmma" and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs Hopper")
-    monkeypatch.setattr(experts_kernel, "choose_experts", lambda *_: way)
-    monkeypatch.setattr(experts_kernel, "_MATRIX_BYTES", 8 * 2 * 272 * 416 * 2)  # 4 experts at a time, and then 2
-    experts_kernel.PLANS.clear()
+    monkeypatch.setattr(grouped, "MATRIX_BYTES", 8 * 2 * 272 * 416 * 2)  # 4 experts at a time, and then 2
     num_experts = 10
     hidden = 416
     width = 272 if name == "float8-G128" else 288
@@ -215,7 +220,6 @@ def test_every_way_of_experts(name: str, way: str, monkeypatch: pytest.MonkeyPat
     given.copy_(index)
     graph.replay()
     assert torch.equal(out, found[0])
-    experts_kernel.PLANS.clear()
 
 
 @pytest.mark.parametrize("name", quantised_experts.WRITERS)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from quantized import float8_weight, int4_weight, kernel_for, on_gpu
+from products_by_kernel import kernel_for, rounded_by_kernel
+from quantized import float8_weight, int4_weight, on_gpu
 from rounded_once import dtype_id, randn
 from torch import Tensor
 
 from fa_serve import ops
-from fa_serve.ops.products.quantised.rounding import launch_quantize_rows
 from fa_serve.ops.products.quantised.weight import FLOAT8, QuantizedWeight
 from fa_serve.ops.torch_ops import TorchOps
 from fa_serve.testing import assert_matches_reference
@@ -40,6 +40,15 @@ def columns_of(name: str) -> int:
     return next(columns for beginning, columns in COLUMNS.items() if name.startswith(beginning))
 
 
+def expected_kernel(name: str, dtype: torch.dtype, tokens: int) -> str:
+    """The row of the table. Columns of float8-G128 are no multiple of 128, and float16 may not hold its scales."""
+    if tokens == 1:
+        return "unpack_row" if name == "float8-G128" else "gemv"
+    if tokens <= 128:
+        return "unpack" if name == "float8-G128" and dtype == torch.float16 else "unpack_wgmma"
+    return "dequantise" if name == "float8-row" or dtype == torch.float16 else "one_expert"
+
+
 def gpu_randn(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     return randn(*shape, dtype=dtype, seed=seed).cuda()
 
@@ -56,10 +65,7 @@ def test_products(name: str, dtype: torch.dtype) -> None:
         residual = None if bias is None else gpu_randn(m, N, dtype=dtype, seed=9)
         for seed in range(CALLS):
             x = gpu_randn(m, k, dtype=dtype, seed=seed)
-            in_blocks = name == "float8-G128" and (m == 1 or dtype == torch.float16)
-            not_grouped = m > 128 and (dtype == torch.float16 or name == "float8-row")
-            kernel = "gemv" if m == 1 else "wgmma" if m <= 128 else "grouped"
-            assert kernel_for(x, weight) == ("portable" if in_blocks or not_grouped else kernel)
+            assert kernel_for(x, weight) == expected_kernel(name, dtype, m)
             given = [None if residual is None else residual.clone() for _ in range(2)]
             exact_residual = None if residual is None else residual.double()
             exact = EXACT.linear(x.double(), weight, wide, None, None, exact_residual, 0.5, None)
@@ -115,7 +121,7 @@ def test_large_weights(n: int, k: int, values: str) -> None:
         x = gpu_randn(m, k, dtype=torch.bfloat16, seed=m)
         taken = x.double()
         if m > 1 and values == "float8-row":
-            rounded, scales_of_rows = launch_quantize_rows(x, None, None)
+            rounded, scales_of_rows, _ = rounded_by_kernel(x)
             taken = rounded.double() * scales_of_rows.double()
         found = [ops.linear(x, weight) for _ in range(CALLS)]
         graph = torch.cuda.CUDAGraph()

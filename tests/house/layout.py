@@ -60,13 +60,13 @@ TESTED_BY = {
         "tests/ops/collectives/test_one_shot_interpreted.py",
         "device functions run inside of a kernel only",
     ),
-    "fa_serve.ops.experts.matrix_types": (
-        "tests/ops/experts/test_matrix.py",
-        "device functions run inside of a kernel only, and its types describe tiles to it",
-    ),
     "fa_serve.ops.experts.primitives": (
-        "tests/ops/experts/test_kernel_interpreted.py",
+        "tests/ops/experts/test_run_interpreted.py",
         "device functions run inside of a kernel only, and its other functions describe weights to these kernels",
+    ),
+    "fa_serve.ops.experts.rows": (
+        "tests/ops/experts/test_run_interpreted.py",
+        "both of its kernels compute the experts of a call, as those of many tokens do",
     ),
     "fa_serve.ops.products.quantised.primitives": (
         "tests/ops/products/quantised/test_unpack_interpreted.py",

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from cross_compile import TARGETS, UNLIKE, Kernel, compiling_for
+from products_by_kernel import dequantised_by_kernel, multiply_by, rounded_by_kernel, without_kernels
 from quantized import float4_weight, float8_weight, int4_weight
 from torch import Tensor
 
@@ -16,14 +17,12 @@ from fa_serve.ops.elementwise.addition import launch_add
 from fa_serve.ops.elementwise.norm import launch_rms_norm
 from fa_serve.ops.elementwise.rotary import launch_rotary_store_kv
 from fa_serve.ops.elementwise.rotary_latent import launch_rotary_store_latent
-from fa_serve.ops.experts import kernel as experts_kernel
-from fa_serve.ops.experts.kernel import launch_experts
 from fa_serve.ops.experts.routing import launch_route
-from fa_serve.ops.products.quantised.product import MAX_GATED, converts_float8
-from fa_serve.ops.products.quantised.rounding import launch_quantize_rows
-from fa_serve.ops.products.quantised.unpack import launch_dequantize, launch_quantized_linear, launch_quantized_row
-from fa_serve.ops.products.row import launch_linear_row
-from fa_serve.ops.products.row_invariant import launch_invariant_linear, launch_invariant_sum
+from fa_serve.ops.experts.run import compute_experts
+from fa_serve.ops.products.problem import converts_float8
+from fa_serve.ops.products.quantised.rounding import MAX_GATED
+from fa_serve.ops.products.row_invariant import launch_invariant_sum
+from fa_serve.ops.products.run import multiply_invariant
 from fa_serve.ops.sampling.kernel import launch_sample_rows
 
 
@@ -94,7 +93,7 @@ def test_product_of_one_token(target: str) -> None:
     with compiling_for(target) as kernels:
         for n, k, gated in shapes:
             weight = bf16(2 * n if gated else n, k)
-            launch_linear_row(bf16(1, k), weight, None, Norm(bf16(k), 1e-6), "silu" if gated else None, None, 1.0)
+            multiply_by("row", bf16(1, k), weight, None, Norm(bf16(k), 1e-6), "silu" if gated else None)
     assert [kernel.spill_bytes for kernel in kernels] == [0] * 5
 
 
@@ -106,7 +105,7 @@ def test_kernels_of_sampling_and_of_deterministic_mode(target: str) -> None:
     with compiling_for(target) as kernels:
         launch_sample_rows(bf16(3, 151936), None, None, None, None, None, ints, ints, None)
         launch_sample_rows(bf16(3, 151936), ints, floats, ints, floats, floats, ints, ints, None)
-        launch_invariant_linear(bf16(3, 4096), bf16(1024, 4096), bf16(1024))
+        multiply_invariant(bf16(3, 4096), bf16(1024, 4096), bf16(1024))
         launch_invariant_sum(bf16(3, 4096))
     assert [kernel.name for kernel in kernels] == ["_sample_rows"] * 2 + ["_invariant_linear", "_invariant_sum"]
     assert [kernel.spill_bytes for kernel in kernels] == [0, 80 if target == "sm80" else 0, 0, 0]
@@ -120,14 +119,14 @@ def test_products_with_quantised_weights(target: str) -> None:
         weights += [float8_weight(2048, 1024, group_size=1024), float8_weight(2048, 1024, group_size=128)]
     with compiling_for(target) as kernels:
         for weight in weights:
-            launch_quantized_row(bf16(1, 1024), weight, None, Norm(bf16(1024), 1e-6), "silu", None, 1.0)
-            launch_quantized_linear(bf16(2, 1024), weight, None, bf16(2, 2048), 1.0)
-            launch_quantized_linear(bf16(200, 1024), weight, bf16(2048), None, 1.0)
-            launch_dequantize(weight, torch.bfloat16)
+            multiply_by("unpack_row", bf16(1, 1024), weight, None, Norm(bf16(1024), 1e-6), "silu")
+            multiply_by("unpack", bf16(2, 1024), weight, residual=bf16(2, 2048))
+            multiply_by("unpack", bf16(200, 1024), weight, bf16(2048))
+            dequantised_by_kernel(weight, torch.bfloat16)
         if len(weights) > 1:
-            launch_quantize_rows(bf16(3, 14336), Norm(bf16(14336), 1e-6), None)
-            launch_quantize_rows(bf16(3, 28672), None, torch.ones(1))
-            launch_quantize_rows(bf16(3, 2 * MAX_GATED), None, None, "silu")
+            rounded_by_kernel(bf16(3, 14336), Norm(bf16(14336), 1e-6))
+            rounded_by_kernel(bf16(3, 28672), None, torch.ones(1))
+            rounded_by_kernel(bf16(3, 2 * MAX_GATED), activation="silu")
     assert [kernel.spill_bytes for kernel in kernels] == [0] * len(kernels)
     assert max(kernel.shared_bytes for kernel in kernels) <= 99 * 1024
     if target == "sm90":
@@ -151,9 +150,8 @@ MIXTURES_OF = [
 
 
 @pytest.mark.parametrize(("mixture", "target", "counts"), MIXTURES_OF, ids=str)
-def test_experts(mixture: str, target: str, counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts(mixture: str, target: str, counts: tuple[int, ...]) -> None:
     """The portable kernels, which Hopper has for many pairs in other dtypes and in deterministic mode."""
-    monkeypatch.setattr(experts_kernel, "choose_matrices", lambda *_: "portable")
     sizes, gate, _ = MIXTURES[mixture]
     num_experts, top_k, hidden, width = sizes
     weights = [torch.empty(num_experts, *shape, dtype=torch.bfloat16) for shape in ((2 * width, hidden), (hidden, width))]
@@ -162,11 +160,11 @@ def test_experts(mixture: str, target: str, counts: tuple[int, ...], monkeypatch
         biases = [bf16(*w.shape[:2]) for w in weights]
         weights = [w.view(num_experts, w.shape[2], w.shape[1]).transpose(1, 2) for w in weights]
     experts = ExpertWeights(weights[0], biases[0], weights[1], biases[1], gate)
-    with compiling_for(target) as kernels:
+    with compiling_for(target) as kernels, without_kernels("expert_matrices"):
         for tokens in counts:
             x = bf16(tokens, hidden)
             index = torch.zeros(tokens, top_k, dtype=torch.int64)
-            launch_experts(x, index, bf16(tokens, top_k), experts, False)
+            compute_experts(x, index, bf16(tokens, top_k), experts, False)
     few = ["_gated_rows", "_mixed_rows"]
     many = ["_sort_pairs", "_grouped_linear", "_grouped_linear", "_sum_experts"]
     by_rows = not gate.interleaved  # transposed weights have no contiguous rows
@@ -202,7 +200,7 @@ def test_quantised_experts(target: str) -> None:
             experts = ExpertWeights(gate_up, biases[0], down, biases[1], GPT_OSS)
             for tokens in (1, 200):
                 index = torch.zeros(tokens, 2, dtype=torch.int64)
-                launch_experts(bf16(tokens, hidden), index, bf16(tokens, 2), experts, False)
+                compute_experts(bf16(tokens, hidden), index, bf16(tokens, 2), experts, False)
     few = ["_gated_rows", "_mixed_rows"]
     many = ["_sort_pairs", "_grouped_linear", "_grouped_linear", "_sum_experts"]
     if target == "sm90":

@@ -1,7 +1,7 @@
 """Runs the Python source of the Gluon kernels of ops on a CPU, one program after the other.
 
-    with emulated(quantized_gemv_kernel):
-        y = launch_quantized_gemv(x, weight, ...)           # CPU tensors; plan and kernel are the product's
+    with emulated(gemv):
+        y = multiply_by("gemv", x, weight, ...)           # CPU tensors; plan and kernel are the product's
 
 Tensors of Gluon are tensors of PyTorch, inline assembly is interpreted, and shared memory holds large numbers until it is
 written. An asynchronous copy takes place when its group is waited for, which is as late as the hardware may do it. So a wrong
@@ -225,6 +225,23 @@ def _store_product(y: Any, out: _Pointer, residual: _Pointer | None, alpha: floa
     (out + offsets).store(y.to(out.dtype.element_ty), keep)
 
 
+def _sum_splits(tensors: Any, count: int, alpha: float, *_: Any) -> None:
+    """`split_k._sum_splits`, whose source is written in Triton."""
+    sums, bias, residual, out = tensors
+    y = sums.sum(0) + (0 if bias is None else bias.float())
+    out.copy_(y if residual is None else residual.float() + alpha * y)
+
+
+def _add(tensors: Any, count: int, alpha: float, *_: Any) -> None:
+    """`addition._add`, whose source is written in Triton."""
+    x, y = tensors
+    x.copy_(x.float() + alpha * y.float())
+
+
+_IN_TRITON: dict[str, Callable[..., None]] = {"_sum_splits": _sum_splits, "_add": _add}
+"""Kernels that are launched after those in Gluon, by the names of their functions."""
+
+
 @contextlib.contextmanager
 def _replaced(modules: list[types.ModuleType], names: dict[str, Any]) -> Iterator[None]:
     """Within this context, names that the modules have stand for other things."""
@@ -258,6 +275,9 @@ def emulated(module: types.ModuleType) -> Iterator[None]:
     }
 
     def launch(self: Launch, tensors: Any, *late: float) -> None:
+        if isinstance(self._kernel, JITFunction):
+            _IN_TRITON[self._kernel.fn.__name__](tensors, *self._numbers)
+            return
         pointers = [None if x is None else _Pointer(x) for x in tensors]
         for program in range(self._grid[0]):
             copies = _Copies()

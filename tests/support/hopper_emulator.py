@@ -77,8 +77,7 @@ from fa_serve.backends.hopper.split_kv import tile_scheduler as piece_table
 from fa_serve.backends.triton import primitives, row_statistics, splits
 from fa_serve.backends.triton.float8_inputs import BLOCK_KEYS
 from fa_serve.launching.launch import Launch, View
-from fa_serve.ops.experts import matrix as experts_matrix_kernel
-from fa_serve.ops.experts import matrix_types as experts_matrix_types
+from fa_serve.ops.experts import matrix_wgmma
 
 
 class _Shared:
@@ -363,8 +362,7 @@ _MODULES = (
     latent_types,
     latent_warps,
     latent_decode,
-    experts_matrix_types,
-    experts_matrix_kernel,
+    matrix_wgmma,
 )
 """Their functions share one name space, so no two of them have the same name."""
 
@@ -485,6 +483,5 @@ def emulated(
         mock.patch.object(Launch, "__call__", launch),
         mock.patch.object(forward, "multiprocessors", return_value=resident_blocks),
         mock.patch.object(latent_decode, "multiprocessors", return_value=resident_blocks),
-        mock.patch.object(experts_matrix_kernel, "multiprocessors", return_value=resident_blocks),
     ):
         yield

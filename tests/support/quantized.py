@@ -1,14 +1,11 @@
-"""Random quantised weights, and which kernel multiplies them on a GPU."""
+"""Random quantised weights."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
-from fa_serve import spec
-from fa_serve.ops.products.quantised.choice import kernel_of
 from fa_serve.ops.products.quantised.weight import FLOAT8, QuantizedWeight, pack_int4
 
 
@@ -59,10 +56,3 @@ def float4_weight(n: int, k: int, *, seed: int = 0) -> QuantizedWeight:
 def on_gpu(weight: QuantizedWeight) -> QuantizedWeight:
     names = ("data", "scales", "zeros", "columns", "input_scale")
     return replace(weight, **{n: None if (x := getattr(weight, n)) is None else x.cuda() for n in names})
-
-
-def kernel_for(x: Tensor, weight: QuantizedWeight) -> str:
-    """Which kernel unpacks a weight for x, with a release of Triton that compiles those for Hopper."""
-    n, k = weight.shape
-    arch = spec.arch_of(x.device)
-    return kernel_of(weight.values, (n, k), weight.group_size, x.shape[0], x.dtype, weight.scales.dtype, arch)

@@ -21,6 +21,7 @@ import tempfile
 import xml.etree.ElementTree as ET
 from collections import Counter
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -133,28 +134,37 @@ def census() -> dict[str, dict[str, str]]:
 
 
 def kept_weights() -> list[dict[str, str]]:
-    """For each format that `examples/quantise.py` writes: how weights are kept, and who computes their products."""
+    """For each format that `examples/quantise.py` writes: how weights are kept, and the kernels of a weight of 4096 x 4096."""
     import torch
 
     sys.path.append(str(HERE.parent / "examples"))
     from quantise import formats
 
+    from fa_serve.hf.surgery.quantised.linear import product_of
     from fa_serve.hf.weights.quantization_plan import read_config
-    from fa_serve.ops.products.quantised.choice import explain
+    from fa_serve.ops.products.table import kernels_by_tokens
 
     found = []
     for name, (_, config) in formats(128).items():
         scheme = read_config(config).scheme_of("model.layers.0.mlp.up_proj", torch.nn.Linear(1, 1))
         assert scheme is not None
-        gpus = {gpu: explain(scheme.is_packed, scheme.by_row, torch.bfloat16, "cuda", arch) for gpu, arch in GPUS.items()}
+        gpus = {
+            gpu: kernels_by_tokens(product_of(scheme, 4096, 4096, torch.bfloat16, "cuda", arch)) for gpu, arch in GPUS.items()
+        }
         found.append({"format": name, "kept": scheme.description, **gpus})
     return found
 
 
 def kept_experts() -> list[dict[str, str]]:
-    """For each format of quantised experts: how they are kept, and who computes them, or why they are refused."""
+    """For each format of quantised experts: how they are kept, and which kernels compute them, or that they are refused.
+
+    The experts are those of Qwen3-30B-A3B: 128 of 2048 -> 768 -> 2048, of which a token takes 8.
+    """
+    import torch
+
+    from fa_serve.hf.surgery.quantised.linear import product_of
     from fa_serve.hf.weights.quantization_plan import read_config
-    from fa_serve.ops.products.quantised.choice import explain_experts
+    from fa_serve.ops.products.table import kernels_of_experts
     from fa_serve.spec import ParameterError
 
     float8 = {"num_bits": 8, "type": "float", "strategy": "channel"}
@@ -171,11 +181,15 @@ def kept_experts() -> list[dict[str, str]]:
     }
     found = []
     for name, config in configs.items():
-        row = {"format": name, "kept": "", "GPU": "refused", "CPU": "refused"}
+        row = {"format": name, "kept": "", **dict.fromkeys(GPUS, "refused")}
         with suppress(ParameterError):
             scheme = read_config(config).scheme_of_experts("model.layers.0.mlp.experts")
             assert scheme is not None
-            row |= {"kept": scheme.description, "GPU": explain_experts("cuda"), "CPU": explain_experts("cpu")}
+            row["kept"] = scheme.description
+            for gpu, arch in GPUS.items():
+                both = [product_of(scheme, n, k, torch.bfloat16, "cuda", arch) for n, k in ((1536, 2048), (2048, 768))]
+                first, second = (replace(each, num_experts=128, top_k=8) for each in both)
+                row[gpu] = kernels_of_experts((replace(first, gated=True), second))
         found.append(row)
     return found
 
@@ -313,7 +327,8 @@ def _quantised(results: dict[str, Any]) -> list[str]:
         "",
         "The engine reads quantised layers from the files of a checkpoint. It needs no other package and makes no copy of the",
         "weights in full precision, and it fuses quantised decoder layers like others. `examples/quantise.py` writes small",
-        "copies of a model in each of these formats. For bfloat16 and groups of 128, these compute the products:",
+        "copies of a model in each of these formats. For bfloat16, groups of 128 and a weight of 4096 x 4096, these rows of",
+        "the [table of kernels](products-table.md) compute the products:",
         "",
         "| format | weights | " + " | ".join(GPUS) + " |",
         "|---|---|" + "---|" * len(GPUS),
@@ -338,9 +353,11 @@ def _quantised(results: dict[str, Any]) -> list[str]:
         "leave activations as they are, in deterministic mode too. On a GPU, kernels unpack the weights. A CPU dequantises the",
         "experts that tokens have chosen. Act-order gives each expert another order of columns, and is refused.",
         "",
-        "| format | weights of experts | GPU | CPU |",
-        "|---|---|---|---|",
-        *[f"| {x['format']} | {x['kept']} | {x['GPU']} | {x['CPU']} |" for x in results["kept_experts"]],
+        "For the experts of Qwen3-30B-A3B in bfloat16, 128 of which a token takes 8, these kernels multiply:",
+        "",
+        "| format | weights of experts | " + " | ".join(GPUS) + " |",
+        "|---|---|" + "---|" * len(GPUS),
+        *[f"| {x['format']} | {x['kept']} | " + " | ".join(x[gpu] for gpu in GPUS) + " |" for x in results["kept_experts"]],
         "",
         f"Of transformers' formats, fa_serve loads {', '.join(by_loader['fa_serve'])}. It leaves",
         f"{', '.join(by_loader['transformers'])} to transformers, whose modules run in layers that are not fused.",

@@ -29,7 +29,7 @@ def _copy_heads(x_ptr, cache_ptr, descale_ptr, heads, num_heads, strides, DIM: t
     stride_xh, stride_xd, stride_ch = strides
     offs_d = tl.arange(0, BLOCK_D)
     keep = (heads < num_heads)[:, None] & (offs_d < DIM)[None, :]
-    x = tl.load(x_ptr + heads[:, None] * stride_xh + offs_d[None, :] * stride_xd, mask=keep)
+    x = tl.load(x_ptr + heads[:, None] * stride_xh + offs_d[None, :].to(tl.int64) * stride_xd, mask=keep)
     if descale_ptr is not None:
         descale = tl.load(descale_ptr + heads, mask=heads < num_heads, other=1.0)
         x = tl.div_rn(x.to(tl.float32), tl.broadcast_to(descale[:, None], x.shape))
@@ -95,7 +95,7 @@ def plan_store_kv(tensors: StoreTensors) -> Run:
     block_dv = padded_dim(dim_v)
     block_h = max(1, min(power_of_2(num_heads), _TILE // max(block_d, block_dv)))
     head_blocks = -(-num_heads // block_h)
-    pdl = spec.arch_of(k.device) >= 90
+    pdl = spec.has_programmatic_launch(spec.arch_of(k.device))
     return Launch(
         _store_kv,
         total * head_blocks,

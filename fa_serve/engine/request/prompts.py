@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from fa_serve.engine.request.params import SamplingParams
 from fa_serve.spec import ParameterError
 
 MAX_IDS = 1 << 20
 """Tokens of a text that `PromptReader.encode` takes even if the model's context is shorter, so that they can be counted."""
+MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
+"""Characters that are in no text, as Unicode says."""
 PIECE = 1 << 18
 """Characters that are tokenized at once in order to count them."""
 
@@ -54,8 +55,11 @@ class PromptReader:
             raise ParameterError("prompt", rule, len(tokens), "context_length_exceeded")
         return tokens
 
-    def encode(self, text: str, special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, special_tokens: bool = True, plain: Sequence[tuple[int, int]] = ()) -> list[int]:
         """The token ids of a text.
+
+        special_tokens: the tokenizer adds those that it adds to every text
+        plain:          places of the text, as (begin, end) and in order, where the name of a special token is plain text
 
         This calls tokenizers without transformers, which takes longer and warns of texts longer than the model's limit. The
         text is sent as a batch of one, because that releases the interpreter's lock.
@@ -72,8 +76,35 @@ class PromptReader:
             raise ParameterError("prompt", rule, text[error.start : error.end]) from None
         if num_bytes > self.max_ids:
             self._require_few_ids(text)
+        if plain:
+            return self._encode_with_plain(text, special_tokens, plain)
         ids: list[int] = self._encoding(text, special_tokens).ids
         return ids
+
+    def _encode_with_plain(self, text: str, special_tokens: bool, plain: Sequence[tuple[int, int]]) -> list[int]:
+        """A mark between the characters of a name keeps the tokenizer from finding it. The tokens of the marks are left out."""
+        mark = next((mark for mark in MARKS if mark not in text), None)
+        if mark is None:
+            rule = "not hold both names of special tokens and all of Unicode's noncharacters from U+FDD0 to U+FDEF"
+            raise ParameterError("prompt", rule, text)
+        pieces = []
+        position = 0
+        for begin, end in plain:
+            pieces += [text[position:begin], mark.join(text[begin:end])]
+            position = end
+        marked = "".join([*pieces, text[position:]])
+        [encoding] = self._tokenizer.backend_tokenizer.encode_batch([marked], add_special_tokens=special_tokens)
+        ids = []
+        for token, (begin, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            source = marked[begin:end]
+            if mark not in source:
+                ids.append(token)
+            elif source.strip(mark):
+                break  # a token of more than the mark, as a tokenizer makes it of characters that it does not know
+        else:
+            return ids
+        parts = marked.split(mark)
+        return [token for n, part in enumerate(parts) for token in self._encoding(part, special_tokens and n == 0).ids]
 
     def too_long(self, length: int | str) -> ParameterError:
         """The error about a text with more than `max_chars` characters."""
@@ -129,19 +160,3 @@ def _most_characters(tokenizer: Tokenizer) -> int:
     """
     longest = max(map(len, tokenizer.get_vocab()), default=1)
     return longest * (1 if tokenizer.normalizer is None else 4)
-
-
-def params_of_each(
-    prompts: Sequence[str | Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None
-) -> Sequence[SamplingParams]:
-    """The parameters of each prompt. params: for all prompts, or one for each; None are the defaults
-
-    Raises ParameterError if the numbers differ, or if the prompts are one text.
-    """
-    if isinstance(prompts, str):
-        raise ParameterError("prompts", "be a list of prompts, not one text", prompts)
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * len(prompts)
-    if len(params) != len(prompts):
-        raise ParameterError("params", f"be one SamplingParams, or one for each of {len(prompts)} prompts", len(params))
-    return params

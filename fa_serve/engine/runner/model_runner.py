@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -31,8 +31,7 @@ from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.runner.batch_arrays import BatchArrays, batch_arrays
 from fa_serve.engine.runner.cuda_graphs import Inputs, OnError, Shape, StepGraphs, pad, padding
 from fa_serve.engine.runner.deterministic import NUM_SPLITS, deterministic_mode
-from fa_serve.engine.runner.prepared_batch import Forward, PreparedBatch
-from fa_serve.engine.runner.results import PendingResult
+from fa_serve.engine.runner.results import PendingResult, PromptSpan
 from fa_serve.engine.runner.sampler import SampleParams, TokenCounts, log_probabilities, sample, sampling_arrays
 from fa_serve.engine.runner.transfer import packed_size, send
 from fa_serve.engine.scheduler.scheduled_batch import ScheduledBatch
@@ -45,6 +44,40 @@ from fa_serve.hf.surgery.quantised.linear import QuantizedLinear
 from fa_serve.launching.compilations import num_compilations
 
 log = logging.getLogger("fa_serve.engine")
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedBatch:
+    """The tensors of one step, on the device.
+
+    inputs:         what the forward takes; or a shape, if the inputs are in the block of the graphs, padded to that shape
+    sampled_slots:  (n,) int64, the slots of the sequences that sample
+    logprob_rows:   (m,) int64, rows that want log-probabilities; None if there are none
+    prompt_targets: (k,) int64, prompt tokens whose log-probabilities are wanted; None if there are none
+    """
+
+    inputs: Inputs | Shape
+    sampled_slots: Tensor
+    logprob_rows: Tensor | None
+    prompt_targets: Tensor | None
+    sampling: SampleParams
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """A launched forward whose tokens have not been sampled yet.
+
+    logits:       (rows, vocab), a row for each of `sequences`, then those of `prompt_spans`; valid until the next launch
+    sequences:    those that sample, by row
+    logprob_rows: rows of `sequences` that want log-probabilities
+    prompt_spans: the prompt tokens whose log-probabilities are wanted
+    """
+
+    prepared: PreparedBatch
+    logits: Tensor
+    sequences: list[SequenceState]
+    logprob_rows: list[int]
+    prompt_spans: list[PromptSpan]
 
 
 class ModelRunner:

@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from fa_serve.ops.products.quantised.weight import FLOAT8, RUN, SYMMETRIC_ZERO, QuantizedWeight, pack_int4
+from fa_serve.ops.products.quantised.weight import FLOAT8, RUN, SYMMETRIC_ZERO, QuantizedWeight, Values, pack_int4
 from fa_serve.spec import ParameterError, dtype_name
 
 
@@ -33,13 +33,8 @@ class Scheme(Protocol):
         ...
 
     @property
-    def is_packed(self) -> bool:
-        """Whether the weights have 4 bits."""
-        ...
-
-    @property
-    def by_row(self) -> bool:
-        """Whether a row has one scale."""
+    def values(self) -> Values:
+        """The kind of the weights' values."""
         ...
 
     @property
@@ -103,12 +98,8 @@ class _Int4:
     group_size: int
 
     @property
-    def is_packed(self) -> bool:
-        return True
-
-    @property
-    def by_row(self) -> bool:
-        return self.group_size == -1
+    def values(self) -> Values:
+        return "int4"
 
     @property
     def columns_of_group(self) -> int:
@@ -268,12 +259,8 @@ class Float8:
     input_scale: str | None = None
 
     @property
-    def is_packed(self) -> bool:
-        return False
-
-    @property
-    def by_row(self) -> bool:
-        return not self.block[1]
+    def values(self) -> Values:
+        return "float8"
 
     @property
     def columns_of_group(self) -> int:
@@ -331,8 +318,7 @@ class Rounded(Float8):
 class Mxfp4:
     """gpt-oss' layout: blocks of 32 numbers of e2m1 in 16 bytes, the first in the lower bits, and scales of e8m0."""
 
-    is_packed: bool = True
-    by_row: bool = False
+    values: Values = "float4"
     columns_of_group: int = RUN
     ordered: bool = False
     row_axis: int = 0

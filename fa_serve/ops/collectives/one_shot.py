@@ -191,7 +191,7 @@ def _plan_one_shot(x: Tensor, peers: Peers, out: Tensor, residual: Tensor | None
     programs = min(-(-rows // tile_rows), most)
     stride_r = 0 if residual is None else residual.stride(0)
     arch = spec.arch_of(x.device)
-    pdl = arch >= 90
+    pdl = spec.has_programmatic_launch(arch)
     # weights are loaded before the wait, unless the registers are needed for the rows
     early = block <= 8192
     sizes = (peers.rank, peers.size, power_of_2(peers.size + 1), width, block, tile_rows, FLAG_BYTES, MAX_BYTES)

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from fa_serve.launching.launch import launch_options
 from fa_serve.ops.collectives.peer_buffers import MAX_PROGRAMS
+from fa_serve.spec import has_programmatic_launch
 
 TILE_BYTES = 8192
 """What a program adds up at once, unless a row is longer."""
@@ -29,7 +30,7 @@ def per_processor(row_bytes: int) -> int:
 def sum_options(arch: int, numbers: int, row_bytes: int) -> dict[str, Any]:
     """The launch options of a program that adds up so many numbers at once, with which `per_processor` of them fit."""
     num_warps = min(16, max(1, numbers // 256))
-    options = launch_options(arch >= 90, num_warps)
+    options = launch_options(has_programmatic_launch(arch), num_warps)
     if arch >= 70 and num_warps == 16:
         options["maxnreg"] = 128 // per_processor(row_bytes)  # with which the programs share the 65,536 registers
     return options

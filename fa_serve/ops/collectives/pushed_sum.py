@@ -194,7 +194,7 @@ def plan_pushed_sum(x: Tensor, peers: Peers, out: Tensor, residual: Tensor | Non
     programs = min(-(-rows // tile_rows), peers.processors * per_processor(row_bytes), room, MAX_PROGRAMS)
     stride_r = 0 if residual is None else residual.stride(0)
     arch = spec.arch_of(x.device)
-    pdl = arch >= 90
+    pdl = spec.has_programmatic_launch(arch)
     # what does not come from the other rank is loaded before the wait, unless there are too few registers for it
     early = row_bytes <= 2 * TILE_BYTES
     sizes = (peers.rank, width, block, tile_rows, _AHEAD, _SLOTS, slot_bytes)

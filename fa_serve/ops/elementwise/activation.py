@@ -70,20 +70,20 @@ def launch_act_and_mul(x: Tensor, activation: str) -> Tensor:
     if run is None:
         if total == 0:
             return out
-        run = PLANS.add(key, _plan(x, activation, out))
+        pdl = spec.has_programmatic_launch(spec.arch_of(x.device))
+        run = PLANS.add(key, plan_act_and_mul(total, width // 2, x.stride(0), activation, pdl))
     run((x, out))
     return out
 
 
-def _plan(x: Tensor, activation: str, out: Tensor) -> Launch:
-    total, width = out.shape
+def plan_act_and_mul(total: int, width: int, stride: int, activation: str, pdl: bool) -> Launch:
+    """The launch on (x, out), which are (total, 2 * width) and (total, width). stride: of x's rows"""
     block = min(1024, power_of_2(width))
     blocks = -(-width // block)
-    pdl = spec.arch_of(x.device) >= 90
     return Launch(
         _act_and_mul,
         total * blocks,
         varying=(blocks,),
-        fixed=(x.stride(0), out.stride(0), width, ACTIVATION_KINDS[activation], block, pdl),
+        fixed=(stride, width, width, ACTIVATION_KINDS[activation], block, pdl),
         options=launch_options(pdl, 4),
     )

@@ -36,7 +36,7 @@ def launch_add(x: Tensor, y: Tensor, alpha: float) -> Tensor:
     if run is None:
         if x.numel() == 0:
             return x
-        pdl = spec.arch_of(x.device) >= 90
+        pdl = spec.has_programmatic_launch(spec.arch_of(x.device))
         run = Launch(
             _add,
             triton.cdiv(x.numel(), _BLOCK),

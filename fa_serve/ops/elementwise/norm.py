@@ -66,16 +66,17 @@ def launch_rms_norm(x: Tensor, norm: Norm, residual: Tensor | None, out: Tensor 
     if run is None:
         if x.shape[0] == 0:
             return out
-        run = PLANS.add(key, _plan(x, residual, out, eps, offset))
+        run = PLANS.add(key, plan_rms_norm(x, residual, out, eps, offset))
     run((x, weight, residual, out))
     return out
 
 
-def _plan(x: Tensor, residual: Tensor | None, out: Tensor, eps: float, offset: float) -> Launch:
+def plan_rms_norm(x: Tensor, residual: Tensor | None, out: Tensor, eps: float, offset: float) -> Launch:
+    """The launch on (x, weight, residual, out) of these shapes and strides."""
     total, width = x.shape
     block = power_of_2(width)
     stride_r = 0 if residual is None else residual.stride(0)
-    pdl = spec.arch_of(x.device) >= 90
+    pdl = spec.has_programmatic_launch(spec.arch_of(x.device))
     return Launch(
         _rms_norm,
         total,

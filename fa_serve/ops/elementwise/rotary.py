@@ -230,7 +230,7 @@ def _plan(
     # is faster than 4 in all of these.
     block_heads = 32 if heads % 32 == 0 and dim <= 128 else 16
     head_blocks = -(-heads // block_heads)
-    pdl = spec.arch_of(qkv.device) >= 90
+    pdl = spec.has_programmatic_launch(spec.arch_of(qkv.device))
     layout = HeadLayout(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,

@@ -18,8 +18,9 @@ from fa_serve import spec
 from fa_serve.launching.plans import facts
 from fa_serve.ops.elementwise.activation import ACTIVATION_KINDS, activate
 from fa_serve.ops.ops_backend import Gate, Weight
-from fa_serve.ops.products.quantised.choice import converts_float8
-from fa_serve.ops.products.quantised.primitives import count_parts, kernel_values, unit_columns
+from fa_serve.ops.products.problem import Product, converts_float8
+from fa_serve.ops.products.quantised.primitives import kernel_values
+from fa_serve.ops.products.quantised.tiles import count_parts, unit_columns
 from fa_serve.ops.products.quantised.weight import BLOCK, QuantizedWeight
 
 
@@ -76,9 +77,9 @@ def expert_tensors(weight: Weight) -> tuple[Tensor, Tensor | None, Tensor | None
     return weight, None, None
 
 
-def kernel_constants(weight: Weight, *, by_rows: bool = False) -> tuple[int, int, int]:
+def kernel_constants(product: Product, *, by_rows: bool = False) -> tuple[int, int, int]:
     """GROUP, VALUES and PARTS of the kernels. by_rows: columns are read in units, and not in blocks"""
-    if isinstance(weight, QuantizedWeight):
-        unit = unit_columns(weight) if by_rows else BLOCK
-        return weight.group_size, kernel_values(weight), count_parts(weight, unit)
-    return 0, 0, 1
+    if product.values == "float":
+        return 0, 0, 1
+    unit = unit_columns(product) if by_rows else BLOCK
+    return product.group, kernel_values(product), count_parts(product, unit)

@@ -99,7 +99,7 @@ def launch_route(logits: Tensor, bias: Tensor | None, router: Router, dtype: tor
         if tokens == 0:
             return weights, index
         sizes = (power_of_2(num_experts), power_of_2(top_k))
-        pdl = spec.arch_of(logits.device) >= 90
+        pdl = spec.has_programmatic_launch(spec.arch_of(logits.device))
         fixed = (logits.stride(0), num_experts, top_k, uses_sigmoid, renormalise, num_groups, top_groups, *sizes, pdl)
         run = PLANS.add(key, Launch(_route, tokens, varying=(scale,), fixed=fixed, options=launch_options(pdl, 1)))
     run((logits, bias, weights, index))

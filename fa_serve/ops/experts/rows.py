@@ -3,18 +3,15 @@
 Two launches without a sort, in the manner of `products/row.py`: there the time is that of reading the weights. `_gated_rows`
 computes the gated values of each pair, and `_mixed_rows` the weighted sum over the experts of each token. On Hopper and later
 GPUs they are launched programmatically, see `primitives.wait_for_previous_kernel`, and `_mixed_rows` requests its weights while
-`_gated_rows` ends. Left out: many tokens, and when there are few of them (kernel.py).
+`_gated_rows` ends. Left out: many tokens.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fa_serve import spec
 from fa_serve.backends.triton.primitives import wait_for_previous_kernel
 from fa_serve.launching.launch import Launch, launch_options, power_of_2
 from fa_serve.launching.plans import Run
@@ -27,23 +24,10 @@ from fa_serve.ops.experts.primitives import (
     rows_of_weights,
     weight_strides,
 )
-from fa_serve.ops.ops_backend import ExpertWeights, Weight
-from fa_serve.ops.products.quantised.primitives import add_row_sums, load_units, row_result, unit_columns
-from fa_serve.ops.products.quantised.weight import QuantizedWeight
-
-
-class RowTile(NamedTuple):
-    """block_n rows of the weights by block_k elements of each, which a program of num_warps warps reads at once.
-
-    vector: neighbouring elements of a row that a thread has, or 1
-    stages: tiles that are loaded before the first is used. Quantised weights have one
-    """
-
-    block_n: int
-    block_k: int
-    vector: int
-    stages: int
-    num_warps: int
+from fa_serve.ops.ops_backend import ExpertWeights
+from fa_serve.ops.products.problem import Product
+from fa_serve.ops.products.quantised.primitives import add_row_sums, load_units, row_result
+from fa_serve.ops.products.table import Choice
 
 
 @triton.jit
@@ -280,15 +264,21 @@ def _mixed_rows(
     tl.store(out_ptr + token * N + n, y.to(out_ptr.dtype.element_ty), mask=n < N)
 
 
-def plan_rows(x: Tensor, index: Tensor, experts: ExpertWeights) -> Run:
-    """A plan of two launches, for a call of `fa_serve.ops.experts` with contiguous tensors."""
-    tokens, top_k = index.shape
-    num_experts, hidden, width = experts.sizes
-    pdl = spec.arch_of(x.device) >= 90
-    first = gated_tile(experts.gate_up)
+def plan_rows(first: Choice, second: Choice, products: tuple[Product, Product], experts: ExpertWeights) -> Run:
+    """A plan of two launches, for a call of `fa_serve.ops.experts` with contiguous tensors.
+
+    products: the gated one, and the other one
+    """
+    gated_product, mixed_product = products
+    tokens = gated_product.tokens
+    num_experts = gated_product.num_experts
+    top_k = gated_product.top_k
+    width = gated_product.outputs
+    hidden = mixed_product.outputs
+    pdl = gated_product.is_programmatic
     gated = Launch(
         _gated_rows,
-        tokens * top_k * triton.cdiv(2 * width, first.block_n),
+        tokens * top_k * triton.cdiv(2 * width, first.tile.block_n),
         varying=gate_numbers(experts.gate),
         strides=weight_strides(experts.gate_up, experts.gate_up_bias),
         fixed=(
@@ -297,17 +287,15 @@ def plan_rows(x: Tensor, index: Tensor, experts: ExpertWeights) -> Run:
             hidden,
             top_k,
             *rows_of_outputs(experts.gate, width)[1:],
-            *kernel_constants(experts.gate_up, by_rows=True),
-            *first[:4],
+            *kernel_constants(gated_product, by_rows=True),
+            *first.tile[:4],
             pdl,
         ),
-        options=launch_options(pdl, first.num_warps),
+        options=launch_options(pdl, first.tile.num_warps),
     )
-    second = mixed_tile(experts.down, top_k)
-    blocks = triton.cdiv(hidden, second.block_n)
     mixed = Launch(
         _mixed_rows,
-        tokens * blocks,
+        tokens * triton.cdiv(hidden, second.tile.block_n),
         varying=(),
         strides=weight_strides(experts.down, experts.down_bias),
         fixed=(
@@ -316,11 +304,11 @@ def plan_rows(x: Tensor, index: Tensor, experts: ExpertWeights) -> Run:
             width,
             top_k,
             power_of_2(top_k),
-            *kernel_constants(experts.down, by_rows=True),
-            *second[:4],
+            *kernel_constants(mixed_product, by_rows=True),
+            *second.tile[:4],
             pdl,
         ),
-        options=launch_options(pdl, second.num_warps),
+        options=launch_options(pdl, second.tile.num_warps),
     )
 
     def run(tensors: tuple[Tensor, Tensor, Tensor, ExpertWeights, Tensor]) -> None:
@@ -331,47 +319,3 @@ def plan_rows(x: Tensor, index: Tensor, experts: ExpertWeights) -> Run:
         mixed((h, *expert_tensors(experts.down), experts.down_bias, index, weights, out))
 
     return run
-
-
-def gated_tile(weight: Weight) -> RowTile:
-    """The tile of `_gated_rows`.
-
-    For rows of 2048 elements a thread takes 56 registers, so an SM has 18 programs with 144 KB in flight. Transposed
-    matrices are read in pieces of 128 bytes. On one H200 both kernels together take, in us for one token of Qwen3-30B-A3B's,
-    DeepSeek-V2-Lite's and gpt-oss-20b's shape, 21.4, 28.6 and 68.6; 30.2, 36.9 and 125 before they requested the weights of all
-    experts at once. Reading takes 17.4, 23.9 and 45.8. Other tiles of this kernel are within 2%.
-    """
-    if isinstance(weight, QuantizedWeight):
-        return _quantized_tile(weight)
-    width = power_of_2(weight.shape[2])
-    if weight.stride(2) != 1:
-        return RowTile(64, min(64, width), 1, 2, 4)
-    # at most 8 steps of `_dot_matrices` for rows of up to 8192 elements
-    return RowTile(4, min(512, width), _vector(weight), 1, 2) if width <= 4096 else RowTile(4, 1024, _vector(weight), 1, 4)
-
-
-def mixed_tile(weight: Weight, top_k: int) -> RowTile:
-    """The tile of `_mixed_rows`, for each of top_k experts.
-
-    8 warps have 8 experts, one each, or fewer experts with several warps each. With 8 experts of 2048 rows all programs of a
-    token run at once: 4 of 56 registers on each SM, which have 64 KB in flight before they wait. Transposed matrices are read
-    in pieces of 32 bytes, because longer ones leave SMs without a program. On one H200 other tiles are slower for the first two
-    shapes of `gated_tile`, but 8 rows take 27.2 us for DeepSeek-V2-Lite's. Requests for the L2 cache, of 16 to 64 MB before the
-    wait, cost 1.3 to 2.4 us.
-    """
-    if isinstance(weight, QuantizedWeight):
-        return _quantized_tile(weight)
-    width = power_of_2(weight.shape[2])
-    if weight.stride(2) != 1:
-        return RowTile(16, min(64, width), 1, 2, 8)
-    block_n = max(2, min(8, 32 // power_of_2(top_k)))
-    return RowTile(block_n, min(256, width), _vector(weight), 1, 8 if top_k > 2 else 4)
-
-
-def _quantized_tile(weight: QuantizedWeight) -> RowTile:
-    return RowTile(8, max(unit_columns(weight), min(512, power_of_2(weight.width))), 1, 1, 4)
-
-
-def _vector(weight: Tensor) -> int:
-    """The elements that a thread loads at once: 16 bytes."""
-    return 16 // weight.element_size()

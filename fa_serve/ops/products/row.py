@@ -9,18 +9,15 @@ products of more than one token.
 
 from __future__ import annotations
 
-import math
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fa_serve import spec
 from fa_serve.backends.triton.primitives import wait_for_previous_kernel
-from fa_serve.launching.launch import Launch, launch_options, multiprocessors
-from fa_serve.launching.plans import PLANS
+from fa_serve.launching.launch import Launch, launch_options
 from fa_serve.ops.elementwise.activation import ACTIVATION_KINDS, activate
-from fa_serve.ops.ops_backend import Norm
+from fa_serve.ops.products.problem import Details, Multiply, Product
+from fa_serve.ops.products.tiles import MatrixRowTile
 
 
 @triton.jit
@@ -106,75 +103,22 @@ def _linear_row(
     store_product(y, out_ptr, residual_ptr, alpha, rows, keep)
 
 
-def launch_linear_row(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    norm: Norm | None,
-    activation: str | None,
-    residual: Tensor | None,
-    alpha: float,
-) -> Tensor:
-    """Arguments and result are those of `fa_serve.ops.linear`, with x of (1, k) and all tensors contiguous. One launch."""
-    norm_weight, eps, offset = (None, 0.0, 0.0) if norm is None else norm
-    out = residual
-    if out is None:
-        n = weight.shape[0]
-        out = x.new_empty(1, n if activation is None else n // 2)
-    key = (
-        "linear_row",
-        weight.shape,
-        activation,
-        eps,
-        offset,
-        alpha,
-        x.get_device(),
-        x.dtype,
-        weight.dtype,
-        out.dtype,
-        None if norm_weight is None else norm_weight.dtype,
-        None if bias is None else bias.dtype,
-        residual is None,
-    )
-    run = PLANS.get(key)
-    if run is None:
-        run = PLANS.add(key, _plan(x, out, activation, eps, offset, alpha))
-    run((x, weight, norm_weight, bias, residual, out))
-    return out
-
-
-def _plan(x: Tensor, out: Tensor, activation: str | None, eps: float, offset: float, alpha: float) -> Launch:
-    n = out.shape[1]
-    k = x.shape[1]
-    gated = activation is not None
-    block_n, block_k = row_tiles(multiprocessors(x.device, 1), n, k, gated)
-    pdl = spec.arch_of(x.device) >= 90
-    return Launch(
+def plan_row(product: Product, tile: MatrixRowTile, details: Details) -> Multiply:
+    """One launch for one token, of contiguous tensors."""
+    n = product.outputs
+    pdl = product.is_programmatic
+    kind = ACTIVATION_KINDS[details.activation or "silu"]
+    launch = Launch(
         _linear_row,
-        -(-n // block_n),
-        varying=(eps, offset, alpha),
-        fixed=(n, k, gated, ACTIVATION_KINDS[activation or "silu"], block_n, block_k, pdl),
+        triton.cdiv(n, tile.block_n),
+        varying=(details.eps, details.offset, details.alpha),
+        fixed=(n, product.k, product.gated, kind, tile.block_n, tile.block_k, pdl),
         options=launch_options(pdl, 4),
     )
 
+    def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None, residual: Tensor | None) -> Tensor:
+        out = x.new_empty(1, n) if residual is None else residual
+        launch((x, weight, norm_weight, bias, residual, out))
+        return out
 
-def row_tiles(num_sms: int, n: int, k: int, gated: bool) -> tuple[int, int]:
-    """The rows and columns of the weights in one program's tile.
-
-    Two tiles are considered: 8 x 1024, of which an SM holds 3 programs at once, and 8 x 512, of which it holds 5. The one that
-    fills its last wave of programs better is chosen; rows of up to 1024 elements take the narrow one.
-
-    Measured on one H200, us for tiles of 8 x 1024 and 8 x 512: 6144 x 4096 16.1, 17.8; 4096 x 4096 12.5, 10.8; 4096 x 14336
-    39.5, 35.1; 2 x 14336 x 4096 64.8, 66.9; 4096 x 1024 4.0, 3.8; 2 x 3072 x 1024 5.6, 4.8; 1024 x 3072 3.6, 4.6. A fixed
-    number of programs that each compute several tiles was slower.
-    """
-    tiles = []
-    for block_k, resident in ((1024, 3), (512, 5)):
-        block_n = 4 if gated else 8
-        # a smaller tile has less in flight, which costs less than SMs without a program
-        while block_n > 1 and n // block_n < 256:
-            block_n //= 2
-        waves = triton.cdiv(n, block_n) / (num_sms * resident)
-        tiles.append((waves / math.ceil(waves), block_n, min(block_k, triton.next_power_of_2(k))))
-    wide, narrow = tiles
-    return narrow[1:] if k <= 1024 or narrow[0] > wide[0] + 0.05 else wide[1:]
+    return multiply

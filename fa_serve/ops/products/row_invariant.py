@@ -7,8 +7,6 @@ a tile that is not the fastest for any size. Source of the idea: He et al., "Def
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -16,22 +14,12 @@ from torch import Tensor
 
 from fa_serve.launching.launch import Launch
 from fa_serve.launching.plans import PLANS
+from fa_serve.ops.ops_backend import Weight
+from fa_serve.ops.products.problem import Details, Multiply, Product
+from fa_serve.ops.products.quantised.dequantise import plan_matrix
+from fa_serve.ops.products.tiles import InvariantTile
 
 _SUM_BLOCK = 1024
-
-
-class LinearTile(NamedTuple):
-    """block_m rows by block_n columns of the output; block_k elements of the sum at once, num_stages of them in flight."""
-
-    block_m: int
-    block_n: int
-    block_k: int
-    num_stages: int
-
-
-# each is used for every size of its dtype: a choice by the number of rows would change the order of the sum
-_TILE = LinearTile(64, 64, 128, 3)
-_TILE_OF_FLOAT32 = LinearTile(32, 32, 32, 2)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -87,41 +75,30 @@ def _invariant_sum(x_ptr, out_ptr, stride, width, BLOCK: tl.constexpr):
     tl.store(out_ptr + row, tl.sum(acc, 0))
 
 
-def launch_invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Arguments and result are those of `fa_serve.ops.invariant_linear`, with x of (m, k). One launch."""
-    m = x.shape[0]
-    out = x.new_empty(m, weight.shape[0])
-    key = (
-        "invariant_linear",
-        x.shape,
-        x.stride(),
-        weight.shape,
-        weight.stride(),
-        x.dtype,
-        weight.dtype,
-        None if bias is None else bias.dtype,
-        x.get_device(),
-    )
-    run = PLANS.get(key)
-    if run is None:
-        if m == 0:
-            return out
-        run = PLANS.add(key, _plan_linear(x, weight))
-    run((x, weight, bias, out))
-    return out
-
-
-def _plan_linear(x: Tensor, weight: Tensor) -> Launch:
-    m, k = x.shape
-    n = weight.shape[0]
-    tile = _TILE_OF_FLOAT32 if x.element_size() == 4 else _TILE
-    return Launch(
+def plan_invariant(product: Product, tile: InvariantTile, details: Details) -> Multiply:
+    """One launch for a matrix of any strides. A quantised weight is dequantised before."""
+    m = product.tokens
+    n = product.n
+    k = product.k
+    strides = details.strides
+    matrix_of = None
+    if product.values != "float":
+        matrix_of = plan_matrix(product)
+        strides = (*strides[:2], k, 1)
+    launch = Launch(
         _invariant_linear,
         triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n),
         varying=(m,),
-        fixed=(n, k, *x.stride(), *weight.stride(), "ieee", tile.block_m, tile.block_n, tile.block_k),
+        fixed=(n, k, *strides, "ieee", tile.block_m, tile.block_n, tile.block_k),
         options={"num_warps": 4, "num_stages": tile.num_stages},
     )
+
+    def multiply(x: Tensor, weight: Weight, bias: Tensor | None, norm_weight: Tensor | None, residual: Tensor | None) -> Tensor:
+        out = x.new_empty(m, n)
+        launch((x, weight if matrix_of is None else matrix_of(weight), bias, out))
+        return out
+
+    return multiply
 
 
 def launch_invariant_sum(x: Tensor) -> Tensor:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import product
 
 import pytest
-import torch
+from product_cases import dense, of_experts
 
 from fa_serve.backends.hopper.forward import tiles as hopper_tiles
 from fa_serve.backends.hopper.latent.tiles import MIN_ROWS, latent_hopper_tiles
@@ -14,19 +15,8 @@ from fa_serve.backends.triton import tiles as triton_tiles
 from fa_serve.backends.triton.latent.plan import latent_tiles
 from fa_serve.engine.scheduler.scheduler import MAX_PROMPT_LOGITS
 from fa_serve.engine.start.warm_up import EmptyStep, empty_steps, largest_batch, powers_of_two, sampling_variants
-from fa_serve.ops import ExpertWeights, Gate
-from fa_serve.ops.experts.kernel import grouped_tile, quantized_tile, reads_by_rows
-from fa_serve.ops.experts.quantised import dense_tile, grouped_wgmma_tile
-from fa_serve.ops.products.quantised.choice import (
-    DEQUANTIZED_PAIRS,
-    GROUPED_TOKENS,
-    KERNEL_TOKENS,
-    SCALED_WGMMA_TOKENS,
-    kernel_of,
-)
-from fa_serve.ops.products.quantised.scaled_wgmma import scaled_tile
-from fa_serve.ops.products.quantised.unpack import linear_tile
-from fa_serve.ops.products.quantised.wgmma import wgmma_tile
+from fa_serve.ops.products.problem import Product
+from fa_serve.ops.products.table import select_kernel
 
 LIMITS = {"max_num_seqs": 256, "max_tokens": 4096, "max_keys": 8192}
 
@@ -177,52 +167,40 @@ def test_the_largest_step_is_as_large_as_the_settings_allow(make_engine) -> None
     assert (len(result.tokens), len(result.logprobs), len(result.prompt_logprobs)) == (8, 8, 8)
 
 
+SIZES = ((64, 64), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096))
+WEIGHTS = {
+    "int4": {},
+    "float8-row": {"values": "float8", "group": 0},
+    "float8-G128": {"values": "float8"},
+    "mxfp4": {"values": "float4"},
+}
+MIXTURES = ((8, 2), (64, 6), (128, 8), (256, 8))
+EXPERTS = {"matrices": {"values": "float"}, "columns": {"values": "float", "by_rows": False}, **WEIGHTS}
+
+
 @pytest.mark.parametrize(("max_tokens", "max_keys"), [(4096, 8192), (8192, 2048), (3000, 100)])
-def test_the_plan_meets_every_tile_of_products_and_experts(max_tokens, max_keys) -> None:
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("values", EXPERTS)
+def test_the_plan_meets_every_tile_of_products_and_experts(values: str, arch: int, max_tokens: int, max_keys: int) -> None:
     """Chunks of prompts of any size, as `target_itl` makes them, and drafts of all sequences choose by their tokens."""
     steps = empty_steps(max_num_seqs=256, max_tokens=max_tokens, max_keys=max_keys)
     planned = {step.num_tokens for step in steps}
-    possible = range(1, max_tokens + 1)
     assert max(planned) > 0.9 * max_tokens
-    by_kernel = range(1, min(max_tokens, GROUPED_TOKENS) + 1)
-    for n, k in ((64, 64), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)):
-        # portable and Hopper's, with and without the tokens that Hopper's kernels take
-        for arch in (80, 90):
 
-            def launched(m: int, n: int = n, k: int = k, arch: int = arch) -> object:
-                kernel = kernel_of("int4", (n, k), 128, m, torch.bfloat16, torch.bfloat16, arch)
-                if kernel == "gemv":
-                    return kernel
-                if kernel == "grouped":
-                    return dense_tile(132, m, n, k)
-                if m > KERNEL_TOKENS:
-                    return None  # dequantised
-                return wgmma_tile(132, m, n, k, "int4") if kernel == "wgmma" else linear_tile(132, m, n, k, 2)
+    def launched(product: Product, counts: Iterable[int]) -> set[object]:
+        choices = [select_kernel(replace(product, tokens=tokens)) for tokens in counts]
+        return {(choice.kernel.name, choice.tile) for choice in choices}
 
-            assert {launched(m) for m in by_kernel} == {launched(m) for m in planned if m <= GROUPED_TOKENS}
-        in_float8 = range(2, min(max_tokens, SCALED_WGMMA_TOKENS) + 1)
-        assert {scaled_tile(132, m, n, k) for m in in_float8} == {scaled_tile(132, m, n, k) for m in planned & {*in_float8}}
-    for num_experts, top_k in ((8, 2), (64, 6), (128, 8), (256, 8)):
-        weight = torch.empty(num_experts, 16, 16, device="meta")
-        experts = ExpertWeights(weight, None, weight, None, Gate("silu"))
-
-        def tile(tokens: int, top_k: int = top_k, experts: ExpertWeights = experts) -> object:
-            pairs = tokens * top_k
-            by_rows = reads_by_rows(pairs, tokens, experts)
-            each = pairs / len(experts.down)
-            wide = each > DEQUANTIZED_PAIRS["wgmma"]
-            return "rows" if by_rows else (grouped_tile(each, 2, 90), (grouped_wgmma_tile(each), wide))
-
-        def portable(tokens: int, top_k: int = top_k, num_experts: int = num_experts) -> object:
-            each = tokens * top_k / num_experts
-            return quantized_tile(each, 2), each > DEQUANTIZED_PAIRS["portable"]
-
-        for part in (0, 1):
-            chosen = {tokens: tile(tokens) for tokens in possible}
-            assert {c if c == "rows" else c[part] for c in chosen.values()} == {
-                c if c == "rows" else c[part] for c in (chosen[tokens] for tokens in planned)
-            }
-        assert {portable(tokens) for tokens in possible} == {portable(tokens) for tokens in planned}
+    products = [dense(n=n, k=k, arch=arch, **WEIGHTS[values]) for n, k in SIZES if values in WEIGHTS]
+    products += [
+        of_experts(n=1536, k=2048, num_experts=num_experts, top_k=top_k, gated=gated, arch=arch, **EXPERTS[values])
+        for num_experts, top_k in MIXTURES
+        for gated in (True, False)
+    ]
+    for each in products:
+        # what decides has few values, so not every number of tokens needs to be asked about
+        possible = [*range(1, min(max_tokens, 1100) + 1), *range(1100, max_tokens + 1, 7), max_tokens]
+        assert launched(each, possible) == launched(each, planned)
 
 
 def test_a_draft_model_has_no_penalties_and_no_masks() -> None:

@@ -177,17 +177,17 @@ def test_mxfp4_has_the_bits_of_transformers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("scheme", "text", "packed", "by_row"),
+    ("scheme", "text", "values", "columns_of_group"),
     [
-        (Awq(128), "4 bits in groups of 128 with zero points (AWQ)", True, False),
-        (Gptq(-1, True), "4 bits in rows (GPTQ)", True, True),
-        (PackQuantized(32, False, False), "4 bits in groups of 32 with zero points (compressed-tensors)", True, False),
-        (PackQuantized(32, True, False), "4 bits in groups of 32 (compressed-tensors)", True, False),
-        (Float8("s", (0, 0)), "float8 with a scale for the matrix", False, True),
-        (Float8("s", (128, 128)), "float8 with a scale for each 128 x 128", False, False),
-        (Rounded(), "float8 with a scale for each row", False, True),
-        (Mxfp4(), "4-bit floats in groups of 32 (mxfp4)", True, False),
+        (Awq(128), "4 bits in groups of 128 with zero points (AWQ)", "int4", 128),
+        (Gptq(-1, True), "4 bits in rows (GPTQ)", "int4", 0),
+        (PackQuantized(32, False, False), "4 bits in groups of 32 with zero points (compressed-tensors)", "int4", 32),
+        (PackQuantized(32, True, False), "4 bits in groups of 32 (compressed-tensors)", "int4", 32),
+        (Float8("s", (0, 0)), "float8 with a scale for the matrix", "float8", 0),
+        (Float8("s", (128, 128)), "float8 with a scale for each 128 x 128", "float8", 128),
+        (Rounded(), "float8 with a scale for each row", "float8", 0),
+        (Mxfp4(), "4-bit floats in groups of 32 (mxfp4)", "float4", 32),
     ],
 )
-def test_schemes_say_what_they_are(scheme: Scheme, text: str, packed: bool, by_row: bool) -> None:
-    assert (scheme.description, scheme.is_packed, scheme.by_row) == (text, packed, by_row)
+def test_schemes_say_what_they_are(scheme: Scheme, text: str, values: str, columns_of_group: int) -> None:
+    assert (scheme.description, scheme.values, scheme.columns_of_group) == (text, values, columns_of_group)

@@ -9,7 +9,8 @@ import pytest
 import torch
 from rounded_once import DTYPES, assert_rounded_once, dtype_id, randn
 
-from fa_serve.ops.products.row_invariant import launch_invariant_linear, launch_invariant_sum
+from fa_serve.ops.products.row_invariant import launch_invariant_sum
+from fa_serve.ops.products.run import multiply_invariant
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=dtype_id)
@@ -18,11 +19,11 @@ def test_linear_is_right_and_its_rows_are_independent(dtype: torch.dtype, bias: 
     x = randn(70, 150, dtype=dtype)
     weight = randn(150, 37, dtype=dtype, seed=1).t()  # any strides
     b = randn(37, dtype=dtype, seed=2) if bias else None
-    out = launch_invariant_linear(x, weight, b)
+    out = multiply_invariant(x, weight, b)
     exact = x.double() @ weight.double().t()
     assert_rounded_once(out, exact if b is None else exact + b.double())
     for rows in (1, 40):
-        assert torch.equal(launch_invariant_linear(x[:rows], weight, b), out[:rows])
+        assert torch.equal(multiply_invariant(x[:rows], weight, b), out[:rows])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)

@@ -21,6 +21,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -45,9 +46,10 @@ from fa_serve.hf.surgery.quantised.experts import (
 from fa_serve.hf.weights.expert_files import check_expert_files
 from fa_serve.hf.weights.formats import Rounded, Scheme, check_loaded
 from fa_serve.hf.weights.quantization_plan import FIELD, QuantizationPlan, is_ours, method_of, read_config
-from fa_serve.ops.products.quantised.choice import explain, explain_experts
+from fa_serve.ops.products.problem import Product, compiles_gluon
 from fa_serve.ops.products.quantised.weight import quantize_float8
-from fa_serve.spec import ParameterError, UnsupportedModelError, dtype_name
+from fa_serve.ops.products.table import kernels_by_tokens, kernels_of_experts
+from fa_serve.spec import OpSpec, ParameterError, UnsupportedModelError, dtype_name
 
 log = logging.getLogger("fa_serve.hf")
 
@@ -301,6 +303,44 @@ def quantize_layers(model: PreTrainedModel, config: PreTrainedConfig) -> None:
         replace_layers(model, read_config(source), model.dtype)
 
 
+def product_of(scheme: Scheme, n: int, k: int, dtype: torch.dtype, device: str, arch: int) -> Product:
+    """The product of one token with a weight of (n, k) that is kept like that. Its numbers of tokens are to be replaced.
+
+    device, arch: as in `describe_weights`
+    """
+    scales = {"int4": dtype, "float4": torch.uint8, "float8": torch.float32}[scheme.values]
+    return Product(
+        values=scheme.values,
+        n=n,
+        k=k,
+        tokens=1,
+        dtype=dtype,
+        group=scheme.columns_of_group or k,
+        scales=scales,
+        arch=arch,
+        triton=ops.TABLE.select(OpSpec(device, arch)).name == "triton",
+        gluon=compiles_gluon(),
+    )
+
+
+def products_of_experts(
+    experts: QuantizedExperts, top_k: int, dtype: torch.dtype, device: str, arch: int
+) -> tuple[Product, Product]:
+    """Both products of quantised experts of which a token takes top_k, for one token."""
+    found = []
+    for projection, matrices in PROJECTIONS.items():
+        n, k = experts.sizes(projection)
+        product = product_of(experts.scheme, matrices * n, k, dtype, device, arch)
+        found.append(replace(product, num_experts=experts.num_experts, top_k=top_k, gated=matrices > 1))
+    first, second = found
+    return first, second
+
+
+def top_k_of(config: PreTrainedConfig) -> int:
+    """How many experts a token takes, as most configs of transformers name it; 1 where another name is used."""
+    return int(getattr(config.get_text_config(decoder=True), "num_experts_per_tok", None) or 1)
+
+
 def describe_weights(config: PreTrainedConfig, device: str, arch: int) -> dict[str, str]:
     """How the weights of linear layers are kept and who computes their products, and the layers for which this is so.
 
@@ -322,11 +362,11 @@ def describe_weights(config: PreTrainedConfig, device: str, arch: int) -> dict[s
     layers: dict[str, Counter[str]] = {}
     for name, module in model.named_modules():
         if isinstance(module, QuantizedLinear):
-            scheme = module.scheme
-            ways = explain(scheme.is_packed, scheme.by_row, dtype, device, arch)
-            kept = f"{scheme.description}, computed by {ways}"
+            product = product_of(module.scheme, module.out_features, module.in_features, dtype, device, arch)
+            kept = f"{module.description}, computed by {kernels_by_tokens(product)}"
         elif isinstance(module, QuantizedExperts):
-            kept = f"{module.description}, computed by {explain_experts(device)}"
+            products = products_of_experts(module, top_k_of(config), dtype, device, arch)
+            kept = f"{module.description}, computed by {kernels_of_experts(products)}"
         elif type(module) is nn.Linear:
             kept = dtype_name(dtype)
         else:

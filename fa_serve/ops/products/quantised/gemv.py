@@ -12,12 +12,10 @@ multiplied by a power of two. NaN, which no checkpoint has, becomes 480.
 
 Tensor cores add products in any order of the columns, so a thread multiplies the columns that it has, and the input is
 rearranged (runs.py). `mma` multiplies 8 tokens at a time, and all of them are this one. Left out: several tokens
-(wgmma.py), the portable kernels (unpack.py), and when this kernel is used (choice.py).
+(unpack_wgmma.py), and the portable kernels (unpack.py).
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import triton
@@ -28,26 +26,13 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from fa_serve.backends.triton.primitives import wait_for_previous_kernel
 from fa_serve.launching.gluon_names import sync_threads
-from fa_serve.launching.launch import Launch, launch_options, multiprocessors
-from fa_serve.launching.plans import PLANS
+from fa_serve.launching.launch import Launch, launch_options
 from fa_serve.ops.elementwise.activation import ACTIVATION_KINDS, activate
-from fa_serve.ops.ops_backend import Norm
-from fa_serve.ops.products.quantised.primitives import kernel_tensors, kernel_values, product_facts
+from fa_serve.ops.products.problem import Details, Multiply, Product
+from fa_serve.ops.products.quantised.primitives import kernel_tensors, kernel_values
 from fa_serve.ops.products.quantised.runs import along, by_position, load_block, row_of, weights_of_run, words_of_runs
-from fa_serve.ops.products.quantised.weight import QuantizedWeight, Values
-
-
-class GemvTile(NamedTuple):
-    """block_n rows of weights; each of num_warps warps has its own blocks of 32 words of a row.
-
-    num_stages: blocks of a warp that are loaded or used at a time
-    programs:   the most programs for each multiprocessor. More tiles than that are multiplied one after the other
-    """
-
-    block_n: int
-    num_warps: int
-    num_stages: int
-    programs: int
+from fa_serve.ops.products.quantised.tiles import GemvTile
+from fa_serve.ops.products.quantised.weight import QuantizedWeight
 
 
 @gluon.jit
@@ -287,72 +272,36 @@ def _quantized_gemv(
         gl.store(out_ptr + (tokens + row), y.to(out_ptr.dtype.element_ty), mask=stored)
 
 
-def launch_quantized_gemv(
-    x: Tensor,
-    weight: QuantizedWeight,
-    bias: Tensor | None,
-    norm: Norm | None,
-    activation: str | None,
-    residual: Tensor | None,
-    alpha: float,
-) -> Tensor:
-    """Arguments and result are those of `fa_serve.ops.linear`, with one token and contiguous tensors. One launch."""
-    norm_weight, eps, offset = (None, 0.0, 0.0) if norm is None else norm
-    gated = activation is not None
-    k = x.shape[1]
-    n = weight.shape[0] // 2 if gated else weight.shape[0]
-    out = x.new_empty(1, n) if residual is None else residual
-    key = (
-        "quantized_gemv",
-        *product_facts(x, weight, bias, residual),
-        activation,
-        eps,
-        offset,
-        alpha,
-        None if norm_weight is None else norm_weight.dtype,
-    )
-    run = PLANS.get(key)
-    if run is None:
-        num_sms = multiprocessors(x.device, 1)
-        tile = gemv_tile(num_sms, weight.shape[0], k, weight.values)
-        programs = min(triton.cdiv(n, tile.block_n // 2 if gated else tile.block_n), tile.programs * num_sms)
-        launch = Launch(
-            _quantized_gemv,
+def plan_gemv(product: Product, tile: GemvTile, details: Details) -> Multiply:
+    """One launch for one token, of contiguous tensors."""
+    n = product.outputs
+    tiles = triton.cdiv(n, tile.block_n // 2 if product.gated else tile.block_n)
+    programs = min(tiles, tile.programs * product.num_sms)
+    launch = Launch(
+        _quantized_gemv,
+        programs,
+        varying=(details.eps, details.offset, details.alpha),
+        fixed=(
+            n,
+            product.k,
+            product.group,
+            kernel_values(product),
+            product.gated,
+            ACTIVATION_KINDS[details.activation or "silu"],
+            tile.block_n,
+            tile.num_stages,
             programs,
-            varying=(eps, offset, alpha),
-            fixed=(
-                n,
-                k,
-                weight.group_size,
-                kernel_values(weight),
-                gated,
-                ACTIVATION_KINDS[activation or "silu"],
-                tile.block_n,
-                tile.num_stages,
-                programs,
-                True,
-            ),
-            options=launch_options(True, tile.num_warps),
-        )
-        run = PLANS.add(key, launch)
-    data, *others = kernel_tensors(weight)
-    run((x, data.view(torch.int32), *others, norm_weight, bias, residual, out))
-    return out
+            True,
+        ),
+        options=launch_options(True, tile.num_warps),
+    )
 
+    def multiply(
+        x: Tensor, weight: QuantizedWeight, bias: Tensor | None, norm_weight: Tensor | None, residual: Tensor | None
+    ) -> Tensor:
+        out = x.new_empty(1, n) if residual is None else residual
+        data, *others = kernel_tensors(weight)
+        launch((x, data.view(torch.int32), *others, norm_weight, bias, residual, out))
+        return out
 
-def gemv_tile(num_sms: int, n: int, k: int, values: Values) -> GemvTile:
-    """The tile of the product of one token with n rows of k weights.
-
-    Of 4, 8 and 16 warps, 2 to 4 stages and 1 to 6 programs on one H200 these were the fastest, or within 1% of the fastest,
-    with weights outside of the L2 cache. In us for 28672 x 4096 with a norm and a gate, 4096 x 14336, 6144 x 4096 with a norm
-    and 4096 x 4096, with these tiles and by the kernel with one tile for each program before it: 4-bit weights 28.5, 15.2, 8.9,
-    6.5; 30.0, 17.8, 11.1, 9.5. Float8 weights with a scale for each row 39.0, 23.1, 11.9, 8.8; 40.3, 24.4, 13.2, 9.1. Reading
-    takes 13.9, 7.0, 3.0, 2.0 and 26.6, 13.3, 5.7, 3.8.
-    """
-    tiles = triton.cdiv(n, 16)
-    packed = values != "float8"
-    if tiles <= 2 * num_sms:
-        return GemvTile(16, 8, 3 if packed else 4, 2)
-    if tiles <= 3 * num_sms:
-        return GemvTile(16, 8, 2 if packed else 3, 3)
-    return GemvTile(16, 4, 3 if packed else 2, 5)
+    return multiply

@@ -3,63 +3,30 @@
 Weights are read once and become numbers of the input's dtype. A block of 256 columns of 4-bit weights has 8 runs of 32, see
 weight.py. `add_products` multiplies tiles of weights with several tokens; `load_units` and `add_row_sums` multiply
 rows with one token. VALUES says what the weights are, see `kernel_values`; N is the number of their rows, K that of their
-columns, and GROUP the columns that share a scale. This module leaves out kernels and launches.
+columns, and GROUP the columns that share a scale. How many equal parts of a block have one group each, and other
+numbers that follow from a product, are in tiles.py. This module leaves out kernels and launches.
 """
 
 from __future__ import annotations
-
-import math
-from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fa_serve.ops.products.quantised.weight import BLOCK, RUN, QuantizedWeight
+from fa_serve.ops.products.problem import Product
+from fa_serve.ops.products.quantised.weight import QuantizedWeight
 
 _VALUES = {"float8": 0, "int4": 1, "float4": 2}
 
 
-def kernel_values(weight: QuantizedWeight) -> int:
+def kernel_values(product: Product) -> int:
     """The constant VALUES of kernels: 0 for float8 numbers, 1 for integers of 4 bits, 2 for e2m1 numbers."""
-    return _VALUES[weight.values]
+    return _VALUES[product.values]
 
 
 def kernel_tensors(weight: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """What kernels read of a weight: data, scales, zeros and columns."""
     return weight.data, weight.scales, weight.zeros, weight.columns
-
-
-def product_facts(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, residual: Tensor | None) -> tuple[Any, ...]:
-    """Everything about the tensors of a product that a plan depends on, and that launches of one plan share."""
-    return (
-        x.shape,
-        x.dtype,
-        x.get_device(),
-        weight.shape,
-        weight.group_size,
-        weight.data.dtype,
-        weight.scales.dtype,
-        weight.zeros is None,
-        weight.columns is None,
-        None if bias is None else bias.dtype,
-        residual is None,
-    )
-
-
-def unit_columns(weight: QuantizedWeight) -> int:
-    """The columns of a unit of `load_units`."""
-    return BLOCK if weight.is_packed else RUN
-
-
-def count_parts(weight: QuantizedWeight, unit: int) -> int:
-    """The equal parts of `unit` columns of which each lies in one group, whichever columns they are."""
-    return 1 if weight.group_size >= weight.width else unit // math.gcd(unit, weight.group_size)
-
-
-def run_width(weight: QuantizedWeight) -> int:
-    """Columns that are multiplied at once: a run of 4-bit weights, or up to 128 columns of a part of float8 weights."""
-    return RUN if weight.is_packed else min(128, BLOCK // count_parts(weight, BLOCK))
 
 
 @triton.jit

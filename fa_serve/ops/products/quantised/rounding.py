@@ -1,25 +1,31 @@
 """Rows of activations rounded to float8, after their norm or gate, for products with float8 weights.
 
-    rounded, scales = launch_quantize_rows(x, norm, None)
-    rounded, scales = launch_quantize_rows(gate_up, None, None, "silu")
+    round_rows = plan_rounding(product, details)
+    rounded = round_rows(x, norm_weight, None)
+    rounded = plan_rounding(product, activation="silu")(gate_up, None, None)
 
-What multiplies both is `torch._scaled_mm` (product.py).
+What multiplies both is `torch._scaled_mm` (pytorch.py), or the Hopper kernel in its place (float8_wgmma.py).
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fa_serve import spec
 from fa_serve.backends.triton.primitives import wait_for_previous_kernel
 from fa_serve.launching.launch import Launch, launch_options, power_of_2
-from fa_serve.launching.plans import PLANS
 from fa_serve.ops.elementwise.activation import ACTIVATION_KINDS, activate
-from fa_serve.ops.ops_backend import Norm
+from fa_serve.ops.ops_backend import RoundedRows
+from fa_serve.ops.products.problem import Details, Product
 from fa_serve.ops.products.quantised.weight import FLOAT8
+
+MAX_GATED = 16384
+"""The widest rows that are gated and rounded in one launch, which holds a row in registers."""
+_PLAIN = Details()
 
 
 @triton.jit
@@ -60,33 +66,35 @@ def _quantize_rows(
     tl.store(scales_ptr + row, scale)
 
 
-def launch_quantize_rows(
-    x: Tensor, norm: Norm | None, input_scale: Tensor | None, activation: str | None = None
-) -> tuple[Tensor, Tensor]:
-    """Round rows to float8, after an RMS norm if there is one. One launch.
+RoundRows = Callable[[Tensor, Tensor | None, Tensor | None], RoundedRows]
+"""Rounds (x, the weight of the norm, a scale for all rows): x is (rows, width), or (rows, 2 * width) with an activation.
 
-    x:           (m, width), contiguous; (m, 2 * width) with `activation`
-    input_scale: (1,) float32, the scale of every row; None measures each row
-    activation:  one of `fa_serve.ops.ACTIVATIONS`: what is rounded is activation(x[:, :width]) * x[:, width:]
+The norm's weight is None if there is no norm. The scale is (1,) float32; None measures each row.
+"""
 
-    Returns float8_e4m3fn (m, width) and scales (m, 1) float32.
+
+def plan_rounding(product: Product, details: Details = _PLAIN, activation: str | None = None) -> RoundRows:
+    """Rounds the input of a product to float8, after an RMS norm if there is one. One launch.
+
+    activation: one of `fa_serve.ops.ACTIVATIONS`: what is rounded is activation(x[:, :k]) * x[:, k:]
     """
-    weight, eps, offset = (None, 0.0, 0.0) if norm is None else norm
-    m, width = x.shape
-    width = width if activation is None else width // 2
-    out = torch.empty(m, width, dtype=FLOAT8, device=x.device)
-    scales = torch.empty(m, 1, dtype=torch.float32, device=x.device)
-    dtype = None if weight is None else weight.dtype
-    key = ("quantize_rows", x.shape, x.dtype, x.get_device(), dtype, eps, offset, input_scale is None, activation)
-    run = PLANS.get(key)
-    if run is None:
-        if m == 0:
-            return out, scales
-        pdl = spec.arch_of(x.device) >= 90
-        block = power_of_2(width)
-        options = launch_options(pdl, min(16, max(1, block // 512)))
-        kind = None if activation is None else ACTIVATION_KINDS[activation]
-        launch = Launch(_quantize_rows, m, varying=(eps, offset), fixed=(width, kind, block, pdl), options=options)
-        run = PLANS.add(key, launch)
-    run((x, weight, input_scale, out, scales))
-    return out, scales
+    rows = product.tokens
+    width = product.k
+    dtype = product.dtype
+    pdl = product.is_programmatic
+    block = power_of_2(width)
+    launch = Launch(
+        _quantize_rows,
+        rows,
+        varying=(details.eps, details.offset),
+        fixed=(width, None if activation is None else ACTIVATION_KINDS[activation], block, pdl),
+        options=launch_options(pdl, min(16, max(1, block // 512))),
+    )
+
+    def round_rows(x: Tensor, norm_weight: Tensor | None, input_scale: Tensor | None) -> RoundedRows:
+        out = torch.empty(rows, width, dtype=FLOAT8, device=x.device)
+        scales = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
+        launch((x, norm_weight, input_scale, out, scales))
+        return RoundedRows(out, scales, dtype)
+
+    return round_rows

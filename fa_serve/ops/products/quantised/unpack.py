@@ -1,67 +1,34 @@
-"""Products with quantised weights: of one token, of several tokens, and the matrix itself for many tokens.
+"""Products with quantised weights on any GPU: of one token, and of several tokens.
 
 Weights become numbers in registers, see primitives.py. The product of one token loads long stretches of rows, two
 tiles ahead of the one that it uses. The product of several tokens is computed as weights times inputs, so that rows of
 weights, and not a few padded tokens, fill the rows of the tensor cores, and unpacked weights go to them from registers. Where
-it has few tiles, ranges of columns are summed by different programs, and a second kernel adds the sums in their order, so a
-result does not change from one call to the next. Left out: activations in float8 (rounding.py).
+it has few tiles, sums are split (split_k.py). Left out: more tokens (dequantise.py), activations in float8 (rounding.py), and
+the kernels for Hopper.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import NamedTuple
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fa_serve import spec
 from fa_serve.backends.triton.primitives import wait_for_previous_kernel
-from fa_serve.launching.launch import Launch, launch_options, multiprocessors, power_of_2
-from fa_serve.launching.plans import PLANS
+from fa_serve.launching.launch import Launch, launch_options
 from fa_serve.ops.elementwise.activation import ACTIVATION_KINDS, activate
-from fa_serve.ops.ops_backend import Norm
+from fa_serve.ops.products.problem import Details, Multiply, Product
 from fa_serve.ops.products.quantised.primitives import (
     add_products,
     add_row_sums,
-    count_parts,
     kernel_tensors,
     kernel_values,
-    load_scale,
     load_units,
-    load_words,
-    product_facts,
     row_result,
-    run_width,
-    source_columns,
-    unit_columns,
-    unpacked_run,
 )
+from fa_serve.ops.products.quantised.tiles import UnpackRowTile, UnpackTile, count_parts, run_width, unit_columns
 from fa_serve.ops.products.quantised.weight import BLOCK, QuantizedWeight
 from fa_serve.ops.products.row import store_product
-
-
-class Tile(NamedTuple):
-    """block_n rows of weights by block_m tokens, computed by num_warps warps with num_stages loads in flight.
-
-    splits: ranges of columns that are summed by different programs
-    """
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    splits: int
-
-
-class RowTile(NamedTuple):
-    """block_n rows of weights by block_k columns, computed by num_warps warps."""
-
-    block_n: int
-    block_k: int
-    num_warps: int
+from fa_serve.ops.products.split_k import plan_sums
 
 
 @triton.jit
@@ -208,229 +175,65 @@ def _quantized_linear(
     store_product(acc, out_ptr + split.to(tl.int64) * M * N, residual_ptr, alpha, offsets, stored)
 
 
-@triton.jit(do_not_specialize=["M"])
-def _sum_splits(
-    sums_ptr,
-    bias_ptr,
-    residual_ptr,
-    out_ptr,
-    M,
-    alpha,
-    N: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """A program adds the sums (SPLITS, M, N) of BLOCK outputs, always in the same order, then the bias and the residual."""
-    wait_for_previous_kernel(PDL)
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    keep = offsets < M * N
-    y = tl.zeros([BLOCK], tl.float32)
-    for split in tl.static_range(SPLITS):
-        y += tl.load(sums_ptr + split * M * N + offsets, mask=keep, other=0.0)
-    if bias_ptr is not None:
-        y += tl.load(bias_ptr + offsets % N, mask=keep, other=0.0).to(tl.float32)
-    store_product(y, out_ptr, residual_ptr, alpha, offsets, keep)
-
-
-@triton.jit
-def _dequantize(
-    out_ptr,
-    data_ptr,
-    scales_ptr,
-    zeros_ptr,
-    columns_ptr,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    GROUP: tl.constexpr,
-    VALUES: tl.constexpr,
-    PARTS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """A program writes a block of 256 columns of BLOCK_N rows."""
-    BLOCKS: tl.constexpr = (K + 255) // 256
-    RUNS: tl.constexpr = 256 // WIDTH // PARTS
-    rows = tl.program_id(0) // BLOCKS * BLOCK_N + tl.arange(0, BLOCK_N)
-    block = tl.program_id(0) % BLOCKS * 256
-    words = load_words(data_ptr, rows, block, N, K, VALUES)
-    for part in tl.static_range(PARTS):
-        scale, zero = load_scale(scales_ptr, zeros_ptr, rows, block + part * (256 // PARTS), N, K, GROUP)
-        for run in tl.static_range(part * RUNS, part * RUNS + RUNS):
-            start = block + WIDTH * run
-            w = unpacked_run(words, data_ptr, scale, zero, rows, start, N, K, VALUES, run, WIDTH)
-            keep = (rows < N)[:, None] & (start + tl.arange(0, WIDTH) < K)[None, :]
-            offsets = rows.to(tl.int64)[:, None] * K + source_columns(columns_ptr, start, K, WIDTH)[None, :]
-            tl.store(out_ptr + offsets, w.to(out_ptr.dtype.element_ty), mask=keep)
-
-
-def launch_quantized_row(
-    x: Tensor,
-    weight: QuantizedWeight,
-    bias: Tensor | None,
-    norm: Norm | None,
-    activation: str | None,
-    residual: Tensor | None,
-    alpha: float,
-) -> Tensor:
-    """Arguments and result are those of `fa_serve.ops.linear`, with x of (1, k) and all tensors contiguous. One launch."""
-    norm_weight, eps, offset = (None, 0.0, 0.0) if norm is None else norm
-    gated = activation is not None
-    n, k = weight.shape
-    n = n // 2 if gated else n
-    out = x.new_empty(1, n) if residual is None else residual
-    key = (
-        "quantized_row",
-        *product_facts(x, weight, bias, residual),
-        activation,
-        eps,
-        offset,
-        alpha,
-        None if norm_weight is None else norm_weight.dtype,
+def plan_unpack_row(product: Product, tile: UnpackRowTile, details: Details) -> Multiply:
+    """One launch for one token, of contiguous tensors."""
+    n = product.outputs
+    pdl = product.is_programmatic
+    unit = unit_columns(product)
+    launch = Launch(
+        _quantized_row,
+        triton.cdiv(n, tile.block_n),
+        varying=(details.eps, details.offset, details.alpha),
+        fixed=(
+            n,
+            product.k,
+            product.group,
+            kernel_values(product),
+            count_parts(product, unit),
+            product.gated,
+            ACTIVATION_KINDS[details.activation or "silu"],
+            tile.block_n,
+            tile.block_k // unit,
+            pdl,
+        ),
+        options=launch_options(pdl, tile.num_warps),
     )
-    run = PLANS.get(key)
-    if run is None:
-        pdl = spec.arch_of(x.device) >= 90
-        tile = row_tile(multiprocessors(x.device, 1), n, k, weight.is_packed, gated)
-        kind = ACTIVATION_KINDS[activation or "silu"]
-        unit = unit_columns(weight)
-        launch = Launch(
-            _quantized_row,
-            triton.cdiv(n, tile.block_n),
-            varying=(eps, offset, alpha),
-            fixed=(
-                n,
-                k,
-                weight.group_size,
-                kernel_values(weight),
-                count_parts(weight, unit),
-                gated,
-                kind,
-                tile.block_n,
-                tile.block_k // unit,
-                pdl,
-            ),
-            options=launch_options(pdl, tile.num_warps),
-        )
-        run = PLANS.add(key, launch)
-    run((x, *kernel_tensors(weight), norm_weight, bias, residual, out))
-    return out
 
-
-def launch_quantized_linear(
-    x: Tensor, weight: QuantizedWeight, bias: Tensor | None, residual: Tensor | None, alpha: float
-) -> Tensor:
-    """x @ weight.T + bias, (m, n). With `residual`, alpha times that is added to it in place. One launch, or two
-    where the sums are split.
-
-    x, residual: contiguous
-    """
-    m, k = x.shape
-    n = weight.shape[0]
-    out = x.new_empty(m, n) if residual is None else residual
-    if m == 0:
+    def multiply(
+        x: Tensor, weight: QuantizedWeight, bias: Tensor | None, norm_weight: Tensor | None, residual: Tensor | None
+    ) -> Tensor:
+        out = x.new_empty(1, n) if residual is None else residual
+        launch((x, *kernel_tensors(weight), norm_weight, bias, residual, out))
         return out
-    tile = linear_tile(multiprocessors(x.device, 1), m, n, k, x.element_size())
-    key = ("quantized_linear", *product_facts(x, weight, bias, residual), alpha)
-    run = PLANS.get(key)
-    if run is None:
-        parts = count_parts(weight, BLOCK)
-        launch = Launch(
-            _quantized_linear,
-            triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n) * tile.splits,
-            varying=(m, alpha),
-            fixed=(
-                n,
-                k,
-                weight.group_size,
-                kernel_values(weight),
-                parts,
-                run_width(weight),
-                tile.block_m,
-                tile.block_n,
-                tile.splits,
-            ),
-            options={"num_warps": tile.num_warps, "num_stages": tile.num_stages},
-        )
-        run = PLANS.add(key, launch)
-    if tile.splits == 1:
-        run((x, *kernel_tensors(weight), bias, residual, out))
-        return out
-    sums = torch.empty(tile.splits, m, n, dtype=torch.float32, device=x.device)
-    run((x, *kernel_tensors(weight), None, None, sums))
-    return launch_sum_splits(sums, bias, residual, out, alpha)
+
+    return multiply
 
 
-def launch_sum_splits(sums: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor, alpha: float) -> Tensor:
-    """out, (m, n): the sum of sums, (splits, m, n) float32, and what `launch_quantized_linear` adds to it. One launch."""
-    splits, m, n = sums.shape
-    key = (
-        "sum_splits",
-        sums.shape,
-        sums.get_device(),
-        out.dtype,
-        alpha,
-        None if bias is None else bias.dtype,
-        residual is None,
+def plan_unpack(product: Product, tile: UnpackTile, details: Details) -> Multiply:
+    """One launch for contiguous tensors, or two where the sums are split."""
+    m = product.tokens
+    launch = Launch(
+        _quantized_linear,
+        triton.cdiv(m, tile.block_m) * triton.cdiv(product.n, tile.block_n) * tile.splits,
+        varying=(m, details.alpha),
+        fixed=(
+            product.n,
+            product.k,
+            product.group,
+            kernel_values(product),
+            count_parts(product, BLOCK),
+            run_width(product),
+            tile.block_m,
+            tile.block_n,
+            tile.splits,
+        ),
+        options={"num_warps": tile.num_warps, "num_stages": tile.num_stages},
     )
-    run = PLANS.get(key)
-    if run is None:
-        pdl = spec.arch_of(sums.device) >= 90
-        fixed = (n, splits, 512, pdl)
-        options = launch_options(pdl, 4)
-        launch = Launch(_sum_splits, triton.cdiv(m * n, 512), varying=(m, alpha), fixed=fixed, options=options)
-        run = PLANS.add(key, launch)
-    run((sums, bias, residual, out))
-    return out
+    sums = plan_sums(launch, product, tile.splits, details.alpha)
 
+    def multiply(
+        x: Tensor, weight: QuantizedWeight, bias: Tensor | None, norm_weight: Tensor | None, residual: Tensor | None
+    ) -> Tensor:
+        return sums((x, *kernel_tensors(weight)), bias, residual)
 
-def launch_dequantize(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
-    """What `QuantizedWeight.dequantize` computes. One launch, and no memory but the result."""
-    n, k = weight.shape
-    out = torch.empty(n, k, dtype=dtype, device=weight.device)
-    key = ("dequantize", *product_facts(out, weight, None, None))
-    run = PLANS.get(key)
-    if run is None:
-        fixed = (n, k, weight.group_size, kernel_values(weight), count_parts(weight, BLOCK), run_width(weight), 32)
-        launch = Launch(
-            _dequantize, triton.cdiv(n, 32) * triton.cdiv(k, 256), varying=(), fixed=fixed, options={"num_warps": 4}
-        )
-        run = PLANS.add(key, launch)
-    run((out, *kernel_tensors(weight)))
-    return out
-
-
-def row_tile(num_sms: int, n: int, k: int, is_packed: bool, gated: bool) -> RowTile:
-    """The tile of the product of one token.
-
-    A thread loads 16 bytes of a row at once, so 4 warps have 512 columns of float8 weights, and 8 warps 1,024 columns of 4-bit
-    weights. In us on one H200, 4-bit: 16 x 1024 takes 14.2, 45.2 and 30.1 for 6144 x 4096, 28672 x 4096 and 4096 x 14336, and
-    16 x 512 takes 16.3, 44.9 and more than 35. Float8 in 8 x 512: 18.3, 59.4 and 37.1. Fewer rows do not pay off while every
-    multiprocessor has a program.
-    """
-    block_n = (16 if is_packed else 8) // (2 if gated else 1)
-    while block_n > 8 and n // block_n < num_sms:
-        block_n //= 2
-    block_k = 1024 if is_packed else 512
-    while block_k > 256 and block_k >= 2 * k:
-        block_k //= 2
-    warps = 8 if block_k == 1024 else 4
-    return RowTile(block_n, block_k, warps)
-
-
-@lru_cache(maxsize=1024)
-def linear_tile(num_sms: int, m: int, n: int, k: int, element_size: int) -> Tile:
-    """The tile of the product of m tokens with n rows of weights. The fastest of five on one H200, for 2 to 128 tokens.
-
-    Up to 64 tokens fit into one tile, so weights are read once. float32, which tensor cores do not multiply, takes small tiles.
-    Larger ones spill registers before Hopper. Sums are split until every multiprocessor has two programs, but not below 1,024
-    columns.
-    """
-    if element_size == 4:
-        return Tile(16, 32, 4, 2, 1)
-    block_m = min(64, max(16, power_of_2(m)))
-    programs = triton.cdiv(m, block_m) * triton.cdiv(n, 64)
-    splits = 1
-    while splits < 8 and programs * splits < 2 * num_sms and k >= 2048 * splits:
-        splits *= 2
-    return Tile(block_m, 64, 4, 3 if block_m == 16 else 2, splits)
+    return multiply

@@ -1,17 +1,18 @@
-"""The source of the Hopper kernel for one token, emulated on a CPU, against float64; and its tiles."""
+"""The source of the Hopper kernel for one token, emulated on a CPU, against float64."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from gluon_emulator import emulated
+from products_by_kernel import multiply_by
 from quantized import float8_weight, int4_weight
 from rounded_once import dtype_id, randn
 
 from fa_serve import ops
 from fa_serve.ops.ops_backend import Norm
-from fa_serve.ops.products.quantised import gemv as quantized_gemv_kernel
-from fa_serve.ops.products.quantised.gemv import GemvTile, gemv_tile, launch_quantized_gemv
+from fa_serve.ops.products.quantised import gemv
+from fa_serve.ops.products.quantised.tiles import GemvTile
 from fa_serve.ops.torch_ops import TorchOps
 from fa_serve.testing import assert_matches_reference
 
@@ -27,7 +28,7 @@ INT4 = {
 @pytest.mark.parametrize("tile", [GemvTile(16, 4, 2, 1), GemvTile(16, 2, 4, 1), GemvTile(16, 8, 3, 3)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=dtype_id)
 @pytest.mark.parametrize("name", INT4)
-def test_products_of_4_bit_weights(name: str, dtype: torch.dtype, tile: GemvTile, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_of_4_bit_weights(name: str, dtype: torch.dtype, tile: GemvTile) -> None:
     """Rows and columns that do not fill a tile, with a bias and a residual; one program for three tiles, and three programs."""
     n = 37
     k = 1300
@@ -37,15 +38,14 @@ def test_products_of_4_bit_weights(name: str, dtype: torch.dtype, tile: GemvTile
     residual = randn(1, n, dtype=dtype, seed=2)
     exact = EXACT.linear(x.double(), weight, bias.double(), None, None, residual.double(), 0.5, None)
     eager = EXACT.linear(x, weight, bias, None, None, residual.clone(), 0.5, None)
-    monkeypatch.setattr(quantized_gemv_kernel, "gemv_tile", lambda *sizes: tile)
-    with emulated(quantized_gemv_kernel):
-        y = launch_quantized_gemv(x, weight, bias, None, None, residual, 0.5)
+    with emulated(gemv):
+        y = multiply_by("gemv", x, weight, bias, residual=residual, alpha=0.5, tile=tile)
     assert_matches_reference(y, exact, eager)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=dtype_id)
 @pytest.mark.parametrize("name", ["int4", "float8", "float8-blocks"])
-def test_one_token_with_a_norm_and_a_gate(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_token_with_a_norm_and_a_gate(name: str, dtype: torch.dtype) -> None:
     n = 21
     k = 1152
     if name == "int4":
@@ -57,23 +57,6 @@ def test_one_token_with_a_norm_and_a_gate(name: str, dtype: torch.dtype, monkeyp
     activation = ops.ACTIVATIONS[0]
     exact = EXACT.linear(x.double(), weight, None, Norm(norm.double(), 1e-5, 1.0), activation, None, 1.0, None)
     eager = EXACT.linear(x, weight, None, Norm(norm, 1e-5, 1.0), activation, None, 1.0, None)
-    monkeypatch.setattr(quantized_gemv_kernel, "multiprocessors", lambda device, otherwise: 132)
-    with emulated(quantized_gemv_kernel):
-        y = launch_quantized_gemv(x, weight, None, Norm(norm, 1e-5, 1.0), activation, None, 1.0)
+    with emulated(gemv):
+        y = multiply_by("gemv", x, weight, None, Norm(norm, 1e-5, 1.0), activation, num_sms=132)
     assert_matches_reference(y, exact, eager)
-
-
-@pytest.mark.parametrize(
-    ("n", "k", "values", "tile"),
-    [
-        (28672, 4096, "int4", GemvTile(16, 4, 3, 5)),
-        (6144, 4096, "int4", GemvTile(16, 8, 2, 3)),
-        (4096, 4096, "int4", GemvTile(16, 8, 3, 2)),
-        (4096, 14336, "int4", GemvTile(16, 8, 3, 2)),
-        (28672, 4096, "float8", GemvTile(16, 4, 2, 5)),
-        (6144, 4096, "float8", GemvTile(16, 8, 3, 3)),
-        (4096, 4096, "float8", GemvTile(16, 8, 4, 2)),
-    ],
-)
-def test_tiles_are_those_that_were_measured(n: int, k: int, values: str, tile: GemvTile) -> None:
-    assert gemv_tile(132, n, k, values) == tile

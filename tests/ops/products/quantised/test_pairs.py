@@ -7,10 +7,12 @@ from collections.abc import Callable
 import pytest
 import torch
 from gluon_emulator import emulated
+from products_by_kernel import product_of_experts
 from quantized import float4_weight, int4_weight
 
-from fa_serve.ops.experts import quantised as experts_wgmma_kernel
-from fa_serve.ops.experts.quantised import GroupedWgmmaTile, plan_grouped_wgmma
+from fa_serve.ops.experts import unpack_wgmma
+from fa_serve.ops.experts.tiles import GroupedWgmmaTile
+from fa_serve.ops.experts.unpack_wgmma import plan_tiles
 from fa_serve.ops.products.quantised.pairs import product_tensors
 from fa_serve.ops.products.quantised.weight import QuantizedWeight
 
@@ -40,7 +42,9 @@ def test_weights_whose_scales_are_exact_are_those_of_the_unpacked_matrix(make: C
     y = torch.zeros(COLUMNS, 32, dtype=torch.bfloat16)
     order = torch.arange(COLUMNS, dtype=torch.int32)
     tiles = torch.tensor([[0, 0, COLUMNS]], dtype=torch.int32)
-    with emulated(experts_wgmma_kernel):
-        launch = plan_grouped_wgmma(weight, 1, 1, None, 1, GroupedWgmmaTile(COLUMNS, 64), 0)
-        launch((torch.eye(COLUMNS, dtype=torch.bfloat16), *product_tensors(weight), None, order, tiles, y))
+    x = torch.eye(COLUMNS, dtype=torch.bfloat16)
+    with emulated(unpack_wgmma):
+        product = product_of_experts(x, weight, 1, 1, None, COLUMNS)
+        launch = plan_tiles(product, GroupedWgmmaTile(COLUMNS, 64), None, 1, 0)
+        launch((x, *product_tensors(weight), None, order, tiles, y))
     assert torch.equal(y.t(), weight.dequantize(torch.bfloat16))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from gluon_emulator import emulated
+from products_by_kernel import multiply_by
 from quantized import int4_weight
 
-from fa_serve.ops.products.quantised import gemv as quantized_gemv_kernel
-from fa_serve.ops.products.quantised.gemv import GemvTile, launch_quantized_gemv
+from fa_serve.ops.products.quantised import gemv
+from fa_serve.ops.products.quantised.tiles import GemvTile
 from fa_serve.ops.products.quantised.weight import QuantizedWeight
 
 ROWS = 16
@@ -23,10 +24,10 @@ def every_float8() -> QuantizedWeight:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("values", ["int4", "float8"])
-def test_columns_are_multiplied_with_their_inputs(values: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_columns_are_multiplied_with_their_inputs(values: str, dtype: torch.dtype) -> None:
     weight = every_float8() if values == "float8" else int4_weight(ROWS, 512, group_size=32, zeros=True, dtype=torch.bfloat16)
-    monkeypatch.setattr(quantized_gemv_kernel, "gemv_tile", lambda *sizes: GemvTile(ROWS, 1, 2, 1))
+    tile = GemvTile(ROWS, 1, 2, 1)
     columns = torch.eye(weight.width, dtype=dtype)[::7]
-    with emulated(quantized_gemv_kernel):
-        found = [launch_quantized_gemv(x[None], weight, None, None, None, None, 1.0)[0] for x in columns]
+    with emulated(gemv):
+        found = [multiply_by("gemv", x[None], weight, tile=tile)[0] for x in columns]
     assert torch.equal(torch.stack(found, 1), weight.dequantize(torch.float32)[:, ::7].to(dtype))

@@ -11,21 +11,14 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from products_by_kernel import multiply_by
 from quantized import float4_weight, float8_weight, int4_weight
 from rounded_once import DTYPES, assert_rounded_once, dtype_id, randn
 
 from fa_serve import ops
-from fa_serve.launching.plans import PLANS
-from fa_serve.ops.products.quantised import unpack as quantized_kernel
 from fa_serve.ops.products.quantised.primitives import wide_float8
-from fa_serve.ops.products.quantised.unpack import (
-    Tile,
-    launch_dequantize,
-    launch_quantized_linear,
-    launch_quantized_row,
-    linear_tile,
-)
-from fa_serve.ops.products.quantised.weight import FLOAT4_VALUES, QuantizedWeight, pack_int4
+from fa_serve.ops.products.quantised.tiles import UnpackTile
+from fa_serve.ops.products.quantised.weight import QuantizedWeight
 
 WEIGHTS = {
     "int4-G128": lambda n, k: int4_weight(n, k, group_size=128),
@@ -68,7 +61,7 @@ def test_one_token(make, n: int, k: int, norm: bool, activation: str | None, res
         norm=None if given is None else ops.Norm(given.weight.double(), 1e-3, 1.0),
         residual=None if r is None else r.double(),
     )
-    out = launch_quantized_row(x, weight, b, given, activation, r, 0.5)
+    out = multiply_by("unpack_row", x, weight, b, given, activation, r, 0.5)
     assert out.dtype == dtype
     assert r is None or out is r
     assert_rounded_once(out, exact)
@@ -87,7 +80,7 @@ def test_several_tokens(make, m: int, n: int, k: int, dtype: torch.dtype) -> Non
     weight = make(n, k)
     x = randn(m, k, dtype=dtype)
     exact = x.double() @ weight.dequantize(torch.float64).t()
-    assert_like_the_matrix(launch_quantized_linear(x, weight, None, None, 1.0), x, weight, exact)
+    assert_like_the_matrix(multiply_by("unpack", x, weight), x, weight, exact)
 
 
 def test_several_tokens_with_a_bias_and_a_residual(make) -> None:
@@ -96,33 +89,24 @@ def test_several_tokens_with_a_bias_and_a_residual(make) -> None:
     bias = randn(33, dtype=torch.float32, seed=1)
     residual = randn(5, 33, dtype=torch.float32, seed=2)
     exact = residual.double() + 0.5 * (x.double() @ weight.dequantize(torch.float64).t() + bias.double())
-    out = launch_quantized_linear(x, weight, bias, residual, 0.5)
+    out = multiply_by("unpack", x, weight, bias, residual=residual, alpha=0.5)
     assert out is residual
     assert_rounded_once(out, exact)
 
 
 @pytest.mark.parametrize("splits", [2, 4])
-def test_split_sums(make, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_split_sums(make, splits: int) -> None:
     """Of 3 blocks of columns, so that a range of 4 is empty, with and without what comes after the sum."""
-    monkeypatch.setattr(quantized_kernel, "linear_tile", lambda *sizes: Tile(16, 32, 4, 2, splits))
-    PLANS.clear()
+    tile = UnpackTile(16, 32, 4, 2, splits)
     weight = make(33, 700)
     x = randn(5, 700, dtype=torch.float32)
     bias = randn(33, dtype=torch.float32, seed=1)
     residual = randn(5, 33, dtype=torch.float32, seed=2)
     product = x.double() @ weight.dequantize(torch.float64).t()
-    assert_like_the_matrix(launch_quantized_linear(x, weight, None, None, 1.0), x, weight, product)
+    assert_like_the_matrix(multiply_by("unpack", x, weight, tile=tile), x, weight, product)
     exact = residual.double() + 0.5 * (product + bias.double())
-    assert launch_quantized_linear(x, weight, bias, residual, 0.5) is residual
+    assert multiply_by("unpack", x, weight, bias, residual=residual, alpha=0.5, tile=tile) is residual
     assert_rounded_once(residual, exact)
-    PLANS.clear()
-
-
-def test_products_of_few_tiles_are_split() -> None:
-    """Two programs for each multiprocessor, of 1,024 columns or more."""
-    sizes = ((28672, 4096), (6144, 4096), (4096, 14336), (4096, 512))
-    assert [linear_tile(132, 2, n, k, 2).splits for n, k in sizes] == [1, 4, 8, 1]
-    assert linear_tile(132, 2, 4096, 14336, 4).splits == 1
 
 
 def test_a_row_does_not_depend_on_the_others_and_none_is_none(make) -> None:
@@ -130,30 +114,8 @@ def test_a_row_does_not_depend_on_the_others_and_none_is_none(make) -> None:
     x = randn(9, 256, dtype=torch.float32)
     poisoned = x.clone()
     poisoned[1:] = float("nan")
-    assert torch.equal(
-        launch_quantized_linear(poisoned, weight, None, None, 1.0)[0], launch_quantized_linear(x, weight, None, None, 1.0)[0]
-    )
-    assert launch_quantized_linear(x[:0], weight, None, None, 1.0).shape == (0, 40)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=dtype_id)
-def test_dequantising_has_the_bits_of_pytorch(make, dtype: torch.dtype) -> None:
-    for n, k in ((40, 256), (33, 352), (3, 300)):
-        weight = make(n, k)
-        assert torch.equal(launch_dequantize(weight, dtype), weight.dequantize(dtype))
-
-
-def test_every_number_and_every_exponent_of_mxfp4() -> None:
-    """Powers of two down to 2^-127, with which numbers are subnormal, and up to the largest that float32 holds."""
-    bits = torch.arange(16, dtype=torch.uint8).repeat(253, 2)
-    weight = QuantizedWeight(pack_int4(bits), torch.arange(253, dtype=torch.uint8)[:, None], group_size=32, width=32)
-    expected = torch.tensor(FLOAT4_VALUES).repeat(2) * torch.tensor(2.0, dtype=torch.float64) ** (
-        torch.arange(253)[:, None] - 127
-    )
-    for dtype in (torch.float32, torch.float64):
-        assert torch.equal(weight.dequantize(dtype), expected.to(dtype))
-    found = launch_dequantize(weight, torch.float32)
-    assert torch.equal(found.view(torch.int32), weight.dequantize(torch.float32).view(torch.int32)), "zeros keep their sign"
+    assert torch.equal(multiply_by("unpack", poisoned, weight)[0], multiply_by("unpack", x, weight)[0])
+    assert multiply_by("unpack", x[:0], weight, tile=()).shape == (0, 40)
 
 
 @triton.jit

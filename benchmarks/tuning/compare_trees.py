@@ -1,0 +1,180 @@
+"""Device time of the same calls in two source trees, in turns on one GPU: what a change of the kernels costs.
+
+    python -m benchmarks.tuning.compare_trees --before DIR                       # DIR: another checkout of this repository
+    python -m benchmarks.tuning.compare_trees --before DIR --rounds 7 --cases varlen,sample
+
+A round starts one process for each tree, because both have a package of the same name. The processes measure case by case in
+turns: one call of a case in a CUDA graph, the median of several replays. The line of a case has the median over the rounds of
+the new tree and of the old one, and the least and greatest ratio of a round. Results are not checked: the tests do that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).parents[2]
+MARK = "@ "
+"""Begins the lines that a worker prints for the comparison."""
+PAGE = 16
+VARLEN = {"8x2048": [2048] * 8, "64x128": [128] * 64, "uneven": [5000, 17, 1, 900, 0, 64, 3000, 7018]}
+PAGED = {"1x8192": (1, 8192, 1), "64x4096": (64, 4096, 1), "256x512": (256, 512, 1), "32x1024_verify8": (32, 1024, 8)}
+CHUNKS = {"chunk_512_of_8192": ([512], [8192]), "mixed_32_and_512": ([1] * 32 + [512], [2048] * 32 + [4096])}
+HEADS = {"32_8_d128": (32, 8, 128), "64_8_d64": (64, 8, 64)}
+ROWS = (1, 64, 256)
+VOCABULARY = 151936
+
+
+def varlen(lengths: list[int], heads: tuple[int, int, int]) -> Callable[[], Any]:
+    import fa_serve
+
+    num_heads, num_kv_heads, dim = heads
+    total = sum(lengths)
+    ends = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+    q, k, v = (torch.randn(total, n, dim, device="cuda", dtype=torch.bfloat16) for n in (num_heads, num_kv_heads, num_kv_heads))
+    longest = max(lengths)
+    return lambda: fa_serve.attention_varlen(
+        q, k, v, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=longest, max_seqlen_k=longest, causal=True
+    )
+
+
+def paged(queries: list[int], keys: list[int], heads: tuple[int, int, int]) -> Callable[[], Any]:
+    import fa_serve
+
+    num_heads, num_kv_heads, dim = heads
+    pages = -(-max(keys) // PAGE)
+    cache = torch.randn(2, len(keys) * pages, PAGE, num_kv_heads, dim, device="cuda", dtype=torch.bfloat16)
+    table = torch.arange(len(keys) * pages, device="cuda", dtype=torch.int32).view(len(keys), pages)
+    ends = torch.tensor([0, *queries], device="cuda").cumsum(0).int()
+    q = torch.randn(sum(queries), num_heads, dim, device="cuda", dtype=torch.bfloat16)
+    used = torch.tensor(keys, device="cuda", dtype=torch.int32)
+    return lambda: fa_serve.attention_paged(
+        q, cache[0], cache[1], block_table=table, seqused_k=used, cu_seqlens_q=ends,
+        max_seqlen_q=max(queries), max_seqlen_k=max(keys),
+    )  # fmt: skip
+
+
+def sample(rows: int, limits: str) -> Callable[[], Any]:
+    from fa_serve import ops
+
+    logits = torch.randn(rows, VOCABULARY, device="cuda", dtype=torch.bfloat16) * 3
+    keys = torch.arange(rows, device="cuda")
+    full = {
+        "top_k": torch.full((rows,), 40, device="cuda"),
+        "top_p": torch.full((rows,), 0.9, device="cuda"),
+        "min_p": torch.full((rows,), 0.05, device="cuda"),
+    }
+    own = {name: full[name] for name in limits.split("+") if name in full}
+    temperature = torch.full((rows,), 0.8, device="cuda")
+    return lambda: ops.sample_rows(logits, keys, temperature, largest_top_k=40 if "top_k" in own else None, **own)
+
+
+def cases(wanted: list[str]) -> dict[str, Callable[[], Callable[[], Any]]]:
+    """The makers of the calls by their names. A call is made when it is measured, so that memory holds one at a time."""
+    made: dict[str, Callable[[], Callable[[], Any]]] = {}
+    for heads, sizes in HEADS.items():
+        for name, lengths in VARLEN.items():
+            made[f"varlen_{name}_{heads}"] = lambda lengths=lengths, sizes=sizes: varlen(lengths, sizes)
+        for name, (batch, keys, queries) in PAGED.items():
+            lengths = [queries] * batch, [keys] * batch
+            made[f"paged_{name}_{heads}"] = lambda lengths=lengths, sizes=sizes: paged(*lengths, sizes)
+        for name, (queries, keys) in CHUNKS.items():
+            made[f"paged_{name}_{heads}"] = lambda queries=queries, keys=keys, sizes=sizes: paged(queries, keys, sizes)
+    for rows in ROWS:
+        for limits in ("draw", "top_k", "top_p", "top_k+top_p", "min_p"):
+            made[f"sample_{rows}_{limits}"] = lambda rows=rows, limits=limits: sample(rows, limits)
+    return {name: make for name, make in made.items() if not wanted or any(part in name for part in wanted)}
+
+
+def work(wanted: list[str]) -> None:
+    """One process, for one tree: for each line that it reads, measure a case and print its microseconds; null at the end."""
+    from benchmarks.measure import graph_microseconds
+
+    torch.manual_seed(0)
+    for name, make in cases(wanted).items():
+        sys.stdin.readline()
+        print(MARK + json.dumps([name, graph_microseconds(make())]), flush=True)
+    sys.stdin.readline()
+    print(MARK + json.dumps(None), flush=True)
+
+
+class Worker:
+    """The process that measures a tree."""
+
+    def __init__(self, tree: Path, wanted: list[str]) -> None:
+        self.tree = tree
+        path = os.pathsep.join([str(tree.resolve()), str(ROOT), os.environ.get("PYTHONPATH", "")])
+        command = [sys.executable, __file__, "--worker", "--cases", ",".join(wanted)]
+        self.process = subprocess.Popen(
+            command, env=os.environ | {"PYTHONPATH": path}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        )
+
+    def turn(self) -> tuple[str, float] | None:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write("\n")
+        for line in self.process.stdout:
+            if line.startswith(MARK):
+                found = json.loads(line.removeprefix(MARK))
+                return None if found is None else (found[0], found[1])
+        sys.exit(f"the worker of {self.tree} ended with {self.process.wait()}")
+
+
+def compare(args: argparse.Namespace) -> None:
+    from benchmarks.measure import Results, commit_of
+
+    found: dict[str, list[tuple[float, float]]] = {}
+    for number in range(args.rounds):
+        before = Worker(args.before, args.cases)
+        after = Worker(ROOT, args.cases)
+        order = [before, after] if number % 2 == 0 else [after, before]
+        while True:
+            turns = {worker: worker.turn() for worker in order}
+            old = turns[before]
+            new = turns[after]
+            if old is None or new is None:
+                break
+            found.setdefault(old[0], []).append((old[1], new[1]))
+        for worker in order:
+            worker.process.communicate()
+    results = Results(
+        "trees", args.out, before=args.before_commit or commit_of(args.before), commit=args.commit or commit_of(ROOT)
+    )
+    print(f"{'us':<44}{'before':>9}{'after':>9}{'ratio':>8}   least and greatest of a round")
+    for case, pairs in found.items():
+        old, new = (statistics.median(side) for side in zip(*pairs, strict=True))
+        ratios = [after / before for before, after in pairs]
+        results.add(case, "us", new, {"before": old})
+        print(f"{case:<44}{old:>9.2f}{new:>9.2f}{new / old:>8.3f}   {min(ratios):.3f} {max(ratios):.3f}")
+    results.write()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--before", type=Path, help="source tree to compare with")
+    parser.add_argument("--before-commit", default="", help="its commit, where the tree has no history")
+    parser.add_argument("--commit", default="", help="the commit of this tree, where it has no history")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--cases", type=lambda text: list(filter(None, text.split(","))), default=[], help="parts of names")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        work(args.cases)
+    elif args.before is None:
+        parser.error("--before is required: the source tree to compare with")
+    else:
+        compare(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,8 @@
+"""Sizes that launches are made of. This module imports no Triton, because tiles are chosen where it is not installed too."""
+
+from __future__ import annotations
+
+
+def power_of_2(n: int) -> int:
+    """The least power of two that is at least n > 0. Triton's own function takes microseconds, because kernels call it too."""
+    return 1 << (n - 1).bit_length()

@@ -1,0 +1,235 @@
+"""Why a kernel does not compute a product: one function for each row of table.py, which gives the reason or None.
+
+The weight is one that the kernel reads, as the table says, and on a device that Triton runs on. A reason says what the kernel
+computes, and what was asked. Limits that were measured are in crossovers.py; those here follow from how kernels are written.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fa_serve.ops.products.crossovers import (
+    EXPERT_MATRICES_PAIRS,
+    EXPERT_ROWS,
+    EXPERT_WGMMA_PAIRS,
+    FLOAT8_TOKENS,
+    GROUPED_PAIRS,
+    ONE_EXPERT_ROWS,
+    ONE_EXPERT_TOKENS,
+    UNPACK_TOKENS,
+)
+from fa_serve.ops.products.problem import Product
+from fa_serve.spec import dtype_name
+
+SCALED_MM_ARCHS = (89, 90, 100, 103)
+"""Compute capabilities, times ten, for which PyTorch has a product of float8 with a scale for each row and column."""
+HALVES = (torch.float16, torch.bfloat16)
+"""Dtypes that tensor cores multiply with unpacked weights."""
+GEMV_COLUMNS = 32768
+"""The most columns of a weight that is multiplied with one token on Hopper: the token is kept in shared memory."""
+MOST_WEIGHTS = {"int4": 1 << 33, "float4": 1 << 33, "float8": 1 << 31}
+"""Weights of a product on Hopper, whose words and bytes are counted in 32 bits."""
+MOST_VALUES = 1 << 31
+"""Values of an expert, whose offsets are counted in 32 bits."""
+MOST_ROWS = 1 << 31
+"""Rows of the matrices of all experts, which the copy engine counts in 32 bits."""
+
+
+def _listed(names: tuple[Any, ...]) -> str:
+    return " and ".join([", ".join(map(str, names[:-1])), str(names[-1])] if len(names) > 1 else [str(names[0])])
+
+
+def _unless(condition: bool, reason: str) -> str | None:
+    return None if condition else reason
+
+
+def refuses_nothing(product: Product) -> str | None:
+    return None
+
+
+def _other_gpu(product: Product) -> str | None:
+    """Why a kernel in Gluon cannot run: the device, the release of Triton, or the address of the weight."""
+    if product.arch != 90:
+        got = f"compute capability {product.arch / 10}" if product.arch else "another device"
+        return f"runs on Hopper (compute capability 9.0) only, got {got}"
+    if not product.gluon:
+        return "needs another release of Triton, or one that does not interpret kernels"
+    return _unless(product.aligned, "copies 16 bytes at a time, and the weight's address is not a multiple of 16")
+
+
+def _other_dtype(product: Product, *dtypes: torch.dtype) -> str | None:
+    names = _listed(tuple(map(dtype_name, dtypes)))
+    return _unless(product.dtype in dtypes, f"multiplies input in {names}, got {dtype_name(product.dtype)}")
+
+
+def _other_tokens(product: Product, least: int, most: int) -> str | None:
+    if least == most == 1:
+        return _unless(product.tokens == 1, f"multiplies one token, got {product.tokens}")
+    return _unless(least <= product.tokens <= most, f"multiplies {least} to {most} tokens, got {product.tokens}")
+
+
+def _other_groups(product: Product, sizes: tuple[int, ...], multiple: int) -> str | None:
+    fits = product.has_row_scales or product.group in sizes or product.group % multiple == 0
+    of_sizes = "".join(f"{size}, " for size in sizes if size % multiple)
+    return _unless(fits, f"takes groups of {of_sizes}a multiple of {multiple} or all columns, got {product.group}")
+
+
+def _too_large(product: Product) -> str | None:
+    most = MOST_WEIGHTS[product.values]
+    return _unless(product.n * product.k < most, f"counts fewer than {most} weights, got {product.n} x {product.k}")
+
+
+def _part_of_16_bytes(product: Product) -> str | None:
+    multiple = 8 if product.is_packed else 16
+    return _unless(product.k % multiple == 0, f"takes a multiple of {multiple} columns, got {product.k}")
+
+
+def _cannot_read_float8(product: Product) -> str | None:
+    return _unless(product.reads_float8, f"Triton has no float8 for compute capability {product.arch / 10}")
+
+
+def refuses_invariant(product: Product) -> str | None:
+    return _unless(product.invariant, "is slower, and computes what must not depend on the number of rows")
+
+
+def refuses_dequantise(product: Product) -> str | None:
+    return _cannot_read_float8(product)
+
+
+def refuses_row(product: Product) -> str | None:
+    return _other_tokens(product, 1, 1)
+
+
+def refuses_gemv(product: Product) -> str | None:
+    refused = _other_tokens(product, 1, 1) or _other_gpu(product) or _other_dtype(product, *HALVES) or _too_large(product)
+    if refused is None and product.values == "float8":
+        refused = _unless(product.k % 128 == 0, f"takes a multiple of 128 columns of float8, got {product.k}")
+        refused = refused or _other_groups(product, (), 128)
+    elif refused is None:
+        # a part of a block of 256 columns has one group
+        refused = _other_groups(product, (32, 64, 128), 256)
+    return refused or _unless(product.k <= GEMV_COLUMNS, f"keeps up to {GEMV_COLUMNS} columns of a token, got {product.k}")
+
+
+def refuses_unpack_row(product: Product) -> str | None:
+    return _other_tokens(product, 1, 1) or _cannot_read_float8(product)
+
+
+def refuses_scaled_mm(product: Product) -> str | None:
+    return (
+        _unless(product.has_row_scales, f"takes a scale for each row, got groups of {product.group}")
+        or _other_dtype(product, torch.bfloat16)
+        or _unless(product.arch in SCALED_MM_ARCHS, "PyTorch has it for compute capabilities 8.9, 9.0, 10.0 and 10.3 only")
+        or _unless(
+            product.n % 16 == 0 and product.k % 16 == 0,
+            f"takes multiples of 16 rows and columns, got {product.n} x {product.k}",
+        )
+    )
+
+
+def refuses_float8_wgmma(product: Product) -> str | None:
+    return (
+        refuses_scaled_mm(product)
+        or _other_gpu(product)
+        or _other_tokens(product, 2, FLOAT8_TOKENS.limit)
+        or _too_large(product)
+    )
+
+
+def _refuses_unpacking_on_hopper(product: Product) -> str | None:
+    """What `unpack_wgmma` and `one_expert` have in common: the same words, copied and unpacked alike."""
+    return (
+        _other_gpu(product)
+        or _other_dtype(product, *HALVES)
+        # a part of 128 columns has one group
+        or _other_groups(product, (32, 64), 128)
+        or _part_of_16_bytes(product)
+        or _too_large(product)
+    )
+
+
+def refuses_unpack_wgmma(product: Product) -> str | None:
+    # scales of groups are rounded to the input's dtype, and float16 may not hold scales of another one
+    by_row = product.values == "float8" and product.has_row_scales
+    holds_scales = product.dtype == torch.bfloat16 or product.scales == product.dtype or by_row
+    return (
+        _other_tokens(product, 2, UNPACK_TOKENS.limit)
+        or _refuses_unpacking_on_hopper(product)
+        or _unless(holds_scales, "rounds scales to the input's dtype, and float16 may not hold them")
+    )
+
+
+def refuses_one_expert(product: Product) -> str | None:
+    rows = ONE_EXPERT_ROWS.limit
+    return (
+        _other_tokens(product, 2, ONE_EXPERT_TOKENS.limit)
+        or _unless(product.n >= rows, f"multiplies at least {rows} rows of weights, got {product.n}")
+        or _other_dtype(product, torch.bfloat16)
+        or _unless(product.is_packed or not product.has_row_scales, "takes float8 weights with scales for groups of columns")
+        or _refuses_unpacking_on_hopper(product)
+        or _unless(product.n * product.k < MOST_VALUES, f"counts fewer than {MOST_VALUES} values in 32 bits")
+    )
+
+
+def refuses_unpack(product: Product) -> str | None:
+    most = UNPACK_TOKENS.limit
+    too_many = _unless(product.tokens <= most, f"multiplies up to {most} tokens, got {product.tokens}")
+    return too_many or _cannot_read_float8(product)
+
+
+def _average(product: Product) -> str:
+    return f"{product.pairs_per_expert:.4g} on average"
+
+
+def refuses_expert_rows(product: Product) -> str | None:
+    experts = EXPERT_ROWS.limit
+    few = product.tokens == 1 or experts * product.pairs <= product.num_experts
+    got = f"got {product.pairs} pairs and {product.num_experts} experts"
+    return _unless(product.by_rows, "takes weights whose rows are contiguous, of both products") or _unless(
+        few, f"takes one token, or {experts} experts for each pair, {got}"
+    )
+
+
+def refuses_expert_matrices(product: Product) -> str | None:
+    least = EXPERT_MATRICES_PAIRS.limit
+    return (
+        _other_gpu(product)
+        or _other_dtype(product, torch.bfloat16)
+        or _unless(
+            product.matrix_dtype == product.dtype, f"multiplies weights of the input's dtype, got {product.matrix_dtype}"
+        )
+        or _unless(product.pairs_per_expert >= least, f"takes at least {least} pairs for each expert, got {_average(product)}")
+        or _unless(product.contiguous, "takes contiguous matrices, by rows or by columns")
+        # it copies 64 columns at a time, and 8 numbers of rows or columns
+        or _unless(
+            product.k % 64 == 0 and product.n % 16 == 0,
+            f"takes a multiple of 16 rows and of 64 columns, got {product.n} x {product.k}",
+        )
+        or _unless(
+            product.num_experts * max(product.n, product.k) < MOST_ROWS, f"counts fewer than {MOST_ROWS} rows of all experts"
+        )
+    )
+
+
+def refuses_expert_wgmma(product: Product) -> str | None:
+    most = EXPERT_WGMMA_PAIRS.limit
+    return (
+        _other_gpu(product)
+        or _other_dtype(product, torch.bfloat16)
+        # a part of a block of 256 columns has one group
+        or _other_groups(product, (32, 64, 128), 256)
+        or _part_of_16_bytes(product)
+        or _unless(product.n * product.k < MOST_VALUES, f"counts fewer than {MOST_VALUES} values of an expert")
+        or _unless(product.pairs_per_expert <= most, f"takes up to {most} pairs for each expert, got {_average(product)}")
+    )
+
+
+def refuses_dequantise_experts(product: Product) -> str | None:
+    more = GROUPED_PAIRS.limit
+    # a product in float32 is not one of tensor cores, and takes longer than unpacking
+    many = product.pairs_per_expert > more
+    return _other_dtype(product, *HALVES) or _unless(
+        many, f"takes more than {more} pairs for each expert, got {_average(product)}"
+    )

@@ -1,0 +1,126 @@
+"""Where another kernel becomes the faster one, and the committed lines of benchmarks/results that show it.
+
+    UNPACK_TOKENS.limit                    # 128
+    UNPACK_TOKENS.lines                    # {"ops_quantized: 28672x4096 mxfp4 128": "unpack", ...}
+
+`benchmarks/bench_ops.py` writes the lines. A test finds each line, makes the product that its case names, and checks that the
+table chooses the kernel that is named here; where two kernels were timed in the same run, it checks which one is faster. A
+limit between two lines that name different kernels is as exact as the sizes that were timed. Left out: limits that follow from
+how a kernel is written, which its row of the table has (table.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Crossover:
+    """A limit that was measured.
+
+    limit:  the last number of `unit`, or the first where the text says "at least"
+    unit:   what is counted
+    lines:  "file: case" of benchmarks/results on both sides of the limit, and the kernel that computed it
+    faster: pairs of "file: case" of one run in which two kernels computed the same: the faster one, then the slower one
+    """
+
+    limit: int
+    unit: str
+    lines: Mapping[str, str]
+    faster: tuple[tuple[str, str], ...] = field(default=())
+
+
+UNPACK_TOKENS = Crossover(
+    128,
+    "tokens",
+    {
+        "ops_quantized: 28672x4096 mxfp4 128": "unpack",
+        "ops_quantized: 28672x4096 mxfp4 256": "dequantise",
+        "ops_quantized: 28672x4096 int4 128": "unpack_wgmma",
+        "ops_quantized: 28672x4096 int4 256": "one_expert",
+    },
+)
+"""The most tokens that the kernels for 2 or more tokens multiply with weights that they unpack. With more, a matrix is unpacked
+first, unless `one_expert` multiplies."""
+
+FLOAT8_TOKENS = Crossover(
+    128,
+    "tokens",
+    {
+        "ops_quantized: 28672x4096 fp8-row 128": "float8_wgmma",
+        "ops_quantized: 28672x4096 fp8-row 256": "scaled_mm",
+        "ops_quantized: 4096x4096 fp8-row 128": "float8_wgmma",
+        "ops_quantized: 4096x4096 fp8-row 256": "scaled_mm",
+    },
+)
+"""The most tokens that the Hopper kernel multiplies in float8. With more, `torch._scaled_mm` does."""
+
+ONE_EXPERT_TOKENS = Crossover(
+    512,
+    "tokens",
+    {
+        "ops_quantized: 28672x4096 int4 512": "one_expert",
+        "ops_quantized: 28672x4096 int4 2048": "dequantise",
+        "ops_quantized: 28672x4096 fp8-block 512": "one_expert",
+        "ops_quantized: 28672x4096 fp8-block 2048": "dequantise",
+    },
+)
+"""The most tokens that the Hopper kernel of experts multiplies with a dense weight."""
+
+ONE_EXPERT_ROWS = Crossover(
+    4096,
+    "rows",
+    {"ops_quantized: 4096x14336 int4 256": "one_expert", "ops_quantized: 4096x4096 int4 256": "one_expert"},
+)
+"""The fewest rows of such a weight: at least 4096. With fewer, most multiprocessors would have no tile, and none were timed."""
+
+EXPERT_ROWS = Crossover(
+    8,
+    "experts for each pair",
+    {"ops_experts: qwen30a3b matrices 1": "expert_rows", "ops_experts: qwen30a3b matrices 4": "grouped"},
+)
+"""The fewest experts for each pair with which pairs read their expert's weights by themselves: at least 8. Two tokens that meet
+one expert then read it twice. A single token meets each expert once, whatever their number is."""
+
+EXPERT_MATRICES_PAIRS = Crossover(
+    64,
+    "pairs for each expert",
+    {"ops_experts: qwen30a3b matrices 256": "grouped", "ops_experts: qwen30a3b matrices 1024": "expert_matrices"},
+)
+"""The fewest pairs for each expert, on average, that the Hopper kernel for matrices multiplies: at least 64. Its tiles have 128
+pairs, and fewer than 64 were not timed."""
+
+EXPERT_WGMMA_PAIRS = Crossover(
+    512,
+    "pairs for each expert",
+    {"ops_experts: gptoss20b mxfp4 1024": "expert_wgmma", "ops_experts: gptoss20b mxfp4 8192": "dequantise_experts"},
+    (
+        ("ops_experts_ways: gptoss20b mxfp4 1024 wgmma", "ops_experts_ways: gptoss20b mxfp4 1024 dequantized"),
+        ("ops_experts_ways: gptoss20b mxfp4 8192 dequantized", "ops_experts_ways: gptoss20b mxfp4 8192 wgmma"),
+    ),
+)
+"""The most pairs for each expert, on average, that the Hopper kernel multiplies with quantised experts. With more, some experts
+at a time are dequantised and multiplied as matrices. Straight lines between both sizes cross at 517."""
+
+GROUPED_PAIRS = Crossover(
+    192,
+    "pairs for each expert",
+    {},
+    (
+        ("ops_experts_ways: gptoss20b mxfp4 1024 portable", "ops_experts_ways: gptoss20b mxfp4 1024 dequantized"),
+        ("ops_experts_ways: gptoss20b mxfp4 8192 dequantized", "ops_experts_ways: gptoss20b mxfp4 8192 portable"),
+    ),
+)
+"""The same limit of the portable kernel. Straight lines between both sizes, 128 and 1,024 pairs, cross at 171."""
+
+CROSSOVERS = {
+    "UNPACK_TOKENS": UNPACK_TOKENS,
+    "FLOAT8_TOKENS": FLOAT8_TOKENS,
+    "ONE_EXPERT_TOKENS": ONE_EXPERT_TOKENS,
+    "ONE_EXPERT_ROWS": ONE_EXPERT_ROWS,
+    "EXPERT_ROWS": EXPERT_ROWS,
+    "EXPERT_MATRICES_PAIRS": EXPERT_MATRICES_PAIRS,
+    "EXPERT_WGMMA_PAIRS": EXPERT_WGMMA_PAIRS,
+    "GROUPED_PAIRS": GROUPED_PAIRS,
+}

@@ -1,0 +1,197 @@
+"""What a product with a weight matrix asks: everything that decides which kernel computes it.
+
+    Product(values="int4", n=4096, k=4096, group=128, scales=torch.bfloat16, tokens=8, dtype=torch.bfloat16, arch=90)
+    replace(product, tokens=1)                                  # the same product of one token
+    product_with(weight, tokens=8, dtype=torch.bfloat16, arch=90)
+
+A product holds facts that are known on the host, so it can be asked about without a GPU and without weights. The kernels, and
+which of them computes a product, are in table.py. This module imports no Triton, so that `fa-serve info` runs anywhere. Left
+out: how a product is computed (run.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fa_serve.ops.ops_backend import ExpertWeights, Weight
+from fa_serve.ops.products.quantised.weight import QuantizedWeight
+from fa_serve.spec import has_programmatic_launch
+
+WeightValues = Literal["float", "int4", "float4", "float8"]
+"""What a weight consists of: numbers of a floating dtype, or one of the kinds of a QuantizedWeight."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Product:
+    """x @ weight.T for the tokens of x; for experts, the products of pairs of a token and an expert.
+
+    values:      what the weight consists of
+    n, k:        rows and columns of the weight; of one expert's
+    tokens:      rows of x
+    dtype:       of x, and of the result
+    matrix_dtype: of a weight of floats; None for a quantised one
+    group:       columns that share a scale, at least k if a row has one scale; 0 for a weight of floats
+    scales:      dtype of the scales; None for a weight of floats
+    gated:       an activation is computed of the first half of the rows, and multiplied with the other half
+    rounded:     x is in float8 already
+    invariant:   the bits of a row must not depend on the number of rows
+    num_experts: of the weight; 0 for a dense weight
+    top_k:       experts that each token takes
+    by_rows:     the rows of both weights of a mixture are contiguous
+    contiguous:  the matrices of all experts are contiguous, by rows or by columns
+    aligned:     the weight's address is a multiple of 16 bytes
+    triton:      Triton's kernels run on the device
+    gluon:       the release of Triton has the Gluon that the kernels for Hopper are written in
+    arch:        10 * major + minor of an NVIDIA device, else 0
+    num_sms:     multiprocessors of the device
+    """
+
+    values: WeightValues
+    n: int
+    k: int
+    tokens: int
+    dtype: torch.dtype
+    matrix_dtype: torch.dtype | None = None
+    group: int = 0
+    scales: torch.dtype | None = None
+    gated: bool = False
+    rounded: bool = False
+    invariant: bool = False
+    num_experts: int = 0
+    top_k: int = 0
+    by_rows: bool = True
+    contiguous: bool = True
+    aligned: bool = True
+    triton: bool = True
+    gluon: bool = True
+    arch: int = 0
+    num_sms: int = 132
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the values have 4 bits."""
+        return self.values in ("int4", "float4")
+
+    @property
+    def has_row_scales(self) -> bool:
+        """Whether a row of the weight has one scale."""
+        return 0 < self.k <= self.group
+
+    @property
+    def outputs(self) -> int:
+        """Columns of the result."""
+        return self.n // 2 if self.gated else self.n
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of a token and an expert."""
+        return self.tokens * self.top_k
+
+    @property
+    def pairs_per_expert(self) -> float:
+        """The average by which the tiles of experts are chosen: 0 where all numbers of tokens must have one tile."""
+        return 0.0 if self.invariant else self.pairs / self.num_experts
+
+    @property
+    def is_programmatic(self) -> bool:
+        """Whether launches are programmatic."""
+        return has_programmatic_launch(self.arch)
+
+    @property
+    def reads_float8(self) -> bool:
+        """Whether Triton converts the weight's values on this device."""
+        return self.values != "float8" or converts_float8(self.arch)
+
+
+class Details(NamedTuple):
+    """What a call asks beside its product: numbers that a plan keeps, and that decide nothing.
+
+    eps, offset: of the norm, as in `Norm`
+    activation:  of a gated product
+    alpha:       by which the product is multiplied before a residual is added
+    strides:     of x and of the weight, for the one kernel that reads any (row_invariant.py)
+    """
+
+    eps: float = 0.0
+    offset: float = 0.0
+    activation: str | None = None
+    alpha: float = 1.0
+    strides: tuple[int, ...] = ()
+
+
+Multiply = Callable[[Any, Any, Tensor | None, Tensor | None, Tensor | None], Tensor]
+"""What a kernel's plan is: it takes x, the weight, the bias, the weight of the norm and the residual of a call, and multiplies.
+Only kernels that are `fused` read the norm."""
+
+
+def converts_float8(arch: int) -> bool:
+    """Whether Triton converts float8_e4m3fn on this architecture. Otherwise PyTorch does, or kernels read bytes."""
+    return arch >= 89
+
+
+@cache
+def compiles_gluon() -> bool:
+    """Whether the installed release of Triton has the Gluon that the kernels for Hopper are written in."""
+    try:
+        import triton
+
+        from fa_serve.backends.hopper import RELEASES
+    except ImportError:
+        return False
+    return triton.__version__.startswith(RELEASES) and not triton.knobs.runtime.interpret
+
+
+def product_with(
+    weight: Weight,
+    *,
+    tokens: int,
+    dtype: torch.dtype,
+    arch: int,
+    num_sms: int = 132,
+    gated: bool = False,
+    rounded: bool = False,
+    invariant: bool = False,
+    num_experts: int = 0,
+    top_k: int = 0,
+    by_rows: bool = True,
+    triton: bool = True,
+) -> Product:
+    """The product of tokens of a dtype with a weight. The names are those of `Product`.
+
+    weight: a matrix (n, k), or (num_experts, n, k) for experts; or a QuantizedWeight, for experts one of all their rows
+    """
+    asked: dict[str, Any] = {
+        "tokens": tokens,
+        "dtype": dtype,
+        "gated": gated,
+        "rounded": rounded,
+        "invariant": invariant,
+        "num_experts": num_experts,
+        "top_k": top_k,
+        "by_rows": by_rows,
+        "aligned": not weight.data.data_ptr() % 16,
+        "triton": triton,
+        "gluon": compiles_gluon(),
+        "arch": arch,
+        "num_sms": num_sms,
+    }
+    n, k = weight.shape[-2:]
+    if isinstance(weight, QuantizedWeight):
+        n //= max(num_experts, 1)
+        return Product(values=weight.values, n=n, k=k, group=weight.group_size, scales=weight.scales.dtype, **asked)
+    contiguous = not num_experts or weight.stride() in ((n * k, k, 1), (n * k, 1, n))
+    return Product(values="float", n=n, k=k, matrix_dtype=weight.dtype, contiguous=contiguous, **asked)
+
+
+def products_with_experts(experts: ExpertWeights, **asked: Any) -> tuple[Product, Product]:
+    """Both products of a mixture: the gated one, and the other one. asked: as `product_with` takes it"""
+    matrices = [weight for weight in (experts.gate_up, experts.down) if isinstance(weight, Tensor)]
+    asked["num_experts"] = experts.sizes.num_experts
+    asked["by_rows"] = all(weight.stride(2) == 1 for weight in matrices)
+    return product_with(experts.gate_up, gated=True, **asked), product_with(experts.down, **asked)

@@ -1,0 +1,374 @@
+"""The kernels of products, and which of them computes a product: the first row of the table that fits.
+
+    choice = select_kernel(Product(values="int4", n=2048, k=4096, group=128, scales=torch.bfloat16, tokens=200, ...))
+    choice.kernel.name                     # "dequantise"
+    choice.tile                            # what the kernel is launched with
+    choice.passed_over["one_expert"]       # "multiplies at least 4096 rows of weights, got 2048"
+    kernels_by_tokens(product)             # "gemv for 1 token, unpack_wgmma for 2 to 128, dequantise for more"
+
+Everybody who launches, describes, warms up or tests a product asks here. Few tokens take a kernel that unpacks weights in
+registers, many tokens the unpacked matrix and PyTorch's product, because unpacking once is then cheap beside the product.
+Float8 weights with a scale for each row are multiplied with activations that are rounded to float8 as well, from 2 tokens on,
+where `torch._scaled_mm` does that. The order of the rows and the limits in them were measured; crossovers.py names the lines.
+
+This module imports no Triton, so that `fa-serve info` runs anywhere. Left out: tiles (tiles.py beside each family of kernels),
+and how a product is computed (run.py, and experts/plan.py).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fa_serve.ops.experts.tiles import (
+    expert_row_tile,
+    grouped_matrix_tile,
+    grouped_tile,
+    grouped_wgmma_tile,
+    matrix_tile,
+    one_expert_tile,
+)
+from fa_serve.ops.products.conditions import (
+    refuses_dequantise,
+    refuses_dequantise_experts,
+    refuses_expert_matrices,
+    refuses_expert_rows,
+    refuses_expert_wgmma,
+    refuses_float8_wgmma,
+    refuses_gemv,
+    refuses_invariant,
+    refuses_nothing,
+    refuses_one_expert,
+    refuses_row,
+    refuses_scaled_mm,
+    refuses_unpack,
+    refuses_unpack_row,
+    refuses_unpack_wgmma,
+)
+from fa_serve.ops.products.problem import Product
+from fa_serve.ops.products.quantised.tiles import float8_tile, gemv_tile, unpack_row_tile, unpack_tile, wgmma_tile
+from fa_serve.ops.products.tiles import invariant_tile, matrix_row_tile
+
+QUANTISED = ("int4", "float4", "float8")
+ANY_VALUES = ("float", *QUANTISED)
+MOST_TOKENS = 1 << 16
+"""Up to how many tokens people are told what computes them. No limit is larger for the mixtures that exist."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A row of the table: a kernel, or a function of PyTorch, and which products it computes.
+
+    name:       of the row
+    about:      what it is, in a few words
+    launches:   what multiplies: kernels by the names of their functions, or a function of PyTorch. What is launched before and
+                after it is not named
+    plan:       "module:function", which plans its launches. It is imported when it is needed first: Gluon's names change with
+                each release of Triton, so its modules are imported where `Product.gluon` says that they can be
+    values:     what the weights that it reads consist of
+    refuses:    the reason why it does not compute a product with such a weight, or None
+    tile:       what it is launched with, None if all of its launches are alike
+    grouped:    it multiplies the weights of experts, and no others; None: it multiplies both
+    triton:     it needs Triton on the device
+    invariant:  the bits of a row do not depend on the number of rows
+    fused:      it normalises the input and gates the result in the same launch
+    in_float8:  it multiplies input that was rounded to float8
+    whole:      it computes both products of a mixture, from pairs in the order of their tokens
+    listed:     it is given a list of its tiles, of `tile.block_m` pairs each
+    """
+
+    name: str
+    about: str
+    launches: tuple[str, ...]
+    plan: str
+    values: tuple[str, ...]
+    refuses: Callable[[Product], str | None]
+    tile: Callable[[Product], Any]
+    grouped: bool | None = False
+    triton: bool = True
+    invariant: bool = False
+    fused: bool = False
+    in_float8: bool = False
+    whole: bool = False
+    listed: bool = False
+
+    def fits(self, product: Product) -> str | None:
+        """None if the kernel computes the product, else the reason why it does not."""
+        if self.grouped not in (None, product.num_experts > 0):
+            return "multiplies the weights of experts" if self.grouped else "multiplies a weight that is not one of experts"
+        if product.values not in self.values:
+            return f"multiplies {' and '.join(self.values)} weights, got {product.values}"
+        if self.triton and not product.triton:
+            return "needs Triton, which does not run on the device"
+        if product.invariant and not self.invariant:
+            return "the bits of a row depend on the number of rows"
+        if product.rounded and not self.in_float8:
+            return "does not multiply input in float8"
+        return self.refuses(product)
+
+    def load(self) -> Any:
+        """The function that plans launches."""
+        module, _, function = self.plan.partition(":")
+        return getattr(importlib.import_module(module), function)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What computes a product.
+
+    tile:        what the kernel is launched with
+    passed_over: the rows of the table before it, and why they do not compute the product
+    """
+
+    kernel: Kernel
+    tile: Any
+    passed_over: Mapping[str, str]
+
+
+def no_tile(product: Product) -> None:
+    """The tile of what has one form."""
+
+
+_QUANTISED = "fa_serve.ops.products.quantised"
+KERNELS: tuple[Kernel, ...] = (
+    Kernel(
+        name="row",
+        about="one token with a matrix, with its norm and gate",
+        launches=("_linear_row",),
+        plan="fa_serve.ops.products.row:plan_row",
+        values=("float",),
+        refuses=refuses_row,
+        tile=matrix_row_tile,
+        fused=True,
+    ),
+    Kernel(
+        name="matmul",
+        about="PyTorch's product with a matrix",
+        launches=("torch.nn.functional.linear",),
+        plan="fa_serve.ops.products.pytorch:plan_matmul",
+        values=("float",),
+        refuses=refuses_nothing,
+        tile=no_tile,
+        triton=False,
+    ),
+    Kernel(
+        name="gemv",
+        about="one token on Hopper: weights from registers to mma, with its norm and gate",
+        launches=("_quantized_gemv",),
+        plan=f"{_QUANTISED}.gemv:plan_gemv",
+        values=("int4", "float8"),
+        refuses=refuses_gemv,
+        tile=gemv_tile,
+        fused=True,
+    ),
+    Kernel(
+        name="unpack_row",
+        about="one token: weights are unpacked in registers, with its norm and gate",
+        launches=("_quantized_row",),
+        plan=f"{_QUANTISED}.unpack:plan_unpack_row",
+        values=QUANTISED,
+        refuses=refuses_unpack_row,
+        tile=unpack_row_tile,
+        fused=True,
+    ),
+    Kernel(
+        name="float8_wgmma",
+        about="float8 with float8 on Hopper: the input is rounded before",
+        launches=("_scaled_wgmma",),
+        plan=f"{_QUANTISED}.float8_wgmma:plan_float8_wgmma",
+        values=("float8",),
+        refuses=refuses_float8_wgmma,
+        tile=float8_tile,
+        in_float8=True,
+    ),
+    Kernel(
+        name="scaled_mm",
+        about="PyTorch's product of float8 with float8: the input is rounded before",
+        launches=("torch._scaled_mm",),
+        plan="fa_serve.ops.products.pytorch:plan_scaled_mm",
+        values=("float8",),
+        refuses=refuses_scaled_mm,
+        tile=no_tile,
+        in_float8=True,
+    ),
+    Kernel(
+        name="unpack_wgmma",
+        about="several tokens on Hopper: unpacked weights from registers to wgmma",
+        launches=("_quantized_wgmma",),
+        plan=f"{_QUANTISED}.unpack_wgmma:plan_unpack_wgmma",
+        values=("int4", "float8"),
+        refuses=refuses_unpack_wgmma,
+        tile=wgmma_tile,
+    ),
+    Kernel(
+        name="one_expert",
+        about="more tokens on Hopper: the kernel `expert_wgmma`, as if the weight were one expert",
+        launches=("_grouped_wgmma",),
+        plan="fa_serve.ops.experts.unpack_wgmma:plan_one_expert",
+        values=("int4", "float8"),
+        refuses=refuses_one_expert,
+        tile=one_expert_tile,
+    ),
+    Kernel(
+        name="unpack",
+        about="several tokens: weights are unpacked in registers",
+        launches=("_quantized_linear",),
+        plan=f"{_QUANTISED}.unpack:plan_unpack",
+        values=QUANTISED,
+        refuses=refuses_unpack,
+        tile=unpack_tile,
+    ),
+    Kernel(
+        name="dequantise",
+        about="the unpacked matrix, and PyTorch's product with it",
+        launches=("_dequantize",),
+        plan=f"{_QUANTISED}.dequantise:plan_dequantised_product",
+        values=QUANTISED,
+        refuses=refuses_dequantise,
+        tile=no_tile,
+    ),
+    Kernel(
+        name="invariant",
+        about="a matrix in tiles that are the same for all numbers of tokens; quantised weights are dequantised before",
+        launches=("_invariant_linear",),
+        plan="fa_serve.ops.products.row_invariant:plan_invariant",
+        values=ANY_VALUES,
+        refuses=refuses_invariant,
+        tile=invariant_tile,
+        invariant=True,
+    ),
+    Kernel(
+        name="expert_rows",
+        about="few tokens: each pair reads the rows of its expert",
+        launches=("_gated_rows", "_mixed_rows"),
+        plan="fa_serve.ops.experts.rows:plan_rows",
+        values=ANY_VALUES,
+        refuses=refuses_expert_rows,
+        tile=expert_row_tile,
+        grouped=True,
+        whole=True,
+    ),
+    Kernel(
+        name="expert_matrices",
+        about="many pairs on Hopper: matrices by the copy engine to wgmma",
+        launches=("experts_matrix",),
+        plan="fa_serve.ops.experts.matrix_wgmma:plan_expert_matrices",
+        values=("float",),
+        refuses=refuses_expert_matrices,
+        tile=matrix_tile,
+        grouped=True,
+        listed=True,
+    ),
+    Kernel(
+        name="expert_wgmma",
+        about="on Hopper: unpacked weights from registers to wgmma",
+        launches=("_grouped_wgmma",),
+        plan="fa_serve.ops.experts.unpack_wgmma:plan_expert_wgmma",
+        values=QUANTISED,
+        refuses=refuses_expert_wgmma,
+        tile=grouped_wgmma_tile,
+        grouped=True,
+        listed=True,
+    ),
+    Kernel(
+        name="dequantise_experts",
+        about="many pairs: the matrices of some experts at a time, and `grouped` with them",
+        launches=("_dequantize", "_grouped_linear"),
+        plan="fa_serve.ops.experts.grouped:plan_dequantised",
+        values=QUANTISED,
+        refuses=refuses_dequantise_experts,
+        tile=grouped_matrix_tile,
+        grouped=True,
+    ),
+    Kernel(
+        name="grouped",
+        about="pairs sorted by expert, with matrices or with weights that are unpacked in registers",
+        launches=("_grouped_linear",),
+        plan="fa_serve.ops.experts.grouped:plan_grouped",
+        values=ANY_VALUES,
+        refuses=refuses_nothing,
+        tile=grouped_tile,
+        grouped=True,
+        invariant=True,
+    ),
+    Kernel(
+        name="torch",
+        about="plain PyTorch with dequantised weights: without Triton, and where it has no float8",
+        launches=("torch.nn.functional.linear",),
+        plan="fa_serve.ops.products.pytorch:plan_torch",
+        values=ANY_VALUES,
+        refuses=refuses_nothing,
+        tile=no_tile,
+        grouped=None,
+        triton=False,
+        invariant=True,
+    ),
+)
+"""The first that fits computes a product."""
+
+
+def select_kernel(product: Product) -> Choice:
+    """What computes the product: the first row of the table that fits."""
+    passed_over = dict[str, str]()
+    for kernel in KERNELS:
+        reason = kernel.fits(product)
+        if reason is None:
+            return Choice(kernel, kernel.tile(product), passed_over)
+        passed_over[kernel.name] = reason
+    raise AssertionError(f"the last row of the table computes every product, but not {product}")
+
+
+def kernel_named(name: str) -> Kernel:
+    """The row of this name."""
+    return next(kernel for kernel in KERNELS if kernel.name == name)
+
+
+def changes_of_kernel(product: Product, most: int = MOST_TOKENS) -> list[tuple[int, Kernel]]:
+    """(number of tokens, kernel) for 1 token, and for each number up to `most` from which on another kernel multiplies.
+
+    The kernel is asked for at powers of two, and between two of them at most one change is found: limits are further apart.
+    """
+
+    def kernel_of(tokens: int) -> Kernel:
+        return select_kernel(replace(product, tokens=tokens)).kernel
+
+    changes = [(1, kernel_of(1))]
+    low = 1
+    while low < most:
+        high = min(2 * low, most)
+        last = kernel_of(high)
+        if last is not changes[-1][1]:
+            first = low
+            end = high
+            while end - first > 1:
+                middle = (first + end) // 2
+                if kernel_of(middle) is changes[-1][1]:
+                    first = middle
+                else:
+                    end = middle
+            changes.append((end, last))
+        low = high
+    return changes
+
+
+def kernels_by_tokens(product: Product) -> str:
+    """For people: "gemv for 1 token, unpack_wgmma for 2 to 128, dequantise for more"."""
+    changes = changes_of_kernel(product)
+    parts = []
+    for (first, kernel), following in zip(changes, [*changes[1:], None], strict=True):
+        if following is None:
+            parts.append(kernel.name if first == 1 else f"{kernel.name} for more")
+            continue
+        last = following[0] - 1
+        count = str(last) if first == last else f"{first} to {last}"
+        unit = "" if parts else " token" if last == 1 else " tokens"
+        parts.append(f"{kernel.name} for {count}{unit}")
+    return ", ".join(parts)
+
+
+def kernels_of_experts(products: tuple[Product, Product]) -> str:
+    """For people, as `kernels_by_tokens`. Both products of a mixture are named if they are computed by different kernels."""
+    first, second = map(kernels_by_tokens, products)
+    return first if first == second else f"{first}; down: {second}"
