@@ -2,7 +2,7 @@
 
     given = observe_inputs(model, layers, batch)       # what each layer is given in a forward of a few tokens
     original = float32_copy(layer)                     # the module's own code, on weights of float32
-    agrees_for_any_rows(original, replacement, x)      # for several tokens, and for one, which takes other kernels
+    functions_agree(original, replacement, x)      # for several tokens, and for one, which takes other kernels
     replace_forwards(layers, prove, refuse)            # each kind is proven once, and what is not proven stays as it is
 
 Decoder layers, routers, shared experts, experts (also quantised ones) and divided layers are all replaced by this rule: no
@@ -193,15 +193,15 @@ def largest_difference(actual: Tensor, expected: Tensor) -> float:
     return 0.0 if not error else float(error / expected.abs().max())
 
 
-def agrees(actual: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> bool:
+def results_agree(actual: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> bool:
     """Whether a replacement has computed what the module's own code has. Numbers that are not finite agree with nothing."""
     return largest_difference(actual, expected) <= tolerance
 
 
-def agrees_for_any_rows(own: Callable[..., Tensor], ours: Callable[..., Tensor], *inputs: Tensor) -> bool:
+def functions_agree(own: Callable[..., Tensor], ours: Callable[..., Tensor], *inputs: Tensor) -> bool:
     """Whether two functions of rows compute the same for all rows, and for the first alone, which takes other kernels."""
     expected = own(*inputs)
-    return all(agrees(ours(*(x[:rows] for x in inputs)), expected[:rows]) for rows in (len(expected), 1))
+    return all(results_agree(ours(*(x[:rows] for x in inputs)), expected[:rows]) for rows in (len(expected), 1))
 
 
 def replace_forwards(

@@ -18,14 +18,14 @@ from fa_serve.hf.surgery.proof import (
     POSITIONS,
     TOLERANCE,
     NotReplacedError,
-    agrees,
-    agrees_for_any_rows,
     check_untouched,
     float32_copy,
+    functions_agree,
     kind_of,
     largest_difference,
     observe_inputs,
     replace_forwards,
+    results_agree,
 )
 
 
@@ -82,23 +82,23 @@ def test_results_agree_up_to_another_order_of_summation() -> None:
     expected = torch.tensor([[4.0, -8.0], [1.0, 0.0]])
     off = expected.clone()
     off[1, 1] = 0.9 * TOLERANCE * 8
-    assert agrees(off, expected)
+    assert results_agree(off, expected)
     off[1, 1] = 1.1 * TOLERANCE * 8
-    assert not agrees(off, expected)
+    assert not results_agree(off, expected)
     assert largest_difference(off, expected) == pytest.approx(1.1 * TOLERANCE)
     assert largest_difference(expected[:1], expected) == math.inf, "another shape"
     assert largest_difference(torch.zeros(3), torch.zeros(3)) == 0.0
     assert largest_difference(torch.ones(3), torch.zeros(3)) == math.inf
     for number in (math.nan, math.inf):
-        assert not agrees(torch.full((3,), number), torch.full((3,), number)), "no finite number"
+        assert not results_agree(torch.full((3,), number), torch.full((3,), number)), "no finite number"
 
 
 def test_a_single_row_is_compared_as_well() -> None:
     x = torch.arange(6.0).view(3, 2)
-    assert agrees_for_any_rows(torch.sin, torch.sin, x)
-    assert not agrees_for_any_rows(torch.sin, lambda x: torch.sin(x) + (len(x) == 1), x)
-    assert not agrees_for_any_rows(torch.sin, lambda x: torch.sin(x) + (len(x) > 1), x)
-    assert agrees_for_any_rows(lambda x, y: x + y, lambda x, y: y + x, x, x), "each input has a row for each result"
+    assert functions_agree(torch.sin, torch.sin, x)
+    assert not functions_agree(torch.sin, lambda x: torch.sin(x) + (len(x) == 1), x)
+    assert not functions_agree(torch.sin, lambda x: torch.sin(x) + (len(x) > 1), x)
+    assert functions_agree(lambda x, y: x + y, lambda x, y: y + x, x, x), "each input has a row for each result"
 
 
 def test_hooks_and_replaced_forwards_are_found_at_any_depth() -> None:

@@ -27,7 +27,7 @@ from transformers.integrations.moe import grouped_mm_experts_forward
 
 from fa_serve import ops
 from fa_serve.hf.adapter.models import NAME
-from fa_serve.hf.surgery.proof import FIT_TOLERANCE, agrees, agrees_for_any_rows, kind_of
+from fa_serve.hf.surgery.proof import FIT_TOLERANCE, functions_agree, kind_of, results_agree
 from fa_serve.ops.experts.fallback import gated
 from fa_serve.ops.experts.operator import call_operator
 from fa_serve.spec import UnsupportedModelError
@@ -114,7 +114,7 @@ def experts_agree(module: nn.Module) -> bool:
     def ours(x: Tensor, index: Tensor, scores: Tensor) -> Tensor:
         return ops.experts(x, index, scores, weights)
 
-    return agrees_for_any_rows(partial(own.__wrapped__, few), ours, x, index, scores)
+    return functions_agree(partial(own.__wrapped__, few), ours, x, index, scores)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -172,7 +172,7 @@ def fit_gate(own: Any, *, interleaved: bool) -> ops.Gate | None:
     for activation in ops.ACTIVATIONS:
         gate = ops.Gate(activation, interleaved, slope if activation == "silu" else 1.0, limit, offset)
         values = gated(torch.cat([gates.flatten(), ups.flatten()])[None], gate._replace(interleaved=False))[0]
-        if agrees(values, expected, FIT_TOLERANCE):
+        if results_agree(values, expected, FIT_TOLERANCE):
             return gate
     return None
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from fa_serve import ops
 from fa_serve.hf.surgery.experts.mixtures import first_experts, fit_gate
-from fa_serve.hf.surgery.proof import NotReplacedError, agrees_for_any_rows, check_untouched, float32_copy, replace_forwards
+from fa_serve.hf.surgery.proof import NotReplacedError, check_untouched, float32_copy, functions_agree, replace_forwards
 from fa_serve.ops.experts.operator import call_operator
 
 log = logging.getLogger("fa_serve.hf")
@@ -109,6 +109,6 @@ def _prove(mixture: Any) -> Callable[[Any], ScaledExperts]:
     built = _build(few)
     hidden = few.router.weight.shape[1]
     x = torch.sin(torch.arange(5 * hidden, device=few.router.weight.device).float()).view(5, hidden)
-    if not agrees_for_any_rows(lambda x: built.original(x)[0], lambda x: built(x)[0], x):
+    if not functions_agree(lambda x: built.original(x)[0], lambda x: built(x)[0], x):
         raise NotReplacedError("its output would change")
     return _build

@@ -40,12 +40,12 @@ from fa_serve.hf.surgery.fuse.unit import FusedUnit, fuse_units
 from fa_serve.hf.surgery.proof import (
     LayerInputs,
     NotReplacedError,
-    agrees,
     check_untouched,
     float32_copy,
     kind_of,
     observe_inputs,
     replace_forwards,
+    results_agree,
 )
 from fa_serve.spec import AttentionSpec
 
@@ -301,12 +301,12 @@ def _differences(fused: FusedLayer, expected: _Expected) -> list[str]:
     forms = (True, False) if isinstance(fused.attention, LatentAttention) else (False,)
     for fresh in forms:
         seen = _run(fused, expected, len(expected.output), fresh=fresh)
-        wrong = [name for name, actual, wanted in _compared(seen, expected) if not agrees(actual, wanted)]
+        wrong = [name for name, actual, wanted in _compared(seen, expected) if not results_agree(actual, wanted)]
         if wrong:
             return wrong
     for fresh in forms:
         # a single token takes other kernels
-        if not agrees(_run(fused, expected, 1, fresh=fresh).output, expected.output[:1]):
+        if not results_agree(_run(fused, expected, 1, fresh=fresh).output, expected.output[:1]):
             raise NotReplacedError("the output for a single token would change")
     return []
 

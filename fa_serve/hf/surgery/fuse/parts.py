@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fa_serve import ops
 from fa_serve.hf.surgery.divide.weights import PartOfSum
 from fa_serve.hf.surgery.experts.mixtures import expert_modules
-from fa_serve.hf.surgery.proof import FIT_TOLERANCE, NotReplacedError, agrees
+from fa_serve.hf.surgery.proof import FIT_TOLERANCE, NotReplacedError, results_agree
 from fa_serve.hf.surgery.quantised.experts import QuantizedExperts
 from fa_serve.hf.surgery.quantised.linear import QuantizedLinear
 from fa_serve.ops.collectives.all_reduce import AllReduce
@@ -126,7 +126,7 @@ def activation_of(mlp: Any) -> str:
     expected = function(x)
     pairs = torch.cat([x, torch.ones_like(x)], dim=1)
     for name in ops.ACTIVATIONS:
-        if agrees(ops.act_and_mul(pairs, name), expected, FIT_TOLERANCE):
+        if results_agree(ops.act_and_mul(pairs, name), expected, FIT_TOLERANCE):
             return name
     raise NotReplacedError(f"its activation must be one of {ops.ACTIVATIONS}, got {type(function).__name__}")
 

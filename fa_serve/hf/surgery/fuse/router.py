@@ -28,11 +28,11 @@ from fa_serve.hf.surgery.fuse.parts import beside_experts
 from fa_serve.hf.surgery.proof import (
     TOLERANCE,
     NotReplacedError,
-    agrees,
-    agrees_for_any_rows,
     check_untouched,
     float32_copy,
+    functions_agree,
     replace_forwards,
+    results_agree,
 )
 
 log = logging.getLogger("fa_serve.hf")
@@ -120,7 +120,7 @@ def _prove(module: Any, known: Sequence[ops.Router]) -> FusedRouter:
     tensors = [t.detach().reshape(-1) for t in (*module.parameters(), *module.buffers()) if t.numel() == len(weight)]
     biases = [None, *tensors]
     wide = weight.float()
-    matching = [bias for bias in biases if agrees(linear(x, wide, _wide(bias)), exact.logits)]
+    matching = [bias for bias in biases if results_agree(linear(x, wide, _wide(bias)), exact.logits)]
     found = _fit(exact, biases, known)
     if not matching or found is None:
         raise NotReplacedError("no formula that is known gives its logits, its choice and its weights")
@@ -132,7 +132,7 @@ def _prove(module: Any, known: Sequence[ops.Router]) -> FusedRouter:
 
     # what the device computes
     chosen = ops.route(exact.logits, correction, router, torch.float32)
-    if not agrees_for_any_rows(lambda x: exact.logits, logits, x) or not _same_choice(*chosen, exact):
+    if not functions_agree(lambda x: exact.logits, logits, x) or not _same_choice(*chosen, exact):
         raise NotReplacedError("its logits or its choice would change")
     narrow = linear(x.to(weight.dtype), weight, bias).to(here.logits.dtype)
     if not torch.equal(narrow, here.logits):

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from fa_serve import ops
 from fa_serve.hf.surgery.fuse.parts import Product, beside_experts, gated_unit
-from fa_serve.hf.surgery.proof import NotReplacedError, agrees_for_any_rows, check_untouched, float32_copy, replace_forwards
+from fa_serve.hf.surgery.proof import NotReplacedError, check_untouched, float32_copy, functions_agree, replace_forwards
 
 log = logging.getLogger("fa_serve.hf")
 
@@ -85,6 +85,6 @@ def _prove(module: nn.Module) -> Callable[[Any], FusedUnit]:
     original = float32_copy(module)
     unit = _build(original)
     x = torch.randn(_ROWS, unit.gate_up.weight.shape[1], generator=torch.Generator().manual_seed(0)).to(unit.down.weight.device)
-    if not agrees_for_any_rows(original, unit.compute, x):
+    if not functions_agree(original, unit.compute, x):
         raise NotReplacedError("its output would change")
     return _build
