@@ -328,6 +328,5 @@ def test_an_empty_batch_launches_nothing(op: Callable[..., Any], empty: dict[str
 
 
 def test_a_product_of_no_tokens_reads_no_weight() -> None:
-    """Its plan is a function that makes an empty result, or a residual stream without rows."""
+    """Its plan is a function that makes an empty result."""
     assert tuple(invariant_linear(m=0).shape) == (0, 8)
-    assert tuple(OPS.linear(zeros(0, 32), zeros(8, 32)).shape) == (0, 8)
