@@ -25,6 +25,7 @@ from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.draft_head import load_head_runner
 from fa_serve.engine.draft_model import DraftModel
 from fa_serve.engine.events import PhaseClock
+from fa_serve.engine.generation_config import find_ends
 from fa_serve.engine.kv_cache import check_num_pages
 from fa_serve.engine.model_runner import ModelRunner
 from fa_serve.engine.ranks import Ranks
@@ -83,7 +84,10 @@ def load(
     resolved = replace(
         config, dtype=str(model.dtype)[6:], device=str(model.device), num_pages=num_pages, max_model_len=max_model_len
     )
-    return Loaded(runner, drafter, tokenizer, resolved, max_model_len, end_ids(model))
+    ends = find_ends(model.generation_config, model.config, tokenizer, runner.vocab_size)
+    if ends.warning is not None and ranks.rank == 0:
+        log.warning(ends.warning)
+    return Loaded(runner, drafter, tokenizer, resolved, max_model_len, ends.ids)
 
 
 def load_drafter(config: EngineConfig, runner: ModelRunner, tokenizer: Any, clock: PhaseClock) -> Drafter:
@@ -237,13 +241,3 @@ def sizes(config: EngineConfig, runner: ModelRunner, ranks: Ranks) -> tuple[int,
         rule = f"be at most {capacity}, which is what {num_pages} pages of {config.page_size} tokens hold"
         raise ParameterError("max_model_len", rule, length)
     return num_pages, min(length, capacity)
-
-
-def end_ids(model: PreTrainedModel) -> frozenset[int]:
-    """The tokens that end an answer, as model.generate takes them."""
-    ids = getattr(model.generation_config, "eos_token_id", None)
-    if ids is None:
-        ids = model.config.get_text_config().eos_token_id
-    if ids is None:
-        return frozenset()
-    return frozenset([ids] if isinstance(ids, int) else ids)
