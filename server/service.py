@@ -96,6 +96,7 @@ class Service:
     async def _load(self) -> None:
         await self.engine.start()
         await self.tokenization.check_template()
+        await self.tokenization.find_chat_end()
         self._loop_delay = LoopDelay(self.metrics.loop_delay.of(self.model_name))
 
     async def loaded(self) -> None:

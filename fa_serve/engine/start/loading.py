@@ -33,6 +33,7 @@ from fa_serve.engine.scheduler.scheduler import Scheduler
 from fa_serve.engine.speculation.draft_head import load_head_runner
 from fa_serve.engine.speculation.draft_model import DraftModel
 from fa_serve.engine.speculation.drafts import Drafter, NgramDrafter, Speculation
+from fa_serve.engine.start.generation_config import find_ends
 from fa_serve.engine.start.read_ahead import reading_ahead
 from fa_serve.hf import NAME, check_attention_precision, divide_model, patch, plan_division, vocab_size
 from fa_serve.hf.model_location import TOKENIZER_FILES, WEIGHT_FILES, find_model
@@ -89,8 +90,11 @@ def load(
     resolved = replace(
         config, dtype=str(model.dtype)[6:], device=str(model.device), num_pages=num_pages, max_model_len=max_model_len
     )
+    ends = find_ends(model.generation_config, model.config, tokenizer, runner.vocab_size)
+    if ends.warning is not None and ranks.rank == 0:
+        log.warning(ends.warning)
     scheduler = make_scheduler(resolved, runner, ranks.broadcast("salt", new_salt))
-    return Loaded(runner, scheduler, tokenizer, resolved, max_model_len, end_ids(model))
+    return Loaded(runner, scheduler, tokenizer, resolved, max_model_len, ends.ids)
 
 
 def load_draft(
@@ -281,13 +285,3 @@ def position_limit(model: PreTrainedModel) -> int | None:
     """The number of positions that the model was made for; None if its config does not say."""
     limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return limit
-
-
-def end_ids(model: PreTrainedModel) -> frozenset[int]:
-    """The tokens that end an answer, as model.generate takes them."""
-    ids = getattr(model.generation_config, "eos_token_id", None)
-    if ids is None:
-        ids = model.config.get_text_config().eos_token_id
-    if ids is None:
-        return frozenset()
-    return frozenset([ids] if isinstance(ids, int) else ids)
