@@ -37,7 +37,6 @@ from typing import Generic, TypeVar
 from starlette import types as asgi
 
 from ..errors import TooManyRequests
-from .errors import TooManyRequests
 
 T = TypeVar("T")
 SHARE = 0.1

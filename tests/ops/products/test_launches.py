@@ -1,8 +1,8 @@
 """What the table says is what is launched: for 10,000 random products and experts, counted where launches happen.
 
 The facts of a product are drawn first. Tensors without memory are made with them, a call is made as the engine makes it, and
-the launches are compared with those of the kernel that the table chooses for the drawn facts, in their order and with its tile. So
-a fact that is read wrongly from tensors, a plan that another call should not have taken, and a second place that decides are
+the launches are compared with those of the kernel that the table chooses for the drawn facts, in their order and with its tile.
+So a fact that is read wrongly from tensors, a plan that another call should not have taken, and a second place that decides are
 found. The calls of one GPU share their plans.
 """
 
