@@ -271,7 +271,7 @@ class Costs:
 
     def _wait(self, client: Hashable, now: float) -> float:
         """Seconds until the debt of a client is small enough."""
-        debt = self._debts.get(client)  # type: ignore[call-overload]
+        debt: _Debt | None = self._debts.get(client)  # type: ignore[call-overload]
         if debt is None:
             return 0.0
         self._fall(debt, now)

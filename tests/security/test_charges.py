@@ -18,7 +18,7 @@ from server_process import ServerProcess
 
 SECONDS = 4.0
 LOOP_SHARE = 0.35
-"""Of a processor, that the event loop may take for a flood. A tenth is allowed of what is measured of a request."""
+"""The part of a processor that the event loop may take for a flood. A tenth is allowed of what is measured of a request."""
 ATTACKER = "attackers-key"
 
 
@@ -54,7 +54,8 @@ def test_a_flood_is_charged_to_its_client_and_gets_a_small_share_of_the_event_lo
     before_flood = delays(server)
     flood = Flood(server.url, [attacks.FLOODS[name](ATTACKER)])
     time.sleep(1.0)
-    begin, before = time.monotonic(), loop_seconds(pid)
+    begin = time.monotonic()
+    before = loop_seconds(pid)
     time.sleep(SECONDS)
     share = (loop_seconds(pid) - before) / (time.monotonic() - begin)
     counts = flood.stop()
