@@ -22,9 +22,10 @@ from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
 try:
     import typer
 
+    from fa_serve.environment import refuse_unknown
     from fa_serve.server.observe.logs import log_to_stderr
     from fa_serve.server.observe.startup_report import StartupReport
-    from fa_serve.server.settings import SECRETS, Settings, load
+    from fa_serve.server.settings import SECRETS, SETTING_VARIABLES, Settings, load
 except ImportError as error:
     sys.exit(f"fa-serve: the command line needs the server extra, pip install '.[server]' in a clone: {error}")
 
@@ -189,7 +190,9 @@ def _run_server(
     limit_host_memory()
     try:
         if prepare is None:
-            follow_if_told(settings.engine_config())
+            engine_config = settings.engine_config()
+            engine_config.require_device()
+            follow_if_told(engine_config)
         server = build_server(settings, report) if prepare is None else build_server(settings, report, prepare(settings))
     except (ValueError, OSError) as error:
         _fail(str(error), code=2)
@@ -198,7 +201,8 @@ def _run_server(
     try:
         server.run()
     except OSError as error:
-        _fail(f"cannot listen on {settings.host}, port {settings.port}: {error}", code=1)
+        reason = f"cannot listen on {settings.host}, port {settings.port}: {error.strerror or error}"
+        _fail(f"{reason}; choose another --port (0 takes a free one) or --host", code=1)
     if server.failure is not None:
         _fail(f"the model could not be loaded: {server.failure}", code=1)
 
@@ -234,6 +238,10 @@ def warm(
         _fail("warm takes --tensor-parallel 1: several ranks compile while they start", code=2)
     if not device.startswith("cuda"):
         _fail(f"nothing is compiled for the device {device}: run this on a machine with the GPU that will serve", code=2)
+    try:
+        engine_config.require_device()
+    except ValueError as error:
+        _fail(str(error), code=2)
     log_to_stderr(settings.log_level, settings.log_format)
     from fa_serve import __version__
     from fa_serve.engine import Engine
@@ -247,6 +255,20 @@ def warm(
     except (ValueError, OSError) as error:
         _fail(f"the model could not be loaded: {error}", code=1)
     engine.close()
+
+
+def _check_client(url: str) -> None:
+    """End the command for an address that is none, and for a variable of the environment that nobody reads."""
+    _check_environment()
+    if not url.startswith(("http://", "https://")):
+        _fail(f"--url must begin with http:// or https://, got {url}", code=2)
+
+
+def _check_environment() -> None:
+    try:
+        refuse_unknown(os.environ, SETTING_VARIABLES)
+    except ValueError as error:
+        _fail(str(error), code=2)
 
 
 Url = Annotated[str, typer.Option(help="Address of the server.")]
@@ -267,6 +289,7 @@ def chat(
     """Talk to a server. Ctrl-C stops an answer, Ctrl-D leaves, /reset forgets the conversation."""
     from fa_serve.client.chat import ChatError, Conversation, answer_once, talk
 
+    _check_client(url)
     options = {"temperature": temperature, "max_completion_tokens": max_tokens}
     with Conversation(url, key=key, model=model, system=system, **options) as conversation:
         if question is None:
@@ -307,6 +330,9 @@ def bench(
     from fa_serve.client.bench import Load, LoadError, run
     from fa_serve.client.bench_report import print_report
 
+    _check_client(url)
+    if out is not None and not out.parent.is_dir():
+        _fail(f"--json must name a file in an existing folder, got {out}", code=2)
     load = Load(
         url=url,
         key=key,
@@ -346,6 +372,7 @@ def info(
     the model. The exit code is 1 if fa_serve refuses a part of the model or its quantised weights,
     or cannot divide it.
     """
+    _check_environment()
     import torch
 
     from fa_serve.info_tables import make_console, show_cases, show_machine, show_model

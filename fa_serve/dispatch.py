@@ -45,6 +45,9 @@ from fa_serve.spec import FEW_QUERIES, AttentionSpec, Layout, Op, Precision, arc
 
 Options = tuple[bool, float | None, tuple[int, ...], float, int, Precision, bool, bool, str]
 """causal, softmax_scale, window_size, softcap, attention_chunk, precision, deterministic, return_lse and backend, as given."""
+MAX_TOKENS_OF_A_PAGE = 1 << 30
+MAX_TOKENS_OF_A_CACHE = 0x7FFF0000
+"""What the coordinates of the copy engine allow, see `backends.hopper.descriptors.ragged_view`."""
 Result = tuple[Tensor, Tensor | None]
 """out, and lse if it was asked for."""
 
@@ -335,9 +338,15 @@ def needs_grad(tensors: AttentionTensors) -> bool:
 
 
 def _has_whole_rows(cache: Tensor) -> bool:
-    """Whether tokens and heads are multiples of 16 bytes apart, and a page is a whole number of tokens."""
+    """Whether tokens and heads are multiples of 16 bytes apart, and a page is a whole number of tokens.
+
+    The copy engine numbers the tokens of all pages in 32 bits, and those of a page in 30.
+    """
     page, token, head, _ = cache.stride()
-    return token > 0 and page % token == 0 and not ((token | head) * cache.element_size() | cache.data_ptr()) & 15
+    if token <= 0 or page % token or ((token | head) * cache.element_size() | cache.data_ptr()) & 15:
+        return False
+    pages, page_size, _, _ = cache.shape
+    return page_size <= MAX_TOKENS_OF_A_PAGE and (pages - 1) * (page // token) + page_size < MAX_TOKENS_OF_A_CACHE
 
 
 def _has_values_in_keys(k_cache: Tensor, v_cache: Tensor) -> bool:

@@ -95,7 +95,8 @@ class AttentionSpec:
                  whose keys are divided as well (see `backends.chunks`); a mask depends on the key alone
                  "store_kv": write keys and values into a paged cache
                  "backward": the gradients of a dense or packed "attention"
-    whole_rows:  (paged) tokens and heads are multiples of 16 bytes apart, and a page is a whole number of tokens
+    whole_rows:  (paged) tokens and heads are multiples of 16 bytes apart, a page is a whole number of tokens, and the numbers
+                 of tokens have 32 bits
     alibi:       a bias that falls linearly with the distance of query and key
     attention_chunk: queries attend within chunks of a fixed length only
     block_mask:  queries attend to the key blocks of a list (see `block_lists`)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict, TomlConfigSettingsSource, YamlConfigSettingsSource
 
+from fa_serve.environment import PREFIX, refuse_unknown
 from fa_serve.nearest import nearest_name
 
 from .rules import rule_of
@@ -28,7 +29,6 @@ from .rules import rule_of
 if TYPE_CHECKING:
     from fa_serve.engine import EngineConfig
 
-PREFIX = "FA_SERVE_"
 SECRETS = ("api_keys",)
 # The engine learns that a client has left only when it reads the abort, so its queue has room for more than the service admits.
 EXTRA_WAITING = 1024
@@ -140,6 +140,12 @@ class Settings(BaseSettings):
         "key",
         "Whose requests a request's priority is compared with: those of its API key, where keys take turns, or all, where a "
         "key may delay the others.",
+        "Access",
+    )
+    special_tokens_in_content: bool = _option(
+        False,
+        "Let names of special tokens in messages, results of tools and other texts of a conversation become these tokens, with "
+        "which a text can forge turns. By default they are plain text.",
         "Access",
     )
     tokenizer_info: bool = _option(False, "Serve the tokenizer's configuration at /tokenizer_info.", "Access")
@@ -260,7 +266,7 @@ class Settings(BaseSettings):
 
     @cached_property
     def all_keys(self) -> tuple[str, ...]:
-        """The API keys of the environment and of the file. Raises ValueError for a bad key or none, OSError for no file."""
+        """The API keys of the environment and of the file. Raises ValueError for a bad key or none, and for no file."""
         keys = [key.get_secret_value() for key in self.api_keys]
         return tuple(keys if self.api_key_file is None else keys + _keys_in(self.api_key_file))
 
@@ -274,12 +280,22 @@ class Settings(BaseSettings):
         return EngineConfig(**given | {"max_waiting": self.max_waiting + EXTRA_WAITING})
 
 
+SETTING_VARIABLES = tuple(PREFIX + name.upper() for name in Settings.model_fields)
+
+
+def read_file(name: str, file: Path) -> str:
+    """The text of a file that a setting names. Raises ValueError, which names both, for a file that cannot be read."""
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} must be text in UTF-8, got {file}: {error}") from None
+    except OSError as error:
+        raise ValueError(f"{name} must be a file that can be read, got {file}: {error.strerror}") from None
+
+
 def _keys_in(file: Path) -> list[str]:
     """The keys of a file, one in each line, exactly as they stand there. Only a # that begins a line starts a comment."""
-    try:
-        lines = [line.strip() for line in file.read_text(encoding="utf-8-sig").splitlines()]
-    except UnicodeDecodeError as error:
-        raise ValueError(f"api_key_file must be text in UTF-8, got {file}: {error}") from None
+    lines = [line.strip() for line in read_file("api_key_file", file).splitlines()]
     keys = []
     for number, line in enumerate(lines, start=1):
         if line and not line.startswith("#"):
@@ -298,6 +314,7 @@ def _check_key(key: str, where: str) -> None:
 
 def load(flags: Mapping[str, Any], file: Path | None = None) -> Settings:
     """The settings from flags, environment and file. Raises ValueError, which names every bad setting."""
+    refuse_unknown(os.environ, SETTING_VARIABLES)
     _refuse_empty_keys(os.environ)
     if file is not None and not file.is_file():
         raise FileNotFoundError(f"config must be an existing TOML or YAML file, got {file}")

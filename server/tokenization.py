@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from pydantic_core import to_jsonable_python
@@ -30,9 +30,10 @@ from .answers.logprobs import TokenTexts
 from .bounds.deadline_thread import DeadlineThread
 from .chat import template_process
 from .chat.conversation import ChatRequest, TokenizeRequest, Tool
+from .chat.special_tokens import Prompt, SpecialTokens
 from .chat.templates import Template
 from .errors import ApiError, BadRequest, parameter_refused
-from .settings import Settings
+from .settings import Settings, read_file
 
 if TYPE_CHECKING:
     from fa_serve.engine import AsyncEngine
@@ -50,7 +51,11 @@ MAX_TEMPLATE_LENGTH = 1 << 16  # characters of a request's chat template; the lo
 
 
 class Tokenization:
-    """The engine's tokenizer may be used once the engine is loaded."""
+    """The engine's tokenizer may be used once the engine is loaded.
+
+    chat_end: the special token with which the chat template ends a message of the assistant, if it is not one of the engine's
+              end tokens; `find_chat_end` sets it
+    """
 
     def __init__(self, engine: AsyncEngine, settings: Settings):
         self._engine = engine
@@ -60,10 +65,12 @@ class Tokenization:
         self._template_timeout = settings.template_timeout
         self._template_limits = TrialLimits("end", settings.template_timeout, settings.template_memory, "template")
         self._template_file = settings.chat_template
-        self._operators_template = settings.chat_template.read_text(encoding="utf-8") if settings.chat_template else None
+        self._operators_template = read_file("chat_template", settings.chat_template) if settings.chat_template else None
         self._allow_request_template = settings.allow_request_chat_template
         self._faults: dict[str, str] = {}  # of the model's own templates, by their texts
+        self._special_tokens_in_content = settings.special_tokens_in_content
         self._parsed = lru_cache(MAX_TEMPLATES)(self._parse)
+        self.chat_end: int | None = None
 
     async def check_template(self) -> None:
         """Render the chat templates once. Raises ValueError if the operator's accepts no conversation, or does not end.
@@ -111,11 +118,36 @@ class Tokenization:
         """Whether there is a chat template, which is not known to be broken."""
         return bool(self._operators_template or self._engine.tokenizer.chat_template) and not self._faults
 
+    async def find_chat_end(self) -> None:
+        """Look for the end token of the operator's chat template, or of the model's.
+
+        It is a property of the model, which has learnt to end its messages with it, so it holds with templates of requests too.
+        """
+        tokenizer = self._engine.tokenizer
+        reader = self._engine.reader
+        if tokenizer is None or reader is None:
+            return
+        try:
+            template = self._parsed(tokenizer.get_chat_template(self._operators_template, None))
+            closing = await self._short.run(template.closing, timeout=self._template_timeout)
+        except (ValueError, asyncio.TimeoutError):  # there is no template, or it does not end
+            return
+        found = [name for name in self.special_tokens if closing.lstrip().startswith(name)]
+        if not found:
+            return
+        end = self.special_tokens[max(found, key=len)]
+        if end not in self._engine.eos_ids and end < reader.vocab_size:
+            self.chat_end = end
+
     @cached_property
     def special_tokens(self) -> dict[str, int]:
         """The ids of the tokens that are not part of a text, by their names."""
         tokens = self._engine.tokenizer.added_tokens_decoder
         return {token.content: token_id for token_id, token in tokens.items() if token.special}
+
+    @cached_property
+    def _names(self) -> SpecialTokens:
+        return SpecialTokens(self.special_tokens)
 
     @cached_property
     def _trials(self) -> Trials:
@@ -194,23 +226,26 @@ class Tokenization:
     ) -> tuple[list[int], str]:
         """The prompt that the chat template makes of a conversation, as token ids and as text."""
 
-        def render(trial: Trial | None = None) -> str:
+        def render(trial: Trial | None = None) -> Prompt:
             messages = [message.rendered() for message in body.messages or ()]
-            return template.render(messages, [tool.rendered() for tool in tools] or None, variables, trial)
+            given = (messages, [tool.rendered() for tool in tools] or None, variables)
+            if self._special_tokens_in_content:
+                return Prompt(template.render(*given, trial))
+            return self._names.apply(partial(template.render, trial=trial), *given)
 
-        def encode(text: str) -> tuple[list[int], str]:
-            return self._ids(text, False, "messages"), text
+        def encode(prompt: Prompt) -> tuple[list[int], str]:
+            return self._ids(prompt.text, False, "messages", prompt.plain), prompt.text
 
         if body.chat_template is not None:
             trial = self._trials.trial()
             try:
-                text = await self._request_templates.run(lambda: render(trial), client, cancel=trial.cancel)
+                prompt = await self._request_templates.run(lambda: render(trial), client, cancel=trial.cancel)
             except TrialError as error:
                 text = f"chat_template must {error}."  # "end within ...", as TrialLimits has it
                 raise BadRequest(text, param="chat_template", code="invalid_value") from None
-            return await self._thread_for(len(text)).run(lambda: encode(text), client)
+            return await self._thread_for(len(prompt.text)).run(lambda: encode(prompt), client)
         length = sum(message.length() for message in body.messages or ())
-        length += sum(schema_length(tool.parameters(), LONG_TEXT) for tool in tools)
+        length += sum(tool.length(LONG_TEXT) for tool in tools) + schema_length(variables, LONG_TEXT)
         try:
             return await self._thread_for(length).run(lambda: encode(render()), client, self._template_timeout)
         except asyncio.TimeoutError:  # python 3.10 has two kinds
@@ -288,9 +323,9 @@ class Tokenization:
             message = f"The prompts of a request must have at most {limit} tokens together, got more."
             raise BadRequest(message, param="prompt", code="invalid_value")
 
-    def _ids(self, text: str, special: bool, param: str) -> list[int]:
+    def _ids(self, text: str, special: bool, param: str, plain: Sequence[tuple[int, int]] = ()) -> list[int]:
         assert self._engine.reader is not None
         try:
-            return self._engine.reader.encode(text, special)
+            return self._engine.reader.encode(text, special, plain)
         except ParameterError as error:
             raise parameter_refused(error, param) from None

@@ -4,17 +4,20 @@ Running servers are in tests/server/test_process.py, the output of `fa-serve inf
 """
 
 import logging
+import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from documentation import ROOT, check_generated
-from fa_serve.server.settings import PREFIX, SECRETS, Settings, load
+from fa_serve.server.settings import SECRETS, Settings, load
 from typer.testing import CliRunner
 
 from fa_serve.__main__ import app
 from fa_serve.engine.events import Phase
+from fa_serve.environment import PREFIX
 
 WIDE = {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
 
@@ -120,6 +123,92 @@ def test_a_bad_file_is_refused(name, text, said, tmp_path):
     assert said in result.stderr
 
 
+@pytest.mark.parametrize("command", ["serve", "ray", "warm", "chat", "bench", "info"])
+def test_a_variable_that_nobody_reads_is_refused_by_every_command(command, monkeypatch):
+    if command == "ray":
+        pytest.importorskip("ray")
+    result = run(command, FA_SERVE_MAX_NUM_SEQ="4")
+    assert result.exit_code == 2
+    assert result.stderr == (
+        "fa-serve: the variable FA_SERVE_MAX_NUM_SEQ of the environment is unknown: did you mean FA_SERVE_MAX_NUM_SEQS?\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--device", "cud"), "device must be auto, cpu, cuda or cuda:N, got 'cud'"),
+        (("--api-key-file", "/none"), "api_key_file must be a file that can be read, got /none: No such file or directory"),
+        (("--api-key-file", "/"), "api_key_file must be a file that can be read, got /: Is a directory"),
+        (("--chat-template", "/none"), "chat_template must be a file that can be read, got /none: No such file or directory"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_one_sentence(arguments, said):
+    result = run("serve", *arguments)
+    assert (result.exit_code, result.stderr.splitlines()[-1]) == (2, f"fa-serve: {said}")
+
+
+@pytest.mark.parametrize("command", ["serve", "warm"])
+@pytest.mark.parametrize(
+    ("built", "count", "device", "said"),
+    [
+        (None, 0, "cuda", r"device must be auto or cpu, because PyTorch \S+ is built without GPUs: install a build with CUDA"),
+        ("13.0", 0, "cuda", r"device must be auto or cpu, because PyTorch finds no GPU: look at the driver \(nvidia-smi\) and"),
+        ("13.0", 2, "cuda:2", r"device must be cuda, or cuda:N with N below 2, the number of GPUs, got 'cuda:2'"),
+    ],
+    ids=["build", "driver", "number"],
+)
+def test_a_gpu_that_is_not_there_is_refused_before_anything_is_loaded(command, built, count, device, said, monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.version, "cuda", built)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    result = run(command, "--device", device, "--no-process")
+    assert result.exit_code == 2
+    assert re.search(said, result.stderr)
+
+
+@pytest.mark.parametrize("command", [("chat", "Hi"), ("chat",), ("bench",)], ids=["question", "conversation", "bench"])
+def test_an_address_that_is_none_is_refused(command):
+    result = run(*command, "--url", "127.0.0.1:8000")
+    assert (result.exit_code, result.stderr) == (2, "fa-serve: --url must begin with http:// or https://, got 127.0.0.1:8000\n")
+
+
+@pytest.mark.parametrize("command", [("chat", "Hi"), ("bench",), ("bench", "--model", "m")], ids=["chat", "bench", "model"])
+def test_without_a_server_the_command_says_how_to_start_one(command):
+    result = run(*command, "--url", "http://127.0.0.1:1")
+    assert result.exit_code == 1
+    [said] = result.stderr.strip().splitlines()
+    assert "http://127.0.0.1:1" in said
+    assert said.endswith(": start a server with fa-serve serve, or name the address of one with --url")
+
+
+def test_a_report_that_has_no_folder_is_refused_before_the_load(tmp_path):
+    result = run("bench", "--json", str(tmp_path / "none" / "report.jsonl"))
+    assert result.exit_code == 2
+    assert "--json must name a file in an existing folder, got " in result.stderr
+
+
+def test_a_port_that_is_taken_says_what_to_do():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = run("serve", "--port", str(port), "--device", "cpu")
+    assert result.exit_code == 1
+    said = result.stderr.splitlines()[-1]
+    assert said.startswith(f"fa-serve: cannot listen on 127.0.0.1, port {port}: Address already in use")
+    assert said.endswith("; choose another --port (0 takes a free one) or --host")
+
+
+@pytest.mark.parametrize("model", ["./nope", "/nope", "a/b/c", "nope/"])
+def test_info_of_a_folder_that_is_not_there(model):
+    result = run("info", model)
+    assert result.exit_code == 2
+    assert (
+        result.stderr == f"fa-serve: model must be a hub name, such as Qwen/Qwen3-0.6B, or an existing folder, got {model!r}\n"
+    )
+
+
 def test_an_empty_list_of_keys_is_refused():
     result = run("serve", FA_SERVE_API_KEYS=" , ")
     assert result.exit_code == 2
@@ -157,6 +246,7 @@ def test_the_documented_settings_are_the_settings():
 def test_kernels_are_compiled_as_the_server_would(monkeypatch):
     """`warm` makes the engine of `serve` with everything ahead, in the server's folder of kernels, and ends."""
     seen = []
+    monkeypatch.setattr("fa_serve.engine.EngineConfig.require_device", lambda config: None)
 
     class FakeEngine:
         def __init__(self, config, *, ahead, on_phase):

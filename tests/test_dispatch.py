@@ -147,6 +147,36 @@ def test_which_caches_have_whole_rows(strides: tuple[int, ...], whole: bool) -> 
     assert not _has_whole_rows(cache.as_strided(cache.shape, strides, storage_offset=4))
 
 
+@pytest.mark.parametrize(
+    ("shape", "token", "whole"),
+    [
+        ((1 << 12, 1 << 18, 2, 64), 128, True),
+        ((1 << 13, 1 << 18, 2, 64), 128, False),  # 2^31 tokens
+        ((1, 1 << 30, 2, 64), 128, True),
+        ((1, (1 << 30) + 16, 2, 64), 128, False),
+        ((1 << 14, 16, 2, 64), 8, False),  # tokens within the rows of others, which nobody should make
+    ],
+    ids=str,
+)
+def test_the_copy_engine_counts_tokens_in_32_bits(shape: tuple[int, ...], token: int, whole: bool) -> None:
+    class Cache:
+        """Strides of memory that this machine does not have."""
+
+        def __init__(self) -> None:
+            self.shape = shape
+
+        def stride(self) -> tuple[int, ...]:
+            return ((1 << 31) if token == 8 else shape[1] * token, token, 64, 1)
+
+        def element_size(self) -> int:
+            return 2
+
+        def data_ptr(self) -> int:
+            return 0
+
+    assert _has_whole_rows(Cache()) == whole  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("precision", ["qk8", "fp8"])
 def test_few_queries_keep_the_dtype_of_q_and_many_are_refused_where_nothing_multiplies_float8(precision: Precision) -> None:
     q, k, v = make_qkv(1, 20, 40, 2, 2, 64)

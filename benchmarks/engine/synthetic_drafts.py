@@ -26,12 +26,15 @@ def accepting(engine: Any, count: int) -> Iterator[None]:
         del draws
         return min(count, len(drafts))
 
-    with patch.object(engine._speculation.drafter, "propose", propose), patch.object(scheduler, "num_accepted", accepted):
+    with (
+        patch.object(engine._scheduler.speculation.drafter, "propose", propose),
+        patch.object(scheduler, "num_accepted", accepted),
+    ):
         yield
 
 
 @contextmanager
 def no_drafts(engine: Any) -> Iterator[None]:
     """The same engine without speculation."""
-    with patch.object(engine._speculation, "num_tokens", 0):
+    with patch.object(engine._scheduler.speculation, "num_tokens", 0):
         yield

@@ -85,7 +85,8 @@ def cases(wanted: list[str]) -> dict[str, Callable[[], Callable[[], Any]]]:
         for name, lengths in VARLEN.items():
             made[f"varlen_{name}_{heads}"] = lambda lengths=lengths, sizes=sizes: varlen(lengths, sizes)
         for name, (batch, keys, queries) in PAGED.items():
-            made[f"paged_{name}_{heads}"] = lambda b=batch, k=keys, n=queries, own=sizes: paged([n] * b, [k] * b, own)
+            lengths = [queries] * batch, [keys] * batch
+            made[f"paged_{name}_{heads}"] = lambda lengths=lengths, sizes=sizes: paged(*lengths, sizes)
         for name, (queries, keys) in CHUNKS.items():
             made[f"paged_{name}_{heads}"] = lambda queries=queries, keys=keys, sizes=sizes: paged(queries, keys, sizes)
     for rows in ROWS:
@@ -95,7 +96,7 @@ def cases(wanted: list[str]) -> dict[str, Callable[[], Callable[[], Any]]]:
 
 
 def work(wanted: list[str]) -> None:
-    """One process, for one tree: for each line that it reads, measure a case and print its microseconds; null after the last."""
+    """One process, for one tree: for each line that it reads, measure a case and print its microseconds; null at the end."""
     from benchmarks.measure import graph_microseconds
 
     torch.manual_seed(0)
@@ -138,7 +139,8 @@ def compare(args: argparse.Namespace) -> None:
         order = [before, after] if number % 2 == 0 else [after, before]
         while True:
             turns = {worker: worker.turn() for worker in order}
-            old, new = turns[before], turns[after]
+            old = turns[before]
+            new = turns[after]
             if old is None or new is None:
                 break
             found.setdefault(old[0], []).append((old[1], new[1]))

@@ -155,7 +155,7 @@ def profile_shape(shape: str, args: argparse.Namespace) -> None:
     say(f"{shape}: copies at {bandwidth / 1e12:.3g} TB/s")
     with no_drafts(engine):
         profile_steps(shape, "decode", engine, bandwidth, end, args)
-    if engine._speculation.num_tokens:
+    if engine._scheduler.speculation.num_tokens:
         with accepting(engine, 1):
             profile_steps(shape, "verify", engine, bandwidth, end, args)
     if time.time() < end:
@@ -180,7 +180,7 @@ def profile_steps(shape: str, kind: str, engine: Any, bandwidth: float, end: flo
         if batch > (args.requests or BATCHES[-1]) or time.time() > end:
             say(f"{kind} {batch}: left out")
             continue
-        drafts = draft_limit(engine._speculation.num_tokens, batch) if kind == "verify" else 0
+        drafts = draft_limit(engine._scheduler.speculation.num_tokens, batch) if kind == "verify" else 0
         if kind == "verify" and not drafts:
             say(f"{kind} {batch}: so many sequences draft nothing")
             continue

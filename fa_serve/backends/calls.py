@@ -37,6 +37,8 @@ def growing_facts(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple
     page_v, token_v, head_v, unit_v = v_strides
     if (page_k | token_k | head_k | page_v | token_v | head_v) & 15 or (page_k | head_k | page_v | head_v) >> 31:
         return None
+    if (token_k | token_v) >> 24:  # 128 of them, which are a tile, reach 2^31
+        return None
     if keys <= FEW_QUERIES or keys != keys_v or unit_k != 1 or unit_v != 1:
         return None
     if torch.is_grad_enabled() and _needs_grad(q, k, v):

@@ -22,6 +22,7 @@ from typing import Any
 
 import httpx
 
+from . import failures
 from .bench_report import LoadResult, make_report
 from .http_connection import Connection, Exchange, close_all, exchange_on_connection
 
@@ -87,11 +88,11 @@ async def first_model(url: str, key: str | None) -> str:
     headers = {"authorization": f"Bearer {key}"} if key else {}
     try:
         async with httpx.AsyncClient(headers=headers) as client:
-            response = await client.get(f"{url}/v1/models")
-            response.raise_for_status()
+            return failures.first_model(await client.get(f"{url}/v1/models"))
     except httpx.HTTPError as error:
-        raise LoadError(f"{url}: {error or type(error).__name__}") from None
-    return str(response.json()["data"][0]["id"])
+        raise LoadError(failures.connection_failed(url, error)) from None
+    except ValueError as error:
+        raise LoadError(str(error)) from None
 
 
 async def offer(load: Load, progress: Callable[[int], None]) -> LoadResult:
@@ -130,7 +131,8 @@ async def _warm_up(load: Load) -> None:
         close_all(idle)
         idle.clear()
         if exchange.error:
-            raise LoadError(f"the warm-up failed: {exchange.error}")
+            remedy = "" if exchange.status else f": {failures.NO_SERVER}"
+            raise LoadError(f"the warm-up at {load.url} failed: {exchange.error}{remedy}")
 
 
 def _body(load: Load, rng: random.Random) -> bytes:

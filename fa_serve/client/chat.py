@@ -17,6 +17,8 @@ from typing import Any
 
 import httpx
 
+from .failures import connection_failed, first_model, refusal
+
 
 class ChatError(Exception):
     """The server refuses the request, in the server's words, or cannot be reached."""
@@ -49,24 +51,32 @@ class Conversation:
     def reset(self) -> None:
         self.messages: list[dict[str, str]] = list(self._system)
 
+    def _first_model(self) -> str:
+        response = self._client.get("/v1/models")
+        try:
+            return first_model(response)
+        except ValueError as error:
+            raise ChatError(str(error)) from None
+
     def ask(self, question: str) -> Iterator[str]:
         """The answer, in parts as they arrive. Raises ChatError; then the conversation does not contain the question."""
         messages = [*self.messages, {"role": "user", "content": question}]
         answer: list[str] = []
         try:
             if self._model is None:
-                self._model = _checked(self._client.get("/v1/models")).json()["data"][0]["id"]
+                self._model = self._first_model()
             body = {"model": self._model, "messages": messages, "stream": True, **self._options}
             with self._client.stream("POST", "/v1/chat/completions", json=body) as response:
                 if response.is_error:
                     response.read()
-                for line in _checked(response).iter_lines():
+                    raise ChatError(refusal(response))
+                for line in response.iter_lines():
                     text = _text(line)
                     if text:
                         answer.append(text)
                         yield text
         except httpx.HTTPError as error:
-            raise ChatError(f"{self._client.base_url}: {error or type(error).__name__}") from None
+            raise ChatError(connection_failed(self._client.base_url, error)) from None
         finally:
             if answer:
                 self.messages = [*messages, {"role": "assistant", "content": "".join(answer)}]
@@ -102,16 +112,6 @@ def _print_answer(conversation: Conversation, question: str) -> None:
             print(text, end="", flush=True)
     except KeyboardInterrupt:
         print(" (stopped)", end="")
-
-
-def _checked(response: httpx.Response) -> httpx.Response:
-    if response.is_error:
-        try:
-            message = response.json()["error"]["message"]
-        except (ValueError, KeyError, TypeError):
-            message = f"the server answered with status {response.status_code}"
-        raise ChatError(message)
-    return response
 
 
 def _text(line: str) -> str:

@@ -140,7 +140,7 @@ async def exchange_on_connection(url: str, key: str | None, body: bytes, idle: l
         if connection.usable:
             idle.append(connection)
     except OSError as error:
-        exchange.error = f"no connection: {error}"
+        exchange.error = f"no connection ({error.strerror or error})"
     exchange.parse()
     return exchange
 

@@ -5,10 +5,17 @@
     engine = Engine(EngineConfig(model="Qwen/Qwen3-0.6B"))
     print(engine.generate(["Once upon a time"], SamplingParams(max_tokens=32))[0].text)
 
-A request passes these modules: input_processor (checks, `Request`), scheduler and pages (`SequenceState`), model_runner
-(batch_arrays, block_table, cuda_graphs, sampler, results), and output_state (text, `RequestOutput`). `Engine` runs them step by
-step; engine_loop and worker run an engine in a thread or a process; `AsyncEngine` gives each request a stream. Left out: HTTP,
-chat templates and metrics (fa_serve.server).
+    request/      what is asked and what is given: checks, `Request`, text, `RequestOutput`
+    scheduler/    which tokens the next step computes: `SequenceState`
+    cache/        the pages of the KV cache
+    runner/       the model and everything on the device
+    speculation/  drafts: guesses of the next tokens
+    structured/   grammars, and the tokens that they allow
+    parallel/     ranks, between which a model is divided
+    start/        loading, sizes, compiling ahead
+    process/      an engine in a thread or a process, and `AsyncEngine`, which gives each request a stream
+
+`Engine` runs them step by step. Left out: HTTP, chat templates and metrics (fa_serve.server).
 
 A name is imported when it is first used. So a server whose engine runs in another process starts that process before it has
 imported the models of transformers, which both of them import side by side.

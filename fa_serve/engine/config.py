@@ -120,6 +120,10 @@ class EngineConfig:
             raise ParameterError("target_itl", "be 0 or positive, in milliseconds, or None", target)
         if self.seed is not None and not _is_integer(self.seed):
             raise ParameterError("seed", "be an integer or None", self.seed)
+        try:
+            torch.device("cpu" if self.device == "auto" else self.device)
+        except (RuntimeError, TypeError):
+            raise ParameterError("device", "be auto, cpu, cuda or cuda:N", self.device) from None
         if self.dtype not in ("auto", "float16", "bfloat16", "float32"):
             raise ParameterError("dtype", "be auto, float16, bfloat16 or float32", self.dtype)
         if self.quantization not in (None, "fp8"):
@@ -170,6 +174,21 @@ class EngineConfig:
     def resolve_device(self) -> str:
         """The device to load the model on: `device`, with "auto" resolved."""
         return ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
+
+    def require_device(self) -> None:
+        """Raise ParameterError, with the remedy, unless this machine has the device. Only GPUs of CUDA and ROCm are checked."""
+        device = torch.device(self.resolve_device())
+        if device.type != "cuda":
+            return
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if count == 0 and torch.version.cuda is None and torch.version.hip is None:
+            rule = f"be auto or cpu, because PyTorch {torch.__version__} is built without GPUs: install a build with CUDA"
+            raise ParameterError("device", rule, self.device)
+        if count == 0:
+            rule = "be auto or cpu, because PyTorch finds no GPU: look at the driver (nvidia-smi) and CUDA_VISIBLE_DEVICES"
+            raise ParameterError("device", rule, self.device)
+        if device.index is not None and device.index >= count:
+            raise ParameterError("device", f"be cuda, or cuda:N with N below {count}, the number of GPUs", self.device)
 
     def device_of(self, rank: int) -> str:
         """The device of a rank of tensor parallelism."""

@@ -28,27 +28,18 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils.logging import tqdm
 
-from fa_serve.api import MAX_KEYS_PER_TILE
-from fa_serve.engine.cache.pages import PageTable, new_salt
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.errors import EngineDeadError, QueueFullError, RequestError
-from fa_serve.engine.events import OnPhase, PhaseClock
+from fa_serve.engine.events import OnPhase
 from fa_serve.engine.parallel.leader import open_ranks
 from fa_serve.engine.parallel.ranks import OnLost, Ranks
-from fa_serve.engine.request.groups import Groups
+from fa_serve.engine.request.answers import Answers
 from fa_serve.engine.request.input_processor import InputProcessor
-from fa_serve.engine.request.output_state import OutputState, add_prompt_logprobs
-from fa_serve.engine.request.outputs import Completion, JoinedOutputs, RequestOutput, TokenLogprob
-from fa_serve.engine.request.params import SamplingParams
-from fa_serve.engine.request.prompts import params_of_each
+from fa_serve.engine.request.outputs import Completion, JoinedOutputs, RequestOutput
+from fa_serve.engine.request.params import SamplingParams, params_of_each
 from fa_serve.engine.request.request import Request
-from fa_serve.engine.request.stop_strings import StopStrings
-from fa_serve.engine.runner.results import CommittedStep, LaunchedStep
-from fa_serve.engine.scheduler.deadlines import Deadlines
+from fa_serve.engine.runner.results import CommittedStep, LaunchedStep, StepQueue
 from fa_serve.engine.scheduler.scheduled_batch import ScheduledBatch
-from fa_serve.engine.scheduler.scheduler import Scheduler
-from fa_serve.engine.scheduler.sequence import SequenceState
-from fa_serve.engine.speculation.drafts import Speculation
 from fa_serve.engine.start.start_up import start_up
 from fa_serve.engine.stats import Counters, EngineStats
 from fa_serve.engine.structured.grammars import Grammars
@@ -59,7 +50,7 @@ log = logging.getLogger("fa_serve.engine")
 
 
 class Engine:
-    """Owner of the step and of what clients get (`OutputState`). The scheduler owns the sequences, the runner owns the device.
+    """Owner of the step. The scheduler owns the sequences, the runner owns the device, and the answers are what clients get.
 
     config:    settings; `engine.config` holds no "auto" and no None that the engine decides any more
     model, tokenizer: may be given instead of being loaded. Without a tokenizer prompts are token ids and outputs have no text
@@ -87,27 +78,23 @@ class Engine:
         config = config or EngineConfig()
         if model is not None and config.tensor_parallel > 1:
             raise ParameterError("tensor_parallel", "be 1 for a model that is given instead of loaded", config.tensor_parallel)
+        if model is None:
+            config.require_device()
         self._ranks: Ranks = ranks or open_ranks(config, on_lost)
         with self._ranks.starting():
-            loaded = start_up(config, self._ranks, PhaseClock(on_phase), model, tokenizer, ahead=ahead)
+            loaded = start_up(config, self._ranks, on_phase, model, tokenizer, ahead=ahead)
         self.config = loaded.config
         self.tokenizer = loaded.tokenizer
-        self._runner = loaded.runner
-        self._speculation = Speculation(config.max_drafts, loaded.drafter)
-        self._scheduler = self._make_scheduler(config.max_num_batched_tokens)
-        self.vocab_size = self._runner.vocab_size
+        self.vocab_size = loaded.runner.vocab_size
         self.eos_ids = loaded.eos_ids
-        self._processor = InputProcessor(self.tokenizer, self.config, vocab_size=self.vocab_size, eos_ids=self.eos_ids)
         self.grammars = Grammars(self.tokenizer, self.vocab_size, self.eos_ids, config)
-        self._output_states: dict[str, OutputState] = {}  # the unfinished ones, by the id of their request
-        self._groups = Groups()
-        self._deadlines = Deadlines()
-        self._depth = 1 if self._runner.device.type == "cuda" else 0  # steps that the host works ahead
-        self._inflight: deque[LaunchedStep] = deque()
-        self._committed: deque[CommittedStep] = deque()  # their tokens are known and are not outputs yet
-        self._last_read = 0.0  # when the result of a step was there, on time.monotonic's clock
-        self._serial = count()
+        self._processor = InputProcessor(self.tokenizer, self.config, vocab_size=self.vocab_size, eos_ids=self.eos_ids)
+        self._scheduler = loaded.scheduler
+        self._runner = loaded.runner
+        self._steps = StepQueue(depth=1 if self._runner.device.type == "cuda" else 0)
         self._counters = Counters()
+        self._answers = Answers(self.tokenizer, self._counters, stop=lambda *ended: self._scheduler.stop(*ended))
+        self._serial = count()
 
     def add_request(
         self,
@@ -145,13 +132,8 @@ class Engine:
         if matcher is None and params.structured is not None and self._ranks.rank == 0:
             matcher = self.grammars.matcher(params.structured)
         self._ranks.tell("submit", name, params, requests, timeout)
-        stop = StopStrings(params.stop)
-        for request in requests:
-            sequence = self._scheduler.add(request)
-            self._output_states[request.request_id] = OutputState.begin(sequence, self.tokenizer, stop, matcher)
-            if timeout is not None:
-                self._deadlines.add(request.arrival + timeout, sequence)
-        self._groups.add(name, params)
+        sequences = [self._scheduler.add(request, timeout) for request in requests]
+        self._answers.add(name, params, sequences, matcher)
 
     def abort(self, request_id: str) -> list[RequestOutput]:
         """End a request. Its pages are free when this returns.
@@ -159,12 +141,12 @@ class Engine:
         Returns the last outputs of its answers; none if the request has ended already or never existed.
         """
         self._ranks.tell("abort", request_id)
-        ended = [self._scheduler.abort(name) for name in self._groups.names(request_id)]
-        return self._groups.merge([self._output(sequence) for sequence in ended if sequence is not None])
+        ended = [self._scheduler.abort(name) for name in self._answers.request_ids(request_id)]
+        return self._answers.merge([self._answers.output(sequence) for sequence in ended if sequence is not None])
 
     def has_unfinished(self) -> bool:
         """Whether `step` has anything to do."""
-        return bool(self._scheduler.sequences or self._inflight)
+        return bool(self._scheduler.sequences or self._steps.launched)
 
     def step(self) -> list[RequestOutput]:
         """Compute one step. Returns what requests gained, at most one output for each answer."""
@@ -172,21 +154,21 @@ class Engine:
         self._ranks.tell("step")
         outputs = self._expire()
         try:
-            if self._inflight and self._scheduler.needs_results():
+            if self._steps.launched and self._scheduler.needs_results():
                 outputs += self._commit()
             batch = self._scheduler.schedule()
         except (torch.AcceleratorError, EngineDeadError):
             raise  # the device or another rank is lost
         except Exception as error:
-            return self._groups.merge(outputs + self._reset(error))
+            return self._answers.merge(outputs + self._reset(error))
         self._ranks.add_to_digest(number for chunk in batch.chunks for number in chunk.numbers())
         if batch:
             outputs += self._launch(batch, begin)
-        if self._inflight and (len(self._inflight) > self._depth or not batch):
+        if self._steps.is_full or (self._steps.launched and not batch):
             outputs += self._commit()
         outputs += self._take_outputs()
         self._ranks.end_step()
-        return self._groups.merge(outputs)
+        return self._answers.merge(outputs)
 
     def generate(
         self,
@@ -244,7 +226,7 @@ class Engine:
     def check_integrity(self) -> None:
         """Assert that every page and slot is accounted for, and that there is an answer for each unfinished sequence."""
         self._scheduler.check_integrity()
-        assert self._output_states.keys() == self._scheduler.sequences.keys()
+        assert self._answers.states.keys() == self._scheduler.sequences.keys()
 
     @property
     def _room(self) -> int:
@@ -252,41 +234,27 @@ class Engine:
         return max(self.config.max_num_seqs + self.config.max_waiting - len(self._scheduler.sequences), 0)
 
     def _process(self, request_id: str, prompt: str | Sequence[int], params: SamplingParams, *options: Any) -> list[Request]:
-        if request_id in self._groups or request_id in self._scheduler.sequences:
+        if request_id in self._answers:
             raise ParameterError("request_id", "be unique among unfinished requests", request_id, "duplicate_request_id")
         return self._processor.process(request_id, prompt, params, *options)
 
     def _expire(self) -> list[RequestOutput]:
         """End the requests whose time is up."""
-        if not self._deadlines:
+        if not self._scheduler.has_deadlines:
             return []
         now = self._ranks.broadcast("clock", time.monotonic)
-        late = RequestError("timeout", "the request was not finished within its timeout")
-        return [self._end(sequence, late) for sequence in self._deadlines.expired(now, len(self._output_states))]
-
-    def _end(self, sequence: SequenceState, error: RequestError) -> RequestOutput:
-        """End a request with an error."""
-        self._scheduler.finish(sequence, "error", error)
-        return self._output(sequence)
+        return [self._answers.output(sequence) for sequence in self._scheduler.expire(now)]
 
     def _launch(self, batch: ScheduledBatch, begin: float) -> list[RequestOutput]:
         """Queue a step on the device. The masks of structured outputs are computed while its forward runs."""
         outputs: list[RequestOutput] = []
-        masks = StepMasks()
-        for sequence in batch.admitted:
-            self._output_states[sequence.request.request_id].times.begin(begin)
+        self._answers.begin_step(batch.admitted, begin)
         try:
             forward = self._runner.launch(batch)
-            if structured := any(x.num_samples and x.sequence.request.params.structured is not None for x in batch.chunks):
-                while self._inflight:  # what may come next depends on every token before
-                    outputs += self._commit()
-                outputs += self._take_outputs()
-                masks = self._ranks.broadcast("masks", lambda: step_masks(self.grammars, batch, self._output_states))
-                for index in masks.late:
-                    self._scheduler.postpone(batch.chunks[index])
-                outputs += [self._end(self._output_states[name].sequence, reason) for name, reason in masks.failed]
+            structured = any(x.num_samples and x.sequence.request.params.structured is not None for x in batch.chunks)
+            masks = self._masks(batch, outputs) if structured else StepMasks()
             pending = self._runner.sample(forward, masks.rows)
-            self._inflight.append(LaunchedStep(batch, pending, begin, structured, masks.seconds))
+            self._steps.launched.append(LaunchedStep(batch, pending, begin, structured, masks.seconds))
             self._counters.num_steps += 1
         except torch.OutOfMemoryError as error:
             outputs += self._shrink(batch, error)
@@ -294,65 +262,51 @@ class Engine:
             outputs += self._fail(batch, error)
         return outputs
 
+    def _masks(self, batch: ScheduledBatch, outputs: list[RequestOutput]) -> StepMasks:
+        """The masks of a step's structured outputs. Outputs of earlier steps, and of matchers that fail, are added."""
+        while self._steps.launched:  # what may come next depends on every token before
+            outputs += self._commit()
+        outputs += self._take_outputs()
+        masks = self._ranks.broadcast("masks", lambda: step_masks(self.grammars, batch, self._answers.states))
+        for index in masks.late:
+            self._scheduler.postpone(batch.chunks[index])
+        for name, reason in masks.failed:
+            sequence = self._scheduler.sequences[name]
+            self._scheduler.finish(sequence, "error", reason)
+            outputs.append(self._answers.output(sequence))
+        return masks
+
     def _commit(self) -> list[RequestOutput]:
         """Read the tokens of the oldest step in flight and give them to their sequences. Returns the outputs of failures."""
-        step = self._inflight.popleft()
+        step = self._steps.launched.popleft()
         try:
             result = step.pending.read()
             self._ranks.check_lost()
         except Exception as error:
             return self._fail(step.batch, error)
         self._ranks.add_to_digest(result.tokens)
-        before = max(step.begin, self._last_read)  # steps run one after the other
-        self._last_read = time.monotonic()
         # the time sets the sizes of later chunks, so all ranks use rank 0's
-        seconds = self._ranks.broadcast("seconds", lambda: self._last_read - before)
+        seconds = self._ranks.broadcast("seconds", lambda: self._steps.seconds(step))
         try:
             gained = self._scheduler.commit(step.batch, result.tokens, seconds)
         except Exception as error:
             return self._reset(error)
-        self._committed.append(CommittedStep(step, result, gained))
+        self._steps.committed.append(CommittedStep(step, result, gained))
         return []
 
     def _take_outputs(self) -> list[RequestOutput]:
         """Turn the tokens that are known into outputs. While a step runs, this takes no time from it."""
         outputs: list[RequestOutput] = []
-        while self._committed:
-            step, result, gained = self._committed.popleft()
-            add_prompt_logprobs(self._output_states, result)
-            grammars = partial(grammar_ends, gained, self._output_states)
+        while self._steps.committed:
+            step, result, gained = self._steps.committed.popleft()
+            self._answers.add_prompt_logprobs(result)
+            grammars = partial(grammar_ends, gained, self._answers.states)
             ends = self._ranks.broadcast("grammars", grammars) if step.structured else {}
             outputs += [
-                self._output(x, tokens, result.logprobs.get(x), ends.get(x.request.request_id, 0), step.mask_seconds)
+                self._answers.output(x, tokens, result.logprobs.get(x), ends.get(x.request.request_id, 0), step.mask_seconds)
                 for x, tokens in gained.items()
             ]
         return outputs
-
-    def _output(
-        self,
-        sequence: SequenceState,
-        tokens: Sequence[int] = (),
-        logprobs: list[TokenLogprob] | None = None,
-        grammar_end: int = 0,
-        mask_seconds: float = 0.0,
-    ) -> RequestOutput:
-        """What an answer gained by these tokens. If there are none, it ends without another token.
-
-        grammar_end: how many of the tokens complete the answer by its grammar; 0 if it goes on
-        """
-        begin = time.monotonic()
-        state = self._output_states[sequence.request.request_id]
-        if tokens and not state.times.num_steps:
-            self._counters.note_first_token(sequence)
-        text, kept = state.push(tokens, grammar_end)
-        if state.complete:
-            self._scheduler.stop(sequence, len(tokens) - len(kept))
-        self._counters.num_output_tokens += len(kept)
-        if sequence.finished:
-            text += state.flush()
-            del self._output_states[sequence.request.request_id]
-        state.times.end_step(begin, time.monotonic(), len(tokens), mask_seconds)
-        return state.output(text, kept, logprobs)
 
     def _shrink(self, batch: ScheduledBatch, error: Exception) -> list[RequestOutput]:
         """The device has no room for such a step: undo it, and give steps half as many tokens from now on."""
@@ -373,30 +327,16 @@ class Engine:
         log.error("a step failed; its %d requests end with an error", len(batch.chunks), exc_info=error)
         outputs = self._take_outputs()
         failed = self._scheduler.fail(batch, RequestError("step_failed", f"the step failed: {type(error).__name__}: {error}"))
-        return outputs + [self._output(sequence) for sequence in failed]
+        return outputs + [self._answers.output(sequence) for sequence in failed]
 
     def _reset(self, error: Exception) -> list[RequestOutput]:
         """The scheduler's state is not to be trusted: end every request and start with a new scheduler and an empty cache."""
         self._ranks.escalate(error)
         log.error("the scheduler failed; all requests end with an error", exc_info=error)
-        self._inflight.clear()
+        self._steps.launched.clear()
         outputs = self._take_outputs()
         failure = RequestError("scheduler_failed", f"the scheduler failed: {type(error).__name__}: {error}")
-        sequences = [state.sequence for state in self._output_states.values()]
+        sequences = self._answers.sequences()
         self._scheduler.abandon(sequences, failure)
-        self._scheduler = self._make_scheduler(self._scheduler.max_num_batched_tokens)
-        return outputs + [self._output(sequence) for sequence in sequences]
-
-    def _make_scheduler(self, max_num_batched_tokens: int) -> Scheduler:
-        config = self.config
-        assert config.num_pages is not None
-        salt = self._ranks.broadcast("salt", new_salt)
-        return Scheduler(
-            PageTable(config.num_pages, config.page_size, prefix_caching=config.prefix_caching, salt=salt),
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            keys_per_tile=MAX_KEYS_PER_TILE,
-            window=self._runner.window,
-            speculation=self._speculation,
-            prompt_share=config.prompt_share(),
-        )
+        self._scheduler = self._scheduler.renewed()
+        return outputs + [self._answers.output(sequence) for sequence in sequences]

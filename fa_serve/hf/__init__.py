@@ -22,6 +22,7 @@ as it is.
         fuse/          decoder layers, computed by few kernels
         divide/        which part of each layer a rank of tensor parallelism keeps, and the division
         experts/       mixtures of experts, computed by one function
+        proof.py       the one proof that a replacement computes the same
         quantised/     the layers of a quantised checkpoint, and the experts among them
     weights/           how checkpoints keep quantised weights
     latent_layers.py   which layers have latent attention, and what is cached for them
@@ -62,7 +63,7 @@ from fa_serve.hf.adapter.translate import AttendsBatch, LayerCall
 from fa_serve.hf.hidden_states import HiddenStateReader
 from fa_serve.hf.layer_kinds import few_layers
 from fa_serve.hf.surgery.divide.plan import plan_division
-from fa_serve.hf.surgery.divide.weights import PartOfSum, divide, vocab_size
+from fa_serve.hf.surgery.divide.weights import PartOfSum, divide_model, vocab_size
 from fa_serve.hf.surgery.experts.mixtures import expert_modules, experts_forward, take_experts
 from fa_serve.hf.surgery.experts.scaled import ScaledExperts, take_scaled_experts
 
@@ -80,7 +81,7 @@ __all__ = [
     "attention_layers",
     "check_attention_precision",
     "check_model",
-    "divide",
+    "divide_model",
     "expert_modules",
     "experts_forward",
     "few_layers",

@@ -27,6 +27,7 @@ from fa_serve.hf.adapter.models import NAME, check_class, prepare_model
 from fa_serve.hf.adapter.paged import attention_layers, check_model
 from fa_serve.hf.adapter.translate import spec_of, translate
 from fa_serve.hf.latent_layers import LatentSizes, latent_sizes, latent_spec
+from fa_serve.hf.model_location import find_model
 from fa_serve.hf.surgery.divide.plan import Cut, plan_division
 from fa_serve.hf.surgery.experts.mixtures import expert_modules, gate_of, weights_of
 from fa_serve.hf.surgery.quantised.experts import PROJECTIONS, QuantizedExperts
@@ -125,6 +126,8 @@ def describe(
 
     Raises OSError or ValueError, with transformers' message, for a name that belongs to no model.
     """
+    if isinstance(model_or_config, str):
+        find_model(model_or_config)
     loaded = AutoConfig.from_pretrained(model_or_config) if isinstance(model_or_config, str) else model_or_config
     config = copy.deepcopy(loaded)
     for each in _configs(config):

@@ -3,21 +3,22 @@
     with few_layers(model):
         paged_forward(model, ...)            # launches the kernels of every kind of layer, in a fraction of the time
 
-Layers differ in their modules and in the shapes and dtypes of their weights (dense layers before experts, layers that are not
-quantised), and by lists in the config with one entry for each layer, such as `layer_types`. Left out: layers that differ in
-another way. Running few of them misses some, which costs time later and no correctness.
+Layers differ in their modules and settings and in the shapes and dtypes of their weights (dense layers before experts, layers
+that are not quantised), which `kind_of` tells, and by lists in the config with one entry for each layer, such as `layer_types`.
+Left out: layers that differ in another way. Running few of them misses some, which costs time later and no correctness.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any
 
 from torch import nn
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
+
+from fa_serve.hf.surgery.proof import kind_of
 
 
 def num_distinct_layers(config: PreTrainedConfig, layers: Iterable[nn.Module] = ()) -> int:
@@ -28,8 +29,8 @@ def num_distinct_layers(config: PreTrainedConfig, layers: Iterable[nn.Module] = 
     text: Any = config.get_text_config()
     total = int(text.num_hidden_layers)
     described: list[Any] = list(zip(*_by_layer(text).values(), strict=True)) or [()] * total
-    if shapes := [_shape_of(layer) for layer in layers]:
-        described = list(zip(described, shapes, strict=True))
+    if kinds := [kind_of(layer) for layer in layers]:
+        described = list(zip(described, kinds, strict=True))
     seen: set[str] = set()
     count = 1
     for index, kind in enumerate(described):
@@ -49,13 +50,6 @@ def decoder_layers(model: PreTrainedModel, total: int) -> list[nn.Module]:
     """The layers that the config counts; nothing if they are not in one list."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == total]
     return list(lists[0]) if lists else []
-
-
-def _shape_of(layer: nn.Module) -> str:
-    """The classes of a layer's modules, and the shapes and dtypes of its weights."""
-    modules = [(name, type(module).__qualname__) for name, module in layer.named_modules()]
-    tensors = chain(layer.named_parameters(), layer.named_buffers())
-    return repr((modules, [(name, tuple(x.shape), x.dtype) for name, x in tensors]))
 
 
 @contextmanager

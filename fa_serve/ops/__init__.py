@@ -47,6 +47,7 @@ from fa_serve.ops.ops_backend import Router as Router
 from fa_serve.ops.ops_backend import Weight as Weight
 from fa_serve.ops.products.quantised.weight import QuantizedWeight as QuantizedWeight
 from fa_serve.ops.products.quantised.weight import merge_rows as merge_rows
+from fa_serve.ops.sampling.fallback import most_likely as most_likely
 from fa_serve.spec import OpSpec
 
 log = logging.getLogger(__name__)
@@ -256,8 +257,10 @@ def sample_rows(
 ) -> Tensor:
     """Sample a token from each row of logits.
 
-    A row's token depends on the row, its key and its parameters only, not on the other rows. Tokens that tie with the last
-    token kept by `top_k` or `top_p` are kept too.
+    A row's token depends on the row, its key and its parameters only, not on the other rows. The limits keep the first tokens
+    of one order: larger logits come first, and of equal logits the one with the lower id. `top_k` keeps the first k tokens,
+    `top_p` the fewest whose probabilities, among the tokens that top_k keeps, sum to top_p, and `min_p` those that are at least
+    min_p times as likely as the first. A greedy row takes the first.
 
     logits:        (n, vocab), any floating dtype
     keys:          (n,) int64, each row's key of its random numbers; None if every row is greedy

@@ -36,6 +36,7 @@ access_log = logging.getLogger("fa_serve.access")
 REQUEST_ID = re.compile(r"[!-~]{1,128}")
 KEY_CHARACTERS = 8  # of a key's hash that name it in the log
 SMALL_BODY = 1 << 16  # bytes; such a body takes up to ten milliseconds to parse and validate, which is done at once
+ADDRESS = re.compile(r"(?P<v4>[\d.]+)(:\d{1,5})?|\[(?P<bracketed>[\da-fA-F:.]+)\](:\d{1,5})?|(?P<bare>[\da-fA-F:.]+)", re.ASCII)
 CLIENT_GONE = 499  # the status in the log of a request whose client left before the response began
 
 
@@ -70,6 +71,12 @@ class RequestIds:
                 identity = request_id.encode()
                 names = (b"x-request-id", b"request-id") if is_anthropic(scope["path"]) else (b"x-request-id",)
                 message["headers"] = [*message.get("headers", ()), *[(name, identity) for name in names]]
+                bill = state.get("bill")
+                if bill is not None and not bill.had_turn:
+                    try:
+                        await self._costs.take_turn(bill, receive)
+                    except TooManyRequests:  # the answer is there already
+                        message["headers"].append((b"connection", b"close"))
             await send(message)
 
         try:
@@ -124,7 +131,7 @@ class Hosts:
     async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
         if scope["type"] == "http":
             name = _host_name(header(scope, b"host"))
-            if name and name not in self._names and not name.endswith(self._ends or ("\n",)) and not _is_address(name):
+            if name and name not in self._names and not name.endswith(self._ends or ("\n",)) and not is_address(name):
                 message = (
                     f"This server does not serve the host name {name[:100]!r}. The operator can allow it with --allowed-hosts."
                 )
@@ -139,7 +146,13 @@ def _host_name(header: str) -> str:
     return header[1:].partition("]")[0] if header.startswith("[") else header.partition(":")[0].rstrip(".")
 
 
-def _is_address(name: str) -> bool:
+def is_address(text: str | bytes) -> bool:
+    """Whether this is an IP address, as IPv4 with or without a port, or as IPv6, which stands in brackets before a port."""
+    text = text.decode("latin-1").strip() if isinstance(text, bytes) else text
+    found = ADDRESS.fullmatch(text)
+    if found is None:
+        return False
+    name = found["v4"] or found["bracketed"] or found["bare"]
     try:
         socket.inet_pton(socket.AF_INET6 if ":" in name else socket.AF_INET, name)
     except (OSError, ValueError):
@@ -148,7 +161,7 @@ def _is_address(name: str) -> bool:
 
 
 class Clients:
-    """Finds out whose request it is, and lets it wait for that client's turn (costs.py).
+    """Finds out whose request it is, and opens its bill (costs.py).
 
     A client is one of the keys or, without one, the address that the request comes from.
     """
@@ -168,13 +181,8 @@ class Clients:
             # sum() compares with every key, so the time does not tell which key matches
             if sum(hmac.compare_digest(digest, known) for known in self._hashes):
                 state["key"] = digest.hex()
-        bill = state["bill"] = self._costs.open(state.get("key") or network_of(_address(scope)))
-        try:
-            await self._costs.take_turn(bill)
-        except ApiError as error:
-            await error.response(scope)(scope, receive, send)
-        else:
-            await self._app(scope, receive, send)
+        state["bill"] = self._costs.open(state.get("key") or network_of(_address(scope)))
+        await self._app(scope, receive, send)
 
 
 class Keys:

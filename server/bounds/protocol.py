@@ -14,6 +14,8 @@ OpenAI's error object. Everything else stays uvicorn's. A request that arrives i
 - One request may be pipelined behind the one that is answered. The connection ends after these two if there are more.
 - A body whose request was answered before it arrived is read to its end, because most clients send all of it before they read
   the answer. Like all large bodies it is read in turns with the others (read_turns.py).
+- X-Forwarded-For keeps only what is an address. uvicorn believes it if it comes from a proxy that is trusted, and then the
+  address is written to the log and pays for what the request costs.
 - The number of connections stays below the process' limit of open files. When it is reached, the connection gives way for
   which the server has waited longest: silent, idle, or in the middle of a request. If there is none, the new one gets a 503.
 """
@@ -34,6 +36,7 @@ from pydantic_core import to_json
 
 from ..errors import HttpError
 from ..settings import Settings
+from .guard import is_address
 from .half_closed import HalfClosedProtocol
 from .read_turns import FairFlow, ReadTurns
 
@@ -45,6 +48,7 @@ FREE_PIECES = 1024  # chunks that may be smaller
 LINGER_SECONDS = 1.0  # in which a client that is still sending can read that it was refused
 LINGER_BYTES = 1 << 20
 PAUSE_SECONDS = 0.1  # between two looks at the time in which the server did not read
+FORWARDED = b"x-forwarded-for"
 OWN_FILES = 64  # open files that are no connections: the engine's, the event loop's, logs, libraries
 
 
@@ -210,6 +214,10 @@ class BoundedProtocol(HalfClosedProtocol):
         if self._head > self._bounds.header_bytes:
             self._refuse_head()
             raise RefusedError
+        if name.lower() == FORWARDED:
+            value = b", ".join(each for each in value.split(b",") if is_address(each))
+            if not value:
+                return
         if not self._head_is_whole:  # else it is a trailer, which nothing reads
             super().on_header(name, value)
 

@@ -10,6 +10,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError, from_json
 
+from fa_serve.engine.request.params import schema_length
+
 from ..schemas import NonEmpty, SamplingRequest
 from ..strict import NOTHING, StrictModel, Unsupported, field_error, one_error, text_only
 
@@ -54,6 +56,9 @@ class ToolCall(StrictModel):
 
     PART_OF_A_CONVERSATION: ClassVar[bool] = True
 
+    def length(self) -> int:
+        return MARKUP + len(self.id) + len(self.function.name) + len(self.function.arguments)
+
     def rendered(self) -> dict[str, Any]:
         """Templates expect the arguments as an object, not as text."""
         function = {"name": self.function.name, "arguments": from_json(self.function.arguments or "{}")}
@@ -86,10 +91,12 @@ class Message(StrictModel):
         return self
 
     def length(self) -> int:
-        """About how many characters a chat template gets of this message."""
+        """About how many characters a chat template gets of this message: all of its texts count."""
         content = self.content or ""
-        texts = [content] if isinstance(content, str) else [part.text for part in content]
-        return MARKUP + sum(map(len, texts)) + sum(len(call.function.arguments) for call in self.tool_calls or ())
+        length = MARKUP + len(content) if isinstance(content, str) else MARKUP + sum(len(part.text) for part in content)
+        for text in (self.name, self.tool_call_id, self.reasoning_content):
+            length += len(text or "")
+        return length + sum(call.length() for call in self.tool_calls or ())
 
     def rendered(self) -> dict[str, Any]:
         """The content is one string. The role developer becomes system, which is its older name."""
@@ -120,6 +127,10 @@ class Tool(StrictModel):
     def rendered(self) -> dict[str, Any]:
         function = self.function.model_dump(include={"name", "description"}, exclude_none=True)
         return {"type": "function", "function": function | {"parameters": self.parameters()}}
+
+    def length(self, limit: int) -> int:
+        """About how many characters a chat template gets of this tool. Counting stops above the limit."""
+        return len(self.function.name) + len(self.function.description or "") + schema_length(self.parameters(), limit)
 
     def parameters(self) -> dict[str, Any]:
         return self.function.parameters or {"type": "object", "properties": {}}

@@ -8,18 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tiny_models import make_model, make_tokenizer
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from engine_fixtures import make_engine, tokenizer
+from tiny_models import make_model
+from transformers import PreTrainedTokenizerFast
 
-from fa_serve.engine import Engine, EngineConfig
-from fa_serve.engine.parallel.ranks import Ranks
 from fa_serve.engine.process import engine_process
 from fa_serve.engine.runner import cuda_graphs
 
-
-@pytest.fixture(scope="session")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return make_tokenizer()
+__all__ = ["make_engine", "tokenizer"]
 
 
 @pytest.fixture(scope="session")
@@ -29,17 +25,6 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrained
     make_model().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
-
-
-@pytest.fixture
-def make_engine(tokenizer: PreTrainedTokenizerFast) -> Callable[..., Engine]:
-    def make(
-        family: str = "llama", *, model: PreTrainedModel | None = None, ranks: Ranks | None = None, **settings: Any
-    ) -> Engine:
-        config = EngineConfig(**{"device": "cpu", "num_pages": 128, "page_size": 4, "max_num_seqs": 8, "seed": 0} | settings)
-        return Engine(config, model=model or make_model(family), tokenizer=tokenizer, ranks=ranks)
-
-    return make
 
 
 @pytest.fixture

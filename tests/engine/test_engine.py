@@ -102,12 +102,12 @@ def test_requests_without_a_seed_differ_and_follow_the_engine_seed(make_engine) 
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_pages_behind_every_window_are_given_back(make_engine, monkeypatch, depth) -> None:
-    monkeypatch.setattr("fa_serve.engine.engine.MAX_KEYS_PER_TILE", 8)
+    monkeypatch.setattr("fa_serve.engine.start.loading.MAX_KEYS_PER_TILE", 8)
     asked = random_prompts(5, 90, seed=1)
     tokens = [greedy(make_model("mistral"), prompt, 100) for prompt in asked]
     params = SamplingParams(max_tokens=100, temperature=0.0)
     engine = make_engine("mistral", max_num_batched_tokens=16)
-    engine._depth = depth
+    engine._steps.depth = depth
     for i, prompt in enumerate(asked):
         engine.add_request(str(i), prompt, params)
     most = 0
@@ -123,7 +123,7 @@ def test_pages_behind_every_window_are_given_back(make_engine, monkeypatch, dept
     assert most <= 5 * 6
     # a preempted sequence starts from its first page again; a part of its pages may still be cached
     small = make_engine("mistral", num_pages=40, max_model_len=160, max_num_batched_tokens=64)
-    small._depth = depth
+    small._steps.depth = depth
     assert [c.token_ids for c in small.generate(asked, SamplingParams(max_tokens=60, temperature=0.0))] == [
         t[:60] for t in tokens
     ]
@@ -246,7 +246,7 @@ def test_a_failed_step_fails_its_requests_and_no_others(make_engine, monkeypatch
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_failed_scheduler_ends_all_requests_and_starts_afresh(make_engine, monkeypatch, caplog, where, depth) -> None:
     engine = make_engine(max_num_seqs=2, speculative="ngram")
-    engine._depth = depth
+    engine._steps.depth = depth
     for name in "abc":
         engine.add_request(name, [1, 2, 3, 4, 5], GREEDY)
     engine.step()
@@ -260,7 +260,7 @@ def test_a_failed_scheduler_ends_all_requests_and_starts_afresh(make_engine, mon
     completion = engine.generate([[1, 2, 3, 4, 5]], GREEDY)[0]
     assert (completion.token_ids, completion.num_cached_tokens) == (greedy(make_model(), [1, 2, 3, 4, 5], 12), 0)
     engine.check_integrity()
-    assert engine._speculation.drafter._indices == {}, "nothing is remembered of the lost sequences"
+    assert engine._scheduler.speculation.drafter._indices == {}, "nothing is remembered of the lost sequences"
 
 
 def test_out_of_memory_makes_steps_smaller_and_loses_nothing(make_engine, monkeypatch, caplog) -> None:
@@ -286,7 +286,7 @@ def test_out_of_memory_makes_steps_smaller_and_loses_nothing(make_engine, monkey
 def test_out_of_memory_after_a_token_was_sampled_changes_nothing(make_engine, monkeypatch, depth, penalty) -> None:
     """The device keeps the last tokens and the counts of all tokens. A step that is undone must lose neither."""
     engine = make_engine()
-    engine._depth = depth
+    engine._steps.depth = depth
     params = SamplingParams(max_tokens=12, temperature=0.0, logprobs=0, frequency_penalty=penalty)
     expected = [answer.token_ids for answer in engine.generate([[5, 6, 7], [8, 9]], params)]
     real = model_runner.log_probabilities
@@ -410,7 +410,7 @@ def test_steps_are_measured_from_the_result_before(make_engine, monkeypatch, dep
     now = [100.0]
     monkeypatch.setattr("fa_serve.engine.engine.time.monotonic", lambda: now[0])
     engine = make_engine(target_itl=1000, max_num_batched_tokens=16)
-    engine._depth = depth
+    engine._steps.depth = depth
     share = engine._scheduler.prompt_share
     measured: list[tuple[int, int, float]] = []
     monkeypatch.setattr(share, "record", lambda *step: measured.append(step))

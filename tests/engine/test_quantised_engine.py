@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from fa_serve.demo import model_path
 from fa_serve.engine import Engine, EngineConfig, SamplingParams
 from fa_serve.hf import patch
-from fa_serve.hf.surgery.fuse.fusion import fuse
+from fa_serve.hf.surgery.fuse.fusion import fuse_layers
 from fa_serve.hf.surgery.fuse.layer import FusedLayer
 from fa_serve.hf.surgery.quantised.linear import QuantizedLinear
 from fa_serve.spec import ParameterError
@@ -53,7 +53,7 @@ def test_tokens_are_those_of_the_dequantised_model(copies: Path, name: str) -> N
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_layer_is_fused(copies: Path, name: str) -> None:
     model = load(copy_of(None, name, copies))
-    assert fuse(model) == 6
+    assert fuse_layers(model) == 6
     layer = model.model.layers[2]
     assert isinstance(layer.forward, FusedLayer)
     for fused, parts in (
@@ -72,7 +72,7 @@ def test_layers_whose_projections_differ_are_left_alone(copies: Path, caplog: py
     model.model.layers[1].self_attn.k_proj = plain.model.layers[1].self_attn.k_proj
     other = load(copy_of(None, "fp8", copies))
     model.model.layers[3].mlp.up_proj = other.model.layers[3].mlp.up_proj
-    assert fuse(model) == 4
+    assert fuse_layers(model) == 4
     assert "all or none of the projections that are merged must be quantised" in caplog.text
     assert "can be merged only if they agree, but their data differ" in caplog.text
 
@@ -86,7 +86,7 @@ def test_a_parameter_of_another_kind_is_left_alone(caplog: pytest.LogCaptureFixt
     patch(model)
     for layer in model.model.layers:
         layer.mlp.down_proj.weight = Kept(layer.mlp.down_proj.weight.detach())
-    assert fuse(model) == 0
+    assert fuse_layers(model) == 0
     assert "a projection must be a plain nn.Linear of floats" in caplog.text
 
 

@@ -11,7 +11,7 @@ import torch
 from hf_families import FUSED, family
 
 from fa_serve.hf import patch
-from fa_serve.hf.surgery.fuse.fusion import fuse
+from fa_serve.hf.surgery.fuse.fusion import fuse_layers
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -19,4 +19,4 @@ from fa_serve.hf.surgery.fuse.fusion import fuse
 def test_layers_are_fused(name: str, dtype: torch.dtype, caplog: pytest.LogCaptureFixture) -> None:
     model = family(name).build().to("cuda", dtype)
     patch(model)
-    assert fuse(model) == 2, caplog.text
+    assert fuse_layers(model) == 2, caplog.text

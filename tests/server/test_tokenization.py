@@ -1,12 +1,13 @@
 """Prompts as token ids, and conversations through the server's chat template."""
 
 import asyncio
+import json
 import threading
 import time
 
 import pytest
 from fa_serve.server import tokenization
-from fa_serve.server.tokenization import MAX_TEMPLATES
+from fa_serve.server.tokenization import LONG_TEXT, MAX_TEMPLATES, Tokenization
 
 pytestmark = pytest.mark.anyio
 
@@ -134,10 +135,10 @@ async def test_a_short_text_does_not_wait_for_long_ones(serving, engine, monkeyp
     encode = engine.reader.encode
     gate = threading.Event()
 
-    def slow(text, special):
+    def slow(text, *options):
         if len(text) > 100:
             gate.wait(20)
-        return encode(text, special)
+        return encode(text, *options)
 
     engine.reader.encode = slow
     long, short = (
@@ -167,3 +168,50 @@ async def test_the_texts_of_a_request_have_a_bounded_number_of_tokens(serving, e
         one, all_ = [await client.post("/v1/completions", json=TEXT | {"prompt": ["a b c " * 8] * n}) for n in (1, 12)]
     assert (one.status_code, all_.status_code, all_.json()["error"]["param"]) == (200, 400, "prompt")
     assert "at most 100 tokens together" in all_.json()["error"]["message"]
+
+
+BIG = "x" * 70_000
+USER = {"role": "user", "content": "Hi"}
+
+
+def called(**function: str) -> list[dict]:
+    """A conversation in which the assistant has called a function."""
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"} | function}
+    return [USER, {"role": "assistant", "tool_calls": [call]}]
+
+
+EVERYWHERE = {
+    "content": {"messages": [{"role": "user", "content": BIG}]},
+    "parts": {"messages": [{"role": "user", "content": [{"type": "text", "text": BIG}]}]},
+    "name": {"messages": [USER | {"name": BIG}]},
+    "reasoning": {"messages": [USER, {"role": "assistant", "content": "", "reasoning_content": BIG}]},
+    "name of a call": {"messages": called(name=BIG)},
+    "arguments of a call": {"messages": called(arguments=json.dumps({"a": BIG}))},
+    "id of a call": {"messages": [*called(), {"role": "tool", "content": "", "tool_call_id": BIG}]},
+    "description of a tool": {
+        "messages": [USER],
+        "tools": [{"type": "function", "function": {"name": "f", "description": BIG}}],
+    },
+    "schema of a tool": {
+        "messages": [USER],
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": {BIG: {}}}}],
+    },
+    "variables": {"messages": [USER], "chat_template_kwargs": {"x": [{"y": BIG}]}},
+    "keys of variables": {"messages": [USER], "chat_template_kwargs": {"x": {BIG: 1}}},
+    "numbers": {"messages": [USER], "chat_template_kwargs": {"x": [1] * 35_000}},
+}
+
+
+@pytest.mark.parametrize("place", EVERYWHERE)
+async def test_every_text_that_a_template_gets_is_counted(serving, engine, monkeypatch, place):
+    """Megabytes in other places than the content had the thread of short texts, and chats of others waited for it."""
+    lengths = []
+    thread_for = Tokenization._thread_for
+    monkeypatch.setattr(Tokenization, "_thread_for", lambda self, length: lengths.append(length) or thread_for(self, length))
+    engine.tokenizer.chat_template = "{{ messages[0].content }}{# message.name tool_calls tools #}{{ x }}{{ tools }}"
+    async with serving() as client:
+        reply = await client.post("/tokenize", json=EVERYWHERE[place])
+        assert (await client.post("/tokenize", json={"messages": [USER]})).status_code == 200
+    assert reply.status_code in (200, 400), reply.text
+    assert lengths[0] > LONG_TEXT, (place, reply.text)
+    assert lengths[-1] < 100

@@ -5,7 +5,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from hf_families import BY_NAME, Family
+from torch import nn
+
+from fa_serve.hf import LayerCall
 
 _PARTS = {"kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "num_key_value_heads": 4}
 _DENSE = {**_PARTS, "q_lora_rank": 20}
@@ -36,3 +40,11 @@ LATENT = [
 ]
 SCALED_QUERIES = Family("mistral4", "Mistral4ForCausalLM", config={**_MOE, "q_lora_rank": 20, "rope_parameters": _SCALED})
 """Its queries grow with their positions, which the fused form does not know."""
+
+
+def attention_call(layer: nn.Module, *shapes: tuple[int, int], **options: Any) -> LayerCall:
+    """What a layer asks of attention for 7 tokens. shapes: (heads, head_dim) of queries, keys and values"""
+    q, k, v = (torch.zeros(1, heads, 7, head_dim) for heads, head_dim in shapes)
+    plain: dict[str, Any] = {"window_size": (-1, 0), "softmax_scale": None, "softcap": 0.0, "sinks": None}
+    attention: Any = layer.self_attn
+    return LayerCall(attention, q, k, v, mask=None, is_causal=True, position_bias=None, **plain | options)

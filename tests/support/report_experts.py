@@ -113,7 +113,7 @@ def page(results: dict[str, Any]) -> list[str]:
 def _reasons(name: str, module: Any) -> list[str]:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    from fa_serve.hf.surgery.experts.mixtures import _read
+    from fa_serve.hf.surgery.experts.mixtures import _read_gate
     from fa_serve.spec import UnsupportedModelError
 
     package = f"transformers.models.{name}."
@@ -122,7 +122,7 @@ def _reasons(name: str, module: Any) -> list[str]:
     reasons = []
     for kind in (c for c in kinds if c.__module__ == module.__name__):
         try:
-            _read(_made(kind, configs))
+            _read_gate(_made(kind, configs))
         except UnsupportedModelError as error:
             reasons.append(str(error).removeprefix(f"{kind.__name__} ").partition(", which fa_serve")[0])
     return reasons

@@ -73,7 +73,7 @@ def page(results: dict[str, dict[str, str]]) -> list[str]:
 def _of_engine(name: str) -> dict[str, str]:
     from fa_serve.hf import check_model, patch, take_scaled_experts
     from fa_serve.hf.surgery.experts.mixtures import expert_modules, take_experts
-    from fa_serve.hf.surgery.fuse.fusion import fuse
+    from fa_serve.hf.surgery.fuse.fusion import fuse_layers
     from fa_serve.hf.surgery.fuse.latent import LatentAttention
     from fa_serve.hf.surgery.fuse.layer import FusedLayer
     from fa_serve.spec import UnsupportedModelError
@@ -89,7 +89,7 @@ def _of_engine(name: str) -> dict[str, str]:
             found = expert_modules(model)
             taken = take_experts(model)
             scaled = take_scaled_experts(model)
-            count = fuse(model)
+            count = fuse_layers(model)
     except UnsupportedModelError as error:
         return row | {"layers": "refused", "reason": _short(str(error).removeprefix(f"{type(model).__name__} "))}
     except Exception as error:  # the code of a model that has no sense in these sizes
@@ -118,14 +118,12 @@ def _reasons() -> Iterator[list[str]]:
 
     found: list[str] = []
     handler = Handler()
-    loggers = [logging.getLogger(name) for name in ("fa_serve.engine", "fa_serve.hf")]
-    for log in loggers:
-        log.addHandler(handler)
+    log = logging.getLogger("fa_serve.hf")
+    log.addHandler(handler)
     try:
         yield found
     finally:
-        for log in loggers:
-            log.removeHandler(handler)
+        log.removeHandler(handler)
 
 
 def _short(reason: str) -> str:

@@ -24,7 +24,7 @@ def tested() -> dict[str, dict[str, str]]:
     from latent_families import LATENT, SCALED_QUERIES
 
     from fa_serve.hf import patch
-    from fa_serve.hf.surgery.fuse.fusion import fuse
+    from fa_serve.hf.surgery.fuse.fusion import fuse_layers
     from fa_serve.hf.surgery.fuse.latent import LatentAttention
     from fa_serve.hf.surgery.fuse.layer import FusedLayer
 
@@ -34,14 +34,14 @@ def tested() -> dict[str, dict[str, str]]:
                 reasons.append(record.getMessage().partition("not fused: ")[2])
 
     found = {}
-    log = logging.getLogger("fa_serve.engine")
+    log = logging.getLogger("fa_serve.hf")
     for family in (*LATENT, SCALED_QUERIES):
         reasons: list[str] = []
         handler = Reasons()
         log.addHandler(handler)
         model = family.build()
         patch(model)
-        fuse(model)
+        fuse_layers(model)
         log.removeHandler(handler)
         layer: Any = model.model.layers[0]
         row = {

@@ -49,12 +49,12 @@ def check_answers(make: Callable[..., Engine], speculative: str, params: Samplin
     plain = make(**given)
     expected = plain.generate(prompts, params)
     engine = make(speculative=speculative, num_speculative_tokens=5, **given)
-    engine._depth = depth
+    engine._steps.depth = depth
     assert list(map(shown, engine.generate(prompts, params))) == list(map(shown, expected))
     engine.check_integrity()
     stats = engine.stats()
     assert (stats.num_pages_used, stats.num_output_tokens) == (0, plain.stats().num_output_tokens)
-    assert engine._speculation.drafter._caches == {}, "nothing is remembered of sequences that have ended"
+    assert engine._scheduler.speculation.drafter._caches == {}, "nothing is remembered of sequences that have ended"
     return engine
 
 

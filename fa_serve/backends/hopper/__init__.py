@@ -136,5 +136,8 @@ def _cannot_page(spec: AttentionSpec) -> str | None:
     if spec.page_size % 16:
         return f"reads pages of a multiple of 16 tokens, got {spec.page_size}"
     if not spec.whole_rows:
-        return "reads caches in which tokens and heads are multiples of 16 bytes apart and pages a whole number of tokens apart"
+        return (
+            "reads caches in which tokens and heads are multiples of 16 bytes apart and pages a whole number of tokens apart, "
+            "with fewer than 2^31 tokens in all"
+        )
     return None

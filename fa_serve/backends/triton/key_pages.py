@@ -9,6 +9,25 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from fa_serve.backends import MAX_KEYS_PER_TILE
+
+_LIMIT = 1 << 31
+"""The first number that does not fit in 32 bits."""
+
+
+def has_wide_rows(*operands: Tensor, paged: bool, rows: int = MAX_KEYS_PER_TILE) -> bool:
+    """Whether a kernel must compute in 64 bits where a row lies within its page or its tile of `rows` rows.
+
+    Such a page has 2^31 elements or more, or tokens are that far apart, as where all pages of a cache lie between two tokens.
+    The other kernels save the instructions. A tile that is not paged begins at an offset of 64 bits.
+    """
+    for x in operands:
+        page, token = (x.stride(0), x.stride(1)) if x.dim() == 4 else (0, x.stride(0))
+        if max(rows, x.shape[1] if paged else 0) * token >= _LIMIT or (paged and page >= _LIMIT):
+            return True
+    return False
 
 
 @triton.jit
@@ -34,16 +53,21 @@ def read_pages(table_ptr, block, offs_n, first_key, kv_len, var: tl.constexpr):
 
 @triton.jit
 def key_offsets(page, block, offs_n, stride_page, stride_token, var: tl.constexpr):
-    """Where the keys of a block lie in the cache, in 64 bits, because caches hold more than 2^31 elements."""
+    """Where the keys of a block lie in the cache, in 64 bits, because caches hold more than 2^31 elements.
+
+    Products within a page have 32 bits unless `has_wide_rows` says that these are not enough.
+    """
     BLOCK_N: tl.constexpr = var.split.block_n
     PAGE_SIZE: tl.constexpr = var.page_size
+    if var.wide:
+        stride_token = tl.cast(stride_token, tl.int64)
     if PAGE_SIZE == 0:
         where = page * stride_page + tl.cast(block * BLOCK_N, tl.int64) * stride_token + offs_n * stride_token
     elif PAGE_SIZE % BLOCK_N == 0:
         slot = tl.cast(block * BLOCK_N % PAGE_SIZE, tl.int64)
         where = page.to(tl.int64) * stride_page + slot * stride_token + offs_n * stride_token
     else:
-        if var.ptx:
+        if var.ptx and not var.wide:
             # This is one instruction. LLVM takes five, once it has widened the stride ahead of the loop.
             start = tl.inline_asm_elementwise(
                 "mul.wide.s32 $0, $1, $2;", "=l,r,r", [page, stride_page], dtype=tl.int64, is_pure=True, pack=1

@@ -29,7 +29,7 @@ def _copy_heads(x_ptr, cache_ptr, descale_ptr, heads, num_heads, strides, DIM: t
     stride_xh, stride_xd, stride_ch = strides
     offs_d = tl.arange(0, BLOCK_D)
     keep = (heads < num_heads)[:, None] & (offs_d < DIM)[None, :]
-    x = tl.load(x_ptr + heads[:, None] * stride_xh + offs_d[None, :] * stride_xd, mask=keep)
+    x = tl.load(x_ptr + heads[:, None] * stride_xh + offs_d[None, :].to(tl.int64) * stride_xd, mask=keep)
     if descale_ptr is not None:
         descale = tl.load(descale_ptr + heads, mask=heads < num_heads, other=1.0)
         x = tl.div_rn(x.to(tl.float32), tl.broadcast_to(descale[:, None], x.shape))

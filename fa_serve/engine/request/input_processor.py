@@ -99,7 +99,7 @@ class InputProcessor:
         The prompts of a request follow each other with the same parameters, which may name thousands of tokens. They share
         what is made of these.
         """
-        # copies, because a caller may change a dict or list of its own afterwards
+        # copies, because a caller may change its dict or list afterwards
         named = (
             dict(params.logit_bias or {}),
             None if params.allowed_token_ids is None else tuple(params.allowed_token_ids),

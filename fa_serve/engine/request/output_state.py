@@ -10,7 +10,7 @@ The scheduler's half, tokens and pages, is `SequenceState`, which this class onl
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +18,6 @@ from typing import Any
 from fa_serve.engine.request.detokenizer import TextStream
 from fa_serve.engine.request.outputs import RequestOutput, TokenLogprob
 from fa_serve.engine.request.stop_strings import StopStrings
-from fa_serve.engine.runner.results import StepResult
 from fa_serve.engine.scheduler.sequence import SequenceState
 from fa_serve.engine.scheduler.sequence_times import SequenceTimes
 
@@ -120,14 +119,3 @@ class OutputState:
             copy(self.times) if first or finished else None,
             self.stream.stop_string if finished and self.stream is not None else None,
         )
-
-
-def add_prompt_logprobs(states: Mapping[str, OutputState], result: StepResult) -> None:
-    """Let the states take in the log-probabilities of prompt tokens that a step has computed.
-
-    Those that are known already are skipped: a preempted prompt is computed twice. So are those of requests that have ended.
-    """
-    for sequence, start, entries in result.prompt_logprobs:
-        state = states.get(sequence.request.request_id)
-        if state is not None and state.sequence is sequence and state.prompt_logprobs is not None:
-            state.prompt_logprobs += entries[len(state.prompt_logprobs) - start :]

@@ -9,7 +9,7 @@ model, such as the size of the vocabulary (input_processor.py), and whether a gr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, fields
 from itertools import chain
@@ -68,9 +68,9 @@ class SamplingParams:
     max_tokens:     tokens to generate at most; None means as many as the model's length leaves room for, which is also the
                     limit of larger values
     temperature:    below 1e-6 is greedy; 1 samples from the model's own distribution
-    top_p:          keep the most likely tokens whose probabilities first sum to at least top_p, in (0, 1]
-    top_k:          keep the k most likely tokens; 0 keeps all
-    min_p:          keep tokens that are at least min_p times as likely as the most likely one
+    top_p:          keep the first tokens whose probabilities sum to at least top_p, as few as possible, in (0, 1]
+    top_k:          keep the first k tokens; 0 keeps all
+    min_p:          keep tokens that are at least min_p times as likely as the first one; 1 keeps the first one alone
     presence_penalty:  subtracted once from the logit of each token that the answer contains
     frequency_penalty: subtracted from the logit of a token once for each time that the answer contains it
     repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt or the answer; 1 is off
@@ -92,7 +92,12 @@ class SamplingParams:
                     returns all n answers as they are generated
 
     Order of application: penalties and biases change the logits, temperature scales them, then top_k, top_p and min_p choose
-    which tokens are kept.
+    which tokens are kept; top_p counts the probabilities among the tokens that top_k keeps.
+
+    "First" has one meaning everywhere: more likely tokens come first, and of equally likely ones the one with the lower id.
+    Greedy takes the first token, each limit keeps the first tokens, and log-probabilities report the first ones, in this order.
+    Equal logits are frequent in bfloat16. So `top_k=k` keeps exactly k tokens, and `top_k=1`, `min_p=1` and a `top_p` below the
+    probability of the first token choose what greedy chooses.
 
     Raises ParameterError, a ValueError that names the field, for a value that is not allowed.
     """
@@ -190,11 +195,11 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is always taken.
+        """Whether the first token is always taken.
 
         Below a temperature of 1e-6 one rounding error decides the token, and scaled logits leave the range of float32.
         """
-        return self.temperature < 1e-6
+        return self.temperature < 1e-6 or self.top_k == 1 or self.min_p == 1.0
 
     @property
     def penalised(self) -> bool:
@@ -250,3 +255,19 @@ def _is_number(value: object) -> bool:
 def _require(holds: bool, field: str, rule: str, value: object) -> None:
     if not holds:
         raise ParameterError(field, rule, value)
+
+
+def params_of_each(
+    prompts: Sequence[str | Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None
+) -> Sequence[SamplingParams]:
+    """The parameters of each prompt. params: for all prompts, or one for each; None are the defaults
+
+    Raises ParameterError if the numbers differ, or if the prompts are one text.
+    """
+    if isinstance(prompts, str):
+        raise ParameterError("prompts", "be a list of prompts, not one text", prompts)
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * len(prompts)
+    if len(params) != len(prompts):
+        raise ParameterError("params", f"be one SamplingParams, or one for each of {len(prompts)} prompts", len(params))
+    return params

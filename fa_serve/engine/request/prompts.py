@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from fa_serve.engine.request.params import SamplingParams
 from fa_serve.spec import ParameterError
 
 MAX_IDS = 1 << 20
 """Tokens of a text that `PromptReader.encode` takes even if the model's context is shorter, so that they can be counted."""
+MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
+"""Characters that are in no text, as Unicode says."""
 PIECE = 1 << 18
 """Characters that are tokenized at once in order to count them."""
 
@@ -24,14 +25,15 @@ PIECE = 1 << 18
 class PromptReader:
     """Turns prompts into token ids. Safe to use from any thread.
 
-    tokenizer: a fast tokenizer of transformers, or None; then prompts must be token ids
-    max_chars: characters of a text that `encode` takes
-    max_ids:   tokens of a text that `encode` takes
+    tokenizer:  a fast tokenizer of transformers, or None; then prompts must be token ids
+    vocab_size: tokens that the model has
+    max_chars:  characters of a text that `encode` takes
+    max_ids:    tokens of a text that `encode` takes
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, max_model_len: int) -> None:
         self._tokenizer = tokenizer
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._max_model_len = max_model_len
         self.max_ids = max(2 * max_model_len, MAX_IDS)
         self.max_chars = 0 if tokenizer is None else max_model_len * _most_characters(tokenizer.backend_tokenizer)
@@ -54,8 +56,11 @@ class PromptReader:
             raise ParameterError("prompt", rule, len(tokens), "context_length_exceeded")
         return tokens
 
-    def encode(self, text: str, special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, special_tokens: bool = True, plain: Sequence[tuple[int, int]] = ()) -> list[int]:
         """The token ids of a text.
+
+        special_tokens: the tokenizer adds those that it adds to every text
+        plain:          places of the text, as (begin, end) and in order, where the name of a special token is plain text
 
         This calls tokenizers without transformers, which takes longer and warns of texts longer than the model's limit. The
         text is sent as a batch of one, because that releases the interpreter's lock.
@@ -72,8 +77,35 @@ class PromptReader:
             raise ParameterError("prompt", rule, text[error.start : error.end]) from None
         if num_bytes > self.max_ids:
             self._require_few_ids(text)
+        if plain:
+            return self._encode_with_plain(text, special_tokens, plain)
         ids: list[int] = self._encoding(text, special_tokens).ids
         return ids
+
+    def _encode_with_plain(self, text: str, special_tokens: bool, plain: Sequence[tuple[int, int]]) -> list[int]:
+        """A mark between the characters of a name keeps the tokenizer from finding it. The tokens of the marks are left out."""
+        mark = next((mark for mark in MARKS if mark not in text), None)
+        if mark is None:
+            rule = "not hold both names of special tokens and all of Unicode's noncharacters from U+FDD0 to U+FDEF"
+            raise ParameterError("prompt", rule, text)
+        pieces = []
+        position = 0
+        for begin, end in plain:
+            pieces += [text[position:begin], mark.join(text[begin:end])]
+            position = end
+        marked = "".join([*pieces, text[position:]])
+        [encoding] = self._tokenizer.backend_tokenizer.encode_batch([marked], add_special_tokens=special_tokens)
+        ids = []
+        for token, (begin, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            source = marked[begin:end]
+            if mark not in source:
+                ids.append(token)
+            elif source.strip(mark):
+                break  # a token of more than the mark, as a tokenizer makes it of characters that it does not know
+        else:
+            return ids
+        parts = marked.split(mark)
+        return [token for n, part in enumerate(parts) for token in self._encoding(part, special_tokens and n == 0).ids]
 
     def too_long(self, length: int | str) -> ParameterError:
         """The error about a text with more than `max_chars` characters."""
@@ -101,14 +133,14 @@ class PromptReader:
 
         Those of a text are checked as well, because a tokenizer may have more tokens than its model.
         """
-        rule = f"hold token ids from 0 to {self._vocab_size - 1}"
+        rule = f"hold token ids from 0 to {self.vocab_size - 1}"
         try:
             numbers = np.frombuffer(array("q", prompt), dtype=np.uint64)
         except (TypeError, OverflowError) as error:
             raise ParameterError("prompt", f"{rule} ({error})", prompt) from None
         if not len(numbers):
             return []
-        if np.maximum.reduce(numbers) >= self._vocab_size:  # a negative number is larger than all others
+        if np.maximum.reduce(numbers) >= self.vocab_size:  # a negative number is larger than all others
             signed = numbers.view(np.int64)
             least = int(signed.min())
             wrong = least if least < 0 else int(signed.max())
@@ -129,19 +161,3 @@ def _most_characters(tokenizer: Tokenizer) -> int:
     """
     longest = max(map(len, tokenizer.get_vocab()), default=1)
     return longest * (1 if tokenizer.normalizer is None else 4)
-
-
-def params_of_each(
-    prompts: Sequence[str | Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None
-) -> Sequence[SamplingParams]:
-    """The parameters of each prompt. params: for all prompts, or one for each; None are the defaults
-
-    Raises ParameterError if the numbers differ, or if the prompts are one text.
-    """
-    if isinstance(prompts, str):
-        raise ParameterError("prompts", "be a list of prompts, not one text", prompts)
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * len(prompts)
-    if len(params) != len(prompts):
-        raise ParameterError("params", f"be one SamplingParams, or one for each of {len(prompts)} prompts", len(params))
-    return params

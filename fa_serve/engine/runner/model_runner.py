@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -31,22 +31,53 @@ from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.runner.batch_arrays import BatchArrays, batch_arrays
 from fa_serve.engine.runner.cuda_graphs import Inputs, OnError, Shape, StepGraphs, pad, padding
 from fa_serve.engine.runner.deterministic import NUM_SPLITS, deterministic_mode
-from fa_serve.engine.runner.prepared_batch import Forward, PreparedBatch
-from fa_serve.engine.runner.results import PendingResult
+from fa_serve.engine.runner.results import PendingResult, PromptSpan
 from fa_serve.engine.runner.sampler import SampleParams, TokenCounts, log_probabilities, sample, sampling_arrays
 from fa_serve.engine.runner.transfer import packed_size, send
 from fa_serve.engine.scheduler.scheduled_batch import ScheduledBatch
 from fa_serve.engine.scheduler.sequence import SequenceState
 from fa_serve.engine.start.warm_up import EmptyStep, SamplingVariant, largest_batch
 from fa_serve.hf import PagedBatch, attention_layers, paged_forward, take_experts, take_scaled_experts, vocab_size
-from fa_serve.hf.surgery.fuse import fusion
+from fa_serve.hf.surgery.fuse.fusion import cached_layers, fuse_model, unfuse_model
 from fa_serve.hf.surgery.fuse.latent import PLAIN_TOKENS
-from fa_serve.hf.surgery.fuse.router import fuse_routers
-from fa_serve.hf.surgery.fuse.unit import fuse_units
 from fa_serve.hf.surgery.quantised.linear import QuantizedLinear
 from fa_serve.launching.compilations import num_compilations
 
 log = logging.getLogger("fa_serve.engine")
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedBatch:
+    """The tensors of one step, on the device.
+
+    inputs:         what the forward takes; or a shape, if the inputs are in the block of the graphs, padded to that shape
+    sampled_slots:  (n,) int64, the slots of the sequences that sample
+    logprob_rows:   (m,) int64, rows that want log-probabilities; None if there are none
+    prompt_targets: (k,) int64, prompt tokens whose log-probabilities are wanted; None if there are none
+    """
+
+    inputs: Inputs | Shape
+    sampled_slots: Tensor
+    logprob_rows: Tensor | None
+    prompt_targets: Tensor | None
+    sampling: SampleParams
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """A launched forward whose tokens have not been sampled yet.
+
+    logits:       (rows, vocab), a row for each of `sequences`, then those of `prompt_spans`; valid until the next launch
+    sequences:    those that sample, by row
+    logprob_rows: rows of `sequences` that want log-probabilities
+    prompt_spans: the prompt tokens whose log-probabilities are wanted
+    """
+
+    prepared: PreparedBatch
+    logits: Tensor
+    sequences: list[SequenceState]
+    logprob_rows: list[int]
+    prompt_spans: list[PromptSpan]
 
 
 class ModelRunner:
@@ -78,8 +109,7 @@ class ModelRunner:
         self.page_size = config.page_size
         self.eager = config.eager or self.device.type != "cuda"
         self.fuses = config.fusion and not config.eager and not config.deterministic
-        if not self.fuses:
-            fusion.unfuse(model)
+        unfuse_model(model)
         self.max_num_seqs = config.max_num_seqs
         self._max_tokens = config.max_num_batched_tokens
         if self.fuses or config.deterministic:
@@ -113,10 +143,8 @@ class ModelRunner:
 
     def fuse(self) -> int:
         """Fuse layers, routers and shared experts of the model where that is possible. Returns how many layers are fused."""
-        fused = fusion.fuse(self.model)
-        fuse_routers(self.model)
-        fuse_units(self.model)
-        self.layers = fusion.cached_layers(self.model, self.layers)
+        fused = fuse_model(self.model)
+        self.layers = cached_layers(self.model, self.layers)
         if "descales" in self._options and any(layer.values_in_keys for layer in self.layers):
             self._options["descales"] = kv_cache.descales(self.model, self.vocab_size, self.layers)
         return fused

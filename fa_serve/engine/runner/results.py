@@ -1,4 +1,5 @@
-"""What a step has computed: tokens and log-probabilities, first on their way from the device, then on the host.
+"""What a step has computed: tokens and log-probabilities, first on their way from the device, then on the host; and the steps
+that are on this way.
 
 pending = PendingResult(tokens, ...)     # queues the copies and does not wait
 result = pending.read()                  # waits for the device
@@ -6,6 +7,8 @@ result = pending.read()                  # waits for the device
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -110,6 +113,32 @@ class CommittedStep(NamedTuple):
     step: LaunchedStep
     result: StepResult
     gained: dict[SequenceState, Sequence[int]]
+
+
+class StepQueue:
+    """Owner of the steps between their launch and their outputs, the oldest first.
+
+    depth:     how many steps the device may have while the host prepares the next one; 0 where the host waits for each
+    launched:  steps in flight
+    committed: steps whose tokens are known and are not outputs yet
+    """
+
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+        self.launched: deque[LaunchedStep] = deque()
+        self.committed: deque[CommittedStep] = deque()
+        self._last_read = 0.0  # when the result of a step was there, on time.monotonic's clock
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the oldest step in flight is to be read now."""
+        return len(self.launched) > self.depth
+
+    def seconds(self, step: LaunchedStep) -> float:
+        """How long a step has held up others, whose result has just been read. Steps run one after the other."""
+        before = max(step.begin, self._last_read)
+        self._last_read = time.monotonic()
+        return self._last_read - before
 
 
 def _entry(token: int, count: int | None, chosen: float, values: list[float], ids: list[int]) -> TokenLogprob:

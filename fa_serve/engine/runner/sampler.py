@@ -156,10 +156,10 @@ def log_probabilities(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor,
 
     Returns those of the chosen `tokens` (n,), those of the `top` most likely tokens (n, top), and the ids of these (n, top).
     """
-    logits = logits.float()
-    total = logits.logsumexp(dim=-1, keepdim=True)
-    values, indices = logits.topk(top, dim=-1)
-    return (logits.gather(1, tokens.clamp(min=0)[:, None]) - total)[:, 0], values - total, indices
+    total = logits.float().logsumexp(dim=-1, keepdim=True)
+    chosen = logits.gather(1, tokens.clamp(min=0)[:, None]).float() - total
+    values, ids = ops.most_likely(logits, top)
+    return chosen[:, 0], values.float() - total, ids
 
 
 def sampling_arrays(

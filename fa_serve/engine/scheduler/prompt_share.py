@@ -48,6 +48,10 @@ class PromptShare:
         self._decoding: deque[tuple[int, float]] = deque(maxlen=RECENT)  # rows, seconds
         self._prompts: deque[tuple[int, float]] = deque(maxlen=RECENT)  # prompt tokens, seconds that each of them added
 
+    def renewed(self) -> PromptShare:
+        """One with the same target and without measurements."""
+        return PromptShare(self._target)
+
     def record(self, num_rows: int, num_prompt_tokens: int, seconds: float) -> None:
         """A step has taken so long.
 

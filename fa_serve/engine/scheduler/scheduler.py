@@ -5,6 +5,7 @@
     tokens = run(batch)
     for sequence, new_tokens in scheduler.commit(batch, tokens).items(): ...
     scheduler.abort("request-7")             # at any moment; its pages are free when this returns
+    late = scheduler.expire(now)             # the sequences whose time is up have ended with an error
 
 Clients take turns (fair_queue.py), and the sequences of a client are served in the order of their rank (arrival, shifted by
 priority), running ones first. A sequence takes the pages of all its known tokens when it is admitted, so only sampled tokens
@@ -35,12 +36,14 @@ from fa_serve.engine.cache.prefix import PrefixPages
 from fa_serve.engine.errors import RequestError
 from fa_serve.engine.request.outputs import FinishReason
 from fa_serve.engine.request.request import Request
+from fa_serve.engine.scheduler.deadlines import Deadlines
 from fa_serve.engine.scheduler.fair_queue import FairQueue
 from fa_serve.engine.scheduler.prompt_share import PromptShare
 from fa_serve.engine.scheduler.scheduled_batch import INVALID_TOKEN, WITHOUT_TOKEN, Chunk, ScheduledBatch
 from fa_serve.engine.scheduler.sequence import SequenceState
 from fa_serve.engine.speculation.drafts import Speculation, is_worth_waiting, num_accepted
 
+LATE = RequestError("timeout", "the request was not finished within its timeout")
 MAX_PROMPT_LOGITS = 256
 """Prompt tokens in one step whose logits are kept for log-probabilities. Logits are large: a row has one for each token."""
 
@@ -80,13 +83,41 @@ class Scheduler:
         self.sequences: dict[str, SequenceState] = {}
         self.num_preemptions = 0
         self._slots = list(range(max_num_seqs - 1, -1, -1))
+        self._deadlines = Deadlines()
 
-    def add(self, request: Request) -> SequenceState:
-        """Queue a request."""
+    def renewed(self) -> Scheduler:
+        """A scheduler with the same settings and nothing else of this one, whose state is not to be trusted: see `abandon`."""
+        pages = self.pages
+        return Scheduler(
+            PageTable(pages.num_pages, pages.page_size, prefix_caching=pages.prefix_caching),
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            keys_per_tile=self.keys_per_tile,
+            window=self.window,
+            speculation=self.speculation,
+            prompt_share=None if self.prompt_share is None else self.prompt_share.renewed(),
+        )
+
+    def add(self, request: Request, timeout: float | None = None) -> SequenceState:
+        """Queue a request. timeout: seconds after its arrival when its time is up"""
         sequence = SequenceState(request)
         self.sequences[request.request_id] = sequence
         self.waiting.add(sequence)
+        if timeout is not None:
+            self._deadlines.add(request.arrival + timeout, sequence)
         return sequence
+
+    @property
+    def has_deadlines(self) -> bool:
+        """Whether `expire` may find anything."""
+        return bool(self._deadlines)
+
+    def expire(self, now: float) -> list[SequenceState]:
+        """End the sequences whose time is up. now: on the clock of their arrivals"""
+        late = self._deadlines.expired(now, len(self.sequences))
+        for sequence in late:
+            self.finish(sequence, "error", LATE)
+        return late
 
     def schedule(self) -> ScheduledBatch:
         """The next step's tokens. The batch is empty when there is nothing to compute."""

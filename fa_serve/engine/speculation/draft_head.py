@@ -33,6 +33,7 @@ from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.runner.cuda_graphs import Inputs, OnError
 from fa_serve.engine.runner.model_runner import ModelRunner
 from fa_serve.hf import HiddenStateReader, PagedBatch, paged_output
+from fa_serve.hf.model_location import find_model
 from fa_serve.spec import ParameterError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -136,6 +137,7 @@ def load_head_runner(config: EngineConfig, model: Any, on_graph_error: OnError) 
     assert config.draft_head is not None
     own = replace(config.for_drafts(config.draft_head), fusion=False, kv_cache_dtype="auto")
     try:
+        find_model(own.model_path())
         folder = Path(own.model_path())
         if not folder.is_dir():
             folder = Path(snapshot_download(str(own.model), allow_patterns=["*.json", "*.safetensors", "*.bin"]))

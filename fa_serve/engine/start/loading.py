@@ -1,7 +1,7 @@
 """Loads what the engine needs from disk, tokenizer and model, and decides how large the cache and the sequences may be.
 
     loaded = load(config, ranks, clock)
-    loaded.runner, loaded.tokenizer, loaded.config          # the config holds no "auto" any more
+    loaded.runner, loaded.scheduler, loaded.tokenizer, loaded.config         # the config holds no "auto" any more
 
 Left out: which models can be served at all (fa_serve.hf).
 """
@@ -21,18 +21,23 @@ from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from fa_serve.api import MAX_KEYS_PER_TILE
+from fa_serve.engine.cache.pages import PageTable, new_salt
 from fa_serve.engine.cache.tensors import check_num_pages
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.events import PhaseClock
-from fa_serve.engine.parallel.ranks import Ranks
+from fa_serve.engine.parallel.ranks import Alone, Ranks
 from fa_serve.engine.runner.cuda_graphs import OnError
 from fa_serve.engine.runner.model_runner import ModelRunner
+from fa_serve.engine.scheduler.scheduler import Scheduler
 from fa_serve.engine.speculation.draft_head import load_head_runner
 from fa_serve.engine.speculation.draft_model import DraftModel
-from fa_serve.engine.speculation.drafts import Drafter, NgramDrafter
+from fa_serve.engine.speculation.drafts import Drafter, NgramDrafter, Speculation
+from fa_serve.engine.start.generation_config import find_ends
 from fa_serve.engine.start.read_ahead import reading_ahead
-from fa_serve.hf import NAME, check_attention_precision, divide, patch, plan_division, vocab_size
-from fa_serve.hf.surgery.quantised.linear import check_report, finish, quantized_elsewhere, with_quantized_linears
+from fa_serve.hf import NAME, check_attention_precision, divide_model, patch, plan_division, vocab_size
+from fa_serve.hf.model_location import TOKENIZER_FILES, WEIGHT_FILES, find_model
+from fa_serve.hf.surgery.quantised.linear import check_report, finish_weights, quantized_elsewhere, with_quantized_linears
 from fa_serve.spec import ParameterError
 
 log = logging.getLogger("fa_serve.engine")
@@ -42,15 +47,15 @@ log = logging.getLogger("fa_serve.engine")
 class Loaded:
     """What an engine runs with.
 
-    runner:  with the model and the KV cache
-    drafter: guesses tokens for speculation
-    config:  without "auto", and without None that the engine decides
+    runner:    with the model and the KV cache
+    scheduler: of the pages of this cache, with nothing to do
+    config:    without "auto", and without None that the engine decides
     max_model_len: tokens of a sequence
     eos_ids: the tokens that end an answer
     """
 
     runner: ModelRunner
-    drafter: Drafter
+    scheduler: Scheduler
     tokenizer: Any
     config: EngineConfig
     max_model_len: int
@@ -65,6 +70,7 @@ def load(
     clock: is told of each phase. Raises what `Engine` raises
     """
     if model is None:
+        find_model(config.model_path())
         tokenizer = load_tokenizer(config)
         model = load_model(config, ranks)
         clock.end("weights", f"{config.model_name} on {model.device}")
@@ -84,7 +90,11 @@ def load(
     resolved = replace(
         config, dtype=str(model.dtype)[6:], device=str(model.device), num_pages=num_pages, max_model_len=max_model_len
     )
-    return Loaded(runner, make_drafter(config, draft), tokenizer, resolved, max_model_len, end_ids(model))
+    ends = find_ends(model.generation_config, model.config, tokenizer, runner.vocab_size)
+    if ends.warning is not None and ranks.rank == 0:
+        log.warning(ends.warning)
+    scheduler = make_scheduler(resolved, runner, ranks.broadcast("salt", new_salt))
+    return Loaded(runner, scheduler, tokenizer, resolved, max_model_len, ends.ids)
 
 
 def load_draft(
@@ -102,8 +112,8 @@ def load_draft(
         return None
     own = replace(config.for_drafts(config.draft_model), quantization=None)
     try:
-        own.model_path()
-    except ParameterError as error:
+        find_model(own.model_path())
+    except (ParameterError, OSError) as error:
         raise ParameterError("speculative", f"name a draft model: {error}", config.speculative) from None
     if tokenizer is not None and load_tokenizer(own).get_vocab() != tokenizer.get_vocab():
         rule = f"name a draft model with the same vocabulary: its tokenizer has other tokens than that of {config.model_name}"
@@ -120,12 +130,21 @@ def load_draft(
     return draft
 
 
-def make_drafter(config: EngineConfig, draft: ModelRunner | None) -> Drafter:
-    """What guesses tokens, with the draft model or head if there is one."""
-    if draft is None:
-        return NgramDrafter()
-    return DraftModel(
-        draft, config.max_num_batched_tokens, None if config.draft_head is not None else position_limit(draft.model)
+def make_scheduler(config: EngineConfig, runner: ModelRunner, salt: bytes) -> Scheduler:
+    """A scheduler for the pages of a runner. config: with num_pages; salt: of the prefix cache, the same on all ranks"""
+    assert config.num_pages is not None
+    drafter: Drafter = NgramDrafter()
+    if runner.draft is not None:
+        limit = None if config.draft_head is not None else position_limit(runner.draft.model)
+        drafter = DraftModel(runner.draft, config.max_num_batched_tokens, limit)
+    return Scheduler(
+        PageTable(config.num_pages, config.page_size, prefix_caching=config.prefix_caching, salt=salt),
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        keys_per_tile=MAX_KEYS_PER_TILE,
+        window=runner.window,
+        speculation=Speculation(config.max_drafts, drafter),
+        prompt_share=config.prompt_share(),
     )
 
 
@@ -136,17 +155,21 @@ def load_tokenizer(config: EngineConfig) -> Any:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
     except Exception as error:
         _name_bad_file(path, error)
+        _require_files(path, TOKENIZER_FILES, "a tokenizer", error)
         raise
 
 
 def load_model(config: EngineConfig, ranks: Ranks | None = None) -> PreTrainedModel:
     """The model on its device, with fa_serve as its attention; of several ranks, this rank's part of it.
 
+    ranks: None for a model that is not divided
+
     Raises what transformers raises, ParameterError for a format of weights that fa_serve does not know or for a tensor that is
     missing or has a wrong shape, or OSError that names a file that cannot be read: the readers of weights do not say which
     file they were reading. Raises UnsupportedModelError for a model that cannot be divided.
     """
     path = config.model_path()
+    ranks = ranks or Alone(torch.device(config.resolve_device()))
     device = _device_while_loading(config, ranks)
     with _reading_ahead(path, ranks):
         try:
@@ -165,32 +188,33 @@ def load_model(config: EngineConfig, ranks: Ranks | None = None) -> PreTrainedMo
             raise  # the files can be read, but not be used
         except Exception as error:
             _name_bad_file(path, error)
+            if isinstance(error, OSError):
+                _require_files(path, WEIGHT_FILES, "weights", error)
             raise
         model, report = loaded
         check_report(report)
-        if ranks is not None and ranks.all_reduce is not None:
-            divide(model, plan_division(model, ranks.size), ranks.rank, ranks.all_reduce, ranks.device)
-        finish(model.to(config.resolve_device() if ranks is None else ranks.device))
+        if ranks.all_reduce is not None:
+            divide_model(model, plan_division(model, ranks.size), ranks.rank, ranks.all_reduce, ranks.device)
+        finish_weights(model.to(ranks.device))
     if passed_on := quantized_elsewhere(known):
         log.info("weights in the format %s are computed by transformers' own modules, in layers that are not fused", passed_on)
     return cast(PreTrainedModel, model)
 
 
-def _device_while_loading(config: EngineConfig, ranks: Ranks | None) -> torch.device | None:
+def _device_while_loading(config: EngineConfig, ranks: Ranks) -> torch.device | None:
     """Where weights are put as they are read. None for the CPU, on which models are divided and floats are rounded to float8.
 
     The matrices of experts, which most checkpoints keep apart, are stacked there: on the CPU that takes memory that is touched
     for the first time, which is several times slower than copying the weights to the GPU.
     """
-    device = torch.device(config.resolve_device()) if ranks is None else ranks.device
-    made_smaller = config.quantization is not None or (ranks is not None and ranks.all_reduce is not None)
-    return None if made_smaller or device.type == "cpu" else device
+    made_smaller = config.quantization is not None or ranks.all_reduce is not None
+    return None if made_smaller or ranks.device.type == "cpu" else ranks.device
 
 
-def _reading_ahead(path: str, ranks: Ranks | None) -> AbstractContextManager[None]:
+def _reading_ahead(path: str, ranks: Ranks) -> AbstractContextManager[None]:
     """Only the first rank of a machine reads ahead, for all of them, and only what has been downloaded."""
     folder = _folder(path)
-    return nullcontext() if folder is None or (ranks is not None and ranks.local_rank) else reading_ahead(folder)
+    return nullcontext() if folder is None or ranks.local_rank else reading_ahead(folder)
 
 
 def _folder(path: str) -> Path | None:
@@ -211,6 +235,15 @@ def _name_bad_file(path: str, error: Exception) -> None:
     for file in sorted(folder.iterdir()):
         if reason := _unreadable(file):
             raise OSError(f"the model's file {file} cannot be read: {reason}") from error
+
+
+def _require_files(path: str, patterns: tuple[str, ...], what: str, error: Exception) -> None:
+    """Raise OSError for a local folder that has no file with one of these names."""
+    folder = Path(path)
+    if folder.is_dir() and not any(next(folder.glob(pattern), None) for pattern in patterns):
+        names = ", ".join(patterns)
+        message = f"the model's folder {folder} must hold {what} (one of {names}), got none: copy all files of the model"
+        raise OSError(message) from error
 
 
 def _unreadable(file: Path) -> str | None:
@@ -254,13 +287,3 @@ def position_limit(model: PreTrainedModel) -> int | None:
     """The number of positions that the model was made for; None if its config does not say."""
     limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return limit
-
-
-def end_ids(model: PreTrainedModel) -> frozenset[int]:
-    """The tokens that end an answer, as model.generate takes them."""
-    ids = getattr(model.generation_config, "eos_token_id", None)
-    if ids is None:
-        ids = model.config.get_text_config().eos_token_id
-    if ids is None:
-        return frozenset()
-    return frozenset([ids] if isinstance(ids, int) else ids)

@@ -1,6 +1,6 @@
 """The start of an engine: from its settings to a model that can run steps. Each part of it is reported as a `Phase`.
 
-    loaded = start_up(config, ranks, clock, ahead=True)
+    loaded = start_up(config, ranks, on_phase, ahead=True)
     loaded.runner.launch(batch)
 
 With `ahead`, everything that a step may need exists when this returns: all steps of the warm-up plan run once (warm_up.py),
@@ -24,7 +24,7 @@ import torch
 from transformers import PreTrainedModel
 
 from fa_serve.engine.config import EngineConfig
-from fa_serve.engine.events import PhaseClock
+from fa_serve.engine.events import OnPhase, PhaseClock
 from fa_serve.engine.parallel.ranks import Ranks
 from fa_serve.engine.runner.model_runner import ModelRunner
 from fa_serve.engine.speculation.drafts import CATCH_UP
@@ -48,7 +48,7 @@ CAPTURE_SECONDS = 5.0
 def start_up(
     config: EngineConfig,
     ranks: Ranks,
-    clock: PhaseClock,
+    on_phase: OnPhase | None = None,
     model: PreTrainedModel | None = None,
     tokenizer: Any = None,
     *,
@@ -56,9 +56,10 @@ def start_up(
 ) -> Loaded:
     """Load the model unless it is given, and make room for its cache. Raises as `Engine` does.
 
-    clock: is told of each phase
+    on_phase: called with each phase; without it, phases are logged
     ahead: compile and capture ahead of requests, so that none of them waits for it; other ranks do what rank 0 does
     """
+    clock = PhaseClock(on_phase)
     ahead = ranks.broadcast("ahead", lambda: ahead)
     if ahead:
         watch()

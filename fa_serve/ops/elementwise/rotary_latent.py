@@ -99,12 +99,12 @@ def _rotary_store_latent(
     if part < head_blocks:
         heads = part * LAYOUT.block_heads + tl.arange(0, LAYOUT.block_heads)
         keep = (heads < LAYOUT.num_heads)[:, None] & in_half[None, :]
-        q_ptrs = q_ptr + token * q_strides.token + (heads * q_strides.head)[:, None]
+        q_ptrs = q_ptr + token * q_strides.token + (heads.to(tl.int64) * q_strides.head)[:, None]
         x1 = tl.load(q_ptrs + first[None, :], mask=keep, other=0.0).to(tl.float32)
         x2 = tl.load(q_ptrs + second[None, :], mask=keep, other=0.0).to(tl.float32)
         y1 = x1 * cos[None, :] - x2 * sin[None, :]
         y2 = x2 * cos[None, :] + x1 * sin[None, :]
-        out_ptrs = out_ptr + token * out_strides.token + (heads * out_strides.head)[:, None]
+        out_ptrs = out_ptr + token * out_strides.token + (heads.to(tl.int64) * out_strides.head)[:, None]
         tl.store(out_ptrs + first[None, :], y1.to(out_ptr.dtype.element_ty), mask=keep)
         tl.store(out_ptrs + second[None, :], y2.to(out_ptr.dtype.element_ty), mask=keep)
     else:

@@ -2,8 +2,8 @@
 
     tokens = sample_rows(logits, keys, temperature, top_k, top_p, min_p, slots, last_tokens, largest_top_k)
 
-Each limit (top_k, top_p, min_p) is a score below which no token is kept, so tokens that tie with the last one are kept. The
-draw is an exponential race, see `exponential_race.py`.
+The limits (top_k, top_p, min_p) keep the first tokens of one order: higher scores come first, and of equal scores the one with
+the lower id. The draw is an exponential race, see `exponential_race.py`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def sample_rows(
         # the maximum becomes 0, so that no temperature is too low for a finite result
         scores = (logits.float() - best.float()[:, None]) / temperature.masked_fill(greedy, 1.0)[:, None]
         if top_k is not None or top_p is not None:
-            scores = scores.masked_fill(scores < lowest_kept(scores, top_k, top_p, largest_top_k)[:, None], _NEG_INF)
+            scores = scores.masked_fill(~kept_tokens(scores, top_k, top_p, largest_top_k), _NEG_INF)
         if min_p is not None:
             scores = scores.masked_fill(scores < min_p.log()[:, None], _NEG_INF)
         tokens = torch.where(greedy, tokens, _race(scores, keys))
@@ -46,30 +46,55 @@ def sample_rows(
     return tokens
 
 
-def lowest_kept(scores: Tensor, top_k: Tensor | None, top_p: Tensor | None, largest_top_k: int | None = None) -> Tensor:
-    """The lowest score that each row keeps: the top_k highest scores, and of their distribution the top_p nucleus.
+def kept_tokens(scores: Tensor, top_k: Tensor | None, top_p: Tensor | None, largest_top_k: int | None = None) -> Tensor:
+    """Which tokens each row keeps: the first top_k, and of their distribution the fewest whose probabilities sum to top_p.
 
     scores: (n, vocab) float32, logits divided by the temperature
 
-    Returns (n,) float32.
+    Returns (n, vocab) bool.
     """
     if largest_top_k is None or largest_top_k > MAX_CANDIDATES:
         ordered = scores.sort(dim=-1, descending=True).values
     else:
         ordered = scores.topk(min(largest_top_k, scores.shape[1]), dim=-1).values
-    last = ordered[:, -1:] if top_k is None else ordered.gather(1, (top_k.clamp(max=ordered.shape[1]) - 1)[:, None])
-    if top_p is None:
-        return last[:, 0]
-    # tokens that tie with the last one are kept and counted, whether they are among the candidates or not
-    ties = (scores == last).sum(dim=-1, keepdim=True) - (ordered == last).sum(dim=-1, keepdim=True)
-    weights = (ordered - ordered[:, :1]).exp().masked_fill(ordered < last, 0.0)
-    total = weights.sum(dim=-1, keepdim=True) + ties * (last - ordered[:, :1]).exp()
-    before = (weights.cumsum(dim=-1) - weights) / total
-    # rounding must not cut the tail of a row with top_p of 1
-    kept = (before < top_p[:, None]) | (top_p[:, None] >= 1.0)
-    kept[:, 0] = True
-    lowest = ordered.masked_fill(~kept, float("inf")).min(dim=-1).values
-    return torch.maximum(lowest, last[:, 0])
+    count = torch.full_like(scores[:, :1], ordered.shape[1], dtype=torch.int64)
+    if top_k is not None:
+        count = top_k[:, None].clamp(max=ordered.shape[1])
+    if top_p is not None:
+        is_candidate = torch.arange(ordered.shape[1], device=scores.device) < count
+        weights = (ordered - ordered[:, :1]).exp().masked_fill(~is_candidate, 0.0)
+        before = (weights.cumsum(dim=-1) - weights) / weights.sum(dim=-1, keepdim=True)
+        nucleus = (is_candidate & (before < top_p[:, None])).sum(dim=-1, keepdim=True).clamp(min=1)
+        # rounding must not cut the tail of a row with top_p of 1
+        count = torch.where(top_p[:, None] < 1.0, nucleus, count)
+    return _first_tokens(scores, ordered.gather(1, count - 1), count)
+
+
+def _first_tokens(scores: Tensor, last: Tensor, count: Tensor) -> Tensor:
+    """The first `count` (n, 1) tokens of each row, of which the last one has the score `last` (n, 1)."""
+    higher = scores > last
+    ties = scores == last
+    room = count - higher.sum(dim=-1, keepdim=True)
+    return higher | (ties & (ties.cumsum(dim=-1, dtype=torch.int32) <= room))
+
+
+def most_likely(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The first `count` tokens of each row in the order of the limits.
+
+    logits: (n, vocab)
+
+    Returns their logits and their ids (int64), (n, count) each.
+    """
+    if not count:
+        return logits[:, :0], torch.empty(len(logits), 0, dtype=torch.int64, device=logits.device)
+    vocab = logits.shape[1]
+    last = logits.topk(count, dim=-1).values[:, -1:]
+    # `topk` may choose any of the tokens that tie with the last one, so a second one chooses by id
+    ids = torch.arange(vocab, dtype=torch.int32, device=logits.device)
+    places = torch.where(logits > last, 2 * vocab - ids, torch.where(logits == last, vocab - ids, 0))
+    ids = places.topk(count, dim=-1).indices.sort(dim=-1).values
+    values, order = logits.gather(1, ids).sort(dim=-1, descending=True, stable=True)
+    return values, ids.gather(1, order)
 
 
 def _race(scores: Tensor, keys: Tensor) -> Tensor:

@@ -3,10 +3,14 @@
 One program samples one row. A draw is an exponential race (`exponential_race.py`) of the weights
 w = exp((x - max) / temperature).
 
-- top_p is applied by rejection. A drawn token belongs to the nucleus if less than top_p of the mass lies strictly above it. If
-  it does not, no token below it belongs to the nucleus either, and the draw is repeated among the tokens above it. Each
-  repetition costs one pass over the row, which lies in the L2 cache; about 1 - top_p of the rows need one.
-- top_k is a threshold, found by bisection on the bits of the logits.
+The limits keep the first tokens of one order: larger logits come first, and of equal logits the one with the lower id. The end
+of the tokens that are kept is a logit and an id: tokens with that logit are kept up to that id.
+
+- top_p is applied by rejection. A drawn token belongs to the nucleus if less than top_p of the mass comes before it. If it does
+  not, no token behind it belongs to the nucleus either, and the draw is repeated among the tokens before it. Each repetition
+  costs one pass over the row, which lies in the L2 cache; about 1 - top_p of the rows need one.
+- top_k is a logit, found by bisection on the bits of the logits. If more than k tokens reach it, those that tie are counted for
+  each block, and running sums of the counts give the id.
 
 Every row is computed in the same order in any batch, and its random numbers are a hash of its key. This module leaves out
 penalties, biases and masks, which change logits before they arrive here (`engine/sampler.py`).
@@ -53,21 +57,33 @@ def _tile(row_ptr, start, vocab, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _order(x):
-    """Integers that compare as the floats x do."""
+    """Integers that compare as the floats x do, equal for both zeros."""
     bits = x.to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    sign = bits >> 31
+    return (bits ^ (sign & 0x7FFFFFFF)) - sign
+
+
+@triton.jit
+def _is_kept(x, cols, limit, last):
+    """Whether the tokens `cols`, whose logits are x, are kept: those above `limit` of `_order`, and its equals up to an id."""
+    return _order(x) >= limit + (cols > last).to(tl.int32)
 
 
 @triton.jit
 def _kth_largest(row_ptr, best, k, vocab, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """A threshold for integers of `_order`: the k largest logits and those that tie with the k-th reach it, and no others."""
+    """The limit of the k first tokens, an integer of `_order`, and how many of the logits that are equal to it belong to them.
+
+    All larger logits belong to them.
+    """
     # the low bits that are always 0 for float16 and bfloat16 are not searched
     dtype: tl.constexpr = row_ptr.dtype.element_ty
     SHIFT: tl.constexpr = 16 if dtype == tl.bfloat16 else 13 if dtype == tl.float16 else 0
     low = (_order(best * 0 - float("inf")) >> SHIFT).to(tl.int64)
     high = (_order(best) >> SHIFT).to(tl.int64)
+    above = k * 0
+    exact = k < 0
     first = True
-    # invariant: at least k logits are >= low, fewer than k are > high
+    # invariant: at least k logits are >= low, and `above` of them, which are fewer than k, are > high
     while low < high:
         # Each pass counts the logits above three bounds, all above low. In the first pass they are close to the maximum, where
         # the threshold of a small k lies; then they are equally spaced.
@@ -89,10 +105,13 @@ def _kth_largest(row_ptr, best, k, vocab, ROWS: tl.constexpr, BLOCK: tl.constexp
         c3 = tl.sum(tl.sum(n3, 1), 0)
         new_low = tl.where(c3 >= k, b3, tl.where(c2 >= k, b2, tl.where(c1 >= k, b1, low)))
         new_high = tl.where(c1 < k, b1 - 1, tl.where(c2 < k, b2 - 1, tl.where(c3 < k, b3 - 1, high)))
+        above = tl.where(c1 < k, c1, tl.where(c2 < k, c2, tl.where(c3 < k, c3, above)))
         exact = tl.where(c3 >= k, c3, tl.where(c2 >= k, c2, c1)) == k
         low = new_low
         high = tl.where(exact, new_low, new_high)
-    return (low << SHIFT).to(tl.int32)
+    limit = (low << SHIFT).to(tl.int32)
+    # if exactly k logits are >= low, none has to be told from its equals
+    return tl.where(exact, limit - 1, limit), tl.where(exact, 0, k - above).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["vocab", "blocks"])
@@ -115,7 +134,9 @@ def _sample_rows(
     ALL_BLOCKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """sums: (n, blocks) float32, scratch memory for the weight of each block; ALL_BLOCKS: power of two that holds `blocks`."""
+    """sums: float32, scratch memory for the weight of each block: (n, blocks). With top_k it is (n, 2, blocks), and the second
+    row is for the number of tokens in each block that tie with the k-th. ALL_BLOCKS: power of two that holds `blocks`
+    """
     wait_for_previous_kernel(PDL)
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * stride
@@ -137,56 +158,83 @@ def _sample_rows(
     if key_ptr is not None and finite & (temperature > 0):
         key = tl.load(key_ptr + row).to(tl.uint64, bitcast=True)
         factor = LOG2E / temperature
-        lowest = _order(best * 0 - float("inf"))
+        sums_ptr += row * blocks * (1 if top_k_ptr is None else 2)
+        b = tl.arange(0, ALL_BLOCKS)
+        j = tl.arange(0, BLOCK)
+        lowest = _order(best * 0 - float("inf"))  # the limit of top_k
+        num_tied = 0
+        last = -1
         if top_k_ptr is not None:
             k = tl.load(top_k_ptr + row)
             if k < vocab:
-                lowest = _kth_largest(row_ptr, best, k, vocab, ROWS, BLOCK)
-        allowed = lowest
+                lowest, num_tied = _kth_largest(row_ptr, best, k, vocab, ROWS, BLOCK)
+        limit = lowest
         if min_p_ptr is not None:
             min_p = tl.load(min_p_ptr + row)
             if min_p > 0:
-                # the score log(min_p) on the scale of the logits; the maximum is always allowed
-                allowed = tl.maximum(lowest, _order(tl.minimum(best + temperature * tl.log(min_p), best)))
-        mass = tl.zeros([ROWS], tl.float32)
+                # the score log(min_p) on the scale of the logits; the maximum is always kept
+                limit = tl.maximum(lowest, _order(tl.minimum(best + temperature * tl.log(min_p), best)) - 1)
+        partial = tl.zeros([ROWS], tl.float32)
         for start in range(0, vocab, ROWS * BLOCK):
             x = _tile(row_ptr, start, vocab, ROWS, BLOCK)
-            w = tl.where(_order(x) >= lowest, tl.exp2((x - best) * factor), 0.0)
-            mass += tl.sum(w, 1)
-            part = tl.sum(tl.where(_order(x) >= allowed, w, 0.0), 1)
+            order = _order(x)
+            w = tl.where(order > lowest, tl.exp2((x - best) * factor), 0.0)
+            partial += tl.sum(w, 1)
+            part = tl.sum(tl.where(order > limit, w, 0.0), 1)
             block = start // BLOCK + tl.arange(0, ROWS)
-            tl.store(sums_ptr + row * blocks + block, part, mask=block < blocks)
+            tl.store(sums_ptr + block, part, mask=block < blocks)
+            if top_k_ptr is not None:
+                tl.store(sums_ptr + blocks + block, tl.sum((order == lowest).to(tl.float32), 1), mask=block < blocks)
+        mass = tl.sum(partial, 0)
+        if top_k_ptr is not None and num_tied > 0:
+            tl.debug_barrier()
+            ties = tl.load(sums_ptr + blocks + b, mask=b < blocks, other=0.0)
+            before = tl.cumsum(ties, 0) - ties
+            # the block with the last one that is kept
+            last_block = tl.max(tl.where((before < num_tied) & (ties > 0), b, 0), 0)
+            ids = last_block * BLOCK + j
+            z = tl.load(row_ptr + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
+            is_tie = (_order(z) == lowest) & (ids < vocab)
+            weight = tl.max(tl.where(is_tie, tl.exp2((z - best) * factor), 0.0), 0)
+            mass += num_tied * weight
+            if limit == lowest:
+                places = tl.sum(tl.where(b == last_block, before, 0.0), 0) + tl.cumsum(is_tie.to(tl.int32), 0)
+                last = tl.max(tl.where(is_tie & (places <= num_tied), ids, -1), 0)
+                larger = tl.load(sums_ptr + b, mask=b < blocks, other=0.0)
+                kept = tl.minimum(tl.maximum(num_tied - before, 0.0), ties)
+                tl.debug_barrier()
+                tl.store(sums_ptr + b, larger + kept * weight, mask=b < blocks)
         enough = float("inf")
         if top_p_ptr is not None:
             top_p = tl.load(top_p_ptr + row)
-            enough = tl.where(top_p < 1.0, top_p * tl.sum(mass, 0), enough)
+            enough = tl.where(top_p < 1.0, top_p * mass, enough)
 
-        b = tl.arange(0, ALL_BLOCKS)
-        j = tl.arange(0, BLOCK)
         drawn = 0
         searching = True
         while searching:
             tl.debug_barrier()  # makes the stores of the other threads visible
-            sums = tl.load(sums_ptr + row * blocks + b, mask=b < blocks, other=0.0)
+            sums = tl.load(sums_ptr + b, mask=b < blocks, other=0.0)
             race = tl.where(b < blocks, sums / _exponentials(key, drawn + b), -1.0)
             cols = tl.argmax(race, 0) * BLOCK + j
             y = tl.load(row_ptr + cols, mask=cols < vocab, other=float("-inf")).to(tl.float32)
-            weights = tl.where(_order(y) >= allowed, tl.exp2((y - best) * factor), 0.0)
+            weights = tl.where(_is_kept(y, cols, limit, last), tl.exp2((y - best) * factor), 0.0)
             winner = tl.argmax(tl.where(cols < vocab, weights / _exponentials(key, drawn + blocks + j), -1.0), 0)
             token = tl.argmax(race, 0) * BLOCK + winner
             drawn += blocks + BLOCK
             searching = False
             if enough < float("inf"):
-                # the next draw is among the tokens above this one
-                allowed = tl.max(tl.where(j == winner, _order(y), -0x7FFFFFFF), 0) + 1
+                # the next draw is among the tokens before this one
+                limit = tl.max(tl.where(j == winner, _order(y), -0x7FFFFFFF), 0)
+                last = token - 1
                 above = tl.zeros([ROWS], tl.float32)
                 tl.debug_barrier()
                 for start in range(0, vocab, ROWS * BLOCK):
                     x = _tile(row_ptr, start, vocab, ROWS, BLOCK)
-                    part = tl.sum(tl.where(_order(x) >= allowed, tl.exp2((x - best) * factor), 0.0), 1)
+                    w = tl.exp2((x - best) * factor)
+                    part = tl.sum(tl.where(_is_kept(x, start + inside, limit, last), w, 0.0), 1)
                     above += part
                     block = start // BLOCK + tl.arange(0, ROWS)
-                    tl.store(sums_ptr + row * blocks + block, part, mask=block < blocks)
+                    tl.store(sums_ptr + block, part, mask=block < blocks)
                 total = tl.sum(above, 0)
                 searching = (total >= enough) & (total > 0)
     token = tl.where(finite, token, -1)
@@ -211,7 +259,8 @@ def launch_sample_rows(
     tokens = torch.empty(n, dtype=torch.int64, device=logits.device)
     sums = None
     if keys is not None:
-        sums = torch.empty(n, -(-vocab // BLOCK), dtype=torch.float32, device=logits.device)
+        rows = 1 if top_k is None else 2
+        sums = torch.empty(n, rows, -(-vocab // BLOCK), dtype=torch.float32, device=logits.device)
     tensors = (logits, keys, temperature, top_k, top_p, min_p, sums, slots, last_tokens, tokens)
     key = (
         "sample_rows",

@@ -6,12 +6,11 @@ import pytest
 import torch
 from tiny_models import greedy, make_model
 
-from fa_serve.engine import RequestOutput, SamplingParams, StructuredOutput, TokenLogprob
+from fa_serve.engine import RequestOutput, SamplingParams, StructuredOutput
 from fa_serve.engine.request.detokenizer import TextStream
-from fa_serve.engine.request.output_state import OutputState, add_prompt_logprobs
+from fa_serve.engine.request.output_state import OutputState
 from fa_serve.engine.request.request import Request
 from fa_serve.engine.request.stop_strings import StopStrings
-from fa_serve.engine.runner.results import StepResult
 from fa_serve.engine.scheduler.sequence import SequenceState
 from fa_serve.engine.structured.grammars import Grammars
 
@@ -48,17 +47,6 @@ def test_a_grammar_completes_an_answer_before_the_tokens_end(tokenizer) -> None:
     assert state.follow([q, z, q]) == 2, "the third token comes after the end"
 
 
-def test_prompt_logprobs_that_come_twice_are_taken_once(tokenizer) -> None:
-    state = make_state(tokenizer, prompt_logprobs=0)
-    entries = [TokenLogprob(token, -1.0, []) for token in PROMPT[1:]]
-    states = {"a": state}
-    for start, end in (1, 5), (1, 7), (7, 11):  # the second time computed again after a preemption
-        add_prompt_logprobs(states, StepResult([], prompt_logprobs=[(state.sequence, start, entries[start - 1 : end - 1])]))
-    another = make_state(tokenizer, prompt_logprobs=0)
-    add_prompt_logprobs(states, StepResult([], prompt_logprobs=[(another.sequence, 11, entries)]))  # an ended one of this name
-    assert state.prompt_logprobs == [None, *entries]
-
-
 def plain_loop(prompt: list[int], count: int) -> list[tuple[float, list[int]]]:
     with torch.no_grad():
         logprobs = make_model()(torch.tensor([prompt])).logits[0].log_softmax(-1)
@@ -74,7 +62,7 @@ def plain_loop(prompt: list[int], count: int) -> list[tuple[float, list[int]]]:
 def test_prompt_logprobs_are_those_of_the_model(make_engine, monkeypatch, depth, settings) -> None:
     monkeypatch.setattr("fa_serve.engine.scheduler.scheduler.MAX_PROMPT_LOGITS", 6)
     engine = make_engine(**settings)
-    engine._depth = depth
+    engine._steps.depth = depth
     long = [7, 9] * 20
     engine.generate([PROMPT], SamplingParams(max_tokens=1))  # fills the prefix cache, which keeps no log-probabilities
     prompts = [PROMPT, [3, 4], long, [11], PROMPT, long]

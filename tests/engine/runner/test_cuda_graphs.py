@@ -423,7 +423,7 @@ def test_steps_that_verify_drafts_are_replayed(make_engine, replays) -> None:
     prompts = [[5, 6] * 6, [5] * 9, [6, 5, 5] * 3]
     expected = make_engine().generate(prompts, params)
     engine = make_engine(max_num_seqs=5, max_num_batched_tokens=64, speculative="ngram", num_speculative_tokens=3)
-    engine._depth = 1
+    engine._steps.depth = 1
     engine._runner.make_graphs()
     launches = []
     run = engine._runner._graphs.run

@@ -112,7 +112,7 @@ def test_logits_that_are_not_numbers_fail_one_request(make_engine, depth) -> Non
     with torch.no_grad():
         model.get_input_embeddings().weight[poison] = float("nan")
     engine = make_engine(model=model)
-    engine._depth = depth  # 1: the next step is launched before the host sees that the logits are bad
+    engine._steps.depth = depth  # 1: the next step is launched before the host sees that the logits are bad
     good, bad = engine.generate([[1, 2], [1, poison]], GREEDY)
     assert (bad.finish_reason, bad.token_ids) == ("error", [])
     assert bad.error.code == "not_finite"

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from scheduling import Device, Guesses, expected_output, make_request, make_scheduler
 
 from fa_serve.engine import RequestError, SamplingParams
+from fa_serve.engine.scheduler.prompt_share import PromptShare
 from fa_serve.engine.scheduler.scheduled_batch import INVALID_TOKEN, NO_TOKEN, ScheduledBatch
 from fa_serve.engine.scheduler.scheduler import Scheduler
 from fa_serve.engine.scheduler.sequence import EXPECTED_TOKENS, SequenceState
@@ -437,3 +438,37 @@ def test_an_id_may_be_used_again() -> None:
     scheduler.abort("a")
     scheduler.add(make_request("a", [1]))
     assert scheduler.abort("b") is None
+
+
+def test_a_renewed_scheduler_has_the_settings_and_nothing_else() -> None:
+    speculation = Guesses(2, set(), False)
+    scheduler = make_scheduler(12, 4, 3, 24, True, speculation=speculation)
+    scheduler.prompt_share = PromptShare(0.5)
+    scheduler.prompt_share.record(num_rows=8, num_prompt_tokens=0, seconds=0.1)
+    scheduler.max_num_batched_tokens = 7  # the device had no room for more
+    scheduler.add(make_request("a", [1, 2, 3], 4), timeout=1.0)
+    scheduler.schedule()
+    fresh = scheduler.renewed()
+    assert (fresh.pages.num_pages, fresh.pages.page_size, fresh.pages.prefix_caching, fresh.pages.num_held) == (12, 4, True, 0)
+    assert (fresh.max_num_seqs, fresh.max_num_batched_tokens, fresh.keys_per_tile) == (3, 7, scheduler.keys_per_tile)
+    assert fresh.window == scheduler.window
+    assert fresh.speculation is speculation
+    assert (fresh.prompt_share.target(8), fresh.prompt_share.decode_seconds(8)) == (0.5, 0.0)
+    assert (fresh.sequences, list(fresh.waiting), fresh.running, fresh.has_deadlines) == ({}, [], [], False)
+    fresh.check_integrity()
+
+
+def test_sequences_whose_time_is_up_end_with_an_error() -> None:
+    scheduler = make_scheduler(12, 4, 1, 24, True)
+    running, waiting, unhurried = (
+        scheduler.add(make_request(name, [1, 2], 9), timeout) for name, timeout in (("a", 5.0), ("b", 2.0), ("c", None))
+    )
+    assert scheduler.has_deadlines
+    scheduler.schedule()
+    assert scheduler.expire(running.request.arrival + 1.0) == []
+    assert scheduler.expire(running.request.arrival + 2.0) == [waiting]
+    assert scheduler.expire(running.request.arrival + 9.0) == [running]
+    assert (running.finish_reason, running.error.code) == ("error", "timeout")
+    assert list(scheduler.sequences) == [unhurried.request.request_id]
+    assert scheduler.pages.num_held == 0
+    scheduler.check_integrity()

@@ -114,9 +114,9 @@ def test_drafts_are_those_of_the_equation(make_quiet, tmp_path, monkeypatch, giv
     head = save_head(tmp_path, tensors)
     monkeypatch.setattr("fa_serve.engine.speculation.drafts.MAX_PAUSE", 1)
     engine = make_quiet(speculative=head, num_speculative_tokens=3, **given)
-    engine._depth = 1
+    engine._steps.depth = 1
     assert engine._runner.fuses == isinstance(engine._runner.model.model.layers[0].forward, FusedLayer)
-    drafter = engine._speculation.drafter
+    drafter = engine._scheduler.speculation.drafter
     propose = drafter.propose
     seen: list[tuple[list[int], list[int]]] = []
 
@@ -145,7 +145,7 @@ def test_a_request_for_tokens_that_the_head_does_not_know(check, make_quiet, hea
     unknown = replace(SAMPLED, allowed_token_ids=(2, 10, 18))
     assert check(unknown).stats().speculation.num_drafts == 0
     engine = make_quiet(speculative=head)
-    engine._depth = 1
+    engine._steps.depth = 1
     launched: list[int] = []
     launch = engine._runner.draft.launch
     monkeypatch.setattr(engine._runner.draft, "launch", lambda batch: launched.append(1) or launch(batch))
@@ -164,7 +164,7 @@ def test_deterministic_mode_is_bitwise_the_same(make_quiet, head) -> None:
 
 def test_aborted_requests_leave_nothing_behind(make_quiet, right_head) -> None:
     engine = make_quiet(loudness=0.0, speculative=right_head, num_speculative_tokens=3)
-    engine._depth = 1
+    engine._steps.depth = 1
     prompts = random_prompts(3)
     expected = [each.token_ids for each in make_quiet(loudness=0.0).generate(prompts, SAMPLED)]
     got: dict[str, list[int]] = {"0": [], "1": [], "2": []}
@@ -177,7 +177,7 @@ def test_aborted_requests_leave_nothing_behind(make_quiet, right_head) -> None:
     assert not engine.has_unfinished()
     assert 0 < len(got["1"]) < 20
     assert [got[name] for name in "02"] == [expected[0], expected[2]]
-    assert engine._speculation.drafter._caches == {}
+    assert engine._scheduler.speculation.drafter._caches == {}
 
 
 def test_a_request_turns_it_off(make_quiet, head) -> None:

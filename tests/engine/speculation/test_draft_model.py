@@ -120,7 +120,7 @@ def test_requests_come_and_are_aborted(make_engine, draft) -> None:
     prompts = random_prompts(12)
     expected = make_engine().generate(prompts, SAMPLED)
     engine = make_engine(speculative=draft, max_num_seqs=4, num_pages=48)
-    engine._depth = 1
+    engine._steps.depth = 1
     outputs: dict[str, RequestOutput] = {}
     aborted = set()
     for step in range(400):
@@ -143,7 +143,7 @@ def test_requests_come_and_are_aborted(make_engine, draft) -> None:
         tokens = outputs[str(index)].token_ids
         assert tokens == completion.token_ids[: len(tokens)]
         assert len(tokens) == 20 or str(index) in aborted
-    assert engine._speculation.drafter._caches == {}
+    assert engine._scheduler.speculation.drafter._caches == {}
 
 
 def test_a_request_turns_it_off(make_engine, draft) -> None:
@@ -156,8 +156,8 @@ def test_a_request_turns_it_off(make_engine, draft) -> None:
 def test_a_long_prompt_is_taken_in_over_several_steps(make_engine, twin) -> None:
     """Others draft meanwhile: who lacks few tokens comes first."""
     engine = make_engine(speculative=twin, max_num_seqs=2)
-    engine._speculation.drafter._max_tokens = 16
-    engine._depth = 1
+    engine._scheduler.speculation.drafter._max_tokens = 16
+    engine._steps.depth = 1
     taken: list[tuple[str, int]] = []
     launch = engine._runner.draft.launch
 
@@ -190,7 +190,7 @@ def test_a_short_draft_model_stops_at_its_length(tmp_path, make_engine) -> None:
     assert engine.generate([[3, 4, 5]], params) == make_engine().generate([[3, 4, 5]], params)
     assert 0 < engine.stats().speculation.num_draft_tokens <= 24
     long = SequenceState(Request("long", [0] * 23, SamplingParams(), 9))
-    drafter = engine._speculation.drafter
+    drafter = engine._scheduler.speculation.drafter
     assert not drafter.promises(long), "it does not wait for drafts that never come"
     assert drafter.promises(SequenceState(Request("short", [0] * 22, SamplingParams(), 9)))
 
@@ -210,7 +210,7 @@ def test_a_failure_of_the_draft_model_ends_no_request(make_engine, draft, monkey
     assert engine.generate(random_prompts(4), SAMPLED) == make_engine().generate(random_prompts(4), SAMPLED)
     assert len(calls) == 9, "it is not asked again"
     assert "no more tokens are guessed" in caplog.text
-    assert not engine._speculation.drafter.promises(SequenceState(Request("a", [0], SamplingParams(), 9)))
+    assert not engine._scheduler.speculation.drafter.promises(SequenceState(Request("a", [0], SamplingParams(), 9)))
     engine.check_integrity()
 
 
@@ -288,7 +288,7 @@ def test_drafts_by_graphs(make_engine, twin, replays, monkeypatch) -> None:
 
 
 def test_the_drafter_is_one_for_the_engine(make_engine, draft) -> None:
-    assert isinstance(make_engine(speculative=draft)._speculation.drafter, DraftModel)
+    assert isinstance(make_engine(speculative=draft)._scheduler.speculation.drafter, DraftModel)
 
 
 def test_the_draft_model_keeps_the_weights_of_its_checkpoint(make_engine, draft, tmp_path) -> None:

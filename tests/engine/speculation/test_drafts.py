@@ -69,7 +69,7 @@ def check(make_engine, monkeypatch) -> Callable[..., Engine]:
         oracle.watch(plain)
         plain.generate(prompts, longer or params)
         engine = make_engine(speculative="ngram", num_speculative_tokens=5, **given)
-        engine._depth = depth
+        engine._steps.depth = depth
         assert list(map(shown, engine.generate(prompts, params))) == list(map(shown, expected))
         engine.check_integrity()
         stats = engine.stats()
@@ -135,7 +135,7 @@ def drafting(make_engine, monkeypatch, count: int) -> tuple[list[list[int]], lis
     oracle.watch(plain)
     expected = [each.token_ids for each in plain.generate(prompts, SAMPLED)]
     engine = make_engine(speculative="ngram")
-    engine._depth = 1
+    engine._steps.depth = 1
     return prompts, expected, engine
 
 
@@ -157,7 +157,7 @@ def test_requests_come_and_are_aborted_while_drafts_are_in_flight(make_engine, m
     assert got["1"] == expected[1][: len(got["1"])]
     assert 0 < len(got["1"]) < 20
     assert [got[name] for name in "023"] == [expected[number] for number in (0, 2, 3)]
-    assert engine._speculation._histories == {}, "nothing is remembered of sequences that have ended"
+    assert engine._scheduler.speculation._histories == {}, "nothing is remembered of sequences that have ended"
 
 
 def test_tokens_become_outputs_while_the_next_drafts_are_verified(make_engine, monkeypatch) -> None:
@@ -241,7 +241,7 @@ def test_steps_are_those_without_speculation_when_nothing_matches(make_engine, d
     params = replace(SAMPLED, max_tokens=10, temperature=2.0)
     plain = make_engine()
     engine = make_engine(speculative="ngram")
-    plain._depth = engine._depth = depth
+    plain._steps.depth = engine._steps.depth = depth
     assert [x.token_ids for x in engine.generate(prompts, params)] == [x.token_ids for x in plain.generate(prompts, params)]
     assert engine.stats().num_steps == plain.stats().num_steps
     assert engine.stats().speculation.num_drafts == 0

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fa_serve.demo import model_path
-from fa_serve.engine import EngineConfig
+from fa_serve.engine import Engine, EngineConfig
 from fa_serve.engine.cache import tensors as kv_cache
 from fa_serve.engine.start import loading
 from fa_serve.engine.start.loading import load_model, load_tokenizer
@@ -143,3 +143,27 @@ def test_pages_beyond_the_memory_are_refused_with_the_arithmetic(make_engine, mo
     ) as error:
         make_engine(num_pages=101)
     assert error.value.field == "num_pages"
+
+
+@pytest.mark.parametrize(
+    ("left_out", "what"),
+    [
+        (("tokenizer.json", "tokenizer_config.json"), "a tokenizer \\(one of tokenizer.json, "),
+        (("model.safetensors",), "weights \\(one of \\*.safetensors, \\*.bin\\)"),
+    ],
+    ids=["tokenizer", "weights"],
+)
+def test_a_folder_without_some_files_says_what_is_missing(tmp_path, left_out, what) -> None:
+    for file in model_path().iterdir():
+        if file.is_file() and file.name not in left_out:
+            shutil.copy(file, tmp_path)
+    with pytest.raises(OSError, match=f"the model's folder {tmp_path} must hold {what}.*got none: copy all files of the model"):
+        Engine(EngineConfig(model=tmp_path, device="cpu", num_pages=32))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_an_engine_on_a_gpu_that_is_not_there_is_refused_first(tmp_path) -> None:
+    for device in ("cuda", "cuda:3"):
+        with pytest.raises(ParameterError, match="device must be auto or cpu, because PyTorch") as refused:
+            Engine(EngineConfig(model=tmp_path / "none", device=device))
+        assert (refused.value.field, refused.value.value) == ("device", device)

@@ -11,7 +11,7 @@ import torch
 from tiny_models import VOCAB, greedy, make_model
 
 from fa_serve.engine import SamplingParams
-from fa_serve.engine.events import Phase, PhaseClock
+from fa_serve.engine.events import Phase
 from fa_serve.engine.parallel.ranks import Alone
 from fa_serve.engine.runner.model_runner import ModelRunner
 from fa_serve.engine.start import start_up
@@ -152,7 +152,7 @@ def test_a_start_that_fails_frees_its_graphs(make_engine, replays, monkeypatch) 
     monkeypatch.setattr(runner, "device", torch.device("cuda"))
     monkeypatch.setattr(start_up, "warm_up", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        start_up.start_up(engine.config, engine._ranks, PhaseClock(None), ahead=True)
+        start_up.start_up(engine.config, engine._ranks, ahead=True)
     assert not runner._graphs._replays
 
 
@@ -174,7 +174,7 @@ def test_the_phases_of_a_start(make_engine) -> None:
     phases: list[Phase] = []
     engine = make_engine()
     ranks = Alone(torch.device("cpu"))
-    started = start_up.start_up(engine.config, ranks, PhaseClock(phases.append), make_model(), None, ahead=True)
+    started = start_up.start_up(engine.config, ranks, phases.append, make_model(), None, ahead=True)
     assert [phase.name for phase in phases] == ["fusion", "kv cache"], "without a GPU there is nothing to compile or capture"
     assert started.config.max_model_len == engine.config.max_model_len
     assert started.runner.kv_caches
@@ -216,7 +216,7 @@ def test_ranks_compile_alone_and_add_together(make_engine, monkeypatch) -> None:
     monkeypatch.setattr(start_up, "load", lambda *_: loaded)
     for name in ("warm_up", "warm_up_sums", "capture_ahead"):
         monkeypatch.setattr(start_up, name, lambda *_, name=name: done.append((name, all_reduce._paused)) or "")
-    assert start_up.start_up(engine.config, ranks, PhaseClock(None), ahead=True) is loaded
+    assert start_up.start_up(engine.config, ranks, ahead=True) is loaded
     assert done == [("warm_up", True), ("warm_up_sums", False), ("capture_ahead", False)]
 
 

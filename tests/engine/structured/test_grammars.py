@@ -61,7 +61,7 @@ def with_end(make_engine):
         model = make_model()
         model.generation_config.eos_token_id = [1]
         engine = make_engine(model=model, **settings)
-        engine._depth = depth  # 1: the host works a step ahead, as on a GPU
+        engine._steps.depth = depth  # 1: the host works a step ahead, as on a GPU
         return engine
 
     return make
@@ -86,7 +86,7 @@ def test_every_kind_is_followed_and_neighbours_are_left_alone(with_end, depth, s
     assert [c.token_ids for c in completions[-3:]] == [greedy(make_model(), [9, 8, 7], 30)] * 3
     if settings:
         assert engine.stats().num_preemptions > 0
-    assert not engine._output_states
+    assert not engine._answers.states
     engine.check_integrity()
 
 

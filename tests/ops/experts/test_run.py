@@ -17,7 +17,8 @@ FEW = ["_gated_rows", "_mixed_rows"]
 
 
 def matrices(num_experts: int, hidden: int, width: int, *, transposed: bool = False) -> ops.ExpertWeights:
-    gate_up, down = meta(num_experts, 2 * width, hidden), meta(num_experts, hidden, width)
+    gate_up = meta(num_experts, 2 * width, hidden)
+    down = meta(num_experts, hidden, width)
     if transposed:
         gate_up = meta(num_experts, hidden, 2 * width).transpose(1, 2)
         down = meta(num_experts, width, hidden).transpose(1, 2)

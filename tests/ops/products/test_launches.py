@@ -186,7 +186,9 @@ def draw_experts(draw: Draw, machine: dict[str, Any]) -> tuple[Product, Product]
 
 
 def matrices_of(product: Product) -> Tensor:
-    experts, n, k = product.num_experts, product.n, product.k
+    experts = product.num_experts
+    n = product.n
+    k = product.k
     if not product.by_rows:
         return meta(experts, k, n, dtype=product.dtype).transpose(1, 2)
     return (
@@ -247,7 +249,8 @@ def test_what_the_table_says_is_what_is_launched(monkeypatch: pytest.MonkeyPatch
                 launched.clear()
                 if call % 2:
                     if call % 4 == 1:
-                        dense, around = draw_product(draw, machine), Around.drawn(draw)
+                        dense = draw_product(draw, machine)
+                        around = Around.drawn(draw)
                     else:
                         dense = vary(dense, draw)
                     product = dense

@@ -9,7 +9,7 @@ from rounded_once import dtype_id
 
 from fa_serve import ops
 from fa_serve.ops.sampling.exponential_race import BLOCK
-from fa_serve.ops.sampling.fallback import lowest_kept
+from fa_serve.ops.sampling.fallback import kept_tokens, most_likely
 
 DRAWS = 6_000
 
@@ -85,9 +85,39 @@ def test_top_p_is_of_what_top_k_leaves() -> None:
     assert draw(logits, top_p=0.5)[:2].all()
 
 
-def test_tokens_that_tie_with_the_last_one_are_kept() -> None:
-    logits = torch.tensor([1.0, 0.0, 0.0, -1.0])
-    assert (draw(logits, top_k=2) > 0).tolist() == [True, True, True, False]
+@pytest.mark.parametrize(
+    ("limits", "kept"),
+    [
+        ({"top_k": 1}, [1]),
+        ({"top_k": 3}, [1, 3, 5]),
+        ({"top_k": 4}, [0, 1, 3, 5]),
+        ({"top_k": 5}, [0, 1, 2, 3, 5]),
+        ({"top_p": 1e-6}, [1]),
+        ({"top_p": 0.5}, [1, 3]),  # 0.27, 0.54
+        ({"top_p": 0.85}, [0, 1, 3, 5]),  # 0.81, 0.91
+        ({"top_k": 4, "top_p": 0.95}, [0, 1, 3, 5]),
+        ({"top_k": 5, "top_p": 0.1}, [1]),
+        ({"min_p": 1.0}, [1, 3, 5]),  # a bound of the probability, which tokens that tie have in common
+        ({"min_p": 0.3}, [0, 1, 2, 3, 5]),
+        ({"top_k": 4, "min_p": 0.3}, [0, 1, 3, 5]),
+    ],
+    ids=str,
+)
+def test_of_tokens_that_tie_those_with_the_lowest_ids_are_kept(limits: dict[str, float], kept: list[int]) -> None:
+    logits = torch.tensor([-1.0, 0.0, -1.0, -0.0, -5.0, 0.0])
+    assert draw(logits, **limits).nonzero()[:, 0].tolist() == kept
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_id)
+def test_the_most_likely_tokens_are_in_the_order_of_the_limits(dtype: torch.dtype) -> None:
+    logits = (torch.randn(40, 700, generator=torch.Generator().manual_seed(9)) * 2).round().to(dtype)
+    logits[3] = 0.0
+    logits[4, 2:] = float("-inf")
+    for count in (0, 1, 7, 20):
+        values, ids = most_likely(logits, count)
+        expected = [sorted(range(700), key=lambda token, row=row: (-row[token], token))[:count] for row in logits.tolist()]
+        assert ids.tolist() == expected
+        assert torch.equal(values, logits.gather(1, ids))
 
 
 @pytest.mark.parametrize("ties", [False, True])
@@ -102,7 +132,10 @@ def test_few_candidates_give_what_sorting_all_gives(ties: bool) -> None:
     top_p[::4] = 1.0
     scores = logits - logits.amax(-1, keepdim=True)
     for nucleus in (None, top_p):
-        assert torch.equal(lowest_kept(scores, top_k, nucleus, largest), lowest_kept(scores, top_k, nucleus))
+        kept = kept_tokens(scores, top_k, nucleus, largest)
+        assert torch.equal(kept, kept_tokens(scores, top_k, nucleus))
+        if nucleus is None:
+            assert kept.sum(-1).tolist() == top_k.tolist()
         given = (logits, keys(64), torch.ones(64), top_k, nucleus)
         assert torch.equal(ops.sample_rows(*given, largest_top_k=largest), ops.sample_rows(*given))
 

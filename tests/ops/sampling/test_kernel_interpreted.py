@@ -10,7 +10,7 @@ from rounded_once import DTYPES, dtype_id
 from torch import Tensor
 
 from fa_serve import ops
-from fa_serve.ops.sampling.fallback import lowest_kept
+from fa_serve.ops.sampling.fallback import kept_tokens
 from fa_serve.ops.sampling.kernel import launch_sample_rows
 
 ROWS = 3
@@ -74,10 +74,43 @@ def test_draws_keep_their_limits(limits: dict[str, float]) -> None:
     row = drawing(1, **limits)
     keep = torch.ones(1, VOCAB, dtype=torch.bool)
     if limits.keys() & {"top_k", "top_p"}:
-        keep &= scores >= lowest_kept(scores, row.get("top_k"), row.get("top_p"))[:, None]
+        keep &= kept_tokens(scores, row.get("top_k"), row.get("top_p"))
     if "min_p" in limits:
         keep &= scores >= row["min_p"].log()
     assert bool(keep[0, tokens].all())
+
+
+def tied(vocab: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """One row of logits with few values, so that most tokens tie with others, in other blocks and tiles as well."""
+    logits = torch.randint(-3, 3, (1, vocab), generator=torch.Generator().manual_seed(seed)).to(dtype)
+    logits[0, 1::7] *= -0.0
+    return logits
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("top_k", [1, 2, 60, 1500, 4000, 8999])
+def test_of_tokens_that_tie_with_the_kth_those_with_the_lowest_ids_are_drawn(top_k: int, dtype: torch.dtype) -> None:
+    """Torch keeps exactly top_k tokens and draws with the same random numbers, so other tokens or sums would show."""
+    logits = tied(9000, dtype, top_k).expand(6, -1).contiguous()
+    for own in ({}, {"min_p": 0.02}, {"min_p": 1.0}):
+        given = drawing(6, top_k=top_k, **own)
+        assert kernel(logits, **given).tolist() == ops.sample_rows(logits, **given).tolist()
+
+
+@pytest.mark.parametrize("limits", [{"top_k": 1}, {"top_p": 1e-6}, {"top_k": 5, "top_p": 1e-4}], ids=str)
+def test_limits_that_keep_one_token_choose_what_greedy_chooses(limits: dict[str, float]) -> None:
+    logits = torch.cat([tied(700, torch.bfloat16, seed) for seed in range(3)])
+    logits[2] = 0.0
+    assert kernel(logits, **drawing(3, **limits)).tolist() == kernel(logits).tolist() == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("limits", [{"top_p": 0.1}, {"top_p": 0.6}, {"top_k": 200, "top_p": 0.5}], ids=str)
+def test_a_nucleus_ends_among_tokens_that_tie(limits: dict[str, float]) -> None:
+    """Of 600 equal tokens, a share of top_p is kept, from the lowest id on."""
+    tokens = kernel(torch.zeros(16, 600), **drawing(16, **limits))
+    end = limits["top_p"] * limits.get("top_k", 600)
+    assert int(tokens.max()) < end
+    assert int(tokens.max()) > end / 2
 
 
 def test_without_limits_the_draws_are_those_of_torch() -> None:

@@ -405,3 +405,34 @@ async def test_an_answer_before_the_body_is_the_only_one(listening):
         answer = await asyncio.wait_for(reader.read(), 30)
     assert answer.startswith(b"HTTP/1.1 404 ")
     assert answer.count(b"HTTP/1.1") == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "logged"),
+    [
+        ("9.9.9.9 INJ", "127.0.0.1"),
+        ("9.9.9.9 key=abcdef01 user='root'", "127.0.0.1"),
+        ("unknown", "127.0.0.1"),
+        ("_hidden", "127.0.0.1"),
+        ("1.2.3.4.5, 9.9.9", "127.0.0.1"),
+        ("[::1", "127.0.0.1"),
+        ("9.9.9.9", "9.9.9.9"),
+        ("9.9.9.9:1234", "9.9.9.9"),
+        ("[2001:db8::1]:1234", "2001:db8::1"),
+        ("2001:db8::1", "2001:db8::1"),
+        ("x INJ, 9.9.9.9", "9.9.9.9"),
+        ("9.9.9.9, x INJ", "9.9.9.9"),
+        ("9.9.9.9, 127.0.0.1", "9.9.9.9"),
+    ],
+)
+async def test_only_addresses_of_forwarded_clients_reach_the_log(listening, caplog, given, logged):
+    """`9.9.9.9 INJ` from a proxy that is trusted forged the fields behind it."""
+    caplog.set_level(logging.INFO, "fa_serve.access")
+    async with listening() as connect:
+        reader, writer = await connect()
+        writer.write(HEALTH + f"X-Forwarded-For: {given}\r\n".encode() + CLOSE)
+        answer = await asyncio.wait_for(reader.read(), 30)
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    [record] = [each for each in caplog.records if each.name == "fa_serve.access"]
+    assert record.fields["client"] == logged
+    assert record.getMessage().endswith(f" {logged}")

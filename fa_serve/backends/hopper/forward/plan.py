@@ -62,6 +62,10 @@ from fa_serve.block_lists import BlockLists
 from fa_serve.launching.launch import Launch, View, multiprocessors
 from fa_serve.launching.plans import Run
 
+_MAX_PADDED = 1 << 27
+"""Padded tiles leave all of an output of up to so many numbers to the merge, whose buffer holds it for up to 16 pieces. The
+positions in it have 32 bits."""
+
 
 def plan_forward(
     tensors: AttentionTensors, options: AttentionOptions, tiles: TileConfig | None = None, max_pieces: int | None = None
@@ -96,6 +100,7 @@ def plan_forward(
     if options.precision != "bf16":
         quantizer = Quantizer(layouts[:3], form, sequences, options, table_stride)
         layouts[:3] = quantizer.layouts
+    may_pad = form != "dense" and math.prod(out_shape) < _MAX_PADDED
     problem = _Problem(
         q=layouts[0],
         k=layouts[1],
@@ -108,7 +113,7 @@ def plan_forward(
         options=options,
         blocks=tensors.blocks,
         scale_stride=0 if quantizer is None else quantizer.groups,
-        packing=head_packing(q.shape[-2] // k.shape[-2], options.max_seqlen_q, may_pad=form != "dense") if plain else 1,
+        packing=head_packing(q.shape[-2] // k.shape[-2], options.max_seqlen_q, may_pad=may_pad) if plain else 1,
     )
     launches = _plan_launches(problem, tiles, max_pieces)
     if launches.attention is None and not options.skip_q:
@@ -237,6 +242,7 @@ def _plan_table(problem: _Problem, var: Variant, counts: _TileCounts, slots: int
     options = problem.options
     total_q, num_heads, dim_v = problem.out.shape
     unused = 0 if options.skip_q else total_q - problem.batch * options.max_seqlen_q
+    stride_token, stride_head = problem.out.strides[:2]
     tiling = (
         counts.per_head,
         problem.batch,
@@ -245,7 +251,7 @@ def _plan_table(problem: _Problem, var: Variant, counts: _TileCounts, slots: int
         var.tiles.block_n,
         options.skip_q,
         problem.form == "paged",
-        PackedOutput(total_q, num_heads, total_q, *problem.out.strides[:2], dim_v, tail=unused),
+        PackedOutput(total_q, num_heads, total_q, stride_token, stride_head, dim_v, tail=unused),
     )
     if not var.pieces:
         return table_launch(*tiling, BLOCK_KEYS.value if var.gaps else 1)

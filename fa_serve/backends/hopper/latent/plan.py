@@ -149,7 +149,7 @@ def attn_latent_hopper(
         lse_stride=stride_lh,
         table_stride=stride_table,
         scale=scale * LOG2E,
-        k_pitch=stride_kp // stride_kt,
+        k_pitch=gl.cast(stride_kp // stride_kt, gl.int32),  # a page of 2^31 elements has a stride of 64 bits
         stride_ot=stride_ot,
         stride_oh=stride_oh,
         stride_qt=stride_qt,

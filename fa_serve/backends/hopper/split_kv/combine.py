@@ -71,10 +71,11 @@ def merge_pieces(
             token = (first + slot // num_heads).to(tl.int64)
             head = (slot % num_heads).to(tl.int64)
             at = token * num_heads + head
+            stride_piece = tl.cast(tokens, tl.int64) * num_heads
             row_max = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
             row_sum = tl.zeros([BLOCK_ROWS], tl.float32)
             for piece in range(0, pieces):
-                lse = tl.load(buffer_ptr + logs + at + piece * tokens * num_heads, mask=live, other=float("-inf")) * LOG2E
+                lse = tl.load(buffer_ptr + logs + at + piece * stride_piece, mask=live, other=float("-inf")) * LOG2E
                 new_max = tl.maximum(row_max, lse)
                 safe = tl.where(new_max == float("-inf"), 0.0, new_max)
                 row_sum = row_sum * tl.exp2(row_max - safe) + tl.exp2(lse - safe)
@@ -85,7 +86,7 @@ def merge_pieces(
             keep = live[:, None] & (columns < DIM_V)[None, :]
             out = tl.zeros([BLOCK_ROWS, BLOCK_DV], tl.float32)
             for piece in range(0, pieces):
-                of_piece = at + piece * tokens * num_heads
+                of_piece = at + piece * stride_piece
                 lse = tl.load(buffer_ptr + logs + of_piece, mask=live, other=float("-inf")) * LOG2E
                 values = tl.load(buffer_ptr + of_piece[:, None] * DIM_V + columns[None, :], mask=keep, other=0.0)
                 out += values * (tl.exp2(lse - safe) * inverse)[:, None]

@@ -74,7 +74,9 @@ def _probabilities(s, lse, rows, cols, edge, lengths, scaling, window, mask_tens
         factor = 1.0
     if var.mask != "none":
         given = tl.load(
-            mask_ptr + rows.to(tl.int64) * stride_mq + cols * stride_mk, mask=(rows < q_len) & (cols < kv_len), other=0
+            mask_ptr + rows.to(tl.int64) * stride_mq + cols.to(tl.int64) * stride_mk,
+            mask=(rows < q_len) & (cols < kv_len),
+            other=0,
         )
         if var.mask == "bool":
             s = tl.where(given != 0, s, float("-inf"))
@@ -235,7 +237,10 @@ def attn_bwd_kv(
         ds = p * (dp - delta[None, :])
         if var.mask_grad:
             tl.atomic_add(
-                dmask_ptr + head64 * stride_dh + rows[None, :].to(tl.int64) * stride_dq + cols[:, None] * stride_dk,
+                dmask_ptr
+                + head64 * stride_dh
+                + rows[None, :].to(tl.int64) * stride_dq
+                + cols[:, None].to(tl.int64) * stride_dk,
                 ds,
                 mask=(rows < q_len)[None, :] & (cols < kv_len)[:, None],
                 sem="relaxed",

@@ -38,6 +38,7 @@ class SparseVariant:
     page_size:     tokens per page, 0 for keys that are not paged
     same_strides:  K and V have the same strides
     aligned:       the strides of pages and tokens are multiples of 16
+    wide:          as `key_pages.has_wide_rows` says
     precision:     input precision of the products
     ptx:           inline PTX is available
     alibi:         as `AttentionTensors.alibi_form`
@@ -56,6 +57,7 @@ class SparseVariant:
     has_softcap: bool
     same_strides: bool
     aligned: bool
+    wide: bool
     precision: str
     ptx: bool
     alibi: str

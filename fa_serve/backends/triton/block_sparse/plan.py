@@ -21,6 +21,7 @@ from fa_serve import spec
 from fa_serve.backends import MAX_KEYS_PER_TILE
 from fa_serve.backends.calls import AttentionOptions, AttentionTensors
 from fa_serve.backends.triton.block_sparse.kernel import SparseVariant, attn_block_sparse
+from fa_serve.backends.triton.key_pages import has_wide_rows
 from fa_serve.backends.triton.splits import SplitCounts, SplitVariant, combine_launch
 from fa_serve.backends.triton.tiles import SparseTiles, padded_dim, sparse_tiles
 from fa_serve.backends.unseen_rows import without_keys
@@ -191,6 +192,7 @@ class _BlockSparsePlan:
             has_softcap=options.softcap != 0.0,
             same_strides=row_strides(k) == row_strides(v),
             aligned=all(stride % 16 == 0 for stride in strides),
+            wide=has_wide_rows(k, v, paged=self._layout == "paged"),
             precision="ieee" if q.dtype == torch.float32 else "tf32",
             ptx=arch >= 89,
             alibi=tensors.alibi_form,

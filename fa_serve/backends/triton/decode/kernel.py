@@ -45,6 +45,7 @@ class DecodeVariant:
     page_size:    tokens per page, 0 for a dense cache
     same_strides: K and V have the same strides
     aligned:      the strides of pages and tokens are multiples of 16
+    wide:         as `key_pages.has_wide_rows` says
     precision:    input precision of the products
     pairs:        float8 values are read in pairs of columns
     by_rows:      scores have queries as rows, not keys
@@ -60,6 +61,7 @@ class DecodeVariant:
     has_softcap: bool
     same_strides: bool
     aligned: bool
+    wide: bool
     precision: str
     pairs: bool
     by_rows: bool
@@ -120,7 +122,7 @@ def _walk(
         next_page = read_pages(table_ptr, begin, offs_n, first_key, kv_len, var)
     if mask_ptr is not None:
         cols = begin * BLOCK_N + offs_n
-        next_seen = tl.load(mask_ptr + cols * stride_mk, mask=cols < kv_len, other=0)
+        next_seen = tl.load(mask_ptr + cols.to(tl.int64) * stride_mk, mask=cols < kv_len, other=0)
     for block in tl.range(begin, end):
         cols = block * BLOCK_N + offs_n
         # A page before the window may belong to another sequence by now, and 0 * NaN is NaN, so hidden keys are not read.
@@ -129,7 +131,7 @@ def _walk(
             owned = owned & (cols >= first_key)
         if mask_ptr is not None:
             owned = owned & (next_seen != 0)
-            next_seen = tl.load(mask_ptr + (cols + BLOCK_N) * stride_mk, mask=cols + BLOCK_N < kv_len, other=0)
+            next_seen = tl.load(mask_ptr + (cols + BLOCK_N).to(tl.int64) * stride_mk, mask=cols + BLOCK_N < kv_len, other=0)
         # The page is loaded one iteration before its address is needed, which leaves all the stages to K and V.
         page = next_page
         if var.page_size > 0:

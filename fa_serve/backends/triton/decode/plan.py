@@ -29,6 +29,7 @@ from fa_serve import spec
 from fa_serve.backends import MAX_KEYS_PER_TILE
 from fa_serve.backends.calls import AttentionOptions, AttentionTensors
 from fa_serve.backends.triton.decode.kernel import DecodeVariant, attn_decode
+from fa_serve.backends.triton.key_pages import has_wide_rows
 from fa_serve.backends.triton.splits import SplitCounts, SplitVariant, combine_launch
 from fa_serve.backends.triton.tiles import DecodeTiles, batch_block, decode_tiles, padded_dim
 from fa_serve.backends.unseen_rows import without_keys
@@ -227,6 +228,7 @@ def _variant(
         has_softcap=options.softcap != 0.0,
         same_strides=k_strides == v_strides,
         aligned=all(stride % 16 == 0 for stride in (*k_strides[:2], *v_strides[:2])),
+        wide=has_wide_rows(k, v, paged=tensors.block_table is not None),
         precision="ieee" if dtype == torch.float32 else "tf32",
         # pairs of columns need an even number of columns at even addresses
         pairs=arch >= 89 and float8 and even and dtype.itemsize == 2 and not tiles.by_rows,

@@ -44,6 +44,7 @@ class LatentVariant:
     page_size:  tokens per page
     has_right:  some queries of a sequence do not see all of its keys
     aligned:    the strides of pages and tokens are multiples of 16
+    wide:       as `key_pages.has_wide_rows` says
     precision:  input precision of the products
     ptx:        inline PTX is available
     converts:   float16 numbers become bfloat16 numbers by one instruction
@@ -59,6 +60,7 @@ class LatentVariant:
     page_size: int
     has_right: bool
     aligned: bool
+    wide: bool
     precision: str
     ptx: bool
     converts: bool

@@ -31,6 +31,7 @@ from torch import Tensor
 from fa_serve import spec as facts
 from fa_serve.backends import MAX_KEYS_PER_TILE
 from fa_serve.backends.calls import AttentionOptions, AttentionTensors
+from fa_serve.backends.triton.key_pages import has_wide_rows
 from fa_serve.backends.triton.latent.kernel import LatentVariant, attn_latent
 from fa_serve.backends.triton.splits import SplitCounts, SplitVariant, combine_launch
 from fa_serve.backends.triton.tiles import DecodeTiles, batch_block, padded_dim
@@ -316,6 +317,7 @@ def _variant(
         page_size=k.shape[1],
         has_right=options.window_size[1] >= 0 and max(options.max_seqlen_q, 1) > 1,
         aligned=all(stride % 16 == 0 for stride in k.stride()[:2]),
+        wide=has_wide_rows(k, paged=True),
         precision="ieee" if tensors.q.dtype == torch.float32 else "tf32",
         ptx=arch >= 89,
         converts=arch >= 90,

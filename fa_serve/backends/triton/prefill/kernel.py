@@ -49,6 +49,8 @@ class ForwardVariant:
     float8_keys: Q and K are the copies of `float8_inputs`, in which packed keys have gaps and keys in pages are a dense batch
     float8_values: V is a transposed copy, and P is float8
     masks_all:   every tile is masked, without a branch
+    wide:        a row of Q, K, V or O may lie 2^31 elements or more behind the first one of its page or tile, see
+                 `key_pages.has_wide_rows`
     """
 
     num_heads: int
@@ -74,6 +76,7 @@ class ForwardVariant:
     float8_keys: bool
     float8_values: bool
     masks_all: bool
+    wide: bool
 
 
 @triton.jit
@@ -81,6 +84,8 @@ def _load_tile(tensor, n, cols, kv_len, where, CHECK_ROWS, DIM: tl.constexpr, BL
     """[BLOCK_N, BLOCK_D] keys or values from key n on. Rows past kv_len belong to another sequence and read as 0."""
     BLOCK_N: tl.constexpr = var.block_n
     base_ptr, descriptor, stride_page, stride_t = tensor
+    if var.wide:
+        stride_t = tl.cast(stride_t, tl.int64)
     batch, head, row0, table_row_ptr = where
     if var.tma:
         if not var.varlen:
@@ -139,7 +144,7 @@ def _walk(state, q, span, k_tensor, v_tensor, mask_tensor, where, rows, scaling,
             factor = 1.0
         if var.mask != "none":
             inside = (q_rows < q_len)[:, None] & (cols < kv_len)[None, :]
-            mask_ptrs = mask_ptr + q_rows[:, None].to(tl.int64) * stride_mq + cols[None, :] * stride_mk
+            mask_ptrs = mask_ptr + q_rows[:, None].to(tl.int64) * stride_mq + cols[None, :].to(tl.int64) * stride_mk
             given = tl.load(mask_ptrs, mask=inside, other=0)
             if var.mask == "bool":
                 s = tl.where(given != 0, s, float("-inf"))
@@ -304,6 +309,9 @@ def attn_fwd(
     head64 = head.to(tl.int64)
     kv64 = head_kv.to(tl.int64)
     first_row = (q_row0 + m0).to(tl.int64)
+    if var.wide:
+        stride_qt = tl.cast(stride_qt, tl.int64)
+        stride_ot = tl.cast(stride_ot, tl.int64)
     if var.page_size > 0:
         table_ptr += batch.to(tl.int64) * stride_table
         k_ptr += kv64 * stride_kh

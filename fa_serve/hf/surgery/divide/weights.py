@@ -1,12 +1,13 @@
 """Divides the weights of a model between the ranks, and proves for each kind of layer that the ranks together compute the same.
 
     model = AutoModelForCausalLM.from_pretrained(...)       # on the CPU: weights are mapped from their files and not yet read
-    divide(model, plan_division(model, size=2), rank=0, all_reduce=all_reduce, device=device)
+    divide_model(model, plan_division(model, size=2), rank=0, all_reduce=all_reduce, device=device)
 
 Each rank copies its part of each weight to its device, so it reads its part of the files only, unless transformers converts or
 merges the weights of a checkpoint while it loads them. Quantised weights are converted on the device layer by layer, and then
 each rank keeps its part. The first layer of each kind is computed whole, in float32, and again by
-all ranks together. A model whose layers disagree is refused. Left out: which rows and columns a rank keeps (plan.py).
+all ranks together. A model whose layers disagree is refused. Left out: which rows and columns a rank keeps (plan.py), and the
+proof (surgery/proof.py).
 """
 
 from __future__ import annotations
@@ -19,19 +20,16 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
-from fa_serve.hf.adapter.paged import OneSequence, paged_forward
+from fa_serve.hf.adapter.paged import OneSequence
 from fa_serve.hf.surgery.divide.plan import Cut, Division, LayerDivision
+from fa_serve.hf.surgery.proof import TOLERANCE, LayerInputs, float32_copy, kind_of, largest_difference, observe_inputs
 from fa_serve.hf.surgery.quantised.experts import QuantizedExperts
-from fa_serve.hf.surgery.quantised.linear import QuantizedLinear, finish
+from fa_serve.hf.surgery.quantised.linear import QuantizedLinear, finish_weights
 from fa_serve.ops.collectives.all_reduce import AllReduce, AllReduceError
 from fa_serve.ops.products.quantised.weight import QuantizedWeight, merge_rows
 from fa_serve.spec import UnsupportedModelError
-
-TOLERANCE = 1e-4
-"""Largest allowed difference in float32, relative to the largest number: another order of summation, and nothing more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +96,7 @@ def vocab_size(model: PreTrainedModel) -> int:
 
 
 @torch.no_grad()
-def divide(model: PreTrainedModel, division: Division, rank: int, all_reduce: AllReduce, device: torch.device) -> None:
+def divide_model(model: PreTrainedModel, division: Division, rank: int, all_reduce: AllReduce, device: torch.device) -> None:
     """Keep this rank's part of the weights of each layer, on `device`. All ranks call it together.
 
     What is not divided stays where it is. Raises UnsupportedModelError if the ranks together compute something else than the
@@ -106,18 +104,20 @@ def divide(model: PreTrainedModel, division: Division, rank: int, all_reduce: Al
     """
     refusal = f"{type(model).__name__} cannot be divided between {division.size} ranks: "
     try:
-        calls = _observe(model, division)
+        layers = {path: model.get_submodule(path) for path in division.layers}
+        # weights are on no device yet, so no layer computes
+        inputs = observe_inputs(model, layers.values(), OneSequence(), computing=False)
     except Exception as error:
         raise UnsupportedModelError(f"{refusal}a forward without layers fails with {type(error).__name__}: {error}") from error
     proven: set[str] = set()
     for path, own in division.layers.items():
-        layer = model.get_submodule(path)
-        _finish(layer, path, device)
-        kind = _kind(layer)
-        if kind not in proven and path in calls:
+        layer = layers[path]
+        _finish_layer(layer, path, device)
+        kind = kind_of(layer, own)
+        if kind not in proven and layer in inputs:
             what = f"{refusal}{path} ({type(layer).__name__})"
             try:
-                difference = _difference(layer, own, calls[path], division.size, rank, all_reduce, device)
+                difference = _difference(layer, own, inputs[layer], division.size, rank, all_reduce, device)
             except AllReduceError:
                 raise
             except Exception as error:
@@ -177,11 +177,11 @@ def _divide_layer(
         _set_heads(layer.get_submodule(path), *heads)
 
 
-def _finish(layer: nn.Module, path: str, device: torch.device) -> None:
+def _finish_layer(layer: nn.Module, path: str, device: torch.device) -> None:
     """Convert the quantised weights of a layer on the device. Its other tensors stay where they are."""
     for name, module in layer.named_modules(prefix=path):
         if isinstance(module, QuantizedLinear | QuantizedExperts):
-            finish(module.to(device), name)
+            finish_weights(module.to(device), name)
 
 
 def _divide_experts(experts: QuantizedExperts, cut: Cut, ranges: list[tuple[int, int]]) -> None:
@@ -237,72 +237,20 @@ def _replace(module: nn.Module, name: str, value: Tensor) -> None:
     setattr(module, own, nn.Parameter(value, requires_grad=requires_grad))
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """What a layer is given: (1, total, hidden), and its other arguments."""
-
-    hidden: Tensor
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
-def _observe(model: PreTrainedModel, division: Division) -> dict[str, _Call]:
-    """What each layer is given in a forward of a few tokens, in which no layer computes anything."""
-    calls: dict[str, _Call] = {}
-    layers = {path: model.get_submodule(path) for path in division.layers}
-
-    def note(path: str) -> Callable[..., Tensor]:
-        def forward(*args: Any, **kwargs: Any) -> Tensor:
-            hidden = cast(Tensor, args[0] if args else kwargs.pop("hidden_states"))
-            calls[path] = _Call(hidden, args[1:], kwargs)
-            return hidden
-
-        return forward
-
-    ids = torch.arange(1, 8, device=model.device) % vocab_size(model)
-    for path, layer in layers.items():
-        layer.forward = note(path)
-    try:
-        paged_forward(model, ids, torch.arange(len(ids), device=model.device), OneSequence(), ids[:1] * 0)
-    finally:
-        for layer in layers.values():
-            del layer.forward
-    return calls
-
-
-def _kind(layer: nn.Module) -> str:
-    """A text that is equal for layers which differ only in the values of their weights."""
-    settings = [
-        [(key, value) for key, value in sorted(vars(module).items()) if isinstance(value, bool | int | float | str | None)]
-        for module in layer.modules()
-    ]
-    texts = [[pair for pair in pairs if pair[0] != "layer_idx"] for pairs in settings]
-    return repr((type(layer).__name__, texts, [(name, tuple(p.shape), p.dtype) for name, p in layer.named_parameters()]))
-
-
 def _difference(
-    layer: nn.Module, own: LayerDivision, call: _Call, size: int, rank: int, all_reduce: AllReduce, device: torch.device
+    layer: nn.Module, own: LayerDivision, inputs: LayerInputs, size: int, rank: int, all_reduce: AllReduce, device: torch.device
 ) -> float:
-    """How much the ranks' result differs from the whole layer's, in float32, relative to the largest value.
+    """How much the ranks' result differs from the whole layer's, in float32.
 
     Quantised weights are dequantised, because products in float8 round activations.
     """
-
-    def convert(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        return value.to(device, torch.float32) if value.is_floating_point() else value.to(device)
-
-    copied = copy.deepcopy(layer).to(device).float()
-    hidden = convert(call.hidden)
-    args = tree_map(convert, call.args)
-    kwargs = tree_map(convert, call.kwargs)
+    copied = float32_copy(layer, device)
+    wide = inputs.in_float32(device)
     with _dequantised(copied):
-        expected = _output(copied(hidden.clone(), *args, **kwargs))
+        expected = _output(wide.run(copied, OneSequence()))
     _divide_layer(copied, own, size, rank, all_reduce, device)
     with _dequantised(copied):
-        actual = _output(copied(hidden.clone(), *args, **kwargs))
-    return float((actual - expected).abs().max() / expected.abs().max())
+        return largest_difference(_output(wide.run(copied, OneSequence())), expected)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -26,14 +27,13 @@ from transformers.integrations.moe import grouped_mm_experts_forward
 
 from fa_serve import ops
 from fa_serve.hf.adapter.models import NAME
+from fa_serve.hf.surgery.proof import FIT_TOLERANCE, functions_agree, kind_of, results_agree
 from fa_serve.ops.experts.fallback import gated
 from fa_serve.ops.experts.operator import call_operator
 from fa_serve.spec import UnsupportedModelError
 
 log = logging.getLogger("fa_serve.hf")
 
-TOLERANCE = 1e-4
-"""Largest allowed difference in float32, relative to the largest number: another order of summation, and nothing more."""
 _GATE = "_fa_serve_gate"
 """The attribute of a module of experts that keeps the gate that was read."""
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -71,9 +71,9 @@ def take_experts(model: PreTrainedModel) -> int:
     device = found[0].down_proj.device
     if device.type != "cpu" and ops.select_ops(device).name == "torch":
         return 0  # PyTorch reads the router's choice back, which a CUDA graph cannot
-    kinds = {_kind(module): module for module in reversed(found)}  # the first of each kind
+    kinds = {kind_of(module): module for module in reversed(found)}  # the first of each kind
     try:
-        wrong = [type(module).__name__ for module in kinds.values() if not agrees(module)]
+        wrong = [type(module).__name__ for module in kinds.values() if not experts_agree(module)]
         reason = f"the output of {wrong[0]} would change" if wrong else None
     except Exception as error:  # raised here, by the model's code or by a kernel's compiler
         reason = str(error)
@@ -92,28 +92,29 @@ def expert_modules(model: nn.Module) -> list[Any]:
     return [m for m in model.modules() if hasattr(m, "_apply_gate") and hasattr(type(m).forward, "__wrapped__")]
 
 
-def _kind(module: nn.Module) -> str:
-    """A text that is equal for modules which differ only in the values of their weights."""
-    settings = {key: value for key, value in vars(module).items() if isinstance(value, bool | int | float | str | None)}
-    return repr((type(module), sorted(settings.items()), [(name, p.shape, p.dtype) for name, p in module.named_parameters()]))
+def first_experts(module: Any) -> Any:
+    """A shallow copy of a module that has a row of weights for each expert: with those of the first two, in float32."""
+    few = copy.copy(module)
+    few.num_experts = min(2, int(module.num_experts))
+    own = module.named_parameters(recurse=False)
+    few._parameters = dict(module._parameters) | {name: p[: few.num_experts].float() for name, p in own}
+    return few
 
 
-def agrees(module: nn.Module) -> bool:
+def experts_agree(module: nn.Module) -> bool:
     """Whether the module's own code computes what we compute. Raises UnsupportedModelError if we compute nothing."""
-    gate = gate_of(module)
-    few: Any = copy.copy(module)
-    few.num_experts = min(2, int(cast(Any, module).num_experts))
-    few._parameters = {name: p[: few.num_experts].float() for name, p in module.named_parameters(recurse=False)}
-    weights = weights_of(few, gate)
+    few = first_experts(module)
+    weights = weights_of(few, gate_of(module))
     _, hidden, _ = weights.down.shape
     x = torch.sin(torch.arange(5 * hidden, device=weights.down.device).float()).view(5, hidden)
     index = torch.tensor([[0, 1], [1, 0], [0, 1], [1, 0], [1, 0]], device=x.device) % few.num_experts
     scores = torch.linspace(0.1, 1.0, 10, device=x.device).view(5, 2)
     own: Any = type(module).forward
-    expected = own.__wrapped__(few, x, index, scores)
-    # a single token takes other kernels
-    errors = [(ops.experts(x[:n], index[:n], scores[:n], weights) - expected[:n]).abs().max() for n in (5, 1)]
-    return bool(torch.stack(errors).max() <= TOLERANCE * expected.abs().max())
+
+    def ours(x: Tensor, index: Tensor, scores: Tensor) -> Tensor:
+        return ops.experts(x, index, scores, weights)
+
+    return functions_agree(partial(own.__wrapped__, few), ours, x, index, scores)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -124,12 +125,12 @@ def gate_of(module: nn.Module) -> ops.Gate:
     """
     gate = vars(module).get(_GATE)
     if gate is None:
-        gate = _read(module)
+        gate = _read_gate(module)
         setattr(module, _GATE, gate)
     return cast(ops.Gate, gate)
 
 
-def _read(module: Any) -> ops.Gate:
+def _read_gate(module: Any) -> ops.Gate:
     """Check a module of experts, and find the gate that it computes."""
     name = type(module).__name__
     if not module.has_gate:
@@ -171,7 +172,7 @@ def fit_gate(own: Any, *, interleaved: bool) -> ops.Gate | None:
     for activation in ops.ACTIVATIONS:
         gate = ops.Gate(activation, interleaved, slope if activation == "silu" else 1.0, limit, offset)
         values = gated(torch.cat([gates.flatten(), ups.flatten()])[None], gate._replace(interleaved=False))[0]
-        if bool((values - expected).abs().max() <= 1e-5 * expected.abs().max()):
+        if results_agree(values, expected, FIT_TOLERANCE):
             return gate
     return None
 

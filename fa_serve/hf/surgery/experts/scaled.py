@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from fa_serve import ops
-from fa_serve.hf.surgery.experts.mixtures import TOLERANCE, fit_gate
+from fa_serve.hf.surgery.experts.mixtures import first_experts, fit_gate
+from fa_serve.hf.surgery.proof import NotReplacedError, check_untouched, float32_copy, functions_agree, replace_forwards
 from fa_serve.ops.experts.operator import call_operator
 
 log = logging.getLogger("fa_serve.hf")
@@ -61,57 +62,53 @@ class ScaledExperts:
 @torch.no_grad()
 def take_scaled_experts(model: nn.Module) -> int:
     """Give mixtures of a model the forward of `ScaledExperts`, where that changes nothing. Returns how many."""
+
+    def refuse(mixture: nn.Module, reason: str) -> None:
+        log.warning("%s computes all of its experts: %s", type(mixture).__name__, reason)
+
     found = [m for m in model.modules() if {"router", "experts", "shared_expert"} <= dict(m.named_children()).keys()]
-    taken = 0
-    for mixture in found:
-        try:
-            built = _build(mixture)
-            if built is None or (not taken and not _agrees(mixture)):
-                break
-        except Exception as error:  # raised by the model's code or by a kernel's compiler
-            log.warning("%s computes all of its experts: %s", type(mixture).__name__, error)
-            break
-        mixture.forward = built
-        taken += 1
+    taken = replace_forwards([mixture for mixture in found if _has_parts(mixture)], _prove, refuse)
     if found:
         log.info("%d of %d mixtures compute the chosen experts only", taken, len(found))
     return taken
 
 
-def _build(mixture: Any) -> ScaledExperts | None:
-    """The other form of a mixture, or None if its experts are of another kind."""
+def _has_parts(mixture: Any) -> bool:
+    """Whether the experts of a mixture are kept in two tensors, and not in a module that `take_experts` knows."""
+    weights: list[Any] = [getattr(mixture.experts, name, None) for name in ("gate_up_proj", "down_proj")]
+    if hasattr(mixture.experts, "_apply_gate") or not all(isinstance(w, Tensor) and w.dim() == 3 for w in weights):
+        return False
+    device = weights[0].device
+    # PyTorch reads the router's choice back, which a CUDA graph cannot
+    return device.type == "cpu" or ops.select_ops(device).name != "torch"
+
+
+def _build(mixture: Any) -> ScaledExperts:
     experts = mixture.experts
-    gate_up = getattr(experts, "gate_up_proj", None)
-    down = getattr(experts, "down_proj", None)
-    if not isinstance(gate_up, Tensor) or not isinstance(down, Tensor) or gate_up.dim() != 3 or hasattr(experts, "_apply_gate"):
-        return None
-    if gate_up.device.type != "cpu" and ops.select_ops(gate_up.device).name == "torch":
-        return None  # PyTorch reads the router's choice back, which a CUDA graph cannot
     gate = fit_gate(lambda gate, up: up * experts.act_fn(gate), interleaved=False)
     if gate is None:
-        return None
-    weights = ops.ExpertWeights(gate_up.transpose(1, 2), None, down.transpose(1, 2), None, gate)
+        raise NotReplacedError("it gates its experts in a way that fa_serve does not compute")
+    gate_up = experts.gate_up_proj.transpose(1, 2)
+    weights = ops.ExpertWeights(gate_up, None, experts.down_proj.transpose(1, 2), None, gate)
     own = partial(type(mixture).forward, mixture)
     return ScaledExperts(own, mixture.router, mixture.shared_expert, int(mixture.top_k), weights)
 
 
-def _agrees(mixture: Any) -> bool:
-    """Whether two experts, in float32, give the same by the mixture's own code and by ours, for several tokens and for one."""
+def _prove(mixture: Any) -> Callable[[Any], ScaledExperts]:
+    """Compare a mixture of two experts in float32 with its other form. Returns what makes that. Raises NotReplacedError."""
+    check_untouched(mixture)
     few = copy.copy(mixture)
-    few._modules = {name: copy.copy(module) for name, module in mixture._modules.items()}
-    few.shared_expert = copy.deepcopy(mixture.shared_expert).float()
-    for part in (few.experts, few.router):
-        part._parameters = {name: None if p is None else p[:2].float() for name, p in part._parameters.items()}
-    few.num_experts = few.experts.num_experts = few.router.num_experts = 2
-    few.top_k = few.router.top_k = min(2, few.top_k)
+    few._modules = {
+        **mixture._modules,
+        "experts": first_experts(mixture.experts),
+        "router": first_experts(mixture.router),
+        "shared_expert": float32_copy(mixture.shared_expert),
+    }
+    few.num_experts = few.experts.num_experts
+    few.top_k = few.router.top_k = min(few.num_experts, few.top_k)
     built = _build(few)
-    assert built is not None
     hidden = few.router.weight.shape[1]
     x = torch.sin(torch.arange(5 * hidden, device=few.router.weight.device).float()).view(5, hidden)
-    for rows in (5, 1):
-        expected, _ = built.original(x[:rows])
-        found, _ = built(x[:rows])
-        if (found - expected).abs().max() > TOLERANCE * expected.abs().max():
-            log.warning("%s computes all of its experts: its output would change", type(mixture).__name__)
-            return False
-    return True
+    if not functions_agree(lambda x: built.original(x)[0], lambda x: built(x)[0], x):
+        raise NotReplacedError("its output would change")
+    return _build

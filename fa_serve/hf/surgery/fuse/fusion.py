@@ -1,25 +1,25 @@
 """Finds decoder layers of the Llama kind by their structure, proves that fusing them changes nothing, and fuses them.
 
-    fused = fuse(model)          # how many layers; the others run as they are, and the log says why
+    fused = fuse_model(model)    # how many layers; the others run as they are, and the log says why
 
 No layer is recognised by the name of its class. Each kind of layer (its modules, their settings, what it asks of attention) is
 computed by its own code and by `FusedLayer` in float32 on the same input. It is fused only if queries, keys, values, the cache
-and the output agree. Merged weights take no additional memory: the separate weights become views of the merged ones.
+and the output agree (surgery/proof.py). Routers and shared experts of mixtures are fused as well (router.py, unit.py).
 
 Layers with latent attention are proven twice, with plain heads and with absorbed products (latent.py), and cache latent
 keys from then on: `cached_layers` says what each layer of a model asks of the cache.
 
 A layer that is divided between ranks is fused by each rank alone: both forms are compared before their parts are added up.
 
-Left out: what a fused layer is made of (parts.py), and how it computes (layer.py, latent.py).
+Left out: the parts of a fused layer (parts.py), and how it computes (layer.py, latent.py).
 """
 
 from __future__ import annotations
 
-import copy
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -27,63 +27,102 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fa_serve.hf import LayerCall, PackedPositions, PartOfSum, ScaledExperts, paged_forward, vocab_size
-from fa_serve.hf.latent_layers import latent_spec
-from fa_serve.hf.surgery.fuse.latent import LatentAttention
-from fa_serve.hf.surgery.fuse.layer import FusedLayer, LayerStep, cos_and_sin
-from fa_serve.hf.surgery.fuse.parts import ROTATIONS, Call, NotFusedError, agree, build, rotations
-from fa_serve.hf.surgery.fuse.router import FusedRouter
-from fa_serve.hf.surgery.fuse.unit import FusedUnit
+from fa_serve.hf.adapter.paged import PackedPositions
+from fa_serve.hf.adapter.translate import LayerCall
+from fa_serve.hf.latent_layers import LatentSizes, latent_sizes, latent_spec
+from fa_serve.hf.surgery.divide.weights import PartOfSum
+from fa_serve.hf.surgery.experts.scaled import ScaledExperts
+from fa_serve.hf.surgery.fuse.latent import LatentAttention, build_latent
+from fa_serve.hf.surgery.fuse.layer import FusedLayer, LayerStep, Tables, build_heads, cos_and_sin
+from fa_serve.hf.surgery.fuse.parts import gated_unit, norm_of, product_of
+from fa_serve.hf.surgery.fuse.router import FusedRouter, fuse_routers
+from fa_serve.hf.surgery.fuse.unit import FusedUnit, fuse_units
+from fa_serve.hf.surgery.proof import (
+    LayerInputs,
+    NotReplacedError,
+    check_untouched,
+    float32_copy,
+    kind_of,
+    observe_inputs,
+    replace_forwards,
+    results_agree,
+)
 from fa_serve.spec import AttentionSpec
 
-log = logging.getLogger("fa_serve.engine")
+log = logging.getLogger("fa_serve.hf")
 
+ROTATIONS = {
+    "halves": "with rotary embedding",
+    "half tables": "with rotary embedding from half as many angles",
+    "neighbours": "with rotary embedding of neighbours",
+    "none": "without rotary embedding",
+}
+"""What a layer may do to queries and keys, and how messages say it."""
+TABLES: dict[str, Tables] = {"halves": "twice", "half tables": "once"}
+"""Of ROTATIONS, those of heads, and the tables that they are given."""
 FAR = 1 << 20
 """What is added to the positions that a layer is told in the proof."""
 
 
 class _Recorder:
-    """Takes the place of a PagedBatch: notes each call of attention and returns the values, repeated for each query head."""
+    """Takes the place of a PagedBatch: keeps each module's call of attention and returns the values, repeated for each query
+    head.
+    """
 
-    def __init__(self, call: Call | None = None) -> None:
-        self.call = call
+    def __init__(self) -> None:
+        self.calls: dict[nn.Module, LayerCall] = {}
 
     def attend(self, call: LayerCall) -> Tensor:
-        v = call.value[0].transpose(0, 1)
-        if self.call is not None:
-            self.call.index = cast(int, call.module.layer_idx)
-            self.call.heads = (call.query[0].transpose(0, 1), call.key[0].transpose(0, 1), v)
-            self.call.options = {
-                "left": call.window_size[0],
-                "attention_chunk": call.attention_chunk,
-                "softmax_scale": call.softmax_scale,
-                "softcap": call.softcap,
-                "sinks": call.sinks,
-            }
-        return _repeat_heads(v, call.query.shape[1])[None]
+        self.calls[call.module] = call
+        return _repeat_heads(call.value[0].transpose(0, 1), call.query.shape[1])[None]
 
 
 def _repeat_heads(v: Tensor, num_heads: int) -> Tensor:
     return v.repeat_interleave(num_heads // v.shape[1], dim=1)
 
 
-@torch.no_grad()
-def fuse(model: PreTrainedModel) -> int:
-    """Give decoder layers of a causal model, which `attention_layers` accepts, the forward of `FusedLayer`.
+def fuse_model(model: PreTrainedModel) -> int:
+    """Fuse layers, routers and shared experts of a causal model, which `attention_layers` accepts. Returns how many layers."""
+    fused = fuse_layers(model)
+    fuse_routers(model)
+    fuse_units(model)
+    return fused
 
-    Returns how many layers are fused. Each kind of layer is proven once. For a kind that cannot be fused the log says why.
+
+@torch.no_grad()
+def fuse_layers(model: PreTrainedModel) -> int:
+    """Give decoder layers the forward of `FusedLayer`, where that changes nothing. Returns how many.
+
+    For a kind that cannot be fused the log says why.
     """
-    found = [m for m in model.modules() if isinstance(getattr(m, "self_attn", None), nn.Module)]
-    calls = _observe(model, found)
+    found: list[Any] = [m for m in model.modules() if isinstance(getattr(m, "self_attn", None), nn.Module)]
+    recorder = _Recorder()
+    inputs = observe_inputs(model, found, recorder)
+    calls: dict[nn.Module, LayerCall] = {
+        layer: recorder.calls[layer.self_attn] for layer in found if layer.self_attn in recorder.calls
+    }
+
+    def prove(layer: nn.Module) -> Callable[[nn.Module], FusedLayer]:
+        if layer not in calls:
+            raise NotReplacedError("the layer computes no attention")
+        rotation = _prove(layer, inputs[layer])
+        return lambda other: build_layer(other, calls[other], rotation)
+
+    def refuse(layer: nn.Module, reason: str) -> None:
+        log.warning("%s layers are not fused: %s", type(layer).__name__, reason)
+
+    def kind(layer: nn.Module) -> str:
+        return kind_of(layer, _options_of(calls[layer]) if layer in calls else None)
+
     sums = [m.forward.all_reduce for m in model.modules() if isinstance(m.forward, PartOfSum)]
     # the proof of one rank may fail while that of another goes on
     with sums[0].paused() if sums else nullcontext():
-        fused = _fuse_each(found, calls)
+        fused = replace_forwards(found, prove, refuse, kind=kind)
     log.info("%d of %d layers are fused", fused, len(found))
     return fused
 
 
-def unfuse(model: PreTrainedModel) -> None:
+def unfuse_model(model: PreTrainedModel) -> None:
     """Give what an earlier engine on this model has fused its own forward again."""
     for module in model.modules():
         if isinstance(vars(module).get("forward"), FusedLayer | FusedRouter | FusedUnit | ScaledExperts):
@@ -91,7 +130,7 @@ def unfuse(model: PreTrainedModel) -> None:
 
 
 def cached_layers(model: PreTrainedModel, layers: Sequence[AttentionSpec]) -> list[AttentionSpec]:
-    """What each layer asks of the KV cache, after `fuse`. layers: what they ask of attention by their own code"""
+    """What each layer asks of the KV cache, after `fuse_model`. layers: what they ask of attention by their own code"""
     cached = list(layers)
     for module in model.modules():
         fused = module.forward
@@ -100,121 +139,125 @@ def cached_layers(model: PreTrainedModel, layers: Sequence[AttentionSpec]) -> li
     return cached
 
 
-def _fuse_each(found: Sequence[nn.Module], calls: Sequence[Call]) -> int:
-    """Fuse the layers that can be proven. Returns how many. calls: what each layer is given"""
-    proofs: dict[str, str | NotFusedError] = {}  # by kind: which of ROTATIONS it has, or why it is not fused
-    fused = 0
-    for layer, call in zip(found, calls, strict=True):
-        kind = _kind(layer, call)
-        try:
-            if kind not in proofs:
-                proofs[kind] = _prove(layer, call)
-            proof = proofs[kind]
-            if isinstance(proof, NotFusedError):
-                continue
-            layer.forward = build(layer, call, proof)
-            fused += 1
-        except Exception as error:  # raised here, by the model's code or by a kernel's compiler
-            reason = str(error)
-            if reason not in map(str, proofs.values()):
-                log.warning("%s layers are not fused: %s", type(layer).__name__, reason)
-            proofs[kind] = NotFusedError(reason)
-    return fused
+def build_layer(layer: nn.Module, call: LayerCall, rotation: str) -> FusedLayer:
+    """The fused form of a layer, whose weights are merged on the way. call: of attention; rotation: one of ROTATIONS
+
+    Raises NotReplacedError or AttributeError for a layer that lacks a part.
+    """
+    attention = cast(Any, layer.self_attn)
+    mlp = cast(Any, layer).mlp
+    names: tuple[str | None, ...] = ("input_layernorm", None, "post_attention_layernorm", None)
+    if hasattr(layer, "post_feedforward_layernorm"):
+        before = ("input_layernorm", "pre_feedforward_layernorm")
+        first, second = (name if hasattr(layer, name) else None for name in before)
+        names = (first, "post_attention_layernorm", second, "post_feedforward_layernorm")
+    norms = [None if name is None else norm_of(getattr(layer, name)) for name in names]
+    multiplier = float(getattr(layer, "residual_multiplier", getattr(layer, "residual_scale", 1.0)))
+    if multiplier != 1.0 and hasattr(layer, "post_feedforward_layernorm"):
+        raise NotReplacedError(f"it multiplies its parts by {multiplier} after they are normalised")
+    sizes = _latent_sizes(call)
+    unit = gated_unit(mlp)
+    options = _options_of(call)
+    if sizes is None:
+        built: Any = build_heads(attention, call, TABLES.get(rotation))
+    else:
+        built = build_latent(attention, call, sizes, "halves" if rotation == "halves" else "neighbours")
+        # the default of the scale is that of the layer's heads, which latent keys do not have
+        options["softmax_scale"] = call.softmax_scale or call.query.shape[-1] ** -0.5
+    return FusedLayer(
+        original=partial(type(layer).forward, layer),
+        index=cast(int, call.module.layer_idx),
+        options=options,
+        before_attention=norms[0],
+        after_attention=norms[1],
+        before_mlp=norms[2],
+        after_mlp=norms[3],
+        attention=built,
+        o=product_of(attention.o_proj),
+        gate_up=None if unit is None else unit.gate_up,
+        down=None if unit is None else unit.down,
+        activation="" if unit is None else unit.activation,
+        mlp=mlp,
+        multiplier=multiplier,
+    )
 
 
-def _observe(model: PreTrainedModel, found: Sequence[nn.Module]) -> list[Call]:
-    """Run one forward of a few tokens and note what each layer is given."""
-    recorder = _Recorder()
-    calls = [Call(torch.empty(0), {}) for _ in found]
-
-    def note(call: Call, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        call.hidden = (args[0] if args else kwargs["hidden_states"]).clone()
-        call.kwargs = {name: value for name, value in kwargs.items() if name not in ("hidden_states", "fa_serve_batch")}
-        recorder.call = call
-
-    hooks = [m.register_forward_pre_hook(partial(note, c), with_kwargs=True) for m, c in zip(found, calls, strict=True)]
-    try:
-        ids = torch.arange(1, 8, device=model.device) % vocab_size(model)
-        positions = torch.tensor([0, 1, 2, 13, 5, 30, 31], device=model.device)
-        paged_forward(model, ids, positions, recorder, ids[:1] * 0)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return calls
+def _options_of(call: LayerCall) -> dict[str, Any]:
+    """What a layer asks of attention beside its tensors: arguments of `PagedBatch.attention`."""
+    return {
+        "left": call.window_size[0],
+        "attention_chunk": call.attention_chunk,
+        "softmax_scale": call.softmax_scale,
+        "softcap": call.softcap,
+        "sinks": call.sinks,
+    }
 
 
-def _kind(layer: nn.Module, call: Call) -> str:
-    """A text that is equal for layers which differ only in the values of their weights."""
-    settings = [
-        (
-            name,
-            type(module).__name__,
-            _has_hooks(module),
-            [
-                (key, value)
-                for key, value in sorted(vars(module).items())
-                if isinstance(value, bool | int | float | str | None) and key != "layer_idx"
-            ],
-        )
-        for name, module in layer.named_modules()
-    ]
-    options = [(key, value if isinstance(value, int | float | None) else "tensor") for key, value in call.options.items()]
-    return repr((settings, options, [(name, tuple(p.shape), p.dtype) for name, p in layer.named_parameters()]))
+def _latent_sizes(call: LayerCall) -> LatentSizes | None:
+    _, num_heads, _, head_dim = call.query.shape
+    return latent_sizes(call.module, num_heads, head_dim)
 
 
-def _has_hooks(module: nn.Module) -> bool:
-    return bool(hasattr(module, "_hf_hook") or module._forward_hooks or module._forward_pre_hooks)
+def tried_rotations(call: LayerCall, cos: Tensor) -> tuple[str, ...]:
+    """Which of ROTATIONS a layer may have, in the order in which they are tried. cos: of its rotary embedding, (total, dims)"""
+    if _latent_sizes(call) is not None:
+        return ("halves", "neighbours")
+    fits = 2 * cos.shape[1] <= call.query.shape[-1]
+    return ("halves", "half tables", "none") if fits else ("halves", "none")
 
 
-def _prove(layer: nn.Module, call: Call) -> str:
+def _prove(layer: nn.Module, inputs: LayerInputs) -> str:
     """Compare a float32 copy of the layer with its fused form. Returns which of ROTATIONS the layer has."""
-    if call.index < 0:
-        raise NotFusedError("the layer computes no attention")
-    if "position_embeddings" not in call.kwargs:
-        raise NotFusedError("the layer is called without position_embeddings")
-    if any(map(_has_hooks, layer.modules())):
-        raise NotFusedError("the layer has hooks, which a fused layer would not call")
-    original = copy.deepcopy(layer).float()
-    expected = _expected(original, call)
+    if "position_embeddings" not in inputs.kwargs:
+        raise NotReplacedError("the layer is called without position_embeddings")
+    # the parts of a fused layer refuse a replaced forward, and its mlp may have one
+    check_untouched(layer, forwards=False)
+    original = float32_copy(layer)
+    expected = _expected(original, inputs)
     reasons = []
-    for rotation in rotations(original, expected.call):
-        wrong = _differences(build(original, expected.call, rotation), expected)
+    for rotation in tried_rotations(expected.call, expected.cos):
+        wrong = _differences(build_layer(original, expected.call, rotation), expected)
         if not wrong:
             return rotation
         reasons.append(f"{ROTATIONS[rotation]} its {' and '.join(wrong)} would change")
-    raise NotFusedError("; ".join(reasons))
+    raise NotReplacedError("; ".join(reasons))
 
 
 class _Expected(NamedTuple):
-    """What a layer's own code computes in float32."""
+    """What a layer's own code computes in float32. q, k, v: what it gives to attention, (total, heads, head_dim)
 
-    call: Call
+    hidden: (total, hidden), what it is given, and output, what it returns; cos, sin: its rotary embedding
+    """
+
+    hidden: Tensor
+    cos: Tensor
+    sin: Tensor
+    call: LayerCall
+    q: Tensor
+    k: Tensor
+    v: Tensor
     output: Tensor
 
 
-def _expected(original: nn.Module, call: Call) -> _Expected:
-    """Run a float32 layer by its own code on the input of `call`.
+def _expected(original: nn.Module, inputs: LayerInputs) -> _Expected:
+    """Run a float32 layer by its own code.
 
     The layer is told positions that are far beyond those of its rotary embedding. One that reads them, as to scale queries
     (Ministral, Llama 4), then differs from its fused form.
     """
-    kwargs = dict(call.kwargs)
-    kwargs["position_embeddings"] = _in_float32(kwargs["position_embeddings"])
-    if isinstance(kwargs.get("position_ids"), Tensor):
-        kwargs["position_ids"] = kwargs["position_ids"] + FAR
-    if isinstance(kwargs.get("past_key_values"), PackedPositions):
-        kwargs["past_key_values"] = PackedPositions(kwargs["past_key_values"].position_ids + FAR)
-    own = Call(call.hidden.float(), kwargs)
-    output = original(own.hidden.clone(), **kwargs, fa_serve_batch=_Recorder(own))
+    wide = inputs.in_float32()
+    changes: dict[str, Any] = {}
+    if isinstance(wide.kwargs.get("position_ids"), Tensor):
+        changes["position_ids"] = wide.kwargs["position_ids"] + FAR
+    if isinstance(wide.kwargs.get("past_key_values"), PackedPositions):
+        changes["past_key_values"] = PackedPositions(wide.kwargs["past_key_values"].position_ids + FAR)
+    recorder = _Recorder()
+    output = replace(wide, kwargs=wide.kwargs | changes).run(original, recorder)
     if not isinstance(output, Tensor):
-        raise NotFusedError(f"the layer returns a {type(output).__name__}, not a tensor")
-    return _Expected(own, output)
-
-
-def _in_float32(position_embeddings: Any) -> Any:
-    if isinstance(position_embeddings, Tensor):
-        return position_embeddings.to(torch.complex64)
-    return tuple(x.float() for x in position_embeddings)
+        raise NotReplacedError(f"the layer returns a {type(output).__name__}, not a tensor")
+    call = recorder.calls[cast(nn.Module, original.self_attn)]
+    q, k, v = (x[0].transpose(0, 1) for x in (call.query, call.key, call.value))
+    return _Expected(wide.hidden[0], *cos_and_sin(wide.kwargs["position_embeddings"]), call, q, k, v, output[0])
 
 
 class _Seen(NamedTuple):
@@ -230,43 +273,41 @@ class _Seen(NamedTuple):
 
 def _run(fused: FusedLayer, expected: _Expected, total: int, *, fresh: bool) -> _Seen:
     """Compute the first `total` tokens. Attention returns the values of each token, as `_Recorder` does."""
-    cos, sin = (x[:total] for x in cos_and_sin(expected.call.kwargs["position_embeddings"]))
     k_cache, v_cache = _cache_of(fused, expected)
-    slots = torch.arange(total, device=cos.device)
+    slots = torch.arange(total, device=expected.cos.device)
     given: list[Tensor] = []
 
     def attend(*qkv: Tensor) -> Tensor:
         given.extend(x.clone() for x in qkv)
         return _repeat_heads(qkv[2], qkv[0].shape[1])
 
-    step = LayerStep(cos, sin, k_cache, v_cache, slots, attend, fresh, {})
-    output = fused.compute(expected.call.hidden[0, :total].clone(), step)
+    step = LayerStep(expected.cos[:total], expected.sin[:total], k_cache, v_cache, slots, attend, fresh, {})
+    output = fused.compute(expected.hidden[:total].clone(), step)
     q, k, v = given
     return _Seen(q, k, v, k_cache[0, :total], v_cache[0, :total], output)
 
 
 def _cache_of(fused: FusedLayer, expected: _Expected) -> tuple[Tensor, Tensor]:
     """An empty page for the tokens of the proof."""
-    _, k, v = expected.call.heads
     if isinstance(fused.attention, LatentAttention):
         rank, rope, _, _ = fused.attention.sizes
-        page = torch.zeros(1, len(k), 1, rank + rope, device=k.device)
+        page = expected.k.new_zeros(1, len(expected.k), 1, rank + rope)
         return page, page[..., :rank]
-    return torch.zeros(1, *k.shape, device=k.device), torch.zeros(1, *v.shape, device=v.device)
+    return expected.k.new_zeros(1, *expected.k.shape), expected.v.new_zeros(1, *expected.v.shape)
 
 
 def _differences(fused: FusedLayer, expected: _Expected) -> list[str]:
-    """What the fused layer computes differently. Raises NotFusedError if only a single token gives another result."""
+    """What the fused layer computes differently. Raises NotReplacedError if only a single token gives another result."""
     forms = (True, False) if isinstance(fused.attention, LatentAttention) else (False,)
     for fresh in forms:
-        seen = _run(fused, expected, len(expected.output[0]), fresh=fresh)
-        wrong = [name for name, x, y in _compared(seen, expected) if not agree(x, y)]
+        seen = _run(fused, expected, len(expected.output), fresh=fresh)
+        wrong = [name for name, actual, wanted in _compared(seen, expected) if not results_agree(actual, wanted)]
         if wrong:
             return wrong
     for fresh in forms:
         # a single token takes other kernels
-        if not agree(_run(fused, expected, 1, fresh=fresh).output, expected.output[0, :1]):
-            raise NotFusedError("the output for a single token would change")
+        if not results_agree(_run(fused, expected, 1, fresh=fresh).output, expected.output[:1]):
+            raise NotReplacedError("the output for a single token would change")
     return []
 
 
@@ -276,19 +317,19 @@ def _compared(seen: _Seen, expected: _Expected) -> list[tuple[str, Tensor, Tenso
     Latent attention may have the numbers of queries and keys in another order, and another number of them: their products are
     compared. Its values are part of the output.
     """
-    q, k, v = expected.call.heads
-    output = ("output", seen.output, expected.output[0])
-    if seen.k_cache.shape[1:] == k.shape[1:] and seen.v_cache.shape[1:] == v.shape[1:]:
+    output = ("output", seen.output, expected.output)
+    if seen.k_cache.shape[1:] == expected.k.shape[1:] and seen.v_cache.shape[1:] == expected.v.shape[1:]:
         return [
-            ("queries", seen.q, q),
-            ("keys", seen.k, k),
-            ("values", seen.v, v),
-            ("cached keys", seen.k_cache, k),
-            ("cached values", seen.v_cache, v),
+            ("queries", seen.q, expected.q),
+            ("keys", seen.k, expected.k),
+            ("values", seen.v, expected.v),
+            ("cached keys", seen.k_cache, expected.k),
+            ("cached values", seen.v_cache, expected.v),
             output,
         ]
-    own = [("cached keys", seen.k_cache, seen.k)] if seen.k.shape == seen.k_cache.shape else [("values", seen.v, v)]
-    return [("scores", _scores(seen.q, seen.k), _scores(q, k)), *own, output]
+    is_absorbed = seen.k.shape == seen.k_cache.shape
+    own = ("cached keys", seen.k_cache, seen.k) if is_absorbed else ("values", seen.v, expected.v)
+    return [("scores", _scores(seen.q, seen.k), _scores(expected.q, expected.k)), own, output]
 
 
 def _scores(q: Tensor, k: Tensor) -> Tensor:

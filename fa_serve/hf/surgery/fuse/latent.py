@@ -19,13 +19,17 @@ Left out: which layers have latent attention (fa_serve.hf.latent_layers), and th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fa_serve import ops
+from fa_serve.hf.adapter.translate import LayerCall
 from fa_serve.hf.latent_layers import LatentSizes
-from fa_serve.hf.surgery.fuse.layer import LayerStep, Product
+from fa_serve.hf.surgery.fuse.layer import LayerStep
+from fa_serve.hf.surgery.fuse.parts import Product, merge_products, norm_of, product_of
+from fa_serve.hf.surgery.proof import NotReplacedError
 
 PLAIN_TOKENS = 2048
 """From so many tokens on, a step all of whose keys are new runs in the plain form, without a CUDA graph.
@@ -105,3 +109,26 @@ class LatentAttention:
             descale=step.descale.get("k_descale"),
             out=out,
         )
+
+
+def build_latent(attention: Any, call: LayerCall, sizes: LatentSizes, pairing: ops.Pairing) -> LatentAttention:
+    """The fused form of an attention module with latent keys. call: what it asked of attention"""
+    num_heads = call.query.shape[1]
+    if call.window_size[0] >= 0 or call.attention_chunk or call.softcap or call.sinks is not None:
+        raise NotReplacedError("latent attention with a window, chunks, softcap or sinks is not fused")
+    kv_up = product_of(attention.kv_b_proj)
+    if not isinstance(kv_up.weight, Tensor) or kv_up.bias is not None:
+        raise NotReplacedError("the projection of latent vectors must be a plain matrix without bias")
+    if sizes.rope % 2 or min(sizes) < 1:
+        raise NotReplacedError(f"the parts of its latent keys must be positive, and the rotated one even, got {sizes}")
+    has_two = getattr(attention, "q_a_proj", None) is not None
+    return LatentAttention(
+        num_heads=num_heads,
+        sizes=sizes,
+        down=merge_products(attention, "q_a_proj" if has_two else "q_proj", "kv_a_proj_with_mqa"),
+        q_norm=norm_of(attention.q_a_layernorm) if has_two else None,
+        q_up=product_of(attention.q_b_proj) if has_two else None,
+        kv_norm=norm_of(attention.kv_a_layernorm),
+        kv_up=kv_up.weight.detach().view(num_heads, sizes.nope + sizes.head_dim_v, sizes.rank),
+        pairing=pairing,
+    )

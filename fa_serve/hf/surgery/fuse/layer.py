@@ -6,8 +6,8 @@ Mistral, Qwen, Granite, Phi), after it (OLMo 2), or both (Gemma). Fused, a layer
 launches: q/k/v and gate/up are one matrix product each; the norm of queries and keys, the rotary embedding and the write to the
 cache are one kernel; and the output projections add to the residual stream.
 
-Left out: which layers can be computed like this (fusion.py), the kernels (fa_serve.ops), the embedding, the last norm and the
-head.
+Left out: which layers can be computed like this (fusion.py), what their projections and norms are (parts.py), the kernels
+(fa_serve.ops), the embedding, the last norm and the head.
 """
 
 from __future__ import annotations
@@ -21,19 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from fa_serve import ops
-from fa_serve.hf import PagedBatch
-from fa_serve.ops.collectives.all_reduce import AllReduce
+from fa_serve.hf.adapter.paged import PagedBatch
+from fa_serve.hf.adapter.translate import LayerCall
+from fa_serve.hf.surgery.fuse.parts import Product, merge_products, norm_of
+from fa_serve.hf.surgery.proof import NotReplacedError
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """q, k, v (total, heads, head_dim) -> (total, num_heads, head_dim_v); the keys and values are in the cache already."""
-
-
-class Product(NamedTuple):
-    """A linear projection: x @ weight.T + bias, which `all_reduce` adds up over the ranks if it is given."""
-
-    weight: ops.Weight
-    bias: Tensor | None
-    all_reduce: AllReduce | None = None
 
 
 class LayerStep(NamedTuple):
@@ -106,6 +100,25 @@ class HeadsAttention:
                 ops.rms_norm(k, self.k_norm, out=k)
         ops.rotary_store_kv(qkv, step.k_cache, step.v_cache, step.slot_mapping, num_heads=self.num_heads, **options)
         return torch.split_with_sizes(qkv.view(qkv.shape[0], -1, self.head_dim), parts, dim=1)
+
+
+def build_heads(attention: Any, call: LayerCall, tables: Tables | None) -> HeadsAttention:
+    """The fused form of an attention module with q, k and v projections, which are merged. call: what it asked of attention"""
+    if call.key.shape != call.value.shape:
+        shapes = f"{tuple(call.key.shape[1:])} and {tuple(call.value.shape[1:])}"
+        raise NotReplacedError(f"keys and values have different shapes, {shapes}")
+    _, num_heads, _, head_dim = call.query.shape
+    if head_dim % 2:
+        raise NotReplacedError(f"head_dim must be even, got {head_dim}")
+    qkv = ("qkv_proj",) if hasattr(attention, "qkv_proj") else ("q_proj", "k_proj", "v_proj")
+    return HeadsAttention(
+        num_heads=num_heads,
+        head_dim=head_dim,
+        q_norm=norm_of(attention.q_norm) if hasattr(attention, "q_norm") else None,
+        k_norm=norm_of(attention.k_norm) if hasattr(attention, "k_norm") else None,
+        qkv=merge_products(attention, *qkv),
+        tables=tables,
+    )
 
 
 @dataclass(frozen=True, slots=True)

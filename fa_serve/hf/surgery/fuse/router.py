@@ -12,7 +12,6 @@ Left out: routers with noise, with several layers, or with an argument beside th
 
 from __future__ import annotations
 
-import copy
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -25,12 +24,19 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from fa_serve import ops
-from fa_serve.hf.surgery.fuse.parts import agree, beside_experts
+from fa_serve.hf.surgery.fuse.parts import beside_experts
+from fa_serve.hf.surgery.proof import (
+    TOLERANCE,
+    NotReplacedError,
+    check_untouched,
+    float32_copy,
+    functions_agree,
+    replace_forwards,
+    results_agree,
+)
 
-log = logging.getLogger("fa_serve.engine")
+log = logging.getLogger("fa_serve.hf")
 
-TOLERANCE = 1e-4
-"""Largest allowed difference of a weight in float32, relative to the largest one."""
 _ROWS = 512
 
 
@@ -76,23 +82,19 @@ class FusedRouter:
 @torch.no_grad()
 def fuse_routers(model: nn.Module) -> int:
     """Give routers of a model the forward of `FusedRouter`, where that changes nothing. Returns how many."""
-    found = list(_routers(model))
-    fused = 0
-    refused: set[type[nn.Module]] = set()
     known: dict[ops.Router, None] = {}
-    for module in found:
-        kind = type(module)
-        try:
-            built = None if kind in refused else _build(module, list(known))
-        except Exception as error:  # raised by the model's code or by a kernel's compiler
-            log.info("%s is not fused: %s", kind.__name__, error)
-            built = None
-        if built is None:
-            refused.add(kind)
-        else:
-            module.forward = built
-            known[built.router] = None
-            fused += 1
+
+    def build(router: nn.Module) -> FusedRouter:
+        """Weights tell how a router corrects its scores, so that each is proven by itself."""
+        built = _prove(router, list(known))
+        known[built.router] = None
+        return built
+
+    def refuse(router: nn.Module, reason: str) -> None:
+        log.info("%s is not fused: %s", type(router).__name__, reason)
+
+    found = list(_routers(model))
+    fused = replace_forwards(found, lambda router: build, refuse)
     if found:
         log.info("%d of %d routers are fused", fused, len(found))
     return fused
@@ -106,30 +108,32 @@ def _routers(model: nn.Module) -> Iterator[Any]:
             yield module
 
 
-def _build(module: Any, known: Sequence[ops.Router]) -> FusedRouter | None:
-    """The fused form of a router, or None if there is none. `known` are tried first."""
+def _prove(module: Any, known: Sequence[ops.Router]) -> FusedRouter:
+    """The fused form of a router, which is compared with a float32 copy. `known` are tried first. Raises NotReplacedError."""
+    check_untouched(module)
     weight = module.weight
-    if module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_hf_hook") or not weight.is_contiguous():
-        return None
+    if not weight.is_contiguous():
+        raise NotReplacedError(f"its weights must be contiguous, got strides {weight.stride()}")
     x = torch.randn(_ROWS, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.device)
-    exact = _routed(copy.deepcopy(module).float()(x), len(weight))
+    exact = _routed(float32_copy(module)(x), len(weight))
     here = _routed(module(x.to(weight.dtype)), len(weight))
-    if exact is None or here is None:
-        return None
     tensors = [t.detach().reshape(-1) for t in (*module.parameters(), *module.buffers()) if t.numel() == len(weight)]
     biases = [None, *tensors]
     wide = weight.float()
-    matching = [bias for bias in biases if agree(linear(x, wide, _wide(bias)), exact.logits)]
+    matching = [bias for bias in biases if results_agree(linear(x, wide, _wide(bias)), exact.logits)]
     found = _fit(exact, biases, known)
     if not matching or found is None:
-        return None
+        raise NotReplacedError("no formula that is known gives its logits, its choice and its weights")
     bias = matching[0]
     correction, router = found
-    # what the device computes, for several tokens and for one
-    products = [ops.linear(x[:n], wide, _wide(bias)) for n in (_ROWS, 1)]
+
+    def logits(x: Tensor) -> Tensor:
+        return ops.linear(x, wide, _wide(bias))
+
+    # what the device computes
     chosen = ops.route(exact.logits, correction, router, torch.float32)
-    if not all(agree(y, exact.logits[: len(y)]) for y in products) or not _same_choice(*chosen, exact):
-        return None
+    if not functions_agree(lambda x: exact.logits, logits, x) or not _same_choice(*chosen, exact):
+        raise NotReplacedError("its logits or its choice would change")
     narrow = linear(x.to(weight.dtype), weight, bias).to(here.logits.dtype)
     if not torch.equal(narrow, here.logits):
         weight = wide  # it multiplies in float32, whatever the dtype of its weights is
@@ -142,13 +146,13 @@ def _wide(bias: Tensor | None) -> Tensor | None:
     return None if bias is None else bias.float()
 
 
-def _routed(result: Any, num_experts: int) -> Routed | None:
-    """What a router returns, or None if it is not that."""
+def _routed(result: Any, num_experts: int) -> Routed:
+    """What a router returns. Raises NotReplacedError if it is not logits, weights and numbers of experts."""
     if not isinstance(result, tuple) or len(result) != 3 or not all(isinstance(x, Tensor) and x.dim() == 2 for x in result):
-        return None
+        raise NotReplacedError("it does not return three matrices")
     kinds = [0 if x.shape[1] == num_experts else 1 if x.is_floating_point() else 2 for x in result]
     if sorted(kinds) != [0, 1, 2] or result[kinds.index(1)].shape != result[kinds.index(2)].shape:
-        return None
+        raise NotReplacedError("it does not return logits, weights and numbers of experts")
     order = (kinds.index(0), kinds.index(1), kinds.index(2))
     logits, weights, index = (result[place] for place in order)
     return Routed(logits, weights, index, order)

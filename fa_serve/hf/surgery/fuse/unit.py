@@ -12,7 +12,6 @@ between ranks, which run as they are. `model.generate` runs fused units as well.
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,10 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from fa_serve import ops
-from fa_serve.hf.surgery.fuse.layer import Product
-from fa_serve.hf.surgery.fuse.parts import NotFusedError, agree, beside_experts, gated_unit
+from fa_serve.hf.surgery.fuse.parts import Product, beside_experts, gated_unit
+from fa_serve.hf.surgery.proof import NotReplacedError, check_untouched, float32_copy, functions_agree, replace_forwards
 
-log = logging.getLogger("fa_serve.engine")
+log = logging.getLogger("fa_serve.hf")
 
 _ROWS = 64
 
@@ -60,20 +59,12 @@ class FusedUnit:
 @torch.no_grad()
 def fuse_units(model: nn.Module) -> int:
     """Give units of a model the forward of `FusedUnit`, where that changes nothing. Returns how many."""
+
+    def refuse(unit: nn.Module, reason: str) -> None:
+        log.info("%s is not fused: %s", type(unit).__name__, reason)
+
     found = [module for _, module in beside_experts(model) if hasattr(module, "down_proj")]
-    fused = 0
-    refused: set[type[nn.Module]] = set()
-    for module in found:
-        kind = type(module)
-        if kind in refused:
-            continue
-        try:
-            _prove(module)
-            module.forward = _build(module)
-            fused += 1
-        except Exception as error:  # raised here, by the model's code or by a kernel's compiler
-            log.info("%s is not fused: %s", kind.__name__, error)
-            refused.add(kind)
+    fused = replace_forwards(found, _prove, refuse)
     if found:
         log.info("%d of %d experts that every token takes are fused", fused, len(found))
     return fused
@@ -82,21 +73,18 @@ def fuse_units(model: nn.Module) -> int:
 def _build(module: Any) -> FusedUnit:
     parts = gated_unit(module)
     if parts is None:
-        raise NotFusedError("its projections are not those of a gated unit")
+        raise NotReplacedError("its projections are not those of a gated unit")
     if parts.gate_up.all_reduce is not None or parts.down.all_reduce is not None:
-        raise NotFusedError("it is divided between ranks")
+        raise NotReplacedError("it is divided between ranks")
     return FusedUnit(partial(type(module).forward, module), *parts)
 
 
-def _prove(module: nn.Module) -> None:
-    """Compare a float32 copy of a unit with its fused form, for several tokens and for one. Raises NotFusedError."""
-    for part in module.modules():
-        if "forward" in vars(part) or hasattr(part, "_hf_hook") or part._forward_hooks or part._forward_pre_hooks:
-            raise NotFusedError(f"the forward of its {type(part).__name__} is replaced or has hooks")
-    original = copy.deepcopy(module).float()
+def _prove(module: nn.Module) -> Callable[[Any], FusedUnit]:
+    """Compare a float32 copy of a unit with its fused form. Returns what makes the fused form. Raises NotReplacedError."""
+    check_untouched(module)
+    original = float32_copy(module)
     unit = _build(original)
     x = torch.randn(_ROWS, unit.gate_up.weight.shape[1], generator=torch.Generator().manual_seed(0)).to(unit.down.weight.device)
-    expected = original(x)
-    for rows in (_ROWS, 1):
-        if not agree(unit.compute(x[:rows]), expected[:rows]):
-            raise NotFusedError("its output would change")
+    if not functions_agree(original, unit.compute, x):
+        raise NotReplacedError("its output would change")
+    return _build

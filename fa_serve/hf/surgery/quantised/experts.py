@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, WeightTransform
 
 from fa_serve import ops
-from fa_serve.hf.surgery.experts.mixtures import agrees, gate_of, weights_of
+from fa_serve.hf.surgery.experts.mixtures import experts_agree, gate_of, weights_of
 from fa_serve.hf.weights.formats import Scheme, check_loaded
 from fa_serve.ops.experts.operator import call_operator
 from fa_serve.spec import ParameterError, UnsupportedModelError
@@ -175,6 +175,6 @@ def prove_experts(experts: Any) -> None:
     }
     few.num_experts = 2
     with torch.device("cpu"):
-        if not agrees(few):
+        if not experts_agree(few):
             name = type(experts).__name__
             raise UnsupportedModelError(f"the quantised experts of {name} cannot be loaded, because its output would change")

@@ -4,7 +4,7 @@
     with_quantized_linears(config, None)                   # transformers' loader will make these layers
     model, report = AutoModelForCausalLM.from_pretrained(path, config=config, output_loading_info=True)
     check_report(report)
-    finish(model.to(device))                               # the tensors of the checkpoint become the weights of fa_serve.ops
+    finish_weights(model.to(device))                       # the tensors of the checkpoint become the weights of fa_serve.ops
 
 transformers asks a quantizer to replace layers before weights are loaded, and loads what their parameters are called. Ours is
 registered under the name "fa_serve" and takes the place of the checkpoint's own, so no other package is needed. A layer is
@@ -35,6 +35,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from fa_serve import ops
 from fa_serve.hf.adapter.models import NAME
 from fa_serve.hf.surgery.experts.mixtures import expert_modules
+from fa_serve.hf.surgery.proof import kind_of
 from fa_serve.hf.surgery.quantised.experts import (
     PROJECTIONS,
     QuantizedExperts,
@@ -243,7 +244,7 @@ def replace_layers(model: nn.Module, plan: QuantizationPlan, dtype: torch.dtype)
     Raises ParameterError if there is none, and UnsupportedModelError for experts that fa_serve does not compute.
     """
     made: dict[str, nn.Module] = {}
-    proven: set[type[nn.Module]] = set()
+    proven: set[str] = set()
     for name, module in model.named_modules():
         if type(module) is nn.Linear:
             scheme = plan.scheme_of(name, module)
@@ -256,9 +257,10 @@ def replace_layers(model: nn.Module, plan: QuantizationPlan, dtype: torch.dtype)
             continue
         try:
             made[name] = quantize_experts(module, scheme, dtype)
-            if type(module) not in proven:
+            kind = kind_of(module)
+            if kind not in proven:
                 prove_experts(module)
-                proven.add(type(module))
+                proven.add(kind)
         except UnsupportedModelError as error:
             if scheme is not _ROUNDED:
                 raise
@@ -284,7 +286,7 @@ def check_report(report: Mapping[str, Any]) -> None:
         raise ParameterError(name, f"have the shape {list(expected)}", list(shape))
 
 
-def finish(model: nn.Module, path: str = "") -> None:
+def finish_weights(model: nn.Module, path: str = "") -> None:
     """Convert the tensors of every quantised layer of a model, or of one of its modules, that are on their device.
 
     path: of the module. Layers that have been converted before stay as they are

@@ -13,7 +13,7 @@ from fa_serve.testing import cu_seqlens, make_qkv, run_plan
 SPILL_BUDGET = {
     # zeroing the tail of V needs 40 bytes; the tile that needs none, 32 keys wide, is 8% slower (427 against 466 TFLOPS at 2k)
     ("sm90", "varlen", 256): 48,
-    ("sm90", "paged", 512): 56,
+    ("sm90", "paged", 512): 64,  # none of them in the loop over keys
     ("sm90", "dense", 512): 8,  # in float32, as on sm120; in 16 bits none
     ("sm120", "dense", 512): 8,
 }

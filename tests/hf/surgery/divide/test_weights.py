@@ -14,17 +14,17 @@ import torch
 from hf_families import BY_NAME
 from latent_families import LATENT
 from rank_threads import run_ranks
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from fa_serve.engine.cache import tensors as kv_cache
 from fa_serve.hf import NAME, attention_layers, patch, plan_division, vocab_size
 from fa_serve.hf.adapter.paged import OneSequence, PagedBatch, paged_forward
 from fa_serve.hf.info import RankShare, describe
-from fa_serve.hf.surgery.divide.weights import divide
-from fa_serve.hf.surgery.fuse.fusion import cached_layers, fuse
+from fa_serve.hf.surgery.divide.weights import divide_model
+from fa_serve.hf.surgery.fuse.fusion import cached_layers, fuse_layers
 from fa_serve.hf.surgery.fuse.layer import FusedLayer
-from fa_serve.hf.surgery.quantised.linear import QuantizedLinear, finish, with_quantized_linears
+from fa_serve.hf.surgery.quantised.linear import QuantizedLinear, finish_weights, with_quantized_linears
 from fa_serve.spec import UnsupportedModelError
 
 CPU = torch.device("cpu")
@@ -63,7 +63,7 @@ def divided(model: PreTrainedModel, size: int, work: Any) -> list[Any]:
 
     def run(rank: int, all_reduce: Any) -> Any:
         own = copy.deepcopy(model)
-        divide(own, division, rank, all_reduce, CPU)
+        divide_model(own, division, rank, all_reduce, CPU)
         return work(own, all_reduce)
 
     return run_ranks(size, run)
@@ -90,7 +90,7 @@ def test_divided_layers_are_fused(name: str) -> None:
 
     def work(own: PreTrainedModel, all_reduce: Any) -> tuple[int, Tensor]:
         before = all_reduce.calls
-        fused = fuse(own)
+        fused = fuse_layers(own)
         assert all_reduce.calls == before + 5, "one forward, for what layers are given; no proof waits for other ranks"
         return fused, logits(own, one_sequence_in_pages(own))
 
@@ -115,7 +115,7 @@ def one_sequence_in_pages(model: PreTrainedModel) -> PagedBatch:
 
 def test_a_divided_norm_keeps_a_layer_from_being_fused(caplog: pytest.LogCaptureFixture) -> None:
     model = patched("olmo2")
-    assert divided(model, 2, lambda own, _: fuse(own)) == [0, 0]
+    assert divided(model, 2, lambda own, _: fuse_layers(own)) == [0, 0]
     assert "the forward of a norm is replaced by PartOfOutput" in caplog.text
     assert not any(isinstance(layer.forward, FusedLayer) for layer in model.model.layers)
 
@@ -174,12 +174,38 @@ def test_a_layer_that_would_change_is_refused() -> None:
         divided(patched("gpt-neox"), 2, lambda own, _: None)
 
 
+class OverAllFeatures(nn.Module):
+    """An activation that reads every feature of a token, so ranks that have some of them compute something else."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.softmax(x, dim=-1)
+
+
+def test_a_layer_that_differs_in_the_type_of_a_submodule_is_proven_by_itself() -> None:
+    model = patched("llama")
+    model.model.layers[1].mlp.act_fn.__class__ = OverAllFeatures  # its settings are those of the other layer
+    refusal = r"model.layers.1 \(LlamaDecoderLayer\) gives another result when divided"
+    with pytest.raises(UnsupportedModelError, match=refusal):
+        divided(model, 2, lambda own, _: None)
+
+
+def test_a_forward_that_was_replaced_before_is_kept() -> None:
+    """Layers give their input on while it is observed what they are given."""
+    model = patched("llama")
+    layer = model.model.layers[1]
+    own = layer.forward
+    layer.forward = lambda *args, **kwargs: own(*args, **kwargs)
+    replaced = layer.forward
+    run_ranks(1, lambda rank, all_reduce: divide_model(model, plan_division(model, 1), rank, all_reduce, CPU))
+    assert layer.forward is replaced
+
+
 def test_a_model_whose_layers_cannot_be_left_out_is_refused() -> None:
     model = patched("llama")
     division = plan_division(model, 2)
     model.model.norm.forward = None
     with pytest.raises(UnsupportedModelError, match="between 2 ranks: a forward without layers fails with TypeError: "):
-        run_ranks(2, lambda rank, all_reduce: divide(model, division, rank, all_reduce, CPU))
+        run_ranks(2, lambda rank, all_reduce: divide_model(model, division, rank, all_reduce, CPU))
 
 
 def test_a_layer_that_fails_is_refused() -> None:
@@ -188,7 +214,7 @@ def test_a_layer_that_fails_is_refused() -> None:
     division.layers["model.layers.0"].sums.remove("mlp.down_proj")
     del division.layers["model.layers.0"].cuts["mlp.down_proj.weight"]
     with pytest.raises(UnsupportedModelError, match=r"model.layers.0 \(LlamaDecoderLayer\) fails with RuntimeError: "):
-        run_ranks(2, lambda rank, all_reduce: divide(copy.deepcopy(model), division, rank, all_reduce, CPU))
+        run_ranks(2, lambda rank, all_reduce: divide_model(copy.deepcopy(model), division, rank, all_reduce, CPU))
 
 
 @pytest.fixture(scope="module")
@@ -220,14 +246,14 @@ def loaded(folder: Path) -> PreTrainedModel:
 def test_quantised_weights_on_two_ranks(name: str, quantised: Callable[[str], Path]) -> None:
     model = loaded(quantised(name))
     whole = copy.deepcopy(model)
-    finish(whole)
+    finish_weights(whole)
     matrices = {path: m.weight.dequantize(torch.float32) for path, m in whole.named_modules() if isinstance(m, QuantizedLinear)}
     expected = logits(whole)
 
     def work(own: PreTrainedModel, _: Any) -> Any:
-        finish(own)
+        finish_weights(own)
         kept = {path: m.weight for path, m in own.named_modules() if isinstance(m, QuantizedLinear)}
-        assert fuse(own) == 2
+        assert fuse_layers(own) == 2
         return logits(own, one_sequence_in_pages(own)), kept
 
     (first, kept0), (second, kept1) = divided(model, 2, work)

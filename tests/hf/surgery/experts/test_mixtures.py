@@ -94,8 +94,8 @@ def test_a_single_token_is_proven_too(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_each_kind_of_module_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two layers differ in one of their settings."""
     proven: list[Any] = []
-    agrees = experts.agrees
-    monkeypatch.setattr(experts, "agrees", lambda module: proven.append(module) or agrees(module))
+    agree = experts.experts_agree
+    monkeypatch.setattr(experts, "experts_agree", lambda module: proven.append(module) or agree(module))
     model = BY_NAME["gpt-oss"].build()
     first, second = expert_modules(model)
     take_experts(model)
@@ -131,7 +131,7 @@ def read_gate(apply: Callable[[Tensor, Tensor], Tensor], *, is_concatenated: boo
     module.is_concatenated = is_concatenated
     split = concatenated if is_concatenated else interleaved
     module._apply_gate = lambda gate_up: apply(*split(gate_up))
-    return experts._read(module)
+    return experts._read_gate(module)
 
 
 silu = torch.nn.functional.silu

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -55,4 +56,23 @@ def test_experts_that_compute_something_else_are_left_alone(monkeypatch: pytest.
     assert hf.take_scaled_experts(model) == 0
     assert "its output would change" in caplog.text
     mixture.experts.act_fn = nn.Softsign()
+    assert hf.take_scaled_experts(model) == 0
+
+
+def test_each_kind_of_mixture_is_proven(caplog: Any) -> None:
+    """The second layer has another activation than the first, which no gate of ours computes."""
+    model = make_model("llama4")
+    first = model.model.layers[1].feed_forward
+    second = copy.deepcopy(first)
+    model.model.layers[0].feed_forward = second
+    first, second = second, first
+    second.experts.act_fn = nn.Softsign()
+    assert hf.take_scaled_experts(model) == 1
+    assert mixtures(model) == [first]
+    assert "Llama4TextMoe computes all of its experts: it gates its experts in a way" in caplog.text
+
+
+def test_hooks_are_not_passed_over() -> None:
+    model = make_model("llama4")
+    model.model.layers[1].feed_forward.experts.register_forward_hook(lambda module, args, output: output)
     assert hf.take_scaled_experts(model) == 0

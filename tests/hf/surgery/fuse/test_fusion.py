@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from hf_families import FUSED, Family, family
+from latent_families import attention_call
 from tiny_models import greedy, make_model
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -15,8 +16,9 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from fa_serve.engine import SamplingParams
 from fa_serve.engine.cache import tensors as kv_cache
 from fa_serve.hf import PagedBatch, attention_layers, paged_forward, patch
-from fa_serve.hf.surgery.fuse.fusion import cached_layers, fuse
-from fa_serve.hf.surgery.fuse.layer import FusedLayer
+from fa_serve.hf.surgery.fuse.fusion import build_layer, cached_layers, fuse_layers, tried_rotations
+from fa_serve.hf.surgery.fuse.latent import LatentAttention
+from fa_serve.hf.surgery.fuse.layer import FusedLayer, HeadsAttention
 from fa_serve.hf.surgery.fuse.router import FusedRouter
 
 OWN = ("starcoder2", "cohere2", "gpt2", "opt")
@@ -51,7 +53,7 @@ def test_fused_layers_compute_the_same(name: str, monkeypatch: pytest.MonkeyPatc
     model = family(name).build()
     patch(model)
     expected = logits(model)
-    assert fuse(model) == 2
+    assert fuse_layers(model) == 2
     calls: list[int] = []
     compute = FusedLayer.compute
     monkeypatch.setattr(FusedLayer, "compute", lambda self, *args: calls.append(self.index) or compute(self, *args))
@@ -60,12 +62,33 @@ def test_fused_layers_compute_the_same(name: str, monkeypatch: pytest.MonkeyPatc
     assert float((actual - expected).abs().max()) <= 2e-5 * float(expected.abs().max())
 
 
+@torch.no_grad()
+def test_kinds_of_attention_are_built_for_the_rotations_they_may_have() -> None:
+    llama = family("llama").build().model.layers[0]
+    call = attention_call(llama, (4, 16), (2, 16), (2, 16))
+    attention = build_layer(llama, call, "none").attention
+    assert isinstance(attention, HeadsAttention)
+    assert (attention.num_heads, attention.head_dim, attention.tables) == (4, 16, None)
+    assert build_layer(llama, call, "halves").attention.tables == "twice"
+    assert build_layer(llama, call, "half tables").attention.tables == "once"
+    for angles, tried in ((16, ("halves", "none")), (8, ("halves", "half tables", "none"))):
+        assert tried_rotations(call, torch.zeros(7, angles)) == tried, "a head of 16 has at most 8 angles"
+    layer = family("deepseek-v3").build().model.layers[0]
+    latent = attention_call(layer, (4, 24), (4, 24), (4, 16), softmax_scale=0.3)
+    assert tried_rotations(latent, torch.zeros(7, 8)) == ("halves", "neighbours")
+    fused = build_layer(layer, latent, "neighbours")
+    assert isinstance(fused.attention, LatentAttention)
+    assert (fused.index, fused.attention.pairing, fused.options["softmax_scale"]) == (0, "neighbours", 0.3)
+    default = build_layer(layer, latent._replace(softmax_scale=None), "halves")
+    assert (default.attention.pairing, default.options["softmax_scale"]) == ("halves", 24**-0.5), "the scale of the heads"
+
+
 @pytest.mark.parametrize("name", OWN)
 def test_other_layers_run_as_they_are(name: str) -> None:
     model = family(name).build()
     patch(model)
     expected = logits(model)
-    assert fuse(model) == 0
+    assert fuse_layers(model) == 0
     assert torch.equal(logits(model), expected)
 
 
@@ -75,7 +98,7 @@ def test_a_layer_whose_code_says_otherwise_is_left_alone(monkeypatch, caplog) ->
     monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: 1.01 * forward(self, x))
     model = make_model()
     patch(model)
-    assert fuse(model) == 0
+    assert fuse_layers(model) == 0
     assert "LlamaDecoderLayer layers are not fused: with rotary embedding its output would change" in caplog.text
 
 
@@ -85,7 +108,7 @@ def test_each_kind_is_proven_by_itself() -> None:
     model.model.layers[1].self_attn.scaling = 0.05
     patch(model)
     expected = logits(model)
-    assert fuse(model) == 2
+    assert fuse_layers(model) == 2
     assert [layer.forward.options["softmax_scale"] for layer in model.model.layers] == [0.25, 0.05]
     assert float((logits(model) - expected).abs().max()) <= 2e-5 * float(expected.abs().max())
 
@@ -95,7 +118,7 @@ def test_queries_that_grow_with_their_position_are_found(caplog) -> None:
     scaled = {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 64}
     model = Family("ministral3", "Ministral3ForCausalLM", config={"head_dim": 16, "rope_parameters": scaled}).build()
     patch(model)
-    assert fuse(model) == 0
+    assert fuse_layers(model) == 0
     assert "with rotary embedding its queries would change" in caplog.text
 
 
@@ -103,8 +126,8 @@ def test_hooks_are_not_passed_over(caplog) -> None:
     model = make_model()
     patch(model)
     model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: output * 2)
-    assert fuse(model) == 1
-    assert "the layer has hooks" in caplog.text
+    assert fuse_layers(model) == 1
+    assert "LlamaDecoderLayer layers are not fused: its LlamaMLP has hooks, which would not be called" in caplog.text
 
 
 def test_weights_that_kernels_cannot_read_are_left_alone(caplog) -> None:
@@ -112,7 +135,7 @@ def test_weights_that_kernels_cannot_read_are_left_alone(caplog) -> None:
     patch(model)
     down = model.model.layers[0].mlp.down_proj
     down.weight = torch.nn.Parameter(down.weight.detach().t().contiguous().t())
-    assert fuse(model) == 0, "both layers are of one kind, and one of them cannot be"
+    assert fuse_layers(model) == 0, "both layers are of one kind, and one of them cannot be"
     assert "the weights of a projection must be contiguous" in caplog.text
 
 
@@ -120,7 +143,7 @@ def test_merged_weights_take_no_memory_of_their_own() -> None:
     model = make_model("qwen3")
     patch(model)
     expected = copy.deepcopy(model.state_dict())
-    fuse(model)
+    fuse_layers(model)
     layer = model.model.layers[0]
     for parts in (
         [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj],
@@ -134,7 +157,7 @@ def test_the_model_still_generates_and_so_does_the_engine(make_engine) -> None:
     model = make_model("qwen3")
     reference = make_model("qwen3")
     patch(model)
-    fuse(model)
+    fuse_layers(model)
     expected = greedy(reference, PROMPT, 12)
     engine = make_engine(model=model, max_num_batched_tokens=5)
     params = SamplingParams(max_tokens=12, temperature=0.0)

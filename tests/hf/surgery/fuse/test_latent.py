@@ -5,14 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 from hf_families import VOCAB, Family
-from latent_families import LATENT, SCALED_QUERIES
+from latent_families import LATENT, SCALED_QUERIES, attention_call
 from tiny_models import random_prompts
+from torch import nn
 
 from benchmarks.soak.long_run import long_run
 from fa_serve.engine import SamplingParams
 from fa_serve.engine.runner import model_runner
 from fa_serve.engine.speculation.drafts import NgramDrafter
-from fa_serve.hf.surgery.fuse.latent import LatentAttention
+from fa_serve.hf.latent_layers import LatentSizes
+from fa_serve.hf.surgery.fuse.latent import LatentAttention, build_latent
+from fa_serve.hf.surgery.proof import NotReplacedError
 
 by_family = pytest.mark.parametrize("family", LATENT, ids=lambda family: family.name)
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
@@ -148,3 +151,35 @@ def test_nothing_is_lost_in_random_traffic(make_engine) -> None:
     report = long_run(engine, 40, alive=16, longest=60)
     assert set(report["answers"]) >= {"length", "abort"}
     assert report["cached_tokens"] > 0
+
+
+V3 = next(family for family in LATENT if family.name == "deepseek-v3")
+SIZES = LatentSizes(16, 8, 16, 16)
+
+
+@torch.no_grad()
+def test_latent_attention_takes_the_weights_of_its_module() -> None:
+    layer = V3.build().model.layers[0]
+    built = build_latent(layer.self_attn, attention_call(layer, (4, 24), (4, 24), (4, 16)), SIZES, "neighbours")
+    assert (built.num_heads, built.sizes, built.pairing) == (4, SIZES, "neighbours")
+    assert built.kv_up.data_ptr() == layer.self_attn.kv_b_proj.weight.data_ptr()
+    assert built.down.weight.data_ptr() == layer.self_attn.q_a_proj.weight.data_ptr()
+    assert built.down.weight.shape == (16 + 24, 64)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"window_size": (9, 0)}, {"attention_chunk": 4}, {"softcap": 5.0}, {"sinks": torch.zeros(4)}],
+    ids=lambda x: next(iter(x)),
+)
+def test_latent_attention_with_other_options_is_left_alone(option) -> None:
+    layer = V3.build().model.layers[0]
+    with pytest.raises(NotReplacedError, match="latent attention with a window, chunks, softcap or sinks"):
+        build_latent(layer.self_attn, attention_call(layer, (4, 24), (4, 24), (4, 16), **option), SIZES, "halves")
+
+
+def test_a_projection_of_latent_vectors_with_a_bias_is_left_alone() -> None:
+    layer = V3.build().model.layers[0]
+    layer.self_attn.kv_b_proj.bias = nn.Parameter(torch.zeros(4 * 32))
+    with pytest.raises(NotReplacedError, match="must be a plain matrix without bias"):
+        build_latent(layer.self_attn, attention_call(layer, (4, 24), (4, 24), (4, 16)), SIZES, "halves")

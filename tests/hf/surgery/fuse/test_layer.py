@@ -14,7 +14,8 @@ from rank_threads import run_ranks
 from torch import Tensor, nn
 
 from fa_serve import ops
-from fa_serve.hf.surgery.fuse.layer import FusedLayer, HeadsAttention, LayerStep, Product, cos_and_sin
+from fa_serve.hf.surgery.fuse.layer import FusedLayer, HeadsAttention, LayerStep, cos_and_sin
+from fa_serve.hf.surgery.fuse.parts import Product
 
 HIDDEN = 24
 NUM_HEADS = 4

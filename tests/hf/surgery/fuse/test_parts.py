@@ -1,22 +1,20 @@
-"""What a fused layer is made of, and which parts no fused layer can have. Whole layers are compared in test_fusion.py."""
+"""Projections, norms and gated units as ops take them, and which modules no op stands for."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from hf_families import BY_NAME
-from latent_families import LATENT
 from torch import Tensor, nn
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from fa_serve.hf.surgery.fuse.latent import LatentAttention
-from fa_serve.hf.surgery.fuse.layer import HeadsAttention
-from fa_serve.hf.surgery.fuse.parts import Call, NotFusedError, build, rotations
-
-V3 = next(family for family in LATENT if family.name == "deepseek-v3")
-OPTIONS = {"left": -1, "attention_chunk": 0, "softmax_scale": 0.3, "softcap": 0.0, "sinks": None}
+from fa_serve import ops
+from fa_serve.hf.surgery.fuse.parts import activation_of, gated_unit, merge_products, norm_of, product_of
+from fa_serve.hf.surgery.proof import NotReplacedError
 
 
 @pytest.fixture(autouse=True)
@@ -25,53 +23,82 @@ def without_gradients() -> Iterator[None]:
         yield
 
 
-def call_of(*shapes: tuple[int, ...], **options: Any) -> Call:
-    heads: tuple[Tensor, ...] = tuple(torch.zeros(7, *shape) for shape in shapes)
-    return Call(torch.zeros(1, 7, 64), {}, 3, heads, OPTIONS | options)
+def gelu(x: Tensor) -> Tensor:
+    return nn.functional.gelu(x)
 
 
-def latent_call(**options: Any) -> Call:
-    return call_of((4, 24), (4, 24), (4, 16), **options)
+class Unit(nn.Module):
+    def __init__(self, act_fn: Any, *, bias: bool = False) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(8, 12, bias=bias)
+        self.up_proj = nn.Linear(8, 12)
+        self.down_proj = nn.Linear(12, 8)
+        self.act_fn = act_fn
 
 
-def test_kinds_of_attention_are_built_for_the_rotations_they_may_have() -> None:
-    llama = BY_NAME["llama"].build().model.layers[0]
-    call = call_of((4, 16), (2, 16), (2, 16))
-    attention = build(llama, call, "none").attention
-    assert isinstance(attention, HeadsAttention)
-    assert (attention.num_heads, attention.head_dim, attention.tables) == (4, 16, None)
-    assert build(llama, call, "halves").attention.tables == "twice"
-    assert build(llama, call, "half tables").attention.tables == "once"
-    for angles, tried in ((16, ("halves", "none")), (8, ("halves", "half tables", "none"))):
-        call.kwargs["position_embeddings"] = (torch.zeros(1, 7, angles), torch.zeros(1, 7, angles))
-        assert rotations(llama, call) == tried, "a head of 16 has at most 8 angles"
-    layer = V3.build().model.layers[0]
-    assert rotations(layer, latent_call()) == ("halves", "neighbours")
-    fused = build(layer, latent_call(), "neighbours")
-    assert isinstance(fused.attention, LatentAttention)
-    assert (fused.index, fused.attention.pairing, fused.attention.sizes) == (3, "neighbours", (16, 8, 16, 16))
-    assert fused.attention.kv_up.data_ptr() == layer.self_attn.kv_b_proj.weight.data_ptr()
-    merged = fused.attention.down.weight
-    assert merged.data_ptr() == layer.self_attn.q_a_proj.weight.data_ptr()
-    assert merged.shape == (16 + 24, 64)
+def test_projections_are_merged_without_additional_memory() -> None:
+    unit = Unit(nn.SiLU(), bias=True)
+    gate = unit.gate_proj.weight.clone()
+    up = unit.up_proj.weight.clone()
+    merged = merge_products(unit, "gate_proj", "up_proj")
+    assert torch.equal(merged.weight, torch.cat([gate, up]))
+    assert torch.equal(merged.bias, torch.cat([unit.gate_proj.bias, unit.up_proj.bias]))
+    assert unit.up_proj.weight.data_ptr() == merged.weight[12:].data_ptr()
+    assert torch.equal(unit.gate_proj.weight, gate)
+    assert unit.gate_proj.weight.requires_grad
+    assert merge_products(unit, "down_proj").weight is unit.down_proj.weight, "one projection stays as it is"
 
 
-def test_the_scale_of_latent_keys_is_that_of_heads() -> None:
-    layer = V3.build().model.layers[0]
-    assert build(layer, latent_call(), "halves").options["softmax_scale"] == 0.3
-    assert build(layer, latent_call(softmax_scale=None), "halves").options["softmax_scale"] == 24**-0.5
+def test_projections_of_which_some_have_a_bias_are_not_merged() -> None:
+    with pytest.raises(NotReplacedError, match=r"all or none of \('gate_proj', 'up_proj'\) must have a bias"):
+        merge_products(Unit(nn.SiLU()), "gate_proj", "up_proj")
+
+
+class Tied(nn.Linear): ...
 
 
 @pytest.mark.parametrize(
-    "option", [{"left": 9}, {"attention_chunk": 4}, {"softcap": 5.0}, {"sinks": torch.zeros(4)}], ids=lambda x: next(iter(x))
+    ("change", "reason"),
+    [
+        (lambda linear: setattr(linear, "forward", lambda x: x), "the forward of a projection is replaced by function"),
+        (
+            lambda linear: setattr(linear, "weight", nn.Parameter(torch.ones(4, 6).t())),
+            r"must be contiguous, got strides \(1, 6\)",
+        ),
+        (lambda linear: setattr(linear, "__class__", Tied), "must be a plain nn.Linear of floats, got Tied"),
+    ],
+    ids=["forward", "strides", "class"],
 )
-def test_latent_attention_with_other_options_is_left_alone(option) -> None:
-    with pytest.raises(NotFusedError, match="latent attention with a window, chunks, softcap or sinks"):
-        build(V3.build().model.layers[0], latent_call(**option), "halves")
+def test_a_projection_that_no_op_computes_is_refused(change: Any, reason: str) -> None:
+    linear = nn.Linear(4, 6)
+    change(linear)
+    with pytest.raises(NotReplacedError, match=reason):
+        product_of(linear)
 
 
-def test_a_projection_of_latent_vectors_with_a_bias_is_left_alone() -> None:
-    layer = V3.build().model.layers[0]
-    layer.self_attn.kv_b_proj.bias = nn.Parameter(torch.zeros(4 * 32))
-    with pytest.raises(NotFusedError, match="must be a plain matrix without bias"):
-        build(layer, latent_call(), "halves")
+@pytest.mark.parametrize(("kind", "offset"), [(LlamaRMSNorm, 0.0), (Gemma3RMSNorm, 1.0)])
+def test_a_norm_is_read_with_its_offset(kind: Any, offset: float) -> None:
+    module = kind(16, eps=1e-3)
+    module.weight.copy_(torch.rand(16))
+    norm = norm_of(module)
+    assert (norm.eps, norm.offset) == (1e-3, offset)
+    assert norm.weight is module.weight
+    module.forward = gelu
+    with pytest.raises(NotReplacedError, match="the forward of a norm is replaced by function"):
+        norm_of(module)
+
+
+def test_an_activation_is_read_from_its_values() -> None:
+    """The two forms of GELU differ by less than a proof may let pass."""
+    for function, name in ((nn.SiLU(), "silu"), (gelu, "gelu"), (nn.GELU(approximate="tanh"), "gelu_tanh")):
+        assert activation_of(Unit(function)) == name
+        assert name in ops.ACTIVATIONS
+    with pytest.raises(NotReplacedError, match=r"its activation must be one of .*, got Tanh"):
+        activation_of(Unit(nn.Tanh()))
+
+
+def test_a_module_without_the_projections_of_a_gated_unit_is_none() -> None:
+    unit = gated_unit(Unit(nn.SiLU(), bias=True))
+    assert unit is not None
+    assert (tuple(unit.gate_up.weight.shape), unit.activation) == ((24, 8), "silu")
+    assert gated_unit(SimpleNamespace(down_proj=nn.Identity())) is None

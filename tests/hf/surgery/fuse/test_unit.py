@@ -9,7 +9,7 @@ from moe_families import MIXTURES
 from torch import Tensor, nn
 
 from fa_serve import ops
-from fa_serve.hf.surgery.fuse.fusion import unfuse
+from fa_serve.hf.surgery.fuse.fusion import unfuse_model
 from fa_serve.hf.surgery.fuse.unit import FusedUnit, fuse_units
 
 BY_NAME = {family.name: family for family in MIXTURES}
@@ -92,5 +92,5 @@ def test_gradients_run_the_own_code_and_units_are_given_back(monkeypatch: pytest
     fuse_units(model)
     monkeypatch.setattr(ops, "linear", None)
     assert torch.equal(model(tokens(2, 12)).logits, expected)
-    unfuse(model)
+    unfuse_model(model)
     assert units(model) == []

@@ -23,7 +23,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from fa_serve.hf import plan_division
 from fa_serve.hf.adapter.paged import OneSequence, paged_forward
 from fa_serve.hf.info import RankShare, describe
-from fa_serve.hf.surgery.divide.weights import divide
+from fa_serve.hf.surgery.divide.weights import divide_model
 from fa_serve.hf.surgery.quantised.experts import QuantizedExperts
 from fa_serve.ops.products.quantised.weight import quantize_float8
 from fa_serve.spec import ParameterError, UnsupportedModelError
@@ -275,7 +275,7 @@ def test_experts_on_two_ranks(checkpoints: Path, name: str, tmp_path: Path, monk
 
     def work(rank: int, all_reduce: Any) -> tuple[Tensor, int]:
         own = copy.deepcopy(model)
-        divide(own, division, rank, all_reduce, torch.device("cpu"))
+        divide_model(own, division, rank, all_reduce, torch.device("cpu"))
         return paged_forward(own, ids, positions, OneSequence(), positions), experts_of(own)[0].weights.sizes.width
 
     for actual, width in run_ranks(2, work):

@@ -1,0 +1,61 @@
+"""Every variable `FA_SERVE_*` of the environment that is no setting, and the check that a command knows all that are set.
+
+    refuse_unknown(os.environ, settings=["FA_SERVE_PORT", ...])
+
+A misspelt variable would be ignored in silence. So a command refuses the variables that neither the settings nor this table
+have. Left out: what a variable means, which its reader says, and the settings (server/settings.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+from fa_serve.nearest import nearest_name
+
+PREFIX = "FA_SERVE_"
+VARIABLES = {
+    "FA_SERVE_API_KEY": "the key of fa-serve chat and bench, and of examples",
+    "FA_SERVE_CHECK": "checks of values on a GPU",
+    "FA_SERVE_CONFIG": "the settings file",
+    "FA_SERVE_RANK_KEY": "the secret of ranks that torchrun starts",
+    "FA_SERVE_SGLANG": "whether the plugin for SGLang registers itself",
+    "FA_SERVE_VLLM": "whether the plugin for vLLM registers itself",
+    "FA_SERVE_BENCH_MODELS": "benchmarks: the folder of models",
+    "FA_SERVE_COMMIT": "benchmarks: the commit that results name",
+    "FA_SERVE_FUZZ": "tests: the number of random requests to each route",
+    "FA_SERVE_FUZZ_SECONDS": "tests: how long random requests are sent",
+    "FA_SERVE_FUZZ_SEED": "tests: the seed of random requests",
+    "FA_SERVE_LOAD": "tests: whether attacks run, and how long",
+    "FA_SERVE_SCREENSHOTS": "tests: the folder for pictures of the playground",
+    "FA_SERVE_TEST_NEW": "tests: a variable of a forked process",
+    "FA_SERVE_TEST_OLD": "tests: a variable of a forked process",
+    "FA_SERVE_TEST_PROGRAM": "tests: a program that takes the place of fa-serve",
+    "FA_SERVE_TEST_RANKS": "tests: whether ranks fail",
+    "FA_SERVE_TEST_RAY": "tests: whether Ray is started",
+    "FA_SERVE_TEST_TORCHRUN": "tests: what a rank of torchrun does",
+    "FA_SERVE_TEST_WITHOUT": "tests: the protection that is taken away",
+    "FA_SERVE_WRITE_DOCS": "tests: whether generated tables are written into the documentation",
+}
+"""By name, what reads it."""
+SERVICE_LINK = re.compile(r".*_(SERVICE_(HOST|PORT\w*)|PORT_\d+_(TCP|UDP|SCTP)\w*)|.*_PORT")
+"""Variables that Kubernetes sets in each pod for a service; the last kind has an address for its value."""
+
+
+def refuse_unknown(environment: Mapping[str, str], settings: Iterable[str]) -> None:
+    """Raise ValueError for a variable `FA_SERVE_*` that is neither a setting nor in the table. Values are not shown.
+
+    settings: the names of the variables of settings
+    """
+    known = {*settings, *VARIABLES}
+    for name in environment:
+        if not name.upper().startswith(PREFIX) or name.upper() in known or _is_service_link(name, environment[name]):
+            continue
+        nearest = nearest_name(name[len(PREFIX) :], [each[len(PREFIX) :] for each in sorted(known)])
+        remedy = f"did you mean {PREFIX}{nearest}?" if nearest else "unset it; docs/serving.md lists the settings"
+        raise ValueError(f"the variable {name} of the environment is unknown: {remedy}")
+
+
+def _is_service_link(name: str, value: str) -> bool:
+    found = SERVICE_LINK.fullmatch(name)
+    return found is not None and (found[1] is not None or "://" in value)

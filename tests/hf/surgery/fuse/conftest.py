@@ -1,0 +1,7 @@
+"""Fused layers are tested in engines as well."""
+
+from __future__ import annotations
+
+from engine_fixtures import make_engine, tokenizer
+
+__all__ = ["make_engine", "tokenizer"]

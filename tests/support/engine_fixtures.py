@@ -1,0 +1,29 @@
+"""Fixtures of engines on tiny models. The conftest.py of a folder imports those that its tests need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from tiny_models import make_model, make_tokenizer
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from fa_serve.engine import Engine, EngineConfig
+from fa_serve.engine.parallel.ranks import Ranks
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return make_tokenizer()
+
+
+@pytest.fixture
+def make_engine(tokenizer: PreTrainedTokenizerFast) -> Callable[..., Engine]:
+    def make(
+        family: str = "llama", *, model: PreTrainedModel | None = None, ranks: Ranks | None = None, **settings: Any
+    ) -> Engine:
+        config = EngineConfig(**{"device": "cpu", "num_pages": 128, "page_size": 4, "max_num_seqs": 8, "seed": 0} | settings)
+        return Engine(config, model=model or make_model(family), tokenizer=tokenizer, ranks=ranks)
+
+    return make
