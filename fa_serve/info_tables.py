@@ -54,6 +54,13 @@ SLOWER_WITH_TRITON_3_8 = (
 )
 
 
+COMPUTED_BY = "computed by"
+KERNEL_NAMES = (
+    "  Kernels are rows of the table in docs/kernels/products.md, for each layer by itself. The engine merges layers with the "
+    "same input into one product, which has the rows of all of them."
+)
+
+
 def _triton_release() -> str:
     """The release decides whether the Hopper kernel runs. Empty where Triton is not installed."""
     try:
@@ -115,6 +122,8 @@ def show_model(described: Description, console: Console) -> None:
         for kept, layers in described.weights.items():
             console.print(f"weights: {kept}")
             console.print(f"  {layers}")
+        if any(COMPUTED_BY in kept for kept in described.weights):
+            console.print(KERNEL_NAMES)
     console.print(f"engine: {described.engine or 'runs it'}")
     if isinstance(described.share, str):
         console.print(f"tensor parallel: {described.share}")

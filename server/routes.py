@@ -112,7 +112,10 @@ class BodyRoutes:
             content = b""
         received: ReceivedBody | None = scope["state"].get("received_body")
         bill: Bill = scope["state"]["bill"]
-        await service.costs.take_turn(bill)
+        if received and not received.size:
+            received.add(len(content))
+        if not await service.costs.take_turn(bill, receive):
+            raise ClientDisconnect
         if len(content) <= SMALL_BODY:
             with service.costs.work(bill):
                 body = _validated(content, model, service)

@@ -53,7 +53,7 @@ class Service:
         self.isolation = Isolation(settings)
         self.metrics = Metrics(lambda: (self.engine.snapshots(), self.model_name) if self.running else None)
         self.scraped = ScrapedText(self.metrics.text)
-        self.costs = Costs()
+        self.costs = Costs(self.metrics.delayed)
         self.created = int(time.time())
         self.json_bounds = JsonBounds(settings.max_json_values, settings.max_json_fields)
         self.draining = False
@@ -96,6 +96,7 @@ class Service:
     async def _load(self) -> None:
         await self.engine.start()
         await self.tokenization.check_template()
+        await self.tokenization.find_chat_end()
         self._loop_delay = LoopDelay(self.metrics.loop_delay.of(self.model_name))
 
     async def loaded(self) -> None:

@@ -51,7 +51,11 @@ MAX_TEMPLATE_LENGTH = 1 << 16  # characters of a request's chat template; the lo
 
 
 class Tokenization:
-    """The engine's tokenizer may be used once the engine is loaded."""
+    """The engine's tokenizer may be used once the engine is loaded.
+
+    chat_end: the special token with which the chat template ends a message of the assistant, if it is not one of the engine's
+              end tokens; `find_chat_end` sets it
+    """
 
     def __init__(self, engine: AsyncEngine, settings: Settings):
         self._engine = engine
@@ -66,6 +70,7 @@ class Tokenization:
         self._faults: dict[str, str] = {}  # of the model's own templates, by their texts
         self._special_tokens_in_content = settings.special_tokens_in_content
         self._parsed = lru_cache(MAX_TEMPLATES)(self._parse)
+        self.chat_end: int | None = None
 
     async def check_template(self) -> None:
         """Render the chat templates once. Raises ValueError if the operator's accepts no conversation, or does not end.
@@ -112,6 +117,27 @@ class Tokenization:
     def writes_chats(self) -> bool:
         """Whether there is a chat template, which is not known to be broken."""
         return bool(self._operators_template or self._engine.tokenizer.chat_template) and not self._faults
+
+    async def find_chat_end(self) -> None:
+        """Look for the end token of the operator's chat template, or of the model's.
+
+        It is a property of the model, which has learnt to end its messages with it, so it holds with templates of requests too.
+        """
+        tokenizer = self._engine.tokenizer
+        reader = self._engine.reader
+        if tokenizer is None or reader is None:
+            return
+        try:
+            template = self._parsed(tokenizer.get_chat_template(self._operators_template, None))
+            closing = await self._short.run(template.closing, timeout=self._template_timeout)
+        except (ValueError, asyncio.TimeoutError):  # there is no template, or it does not end
+            return
+        found = [name for name in self.special_tokens if closing.lstrip().startswith(name)]
+        if not found:
+            return
+        end = self.special_tokens[max(found, key=len)]
+        if end not in self._engine.eos_ids and end < reader.vocab_size:
+            self.chat_end = end
 
     @cached_property
     def special_tokens(self) -> dict[str, int]:

@@ -1,7 +1,7 @@
 """Experts of mixtures and products with quantised weights: us of a call beside its bound and its peers.
 
     python -m benchmarks.attention.bench_ops experts         # matrices and quantised weights, 1 to 8192 tokens
-    python -m benchmarks.attention.bench_ops experts --shapes gptoss20b --forms mxfp4 --tokens 256,1024 --ways wgmma,portable
+    python -m benchmarks.attention.bench_ops experts --shapes gptoss20b --forms mxfp4 --kernels expert_wgmma,grouped
     python -m benchmarks.attention.bench_ops quantized       # dense products by format, 1 to 2048 tokens
     python -m benchmarks.attention.bench_ops experts --tiny  # on a CPU: small sizes, which show only that the benchmark runs
 
@@ -9,10 +9,10 @@ Each subcommand compares our results with float64 first, and ends if they are wr
 routings that are drawn at random, because equal tokens would meet few experts; its bound is the time of reading the experts
 that are met, or of the products, whichever is longer, by the bandwidth and the rate that are measured in the same run. Peers:
 transformers' `grouped_mm` and, for few tokens, `batched_mm` with bfloat16 experts; the bfloat16 product for dense weights. All
-are timed in CUDA graphs with weights that exceed the L2 cache. --shapes, --forms and --tokens restrict the cells. --ways times
-the ways of `quantized_choice.choose_experts` instead of the one that it chooses, and names them in the case. Results go to
-results/ops_<subcommand>.jsonl in the form of measure.py, with the bound as the peer "bound". Left out: whole layers and models
-(bench_engine.py).
+are timed in CUDA graphs with weights that exceed the L2 cache. --shapes, --forms and --tokens restrict the cells. --kernels
+times rows of the table of kernels (fa_serve/ops/products/table.py) without their limits instead of the row that fits, and names
+them in the case: so the limits in crossovers.py are found. Results go to results/ops_<subcommand>.jsonl in the form of
+measure.py, with the bound as the peer "bound". Left out: whole layers and models (bench_engine.py).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from transformers.integrations.moe import batched_mm_experts_forward, grouped_mm
 from benchmarks.measure import Results, graph_microseconds, read_bandwidth
 from fa_serve import ops
 from fa_serve.launching.plans import PLANS
-from fa_serve.ops.experts import kernel as experts_kernel
 from fa_serve.ops.experts.fallback import gated
+from fa_serve.ops.products import table
 from fa_serve.ops.products.quantised.weight import FLOAT8, QuantizedWeight, pack_int4
 from fa_serve.ops.torch_ops import TorchOps
 from fa_serve.testing import assert_matches_reference
@@ -65,6 +65,8 @@ MIXTURES = {"qwen30a3b": Mixture(128, 8, 2048, 768, SILU), "gptoss20b": Mixture(
 SHAPES = {"6144x4096": (6144, 4096), "28672x4096": (28672, 4096), "4096x14336": (4096, 14336), "4096x4096": (4096, 4096)}
 EXPERT_FORMS = ("matrices", "mxfp4", "fp8-block", "fp8-32", "int4")
 DENSE_FORMS = ("int4", "fp8-row", "fp8-block", "mxfp4")
+CHECKED = (1, 2, 40, 300)
+"""Tokens of the products that are compared with float64 first."""
 BEYOND_CACHE = 160_000_000  # bytes
 TINY_MIXTURES = {"tiny": Mixture(4, 2, 288, 64, CLAMPED)}
 TINY_SHAPES = {"64x288": (64, 288)}
@@ -72,13 +74,13 @@ TINY_SHAPES = {"64x288": (64, 288)}
 
 @dataclass(frozen=True)
 class Cells:
-    """Which cells are timed: all if a choice is empty. ways: of experts, "" for the one that is chosen"""
+    """Which cells are timed: all if a choice is empty. kernels: rows of the table, "" for the one that fits"""
 
     tiny: bool
     shapes: tuple[str, ...] = ()
     forms: tuple[str, ...] = ()
     tokens: tuple[int, ...] = ()
-    ways: tuple[str, ...] = ("",)
+    kernels: tuple[str, ...] = ("",)
 
     def of_shapes(self, known: dict[str, T]) -> dict[str, T]:
         return {name: shape for name, shape in known.items() if not self.shapes or name in self.shapes}
@@ -225,15 +227,16 @@ def module_of(weights: ops.ExpertWeights, mixture: Mixture) -> Any:
 
 
 @contextmanager
-def computed_by(way: str) -> Iterator[None]:
-    """Products of many pairs with quantised experts take a way of `choose_experts`; "" is the one that it chooses."""
-    chosen = experts_kernel.choose_experts
-    experts_kernel.choose_experts = (lambda *_: way) if way else chosen
+def computed_by(name: str) -> Iterator[None]:
+    """Quantised weights are multiplied by one row of the table of kernels, without its limits; "" is the row that fits."""
+    rows = table.KERNELS
+    if name:
+        table.KERNELS = (replace(table.kernel_named(name), refuses=lambda product: None),)
     PLANS.clear()
     try:
         yield
     finally:
-        experts_kernel.choose_experts = chosen
+        table.KERNELS = rows
         PLANS.clear()
 
 
@@ -247,9 +250,9 @@ def bench_experts(machine: Machine, results: Results, cells: Cells) -> None:
             weights = plain if form == "matrices" else make_experts(mixture, form, machine)
             each = (num_bytes(weights.gate_up) + num_bytes(weights.down)) / mixture.num_experts
             for tokens in cells.of_tokens((1, 4, 16, 64, 256, 1024, 8192)):
-                for way in cells.ways if form != "matrices" else ("",):
-                    with computed_by(way):
-                        case = f"{shape} {form} {tokens} {way}".strip()
+                for kernel in cells.kernels if form != "matrices" else ("",):
+                    with computed_by(kernel):
+                        case = f"{shape} {form} {tokens} {kernel}".strip()
                         _time_experts(case, weights, module, mixture, tokens, each, machine, results)
             del weights
 
@@ -281,14 +284,14 @@ def _time_experts(
 
 
 @torch.no_grad()
-def check_product(form: str, n: int, k: int, machine: Machine) -> None:
+def check_product(form: str, n: int, k: int, machine: Machine, counts: tuple[int, ...] = CHECKED) -> None:
     """Products of one and of several tokens by the 2x rule. Raises AssertionError.
 
     Where activations are rounded to float8 as well, their largest error may be 16 times as large.
     """
     weight = random_weight(form, n, k, machine.device)
     rounds = form == "fp8-row" and machine.device == "cuda"
-    for tokens in (1, 2, 40, 300):
+    for tokens in counts:
         x = torch.randn(tokens, k, device=machine.device, dtype=machine.dtype)
         exact = x.double() @ weight.dequantize(torch.float64).t()
         eager = x @ weight.dequantize(machine.dtype).t()
@@ -310,8 +313,10 @@ def bench_quantized(machine: Machine, results: Results, cells: Cells) -> None:
                 x = torch.randn(tokens, k, device=machine.device, dtype=machine.dtype)
                 bound = machine.bound(num_bytes(weight), 2.0 * tokens * n * k)
                 linear = machine.microseconds(_in_turn(torch.nn.functional.linear, x, matrices), len(matrices))
-                ours = machine.microseconds(_in_turn(ops.linear, x, weights), len(weights))
-                _add(f"{shape} {form} {tokens}", ours, {"bound": bound, "linear": linear}, results)
+                for kernel in cells.kernels:
+                    with computed_by(kernel):
+                        ours = machine.microseconds(_in_turn(ops.linear, x, weights), len(weights))
+                    _add(f"{shape} {form} {tokens} {kernel}".strip(), ours, {"bound": bound, "linear": linear}, results)
 
 
 def _in_turn(product: Callable[..., object], x: Tensor, weights: list[ops.Weight]) -> Callable[[], object]:
@@ -353,25 +358,27 @@ def main() -> None:
     parser.add_argument("--shapes", type=_names, default=(), help="names of shapes, with commas; default: all")
     parser.add_argument("--forms", type=_names, default=(), help="formats of weights, with commas; default: all")
     parser.add_argument("--tokens", type=_numbers, default=(), help="numbers of tokens, with commas")
-    parser.add_argument("--ways", type=_names, default=("",), help="of experts: portable, wgmma, dequantized, with commas")
+    parser.add_argument("--kernels", type=_names, default=("",), help="rows of the table of kernels, with commas")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     args = parser.parse_args()
     if args.tiny:
         torch.set_num_threads(1)
     machine = measure_machine(args.tiny)
     print(f"{machine.bandwidth / 1e12:.3f} TB/s, {machine.rate / 1e12:.3f} TFLOPS")
-    cells = Cells(args.tiny, args.shapes, args.forms, args.tokens, args.ways)
+    cells = Cells(args.tiny, args.shapes, args.forms, args.tokens, args.kernels)
     results = Results(f"ops_{args.what}", args.out)
     if args.what == "experts":
         for mixture in (TINY_MIXTURES if args.tiny else {"check": Mixture(16, 4, 576, 192, CLAMPED)}).values():
             for form in cells.of_forms(EXPERT_FORMS):
-                for way in cells.ways:
-                    with computed_by(way):
+                for kernel in cells.kernels if form != "matrices" else ("",):
+                    with computed_by(kernel):
                         check_experts(mixture, form, machine)
     else:
         for n, k in (TINY_SHAPES if args.tiny else {"check": (512, 1056)}).values():
             for form in cells.of_forms(DENSE_FORMS):
-                check_product(form, n, k, machine)
+                for kernel in cells.kernels:
+                    with computed_by(kernel):
+                        check_product(form, n, k, machine, cells.tokens if kernel else CHECKED)
     print("gate: results are right")
     (bench_experts if args.what == "experts" else bench_quantized)(machine, results, cells)
     results.write()

@@ -56,7 +56,8 @@ class Part:
     refused: why fa_serve does not serve it, or None
     untried: why its layers are not known, or None
     layers:  the calls of attention in one forward, in order
-    experts: for each class of experts, who computes them with experts_implementation="fa_serve", or why nobody does
+    experts: for each class of experts, which kernels compute them with experts_implementation="fa_serve", by the number of
+             tokens, or why nobody does
     """
 
     name: str
@@ -104,8 +105,8 @@ class Description:
     """The parts of a model, and why the engine cannot run it (None: it can).
 
     share: what each rank of tensor parallelism holds, or why the model cannot be divided; None for one rank
-    weights: how the weights of linear layers and experts are kept and who computes them, and the layers; empty if the engine
-             does not run the model, or why its quantised weights are refused
+    weights: how the weights of linear layers and experts are kept and which kernels compute them, and the layers; empty if the
+             engine does not run the model, or why its quantised weights are refused
     """
 
     parts: list[Part]
@@ -280,7 +281,7 @@ def _examine_experts(model: PreTrainedModel, spec: OpSpec) -> dict[str, str]:
         try:
             weights = weights_of(module, gate_of(module))
             products = products_with_experts(
-                weights, tokens=1, top_k=top_k, dtype=weights.down.dtype, arch=spec.arch, triton=triton
+                weights, tokens=1, top_k=top_k, dtype=module.down_proj.dtype, arch=spec.arch, triton=triton
             )
             found[type(module).__name__] = kernels_of_experts(products)
         except UnsupportedModelError as error:

@@ -270,6 +270,7 @@ class Answer(ABC):
             prompt_logprobs=self._prompt_logprobs(),
             structured=self._structured(),
             skip_special_tokens=self._skip_special_tokens(),
+            stop_token_ids=self._stop_token_ids(),
         )
         return _each_limited(sampling_params(self._body, params), limits)
 
@@ -325,6 +326,9 @@ class Answer(ABC):
 
     def _skip_special_tokens(self) -> bool | None:
         return self._body.skip_special_tokens
+
+    def _stop_token_ids(self) -> tuple[int, ...]:
+        return tuple(self._body.stop_token_ids or ())
 
     @abstractmethod
     def _num_prompts(self) -> int:

@@ -35,6 +35,7 @@ class AnswerParams:
     prompt_logprobs: int | None
     structured: StructuredOutput | None
     skip_special_tokens: bool | None
+    stop_token_ids: tuple[int, ...]
 
 
 def sampling_params(body: SamplingRequest, answer: AnswerParams) -> SamplingParams:
@@ -46,7 +47,6 @@ def sampling_params(body: SamplingRequest, answer: AnswerParams) -> SamplingPara
     given["allowed_token_ids"] = None if body.allowed_token_ids is None else tuple(body.allowed_token_ids)
     given["stop"] = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     given["best_of"] = values.get("best_of")
-    given["stop_token_ids"] = tuple(body.stop_token_ids or ())
     try:
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})
     except ParameterError as error:

@@ -5,9 +5,9 @@
     job = queue.get()                            # of the client whose work has cost least
     queue.charge(client, seconds)
 
-    costs = Costs()                              # of the event loop
+    costs = Costs(metrics.delayed)               # of the event loop
     bill = costs.open(client)                    # one for each request
-    await costs.take_turn(bill)                  # before work on the event loop
+    await costs.take_turn(bill, receive)         # before work on the event loop, or before the answer begins
     with costs.work(bill): ...                   # the work, which is measured
     costs.settle(bill, unpaid=True)              # the request has ended, and no other budget counts it
 
@@ -18,8 +18,9 @@ them has.
 
 Work for the engine is limited by the engine's queue. Other work is *unpaid*: a request that is refused, and one that asks for
 no tokens, such as `GET /health`. A client that does not wait for anything but the next answer could keep the event loop busy
-with it. Therefore unpaid work makes debts. A debt falls with time, and a client with a larger one waits before its next
-request is looked at. Nobody is refused for its debts, unless more than MAX_WAITING of its requests wait already.
+with it. Therefore unpaid work makes debts, which fall with time. A client with a larger debt waits before its next body is
+parsed, or before its next answer if that needs no body. No request is refused for debts, unless more than MAX_WAITING of its
+client wait already.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from starlette import types as asgi
+
 from ..errors import TooManyRequests
 
 T = TypeVar("T")
@@ -40,6 +43,10 @@ SHARE = 0.1
 """The part of a processor that unpaid work may take in the long run. Clients whose unpaid work waits share it."""
 FREE_SECONDS = 0.1
 """A client with a smaller debt does not wait."""
+MAX_CHARGE = 0.05
+"""Seconds that one request adds to a debt at most: a key may have many users, and one of them may send what takes long."""
+MAX_DEBT = 0.3
+"""Seconds, so that no client waits longer than (MAX_DEBT - FREE_SECONDS) / SHARE for a request that it sends alone."""
 REQUEST_SECONDS = 0.0003
 """What a request costs besides the work that is measured: its connection, its head, its answer and its line in the log."""
 SEQUENCE_SECONDS = 0.0002
@@ -128,10 +135,15 @@ class CostQueue(Generic[T]):
 
 @dataclass(slots=True)
 class Bill:
-    """What one request has cost so far. advance: seconds that were added to its client's debt when it got its turn"""
+    """What one request has cost so far.
+
+    had_turn: it has waited for its client's turn
+    advance:  seconds that were added to its client's debt when it got its turn
+    """
 
     client: str
     seconds: float = REQUEST_SECONDS
+    had_turn: bool = False
     advance: float = 0.0
 
 
@@ -149,9 +161,13 @@ class _Debt:
 
 
 class Costs:
-    """The turns of the event loop. All methods are to be called there."""
+    """The turns of the event loop. All methods are to be called there.
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    count_delayed: called for each request that has to wait because of a debt
+    """
+
+    def __init__(self, count_delayed: Callable[[], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._count_delayed = count_delayed
         self._clock = clock
         self._queue: CostQueue[tuple[Bill, asyncio.Future[None]]] = CostQueue()
         self._debts: dict[str, _Debt] = {}
@@ -164,23 +180,45 @@ class Costs:
         BILL.set(bill)
         return bill
 
-    async def take_turn(self, bill: Bill) -> None:
-        """Return when the client's work may go on. Raises TooManyRequests if many requests of the client wait already."""
+    async def take_turn(self, bill: Bill, receive: asgi.Receive) -> bool:
+        """Return True when the client's work may go on, or False when the client has left.
+
+        What is left of the request's body is dropped meanwhile. Raises TooManyRequests if many of the client's requests wait
+        already.
+        """
+        bill.had_turn = True
+        owes = self._wait(bill.client, self._clock()) > 0
+        if owes:
+            self._count_delayed()
+            if self._queue.count(bill.client) >= MAX_WAITING:
+                message = (
+                    f"{MAX_WAITING} requests of this client wait already, because many before them were refused, or asked "
+                    "for no tokens. Try again later, with fewer requests at once."
+                )
+                raise TooManyRequests(message, retry_after=1)
+        turn = self._ask_for_turn(bill)
+        if turn is None:
+            return True
+        if not owes:
+            await turn
+            return True
+        left = asyncio.ensure_future(_end_of(receive))
+        try:
+            await asyncio.wait([turn, left], return_when=asyncio.FIRST_COMPLETED)
+            return turn.done()
+        finally:
+            turn.cancel()
+            left.cancel()
+
+    def _ask_for_turn(self, bill: Bill) -> asyncio.Future[None] | None:
+        """What becomes done when the work may go on. None: it may go on at once."""
         client = bill.client
-        count = self._queue.count(client)
-        wait = self._wait(client, self._clock())
-        if not count and self._used < ITERATION_SECONDS and not wait:
-            return
-        if wait and count >= MAX_WAITING:
-            message = (
-                f"{MAX_WAITING} requests of this client wait already, because many before them were refused, or asked for no "
-                "tokens. Try again later, with fewer requests at once."
-            )
-            raise TooManyRequests(message, retry_after=1)
+        if self._used < ITERATION_SECONDS and not self._queue.count(client) and not self._wait(client, self._clock()):
+            return None
         turn = asyncio.get_running_loop().create_future()
         self._queue.put(client, (bill, turn))
         self._set_timer()
-        await turn
+        return turn
 
     @contextmanager
     def work(self, bill: Bill) -> Iterator[None]:
@@ -195,7 +233,9 @@ class Costs:
         """Wait for the turn of the current task's client, before it begins so many sequences of one prompt."""
         bill = BILL.get()
         if bill is not None:
-            await self.take_turn(bill)
+            turn = self._ask_for_turn(bill)
+            if turn is not None:
+                await turn
             self._charge(bill, count * SEQUENCE_SECONDS)
 
     def _charge(self, bill: Bill, seconds: float) -> None:
@@ -216,8 +256,8 @@ class Costs:
         self._fall(debt, now)
         debt.seconds = max(debt.seconds - bill.advance, 0.0)
         if unpaid:
-            debt.seconds += bill.seconds
-            debt.usual = bill.seconds
+            debt.usual = min(bill.seconds, MAX_CHARGE)
+            debt.seconds = min(debt.seconds + debt.usual, MAX_DEBT)
             if bill.client not in self._debts and len(self._debts) >= MAX_ACCOUNTS:
                 self._forget_paid(now)
             self._debts[bill.client] = debt
@@ -231,7 +271,7 @@ class Costs:
 
     def _wait(self, client: Hashable, now: float) -> float:
         """Seconds until the debt of a client is small enough."""
-        debt = self._debts.get(client)  # type: ignore[call-overload]
+        debt: _Debt | None = self._debts.get(client)  # type: ignore[call-overload]
         if debt is None:
             return 0.0
         self._fall(debt, now)
@@ -274,3 +314,9 @@ class Costs:
             self._fall(debt, now)
         kept = {client: debt for client, debt in self._debts.items() if debt.seconds}
         self._debts = kept if len(kept) < len(self._debts) else {}
+
+
+async def _end_of(receive: asgi.Receive) -> None:
+    """Return when the client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -71,6 +71,12 @@ class RequestIds:
                 identity = request_id.encode()
                 names = (b"x-request-id", b"request-id") if is_anthropic(scope["path"]) else (b"x-request-id",)
                 message["headers"] = [*message.get("headers", ()), *[(name, identity) for name in names]]
+                bill = state.get("bill")
+                if bill is not None and not bill.had_turn:
+                    try:
+                        await self._costs.take_turn(bill, receive)
+                    except TooManyRequests:  # the answer is there already
+                        message["headers"].append((b"connection", b"close"))
             await send(message)
 
         try:
@@ -155,7 +161,7 @@ def is_address(text: str | bytes) -> bool:
 
 
 class Clients:
-    """Finds out whose request it is, and lets it wait for that client's turn (costs.py).
+    """Finds out whose request it is, and opens its bill (costs.py).
 
     A client is one of the keys or, without one, the address that the request comes from.
     """
@@ -175,13 +181,8 @@ class Clients:
             # sum() compares with every key, so the time does not tell which key matches
             if sum(hmac.compare_digest(digest, known) for known in self._hashes):
                 state["key"] = digest.hex()
-        bill = state["bill"] = self._costs.open(state.get("key") or network_of(_address(scope)))
-        try:
-            await self._costs.take_turn(bill)
-        except ApiError as error:
-            await error.response(scope)(scope, receive, send)
-        else:
-            await self._app(scope, receive, send)
+        state["bill"] = self._costs.open(state.get("key") or network_of(_address(scope)))
+        await self._app(scope, receive, send)
 
 
 class Keys:

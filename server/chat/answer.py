@@ -142,6 +142,12 @@ class ChatAnswer(Answer):
             markers |= {OPENING, CLOSING}  # the prompt may have written the first
         return False if markers & self._tokenization.special_tokens.keys() else self._body.skip_special_tokens
 
+    def _stop_token_ids(self) -> tuple[int, ...]:
+        """With the token that ends a message in the chat template, unless the model's files name it as an end anyway."""
+        given = super()._stop_token_ids()
+        end = self._tokenization.chat_end
+        return given if end is None or self._body.ignore_eos or end in given else (*given, end)
+
     def _reader(self, index: int) -> MessageReader:
         if index not in self._readers:
             self._readers[index] = self._new_reader()

@@ -31,6 +31,7 @@ from .tools import ToolFormat, detect_format
 
 MESSAGE_NAME = re.compile(r"""message(\.name|\[['"]name['"]|\.get\(['"]name['"])""")
 ROLES = {"system", "user", "assistant", "tool"}  # which every template knows or refuses
+PROBE = "Goodbye"  # the content of a message whose end is looked for
 RESERVED = {"conversation", "messages", "self", "tools"}
 # what a template can raise for a conversation or a variable that is not of the kind that it expects
 FAILURES = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
@@ -121,6 +122,15 @@ class Template:
                 "/v1/completions needs no template."
             )
             raise HttpError(501, message, code="broken_chat_template")
+
+    def closing(self) -> str:
+        """What the template writes behind a message of the assistant; "" if it takes no such message."""
+        messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": PROBE}]
+        try:
+            text = self._tokenizer.apply_chat_template(messages, chat_template=self._text, tokenize=False)
+        except FAILURES:
+            return ""
+        return str(text).rpartition(PROBE)[2] if PROBE in str(text) else ""
 
     def _render_on_trial(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, variables: dict[str, Any], trial: Trial

@@ -77,6 +77,12 @@ class Metrics(Collector):
             registry=self._registry,
         )
 
+        self.delayed = Counter(
+            f"{PREFIX}delayed_requests",
+            "Requests that waited because their client has sent many that were refused, or that asked for no tokens.",
+            registry=self._registry,
+        ).inc
+
     def connection_refused(self, reason: str) -> None:
         self._refused.labels(reason).inc()
 

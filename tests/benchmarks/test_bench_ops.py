@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from product_cases import dense
 
 from benchmarks.attention import bench_ops
-from fa_serve.ops.experts import kernel as experts_kernel
+from fa_serve.ops.products import table
 
 CASES = {
     "experts": {f"tiny {form} {tokens}" for form in bench_ops.EXPERT_FORMS for tokens in (1, 3)},
@@ -29,14 +30,23 @@ def test_every_case_is_measured_after_the_gate(what: str, tmp_path: Path, monkey
     assert printed.index("gate: results are right") < printed.index(lines[0]["case"])
 
 
-def test_some_cells_and_ways(tmp_path: Path, monkeypatch) -> None:
-    options = ["--shapes", "tiny", "--forms", "matrices,int4", "--tokens", "5", "--ways", "portable,dequantized"]
+def test_some_cells_and_kernels(tmp_path: Path, monkeypatch) -> None:
+    options = ["--shapes", "tiny", "--forms", "matrices,int4", "--tokens", "5", "--kernels", "grouped,dequantise_experts"]
     monkeypatch.setattr("sys.argv", ["bench_ops.py", "experts", "--tiny", *options, "--out", str(tmp_path)])
-    chosen = experts_kernel.choose_experts
+    rows = table.KERNELS
     bench_ops.main()
     lines = [json.loads(line) for line in (tmp_path / "ops_experts.jsonl").read_text().splitlines()]
-    assert [line["case"] for line in lines] == ["tiny matrices 5", "tiny int4 5 portable", "tiny int4 5 dequantized"]
-    assert experts_kernel.choose_experts is chosen
+    assert [line["case"] for line in lines] == ["tiny matrices 5", "tiny int4 5 grouped", "tiny int4 5 dequantise_experts"]
+    assert table.KERNELS is rows
+
+
+def test_one_kernel_is_timed_without_its_limits() -> None:
+    product = dense("int4", tokens=9000)
+    rows = table.KERNELS
+    with bench_ops.computed_by("unpack"):
+        assert table.select_kernel(product).kernel.name == "unpack"
+    assert table.KERNELS is rows
+    assert table.select_kernel(product).kernel.name == "dequantise"
 
 
 @pytest.mark.parametrize("what", CASES)

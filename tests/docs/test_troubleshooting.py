@@ -32,6 +32,9 @@ def test_the_list_is_that_of_the_source() -> None:
     check_generated(PAGE, "messages", lists())
 
 
+LISTEN = "..., port ...: ...; choose another --port (0 takes a free one) or --host"
+
+
 def test_the_list_has_messages_of_every_kind() -> None:
     found = messages()
     assert len(found) > 400
@@ -40,7 +43,11 @@ def test_the_list_has_messages_of_every_kind() -> None:
         Message("Models and masks", "layer ... (...) attends more than once", "UnsupportedModelError"),
         Message("Engine", "top_p must be above 0 and at most 1", "ParameterError"),
         Message("Engine", "the model's logits are not finite", "RequestError"),
-        Message("Server and commands", "cannot listen on ..., port ...: ...", "exit"),
+        Message(
+            "Server and commands",
+            "cannot listen on ..., port ...: ...; choose another --port (0 takes a free one) or --host",
+            "exit",
+        ),
         Message(HTTP, "The model ... does not exist. This server serves ...", "404"),
         Message(HTTP, "tool_choice is only allowed with tools", "400"),
         Message(REASONS, "supports no ALiBi, and alibi_slopes were given", ""),

@@ -153,7 +153,9 @@ def test_the_command_refuses_with_the_reason(tmp_path: Path) -> None:
 
 def test_experts_have_a_backend_or_a_reason(tmp_path: Path) -> None:
     mixture = AutoConfig.for_model("gpt_oss", num_hidden_layers=2, num_local_experts=4)
-    assert describe(mixture, "cuda", 90).parts[0].experts == {"GptOssExperts": "triton"}
+    many = "grouped for 1 to 63 tokens, expert_matrices for more"
+    assert describe(mixture, "cuda", 90).parts[0].experts == {"GptOssExperts": many}
+    assert describe(mixture, "cuda", 80).parts[0].experts == {"GptOssExperts": "grouped"}, "its rows are not contiguous"
     assert describe(mixture).parts[0].experts == {"GptOssExperts": "torch"}
     plain = AutoConfig.for_model("nemotron_h", layers_block_type=["attention", "moe"])
     [reason] = describe(plain).parts[0].experts.values()

@@ -219,6 +219,68 @@ def head(path: str, key: str | None, *headers: str, method: str = "POST") -> byt
     return "\r\n".join([*lines, "", ""]).encode()
 
 
+def post(route: tuple[str, bytes], key: str | None) -> bytes:
+    """A whole request with a body."""
+    path, body = route
+    return head(path, key, f"Content-Length: {len(body)}") + body
+
+
+def get(path: str, key: str | None) -> bytes:
+    return head(path, key, method="GET")
+
+
+def _messages(count: int, **fields: Any) -> tuple[str, bytes]:
+    return chat(messages=[{"role": "user", "content": "x" * 12}] * count, max_tokens=1, **fields)
+
+
+def _items(count: int) -> tuple[str, bytes]:
+    items = [{"role": "user", "content": "x" * 30}] * count
+    return RESPONSES, json.dumps({"model": "nope", "input": items}).encode()
+
+
+def _last_is_wrong(count: int) -> tuple[str, bytes]:
+    """The model is there, and all of the body is validated before it is refused."""
+    return chat(messages=[*[{"role": "user", "content": "x"}] * count, {"role": "user", "content": 1}])
+
+
+def many_ids() -> tuple[str, bytes]:
+    """21 kB with three fields of 1,024 token ids for each of 128 prompts."""
+    ids = list(range(5, 1029))
+    bias = dict.fromkeys(map(str, ids), 1)
+    return completion(prompt=["x"] * 128, max_tokens=1, stop_token_ids=ids, allowed_token_ids=ids, logit_bias=bias)
+
+
+def large_variables(size: int = 1_000_000) -> tuple[str, bytes]:
+    """What a template gets beside the messages, which are short."""
+    text = "word " * (size // 5)
+    tool = {"type": "function", "function": {"name": "f", "description": text}}
+    thinks = {"role": "assistant", "content": "", "reasoning_content": text}
+    call = {"id": "c", "type": "function", "function": {"name": text, "arguments": "{}"}}
+    turns = [{"role": "user", "content": "x"}, thinks, {"role": "assistant", "tool_calls": [call]}]
+    return chat(messages=turns, tools=[tool], chat_template_kwargs={"x": text})
+
+
+# what twenty connections send again and again, with the attacker's key or without one: work that no budget of the engine counts
+FLOODS: dict[str, Callable[[str], bytes]] = {
+    "health": lambda _: get("/health", None),
+    "openapi": lambda key: get("/openapi.json", key),
+    "metrics": lambda key: get("/metrics", key),
+    "models": lambda key: get("/v1/models", key),
+    "no such path": lambda key: get("/nowhere", key),
+    "a wrong key": lambda _: get("/v1/models", "a wrong key"),
+    "messages for no model": lambda key: post(_messages(1050, model="nope"), key),
+    "items for no model": lambda key: post(_items(850), key),
+    "arguments for no model": lambda key: post(
+        (CHAT, tool_call('{"a":[' + "{}," * 12_000 + "{}]}")[1].replace(MODEL.encode(), b"nope")), key
+    ),
+    "a wrong message": lambda key: post(_last_is_wrong(1500), key),
+    "a wrong token id": lambda key: post(completion(prompt=[7] * 20_000 + [-1]), key),
+    "messages that do not fit": lambda key: post(_messages(1050), key),
+    "a text that does not fit": lambda key: post(completion(prompt="word " * 12_000), key),
+    "a grammar that is none": lambda key: post(completion(guided_grammar="start: " + "a " * 20_000), key),
+}
+
+
 def connect(address: Address, timeout: float = 20.0) -> socket.socket:
     return socket.create_connection(address, timeout)
 

@@ -33,7 +33,8 @@ from security.probe import (
 # FA_SERVE_LOAD=short or full (`make test-security`).
 collect_ignore = []
 if "FA_SERVE_LOAD" not in os.environ:
-    collect_ignore += ["test_attacks.py", "test_bounds.py", "test_expensive_parts.py", "test_fuzz.py", "test_isolation.py"]
+    collect_ignore += ["test_attacks.py", "test_bounds.py", "test_expensive_parts.py", "test_floods.py", "test_fuzz.py"]
+    collect_ignore += ["test_isolation.py"]
 
 FULL = os.environ.get("FA_SERVE_LOAD") == "full"
 ATTACKER = "attackers-key"
@@ -176,6 +177,20 @@ def start_fortress(tmp_path: Path) -> Iterator[Callable[..., Fortress]]:
 
     def start(*flags: str, **options: Any) -> Fortress:
         started.append(_start(tmp_path / f"log-{len(started)}", *flags, **options))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.process.end()
+
+
+@pytest.fixture(scope="module")
+def start_for_module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Fortress]]:
+    """The same for all tests of a module."""
+    started = []
+
+    def start(*flags: str, **options: Any) -> Fortress:
+        started.append(_start(tmp_path_factory.mktemp("fortress") / "log", *flags, **options))
         return started[-1]
 
     yield start

@@ -17,6 +17,7 @@ import contextlib
 import http.client
 import json
 import math
+import os
 import subprocess
 import sys
 import threading
@@ -152,6 +153,12 @@ def memory_of(pid: int) -> int:
             values = {name: 1024 * int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines[1:])}
             total += values["Pss"] - values.get("Pss_File", 0) + values.get("SwapPss", 0)
     return total
+
+
+def loop_seconds(pid: int) -> float:
+    """Seconds of a processor that the server's event loop has taken so far, which is the first thread of its process."""
+    fields = Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 class MemoryWatch:

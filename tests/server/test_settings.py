@@ -47,7 +47,7 @@ def test_a_file_of_keys_must_hold_one(tmp_path):
     settings = load({"api_key_file": tmp_path / "keys"})
     with pytest.raises(ValueError, match=r"api_key_file must hold at least one key, got none in .*keys"):
         _ = settings.all_keys
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(ValueError, match=r"api_key_file must be a file that can be read, got .*missing: No such file"):
         _ = load({"api_key_file": tmp_path / "missing"}).all_keys
 
 

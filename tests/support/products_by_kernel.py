@@ -115,10 +115,18 @@ def a_gpu(arch: int, num_sms: int = 132) -> Iterator[None]:
 _OF_PYTORCH = {"mm": "matmul", "addmm": "matmul", "addmm_": "matmul", "_scaled_mm": "scaled_mm"}
 
 
+class Launched(list[str]):
+    """The names of what was launched. constants: of the kernels, by their names; the last launch of each"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.constants: dict[str, tuple[Any, ...]] = {}
+
+
 class _Products(TorchDispatchMode):
     """Notes PyTorch's own products."""
 
-    def __init__(self, launched: list[str]) -> None:
+    def __init__(self, launched: Launched) -> None:
         super().__init__()
         self.launched = launched
 
@@ -129,15 +137,17 @@ class _Products(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def counted_launches() -> Iterator[list[str]]:
+def counted_launches() -> Iterator[Launched]:
     """The functions of the kernels that are launched within this context, in their order, and PyTorch's own products.
 
     They are counted at the one place where launches happen, `Launch.__call__`, and do not run.
     """
-    launched: list[str] = []
+    launched = Launched()
 
     def count(self: Launch, tensors: Any, *late: int) -> None:
-        launched.append(self._kernel.fn.__name__)
+        name = self._kernel.fn.__name__
+        launched.append(name)
+        launched.constants[name] = tuple(self._fixed)
 
     with pytest.MonkeyPatch.context() as patch, _Products(launched):
         patch.setattr(Launch, "__call__", count)

@@ -328,7 +328,7 @@ def _quantised(results: dict[str, Any]) -> list[str]:
         "The engine reads quantised layers from the files of a checkpoint. It needs no other package and makes no copy of the",
         "weights in full precision, and it fuses quantised decoder layers like others. `examples/quantise.py` writes small",
         "copies of a model in each of these formats. For bfloat16, groups of 128 and a weight of 4096 x 4096, these rows of",
-        "the [table of kernels](products-table.md) compute the products:",
+        "the [table of kernels](kernels/products.md#which-kernel-when) compute the products:",
         "",
         "| format | weights | " + " | ".join(GPUS) + " |",
         "|---|---|" + "---|" * len(GPUS),

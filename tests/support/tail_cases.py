@@ -41,6 +41,7 @@ class TailCase:
     def __str__(self) -> str:
         lengths = ["-".join(map(str, n)) for n in (self.lengths_q, self.lengths_k)]
         named = [name for name in ("sinks", "latent", "sparse") if getattr(self, name)]
+        named += ["H" + "-".join(map(str, self.heads))] if self.heads != TailCase.heads else []
         named += [f"S{self.num_splits}"] if self.num_splits else []
         named += [self.precision] if self.precision != "bf16" else []
         return "_".join([self.layout, f"Q{lengths[0]}", f"K{lengths[1]}", f"T{self.tail}", f"D{self.head_dim}", *named])

@@ -25,14 +25,15 @@ PIECE = 1 << 18
 class PromptReader:
     """Turns prompts into token ids. Safe to use from any thread.
 
-    tokenizer: a fast tokenizer of transformers, or None; then prompts must be token ids
-    max_chars: characters of a text that `encode` takes
-    max_ids:   tokens of a text that `encode` takes
+    tokenizer:  a fast tokenizer of transformers, or None; then prompts must be token ids
+    vocab_size: tokens that the model has
+    max_chars:  characters of a text that `encode` takes
+    max_ids:    tokens of a text that `encode` takes
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, max_model_len: int) -> None:
         self._tokenizer = tokenizer
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._max_model_len = max_model_len
         self.max_ids = max(2 * max_model_len, MAX_IDS)
         self.max_chars = 0 if tokenizer is None else max_model_len * _most_characters(tokenizer.backend_tokenizer)
@@ -132,14 +133,14 @@ class PromptReader:
 
         Those of a text are checked as well, because a tokenizer may have more tokens than its model.
         """
-        rule = f"hold token ids from 0 to {self._vocab_size - 1}"
+        rule = f"hold token ids from 0 to {self.vocab_size - 1}"
         try:
             numbers = np.frombuffer(array("q", prompt), dtype=np.uint64)
         except (TypeError, OverflowError) as error:
             raise ParameterError("prompt", f"{rule} ({error})", prompt) from None
         if not len(numbers):
             return []
-        if np.maximum.reduce(numbers) >= self._vocab_size:  # a negative number is larger than all others
+        if np.maximum.reduce(numbers) >= self.vocab_size:  # a negative number is larger than all others
             signed = numbers.view(np.int64)
             least = int(signed.min())
             wrong = least if least < 0 else int(signed.max())

@@ -26,13 +26,14 @@ from fa_serve.engine.cache.pages import PageTable, new_salt
 from fa_serve.engine.cache.tensors import check_num_pages
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.events import PhaseClock
-from fa_serve.engine.parallel.ranks import Ranks
+from fa_serve.engine.parallel.ranks import Alone, Ranks
 from fa_serve.engine.runner.cuda_graphs import OnError
 from fa_serve.engine.runner.model_runner import ModelRunner
 from fa_serve.engine.scheduler.scheduler import Scheduler
 from fa_serve.engine.speculation.draft_head import load_head_runner
 from fa_serve.engine.speculation.draft_model import DraftModel
 from fa_serve.engine.speculation.drafts import Drafter, NgramDrafter, Speculation
+from fa_serve.engine.start.generation_config import find_ends
 from fa_serve.engine.start.read_ahead import reading_ahead
 from fa_serve.hf import NAME, check_attention_precision, divide_model, patch, plan_division, vocab_size
 from fa_serve.hf.model_location import TOKENIZER_FILES, WEIGHT_FILES, find_model
@@ -89,8 +90,11 @@ def load(
     resolved = replace(
         config, dtype=str(model.dtype)[6:], device=str(model.device), num_pages=num_pages, max_model_len=max_model_len
     )
+    ends = find_ends(model.generation_config, model.config, tokenizer, runner.vocab_size)
+    if ends.warning is not None and ranks.rank == 0:
+        log.warning(ends.warning)
     scheduler = make_scheduler(resolved, runner, ranks.broadcast("salt", new_salt))
-    return Loaded(runner, scheduler, tokenizer, resolved, max_model_len, end_ids(model))
+    return Loaded(runner, scheduler, tokenizer, resolved, max_model_len, ends.ids)
 
 
 def load_draft(
@@ -158,11 +162,14 @@ def load_tokenizer(config: EngineConfig) -> Any:
 def load_model(config: EngineConfig, ranks: Ranks | None = None) -> PreTrainedModel:
     """The model on its device, with fa_serve as its attention; of several ranks, this rank's part of it.
 
+    ranks: None for a model that is not divided
+
     Raises what transformers raises, ParameterError for a format of weights that fa_serve does not know or for a tensor that is
     missing or has a wrong shape, or OSError that names a file that cannot be read: the readers of weights do not say which
     file they were reading. Raises UnsupportedModelError for a model that cannot be divided.
     """
     path = config.model_path()
+    ranks = ranks or Alone(torch.device(config.resolve_device()))
     device = _device_while_loading(config, ranks)
     with _reading_ahead(path, ranks):
         try:
@@ -186,29 +193,28 @@ def load_model(config: EngineConfig, ranks: Ranks | None = None) -> PreTrainedMo
             raise
         model, report = loaded
         check_report(report)
-        if ranks is not None and ranks.all_reduce is not None:
+        if ranks.all_reduce is not None:
             divide_model(model, plan_division(model, ranks.size), ranks.rank, ranks.all_reduce, ranks.device)
-        finish_weights(model.to(config.resolve_device() if ranks is None else ranks.device))
+        finish_weights(model.to(ranks.device))
     if passed_on := quantized_elsewhere(known):
         log.info("weights in the format %s are computed by transformers' own modules, in layers that are not fused", passed_on)
     return cast(PreTrainedModel, model)
 
 
-def _device_while_loading(config: EngineConfig, ranks: Ranks | None) -> torch.device | None:
+def _device_while_loading(config: EngineConfig, ranks: Ranks) -> torch.device | None:
     """Where weights are put as they are read. None for the CPU, on which models are divided and floats are rounded to float8.
 
     The matrices of experts, which most checkpoints keep apart, are stacked there: on the CPU that takes memory that is touched
     for the first time, which is several times slower than copying the weights to the GPU.
     """
-    device = torch.device(config.resolve_device()) if ranks is None else ranks.device
-    made_smaller = config.quantization is not None or (ranks is not None and ranks.all_reduce is not None)
-    return None if made_smaller or device.type == "cpu" else device
+    made_smaller = config.quantization is not None or ranks.all_reduce is not None
+    return None if made_smaller or ranks.device.type == "cpu" else ranks.device
 
 
-def _reading_ahead(path: str, ranks: Ranks | None) -> AbstractContextManager[None]:
+def _reading_ahead(path: str, ranks: Ranks) -> AbstractContextManager[None]:
     """Only the first rank of a machine reads ahead, for all of them, and only what has been downloaded."""
     folder = _folder(path)
-    return nullcontext() if folder is None or (ranks is not None and ranks.local_rank) else reading_ahead(folder)
+    return nullcontext() if folder is None or ranks.local_rank else reading_ahead(folder)
 
 
 def _folder(path: str) -> Path | None:
@@ -281,13 +287,3 @@ def position_limit(model: PreTrainedModel) -> int | None:
     """The number of positions that the model was made for; None if its config does not say."""
     limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return limit
-
-
-def end_ids(model: PreTrainedModel) -> frozenset[int]:
-    """The tokens that end an answer, as model.generate takes them."""
-    ids = getattr(model.generation_config, "eos_token_id", None)
-    if ids is None:
-        ids = model.config.get_text_config().eos_token_id
-    if ids is None:
-        return frozenset()
-    return frozenset([ids] if isinstance(ids, int) else ids)

@@ -108,6 +108,7 @@ class Grammars:
         self._vocab_size = vocab_size
         self._num_bits = vocab_size  # of llguidance's masks: the logits and the tokens, whichever are more
         self._end_ids = sorted(end_ids)
+        self._grammar_ends: list[int] = []  # those that llguidance knows
         self._config = config or EngineConfig()
         self._lock = threading.Lock()
         self._tables: Any = None
@@ -255,6 +256,22 @@ class Grammars:
                 return f"it begins with tokens that the model does not have, whose ids are below {self._vocab_size}"
         return ""
 
+    def allow_ends(self, words: NDArray[np.int32], end_ids: Collection[int]) -> None:
+        """Let masks in which the answer may end allow each token that ends the answer of this request, in place.
+
+        llguidance knows the model's end tokens. A request may have others, such as the one of a chat template.
+        """
+        others = set(end_ids).difference(self._grammar_ends)
+        if not others:
+            return
+        may_end = np.zeros(len(words), dtype=bool)
+        for token in self._grammar_ends:
+            if token < self._vocab_size:
+                may_end |= (words[:, token // 32] >> (token % 32) & 1) == 1
+        bits = words.view(np.uint32)
+        for token in others:
+            bits[may_end, token // 32] |= np.uint32(1 << (token % 32))
+
     def _fill_slices(self, rows: Sequence[_Row], words: NDArray[np.int32]) -> int:
         """Fill rows side by side while that is fast. Returns how many are done."""
         begin = time.perf_counter()
@@ -333,6 +350,7 @@ class Grammars:
                     rule = f"be None because llguidance cannot read this model's tokenizer ({reason})"
                     raise ParameterError("structured", rule, structured, "unsupported") from None
                 self._num_bits = num_bits
+                self._grammar_ends = end_ids
                 self._executor = llguidance.LLExecutor()
                 given = {"tokenizer": text, "vocab_size": num_bits, "end_ids": end_ids}
                 limits = TrialLimits("compile", self._config.grammar_timeout, self._config.grammar_memory, "grammar")

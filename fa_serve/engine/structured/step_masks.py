@@ -62,7 +62,11 @@ def step_masks(grammars: Grammars, batch: ScheduledBatch, states: Mapping[str, O
     chunks = [batch.chunks[index] for index in indices]
     masks, late = grammars.masks(matchers, [x.sequence.request.client for x in chunks], [x.drafts for x in chunks])
     failed = []
-    for state in constrained:
+    first = 0
+    for state, chunk in zip(constrained, chunks, strict=True):
+        end = first + chunk.num_samples
+        grammars.allow_ends(masks[first:end], state.sequence.request.end_ids)
+        first = end
         if state.matcher.is_error():
             reason = state.matcher.get_error()[:200]
             name = state.sequence.request.request_id

@@ -7,6 +7,8 @@ a tile that is not the fastest for any size. Source of the idea: He et al., "Def
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -14,7 +16,6 @@ from torch import Tensor
 
 from fa_serve.launching.launch import Launch
 from fa_serve.launching.plans import PLANS
-from fa_serve.ops.ops_backend import Weight
 from fa_serve.ops.products.problem import Details, Multiply, Product
 from fa_serve.ops.products.quantised.dequantise import plan_matrix
 from fa_serve.ops.products.tiles import InvariantTile
@@ -93,7 +94,7 @@ def plan_invariant(product: Product, tile: InvariantTile, details: Details) -> M
         options={"num_warps": 4, "num_stages": tile.num_stages},
     )
 
-    def multiply(x: Tensor, weight: Weight, bias: Tensor | None, norm_weight: Tensor | None, residual: Tensor | None) -> Tensor:
+    def multiply(x: Tensor, weight: Any, bias: Tensor | None, norm_weight: Tensor | None, residual: Tensor | None) -> Tensor:
         out = x.new_empty(m, n)
         launch((x, weight if matrix_of is None else matrix_of(weight), bias, out))
         return out

@@ -27,7 +27,9 @@ from fa_serve.ops.products.quantised.rounding import MAX_GATED, RoundRows, plan_
 from fa_serve.ops.products.quantised.weight import QuantizedWeight
 from fa_serve.ops.products.table import Choice, select_kernel
 
-Finish = Callable[[Tensor, Weight | None], Tensor | RoundedRows]
+Prepare = Callable[[Any, Tensor | None, Any], Any]
+"""Makes the input of a product of x, the weight of a norm and the weight of the product."""
+Finish = Callable[[Tensor, Any], Tensor | RoundedRows]
 """Gates the result of a product, for the product with the next weight."""
 
 
@@ -132,10 +134,11 @@ def plan_product(
     choice = select_kernel(product) if choice is None else choice
     kernel = choice.kernel
     compute = kernel.load()(product, choice.tile, details)
-    prepare = None
+    prepare: Prepare | None = None
     if kernel.in_float8 and not product.rounded:
         prepare = _plan_rounded_input(product, details)
     elif has_norm and not kernel.fused:
+        assert isinstance(x, Tensor), "rows that are rounded have been normalised"
         prepare = _plan_norm(x, details)
     finish = None
     if details.activation is not None and not kernel.fused:
@@ -157,10 +160,10 @@ def _of_no_tokens(product: Product, tensors: tuple[Any, ...]) -> Tensor:
     return rows.new_empty(0, product.outputs, dtype=product.dtype) if residual is None else residual
 
 
-def _plan_norm(x: Tensor, details: Details) -> Callable[[Tensor, Tensor, Weight], Tensor]:
+def _plan_norm(x: Tensor, details: Details) -> Prepare:
     launch = plan_rms_norm(x, None, torch.empty_like(x), details.eps, details.offset)
 
-    def normalise(x: Tensor, norm_weight: Tensor, weight: Weight) -> Tensor:
+    def normalise(x: Tensor, norm_weight: Tensor | None, weight: Weight) -> Tensor:
         out = torch.empty_like(x)
         launch((x, norm_weight, None, out))
         return out
@@ -168,7 +171,7 @@ def _plan_norm(x: Tensor, details: Details) -> Callable[[Tensor, Tensor, Weight]
     return normalise
 
 
-def _plan_rounded_input(product: Product, details: Details) -> Callable[[Tensor, Tensor | None, QuantizedWeight], RoundedRows]:
+def _plan_rounded_input(product: Product, details: Details) -> Prepare:
     round_rows = plan_rounding(product, details)
     return lambda x, norm_weight, weight: round_rows(x, norm_weight, weight.input_scale)
 
@@ -193,6 +196,7 @@ def _plan_gate(product: Product, activation: str, next_weight: Weight | None) ->
 
 def _plan_rounding_gate(product: Product, activation: str, next_weight: QuantizedWeight) -> RoundRows | None:
     """The launch that gates and rounds, or None if the next product takes its input as it is."""
-    same = {"tokens": product.tokens, "dtype": product.dtype, "arch": product.arch, "num_sms": product.num_sms}
-    next_product = product_with(next_weight, **same)
+    next_product = product_with(
+        next_weight, tokens=product.tokens, dtype=product.dtype, arch=product.arch, num_sms=product.num_sms
+    )
     return plan_rounding(next_product, activation=activation) if select_kernel(next_product).kernel.in_float8 else None

@@ -135,7 +135,7 @@ _QUANTISED = "fa_serve.ops.products.quantised"
 KERNELS: tuple[Kernel, ...] = (
     Kernel(
         name="row",
-        about="one token with a matrix, with its norm and gate",
+        about="one token, with its norm and gate",
         launches=("_linear_row",),
         plan="fa_serve.ops.products.row:plan_row",
         values=("float",),
@@ -145,7 +145,7 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     Kernel(
         name="matmul",
-        about="PyTorch's product with a matrix",
+        about="PyTorch's product",
         launches=("torch.nn.functional.linear",),
         plan="fa_serve.ops.products.pytorch:plan_matmul",
         values=("float",),
@@ -155,7 +155,7 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     Kernel(
         name="gemv",
-        about="one token on Hopper: weights from registers to mma, with its norm and gate",
+        about="one token on Hopper, with its norm and gate",
         launches=("_quantized_gemv",),
         plan=f"{_QUANTISED}.gemv:plan_gemv",
         values=("int4", "float8"),
@@ -165,7 +165,7 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     Kernel(
         name="unpack_row",
-        about="one token: weights are unpacked in registers, with its norm and gate",
+        about="one token, with its norm and gate",
         launches=("_quantized_row",),
         plan=f"{_QUANTISED}.unpack:plan_unpack_row",
         values=QUANTISED,
@@ -175,7 +175,7 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     Kernel(
         name="float8_wgmma",
-        about="float8 with float8 on Hopper: the input is rounded before",
+        about="rounded input with float8 on Hopper",
         launches=("_scaled_wgmma",),
         plan=f"{_QUANTISED}.float8_wgmma:plan_float8_wgmma",
         values=("float8",),
@@ -185,7 +185,7 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     Kernel(
         name="scaled_mm",
-        about="PyTorch's product of float8 with float8: the input is rounded before",
+        about="rounded input with float8, by PyTorch",
         launches=("torch._scaled_mm",),
         plan="fa_serve.ops.products.pytorch:plan_scaled_mm",
         values=("float8",),
@@ -195,7 +195,7 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     Kernel(
         name="unpack_wgmma",
-        about="several tokens on Hopper: unpacked weights from registers to wgmma",
+        about="few tokens on Hopper",
         launches=("_quantized_wgmma",),
         plan=f"{_QUANTISED}.unpack_wgmma:plan_unpack_wgmma",
         values=("int4", "float8"),
@@ -204,7 +204,7 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     Kernel(
         name="one_expert",
-        about="more tokens on Hopper: the kernel `expert_wgmma`, as if the weight were one expert",
+        about="more tokens on Hopper, by the kernel of experts",
         launches=("_grouped_wgmma",),
         plan="fa_serve.ops.experts.unpack_wgmma:plan_one_expert",
         values=("int4", "float8"),
@@ -213,7 +213,7 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     Kernel(
         name="unpack",
-        about="several tokens: weights are unpacked in registers",
+        about="few tokens",
         launches=("_quantized_linear",),
         plan=f"{_QUANTISED}.unpack:plan_unpack",
         values=QUANTISED,
@@ -222,7 +222,7 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     Kernel(
         name="dequantise",
-        about="the unpacked matrix, and PyTorch's product with it",
+        about="PyTorch's product with the unpacked matrix",
         launches=("_dequantize",),
         plan=f"{_QUANTISED}.dequantise:plan_dequantised_product",
         values=QUANTISED,
@@ -231,7 +231,7 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     Kernel(
         name="invariant",
-        about="a matrix in tiles that are the same for all numbers of tokens; quantised weights are dequantised before",
+        about="all numbers of tokens in equal tiles",
         launches=("_invariant_linear",),
         plan="fa_serve.ops.products.row_invariant:plan_invariant",
         values=ANY_VALUES,
@@ -241,7 +241,7 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     Kernel(
         name="expert_rows",
-        about="few tokens: each pair reads the rows of its expert",
+        about="few tokens, each with the rows of its experts",
         launches=("_gated_rows", "_mixed_rows"),
         plan="fa_serve.ops.experts.rows:plan_rows",
         values=ANY_VALUES,
@@ -252,7 +252,7 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     Kernel(
         name="expert_matrices",
-        about="many pairs on Hopper: matrices by the copy engine to wgmma",
+        about="many pairs with matrices on Hopper",
         launches=("experts_matrix",),
         plan="fa_serve.ops.experts.matrix_wgmma:plan_expert_matrices",
         values=("float",),
@@ -263,7 +263,7 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     Kernel(
         name="expert_wgmma",
-        about="on Hopper: unpacked weights from registers to wgmma",
+        about="unpacked weights on Hopper",
         launches=("_grouped_wgmma",),
         plan="fa_serve.ops.experts.unpack_wgmma:plan_expert_wgmma",
         values=QUANTISED,
@@ -274,7 +274,7 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     Kernel(
         name="dequantise_experts",
-        about="many pairs: the matrices of some experts at a time, and `grouped` with them",
+        about="`grouped` with the matrices of some experts at a time",
         launches=("_dequantize", "_grouped_linear"),
         plan="fa_serve.ops.experts.grouped:plan_dequantised",
         values=QUANTISED,
@@ -284,7 +284,7 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     Kernel(
         name="grouped",
-        about="pairs sorted by expert, with matrices or with weights that are unpacked in registers",
+        about="pairs that are sorted by expert",
         launches=("_grouped_linear",),
         plan="fa_serve.ops.experts.grouped:plan_grouped",
         values=ANY_VALUES,
@@ -295,7 +295,7 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     Kernel(
         name="torch",
-        about="plain PyTorch with dequantised weights: without Triton, and where it has no float8",
+        about="PyTorch with dequantised weights",
         launches=("torch.nn.functional.linear",),
         plan="fa_serve.ops.products.pytorch:plan_torch",
         values=ANY_VALUES,

@@ -69,6 +69,15 @@ def test_the_accounts_are_bounded(monkeypatch):
     assert queue.get() == "waits"
 
 
+def nothing() -> None:
+    pass
+
+
+async def stays() -> dict:
+    """`receive` of a client that waits for its answer."""
+    return await asyncio.get_running_loop().create_future()
+
+
 class Clock:
     now = 0.0
 
@@ -83,9 +92,16 @@ def spend(costs: Costs, client: str, seconds: float, unpaid: bool = True) -> Non
     costs.settle(bill, unpaid)
 
 
+def spend_all(costs: Costs, client: str, seconds: float) -> None:
+    """Many requests of this client that have ended."""
+    while seconds > 1e-9:
+        spend(costs, client, min(seconds, 0.01))
+        seconds -= 0.01
+
+
 async def waits(costs: Costs, client: str) -> bool:
     """Whether a request of this client has to wait."""
-    task = asyncio.create_task(costs.take_turn(costs.open(client)))
+    task = asyncio.create_task(costs.take_turn(costs.open(client), stays))
     for _ in range(4):
         await asyncio.sleep(0)
     done = task.done()
@@ -95,24 +111,27 @@ async def waits(costs: Costs, client: str) -> bool:
 
 async def test_a_client_with_debts_waits_until_they_have_fallen():
     clock = Clock()
-    costs = Costs(clock)
-    spend(costs, "honest", FREE_SECONDS)
+    delayed = []
+    costs = Costs(lambda: delayed.append(1), clock)
+    spend_all(costs, "honest", FREE_SECONDS)
     spend(costs, "pays", 100.0, unpaid=False)
-    spend(costs, "attacker", FREE_SECONDS + 1.0)
+    spend_all(costs, "attacker", FREE_SECONDS + 0.1)
     assert [await waits(costs, client) for client in ("honest", "pays", "attacker", "new")] == [False, False, True, False]
-    clock.now += 1.01 / SHARE
+    assert len(delayed) == 1
+    clock.now += 0.101 / SHARE
     assert not await waits(costs, "attacker")
+    assert len(delayed) == 1
 
 
 async def test_a_request_that_waits_goes_on_by_itself_and_those_of_a_client_one_after_the_other():
-    costs = Costs()
-    spend(costs, "attacker", FREE_SECONDS + 0.005)
+    costs = Costs(nothing)
+    spend_all(costs, "attacker", FREE_SECONDS + 0.005)
     begin = time.monotonic()
     done = []
 
     async def request() -> None:
         bill = costs.open("attacker")
-        await costs.take_turn(bill)
+        await costs.take_turn(bill, stays)
         done.append(time.monotonic() - begin)
         bill.seconds = 0.004
         costs.settle(bill, unpaid=True)
@@ -125,14 +144,14 @@ async def test_a_request_that_waits_goes_on_by_itself_and_those_of_a_client_one_
 
 async def test_no_more_than_a_share_is_unpaid_however_many_requests_wait():
     clock = Clock()
-    costs = Costs(clock)
+    costs = Costs(nothing, clock)
     spent = 0.0
 
     async def attack(client: str) -> None:
         nonlocal spent
         while True:
             bill = costs.open(client)
-            await costs.take_turn(bill)
+            await costs.take_turn(bill, stays)
             bill.seconds = 0.001
             spent += bill.seconds
             costs.settle(bill, unpaid=True)
@@ -153,24 +172,24 @@ async def test_no_more_than_a_share_is_unpaid_however_many_requests_wait():
 
 
 async def test_many_requests_that_wait_are_refused():
-    costs = Costs()
-    spend(costs, "attacker", 100.0)
-    tasks = [asyncio.create_task(costs.take_turn(costs.open("attacker"))) for _ in range(MAX_WAITING)]
+    costs = Costs(nothing)
+    spend_all(costs, "attacker", 1.0)
+    tasks = [asyncio.create_task(costs.take_turn(costs.open("attacker"), stays)) for _ in range(MAX_WAITING)]
     await asyncio.sleep(0)
     with pytest.raises(TooManyRequests, match=f"{MAX_WAITING} requests of this client wait already"):
-        await costs.take_turn(costs.open("attacker"))
-    await costs.take_turn(costs.open("other"))
+        await costs.take_turn(costs.open("attacker"), stays)
+    await costs.take_turn(costs.open("other"), stays)
     for task in tasks:
         task.cancel()
 
 
 async def test_work_of_many_milliseconds_is_done_in_several_iterations_and_the_cheapest_client_first():
-    costs = Costs()
+    costs = Costs(nothing)
     order = []
 
     async def request(client: str, seconds: float) -> None:
         bill = costs.open(client)
-        await costs.take_turn(bill)
+        await costs.take_turn(bill, stays)
         with costs.work(bill):
             end = time.thread_time() + seconds
             while time.thread_time() < end:
@@ -193,14 +212,36 @@ async def test_work_of_many_milliseconds_is_done_in_several_iterations_and_the_c
 
 
 async def test_a_request_that_begins_sequences_takes_turns():
-    costs = Costs()
+    costs = Costs(nothing)
     await costs.begin_sequences(5)  # outside of a request
     bill = costs.open("key")
     assert BILL.get() is bill
     before = bill.seconds
     await costs.begin_sequences(100)
     assert bill.seconds - before == pytest.approx(100 * module.SEQUENCE_SECONDS)
-    turn = asyncio.create_task(costs.take_turn(costs.open("other")))
+    turn = asyncio.create_task(costs.take_turn(costs.open("other"), stays))
     assert costs._used > module.ITERATION_SECONDS
     await turn
     assert costs._used == 0.0, "it got its turn in the next iteration"
+
+
+async def test_a_single_request_makes_no_client_wait_and_many_do_not_make_it_wait_long():
+    clock = Clock()
+    costs = Costs(nothing, clock)
+    spend(costs, "key", 100.0)
+    assert not await waits(costs, "key")
+    spend_all(costs, "key", 10.0)
+    clock.now += (module.MAX_DEBT - FREE_SECONDS) / SHARE + 0.01
+    assert not await waits(costs, "key")
+
+
+async def test_a_client_that_leaves_does_not_wait_and_the_rest_of_its_body_is_dropped():
+    costs = Costs(nothing)
+    spend_all(costs, "attacker", 1.0)
+    messages = [{"type": "http.request", "body": b"x", "more_body": True}] * 3 + [{"type": "http.disconnect"}]
+
+    async def receive() -> dict:
+        return messages.pop(0)
+
+    assert not await asyncio.wait_for(costs.take_turn(costs.open("attacker"), receive), 1)
+    assert not messages

@@ -54,6 +54,8 @@ from fa_serve.spec import OpSpec, ParameterError, UnsupportedModelError, dtype_n
 log = logging.getLogger("fa_serve.hf")
 
 _ROUNDED = Rounded()
+TOP_K = ("num_experts_per_tok", "top_k_experts")
+"""What configs call the number of experts that a token takes."""
 
 
 class QuantizedLinear(nn.Module):
@@ -337,12 +339,15 @@ def products_of_experts(
 
 
 def top_k_of(config: PreTrainedConfig) -> int:
-    """How many experts a token takes, as most configs of transformers name it; 1 where another name is used."""
-    return int(getattr(config.get_text_config(decoder=True), "num_experts_per_tok", None) or 1)
+    """How many experts a token takes, as configs of transformers name it; 1 where none of these names is used."""
+    text = config.get_text_config(decoder=True)
+    return next((int(count) for name in TOP_K if (count := getattr(text, name, None))), 1)
 
 
 def describe_weights(config: PreTrainedConfig, device: str, arch: int) -> dict[str, str]:
-    """How the weights of linear layers are kept and who computes their products, and the layers for which this is so.
+    """How the weights of linear layers are kept and which kernels compute their products, and the layers for which this is so.
+
+    Each layer is described by itself. The engine merges layers with the same input, whose product has the rows of all of them.
 
     config:       of a causal language model, of which no weights are needed
     device, arch: where the model would run: a torch device type, and 10 * major + minor of a CUDA device

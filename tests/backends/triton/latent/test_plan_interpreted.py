@@ -14,6 +14,7 @@ from latent_cases import CASES, LatentCase, assert_right, check_latent, make_lat
 import fa_serve
 from fa_serve.backends.triton.latent import plan as latent
 from fa_serve.backends.triton.latent.plan import LatentTiles, plan_latent
+from fa_serve.launching.plans import PLANS
 from fa_serve.testing import cu_seqlens, run_plan
 
 
@@ -27,7 +28,7 @@ def test_the_kernel_computes_what_it_serves(monkeypatch) -> None:
     calls: list[bool] = []
     plan = plan_latent
     monkeypatch.setattr(latent, "plan_latent", lambda *args, decodes: calls.append(decodes) or plan(*args, decodes=decodes))
-    fa_serve.backends.calls.PLANS.clear()
+    PLANS.clear()
     check_latent(LatentCase())
     check_latent(LatentCase(q_lens=(17,), kv_lens=(18,), heads=(4, 1)))
     check_latent(LatentCase(q_lens=(1, 17), kv_lens=(20, 17), heads=(4, 1)))

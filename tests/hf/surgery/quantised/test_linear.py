@@ -215,8 +215,7 @@ def test_info_says_what_weights_are_and_who_computes_them(copies: Path) -> None:
     int4, plain = described.weights.items()
     assert int4[0] == (
         "4 bits in groups of 64 with zero points (AWQ), "
-        "computed by triton for up to 512 tokens (kernels for Hopper), "
-        "PyTorch with dequantised weights for more"
+        "computed by gemv for 1 token, unpack_wgmma for 2 to 128, dequantise for more"
     )
     assert int4[1].startswith("model.layers.*.self_attn.q_proj (6), model.layers.*.self_attn.k_proj (6), ")
     assert plain == ("bfloat16", "lm_head")
