@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from fa_serve.engine import Engine, EngineConfig
 from fa_serve.engine.parallel.ranks import Ranks
+from fa_serve.engine.runner import cuda_graphs
 
 
 @pytest.fixture(scope="session")
@@ -27,3 +28,19 @@ def make_engine(tokenizer: PreTrainedTokenizerFast) -> Callable[..., Engine]:
         return Engine(config, model=model or make_model(family), tokenizer=tokenizer, ranks=ranks)
 
     return make
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """CUDA graphs without CUDA: a capture keeps the function, and a replay calls it. The list has one entry for each replay."""
+    calls: list[int] = []
+
+    def capture(function: Callable[[], None], pool: Any) -> tuple[Callable[[], None], Any]:
+        def replay() -> None:
+            calls.append(1)
+            function()
+
+        return replay, pool or (0, 1)
+
+    monkeypatch.setattr(cuda_graphs, "capture", capture)
+    return calls

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from engine_fixtures import make_engine, tokenizer
+from engine_fixtures import make_engine, replays, tokenizer
 
-__all__ = ["make_engine", "tokenizer"]
+__all__ = ["make_engine", "replays", "tokenizer"]
