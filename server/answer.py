@@ -279,15 +279,16 @@ class Answer(ABC):
         if self._body.use_beam_search:
             self._check_beams(len(prompt), wanted)
             room = min(room, MAX_BEAM_TOKENS)
+        default = self._service.engine.default_params
         params = AnswerParams(
-            max_tokens=wanted or self._default_max_tokens(room),
+            max_tokens=wanted or min(self._default_max_tokens(room), default.max_tokens or room),
             logprobs=self._logprobs(),
             prompt_logprobs=self._prompt_logprobs(),
             structured=self._structured(),
             skip_special_tokens=self._skip_special_tokens(),
             stop_token_ids=self._stop_token_ids(),
         )
-        return sampling_params(self._body, params)
+        return sampling_params(self._body, params, default)
 
     def _check_beams(self, num_tokens: int, max_tokens: int | None) -> None:
         """Refuse what a search cannot have. Each of its steps sends the prompt once for each beam.

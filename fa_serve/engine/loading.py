@@ -19,17 +19,18 @@ from zipfile import is_zipfile
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.draft_head import load_head_runner
 from fa_serve.engine.draft_model import DraftModel
 from fa_serve.engine.events import PhaseClock
-from fa_serve.engine.generation_config import find_ends
+from fa_serve.engine.generation_config import Defaults, find_defaults, find_ends
 from fa_serve.engine.kv_cache import check_num_pages
 from fa_serve.engine.model_runner import ModelRunner
 from fa_serve.engine.ranks import Ranks
 from fa_serve.engine.read_ahead import reading_ahead
+from fa_serve.engine.sampling_params import SamplingParams
 from fa_serve.engine.speculation import Drafter, NgramDrafter
 from fa_serve.hf import NAME, check_attention_precision, divide, patch, plan_division
 from fa_serve.hf.quantized_linear import check_report, finish, quantized_elsewhere, with_quantized_linears
@@ -47,6 +48,7 @@ class Loaded:
     config:  without "auto", and without None that the engine decides
     max_model_len: tokens of a sequence
     eos_ids: the tokens that end an answer
+    default_params: of requests that give none
     """
 
     runner: ModelRunner
@@ -55,6 +57,7 @@ class Loaded:
     config: EngineConfig
     max_model_len: int
     eos_ids: frozenset[int]
+    default_params: SamplingParams
 
 
 def load(
@@ -70,6 +73,7 @@ def load(
         clock.end("weights", f"{config.model_name} on {model.device}")
     else:
         patch(model)
+    generation_config = load_generation_config(config.generation_config, model)
     runner = ModelRunner(model, config, check=ranks.check)
     check_attention_precision(runner.layers, config.page_size, config.attention_precision)
     drafter = load_drafter(config, runner, tokenizer, clock)
@@ -84,10 +88,14 @@ def load(
     resolved = replace(
         config, dtype=str(model.dtype)[6:], device=str(model.device), num_pages=num_pages, max_model_len=max_model_len
     )
-    ends = find_ends(model.generation_config, model.config, tokenizer, runner.vocab_size)
-    if ends.warning is not None and ranks.rank == 0:
-        log.warning(ends.warning)
-    return Loaded(runner, drafter, tokenizer, resolved, max_model_len, ends.ids)
+    ends = find_ends(generation_config, model.config, tokenizer, runner.vocab_size)
+    defaults = Defaults() if config.generation_config == "none" else find_defaults(generation_config)
+    if defaults.given:
+        clock.end("sampling", f"{defaults} by default, from generation_config.json (--generation-config)")
+    for warning in (ends.warning, *defaults.refused):
+        if warning is not None and ranks.rank == 0:
+            log.warning(warning)
+    return Loaded(runner, drafter, tokenizer, resolved, max_model_len, ends.ids, defaults.params)
 
 
 def load_drafter(config: EngineConfig, runner: ModelRunner, tokenizer: Any, clock: PhaseClock) -> Drafter:
@@ -120,6 +128,25 @@ def load_drafter(config: EngineConfig, runner: ModelRunner, tokenizer: Any, cloc
     clock.end("draft", f"{own.model_name} on {draft.device}")
     limit = getattr(draft.model.config.get_text_config(), "max_position_embeddings", None)
     return DraftModel(draft, config.max_num_batched_tokens, limit)
+
+
+def load_generation_config(setting: str | Path, model: PreTrainedModel) -> Any:
+    """The generation_config.json that counts: the model's, or the one in a folder.
+
+    setting: `EngineConfig.generation_config`
+
+    Raises ParameterError for a folder without a file that can be read.
+    """
+    if setting in ("auto", "none"):
+        return model.generation_config
+    try:
+        if not Path(setting).is_dir():
+            raise FileNotFoundError("there is no such folder")
+        return GenerationConfig.from_pretrained(str(setting))
+    except (OSError, ValueError, TypeError) as error:
+        reason = str(error).partition("\n")[0][:200]
+        rule = f"be auto, none, or a folder with a generation_config.json that can be read ({reason})"
+        raise ParameterError("generation_config", rule, str(setting)) from None
 
 
 def load_tokenizer(config: EngineConfig) -> Any:

@@ -29,7 +29,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -40,6 +40,7 @@ from fa_serve.engine.engine_process import drop_process, take_process
 from fa_serve.engine.errors import EngineDeadError
 from fa_serve.engine.events import OnPhase, Phase, log_phase
 from fa_serve.engine.host_memory import MemoryTrimmer, importing, limit_host_memory
+from fa_serve.engine.sampling_params import SamplingParams
 from fa_serve.engine.stats import EngineStats
 from fa_serve.ops.compilations import use_kernel_cache
 
@@ -67,6 +68,11 @@ class Ready:
     eos_ids: frozenset[int]
     stats: EngineStats
     tokenizer: Any
+    default_params: SamplingParams = field(default_factory=SamplingParams)
+
+
+def ready(engine: Engine, tokenizer: Any) -> Ready:
+    return Ready(engine.config, engine.vocab_size, engine.eos_ids, engine.stats(), tokenizer, engine.default_params)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +134,7 @@ class ThreadWorker:
         self._loop = EngineLoop(engine, self._commands, self._on_outputs)
         self._thread = threading.Thread(target=self._run, args=(self._loop,), name="fa_serve-engine", daemon=True)
         self._thread.start()
-        return Ready(engine.config, engine.vocab_size, engine.eos_ids, engine.stats(), engine.tokenizer)
+        return ready(engine, engine.tokenizer)
 
     def send(self, command: Add | Abort) -> None:
         """Queue a command."""
@@ -335,7 +341,7 @@ def run_engine(connection: Connection) -> None:
         ready.set()
         gc.collect()
         gc.freeze()  # a garbage collection that visits all loaded modules takes a quarter of a second
-        outgoing.put(Ready(engine.config, engine.vocab_size, engine.eos_ids, engine.stats(), None))
+        outgoing.put(ready(engine, None))
         loop = EngineLoop(engine, commands, deliver)
         threading.Thread(target=_beat, args=(loop, outgoing), daemon=True).start()
         MemoryTrimmer().start()
