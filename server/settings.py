@@ -52,6 +52,12 @@ class Settings(BaseSettings):
     quantization: Literal["fp8"] | None = _option(
         None, "fp8 rounds the weights of a checkpoint of floats to 8 bits while it is loaded, and may change tokens.", "Model"
     )
+    generation_config: str = _option(
+        "auto",
+        "Where sampling parameters that a request leaves out come from: auto takes the model's generation_config.json, none "
+        "takes neutral values, and a folder has a generation_config.json.",
+        "Model",
+    )
     device: str = _option("auto", "auto, cpu, cuda, cuda:1, ...; auto takes a GPU if there is one.", "Model")
     tensor_parallel: int = _option(
         1, "Number of GPUs, or of processes on a CPU, that each layer is divided between.", "Model", ge=1

@@ -26,6 +26,9 @@ class EngineConfig:
 
     model:                  hub name or local folder; None is the embedded model
     trust_remote_code:      run code that comes with the model; otherwise a model that needs such code is refused
+    generation_config:      where sampling parameters that a request leaves out come from: "auto" (the model's
+                            generation_config.json), "none" (the neutral values of `SamplingParams`), or a folder with a
+                            generation_config.json, whose end tokens count as well
     dtype:                  "auto" (the checkpoint's), "float16", "bfloat16" or "float32"
     quantization:           "fp8" rounds the weights of a checkpoint of floats to 8 bits while it is loaded, which halves their
                             memory and may change tokens; None loads weights as the checkpoint keeps them. A draft model's
@@ -66,6 +69,7 @@ class EngineConfig:
 
     model: str | Path | None = None
     trust_remote_code: bool = False
+    generation_config: str | Path = "auto"
     dtype: str = "auto"
     quantization: str | None = None
     device: str = "auto"

@@ -60,6 +60,9 @@ class Engine:
     ranks:     the rank of this process; rank 0 makes it itself, and starts the others or, under torchrun, meets them. On
                another rank of torchrun, call `open_engine`
 
+    `default_params` are the parameters of requests that give none, as the model's generation_config.json has them. A
+    SamplingParams that is given counts as it is; `dataclasses.replace(engine.default_params, max_tokens=64)` changes one value.
+
     Raises ParameterError for settings that cannot work, with the numbers, and UnsupportedModelError for a model that fa_serve
     cannot serve. Methods raise EngineDeadError when another rank has ended.
     """
@@ -87,6 +90,7 @@ class Engine:
         self.tokenizer = loaded.tokenizer
         self.vocab_size = loaded.runner.vocab_size
         self.eos_ids = loaded.eos_ids
+        self.default_params = loaded.default_params
         self.grammars = Grammars(self.tokenizer, self.vocab_size, self.eos_ids, config)
         self._processor = InputProcessor(self.tokenizer, self.config, vocab_size=self.vocab_size, eos_ids=self.eos_ids)
         self._scheduler = loaded.scheduler
@@ -110,6 +114,7 @@ class Engine:
     ) -> None:
         """Queue a request. After `timeout` seconds it ends with an error.
 
+        params:   None are `default_params`
         priority: -1000 to 1000; of one client's requests, those with a lower value are served sooner
         client, cache_salt: clients take turns, and cached prefixes are shared with requests of the same salt only
         matcher: what `grammars.matcher` returned for the structured output; without one it is compiled here
@@ -119,7 +124,7 @@ class Engine:
         """
         if timeout is not None and not timeout > 0:
             raise ParameterError("timeout", "be positive, in seconds", timeout)
-        params = params or SamplingParams()
+        params = params or self.default_params
         requests = self._process(request_id, prompt, params, priority, client, cache_salt)
         if len(requests) > self._room:
             raise QueueFullError(f"the queue is full: {self.config.max_waiting} requests wait already. Try again later")
@@ -179,13 +184,13 @@ class Engine:
     ) -> list[Completion]:
         """The answers to all prompts, in the order of the prompts; the n answers to one prompt follow each other.
 
-        params:   for all prompts, or one for each
+        params:   for all prompts, or one for each; None are `default_params`
         progress: show a bar on stderr
 
         There may be more prompts than the queue holds. Outputs of other requests are lost. Raises ParameterError as
         `add_request` does, before anything is computed.
         """
-        params = params_of_each(prompts, params)
+        params = params_of_each(prompts, params, self.default_params)
         ids = [f"generate-{next(self._serial)}" for _ in prompts]
         for each in params:
             if each.structured is not None:

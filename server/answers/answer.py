@@ -272,7 +272,7 @@ class Answer(ABC):
             skip_special_tokens=self._skip_special_tokens(),
             stop_token_ids=self._stop_token_ids(),
         )
-        return _each_limited(sampling_params(self._body, params), limits)
+        return _each_limited(sampling_params(self._body, params, self._service.engine.default_params), limits)
 
     def _token_limit(self, prompt: list[int]) -> int:
         """The tokens that an answer to this prompt may have. Raises BadRequest if the prompt leaves no room for them."""
@@ -294,7 +294,8 @@ class Answer(ABC):
         if self._body.use_beam_search:
             self._check_beams(len(prompt), wanted)
             room = min(room, MAX_BEAM_TOKENS)
-        return wanted or self._default_max_tokens(room)
+        default = self._service.engine.default_params
+        return wanted or min(self._default_max_tokens(room), default.max_tokens or room)
 
     def _check_beams(self, num_tokens: int, max_tokens: int | None) -> None:
         """Refuse what a search cannot have. Each of its steps sends the prompt once for each beam.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fa_serve.engine import SamplingParams, StructuredOutput
@@ -38,7 +38,7 @@ class AnswerParams:
     stop_token_ids: tuple[int, ...]
 
 
-def sampling_params(body: SamplingRequest, answer: AnswerParams) -> SamplingParams:
+def sampling_params(body: SamplingRequest, answer: AnswerParams, default: SamplingParams) -> SamplingParams:
     """A field that the request leaves out gets the engine's default. Raises BadRequest, which names the field."""
     values = vars(body)
     given: dict[str, Any] = {name: values[name] for name in SAME_NAME} | vars(answer)
@@ -48,7 +48,7 @@ def sampling_params(body: SamplingRequest, answer: AnswerParams) -> SamplingPara
     given["stop"] = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     given["best_of"] = values.get("best_of")
     try:
-        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+        return replace(default, **{name: value for name, value in given.items() if value is not None})
     except ParameterError as error:
         raise parameter_refused(error, error.field) from None
 

@@ -101,6 +101,7 @@ class ResponsesAnswer(DialectAnswer):
         """The response without its output, with the fields of the request."""
         request = self._request
         given = request.returned
+        default = self._service.engine.default_params
         return {
             "id": self._head["id"],
             "object": "response",
@@ -122,11 +123,11 @@ class ResponsesAnswer(DialectAnswer):
             "safety_identifier": request.safety_identifier,
             "service_tier": "default",
             "store": False,
-            "temperature": request.temperature,
+            "temperature": default.temperature if request.temperature is None else request.temperature,
             "text": _without_nulls(given["text"] or {}) or {"format": {"type": "text"}},
             "tool_choice": given["tool_choice"] or "auto",
             "tools": given["tools"] or [],
-            "top_p": request.top_p,
+            "top_p": default.top_p if request.top_p is None else request.top_p,
             "truncation": "disabled",
             "usage": None,
             "user": request.user,

@@ -17,7 +17,7 @@ from server_process import ServerProcess
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from fa_serve.engine import EngineConfig, RequestError, RequestOutput, SequenceTimes, TokenLogprob
+from fa_serve.engine import EngineConfig, RequestError, RequestOutput, SamplingParams, SequenceTimes, TokenLogprob
 from fa_serve.engine.process.parent import Pulse
 from fa_serve.engine.request.prompts import PromptReader
 from fa_serve.engine.speculation.drafts import SpeculationStats
@@ -52,6 +52,7 @@ class FakeEngine:
     is_restarting = False
     eos_ids: frozenset[int] = frozenset()
     config = EngineConfig()
+    default_params = SamplingParams()
 
     def __init__(self, words: tuple[str, ...] = ("Hello", ",", " wörld")):
         self.words = words

@@ -15,7 +15,7 @@ from fa_serve.ops.products.problem import Product
 from fa_serve.ops.products.table import KERNELS, changes_of_kernel, kernels_of_experts, select_kernel
 
 GPUS = {"Ampere": 80, "Ada": 89, "Hopper": 90, "Blackwell (10.0)": 100, "Blackwell (12.0)": 120, "AMD": 0}
-"""Architectures with kernels of their own, and those that share the others."""
+"""Architectures that have separate kernels, and those that share the others."""
 TOKENS = {"1 token": 1, "2 to 128": 2, "129 to 512": 129, "more": 513}
 DENSE = {
     "bfloat16": dense("float"),

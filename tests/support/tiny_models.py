@@ -61,7 +61,7 @@ def make_model(family: str = "llama") -> PreTrainedModel:
     # eager experts wait for the device, and grouped_mm is for bfloat16
     own = {"attn_implementation": "eager", "experts_implementation": "batched_mm"}
     model = AutoModelForCausalLM.from_config(CONFIGS[family](), dtype=torch.float32, **own)
-    model.generation_config = GenerationConfig(pad_token_id=0)
+    model.generation_config = GenerationConfig(pad_token_id=0, eos_token_id=-1)  # no token ends an answer
     return model.eval()
 
 

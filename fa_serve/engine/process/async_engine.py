@@ -247,6 +247,11 @@ class AsyncEngine:
         return self.ready.eos_ids
 
     @property
+    def default_params(self) -> SamplingParams:
+        """The parameters of a request that gives none."""
+        return self.ready.default_params
+
+    @property
     def model_name(self) -> str:
         return self.config.model_name
 
@@ -271,7 +276,7 @@ class AsyncEngine:
     ) -> AsyncGenerator[RequestOutput, None]:
         """The increments of all answers; the last one of each answer is `finished`. Leaving the iterator aborts the request.
 
-        The arguments are those of `Engine.add_request`.
+        The arguments are those of `Engine.add_request`. Without `params`, `default_params` count.
 
         Before the first output it raises ParameterError as `Engine.add_request` does, QueueFullError when too many requests
         wait, and EngineDeadError when the engine has ended or has not been started.

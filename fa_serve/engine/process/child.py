@@ -80,7 +80,7 @@ def run_engine(connection: Connection) -> None:
         ready.set()
         gc.collect()
         gc.freeze()  # a garbage collection that visits all loaded modules takes a quarter of a second
-        outgoing.put(Ready(engine.config, engine.vocab_size, engine.eos_ids, engine.stats(), None))
+        outgoing.put(Ready(engine.config, engine.vocab_size, engine.eos_ids, engine.stats(), None, engine.default_params))
         loop = EngineLoop(engine, commands, deliver)
         threading.Thread(target=_beat, args=(loop, outgoing), daemon=True).start()
         MemoryTrimmer().start()

@@ -100,7 +100,7 @@ class ThreadWorker:
         self._loop = EngineLoop(engine, self._commands, self._on_outputs)
         self._thread = threading.Thread(target=self._run, args=(self._loop,), name="fa_serve-engine", daemon=True)
         self._thread.start()
-        return Ready(engine.config, engine.vocab_size, engine.eos_ids, engine.stats(), engine.tokenizer)
+        return Ready(engine.config, engine.vocab_size, engine.eos_ids, engine.stats(), engine.tokenizer, engine.default_params)
 
     def send(self, command: Add | Abort) -> None:
         """Queue a command."""

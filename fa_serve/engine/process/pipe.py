@@ -14,11 +14,12 @@ import logging
 import queue
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
 from fa_serve.engine.config import EngineConfig
+from fa_serve.engine.request.params import SamplingParams
 from fa_serve.engine.stats import EngineStats
 
 log = logging.getLogger("fa_serve.engine")
@@ -33,6 +34,7 @@ class Ready:
     eos_ids: frozenset[int]
     stats: EngineStats
     tokenizer: Any
+    default_params: SamplingParams = field(default_factory=SamplingParams)
 
 
 @dataclass(frozen=True, slots=True)

@@ -258,16 +258,16 @@ def _require(holds: bool, field: str, rule: str, value: object) -> None:
 
 
 def params_of_each(
-    prompts: Sequence[str | Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None
+    prompts: Sequence[str | Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None, default: SamplingParams
 ) -> Sequence[SamplingParams]:
-    """The parameters of each prompt. params: for all prompts, or one for each; None are the defaults
+    """The parameters of each prompt. params: for all prompts, or one for each; None are `default`
 
     Raises ParameterError if the numbers differ, or if the prompts are one text.
     """
     if isinstance(prompts, str):
         raise ParameterError("prompts", "be a list of prompts, not one text", prompts)
     if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * len(prompts)
+        return [params or default] * len(prompts)
     if len(params) != len(prompts):
         raise ParameterError("params", f"be one SamplingParams, or one for each of {len(prompts)} prompts", len(params))
     return params

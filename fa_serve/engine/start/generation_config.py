@@ -1,18 +1,34 @@
-"""What the files of a model say of generating: which tokens end an answer.
+"""What the files of a model say of generating: which tokens end an answer, and how tokens are chosen by default.
 
     ends = find_ends(model.generation_config, model.config, tokenizer, vocab_size)
     ends.ids                                 # frozenset({2})
     ends.warning                             # None, or a sentence for the operator
+    defaults = find_defaults(model.generation_config)
+    defaults.params                          # SamplingParams(temperature=0.6, top_p=0.95)
 
 Three files may name the end: generation_config.json, config.json and the tokenizer's. They may disagree, most often in a model
-that was fine-tuned for chats. Left out: the end token of a chat template, which ends chats as well (server/chat/templates.py).
+that was fine-tuned for chats. Left out: which generation_config.json counts (loading.py), and the end token of a chat template,
+which ends chats as well (server/chat/templates.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from fa_serve.engine.request.params import SamplingParams
+from fa_serve.spec import ParameterError
+
+NAMES = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+"""Fields of generation_config.json that are defaults, and their names in `SamplingParams`. vLLM takes the same ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +39,48 @@ class Ends:
     warning: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Defaults:
+    """How tokens are chosen where a request does not say it.
+
+    params: fa_serve's own defaults, with the values that the file names
+    given:  those values by their names in `SamplingParams`
+    refused: a sentence for each value that is not allowed, which is left out
+    """
+
+    params: SamplingParams = field(default_factory=SamplingParams)
+    given: dict[str, Any] = field(default_factory=dict)
+    refused: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {value}" for name, value in self.given.items())
+
+
+def find_defaults(generation_config: Any) -> Defaults:
+    """The defaults of a generation_config.json. As in vLLM, `do_sample` does not count: a temperature of 0 is greedy."""
+    given: dict[str, Any] = {}
+    refused = []
+    for name, own_name in NAMES.items():
+        value = getattr(generation_config, name, None)
+        if value is None:
+            continue
+        if name == "top_k" and value == -1:
+            value = 0  # keeps every token
+        try:
+            SamplingParams(**{own_name: value})
+        except ParameterError as error:
+            refused.append(f"generation_config.json is not followed in {name}: {error}")
+        else:
+            given[own_name] = value
+    return Defaults(SamplingParams(**given), given, tuple(refused))
+
+
 def find_ends(generation_config: Any, model_config: Any, tokenizer: Any, vocab_size: int) -> Ends:
     """The end tokens of the first source that names any: generation_config.json, then config.json, as `model.generate` takes
     them, then the tokenizer.
+
+    A negative number, as transformers' continuous batching takes it, says that no token ends an answer, and no source behind it
+    counts.
 
     tokenizer:  of transformers, or None
     vocab_size: how many logits the model has. A token beyond them is never generated, so it ends nothing
@@ -37,14 +92,14 @@ def find_ends(generation_config: Any, model_config: Any, tokenizer: Any, vocab_s
         "config.json": _token_ids(getattr(text_config, "eos_token_id", None), vocab_size),
         "the tokenizer": tokenizer_ids,
     }
-    source = next((name for name, ids in sources.items() if ids), None)
-    if source is None:
+    source, found = next(((name, ids) for name, ids in sources.items() if ids), ("", []))
+    ids = frozenset(token for token in found if token >= 0)
+    if not ids:
         return Ends(
-            frozenset(),
+            ids,
             f"No token ends an answer, so answers end at max_tokens or at a stop string: none of {', '.join(sources)} names an "
             f"end token (eos_token_id) from 0 to {vocab_size - 1}. Name it in generation_config.json.",
         )
-    ids = frozenset(sources[source])
     if ids.issuperset(tokenizer_ids):
         return Ends(ids)
     return Ends(
@@ -56,9 +111,9 @@ def find_ends(generation_config: Any, model_config: Any, tokenizer: Any, vocab_s
 
 
 def _token_ids(given: Any, vocab_size: int) -> list[int]:
-    """Those of an eos_token_id, a number or several, that are tokens of the model."""
+    """Those of an eos_token_id, a number or several, that are tokens of the model or negative."""
     ids = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
-    return [token for token in ids if isinstance(token, int) and not isinstance(token, bool) and 0 <= token < vocab_size]
+    return [token for token in ids if isinstance(token, int) and not isinstance(token, bool) and token < vocab_size]
 
 
 def _named(ids: Sequence[int], tokenizer: Any) -> str:

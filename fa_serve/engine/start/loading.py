@@ -19,7 +19,7 @@ from zipfile import is_zipfile
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from fa_serve.api import MAX_KEYS_PER_TILE
 from fa_serve.engine.cache.pages import PageTable, new_salt
@@ -27,13 +27,14 @@ from fa_serve.engine.cache.tensors import check_num_pages
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.events import PhaseClock
 from fa_serve.engine.parallel.ranks import Alone, Ranks
+from fa_serve.engine.request.params import SamplingParams
 from fa_serve.engine.runner.cuda_graphs import OnError
 from fa_serve.engine.runner.model_runner import ModelRunner
 from fa_serve.engine.scheduler.scheduler import Scheduler
 from fa_serve.engine.speculation.draft_head import load_head_runner
 from fa_serve.engine.speculation.draft_model import DraftModel
 from fa_serve.engine.speculation.drafts import Drafter, NgramDrafter, Speculation
-from fa_serve.engine.start.generation_config import find_ends
+from fa_serve.engine.start.generation_config import Defaults, find_defaults, find_ends
 from fa_serve.engine.start.read_ahead import reading_ahead
 from fa_serve.hf import NAME, check_attention_precision, divide_model, patch, plan_division, vocab_size
 from fa_serve.hf.model_location import TOKENIZER_FILES, WEIGHT_FILES, find_model
@@ -52,6 +53,7 @@ class Loaded:
     config:    without "auto", and without None that the engine decides
     max_model_len: tokens of a sequence
     eos_ids: the tokens that end an answer
+    default_params: of requests that give none
     """
 
     runner: ModelRunner
@@ -60,6 +62,7 @@ class Loaded:
     config: EngineConfig
     max_model_len: int
     eos_ids: frozenset[int]
+    default_params: SamplingParams
 
 
 def load(
@@ -76,6 +79,7 @@ def load(
         clock.end("weights", f"{config.model_name} on {model.device}")
     else:
         patch(model)
+    generation_config = load_generation_config(config.generation_config, model)
     draft = load_draft(config, model, tokenizer, clock, ranks.escalate)
     runner = ModelRunner(model, config, on_graph_error=ranks.escalate, draft=draft)
     check_attention_precision(runner.layers, config.page_size, config.attention_precision)
@@ -90,11 +94,15 @@ def load(
     resolved = replace(
         config, dtype=str(model.dtype)[6:], device=str(model.device), num_pages=num_pages, max_model_len=max_model_len
     )
-    ends = find_ends(model.generation_config, model.config, tokenizer, runner.vocab_size)
-    if ends.warning is not None and ranks.rank == 0:
-        log.warning(ends.warning)
+    ends = find_ends(generation_config, model.config, tokenizer, runner.vocab_size)
+    defaults = Defaults() if config.generation_config == "none" else find_defaults(generation_config)
+    if defaults.given:
+        clock.end("sampling", f"{defaults} by default, from generation_config.json (--generation-config)")
+    for warning in (ends.warning, *defaults.refused):
+        if warning is not None and ranks.rank == 0:
+            log.warning(warning)
     scheduler = make_scheduler(resolved, runner, ranks.broadcast("salt", new_salt))
-    return Loaded(runner, scheduler, tokenizer, resolved, max_model_len, ends.ids)
+    return Loaded(runner, scheduler, tokenizer, resolved, max_model_len, ends.ids, defaults.params)
 
 
 def load_draft(
@@ -146,6 +154,25 @@ def make_scheduler(config: EngineConfig, runner: ModelRunner, salt: bytes) -> Sc
         speculation=Speculation(config.max_drafts, drafter),
         prompt_share=config.prompt_share(),
     )
+
+
+def load_generation_config(setting: str | Path, model: PreTrainedModel) -> Any:
+    """The generation_config.json that counts: the model's, or the one in a folder.
+
+    setting: `EngineConfig.generation_config`
+
+    Raises ParameterError for a folder without a file that can be read.
+    """
+    if setting in ("auto", "none"):
+        return model.generation_config
+    try:
+        if not Path(setting).is_dir():
+            raise FileNotFoundError("there is no such folder")
+        return GenerationConfig.from_pretrained(str(setting))
+    except (OSError, ValueError, TypeError) as error:
+        reason = str(error).partition("\n")[0][:200]
+        rule = f"be auto, none, or a folder with a generation_config.json that can be read ({reason})"
+        raise ParameterError("generation_config", rule, str(setting)) from None
 
 
 def load_tokenizer(config: EngineConfig) -> Any:

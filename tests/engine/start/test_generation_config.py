@@ -1,8 +1,11 @@
-"""End tokens: which of a model's files names them, and what the operator is told if they disagree."""
+"""End tokens: which of a model's files names them, and what the operator is told if they disagree; defaults of sampling."""
 
 from __future__ import annotations
 
+import json
 import logging
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +13,8 @@ from tiny_models import make_model
 from transformers import GenerationConfig, LlamaConfig
 
 from fa_serve.engine import Engine, EngineConfig, SamplingParams, StructuredOutput
-from fa_serve.engine.start.generation_config import find_ends
+from fa_serve.engine.start.generation_config import find_defaults, find_ends
+from fa_serve.spec import ParameterError
 
 
 def ends(generation: object, config: object, tokenizer_end: int | None) -> tuple[set[int], str | None]:
@@ -30,7 +34,6 @@ def ends(generation: object, config: object, tokenizer_end: int | None) -> tuple
         (None, [6, 8], 8, {6, 8}),
         (None, None, 7, {7}),
         (0, 6, 0, {0}),
-        (-1, None, 7, {7}),
         (100, 6, 6, {6}),
         ([99, 100], None, 99, {99}),
         (None, 100, 7, {7}),
@@ -51,7 +54,9 @@ def test_an_end_of_the_tokenizer_that_ends_nothing_is_told() -> None:
     assert "config.json ends answers at 1 (<1>), 3 (<3>)" in str(ends(None, [3, 1], 2)[1])
 
 
-@pytest.mark.parametrize(("generation", "config", "tokenizer"), [(None, None, None), (100, -1, 2048)])
+@pytest.mark.parametrize(
+    ("generation", "config", "tokenizer"), [(None, None, None), (100, 100, 2048), (-1, 6, 7), (None, -1, 7)]
+)
 def test_a_model_whose_answers_never_end_is_told(generation, config, tokenizer) -> None:
     ids, warning = ends(generation, config, tokenizer)
     assert ids == set()
@@ -102,3 +107,75 @@ def test_a_structured_answer_may_end_at_a_stop_token_where_it_may_end(tokenizer,
     assert completion.text.isdigit()
     without = engine.generate([[5, 6]], SamplingParams(max_tokens=20, temperature=0.0, structured=digits, logit_bias=forced))[0]
     assert without.finish_reason == "length"
+
+
+GIVEN = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.1, "repetition_penalty": 1.05, "max_new_tokens": 7}
+DEFAULTS = SamplingParams(temperature=0.6, top_k=20, top_p=0.95, min_p=0.1, repetition_penalty=1.05, max_tokens=7)
+
+
+def test_the_defaults_of_a_file_are_those_that_vllm_takes() -> None:
+    found = find_defaults(GenerationConfig(**GIVEN, do_sample=False, num_beams=4, typical_p=0.5))
+    assert found.params == DEFAULTS
+    assert str(found) == "temperature 0.6, top_k 20, top_p 0.95, min_p 0.1, repetition_penalty 1.05, max_tokens 7"
+    assert find_defaults(GenerationConfig()).params == SamplingParams()
+    assert find_defaults(None).given == {}
+
+
+def test_a_value_that_is_not_allowed_is_left_out_and_told() -> None:
+    found = find_defaults(GenerationConfig(top_k=-1, top_p=0.0, temperature="hot", repetition_penalty=1.5))
+    assert found.params == SamplingParams(top_k=0, repetition_penalty=1.5)
+    assert [text.partition(": ")[2] for text in found.refused] == [
+        "temperature must be a number, got 'hot'",
+        "top_p must be above 0 and at most 1, got 0.0",
+    ]
+
+
+def defaulting(tokenizer: object, **settings: object) -> Engine:
+    model = make_model()
+    model.generation_config = GenerationConfig(pad_token_id=0, eos_token_id=-1, **GIVEN)
+    return Engine(EngineConfig(device="cpu", num_pages=64, page_size=4, seed=0, **settings), model=model, tokenizer=tokenizer)
+
+
+def test_requests_without_parameters_get_the_defaults_and_others_what_they_give(tokenizer) -> None:
+    phases = []
+    model = make_model()
+    model.generation_config = GenerationConfig(pad_token_id=0, eos_token_id=-1, **GIVEN)
+    config = EngineConfig(device="cpu", num_pages=64, page_size=4, seed=0)
+    engine = Engine(config, model=model, tokenizer=tokenizer, on_phase=phases.append)
+    assert engine.default_params == DEFAULTS
+    told = [phase.detail for phase in phases if phase.name == "sampling"]
+    assert told == [f"{find_defaults(model.generation_config)} by default, from generation_config.json (--generation-config)"]
+    assert [len(completion.token_ids) for completion in engine.generate([[5, 6], [7]])] == [7, 7]
+    engine.add_request("one", [5, 6])
+    while engine.has_unfinished():
+        outputs = engine.step()
+    assert outputs[-1].num_output_tokens == 7
+    own = SamplingParams(max_tokens=9, temperature=0.0)
+    neutral = Engine(config, model=make_model(), tokenizer=tokenizer)
+    assert engine.generate([[5, 6]], own)[0].token_ids == neutral.generate([[5, 6]], own)[0].token_ids
+    changed = replace(engine.default_params, seed=3, max_tokens=5)
+    expected = replace(DEFAULTS, seed=3, max_tokens=5)
+    assert engine.generate([[5, 6]], changed)[0].token_ids == neutral.generate([[5, 6]], expected)[0].token_ids
+
+
+def test_none_is_neutral_and_a_folder_takes_the_place_of_the_models_file(tokenizer, tmp_path: Path, caplog) -> None:
+    assert defaulting(tokenizer, generation_config="none").default_params == SamplingParams()
+    (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": 0.3, "eos_token_id": 9, "top_p": 7}))
+    engine = defaulting(tokenizer, generation_config=str(tmp_path))
+    assert engine.default_params == SamplingParams(temperature=0.3)
+    assert engine.eos_ids == {9}
+    assert "not followed in top_p: top_p must be above 0 and at most 1, got 7" in caplog.text
+
+
+@pytest.mark.parametrize("content", [None, "", "{", "[1]"])
+def test_a_folder_without_a_file_that_can_be_read_is_refused(tokenizer, tmp_path: Path, content: str | None) -> None:
+    folder = tmp_path / "absent"
+    if content is not None:
+        folder.mkdir()
+        if content:
+            (folder / "generation_config.json").write_text(content)
+    with pytest.raises(
+        ParameterError, match=r"generation_config must be auto, none, or a folder with .*can be read"
+    ) as refused:
+        defaulting(tokenizer, generation_config=folder)
+    assert refused.value.field == "generation_config"
