@@ -240,6 +240,7 @@ def _plan_table(problem: _Problem, var: Variant, counts: _TileCounts, slots: int
     """The launch that makes the table of tiles of packed queries, and clears the rows that have no tile."""
     options = problem.options
     total_q, num_heads, dim_v = problem.out.shape
+    stride_token, stride_head, _ = problem.out.strides
     unused = 0 if options.skip_q else total_q - problem.batch * options.max_seqlen_q
     tiling = (
         counts.per_head,
@@ -249,7 +250,7 @@ def _plan_table(problem: _Problem, var: Variant, counts: _TileCounts, slots: int
         var.tiles.block_n,
         options.skip_q,
         problem.form == "paged",
-        PackedOutput(total_q, num_heads, total_q, *problem.out.strides[:2], dim_v, tail=unused),
+        PackedOutput(total_q, num_heads, total_q, stride_token, stride_head, dim_v, unused),
     )
     if not var.pieces:
         return table_launch(*tiling, BLOCK_KEYS.value if var.gaps else 1)
