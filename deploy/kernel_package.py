@@ -32,6 +32,7 @@ PARTS = (
     "autograd.py",
     "dispatch.py",
     "operators.py",
+    "transforms.py",
     "api.py",
     "launching",
     "backends",

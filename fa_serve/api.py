@@ -49,7 +49,7 @@ from typing import Any, Literal, overload
 
 from torch import Tensor
 
-from fa_serve import operators
+from fa_serve import operators, transforms
 from fa_serve.backends import MAX_KEYS_PER_TILE as MAX_KEYS_PER_TILE
 from fa_serve.backends.calls import AttentionTensors, StoreTensors
 from fa_serve.backends.float8_copies import MAX_COPY_BYTES as MAX_COPY_BYTES
@@ -57,6 +57,7 @@ from fa_serve.block_lists import as_block_lists
 from fa_serve.dispatch import Options, Result, run_block_sparse, run_dense, run_paged, run_store, run_varlen
 from fa_serve.operators import is_traced
 from fa_serve.spec import Precision
+from fa_serve.transforms import is_transformed
 
 
 @overload
@@ -152,7 +153,7 @@ def attention(
         alibi_slopes = alibi_slopes.contiguous()
     tensors = AttentionTensors(q, k, v, sinks, mask, None, None, None, None, None, out, None, alibi_slopes)
     if block_mask is None:
-        run = operators.attention if is_traced(q, k, v) else run_dense
+        run = _node(tensors, "attention") or run_dense
         result, lse = run(tensors, options)
     else:
         result, lse = _run_block_sparse(tensors, block_mask, None, None, 0, options)
@@ -210,7 +211,7 @@ def attention_varlen(
     cu_seqlens_k = cu_seqlens_k.contiguous()
     tensors = AttentionTensors(q, k, v, sinks, None, cu_seqlens_q, cu_seqlens_k, None, None, None, out, None, alibi_slopes)
     if block_mask is None:
-        run = operators.attention_varlen if is_traced(q, k, v) else run_varlen
+        run = _node(tensors, "attention_varlen") or run_varlen
         result, lse = run(tensors, max_seqlen_q, max_seqlen_k, options)
     else:
         result, lse = _run_block_sparse(tensors, block_mask, max_seqlen_q, max_seqlen_k, 0, options)
@@ -281,7 +282,7 @@ def attention_paged(
     lengths = (cu_seqlens_q.contiguous(), seqused_k.contiguous(), block_table)
     tensors = AttentionTensors(q, k_cache, v_cache, sinks, None, *lengths, k_descale, v_descale, out, None, alibi_slopes)
     if block_mask is None:
-        run = operators.attention_paged if is_traced(q, k_cache, v_cache) else run_paged
+        run = _node(tensors, "attention_paged") or run_paged
         result, lse = run(tensors, max_seqlen_q, max_seqlen_k, num_splits, options)
     else:
         result, lse = _run_block_sparse(tensors, block_mask, max_seqlen_q, max_seqlen_k, num_splits, options)
@@ -309,7 +310,7 @@ def store_kv(
     The caches may be two parts of one tensor, such as cache[..., :512] and cache[..., 512:].
     """
     tensors = StoreTensors(k, v, k_cache, v_cache, slot_mapping.contiguous(), _contiguous(k_descale), _contiguous(v_descale))
-    run = operators.store_kv if is_traced(k, v, k_cache) else run_store
+    run = _node(tensors, "store_kv") or run_store
     run(tensors, backend)
 
 
@@ -323,8 +324,15 @@ def _run_block_sparse(
 ) -> Result:
     """A call of any layout with a `block_mask`. The lengths of a dense call are None."""
     tensors = tensors._replace(blocks=as_block_lists(block_mask))
-    run = operators.attention_block_sparse if is_traced(*tensors[:3]) else run_block_sparse
+    run = _node(tensors, "attention_block_sparse") or run_block_sparse
     return run(tensors, max_seqlen_q, max_seqlen_k, num_splits, options)
+
+
+def _node(tensors: AttentionTensors | StoreTensors, name: str) -> Any:
+    """What takes a call that PyTorch records or transforms, where it is one node; None for an eager call."""
+    if is_traced(*tensors[:3]):
+        return getattr(operators, name)
+    return getattr(transforms, name) if is_transformed(tensors) else None
 
 
 def _contiguous(x: Any) -> Any:

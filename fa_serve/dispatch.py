@@ -11,7 +11,7 @@ does.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ from fa_serve.argument_checks import (
     effective_chunk,
     softmax_options,
 )
-from fa_serve.autograd import attention_gradients, plan_differentiable
+from fa_serve.autograd import are_differentiated, attention_gradients, is_wrapped, plan_differentiable
 from fa_serve.backends import Backend, select_backend
 from fa_serve.backends.calls import AttentionOptions, AttentionTensors, BackwardTensors, Gradients, StoreTensors, growing_facts
 from fa_serve.backends.chunks import decodes_chunks
@@ -64,7 +64,7 @@ def run_dense(tensors: AttentionTensors, options: Options) -> Result:
         key = ("growing", growing, facts(sinks, tensors.alibi_slopes), options)
     run = PLANS.get(key)
     if run is None:
-        run = PLANS.add(key, _plan_dense(tensors, options))
+        run = PLANS.add(key, decide_dense(tensors, options).plan(tensors))
     result: Result = run(tensors)
     return result
 
@@ -76,7 +76,7 @@ def run_varlen(tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k: int, 
     key = ("varlen", seen, max_seqlen_q, max_seqlen_k, options)
     run = PLANS.get(key)
     if run is None:
-        run = PLANS.add(key, _plan_varlen(tensors, max_seqlen_q, max_seqlen_k, options))
+        run = PLANS.add(key, decide_varlen(tensors, max_seqlen_q, max_seqlen_k, options).plan(tensors))
     result: Result = run(tensors)
     return result
 
@@ -114,9 +114,9 @@ def run_block_sparse(
         elif tensors.cu_seqlens_q is not None:
             assert max_seqlen_q is not None
             assert max_seqlen_k is not None
-            run = _plan_varlen(tensors, max_seqlen_q, max_seqlen_k, options)
+            run = decide_varlen(tensors, max_seqlen_q, max_seqlen_k, options).plan(tensors)
         else:
-            run = _plan_dense(tensors, options)
+            run = decide_dense(tensors, options).plan(tensors)
         run = PLANS.add(key, run)
     result: Result = run(tensors)
     return result
@@ -143,13 +143,21 @@ def run_backward(tensors: BackwardTensors, max_seqlen_q: int, max_seqlen_k: int,
     return attention_gradients(spec, tensors, complete)
 
 
-def _plan(chosen: Backend, spec: AttentionSpec, tensors: AttentionTensors, options: AttentionOptions) -> Run:
-    if spec.needs_grad and not chosen.differentiable:
-        return plan_differentiable(chosen, spec, tensors, options)
-    return chosen.plan(spec, tensors, options)
+class Decision(NamedTuple):
+    """What is decided about a dense or packed call before it is planned."""
+
+    backend: Backend
+    spec: AttentionSpec
+    options: AttentionOptions
+
+    def plan(self, tensors: AttentionTensors) -> Run:
+        if self.spec.needs_grad and not self.backend.differentiable:
+            return plan_differentiable(self.backend, self.spec, tensors, self.options)
+        return self.backend.plan(self.spec, tensors, self.options)
 
 
-def _plan_dense(tensors: AttentionTensors, given: Options) -> Run:
+def decide_dense(tensors: AttentionTensors, given: Options) -> Decision:
+    """Check a call of `fa_serve.attention` and select its backend."""
     q, k, v, sinks, mask = tensors[:5]
     causal, scale, window_size, softcap, chunk, precision, deterministic, return_lse, backend = given
     check_qkv("dense", q, k, v)
@@ -180,10 +188,11 @@ def _plan_dense(tensors: AttentionTensors, given: Options) -> Run:
         attention_chunk=chunk,
         precision=spec.precision,
     )
-    return _plan(select_backend(spec, backend), spec, tensors, complete)
+    return Decision(select_backend(spec, backend), spec, complete)
 
 
-def _plan_varlen(tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k: int, given: Options) -> Run:
+def decide_varlen(tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k: int, given: Options) -> Decision:
+    """Check a call of `fa_serve.attention_varlen` and select its backend."""
     q, k, v, sinks = tensors[:4]
     causal, scale, window_size, softcap, chunk, precision, deterministic, return_lse, backend = given
     assert tensors.cu_seqlens_q is not None
@@ -208,7 +217,7 @@ def _plan_varlen(tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k: int
         attention_chunk=chunk,
         precision=spec.precision,
     )
-    return _plan(select_backend(spec, backend), spec, tensors, complete)
+    return Decision(select_backend(spec, backend), spec, complete)
 
 
 def _plan_paged(tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k: int | None, num_splits: int, given: Options) -> Run:
@@ -333,8 +342,11 @@ def _spec(
 
 def needs_grad(tensors: AttentionTensors) -> bool:
     """Whether autograd will ask for gradients of this call."""
-    differentiable = (*tensors[:5], tensors.alibi_slopes)
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in differentiable)
+    differentiable = [x for x in (*tensors[:5], tensors.alibi_slopes) if x is not None]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in differentiable):
+        return True
+    # a batch of vmap does not show whether a transform below differentiates what is in it
+    return are_differentiated() and any(is_wrapped(x) for x in differentiable)
 
 
 def _has_whole_rows(cache: Tensor) -> bool:

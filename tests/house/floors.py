@@ -22,6 +22,7 @@ FLOORS = {
     "fa_serve.autograd": 2,
     "fa_serve.dispatch": 2,
     "fa_serve.operators": 2,
+    "fa_serve.transforms": 2,
     "fa_serve.api": 2,
     "fa_serve.hf": 3,
     "fa_serve.flash_attn": 3,

@@ -36,10 +36,6 @@ TESTED_BY = {
         "tests/backends/triton/decode/test_plan_interpreted.py",
         "the plans of the module `decode` launch it",
     ),
-    "fa_serve.backends.triton.key_pages": (
-        "tests/backends/triton/test_large_caches_interpreted.py",
-        "device functions run inside of a kernel only",
-    ),
     "fa_serve.backends.triton.latent.kernel": (
         "tests/backends/triton/latent/test_plan_interpreted.py",
         "the plans of the module `latent` launch it",

@@ -30,6 +30,11 @@ def has_wide_rows(*operands: Tensor, paged: bool, rows: int = MAX_KEYS_PER_TILE)
     return False
 
 
+def has_wide_mask(mask: Tensor | None) -> bool:
+    """Whether the column of a mask (batch, heads, queries, keys) may lie 2^31 elements or more behind the first one."""
+    return mask is not None and mask.shape[3] * mask.stride(3) >= _LIMIT
+
+
 @triton.jit
 def read_pages(table_ptr, block, offs_n, first_key, kv_len, var: tl.constexpr):
     """The page of each key of a block, 0 for keys outside of the sequence or before its window.

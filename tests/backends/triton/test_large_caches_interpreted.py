@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ import fa_serve
 from fa_serve import BlockLists
 from fa_serve.backends.reference import attention_reference
 from fa_serve.backends.triton.decode.plan import plan_decode
-from fa_serve.backends.triton.key_pages import has_wide_rows
 from fa_serve.backends.triton.latent.plan import plan_latent
 from fa_serve.backends.triton.prefill.plan import plan_forward
 from fa_serve.testing import make_qkv, run_plan
@@ -117,17 +115,3 @@ def test_a_mask_whose_keys_are_far_apart(folder: Path) -> None:
         with checked_accesses():
             out, _ = run_plan(make, q, k, v, **options)
         torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-6)
-
-
-def test_which_rows_are_wide() -> None:
-    def paged(*strides: int, page_size: int = 16) -> Any:
-        return SimpleNamespace(stride=lambda i: strides[i], dim=lambda: 4, shape=(2, page_size, 8, 64))
-
-    assert not has_wide_rows(paged(16 * 512, 512), paged=True)
-    assert not has_wide_rows(paged(BOUND - 512, 512), paged=True)
-    assert has_wide_rows(paged(BOUND, 512), paged=True)
-    assert not has_wide_rows(paged(BOUND, 512), paged=False), "a batch index is multiplied in 64 bits"
-    assert has_wide_rows(paged(512, BOUND // 128), paged=True)
-    assert not has_wide_rows(paged(512, BOUND // 128 - 1), paged=True)
-    assert has_wide_rows(paged(512, 512, page_size=BOUND // 512), paged=True)
-    assert not has_wide_rows(torch.zeros(5, 2, 8), paged=False)

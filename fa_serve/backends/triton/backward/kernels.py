@@ -24,6 +24,7 @@ class BackwardVariant:
     mask_grad:  the gradient of the mask is computed
     tma:        the walk reads through tensor descriptors: q, dO and the row statistics, or k and v
     precision:  input precision of the products
+    wide_mask:  as `key_pages.has_wide_mask` says; the gradient of the mask is contiguous
     ptx:        inline PTX is available, so that the softcap is computed as in the forward pass
     """
 
@@ -41,6 +42,7 @@ class BackwardVariant:
     has_softcap: bool
     mask: str
     mask_grad: bool
+    wide_mask: bool
     tma: bool
     precision: str
     ptx: bool
@@ -65,6 +67,8 @@ def _probabilities(s, lse, rows, cols, edge, lengths, scaling, window, mask_tens
     scale, softcap = scaling
     window_left, window_right = window
     mask_ptr, stride_mq, stride_mk = mask_tensor
+    if var.wide_mask:
+        stride_mk = tl.cast(stride_mk, tl.int64)
     factor = scale * LOG2E
     slope = 1.0
     if var.has_softcap:
@@ -74,7 +78,7 @@ def _probabilities(s, lse, rows, cols, edge, lengths, scaling, window, mask_tens
         factor = 1.0
     if var.mask != "none":
         given = tl.load(
-            mask_ptr + rows.to(tl.int64) * stride_mq + cols.to(tl.int64) * stride_mk,
+            mask_ptr + rows.to(tl.int64) * stride_mq + cols * stride_mk,
             mask=(rows < q_len) & (cols < kv_len),
             other=0,
         )
@@ -237,10 +241,7 @@ def attn_bwd_kv(
         ds = p * (dp - delta[None, :])
         if var.mask_grad:
             tl.atomic_add(
-                dmask_ptr
-                + head64 * stride_dh
-                + rows[None, :].to(tl.int64) * stride_dq
-                + cols[:, None].to(tl.int64) * stride_dk,
+                dmask_ptr + head64 * stride_dh + rows[None, :].to(tl.int64) * stride_dq + cols[:, None] * stride_dk,
                 ds,
                 mask=(rows < q_len)[None, :] & (cols < kv_len)[:, None],
                 sem="relaxed",

@@ -31,6 +31,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from fa_serve import spec
 from fa_serve.backends.calls import AttentionOptions, BackwardTensors, Gradients
 from fa_serve.backends.triton.backward.kernels import BackwardVariant, attn_bwd_kv, attn_bwd_q
+from fa_serve.backends.triton.key_pages import has_wide_mask
 from fa_serve.backends.triton.row_statistics import RowStatistics, head_strides
 from fa_serve.backends.triton.tiles import BackwardTiles, TileConfig, backward_tiles, padded_dim
 from fa_serve.launching.launch import DescriptorLaunch, Launch, row_strides, with_unit_stride
@@ -88,6 +89,7 @@ class _BackwardPlan:
             has_softcap=options.softcap != 0.0,
             mask="none" if mask is None else "bool" if mask.dtype == torch.bool else "float",
             mask_grad=tensors.needs_dmask,
+            wide_mask=has_wide_mask(mask),
             tma=self._tma_keys,
             precision="ieee" if q.dtype == torch.float32 else "tf32",
             ptx=arch >= 80,

@@ -49,8 +49,8 @@ class ForwardVariant:
     float8_keys: Q and K are the copies of `float8_inputs`, in which packed keys have gaps and keys in pages are a dense batch
     float8_values: V is a transposed copy, and P is float8
     masks_all:   every tile is masked, without a branch
-    wide:        a row of Q, K, V or O may lie 2^31 elements or more behind the first one of its page or tile, see
-                 `key_pages.has_wide_rows`
+    wide:        a row of Q, K, V or O may lie 2^31 elements or more behind the first one of its page or tile, or a column of
+                 the mask behind the first one, see `key_pages`
     """
 
     num_heads: int
@@ -123,6 +123,8 @@ def _walk(state, q, span, k_tensor, v_tensor, mask_tensor, where, rows, scaling,
     scale, softcap, slope = scaling
     window_left, window_right = window
     mask_ptr, stride_mq, stride_mk = mask_tensor
+    if var.wide and var.mask != "none":
+        stride_mk = tl.cast(stride_mk, tl.int64)
     q_scale, k_scale_ptr, v_scale_ptr = scales
     unit = 1.0
     for n in tl.range(lo, hi, BLOCK_N):
@@ -144,7 +146,7 @@ def _walk(state, q, span, k_tensor, v_tensor, mask_tensor, where, rows, scaling,
             factor = 1.0
         if var.mask != "none":
             inside = (q_rows < q_len)[:, None] & (cols < kv_len)[None, :]
-            mask_ptrs = mask_ptr + q_rows[:, None].to(tl.int64) * stride_mq + cols[None, :].to(tl.int64) * stride_mk
+            mask_ptrs = mask_ptr + q_rows[:, None].to(tl.int64) * stride_mq + cols[None, :] * stride_mk
             given = tl.load(mask_ptrs, mask=inside, other=0)
             if var.mask == "bool":
                 s = tl.where(given != 0, s, float("-inf"))

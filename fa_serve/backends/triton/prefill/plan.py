@@ -26,7 +26,7 @@ from fa_serve.backends import MAX_KEYS_PER_TILE
 from fa_serve.backends.calls import AttentionOptions, AttentionTensors
 from fa_serve.backends.layout import Layout
 from fa_serve.backends.triton.float8_inputs import Form, Quantizer
-from fa_serve.backends.triton.key_pages import has_wide_rows
+from fa_serve.backends.triton.key_pages import has_wide_mask, has_wide_rows
 from fa_serve.backends.triton.prefill.kernel import ForwardVariant, attn_fwd
 from fa_serve.backends.triton.tiles import TileConfig, batch_block, float8_tiles, forward_tiles, padded_dim
 from fa_serve.backends.unseen_rows import without_keys
@@ -212,7 +212,9 @@ class _ForwardPlan:
         rows = max(self._tiles.block_m, self._tiles.block_n)
         queries = (tensors.q,) if tensors.out is None else (tensors.q, tensors.out)
         paged = self._layout == "paged"
-        return has_wide_rows(*queries, paged=False, rows=rows) or has_wide_rows(tensors.k, tensors.v, paged=paged, rows=rows)
+        if has_wide_mask(tensors.mask) or has_wide_rows(*queries, paged=False, rows=rows):
+            return True
+        return has_wide_rows(tensors.k, tensors.v, paged=paged, rows=rows)
 
     def _strides(self, tensors: AttentionTensors, dense: bool) -> tuple[int, ...]:
         """In the order of the kernel's parameters. A packed tensor has no stride between sequences."""

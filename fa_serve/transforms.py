@@ -1,0 +1,123 @@
+"""The functions of `fa_serve.api` under the transforms of `torch.func`, and for tensors that carry tangents.
+
+    per_sample = torch.func.vmap(torch.func.grad(loss))(q, k, v)     # loss calls fa_serve.attention
+
+PyTorch's transforms wrap tensors, and a wrapper has no memory that a kernel could read. So a call with wrapped tensors selects
+its backend by what the wrappers show. If PyTorch's operators compute it (`sdpa`, `reference`), transforms follow these. If
+kernels do, the call is one node of autograd (`autograd.differentiable_call`), which gets the tensors inside and has a rule for
+`vmap`: samples of a dense batch are computed together, and packed and paged ones one after the other.
+
+Reverse mode is all that kernels have: `jvp` and second derivatives are refused in a sentence. Left out: transforms inside of
+`torch.compile`, where a call is an operator (`operators`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from fa_serve.autograd import Call, differentiable_call, is_wrapped
+from fa_serve.backends.calls import AttentionTensors, StoreTensors
+from fa_serve.dispatch import (
+    Decision,
+    Options,
+    Result,
+    decide_dense,
+    decide_varlen,
+    needs_grad,
+    run_block_sparse,
+    run_dense,
+    run_paged,
+    run_varlen,
+)
+from fa_serve.launching.plans import Run
+from fa_serve.spec import UnsupportedError
+
+_are_transforms_active = torch._C._are_functorch_transforms_active
+
+
+def is_transformed(tensors: AttentionTensors | StoreTensors) -> bool:
+    """Whether a transform has wrapped one of the tensors, or one of them has a tangent."""
+    if not _are_transforms_active() and forward_ad._current_level < 0:
+        return False
+    lists = tensors.blocks.tensors if isinstance(tensors, AttentionTensors) and tensors.blocks is not None else ()
+    given = [x for x in (*tensors, *lists) if isinstance(x, Tensor)]
+    if _are_transforms_active() and any(is_wrapped(x) for x in given):
+        return True
+    return forward_ad._current_level >= 0 and any(_has_tangent(x) for x in given)
+
+
+def _has_tangent(x: Tensor) -> bool:
+    return forward_ad.unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call]
+
+
+def attention(tensors: AttentionTensors, options: Options) -> Result:
+    """`dispatch.run_dense` of wrapped tensors."""
+    kept = _with_lse(options)
+    return _run(tensors, options, decide_dense(tensors, options), lambda plain: run_dense(plain, kept), folds=True)
+
+
+def attention_varlen(tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k: int, options: Options) -> Result:
+    """`dispatch.run_varlen` of wrapped tensors."""
+    kept = _with_lse(options)
+    decision = decide_varlen(tensors, max_seqlen_q, max_seqlen_k, options)
+    return _run(tensors, options, decision, lambda plain: run_varlen(plain, max_seqlen_q, max_seqlen_k, kept))
+
+
+def attention_paged(
+    tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k: int | None, num_splits: int, options: Options
+) -> Result:
+    """`dispatch.run_paged` of wrapped tensors. No backend has gradients through pages, which `run_paged` says."""
+    kept = _with_lse(options)
+    if needs_grad(tensors):
+        return run_paged(tensors, max_seqlen_q, max_seqlen_k, num_splits, options)
+    return _run(tensors, options, None, lambda plain: run_paged(plain, max_seqlen_q, max_seqlen_k, num_splits, kept))
+
+
+def attention_block_sparse(
+    tensors: AttentionTensors, max_seqlen_q: int | None, max_seqlen_k: int | None, num_splits: int, options: Options
+) -> Result:
+    """`dispatch.run_block_sparse` of wrapped tensors."""
+    kept = _with_lse(options)
+    decision = None
+    if tensors.cu_seqlens_q is None:
+        decision = decide_dense(tensors, options)
+    elif tensors.block_table is None:
+        assert max_seqlen_q is not None
+        assert max_seqlen_k is not None
+        decision = decide_varlen(tensors, max_seqlen_q, max_seqlen_k, options)
+    elif needs_grad(tensors):
+        return run_block_sparse(tensors, max_seqlen_q, max_seqlen_k, num_splits, options)
+    return _run(tensors, options, decision, lambda plain: run_block_sparse(plain, max_seqlen_q, max_seqlen_k, num_splits, kept))
+
+
+def store_kv(tensors: StoreTensors, backend: str) -> None:
+    """A cache that is written is no result that a transform could follow."""
+    raise UnsupportedError(
+        "store_kv writes its caches in place, which torch.func's transforms and forward-mode AD cannot follow, and one of its "
+        "tensors belongs to such a transform: call it outside of the transformed function"
+    )
+
+
+def _with_lse(options: Options) -> Options:
+    """What a node of autograd keeps: a call with these options returns lse as well."""
+    return (*options[:7], True, options[8])
+
+
+def _run(tensors: AttentionTensors, options: Options, decision: Decision | None, run: Run, *, folds: bool = False) -> Result:
+    """decision: None if all backends leave gradients out; run: the call of plain tensors; folds: as in `autograd.Call`"""
+    return_lse = options[7]
+    if decision is not None and decision.backend.differentiable:
+        result: Result = decision.backend.plan(decision.spec, tensors, decision.options)(tensors)
+        return result
+    call = Call(run, None, None)
+    if decision is not None and tensors.blocks is None:
+        # whether leaves of autograd lie below a batch of vmap is not known here
+        call = Call(run, replace(decision.spec, op="backward", needs_grad=False), decision.options, folds)
+    out, lse = differentiable_call(call, tensors._replace(out=None))
+    if tensors.out is not None:
+        out = tensors.out.copy_(out)
+    return out, lse if return_lse else None
