@@ -14,7 +14,7 @@ which ends chats as well (server/chat/templates.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fa_serve.engine.request.params import SamplingParams
@@ -67,7 +67,7 @@ def find_defaults(generation_config: Any) -> Defaults:
         if name == "top_k" and value == -1:
             value = 0  # keeps every token
         try:
-            SamplingParams(**{own_name: value})
+            replace(SamplingParams(), **{own_name: value})
         except ParameterError as error:
             refused.append(f"generation_config.json is not followed in {name}: {error}")
         else:

@@ -170,8 +170,7 @@ def load_generation_config(setting: str | Path, model: PreTrainedModel) -> Any:
             raise FileNotFoundError("there is no such folder")
         return GenerationConfig.from_pretrained(str(setting))
     except (OSError, ValueError, TypeError) as error:
-        reason = str(error).partition("\n")[0][:200]
-        rule = f"be auto, none, or a folder with a generation_config.json that can be read ({reason})"
+        rule = f"be auto, none, or a folder with a generation_config.json that can be read ({error})"
         raise ParameterError("generation_config", rule, str(setting)) from None
 
 
