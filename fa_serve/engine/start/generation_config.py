@@ -14,7 +14,7 @@ which ends chats as well (server/chat/templates.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from fa_serve.engine.request.params import SamplingParams
@@ -66,12 +66,13 @@ def find_defaults(generation_config: Any) -> Defaults:
             continue
         if name == "top_k" and value == -1:
             value = 0  # keeps every token
+        checked: dict[str, Any] = {own_name: value}
         try:
-            replace(SamplingParams(), **{own_name: value})
+            SamplingParams(**checked)
         except ParameterError as error:
             refused.append(f"generation_config.json is not followed in {name}: {error}")
         else:
-            given[own_name] = value
+            given |= checked
     return Defaults(SamplingParams(**given), given, tuple(refused))
 
 
