@@ -25,8 +25,8 @@ from torch import Tensor
 
 MAX_PLANS = 4096
 
-Run = Callable[[Any], Any]
-"""What a plan is: it takes the tensors of one call, in the order that the plan's maker defines, and computes."""
+Run = Callable[..., Any]
+"""What a plan is: it takes the tensors of one call, in the form that the plan's maker defines, and computes."""
 
 
 class PlanTable(dict[tuple[Any, ...], Run]):

@@ -97,6 +97,13 @@ CLOSED = {
 """Rooms, and the rooms below them that they may not reach into."""
 
 
+DECIDED_BY = {
+    "fa_serve.ops.products.conditions": ("fa_serve.ops.products.table",),
+    "fa_serve.ops.products.crossovers": ("fa_serve.ops.products.conditions",),
+}
+"""The modules that hold why a kernel does not compute a product, and who reads them."""
+
+
 def floor(name: str) -> int | None:
     if name == "fa_serve":
         return FLOORS[name]
@@ -169,6 +176,14 @@ def the_service_and_its_clients_keep_apart(house: House) -> Iterator[str]:
             yield f"{name} imports {target}"
 
 
+def one_place_decides(house: House) -> Iterator[str]:
+    """Which kernel computes a product is decided by `select_kernel`. Nobody else reads what it decides by."""
+    for name, target in house.edges():
+        readers = DECIDED_BY.get(target)
+        if readers is not None and name not in readers:
+            yield f"{name} imports {target}, which {' and '.join(readers)} reads"
+
+
 def server_imports_itself_relatively(house: House) -> Iterator[str]:
     for module in house:
         for target, relative in module.imports:
@@ -193,6 +208,14 @@ def scheduling_needs_no_torch(house: House) -> Iterator[str]:
 
 
 PLANTED: list[Planted] = [
+    (
+        one_place_decides,
+        {
+            "fa_serve/ops/products/conditions.py": "def refuses(): ...",
+            "fa_serve/ops/norms.py": "import triton\ndef f():\n    from fa_serve.ops.products.conditions import refuses",
+        },
+        "fa_serve.ops.norms imports fa_serve.ops.products.conditions",
+    ),
     (
         imports_point_down,
         {"fa_serve/spec.py": "from fa_serve.api import attention"},

@@ -55,7 +55,7 @@ def multiply_by(
     choice = Choice(kernel, kernel.tile(product) if tile is None else tile, {})
     details = Details(eps, offset, activation, alpha)
     run = plan_product(x, product, details, norm is not None, None, choice)
-    return run((x, weight, bias, norm_weight, residual, None))
+    return run(x, weight, bias, norm_weight, residual)
 
 
 def kernel_for(x: Tensor, weight: ops.Weight) -> str:

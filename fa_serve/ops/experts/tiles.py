@@ -98,8 +98,8 @@ def _grouped_unpack_tile(product: Product) -> GroupedTile:
     """The tile of the portable kernel with quantised weights, whose block_k follows from their format.
 
     Weights go to tensor cores from registers, so a tile has 64 rows of weights, and up to 64 pairs: that of a dense product
-    (`unpack_linear_tile`), which is the fastest of five there. A second tile of an expert unpacks its weights again: that costs
-    more than tensor cores that multiply with nothing. So a tile has room for the average and 2.5 of its roots, as random
+    (`unpack_linear_tile`), which is the fastest of five there. A second tile of an expert unpacks its weights again, which
+    costs more than tensor cores that multiply with nothing. So a tile has room for the average and 2.5 of its roots, as random
     routing needs for 99% of the experts. This is derived and has not been measured.
     """
     if product.dtype.itemsize == 4:

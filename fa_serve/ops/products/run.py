@@ -47,52 +47,67 @@ def multiply(
     if isinstance(x, RoundedRows):
         rows = x.data
     else:
-        if isinstance(weight, QuantizedWeight):
-            x = x.contiguous()
-        rows = x
-    norm_weight, eps, offset = (None, 0.0, 0.0) if norm is None else norm
-    key = (
-        "product",
-        rows.shape,
-        rows.stride(0),
-        rows.dtype,
-        x.dtype,
-        rows.get_device(),
-        _facts_of(weight),
-        None if bias is None else bias.dtype,
-        None if norm_weight is None else norm_weight.dtype,
-        eps,
-        offset,
-        activation,
-        None if residual is None else residual.dtype,
-        alpha,
-        _facts_of(next_weight) if activation is not None and isinstance(next_weight, QuantizedWeight) else None,
-    )
+        rows = x = x.contiguous() if isinstance(weight, QuantizedWeight) else x
+    tokens, _ = shape = rows.shape
+    norm_weight = None
+    around: Any = alpha
+    if norm is not None:
+        norm_weight, eps, offset = norm
+        around = (alpha, eps, offset, norm_weight.dtype, rows.stride(0))
+    next_facts = None
+    if activation is not None and tokens > 1 and isinstance(next_weight, QuantizedWeight):
+        next_facts = _facts_of(next_weight)
+    key: tuple[Any, ...]
+    if norm is None and activation is None and tokens > 1 and not isinstance(weight, QuantizedWeight):
+        # the plan of such a product depends on nothing else, and making a longer key would be seen in the time of a layer
+        key = ("matrices", alpha)
+    else:
+        key = (
+            shape,
+            x.dtype,
+            rows.dtype,
+            rows.get_device(),
+            _facts_of(weight) if isinstance(weight, QuantizedWeight) else (weight.shape, weight.dtype),
+            None if bias is None else bias.dtype,
+            None if residual is None else residual.dtype,
+            around,
+            activation,
+            next_facts,
+        )
     run = PLANS.get(key)
     if run is None:
-        product = product_of(x, weight, gated=activation is not None)
-        run = PLANS.add(key, plan_product(x, product, Details(eps, offset, activation, alpha), norm is not None, next_weight))
-    y: Tensor | RoundedRows = run((x, weight, bias, norm_weight, residual, next_weight))
+        run = PLANS.add(key, _plan(x, weight, norm, activation, alpha, next_weight))
+    y: Tensor | RoundedRows
+    if next_facts is None:
+        y = run(x, weight, bias, norm_weight, residual)
+    else:
+        y = run(x, weight, bias, norm_weight, residual, next_weight)
     return y
+
+
+def _plan(
+    x: Tensor | RoundedRows, weight: Weight, norm: Norm | None, activation: str | None, alpha: float, next_weight: Weight | None
+) -> Run:
+    _, eps, offset = (None, 0.0, 0.0) if norm is None else norm
+    details = Details(eps, offset, activation, alpha)
+    return plan_product(x, product_of(x, weight, gated=activation is not None), details, norm is not None, next_weight)
 
 
 def multiply_invariant(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     """Arguments and result are those of `fa_serve.ops.invariant_linear`, with x of (m, k)."""
     strides = () if isinstance(weight, QuantizedWeight) else weight.stride()
-    of_bias = None if bias is None else bias.dtype
-    key = ("invariant", x.shape, x.stride(), x.dtype, x.get_device(), _facts_of(weight), strides, of_bias)
+    of_weight = _facts_of(weight) if isinstance(weight, QuantizedWeight) else (weight.shape, weight.dtype)
+    key = ("invariant", x.shape, x.stride(), x.dtype, x.get_device(), of_weight, strides, None if bias is None else bias.dtype)
     run = PLANS.get(key)
     if run is None:
         details = Details(strides=(*x.stride(), *strides))
         run = PLANS.add(key, plan_product(x, product_of(x, weight, invariant=True), details))
-    y: Tensor = run((x, weight, bias, None, None, None))
+    y: Tensor = run(x, weight, bias, None, None)
     return y
 
 
-def _facts_of(weight: Weight) -> tuple[Any, ...]:
+def _facts_of(weight: QuantizedWeight) -> tuple[Any, ...]:
     """Everything about a weight that a plan depends on."""
-    if not isinstance(weight, QuantizedWeight):
-        return weight.shape, weight.dtype
     data = weight.data
     return (
         data.shape,
@@ -130,22 +145,28 @@ def plan_product(
     choice: overrides that of the table, for tuning and tests
     """
     if product.tokens == 0:
-        return lambda tensors: _of_no_tokens(product, tensors)
+        return _plan_nothing(product)
     choice = select_kernel(product) if choice is None else choice
     kernel = choice.kernel
     compute = kernel.load()(product, choice.tile, details)
+    if kernel.fused:
+        return compute
     prepare: Prepare | None = None
     if kernel.in_float8 and not product.rounded:
         prepare = _plan_rounded_input(product, details)
-    elif has_norm and not kernel.fused:
+    elif has_norm:
         assert isinstance(x, Tensor), "rows that are rounded have been normalised"
         prepare = _plan_norm(x, details)
-    finish = None
-    if details.activation is not None and not kernel.fused:
-        finish = _plan_gate(product, details.activation, next_weight)
+    finish = None if details.activation is None else _plan_gate(product, details.activation, next_weight)
 
-    def run(tensors: tuple[Any, ...]) -> Tensor | RoundedRows:
-        x, weight, bias, norm_weight, residual, next_weight = tensors
+    def run(
+        x: Tensor | RoundedRows,
+        weight: Weight,
+        bias: Tensor | None,
+        norm_weight: Tensor | None,
+        residual: Tensor | None,
+        next_weight: Weight | None = None,
+    ) -> Tensor | RoundedRows:
         if prepare is not None:
             x = prepare(x, norm_weight, weight)
         y = compute(x, weight, bias, norm_weight, residual)
@@ -154,10 +175,16 @@ def plan_product(
     return run
 
 
-def _of_no_tokens(product: Product, tensors: tuple[Any, ...]) -> Tensor:
-    x, _, _, _, residual, _ = tensors
-    rows: Tensor = x.data if isinstance(x, RoundedRows) else x
-    return rows.new_empty(0, product.outputs, dtype=product.dtype) if residual is None else residual
+def _plan_nothing(product: Product) -> Run:
+    """The product of no tokens."""
+    outputs = product.outputs
+    dtype = product.dtype
+
+    def run(x: Tensor | RoundedRows, weight: Weight, bias: object, norm_weight: object, residual: Tensor | None) -> Tensor:
+        rows = x.data if isinstance(x, RoundedRows) else x
+        return rows.new_empty(0, outputs, dtype=dtype) if residual is None else residual
+
+    return run
 
 
 def _plan_norm(x: Tensor, details: Details) -> Prepare:

@@ -142,7 +142,7 @@ def load_block(
     WIDTH: gl.constexpr,
     PARTS: gl.constexpr,
 ):
-    """-> what the warps multiply in a step of a tile: words [warps, 2, BLOCK_N, 16]; scales, zeros of `load_groups_of_block`.
+    """-> what the warps multiply in a step of a tile: words [warps, 2, BLOCK_N, 16]; scales and zero points.
 
     words:  the row of the tile, the warp, and the offset in a block, of each word
     groups: the row of the tile [1, BLOCK_N, 1], and the warp [warps, 1, 1], of scales
