@@ -35,7 +35,7 @@ CAUSE_SECONDS = 2.0
 
 
 def open_ranks(config: EngineConfig, on_lost: OnLost | None = None) -> Ranks:
-    """The rank of a process that nobody has told another one: the only one, or rank 0, whose followers run when this returns.
+    """The rank of a process that does not follow: the only one, or rank 0, whose followers run when this returns.
 
     on_lost: called once, from a thread, when a follower ends although it was not told to
 
