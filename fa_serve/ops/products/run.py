@@ -90,7 +90,9 @@ def _plan(
 ) -> Run:
     _, eps, offset = (None, 0.0, 0.0) if norm is None else norm
     details = Details(eps, offset, activation, alpha)
-    return plan_product(x, product_of(x, weight, gated=activation is not None), details, norm is not None, next_weight)
+    product = product_of(x, weight, gated=activation is not None)
+    run: Run = plan_product(x, product, details, norm is not None, next_weight)
+    return run
 
 
 def multiply_invariant(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
