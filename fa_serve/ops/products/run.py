@@ -150,7 +150,7 @@ def plan_product(
         return _plan_nothing(product)
     choice = select_kernel(product) if choice is None else choice
     kernel = choice.kernel
-    compute = kernel.load()(product, choice.tile, details)
+    compute: Run = kernel.load()(product, choice.tile, details)
     if kernel.fused:
         return compute
     prepare: Prepare | None = None
