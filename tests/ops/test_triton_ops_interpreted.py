@@ -303,7 +303,8 @@ def test_a_call_has_a_plan_of_its_facts(op: Callable[..., Any]) -> None:
         for _ in range(2):
             op(**options)
             assert len(PLANS) == count, options
-    names = {str(key[0]) for key in PLANS}
+    # a product has the most calls in a layer, so its key begins with a shape and spends no time on a name
+    names = {"product" if isinstance(key[0], torch.Size) or key[0] == "matrices" else str(key[0]) for key in PLANS}
     expected = {linear: "product", invariant_linear: "invariant"}.get(op, op.__name__)
     assert names == {expected}, "plans of two ops may not share a key"
 

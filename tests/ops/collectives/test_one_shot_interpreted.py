@@ -27,7 +27,7 @@ CALLS = 12
 SCRIPT = """
 import random, sys, time, torch
 from sum_ranks import peers_of
-from test_all_reduce_kernel_interpreted import CALLS, message
+from test_one_shot_interpreted import CALLS, message
 from fa_serve.ops.collectives.one_shot import launch_all_reduce
 path, rank, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 peers, buffers = peers_of(path, rank, size, 2)

@@ -35,7 +35,7 @@ import sys, time, torch
 import fa_serve.ops.collectives.pushed_sum as kernel
 from fa_serve.launching.plans import PLANS
 from sum_ranks import peers_of
-from test_pushed_sum_kernel_interpreted import CALLS, message
+from test_pushed_sum_interpreted import CALLS, message
 from fa_serve.ops.collectives.one_shot import launch_all_reduce
 path, rank, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 peers, buffers = peers_of(path, rank, size, 1)
