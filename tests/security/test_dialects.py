@@ -57,7 +57,7 @@ BAD = {
     "too deep": (b"[" * 190 + b"]" * 190, 400),
     "another model": (
         b'{"model": "x", "prompt": "a", "messages": [{"role": "user", "content": "a"}], "input": "a", "max_tokens": 1}',
-        400,
+        404,
     ),
 }
 

@@ -63,7 +63,7 @@ def test_the_process_ends_for_a_broken_template_even_if_it_never_ends(tmp_path):
         "serve", "--port", "0", "--device", "cpu", "--num-pages", "64", "--chat-template", str(tmp_path / "template")
     )
     assert done.returncode == 1
-    assert "chat_template must end" in done.stderr
+    assert "chat_template must" in done.stderr, "it ends at its deadline, or earlier at the bound of a prompt"
 
 
 def test_more_pages_than_memory():

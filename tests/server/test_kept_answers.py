@@ -3,8 +3,9 @@
 import asyncio
 
 import pytest
-from fa_serve.engine.process.worker import Pulse
 from fa_serve.server.observe.metrics import ScrapedText
+
+from fa_serve.engine.process.parent import Pulse
 
 pytestmark = pytest.mark.anyio
 

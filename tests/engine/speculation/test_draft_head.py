@@ -240,7 +240,8 @@ def test_the_warm_up_runs_the_head(model_folder, head, caplog) -> None:
     config = EngineConfig(model=model_folder, device="cpu", num_pages=64, max_num_seqs=4, max_model_len=32, speculative=head)
     engine = Engine(replace(config, max_num_batched_tokens=32))
     warm_up(engine._runner, engine.config, engine.config.max_model_len, Compilers())
-    assert not caplog.records
+    # the folder names no end token, of which the start warns
+    assert [record for record in caplog.records if not record.message.startswith("No token ends an answer")] == []
     assert (engine._runner.draft.kept._features == 0).all()
     [found] = engine.generate(["the quick"], SamplingParams(max_tokens=8, temperature=0.0))
     assert len(found.token_ids) == 8

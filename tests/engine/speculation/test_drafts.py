@@ -167,14 +167,14 @@ def test_tokens_become_outputs_while_the_next_drafts_are_verified(make_engine, m
 
     def watch(owner: object, name: str) -> None:
         call = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *arguments: (order.append(name), call(*arguments))[1])
+        monkeypatch.setattr(owner, name, lambda *a, **named: (order.append(name), call(*a, **named))[1])
 
     watch(engine._runner, "launch")
     watch(engine._scheduler, "commit")
-    watch(engine, "_output")
+    watch(engine._answers, "output")
     assert [each.token_ids for each in engine.generate(prompts, SAMPLED)] == expected
     assert engine.stats().speculation.num_accepted_tokens
-    assert " ".join(order).count("commit launch _output _output") > 2, order
+    assert " ".join(order).count("commit launch output output") > 2, order
 
 
 @pytest.mark.parametrize("where", ["_scheduler.schedule", "_runner.launch"])

@@ -40,6 +40,9 @@ class FakeGrammars:
         num_rows = sum(1 + len(own) for own in drafts)
         return np.arange(num_rows, dtype=np.int32)[:, None], [len(matchers) - 1]
 
+    def allow_ends(self, words, end_ids):
+        """No row allows its answer to end."""
+
 
 def make_state(name: str, matcher: FakeMatcher | None) -> OutputState:
     sequence = SequenceState(Request(name, [1, 2], SamplingParams(), max_tokens=8, client=f"client of {name}"))

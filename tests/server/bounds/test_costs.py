@@ -4,7 +4,7 @@ import asyncio
 import time
 
 import pytest
-from fa_serve.server import costs as module
+from fa_serve.server.bounds import costs as module
 from fa_serve.server.bounds.costs import BILL, FREE_SECONDS, MAX_WAITING, SHARE, CostQueue, Costs
 from fa_serve.server.errors import TooManyRequests
 
