@@ -124,7 +124,7 @@ def run(args: argparse.Namespace, rank: int, port: int | None) -> None:
     others = []
     if port is None:
         store, port = listen(args.ranks)
-        command = [sys.executable, *sys.argv, "--port", str(port), "--rank"]
+        command = [sys.executable, "-m", "benchmarks.attention.bench_allreduce", *sys.argv[1:], "--port", str(port), "--rank"]
         others = [subprocess.Popen([*command, str(other)]) for other in range(1, args.ranks)]
     else:
         store = join(port, args.ranks)

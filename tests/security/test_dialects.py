@@ -17,7 +17,13 @@ OPENAI = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 ANTHROPIC = ("/v1/messages", "/v1/messages/count_tokens")
 KEY = {"authorization": "Bearer se#cret"}
 JSON = {"content-type": "application/json"}
-TYPES = {400: "invalid_request_error", 401: "authentication_error", 405: "invalid_request_error", 413: "request_too_large"}
+TYPES = {
+    404: "not_found_error",
+    400: "invalid_request_error",
+    401: "authentication_error",
+    405: "invalid_request_error",
+    413: "request_too_large",
+}
 
 
 @pytest.fixture(scope="module")
