@@ -230,7 +230,8 @@ def _fork(seconds: int, descriptors: Sequence[int]) -> None:
 def _import_kernels() -> None:
     """Do once what each process would do when the first kernel is asked for."""
     for package in KERNEL_PACKAGES:
-        for module in pkgutil.iter_modules(importlib.import_module(package).__path__, f"{package}."):
+        rooms = importlib.import_module(package).__path__
+        for module in pkgutil.walk_packages(rooms, f"{package}.", onerror=lambda name: None):
             with suppress(Exception):  # this release of Triton, or this machine, does not have what it needs
                 importlib.import_module(module.name)
     with suppress(ImportError):

@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 from cross_compile import TARGETS, _NamingDriver, compiling_for
+from torch_processes import after_torch
 from triton import knobs
 from triton.runtime.driver import driver
 
@@ -189,3 +190,25 @@ def test_an_error_is_that_of_the_thread(compiled, processes) -> None:
         future = activate(4096, 0, block=1000).future  # Triton 3.9 forgets it afterwards
     with pytest.raises(triton.CompilationError, match="power of 2"):
         future.result()
+
+
+KERNELS_IMPORTED = """
+import sys
+from fa_serve.launching.compilers import _import_kernels
+_import_kernels()
+print(sorted(name for name in {names!r} if name not in sys.modules))
+"""
+
+
+def test_all_modules_with_kernels_are_imported_before_the_first_fork() -> None:
+    """Also those in the rooms of the packages: a process that imports one later does so for each kernel of its own."""
+    root = Path(compilers.__file__).parents[1]
+    names = [
+        ".".join(("fa_serve", *path.relative_to(root).with_suffix("").parts))
+        for folder in ("ops", "backends/triton", "backends/hopper")
+        for path in (root / folder).rglob("*.py")
+        if "@triton.jit" in path.read_text() or "@gluon.jit" in path.read_text()
+    ]
+    assert len(names) > 30
+    done = after_torch(KERNELS_IMPORTED.format(names=names))
+    assert (done.stdout, done.stderr) == ("[]\n", "")
