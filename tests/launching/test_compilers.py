@@ -201,7 +201,7 @@ print(sorted(name for name in {names!r} if name not in sys.modules))
 
 
 def test_all_modules_with_kernels_are_imported_before_the_first_fork() -> None:
-    """Also those in the rooms of the packages: a process that imports one later does so for each kernel of its own."""
+    """Also those in the rooms of the packages: a process that has to import one first keeps its kernel waiting."""
     root = Path(compilers.__file__).parents[1]
     names = [
         ".".join(("fa_serve", *path.relative_to(root).with_suffix("").parts))
