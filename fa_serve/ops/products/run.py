@@ -44,21 +44,23 @@ def multiply(
     next_weight: Weight | None,
 ) -> Tensor | RoundedRows:
     """Arguments and result are those of `fa_serve.ops.linear`."""
-    if isinstance(x, RoundedRows):
-        rows = x.data
-    else:
-        rows = x = x.contiguous() if isinstance(weight, QuantizedWeight) else x
-    tokens, _ = shape = rows.shape
+    rows: Any = x
+    quantised = isinstance(weight, QuantizedWeight)
+    if quantised:
+        rows = x.data if isinstance(x, RoundedRows) else x.contiguous()
+        x = x if isinstance(x, RoundedRows) else rows
+    shape = rows.shape
+    tokens = shape[0]
     norm_weight = None
     around: Any = alpha
     if norm is not None:
         norm_weight, eps, offset = norm
-        around = (alpha, eps, offset, norm_weight.dtype, rows.stride(0))
+        around = (alpha, eps, offset, norm_weight.dtype, 0 if tokens == 1 else rows.stride(0))
     next_facts = None
     if activation is not None and tokens > 1 and isinstance(next_weight, QuantizedWeight):
         next_facts = _facts_of(next_weight)
     key: tuple[Any, ...]
-    if norm is None and activation is None and tokens > 1 and not isinstance(weight, QuantizedWeight):
+    if norm is None and activation is None and tokens > 1 and not quantised:
         # the plan of such a product depends on nothing else, and making a longer key would be seen in the time of a layer
         key = ("matrices", alpha)
     else:
