@@ -3,6 +3,21 @@
     app = create_app(engine, settings)          # for uvicorn or another ASGI server; its lifespan starts and stops the engine
 
 The port answers at once. While the model loads, /ready and every request for the model get a 503.
+
+A request passes these layers, the outermost first:
+
+    bounds/protocol.py:BoundedProtocol   the connection: bytes and seconds of the head and the body (set by process.py)
+    bounds/guard.py:RequestIds           the request's id, the access log, the debts of unpaid work, failures
+    observe/timelines.py:Timelines       with --log-slow or traces
+    observe/traces.py:Traces             with --otlp-traces-endpoint
+    bounds/guard.py:Clients              whose request it is, and its bill (bounds/costs.py)
+    bounds/guard.py:Hosts                the names that the server has
+    CORSMiddleware                       with --cors-origins
+    bounds/guard.py:Keys                 API keys
+    bounds/guard.py:BodyLimit            the bytes of the body, and of all bodies together
+    bodies.py:BodyRoutes                 every POST of routes.py: its turn, the parsing and validation of its body
+    kept_answers.py:KeptAnswers          answers that are the same for everybody
+    FastAPI                              the other routes of routes.py, and /openapi.json
 """
 
 from __future__ import annotations
@@ -21,11 +36,12 @@ from starlette.middleware.cors import CORSMiddleware
 import fa_serve
 
 from . import errors
+from .bodies import BodyRoutes
 from .bounds.guard import BodyLimit, Clients, Hosts, Keys, RequestIds
 from .kept_answers import KeptAnswers
 from .observe.timelines import Timelines
 from .observe.traces import Traces, tracer_provider
-from .routes import BodyRoutes, posts, router, tokenizer_router
+from .routes import router
 from .service import Service
 from .settings import Settings
 
@@ -60,13 +76,11 @@ def create_app(engine: AsyncEngine, settings: Settings) -> FastAPI:
         title="fa_serve", version=fa_serve.__version__, lifespan=lifespan, docs_url=None, redoc_url=None, telemetry=NO_TELEMETRY
     )
     app.state.service = service
-    app.include_router(posts)
-    app.include_router(router)
-    if settings.tokenizer_info:
-        app.include_router(tokenizer_router)
+    left_out = set() if settings.tokenizer_info else {"/tokenizer_info"}
+    app.router.routes += [route for route in router.routes if getattr(route, "path", None) not in left_out]
     errors.install(app)
     guarded: asgi.ASGIApp = KeptAnswers(app.build_middleware_stack(), service, make_schema=app.openapi)
-    guarded = BodyRoutes(guarded, service)
+    guarded = BodyRoutes(guarded, service, app.routes)
     guarded = BodyLimit(guarded, limit=settings.max_body_bytes, in_flight=settings.max_body_bytes_in_flight)
     if keys := settings.all_keys:
         public = {"/health", "/ready"} | ({"/metrics"} if settings.public_metrics else set())

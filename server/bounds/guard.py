@@ -1,7 +1,7 @@
 """The middleware before the routes: request ids and the access log, host names, API keys, the size of a body.
 
 It is plain ASGI middleware, because FastAPI's `@app.middleware("http")` hides a client's disconnection from the handlers. It
-stands around FastAPI's own layers, so that POSTs need not pass them (routes.BodyRoutes). The access log has the method, path,
+stands around FastAPI's own layers, so that POSTs need not pass them (bodies.BodyRoutes). The access log has the method, path,
 status and time of a request, its id, the client's address, the beginning of its key's hash, and the `user` that it names; it
 never has a prompt or a key. API keys are compared by their SHA-256 in constant time. A key is a bearer token, the header
 x-api-key of Anthropic's clients or, for a browser that opens the page at `/`, the password of basic authentication.

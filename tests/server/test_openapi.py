@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 import httpx
 import pytest
-from fa_serve.server import errors, routes
+from fa_serve.server import bodies, errors, routes
 from fa_serve.server.answers import streaming
 from fa_serve.server.app import create_app
 from fa_serve.server.process import Server
@@ -269,7 +269,7 @@ def a_handler_fails(monkeypatch):
 
 
 def errors_are_fastapis_own(monkeypatch):
-    monkeypatch.setattr(routes, "validation_refused", lambda found: Plain(str(found)))
+    monkeypatch.setattr(bodies, "validation_refused", lambda found: Plain(str(found)))
 
 
 class Plain(errors.BadRequest):
@@ -278,14 +278,14 @@ class Plain(errors.BadRequest):
 
 
 def fields_are_not_looked_at(monkeypatch):
-    strict = routes.strict_json
+    strict = bodies.strict_json
 
     def without_options(content):
         body = strict(content)
         needed = ("model", "prompt", "stream")
         return {name: value for name, value in body.items() if name in needed} if isinstance(body, dict) else body
 
-    monkeypatch.setattr(routes, "strict_json", without_options)
+    monkeypatch.setattr(bodies, "strict_json", without_options)
 
 
 def streams_are_called_json(monkeypatch):

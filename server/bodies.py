@@ -1,0 +1,154 @@
+"""What the body of a POST passes before its endpoint: its client's turn, its bounds and its validation.
+
+FastAPI takes longer for a POST than all that is done here, and nothing of it could be charged to the client. So `BodyRoutes`
+answers every POST of the application. FastAPI has the same routes, for the schema and for the answer to other methods.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any, get_type_hints
+
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
+from starlette import types as asgi
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.routing import BaseRoute
+
+from .bounds.costs import Bill
+from .bounds.guard import SMALL_BODY, ReceivedBody, header
+from .bounds.json_bounds import JsonTotal
+from .errors import MAX_NAME, ApiError, BadRequest, HttpError, response_to, validation_refused
+from .service import Service
+
+JSON_TYPE = re.compile(r"application/([^;]+\+)?json\s*(;|$)", re.IGNORECASE)
+FOREIGN = {
+    b"\x1f\x8b": "compressed with gzip",
+    b"\x28\xb5\x2f\xfd": "compressed with zstd",
+    b"\xef\xbb\xbf": "UTF-8 behind a byte order mark",
+    b"\xff\xfe": "UTF-16 or UTF-32",
+    b"\xfe\xff": "UTF-16",
+    b"\x00": "UTF-16 or UTF-32",
+    b"{\x00": "UTF-16 or UTF-32",
+}
+"""What a body is that begins so, and that is no JSON."""
+
+
+def strict_json(content: bytes) -> Any:
+    """Python's own parser accepts NaN, and halves of surrogate pairs, which no tokenizer accepts."""
+    try:
+        return from_json(content, allow_inf_nan=False, cache_strings="keys")
+    except ValueError as error:
+        kind = next((kind for begin, kind in FOREIGN.items() if content.startswith(begin)), None)
+        reason = str(error) if kind is None else f"it is {kind}. Send plain JSON in UTF-8"
+        raise HTTPException(400, f"The body is not valid JSON: {reason}.") from None
+
+
+class BodyRoutes:
+    """Middleware that answers each POST of `routes`. A large body is parsed beside the event loop.
+
+    An endpoint is called with the body as its model and with the request. Raises TypeError for a POST whose endpoint does not
+    take these: its body would have no bounds.
+    """
+
+    def __init__(self, app: asgi.ASGIApp, service: Service, routes: Iterable[BaseRoute]):
+        self._app = app
+        self._service = service
+        self._routes = {
+            route.path: route for route in routes if isinstance(route, APIRoute) and "POST" in (route.methods or ())
+        }
+        self._models = {path: _model_of(route) for path, route in self._routes.items()}
+
+    async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
+        path = scope.get("path")
+        if path not in self._routes or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        route = scope["route"] = self._routes[path]
+        try:
+            body = await self._body(self._models[path], scope, receive)
+            response = await route.endpoint(body, Request(scope, receive))
+            await response(scope, receive, send)
+        except (ApiError, HTTPException) as error:  # before the response has begun
+            await response_to(error, scope)(scope, receive, send)
+
+    async def _body(self, model: type[BaseModel], scope: asgi.Scope, receive: asgi.Receive) -> Any:
+        service = self._service
+        _require_plain(header(scope, b"content-encoding"))
+        content = await _received(receive)
+        if not JSON_TYPE.match(header(scope, b"content-type")):
+            content = b""
+        received: ReceivedBody | None = scope["state"].get("received_body")
+        bill: Bill = scope["state"]["bill"]
+        if received and not received.size:
+            received.add(len(content))
+        if not await service.costs.take_turn(bill, receive):
+            raise ClientDisconnect
+        if len(content) <= SMALL_BODY:
+            with service.costs.work(bill):
+                body = _validated(content, model, service)
+        else:
+            body = await service.parse(lambda: _validated(content, model, service), received.owner if received else None)
+        if received:
+            received.release()
+        return body
+
+
+def _model_of(route: APIRoute) -> type[BaseModel]:
+    """The model of the body that the endpoint takes."""
+    hints = get_type_hints(route.endpoint)
+    hints.pop("return", None)
+    if list(hints) != ["body", "request"] or route.path_regex.groups or not issubclass(hints["body"], BaseModel):
+        message = (
+            f"the endpoint of POST {route.path} must take body, which is a pydantic model, and request, and its path no "
+            f"parameters, got {', '.join(hints) or 'no parameters'} (server/bodies.py)"
+        )
+        raise TypeError(message)
+    model: type[BaseModel] = hints["body"]
+    return model
+
+
+def _require_plain(coding: str) -> None:
+    """Raise a 415 for a compressed body: a small one can become gigabytes, so none is unpacked."""
+    if coding.strip().lower() not in ("", "identity"):
+        message = (
+            f"The body must not be compressed, got Content-Encoding: {coding[:MAX_NAME]}. Send plain JSON without this header."
+        )
+        raise HttpError(415, message, code="unsupported_content_encoding")
+
+
+async def _received(receive: asgi.Receive) -> bytes:
+    """The whole body."""
+    parts = []
+    more = True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        parts.append(message.get("body", b""))
+        more = message.get("more_body", False)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _validated(content: bytes, model: type[BaseModel], service: Service) -> Any:
+    """The body as its model. What is quick to check comes before the validation, which may take milliseconds."""
+    service.require_ready()
+    service.json_bounds.check(content)
+    values = strict_json(content) if content else None
+    if isinstance(values, dict) and isinstance(name := values.get("model"), str):
+        service.require_model(name)
+    limit = service.settings.max_messages
+    for field in ("messages", "input"):
+        messages = values.get(field) if isinstance(values, dict) else None
+        if isinstance(messages, list) and len(messages) > limit:
+            message = f"{field} must hold at most {limit} messages (--max-messages), got {len(messages)}."
+            raise BadRequest(message, param=field)
+    try:
+        arguments = JsonTotal(service.json_bounds, "the arguments of all tool calls")
+        return model.model_validate(values, context={"lenient": service.settings.lenient, "arguments": arguments})
+    except ValidationError as error:
+        errors = [each | {"loc": ("body", *each["loc"])} for each in error.errors(include_url=False)]
+        raise validation_refused(errors) from None
