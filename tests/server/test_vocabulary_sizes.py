@@ -85,11 +85,11 @@ def test_every_api_constrains_its_answers(folder) -> None:
         async with app.router.lifespan_context(app), opened as client:
             await app.state.service.loaded()
             name = (await client.get("/v1/models")).json()["data"][0]["id"]
-            for path, body in ASKED:
-                for stream in (False, True):
-                    reply = await client.post(path, json={"model": name, "stream": stream, **body})
-                    assert reply.status_code == 200, (path, body, reply.text)
-                    assert json.loads(of(reply.text))["a"] in (1, 2)
+            bodies = [(path, {"model": name, "stream": stream, **body}) for path, body in ASKED for stream in (False, True)]
+            replies = await asyncio.gather(*[client.post(path, json=body) for path, body in bodies])
+            for (path, body), reply in zip(bodies, replies, strict=True):
+                assert reply.status_code == 200, (path, body, reply.text)
+                assert json.loads(of(reply.text))["a"] in (1, 2)
             free = {"messages": MESSAGES, "max_tokens": 4, "response_format": {"type": "json_object"}}
             reply = await client.post(CHAT, json={"model": name} | free)
             assert reply.json()["choices"][0]["message"]["content"].startswith("{")
