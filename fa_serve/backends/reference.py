@@ -183,12 +183,16 @@ def _deliver(result: Tensor, t: AttentionTensors) -> Tensor:
 
 def store_kv_reference(tensors: StoreTensors) -> None:
     """Write each token's keys and values to its slot, as `fa_serve.store_kv` defines it."""
-    k, v, k_cache, v_cache, slot_mapping, k_descale, v_descale = tensors
+    k = tensors.k
+    v = tensors.v
+    k_cache = tensors.k_cache
+    v_cache = tensors.v_cache
+    k_descale = tensors.k_descale
     page_size = k_cache.shape[1]
-    for token, slot in enumerate(slot_mapping.tolist()):
+    for token, slot in enumerate(tensors.slot_mapping.tolist()):
         if slot < 0:
             continue
-        for x, cache, descale in ((k, k_cache, k_descale), (v, v_cache, v_descale)):
+        for x, cache, descale in ((k, k_cache, k_descale), (v, v_cache, tensors.v_descale)):
             row = x[token] if descale is None else x[token].float() / descale[:, None]
             if cache.dtype == torch.float8_e4m3fn:
                 row = row.float().clamp(-448, 448)

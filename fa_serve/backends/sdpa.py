@@ -171,7 +171,12 @@ def _attend_together(
 
 
 def _store_kv(tensors: StoreTensors) -> None:
-    k, v, k_cache, v_cache, slot_mapping, k_descale, v_descale = tensors
+    k = tensors.k
+    v = tensors.v
+    k_cache = tensors.k_cache
+    v_cache = tensors.v_cache
+    k_descale = tensors.k_descale
+    slot_mapping = tensors.slot_mapping
     if k.device.type == "cpu" and len(k) <= FEW_TOKENS and k_descale is None:
         for token, slot in enumerate(slot_mapping.tolist()):  # cheaper than indexing with tensors
             if slot >= 0:
@@ -183,7 +188,7 @@ def _store_kv(tensors: StoreTensors) -> None:
     slots = slot_mapping[owned]
     page = slots // k_cache.shape[1]
     position = slots % k_cache.shape[1]
-    for x, cache, descale in ((k, k_cache, k_descale), (v, v_cache, v_descale)):
+    for x, cache, descale in ((k, k_cache, k_descale), (v, v_cache, tensors.v_descale)):
         x = x[owned]
         if descale is not None:
             x = (x.float() / descale[:, None]).clamp(-448.0, 448.0)  # e4m3fn saturates here; its cast would give NaN

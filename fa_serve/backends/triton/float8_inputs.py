@@ -391,7 +391,9 @@ class Quantizer:
     def __call__(self, tensors: AttentionTensors) -> tuple[Tensor | None, ...]:
         """-> the copies of q, k and v, then their scales: float32, of q in the shape of lse, of k and v (batch, num_kv_heads,
         groups), None for values that are not float8."""
-        q, k, v = tensors[:3]
+        q = tensors.q
+        k = tensors.k
+        v = tensors.v
         q8 = q.new_empty(self._q.shape, dtype=FLOAT8)
         k8 = k.new_empty(self._k.shape, dtype=FLOAT8)
         copy = v.new_empty(self._v.shape, dtype=self._v.dtype) if self._copies_values else None

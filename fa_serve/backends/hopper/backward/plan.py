@@ -203,7 +203,9 @@ class _BackwardPlan:
         read = (tensors.q, tensors.k, tensors.v, tensors.dout)
         self._copied = tuple([copy_engine_strides(x.shape, x.stride()) is None for x in read])
         tensors = self._laid_out(tensors)
-        q, k, v = tensors[:3]
+        q = tensors.q
+        k = tensors.k
+        v = tensors.v
         varlen = tensors.cu_seqlens_q is not None
         batch = q.shape[0] if tensors.cu_seqlens_q is None else tensors.cu_seqlens_q.shape[0] - 1
         heads = q.shape[-2]
@@ -245,7 +247,9 @@ class _BackwardPlan:
 
     def __call__(self, tensors: BackwardTensors) -> Gradients:
         tensors = self._laid_out(tensors)
-        q, k, v = tensors[:3]
+        q = tensors.q
+        k = tensors.k
+        v = tensors.v
         # Rows of a packed tensor that belong to no sequence have no gradient, and no thread block writes them.
         packed = tensors.cu_seqlens_q is not None
         allocate = torch.zeros_like if packed or self._main is None else torch.empty_like

@@ -49,12 +49,19 @@ def run_launches(
     lse_shape: None if lse is not wanted
     copied:    as in `run_on_copies`
     """
-    attention, table_of, max_tiles, counted, merge = launches
+    attention = launches.attention
+    table_of = launches.table
+    merge = launches.merge
     any_address = copied[1] is None
     unmarked = tuple([None if copy is None else False for copy in copied])
 
     def run(tensors: AttentionTensors) -> tuple[Tensor, Tensor | None]:
-        q, k, v, sinks, _, cu_seqlens_q, keys, block_table, _, _, out, lse, _, blocks = tensors
+        q = tensors.q
+        k = tensors.k
+        v = tensors.v
+        out = tensors.out
+        lse = tensors.lse
+        blocks = tensors.blocks
         addresses = q.data_ptr() if any_address else q.data_ptr() | k.data_ptr() | v.data_ptr()
         if addresses & 15 or (out is not None and out.data_ptr() & 15):
             return run_on_copies(run, tensors, unmarked)
@@ -65,15 +72,16 @@ def run_launches(
         if attention is not None:
             table = counter = None
             if table_of is not None:
-                table = tile_table(table_of, max_tiles, cu_seqlens_q, keys, out, lse)
-            elif counted:
+                table = tile_table(table_of, launches.max_tiles, tensors.cu_seqlens_q, tensors.keys, out, lse)
+            elif launches.counted:
                 counter = take_counter(q)
             lists = _NO_LISTS if blocks is None else [x if x is None else x.contiguous() for x in blocks.tensors]
             scales = _NO_SCALES
             if quantizer is not None:
                 q, k, v, *scales = quantizer(tensors)
             pieces = None if merge is None else merge.buffer(q)
-            attention((q, q, k, k, v, v, out, out, lse, sinks, table, counter, block_table, *lists, *scales, pieces))
+            pages = (table, counter, tensors.block_table)
+            attention((q, q, k, k, v, v, out, out, lse, tensors.sinks, *pages, *lists, *scales, pieces))
             if merge is not None:
                 merge(out, lse, pieces, table)
         return out, lse

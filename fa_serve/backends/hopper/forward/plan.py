@@ -81,7 +81,9 @@ def plan_forward(
     lse stay as they are, and with skip_q > 0 so do the rows behind the last sequence. Tensors that the copy engine cannot
     address (see `descriptors`) are copied first at each call.
     """
-    q, k, v = tensors[:3]
+    q = tensors.q
+    k = tensors.k
+    v = tensors.v
     out_shape = (*q.shape[:-1], v.shape[-1])
     lse_shape = (*q.shape[:-3], q.shape[-2], q.shape[-3]) if options.return_lse else None
     if 0 in (*q.shape[:2], *k.shape[:2]):

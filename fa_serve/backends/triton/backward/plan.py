@@ -63,7 +63,9 @@ class _BackwardPlan:
 
     def __init__(self, tensors: BackwardTensors, options: AttentionOptions, tiles: BackwardTiles | None) -> None:
         tensors = _laid_out(tensors)
-        q, k, v = tensors[:3]
+        q = tensors.q
+        k = tensors.k
+        v = tensors.v
         mask = tensors.mask
         varlen = tensors.cu_seqlens_q is not None
         arch = spec.arch_of(q.device)
@@ -104,7 +106,10 @@ class _BackwardPlan:
 
     def __call__(self, tensors: BackwardTensors) -> Gradients:
         tensors = _laid_out(tensors)
-        q, k, v, _, mask = tensors[:5]
+        q = tensors.q
+        k = tensors.k
+        v = tensors.v
+        mask = tensors.mask
         addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | tensors.dout.data_ptr()
         if addresses & 15 and (self._tma_keys or self._tma_queries):
             tiles = BackwardTiles(replace(self._tiles.keys, tma=False), replace(self._tiles.queries, tma=False))

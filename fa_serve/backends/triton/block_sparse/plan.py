@@ -53,7 +53,7 @@ class _BlockSparsePlan:
     )
 
     def __init__(self, tensors: AttentionTensors, options: AttentionOptions, tiles: SparseTiles | None) -> None:
-        q, k, v = (with_unit_stride(x) for x in tensors[:3])
+        q, k, v = (with_unit_stride(x) for x in (tensors.q, tensors.k, tensors.v))
         blocks = tensors.blocks
         assert blocks is not None
         dense = tensors.cu_seqlens_q is None
@@ -133,7 +133,7 @@ class _BlockSparsePlan:
             self._combine = combine_launch(counts, variant.split, lse_stride, out_strides)
 
     def __call__(self, tensors: AttentionTensors) -> tuple[Tensor, Tensor | None]:
-        q, k, v = (with_unit_stride(x) for x in tensors[:3])
+        q, k, v = (with_unit_stride(x) for x in (tensors.q, tensors.k, tensors.v))
         out = tensors.out
         result = out if self._takes_out and out is not None else q.new_empty(self._out_shape)
         lse = q.new_empty(self._lse_shape, dtype=torch.float32) if self._needs_lse else None

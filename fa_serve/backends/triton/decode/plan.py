@@ -147,7 +147,13 @@ class _DecodePlan:
             self._combine = combine_launch(counts, variant.split, lse_stride, out_strides)
 
     def __call__(self, tensors: AttentionTensors) -> tuple[Tensor, Tensor | None]:
-        q, k, v, sinks, mask, cu_seqlens_q, keys, block_table, k_descale, v_descale, out, lse, alibi_slopes, _ = tensors
+        q = tensors.q
+        k = tensors.k
+        v = tensors.v
+        mask = tensors.mask
+        lengths = (tensors.keys, tensors.cu_seqlens_q)
+        out = tensors.out
+        lse = tensors.lse
         if not self._takes_q:
             q = _rows_of(q)
         result = out if self._takes_out and out is not None else q.new_empty(self._out_shape)
@@ -162,10 +168,10 @@ class _DecodePlan:
             splits = None if self._combine is None else q.new_empty(self._split_size, dtype=torch.float32)
             if mask is not None:
                 mask = mask.view(torch.uint8)
-            pointers = (q, k, v, result, lse, splits, block_table, keys, cu_seqlens_q, sinks, mask)
-            self._decode((*pointers, k_descale, v_descale, alibi_slopes), *late)
+            pointers = (q, k, v, result, lse, splits, tensors.block_table, *lengths, tensors.sinks, mask)
+            self._decode((*pointers, tensors.k_descale, tensors.v_descale, tensors.alibi_slopes), *late)
             if self._combine is not None:
-                self._combine((result, lse, splits, keys, cu_seqlens_q), late[0])
+                self._combine((result, lse, splits, *lengths), late[0])
         else:
             without_keys(result, lse, None, None)
         if lse is not None and self._is_dense:

@@ -152,7 +152,8 @@ def plan_latent(
     tiles:   overrides the choice, for tuning
     """
     assert tensors.block_table is not None
-    q, k = tensors[:2]
+    q = tensors.q
+    k = tensors.k
     arch = facts.arch_of(q.device)
     batch = tensors.block_table.shape[0]
     if tiles is None:

@@ -64,7 +64,7 @@ class _ForwardPlan:
     )
 
     def __init__(self, tensors: AttentionTensors, options: AttentionOptions, tiles: TileConfig | None) -> None:
-        q, k, v = (with_unit_stride(x) for x in tensors[:3])
+        q, k, v = (with_unit_stride(x) for x in (tensors.q, tensors.k, tensors.v))
         paged = tensors.block_table is not None
         if tiles is None and options.precision != "bf16":
             tiles = float8_tiles(spec.arch_of(q.device), q.shape[-1], float8_values=options.precision == "fp8")
@@ -100,7 +100,7 @@ class _ForwardPlan:
         self._launch = self._make_launch(tensors, options)
 
     def __call__(self, tensors: AttentionTensors) -> tuple[Tensor, Tensor | None]:
-        q, k, v = (with_unit_stride(x) for x in tensors[:3])
+        q, k, v = (with_unit_stride(x) for x in (tensors.q, tensors.k, tensors.v))
         if self._uses_tma and (k.data_ptr() | v.data_ptr()) & 15:
             return _ForwardPlan(tensors, self._options, replace(self._tiles, tma=False))(tensors)
         out = tensors.out
@@ -136,7 +136,7 @@ class _ForwardPlan:
         return result, lse
 
     def _make_quantizer(self, tensors: AttentionTensors, options: AttentionOptions) -> Quantizer:
-        given = [Layout(x.shape, x.stride(), x.dtype) for x in tensors[:3]]
+        given = [Layout(x.shape, x.stride(), x.dtype) for x in (tensors.q, tensors.k, tensors.v)]
         form: Form = "packed" if self._layout == "varlen" else "paged" if self._layout == "paged" else "dense"
         sequences = tensors.q.shape[0] if tensors.cu_seqlens_q is None else tensors.cu_seqlens_q.shape[0] - 1
         table_stride = 0 if tensors.block_table is None else tensors.block_table.stride(0)
@@ -218,7 +218,7 @@ class _ForwardPlan:
 
     def _strides(self, tensors: AttentionTensors, dense: bool) -> tuple[int, ...]:
         """In the order of the kernel's parameters. A packed tensor has no stride between sequences."""
-        operands = [row_strides(x) for x in tensors[:3]]
+        operands = [row_strides(x) for x in (tensors.q, tensors.k, tensors.v)]
         if self._quantizer is not None:
             operands = [x.strides[:3] if len(x.shape) == 4 else (0, *x.strides[:2]) for x in self._quantizer.layouts]
         out_strides = row_strides(tensors.out) if tensors.out is not None else _contiguous_strides(self._out_shape)
