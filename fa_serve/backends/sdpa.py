@@ -33,6 +33,7 @@ Caches = Sequence[tuple[Tensor, Tensor | None]]
 FEW_TOKENS = 8
 CHUNK = 512  # query rows per mask: 512 rows x 32k keys in float32 are 64 MB, and a call of that size hides its overhead
 NEG_INF = float("-inf")
+_COMPUTED = frozenset({"softcap", "sinks", "alibi", "attention_chunk", "block_mask"})
 
 
 class SdpaBackend:
@@ -45,6 +46,8 @@ class SdpaBackend:
     def supports(self, spec: AttentionSpec) -> str | None:
         if spec.layout == "paged" and spec.needs_grad:
             return "cannot differentiate through a paged cache, and an input requires gradients"
+        if options := spec.options_beyond(_COMPUTED):
+            return f"does not compute {options}, which the call uses"
         if spec.precision != "bf16":
             return f"computes in q's dtype, got precision {spec.precision!r}"
         return None

@@ -43,6 +43,9 @@ from fa_serve.spec import FEW_QUERIES, AttentionSpec, dims, dtype_name
 RELEASES = ("3.6.", "3.7.", "3.8.", "3.9.")
 """The releases of Triton in whose Gluon the kernel compiles, see `gluon_names`."""
 
+_COMPUTED = frozenset({"softcap", "sinks", "block_mask"})
+_DIFFERENTIATED = frozenset({"softcap", "sinks"})
+
 
 class HopperBackend:
     """The Hopper kernel as a backend of attention."""
@@ -79,12 +82,10 @@ class HopperBackend:
             return f"computes gradients for head sizes up to {MAX_HEAD_DIM_OF_GRADIENTS}, got {widest}"
         if spec.mask is not None:
             return f"supports causality and windows but no explicit mask, got a {spec.mask} mask"
-        if spec.alibi:
-            return "supports no ALiBi, and alibi_slopes were given"
-        if spec.attention_chunk:
-            return "supports windows but no attention_chunk, and one was given"
-        if spec.block_mask and spec.needs_grad:
-            return "has no backward pass for a block_mask, and an input requires gradients"
+        if options := spec.options_beyond(_COMPUTED):
+            return f"does not compute {options}, which the call uses"
+        if (spec.needs_grad or spec.op == "backward") and (options := spec.options_beyond(_DIFFERENTIATED)):
+            return f"has no backward pass for {options}, and an input requires gradients"
         if spec.precision != "bf16" and (reason := cannot_quantize(spec)):
             return reason
         if spec.layout == "paged" and spec.needs_grad:

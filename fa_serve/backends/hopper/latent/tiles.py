@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from fa_serve.backends.triton.tiles import DecodeTiles
-from fa_serve.spec import AttentionSpec
+from fa_serve.spec import OPTIONS, AttentionSpec
 
 ROPE_COLUMNS = 64
 """Columns in shared memory for the numbers of a key behind its value."""
@@ -33,12 +33,11 @@ class Ring:
 
 def cannot_decode_latent(spec: AttentionSpec) -> str | None:
     """Why this kernel does not compute the decoding of latent attention in a paged cache, or None."""
-    named = ("softcap", "sinks", "alibi", "attention_chunk", "block_mask")
-    found = [name for name in named if getattr(spec, name)]
+    found = spec.options
     if spec.window_size[0] >= 0:
         found.append("a window")
     if found:
-        return f"decodes latent attention without {', '.join(named)} and windows, got {', '.join(found)}"
+        return f"decodes latent attention without {', '.join(OPTIONS)} and windows, got {', '.join(found)}"
     rest = spec.head_dim - spec.head_dim_v
     if spec.num_kv_heads != 1 or spec.head_dim_v not in (256, 512) or rest not in range(16, ROPE_COLUMNS + 1, 16):
         got = f"{spec.num_kv_heads} of {spec.head_dim_v} and {rest}"

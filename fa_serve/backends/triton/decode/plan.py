@@ -28,7 +28,7 @@ from torch import Tensor
 from fa_serve import spec
 from fa_serve.backends import MAX_KEYS_PER_TILE
 from fa_serve.backends.calls import AttentionOptions, AttentionTensors
-from fa_serve.backends.triton.decode.kernel import DecodeVariant, attn_decode
+from fa_serve.backends.triton.decode.kernel import DecodeVariant, attn_decode, decode_option_numbers
 from fa_serve.backends.triton.key_pages import has_wide_rows
 from fa_serve.backends.triton.splits import SplitCounts, SplitVariant, combine_launch
 from fa_serve.backends.triton.tiles import DecodeTiles, batch_block, decode_tiles, padded_dim
@@ -133,8 +133,7 @@ class _DecodePlan:
                 lse_stride,
                 0 if tensors.block_table is None else tensors.block_table.stride(0),
                 0 if mask is None or mask.shape[3] == 1 else mask.stride(3),
-                float(options.softmax_scale),
-                float(options.softcap),
+                *decode_option_numbers(options),
             ),
             strides=(*out_strides, *q.stride()[:2]),
             fixed=(variant,),
@@ -211,7 +210,6 @@ def _variant(
     dtype = tensors.q.dtype
     k_strides = k.stride()[:3]
     v_strides = v.stride()[:3]
-    right = options.window_size[1]
     float8 = k.element_size() == 1
     even = dim_v % 2 == 0 and all(s % 2 == 0 for s in v_strides)
     return DecodeVariant(
@@ -230,8 +228,6 @@ def _variant(
         dim=dim,
         block_d=padded_dim(dim),
         page_size=0 if tensors.block_table is None else k.shape[1],
-        has_right=right >= 0 and max(options.max_seqlen_q, 1) > 1,
-        has_softcap=options.softcap != 0.0,
         same_strides=k_strides == v_strides,
         aligned=all(stride % 16 == 0 for stride in (*k_strides[:2], *v_strides[:2])),
         wide=has_wide_rows(k, v, paged=tensors.block_table is not None),
@@ -241,4 +237,5 @@ def _variant(
         by_rows=tiles.by_rows,
         ptx=arch >= 89,
         alibi=tensors.alibi_form,
+        **DecodeVariant.switches_of(options),
     )

@@ -38,7 +38,7 @@ from fa_serve.backends.triton.tiles import DecodeTiles, batch_block, padded_dim
 from fa_serve.backends.unseen_rows import without_keys
 from fa_serve.launching.launch import Launch, View, launch_options, multiprocessors, with_unit_stride
 from fa_serve.launching.plans import Run
-from fa_serve.spec import AttentionSpec
+from fa_serve.spec import OPTIONS, AttentionSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +57,11 @@ def unsupported(spec: AttentionSpec) -> str | None:
     """Why this kernel does not serve a call, or None."""
     if not spec.values_in_keys:
         return "reads keys whose first numbers are their values"
-    named = ("softcap", "sinks", "alibi", "attention_chunk", "block_mask")
-    found = [name for name in named if getattr(spec, name)]
+    found = spec.options
     if spec.window_size[0] >= 0:
         found.append("a window")
     if found:
-        return f"reads values in keys without {', '.join(named)} and windows, got {', '.join(found)}"
+        return f"reads values in keys without {', '.join(OPTIONS)} and windows, got {', '.join(found)}"
     rest = spec.head_dim - spec.head_dim_v
     if spec.head_dim_v > 512 or rest > 128:
         return f"has values of up to 512 numbers in keys with up to 128 more, got {spec.head_dim_v} and {rest}"

@@ -27,7 +27,7 @@ from fa_serve.backends.calls import AttentionOptions, AttentionTensors
 from fa_serve.backends.layout import Layout
 from fa_serve.backends.triton.float8_inputs import Form, Quantizer
 from fa_serve.backends.triton.key_pages import has_wide_mask, has_wide_rows
-from fa_serve.backends.triton.prefill.kernel import ForwardVariant, attn_fwd
+from fa_serve.backends.triton.prefill.kernel import ForwardVariant, attn_fwd, forward_option_numbers
 from fa_serve.backends.triton.tiles import TileConfig, batch_block, float8_tiles, forward_tiles, padded_dim
 from fa_serve.backends.unseen_rows import without_keys
 from fa_serve.launching.launch import DescriptorLaunch, Launch, row_strides, with_unit_stride
@@ -160,10 +160,7 @@ class _ForwardPlan:
         itemsize = k.element_size() if self._quantizer is None else 1
         head_bytes = options.max_seqlen_k * (q.shape[-1] + self._out_shape[-1]) * itemsize
         varying = (
-            float(options.softmax_scale),
-            float(options.softcap),
-            options.left,
-            options.window_size[1],
+            *forward_option_numbers(options),
             options.max_seqlen_q if dense else q.shape[0],
             options.max_seqlen_k,
             num_m,
@@ -193,19 +190,14 @@ class _ForwardPlan:
             page_size=tensors.k.shape[1] if self._layout == "paged" and self._quantizer is None else 0,
             tma=self._uses_tma,
             varlen=self._layout != "dense",
-            has_left=options.left >= 0,
-            has_right=options.window_size[1] >= 0,
-            has_softcap=options.softcap != 0.0,
             mask="none" if mask is None else "bool" if mask.dtype == torch.bool else "float",
             precision="ieee" if tensors.q.dtype == torch.float32 else "tf32",
             ptx=spec.arch_of(tensors.q.device) >= 80,
             batch_block=batch_block(batch) if options.skip_q else 0,
-            chunked=options.attention_chunk > 0,
             alibi=tensors.alibi_form,
-            float8_keys=options.precision != "bf16",
-            float8_values=options.precision == "fp8",
             masks_all=self._tiles.masks_all,
             wide=self._has_wide_rows(tensors),
+            **ForwardVariant.switches_of(options),
         )
 
     def _has_wide_rows(self, tensors: AttentionTensors) -> bool:
