@@ -258,8 +258,8 @@ def _plan_paged(
     unequal = q.shape[0] < batch * max_seqlen_q
     chosen = select_backend(spec, backend)
     if backend == "auto" and not unequal:
-        divides = chosen.name == "hopper"
-        if decodes_chunks(spec, batch, max_seqlen_q, length, _multiprocessors(q), divides=divides):
+        splits_keys = chosen.name == "hopper"
+        if decodes_chunks(spec, batch, max_seqlen_q, length, _multiprocessors(q), splits_keys=splits_keys):
             spec = replace(spec, op="decode")
             chosen = select_backend(spec, backend)
     options = replace(options, precision=spec.precision)

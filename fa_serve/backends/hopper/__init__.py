@@ -1,22 +1,14 @@
 """Attention for Hopper (sm90) in Gluon: TMA, warp specialisation, wgmma.
 
-forward         the plan of a call with dense, packed or paged keys; `forward_partitions` has its kernel
-forward_launches the launches of a call that has a plan
-producer        the warp that copies to shared memory; `consumer` holds the warpgroups that compute
-forward_output  how they write the output of a tile
-backward        the kernel of the gradients and its plan; what it consists of begins with `backward_`
-dq_sum          the sum of dQ in float32, to which the backward kernel adds
-listed_blocks   lists of key blocks, which the producer walks
-packed_heads    query heads that share a tile, for a few queries per sequence
-latent_decode   decoding of latent attention (MLA): its plan and kernel; latent_warps holds the warps, latent_types what they
-                hand to one another, and latent_tiles the choice
-divided_keys    keys of long sequences, divided among tiles; `piece_table` cuts them on the device, `merge` combines the pieces
-float8_scales   the scales of float8 copies of q, k and v, which `triton.float8_inputs` makes; `float8_probabilities` packs P
-kernel_types    what these warps hand to one another; `shared_memory` allocates what they share
-tile_schedule   which tile comes next
-hopper_tiles    the shape of tiles
+forward         a call with dense, packed or paged keys: its plan, its launches, and the kernel, in which a producer warp copies
+                to shared memory and consumer warpgroups compute; `pack_gqa` lets the query heads of a KV head share a tile,
+                `tile_scheduler` says which tile comes next, and `float8_scales` has the scales of float8 copies
+split_kv        keys of long sequences, split among tiles: the device cuts them, and a second kernel combines the splits
+block_sparse    lists of key blocks, which the producer walks
+latent          decoding of latent attention (MLA)
+backward        the gradients; `dq_accumulator` is the sum of dQ in float32, to which the kernel adds
 descriptors     how the copy engine addresses tensors
-gluon_names     what releases of Triton call by different names
+shared_memory   allocates what the warps share
 
 Left out: decoding of one query per sequence, 16-bit products with caches in float8, and explicit masks, which the portable
 kernels have.

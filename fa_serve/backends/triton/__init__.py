@@ -1,14 +1,14 @@
 """Portable Triton kernels: any GPU that Triton compiles for, and Triton's interpreter on a CPU.
 
-`forward` is the FlashAttention-2 forward pass over dense, packed and paged keys, and `backward` the gradients of dense and
-packed calls. `decode` divides one sequence's keys, paged or dense, among programs when the queries are few. `latent` reads
+`prefill` is the FlashAttention-2 forward pass over dense, packed and paged keys, and `backward` the gradients of dense and
+packed calls. `decode` splits one sequence's keys, paged or dense, among programs when the queries are few. `latent` reads
 pages whose values are a part of their keys. `block_sparse` walks over lists of key blocks, for prompts and for decoding. Each
 of these modules describes its algorithm and plans calls; its kernels are in the module of that name with `_kernel` or
 `_kernels`. `store_kv` writes the paged cache.
 
-Kernels share `primitives`, which are steps of the algorithm, `splits`, which cuts keys and merges the results, `key_pages`,
+Kernels share `primitives`, which are steps of the algorithm, `splits`, which cuts keys and combines the results, `key_pages`,
 which finds keys in a cache, and `float8_conversions`, which reads a quantised cache. `float8_inputs` makes the float8 copies
-that `forward` and the Hopper kernel multiply, and `float8_products` is what they change in `forward`. `triton_tiles` chooses
+that `prefill` and the Hopper kernel multiply, and `float8_products` is what they change in `prefill`. `tiles` chooses
 tiles.
 
 This package leaves out everything that only Hopper has (`backends.hopper`), and what a decoder layer computes beside attention

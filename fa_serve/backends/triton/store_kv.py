@@ -2,7 +2,7 @@
 
 One program for each token and each block of heads writes K and V together, so it looks the slot up once; slot -1 skips the
 token. All strides are supported as long as the last dimension of the caches is contiguous. This module leaves out reading the
-cache (`decode`, `forward`).
+cache (`decode`, `prefill`).
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ class PeerSums:
         )
 
     @staticmethod
-    def way(x: Tensor) -> str:
+    def kernel_of(x: Tensor) -> str:
         """Which kernel adds up parts that are taken: "one shot" or "pushed"."""
         return "pushed" if _is_large(x) else "one shot"
 

@@ -39,7 +39,7 @@ def _mixed(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: Exper
 
 
 def _matrix(weight: Weight, expert: int, rows: int, dtype: torch.dtype) -> Tensor:
-    """The matrix of one expert, which has so many rows."""
+    """The matrix of one expert, (rows, columns)."""
     if isinstance(weight, QuantizedWeight):
         return weight.rows(expert * rows, (expert + 1) * rows).dequantize(dtype)
     return weight[expert]

@@ -28,7 +28,7 @@ CASES = [
     TailCase((40, 33), (64, 70), layout="paged", sinks=True, **D64),
     TailCase((33,), (64,), tail=1, layout="paged", **D64),
 ]
-PIECES = [
+SPLITS = [
     TailCase((40, 20), (300, 70), layout="paged", **D64),
     TailCase((3, 4), (300, 700), layout="paged", sinks=True, heads=(8, 2), head_dim=64),  # query heads share tiles
     TailCase((4,), (500,), tail=300, layout="paged", heads=(6, 2), head_dim=64),  # padded tiles
@@ -56,9 +56,9 @@ def test_forward(case: TailCase) -> None:
     check_tail(case, emulate(plan_forward, case), torch.bfloat16)
 
 
-@pytest.mark.parametrize("case", params(PIECES))
-def test_forward_with_divided_keys(case: TailCase) -> None:
-    check_tail(case, emulate(partial(plan_forward, max_pieces=4), case), torch.bfloat16)
+@pytest.mark.parametrize("case", params(SPLITS))
+def test_forward_with_split_keys(case: TailCase) -> None:
+    check_tail(case, emulate(partial(plan_forward, max_splits=4), case), torch.bfloat16)
 
 
 @pytest.mark.parametrize("case", params(LATENT))

@@ -123,11 +123,11 @@ def test_messages_without_room_in_the_buffer_of_one_shot_are_pushed(monkeypatch)
     launched: list[bool] = []
     peer_sums = made(2)
     monkeypatch.setattr(peer_sums, "_launch", lambda *_, pushed, **options: launched.append(pushed))
-    for rows, way in ((MAX_BYTES // 2048, "one shot"), (1 + MAX_BYTES // 2048, "pushed")):
+    for rows, kernel in ((MAX_BYTES // 2048, "one shot"), (1 + MAX_BYTES // 2048, "pushed")):
         x = torch.empty(rows, 1024, dtype=torch.bfloat16)
         peer_sums.sum(x)
         peer_sums.add(x, x, 1.0, None, None)
-        assert peer_sums.way(x) == way
+        assert peer_sums.kernel_of(x) == kernel
     assert launched == [False, False, True, True]
 
 

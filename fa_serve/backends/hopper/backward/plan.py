@@ -1,7 +1,7 @@
 """Attention backward for Hopper (sm90) in Gluon, after FlashAttention-3: dense and packed, head sizes up to 128.
 
 A thread block has one producer warp and two consumer warpgroups of 64 keys each. It computes dK and dV of 128 keys of one KV
-head, summed over the query heads of the group, and adds its part of dQ to a sum in float32 (see `dq_sum`):
+head, summed over the query heads of the group, and adds its part of dQ to a sum in float32 (see `dq_accum`):
 
     row statistics    lse in base 2, and delta = rowsum(dO * O) - dlse (`triton.row_statistics`, shared with the portable pass)
     main kernel       the producer copies K and V once and streams Q, dO and the statistics; the consumers compute five products
@@ -138,7 +138,7 @@ def _attention_backward(
     delta_desc,
     dk_desc,
     dv_desc,
-    dq_sum_ptr,
+    dq_accum_ptr,
     cu_seqlens_q_ptr,
     cu_seqlens_k_ptr,
     scale,
@@ -158,7 +158,7 @@ def _attention_backward(
     smem = _allocate_memory(desc, var)
     bars = _allocate_barriers(var)
     args = BackwardArgs(
-        dq_sum=dq_sum_ptr,
+        dq_accum=dq_accum_ptr,
         cu_seqlens_q=cu_seqlens_q_ptr,
         cu_seqlens_k=cu_seqlens_k_ptr,
         scale=scale,
@@ -256,10 +256,10 @@ class _BackwardPlan:
         dq, dk, dv = (allocate(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         lse2, delta, dsinks = self._statistics(tensors)
         if self._main is not None and self._convert is not None:
-            dq_sum = lse2.new_zeros(*self._statistics.shape, self._width)
+            dq_accum = lse2.new_zeros(*self._statistics.shape, self._width)
             ends = (tensors.cu_seqlens_q, tensors.cu_seqlens_k)
-            self._main((q, k, v, tensors.dout, lse2, delta, dk, dv, dq_sum, *ends))
-            self._convert((dq_sum, dq, tensors.cu_seqlens_q))
+            self._main((q, k, v, tensors.dout, lse2, delta, dk, dv, dq_accum, *ends))
+            self._convert((dq_accum, dq, tensors.cu_seqlens_q))
         return Gradients(dq, dk, dv, dsinks)
 
     def _laid_out(self, tensors: BackwardTensors) -> BackwardTensors:

@@ -1,6 +1,6 @@
 """How a plan of the Hopper forward runs: the launches of one call, on copies of what the copy engine cannot address.
 
-`forward` plans the launches, and this module leaves out how.
+`plan` plans the launches, and this module leaves out how.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from fa_serve.backends.calls import AttentionTensors
 from fa_serve.backends.hopper.descriptors import addressable
 from fa_serve.backends.hopper.forward.tile_scheduler import take_counter, tile_table
-from fa_serve.backends.hopper.split_kv.combine import Merge
+from fa_serve.backends.hopper.split_kv.combine import Combine
 from fa_serve.backends.triton.float8_inputs import Quantizer
 from fa_serve.backends.unseen_rows import without_keys
 from fa_serve.launching.launch import Launch
@@ -27,14 +27,14 @@ class Launches(NamedTuple):
     """attention: None if there can be no tile
     table:    None if the batch is dense; its table has room for `max_tiles` tiles
     counted:  the schedule needs a counter that the table does not hold
-    merge:    merges pieces of divided keys; None if keys are whole
+    combine:  combines the splits of keys; None if keys are whole
     """
 
     attention: Launch | None = None
     table: Launch | None = None
     max_tiles: int = 0
     counted: bool = False
-    merge: Merge | None = None
+    combine: Combine | None = None
 
 
 def run_launches(
@@ -51,7 +51,7 @@ def run_launches(
     """
     attention = launches.attention
     table_of = launches.table
-    merge = launches.merge
+    combine = launches.combine
     any_address = copied[1] is None
     unmarked = tuple([None if copy is None else False for copy in copied])
 
@@ -79,11 +79,11 @@ def run_launches(
             scales = _NO_SCALES
             if quantizer is not None:
                 q, k, v, *scales = quantizer(tensors)
-            pieces = None if merge is None else merge.buffer(q)
+            splits = None if combine is None else combine.buffer(q)
             pages = (table, counter, tensors.block_table)
-            attention((q, q, k, k, v, v, out, out, lse, tensors.sinks, *pages, *lists, *scales, pieces))
-            if merge is not None:
-                merge(out, lse, pieces, table)
+            attention((q, q, k, k, v, v, out, out, lse, tensors.sinks, *pages, *lists, *scales, splits))
+            if combine is not None:
+                combine(out, lse, splits, table)
         return out, lse
 
     return run

@@ -1,4 +1,4 @@
-"""Which calls the Hopper kernel of latent attention serves, and its tiles. `latent_decode` describes the kernel."""
+"""Which calls the Hopper kernel of latent attention serves, and its tiles. `plan` describes the kernel."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def latent_hopper_tiles(
     """The tile of one call, which has 64 rows. With 512 + 64 numbers a key, shared memory holds 4 blocks of 32 keys beside the
     queries. A program has an SM to itself, so there are as many programs as SMs. No share is shorter than 128 keys.
 
-    The module `latent_decode` has the arithmetic. Other blocks of keys and shares are not measured.
+    The module `plan` has the arithmetic. Other blocks of keys and shares are not measured.
     """
     block_n = 32
     tiles = DecodeTiles(64, block_n, num_warps=4, num_stages=4, splits=num_splits, balanced=False, registers=128)

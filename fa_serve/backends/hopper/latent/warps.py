@@ -1,6 +1,6 @@
 """The warps of the Hopper kernel of latent attention: one warpgroup of scores, two of values, and four producer warps.
 
-`latent_decode` describes the algorithm. In this file `block_count`, `item` and `count` count the blocks of keys, the items of P
+`plan` describes the algorithm. In this file `block_count`, `item` and `count` count the blocks of keys, the items of P
 and the sequences that the program has begun: they select a stage and the phase of its barriers. A sequence has an item for each
 block and a last one, which carries the factor 1 / sum and no probabilities. After the last sequence comes an item without
 blocks.

@@ -15,7 +15,7 @@ every bit. Only tiles that cross the edge of the band are masked.
 A sink takes part in lse only, so its gradient is -rowsum(exp(sink - lse) * delta). A mask that is added to the scores has the
 gradient dS, summed over the dimensions that it broadcasts; this sum alone is atomic, unless results have to repeat. A row that
 sees no key has lse -inf and gets no gradients. A row whose lse is below -1e30, because a mask hides all of its keys with a
-large negative number, counts as such a row. `backward_kernels` holds the kernels.
+large negative number, counts as such a row. `kernels` holds the kernels.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The kernel of split-KV decoding: a tile of query rows against one split of the keys, in pages or dense.
 
-The module `decode` describes the algorithm and launches the kernel, and `splits` cuts the
-keys. This module leaves out what a call needs on the host.
+The module `plan` describes the algorithm and launches the kernel, and `splits` cuts the keys. This module leaves out what a call
+needs on the host.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from fa_serve.backends.triton.splits import (
 class DecodeVariant:
     """What the decoding kernel is compiled for.
 
-    split:        what it shares with the kernel that merges splits
+    split:        what it shares with the kernel that combines splits
     dim:          head_dim; block_d: the same, padded to a tile
     page_size:    tokens per page, 0 for a dense cache
     same_strides: K and V have the same strides

@@ -9,14 +9,14 @@ length:
 - fixed (`num_splits > 0`, or a batch of one): each sequence is cut into `splits` splits by its own length. If the caller gave
   `num_splits`, the tile depends on heads and dtypes alone, so the bits of a row do not depend on the rest of the batch.
 
-A sequence that has one split is written at once. The others leave (out, lse) for each split, which `splits._combine` merges. On
-Hopper and later both kernels are launched programmatically: the next kernel starts while this one drains and waits for its
+A sequence that has one split is written at once. The others leave (out, lse) for each split, which `splits._combine` combines.
+On Hopper and later both kernels are launched programmatically: the next kernel starts while this one drains and waits for its
 results (griddepcontrol).
 
 Scores of up to 32 rows have keys as rows, so 8 query rows fill the other side of a tensor core's tile (16 by 8). Tiles of 64
 rows have queries as rows: they fill a wgmma, and a row's maximum and sum stay within four threads. A float8 cache is widened to
 float16 (`float8_conversions`). Sequences with more than `max_seqlen_q` queries are skipped: in a mixed batch they belong to
-another kernel. This module leaves out long prompts (`forward`) and writing the cache (`store_kv`). `decode_kernel` holds the
+another kernel. This module leaves out long prompts (`prefill`) and writing the cache (`store_kv`). `kernel` holds the
 kernel.
 """
 

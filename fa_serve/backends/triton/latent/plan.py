@@ -10,12 +10,12 @@ slices of 64 columns take 389 instructions for a block of 64 keys, and one of 51
 
 One kernel serves all calls, with the programs of either of two kinds:
 
-- decoding, also of up to 16 queries per sequence, cuts the keys into splits as in `decode`, which `splits._combine` merges;
+- decoding, also of up to 16 queries per sequence, cuts the keys into splits as in `decode`, which `splits._combine` combines;
 - prompts with a cached beginning have a program for each tile of rows, which a prefix sum on the device finds.
 
 A float8 cache is widened to the dtype of the queries. `decode` widens it to float16 and divides bfloat16 queries by powers of
 two, which needs fewer instructions; here it would spill registers in the inner loop. Left out: windows, softcap and sinks
-(`unsupported`), and keys whose values lie elsewhere (`decode`, `forward`). `latent_kernel` holds the kernel.
+(`unsupported`), and keys whose values lie elsewhere (`decode`, `prefill`). `kernel` holds the kernel.
 """
 
 from __future__ import annotations

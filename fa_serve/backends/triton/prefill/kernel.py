@@ -1,6 +1,6 @@
 """The kernel of the forward pass: rows of queries against tiles of keys, dense, packed or in pages.
 
-The module `forward` describes the algorithm and launches the kernel. This module leaves out what a call needs on the host.
+The module `plan` describes the algorithm and launches the kernel. This module leaves out what a call needs on the host.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ one loop.
 
 The layouts differ only in where row r of sequence b lies: dense and varlen add an offset, paged looks the page up. Lengths are
 runtime values that the kernel reads on the device. This module leaves out dividing one sequence's keys among programs
-(`decode`) and the backward pass. `forward_kernel` holds the kernel.
+(`decode`) and the backward pass. `kernel` holds the kernel.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class _ForwardPlan:
         num_m = -(-options.max_seqlen_q // self._tiles.block_m)
         num_tiles = batch * num_m
         if options.skip_q:
-            # At most so many sequences have more than skip_q queries, each with one tile that is not full.
+            # This bounds the sequences with more than skip_q queries, each of which has one tile that is not full.
             num_tiles = min(batch, q.shape[0] // (options.skip_q + 1)) + q.shape[0] // self._tiles.block_m
         if num_tiles * num_heads == 0:
             return None

@@ -19,9 +19,9 @@ CAUSAL = (-1, 0)
 FULL = (-1, -1)
 # Bytes per thread, outside of the loop, for values that are read once per tile. D192 needs them, and is 6% faster with them.
 SPILL_BUDGET = 24
-# The same where keys may be divided: both warpgroups share more values that the compiler computes ahead of them, such as the
+# The same where keys may be split: both warpgroups share more values that the compiler computes ahead of them, such as the
 # address of the log-sum-exps and signs of strides. The loops write none; one reads the address of shared memory twice a block.
-SPILL_BUDGET_OF_PIECES = 40
+SPILL_BUDGET_OF_SPLITS = 40
 READS_IN_THE_LOOP = 2
 
 
@@ -64,8 +64,8 @@ def compile_forward(
     with compiling_for("sm90") as kernels:
         plan_forward(tensors, options, tiles)(tensors)
     names = [kernel.name for kernel in kernels]
-    tables = (["_tile_table"], ["_piece_table"]) if packed or page_size else ([],)
-    assert names in [[*table, "attention_forward", *merge] for table in tables for merge in ([], ["merge_pieces"])]
+    tables = (["_tile_table"], ["_split_table"]) if packed or page_size else ([],)
+    assert names in [[*table, "attention_forward", *combine] for table in tables for combine in ([], ["combine_splits"])]
     return kernels[names.index("attention_forward")]
 
 
@@ -201,7 +201,7 @@ def test_heads_that_share_a_tile(head_dim: int, heads: tuple[int, int], queries:
     found = kernel.instructions
     assert min(found["HGMMA"], found["UTMALDG"], found["UTMASTG"]) > 0
     assert not [line for line in kernel.ptxas_warnings if "C75" in line]
-    assert kernel.spill_bytes <= SPILL_BUDGET_OF_PIECES
+    assert kernel.spill_bytes <= SPILL_BUDGET_OF_SPLITS
     loops = [loop for block_n in (64, 128) for loop in main_loops(kernel.sass, 64 * block_n // 128 + 2)]
     assert loops
     for loop in loops:

@@ -24,7 +24,7 @@ FAULTS = {
     "lse without its logarithm": (WHOLE, {"logarithm = gl.log2(total)": "logarithm = total"}),
     "the rows of the first warpgroup": (
         WHOLE,
-        {"    row = tile.row + 64 * group // var.packing\n    if": "    row = tile.row\n    if"},
+        {"    row = tile.row + 64 * group // var.pack_gqa\n    if": "    row = tile.row\n    if"},
     ),
 }
 

@@ -1,4 +1,4 @@
-"""`hopper.packed_heads` in the emulator: the query heads of a KV head share a tile."""
+"""`hopper.forward.pack_gqa` in the emulator: the query heads of a KV head share a tile."""
 
 from __future__ import annotations
 
@@ -71,18 +71,18 @@ def test_packed_sequences_do_not_see_their_neighbours() -> None:
     [
         (
             "four-heads",
-            "rows = top + gl.arange(0, 64, layout=layout) // var.packing",
+            "rows = top + gl.arange(0, 64, layout=layout) // var.pack_gqa",
             "rows = top + gl.arange(0, 64, layout=layout)",
         ),
-        ("four-heads", "return head * var.packing, head\n", "return head, head\n"),
+        ("four-heads", "return head * var.pack_gqa, head\n", "return head, head\n"),
         (
             "four-heads",
-            "heads = (head + rows % var.packing)",
+            "heads = (head + rows % var.pack_gqa)",
             "heads = (head + rows % 2)",
         ),
-        ("more-than-a-tile", "row = tile.row + 64 * g // var.packing", "row = tile.row + 64 * g"),
-        ("window", "top + 63 // var.packing - args.left", "top + 1 - args.left"),
-        ("sinks-softcap", "gl.arange(0, 64, layout=layout) % var.packing", "gl.arange(0, 64, layout=layout) * 0"),
+        ("more-than-a-tile", "row = tile.row + 64 * g // var.pack_gqa", "row = tile.row + 64 * g"),
+        ("window", "top + 63 // var.pack_gqa - args.left", "top + 1 - args.left"),
+        ("sinks-softcap", "gl.arange(0, 64, layout=layout) % var.pack_gqa", "gl.arange(0, 64, layout=layout) * 0"),
     ],
     ids=["queries-of-rows", "query-heads", "lse", "second-warpgroup", "first-block-without-a-mask", "sinks"],
 )

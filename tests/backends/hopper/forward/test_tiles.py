@@ -11,9 +11,9 @@ from fa_serve.backends.hopper.forward.tiles import (
     TileConfig,
     forward_tiles,
     head_group,
-    head_packing,
+    heads_to_pack,
     key_columns,
-    key_pieces,
+    key_splits,
     list_tiles,
     packs_queries,
     value_columns,
@@ -135,9 +135,9 @@ def test_the_last_group_gives_every_multiprocessor_several_tiles() -> None:
     [(1, 4, 1), (4, 16, 4), (4, 17, 1), (64, 2, 64), (128, 2, 1), (7, 4, 8), (12, 4, 16)],
 )
 def test_heads_share_tiles_if_queries_are_few_and_boxes_fit(heads_per_kv: int, queries: int, expected: int) -> None:
-    assert head_packing(heads_per_kv, queries, may_pad=True) == expected
+    assert heads_to_pack(heads_per_kv, queries, may_pad=True) == expected
     fits = expected == heads_per_kv
-    assert head_packing(heads_per_kv, queries, may_pad=False) == (expected if fits else 1)
+    assert heads_to_pack(heads_per_kv, queries, may_pad=False) == (expected if fits else 1)
 
 
 @pytest.mark.parametrize(
@@ -178,5 +178,5 @@ def test_few_queries_of_enough_sequences(heads: tuple[int, int], dim: int, sizes
         (8, 4, 4096, 16),
     ],
 )
-def test_keys_are_divided_where_tiles_are_few_or_queries_are(tiles: int, queries: int, keys: int, expected: int) -> None:
-    assert key_pieces(tiles, 132, queries, keys) == expected
+def test_keys_are_split_where_tiles_are_few_or_queries_are(tiles: int, queries: int, keys: int, expected: int) -> None:
+    assert key_splits(tiles, 132, queries, keys) == expected
