@@ -27,6 +27,7 @@ Layout = Literal["dense", "varlen", "paged"]
 ParameterCode = Literal["invalid_value", "context_length_exceeded", "no_tokenizer", "duplicate_request_id", "unsupported"]
 Op = Literal["attention", "decode", "store_kv", "backward"]
 Precision = Literal["bf16", "qk8", "fp8"]
+FLOAT8 = torch.float8_e4m3fn
 FEW_QUERIES = 16
 """Up to this many queries per sequence, splitting the keys gains time. More queries fill the tiles of a kernel by
 themselves."""

@@ -38,7 +38,7 @@ from benchmarks.child_process import MARK, answers
 from benchmarks.measure import PAUSE, commit, flash_peers, graph_microseconds
 from benchmarks.tuning.tune_hopper import label
 from fa_serve.backends.calls import AttentionOptions, AttentionTensors
-from fa_serve.backends.hopper.forward.tiles import Schedule, TileConfig
+from fa_serve.backends.hopper.forward.tiles import HopperTiles, Schedule
 from fa_serve.testing import cu_seqlens
 
 ROOT = Path(__file__).parents[2]
@@ -73,14 +73,14 @@ class Call(NamedTuple):
     peers: Callable[[str], dict[str, Callable[[], Tensor]]]
 
 
-def parse_tiles(name: str) -> TileConfig:
+def parse_tiles(name: str) -> HopperTiles:
     """The inverse of `tune_hopper.label`. Raises ValueError."""
     pattern = r"(\d)x(\d+)s(\d)q(\d)([GD])(P?)(o?)(b?)(l?)(?:c(\d))?(?:/(\d))?"
     found = re.fullmatch(pattern, name)
     if found is None:
         raise ValueError(f"--tiles must be names such as 1x64s2q2D/3 or 2x128s2q2DPbl, got {name!r}")
     groups, block_n, stages, q_stages, schedule, pingpong, serial, late_exponentials, late, parts, blocks = found.groups()
-    return TileConfig(
+    return HopperTiles(
         int(groups),
         int(block_n),
         int(stages),
@@ -157,10 +157,10 @@ def measure(cell: str, variant: Variant, lock: str) -> float:
     if variant.backend:
         ours = partial(call.public, variant.backend)
     else:
-        from fa_serve.backends.hopper.forward.plan import plan_forward
+        from fa_serve.backends.hopper.forward.plan import plan_hopper_forward
 
         tiles = parse_tiles(variant.tiles) if variant.tiles else None
-        run = plan_forward(call.tensors, call.options, tiles, variant.splits or None)
+        run = plan_hopper_forward(call.tensors, call.options, tiles, variant.splits or None)
 
         def ours() -> Tensor:
             return run(call.tensors)[0]

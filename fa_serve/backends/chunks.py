@@ -13,7 +13,7 @@ from fa_serve.spec import AttentionSpec
 
 MIN_KEYS = 1024
 """Fewer visible keys than these are not worth a second kernel that combines splits."""
-ROWS = 128
+TILE_ROWS = 128
 """Rows of a prompt kernel's tile at head_dim 128."""
 MIN_SPLIT_KEYS = 2048
 """From how many visible keys on the prompt kernel splits keys. 256 queries of 32 heads behind 1024 keys take 28 us split and
@@ -43,9 +43,9 @@ def decodes_chunks(
         return False
     left, _ = spec.window_size
     keys = seqlen_k if left < 0 else min(seqlen_k, left + seqlen_q)
-    tiles = batch * spec.num_heads * -(-seqlen_q // ROWS)
+    tiles = batch * spec.num_heads * -(-seqlen_q // TILE_ROWS)
     narrow = max(spec.head_dim, spec.head_dim_v) <= 64
-    if splits_keys and not narrow and 2 * seqlen_q > ROWS and keys >= MIN_SPLIT_KEYS:
+    if splits_keys and not narrow and 2 * seqlen_q > TILE_ROWS and keys >= MIN_SPLIT_KEYS:
         return False
     part = 2 if narrow else 3
     # without queries there is no tile, and the decoding kernel takes one query of a dense sequence for granted

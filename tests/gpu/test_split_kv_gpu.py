@@ -15,7 +15,7 @@ from torch import Tensor
 import fa_serve
 from fa_serve.backends.calls import AttentionOptions, AttentionTensors
 from fa_serve.backends.hopper.forward import launches as forward_launches
-from fa_serve.backends.hopper.forward.plan import plan_forward
+from fa_serve.backends.hopper.forward.plan import plan_hopper_forward
 from fa_serve.backends.hopper.forward.tiles import MAX_SPLITS
 from fa_serve.backends.reference import attention_reference
 from fa_serve.testing import (
@@ -85,7 +85,7 @@ class Call:
     def plan(self, max_splits: int | None = None) -> Callable[[AttentionTensors], tuple[Tensor, Tensor]]:
         longest = max(self.case.lengths_q), max(self.case.lengths_k)
         options = AttentionOptions(0.1, self.case.window, self.case.softcap, *longest, return_lse=True)
-        return plan_forward(self.tensors, options, max_splits=max_splits)
+        return plan_hopper_forward(self.tensors, options, max_splits=max_splits)
 
     def check(self, out: Tensor, lse: Tensor) -> None:
         check(out, lse, self.sequences, self.case)
@@ -240,7 +240,7 @@ def test_a_graph_follows_the_lengths_on_the_device(name: str, tables: list[tuple
     cu = cu_seqlens(steps[0][0], DEVICE)
     used = torch.tensor(steps[0][1], dtype=torch.int32, device=DEVICE)
     tensors = AttentionTensors(q, k, v, cu_seqlens_q=cu, keys=used, block_table=table)
-    run = plan_forward(tensors, AttentionOptions(0.1, (-1, 0), 0.0, longest, 16 * PAGES, return_lse=True))
+    run = plan_hopper_forward(tensors, AttentionOptions(0.1, (-1, 0), 0.0, longest, 16 * PAGES, return_lse=True))
     run(tensors)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

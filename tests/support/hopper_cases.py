@@ -11,8 +11,8 @@ from hopper_emulator import emulated
 from torch import Tensor
 
 from fa_serve.backends.calls import AttentionOptions, AttentionTensors
-from fa_serve.backends.hopper.forward.plan import plan_forward
-from fa_serve.backends.hopper.forward.tiles import Schedule, TileConfig
+from fa_serve.backends.hopper.forward.plan import plan_hopper_forward
+from fa_serve.backends.hopper.forward.tiles import HopperTiles, Schedule
 from fa_serve.backends.reference import attention_reference
 from fa_serve.testing import (
     assert_lse_matches,
@@ -42,7 +42,7 @@ class Case:
     sinks: bool = False
     scale: float = 0.125
     dtype: torch.dtype = torch.bfloat16
-    tiles: TileConfig | None = None
+    tiles: HopperTiles | None = None
     page_size: int = 16
     max_splits: int | None = None
 
@@ -72,7 +72,7 @@ def run_dense(case: Case, **emulation: Any) -> None:
     q, k, v = make_qkv(case.batch, case.seqlen_q, case.seqlen_k, *case.heads, *case.head_dim, dtype=case.dtype)
     tensors = AttentionTensors(q, k, v, case.make_sinks())
     with emulated(**emulation):
-        out, lse = plan_forward(tensors, case.options(case.seqlen_q, case.seqlen_k), case.tiles)(tensors)
+        out, lse = plan_hopper_forward(tensors, case.options(case.seqlen_q, case.seqlen_k), case.tiles)(tensors)
     case.check(out, lse, q, k, v)
 
 
@@ -102,7 +102,7 @@ class PagedCall:
 
     def run(self, **emulation: Any) -> tuple[Tensor, Tensor]:
         with emulated(**emulation):
-            out, lse = plan_forward(self.tensors, self.options, self.case.tiles, self.case.max_splits)(self.tensors)
+            out, lse = plan_hopper_forward(self.tensors, self.options, self.case.tiles, self.case.max_splits)(self.tensors)
         assert lse is not None
         return out, lse
 

@@ -89,16 +89,16 @@ class HopperBackend:
     def plan(self, spec: AttentionSpec, tensors: Any, options: AttentionOptions) -> Run:
         """As in `backends.Backend`. Any strides and addresses are right; those that TMA cannot address cost a copy per call."""
         if spec.op == "backward":
-            from fa_serve.backends.hopper.backward.plan import plan_backward
+            from fa_serve.backends.hopper.backward.plan import plan_hopper_backward
 
-            return plan_backward(tensors, options)
+            return plan_hopper_backward(tensors, options)
         if _is_latent_decoding(spec) and cannot_decode_latent(spec) is None:
             from fa_serve.backends.hopper.latent.plan import plan_latent_decode
 
             return plan_latent_decode(tensors, options)
-        from fa_serve.backends.hopper.forward.plan import plan_forward
+        from fa_serve.backends.hopper.forward.plan import plan_hopper_forward
 
-        return plan_forward(tensors, options)
+        return plan_hopper_forward(tensors, options)
 
 
 def _is_latent_decoding(spec: AttentionSpec) -> bool:

@@ -51,7 +51,7 @@ class BackwardTiles:
     queries: TileConfig
 
 
-T = TypeVar("T", bound="DecodeTiles")
+_T = TypeVar("_T", bound="DecodeTiles")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class DecodeTiles:
         """Scores have queries as rows; with fewer rows they have keys as rows."""
         return self.block_m >= 64
 
-    def without_splits(self: T) -> T:
+    def without_splits(self: _T) -> _T:
         """The same tiles for programs that walk over all keys of their rows."""
         return replace(self, splits=1, balanced=False, min_blocks=1)
 

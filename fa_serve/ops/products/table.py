@@ -115,7 +115,7 @@ class Kernel:
 
 
 @dataclass(frozen=True)
-class Choice:
+class KernelChoice:
     """What computes a product.
 
     tile:        what the kernel is launched with
@@ -309,13 +309,13 @@ KERNELS: tuple[Kernel, ...] = (
 """The first that fits computes a product."""
 
 
-def select_kernel(product: Product) -> Choice:
+def select_kernel(product: Product) -> KernelChoice:
     """What computes the product: the first row of the table that fits."""
     passed_over = dict[str, str]()
     for kernel in KERNELS:
         reason = kernel.fits(product)
         if reason is None:
-            return Choice(kernel, kernel.tile(product), passed_over)
+            return KernelChoice(kernel, kernel.tile(product), passed_over)
         passed_over[kernel.name] = reason
     raise AssertionError(f"the last row of the table computes every product, but not {product}")
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from fa_serve.ops.collectives import peer_memory
 from fa_serve.ops.collectives.peer_buffers import MAX_BYTES, MAX_PROGRAMS, MAX_RANKS, MAX_WIDTH, Peers
-from fa_serve.ops.collectives.peer_memory import Facts, PeerSums, environment, refusal
+from fa_serve.ops.collectives.peer_memory import Facts, PeerSums, environment, peer_refusal
 
 
 def facts(device: int, size: int = 2, **changes: object) -> Facts:
@@ -24,9 +24,9 @@ def facts(device: int, size: int = 2, **changes: object) -> Facts:
 
 
 def test_ranks_of_one_machine_with_access_connect() -> None:
-    assert refusal([facts(0), facts(1)]) is None
-    assert refusal([facts(n, MAX_RANKS) for n in range(MAX_RANKS)]) is None
-    assert refusal([facts(3, 8), facts(5, 8)]) is None  # other GPUs of the machine do not matter
+    assert peer_refusal([facts(0), facts(1)]) is None
+    assert peer_refusal([facts(n, MAX_RANKS) for n in range(MAX_RANKS)]) is None
+    assert peer_refusal([facts(3, 8), facts(5, 8)]) is None  # other GPUs of the machine do not matter
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_ranks_of_one_machine_with_access_connect() -> None:
     ],
 )
 def test_other_ranks_do_not(ranks: list[Facts], reason: str) -> None:
-    assert refusal(ranks) == reason
+    assert peer_refusal(ranks) == reason
 
 
 def connect_ranks(monkeypatch: pytest.MonkeyPatch, own: list[Facts], failing: int | None) -> list[object]:

@@ -12,7 +12,7 @@ The additions to dQ come in the order in which thread blocks run, so equal calls
 have to repeat, masks and larger head sizes are left to the portable kernels, see `HopperBackend.supports`. As in the forward
 pass, the hardware bounds packed sequences, so a NaN of a neighbouring sequence is neither read nor overwritten.
 
-    run = plan_backward(tensors, options)      # once for calls that look alike
+    run = plan_hopper_backward(tensors, options)      # once for calls that look alike
     gradients = run(tensors)
 """
 
@@ -30,13 +30,13 @@ from fa_serve.backends.calls import AttentionOptions, BackwardTensors, Gradients
 from fa_serve.backends.hopper.backward.consumer import backward_consumer
 from fa_serve.backends.hopper.backward.dq_accumulator import convert_launch
 from fa_serve.backends.hopper.backward.producer import backward_producer, key_tile
-from fa_serve.backends.hopper.backward.tiles import BLOCK_N, BackwardTileConfig, backward_tiles, gradient_columns
+from fa_serve.backends.hopper.backward.tiles import BLOCK_N, BackwardTileConfig, gradient_columns, hopper_backward_tiles
 from fa_serve.backends.hopper.backward.types import (
     BackwardArgs,
     BackwardBarriers,
     BackwardDescriptors,
     BackwardMemory,
-    BackwardVariant,
+    HopperBackwardVariant,
 )
 from fa_serve.backends.hopper.descriptors import addressable, copy_engine_strides, dense_view, ragged_view, statistics_view
 from fa_serve.backends.hopper.forward.plan import base_2_scales
@@ -185,11 +185,11 @@ def _attention_backward(
     )
 
 
-def plan_backward(tensors: BackwardTensors, options: AttentionOptions, tiles: BackwardTileConfig | None = None) -> Run:
+def plan_hopper_backward(tensors: BackwardTensors, options: AttentionOptions, tiles: BackwardTileConfig | None = None) -> Run:
     """Plan calls that look like this one, dense or packed: a run maps `BackwardTensors` to `Gradients`.
 
     mask and alibi_slopes are ignored, because `HopperBackend.supports` refuses them. `tiles` overrides the choice of
-    `backward_tiles`, for tuning and tests. Tensors that the copy engine cannot address are copied first at each call.
+    `hopper_backward_tiles`, for tuning and tests. Tensors that the copy engine cannot address are copied first at each call.
     """
     return _BackwardPlan(tensors, options, tiles)
 
@@ -211,8 +211,8 @@ class _BackwardPlan:
         heads = q.shape[-2]
         self._width = gradient_columns(q.shape[-1], v.shape[-1])
         self._statistics = RowStatistics(tensors, options)
-        var = BackwardVariant(
-            tiles=backward_tiles(self._width) if tiles is None else tiles,
+        var = HopperBackwardVariant(
+            tiles=hopper_backward_tiles(self._width) if tiles is None else tiles,
             width=self._width,
             varlen=varlen,
             has_left=options.window_size[0] >= 0,
@@ -276,7 +276,7 @@ class _BackwardPlan:
             dlse=None if tensors.dlse is None else tensors.dlse.contiguous(),
         )
 
-    def _views(self, tensors: BackwardTensors, var: BackwardVariant) -> tuple[View, ...]:
+    def _views(self, tensors: BackwardTensors, var: HopperBackwardVariant) -> tuple[View, ...]:
         """How the kernel sees q, k, v, dout, lse, delta, dk and dv. dk and dv are contiguous."""
         view = ragged_view if var.varlen else dense_view
 

@@ -14,7 +14,7 @@ from fa_serve.backends.hopper.backward.tiles import GROUPS, BackwardTileConfig
 
 
 @dataclass(frozen=True)
-class BackwardVariant:
+class HopperBackwardVariant:
     """Everything that is fixed when the kernel is compiled, passed as one constexpr.
 
     tiles:  the shape of a tile and its stages

@@ -29,15 +29,15 @@ from fa_serve.backends.hopper.forward.output import wait_output_copies, write_ou
 from fa_serve.backends.hopper.forward.pack_gqa import sinks_of
 from fa_serve.backends.hopper.forward.producer import unpack_tile
 from fa_serve.backends.hopper.forward.types import Tile
+from fa_serve.backends.triton.primitives import LOG2E
 
-LOG2E = gl.constexpr(1.4426950408889634)
 SUM_LAYOUT = gl.constexpr(
     gl.DistributedLinearLayout([[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4])
 )
 """Layout of partial sums [64, 4] that matches wgmma's accumulators: four threads share a row, and each thread has two rows."""
 FIRST_NAMED_BARRIER = gl.constexpr(8)
 """Triton's own warp specialisation uses the named barriers below this one."""
-GROWTH = gl.constexpr(8.0)
+SCORE_GROWTH = gl.constexpr(8.0)
 """How far a row's scores may exceed its maximum before the maximum follows, in powers of 2. P is then at most 256, which
 float16 can hold."""
 
@@ -299,13 +299,13 @@ def _online_softmax(
 
     scale: what turns products into exponents of 2, a number or [64]
 
-    The maximum of a row is raised only when scores exceed it by more than GROWTH (FlashAttention-4). Any number near the true
-    maximum keeps the result exact, and O seldom has to be rescaled.
+    The maximum of a row is raised only when scores exceed it by more than SCORE_GROWTH (FlashAttention-4). Any number near the
+    true     maximum keeps the result exact, and O seldom has to be rescaled.
     """
     BLOCK_N: gl.constexpr = var.tiles.block_n
     S_LAYOUT: gl.constexpr = var.score_layout
     P_LAYOUT: gl.constexpr = var.probability_layout
-    GROWS: gl.constexpr = 0.0 if var.float8_values else GROWTH
+    GROWS: gl.constexpr = 0.0 if var.float8_values else SCORE_GROWTH
     block = key_block.number
     if var.softcap:
         # one instruction with a relative error of 2^-11; PyTorch rounds the product, the quotient and the tanh to 16 bits

@@ -80,7 +80,7 @@ class Numbers(NamedTuple):
         "v_scale_ptr",
     ],
 )
-def attention_forward(
+def attn_fwd_hopper(
     q_desc,
     q1_desc,
     k_desc,

@@ -14,7 +14,7 @@ from fa_serve.backends.calls import AttentionTensors
 from fa_serve.backends.hopper.descriptors import addressable
 from fa_serve.backends.hopper.forward.tile_scheduler import take_counter, tile_table
 from fa_serve.backends.hopper.split_kv.combine import Combine
-from fa_serve.backends.triton.float8_inputs import Quantizer
+from fa_serve.backends.triton.float8_inputs import InputQuantizer
 from fa_serve.backends.unseen_rows import without_keys
 from fa_serve.launching.launch import Launch
 from fa_serve.launching.plans import Run
@@ -39,7 +39,7 @@ class Launches(NamedTuple):
 
 def run_launches(
     launches: Launches,
-    quantizer: Quantizer | None,
+    quantizer: InputQuantizer | None,
     out_shape: tuple[int, ...],
     lse_shape: tuple[int, ...] | None,
     copied: tuple[bool | None, ...],

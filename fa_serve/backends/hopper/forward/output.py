@@ -14,9 +14,8 @@ from fa_serve.backends.hopper.forward.pack_gqa import heads_of, store_lse
 from fa_serve.backends.hopper.forward.types import RAGGED
 from fa_serve.backends.hopper.split_kv.split import leave_split, whole
 from fa_serve.backends.triton.float8_inputs import BLOCK_KEYS
+from fa_serve.backends.triton.primitives import LN2
 from fa_serve.launching.gluon_names import async_store, sync_threads
-
-LN2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit

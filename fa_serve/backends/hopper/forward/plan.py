@@ -20,7 +20,7 @@ are not read. With float8 products, the kernel reads copies instead of pages (se
 
 With lists of key blocks, the producer copies the blocks of the list and no others (see `block_sparse`).
 
-    run = plan_forward(tensors, options)      # once for calls that look alike
+    run = plan_hopper_forward(tensors, options)      # once for calls that look alike
     out, lse = run(tensors)
 
 Left out: explicit masks, 16-bit products with float8 caches, and head sizes that are not a multiple of 8. The module `backward`
@@ -37,17 +37,17 @@ import torch
 from fa_serve.backends import MAX_KEYS_PER_TILE
 from fa_serve.backends.calls import AttentionOptions, AttentionTensors
 from fa_serve.backends.hopper.descriptors import copy_engine_strides, dense_view, ragged_view
-from fa_serve.backends.hopper.forward.kernel import Numbers, attention_forward
+from fa_serve.backends.hopper.forward.kernel import Numbers, attn_fwd_hopper
 from fa_serve.backends.hopper.forward.launches import Launches, run_launches, run_on_copies, run_without_keys
 from fa_serve.backends.hopper.forward.tile_scheduler import PackedOutput, max_tile_count, table_launch
 from fa_serve.backends.hopper.forward.tiles import (
     MIN_BLOCKS_OF_A_SPLIT,
+    HopperTiles,
     Schedule,
-    TileConfig,
-    float8_tiles,
-    forward_tiles,
     head_group,
     heads_to_pack,
+    hopper_float8_tiles,
+    hopper_forward_tiles,
     key_columns,
     key_splits,
     list_tiles,
@@ -56,8 +56,8 @@ from fa_serve.backends.hopper.forward.tiles import (
 from fa_serve.backends.hopper.forward.types import Variant
 from fa_serve.backends.hopper.split_kv.combine import Combine, plan_combine
 from fa_serve.backends.hopper.split_kv.tile_scheduler import split_table_launch, table_capacity
-from fa_serve.backends.layout import Layout, contiguous
-from fa_serve.backends.triton.float8_inputs import BLOCK_KEYS, Form, Quantizer
+from fa_serve.backends.layout import TensorLayout, contiguous
+from fa_serve.backends.triton.float8_inputs import BLOCK_KEYS, Form, InputQuantizer
 from fa_serve.block_lists import BlockLists
 from fa_serve.launching.launch import Launch, View, multiprocessors
 from fa_serve.launching.plans import Run
@@ -67,15 +67,15 @@ _MAX_PADDED = 1 << 27
 positions in it have 32 bits."""
 
 
-def plan_forward(
-    tensors: AttentionTensors, options: AttentionOptions, tiles: TileConfig | None = None, max_splits: int | None = None
+def plan_hopper_forward(
+    tensors: AttentionTensors, options: AttentionOptions, tiles: HopperTiles | None = None, max_splits: int | None = None
 ) -> Run:
     """Plan attention for calls whose tensors have the shapes, strides, dtypes, device and presence of `tensors`.
 
     Queries are dense, or packed by cu_seqlens_q with keys packed by cu_seqlens_k or in the pages of block_table, in the shapes
     of `fa_serve.api`. Mask and num_splits are ignored, because `HopperBackend.supports` refuses them.
 
-    tiles, max_splits: override the choices of `forward_tiles` and `key_splits`, for tuning and tests
+    tiles, max_splits: override the choices of `hopper_forward_tiles` and `key_splits`, for tuning and tests
 
     Returns run(tensors) -> (out, lse or None). Sequences with up to options.skip_q queries are left out: their rows of out and
     lse stay as they are, and with skip_q > 0 so do the rows behind the last sequence. Tensors that the copy engine cannot
@@ -89,8 +89,10 @@ def plan_forward(
     if 0 in (*q.shape[:2], *k.shape[:2]):
         return run_without_keys(out_shape, lse_shape)
     form: Form = "dense" if tensors.cu_seqlens_q is None else "packed" if tensors.block_table is None else "paged"
-    given = [Layout(x.shape, x.stride(), x.dtype) for x in (q, k, v)]
-    given.append(contiguous(out_shape, q.dtype) if tensors.out is None else Layout(out_shape, tensors.out.stride(), q.dtype))
+    given = [TensorLayout(x.shape, x.stride(), x.dtype) for x in (q, k, v)]
+    given.append(
+        contiguous(out_shape, q.dtype) if tensors.out is None else TensorLayout(out_shape, tensors.out.stride(), q.dtype)
+    )
     copied: tuple[bool | None, ...] = tuple([copy_engine_strides(x.shape, x.strides) is None for x in given])
     if form == "paged" and options.precision != "bf16":
         copied = (copied[0], None, None, copied[3])
@@ -100,7 +102,7 @@ def plan_forward(
     plain = options.precision == "bf16" and tensors.blocks is None
     quantizer = None
     if options.precision != "bf16":
-        quantizer = Quantizer(layouts[:3], form, sequences, options, table_stride)
+        quantizer = InputQuantizer(layouts[:3], form, sequences, options, table_stride)
         layouts[:3] = quantizer.layouts
     may_pad = form != "dense" and math.prod(out_shape) < _MAX_PADDED
     problem = _Problem(
@@ -127,10 +129,10 @@ def plan_forward(
 class _Problem(NamedTuple):
     """What the launches depend on. q, k, v and out are laid out so that the copy engine can address them."""
 
-    q: Layout
-    k: Layout
-    v: Layout
-    out: Layout
+    q: TensorLayout
+    k: TensorLayout
+    v: TensorLayout
+    out: TensorLayout
     device: torch.device
     form: Form
     batch: int
@@ -181,7 +183,7 @@ class _TileCounts(NamedTuple):
     head_tail: int
 
 
-def _plan_launches(problem: _Problem, tiles: TileConfig | None, max_splits: int | None) -> Launches:
+def _plan_launches(problem: _Problem, tiles: HopperTiles | None, max_splits: int | None) -> Launches:
     options = problem.options
     left, right = options.window_size
     head_dims = (problem.q.shape[-1], problem.out.shape[-1])
@@ -189,10 +191,10 @@ def _plan_launches(problem: _Problem, tiles: TileConfig | None, max_splits: int 
     if tiles is None and blocks is not None:
         tiles = list_tiles(*head_dims, blocks.block_size)
     elif tiles is None and options.precision != "bf16":
-        tiles = float8_tiles(*head_dims)
+        tiles = hopper_float8_tiles(*head_dims)
     elif tiles is None:
         lengths = (options.max_seqlen_q * problem.pack_gqa, options.max_seqlen_k)
-        tiles = forward_tiles(*head_dims, options.window_size, *lengths, problem.packed, problem.paged)
+        tiles = hopper_forward_tiles(*head_dims, options.window_size, *lengths, problem.packed, problem.paged)
     if max_splits is None:
         max_splits = _split_limit(problem, tiles)
     padded = problem.pack_gqa > problem.heads_per_kv
@@ -226,7 +228,7 @@ def _plan_launches(problem: _Problem, tiles: TileConfig | None, max_splits: int 
     if tiles.schedule == Schedule.DYNAMIC:
         thread_blocks = min(thread_blocks, slots)
     attention = Launch(
-        attention_forward,
+        attn_fwd_hopper,
         thread_blocks,
         _numbers(problem, counts, combine),
         (var,),
@@ -268,7 +270,7 @@ def _plan_table(problem: _Problem, var: Variant, counts: _TileCounts, slots: int
     )
 
 
-def _split_limit(problem: _Problem, tiles: TileConfig) -> int:
+def _split_limit(problem: _Problem, tiles: HopperTiles) -> int:
     """Into how many splits the keys of a row may be cut. The host knows lengths by their sum and their maximum."""
     options = problem.options
     if not problem.packed or options.precision != "bf16" or problem.blocks is not None:
@@ -375,13 +377,15 @@ def base_2_scales(softmax_scale: float, softcap: float) -> tuple[float, float]:
 def _views(problem: _Problem, var: Variant) -> tuple[View | None, ...]:
     """How the kernel sees both parts of q, k, v and out. The second parts are columns d0 or dv0 and on of the same tensors."""
 
-    def parts(x: Layout, rows: int, *widths: int, heads: int = 1, packed: bool = problem.packed) -> tuple[View | None, ...]:
+    def parts(
+        x: TensorLayout, rows: int, *widths: int, heads: int = 1, packed: bool = problem.packed
+    ) -> tuple[View | None, ...]:
         view = ragged_view if packed else dense_view
         return tuple([view(*x, rows, width, heads) if width else None for width in widths])
 
-    def page_parts(x: Layout, *widths: int) -> tuple[View | None, ...]:
+    def page_parts(x: TensorLayout, *widths: int) -> tuple[View | None, ...]:
         """The rows of a page; a box has at most 64 columns."""
-        return parts(Layout(x.shape[1:], x.strides[1:], x.dtype), var.page_rows, *[min(width, 64) for width in widths])
+        return parts(TensorLayout(x.shape[1:], x.strides[1:], x.dtype), var.page_rows, *[min(width, 64) for width in widths])
 
     block_n = var.tiles.block_n
     if problem.paged:

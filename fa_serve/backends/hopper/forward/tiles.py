@@ -1,8 +1,8 @@
 """Tile shapes and schedules of the Hopper kernel, chosen by pure functions of what the host knows.
 
-`forward_tiles` chooses the size of a tile, the number of warpgroups that compute it and the schedule. `heads_to_pack` chooses
-how many heads share a tile, `key_splits` whether keys may be split, and `head_group` how many heads are computed together, so
-that their keys stay in the L2 cache. There is no autotuning, because a serving path must not stall on a new length.
+`hopper_forward_tiles` chooses the size of a tile, the number of warpgroups that compute it and the schedule. `heads_to_pack`
+chooses how many heads share a tile, `key_splits` whether keys may be split, and `head_group` how many heads are computed
+together, so that their keys stay in the L2 cache. There is no autotuning, because a serving path must not stall on new lengths.
 `benchmarks/tuning/tune_hopper.py` and `tune_cells.py` measure the alternatives; each branch states the figure that chose it.
 """
 
@@ -29,7 +29,7 @@ class Schedule(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class TileConfig:
+class HopperTiles:
     """One way to run the kernel.
 
     groups:    number of consumer warpgroups, each with 64 query rows; block_m = 64 * groups
@@ -104,7 +104,7 @@ def _columns(head_dim: int, widest: int) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=4096)
-def forward_tiles(
+def hopper_forward_tiles(
     head_dim: int,
     head_dim_v: int,
     window: tuple[int, int],
@@ -112,7 +112,7 @@ def forward_tiles(
     max_seqlen_k: int,
     varlen: bool,
     paged: bool = False,
-) -> TileConfig:
+) -> HopperTiles:
     """The tiles of one call; a paged call also counts as varlen.
 
     If V has other columns than Q, O does not fit the buffer of its queries and leaves through a separate one.
@@ -129,10 +129,10 @@ def forward_tiles(
 
 
 @lru_cache(maxsize=256)
-def list_tiles(head_dim: int, head_dim_v: int, block_size: tuple[int, int]) -> TileConfig:
+def list_tiles(head_dim: int, head_dim_v: int, block_size: tuple[int, int]) -> HopperTiles:
     """The tiles of a call with lists: the rows of a tile lie in one block of queries, its keys in one block of keys.
 
-    These follow from `forward_tiles` and the size of blocks alone. None has been measured.
+    These follow from `hopper_forward_tiles` and the size of blocks alone. None has been measured.
     """
     rows, keys = block_size
     d0, d1 = key_columns(head_dim)
@@ -141,22 +141,22 @@ def list_tiles(head_dim: int, head_dim_v: int, block_size: tuple[int, int]) -> T
     if rows == 64:
         blocks = 3 if width <= 64 else 2 if width <= 128 else 1
         queries = 2 if width <= 128 else 1
-        tiles = TileConfig(1, 64, blocks if blocks > 1 else 2, queries, Schedule.DYNAMIC, blocks_per_sm=blocks)
+        tiles = HopperTiles(1, 64, blocks if blocks > 1 else 2, queries, Schedule.DYNAMIC, blocks_per_sm=blocks)
     elif width > 128:
         wide = keys == 64 or dv0 + dv1 > 160 or d0 + d1 > 192 or d0 + d1 + dv0 + dv1 > 320
-        tiles = TileConfig(2, 64 if wide else 128, 2, 1, Schedule.DYNAMIC, rescale_late=not wide)
+        tiles = HopperTiles(2, 64 if wide else 128, 2, 1, Schedule.DYNAMIC, rescale_late=not wide)
     elif keys == 64:
-        tiles = TileConfig(2, 64, 4, 2, Schedule.DYNAMIC, rescale_late=width > 64)
+        tiles = HopperTiles(2, 64, 4, 2, Schedule.DYNAMIC, rescale_late=width > 64)
     elif width <= 64:
-        tiles = TileConfig(2, 128, 3, 2, Schedule.DYNAMIC, softmax_first=False)
+        tiles = HopperTiles(2, 128, 3, 2, Schedule.DYNAMIC, softmax_first=False)
     else:
-        tiles = TileConfig(2, 128, 2, 2, Schedule.DYNAMIC, rescale_late=True)
+        tiles = HopperTiles(2, 128, 2, 2, Schedule.DYNAMIC, rescale_late=True)
     in_halves = width > 128 or dv0 != d0 or dv1 not in (0, d1)
     return replace(tiles, o_parts=2 if in_halves else 0)
 
 
 @lru_cache(maxsize=256)
-def float8_tiles(head_dim: int, head_dim_v: int) -> TileConfig:
+def hopper_float8_tiles(head_dim: int, head_dim_v: int) -> HopperTiles:
     """The tiles of a call with float8 products. O has more bytes than Q, so it leaves through a separate buffer.
 
     Measured at head_dim 128 on one H200, 16k tokens, full and causal, quantisation included. TFLOPS of "qk8", then "fp8":
@@ -165,14 +165,14 @@ def float8_tiles(head_dim: int, head_dim_v: int) -> TileConfig:
         without overlap 626 620, 788 626    blocks of 64 keys 674 624, - 596    of 256 keys, without overlap - -, 695 623
     """
     if max(head_dim, head_dim_v) > 128:
-        return TileConfig(2, 64, 2, 1, Schedule.DYNAMIC, o_parts=2)
-    return TileConfig(2, 128, 3, 2, Schedule.DYNAMIC, o_parts=2)
+        return HopperTiles(2, 64, 2, 1, Schedule.DYNAMIC, o_parts=2)
+    return HopperTiles(2, 128, 3, 2, Schedule.DYNAMIC, o_parts=2)
 
 
 def _tiles_of_width(
     width_k: int, width_v: int, window: tuple[int, int], max_seqlen_q: int, max_seqlen_k: int, varlen: bool, paged: bool
-) -> TileConfig:
-    """`forward_tiles` for Q and K of `width_k` columns and V of `width_v` columns in shared memory."""
+) -> HopperTiles:
+    """`hopper_forward_tiles` for Q and K of `width_k` columns and V of `width_v` columns in shared memory."""
     width = max(width_k, width_v)
     left, right = window
     masked = left >= 0 or right >= 0
@@ -188,32 +188,32 @@ def _tiles_of_width(
         # 136 with all exponentials before the wait.
         blocks = 3 if width <= 64 or (width <= 96 and not paged) else 2
         stages = 3 if width <= 64 else 2
-        return TileConfig(1, 64, stages, 2, Schedule.DYNAMIC, softmax_first=64 < width <= 96, blocks_per_sm=blocks)
+        return HopperTiles(1, 64, stages, 2, Schedule.DYNAMIC, softmax_first=64 < width <= 96, blocks_per_sm=blocks)
     if max_seqlen_q <= 64:
-        return TileConfig(1, 64, 2, 1, Schedule.GRID, o_parts=2)
+        return HopperTiles(1, 64, 2, 1, Schedule.GRID, o_parts=2)
     if width_v > 160 or width_k > 192 or (width > 128 and width_k + width_v > 320):
         # Shared memory has room for one query tile only. With a buffer for half of O, the next queries arrive under the last
         # PV: 517 at 512, and 466 without the buffer. Rescaling O before the next QK^T reaches 691 at 4k, and under it 659.
         # At D192 there is room for a third stage. With it, late rescaling and ping-pong, 16k tokens take 0.94 to 0.99 of the
         # time.
         if width <= 192:
-            return TileConfig(2, 64, 3, 1, Schedule.DYNAMIC, pingpong=True, o_parts=2, rescale_late=True)
-        return TileConfig(2, 64, 2, 1, Schedule.DYNAMIC, o_parts=2)
+            return HopperTiles(2, 64, 3, 1, Schedule.DYNAMIC, pingpong=True, o_parts=2, rescale_late=True)
+        return HopperTiles(2, 64, 2, 1, Schedule.DYNAMIC, o_parts=2)
     if width > 128:
         # D192 with values of 128: causal 4k reaches 525 with late rescaling, and 495 without.
-        return TileConfig(2, 128, 2, 1, Schedule.DYNAMIC, o_parts=2, rescale_late=True)
+        return HopperTiles(2, 128, 2, 1, Schedule.DYNAMIC, o_parts=2, rescale_late=True)
     if width <= 64 and (paged or (masked and max_seqlen_k <= 4096)):
         # Two warpgroups waste less of the diagonal: 402 at 2k, and 368 with three and ping-pong.
         # With three, few registers are left for a producer that reads a block table: 2k queries over 6k keys in pages take
         # 561 us with three and 401 us with two.
-        return TileConfig(2, 128, 3, 2, Schedule.DYNAMIC, softmax_first=False)
+        return HopperTiles(2, 128, 3, 2, Schedule.DYNAMIC, softmax_first=False)
     if width <= 64:
         # Exponentials where ptxas puts them reach 409 at 512, before the wait 375; at 8k both reach 516.
         # Long causal tiles lose nothing by a cold start: 16k takes 2.18 ms with one query stage and 2.34 ms with two. Packed
         # sequences may be short, so they keep two stages.
         # Late rescaling reaches 501 against 472 at 2k and 543 against 535 at 16k, but 405 against 412 at 512 and 489 against
         # 502 at causal 16k.
-        return TileConfig(
+        return HopperTiles(
             3,
             128,
             2,
@@ -229,7 +229,7 @@ def _tiles_of_width(
     # 1343 us). Exponentials where ptxas puts them help short tiles: 32 causal sequences of 512 tokens take 187 us, and 195 with
     # exponentials before the wait. With pages that would be one more kernel for the engine to compile.
     pingpong = varlen or max_seqlen_k <= (4096 if masked else 1024)
-    return TileConfig(
+    return HopperTiles(
         2,
         128,
         2,
@@ -329,7 +329,7 @@ def packs_queries(
     if not 1 < max_seqlen_q <= FEW_QUERIES or max(head_dim, head_dim_v) > 128:
         return False
     pack_gqa = heads_to_pack(heads_per_kv, max_seqlen_q, may_pad=True)
-    tiles = forward_tiles(head_dim, head_dim_v, (-1, 0), max_seqlen_q * pack_gqa, max_seqlen_k, True, True)
+    tiles = hopper_forward_tiles(head_dim, head_dim_v, (-1, 0), max_seqlen_q * pack_gqa, max_seqlen_k, True, True)
     count = batch * num_kv_heads * (heads_per_kv if pack_gqa == 1 else 1) * -(-max_seqlen_q * pack_gqa // tiles.block_m)
     return count >= MIN_FILLED * 132 * tiles.blocks_per_sm
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from triton.experimental.gluon import language as gl
 
 from fa_serve.backends.hopper.block_sparse import Lists
-from fa_serve.backends.hopper.forward.tiles import TileConfig
+from fa_serve.backends.hopper.forward.tiles import HopperTiles
 from fa_serve.spec import Precision
 
 RAGGED = gl.constexpr(1 << 30)
@@ -38,7 +38,7 @@ class Variant:
     split_kv:   keys may be split among tiles, see `split_kv.split`; dim_v: head_dim_v of its buffer
     """
 
-    tiles: TileConfig
+    tiles: HopperTiles
     d0: int
     d1: int
     dv0: int

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fa_serve.backends.hopper.split_kv.split import MAX_SPLITS
+from fa_serve.backends.hopper.split_kv.split import SPLIT_BASE
 from fa_serve.backends.triton.primitives import LN2, LOG2E, wait_for_previous_kernel
 from fa_serve.launching.launch import Launch, launch_options, power_of_2
 
@@ -64,8 +64,8 @@ def combine_splits(
         code = tl.load(record + 1)
         first = tl.load(record + 2) + row
         rows = tl.minimum(tl.load(record + 3) - row, QUERIES) * num_heads
-        splits = code // MAX_SPLITS
-        if (code % MAX_SPLITS == 0) & (splits >= min_splits) & (begin < rows):
+        splits = code // SPLIT_BASE
+        if (code % SPLIT_BASE == 0) & (splits >= min_splits) & (begin < rows):
             slot = begin + tl.arange(0, BLOCK_ROWS)
             live = slot < rows
             token = (first + slot // num_heads).to(tl.int64)

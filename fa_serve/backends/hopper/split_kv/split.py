@@ -11,7 +11,7 @@ Rows whose keys are in one split are written to the output directly. Other split
 a buffer, and `split_kv.combine` combines them. Rows of padded tiles (see `pack_gqa`) always go through that buffer: a box of O
 would overwrite other heads.
 
-In `Tile.head`, a tile of such a call says three things: (splits * MAX_SPLITS + split) * heads + head.
+In `Tile.head`, a tile of such a call says three things: (splits * SPLIT_BASE + split) * heads + head.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from fa_serve.backends.hopper.forward import tiles as hopper_tiles
+from fa_serve.backends.hopper.forward.tiles import MAX_SPLITS
 
-MAX_SPLITS = gl.constexpr(hopper_tiles.MAX_SPLITS)
+SPLIT_BASE = gl.constexpr(MAX_SPLITS)
 
 
 @gluon.jit
 def whole(tile, num_heads):
     """Whether the rows of a tile have all of their keys in it."""
-    return tile.head // num_heads // MAX_SPLITS == 1
+    return tile.head // num_heads // SPLIT_BASE == 1
 
 
 @gluon.jit
 def split_of(tile, num_heads):
     """The number of a split among those of its rows."""
-    return tile.head // num_heads % MAX_SPLITS
+    return tile.head // num_heads % SPLIT_BASE
 
 
 @gluon.jit

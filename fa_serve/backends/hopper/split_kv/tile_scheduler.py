@@ -7,7 +7,7 @@ has a cost. So does one of up to 5/4 of what a multiprocessor gets: the thread b
 so that more of them are no faster. On one H100, 4 queries of 32 sequences of 4096 keys (64/8 heads of 64) take 119 us in two
 splits and 101 whole.
 
-Records are those of `tile_scheduler`; the second number is splits * MAX_SPLITS + split. They are in the order of sequences,
+Records are those of `tile_scheduler`; the second number is splits * SPLIT_BASE + split. They are in the order of sequences,
 because they are about equally long.
 """
 
@@ -24,7 +24,7 @@ from fa_serve.backends.hopper.forward.tile_scheduler import (
     clear_tail,
     sequence_bounds,
 )
-from fa_serve.backends.hopper.split_kv.split import MAX_SPLITS
+from fa_serve.backends.hopper.split_kv.split import SPLIT_BASE
 from fa_serve.launching.launch import Launch
 
 
@@ -145,7 +145,7 @@ def _split_table(
         # A tile may see fewer blocks than its sequence has splits. An empty split visits one block that is wholly masked.
         empty = begin == end
         tl.store(record, m * BLOCK_M)
-        tl.store(record + 1, splits * MAX_SPLITS + split)
+        tl.store(record + 1, splits * SPLIT_BASE + split)
         tl.store(record + 2, q_start)
         tl.store(record + 3, q_len)
         tl.store(record + 4, k_start)

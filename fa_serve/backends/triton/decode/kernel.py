@@ -1,7 +1,7 @@
 """The kernel of split-KV decoding: a tile of query rows against one split of the keys, in pages or dense.
 
-The module `plan` describes the algorithm and launches the kernel, and `splits` cuts the keys. This module leaves out what a call
-needs on the host.
+The module `plan` describes the algorithm and launches the kernel, and `splits` cuts the keys. This module leaves out what a
+call needs on the host.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from fa_serve import spec
 from fa_serve.backends import MAX_KEYS_PER_TILE
 from fa_serve.backends.calls import AttentionOptions, AttentionTensors
-from fa_serve.backends.layout import Layout
-from fa_serve.backends.triton.float8_inputs import Form, Quantizer
+from fa_serve.backends.layout import TensorLayout
+from fa_serve.backends.triton.float8_inputs import Form, InputQuantizer
 from fa_serve.backends.triton.key_pages import has_wide_mask, has_wide_rows
 from fa_serve.backends.triton.prefill.kernel import ForwardVariant, attn_fwd, forward_option_numbers
 from fa_serve.backends.triton.tiles import TileConfig, batch_block, float8_tiles, forward_tiles, padded_dim
@@ -135,12 +135,12 @@ class _ForwardPlan:
             result = out.copy_(result)
         return result, lse
 
-    def _make_quantizer(self, tensors: AttentionTensors, options: AttentionOptions) -> Quantizer:
-        given = [Layout(x.shape, x.stride(), x.dtype) for x in (tensors.q, tensors.k, tensors.v)]
+    def _make_quantizer(self, tensors: AttentionTensors, options: AttentionOptions) -> InputQuantizer:
+        given = [TensorLayout(x.shape, x.stride(), x.dtype) for x in (tensors.q, tensors.k, tensors.v)]
         form: Form = "packed" if self._layout == "varlen" else "paged" if self._layout == "paged" else "dense"
         sequences = tensors.q.shape[0] if tensors.cu_seqlens_q is None else tensors.cu_seqlens_q.shape[0] - 1
         table_stride = 0 if tensors.block_table is None else tensors.block_table.stride(0)
-        return Quantizer(given, form, sequences, options, table_stride)
+        return InputQuantizer(given, form, sequences, options, table_stride)
 
     def _make_launch(self, tensors: AttentionTensors, options: AttentionOptions) -> Any:
         """The launch for these tensors; None if no sequence has a query."""

@@ -21,7 +21,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-FLOAT8 = torch.float8_e4m3fn
+from fa_serve.spec import FLOAT8 as FLOAT8
+
 LARGEST_FLOAT8 = 448.0
 BLOCK_COLUMNS = 256
 """Columns of a row that lie in the same 32 words."""

@@ -8,11 +8,11 @@ from hopper_cases import CAUSAL, DYNAMIC, FULL, Case, PagedCall, run_dense
 from hopper_emulator import EmulationError, emulated
 
 from fa_serve.backends.calls import AttentionTensors
-from fa_serve.backends.hopper.forward.plan import plan_forward
-from fa_serve.backends.hopper.forward.tiles import TileConfig
+from fa_serve.backends.hopper.forward.plan import plan_hopper_forward
+from fa_serve.backends.hopper.forward.tiles import HopperTiles
 from fa_serve.testing import cu_seqlens, make_qkv
 
-SMALL = TileConfig(2, 64, 2, 2, DYNAMIC)
+SMALL = HopperTiles(2, 64, 2, 2, DYNAMIC)
 DENSE = [
     Case("four-heads", seqlen_q=9, seqlen_k=200, heads=(8, 2), batch=2),
     Case("two-heads-full", seqlen_q=16, seqlen_k=200, heads=(4, 2), window=FULL),
@@ -56,7 +56,7 @@ def test_packed_sequences_do_not_see_their_neighbours() -> None:
     case = Case("", window=CAUSAL, heads=(8, 2))
     tensors = AttentionTensors(q, k, v, cu_seqlens_q=cu_q, keys=cu_k, out=torch.full_like(q, 7.0))
     with emulated():
-        out, lse = plan_forward(tensors, case.options(16, 300), SMALL)(tensors)
+        out, lse = plan_hopper_forward(tensors, case.options(16, 300), SMALL)(tensors)
     assert out is tensors.out
     assert (out[cu_q[-1] :] == 0).all()
     assert (lse[:, cu_q[-1] :] == float("-inf")).all()

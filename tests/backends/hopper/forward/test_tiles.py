@@ -8,10 +8,10 @@ import pytest
 
 from fa_serve.backends.hopper.forward.tiles import (
     SHARED_BYTES,
-    TileConfig,
-    forward_tiles,
+    HopperTiles,
     head_group,
     heads_to_pack,
+    hopper_forward_tiles,
     key_columns,
     key_splits,
     list_tiles,
@@ -20,7 +20,7 @@ from fa_serve.backends.hopper.forward.tiles import (
 )
 
 
-def shared_bytes(tiles: TileConfig, head_dim: int, head_dim_v: int) -> int:
+def shared_bytes(tiles: HopperTiles, head_dim: int, head_dim_v: int) -> int:
     """Shared memory of a thread block. Hopper has 233,472 bytes for all of a multiprocessor."""
     d0, d1 = key_columns(head_dim)
     dv0, dv1 = value_columns(head_dim_v)
@@ -66,7 +66,7 @@ def test_chosen_tiles_fit_the_chip(dims: tuple[int, int]) -> None:
     lengths = (1, 64, 65, 512, 1024, 2048, 4096, 100_000)
     windows = ((-1, -1), (-1, 0), (127, 0))
     kinds = ((False, False), (True, False), (True, True))
-    chosen = [forward_tiles(*dims, w, n, n, *kind) for n, w, kind in product(lengths, windows, kinds)]
+    chosen = [hopper_forward_tiles(*dims, w, n, n, *kind) for n, w, kind in product(lengths, windows, kinds)]
     for rows, keys in product((64, 128), (64, 128)):
         tiles = list_tiles(*dims, (rows, keys))
         assert rows % tiles.block_m == keys % tiles.block_n == 0
@@ -85,33 +85,35 @@ def test_chosen_tiles_fit_the_chip(dims: tuple[int, int]) -> None:
 
 
 def test_rows_that_see_few_keys_take_small_tiles() -> None:
-    small = forward_tiles(64, 64, (-1, 0), 2048, 2048, False)
+    small = hopper_forward_tiles(64, 64, (-1, 0), 2048, 2048, False)
     assert (small.block_m, small.block_n, small.blocks_per_sm) == (64, 64, 3)
-    assert forward_tiles(64, 64, (127, 0), 100_000, 100_000, True, True) == small
-    assert forward_tiles(64, 64, (-1, 0), 500, 8000, True, True).block_m == 128, "the rows of a chunk see all keys before it"
-    assert forward_tiles(64, 64, (-1, -1), 512, 512, False).block_m == 192
-    assert forward_tiles(64, 64, (-1, 0), 4096, 4096, False).block_m == 128
-    assert forward_tiles(64, 64, (-1, 0), 4096, 4096, True) == small, "packed sequences may be shorter"
-    assert forward_tiles(128, 128, (127, 0), 4096, 4096, False).block_m == 64
-    assert forward_tiles(128, 128, (-1, 0), 1024, 1024, False).block_m == 128
-    assert forward_tiles(128, 128, (-1, 0), 512, 512, False).block_m == 128
-    assert forward_tiles(128, 128, (-1, 0), 197, 197, True).blocks_per_sm == 2
-    assert forward_tiles(96, 96, (-1, 0), 512, 512, True).blocks_per_sm == 3
-    assert forward_tiles(96, 96, (-1, 0), 1024, 1024, True).block_m == 128
+    assert hopper_forward_tiles(64, 64, (127, 0), 100_000, 100_000, True, True) == small
+    assert hopper_forward_tiles(64, 64, (-1, 0), 500, 8000, True, True).block_m == 128, (
+        "the rows of a chunk see all keys before it"
+    )
+    assert hopper_forward_tiles(64, 64, (-1, -1), 512, 512, False).block_m == 192
+    assert hopper_forward_tiles(64, 64, (-1, 0), 4096, 4096, False).block_m == 128
+    assert hopper_forward_tiles(64, 64, (-1, 0), 4096, 4096, True) == small, "packed sequences may be shorter"
+    assert hopper_forward_tiles(128, 128, (127, 0), 4096, 4096, False).block_m == 64
+    assert hopper_forward_tiles(128, 128, (-1, 0), 1024, 1024, False).block_m == 128
+    assert hopper_forward_tiles(128, 128, (-1, 0), 512, 512, False).block_m == 128
+    assert hopper_forward_tiles(128, 128, (-1, 0), 197, 197, True).blocks_per_sm == 2
+    assert hopper_forward_tiles(96, 96, (-1, 0), 512, 512, True).blocks_per_sm == 3
+    assert hopper_forward_tiles(96, 96, (-1, 0), 1024, 1024, True).block_m == 128
 
 
 def test_short_tiles_leave_exponentials_to_ptxas_unless_pages_would_need_one_more_kernel() -> None:
-    assert not forward_tiles(128, 128, (-1, 0), 512, 512, True).softmax_first
-    assert forward_tiles(128, 128, (-1, 0), 513, 513, True).softmax_first
-    assert forward_tiles(128, 128, (-1, 0), 512, 512, True, True).softmax_first
+    assert not hopper_forward_tiles(128, 128, (-1, 0), 512, 512, True).softmax_first
+    assert hopper_forward_tiles(128, 128, (-1, 0), 513, 513, True).softmax_first
+    assert hopper_forward_tiles(128, 128, (-1, 0), 512, 512, True, True).softmax_first
 
 
 @pytest.mark.parametrize(("seqlen", "rows"), [(192, 192), (197, 64), (257, 64), (384, 192), (577, 64), (730, 192), (1500, 192)])
 def test_small_tiles_where_the_last_large_one_is_nearly_empty(seqlen: int, rows: int) -> None:
     for varlen in (False, True):
-        assert forward_tiles(64, 64, (-1, -1), seqlen, seqlen, varlen).block_m == rows
-    assert forward_tiles(64, 64, (-1, -1), seqlen, seqlen, True, True).block_m == 128
-    assert forward_tiles(80, 80, (-1, -1), seqlen, seqlen, True).block_m == 128
+        assert hopper_forward_tiles(64, 64, (-1, -1), seqlen, seqlen, varlen).block_m == rows
+    assert hopper_forward_tiles(64, 64, (-1, -1), seqlen, seqlen, True, True).block_m == 128
+    assert hopper_forward_tiles(80, 80, (-1, -1), seqlen, seqlen, True).block_m == 128
 
 
 def test_head_group_keeps_heads_of_one_key_head_together() -> None:

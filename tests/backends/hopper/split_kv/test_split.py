@@ -13,11 +13,11 @@ from hopper_emulator import EmulationError, emulated
 
 from fa_serve.backends.calls import AttentionTensors
 from fa_serve.backends.hopper.forward import plan as forward
-from fa_serve.backends.hopper.forward.plan import plan_forward
-from fa_serve.backends.hopper.forward.tiles import TileConfig
+from fa_serve.backends.hopper.forward.plan import plan_hopper_forward
+from fa_serve.backends.hopper.forward.tiles import HopperTiles
 from fa_serve.testing import cu_seqlens, make_qkv
 
-SMALL = TileConfig(2, 64, 2, 2, DYNAMIC)
+SMALL = HopperTiles(2, 64, 2, 2, DYNAMIC)
 CHUNKS = [
     Case("causal", heads=(4, 2), max_splits=3),
     Case("full", heads=(2, 2), window=FULL, max_splits=4, tiles=SMALL),
@@ -30,8 +30,8 @@ CHUNKS = [
     Case("d192-dv128", head_dim=(192, 128), max_splits=3),
     Case("d72-dv40", head_dim=(72, 40), max_splits=3, page_size=64),
     Case("d256", head_dim=(256, 256), max_splits=3, page_size=48),
-    Case("grid", max_splits=4, tiles=TileConfig(1, 64, 2, 1, GRID)),
-    Case("pingpong", max_splits=4, tiles=TileConfig(2, 64, 2, 2, DYNAMIC, pingpong=True)),
+    Case("grid", max_splits=4, tiles=HopperTiles(1, 64, 2, 1, GRID)),
+    Case("pingpong", max_splits=4, tiles=HopperTiles(2, 64, 2, 2, DYNAMIC, pingpong=True)),
     Case("whole", max_splits=1),
 ]
 FEW = [
@@ -86,7 +86,7 @@ def test_packed_sequences_do_not_see_their_neighbours(longest: int) -> None:
     case = Case("", window=CAUSAL, heads=(6, 2))
     tensors = AttentionTensors(q, k, v, cu_seqlens_q=cu_q, keys=cu_k, out=torch.full_like(q, 7.0))
     with emulated():
-        out, lse = plan_forward(tensors, case.options(longest, 500), SMALL, 3)(tensors)
+        out, lse = plan_hopper_forward(tensors, case.options(longest, 500), SMALL, 3)(tensors)
     assert out is tensors.out
     assert (out[cu_q[-1] :] == 0).all()
     assert (lse[:, cu_q[-1] :] == float("-inf")).all()
