@@ -1,7 +1,7 @@
 """The backend of ops for any device, in plain PyTorch.
 
 It computes in float32, or in float64 for float64 input, and rounds the result once. Sampling is in `sampling/fallback.py`,
-experts are in `experts/fallback.py`.
+experts are in `moe/fallback.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fa_serve.api import store_kv
-from fa_serve.ops.experts.fallback import torch_activation, torch_experts, torch_route
+from fa_serve.ops.moe.fallback import torch_activation, torch_experts, torch_route
 from fa_serve.ops.ops_backend import Norm, Pairing, RoundedRows, Weight
 from fa_serve.ops.products.quantised.weight import QuantizedWeight
 from fa_serve.ops.sampling.fallback import torch_sample_rows

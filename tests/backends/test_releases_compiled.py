@@ -26,9 +26,9 @@ from fa_serve.backends.triton.decode import plan as decode
 from fa_serve.backends.triton.prefill.plan import plan_forward as plan_portable
 from fa_serve.block_lists import BlockLists
 from fa_serve.launching import launch
-from fa_serve.ops.experts.matrix_wgmma import plan_matrix_tiles
-from fa_serve.ops.experts.tiles import GroupedWgmmaTile, matrix_tile
-from fa_serve.ops.experts.unpack_wgmma import plan_tiles
+from fa_serve.ops.moe.matrix_wgmma import plan_matrix_tiles
+from fa_serve.ops.moe.tiles import GroupedWgmmaTile, matrix_tile
+from fa_serve.ops.moe.unpack_wgmma import plan_tiles
 from fa_serve.ops.ops_backend import Gate, RoundedRows
 from fa_serve.ops.products.quantised.pairs import product_tensors
 from fa_serve.ops.products.quantised.tiles import wgmma_tile

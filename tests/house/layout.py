@@ -60,12 +60,12 @@ TESTED_BY = {
         "tests/ops/collectives/test_one_shot_interpreted.py",
         "device functions run inside of a kernel only",
     ),
-    "fa_serve.ops.experts.primitives": (
-        "tests/ops/experts/test_run_interpreted.py",
+    "fa_serve.ops.moe.primitives": (
+        "tests/ops/moe/test_run_interpreted.py",
         "device functions run inside of a kernel only, and its other functions describe weights to these kernels",
     ),
-    "fa_serve.ops.experts.rows": (
-        "tests/ops/experts/test_run_interpreted.py",
+    "fa_serve.ops.moe.rows": (
+        "tests/ops/moe/test_run_interpreted.py",
         "both of its kernels compute the experts of a call, as those of many tokens do",
     ),
     "fa_serve.ops.products.quantised.primitives": (

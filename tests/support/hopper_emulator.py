@@ -75,7 +75,7 @@ from fa_serve.backends.hopper.split_kv import tile_scheduler as piece_table
 from fa_serve.backends.triton import primitives, row_statistics, splits
 from fa_serve.backends.triton.float8_inputs import BLOCK_KEYS
 from fa_serve.launching.launch import Launch, View
-from fa_serve.ops.experts import matrix_wgmma
+from fa_serve.ops.moe import matrix_wgmma
 
 
 class _Shared:

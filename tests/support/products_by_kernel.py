@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fa_serve import ops, spec
 from fa_serve.launching.launch import Launch
 from fa_serve.launching.plans import PLANS
-from fa_serve.ops.experts import run as experts_run
+from fa_serve.ops.moe import run as experts_run
 from fa_serve.ops.products import run as products_run
 from fa_serve.ops.products import table
 from fa_serve.ops.products.problem import Details, Product, product_with

@@ -5,7 +5,7 @@
 
 A plan is made for calls that look alike, and kept in `PLANS`. It has three steps: what is done with the input (a norm, or a
 norm and a rounding to float8), the product, and what is done with its result (a gate, which may round for the next product).
-The kernels of one token do all of that in one launch. Left out: the products of experts (experts/run.py).
+The kernels of one token do all of that in one launch. Left out: the products of experts (moe/run.py).
 """
 
 from __future__ import annotations

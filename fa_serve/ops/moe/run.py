@@ -20,8 +20,8 @@ from torch import Tensor
 from fa_serve import spec
 from fa_serve.launching.launch import multiprocessors
 from fa_serve.launching.plans import PLANS, Run, facts
-from fa_serve.ops.experts.order import Places, plan_list, plan_sort, plan_total
-from fa_serve.ops.experts.primitives import weight_facts
+from fa_serve.ops.moe.order import Places, plan_list, plan_sort, plan_total
+from fa_serve.ops.moe.primitives import weight_facts
 from fa_serve.ops.ops_backend import ExpertWeights
 from fa_serve.ops.products.problem import Product, products_with_experts
 from fa_serve.ops.products.table import KernelChoice, select_kernel

@@ -15,7 +15,7 @@ from torch import Tensor
 from fa_serve.backends.triton.primitives import wait_for_previous_kernel
 from fa_serve.launching.launch import Launch, launch_options, power_of_2
 from fa_serve.launching.plans import Run
-from fa_serve.ops.experts.primitives import (
+from fa_serve.ops.moe.primitives import (
     expert_tensors,
     gate_numbers,
     gated_values,
