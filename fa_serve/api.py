@@ -51,10 +51,10 @@ from torch import Tensor
 
 from fa_serve import operators, transforms
 from fa_serve.backends import MAX_KEYS_PER_TILE as MAX_KEYS_PER_TILE
-from fa_serve.backends.calls import AttentionTensors, StoreTensors
+from fa_serve.backends.calls import AttentionTensors, CallOptions, StoreTensors
 from fa_serve.backends.float8_copies import MAX_COPY_BYTES as MAX_COPY_BYTES
 from fa_serve.block_lists import as_block_lists
-from fa_serve.dispatch import Options, Result, run_block_sparse, run_dense, run_paged, run_store, run_varlen
+from fa_serve.dispatch import Result, run_block_sparse, run_dense, run_paged, run_store, run_varlen
 from fa_serve.operators import is_traced
 from fa_serve.spec import Precision
 from fa_serve.transforms import is_transformed
@@ -136,7 +136,7 @@ def attention(
     Raises ValueError or TypeError that names the argument, and UnsupportedError with every reason when no backend can serve
     the call.
     """
-    options = (
+    options = CallOptions(
         causal,
         None if softmax_scale is None else float(softmax_scale),
         tuple(window_size),
@@ -192,7 +192,7 @@ def attention_varlen(
     block_mask:   see above; blocks are counted from the beginning of each sequence
     Returns out (total_q, num_heads, head_dim_v), or (out, lse) with lse (num_heads, total_q).
     """
-    options = (
+    options = CallOptions(
         causal,
         None if softmax_scale is None else float(softmax_scale),
         tuple(window_size),
@@ -259,7 +259,7 @@ def attention_paged(
                   sequence's first key, whatever the page size
     Returns out (total_q, num_heads, head_dim_v), or (out, lse) with lse (num_heads, total_q).
     """
-    options = (
+    options = CallOptions(
         causal,
         None if softmax_scale is None else float(softmax_scale),
         tuple(window_size),
@@ -320,7 +320,7 @@ def _run_block_sparse(
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
     num_splits: int,
-    options: Options,
+    options: CallOptions,
 ) -> Result:
     """A call of any layout with a `block_mask`. The lengths of a dense call are None."""
     tensors = tensors._replace(blocks=as_block_lists(block_mask))

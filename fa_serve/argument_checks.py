@@ -1,31 +1,19 @@
 """Checks of the tensor arguments of `fa_serve.api`: shapes, dtypes, devices and ranges, and what each message says.
 
 Every function raises ValueError or TypeError with the name of the argument, the rule and the value that was given. Plans
-remember that calls of one kind have passed, so these functions run once for each kind of call. This module leaves out what a
-backend can serve, which its `supports` says.
+remember that calls of one kind have passed, so these functions run once for each kind of call. This module leaves out the
+options (`backends.calls`) and what a backend can serve, which its `supports` says.
 """
 
 from __future__ import annotations
-
-import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fa_serve.block_lists import BLOCK_SIZES, WORD, BlockLists
-from fa_serve.spec import Layout, ParameterError, Precision, dtype_name
+from fa_serve.spec import Layout, ParameterError, dtype_name
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_FAR = 1 << 29  # a window beyond any length; kernels add lengths to it in 32 bits
-
-
-class SoftmaxOptions(NamedTuple):
-    """The options that all layouts share, with their defaults filled in and causality folded into the window (right == 0)."""
-
-    softmax_scale: float
-    window_size: tuple[int, int]
-    softcap: float
 
 
 def check_qkv(layout: Layout, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -53,42 +41,12 @@ def check_qkv(layout: Layout, q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"head_dim must be positive, got {q.shape[-1]} and head_dim_v {v.shape[-1]}")
 
 
-def softmax_options(
-    q: Tensor, causal: bool, softmax_scale: float | None, window_size: tuple[int, ...], softcap: float, sinks: Tensor | None
-) -> SoftmaxOptions:
-    """Check and complete the options that all layouts share."""
-    if len(window_size) != 2:
-        raise ValueError(f"window_size must be (left, right), got {window_size}")
-    left, right = window_size
-    if not (type(left) is type(right) is int and left >= -1 and right >= -1):
-        raise ValueError(f"window_size must be integers (left, right) with each >= -1, got {window_size}")
-    if not 0 <= softcap < math.inf:
-        raise ValueError(f"softcap must be finite and >= 0 (0 is off), got {softcap}")
+def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
+    """Sinks are one per query head, on q's device."""
     if sinks is not None and (sinks.shape != (q.shape[-2],) or sinks.device != q.device):
         raise ValueError(
             f"sinks must be ({q.shape[-2]},) on {q.device}, one per query head, got {_shown(sinks)} on {sinks.device}"
         )
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
-    if not 0 < scale < math.inf:
-        raise ValueError(f"softmax_scale must be finite and > 0, got {softmax_scale}")
-    window = (min(left, _FAR), 0 if causal else min(right, _FAR))
-    return SoftmaxOptions(scale, window, float(softcap))
-
-
-def effective_chunk(attention_chunk: int, window_size: tuple[int, int], max_seqlen_k: int) -> int:
-    """Check `attention_chunk`, which is causal and excludes a window -> it, or 0 if every sequence lies in its first chunk."""
-    if type(attention_chunk) is not int or attention_chunk < 0:
-        raise ParameterError("attention_chunk", "be 0 (off) or a positive int", attention_chunk)
-    if attention_chunk and window_size != (-1, 0):
-        raise ParameterError(
-            "attention_chunk", f"be 0 unless the call is causal without a window (-1, 0), here {window_size}", attention_chunk
-        )
-    return 0 if attention_chunk >= max_seqlen_k else attention_chunk
-
-
-def check_precision(precision: Precision) -> None:
-    if precision not in ("bf16", "qk8", "fp8"):
-        raise ParameterError("precision", 'be "bf16", "qk8" or "fp8"', precision)
 
 
 def check_alibi(alibi_slopes: Tensor | None, q: Tensor, batch: int) -> None:

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from fa_serve.argument_checks import (
-    SoftmaxOptions,
     check_alibi,
     check_block_lists,
     check_block_table,
@@ -28,23 +27,29 @@ from fa_serve.argument_checks import (
     check_mask,
     check_no_block_mask,
     check_out,
-    check_precision,
     check_qkv,
+    check_sinks,
     check_store,
-    effective_chunk,
-    softmax_options,
 )
 from fa_serve.autograd import are_differentiated, attention_gradients, is_wrapped, plan_differentiable
 from fa_serve.backends import Backend, select_backend
-from fa_serve.backends.calls import AttentionOptions, AttentionTensors, BackwardTensors, Gradients, StoreTensors, growing_facts
+from fa_serve.backends.calls import (
+    AttentionOptions,
+    AttentionTensors,
+    BackwardTensors,
+    CallOptions,
+    Gradients,
+    StoreTensors,
+    complete_options,
+    effective_chunk,
+    growing_facts,
+)
 from fa_serve.backends.chunks import decodes_chunks
 from fa_serve.backends.float8_copies import MAX_COPY_BYTES, copied_bytes
 from fa_serve.backends.mixed import find_decoder, plan_mixed
 from fa_serve.launching.plans import PLANS, Run, facts
-from fa_serve.spec import FEW_QUERIES, AttentionSpec, Layout, Op, Precision, arch_of
+from fa_serve.spec import FEW_QUERIES, AttentionSpec, Layout, Op, arch_of
 
-Options = tuple[bool, float | None, tuple[int, ...], float, int, Precision, bool, bool, str]
-"""causal, softmax_scale, window_size, softcap, attention_chunk, precision, deterministic, return_lse and backend, as given."""
 MAX_TOKENS_OF_A_PAGE = 1 << 30
 MAX_TOKENS_OF_A_CACHE = 0x7FFF0000
 """What the coordinates of the copy engine allow, see `backends.hopper.descriptors.ragged_view`."""
@@ -52,9 +57,13 @@ Result = tuple[Tensor, Tensor | None]
 """out, and lse if it was asked for."""
 
 
-def run_dense(tensors: AttentionTensors, options: Options) -> Result:
+def run_dense(tensors: AttentionTensors, options: CallOptions) -> Result:
     """Compute a call of `fa_serve.attention`."""
-    q, k, v, sinks, mask = tensors[:5]
+    q = tensors.q
+    k = tensors.k
+    v = tensors.v
+    sinks = tensors.sinks
+    mask = tensors.mask
     # One query per sequence behind a cache that grows: the calls of all steps look alike.
     growing = growing_facts(q, k, v, mask) if q.dim() == 4 and q.shape[1] == 1 and tensors.out is None else None
     key: tuple[Any, ...]
@@ -69,10 +78,10 @@ def run_dense(tensors: AttentionTensors, options: Options) -> Result:
     return result
 
 
-def run_varlen(tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k: int, options: Options) -> Result:
+def run_varlen(tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k: int, options: CallOptions) -> Result:
     """Compute a call of `fa_serve.attention_varlen`."""
-    q, k, v, sinks, _, cu_seqlens_q, cu_seqlens_k = tensors[:7]
-    seen = facts(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, tensors.out, tensors.alibi_slopes)
+    lengths = (tensors.cu_seqlens_q, tensors.keys)
+    seen = facts(tensors.q, tensors.k, tensors.v, tensors.sinks, *lengths, tensors.out, tensors.alibi_slopes)
     key = ("varlen", seen, max_seqlen_q, max_seqlen_k, options)
     run = PLANS.get(key)
     if run is None:
@@ -82,11 +91,11 @@ def run_varlen(tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k: int, 
 
 
 def run_paged(
-    tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k: int | None, num_splits: int, options: Options
+    tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k: int | None, num_splits: int, options: CallOptions
 ) -> Result:
     """Compute a call of `fa_serve.attention_paged`."""
-    first_k = tensors[1].data_ptr()
-    first_v = tensors[2].data_ptr()
+    first_k = tensors.k.data_ptr()
+    first_v = tensors.v.data_ptr()
     where = (not (first_k | first_v) & 15, first_k == first_v)
     seen = facts(*tensors)  # type: ignore[arg-type]  # `blocks` is None here
     key = ("paged", seen, max_seqlen_q, max_seqlen_k, num_splits, where, options)
@@ -98,7 +107,7 @@ def run_paged(
 
 
 def run_block_sparse(
-    tensors: AttentionTensors, max_seqlen_q: int | None, max_seqlen_k: int | None, num_splits: int, options: Options
+    tensors: AttentionTensors, max_seqlen_q: int | None, max_seqlen_k: int | None, num_splits: int, options: CallOptions
 ) -> Result:
     """Compute a call of any layout whose tensors have `blocks`. The lengths of a dense call are those of its tensors."""
     blocks = tensors.blocks
@@ -131,16 +140,14 @@ def run_store(tensors: StoreTensors, backend: str) -> None:
     run(tensors)
 
 
-def run_backward(tensors: BackwardTensors, max_seqlen_q: int, max_seqlen_k: int, given: Options) -> Gradients:
+def run_backward(tensors: BackwardTensors, max_seqlen_q: int, max_seqlen_k: int, given: CallOptions) -> Gradients:
     """The gradients of a call of `fa_serve.attention` or, with cu_seqlens, `fa_serve.attention_varlen`, which was checked."""
-    causal, scale, window_size, softcap, chunk, _, deterministic, _, _ = given
-    options = softmax_options(tensors.q, causal, scale, window_size, softcap, tensors.sinks)
-    chunk = effective_chunk(chunk, options.window_size, max_seqlen_k)
+    options = complete_options(given, tensors.q, max_seqlen_q, max_seqlen_k)
+    chunk = effective_chunk(given.attention_chunk, options.window_size, max_seqlen_k)
+    options = replace(options, return_lse=True, attention_chunk=chunk, precision="bf16")
     layout: Layout = "dense" if tensors.cu_seqlens_q is None else "varlen"
-    shapes = AttentionTensors(*tensors[:5], alibi_slopes=tensors.alibi_slopes)
-    spec = _spec(layout, "backward", shapes, options, chunk, deterministic=deterministic)
-    complete = AttentionOptions(*options, max_seqlen_q, max_seqlen_k, True, attention_chunk=chunk)
-    return attention_gradients(spec, tensors, complete)
+    shapes = AttentionTensors(tensors.q, tensors.k, tensors.v, tensors.sinks, tensors.mask, alibi_slopes=tensors.alibi_slopes)
+    return attention_gradients(_spec(layout, "backward", shapes, options), tensors, options)
 
 
 class Decision(NamedTuple):
@@ -156,16 +163,20 @@ class Decision(NamedTuple):
         return self.backend.plan(self.spec, tensors, self.options)
 
 
-def decide_dense(tensors: AttentionTensors, given: Options) -> Decision:
+def decide_dense(tensors: AttentionTensors, given: CallOptions) -> Decision:
     """Check a call of `fa_serve.attention` and select its backend."""
-    q, k, v, sinks, mask = tensors[:5]
-    causal, scale, window_size, softcap, chunk, precision, deterministic, return_lse, backend = given
+    q = tensors.q
+    k = tensors.k
+    v = tensors.v
+    mask = tensors.mask
     check_qkv("dense", q, k, v)
     if k.shape[0] != q.shape[0]:
         raise ValueError(f"k must have q's batch size {q.shape[0]}, got {k.shape[0]}")
-    options = softmax_options(q, causal, scale, window_size, softcap, sinks)
-    if chunk != 0:  # a plan for a cache that grows serves every number of keys with this bit length
-        chunk = effective_chunk(chunk, options.window_size, (1 << k.shape[1].bit_length()) - 1)
+    check_sinks(tensors.sinks, q)
+    options = complete_options(given, q, q.shape[1], k.shape[1])
+    if given.attention_chunk != 0:  # a plan for a cache that grows serves every number of keys with this bit length
+        chunk = effective_chunk(given.attention_chunk, options.window_size, (1 << k.shape[1].bit_length()) - 1)
+        options = replace(options, attention_chunk=chunk)
     if mask is not None:
         check_mask(mask, q, k)
         check_no_block_mask(tensors.blocks)
@@ -176,58 +187,48 @@ def decide_dense(tensors: AttentionTensors, given: Options) -> Decision:
     with_gradients = needs_grad(tensors)
     few = 0 < q.shape[1] <= FEW_QUERIES < k.shape[1] and not with_gradients
     op: Op = "decode" if few and over_keys else "attention"
-    spec = _spec("dense", op, tensors, options, chunk, precision, deterministic=deterministic and with_gradients)
-    if backend == "auto" and over_keys and decodes_chunks(spec, q.shape[0], q.shape[1], k.shape[1], _multiprocessors(q)):
+    options = replace(options, deterministic=given.deterministic and with_gradients)
+    spec = _spec("dense", op, tensors, options)
+    if given.backend == "auto" and over_keys and decodes_chunks(spec, q.shape[0], q.shape[1], k.shape[1], _multiprocessors(q)):
         spec = replace(spec, op="decode")
-    complete = AttentionOptions(
-        *options,
-        q.shape[1],
-        k.shape[1],
-        return_lse,
-        deterministic=spec.deterministic,
-        attention_chunk=chunk,
-        precision=spec.precision,
-    )
-    return Decision(select_backend(spec, backend), spec, complete)
+    return Decision(select_backend(spec, given.backend), spec, replace(options, precision=spec.precision))
 
 
-def decide_varlen(tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k: int, given: Options) -> Decision:
+def decide_varlen(tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k: int, given: CallOptions) -> Decision:
     """Check a call of `fa_serve.attention_varlen` and select its backend."""
-    q, k, v, sinks = tensors[:4]
-    causal, scale, window_size, softcap, chunk, precision, deterministic, return_lse, backend = given
+    q = tensors.q
+    k = tensors.k
+    v = tensors.v
     assert tensors.cu_seqlens_q is not None
     assert tensors.keys is not None
     check_qkv("varlen", q, k, v)
-    options = softmax_options(q, causal, scale, window_size, softcap, sinks)
+    check_sinks(tensors.sinks, q)
+    options = complete_options(given, q, max_seqlen_q, max_seqlen_k)
     check_index("cu_seqlens_q", tensors.cu_seqlens_q, q, None)
     check_index("cu_seqlens_k", tensors.keys, q, tensors.cu_seqlens_q.shape[0])
     check_lengths(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
-    chunk = effective_chunk(chunk, options.window_size, max_seqlen_k)
+    chunk = effective_chunk(given.attention_chunk, options.window_size, max_seqlen_k)
     check_alibi(tensors.alibi_slopes, q, tensors.cu_seqlens_q.shape[0] - 1)
     check_block_lists(tensors.blocks, q, k, tensors.cu_seqlens_q.shape[0] - 1, max_seqlen_q)
     check_out(tensors.out, q, v)
-    repeats = deterministic and needs_grad(tensors)
-    spec = _spec("varlen", "attention", tensors, options, chunk, precision, deterministic=repeats)
-    complete = AttentionOptions(
-        *options,
-        max_seqlen_q,
-        max_seqlen_k,
-        return_lse,
-        deterministic=spec.deterministic,
-        attention_chunk=chunk,
-        precision=spec.precision,
-    )
-    return Decision(select_backend(spec, backend), spec, complete)
+    repeats = given.deterministic and needs_grad(tensors)
+    options = replace(options, deterministic=repeats, attention_chunk=chunk)
+    spec = _spec("varlen", "attention", tensors, options)
+    return Decision(select_backend(spec, given.backend), spec, options)
 
 
-def _plan_paged(tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k: int | None, num_splits: int, given: Options) -> Run:
-    q, k_cache, v_cache, sinks = tensors[:4]
-    causal, scale, window_size, softcap, chunk, precision, _, return_lse, backend = given
+def _plan_paged(
+    tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k: int | None, num_splits: int, given: CallOptions
+) -> Run:
+    q = tensors.q
+    k_cache = tensors.k
+    v_cache = tensors.v
+    backend = given.backend
     assert tensors.cu_seqlens_q is not None
     assert tensors.keys is not None
     assert tensors.block_table is not None
     check_qkv("paged", q, k_cache, v_cache)
-    options = softmax_options(q, causal, scale, window_size, softcap, sinks)
+    check_sinks(tensors.sinks, q)
     check_index("cu_seqlens_q", tensors.cu_seqlens_q, q, None)
     batch = tensors.cu_seqlens_q.shape[0] - 1
     check_index("seqused_k", tensors.keys, q, batch)
@@ -237,10 +238,10 @@ def _plan_paged(tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k: int 
     check_lengths(max_seqlen_q=max_seqlen_q, max_seqlen_k=length)
     if length > capacity:
         raise ValueError(f"max_seqlen_k must be at most max_pages * page_size = {capacity}, got {length}")
-    # with num_splits, nothing depends on the longest sequence of the batch
-    fitting_chunk = effective_chunk(chunk, options.window_size, length)
-    if not num_splits:
-        chunk = fitting_chunk
+    options = replace(complete_options(given, q, max_seqlen_q, length, num_splits), deterministic=False)
+    fitting_chunk = effective_chunk(given.attention_chunk, options.window_size, length)
+    if not num_splits:  # with num_splits, nothing depends on the longest sequence of the batch
+        options = replace(options, attention_chunk=fitting_chunk)
     if num_splits < 0:
         raise ValueError(f"num_splits must be 0 (heuristic) or positive, got {num_splits}")
     check_cache(k_cache, v_cache)
@@ -248,29 +249,27 @@ def _plan_paged(tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k: int 
     check_alibi(tensors.alibi_slopes, q, batch)
     check_block_lists(tensors.blocks, q, k_cache, batch, max_seqlen_q)
     check_out(tensors.out, q, v_cache)
-    check_precision(precision)
-    if copied_bytes(k_cache, v_cache, batch, length, precision) > MAX_COPY_BYTES:
-        precision = "bf16"
-    decodes = max_seqlen_q <= FEW_QUERIES or num_splits > 0 or (k_cache.dtype != q.dtype and precision == "bf16")
+    if copied_bytes(k_cache, v_cache, batch, length, options.precision) > MAX_COPY_BYTES:
+        options = replace(options, precision="bf16")
+    widens = k_cache.dtype != q.dtype and options.precision == "bf16"
+    decodes = max_seqlen_q <= FEW_QUERIES or num_splits > 0 or widens
     sizes = None if num_splits else (batch, max_seqlen_q, length)
-    spec = _spec("paged", "decode" if decodes else "attention", tensors, options, chunk, precision, sizes)
+    spec = _spec("paged", "decode" if decodes else "attention", tensors, options, sizes)
     unequal = q.shape[0] < batch * max_seqlen_q
     chosen = select_backend(spec, backend)
     if backend == "auto" and not unequal:
-        divides = chosen.name == "hopper"
-        if decodes_chunks(spec, batch, max_seqlen_q, length, _multiprocessors(q), divides=divides):
+        splits_keys = chosen.name == "hopper"
+        if decodes_chunks(spec, batch, max_seqlen_q, length, _multiprocessors(q), splits_keys=splits_keys):
             spec = replace(spec, op="decode")
             chosen = select_backend(spec, backend)
-    complete = AttentionOptions(
-        *options, max_seqlen_q, length, return_lse, num_splits, attention_chunk=chunk, precision=spec.precision
-    )
+    options = replace(options, precision=spec.precision)
     if not decodes and unequal and tensors.blocks is None:
         # Some sequences have fewer queries than the longest one, and may be decoding.
-        decode_spec = _spec("paged", "decode", tensors, options, chunk)
+        decode_spec = _spec("paged", "decode", tensors, options)
         decoder = find_decoder(decode_spec, backend)
         if decoder is not None:
-            return plan_mixed(decoder, chosen, spec, tensors, complete)
-    return chosen.plan(spec, tensors, complete)
+            return plan_mixed(decoder, chosen, spec, tensors, options)
+    return chosen.plan(spec, tensors, options)
 
 
 def _multiprocessors(q: Tensor) -> int:
@@ -278,10 +277,12 @@ def _multiprocessors(q: Tensor) -> int:
 
 
 def _plan_store(tensors: StoreTensors, backend: str) -> Run:
-    k, v, k_cache, v_cache, slot_mapping, k_descale, v_descale = tensors
-    check_store(k, v, k_cache, v_cache, slot_mapping)
-    check_cache(k_cache, v_cache)
-    check_descale(k_cache, k_descale, v_descale)
+    k = tensors.k
+    v = tensors.v
+    k_cache = tensors.k_cache
+    check_store(k, v, k_cache, tensors.v_cache, tensors.slot_mapping)
+    check_cache(k_cache, tensors.v_cache)
+    check_descale(k_cache, tensors.k_descale, tensors.v_descale)
     spec = AttentionSpec(
         layout="paged",
         device=k.device.type,
@@ -302,15 +303,13 @@ def _spec(
     layout: Layout,
     op: Op,
     tensors: AttentionTensors,
-    options: SoftmaxOptions,
-    chunk: int,
-    precision: Precision = "bf16",
+    options: AttentionOptions,
     sizes: tuple[int, int, int] | None = None,
-    *,
-    deterministic: bool = False,
 ) -> AttentionSpec:
-    check_precision(precision)
-    q, k, v, sinks, mask = tensors[:5]
+    q = tensors.q
+    k = tensors.k
+    v = tensors.v
+    mask = tensors.mask
     paged = layout == "paged"
     return AttentionSpec(
         layout=layout,
@@ -322,11 +321,8 @@ def _spec(
         head_dim_v=v.shape[-1],
         num_heads=q.shape[-2],
         num_kv_heads=k.shape[-2],
-        window_size=options.window_size,
-        softcap=options.softcap != 0.0,
-        sinks=sinks is not None,
+        sinks=tensors.sinks is not None,
         alibi=tensors.alibi_slopes is not None,
-        attention_chunk=chunk > 0,
         block_mask=tensors.blocks is not None,
         mask=None if mask is None else "bool" if mask.dtype == torch.bool else "float",
         page_size=k.shape[1] if paged else 0,
@@ -334,15 +330,17 @@ def _spec(
         op=op,
         whole_rows=not paged or (_has_whole_rows(k) and _has_whole_rows(v)),
         values_in_keys=paged and _has_values_in_keys(k, v),
-        precision=precision if op == "attention" else "bf16",
+        precision=options.precision if op == "attention" else "bf16",
         sizes=sizes,
-        deterministic=deterministic,
+        **options.in_spec,
     )
 
 
 def needs_grad(tensors: AttentionTensors) -> bool:
     """Whether autograd will ask for gradients of this call."""
-    differentiable = [x for x in (*tensors[:5], tensors.alibi_slopes) if x is not None]
+    differentiable = [
+        x for x in (tensors.q, tensors.k, tensors.v, tensors.sinks, tensors.mask, tensors.alibi_slopes) if x is not None
+    ]
     if torch.is_grad_enabled() and any(x.requires_grad for x in differentiable):
         return True
     # a batch of vmap does not show whether a transform below differentiates what is in it

@@ -11,8 +11,8 @@ go through an operator, which is one opaque node of the graph and runs what an e
     attention_block_sparse, attention_block_sparse_out          the same for the calls of each layout with a block_mask
     store_kv                                                    writes both caches
 
-An operator takes the tensors of its call, then its numbers, then the options in the order of `_OPTIONS`; the schemas below are
-the reference. The fake kernels know shapes and dtypes only, so a bad argument is reported when the graph runs.
+An operator takes the tensors of its call, then its numbers, then the options in the order of `CallOptions`; the schemas below
+are the reference. The fake kernels know shapes and dtypes only, so a bad argument is reported when the graph runs.
 
 With dynamic shapes, inductor (torch 2.13) loses the offset of a view that any operator writes to: give `store_kv` two separate
 tensors as caches, or fix the shapes.
@@ -24,17 +24,16 @@ block_mask, and through the paged cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from fa_serve.backends.calls import AttentionTensors, BackwardTensors, StoreTensors
+from fa_serve.backends.calls import AttentionTensors, BackwardTensors, CallOptions, StoreTensors
 from fa_serve.block_lists import BlockLists
 from fa_serve.dispatch import (
-    Options,
     Result,
     needs_grad,
     run_backward,
@@ -44,15 +43,25 @@ from fa_serve.dispatch import (
     run_store,
     run_varlen,
 )
-from fa_serve.spec import ParameterError, UnsupportedError
+from fa_serve.spec import ParameterError, Precision, UnsupportedError
 
 _is_jit_tracing = torch._C._is_tracing
 # "fa_serve". A copy of the package under another name (see deploy/kernel_package.py) has operators of another name
 _NAMESPACE = __name__.partition(".")[0]
-_OPTIONS = (
-    "bool causal, float? softmax_scale, SymInt window_left, SymInt window_right, float softcap, SymInt attention_chunk, "
-    "str precision, bool deterministic, bool return_lse, str backend"
-)
+_SCHEMA_TYPES = {bool: "bool", int: "SymInt", float: "float", float | None: "float?", str: "str", Precision: "str"}
+
+
+def _schema_of_options() -> str:
+    """The options in a schema, in the order of `CallOptions`. A graph has no tuples: the window is two numbers."""
+    kinds = {name: _SCHEMA_TYPES.get(kind) for name, kind in get_type_hints(CallOptions).items()}
+    return ", ".join(
+        "SymInt window_left, SymInt window_right" if name == "window_size" else f"{kind} {name}" for name, kind in kinds.items()
+    )
+
+
+_OPTIONS = _schema_of_options()
+_NUM_OPTIONS = len(_OPTIONS.split(","))
+_WINDOW = CallOptions._fields.index("window_size")
 _DENSE = f"Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? alibi_slopes, Tensor? mask, {_OPTIONS}"
 _VARLEN = (
     "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? alibi_slopes, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
@@ -92,33 +101,35 @@ def is_traced(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return bool(_is_jit_tracing() and q.is_cuda)
 
 
-def attention(tensors: AttentionTensors, options: Options) -> Result:
+def attention(tensors: AttentionTensors, options: CallOptions) -> Result:
     """`dispatch.run_dense` as one node of a graph."""
     return _call(_dense_op, _dense_out_op, tensors, (tensors.mask,), options)
 
 
-def attention_varlen(tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k: int, options: Options) -> Result:
+def attention_varlen(tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k: int, options: CallOptions) -> Result:
     """`dispatch.run_varlen` as one node of a graph."""
     lengths = (tensors.cu_seqlens_q, tensors.keys, max_seqlen_q, max_seqlen_k)
     return _call(_varlen_op, _varlen_out_op, tensors, lengths, options)
 
 
 def attention_paged(
-    tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k: int | None, num_splits: int, options: Options
+    tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k: int | None, num_splits: int, options: CallOptions
 ) -> Result:
     """`dispatch.run_paged` as one node of a graph."""
     numbers = (max_seqlen_q, max_seqlen_k, num_splits)
-    return _call(_paged_op, _paged_out_op, tensors, (*tensors[5:10], *numbers), options)
+    pages = (tensors.cu_seqlens_q, tensors.keys, tensors.block_table, tensors.k_descale, tensors.v_descale)
+    return _call(_paged_op, _paged_out_op, tensors, (*pages, *numbers), options)
 
 
 def attention_block_sparse(
-    tensors: AttentionTensors, max_seqlen_q: int | None, max_seqlen_k: int | None, num_splits: int, options: Options
+    tensors: AttentionTensors, max_seqlen_q: int | None, max_seqlen_k: int | None, num_splits: int, options: CallOptions
 ) -> Result:
     """`dispatch.run_block_sparse` as one node of a graph."""
     blocks = tensors.blocks
     assert blocks is not None
     lists = (*blocks.tensors, *blocks.block_size)
-    given = (*tensors[4:10], *lists, max_seqlen_q, max_seqlen_k, num_splits)
+    pages = (tensors.block_table, tensors.k_descale, tensors.v_descale)
+    given = (tensors.mask, tensors.cu_seqlens_q, tensors.keys, *pages, *lists, max_seqlen_q, max_seqlen_k, num_splits)
     return _call(_block_sparse_op, _block_sparse_out_op, tensors, given, options)
 
 
@@ -127,22 +138,20 @@ def store_kv(tensors: StoreTensors, backend: str) -> None:
     _store_op(*tensors, backend)
 
 
-def _flat(options: Options) -> tuple[Any, ...]:
+def _flat(options: CallOptions) -> tuple[Any, ...]:
     """Options as an operator takes them: without a tuple."""
-    causal, softmax_scale, window_size, *rest = options
-    return (causal, softmax_scale, *window_size, *rest)
+    return (*options[:_WINDOW], *options.window_size, *options[_WINDOW + 1 :])
 
 
-def _packed(flat: tuple[Any, ...]) -> Options:
-    causal, softmax_scale, left, right, *rest = flat
-    return (causal, softmax_scale, (left, right), *rest)
+def _packed(flat: Sequence[Any]) -> CallOptions:
+    return CallOptions._make((*flat[:_WINDOW], (flat[_WINDOW], flat[_WINDOW + 1]), *flat[_WINDOW + 2 :]))
 
 
-def _call(functional: Any, writing: Any, tensors: AttentionTensors, middle: tuple[Any, ...], options: Options) -> Result:
+def _call(functional: Any, writing: Any, tensors: AttentionTensors, middle: tuple[Any, ...], options: CallOptions) -> Result:
     """`middle`: what the operator takes between its common tensors and its options."""
-    *others, return_lse, backend = _flat(options)
     with_gradients = needs_grad(tensors)
-    given = (*tensors[:4], tensors.alibi_slopes, *middle, *others, return_lse or with_gradients, backend)
+    kept = options._replace(return_lse=options.return_lse or with_gradients)
+    given = (tensors.q, tensors.k, tensors.v, tensors.sinks, tensors.alibi_slopes, *middle, *_flat(kept))
     out = tensors.out
     if out is None:
         result, lse = functional(*given)
@@ -152,19 +161,19 @@ def _call(functional: Any, writing: Any, tensors: AttentionTensors, middle: tupl
     else:
         result = out
         lse = writing(out, *given)
-    return result, lse if return_lse else None
+    return result, lse if options.return_lse else None
 
 
 def _run_dense(out: Tensor | None, *given: Any) -> Result:
     q, k, v, sinks, alibi_slopes, mask, *options = given
     tensors = AttentionTensors(q, k, v, sinks, mask, out=out, alibi_slopes=alibi_slopes)
-    return run_dense(tensors, _packed(tuple(options)))
+    return run_dense(tensors, _packed(options))
 
 
 def _run_varlen(out: Tensor | None, *given: Any) -> Result:
     q, k, v, sinks, alibi_slopes, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *options = given
     tensors = AttentionTensors(q, k, v, sinks, None, cu_seqlens_q, cu_seqlens_k, out=out, alibi_slopes=alibi_slopes)
-    return run_varlen(tensors, max_seqlen_q, max_seqlen_k, _packed(tuple(options)))
+    return run_varlen(tensors, max_seqlen_q, max_seqlen_k, _packed(options))
 
 
 def _run_paged(out: Tensor | None, *given: Any) -> Result:
@@ -172,7 +181,7 @@ def _run_paged(out: Tensor | None, *given: Any) -> Result:
     paged = (cu_seqlens_q, seqused_k, block_table, k_descale, v_descale)
     tensors = AttentionTensors(q, k_cache, v_cache, sinks, None, *paged, out, None, alibi_slopes)
     max_seqlen_q, max_seqlen_k, num_splits, *options = rest
-    return run_paged(tensors, max_seqlen_q, max_seqlen_k, num_splits, _packed(tuple(options)))
+    return run_paged(tensors, max_seqlen_q, max_seqlen_k, num_splits, _packed(options))
 
 
 def _run_block_sparse(out: Tensor | None, *given: Any) -> Result:
@@ -183,7 +192,7 @@ def _run_block_sparse(out: Tensor | None, *given: Any) -> Result:
     blocks = BlockLists(num, indices, full_num, full_indices, (block_q, block_k), bits)
     lengths = (cu_seqlens_q, keys, block_table)
     tensors = AttentionTensors(q, k, v, sinks, mask, *lengths, k_descale, v_descale, out, None, alibi_slopes, blocks)
-    return run_block_sparse(tensors, max_seqlen_q, max_seqlen_k, num_splits, _packed(tuple(options)))
+    return run_block_sparse(tensors, max_seqlen_q, max_seqlen_k, num_splits, _packed(options))
 
 
 def _run_store(*given: Any) -> None:
@@ -212,8 +221,8 @@ def _operators(name: str, arguments: str, run: Callable[..., Result]) -> tuple[A
 
     def fake_lse(*given: Any) -> Tensor:
         q: Tensor = given[0]
-        return_lse = given[-2]
-        shape = (*q.shape[:-3], q.shape[-2], q.shape[-3]) if return_lse else (0,)
+        options = _packed(given[-_NUM_OPTIONS:])
+        shape = (*q.shape[:-3], q.shape[-2], q.shape[-3]) if options.return_lse else (0,)
         return q.new_empty(shape, dtype=_lse_dtype(q))
 
     def fake(*given: Any) -> tuple[Tensor, Tensor]:
@@ -234,7 +243,7 @@ def _operators(name: str, arguments: str, run: Callable[..., Result]) -> tuple[A
 def _compute_gradients(*given: Any) -> list[Tensor]:
     tensors = BackwardTensors(*given[:14])
     max_seqlen_q, max_seqlen_k, *options = given[14:]
-    found = run_backward(tensors, max_seqlen_q, max_seqlen_k, _packed(tuple(options)))
+    found = run_backward(tensors, max_seqlen_q, max_seqlen_k, _packed(options))
     return [x.contiguous() for x in found if x is not None]
 
 
@@ -264,12 +273,12 @@ def _keep(ctx: Any, tensors: tuple[Tensor | None, ...], numbers: tuple[Any, ...]
 
 def _dense_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     dq, dk, dv, dsinks, dmask = _differentiate(ctx, dout, dlse, ctx.needs_input_grad[5])
-    return (dq, dk, dv, dsinks, None, dmask, *[None] * len(_OPTIONS.split(",")))
+    return (dq, dk, dv, dsinks, None, dmask, *[None] * _NUM_OPTIONS)
 
 
 def _varlen_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     dq, dk, dv, dsinks, _ = _differentiate(ctx, dout, dlse, False)
-    return (dq, dk, dv, dsinks, *[None] * (5 + len(_OPTIONS.split(","))))
+    return (dq, dk, dv, dsinks, *[None] * (5 + _NUM_OPTIONS))
 
 
 def _refuse_gradients(ctx: Any, *grads: Tensor | None) -> Any:
@@ -284,7 +293,7 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, needs_dma
     *given, out, lse, alibi_slopes = ctx.saved_tensors
     if ctx.needs_input_grad[4]:
         raise UnsupportedError("alibi_slopes have no gradient in a graph: detach them, or call without torch.compile")
-    if not ctx.numbers[-2]:
+    if not _packed(ctx.numbers[-_NUM_OPTIONS:]).return_lse:
         raise ParameterError("return_lse", "be True where gradients are needed", False)
     needs_dsinks = ctx.needs_input_grad[3]
     dout = torch.zeros_like(out) if dout is None else dout

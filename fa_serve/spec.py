@@ -16,6 +16,7 @@ and the value.
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Container
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
@@ -26,9 +27,15 @@ Layout = Literal["dense", "varlen", "paged"]
 ParameterCode = Literal["invalid_value", "context_length_exceeded", "no_tokenizer", "duplicate_request_id", "unsupported"]
 Op = Literal["attention", "decode", "store_kv", "backward"]
 Precision = Literal["bf16", "qk8", "fp8"]
+FLOAT8 = torch.float8_e4m3fn
 FEW_QUERIES = 16
 """Up to this many queries per sequence, splitting the keys gains time. More queries fill the tiles of a kernel by
 themselves."""
+
+
+OPTIONS = ("softcap", "sinks", "alibi", "attention_chunk", "block_mask")
+"""The fields of `AttentionSpec` that stand for an option of the call, False without it. A backend says which it computes, and
+refuses the others, so an option that is new is refused by all backends until they name it."""
 
 
 class FaServeError(Exception):
@@ -138,6 +145,15 @@ class AttentionSpec:
         width = self.head_dim if self.values_in_keys else self.head_dim + self.head_dim_v
         return self.num_kv_heads * width * self.kv_dtype.itemsize
 
+    @property
+    def options(self) -> list[str]:
+        """Those of `OPTIONS` that the call uses."""
+        return [name for name in OPTIONS if getattr(self, name)]
+
+    def options_beyond(self, computed: Container[str]) -> str:
+        """The options that the call uses and that are not in `computed`, as a message names them; "" if there are none."""
+        return " and ".join(name for name in self.options if name not in computed)
+
     def __str__(self) -> str:
         parts: list[str] = [] if self.op == "attention" else [self.op]
         parts.append(self.layout)
@@ -151,8 +167,8 @@ class AttentionSpec:
             parts.append("causal")
         elif self.window_size != (-1, -1):
             parts.append(f"window {self.window_size}")
-        named = ("softcap", "sinks", "alibi", "attention_chunk", "block_mask", "needs_grad", "values_in_keys", "deterministic")
-        parts += [name for name in named if getattr(self, name)]
+        parts += self.options
+        parts += [name for name in ("needs_grad", "values_in_keys", "deterministic") if getattr(self, name)]
         if self.precision != "bf16":
             parts.append(f"precision {self.precision}")
         if self.mask:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fa_serve.backends.calls import AttentionOptions, AttentionTensors
-from fa_serve.backends.reference import positions, visible_keys
+from fa_serve.backends.reference import modified_scores
 from fa_serve.launching.plans import Run
 
 
@@ -89,31 +89,20 @@ def eager_attention(
     v: Tensor,
     *,
     softmax_scale: float,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
     sinks: Tensor | None = None,
-    mask: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    attention_chunk: int = 0,
+    **options: Any,
 ) -> Tensor:
     """Attention as the eager implementation of transformers computes it: in the dtype of the inputs, softmax in float32.
 
-    q: (batch, seqlen_q, num_heads, head_dim); k, v: (batch, seqlen_k, num_kv_heads, head_dim); mask: bool keeps where True,
-    float is added to the scores. Returns (batch, seqlen_q, num_heads, head_dim).
+    q: (batch, seqlen_q, num_heads, head_dim); k, v: (batch, seqlen_k, num_kv_heads, head_dim); options: as
+    `attention_reference` takes them, so a bool mask keeps where True, and a float mask is added to the scores. Returns
+    (batch, seqlen_q, num_heads, head_dim).
     """
     groups = q.shape[2] // k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     k = k.repeat_interleave(groups, dim=1)
     v = v.repeat_interleave(groups, dim=1)
-    s = (q @ k.transpose(-1, -2)) * softmax_scale
-    if softcap:
-        s = softcap * torch.tanh(s / softcap)
-    if mask is not None:
-        s = s.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else s + mask.to(s.dtype)
-    if alibi_slopes is not None:
-        i, j = positions(q.shape[2], k.shape[2], q.device)
-        s = s - (alibi_slopes[..., None, None] * (i - j).abs()).to(s.dtype)
-    s = s.masked_fill(~visible_keys(q.shape[2], k.shape[2], window_size, q.device, attention_chunk), float("-inf"))
+    s = modified_scores((q @ k.transpose(-1, -2)) * softmax_scale, **options)
     if sinks is not None:
         s = torch.cat([s, sinks.to(s.dtype)[None, :, None, None].expand(*s.shape[:-1], 1)], dim=-1)
     p = torch.softmax(s, dim=-1, dtype=torch.promote_types(s.dtype, torch.float32)).nan_to_num(0.0).to(v.dtype)

@@ -20,10 +20,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fa_serve.autograd import Call, differentiable_call, is_wrapped
-from fa_serve.backends.calls import AttentionTensors, StoreTensors
+from fa_serve.backends.calls import AttentionTensors, CallOptions, StoreTensors
 from fa_serve.dispatch import (
     Decision,
-    Options,
     Result,
     decide_dense,
     decide_varlen,
@@ -54,34 +53,34 @@ def _has_tangent(x: Tensor) -> bool:
     return forward_ad.unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call]
 
 
-def attention(tensors: AttentionTensors, options: Options) -> Result:
+def attention(tensors: AttentionTensors, options: CallOptions) -> Result:
     """`dispatch.run_dense` of wrapped tensors."""
-    kept = _with_lse(options)
+    kept = options._replace(return_lse=True)  # as a node of autograd keeps it
     return _run(tensors, options, decide_dense(tensors, options), lambda plain: run_dense(plain, kept), folds=True)
 
 
-def attention_varlen(tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k: int, options: Options) -> Result:
+def attention_varlen(tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k: int, options: CallOptions) -> Result:
     """`dispatch.run_varlen` of wrapped tensors."""
-    kept = _with_lse(options)
+    kept = options._replace(return_lse=True)  # as a node of autograd keeps it
     decision = decide_varlen(tensors, max_seqlen_q, max_seqlen_k, options)
     return _run(tensors, options, decision, lambda plain: run_varlen(plain, max_seqlen_q, max_seqlen_k, kept))
 
 
 def attention_paged(
-    tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k: int | None, num_splits: int, options: Options
+    tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k: int | None, num_splits: int, options: CallOptions
 ) -> Result:
     """`dispatch.run_paged` of wrapped tensors. No backend has gradients through pages, which `run_paged` says."""
-    kept = _with_lse(options)
+    kept = options._replace(return_lse=True)  # as a node of autograd keeps it
     if needs_grad(tensors):
         return run_paged(tensors, max_seqlen_q, max_seqlen_k, num_splits, options)
     return _run(tensors, options, None, lambda plain: run_paged(plain, max_seqlen_q, max_seqlen_k, num_splits, kept))
 
 
 def attention_block_sparse(
-    tensors: AttentionTensors, max_seqlen_q: int | None, max_seqlen_k: int | None, num_splits: int, options: Options
+    tensors: AttentionTensors, max_seqlen_q: int | None, max_seqlen_k: int | None, num_splits: int, options: CallOptions
 ) -> Result:
     """`dispatch.run_block_sparse` of wrapped tensors."""
-    kept = _with_lse(options)
+    kept = options._replace(return_lse=True)  # as a node of autograd keeps it
     decision = None
     if tensors.cu_seqlens_q is None:
         decision = decide_dense(tensors, options)
@@ -102,14 +101,10 @@ def store_kv(tensors: StoreTensors, backend: str) -> None:
     )
 
 
-def _with_lse(options: Options) -> Options:
-    """What a node of autograd keeps: a call with these options returns lse as well."""
-    return (*options[:7], True, options[8])
-
-
-def _run(tensors: AttentionTensors, options: Options, decision: Decision | None, run: Run, *, folds: bool = False) -> Result:
+def _run(
+    tensors: AttentionTensors, options: CallOptions, decision: Decision | None, run: Run, *, folds: bool = False
+) -> Result:
     """decision: None if all backends leave gradients out; run: the call of plain tensors; folds: as in `autograd.Call`"""
-    return_lse = options[7]
     if decision is not None and decision.backend.differentiable:
         result: Result = decision.backend.plan(decision.spec, tensors, decision.options)(tensors)
         return result
@@ -120,4 +115,4 @@ def _run(tensors: AttentionTensors, options: Options, decision: Decision | None,
     out, lse = differentiable_call(call, tensors._replace(out=None))
     if tensors.out is not None:
         out = tensors.out.copy_(out)
-    return out, lse if return_lse else None
+    return out, lse if options.return_lse else None

@@ -12,7 +12,6 @@ from api_calls import CU, DENSE, K_CACHE, PAGED, ROWS, STORE, TABLE, USED, V_CAC
 
 import fa_serve
 from fa_serve import BlockLists
-from fa_serve.argument_checks import effective_chunk, softmax_options
 from fa_serve.spec import ParameterError
 from fa_serve.testing import cu_seqlens
 
@@ -115,27 +114,3 @@ def test_no_backend_is_asked_for_before_the_arguments_are_checked(monkeypatch: p
     for function, arguments, change, error, _ in BAD.values():
         with pytest.raises(error):
             function(**(arguments | change))
-
-
-def test_options_have_their_defaults_filled_in() -> None:
-    """Q has head_dim 16, so the scale is 1 / sqrt(16)."""
-    options = softmax_options(Q, False, None, (-1, -1), 0, None)
-    assert options == (0.25, (-1, -1), 0.0)
-    assert type(options.softcap) is float
-    assert softmax_options(Q, False, 2, (3, 4), 5.0, None) == (2.0, (3, 4), 5.0)
-
-
-def test_causality_is_folded_into_the_window() -> None:
-    assert softmax_options(Q, True, None, (-1, -1), 0.0, None).window_size == (-1, 0)
-    assert softmax_options(Q, True, None, (7, 3), 0.0, None).window_size == (7, 0)
-
-
-def test_a_window_that_32_bits_cannot_hold_is_shortened() -> None:
-    """Kernels add a length to the window in 32 bits."""
-    left, right = softmax_options(Q, False, None, (2**62, 2**31), 0.0, None).window_size
-    assert left == right
-    assert 2**28 < left <= 2**30
-
-
-def test_a_chunk_that_holds_every_key_is_no_chunk() -> None:
-    assert [effective_chunk(chunk, (-1, 0), 100) for chunk in (0, 99, 100, 101)] == [0, 99, 0, 0]

@@ -15,7 +15,7 @@ from torch.func import grad, vmap
 from transform_cases import Attend, check_other_calls, check_refusals, check_transform, inputs, loss, of_sample, params
 
 import fa_serve
-from fa_serve.backends.calls import AttentionTensors
+from fa_serve.backends.calls import AttentionTensors, CallOptions
 from fa_serve.dispatch import decide_dense
 from fa_serve.launching.plans import PLANS
 
@@ -75,7 +75,7 @@ def test_plain_tensors_inside_of_a_transform_are_a_plain_call(opaque: Opaque) ->
 def test_the_backend_is_asked_for_gradients_below_a_batch() -> None:
     """A batch of vmap does not show that its numbers are differentiated; float8 products, for example, have no gradients."""
     q, k, v = (given[:, 0] for given in list(inputs("cpu", torch.float32).values())[:3])
-    options = (True, None, (-1, -1), 0.0, 0, "bf16", False, False, "auto")
+    options = CallOptions(causal=True)
     seen: list[bool] = []
 
     def attend(q: torch.Tensor) -> torch.Tensor:

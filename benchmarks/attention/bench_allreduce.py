@@ -140,8 +140,10 @@ def run(args: argparse.Namespace, rank: int, port: int | None) -> None:
         for (size, num_bytes), norm in cells:
             ours, theirs = member.measure(num_bytes, norm=norm)
             if rank == 0:
-                way = all_reduce.way(torch.empty(member.rows(num_bytes), member.hidden, device=device, dtype=member.dtype))
-                case = f"{size} {'norm' if norm else 'sum'} {args.ranks} ranks {way}"
+                kernel = all_reduce.kernel_of(
+                    torch.empty(member.rows(num_bytes), member.hidden, device=device, dtype=member.dtype)
+                )
+                case = f"{size} {'norm' if norm else 'sum'} {args.ranks} ranks {kernel}"
                 ratio = results.add(case, "us", ours, {dist.get_backend(): theirs})
                 print(f"{case:<36} {ours:8.2f} us, {dist.get_backend()} {theirs:8.2f} us, ratio {ratio:.2f}")
         if rank == 0:

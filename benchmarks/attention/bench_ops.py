@@ -34,7 +34,7 @@ from transformers.integrations.moe import batched_mm_experts_forward, grouped_mm
 from benchmarks.measure import Results, graph_microseconds, read_bandwidth
 from fa_serve import ops
 from fa_serve.launching.plans import PLANS
-from fa_serve.ops.experts.fallback import gated
+from fa_serve.ops.moe.fallback import gated
 from fa_serve.ops.products import table
 from fa_serve.ops.products.quantised.weight import FLOAT8, QuantizedWeight, pack_int4
 from fa_serve.ops.torch_ops import TorchOps

@@ -170,10 +170,10 @@ def _measure_pages(results: Results, case: str, queries: list[int], keys: list[i
 
 
 def _hopper_tiles() -> tuple[Any, dict[str, Any]]:
-    from fa_serve.backends.hopper.forward.plan import plan_forward
-    from fa_serve.backends.hopper.forward.tiles import Schedule, TileConfig
+    from fa_serve.backends.hopper.forward.plan import plan_hopper_forward
+    from fa_serve.backends.hopper.forward.tiles import HopperTiles, Schedule
 
-    plain = TileConfig(2, 128, 3, 2, Schedule.DYNAMIC, o_parts=2)
+    plain = HopperTiles(2, 128, 3, 2, Schedule.DYNAMIC, o_parts=2)
     tiles = {
         "overlap": plain,
         "overlap, exponentials anywhere": replace(plain, softmax_first=False),
@@ -186,7 +186,7 @@ def _hopper_tiles() -> tuple[Any, dict[str, Any]]:
         "3 warpgroups, serial": replace(plain, groups=3, q_stages=1, overlap=False),
         "3 warpgroups, overlap": replace(plain, groups=3, q_stages=1, softmax_first=False),
     }
-    return plan_forward, tiles
+    return plan_hopper_forward, tiles
 
 
 def _portable_tiles() -> tuple[Any, dict[str, Any]]:
@@ -218,8 +218,8 @@ def tune_fp8(args: argparse.Namespace) -> None:
     With --backend triton these are the tiles of the portable kernel.
     """
     from fa_serve.backends.calls import AttentionOptions, AttentionTensors
-    from fa_serve.backends.layout import Layout
-    from fa_serve.backends.triton.float8_inputs import Quantizer
+    from fa_serve.backends.layout import TensorLayout
+    from fa_serve.backends.triton.float8_inputs import InputQuantizer
 
     plan_forward, tiles = _portable_tiles() if args.backend == "triton" else _hopper_tiles()
     for head_dim in args.head_dims:
@@ -240,6 +240,6 @@ def tune_fp8(args: argparse.Namespace) -> None:
                     except Exception as error:  # a tile that does not fit this GPU has its error in the table
                         rate = f"{type(error).__name__}: {error}"[:100]
                     print(f"  {name:<32}{rate}", flush=True)
-                layouts = [Layout(x.shape, x.stride(), x.dtype) for x in tensors[:3]]
-                ms = milliseconds(partial(Quantizer(layouts, "dense", 1, options), tensors), 30)
+                layouts = [TensorLayout(x.shape, x.stride(), x.dtype) for x in tensors[:3]]
+                ms = milliseconds(partial(InputQuantizer(layouts, "dense", 1, options), tensors), 30)
                 print(f"  the quantisation takes {1e3 * ms:.0f} us", flush=True)

@@ -153,7 +153,7 @@ def tune_lists(args: argparse.Namespace) -> None:
     The branches of `list_tiles` are to quote this table. The first row is the tile that it chooses.
     """
     from fa_serve.backends.calls import AttentionOptions, AttentionTensors
-    from fa_serve.backends.hopper.forward.plan import plan_forward
+    from fa_serve.backends.hopper.forward.plan import plan_hopper_forward
     from fa_serve.backends.hopper.forward.tiles import list_tiles
 
     for head_dim in args.head_dims:
@@ -173,7 +173,7 @@ def tune_lists(args: argparse.Namespace) -> None:
             print(f"d{head_dim} {'causal' if causal else 'full'}  {chosen}", flush=True)
             for change in changes:
                 try:
-                    run = plan_forward(tensors, options, replace(chosen, **change))
+                    run = plan_hopper_forward(tensors, options, replace(chosen, **change))
                     problem.check(run(tensors)[0], str(change))
                     shown = f"{milliseconds(partial(run, tensors), 30):9.3f} ms"
                 except Exception as error:  # a tile that does not fit has its error in the table

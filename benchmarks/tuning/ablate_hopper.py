@@ -19,15 +19,15 @@ import torch
 
 from benchmarks.measure import PAUSE, milliseconds
 from fa_serve.backends.calls import AttentionOptions, AttentionTensors
-from fa_serve.backends.hopper.forward.tiles import Schedule, TileConfig, forward_tiles
+from fa_serve.backends.hopper.forward.tiles import HopperTiles, Schedule, hopper_forward_tiles
 
 SEQLENS = (1024, 4096, 16384)
 CELLS = [(dim, causal, seqlen) for dim in (64, 128, 256) for causal in (False, True) for seqlen in SEQLENS]
 ROUNDS = 4
 
 
-def variants(dim: int, causal: bool, seqlen: int) -> dict[str, TileConfig]:
-    tile = forward_tiles(dim, dim, (-1, 0 if causal else -1), seqlen, seqlen, False)
+def variants(dim: int, causal: bool, seqlen: int) -> dict[str, HopperTiles]:
+    tile = hopper_forward_tiles(dim, dim, (-1, 0 if causal else -1), seqlen, seqlen, False)
     found = {
         "chosen": tile,
         "no overlap": replace(tile, overlap=False),
@@ -45,18 +45,18 @@ def variants(dim: int, causal: bool, seqlen: int) -> dict[str, TileConfig]:
     return found
 
 
-def planned(qkv: list[torch.Tensor], causal: bool, tile: TileConfig) -> Callable[[], torch.Tensor]:
+def planned(qkv: list[torch.Tensor], causal: bool, tile: HopperTiles) -> Callable[[], torch.Tensor]:
     """Attention of these tensors, planned once."""
-    from fa_serve.backends.hopper.forward.plan import plan_forward
+    from fa_serve.backends.hopper.forward.plan import plan_hopper_forward
 
     _, seqlen, _, dim = qkv[0].shape
     options = AttentionOptions(dim**-0.5, (-1, 0 if causal else -1), 0.0, seqlen, seqlen, return_lse=False)
     tensors = AttentionTensors(*qkv)
-    run = plan_forward(tensors, options, tile)
+    run = plan_hopper_forward(tensors, options, tile)
     return lambda: run(tensors)[0]
 
 
-def complaint(job: tuple[int, bool, TileConfig]) -> str:
+def complaint(job: tuple[int, bool, HopperTiles]) -> str:
     """Why a variant is left out, because it does not compile or is wrong; empty if it is right."""
     dim, causal, tile = job
     try:

@@ -70,7 +70,7 @@ def check(head_dim: int, tiles: BackwardTileConfig) -> None:
     import torch
 
     from fa_serve.backends.calls import AttentionOptions, BackwardTensors
-    from fa_serve.backends.hopper.backward.plan import plan_backward
+    from fa_serve.backends.hopper.backward.plan import plan_hopper_backward
     from fa_serve.backends.reference import attention_reference
     from fa_serve.testing import assert_matches_reference, cu_seqlens, eager_attention, make_qkv
 
@@ -90,7 +90,7 @@ def check(head_dim: int, tiles: BackwardTileConfig) -> None:
             dout = torch.randn_like(given[0])
             tensors = BackwardTensors(*given, None, None, None, None, out.to(dtype), lse.float(), dout)
             asked = AttentionOptions(head_dim**-0.5, window, softcap, rows, keys, return_lse=True)
-            found = plan_backward(tensors, asked, tiles)(tensors)
+            found = plan_hopper_backward(tensors, asked, tiles)(tensors)
             compare(found[:3], given, dout, options, f"{(batch, rows, keys, heads, kv_heads)} {window}")
     lengths = [70, 33, 40, 1, 450, 20, 130]
     cu = cu_seqlens(lengths, "cuda")
@@ -109,7 +109,9 @@ def check(head_dim: int, tiles: BackwardTileConfig) -> None:
             out[span] = one[0][0].to(out.dtype)
             lse[:, span] = one[1][0].float()
     tensors = BackwardTensors(*given, None, None, cu, cu, out, lse, dout)
-    found = plan_backward(tensors, AttentionOptions(head_dim**-0.5, (-1, 0), 0.0, 450, 450, return_lse=True), tiles)(tensors)
+    found = plan_hopper_backward(tensors, AttentionOptions(head_dim**-0.5, (-1, 0), 0.0, 450, 450, return_lse=True), tiles)(
+        tensors
+    )
     for i, span in enumerate(spans[::2]):
         compare([x[None, span] for x in found[:3]], [x[None, span] for x in given], dout[None, span], options, f"packed {i}")
 
@@ -121,8 +123,8 @@ def measure(head_dim: int, causal: bool, seqlen: int, everyone: list[Contender])
     from benchmarks.attention.backward_problem import KINDS
     from benchmarks.measure import in_turns, sdpa
     from fa_serve.backends.calls import AttentionOptions, AttentionTensors, BackwardTensors
-    from fa_serve.backends.hopper.backward.plan import plan_backward
-    from fa_serve.backends.hopper.forward.plan import plan_forward
+    from fa_serve.backends.hopper.backward.plan import plan_hopper_backward
+    from fa_serve.backends.hopper.forward.plan import plan_hopper_forward
     from fa_serve.backends.triton.backward.plan import plan_backward as plan_portable
 
     heads = 2048 // head_dim
@@ -130,7 +132,7 @@ def measure(head_dim: int, causal: bool, seqlen: int, everyone: list[Contender])
     q, k, v, dout = (torch.randn(batch, seqlen, heads, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     options = AttentionOptions(head_dim**-0.5, (-1, 0 if causal else -1), 0.0, seqlen, seqlen, return_lse=True)
     forward = AttentionTensors(q, k, v)
-    out, lse = plan_forward(forward, options)(forward)
+    out, lse = plan_hopper_forward(forward, options)(forward)
     tensors = BackwardTensors(q, k, v, None, None, None, None, out, lse, dout)
 
     def call_of(who: Contender) -> Any:
@@ -140,10 +142,10 @@ def measure(head_dim: int, causal: bool, seqlen: int, everyone: list[Contender])
             return partial(torch.autograd.grad, theirs, leaves, dout, retain_graph=True)
         run: Any = plan_portable(tensors, options)
         if who == AROUND:
-            run = plan_backward(tensors, options)
+            run = plan_hopper_backward(tensors, options)
             run._main = lambda tensors: None
         elif isinstance(who, BackwardTileConfig):
-            run = plan_backward(tensors, options, who)
+            run = plan_hopper_backward(tensors, options, who)
         return partial(run, tensors)
 
     times = in_turns({label(who): call_of(who) for who in everyone})

@@ -1,7 +1,7 @@
-"""Times variants of the Hopper kernel in cells of bench_attention.py: tiles, divided keys, and the other backends.
+"""Times variants of the Hopper kernel in cells of bench_attention.py: tiles, split keys, and the other backends.
 
     python -m benchmarks.tuning.tune_cells --cells phi-3-mini_64x197 --tiles 1x64s2q2D/3,2x128s2q2DPb --gpus 2
-    python -m benchmarks.tuning.tune_cells --cells 64_8_d64_4_of_4096x32 --pieces 1,2 --backends auto,triton
+    python -m benchmarks.tuning.tune_cells --cells 64_8_d64_4_of_4096x32 --splits 1,2 --backends auto,triton
 
 A cell is named as in `prefill`, as in `models` with any number and length of sequences, or as in `chunk` and `verify`. Tiles
 are named as tune_hopper.py names them. Each variant is a process: they compile side by side and take turns on their GPU, so 150
@@ -38,7 +38,7 @@ from benchmarks.child_process import MARK, answers
 from benchmarks.measure import PAUSE, commit, flash_peers, graph_microseconds
 from benchmarks.tuning.tune_hopper import label
 from fa_serve.backends.calls import AttentionOptions, AttentionTensors
-from fa_serve.backends.hopper.forward.tiles import Schedule, TileConfig
+from fa_serve.backends.hopper.forward.tiles import HopperTiles, Schedule
 from fa_serve.testing import cu_seqlens
 
 ROOT = Path(__file__).parents[2]
@@ -52,15 +52,15 @@ class Variant(NamedTuple):
 
     backend: of the public function, which chooses everything else; "" for the Hopper kernel with the other fields
     tiles:   their name, "" for those of `forward_tiles`
-    pieces:  into how many the keys of a row may be cut; 0: as `key_pieces` says
+    splits:  into how many the keys of a row may be cut; 0: as `key_splits` says
     """
 
     backend: str
     tiles: str = ""
-    pieces: int = 0
+    splits: int = 0
 
     def __str__(self) -> str:
-        cut = f" up to {self.pieces} pieces" if self.pieces else ""
+        cut = f" up to {self.splits} splits" if self.splits else ""
         return self.backend or f"{self.tiles or 'chosen'}{cut}"
 
 
@@ -73,14 +73,14 @@ class Call(NamedTuple):
     peers: Callable[[str], dict[str, Callable[[], Tensor]]]
 
 
-def parse_tiles(name: str) -> TileConfig:
+def parse_tiles(name: str) -> HopperTiles:
     """The inverse of `tune_hopper.label`. Raises ValueError."""
     pattern = r"(\d)x(\d+)s(\d)q(\d)([GD])(P?)(o?)(b?)(l?)(?:c(\d))?(?:/(\d))?"
     found = re.fullmatch(pattern, name)
     if found is None:
         raise ValueError(f"--tiles must be names such as 1x64s2q2D/3 or 2x128s2q2DPbl, got {name!r}")
     groups, block_n, stages, q_stages, schedule, pingpong, serial, late_exponentials, late, parts, blocks = found.groups()
-    return TileConfig(
+    return HopperTiles(
         int(groups),
         int(block_n),
         int(stages),
@@ -157,10 +157,10 @@ def measure(cell: str, variant: Variant, lock: str) -> float:
     if variant.backend:
         ours = partial(call.public, variant.backend)
     else:
-        from fa_serve.backends.hopper.forward.plan import plan_forward
+        from fa_serve.backends.hopper.forward.plan import plan_hopper_forward
 
         tiles = parse_tiles(variant.tiles) if variant.tiles else None
-        run = plan_forward(call.tensors, call.options, tiles, variant.pieces or None)
+        run = plan_hopper_forward(call.tensors, call.options, tiles, variant.splits or None)
 
         def ours() -> Tensor:
             return run(call.tensors)[0]
@@ -177,10 +177,10 @@ def measure(cell: str, variant: Variant, lock: str) -> float:
 
 
 def variants(args: argparse.Namespace) -> list[Variant]:
-    """The backends, and every choice of tiles with every number of pieces."""
+    """The backends, and every choice of tiles with every number of splits."""
     chosen = [Variant(backend) for backend in args.backends]
-    own = [Variant("", tiles, pieces) for tiles, pieces in product(args.tiles or [""], args.pieces or [0])]
-    return chosen + (own if args.tiles or args.pieces else [])
+    own = [Variant("", tiles, splits) for tiles, splits in product(args.tiles or [""], args.splits or [0])]
+    return chosen + (own if args.tiles or args.splits else [])
 
 
 def run_one(cell: str, variant: Variant, gpu: int, locks: Path, seconds: float) -> tuple[float | None, str]:
@@ -227,10 +227,10 @@ def run(args: argparse.Namespace) -> None:
         print(f"  {variant!s:<36}{reason if microseconds is None else f'{microseconds:9.1f} us'}")
 
 
-def tell_one(cell: str, backend: str, tiles: str, pieces: int, lock: str) -> None:
+def tell_one(cell: str, backend: str, tiles: str, splits: int, lock: str) -> None:
     """What a child process does."""
     try:
-        told: tuple[float | None, str] = (measure(cell, Variant(backend, tiles, pieces), lock), "")
+        told: tuple[float | None, str] = (measure(cell, Variant(backend, tiles, splits), lock), "")
     except Exception as error:  # ptxas, a lack of shared memory, a wrong result: all are answers
         told = (None, f"{type(error).__name__}: {' '.join(str(error).split())}"[:160])
     print(MARK + json.dumps(told), flush=True)
@@ -245,7 +245,7 @@ def main() -> None:
     parser.add_argument("--cells", type=names, default=["phi-3-mini_64x197"])
     parser.add_argument("--tiles", type=names, default=[], help="names of tiles, with commas")
     parser.add_argument(
-        "--pieces", type=lambda text: [int(x) for x in text.split(",")], default=[], help="numbers, with commas"
+        "--splits", type=lambda text: [int(x) for x in text.split(",")], default=[], help="numbers, with commas"
     )
     parser.add_argument("--backends", type=names, default=["auto"], help="of the public function, with commas")
     parser.add_argument("--gpus", type=int, default=1)

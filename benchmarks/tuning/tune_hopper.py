@@ -25,48 +25,48 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
-from fa_serve.backends.hopper.forward.tiles import Schedule, TileConfig
+from fa_serve.backends.hopper.forward.tiles import HopperTiles, Schedule
 
-Contender = TileConfig | str | None  # a tile, the name of a peer, or None for the choice of forward_tiles
+Contender = HopperTiles | str | None  # a tile, the name of a peer, or None for the choice of forward_tiles
 G = Schedule.GRID
 D = Schedule.DYNAMIC
-FULL: dict[tuple[int, int], list[TileConfig]] = {
+FULL: dict[tuple[int, int], list[HopperTiles]] = {
     (64, 64): [
-        TileConfig(3, 128, 2, 2, D, pingpong=True),
-        TileConfig(3, 128, 2, 2, D, pingpong=True, softmax_first=False),
-        TileConfig(2, 128, 3, 2, D),
-        TileConfig(3, 128, 2, 2, D),
+        HopperTiles(3, 128, 2, 2, D, pingpong=True),
+        HopperTiles(3, 128, 2, 2, D, pingpong=True, softmax_first=False),
+        HopperTiles(2, 128, 3, 2, D),
+        HopperTiles(3, 128, 2, 2, D),
     ],
     (128, 128): [
-        TileConfig(2, 128, 2, 2, D),
-        TileConfig(2, 128, 2, 2, D, softmax_first=False),
-        TileConfig(2, 128, 2, 2, D, pingpong=True),
-        TileConfig(2, 128, 2, 2, D, pingpong=True, softmax_first=False),
-        TileConfig(2, 128, 2, 2, D, pingpong=True, rescale_late=True),
-        TileConfig(2, 128, 2, 2, D, overlap=False),
+        HopperTiles(2, 128, 2, 2, D),
+        HopperTiles(2, 128, 2, 2, D, softmax_first=False),
+        HopperTiles(2, 128, 2, 2, D, pingpong=True),
+        HopperTiles(2, 128, 2, 2, D, pingpong=True, softmax_first=False),
+        HopperTiles(2, 128, 2, 2, D, pingpong=True, rescale_late=True),
+        HopperTiles(2, 128, 2, 2, D, overlap=False),
     ],
     (256, 256): [
-        TileConfig(2, 64, 2, 1, D, o_parts=2),
-        TileConfig(2, 64, 2, 1, D, o_parts=2, rescale_late=True),
-        TileConfig(2, 64, 2, 1, G, o_parts=2),
+        HopperTiles(2, 64, 2, 1, D, o_parts=2),
+        HopperTiles(2, 64, 2, 1, D, o_parts=2, rescale_late=True),
+        HopperTiles(2, 64, 2, 1, G, o_parts=2),
     ],
-    (192, 128): [TileConfig(2, 128, 2, 1, D), TileConfig(2, 64, 2, 2, D)],
+    (192, 128): [HopperTiles(2, 128, 2, 1, D), HopperTiles(2, 64, 2, 2, D)],
     (96, 96): [],
 }
-CAUSAL: dict[tuple[int, int], list[TileConfig]] = {
+CAUSAL: dict[tuple[int, int], list[HopperTiles]] = {
     (64, 64): [
-        TileConfig(1, 64, 3, 2, D, softmax_first=False, blocks_per_sm=3),
-        TileConfig(3, 128, 2, 2, D, pingpong=True),
-        TileConfig(2, 128, 3, 2, D, softmax_first=False),
-        TileConfig(2, 128, 3, 2, D, softmax_first=False, rescale_late=True),
+        HopperTiles(1, 64, 3, 2, D, softmax_first=False, blocks_per_sm=3),
+        HopperTiles(3, 128, 2, 2, D, pingpong=True),
+        HopperTiles(2, 128, 3, 2, D, softmax_first=False),
+        HopperTiles(2, 128, 3, 2, D, softmax_first=False, rescale_late=True),
     ],
     (128, 128): [
-        TileConfig(2, 128, 2, 2, D),
-        TileConfig(2, 128, 2, 2, D, softmax_first=False),
-        TileConfig(2, 128, 2, 2, D, pingpong=True),
-        TileConfig(2, 128, 2, 2, D, pingpong=True, rescale_late=True),
-        TileConfig(2, 128, 2, 1, G),
-        TileConfig(1, 64, 2, 2, D, softmax_first=False, blocks_per_sm=2),
+        HopperTiles(2, 128, 2, 2, D),
+        HopperTiles(2, 128, 2, 2, D, softmax_first=False),
+        HopperTiles(2, 128, 2, 2, D, pingpong=True),
+        HopperTiles(2, 128, 2, 2, D, pingpong=True, rescale_late=True),
+        HopperTiles(2, 128, 2, 1, G),
+        HopperTiles(1, 64, 2, 2, D, softmax_first=False, blocks_per_sm=2),
     ],
     (256, 256): FULL[256, 256],
     (192, 128): FULL[192, 128],
@@ -74,12 +74,12 @@ CAUSAL: dict[tuple[int, int], list[TileConfig]] = {
 }
 PACKED = {
     "64 sequences, log-uniform 32-8192": [
-        TileConfig(2, 128, 2, 2, D),
-        TileConfig(2, 128, 2, 2, D, softmax_first=False),
-        TileConfig(2, 128, 2, 2, D, pingpong=True),
-        TileConfig(2, 128, 2, 2, D, pingpong=True, rescale_late=True),
+        HopperTiles(2, 128, 2, 2, D),
+        HopperTiles(2, 128, 2, 2, D, softmax_first=False),
+        HopperTiles(2, 128, 2, 2, D, pingpong=True),
+        HopperTiles(2, 128, 2, 2, D, pingpong=True, rescale_late=True),
     ],
-    "512 sequences of 64": [TileConfig(1, 64, 2, 2, D, blocks_per_sm=2)],
+    "512 sequences of 64": [HopperTiles(1, 64, 2, 2, D, blocks_per_sm=2)],
 }
 FEATURES = [  # (head dims, options), with the tiles that forward_tiles chooses
     ((64, 64), {"window": (100, 0)}),
@@ -102,7 +102,7 @@ SHAPES = [  # batch, seqlen_q, seqlen_k, heads, kv heads
 ]
 
 
-def label(tiles: TileConfig | None) -> str:
+def label(tiles: HopperTiles | None) -> str:
     if tiles is None:
         return "chosen"
     name = f"{tiles.groups}x{tiles.block_n}s{tiles.stages}q{tiles.q_stages}{'GD'[tiles.schedule]}"
@@ -120,12 +120,12 @@ def _compare(out: Any, lse: Any, q: Any, k: Any, v: Any, options: dict[str, Any]
     assert_lse_matches(lse, exact_lse)
 
 
-def check(head_dims: tuple[int, int], tiles: TileConfig | None, causal: bool, feature: dict[str, Any]) -> None:
+def check(head_dims: tuple[int, int], tiles: HopperTiles | None, causal: bool, feature: dict[str, Any]) -> None:
     """Dense shapes, then packed sequences of which every other one is NaN. Each runs three times and must be bitwise equal."""
     import torch
 
     from fa_serve.backends.calls import AttentionOptions, AttentionTensors
-    from fa_serve.backends.hopper.forward.plan import plan_forward
+    from fa_serve.backends.hopper.forward.plan import plan_hopper_forward
     from fa_serve.testing import cu_seqlens, make_qkv
 
     dtype = getattr(torch, feature.get("dtype", "bfloat16"))
@@ -137,7 +137,7 @@ def check(head_dims: tuple[int, int], tiles: TileConfig | None, causal: bool, fe
         for _ in range(3):
             shape = (*tensors.q.shape[:-1], tensors.v.shape[-1])
             tensors = tensors._replace(out=torch.full(shape, float("nan"), dtype=dtype, device="cuda"))
-            run = plan_forward(tensors, AttentionOptions(*choices, max_seqlen_q, max_seqlen_k, return_lse=True), tiles)
+            run = plan_hopper_forward(tensors, AttentionOptions(*choices, max_seqlen_q, max_seqlen_k, return_lse=True), tiles)
             results.append(run(tensors))
         for out, lse in results[1:]:
             assert torch.equal(out.view(torch.int16), results[0][0].view(torch.int16)), "out differs from run to run"
@@ -202,7 +202,7 @@ def _in_turn(calls: list[Any], flops: float, rounds: int = 3) -> list[float | st
 
 
 def time_dense(
-    head_dims: tuple[int, int], causal: bool, seqlen: int, everyone: list[TileConfig | str | None]
+    head_dims: tuple[int, int], causal: bool, seqlen: int, everyone: list[HopperTiles | str | None]
 ) -> list[float | str]:
     """16,384 tokens of hidden size 2048, as in the paper."""
     import torch
@@ -210,7 +210,7 @@ def time_dense(
 
     from benchmarks.measure import fa3, sdpa
     from fa_serve.backends.calls import AttentionOptions, AttentionTensors
-    from fa_serve.backends.hopper.forward.plan import plan_forward
+    from fa_serve.backends.hopper.forward.plan import plan_hopper_forward
 
     heads = 2048 // head_dims[1]
     batch = max(1, 16384 // seqlen)
@@ -227,7 +227,7 @@ def time_dense(
             return sdpa(SDPBackend.CUDNN_ATTENTION, q, k, v, causal)
         if who == "fa3":
             return flash and (lambda: flash(*packed, seqlen, cu, seqlen, cu_seqlens_k=cu, causal=causal, fa_version=3))
-        run = plan_forward(tensors, options, who)
+        run = plan_hopper_forward(tensors, options, who)
         return lambda: run(tensors)
 
     flops = 2 * batch * heads * seqlen * seqlen * sum(head_dims) * (0.5 if causal else 1.0)
@@ -241,7 +241,7 @@ def time_packed(case: str, everyone: list[Contender]) -> list[float | str]:
 
     from benchmarks.measure import fa3, sdpa
     from fa_serve.backends.calls import AttentionOptions, AttentionTensors
-    from fa_serve.backends.hopper.forward.plan import plan_forward
+    from fa_serve.backends.hopper.forward.plan import plan_hopper_forward
     from fa_serve.testing import cu_seqlens
 
     lengths = [64] * 512
@@ -260,7 +260,7 @@ def time_packed(case: str, everyone: list[Contender]) -> list[float | str]:
             return sdpa(SDPBackend.CUDNN_ATTENTION, *padded, True)
         if who == "fa3":
             return flash and (lambda: flash(q, k, v, longest, cu, longest, cu_seqlens_k=cu, causal=True, fa_version=3))
-        run = plan_forward(tensors, options, who)
+        run = plan_hopper_forward(tensors, options, who)
         return lambda: run(tensors)
 
     return _in_turn([call_of(who) for who in everyone], sum(2 * 32 * n * n * 128 for n in lengths))
@@ -273,7 +273,7 @@ def time_host(packed: bool, public: bool) -> float:
     import fa_serve
     from benchmarks.measure import host_microseconds
     from fa_serve.backends.calls import AttentionOptions, AttentionTensors
-    from fa_serve.backends.hopper.forward.plan import plan_forward
+    from fa_serve.backends.hopper.forward.plan import plan_hopper_forward
     from fa_serve.testing import cu_seqlens, make_qkv
 
     q, k, v = make_qkv(1, 128, 128, 4, 2, 128, dtype=torch.bfloat16, device="cuda")
@@ -288,7 +288,7 @@ def time_host(packed: bool, public: bool) -> float:
     if not public:
         longest = 64 if packed else 128
         tensors = AttentionTensors(q, k, v, cu_seqlens_q=cu, keys=cu)
-        run = plan_forward(tensors, AttentionOptions(0.1, (-1, 0), 0.0, longest, longest, return_lse=False))
+        run = plan_hopper_forward(tensors, AttentionOptions(0.1, (-1, 0), 0.0, longest, longest, return_lse=False))
         return host_microseconds(lambda: run(tensors))
     function = fa_serve.attention_varlen if packed else fa_serve.attention
     return host_microseconds(lambda: function(q, k, v, causal=True, backend="hopper", **lengths))

@@ -1,13 +1,17 @@
 """The tensors and the options of one attention call, as plans and backends take them.
 
     tensors = AttentionTensors(q, k, v, cu_seqlens_q=cu_seqlens_q, keys=cu_seqlens_k)
+    options = complete_options(CallOptions(causal=True), q, max_seqlen_q, max_seqlen_k)
 
-`growing_facts` is the part of a plan's key that holds for decoding, where the number of keys grows at each step. This module
-leaves out the table of plans (`fa_serve.launching.plans`) and what a backend does with a call.
+An option is a field of `CallOptions`, as its caller gave it, and a field of `AttentionOptions`, which backends read;
+`complete_options` checks the one and makes the other of it. `growing_facts` is the part of a plan's key that holds for
+decoding, where the number of keys grows at each step. This module leaves out the table of plans (`fa_serve.launching.plans`)
+and what a backend does with a call.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,7 +19,9 @@ import torch
 from torch import Tensor
 
 from fa_serve.block_lists import BlockLists
-from fa_serve.spec import FEW_QUERIES, Precision
+from fa_serve.spec import FEW_QUERIES, ParameterError, Precision
+
+_FAR = 1 << 29  # a window beyond any length; kernels add lengths to it in 32 bits
 
 
 def growing_facts(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Any, ...] | None:
@@ -141,6 +147,23 @@ class StoreTensors(NamedTuple):
     v_descale: Tensor | None = None
 
 
+class CallOptions(NamedTuple):
+    """The options of one call of `fa_serve.api` as the caller gave them; they are a part of the key of its plan.
+
+    The operators of graphs take them in this order, with a `window_size` in two numbers, so it ends with what every call has.
+    """
+
+    causal: bool = False
+    softmax_scale: float | None = None
+    window_size: tuple[int, ...] = (-1, -1)
+    softcap: float = 0.0
+    attention_chunk: int = 0
+    precision: Precision = "bf16"
+    deterministic: bool = False
+    return_lse: bool = False
+    backend: str = "auto"
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
     """The options of one attention call, validated and with their defaults filled in.
@@ -173,3 +196,59 @@ class AttentionOptions:
     def left(self) -> int:
         """What kernels take for the left limit, which is either a window or a chunk: its length, -1 without a limit."""
         return self.attention_chunk or self.window_size[0]
+
+    @property
+    def in_spec(self) -> dict[str, Any]:
+        """The fields of `AttentionSpec` that these options decide."""
+        return {
+            "window_size": self.window_size,
+            "softcap": self.softcap != 0.0,
+            "attention_chunk": self.attention_chunk > 0,
+            "deterministic": self.deterministic,
+        }
+
+
+def complete_options(
+    given: CallOptions, q: Tensor, max_seqlen_q: int, max_seqlen_k: int, num_splits: int = 0
+) -> AttentionOptions:
+    """Check the options of a call, fill in their defaults, and fold causality into the window.
+
+    Raises ValueError or TypeError with the name of the option, the rule and the value. An `attention_chunk` stays as it was
+    given, see `effective_chunk`.
+    """
+    window_size = given.window_size
+    if len(window_size) != 2:
+        raise ValueError(f"window_size must be (left, right), got {window_size}")
+    left, right = window_size
+    if not (type(left) is type(right) is int and left >= -1 and right >= -1):
+        raise ValueError(f"window_size must be integers (left, right) with each >= -1, got {window_size}")
+    if not 0 <= given.softcap < math.inf:
+        raise ValueError(f"softcap must be finite and >= 0 (0 is off), got {given.softcap}")
+    scale = q.shape[-1] ** -0.5 if given.softmax_scale is None else float(given.softmax_scale)
+    if not 0 < scale < math.inf:
+        raise ValueError(f"softmax_scale must be finite and > 0, got {given.softmax_scale}")
+    if given.precision not in ("bf16", "qk8", "fp8"):
+        raise ParameterError("precision", 'be "bf16", "qk8" or "fp8"', given.precision)
+    return AttentionOptions(
+        softmax_scale=scale,
+        window_size=(min(left, _FAR), 0 if given.causal else min(right, _FAR)),
+        softcap=float(given.softcap),
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        return_lse=given.return_lse,
+        num_splits=num_splits,
+        deterministic=given.deterministic,
+        attention_chunk=given.attention_chunk,
+        precision=given.precision,
+    )
+
+
+def effective_chunk(attention_chunk: int, window_size: tuple[int, int], max_seqlen_k: int) -> int:
+    """Check `attention_chunk`, which is causal and excludes a window -> it, or 0 if every sequence lies in its first chunk."""
+    if type(attention_chunk) is not int or attention_chunk < 0:
+        raise ParameterError("attention_chunk", "be 0 (off) or a positive int", attention_chunk)
+    if attention_chunk and window_size != (-1, 0):
+        raise ParameterError(
+            "attention_chunk", f"be 0 unless the call is causal without a window (-1, 0), here {window_size}", attention_chunk
+        )
+    return 0 if attention_chunk >= max_seqlen_k else attention_chunk

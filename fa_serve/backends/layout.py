@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 
-class Layout(NamedTuple):
+class TensorLayout(NamedTuple):
     """How a tensor lies in memory."""
 
     shape: tuple[int, ...]
@@ -21,11 +21,11 @@ class Layout(NamedTuple):
     dtype: torch.dtype
 
 
-def contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> Layout:
+def contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> TensorLayout:
     """The layout of a new tensor."""
-    return Layout(shape, tuple([math.prod(shape[i:]) for i in range(1, len(shape) + 1)]), dtype)
+    return TensorLayout(shape, tuple([math.prod(shape[i:]) for i in range(1, len(shape) + 1)]), dtype)
 
 
-def permuted(x: Layout, *order: int) -> Layout:
+def permuted(x: TensorLayout, *order: int) -> TensorLayout:
     """The layout of `x.permute(order)`."""
-    return Layout(tuple([x.shape[i] for i in order]), tuple([x.strides[i] for i in order]), x.dtype)
+    return TensorLayout(tuple([x.shape[i] for i in order]), tuple([x.strides[i] for i in order]), x.dtype)

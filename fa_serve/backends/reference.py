@@ -51,34 +51,47 @@ def visible_keys(
     return keep
 
 
+def modified_scores(
+    s: Tensor,
+    *,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    mask: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    attention_chunk: int = 0,
+) -> Tensor:
+    """What the options make of the scaled scores (batch, heads, seqlen_q, seqlen_k), in their dtype; -inf hides a key."""
+    seqlen_q, seqlen_k = s.shape[-2:]
+    if softcap:
+        s = softcap * torch.tanh(s / softcap)
+    if mask is not None:
+        s = s.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else s + mask.to(s.dtype)
+    if alibi_slopes is not None:
+        i, j = positions(seqlen_q, seqlen_k, s.device)
+        slopes = alibi_slopes.to(torch.promote_types(s.dtype, alibi_slopes.dtype))
+        s = s - (slopes[..., None, None] * (i - j).abs()).to(s.dtype)
+    return s.masked_fill(~visible_keys(seqlen_q, seqlen_k, window_size, s.device, attention_chunk), float("-inf"))
+
+
 def attention_reference(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *,
     softmax_scale: float,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
     sinks: Tensor | None = None,
-    mask: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    attention_chunk: int = 0,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """q (batch, seqlen_q, heads, head_dim), k and v with num_kv_heads -> out like q in the computing dtype, lse (b, h, q)."""
+    """q (batch, seqlen_q, heads, head_dim), k and v with num_kv_heads -> out like q in the computing dtype, lse (b, h, q).
+
+    options: as `modified_scores` takes them
+    """
     dtype = torch.promote_types(q.dtype, torch.float32)
     groups = q.shape[2] // k.shape[2]
     q, k, v = (x.to(dtype).transpose(1, 2) for x in (q, k, v))
     k = k.repeat_interleave(groups, dim=1)
     v = v.repeat_interleave(groups, dim=1)
-    s = softmax_scale * (q @ k.transpose(-1, -2))
-    if softcap:
-        s = softcap * torch.tanh(s / softcap)
-    if mask is not None:
-        s = s.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else s + mask.to(dtype)
-    if alibi_slopes is not None:
-        i, j = positions(q.shape[2], k.shape[2], q.device)
-        s = s - alibi_slopes.to(dtype)[..., None, None] * (i - j).abs()
-    s = s.masked_fill(~visible_keys(q.shape[2], k.shape[2], window_size, q.device, attention_chunk), float("-inf"))
+    s = modified_scores(softmax_scale * (q @ k.transpose(-1, -2)), **options)
     lse = torch.logsumexp(s, dim=-1)
     if sinks is not None:
         lse = torch.logaddexp(lse, sinks.to(dtype)[None, :, None].expand_as(lse))
@@ -90,6 +103,9 @@ def attention_reference(
     return (p @ v).transpose(1, 2), lse
 
 
+_COMPUTED = frozenset({"softcap", "sinks", "alibi", "attention_chunk", "block_mask"})
+
+
 class ReferenceBackend:
     """The oracle as a backend, chosen by its name only. It serves every spec."""
 
@@ -98,7 +114,8 @@ class ReferenceBackend:
     differentiable = True
 
     def supports(self, spec: AttentionSpec) -> str | None:
-        return None
+        options = spec.options_beyond(_COMPUTED)
+        return f"does not compute {options}, which the call uses" if options else None
 
     def plan(self, spec: AttentionSpec, tensors: Any, options: AttentionOptions | None) -> Run:
         if spec.op == "store_kv":
@@ -183,12 +200,16 @@ def _deliver(result: Tensor, t: AttentionTensors) -> Tensor:
 
 def store_kv_reference(tensors: StoreTensors) -> None:
     """Write each token's keys and values to its slot, as `fa_serve.store_kv` defines it."""
-    k, v, k_cache, v_cache, slot_mapping, k_descale, v_descale = tensors
+    k = tensors.k
+    v = tensors.v
+    k_cache = tensors.k_cache
+    v_cache = tensors.v_cache
+    k_descale = tensors.k_descale
     page_size = k_cache.shape[1]
-    for token, slot in enumerate(slot_mapping.tolist()):
+    for token, slot in enumerate(tensors.slot_mapping.tolist()):
         if slot < 0:
             continue
-        for x, cache, descale in ((k, k_cache, k_descale), (v, v_cache, v_descale)):
+        for x, cache, descale in ((k, k_cache, k_descale), (v, v_cache, tensors.v_descale)):
             row = x[token] if descale is None else x[token].float() / descale[:, None]
             if cache.dtype == torch.float8_e4m3fn:
                 row = row.float().clamp(-448, 448)

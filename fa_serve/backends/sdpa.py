@@ -32,7 +32,8 @@ Caches = Sequence[tuple[Tensor, Tensor | None]]
 
 FEW_TOKENS = 8
 CHUNK = 512  # query rows per mask: 512 rows x 32k keys in float32 are 64 MB, and a call of that size hides its overhead
-NEG_INF = float("-inf")
+_NEG_INF = float("-inf")
+_COMPUTED = frozenset({"softcap", "sinks", "alibi", "attention_chunk", "block_mask"})
 
 
 class SdpaBackend:
@@ -45,6 +46,8 @@ class SdpaBackend:
     def supports(self, spec: AttentionSpec) -> str | None:
         if spec.layout == "paged" and spec.needs_grad:
             return "cannot differentiate through a paged cache, and an input requires gradients"
+        if options := spec.options_beyond(_COMPUTED):
+            return f"does not compute {options}, which the call uses"
         if spec.precision != "bf16":
             return f"computes in q's dtype, got precision {spec.precision!r}"
         return None
@@ -171,7 +174,12 @@ def _attend_together(
 
 
 def _store_kv(tensors: StoreTensors) -> None:
-    k, v, k_cache, v_cache, slot_mapping, k_descale, v_descale = tensors
+    k = tensors.k
+    v = tensors.v
+    k_cache = tensors.k_cache
+    v_cache = tensors.v_cache
+    k_descale = tensors.k_descale
+    slot_mapping = tensors.slot_mapping
     if k.device.type == "cpu" and len(k) <= FEW_TOKENS and k_descale is None:
         for token, slot in enumerate(slot_mapping.tolist()):  # cheaper than indexing with tensors
             if slot >= 0:
@@ -183,7 +191,7 @@ def _store_kv(tensors: StoreTensors) -> None:
     slots = slot_mapping[owned]
     page = slots // k_cache.shape[1]
     position = slots % k_cache.shape[1]
-    for x, cache, descale in ((k, k_cache, k_descale), (v, v_cache, v_descale)):
+    for x, cache, descale in ((k, k_cache, k_descale), (v, v_cache, tensors.v_descale)):
         x = x[owned]
         if descale is not None:
             x = (x.float() / descale[:, None]).clamp(-448.0, 448.0)  # e4m3fn saturates here; its cast would give NaN
@@ -209,7 +217,7 @@ def _read(cache: Tensor, index: tuple[Any, ...], descale: Tensor | None, dtype: 
 def _without_keys(q: Tensor, head_dim_v: int, return_lse: bool) -> tuple[Tensor, Tensor | None]:
     """out and lse of packed queries that see no key, such as rows behind the last sequence."""
     dtype = torch.promote_types(q.dtype, torch.float32)
-    lse = q.new_full((q.shape[1], q.shape[0]), NEG_INF, dtype=dtype) if return_lse else None
+    lse = q.new_full((q.shape[1], q.shape[0]), _NEG_INF, dtype=dtype) if return_lse else None
     return q.new_zeros(*q.shape[:2], head_dim_v), lse
 
 
@@ -285,7 +293,7 @@ def _attend_nothing(
     if not options.return_lse:
         return out, None
     shape = (q.shape[0], q.shape[2], q.shape[1])
-    lse = q.new_full(shape, NEG_INF, dtype=torch.promote_types(q.dtype, torch.float32))
+    lse = q.new_full(shape, _NEG_INF, dtype=torch.promote_types(q.dtype, torch.float32))
     return out, lse if sinks is None else lse.copy_(sinks.to(lse.dtype)[None, :, None].expand_as(lse))
 
 
@@ -298,7 +306,7 @@ def _as_bias(mask: Tensor, q: Tensor) -> Tensor:
     dtype = torch.promote_types(q.dtype, torch.float32) if q.device.type == "cpu" else q.dtype
     if mask.dtype != torch.bool:
         return mask.to(dtype)
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, NEG_INF)
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, _NEG_INF)
 
 
 def _one_call(
@@ -309,7 +317,7 @@ def _one_call(
     hidden = None
     if bias is not None:
         # A row that sees no key has no softmax. It is computed as if it saw every key, and corrected below.
-        hidden = (bias == NEG_INF).all(dim=-1, keepdim=True)
+        hidden = (bias == _NEG_INF).all(dim=-1, keepdim=True)
         bias = bias.masked_fill(hidden, 0.0)
     uses_lse = options.return_lse or sinks is not None
     wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
@@ -329,13 +337,13 @@ def _one_call(
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=causal, scale=scale, enable_gqa=True)
         return (out if hidden is None else out.masked_fill(hidden, 0.0)), None
     if hidden is not None:
-        lse = lse.masked_fill(hidden.expand(*lse.shape, 1)[..., 0], NEG_INF)
+        lse = lse.masked_fill(hidden.expand(*lse.shape, 1)[..., 0], _NEG_INF)
         out = out.masked_fill(hidden, 0.0)
     if sinks is not None:
         sink = sinks.to(lse.dtype)[None, :, None]
         # A softmax with one more logit is the softmax without it, times the share of the other logits. A row without any key
         # and a sink of -inf gives -inf - -inf.
-        share = torch.sigmoid((lse - sink).nan_to_num(0.0, -NEG_INF, NEG_INF))
+        share = torch.sigmoid((lse - sink).nan_to_num(0.0, -_NEG_INF, _NEG_INF))
         out = (out * share[..., None]).to(out.dtype)
         lse = torch.logaddexp(lse, sink)
     return out, lse if options.return_lse else None
@@ -373,6 +381,6 @@ def _with_scores(
     if bias is not None:
         s = s + bias.to(dtype)
     if causal:
-        s = s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).triu(1), NEG_INF)
+        s = s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).triu(1), _NEG_INF)
     lse = torch.logsumexp(s, dim=-1)
     return (torch.softmax(s, dim=-1) @ values).to(q.dtype), lse

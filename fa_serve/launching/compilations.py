@@ -7,7 +7,7 @@
     num_compilations()                       # Compilations(loaded=112, compiled=3): since `watch`
 
 A kernel that a launch needs for the first time is compiled, which takes a second, or loaded from Triton's cache on disk, which
-takes milliseconds. Either way the launch waits. Left out: what compiles (backends/compilers.py), and which kernels a model
+takes milliseconds. Either way the launch waits. Left out: what compiles (launching/compilers.py), and which kernels a model
 needs, which the engine finds out by running steps (engine/warm_up.py).
 """
 
@@ -87,7 +87,7 @@ class Compilers(NamedTuple):
 
 @contextmanager
 def start_compilers(count: int) -> Iterator[Compilers]:
-    """So many threads, and a process for each if there are several. The processes end with the context."""
+    """`count` threads, and a process for each if there are several. The processes end with the context."""
     try:
         from fa_serve.launching.compilers import CompilerProcesses
 
@@ -110,7 +110,7 @@ def run_compiled(calls: Iterable[Callable[[], None]], compilers: Compilers, seco
     A function ends early at a kernel that is not compiled yet. It is called again, from its beginning, when that kernel exists;
     meanwhile the others run. So every kernel that is launched reads what earlier kernels have written. A function that raises,
     or whose kernel cannot be compiled, is not called again. Returns what was raised, and a TimeoutError for each function that
-    still waits for a kernel after so many seconds. Raises torch.AcceleratorError at once, because nothing more can be computed
+    still waits for a kernel after `seconds`. Raises torch.AcceleratorError at once, because nothing more can be computed
     on that device in this process.
     """
     limit = float("inf") if seconds is None else time.monotonic() + seconds

@@ -43,7 +43,7 @@ from triton.runtime.jit import JITFunction
 log = logging.getLogger(__name__)
 COMPILE_SECONDS = 60
 """How long a process may take for a kernel. The system ends it then, in the middle of what it does."""
-LATE_SECONDS = 5.0
+LATE_KERNEL_SECONDS = 5.0
 """How long the end of such a process may take to be noticed."""
 POLL_SECONDS = 0.25
 KERNEL_PACKAGES = ("fa_serve.backends.triton", "fa_serve.backends.hopper", "fa_serve.ops")
@@ -89,7 +89,7 @@ class CompilerProcesses:
             log.debug("a kernel cannot be described to another process", exc_info=True)
             self._give_back(connection)
             return None
-        limit = time.monotonic() + COMPILE_SECONDS + LATE_SECONDS
+        limit = time.monotonic() + COMPILE_SECONDS + LATE_KERNEL_SECONDS
         try:
             connection.send_bytes(request)
             while not connection.poll(POLL_SECONDS):

@@ -5,7 +5,7 @@
 A program may set `triton.knobs.runtime.jit_cache_hook` and `jit_post_compile_hook`; vLLM does, to report compilations that
 requests wait for. Triton then describes the kernel in JSON, and a constant that is a dataclass ends the launch with a
 TypeError. Hooks get the text of such a constant instead. Left out: Triton's listener of compilations, which gets no constants
-(ops/compilations.py).
+(launching/compilations.py).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
     tokens = ops.sample_rows(logits)
 
     products/       products with weight matrices; quantised/ has those with quantised weights
-    experts/        the experts of a mixture
+    moe/            the experts of a mixture (mixture of experts)
     elementwise/    norms, activations, additions, rotary embeddings
     collectives/    sums over the ranks of tensor parallelism
     sampling/       tokens from logits
@@ -35,7 +35,6 @@ from torch import Tensor
 
 from fa_serve import spec
 from fa_serve.backends import BackendTable
-from fa_serve.ops import experts as _room  # noqa: F401  (imported later, it would replace the function `experts` below)
 from fa_serve.ops.ops_backend import ACTIVATIONS as ACTIVATIONS
 from fa_serve.ops.ops_backend import ExpertWeights as ExpertWeights
 from fa_serve.ops.ops_backend import Gate as Gate

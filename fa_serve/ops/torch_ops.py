@@ -1,7 +1,7 @@
 """The backend of ops for any device, in plain PyTorch.
 
 It computes in float32, or in float64 for float64 input, and rounds the result once. Sampling is in `sampling/fallback.py`,
-experts are in `experts/fallback.py`.
+experts are in `moe/fallback.py`.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from fa_serve.api import store_kv
-from fa_serve.ops.experts.fallback import activate, experts, route
+from fa_serve.ops.moe.fallback import torch_activation, torch_experts, torch_route
 from fa_serve.ops.ops_backend import Norm, Pairing, RoundedRows, Weight
 from fa_serve.ops.products.quantised.weight import QuantizedWeight
-from fa_serve.ops.sampling.fallback import sample_rows
+from fa_serve.ops.sampling.fallback import torch_sample_rows
 from fa_serve.spec import OpSpec
 
 
@@ -21,9 +21,9 @@ class TorchOps:
     """The arguments are documented in `fa_serve.ops`."""
 
     name = "torch"
-    sample_rows = staticmethod(sample_rows)
-    route = staticmethod(route)
-    experts = staticmethod(experts)
+    sample_rows = staticmethod(torch_sample_rows)
+    route = staticmethod(torch_route)
+    experts = staticmethod(torch_experts)
 
     def supports(self, spec: OpSpec) -> str | None:
         return None
@@ -109,7 +109,7 @@ class TorchOps:
 
     def act_and_mul(self, x: Tensor, activation: str, /) -> Tensor:
         gate, up = _wide(x).chunk(2, dim=1)
-        return (activate(gate, activation) * up).to(x.dtype)
+        return (torch_activation(gate, activation) * up).to(x.dtype)
 
     def invariant_linear(self, x: Tensor, weight: Weight, bias: Tensor | None, /) -> Tensor:
         matrix = _matrix(weight, x.dtype)

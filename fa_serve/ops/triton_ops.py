@@ -2,7 +2,7 @@
 
 Each kernel stands with its launcher, which keeps what it decides about a call (grid, blocks, strides) in `PLANS`, by those
 facts of the tensors that decide it; calls that look alike compute it once. Products and experts have a table of kernels
-(products/table.py), and one launcher each (products/run.py, experts/run.py).
+(products/table.py), and one launcher each (products/run.py, moe/run.py).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from fa_serve.ops.elementwise.addition import launch_add
 from fa_serve.ops.elementwise.norm import launch_rms_norm
 from fa_serve.ops.elementwise.rotary import launch_rotary_store_kv
 from fa_serve.ops.elementwise.rotary_latent import launch_rotary_store_latent
-from fa_serve.ops.experts.routing import launch_route
-from fa_serve.ops.experts.run import compute_experts
+from fa_serve.ops.moe.routing import launch_route
+from fa_serve.ops.moe.run import compute_experts
 from fa_serve.ops.products.row_invariant import launch_invariant_sum
 from fa_serve.ops.products.run import multiply, multiply_invariant
 from fa_serve.ops.sampling.kernel import launch_sample_rows

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fa_serve.backends.calls import AttentionTensors, growing_facts
+from fa_serve.backends.calls import AttentionTensors, CallOptions, complete_options, effective_chunk, growing_facts
 from fa_serve.launching.plans import PlanTable, facts
 
 
@@ -95,3 +95,32 @@ def test_unusual_calls_have_no_growing_facts() -> None:
 def test_slopes_of_heads_and_of_sequences_are_told_apart() -> None:
     slopes = [None, torch.ones(3), torch.ones(2, 3)]
     assert [AttentionTensors(X, X, X, alibi_slopes=x).alibi_form for x in slopes] == ["none", "heads", "batch"]
+
+
+Q_16 = torch.zeros(2, 5, 4, 16)
+
+
+def test_options_have_their_defaults_filled_in() -> None:
+    """Q_16 has head_dim 16, so the scale is 1 / sqrt(16)."""
+    options = complete_options(CallOptions(softcap=0), Q_16, 5, 7)
+    assert (options.softmax_scale, options.window_size, options.softcap) == (0.25, (-1, -1), 0.0)
+    assert type(options.softcap) is float
+    given = complete_options(CallOptions(softmax_scale=2, window_size=(3, 4), softcap=5.0), Q_16, 5, 7)
+    assert (given.softmax_scale, given.window_size, given.softcap) == (2.0, (3, 4), 5.0)
+    assert (given.max_seqlen_q, given.max_seqlen_k, given.num_splits) == (5, 7, 0)
+
+
+def test_causality_is_folded_into_the_window() -> None:
+    assert complete_options(CallOptions(causal=True), Q_16, 5, 7).window_size == (-1, 0)
+    assert complete_options(CallOptions(causal=True, window_size=(7, 3)), Q_16, 5, 7).window_size == (7, 0)
+
+
+def test_a_window_that_32_bits_cannot_hold_is_shortened() -> None:
+    """Kernels add a length to the window in 32 bits."""
+    left, right = complete_options(CallOptions(window_size=(2**62, 2**31)), Q_16, 5, 7).window_size
+    assert left == right
+    assert 2**28 < left <= 2**30
+
+
+def test_a_chunk_that_holds_every_key_is_no_chunk() -> None:
+    assert [effective_chunk(chunk, (-1, 0), 100) for chunk in (0, 99, 100, 101)] == [0, 99, 0, 0]

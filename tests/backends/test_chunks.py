@@ -1,4 +1,4 @@
-"""`backends.chunks`: which prompts have their keys divided, and that the public functions then plan decoding."""
+"""`backends.chunks`: which prompts have their keys split, and that the public functions then plan decoding."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ def test_narrow_heads_fill_more_of_the_gpu_before_the_prompt_kernel_is_faster() 
     assert not decodes_chunks(heads, 1, 128, 32768, 132)
 
 
-def test_a_prompt_kernel_that_divides_keys_takes_many_keys_of_wide_heads() -> None:
-    assert not decodes_chunks(H200, 1, 256, 4096, 132, divides=True)
-    assert not decodes_chunks(H200, 1, 128, 32768, 132, divides=True)
-    assert not decodes_chunks(H200, 1, 256, 2048, 132, divides=True)
-    assert decodes_chunks(H200, 1, 256, 2047, 132, divides=True)
-    assert decodes_chunks(H200, 1, 64, 4096, 132, divides=True), "its tiles would be half empty"
+def test_a_prompt_kernel_that_splits_keys_takes_many_keys_of_wide_heads() -> None:
+    assert not decodes_chunks(H200, 1, 256, 4096, 132, splits_keys=True)
+    assert not decodes_chunks(H200, 1, 128, 32768, 132, splits_keys=True)
+    assert not decodes_chunks(H200, 1, 256, 2048, 132, splits_keys=True)
+    assert decodes_chunks(H200, 1, 256, 2047, 132, splits_keys=True)
+    assert decodes_chunks(H200, 1, 64, 4096, 132, splits_keys=True), "its tiles would be half empty"
     narrow = replace(H200, num_heads=64, head_dim=64, head_dim_v=64)
-    assert decodes_chunks(narrow, 1, 128, 32768, 132, divides=True)
+    assert decodes_chunks(narrow, 1, 128, 32768, 132, splits_keys=True)
 
 
 def test_keys_outside_of_a_window_do_not_count() -> None:
@@ -80,7 +80,7 @@ def test_keys_outside_of_a_window_do_not_count() -> None:
 
 @pytest.fixture
 def ops(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The ops that were planned, on a machine where every call has its keys divided."""
+    """The ops that were planned, on a machine where every call has its keys split."""
     names: list[str] = []
 
     def note(backend: Any, spec: AttentionSpec, *given: Any, plan: Any) -> Any:

@@ -18,17 +18,17 @@ from quantized import float8_weight, int4_weight
 
 from fa_serve.backends.calls import AttentionOptions, AttentionTensors, BackwardTensors
 from fa_serve.backends.hopper import HopperBackend
-from fa_serve.backends.hopper.backward.plan import plan_backward
-from fa_serve.backends.hopper.forward.plan import plan_forward as plan_hopper
+from fa_serve.backends.hopper.backward.plan import plan_hopper_backward
+from fa_serve.backends.hopper.forward.plan import plan_hopper_forward
 from fa_serve.backends.hopper.latent.plan import plan_latent_decode
 from fa_serve.backends.triton.block_sparse.plan import plan_block_sparse
 from fa_serve.backends.triton.decode import plan as decode
 from fa_serve.backends.triton.prefill.plan import plan_forward as plan_portable
 from fa_serve.block_lists import BlockLists
 from fa_serve.launching import launch
-from fa_serve.ops.experts.matrix_wgmma import plan_matrix_tiles
-from fa_serve.ops.experts.tiles import GroupedWgmmaTile, matrix_tile
-from fa_serve.ops.experts.unpack_wgmma import plan_tiles
+from fa_serve.ops.moe.matrix_wgmma import plan_matrix_tiles
+from fa_serve.ops.moe.tiles import GroupedWgmmaTile, matrix_tile
+from fa_serve.ops.moe.unpack_wgmma import plan_tiles
 from fa_serve.ops.ops_backend import Gate, RoundedRows
 from fa_serve.ops.products.quantised.pairs import product_tensors
 from fa_serve.ops.products.quantised.tiles import wgmma_tile
@@ -50,7 +50,7 @@ def test_this_release_is_known() -> None:
 def test_the_hopper_kernel(head_dim: int) -> None:
     q, k, v = make_qkv(1, 2048, 2048, 4, 2, head_dim, dtype=torch.bfloat16)
     with compiling_for("sm90") as kernels:
-        run_plan(plan_hopper, q, k, v, **OPTIONS)
+        run_plan(plan_hopper_forward, q, k, v, **OPTIONS)
     [kernel] = kernels
     found = kernel.instructions
     assert min(found["HGMMA"], found["UTMALDG"], found["UTMASTG"]) > 0
@@ -64,7 +64,7 @@ def test_the_hopper_backward_kernel() -> None:
     q, k, v = make_qkv(1, 2048, 2048, 4, 2, 128, dtype=torch.bfloat16)
     tensors = BackwardTensors(q, k, v, None, None, None, None, q, torch.zeros(1, 4, 2048), q)
     with compiling_for("sm90") as kernels:
-        plan_backward(tensors, AttentionOptions(0.1, (-1, 0), 0.0, 2048, 2048, return_lse=True))(tensors)
+        plan_hopper_backward(tensors, AttentionOptions(0.1, (-1, 0), 0.0, 2048, 2048, return_lse=True))(tensors)
     _, kernel, _ = kernels
     assert kernel.instructions["HGMMA"] > 0
     assert "REDG.E.ADD.F32x4" in kernel.sass
@@ -76,7 +76,9 @@ def test_the_hopper_kernel_with_float8_products(precision: Precision) -> None:
     q, k, v = make_qkv(1, 2048, 2048, 4, 2, 128, dtype=torch.bfloat16)
     tensors = AttentionTensors(q, k, v)
     with compiling_for("sm90") as kernels:
-        plan_hopper(tensors, AttentionOptions(0.1, (-1, 0), 0.0, 2048, 2048, return_lse=True, precision=precision))(tensors)
+        plan_hopper_forward(tensors, AttentionOptions(0.1, (-1, 0), 0.0, 2048, 2048, return_lse=True, precision=precision))(
+            tensors
+        )
     quantize, kernel = kernels
     assert quantize.name == "_quantize_inputs"
     assert "QGMMA" in kernel.sass
@@ -91,9 +93,9 @@ def test_the_hopper_kernel_over_pages() -> None:
     table = torch.zeros(1, 32, dtype=torch.int32)
     lengths = {"cu_seqlens_q": cu_seqlens([512]), "seqused_k": torch.tensor([512], dtype=torch.int32)}
     with compiling_for("sm90") as kernels:
-        run_plan(plan_hopper, q, k, v, block_table=table, max_seqlen_q=512, max_seqlen_k=512, **lengths, **OPTIONS)
+        run_plan(plan_hopper_forward, q, k, v, block_table=table, max_seqlen_q=512, max_seqlen_k=512, **lengths, **OPTIONS)
     table_kernel, kernel = kernels
-    assert (table_kernel.name, kernel.name) == ("_tile_table", "attention_forward")
+    assert (table_kernel.name, kernel.name) == ("_tile_table", "attn_fwd_hopper")
     assert kernel.instructions["UTMALDG"] > 0
 
 

@@ -61,11 +61,11 @@ def test_the_public_function_and_the_plan_compute_the_same_call(cell: str, monke
         assert own is None or torch.equal(given, own)
 
 
-def test_variants_are_the_backends_and_all_tiles_with_all_pieces() -> None:
-    asked = argparse.Namespace(backends=["auto"], tiles=["1x64s2q2D"], pieces=[1, 2])
+def test_variants_are_the_backends_and_all_tiles_with_all_splits() -> None:
+    asked = argparse.Namespace(backends=["auto"], tiles=["1x64s2q2D"], splits=[1, 2])
     assert variants(asked) == [Variant("auto"), Variant("", "1x64s2q2D", 1), Variant("", "1x64s2q2D", 2)]
-    assert variants(argparse.Namespace(backends=["auto"], tiles=[], pieces=[])) == [Variant("auto")]
-    assert [str(v) for v in variants(asked)] == ["auto", "1x64s2q2D up to 1 pieces", "1x64s2q2D up to 2 pieces"]
+    assert variants(argparse.Namespace(backends=["auto"], tiles=[], splits=[])) == [Variant("auto")]
+    assert [str(v) for v in variants(asked)] == ["auto", "1x64s2q2D up to 1 splits", "1x64s2q2D up to 2 splits"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="no variant would fail")

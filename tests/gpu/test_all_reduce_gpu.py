@@ -225,7 +225,7 @@ def compare_with_nccl(all_reduce: AllReduce, rank: int) -> None:
     for num_bytes in (8 << 10, 64 << 10, 512 << 10, MAX_BYTES, MAX_BYTES + 8 * hidden, 8 << 20, 64 << 20):
         shape = (num_bytes // 2 // hidden, hidden)
         own, other = (parts_of(shape, torch.bfloat16)[r] for r in (rank, 1 - rank))
-        assert all_reduce.way(own) == ("one shot" if num_bytes <= MAX_BYTES else "pushed")
+        assert all_reduce.kernel_of(own) == ("one shot" if num_bytes <= MAX_BYTES else "pushed")
         x = torch.zeros_like(own)
         y = own.clone()
         ours = torch.empty_like(own)

@@ -17,10 +17,10 @@ from cases import (
     check_without_keys,
     check_without_queries,
     decoding_head_dims,
-    divided_prompts,
     few_queries,
     odd_groups,
     params,
+    split_prompts,
     verified_drafts,
 )
 
@@ -70,8 +70,8 @@ def test_sizes_of_paged_calls(case: Case) -> None:
 
 
 @pytest.mark.parametrize("layout", ["dense", "paged"])
-@pytest.mark.parametrize("case", params(divided_prompts()))
-def test_keys_of_prompts_are_divided(case: Case, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("case", params(split_prompts()))
+def test_keys_of_prompts_are_split(case: Case, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
     if layout == "dense" and len(set(case.lengths_k)) > 1:

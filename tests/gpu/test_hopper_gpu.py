@@ -14,8 +14,8 @@ from torch import Tensor
 
 import fa_serve
 from fa_serve.backends.calls import AttentionOptions, AttentionTensors
-from fa_serve.backends.hopper.forward.plan import plan_forward
-from fa_serve.backends.hopper.forward.tiles import Schedule, TileConfig, forward_tiles
+from fa_serve.backends.hopper.forward.plan import plan_hopper_forward
+from fa_serve.backends.hopper.forward.tiles import HopperTiles, Schedule, hopper_forward_tiles
 from fa_serve.backends.reference import attention_reference
 from fa_serve.testing import (
     assert_lse_matches,
@@ -30,14 +30,14 @@ if torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
 OPTIONS = {"softmax_scale": 0.1, "window_size": (-1, 0), "softcap": 0.0, "sinks": None}
-DYNAMIC = TileConfig(2, 128, 2, 2, Schedule.DYNAMIC)
+DYNAMIC = HopperTiles(2, 128, 2, 2, Schedule.DYNAMIC)
 
 
 def run(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    tiles: TileConfig | None = DYNAMIC,
+    tiles: HopperTiles | None = DYNAMIC,
     softmax_scale: float = OPTIONS["softmax_scale"],
     cu: Tensor | None = None,
     max_seqlen: int | None = None,
@@ -46,7 +46,7 @@ def run(
     longest_q, longest_k = (x.shape[1] if max_seqlen is None else max_seqlen for x in (q, k))
     tensors = AttentionTensors(q, k, v, cu_seqlens_q=cu, keys=cu)
     options = AttentionOptions(softmax_scale, (-1, 0), 0.0, longest_q, longest_k, return_lse=False)
-    return plan_forward(tensors, options, tiles)(tensors)[0]
+    return plan_hopper_forward(tensors, options, tiles)(tensors)[0]
 
 
 def inputs(seed: int = 0, seqlen: int = 700, batch: int = 3) -> tuple[Tensor, Tensor, Tensor]:
@@ -73,7 +73,7 @@ def test_many_launches_give_the_same_bits() -> None:
 def test_maxima_that_grow(late: bool, dim: int, dtype: torch.dtype) -> None:
     """Keys that grow from block to block or shrink: maxima change by less and by more than the growth that is ignored."""
     q, k, v = make_qkv(2, 700, 700, 4, 2, dim, dtype=dtype, device="cuda")
-    tiles = replace(forward_tiles(dim, dim, (-1, 0), 700, 700, False), rescale_late=late)
+    tiles = replace(hopper_forward_tiles(dim, dim, (-1, 0), 700, 700, False), rescale_late=late)
     options = OPTIONS | {"softmax_scale": 3 * dim**-0.5}
     for first, last in ((0.1, 4.0), (4.0, 0.1)):
         keys = k * torch.linspace(first, last, 700, device="cuda", dtype=dtype)[:, None, None]
@@ -162,7 +162,7 @@ def test_every_head_dim(head_dim: int, causal: bool) -> None:
     out = memory[..., :head_dim]
     options = OPTIONS | {"window_size": (-1, 0) if causal else (-1, -1)}
     call = AttentionTensors(q, k, v, out=out)
-    found, lse = plan_forward(call, AttentionOptions(0.1, options["window_size"], 0.0, 300, 300, return_lse=True))(call)
+    found, lse = plan_hopper_forward(call, AttentionOptions(0.1, options["window_size"], 0.0, 300, 300, return_lse=True))(call)
     exact, exact_lse = attention_reference(q.double(), k.double(), v.double(), **options)
     assert_matches_reference(found, exact, eager_attention(q, k, v, **options))
     assert_lse_matches(lse, exact_lse)
@@ -229,7 +229,7 @@ def test_paged(
     call = AttentionTensors(
         *tensors, cu_seqlens_q=lengths["cu_seqlens_q"], keys=lengths["seqused_k"], block_table=lengths["block_table"]
     )
-    planned = plan_forward(
+    planned = plan_hopper_forward(
         call, AttentionOptions(0.1, window, 0.0, lengths["max_seqlen_q"], lengths["max_seqlen_k"], return_lse=True)
     )
     runs = [planned(call) for _ in range(20)]

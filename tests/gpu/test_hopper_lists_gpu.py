@@ -31,7 +31,7 @@ def test_cases(case: SparseCase, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("size", [(128, 128), (64, 64), (64, 128), (128, 64)], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 192, 256])
 def test_wide_heads_and_long_lists(head_dim: int, size: tuple[int, int]) -> None:
-    """Many pieces for each tile, so that every stage is used again, and more tiles than multiprocessors."""
+    """Many key blocks for each tile, so that every stage is used again, and more tiles than multiprocessors."""
     case = replace(
         BASE, lengths_q=(777,), lengths_k=(2100,), heads=32, kv_heads=8, head_dim=head_dim, block_size=size, bits=True
     )

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fa_serve import ops
 from fa_serve.engine import Engine, EngineConfig, SamplingParams
-from fa_serve.ops.experts import grouped
+from fa_serve.ops.moe import grouped
 from fa_serve.ops.products.problem import compiles_gluon
 from fa_serve.ops.products.quantised.weight import quantize_float8
 from fa_serve.ops.torch_ops import TorchOps

@@ -18,7 +18,7 @@ LATENT = [
 OTHER = [
     TailCase((700, 300), (700, 300), tail=5000, **D128),
     TailCase((4,) * 16, (2000,) * 16, tail=64, layout="paged", **D128),  # query heads share tiles on Hopper
-    TailCase((256,), (4000,), tail=3, layout="paged", **D128),  # keys are divided
+    TailCase((256,), (4000,), tail=3, layout="paged", **D128),  # keys are split
     TailCase((300, 90), (300, 90), precision="qk8", **D128),
     TailCase((300, 90), (300, 90), precision="fp8", layout="paged", **D128),
 ]

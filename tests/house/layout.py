@@ -9,7 +9,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Iterator
 
-from house.source import House, Module, Planted, inside
+from house.source import Allowed, House, Module, Planted, inside
 
 SMALL = 80
 """Lines. A module up to this size may be tested through the modules that use it."""
@@ -26,23 +26,23 @@ TESTED_BY = {
     ),
     "fa_serve.backends.triton.backward.kernels": (
         "tests/backends/triton/backward/test_plan_interpreted.py",
-        "the plans of the module `backward` launch them",
+        "the plans beside them launch them",
     ),
     "fa_serve.backends.triton.prefill.kernel": (
         "tests/backends/triton/prefill/test_plan_interpreted.py",
-        "the plans of the module `forward` launch it",
+        "the plans beside it launch it",
     ),
     "fa_serve.backends.triton.decode.kernel": (
         "tests/backends/triton/decode/test_plan_interpreted.py",
-        "the plans of the module `decode` launch it",
+        "the plans beside it launch it",
     ),
     "fa_serve.backends.triton.latent.kernel": (
         "tests/backends/triton/latent/test_plan_interpreted.py",
-        "the plans of the module `latent` launch it",
+        "the plans beside it launch it",
     ),
     "fa_serve.backends.triton.block_sparse.kernel": (
         "tests/backends/triton/block_sparse/test_plan_interpreted.py",
-        "the plans of the module `block_sparse` launch it",
+        "the plans beside it launch it",
     ),
     "fa_serve.backends.triton.row_statistics": (
         "tests/backends/triton/backward/test_plan_interpreted.py",
@@ -50,7 +50,7 @@ TESTED_BY = {
     ),
     "fa_serve.backends.triton.splits": (
         "tests/backends/triton/decode/test_plan_interpreted.py",
-        "device functions run inside of a kernel only, and splits are merged after decoding only",
+        "device functions run inside of a kernel only, and splits are combined after decoding only",
     ),
     "fa_serve.engine.process.child": (
         "tests/engine/process/test_parent.py",
@@ -60,12 +60,12 @@ TESTED_BY = {
         "tests/ops/collectives/test_one_shot_interpreted.py",
         "device functions run inside of a kernel only",
     ),
-    "fa_serve.ops.experts.primitives": (
-        "tests/ops/experts/test_run_interpreted.py",
+    "fa_serve.ops.moe.primitives": (
+        "tests/ops/moe/test_run_interpreted.py",
         "device functions run inside of a kernel only, and its other functions describe weights to these kernels",
     ),
-    "fa_serve.ops.experts.rows": (
-        "tests/ops/experts/test_run_interpreted.py",
+    "fa_serve.ops.moe.rows": (
+        "tests/ops/moe/test_run_interpreted.py",
         "both of its kernels compute the experts of a call, as those of many tokens do",
     ),
     "fa_serve.ops.products.quantised.primitives": (
@@ -238,8 +238,45 @@ def abstractions_have_children(house: House) -> Iterator[str]:
             yield f"{name}.{node.name} is abstract and has {bases[node.name]} children"
 
 
+KERNEL_ROOMS = ("fa_serve.backends", "fa_serve.launching", "fa_serve.ops")
+SAME_EVERYWHERE = {"log": "the logger of its module"}
+"""Identifiers that may be defined in several modules, each with its meaning."""
+
+
+def _defined_names(module: Module) -> Iterator[str]:
+    """The public names that a module defines at its top level; names that it imports are another module's."""
+    for node in module.tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names = [node.name]
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names = [target.id for target in targets if isinstance(target, ast.Name)]
+        else:
+            continue
+        yield from (name for name in dict.fromkeys(names) if not name.startswith("_"))
+
+
+def identifiers_of_kernel_rooms_are_unique(house: House) -> Iterator[str]:
+    """A public identifier that is defined in a kernel room is defined nowhere else, so a search finds one meaning."""
+    found: dict[str, list[str]] = {}
+    for module in house:
+        for name in set(_defined_names(module)) - set(SAME_EVERYWHERE):
+            found.setdefault(name, []).append(module.name)
+    for name, modules in sorted(found.items()):
+        if len(modules) > 1 and any(inside(module, room) for module in modules for room in KERNEL_ROOMS):
+            yield f"{name} is defined in {', '.join(sorted(modules))}"
+
+
 LONG = '"""."""\ndef f():\n    return 1\n' + "x = 1\n" * SMALL
 
+ALLOWED: list[Allowed] = [
+    (identifiers_of_kernel_rooms_are_unique, {"fa_serve/ops/a.py": "log = 1\n_f = 2", "fa_serve/ops/b.py": "log = 1\n_f = 2"}),
+    (
+        identifiers_of_kernel_rooms_are_unique,
+        {"fa_serve/ops/a.py": "from fa_serve.ops.b import f", "fa_serve/ops/b.py": "def f(): ..."},
+    ),
+    (identifiers_of_kernel_rooms_are_unique, {"fa_serve/engine/a.py": "F = 1", "server/b.py": "F = 2"}),
+]
 PLANTED: list[Planted] = [
     (files_open_with_a_docstring, {"fa_serve/engine/__init__.py": "import math"}, "fa_serve.engine has no docstring"),
     (files_open_with_a_docstring, {"benchmarks/a.py": "import math"}, "benchmarks/a.py has no docstring"),
@@ -280,6 +317,16 @@ PLANTED: list[Planted] = [
         configuration_is_read,
         {"fa_serve/engine/config.py": "class EngineConfig:\n    a: int\n    b: int\ndef f(c):\n    c.a = c.b"},
         "nothing reads fa_serve.engine.config.EngineConfig.a",
+    ),
+    (
+        identifiers_of_kernel_rooms_are_unique,
+        {"fa_serve/backends/triton/rows.py": "def tile(): ...", "fa_serve/ops/rows.py": "class tile: ..."},
+        "tile is defined in fa_serve.backends.triton.rows, fa_serve.ops.rows",
+    ),
+    (
+        identifiers_of_kernel_rooms_are_unique,
+        {"fa_serve/ops/rows.py": "MOST = 1", "server/app.py": "MOST: int = 2"},
+        "MOST is defined in fa_serve.ops.rows, fa_serve.server.app",
     ),
     (abstractions_have_children, {"server/app.py": "class A(ABC): ...\nclass B(A): ..."}, "app.A is abstract and has 1"),
 ]

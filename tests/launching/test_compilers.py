@@ -22,7 +22,7 @@ from triton import knobs
 from triton.runtime.driver import driver
 
 from fa_serve.backends.calls import AttentionOptions, AttentionTensors
-from fa_serve.backends.hopper.forward.plan import plan_forward
+from fa_serve.backends.hopper.forward.plan import plan_hopper_forward
 from fa_serve.launching import compilers
 from fa_serve.launching.compilers import CompilerProcesses, CompilerThreads, compiled_by_process
 from fa_serve.launching.launch import FUSED
@@ -117,10 +117,10 @@ def test_a_kernel_with_layouts_and_descriptors_goes_to_a_process(compiled, proce
 
     def warm_up() -> None:
         with compiling_for("sm90"):
-            plan_forward(tensors, AttentionOptions(0.1, (-1, 0), 0.0, 256, 256, return_lse=True))(tensors)
+            plan_hopper_forward(tensors, AttentionOptions(0.1, (-1, 0), 0.0, 256, 256, return_lse=True))(tensors)
 
     compile_all(processes, warm_up)
-    assert compiled == [("attention_forward", True, True)]
+    assert compiled == [("attn_fwd_hopper", True, True)]
 
 
 def test_a_kernel_in_the_cache_is_not_said_to_be_compiled(compiled, processes) -> None:

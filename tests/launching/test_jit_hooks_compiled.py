@@ -14,7 +14,7 @@ from triton import knobs
 
 from fa_serve.backends.calls import AttentionOptions, BackwardTensors
 from fa_serve.backends.hopper.forward import kernel as forward_partitions
-from fa_serve.backends.hopper.forward.plan import plan_forward as plan_on_hopper
+from fa_serve.backends.hopper.forward.plan import plan_hopper_forward
 from fa_serve.backends.triton.backward import kernels as backward_kernels
 from fa_serve.backends.triton.backward.plan import plan_backward
 from fa_serve.backends.triton.prefill import kernel as forward_kernel
@@ -23,7 +23,7 @@ from fa_serve.launching.jit_hooks import HOOK_CALL, show_constants_as_text
 from fa_serve.testing import make_qkv, run_plan
 
 KERNELS = {
-    forward_partitions: ["attention_forward"],
+    forward_partitions: ["attn_fwd_hopper"],
     forward_kernel: ["attn_fwd"],
     backward_kernels: ["attn_bwd_q", "attn_bwd_kv"],
 }
@@ -46,7 +46,7 @@ def backward(dim: int) -> None:
 @pytest.mark.parametrize(
     ("call", "constants"),
     [
-        pytest.param(partial(forward, plan_on_hopper, 64), ["Variant(", "tiles="], id="hopper"),
+        pytest.param(partial(forward, plan_hopper_forward, 64), ["Variant(", "tiles="], id="hopper"),
         pytest.param(partial(forward, plan_forward, 64), ["ForwardVariant(", "tma=False"], id="portable"),
         pytest.param(partial(forward, plan_forward, 128), ["ForwardVariant(", "tma=True"], id="portable-tma"),
         pytest.param(partial(backward, 128), ["BackwardVariant(", "tma="], id="backward"),

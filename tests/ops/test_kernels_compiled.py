@@ -17,8 +17,8 @@ from fa_serve.ops.elementwise.addition import launch_add
 from fa_serve.ops.elementwise.norm import launch_rms_norm
 from fa_serve.ops.elementwise.rotary import launch_rotary_store_kv
 from fa_serve.ops.elementwise.rotary_latent import launch_rotary_store_latent
-from fa_serve.ops.experts.routing import launch_route
-from fa_serve.ops.experts.run import compute_experts
+from fa_serve.ops.moe.routing import launch_route
+from fa_serve.ops.moe.run import compute_experts
 from fa_serve.ops.products.problem import converts_float8
 from fa_serve.ops.products.quantised.rounding import MAX_GATED
 from fa_serve.ops.products.row_invariant import launch_invariant_sum

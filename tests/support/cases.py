@@ -173,9 +173,9 @@ def few_queries() -> list[Case]:
 
 
 def verified_drafts() -> list[Case]:
-    """Few queries of many sequences, whose query heads share tiles on a Hopper GPU (`backends.hopper.packed_heads`).
+    """Few queries of many sequences, whose query heads share tiles on a Hopper GPU (`backends.hopper.forward.pack_gqa`).
 
-    The last ones have a sequence that is much longer than the others, whose keys are divided (`backends.hopper.divided_keys`).
+    The last ones have a sequence that is much longer than the others, whose keys are divided (`backends.hopper.split_kv`).
     """
     queries = tuple(range(1, 17))
     keys = tuple(16 + 370 * i % 1900 for i in range(16))
@@ -192,7 +192,7 @@ def odd_groups() -> list[Case]:
     return [Case((130, 70), (150, 200), heads=2 * group, kv_heads=2, head_dim=128, causal=True) for group in (3, 5, 6, 7, 12)]
 
 
-def divided_prompts() -> list[Case]:
+def split_prompts() -> list[Case]:
     """Prompts of equal length with few rows behind many keys, whose keys are divided on a Hopper GPU (`backends.chunks`)."""
     return [
         Case((256,), (2000,), heads=16, kv_heads=2, head_dim=128, causal=True),

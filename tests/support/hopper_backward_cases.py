@@ -10,7 +10,7 @@ from hopper_emulator import emulated
 from torch import Tensor
 
 from fa_serve.backends.calls import AttentionOptions, BackwardTensors, Gradients
-from fa_serve.backends.hopper.backward.plan import plan_backward
+from fa_serve.backends.hopper.backward.plan import plan_hopper_backward
 from fa_serve.backends.hopper.backward.tiles import BackwardTileConfig
 from fa_serve.backends.reference import attention_reference
 from fa_serve.testing import assert_matches_reference, cu_seqlens, eager_attention, make_qkv
@@ -105,7 +105,7 @@ class GradientCall:
 
     def run(self, **emulation: Any) -> Gradients:
         with emulated(**emulation):
-            found: Gradients = plan_backward(self.tensors, self.case.options, self.case.tiles)(self.tensors)
+            found: Gradients = plan_hopper_backward(self.tensors, self.case.options, self.case.tiles)(self.tensors)
         return found
 
     def rows(self, name: str, number: int) -> tuple[Any, ...]:

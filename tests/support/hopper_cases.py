@@ -11,8 +11,8 @@ from hopper_emulator import emulated
 from torch import Tensor
 
 from fa_serve.backends.calls import AttentionOptions, AttentionTensors
-from fa_serve.backends.hopper.forward.plan import plan_forward
-from fa_serve.backends.hopper.forward.tiles import Schedule, TileConfig
+from fa_serve.backends.hopper.forward.plan import plan_hopper_forward
+from fa_serve.backends.hopper.forward.tiles import HopperTiles, Schedule
 from fa_serve.backends.reference import attention_reference
 from fa_serve.testing import (
     assert_lse_matches,
@@ -42,9 +42,9 @@ class Case:
     sinks: bool = False
     scale: float = 0.125
     dtype: torch.dtype = torch.bfloat16
-    tiles: TileConfig | None = None
+    tiles: HopperTiles | None = None
     page_size: int = 16
-    max_pieces: int | None = None
+    max_splits: int | None = None
 
     def make_sinks(self) -> Tensor | None:
         return torch.randn(self.heads[0], generator=torch.Generator().manual_seed(1)) if self.sinks else None
@@ -72,7 +72,7 @@ def run_dense(case: Case, **emulation: Any) -> None:
     q, k, v = make_qkv(case.batch, case.seqlen_q, case.seqlen_k, *case.heads, *case.head_dim, dtype=case.dtype)
     tensors = AttentionTensors(q, k, v, case.make_sinks())
     with emulated(**emulation):
-        out, lse = plan_forward(tensors, case.options(case.seqlen_q, case.seqlen_k), case.tiles)(tensors)
+        out, lse = plan_hopper_forward(tensors, case.options(case.seqlen_q, case.seqlen_k), case.tiles)(tensors)
     case.check(out, lse, q, k, v)
 
 
@@ -102,7 +102,7 @@ class PagedCall:
 
     def run(self, **emulation: Any) -> tuple[Tensor, Tensor]:
         with emulated(**emulation):
-            out, lse = plan_forward(self.tensors, self.options, self.case.tiles, self.case.max_pieces)(self.tensors)
+            out, lse = plan_hopper_forward(self.tensors, self.options, self.case.tiles, self.case.max_splits)(self.tensors)
         assert lse is not None
         return out, lse
 
@@ -120,9 +120,9 @@ def run_paged(case: Case, **emulation: Any) -> None:
     assert (out[call.sequences[4][0]] == 0).all()
 
 
-def run_with_skipped_sequences(max_pieces: int | None = None, **emulation: Any) -> None:
+def run_with_skipped_sequences(max_splits: int | None = None, **emulation: Any) -> None:
     """Emulate a call that leaves sequences of up to 16 queries to another kernel: their rows stay as they are."""
-    call = PagedCall.of(Case("", max_pieces=max_pieces), [1, 70, 16, 17, 0], [90, 70, 33, 40, 5], skip_q=16)
+    call = PagedCall.of(Case("", max_splits=max_splits), [1, 70, 16, 17, 0], [90, 70, 33, 40, 5], skip_q=16)
     out = torch.full_like(call.tensors.q, 7.0)
     lse = torch.full((2, 104), 7.0)
     call.tensors = call.tensors._replace(out=out, lse=lse)

@@ -44,20 +44,24 @@ from hopper_threads import (
     wait_stores,
 )
 
-from fa_serve.backends.hopper import block_sparse as listed_blocks
-from fa_serve.backends.hopper import shared_memory
+from fa_serve.backends.hopper import block_sparse, shared_memory
 from fa_serve.backends.hopper.backward import consumer as backward_consumer
-from fa_serve.backends.hopper.backward import dq_accumulator as dq_sum
+from fa_serve.backends.hopper.backward import dq_accumulator as dq_accum
 from fa_serve.backends.hopper.backward import plan as backward
 from fa_serve.backends.hopper.backward import producer as backward_producer
 from fa_serve.backends.hopper.backward import types as backward_types
-from fa_serve.backends.hopper.forward import consumer, float8_probabilities, float8_scales, producer
-from fa_serve.backends.hopper.forward import kernel as forward_partitions
+from fa_serve.backends.hopper.forward import (
+    consumer,
+    float8_probabilities,
+    float8_scales,
+    pack_gqa,
+    producer,
+    tile_scheduler,
+    tiles,
+)
+from fa_serve.backends.hopper.forward import kernel as forward_kernel
 from fa_serve.backends.hopper.forward import output as forward_output
-from fa_serve.backends.hopper.forward import pack_gqa as packed_heads
 from fa_serve.backends.hopper.forward import plan as forward
-from fa_serve.backends.hopper.forward import tile_scheduler as tile_schedule
-from fa_serve.backends.hopper.forward import tiles as hopper_tiles
 from fa_serve.backends.hopper.forward import types as kernel_types
 from fa_serve.backends.hopper.latent import (
     plan as latent_decode,
@@ -71,13 +75,13 @@ from fa_serve.backends.hopper.latent import (
 from fa_serve.backends.hopper.latent import (
     warps as latent_warps,
 )
-from fa_serve.backends.hopper.split_kv import combine as merge
-from fa_serve.backends.hopper.split_kv import split as divided_keys
-from fa_serve.backends.hopper.split_kv import tile_scheduler as piece_table
+from fa_serve.backends.hopper.split_kv import combine as combine
+from fa_serve.backends.hopper.split_kv import split as split_kv
+from fa_serve.backends.hopper.split_kv import tile_scheduler as split_tile_scheduler
 from fa_serve.backends.triton import primitives, row_statistics, splits
 from fa_serve.backends.triton.float8_inputs import BLOCK_KEYS
 from fa_serve.launching.launch import Launch, View
-from fa_serve.ops.experts import matrix_wgmma
+from fa_serve.ops.moe import matrix_wgmma
 
 
 class _Shared:
@@ -341,21 +345,21 @@ def _language() -> types.SimpleNamespace:
 _MODULES = (
     primitives,
     splits,
-    tile_schedule,
-    listed_blocks,
+    tile_scheduler,
+    block_sparse,
     float8_probabilities,
     float8_scales,
-    divided_keys,
-    packed_heads,
+    split_kv,
+    pack_gqa,
     producer,
     consumer,
     shared_memory,
     forward_output,
-    forward_partitions,
-    piece_table,
-    merge,
+    forward_kernel,
+    split_tile_scheduler,
+    combine,
     row_statistics,
-    dq_sum,
+    dq_accum,
     backward_producer,
     backward_consumer,
     backward,
@@ -403,13 +407,13 @@ def _define(faults: tuple[tuple[str, str], ...]) -> dict[str, Any]:
         "sync_threads": lambda: None,
         "HAS_REINTERPRET": True,
         "fence_async_shared": lambda: None,
-        "hopper_tiles": hopper_tiles,
+        "MAX_SPLITS": tiles.MAX_SPLITS,
         "warpgroup_mma": start_product,
         "warpgroup_mma_wait": wait_products,
         "BLOCK_KEYS": BLOCK_KEYS.value,
         "RAGGED": kernel_types.RAGGED.value,
         "COUNTS": splits.COUNTS,
-        "OUTPUT": tile_schedule.OUTPUT,
+        "OUTPUT": tile_scheduler.OUTPUT,
         "P_STAGES": latent_tiles.P_STAGES,
         "ROPE_COLUMNS": latent_tiles.ROPE_COLUMNS,
         "VALUE_PARTS": latent_tiles.VALUE_PARTS,

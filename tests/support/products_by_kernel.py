@@ -19,15 +19,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fa_serve import ops, spec
 from fa_serve.launching.launch import Launch
 from fa_serve.launching.plans import PLANS
-from fa_serve.ops.experts import run as experts_run
+from fa_serve.ops.moe import run as experts_run
 from fa_serve.ops.products import run as products_run
 from fa_serve.ops.products import table
 from fa_serve.ops.products.problem import Details, Product, product_with
 from fa_serve.ops.products.quantised.dequantise import plan_matrix
 from fa_serve.ops.products.quantised.rounding import plan_rounding
 from fa_serve.ops.products.quantised.weight import QuantizedWeight
-from fa_serve.ops.products.run import plan_product, product_of
-from fa_serve.ops.products.table import Choice, kernel_named, select_kernel
+from fa_serve.ops.products.run import plan_product, problem_of
+from fa_serve.ops.products.table import KernelChoice, kernel_named, select_kernel
 
 
 def multiply_by(
@@ -48,11 +48,11 @@ def multiply_by(
     tile:    the row's own for this product if None
     num_sms: of the GPU that the tile is chosen for, that of x if 0
     """
-    product = product_of(x, weight, gated=activation is not None)
+    product = problem_of(x, weight, gated=activation is not None)
     product = replace(product, num_sms=num_sms or product.num_sms)
     kernel = kernel_named(name)
     norm_weight, eps, offset = (None, 0.0, 0.0) if norm is None else norm
-    choice = Choice(kernel, kernel.tile(product) if tile is None else tile, {})
+    choice = KernelChoice(kernel, kernel.tile(product) if tile is None else tile, {})
     details = Details(eps, offset, activation, alpha)
     run = plan_product(x, product, details, norm is not None, None, choice)
     return run(x, weight, bias, norm_weight, residual)
@@ -60,12 +60,12 @@ def multiply_by(
 
 def kernel_for(x: Tensor, weight: ops.Weight) -> str:
     """The row of the table that computes x @ weight.T."""
-    return select_kernel(product_of(x, weight)).kernel.name
+    return select_kernel(problem_of(x, weight)).kernel.name
 
 
 def dequantised_by_kernel(weight: QuantizedWeight, dtype: torch.dtype, calls: int = 1) -> Tensor:
     """The matrix of a weight, by the last of several launches of one plan."""
-    matrix_of = plan_matrix(product_of(torch.empty(1, weight.width, dtype=dtype, device=weight.device), weight))
+    matrix_of = plan_matrix(problem_of(torch.empty(1, weight.width, dtype=dtype, device=weight.device), weight))
     return [matrix_of(weight) for _ in range(calls)][-1]
 
 
@@ -74,7 +74,7 @@ def rounded_by_kernel(
 ) -> ops.RoundedRows:
     """Rows rounded to float8, after their norm or their gate."""
     width = x.shape[1] // (1 if activation is None else 2)
-    product = product_of(x[:, :width], torch.empty(1, width, device=x.device))
+    product = problem_of(x[:, :width], torch.empty(1, width, device=x.device))
     norm_weight, eps, offset = (None, 0.0, 0.0) if norm is None else norm
     return plan_rounding(product, Details(eps, offset), activation)(x, norm_weight, input_scale)
 

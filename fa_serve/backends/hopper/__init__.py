@@ -1,22 +1,14 @@
 """Attention for Hopper (sm90) in Gluon: TMA, warp specialisation, wgmma.
 
-forward         the plan of a call with dense, packed or paged keys; `forward_partitions` has its kernel
-forward_launches the launches of a call that has a plan
-producer        the warp that copies to shared memory; `consumer` holds the warpgroups that compute
-forward_output  how they write the output of a tile
-backward        the kernel of the gradients and its plan; what it consists of begins with `backward_`
-dq_sum          the sum of dQ in float32, to which the backward kernel adds
-listed_blocks   lists of key blocks, which the producer walks
-packed_heads    query heads that share a tile, for a few queries per sequence
-latent_decode   decoding of latent attention (MLA): its plan and kernel; latent_warps holds the warps, latent_types what they
-                hand to one another, and latent_tiles the choice
-divided_keys    keys of long sequences, divided among tiles; `piece_table` cuts them on the device, `merge` combines the pieces
-float8_scales   the scales of float8 copies of q, k and v, which `triton.float8_inputs` makes; `float8_probabilities` packs P
-kernel_types    what these warps hand to one another; `shared_memory` allocates what they share
-tile_schedule   which tile comes next
-hopper_tiles    the shape of tiles
+forward         a call with dense, packed or paged keys: its plan, its launches, and the kernel, in which a producer warp copies
+                to shared memory and consumer warpgroups compute; `pack_gqa` lets the query heads of a KV head share a tile,
+                `tile_scheduler` says which tile comes next, and `float8_scales` has the scales of float8 copies
+split_kv        keys of long sequences, split among tiles: the device cuts them, and a second kernel combines the splits
+block_sparse    lists of key blocks, which the producer walks
+latent          decoding of latent attention (MLA)
+backward        the gradients; `dq_accumulator` is the sum of dQ in float32, to which the kernel adds
 descriptors     how the copy engine addresses tensors
-gluon_names     what releases of Triton call by different names
+shared_memory   allocates what the warps share
 
 Left out: decoding of one query per sequence, 16-bit products with caches in float8, and explicit masks, which the portable
 kernels have.
@@ -42,6 +34,9 @@ from fa_serve.spec import FEW_QUERIES, AttentionSpec, dims, dtype_name
 
 RELEASES = ("3.6.", "3.7.", "3.8.", "3.9.")
 """The releases of Triton in whose Gluon the kernel compiles, see `gluon_names`."""
+
+_COMPUTED = frozenset({"softcap", "sinks", "block_mask"})
+_DIFFERENTIATED = frozenset({"softcap", "sinks"})
 
 
 class HopperBackend:
@@ -79,12 +74,10 @@ class HopperBackend:
             return f"computes gradients for head sizes up to {MAX_HEAD_DIM_OF_GRADIENTS}, got {widest}"
         if spec.mask is not None:
             return f"supports causality and windows but no explicit mask, got a {spec.mask} mask"
-        if spec.alibi:
-            return "supports no ALiBi, and alibi_slopes were given"
-        if spec.attention_chunk:
-            return "supports windows but no attention_chunk, and one was given"
-        if spec.block_mask and spec.needs_grad:
-            return "has no backward pass for a block_mask, and an input requires gradients"
+        if options := spec.options_beyond(_COMPUTED):
+            return f"does not compute {options}, which the call uses"
+        if (spec.needs_grad or spec.op == "backward") and (options := spec.options_beyond(_DIFFERENTIATED)):
+            return f"has no backward pass for {options}, and an input requires gradients"
         if spec.precision != "bf16" and (reason := cannot_quantize(spec)):
             return reason
         if spec.layout == "paged" and spec.needs_grad:
@@ -96,16 +89,16 @@ class HopperBackend:
     def plan(self, spec: AttentionSpec, tensors: Any, options: AttentionOptions) -> Run:
         """As in `backends.Backend`. Any strides and addresses are right; those that TMA cannot address cost a copy per call."""
         if spec.op == "backward":
-            from fa_serve.backends.hopper.backward.plan import plan_backward
+            from fa_serve.backends.hopper.backward.plan import plan_hopper_backward
 
-            return plan_backward(tensors, options)
+            return plan_hopper_backward(tensors, options)
         if _is_latent_decoding(spec) and cannot_decode_latent(spec) is None:
             from fa_serve.backends.hopper.latent.plan import plan_latent_decode
 
             return plan_latent_decode(tensors, options)
-        from fa_serve.backends.hopper.forward.plan import plan_forward
+        from fa_serve.backends.hopper.forward.plan import plan_hopper_forward
 
-        return plan_forward(tensors, options)
+        return plan_hopper_forward(tensors, options)
 
 
 def _is_latent_decoding(spec: AttentionSpec) -> bool:

@@ -4,7 +4,7 @@ A tile's rows lie in one block of queries, whose list the producer reads from gl
 each block of K it writes the block's number to shared memory, and where the bits of a partial block are. Only bits are read by
 the consumers, which need them in the registers that hold the scores. See `fa_serve.block_lists` for what a list is.
 
-A listed block of `block_k` keys is copied in `block_k / block_n` pieces. "Piece" and "place" count these.
+A listed block of `block_k` keys is copied in `block_k / block_n` key blocks. Numbers and places count key blocks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 PAIR_LAYOUT = gl.constexpr(gl.BlockedLayout([2], [32], [1], [0]))
-"""A piece's number and bits in the producer's one warp: each thread has both."""
+"""A key block's number and bits in the producer's one warp: each thread has both."""
 
 
 class Lists(NamedTuple):
@@ -43,9 +43,9 @@ class TileList(NamedTuple):
     """The list of one tile.
 
     index, full_index: its rows of these tensors; full_index is not read if there are no full blocks
-    partial, total:    pieces of partial blocks, and of all blocks
-    bits:              the number of its first piece among all pieces that have bits
-    end:               a piece that lies past the last key
+    partial, total:    key blocks of partial blocks, and of all blocks
+    bits:              the number of its first key block among all key blocks that have bits
+    end:               a key block that lies past the last key
     """
 
     index: gl.tensor
@@ -56,11 +56,11 @@ class TileList(NamedTuple):
     end: gl.tensor
 
 
-class Piece(NamedTuple):
+class KeyBlock(NamedTuple):
     """What is copied at a time.
 
     number: keys [number * block_n, (number + 1) * block_n) of the sequence
-    bits:   (with lists) the number of the piece among all pieces that have bits, or -1
+    bits:   (with lists) the number of the key block among all key blocks that have bits, or -1
     """
 
     number: gl.tensor
@@ -70,67 +70,67 @@ class Piece(NamedTuple):
 @gluon.jit
 def list_of(tile, sequence, lists, var: gl.constexpr):
     """The list of a tile. Nothing is read if there is no tile, whose sequence may be any number."""
-    PIECES: gl.constexpr = var.block_k // var.tiles.block_n
+    KEY_BLOCKS: gl.constexpr = var.block_k // var.tiles.block_n
     there = tile.row >= 0
     block = sequence * lists.batch + tile.head // lists.heads_per_list * lists.head + tile.row // var.block_q
     row = gl.where(there, block, 0).to(gl.int64)
-    partial = gl.load(lists.num + row, mask=there, other=0) * PIECES
+    partial = gl.load(lists.num + row, mask=there, other=0) * KEY_BLOCKS
     total = partial
     full_index = lists.index
     if lists.full_num is not None:
-        total = partial + gl.load(lists.full_num + row, mask=there, other=0) * PIECES
+        total = partial + gl.load(lists.full_num + row, mask=there, other=0) * KEY_BLOCKS
         full_index = lists.full_index + row * lists.full_width
     end = (tile.kv_len + var.tiles.block_n - 1) // var.tiles.block_n
-    bits = row.to(gl.int32) * lists.bits_width * PIECES
+    bits = row.to(gl.int32) * lists.bits_width * KEY_BLOCKS
     return TileList(lists.index + row * lists.width, full_index, partial, total, bits, end)
 
 
 @gluon.jit
-def listed_piece(place, of, lists, var: gl.constexpr):
-    """The piece at this place of a list, partial blocks first. Past the end of the list, a piece that no row sees."""
-    PIECES: gl.constexpr = var.block_k // var.tiles.block_n
+def listed_key_block(place, of, lists, var: gl.constexpr):
+    """The key block at this place of a list, partial blocks first. Past the end of the list, a key block that no row sees."""
+    KEY_BLOCKS: gl.constexpr = var.block_k // var.tiles.block_n
     listed = place < of.total
     if lists.full_num is None:
-        block = gl.load(of.index + place // PIECES, mask=listed, other=0)
+        block = gl.load(of.index + place // KEY_BLOCKS, mask=listed, other=0)
     else:
-        block = gl.load(of.index + place // PIECES, mask=place < of.partial, other=0)
-        behind = gl.maximum(place - of.partial, 0) // PIECES
+        block = gl.load(of.index + place // KEY_BLOCKS, mask=place < of.partial, other=0)
+        behind = gl.maximum(place - of.partial, 0) // KEY_BLOCKS
         block += gl.load(of.full_index + behind, mask=listed & (place >= of.partial), other=0)
-    number = gl.where(listed, block * PIECES + place % PIECES, of.end)
-    return Piece(number, gl.where(place < of.partial, of.bits + place, -1))
+    number = gl.where(listed, block * KEY_BLOCKS + place % KEY_BLOCKS, of.end)
+    return KeyBlock(number, gl.where(place < of.partial, of.bits + place, -1))
 
 
 @gluon.jit
-def announce_piece(piece, buffer):
-    """Write what the consumers need to know of a piece, before its copy is announced at the barrier."""
+def announce_key_block(key_block, buffer):
+    """Write what the consumers need to know of a key block, before its copy is announced at the barrier."""
     i = gl.arange(0, 2, layout=PAIR_LAYOUT)
-    buffer.store(gl.where(i == 0, piece.number, piece.bits))
+    buffer.store(gl.where(i == 0, key_block.number, key_block.bits))
 
 
 @gluon.jit
-def read_piece(buffer, layout: gl.constexpr):
-    """What the producer has written for a piece whose keys have arrived."""
+def read_key_block(buffer, layout: gl.constexpr):
+    """What the producer has written for a key block whose keys have arrived."""
     pair = buffer.load(layout)
     i = gl.arange(0, 2, layout=layout)
-    return Piece(gl.sum(gl.where(i == 0, pair, 0), 0), gl.sum(gl.where(i == 1, pair, 0), 0))
+    return KeyBlock(gl.sum(gl.where(i == 0, pair, 0), 0), gl.sum(gl.where(i == 1, pair, 0), 0))
 
 
 @gluon.jit
-def load_bits(bits_ptr, piece, row, var: gl.constexpr):
-    """The bits of 64 rows for a piece, [64, block_n / 32] words, all set if the piece has none; a number without bits.
+def load_bits(bits_ptr, key_block, row, var: gl.constexpr):
+    """The bits of 64 rows for a key block, [64, block_n / 32] words, all set if the key block has none; a number without bits.
 
     row: the first row of the warpgroup in its sequence. A thread has two rows of scores and whole words of each, so the words
     are loaded into the registers where they are needed.
     """
-    PIECES: gl.constexpr = var.block_k // var.tiles.block_n if var.bits else 1
+    KEY_BLOCKS: gl.constexpr = var.block_k // var.tiles.block_n if var.bits else 1
     WORDS: gl.constexpr = var.tiles.block_n // 32
     LAYOUT: gl.constexpr = gl.SliceLayout(2, var.bits_layout)
     if var.bits:
         rows = row % var.block_q + gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT)), 1)
         columns = gl.expand_dims(gl.arange(0, WORDS, layout=gl.SliceLayout(0, LAYOUT)), 0)
-        block = (gl.maximum(piece.bits, 0) // PIECES).to(gl.int64) * (var.block_q * WORDS * PIECES)
-        at = rows * (WORDS * PIECES) + piece.bits % PIECES * WORDS + columns
-        return gl.load(bits_ptr + block + at, mask=at * 0 + piece.bits >= 0, other=-1)
+        block = (gl.maximum(key_block.bits, 0) // KEY_BLOCKS).to(gl.int64) * (var.block_q * WORDS * KEY_BLOCKS)
+        at = rows * (WORDS * KEY_BLOCKS) + key_block.bits % KEY_BLOCKS * WORDS + columns
+        return gl.load(bits_ptr + block + at, mask=at * 0 + key_block.bits >= 0, other=-1)
     else:  # noqa: RET505
         return row
 

@@ -59,10 +59,10 @@ def allocate_buffers(desc, var: gl.constexpr):
         if var.dv1 > 0:
             o1 = gl.allocate_shared_memory(desc.o.dtype, [GROUPS] + desc.o1.block_type.shape, desc.o1.layout)  # noqa: RUF005
     record = gl.allocate_shared_memory(gl.int32, [Q_STAGES, 8], RECORD)
-    pieces = record
+    key_blocks = record
     if var.block_k > 0:
-        pieces = gl.allocate_shared_memory(gl.int32, [var.tiles.stages, 2], RECORD)
-    return SharedMemory(q, q1, k, k1, v, v1, o, o1, record, k_boxes, k1_boxes, v_boxes, v1_boxes, pieces)
+        key_blocks = gl.allocate_shared_memory(gl.int32, [var.tiles.stages, 2], RECORD)
+    return SharedMemory(q, q1, k, k1, v, v1, o, o1, record, k_boxes, k1_boxes, v_boxes, v1_boxes, key_blocks)
 
 
 @gluon.jit

@@ -1,14 +1,14 @@
 """Portable Triton kernels: any GPU that Triton compiles for, and Triton's interpreter on a CPU.
 
-`forward` is the FlashAttention-2 forward pass over dense, packed and paged keys, and `backward` the gradients of dense and
-packed calls. `decode` divides one sequence's keys, paged or dense, among programs when the queries are few. `latent` reads
+`prefill` is the FlashAttention-2 forward pass over dense, packed and paged keys, and `backward` the gradients of dense and
+packed calls. `decode` splits one sequence's keys, paged or dense, among programs when the queries are few. `latent` reads
 pages whose values are a part of their keys. `block_sparse` walks over lists of key blocks, for prompts and for decoding. Each
 of these modules describes its algorithm and plans calls; its kernels are in the module of that name with `_kernel` or
 `_kernels`. `store_kv` writes the paged cache.
 
-Kernels share `primitives`, which are steps of the algorithm, `splits`, which cuts keys and merges the results, `key_pages`,
+Kernels share `primitives`, which are steps of the algorithm, `splits`, which cuts keys and combines the results, `key_pages`,
 which finds keys in a cache, and `float8_conversions`, which reads a quantised cache. `float8_inputs` makes the float8 copies
-that `forward` and the Hopper kernel multiply, and `float8_products` is what they change in `forward`. `triton_tiles` chooses
+that `prefill` and the Hopper kernel multiply, and `float8_products` is what they change in `prefill`. `tiles` chooses
 tiles.
 
 This package leaves out everything that only Hopper has (`backends.hopper`), and what a decoder layer computes beside attention
@@ -17,6 +17,7 @@ This package leaves out everything that only Hopper has (`backends.hopper`), and
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,6 +38,22 @@ from fa_serve.spec import AttentionSpec, dtype_name
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MAX_HEAD_DIM = 512
 _MAX_HEAD_DIM_OF_GRADIENTS = 256
+
+_COMPUTED = {
+    "prefill": frozenset({"softcap", "sinks", "alibi", "attention_chunk"}),
+    "decode": frozenset({"softcap", "sinks", "alibi", "attention_chunk"}),
+    "block_sparse": frozenset({"softcap", "sinks", "alibi", "attention_chunk", "block_mask"}),
+    "latent": frozenset[str](),
+    "backward": frozenset({"softcap", "sinks"}),
+    "store_kv": frozenset[str](),
+}
+"""The options that each kernel computes, see `spec.OPTIONS`."""
+_PLANS: dict[str, Callable[[Any, AttentionOptions], Run]] = {
+    "prefill": plan_forward,
+    "decode": plan_decode,
+    "block_sparse": plan_block_sparse,
+    "backward": plan_backward,
+}
 
 
 class TritonBackend:
@@ -68,23 +85,32 @@ class TritonBackend:
             return f"computes gradients for a head_dim up to {_MAX_HEAD_DIM_OF_GRADIENTS}, got {widest}"
         if spec.layout == "paged" and spec.needs_grad:
             return "has no backward pass through a paged cache, and an input requires gradients"
-        if (spec.needs_grad or spec.op == "backward") and (spec.alibi or spec.attention_chunk):
-            return "has no backward pass for alibi_slopes and attention_chunk, and an input requires gradients"
-        if spec.needs_grad and spec.block_mask:
-            return "has no backward pass for a block_mask, and an input requires gradients"
+        kernel = _kernel_of(spec)
+        if kernel != "backward" and (options := spec.options_beyond(_COMPUTED[kernel])):
+            return f"does not compute {options} in its kernel of {kernel}, which the call uses"
+        if (spec.needs_grad or kernel == "backward") and (options := spec.options_beyond(_COMPUTED["backward"])):
+            return f"has no backward pass for {options}, and an input requires gradients"
         return None
 
     def plan(self, spec: AttentionSpec, tensors: Any, options: AttentionOptions | None) -> Run:
-        if spec.op == "store_kv":
+        kernel = _kernel_of(spec)
+        if kernel == "store_kv":
             return plan_store_kv(tensors)
         assert options is not None
-        if spec.op == "backward":
-            return plan_backward(tensors, options)
-        if spec.block_mask:
-            return plan_block_sparse(tensors, options)
-        if latent.unsupported(spec) is None:
+        if kernel == "latent":
             return latent.plan_latent(tensors, options, decodes=spec.op == "decode")
-        return plan_decode(tensors, options) if spec.op == "decode" else plan_forward(tensors, options)
+        return _PLANS[kernel](tensors, options)
+
+
+def _kernel_of(spec: AttentionSpec) -> str:
+    """The room of the kernel that serves a call."""
+    if spec.op in ("store_kv", "backward"):
+        return spec.op
+    if spec.block_mask:
+        return "block_sparse"
+    if latent.unsupported(spec) is None:
+        return "latent"
+    return "decode" if spec.op == "decode" else "prefill"
 
 
 def _cannot_multiply_float8(spec: AttentionSpec) -> str | None:

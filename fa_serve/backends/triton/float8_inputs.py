@@ -35,10 +35,10 @@ import triton.language as tl
 from torch import Tensor
 
 from fa_serve.backends.calls import AttentionOptions, AttentionTensors
-from fa_serve.backends.layout import Layout, contiguous, permuted
+from fa_serve.backends.layout import TensorLayout, contiguous, permuted
 from fa_serve.launching.launch import Launch
+from fa_serve.spec import FLOAT8 as FLOAT8
 
-FLOAT8 = torch.float8_e4m3fn
 BLOCK_KEYS = tl.constexpr(128)
 """Keys that share a scale of float8 keys and values."""
 LARGEST = tl.constexpr(448.0)
@@ -328,7 +328,7 @@ def _quantize_inputs(
                     tl.store(v8_ptr + ((at * _GROUP + place) * DIM_V)[:, None] + cols, v)
 
 
-class Quantizer:
+class InputQuantizer:
     """The launch of `_quantize_inputs` for calls whose tensors lie alike.
 
     groups:  groups of BLOCK_KEYS keys of a head: of one sequence, or of all that are packed
@@ -338,7 +338,7 @@ class Quantizer:
     """
 
     def __init__(
-        self, given: Sequence[Layout], form: Form, sequences: int, options: AttentionOptions, table_stride: int = 0
+        self, given: Sequence[TensorLayout], form: Form, sequences: int, options: AttentionOptions, table_stride: int = 0
     ) -> None:
         """given: the layouts of q, k and v; sequences: how many are packed, or the batch size"""
         q, k, v = given
@@ -360,7 +360,7 @@ class Quantizer:
             self._v = contiguous((copies, num_kv_heads, rows, dim_v), q.dtype)
         queries = permuted(self._q, 0, 2, 1, 3)
         self.layouts = [
-            Layout(queries.shape[one:], queries.strides[one:], FLOAT8),
+            TensorLayout(queries.shape[one:], queries.strides[one:], FLOAT8),
             permuted(self._k, 0, 2, 1, 3),
             permuted(self._v, 0, 2, 1, 3) if self._copies_values else v,
         ]
@@ -391,7 +391,9 @@ class Quantizer:
     def __call__(self, tensors: AttentionTensors) -> tuple[Tensor | None, ...]:
         """-> the copies of q, k and v, then their scales: float32, of q in the shape of lse, of k and v (batch, num_kv_heads,
         groups), None for values that are not float8."""
-        q, k, v = tensors[:3]
+        q = tensors.q
+        k = tensors.k
+        v = tensors.v
         q8 = q.new_empty(self._q.shape, dtype=FLOAT8)
         k8 = k.new_empty(self._k.shape, dtype=FLOAT8)
         copy = v.new_empty(self._v.shape, dtype=self._v.dtype) if self._copies_values else None

@@ -1,6 +1,6 @@
-"""How split-KV decoding cuts keys into splits, on the device, and how it merges their results.
+"""How split-KV decoding cuts keys into splits, on the device, and how it combines their results.
 
-A kernel that computes splits (`decode_kernel`, `latent_kernel`) and the kernel `_combine` here find the same splits, each from
+A kernel that computes splits (`decode`, `latent`) and the kernel `_combine` here find the same splits, each from
 the lengths, so nothing about them is stored. This module leaves out what is computed for a split.
 
 In the helpers, `sequences` is (cu_q_ptr, used_k_ptr, batch, max_q, max_k, window_left). A dense batch has no cu_q_ptr, and all
@@ -31,7 +31,7 @@ class SplitVariant:
     balanced:    the key blocks of the batch are cut into equal shares
     has_left:    there is a limit to the left, a window or, if `chunked`, a chunk
     pdl:         both kernels are launched programmatically
-    listed:      keys are those of lists (`block_sparse`), and each sequence has all splits, of which some may be empty
+    block_sparse: keys are those of lists (`block_sparse`), and each sequence has all splits, of which some may be empty
     """
 
     groups: int
@@ -44,7 +44,7 @@ class SplitVariant:
     has_left: bool
     pdl: bool
     chunked: bool = False
-    listed: bool = False
+    block_sparse: bool = False
 
 
 COUNTS = ("batch", "units", "tiles_per_head", "unit_rows", "splits", "min_blocks", "max_q", "window_left")
@@ -192,7 +192,9 @@ def _start_on_line(seq, sequences, shares, min_blocks, var: tl.constexpr):
 
 @triton.jit
 def split_of_sequence(share, seq_start, line, blocks, splits, min_blocks, ours, var: tl.constexpr):
-    """What a program computes of a sequence with so many visible blocks. line: (begin, end, size) of its share of the line
+    """What a program computes of a sequence.
+
+    blocks: the visible ones of the sequence; line: (begin, end, size) of the program's share of the line
 
     -> its split and the number of splits, the first block and the one behind the last, the place of its result, and where the
     next sequence starts on the line.
@@ -236,7 +238,7 @@ def lse_of_splits(splits_ptr, batch, splits, units, unit_rows, var: tl.constexpr
 def store_split(
     splits_ptr, out, lse, live, place, unit, batch, splits, units, unit_rows, var: tl.constexpr, SLICE: tl.constexpr = 0
 ):
-    """Store the result of a split for packed rows, [BLOCK_M, columns] and [BLOCK_M] float32, until it is merged.
+    """Store the result of a split for packed rows, [BLOCK_M, columns] and [BLOCK_M] float32, until it is combined.
 
     place, unit: of the split and of the tile of rows
     SLICE:       as in `store_rows`
@@ -289,7 +291,7 @@ def _combine(
     BLOCK_SPLITS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
 ):
-    """Merge the splits of BLOCK_ROWS rows of one sequence, BLOCK_SPLITS at a time, with the weights exp(lse - max lse).
+    """Combine the splits of BLOCK_ROWS rows of one sequence, BLOCK_SPLITS at a time, with the weights exp(lse - max lse).
 
     The lengths may be read before the wait: the kernel that lets this one start has waited for the kernels that wrote them.
     """
@@ -304,7 +306,7 @@ def _combine(
         num_splits = (start + tl.maximum(blocks, 1) - 1) // size - start // size + 1
     else:
         place0 = seq * splits
-        num_splits = splits if var.listed else tl.minimum(tl.maximum(blocks // min_blocks, 1), splits)
+        num_splits = splits if var.block_sparse else tl.minimum(tl.maximum(blocks // min_blocks, 1), splits)
     wait_for_previous_kernel(var.pdl)
     if (num_splits <= 1) | (q_len <= 0) | (q_len > max_q):
         return
@@ -347,7 +349,7 @@ def _combine(
 
 
 def combine_launch(counts: SplitCounts, var: SplitVariant, lse_stride: int, out_strides: tuple[int, ...]) -> Launch:
-    """The launch that merges what a kernel left in splits.
+    """The launch that combines what a kernel left in splits.
 
     Its tensors are out, lse, the buffer of the splits, seqused_k and cu_seqlens_q, and the number given late is max_k.
     """

@@ -2,7 +2,7 @@
 
 One program for each token and each block of heads writes K and V together, so it looks the slot up once; slot -1 skips the
 token. All strides are supported as long as the last dimension of the caches is contiguous. This module leaves out reading the
-cache (`decode`, `forward`).
+cache (`decode`, `prefill`).
 """
 
 from __future__ import annotations
@@ -86,7 +86,10 @@ def _store_kv(
 
 def plan_store_kv(tensors: StoreTensors) -> Run:
     """Plan calls of `fa_serve.store_kv` that look like this one. A run takes StoreTensors and is one launch."""
-    k, v, k_cache, v_cache, *_ = tensors
+    k = tensors.k
+    v = tensors.v
+    k_cache = tensors.k_cache
+    v_cache = tensors.v_cache
     total, num_heads, dim = k.shape
     if total == 0:
         return lambda tensors: None

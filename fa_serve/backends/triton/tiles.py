@@ -1,6 +1,6 @@
 """Which tiles the portable kernels use: pure functions of what the host knows. Nothing is tuned on the serving path.
 
-`forward_tiles` chooses for the forward pass, `decode_tiles` for split-KV decoding, `combine_tiles` for merging splits, and
+`forward_tiles` chooses for the forward pass, `decode_tiles` for split-KV decoding, `combine_tiles` for combining splits, and
 `sparse_tiles` for block-sparse calls; `latent.latent_tiles` stands beside its kernel. Each branch carries the measurement
 behind it. `bench_attention.py tune` and `tune_decode.py` in benchmarks/ repeat them.
 """
@@ -51,7 +51,7 @@ class BackwardTiles:
     queries: TileConfig
 
 
-T = TypeVar("T", bound="DecodeTiles")
+_T = TypeVar("_T", bound="DecodeTiles")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class DecodeTiles:
         """Scores have queries as rows; with fewer rows they have keys as rows."""
         return self.block_m >= 64
 
-    def without_splits(self: T) -> T:
+    def without_splits(self: _T) -> _T:
         """The same tiles for programs that walk over all keys of their rows."""
         return replace(self, splits=1, balanced=False, min_blocks=1)
 
@@ -102,7 +102,7 @@ class SparseTiles:
 
 @dataclass(frozen=True, slots=True)
 class CombineTiles:
-    """Tiles of the kernel that merges splits: `block_rows` rows, `block_splits` splits at a time."""
+    """Tiles of the kernel that combines splits: `block_rows` rows, `block_splits` splits at a time."""
 
     block_splits: int
     block_rows: int
@@ -378,11 +378,11 @@ def sparse_tiles(
 
 
 def combine_tiles(balanced: bool, splits: int, block_dv: int, rows: int) -> CombineTiles:
-    """The tile of a merge. It takes few values, so changing shapes compile few kernels.
+    """The tile of the kernel that combines splits. It takes few values, so changing shapes compile few kernels.
 
     One warp adds up a row in its registers, while four warps pass every sum through shared memory. In us on one H200 with 32/8
     and 64/8 heads of 128, one warp and four: 8 x 8192 keys 72.2 and 74.6, 32 x 4096 keys 131.7 and 134.5, and 134.0 and 141.7.
-    One sequence leaves so many splits that two warps share them: 1024 keys take 6.8 us and with one warp 7.5. The first two
+    The many splits of one sequence are shared by two warps: 1024 keys take 6.8 us and with one warp 7.5. The first two
     arguments alone set the order in which splits are added, so with a fixed number of splits it does not depend on the batch.
     """
     if not balanced:

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fa_serve import ops
-from fa_serve.ops.experts import operator as experts_operator
+from fa_serve.ops.moe import operator as experts_operator
 from fa_serve.spec import UnsupportedModelError
 
 aten: Any = torch.ops.aten

@@ -135,10 +135,10 @@ class AllReduce:
             total += part
         return total.to(x.dtype)
 
-    def way(self, x: Tensor) -> str:
+    def kernel_of(self, x: Tensor) -> str:
         """How a sum of such parts is computed: "one shot", "pushed", "nccl" or "gloo"."""
         if self._peer_sums is not None and self._peer_sums.takes(x):
-            return self._peer_sums.way(x)
+            return self._peer_sums.kernel_of(x)
         return str(dist.get_backend())
 
     def gather(self, x: Tensor) -> Tensor:

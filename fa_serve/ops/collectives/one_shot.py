@@ -13,7 +13,7 @@ The device counts the calls, so a CUDA graph can be replayed. If a rank is lost,
 own memory, which no other rank overwrites.
 
 Programs wait for programs of other GPUs, so all of them must fit on a GPU at once: there are at most `per_processor` for each
-multiprocessor. Left out: the kernel of large sums (pushed_sum.py), who makes the buffers, and which sums take this way
+multiprocessor. Left out: the kernel of large sums (pushed_sum.py), who makes the buffers, and which sums take this kernel
 (peer_memory.py).
 """
 

@@ -47,5 +47,5 @@ class Peers(NamedTuple):
 
 
 def buffer_bytes(size: int) -> int:
-    """Size of the buffer of each of so many ranks."""
+    """Size of the buffer of each of `size` ranks."""
     return PUSHED_FIRST_BYTE + (2 * PUSHED_BYTES if size == PUSHED_RANKS else 0)

@@ -65,7 +65,7 @@ class Facts(NamedTuple):
     processors: int
 
 
-def refusal(ranks: Sequence[Facts]) -> str | None:
+def peer_refusal(ranks: Sequence[Facts]) -> str | None:
     """Why these ranks add up through NCCL, or None if they can access each other's memory."""
     if len(ranks) > MAX_RANKS:
         return f"there are {len(ranks)} ranks, and at most {MAX_RANKS} access each other's memory"
@@ -111,7 +111,7 @@ class PeerSums:
         if size == 1 or device.type != "cuda":
             return None
         ranks = [Facts(*facts) for facts in _tell(store, "facts", rank, size, _facts_of(device))]
-        reason = refusal(ranks)
+        reason = peer_refusal(ranks)
         if reason is None:
             found = None
             obstacle = ""
@@ -142,7 +142,7 @@ class PeerSums:
         )
 
     @staticmethod
-    def way(x: Tensor) -> str:
+    def kernel_of(x: Tensor) -> str:
         """Which kernel adds up parts that are taken: "one shot" or "pushed"."""
         return "pushed" if _is_large(x) else "one shot"
 

@@ -23,12 +23,12 @@ _CALL = tl.constexpr(2 * MAX_PROGRAMS)
 
 
 def per_processor(row_bytes: int) -> int:
-    """How many programs with rows of up to so many bytes, a power of two, fit on a multiprocessor at once."""
+    """How many programs with rows of up to `row_bytes`, a power of two, fit on a multiprocessor at once."""
     return 2 if row_bytes <= TILE_BYTES else 1
 
 
 def sum_options(arch: int, numbers: int, row_bytes: int) -> dict[str, Any]:
-    """The launch options of a program that adds up so many numbers at once, with which `per_processor` of them fit."""
+    """The launch options of a program that adds up `numbers` at once, with which `per_processor` of them fit."""
     num_warps = min(16, max(1, numbers // 256))
     options = launch_options(has_programmatic_launch(arch), num_warps)
     if arch >= 70 and num_warps == 16:

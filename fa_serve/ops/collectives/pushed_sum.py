@@ -24,7 +24,7 @@ of their two parts has been written. All programs of both ranks run at once, as 
 the waits in the same way.
 
 x may be the residual or the result: part n of x is written to the other rank and read once more before part n of the result
-is stored. A flag holds call * 2^20 + n, which only grows. Left out: who makes the buffers, and which sums take this way
+is stored. A flag holds call * 2^20 + n, which only grows. Left out: who makes the buffers, and which sums take this kernel
 (peer_memory.py).
 """
 

@@ -5,7 +5,7 @@
 
 A plan is made for calls that look alike, and kept in `PLANS`. It has three steps: what is done with the input (a norm, or a
 norm and a rounding to float8), the product, and what is done with its result (a gate, which may round for the next product).
-The kernels of one token do all of that in one launch. Left out: the products of experts (experts/run.py).
+The kernels of one token do all of that in one launch. Left out: the products of experts (moe/run.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fa_serve.ops.ops_backend import Norm, RoundedRows, Weight
 from fa_serve.ops.products.problem import Details, Product, product_with
 from fa_serve.ops.products.quantised.rounding import MAX_GATED, RoundRows, plan_rounding
 from fa_serve.ops.products.quantised.weight import QuantizedWeight
-from fa_serve.ops.products.table import Choice, select_kernel
+from fa_serve.ops.products.table import KernelChoice, select_kernel
 
 Prepare = Callable[[Any, Tensor | None, Any], Any]
 """Makes the input of a product of x, the weight of a norm and the weight of the product."""
@@ -92,7 +92,7 @@ def _plan(
 ) -> Run:
     _, eps, offset = (None, 0.0, 0.0) if norm is None else norm
     details = Details(eps, offset, activation, alpha)
-    product = product_of(x, weight, gated=activation is not None)
+    product = problem_of(x, weight, gated=activation is not None)
     run: Run = plan_product(x, product, details, norm is not None, next_weight)
     return run
 
@@ -105,7 +105,7 @@ def multiply_invariant(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor
     run = PLANS.get(key)
     if run is None:
         details = Details(strides=(*x.stride(), *strides))
-        run = PLANS.add(key, plan_product(x, product_of(x, weight, invariant=True), details))
+        run = PLANS.add(key, plan_product(x, problem_of(x, weight, invariant=True), details))
     y: Tensor = run(x, weight, bias, None, None)
     return y
 
@@ -126,7 +126,7 @@ def _facts_of(weight: QuantizedWeight) -> tuple[Any, ...]:
     )
 
 
-def product_of(x: Tensor | RoundedRows, weight: Weight, **asked: Any) -> Product:
+def problem_of(x: Tensor | RoundedRows, weight: Weight, **asked: Any) -> Product:
     """The product of a call, on the device of x. asked: names and values of `Product`"""
     rows = x.data if isinstance(x, RoundedRows) else x
     asked["rounded"] = isinstance(x, RoundedRows)
@@ -142,7 +142,7 @@ def plan_product(
     details: Details,
     has_norm: bool = False,
     next_weight: Weight | None = None,
-    choice: Choice | None = None,
+    choice: KernelChoice | None = None,
 ) -> Run:
     """Decide about calls that look like this one.
 

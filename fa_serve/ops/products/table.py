@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fa_serve.ops.experts.tiles import (
+from fa_serve.ops.moe.tiles import (
     expert_row_tile,
     grouped_matrix_tile,
     grouped_tile,
@@ -115,7 +115,7 @@ class Kernel:
 
 
 @dataclass(frozen=True)
-class Choice:
+class KernelChoice:
     """What computes a product.
 
     tile:        what the kernel is launched with
@@ -206,7 +206,7 @@ KERNELS: tuple[Kernel, ...] = (
         name="one_expert",
         about="more tokens on Hopper, by the kernel of experts",
         launches=("_grouped_wgmma",),
-        plan="fa_serve.ops.experts.unpack_wgmma:plan_one_expert",
+        plan="fa_serve.ops.moe.unpack_wgmma:plan_one_expert",
         values=("int4", "float8"),
         refuses=refuses_one_expert,
         tile=one_expert_tile,
@@ -243,7 +243,7 @@ KERNELS: tuple[Kernel, ...] = (
         name="expert_rows",
         about="few tokens, each with the rows of its experts",
         launches=("_gated_rows", "_mixed_rows"),
-        plan="fa_serve.ops.experts.rows:plan_rows",
+        plan="fa_serve.ops.moe.rows:plan_rows",
         values=ANY_VALUES,
         refuses=refuses_expert_rows,
         tile=expert_row_tile,
@@ -254,7 +254,7 @@ KERNELS: tuple[Kernel, ...] = (
         name="expert_matrices",
         about="many pairs with matrices on Hopper",
         launches=("experts_matrix",),
-        plan="fa_serve.ops.experts.matrix_wgmma:plan_expert_matrices",
+        plan="fa_serve.ops.moe.matrix_wgmma:plan_expert_matrices",
         values=("float",),
         refuses=refuses_expert_matrices,
         tile=matrix_tile,
@@ -265,7 +265,7 @@ KERNELS: tuple[Kernel, ...] = (
         name="expert_wgmma",
         about="unpacked weights on Hopper",
         launches=("_grouped_wgmma",),
-        plan="fa_serve.ops.experts.unpack_wgmma:plan_expert_wgmma",
+        plan="fa_serve.ops.moe.unpack_wgmma:plan_expert_wgmma",
         values=QUANTISED,
         refuses=refuses_expert_wgmma,
         tile=grouped_wgmma_tile,
@@ -276,7 +276,7 @@ KERNELS: tuple[Kernel, ...] = (
         name="dequantise_experts",
         about="`grouped` with the matrices of some experts at a time",
         launches=("_dequantize", "_grouped_linear"),
-        plan="fa_serve.ops.experts.grouped:plan_dequantised",
+        plan="fa_serve.ops.moe.grouped:plan_dequantised",
         values=QUANTISED,
         refuses=refuses_dequantise_experts,
         tile=grouped_matrix_tile,
@@ -286,7 +286,7 @@ KERNELS: tuple[Kernel, ...] = (
         name="grouped",
         about="pairs that are sorted by expert",
         launches=("_grouped_linear",),
-        plan="fa_serve.ops.experts.grouped:plan_grouped",
+        plan="fa_serve.ops.moe.grouped:plan_grouped",
         values=ANY_VALUES,
         refuses=refuses_nothing,
         tile=grouped_tile,
@@ -309,13 +309,13 @@ KERNELS: tuple[Kernel, ...] = (
 """The first that fits computes a product."""
 
 
-def select_kernel(product: Product) -> Choice:
+def select_kernel(product: Product) -> KernelChoice:
     """What computes the product: the first row of the table that fits."""
     passed_over = dict[str, str]()
     for kernel in KERNELS:
         reason = kernel.fits(product)
         if reason is None:
-            return Choice(kernel, kernel.tile(product), passed_over)
+            return KernelChoice(kernel, kernel.tile(product), passed_over)
         passed_over[kernel.name] = reason
     raise AssertionError(f"the last row of the table computes every product, but not {product}")
 

@@ -1,6 +1,6 @@
 """Tiles of products with matrices, which follow from a product alone, and into how many sums any product is split.
 
-The tiles of quantised weights are in quantised/tiles.py, those of experts in ../experts/tiles.py. None of these modules imports
+The tiles of quantised weights are in quantised/tiles.py, those of experts in ../moe/tiles.py. None of these modules imports
 Triton, so that table.py can be asked anywhere.
 """
 

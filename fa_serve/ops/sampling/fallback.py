@@ -13,12 +13,12 @@ from torch import Tensor
 
 from fa_serve.ops.sampling.exponential_race import BLOCK, GOLDEN, MIX1, MIX2
 
-MAX_CANDIDATES = 1024
+MAX_SORTED = 1024
 """Up to this top_k the most likely tokens are selected. Beyond it the whole vocabulary is sorted."""
 _NEG_INF = float("-inf")
 
 
-def sample_rows(
+def torch_sample_rows(
     logits: Tensor,
     keys: Tensor | None,
     temperature: Tensor | None,
@@ -53,7 +53,7 @@ def kept_tokens(scores: Tensor, top_k: Tensor | None, top_p: Tensor | None, larg
 
     Returns (n, vocab) bool.
     """
-    if largest_top_k is None or largest_top_k > MAX_CANDIDATES:
+    if largest_top_k is None or largest_top_k > MAX_SORTED:
         ordered = scores.sort(dim=-1, descending=True).values
     else:
         ordered = scores.topk(min(largest_top_k, scores.shape[1]), dim=-1).values

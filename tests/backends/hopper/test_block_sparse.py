@@ -75,18 +75,19 @@ def test_other_blocks_are_not_copied() -> None:
 
 FAULTS = {
     "a number announced after its stage is full": {
-        "    if var.block_k > 0:\n        announce_piece(piece, smem.pieces.index(stage))\n    full = bars.k_full": (
-            "    full = bars.k_full"
+        "    if var.block_k > 0:\n        announce_key_block(key_block, smem.key_blocks.index(stage))\n"
+        "    full = bars.k_full": "    full = bars.k_full",
+    },
+    "K and V of different key blocks": {
+        "_load_values(tile, kv_head, key_block, block_count + j - 1,": (
+            "_load_values(tile, kv_head, upcoming, block_count + j - 1,"
         ),
     },
-    "K and V of different pieces": {
-        "_load_values(tile, kv_head, piece, block_count + j - 1,": "_load_values(tile, kv_head, upcoming, block_count + j - 1,"
-    },
-    "a list that is one piece too short": {"end = gl.maximum(of.total, 1)": "end = gl.maximum(of.total - 1, 1)"},
+    "a list that is one key block too short": {"end = gl.maximum(of.total, 1)": "end = gl.maximum(of.total - 1, 1)"},
     "bits of the wrong rows": {"row % var.block_q + gl": "row % 64 + gl"},
     "the list of another head": {"tile.head // lists.heads_per_list": "0"},
     "a stage whose number is that of the next": {
-        "smem.pieces.index(block_count % var.tiles.stages)": "smem.pieces.index((block_count + 1) % var.tiles.stages)"
+        "smem.key_blocks.index(block_count % var.tiles.stages)": "smem.key_blocks.index((block_count + 1) % var.tiles.stages)"
     },
 }
 

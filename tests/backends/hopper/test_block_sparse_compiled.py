@@ -10,7 +10,7 @@ import torch
 from block_sparse_cases import BASE, SparseCase, make_lists
 from cross_compile import Kernel, compiling_for
 
-from fa_serve.backends.hopper.forward.plan import plan_forward
+from fa_serve.backends.hopper.forward.plan import plan_hopper_forward
 from fa_serve.backends.hopper.forward.tiles import SHARED_BYTES, list_tiles
 from fa_serve.testing import cu_seqlens, make_qkv, run_plan
 
@@ -46,7 +46,7 @@ def compile_lists(case: SparseCase) -> Kernel:
         k, v = (x.unflatten(0, (-1, 16)) for x in (k, v))
         given |= {"keys": torch.tensor(case.lengths_k, dtype=torch.int32), "block_table": torch.zeros(1, 16, dtype=torch.int32)}
     with compiling_for("sm90") as kernels:
-        run_plan(plan_forward, q, k, v, **given)
+        run_plan(plan_hopper_forward, q, k, v, **given)
     return kernels[-1]
 
 

@@ -10,8 +10,8 @@ import torch
 from cross_compile import compiling_for, main_loops
 
 from fa_serve.backends.calls import AttentionOptions, AttentionTensors
-from fa_serve.backends.hopper.forward.plan import plan_forward
-from fa_serve.backends.hopper.forward.tiles import SHARED_BYTES, float8_tiles
+from fa_serve.backends.hopper.forward.plan import plan_hopper_forward
+from fa_serve.backends.hopper.forward.tiles import SHARED_BYTES, hopper_float8_tiles
 from fa_serve.spec import Precision
 from fa_serve.testing import cu_seqlens
 
@@ -52,7 +52,7 @@ def test_compiles_to_the_intended_instructions(dim: int, precision: Precision, w
             )
     options = AttentionOptions(0.1, window, 0.0, 2048, 2048, return_lse=True, precision=precision)
     with compiling_for("sm90") as kernels:
-        plan_forward(tensors, options)(tensors)
+        plan_hopper_forward(tensors, options)(tensors)
     *_, quantize, attend = kernels
     assert quantize.name == "_quantize_inputs"
     assert quantize.spill_bytes == 0
@@ -62,7 +62,7 @@ def test_compiles_to_the_intended_instructions(dim: int, precision: Precision, w
     assert (attend.instructions["HGMMA"] > 0) == (precision == "qk8"), "only the product with V has 16 bits"
     assert attend.instructions["UTMALDG"] > 0
     assert attend.spill_bytes <= SPILL_BUDGET
-    scores = 64 * float8_tiles(dim, dim).block_n // 128
+    scores = 64 * hopper_float8_tiles(dim, dim).block_n // 128
     loops = main_loops(attend.sass, scores + 2)
     assert len(loops) == 2
     for loop in loops:

@@ -9,7 +9,7 @@ import torch
 from hopper_emulator import emulated
 from large_caches import KEYS, LargeCache, fill, large_caches, memory_on_disk
 
-from fa_serve.backends.hopper.forward.plan import plan_forward
+from fa_serve.backends.hopper.forward.plan import plan_hopper_forward
 from fa_serve.backends.hopper.latent.plan import plan_latent_decode
 from fa_serve.backends.reference import attention_reference
 from fa_serve.testing import make_qkv, run_plan
@@ -48,7 +48,7 @@ def run(cache: LargeCache, make: object, folder: Path, heads: tuple[int, int], d
 @pytest.mark.parametrize("cache", [c for c in large_caches(8, 64) if c.strides[0] % c.strides[1] == 0], ids=str)
 def test_forward(cache: LargeCache, tmp_path: Path) -> None:
     """Where tokens are further apart than pages, `HopperBackend.supports` refuses the call."""
-    run(cache, plan_forward, tmp_path, (8, 8), (64, 64))
+    run(cache, plan_hopper_forward, tmp_path, (8, 8), (64, 64))
     for file in tmp_path.iterdir():
         file.unlink()
 

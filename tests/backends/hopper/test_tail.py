@@ -11,7 +11,7 @@ from hopper_emulator import emulated
 from tail_cases import Attend, TailCase, check_tail, make_tail, params
 from torch import Tensor
 
-from fa_serve.backends.hopper.forward.plan import plan_forward
+from fa_serve.backends.hopper.forward.plan import plan_hopper_forward
 from fa_serve.backends.hopper.forward.tile_scheduler import PackedOutput
 from fa_serve.backends.hopper.latent.plan import plan_latent_decode
 from fa_serve.testing import run_plan
@@ -28,7 +28,7 @@ CASES = [
     TailCase((40, 33), (64, 70), layout="paged", sinks=True, **D64),
     TailCase((33,), (64,), tail=1, layout="paged", **D64),
 ]
-PIECES = [
+SPLITS = [
     TailCase((40, 20), (300, 70), layout="paged", **D64),
     TailCase((3, 4), (300, 700), layout="paged", sinks=True, heads=(8, 2), head_dim=64),  # query heads share tiles
     TailCase((4,), (500,), tail=300, layout="paged", heads=(6, 2), head_dim=64),  # padded tiles
@@ -53,12 +53,12 @@ def emulate(make: Any, case: TailCase) -> Attend:
 
 @pytest.mark.parametrize("case", params(CASES))
 def test_forward(case: TailCase) -> None:
-    check_tail(case, emulate(plan_forward, case), torch.bfloat16)
+    check_tail(case, emulate(plan_hopper_forward, case), torch.bfloat16)
 
 
-@pytest.mark.parametrize("case", params(PIECES))
-def test_forward_with_divided_keys(case: TailCase) -> None:
-    check_tail(case, emulate(partial(plan_forward, max_pieces=4), case), torch.bfloat16)
+@pytest.mark.parametrize("case", params(SPLITS))
+def test_forward_with_split_keys(case: TailCase) -> None:
+    check_tail(case, emulate(partial(plan_hopper_forward, max_splits=4), case), torch.bfloat16)
 
 
 @pytest.mark.parametrize("case", params(LATENT))
@@ -72,7 +72,7 @@ def test_the_other_kernel_of_a_mixed_batch_clears_the_rows() -> None:
     q, k, v, given = make_tail(case, torch.bfloat16)
     out = torch.full_like(q, 7.0)
     with emulated():
-        run_plan(plan_forward, q, k, v, **given, window_size=(-1, 0), softcap=0.0, out=out, skip_q=16)
+        run_plan(plan_hopper_forward, q, k, v, **given, window_size=(-1, 0), softcap=0.0, out=out, skip_q=16)
     assert (out[40:] == 7.0).all()
     assert not (out[:40] == 7.0).any()
 

@@ -8,15 +8,15 @@ from float8_cases import quantize_inputs
 from torch import Tensor
 
 from fa_serve.backends.calls import AttentionOptions, AttentionTensors
-from fa_serve.backends.layout import Layout
+from fa_serve.backends.layout import TensorLayout
 from fa_serve.backends.triton import float8_inputs
-from fa_serve.backends.triton.float8_inputs import Quantizer, _rotation
+from fa_serve.backends.triton.float8_inputs import InputQuantizer, _rotation
 from fa_serve.spec import Precision
 from fa_serve.testing import cu_seqlens, make_paged, make_qkv
 
 
-def layout(x: Tensor) -> Layout:
-    return Layout(x.shape, x.stride(), x.dtype)
+def layout(x: Tensor) -> TensorLayout:
+    return TensorLayout(x.shape, x.stride(), x.dtype)
 
 
 def assert_same_numbers(actual: Tensor, expected: Tensor) -> None:
@@ -52,7 +52,7 @@ def test_copies_and_scales(packed: bool, dim: int, precision: Precision) -> None
     sequences = len(lengths) if packed else 2
     options = AttentionOptions(1.0, (-1, 0), 0.0, 130, max(lengths), return_lse=False, precision=precision)
     form = "packed" if packed else "dense"
-    quantizer = Quantizer([layout(q), layout(k), layout(v)], form, sequences, options)
+    quantizer = InputQuantizer([layout(q), layout(k), layout(v)], form, sequences, options)
     found = quantizer(AttentionTensors(q, k, v, cu_seqlens_q=cu, keys=cu))
     expected = [None if x is None else torch.empty_like(x) for x in found]
     q8, k8, copy, *scales = expected
@@ -92,7 +92,7 @@ def test_copies_of_pages(dim: int, page_size: int, left: int, float8: bool, prec
     cu = cu_seqlens(lengths_q)
     options = AttentionOptions(1.0, (left, 0), 0.0, 70, 310, return_lse=False, skip_q=1, precision=precision)
     layouts = [layout(x) for x in (q, k_cache, v_cache)]
-    quantizer = Quantizer(layouts, "paged", len(lengths_q), options, table.stride(0))
+    quantizer = InputQuantizer(layouts, "paged", len(lengths_q), options, table.stride(0))
     tensors = AttentionTensors(q, k_cache, v_cache, cu_seqlens_q=cu, keys=seqused_k, block_table=table, **descales)
     found = quantizer(tensors)
     assert quantizer.groups == 3

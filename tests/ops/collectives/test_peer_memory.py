@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from fa_serve.ops.collectives import peer_memory
 from fa_serve.ops.collectives.peer_buffers import MAX_BYTES, MAX_PROGRAMS, MAX_RANKS, MAX_WIDTH, Peers
-from fa_serve.ops.collectives.peer_memory import Facts, PeerSums, environment, refusal
+from fa_serve.ops.collectives.peer_memory import Facts, PeerSums, environment, peer_refusal
 
 
 def facts(device: int, size: int = 2, **changes: object) -> Facts:
@@ -24,9 +24,9 @@ def facts(device: int, size: int = 2, **changes: object) -> Facts:
 
 
 def test_ranks_of_one_machine_with_access_connect() -> None:
-    assert refusal([facts(0), facts(1)]) is None
-    assert refusal([facts(n, MAX_RANKS) for n in range(MAX_RANKS)]) is None
-    assert refusal([facts(3, 8), facts(5, 8)]) is None  # other GPUs of the machine do not matter
+    assert peer_refusal([facts(0), facts(1)]) is None
+    assert peer_refusal([facts(n, MAX_RANKS) for n in range(MAX_RANKS)]) is None
+    assert peer_refusal([facts(3, 8), facts(5, 8)]) is None  # other GPUs of the machine do not matter
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_ranks_of_one_machine_with_access_connect() -> None:
     ],
 )
 def test_other_ranks_do_not(ranks: list[Facts], reason: str) -> None:
-    assert refusal(ranks) == reason
+    assert peer_refusal(ranks) == reason
 
 
 def connect_ranks(monkeypatch: pytest.MonkeyPatch, own: list[Facts], failing: int | None) -> list[object]:
@@ -123,11 +123,11 @@ def test_messages_without_room_in_the_buffer_of_one_shot_are_pushed(monkeypatch)
     launched: list[bool] = []
     peer_sums = made(2)
     monkeypatch.setattr(peer_sums, "_launch", lambda *_, pushed, **options: launched.append(pushed))
-    for rows, way in ((MAX_BYTES // 2048, "one shot"), (1 + MAX_BYTES // 2048, "pushed")):
+    for rows, kernel in ((MAX_BYTES // 2048, "one shot"), (1 + MAX_BYTES // 2048, "pushed")):
         x = torch.empty(rows, 1024, dtype=torch.bfloat16)
         peer_sums.sum(x)
         peer_sums.add(x, x, 1.0, None, None)
-        assert peer_sums.way(x) == way
+        assert peer_sums.kernel_of(x) == kernel
     assert launched == [False, False, True, True]
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from fa_serve import ops
 from fa_serve.ops.products import problem
 from fa_serve.ops.products.problem import Product
-from fa_serve.ops.products.table import KERNELS, Choice, select_kernel
+from fa_serve.ops.products.table import KERNELS, KernelChoice, select_kernel
 from fa_serve.ops.triton_ops import TritonOps
 
 BF16 = torch.bfloat16
@@ -122,7 +122,7 @@ def weight_of(product: Product, around: Around) -> ops.Weight:
 NAMES = {"torch.nn.functional.linear": "matmul", "torch._scaled_mm": "scaled_mm"}
 
 
-def launches_of(product: Product, choice: Choice, *, norm: bool, residual: bool) -> list[str]:
+def launches_of(product: Product, choice: KernelChoice, *, norm: bool, residual: bool) -> list[str]:
     """Everything that the call of a dense product launches."""
     kernel = choice.kernel
     before = []
@@ -145,7 +145,7 @@ def launches_of(product: Product, choice: Choice, *, norm: bool, residual: bool)
     return before + multiplies + after
 
 
-def call_product(product: Product, choice: Choice, around: Around) -> list[str]:
+def call_product(product: Product, choice: KernelChoice, around: Around) -> list[str]:
     """Make the call, and return what it must launch."""
     x = meta(product.tokens, product.k, dtype=product.dtype)
     weight = weight_of(product, around)
@@ -198,7 +198,7 @@ def matrices_of(product: Product) -> Tensor:
     )
 
 
-def call_experts(products: tuple[Product, Product], choices: list[Choice], draw: Draw) -> list[str]:
+def call_experts(products: tuple[Product, Product], choices: list[KernelChoice], draw: Draw) -> list[str]:
     """Make the call, and return what it must launch."""
     first = products[0]
     around = Around.drawn(draw)
@@ -229,7 +229,7 @@ def parts_of(product: Product) -> int:
     return -(-product.num_experts // most)
 
 
-def has_tile(launched: Launched, choice: Choice) -> bool:
+def has_tile(launched: Launched, choice: KernelChoice) -> bool:
     """Whether the sizes of a tile are among the constants of the last launch of its kernel."""
     constants = launched.constants.get(choice.kernel.launches[-1], ())
     if choice.kernel.name == "expert_matrices":

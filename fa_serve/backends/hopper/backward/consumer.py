@@ -139,7 +139,7 @@ def _add_square(dq, m, head, args, tile, group: gl.constexpr, var: gl.constexpr)
     row_chunk: gl.constexpr = group // var.column_chunks
     column_chunk: gl.constexpr = group % var.column_chunks
     row = tile.stats + head * args.stats_width + m * var.tiles.block_m + 64 * row_chunk
-    add_to_dq(args.dq_sum + row.to(gl.int64) * var.width + 4096 * column_chunk, dq)
+    add_to_dq(args.dq_accum + row.to(gl.int64) * var.width + 4096 * column_chunk, dq)
 
 
 @gluon.jit

@@ -1,7 +1,7 @@
 """Attention backward for Hopper (sm90) in Gluon, after FlashAttention-3: dense and packed, head sizes up to 128.
 
 A thread block has one producer warp and two consumer warpgroups of 64 keys each. It computes dK and dV of 128 keys of one KV
-head, summed over the query heads of the group, and adds its part of dQ to a sum in float32 (see `dq_sum`):
+head, summed over the query heads of the group, and adds its part of dQ to a sum in float32 (see `dq_accum`):
 
     row statistics    lse in base 2, and delta = rowsum(dO * O) - dlse (`triton.row_statistics`, shared with the portable pass)
     main kernel       the producer copies K and V once and streams Q, dO and the statistics; the consumers compute five products
@@ -12,7 +12,7 @@ The additions to dQ come in the order in which thread blocks run, so equal calls
 have to repeat, masks and larger head sizes are left to the portable kernels, see `HopperBackend.supports`. As in the forward
 pass, the hardware bounds packed sequences, so a NaN of a neighbouring sequence is neither read nor overwritten.
 
-    run = plan_backward(tensors, options)      # once for calls that look alike
+    run = plan_hopper_backward(tensors, options)      # once for calls that look alike
     gradients = run(tensors)
 """
 
@@ -30,13 +30,13 @@ from fa_serve.backends.calls import AttentionOptions, BackwardTensors, Gradients
 from fa_serve.backends.hopper.backward.consumer import backward_consumer
 from fa_serve.backends.hopper.backward.dq_accumulator import convert_launch
 from fa_serve.backends.hopper.backward.producer import backward_producer, key_tile
-from fa_serve.backends.hopper.backward.tiles import BLOCK_N, BackwardTileConfig, backward_tiles, gradient_columns
+from fa_serve.backends.hopper.backward.tiles import BLOCK_N, BackwardTileConfig, gradient_columns, hopper_backward_tiles
 from fa_serve.backends.hopper.backward.types import (
     BackwardArgs,
     BackwardBarriers,
     BackwardDescriptors,
     BackwardMemory,
-    BackwardVariant,
+    HopperBackwardVariant,
 )
 from fa_serve.backends.hopper.descriptors import addressable, copy_engine_strides, dense_view, ragged_view, statistics_view
 from fa_serve.backends.hopper.forward.plan import base_2_scales
@@ -138,7 +138,7 @@ def _attention_backward(
     delta_desc,
     dk_desc,
     dv_desc,
-    dq_sum_ptr,
+    dq_accum_ptr,
     cu_seqlens_q_ptr,
     cu_seqlens_k_ptr,
     scale,
@@ -158,7 +158,7 @@ def _attention_backward(
     smem = _allocate_memory(desc, var)
     bars = _allocate_barriers(var)
     args = BackwardArgs(
-        dq_sum=dq_sum_ptr,
+        dq_accum=dq_accum_ptr,
         cu_seqlens_q=cu_seqlens_q_ptr,
         cu_seqlens_k=cu_seqlens_k_ptr,
         scale=scale,
@@ -185,11 +185,11 @@ def _attention_backward(
     )
 
 
-def plan_backward(tensors: BackwardTensors, options: AttentionOptions, tiles: BackwardTileConfig | None = None) -> Run:
+def plan_hopper_backward(tensors: BackwardTensors, options: AttentionOptions, tiles: BackwardTileConfig | None = None) -> Run:
     """Plan calls that look like this one, dense or packed: a run maps `BackwardTensors` to `Gradients`.
 
     mask and alibi_slopes are ignored, because `HopperBackend.supports` refuses them. `tiles` overrides the choice of
-    `backward_tiles`, for tuning and tests. Tensors that the copy engine cannot address are copied first at each call.
+    `hopper_backward_tiles`, for tuning and tests. Tensors that the copy engine cannot address are copied first at each call.
     """
     return _BackwardPlan(tensors, options, tiles)
 
@@ -203,14 +203,16 @@ class _BackwardPlan:
         read = (tensors.q, tensors.k, tensors.v, tensors.dout)
         self._copied = tuple([copy_engine_strides(x.shape, x.stride()) is None for x in read])
         tensors = self._laid_out(tensors)
-        q, k, v = tensors[:3]
+        q = tensors.q
+        k = tensors.k
+        v = tensors.v
         varlen = tensors.cu_seqlens_q is not None
         batch = q.shape[0] if tensors.cu_seqlens_q is None else tensors.cu_seqlens_q.shape[0] - 1
         heads = q.shape[-2]
         self._width = gradient_columns(q.shape[-1], v.shape[-1])
         self._statistics = RowStatistics(tensors, options)
-        var = BackwardVariant(
-            tiles=backward_tiles(self._width) if tiles is None else tiles,
+        var = HopperBackwardVariant(
+            tiles=hopper_backward_tiles(self._width) if tiles is None else tiles,
             width=self._width,
             varlen=varlen,
             has_left=options.window_size[0] >= 0,
@@ -245,17 +247,19 @@ class _BackwardPlan:
 
     def __call__(self, tensors: BackwardTensors) -> Gradients:
         tensors = self._laid_out(tensors)
-        q, k, v = tensors[:3]
+        q = tensors.q
+        k = tensors.k
+        v = tensors.v
         # Rows of a packed tensor that belong to no sequence have no gradient, and no thread block writes them.
         packed = tensors.cu_seqlens_q is not None
         allocate = torch.zeros_like if packed or self._main is None else torch.empty_like
         dq, dk, dv = (allocate(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         lse2, delta, dsinks = self._statistics(tensors)
         if self._main is not None and self._convert is not None:
-            dq_sum = lse2.new_zeros(*self._statistics.shape, self._width)
+            dq_accum = lse2.new_zeros(*self._statistics.shape, self._width)
             ends = (tensors.cu_seqlens_q, tensors.cu_seqlens_k)
-            self._main((q, k, v, tensors.dout, lse2, delta, dk, dv, dq_sum, *ends))
-            self._convert((dq_sum, dq, tensors.cu_seqlens_q))
+            self._main((q, k, v, tensors.dout, lse2, delta, dk, dv, dq_accum, *ends))
+            self._convert((dq_accum, dq, tensors.cu_seqlens_q))
         return Gradients(dq, dk, dv, dsinks)
 
     def _laid_out(self, tensors: BackwardTensors) -> BackwardTensors:
@@ -272,7 +276,7 @@ class _BackwardPlan:
             dlse=None if tensors.dlse is None else tensors.dlse.contiguous(),
         )
 
-    def _views(self, tensors: BackwardTensors, var: BackwardVariant) -> tuple[View, ...]:
+    def _views(self, tensors: BackwardTensors, var: HopperBackwardVariant) -> tuple[View, ...]:
         """How the kernel sees q, k, v, dout, lse, delta, dk and dv. dk and dv are contiguous."""
         view = ragged_view if var.varlen else dense_view
 

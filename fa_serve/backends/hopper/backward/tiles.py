@@ -32,7 +32,7 @@ def gradient_columns(head_dim: int, head_dim_v: int) -> int:
     return 64 if max(head_dim, head_dim_v) <= 64 else 128
 
 
-def backward_tiles(width: int) -> BackwardTileConfig:
+def hopper_backward_tiles(width: int) -> BackwardTileConfig:
     """The tiles for `width` columns, whose part of dQ is a square of 64 for each warpgroup.
 
     Measured on one H200 in bfloat16 (16k tokens, hidden size 2048; TFLOPS of 5 products for the whole backward pass at seqlen

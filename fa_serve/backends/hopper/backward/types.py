@@ -14,13 +14,13 @@ from fa_serve.backends.hopper.backward.tiles import GROUPS, BackwardTileConfig
 
 
 @dataclass(frozen=True)
-class BackwardVariant:
+class HopperBackwardVariant:
     """Everything that is fixed when the kernel is compiled, passed as one constexpr.
 
     tiles:  the shape of a tile and its stages
     width:  columns of Q, K, V and dO in shared memory, 64 or 128
     varlen: sequences are packed; else the batch is dense
-    has_left, has_right, softcap: as in `kernel_types.Variant`
+    has_left, has_right, softcap: as in `types.Variant`
     """
 
     tiles: BackwardTileConfig
@@ -99,7 +99,7 @@ class BackwardMemory(NamedTuple):
 
 
 class BackwardBarriers(NamedTuple):
-    """Two mbarriers for each stage of q and dout, as in `kernel_types.Barriers`; k_full and v_full are used once."""
+    """Two mbarriers for each stage of q and dout, as in `types.Barriers`; k_full and v_full are used once."""
 
     q_full: gl.tensor
     q_empty: gl.tensor
@@ -112,7 +112,7 @@ class BackwardBarriers(NamedTuple):
 class BackwardArgs(NamedTuple):
     """The kernel's arguments besides descriptors; see `backward.BackwardNumbers`."""
 
-    dq_sum: gl.tensor
+    dq_accum: gl.tensor
     cu_seqlens_q: gl.tensor
     cu_seqlens_k: gl.tensor
     scale: gl.tensor

@@ -22,22 +22,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from fa_serve.backends.hopper.block_sparse import Piece, keep_by_bits, load_bits, read_piece
+from fa_serve.backends.hopper.block_sparse import KeyBlock, keep_by_bits, load_bits, read_key_block
 from fa_serve.backends.hopper.forward.float8_probabilities import FLOAT8_SHIFT, pack_probabilities, unpack_probabilities
 from fa_serve.backends.hopper.forward.float8_scales import as_column, block_scale, change_of_units, tile_factors
 from fa_serve.backends.hopper.forward.output import wait_output_copies, write_output
 from fa_serve.backends.hopper.forward.pack_gqa import sinks_of
 from fa_serve.backends.hopper.forward.producer import unpack_tile
 from fa_serve.backends.hopper.forward.types import Tile
+from fa_serve.backends.triton.primitives import LOG2E
 
-LOG2E = gl.constexpr(1.4426950408889634)
 SUM_LAYOUT = gl.constexpr(
     gl.DistributedLinearLayout([[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4])
 )
 """Layout of partial sums [64, 4] that matches wgmma's accumulators: four threads share a row, and each thread has two rows."""
 FIRST_NAMED_BARRIER = gl.constexpr(8)
 """Triton's own warp specialisation uses the named barriers below this one."""
-GROWTH = gl.constexpr(8.0)
+SCORE_GROWTH = gl.constexpr(8.0)
 """How far a row's scores may exceed its maximum before the maximum follows, in powers of 2. P is then at most 256, which
 float16 can hold."""
 
@@ -135,7 +135,7 @@ def _receive_tile(tile_count, smem, bars, var: gl.constexpr):
 def _read_tile(tile_count, smem, var: gl.constexpr):
     """Read the record of a tile whose queries have arrived and are not released yet.
 
-    Tiles with pieces of keys read theirs again to write the output, so that it takes no registers in the loop over keys. At
+    Tiles with split keys read theirs again to write the output, so that it takes no registers in the loop over keys. At
     D128 the loops of the two warpgroups have 643 and 650 instructions with this, and 683 and 686 without.
     """
     RECORD_LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
@@ -247,20 +247,20 @@ def _wait_keys(block_count, bars, var: gl.constexpr, alive=True):
 
 
 @gluon.jit
-def _piece(number, block_count, smem, var: gl.constexpr):
+def _key_block(number, block_count, smem, var: gl.constexpr):
     """Which keys have arrived: those that the producer has announced or, without lists, block `number`."""
     if var.block_k > 0:
-        return read_piece(smem.pieces.index(block_count % var.tiles.stages), gl.BlockedLayout([2], [32], [4], [0]))
+        return read_key_block(smem.key_blocks.index(block_count % var.tiles.stages), gl.BlockedLayout([2], [32], [4], [0]))
     else:  # noqa: RET505
-        return Piece(number, 0)
+        return KeyBlock(number, 0)
 
 
 @gluon.jit
 def _limits(tile, args, group: gl.constexpr, layout: gl.constexpr, var: gl.constexpr):
     """Row i sees key j if i + offset - left <= j <= i + offset + right and j < kv_len, where offset = kv_len - q_len."""
     BLOCK_N: gl.constexpr = var.tiles.block_n
-    top = tile.row + 64 * group // var.packing + tile.kv_len - tile.q_len
-    rows = top + gl.arange(0, 64, layout=layout) // var.packing
+    top = tile.row + 64 * group // var.pack_gqa + tile.kv_len - tile.q_len
+    rows = top + gl.arange(0, 64, layout=layout) // var.pack_gqa
     last = rows * 0 + tile.kv_len
     high = tile.kv_len // BLOCK_N
     if var.has_right:
@@ -270,7 +270,7 @@ def _limits(tile, args, group: gl.constexpr, layout: gl.constexpr, var: gl.const
     low = high * 0
     if var.has_left:
         first = rows - args.left
-        low = (gl.maximum(top + 63 // var.packing - args.left, 0) + BLOCK_N - 1) // BLOCK_N
+        low = (gl.maximum(top + 63 // var.pack_gqa - args.left, 0) + BLOCK_N - 1) // BLOCK_N
     return Limits(first, last, low, high, tile.row + 64 * group)
 
 
@@ -292,19 +292,21 @@ def _row_maximum(s, var: gl.constexpr):
 
 
 @gluon.jit
-def _online_softmax(s, state, piece, words, limits, scale, args, dtype: gl.constexpr, masked: gl.constexpr, var: gl.constexpr):
+def _online_softmax(
+    s, state, key_block, words, limits, scale, args, dtype: gl.constexpr, masked: gl.constexpr, var: gl.constexpr
+):
     """Update the online softmax by a block of scores (FlashAttention-2, algorithm 1) -> P in `dtype`, the new state.
 
     scale: what turns products into exponents of 2, a number or [64]
 
-    The maximum of a row is raised only when scores exceed it by more than GROWTH (FlashAttention-4). Any number near the true
-    maximum keeps the result exact, and O seldom has to be rescaled.
+    The maximum of a row is raised only when scores exceed it by more than SCORE_GROWTH (FlashAttention-4). Any number near the
+    true     maximum keeps the result exact, and O seldom has to be rescaled.
     """
     BLOCK_N: gl.constexpr = var.tiles.block_n
     S_LAYOUT: gl.constexpr = var.score_layout
     P_LAYOUT: gl.constexpr = var.probability_layout
-    GROWS: gl.constexpr = 0.0 if var.float8_values else GROWTH
-    block = piece.number
+    GROWS: gl.constexpr = 0.0 if var.float8_values else SCORE_GROWTH
+    block = key_block.number
     if var.softcap:
         # one instruction with a relative error of 2^-11; PyTorch rounds the product, the quotient and the tanh to 16 bits
         x = s * as_column(scale, var)
@@ -314,7 +316,7 @@ def _online_softmax(s, state, piece, words, limits, scale, args, dtype: gl.const
         # one loop body with a uniform branch: two loops would have to unpack and pack P between them
         crosses = (block >= limits.high) | (block < limits.low)
         if var.bits:
-            crosses = crosses | (piece.bits >= 0)
+            crosses = crosses | (key_block.bits >= 0)
         if crosses:
             columns = gl.expand_dims(block * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, S_LAYOUT)), 0)
             keep = columns < gl.expand_dims(limits.last, 1)
@@ -365,8 +367,8 @@ def _process_block(
     """
     MASKED: gl.constexpr = var.masked
     VALUE_GROUPS: gl.constexpr = 2 if var.dv1 > 0 else 1
-    piece = _piece(block, block_count, smem, var)
-    words = load_bits(args.bits, piece, limits.row, var)
+    key_block = _key_block(block, block_count, smem, var)
+    words = load_bits(args.bits, key_block, limits.row, var)
     scale = block_scale(block, factors, var)
     alpha = state.alpha
     if var.float8_values:
@@ -385,7 +387,7 @@ def _process_block(
         _pass_turn(group, var)
         s = warpgroup_mma_wait(0, deps=[s_token])
     mbarrier.arrive(bars.k_empty.index(block_count % var.tiles.stages), count=1)
-    p, state = _online_softmax(s, state, piece, words, limits, scale, args, dtype, MASKED, var)
+    p, state = _online_softmax(s, state, key_block, words, limits, scale, args, dtype, MASKED, var)
     if var.float8_values:
         state = Softmax(state.m, state.l, state.alpha * units)
     if var.tiles.softmax_first:
@@ -463,8 +465,8 @@ def consumer(desc, smem, bars, args, group: gl.constexpr, var: gl.constexpr):
         factors = tile_factors(tile, args, group, ROWS, var)
         if not AHEAD:
             _wait_keys(block_count, bars, var)
-        piece = _piece(tile.high - 1, block_count, smem, var)
-        words = load_bits(args.bits, piece, limits.row, var)
+        key_block = _key_block(tile.high - 1, block_count, smem, var)
+        words = load_bits(args.bits, key_block, limits.row, var)
         scale = block_scale(tile.high - 1, factors, var)
         if not AHEAD:
             _take_turn(group, var)
@@ -473,7 +475,8 @@ def consumer(desc, smem, bars, args, group: gl.constexpr, var: gl.constexpr):
             s = warpgroup_mma_wait(0, deps=[s_token])
         mbarrier.arrive(bars.k_empty.index(block_count % var.tiles.stages), count=1)
         acc = _no_output(tile, var)
-        p, state = _online_softmax(s, _first_state(tile, args, ROWS, var), piece, words, limits, scale, args, dtype, True, var)
+        first = _first_state(tile, args, ROWS, var)
+        p, state = _online_softmax(s, first, key_block, words, limits, scale, args, dtype, True, var)
         if AHEAD:  # noqa: SIM102
             if tile_count > 0:
                 _release_queries(tile_count - 1, bars, var)
@@ -511,7 +514,7 @@ def consumer(desc, smem, bars, args, group: gl.constexpr, var: gl.constexpr):
             _pass_turn(group, var)
             acc = _wait_values(SCORE_GROUPS, o_token, acc, state.alpha, var)
             mbarrier.arrive(bars.v_empty.index((block_count - 1) % var.tiles.stages), count=1)
-            if var.pieces:
+            if var.split_kv:
                 tile = _read_tile(tile_count - 1, smem, var)
             write_output(acc, state, tile, tile_count - 1, desc, smem, factors, args, group, var)
             s = warpgroup_mma_wait(0, deps=[s_token])

@@ -1,6 +1,6 @@
 """The kernel of the Hopper forward: the arguments of a launch, and the warps that run it.
 
-The module `forward` describes the algorithm and launches the kernel. The warps' code is in `producer` and `consumer`.
+The module `plan` describes the algorithm and launches the kernel. The warps' code is in `producer` and `consumer`.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ class Numbers(NamedTuple):
     lse_stride:          rows of lse from one head to the next
     total:               tiles of all heads (packed: an upper bound)
     num_m:               tiles of one head and sequence (packed: an upper bound)
-    num_heads:           heads that have separate tiles, see `packed_heads`
-    head_group, head_tail: from `hopper_tiles.head_group`
+    num_heads:           heads that have separate tiles, see `pack_gqa`
+    head_group, head_tail: from `tiles.head_group`
     seqlen_q, seqlen_k:  lengths (packed: upper bounds)
     left, right:         the window
     table_stride:        entries of the block table from one sequence to the next, 0 without one
     k_pitch, v_pitch:    tokens from one page of the cache to the next, 0 without pages
-    list_*, *_width:     see `listed_blocks.Lists`; 0 without lists
-    scale_stride:        see `kernel_types.Scales`; 0 without float8
-    logs, tokens:        see `merge`; 0 if keys are whole
+    list_*, *_width:     see `block_sparse.Lists`; 0 without lists
+    scale_stride:        see `types.Scales`; 0 without float8
+    logs, tokens:        see `split_kv.combine`; 0 if keys are whole
     """
 
     scale: float
@@ -80,7 +80,7 @@ class Numbers(NamedTuple):
         "v_scale_ptr",
     ],
 )
-def attention_forward(
+def attn_fwd_hopper(
     q_desc,
     q1_desc,
     k_desc,
@@ -102,7 +102,7 @@ def attention_forward(
     q_scale_ptr,
     k_scale_ptr,
     v_scale_ptr,
-    pieces_ptr,
+    splits_ptr,
     scale,
     softcap,
     lse_stride,
@@ -187,7 +187,7 @@ def attention_forward(
         right=right,
         bits=bits_ptr,
         scales=Scales(q=q_scale_ptr, k=k_scale_ptr, v=v_scale_ptr, stride=scale_stride, heads_per_kv=heads_per_kv),
-        buffer=pieces_ptr,
+        buffer=splits_ptr,
         logs=logs,
         tokens=tokens,
     )

@@ -1,6 +1,6 @@
 """How a plan of the Hopper forward runs: the launches of one call, on copies of what the copy engine cannot address.
 
-`forward` plans the launches, and this module leaves out how.
+`plan` plans the launches, and this module leaves out how.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from torch import Tensor
 from fa_serve.backends.calls import AttentionTensors
 from fa_serve.backends.hopper.descriptors import addressable
 from fa_serve.backends.hopper.forward.tile_scheduler import take_counter, tile_table
-from fa_serve.backends.hopper.split_kv.combine import Merge
-from fa_serve.backends.triton.float8_inputs import Quantizer
+from fa_serve.backends.hopper.split_kv.combine import Combine
+from fa_serve.backends.triton.float8_inputs import InputQuantizer
 from fa_serve.backends.unseen_rows import without_keys
 from fa_serve.launching.launch import Launch
 from fa_serve.launching.plans import Run
@@ -27,19 +27,19 @@ class Launches(NamedTuple):
     """attention: None if there can be no tile
     table:    None if the batch is dense; its table has room for `max_tiles` tiles
     counted:  the schedule needs a counter that the table does not hold
-    merge:    merges pieces of divided keys; None if keys are whole
+    combine:  combines the splits of keys; None if keys are whole
     """
 
     attention: Launch | None = None
     table: Launch | None = None
     max_tiles: int = 0
     counted: bool = False
-    merge: Merge | None = None
+    combine: Combine | None = None
 
 
 def run_launches(
     launches: Launches,
-    quantizer: Quantizer | None,
+    quantizer: InputQuantizer | None,
     out_shape: tuple[int, ...],
     lse_shape: tuple[int, ...] | None,
     copied: tuple[bool | None, ...],
@@ -49,12 +49,19 @@ def run_launches(
     lse_shape: None if lse is not wanted
     copied:    as in `run_on_copies`
     """
-    attention, table_of, max_tiles, counted, merge = launches
+    attention = launches.attention
+    table_of = launches.table
+    combine = launches.combine
     any_address = copied[1] is None
     unmarked = tuple([None if copy is None else False for copy in copied])
 
     def run(tensors: AttentionTensors) -> tuple[Tensor, Tensor | None]:
-        q, k, v, sinks, _, cu_seqlens_q, keys, block_table, _, _, out, lse, _, blocks = tensors
+        q = tensors.q
+        k = tensors.k
+        v = tensors.v
+        out = tensors.out
+        lse = tensors.lse
+        blocks = tensors.blocks
         addresses = q.data_ptr() if any_address else q.data_ptr() | k.data_ptr() | v.data_ptr()
         if addresses & 15 or (out is not None and out.data_ptr() & 15):
             return run_on_copies(run, tensors, unmarked)
@@ -65,17 +72,18 @@ def run_launches(
         if attention is not None:
             table = counter = None
             if table_of is not None:
-                table = tile_table(table_of, max_tiles, cu_seqlens_q, keys, out, lse)
-            elif counted:
+                table = tile_table(table_of, launches.max_tiles, tensors.cu_seqlens_q, tensors.keys, out, lse)
+            elif launches.counted:
                 counter = take_counter(q)
             lists = _NO_LISTS if blocks is None else [x if x is None else x.contiguous() for x in blocks.tensors]
             scales = _NO_SCALES
             if quantizer is not None:
                 q, k, v, *scales = quantizer(tensors)
-            pieces = None if merge is None else merge.buffer(q)
-            attention((q, q, k, k, v, v, out, out, lse, sinks, table, counter, block_table, *lists, *scales, pieces))
-            if merge is not None:
-                merge(out, lse, pieces, table)
+            splits = None if combine is None else combine.buffer(q)
+            pages = (table, counter, tensors.block_table)
+            attention((q, q, k, k, v, v, out, out, lse, tensors.sinks, *pages, *lists, *scales, splits))
+            if combine is not None:
+                combine(out, lse, splits, table)
         return out, lse
 
     return run

@@ -1,6 +1,6 @@
 """How the consumer warpgroups write the output of a tile: O through shared memory and the copy engine, and the log-sum-exp.
 
-With divided keys, a tile that has only a piece of its rows' keys leaves both to be merged instead, see `divided_keys`.
+With split keys, a tile that has only a split of its rows' keys leaves both to be combined instead, see `split_kv.split`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from fa_serve.backends.hopper.forward.float8_probabilities import FLOAT8_SHIFT
 from fa_serve.backends.hopper.forward.pack_gqa import heads_of, store_lse
 from fa_serve.backends.hopper.forward.types import RAGGED
-from fa_serve.backends.hopper.split_kv.split import leave_piece, whole
+from fa_serve.backends.hopper.split_kv.split import leave_split, whole
 from fa_serve.backends.triton.float8_inputs import BLOCK_KEYS
+from fa_serve.backends.triton.primitives import LN2
 from fa_serve.launching.gluon_names import async_store, sync_threads
-
-LN2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit
@@ -52,7 +51,7 @@ def _copy_tile(first, second, tile, tile_count, desc, smem, args, group: gl.cons
     origin = tile.origin
     length = tile.q_len
     head, _ = heads_of(tile, args.num_heads, args.heads_per_kv, var)
-    row = tile.row + 64 * group // var.packing
+    row = tile.row + 64 * group // var.pack_gqa
     if var.tiles.o_parts == 0:
         slot = (tile_count % var.tiles.q_stages) * var.tiles.groups + group
         copy_output(first.to(dtype), origin, length, row, head, 0, WIDTH, smem.q.index(slot), desc.o, var.varlen)
@@ -70,7 +69,7 @@ def _copy_tile(first, second, tile, tile_count, desc, smem, args, group: gl.cons
 
 @gluon.jit
 def write_output(acc, state, tile, tile_count, desc, smem, factors, args, group: gl.constexpr, var: gl.constexpr):
-    """Divide O by its sum, start its copy and write lse, or leave both to be merged."""
+    """Divide O by its sum, start its copy and write lse, or leave both to be combined."""
     S_LAYOUT: gl.constexpr = var.score_layout
     O_LAYOUT: gl.constexpr = var.output_layout
     O1_LAYOUT: gl.constexpr = var.second_output_layout
@@ -88,15 +87,15 @@ def write_output(acc, state, tile, tile_count, desc, smem, factors, args, group:
         second = second * gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, O1_LAYOUT)), 1)
     if var.padded:
         lse = gl.where(empty, float("-inf"), (state.m + logarithm) * LN2)
-        leave_piece(first, second, lse, empty, tile, group, args, var)
-    elif var.pieces:
+        leave_split(first, second, lse, empty, tile, group, args, var)
+    elif var.split_kv:
         lse = gl.where(empty, float("-inf"), (state.m + logarithm) * LN2)
         if whole(tile, args.num_heads):
             _copy_tile(first, second, tile, tile_count, desc, smem, args, group, var)
             if args.lse is not None:
                 store_lse(lse, tile, group, args, ROWS, var)
         else:
-            leave_piece(first, second, lse, empty, tile, group, args, var)
+            leave_split(first, second, lse, empty, tile, group, args, var)
     else:
         _copy_tile(first, second, tile, tile_count, desc, smem, args, group, var)
         if args.lse is not None:

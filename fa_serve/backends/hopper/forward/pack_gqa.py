@@ -5,12 +5,12 @@ the same K and V. With `packing`, a power of two, row r of a tile is query r // 
 once for all of these heads, and the kernel is bound by memory, as decoding is. FlashAttention-3 calls this `pack_gqa`.
 
 The copy engine does the packing: a box of Q has 64 / packing tokens by `packing` heads, whose rows lie in shared memory in just
-this order, and a box of O has the same form (see `forward`). Heads of tiles are then KV heads.
+this order, and a box of O has the same form (see `plan`). Heads of tiles are then KV heads.
 
 Where a KV head has fewer query heads than `packing` (`padded`), the other rows are queries of the next KV head. They are
-computed and not written, which only `divided_keys.leave_piece` can do: a box of O would overwrite these heads.
+computed and not written, which only `split_kv.split.leave_split` can do: a box of O would overwrite these heads.
 
-`hopper_tiles.head_packing` chooses. Left out: float8 products and lists of key blocks.
+`tiles.heads_to_pack` chooses. Left out: float8 products and lists of key blocks.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from fa_serve.backends.hopper.split_kv.split import piece_of
+from fa_serve.backends.hopper.split_kv.split import split_of
 
 
 @gluon.jit
 def heads_of(tile, num_heads, heads_per_kv, var: gl.constexpr):
     """-> the first query head of a tile, and its KV head. num_heads: heads that have separate tiles"""
-    head = tile.head % num_heads if var.pieces else tile.head
+    head = tile.head % num_heads if var.split_kv else tile.head
     if var.padded:
         return head * heads_per_kv, head
-    elif var.packing > 1:  # noqa: RET505
-        return head * var.packing, head
+    elif var.pack_gqa > 1:  # noqa: RET505
+        return head * var.pack_gqa, head
     else:
         return head, head // heads_per_kv
 
@@ -37,30 +37,30 @@ def heads_of(tile, num_heads, heads_per_kv, var: gl.constexpr):
 def sinks_of(tile, args, layout: gl.constexpr, var: gl.constexpr):
     """The sink of each row, [64] float32, in the unit of scores before the softmax."""
     head, _ = heads_of(tile, args.num_heads, args.heads_per_kv, var)
-    if var.packing > 1:
-        members = gl.arange(0, 64, layout=layout) % var.packing
+    if var.pack_gqa > 1:
+        members = gl.arange(0, 64, layout=layout) % var.pack_gqa
         if var.padded:
             members = gl.minimum(members, args.heads_per_kv - 1)
         sinks = gl.load(args.sinks + head + members).to(gl.float32)
     else:
         sinks = gl.full([64], 0.0, gl.float32, layout=layout) + gl.load(args.sinks + head).to(gl.float32)
-    if var.pieces:  # the first piece of a row has the sink
-        sinks = gl.where(piece_of(tile, args.num_heads) == 0, sinks, float("-inf"))
+    if var.split_kv:  # the first split of a row has the sink
+        sinks = gl.where(split_of(tile, args.num_heads) == 0, sinks, float("-inf"))
     return sinks
 
 
 @gluon.jit
 def store_lse(lse, tile, group: gl.constexpr, args, layout: gl.constexpr, var: gl.constexpr):
     """Store the log-sum-exp of a warpgroup's rows, [64]."""
-    if var.packing > 1:
+    if var.pack_gqa > 1:
         head, _ = heads_of(tile, args.num_heads, args.heads_per_kv, var)
         rows = gl.arange(0, 64, layout=layout)
-        queries = tile.row + 64 * group // var.packing + rows // var.packing
-        heads = (head + rows % var.packing).to(gl.int64)
+        queries = tile.row + 64 * group // var.pack_gqa + rows // var.pack_gqa
+        heads = (head + rows % var.pack_gqa).to(gl.int64)
         if var.varlen:
             at = heads * args.lse_stride + tile.origin
         else:
-            at = (tile.origin * (args.num_heads * var.packing) + heads) * args.lse_stride
+            at = (tile.origin * (args.num_heads * var.pack_gqa) + heads) * args.lse_stride
         gl.store(args.lse + at + queries, lse, mask=queries < tile.q_len)
     else:
         rows = tile.row + 64 * group + gl.arange(0, 64, layout=layout)

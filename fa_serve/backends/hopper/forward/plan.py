@@ -2,7 +2,7 @@
 
 A thread block has one producer warp and one to three consumer warpgroups of 64 query rows each. It computes one tile at a time:
 
-    producer   assigns tiles (see `tile_schedule`), and copies Q, K and V to shared memory by the copy engine (tensor memory
+    producer   assigns tiles (see `tile_scheduler`), and copies Q, K and V to shared memory by the copy engine (tensor memory
                accelerator, TMA)
     consumers  S = Q K^T and O += P V as asynchronous warpgroup MMAs (wgmma), softmax in registers, O out through TMA
 
@@ -18,9 +18,9 @@ needs a slow path. A page of a paged cache is bounded in the same way, as a pack
 that are in use; a block of K or V arrives page by page. Entries of the block table after the last page or before a window
 are not read. With float8 products, the kernel reads copies instead of pages (see `triton.float8_inputs`).
 
-With lists of key blocks, the producer copies the blocks of the list and no others (see `listed_blocks`).
+With lists of key blocks, the producer copies the blocks of the list and no others (see `block_sparse`).
 
-    run = plan_forward(tensors, options)      # once for calls that look alike
+    run = plan_hopper_forward(tensors, options)      # once for calls that look alike
     out, lse = run(tensors)
 
 Left out: explicit masks, 16-bit products with float8 caches, and head sizes that are not a multiple of 8. The module `backward`
@@ -37,58 +37,62 @@ import torch
 from fa_serve.backends import MAX_KEYS_PER_TILE
 from fa_serve.backends.calls import AttentionOptions, AttentionTensors
 from fa_serve.backends.hopper.descriptors import copy_engine_strides, dense_view, ragged_view
-from fa_serve.backends.hopper.forward.kernel import Numbers, attention_forward
+from fa_serve.backends.hopper.forward.kernel import Numbers, attn_fwd_hopper
 from fa_serve.backends.hopper.forward.launches import Launches, run_launches, run_on_copies, run_without_keys
 from fa_serve.backends.hopper.forward.tile_scheduler import PackedOutput, max_tile_count, table_launch
 from fa_serve.backends.hopper.forward.tiles import (
-    MIN_BLOCKS_OF_A_PIECE,
+    MIN_BLOCKS_OF_A_SPLIT,
+    HopperTiles,
     Schedule,
-    TileConfig,
-    float8_tiles,
-    forward_tiles,
     head_group,
-    head_packing,
+    heads_to_pack,
+    hopper_float8_tiles,
+    hopper_forward_tiles,
     key_columns,
-    key_pieces,
+    key_splits,
     list_tiles,
     value_columns,
 )
 from fa_serve.backends.hopper.forward.types import Variant
-from fa_serve.backends.hopper.split_kv.combine import Merge, plan_merge
-from fa_serve.backends.hopper.split_kv.tile_scheduler import piece_table_launch, table_capacity
-from fa_serve.backends.layout import Layout, contiguous
-from fa_serve.backends.triton.float8_inputs import BLOCK_KEYS, Form, Quantizer
+from fa_serve.backends.hopper.split_kv.combine import Combine, plan_combine
+from fa_serve.backends.hopper.split_kv.tile_scheduler import split_table_launch, table_capacity
+from fa_serve.backends.layout import TensorLayout, contiguous
+from fa_serve.backends.triton.float8_inputs import BLOCK_KEYS, Form, InputQuantizer
 from fa_serve.block_lists import BlockLists
 from fa_serve.launching.launch import Launch, View, multiprocessors
 from fa_serve.launching.plans import Run
 
 _MAX_PADDED = 1 << 27
-"""Padded tiles leave all of an output of up to so many numbers to the merge, whose buffer holds it for up to 16 pieces. The
+"""The largest output, in numbers, that padded tiles leave to be combined; the buffer holds it for up to 16 splits. The
 positions in it have 32 bits."""
 
 
-def plan_forward(
-    tensors: AttentionTensors, options: AttentionOptions, tiles: TileConfig | None = None, max_pieces: int | None = None
+def plan_hopper_forward(
+    tensors: AttentionTensors, options: AttentionOptions, tiles: HopperTiles | None = None, max_splits: int | None = None
 ) -> Run:
     """Plan attention for calls whose tensors have the shapes, strides, dtypes, device and presence of `tensors`.
 
     Queries are dense, or packed by cu_seqlens_q with keys packed by cu_seqlens_k or in the pages of block_table, in the shapes
     of `fa_serve.api`. Mask and num_splits are ignored, because `HopperBackend.supports` refuses them.
 
-    tiles, max_pieces: override the choices of `forward_tiles` and `key_pieces`, for tuning and tests
+    tiles, max_splits: override the choices of `hopper_forward_tiles` and `key_splits`, for tuning and tests
 
     Returns run(tensors) -> (out, lse or None). Sequences with up to options.skip_q queries are left out: their rows of out and
     lse stay as they are, and with skip_q > 0 so do the rows behind the last sequence. Tensors that the copy engine cannot
     address (see `descriptors`) are copied first at each call.
     """
-    q, k, v = tensors[:3]
+    q = tensors.q
+    k = tensors.k
+    v = tensors.v
     out_shape = (*q.shape[:-1], v.shape[-1])
     lse_shape = (*q.shape[:-3], q.shape[-2], q.shape[-3]) if options.return_lse else None
     if 0 in (*q.shape[:2], *k.shape[:2]):
         return run_without_keys(out_shape, lse_shape)
     form: Form = "dense" if tensors.cu_seqlens_q is None else "packed" if tensors.block_table is None else "paged"
-    given = [Layout(x.shape, x.stride(), x.dtype) for x in (q, k, v)]
-    given.append(contiguous(out_shape, q.dtype) if tensors.out is None else Layout(out_shape, tensors.out.stride(), q.dtype))
+    given = [TensorLayout(x.shape, x.stride(), x.dtype) for x in (q, k, v)]
+    given.append(
+        contiguous(out_shape, q.dtype) if tensors.out is None else TensorLayout(out_shape, tensors.out.stride(), q.dtype)
+    )
     copied: tuple[bool | None, ...] = tuple([copy_engine_strides(x.shape, x.strides) is None for x in given])
     if form == "paged" and options.precision != "bf16":
         copied = (copied[0], None, None, copied[3])
@@ -98,7 +102,7 @@ def plan_forward(
     plain = options.precision == "bf16" and tensors.blocks is None
     quantizer = None
     if options.precision != "bf16":
-        quantizer = Quantizer(layouts[:3], form, sequences, options, table_stride)
+        quantizer = InputQuantizer(layouts[:3], form, sequences, options, table_stride)
         layouts[:3] = quantizer.layouts
     may_pad = form != "dense" and math.prod(out_shape) < _MAX_PADDED
     problem = _Problem(
@@ -113,9 +117,9 @@ def plan_forward(
         options=options,
         blocks=tensors.blocks,
         scale_stride=0 if quantizer is None else quantizer.groups,
-        packing=head_packing(q.shape[-2] // k.shape[-2], options.max_seqlen_q, may_pad=may_pad) if plain else 1,
+        pack_gqa=heads_to_pack(q.shape[-2] // k.shape[-2], options.max_seqlen_q, may_pad=may_pad) if plain else 1,
     )
-    launches = _plan_launches(problem, tiles, max_pieces)
+    launches = _plan_launches(problem, tiles, max_splits)
     if launches.attention is None and not options.skip_q:
         return run_without_keys(out_shape, lse_shape)
     run = run_launches(launches, quantizer, out_shape, lse_shape, copied)
@@ -125,10 +129,10 @@ def plan_forward(
 class _Problem(NamedTuple):
     """What the launches depend on. q, k, v and out are laid out so that the copy engine can address them."""
 
-    q: Layout
-    k: Layout
-    v: Layout
-    out: Layout
+    q: TensorLayout
+    k: TensorLayout
+    v: TensorLayout
+    out: TensorLayout
     device: torch.device
     form: Form
     batch: int
@@ -136,7 +140,7 @@ class _Problem(NamedTuple):
     options: AttentionOptions
     blocks: BlockLists | None
     scale_stride: int
-    packing: int
+    pack_gqa: int
 
     @property
     def packed(self) -> bool:
@@ -164,7 +168,7 @@ class _Problem(NamedTuple):
     @property
     def tile_heads(self) -> int:
         """Heads that have separate tiles."""
-        return self.num_heads if self.packing == 1 else self.k.shape[-2]
+        return self.num_heads if self.pack_gqa == 1 else self.k.shape[-2]
 
 
 class _TileCounts(NamedTuple):
@@ -179,7 +183,7 @@ class _TileCounts(NamedTuple):
     head_tail: int
 
 
-def _plan_launches(problem: _Problem, tiles: TileConfig | None, max_pieces: int | None) -> Launches:
+def _plan_launches(problem: _Problem, tiles: HopperTiles | None, max_splits: int | None) -> Launches:
     options = problem.options
     left, right = options.window_size
     head_dims = (problem.q.shape[-1], problem.out.shape[-1])
@@ -187,13 +191,13 @@ def _plan_launches(problem: _Problem, tiles: TileConfig | None, max_pieces: int 
     if tiles is None and blocks is not None:
         tiles = list_tiles(*head_dims, blocks.block_size)
     elif tiles is None and options.precision != "bf16":
-        tiles = float8_tiles(*head_dims)
+        tiles = hopper_float8_tiles(*head_dims)
     elif tiles is None:
-        lengths = (options.max_seqlen_q * problem.packing, options.max_seqlen_k)
-        tiles = forward_tiles(*head_dims, options.window_size, *lengths, problem.packed, problem.paged)
-    if max_pieces is None:
-        max_pieces = _piece_limit(problem, tiles)
-    padded = problem.packing > problem.heads_per_kv
+        lengths = (options.max_seqlen_q * problem.pack_gqa, options.max_seqlen_k)
+        tiles = hopper_forward_tiles(*head_dims, options.window_size, *lengths, problem.packed, problem.paged)
+    if max_splits is None:
+        max_splits = _split_limit(problem, tiles)
+    padded = problem.pack_gqa > problem.heads_per_kv
     assert not problem.paged or tiles.block_n <= MAX_KEYS_PER_TILE
     var = Variant(
         tiles,
@@ -209,35 +213,35 @@ def _plan_launches(problem: _Problem, tiles: TileConfig | None, max_pieces: int 
         bits=blocks is not None and blocks.partial_bits is not None,
         precision=options.precision,
         gaps=problem.form == "packed" and options.precision != "bf16",
-        packing=problem.packing,
+        pack_gqa=problem.pack_gqa,
         padded=padded,
-        pieces=padded or max_pieces > 1,
-        dim_v=head_dims[1] if padded or max_pieces > 1 else 0,
+        split_kv=padded or max_splits > 1,
+        dim_v=head_dims[1] if padded or max_splits > 1 else 0,
     )
     assert blocks is None or (var.block_q % tiles.block_m == 0 and var.block_k % tiles.block_n == 0)
     slots = multiprocessors(problem.device, 132) * tiles.blocks_per_sm
-    counts = _count_tiles(problem, var, slots, max_pieces)
+    counts = _count_tiles(problem, var, slots, max_splits)
     if counts.per_head == 0:
         return Launches()
-    merge = _plan_merge(problem, var, counts, max_pieces) if var.pieces else None
+    combine = _plan_combine(problem, var, counts, max_splits) if var.split_kv else None
     thread_blocks = counts.per_head * problem.tile_heads
     if tiles.schedule == Schedule.DYNAMIC:
         thread_blocks = min(thread_blocks, slots)
     attention = Launch(
-        attention_forward,
+        attn_fwd_hopper,
         thread_blocks,
-        _numbers(problem, counts, merge),
+        _numbers(problem, counts, combine),
         (var,),
         {"num_warps": 4, "maxnreg": tiles.registers[0]},
         views=_views(problem, var),
     )
     if not problem.packed:
         return Launches(attention, counted=tiles.schedule == Schedule.DYNAMIC)
-    table = _plan_table(problem, var, counts, slots, max_pieces)
-    return Launches(attention, table, counts.per_head, merge=merge)
+    table = _plan_table(problem, var, counts, slots, max_splits)
+    return Launches(attention, table, counts.per_head, combine=combine)
 
 
-def _plan_table(problem: _Problem, var: Variant, counts: _TileCounts, slots: int, max_pieces: int) -> Launch:
+def _plan_table(problem: _Problem, var: Variant, counts: _TileCounts, slots: int, max_splits: int) -> Launch:
     """The launch that makes the table of tiles of packed queries, and clears the rows that have no tile."""
     options = problem.options
     total_q, num_heads, dim_v = problem.out.shape
@@ -254,48 +258,48 @@ def _plan_table(problem: _Problem, var: Variant, counts: _TileCounts, slots: int
         problem.form == "paged",
         PackedOutput(total_q, num_heads, total_q, stride_token, stride_head, dim_v, tail=unused),
     )
-    if not var.pieces:
+    if not var.split_kv:
         return table_launch(*tiling, BLOCK_KEYS.value if var.gaps else 1)
-    return piece_table_launch(
+    return split_table_launch(
         *tiling,
         tile_heads=problem.tile_heads,
         processors=multiprocessors(problem.device, 132),
         slots=slots,
-        max_pieces=max_pieces,
-        min_blocks=MIN_BLOCKS_OF_A_PIECE,
+        max_splits=max_splits,
+        min_blocks=MIN_BLOCKS_OF_A_SPLIT,
     )
 
 
-def _piece_limit(problem: _Problem, tiles: TileConfig) -> int:
-    """Into how many pieces the keys of a row may be cut. The host knows lengths by their sum and their maximum."""
+def _split_limit(problem: _Problem, tiles: HopperTiles) -> int:
+    """Into how many splits the keys of a row may be cut. The host knows lengths by their sum and their maximum."""
     options = problem.options
     if not problem.packed or options.precision != "bf16" or problem.blocks is not None:
         return 1
     left, _ = options.window_size
     keys = options.max_seqlen_k if left < 0 else min(options.max_seqlen_k, left + options.max_seqlen_q)
-    queries = tiles.block_m // problem.packing
+    queries = tiles.block_m // problem.pack_gqa
     longest = -(-options.max_seqlen_q // queries)
-    # with equal lengths, each sequence has as many tiles as the longest; else there are at least so many as their sum fills
+    # with equal lengths, each sequence has as many tiles as the longest; else their sum fills at least this number of tiles
     count = problem.batch * longest if problem.equal else max(longest, problem.q.shape[0] // queries)
     slots = multiprocessors(problem.device, 132) * tiles.blocks_per_sm
-    return key_pieces(count * problem.tile_heads, slots, options.max_seqlen_q, keys)
+    return key_splits(count * problem.tile_heads, slots, options.max_seqlen_q, keys)
 
 
-def _plan_merge(problem: _Problem, var: Variant, counts: _TileCounts, max_pieces: int) -> Merge:
+def _plan_combine(problem: _Problem, var: Variant, counts: _TileCounts, max_splits: int) -> Combine:
     stride_token, stride_head = problem.out.strides[-3:-1]
-    return plan_merge(
+    return plan_combine(
         capacity=counts.per_head,
         queries=var.queries,
         tokens=problem.q.shape[0],
         num_heads=problem.num_heads,
-        pieces=max_pieces,
+        splits=max_splits,
         head_dim_v=problem.out.shape[-1],
         out_strides=(stride_token, stride_head),
         padded=var.padded,
     )
 
 
-def _count_tiles(problem: _Problem, var: Variant, slots: int, max_pieces: int) -> _TileCounts:
+def _count_tiles(problem: _Problem, var: Variant, slots: int, max_splits: int) -> _TileCounts:
     options = problem.options
     batch = problem.batch
     num_m = -(-options.max_seqlen_q // var.queries)
@@ -311,14 +315,14 @@ def _count_tiles(problem: _Problem, var: Variant, slots: int, max_pieces: int) -
         per_head = num_m * batch
         equal = options.window_size[0] < 0 and options.window_size[1] < 0
         group, tail = head_group(batch * problem.num_heads, problem.heads_per_kv, kv_bytes, num_m, equal)
-    if var.packing > 1 or var.pieces:  # few tiles, which run at once
+    if var.pack_gqa > 1 or var.split_kv:  # few tiles, which run at once
         group = tail = problem.tile_heads if problem.packed else batch * problem.tile_heads
-    if var.pieces:
-        per_head = table_capacity(per_head, problem.tile_heads, slots, max_pieces)
+    if var.split_kv:
+        per_head = table_capacity(per_head, problem.tile_heads, slots, max_splits)
     return _TileCounts(num_m, per_head, group, tail)
 
 
-def _numbers(problem: _Problem, counts: _TileCounts, merge: Merge | None) -> Numbers:
+def _numbers(problem: _Problem, counts: _TileCounts, combine: Combine | None) -> Numbers:
     options = problem.options
     scale, softcap = base_2_scales(options.softmax_scale, options.softcap)
     return Numbers(
@@ -339,7 +343,7 @@ def _numbers(problem: _Problem, counts: _TileCounts, merge: Merge | None) -> Num
         k_pitch=problem.k.strides[0] // problem.k.strides[1] if problem.paged else 0,
         v_pitch=problem.v.strides[0] // problem.v.strides[1] if problem.paged else 0,
         scale_stride=problem.scale_stride,
-        logs=0 if merge is None else merge.logs,
+        logs=0 if combine is None else combine.logs,
         tokens=problem.q.shape[0],
         **_list_numbers(problem),
     )
@@ -373,13 +377,15 @@ def base_2_scales(softmax_scale: float, softcap: float) -> tuple[float, float]:
 def _views(problem: _Problem, var: Variant) -> tuple[View | None, ...]:
     """How the kernel sees both parts of q, k, v and out. The second parts are columns d0 or dv0 and on of the same tensors."""
 
-    def parts(x: Layout, rows: int, *widths: int, heads: int = 1, packed: bool = problem.packed) -> tuple[View | None, ...]:
+    def parts(
+        x: TensorLayout, rows: int, *widths: int, heads: int = 1, packed: bool = problem.packed
+    ) -> tuple[View | None, ...]:
         view = ragged_view if packed else dense_view
         return tuple([view(*x, rows, width, heads) if width else None for width in widths])
 
-    def page_parts(x: Layout, *widths: int) -> tuple[View | None, ...]:
+    def page_parts(x: TensorLayout, *widths: int) -> tuple[View | None, ...]:
         """The rows of a page; a box has at most 64 columns."""
-        return parts(Layout(x.shape[1:], x.strides[1:], x.dtype), var.page_rows, *[min(width, 64) for width in widths])
+        return parts(TensorLayout(x.shape[1:], x.strides[1:], x.dtype), var.page_rows, *[min(width, 64) for width in widths])
 
     block_n = var.tiles.block_n
     if problem.paged:
@@ -390,6 +396,6 @@ def _views(problem: _Problem, var: Variant) -> tuple[View | None, ...]:
         keys = (*parts(problem.k, block_n, var.d0, var.d1, packed=False), values, None)
     else:
         keys = (*parts(problem.k, block_n, var.d0, var.d1), *parts(problem.v, block_n, var.dv0, var.dv1))
-    rows = 64 // var.packing
-    queries = parts(problem.q, rows, var.d0, var.d1, heads=var.packing)
-    return (*queries, *keys, *parts(problem.out, rows, var.o_width, var.dv1, heads=var.packing))
+    rows = 64 // var.pack_gqa
+    queries = parts(problem.q, rows, var.d0, var.d1, heads=var.pack_gqa)
+    return (*queries, *keys, *parts(problem.out, rows, var.o_width, var.dv1, heads=var.pack_gqa))

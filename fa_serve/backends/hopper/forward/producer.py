@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from fa_serve.backends.hopper.block_sparse import Piece, announce_piece, list_of, listed_piece
+from fa_serve.backends.hopper.block_sparse import KeyBlock, announce_key_block, list_of, listed_key_block
 from fa_serve.backends.hopper.forward.pack_gqa import heads_of
 from fa_serve.backends.hopper.forward.types import RAGGED, Tile
 from fa_serve.launching.gluon_names import async_load
@@ -101,11 +101,11 @@ def _dense_tile(index, args, var: gl.constexpr):
 
 @gluon.jit
 def _packed_tile(index, args, live, var: gl.constexpr):
-    """Read a record of `tile_schedule.tile_table`, whose first `live` records are tiles."""
+    """Read a record of `tile_scheduler.tile_table`, whose first `live` records are tiles."""
     head, number = _locate_tile(index, live, args.num_heads, args)
     tile = unpack_tile(gl.load(args.table + number * 8 + gl.arange(0, 8, layout=TILE_LAYOUT)), TILE_LAYOUT)
     row = gl.where(index < live * args.num_heads, tile.row, -1)
-    if var.pieces:
+    if var.split_kv:
         head = tile.head * args.num_heads + head
     return Tile(row, head, tile.origin, tile.q_len, tile.k_origin, tile.kv_len, tile.low, tile.high), tile.head
 
@@ -119,7 +119,7 @@ def _tile(index, args, live, var: gl.constexpr):
         tile, sequence = _dense_tile(index, args, var)
     if var.block_k > 0:
         of = list_of(tile, sequence, args.lists, var)
-        # a tile with an empty list still visits one piece, which no row sees
+        # a tile with an empty list still visits one key block, which no row sees
         end = gl.maximum(of.total, 1)
         return Tile(tile.row, tile.head, tile.origin, tile.q_len, tile.k_origin, tile.kv_len, end * 0, end), of
     else:  # noqa: RET505
@@ -156,7 +156,7 @@ def _load_queries(tile, head, stage, desc, smem, bars, var: gl.constexpr):
     full = bars.q_full.index(stage)
     mbarrier.expect(full, var.key_bytes * 64 * GROUPS * (var.d0 + var.d1))
     for g in gl.static_range(GROUPS):
-        row = tile.row + 64 * g // var.packing
+        row = tile.row + 64 * g // var.pack_gqa
         copy_rows(desc.q, tile.origin, tile.q_len, row, head, 0, full, smem.q.index(stage * GROUPS + g), var.varlen)
         if var.d1 > 0:
             copy_rows(desc.q1, tile.origin, tile.q_len, row, head, var.d0, full, smem.q1.index(stage * GROUPS + g), var.varlen)
@@ -204,15 +204,15 @@ def _float8_rows(tile, block, var: gl.constexpr):
 
 
 @gluon.jit
-def _load_keys(tile, kv_head, piece, block_count, desc, smem, bars, args, var: gl.constexpr):
-    """Start copying a piece of K, the `block_count`-th of this thread block, once the consumers have freed its stage."""
+def _load_keys(tile, kv_head, key_block, block_count, desc, smem, bars, args, var: gl.constexpr):
+    """Start copying a key block of K, the `block_count`-th of this thread block, once the consumers have freed its stage."""
     stage = block_count % var.tiles.stages
-    block = piece.number
+    block = key_block.number
     if var.page_size > 0:
         pages = pages_of(tile, block, args, var)
     mbarrier.wait(bars.k_empty.index(stage), ((block_count // var.tiles.stages) & 1) ^ 1)
     if var.block_k > 0:
-        announce_piece(piece, smem.pieces.index(stage))
+        announce_key_block(key_block, smem.key_blocks.index(stage))
     full = bars.k_full.index(stage)
     mbarrier.expect(full, var.key_bytes * var.tiles.block_n * (var.d0 + var.d1))
     row = block * var.tiles.block_n
@@ -235,10 +235,10 @@ def _load_keys(tile, kv_head, piece, block_count, desc, smem, bars, args, var: g
 
 
 @gluon.jit
-def _load_values(tile, kv_head, piece, block_count, desc, smem, bars, args, var: gl.constexpr):
-    """Start copying a piece of V, the `block_count`-th of this thread block, once the consumers have freed its stage."""
+def _load_values(tile, kv_head, key_block, block_count, desc, smem, bars, args, var: gl.constexpr):
+    """Start copying a key block of V, the `block_count`-th of this thread block, once the consumers have freed its stage."""
     stage = block_count % var.tiles.stages
-    block = piece.number
+    block = key_block.number
     if var.page_size > 0:
         pages = pages_of(tile, block, args, var)
     mbarrier.wait(bars.v_empty.index(stage), ((block_count // var.tiles.stages) & 1) ^ 1)
@@ -275,8 +275,8 @@ def producer(desc, smem, bars, args, var: gl.constexpr):
     while tile.row >= 0:
         head, kv_head = heads_of(tile, args.num_heads, args.heads_per_kv, var)
         blocks = tile.high - tile.low
-        piece = listed_piece(0, of, args.lists, var) if var.block_k > 0 else Piece(tile.high - 1, 0)
-        _load_keys(tile, kv_head, piece, block_count, desc, smem, bars, args, var)
+        key_block = listed_key_block(0, of, args.lists, var) if var.block_k > 0 else KeyBlock(tile.high - 1, 0)
+        _load_keys(tile, kv_head, key_block, block_count, desc, smem, bars, args, var)
         stage = tile_count % var.tiles.q_stages
         mbarrier.wait(bars.q_empty.index(stage), ((tile_count // var.tiles.q_stages) & 1) ^ 1)
         smem.record.index(stage).store(_pack(tile))
@@ -284,19 +284,19 @@ def producer(desc, smem, bars, args, var: gl.constexpr):
         index = _next_index(args, var)
         # the consumers' order: from the last block to the first or that of the list, and K one block ahead of V
         if var.block_k > 0:
-            upcoming = listed_piece(1, of, args.lists, var)
+            upcoming = listed_key_block(1, of, args.lists, var)
             for j in range(1, blocks + 1):
-                after = listed_piece(j + 1, of, args.lists, var)
+                after = listed_key_block(j + 1, of, args.lists, var)
                 if j < blocks:
                     _load_keys(tile, kv_head, upcoming, block_count + j, desc, smem, bars, args, var)
-                _load_values(tile, kv_head, piece, block_count + j - 1, desc, smem, bars, args, var)
-                piece = upcoming
+                _load_values(tile, kv_head, key_block, block_count + j - 1, desc, smem, bars, args, var)
+                key_block = upcoming
                 upcoming = after
         else:
             for j in range(1, blocks + 1):
                 if j < blocks:
-                    _load_keys(tile, kv_head, Piece(tile.high - 1 - j, 0), block_count + j, desc, smem, bars, args, var)
-                _load_values(tile, kv_head, Piece(tile.high - j, 0), block_count + j - 1, desc, smem, bars, args, var)
+                    _load_keys(tile, kv_head, KeyBlock(tile.high - 1 - j, 0), block_count + j, desc, smem, bars, args, var)
+                _load_values(tile, kv_head, KeyBlock(tile.high - j, 0), block_count + j - 1, desc, smem, bars, args, var)
         block_count += blocks
         tile_count += 1
         tile, of = _tile(index, args, live, var)

@@ -6,7 +6,7 @@ sequence, which have no tile. So no thread block starts without work, the host
 does not wait for the device, and sequences of unequal lengths are balanced. FlashAttention-3 instead finds its tiles by a
 prefix sum in each thread block.
 
-A record is 8 int32, the fields of `kernel_types.Tile`: first query row in the sequence (-1: no tile), the sequence's number
+A record is 8 int32, the fields of `types.Tile`: first query row in the sequence (-1: no tile), the sequence's number
 (where the reader puts the head), first row of the sequence in q, number of queries, first row in k (in a paged cache: the
 sequence's number), number of keys, first key block, last key block + 1.
 """
@@ -72,7 +72,7 @@ class PackedOutput(NamedTuple):
     """Where the launch of a table finds the rows of out and lse that have no tile.
 
     stride_lse: of lse by head; stride_token, stride_head: of out
-    tail:       so many rows at least belong to no sequence
+    tail:       the fewest rows that belong to no sequence
     """
 
     total_q: int
@@ -97,7 +97,7 @@ class PackedOutput(NamedTuple):
         return self.dim_v, power_of_2(self.dim_v)
 
     def programs(self, records: int) -> int:
-        """The programs of a table with room for so many records: one for each, and more for a long tail."""
+        """The programs of a table with room for `records`: one for each, and more for a long tail."""
         return max(records, min(self.tail // _CLEARED_ROWS, 1 << 10))
 
 

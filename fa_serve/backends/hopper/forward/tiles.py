@@ -1,8 +1,8 @@
 """Tile shapes and schedules of the Hopper kernel, chosen by pure functions of what the host knows.
 
-`forward_tiles` chooses the size of a tile, the number of warpgroups that compute it and the schedule. `head_packing` chooses
-how many heads share a tile, `key_pieces` whether keys may be divided, and `head_group` how many heads are computed together, so
-that their keys stay in the L2 cache. There is no autotuning, because a serving path must not stall on a new length.
+`hopper_forward_tiles` chooses the size of a tile, the number of warpgroups that compute it and the schedule. `heads_to_pack`
+chooses how many heads share a tile, `key_splits` whether keys may be split, and `head_group` how many heads are computed
+together, so that their keys stay in the L2 cache. There is no autotuning, because a serving path must not stall on new lengths.
 `benchmarks/tuning/tune_hopper.py` and `tune_cells.py` measure the alternatives; each branch states the figure that chose it.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import lru_cache
 
-from fa_serve.backends.chunks import MIN_DIVIDED_KEYS
+from fa_serve.backends.chunks import MIN_SPLIT_KEYS
 from fa_serve.launching.launch import power_of_2
 from fa_serve.spec import FEW_QUERIES
 
@@ -29,7 +29,7 @@ class Schedule(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class TileConfig:
+class HopperTiles:
     """One way to run the kernel.
 
     groups:    number of consumer warpgroups, each with 64 query rows; block_m = 64 * groups
@@ -104,7 +104,7 @@ def _columns(head_dim: int, widest: int) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=4096)
-def forward_tiles(
+def hopper_forward_tiles(
     head_dim: int,
     head_dim_v: int,
     window: tuple[int, int],
@@ -112,7 +112,7 @@ def forward_tiles(
     max_seqlen_k: int,
     varlen: bool,
     paged: bool = False,
-) -> TileConfig:
+) -> HopperTiles:
     """The tiles of one call; a paged call also counts as varlen.
 
     If V has other columns than Q, O does not fit the buffer of its queries and leaves through a separate one.
@@ -129,10 +129,10 @@ def forward_tiles(
 
 
 @lru_cache(maxsize=256)
-def list_tiles(head_dim: int, head_dim_v: int, block_size: tuple[int, int]) -> TileConfig:
+def list_tiles(head_dim: int, head_dim_v: int, block_size: tuple[int, int]) -> HopperTiles:
     """The tiles of a call with lists: the rows of a tile lie in one block of queries, its keys in one block of keys.
 
-    These follow from `forward_tiles` and the size of blocks alone. None has been measured.
+    These follow from `hopper_forward_tiles` and the size of blocks alone. None has been measured.
     """
     rows, keys = block_size
     d0, d1 = key_columns(head_dim)
@@ -141,22 +141,22 @@ def list_tiles(head_dim: int, head_dim_v: int, block_size: tuple[int, int]) -> T
     if rows == 64:
         blocks = 3 if width <= 64 else 2 if width <= 128 else 1
         queries = 2 if width <= 128 else 1
-        tiles = TileConfig(1, 64, blocks if blocks > 1 else 2, queries, Schedule.DYNAMIC, blocks_per_sm=blocks)
+        tiles = HopperTiles(1, 64, blocks if blocks > 1 else 2, queries, Schedule.DYNAMIC, blocks_per_sm=blocks)
     elif width > 128:
         wide = keys == 64 or dv0 + dv1 > 160 or d0 + d1 > 192 or d0 + d1 + dv0 + dv1 > 320
-        tiles = TileConfig(2, 64 if wide else 128, 2, 1, Schedule.DYNAMIC, rescale_late=not wide)
+        tiles = HopperTiles(2, 64 if wide else 128, 2, 1, Schedule.DYNAMIC, rescale_late=not wide)
     elif keys == 64:
-        tiles = TileConfig(2, 64, 4, 2, Schedule.DYNAMIC, rescale_late=width > 64)
+        tiles = HopperTiles(2, 64, 4, 2, Schedule.DYNAMIC, rescale_late=width > 64)
     elif width <= 64:
-        tiles = TileConfig(2, 128, 3, 2, Schedule.DYNAMIC, softmax_first=False)
+        tiles = HopperTiles(2, 128, 3, 2, Schedule.DYNAMIC, softmax_first=False)
     else:
-        tiles = TileConfig(2, 128, 2, 2, Schedule.DYNAMIC, rescale_late=True)
+        tiles = HopperTiles(2, 128, 2, 2, Schedule.DYNAMIC, rescale_late=True)
     in_halves = width > 128 or dv0 != d0 or dv1 not in (0, d1)
     return replace(tiles, o_parts=2 if in_halves else 0)
 
 
 @lru_cache(maxsize=256)
-def float8_tiles(head_dim: int, head_dim_v: int) -> TileConfig:
+def hopper_float8_tiles(head_dim: int, head_dim_v: int) -> HopperTiles:
     """The tiles of a call with float8 products. O has more bytes than Q, so it leaves through a separate buffer.
 
     Measured at head_dim 128 on one H200, 16k tokens, full and causal, quantisation included. TFLOPS of "qk8", then "fp8":
@@ -165,14 +165,14 @@ def float8_tiles(head_dim: int, head_dim_v: int) -> TileConfig:
         without overlap 626 620, 788 626    blocks of 64 keys 674 624, - 596    of 256 keys, without overlap - -, 695 623
     """
     if max(head_dim, head_dim_v) > 128:
-        return TileConfig(2, 64, 2, 1, Schedule.DYNAMIC, o_parts=2)
-    return TileConfig(2, 128, 3, 2, Schedule.DYNAMIC, o_parts=2)
+        return HopperTiles(2, 64, 2, 1, Schedule.DYNAMIC, o_parts=2)
+    return HopperTiles(2, 128, 3, 2, Schedule.DYNAMIC, o_parts=2)
 
 
 def _tiles_of_width(
     width_k: int, width_v: int, window: tuple[int, int], max_seqlen_q: int, max_seqlen_k: int, varlen: bool, paged: bool
-) -> TileConfig:
-    """`forward_tiles` for Q and K of `width_k` columns and V of `width_v` columns in shared memory."""
+) -> HopperTiles:
+    """`hopper_forward_tiles` for Q and K of `width_k` columns and V of `width_v` columns in shared memory."""
     width = max(width_k, width_v)
     left, right = window
     masked = left >= 0 or right >= 0
@@ -188,32 +188,32 @@ def _tiles_of_width(
         # 136 with all exponentials before the wait.
         blocks = 3 if width <= 64 or (width <= 96 and not paged) else 2
         stages = 3 if width <= 64 else 2
-        return TileConfig(1, 64, stages, 2, Schedule.DYNAMIC, softmax_first=64 < width <= 96, blocks_per_sm=blocks)
+        return HopperTiles(1, 64, stages, 2, Schedule.DYNAMIC, softmax_first=64 < width <= 96, blocks_per_sm=blocks)
     if max_seqlen_q <= 64:
-        return TileConfig(1, 64, 2, 1, Schedule.GRID, o_parts=2)
+        return HopperTiles(1, 64, 2, 1, Schedule.GRID, o_parts=2)
     if width_v > 160 or width_k > 192 or (width > 128 and width_k + width_v > 320):
         # Shared memory has room for one query tile only. With a buffer for half of O, the next queries arrive under the last
         # PV: 517 at 512, and 466 without the buffer. Rescaling O before the next QK^T reaches 691 at 4k, and under it 659.
         # At D192 there is room for a third stage. With it, late rescaling and ping-pong, 16k tokens take 0.94 to 0.99 of the
         # time.
         if width <= 192:
-            return TileConfig(2, 64, 3, 1, Schedule.DYNAMIC, pingpong=True, o_parts=2, rescale_late=True)
-        return TileConfig(2, 64, 2, 1, Schedule.DYNAMIC, o_parts=2)
+            return HopperTiles(2, 64, 3, 1, Schedule.DYNAMIC, pingpong=True, o_parts=2, rescale_late=True)
+        return HopperTiles(2, 64, 2, 1, Schedule.DYNAMIC, o_parts=2)
     if width > 128:
         # D192 with values of 128: causal 4k reaches 525 with late rescaling, and 495 without.
-        return TileConfig(2, 128, 2, 1, Schedule.DYNAMIC, o_parts=2, rescale_late=True)
+        return HopperTiles(2, 128, 2, 1, Schedule.DYNAMIC, o_parts=2, rescale_late=True)
     if width <= 64 and (paged or (masked and max_seqlen_k <= 4096)):
         # Two warpgroups waste less of the diagonal: 402 at 2k, and 368 with three and ping-pong.
         # With three, few registers are left for a producer that reads a block table: 2k queries over 6k keys in pages take
         # 561 us with three and 401 us with two.
-        return TileConfig(2, 128, 3, 2, Schedule.DYNAMIC, softmax_first=False)
+        return HopperTiles(2, 128, 3, 2, Schedule.DYNAMIC, softmax_first=False)
     if width <= 64:
         # Exponentials where ptxas puts them reach 409 at 512, before the wait 375; at 8k both reach 516.
         # Long causal tiles lose nothing by a cold start: 16k takes 2.18 ms with one query stage and 2.34 ms with two. Packed
         # sequences may be short, so they keep two stages.
         # Late rescaling reaches 501 against 472 at 2k and 543 against 535 at 16k, but 405 against 412 at 512 and 489 against
         # 502 at causal 16k.
-        return TileConfig(
+        return HopperTiles(
             3,
             128,
             2,
@@ -229,7 +229,7 @@ def _tiles_of_width(
     # 1343 us). Exponentials where ptxas puts them help short tiles: 32 causal sequences of 512 tokens take 187 us, and 195 with
     # exponentials before the wait. With pages that would be one more kernel for the engine to compile.
     pingpong = varlen or max_seqlen_k <= (4096 if masked else 1024)
-    return TileConfig(
+    return HopperTiles(
         2,
         128,
         2,
@@ -262,23 +262,23 @@ def _small_are_faster(width: int, window: tuple[int, int], max_seqlen_q: int, se
     return seen <= (256 if width <= 96 or left >= 0 else 128)
 
 
-def head_packing(heads_per_kv: int, max_seqlen_q: int, *, may_pad: bool) -> int:
+def heads_to_pack(heads_per_kv: int, max_seqlen_q: int, *, may_pad: bool) -> int:
     """How many query heads share a tile, a power of two: those of a KV head if there are few queries, else 1.
 
-    See `packed_heads`.
+    See `pack_gqa`.
 
-    may_pad: rows of a tile may have no head, because its output is merged
+    may_pad: rows of a tile may have no head, because its output is combined
     """
-    packing = power_of_2(heads_per_kv)
-    return packing if max_seqlen_q <= FEW_QUERIES and packing <= 64 and (may_pad or packing == heads_per_kv) else 1
+    pack_gqa = power_of_2(heads_per_kv)
+    return pack_gqa if max_seqlen_q <= FEW_QUERIES and pack_gqa <= 64 and (may_pad or pack_gqa == heads_per_kv) else 1
 
 
-MAX_PIECES = 16
-"""Pieces of the keys of a row, at most."""
-MIN_BLOCKS_OF_A_PIECE = 8
-"""Key blocks that are worth the start and the end of a thread block, and a part of the merge."""
-MIN_DIVIDED_KEYS_OF_FEW = 4096
-"""From how many visible keys on those of up to FEW_QUERIES queries are divided: dividing costs 5 us, in which a thread block
+MAX_SPLITS = 16
+"""Splits of the keys of a row, at most."""
+MIN_BLOCKS_OF_A_SPLIT = 8
+"""Key blocks that are worth the start and the end of a thread block, and a part of combining."""
+MIN_SPLIT_KEYS_OF_FEW = 4096
+"""From how many visible keys on those of up to FEW_QUERIES queries are split: splitting costs 5 us, in which a thread block
 reads about 1000 keys of such a tile."""
 FULL_WAVES = 0.85
 """Prompts stay whole if their tiles fill at least this share of one or two waves of thread blocks. With more waves they always
@@ -287,8 +287,8 @@ MIN_FILLED = 0.45
 """With tiles of a few queries for a smaller share of the thread blocks of an H100, the decoding kernel is faster."""
 
 
-def key_pieces(tiles: int, slots: int, max_seqlen_q: int, keys: int) -> int:
-    """Into how many pieces the keys of a row may be cut, 1 if they stay whole; see `piece_table`, which cuts them.
+def key_splits(tiles: int, slots: int, max_seqlen_q: int, keys: int) -> int:
+    """Into how many splits the keys of a row may be cut, 1 if they stay whole; see `split_kv.tile_scheduler`, which cuts them.
 
     tiles: a lower bound of the tiles of the launch
     slots: thread blocks that run at once
@@ -298,18 +298,18 @@ def key_pieces(tiles: int, slots: int, max_seqlen_q: int, keys: int) -> int:
     least 2 for each tile of a few queries. Prompts whose tiles fill the GPU stay whole. For a few queries the device decides,
     because their sequences may be of very unequal lengths.
 
-    In us on one H200 with 16-bit heads of 128, whole and divided: 32 tiles 63 and 32 (16 heads, 256 queries behind 4096 keys),
+    In us on one H200 with 16-bit heads of 128, whole and split: 32 tiles 63 and 32 (16 heads, 256 queries behind 4096 keys),
     64 tiles 107 and 69 (512 behind 8192), 783 and 400 (32 heads, 256 behind 65,536); but 128 tiles for 132 thread blocks 113
     and 117, 256 tiles 129 and 137. 4 queries of 31 sequences of 500 keys and of one of 65,536: 722 whole, 127 with up to 8
-    pieces, 107 with up to 16. 16 queries of 16 sequences of 1024 keys: 29 and 34.
+    splits, 107 with up to 16. 16 queries of 16 sequences of 1024 keys: 29 and 34.
     """
     few = max_seqlen_q <= FEW_QUERIES
-    if keys < max(MIN_DIVIDED_KEYS_OF_FEW if few else MIN_DIVIDED_KEYS, 4 * max_seqlen_q):
+    if keys < max(MIN_SPLIT_KEYS_OF_FEW if few else MIN_SPLIT_KEYS, 4 * max_seqlen_q):
         return 1
     if few:
-        return min(MAX_PIECES, max(2, 16 * slots // max(tiles, 1)))
+        return min(MAX_SPLITS, max(2, 16 * slots // max(tiles, 1)))
     waves = -(-tiles // slots)
-    return 1 if waves > 2 or tiles >= FULL_WAVES * waves * slots else min(MAX_PIECES, 4 * slots // max(tiles, 1))
+    return 1 if waves > 2 or tiles >= FULL_WAVES * waves * slots else min(MAX_SPLITS, 4 * slots // max(tiles, 1))
 
 
 @lru_cache(maxsize=4096)
@@ -321,16 +321,16 @@ def packs_queries(
     In us on one H200 with bfloat16 and heads of 128, decoding kernel and this one: 16 sequences of 2048 keys with 16 queries 51
     and 43 (32/8 heads), 78 and 45 (64/8), 142 and 131 (32/32); 128 sequences of 1024 keys with 4 queries 137 and 133 (32/8),
     147 and 136 (64/8); 32 sequences of 4096 keys with 8 queries 153 and 131 (32/8), 162 and 132 (64/8). The decoding kernel is
-    bound by instructions there, and this one by memory. 16 sequences of 8192 keys with 4 queries, which were divided then and
+    bound by instructions there, and this one by memory. 16 sequences of 8192 keys with 4 queries, which were split then and
     stay whole now, 152 and 139 (64/8), 140 and 139 (32/8), 85 and 81 (64/8 heads of 64); one of 65,536 keys beside 31 of 500
     115 and 107 (64/8), 105 and 106 (32/8). One sequence has too few tiles: 16 queries behind 8192 keys take 25 and 30, 4 behind
     1024 8 and 16.
     """
     if not 1 < max_seqlen_q <= FEW_QUERIES or max(head_dim, head_dim_v) > 128:
         return False
-    packing = head_packing(heads_per_kv, max_seqlen_q, may_pad=True)
-    tiles = forward_tiles(head_dim, head_dim_v, (-1, 0), max_seqlen_q * packing, max_seqlen_k, True, True)
-    count = batch * num_kv_heads * (heads_per_kv if packing == 1 else 1) * -(-max_seqlen_q * packing // tiles.block_m)
+    pack_gqa = heads_to_pack(heads_per_kv, max_seqlen_q, may_pad=True)
+    tiles = hopper_forward_tiles(head_dim, head_dim_v, (-1, 0), max_seqlen_q * pack_gqa, max_seqlen_k, True, True)
+    count = batch * num_kv_heads * (heads_per_kv if pack_gqa == 1 else 1) * -(-max_seqlen_q * pack_gqa // tiles.block_m)
     return count >= MIN_FILLED * 132 * tiles.blocks_per_sm
 
 

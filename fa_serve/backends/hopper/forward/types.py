@@ -12,7 +12,7 @@ from typing import NamedTuple
 from triton.experimental.gluon import language as gl
 
 from fa_serve.backends.hopper.block_sparse import Lists
-from fa_serve.backends.hopper.forward.tiles import TileConfig
+from fa_serve.backends.hopper.forward.tiles import HopperTiles
 from fa_serve.spec import Precision
 
 RAGGED = gl.constexpr(1 << 30)
@@ -24,7 +24,7 @@ class Variant:
     """Everything that is fixed when the kernel is compiled, passed as one constexpr.
 
     tiles:      shape of a tile, stages, schedule
-    d0, d1:     columns in shared memory of the first part of Q and K and of their second part, see `hopper_tiles.columns`
+    d0, d1:     columns in shared memory of the first part of Q and K and of their second part, see `tiles.columns`
     dv0, dv1:   the same of V and O
     varlen:     sequences are packed, or their keys are in pages; else the batch is dense
     has_left, has_right, softcap: whether the options have a left bound, a right bound, a softcap; their values are arguments
@@ -34,11 +34,11 @@ class Variant:
                 See `triton.float8_inputs`
     gaps:       (float8 keys, varlen) the copies of keys are packed with gaps; else they are a dense batch. See
                 `triton.float8_inputs`
-    packing:    query heads that share a tile, see `packed_heads`; padded: a KV head has fewer of them
-    pieces:     keys may be divided among tiles, see `divided_keys`; dim_v: head_dim_v of its buffer
+    pack_gqa:   query heads that share a tile, see `pack_gqa`; padded: a KV head has fewer of them
+    split_kv:   keys may be split among tiles, see `split_kv.split`; dim_v: head_dim_v of its buffer
     """
 
-    tiles: TileConfig
+    tiles: HopperTiles
     d0: int
     d1: int
     dv0: int
@@ -53,15 +53,15 @@ class Variant:
     bits: bool = False
     precision: Precision = "bf16"
     gaps: bool = False
-    packing: int = 1
+    pack_gqa: int = 1
     padded: bool = False
-    pieces: bool = False
+    split_kv: bool = False
     dim_v: int = 0
 
     @property
     def queries(self) -> int:
         """Queries of one head in a tile."""
-        return self.tiles.block_m // self.packing
+        return self.tiles.block_m // self.pack_gqa
 
     @property
     def float8_keys(self) -> bool:
@@ -117,7 +117,7 @@ class Variant:
 
     @property
     def bits_layout(self) -> gl.DistributedLinearLayout:
-        """Layout of the bits [64, block_n / 32, 32] of a piece: `score_layout` with its columns in words of 32."""
+        """Layout of the bits [64, block_n / 32, 32] of a key block: `score_layout` with its columns in words of 32."""
         in_registers = [[0, 0, 1], [8, 0, 0], [0, 0, 8], [0, 0, 16], [0, 1, 0], [0, 2, 0]]
         in_lanes = [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
         words = self.tiles.block_n // 32
@@ -171,7 +171,7 @@ class SharedMemory(NamedTuple):
     record:   (q_stages, 8), int32: the tile of each stage of q
     k_boxes, k1_boxes, v_boxes, v1_boxes: the memory of k, k1, v and v1 as boxes of page_rows keys by up to 64 columns, in the
               order of the swizzled layout; without pages k, k1, v and v1
-    pieces:   (stages, 2), int32: what `listed_blocks.Piece` says of the keys in each stage of k; without lists the record
+    key_blocks: (stages, 2), int32: what `block_sparse.KeyBlock` says of the keys in each stage of k; without lists the record
     """
 
     q: gl.tensor
@@ -187,7 +187,7 @@ class SharedMemory(NamedTuple):
     k1_boxes: gl.tensor
     v_boxes: gl.tensor
     v1_boxes: gl.tensor
-    pieces: gl.tensor
+    key_blocks: gl.tensor
 
 
 class Barriers(NamedTuple):
@@ -258,10 +258,10 @@ class ConsumerArgs(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """One tile: 64 * groups query rows of one head of one sequence, or of the heads that share it (see `packed_heads`).
+    """One tile: 64 * groups query rows of one head of one sequence, or of the heads that share it (see `pack_gqa`).
 
     row:       first row in the sequence; negative: there is no tile, and the work ends
-    head:      query head, or the KV head of the heads that share the tile; with divided keys see `divided_keys`
+    head:      query head, or the KV head of the heads that share the tile; with split keys see `split_kv.split`
     origin:    batch index (dense), or the sequence's first row in q (packed)
     q_len:     queries of the sequence
     k_origin:  batch index (dense), the sequence's first row in k (packed), or its row of the block table (paged). Packed float8

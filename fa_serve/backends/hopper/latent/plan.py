@@ -190,7 +190,8 @@ def plan_latent_decode(tensors: AttentionTensors, options: AttentionOptions, til
 
     tiles: overrides the choice, for tuning and tests; block_m is 64, and num_stages counts blocks of keys
     """
-    q, k = tensors[:2]
+    q = tensors.q
+    k = tensors.k
     assert tensors.block_table is not None
     batch = tensors.block_table.shape[0]
     groups = q.shape[1] // k.shape[2]
@@ -223,7 +224,8 @@ def plan_latent_decode(tensors: AttentionTensors, options: AttentionOptions, til
     run = LatentPlan(planned, options, tiles, LatentKernel(attn_latent_hopper, variant, launch, views))
 
     def run_aligned(tensors: AttentionTensors) -> tuple[Tensor, Tensor | None]:
-        q, k = tensors[:2]
+        q = tensors.q
+        k = tensors.k
         if copied or (q.data_ptr() | k.data_ptr()) & 15:
             tensors = tensors._replace(q=addressable(q, copied), k=addressable(k, False))
         return run(tensors)

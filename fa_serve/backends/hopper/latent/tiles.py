@@ -1,4 +1,4 @@
-"""Which calls the Hopper kernel of latent attention serves, and its tiles. `latent_decode` describes the kernel."""
+"""Which calls the Hopper kernel of latent attention serves, and its tiles. `plan` describes the kernel."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from fa_serve.backends.triton.tiles import DecodeTiles
-from fa_serve.spec import AttentionSpec
+from fa_serve.spec import OPTIONS, AttentionSpec
 
 ROPE_COLUMNS = 64
 """Columns in shared memory for the numbers of a key behind its value."""
@@ -33,12 +33,11 @@ class Ring:
 
 def cannot_decode_latent(spec: AttentionSpec) -> str | None:
     """Why this kernel does not compute the decoding of latent attention in a paged cache, or None."""
-    named = ("softcap", "sinks", "alibi", "attention_chunk", "block_mask")
-    found = [name for name in named if getattr(spec, name)]
+    found = spec.options
     if spec.window_size[0] >= 0:
         found.append("a window")
     if found:
-        return f"decodes latent attention without {', '.join(named)} and windows, got {', '.join(found)}"
+        return f"decodes latent attention without {', '.join(OPTIONS)} and windows, got {', '.join(found)}"
     rest = spec.head_dim - spec.head_dim_v
     if spec.num_kv_heads != 1 or spec.head_dim_v not in (256, 512) or rest not in range(16, ROPE_COLUMNS + 1, 16):
         got = f"{spec.num_kv_heads} of {spec.head_dim_v} and {rest}"
@@ -57,7 +56,7 @@ def latent_hopper_tiles(
     """The tile of one call, which has 64 rows. With 512 + 64 numbers a key, shared memory holds 4 blocks of 32 keys beside the
     queries. A program has an SM to itself, so there are as many programs as SMs. No share is shorter than 128 keys.
 
-    The module `latent_decode` has the arithmetic. Other blocks of keys and shares are not measured.
+    The module `plan` has the arithmetic. Other blocks of keys and shares are not measured.
     """
     block_n = 32
     tiles = DecodeTiles(64, block_n, num_warps=4, num_stages=4, splits=num_splits, balanced=False, registers=128)

@@ -1,6 +1,6 @@
 """What the warps of the Hopper kernel of latent attention agree on: its variant, its arguments, and what they share.
 
-`latent_decode` describes the algorithm. This module leaves out what the warps compute (`latent_warps`).
+`plan` describes the algorithm. This module leaves out what the warps compute (`warps`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PARTS = gl.constexpr(VALUE_PARTS)
 class LatentHopperVariant:
     """Everything that is fixed when the kernel is compiled.
 
-    split:     what it shares with the kernel that merges splits; its dim_v is the size of values
+    split:     what it shares with the kernel that combines splits; its dim_v is the size of values
     tiles:     the blocks of keys in shared memory
     rest:      numbers of a key behind its value
     page_size: tokens per page

@@ -1,6 +1,6 @@
 """The warps of the Hopper kernel of latent attention: one warpgroup of scores, two of values, and four producer warps.
 
-`latent_decode` describes the algorithm. In this file `block_count`, `item` and `count` count the blocks of keys, the items of P
+`plan` describes the algorithm. In this file `block_count`, `item` and `count` count the blocks of keys, the items of P
 and the sequences that the program has begun: they select a stage and the phase of its barriers. A sequence has an item for each
 block and a last one, which carries the factor 1 / sum and no probabilities. After the last sequence comes an item without
 blocks.
@@ -18,10 +18,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from fa_serve.backends.hopper.forward.consumer import GROWTH, SUM_LAYOUT, Softmax, rescale_part
-from fa_serve.backends.hopper.forward.output import LN2
+from fa_serve.backends.hopper.forward.consumer import SCORE_GROWTH, SUM_LAYOUT, Softmax, rescale_part
 from fa_serve.backends.hopper.forward.producer import PagedOperand, field_of, load_pages, pages_of
 from fa_serve.backends.hopper.latent.types import PARTS, ROPE, SLOTS, latent_work
+from fa_serve.backends.triton.primitives import LN2
 from fa_serve.backends.triton.splits import lse_of_splits
 from fa_serve.launching.gluon_names import copy_to_shared, sync_threads
 
@@ -138,7 +138,7 @@ def _record_of(work):
 def _publish(s, state, block, item, work, record, scale, smem, bars, args, var: gl.constexpr):
     """Update the online softmax by a block of scores, and hand P and the output's factors over -> the new state.
 
-    The maximum of a row is raised only when scores exceed it by more than GROWTH, as in `consumer`.
+    The maximum of a row is raised only when scores exceed it by more than SCORE_GROWTH, as in `consumer`.
     """
     BLOCK_N: gl.constexpr = var.tiles.block_n
     S_LAYOUT: gl.constexpr = var.score_layout
@@ -150,7 +150,7 @@ def _publish(s, state, block, item, work, record, scale, smem, bars, args, var: 
             last = gl.minimum(last, rows // var.split.groups + (work.kv_len - work.q_len + args.window_right + 1))
         s = gl.where(columns < gl.expand_dims(last, 1), s, float("-inf"))
     m = gl.max(s, 1) * scale
-    m = gl.where(m - state.m > GROWTH, m, state.m)  # the comparison is false where both are -inf
+    m = gl.where(m - state.m > SCORE_GROWTH, m, state.m)  # the comparison is false where both are -inf
     safe = gl.where(m == float("-inf"), 0.0, m)  # a row that has seen no key yet; -inf - -inf would be NaN
     p = gl.exp2(s * scale - gl.expand_dims(safe, 1))
     alpha = gl.exp2(state.m - safe)

@@ -1,11 +1,11 @@
-"""The kernel that merges what pieces of divided keys leave (Dao et al. 2023, "Flash-Decoding").
+"""The kernel that combines what the splits of a row's keys leave (Dao et al. 2023, "Flash-Decoding").
 
-Each piece leaves the output and the log-sum-exp of its rows in float32: (pieces, tokens, query heads, head_dim_v), and behind
-them (pieces, tokens, query heads). Tokens are those of all sequences in a row, so the buffer does not grow with unequal
-lengths. A row is merged with the weights exp(lse - max lse), in the order of pieces.
+Each split leaves the output and the log-sum-exp of its rows in float32: (splits, tokens, query heads, head_dim_v), and behind
+them (splits, tokens, query heads). Tokens are those of all sequences in a row, so the buffer does not grow with unequal
+lengths. A row is combined with the weights exp(lse - max lse), in the order of splits.
 
-The kernel reads the table of pieces (see `piece_table`), so it leaves out sequences that the attention kernel leaves out, and
-rows that are whole. This module leaves out which keys a piece has (`divided_keys`).
+The kernel reads the table of splits (see `split_kv.tile_scheduler`), so it leaves out sequences that the attention kernel
+leaves out, and rows that are whole. This module leaves out which keys a split has (`split_kv.split`).
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fa_serve.backends.hopper.split_kv.split import MAX_PIECES
+from fa_serve.backends.hopper.split_kv.split import SPLIT_BASE
 from fa_serve.backends.triton.primitives import LN2, LOG2E, wait_for_previous_kernel
 from fa_serve.launching.launch import Launch, launch_options, power_of_2
 
 _PROGRAMS = 2048
-"""The most programs of a launch. Each one merges rows until none is left, because the host does not know how many there are."""
+"""The most programs of a launch. Each combines rows until none is left, because the host does not know how many there are."""
 
 
-@triton.jit(do_not_specialize=["capacity", "tokens", "num_heads", "logs", "lse_stride", "least"])
-def merge_pieces(
+@triton.jit(do_not_specialize=["capacity", "tokens", "num_heads", "logs", "lse_stride", "min_splits"])
+def combine_splits(
     out_ptr,
     lse_ptr,
     buffer_ptr,
@@ -36,7 +36,7 @@ def merge_pieces(
     num_heads,
     logs,
     lse_stride,
-    least,
+    min_splits,
     stride_token,
     stride_head,
     QUERIES: tl.constexpr,
@@ -44,11 +44,11 @@ def merge_pieces(
     BLOCK_DV: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
 ):
-    """Merge the rows of one tile after another, BLOCK_ROWS at a time. A row is one query of one query head.
+    """Combine the rows of one tile after another, BLOCK_ROWS at a time. A row is one query of one query head.
 
     capacity: records that the table has room for
     logs:     where the log-sum-exps begin in the buffer
-    least:    rows with fewer pieces than these are whole
+    min_splits: rows with fewer splits than these are whole
 
     The weights need the greatest log-sum-exp first, so these are read twice. Then the outputs are added one after the other. A
     thread keeps its columns, and no load depends on another one.
@@ -64,18 +64,18 @@ def merge_pieces(
         code = tl.load(record + 1)
         first = tl.load(record + 2) + row
         rows = tl.minimum(tl.load(record + 3) - row, QUERIES) * num_heads
-        pieces = code // MAX_PIECES
-        if (code % MAX_PIECES == 0) & (pieces >= least) & (begin < rows):
+        splits = code // SPLIT_BASE
+        if (code % SPLIT_BASE == 0) & (splits >= min_splits) & (begin < rows):
             slot = begin + tl.arange(0, BLOCK_ROWS)
             live = slot < rows
             token = (first + slot // num_heads).to(tl.int64)
             head = (slot % num_heads).to(tl.int64)
             at = token * num_heads + head
-            stride_piece = tl.cast(tokens, tl.int64) * num_heads
+            stride_split = tl.cast(tokens, tl.int64) * num_heads
             row_max = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
             row_sum = tl.zeros([BLOCK_ROWS], tl.float32)
-            for piece in range(0, pieces):
-                lse = tl.load(buffer_ptr + logs + at + piece * stride_piece, mask=live, other=float("-inf")) * LOG2E
+            for split in range(0, splits):
+                lse = tl.load(buffer_ptr + logs + at + split * stride_split, mask=live, other=float("-inf")) * LOG2E
                 new_max = tl.maximum(row_max, lse)
                 safe = tl.where(new_max == float("-inf"), 0.0, new_max)
                 row_sum = row_sum * tl.exp2(row_max - safe) + tl.exp2(lse - safe)
@@ -85,23 +85,23 @@ def merge_pieces(
             safe = tl.where(empty, 0.0, row_max)
             keep = live[:, None] & (columns < DIM_V)[None, :]
             out = tl.zeros([BLOCK_ROWS, BLOCK_DV], tl.float32)
-            for piece in range(0, pieces):
-                of_piece = at + piece * stride_piece
-                lse = tl.load(buffer_ptr + logs + of_piece, mask=live, other=float("-inf")) * LOG2E
-                values = tl.load(buffer_ptr + of_piece[:, None] * DIM_V + columns[None, :], mask=keep, other=0.0)
+            for split in range(0, splits):
+                of_split = at + split * stride_split
+                lse = tl.load(buffer_ptr + logs + of_split, mask=live, other=float("-inf")) * LOG2E
+                values = tl.load(buffer_ptr + of_split[:, None] * DIM_V + columns[None, :], mask=keep, other=0.0)
                 out += values * (tl.exp2(lse - safe) * inverse)[:, None]
             cells = out_ptr + (token * stride_token + head * stride_head)[:, None] + columns[None, :]
             tl.store(cells, out.to(out_ptr.dtype.element_ty), mask=keep)
             if lse_ptr is not None:
-                merged = tl.where(empty, float("-inf"), (row_max + tl.log2(row_sum)) * LN2)
-                tl.store(lse_ptr + head * lse_stride + token, merged, mask=live)
+                combined = tl.where(empty, float("-inf"), (row_max + tl.log2(row_sum)) * LN2)
+                tl.store(lse_ptr + head * lse_stride + token, combined, mask=live)
 
 
-class Merge(NamedTuple):
-    """What follows a launch whose keys may be divided.
+class Combine(NamedTuple):
+    """What follows a launch whose keys may be split.
 
-    launch:      merges pieces
-    buffer_size: float32 numbers that pieces may leave
+    launch:      combines splits
+    buffer_size: float32 numbers that splits may leave
     logs:        where in them the log-sum-exps begin
     """
 
@@ -116,18 +116,18 @@ class Merge(NamedTuple):
         self.launch((out, lse, buffer, table))
 
 
-def plan_merge(
+def plan_combine(
     *,
     capacity: int,
     queries: int,
     tokens: int,
     num_heads: int,
-    pieces: int,
+    splits: int,
     head_dim_v: int,
     out_strides: tuple[int, int],
     padded: bool,
-) -> Merge:
-    """Plan the merge of up to `pieces` pieces of each row.
+) -> Combine:
+    """Plan the launch that combines up to `splits` splits of each row.
 
     capacity: records that the table has room for
     queries:  of one head in a tile; tokens: of all sequences; num_heads: query heads
@@ -135,14 +135,14 @@ def plan_merge(
     """
     block_dv = max(16, power_of_2(head_dim_v))
     block_rows = 8 if block_dv <= 128 else 4
-    rows = pieces * tokens * num_heads
+    rows = splits * tokens * num_heads
     programs = min(capacity * -(-queries * num_heads // block_rows), _PROGRAMS)
     launch = Launch(
-        merge_pieces,
+        combine_splits,
         programs,
         varying=(capacity, tokens, num_heads, rows * head_dim_v, tokens, 1 if padded else 2),
         strides=out_strides,
         fixed=(queries, head_dim_v, block_dv, block_rows),
         options=launch_options(True, 4),
     )
-    return Merge(launch, rows * (head_dim_v + 1), rows * head_dim_v)
+    return Combine(launch, rows * (head_dim_v + 1), rows * head_dim_v)

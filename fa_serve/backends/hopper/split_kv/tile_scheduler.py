@@ -1,13 +1,13 @@
-"""The table of tiles for calls whose keys may be divided: the device cuts the keys of each sequence by the lengths there.
+"""The table of tiles for calls whose keys may be split: the device cuts the keys of each sequence by the lengths there.
 
 The key blocks of all tiles, divided by the thread blocks that run at once, are a share. The keys of a sequence are cut into as
-many pieces as it has shares, to the nearest number, so that no thread block has much more than a share: at least 1, at most
-`max_pieces`, and none much shorter than `min_blocks`. A sequence of slightly more than a share stays whole, because merging has
-a cost. So does one of up to 5/4 of what a multiprocessor gets: the thread blocks of a multiprocessor share its bandwidth, so
-that more of them are no faster. On one H100, 4 queries of 32 sequences of 4096 keys (64/8 heads of 64) take 119 us in two
-pieces and 101 whole.
+many splits as it has shares, to the nearest number, so that no thread block has much more than a share: at least 1, at most
+`max_splits`, and none much shorter than `min_blocks`. A sequence of slightly more than a share stays whole, because combining
+has a cost. So does one of up to 5/4 of what a multiprocessor gets: the thread blocks of a multiprocessor share its bandwidth,
+so that more of them are no faster. On one H100, 4 queries of 32 sequences of 4096 keys (64/8 heads of 64) take 119 us in two
+splits and 101 whole.
 
-Records are those of `tile_schedule`; the second number is pieces * MAX_PIECES + piece. They are in the order of sequences,
+Records are those of `tile_scheduler`; the second number is splits * SPLIT_BASE + split. They are in the order of sequences,
 because they are about equally long.
 """
 
@@ -24,7 +24,7 @@ from fa_serve.backends.hopper.forward.tile_scheduler import (
     clear_tail,
     sequence_bounds,
 )
-from fa_serve.backends.hopper.split_kv.split import MAX_PIECES
+from fa_serve.backends.hopper.split_kv.split import SPLIT_BASE
 from fa_serve.launching.launch import Launch
 
 
@@ -53,12 +53,12 @@ def _blocks_of_tile(
         "tile_heads",
         "processors",
         "slots",
-        "max_pieces",
+        "max_splits",
         "min_blocks",
         *OUTPUT,
     ]
 )
-def _piece_table(
+def _split_table(
     table_ptr,
     cu_q_ptr,
     k_ptr,
@@ -72,7 +72,7 @@ def _piece_table(
     tile_heads,
     processors,
     slots,
-    max_pieces,
+    max_splits,
     min_blocks,
     total_q,
     num_heads,
@@ -88,7 +88,7 @@ def _piece_table(
     PAGED: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """One program per record finds its sequence, its rows and its piece of the keys.
+    """One program per record finds its sequence, its rows and its split of the keys.
 
     All programs clear the rows behind the last sequence, and those from `capacity` on write nothing else.
     """
@@ -107,7 +107,7 @@ def _piece_table(
     before = 0
     sequence = 0
     place = 0
-    pieces = 0
+    splits = 0
     q_start = 0
     q_len = 0
     k_start = 0
@@ -118,13 +118,13 @@ def _piece_table(
         tiles = ceil_div_up_to_zero(ql, BLOCK_M)
         low, high = _blocks_of_tile(tl.maximum(tiles - 1, 0), ql, kl, left, right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT)
         blocks = high - low
-        cut = tl.minimum(tl.maximum((2 * blocks + share) // (2 * share), 1), max_pieces)
+        cut = tl.minimum(tl.maximum((2 * blocks + share) // (2 * share), 1), max_splits)
         cut = tl.where(blocks <= whole, 1, cut)
         last = before + tl.cumsum(tiles * cut, 0)
         mine = (last > index) & (last - tiles * cut <= index)
         sequence += tl.sum(tl.where(mine, b, 0), 0)
         place += tl.sum(tl.where(mine, index - (last - tiles * cut), 0), 0)
-        pieces += tl.sum(tl.where(mine, cut, 0), 0)
+        splits += tl.sum(tl.where(mine, cut, 0), 0)
         q_start += tl.sum(tl.where(mine, q0, 0), 0)
         q_len += tl.sum(tl.where(mine, ql, 0), 0)
         k_start += tl.sum(tl.where(mine, k0, 0), 0)
@@ -137,15 +137,15 @@ def _piece_table(
     if index >= before:
         tl.store(record, -1, mask=index < capacity)
     else:
-        m = place // pieces
-        piece = place % pieces
+        m = place // splits
+        split = place % splits
         low, high = _blocks_of_tile(m, q_len, kv_len, left, right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT)
-        begin = low + (high - low) * piece // pieces
-        end = low + (high - low) * (piece + 1) // pieces
-        # A tile may see fewer blocks than its sequence has pieces. An empty piece visits one block that is wholly masked.
+        begin = low + (high - low) * split // splits
+        end = low + (high - low) * (split + 1) // splits
+        # A tile may see fewer blocks than its sequence has splits. An empty split visits one block that is wholly masked.
         empty = begin == end
         tl.store(record, m * BLOCK_M)
-        tl.store(record + 1, pieces * MAX_PIECES + piece)
+        tl.store(record + 1, splits * SPLIT_BASE + split)
         tl.store(record + 2, q_start)
         tl.store(record + 3, q_len)
         tl.store(record + 4, k_start)
@@ -154,7 +154,7 @@ def _piece_table(
         tl.store(record + 7, tl.where(empty, high, end))
 
 
-def piece_table_launch(
+def split_table_launch(
     capacity: int,
     batch: int,
     window_size: tuple[int, int],
@@ -167,25 +167,25 @@ def piece_table_launch(
     tile_heads: int,
     processors: int,
     slots: int,
-    max_pieces: int,
+    max_splits: int,
     min_blocks: int,
 ) -> Launch:
-    """The launch of `_piece_table`, for `tile_schedule.tile_table`.
+    """The launch of `_split_table`, for `tile_scheduler.tile_table`.
 
     capacity:  records that the table has room for, see `table_capacity`
     tile_heads: heads that have separate tiles
     processors: multiprocessors of the GPU; slots: thread blocks that run on them at once
     """
     left, right = window_size
-    numbers = (capacity, batch, skip_q, left, right, tile_heads, processors, slots, max_pieces, min_blocks, *output.numbers)
+    numbers = (capacity, batch, skip_q, left, right, tile_heads, processors, slots, max_splits, min_blocks, *output.numbers)
     fixed = (*output.widths, queries, block_n, left >= 0, right >= 0, paged, SEQUENCES_AT_A_TIME)
-    return Launch(_piece_table, output.programs(capacity), numbers, fixed, {"num_warps": 1}, strides=output.strides)
+    return Launch(_split_table, output.programs(capacity), numbers, fixed, {"num_warps": 1}, strides=output.strides)
 
 
-def table_capacity(max_tiles: int, num_heads: int, slots: int, max_pieces: int) -> int:
+def table_capacity(max_tiles: int, num_heads: int, slots: int, max_splits: int) -> int:
     """An upper bound of the records of one head.
 
-    A sequence with n > 1 pieces has at least n - 1/2 shares for each tile, so its pieces are at most 4/3 of its shares, and all
+    A sequence with n > 1 splits has at least n - 1/2 shares for each tile, so its splits are at most 4/3 of its shares, and all
     shares of a head are at most slots / num_heads.
     """
-    return min(max_tiles * max_pieces, max_tiles + 4 * slots // (3 * num_heads) + 1)
+    return min(max_tiles * max_splits, max_tiles + 4 * slots // (3 * num_heads) + 1)

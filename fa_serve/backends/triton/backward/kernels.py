@@ -1,6 +1,6 @@
 """The kernels of the backward pass: dK and dV over key blocks, and dQ over query blocks.
 
-The module `backward` describes the algorithm and launches the kernels. This module leaves out what a call needs on the host.
+The module `plan` describes the algorithm and launches the kernels. This module leaves out what a call needs on the host.
 """
 
 from __future__ import annotations

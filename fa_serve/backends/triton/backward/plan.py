@@ -15,7 +15,7 @@ every bit. Only tiles that cross the edge of the band are masked.
 A sink takes part in lse only, so its gradient is -rowsum(exp(sink - lse) * delta). A mask that is added to the scores has the
 gradient dS, summed over the dimensions that it broadcasts; this sum alone is atomic, unless results have to repeat. A row that
 sees no key has lse -inf and gets no gradients. A row whose lse is below -1e30, because a mask hides all of its keys with a
-large negative number, counts as such a row. `backward_kernels` holds the kernels.
+large negative number, counts as such a row. `kernels` holds the kernels.
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ class _BackwardPlan:
 
     def __init__(self, tensors: BackwardTensors, options: AttentionOptions, tiles: BackwardTiles | None) -> None:
         tensors = _laid_out(tensors)
-        q, k, v = tensors[:3]
+        q = tensors.q
+        k = tensors.k
+        v = tensors.v
         mask = tensors.mask
         varlen = tensors.cu_seqlens_q is not None
         arch = spec.arch_of(q.device)
@@ -104,7 +106,10 @@ class _BackwardPlan:
 
     def __call__(self, tensors: BackwardTensors) -> Gradients:
         tensors = _laid_out(tensors)
-        q, k, v, _, mask = tensors[:5]
+        q = tensors.q
+        k = tensors.k
+        v = tensors.v
+        mask = tensors.mask
         addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | tensors.dout.data_ptr()
         if addresses & 15 and (self._tma_keys or self._tma_queries):
             tiles = BackwardTiles(replace(self._tiles.keys, tma=False), replace(self._tiles.queries, tma=False))

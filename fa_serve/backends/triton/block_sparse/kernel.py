@@ -1,6 +1,6 @@
 """The kernel of block-sparse attention: a tile of query rows against the key blocks in its lists.
 
-The module `block_sparse` describes the algorithm and launches the kernel. This module leaves out what a call needs on the host.
+The module `plan` describes the algorithm and launches the kernel. This module leaves out what a call needs on the host.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fa_serve.backends.triton.splits import SplitVariant, store_rows, store_spli
 class SparseVariant:
     """What the block-sparse kernel is compiled for.
 
-    split:         what it shares with the kernel that merges splits; its groups are the query heads that share a list
+    split:         what it shares with the kernel that combines splits; its groups are the query heads that share a list
     lists_per_kv:  list heads per KV head: 1 where query heads are packed, else the query heads of a KV head
     block_q, block_k: queries and keys per block of the lists
     bits:          partial blocks have bits

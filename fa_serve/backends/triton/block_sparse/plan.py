@@ -1,4 +1,4 @@
-"""Block-sparse attention in portable Triton (FlashAttention, Dao et al. 2022, section 3.3): a program walks over listed blocks.
+"""Block-sparse attention in portable Triton (FlashAttention, Dao et al. 2022, section 3.3): a program walks lists of blocks.
 
 One program computes `block_m` packed rows of one sequence and walks over the key blocks that its block of queries has in its
 lists, first the partial blocks and then the full ones. Other keys are never read, so the bytes read grow with the blocks that
@@ -6,10 +6,10 @@ are kept. A row is one query of one query head. Where the query heads of a KV he
 single query fills a tile with its heads; where each query head has lists, a tile has rows of one head.
 
 The layouts (dense, packed, paged) differ in where keys lie, and the same kernel serves prompts and decoding. With few queries,
-lists are cut into splits, which `splits._combine` merges: each sequence has the same number of splits, because only the device
-knows how long its lists are, and a split may be empty. Blocks of 64 or 128 keys are walked in tiles of `block_n`. A tile is
-masked, in a uniform branch, if it crosses the edge of the band or the end of the sequence, or if its block has bits. This
-module leaves out the backward pass. `block_sparse_kernel` holds the kernel.
+lists are cut into splits, which `splits._combine` combines: each sequence has the same number of splits, because only the
+device knows how long its lists are, and a split may be empty. Blocks of 64 or 128 keys are walked in tiles of `block_n`. A
+tile is masked, in a uniform branch, if it crosses the edge of the band or the end of the sequence, or if its block has bits.
+This module leaves out the backward pass. The module `kernel` holds the kernel.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _BlockSparsePlan:
     )
 
     def __init__(self, tensors: AttentionTensors, options: AttentionOptions, tiles: SparseTiles | None) -> None:
-        q, k, v = (with_unit_stride(x) for x in tensors[:3])
+        q, k, v = (with_unit_stride(x) for x in (tensors.q, tensors.k, tensors.v))
         blocks = tensors.blocks
         assert blocks is not None
         dense = tensors.cu_seqlens_q is None
@@ -133,7 +133,7 @@ class _BlockSparsePlan:
             self._combine = combine_launch(counts, variant.split, lse_stride, out_strides)
 
     def __call__(self, tensors: AttentionTensors) -> tuple[Tensor, Tensor | None]:
-        q, k, v = (with_unit_stride(x) for x in tensors[:3])
+        q, k, v = (with_unit_stride(x) for x in (tensors.q, tensors.k, tensors.v))
         out = tensors.out
         result = out if self._takes_out and out is not None else q.new_empty(self._out_shape)
         lse = q.new_empty(self._lse_shape, dtype=torch.float32) if self._needs_lse else None
@@ -178,7 +178,7 @@ class _BlockSparsePlan:
                 has_left=options.left >= 0,
                 pdl=False,
                 chunked=options.attention_chunk > 0,
-                listed=True,
+                block_sparse=True,
             ),
             lists_per_kv=q.shape[-2] // shared // k.shape[-2],
             block_q=blocks.block_size[0],

@@ -1,16 +1,18 @@
 """The kernel of split-KV decoding: a tile of query rows against one split of the keys, in pages or dense.
 
-The module `decode` describes the algorithm and launches the kernel, and `splits` cuts the
-keys. This module leaves out what a call needs on the host.
+The module `plan` describes the algorithm and launches the kernel, and `splits` cuts the keys. This module leaves out what a
+call needs on the host.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import triton
 import triton.language as tl
 
+from fa_serve.backends.calls import AttentionOptions
 from fa_serve.backends.triton.float8_conversions import fit_float16, half_of_pairs, widen
 from fa_serve.backends.triton.key_pages import key_offsets, read_pages
 from fa_serve.backends.triton.primitives import (
@@ -40,7 +42,7 @@ from fa_serve.backends.triton.splits import (
 class DecodeVariant:
     """What the decoding kernel is compiled for.
 
-    split:        what it shares with the kernel that merges splits
+    split:        what it shares with the kernel that combines splits
     dim:          head_dim; block_d: the same, padded to a tile
     page_size:    tokens per page, 0 for a dense cache
     same_strides: K and V have the same strides
@@ -67,6 +69,19 @@ class DecodeVariant:
     by_rows: bool
     ptx: bool
     alibi: str
+
+    @staticmethod
+    def switches_of(options: AttentionOptions) -> dict[str, Any]:
+        """The fields that follow from the options of a call alone. One query sees no key to its right."""
+        return {
+            "has_right": options.window_size[1] >= 0 and max(options.max_seqlen_q, 1) > 1,
+            "has_softcap": options.softcap != 0.0,
+        }
+
+
+def decode_option_numbers(options: AttentionOptions) -> tuple[float, ...]:
+    """The options that are numbers and concern scores, as the kernel takes them: `scale` and `softcap`."""
+    return (float(options.softmax_scale), float(options.softcap))
 
 
 @triton.jit

@@ -9,14 +9,14 @@ length:
 - fixed (`num_splits > 0`, or a batch of one): each sequence is cut into `splits` splits by its own length. If the caller gave
   `num_splits`, the tile depends on heads and dtypes alone, so the bits of a row do not depend on the rest of the batch.
 
-A sequence that has one split is written at once. The others leave (out, lse) for each split, which `splits._combine` merges. On
-Hopper and later both kernels are launched programmatically: the next kernel starts while this one drains and waits for its
+A sequence that has one split is written at once. The others leave (out, lse) for each split, which `splits._combine` combines.
+On Hopper and later both kernels are launched programmatically: the next kernel starts while this one drains and waits for its
 results (griddepcontrol).
 
 Scores of up to 32 rows have keys as rows, so 8 query rows fill the other side of a tensor core's tile (16 by 8). Tiles of 64
 rows have queries as rows: they fill a wgmma, and a row's maximum and sum stay within four threads. A float8 cache is widened to
 float16 (`float8_conversions`). Sequences with more than `max_seqlen_q` queries are skipped: in a mixed batch they belong to
-another kernel. This module leaves out long prompts (`forward`) and writing the cache (`store_kv`). `decode_kernel` holds the
+another kernel. This module leaves out long prompts (`prefill`) and writing the cache (`store_kv`). `kernel` holds the
 kernel.
 """
 
@@ -28,7 +28,7 @@ from torch import Tensor
 from fa_serve import spec
 from fa_serve.backends import MAX_KEYS_PER_TILE
 from fa_serve.backends.calls import AttentionOptions, AttentionTensors
-from fa_serve.backends.triton.decode.kernel import DecodeVariant, attn_decode
+from fa_serve.backends.triton.decode.kernel import DecodeVariant, attn_decode, decode_option_numbers
 from fa_serve.backends.triton.key_pages import has_wide_rows
 from fa_serve.backends.triton.splits import SplitCounts, SplitVariant, combine_launch
 from fa_serve.backends.triton.tiles import DecodeTiles, batch_block, decode_tiles, padded_dim
@@ -133,8 +133,7 @@ class _DecodePlan:
                 lse_stride,
                 0 if tensors.block_table is None else tensors.block_table.stride(0),
                 0 if mask is None or mask.shape[3] == 1 else mask.stride(3),
-                float(options.softmax_scale),
-                float(options.softcap),
+                *decode_option_numbers(options),
             ),
             strides=(*out_strides, *q.stride()[:2]),
             fixed=(variant,),
@@ -147,7 +146,13 @@ class _DecodePlan:
             self._combine = combine_launch(counts, variant.split, lse_stride, out_strides)
 
     def __call__(self, tensors: AttentionTensors) -> tuple[Tensor, Tensor | None]:
-        q, k, v, sinks, mask, cu_seqlens_q, keys, block_table, k_descale, v_descale, out, lse, alibi_slopes, _ = tensors
+        q = tensors.q
+        k = tensors.k
+        v = tensors.v
+        mask = tensors.mask
+        lengths = (tensors.keys, tensors.cu_seqlens_q)
+        out = tensors.out
+        lse = tensors.lse
         if not self._takes_q:
             q = _rows_of(q)
         result = out if self._takes_out and out is not None else q.new_empty(self._out_shape)
@@ -162,10 +167,10 @@ class _DecodePlan:
             splits = None if self._combine is None else q.new_empty(self._split_size, dtype=torch.float32)
             if mask is not None:
                 mask = mask.view(torch.uint8)
-            pointers = (q, k, v, result, lse, splits, block_table, keys, cu_seqlens_q, sinks, mask)
-            self._decode((*pointers, k_descale, v_descale, alibi_slopes), *late)
+            pointers = (q, k, v, result, lse, splits, tensors.block_table, *lengths, tensors.sinks, mask)
+            self._decode((*pointers, tensors.k_descale, tensors.v_descale, tensors.alibi_slopes), *late)
             if self._combine is not None:
-                self._combine((result, lse, splits, keys, cu_seqlens_q), late[0])
+                self._combine((result, lse, splits, *lengths), late[0])
         else:
             without_keys(result, lse, None, None)
         if lse is not None and self._is_dense:
@@ -205,7 +210,6 @@ def _variant(
     dtype = tensors.q.dtype
     k_strides = k.stride()[:3]
     v_strides = v.stride()[:3]
-    right = options.window_size[1]
     float8 = k.element_size() == 1
     even = dim_v % 2 == 0 and all(s % 2 == 0 for s in v_strides)
     return DecodeVariant(
@@ -224,8 +228,6 @@ def _variant(
         dim=dim,
         block_d=padded_dim(dim),
         page_size=0 if tensors.block_table is None else k.shape[1],
-        has_right=right >= 0 and max(options.max_seqlen_q, 1) > 1,
-        has_softcap=options.softcap != 0.0,
         same_strides=k_strides == v_strides,
         aligned=all(stride % 16 == 0 for stride in (*k_strides[:2], *v_strides[:2])),
         wide=has_wide_rows(k, v, paged=tensors.block_table is not None),
@@ -235,4 +237,5 @@ def _variant(
         by_rows=tiles.by_rows,
         ptx=arch >= 89,
         alibi=tensors.alibi_form,
+        **DecodeVariant.switches_of(options),
     )

@@ -1,6 +1,6 @@
 """The kernel of latent attention: rows of all query heads against pages whose values are the first numbers of their keys.
 
-The module `latent` describes the algorithm and launches the kernel, and `splits` cuts the keys. This module leaves out what a
+The module `plan` describes the algorithm and launches the kernel, and `splits` cuts the keys. This module leaves out what a
 call needs on the host.
 """
 
@@ -37,7 +37,7 @@ from fa_serve.backends.triton.splits import (
 class LatentVariant:
     """What the kernel is compiled for.
 
-    split:      what it shares with the kernel that merges splits; its dim_v is the size of values
+    split:      what it shares with the kernel that combines splits; its dim_v is the size of values
     rest:       numbers of a key behind its value; block_rest: the same, padded to a tile
     width:      columns of values in a slice; slices: how many there are
     prefetch:   as in `latent.LatentTiles`

@@ -10,12 +10,12 @@ slices of 64 columns take 389 instructions for a block of 64 keys, and one of 51
 
 One kernel serves all calls, with the programs of either of two kinds:
 
-- decoding, also of up to 16 queries per sequence, cuts the keys into splits as in `decode`, which `splits._combine` merges;
+- decoding, also of up to 16 queries per sequence, cuts the keys into splits as in `decode`, which `splits._combine` combines;
 - prompts with a cached beginning have a program for each tile of rows, which a prefix sum on the device finds.
 
 A float8 cache is widened to the dtype of the queries. `decode` widens it to float16 and divides bfloat16 queries by powers of
 two, which needs fewer instructions; here it would spill registers in the inner loop. Left out: windows, softcap and sinks
-(`unsupported`), and keys whose values lie elsewhere (`decode`, `forward`). `latent_kernel` holds the kernel.
+(`unsupported`), and keys whose values lie elsewhere (`decode`, `prefill`). `kernel` holds the kernel.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from fa_serve.backends.triton.tiles import DecodeTiles, batch_block, padded_dim
 from fa_serve.backends.unseen_rows import without_keys
 from fa_serve.launching.launch import Launch, View, launch_options, multiprocessors, with_unit_stride
 from fa_serve.launching.plans import Run
-from fa_serve.spec import AttentionSpec
+from fa_serve.spec import OPTIONS, AttentionSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +57,11 @@ def unsupported(spec: AttentionSpec) -> str | None:
     """Why this kernel does not serve a call, or None."""
     if not spec.values_in_keys:
         return "reads keys whose first numbers are their values"
-    named = ("softcap", "sinks", "alibi", "attention_chunk", "block_mask")
-    found = [name for name in named if getattr(spec, name)]
+    found = spec.options
     if spec.window_size[0] >= 0:
         found.append("a window")
     if found:
-        return f"reads values in keys without {', '.join(named)} and windows, got {', '.join(found)}"
+        return f"reads values in keys without {', '.join(OPTIONS)} and windows, got {', '.join(found)}"
     rest = spec.head_dim - spec.head_dim_v
     if spec.head_dim_v > 512 or rest > 128:
         return f"has values of up to 512 numbers in keys with up to 128 more, got {spec.head_dim_v} and {rest}"
@@ -152,7 +151,8 @@ def plan_latent(
     tiles:   overrides the choice, for tuning
     """
     assert tensors.block_table is not None
-    q, k = tensors[:2]
+    q = tensors.q
+    k = tensors.k
     arch = facts.arch_of(q.device)
     batch = tensors.block_table.shape[0]
     if tiles is None:

@@ -1,15 +1,17 @@
 """The kernel of the forward pass: rows of queries against tiles of keys, dense, packed or in pages.
 
-The module `forward` describes the algorithm and launches the kernel. This module leaves out what a call needs on the host.
+The module `plan` describes the algorithm and launches the kernel. This module leaves out what a call needs on the host.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import triton
 import triton.language as tl
 
+from fa_serve.backends.calls import AttentionOptions
 from fa_serve.backends.triton.float8_inputs import BLOCK_KEYS
 from fa_serve.backends.triton.prefill.float8_products import (
     PROBABILITY_SHIFT,
@@ -77,6 +79,23 @@ class ForwardVariant:
     float8_values: bool
     masks_all: bool
     wide: bool
+
+    @staticmethod
+    def switches_of(options: AttentionOptions) -> dict[str, Any]:
+        """The fields that follow from the options of a call alone."""
+        return {
+            "has_left": options.left >= 0,
+            "has_right": options.window_size[1] >= 0,
+            "has_softcap": options.softcap != 0.0,
+            "chunked": options.attention_chunk > 0,
+            "float8_keys": options.precision != "bf16",
+            "float8_values": options.precision == "fp8",
+        }
+
+
+def forward_option_numbers(options: AttentionOptions) -> tuple[float, ...]:
+    """The options that are numbers, as the kernel takes them: its first ones, from `scale` to `window_right`."""
+    return (float(options.softmax_scale), float(options.softcap), options.left, options.window_size[1])
 
 
 @triton.jit

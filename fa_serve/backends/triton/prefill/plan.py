@@ -8,7 +8,7 @@ one loop.
 
 The layouts differ only in where row r of sequence b lies: dense and varlen add an offset, paged looks the page up. Lengths are
 runtime values that the kernel reads on the device. This module leaves out dividing one sequence's keys among programs
-(`decode`) and the backward pass. `forward_kernel` holds the kernel.
+(`decode`) and the backward pass. `kernel` holds the kernel.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from fa_serve import spec
 from fa_serve.backends import MAX_KEYS_PER_TILE
 from fa_serve.backends.calls import AttentionOptions, AttentionTensors
-from fa_serve.backends.layout import Layout
-from fa_serve.backends.triton.float8_inputs import Form, Quantizer
+from fa_serve.backends.layout import TensorLayout
+from fa_serve.backends.triton.float8_inputs import Form, InputQuantizer
 from fa_serve.backends.triton.key_pages import has_wide_mask, has_wide_rows
-from fa_serve.backends.triton.prefill.kernel import ForwardVariant, attn_fwd
+from fa_serve.backends.triton.prefill.kernel import ForwardVariant, attn_fwd, forward_option_numbers
 from fa_serve.backends.triton.tiles import TileConfig, batch_block, float8_tiles, forward_tiles, padded_dim
 from fa_serve.backends.unseen_rows import without_keys
 from fa_serve.launching.launch import DescriptorLaunch, Launch, row_strides, with_unit_stride
@@ -64,7 +64,7 @@ class _ForwardPlan:
     )
 
     def __init__(self, tensors: AttentionTensors, options: AttentionOptions, tiles: TileConfig | None) -> None:
-        q, k, v = (with_unit_stride(x) for x in tensors[:3])
+        q, k, v = (with_unit_stride(x) for x in (tensors.q, tensors.k, tensors.v))
         paged = tensors.block_table is not None
         if tiles is None and options.precision != "bf16":
             tiles = float8_tiles(spec.arch_of(q.device), q.shape[-1], float8_values=options.precision == "fp8")
@@ -100,7 +100,7 @@ class _ForwardPlan:
         self._launch = self._make_launch(tensors, options)
 
     def __call__(self, tensors: AttentionTensors) -> tuple[Tensor, Tensor | None]:
-        q, k, v = (with_unit_stride(x) for x in tensors[:3])
+        q, k, v = (with_unit_stride(x) for x in (tensors.q, tensors.k, tensors.v))
         if self._uses_tma and (k.data_ptr() | v.data_ptr()) & 15:
             return _ForwardPlan(tensors, self._options, replace(self._tiles, tma=False))(tensors)
         out = tensors.out
@@ -135,12 +135,12 @@ class _ForwardPlan:
             result = out.copy_(result)
         return result, lse
 
-    def _make_quantizer(self, tensors: AttentionTensors, options: AttentionOptions) -> Quantizer:
-        given = [Layout(x.shape, x.stride(), x.dtype) for x in tensors[:3]]
+    def _make_quantizer(self, tensors: AttentionTensors, options: AttentionOptions) -> InputQuantizer:
+        given = [TensorLayout(x.shape, x.stride(), x.dtype) for x in (tensors.q, tensors.k, tensors.v)]
         form: Form = "packed" if self._layout == "varlen" else "paged" if self._layout == "paged" else "dense"
         sequences = tensors.q.shape[0] if tensors.cu_seqlens_q is None else tensors.cu_seqlens_q.shape[0] - 1
         table_stride = 0 if tensors.block_table is None else tensors.block_table.stride(0)
-        return Quantizer(given, form, sequences, options, table_stride)
+        return InputQuantizer(given, form, sequences, options, table_stride)
 
     def _make_launch(self, tensors: AttentionTensors, options: AttentionOptions) -> Any:
         """The launch for these tensors; None if no sequence has a query."""
@@ -152,7 +152,7 @@ class _ForwardPlan:
         num_m = -(-options.max_seqlen_q // self._tiles.block_m)
         num_tiles = batch * num_m
         if options.skip_q:
-            # At most so many sequences have more than skip_q queries, each with one tile that is not full.
+            # This bounds the sequences with more than skip_q queries, each of which has one tile that is not full.
             num_tiles = min(batch, q.shape[0] // (options.skip_q + 1)) + q.shape[0] // self._tiles.block_m
         if num_tiles * num_heads == 0:
             return None
@@ -160,10 +160,7 @@ class _ForwardPlan:
         itemsize = k.element_size() if self._quantizer is None else 1
         head_bytes = options.max_seqlen_k * (q.shape[-1] + self._out_shape[-1]) * itemsize
         varying = (
-            float(options.softmax_scale),
-            float(options.softcap),
-            options.left,
-            options.window_size[1],
+            *forward_option_numbers(options),
             options.max_seqlen_q if dense else q.shape[0],
             options.max_seqlen_k,
             num_m,
@@ -193,19 +190,14 @@ class _ForwardPlan:
             page_size=tensors.k.shape[1] if self._layout == "paged" and self._quantizer is None else 0,
             tma=self._uses_tma,
             varlen=self._layout != "dense",
-            has_left=options.left >= 0,
-            has_right=options.window_size[1] >= 0,
-            has_softcap=options.softcap != 0.0,
             mask="none" if mask is None else "bool" if mask.dtype == torch.bool else "float",
             precision="ieee" if tensors.q.dtype == torch.float32 else "tf32",
             ptx=spec.arch_of(tensors.q.device) >= 80,
             batch_block=batch_block(batch) if options.skip_q else 0,
-            chunked=options.attention_chunk > 0,
             alibi=tensors.alibi_form,
-            float8_keys=options.precision != "bf16",
-            float8_values=options.precision == "fp8",
             masks_all=self._tiles.masks_all,
             wide=self._has_wide_rows(tensors),
+            **ForwardVariant.switches_of(options),
         )
 
     def _has_wide_rows(self, tensors: AttentionTensors) -> bool:
@@ -218,7 +210,7 @@ class _ForwardPlan:
 
     def _strides(self, tensors: AttentionTensors, dense: bool) -> tuple[int, ...]:
         """In the order of the kernel's parameters. A packed tensor has no stride between sequences."""
-        operands = [row_strides(x) for x in tensors[:3]]
+        operands = [row_strides(x) for x in (tensors.q, tensors.k, tensors.v)]
         if self._quantizer is not None:
             operands = [x.strides[:3] if len(x.shape) == 4 else (0, *x.strides[:2]) for x in self._quantizer.layouts]
         out_strides = row_strides(tensors.out) if tensors.out is not None else _contiguous_strides(self._out_shape)

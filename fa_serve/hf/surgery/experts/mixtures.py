@@ -28,8 +28,8 @@ from transformers.integrations.moe import grouped_mm_experts_forward
 from fa_serve import ops
 from fa_serve.hf.adapter.models import NAME
 from fa_serve.hf.surgery.proof import FIT_TOLERANCE, functions_agree, kind_of, results_agree
-from fa_serve.ops.experts.fallback import gated
-from fa_serve.ops.experts.operator import call_operator
+from fa_serve.ops.moe.fallback import gated
+from fa_serve.ops.moe.operator import call_operator
 from fa_serve.spec import UnsupportedModelError
 
 log = logging.getLogger("fa_serve.hf")

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from fa_serve import ops
 from fa_serve.hf.surgery.experts.mixtures import first_experts, fit_gate
 from fa_serve.hf.surgery.proof import NotReplacedError, check_untouched, float32_copy, functions_agree, replace_forwards
-from fa_serve.ops.experts.operator import call_operator
+from fa_serve.ops.moe.operator import call_operator
 
 log = logging.getLogger("fa_serve.hf")
 

@@ -28,7 +28,7 @@ from fa_serve import ops
 from fa_serve.hf.adapter.translate import LayerCall
 from fa_serve.hf.latent_layers import LatentSizes
 from fa_serve.hf.surgery.fuse.layer import LayerStep
-from fa_serve.hf.surgery.fuse.parts import Product, merge_products, norm_of, product_of
+from fa_serve.hf.surgery.fuse.parts import FusedProduct, merge_products, norm_of, product_of
 from fa_serve.hf.surgery.proof import NotReplacedError
 
 PLAIN_TOKENS = 2048
@@ -56,9 +56,9 @@ class LatentAttention:
 
     num_heads: int
     sizes: LatentSizes
-    down: Product
+    down: FusedProduct
     q_norm: ops.Norm | None
-    q_up: Product | None
+    q_up: FusedProduct | None
     kv_norm: ops.Norm
     kv_up: Tensor
     pairing: ops.Pairing

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from fa_serve import ops
 from fa_serve.hf.adapter.paged import PagedBatch
 from fa_serve.hf.adapter.translate import LayerCall
-from fa_serve.hf.surgery.fuse.parts import Product, merge_products, norm_of
+from fa_serve.hf.surgery.fuse.parts import FusedProduct, merge_products, norm_of
 from fa_serve.hf.surgery.proof import NotReplacedError
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -76,7 +76,7 @@ class HeadsAttention:
     head_dim: int
     q_norm: ops.Norm | None
     k_norm: ops.Norm | None
-    qkv: Product
+    qkv: FusedProduct
     tables: Tables | None
 
     def compute(self, x: Tensor, norm: ops.Norm | None, step: LayerStep) -> Tensor:
@@ -146,9 +146,9 @@ class FusedLayer:
     before_mlp: ops.Norm | None
     after_mlp: ops.Norm | None
     attention: FusedAttention
-    o: Product
-    gate_up: Product | None
-    down: Product | None
+    o: FusedProduct
+    gate_up: FusedProduct | None
+    down: FusedProduct | None
     activation: str
     mlp: nn.Module
     multiplier: float
@@ -180,7 +180,7 @@ class FusedLayer:
         return ops.add(x, h, alpha=self.multiplier) if self.after_mlp is None else ops.rms_norm(h, self.after_mlp, residual=x)
 
     def _add(
-        self, x: Tensor, h: Tensor | ops.RoundedRows, product: Product, after: ops.Norm | None, before: ops.Norm | None
+        self, x: Tensor, h: Tensor | ops.RoundedRows, product: FusedProduct, after: ops.Norm | None, before: ops.Norm | None
     ) -> tuple[Tensor, Tensor, ops.Norm | None]:
         """Project h and add it to the residual stream x.
 

@@ -25,7 +25,7 @@ from fa_serve.hf.surgery.quantised.linear import QuantizedLinear
 from fa_serve.ops.collectives.all_reduce import AllReduce
 
 
-class Product(NamedTuple):
+class FusedProduct(NamedTuple):
     """A linear projection: x @ weight.T + bias, which `all_reduce` adds up over the ranks if it is given."""
 
     weight: ops.Weight
@@ -36,8 +36,8 @@ class Product(NamedTuple):
 class GatedUnit(NamedTuple):
     """The projections of a gated unit, and the activation of its gate."""
 
-    gate_up: Product
-    down: Product
+    gate_up: FusedProduct
+    down: FusedProduct
     activation: str
 
 
@@ -52,23 +52,23 @@ def gated_unit(mlp: Any) -> GatedUnit | None:
     return GatedUnit(gate_up, down, activation_of(mlp))
 
 
-def product_of(linear: Any) -> Product:
+def product_of(linear: Any) -> FusedProduct:
     """The projection of a linear layer of floats or of quantised weights. Its forward may be replaced by a PartOfSum."""
     replaced = vars(linear).get("forward")
     if replaced is not None and not isinstance(replaced, PartOfSum):
         raise NotReplacedError(f"the forward of a projection is replaced by {type(replaced).__name__}")
     all_reduce = None if replaced is None else replaced.all_reduce
     if isinstance(linear, QuantizedLinear):
-        return Product(linear.weight, linear.bias, all_reduce)
+        return FusedProduct(linear.weight, linear.bias, all_reduce)
     # a subclass of Parameter may keep its numbers in another way, as torchao does
     if type(linear) is not nn.Linear or type(linear.weight) is not nn.Parameter or not linear.weight.is_floating_point():
         raise NotReplacedError(f"a projection must be a plain nn.Linear of floats, got {type(linear).__name__}")
     if not linear.weight.is_contiguous():
         raise NotReplacedError(f"the weights of a projection must be contiguous, got strides {linear.weight.stride()}")
-    return Product(linear.weight, linear.bias, all_reduce)
+    return FusedProduct(linear.weight, linear.bias, all_reduce)
 
 
-def merge_products(module: nn.Module, *names: str) -> Product:
+def merge_products(module: nn.Module, *names: str) -> FusedProduct:
     """Merge the rows of several projections into one. The weights of each become a view of the merged ones."""
     linears = [getattr(module, name) for name in names]
     parts = [product_of(linear) for linear in linears]
@@ -89,7 +89,7 @@ def merge_products(module: nn.Module, *names: str) -> Product:
         if bias is not None:
             linear.bias = nn.Parameter(bias[start:stop], requires_grad=linear.bias.requires_grad)
         start = stop
-    return Product(weight, bias)
+    return FusedProduct(weight, bias)
 
 
 def _concatenate(weights: Sequence[ops.Weight]) -> ops.Weight:

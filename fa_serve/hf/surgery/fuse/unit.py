@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from fa_serve import ops
-from fa_serve.hf.surgery.fuse.parts import Product, beside_experts, gated_unit
+from fa_serve.hf.surgery.fuse.parts import FusedProduct, beside_experts, gated_unit
 from fa_serve.hf.surgery.proof import NotReplacedError, check_untouched, float32_copy, functions_agree, replace_forwards
 
 log = logging.getLogger("fa_serve.hf")
@@ -40,8 +40,8 @@ class FusedUnit:
     """
 
     original: Callable[[Tensor], Tensor]
-    gate_up: Product
-    down: Product
+    gate_up: FusedProduct
+    down: FusedProduct
     activation: str
 
     def __call__(self, x: Tensor) -> Tensor:

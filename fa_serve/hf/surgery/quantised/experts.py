@@ -25,7 +25,7 @@ from transformers.core_model_loading import Concatenate, MergeModulelist, Weight
 from fa_serve import ops
 from fa_serve.hf.surgery.experts.mixtures import experts_agree, gate_of, weights_of
 from fa_serve.hf.weights.formats import Scheme, check_loaded
-from fa_serve.ops.experts.operator import call_operator
+from fa_serve.ops.moe.operator import call_operator
 from fa_serve.spec import ParameterError, UnsupportedModelError
 
 PROJECTIONS = {"gate_up_proj": 2, "down_proj": 1}

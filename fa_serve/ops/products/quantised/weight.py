@@ -9,7 +9,7 @@ product needs no other order: in each block of 256 columns, word j of 32 holds i
 shift of 32 neighbouring words gives 32 neighbouring columns. Scales of float8 weights in blocks of 128 x 128 are repeated for
 each row, so that rows of several matrices can be merged in any number. The matrices of a mixture's experts are one weight, in
 which the rows of each expert follow those of the expert before it. Left out: the formats of checkpoints
-(fa_serve.hf.weights.formats) and products (../run.py, experts/run.py).
+(fa_serve.hf.weights.formats) and products (../run.py, moe/run.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-FLOAT8 = torch.float8_e4m3fn
+from fa_serve.spec import FLOAT8 as FLOAT8
+
 LARGEST_FLOAT8 = 448.0
 BLOCK_COLUMNS = 256
 """Columns of a row that lie in the same 32 words."""

@@ -1,4 +1,4 @@
-"""`hopper.dq_sum`: what a warpgroup adds to the sum stands where the conversion looks for it."""
+"""`hopper.backward.dq_accumulator`: what a warpgroup adds to the sum stands where the conversion looks for it."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from hopper_backward_cases import GradientCall, GradientCase, run_backward
 from hopper_emulator import emulated
 
 from fa_serve.backends.calls import BackwardTensors
-from fa_serve.backends.hopper.backward.plan import plan_backward
+from fa_serve.backends.hopper.backward.plan import plan_hopper_backward
 from fa_serve.backends.hopper.backward.tiles import BackwardTileConfig
 
 CAUSAL = (-1, 0)
@@ -103,7 +103,7 @@ def test_an_unaligned_address_is_right_with_a_plan_for_aligned_ones() -> None:
     tensors = call.tensors
     unaligned = torch.empty(tensors.k.numel() + 1, dtype=tensors.k.dtype)[1:].view_as(tensors.k).copy_(tensors.k)
     with emulated():
-        run = plan_backward(tensors, call.case.options)
+        run = plan_hopper_backward(tensors, call.case.options)
         run(tensors)
         found = run(tensors._replace(k=unaligned))
     call.check(found, 0)
@@ -117,7 +117,7 @@ def test_no_queries_and_no_keys(lengths: tuple[int, int]) -> None:
     lse = torch.full((1, 2, rows), float("-inf"))
     tensors = BackwardTensors(q, k, k, None, None, None, None, torch.zeros_like(q), lse, q)
     with emulated():
-        found = plan_backward(tensors, GradientCase("", seqlen_q=rows, seqlen_k=keys).options)(tensors)
+        found = plan_hopper_backward(tensors, GradientCase("", seqlen_q=rows, seqlen_k=keys).options)(tensors)
     for name in "qkv":
         assert getattr(found, name).shape == getattr(tensors, name).shape
         assert not getattr(found, name).any()

@@ -16,9 +16,9 @@ from fa_serve.backends.hopper.backward.plan import (
     PRODUCER_REGISTERS,
     BackwardNumbers,
     _attention_backward,
-    plan_backward,
+    plan_hopper_backward,
 )
-from fa_serve.backends.hopper.backward.tiles import BackwardTileConfig, backward_tiles
+from fa_serve.backends.hopper.backward.tiles import BackwardTileConfig, hopper_backward_tiles
 from fa_serve.testing import cu_seqlens
 
 CAUSAL = (-1, 0)
@@ -46,7 +46,7 @@ def compile_backward(
     tensors = BackwardTensors(q, k, v, None, None, ends, ends, q, lse, dout)
     options = AttentionOptions(0.1, window, softcap, seqlen, seqlen, return_lse=True)
     with compiling_for("sm90") as kernels:
-        plan_backward(tensors, options, tiles)(tensors)
+        plan_hopper_backward(tensors, options, tiles)(tensors)
     statistics, kernel, conversion = kernels
     assert (statistics.name, conversion.name) == ("attn_bwd_delta", "_convert_dq")
     assert statistics.spill_bytes == conversion.spill_bytes == 0
@@ -72,7 +72,7 @@ CASES = [
 @pytest.mark.parametrize(("options", "spilled"), CASES)
 def test_compiles_to_the_intended_instructions(options: dict, spilled: int) -> None:
     kernel = compile_backward(**options)
-    tiles = options.get("tiles") or backward_tiles(128 if options["head_dim"] > 64 else 64)
+    tiles = options.get("tiles") or hopper_backward_tiles(128 if options["head_dim"] > 64 else 64)
     found = kernel.instructions
     assert found["UTMALDG"] > 0, "Q, K, V, dO and the statistics must come through the copy engine"
     assert found["UTMASTG"] > 0, "dK and dV must leave through the copy engine"

@@ -12,14 +12,14 @@ from hopper_backward_cases import GradientCase, run_backward
 from hopper_emulator import EmulationError, kernel_definitions
 
 from fa_serve.backends.hopper.backward.tiles import BackwardTileConfig
-from fa_serve.backends.hopper.backward.types import BackwardVariant
+from fa_serve.backends.hopper.backward.types import HopperBackwardVariant
 
 
 def _visited(window: tuple[int, int], seqlen_q: int, seqlen_k: int, stagger: bool) -> Counter[tuple[int, int, int, int]]:
     """How often each (batch, head, query block, key block) is visited by a launch over 2 batches and 4 heads in 2 groups."""
     names = kernel_definitions({})
     tiles = BackwardTileConfig(64, 2, stagger=stagger)
-    var = BackwardVariant(tiles, 128, False, window[0] >= 0, window[1] >= 0, False)
+    var = HopperBackwardVariant(tiles, 128, False, window[0] >= 0, window[1] >= 0, False)
     num_n = -(-seqlen_k // 128)
     numbers = {"num_n": num_n, "num_heads": 4, "heads_per_kv": 2, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
     args = SimpleNamespace(**numbers, left=window[0], right=window[1], stats_width=512)

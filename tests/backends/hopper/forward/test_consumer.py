@@ -6,7 +6,7 @@ import pytest
 from hopper_cases import DYNAMIC, Case, run_dense
 from hopper_emulator import EmulationError
 
-from fa_serve.backends.hopper.forward.tiles import TileConfig
+from fa_serve.backends.hopper.forward.tiles import HopperTiles
 
 RELEASE_K = "    mbarrier.arrive(bars.k_empty.index(block_count % var.tiles.stages), count=1)\n"
 RELEASE_V = "    mbarrier.arrive(bars.v_empty.index((block_count - 1) % var.tiles.stages), count=1)"
@@ -33,7 +33,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_emulator_sees(fault: str) -> None:
-    tiles = TileConfig(2, 64, 2, 2, DYNAMIC, pingpong=True, rescale_late="late" in fault)
+    tiles = HopperTiles(2, 64, 2, 2, DYNAMIC, pingpong=True, rescale_late="late" in fault)
     case = Case("", scale=3.0, seqlen_q=500, seqlen_k=500, tiles=tiles)
 
     def run_with_several_seeds() -> None:

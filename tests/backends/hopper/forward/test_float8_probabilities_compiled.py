@@ -9,8 +9,8 @@ import torch
 from cross_compile import compiling_for, main_loops
 
 from fa_serve.backends.calls import AttentionOptions, AttentionTensors
-from fa_serve.backends.hopper.forward.plan import plan_forward
-from fa_serve.backends.hopper.forward.tiles import float8_tiles
+from fa_serve.backends.hopper.forward.plan import plan_hopper_forward
+from fa_serve.backends.hopper.forward.tiles import hopper_float8_tiles
 
 
 @pytest.mark.parametrize("dim", [64, 128])
@@ -19,9 +19,9 @@ def test_packing_takes_one_instruction_a_register_beside_the_rounding(dim: int, 
     tensors = AttentionTensors(*(torch.zeros(1, 4096, 2, dim, dtype=torch.bfloat16) for _ in range(3)))
     options = AttentionOptions(0.1, window, 0.0, 4096, 4096, return_lse=False, precision="fp8")
     with compiling_for("sm90") as kernels:
-        plan_forward(tensors, options)(tensors)
+        plan_hopper_forward(tensors, options)(tensors)
     kernel = kernels[-1]
-    scores = 64 * float8_tiles(dim, dim).block_n // 128
+    scores = 64 * hopper_float8_tiles(dim, dim).block_n // 128
     loops = main_loops(kernel.sass, scores + 2)
     assert len(loops) == 2
     for loop in loops:

@@ -12,13 +12,13 @@ from hopper_emulator import EmulationError, emulated
 from torch import Tensor
 
 from fa_serve.backends.calls import AttentionOptions, AttentionTensors
-from fa_serve.backends.hopper.forward.plan import plan_forward
-from fa_serve.backends.hopper.forward.tiles import Schedule, TileConfig
+from fa_serve.backends.hopper.forward.plan import plan_hopper_forward
+from fa_serve.backends.hopper.forward.tiles import HopperTiles, Schedule
 from fa_serve.backends.reference import attention_reference
 from fa_serve.spec import Precision
 from fa_serve.testing import cu_seqlens, make_paged, make_qkv
 
-SERIAL = TileConfig(2, 64, 3, 2, Schedule.DYNAMIC, overlap=False, o_parts=2)
+SERIAL = HopperTiles(2, 64, 3, 2, Schedule.DYNAMIC, overlap=False, o_parts=2)
 
 
 def error_of(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, precision: Precision, **options: Any) -> float:
@@ -47,7 +47,7 @@ BOUND = {"qk8": 0.004, "fp8": 0.03}
     ],
 )
 def test_dense(
-    dim: int, window: tuple[int, int], softcap: float, sinks: bool, tiles: TileConfig | None, precision: Precision
+    dim: int, window: tuple[int, int], softcap: float, sinks: bool, tiles: HopperTiles | None, precision: Precision
 ) -> None:
     """Values change their size from one group of keys to the next, which changes the unit of O."""
     q, k, v = make_qkv(2, 150, 300, 2, 1, dim, dtype=torch.bfloat16)
@@ -57,7 +57,7 @@ def test_dense(
     options = AttentionOptions(dim**-0.5, window, softcap, 150, 300, return_lse=True, precision=precision)
     tensors = AttentionTensors(q, k, v, bias)
     with emulated():
-        out, lse = plan_forward(tensors, options, tiles)(tensors)
+        out, lse = plan_hopper_forward(tensors, options, tiles)(tensors)
     given = {"softmax_scale": dim**-0.5, "window_size": window, "softcap": softcap, "sinks": bias}
     for b in range(2):
         one = (x[b : b + 1] for x in (out, lse, q, k, v))
@@ -74,7 +74,7 @@ def test_packed(precision: Precision) -> None:
     tensors = AttentionTensors(q, k, v, cu_seqlens_q=cu_q, keys=cu_k)
     options = AttentionOptions(0.125, CAUSAL, 0.0, max(lengths_q), max(lengths_k), return_lse=True, precision=precision)
     with emulated():
-        out, lse = plan_forward(tensors, options)(tensors)
+        out, lse = plan_hopper_forward(tensors, options)(tensors)
     for b, length in enumerate(lengths_q):
         rows = slice(cu_q[b], cu_q[b + 1])
         keys = slice(cu_k[b], cu_k[b + 1])
@@ -108,7 +108,7 @@ def test_pages(window: tuple[int, int], float8: bool, precision: Precision) -> N
     tensors = AttentionTensors(q, k_cache, v_cache, cu_seqlens_q=cu, keys=caches[3], block_table=caches[2], out=out, **descales)
     options = AttentionOptions(0.125, window, 0.0, 150, 310, return_lse=True, skip_q=1, precision=precision)
     with emulated():
-        _, lse = plan_forward(tensors, options)(tensors)
+        _, lse = plan_hopper_forward(tensors, options)(tensors)
     for b, length in enumerate(lengths_q):
         rows = slice(cu[b], cu[b + 1])
         if length <= 1:
@@ -144,7 +144,7 @@ def test_a_fault_is_found(fault: tuple[str, str]) -> None:
     options = AttentionOptions(0.125, CAUSAL, 0.0, 300, 300, return_lse=True, precision="fp8")
     try:
         with emulated(faults=dict([fault])):
-            out, lse = plan_forward(tensors, options)(tensors)
+            out, lse = plan_hopper_forward(tensors, options)(tensors)
     except EmulationError:
         return
 

@@ -11,17 +11,17 @@ import torch
 from cross_compile import Kernel, compiling_for, main_loops
 
 from fa_serve.backends.calls import AttentionOptions, AttentionTensors
-from fa_serve.backends.hopper.forward.kernel import Numbers, attention_forward
-from fa_serve.backends.hopper.forward.plan import plan_forward
-from fa_serve.backends.hopper.forward.tiles import Schedule, TileConfig, forward_tiles
+from fa_serve.backends.hopper.forward.kernel import Numbers, attn_fwd_hopper
+from fa_serve.backends.hopper.forward.plan import plan_hopper_forward
+from fa_serve.backends.hopper.forward.tiles import HopperTiles, Schedule, hopper_forward_tiles
 
 CAUSAL = (-1, 0)
 FULL = (-1, -1)
 # Bytes per thread, outside of the loop, for values that are read once per tile. D192 needs them, and is 6% faster with them.
 SPILL_BUDGET = 24
-# The same where keys may be divided: both warpgroups share more values that the compiler computes ahead of them, such as the
+# The same where keys may be split: both warpgroups share more values that the compiler computes ahead of them, such as the
 # address of the log-sum-exps and signs of strides. The loops write none; one reads the address of shared memory twice a block.
-SPILL_BUDGET_OF_PIECES = 40
+SPILL_BUDGET_OF_SPLITS = 40
 READS_IN_THE_LOOP = 2
 
 
@@ -36,7 +36,7 @@ def compile_forward(
     softcap: float = 0.0,
     sinks: bool = False,
     seqlen: int = 2048,
-    tiles: TileConfig | None = None,
+    tiles: HopperTiles | None = None,
     page_size: int = 0,
     queries: int = 0,
     heads: tuple[int, int] = (4, 2),
@@ -62,15 +62,15 @@ def compile_forward(
         )
     options = AttentionOptions(0.1, window, softcap, queries or seqlen, max_seqlen_k, return_lse=True)
     with compiling_for("sm90") as kernels:
-        plan_forward(tensors, options, tiles)(tensors)
+        plan_hopper_forward(tensors, options, tiles)(tensors)
     names = [kernel.name for kernel in kernels]
-    tables = (["_tile_table"], ["_piece_table"]) if packed or page_size else ([],)
-    assert names in [[*table, "attention_forward", *merge] for table in tables for merge in ([], ["merge_pieces"])]
-    return kernels[names.index("attention_forward")]
+    tables = (["_tile_table"], ["_split_table"]) if packed or page_size else ([],)
+    assert names in [[*table, "attn_fwd_hopper", *combine] for table in tables for combine in ([], ["combine_splits"])]
+    return kernels[names.index("attn_fwd_hopper")]
 
 
 def test_the_numbers_are_the_kernels_parameters() -> None:
-    assert tuple(attention_forward.arg_names[22:-1]) == Numbers._fields
+    assert tuple(attn_fwd_hopper.arg_names[22:-1]) == Numbers._fields
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_the_numbers_are_the_kernels_parameters() -> None:
     ],
 )
 def test_compiles_to_the_intended_instructions(options: dict) -> None:
-    tiles = forward_tiles(
+    tiles = hopper_forward_tiles(
         options["head_dim"],
         options["head_dim_v"],
         options["window"],
@@ -162,14 +162,14 @@ def under_a_product(sass: str) -> list[int]:
 )
 def test_products_run_under_the_softmax(head_dim: int, window: tuple[int, int]) -> None:
     """With `softmax_first`, all exponentials of a key block stand between the issue of P V and the wait for it."""
-    tiles = replace(forward_tiles(head_dim, head_dim, window, 2048, 2048, False), softmax_first=True)
+    tiles = replace(hopper_forward_tiles(head_dim, head_dim, window, 2048, 2048, False), softmax_first=True)
     counts = under_a_product(compile_forward(head_dim, head_dim, window, tiles=tiles).sass)
     scores = 64 * tiles.block_n // 128  # of a thread; the exponentials that rescale its two rows may come later
     assert sum(count >= scores for count in counts) == tiles.groups, counts
 
 
 def test_without_overlap_no_product_runs_under_the_softmax() -> None:
-    serial = compile_forward(128, 128, CAUSAL, tiles=TileConfig(2, 128, 2, 2, Schedule.DYNAMIC, overlap=False))
+    serial = compile_forward(128, 128, CAUSAL, tiles=HopperTiles(2, 128, 2, 2, Schedule.DYNAMIC, overlap=False))
     assert not any(under_a_product(serial.sass))
 
 
@@ -201,7 +201,7 @@ def test_heads_that_share_a_tile(head_dim: int, heads: tuple[int, int], queries:
     found = kernel.instructions
     assert min(found["HGMMA"], found["UTMALDG"], found["UTMASTG"]) > 0
     assert not [line for line in kernel.ptxas_warnings if "C75" in line]
-    assert kernel.spill_bytes <= SPILL_BUDGET_OF_PIECES
+    assert kernel.spill_bytes <= SPILL_BUDGET_OF_SPLITS
     loops = [loop for block_n in (64, 128) for loop in main_loops(kernel.sass, 64 * block_n // 128 + 2)]
     assert loops
     for loop in loops:

@@ -11,7 +11,7 @@ from hopper_cases import Case, PagedCall
 from hopper_emulator import emulated
 
 from fa_serve.backends.calls import AttentionTensors
-from fa_serve.backends.hopper.forward.plan import plan_forward
+from fa_serve.backends.hopper.forward.plan import plan_hopper_forward
 from fa_serve.testing import cu_seqlens, make_qkv
 
 
@@ -26,7 +26,7 @@ def test_an_unaligned_address_is_right_with_a_plan_for_aligned_ones(name: str) -
         x.copy_(data)
     unaligned = getattr(wide, name)[..., 1:65].copy_(getattr(example, name).clone())
     with emulated():
-        run = plan_forward(example, case.options(200, 200))
+        run = plan_hopper_forward(example, case.options(200, 200))
         tensors = example._replace(**{name: unaligned})
         out, lse = run(tensors)
     assert out is tensors.out
@@ -39,7 +39,7 @@ def test_rows_of_an_unaligned_out_that_belong_to_no_sequence_are_zero() -> None:
     out = torch.full((70 * 2 * 64 + 1,), 7.0, dtype=torch.bfloat16)[1:].view(70, 2, 64)
     tensors = AttentionTensors(q, k, v, cu_seqlens_q=cu, keys=cu, out=out)
     with emulated():
-        plan_forward(tensors, Case("").options(40, 40))(tensors)
+        plan_hopper_forward(tensors, Case("").options(40, 40))(tensors)
     assert (out[60:] == 0).all()
     assert not (out[:60] == 7.0).any()
 
@@ -51,11 +51,11 @@ def test_a_plan_computes_calls_with_other_addresses_and_contents() -> None:
         AttentionTensors(*make_qkv(2, 200, 200, 4, 2, 192, 128, dtype=torch.bfloat16, seed=seed)) for seed in (0, 1)
     )
     with emulated():
-        run = plan_forward(example, options)
+        run = plan_hopper_forward(example, options)
         run(example)
         out, lse = run(later)
         assert lse is None
-        _, lse = plan_forward(later, case.options(200, 200))(later)
+        _, lse = plan_hopper_forward(later, case.options(200, 200))(later)
     case.check(out, lse, *later[:3])
 
 
@@ -65,8 +65,8 @@ def test_nothing_to_attend_to(sinks: torch.Tensor | None) -> None:
     tensors = AttentionTensors(q, k[:, :0], v[:, :0], sinks)
     no_queries = AttentionTensors(q[:, :0], k, v, sinks)
     with emulated():
-        out, lse = plan_forward(tensors, Case("").options(200, 0))(tensors)
-        nothing, _ = plan_forward(no_queries, Case("").options(0, 200))(no_queries)
+        out, lse = plan_hopper_forward(tensors, Case("").options(200, 0))(tensors)
+        nothing, _ = plan_hopper_forward(no_queries, Case("").options(0, 200))(no_queries)
     assert nothing.shape == (1, 0, 2, 64)
     assert (out == 0).all()
     expected = torch.full((2,), float("-inf")) if sinks is None else sinks
@@ -77,6 +77,6 @@ def test_nothing_is_launched_if_no_sequence_can_have_a_tile() -> None:
     call = PagedCall.of(Case(""), [3, 3], [40, 40], skip_q=6)
     tensors = call.tensors._replace(out=torch.full_like(call.tensors.q, 7.0))
     with compiling_for("sm90") as kernels:
-        out, _ = plan_forward(tensors, call.options)(tensors)
+        out, _ = plan_hopper_forward(tensors, call.options)(tensors)
     assert kernels == []
     assert (out == 7.0).all()

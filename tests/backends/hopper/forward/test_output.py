@@ -6,10 +6,10 @@ import pytest
 from hopper_cases import DYNAMIC, Case, run_dense
 from hopper_emulator import EmulationError
 
-from fa_serve.backends.hopper.forward.tiles import TileConfig
+from fa_serve.backends.hopper.forward.tiles import HopperTiles
 
-WHOLE = TileConfig(2, 64, 2, 2, DYNAMIC, pingpong=True)
-HALVES = TileConfig(2, 64, 2, 1, DYNAMIC, o_parts=2)
+WHOLE = HopperTiles(2, 64, 2, 2, DYNAMIC, pingpong=True)
+HALVES = HopperTiles(2, 64, 2, 1, DYNAMIC, o_parts=2)
 FAULTS = {
     "queries released before O has left their buffer": (WHOLE, {"    tma.store_wait(0)\n    sync_threads()\n": ""}),
     "a half of O overwritten before it has left": (HALVES, {"    tma.store_wait(0)\n    sync_threads()\n": ""}),
@@ -24,7 +24,7 @@ FAULTS = {
     "lse without its logarithm": (WHOLE, {"logarithm = gl.log2(total)": "logarithm = total"}),
     "the rows of the first warpgroup": (
         WHOLE,
-        {"    row = tile.row + 64 * group // var.packing\n    if": "    row = tile.row\n    if"},
+        {"    row = tile.row + 64 * group // var.pack_gqa\n    if": "    row = tile.row\n    if"},
     ),
 }
 

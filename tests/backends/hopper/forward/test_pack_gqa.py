@@ -1,4 +1,4 @@
-"""`hopper.packed_heads` in the emulator: the query heads of a KV head share a tile."""
+"""`hopper.forward.pack_gqa` in the emulator: the query heads of a KV head share a tile."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from hopper_cases import CAUSAL, DYNAMIC, FULL, Case, PagedCall, run_dense
 from hopper_emulator import EmulationError, emulated
 
 from fa_serve.backends.calls import AttentionTensors
-from fa_serve.backends.hopper.forward.plan import plan_forward
-from fa_serve.backends.hopper.forward.tiles import TileConfig
+from fa_serve.backends.hopper.forward.plan import plan_hopper_forward
+from fa_serve.backends.hopper.forward.tiles import HopperTiles
 from fa_serve.testing import cu_seqlens, make_qkv
 
-SMALL = TileConfig(2, 64, 2, 2, DYNAMIC)
+SMALL = HopperTiles(2, 64, 2, 2, DYNAMIC)
 DENSE = [
     Case("four-heads", seqlen_q=9, seqlen_k=200, heads=(8, 2), batch=2),
     Case("two-heads-full", seqlen_q=16, seqlen_k=200, heads=(4, 2), window=FULL),
@@ -56,7 +56,7 @@ def test_packed_sequences_do_not_see_their_neighbours() -> None:
     case = Case("", window=CAUSAL, heads=(8, 2))
     tensors = AttentionTensors(q, k, v, cu_seqlens_q=cu_q, keys=cu_k, out=torch.full_like(q, 7.0))
     with emulated():
-        out, lse = plan_forward(tensors, case.options(16, 300), SMALL)(tensors)
+        out, lse = plan_hopper_forward(tensors, case.options(16, 300), SMALL)(tensors)
     assert out is tensors.out
     assert (out[cu_q[-1] :] == 0).all()
     assert (lse[:, cu_q[-1] :] == float("-inf")).all()
@@ -71,18 +71,18 @@ def test_packed_sequences_do_not_see_their_neighbours() -> None:
     [
         (
             "four-heads",
-            "rows = top + gl.arange(0, 64, layout=layout) // var.packing",
+            "rows = top + gl.arange(0, 64, layout=layout) // var.pack_gqa",
             "rows = top + gl.arange(0, 64, layout=layout)",
         ),
-        ("four-heads", "return head * var.packing, head\n", "return head, head\n"),
+        ("four-heads", "return head * var.pack_gqa, head\n", "return head, head\n"),
         (
             "four-heads",
-            "heads = (head + rows % var.packing)",
+            "heads = (head + rows % var.pack_gqa)",
             "heads = (head + rows % 2)",
         ),
-        ("more-than-a-tile", "row = tile.row + 64 * g // var.packing", "row = tile.row + 64 * g"),
-        ("window", "top + 63 // var.packing - args.left", "top + 1 - args.left"),
-        ("sinks-softcap", "gl.arange(0, 64, layout=layout) % var.packing", "gl.arange(0, 64, layout=layout) * 0"),
+        ("more-than-a-tile", "row = tile.row + 64 * g // var.pack_gqa", "row = tile.row + 64 * g"),
+        ("window", "top + 63 // var.pack_gqa - args.left", "top + 1 - args.left"),
+        ("sinks-softcap", "gl.arange(0, 64, layout=layout) % var.pack_gqa", "gl.arange(0, 64, layout=layout) * 0"),
     ],
     ids=["queries-of-rows", "query-heads", "lse", "second-warpgroup", "first-block-without-a-mask", "sinks"],
 )

@@ -9,8 +9,8 @@ from hopper_emulator import emulated
 
 from fa_serve.backends.calls import AttentionTensors
 from fa_serve.backends.hopper.forward import plan as forward
-from fa_serve.backends.hopper.forward.plan import plan_forward
-from fa_serve.backends.hopper.forward.tiles import Schedule, TileConfig
+from fa_serve.backends.hopper.forward.plan import plan_hopper_forward
+from fa_serve.backends.hopper.forward.tiles import HopperTiles, Schedule
 from fa_serve.testing import cu_seqlens, make_qkv
 
 DENSE = [
@@ -27,19 +27,23 @@ DENSE = [
     ],
     Case("d80-full-sinks", head_dim=(80, 80), window=FULL, sinks=True, seqlen_q=500, seqlen_k=500),
     Case("d192-window", head_dim=(192, 192), window=(200, 0), seqlen_q=500, seqlen_k=500, heads=(4, 2)),
-    Case("d80-late", head_dim=(80, 80), tiles=TileConfig(2, 64, 2, 2, DYNAMIC, rescale_late=True), scale=3.0, seqlen_q=300),
-    Case("d192-late", head_dim=(192, 192), tiles=TileConfig(2, 64, 2, 1, DYNAMIC, o_parts=2, rescale_late=True), scale=3.0),
+    Case("d80-late", head_dim=(80, 80), tiles=HopperTiles(2, 64, 2, 2, DYNAMIC, rescale_late=True), scale=3.0, seqlen_q=300),
+    Case("d192-late", head_dim=(192, 192), tiles=HopperTiles(2, 64, 2, 1, DYNAMIC, o_parts=2, rescale_late=True), scale=3.0),
     Case(
         "d80-three-pingpong",
         head_dim=(80, 80),
-        tiles=TileConfig(3, 128, 2, 1, DYNAMIC, pingpong=True),
+        tiles=HopperTiles(3, 128, 2, 1, DYNAMIC, pingpong=True),
         seqlen_q=400,
         seqlen_k=400,
     ),
     Case("d80-one-group", head_dim=(80, 80), seqlen_q=60, seqlen_k=300),
     Case("d192-one-group", head_dim=(192, 192), seqlen_q=60, seqlen_k=300),
     Case(
-        "d96-no-overlap", head_dim=(96, 96), tiles=TileConfig(2, 64, 2, 2, DYNAMIC, overlap=False), seqlen_q=300, seqlen_k=300
+        "d96-no-overlap",
+        head_dim=(96, 96),
+        tiles=HopperTiles(2, 64, 2, 2, DYNAMIC, overlap=False),
+        seqlen_q=300,
+        seqlen_k=300,
     ),
     Case("one-query", seqlen_q=1, seqlen_k=300, heads=(4, 1)),
     Case("one-key", seqlen_q=70, seqlen_k=1, window=FULL),
@@ -50,18 +54,30 @@ DENSE = [
     Case("softcap", softcap=5.0, scale=1.0),
     Case("sinks", sinks=True),
     Case("sinks-rows-without-keys", sinks=True, seqlen_q=200, seqlen_k=64),
-    Case("grid-one-group", tiles=TileConfig(1, 64, 2, 1, GRID, blocks_per_sm=2)),
-    Case("dynamic-pingpong", tiles=TileConfig(2, 64, 2, 2, DYNAMIC, pingpong=True), seqlen_q=500, seqlen_k=500),
-    Case("dynamic-pingpong-three", tiles=TileConfig(3, 64, 3, 1, DYNAMIC, pingpong=True), seqlen_q=500, seqlen_k=500),
-    Case("grid-pingpong-three", tiles=TileConfig(3, 128, 2, 1, GRID, pingpong=True), seqlen_q=400, seqlen_k=400),
-    Case("no-overlap", tiles=TileConfig(2, 64, 2, 2, DYNAMIC, overlap=False), seqlen_q=300, seqlen_k=300),
-    Case("out-in-halves", head_dim=(128, 128), tiles=TileConfig(2, 64, 2, 1, DYNAMIC, o_parts=2), seqlen_q=400, seqlen_k=400),
-    Case("out-in-halves-ahead", head_dim=(128, 128), tiles=TileConfig(2, 64, 2, 2, DYNAMIC, o_parts=2), seqlen_q=400),
+    Case("grid-one-group", tiles=HopperTiles(1, 64, 2, 1, GRID, blocks_per_sm=2)),
+    Case("dynamic-pingpong", tiles=HopperTiles(2, 64, 2, 2, DYNAMIC, pingpong=True), seqlen_q=500, seqlen_k=500),
+    Case("dynamic-pingpong-three", tiles=HopperTiles(3, 64, 3, 1, DYNAMIC, pingpong=True), seqlen_q=500, seqlen_k=500),
+    Case("grid-pingpong-three", tiles=HopperTiles(3, 128, 2, 1, GRID, pingpong=True), seqlen_q=400, seqlen_k=400),
+    Case("no-overlap", tiles=HopperTiles(2, 64, 2, 2, DYNAMIC, overlap=False), seqlen_q=300, seqlen_k=300),
+    Case(
+        "out-in-halves",
+        head_dim=(128, 128),
+        tiles=HopperTiles(2, 64, 2, 1, DYNAMIC, o_parts=2),
+        seqlen_q=400,
+        seqlen_k=400,
+    ),
+    Case("out-in-halves-ahead", head_dim=(128, 128), tiles=HopperTiles(2, 64, 2, 2, DYNAMIC, o_parts=2), seqlen_q=400),
     Case("growing-maxima", scale=3.0, seqlen_q=500, seqlen_k=500),
-    Case("late", tiles=TileConfig(2, 64, 2, 2, DYNAMIC, rescale_late=True), scale=3.0, seqlen_q=500, seqlen_k=500),
-    Case("late-one-q-stage", tiles=TileConfig(2, 64, 2, 1, GRID, rescale_late=True), scale=3.0, seqlen_q=500, seqlen_k=500),
-    Case("late-sinks-window", tiles=TileConfig(2, 64, 2, 2, DYNAMIC, rescale_late=True), scale=3.0, sinks=True, window=(70, 0)),
-    Case("one-stage", tiles=TileConfig(2, 64, 1, 2, DYNAMIC), seqlen_q=300, seqlen_k=300),
+    Case("late", tiles=HopperTiles(2, 64, 2, 2, DYNAMIC, rescale_late=True), scale=3.0, seqlen_q=500, seqlen_k=500),
+    Case("late-one-q-stage", tiles=HopperTiles(2, 64, 2, 1, GRID, rescale_late=True), scale=3.0, seqlen_q=500, seqlen_k=500),
+    Case(
+        "late-sinks-window",
+        tiles=HopperTiles(2, 64, 2, 2, DYNAMIC, rescale_late=True),
+        scale=3.0,
+        sinks=True,
+        window=(70, 0),
+    ),
+    Case("one-stage", tiles=HopperTiles(2, 64, 1, 2, DYNAMIC), seqlen_q=300, seqlen_k=300),
 ]
 
 
@@ -84,10 +100,10 @@ def test_packed_sequences_do_not_see_their_neighbours(schedule: Schedule, window
         for b in (1, 3, 5):
             x[:, cu[b] : cu[b + 1]] = float("nan")
     q, k, v = (x[0] for x in (q, k, v))
-    case = Case("", window=window, tiles=TileConfig(2, 64, 2, 2, schedule))
+    case = Case("", window=window, tiles=HopperTiles(2, 64, 2, 2, schedule))
     tensors = AttentionTensors(q, k, v, cu_seqlens_q=cu_q, keys=cu_k, out=torch.full_like(q, 7.0))
     with emulated():
-        out, lse = plan_forward(tensors, case.options(150, 260), case.tiles)(tensors)
+        out, lse = plan_hopper_forward(tensors, case.options(150, 260), case.tiles)(tensors)
     assert out is tensors.out
     assert (out[cu_q[-1] :] == 0).all()
     assert (lse[:, cu_q[-1] :] == float("-inf")).all()
@@ -109,8 +125,8 @@ PAGED = [
     Case("d80", head_dim=(80, 80)),
     Case("d192", head_dim=(192, 192), page_size=32),
     Case("d72-dv96", head_dim=(72, 96), page_size=64),
-    Case("d256-short", head_dim=(256, 256), tiles=TileConfig(2, 64, 2, 1, DYNAMIC, o_parts=2), page_size=32),
-    Case("grid-one-group", tiles=TileConfig(1, 64, 2, 1, GRID)),
+    Case("d256-short", head_dim=(256, 256), tiles=HopperTiles(2, 64, 2, 1, DYNAMIC, o_parts=2), page_size=32),
+    Case("grid-one-group", tiles=HopperTiles(1, 64, 2, 1, GRID)),
 ]
 
 
@@ -161,7 +177,7 @@ def test_keys_of_all_tiles_that_follow_one_another_fit_the_cache(
     case = Case("", window=window, heads=(4, 2))
     ends = cu_seqlens(lengths)
     q, k, v = (x[0] for x in make_qkv(1, sum(lengths), sum(lengths), 4, 2, 64, dtype=torch.bfloat16))
-    plan_forward(AttentionTensors(q, k, v, cu_seqlens_q=ends, keys=ends), case.options(64, 64))
+    plan_hopper_forward(AttentionTensors(q, k, v, cu_seqlens_q=ends, keys=ends), case.options(64, 64))
     assert kv_bytes == [sequences * 64 * (64 + 64) * 2]
 
 
@@ -174,7 +190,7 @@ def test_dense_batches_do_not_see_their_neighbours() -> None:
         x[:, :90] = data
     tensors = AttentionTensors(q, wide[0][:, :90], wide[1][:, :90])
     with emulated():
-        out, lse = plan_forward(tensors, case.options(100, 90))(tensors)
+        out, lse = plan_hopper_forward(tensors, case.options(100, 90))(tensors)
     case.check(out, lse, q, k, v)
 
 
@@ -188,12 +204,12 @@ def test_strides() -> None:
     out = torch.zeros(2, 200, 4, 66, dtype=torch.bfloat16)[..., 1:65]
     tensors = AttentionTensors(q.transpose(1, 2).contiguous().transpose(1, 2), transposed, odd, out=out)
     with emulated():
-        run = plan_forward(tensors, options)
+        run = plan_hopper_forward(tensors, options)
         for _ in range(2):
             result, lse = run(tensors)
             assert result is out
             case.check(out, lse, q, k, v)
             out.zero_()
         expanded = AttentionTensors(q, k[:1].expand(2, -1, -1, -1), v[:1].expand(2, -1, -1, -1))
-        result, lse = plan_forward(expanded, options)(expanded)
+        result, lse = plan_hopper_forward(expanded, options)(expanded)
     case.check(result, lse, *expanded[:3])

@@ -10,8 +10,8 @@ from hopper_cases import DYNAMIC, FULL, Case, run_dense, run_paged
 from hopper_emulator import EmulationError, emulated, kernel_definitions
 
 from fa_serve.backends.calls import AttentionTensors
-from fa_serve.backends.hopper.forward.plan import plan_forward
-from fa_serve.backends.hopper.forward.tiles import TileConfig
+from fa_serve.backends.hopper.forward.plan import plan_hopper_forward
+from fa_serve.backends.hopper.forward.tiles import HopperTiles
 from fa_serve.testing import cu_seqlens, make_qkv
 
 
@@ -32,7 +32,7 @@ def test_every_tile_of_every_head_comes_once(heads: int, group: int, tail: int) 
 
 def test_the_emulator_sees_a_wrong_phase() -> None:
     wait = "(block_count // var.tiles.stages) & 1) ^ 1)\n    if var.block_k"
-    case = Case("", seqlen_q=500, seqlen_k=500, tiles=TileConfig(2, 64, 2, 2, DYNAMIC))
+    case = Case("", seqlen_q=500, seqlen_k=500, tiles=HopperTiles(2, 64, 2, 2, DYNAMIC))
     with pytest.raises((EmulationError, AssertionError)):
         run_dense(case, faults={wait: wait.replace(" ^ 1)", ")")}, patience=1.0)
 
@@ -41,7 +41,7 @@ def test_the_emulator_sees_a_counter_that_is_not_reset(monkeypatch: pytest.Monke
     """Two launches share a counter: the second is right only because the first has set it back to zero."""
     counter = torch.zeros(1, dtype=torch.int32)
     monkeypatch.setattr("fa_serve.backends.hopper.forward.launches.take_counter", lambda x: counter)
-    case = Case("", seqlen_q=300, seqlen_k=300, tiles=TileConfig(1, 64, 2, 2, DYNAMIC))
+    case = Case("", seqlen_q=300, seqlen_k=300, tiles=HopperTiles(1, 64, 2, 2, DYNAMIC))
     for _ in range(2):
         run_dense(case)
         assert counter.item() == 0
@@ -76,5 +76,5 @@ def test_the_emulator_sees_a_bound_past_the_sequence() -> None:
     faults = {"[RAGGED, origin + length, RAGGED - length + row": "[RAGGED, origin + length + 9, RAGGED - length - 9 + row"}
     for expected, fault in ((True, {}), (False, faults)):
         with emulated(faults=fault):
-            out, _ = plan_forward(tensors, Case("", window=FULL).options(48, 48))(tensors)
+            out, _ = plan_hopper_forward(tensors, Case("", window=FULL).options(48, 48))(tensors)
         assert bool(torch.isfinite(out[:48]).all()) == expected

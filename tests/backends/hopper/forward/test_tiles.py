@@ -8,19 +8,19 @@ import pytest
 
 from fa_serve.backends.hopper.forward.tiles import (
     SHARED_BYTES,
-    TileConfig,
-    forward_tiles,
+    HopperTiles,
     head_group,
-    head_packing,
+    heads_to_pack,
+    hopper_forward_tiles,
     key_columns,
-    key_pieces,
+    key_splits,
     list_tiles,
     packs_queries,
     value_columns,
 )
 
 
-def shared_bytes(tiles: TileConfig, head_dim: int, head_dim_v: int) -> int:
+def shared_bytes(tiles: HopperTiles, head_dim: int, head_dim_v: int) -> int:
     """Shared memory of a thread block. Hopper has 233,472 bytes for all of a multiprocessor."""
     d0, d1 = key_columns(head_dim)
     dv0, dv1 = value_columns(head_dim_v)
@@ -66,7 +66,7 @@ def test_chosen_tiles_fit_the_chip(dims: tuple[int, int]) -> None:
     lengths = (1, 64, 65, 512, 1024, 2048, 4096, 100_000)
     windows = ((-1, -1), (-1, 0), (127, 0))
     kinds = ((False, False), (True, False), (True, True))
-    chosen = [forward_tiles(*dims, w, n, n, *kind) for n, w, kind in product(lengths, windows, kinds)]
+    chosen = [hopper_forward_tiles(*dims, w, n, n, *kind) for n, w, kind in product(lengths, windows, kinds)]
     for rows, keys in product((64, 128), (64, 128)):
         tiles = list_tiles(*dims, (rows, keys))
         assert rows % tiles.block_m == keys % tiles.block_n == 0
@@ -85,33 +85,35 @@ def test_chosen_tiles_fit_the_chip(dims: tuple[int, int]) -> None:
 
 
 def test_rows_that_see_few_keys_take_small_tiles() -> None:
-    small = forward_tiles(64, 64, (-1, 0), 2048, 2048, False)
+    small = hopper_forward_tiles(64, 64, (-1, 0), 2048, 2048, False)
     assert (small.block_m, small.block_n, small.blocks_per_sm) == (64, 64, 3)
-    assert forward_tiles(64, 64, (127, 0), 100_000, 100_000, True, True) == small
-    assert forward_tiles(64, 64, (-1, 0), 500, 8000, True, True).block_m == 128, "the rows of a chunk see all keys before it"
-    assert forward_tiles(64, 64, (-1, -1), 512, 512, False).block_m == 192
-    assert forward_tiles(64, 64, (-1, 0), 4096, 4096, False).block_m == 128
-    assert forward_tiles(64, 64, (-1, 0), 4096, 4096, True) == small, "packed sequences may be shorter"
-    assert forward_tiles(128, 128, (127, 0), 4096, 4096, False).block_m == 64
-    assert forward_tiles(128, 128, (-1, 0), 1024, 1024, False).block_m == 128
-    assert forward_tiles(128, 128, (-1, 0), 512, 512, False).block_m == 128
-    assert forward_tiles(128, 128, (-1, 0), 197, 197, True).blocks_per_sm == 2
-    assert forward_tiles(96, 96, (-1, 0), 512, 512, True).blocks_per_sm == 3
-    assert forward_tiles(96, 96, (-1, 0), 1024, 1024, True).block_m == 128
+    assert hopper_forward_tiles(64, 64, (127, 0), 100_000, 100_000, True, True) == small
+    assert hopper_forward_tiles(64, 64, (-1, 0), 500, 8000, True, True).block_m == 128, (
+        "the rows of a chunk see all keys before it"
+    )
+    assert hopper_forward_tiles(64, 64, (-1, -1), 512, 512, False).block_m == 192
+    assert hopper_forward_tiles(64, 64, (-1, 0), 4096, 4096, False).block_m == 128
+    assert hopper_forward_tiles(64, 64, (-1, 0), 4096, 4096, True) == small, "packed sequences may be shorter"
+    assert hopper_forward_tiles(128, 128, (127, 0), 4096, 4096, False).block_m == 64
+    assert hopper_forward_tiles(128, 128, (-1, 0), 1024, 1024, False).block_m == 128
+    assert hopper_forward_tiles(128, 128, (-1, 0), 512, 512, False).block_m == 128
+    assert hopper_forward_tiles(128, 128, (-1, 0), 197, 197, True).blocks_per_sm == 2
+    assert hopper_forward_tiles(96, 96, (-1, 0), 512, 512, True).blocks_per_sm == 3
+    assert hopper_forward_tiles(96, 96, (-1, 0), 1024, 1024, True).block_m == 128
 
 
 def test_short_tiles_leave_exponentials_to_ptxas_unless_pages_would_need_one_more_kernel() -> None:
-    assert not forward_tiles(128, 128, (-1, 0), 512, 512, True).softmax_first
-    assert forward_tiles(128, 128, (-1, 0), 513, 513, True).softmax_first
-    assert forward_tiles(128, 128, (-1, 0), 512, 512, True, True).softmax_first
+    assert not hopper_forward_tiles(128, 128, (-1, 0), 512, 512, True).softmax_first
+    assert hopper_forward_tiles(128, 128, (-1, 0), 513, 513, True).softmax_first
+    assert hopper_forward_tiles(128, 128, (-1, 0), 512, 512, True, True).softmax_first
 
 
 @pytest.mark.parametrize(("seqlen", "rows"), [(192, 192), (197, 64), (257, 64), (384, 192), (577, 64), (730, 192), (1500, 192)])
 def test_small_tiles_where_the_last_large_one_is_nearly_empty(seqlen: int, rows: int) -> None:
     for varlen in (False, True):
-        assert forward_tiles(64, 64, (-1, -1), seqlen, seqlen, varlen).block_m == rows
-    assert forward_tiles(64, 64, (-1, -1), seqlen, seqlen, True, True).block_m == 128
-    assert forward_tiles(80, 80, (-1, -1), seqlen, seqlen, True).block_m == 128
+        assert hopper_forward_tiles(64, 64, (-1, -1), seqlen, seqlen, varlen).block_m == rows
+    assert hopper_forward_tiles(64, 64, (-1, -1), seqlen, seqlen, True, True).block_m == 128
+    assert hopper_forward_tiles(80, 80, (-1, -1), seqlen, seqlen, True).block_m == 128
 
 
 def test_head_group_keeps_heads_of_one_key_head_together() -> None:
@@ -135,9 +137,9 @@ def test_the_last_group_gives_every_multiprocessor_several_tiles() -> None:
     [(1, 4, 1), (4, 16, 4), (4, 17, 1), (64, 2, 64), (128, 2, 1), (7, 4, 8), (12, 4, 16)],
 )
 def test_heads_share_tiles_if_queries_are_few_and_boxes_fit(heads_per_kv: int, queries: int, expected: int) -> None:
-    assert head_packing(heads_per_kv, queries, may_pad=True) == expected
+    assert heads_to_pack(heads_per_kv, queries, may_pad=True) == expected
     fits = expected == heads_per_kv
-    assert head_packing(heads_per_kv, queries, may_pad=False) == (expected if fits else 1)
+    assert heads_to_pack(heads_per_kv, queries, may_pad=False) == (expected if fits else 1)
 
 
 @pytest.mark.parametrize(
@@ -178,5 +180,5 @@ def test_few_queries_of_enough_sequences(heads: tuple[int, int], dim: int, sizes
         (8, 4, 4096, 16),
     ],
 )
-def test_keys_are_divided_where_tiles_are_few_or_queries_are(tiles: int, queries: int, keys: int, expected: int) -> None:
-    assert key_pieces(tiles, 132, queries, keys) == expected
+def test_keys_are_split_where_tiles_are_few_or_queries_are(tiles: int, queries: int, keys: int, expected: int) -> None:
+    assert key_splits(tiles, 132, queries, keys) == expected

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from fa_serve.backends.hopper.forward.tiles import Schedule, TileConfig
+from fa_serve.backends.hopper.forward.tiles import HopperTiles, Schedule
 from fa_serve.backends.hopper.forward.types import Variant
 
 
 def variant(page_size: int = 0, groups: int = 2, o_parts: int = 0, dv: tuple[int, int] = (128, 0)) -> Variant:
-    tiles = TileConfig(groups, 128, 2, 2, Schedule.DYNAMIC, o_parts=o_parts)
+    tiles = HopperTiles(groups, 128, 2, 2, Schedule.DYNAMIC, o_parts=o_parts)
     return Variant(tiles, 128, 0, *dv, True, False, True, False, page_size)
 
 

@@ -1,4 +1,4 @@
-"""`hopper.merge` against the merge of whole tensors; `test_divided_keys.py` has it behind the attention kernel."""
+"""`hopper.split_kv.combine` against the combination of whole tensors; `test_split.py` has it behind the attention kernel."""
 
 from __future__ import annotations
 
@@ -7,49 +7,49 @@ import torch
 from cross_compile import compiling_for
 from hopper_emulator import emulated
 
-from fa_serve.backends.hopper.forward.tiles import MAX_PIECES
-from fa_serve.backends.hopper.split_kv.combine import Merge, plan_merge
+from fa_serve.backends.hopper.forward.tiles import MAX_SPLITS
+from fa_serve.backends.hopper.split_kv.combine import Combine, plan_combine
 
 TOKENS = 11
 HEADS = 6
 
 
-def problem(pieces: int, dim: int, *, padded: bool) -> tuple[Merge, torch.Tensor, torch.Tensor]:
-    """-> merge, buffer and table of two tiles of 8 queries: tokens 0 to 4 in one piece of keys, tokens 6 to 10 in `pieces`."""
-    merge = plan_merge(
+def problem(splits: int, dim: int, *, padded: bool) -> tuple[Combine, torch.Tensor, torch.Tensor]:
+    """-> combine, buffer and table of two tiles of 8 queries: tokens 0 to 4 in one split, tokens 6 to 10 in `splits`."""
+    combine = plan_combine(
         capacity=5,
         queries=8,
         tokens=TOKENS,
         num_heads=HEADS,
-        pieces=pieces,
+        splits=splits,
         head_dim_v=dim,
         out_strides=(HEADS * dim, dim),
         padded=padded,
     )
-    buffer = torch.randn(merge.buffer_size, generator=torch.Generator().manual_seed(0))
+    buffer = torch.randn(combine.buffer_size, generator=torch.Generator().manual_seed(0))
     table = torch.full((6, 8), -1, dtype=torch.int32)
-    table[0] = torch.tensor([0, MAX_PIECES, 0, 5, 0, 9, 0, 1])
-    for piece in range(pieces):
-        table[1 + piece] = torch.tensor([0, pieces * MAX_PIECES + piece, 6, 5, 0, 9, piece, piece + 1])
+    table[0] = torch.tensor([0, MAX_SPLITS, 0, 5, 0, 9, 0, 1])
+    for split in range(splits):
+        table[1 + split] = torch.tensor([0, splits * MAX_SPLITS + split, 6, 5, 0, 9, split, split + 1])
     table[5, 0] = 0
-    table[5, 1] = 1 + pieces
-    return merge, buffer, table.view(-1)
+    table[5, 1] = 1 + splits
+    return combine, buffer, table.view(-1)
 
 
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize(("pieces", "dim"), [(2, 64), (3, 40), (4, 256)])
-def test_merges_rows_of_several_pieces(pieces: int, dim: int, padded: bool) -> None:
-    merge, buffer, table = problem(pieces, dim, padded=padded)
-    rows = pieces * TOKENS * HEADS
-    outs = buffer[: rows * dim].view(pieces, TOKENS, HEADS, dim)
-    logs = buffer[rows * dim :].view(pieces, TOKENS, HEADS)
+@pytest.mark.parametrize(("splits", "dim"), [(2, 64), (3, 40), (4, 256)])
+def test_combines_rows_of_several_splits(splits: int, dim: int, padded: bool) -> None:
+    combine, buffer, table = problem(splits, dim, padded=padded)
+    rows = splits * TOKENS * HEADS
+    outs = buffer[: rows * dim].view(splits, TOKENS, HEADS, dim)
+    logs = buffer[rows * dim :].view(splits, TOKENS, HEADS)
     logs[1, 7] = float("-inf")
     logs[:, 8, 2] = float("-inf")
     outs[:, 8, 2] = 0.0
     out = torch.full((TOKENS, HEADS, dim), 7.0, dtype=torch.bfloat16)
     lse = torch.full((HEADS, TOKENS), 7.0)
     with emulated():
-        merge(out, lse, buffer, table)
+        combine(out, lse, buffer, table)
     weights = torch.nan_to_num(logs.softmax(0), nan=0.0)
     expected = (outs * weights[..., None]).sum(0)
     torch.testing.assert_close(out[6:].float(), expected[6:], atol=2e-2, rtol=2e-2)
@@ -65,9 +65,9 @@ def test_merges_rows_of_several_pieces(pieces: int, dim: int, padded: bool) -> N
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_compiles_without_spills_and_shared_reductions(dim: int) -> None:
-    merge, buffer, table = problem(4, dim, padded=False)
+    combine, buffer, table = problem(4, dim, padded=False)
     with compiling_for("sm90") as kernels:
-        merge(torch.empty(TOKENS, HEADS, dim, dtype=torch.bfloat16), torch.empty(HEADS, TOKENS), buffer, table)
+        combine(torch.empty(TOKENS, HEADS, dim, dtype=torch.bfloat16), torch.empty(HEADS, TOKENS), buffer, table)
     (kernel,) = kernels
     assert kernel.spill_bytes == 0
     assert "SHFL" not in kernel.sass, "a thread must add up its own columns"

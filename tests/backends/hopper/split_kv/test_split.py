@@ -1,4 +1,4 @@
-"""`hopper.divided_keys` in the emulator: keys of long sequences are divided among tiles, and heads that fill a tile in part."""
+"""`hopper.split_kv` in the emulator: keys of long sequences are split among tiles, and heads that fill a tile in part."""
 
 from __future__ import annotations
 
@@ -13,43 +13,43 @@ from hopper_emulator import EmulationError, emulated
 
 from fa_serve.backends.calls import AttentionTensors
 from fa_serve.backends.hopper.forward import plan as forward
-from fa_serve.backends.hopper.forward.plan import plan_forward
-from fa_serve.backends.hopper.forward.tiles import TileConfig
+from fa_serve.backends.hopper.forward.plan import plan_hopper_forward
+from fa_serve.backends.hopper.forward.tiles import HopperTiles
 from fa_serve.testing import cu_seqlens, make_qkv
 
-SMALL = TileConfig(2, 64, 2, 2, DYNAMIC)
+SMALL = HopperTiles(2, 64, 2, 2, DYNAMIC)
 CHUNKS = [
-    Case("causal", heads=(4, 2), max_pieces=3),
-    Case("full", heads=(2, 2), window=FULL, max_pieces=4, tiles=SMALL),
-    Case("window", heads=(4, 2), window=(300, 0), max_pieces=4),
-    Case("window-both", heads=(2, 1), window=(100, 5), max_pieces=4, tiles=SMALL),
-    Case("sinks", sinks=True, max_pieces=4),
-    Case("softcap", softcap=5.0, scale=1.0, max_pieces=4),
-    Case("d80", head_dim=(80, 80), max_pieces=3),
-    Case("d128-float16", head_dim=(128, 128), dtype=torch.float16, heads=(3, 1), max_pieces=4),
-    Case("d192-dv128", head_dim=(192, 128), max_pieces=3),
-    Case("d72-dv40", head_dim=(72, 40), max_pieces=3, page_size=64),
-    Case("d256", head_dim=(256, 256), max_pieces=3, page_size=48),
-    Case("grid", max_pieces=4, tiles=TileConfig(1, 64, 2, 1, GRID)),
-    Case("pingpong", max_pieces=4, tiles=TileConfig(2, 64, 2, 2, DYNAMIC, pingpong=True)),
-    Case("whole", max_pieces=1),
+    Case("causal", heads=(4, 2), max_splits=3),
+    Case("full", heads=(2, 2), window=FULL, max_splits=4, tiles=SMALL),
+    Case("window", heads=(4, 2), window=(300, 0), max_splits=4),
+    Case("window-both", heads=(2, 1), window=(100, 5), max_splits=4, tiles=SMALL),
+    Case("sinks", sinks=True, max_splits=4),
+    Case("softcap", softcap=5.0, scale=1.0, max_splits=4),
+    Case("d80", head_dim=(80, 80), max_splits=3),
+    Case("d128-float16", head_dim=(128, 128), dtype=torch.float16, heads=(3, 1), max_splits=4),
+    Case("d192-dv128", head_dim=(192, 128), max_splits=3),
+    Case("d72-dv40", head_dim=(72, 40), max_splits=3, page_size=64),
+    Case("d256", head_dim=(256, 256), max_splits=3, page_size=48),
+    Case("grid", max_splits=4, tiles=HopperTiles(1, 64, 2, 1, GRID)),
+    Case("pingpong", max_splits=4, tiles=HopperTiles(2, 64, 2, 2, DYNAMIC, pingpong=True)),
+    Case("whole", max_splits=1),
 ]
 FEW = [
-    Case("one-head", heads=(2, 2), max_pieces=4),
-    Case("four-heads", heads=(8, 2), max_pieces=4),
-    Case("four-heads-window", heads=(8, 2), max_pieces=4, window=(130, 0)),
-    Case("three-heads", heads=(6, 2), max_pieces=4),
-    Case("seven-heads-whole", heads=(7, 1), max_pieces=1, sinks=True),
-    Case("seven-heads", heads=(14, 2), max_pieces=3, sinks=True),
-    Case("twelve-heads-d128", heads=(12, 1), head_dim=(128, 128), max_pieces=3),
-    Case("five-heads-d192-dv128", heads=(5, 1), head_dim=(192, 128), max_pieces=2),
+    Case("one-head", heads=(2, 2), max_splits=4),
+    Case("four-heads", heads=(8, 2), max_splits=4),
+    Case("four-heads-window", heads=(8, 2), max_splits=4, window=(130, 0)),
+    Case("three-heads", heads=(6, 2), max_splits=4),
+    Case("seven-heads-whole", heads=(7, 1), max_splits=1, sinks=True),
+    Case("seven-heads", heads=(14, 2), max_splits=3, sinks=True),
+    Case("twelve-heads-d128", heads=(12, 1), head_dim=(128, 128), max_splits=3),
+    Case("five-heads-d192-dv128", heads=(5, 1), head_dim=(192, 128), max_splits=2),
 ]
 
 
 @pytest.fixture(autouse=True)
-def _short_pieces() -> Iterator[None]:
-    """Pieces of one block are allowed, so that short sequences are divided."""
-    with mock.patch.object(forward, "MIN_BLOCKS_OF_A_PIECE", 1):
+def _short_splits() -> Iterator[None]:
+    """Splits of one block are allowed, so that short sequences are split."""
+    with mock.patch.object(forward, "MIN_BLOCKS_OF_A_SPLIT", 1):
         yield
 
 
@@ -86,7 +86,7 @@ def test_packed_sequences_do_not_see_their_neighbours(longest: int) -> None:
     case = Case("", window=CAUSAL, heads=(6, 2))
     tensors = AttentionTensors(q, k, v, cu_seqlens_q=cu_q, keys=cu_k, out=torch.full_like(q, 7.0))
     with emulated():
-        out, lse = plan_forward(tensors, case.options(longest, 500), SMALL, 3)(tensors)
+        out, lse = plan_hopper_forward(tensors, case.options(longest, 500), SMALL, 3)(tensors)
     assert out is tensors.out
     assert (out[cu_q[-1] :] == 0).all()
     assert (lse[:, cu_q[-1] :] == float("-inf")).all()
@@ -97,12 +97,12 @@ def test_packed_sequences_do_not_see_their_neighbours(longest: int) -> None:
 
 
 def test_sequences_of_another_kernel_stay_as_they_are() -> None:
-    run_with_skipped_sequences(max_pieces=3)
+    run_with_skipped_sequences(max_splits=3)
 
 
 def test_whole_rows_do_not_touch_the_buffer() -> None:
-    """With equal lengths that fill the GPU nothing is divided, and the merge finds nothing to do."""
-    call = PagedCall.of(Case("", heads=(2, 2), max_pieces=4), [4, 4, 4], [300, 300, 300])
+    """With equal lengths that fill the GPU nothing is split, and nothing is left to combine."""
+    call = PagedCall.of(Case("", heads=(2, 2), max_splits=4), [4, 4, 4], [300, 300, 300])
     out, lse = call.run(faults={"gl.store(args.buffer + cells": "gl.nothing(args.buffer + cells"})
     for sequence in range(3):
         call.check(out, lse, sequence)
@@ -113,21 +113,21 @@ def test_whole_rows_do_not_touch_the_buffer() -> None:
     [
         (CHUNKS, "causal", "tl.where(empty, 0, kv_len)", "kv_len"),
         (CHUNKS, "sinks", '== 0, sinks, float("-inf"))', ">= 0, sinks, sinks)"),
-        (CHUNKS, "causal", "end = low + (high - low) * (piece + 1) // pieces", "end = high"),
+        (CHUNKS, "causal", "end = low + (high - low) * (split + 1) // splits", "end = high"),
         (FEW, "seven-heads", "there & (members < args.heads_per_kv)", "there"),
-        (FEW, "four-heads", "pieces >= least", "pieces > least"),
-        (FEW, "three-heads", "return head * heads_per_kv, head", "return head * var.packing, head"),
+        (FEW, "four-heads", "splits >= min_splits", "splits > min_splits"),
+        (FEW, "three-heads", "return head * heads_per_kv, head", "return head * var.pack_gqa, head"),
     ],
-    ids=["empty-pieces", "sinks-once", "overlapping-pieces", "rows-without-a-head", "two-pieces", "heads-of-padded-tiles"],
+    ids=["empty-splits", "sinks-once", "overlapping-splits", "rows-without-a-head", "two-splits", "heads-of-padded-tiles"],
 )
 def test_the_cases_catch_faults(cases: list[Case], case: str, old: str, new: str) -> None:
     found = next(c for c in cases if c.id == case)
     lengths = ([20, 1], [300, 9]) if cases is CHUNKS else ([16, 9, 1], [300, 90, 30])
     if "empty" in old:
-        found = replace(found, tiles=SMALL, max_pieces=16)
+        found = replace(found, tiles=SMALL, max_splits=16)
         lengths = ([140, 1], [140, 9])
     if "least" in old:
-        found = replace(found, max_pieces=2)
+        found = replace(found, max_splits=2)
     call = PagedCall.of(found, *lengths)
 
     def run_with_the_fault() -> None:

@@ -1,4 +1,4 @@
-"""`hopper.piece_table` in the emulator: pieces cover the keys of each tile once, are about equally long, and fit the table."""
+"""The tile scheduler of split keys, emulated: splits cover the keys of each tile once, about equally, and fit the table."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from cross_compile import compiling_for
 from hopper_emulator import emulated
 
 from fa_serve.backends.hopper.forward.tile_scheduler import PackedOutput, max_tile_count, tile_table
-from fa_serve.backends.hopper.forward.tiles import MAX_PIECES
+from fa_serve.backends.hopper.forward.tiles import MAX_SPLITS
 from fa_serve.backends.hopper.split_kv import tile_scheduler as piece_table
-from fa_serve.backends.hopper.split_kv.tile_scheduler import piece_table_launch, table_capacity
+from fa_serve.backends.hopper.split_kv.tile_scheduler import split_table_launch, table_capacity
 from fa_serve.testing import cu_seqlens
 
 QUERIES = 16
@@ -32,22 +32,22 @@ def _short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(piece_table, "SEQUENCES_AT_A_TIME", 64)
 
 
-def pieces_of(
+def splits_of(
     lengths_q: list[int],
     lengths_k: list[int],
     window: tuple[int, int],
     *,
     num_heads: int,
     slots: int,
-    max_pieces: int,
+    max_splits: int,
     processors: int = 0,
     skip_q: int = 0,
 ) -> tuple[list[list[int]], int]:
     """The live records, and the room that the table has. processors: by default one for each slot"""
     batch = len(lengths_q)
     max_tiles = max_tile_count(sum(lengths_q), batch, max(lengths_q), QUERIES, skip_q)
-    capacity = table_capacity(max_tiles, num_heads, slots, max_pieces)
-    launch = piece_table_launch(
+    capacity = table_capacity(max_tiles, num_heads, slots, max_splits)
+    launch = split_table_launch(
         capacity,
         batch,
         window,
@@ -59,7 +59,7 @@ def pieces_of(
         tile_heads=num_heads,
         processors=processors or slots,
         slots=slots,
-        max_pieces=max_pieces,
+        max_splits=max_splits,
         min_blocks=2,
     )
     with emulated():
@@ -72,12 +72,12 @@ def pieces_of(
 
 
 @pytest.mark.parametrize("window", [(-1, 0), (-1, -1), (100, 0)], ids=str)
-@pytest.mark.parametrize(("num_heads", "slots", "max_pieces"), [(2, 24, 16), (8, 264, 4), (8, 8, 16)])
+@pytest.mark.parametrize(("num_heads", "slots", "max_splits"), [(2, 24, 16), (8, 264, 4), (8, 8, 16)])
 @pytest.mark.parametrize(("lengths_q", "lengths_k"), CASES, ids=["few", "unequal", "one", "many"])
-def test_pieces_cover_the_keys_of_each_tile_once(
-    lengths_q: list[int], lengths_k: list[int], num_heads: int, slots: int, max_pieces: int, window: tuple[int, int]
+def test_splits_cover_the_keys_of_each_tile_once(
+    lengths_q: list[int], lengths_k: list[int], num_heads: int, slots: int, max_splits: int, window: tuple[int, int]
 ) -> None:
-    records, capacity = pieces_of(lengths_q, lengths_k, window, num_heads=num_heads, slots=slots, max_pieces=max_pieces)
+    records, capacity = splits_of(lengths_q, lengths_k, window, num_heads=num_heads, slots=slots, max_splits=max_splits)
     assert len(records) <= capacity
     tiles: dict[tuple[int, int], list[list[int]]] = defaultdict(list)
     for record in records:
@@ -86,21 +86,21 @@ def test_pieces_cover_the_keys_of_each_tile_once(
     assert set(tiles) == expected
     left, right = window
     for (b, row), found in tiles.items():
-        assert [r[1] % MAX_PIECES for r in found] == list(range(len(found)))
-        assert {r[1] // MAX_PIECES for r in found} == {len(found)}
-        assert len(found) <= max_pieces
+        assert [r[1] % MAX_SPLITS for r in found] == list(range(len(found)))
+        assert {r[1] // MAX_SPLITS for r in found} == {len(found)}
+        assert len(found) <= max_splits
         offset = lengths_k[b] - lengths_q[b]
         end = lengths_k[b] if right < 0 else min(lengths_k[b], row + QUERIES + offset + right)
         high = max(-(-end // BLOCK_N), 1)
         low = min(max(row + offset - left, 0) // BLOCK_N, high - 1) if left >= 0 else 0
         visited = [block for r in found if r[5] or lengths_k[b] == 0 for block in range(r[6], r[7])]
         assert visited == list(range(low, high))
-        assert all(r[7] == r[6] + 1 for r in found if r[5] == 0), "an empty piece visits one block, of a sequence without keys"
+        assert all(r[7] == r[6] + 1 for r in found if r[5] == 0), "an empty split visits one block, of a sequence without keys"
 
 
 def test_shares_are_about_equal() -> None:
     """One long sequence among short ones is cut, and the short ones are not."""
-    records, _ = pieces_of([4] * 8, [8192] + [512] * 7, (-1, 0), num_heads=8, slots=64, max_pieces=16)
+    records, _ = splits_of([4] * 8, [8192] + [512] * 7, (-1, 0), num_heads=8, slots=64, max_splits=16)
     longest = [r for r in records if r[4] == 0]
     share = -(-(128 + 7 * 8) * 8 // 64)
     assert len(longest) == round(128 / share)
@@ -113,19 +113,19 @@ def test_shares_are_about_equal() -> None:
 )
 def test_sequences_that_fill_the_multiprocessors_stay_whole(lengths: list[int], expected: list[int]) -> None:
     """Two heads of 8 sequences fill 20 multiprocessors, on each of which 2 thread blocks run; those of 6 sequences do not."""
-    records, _ = pieces_of([4] * len(lengths), lengths, (-1, 0), num_heads=2, processors=20, slots=40, max_pieces=16)
+    records, _ = splits_of([4] * len(lengths), lengths, (-1, 0), num_heads=2, processors=20, slots=40, max_splits=16)
     assert [sum(record[4] == b for record in records) for b in range(len(lengths))] == expected
 
 
 def test_sequences_of_another_kernel_have_no_records() -> None:
-    records, _ = pieces_of([1, 40, 16], [9000, 900, 900], (-1, 0), num_heads=2, slots=24, max_pieces=16, skip_q=16)
+    records, _ = splits_of([1, 40, 16], [9000, 900, 900], (-1, 0), num_heads=2, slots=24, max_splits=16, skip_q=16)
     assert {r[4] for r in records} == {1}
 
 
 def test_compiles_without_spills() -> None:
     tiling = (8, 3, (100, 0), QUERIES, BLOCK_N, 0, True, PackedOutput(12, 8, 12, 1024, 128, dim_v=128))
-    launch = piece_table_launch(*tiling, tile_heads=8, processors=132, slots=264, max_pieces=4, min_blocks=8)
+    launch = split_table_launch(*tiling, tile_heads=8, processors=132, slots=264, max_splits=4, min_blocks=8)
     with compiling_for("sm90") as kernels:
         keys = torch.tensor([9, 9, 9], dtype=torch.int32)
         tile_table(launch, 8, cu_seqlens([4, 4, 4]), keys, torch.empty(12, 8, 128, dtype=torch.bfloat16), torch.empty(8, 12))
-    assert [(kernel.name, kernel.spill_bytes) for kernel in kernels] == [("_piece_table", 0)]
+    assert [(kernel.name, kernel.spill_bytes) for kernel in kernels] == [("_split_table", 0)]

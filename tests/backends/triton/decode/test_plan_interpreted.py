@@ -291,7 +291,7 @@ def test_dense_cache(
         x.masked_fill_(torch.zeros(()).bool() if mask is None else ~torch.cat([mask, mask[..., :9]], -1).transpose(2, 3), 7.0)
     k, v = (x[:, :, :seqlen_k].transpose(1, 2) for x in (k, v))
     exact, exact_lse = attention_reference(q.double(), k.double(), v.double(), **options)
-    # splits are merged by weights exp(lse_i - lse), and float32 rounds each lse
+    # splits are combined by weights exp(lse_i - lse), and float32 rounds each lse
     merging = torch.finfo(torch.float32).eps * exact_lse.nan_to_num(neginf=0.0).transpose(1, 2)[..., None]
     eager = eager_attention(q, k, v, **options) * (1 + merging).float()
     if padded:  # what a mask hides is not read

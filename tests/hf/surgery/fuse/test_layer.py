@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fa_serve import ops
 from fa_serve.hf.surgery.fuse.layer import FusedLayer, HeadsAttention, LayerStep, cos_and_sin
-from fa_serve.hf.surgery.fuse.parts import Product
+from fa_serve.hf.surgery.fuse.parts import FusedProduct
 
 HIDDEN = 24
 NUM_HEADS = 4
@@ -51,7 +51,7 @@ def make_layer(**fields: object) -> FusedLayer:
     heads: dict[str, object] = {
         "num_heads": NUM_HEADS,
         "head_dim": HEAD_DIM,
-        "qkv": Product(draw(WIDTH, HIDDEN), draw(WIDTH)),
+        "qkv": FusedProduct(draw(WIDTH, HIDDEN), draw(WIDTH)),
         "q_norm": None,
         "k_norm": None,
         "tables": "twice",
@@ -62,9 +62,9 @@ def make_layer(**fields: object) -> FusedLayer:
         "index": 0,
         "options": {},
         "attention": HeadsAttention(**heads),
-        "o": Product(draw(HIDDEN, NUM_HEADS * HEAD_DIM), None),
-        "gate_up": Product(draw(2 * 16, HIDDEN), None),
-        "down": Product(draw(HIDDEN, 16), None),
+        "o": FusedProduct(draw(HIDDEN, NUM_HEADS * HEAD_DIM), None),
+        "gate_up": FusedProduct(draw(2 * 16, HIDDEN), None),
+        "down": FusedProduct(draw(HIDDEN, 16), None),
         "activation": "silu",
         "mlp": nn.Identity(),
         "multiplier": 1.0,
@@ -177,12 +177,12 @@ def test_ranks_that_add_up_compute_the_equation(case) -> None:
     sin = angles.sin()
     expected, _, _ = equation(layer, x, cos, sin)
 
-    def share(product: Product | None, rank: int, all_reduce: Any) -> Product | None:
+    def share(product: FusedProduct | None, rank: int, all_reduce: Any) -> FusedProduct | None:
         """All inputs, of which this rank's weights take some."""
         if product is None:
             return None
         keep = torch.arange(product.weight.shape[1]) % 2 == rank
-        return Product(product.weight * keep, None, all_reduce)
+        return FusedProduct(product.weight * keep, None, all_reduce)
 
     def compute(rank: int, all_reduce: Any) -> Tensor:
         caches = [torch.zeros(2, 4, NUM_KV_HEADS, HEAD_DIM, dtype=torch.float64) for _ in range(2)]

@@ -10,9 +10,9 @@ from gluon_emulator import emulated
 from products_by_kernel import product_of_experts
 from quantized import float4_weight, int4_weight
 
-from fa_serve.ops.experts import unpack_wgmma
-from fa_serve.ops.experts.tiles import GroupedWgmmaTile
-from fa_serve.ops.experts.unpack_wgmma import plan_tiles
+from fa_serve.ops.moe import unpack_wgmma
+from fa_serve.ops.moe.tiles import GroupedWgmmaTile
+from fa_serve.ops.moe.unpack_wgmma import plan_tiles
 from fa_serve.ops.products.quantised.pairs import product_tensors
 from fa_serve.ops.products.quantised.weight import QuantizedWeight
 

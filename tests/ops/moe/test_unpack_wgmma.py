@@ -11,10 +11,10 @@ from rounded_once import randn
 from torch import Tensor
 
 from fa_serve import ops
-from fa_serve.ops.experts import unpack_wgmma
-from fa_serve.ops.experts.fallback import gated
-from fa_serve.ops.experts.tiles import GroupedWgmmaTile
-from fa_serve.ops.experts.unpack_wgmma import plan_tiles
+from fa_serve.ops.moe import unpack_wgmma
+from fa_serve.ops.moe.fallback import gated
+from fa_serve.ops.moe.tiles import GroupedWgmmaTile
+from fa_serve.ops.moe.unpack_wgmma import plan_tiles
 from fa_serve.ops.products.quantised.pairs import product_tensors
 from fa_serve.ops.products.quantised.weight import QuantizedWeight
 from fa_serve.testing import assert_matches_reference

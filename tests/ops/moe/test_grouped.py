@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fa_serve.ops.experts.grouped import experts_at_once
+from fa_serve.ops.moe.grouped import experts_at_once
 
 
 @pytest.mark.parametrize(

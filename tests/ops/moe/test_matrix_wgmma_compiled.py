@@ -10,9 +10,9 @@ from cross_compile import compiling_for
 from products_by_kernel import product_of_experts
 
 from fa_serve import ops
-from fa_serve.ops.experts.matrix_wgmma import plan_matrix_tiles
-from fa_serve.ops.experts.run import compute_experts
-from fa_serve.ops.experts.tiles import MatrixTile
+from fa_serve.ops.moe.matrix_wgmma import plan_matrix_tiles
+from fa_serve.ops.moe.run import compute_experts
+from fa_serve.ops.moe.tiles import MatrixTile
 
 GPT_OSS = ops.Gate("silu", interleaved=True, slope=1.702, limit=7.0, offset=1.0)
 BF16 = torch.bfloat16

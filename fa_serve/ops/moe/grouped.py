@@ -19,8 +19,8 @@ from torch import Tensor
 
 from fa_serve.backends.triton.primitives import wait_for_previous_kernel
 from fa_serve.launching.launch import Launch, launch_options, power_of_2
-from fa_serve.ops.experts.order import ExpertProduct, Places, find_pair_tile, most_tiles
-from fa_serve.ops.experts.primitives import (
+from fa_serve.ops.moe.order import ExpertProduct, Places, find_pair_tile, most_tiles
+from fa_serve.ops.moe.primitives import (
     expert_tensors,
     gate_numbers,
     gated_values,
@@ -29,7 +29,7 @@ from fa_serve.ops.experts.primitives import (
     rows_of_weights,
     weight_strides,
 )
-from fa_serve.ops.experts.tiles import GroupedTile
+from fa_serve.ops.moe.tiles import GroupedTile
 from fa_serve.ops.ops_backend import Gate, Weight
 from fa_serve.ops.products.problem import Product
 from fa_serve.ops.products.quantised.dequantise import plan_matrix

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from fa_serve import ops
 from fa_serve.launching.plans import PLANS
-from fa_serve.ops.experts import grouped, order
-from fa_serve.ops.experts import primitives as experts_primitives
-from fa_serve.ops.experts.fallback import gated
-from fa_serve.ops.experts.order import Places
-from fa_serve.ops.experts.run import compute_experts
-from fa_serve.ops.experts.tiles import ExpertRowTile, GroupedTile, GroupedWgmmaTile
+from fa_serve.ops.moe import grouped, order
+from fa_serve.ops.moe import primitives as experts_primitives
+from fa_serve.ops.moe.fallback import gated
+from fa_serve.ops.moe.order import Places
+from fa_serve.ops.moe.run import compute_experts
+from fa_serve.ops.moe.tiles import ExpertRowTile, GroupedTile, GroupedWgmmaTile
 from fa_serve.ops.products import table
 from fa_serve.ops.products.problem import Product
 from fa_serve.ops.products.quantised.tiles import run_width

@@ -7,7 +7,7 @@ import torch
 from rounded_once import DTYPES, assert_rounded_once, dtype_id, randn
 
 from fa_serve.ops import Router
-from fa_serve.ops.experts.routing import launch_route
+from fa_serve.ops.moe.routing import launch_route
 from fa_serve.ops.torch_ops import TorchOps
 
 ROUTERS = {

@@ -13,9 +13,9 @@ from rounded_once import randn
 from torch import Tensor
 
 from fa_serve import ops
-from fa_serve.ops.experts.fallback import gated
-from fa_serve.ops.experts.matrix_wgmma import plan_matrix_tiles
-from fa_serve.ops.experts.tiles import MATRIX_BLOCK_M, MatrixTile
+from fa_serve.ops.moe.fallback import gated
+from fa_serve.ops.moe.matrix_wgmma import plan_matrix_tiles
+from fa_serve.ops.moe.tiles import MATRIX_BLOCK_M, MatrixTile
 from fa_serve.testing import assert_matches_reference
 
 CLAMPED = ops.Gate("silu", interleaved=True, slope=1.702, limit=1.5, offset=1.0)

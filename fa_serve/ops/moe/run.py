@@ -20,11 +20,11 @@ from torch import Tensor
 from fa_serve import spec
 from fa_serve.launching.launch import multiprocessors
 from fa_serve.launching.plans import PLANS, Run, facts
-from fa_serve.ops.experts.order import Places, plan_list, plan_sort, plan_total
-from fa_serve.ops.experts.primitives import weight_facts
+from fa_serve.ops.moe.order import Places, plan_list, plan_sort, plan_total
+from fa_serve.ops.moe.primitives import weight_facts
 from fa_serve.ops.ops_backend import ExpertWeights
 from fa_serve.ops.products.problem import Product, products_with_experts
-from fa_serve.ops.products.table import Choice, select_kernel
+from fa_serve.ops.products.table import KernelChoice, select_kernel
 
 
 def compute_experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: ExpertWeights, invariant: bool) -> Tensor:
@@ -64,7 +64,7 @@ def plan_experts(products: tuple[Product, Product], experts: ExpertWeights) -> R
     return _plan_sorted(first, second, products, experts)
 
 
-def _plan_sorted(first: Choice, second: Choice, products: tuple[Product, Product], experts: ExpertWeights) -> Run:
+def _plan_sorted(first: KernelChoice, second: KernelChoice, products: tuple[Product, Product], experts: ExpertWeights) -> Run:
     gated_product, product = products
     sort = plan_sort(product)
     listed = [choice.tile for choice in (first, second) if choice.kernel.listed]

@@ -15,7 +15,7 @@ from torch import Tensor
 from fa_serve.backends.triton.primitives import wait_for_previous_kernel
 from fa_serve.launching.launch import Launch, launch_options, power_of_2
 from fa_serve.launching.plans import Run
-from fa_serve.ops.experts.primitives import (
+from fa_serve.ops.moe.primitives import (
     expert_tensors,
     gate_numbers,
     gated_values,
@@ -27,7 +27,7 @@ from fa_serve.ops.experts.primitives import (
 from fa_serve.ops.ops_backend import ExpertWeights
 from fa_serve.ops.products.problem import Product
 from fa_serve.ops.products.quantised.primitives import add_row_sums, load_units, row_result
-from fa_serve.ops.products.table import Choice
+from fa_serve.ops.products.table import KernelChoice
 
 
 @triton.jit
@@ -264,7 +264,7 @@ def _mixed_rows(
     tl.store(out_ptr + token * N + n, y.to(out_ptr.dtype.element_ty), mask=n < N)
 
 
-def plan_rows(first: Choice, second: Choice, products: tuple[Product, Product], experts: ExpertWeights) -> Run:
+def plan_rows(first: KernelChoice, second: KernelChoice, products: tuple[Product, Product], experts: ExpertWeights) -> Run:
     """A plan of two launches, for a call of `fa_serve.ops.experts` with contiguous tensors.
 
     products: the gated one, and the other one

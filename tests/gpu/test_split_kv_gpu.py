@@ -1,6 +1,6 @@
-"""Keys that are divided among tiles of the Hopper kernel, on a Hopper GPU: few queries and chunks behind up to 64k keys.
+"""Keys that are split among tiles of the Hopper kernel, on a Hopper GPU: few queries and chunks behind up to 64k keys.
 
-Each test looks into the table of pieces, so that a call whose keys stayed whole does not pass for a divided one.
+Each test looks into the table of splits, so that a call whose keys stayed whole does not pass for a split one.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor
 import fa_serve
 from fa_serve.backends.calls import AttentionOptions, AttentionTensors
 from fa_serve.backends.hopper.forward import launches as forward_launches
-from fa_serve.backends.hopper.forward.plan import plan_forward
-from fa_serve.backends.hopper.forward.tiles import MAX_PIECES
+from fa_serve.backends.hopper.forward.plan import plan_hopper_forward
+from fa_serve.backends.hopper.forward.tiles import MAX_SPLITS
 from fa_serve.backends.reference import attention_reference
 from fa_serve.testing import (
     assert_lse_matches,
@@ -82,10 +82,10 @@ class Call:
             lengths = {"keys": used, "block_table": table}
         self.tensors = AttentionTensors(q, k, v, sinks, cu_seqlens_q=cu_seqlens(case.lengths_q, DEVICE), **lengths)
 
-    def plan(self, max_pieces: int | None = None) -> Callable[[AttentionTensors], tuple[Tensor, Tensor]]:
+    def plan(self, max_splits: int | None = None) -> Callable[[AttentionTensors], tuple[Tensor, Tensor]]:
         longest = max(self.case.lengths_q), max(self.case.lengths_k)
         options = AttentionOptions(0.1, self.case.window, self.case.softcap, *longest, return_lse=True)
-        return plan_forward(self.tensors, options, max_pieces=max_pieces)
+        return plan_hopper_forward(self.tensors, options, max_splits=max_splits)
 
     def check(self, out: Tensor, lse: Tensor) -> None:
         check(out, lse, self.sequences, self.case)
@@ -127,15 +127,15 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Tensor]]:
     return found
 
 
-def most_pieces(capacity: int, table: Tensor) -> int:
-    """The most pieces of a tile in a table of pieces."""
+def most_splits(capacity: int, table: Tensor) -> int:
+    """The most splits of a tile in a table of splits."""
     live = int(table[capacity * 8 + 1])
     assert live <= capacity
-    return int(table[: live * 8].view(-1, 8)[:, 1].max()) // MAX_PIECES
+    return int(table[: live * 8].view(-1, 8)[:, 1].max()) // MAX_SPLITS
 
 
 def leave_nan_in_free_memory() -> None:
-    """What the allocator hands out next is NaN, so a piece that is merged and was not written shows."""
+    """What the allocator hands out next is NaN, so a split that is combined and was not written shows."""
     if DEVICE == "cuda":
         torch.full((64 << 20,), float("nan"), device=DEVICE)
 
@@ -174,13 +174,13 @@ CHUNKS = [
 
 @pytest.mark.parametrize("layout", ["packed", "paged"])
 @pytest.mark.parametrize("case", [*VERIFIED, *CHUNKS], ids=str)
-def test_divided_keys(case: Case, layout: str, tables: list[tuple[int, Tensor]]) -> None:
+def test_split_keys(case: Case, layout: str, tables: list[tuple[int, Tensor]]) -> None:
     """Out and lse are right, and equal in every bit when the call is repeated, whatever the memory holds."""
     call = Call(case, layout)
     run = call.plan()
     leave_nan_in_free_memory()
     out, lse = run(call.tensors)
-    assert most_pieces(*tables[0]) > 1
+    assert most_splits(*tables[0]) > 1
     call.check(out, lse)
     for _ in range(20):
         leave_nan_in_free_memory()
@@ -189,15 +189,15 @@ def test_divided_keys(case: Case, layout: str, tables: list[tuple[int, Tensor]])
         assert torch.equal(again_lse, lse)
 
 
-@pytest.mark.parametrize("max_pieces", [1, 2, 3, 7, 16])
+@pytest.mark.parametrize("max_splits", [1, 2, 3, 7, 16])
 @pytest.mark.parametrize("heads", [(8, 2), (14, 2), (2, 2)], ids=str)
 @pytest.mark.parametrize("queries", [16, 200])
-def test_every_limit_of_pieces(queries: int, heads: tuple[int, int], max_pieces: int, tables: list[tuple[int, Tensor]]) -> None:
+def test_every_limit_of_splits(queries: int, heads: tuple[int, int], max_splits: int, tables: list[tuple[int, Tensor]]) -> None:
     call = Call(Case((queries, 3), (12000, 700), heads=heads), "paged")
-    out, lse = call.plan(max_pieces)(call.tensors)
+    out, lse = call.plan(max_splits)(call.tensors)
     call.check(out, lse)
-    if max_pieces > 1:
-        assert 1 < most_pieces(*tables[0]) <= max_pieces
+    if max_splits > 1:
+        assert 1 < most_splits(*tables[0]) <= max_splits
 
 
 def test_many_sequences_of_unequal_lengths(tables: list[tuple[int, Tensor]]) -> None:
@@ -206,7 +206,7 @@ def test_many_sequences_of_unequal_lengths(tables: list[tuple[int, Tensor]]) -> 
     lengths[170] = 20000
     call = Call(Case((4,) * 300, tuple(lengths), heads=(8, 2)), "paged")
     out, lse = call.plan()(call.tensors)
-    assert most_pieces(*tables[0]) > 1
+    assert most_splits(*tables[0]) > 1
     call.check(out, lse)
 
 
@@ -227,7 +227,7 @@ GRAPHS = {
 
 @pytest.mark.parametrize("name", GRAPHS)
 def test_a_graph_follows_the_lengths_on_the_device(name: str, tables: list[tuple[int, Tensor]]) -> None:
-    """The table of pieces is cut on the device: a replay with other lengths has other pieces, and is right."""
+    """The table of splits is cut on the device: a replay with other lengths has other splits, and is right."""
     heads, steps = GRAPHS[name]
     total = sum(steps[0][0])
     batch = len(steps[0][0])
@@ -240,13 +240,13 @@ def test_a_graph_follows_the_lengths_on_the_device(name: str, tables: list[tuple
     cu = cu_seqlens(steps[0][0], DEVICE)
     used = torch.tensor(steps[0][1], dtype=torch.int32, device=DEVICE)
     tensors = AttentionTensors(q, k, v, cu_seqlens_q=cu, keys=used, block_table=table)
-    run = plan_forward(tensors, AttentionOptions(0.1, (-1, 0), 0.0, longest, 16 * PAGES, return_lse=True))
+    run = plan_hopper_forward(tensors, AttentionOptions(0.1, (-1, 0), 0.0, longest, 16 * PAGES, return_lse=True))
     run(tensors)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out, lse = run(tensors)
     captured = tables[-1]
-    pieces = set()
+    splits = set()
     for lengths_q, lengths_k in [*steps, *steps[::-1]]:
         assert sum(lengths_q) == total
         cu.copy_(cu_seqlens(lengths_q, DEVICE))
@@ -254,7 +254,7 @@ def test_a_graph_follows_the_lengths_on_the_device(name: str, tables: list[tuple
         out.fill_(float("nan"))
         lse.fill_(float("nan"))
         graph.replay()
-        pieces.add(most_pieces(*captured))
+        splits.add(most_splits(*captured))
         caches = [
             (k[pages.long()].flatten(0, 1)[:n], v[pages.long()].flatten(0, 1)[:n])
             for pages, n in zip(table, lengths_k, strict=True)
@@ -263,12 +263,12 @@ def test_a_graph_follows_the_lengths_on_the_device(name: str, tables: list[tuple
         direct, direct_lse = run(tensors)
         assert torch.equal(direct, out)
         assert torch.equal(direct_lse, lse)
-    assert max(pieces) > 1
-    assert len(pieces) > 1
+    assert max(splits) > 1
+    assert len(splits) > 1
 
 
 def test_prompts_beside_sequences_that_decode(tables: list[tuple[int, Tensor]]) -> None:
-    """The public function divides the keys of prompts and leaves the other sequences to the decoding kernel."""
+    """The public function splits the keys of prompts and leaves the other sequences to the decoding kernel."""
     case = Case((1, 300, 1, 90, 4), (9000, 7000, 33, 12000, 5000), heads=(8, 2), sinks=True, softcap=20.0)
     call = Call(case, "paged")
     q, k, v, sinks = call.tensors[:4]
@@ -287,7 +287,7 @@ def test_prompts_beside_sequences_that_decode(tables: list[tuple[int, Tensor]]) 
         sinks=sinks,
         return_lse=True,
     )
-    assert most_pieces(*tables[-1]) > 1
+    assert most_splits(*tables[-1]) > 1
     call.check(out, lse)
 
 
@@ -300,7 +300,7 @@ def test_rows_of_no_sequence_are_zero(heads: tuple[int, int], tables: list[tuple
     q = torch.cat([call.tensors.q, call.tensors.q.new_full((12, heads[0], 80), float("nan"))])
     call.tensors = call.tensors._replace(q=q, out=memory[..., :80])
     out, lse = call.plan()(call.tensors)
-    assert most_pieces(*tables[0]) > 1
+    assert most_splits(*tables[0]) > 1
     call.check(out[:28], lse[:, :28])
     assert (memory[28:, :, :80] == 0).all()
     assert (lse[:, 28:] == float("-inf")).all()

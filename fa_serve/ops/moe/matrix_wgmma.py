@@ -41,10 +41,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from fa_serve.backends.triton.primitives import LOG2E, wait_for_previous_kernel
 from fa_serve.launching.gluon_names import HAS_REINTERPRET, async_load, copy_to_shared
 from fa_serve.launching.launch import Launch, View, launch_options
-from fa_serve.ops.experts.order import ExpertProduct, Places, most_tiles
-from fa_serve.ops.experts.primitives import gate_numbers, gated_values, rows_of_outputs
-from fa_serve.ops.experts.tiles import MATRIX_BLOCK_M as BLOCK_M
-from fa_serve.ops.experts.tiles import MatrixTile
+from fa_serve.ops.moe.order import ExpertProduct, Places, most_tiles
+from fa_serve.ops.moe.primitives import gate_numbers, gated_values, rows_of_outputs
+from fa_serve.ops.moe.tiles import MATRIX_BLOCK_M as BLOCK_M
+from fa_serve.ops.moe.tiles import MatrixTile
 from fa_serve.ops.ops_backend import Gate
 from fa_serve.ops.products.problem import Product
 

@@ -30,9 +30,9 @@ from fa_serve.backends.triton.primitives import wait_for_previous_kernel
 from fa_serve.launching.gluon_names import copy_to_shared, sync_threads
 from fa_serve.launching.launch import Launch, launch_options
 from fa_serve.ops.elementwise.addition import launch_add
-from fa_serve.ops.experts.order import ExpertProduct, Places, most_tiles
-from fa_serve.ops.experts.primitives import gate_numbers, gated_values, kernel_constants, rows_of_outputs
-from fa_serve.ops.experts.tiles import GroupedWgmmaTile
+from fa_serve.ops.moe.order import ExpertProduct, Places, most_tiles
+from fa_serve.ops.moe.primitives import gate_numbers, gated_values, kernel_constants, rows_of_outputs
+from fa_serve.ops.moe.tiles import GroupedWgmmaTile
 from fa_serve.ops.ops_backend import Gate
 from fa_serve.ops.products.problem import Details, Multiply, Product
 from fa_serve.ops.products.quantised.pairs import (

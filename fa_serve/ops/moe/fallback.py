@@ -13,7 +13,7 @@ from fa_serve.ops.ops_backend import ExpertWeights, Gate, Router, Weight
 from fa_serve.ops.products.quantised.weight import QuantizedWeight
 
 
-def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: ExpertWeights, invariant: bool) -> Tensor:
+def torch_experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: ExpertWeights, invariant: bool) -> Tensor:
     """Arguments and result are those of `fa_serve.ops.experts`."""
     if not invariant or len(x) == 0:
         return _mixed(x, top_k_index, top_k_weights, experts)
@@ -39,13 +39,13 @@ def _mixed(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: Exper
 
 
 def _matrix(weight: Weight, expert: int, rows: int, dtype: torch.dtype) -> Tensor:
-    """The matrix of one expert, which has so many rows."""
+    """The matrix of one expert, (rows, columns)."""
     if isinstance(weight, QuantizedWeight):
         return weight.rows(expert * rows, (expert + 1) * rows).dequantize(dtype)
     return weight[expert]
 
 
-def route(logits: Tensor, bias: Tensor | None, router: Router, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def torch_route(logits: Tensor, bias: Tensor | None, router: Router, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Arguments and results are those of `fa_serve.ops.route`."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     scores = wide.sigmoid() if router.sigmoid else wide.softmax(-1)
@@ -71,10 +71,10 @@ def gated(gate_up: Tensor, gate: Gate) -> Tensor:
         values, up = gate_up.chunk(2, dim=-1)
     values = values.clamp(max=gate.limit) * gate.slope
     up = up.clamp(min=-gate.limit, max=gate.limit)
-    return activate(values, gate.activation) / gate.slope * (up + gate.offset)
+    return torch_activation(values, gate.activation) / gate.slope * (up + gate.offset)
 
 
-def activate(x: Tensor, activation: str) -> Tensor:
+def torch_activation(x: Tensor, activation: str) -> Tensor:
     """One of `fa_serve.ops.ACTIVATIONS`."""
     if activation == "silu":
         return torch.nn.functional.silu(x)

@@ -9,8 +9,8 @@ from products_by_kernel import multiply_by, product_of_experts
 from quantized import float4_weight, float8_weight, int4_weight
 
 from fa_serve import ops
-from fa_serve.ops.experts.tiles import GroupedWgmmaTile
-from fa_serve.ops.experts.unpack_wgmma import plan_tiles
+from fa_serve.ops.moe.tiles import GroupedWgmmaTile
+from fa_serve.ops.moe.unpack_wgmma import plan_tiles
 from fa_serve.ops.products.quantised.pairs import product_tensors
 from fa_serve.ops.products.quantised.weight import QuantizedWeight
 

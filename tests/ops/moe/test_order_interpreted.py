@@ -8,7 +8,7 @@ import pytest
 import torch
 from product_cases import of_experts
 
-from fa_serve.ops.experts.order import most_tiles, plan_list, plan_sort, plan_total
+from fa_serve.ops.moe.order import most_tiles, plan_list, plan_sort, plan_total
 from fa_serve.ops.products.problem import Product
 
 

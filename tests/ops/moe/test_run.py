@@ -9,7 +9,7 @@ from products_by_kernel import a_gpu, counted_launches
 from quantized import float4_weight
 
 from fa_serve import ops
-from fa_serve.ops.experts.run import products_of
+from fa_serve.ops.moe.run import products_of
 from fa_serve.ops.triton_ops import TritonOps
 
 SILU = ops.Gate("silu")

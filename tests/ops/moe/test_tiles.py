@@ -6,7 +6,7 @@ import pytest
 import torch
 from product_cases import dense, of_experts, with_pairs
 
-from fa_serve.ops.experts.tiles import (
+from fa_serve.ops.moe.tiles import (
     GroupedWgmmaTile,
     expert_row_tile,
     grouped_tile,

@@ -1,0 +1,116 @@
+"""An option of attention is added in the files that CONTRIBUTING.md lists: one is added to a copy of the tree, and called."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+MOST_FILES = 7
+Edits = dict[str, list[tuple[str, str]]]
+EDITS: Edits = {
+    "fa_serve/api.py": [
+        ("    softcap: float = 0.0,\n", "    softcap: float = 0.0,\n    score_factor: float = 1.0,\n"),
+        ("        float(softcap),\n", "        float(softcap),\n        float(score_factor),\n"),
+    ],
+    "fa_serve/backends/calls.py": [
+        ("    softcap: float = 0.0\n", "    softcap: float = 0.0\n    score_factor: float = 1.0\n"),
+        (
+            '    precision: Precision = "bf16"\n\n    @property',
+            '    precision: Precision = "bf16"\n    score_factor: float = 1.0\n\n    @property',
+        ),
+        ('            "softcap":', '            "score_factor": self.score_factor != 1.0,\n            "softcap":'),
+        (
+            "    scale = q.shape",
+            '    if given.score_factor <= 0:\n        raise ValueError("score_factor must be above 0")\n    scale = q.shape',
+        ),
+        ("        softcap=float(", "        score_factor=given.score_factor,\n        softcap=float("),
+    ],
+    "fa_serve/spec.py": [
+        ("OPTIONS = (", 'OPTIONS = ("score_factor", '),
+        ("    deterministic: bool = False\n", "    deterministic: bool = False\n    score_factor: bool = False\n"),
+    ],
+    "fa_serve/backends/reference.py": [
+        ("    softcap: float = 0.0,\n", "    softcap: float = 0.0,\n    score_factor: float = 1.0,\n"),
+        ("    if mask is not None:\n", "    s = s * score_factor\n    if mask is not None:\n"),
+        (
+            "        softcap=options.softcap,\n",
+            "        softcap=options.softcap,\n        score_factor=options.score_factor,\n",
+        ),
+        ("_COMPUTED = frozenset({", '_COMPUTED = frozenset({"score_factor", '),
+    ],
+    "fa_serve/backends/triton/__init__.py": [('"prefill": frozenset({', '"prefill": frozenset({"score_factor", ')],
+    "fa_serve/backends/triton/prefill/kernel.py": [
+        ("float(options.softcap), options.left", "float(options.softcap), float(options.score_factor), options.left"),
+        ("    softcap,\n    window_left,", "    softcap,\n    score_factor,\n    window_left,"),
+        ("scale, softcap, slope", "scale, softcap, score_factor, slope"),
+        (
+            '        if var.mask != "none":\n            inside',
+            '        factor *= score_factor\n        if var.mask != "none":\n            inside',
+        ),
+    ],
+    "tests/support/cases.py": [
+        ("    chunk: int = 0\n", "    chunk: int = 0\n    factor: float = 1.0\n"),
+        ('    same = {"softcap"', '    same = {"score_factor": case.factor, "softcap"'),
+    ],
+}
+"""The option `score_factor` multiplies the scores after softcap: old and new text, by file."""
+CALLS = """
+import re
+import pytest
+import torch
+import cases
+import fa_serve
+from fa_serve.backends import explain
+from fa_serve.spec import AttentionSpec
+
+assert fa_serve.__file__.startswith({root!r}) and cases.__file__.startswith({root!r})
+for case in (
+    cases.Case((17,), (33,), causal=True, factor=2.5),
+    cases.Case((17,), (33,), causal=True, factor=0.5, softcap=20.0, sinks=True, alibi="heads", window=(9, -1)),
+):
+    cases.check(case, "triton", torch.float32)
+    cases.check(case, "reference", torch.float32)
+q = torch.randn(1, 17, 4, 64)
+plain, doubled = (fa_serve.attention(q, q, q, score_factor=x, backend="triton") for x in (1.0, 2.0))
+assert torch.allclose(doubled, fa_serve.attention(q, q, q, softmax_scale=0.25, backend="triton"), atol=1e-6)
+assert not torch.allclose(doubled, plain, atol=1e-3)
+with pytest.raises(fa_serve.UnsupportedError, match="sdpa: does not compute score_factor, which the call uses"):
+    fa_serve.attention(q, q, q, score_factor=2.0, backend="sdpa")
+with pytest.raises(fa_serve.UnsupportedError, match="has no backward pass for score_factor"):
+    fa_serve.attention(q.requires_grad_(), q, q, score_factor=2.0, backend="triton")
+spec = AttentionSpec("dense", "cpu", 0, torch.float32, torch.float32, 64, 64, 4, 4, op="decode", score_factor=True)
+assert explain(spec)["triton"] == "does not compute score_factor in its kernel of decode, which the call uses"
+assert "float softcap, float score_factor, SymInt attention_chunk" in str(torch.ops.fa_serve.attention.default._schema)
+print("computed")
+"""
+
+
+def test_the_files_are_those_that_are_listed() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    table = text.partition("### An option of attention\n")[2].partition("\n\n")[0]
+    assert re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE) == list(EDITS)
+    assert len(EDITS) <= MOST_FILES
+
+
+def test_an_option_is_added_in_these_files(tmp_path: Path) -> None:
+    """The oracle and the portable kernel of prompts compute it, the others refuse it, and graphs have it."""
+    for folder in ("fa_serve", "tests/support"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for name, edits in EDITS.items():
+        path = tmp_path / name
+        text = path.read_text(encoding="utf-8")
+        for old, new in edits:
+            assert old in text, f"{name} has no {old!r}"
+            text = text.replace(old, new)
+        path.write_text(text, encoding="utf-8")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{tmp_path / 'tests/support'}", "TRITON_INTERPRET": "1"}
+    program = CALLS.format(root=str(tmp_path))
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "computed"), done.stderr[-3000:]
