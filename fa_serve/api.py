@@ -50,6 +50,7 @@ from typing import Any, Literal, overload
 from torch import Tensor
 
 from fa_serve import operators, transforms
+from fa_serve.argument_checks import ARGUMENT_ERRORS, check_types
 from fa_serve.backends import MAX_KEYS_PER_TILE as MAX_KEYS_PER_TILE
 from fa_serve.backends.calls import AttentionTensors, StoreTensors
 from fa_serve.backends.float8_copies import MAX_COPY_BYTES as MAX_COPY_BYTES
@@ -136,28 +137,48 @@ def attention(
     Raises ValueError or TypeError that names the argument, and UnsupportedError with every reason when no backend can serve
     the call.
     """
-    options = (
-        causal,
-        None if softmax_scale is None else float(softmax_scale),
-        tuple(window_size),
-        float(softcap),
-        attention_chunk,
-        precision,
-        deterministic,
-        return_lse,
-        backend,
-    )
-    if sinks is not None:
-        sinks = sinks.contiguous()
-    if alibi_slopes is not None:
-        alibi_slopes = alibi_slopes.contiguous()
-    tensors = AttentionTensors(q, k, v, sinks, mask, None, None, None, None, None, out, None, alibi_slopes)
-    if block_mask is None:
-        run = _node(tensors, "attention") or run_dense
-        result, lse = run(tensors, options)
-    else:
-        result, lse = _run_block_sparse(tensors, block_mask, None, None, 0, options)
-    return result if lse is None else (result, lse)
+    try:
+        options = (
+            causal,
+            None if softmax_scale is None else float(softmax_scale),
+            tuple(window_size),
+            float(softcap),
+            attention_chunk,
+            precision,
+            deterministic,
+            return_lse,
+            backend,
+        )
+        if sinks is not None:
+            sinks = sinks.contiguous()
+        if alibi_slopes is not None:
+            alibi_slopes = alibi_slopes.contiguous()
+        tensors = AttentionTensors(q, k, v, sinks, mask, None, None, None, None, None, out, None, alibi_slopes)
+        if block_mask is None:
+            run = _node(tensors, "attention") or run_dense
+            result, lse = run(tensors, options)
+        else:
+            result, lse = _run_block_sparse(tensors, block_mask, None, None, 0, options)
+        return result if lse is None else (result, lse)
+    except ARGUMENT_ERRORS:
+        check_types(
+            q=q,
+            k=k,
+            v=v,
+            causal=causal,
+            softmax_scale=softmax_scale,
+            window_size=window_size,
+            softcap=softcap,
+            attention_chunk=attention_chunk,
+            alibi_slopes=alibi_slopes,
+            sinks=sinks,
+            mask=mask,
+            block_mask=block_mask,
+            precision=precision,
+            out=out,
+            backend=backend,
+        )
+        raise
 
 
 def attention_varlen(
@@ -192,30 +213,53 @@ def attention_varlen(
     block_mask:   see above; blocks are counted from the beginning of each sequence
     Returns out (total_q, num_heads, head_dim_v), or (out, lse) with lse (num_heads, total_q).
     """
-    options = (
-        causal,
-        None if softmax_scale is None else float(softmax_scale),
-        tuple(window_size),
-        float(softcap),
-        attention_chunk,
-        precision,
-        deterministic,
-        return_lse,
-        backend,
-    )
-    if sinks is not None:
-        sinks = sinks.contiguous()
-    if alibi_slopes is not None:
-        alibi_slopes = alibi_slopes.contiguous()
-    cu_seqlens_q = cu_seqlens_q.contiguous()
-    cu_seqlens_k = cu_seqlens_k.contiguous()
-    tensors = AttentionTensors(q, k, v, sinks, None, cu_seqlens_q, cu_seqlens_k, None, None, None, out, None, alibi_slopes)
-    if block_mask is None:
-        run = _node(tensors, "attention_varlen") or run_varlen
-        result, lse = run(tensors, max_seqlen_q, max_seqlen_k, options)
-    else:
-        result, lse = _run_block_sparse(tensors, block_mask, max_seqlen_q, max_seqlen_k, 0, options)
-    return result if lse is None else (result, lse)
+    try:
+        options = (
+            causal,
+            None if softmax_scale is None else float(softmax_scale),
+            tuple(window_size),
+            float(softcap),
+            attention_chunk,
+            precision,
+            deterministic,
+            return_lse,
+            backend,
+        )
+        if sinks is not None:
+            sinks = sinks.contiguous()
+        if alibi_slopes is not None:
+            alibi_slopes = alibi_slopes.contiguous()
+        cu_seqlens_q = cu_seqlens_q.contiguous()
+        cu_seqlens_k = cu_seqlens_k.contiguous()
+        tensors = AttentionTensors(q, k, v, sinks, None, cu_seqlens_q, cu_seqlens_k, None, None, None, out, None, alibi_slopes)
+        if block_mask is None:
+            run = _node(tensors, "attention_varlen") or run_varlen
+            result, lse = run(tensors, max_seqlen_q, max_seqlen_k, options)
+        else:
+            result, lse = _run_block_sparse(tensors, block_mask, max_seqlen_q, max_seqlen_k, 0, options)
+        return result if lse is None else (result, lse)
+    except ARGUMENT_ERRORS:
+        check_types(
+            q=q,
+            k=k,
+            v=v,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k,
+            causal=causal,
+            softmax_scale=softmax_scale,
+            window_size=window_size,
+            softcap=softcap,
+            attention_chunk=attention_chunk,
+            alibi_slopes=alibi_slopes,
+            sinks=sinks,
+            block_mask=block_mask,
+            precision=precision,
+            out=out,
+            backend=backend,
+        )
+        raise
 
 
 def attention_paged(
@@ -259,34 +303,61 @@ def attention_paged(
                   sequence's first key, whatever the page size
     Returns out (total_q, num_heads, head_dim_v), or (out, lse) with lse (num_heads, total_q).
     """
-    options = (
-        causal,
-        None if softmax_scale is None else float(softmax_scale),
-        tuple(window_size),
-        float(softcap),
-        attention_chunk,
-        precision,
-        False,  # deterministic: there are no gradients through a cache
-        return_lse,
-        backend,
-    )
-    if sinks is not None:
-        sinks = sinks.contiguous()
-    if alibi_slopes is not None:
-        alibi_slopes = alibi_slopes.contiguous()
-    if k_descale is not None and v_descale is not None:
-        k_descale = k_descale.contiguous()
-        v_descale = v_descale.contiguous()
-    if block_table.stride()[-1:] != (1,):
-        block_table = block_table.contiguous()
-    lengths = (cu_seqlens_q.contiguous(), seqused_k.contiguous(), block_table)
-    tensors = AttentionTensors(q, k_cache, v_cache, sinks, None, *lengths, k_descale, v_descale, out, None, alibi_slopes)
-    if block_mask is None:
-        run = _node(tensors, "attention_paged") or run_paged
-        result, lse = run(tensors, max_seqlen_q, max_seqlen_k, num_splits, options)
-    else:
-        result, lse = _run_block_sparse(tensors, block_mask, max_seqlen_q, max_seqlen_k, num_splits, options)
-    return result if lse is None else (result, lse)
+    try:
+        options = (
+            causal,
+            None if softmax_scale is None else float(softmax_scale),
+            tuple(window_size),
+            float(softcap),
+            attention_chunk,
+            precision,
+            False,  # deterministic: there are no gradients through a cache
+            return_lse,
+            backend,
+        )
+        if sinks is not None:
+            sinks = sinks.contiguous()
+        if alibi_slopes is not None:
+            alibi_slopes = alibi_slopes.contiguous()
+        if k_descale is not None and v_descale is not None:
+            k_descale = k_descale.contiguous()
+            v_descale = v_descale.contiguous()
+        if block_table.stride()[-1:] != (1,):
+            block_table = block_table.contiguous()
+        lengths = (cu_seqlens_q.contiguous(), seqused_k.contiguous(), block_table)
+        tensors = AttentionTensors(q, k_cache, v_cache, sinks, None, *lengths, k_descale, v_descale, out, None, alibi_slopes)
+        if block_mask is None:
+            run = _node(tensors, "attention_paged") or run_paged
+            result, lse = run(tensors, max_seqlen_q, max_seqlen_k, num_splits, options)
+        else:
+            result, lse = _run_block_sparse(tensors, block_mask, max_seqlen_q, max_seqlen_k, num_splits, options)
+        return result if lse is None else (result, lse)
+    except ARGUMENT_ERRORS:
+        check_types(
+            q=q,
+            k_cache=k_cache,
+            v_cache=v_cache,
+            block_table=block_table,
+            seqused_k=seqused_k,
+            cu_seqlens_q=cu_seqlens_q,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k,
+            causal=causal,
+            softmax_scale=softmax_scale,
+            window_size=window_size,
+            softcap=softcap,
+            attention_chunk=attention_chunk,
+            alibi_slopes=alibi_slopes,
+            sinks=sinks,
+            k_descale=k_descale,
+            v_descale=v_descale,
+            num_splits=num_splits,
+            block_mask=block_mask,
+            precision=precision,
+            out=out,
+            backend=backend,
+        )
+        raise
 
 
 def store_kv(
@@ -309,9 +380,24 @@ def store_kv(
 
     The caches may be two parts of one tensor, such as cache[..., :512] and cache[..., 512:].
     """
-    tensors = StoreTensors(k, v, k_cache, v_cache, slot_mapping.contiguous(), _contiguous(k_descale), _contiguous(v_descale))
-    run = _node(tensors, "store_kv") or run_store
-    run(tensors, backend)
+    try:
+        tensors = StoreTensors(
+            k, v, k_cache, v_cache, slot_mapping.contiguous(), _contiguous(k_descale), _contiguous(v_descale)
+        )
+        run = _node(tensors, "store_kv") or run_store
+        run(tensors, backend)
+    except ARGUMENT_ERRORS:
+        check_types(
+            k=k,
+            v=v,
+            k_cache=k_cache,
+            v_cache=v_cache,
+            slot_mapping=slot_mapping,
+            k_descale=k_descale,
+            v_descale=v_descale,
+            backend=backend,
+        )
+        raise
 
 
 def _run_block_sparse(

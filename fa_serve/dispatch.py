@@ -241,8 +241,8 @@ def _plan_paged(tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k: int 
     fitting_chunk = effective_chunk(chunk, options.window_size, length)
     if not num_splits:
         chunk = fitting_chunk
-    if num_splits < 0:
-        raise ValueError(f"num_splits must be 0 (heuristic) or positive, got {num_splits}")
+    if not isinstance(num_splits, int) or num_splits < 0:
+        raise ValueError(f"num_splits must be 0 (heuristic) or a positive int, got {num_splits!r}")
     check_cache(k_cache, v_cache)
     check_descale(k_cache, tensors.k_descale, tensors.v_descale)
     check_alibi(tensors.alibi_slopes, q, batch)
