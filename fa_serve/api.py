@@ -33,8 +33,9 @@ Conventions shared by all:
   input). A row that sees no key returns 0, and its lse is -inf (with sinks, its lse is the sink).
 - Packed rows from cu_seqlens_q[-1] on belong to no sequence. With every backend their out is 0, their lse is -inf, also with
   sinks, and their gradients are 0, as are those of keys from cu_seqlens_k[-1] on. What such rows hold is not read.
-- The host never reads lengths on a GPU (`cu_seqlens_*`, `seqused_k`); the caller guarantees their values. `max_seqlen_*` are
-  host integers and upper bounds.
+- The host never reads index tensors on a GPU (`cu_seqlens_*`, `seqused_k`, `block_table`, ...) unless FA_SERVE_CHECK=1 asks for
+  it; the caller guarantees their values. On a CPU they are checked (see `value_checks`). `max_seqlen_*` are host integers and
+  upper bounds.
 - Calls that look alike are decided once (see `launching.plans`): checks, the backend and its tiles are kept in a plan.
 - While a caller is compiled, exported or traced, a call is recorded as one operator of PyTorch (see `operators`).
 
@@ -161,23 +162,7 @@ def attention(
             result, lse = _run_block_sparse(tensors, block_mask, None, None, 0, options)
         return result if lse is None else (result, lse)
     except ARGUMENT_ERRORS:
-        check_types(
-            q=q,
-            k=k,
-            v=v,
-            causal=causal,
-            softmax_scale=softmax_scale,
-            window_size=window_size,
-            softcap=softcap,
-            attention_chunk=attention_chunk,
-            alibi_slopes=alibi_slopes,
-            sinks=sinks,
-            mask=mask,
-            block_mask=block_mask,
-            precision=precision,
-            out=out,
-            backend=backend,
-        )
+        check_types(locals())
         raise
 
 
@@ -239,26 +224,7 @@ def attention_varlen(
             result, lse = _run_block_sparse(tensors, block_mask, max_seqlen_q, max_seqlen_k, 0, options)
         return result if lse is None else (result, lse)
     except ARGUMENT_ERRORS:
-        check_types(
-            q=q,
-            k=k,
-            v=v,
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k,
-            max_seqlen_q=max_seqlen_q,
-            max_seqlen_k=max_seqlen_k,
-            causal=causal,
-            softmax_scale=softmax_scale,
-            window_size=window_size,
-            softcap=softcap,
-            attention_chunk=attention_chunk,
-            alibi_slopes=alibi_slopes,
-            sinks=sinks,
-            block_mask=block_mask,
-            precision=precision,
-            out=out,
-            backend=backend,
-        )
+        check_types(locals())
         raise
 
 
@@ -333,30 +299,7 @@ def attention_paged(
             result, lse = _run_block_sparse(tensors, block_mask, max_seqlen_q, max_seqlen_k, num_splits, options)
         return result if lse is None else (result, lse)
     except ARGUMENT_ERRORS:
-        check_types(
-            q=q,
-            k_cache=k_cache,
-            v_cache=v_cache,
-            block_table=block_table,
-            seqused_k=seqused_k,
-            cu_seqlens_q=cu_seqlens_q,
-            max_seqlen_q=max_seqlen_q,
-            max_seqlen_k=max_seqlen_k,
-            causal=causal,
-            softmax_scale=softmax_scale,
-            window_size=window_size,
-            softcap=softcap,
-            attention_chunk=attention_chunk,
-            alibi_slopes=alibi_slopes,
-            sinks=sinks,
-            k_descale=k_descale,
-            v_descale=v_descale,
-            num_splits=num_splits,
-            block_mask=block_mask,
-            precision=precision,
-            out=out,
-            backend=backend,
-        )
+        check_types(locals())
         raise
 
 
@@ -387,16 +330,7 @@ def store_kv(
         run = _node(tensors, "store_kv") or run_store
         run(tensors, backend)
     except ARGUMENT_ERRORS:
-        check_types(
-            k=k,
-            v=v,
-            k_cache=k_cache,
-            v_cache=v_cache,
-            slot_mapping=slot_mapping,
-            k_descale=k_descale,
-            v_descale=v_descale,
-            backend=backend,
-        )
+        check_types(locals())
         raise
 
 

@@ -9,7 +9,7 @@ call has failed, because every value of a wrong type fails soon. This module lea
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -58,8 +58,8 @@ class SoftmaxOptions(NamedTuple):
     softcap: float
 
 
-def check_types(**arguments: Any) -> None:
-    """Raise TypeError for the first argument of a public function whose type is wrong."""
+def check_types(arguments: Mapping[str, Any]) -> None:
+    """Raise TypeError for the first argument of a public function whose type is wrong. Other names are ignored."""
     for name, value in arguments.items():
         rule, allowed = ("a torch.Tensor", Tensor) if name in _TENSORS else _TYPES.get(name, ("", object))
         if not isinstance(value, allowed):

@@ -42,6 +42,13 @@ from fa_serve.backends.float8_copies import MAX_COPY_BYTES, copied_bytes
 from fa_serve.backends.mixed import find_decoder, plan_mixed
 from fa_serve.launching.plans import PLANS, Run, facts
 from fa_serve.spec import FEW_QUERIES, AttentionSpec, Layout, Op, Precision, arch_of
+from fa_serve.value_checks import (
+    check_block_values,
+    check_paged_values,
+    check_store_values,
+    check_varlen_values,
+    with_value_checks,
+)
 
 Options = tuple[bool, float | None, tuple[int, ...], float, int, Precision, bool, bool, str]
 """causal, softmax_scale, window_size, softcap, attention_chunk, precision, deterministic, return_lse and backend, as given."""
@@ -76,7 +83,9 @@ def run_varlen(tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k: int, 
     key = ("varlen", seen, max_seqlen_q, max_seqlen_k, options)
     run = PLANS.get(key)
     if run is None:
-        run = PLANS.add(key, decide_varlen(tensors, max_seqlen_q, max_seqlen_k, options).plan(tensors))
+        plan = decide_varlen(tensors, max_seqlen_q, max_seqlen_k, options).plan(tensors)
+        checked = with_value_checks(plan, q, lambda given: check_varlen_values(given, max_seqlen_q, max_seqlen_k))
+        run = PLANS.add(key, checked)
     result: Result = run(tensors)
     return result
 
@@ -114,9 +123,12 @@ def run_block_sparse(
         elif tensors.cu_seqlens_q is not None:
             assert max_seqlen_q is not None
             assert max_seqlen_k is not None
-            run = decide_varlen(tensors, max_seqlen_q, max_seqlen_k, options).plan(tensors)
+            plan = decide_varlen(tensors, max_seqlen_q, max_seqlen_k, options).plan(tensors)
+            lengths = (max_seqlen_q, max_seqlen_k)
+            run = with_value_checks(plan, tensors.q, lambda given: check_varlen_values(given, *lengths))
         else:
-            run = decide_dense(tensors, options).plan(tensors)
+            plan = decide_dense(tensors, options).plan(tensors)
+            run = with_value_checks(plan, tensors.q, lambda given: check_block_values(given.blocks))
         run = PLANS.add(key, run)
     result: Result = run(tensors)
     return result
@@ -127,7 +139,7 @@ def run_store(tensors: StoreTensors, backend: str) -> None:
     key = ("store", facts(*tensors), backend)
     run = PLANS.get(key)
     if run is None:
-        run = PLANS.add(key, _plan_store(tensors, backend))
+        run = PLANS.add(key, with_value_checks(_plan_store(tensors, backend), tensors.k, check_store_values))
     run(tensors)
 
 
@@ -221,6 +233,16 @@ def decide_varlen(tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k: in
 
 
 def _plan_paged(tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k: int | None, num_splits: int, given: Options) -> Run:
+    plan = _decide_paged(tensors, max_seqlen_q, max_seqlen_k, num_splits, given)
+    left = given[2][0]
+    chunk = given[4]
+    return with_value_checks(plan, tensors.q, lambda found: check_paged_values(found, max_seqlen_q, max_seqlen_k, left, chunk))
+
+
+def _decide_paged(
+    tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k: int | None, num_splits: int, given: Options
+) -> Run:
+    """Check a call of `fa_serve.attention_paged`, and plan it for a backend."""
     q, k_cache, v_cache, sinks = tensors[:4]
     causal, scale, window_size, softcap, chunk, precision, _, return_lse, backend = given
     assert tensors.cu_seqlens_q is not None
