@@ -4,8 +4,8 @@
 
 `fa_serve.api` has the public functions, which pack their arguments; `fa_serve.operators` has the same functions as operators of
 PyTorch, for graphs. Both end here. Calls that look alike are decided once: their arguments are checked, a backend is selected,
-and its plan is kept (see `launching.plans`). This module leaves out what the checks are (`argument_checks`) and what a plan
-does.
+and its plan is kept (see `launching.plans`). This module leaves out what the checks are (`argument_checks`, `value_checks`) and
+what a plan does.
 """
 
 from __future__ import annotations

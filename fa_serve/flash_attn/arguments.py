@@ -52,7 +52,9 @@ def softmax_arguments(
         if not causal or window_size[0] >= 0:
             given = f"{attention_chunk} with causal={causal} and window_size={window_size}"
             refuse(
-                "attention_chunk", "be 0 unless causal is True and window_size has no left bound, for lack of kernels", given
+                "attention_chunk",
+                "be 0 unless causal is True and window_size has no left bound, because no kernel has both",
+                given,
             )
         arguments["attention_chunk"] = attention_chunk
     return arguments

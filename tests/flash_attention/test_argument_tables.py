@@ -56,8 +56,8 @@ NOTES: dict[str, tuple[str, str]] = {
     "softcap": (YES, ""),
     "alibi_slopes": (
         YES,
-        "(num_heads,) or (batch, num_heads), float32; the lse is that of the documented bias. FlashAttention-2 leaves the row's part "
-        "out of it in causal calls: its lse is larger by `slope * (i + seqlen_k - seqlen_q)`",
+        "(num_heads,) or (batch, num_heads), float32. In causal calls the lse of FlashAttention-2 is larger by "
+        "`slope * (i + seqlen_k - seqlen_q)`, because it adds `slope * j` to the scores",
     ),
     "dropout_p": ("refused unless 0", ""),
     "deterministic": (YES, "gradients that repeat in every bit; the forward pass always does"),
