@@ -50,12 +50,9 @@ def softmax_arguments(
         arguments["sinks"] = sinks
     if attention_chunk:
         if not causal or window_size[0] >= 0:
-            given = f"{attention_chunk} with causal={causal} and window_size={window_size}"
-            refuse(
-                "attention_chunk",
-                "be 0 unless causal is True and window_size has no left bound, because no kernel has both",
-                given,
-            )
+            call = f"causal={causal} and window_size={window_size}"
+            rule = f"be 0 unless causal is True and window_size has no left bound, because no kernel has both, here {call}"
+            refuse("attention_chunk", rule, attention_chunk)
         arguments["attention_chunk"] = attention_chunk
     return arguments
 
