@@ -33,8 +33,9 @@ Conventions shared by all:
   input). A row that sees no key returns 0, and its lse is -inf (with sinks, its lse is the sink).
 - Packed rows from cu_seqlens_q[-1] on belong to no sequence. With every backend their out is 0, their lse is -inf, also with
   sinks, and their gradients are 0, as are those of keys from cu_seqlens_k[-1] on. What such rows hold is not read.
-- The host never reads lengths on a GPU (`cu_seqlens_*`, `seqused_k`); the caller guarantees their values. `max_seqlen_*` are
-  host integers and upper bounds.
+- The host never reads index tensors on a GPU (`cu_seqlens_*`, `seqused_k`, `block_table`, ...) unless FA_SERVE_CHECK=1 asks for
+  it; the caller guarantees their values. On a CPU they are checked (see `value_checks`). `max_seqlen_*` are host integers and
+  upper bounds.
 - Calls that look alike are decided once (see `launching.plans`): checks, the backend and its tiles are kept in a plan.
 - While a caller is compiled, exported or traced, a call is recorded as one operator of PyTorch (see `operators`).
 
@@ -50,6 +51,7 @@ from typing import Any, Literal, overload
 from torch import Tensor
 
 from fa_serve import operators, transforms
+from fa_serve.argument_checks import ARGUMENT_ERRORS, check_types
 from fa_serve.backends import MAX_KEYS_PER_TILE as MAX_KEYS_PER_TILE
 from fa_serve.backends.calls import AttentionTensors, CallOptions, StoreTensors
 from fa_serve.backends.float8_copies import MAX_COPY_BYTES as MAX_COPY_BYTES
@@ -136,28 +138,32 @@ def attention(
     Raises ValueError or TypeError that names the argument, and UnsupportedError with every reason when no backend can serve
     the call.
     """
-    options = CallOptions(
-        causal,
-        None if softmax_scale is None else float(softmax_scale),
-        tuple(window_size),
-        float(softcap),
-        attention_chunk,
-        precision,
-        deterministic,
-        return_lse,
-        backend,
-    )
-    if sinks is not None:
-        sinks = sinks.contiguous()
-    if alibi_slopes is not None:
-        alibi_slopes = alibi_slopes.contiguous()
-    tensors = AttentionTensors(q, k, v, sinks, mask, None, None, None, None, None, out, None, alibi_slopes)
-    if block_mask is None:
-        run = _node(tensors, "attention") or run_dense
-        result, lse = run(tensors, options)
-    else:
-        result, lse = _run_block_sparse(tensors, block_mask, None, None, 0, options)
-    return result if lse is None else (result, lse)
+    try:
+        options = CallOptions(
+            causal,
+            None if softmax_scale is None else float(softmax_scale),
+            tuple(window_size),
+            float(softcap),
+            attention_chunk,
+            precision,
+            deterministic,
+            return_lse,
+            backend,
+        )
+        if sinks is not None:
+            sinks = sinks.contiguous()
+        if alibi_slopes is not None:
+            alibi_slopes = alibi_slopes.contiguous()
+        tensors = AttentionTensors(q, k, v, sinks, mask, None, None, None, None, None, out, None, alibi_slopes)
+        if block_mask is None:
+            run = _node(tensors, "attention") or run_dense
+            result, lse = run(tensors, options)
+        else:
+            result, lse = _run_block_sparse(tensors, block_mask, None, None, 0, options)
+        return result if lse is None else (result, lse)
+    except ARGUMENT_ERRORS:
+        check_types(locals())
+        raise
 
 
 def attention_varlen(
@@ -192,30 +198,34 @@ def attention_varlen(
     block_mask:   see above; blocks are counted from the beginning of each sequence
     Returns out (total_q, num_heads, head_dim_v), or (out, lse) with lse (num_heads, total_q).
     """
-    options = CallOptions(
-        causal,
-        None if softmax_scale is None else float(softmax_scale),
-        tuple(window_size),
-        float(softcap),
-        attention_chunk,
-        precision,
-        deterministic,
-        return_lse,
-        backend,
-    )
-    if sinks is not None:
-        sinks = sinks.contiguous()
-    if alibi_slopes is not None:
-        alibi_slopes = alibi_slopes.contiguous()
-    cu_seqlens_q = cu_seqlens_q.contiguous()
-    cu_seqlens_k = cu_seqlens_k.contiguous()
-    tensors = AttentionTensors(q, k, v, sinks, None, cu_seqlens_q, cu_seqlens_k, None, None, None, out, None, alibi_slopes)
-    if block_mask is None:
-        run = _node(tensors, "attention_varlen") or run_varlen
-        result, lse = run(tensors, max_seqlen_q, max_seqlen_k, options)
-    else:
-        result, lse = _run_block_sparse(tensors, block_mask, max_seqlen_q, max_seqlen_k, 0, options)
-    return result if lse is None else (result, lse)
+    try:
+        options = CallOptions(
+            causal,
+            None if softmax_scale is None else float(softmax_scale),
+            tuple(window_size),
+            float(softcap),
+            attention_chunk,
+            precision,
+            deterministic,
+            return_lse,
+            backend,
+        )
+        if sinks is not None:
+            sinks = sinks.contiguous()
+        if alibi_slopes is not None:
+            alibi_slopes = alibi_slopes.contiguous()
+        cu_seqlens_q = cu_seqlens_q.contiguous()
+        cu_seqlens_k = cu_seqlens_k.contiguous()
+        tensors = AttentionTensors(q, k, v, sinks, None, cu_seqlens_q, cu_seqlens_k, None, None, None, out, None, alibi_slopes)
+        if block_mask is None:
+            run = _node(tensors, "attention_varlen") or run_varlen
+            result, lse = run(tensors, max_seqlen_q, max_seqlen_k, options)
+        else:
+            result, lse = _run_block_sparse(tensors, block_mask, max_seqlen_q, max_seqlen_k, 0, options)
+        return result if lse is None else (result, lse)
+    except ARGUMENT_ERRORS:
+        check_types(locals())
+        raise
 
 
 def attention_paged(
@@ -259,34 +269,38 @@ def attention_paged(
                   sequence's first key, whatever the page size
     Returns out (total_q, num_heads, head_dim_v), or (out, lse) with lse (num_heads, total_q).
     """
-    options = CallOptions(
-        causal,
-        None if softmax_scale is None else float(softmax_scale),
-        tuple(window_size),
-        float(softcap),
-        attention_chunk,
-        precision,
-        False,  # deterministic: there are no gradients through a cache
-        return_lse,
-        backend,
-    )
-    if sinks is not None:
-        sinks = sinks.contiguous()
-    if alibi_slopes is not None:
-        alibi_slopes = alibi_slopes.contiguous()
-    if k_descale is not None and v_descale is not None:
-        k_descale = k_descale.contiguous()
-        v_descale = v_descale.contiguous()
-    if block_table.stride()[-1:] != (1,):
-        block_table = block_table.contiguous()
-    lengths = (cu_seqlens_q.contiguous(), seqused_k.contiguous(), block_table)
-    tensors = AttentionTensors(q, k_cache, v_cache, sinks, None, *lengths, k_descale, v_descale, out, None, alibi_slopes)
-    if block_mask is None:
-        run = _node(tensors, "attention_paged") or run_paged
-        result, lse = run(tensors, max_seqlen_q, max_seqlen_k, num_splits, options)
-    else:
-        result, lse = _run_block_sparse(tensors, block_mask, max_seqlen_q, max_seqlen_k, num_splits, options)
-    return result if lse is None else (result, lse)
+    try:
+        options = CallOptions(
+            causal,
+            None if softmax_scale is None else float(softmax_scale),
+            tuple(window_size),
+            float(softcap),
+            attention_chunk,
+            precision,
+            False,  # deterministic: there are no gradients through a cache
+            return_lse,
+            backend,
+        )
+        if sinks is not None:
+            sinks = sinks.contiguous()
+        if alibi_slopes is not None:
+            alibi_slopes = alibi_slopes.contiguous()
+        if k_descale is not None and v_descale is not None:
+            k_descale = k_descale.contiguous()
+            v_descale = v_descale.contiguous()
+        if block_table.stride()[-1:] != (1,):
+            block_table = block_table.contiguous()
+        lengths = (cu_seqlens_q.contiguous(), seqused_k.contiguous(), block_table)
+        tensors = AttentionTensors(q, k_cache, v_cache, sinks, None, *lengths, k_descale, v_descale, out, None, alibi_slopes)
+        if block_mask is None:
+            run = _node(tensors, "attention_paged") or run_paged
+            result, lse = run(tensors, max_seqlen_q, max_seqlen_k, num_splits, options)
+        else:
+            result, lse = _run_block_sparse(tensors, block_mask, max_seqlen_q, max_seqlen_k, num_splits, options)
+        return result if lse is None else (result, lse)
+    except ARGUMENT_ERRORS:
+        check_types(locals())
+        raise
 
 
 def store_kv(
@@ -309,9 +323,15 @@ def store_kv(
 
     The caches may be two parts of one tensor, such as cache[..., :512] and cache[..., 512:].
     """
-    tensors = StoreTensors(k, v, k_cache, v_cache, slot_mapping.contiguous(), _contiguous(k_descale), _contiguous(v_descale))
-    run = _node(tensors, "store_kv") or run_store
-    run(tensors, backend)
+    try:
+        tensors = StoreTensors(
+            k, v, k_cache, v_cache, slot_mapping.contiguous(), _contiguous(k_descale), _contiguous(v_descale)
+        )
+        run = _node(tensors, "store_kv") or run_store
+        run(tensors, backend)
+    except ARGUMENT_ERRORS:
+        check_types(locals())
+        raise
 
 
 def _run_block_sparse(

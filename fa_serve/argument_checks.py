@@ -1,11 +1,17 @@
 """Checks of the tensor arguments of `fa_serve.api`: shapes, dtypes, devices and ranges, and what each message says.
 
 Every function raises ValueError or TypeError with the name of the argument, the rule and the value that was given. Plans
-remember that calls of one kind have passed, so these functions run once for each kind of call. This module leaves out the
-options (`backends.calls`) and what a backend can serve, which its `supports` says.
+remember that calls of one kind have passed, so these functions run once for each kind of call. `check_types` runs only when a
+call has failed, because every value of a wrong type fails soon. This module leaves out the
+options (`backends.calls`), what a backend can serve, which its
+`supports` says, and the values in index tensors (`value_checks`).
 """
 
 from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +20,43 @@ from fa_serve.block_lists import BLOCK_SIZES, WORD, BlockLists
 from fa_serve.spec import Layout, ParameterError, dtype_name
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+ARGUMENT_ERRORS = (TypeError, AttributeError, ValueError)
+"""What a call raises whose argument has a wrong type."""
+_TENSORS = frozenset(
+    ["q", "k", "v", "k_cache", "v_cache", "cu_seqlens_q", "cu_seqlens_k", "block_table", "seqused_k", "slot_mapping"]
+)
+_OPTIONAL = ("a torch.Tensor or None", Tensor | None)
+_LENGTH = ("a non-negative int on the host", Hashable)  # what has a hash reaches `check_lengths`
+_TYPES: dict[str, tuple[str, Any]] = {
+    **dict.fromkeys(["sinks", "alibi_slopes", "mask", "out", "k_descale", "v_descale"], _OPTIONAL),
+    **dict.fromkeys(["max_seqlen_q", "max_seqlen_k"], _LENGTH),
+    **dict.fromkeys(["attention_chunk", "num_splits"], ("an int", Hashable)),
+    **dict.fromkeys(["precision", "backend"], ("a string", str)),
+    "softmax_scale": ("a number or None", Real | Tensor | None),
+    "softcap": ("a number", Real | Tensor),
+    "causal": ("a bool", int),
+    "window_size": (
+        "(left, right), two ints of which -1 is unlimited: (n - 1, 0) is a window of n keys that ends with the query's",
+        tuple | list | Tensor,
+    ),
+}
+"""By the name of an argument: what it must be, in words and as a type."""
+_HEADS_FIRST = (
+    ": fa_serve takes (..., seqlen, num_heads, head_dim), and these shapes would fit if the heads came first, as they do for "
+    "torch's scaled_dot_product_attention. Pass {}"
+)
+
+
+def check_types(arguments: Mapping[str, Any]) -> None:
+    """Raise TypeError for the first argument of a public function whose type is wrong. Other names are ignored."""
+    for name, value in arguments.items():
+        rule, allowed = ("a torch.Tensor", Tensor) if name in _TENSORS else _TYPES.get(name, ("", object))
+        if not isinstance(value, allowed):
+            raise TypeError(f"{name} must be {rule}, got {_shown_type(value)}")
+    lists = arguments.get("block_mask")
+    if isinstance(lists, tuple | list) and not all(isinstance(x, Tensor | None) for x in lists[:4]):
+        given = [_shown_type(x) for x in lists[:4] if not isinstance(x, Tensor | None)]
+        raise TypeError(f"block_mask must have torch.Tensors or None for its lists, got {given[0]}")
 
 
 def check_qkv(layout: Layout, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -36,7 +79,10 @@ def check_qkv(layout: Layout, q: Tensor, k: Tensor, v: Tensor) -> None:
     if k.shape[-1] != q.shape[-1]:
         raise ValueError(f"{k_name} must have q's head_dim {q.shape[-1]}, got {k.shape[-1]}")
     if q.shape[-2] == 0 or k.shape[-2] == 0 or q.shape[-2] % k.shape[-2]:
-        raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {q.shape[-2]} and {k.shape[-2]}")
+        heads = q.shape[-2 if layout == "paged" else -3]
+        transposed = "k_cache.transpose(1, 2)" if layout == "paged" else f"q.transpose({q_rank - 3}, {q_rank - 2})"
+        hint = _HEADS_FIRST.format(f"{transposed}, and the others likewise") if _divides(heads, k.shape[-3]) else ""
+        raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {q.shape[-2]} and {k.shape[-2]}{hint}")
     if q.shape[-1] == 0 or v.shape[-1] == 0:
         raise ValueError(f"head_dim must be positive, got {q.shape[-1]} and head_dim_v {v.shape[-1]}")
 
@@ -166,9 +212,11 @@ def check_store(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_map
     """The tensors of `store_kv` agree in tokens, pages, heads, dims, dtypes and devices."""
     for name, x, cache in (("k", k, k_cache), ("v", v, v_cache)):
         if x.dim() != 3 or cache.dim() != 4 or x.shape[1:] != cache.shape[2:]:
+            fits = x.dim() == 3 and cache.dim() == 4 and x.shape[1] == cache.shape[1] and x.shape[2] == cache.shape[3]
+            hint = _HEADS_FIRST.format(f"{name}_cache.transpose(1, 2)") if fits else ""
             raise ValueError(
                 f"{name} must be (total, num_kv_heads, dim) and {name}_cache (num_pages, page_size, num_kv_heads, dim) "
-                f"of the same heads and dim, got {tuple(x.shape)} and {tuple(cache.shape)}"
+                f"of the same heads and dim, got {tuple(x.shape)} and {tuple(cache.shape)}{hint}"
             )
     if k.shape[:2] != v.shape[:2] or k_cache.shape[:3] != v_cache.shape[:3]:
         raise ValueError(
@@ -194,3 +242,17 @@ def check_store(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_map
 
 def _shown(x: Tensor) -> str:
     return f"{dtype_name(x.dtype)} {tuple(x.shape)}"
+
+
+def _divides(num_heads: int, num_kv_heads: int) -> bool:
+    return num_kv_heads > 0 and num_heads > 0 and num_heads % num_kv_heads == 0
+
+
+def _shown_type(value: Any) -> str:
+    """What a value of a wrong type is, and how it becomes a tensor if it can."""
+    if value is None or isinstance(value, str | int | float):
+        return repr(value)
+    kind = type(value)
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    converts = isinstance(value, list | tuple) or name == "numpy.ndarray"
+    return f"a {name} (torch.as_tensor makes a tensor of it)" if converts else f"a {name}"

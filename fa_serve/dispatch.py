@@ -4,8 +4,8 @@
 
 `fa_serve.api` has the public functions, which pack their arguments; `fa_serve.operators` has the same functions as operators of
 PyTorch, for graphs. Both end here. Calls that look alike are decided once: their arguments are checked, a backend is selected,
-and its plan is kept (see `launching.plans`). This module leaves out what the checks are (`argument_checks`) and what a plan
-does.
+and its plan is kept (see `launching.plans`). This module leaves out what the checks are (`argument_checks`, `value_checks`) and
+what a plan does.
 """
 
 from __future__ import annotations
@@ -49,6 +49,13 @@ from fa_serve.backends.float8_copies import MAX_COPY_BYTES, copied_bytes
 from fa_serve.backends.mixed import find_decoder, plan_mixed
 from fa_serve.launching.plans import PLANS, Run, facts
 from fa_serve.spec import FEW_QUERIES, AttentionSpec, Layout, Op, arch_of
+from fa_serve.value_checks import (
+    check_block_values,
+    check_paged_values,
+    check_store_values,
+    check_varlen_values,
+    with_value_checks,
+)
 
 MAX_TOKENS_OF_A_PAGE = 1 << 30
 MAX_TOKENS_OF_A_CACHE = 0x7FFF0000
@@ -85,7 +92,9 @@ def run_varlen(tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k: int, 
     key = ("varlen", seen, max_seqlen_q, max_seqlen_k, options)
     run = PLANS.get(key)
     if run is None:
-        run = PLANS.add(key, decide_varlen(tensors, max_seqlen_q, max_seqlen_k, options).plan(tensors))
+        plan = decide_varlen(tensors, max_seqlen_q, max_seqlen_k, options).plan(tensors)
+        checked = with_value_checks(plan, tensors.q, lambda given: check_varlen_values(given, max_seqlen_q, max_seqlen_k))
+        run = PLANS.add(key, checked)
     result: Result = run(tensors)
     return result
 
@@ -123,9 +132,12 @@ def run_block_sparse(
         elif tensors.cu_seqlens_q is not None:
             assert max_seqlen_q is not None
             assert max_seqlen_k is not None
-            run = decide_varlen(tensors, max_seqlen_q, max_seqlen_k, options).plan(tensors)
+            plan = decide_varlen(tensors, max_seqlen_q, max_seqlen_k, options).plan(tensors)
+            lengths = (max_seqlen_q, max_seqlen_k)
+            run = with_value_checks(plan, tensors.q, lambda given: check_varlen_values(given, *lengths))
         else:
-            run = decide_dense(tensors, options).plan(tensors)
+            plan = decide_dense(tensors, options).plan(tensors)
+            run = with_value_checks(plan, tensors.q, lambda given: check_block_values(given.blocks))
         run = PLANS.add(key, run)
     result: Result = run(tensors)
     return result
@@ -136,7 +148,7 @@ def run_store(tensors: StoreTensors, backend: str) -> None:
     key = ("store", facts(*tensors), backend)
     run = PLANS.get(key)
     if run is None:
-        run = PLANS.add(key, _plan_store(tensors, backend))
+        run = PLANS.add(key, with_value_checks(_plan_store(tensors, backend), tensors.k, check_store_values))
     run(tensors)
 
 
@@ -220,6 +232,16 @@ def decide_varlen(tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k: in
 def _plan_paged(
     tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k: int | None, num_splits: int, given: CallOptions
 ) -> Run:
+    plan = _decide_paged(tensors, max_seqlen_q, max_seqlen_k, num_splits, given)
+    left = given.window_size[0]
+    chunk = given.attention_chunk
+    return with_value_checks(plan, tensors.q, lambda found: check_paged_values(found, max_seqlen_q, max_seqlen_k, left, chunk))
+
+
+def _decide_paged(
+    tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k: int | None, num_splits: int, given: CallOptions
+) -> Run:
+    """Check a call of `fa_serve.attention_paged`, and plan it for a backend."""
     q = tensors.q
     k_cache = tensors.k
     v_cache = tensors.v
@@ -242,8 +264,8 @@ def _plan_paged(
     fitting_chunk = effective_chunk(given.attention_chunk, options.window_size, length)
     if not num_splits:  # with num_splits, nothing depends on the longest sequence of the batch
         options = replace(options, attention_chunk=fitting_chunk)
-    if num_splits < 0:
-        raise ValueError(f"num_splits must be 0 (heuristic) or positive, got {num_splits}")
+    if not isinstance(num_splits, int) or num_splits < 0:
+        raise ValueError(f"num_splits must be 0 (heuristic) or a positive int, got {num_splits!r}")
     check_cache(k_cache, v_cache)
     check_descale(k_cache, tensors.k_descale, tensors.v_descale)
     check_alibi(tensors.alibi_slopes, q, batch)

@@ -96,6 +96,61 @@ BAD: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any], type[Ex
     "cu-device": (*VARLEN, {"cu_seqlens_k": CU["cu_seqlens_k"].to("meta")}, ValueError, "cu_seqlens_k .* on cpu.* on meta"),
     "used-length": (*PAGED, {"seqused_k": USED[:1]}, ValueError, "seqused_k must have 2 entries, got 1"),
     "dtype-of-cache": (*PAGED, {"k_cache": K_CACHE.half()}, TypeError, "k_cache must have q's dtype torch.float32"),
+    "window-int": (*DENSE, {"window_size": 128}, TypeError, r"window_size must be \(left, right\), two ints.*, got 128"),
+    "window-none": (*VARLEN, {"window_size": None}, TypeError, r"window_size must be \(left, right\), .* got None"),
+    "q-none": (*DENSE, {"q": None}, TypeError, "q must be a torch.Tensor, got None"),
+    "q-array": (*DENSE, {"q": Q.numpy()}, TypeError, r"q must be a torch.Tensor, got a numpy.ndarray \(torch.as_tensor makes"),
+    "k-array": (*VARLEN, {"k": ROWS["k"].numpy()}, TypeError, "k must be a torch.Tensor, got a numpy.ndarray"),
+    "v-list": (*DENSE, {"v": V.tolist()}, TypeError, r"v must be a torch.Tensor, got a list \(torch.as_tensor makes a"),
+    "cache-none": (*PAGED, {"v_cache": None}, TypeError, "v_cache must be a torch.Tensor, got None"),
+    "cu-list": (*VARLEN, {"cu_seqlens_k": [0, 7, 14]}, TypeError, "cu_seqlens_k must be a torch.Tensor, got a list"),
+    "cu-none": (*PAGED, {"cu_seqlens_q": None}, TypeError, "cu_seqlens_q must be a torch.Tensor, got None"),
+    "table-list": (*PAGED, {"block_table": [[0]]}, TypeError, "block_table must be a torch.Tensor, got a list"),
+    "used-int": (*PAGED, {"seqused_k": 7}, TypeError, "seqused_k must be a torch.Tensor, got 7"),
+    "slots-list": (*STORE, {"slot_mapping": [0, 1, 2]}, TypeError, "slot_mapping must be a torch.Tensor, got a list"),
+    "store-none": (*STORE, {"v": None}, TypeError, "v must be a torch.Tensor, got None"),
+    "sinks-list": (*DENSE, {"sinks": [0.0] * 4}, TypeError, "sinks must be a torch.Tensor or None, got a list"),
+    "alibi-float": (*VARLEN, {"alibi_slopes": 0.5}, TypeError, "alibi_slopes must be a torch.Tensor or None, got 0.5"),
+    "mask-array": (
+        *DENSE,
+        {"mask": torch.ones(2, 1, 1, 7).numpy()},
+        TypeError,
+        "mask must be a torch.Tensor or None, got a nu",
+    ),
+    "out-array": (*PAGED, {"out": torch.ones(2).numpy()}, TypeError, "out must be a torch.Tensor or None, got a numpy"),
+    "descale-float": (*PAGED, {"k_descale": 1.0}, TypeError, "k_descale must be a torch.Tensor or None, got 1.0"),
+    "blocks-lists": (*DENSE, {"block_mask": ([1], [0], None, None)}, TypeError, "block_mask must have torch.Tensors .* a list"),
+    "scale-text": (*DENSE, {"softmax_scale": "1/8"}, TypeError, "softmax_scale must be a number or None, got '1/8'"),
+    "softcap-none": (*PAGED, {"softcap": None}, TypeError, "softcap must be a number, got None"),
+    "causal-text": (*DENSE, {"causal": "no"}, TypeError, "causal must be a bool, got 'no'"),
+    "causal-number": (*VARLEN, {"causal": 2}, ValueError, "causal must be a bool, got 2"),
+    "chunk-list": (*DENSE, {"attention_chunk": [4]}, TypeError, "attention_chunk must be an int, got a list"),
+    "max-list": (*VARLEN, {"max_seqlen_q": [5]}, TypeError, "max_seqlen_q must be a non-negative int on the host, got a list"),
+    "splits-float": (*PAGED, {"num_splits": 1.5}, ValueError, r"num_splits must be 0 .* positive int, got 1.5"),
+    "heads-first": (
+        *DENSE,
+        {"q": torch.zeros(2, 4, 5, 16), "k": torch.zeros(2, 2, 7, 16), "v": torch.zeros(2, 2, 7, 16)},
+        ValueError,
+        r"got 5 and 7: fa_serve takes \(..., seqlen, num_heads, head_dim\), .* Pass q.transpose\(1, 2\)",
+    ),
+    "heads-first-packed": (
+        *VARLEN,
+        {"q": torch.zeros(4, 10, 16), "k": torch.zeros(2, 14, 16), "v": torch.zeros(2, 14, 16)},
+        ValueError,
+        r"got 10 and 14: .* Pass q.transpose\(0, 1\)",
+    ),
+    "heads-first-cache": (
+        *PAGED,
+        {"k_cache": torch.zeros(4, 2, 8, 16), "v_cache": torch.zeros(4, 2, 8, 16)},
+        ValueError,
+        r"got 4 and 8: .* Pass k_cache.transpose\(1, 2\)",
+    ),
+    "heads-first-store": (
+        *STORE,
+        {"k_cache": torch.zeros(4, 2, 8, 16), "v_cache": torch.zeros(4, 2, 8, 16)},
+        ValueError,
+        r"of the same heads and dim, .* Pass k_cache.transpose\(1, 2\)",
+    ),
     "descale-of-v": (*PAGED, {"v_descale": torch.ones(2)}, ValueError, "v_descale must be None for a cache of"),
 }
 
@@ -114,3 +169,24 @@ def test_no_backend_is_asked_for_before_the_arguments_are_checked(monkeypatch: p
     for function, arguments, change, error, _ in BAD.values():
         with pytest.raises(error):
             function(**(arguments | change))
+
+
+def test_heads_that_divide_in_no_order_are_no_sign_of_another_layout() -> None:
+    with pytest.raises(ValueError, match=r"num_heads must be a multiple of num_kv_heads, got 3 and 2$"):
+        fa_serve.attention(Q[:, :, :3], K, V)
+
+
+def test_a_backend_is_a_name() -> None:
+    with pytest.raises(TypeError, match="backend must be a string, got None"):
+        fa_serve.attention(Q, K, V, backend=None)  # type: ignore[call-overload]
+
+
+def test_an_error_of_right_types_is_the_one_that_was_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Types are looked at only after a failure, so a fault of fa_serve is not called one of the caller."""
+
+    def fail(*given: object) -> None:
+        raise TypeError("inside")
+
+    monkeypatch.setattr("fa_serve.api.run_dense", fail)
+    with pytest.raises(TypeError, match=r"^inside$"):
+        fa_serve.attention(Q, K, V)

@@ -216,6 +216,8 @@ def complete_options(
     Raises ValueError or TypeError with the name of the option, the rule and the value. An `attention_chunk` stays as it was
     given, see `effective_chunk`.
     """
+    if given.causal not in (False, True):
+        raise ValueError(f"causal must be a bool, got {given.causal!r}")
     window_size = given.window_size
     if len(window_size) != 2:
         raise ValueError(f"window_size must be (left, right), got {window_size}")

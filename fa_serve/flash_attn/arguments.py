@@ -27,11 +27,13 @@ def softmax_arguments(
     softcap: float,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    attention_chunk: int = 0,
 ) -> dict[str, Any]:
     """The options of the softmax as keywords of the functions in `fa_serve.api`.
 
     window_size:  (left, right), negative numbers are unlimited; softcap: off unless it is positive
     alibi_slopes: (num_heads,) or (batch, num_heads), float32; sinks: (num_heads,)
+    attention_chunk: keys of a chunk, 0 is off; refused unless the call is causal without a window
     """
     if window_size is not UNLIMITED:
         left, right = window_size
@@ -46,6 +48,12 @@ def softmax_arguments(
         arguments["alibi_slopes"] = alibi_slopes
     if sinks is not None:
         arguments["sinks"] = sinks
+    if attention_chunk:
+        if not causal or window_size[0] >= 0:
+            call = f"causal={causal} and window_size={window_size}"
+            rule = f"be 0 unless causal is True and window_size has no left bound, because no kernel has both, here {call}"
+            refuse("attention_chunk", rule, attention_chunk)
+        arguments["attention_chunk"] = attention_chunk
     return arguments
 
 

@@ -28,12 +28,21 @@ import torch
 from torch import Tensor
 
 from fa_serve import api
-from fa_serve.flash_attn.arguments import NO_QV, UNLIMITED, host_integer, refuse, refuse_float8, softmax_arguments
+from fa_serve.flash_attn.arguments import (
+    NO_QV,
+    UNLIMITED,
+    host_integer,
+    refuse,
+    refuse_float8,
+    refuse_tensor,
+    softmax_arguments,
+)
 from fa_serve.flash_attn.cached_attention import as_batch, attend_cache, even_starts
 from fa_serve.flash_attn.interface import flash_attn_combine as merge_parts
 from fa_serve.flash_attn.interface import get_scheduler_metadata as get_scheduler_metadata
 from fa_serve.flash_attn.packed_attention import Attended, attend_packed, attend_used_queries
 from fa_serve.flash_attn.stand_in import VERSION_4
+from fa_serve.flash_attn.used_rows import UsedRows
 from fa_serve.spec import ParameterError
 
 __version__ = VERSION_4
@@ -200,9 +209,28 @@ def flash_attn_combine(
     virtual_batch_idx: Tensor | None = None,
     return_lse: bool = True,
 ) -> Attended:
-    """FlashAttention-3's function. It merges all rows: cu_seqlens, seqused and virtual_batch_idx have no effect."""
-    merged, lse = merge_parts(out_partial, lse_partial, out, out_dtype)
-    return merged, lse if return_lse else None
+    """Merge results over parts of the keys, in PyTorch.
+
+    out_partial: (num_splits, batch, seqlen, num_heads, head_dim), or (num_splits, total_q, num_heads, head_dim) of packed rows
+    lse_partial: (num_splits, batch, seqlen, num_heads), or (num_splits, total_q, num_heads)
+    cu_seqlens:  (batch + 1,), int32: where each packed sequence begins
+    seqused:     (batch,), int32: how many rows of each sequence are used. Other rows of `out` are 0, and their lse is -inf; so
+                 are packed rows behind the last sequence
+    virtual_batch_idx: must be None
+    Returns out in `out_dtype`, and lse, of the shapes without num_splits.
+    """
+    refuse_tensor("virtual_batch_idx", "all sequences are merged together, in no order", virtual_batch_idx)
+    merged, lse = merge_parts(out_partial, lse_partial, None, out_dtype)
+    if cu_seqlens is not None:
+        is_used = UsedRows.of(lse, cu_seqlens, cu_seqlens.diff() if seqused is None else seqused).is_used
+    elif seqused is not None:
+        is_used = torch.arange(lse.shape[1], device=lse.device) < seqused[:, None]
+    else:
+        is_used = None
+    if is_used is not None:
+        merged = merged.masked_fill(~is_used[..., None, None], 0.0)
+        lse = lse.masked_fill(~is_used[..., None], float("-inf"))
+    return merged if out is None else out.copy_(merged), lse if return_lse else None
 
 
 def _attend(

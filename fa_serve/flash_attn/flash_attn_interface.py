@@ -17,7 +17,11 @@ Arguments that all functions share:
                        are without dropout
 
 Differences from flash-attn: float32 is allowed, head_dim may be any number, a page may have any size, and the lse of a row that
-sees no key is -inf. Raises ParameterError for an argument that is refused, and otherwise what `fa_serve.api` raises.
+sees no key is -inf. With alibi_slopes, the lse is that of the bias -slope * |i + seqlen_k - seqlen_q - j|. In causal calls
+flash-attn adds slope * j instead, which gives the same probabilities and an lse that is larger by
+slope * (i + seqlen_k - seqlen_q).
+
+Raises ParameterError for an argument that is refused, and otherwise what `fa_serve.api` raises.
 """
 
 from __future__ import annotations

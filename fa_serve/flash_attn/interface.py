@@ -9,7 +9,8 @@ Arguments that all functions share, beside those of `fa_serve.flash_attn.flash_a
     qv:                must be None
     q_descale:         must be None: queries are float16, bfloat16 or float32
     k_descale, v_descale: must be None, except for a float8 cache of `flash_attn_with_kvcache`
-    attention_chunk:   must be 0
+    attention_chunk:   c cuts the keys of each sequence into chunks of c, the first of which begins at its first key. A query
+                       sees the keys of its chunk; refused unless the call is causal, without a window on the left
     num_splits:        parts of each sequence's keys in `flash_attn_with_kvcache`, 0 lets a heuristic choose. The other
                        functions do not split the keys
     pack_gqa, sm_margin, scheduler_metadata: have no effect: the kernels choose their own schedule
@@ -66,8 +67,8 @@ def flash_attn_func(
     q: (batch, seqlen_q, num_heads, head_dim); k: (batch, seqlen_k, num_kv_heads, head_dim); v: the same with head_dim_v
     Returns out (batch, seqlen_q, num_heads, head_dim_v), or (out, softmax_lse (batch, num_heads, seqlen_q)).
     """
-    _refuse_unknown(q, qv, attention_chunk, q_descale, k_descale, v_descale)
-    options = softmax_arguments(softmax_scale, causal, window_size, softcap)
+    _refuse_unknown(q, qv, q_descale, k_descale, v_descale)
+    options = softmax_arguments(softmax_scale, causal, window_size, softcap, attention_chunk=attention_chunk)
     flags = {"deterministic": deterministic, "return_lse": return_attn_probs}
     found: Result = api.attention(q, k, v, **flags, **options)  # type: ignore[call-overload]
     return found
@@ -137,7 +138,7 @@ def flash_attn_varlen_func(
                   and their lse is -inf
     Returns out (total_q, num_heads, head_dim_v), or (out, softmax_lse (num_heads, total_q)).
     """
-    _refuse_unknown(q, qv, attention_chunk, q_descale, k_descale, v_descale)
+    _refuse_unknown(q, qv, q_descale, k_descale, v_descale)
     out, lse = attend_packed(
         q,
         k,
@@ -149,7 +150,7 @@ def flash_attn_varlen_func(
         seqused_q=seqused_q,
         seqused_k=seqused_k,
         deterministic=deterministic,
-        options=softmax_arguments(softmax_scale, causal, window_size, softcap),
+        options=softmax_arguments(softmax_scale, causal, window_size, softcap, attention_chunk=attention_chunk),
         return_lse=return_attn_probs,
     )
     return out if lse is None else (out, lse)
@@ -200,7 +201,7 @@ def flash_attn_with_kvcache(
     Returns out like q with head_dim_v, or (out, softmax_lse). The lse is (batch, num_heads, seqlen_q), or (num_heads, total_q)
     for a packed q.
     """
-    _refuse_unknown(q, qv, attention_chunk, q_descale, None, None)
+    _refuse_unknown(q, qv, q_descale, None, None)
     out, lse = attend_cache(
         q,
         k_cache,
@@ -220,7 +221,7 @@ def flash_attn_with_kvcache(
         k_descale=_head_descale("k_descale", k_descale),
         v_descale=_head_descale("v_descale", v_descale),
         num_splits=num_splits,
-        options=softmax_arguments(softmax_scale, causal, window_size, softcap),
+        options=softmax_arguments(softmax_scale, causal, window_size, softcap, attention_chunk=attention_chunk),
         return_lse=return_softmax_lse,
     )
     return out if lse is None else (out, lse)
@@ -248,14 +249,11 @@ def get_scheduler_metadata(*args: Any, **kwargs: Any) -> None:
 def _refuse_unknown(
     q: Tensor,
     qv: Tensor | None,
-    attention_chunk: int,
     q_descale: Tensor | None,
     k_descale: Tensor | None,
     v_descale: Tensor | None,
 ) -> None:
     refuse_tensor("qv", NO_QV, qv)
-    if attention_chunk:
-        refuse("attention_chunk", "be 0, because the kernels have no chunks", attention_chunk)
     refuse_float8(q)
     for name, given in (("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale)):
         refuse_tensor(name, NO_FLOAT8, given)

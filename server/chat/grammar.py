@@ -19,6 +19,7 @@ from typing import Any
 
 from fa_serve.engine import StructuredOutput
 from fa_serve.engine.structured.grammars import WHITESPACE
+from fa_serve.engine.structured.schema_numbers import narrow_numbers
 from fa_serve.engine.structured.schema_references import check_references
 
 from .conversation import Tool
@@ -98,9 +99,11 @@ def _with_escaped_slashes(regex: str) -> str:
 
 
 def _json(schema: Mapping[str, Any]) -> str:
-    """Raises ParameterError for a schema with a reference that never ends."""
+    """Raises ParameterError for a schema with a reference that never ends, or with a number that llguidance cannot follow."""
     check_references(schema)
-    return "%json " + json.dumps({**schema, "x-guidance": WHITESPACE})
+    followed = json.loads(json.dumps({**schema, "x-guidance": WHITESPACE}))
+    narrow_numbers(followed)
+    return "%json " + json.dumps(followed)
 
 
 def _literal(marker: str, special_token: SpecialToken) -> str:

@@ -54,7 +54,11 @@ NOTES: dict[str, tuple[str, str]] = {
     "causal": (YES, "aligned to the bottom right"),
     "window_size": (YES, "of FlashAttention-4: a window without the position of its query is refused"),
     "softcap": (YES, ""),
-    "alibi_slopes": (YES, "(num_heads,) or (batch, num_heads), float32"),
+    "alibi_slopes": (
+        YES,
+        "(num_heads,) or (batch, num_heads), float32. In causal calls the lse of FlashAttention-2 is larger by "
+        "`slope * (i + seqlen_k - seqlen_q)`, because it adds `slope * j` to the scores",
+    ),
     "dropout_p": ("refused unless 0", ""),
     "deterministic": (YES, "gradients that repeat in every bit; the forward pass always does"),
     "return_attn_probs": (YES, "returns the lse; probabilities are an empty tensor"),
@@ -73,7 +77,7 @@ NOTES: dict[str, tuple[str, str]] = {
     "q_descale": (REFUSED, "no float8 queries"),
     "k_descale": (CACHE_ONLY, "one number per head of keys, for a float8 cache"),
     "v_descale": (CACHE_ONLY, "as `k_descale`"),
-    "attention_chunk": ("refused unless 0", ""),
+    "attention_chunk": ("supported for causal calls without a window, else refused", ""),
     "num_heads_q": (YES, "for qkv of four dimensions"),
     "pack_gqa": (NO_EFFECT, "the kernels choose"),
     "sm_margin": (NO_EFFECT, "the kernels choose"),

@@ -142,6 +142,41 @@ def test_merging_is_that_of_flash_attention_3() -> None:
     assert cute.flash_attn_combine(parts, lses, return_lse=False)[1] is None
 
 
+def test_merging_leaves_rows_out_that_are_not_used() -> None:
+    parts = torch.randn(3, 2, 5, 4, 16, generator=torch.Generator().manual_seed(0))
+    lses = torch.randn(3, 2, 5, 4, generator=torch.Generator().manual_seed(1))
+    whole, whole_lse = cute.flash_attn_combine(parts, lses)
+    assert whole_lse is not None
+    parts[:, 0, 3:] = torch.nan  # what memory held
+    out = torch.ones(2, 5, 4, 16)
+    found, lse = cute.flash_attn_combine(parts, lses, out=out, seqused=torch.tensor([3, 5], dtype=torch.int32))
+    assert found is out
+    assert lse is not None
+    assert torch.equal(out[0, :3], whole[0, :3])
+    assert torch.equal(out[1], whole[1])
+    assert bool((out[0, 3:] == 0).all())
+    assert torch.equal(lse[1], whole_lse[1])
+    assert bool((lse[0, 3:] == -torch.inf).all())
+
+    starts = torch.tensor([0, 5, 9], dtype=torch.int32)
+    packed = (parts.flatten(1, 2), lses.flatten(1, 2))
+    for seqused, rows in ((None, [5, 6, 7, 8]), (torch.tensor([2, 3], dtype=torch.int32), [0, 1, 5, 6, 7])):
+        found, lse = cute.flash_attn_combine(*packed, cu_seqlens=starts, seqused=seqused)
+        assert lse is not None
+        others = [row for row in range(10) if row not in rows and not (seqused is None and row < 5)]
+        assert torch.equal(found[rows], whole.flatten(0, 1)[rows])
+        assert torch.equal(lse[rows], whole_lse.flatten(0, 1)[rows])
+        assert bool((found[others] == 0).all())
+        assert bool((lse[others] == -torch.inf).all())
+
+
+def test_an_order_of_merging_is_refused() -> None:
+    parts = torch.zeros(3, 2, 5, 4, 16)
+    with pytest.raises(ParameterError, match="virtual_batch_idx must be None") as refused:
+        cute.flash_attn_combine(parts, parts[..., 0], virtual_batch_idx=torch.tensor([1, 0], dtype=torch.int32))
+    assert refused.value.code == "unsupported"
+
+
 FUNCTIONS = [cute.flash_attn_func, cute.flash_attn_varlen_func]
 
 

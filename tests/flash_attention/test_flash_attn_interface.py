@@ -169,6 +169,16 @@ def test_alibi(shape: tuple[int, ...]) -> None:
         torch.testing.assert_close(found, exact, rtol=1e-5, atol=2e-6)
 
 
+def test_the_lse_of_alibi_differs_from_that_of_flash_attn_as_documented() -> None:
+    """In causal calls flash-attn adds slope * j to the score of key j (csrc/flash_attn/src/alibi.h), for every query."""
+    q, k, v = make_qkv(2, 5, 8, 4, 2, 16)
+    slopes = torch.rand(4, generator=torch.Generator().manual_seed(4))
+    _, lse, _ = fa2.flash_attn_func(q, k, v, causal=True, alibi_slopes=slopes, return_attn_probs=True)
+    bias = (slopes[:, None, None] * torch.arange(8)).expand(1, 4, 5, 8)
+    _, theirs = attention_reference(q, k, v, softmax_scale=0.25, window_size=(-1, 0), mask=bias)
+    torch.testing.assert_close(lse + slopes[:, None] * (torch.arange(5) + 8 - 5), theirs, rtol=1e-5, atol=2e-6)
+
+
 def test_errors_of_the_api_name_the_argument() -> None:
     q, k, v = make_qkv(1, 4, 4, 3, 2, 8)
     with pytest.raises(ValueError, match="num_heads must be a multiple of num_kv_heads"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -121,6 +123,27 @@ def test_combine_merges_parts_of_the_keys() -> None:
     assert not empty.any()
 
 
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0)])
+def test_a_causal_call_has_chunks(window: tuple[int, int]) -> None:
+    """The query at position p sees the keys p // 3 * 3 to p, also in packed calls and behind a cache."""
+    q, k, v = make_qkv(1, 5, 8, 4, 2, 16)
+    chunk: dict[str, Any] = {"causal": True, "attention_chunk": 3, "window_size": window}
+    position = torch.arange(3, 8)[:, None]
+    key = torch.arange(8)
+    mask = ((position // 3 == key // 3) & (key <= position))[None, None]
+    wanted, wanted_lse = attention_reference(q, k, v, softmax_scale=0.25, mask=mask)
+    out, lse = fa3.flash_attn_func(q, k, v, **chunk, return_attn_probs=True)
+    torch.testing.assert_close(out, wanted, rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(lse, wanted_lse, rtol=1e-5, atol=2e-6)
+    packed = fa3.flash_attn_varlen_func(q[0], k[0], v[0], cu_seqlens([5]), cu_seqlens([8]), 5, 8, **chunk)
+    torch.testing.assert_close(packed, wanted[0], rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(fa3.flash_attn_with_kvcache(q, k, v, **chunk), wanted, rtol=1e-5, atol=2e-6)
+    qkv = torch.cat([k.repeat_interleave(2, 2), k, v], dim=2)
+    rows = fa3.flash_attn_qkvpacked_func(qkv, num_heads_q=4, **chunk)
+    same = fa3.flash_attn_func(k.repeat_interleave(2, 2), k, v, **chunk)
+    torch.testing.assert_close(rows, same)
+
+
 def test_refusals_name_the_argument() -> None:
     q, k, v = make_qkv(1, 4, 4, 2, 2, 8)
     ends = cu_seqlens([4])
@@ -128,6 +151,7 @@ def test_refusals_name_the_argument() -> None:
         ({"qv": q}, "qv"),
         ({"q_descale": torch.ones(1, 2)}, "q_descale"),
         ({"attention_chunk": 4}, "attention_chunk"),
+        ({"attention_chunk": 4, "causal": True, "window_size": (2, 0)}, "attention_chunk"),
     ):
         calls = (
             lambda words=words: fa3.flash_attn_func(q, k, v, **words),

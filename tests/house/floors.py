@@ -19,6 +19,7 @@ FLOORS = {
     "fa_serve.backends": 1,
     "fa_serve.ops": 2,
     "fa_serve.argument_checks": 2,
+    "fa_serve.value_checks": 2,
     "fa_serve.autograd": 2,
     "fa_serve.dispatch": 2,
     "fa_serve.operators": 2,

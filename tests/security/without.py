@@ -191,6 +191,24 @@ def _keys_are_literal() -> None:
     settings._keys_in = lambda file: [key.partition("#")[0] for key in before(file)]
 
 
+def _unpaid_work() -> None:
+    from fa_serve.server.bounds.costs import Costs
+
+    Costs.settle = _nothing  # type: ignore[method-assign]
+
+
+def _work_in_turns() -> None:
+    from fa_serve.server.bounds import costs
+
+    costs.ITERATION_SECONDS = 1e9
+
+
+def _kept_answers() -> None:
+    from fa_serve.server import kept_answers
+
+    kept_answers.USUAL.clear()
+
+
 ATTACKS = "security/test_attacks.py::"
 EXPENSIVE = "security/test_expensive_parts.py::"
 GUARDS: dict[str, tuple[Callable[[], None], str]] = {
@@ -228,6 +246,9 @@ GUARDS: dict[str, tuple[Callable[[], None], str]] = {
     "connections": (_connections, "security/test_bounds.py::test_1500_idle_connections_lock_out_nobody"),
     "heartbeat": (_heartbeat, "security/test_health.py::test_a_stopped_engine"),
     "token-routes": (_token_routes, EXPENSIVE + "test_token_routes_are_admitted_like_generation"),
+    "unpaid-work": (_unpaid_work, "server/bounds/test_costs.py -k debts"),
+    "work-in-turns": (_work_in_turns, "server/bounds/test_costs.py -k iterations"),
+    "kept-answers": (_kept_answers, "server/test_kept_answers.py -k once"),
     "trimmed": (_trimmed, "engine/process/test_host_memory.py -k grown"),
 }
 

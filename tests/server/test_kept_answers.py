@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from fa_serve.server.kept_answers import KeptAnswers
 from fa_serve.server.observe.metrics import ScrapedText
 
 from fa_serve.engine.process.parent import Pulse
@@ -25,6 +26,21 @@ async def test_the_second_answer_is_the_first_one(serving, path):
     assert head.status_code == (405 if path in ("/docs", "/version") else 200)
     label = "other" if path == "/openapi.json" else path
     assert f'fa_serve:http_responses_total{{path="{label}",status="200"}}' in counted
+
+
+async def test_fastapi_makes_an_answer_once(serving, monkeypatch):
+    made = []
+    keep = KeptAnswers._keep
+
+    async def counted(self, name, *given):
+        made.append(name)
+        await keep(self, name, *given)
+
+    monkeypatch.setattr(KeptAnswers, "_keep", counted)
+    async with serving() as client:
+        for _ in range(3):
+            assert (await client.get("/health")).status_code == 200
+    assert made == [("GET", "/health")]
 
 
 async def test_answers_follow_the_health_of_the_engine(serving, engine):

@@ -39,7 +39,7 @@ from fa_serve.engine.start.read_ahead import reading_ahead
 from fa_serve.hf import NAME, check_attention_precision, divide_model, patch, plan_division, vocab_size
 from fa_serve.hf.model_location import TOKENIZER_FILES, WEIGHT_FILES, find_model
 from fa_serve.hf.surgery.quantised.linear import check_report, finish_weights, quantized_elsewhere, with_quantized_linears
-from fa_serve.spec import ParameterError
+from fa_serve.spec import ParameterError, UnsupportedModelError
 
 log = logging.getLogger("fa_serve.engine")
 
@@ -79,6 +79,7 @@ def load(
         clock.end("weights", f"{config.model_name} on {model.device}")
     else:
         patch(model)
+    check_embeddings(model)
     generation_config = load_generation_config(config.generation_config, model)
     draft = load_draft(config, model, tokenizer, clock, ranks.escalate)
     runner = ModelRunner(model, config, on_graph_error=ranks.escalate, draft=draft)
@@ -126,7 +127,9 @@ def load_draft(
     if tokenizer is not None and load_tokenizer(own).get_vocab() != tokenizer.get_vocab():
         rule = f"name a draft model with the same vocabulary: its tokenizer has other tokens than that of {config.model_name}"
         raise ParameterError("speculative", rule, config.speculative)
-    draft = ModelRunner(load_model(own), own, drafting=True, on_graph_error=on_graph_error)
+    drafting = load_model(own)
+    check_embeddings(drafting)
+    draft = ModelRunner(drafting, own, drafting=True, on_graph_error=on_graph_error)
     num_tokens = vocab_size(model)
     if draft.vocab_size != num_tokens:
         sizes = f"it gives logits for {draft.vocab_size} tokens, and {config.model_name} for {num_tokens}"
@@ -136,6 +139,17 @@ def load_draft(
         draft.fuse()
     clock.end("draft", f"{own.model_name} on {draft.device}")
     return draft
+
+
+def check_embeddings(model: PreTrainedModel) -> None:
+    """Raise UnsupportedModelError for a model that could write a token which it cannot read in the next step."""
+    rows = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    logits = vocab_size(model)
+    if rows is not None and rows < logits:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has {rows} input embeddings and {logits} logits, so it could write tokens that it cannot "
+            f"read: give it as many embeddings, or leave out the rows of its head from {rows} on"
+        )
 
 
 def make_scheduler(config: EngineConfig, runner: ModelRunner, salt: bytes) -> Scheduler:

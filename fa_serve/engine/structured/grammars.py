@@ -47,6 +47,7 @@ from fa_serve.engine.request.params import MAX_STRUCTURED, StructuredOutput
 from fa_serve.engine.structured import grammar_process
 from fa_serve.engine.structured.grammar_process import STACK, compiled
 from fa_serve.engine.structured.matcher import FirstMask, Matcher
+from fa_serve.engine.structured.schema_numbers import narrow_numbers
 from fa_serve.engine.structured.schema_references import check_references
 from fa_serve.sandbox.trial_process import NICE
 from fa_serve.sandbox.trials import Trial, TrialError, TrialLimits, Trials
@@ -400,4 +401,5 @@ def _grammar(matcher: Any, structured: StructuredOutput) -> tuple[str, str]:
     if not isinstance(schema, dict):
         raise ParameterError("json_schema", "be a JSON object", schema)
     check_references(schema)
+    narrow_numbers(schema)
     return "json_schema", matcher.grammar_from_json_schema(schema, overrides=WHITESPACE)

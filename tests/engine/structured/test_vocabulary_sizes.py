@@ -22,7 +22,7 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from fa_serve.engine import Engine, EngineConfig, SamplingParams, StructuredOutput
 from fa_serve.engine.structured.grammars import Grammars
-from fa_serve.spec import ParameterError
+from fa_serve.spec import ParameterError, UnsupportedModelError
 
 pytest.importorskip("llguidance")
 
@@ -153,6 +153,20 @@ def test_a_prompt_with_a_token_without_an_embedding_is_refused_as_text_and_as_id
             engine.generate([prompt, [5]])
     assert not engine.has_unfinished()
     assert engine.generate(["the <|added_22|> fox"], SamplingParams(max_tokens=2))[0].error is None
+
+
+@pytest.mark.parametrize("missing", [-2, 0, 1])
+def test_a_model_that_could_write_a_token_without_an_embedding_is_refused(missing: int) -> None:
+    """On a GPU, a look-up beyond the embeddings ends the process."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES | {"vocab_size": NUM_TOKENS})).eval()
+    model.set_input_embeddings(torch.nn.Embedding(NUM_TOKENS - missing, model.config.hidden_size))
+    config = EngineConfig(device="cpu", num_pages=16, page_size=4)
+    if missing > 0:
+        with pytest.raises(UnsupportedModelError, match="has 319 input embeddings and 320 logits, so it could write tokens"):
+            Engine(config, model=model, tokenizer=large_tokenizer())
+    else:
+        Engine(config, model=model, tokenizer=large_tokenizer()).generate([[5]], SamplingParams(max_tokens=2))
 
 
 def test_a_tokenizer_that_llguidance_cannot_read_is_named() -> None:

@@ -150,3 +150,16 @@ def test_schemas_of_tools_that_are_too_long_are_refused_before_they_are_copied()
         with pytest.raises(BadRequest, match="at most 262144 characters together") as error:
             make()
         assert error.value.param == "tools"
+
+
+def test_numbers_of_schemas_are_followed_in_calls_and_formats_as_in_plain_schemas(accepts):
+    """llguidance allows 0 in (0, 0.5)."""
+    half = {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 0.5}
+    parameters = {"type": "object", "properties": {"a": half}, "required": ["a"], "additionalProperties": False}
+    tool = Tool(**{"type": "function", "function": {"name": "f", "parameters": parameters}})
+    start, rules = call_rules(FORMATS["hermes"], [tool], True, accepts.mark, with_text=False)
+    whole = compose(f"answer | {start}", [f"answer: {rule(StructuredOutput(json_schema=half))}", *rules], False, accepts.mark)
+    call = '<tool_call>\n{{"name": "f", "arguments": {{"a": {}}}}}\n</tool_call>'
+    assert [accepts(whole, call.format(number)) for number in ("0.25", "0", "0.0")] == [True, None, None]
+    assert [accepts(whole, number) for number in ("0.25", "0", "0.0")] == [True, False, False], "an answer may begin with 0"
+    assert half["exclusiveMinimum"] == 0, "the caller's schema stays as it is"
