@@ -28,7 +28,7 @@ from fa_serve.launching.plans import Run
 from fa_serve.spec import ParameterError
 
 VARIABLE = "FA_SERVE_CHECK"
-Values = NDArray[np.int64]
+IndexValues = NDArray[np.int64]
 
 
 def with_value_checks(run: Run, q: Tensor, check: Callable[[Any], None]) -> Run:
@@ -118,7 +118,7 @@ def check_block_values(blocks: BlockLists | None) -> None:
             raise ParameterError("block_mask", f"have no negative block in {name}", int(listed.min()))
 
 
-def _check_starts(name: str, starts: Tensor, rows_name: str, rows: Tensor, max_name: str, longest: int) -> Values:
+def _check_starts(name: str, starts: Tensor, rows_name: str, rows: Tensor, max_name: str, longest: int) -> IndexValues:
     """Where packed sequences begin -> their lengths."""
     values = _values(starts)
     lengths = np.diff(values)
@@ -142,5 +142,5 @@ def _has_values(tensors: AttentionTensors | StoreTensors) -> bool:
     return index is None or type(index) is Tensor  # a FakeTensor has no values
 
 
-def _values(x: Tensor) -> Values:
+def _values(x: Tensor) -> IndexValues:
     return x.detach().cpu().numpy().astype(np.int64, copy=False)

@@ -31,7 +31,7 @@ PLACES = 22
 """Such a decimal is the quotient of two integers that float64 has, and so it is read exactly."""
 EXACT = 1 << 53
 """All integers up to this one are float64."""
-LARGEST = (1 << 63) - 1
+LARGEST_INTEGER = (1 << 63) - 1
 """llguidance takes a larger float64 for this integer."""
 LARGEST_FLOAT = (1 << 63) - 1024
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -106,8 +106,8 @@ def _narrow_integer(bound: float, sign: int, strict: bool, keyword: str) -> int:
     narrowed = math.ceil(given)
     if strict and narrowed == given:
         narrowed += 1
-    if sign == -1 and narrowed <= -LARGEST:
-        return LARGEST
+    if sign == -1 and narrowed <= -LARGEST_INTEGER:
+        return LARGEST_INTEGER
     if narrowed > LARGEST_FLOAT:
         raise ParameterError("json_schema", f"have a {keyword} that leaves integers of 64 bits", bound)
     narrowed = max(narrowed, -LARGEST_FLOAT)
@@ -139,7 +139,7 @@ def _numbers_in(value: Any) -> Iterator[float]:
 def _is_read_exactly(number: float) -> bool:
     """Whether llguidance allows this constant, not a neighbour."""
     if isinstance(number, int):
-        return number == LARGEST or (abs(number) <= LARGEST_FLOAT and int(float(number)) == number)
+        return number == LARGEST_INTEGER or (abs(number) <= LARGEST_FLOAT and int(float(number)) == number)
     if number.is_integer() and abs(number) > EXACT:
         return False
     # as serde_json reads it without its feature float_roundtrip
