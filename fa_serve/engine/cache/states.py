@@ -41,6 +41,21 @@ STATE_INTERVAL = 2048
 """Tokens of a prompt between states that are kept inside it."""
 
 
+def chunk_length(start: int, length: int, missing: int, page_size: int) -> int:
+    """How many of a sequence's next `length` tokens one chunk may compute, so that long chunks begin at multiples of page_size.
+
+    start: position of the first of them; missing: known tokens that are not computed yet, at least `length`
+
+    A chunk that leaves tokens for later ends at a multiple of page_size. If it does not reach one, it has FEW_ROWS at most.
+    """
+    if start % page_size:
+        length = min(length, FEW_ROWS)
+    if length == missing:
+        return length
+    whole = (start + length) // page_size * page_size - start
+    return whole if whole > 0 else min(length, FEW_ROWS)
+
+
 class StateTable:
     """Reference counts, the free list and the registered states of `num_states` states. Every operation is O(1).
 
@@ -87,7 +102,7 @@ class StateTable:
         return state not in self._fresh
 
     def allocate(self) -> int:
-        """A state that no other sequence holds, for the step that is being made to write. A cached one may be evicted for it."""
+        """A state that no other sequence holds, for the step that is being made to write. It may be evicted from the cache."""
         if self._free:
             state = self._free.pop()
         elif self._cached:
