@@ -94,6 +94,22 @@ def test_keeping_an_equal_state_makes_the_known_one_recent_and_the_other_one_fre
     assert [states.allocate() for _ in range(3)][-1] == other, "two were free, and the other one is older now"
 
 
+def test_a_state_that_a_later_one_replaces_is_evicted_first_unless_conversations_part_there() -> None:
+    pages = PageTable(4, 2)
+    states = StateTable(4, pages)
+    _, hashes = registered(pages, [1, 1, 2, 2, 3, 3, 4, 4])
+    old, parting, replaced = (kept(states, hashes[index]) for index in range(3))
+    states.allocate()
+    for state in (parting, parting, replaced):
+        states.acquire(state)
+        states.release(state)
+    for page_hash in (*hashes, b"unknown"):
+        if page_hash != hashes[0]:
+            states.replace(page_hash)
+    states.check_integrity()
+    assert [states.allocate() for _ in range(3)] == [replaced, old, parting]
+
+
 def test_a_state_never_outlives_its_page() -> None:
     """Neither when pages are withdrawn, nor when they are evicted; and no state is kept after a page that is not registered."""
     pages = PageTable(3, 2)

@@ -254,6 +254,22 @@ def test_a_conversation_continues_after_the_last_page_of_the_answer() -> None:
     traffic.check_ended()
 
 
+def test_conversations_keep_one_state_each_when_the_memory_holds_no_more() -> None:
+    """The end of an answer replaces the end of its prompt and that of the answer before."""
+    traffic = Traffic(make_scheduler(600, 4, seqs=1, tokens=64, num_states=9))
+    prompts = [prompt_of([0, 0, number % 3, number // 3], 20) for number in range(6)]
+    for turn in range(4):
+        for number, prompt in enumerate(prompts):
+            sequence = traffic.add(f"{turn}-{number}", prompt, 9)
+            traffic.run()
+            if turn:
+                assert sequence.num_cached_tokens == (len(prompt) - 4) // 4 * 4, (
+                    "all but the last token of the answer, and 3 more"
+                )
+            prompts[number] = [*sequence.tokens, 0, 1, 2]
+    traffic.check_ended()
+
+
 def test_the_logits_of_a_whole_prompt_need_no_state() -> None:
     traffic = Traffic(make_scheduler(64, 4, tokens=64, num_states=8))
     prompt = prompt_of([0], 29)
@@ -441,7 +457,7 @@ def test_a_step_that_is_rolled_back_leaves_the_state_from_which_it_began() -> No
 
 
 def test_a_failed_step_leaves_the_states_before_it_and_none_of_its_own() -> None:
-    traffic = Traffic(make_scheduler(64, 4, tokens=64, num_states=8, interval=4))
+    traffic = Traffic(make_scheduler(64, 4, tokens=64, num_states=32, interval=4))
     prompt = prompt_of([0], 29)
     traffic.add("a", prompt, 20)
     for _ in range(4):
