@@ -16,7 +16,7 @@ engine's: admission, chunks, preemption, eviction. The columns:
     states    written in all, in GiB: what keeping more of them costs
     preempted sequences that lost their pages or states
 
-Results go to results/states.jsonl: the hit rate of each case, with those of a division or a policy that differs as peers.
+Results go to results/states.jsonl: the hit rate of each case, with those of a division or a policy that differs as peers, unless they have hit nothing.
 """
 
 from __future__ import annotations
@@ -246,7 +246,9 @@ def main() -> None:
                 )
             ours = done[Policy()].hit_rate
             for group, peers in rates.items():
-                results.add(f"{name} {gib:g} GiB, {group}", "hit rate", ours, peers)
+                results.add(
+                    f"{name} {gib:g} GiB, {group}", "hit rate", ours, {what: rate for what, rate in peers.items() if rate}
+                )
     results.merge()
 
 

@@ -132,7 +132,7 @@ def prompt_of(beginning: list[int], length: int) -> list[int]:
     return [*beginning, *expected_output(beginning, length, frozenset())]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     arrivals=arrivals,
     page_size=st.sampled_from([2, 4, 16, 32]),
