@@ -16,7 +16,8 @@ engine's: admission, chunks, preemption, eviction. The columns:
     states    written in all, in GiB: what keeping more of them costs
     preempted sequences that lost their pages or states
 
-Results go to results/states.jsonl: the hit rate of each case, with those of a division or a policy that differs as peers, unless they have hit nothing.
+Results go to results/states.jsonl: the hit rate of each case, with those of a division or a policy that differs as peers. One
+that has hit nothing is left out.
 """
 
 from __future__ import annotations
