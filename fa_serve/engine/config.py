@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from fa_serve.engine.cache.states import MIN_STATES
 from fa_serve.engine.scheduler.prompt_share import PromptShare
 from fa_serve.spec import ParameterError, Precision
 
@@ -37,6 +38,8 @@ class EngineConfig:
     tensor_parallel:        ranks that the layers are divided between, one process and one device for each
     page_size:              tokens in a page of the KV cache
     num_pages:              pages of the KV cache; None fits them into the memory
+    num_states:             states of models with linear attention that are kept on the device: one for each sequence that
+                            runs, and some to be written and to be cached; None fits them into the memory
     kv_cache_dtype:         "auto" (the model's) or "fp8", which halves the memory of 16-bit numbers and may change tokens.
                             Latent keys, which are few, keep the model's dtype
     attention_precision:    of the products of attention in prompts, on GPUs of compute capability 8.9 or newer: "bf16" (the
@@ -76,6 +79,7 @@ class EngineConfig:
     tensor_parallel: int = 1
     page_size: int = 16
     num_pages: int | None = None
+    num_states: int | None = None
     kv_cache_dtype: str = "auto"
     attention_precision: Precision = "bf16"
     gpu_memory_utilization: float = 0.9
@@ -113,6 +117,8 @@ class EngineConfig:
                 continue
             if not _is_integer(value) or value < 1:
                 raise ParameterError(name, "be a positive integer", value)
+        if self.num_states is not None and (not _is_integer(self.num_states) or self.num_states < MIN_STATES):
+            raise ParameterError("num_states", f"be an integer from {MIN_STATES} on, or None", self.num_states)
         for name in ("max_waiting", "max_restarts", "grammar_cache_bytes", "max_stop_chars"):
             value = getattr(self, name)
             if not _is_integer(value) or value < 0:
