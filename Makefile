@@ -101,7 +101,7 @@ test-gpu: ## the GPU suite, with PYTHON as it is
 memcheck: ## every EVERYth of the GPU suite's kernel tests under compute-sanitizer, about 100 s; those that capture graphs are skipped
 	PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 \
 	  --target-processes all $(PYTHON) -m pytest tests/gpu -q --every $(EVERY) \
-	  -k '(test_dense or test_paged or test_varlen or test_cases or quantized_hopper or latent or lists or float8 or backward or sizes_of_paged or divided_keys) and not engine'
+	  -k '(test_dense or test_paged or test_varlen or test_cases or quantized_hopper or latent or lists or float8 or backward or sizes_of_paged or split_kv) and not engine'
 
 bench: ## the kernels against their peers on the GPU, with PYTHON as it is
 	@$(PYTHON) -c 'import torch; torch.cuda.is_available() or exit("make bench: PYTHON=$(PYTHON) sees no GPU")'

@@ -11,7 +11,7 @@ from hopper_emulator import emulated
 
 from fa_serve.backends.hopper.forward.tile_scheduler import PackedOutput, max_tile_count, tile_table
 from fa_serve.backends.hopper.forward.tiles import MAX_SPLITS
-from fa_serve.backends.hopper.split_kv import tile_scheduler as piece_table
+from fa_serve.backends.hopper.split_kv import tile_scheduler
 from fa_serve.backends.hopper.split_kv.tile_scheduler import split_table_launch, table_capacity
 from fa_serve.testing import cu_seqlens
 
@@ -29,7 +29,7 @@ CASES = [
 @pytest.fixture(autouse=True)
 def _short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program reads MANY sequences in two parts, of which the second is not full, whatever the size of a part."""
-    monkeypatch.setattr(piece_table, "SEQUENCES_AT_A_TIME", 64)
+    monkeypatch.setattr(tile_scheduler, "SEQUENCES_AT_A_TIME", 64)
 
 
 def splits_of(
