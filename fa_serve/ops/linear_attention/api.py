@@ -9,8 +9,8 @@ else None. A state is float32 (float64 for float64 inputs), and that of a convol
 without rows keeps its initial state.
 
 The second form takes the packed rows (total, ...) of a step of the engine. It reads states and tails of `states`, as `batch`
-says, and writes both in place (problem.py). What rows behind the last sequence and those of padding sequences return is not
-defined. `<name>_state` says what the form keeps.
+says, and writes both in place (problem.py). `<name>_state` says what the form keeps. In both forms rows behind the last
+sequence and those of padding return 0.
 
 All compute in float32 (float64 for float64 inputs) and round the result once. As all of `fa_serve.ops` they do not validate
 their arguments. Log gates must be at most 0.

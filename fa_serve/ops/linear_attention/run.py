@@ -49,7 +49,7 @@ def run_matrix_rule(inputs: MatrixInputs, sequences: Sequences, initial_state: T
         v = given.v
         shape = (v.shape[1], given.k.shape[2], v.shape[2])
         access = _functional_access(sequences, tensors[0], shape, state_dtype(v.dtype), v, few)
-        out = torch.empty_like(v, memory_format=torch.contiguous_format)
+        out = v.new_empty(v.shape) if sequences.cu_seqlens is None else v.new_zeros(v.shape)  # rows behind the last sequence
         _launch_matrix(choice, given, access, out)
         return out, access.write
 
@@ -65,7 +65,7 @@ def run_matrix_rule_paged(inputs: MatrixInputs, states: StateTensors, batch: Sta
     few = _choice_of_matrix(inputs, True, batch.page_size)
     if few.kernel.name == "torch":
         return fallback.matrix_rule_paged(inputs, states, batch)
-    out = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
+    out = inputs.v.new_empty(inputs.v.shape)
     access = StateAccess(states.pages, states.pages, states.tails, batch)
     _launch_matrix(few, inputs, access, out)
     if len(batch.chunks):

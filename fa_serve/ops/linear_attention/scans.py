@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fa_serve.launching.launch import Launch, power_of_2, with_unit_stride
 from fa_serve.launching.plans import PLANS
-from fa_serve.ops.linear_attention.primitives import silu, time_step
+from fa_serve.ops.linear_attention.primitives import clear_padding, silu, time_step
 from fa_serve.ops.linear_attention.problem import FEW_ROWS, ScanInputs, StateAccess
 
 BLOCK = 16
@@ -27,7 +27,7 @@ def _then(decay, added, later_decay, later_added):
     return decay * later_decay, later_decay * added + later_added
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total", "num_seqs", "num_chunks"])
 def _scan_channels(
     x_ptr,
     dt_ptr,
@@ -49,6 +49,8 @@ def _scan_channels(
     seqused_ptr,
     chunk_ptr,
     out_ptr,
+    total,
+    num_seqs,
     num_chunks,
     limit_low,
     limit_high,
@@ -76,9 +78,13 @@ def _scan_channels(
     COLUMNS: tl.constexpr = (CHANNELS + BLOCK_C - 1) // BLOCK_C
     seq = tl.program_id(0) // COLUMNS
     column = tl.program_id(0) % COLUMNS
+    c = column * BLOCK_C + tl.arange(0, BLOCK_C)
+    in_c = c < CHANNELS
     begin = tl.load(cu_ptr + seq)
-    rows = tl.load(cu_ptr + seq + 1) - begin
+    behind_rows = tl.load(cu_ptr + seq + 1)
+    rows = behind_rows - begin
     end = tl.load(seqused_ptr + seq)
+    clear_padding(out_ptr + c, in_c, begin, behind_rows, end, seq == num_seqs - 1, total, CHANNELS)
     if (rows == 0) | (end == 0):
         return
     first = end - rows
@@ -90,9 +96,7 @@ def _scan_channels(
         slot = tl.load(slot_ptr + seq).to(tl.int64)
 
     t = tl.arange(0, BLOCK_T)
-    c = column * BLOCK_C + tl.arange(0, BLOCK_C)
     n = tl.arange(0, BLOCK_N)
-    in_c = c < CHANNELS
     in_n = n < SIZE
     square = c[:, None] * SIZE + n[None, :]
     in_square = in_c[:, None] & in_n[None, :]
@@ -205,7 +209,7 @@ def launch_scan(inputs: ScanInputs, access: StateAccess, functional: bool) -> Te
         launch = Launch(
             _scan_channels,
             len(batch.sources) * -(-channels // block_c),
-            varying=(len(batch.chunks), float(low), float(high)),
+            varying=(len(batch.sources), len(batch.chunks), float(low), float(high)),
             strides=strides,
             fixed=(
                 channels,
@@ -222,5 +226,5 @@ def launch_scan(inputs: ScanInputs, access: StateAccess, functional: bool) -> Te
             options={"num_warps": 4},
         )
         run = PLANS.add(key, launch)
-    run(tensors)
+    run(tensors, total)
     return out

@@ -45,6 +45,8 @@ def test_steps(kind: Kind, dtype: torch.dtype) -> None:
         own = of_sequence(rows, done, done + count)
         out = kind.step(joined([of_sequence(rows, 0, 2), own, of_sequence(rows, 0, 3)]), weights, table.states, batch)
         assert_rounded_once(out[2 : 2 + count], expected[done : done + count])
+        assert not out[:2].any(), "padding"
+        assert not out[sum(part.rows for part in table.parts) :].any(), "rows behind the last sequence"
         for position, page in table.sequences[0].kept.items():
             assert torch.equal(table.states.pages[page].double(), states[position])
         table.end()

@@ -6,10 +6,15 @@ import pytest
 import torch
 from cross_compile import SHARED_BYTES, TARGETS, Kernel, compiling_for
 from torch import Tensor
+from triton.runtime.jit import JITFunction
 
 from fa_serve import ops
 from fa_serve.ops.linear_attention import run
+from fa_serve.ops.linear_attention.convolution import _causal_conv
+from fa_serve.ops.linear_attention.few_rows import _matrix_rows
+from fa_serve.ops.linear_attention.pieces import _pass_states
 from fa_serve.ops.linear_attention.problem import StateBatch
+from fa_serve.ops.linear_attention.scans import _scan_channels
 
 
 @pytest.fixture(autouse=True)
@@ -94,3 +99,12 @@ def test_pieces(target: str) -> None:
     assert_small(pieces, target, spills=16)
     if target == "sm90":
         assert all(kernel.instructions["HGMMA"] for kernel in pieces if kernel.name != "_sum_gates")
+
+
+@pytest.mark.parametrize("kernel", [_matrix_rows, _pass_states, _causal_conv, _scan_channels], ids=lambda x: x.fn.__name__)
+def test_sizes_of_a_call_are_not_part_of_the_code(kernel: JITFunction) -> None:  # type: ignore[type-arg]
+    """`Launch` shares a compiled kernel among calls of other sizes, so that Triton must not specialise it for 1 or for 16."""
+    sizes = {"total", "num_seqs", "num_chunks"}
+    named = {parameter.name for parameter in kernel.params} & sizes
+    assert named
+    assert {parameter.name for parameter in kernel.params if parameter.do_not_specialize} == named
