@@ -133,6 +133,19 @@ def test_products_with_quantised_weights(target: str) -> None:
         assert all(kernel.instructions["HGMMA"] for kernel in kernels if kernel.name == "_quantized_linear")
 
 
+@pytest.mark.parametrize("group_size", [32, 64])
+def test_symmetric_integers_in_small_groups(group_size: int) -> None:
+    """A block of 128 columns has several groups and no zero points: few tokens, and many."""
+    weight = int4_weight(1024, 1024, group_size=group_size, dtype=torch.bfloat16)
+    with compiling_for("sm90") as kernels:
+        multiply_by("unpack_wgmma", bf16(16, 1024), weight)
+        multiply_by("one_expert", bf16(200, 1024), weight)
+    assert [kernel.name for kernel in kernels] == ["_quantized_wgmma", "_grouped_wgmma"]
+    few, many = kernels
+    assert few.spill_bytes == 0
+    assert many.spill_bytes <= 184, "the scales of four groups of 32 columns take more registers than there are"
+
+
 GPT_OSS = Gate("silu", interleaved=True, slope=1.702, limit=7.0, offset=1.0)
 MIXTURES = {
     "qwen3-30b": ((128, 8, 2048, 768), Gate("silu"), (1, 64, 512, 4096)),

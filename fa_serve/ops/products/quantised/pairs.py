@@ -208,6 +208,7 @@ def load_zeros(
     # a zero point below 16 is the highest bits of the mantissa of 16 + itself
     SIXTEEN: gl.constexpr = 0x4C00 if HALF else 0x4180
     PLACE: gl.constexpr = 6 if HALF else 3
+    EIGHT: gl.constexpr = (8 << PLACE | SIXTEEN) * 0x10001
     WIDTH: gl.constexpr = min(GROUP, 128)
     found = ()
     if VALUES == 1:
@@ -217,7 +218,6 @@ def load_zeros(
                 bits = (gl.load(ptr + offsets + group).to(gl.int32) << PLACE) | SIXTEEN
                 found += (gl.expand_dims(bits | (bits << 16), 1),)
             else:
-                EIGHT: gl.constexpr = (8 << PLACE | SIXTEEN) * 0x10001
                 found += (gl.full([offsets.shape[0], 1], EIGHT, gl.int32, layout=LAYOUT),)
     return found
 
