@@ -42,9 +42,8 @@ def matrix_rule(inputs: MatrixInputs, sequences: Sequences, initial_state: Tenso
         k, u, g, beta = _row_terms(inputs, call.rows(group, inputs.k), call.rows(group, v), group, weight)
         q = repeat_heads(call.rows(group, inputs.q), v.shape[1], inputs.use_qk_l2norm) * inputs.softmax_scale
         out, _, state = matrix_pieces(q, k, u, g, beta, call.state(group))
-        call.put(group, out.transpose(1, 2), state)
-    out, state = call.result()
-    return _with_inputs(out, inputs), state
+        call.put(group, _with_inputs(out.transpose(1, 2), inputs, group), state)
+    return call.rounded_result()
 
 
 def scan(inputs: ScanInputs, sequences: Sequences, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -56,8 +55,7 @@ def scan(inputs: ScanInputs, sequences: Sequences, initial_state: Tensor | None)
         rows = [call.rows(group, y) for y in (x, dt, inputs.b) if y is not None]
         states = scan_rows(*_terms_of_rows(inputs, rows), call.state(group))
         call.put(group, _read_states(inputs, states, group), states[:, -1])
-    out, state = call.result()
-    return multiply_gate(add_skip(out, x, inputs.d), inputs.z).to(x.dtype), state
+    return call.rounded_result()
 
 
 def causal_conv1d(
@@ -96,13 +94,13 @@ def matrix_rule_paged(inputs: MatrixInputs, states: StateTensors, batch: StateBa
         k, u, g, beta = _row_terms(inputs, group.gather(inputs.k).to(dtype), group.gather(v).to(dtype), group, weight)
         q = repeat_heads(group.gather(inputs.q).to(dtype), heads, inputs.use_qk_l2norm) * inputs.softmax_scale
         rows, added, _ = matrix_pieces(q, k, u, g, beta, advance_state(start, *before))
-        out = group.scatter(out, rows.transpose(1, 2))
+        out = group.scatter(out, _with_inputs(rows.transpose(1, 2), inputs, group))
         kept = [group.gather(x) for x in (inputs.k, v, inputs.g if inputs.a is None else weight) if x is not None]
         if inputs.a is None:
             kept[1] = added.transpose(1, 2)
         group.write_tail(states.tails, kept)
         _store_matrix_states(group, states.pages, start, before, (k, added, g))
-    return _with_inputs(out, inputs)
+    return out.to(v.dtype)
 
 
 def _weights(inputs: MatrixInputs) -> Tensor | None:
@@ -135,9 +133,9 @@ def _linear_terms(a: Tensor, values: Tensor, valid: Tensor, weights: Tensor | No
     return (gates, values) if weights is None else (gates * weights, values * weights[..., None])
 
 
-def _with_inputs(out: Tensor, inputs: MatrixInputs) -> Tensor:
-    """The outputs with d * v, rounded."""
-    return add_skip(out, inputs.v, None if inputs.d is None else inputs.d[:, None]).to(inputs.v.dtype)
+def _with_inputs(out: Tensor, inputs: MatrixInputs, group: PackedGroup) -> Tensor:
+    """The outputs of a group (n, rows, heads, dim_v) with d * v."""
+    return out if inputs.d is None else add_skip(out, group.gather(inputs.v), inputs.d[:, None])
 
 
 def scan_paged(inputs: ScanInputs, states: StateTensors, batch: StateBatch) -> Tensor:
@@ -151,7 +149,7 @@ def scan_paged(inputs: ScanInputs, states: StateTensors, batch: StateBatch) -> T
         after = _scan_step(group, states, before, _terms_of_rows(inputs, [y.to(dt.dtype) for y in rows]))
         out = group.scatter(out, _read_states(inputs, after, group))
         group.write_tail(states.tails, rows)
-    return multiply_gate(add_skip(out, x, inputs.d), inputs.z).to(x.dtype)
+    return out.to(x.dtype)
 
 
 def _scan_steps(inputs: ScanInputs) -> Tensor:
@@ -169,8 +167,12 @@ def _terms_of_rows(inputs: ScanInputs, rows: Sequence[Tensor]) -> Terms:
 
 
 def _read_states(inputs: ScanInputs, states: Tensor, group: PackedGroup) -> Tensor:
-    """What a group's rows read of the states behind them (n, rows, channels, size): their products with c."""
-    return states if inputs.c is None else (states * group.gather(inputs.c).to(states.dtype)[:, :, None]).sum(-1)
+    """The outputs of a group's rows, of the states behind them (n, rows, channels, size)."""
+    if inputs.c is None:
+        return states
+    out = (states * group.gather(inputs.c).to(states.dtype)[:, :, None]).sum(-1)
+    out = add_skip(out, group.gather(inputs.x), inputs.d)
+    return multiply_gate(out, None if inputs.z is None else group.gather(inputs.z))
 
 
 def causal_conv1d_paged(
@@ -230,13 +232,8 @@ class _Call:
         self.states = self.states.index_put((group.sequences,), state)
 
     def rounded_result(self) -> tuple[Tensor, Tensor]:
-        """`result` with the outputs in the dtype of the input."""
-        out, states = self.result()
-        return out.to(self.like.dtype), states
-
-    def result(self) -> tuple[Tensor, Tensor]:
-        """(out, final states), not rounded; the state of a sequence without rows is its initial state."""
-        return self.out, self.states
+        """(out in the dtype of the input, final states); the state of a sequence without rows is its initial state."""
+        return self.out.to(self.like.dtype), self.states
 
 
 def _store_matrix_states(

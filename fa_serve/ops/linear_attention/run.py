@@ -157,7 +157,7 @@ def runs_triton(device: torch.device) -> bool:
 
 
 def _choice_of(kind: Any, x: Tensor, rows: Any, **sizes: Any) -> RecurrenceChoice:
-    triton = runs_triton(x.device)
+    triton = runs_triton(x.device) and len(x) > 0  # a launch has at least one program
     return select_recurrence_kernel(
         Recurrence(kind=kind, rows=rows, dtype=x.dtype, triton=triton, arch=spec.arch_of(x.device) if triton else 0, **sizes)
     )

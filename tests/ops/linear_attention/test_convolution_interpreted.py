@@ -70,6 +70,19 @@ def test_packed_sequences(kind: Kind) -> None:
         assert torch.equal(final[i].double(), states[-1])
 
 
+def test_more_sequences_than_are_read_at_once() -> None:
+    """140 sequences of one row or none."""
+    kind = KINDS_BY_NAME["conv-plain"]
+    bounds = [0, *(i // 2 for i in range(1, 141))]
+    rows = kind.rows(70, torch.float32)
+    weights = kind.weights(torch.float32)
+    begin = randn(140, *kind.state, dtype=torch.float32, seed=9)
+    out, _ = kind.packed(rows, weights, bounds, begin)
+    for i, (first, end) in enumerate(pairwise(bounds)):
+        if first < end:
+            assert_rounded_once(out[first:end], kind.exact(of_sequence(rows, first, end), weights, begin[i])[0])
+
+
 def test_a_view_with_channels_first() -> None:
     """transformers' layout, (batch, channels, seqlen), seen as (batch, seqlen, channels); and a batch of it."""
     kind = KINDS_BY_NAME["conv"]

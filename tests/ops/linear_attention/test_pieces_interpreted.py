@@ -73,6 +73,30 @@ def test_packed_sequences(kind: Kind) -> None:
         assert (final[i].double() - states[-1]).abs().max() <= bound(states[-1], torch.float32)
 
 
+@pytest.mark.parametrize("name", ["delta", "selective_scan", "conv"])
+def test_no_rows(name: str) -> None:
+    """Nothing is launched, and sequences keep their states."""
+    kind = KINDS_BY_NAME[name]
+    begin = randn(2, *kind.state, dtype=torch.float32, seed=9)
+    out, final = kind.packed(kind.rows(0, torch.float32), kind.weights(torch.float32), [0, 0, 0], begin)
+    assert len(out) == 0
+    assert torch.equal(final, begin)
+
+
+def test_more_pieces_than_are_read_at_once() -> None:
+    """Two sequences of 70 rows in pieces of one row: the second one's begin behind 70 of the first, and end behind 128."""
+    kind = KINDS_BY_NAME["lightning"]
+    rows = kind.rows(140, torch.float32)
+    weights = kind.weights(torch.float32)
+    table = StateSteps(kind.spec(rows, weights))
+    batch = table.begin([Part(0, 70), Part(1, 70)])
+    pieces = [[row, 1, row // 70, -1] for row in range(140)]
+    out = kind.step(rows, weights, table.states, batch._replace(chunks=torch.tensor(pieces, dtype=torch.int32)))
+    for first in (0, 70):
+        expected, _ = kind.exact(of_sequence(rows, first, first + 70), weights)
+        assert (out[first : first + 70].double() - expected).abs().max() <= bound(expected, torch.float32)
+
+
 def test_keys_that_repeat() -> None:
     """The triangular system of equal keys with beta 1 is all ones below the diagonal. Its powers have entries of 1e18, so that
     its inverse by powers would be noise."""
