@@ -17,6 +17,8 @@ as it is.
         translate      transformers' words -> one LayerCall; the one place that knows which keys a call sees
         attention      the attention function: sends a LayerCall to a kernel or to the batch that rides along
         paged          the engine's forward over packed tokens and a paged cache
+        step_cache     what layers with a recurrent state are given in that forward
+        state_modules  which modules keep such a state, and how their recurrences reach `fa_serve.ops`
         continuous     transformers' own continuous batching (`generate_batch`)
     surgery/           everything that replaces a module of a model
         fuse/          decoder layers, computed by few kernels
@@ -49,12 +51,12 @@ from fa_serve.hf.adapter.attention import attention_forward
 from fa_serve.hf.adapter.masks import mask_forward
 from fa_serve.hf.adapter.models import NAME
 from fa_serve.hf.adapter.paged import (
+    ModelLayers,
     OneSequence,
-    PackedPositions,
     PagedBatch,
-    attention_layers,
     check_attention_precision,
     check_model,
+    model_layers,
     paged_forward,
     paged_output,
 )
@@ -72,13 +74,12 @@ __all__ = [
     "AttendsBatch",
     "HiddenStateReader",
     "LayerCall",
+    "ModelLayers",
     "OneSequence",
-    "PackedPositions",
     "PagedBatch",
     "PartOfSum",
     "ScaledExperts",
     "attention_forward",
-    "attention_layers",
     "check_attention_precision",
     "check_model",
     "divide_model",
@@ -86,6 +87,7 @@ __all__ = [
     "experts_forward",
     "few_layers",
     "mask_forward",
+    "model_layers",
     "paged_forward",
     "paged_output",
     "patch",

@@ -24,7 +24,7 @@ from transformers import AttentionInterface, AutoConfig, PreTrainedConfig, PreTr
 
 from fa_serve import ops
 from fa_serve.hf.adapter.models import NAME, check_class, prepare_model
-from fa_serve.hf.adapter.paged import attention_layers, check_model
+from fa_serve.hf.adapter.paged import check_model, model_layers
 from fa_serve.hf.adapter.translate import spec_of, translate
 from fa_serve.hf.latent_layers import LatentSizes, latent_sizes, latent_spec
 from fa_serve.hf.model_location import find_model
@@ -131,7 +131,7 @@ def describe(
     loaded = AutoConfig.from_pretrained(model_or_config) if isinstance(model_or_config, str) else model_or_config
     config = copy.deepcopy(loaded)
     for each in _configs(config):
-        each._experts_implementation = "batched_mm"  # see attention_layers
+        each._experts_implementation = "batched_mm"  # see model_layers
     auto: Any = transformers.AutoModel
     with torch.device("meta"):
         whole: PreTrainedModel = auto.from_config(config, attn_implementation="eager", dtype=config.dtype or torch.bfloat16)
@@ -185,7 +185,7 @@ def _rank_share(config: PreTrainedConfig, size: int) -> RankShare:
             divided += num_bytes // size
             saved += num_bytes - num_bytes // size
     specs = []
-    for spec, (path, layer) in zip(attention_layers(config), division.layers.items(), strict=True):
+    for spec, (path, layer) in zip(model_layers(config).attention.values(), division.layers.items(), strict=True):
         heads = next(iter(layer.attention.values()), (spec.num_heads, spec.num_kv_heads))
         own = replace(spec, num_heads=heads[0], num_kv_heads=heads[1], dtype=model.dtype, kv_dtype=model.dtype)
         attention = getattr(model.get_submodule(path), "self_attn", None)
