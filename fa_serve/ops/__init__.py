@@ -11,6 +11,7 @@
     elementwise/    norms, activations, additions, rotary embeddings
     collectives/    sums over the ranks of tensor parallelism
     sampling/       tokens from logits
+    linear_attention/   recurrences and short convolutions, whose functions are exported here as well
 
 Each function selects the backend for the device of its input and calls it. There are two backends: `triton_ops.py` (kernels,
 on GPUs) and `torch_ops.py` (plain PyTorch, on any device). Both implement the Protocol of `ops_backend.py`. Both compute in
@@ -36,6 +37,30 @@ from torch import Tensor
 from fa_serve import spec
 from fa_serve.backends import BackendTable
 from fa_serve.ops import experts as _room  # noqa: F401  (imported later, it would replace the function `experts` below)
+from fa_serve.ops.linear_attention.api import causal_conv1d as causal_conv1d
+from fa_serve.ops.linear_attention.api import causal_conv1d_paged as causal_conv1d_paged
+from fa_serve.ops.linear_attention.api import gated_delta_rule as gated_delta_rule
+from fa_serve.ops.linear_attention.api import gated_delta_rule_paged as gated_delta_rule_paged
+from fa_serve.ops.linear_attention.api import lightning_attention as lightning_attention
+from fa_serve.ops.linear_attention.api import lightning_attention_paged as lightning_attention_paged
+from fa_serve.ops.linear_attention.api import rg_lru as rg_lru
+from fa_serve.ops.linear_attention.api import rg_lru_paged as rg_lru_paged
+from fa_serve.ops.linear_attention.api import selective_scan as selective_scan
+from fa_serve.ops.linear_attention.api import selective_scan_paged as selective_scan_paged
+from fa_serve.ops.linear_attention.api import ssd as ssd
+from fa_serve.ops.linear_attention.api import ssd_paged as ssd_paged
+from fa_serve.ops.linear_attention.problem import FEW_ROWS as FEW_ROWS
+from fa_serve.ops.linear_attention.problem import PIECE as PIECE
+from fa_serve.ops.linear_attention.problem import StateBatch as StateBatch
+from fa_serve.ops.linear_attention.problem import StateSpec as StateSpec
+from fa_serve.ops.linear_attention.problem import StateTensors as StateTensors
+from fa_serve.ops.linear_attention.problem import causal_conv1d_state as causal_conv1d_state
+from fa_serve.ops.linear_attention.problem import gated_delta_rule_state as gated_delta_rule_state
+from fa_serve.ops.linear_attention.problem import lightning_attention_state as lightning_attention_state
+from fa_serve.ops.linear_attention.problem import rg_lru_state as rg_lru_state
+from fa_serve.ops.linear_attention.problem import selective_scan_state as selective_scan_state
+from fa_serve.ops.linear_attention.problem import ssd_state as ssd_state
+from fa_serve.ops.linear_attention.problem import tail_rows as tail_rows
 from fa_serve.ops.ops_backend import ACTIVATIONS as ACTIVATIONS
 from fa_serve.ops.ops_backend import ExpertWeights as ExpertWeights
 from fa_serve.ops.ops_backend import Gate as Gate
