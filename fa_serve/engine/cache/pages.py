@@ -27,7 +27,7 @@ from __future__ import annotations
 import os
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
 
@@ -40,12 +40,15 @@ class PageTable:
     """Reference counts, the free list and the prefix cache of `num_pages` pages. Every operation is O(1) per page.
 
     page_size: tokens in a page; salt: key of the hashes, random unless it is given
+
+    `on_forget`, if it is set, is called with each hash that is unregistered: what is keyed by hashes goes with the pages.
     """
 
     def __init__(self, num_pages: int, page_size: int, *, prefix_caching: bool = True, salt: bytes | None = None) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
         self.prefix_caching = prefix_caching
+        self.on_forget: Callable[[bytes], None] | None = None
         self._salt = new_salt() if salt is None else salt
         self._free = list(range(num_pages - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
@@ -125,6 +128,10 @@ class PageTable:
             pages.append(page)
         return pages
 
+    def __contains__(self, page_hash: bytes) -> bool:
+        """Whether a page is registered under this hash."""
+        return page_hash in self._page_of
+
     def num_evictable(self, pages: Sequence[int]) -> int:
         """How many of these pages are available now and would not be after `acquire`."""
         return sum(self._references[page] == 0 for page in pages)
@@ -178,6 +185,8 @@ class PageTable:
             below += self._children_of.pop(each, ())
             page = self._page_of.pop(each)
             del self._hash_of[page]
+            if self.on_forget is not None:
+                self.on_forget(each)
             if page in self._cached:
                 del self._cached[page]
                 self._free.append(page)

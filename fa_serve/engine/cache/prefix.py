@@ -1,36 +1,167 @@
-"""The pages of sequences that the prefix cache offers to other sequences. Plain Python, no torch.
+"""What sequences hold of pages and states, and what the prefix cache offers to other sequences. Plain Python, no torch.
 
-    prefix = PrefixPages(pages)
-    prefix.shared(sequence)                  # pages with its first tokens that are in the prefix cache
-    prefix.offer(sequence)                   # its full pages are shared from now on
+    prefix = Prefix(pages, states)           # states: None for a model without linear attention
+    shared = prefix.shared(sequence)         # cached pages with its first tokens, and the state after them
+    prefix.offer(sequence)                   # its full pages are shared from now on, and some of its states
     prefix.withdraw(sequence, start)         # those from token `start` on are not, because they are missing or not finite
 
 Pages are offered when the step that fills them is scheduled. This is safe because steps run in order, and within a step every
-layer writes all keys and values before it reads any. Left out: who gets pages (scheduler.py), and their hashes (pages.py).
+layer writes all keys and values before it reads any. States are offered at the same time, but a step reads them before it
+writes any: a sequence that comes in the same step waits for the next one.
+
+A model with states can only begin after a page whose state is known, so the pages of a shared prefix are cut there. Four kinds
+of states are kept: after the last page of a prompt, after the newest page of a sequence that ends or is preempted, where a
+prompt parts from pages that others have computed, and every `StateTable.interval` tokens. The first one lets the same prompt
+come again; the second one lets a conversation continue. Left out: who gets pages and states when (scheduler.py), the hashes of
+pages (pages.py), and what is evicted (pages.py and states.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from fa_serve.engine.cache.pages import PageTable
+from fa_serve.engine.cache.states import FEW_ROWS, StateTable
 from fa_serve.engine.scheduler.sequence import SequenceState
 
 
-class PrefixPages:
-    """The scheduler's hand in the prefix cache of a `PageTable`."""
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Numbers of pages and of states, available or needed."""
 
-    def __init__(self, pages: PageTable) -> None:
+    pages: int
+    states: int = 0
+
+    def holds(self, *needs: Room) -> bool:
+        """Whether all these needs can be met together."""
+        return sum(each.pages for each in needs) <= self.pages and sum(each.states for each in needs) <= self.states
+
+
+NOTHING = Room(0)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrefix:
+    """What a waiting sequence finds in the prefix cache. It is not held yet.
+
+    pages:   with its first tokens
+    state:   after these pages; -1 without one
+    branch:  number of tokens up to which there are pages, if no state is known there; else 0
+    awaited: the step that is being made writes a state after more pages
+    """
+
+    pages: list[int]
+    state: int = -1
+    branch: int = 0
+    awaited: bool = False
+
+
+class Prefix:
+    """The scheduler's hand in a `PageTable` and, for models with states, in a `StateTable`."""
+
+    def __init__(self, pages: PageTable, states: StateTable | None = None) -> None:
         self._pages = pages
+        self._states = states
 
-    def shared(self, sequence: SequenceState) -> list[int]:
-        """The pages with the first tokens of a waiting sequence that are in the prefix cache."""
+    def shared(self, sequence: SequenceState) -> SharedPrefix:
+        """What the prefix cache has for the first tokens of a waiting sequence."""
         pages = self._pages
         pages.hash_pages(sequence.tokens, sequence.page_hashes, sequence.request.cache_salt)
         # The last token is computed in any case, because its logits are wanted. For prompt_logprobs all tokens are.
         known = 0 if sequence.num_prompt_logits(2) else (sequence.num_tokens - 1) // pages.page_size
-        return pages.match(sequence.page_hashes[:known])
+        found = pages.match(sequence.page_hashes[:known])
+        if self._states is None:
+            return SharedPrefix(found)
+        longest, state = self._states.match(sequence.page_hashes[: len(found)])
+        count = longest
+        while count and not self._states.is_ready(state):
+            count, state = self._states.match(sequence.page_hashes[: count - 1])
+        branch = len(found) * pages.page_size if len(found) > count else 0
+        return SharedPrefix(found[:count], state, branch, awaited=longest > count)
+
+    def acquire(self, shared: SharedPrefix) -> None:
+        """One more sequence holds these pages and this state."""
+        self._pages.acquire(shared.pages)
+        if self._states is not None and shared.state >= 0:
+            self._states.acquire(shared.state)
+
+    def available(self, running: Sequence[SequenceState] = ()) -> Room:
+        """What can be allocated, now or when the steps in flight of these sequences have been committed."""
+        if self._states is None:
+            return Room(self._pages.num_available)
+        return Room(self._pages.num_available, self._states.num_available + sum(len(x.retired) for x in running))
+
+    def need(self, sequence: SequenceState, shared: SharedPrefix) -> Room:
+        """What a waiting sequence takes when it is admitted: pages for all its tokens, and a state if it fills a page."""
+        pages = self._pages
+        num_pages = pages.pages_for(sequence.num_tokens) - len(shared.pages) + pages.num_evictable(shared.pages)
+        if self._states is None:
+            return Room(num_pages)
+        fills = sequence.num_tokens // pages.page_size > len(shared.pages)
+        return Room(num_pages, fills + self._states.is_evictable(shared.state))
+
+    def growth(self, running: Sequence[SequenceState]) -> Room:
+        """What the running sequences lack for their next tokens. Some have more pages than they need, for drafts.
+
+        Several sequences that lack a state take turns, because each gives one back when its step is committed: they lack one.
+        """
+        pages_for = self._pages.pages_for
+        growing = [x for x in running if not x.is_last_pending]
+        num_pages = sum(max(pages_for(x.num_tokens) - len(x.pages), 0) for x in growing)
+        if self._states is None:
+            return Room(num_pages)
+        return Room(num_pages, any(x.num_tokens - x.state_position >= self._pages.page_size for x in growing))
+
+    def reserve(self, num_running: int) -> Room:
+        """What is left to so many running sequences when another one is admitted, or it might be preempted at once.
+
+        Each may need a page soon. Of the states, as many as two steps of decoding take on average, and one for a prompt.
+        """
+        if self._states is None or not num_running:
+            return Room(num_running)
+        return Room(num_running, 1 - (-2 * num_running // self._pages.page_size))
+
+    def draft_end(self, sequence: SequenceState, num_running: int) -> int:
+        """Number of tokens that a sequence may have with its drafts, as far as states are concerned.
+
+        Drafts fill one page at most, because a step of few tokens stores one state, and none if states are scarce.
+        """
+        assert self._states is not None
+        size = self._pages.page_size
+        fills = len(sequence.tokens) - sequence.state_position >= size
+        if not fills and self._states.num_available <= self.reserve(num_running).states:
+            return sequence.state_position + size - 1
+        return sequence.state_position + 2 * size - 1
+
+    def can_store(self, sequence: SequenceState, length: int) -> bool:
+        """Whether there is a state for the last page that the sequence's next `length` tokens fill."""
+        assert self._states is not None
+        fills = sequence.num_computed + length - sequence.state_position >= self._pages.page_size
+        return not fills or self._states.num_available > 0
+
+    def store(self, sequence: SequenceState, length: int, num_drafts: int, num_running: int) -> Sequence[tuple[int, int]]:
+        """States for the sequence's next tokens to be written to: (position, state), in order. They are held.
+
+        The last one is the state that the sequence continues from. Those before it are for others, as far as states are spare.
+        """
+        assert self._states is not None
+        size = self._pages.page_size
+        start = sequence.num_computed
+        last = (start + length + num_drafts) // size * size
+        if last <= sequence.state_position:
+            return ()
+        positions = [last]
+        if length > FEW_ROWS and self._pages.prefix_caching:
+            interval = self._states.interval
+            inside = {_prompt_end(sequence, size), sequence.branch, *range(start // interval * interval, last, interval)}
+            spare = max(self._states.num_available - 1 - self.reserve(num_running).states, 0)
+            kept = sorted(position for position in inside if start < position < last)
+            positions = [*kept[len(kept) - min(spare, len(kept)) :], last]
+        return [(position, self._states.allocate()) for position in positions]
 
     def offer(self, sequence: SequenceState) -> None:
-        """Register the pages that are full, or will be when the launched steps have run."""
+        """Register the pages that are full, or will be when the launched steps have run, and states after them."""
         pages = self._pages
         if not pages.prefix_caching:
             return
@@ -41,11 +172,46 @@ class PrefixPages:
         pages.hash_pages(sequence.tokens, hashes, sequence.request.cache_salt)
         for index in range(sequence.num_offered, full):
             pages.register(sequence.pages[index], hashes[index], hashes[index - 1] if index else b"")
+        if self._states is not None:
+            self._offer_states(self._states, sequence, full)
         sequence.offer(full)
+
+    def _offer_states(self, states: StateTable, sequence: SequenceState, full: int) -> None:
+        """Keep those states after the pages up to `full` that are not offered yet which others may want to start from."""
+        size = self._pages.page_size
+        for held in sequence.held_states:
+            if sequence.num_offered * size < held.position <= full * size and (
+                held.position in (_prompt_end(sequence, size), sequence.branch) or held.position % states.interval == 0
+            ):
+                states.keep(held.state, sequence.page_hashes[held.position // size - 1])
+
+    def keep_newest(self, sequence: SequenceState, limit: int) -> None:
+        """Keep the newest state of a sequence that leaves, so that it or a longer prompt continues from there.
+
+        limit: number of leading tokens of which the states are known to be right
+        """
+        if self._states is None:
+            return
+        hashes = sequence.page_hashes
+        for held in reversed(sequence.held_states):
+            count = held.position // self._pages.page_size
+            if held.position <= limit and count <= len(hashes) and self._states.keep(held.state, hashes[count - 1]):
+                return
+
+    def release(self, sequence: SequenceState) -> None:
+        """A sequence leaves: it does not hold its pages and states any more."""
+        self._pages.release(sequence.held_pages)
+        if self._states is not None:
+            for held in sequence.held_states:
+                self._states.release(held.state)
 
     def withdraw(self, sequence: SequenceState, start: int) -> None:
         """Keep others from sharing what this sequence was to write from token `start` on: it is missing or not finite."""
-        first = max(start // self._pages.page_size, sequence.num_shared, sequence.num_released)
+        first = max(start // self._pages.page_size, sequence.num_shared)
+        if self._states is not None:
+            # A page may be registered that another sequence has computed with the same tokens, so states are found by hash.
+            self._states.forget(sequence.page_hashes[first:])
+        first = max(first, sequence.num_released)
         if sequence.num_offered > first:
             self._pages.unregister(sequence.pages[first : sequence.num_offered])
             sequence.offer(first)
@@ -59,3 +225,19 @@ class PrefixPages:
         """The same for what a preempted sequence has left, from its first token on that is not confirmed."""
         confirmed = max(sequence.num_confirmed, sequence.num_cached_tokens)
         self._pages.forget(sequence.page_hashes[confirmed // self._pages.page_size :])
+
+    def check_integrity(self, running: Sequence[SequenceState]) -> None:
+        """Assert that each page and state is accounted for, and that each sequence has the state of the last page it fills."""
+        self._pages.check_integrity([sequence.held_pages for sequence in running])
+        if self._states is None:
+            return
+        self._states.check_integrity([[held.state for held in sequence.held_states] for sequence in running])
+        size = self._pages.page_size
+        for sequence in running:
+            assert sequence.state_position == sequence.num_computed // size * size, "a sequence reads a state that is too old"
+            assert (sequence.state >= 0) == (sequence.state_position > 0), "a sequence that has filled a page reads no state"
+
+
+def _prompt_end(sequence: SequenceState, page_size: int) -> int:
+    """The last position in a prompt at which the same prompt may begin when it comes again: its last token is computed."""
+    return (sequence.num_prompt_tokens - 1) // page_size * page_size

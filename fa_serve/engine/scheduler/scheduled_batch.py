@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from fa_serve.engine.errors import RequestError
 from fa_serve.engine.scheduler.sequence import SequenceState
@@ -32,6 +33,10 @@ class Chunk:
     num_prompt_logits: number of tokens, from the first of the chunk on, whose logits are wanted for `prompt_logprobs`
     drafts: guesses of the tokens after the last one, which are computed as the last tokens of the chunk
     postponed: the samples are not used, and a later step computes the last known token again
+    source: state of linear attention that the step reads, after the last multiple of the page size up to `start`; -1 is that
+            before the first token, and for models without states
+    stores: (position, state) in order: states that the step writes, and how many leading tokens they come after. A chunk of
+            FEW_ROWS tokens at most, drafts included, stores one; a position among the drafts may turn out to be wrong
     """
 
     sequence: SequenceState
@@ -42,17 +47,22 @@ class Chunk:
     num_prompt_logits: int = 0
     drafts: Sequence[int] = ()
     postponed: bool = False
+    source: int = -1
+    stores: Sequence[tuple[int, int]] = ()
 
     def numbers(self) -> tuple[int, ...]:
         """Numbers for the ranks' digest. Ranks whose schedules differ get different numbers."""
         pages = self.sequence.pages
-        return (self.slot, self.start, self.length, self.num_samples, len(pages), pages[-1] if pages else -1, *self.drafts)
+        last_page = pages[-1] if pages else -1
+        numbers = (self.slot, self.start, self.length, self.num_samples, len(pages), last_page, self.source, *self.drafts)
+        return (*numbers, *chain.from_iterable(self.stores)) if self.stores else numbers
 
 
 @dataclass(slots=True)
 class ScheduledBatch:
     """What one step computes. `admitted` are the sequences that have been given a slot for this step.
 
+    number:        steps are numbered in their order
     num_prompt_tokens: tokens of chunks that are more than the last token of a sequence and its drafts
     max_tokens:    what num_tokens may be, for the scheduler
     prompt_limits: what num_prompt_tokens may be, and what it may be if the last of them complete a prompt
@@ -60,6 +70,7 @@ class ScheduledBatch:
 
     chunks: list[Chunk] = field(default_factory=list)
     admitted: list[SequenceState] = field(default_factory=list)
+    number: int = 0
     num_tokens: int = 0
     num_prompt_tokens: int = 0
     num_prompt_logits: int = 0

@@ -14,6 +14,10 @@ computed again later. It is the one with the last turn, of the client that has t
 never preempted by another one, so there is always progress. Ranks never change, so no sequence starves. A client that runs
 nothing gets a slot and pages from the client that has the most running sequences, unless no client has two.
 
+A model with linear attention has states beside its pages (cache/states.py), which sequences take as they go: one for each page
+that they fill, at the end of a chunk. The one before is given back when the step is committed, so that a step that fails or is
+rolled back leaves the state from which it began. If states are short, sequences that fill a page take turns.
+
 Pages are offered to other sequences when the step that fills them is scheduled (cache/prefix.py), so that sequences that come
 in one step share their prefix. While sequences decode, prompts get a share of the step that keeps it short (prompt_share.py).
 
@@ -32,7 +36,8 @@ from bisect import insort
 from collections.abc import Iterable, Sequence
 
 from fa_serve.engine.cache.pages import PageTable
-from fa_serve.engine.cache.prefix import PrefixPages
+from fa_serve.engine.cache.prefix import NOTHING, Prefix, Room, SharedPrefix
+from fa_serve.engine.cache.states import StateTable, chunk_length
 from fa_serve.engine.errors import RequestError
 from fa_serve.engine.request.outputs import FinishReason
 from fa_serve.engine.request.request import Request
@@ -51,6 +56,7 @@ MAX_PROMPT_LOGITS = 256
 class Scheduler:
     """Owner of the queues and of every `SequenceState` in them. `running` is sorted by turn.
 
+    pages, states:          what sequences hold; states are None for models without linear attention
     max_num_seqs:           number of slots, which is the limit of running sequences
     max_num_batched_tokens: token budget of a step
     keys_per_tile:          largest number of keys that a kernel reads as one aligned tile
@@ -62,6 +68,7 @@ class Scheduler:
     def __init__(
         self,
         pages: PageTable,
+        states: StateTable | None = None,
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
@@ -71,7 +78,8 @@ class Scheduler:
         prompt_share: PromptShare | None = None,
     ) -> None:
         self.pages = pages
-        self._prefix = PrefixPages(pages)
+        self.states = states
+        self._prefix = Prefix(pages, states)
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.keys_per_tile = keys_per_tile
@@ -82,14 +90,17 @@ class Scheduler:
         self.running: list[SequenceState] = []
         self.sequences: dict[str, SequenceState] = {}
         self.num_preemptions = 0
+        self._num_steps = 0
         self._slots = list(range(max_num_seqs - 1, -1, -1))
         self._deadlines = Deadlines()
 
     def renewed(self) -> Scheduler:
         """A scheduler with the same settings and nothing else of this one, whose state is not to be trusted: see `abandon`."""
-        pages = self.pages
+        pages = PageTable(self.pages.num_pages, self.pages.page_size, prefix_caching=self.pages.prefix_caching)
+        states = self.states
         return Scheduler(
-            PageTable(pages.num_pages, pages.page_size, prefix_caching=pages.prefix_caching),
+            pages,
+            None if states is None else StateTable(states.num_states, pages, interval=states.interval),
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             keys_per_tile=self.keys_per_tile,
@@ -121,9 +132,13 @@ class Scheduler:
 
     def schedule(self) -> ScheduledBatch:
         """The next step's tokens. The batch is empty when there is nothing to compute."""
-        self._reclaim_pages()
+        self._num_steps += 1
+        if self.states is not None:
+            self.states.begin_step()
+        self._reclaim()
         self._make_room()
-        batch = ScheduledBatch(max_tokens=self.max_num_batched_tokens, prompt_limits=self._prompt_limits())
+        limits = self._prompt_limits()
+        batch = ScheduledBatch(number=self._num_steps, max_tokens=self.max_num_batched_tokens, prompt_limits=limits)
         self._prepare_drafts()
         self._continue_running(batch)
         self._admit_waiting(batch)
@@ -172,6 +187,8 @@ class Scheduler:
                 self._end_without_token(sequence, end)
             else:
                 self.finish(sequence, "stop" if end in sequence.request.end_ids else "length")
+        if self.states is not None:
+            self._release_spent(self.states, batch)
         return gained
 
     def abort(self, request_id: str) -> SequenceState | None:
@@ -211,12 +228,12 @@ class Scheduler:
             self._prefix.withdraw(sequence, chunk.start)
             if chunk.num_samples and not chunk.postponed:
                 sequence.receive()
-            self._requeue(sequence)
+            self._requeue(sequence, chunk.start)
 
     def postpone(self, chunk: Chunk) -> None:
         """A launched step cannot sample for this chunk, which was to reach the last token. A later step computes that again."""
         chunk.postponed = True
-        chunk.sequence.postpone()
+        chunk.sequence.postpone(self._num_steps)
 
     def finish(self, sequence: SequenceState, reason: FinishReason, error: RequestError | None = None) -> None:
         """End a sequence and release what it holds.
@@ -229,7 +246,7 @@ class Scheduler:
         if sequence.slot >= 0:
             self._prefix.withdraw(sequence, sequence.num_confirmed)
             self.waiting.settle(sequence, len(sequence.tokens) - sequence.num_at_start - sequence.num_expected)
-            self._leave(sequence)
+            self._leave(sequence, sequence.num_confirmed)
         else:
             if sequence.num_at_start:  # it was preempted, and may have left pages that are not confirmed
                 self._prefix.withdraw_left(sequence)
@@ -242,10 +259,10 @@ class Scheduler:
             self.speculation.forget(sequence)
 
     def check_integrity(self) -> None:
-        """Assert that every page, slot and turn is accounted for and that both queues are in order."""
-        self.pages.check_integrity([sequence.held_pages for sequence in self.running])
+        """Assert that every page, state, slot and turn is accounted for and that both queues are in order."""
+        self._prefix.check_integrity(self.running)
         assert sorted(self._slots + [sequence.slot for sequence in self.running]) == list(range(self.max_num_seqs))
-        assert all(sequence.slot == -1 and not sequence.pages for sequence in self.waiting)
+        assert all(sequence.slot == -1 and not sequence.pages and not sequence.held_states for sequence in self.waiting)
         assert sorted(self.sequences) == sorted(sequence.request.request_id for sequence in [*self.waiting, *self.running])
         assert self.running == sorted(self.running, key=SequenceState.place), "the running sequences are out of order"
         self.waiting.check_integrity(self.running)
@@ -261,13 +278,14 @@ class Scheduler:
     def _continue_running(self, batch: ScheduledBatch) -> None:
         """Schedule the running sequences, by turn."""
         drafting = self.speculation.is_on(len(self.running))  # asked once, because this loop decides what a step costs the host
+        has_states = self.states is not None
         for sequence in self.running:
             if not batch.room:
                 break
             if sequence.is_last_pending or sequence.num_drafts or (drafting and self._is_held_back(sequence)):
                 continue
             length = self._length(batch, sequence)
-            if length:
+            if length and not (has_states and not self._prefix.can_store(sequence, length)):
                 self._grow_to(sequence, sequence.num_tokens)
                 self._append(batch, sequence, length, self._drafts(sequence, batch.room) if drafting else ())
 
@@ -293,9 +311,12 @@ class Scheduler:
         return drafts
 
     def _draft_room(self, sequence: SequenceState) -> int:
-        """Drafts for which there are pages. They preempt no sequence, and leave one page for each running sequence."""
+        """Drafts for which there are pages and states. They preempt no sequence, and leave each running one what it needs."""
         spare = max(self.pages.num_available - len(self.running), 0)
-        return (len(sequence.pages) + spare) * self.pages.page_size - len(sequence.tokens)
+        end = (len(sequence.pages) + spare) * self.pages.page_size
+        if self.states is not None:
+            end = min(end, self._prefix.draft_end(sequence, len(self.running)))
+        return end - len(sequence.tokens)
 
     def _grow_to(self, sequence: SequenceState, num_tokens: int) -> None:
         """Give the sequence the pages that it lacks for so many tokens."""
@@ -342,7 +363,9 @@ class Scheduler:
     def _has_room(self) -> bool:
         """Whether nothing is to be preempted for `first`. A pending token comes by itself."""
         first = self.waiting.first()
-        return first.num_pending > 0 or (bool(self._slots) and self._fits(first, self._growth()))
+        if first.num_pending:
+            return True
+        return bool(self._slots) and self._fits(first, self._prefix.shared(first), self._prefix.growth(self.running))
 
     def _length(self, batch: ScheduledBatch, sequence: SequenceState) -> int:
         """How many tokens of the sequence fit into the step, which has room for one."""
@@ -353,7 +376,19 @@ class Scheduler:
         logits = MAX_PROMPT_LOGITS - batch.num_prompt_logits
         if length > logits and sequence.num_prompt_logits(length):
             length = min(logits, batch.prompt_room)
-        return length
+        return length if self.states is None else self._length_with_states(batch, sequence, length)
+
+    def _length_with_states(self, batch: ScheduledBatch, sequence: SequenceState, length: int) -> int:
+        """The same for a model with states, whose longer chunks begin at multiples of the page size.
+
+        A prompt that gets less than a page beside other prompts waits for them instead: it would be cut off from this grid.
+        """
+        size = self.pages.page_size
+        missing = sequence.num_tokens - sequence.num_computed
+        fills = length >= min(missing, size - sequence.num_computed % size)
+        if not fills and batch.num_prompt_tokens and batch.prompt_room + batch.num_prompt_tokens >= size:
+            return 0
+        return chunk_length(sequence.num_computed, length, missing, size)
 
     def _append(self, batch: ScheduledBatch, sequence: SequenceState, length: int, drafts: Sequence[int] = ()) -> None:
         """Add the sequence's next `length` tokens and its drafts to the step."""
@@ -362,8 +397,14 @@ class Scheduler:
         num_drafts = len(drafts)
         num_samples = 1 + num_drafts if samples else 0
         num_prompt_logits = sequence.num_prompt_logits(length)
-        batch.append(Chunk(sequence, sequence.slot, start, length + num_drafts, num_samples, num_prompt_logits, drafts))
+        chunk = Chunk(sequence, sequence.slot, start, length + num_drafts, num_samples, num_prompt_logits, drafts)
+        batch.append(chunk)
+        if self.states is not None:
+            chunk.source = sequence.state
+            chunk.stores = self._prefix.store(sequence, length, num_drafts, len(self.running))
         sequence.advance(length, samples, num_drafts)
+        if chunk.stores:
+            sequence.hold(chunk.stores, batch.number)
         self._prefix.offer(sequence)
         if self.window is not None:
             self._release_behind(sequence, start - self.window)
@@ -379,37 +420,49 @@ class Scheduler:
             self.pages.release(sequence.pages[sequence.num_released : num_pages])
             sequence.release_before(num_pages)
 
-    def _reclaim_pages(self) -> None:
-        """Preempt sequences until the others have pages for their next tokens. Each needs one page at most."""
-        while self.pages.num_available < len(self.running) and self._growth() > self.pages.num_available:
+    def _release_spent(self, states: StateTable, batch: ScheduledBatch) -> None:
+        """Release the states that were needed until this step had been committed, or undone."""
+        for chunk in batch.chunks:
+            sequence = chunk.sequence
+            if sequence.retired:
+                for state in sequence.take_spent(batch.number):
+                    states.release(state)
+
+    def _reclaim(self) -> None:
+        """Preempt sequences until the others have room for their next tokens. Each needs one page at most."""
+        while self._is_scarce():
+            if self._prefix.available(self.running).holds(self._prefix.growth(self.running)):
+                break
             self.num_preemptions += 1
             self._requeue(self.waiting.last_of_largest(self.running))
 
-    def _growth(self) -> int:
-        """The number of pages that the running sequences lack for their next tokens. Some have more, for drafts."""
-        growing = (sequence for sequence in self.running if not sequence.is_last_pending)
-        return sum(max(self.pages.pages_for(x.num_tokens) - len(x.pages), 0) for x in growing)
+    def _is_scarce(self) -> bool:
+        """Whether the running sequences might lack room for their next tokens."""
+        if self.pages.num_available < len(self.running):
+            return True
+        return self.states is not None and self.states.num_available == 0
 
     def _admit(self, sequence: SequenceState) -> bool:
         """Give a waiting sequence a slot and pages, shared pages first. Returns False if it has to wait."""
-        if sequence.num_pending or not self._fits(sequence):
+        if sequence.num_pending:
             return False  # a token that was pending when it was preempted is awaited: no token is kept without a slot
         shared = self._prefix.shared(sequence)
-        self.pages.acquire(shared)
-        pages = shared + self.pages.allocate(self.pages.pages_for(sequence.num_tokens) - len(shared))
-        sequence.start(self._slots.pop(), pages, len(shared), self.pages.page_size)
+        if shared.awaited or not self._fits(sequence, shared):
+            return False
+        self._prefix.acquire(shared)
+        pages = shared.pages + self.pages.allocate(self.pages.pages_for(sequence.num_tokens) - len(shared.pages))
+        sequence.start(self._slots.pop(), pages, len(shared.pages), self.pages.page_size, shared.state, shared.branch)
         return True
 
-    def _fits(self, sequence: SequenceState, growth: int = 0) -> bool:
-        """Whether the pages suffice for a waiting sequence after the running ones have taken `growth` pages.
+    def _fits(self, sequence: SequenceState, shared: SharedPrefix, growth: Room = NOTHING) -> bool:
+        """Whether the room suffices for a waiting sequence after the running ones have taken `growth`.
 
-        One page is left for each running sequence to grow into, or the newcomer might be preempted at once. A client that runs
+        A reserve is left for the running sequences to grow into, or the newcomer might be preempted at once. A client that runs
         nothing does not need this: the client with the most sequences is preempted before it.
         """
-        shared = self._prefix.shared(sequence)
-        need = self.pages.pages_for(sequence.num_tokens) - len(shared) + self.pages.num_evictable(shared)
-        reserve = 0 if self.waiting.crowding(self.running) is not None else len(self.running)
-        return need + reserve + growth <= self.pages.num_available
+        crowded = self.waiting.crowding(self.running) is not None
+        reserve = NOTHING if crowded else self._prefix.reserve(len(self.running))
+        return self._prefix.available().holds(self._prefix.need(sequence, shared), reserve, growth)
 
     def _end_without_token(self, sequence: SequenceState, token: int) -> None:
         """End a sequence for which the sampler found no token, and say why."""
@@ -418,13 +471,17 @@ class Scheduler:
             self._prefix.withdraw_all(sequence)
         self.finish(sequence, "error", WITHOUT_TOKEN[token])
 
-    def _requeue(self, sequence: SequenceState) -> None:
-        self._leave(sequence)
+    def _requeue(self, sequence: SequenceState, num_right: int | None = None) -> None:
+        self._leave(sequence, num_right)
         self.waiting.give_back(sequence)
 
-    def _leave(self, sequence: SequenceState) -> None:
-        """Take a sequence out of the running ones; its pages and its slot are free."""
+    def _leave(self, sequence: SequenceState, num_right: int | None = None) -> None:
+        """Take a sequence out of the running ones; its pages, its states and its slot are free.
+
+        num_right: number of leading tokens whose states are right when all launched steps have run; None: all computed ones
+        """
         self.running.remove(sequence)
-        self.pages.release(sequence.held_pages)
+        self._prefix.keep_newest(sequence, sequence.num_computed if num_right is None else num_right)
+        self._prefix.release(sequence)
         self._slots.append(sequence.slot)
         sequence.pause()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from fa_serve.engine.errors import RequestError
 from fa_serve.engine.request.outputs import FinishReason
@@ -15,6 +16,18 @@ from fa_serve.engine.request.request import Request
 
 EXPECTED_TOKENS = 128
 """Length of an answer for which a client is charged in advance. The difference is charged when the answer ends."""
+
+
+class HeldState(NamedTuple):
+    """A state of linear attention that a sequence holds beside the one that its next step reads.
+
+    position: number of leading tokens that it comes after
+    step:     number of the step that reads or writes it, and after which the sequence needs it no more
+    """
+
+    state: int
+    position: int
+    step: int
 
 
 @dataclass(slots=True, eq=False)
@@ -36,6 +49,10 @@ class SequenceState:
     slot:         row of the per-sequence state on the device while the sequence runs, else -1
     pages:        ids of its pages in order; the first num_released of them may belong to other sequences by now
     page_hashes:  hashes of its full pages
+    state:        state of linear attention that its next step reads; -1 is that before the first token
+    state_position: number of leading tokens that `state` comes after: the last multiple of the page size up to num_computed
+    retired:      further states that it holds, because steps in flight read or write them
+    branch:       position in the prompt up to which others have the same tokens, if a state is missing there; else 0
     finish_reason, error: as in `RequestOutput`; None while the sequence is unfinished
     """
 
@@ -55,6 +72,10 @@ class SequenceState:
     slot: int = -1
     pages: list[int] = field(default_factory=list)
     page_hashes: list[bytes] = field(default_factory=list)
+    state: int = -1
+    state_position: int = 0
+    retired: list[HeldState] = field(default_factory=list)
+    branch: int = 0
     finish_reason: FinishReason | None = None
     error: RequestError | None = None
 
@@ -81,6 +102,14 @@ class SequenceState:
     def held_pages(self) -> list[int]:
         """The pages that this sequence holds: all but those behind the window."""
         return self.pages[self.num_released :]
+
+    @property
+    def held_states(self) -> list[HeldState]:
+        """The states that this sequence holds, by position. The `step` of the one that its next step reads is -1."""
+        held = [*self.retired]
+        if self.state >= 0:
+            held.append(HeldState(self.state, self.state_position, -1))
+        return sorted(held, key=lambda each: each.position)
 
     @property
     def num_confirmed(self) -> int:
@@ -125,13 +154,19 @@ class SequenceState:
         room = self.request.max_tokens - (self.num_at_start - self.num_prompt_tokens)
         return min(room, EXPECTED_TOKENS)
 
-    def start(self, slot: int, pages: list[int], num_shared: int, page_size: int) -> None:
-        """The sequence has been admitted. Its first `num_shared` pages hold the keys and values of its first tokens already."""
+    def start(self, slot: int, pages: list[int], num_shared: int, page_size: int, state: int = -1, branch: int = 0) -> None:
+        """The sequence has been admitted. Its first `num_shared` pages hold the keys and values of its first tokens already.
+
+        state: the state after these pages, if the model has states
+        """
         self.slot = slot
         self.pages = pages
         self.num_shared = num_shared
         self.num_offered = num_shared
         self.num_computed = num_shared * page_size
+        self.state = state
+        self.state_position = self.num_computed if state >= 0 else 0
+        self.branch = branch
         self.num_at_start = len(self.tokens)
         if not self.num_output_tokens:
             self.num_cached_tokens = self.num_computed
@@ -165,11 +200,47 @@ class SequenceState:
         if self.num_drafts:  # else there are none, or the sequence was preempted meanwhile
             self.num_computed += num_accepted
             self.num_drafts = 0
+            if self.retired:
+                self._read_newest()
 
-    def postpone(self) -> None:
-        """The step in flight samples nothing after the last known token, which will be computed again."""
+    def hold(self, stores: Sequence[tuple[int, int]], step: int) -> None:
+        """The step of this number, which has been scheduled, writes these states: (position, state)."""
+        self.retired += [HeldState(state, position, step) for position, state in stores]
+        self._read_newest()
+
+    def _read_newest(self) -> None:
+        """The next step reads the newest state that the computed tokens reach; steps in flight read the one before."""
+        reached = [each for each in self.retired if self.state_position < each.position <= self.num_computed]
+        if reached:
+            newest = max(reached, key=lambda each: each.position)
+            self._exchange(newest, newest.step)
+
+    def _exchange(self, new: HeldState, step: int) -> None:
+        """The next step reads `new`, and `step` is the last one that needs the state which it would have read."""
+        old = HeldState(self.state, self.state_position, step)
+        self.retired = [each for each in self.retired if each.state != new.state]
+        if old.state >= 0:
+            self.retired.append(old)
+        self.state = new.state
+        self.state_position = new.position
+
+    def take_spent(self, step: int) -> list[int]:
+        """Give up the states that no step after the one of this number needs. Returns them, by position."""
+        spent = [each.state for each in sorted(self.retired, key=lambda each: each.position) if each.step <= step]
+        self.retired = [each for each in self.retired if each.step > step]
+        return spent
+
+    def postpone(self, step: int = 0) -> None:
+        """The step in flight, which has this number, samples nothing after the last known token, which is computed again.
+
+        If that token completes a state, tokens are computed again from the state before it on.
+        """
         self.receive()
         self.num_computed -= 1
+        if self.state_position > self.num_computed:
+            earlier = [each for each in self.retired if each.position <= self.num_computed]
+            self._exchange(max(earlier, key=lambda each: each.position, default=HeldState(-1, 0, step)), step)
+            self.num_computed = self.state_position
 
     def drop_last(self, count: int) -> None:
         """The last tokens do not belong to the answer, because it has ended before them."""
@@ -193,6 +264,10 @@ class SequenceState:
         self.num_shared = 0
         self.num_offered = 0
         self.num_released = 0
+        self.state = -1
+        self.state_position = 0
+        self.retired = []
+        self.branch = 0
 
     def finish(self, reason: FinishReason, error: RequestError | None = None) -> None:
         """The answer is complete, or ends here for another reason."""
