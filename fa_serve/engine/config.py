@@ -37,6 +37,7 @@ class EngineConfig:
     tensor_parallel:        ranks that the layers are divided between, one process and one device for each
     page_size:              tokens in a page of the KV cache
     num_pages:              pages of the KV cache; None fits them into the memory
+    num_states:             states of sequences, for a model with linear attention; None fits them into the memory
     kv_cache_dtype:         "auto" (the model's) or "fp8", which halves the memory of 16-bit numbers and may change tokens.
                             Latent keys, which are few, keep the model's dtype
     attention_precision:    of the products of attention in prompts, on GPUs of compute capability 8.9 or newer: "bf16" (the
@@ -76,6 +77,7 @@ class EngineConfig:
     tensor_parallel: int = 1
     page_size: int = 16
     num_pages: int | None = None
+    num_states: int | None = None
     kv_cache_dtype: str = "auto"
     attention_precision: Precision = "bf16"
     gpu_memory_utilization: float = 0.9
@@ -103,13 +105,14 @@ class EngineConfig:
             "tensor_parallel",
             "page_size",
             "num_pages",
+            "num_states",
             "max_num_seqs",
             "max_num_batched_tokens",
             "max_model_len",
             "grammar_memory",
         ):
             value = getattr(self, name)
-            if value is None and name in ("num_pages", "max_model_len"):
+            if value is None and name in ("num_pages", "num_states", "max_model_len"):
                 continue
             if not _is_integer(value) or value < 1:
                 raise ParameterError(name, "be a positive integer", value)

@@ -61,6 +61,7 @@ from fa_serve.hf.adapter.paged import (
     paged_output,
 )
 from fa_serve.hf.adapter.register import patch, register
+from fa_serve.hf.adapter.step_cache import PagedStates, StateKey, take_layer_idx
 from fa_serve.hf.adapter.translate import AttendsBatch, LayerCall
 from fa_serve.hf.hidden_states import HiddenStateReader
 from fa_serve.hf.layer_kinds import few_layers
@@ -68,6 +69,7 @@ from fa_serve.hf.surgery.divide.plan import plan_division
 from fa_serve.hf.surgery.divide.weights import PartOfSum, divide_model, vocab_size
 from fa_serve.hf.surgery.experts.mixtures import expert_modules, experts_forward, take_experts
 from fa_serve.hf.surgery.experts.scaled import ScaledExperts, take_scaled_experts
+from fa_serve.hf.surgery.states import seat_states
 
 __all__ = [
     "NAME",
@@ -77,8 +79,10 @@ __all__ = [
     "ModelLayers",
     "OneSequence",
     "PagedBatch",
+    "PagedStates",
     "PartOfSum",
     "ScaledExperts",
+    "StateKey",
     "attention_forward",
     "check_attention_precision",
     "check_model",
@@ -93,7 +97,9 @@ __all__ = [
     "patch",
     "plan_division",
     "register",
+    "seat_states",
     "take_experts",
+    "take_layer_idx",
     "take_scaled_experts",
     "vocab_size",
 ]

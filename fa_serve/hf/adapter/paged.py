@@ -31,7 +31,7 @@ from fa_serve.api import attention_paged, attention_varlen, store_kv
 from fa_serve.backends import explain
 from fa_serve.hf.adapter.models import NAME, check_class, counts_positions
 from fa_serve.hf.adapter.state_modules import SeatedMixer, find_state_modules
-from fa_serve.hf.adapter.step_cache import PagedStates, StateKey, StateProbe, StepCache, take_layer_idx
+from fa_serve.hf.adapter.step_cache import PagedStates, StateKey, StateProbe, StepCache, WholeSequence, take_layer_idx
 from fa_serve.hf.adapter.translate import AttendsBatch, LayerCall, spec_of
 from fa_serve.ops import StateSpec
 from fa_serve.spec import AttentionSpec, ParameterError, Precision, UnsupportedModelError
@@ -158,6 +158,9 @@ class PagedBatch:
 
 class OneSequence:
     """Takes the place of a PagedBatch: causal attention over the tokens of one sequence, without a cache."""
+
+    def __init__(self) -> None:
+        self.states = WholeSequence()
 
     def attend(self, call: LayerCall) -> Tensor:
         """Attend to all tokens -> (1, total, num_heads, head_dim_v)."""

@@ -17,7 +17,7 @@ Left out: the parts of a fused layer (parts.py), and how it computes (layer.py, 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -114,9 +114,9 @@ def unfuse_model(model: PreTrainedModel) -> None:
             del module.forward
 
 
-def cached_layers(model: PreTrainedModel, layers: Sequence[AttentionSpec]) -> list[AttentionSpec]:
+def cached_layers(model: PreTrainedModel, layers: Mapping[int, AttentionSpec]) -> dict[int, AttentionSpec]:
     """What each layer asks of the KV cache, after `fuse_model`. layers: what they ask of attention by their own code"""
-    cached = list(layers)
+    cached = dict(layers)
     for module in model.modules():
         fused = module.forward
         if isinstance(fused, FusedLayer) and isinstance(fused.attention, LatentAttention):
