@@ -99,8 +99,9 @@ class StateMemory:
         return self.bytes_of_tails + self.least_states * self.bytes_per_state
 
     def enough_states(self, num_pages: int) -> int:
-        """One state for every STATE_TOKENS tokens that so many pages hold, and those of running sequences."""
-        return self.least_states + num_pages * self.page_size // STATE_TOKENS
+        """More states than these are hardly of use: for each running sequence, for some that have ended, of which two each are
+        kept, and for every STATE_TOKENS tokens that so many pages hold."""
+        return self.least_states + 4 * self.max_num_seqs + num_pages * self.page_size // STATE_TOKENS
 
     def shares(self, room: int, bytes_per_page: int) -> tuple[int, int]:
         """(pages, states) that a room of so many bytes is divided into, after the tails.
