@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from fa_serve.engine import SamplingParams
 from fa_serve.engine.cache.pages import PageTable
+from fa_serve.engine.cache.states import FEW_ROWS, STATE_INTERVAL, StateTable
 from fa_serve.engine.request.request import Request
 from fa_serve.engine.scheduler.prompt_share import PromptShare
 from fa_serve.engine.scheduler.scheduled_batch import ScheduledBatch
@@ -28,9 +29,13 @@ def make_scheduler(
     keys_per_tile: int = 8,
     speculation: Speculation | None = None,
     prompt_share: PromptShare | None = None,
+    num_states: int = 0,
+    interval: int = STATE_INTERVAL,
 ) -> Scheduler:
+    pages = PageTable(num_pages, page_size, prefix_caching=caching)
     return Scheduler(
-        PageTable(num_pages, page_size, prefix_caching=caching),
+        pages,
+        StateTable(num_states, pages, interval=interval) if num_states else None,
         max_num_seqs=seqs,
         max_num_batched_tokens=tokens,
         keys_per_tile=keys_per_tile,
@@ -77,6 +82,71 @@ class Device:
                 self.last_token[chunk.slot] = next_token(tokens[:length])
                 sampled.append(self.last_token[chunk.slot])
         return sampled
+
+
+SPOILT = ("spoilt",)
+"""What is in a state or in a row of a tail after a step that failed, or whose numbers are not finite."""
+
+
+class StateDevice(Device):
+    """A device of a model with states. A state is the tuple of the tokens that it has seen.
+
+    A tail is a ring of rows, by slot: the tokens since the state. No state is read and written in the same step, because the
+    order of sequences within a step is not defined.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        super().__init__(scheduler)
+        self.states: dict[int, tuple[object, ...]] = {}
+        self.tails: dict[int, dict[int, object]] = {}
+        self.ring = scheduler.pages.page_size + max(scheduler.pages.page_size, FEW_ROWS)
+
+    def launch(self, batch: ScheduledBatch) -> list[int]:
+        """The sampled tokens. What each sequence has seen, by its state and its tail, has to be what its pages hold."""
+        sampled = super().launch(batch)
+        size = self.scheduler.pages.page_size
+        written = [state for chunk in batch.chunks for _, state in chunk.stores]
+        assert len(written) == len(set(written)), "two sequences write the same state"
+        assert not set(written) & {chunk.source for chunk in batch.chunks}, "a state is read and written in the same step"
+        for chunk in batch.chunks:
+            end = chunk.start + chunk.length
+            tokens = tuple(self.memory[chunk.sequence.pages[i // size], i % size] for i in range(end))
+            position = chunk.start // size * size
+            seen = self.states[chunk.source] if chunk.source >= 0 else ()
+            assert seen == tokens[:position], "the state is not that of the last full page"
+            tail = self.tails.setdefault(chunk.slot, {})
+            first = end // size * size
+            if chunk.length <= FEW_ROWS:
+                seen += tuple(tail[row % self.ring] for row in range(position, chunk.start))
+                assert seen == tokens[: chunk.start], "the tail is that of another sequence"
+                assert end - position <= self.ring
+                assert len(chunk.stores) <= 1
+                first = chunk.start
+            else:
+                assert chunk.start == position, "a long chunk does not begin at a multiple of the page size"
+            tail.update((row % self.ring, tokens[row]) for row in range(first, end))
+            assert [*chunk.stores] == sorted(chunk.stores)
+            for stored, state in chunk.stores:
+                assert position < stored <= end
+                assert stored % size == 0
+                self.states[state] = tokens[:stored]
+        return sampled
+
+    def spoil(self, batch: ScheduledBatch) -> None:
+        """Do a part of a step that fails: whatever it writes is wrong."""
+        for chunk in batch.chunks:
+            tail = self.tails.setdefault(chunk.slot, {})
+            tail.update((row % self.ring, SPOILT) for row in range(chunk.start, chunk.start + chunk.length))
+            self.states.update((state, SPOILT) for _, state in chunk.stores)
+
+    def check_kept(self, salts: Sequence[str | None]) -> None:
+        """Assert that every state that a sequence could start from is the one that its hash says."""
+        pages, states = self.scheduler.pages, self.scheduler.states
+        for page_hash, state in states._state_of.items():
+            chains: list[list[bytes]] = [[] for _ in salts]
+            for chain, salt in zip(chains, salts, strict=True):
+                pages.hash_pages(self.states[state], chain, salt)
+            assert page_hash in [chain[-1] for chain in chains], "a state that is kept is not that of its page"
 
 
 class Guesser(NgramDrafter):
