@@ -419,6 +419,33 @@ def experts() -> Drawing:
     return d
 
 
+def states() -> Drawing:
+    """A sequence of 41 tokens with pages of 16, and the step that computes three more."""
+    d = Drawing(270, "State pages, the tail, and what a step reads and writes")
+    d.text((20, 28), "positions", anchor="start")
+    left = 130
+    unit = 12
+    for page in range(2):
+        d.box((left + 16 * unit * page, 14), (16 * unit, 26), f"page {page}: frozen", fill=PALE_BLUE, edge=BLUE)
+    d.box((left + 32 * unit, 14), (9 * unit, 26), "tail", fill=PALE_YELLOW, edge=YELLOW)
+    d.box((left + 41 * unit, 14), (3 * unit, 26), "step", fill=PALE_RED, edge=RED)
+    for position in (0, 16, 32):
+        d.text((left + position * unit, 56), str(position), size=11)
+    d.text((left + 41 * unit, 56), "41", size=11)
+    d.text((20, 108), "state pages", anchor="start", colour=BLUE)
+    for position in (16, 32):
+        x = left + position * unit
+        d.line((x, 62), (x, 84))
+        d.box((x - 55, 86), (110, 40), f"S before {position}", "for all layers", fill=PALE_BLUE, edge=BLUE, text=11)
+    d.text((20, 182), "ring of the slot", anchor="start", colour=YELLOW)
+    d.box((left + 32 * unit, 160), (9 * unit, 40), "k, u, g of", "32 to 40", fill=PALE_YELLOW, edge=YELLOW, text=11)
+    d.box((left + 41 * unit, 160), (3 * unit, 40), "41", "to 43", fill=PALE_RED, edge=RED, text=11)
+    d.line((left + 32 * unit + 55, 106), (700, 106), (700, 220), (left + 44 * unit - 10, 220), (left + 44 * unit - 10, 202))
+    d.line((left + 36 * unit, 200), (left + 36 * unit, 230), (left + 42 * unit, 230), (left + 42 * unit, 202))
+    d.text((left, 256), "A step reads one state page and the tail, and writes its rows of the tail.", anchor="start")
+    return d
+
+
 DRAWINGS: Sequence[Callable[[], Drawing]] = (
     softmax,
     band,
@@ -431,6 +458,7 @@ DRAWINGS: Sequence[Callable[[], Drawing]] = (
     block_sparse,
     quantised,
     experts,
+    states,
 )
 
 
