@@ -110,7 +110,10 @@ def plan_division(model: PreTrainedModel, size: int) -> Division:
     Raises UnsupportedModelError, which names the layer and the rule, if it cannot be divided.
     """
     rules: dict[str, str] = model.tp_plan or {}
-    specs = list(model_layers(model.config).attention.values())
+    attention, states = model_layers(model.config)
+    if states:
+        raise _refusal(model, size, "it keeps recurrent or convolution states, whose layers are not divided")
+    specs = list(attention.values())
     layers: dict[str, LayerDivision] = {}
     try:
         for name, module in model.named_modules():
