@@ -23,6 +23,8 @@ from transformers import GenerationConfig, PreTrainedModel
 from fa_serve.engine import Engine, EngineConfig, SamplingParams, StructuredOutput
 from fa_serve.engine.speculation import drafts as speculation
 from fa_serve.engine.speculation.drafts import NgramDrafter
+from fa_serve.engine.structured import grammars
+from fa_serve.hf import plan_division
 from fa_serve.spec import ParameterError, UnsupportedModelError
 
 GREEDY = SamplingParams(max_tokens=14, temperature=0.0)
@@ -93,14 +95,13 @@ def test_a_conversation_continues_from_its_last_page(make) -> None:
     """A turn computes its new tokens and at most a page of the history."""
     engine = make("qwen3.5", max_model_len=128)
     history = prompts(1, seed=3)[0]
+    known = 0
     for turn in range(4):
         answer = engine.generate([history], GREEDY)[0]
         assert answer.token_ids == generated("qwen3.5", tuple(history))
-        new = [7 + turn, 8]
-        known = 0 if turn == 0 else length
-        assert answer.num_cached_tokens >= known - 4 - 1
-        length = len(history) + len(answer.token_ids)
-        history = [*history, *answer.token_ids, *new]
+        assert answer.num_cached_tokens >= known - 4 - 1  # the last token of an answer is not computed
+        known = len(history) + len(answer.token_ids)
+        history = [*history, *answer.token_ids, 7 + turn, 8]
 
 
 def test_prompts_that_part_share_the_state_before(make) -> None:
@@ -171,12 +172,10 @@ STRUCTURED = {
 }
 
 
-@pytest.mark.parametrize("name", ("qwen3.5", "mamba"))
+@pytest.mark.parametrize("name", ["qwen3.5", "mamba"])
 @pytest.mark.parametrize("kind", STRUCTURED)
 def test_structured_answers(make, monkeypatch: pytest.MonkeyPatch, name: str, kind: str) -> None:
     """They follow the grammar, and those whose masks come late, so that a token is computed again, are the same."""
-    from fa_serve.engine.structured import grammars
-
     given = prompts(6, seed=4)
     answers = make(name).generate(given, STRUCTURED[kind])
     for answer in answers:
@@ -300,8 +299,6 @@ def test_what_is_not_built_is_refused(make, make_engine, tmp_path: Path) -> None
         make("lfm2", num_states=2)
     with pytest.raises(ParameterError, match=r"num_states must be at most \d+: a state takes .* MiB in all layers, 100000"):
         make("lfm2", num_states=10**11)
-    from fa_serve.hf import plan_division
-
     with pytest.raises(UnsupportedModelError, match="cannot be divided between 2 ranks: it keeps recurrent or convolution"):
         plan_division(model_of("lfm2"), 2)
 

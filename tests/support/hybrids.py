@@ -90,7 +90,13 @@ HYBRIDS = [
     Family(
         "jamba",
         "JambaForCausalLM",
-        config={"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "num_experts": 2, "use_mamba_kernels": False},
+        config={
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "mamba_d_state": 8,
+            "num_experts": 2,
+            "use_mamba_kernels": False,
+        },
     ),
     Family("lfm2", "Lfm2ForCausalLM", config={"full_attn_idxs": [1], "block_ff_dim": 96}),
     Family(

@@ -9,9 +9,7 @@ device (transfer.py) and padding (cuda_graphs.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -21,9 +19,9 @@ from fa_serve.engine.cache.block_table import BlockTable
 from fa_serve.engine.request.request import Request
 from fa_serve.engine.runner.results import PromptSpan
 from fa_serve.engine.runner.sampler import draft_arrays, sampling_arrays
+from fa_serve.engine.runner.state_arrays import state_arrays
 from fa_serve.engine.scheduler.scheduled_batch import ScheduledBatch
 from fa_serve.engine.scheduler.sequence import SequenceState
-from fa_serve.ops import FEW_ROWS, PIECE
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -74,8 +72,7 @@ def batch_arrays(
 
     deterministic: unless all sequences compute one token, treat each token as a sequence that ends with it
     drafting: the tokens are drafts, for which there are neither penalties nor log-probabilities
-    tokens_ahead: how many places later than its position a token is taken from
-    has_states: the model keeps states, of which the inputs tell as well: see `state_arrays`
+    tokens_ahead: how many places later than its position a token is taken from; has_states: see `state_arrays`
     """
     chunks = batch.chunks
     input_ids = _input_ids(batch, block_table, tokens_ahead)
@@ -141,28 +138,6 @@ def batch_arrays(
         decoding=decoding,
         fresh=not starts.any() and not deterministic,
     )
-
-
-def state_arrays(batch: ScheduledBatch, firsts: NDArray[np.int64]) -> Arrays:
-    """The fields of `fa_serve.ops.StateBatch` that the scheduler decides. firsts: the first token of each chunk"""
-    targets = [chunk.stores[-1][1] if chunk.stores and chunk.length <= FEW_ROWS else -1 for chunk in batch.chunks]
-    pieces: list[tuple[int, int, int, int]] = []
-    for sequence, (chunk, first) in enumerate(zip(batch.chunks, firsts.tolist(), strict=True)):
-        if chunk.length > FEW_ROWS:
-            stores = dict(chunk.stores)
-            for low, high in state_pieces(chunk.start, chunk.start + chunk.length, stores):
-                pieces.append((first + low - chunk.start, high - low, sequence, stores.get(high, -1)))
-    return {
-        "sources": np.array([chunk.source for chunk in batch.chunks], dtype=np.int32),
-        "targets": np.array(targets, dtype=np.int32),
-        "pieces": np.array(pieces, dtype=np.int32).reshape(-1, 4),
-    }
-
-
-def state_pieces(start: int, end: int, stores: Iterable[int] = ()) -> Iterator[tuple[int, int]]:
-    """The positions start .. end - 1 in pieces (first, end) on the grid of PIECE, cut at the positions of `stores` as well."""
-    cuts = {start, end, *range(start // PIECE * PIECE + PIECE, end, PIECE), *stores}
-    return pairwise(sorted(cuts))
 
 
 def _input_ids(batch: ScheduledBatch, block_table: BlockTable, tokens_ahead: int) -> list[int]:

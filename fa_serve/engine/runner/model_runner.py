@@ -28,11 +28,12 @@ from fa_serve.api import MAX_COPY_BYTES
 from fa_serve.engine.cache import tensors as kv_cache
 from fa_serve.engine.cache.block_table import BlockTable
 from fa_serve.engine.config import EngineConfig
-from fa_serve.engine.runner.batch_arrays import BatchArrays, batch_arrays, state_pieces
+from fa_serve.engine.runner.batch_arrays import BatchArrays, batch_arrays
 from fa_serve.engine.runner.cuda_graphs import Inputs, OnError, Shape, StepGraphs, pad, padding
 from fa_serve.engine.runner.deterministic import NUM_SPLITS, deterministic_mode
 from fa_serve.engine.runner.results import PendingResult, PromptSpan
 from fa_serve.engine.runner.sampler import SampleParams, TokenCounts, log_probabilities, sample, sampling_arrays
+from fa_serve.engine.runner.state_arrays import empty_state_arrays, state_batch
 from fa_serve.engine.runner.transfer import packed_size, send
 from fa_serve.engine.scheduler.scheduled_batch import ScheduledBatch
 from fa_serve.engine.scheduler.sequence import SequenceState
@@ -52,7 +53,7 @@ from fa_serve.hf.surgery.fuse.fusion import cached_layers, fuse_model, unfuse_mo
 from fa_serve.hf.surgery.fuse.latent import PLAIN_TOKENS
 from fa_serve.hf.surgery.quantised.linear import QuantizedLinear
 from fa_serve.launching.compilations import num_compilations
-from fa_serve.ops import FEW_ROWS, StateBatch, StateTensors
+from fa_serve.ops import StateTensors
 from fa_serve.spec import ParameterError
 
 log = logging.getLogger("fa_serve.engine")
@@ -279,20 +280,8 @@ class ModelRunner:
         arrays["seqused_k"] = np.array(lengths, dtype=np.int32)
         arrays["cu_seqlens_q"] = np.cumsum([0, *lengths], dtype=np.int32)
         if self.state_memory:
-            arrays |= self._empty_states(lengths)
+            arrays |= empty_state_arrays(lengths)
         self._forward(self._inputs(send(arrays, self.device), queries, step.keys, fresh=fresh))
-
-    def _empty_states(self, lengths: list[int]) -> dict[str, NDArray[Any]]:
-        """What `state_arrays` says of sequences that begin, of which no state is stored."""
-        ends = np.cumsum([0, *lengths])
-        pieces = [
-            (ends[sequence] + low, high - low, sequence, -1)
-            for sequence, length in enumerate(lengths)
-            if length > FEW_ROWS
-            for low, high in state_pieces(0, length)
-        ]
-        none = np.full(len(lengths), -1, dtype=np.int32)
-        return {"sources": none, "targets": none, "pieces": np.array(pieces, dtype=np.int32).reshape(-1, 4)}
 
     def _sample_empty(self, variant: SamplingVariant) -> None:
         """Sample one row of equal logits with these parameters."""
@@ -451,23 +440,10 @@ class ModelRunner:
                 max_seqlen_q=max_seqlen_q,
                 max_seqlen_k=max_seqlen_k,
                 fresh=fresh,
-                states=self._states_of_step(fields) if self.states else None,
+                states=PagedStates(self.states, state_batch(fields, self.page_size)) if self.states else None,
                 **self._options,
             ),
         )
-
-    def _states_of_step(self, fields: Mapping[str, Tensor]) -> PagedStates:
-        """What the recurrences of a forward take."""
-        batch = StateBatch(
-            page_size=self.page_size,
-            sources=fields["sources"],
-            targets=fields["targets"],
-            slots=fields["slots"],
-            cu_seqlens=fields["cu_seqlens_q"],
-            seqused_k=fields["seqused_k"],
-            chunks=fields["pieces"],
-        )
-        return PagedStates(self.states, batch)
 
     def _run(self, prepared: PreparedBatch) -> Tensor:
         """Logits of one forward, the rows that are sampled first."""

@@ -146,7 +146,10 @@ def load_draft(
 
 
 def make_scheduler(config: EngineConfig, runner: ModelRunner, salt: bytes) -> Scheduler:
-    """A scheduler for the pages and states of a runner. config: with num_pages and num_states; salt: of the prefix cache, the same on all ranks"""
+    """A scheduler for the pages and states of a runner.
+
+    config: with num_pages and num_states; salt: of the prefix cache, the same on all ranks
+    """
     assert config.num_pages is not None
     drafter: Drafter = NgramDrafter()
     if runner.draft is not None:
@@ -320,11 +323,11 @@ def sizes(config: EngineConfig, runner: ModelRunner, ranks: Ranks) -> Sizes:
         check_num_pages(config.num_pages, runner.bytes_per_page, config.page_size, len(runner.layers), runner.device)
     if config.num_states is not None:
         check_num_states(config.num_states, runner.state_memory, runner.device)
-    num_pages, num_states = config.num_pages, config.num_states
-    if num_pages is None or (num_states is None and runner.state_memory):
-        pages, states = runner.fit(config, length)
-        num_pages, num_states = num_pages or pages, num_states or states or None
-    num_pages = ranks.min_over_ranks(num_pages)
+    fitting = (0, 0)
+    if config.num_pages is None or (config.num_states is None and runner.state_memory):
+        fitting = runner.fit(config, length)
+    num_pages = ranks.min_over_ranks(config.num_pages or fitting[0])
+    num_states = config.num_states or fitting[1] or None
     capacity = num_pages * config.page_size
     if config.max_model_len is not None and length > capacity:
         rule = f"be at most {capacity}, which is what {num_pages} pages of {config.page_size} tokens hold"

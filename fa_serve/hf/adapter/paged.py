@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
@@ -266,7 +266,7 @@ class Probe:
         return call.query.new_zeros(1, call.query.shape[2], call.query.shape[1], call.value.shape[-1])
 
 
-class _ProbeCache(StepCache, DynamicCache):
+class _ProbeCache(StepCache, DynamicCache):  # type: ignore[misc]
     """A StepCache that a model can make its masks from."""
 
     def __init__(self, config: PreTrainedConfig, states: StateProbe) -> None:
@@ -374,7 +374,7 @@ def _seated(model: PreTrainedModel) -> Iterator[None]:
     try:
         for number, module in enumerate(find_state_modules(model)):
             if "forward" not in vars(module):
-                module.forward = SeatedMixer(module, number)  # type: ignore[method-assign,assignment]
+                module.forward = SeatedMixer(module, number)
                 seated.append(module)
         yield
     finally:

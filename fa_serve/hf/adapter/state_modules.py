@@ -88,7 +88,7 @@ class SeatedMixer:
         self._num_calls = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy of the module has functions of its own."""
+        """A copy of the module calls functions that belong to the copy."""
         return SeatedMixer, (self.module, self.number)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

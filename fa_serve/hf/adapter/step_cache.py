@@ -148,7 +148,7 @@ class StepCache:
         return False
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """The batch keeps the keys and values. It is told their layer, because modules that several layers share do not know."""
+        """The batch keeps the keys and values. It is told their layer, which modules that several layers share do not know."""
         self.states.layer_idx = layer_idx
         return key, value
 

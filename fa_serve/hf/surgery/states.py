@@ -38,11 +38,11 @@ PAGE = 16
 
 
 class _Part(NamedTuple):
-    """The rows of one sequence in a step of the proof: first .. first + count - 1, of which those from `wrong` on are drafts that
-    are not accepted."""
+    """The rows of one sequence in a step of the proof: first .. first + length - 1, of which those from `wrong` on are drafts
+    that are not accepted."""
 
     first: int
-    count: int
+    length: int
     wrong: int
 
 
@@ -108,7 +108,7 @@ def _prove(module: nn.Module, inputs: LayerInputs) -> None:
     for number, step in enumerate(STEPS):
         rows = [_step_rows(x, part) for x, part in zip(hidden, step, strict=True)]
         actual = _run(seated, wide, torch.cat(rows), PagedStates(tensors, _state_batch(step, hidden[0].device)))
-        for part, wanted, out in zip(step, expected, actual.split([len(x) for x in rows]), strict=True):
+        for part, wanted, out in zip(step, expected, torch.split(actual, [len(x) for x in rows]), strict=True):
             if not results_agree(out[: part.wrong - part.first], wanted[part.first : part.wrong]):
                 raise NotReplacedError(f"its linear attention would change (step {number + 1} of {len(STEPS)})")
 
@@ -116,7 +116,8 @@ def _prove(module: nn.Module, inputs: LayerInputs) -> None:
 def _mixed(hidden: Tensor, length: int, seed: int) -> Tensor:
     """(length, hidden): random mixtures of the rows that a module was given."""
     weights = torch.randn(length, len(hidden), generator=torch.Generator().manual_seed(seed))
-    return weights.to(hidden.device) @ hidden * len(hidden) ** -0.5
+    mixed: Tensor = weights.to(hidden.device) @ hidden * len(hidden) ** -0.5
+    return mixed
 
 
 def _run(forward: Callable[..., Any], inputs: LayerInputs, hidden: Tensor, states: ComputesStates | None) -> Tensor:
@@ -141,36 +142,38 @@ def _unwritten(spec: ops.StateSpec, device: torch.device) -> ops.StateTensors:
 
 def _step_rows(hidden: Tensor, part: _Part) -> Tensor:
     """The rows of a sequence in a step. Drafts that are wrong are rows of another token."""
-    rows = hidden[part.first : part.first + part.count].clone()
+    rows = hidden[part.first : part.first + part.length].clone()
     rows[part.wrong - part.first :] = hidden[0] + 1.0
     return rows
 
 
 def _state_batch(step: Sequence[_Part], device: torch.device) -> ops.StateBatch:
     """What a step says about the states of its sequences. State page n of a sequence is the one before token n * PAGE."""
-    sources, targets, chunks = [], [], []
+    sources = []
+    targets = []
+    chunks = []
     start = 0
     for sequence, part in enumerate(step):
-        end = part.first + part.count
+        end = part.first + part.length
         base = 4 * sequence - 1
         sources.append(base + part.first // PAGE if part.first >= PAGE else -1)
-        few = part.count <= ops.FEW_ROWS
+        few = part.length <= ops.FEW_ROWS
         targets.append(base + end // PAGE if few and end // PAGE > part.first // PAGE else -1)
         for first in range(part.first, end, PAGE) if not few else ():
             rows = min(PAGE, end - first)
             chunks.append((start + first - part.first, rows, sequence, base + first // PAGE + 1 if rows == PAGE else -1))
-        start += part.count
+        start += part.length
 
     def ints(values: Sequence[Any], dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=device)
 
-    counts = [0, *(part.count for part in step)]
+    counts = [0, *(part.length for part in step)]
     return ops.StateBatch(
         page_size=PAGE,
         sources=ints(sources),
         targets=ints(targets),
         slots=ints(range(len(step)), torch.int64),
         cu_seqlens=ints(counts).cumsum(0, dtype=torch.int32),
-        seqused_k=ints([part.first + part.count for part in step]),
+        seqused_k=ints([part.first + part.length for part in step]),
         chunks=ints(chunks).view(-1, 4),
     )

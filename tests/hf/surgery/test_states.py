@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
 from hf_families import Family, tokens
-from hybrids import BY_NAME, HYBRIDS, HybridPages
+from hybrids import HYBRIDS, HybridPages
 from torch import Tensor
 
 import fa_serve
-from fa_serve import hf
-from fa_serve.hf.adapter.state_modules import SeatedMixer, find_state_modules
-from fa_serve.hf.surgery.states import seat_states, unseat_states
-from fa_serve.spec import UnsupportedModelError
+from fa_serve.hf.surgery.states import seat_states
 
 TOLERANCE = 1e-4  # relative to the largest logit: in float32, transformers' own code is off by 6e-5 of the result in float64
 
