@@ -90,10 +90,7 @@ class Settings(BaseSettings):
     page_size: int = _option(16, "Tokens in a page of the KV cache.", "Engine", ge=1)
     num_pages: int | None = _option(None, "Pages of the KV cache; by default as many as fit into memory.", "Engine", ge=1)
     num_states: int | None = _option(
-        None,
-        "States of sequences, for models with linear attention; by default as many as fit into memory beside the pages.",
-        "Engine",
-        ge=3,
+        None, "States of linear attention to keep; by default as many as fit into memory beside the pages.", "Engine", ge=3
     )
     kv_cache_dtype: Literal["auto", "fp8"] = _option(
         "auto", "fp8 halves the memory of the KV cache, and may change tokens.", "Engine"

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from fa_serve.engine.cache.states import MIN_STATES
 from fa_serve.engine.scheduler.prompt_share import PromptShare
 from fa_serve.spec import ParameterError, Precision
 
@@ -37,7 +38,8 @@ class EngineConfig:
     tensor_parallel:        ranks that the layers are divided between, one process and one device for each
     page_size:              tokens in a page of the KV cache
     num_pages:              pages of the KV cache; None fits them into the memory
-    num_states:             states of sequences, for a model with linear attention; None fits them into the memory
+    num_states:             states of models with linear attention that are kept on the device: one for each sequence that
+                            runs, and some to be written and to be cached; None fits them into the memory
     kv_cache_dtype:         "auto" (the model's) or "fp8", which halves the memory of 16-bit numbers and may change tokens.
                             Latent keys, which are few, keep the model's dtype
     attention_precision:    of the products of attention in prompts, on GPUs of compute capability 8.9 or newer: "bf16" (the
@@ -105,17 +107,18 @@ class EngineConfig:
             "tensor_parallel",
             "page_size",
             "num_pages",
-            "num_states",
             "max_num_seqs",
             "max_num_batched_tokens",
             "max_model_len",
             "grammar_memory",
         ):
             value = getattr(self, name)
-            if value is None and name in ("num_pages", "num_states", "max_model_len"):
+            if value is None and name in ("num_pages", "max_model_len"):
                 continue
             if not _is_integer(value) or value < 1:
                 raise ParameterError(name, "be a positive integer", value)
+        if self.num_states is not None and (not _is_integer(self.num_states) or self.num_states < MIN_STATES):
+            raise ParameterError("num_states", f"be an integer from {MIN_STATES} on, or None", self.num_states)
         for name in ("max_waiting", "max_restarts", "grammar_cache_bytes", "max_stop_chars"):
             value = getattr(self, name)
             if not _is_integer(value) or value < 0:

@@ -14,6 +14,8 @@ def test_bad_values_name_the_field() -> None:
         ("page_size", True),
         ("page_size", None),
         ("num_pages", 1.0),
+        ("num_states", 2),
+        ("num_states", True),
         ("max_num_seqs", "8"),
         ("dtype", "int8"),
         ("gpu_memory_utilization", 1.5),

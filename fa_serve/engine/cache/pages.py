@@ -146,9 +146,21 @@ class PageTable:
     def register(self, page: int, page_hash: bytes, parent: bytes = b"") -> None:
         """The content of this page is complete. It is shared unless another page has the same content already.
 
+        If no sequence holds the other page, it is free from now on, and this one is shared in its place: it will be released
+        later, and a model with states computes pages again that the cache has.
+
         parent: the hash of the page before; empty for a first page. Without a registered parent nobody would find the page
         """
-        if page in self._hash_of or page_hash in self._page_of:
+        if page in self._hash_of:
+            return
+        other = self._page_of.get(page_hash)
+        if other is not None:
+            if other in self._cached:
+                del self._cached[other]
+                del self._hash_of[other]
+                self._free.append(other)
+                self._hash_of[page] = page_hash
+                self._page_of[page_hash] = page
             return
         if parent:
             if parent not in self._page_of:

@@ -95,6 +95,25 @@ def test_the_eviction_of_a_page_takes_along_what_nobody_can_find_any_more() -> N
     assert table.match(chain[1:]) == []
 
 
+def test_a_page_that_is_held_takes_the_place_of_an_equal_one_that_is_not() -> None:
+    """So that the newer page is cached when it is released, and what was computed from it is found until then."""
+    table = PageTable(5, 2)
+    chain: list[bytes] = []
+    table.hash_pages([1, 1, 2, 2], chain)
+    old, new, third = (table.allocate(count) for count in (2, 2, 1))
+    for index in range(2):
+        table.register(old[index], chain[index], chain[index - 1] if index else b"")
+    table.register(third[0], chain[0])
+    assert table.match(chain) == old, "another sequence holds the page"
+    table.release(old)
+    for index in range(2):
+        table.register(new[index], chain[index], chain[index - 1] if index else b"")
+    table.check_integrity([new, third])
+    assert (table.match(chain), table.num_available) == (new, 2)
+    table.allocate(2)
+    assert table.match(chain) == new, "the old pages were free"
+
+
 def test_a_salt_gives_other_hashes() -> None:
     table = PageTable(1, 2)
     chains: list[list[bytes]] = []

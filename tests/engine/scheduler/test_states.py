@@ -357,6 +357,20 @@ def test_a_sequence_whose_turn_never_comes_gets_the_state_of_the_last_one() -> N
     traffic.check_ended()
 
 
+def test_a_client_that_runs_nothing_gets_a_state_from_the_client_with_the_most_sequences() -> None:
+    scheduler = make_scheduler(64, 4, seqs=4, tokens=64, num_states=3)
+    traffic = Traffic(scheduler)
+    for serial in range(3):
+        traffic.add(str(serial), [serial, 0, 1], 30, client="many")
+    while scheduler.states.num_available:
+        traffic.step()
+    other = traffic.add("other", [1, 1, 0, 1, 1], 4, client="one")
+    traffic.step()
+    assert (other.slot >= 0, other.state_position, scheduler.num_preemptions) == (True, 4, 1)
+    traffic.run()
+    traffic.check_ended()
+
+
 def drafting(num_states: int = 8, wrong: set[int] | None = None) -> tuple[Traffic, SequenceState]:
     """A sequence that has 15 tokens, of which 14 are computed, in pages of 8, and that drafts."""
     traffic = Traffic(make_scheduler(64, 8, tokens=64, num_states=num_states, speculation=Guesses(7, wrong or set())))
