@@ -27,7 +27,13 @@ from math import inf
 from torch import Tensor
 
 from fa_serve.ops.linear_attention import fallback
-from fa_serve.ops.linear_attention.problem import StateBatch, StateTensors, TimeSteps
+from fa_serve.ops.linear_attention.problem import MatrixInputs, Sequences, StateBatch, StateTensors, TimeSteps
+from fa_serve.ops.linear_attention.run import (
+    run_causal_conv1d,
+    run_causal_conv1d_paged,
+    run_matrix_rule,
+    run_matrix_rule_paged,
+)
 
 
 def gated_delta_rule(
@@ -57,9 +63,11 @@ def gated_delta_rule(
 
     Returns (out, final state); out is like v.
     """
+    rows, keys, values, gates, weights = (x.flatten(0, 1) for x in (q, k, v, g, beta))
     scale = _scale_of(q, softmax_scale)
-    out, state = fallback.gated_delta_rule(q, k, v, g, beta, scale, use_qk_l2norm, initial_state, cu_seqlens)
-    return out, state if output_final_state else None
+    inputs = MatrixInputs(rows, keys, values, gates, weights, None, None, TimeSteps(), scale, use_qk_l2norm)
+    out, state = run_matrix_rule(inputs, _sequences(v, cu_seqlens), initial_state)
+    return out.view(v.shape), state if output_final_state else None
 
 
 def gated_delta_rule_paged(
@@ -75,8 +83,8 @@ def gated_delta_rule_paged(
     use_qk_l2norm: bool = False,
 ) -> Tensor:
     """`gated_delta_rule` for the rows of a step: all inputs without their first dimension. Returns out, like v."""
-    scale = _scale_of(q, softmax_scale)
-    return fallback.gated_delta_rule_paged(q, k, v, g, beta, states, batch, scale, use_qk_l2norm)
+    inputs = MatrixInputs(q, k, v, g, beta, None, None, TimeSteps(), _scale_of(q, softmax_scale), use_qk_l2norm)
+    return run_matrix_rule_paged(inputs, states, batch)
 
 
 def lightning_attention(
@@ -101,8 +109,10 @@ def lightning_attention(
 
     Returns (out, final state); out is like v.
     """
-    out, state = fallback.lightning_attention(q, k, v, log_decay, softmax_scale, initial_state, cu_seqlens)
-    return out, state if output_final_state else None
+    rows, keys, values = (x.flatten(0, 1) for x in (q, k, v))
+    inputs = MatrixInputs(rows, keys, values, None, None, log_decay, None, TimeSteps(), softmax_scale, False)
+    out, state = run_matrix_rule(inputs, _sequences(v, cu_seqlens), initial_state)
+    return out.view(v.shape), state if output_final_state else None
 
 
 def lightning_attention_paged(
@@ -116,7 +126,8 @@ def lightning_attention_paged(
     softmax_scale: float = 1.0,
 ) -> Tensor:
     """`lightning_attention` for the rows of a step: q, k and v without their first dimension. Returns out, like v."""
-    return fallback.lightning_attention_paged(q, k, v, log_decay, states, batch, softmax_scale)
+    inputs = MatrixInputs(q, k, v, None, None, log_decay, None, TimeSteps(), softmax_scale, False)
+    return run_matrix_rule_paged(inputs, states, batch)
 
 
 def ssd(
@@ -148,8 +159,11 @@ def ssd(
     Returns (out, final state); out is like x.
     """
     steps = TimeSteps(dt_bias, dt_softplus, dt_limit)
-    out, state = fallback.ssd(x, dt, a, b, c, d, steps, initial_state, cu_seqlens)
-    return out, state if output_final_state else None
+    queries, keys, values, sizes = (y.flatten(0, 1) for y in (c, b, x, dt))
+    inputs = MatrixInputs(queries, keys, values, None, sizes, a, d, steps, 1.0, False)
+    state = None if initial_state is None else initial_state.mT
+    out, final = run_matrix_rule(inputs, _sequences(x, cu_seqlens), state)
+    return out.view(x.shape), final.mT if output_final_state else None
 
 
 def ssd_paged(
@@ -167,7 +181,8 @@ def ssd_paged(
     dt_limit: tuple[float, float] = (0.0, inf),
 ) -> Tensor:
     """`ssd` for the rows of a step: x, dt, b and c without their first dimension. Returns out, like x."""
-    return fallback.ssd_paged(x, dt, a, b, c, d, states, batch, TimeSteps(dt_bias, dt_softplus, dt_limit))
+    inputs = MatrixInputs(c, b, x, None, dt, a, d, TimeSteps(dt_bias, dt_softplus, dt_limit), 1.0, False)
+    return run_matrix_rule_paged(inputs, states, batch)
 
 
 def selective_scan(
@@ -198,8 +213,11 @@ def selective_scan(
     Returns (out, final state); out is like x.
     """
     steps = TimeSteps(dt_bias, dt_softplus)
-    out, state = fallback.selective_scan(x, dt, a, b, c, d, z, steps, initial_state, cu_seqlens)
-    return out, state if output_final_state else None
+    inputs, sizes, keys, queries = (y.flatten(0, 1) for y in (x, dt, b, c))
+    gate = None if z is None else z.flatten(0, 1)
+    sequences = _sequences(x, cu_seqlens)
+    out, state = fallback.selective_scan(inputs, sizes, a, keys, queries, d, gate, steps, sequences, initial_state)
+    return out.view(x.shape), state if output_final_state else None
 
 
 def selective_scan_paged(
@@ -236,8 +254,8 @@ def rg_lru(
 
     Returns (out, final state); out is like x.
     """
-    out, state = fallback.rg_lru(x, log_a, initial_state, cu_seqlens)
-    return out, state if output_final_state else None
+    out, state = fallback.rg_lru(x.flatten(0, 1), log_a.flatten(0, 1), _sequences(x, cu_seqlens), initial_state)
+    return out.view(x.shape), state if output_final_state else None
 
 
 def rg_lru_paged(x: Tensor, log_a: Tensor, states: StateTensors, batch: StateBatch) -> Tensor:
@@ -267,8 +285,9 @@ def causal_conv1d(
 
     Returns (out, final state); out is like x.
     """
-    out, state = fallback.causal_conv1d(x, weight, bias, activation, initial_state, cu_seqlens)
-    return out, state if output_final_state else None
+    rows = x.flatten(0, 1)
+    out, state = run_causal_conv1d(rows, weight, bias, activation, _sequences(x, cu_seqlens), initial_state)
+    return out.view(x.shape), state if output_final_state else None
 
 
 def causal_conv1d_paged(
@@ -281,7 +300,11 @@ def causal_conv1d_paged(
     activation: str | None = None,
 ) -> Tensor:
     """`causal_conv1d` for the rows of a step, (total, channels). Returns out, like x."""
-    return fallback.causal_conv1d_paged(x, weight, bias, activation, states, batch)
+    return run_causal_conv1d_paged(x, weight, bias, activation, states, batch)
+
+
+def _sequences(x: Tensor, cu_seqlens: Tensor | None) -> Sequences:
+    return Sequences(x.shape[0], x.shape[1], cu_seqlens)
 
 
 def _scale_of(q: Tensor, softmax_scale: float | None) -> float:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fa_serve.ops.linear_attention.problem import StateBatch, StateTensors, TimeSteps, state_dtype
+from fa_serve.ops.linear_attention.problem import MatrixInputs, Sequences, StateBatch, StateTensors, TimeSteps, state_dtype
 from fa_serve.ops.linear_attention.recurrences import (
     Terms,
     add_skip,
@@ -33,80 +33,18 @@ from fa_serve.ops.linear_attention.recurrences import (
 from fa_serve.ops.linear_attention.rows import PackedGroup, StepGroup, masked, packed_groups, step_groups
 
 
-def gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    softmax_scale: float,
-    use_qk_l2norm: bool,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """(out, final states) of packed or dense sequences."""
-    call = _Call(v, cu_seqlens, initial_state, (v.shape[2], k.shape[3], v.shape[3]))
+def matrix_rule(inputs: MatrixInputs, sequences: Sequences, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(out, final states) of a recurrence whose state is a matrix."""
+    v = inputs.v
+    call = _Call(v, sequences, initial_state, (v.shape[1], inputs.k.shape[2], v.shape[2]))
+    weight = _weights(inputs)
     for group in call.groups:
-        queries, keys = (repeat_heads(call.rows(group, x), v.shape[2], use_qk_l2norm) for x in (q, k))
-        values, gates, betas = (by_head(call.rows(group, x)) for x in (v, g, beta))
-        out, _, state = matrix_pieces(queries * softmax_scale, keys, values, gates, betas, call.state(group))
+        k, u, g, beta = _row_terms(inputs, call.rows(group, inputs.k), call.rows(group, v), group, weight)
+        q = repeat_heads(call.rows(group, inputs.q), v.shape[1], inputs.use_qk_l2norm) * inputs.softmax_scale
+        out, _, state = matrix_pieces(q, k, u, g, beta, call.state(group))
         call.put(group, out.transpose(1, 2), state)
-    return call.rounded_result()
-
-
-def lightning_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    softmax_scale: float,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """(out, final states)."""
-    g = log_decay.expand(*v.shape[:3])
-    out, state = _linear_attention(q, k, v, g, None, softmax_scale, initial_state, cu_seqlens)
-    return out.to(v.dtype), state
-
-
-def ssd(
-    x: Tensor,
-    dt: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    d: Tensor | None,
-    steps: TimeSteps,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """(out, final states). A state is (heads, head_dim, state_size) in this form, as in the models."""
-    dt = time_steps(dt, steps)
-    state = None if initial_state is None else initial_state.mT
-    out, state = _linear_attention(c, b, x, dt * a.to(dt.dtype), dt, 1.0, state, cu_seqlens)
-    return add_skip(out, x, d if d is None else d[:, None]).to(x.dtype), state.mT
-
-
-def _linear_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    weight: Tensor | None,
-    softmax_scale: float,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """(out, final states), not rounded. What a row adds along its key is v, or weight * v; gates and weights are by head."""
-    call = _Call(v, cu_seqlens, initial_state, (v.shape[2], k.shape[3], v.shape[3]))
-    for group in call.groups:
-        queries, keys = (repeat_heads(call.rows(group, x), v.shape[2], False) for x in (q, k))
-        values, gates = (by_head(call.rows(group, x)) for x in (v, g))
-        if weight is not None:
-            values = values * by_head(call.rows(group, weight))[..., None]
-        out, _, state = matrix_pieces(queries * softmax_scale, keys, values, gates, None, call.state(group))
-        call.put(group, out.transpose(1, 2), state)
-    return call.result()
+    out, state = call.result()
+    return _with_inputs(out, inputs), state
 
 
 def selective_scan(
@@ -118,12 +56,12 @@ def selective_scan(
     d: Tensor | None,
     z: Tensor | None,
     steps: TimeSteps,
+    sequences: Sequences,
     initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """(out, final states)."""
     dt = time_steps(dt, steps)
-    call = _Call(x, cu_seqlens, initial_state, tuple(a.shape))
+    call = _Call(x, sequences, initial_state, tuple(a.shape))
     for group in call.groups:
         inputs, sizes, keys, queries = (call.rows(group, y) for y in (x, dt, b, c))
         states = scan_rows(*scan_terms(inputs, sizes, a.to(call.dtype), keys), call.state(group))
@@ -132,9 +70,9 @@ def selective_scan(
     return multiply_gate(add_skip(out, x, d), z).to(x.dtype), state
 
 
-def rg_lru(x: Tensor, log_a: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+def rg_lru(x: Tensor, log_a: Tensor, sequences: Sequences, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
     """(out, final states)."""
-    call = _Call(x, cu_seqlens, initial_state, (x.shape[2],))
+    call = _Call(x, sequences, initial_state, (x.shape[1],))
     for group in call.groups:
         states = scan_rows(call.rows(group, log_a).exp(), call.rows(group, x), call.state(group))
         call.put(group, states, states[:, -1])
@@ -146,106 +84,79 @@ def causal_conv1d(
     weight: Tensor,
     bias: Tensor | None,
     activation: str | None,
+    sequences: Sequences,
     initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """(out, final states): the states are inputs, and have their dtype."""
     width = weight.shape[1]
-    call = _Call(x, cu_seqlens, initial_state, (width - 1, weight.shape[0]), page_dtype=x.dtype)
+    call = _Call(x, sequences, initial_state, (width - 1, weight.shape[0]), page_dtype=x.dtype)
     for group in call.groups:
-        inputs = torch.cat((call.state(group), group.gather(x.flatten(0, 1))), 1)
+        inputs = torch.cat((call.state(group), group.gather(x)), 1)
         call.put(group, convolve(inputs, weight, bias, activation), last_rows(inputs, group.lengths, width - 1))
     return call.rounded_result()
 
 
-def gated_delta_rule_paged(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    states: StateTensors,
-    batch: StateBatch,
-    softmax_scale: float,
-    use_qk_l2norm: bool,
-) -> Tensor:
-    """The outputs of a step's rows."""
-    dtype = state_dtype(v.dtype)
+def matrix_rule_paged(inputs: MatrixInputs, states: StateTensors, batch: StateBatch) -> Tensor:
+    """The outputs of a step's rows of a recurrence whose state is a matrix."""
+    v = inputs.v
     heads = v.shape[1]
-    out = torch.zeros_like(v)
-    for group in step_groups(batch):
-        tail_keys, tail_values, tail_gates = (group.read_tail(ring).to(dtype) for ring in states.tails)
-        before = repeat_heads(tail_keys, heads, use_qk_l2norm), by_head(tail_values), by_head(tail_gates)
-        start = group.start_state(states.pages)
-        queries, keys = (repeat_heads(group.gather(x).to(dtype), heads, use_qk_l2norm) for x in (q, k))
-        values, gates, betas = (by_head(group.gather(x).to(dtype)) for x in (v, g, beta))
-        rows, added, _ = matrix_pieces(queries * softmax_scale, keys, values, gates, betas, advance_state(start, *before))
-        out = group.scatter(out, rows.transpose(1, 2))
-        group.write_tail(states.tails, (group.gather(k), added.transpose(1, 2), group.gather(g)))
-        _store_matrix_states(group, states.pages, start, before, (keys, added, gates))
-    return out
-
-
-def lightning_attention_paged(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, states: StateTensors, batch: StateBatch, softmax_scale: float
-) -> Tensor:
-    """The outputs of a step's rows."""
-    return _linear_attention_paged(q, k, v, log_decay, None, states, batch, softmax_scale).to(v.dtype)
-
-
-def ssd_paged(
-    x: Tensor,
-    dt: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    d: Tensor | None,
-    states: StateTensors,
-    batch: StateBatch,
-    steps: TimeSteps,
-) -> Tensor:
-    """The outputs of a step's rows."""
-    out = _linear_attention_paged(c, b, x, a, time_steps(dt, steps), states, batch, 1.0)
-    return add_skip(out, x, d if d is None else d[:, None]).to(x.dtype)
-
-
-def _linear_attention_paged(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    weight: Tensor | None,
-    states: StateTensors,
-    batch: StateBatch,
-    softmax_scale: float,
-) -> Tensor:
-    """The outputs of a step's rows, not rounded. The log gate of a row is a (heads,), and what it adds along its key is v; with
-    `weight` (total, heads) they are weight * a and weight * v, and the weight is kept in the tail too."""
     dtype = state_dtype(v.dtype)
-    heads = v.shape[1]
-
-    def terms(keys: Tensor, values: Tensor, valid: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """(k, u, g) of rows (n, rows, ...)"""
-        gates = masked(a.to(dtype).expand(*valid.shape, heads), valid)
-        values = values.to(dtype)
-        if weights is not None:
-            gates = gates * weights.to(dtype)
-            values = values * weights.to(dtype)[..., None]
-        return repeat_heads(keys.to(dtype), heads, False), by_head(values), by_head(gates)
-
+    weight = _weights(inputs)
     out = torch.zeros_like(v, dtype=dtype)
     for group in step_groups(batch):
-        tail = [group.read_tail(ring) for ring in states.tails]
-        kept = [group.gather(x) for x in (k, v, weight) if x is not None]
-        before = terms(tail[0], tail[1], group.in_tail, None if weight is None else tail[2])
-        rows = terms(kept[0], kept[1], group.valid, None if weight is None else kept[2])
+        tail = [group.read_tail(ring).to(dtype) for ring in states.tails]
+        tail_keys = repeat_heads(tail[0], heads, inputs.use_qk_l2norm)
+        if inputs.a is None:
+            before = tail_keys, by_head(tail[1]), by_head(tail[2])
+        else:
+            gates, values = _linear_terms(inputs.a, tail[1], group.in_tail, tail[2] if len(tail) > 2 else None)
+            before = tail_keys, by_head(values), by_head(gates)
         start = group.start_state(states.pages)
-        queries = repeat_heads(group.gather(q).to(dtype), heads, False) * softmax_scale
-        outputs, _, _ = matrix_pieces(queries, *rows, None, advance_state(start, *before))
-        out = group.scatter(out, outputs.transpose(1, 2))
+        k, u, g, beta = _row_terms(inputs, group.gather(inputs.k).to(dtype), group.gather(v).to(dtype), group, weight)
+        q = repeat_heads(group.gather(inputs.q).to(dtype), heads, inputs.use_qk_l2norm) * inputs.softmax_scale
+        rows, added, _ = matrix_pieces(q, k, u, g, beta, advance_state(start, *before))
+        out = group.scatter(out, rows.transpose(1, 2))
+        kept = [group.gather(x) for x in (inputs.k, v, inputs.g if inputs.a is None else weight) if x is not None]
+        if inputs.a is None:
+            kept[1] = added.transpose(1, 2)
         group.write_tail(states.tails, kept)
-        _store_matrix_states(group, states.pages, start, before, rows)
-    return out
+        _store_matrix_states(group, states.pages, start, before, (k, added, g))
+    return _with_inputs(out, inputs)
+
+
+def _weights(inputs: MatrixInputs) -> Tensor | None:
+    """beta, or the time steps of SSD: (total, heads)."""
+    if inputs.a is None or inputs.weight is None:
+        return inputs.weight
+    return time_steps(inputs.weight, inputs.steps)
+
+
+def _row_terms(
+    inputs: MatrixInputs, keys: Tensor, values: Tensor, group: PackedGroup, weight: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """k, v or u, log gates, and beta of the delta rule, of a group's rows, as `matrix_pieces` takes them."""
+    heads = values.shape[2]
+    weights = None if weight is None else group.gather(weight).to(values.dtype)
+    beta = None
+    if inputs.a is None:
+        assert inputs.g is not None
+        assert weights is not None
+        gates = group.gather(inputs.g).to(values.dtype)
+        beta = by_head(weights)
+    else:
+        gates, values = _linear_terms(inputs.a, values, group.valid, weights)
+    return repeat_heads(keys, heads, inputs.use_qk_l2norm), by_head(values), by_head(gates), beta
+
+
+def _linear_terms(a: Tensor, values: Tensor, valid: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Log gates (n, rows, heads), and what rows add along their keys: a and v, each times the weights if there are any."""
+    gates = masked(a.to(values.dtype).expand(*valid.shape, len(a)), valid)
+    return (gates, values) if weights is None else (gates * weights, values * weights[..., None])
+
+
+def _with_inputs(out: Tensor, inputs: MatrixInputs) -> Tensor:
+    """The outputs with d * v, rounded."""
+    return add_skip(out, inputs.v, None if inputs.d is None else inputs.d[:, None]).to(inputs.v.dtype)
 
 
 def selective_scan_paged(
@@ -318,23 +229,22 @@ class _Call:
     def __init__(
         self,
         like: Tensor,
-        cu_seqlens: Tensor | None,
+        sequences: Sequences,
         initial_state: Tensor | None,
         state: tuple[int, ...],
         page_dtype: torch.dtype | None = None,
     ) -> None:
         self.dtype = state_dtype(like.dtype)
         self.like = like
-        self.groups = packed_groups(cu_seqlens, like.shape[0], like.shape[1], like.device)
-        count = like.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
-        self.states = like.new_zeros(count, *state, dtype=page_dtype or self.dtype)
+        self.groups = packed_groups(sequences, like.device)
+        self.states = like.new_zeros(sequences.num_seqs, *state, dtype=page_dtype or self.dtype)
         if initial_state is not None:
             self.states = initial_state.to(self.states)
-        self.out = like.new_zeros(like.shape[0] * like.shape[1], *like.shape[2:], dtype=self.dtype)
+        self.out = torch.zeros_like(like, dtype=self.dtype)
 
     def rows(self, group: PackedGroup, x: Tensor) -> Tensor:
         """An input's rows of a group, (n, most, ...)."""
-        return group.gather(x.flatten(0, 1)).to(self.dtype)
+        return group.gather(x).to(self.dtype)
 
     def state(self, group: PackedGroup) -> Tensor:
         """The states that a group begins with."""
@@ -352,7 +262,7 @@ class _Call:
 
     def result(self) -> tuple[Tensor, Tensor]:
         """(out, final states), not rounded; the state of a sequence without rows is its initial state."""
-        return self.out.view(self.like.shape), self.states
+        return self.out, self.states
 
 
 def _store_matrix_states(

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf, prod
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,7 +71,7 @@ class TimeSteps(NamedTuple):
 class StateSpec:
     """What one call of a layer keeps of each sequence.
 
-    kind:       "delta", "linear", "scan", "lru" or "conv"
+    kind:       "delta", "linear" (SSD and lightning attention), "scan", "lru" or "conv"
     page:       shape of a state
     page_dtype: float32 (float64 for float64 inputs); for "conv" the dtype of the input
     tail:       what is kept of a token
@@ -125,6 +125,89 @@ class StateBatch(NamedTuple):
     cu_seqlens: Tensor
     seqused_k: Tensor
     chunks: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recurrence:
+    """What decides which kernel computes a call.
+
+    kind:       as in `StateSpec`
+    rows:       "few" for the sequences of a step with at most FEW_ROWS rows, "pieces" for the others and the functional form
+    dtype:      of the rows
+    dim, dim_v: of keys and values; 0 for states that are no matrices
+    by_channel: gates differ by channel
+    page_size:  of the engine's cache; 1 without one
+    triton:     Triton's kernels run on the device
+    """
+
+    kind: Literal["delta", "linear", "scan", "lru", "conv"]
+    rows: Literal["few", "pieces"]
+    dtype: torch.dtype
+    dim: int = 0
+    dim_v: int = 0
+    by_channel: bool = False
+    page_size: int = 1
+    triton: bool = True
+
+
+class Sequences(NamedTuple):
+    """The sequences of a call of the functional form, whose rows are (total, ...) in both cases.
+
+    batch, seqlen: of dense sequences; 1 and total of packed ones
+    cu_seqlens:    (num_seqs + 1,) int32 of packed sequences, else None
+    """
+
+    batch: int
+    seqlen: int
+    cu_seqlens: Tensor | None = None
+
+    @property
+    def num_seqs(self) -> int:
+        """The number of sequences."""
+        return self.batch if self.cu_seqlens is None else len(self.cu_seqlens) - 1
+
+    def bounds(self, device: torch.device) -> Tensor:
+        """The first row of each sequence, and the row behind the last one: int32."""
+        if self.cu_seqlens is not None:
+            return self.cu_seqlens
+        return torch.arange(self.batch + 1, dtype=torch.int32, device=device) * self.seqlen
+
+
+class MatrixInputs(NamedTuple):
+    """The inputs of a recurrence whose state is a matrix, packed: the delta rule, SSD and lightning attention.
+
+    q, k:   (total, key heads, dim)
+    v:      (total, heads, dim_v)
+    g:      (total, heads) or (total, heads, dim): log gates of the delta rule, else None
+    weight: (total, heads): beta of the delta rule, dt of SSD, None for lightning attention
+    a:      (heads,): by which SSD multiplies dt for a log gate, or the log gate itself without a weight; None: the delta rule
+    d:      (heads,) or None: d * v is added to the output
+    steps:  how time steps come from the weight, of SSD
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor | None
+    weight: Tensor | None
+    a: Tensor | None
+    d: Tensor | None
+    steps: TimeSteps
+    softmax_scale: float
+    use_qk_l2norm: bool
+
+
+class StateAccess(NamedTuple):
+    """Where a kernel finds states and puts them.
+
+    read, write: pages by the numbers of `batch`: one tensor in the engine, initial and final states of the functional form
+    tails:       as in StateTensors; none in the functional form, whose sequences all begin at position 0
+    """
+
+    read: Tensor
+    write: Tensor
+    tails: tuple[Tensor, ...]
+    batch: StateBatch
 
 
 def tail_rows(page_size: int) -> int:

@@ -1,6 +1,6 @@
 """Rows of packed sequences as tensors with a dimension of sequences, and back: what every fallback of this room needs.
 
-    for group in packed_groups(cu_seqlens, 1, total, device):     # a call of the functional form
+    for group in packed_groups(sequences, device):    # a call of the functional form
         out = group.scatter(out, compute(group.gather(q), ...))
     for group in step_groups(batch):                               # a step of the engine
         state = group.start_state(states.pages)
@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from fa_serve.ops.linear_attention.problem import FEW_ROWS, StateBatch
+from fa_serve.ops.linear_attention.problem import FEW_ROWS, Sequences, StateBatch
 
 
 class PackedGroup:
@@ -100,10 +100,10 @@ class StepGroup(PackedGroup):
                 yield i, int(self.first[i]) + row + count - int(batch.cu_seqlens[sequence]), page
 
 
-def packed_groups(cu_seqlens: Tensor | None, batch: int, seqlen: int, device: torch.device) -> list[PackedGroup]:
-    """The sequences of a call with rows (batch * seqlen, ...), or those that `cu_seqlens` names. It is read back."""
-    bounds = [seqlen * b for b in range(batch + 1)] if cu_seqlens is None else cu_seqlens.tolist()
-    return [PackedGroup(sequences, bounds, device) for sequences in _alike(bounds, range(len(bounds) - 1))]
+def packed_groups(sequences: Sequences, device: torch.device) -> list[PackedGroup]:
+    """The sequences of a call of the functional form. Where they begin is read back."""
+    bounds = sequences.bounds(device).tolist()
+    return [PackedGroup(alike, bounds, device) for alike in _alike(bounds, range(len(bounds) - 1))]
 
 
 def step_groups(batch: StateBatch) -> list[StepGroup]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fa_serve.ops.linear_attention.problem import StateBatch
+from fa_serve.ops.linear_attention.problem import Sequences, StateBatch
 from fa_serve.ops.linear_attention.rows import packed_groups, step_groups
 
 
@@ -15,17 +15,17 @@ def ints(*values: int) -> torch.Tensor:
 def test_few_rows_are_computed_together_and_equal_lengths() -> None:
     """Sequences without rows are in no group."""
     bounds = ints(0, 1, 1, 17, 57, 60, 100, 141)
-    groups = packed_groups(bounds, 1, 150, bounds.device)
+    groups = packed_groups(Sequences(1, 150, bounds), bounds.device)
     assert [group.sequences.tolist() for group in groups] == [[0, 2, 4], [3, 5], [6]]
     assert groups[0].rows.shape == (3, 16)
     assert groups[0].lengths.tolist() == [1, 16, 3]
-    dense = packed_groups(None, 3, 20, bounds.device)
+    dense = packed_groups(Sequences(3, 20), bounds.device)
     assert [group.rows[:, 0].tolist() for group in dense] == [[0, 20, 40]]
 
 
 def test_rows_go_there_and_back() -> None:
     """Rows that fill up are zeros, whatever stands in the row that is read in their place."""
-    (group,) = packed_groups(ints(0, 2, 5), 1, 7, torch.device("cpu"))
+    (group,) = packed_groups(Sequences(1, 7, ints(0, 2, 5)), torch.device("cpu"))
     x = torch.tensor([torch.nan, 1, 2, 3, 4, 5, 6])
     assert group.gather(x)[0, 2:].tolist() == [0]
     assert group.gather(x)[1].tolist() == [2, 3, 4]

@@ -1,0 +1,217 @@
+"""The kernel of the short convolution, with its activation: chunks, few rows and the functional form.
+
+A program computes some rows, of any sequences, and some channels. Each row finds its sequence, and each input that it needs is
+one of three: a row of the step, a row of the tail, or a row of the state page. Rows of the step are written to the tail, where
+no program reads them. Two programs never write the same state: one row writes the state before the position behind it.
+
+The table of pieces has the states of chunks, which a second launch copies from the rows of the step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fa_serve.launching.launch import Launch, power_of_2, with_unit_stride
+from fa_serve.launching.plans import PLANS
+from fa_serve.ops.linear_attention.primitives import silu
+from fa_serve.ops.linear_attention.problem import FEW_ROWS, StateAccess
+
+BLOCK_M = 16
+"""Rows of a program."""
+BLOCK_C = 128
+"""Channels of a program."""
+
+
+@triton.jit
+def _causal_conv(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    read_ptr,
+    write_ptr,
+    tail_ptr,
+    source_ptr,
+    target_ptr,
+    slot_ptr,
+    cu_ptr,
+    seqused_ptr,
+    out_ptr,
+    total,
+    num_seqs,
+    stride_x,
+    stride_w,
+    CHANNELS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PAGE: tl.constexpr,
+    RING: tl.constexpr,
+    MOST: tl.constexpr,
+    SILU: tl.constexpr,
+    BLOCK_SEQS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    COLUMNS: tl.constexpr = (CHANNELS + BLOCK_C - 1) // BLOCK_C
+    row = tl.program_id(0) // COLUMNS * BLOCK_M + tl.arange(0, BLOCK_M)
+    c = tl.program_id(0) % COLUMNS * BLOCK_C + tl.arange(0, BLOCK_C)
+    in_c = c < CHANNELS
+
+    # the sequence of a row is the last one that begins at it or before it
+    seq = tl.zeros([BLOCK_M], tl.int32) - 1
+    for low in range(0, num_seqs, BLOCK_SEQS):
+        b = low + tl.arange(0, BLOCK_SEQS)
+        begins = tl.load(cu_ptr + b, mask=b < num_seqs, other=0x7FFFFFFF)
+        seq += tl.sum((begins[None, :] <= row[:, None]).to(tl.int32), 1)
+    behind = tl.load(cu_ptr + seq + 1, mask=seq >= 0, other=0)
+    end = tl.load(seqused_ptr + seq, mask=(seq >= 0) & (row < behind), other=0)
+    live = (end > 0) & (row < total)
+    begin = tl.load(cu_ptr + seq, mask=live, other=0)
+    first = end - (behind - begin)
+    start = first // PAGE * PAGE
+    position = first + row - begin
+    source = tl.load(source_ptr + seq, mask=live, other=-1).to(tl.int64)
+    slot = tl.zeros([BLOCK_M], tl.int64)
+    if tail_ptr is not None:
+        slot = tl.load(slot_ptr + seq, mask=live, other=0).to(tl.int64)
+    target = tl.zeros([BLOCK_M], tl.int64) - 1
+    if target_ptr is not None:
+        filled = live & (behind - begin <= MOST) & (position + 1 == end // PAGE * PAGE) & (position >= start)
+        target = tl.load(target_ptr + seq, mask=filled, other=-1).to(tl.int64)
+
+    acc = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + c, mask=in_c, other=0.0).to(tl.float32)[None, :]
+    for tap in tl.static_range(WIDTH):
+        at = position - (WIDTH - 1) + tap
+        new = live & (at >= first)
+        place = (row - (WIDTH - 1) + tap).to(tl.int64)
+        y = tl.load(x_ptr + place[:, None] * stride_x + c[None, :], mask=new[:, None] & in_c[None, :], other=0.0)
+        if tap < WIDTH - 1:
+            paged = live & (at < start) & (source >= 0)
+            place = source * (WIDTH - 1) + at - start + (WIDTH - 1)
+            y += tl.load(read_ptr + place[:, None] * CHANNELS + c[None, :], mask=paged[:, None] & in_c[None, :], other=0.0)
+            if tail_ptr is not None:
+                old = live & (at >= start) & (at < first)
+                place = slot * RING + (at + RING) % RING
+                y += tl.load(tail_ptr + place[:, None] * CHANNELS + c[None, :], mask=old[:, None] & in_c[None, :], other=0.0)
+        if target_ptr is not None and tap > 0:
+            place = target * (WIDTH - 1) + tap - 1
+            tl.store(write_ptr + place[:, None] * CHANNELS + c[None, :], y, mask=(target >= 0)[:, None] & in_c[None, :])
+        weight = tl.load(weight_ptr + c * stride_w + tap, mask=in_c, other=0.0).to(tl.float32)
+        acc += y.to(tl.float32) * weight[None, :]
+        if tap == WIDTH - 1 and tail_ptr is not None:
+            place = slot * RING + position % RING
+            kept = live & (position >= end - RING)
+            tl.store(tail_ptr + place[:, None] * CHANNELS + c[None, :], y, mask=kept[:, None] & in_c[None, :])
+    if SILU:
+        acc = silu(acc)
+    place = row.to(tl.int64)[:, None] * CHANNELS + c[None, :]
+    tl.store(out_ptr + place, acc.to(out_ptr.dtype.element_ty), mask=live[:, None] & in_c[None, :])
+
+
+@triton.jit
+def _store_conv_states(
+    x_ptr,
+    read_ptr,
+    write_ptr,
+    source_ptr,
+    cu_ptr,
+    chunk_ptr,
+    stride_x,
+    CHANNELS: tl.constexpr,
+    REACH: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """The last REACH inputs up to a piece whose state is kept. A chunk begins without a tail, so they are rows of the step, or
+    of the page that the sequence begins with."""
+    COLUMNS: tl.constexpr = (CHANNELS + BLOCK_C - 1) // BLOCK_C
+    piece = tl.program_id(0) // COLUMNS
+    target = tl.load(chunk_ptr + 4 * piece + 3).to(tl.int64)
+    rows = tl.load(chunk_ptr + 4 * piece + 1)
+    if (target < 0) | (rows == 0):
+        return
+    seq = tl.load(chunk_ptr + 4 * piece + 2)
+    begin = tl.load(cu_ptr + seq)
+    source = tl.load(source_ptr + seq).to(tl.int64)
+    r = tl.arange(0, BLOCK_R)
+    c = tl.program_id(0) % COLUMNS * BLOCK_C + tl.arange(0, BLOCK_C)
+    row = tl.load(chunk_ptr + 4 * piece) + rows - REACH + r
+    keep = (r < REACH)[:, None] & (c < CHANNELS)[None, :]
+    new = keep & (row >= begin)[:, None]
+    y = tl.load(x_ptr + row.to(tl.int64)[:, None] * stride_x + c[None, :], mask=new, other=0.0)
+    old = keep & (row < begin)[:, None] & (source >= 0)
+    place = source * REACH + row - begin + REACH
+    y += tl.load(read_ptr + place[:, None] * CHANNELS + c[None, :], mask=old, other=0.0)
+    tl.store(write_ptr + (target * REACH + r)[:, None] * CHANNELS + c[None, :], y, mask=keep)
+
+
+def launch_causal_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, access: StateAccess, few_rows: int = FEW_ROWS
+) -> Tensor:
+    """The outputs of packed rows (total, channels).
+
+    few_rows: most rows of a sequence whose state goes to its page in `targets`; the states of others are in the table of pieces
+    """
+    x = with_unit_stride(x)
+    total, channels = x.shape
+    width = weight.shape[1]
+    batch = access.batch
+    tail = access.tails[0] if access.tails else None
+    out = x.new_empty(total, channels)
+    around = (access.read, access.write, tail, batch.sources, batch.targets, batch.slots, batch.cu_seqlens, batch.seqused_k)
+    key = (
+        "causal_conv",
+        x.shape,
+        x.stride(0),
+        weight.shape,
+        weight.stride(0),
+        len(batch.sources),
+        len(batch.chunks),
+        (batch.page_size, few_rows, activation),
+        None if tail is None else tail.shape[1],
+        tuple([None if y is None else y.dtype for y in (x, weight, bias, *around)]),
+        x.get_device(),
+    )
+    run = PLANS.get(key)
+    if run is None:
+        ring = 1 if tail is None else tail.shape[1]
+        sizes = (total, len(batch.sources), len(batch.chunks))
+        fixed = (channels, width, batch.page_size, ring, few_rows, activation == "silu")
+        run = PLANS.add(key, _plan(sizes, fixed, (x.stride(0), weight.stride(0))))
+    run((x, weight, bias, *around, out), (x, access.read, access.write, batch.sources, batch.cu_seqlens, batch.chunks))
+    return out
+
+
+def _plan(sizes: tuple[int, int, int], fixed: tuple[int, ...], strides: tuple[int, int]) -> Any:
+    total, num_seqs, num_chunks = sizes
+    channels, width = fixed[:2]
+    columns = -(-channels // BLOCK_C)
+    convolve = Launch(
+        _causal_conv,
+        -(-total // BLOCK_M) * columns,
+        varying=(total, num_seqs),
+        strides=strides,
+        fixed=(*fixed, min(128, power_of_2(max(num_seqs, 16))), BLOCK_M, BLOCK_C),
+        options={"num_warps": 4},
+    )
+    store = None
+    if num_chunks:
+        store = Launch(
+            _store_conv_states,
+            num_chunks * columns,
+            varying=(),
+            strides=strides[:1],
+            fixed=(channels, width - 1, power_of_2(width - 1), BLOCK_C),
+            options={"num_warps": 1},
+        )
+
+    def run(rows: Any, states: Any) -> None:
+        convolve(rows)
+        if store is not None:
+            store(states)
+
+    return run

@@ -1,0 +1,43 @@
+"""The jit helpers that the kernels of linear attention share."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+NORM_EPS = tl.constexpr(1e-6)
+
+
+@triton.jit
+def time_step(dt, bias, limit_low, limit_high, SOFTPLUS: tl.constexpr):
+    """clamp(softplus(dt + bias), limit_low, limit_high), in float32."""
+    dt = dt.to(tl.float32) + bias
+    if SOFTPLUS:
+        e = tl.exp(tl.minimum(dt, 20.0))
+        # log(1 + e) loses e where it is small
+        log1p = tl.where(e < 1e-2, e * (1.0 - e * (0.5 - e * (1.0 / 3.0 - e * 0.25))), tl.log(1.0 + e))
+        dt = tl.where(dt > 20.0, dt, log1p)
+    return tl.minimum(tl.maximum(dt, limit_low), limit_high)
+
+
+@triton.jit
+def normalised_rows(x, NORMALISE: tl.constexpr):
+    """Rows [.., DIM] in float32, divided by their length if that is asked for."""
+    x = x.to(tl.float32)
+    if NORMALISE:
+        x *= tl.rsqrt(tl.sum(x * x, 1) + NORM_EPS)[:, None]
+    return x
+
+
+@triton.jit
+def normalised_row(x, NORMALISE: tl.constexpr):
+    """One row [DIM] in float32, divided by its length if that is asked for."""
+    x = x.to(tl.float32)
+    if NORMALISE:
+        x *= tl.rsqrt(tl.sum(x * x, 0) + NORM_EPS)
+    return x
+
+
+@triton.jit
+def silu(x):
+    return x / (1.0 + tl.exp(-x))

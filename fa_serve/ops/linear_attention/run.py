@@ -1,0 +1,214 @@
+"""Runs calls of linear attention by what table.py chooses: the one place that launches kernels of this room.
+
+    out, state = run_matrix_rule(inputs, sequences, initial_state)          # the functional form
+    out = run_matrix_rule_paged(inputs, states, batch)                      # a step of the engine
+
+The functional form reads initial states and writes final ones as a step reads and writes pages: the state of sequence b is
+page b. Its gradients are those of PyTorch's form, which the backward computes again from the inputs. Nothing here reads the
+device back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fa_serve.ops.linear_attention import fallback
+from fa_serve.ops.linear_attention.problem import (
+    FEW_ROWS,
+    PIECE,
+    MatrixInputs,
+    Recurrence,
+    Sequences,
+    StateAccess,
+    StateBatch,
+    StateTensors,
+    state_dtype,
+)
+from fa_serve.ops.linear_attention.table import RecurrenceChoice, select_kernel
+
+_ROOM = __name__.rpartition(".")[0]
+
+
+def run_matrix_rule(inputs: MatrixInputs, sequences: Sequences, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(out, final states) of packed rows. States are (num_seqs, heads, dim, dim_v)."""
+    few = sequences.cu_seqlens is None and 0 < sequences.seqlen <= FEW_ROWS
+    choice = _choice_of_matrix(inputs, few, sequences.seqlen if few else 1)
+    if choice.kernel.name == "torch":
+        return fallback.matrix_rule(inputs, sequences, initial_state)
+
+    def compute(*tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+        given = _with_tensors(inputs, tensors[1:])
+        v = given.v
+        shape = (v.shape[1], given.k.shape[2], v.shape[2])
+        access = _functional_access(sequences, tensors[0], shape, state_dtype(v.dtype), v, few)
+        out = torch.empty_like(v, memory_format=torch.contiguous_format)
+        _launch_matrix(choice, given, access, out)
+        return out, access.write
+
+    def reference(*tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+        return fallback.matrix_rule(_with_tensors(inputs, tensors[1:]), sequences, tensors[0])
+
+    tensors = (initial_state, *inputs[:7], inputs.steps.bias)
+    return _with_gradients(compute, reference, tensors)
+
+
+def run_matrix_rule_paged(inputs: MatrixInputs, states: StateTensors, batch: StateBatch) -> Tensor:
+    """The outputs of a step's rows."""
+    few = _choice_of_matrix(inputs, True, batch.page_size)
+    if few.kernel.name == "torch":
+        return fallback.matrix_rule_paged(inputs, states, batch)
+    out = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
+    access = StateAccess(states.pages, states.pages, states.tails, batch)
+    _launch_matrix(few, inputs, access, out)
+    if len(batch.chunks):
+        _launch_matrix(_choice_of_matrix(inputs, False, batch.page_size), inputs, access, out)
+    return out
+
+
+def run_causal_conv1d(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, sequences: Sequences, initial_state: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(out, final states) of packed rows. States are (num_seqs, width - 1, channels), inputs in their dtype."""
+
+    def reference(*tensors: Any) -> tuple[Tensor, Tensor]:
+        state, rows, weights, biases = tensors
+        return fallback.causal_conv1d(rows, weights, biases, activation, sequences, state)
+
+    def compute(*tensors: Any) -> tuple[Tensor, Tensor]:
+        state, rows, weights, biases = tensors
+        access = _functional_access(sequences, state, (weight.shape[1] - 1, weight.shape[0]), x.dtype, x, False)
+        launch = import_module(f"{_ROOM}.convolution").launch_causal_conv
+        return launch(rows, weights, biases, activation, access, 0), access.write
+
+    tensors = (initial_state, x, weight, bias)
+    if _choice_of("conv", x, "pieces").kernel.name == "torch":
+        return reference(*tensors)
+    return _with_gradients(compute, reference, tensors)
+
+
+def run_causal_conv1d_paged(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, states: StateTensors, batch: StateBatch
+) -> Tensor:
+    """The outputs of a step's rows."""
+    if _choice_of("conv", x, "few").kernel.name == "torch":
+        return fallback.causal_conv1d_paged(x, weight, bias, activation, states, batch)
+    access = StateAccess(states.pages, states.pages, states.tails, batch)
+    launch = import_module(f"{_ROOM}.convolution").launch_causal_conv
+    out: Tensor = launch(x, weight, bias, activation, access)
+    return out
+
+
+def piece_table(bounds: Tensor, total: int) -> Tensor:
+    """The pieces of sequences that begin at position 0, as in `StateBatch`; the last one of sequence b stores page b.
+
+    bounds: (num_seqs + 1,) int32, on the device. The table has the most rows that sequences of `total` rows may need
+    """
+    lengths = bounds.diff()
+    ends = ((lengths + PIECE - 1) // PIECE).cumsum(0)
+    index = torch.arange(total // PIECE + len(lengths), device=bounds.device)
+    found = torch.searchsorted(ends, index, right=True)
+    used = found.clamp(max=len(lengths) - 1)
+    offset = (index - ends[used]) * PIECE + (lengths[used] + PIECE - 1) // PIECE * PIECE
+    rows = (lengths[used] - offset).clamp(0, PIECE) * (found < len(lengths))
+    is_last = (rows > 0) & (offset + rows == lengths[used])
+    return torch.stack((bounds[used] + offset, rows, used, used.where(is_last, -1)), 1).int()
+
+
+def runs_triton(device: torch.device) -> bool:
+    """Whether Triton's kernels run on a device."""
+    return device.type == "cuda"
+
+
+def _choice_of(kind: Any, x: Tensor, rows: Any, **sizes: Any) -> RecurrenceChoice:
+    return select_kernel(Recurrence(kind=kind, rows=rows, dtype=x.dtype, triton=runs_triton(x.device), **sizes))
+
+
+def _choice_of_matrix(inputs: MatrixInputs, few: bool, page_size: int) -> RecurrenceChoice:
+    return _choice_of(
+        "delta" if inputs.a is None else "linear",
+        inputs.v,
+        "few" if few else "pieces",
+        dim=inputs.k.shape[2],
+        dim_v=inputs.v.shape[2],
+        by_channel=inputs.g is not None and inputs.g.dim() == 3,
+        page_size=page_size,
+    )
+
+
+def _launch_matrix(choice: RecurrenceChoice, inputs: MatrixInputs, access: StateAccess, out: Tensor) -> None:
+    module = import_module(f"{_ROOM}.{choice.kernel.name}")
+    launch: Any = module.launch_few_rows if choice.kernel.name == "few_rows" else module.launch_pieces
+    launch(inputs, access, out, choice.tile)
+
+
+def _with_tensors(inputs: MatrixInputs, tensors: Any) -> MatrixInputs:
+    """The inputs with other tensors in the places of theirs: seven fields, and the bias of the time steps."""
+    return inputs._replace(
+        **dict(zip(MatrixInputs._fields, tensors[:7], strict=False)), steps=inputs.steps._replace(bias=tensors[7])
+    )
+
+
+def _functional_access(
+    sequences: Sequences, initial_state: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, x: Tensor, few: bool
+) -> StateAccess:
+    """Initial states as pages to read, and final states as pages to write: page b of sequence b.
+
+    few: sequences fill a page with their few rows, so that the kernel of few rows writes their states
+    """
+    bounds = sequences.bounds(x.device)
+    count = sequences.num_seqs
+    own = torch.arange(count, dtype=torch.int32, device=x.device)
+    none = torch.full_like(own, -1)
+    if initial_state is None:
+        write = torch.zeros(count, *shape, dtype=dtype, device=x.device)
+    else:
+        write = initial_state.to(dtype).clone(memory_format=torch.contiguous_format)
+    read = write if initial_state is None else initial_state.to(dtype).contiguous()
+    table = torch.empty(0, 4, dtype=torch.int32, device=x.device) if few else piece_table(bounds, len(x))
+    batch = StateBatch(
+        page_size=sequences.seqlen if few else max(len(x), 1),
+        sources=none if initial_state is None else own,
+        targets=own if few else none,
+        slots=own,
+        cu_seqlens=bounds,
+        seqused_k=bounds.diff(),
+        chunks=table,
+    )
+    return StateAccess(read, write, (), batch)
+
+
+class _KernelWithGradients(torch.autograd.Function):
+    """A kernel's outputs, with the gradients of PyTorch's form of the same call."""
+
+    @staticmethod
+    def forward(ctx: Any, compute: Any, reference: Any, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+        ctx.reference = reference
+        ctx.save_for_backward(*tensors)
+        out: tuple[Tensor, Tensor] = compute(*tensors)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[2:]
+        with torch.enable_grad():
+            given = zip(ctx.saved_tensors, needed, strict=True)
+            inputs = [x if x is None else x.detach().requires_grad_(need) for x, need in given]
+            outputs = ctx.reference(*inputs)
+        wanted = [x for x in inputs if x is not None and x.requires_grad]
+        found = iter(torch.autograd.grad(outputs, wanted, grads, allow_unused=True))
+        return (None, None, *[next(found) if need else None for need in needed])
+
+
+def _with_gradients(
+    compute: Callable[..., tuple[Tensor, Tensor]], reference: Callable[..., tuple[Tensor, Tensor]], tensors: Any
+) -> tuple[Tensor, Tensor]:
+    """What `compute` returns for the tensors; a node of autograd if one of them needs a gradient."""
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        out, state = _KernelWithGradients.apply(compute, reference, *tensors)  # type: ignore[no-untyped-call]
+        return out, state
+    return compute(*tensors)

@@ -1,0 +1,141 @@
+"""The kernels of linear attention, and which of them computes a call: the first row of the table that fits.
+
+    choice = select_kernel(Recurrence(kind="delta", dim=128, dim_v=128, dtype=torch.bfloat16, rows="few", page_size=16))
+    choice.kernel.name                     # "few_rows"
+    choice.tile                            # what the kernel is launched with
+
+A step of the engine is two recurrences: its sequences with few rows, and its pieces of chunks. Each kernel skips the sequences
+of the other by their lengths, which it reads on the device. This module imports no Triton, so that `fa-serve info` runs
+anywhere. Left out: how a call is launched (run.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fa_serve.ops.linear_attention.problem import Recurrence
+from fa_serve.ops.linear_attention.tiles import few_rows_tile, no_tile, pieces_tile
+
+MAX_DIM = 256
+"""Numbers of a key, which a program keeps in registers."""
+MAX_PAGE = 64
+"""Tokens of a page, whose tail a program keeps in registers."""
+
+
+@dataclass(frozen=True)
+class RecurrenceKernel:
+    """A row of the table.
+
+    name:     of the row
+    about:    what it is, in a few words
+    launches: the names of its kernels' functions, or of PyTorch's
+    kinds:    of `Recurrence`, which it computes
+    rows:     "few", "pieces", or both
+    refuses:  the reason why it does not compute a recurrence of this kind, or None
+    tile:     what it is launched with
+    """
+
+    name: str
+    about: str
+    launches: tuple[str, ...]
+    kinds: tuple[str, ...]
+    rows: tuple[str, ...]
+    refuses: Callable[[Recurrence], str | None]
+    tile: Callable[[Recurrence], Any]
+
+    def fits(self, recurrence: Recurrence) -> str | None:
+        """None if the kernel computes the recurrence, else the reason why it does not."""
+        if recurrence.kind not in self.kinds:
+            return f"computes {' and '.join(self.kinds)}, got {recurrence.kind}"
+        if recurrence.rows not in self.rows:
+            return f"computes sequences of {' and '.join(self.rows)} rows, got {recurrence.rows}"
+        return self.refuses(recurrence)
+
+
+@dataclass(frozen=True)
+class RecurrenceChoice:
+    """What computes a recurrence.
+
+    tile:        what the kernel is launched with
+    passed_over: the rows of the table before it, and why they do not compute it
+    """
+
+    kernel: RecurrenceKernel
+    tile: Any
+    passed_over: Mapping[str, str]
+
+
+def refuses_kernel(recurrence: Recurrence) -> str | None:
+    """What no kernel of this room computes."""
+    if not recurrence.triton:
+        return "needs Triton, which does not run on the device"
+    if recurrence.dtype.itemsize > 4:
+        return f"computes in float32, got {recurrence.dtype}"
+    return None
+
+
+def refuses_matrix(recurrence: Recurrence) -> str | None:
+    """What the kernels of states that are matrices do not compute."""
+    if recurrence.dim > MAX_DIM:
+        return f"takes keys of up to {MAX_DIM} numbers, got {recurrence.dim}"
+    if recurrence.page_size > MAX_PAGE:
+        return f"takes pages of up to {MAX_PAGE} tokens, got {recurrence.page_size}"
+    return refuses_kernel(recurrence)
+
+
+def refuses_no_recurrence(recurrence: Recurrence) -> None:
+    """PyTorch computes every recurrence."""
+
+
+RECURRENCE_KERNELS: tuple[RecurrenceKernel, ...] = (
+    RecurrenceKernel(
+        name="few_rows",
+        about="up to 16 rows behind a state page and a tail",
+        launches=("_matrix_rows",),
+        kinds=("delta", "linear"),
+        rows=("few",),
+        refuses=refuses_matrix,
+        tile=few_rows_tile,
+    ),
+    RecurrenceKernel(
+        name="pieces",
+        about="chunks of prompts, in pieces of 64 rows",
+        launches=("_sum_gates", "_prepare_pieces", "_pass_states"),
+        kinds=("delta", "linear"),
+        rows=("pieces",),
+        refuses=refuses_matrix,
+        tile=pieces_tile,
+    ),
+    RecurrenceKernel(
+        name="convolution",
+        about="short convolutions with their activation",
+        launches=("_causal_conv", "_store_conv_states"),
+        kinds=("conv",),
+        rows=("few", "pieces"),
+        refuses=refuses_kernel,
+        tile=no_tile,
+    ),
+    RecurrenceKernel(
+        name="torch",
+        about="PyTorch",
+        launches=("torch.matmul",),
+        kinds=("delta", "linear", "scan", "lru", "conv"),
+        rows=("few", "pieces"),
+        refuses=refuses_no_recurrence,
+        tile=no_tile,
+    ),
+)
+"""The first that fits computes a recurrence."""
+
+
+def select_kernel(recurrence: Recurrence) -> RecurrenceChoice:
+    """What computes the recurrence: the first row of the table that fits."""
+    passed_over = dict[str, str]()
+    for kernel in RECURRENCE_KERNELS:
+        reason = kernel.fits(recurrence)
+        if reason is None:
+            return RecurrenceChoice(kernel, kernel.tile(recurrence), passed_over)
+        passed_over[kernel.name] = reason
+    raise AssertionError(f"the last row of the table computes every recurrence, but not {recurrence}")

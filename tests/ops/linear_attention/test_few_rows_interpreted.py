@@ -1,0 +1,113 @@
+"""The kernel for few rows in Triton's interpreter, against the recurrences in float64. Products are in float32 or float16: the
+interpreter has none in bfloat16."""
+
+from __future__ import annotations
+
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+from large_caches import memory_on_disk
+from linear_attention_cases import KINDS_BY_NAME, Kind, joined, of_sequence
+from rounded_once import dtype_id, randn
+from state_steps import Part, StateSteps
+
+from fa_serve.ops.linear_attention import run
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "runs_triton", lambda device: True)
+
+
+every_kind = pytest.mark.parametrize(
+    "kind", [KINDS_BY_NAME[name] for name in ("delta", "delta-strong", "kda", "lightning", "ssd")], ids=lambda kind: kind.name
+)
+
+
+def bound(expected: torch.Tensor, dtype: torch.dtype) -> float:
+    """Strong gates are sums of up to 48 numbers of -300, whose rounding is seen in what is left."""
+    return float(expected.abs().max() * (2e-5 + torch.finfo(dtype).eps))
+
+
+@every_kind
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=dtype_id)
+def test_steps_over_the_ends_of_pages(kind: Kind, dtype: torch.dtype) -> None:
+    """Single tokens, drafts that are rejected over the end of a page, 16 rows, beside padding of slot 0."""
+    rows = kind.rows(60, dtype)
+    weights = kind.weights(dtype)
+    expected, states = kind.exact(rows, weights)
+    table = StateSteps(kind.spec(rows, weights))
+    done = 0
+    for count, dropped in ((1, 0), (5, 0), (8, 0), (8, 7), (16, 0), (1, 0), (7, 3)):
+        batch = table.begin([Part(0, count, dropped), Part(9, 2, padding=True), Part(3, 0, padding=True)])
+        out = kind.step(joined([of_sequence(rows, done, done + count), of_sequence(rows, 0, 2)]), weights, table.states, batch)
+        assert out.dtype == dtype
+        assert (out[:count].double() - expected[done : done + count]).abs().max() <= bound(expected, dtype)
+        for position, page in table.sequences[0].kept.items():
+            state = kind.page_of(states[position])
+            assert (table.states.pages[page].double() - state).abs().max() <= bound(state, torch.float32)
+        table.end()
+        done += count - dropped
+    assert done == 36
+
+
+def test_sequences_share_a_page_and_heads_have_strides() -> None:
+    """Rows are parts of a wider tensor, as a convolution leaves them, and the page that is read stays as it was."""
+    kind = KINDS_BY_NAME["delta"]
+    wide = randn(40, 2 * 2 * 12 + 4 * 10, dtype=torch.float32, seed=7) / 4
+    q, k, v = wide.split([24, 24, 40], 1)
+    rows = kind.rows(40, torch.float32) | {
+        "q": q.unflatten(1, (2, 12)),
+        "k": k.unflatten(1, (2, 12)),
+        "v": v.unflatten(1, (4, 10)),
+    }
+    expected, _ = kind.exact(of_sequence(rows, 0, 20), {})
+    table = StateSteps(kind.spec(rows, {}))
+    kind.step(of_sequence(rows, 0, 16), {}, table.states, table.begin([Part(0, 16)]))
+    table.end()
+    page = table.states.pages[table.sequences[0].source].clone()
+    table.add(1, slot=5, source=table.sequences[0].source, length=16)
+    parts = joined([of_sequence(rows, 16, 20), of_sequence(rows, 16, 20)])
+    out = kind.step(parts, {}, table.states, table.begin([Part(0, 4), Part(1, 4)]))
+    for part in out.split(4):
+        torch.testing.assert_close(part.double(), expected[16:], rtol=1e-5, atol=1e-5)
+    assert torch.equal(table.states.pages[table.sequences[0].source], page)
+
+
+@pytest.mark.parametrize("name", ["delta", "ssd"])
+def test_the_functional_form_of_few_rows(name: str) -> None:
+    """Dense sequences of up to 16 rows take this kernel, with initial and final states."""
+    kind = KINDS_BY_NAME[name]
+    rows = kind.rows(10, torch.float32)
+    weights = kind.weights(torch.float32)
+    begin = randn(2, *kind.state, dtype=torch.float32, seed=9)
+    dense = {key: x.view(2, 5, *x.shape[1:]) for key, x in rows.items()}
+    out, final = kind.dense(**dense, **weights, initial_state=begin, output_final_state=True, **kind.options)
+    assert final is not None
+    for i in range(2):
+        expected, states = kind.exact({key: x[i] for key, x in dense.items()}, weights, begin[i])
+        assert (out[i].double() - expected).abs().max() <= bound(expected, torch.float32)
+        assert (final[i].double() - states[-1]).abs().max() <= bound(states[-1], torch.float32)
+
+
+@pytest.mark.parametrize("name", ["delta", "conv"])
+def test_pages_lie_beyond_2_to_the_31(name: str, tmp_path: Path) -> None:
+    """A sequence reads a page that begins behind 2^31 elements, and writes the next one. The memory is a sparse file."""
+    kind = KINDS_BY_NAME[name]
+    rows = kind.rows(32, torch.float32)
+    weights = kind.weights(torch.float32)
+    expected, states = kind.exact(rows, weights)
+    spec = kind.spec(rows, weights)
+    far = (1 << 31) // prod(spec.page) + 2
+    memory = memory_on_disk(tmp_path, (far + 2) * prod(spec.page), torch.float32)
+    table = StateSteps(spec, num_states=1)
+    states_far = table.states._replace(pages=memory.view(far + 2, *spec.page))
+    states_far.pages[far] = states[16]
+    table.add(0, slot=1, source=far, length=16)
+    batch = table.begin([Part(0, 16)])
+    batch = batch._replace(targets=torch.tensor([far + 1], dtype=torch.int32))
+    out = kind.step(of_sequence(rows, 16, 32), weights, states_far, batch)
+    assert (out.double() - expected[16:]).abs().max() <= bound(expected, torch.float32)
+    torch.testing.assert_close(states_far.pages[far + 1].double(), states[32], rtol=1e-5, atol=1e-5)

@@ -1,0 +1,97 @@
+"""The kernels for chunks of prompts in Triton's interpreter, against the recurrences in float64."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from linear_attention_cases import KINDS_BY_NAME, Kind, joined, of_sequence
+from rounded_once import dtype_id, randn
+from state_steps import Part, StateSteps
+
+from fa_serve.ops.linear_attention import run
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "runs_triton", lambda device: True)
+
+
+NAMES = ("delta", "delta-strong", "kda", "kda-strong", "lightning", "ssd")
+every_kind = pytest.mark.parametrize("kind", [KINDS_BY_NAME[name] for name in NAMES], ids=lambda kind: kind.name)
+
+
+def bound(expected: torch.Tensor, dtype: torch.dtype) -> float:
+    """Some roundings of the operands of products. Strong gates sum up to -5000 in a piece, whose rounding is 3e-4."""
+    return float(expected.abs().max() * (1e-4 + 4 * torch.finfo(dtype).eps))
+
+
+@every_kind
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=dtype_id)
+def test_chunks_and_what_follows_them(kind: Kind, dtype: torch.dtype) -> None:
+    """A chunk with states within it beside padding and few rows, a second chunk from a page, then single tokens by the other
+    kernel, which reads the tail that the chunk has left."""
+    rows = kind.rows(125, dtype)
+    weights = kind.weights(dtype)
+    expected, states = kind.exact(rows, weights)
+    table = StateSteps(kind.spec(rows, weights))
+    done = 0
+    for count, stores in ((80, (16, 48)), (39, ()), (1, ()), (5, ())):
+        batch = table.begin([Part(9, 2, padding=True), Part(0, count, stores=stores), Part(3, 0, padding=True), Part(4, 1)])
+        parts = joined([of_sequence(rows, 0, 2), of_sequence(rows, done, done + count), of_sequence(rows, 0, 1)])
+        out = kind.step(parts, weights, table.states, batch)
+        assert out.dtype == dtype
+        assert (out[2 : 2 + count].double() - expected[done : done + count]).abs().max() <= bound(expected, dtype)
+        for position, page in table.sequences[0].kept.items():
+            state = kind.page_of(states[position])
+            assert (table.states.pages[page].double() - state).abs().max() <= bound(state, dtype)
+        table.end()
+        done += count
+    assert done == 125
+
+
+@every_kind
+def test_packed_sequences(kind: Kind) -> None:
+    """Among them one of no rows, which keeps its state."""
+    bounds = [0, 5, 5, 75]
+    rows = kind.rows(75, torch.float32)
+    weights = kind.weights(torch.float32)
+    begin = randn(3, *kind.state, dtype=torch.float32, seed=9)
+    out, final = kind.packed(rows, weights, bounds, begin)
+    for i, (first, end) in enumerate(pairwise(bounds)):
+        if first == end:
+            assert torch.equal(final[i], begin[i])
+            continue
+        expected, states = kind.exact(of_sequence(rows, first, end), weights, begin[i])
+        assert (out[first:end].double() - expected).abs().max() <= bound(expected, torch.float32)
+        assert (final[i].double() - states[-1]).abs().max() <= bound(states[-1], torch.float32)
+
+
+def test_keys_that_repeat() -> None:
+    """The triangular system of equal keys with beta 1 is all ones below the diagonal. Its powers have entries of 1e18, so that
+    its inverse by powers would be noise."""
+    kind = KINDS_BY_NAME["delta"]
+    rows = kind.rows(64, torch.float32)
+    rows["k"] = rows["k"][:1].expand(64, -1, -1).contiguous()
+    rows["beta"] = torch.ones_like(rows["beta"])
+    rows["g"] = torch.zeros_like(rows["g"])
+    expected, _ = kind.exact(rows, {})
+    out, _ = kind.packed(rows, {}, [0, 64])
+    assert (out.double() - expected).abs().max() <= bound(expected, torch.float32)
+
+
+@pytest.mark.parametrize("name", ["delta", "kda"])
+def test_gradients(name: str) -> None:
+    kind = KINDS_BY_NAME[name]
+    rows = kind.rows(70, torch.float32)
+    begin = randn(1, *kind.state, dtype=torch.float32, seed=9)
+    inputs = [*rows.values(), begin]
+    for x in inputs:
+        x.requires_grad_()
+    out, final = kind.packed(rows, {}, [0, 70], begin)
+    actual = torch.autograd.grad(out.sin().sum() + final.cos().sum(), inputs)
+    expected, states = kind.exact(rows, {}, begin[0])
+    wanted = torch.autograd.grad(expected.sin().sum() + states[-1].cos().sum(), inputs)
+    for x, y in zip(actual, wanted, strict=True):
+        assert (x - y).abs().max() <= 1e-4 * y.abs().max()
