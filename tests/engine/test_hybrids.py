@@ -20,7 +20,7 @@ from hybrids import BY_NAME, HYBRIDS
 from tiny_models import VOCAB, make_model, make_tokenizer
 from transformers import GenerationConfig, PreTrainedModel
 
-from fa_serve.engine import Engine, EngineConfig, SamplingParams, StructuredOutput
+from fa_serve.engine import Engine, SamplingParams, StructuredOutput
 from fa_serve.engine.speculation import drafts as speculation
 from fa_serve.engine.speculation.drafts import NgramDrafter
 from fa_serve.engine.structured import grammars
@@ -295,8 +295,6 @@ def test_what_is_not_built_is_refused(make, make_engine, tmp_path: Path) -> None
         make_engine(speculative=f"draft={tmp_path}")
     with pytest.raises(ParameterError, match="num_states must be None for a model that keeps no states"):
         make_engine(num_states=8)
-    with pytest.raises(ParameterError, match="num_states must be at least 3, which is what one sequence needs"):
-        make("lfm2", num_states=2)
     with pytest.raises(ParameterError, match=r"num_states must be at most \d+: a state takes .* MiB in all layers, 100000"):
         make("lfm2", num_states=10**11)
     with pytest.raises(UnsupportedModelError, match="cannot be divided between 2 ranks: it keeps recurrent or convolution"):
@@ -319,10 +317,3 @@ def test_a_real_server_answers_from_the_prefix_cache(tmp_path: Path) -> None:
         assert cached == [0, (len(prompt) - 1) // 16 * 16]
     finally:
         server.end()
-
-
-def test_sizes_follow_from_the_memory() -> None:
-    config = EngineConfig(device="cpu", num_states=None)
-    assert config.num_states is None
-    with pytest.raises(ParameterError, match="num_states must be a positive integer"):
-        EngineConfig(num_states=0)

@@ -121,8 +121,6 @@ def check_num_states(num_states: int, memory: StateMemory, device: torch.device)
     """Raise ParameterError, with the arithmetic, if the device has no memory for so many states beside the weights."""
     if not memory:
         raise ParameterError("num_states", "be None for a model that keeps no states", num_states)
-    if num_states < MIN_STATES:
-        raise ParameterError("num_states", f"be at least {MIN_STATES}, which is what one sequence needs", num_states)
     room, where = _room_beside_weights(device)
     size = memory.bytes_per_state
     if num_states * size + memory.bytes_of_tails > room:

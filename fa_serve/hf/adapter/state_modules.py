@@ -38,15 +38,15 @@ from fa_serve.spec import UnsupportedModelError
 
 Result = tuple[Tensor, Tensor | None]
 Compute = Callable[..., Result]
-"""(call, initial_state=None, output_final_state=False, cu_seqlens=None) -> (out, final state)"""
+"""(call, initial_state=None, output_final_state=False) -> (out, final state)"""
 
-_UPDATES = {"update_conv_state", "update_recurrent_state"}
+UPDATES = {"update_conv_state", "update_recurrent_state"}
 """Methods of transformers' caches that a module with a state calls."""
 
 
 def find_state_modules(model: nn.Module) -> list[nn.Module]:
     """The modules whose own forward updates a state of the cache, in the order of the model."""
-    return [module for module in model.modules() if _UPDATES & _names_of(module)]
+    return [module for module in model.modules() if UPDATES & _names_of(module)]
 
 
 def exchanged_functions(module: nn.Module) -> list[str]:
@@ -67,7 +67,8 @@ def _own_forward(module: nn.Module) -> Any:
 class SeatedMixer:
     """The forward of a module with a state, with recurrences of `fa_serve.ops`.
 
-    number: of the module in `find_state_modules`
+    number:     of the module in `find_state_modules`
+    cu_seqlens: where packed sequences begin, in a forward without a StepCache; None without packed sequences
 
     Raises UnsupportedModelError for a module that calls none of the functions that are exchanged.
     """
@@ -86,6 +87,7 @@ class SeatedMixer:
         self._forward.__kwdefaults__ = own.__kwdefaults__
         self._states: ComputesStates | None = None
         self._num_calls = 0
+        self.cu_seqlens: Tensor | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of the module calls functions that belong to the copy."""
@@ -105,16 +107,17 @@ class SeatedMixer:
         call: StateCall,
         initial_state: Tensor | None = None,
         output_final_state: bool = False,
-        cu_seqlens: Tensor | None = None,
     ) -> Result:
         if self._states is None:
-            return call.op.whole(
+            out, state = call.op.whole(
                 **call.rows,
                 **call.fixed,
                 initial_state=initial_state,
                 output_final_state=output_final_state,
-                cu_seqlens=cu_seqlens,
+                cu_seqlens=self.cu_seqlens,
             )
+            # a cache of packed sequences has room for one, and goes on with the last
+            return out, state if state is None or self.cu_seqlens is None else state[-1:]
         key = StateKey(self.number, self._num_calls)
         self._num_calls += 1
         out = self._states.compute(key, call)
@@ -148,13 +151,12 @@ def delta_rule(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
-    cu_seqlens: Tensor | None = None,
     **unused: Any,
 ) -> Result:
     """`torch_chunk_gated_delta_rule` and `chunk_kimi_delta_attention`, whose rows come as `ops.gated_delta_rule` takes them."""
     rows = {"q": query, "k": key, "v": value, "g": g, "beta": beta}
     call = StateCall(DELTA_RULE, rows, {"use_qk_l2norm": use_qk_l2norm_in_kernel})
-    return compute(call, initial_state, output_final_state, cu_seqlens)
+    return compute(call, initial_state, output_final_state)
 
 
 def state_space(

@@ -69,7 +69,14 @@ def seat_states(model: PreTrainedModel) -> None:
     if not found:
         return
     refused: list[str] = []
-    inputs = observe_inputs(model, found, AttentionRecorder())
+    training = [module for module in model.modules() if module.training]
+    try:
+        inputs = observe_inputs(model.train(False), found, AttentionRecorder())
+    except Exception as error:
+        raise UnsupportedModelError(f"{type(model).__name__} cannot run on a paged cache: {error}") from error
+    finally:
+        for each in training:
+            each.training = True
 
     def prove(module: nn.Module) -> Callable[[nn.Module], SeatedMixer]:
         if module not in inputs:
