@@ -276,6 +276,10 @@ class _ProbeCache(StepCache, DynamicCache):  # type: ignore[misc]
     def get_seq_length(self, layer_idx: int = 0) -> Any:
         return 0
 
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """(keys, position of the first one), also where no layer has attention."""
+        return query_length, 0
+
 
 class ModelLayers(NamedTuple):
     """What the layers of a model keep of a sequence.
@@ -340,17 +344,24 @@ def _probe(model: PreTrainedModel) -> ModelLayers:
     config = model.config.get_text_config()
     _check_before_a_forward(model, config)
     probe = Probe()
+    name = state_argument(model)
     training = model.training
     try:
         token = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
         # with a padding mask transformers does not look for packed sequences, which it could not read on the meta device
         inputs: dict[str, Any] = {"attention_mask": torch.ones_like(token)}
-        if (name := state_argument(model)) is not None:
+        if name is not None:
             inputs[name] = _ProbeCache(config, probe.states)
         with _seated(model):
             output = model.train(False)(input_ids=token, use_cache=True, fa_serve_batch=probe, **inputs)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{type(model).__name__} cannot run on a paged cache: {error}") from error
+    except Exception as error:
+        if name is None:
+            raise
+        # the code of a module that keeps states may ask for a part of transformers' cache which StepCache does not have
+        told = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        raise UnsupportedModelError(f"{type(model).__name__} cannot run on a paged cache: its forward fails ({told})") from error
     finally:
         model.train(training)
     if name is None:
