@@ -24,7 +24,7 @@ from transformers import AttentionInterface, AutoConfig, PreTrainedConfig, PreTr
 
 from fa_serve import ops
 from fa_serve.hf.adapter.models import NAME, check_class, prepare_model
-from fa_serve.hf.adapter.paged import check_model, model_layers
+from fa_serve.hf.adapter.paged import model_layers
 from fa_serve.hf.adapter.translate import spec_of, translate
 from fa_serve.hf.latent_layers import LatentSizes, latent_sizes, latent_spec
 from fa_serve.hf.model_location import find_model
@@ -32,6 +32,7 @@ from fa_serve.hf.surgery.divide.plan import Cut, plan_division
 from fa_serve.hf.surgery.experts.mixtures import expert_modules, gate_of, weights_of
 from fa_serve.hf.surgery.quantised.experts import PROJECTIONS, QuantizedExperts
 from fa_serve.hf.surgery.quantised.linear import QuantizedLinear, describe_weights, quantize_layers, top_k_of
+from fa_serve.ops import StateSpec
 from fa_serve.ops.products.problem import products_with_experts
 from fa_serve.ops.products.table import kernels_of_experts
 from fa_serve.spec import AttentionSpec, OpSpec, ParameterError, UnsupportedModelError
@@ -107,12 +108,14 @@ class Description:
     share: what each rank of tensor parallelism holds, or why the model cannot be divided; None for one rank
     weights: how the weights of linear layers and experts are kept and which kernels compute them, and the layers; empty if the
              engine does not run the model, or why its quantised weights are refused
+    states:  what each recurrence or convolution keeps of a sequence, if the engine runs the model
     """
 
     parts: list[Part]
     engine: str | None
     weights: dict[str, str] | str = field(default_factory=dict)
     share: RankShare | str | None = None
+    states: list[StateSpec] = field(default_factory=list)
 
 
 def describe(
@@ -138,8 +141,9 @@ def describe(
     parts = {part.name: part for part in (_examine(*each, device, arch) for each in _models(whole))}
     weights: dict[str, str] | str = {}
     engine = None
+    states: list[StateSpec] = []
     try:
-        check_model(loaded)
+        states = list(model_layers(loaded).states.values())
     except UnsupportedModelError as error:
         engine = str(error)
     else:
@@ -153,7 +157,7 @@ def describe(
             share = _rank_share(loaded, tensor_parallel)
         except UnsupportedModelError as error:
             share = str(error)
-    return Description(list(parts.values()), engine, weights, share)
+    return Description(list(parts.values()), engine, weights, share, states)
 
 
 def _rank_share(config: PreTrainedConfig, size: int) -> RankShare:

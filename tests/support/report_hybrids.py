@@ -79,8 +79,10 @@ def rows() -> dict[str, dict[str, str]]:
 def page(results: dict[str, dict[str, str]]) -> list[str]:
     """The section of docs/models.md."""
     lines = ["", "## Recurrent and convolution states", "", *_INTRODUCTION.splitlines(), ""]
-    lines += ["| type | tested | plugin | engine | prefix cache | CUDA graphs | tensor parallel |", "|---|---|---|---|---|---|---|"]
+    lines += [
+        "| type | tested | plugin | engine | prefix cache | CUDA graphs | tensor parallel |",
+        "|---|---|---|---|---|---|---|",
+    ]
     columns: tuple[str, ...] = ("tested", "plugin", "engine", "prefix", "graphs", "parallel")
     lines += [f"| {name} | {' | '.join(row[column] for column in columns)} |" for name, row in results.items()]
     return lines
-

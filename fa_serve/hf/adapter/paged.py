@@ -361,7 +361,9 @@ def _probe(model: PreTrainedModel) -> ModelLayers:
             raise
         # the code of a module that keeps states may ask for a part of transformers' cache which StepCache does not have
         told = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        raise UnsupportedModelError(f"{type(model).__name__} cannot run on a paged cache: its forward fails ({told})") from error
+        raise UnsupportedModelError(
+            f"{type(model).__name__} cannot run on a paged cache: its forward fails ({told})"
+        ) from error
     finally:
         model.train(training)
     if name is None:
