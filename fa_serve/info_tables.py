@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import platform
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from itertools import takewhile
@@ -21,6 +22,7 @@ from rich.table import Table
 
 if TYPE_CHECKING:
     from fa_serve.hf.info import Description, RankShare
+    from fa_serve.ops import StateSpec
     from fa_serve.spec import AttentionSpec
 
 WIDTH = 100
@@ -84,6 +86,14 @@ def show_cases(device: str, arch: int, console: Console) -> None:
     console.print(table)
 
 
+def _show_states(states: Sequence[StateSpec], console: Console) -> None:
+    """What a model keeps of a sequence beside its keys and values."""
+    total = sum(spec.bytes_per_state for spec in states)
+    console.print(f"states: {total / 2**20:.4g} MiB a sequence, which prompts with a known beginning start from")
+    for (kind, page, dtype), count in Counter((spec.kind, spec.page, spec.page_dtype) for spec in states).items():
+        console.print(f"  {count} x {kind} {page} {str(dtype).removeprefix('torch.')}")
+
+
 def show_model(described: Description, console: Console) -> None:
     """Each kind of layer that a model has, with its backends in a prefill and in the engine's decoding."""
     from fa_serve.backends import explain
@@ -125,6 +135,8 @@ def show_model(described: Description, console: Console) -> None:
         if any(COMPUTED_BY in kept for kept in described.weights):
             console.print(KERNEL_NAMES)
     console.print(f"engine: {described.engine or 'runs it'}")
+    if described.states:
+        _show_states(described.states, console)
     if isinstance(described.share, str):
         console.print(f"tensor parallel: {described.share}")
     elif described.share is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import report_hybrids
 import transformers
 from hf_families import FAMILIES
 from hf_multimodal import MODELS
@@ -50,6 +51,12 @@ def test_the_results_are_of_every_family_and_every_check() -> None:
     assert all(passed == count for row in families.values() for passed, count in row.values())
     assert set(results["layers"]) == {f.model for f in FAMILIES}, AGAIN
     assert {column for row in families.values() for column in row} == set(COLUMNS.values())
+
+
+def test_the_table_of_models_with_states_is_what_the_code_does() -> None:
+    results = json.loads(RESULTS.read_text())["hybrids"]
+    assert results == report_hybrids.rows(), AGAIN
+    assert sum(row["engine"] == "y" for row in results.values()) >= 19
 
 
 def test_the_table_of_quantised_weights_is_what_the_code_does() -> None:

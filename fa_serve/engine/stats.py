@@ -41,6 +41,9 @@ class EngineStats:
     num_running, num_waiting: sequences with and without a slot
     num_pages:         pages of the KV cache
     num_pages_used:    pages that sequences hold; those that only the prefix cache keeps are not counted
+    num_states:        states of sequences that the memory holds; 0 for a model that keeps none
+    num_states_used:   states that sequences hold
+    num_states_kept:   states that a later sequence could start from
     num_steps:         launched steps
     num_prompt_tokens: prompt tokens of sequences that have given a first token
     num_cached_tokens: those of them whose keys and values came from the prefix cache
@@ -63,6 +66,9 @@ class EngineStats:
     num_preemptions: int
     num_late_compilations: int = 0
     num_late_captures: int = 0
+    num_states: int = 0
+    num_states_used: int = 0
+    num_states_kept: int = 0
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
     steps: StepStats = StepStats()
 
@@ -82,12 +88,16 @@ class Counters:
         self.num_cached_tokens += sequence.num_cached_tokens
 
     def snapshot(self, scheduler: Scheduler) -> EngineStats:
+        states = scheduler.states
         return EngineStats(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
             num_pages=scheduler.pages.num_pages,
             num_pages_used=scheduler.pages.num_held,
             num_preemptions=scheduler.num_preemptions,
+            num_states=0 if states is None else states.num_states,
+            num_states_used=0 if states is None else states.num_held,
+            num_states_kept=0 if states is None else states.num_kept,
             speculation=scheduler.speculation.snapshot(),
             **asdict(self),
         )

@@ -17,6 +17,8 @@ as it is.
         translate      transformers' words -> one LayerCall; the one place that knows which keys a call sees
         attention      the attention function: sends a LayerCall to a kernel or to the batch that rides along
         paged          the engine's forward over packed tokens and a paged cache
+        step_cache     what layers with a recurrent state are given in that forward
+        state_modules  which modules keep such a state, and how their recurrences reach `fa_serve.ops`
         continuous     transformers' own continuous batching (`generate_batch`)
     surgery/           everything that replaces a module of a model
         fuse/          decoder layers, computed by few kernels
@@ -49,16 +51,17 @@ from fa_serve.hf.adapter.attention import attention_forward
 from fa_serve.hf.adapter.masks import mask_forward
 from fa_serve.hf.adapter.models import NAME
 from fa_serve.hf.adapter.paged import (
+    ModelLayers,
     OneSequence,
-    PackedPositions,
     PagedBatch,
-    attention_layers,
     check_attention_precision,
     check_model,
+    model_layers,
     paged_forward,
     paged_output,
 )
 from fa_serve.hf.adapter.register import patch, register
+from fa_serve.hf.adapter.step_cache import PagedStates, StateKey, take_layer_idx
 from fa_serve.hf.adapter.translate import AttendsBatch, LayerCall
 from fa_serve.hf.hidden_states import HiddenStateReader
 from fa_serve.hf.layer_kinds import few_layers
@@ -66,19 +69,21 @@ from fa_serve.hf.surgery.divide.plan import plan_division
 from fa_serve.hf.surgery.divide.weights import PartOfSum, divide_model, vocab_size
 from fa_serve.hf.surgery.experts.mixtures import expert_modules, experts_forward, take_experts
 from fa_serve.hf.surgery.experts.scaled import ScaledExperts, take_scaled_experts
+from fa_serve.hf.surgery.states import seat_states
 
 __all__ = [
     "NAME",
     "AttendsBatch",
     "HiddenStateReader",
     "LayerCall",
+    "ModelLayers",
     "OneSequence",
-    "PackedPositions",
     "PagedBatch",
+    "PagedStates",
     "PartOfSum",
     "ScaledExperts",
+    "StateKey",
     "attention_forward",
-    "attention_layers",
     "check_attention_precision",
     "check_model",
     "divide_model",
@@ -86,12 +91,15 @@ __all__ = [
     "experts_forward",
     "few_layers",
     "mask_forward",
+    "model_layers",
     "paged_forward",
     "paged_output",
     "patch",
     "plan_division",
     "register",
+    "seat_states",
     "take_experts",
+    "take_layer_idx",
     "take_scaled_experts",
     "vocab_size",
 ]

@@ -24,7 +24,7 @@ from transformers import AttentionInterface, AutoConfig, PreTrainedConfig, PreTr
 
 from fa_serve import ops
 from fa_serve.hf.adapter.models import NAME, check_class, prepare_model
-from fa_serve.hf.adapter.paged import attention_layers, check_model
+from fa_serve.hf.adapter.paged import model_layers
 from fa_serve.hf.adapter.translate import spec_of, translate
 from fa_serve.hf.latent_layers import LatentSizes, latent_sizes, latent_spec
 from fa_serve.hf.model_location import find_model
@@ -32,6 +32,7 @@ from fa_serve.hf.surgery.divide.plan import Cut, plan_division
 from fa_serve.hf.surgery.experts.mixtures import expert_modules, gate_of, weights_of
 from fa_serve.hf.surgery.quantised.experts import PROJECTIONS, QuantizedExperts
 from fa_serve.hf.surgery.quantised.linear import QuantizedLinear, describe_weights, quantize_layers, top_k_of
+from fa_serve.ops import StateSpec
 from fa_serve.ops.products.problem import products_with_experts
 from fa_serve.ops.products.table import kernels_of_experts
 from fa_serve.spec import AttentionSpec, OpSpec, ParameterError, UnsupportedModelError
@@ -107,12 +108,14 @@ class Description:
     share: what each rank of tensor parallelism holds, or why the model cannot be divided; None for one rank
     weights: how the weights of linear layers and experts are kept and which kernels compute them, and the layers; empty if the
              engine does not run the model, or why its quantised weights are refused
+    states:  what each recurrence or convolution keeps of a sequence, if the engine runs the model
     """
 
     parts: list[Part]
     engine: str | None
     weights: dict[str, str] | str = field(default_factory=dict)
     share: RankShare | str | None = None
+    states: list[StateSpec] = field(default_factory=list)
 
 
 def describe(
@@ -131,15 +134,16 @@ def describe(
     loaded = AutoConfig.from_pretrained(model_or_config) if isinstance(model_or_config, str) else model_or_config
     config = copy.deepcopy(loaded)
     for each in _configs(config):
-        each._experts_implementation = "batched_mm"  # see attention_layers
+        each._experts_implementation = "batched_mm"  # see model_layers
     auto: Any = transformers.AutoModel
     with torch.device("meta"):
         whole: PreTrainedModel = auto.from_config(config, attn_implementation="eager", dtype=config.dtype or torch.bfloat16)
     parts = {part.name: part for part in (_examine(*each, device, arch) for each in _models(whole))}
     weights: dict[str, str] | str = {}
     engine = None
+    states: list[StateSpec] = []
     try:
-        check_model(loaded)
+        states = list(model_layers(loaded).states.values())
     except UnsupportedModelError as error:
         engine = str(error)
     else:
@@ -153,7 +157,7 @@ def describe(
             share = _rank_share(loaded, tensor_parallel)
         except UnsupportedModelError as error:
             share = str(error)
-    return Description(list(parts.values()), engine, weights, share)
+    return Description(list(parts.values()), engine, weights, share, states)
 
 
 def _rank_share(config: PreTrainedConfig, size: int) -> RankShare:
@@ -185,7 +189,7 @@ def _rank_share(config: PreTrainedConfig, size: int) -> RankShare:
             divided += num_bytes // size
             saved += num_bytes - num_bytes // size
     specs = []
-    for spec, (path, layer) in zip(attention_layers(config), division.layers.items(), strict=True):
+    for spec, (path, layer) in zip(model_layers(config).attention.values(), division.layers.items(), strict=True):
         heads = next(iter(layer.attention.values()), (spec.num_heads, spec.num_kv_heads))
         own = replace(spec, num_heads=heads[0], num_kv_heads=heads[1], dtype=model.dtype, kv_dtype=model.dtype)
         attention = getattr(model.get_submodule(path), "self_attn", None)

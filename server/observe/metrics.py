@@ -126,6 +126,11 @@ def _add_engine(families: dict[str, Metric], names: list[str], label: list[str],
         "num_requests_waiting": ("Sequences that wait to be admitted to the running batch.", stats.num_waiting),
         "kv_cache_usage_perc": ("Fraction of the KV cache's pages in use, 0 to 1.", stats.num_pages_used / stats.num_pages),
     }
+    if stats.num_states:
+        gauges["state_usage_perc"] = (
+            "Fraction of the states of linear attention in use, 0 to 1.",
+            stats.num_states_used / stats.num_states,
+        )
     counters = {
         "num_preemptions": ("Sequences that were preempted because no page was free.", stats.num_preemptions),
         "prompt_tokens": ("Prompt tokens that have been processed.", stats.num_prompt_tokens),

@@ -214,7 +214,7 @@ def test_abort_frees_pages_at_once(make_engine) -> None:
 def test_a_closed_engine_has_freed_its_cache_and_says_that_it_is_closed(make_engine) -> None:
     engine = make_engine("llama")
     engine.generate(random_prompts(2, 20), SamplingParams(max_tokens=4))
-    kept = [weakref.ref(cache) for caches in engine._runner.kv_caches for cache in caches]
+    kept = [weakref.ref(cache) for caches in engine._runner.kv_caches.values() for cache in caches]
     assert all(cache() is not None for cache in kept)
     engine.close()
     assert [cache() for cache in kept] == [None] * len(kept)
@@ -338,7 +338,7 @@ def test_a_request_that_is_not_finite_withdraws_the_pages_that_it_shared(make_en
     engine = make_engine(model=model)
     prompt = [5, *range(20, 45)]
     engine.generate([prompt], GREEDY)
-    for kv_cache in (x for pair in engine._runner.kv_caches for x in pair):
+    for kv_cache in (x for pair in engine._runner.kv_caches.values() for x in pair):
         kv_cache.fill_(float("nan"))
     completion = engine.generate([prompt], BIASED)[0]
     assert (completion.error.code, completion.num_cached_tokens) == ("not_finite", 24)

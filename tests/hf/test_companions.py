@@ -136,4 +136,4 @@ def test_quantised_weights(family: str, kind: str, tmp_path: Path) -> None:
             assert_matches_reference(*(model(**inputs("left")).logits[valid] for model in (ours, exact, eager)))
     else:
         assert_same_everywhere(ours, eager, ours.config)
-    assert hf.attention_layers(ours)[0].head_dim == hf.attention_layers(ours.config)[0].head_dim
+    assert hf.model_layers(ours).attention[0].head_dim == hf.model_layers(ours.config).attention[0].head_dim

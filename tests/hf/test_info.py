@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from hf_families import BY_NAME, FAMILIES, WINDOW
+from hybrids import BY_NAME as HYBRIDS
 from transformers import AttentionInterface, AutoConfig
 from typer.testing import CliRunner
 
@@ -37,6 +38,17 @@ def test_every_family_is_described(family: Any) -> None:
         assert (described.engine is None) == (family.paged is True)
         if family.paged is not True:
             assert str(family.paged) in str(described.engine)
+
+
+def test_states_are_told_with_their_bytes(tmp_path: Any) -> None:
+    """Of the convolution, 3 columns of 128 channels, and of the delta rule, 4 matrices of 16 x 16."""
+    config = HYBRIDS["qwen3.5"].make_config()
+    assert [(spec.kind, spec.bytes_per_state) for spec in describe(config).states] == [("conv", 1536), ("delta", 4096)]
+    assert describe(BY_NAME["llama"].make_config()).states == []
+    config.save_pretrained(tmp_path)
+    told = run(str(tmp_path)).output
+    assert "engine: runs it\nstates: 0.005371 MiB a sequence" in told
+    assert "  1 x delta (4, 16, 16) float32" in told
 
 
 def test_windows_sinks_softcap_masks_and_dims_by_layer() -> None:

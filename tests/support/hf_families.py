@@ -287,11 +287,11 @@ class Pages:
         pages = -(-LENGTH // page_size)
         order = torch.randperm(count * pages, generator=torch.Generator().manual_seed(0), device="cpu").to(here())
         self.table = order.view(count, pages).to(torch.int32)
-        self.caches = [
-            (torch.full((*shape, s.head_dim), float("nan")), torch.full((*shape, s.head_dim_v), float("nan")))
-            for s in hf.attention_layers(model)
+        self.caches = {
+            i: (torch.full((*shape, s.head_dim), float("nan")), torch.full((*shape, s.head_dim_v), float("nan")))
+            for i, s in hf.model_layers(model).attention.items()
             for shape in [(count * pages, page_size, s.num_kv_heads)]
-        ]
+        }
 
     def step(self, new: list[Tensor]) -> Tensor:
         """The new tokens of each sequence -> their logits, (total, vocab), packed."""

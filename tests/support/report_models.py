@@ -7,7 +7,7 @@
 
 tests/results/families.json holds the outcomes of tests/hf/test_families.py and tests/hf/test_multimodal.py, the backends that
 serve the layers of each architecture in its published sizes, whether fa_serve takes each model of transformers, and what
-`report_experts.py`, `report_latent.py` and `report_fusion.py` find.
+`report_experts.py`, `report_latent.py`, `report_hybrids.py` and `report_fusion.py` find.
 tests/upstream/results.json holds the outcomes of transformers' own tests, which tests/upstream/run.py writes.
 """
 
@@ -27,6 +27,7 @@ from typing import Any
 
 import report_experts
 import report_fusion
+import report_hybrids
 import report_latent
 
 HERE = Path(__file__).parents[1]
@@ -225,6 +226,7 @@ def collect() -> dict[str, Any]:
     versions = {"transformers": transformers.__version__, "torch": torch.__version__}
     found = {"versions": versions, "families": outcomes(), "layers": layers(), "census": census()}
     found["latent"] = latent(found["census"])
+    found["hybrids"] = report_hybrids.rows()
     found |= {"experts": experts()} | weights()
     return found | {"engine": report_fusion.architectures(concerned(found))}
 
@@ -293,6 +295,7 @@ def page(results: dict[str, Any], upstream: dict[str, Any]) -> str:
         for row in kinds:
             lines.append(f"| {name} | {row['layers']} | {row['asks']} | {row['prefill']} | {row['decode']} |")
     lines += report_latent.page(results["latent"])
+    lines += report_hybrids.page(results["hybrids"])
     lines += report_experts.page(results["experts"])
     lines += report_fusion.page(results["engine"])
     counts = Counter(results["census"].values())

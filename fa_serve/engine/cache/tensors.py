@@ -1,15 +1,17 @@
-"""The memory of the KV cache: how large a page is, how many pages fit, and the tensors.
+"""The memory of the KV cache and of states: how large a page and a state are, how many fit, and the tensors.
 
 Every tensor is a view (page, token, head, dim), which is what `fa_serve.api` takes. On a GPU the memory is laid out as (page,
 head, token, dim), so that a decoding kernel reads one contiguous range per head. On a CPU it is laid out as the view says, so
-that consecutive pages need no copy to be read together. Left out: which sequence holds which page (pages.py).
+that consecutive pages need no copy to be read together. Left out: which sequence holds which page (pages.py) and state
+(states.py).
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,23 +19,27 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fa_serve.hf import LayerCall, OneSequence, paged_forward
+from fa_serve.engine.cache.states import MIN_STATES
+from fa_serve.hf import LayerCall, OneSequence, StateKey, paged_forward, take_layer_idx
+from fa_serve.ops import StateSpec, StateTensors, tail_rows
 from fa_serve.spec import AttentionSpec, ParameterError
 
 HEADROOM = 224.0
 """The float8 number that the largest value seen is stored as: half of what float8_e4m3fn can hold."""
 CPU_SHARE = 0.25
 """Share of the host memory that is available after the model has been loaded."""
+STATE_TOKENS = 2048
+"""Tokens of the KV cache for each state, where the engine decides how many there are."""
 
 
-def bytes_per_page(layers: Sequence[AttentionSpec], page_size: int) -> int:
+def bytes_per_page(layers: Iterable[AttentionSpec], page_size: int) -> int:
     """Bytes of the keys and values of one page in all layers."""
     return sum(page_size * x.cached_bytes for x in layers)
 
 
 def allocate(
-    layers: Sequence[AttentionSpec], num_pages: int, page_size: int, device: torch.device
-) -> list[tuple[Tensor, Tensor]]:
+    layers: Mapping[int, AttentionSpec], num_pages: int, page_size: int, device: torch.device
+) -> dict[int, tuple[Tensor, Tensor]]:
     """(k_cache, v_cache) by layer: views (num_pages, page_size, num_kv_heads, head_dim or head_dim_v).
 
     Where values are the first numbers of the keys, v_cache is that part of k_cache.
@@ -45,11 +51,85 @@ def allocate(
             return torch.empty(num_pages, page_size, layer.num_kv_heads, dim, dtype=layer.kv_dtype)
         return torch.empty(num_pages, layer.num_kv_heads, page_size, dim, dtype=layer.kv_dtype, device=device).transpose(1, 2)
 
-    caches = []
-    for layer in layers:
+    caches = {}
+    for index, layer in layers.items():
         keys = pages(layer, layer.head_dim)
-        caches.append((keys, keys[..., : layer.head_dim_v] if layer.values_in_keys else pages(layer, layer.head_dim_v)))
+        caches[index] = (keys, keys[..., : layer.head_dim_v] if layer.values_in_keys else pages(layer, layer.head_dim_v))
     return caches
+
+
+@dataclass(frozen=True, slots=True)
+class StateMemory:
+    """What the states of a model take.
+
+    specs:        what each call of a recurrence keeps of a sequence; empty for a model without
+    page_size:    tokens between two states of a sequence
+    max_num_seqs: number of slots, each of which has a tail: the tokens since the last state
+    """
+
+    specs: Mapping[StateKey, StateSpec]
+    page_size: int
+    max_num_seqs: int
+
+    def __bool__(self) -> bool:
+        return bool(self.specs)
+
+    @property
+    def bytes_per_state(self) -> int:
+        """Bytes of one state of one sequence in all layers."""
+        return sum(spec.bytes_per_state for spec in self.specs.values())
+
+    @property
+    def bytes_of_tails(self) -> int:
+        """Bytes of the tails of all slots in all layers."""
+        return self.max_num_seqs * tail_rows(self.page_size) * sum(spec.bytes_per_row for spec in self.specs.values())
+
+    def allocate(self, num_states: int, device: torch.device) -> dict[StateKey, StateTensors]:
+        """The tensors of so many states. They are not filled: what has not been written is never read."""
+        return {key: spec.allocate(num_states, self.max_num_seqs, self.page_size, device) for key, spec in self.specs.items()}
+
+    @property
+    def least_states(self) -> int:
+        """How many states there are at least: one for each running sequence, if these are not many, and some to write."""
+        return max(MIN_STATES, min(self.max_num_seqs, 32) * 6 // 5 + 1)
+
+    @property
+    def least_bytes(self) -> int:
+        """Bytes of so many states and of the tails."""
+        return self.bytes_of_tails + self.least_states * self.bytes_per_state
+
+    def enough_states(self, num_pages: int) -> int:
+        """More states than these are hardly of use: for each running sequence, for some that have ended, of which two each are
+        kept, and for every STATE_TOKENS tokens that so many pages hold."""
+        return self.least_states + 4 * self.max_num_seqs + num_pages * self.page_size // STATE_TOKENS
+
+    def shares(self, room: int, bytes_per_page: int) -> tuple[int, int]:
+        """(pages, states) that a room of so many bytes is divided into, after the tails.
+
+        There is a state for every STATE_TOKENS tokens of the KV cache, and `least_states` in any case. Where pages take no
+        memory, because no layer has attention, there are as many as belong to the states.
+        """
+        room -= self.bytes_of_tails
+        pages_per_state = max(STATE_TOKENS // self.page_size, 1)
+        states = max(room // (self.bytes_per_state + pages_per_state * bytes_per_page), self.least_states)
+        if not bytes_per_page:
+            return states * pages_per_state, states
+        return (room - states * self.bytes_per_state) // bytes_per_page, states
+
+
+def check_num_states(num_states: int, memory: StateMemory, device: torch.device) -> None:
+    """Raise ParameterError, with the arithmetic, if the device has no memory for so many states beside the weights."""
+    if not memory:
+        raise ParameterError("num_states", "be None for a model that keeps no states", num_states)
+    room, where = _room_beside_weights(device)
+    size = memory.bytes_per_state
+    if num_states * size + memory.bytes_of_tails > room:
+        rule = (
+            f"be at most {max(room - memory.bytes_of_tails, 0) // size}: a state takes {size / 2**20:.4g} MiB in all layers, "
+            f"{num_states} states take {num_states * size / 2**30:.4g} GiB, the tails of {memory.max_num_seqs} sequences take "
+            f"{memory.bytes_of_tails / 2**30:.4g} GiB, and {room / 2**30:.4g} GiB {where} are available"
+        )
+        raise ParameterError("num_states", rule, num_states)
 
 
 def check_num_pages(num_pages: int, size: int, page_size: int, num_layers: int, device: torch.device) -> None:
@@ -57,13 +137,7 @@ def check_num_pages(num_pages: int, size: int, page_size: int, num_layers: int, 
 
     size: bytes of a page of `page_size` tokens in all layers
     """
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        room = torch.cuda.mem_get_info(device)[0]
-        where = "of the GPU's memory"
-    else:
-        room = reclaimable_memory()
-        where = "of memory"
+    room, where = _room_beside_weights(device)
     if num_pages * size > room:
         asked = num_pages * size / 2**30
         rule = (
@@ -73,13 +147,22 @@ def check_num_pages(num_pages: int, size: int, page_size: int, num_layers: int, 
         raise ParameterError("num_pages", rule, num_pages)
 
 
+def _room_beside_weights(device: torch.device) -> tuple[int, str]:
+    """Bytes that are available on a device after the model has been loaded, and of what they are."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(device)[0], "of the GPU's memory"
+    return reclaimable_memory(), "of memory"
+
+
 class _Ranges(OneSequence):
     """Attends to one sequence, and notes each head's largest key and value, or the largest number of the latent keys.
 
     layers: what each layer caches
     """
 
-    def __init__(self, layers: Sequence[AttentionSpec]) -> None:
+    def __init__(self, layers: Mapping[int, AttentionSpec]) -> None:
+        super().__init__()
         self.layers = layers
         self.largest: dict[int, tuple[Tensor, Tensor]] = {}
         self.outputs: dict[nn.Module, Tensor] = {}
@@ -89,7 +172,7 @@ class _Ranges(OneSequence):
         self.outputs[module] = output
 
     def attend(self, call: LayerCall) -> Tensor:
-        index = cast(int, call.module.layer_idx)
+        index = take_layer_idx(call.module, self.states)
         if self.layers[index].values_in_keys:
             attention = cast(Any, call.module)
             parts = self.outputs[attention.kv_a_layernorm], self.outputs[attention.kv_a_proj_with_mqa]
@@ -103,8 +186,8 @@ class _Ranges(OneSequence):
 
 @torch.inference_mode()
 def descales(
-    model: PreTrainedModel, vocab: int, layers: Sequence[AttentionSpec], num_tokens: int = 256
-) -> list[tuple[Tensor, Tensor]]:
+    model: PreTrainedModel, vocab: int, layers: Mapping[int, AttentionSpec], num_tokens: int = 256
+) -> dict[int, tuple[Tensor, Tensor]]:
     """(k_descale, v_descale) by layer: what stored float8 keys and values are multiplied by, (num_kv_heads,) float32 each.
 
     One forward over random tokens decides: the largest absolute value that it meets is stored as HEADROOM, which is half of
@@ -120,8 +203,8 @@ def descales(
     paged_forward(model, ids, torch.arange(num_tokens, device=model.device), ranges, ids[:1] * 0)
     for hook in hooks:
         hook.remove()
-    scaled = [tuple(x.clamp(min=1e-6) / HEADROOM for x in ranges.largest[layer]) for layer in sorted(ranges.largest)]
-    return cast(list[tuple[Tensor, Tensor]], scaled)
+    scaled = {index: tuple(x.clamp(min=1e-6) / HEADROOM for x in pair) for index, pair in ranges.largest.items()}
+    return cast(dict[int, tuple[Tensor, Tensor]], scaled)
 
 
 def device_room(device: torch.device, share: float, needed: int, least: int) -> int:

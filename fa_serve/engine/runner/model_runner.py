@@ -1,7 +1,7 @@
 """The model, the KV cache and the tensors of a step: a `ScheduledBatch` in, sampled tokens out.
 
     runner = ModelRunner(model, config)
-    runner.allocate(num_pages, max_model_len)
+    runner.allocate(num_pages, max_model_len, num_states)
     forward = runner.launch(batch)           # returns when the work is queued, not when it is done
     pending = runner.sample(forward)         # the same; the masks of structured outputs may come as late as this
     result = pending.read()                  # waits for the device: one token for each chunk that samples
@@ -33,15 +33,28 @@ from fa_serve.engine.runner.cuda_graphs import Inputs, OnError, Shape, StepGraph
 from fa_serve.engine.runner.deterministic import NUM_SPLITS, deterministic_mode
 from fa_serve.engine.runner.results import PendingResult, PromptSpan
 from fa_serve.engine.runner.sampler import SampleParams, TokenCounts, log_probabilities, sample, sampling_arrays
+from fa_serve.engine.runner.state_arrays import empty_state_arrays, state_batch
 from fa_serve.engine.runner.transfer import packed_size, send
 from fa_serve.engine.scheduler.scheduled_batch import ScheduledBatch
 from fa_serve.engine.scheduler.sequence import SequenceState
 from fa_serve.engine.start.warm_up import EmptyStep, SamplingVariant, largest_batch
-from fa_serve.hf import PagedBatch, attention_layers, paged_forward, take_experts, take_scaled_experts, vocab_size
+from fa_serve.hf import (
+    PagedBatch,
+    PagedStates,
+    StateKey,
+    model_layers,
+    paged_forward,
+    seat_states,
+    take_experts,
+    take_scaled_experts,
+    vocab_size,
+)
 from fa_serve.hf.surgery.fuse.fusion import cached_layers, fuse_model, unfuse_model
 from fa_serve.hf.surgery.fuse.latent import PLAIN_TOKENS
 from fa_serve.hf.surgery.quantised.linear import QuantizedLinear
 from fa_serve.launching.compilations import num_compilations
+from fa_serve.ops import StateTensors
+from fa_serve.spec import ParameterError
 
 log = logging.getLogger("fa_serve.engine")
 
@@ -87,6 +100,9 @@ class ModelRunner:
     on_graph_error: called with the error of a graph before steps run without it. Raises if other ranks would go on with theirs
     draft:    the runner of the draft model (draft_model.py), whose cache has the same pages; None without one
     tokens_ahead: how many places later in the sequence than its position a token is taken from: 1 for a head
+
+    Raises UnsupportedModelError for a model that the engine cannot run, and ParameterError for settings that models with states
+    do not have.
     """
 
     tokens_ahead = 0
@@ -107,7 +123,7 @@ class ModelRunner:
         self.device = model.device
         self.vocab_size = vocab_size(model)
         self.page_size = config.page_size
-        self.eager = config.eager or self.device.type != "cuda"
+        self.eager = config.eager or self.device.type != "cuda"  # and with states, see below
         self.fuses = config.fusion and not config.eager and not config.deterministic
         unfuse_model(model)
         self.max_num_seqs = config.max_num_seqs
@@ -115,7 +131,12 @@ class ModelRunner:
         if self.fuses or config.deterministic:
             take_experts(model)
             take_scaled_experts(model)
-        self.layers = attention_layers(model)
+        self.layers, states = model_layers(model)
+        self.state_memory = kv_cache.StateMemory(states, config.page_size, config.max_num_seqs)
+        if states:
+            self._check_settings_with_states(config)
+            seat_states(model)
+            self.eager = True  # no kernels yet: the fallback reads the lengths of sequences back
         self._deterministic = config.deterministic
         for module in model.modules():
             if isinstance(module, QuantizedLinear):
@@ -125,11 +146,12 @@ class ModelRunner:
         # fields of every PagedBatch
         self._options: dict[str, Any] = {"num_splits": NUM_SPLITS} if config.deterministic else {}
         if config.kv_cache_dtype == "fp8":
-            self.layers = [replace(layer, kv_dtype=torch.float8_e4m3fn) for layer in self.layers]
+            self.layers = {i: replace(layer, kv_dtype=torch.float8_e4m3fn) for i, layer in self.layers.items()}
             self._options["descales"] = kv_cache.descales(model, self.vocab_size, self.layers)
         if config.attention_precision != "bf16":
             self._options["precision"] = config.attention_precision
-        self.kv_caches: list[tuple[Tensor, Tensor]] = []
+        self.kv_caches: dict[int, tuple[Tensor, Tensor]] = {}
+        self.states: dict[StateKey, StateTensors] = {}
         self._graphs: StepGraphs | None = None
         self._counts: TokenCounts | None = None
         self._last_tokens = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self.device)
@@ -138,22 +160,34 @@ class ModelRunner:
     @property
     def window(self) -> int | None:
         """Keys before a token that any layer attends to, those of a draft model included; None if a layer attends to all."""
-        lefts = [layer.window_size[0] for layer in [*self.layers, *(self.draft.layers if self.draft else ())]]
+        layers = [*self.layers.values(), *(self.draft.layers.values() if self.draft else ())]
+        lefts = [layer.window_size[0] for layer in layers]
         return None if min(lefts, default=-1) < 0 else max(lefts)
+
+    def _check_settings_with_states(self, config: EngineConfig) -> None:
+        """Refuse the settings that models with states do not have."""
+        name = type(self.model).__name__
+        if config.deterministic:
+            rule = f"be False for {name}, which keeps states: chunks of prompts and single tokens round them differently"
+            raise ParameterError("deterministic", rule, config.deterministic)
+        if self._drafting:
+            raise ParameterError("speculative", f"name a draft model that keeps no states, unlike {name}", config.speculative)
 
     def fuse(self) -> int:
         """Fuse layers, routers and shared experts of the model where that is possible. Returns how many layers are fused."""
         fused = fuse_model(self.model)
         self.layers = cached_layers(self.model, self.layers)
-        if "descales" in self._options and any(layer.values_in_keys for layer in self.layers):
+        if "descales" in self._options and any(layer.values_in_keys for layer in self.layers.values()):
             self._options["descales"] = kv_cache.descales(self.model, self.vocab_size, self.layers)
         return fused
 
-    def allocate(self, num_pages: int, max_model_len: int) -> None:
-        """Allocate the KV cache. The content of an earlier one is lost."""
-        self.kv_caches = []
+    def allocate(self, num_pages: int, max_model_len: int, num_states: int = 0) -> None:
+        """Allocate the KV cache and the states. The content of earlier ones is lost."""
+        self.kv_caches = {}
+        self.states = {}
         self._graphs = None
         self.kv_caches = kv_cache.allocate(self.layers, num_pages, self.page_size, self.device)
+        self.states = self.state_memory.allocate(num_states, self.device)
         self._block_table = BlockTable(self.max_num_seqs, -(-max_model_len // self.page_size), self.device)
         if self.draft is not None:
             self.draft.allocate(num_pages, max_model_len)
@@ -161,7 +195,7 @@ class ModelRunner:
     @property
     def bytes_per_page(self) -> int:
         """Bytes of the keys and values of one page, those of the draft model included."""
-        return kv_cache.bytes_per_page(self.layers, self.page_size) + (self.draft.bytes_per_page if self.draft else 0)
+        return kv_cache.bytes_per_page(self.layers.values(), self.page_size) + (self.draft.bytes_per_page if self.draft else 0)
 
     @torch.inference_mode()
     def make_graphs(self) -> bool:
@@ -182,7 +216,7 @@ class ModelRunner:
             # attention with these options plans for the longest prompt that is possible, not for the longest in the batch
             prompts=not self._options,
             on_error=self._on_graph_error,
-            fresh_tokens=PLAIN_TOKENS if any(layer.values_in_keys for layer in self.layers) else None,
+            fresh_tokens=PLAIN_TOKENS if any(layer.values_in_keys for layer in self.layers.values()) else None,
         )
         try:
             graphs.capture_largest()
@@ -199,7 +233,8 @@ class ModelRunner:
         """Free the graphs and the KV cache, after the last step."""
         if self._graphs is not None:
             self._graphs.close()
-        self.kv_caches = []
+        self.kv_caches = {}
+        self.states = {}
         if self.draft is not None:
             self.draft.close()
 
@@ -244,6 +279,8 @@ class ModelRunner:
         arrays = padding(Shape(step.num_tokens, len(lengths), queries, step.keys))
         arrays["seqused_k"] = np.array(lengths, dtype=np.int32)
         arrays["cu_seqlens_q"] = np.cumsum([0, *lengths], dtype=np.int32)
+        if self.state_memory:
+            arrays |= empty_state_arrays(lengths)
         self._forward(self._inputs(send(arrays, self.device), queries, step.keys, fresh=fresh))
 
     def _sample_empty(self, variant: SamplingVariant) -> None:
@@ -262,22 +299,27 @@ class ModelRunner:
         masks = {0: np.full(-(-self.vocab_size // 32), -1, dtype=np.int32)} if variant.masked else None
         self.sample(Forward(prepared, logits, [sequence], logprob_rows, []), masks).read()
 
-    def fit_num_pages(self, config: EngineConfig, max_model_len: int) -> int:
-        """How many pages the device has room for beside the weights and the largest step.
+    def fit(self, config: EngineConfig, max_model_len: int) -> tuple[int, int]:
+        """How many pages and states the device has room for beside the weights and the largest step.
 
         On a GPU the largest step is run to see what it takes. Raises ParameterError if there is no room at all.
         """
         size = self.bytes_per_page
+        memory = self.state_memory
         if self.device.type != "cuda":
             enough = self.max_num_seqs * -(-max_model_len // self.page_size)
             share = kv_cache.CPU_SHARE / config.tensor_parallel
-            return min(enough, max(int(kv_cache.available_memory() * share) // size, 1))
+            room = int(kv_cache.available_memory() * share)
+            if not memory:
+                return min(enough, max(room // size, 1)), 0
+            pages, states = memory.shares(room, size)
+            return min(enough, max(pages, 1)), min(states, memory.enough_states(enough))
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
-        self.allocate(1, max_model_len)
+        self.allocate(1, max_model_len, 1 if memory else 0)
         before = torch.cuda.memory_allocated(self.device)
         self.sample(self.launch(largest_batch(config, max_model_len))).read()
-        peak = torch.cuda.max_memory_allocated(self.device)
+        peak = torch.cuda.max_memory_allocated(self.device) - (memory.bytes_of_tails if memory else 0)
         if not self.eager:
             # graphs have a separate memory pool, which the largest step determines as well; and so have those of a draft model
             peak += (peak - before) * (1 if self.draft is None else 2)
@@ -285,10 +327,13 @@ class ModelRunner:
             peak += MAX_COPY_BYTES  # a later step may have more keys in its prompts than this one
         self._release()
         torch.cuda.empty_cache()
-        return kv_cache.device_room(self.device, config.gpu_memory_utilization, peak, size) // size
+        least = size + (memory.least_bytes if memory else 0)
+        room = kv_cache.device_room(self.device, config.gpu_memory_utilization, peak, least)
+        return memory.shares(room, size) if memory else (room // size, 0)
 
     def _release(self) -> None:
-        self.kv_caches = []
+        self.kv_caches = {}
+        self.states = {}
         if self.draft is not None:
             self.draft._release()
 
@@ -307,6 +352,7 @@ class ModelRunner:
             deterministic=self._deterministic,
             drafting=self._drafting,
             tokens_ahead=self.tokens_ahead,
+            has_states=bool(self.states),
         )
         prepared = self._prepare(arrays)
         logits = self._run(prepared)[: len(arrays.sequences) + batch.num_prompt_logits]
@@ -394,6 +440,7 @@ class ModelRunner:
                 max_seqlen_q=max_seqlen_q,
                 max_seqlen_k=max_seqlen_k,
                 fresh=fresh,
+                states=PagedStates(self.states, state_batch(fields, self.page_size)) if self.states else None,
                 **self._options,
             ),
         )

@@ -95,10 +95,10 @@ class HeadRunner(ModelRunner):
         # one row more, for the sequences of padding
         self._last_outputs = torch.zeros(config.max_num_seqs + 1, head.config.hidden_size, dtype=head.dtype, device=self.device)
 
-    def allocate(self, num_pages: int, max_model_len: int) -> None:
+    def allocate(self, num_pages: int, max_model_len: int, num_states: int = 0) -> None:
         """Allocate the head's KV cache and the features of as many tokens."""
         self.kept.allocate(0)
-        super().allocate(num_pages, max_model_len)
+        super().allocate(num_pages, max_model_len, num_states)
         self.kept.allocate(num_pages * self.page_size)
 
     @property

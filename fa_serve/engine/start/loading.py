@@ -13,7 +13,7 @@ import logging
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from zipfile import is_zipfile
 
 import torch
@@ -23,7 +23,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from fa_serve.api import MAX_KEYS_PER_TILE
 from fa_serve.engine.cache.pages import PageTable, new_salt
-from fa_serve.engine.cache.tensors import check_num_pages
+from fa_serve.engine.cache.states import StateTable
+from fa_serve.engine.cache.tensors import check_num_pages, check_num_states
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.events import PhaseClock
 from fa_serve.engine.parallel.ranks import Alone, Ranks
@@ -83,17 +84,23 @@ def load(
     generation_config = load_generation_config(config.generation_config, model)
     draft = load_draft(config, model, tokenizer, clock, ranks.escalate)
     runner = ModelRunner(model, config, on_graph_error=ranks.escalate, draft=draft)
-    check_attention_precision(runner.layers, config.page_size, config.attention_precision)
+    check_attention_precision(runner.layers.values(), config.page_size, config.attention_precision)
     if runner.fuses:
         clock.end("fusion", f"{runner.fuse()} of {len(runner.layers)} layers are fused")
-    num_pages, max_model_len = sizes(config, runner, ranks)
-    runner.allocate(num_pages, max_model_len)
-    clock.end("kv cache", f"{num_pages} pages of {config.page_size} tokens, max_model_len {max_model_len}")
+    num_pages, max_model_len, num_states = sizes(config, runner, ranks)
+    runner.allocate(num_pages, max_model_len, num_states or 0)
+    states = f", {num_states} states of {runner.state_memory.bytes_per_state / 2**20:.4g} MiB" if num_states else ""
+    clock.end("kv cache", f"{num_pages} pages of {config.page_size} tokens{states}, max_model_len {max_model_len}")
     if not runner.eager:
         captured = runner.make_graphs()
         clock.end("graphs", "the largest decoding step is captured" if captured else "this model cannot be captured")
     resolved = replace(
-        config, dtype=str(model.dtype)[6:], device=str(model.device), num_pages=num_pages, max_model_len=max_model_len
+        config,
+        dtype=str(model.dtype)[6:],
+        device=str(model.device),
+        num_pages=num_pages,
+        num_states=num_states,
+        max_model_len=max_model_len,
     )
     ends = find_ends(generation_config, model.config, tokenizer, runner.vocab_size)
     defaults = Defaults() if config.generation_config == "none" else find_defaults(generation_config)
@@ -153,14 +160,19 @@ def check_embeddings(model: PreTrainedModel) -> None:
 
 
 def make_scheduler(config: EngineConfig, runner: ModelRunner, salt: bytes) -> Scheduler:
-    """A scheduler for the pages of a runner. config: with num_pages; salt: of the prefix cache, the same on all ranks"""
+    """A scheduler for the pages and states of a runner.
+
+    config: with num_pages and num_states; salt: of the prefix cache, the same on all ranks
+    """
     assert config.num_pages is not None
     drafter: Drafter = NgramDrafter()
     if runner.draft is not None:
         limit = None if config.draft_head is not None else position_limit(runner.draft.model)
         drafter = DraftModel(runner.draft, config.max_num_batched_tokens, limit)
+    pages = PageTable(config.num_pages, config.page_size, prefix_caching=config.prefix_caching, salt=salt)
     return Scheduler(
-        PageTable(config.num_pages, config.page_size, prefix_caching=config.prefix_caching, salt=salt),
+        pages,
+        None if config.num_states is None else StateTable(config.num_states, pages),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         keys_per_tile=MAX_KEYS_PER_TILE,
@@ -301,8 +313,16 @@ def _unreadable(file: Path) -> str | None:
     return None
 
 
-def sizes(config: EngineConfig, runner: ModelRunner, ranks: Ranks) -> tuple[int, int]:
-    """num_pages and max_model_len, from the settings, the model and the memory. Every rank takes the least of all.
+class Sizes(NamedTuple):
+    """What the engine has room for. num_states: None for a model that keeps no states"""
+
+    num_pages: int
+    max_model_len: int
+    num_states: int | None
+
+
+def sizes(config: EngineConfig, runner: ModelRunner, ranks: Ranks) -> Sizes:
+    """What the settings, the model and the memory come to. Every rank takes the least of all.
 
     Raises ParameterError if the settings ask for more than the model or the cache can hold.
     """
@@ -315,12 +335,18 @@ def sizes(config: EngineConfig, runner: ModelRunner, ranks: Ranks) -> tuple[int,
         raise ParameterError("max_model_len", f"be at most {model_limit}, the model's max_position_embeddings", length)
     if config.num_pages is not None:
         check_num_pages(config.num_pages, runner.bytes_per_page, config.page_size, len(runner.layers), runner.device)
-    num_pages = ranks.min_over_ranks(config.num_pages or runner.fit_num_pages(config, length))
+    if config.num_states is not None:
+        check_num_states(config.num_states, runner.state_memory, runner.device)
+    fitting = (0, 0)
+    if config.num_pages is None or (config.num_states is None and runner.state_memory):
+        fitting = runner.fit(config, length)
+    num_pages = ranks.min_over_ranks(config.num_pages or fitting[0])
+    num_states = config.num_states or fitting[1] or None
     capacity = num_pages * config.page_size
     if config.max_model_len is not None and length > capacity:
         rule = f"be at most {capacity}, which is what {num_pages} pages of {config.page_size} tokens hold"
         raise ParameterError("max_model_len", rule, length)
-    return num_pages, min(length, capacity)
+    return Sizes(num_pages, min(length, capacity), num_states)
 
 
 def position_limit(model: PreTrainedModel) -> int | None:

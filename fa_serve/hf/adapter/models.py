@@ -26,6 +26,8 @@ from dataclasses import dataclass, replace
 
 from transformers.modeling_utils import PreTrainedModel
 
+from fa_serve.hf.adapter.packed_states import watch_packing
+from fa_serve.hf.adapter.state_modules import UPDATES
 from fa_serve.spec import UnsupportedModelError
 
 NAME = "fa_serve"
@@ -75,6 +77,7 @@ class Source:
     counts_positions: it makes position_ids that do not start at 0 (as fairseq does)
     chooses_by_name:  it has a table of classes by the names of implementations, which has no entry for fa_serve, or it does
                       not call the attention interface
+    keeps_states:     its modules keep recurrent or convolution states
     """
 
     told: frozenset[str]
@@ -82,6 +85,7 @@ class Source:
     wants_mask: bool
     counts_positions: bool
     chooses_by_name: bool
+    keeps_states: bool
 
 
 def handles_mask(config: object) -> bool:
@@ -95,7 +99,8 @@ def counts_positions(model_class: type[PreTrainedModel]) -> bool:
 
 
 def prepare_model(model: PreTrainedModel) -> None:
-    """Check a model that is being made or switched to fa_serve, and note on its config's class whether it works on masks.
+    """Check a model that is being made or switched to fa_serve, note on its config's class whether it works on masks, and look
+    for packed sequences in its forwards if it keeps states.
 
     Raises UnsupportedModelError with the reason if fa_serve does not serve it.
     """
@@ -103,6 +108,8 @@ def prepare_model(model: PreTrainedModel) -> None:
     source = read_source(type(model))
     if source.works_on_masks or source.wants_mask:
         setattr(type(model.config), _WORKS_ON_MASKS, True)
+    if source.keeps_states:
+        watch_packing(model)
 
 
 def check_class(model_class: type[PreTrainedModel]) -> None:
@@ -155,6 +162,7 @@ def read_source(model_class: type[PreTrainedModel]) -> Source:
         wants_mask=any(source.wants_mask for source in found),
         counts_positions=any(source.counts_positions for source in found),
         chooses_by_name=any(source.chooses_by_name for source in found),
+        keeps_states=any(source.keeps_states for source in found),
     )
 
 
@@ -203,6 +211,7 @@ def _parse(text: str) -> Source:
         wants_mask="allow_is_causal_skip" in text or "mask.dtype == torch.bool" in text,
         counts_positions="create_position_ids_from_input_ids" in text,
         chooses_by_name="_CLASSES[config._attn_implementation]" in text,
+        keeps_states=any(name in text for name in UPDATES),
     )
 
 

@@ -1,10 +1,11 @@
 """The engine's way into a transformers model: one forward over packed tokens whose keys and values live in pages.
 
-    layers = attention_layers(model)                                      # one AttentionSpec per layer, or the reason of a
-    refusal logits = paged_forward(model, input_ids, position_ids, batch, rows)   # batch: a PagedBatch
+    layers = model_layers(model)             # what each layer keeps of a sequence, or the reason of a refusal
+    logits = paged_forward(model, input_ids, position_ids, batch, rows)   # batch: a PagedBatch
 
 The batch rides along as the argument `fa_serve_batch` of the model's forward, which transformers hands down to every attention
-function. So no mask is built, nothing is read back from the device, and the model's own code runs as it is.
+function, and in models that keep states also in the place of the cache (step_cache.py). So no mask is built, nothing is read
+back from the device, and the model's own code runs as it is.
 
 Left out: which pages a sequence has and which sequences a step computes, which is the engine's business.
 """
@@ -13,22 +14,26 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import transformers
 from torch import Tensor
 from transformers import cache_utils
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from fa_serve.api import attention_paged, attention_varlen, store_kv
 from fa_serve.backends import explain
 from fa_serve.hf.adapter.models import NAME, check_class, counts_positions
+from fa_serve.hf.adapter.state_modules import SeatedMixer, find_state_modules
+from fa_serve.hf.adapter.step_cache import PagedStates, StateKey, StateProbe, StepCache, WholeSequence, take_layer_idx
 from fa_serve.hf.adapter.translate import AttendsBatch, LayerCall, spec_of
+from fa_serve.ops import StateSpec
 from fa_serve.spec import AttentionSpec, ParameterError, Precision, UnsupportedModelError
 
 
@@ -41,9 +46,10 @@ class PagedBatch:
     num_splits: as in `attention_paged`
     descales:   (k_descale, v_descale) by layer_idx, for those caches that are float8; None if none is
     precision:  of the products of prompts, as in `attention_paged`
+    states:     answers for the recurrences of the model; None for a model without
     """
 
-    kv_caches: Sequence[tuple[Tensor, Tensor]]
+    kv_caches: Mapping[int, tuple[Tensor, Tensor]]
     slot_mapping: Tensor
     block_table: Tensor
     seqused_k: Tensor
@@ -53,8 +59,9 @@ class PagedBatch:
     backend: str = "auto"
     fresh: bool = False
     num_splits: int = 0
-    descales: Sequence[tuple[Tensor, Tensor]] | None = None
+    descales: Mapping[int, tuple[Tensor, Tensor]] | None = None
     precision: Precision = "bf16"
+    states: PagedStates | None = None
 
     def attend(self, call: LayerCall) -> Tensor:
         """Store this step's keys and values, then attend to all keys of each sequence -> (1, total, num_heads, head_dim_v)."""
@@ -62,7 +69,7 @@ class PagedBatch:
             raise UnsupportedModelError(
                 f"{type(call.module).__name__} makes a mask itself, which attention on a paged cache cannot apply"
             )
-        layer_idx = cast(int, call.module.layer_idx)
+        layer_idx = take_layer_idx(call.module, self.states)
         q = call.query[0].transpose(0, 1)
         k = call.key[0].transpose(0, 1)
         v = call.value[0].transpose(0, 1)
@@ -152,6 +159,9 @@ class PagedBatch:
 class OneSequence:
     """Takes the place of a PagedBatch: causal attention over the tokens of one sequence, without a cache."""
 
+    def __init__(self) -> None:
+        self.states = WholeSequence()
+
     def attend(self, call: LayerCall) -> Tensor:
         """Attend to all tokens -> (1, total, num_heads, head_dim_v)."""
         q, k, v = (x[0].transpose(0, 1) for x in (call.query, call.key, call.value))
@@ -200,10 +210,13 @@ def paged_output(
     built and nothing is read back from the device.
     """
     # transformers passes a mask of 4 dimensions on untouched: it builds none, and does not look for packed sequences
-    no_mask = torch.empty((1, 1, 0, 0), dtype=torch.bool, device=input_ids.device)
+    no_mask: Tensor | None = torch.empty((1, 1, 0, 0), dtype=torch.bool, device=input_ids.device)
     config: Any = model.config.get_text_config()
-    if getattr(config, "attn_temperature_tuning", False):
-        inputs = {**inputs, "past_key_values": PackedPositions(position_ids)}
+    name = state_argument(model)
+    if name is not None or getattr(config, "attn_temperature_tuning", False):
+        inputs = {**inputs, name or "past_key_values": StepCache(position_ids, getattr(batch, "states", None))}
+    if name == "cache_params":
+        no_mask = None  # there is no attention, and the mixers multiply their inputs with a mask
     return model(
         input_ids=input_ids[None],
         position_ids=position_ids[None],
@@ -215,34 +228,24 @@ def paged_output(
     )
 
 
-class PackedPositions:
-    """Takes the place of a cache for layers that count the positions of their queries from its length (Llama 4).
-
-    Llama 4 scales queries by their positions, which it takes to be 0, 1, 2, ... plus the length of the cache. For each token
-    the length is thus what is missing to its position.
-
-    position_ids: (total,) int64
-    """
-
-    def __init__(self, position_ids: Tensor) -> None:
-        self.position_ids = position_ids
-
-    def get_seq_length(self, layer_idx: int = 0) -> Tensor:
-        return self.position_ids - torch.arange(len(self.position_ids), device=self.position_ids.device)
-
-    def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """The batch keeps the keys and values."""
-        return key, value
+def state_argument(model: PreTrainedModel) -> str | None:
+    """What the model's forward calls the cache that keeps its states; None for a model without. It is looked for once."""
+    if _STATE_ARGUMENT not in model.__dict__:
+        name = "cache_params" if "cache_params" in inspect.signature(model.forward).parameters else "past_key_values"
+        model.__dict__[_STATE_ARGUMENT] = name if find_state_modules(model) else None
+    return cast("str | None", model.__dict__[_STATE_ARGUMENT])
 
 
 class Probe:
     """Rides along in the place of a PagedBatch: it writes down what each attention layer asks for, and computes nothing.
 
     layers: AttentionSpec by layer_idx
+    states: the same for recurrences
     """
 
     def __init__(self) -> None:
         self.layers: dict[int, AttentionSpec] = {}
+        self.states = StateProbe()
 
     def attend(self, call: LayerCall) -> Tensor:
         """Write the layer down -> zeros (1, total, num_heads, head_dim_v).
@@ -251,7 +254,7 @@ class Probe:
         it.
         """
         module = call.module
-        layer_idx = cast(int, module.layer_idx)
+        layer_idx = take_layer_idx(module, self.states)
         if layer_idx in self.layers:
             raise UnsupportedModelError(f"layer {layer_idx} ({type(module).__name__}) attends more than once")
         left, _ = call.window_size
@@ -263,13 +266,39 @@ class Probe:
         return call.query.new_zeros(1, call.query.shape[2], call.query.shape[1], call.value.shape[-1])
 
 
-def attention_layers(model_or_config: PreTrainedModel | PreTrainedConfig) -> list[AttentionSpec]:
-    """What each attention layer of a causal model asks of attention on a paged cache, found by one forward of a single token.
+class _ProbeCache(StepCache, DynamicCache):  # type: ignore[misc]
+    """A StepCache that a model can make its masks from."""
+
+    def __init__(self, config: PreTrainedConfig, states: StateProbe) -> None:
+        DynamicCache.__init__(self, config=config)
+        self.states = states
+
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """(keys, position of the first one), also where no layer has attention."""
+        return query_length, 0
+
+
+class ModelLayers(NamedTuple):
+    """What the layers of a model keep of a sequence.
+
+    attention: what each attention layer asks of attention on a paged cache, by layer_idx, in the order of the layers
+    states:    what each call of a recurrence keeps
+    """
+
+    attention: dict[int, AttentionSpec]
+    states: dict[StateKey, StateSpec]
+
+
+def model_layers(model_or_config: PreTrainedModel | PreTrainedConfig) -> ModelLayers:
+    """What the layers of a causal model keep of a sequence, found by one forward of a single token.
 
     A config is tried out on the meta device, without weights.
 
-    Raises UnsupportedModelError with the reason if the model cannot run on a paged cache, for example because it keeps more
-    than keys and values, or because its masks are more than causality, windows and chunks.
+    Raises UnsupportedModelError with the reason if the model cannot run on a paged cache, for example because it keeps a state
+    by code that is not known, or because its masks are more than causality, windows and chunks.
     """
     if isinstance(model_or_config, PreTrainedModel):
         return _probe(model_or_config)
@@ -283,10 +312,10 @@ def attention_layers(model_or_config: PreTrainedModel | PreTrainedConfig) -> lis
         return _probe(auto.from_config(config, attn_implementation=NAME))
 
 
-def check_attention_precision(layers: Sequence[AttentionSpec], page_size: int, precision: Precision) -> None:
+def check_attention_precision(layers: Iterable[AttentionSpec], page_size: int, precision: Precision) -> None:
     """Raise ParameterError, with the reasons of the backends, unless prompts of these layers have products in `precision`.
 
-    layers: as from `attention_layers`, whose products in q's dtype ("bf16") every device has
+    layers: as from `model_layers`, whose products in q's dtype ("bf16") every device has
     """
     for layer in dict.fromkeys(layers) if precision != "bf16" else ():
         paged = replace(layer, layout="paged", page_size=page_size, precision=precision)
@@ -300,49 +329,88 @@ def check_attention_precision(layers: Sequence[AttentionSpec], page_size: int, p
 
 def check_model(model_or_config: PreTrainedModel | PreTrainedConfig) -> None:
     """Raise UnsupportedModelError, with the reason, unless `paged_forward` computes this model right."""
-    attention_layers(model_or_config)
+    model_layers(model_or_config)
 
 
+# where a model notes the answer of `state_argument`
+_STATE_ARGUMENT = "_fa_serve_state_argument"
 # arguments of the model's forward that `paged_forward` passes
 _FORWARD_ARGUMENTS = {"input_ids", "position_ids", "attention_mask", "use_cache", "logits_to_keep"}
 
 
 @torch.no_grad()
-def _probe(model: PreTrainedModel) -> list[AttentionSpec]:
+def _probe(model: PreTrainedModel) -> ModelLayers:
     check_class(type(model))
     config = model.config.get_text_config()
     _check_before_a_forward(model, config)
     probe = Probe()
+    name = state_argument(model)
     training = model.training
     try:
         token = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
         # with a padding mask transformers does not look for packed sequences, which it could not read on the meta device
-        padding = torch.ones_like(token)
-        output = model.train(False)(input_ids=token, attention_mask=padding, use_cache=True, fa_serve_batch=probe)
+        inputs: dict[str, Any] = {"attention_mask": torch.ones_like(token)}
+        if name is not None:
+            inputs[name] = _ProbeCache(config, probe.states)
+        with _seated(model):
+            output = model.train(False)(input_ids=token, use_cache=True, fa_serve_batch=probe, **inputs)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{type(model).__name__} cannot run on a paged cache: {error}") from error
+    except Exception as error:
+        if name is None:
+            raise
+        # the code of a module that keeps states may ask for a part of transformers' cache which StepCache does not have
+        told = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        raise UnsupportedModelError(
+            f"{type(model).__name__} cannot run on a paged cache: its forward fails ({told})"
+        ) from error
     finally:
         model.train(training)
-    kinds = {type(layer) for layer in getattr(output.get("past_key_values"), "layers", ())}
-    # from some release after 5.17 on, a layer that shares the keys of another one keeps a DummyLayer, which holds nothing
-    known = {DynamicLayer, DynamicSlidingWindowLayer, getattr(cache_utils, "DummyLayer", DynamicLayer)}
-    _refuse_if(kinds - known, model, "it keeps more than keys and values")
+    if name is None:
+        kinds = {type(layer) for layer in getattr(output.get("past_key_values"), "layers", ())}
+        # from some release after 5.17 on, a layer that shares the keys of another one keeps a DummyLayer, which holds nothing
+        known = {DynamicLayer, DynamicSlidingWindowLayer, getattr(cache_utils, "DummyLayer", DynamicLayer)}
+        _refuse_if(kinds - known, model, "it keeps more than keys and values")
     found = sorted(probe.layers)
-    if found != list(range(config.num_hidden_layers)):
+    missing = _missing_arguments(model) if found else set()
+    _refuse_if(missing, model, f"its forward takes no {sorted(missing)}")
+    # beside states, a layer may be an MLP alone
+    if name is None and found != list(range(config.num_hidden_layers)):
         _refuse_if(True, model, f"only layers {found} of its {config.num_hidden_layers} layers use the attention interface")
-    return [probe.layers[i] for i in found]
+    return ModelLayers({i: probe.layers[i] for i in found}, probe.states.found)
+
+
+@contextmanager
+def _seated(model: PreTrainedModel) -> Iterator[None]:
+    """Inside, every module with a state is seated. Raises UnsupportedModelError for one that cannot be."""
+    seated = []
+    try:
+        for number, module in enumerate(find_state_modules(model)):
+            if "forward" not in vars(module):
+                module.forward = SeatedMixer(module, number)
+                seated.append(module)
+        yield
+    finally:
+        for module in seated:
+            del module.forward
+
+
+def _missing_arguments(model: PreTrainedModel) -> set[str]:
+    """The arguments of `paged_forward` that the model's forward does not take."""
+    parameters = inspect.signature(model.forward).parameters
+    missing = _FORWARD_ARGUMENTS - set(parameters)
+    if all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return missing | {"**kwargs"}
+    return missing - {"use_cache"}  # Granite's mixtures hand it on; a cache that nobody asked for would change no number
 
 
 def _check_before_a_forward(model: PreTrainedModel, config: PreTrainedConfig) -> None:
     """Refuse what the model's class and config alone rule out."""
-    parameters = inspect.signature(model.forward).parameters
-    missing = _FORWARD_ARGUMENTS - set(parameters)
-    if all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
-        missing |= {"**kwargs"}
-    else:
-        missing -= {"use_cache"}  # Granite's mixtures hand it on; a cache that nobody asked for would change no number
+    missing = _missing_arguments(model)
+    if state_argument(model) is not None:
+        missing -= {"position_ids"}  # a model whose layers all keep states needs none; `_probe` looks again
     _refuse_if(config.is_encoder_decoder, model, "it is an encoder-decoder, whose cross-attention has no place in the cache")
-    _refuse_if(model._is_stateful, model, "it keeps more than keys and values")
+    _refuse_if(model._is_stateful and state_argument(model) is None, model, "it keeps more than keys and values")
     _refuse_if(missing, model, f"its forward takes no {sorted(missing)}")
     _refuse_if(counts_positions(type(model)), model, "it numbers its positions from its padding token")
     changing = _rope_types(config) & {"dynamic", "longrope"}

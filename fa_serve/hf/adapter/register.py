@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from typing import Any
 
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -19,11 +20,17 @@ from fa_serve.hf.adapter.continuous import PAGED_NAME, enable, paged_attention
 from fa_serve.hf.adapter.masks import mask_forward
 from fa_serve.hf.adapter.models import NAME, check_class, prepare_model, read_source
 from fa_serve.hf.surgery.experts.mixtures import experts_forward
+from fa_serve.hf.surgery.states import seat_states
 from fa_serve.spec import UnsupportedModelError
+
+log = logging.getLogger("fa_serve.hf")
 
 
 def patch(model: PreTrainedModel) -> PreTrainedModel:
     """Switch a loaded model to fa_serve, in place, and return it.
+
+    Modules that keep recurrent states compute them by `fa_serve.ops` from then on if that is proven to change nothing, and the
+    log says why if it is not.
 
     To switch some parts of a model only, call `model.set_attn_implementation({"text_config": "fa_serve"})` instead.
 
@@ -38,6 +45,10 @@ def patch(model: PreTrainedModel) -> PreTrainedModel:
         if part.config._attn_implementation != NAME:
             prepare_model(part)
             part.config._attn_implementation = NAME
+    try:
+        seat_states(model)
+    except UnsupportedModelError as error:
+        log.warning("recurrences stay as transformers computes them: %s", error)
     return model
 
 

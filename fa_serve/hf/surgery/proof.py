@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_map
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fa_serve.hf.adapter.paged import paged_forward
-from fa_serve.hf.adapter.translate import AttendsBatch
+from fa_serve.hf.adapter.translate import AttendsBatch, LayerCall
 
 TOLERANCE = 1e-4
 """Largest allowed difference in float32, relative to the largest number: another order of summation, and nothing more."""
@@ -46,6 +46,24 @@ M = TypeVar("M", bound=nn.Module)
 
 class NotReplacedError(Exception):
     """Why a module keeps its own code."""
+
+
+class AttentionRecorder:
+    """Takes the place of a PagedBatch: keeps each module's call of attention and returns the values, repeated for each query
+    head.
+    """
+
+    def __init__(self) -> None:
+        self.calls: dict[nn.Module, LayerCall] = {}
+
+    def attend(self, call: LayerCall) -> Tensor:
+        self.calls[call.module] = call
+        return repeat_heads(call.value[0].transpose(0, 1), call.query.shape[1])[None]
+
+
+def repeat_heads(v: Tensor, num_heads: int) -> Tensor:
+    """Keys or values (total, num_kv_heads, dim), one for each of `num_heads` query heads."""
+    return v.repeat_interleave(num_heads // v.shape[1], dim=1)
 
 
 @dataclass(frozen=True, slots=True)

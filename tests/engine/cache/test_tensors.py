@@ -11,7 +11,7 @@ from tiny_models import VOCAB, make_model
 
 from fa_serve.engine import Engine, EngineConfig, SamplingParams
 from fa_serve.engine.cache import tensors as kv_cache
-from fa_serve.hf import attention_layers, patch
+from fa_serve.hf import model_layers, patch
 from fa_serve.hf.latent_layers import latent_sizes, latent_spec
 from fa_serve.spec import ParameterError
 
@@ -19,18 +19,18 @@ from fa_serve.spec import ParameterError
 def test_a_page_has_the_bytes_of_its_tensors() -> None:
     model = make_model("qwen3")
     patch(model)
-    layers = attention_layers(model)
+    layers = model_layers(model).attention
     caches = kv_cache.allocate(layers, 5, 4, torch.device("cpu"))
-    assert [k.shape for k, _ in caches] == [(5, 4, 2, 16)] * 2
-    assert sum(x.nbytes for pair in caches for x in pair) == 5 * kv_cache.bytes_per_page(layers, 4)
+    assert [k.shape for k, _ in caches.values()] == [(5, 4, 2, 16)] * 2
+    assert sum(x.nbytes for pair in caches.values() for x in pair) == 5 * kv_cache.bytes_per_page(layers.values(), 4)
 
 
 def test_descales_store_the_largest_number_as_the_headroom() -> None:
     model = make_model()
     patch(model)
-    descales = kv_cache.descales(model, VOCAB, attention_layers(model))
-    assert [(k.shape, v.shape) for k, v in descales] == [((2,), (2,))] * 2
-    assert all((x > 0).all() for pair in descales for x in pair)
+    descales = kv_cache.descales(model, VOCAB, model_layers(model).attention)
+    assert [(k.shape, v.shape) for k, v in descales.values()] == [((2,), (2,))] * 2
+    assert all((x > 0).all() for pair in descales.values() for x in pair)
     # the first layer's keys of the same tokens, by hand
     ids = torch.randint(VOCAB, (256,), generator=torch.Generator().manual_seed(0))
     layer = model.model.layers[0]
@@ -44,7 +44,7 @@ def test_latent_keys_have_one_descale_by_the_largest_of_their_numbers() -> None:
     model = BY_NAME["deepseek-v3"].build()
     patch(model)
     sizes = [latent_sizes(layer.self_attn, 4, 24) for layer in model.model.layers]
-    layers = [latent_spec(spec, size) for spec, size in zip(attention_layers(model), sizes, strict=True)]
+    layers = {i: latent_spec(spec, sizes[i]) for i, spec in model_layers(model).attention.items()}
     descales = kv_cache.descales(model, model.config.vocab_size, layers)
     ids = torch.randint(model.config.vocab_size, (256,), generator=torch.Generator().manual_seed(0))
     first = model.model.layers[0]

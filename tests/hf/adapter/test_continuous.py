@@ -179,7 +179,7 @@ def test_a_plain_call_of_the_paged_attention_says_what_to_call() -> None:
         lambda: model(ids),
         lambda: model(ids, attention_mask=torch.ones_like(ids)),
         lambda: model.generate(ids, do_sample=False, max_new_tokens=2),
-        lambda: hf.attention_layers(model),
+        lambda: hf.model_layers(model),
     ]
     for call in calls:
         with pytest.raises(UnsupportedModelError, match=f"got a call of LlamaAttention without a cache: {SWITCH}"):

@@ -39,19 +39,19 @@ def test_configs_that_are_refused(model_type: str, changes: dict[str, Any], reas
 
 def test_layers_are_found_from_a_config_alone() -> None:
     family = BY_NAME["gpt-oss"]
-    layers = hf.attention_layers(family.build().config)
+    layers = list(hf.model_layers(family.build().config).attention.values())
     assert [(s.window_size, s.sinks, s.head_dim, s.num_heads, s.num_kv_heads) for s in layers] == [
         ((4, 0), True, 32, 4, 2),
         ((-1, 0), True, 32, 4, 2),
     ]
     large = LlamaConfig(hidden_size=8192, num_attention_heads=64, num_key_value_heads=8, num_hidden_layers=3)
-    assert [s.head_dim for s in hf.attention_layers(large)] == [128] * 3
+    assert [s.head_dim for s in hf.model_layers(large).attention.values()] == [128] * 3
 
 
 def test_layers_whose_prompts_have_float8_products() -> None:
     """Every layer, with new keys and with keys in pages, of the model's dtype or float8."""
     llama = LlamaConfig(hidden_size=2048, num_attention_heads=16, num_key_value_heads=8, num_hidden_layers=2)
-    layers = [replace(x, device="cuda", arch=90, dtype=torch.bfloat16) for x in hf.attention_layers(llama)]
+    layers = [replace(x, device="cuda", arch=90, dtype=torch.bfloat16) for x in hf.model_layers(llama).attention.values()]
     for kv_dtype in (torch.bfloat16, torch.float8_e4m3fn):
         cached = [replace(x, kv_dtype=kv_dtype) for x in layers]
         hf.check_attention_precision(cached, 16, "fp8")

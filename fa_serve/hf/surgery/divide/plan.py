@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, cast
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fa_serve.hf.adapter.paged import attention_layers
+from fa_serve.hf.adapter.paged import model_layers
 from fa_serve.hf.surgery.quantised.experts import QuantizedExperts
 from fa_serve.hf.surgery.quantised.linear import QuantizedLinear
 from fa_serve.spec import AttentionSpec, UnsupportedModelError
@@ -110,7 +110,10 @@ def plan_division(model: PreTrainedModel, size: int) -> Division:
     Raises UnsupportedModelError, which names the layer and the rule, if it cannot be divided.
     """
     rules: dict[str, str] = model.tp_plan or {}
-    specs = attention_layers(model.config)
+    attention, states = model_layers(model.config)
+    if states:
+        raise _refusal(model, size, "it keeps recurrent or convolution states, whose layers are not divided")
+    specs = list(attention.values())
     layers: dict[str, LayerDivision] = {}
     try:
         for name, module in model.named_modules():

@@ -17,7 +17,7 @@ Left out: the parts of a fused layer (parts.py), and how it computes (layer.py, 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fa_serve.hf.adapter.paged import PackedPositions
+from fa_serve.hf.adapter.step_cache import StepCache
 from fa_serve.hf.adapter.translate import LayerCall
 from fa_serve.hf.latent_layers import LatentSizes, latent_sizes, latent_spec
 from fa_serve.hf.surgery.divide.weights import PartOfSum
@@ -38,12 +38,14 @@ from fa_serve.hf.surgery.fuse.parts import gated_unit, norm_of, product_of
 from fa_serve.hf.surgery.fuse.router import FusedRouter, fuse_routers
 from fa_serve.hf.surgery.fuse.unit import FusedUnit, fuse_units
 from fa_serve.hf.surgery.proof import (
+    AttentionRecorder,
     LayerInputs,
     NotReplacedError,
     check_untouched,
     float32_copy,
     kind_of,
     observe_inputs,
+    repeat_heads,
     replace_forwards,
     results_agree,
 )
@@ -64,25 +66,8 @@ FAR = 1 << 20
 """What is added to the positions that a layer is told in the proof."""
 
 
-class _Recorder:
-    """Takes the place of a PagedBatch: keeps each module's call of attention and returns the values, repeated for each query
-    head.
-    """
-
-    def __init__(self) -> None:
-        self.calls: dict[nn.Module, LayerCall] = {}
-
-    def attend(self, call: LayerCall) -> Tensor:
-        self.calls[call.module] = call
-        return _repeat_heads(call.value[0].transpose(0, 1), call.query.shape[1])[None]
-
-
-def _repeat_heads(v: Tensor, num_heads: int) -> Tensor:
-    return v.repeat_interleave(num_heads // v.shape[1], dim=1)
-
-
 def fuse_model(model: PreTrainedModel) -> int:
-    """Fuse layers, routers and shared experts of a causal model, which `attention_layers` accepts. Returns how many layers."""
+    """Fuse layers, routers and shared experts of a causal model, which `model_layers` accepts. Returns how many layers."""
     fused = fuse_layers(model)
     fuse_routers(model)
     fuse_units(model)
@@ -96,7 +81,7 @@ def fuse_layers(model: PreTrainedModel) -> int:
     For a kind that cannot be fused the log says why.
     """
     found: list[Any] = [m for m in model.modules() if isinstance(getattr(m, "self_attn", None), nn.Module)]
-    recorder = _Recorder()
+    recorder = AttentionRecorder()
     inputs = observe_inputs(model, found, recorder)
     calls: dict[nn.Module, LayerCall] = {
         layer: recorder.calls[layer.self_attn] for layer in found if layer.self_attn in recorder.calls
@@ -129,9 +114,9 @@ def unfuse_model(model: PreTrainedModel) -> None:
             del module.forward
 
 
-def cached_layers(model: PreTrainedModel, layers: Sequence[AttentionSpec]) -> list[AttentionSpec]:
+def cached_layers(model: PreTrainedModel, layers: Mapping[int, AttentionSpec]) -> dict[int, AttentionSpec]:
     """What each layer asks of the KV cache, after `fuse_model`. layers: what they ask of attention by their own code"""
-    cached = list(layers)
+    cached = dict(layers)
     for module in model.modules():
         fused = module.forward
         if isinstance(fused, FusedLayer) and isinstance(fused.attention, LatentAttention):
@@ -249,9 +234,9 @@ def _expected(original: nn.Module, inputs: LayerInputs) -> _Expected:
     changes: dict[str, Any] = {}
     if isinstance(wide.kwargs.get("position_ids"), Tensor):
         changes["position_ids"] = wide.kwargs["position_ids"] + FAR
-    if isinstance(wide.kwargs.get("past_key_values"), PackedPositions):
-        changes["past_key_values"] = PackedPositions(wide.kwargs["past_key_values"].position_ids + FAR)
-    recorder = _Recorder()
+    if isinstance(wide.kwargs.get("past_key_values"), StepCache):
+        changes["past_key_values"] = StepCache(wide.kwargs["past_key_values"].position_ids + FAR)
+    recorder = AttentionRecorder()
     output = replace(wide, kwargs=wide.kwargs | changes).run(original, recorder)
     if not isinstance(output, Tensor):
         raise NotReplacedError(f"the layer returns a {type(output).__name__}, not a tensor")
@@ -272,14 +257,14 @@ class _Seen(NamedTuple):
 
 
 def _run(fused: FusedLayer, expected: _Expected, total: int, *, fresh: bool) -> _Seen:
-    """Compute the first `total` tokens. Attention returns the values of each token, as `_Recorder` does."""
+    """Compute the first `total` tokens. Attention returns the values of each token, as `AttentionRecorder` does."""
     k_cache, v_cache = _cache_of(fused, expected)
     slots = torch.arange(total, device=expected.cos.device)
     given: list[Tensor] = []
 
     def attend(*qkv: Tensor) -> Tensor:
         given.extend(x.clone() for x in qkv)
-        return _repeat_heads(qkv[2], qkv[0].shape[1])
+        return repeat_heads(qkv[2], qkv[0].shape[1])
 
     step = LayerStep(expected.cos[:total], expected.sin[:total], k_cache, v_cache, slots, attend, fresh, {})
     output = fused.compute(expected.hidden[:total].clone(), step)
@@ -334,4 +319,4 @@ def _compared(seen: _Seen, expected: _Expected) -> list[tuple[str, Tensor, Tenso
 
 def _scores(q: Tensor, k: Tensor) -> Tensor:
     """(num_heads, total, total): the products of all queries and keys."""
-    return torch.einsum("qhd,khd->hqk", q, _repeat_heads(k, q.shape[1]))
+    return torch.einsum("qhd,khd->hqk", q, repeat_heads(k, q.shape[1]))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from fa_serve.engine.cache import tensors as kv_cache
-from fa_serve.hf import NAME, attention_layers, patch, plan_division, vocab_size
+from fa_serve.hf import NAME, model_layers, patch, plan_division, vocab_size
 from fa_serve.hf.adapter.paged import OneSequence, PagedBatch, paged_forward
 from fa_serve.hf.info import RankShare, describe
 from fa_serve.hf.surgery.divide.weights import divide_model
@@ -101,7 +101,7 @@ def test_divided_layers_are_fused(name: str) -> None:
 
 def one_sequence_in_pages(model: PreTrainedModel) -> PagedBatch:
     """15 tokens in two pages of eight."""
-    layers = cached_layers(model, attention_layers(model))
+    layers = cached_layers(model, model_layers(model).attention)
     return PagedBatch(
         kv_caches=kv_cache.allocate(layers, 2, 8, CPU),
         slot_mapping=torch.arange(15),

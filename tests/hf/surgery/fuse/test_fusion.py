@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from fa_serve.engine import SamplingParams
 from fa_serve.engine.cache import tensors as kv_cache
-from fa_serve.hf import PagedBatch, attention_layers, paged_forward, patch
+from fa_serve.hf import PagedBatch, model_layers, paged_forward, patch
 from fa_serve.hf.surgery.fuse.fusion import build_layer, cached_layers, fuse_layers, tried_rotations
 from fa_serve.hf.surgery.fuse.latent import LatentAttention
 from fa_serve.hf.surgery.fuse.layer import FusedLayer, HeadsAttention
@@ -28,7 +28,7 @@ PROMPT = [5, 6, 7, 8, 9, 10, 11]
 @torch.no_grad()
 def logits(model: PreTrainedModel) -> Tensor:
     """The logits of 24 tokens in two chunks; the second chunk attends to the pages of both."""
-    layers = cached_layers(model, attention_layers(model))
+    layers = cached_layers(model, model_layers(model).attention)
     rows = torch.arange(24)
     caches = kv_cache.allocate(layers, 8, 8, model.device)
     out = []

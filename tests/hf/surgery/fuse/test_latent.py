@@ -54,7 +54,7 @@ def test_tokens_are_those_of_generate(make_engine, family, monkeypatch) -> None:
     sizes = layers[0].sizes
     config = family.make_config()
     assert sizes == (config.kv_lora_rank, config.qk_rope_head_dim, config.qk_nope_head_dim, config.v_head_dim)
-    for k_cache, v_cache in engine._runner.kv_caches:
+    for k_cache, v_cache in engine._runner.kv_caches.values():
         assert k_cache.shape == (10, 4, 1, sizes.rank + sizes.rope)
         assert v_cache.data_ptr() == k_cache.data_ptr()
         k_cache.fill_(float("nan"))

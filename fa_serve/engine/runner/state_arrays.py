@@ -1,0 +1,74 @@
+"""What a step says about the states of its sequences: a `ScheduledBatch` in, the fields of `fa_serve.ops.StateBatch` out.
+
+    inputs |= state_arrays(batch, firsts)             # NumPy arrays, sent with the others of the step
+    states = state_batch(sent, page_size)             # tensors on the device
+
+Left out: which states a sequence reads and writes, which the scheduler decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fa_serve.engine.scheduler.scheduled_batch import ScheduledBatch
+from fa_serve.ops import FEW_ROWS, PIECE, StateBatch
+
+
+def state_arrays(batch: ScheduledBatch, firsts: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+    """What the scheduler has decided for the chunks of a step. firsts: the first token of each chunk"""
+    targets = [chunk.stores[-1][1] if chunk.stores and chunk.length <= FEW_ROWS else -1 for chunk in batch.chunks]
+    pieces = []
+    for sequence, (chunk, first) in enumerate(zip(batch.chunks, firsts.tolist(), strict=True)):
+        if chunk.length > FEW_ROWS:
+            stores = dict(chunk.stores)
+            for low, high in _pieces(chunk.start, chunk.start + chunk.length, stores):
+                pieces.append((first + low - chunk.start, high - low, sequence, stores.get(high, -1)))
+    return _arrays([chunk.source for chunk in batch.chunks], targets, pieces)
+
+
+def empty_state_arrays(lengths: Sequence[int]) -> dict[str, NDArray[Any]]:
+    """The same for sequences of these lengths that begin, of which no state is written."""
+    firsts = np.cumsum([0, *lengths])
+    pieces = [
+        (int(firsts[sequence]) + low, high - low, sequence, -1)
+        for sequence, length in enumerate(lengths)
+        if length > FEW_ROWS
+        for low, high in _pieces(0, length)
+    ]
+    none = [-1] * len(lengths)
+    return _arrays(none, none, pieces)
+
+
+def state_batch(fields: Mapping[str, Tensor], page_size: int) -> StateBatch:
+    """The tensors of a step. fields: on the device, those of `state_arrays` and of `batch_arrays`"""
+    return StateBatch(
+        page_size=page_size,
+        sources=fields["sources"],
+        targets=fields["targets"],
+        slots=fields["slots"],
+        cu_seqlens=fields["cu_seqlens_q"],
+        seqused_k=fields["seqused_k"],
+        chunks=fields["pieces"],
+    )
+
+
+def _arrays(
+    sources: Sequence[int], targets: Sequence[int], pieces: Sequence[tuple[int, int, int, int]]
+) -> dict[str, NDArray[Any]]:
+    return {
+        "sources": np.array(sources, dtype=np.int32),
+        "targets": np.array(targets, dtype=np.int32),
+        "pieces": np.array(pieces, dtype=np.int32).reshape(-1, 4),
+    }
+
+
+def _pieces(start: int, end: int, stores: Iterable[int] = ()) -> Iterator[tuple[int, int]]:
+    """The positions start .. end - 1 in pieces (first, end) on the grid of PIECE, cut at the positions of `stores` as well."""
+    cuts = {start, end, *range(start // PIECE * PIECE + PIECE, end, PIECE), *stores}
+    return pairwise(sorted(cuts))

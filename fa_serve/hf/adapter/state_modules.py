@@ -1,0 +1,217 @@
+"""Modules of transformers' models that keep a recurrent or convolution state, and how their recurrences reach `fa_serve.ops`.
+
+    for module in find_state_modules(model):
+        module.forward = SeatedMixer(module, number)
+
+No module is recognised by the name of its class: its own code updates a state of the cache. That code calls functions of its
+modeling module by name, such as `causal_conv1d_fn`. A `SeatedMixer` is the same code with other functions under these names.
+Nothing is replaced outside of the instance: another model of the same class stays as it is.
+
+The functions translate transformers' words into a `StateCall`. What computes it is found in the argument of the forward that is
+a `StepCache`. Without one, as in `generate`, the call is computed as it comes, with the initial state that it is given.
+
+Left out: whether the result is that of the module's own code, which surgery/states.py proves.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable
+from functools import partial
+from math import inf
+from typing import Any
+
+from torch import Tensor, nn
+
+from fa_serve.hf.adapter.step_cache import (
+    CONVOLUTION,
+    DELTA_RULE,
+    SELECTIVE_SCAN,
+    SSD,
+    ComputesStates,
+    StateCall,
+    StateKey,
+    StepCache,
+)
+from fa_serve.spec import UnsupportedModelError
+
+Result = tuple[Tensor, Tensor | None]
+Compute = Callable[..., Result]
+"""(call, initial_state=None, output_final_state=False) -> (out, final state)"""
+
+UPDATES = {"update_conv_state", "update_recurrent_state"}
+"""Methods of transformers' caches that a module with a state calls."""
+
+
+def find_state_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules whose own forward updates a state of the cache, in the order of the model."""
+    return [module for module in model.modules() if UPDATES & _names_of(module)]
+
+
+def exchanged_functions(module: nn.Module) -> list[str]:
+    """The functions that a module calls and that `SeatedMixer` exchanges, by name."""
+    return sorted(FUNCTIONS.keys() & _names_of(module))
+
+
+def _names_of(module: nn.Module) -> set[str]:
+    """The names of functions and attributes in a module's own forward."""
+    code = getattr(_own_forward(module), "__code__", None)
+    return set() if code is None else set(code.co_names)
+
+
+def _own_forward(module: nn.Module) -> Any:
+    return inspect.unwrap(type(module).forward)
+
+
+class SeatedMixer:
+    """The forward of a module with a state, with recurrences of `fa_serve.ops`.
+
+    number:     of the module in `find_state_modules`
+    cu_seqlens: where packed sequences begin, in a forward without a StepCache; None without packed sequences
+
+    Raises UnsupportedModelError for a module that calls none of the functions that are exchanged.
+    """
+
+    def __init__(self, module: nn.Module, number: int) -> None:
+        names = exchanged_functions(module)
+        if not names:
+            raise UnsupportedModelError(f"{type(module).__name__} keeps a state by code that has no replacement")
+        self.module = module
+        self.number = number
+        own = _own_forward(module)
+        exchanged = {name: partial(FUNCTIONS[name], self._compute) for name in names}
+        self._forward = types.FunctionType(
+            own.__code__, {**own.__globals__, **exchanged}, own.__name__, own.__defaults__, own.__closure__
+        )
+        self._forward.__kwdefaults__ = own.__kwdefaults__
+        self._states: ComputesStates | None = None
+        self._num_calls = 0
+        self.cu_seqlens: Tensor | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of the module calls functions that belong to the copy."""
+        return SeatedMixer, (self.module, self.number)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        cache = next((x for x in (*args, *kwargs.values()) if isinstance(x, StepCache)), None)
+        self._states = None if cache is None else cache.states
+        self._num_calls = 0
+        try:
+            return self._forward(self.module, *args, **kwargs)
+        finally:
+            self._states = None
+
+    def _compute(
+        self,
+        call: StateCall,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+    ) -> Result:
+        if self._states is None:
+            out, state = call.op.whole(
+                **call.rows,
+                **call.fixed,
+                initial_state=initial_state,
+                output_final_state=output_final_state,
+                cu_seqlens=self.cu_seqlens,
+            )
+            # a cache of packed sequences has room for one, and goes on with the last
+            return out, state if state is None or self.cu_seqlens is None else state[-1:]
+        key = StateKey(self.number, self._num_calls)
+        self._num_calls += 1
+        out = self._states.compute(key, call)
+        return out, out.new_empty(0)
+
+
+def convolution(
+    compute: Compute,
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **unused: Any,
+) -> Tensor:
+    """`causal_conv1d_fn`. hidden_states: (batch, channels, seqlen)"""
+    if activation not in (None, "silu", "swish"):
+        raise UnsupportedModelError(f"a causal convolution has the activation None or silu, got {activation}")
+    fixed = {"weight": weight, "bias": bias, "activation": activation and "silu"}
+    out, _ = compute(StateCall(CONVOLUTION, {"x": hidden_states.transpose(1, 2)}, fixed))
+    return out.transpose(1, 2)
+
+
+def delta_rule(
+    compute: Compute,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **unused: Any,
+) -> Result:
+    """`torch_chunk_gated_delta_rule` and `chunk_kimi_delta_attention`, whose rows come as `ops.gated_delta_rule` takes them."""
+    rows = {"q": query, "k": key, "v": value, "g": g, "beta": beta}
+    call = StateCall(DELTA_RULE, rows, {"use_qk_l2norm": use_qk_l2norm_in_kernel})
+    return compute(call, initial_state, output_final_state)
+
+
+def state_space(
+    compute: Compute,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    *,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, inf),
+    return_final_states: bool = False,
+    **unused: Any,
+) -> Tensor | Result:
+    """`mamba2_chunk_scan`, whose rows come as `ops.ssd` takes them."""
+    fixed = {"a": A, "d": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": tuple(dt_limit)}
+    call = StateCall(SSD, {"x": hidden_states, "dt": dt, "b": B, "c": C}, fixed)
+    out, state = compute(call, initial_states, return_final_states)
+    return (out, state) if return_final_states else out
+
+
+def scan(
+    compute: Compute,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    **unused: Any,
+) -> Tensor | Result:
+    """`mamba_selective_scan`. hidden_states, dt, z: (batch, channels, seqlen); B, C: (batch, state_size, seqlen)"""
+    rows = {"x": hidden_states, "dt": dt, "b": B, "c": C} | ({} if z is None else {"z": z})
+    fixed = {"a": A, "d": D, "dt_bias": delta_bias, "dt_softplus": delta_softplus}
+    call = StateCall(SELECTIVE_SCAN, {name: x.transpose(1, 2) for name, x in rows.items()}, fixed)
+    out, state = compute(call, None, return_last_state)
+    out = out.transpose(1, 2)
+    return (out, state) if return_last_state else out
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "causal_conv1d_fn": convolution,
+    "torch_chunk_gated_delta_rule": delta_rule,
+    "chunk_kimi_delta_attention": delta_rule,
+    "mamba2_chunk_scan": state_space,
+    "mamba_selective_scan": scan,
+}
+"""What takes the place of which function of a modeling module. The functions for single tokens are not exchanged: with a
+`StepCache` they are not called, and in `generate` they are transformers' own."""

@@ -1,0 +1,186 @@
+"""Gives modules with a recurrent or convolution state the forward of `SeatedMixer`, where that is proven to change nothing.
+
+    seat_states(model)               # raises UnsupportedModelError for a module that would compute something else
+
+The proof compares a float32 copy of a module, which computes whole sequences by its own code, with its seated form. That
+computes the same sequences in steps of the engine: packed, in chunks that store states, one by one, with rows that a later
+step overwrites, and over the end of a page. What was not written is NaN, so that a row which reads it differs.
+
+Left out: which modules have a state and what their functions are exchanged for (adapter/state_modules.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from fa_serve import ops
+from fa_serve.hf.adapter.state_modules import SeatedMixer, find_state_modules
+from fa_serve.hf.adapter.step_cache import ComputesStates, PagedStates, StateProbe, StepCache
+from fa_serve.hf.surgery.proof import (
+    AttentionRecorder,
+    LayerInputs,
+    NotReplacedError,
+    check_untouched,
+    float32_copy,
+    observe_inputs,
+    replace_forwards,
+    results_agree,
+)
+from fa_serve.spec import UnsupportedModelError
+
+PAGE = 16
+"""Tokens of a page in the proof."""
+
+
+class _Part(NamedTuple):
+    """The rows of one sequence in a step of the proof: first .. first + length - 1, of which those from `wrong` on are drafts
+    that are not accepted."""
+
+    first: int
+    length: int
+    wrong: int
+
+
+STEPS: tuple[tuple[_Part, _Part], ...] = (
+    (_Part(0, 37, 37), _Part(0, 7, 7)),
+    (_Part(37, 3, 38), _Part(7, 2, 9)),
+    (_Part(38, 1, 39), _Part(9, 10, 19)),
+    (_Part(39, 11, 50), _Part(19, 1, 20)),
+    (_Part(50, 1, 51), _Part(20, 1, 21)),
+)
+"""Two sequences in steps. The first one begins with a chunk, and both fill a page in a step of few rows."""
+LENGTHS = (51, 21)
+
+
+@torch.no_grad()
+def seat_states(model: PreTrainedModel) -> None:
+    """Seat all modules with a state; those that are seated already stay so.
+
+    Raises UnsupportedModelError, with the module and the reason, if one of them cannot be seated.
+    """
+    modules = find_state_modules(model)
+    numbers = {module: number for number, module in enumerate(modules)}
+    found = [module for module in modules if not isinstance(vars(module).get("forward"), SeatedMixer)]
+    if not found:
+        return
+    refused: list[str] = []
+    training = [module for module in model.modules() if module.training]
+    try:
+        inputs = observe_inputs(model.train(False), found, AttentionRecorder())
+    except Exception as error:
+        raise UnsupportedModelError(f"{type(model).__name__} cannot run on a paged cache: {error}") from error
+    finally:
+        for each in training:
+            each.training = True
+
+    def prove(module: nn.Module) -> Callable[[nn.Module], SeatedMixer]:
+        if module not in inputs:
+            raise NotReplacedError("it is not called in a forward")
+        _prove(module, inputs[module])
+        return lambda other: SeatedMixer(other, numbers[other])
+
+    def refuse(module: nn.Module, reason: str) -> None:
+        refused.append(f"{type(module).__name__}: {reason}")
+
+    if replace_forwards(found, prove, refuse) < len(found):
+        unseat_states(model)
+        raise UnsupportedModelError(f"{type(model).__name__} keeps states that cannot be paged ({'; '.join(refused)})")
+
+
+def unseat_states(model: nn.Module) -> None:
+    """Give modules with a state their own forward again."""
+    for module in model.modules():
+        if isinstance(vars(module).get("forward"), SeatedMixer):
+            del module.forward
+
+
+def _prove(module: nn.Module, inputs: LayerInputs) -> None:
+    """Compare a float32 copy of a module with its seated form. Raises NotReplacedError if they differ."""
+    check_untouched(module)
+    original = float32_copy(module)
+    wide = inputs.in_float32()
+    hidden = [_mixed(wide.hidden[0], length, seed) for seed, length in enumerate(LENGTHS)]
+    expected = [_run(original, wide, x, None) for x in hidden]
+    seated = SeatedMixer(original, 0)
+    if not all(results_agree(_run(seated, wide, x, None), wanted) for x, wanted in zip(hidden, expected, strict=True)):
+        raise NotReplacedError("whole sequences would change")
+    probe = StateProbe()
+    _run(seated, wide, hidden[0][:1], probe)
+    tensors = {key: _unwritten(spec, hidden[0].device) for key, spec in probe.found.items()}
+    for number, step in enumerate(STEPS):
+        rows = [_step_rows(x, part) for x, part in zip(hidden, step, strict=True)]
+        actual = _run(seated, wide, torch.cat(rows), PagedStates(tensors, _state_batch(step, hidden[0].device)))
+        for part, wanted, out in zip(step, expected, torch.split(actual, [len(x) for x in rows]), strict=True):
+            if not results_agree(out[: part.wrong - part.first], wanted[part.first : part.wrong]):
+                raise NotReplacedError(f"its linear attention would change (step {number + 1} of {len(STEPS)})")
+
+
+def _mixed(hidden: Tensor, length: int, seed: int) -> Tensor:
+    """(length, hidden): random mixtures of the rows that a module was given."""
+    weights = torch.randn(length, len(hidden), generator=torch.Generator().manual_seed(seed))
+    mixed: Tensor = weights.to(hidden.device) @ hidden * len(hidden) ** -0.5
+    return mixed
+
+
+def _run(forward: Callable[..., Any], inputs: LayerInputs, hidden: Tensor, states: ComputesStates | None) -> Tensor:
+    """What a module returns for rows (total, hidden). states: None calls it without a cache"""
+    cache = None if states is None else StepCache(torch.arange(len(hidden), device=hidden.device), states)
+
+    def given(value: Any) -> Any:
+        return cache if isinstance(value, StepCache) else value
+
+    args = [given(value) for value in inputs.args]
+    out = forward(hidden[None], *args, **{name: given(value) for name, value in inputs.kwargs.items()})
+    return cast(Tensor, out[0] if isinstance(out, Tensor) else out[0][0])
+
+
+def _unwritten(spec: ops.StateSpec, device: torch.device) -> ops.StateTensors:
+    """Room for the states of the proof, filled with NaN."""
+    tensors = spec.allocate(8, len(LENGTHS), PAGE, device)
+    for tensor in (tensors.pages, *tensors.tails):
+        tensor.fill_(torch.nan)
+    return tensors
+
+
+def _step_rows(hidden: Tensor, part: _Part) -> Tensor:
+    """The rows of a sequence in a step. Drafts that are wrong are rows of another token."""
+    rows = hidden[part.first : part.first + part.length].clone()
+    rows[part.wrong - part.first :] = hidden[0] + 1.0
+    return rows
+
+
+def _state_batch(step: Sequence[_Part], device: torch.device) -> ops.StateBatch:
+    """What a step says about the states of its sequences. State page n of a sequence is the one before token n * PAGE."""
+    sources = []
+    targets = []
+    chunks = []
+    start = 0
+    for sequence, part in enumerate(step):
+        end = part.first + part.length
+        base = 4 * sequence - 1
+        sources.append(base + part.first // PAGE if part.first >= PAGE else -1)
+        few = part.length <= ops.FEW_ROWS
+        targets.append(base + end // PAGE if few and end // PAGE > part.first // PAGE else -1)
+        for first in range(part.first, end, PAGE) if not few else ():
+            rows = min(PAGE, end - first)
+            chunks.append((start + first - part.first, rows, sequence, base + first // PAGE + 1 if rows == PAGE else -1))
+        start += part.length
+
+    def ints(values: Sequence[Any], dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    counts = [0, *(part.length for part in step)]
+    return ops.StateBatch(
+        page_size=PAGE,
+        sources=ints(sources),
+        targets=ints(targets),
+        slots=ints(range(len(step)), torch.int64),
+        cu_seqlens=ints(counts).cumsum(0, dtype=torch.int32),
+        seqused_k=ints([part.first + part.length for part in step]),
+        chunks=ints(chunks).view(-1, 4),
+    )

@@ -1,0 +1,61 @@
+"""The fields of a step that tell recurrences which states they read and write."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from fa_serve.engine.request.params import SamplingParams
+from fa_serve.engine.request.request import Request
+from fa_serve.engine.runner.state_arrays import empty_state_arrays, state_arrays, state_batch
+from fa_serve.engine.scheduler.scheduled_batch import Chunk, ScheduledBatch
+from fa_serve.engine.scheduler.sequence import SequenceState
+from fa_serve.ops import FEW_ROWS, PIECE
+
+
+def chunk(start: int, length: int, **given: Any) -> Chunk:
+    sequence = SequenceState(Request("x", [1] * 400, SamplingParams(), max_tokens=1))
+    return Chunk(sequence, 0, start, length, 0, **given)
+
+
+def test_few_rows_have_a_target_and_chunks_have_pieces() -> None:
+    assert (FEW_ROWS, PIECE) == (16, 64)
+    batch = ScheduledBatch()
+    batch.append(chunk(37, 1, source=5))
+    batch.append(chunk(32, 16, source=6, stores=[(48, 7)]))
+    batch.append(chunk(48, 150, source=8, stores=[(112, 9), (160, 10), (192, 11)]))
+    batch.append(chunk(0, 17, stores=[(16, 12)]))
+    arrays = state_arrays(batch, np.array([0, 1, 17, 167]))
+    assert arrays["sources"].tolist() == [5, 6, 8, -1]
+    assert arrays["targets"].tolist() == [-1, 7, -1, -1]
+    assert arrays["pieces"].tolist() == [
+        [17, 16, 2, -1],  # to the grid of 64
+        [33, 48, 2, 9],
+        [81, 16, 2, -1],
+        [97, 32, 2, 10],
+        [129, 32, 2, 11],
+        [161, 6, 2, -1],
+        [167, 16, 3, 12],
+        [183, 1, 3, -1],
+    ]
+
+
+def test_a_step_without_chunks_has_no_pieces() -> None:
+    arrays = state_arrays(ScheduledBatch([chunk(3, 1)]), np.array([0]))
+    assert arrays["pieces"].shape == (0, 4)
+    assert {x.dtype for x in arrays.values()} == {np.dtype(np.int32)}
+
+
+def test_sequences_of_an_empty_step_begin() -> None:
+    arrays = empty_state_arrays([1, 1, 70])
+    assert arrays["sources"].tolist() == arrays["targets"].tolist() == [-1, -1, -1]
+    assert arrays["pieces"].tolist() == [[2, 64, 2, -1], [66, 6, 2, -1]]
+
+
+def test_the_batch_has_the_fields_of_the_step() -> None:
+    names = ("sources", "targets", "slots", "cu_seqlens_q", "seqused_k", "pieces")
+    fields = {name: torch.tensor([number]) for number, name in enumerate(names)}
+    batch = state_batch(fields, 16)
+    assert [batch.page_size, *(int(x) for x in batch[1:])] == [16, 0, 1, 2, 3, 4, 5]

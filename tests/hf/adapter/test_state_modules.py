@@ -1,0 +1,100 @@
+"""Which modules keep states, and their own code with other functions."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from hf_families import BY_NAME as WITHOUT_STATES
+from hf_families import tokens
+from hybrids import BY_NAME, HYBRIDS
+from torch import nn
+from transformers import AutoConfig
+from transformers.models.qwen3_5 import modeling_qwen3_5
+
+from fa_serve import hf
+from fa_serve.hf.adapter.state_modules import SeatedMixer, convolution, exchanged_functions, find_state_modules
+from fa_serve.spec import UnsupportedModelError
+
+
+def test_modules_are_found_by_what_their_code_calls() -> None:
+    found = {family.name: {type(x).__name__ for x in find_state_modules(family.build())} for family in HYBRIDS[1:5:2]}
+    assert found == {"qwen3.5": {"Qwen3_5GatedDeltaNet"}, "olmo-hybrid": {"OlmoHybridGatedDeltaNet"}}
+    mamba = find_state_modules(BY_NAME["mamba"].build())[0]
+    assert exchanged_functions(mamba) == ["causal_conv1d_fn", "mamba_selective_scan"]
+    assert find_state_modules(WITHOUT_STATES["llama"].build()) == []
+
+
+@torch.no_grad()
+def test_a_seat_is_that_of_one_instance() -> None:
+    """Its module and its class stay as they are, and a copy has a seat of its own."""
+    model = BY_NAME["qwen3.5"].build()
+    before = modeling_qwen3_5.causal_conv1d_fn
+    ids = tokens(2, 9)
+    expected = model(input_ids=ids).logits
+    mixers = find_state_modules(model)
+    for number, mixer in enumerate(mixers):
+        mixer.forward = SeatedMixer(mixer, number)
+    assert modeling_qwen3_5.causal_conv1d_fn is before
+    torch.testing.assert_close(model(input_ids=ids).logits, expected, atol=1e-4, rtol=1e-4)
+    other = copy.deepcopy(model)
+    for mine, its in zip(mixers, find_state_modules(other), strict=True):
+        assert its.forward.module is its
+        assert mine.forward.module is mine
+    torch.testing.assert_close(other(input_ids=ids).logits, expected, atol=1e-4, rtol=1e-4)
+    restored = pickle.loads(pickle.dumps(mixers[0]))
+    assert restored.forward.module is restored
+
+
+class Keeper(nn.Module):
+    """Keeps a state by arithmetic that it does itself."""
+
+    def forward(self, hidden_states: torch.Tensor, past_key_values: Any = None) -> torch.Tensor:
+        past_key_values.update_recurrent_state(hidden_states, 0)
+        return hidden_states.cumsum(1)
+
+
+def test_a_module_that_calls_no_known_function_has_no_seat() -> None:
+    assert find_state_modules(nn.Sequential(Keeper()))
+    with pytest.raises(UnsupportedModelError, match="Keeper keeps a state by code that has no replacement"):
+        SeatedMixer(Keeper(), 0)
+
+
+def test_an_activation_that_is_not_known() -> None:
+    with pytest.raises(UnsupportedModelError, match="has the activation None or silu, got gelu"):
+        convolution(lambda *args: None, torch.zeros(1, 2, 3), torch.zeros(2, 2), activation="gelu")
+
+
+def test_what_the_layers_of_a_model_keep_is_found_from_its_config() -> None:
+    """Layers without attention and without states, as the MLP of Nemotron-H, keep nothing."""
+    layers = hf.model_layers(BY_NAME["nemotron-h"].make_config())
+    assert list(layers.attention) == [1]
+    assert [(key.module, key.call, spec.kind, spec.page) for key, spec in layers.states.items()] == [
+        (0, 0, "conv", (3, 192)),
+        (0, 1, "linear", (8, 16, 16)),
+    ]
+    shared = hf.model_layers(BY_NAME["zamba2"].make_config())
+    assert list(shared.attention) == [1, 2]
+    several = hf.model_layers(BY_NAME["zamba"].make_config())
+    assert [(key.module, key.call, spec.kind) for key, spec in several.states.items()][:3] == [
+        (0, 0, "conv"),
+        (0, 1, "scan"),
+        (0, 2, "scan"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("zaya", "ZayaCCAProjection keeps a state by code that has no replacement"),
+        ("recurrent_gemma", "it keeps more than keys and values"),
+        ("minimax", "only layers"),
+    ],
+)
+def test_models_whose_states_are_not_known(model_type: str, reason: str) -> None:
+    small = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 32, "num_attention_heads": 4}
+    with pytest.raises(UnsupportedModelError, match=reason):
+        hf.check_model(AutoConfig.for_model(model_type, **small))

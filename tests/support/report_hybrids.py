@@ -1,0 +1,88 @@
+"""Which models with recurrent or convolution states run where: in the plugin, in the engine, with its prefix cache and so on.
+
+rows()              # for each model type of transformers that keeps states
+"""
+
+from __future__ import annotations
+
+_INTRODUCTION = """\
+Layers with linear attention, state space models and short convolutions keep a state of constant size beside or instead of keys
+and values. `fa_serve.patch(model)` and the engine compute them by `fa_serve.ops` if they can prove that a module's own code
+computes the same. "plugin" is `patch`, with `generate`, padding on either side, packed sequences and gradients; a model that is
+loaded with `attn_implementation="fa_serve"` and not patched keeps transformers' recurrences, and refuses packed sequences. The
+engine starts prompts from cached states, and computes at most a page of a known prompt again ([engine](engine.md#states)). A
+reason stands where something is refused or not built yet. Tests compare the models that are marked with `generate` in float32:
+"""
+TYPES = (
+    "bamba",
+    "falcon_h1",
+    "falcon_mamba",
+    "granitemoehybrid",
+    "inkling_text",
+    "jamba",
+    "kimi_linear",
+    "lfm2",
+    "lfm2_moe",
+    "mamba",
+    "mamba2",
+    "minimax",
+    "nemotron_h",
+    "olmo_hybrid",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+    "qwen3_next",
+    "qwen4_exp",
+    "recurrent_gemma",
+    "rwkv",
+    "xlstm",
+    "zamba",
+    "zamba2",
+    "zaya",
+)
+"""The types of causal language models in transformers 5.17 that keep states."""
+_COMPOSITES = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+"""Types whose language model is of another type."""
+_WITHOUT_ATTENTION = {"rwkv": "refused", "xlstm": "no layer"}
+"""What the plugin does with types that do not use transformers' attention interface."""
+
+
+def rows() -> dict[str, dict[str, str]]:
+    """For each type: whether a test computes it, and "y" or a reason in each column."""
+    from hybrids import HYBRIDS
+    from transformers import AutoConfig
+
+    from fa_serve import hf
+    from fa_serve.spec import UnsupportedModelError
+
+    tested = {family.make_config().model_type for family in HYBRIDS}
+    found = {}
+    for name in TYPES:
+        row = {"tested": "y" if _COMPOSITES.get(name, name) in tested else "", "engine": "y"}
+        if not row["tested"]:
+            try:
+                hf.check_model(AutoConfig.for_model(name))
+            except UnsupportedModelError as error:
+                row["engine"] = str(error).split("cannot run on a paged cache: ")[-1].partition(", so fa_serve")[0]
+            except Exception:  # a default config of which no model can be made
+                row["engine"] = "its n-gram states and sparse attention are not built"
+        runs = row["engine"] == "y"
+        row["plugin"] = "y" if runs else _WITHOUT_ATTENTION.get(name, "attention alone")
+        row["prefix"] = "y" if runs else "-"
+        row["graphs"] = "not built" if runs else "-"
+        row["parallel"] = "not built" if runs else "-"
+        found[name] = row
+    return found
+
+
+def page(results: dict[str, dict[str, str]]) -> list[str]:
+    """The section of docs/models.md."""
+    lines = ["", "## Recurrent and convolution states", "", *_INTRODUCTION.splitlines(), ""]
+    lines += [
+        "| type | tested | plugin | engine | prefix cache | CUDA graphs | tensor parallel |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    columns: tuple[str, ...] = ("tested", "plugin", "engine", "prefix", "graphs", "parallel")
+    lines += [f"| {name} | {' | '.join(row[column] for column in columns)} |" for name, row in results.items()]
+    return lines
