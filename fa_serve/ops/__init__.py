@@ -49,7 +49,7 @@ from fa_serve.ops.linear_attention.api import selective_scan_paged as selective_
 from fa_serve.ops.linear_attention.api import ssd as ssd
 from fa_serve.ops.linear_attention.api import ssd_paged as ssd_paged
 from fa_serve.ops.linear_attention.problem import FEW_ROWS as FEW_ROWS
-from fa_serve.ops.linear_attention.problem import PIECE as PIECE
+from fa_serve.ops.linear_attention.problem import PIECE_ROWS as PIECE_ROWS
 from fa_serve.ops.linear_attention.problem import StateBatch as StateBatch
 from fa_serve.ops.linear_attention.problem import StateSpec as StateSpec
 from fa_serve.ops.linear_attention.problem import StateTensors as StateTensors

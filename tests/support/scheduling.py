@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from fa_serve.engine import SamplingParams
 from fa_serve.engine.cache.pages import PageTable
-from fa_serve.engine.cache.states import FEW_ROWS, STATE_INTERVAL, StateTable
+from fa_serve.engine.cache.states import SHORT_CHUNK, STATE_INTERVAL, StateTable
 from fa_serve.engine.request.request import Request
 from fa_serve.engine.scheduler.prompt_share import PromptShare
 from fa_serve.engine.scheduler.scheduled_batch import ScheduledBatch
@@ -99,7 +99,7 @@ class StateDevice(Device):
         super().__init__(scheduler)
         self.states: dict[int, tuple[object, ...]] = {}
         self.tails: dict[int, dict[int, object]] = {}
-        self.ring = scheduler.pages.page_size + max(scheduler.pages.page_size, FEW_ROWS)
+        self.ring = scheduler.pages.page_size + max(scheduler.pages.page_size, SHORT_CHUNK)
 
     def launch(self, batch: ScheduledBatch) -> list[int]:
         """The sampled tokens. What each sequence has seen, by its state and its tail, has to be what its pages hold."""
@@ -116,7 +116,7 @@ class StateDevice(Device):
             assert seen == tokens[:position], "the state is not that of the last full page"
             tail = self.tails.setdefault(chunk.slot, {})
             first = end // size * size
-            if chunk.length <= FEW_ROWS:
+            if chunk.length <= SHORT_CHUNK:
                 seen += tuple(tail[row % self.ring] for row in range(position, chunk.start))
                 assert seen == tokens[: chunk.start], "the tail is that of another sequence"
                 assert end - position <= self.ring

@@ -16,7 +16,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from fa_serve.ops import FEW_ROWS, PIECE, StateBatch, StateSpec
+from fa_serve.ops import FEW_ROWS, PIECE_ROWS, StateBatch, StateSpec
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class StateSteps:
             lengths.append(end)
             if is_chunk:
                 first = sequence.length
-                grid = {*range(first // PIECE * PIECE + PIECE, end, PIECE), *sequence.kept, first, end}
+                grid = {*range(first // PIECE_ROWS * PIECE_ROWS + PIECE_ROWS, end, PIECE_ROWS), *sequence.kept, first, end}
                 for low, high in pairwise(sorted(grid)):
                     chunks.append([bounds[b] + low - first, high - low, b, sequence.kept.get(high, -1)])
         chunks.append([0, 0, -1, -1])

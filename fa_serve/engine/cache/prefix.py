@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fa_serve.engine.cache.pages import PageTable
-from fa_serve.engine.cache.states import FEW_ROWS, StateTable
+from fa_serve.engine.cache.states import SHORT_CHUNK, StateTable
 from fa_serve.engine.scheduler.sequence import SequenceState
 
 
@@ -153,7 +153,7 @@ class Prefix:
         if last <= sequence.state_position:
             return ()
         positions = [last]
-        if length > FEW_ROWS and self._pages.prefix_caching:
+        if length > SHORT_CHUNK and self._pages.prefix_caching:
             interval = self._states.interval
             inside = {_prompt_end(sequence, size), sequence.branch, *range(start // interval * interval, last, interval)}
             spare = max(self._states.num_available - 1 - self.reserve(num_running).states, 0)

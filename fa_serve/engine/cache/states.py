@@ -37,7 +37,7 @@ from fa_serve.engine.cache.pages import PageTable
 
 MIN_STATES = 3
 """What one sequence needs: the state that it reads, the one that the step in flight reads, and the one that it writes."""
-FEW_ROWS = 16
+SHORT_CHUNK = 16
 """Rows of a sequence in a step up to which they are computed one after the other: decoding, drafts, short rests of prompts.
 They may begin anywhere and store one state. More rows begin at a multiple of the page size and store any number of states."""
 STATE_INTERVAL = 2048
@@ -49,14 +49,14 @@ def chunk_length(start: int, length: int, missing: int, page_size: int) -> int:
 
     start: position of the first of them; missing: known tokens that are not computed yet, at least `length`
 
-    A chunk that leaves tokens for later ends at a multiple of page_size. If it does not reach one, it has FEW_ROWS at most.
+    A chunk that leaves tokens for later ends at a multiple of page_size. If it does not reach one, it has SHORT_CHUNK at most.
     """
     if start % page_size:
-        length = min(length, FEW_ROWS)
+        length = min(length, SHORT_CHUNK)
     if length == missing:
         return length
     whole = (start + length) // page_size * page_size - start
-    return whole if whole > 0 else min(length, FEW_ROWS)
+    return whole if whole > 0 else min(length, SHORT_CHUNK)
 
 
 class StateTable:

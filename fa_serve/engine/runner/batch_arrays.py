@@ -10,6 +10,7 @@ device (transfer.py) and padding (cuda_graphs.py).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -117,8 +118,8 @@ def batch_arrays(
         rows["logprob_rows"] = np.array(logprob_rows, dtype=np.int64)
     prompt_spans = _prompt_spans(batch)
     if prompt_spans:
-        targets = [sequence.request.prompt[first:last] for sequence, first, last in prompt_spans]
-        rows["prompt_targets"] = np.concatenate([np.array(tokens, dtype=np.int64) for tokens in targets])
+        targets = chain.from_iterable(sequence.request.prompt[first:last] for sequence, first, last in prompt_spans)
+        rows["prompt_targets"] = np.fromiter(targets, dtype=np.int64)
     num_rows = num_samples[num_samples > 0] if batch.num_drafts else None
     drawn_positions = positions[sampled] + tokens_ahead + 1
     sampling = sampling_arrays(requests, drawn_positions, vocab_size, num_rows=num_rows, penalties=not drafting)

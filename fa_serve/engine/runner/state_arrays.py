@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fa_serve.engine.scheduler.scheduled_batch import ScheduledBatch
-from fa_serve.ops import FEW_ROWS, PIECE, StateBatch
+from fa_serve.ops import FEW_ROWS, PIECE_ROWS, StateBatch
 
 
 def state_arrays(batch: ScheduledBatch, firsts: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
@@ -69,6 +69,6 @@ def _arrays(
 
 
 def _pieces(start: int, end: int, stores: Iterable[int] = ()) -> Iterator[tuple[int, int]]:
-    """The positions start .. end - 1 in pieces (first, end) on the grid of PIECE, cut at the positions of `stores` as well."""
-    cuts = {start, end, *range(start // PIECE * PIECE + PIECE, end, PIECE), *stores}
+    """The positions start .. end - 1 as (first, end), cut on the grid of PIECE_ROWS and at the positions of `stores`."""
+    cuts = {start, end, *range(start // PIECE_ROWS * PIECE_ROWS + PIECE_ROWS, end, PIECE_ROWS), *stores}
     return pairwise(sorted(cuts))

@@ -36,7 +36,7 @@ class Chunk:
     source: state of linear attention that the step reads, after the last multiple of the page size up to `start`; -1 is that
             before the first token, and for models without states
     stores: (position, state) in order: states that the step writes, and how many leading tokens they come after. A chunk of
-            FEW_ROWS tokens at most, drafts included, stores one; a position among the drafts may turn out to be wrong
+            SHORT_CHUNK tokens at most, drafts included, stores one; a position among the drafts may turn out to be wrong
     """
 
     sequence: SequenceState

@@ -21,10 +21,10 @@ from fa_serve.ops.linear_attention.recurrences import (
     advance_state,
     by_head,
     convolve,
+    expand_heads,
     last_rows,
     matrix_pieces,
     multiply_gate,
-    repeat_heads,
     scan_rows,
     scan_terms,
     take_rows,
@@ -40,13 +40,13 @@ def matrix_rule(inputs: MatrixInputs, sequences: Sequences, initial_state: Tenso
     weight = _weights(inputs)
     for group in call.groups:
         k, u, g, beta = _row_terms(inputs, call.rows(group, inputs.k), call.rows(group, v), group, weight)
-        q = repeat_heads(call.rows(group, inputs.q), v.shape[1], inputs.use_qk_l2norm) * inputs.softmax_scale
+        q = expand_heads(call.rows(group, inputs.q), v.shape[1], inputs.use_qk_l2norm) * inputs.softmax_scale
         out, _, state = matrix_pieces(q, k, u, g, beta, call.state(group))
         call.put(group, _with_inputs(out.transpose(1, 2), inputs, group), state)
     return call.rounded_result()
 
 
-def scan(inputs: ScanInputs, sequences: Sequences, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
+def scan_sequences(inputs: ScanInputs, sequences: Sequences, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
     """(out, final states) of a recurrence whose states are vectors."""
     x = inputs.x
     dt = _scan_steps(inputs)
@@ -58,7 +58,7 @@ def scan(inputs: ScanInputs, sequences: Sequences, initial_state: Tensor | None)
     return call.rounded_result()
 
 
-def causal_conv1d(
+def convolve_sequences(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -84,7 +84,7 @@ def matrix_rule_paged(inputs: MatrixInputs, states: StateTensors, batch: StateBa
     out = torch.zeros_like(v, dtype=dtype)
     for group in step_groups(batch):
         tail = [group.read_tail(ring).to(dtype) for ring in states.tails]
-        tail_keys = repeat_heads(tail[0], heads, inputs.use_qk_l2norm)
+        tail_keys = expand_heads(tail[0], heads, inputs.use_qk_l2norm)
         if inputs.a is None:
             before = tail_keys, by_head(tail[1]), by_head(tail[2])
         else:
@@ -92,7 +92,7 @@ def matrix_rule_paged(inputs: MatrixInputs, states: StateTensors, batch: StateBa
             before = tail_keys, by_head(values), by_head(gates)
         start = group.start_state(states.pages)
         k, u, g, beta = _row_terms(inputs, group.gather(inputs.k).to(dtype), group.gather(v).to(dtype), group, weight)
-        q = repeat_heads(group.gather(inputs.q).to(dtype), heads, inputs.use_qk_l2norm) * inputs.softmax_scale
+        q = expand_heads(group.gather(inputs.q).to(dtype), heads, inputs.use_qk_l2norm) * inputs.softmax_scale
         rows, added, _ = matrix_pieces(q, k, u, g, beta, advance_state(start, *before))
         out = group.scatter(out, _with_inputs(rows.transpose(1, 2), inputs, group))
         kept = [group.gather(x) for x in (inputs.k, v, inputs.g if inputs.a is None else weight) if x is not None]
@@ -124,7 +124,7 @@ def _row_terms(
         beta = by_head(weights)
     else:
         gates, values = _linear_terms(inputs.a, values, group.valid, weights)
-    return repeat_heads(keys, heads, inputs.use_qk_l2norm), by_head(values), by_head(gates), beta
+    return expand_heads(keys, heads, inputs.use_qk_l2norm), by_head(values), by_head(gates), beta
 
 
 def _linear_terms(a: Tensor, values: Tensor, valid: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -175,7 +175,7 @@ def _read_states(inputs: ScanInputs, states: Tensor, group: PackedGroup) -> Tens
     return multiply_gate(out, None if inputs.z is None else group.gather(inputs.z))
 
 
-def causal_conv1d_paged(
+def convolve_paged(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, states: StateTensors, batch: StateBatch
 ) -> Tensor:
     """The outputs of a step's rows."""

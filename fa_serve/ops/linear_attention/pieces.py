@@ -26,7 +26,7 @@ from fa_serve.launching.launch import Launch, power_of_2, with_unit_stride
 from fa_serve.launching.plans import PLANS
 from fa_serve.ops.linear_attention.few_rows import with_contiguous_heads
 from fa_serve.ops.linear_attention.primitives import normalised_rows, time_step
-from fa_serve.ops.linear_attention.problem import PIECE, MatrixInputs, StateAccess
+from fa_serve.ops.linear_attention.problem import PIECE_ROWS, MatrixInputs, StateAccess
 from fa_serve.ops.linear_attention.tiles import PiecesTile
 
 
@@ -380,7 +380,7 @@ def launch_pieces(inputs: MatrixInputs, access: StateAccess, out: Tensor, tile: 
         u = v.new_empty(total, heads, dim_v)
         if g.dim() == 3:
             sums = torch.empty_like(w, dtype=torch.float32)
-    attn = v.new_empty(total, heads, PIECE)
+    attn = v.new_empty(total, heads, PIECE_ROWS)
     strides = tuple(0 if x is None else x.stride(0) for x in (q, k, v, g, weight))
     ring = 1 if tail_k is None else tail_k.shape[1]
     gates = (g, weight, inputs.a, inputs.steps.bias)

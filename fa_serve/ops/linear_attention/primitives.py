@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-NORM_EPS = tl.constexpr(1e-6)
+L2NORM_EPS = tl.constexpr(1e-6)
 
 
 @triton.jit
@@ -25,7 +25,7 @@ def normalised_rows(x, NORMALISE: tl.constexpr):
     """Rows [.., DIM] in float32, divided by their length if that is asked for."""
     x = x.to(tl.float32)
     if NORMALISE:
-        x *= tl.rsqrt(tl.sum(x * x, 1) + NORM_EPS)[:, None]
+        x *= tl.rsqrt(tl.sum(x * x, 1) + L2NORM_EPS)[:, None]
     return x
 
 
@@ -34,7 +34,7 @@ def normalised_row(x, NORMALISE: tl.constexpr):
     """One row [DIM] in float32, divided by its length if that is asked for."""
     x = x.to(tl.float32)
     if NORMALISE:
-        x *= tl.rsqrt(tl.sum(x * x, 0) + NORM_EPS)
+        x *= tl.rsqrt(tl.sum(x * x, 0) + L2NORM_EPS)
     return x
 
 

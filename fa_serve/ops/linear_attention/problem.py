@@ -32,7 +32,7 @@ from torch import Tensor
 FEW_ROWS = 16
 """A sequence with more rows in a step is a chunk of a prompt. A chunk begins at a multiple of the page size."""
 
-PIECE = 64
+PIECE_ROWS = 64
 """Rows that are computed together at most: the grid on which a chunk is cut begins at position 0 of its sequence."""
 
 
@@ -113,9 +113,9 @@ class StateBatch(NamedTuple):
     cu_seqlens: (batch + 1,) int32: the first row of each sequence
     seqused_k:  (batch,) int32: tokens of each sequence with those of the step; 0 pads a CUDA graph: nothing is read or written
     chunks:     (num_chunks, 4) int32, for sequences with more rows: (first row, rows, sequence, state page or -1), in the order
-                of the rows. A piece has at most PIECE rows and is cut at each multiple of PIECE of its sequence's positions.
-                The page gets the state after the piece, which ends at a multiple of `page_size` then. Pieces of 0 rows pad,
-                at the end
+                of the rows. A piece has at most PIECE_ROWS rows, and is cut at each multiple of PIECE_ROWS of its sequence's
+                positions. The page gets the state after the piece, which ends at a multiple of `page_size` then. Pieces of
+                0 rows pad, at the end
     """
 
     page_size: int

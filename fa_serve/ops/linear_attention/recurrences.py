@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fa_serve.ops.linear_attention.problem import PIECE, TimeSteps, state_dtype
+from fa_serve.ops.linear_attention.problem import PIECE_ROWS, TimeSteps, state_dtype
 
 Terms = tuple[Tensor, Tensor]
 """The factor of a state and what is added to it, of each row (n, rows, ...)."""
@@ -39,7 +39,7 @@ def multiply_gate(out: Tensor, z: Tensor | None) -> Tensor:
     return out if z is None else out * torch.nn.functional.silu(z.to(out.dtype))
 
 
-def repeat_heads(x: Tensor, heads: int, normalise: bool) -> Tensor:
+def expand_heads(x: Tensor, heads: int, normalise: bool) -> Tensor:
     """Queries or keys (n, rows, key heads, dim) as (n, heads, rows, dim)."""
     if normalise:
         x = x * torch.rsqrt((x * x).sum(-1, keepdim=True) + NORM_EPS)
@@ -63,7 +63,7 @@ def matrix_pieces(
 
     Returns (out, u, state): the rows of out, what each row adds along its key, and the state after the last row.
     """
-    size = PIECE if g.dim() == 3 else CHANNEL_PIECE
+    size = PIECE_ROWS if g.dim() == 3 else CHANNEL_PIECE
     outs = []
     added = []
     for first in range(0, k.shape[2], size):
@@ -116,13 +116,13 @@ def _column(x: Tensor) -> Tensor:
 def scan_rows(a: Tensor, b: Tensor, state: Tensor) -> Tensor:
     """All states h_t = a_t * h_(t-1) + b_t of a recurrence without sums. a, b: (n, rows, ...), state: (n, ...).
 
-    In pieces of PIECE rows, each by doubling: after pass i, (a, b) of a row takes the state before the 2^i rows up to it to the
-    state after the row. It takes products of a alone, which do not exceed 1.
+    In pieces of PIECE_ROWS rows, each by doubling: after pass i, (a, b) of a row takes the state before the 2^i rows up to it
+    to the state after the row. It takes products of a alone, which do not exceed 1.
     """
     found = []
-    for first in range(0, a.shape[1], PIECE):
-        decay = a[:, first : first + PIECE]
-        added = b[:, first : first + PIECE]
+    for first in range(0, a.shape[1], PIECE_ROWS):
+        decay = a[:, first : first + PIECE_ROWS]
+        added = b[:, first : first + PIECE_ROWS]
         distance = 1
         while distance < decay.shape[1]:
             earlier = slice(None, -distance)

@@ -21,7 +21,7 @@ from fa_serve import spec
 from fa_serve.ops.linear_attention import fallback
 from fa_serve.ops.linear_attention.problem import (
     FEW_ROWS,
-    PIECE,
+    PIECE_ROWS,
     MatrixInputs,
     Recurrence,
     ScanInputs,
@@ -33,7 +33,7 @@ from fa_serve.ops.linear_attention.problem import (
 )
 from fa_serve.ops.linear_attention.table import RecurrenceChoice, select_recurrence_kernel
 
-Inputs = TypeVar("Inputs", MatrixInputs, ScanInputs)
+Recurrent = TypeVar("Recurrent", MatrixInputs, ScanInputs)
 _ROOM = __name__.rpartition(".")[0]
 
 
@@ -80,7 +80,7 @@ def run_causal_conv1d(
 
     def reference(*tensors: Any) -> tuple[Tensor, Tensor]:
         state, rows, weights, biases = tensors
-        return fallback.causal_conv1d(rows, weights, biases, activation, sequences, state)
+        return fallback.convolve_sequences(rows, weights, biases, activation, sequences, state)
 
     def compute(*tensors: Any) -> tuple[Tensor, Tensor]:
         state, rows, weights, biases = tensors
@@ -99,7 +99,7 @@ def run_causal_conv1d_paged(
 ) -> Tensor:
     """The outputs of a step's rows."""
     if _choice_of("conv", x, "few").kernel.name == "torch":
-        return fallback.causal_conv1d_paged(x, weight, bias, activation, states, batch)
+        return fallback.convolve_paged(x, weight, bias, activation, states, batch)
     access = StateAccess(states.pages, states.pages, states.tails, batch)
     launch = import_module(f"{_ROOM}.convolution").launch_causal_conv
     out: Tensor = launch(x, weight, bias, activation, access)
@@ -118,7 +118,7 @@ def run_scan(inputs: ScanInputs, sequences: Sequences, initial_state: Tensor | N
 
     def reference(*tensors: Tensor | None) -> tuple[Tensor, Tensor]:
         given = _with_tensors(inputs, tensors[1:])
-        return fallback.scan(given, sequences, tensors[0])
+        return fallback.scan_sequences(given, sequences, tensors[0])
 
     tensors = (initial_state, *inputs[:7], inputs.steps.bias)
     if _choice_of_scan(inputs, 16).kernel.name == "torch":
@@ -141,12 +141,12 @@ def piece_table(bounds: Tensor, total: int) -> Tensor:
     bounds: (num_seqs + 1,) int32, on the device. The table has the most rows that sequences of `total` rows may need
     """
     lengths = bounds.diff()
-    ends = ((lengths + PIECE - 1) // PIECE).cumsum(0)
-    index = torch.arange(total // PIECE + len(lengths), device=bounds.device)
+    ends = ((lengths + PIECE_ROWS - 1) // PIECE_ROWS).cumsum(0)
+    index = torch.arange(total // PIECE_ROWS + len(lengths), device=bounds.device)
     found = torch.searchsorted(ends, index, right=True)
     used = found.clamp(max=len(lengths) - 1)
-    offset = (index - ends[used]) * PIECE + (lengths[used] + PIECE - 1) // PIECE * PIECE
-    rows = (lengths[used] - offset).clamp(0, PIECE) * (found < len(lengths))
+    offset = (index - ends[used]) * PIECE_ROWS + (lengths[used] + PIECE_ROWS - 1) // PIECE_ROWS * PIECE_ROWS
+    rows = (lengths[used] - offset).clamp(0, PIECE_ROWS) * (found < len(lengths))
     is_last = (rows > 0) & (offset + rows == lengths[used])
     return torch.stack((bounds[used] + offset, rows, used, used.where(is_last, -1)), 1).int()
 
@@ -185,7 +185,7 @@ def _launch_matrix(choice: RecurrenceChoice, inputs: MatrixInputs, access: State
     launch(inputs, access, out, choice.tile)
 
 
-def _with_tensors(inputs: Inputs, tensors: Any) -> Inputs:
+def _with_tensors(inputs: Recurrent, tensors: Any) -> Recurrent:
     """The inputs with other tensors in the places of theirs: seven fields, and the bias of the time steps."""
     fields = dict(zip(inputs._fields[:7], tensors[:7], strict=True))
     return inputs._replace(**fields, steps=inputs.steps._replace(bias=tensors[7]))

@@ -17,7 +17,7 @@ from fa_serve.launching.plans import PLANS
 from fa_serve.ops.linear_attention.primitives import clear_padding, silu, time_step
 from fa_serve.ops.linear_attention.problem import FEW_ROWS, ScanInputs, StateAccess
 
-BLOCK = 16
+SCAN_BLOCK = 16
 """Positions of a block."""
 
 
@@ -219,7 +219,7 @@ def launch_scan(inputs: ScanInputs, access: StateAccess, functional: bool) -> Te
                 FEW_ROWS,
                 inputs.steps.softplus,
                 functional,
-                BLOCK,
+                SCAN_BLOCK,
                 block_c,
                 block_n,
             ),

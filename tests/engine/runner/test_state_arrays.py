@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from fa_serve.engine.cache.states import SHORT_CHUNK
 from fa_serve.engine.request.params import SamplingParams
 from fa_serve.engine.request.request import Request
 from fa_serve.engine.runner.state_arrays import empty_state_arrays, state_arrays, state_batch
 from fa_serve.engine.scheduler.scheduled_batch import Chunk, ScheduledBatch
 from fa_serve.engine.scheduler.sequence import SequenceState
-from fa_serve.ops import FEW_ROWS, PIECE
+from fa_serve.ops import FEW_ROWS, PIECE_ROWS
 
 
 def chunk(start: int, length: int, **given: Any) -> Chunk:
@@ -21,7 +22,7 @@ def chunk(start: int, length: int, **given: Any) -> Chunk:
 
 
 def test_few_rows_have_a_target_and_chunks_have_pieces() -> None:
-    assert (FEW_ROWS, PIECE) == (16, 64)
+    assert (SHORT_CHUNK, FEW_ROWS, PIECE_ROWS) == (16, 16, 64)
     batch = ScheduledBatch()
     batch.append(chunk(37, 1, source=5))
     batch.append(chunk(32, 16, source=6, stores=[(48, 7)]))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scheduling import Guesses, make_request, make_scheduler
 from state_traffic import FAILURE, SALTS, Traffic, lengths_of, prompt_of
 
-from fa_serve.engine.cache.states import FEW_ROWS, chunk_length
+from fa_serve.engine.cache.states import SHORT_CHUNK, chunk_length
 from fa_serve.engine.scheduler.sequence import SequenceState
 
 arrivals = st.lists(
@@ -84,11 +84,11 @@ def test_random_traffic(
     [
         pytest.param(0, 100, 100, 16, 100, id="the-last-chunk-ends-anywhere"),
         pytest.param(0, 100, 101, 16, 96, id="others-end-at-a-multiple"),
-        pytest.param(0, 20, 100, 32, FEW_ROWS, id="few-rows-end-anywhere"),
+        pytest.param(0, 20, 100, 32, SHORT_CHUNK, id="few-rows-end-anywhere"),
         pytest.param(16, 100, 300, 32, 16, id="few-rows-up-to-the-multiple"),
         pytest.param(17, 100, 100, 32, 15, id="not-many-rows-from-between-multiples"),
         pytest.param(17, 10, 10, 16, 10, id="few-rows-over-a-multiple"),
-        pytest.param(17, 100, 100, 64, FEW_ROWS, id="a-multiple-that-is-far"),
+        pytest.param(17, 100, 100, 64, SHORT_CHUNK, id="a-multiple-that-is-far"),
         pytest.param(3, 100, 100, 4, 13, id="few-rows-over-several-multiples"),
         pytest.param(0, 0, 5, 16, 0, id="no-room"),
     ],

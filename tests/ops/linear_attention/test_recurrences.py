@@ -7,7 +7,7 @@ import torch
 from rounded_once import randn
 
 from fa_serve.ops.linear_attention.problem import TimeSteps
-from fa_serve.ops.linear_attention.recurrences import matrix_pieces, repeat_heads, scan_rows, time_steps
+from fa_serve.ops.linear_attention.recurrences import expand_heads, matrix_pieces, scan_rows, time_steps
 
 
 @pytest.mark.parametrize("rows", [1, 2, 63, 64, 65, 200])
@@ -40,7 +40,7 @@ def test_heads_that_share_a_key() -> None:
     """Heads 0 and 1 take key head 0. A key of zeros stays one when it is normalised."""
     x = torch.zeros(1, 3, 2, 4)
     x[:, 1:] = randn(1, 2, 2, 4, dtype=torch.float32)
-    heads = repeat_heads(x, 4, True)
+    heads = expand_heads(x, 4, True)
     assert heads.shape == (1, 4, 3, 4)
     assert torch.equal(heads[0, 0], heads[0, 1])
     assert torch.equal(heads[0, :, 0], torch.zeros(4, 4))
