@@ -42,8 +42,8 @@ def test_steps_over_the_ends_of_pages(name: str, dtype: torch.dtype) -> None:
     table = StateSteps(kind.spec(rows, weights))
     done = 0
     for count, dropped in ((1, 0), (5, 0), (8, 0), (8, 7), (16, 0), (1, 0), (7, 3)):
-        batch = table.begin([Part(0, count, dropped), Part(9, 2, padding=True), Part(3, 0, padding=True)])
-        out = kind.step(joined([of_sequence(rows, done, done + count), of_sequence(rows, 0, 4)]), weights, table.states, batch)
+        batch = table.begin([Part(0, count, dropped), Part(9, 16, padding=True), Part(3, 0, padding=True)])
+        out = kind.step(joined([of_sequence(rows, done, done + count), of_sequence(rows, 0, 18)]), weights, table.states, batch)
         assert out.dtype == dtype
         assert not out[count:].any(), "padding, and two rows behind the last sequence"
         assert (out[:count].double() - expected[done : done + count]).abs().max() <= bound(expected, dtype)

@@ -37,12 +37,12 @@ def test_steps(kind: Kind, dtype: torch.dtype) -> None:
     table = StateSteps(kind.spec(rows, weights))
     done = 0
     for count, dropped, stores in ((40, 0, (16,)), (7, 0, ()), (5, 4, ()), (1, 0, ())):
-        batch = table.begin([Part(9, 2, padding=True), Part(0, count, dropped, stores), Part(3, 0, padding=True)])
+        batch = table.begin([Part(9, 16, padding=True), Part(0, count, dropped, stores), Part(3, 0, padding=True)])
         own = of_sequence(rows, done, done + count)
-        out = kind.step(joined([of_sequence(rows, 0, 2), own, of_sequence(rows, 0, 2)]), weights, table.states, batch)
+        out = kind.step(joined([of_sequence(rows, 0, 16), own, of_sequence(rows, 0, 2)]), weights, table.states, batch)
         assert out.dtype == dtype
-        assert (out[2 : 2 + count].double() - expected[done : done + count]).abs().max() <= bound(expected, dtype)
-        assert not out[:2].any(), "padding"
+        assert (out[16 : 16 + count].double() - expected[done : done + count]).abs().max() <= bound(expected, dtype)
+        assert not out[:16].any(), "padding"
         assert not out[sum(part.rows for part in table.parts) :].any(), "rows behind the last sequence"
         for position, page in table.sequences[0].kept.items():
             assert (table.states.pages[page].double() - states[position]).abs().max() <= bound(states[position], torch.float32)
