@@ -141,7 +141,8 @@ class StateDevice(Device):
 
     def check_kept(self, salts: Sequence[str | None]) -> None:
         """Assert that every state that a sequence could start from is the one that its hash says."""
-        pages, states = self.scheduler.pages, self.scheduler.states
+        pages = self.scheduler.pages
+        states = self.scheduler.states
         for page_hash, state in states._state_of.items():
             chains: list[list[bytes]] = [[] for _ in salts]
             for chain, salt in zip(chains, salts, strict=True):

@@ -140,14 +140,15 @@ class Prefix:
         fills = sequence.num_computed + length - sequence.state_position >= self._pages.page_size
         return not fills or self._states.num_available > 0
 
-    def store(self, sequence: SequenceState, length: int, num_drafts: int, num_running: int) -> Sequence[tuple[int, int]]:
-        """States for the sequence's next tokens to be written to: (position, state), in order. They are held.
+    def store(
+        self, sequence: SequenceState, start: int, length: int, num_drafts: int, num_running: int
+    ) -> Sequence[tuple[int, int]]:
+        """States for `length` tokens from `start` on, and drafts, to be written to: (position, state), in order. They are held.
 
         The last one is the state that the sequence continues from. Those before it are for others, as far as states are spare.
         """
         assert self._states is not None
         size = self._pages.page_size
-        start = sequence.num_computed
         last = (start + length + num_drafts) // size * size
         if last <= sequence.state_position:
             return ()
@@ -188,6 +189,8 @@ class Prefix:
     def keep_newest(self, sequence: SequenceState, limit: int) -> None:
         """Keep the newest state of a sequence that leaves, so that it or a longer prompt continues from there.
 
+        It replaces the state from which the sequence started and the one at the end of its prompt.
+
         limit: number of leading tokens of which the states are known to be right
         """
         if self._states is None:
@@ -196,6 +199,9 @@ class Prefix:
         for held in reversed(sequence.held_states):
             count = held.position // self._pages.page_size
             if held.position <= limit and count <= len(hashes) and self._states.keep(held.state, hashes[count - 1]):
+                for replaced in {sequence.num_shared, _prompt_end(sequence, self._pages.page_size) // self._pages.page_size}:
+                    if 0 < replaced < count and replaced * self._pages.page_size != sequence.branch:
+                        self._states.replace(hashes[replaced - 1])
                 return
 
     def release(self, sequence: SequenceState) -> None:

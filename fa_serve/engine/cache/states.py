@@ -21,8 +21,11 @@ A state is in exactly one of three conditions:
 
 A state is registered under the hash of the page that it comes after, and only while that page is: `PageTable.on_forget` takes
 the state along. Its hash covers every token before it and the salt, so states are isolated as pages are. A state may be evicted
-alone. The pages of its prefix then still serve up to an earlier state. Left out: which positions get a state (prefix.py), which
-sequence gets one when (scheduler.py), and the memory itself (tensors.py).
+alone. The pages of its prefix then still serve up to an earlier state. A state that a later one replaces, as the end of an
+answer replaces the end of its prompt, is evicted before all others: least recently used alone would keep two states or more of
+each conversation, and lose all of them when the memory holds one of each.
+
+Left out: which positions get a state (prefix.py), which sequence gets one when (scheduler.py), and the memory (tensors.py).
 """
 
 from __future__ import annotations
@@ -76,6 +79,7 @@ class StateTable:
         self._hash_of: dict[int, bytes] = {}
         self._state_of: dict[bytes, int] = {}
         self._fresh: set[int] = set()  # allocated since `begin_step`
+        self._num_uses = [0] * num_states  # sequences that have started from the state
         pages.on_forget = self._forget
 
     @property
@@ -111,6 +115,7 @@ class StateTable:
         else:
             raise RuntimeError(f"cannot allocate a state: all {self.num_states} are held")
         self._references[state] = 1
+        self._num_uses[state] = 0
         self._fresh.add(state)
         return state
 
@@ -119,6 +124,7 @@ class StateTable:
         if self._references[state] == 0:
             del self._cached[state]
         self._references[state] += 1
+        self._num_uses[state] += 1
 
     def release(self, state: int) -> None:
         """One sequence less holds this state."""
@@ -149,6 +155,15 @@ class StateTable:
         elif other in self._cached:
             self._cached.move_to_end(other)
         return True
+
+    def replace(self, page_hash: bytes) -> None:
+        """A later state of the same sequence is kept, so that the one after the page of this hash, if any, is evicted first.
+
+        This holds for a state from which no two sequences have started. Others are where conversations part.
+        """
+        state = self._state_of.get(page_hash, -1)
+        if state in self._cached and self._num_uses[state] < 2:
+            self._cached.move_to_end(state, last=False)
 
     def match(self, hashes: Sequence[bytes]) -> tuple[int, int]:
         """The number of pages up to the last of these hashes that has a state, and that state; (0, -1) if none has one.

@@ -53,8 +53,8 @@ class Chunk:
     def numbers(self) -> tuple[int, ...]:
         """Numbers for the ranks' digest. Ranks whose schedules differ get different numbers."""
         pages = self.sequence.pages
-        last_page = pages[-1] if pages else -1
-        numbers = (self.slot, self.start, self.length, self.num_samples, len(pages), last_page, self.source, *self.drafts)
+        last = pages[-1] if pages else -1
+        numbers = (self.slot, self.start, self.length, self.num_samples, len(pages), last, self.source, *self.drafts)
         return (*numbers, *chain.from_iterable(self.stores)) if self.stores else numbers
 
 

@@ -396,14 +396,13 @@ class Scheduler:
         samples = start + length == sequence.num_tokens
         num_drafts = len(drafts)
         num_samples = 1 + num_drafts if samples else 0
-        num_prompt_logits = sequence.num_prompt_logits(length)
+        num_prompt_logits = sequence.num_prompt_logits(length) if start < sequence.num_prompt_tokens else 0
         chunk = Chunk(sequence, sequence.slot, start, length + num_drafts, num_samples, num_prompt_logits, drafts)
         batch.append(chunk)
+        sequence.advance(length, samples, num_drafts)
         if self.states is not None:
             chunk.source = sequence.state
-            chunk.stores = self._prefix.store(sequence, length, num_drafts, len(self.running))
-        sequence.advance(length, samples, num_drafts)
-        if chunk.stores:
+            chunk.stores = self._prefix.store(sequence, start, length, num_drafts, len(self.running))
             sequence.hold(chunk.stores, batch.number)
         self._prefix.offer(sequence)
         if self.window is not None:

@@ -205,8 +205,9 @@ class SequenceState:
 
     def hold(self, stores: Sequence[tuple[int, int]], step: int) -> None:
         """The step of this number, which has been scheduled, writes these states: (position, state)."""
-        self.retired += [HeldState(state, position, step) for position, state in stores]
-        self._read_newest()
+        if stores:
+            self.retired += [HeldState(state, position, step) for position, state in stores]
+            self._read_newest()
 
     def _read_newest(self) -> None:
         """The next step reads the newest state that the computed tokens reach; steps in flight read the one before."""

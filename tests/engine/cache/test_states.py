@@ -36,7 +36,8 @@ def test_a_state_is_free_cached_or_held() -> None:
     pages = PageTable(4, 2)
     states = StateTable(3, pages)
     _, hashes = registered(pages, [1, 1, 2, 2])
-    first, second = states.allocate(), states.allocate()
+    first = states.allocate()
+    second = states.allocate()
     assert (states.num_held, states.num_available, states.num_kept) == (2, 1, 0)
     states.release(first)
     assert states.keep(second, hashes[0])
@@ -58,7 +59,8 @@ def test_the_last_page_that_has_a_state_is_matched() -> None:
     pages = PageTable(4, 2)
     states = StateTable(4, pages)
     _, hashes = registered(pages, [1, 1, 2, 2, 3, 3, 4, 4])
-    early, late = kept(states, hashes[0]), kept(states, hashes[2])
+    early = kept(states, hashes[0])
+    late = kept(states, hashes[2])
     assert states.match(hashes) == (3, late)
     assert states.match(hashes[:2]) == (1, early)
     assert states.match(hashes[3:]) == (0, -1)
@@ -86,12 +88,29 @@ def test_keeping_an_equal_state_makes_the_known_one_recent_and_the_other_one_fre
     pages = PageTable(4, 2)
     states = StateTable(4, pages)
     _, hashes = registered(pages, [1, 1, 2, 2])
-    known, other = kept(states, hashes[0]), kept(states, hashes[1])
+    known = kept(states, hashes[0])
+    other = kept(states, hashes[1])
     equal = kept(states, hashes[0])
     states.check_integrity([])
     assert states.match(hashes[:1]) == (1, known)
     assert equal != known
     assert [states.allocate() for _ in range(3)][-1] == other, "two were free, and the other one is older now"
+
+
+def test_a_state_that_a_later_one_replaces_is_evicted_first_unless_conversations_part_there() -> None:
+    pages = PageTable(4, 2)
+    states = StateTable(4, pages)
+    _, hashes = registered(pages, [1, 1, 2, 2, 3, 3, 4, 4])
+    old, parting, replaced = (kept(states, hashes[index]) for index in range(3))
+    states.allocate()
+    for state in (parting, parting, replaced):
+        states.acquire(state)
+        states.release(state)
+    for page_hash in (*hashes, b"unknown"):
+        if page_hash != hashes[0]:
+            states.replace(page_hash)
+    states.check_integrity()
+    assert [states.allocate() for _ in range(3)] == [replaced, old, parting]
 
 
 def test_a_state_never_outlives_its_page() -> None:
@@ -118,7 +137,8 @@ def test_the_eviction_of_a_state_in_the_middle_of_a_chain_and_then_of_its_page()
     pages = PageTable(3, 2)
     states = StateTable(3, pages)
     held, hashes = registered(pages, [1, 1, 2, 2, 3, 3])
-    middle, last = kept(states, hashes[1]), kept(states, hashes[2])
+    middle = kept(states, hashes[1])
+    last = kept(states, hashes[2])
     states.allocate()
     assert states.allocate() == middle
     pages.release(held)

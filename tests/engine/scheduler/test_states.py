@@ -5,110 +5,14 @@ A model of a device takes the place of the GPU, whose states are the tokens that
 
 from __future__ import annotations
 
-from collections import deque
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduling import SPOILT, Guesses, StateDevice, expected_output, make_request, make_scheduler
+from scheduling import Guesses, make_request, make_scheduler
+from state_traffic import FAILURE, SALTS, Traffic, lengths_of, prompt_of
 
-from fa_serve.engine import RequestError, SamplingParams
 from fa_serve.engine.cache.states import FEW_ROWS, chunk_length
-from fa_serve.engine.scheduler.scheduled_batch import INVALID_TOKEN, ScheduledBatch
-from fa_serve.engine.scheduler.scheduler import Scheduler
 from fa_serve.engine.scheduler.sequence import SequenceState
-
-FAILURE = RequestError("step_failed", "the step failed")
-SALTS = (None, "salt")
-
-
-class Traffic:
-    """A scheduler and its device, with steps in flight. It checks both tables and every kept state after each step."""
-
-    def __init__(self, scheduler: Scheduler, depth: int = 0) -> None:
-        self.scheduler = scheduler
-        self.device = StateDevice(scheduler)
-        self.depth = depth
-        self.inflight: deque[tuple[ScheduledBatch, list[int]]] = deque()
-        self.output: dict[str, list[int]] = {}
-        self.sequences: dict[str, SequenceState] = {}
-
-    def add(self, name: str, prompt: list[int], max_tokens: int = 8, **fields: object) -> SequenceState:
-        request = make_request(name, prompt, max_tokens, len(self.sequences), **fields)
-        self.output[name] = []
-        self.sequences[name] = self.scheduler.add(request)
-        return self.sequences[name]
-
-    def take_in(self, broken: bool = False) -> None:
-        """Commit the oldest step. broken: the first draw of its first sequence is not finite."""
-        batch, tokens = self.inflight.popleft()
-        sampling = next((x for x in batch.chunks if x.num_samples and not x.postponed and not x.sequence.finished), None)
-        if broken and sampling is not None:
-            self.spoil_chain(sampling.sequence)
-            first = sum(x.num_samples for x in batch.chunks[: batch.chunks.index(sampling)])
-            tokens = [*tokens[:first], INVALID_TOKEN, *tokens[first + 1 :]]
-        for sequence, gained in self.scheduler.commit(batch, tokens).items():
-            self.output[sequence.request.request_id] += gained
-        self.check()
-
-    def spoil_chain(self, sequence: SequenceState) -> None:
-        """All states that the sequence has come from are not finite, unless another sequence holds them as well."""
-        states = self.scheduler.states
-        others = {held.state for x in self.scheduler.running if x is not sequence for held in x.held_states}
-        known = {states._state_of[each] for each in sequence.page_hashes if each in states._state_of}
-        for state in (known | {held.state for held in sequence.held_states}) - others:
-            self.device.states[state] = SPOILT
-
-    def step(self, outcome: str = "", chosen: int = 0) -> bool:
-        """One step of the engine. Returns whether anything was left to do.
-
-        outcome: what goes wrong: "fail", "roll back", "not finite" or "postpone"; chosen: for which chunk
-        """
-        scheduler = self.scheduler
-        if self.inflight and scheduler.needs_results():
-            self.take_in()
-        batch = scheduler.schedule()
-        scheduler.check_integrity()
-        if batch and outcome == "fail":
-            self.device.spoil(batch)
-            scheduler.fail(batch, FAILURE)
-        elif batch and outcome == "roll back":
-            self.device.spoil(batch)
-            scheduler.rollback(batch)
-        elif batch:
-            tokens = self.device.launch(batch)
-            if outcome == "postpone":
-                while self.inflight:  # the masks depend on them
-                    self.take_in()
-                chunk = batch.chunks[chosen % len(batch.chunks)]
-                if chunk.num_samples and not chunk.sequence.finished:
-                    scheduler.postpone(chunk)
-            self.inflight.append((batch, tokens))
-        self.check()
-        if self.inflight and (len(self.inflight) > self.depth or not batch):
-            self.take_in(outcome == "not finite")
-        return bool(scheduler.sequences or self.inflight)
-
-    def check(self) -> None:
-        self.scheduler.check_integrity()
-        self.device.check_kept(SALTS)
-
-    def run(self) -> Traffic:
-        """Until everything has ended."""
-        while self.step():
-            assert len(self.inflight) < 3
-        return self
-
-    def check_ended(self) -> None:
-        """Every answer is right, and nothing is held any more."""
-        for name, sequence in self.sequences.items():
-            request = sequence.request
-            expected = expected_output(request.prompt, request.max_tokens, request.end_ids)
-            assert self.output[name] == expected[: len(self.output[name])]
-            if sequence.finish_reason in ("stop", "length"):
-                assert self.output[name] == expected
-        assert (self.scheduler.pages.num_held, self.scheduler.states.num_held) == (0, 0)
-
 
 arrivals = st.lists(
     st.tuples(
@@ -127,12 +31,7 @@ arrivals = st.lists(
 )
 
 
-def prompt_of(beginning: list[int], length: int) -> list[int]:
-    """A prompt of about this length that begins so."""
-    return [*beginning, *expected_output(beginning, length, frozenset())]
-
-
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     arrivals=arrivals,
     page_size=st.sampled_from([2, 4, 16, 32]),
@@ -180,16 +79,6 @@ def test_random_traffic(
     traffic.check_ended()
 
 
-def lengths_of(scheduler: Scheduler, traffic: Traffic) -> list[list[tuple[str, int, int]]]:
-    """(name, start, length) of the chunks of each step until the end."""
-    steps = []
-    while batch := scheduler.schedule():
-        steps.append([(chunk.sequence.request.request_id, chunk.start, chunk.length) for chunk in batch.chunks])
-        traffic.inflight.append((batch, traffic.device.launch(batch)))
-        traffic.take_in()
-    return steps
-
-
 @pytest.mark.parametrize(
     ("start", "length", "missing", "page_size", "expected"),
     [
@@ -224,97 +113,6 @@ def test_steps_smaller_than_a_page_compute_few_rows() -> None:
     lengths = [(start, length) for step in lengths_of(scheduler, traffic) for _, start, length in step]
     assert lengths == [(0, 16), (16, 16), (32, 16), (48, 16), (64, 6), (70, 1)]
     traffic.check_ended()
-
-
-def test_a_prompt_that_comes_again_computes_its_last_page_only() -> None:
-    """Also one of whole pages, whose last token is computed in any case: the state after it is too late."""
-    for length in (95, 96, 97):
-        traffic = Traffic(make_scheduler(64, 16, tokens=512, num_states=8))
-        prompt = prompt_of([0], length - 1)
-        traffic.add("first", prompt, 1)
-        traffic.run()
-        again = traffic.add("again", prompt, 1)
-        traffic.run()
-        assert again.num_cached_tokens == (length - 1) // 16 * 16
-        traffic.check_ended()
-
-
-def test_a_conversation_continues_after_the_last_page_of_the_answer() -> None:
-    traffic = Traffic(make_scheduler(64, 16, tokens=512, num_states=8), depth=1)
-    prompt = prompt_of([0], 40)
-    computed = 0
-    for turn in range(4):
-        traffic.add(f"turn-{turn}", prompt, 30)
-        sequence = traffic.sequences[f"turn-{turn}"]
-        history = len(prompt)
-        traffic.run()
-        assert sequence.num_cached_tokens == computed // 16 * 16
-        computed = history + 30 - 1  # the last token was never computed
-        prompt = [*prompt, *traffic.output[f"turn-{turn}"], 0, 1, 2]
-    traffic.check_ended()
-
-
-def test_the_logits_of_a_whole_prompt_need_no_state() -> None:
-    traffic = Traffic(make_scheduler(64, 4, tokens=64, num_states=8))
-    prompt = prompt_of([0], 29)
-    traffic.add("first", prompt, 1)
-    traffic.run()
-    again = traffic.add("again", prompt, 1, params=SamplingParams(prompt_logprobs=0))
-    chunk = traffic.scheduler.schedule().chunks[0]
-    assert (chunk.start, chunk.source, again.num_cached_tokens) == (0, -1, 0)
-
-
-def test_answers_to_the_same_prompt_wait_for_the_step_that_writes_its_state() -> None:
-    scheduler = make_scheduler(64, 4, tokens=64, num_states=12)
-    traffic = Traffic(scheduler)
-    for name in ("a", "b", "c"):
-        traffic.add(name, prompt_of([0], 30), 3)
-    assert lengths_of(scheduler, traffic)[:2] == [[("a", 0, 31)], [("a", 31, 1), ("b", 28, 3), ("c", 28, 3)]]
-    traffic.check_ended()
-
-
-def test_requests_that_part_leave_a_state_where_they_part() -> None:
-    """The first two compute their common beginning, the second one keeps a state there, and the third one begins after it."""
-    traffic = Traffic(make_scheduler(64, 4, tokens=128, num_states=12))
-    common = prompt_of([0], 40)
-    starts = []
-    for name, last in (("a", [0] * 30), ("b", [1] * 30), ("c", [2] * 30)):
-        sequence = traffic.add(name, common + last, 1)
-        traffic.run()
-        starts.append(sequence.num_cached_tokens)
-    assert starts == [0, 0, 40]
-
-
-def test_a_state_is_kept_every_interval() -> None:
-    traffic = Traffic(make_scheduler(64, 4, tokens=64, num_states=12, interval=32))
-    prompt = prompt_of([0], 99)
-    traffic.add("first", prompt, 1)
-    traffic.run()
-    other = traffic.add("other", prompt[:70] + [0, 1] * 20, 1)
-    traffic.run()
-    assert other.num_cached_tokens == 64
-
-
-def test_states_for_others_are_left_out_when_states_are_short() -> None:
-    scheduler = make_scheduler(64, 4, tokens=128, num_states=3, interval=4)
-    traffic = Traffic(scheduler)
-    traffic.add("a", prompt_of([0], 99), 30)
-    batch = scheduler.schedule()
-    assert [position for position, _ in batch.chunks[0].stores] == [100], "one is left for the next step"
-    traffic.inflight.append((batch, traffic.device.launch(batch)))
-    traffic.run()
-    assert scheduler.num_preemptions == 0
-    traffic.check_ended()
-
-
-def test_salts_share_no_states() -> None:
-    traffic = Traffic(make_scheduler(64, 4, tokens=64, num_states=8))
-    prompt = prompt_of([0], 30)
-    for salt in SALTS:
-        first = traffic.add(f"first-{salt}", prompt, 1, cache_salt=salt)
-        again = traffic.add(f"again-{salt}", prompt, 1, cache_salt=salt)
-        traffic.run()
-        assert (first.num_cached_tokens, again.num_cached_tokens) == (0, 28)
 
 
 def test_a_preempted_sequence_continues_from_its_last_page() -> None:
@@ -441,7 +239,7 @@ def test_a_step_that_is_rolled_back_leaves_the_state_from_which_it_began() -> No
 
 
 def test_a_failed_step_leaves_the_states_before_it_and_none_of_its_own() -> None:
-    traffic = Traffic(make_scheduler(64, 4, tokens=64, num_states=8, interval=4))
+    traffic = Traffic(make_scheduler(64, 4, tokens=64, num_states=32, interval=4))
     prompt = prompt_of([0], 29)
     traffic.add("a", prompt, 20)
     for _ in range(4):

@@ -1,0 +1,115 @@
+"""What the prefix cache of a model with states offers: where a prompt begins, and which states are kept for it."""
+
+from __future__ import annotations
+
+from scheduling import make_scheduler
+from state_traffic import SALTS, Traffic, lengths_of, prompt_of
+
+from fa_serve.engine import SamplingParams
+
+
+def test_a_prompt_that_comes_again_computes_its_last_page_only() -> None:
+    """Also one of whole pages, whose last token is computed in any case: the state after it is too late."""
+    for length in (95, 96, 97):
+        traffic = Traffic(make_scheduler(64, 16, tokens=512, num_states=8))
+        prompt = prompt_of([0], length - 1)
+        traffic.add("first", prompt, 1)
+        traffic.run()
+        again = traffic.add("again", prompt, 1)
+        traffic.run()
+        assert again.num_cached_tokens == (length - 1) // 16 * 16
+        traffic.check_ended()
+
+
+def test_a_conversation_continues_after_the_last_page_of_the_answer() -> None:
+    traffic = Traffic(make_scheduler(64, 16, tokens=512, num_states=8), depth=1)
+    prompt = prompt_of([0], 40)
+    computed = 0
+    for turn in range(4):
+        traffic.add(f"turn-{turn}", prompt, 30)
+        sequence = traffic.sequences[f"turn-{turn}"]
+        history = len(prompt)
+        traffic.run()
+        assert sequence.num_cached_tokens == computed // 16 * 16
+        computed = history + 30 - 1  # the last token was never computed
+        prompt = [*prompt, *traffic.output[f"turn-{turn}"], 0, 1, 2]
+    traffic.check_ended()
+
+
+def test_conversations_keep_one_state_each_when_the_memory_holds_no_more() -> None:
+    """The end of an answer replaces the end of its prompt and that of the answer before."""
+    traffic = Traffic(make_scheduler(600, 4, seqs=1, tokens=64, num_states=9))
+    prompts = [prompt_of([0, 0, number % 3, number // 3], 20) for number in range(6)]
+    for turn in range(4):
+        for number, prompt in enumerate(prompts):
+            sequence = traffic.add(f"{turn}-{number}", prompt, 9)
+            traffic.run()
+            if turn:
+                assert sequence.num_cached_tokens == (len(prompt) - 4) // 4 * 4, (
+                    "all but the last token of the answer, and 3 more"
+                )
+            prompts[number] = [*sequence.tokens, 0, 1, 2]
+    traffic.check_ended()
+
+
+def test_the_logits_of_a_whole_prompt_need_no_state() -> None:
+    traffic = Traffic(make_scheduler(64, 4, tokens=64, num_states=8))
+    prompt = prompt_of([0], 29)
+    traffic.add("first", prompt, 1)
+    traffic.run()
+    again = traffic.add("again", prompt, 1, params=SamplingParams(prompt_logprobs=0))
+    chunk = traffic.scheduler.schedule().chunks[0]
+    assert (chunk.start, chunk.source, again.num_cached_tokens) == (0, -1, 0)
+
+
+def test_answers_to_the_same_prompt_wait_for_the_step_that_writes_its_state() -> None:
+    scheduler = make_scheduler(64, 4, tokens=64, num_states=12)
+    traffic = Traffic(scheduler)
+    for name in ("a", "b", "c"):
+        traffic.add(name, prompt_of([0], 30), 3)
+    assert lengths_of(scheduler, traffic)[:2] == [[("a", 0, 31)], [("a", 31, 1), ("b", 28, 3), ("c", 28, 3)]]
+    traffic.check_ended()
+
+
+def test_requests_that_part_leave_a_state_where_they_part() -> None:
+    """The first two compute their common beginning, the second one keeps a state there, and the third one begins after it."""
+    traffic = Traffic(make_scheduler(64, 4, tokens=128, num_states=12))
+    common = prompt_of([0], 40)
+    starts = []
+    for name, last in (("a", [0] * 30), ("b", [1] * 30), ("c", [2] * 30)):
+        sequence = traffic.add(name, common + last, 1)
+        traffic.run()
+        starts.append(sequence.num_cached_tokens)
+    assert starts == [0, 0, 40]
+
+
+def test_a_state_is_kept_every_interval() -> None:
+    traffic = Traffic(make_scheduler(64, 4, tokens=64, num_states=12, interval=32))
+    prompt = prompt_of([0], 99)
+    traffic.add("first", prompt, 1)
+    traffic.run()
+    other = traffic.add("other", prompt[:70] + [0, 1] * 20, 1)
+    traffic.run()
+    assert other.num_cached_tokens == 64
+
+
+def test_states_for_others_are_left_out_when_states_are_short() -> None:
+    scheduler = make_scheduler(64, 4, tokens=128, num_states=3, interval=4)
+    traffic = Traffic(scheduler)
+    traffic.add("a", prompt_of([0], 99), 30)
+    batch = scheduler.schedule()
+    assert [position for position, _ in batch.chunks[0].stores] == [100], "one is left for the next step"
+    traffic.inflight.append((batch, traffic.device.launch(batch)))
+    traffic.run()
+    assert scheduler.num_preemptions == 0
+    traffic.check_ended()
+
+
+def test_salts_share_no_states() -> None:
+    traffic = Traffic(make_scheduler(64, 4, tokens=64, num_states=8))
+    prompt = prompt_of([0], 30)
+    for salt in SALTS:
+        first = traffic.add(f"first-{salt}", prompt, 1, cache_salt=salt)
+        again = traffic.add(f"again-{salt}", prompt, 1, cache_salt=salt)
+        traffic.run()
+        assert (first.num_cached_tokens, again.num_cached_tokens) == (0, 28)
