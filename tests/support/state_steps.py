@@ -51,7 +51,7 @@ class StateSteps:
             x.fill_(torch.nan)
         self.sequences = dict[int, _Sequence]()
         self._free = list(range(num_states))[::-1]
-        self._parts: list[Part] = []
+        self.parts: list[Part] = []
 
     def add(self, number: int, slot: int, source: int = -1, length: int = 0) -> None:
         """A sequence that begins at a position whose state is in a page."""
@@ -59,7 +59,7 @@ class StateSteps:
 
     def begin(self, parts: list[Part]) -> StateBatch:
         """The batch of a step. Sequences that are not known begin at 0, in the slot of their number."""
-        self._parts = parts
+        self.parts = parts
         bounds = [0]
         sources = []
         targets = []
@@ -104,7 +104,7 @@ class StateSteps:
 
     def end(self) -> None:
         """The step has run: states move on as far as rows are accepted."""
-        for part in self._parts:
+        for part in self.parts:
             if part.padding:
                 continue
             sequence = self.sequences[part.sequence]

@@ -9,8 +9,8 @@ else None. A state is float32 (float64 for float64 inputs), and that of a convol
 without rows keeps its initial state.
 
 The second form takes the packed rows (total, ...) of a step of the engine. It reads states and tails of `states`, as `batch`
-says, and writes both in place (problem.py). What rows behind the last sequence and those of padding sequences return is not
-defined. `<name>_state` says what the form keeps.
+says, and writes both in place (problem.py). `<name>_state` says what the form keeps. In both forms rows behind the last
+sequence and those of padding return 0.
 
 All compute in float32 (float64 for float64 inputs) and round the result once. As all of `fa_serve.ops` they do not validate
 their arguments. Log gates must be at most 0.
@@ -26,13 +26,14 @@ from math import inf
 
 from torch import Tensor
 
-from fa_serve.ops.linear_attention import fallback
-from fa_serve.ops.linear_attention.problem import MatrixInputs, Sequences, StateBatch, StateTensors, TimeSteps
+from fa_serve.ops.linear_attention.problem import MatrixInputs, ScanInputs, Sequences, StateBatch, StateTensors, TimeSteps
 from fa_serve.ops.linear_attention.run import (
     run_causal_conv1d,
     run_causal_conv1d_paged,
     run_matrix_rule,
     run_matrix_rule_paged,
+    run_scan,
+    run_scan_paged,
 )
 
 
@@ -213,10 +214,9 @@ def selective_scan(
     Returns (out, final state); out is like x.
     """
     steps = TimeSteps(dt_bias, dt_softplus)
-    inputs, sizes, keys, queries = (y.flatten(0, 1) for y in (x, dt, b, c))
-    gate = None if z is None else z.flatten(0, 1)
-    sequences = _sequences(x, cu_seqlens)
-    out, state = fallback.selective_scan(inputs, sizes, a, keys, queries, d, gate, steps, sequences, initial_state)
+    rows, sizes, keys, queries = (y.flatten(0, 1) for y in (x, dt, b, c))
+    inputs = ScanInputs(rows, sizes, a, keys, queries, d, None if z is None else z.flatten(0, 1), steps)
+    out, state = run_scan(inputs, _sequences(x, cu_seqlens), initial_state)
     return out.view(x.shape), state if output_final_state else None
 
 
@@ -235,7 +235,7 @@ def selective_scan_paged(
     dt_softplus: bool = False,
 ) -> Tensor:
     """`selective_scan` for the rows of a step: x, dt, z, b and c without their first dimension. Returns out, like x."""
-    return fallback.selective_scan_paged(x, dt, a, b, c, d, z, states, batch, TimeSteps(dt_bias, dt_softplus))
+    return run_scan_paged(ScanInputs(x, dt, a, b, c, d, z, TimeSteps(dt_bias, dt_softplus)), states, batch)
 
 
 def rg_lru(
@@ -254,13 +254,14 @@ def rg_lru(
 
     Returns (out, final state); out is like x.
     """
-    out, state = fallback.rg_lru(x.flatten(0, 1), log_a.flatten(0, 1), _sequences(x, cu_seqlens), initial_state)
+    inputs = ScanInputs(x.flatten(0, 1), log_a.flatten(0, 1), None, None, None, None, None, TimeSteps())
+    out, state = run_scan(inputs, _sequences(x, cu_seqlens), initial_state)
     return out.view(x.shape), state if output_final_state else None
 
 
 def rg_lru_paged(x: Tensor, log_a: Tensor, states: StateTensors, batch: StateBatch) -> Tensor:
     """`rg_lru` for the rows of a step: x and log_a without their first dimension. Returns out, like x."""
-    return fallback.rg_lru_paged(x, log_a, states, batch)
+    return run_scan_paged(ScanInputs(x, log_a, None, None, None, None, None, TimeSteps()), states, batch)
 
 
 def causal_conv1d(

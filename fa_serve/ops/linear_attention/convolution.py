@@ -26,7 +26,7 @@ BLOCK_C = 128
 """Channels of a program."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total", "num_seqs"])
 def _causal_conv(
     x_ptr,
     weight_ptr,
@@ -108,8 +108,9 @@ def _causal_conv(
             tl.store(tail_ptr + place[:, None] * CHANNELS + c[None, :], y, mask=kept[:, None] & in_c[None, :])
     if SILU:
         acc = silu(acc)
+    acc = tl.where(live[:, None], acc, 0.0)  # padding too is read by the rest of a model
     place = row.to(tl.int64)[:, None] * CHANNELS + c[None, :]
-    tl.store(out_ptr + place, acc.to(out_ptr.dtype.element_ty), mask=live[:, None] & in_c[None, :])
+    tl.store(out_ptr + place, acc.to(out_ptr.dtype.element_ty), mask=(row < total)[:, None] & in_c[None, :])
 
 
 @triton.jit

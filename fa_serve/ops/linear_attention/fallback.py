@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fa_serve.ops.linear_attention.problem import MatrixInputs, Sequences, StateBatch, StateTensors, TimeSteps, state_dtype
+from fa_serve.ops.linear_attention.problem import MatrixInputs, ScanInputs, Sequences, StateBatch, StateTensors, state_dtype
 from fa_serve.ops.linear_attention.recurrences import (
     Terms,
     add_skip,
@@ -42,40 +42,19 @@ def matrix_rule(inputs: MatrixInputs, sequences: Sequences, initial_state: Tenso
         k, u, g, beta = _row_terms(inputs, call.rows(group, inputs.k), call.rows(group, v), group, weight)
         q = repeat_heads(call.rows(group, inputs.q), v.shape[1], inputs.use_qk_l2norm) * inputs.softmax_scale
         out, _, state = matrix_pieces(q, k, u, g, beta, call.state(group))
-        call.put(group, out.transpose(1, 2), state)
-    out, state = call.result()
-    return _with_inputs(out, inputs), state
+        call.put(group, _with_inputs(out.transpose(1, 2), inputs, group), state)
+    return call.rounded_result()
 
 
-def selective_scan(
-    x: Tensor,
-    dt: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    d: Tensor | None,
-    z: Tensor | None,
-    steps: TimeSteps,
-    sequences: Sequences,
-    initial_state: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """(out, final states)."""
-    dt = time_steps(dt, steps)
-    call = _Call(x, sequences, initial_state, tuple(a.shape))
+def scan(inputs: ScanInputs, sequences: Sequences, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(out, final states) of a recurrence whose states are vectors."""
+    x = inputs.x
+    dt = _scan_steps(inputs)
+    call = _Call(x, sequences, initial_state, tuple(x.shape[1:] if inputs.a is None else inputs.a.shape))
     for group in call.groups:
-        inputs, sizes, keys, queries = (call.rows(group, y) for y in (x, dt, b, c))
-        states = scan_rows(*scan_terms(inputs, sizes, a.to(call.dtype), keys), call.state(group))
-        call.put(group, (states * queries[:, :, None]).sum(-1), states[:, -1])
-    out, state = call.result()
-    return multiply_gate(add_skip(out, x, d), z).to(x.dtype), state
-
-
-def rg_lru(x: Tensor, log_a: Tensor, sequences: Sequences, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(out, final states)."""
-    call = _Call(x, sequences, initial_state, (x.shape[1],))
-    for group in call.groups:
-        states = scan_rows(call.rows(group, log_a).exp(), call.rows(group, x), call.state(group))
-        call.put(group, states, states[:, -1])
+        rows = [call.rows(group, y) for y in (x, dt, inputs.b) if y is not None]
+        states = scan_rows(*_terms_of_rows(inputs, rows), call.state(group))
+        call.put(group, _read_states(inputs, states, group), states[:, -1])
     return call.rounded_result()
 
 
@@ -115,13 +94,13 @@ def matrix_rule_paged(inputs: MatrixInputs, states: StateTensors, batch: StateBa
         k, u, g, beta = _row_terms(inputs, group.gather(inputs.k).to(dtype), group.gather(v).to(dtype), group, weight)
         q = repeat_heads(group.gather(inputs.q).to(dtype), heads, inputs.use_qk_l2norm) * inputs.softmax_scale
         rows, added, _ = matrix_pieces(q, k, u, g, beta, advance_state(start, *before))
-        out = group.scatter(out, rows.transpose(1, 2))
+        out = group.scatter(out, _with_inputs(rows.transpose(1, 2), inputs, group))
         kept = [group.gather(x) for x in (inputs.k, v, inputs.g if inputs.a is None else weight) if x is not None]
         if inputs.a is None:
             kept[1] = added.transpose(1, 2)
         group.write_tail(states.tails, kept)
         _store_matrix_states(group, states.pages, start, before, (k, added, g))
-    return _with_inputs(out, inputs)
+    return out.to(v.dtype)
 
 
 def _weights(inputs: MatrixInputs) -> Tensor | None:
@@ -154,49 +133,46 @@ def _linear_terms(a: Tensor, values: Tensor, valid: Tensor, weights: Tensor | No
     return (gates, values) if weights is None else (gates * weights, values * weights[..., None])
 
 
-def _with_inputs(out: Tensor, inputs: MatrixInputs) -> Tensor:
-    """The outputs with d * v, rounded."""
-    return add_skip(out, inputs.v, None if inputs.d is None else inputs.d[:, None]).to(inputs.v.dtype)
+def _with_inputs(out: Tensor, inputs: MatrixInputs, group: PackedGroup) -> Tensor:
+    """The outputs of a group (n, rows, heads, dim_v) with d * v."""
+    return out if inputs.d is None else add_skip(out, group.gather(inputs.v), inputs.d[:, None])
 
 
-def selective_scan_paged(
-    x: Tensor,
-    dt: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    d: Tensor | None,
-    z: Tensor | None,
-    states: StateTensors,
-    batch: StateBatch,
-    steps: TimeSteps,
-) -> Tensor:
-    """The outputs of a step's rows."""
-    dt = time_steps(dt, steps)
-    a = a.to(dt.dtype)
+def scan_paged(inputs: ScanInputs, states: StateTensors, batch: StateBatch) -> Tensor:
+    """The outputs of a step's rows of a recurrence whose states are vectors."""
+    x = inputs.x
+    dt = _scan_steps(inputs)
     out = torch.zeros_like(x, dtype=dt.dtype)
     for group in step_groups(batch):
-        rows = [group.gather(y) for y in (x, dt, b)]
-        tail_inputs, tail_steps, tail_keys = (group.read_tail(ring).to(a.dtype) for ring in states.tails)
-        inputs, sizes, keys = (y.to(a.dtype) for y in rows)
-        before = scan_terms(tail_inputs, tail_steps, a, tail_keys)
-        after = _scan_step(group, states, before, scan_terms(inputs, sizes, a, keys))
-        out = group.scatter(out, (after * group.gather(c).to(a.dtype)[:, :, None]).sum(-1))
+        rows = [group.gather(y) for y in (x, dt, inputs.b) if y is not None]
+        before = _terms_of_rows(inputs, [group.read_tail(ring).to(dt.dtype) for ring in states.tails])
+        after = _scan_step(group, states, before, _terms_of_rows(inputs, [y.to(dt.dtype) for y in rows]))
+        out = group.scatter(out, _read_states(inputs, after, group))
         group.write_tail(states.tails, rows)
-    return multiply_gate(add_skip(out, x, d), z).to(x.dtype)
+    return out.to(x.dtype)
 
 
-def rg_lru_paged(x: Tensor, log_a: Tensor, states: StateTensors, batch: StateBatch) -> Tensor:
-    """The outputs of a step's rows."""
-    dtype = state_dtype(x.dtype)
-    out = torch.zeros_like(x)
-    for group in step_groups(batch):
-        rows = [group.gather(y) for y in (x, log_a)]
-        tail_inputs, tail_gates = (group.read_tail(ring).to(dtype) for ring in states.tails)
-        before = tail_gates.exp(), tail_inputs
-        out = group.scatter(out, _scan_step(group, states, before, (rows[1].to(dtype).exp(), rows[0].to(dtype))))
-        group.write_tail(states.tails, rows)
-    return out
+def _scan_steps(inputs: ScanInputs) -> Tensor:
+    """Time steps, or log gates, in the dtype of states."""
+    dt = inputs.dt.to(state_dtype(inputs.x.dtype))
+    return dt if inputs.a is None else time_steps(dt, inputs.steps)
+
+
+def _terms_of_rows(inputs: ScanInputs, rows: Sequence[Tensor]) -> Terms:
+    """The factor of the state and what is added to it, of rows of x, dt and b, or of x and log gates."""
+    if inputs.a is None:
+        return rows[1].exp(), rows[0]
+    x, dt, b = rows
+    return scan_terms(x, dt, inputs.a.to(dt.dtype), b)
+
+
+def _read_states(inputs: ScanInputs, states: Tensor, group: PackedGroup) -> Tensor:
+    """The outputs of a group's rows, of the states behind them (n, rows, channels, size)."""
+    if inputs.c is None:
+        return states
+    out = (states * group.gather(inputs.c).to(states.dtype)[:, :, None]).sum(-1)
+    out = add_skip(out, group.gather(inputs.x), inputs.d)
+    return multiply_gate(out, None if inputs.z is None else group.gather(inputs.z))
 
 
 def causal_conv1d_paged(
@@ -256,13 +232,8 @@ class _Call:
         self.states = self.states.index_put((group.sequences,), state)
 
     def rounded_result(self) -> tuple[Tensor, Tensor]:
-        """`result` with the outputs in the dtype of the input."""
-        out, states = self.result()
-        return out.to(self.like.dtype), states
-
-    def result(self) -> tuple[Tensor, Tensor]:
-        """(out, final states), not rounded; the state of a sequence without rows is its initial state."""
-        return self.out, self.states
+        """(out in the dtype of the input, final states); the state of a sequence without rows is its initial state."""
+        return self.out.to(self.like.dtype), self.states
 
 
 def _store_matrix_states(

@@ -19,12 +19,12 @@ from torch import Tensor
 from fa_serve import spec
 from fa_serve.launching.launch import Launch, power_of_2, with_unit_stride
 from fa_serve.launching.plans import PLANS
-from fa_serve.ops.linear_attention.primitives import normalised_row, normalised_rows, time_step
+from fa_serve.ops.linear_attention.primitives import clear_padding, normalised_row, normalised_rows, time_step
 from fa_serve.ops.linear_attention.problem import FEW_ROWS, MatrixInputs, StateAccess
 from fa_serve.ops.linear_attention.tiles import FewRowsTile
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total", "num_seqs"])
 def _matrix_rows(
     q_ptr,
     k_ptr,
@@ -45,6 +45,8 @@ def _matrix_rows(
     cu_ptr,
     seqused_ptr,
     out_ptr,
+    total,
+    num_seqs,
     scale,
     limit_low,
     limit_high,
@@ -84,9 +86,15 @@ def _matrix_rows(
     seq = program // (COLUMNS * HEADS)
     key_head = head // (HEADS // KEY_HEADS)
 
+    c = tl.arange(0, BLOCK_K)
+    x = block * BLOCK_V + tl.arange(0, BLOCK_V)
+    in_c = c < DIM
+    in_x = x < DIM_V
     begin = tl.load(cu_ptr + seq)
-    rows = tl.load(cu_ptr + seq + 1) - begin
+    behind = tl.load(cu_ptr + seq + 1)
+    rows = behind - begin
     end = tl.load(seqused_ptr + seq)
+    clear_padding(out_ptr + head * DIM_V + x, in_x, begin, behind, end, seq == num_seqs - 1, total, HEADS * DIM_V)
     if (rows == 0) | (rows > MOST) | (end == 0):
         return
     first = end - rows
@@ -97,10 +105,6 @@ def _matrix_rows(
         slot = tl.load(slot_ptr + seq).to(tl.int64)
 
     t = tl.arange(0, BLOCK_T)
-    c = tl.arange(0, BLOCK_K)
-    x = block * BLOCK_V + tl.arange(0, BLOCK_V)
-    in_c = c < DIM
-    in_x = x < DIM_V
     in_tail = t < tail
     in_rows = (t >= tail) & (t < tail + rows)
     ring = slot * RING + (start + t) % RING  # row of the tail
@@ -160,32 +164,22 @@ def _matrix_rows(
             gates = a * weights
             u = (u + values) * weights[:, None]
 
-    # log gates from behind each row of the tail to its end, each sum by itself (see recurrences.py)
-    before = in_tail
-    if BY_CHANNEL:
-        before = in_tail[:, None] & in_c[None, :]
-    of_tail = tl.where(before, gates, 0.0)
-    whole = tl.sum(of_tail, 0)
-    through = tl.cumsum(of_tail, 0, reverse=True) - of_tail
-
     for j in range(rows):
+        # Sums are over all rows of the block, in one order: the bits of a row do not depend on which rows before it belong to
+        # the tail and which to the step.
         r = tail + j
         this = t == r
         at = (begin + j).to(tl.int64)
         query = tl.load(q_ptr + at * stride_q + key_head * DIM + c, mask=in_c, other=0.0)
         query = normalised_row(query, NORMALISE) * scale  # [BLOCK_K]
         if BY_CHANNEL:
-            gate = tl.sum(tl.where(this[:, None], gates, 0.0), 0)  # [BLOCK_K]
-            through = tl.where(t[:, None] < r, through + gate[None, :], through)
-            whole += gate
-            faded = keys * tl.exp(through)
-            of_state = tl.exp(whole)[:, None] * state
+            seen = tl.where((t <= r)[:, None], gates, 0.0)
+            faded = keys * tl.exp(tl.cumsum(seen, 0, reverse=True) - seen)
+            of_state = tl.exp(tl.sum(seen, 0))[:, None] * state
         else:
-            gate = tl.sum(tl.where(this, gates, 0.0), 0)
-            through = tl.where(t < r, through + gate, through)
-            whole += gate
-            faded = keys * tl.exp(through)[:, None]
-            of_state = tl.exp(whole) * state
+            seen = tl.where(t <= r, gates, 0.0)
+            faded = keys * tl.exp(tl.cumsum(seen, 0, reverse=True) - seen)[:, None]
+            of_state = tl.exp(tl.sum(seen, 0)) * state
         if DELTA:
             key = tl.sum(tl.where(this[:, None], keys, 0.0), 0)  # [BLOCK_K]
             known = tl.sum(of_state * key[:, None], 0)
@@ -276,7 +270,7 @@ def launch_few_rows(inputs: MatrixInputs, access: StateAccess, out: Tensor, tile
         k.shape[1:],
         v.shape[1:],
         strides,
-        (batch.page_size, ring),
+        (batch.page_size, ring, g is not None and g.dim() == 3),
         (inputs.softmax_scale, inputs.use_qk_l2norm, inputs.steps.softplus, inputs.steps.limit),
         tile,
         tuple([None if x is None else x.dtype for x in tensors]),
@@ -285,7 +279,7 @@ def launch_few_rows(inputs: MatrixInputs, access: StateAccess, out: Tensor, tile
     run = PLANS.get(key)
     if run is None:
         run = PLANS.add(key, _plan(inputs, len(batch.sources), batch.page_size, ring, strides, tile))
-    run(tensors)
+    run(tensors, len(v))
 
 
 def _plan(
@@ -314,7 +308,7 @@ def _plan(
     return Launch(
         _matrix_rows,
         num_seqs * heads * -(-dim_v // tile.block_v),
-        varying=(float(inputs.softmax_scale), float(low), float(high)),
+        varying=(num_seqs, float(inputs.softmax_scale), float(low), float(high)),
         strides=strides,
         fixed=fixed,
         options={"num_warps": tile.num_warps},

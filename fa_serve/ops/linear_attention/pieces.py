@@ -222,7 +222,7 @@ def _prepare_pieces(
                 tl.store(tail_g_ptr + ring * HEADS + head, kept, mask=last)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_chunks"])
 def _pass_states(
     q_ptr,
     k_ptr,
@@ -383,12 +383,11 @@ def launch_pieces(inputs: MatrixInputs, access: StateAccess, out: Tensor, tile: 
     attn = v.new_empty(total, heads, PIECE)
     strides = tuple(0 if x is None else x.stride(0) for x in (q, k, v, g, weight))
     ring = 1 if tail_k is None else tail_k.shape[1]
-    bias, d = inputs.steps.bias, inputs.d
-    gates = (g, weight, inputs.a, bias)
+    gates = (g, weight, inputs.a, inputs.steps.bias)
     rows = (batch.cu_seqlens, batch.seqused_k, batch.chunks)
     prepare = (q, k, v, *gates, sums, tail_k, tail_g, batch.slots, *rows, attn, w, u)
     around = (access.read, access.write, tail_u, batch.sources, batch.slots, *rows)
-    passing = (q, k, v, *gates, d, sums, attn, w, u, *around, out)
+    passing = (q, k, v, *gates, inputs.d, sums, attn, w, u, *around, out)
     key = (
         "pieces",
         len(batch.sources),

@@ -39,5 +39,20 @@ def normalised_row(x, NORMALISE: tl.constexpr):
 
 
 @triton.jit
+def clear_padding(cells, keep, begin, behind, end, is_last, total, stride):
+    """Write 0 to the outputs of a sequence that pads a graph, and behind the last sequence: the rest of a model reads them.
+
+    cells, keep:   the program's part of row 0, and which of it exist
+    begin, behind: the first row of the sequence, and the row behind its last one
+    end:           its length, 0 for padding
+    stride:        from row to row
+    """
+    first = tl.where(end == 0, begin, behind)
+    last = tl.where(is_last, total, behind)
+    for i in range(last - first):
+        tl.store(cells + (first + i).to(tl.int64) * stride, tl.zeros(cells.shape, cells.dtype.element_ty), mask=keep)
+
+
+@triton.jit
 def silu(x):
     return x / (1.0 + tl.exp(-x))

@@ -138,6 +138,7 @@ class Recurrence:
     by_channel: gates differ by channel
     page_size:  of the engine's cache; 1 without one
     triton:     Triton's kernels run on the device
+    arch:       10 * major + minor of an NVIDIA device, else 0
     """
 
     kind: Literal["delta", "linear", "scan", "lru", "conv"]
@@ -148,6 +149,7 @@ class Recurrence:
     by_channel: bool = False
     page_size: int = 1
     triton: bool = True
+    arch: int = 0
 
 
 class Sequences(NamedTuple):
@@ -195,6 +197,28 @@ class MatrixInputs(NamedTuple):
     steps: TimeSteps
     softmax_scale: float
     use_qk_l2norm: bool
+
+
+class ScanInputs(NamedTuple):
+    """The inputs of a recurrence whose states are vectors, packed: the selective scan and RG-LRU.
+
+    x:     (total, channels)
+    dt:    (total, channels); for RG-LRU the log gates
+    a:     (channels, size); None: RG-LRU, which has no b, c, d and z
+    b, c:  (total, size)
+    d:     (channels,) or None: d * x is added to the output
+    z:     (total, channels) or None: the output is multiplied by silu(z)
+    steps: how time steps come from dt
+    """
+
+    x: Tensor
+    dt: Tensor
+    a: Tensor | None
+    b: Tensor | None
+    c: Tensor | None
+    d: Tensor | None
+    z: Tensor | None
+    steps: TimeSteps
 
 
 class StateAccess(NamedTuple):

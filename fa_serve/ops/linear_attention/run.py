@@ -12,25 +12,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from fa_serve import spec
 from fa_serve.ops.linear_attention import fallback
 from fa_serve.ops.linear_attention.problem import (
     FEW_ROWS,
     PIECE,
     MatrixInputs,
     Recurrence,
+    ScanInputs,
     Sequences,
     StateAccess,
     StateBatch,
     StateTensors,
     state_dtype,
 )
-from fa_serve.ops.linear_attention.table import RecurrenceChoice, select_kernel
+from fa_serve.ops.linear_attention.table import RecurrenceChoice, select_recurrence_kernel
 
+Inputs = TypeVar("Inputs", MatrixInputs, ScanInputs)
 _ROOM = __name__.rpartition(".")[0]
 
 
@@ -46,7 +49,7 @@ def run_matrix_rule(inputs: MatrixInputs, sequences: Sequences, initial_state: T
         v = given.v
         shape = (v.shape[1], given.k.shape[2], v.shape[2])
         access = _functional_access(sequences, tensors[0], shape, state_dtype(v.dtype), v, few)
-        out = torch.empty_like(v, memory_format=torch.contiguous_format)
+        out = v.new_empty(v.shape) if sequences.cu_seqlens is None else v.new_zeros(v.shape)  # rows behind the last sequence
         _launch_matrix(choice, given, access, out)
         return out, access.write
 
@@ -62,7 +65,7 @@ def run_matrix_rule_paged(inputs: MatrixInputs, states: StateTensors, batch: Sta
     few = _choice_of_matrix(inputs, True, batch.page_size)
     if few.kernel.name == "torch":
         return fallback.matrix_rule_paged(inputs, states, batch)
-    out = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
+    out = inputs.v.new_empty(inputs.v.shape)
     access = StateAccess(states.pages, states.pages, states.tails, batch)
     _launch_matrix(few, inputs, access, out)
     if len(batch.chunks):
@@ -103,6 +106,35 @@ def run_causal_conv1d_paged(
     return out
 
 
+def run_scan(inputs: ScanInputs, sequences: Sequences, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(out, final states) of packed rows. States are (num_seqs, channels, size), or (num_seqs, channels) of RG-LRU."""
+    shape = inputs.x.shape[1:] if inputs.a is None else inputs.a.shape
+
+    def compute(*tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+        given = _with_tensors(inputs, tensors[1:])
+        access = _functional_access(sequences, tensors[0], shape, state_dtype(given.x.dtype), given.x, True)
+        launch = import_module(f"{_ROOM}.scans").launch_scan
+        return launch(given, access, True), access.write
+
+    def reference(*tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+        given = _with_tensors(inputs, tensors[1:])
+        return fallback.scan(given, sequences, tensors[0])
+
+    tensors = (initial_state, *inputs[:7], inputs.steps.bias)
+    if _choice_of_scan(inputs, 16).kernel.name == "torch":
+        return reference(*tensors)
+    return _with_gradients(compute, reference, tensors)
+
+
+def run_scan_paged(inputs: ScanInputs, states: StateTensors, batch: StateBatch) -> Tensor:
+    """The outputs of a step's rows."""
+    if _choice_of_scan(inputs, batch.page_size).kernel.name == "torch":
+        return fallback.scan_paged(inputs, states, batch)
+    launch = import_module(f"{_ROOM}.scans").launch_scan
+    out: Tensor = launch(inputs, StateAccess(states.pages, states.pages, states.tails, batch), False)
+    return out
+
+
 def piece_table(bounds: Tensor, total: int) -> Tensor:
     """The pieces of sequences that begin at position 0, as in `StateBatch`; the last one of sequence b stores page b.
 
@@ -125,7 +157,14 @@ def runs_triton(device: torch.device) -> bool:
 
 
 def _choice_of(kind: Any, x: Tensor, rows: Any, **sizes: Any) -> RecurrenceChoice:
-    return select_kernel(Recurrence(kind=kind, rows=rows, dtype=x.dtype, triton=runs_triton(x.device), **sizes))
+    triton = runs_triton(x.device) and len(x) > 0  # a launch has at least one program
+    return select_recurrence_kernel(
+        Recurrence(kind=kind, rows=rows, dtype=x.dtype, triton=triton, arch=spec.arch_of(x.device) if triton else 0, **sizes)
+    )
+
+
+def _choice_of_scan(inputs: ScanInputs, page_size: int) -> RecurrenceChoice:
+    return _choice_of("lru" if inputs.a is None else "scan", inputs.x, "pieces", page_size=page_size)
 
 
 def _choice_of_matrix(inputs: MatrixInputs, few: bool, page_size: int) -> RecurrenceChoice:
@@ -146,11 +185,10 @@ def _launch_matrix(choice: RecurrenceChoice, inputs: MatrixInputs, access: State
     launch(inputs, access, out, choice.tile)
 
 
-def _with_tensors(inputs: MatrixInputs, tensors: Any) -> MatrixInputs:
+def _with_tensors(inputs: Inputs, tensors: Any) -> Inputs:
     """The inputs with other tensors in the places of theirs: seven fields, and the bias of the time steps."""
-    return inputs._replace(
-        **dict(zip(MatrixInputs._fields, tensors[:7], strict=False)), steps=inputs.steps._replace(bias=tensors[7])
-    )
+    fields = dict(zip(inputs._fields[:7], tensors[:7], strict=True))
+    return inputs._replace(**fields, steps=inputs.steps._replace(bias=tensors[7]))
 
 
 def _functional_access(

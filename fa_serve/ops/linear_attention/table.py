@@ -1,6 +1,7 @@
 """The kernels of linear attention, and which of them computes a call: the first row of the table that fits.
 
-    choice = select_kernel(Recurrence(kind="delta", dim=128, dim_v=128, dtype=torch.bfloat16, rows="few", page_size=16))
+    asked = Recurrence(kind="delta", dim=128, dim_v=128, dtype=torch.bfloat16, rows="few", page_size=16)
+    choice = select_recurrence_kernel(asked)
     choice.kernel.name                     # "few_rows"
     choice.tile                            # what the kernel is launched with
 
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fa_serve.ops.linear_attention.problem import Recurrence
-from fa_serve.ops.linear_attention.tiles import few_rows_tile, no_tile, pieces_tile
+from fa_serve.ops.linear_attention.tiles import few_rows_tile, pieces_tile, without_tile
 
 MAX_DIM = 256
 """Numbers of a key, which a program keeps in registers."""
@@ -85,6 +86,13 @@ def refuses_matrix(recurrence: Recurrence) -> str | None:
     return refuses_kernel(recurrence)
 
 
+def refuses_scan(recurrence: Recurrence) -> str | None:
+    """What the kernel of states that are vectors does not compute."""
+    if recurrence.page_size % 16 > 0:
+        return f"takes pages of a multiple of 16 tokens, got {recurrence.page_size}"
+    return refuses_kernel(recurrence)
+
+
 def refuses_no_recurrence(recurrence: Recurrence) -> None:
     """PyTorch computes every recurrence."""
 
@@ -115,7 +123,16 @@ RECURRENCE_KERNELS: tuple[RecurrenceKernel, ...] = (
         kinds=("conv",),
         rows=("few", "pieces"),
         refuses=refuses_kernel,
-        tile=no_tile,
+        tile=without_tile,
+    ),
+    RecurrenceKernel(
+        name="scans",
+        about="states that are vectors of channels",
+        launches=("_scan_channels",),
+        kinds=("scan", "lru"),
+        rows=("few", "pieces"),
+        refuses=refuses_scan,
+        tile=without_tile,
     ),
     RecurrenceKernel(
         name="torch",
@@ -124,13 +141,13 @@ RECURRENCE_KERNELS: tuple[RecurrenceKernel, ...] = (
         kinds=("delta", "linear", "scan", "lru", "conv"),
         rows=("few", "pieces"),
         refuses=refuses_no_recurrence,
-        tile=no_tile,
+        tile=without_tile,
     ),
 )
 """The first that fits computes a recurrence."""
 
 
-def select_kernel(recurrence: Recurrence) -> RecurrenceChoice:
+def select_recurrence_kernel(recurrence: Recurrence) -> RecurrenceChoice:
     """What computes the recurrence: the first row of the table that fits."""
     passed_over = dict[str, str]()
     for kernel in RECURRENCE_KERNELS:

@@ -34,11 +34,14 @@ def few_rows_tile(recurrence: Recurrence) -> FewRowsTile:
 
 
 def pieces_tile(recurrence: Recurrence) -> PiecesTile:
-    """32 columns of the values: a program for each of four blocks of a head of 128, so that few sequences fill a GPU. Keys of
-    256 and gates by channel would spill in 4 warps."""
+    """32 columns of the values: a program for each of four blocks of a head of 128, so that few sequences fill a GPU.
+
+    In 4 warps, keys of 256 and gates by channel would spill, and so would everything where NVIDIA GPUs multiply without wgmma.
+    """
     block_v = max(16, min(32, power_of_2(recurrence.dim_v)))
-    return PiecesTile(block_v, 8 if recurrence.dim > 128 or recurrence.by_channel else 4)
+    fits_4_warps = recurrence.dim <= 128 and not recurrence.by_channel and recurrence.arch in (0, 90)
+    return PiecesTile(block_v, 4 if fits_4_warps else 8)
 
 
-def no_tile(recurrence: Recurrence) -> None:
+def without_tile(recurrence: Recurrence) -> None:
     """The tile of what has one form."""

@@ -45,6 +45,8 @@ def test_steps(kind: Kind, dtype: torch.dtype) -> None:
         own = of_sequence(rows, done, done + count)
         out = kind.step(joined([of_sequence(rows, 0, 2), own, of_sequence(rows, 0, 3)]), weights, table.states, batch)
         assert_rounded_once(out[2 : 2 + count], expected[done : done + count])
+        assert not out[:2].any(), "padding"
+        assert not out[sum(part.rows for part in table.parts) :].any(), "rows behind the last sequence"
         for position, page in table.sequences[0].kept.items():
             assert torch.equal(table.states.pages[page].double(), states[position])
         table.end()
@@ -66,6 +68,19 @@ def test_packed_sequences(kind: Kind) -> None:
         expected, states = kind.exact(of_sequence(rows, first, end), weights, begin[i])
         assert_rounded_once(out[first:end], expected)
         assert torch.equal(final[i].double(), states[-1])
+
+
+def test_more_sequences_than_are_read_at_once() -> None:
+    """140 sequences of one row or none."""
+    kind = KINDS_BY_NAME["conv-plain"]
+    bounds = [0, *(i // 2 for i in range(1, 141))]
+    rows = kind.rows(70, torch.float32)
+    weights = kind.weights(torch.float32)
+    begin = randn(140, *kind.state, dtype=torch.float32, seed=9)
+    out, _ = kind.packed(rows, weights, bounds, begin)
+    for i, (first, end) in enumerate(pairwise(bounds)):
+        if first < end:
+            assert_rounded_once(out[first:end], kind.exact(of_sequence(rows, first, end), weights, begin[i])[0])
 
 
 def test_a_view_with_channels_first() -> None:

@@ -54,6 +54,7 @@ def test_packed_sequences_do_not_see_each_other(kind: Kind) -> None:
         torch.testing.assert_close(out[first:end], expected)
         torch.testing.assert_close(final[i], states[-1])
     assert out.shape[0] == 100
+    assert not out[88:].any()
 
 
 @every_kind

@@ -88,7 +88,10 @@ def test_mixed_steps(kind: Kind) -> None:
                 actual = out[first : first + part.rows]
                 torch.testing.assert_close(actual, expected[part.sequence][begin : begin + part.rows])
                 done[part.sequence] += part.rows
+            else:
+                assert not out[first : first + part.rows].any()
             first += part.rows
+        assert not out[first:].any(), "rows behind the last sequence"
         table.end()
     assert done == [90, 25, 70]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from large_caches import memory_on_disk
-from linear_attention_cases import KINDS_BY_NAME, Kind, joined, of_sequence
-from rounded_once import dtype_id, randn
+from linear_attention_cases import KINDS_BY_NAME, joined, of_sequence
+from rounded_once import randn
 from state_steps import Part, StateSteps
 
 from fa_serve.ops.linear_attention import run
@@ -21,9 +21,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "runs_triton", lambda device: True)
 
 
-every_kind = pytest.mark.parametrize(
-    "kind", [KINDS_BY_NAME[name] for name in ("delta", "delta-strong", "kda", "lightning", "ssd")], ids=lambda kind: kind.name
-)
+NAMES = ("delta", "delta-strong", "kda", "lightning", "ssd")
 
 
 def bound(expected: torch.Tensor, dtype: torch.dtype) -> float:
@@ -31,19 +29,23 @@ def bound(expected: torch.Tensor, dtype: torch.dtype) -> float:
     return float(expected.abs().max() * (2e-5 + torch.finfo(dtype).eps))
 
 
-@every_kind
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=dtype_id)
-def test_steps_over_the_ends_of_pages(kind: Kind, dtype: torch.dtype) -> None:
+CASES = [(name, torch.float32) for name in NAMES] + [("delta", torch.float16), ("ssd", torch.float16)]
+
+
+@pytest.mark.parametrize(("name", "dtype"), CASES, ids=str)
+def test_steps_over_the_ends_of_pages(name: str, dtype: torch.dtype) -> None:
     """Single tokens, drafts that are rejected over the end of a page, 16 rows, beside padding of slot 0."""
+    kind = KINDS_BY_NAME[name]
     rows = kind.rows(60, dtype)
     weights = kind.weights(dtype)
     expected, states = kind.exact(rows, weights)
     table = StateSteps(kind.spec(rows, weights))
     done = 0
     for count, dropped in ((1, 0), (5, 0), (8, 0), (8, 7), (16, 0), (1, 0), (7, 3)):
-        batch = table.begin([Part(0, count, dropped), Part(9, 2, padding=True), Part(3, 0, padding=True)])
-        out = kind.step(joined([of_sequence(rows, done, done + count), of_sequence(rows, 0, 2)]), weights, table.states, batch)
+        batch = table.begin([Part(0, count, dropped), Part(9, 16, padding=True), Part(3, 0, padding=True)])
+        out = kind.step(joined([of_sequence(rows, done, done + count), of_sequence(rows, 0, 18)]), weights, table.states, batch)
         assert out.dtype == dtype
+        assert not out[count:].any(), "padding, and two rows behind the last sequence"
         assert (out[:count].double() - expected[done : done + count]).abs().max() <= bound(expected, dtype)
         for position, page in table.sequences[0].kept.items():
             state = kind.page_of(states[position])
@@ -51,6 +53,26 @@ def test_steps_over_the_ends_of_pages(kind: Kind, dtype: torch.dtype) -> None:
         table.end()
         done += count - dropped
     assert done == 36
+
+
+@pytest.mark.parametrize("name", ["delta", "kda", "ssd"])
+def test_bits_do_not_depend_on_the_steps(name: str) -> None:
+    """Behind a page, 16 rows in one step and in three: outputs, tails and the next state."""
+    kind = KINDS_BY_NAME[name]
+    rows = kind.rows(32, torch.float32)
+    weights = kind.weights(torch.float32)
+    found = []
+    for counts in ((16, 16), (16, 5, 1, 10)):
+        table = StateSteps(kind.spec(rows, weights))
+        outs = []
+        for count in counts:
+            done = sum(map(len, outs))
+            batch = table.begin([Part(0, count)])
+            outs.append(kind.step(of_sequence(rows, done, done + count), weights, table.states, batch))
+            table.end()
+        found.append([torch.cat(outs), table.states.pages[table.sequences[0].source], *[x[0] for x in table.states.tails]])
+    for once, often in zip(*found, strict=True):
+        assert torch.equal(once, often)
 
 
 def test_sequences_share_a_page_and_heads_have_strides() -> None:

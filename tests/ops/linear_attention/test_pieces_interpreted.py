@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 from linear_attention_cases import KINDS_BY_NAME, Kind, joined, of_sequence
-from rounded_once import dtype_id, randn
+from rounded_once import randn
 from state_steps import Part, StateSteps
 
 from fa_serve.ops.linear_attention import run
@@ -27,11 +27,14 @@ def bound(expected: torch.Tensor, dtype: torch.dtype) -> float:
     return float(expected.abs().max() * (1e-4 + 4 * torch.finfo(dtype).eps))
 
 
-@every_kind
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=dtype_id)
-def test_chunks_and_what_follows_them(kind: Kind, dtype: torch.dtype) -> None:
+CASES = [(name, torch.float32) for name in NAMES] + [("delta", torch.float16), ("ssd", torch.float16)]
+
+
+@pytest.mark.parametrize(("name", "dtype"), CASES, ids=str)
+def test_chunks_and_what_follows_them(name: str, dtype: torch.dtype) -> None:
     """A chunk with states within it beside padding and few rows, a second chunk from a page, then single tokens by the other
     kernel, which reads the tail that the chunk has left."""
+    kind = KINDS_BY_NAME[name]
     rows = kind.rows(125, dtype)
     weights = kind.weights(dtype)
     expected, states = kind.exact(rows, weights)
@@ -39,10 +42,11 @@ def test_chunks_and_what_follows_them(kind: Kind, dtype: torch.dtype) -> None:
     done = 0
     for count, stores in ((80, (16, 48)), (39, ()), (1, ()), (5, ())):
         batch = table.begin([Part(9, 2, padding=True), Part(0, count, stores=stores), Part(3, 0, padding=True), Part(4, 1)])
-        parts = joined([of_sequence(rows, 0, 2), of_sequence(rows, done, done + count), of_sequence(rows, 0, 1)])
+        parts = joined([of_sequence(rows, 0, 2), of_sequence(rows, done, done + count), of_sequence(rows, 0, 4)])
         out = kind.step(parts, weights, table.states, batch)
         assert out.dtype == dtype
         assert (out[2 : 2 + count].double() - expected[done : done + count]).abs().max() <= bound(expected, dtype)
+        assert not torch.cat((out[:2], out[3 + count :])).any(), "padding, and rows behind the last sequence"
         for position, page in table.sequences[0].kept.items():
             state = kind.page_of(states[position])
             assert (table.states.pages[page].double() - state).abs().max() <= bound(state, dtype)
@@ -55,10 +59,11 @@ def test_chunks_and_what_follows_them(kind: Kind, dtype: torch.dtype) -> None:
 def test_packed_sequences(kind: Kind) -> None:
     """Among them one of no rows, which keeps its state."""
     bounds = [0, 5, 5, 75]
-    rows = kind.rows(75, torch.float32)
+    rows = kind.rows(77, torch.float32)
     weights = kind.weights(torch.float32)
     begin = randn(3, *kind.state, dtype=torch.float32, seed=9)
     out, final = kind.packed(rows, weights, bounds, begin)
+    assert not out[75:].any(), "rows behind the last sequence"
     for i, (first, end) in enumerate(pairwise(bounds)):
         if first == end:
             assert torch.equal(final[i], begin[i])
@@ -66,6 +71,30 @@ def test_packed_sequences(kind: Kind) -> None:
         expected, states = kind.exact(of_sequence(rows, first, end), weights, begin[i])
         assert (out[first:end].double() - expected).abs().max() <= bound(expected, torch.float32)
         assert (final[i].double() - states[-1]).abs().max() <= bound(states[-1], torch.float32)
+
+
+@pytest.mark.parametrize("name", ["delta", "selective_scan", "conv"])
+def test_no_rows(name: str) -> None:
+    """Nothing is launched, and sequences keep their states."""
+    kind = KINDS_BY_NAME[name]
+    begin = randn(2, *kind.state, dtype=torch.float32, seed=9)
+    out, final = kind.packed(kind.rows(0, torch.float32), kind.weights(torch.float32), [0, 0, 0], begin)
+    assert len(out) == 0
+    assert torch.equal(final, begin)
+
+
+def test_more_pieces_than_are_read_at_once() -> None:
+    """Two sequences of 70 rows in pieces of one row: the second one's begin behind 70 of the first, and end behind 128."""
+    kind = KINDS_BY_NAME["lightning"]
+    rows = kind.rows(140, torch.float32)
+    weights = kind.weights(torch.float32)
+    table = StateSteps(kind.spec(rows, weights))
+    batch = table.begin([Part(0, 70), Part(1, 70)])
+    pieces = [[row, 1, row // 70, -1] for row in range(140)]
+    out = kind.step(rows, weights, table.states, batch._replace(chunks=torch.tensor(pieces, dtype=torch.int32)))
+    for first in (0, 70):
+        expected, _ = kind.exact(of_sequence(rows, first, first + 70), weights)
+        assert (out[first : first + 70].double() - expected).abs().max() <= bound(expected, torch.float32)
 
 
 def test_keys_that_repeat() -> None:

@@ -1,0 +1,116 @@
+"""Linear attention on a GPU: every kind in steps and packed, the shapes of models, and no wait for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from itertools import pairwise
+
+import pytest
+import torch
+from linear_attention_cases import KINDS, Inputs, Kind, joined, of_sequence
+from rounded_once import dtype_id, randn
+from state_steps import Part, StateSteps
+
+from fa_serve import ops
+from fa_serve.ops.linear_attention import fallback
+from fa_serve.ops.linear_attention.problem import MatrixInputs, Sequences, TimeSteps
+
+every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=dtype_id)
+
+
+def on_gpu(inputs: Inputs) -> Inputs:
+    return {name: x.cuda() for name, x in inputs.items()}
+
+
+def bound(expected: torch.Tensor, dtype: torch.dtype) -> float:
+    """Some roundings of the operands of products. Strong gates sum up to -5000 in a piece, whose rounding is 3e-4."""
+    return float(expected.abs().max() * (2e-4 + 4 * torch.finfo(dtype).eps))
+
+
+@every_kind
+@every_dtype
+def test_steps(kind: Kind, dtype: torch.dtype) -> None:
+    """Chunks with states within them, few rows over the end of a page, rejected drafts, beside padding."""
+    rows = kind.rows(130, dtype)
+    weights = kind.weights(dtype)
+    expected, states = kind.exact(rows, weights)
+    table = StateSteps(kind.spec(rows, weights), device="cuda")
+    done = 0
+    for count, dropped, stores in (
+        (80, 0, (16, 48)),
+        (16, 0, ()),
+        (7, 6, ()),
+        (1, 0, ()),
+        (16, 15, ()),
+        (14, 0, ()),
+        (3, 0, ()),
+    ):
+        batch = table.begin([Part(9, 2, padding=True), Part(0, count, dropped, stores), Part(3, 0, padding=True)])
+        parts = joined([of_sequence(rows, 0, 2), of_sequence(rows, done, done + count), of_sequence(rows, 0, 2)])
+        out = kind.step(on_gpu(parts), on_gpu(weights), table.states, batch).cpu()
+        assert (out[2 : 2 + count].double() - expected[done : done + count]).abs().max() <= bound(expected, dtype)
+        assert not torch.cat((out[:2], out[2 + count :])).any()
+        for position, page in table.sequences[0].kept.items():
+            state = kind.page_of(states[position])
+            assert (table.states.pages[page].cpu().double() - state).abs().max() <= bound(state, dtype)
+        table.end()
+        done += count - dropped
+
+
+@every_kind
+@every_dtype
+def test_packed_sequences(kind: Kind, dtype: torch.dtype) -> None:
+    bounds = [0, 5, 5, 100, 101]
+    rows = kind.rows(103, dtype)
+    weights = kind.weights(dtype)
+    begin = randn(4, *kind.state, dtype=torch.float32, seed=9)
+    dense = {name: x[None].cuda() for name, x in rows.items()}
+    options = {"initial_state": begin.cuda(), "output_final_state": True, **kind.options}
+    bounds_on_gpu = torch.tensor(bounds, dtype=torch.int32, device="cuda")
+    out, final = kind.dense(**dense, **on_gpu(weights), cu_seqlens=bounds_on_gpu, **options)
+    assert final is not None
+    begin = begin.to(final.dtype)
+    for i, (first, end) in enumerate(pairwise(bounds)):
+        if first == end:
+            assert torch.equal(final[i].cpu(), begin[i])
+            continue
+        expected, states = kind.exact(of_sequence(rows, first, end), weights, begin[i])
+        assert (out[0, first:end].cpu().double() - expected).abs().max() <= bound(expected, dtype)
+        assert (final[i].cpu().double() - states[-1]).abs().max() <= bound(states[-1], dtype)
+
+
+@pytest.mark.parametrize("by_channel", [False, True], ids=["scalar", "channel"])
+@pytest.mark.parametrize(("batch", "seqlen"), [(1, 1000), (3, 64), (2, 1)])
+def test_heads_of_models(batch: int, seqlen: int, by_channel: bool) -> None:
+    """16/32 heads of 128 (Qwen3-Next), or 32 heads with gates by channel (Kimi Linear), against PyTorch in float64."""
+    torch.manual_seed(0)
+    key_heads = 32 if by_channel else 16
+    q, k = torch.randn(2, batch, seqlen, key_heads, 128, device="cuda", dtype=torch.bfloat16)
+    v = torch.randn(batch, seqlen, 32, 128, device="cuda", dtype=torch.bfloat16)
+    g = -torch.rand(batch, seqlen, 32, *([128] if by_channel else []), device="cuda")
+    beta = torch.rand(batch, seqlen, 32, device="cuda", dtype=torch.bfloat16)
+    out, final = ops.gated_delta_rule(q, k, v, g, beta, use_qk_l2norm=True, output_final_state=True)
+    rows = [x.flatten(0, 1).double() for x in (q, k, v, g, beta)]
+    inputs = MatrixInputs(*rows, None, None, TimeSteps(), 128**-0.5, True)
+    expected, state = fallback.matrix_rule(inputs, Sequences(batch, seqlen), None)
+    assert final is not None
+    assert (out.flatten(0, 1) - expected).abs().max() <= 0.02 * expected.abs().max()
+    assert (final - state).abs().max() <= 0.02 * state.abs().max()
+
+
+@every_kind
+def test_nothing_waits_for_the_device(kind: Kind, no_synchronisation: Callable[[], AbstractContextManager[None]]) -> None:
+    """A step, and the functional form of packed sequences, once they are planned."""
+    rows = on_gpu(kind.rows(40, torch.bfloat16))
+    weights = on_gpu(kind.weights(torch.bfloat16))
+    table = StateSteps(kind.spec(rows, weights), device="cuda")
+    batch = table.begin([Part(0, 32), Part(1, 8)])
+    bounds = torch.tensor([0, 20, 40], dtype=torch.int32, device="cuda")
+    dense = {name: x[None] for name, x in rows.items()}
+    kind.dense(**dense, **weights, cu_seqlens=bounds, **kind.options)
+    kind.step(rows, weights, table.states, batch)
+    with no_synchronisation():
+        kind.dense(**dense, **weights, cu_seqlens=bounds, **kind.options)
+        kind.step(rows, weights, table.states, batch)

@@ -1,0 +1,110 @@
+"""The kernels of linear attention for every target: they fit into shared memory, spill little, and reach the tensor cores."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cross_compile import SHARED_BYTES, TARGETS, Kernel, compiling_for
+from torch import Tensor
+from triton.runtime.jit import JITFunction
+
+from fa_serve import ops
+from fa_serve.ops.linear_attention import run
+from fa_serve.ops.linear_attention.convolution import _causal_conv
+from fa_serve.ops.linear_attention.few_rows import _matrix_rows
+from fa_serve.ops.linear_attention.pieces import _pass_states
+from fa_serve.ops.linear_attention.problem import StateBatch
+from fa_serve.ops.linear_attention.scans import _scan_channels
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch: pytest.MonkeyPatch, poisoned_memory: None) -> None:
+    monkeypatch.setattr(run, "runs_triton", lambda device: True)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+
+
+def bf16(*shape: int) -> Tensor:
+    return torch.zeros(4, *shape, dtype=torch.bfloat16)
+
+
+def batch(chunks: int) -> StateBatch:
+    ints = torch.zeros(4, dtype=torch.int32)
+    table = torch.zeros(chunks, 4, dtype=torch.int32)
+    return StateBatch(16, ints, ints, ints.long(), torch.zeros(5, dtype=torch.int32), ints, table)
+
+
+def delta(key_heads: int, heads: int, by_channel: bool, chunks: int) -> None:
+    q = bf16(key_heads, 128)
+    v = bf16(heads, 128)
+    g = torch.zeros(4, heads, 128) if by_channel else torch.zeros(4, heads)
+    states = ops.gated_delta_rule_state(q, v, g).allocate(2, 2, 16, "cpu")
+    ops.gated_delta_rule_paged(q, q, v, g, bf16(heads), states, batch(chunks), use_qk_l2norm=True)
+
+
+def ssd(heads: int, dim: int, groups: int, size: int, chunks: int) -> None:
+    x = bf16(heads, dim)
+    b = bf16(groups, size)
+    numbers = torch.zeros(heads)
+    states = ops.ssd_state(x, b).allocate(2, 2, 16, "cpu")
+    steps = {"dt_bias": numbers, "dt_softplus": True}
+    ops.ssd_paged(x, bf16(heads), numbers, b, b, states, batch(chunks), d=numbers, **steps)  # type: ignore[arg-type]
+
+
+def assert_small(found: list[Kernel], target: str, spills: int = 0) -> None:
+    assert max(kernel.spill_bytes for kernel in found) <= spills
+    assert max(kernel.shared_bytes for kernel in found) <= SHARED_BYTES[target]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_convolutions_and_scans(target: str) -> None:
+    """Qwen3-Next's convolution, and on two targets Jamba's scan and the recurrence of RecurrentGemma."""
+    with compiling_for(target) as found:
+        weight = torch.zeros(8192, 4, dtype=torch.bfloat16)
+        states = ops.causal_conv1d_state(bf16(8192), weight).allocate(2, 2, 16, "cpu")
+        ops.causal_conv1d_paged(bf16(8192), weight, states, batch(3), activation="silu")
+        if target in ("sm90", "gfx942"):
+            numbers = torch.zeros(8192)
+            inputs = bf16(8192), bf16(8192), torch.zeros(8192, 16), bf16(16), bf16(16)
+            states = ops.selective_scan_state(inputs[0], inputs[3]).allocate(2, 2, 16, "cpu")
+            ops.selective_scan_paged(*inputs, states, batch(3), d=numbers, z=inputs[0], dt_bias=numbers, dt_softplus=True)
+            x = bf16(2560)
+            ops.rg_lru_paged(x, torch.zeros(4, 2560), ops.rg_lru_state(x).allocate(2, 2, 16, "cpu"), batch(3))
+    names = ["_causal_conv", "_store_conv_states"]
+    assert [kernel.name for kernel in found] == names + ["_scan_channels"] * (len(found) - 2)
+    assert_small(found, target)
+
+
+@pytest.mark.parametrize("target", ["sm80", "sm90", "gfx942"])
+def test_few_rows(target: str) -> None:
+    """Decoding of Qwen3-Next; on Hopper of Kimi Linear and of SSD with a state of 256 as well."""
+    with compiling_for(target) as found:
+        delta(16, 32, False, 0)
+        if target == "sm90":
+            delta(32, 32, True, 0)
+            ssd(128, 64, 1, 256, 0)
+    assert {kernel.name for kernel in found} == {"_matrix_rows"}
+    assert_small(found, target)
+
+
+@pytest.mark.parametrize("target", ["sm80", "sm90", "gfx942"])
+def test_pieces(target: str) -> None:
+    """Prompts of Qwen3-Next, and on Hopper of Kimi Linear, all by wgmma. At most 16 bytes of a thread spill."""
+    with compiling_for(target) as found:
+        delta(16, 32, False, 3)
+        if target == "sm90":
+            delta(32, 32, True, 3)
+    pieces = [kernel for kernel in found if kernel.name != "_matrix_rows"]
+    gated = ["_prepare_pieces", "_pass_states"]
+    assert [kernel.name for kernel in pieces] == (gated if target != "sm90" else [*gated, "_sum_gates", *gated])
+    assert_small(pieces, target, spills=16)
+    if target == "sm90":
+        assert all(kernel.instructions["HGMMA"] for kernel in pieces if kernel.name != "_sum_gates")
+
+
+@pytest.mark.parametrize("kernel", [_matrix_rows, _pass_states, _causal_conv, _scan_channels], ids=lambda x: x.fn.__name__)
+def test_sizes_of_a_call_are_not_part_of_the_code(kernel: JITFunction) -> None:  # type: ignore[type-arg]
+    """`Launch` shares a compiled kernel among calls of other sizes, so that Triton must not specialise it for 1 or for 16."""
+    sizes = {"total", "num_seqs", "num_chunks"}
+    named = {parameter.name for parameter in kernel.params} & sizes
+    assert named
+    assert {parameter.name for parameter in kernel.params if parameter.do_not_specialize} == named
