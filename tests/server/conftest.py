@@ -92,6 +92,8 @@ class FakeEngine:
             num_preemptions=9,
             num_late_compilations=10,
             num_late_captures=11,
+            num_states=8,
+            num_states_used=2,
             speculation=SpeculationStats(10, 20, (8, 4)),
             steps=StepStats().plus(0.003).plus(99.0),
         )

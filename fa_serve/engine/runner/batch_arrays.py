@@ -20,7 +20,6 @@ from fa_serve.engine.cache.block_table import BlockTable
 from fa_serve.engine.request.request import Request
 from fa_serve.engine.runner.results import PromptSpan
 from fa_serve.engine.runner.sampler import draft_arrays, sampling_arrays
-from fa_serve.engine.runner.state_arrays import state_arrays
 from fa_serve.engine.scheduler.scheduled_batch import ScheduledBatch
 from fa_serve.engine.scheduler.sequence import SequenceState
 
@@ -67,13 +66,12 @@ def batch_arrays(
     deterministic: bool,
     drafting: bool = False,
     tokens_ahead: int = 0,
-    has_states: bool = False,
 ) -> BatchArrays:
     """The arrays of one step. New pages are written into the block table.
 
     deterministic: unless all sequences compute one token, treat each token as a sequence that ends with it
     drafting: the tokens are drafts, for which there are neither penalties nor log-probabilities
-    tokens_ahead: how many places later than its position a token is taken from; has_states: see `state_arrays`
+    tokens_ahead: how many places later than its position a token is taken from
     """
     chunks = batch.chunks
     input_ids = _input_ids(batch, block_table, tokens_ahead)
@@ -105,8 +103,6 @@ def batch_arrays(
         inputs["seqused_k"] = seqused.astype(np.int32)
         cu_seqlens_q = np.concatenate([[0], ends])
     inputs["cu_seqlens_q"] = cu_seqlens_q.astype(np.int32)
-    if has_states:
-        inputs |= state_arrays(batch, firsts)
     sampled = _sampled_tokens(ends, num_samples) if batch.num_drafts else ends[num_samples > 0] - 1
     inputs["logits_indices"] = np.concatenate([sampled, *_prompt_rows(batch, firsts)])
 

@@ -33,7 +33,7 @@ from fa_serve.engine.runner.cuda_graphs import Inputs, OnError, Shape, StepGraph
 from fa_serve.engine.runner.deterministic import NUM_SPLITS, deterministic_mode
 from fa_serve.engine.runner.results import PendingResult, PromptSpan
 from fa_serve.engine.runner.sampler import SampleParams, TokenCounts, log_probabilities, sample, sampling_arrays
-from fa_serve.engine.runner.state_arrays import empty_state_arrays, state_batch
+from fa_serve.engine.runner.state_arrays import empty_state_arrays, state_arrays, state_batch
 from fa_serve.engine.runner.transfer import packed_size, send
 from fa_serve.engine.scheduler.scheduled_batch import ScheduledBatch
 from fa_serve.engine.scheduler.sequence import SequenceState
@@ -352,8 +352,9 @@ class ModelRunner:
             deterministic=self._deterministic,
             drafting=self._drafting,
             tokens_ahead=self.tokens_ahead,
-            has_states=bool(self.states),
         )
+        if self.states:
+            arrays.inputs.update(state_arrays(batch))
         prepared = self._prepare(arrays)
         logits = self._run(prepared)[: len(arrays.sequences) + batch.num_prompt_logits]
         return Forward(prepared, logits, arrays.sequences, arrays.logprob_rows, arrays.prompt_spans)

@@ -1,6 +1,6 @@
 """What a step says about the states of its sequences: a `ScheduledBatch` in, the fields of `fa_serve.ops.StateBatch` out.
 
-    inputs |= state_arrays(batch, firsts)             # NumPy arrays, sent with the others of the step
+    arrays.inputs.update(state_arrays(batch))         # NumPy arrays, sent with the others of the step
     states = state_batch(sent, page_size)             # tensors on the device
 
 Left out: which states a sequence reads and writes, which the scheduler decides.
@@ -20,15 +20,17 @@ from fa_serve.engine.scheduler.scheduled_batch import ScheduledBatch
 from fa_serve.ops import FEW_ROWS, PIECE_ROWS, StateBatch
 
 
-def state_arrays(batch: ScheduledBatch, firsts: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
-    """What the scheduler has decided for the chunks of a step. firsts: the first token of each chunk"""
+def state_arrays(batch: ScheduledBatch) -> dict[str, NDArray[Any]]:
+    """What the scheduler has decided for the chunks of a step."""
     targets = [chunk.stores[-1][1] if chunk.stores and chunk.length <= FEW_ROWS else -1 for chunk in batch.chunks]
     pieces = []
-    for sequence, (chunk, first) in enumerate(zip(batch.chunks, firsts.tolist(), strict=True)):
+    first = 0
+    for sequence, chunk in enumerate(batch.chunks):
         if chunk.length > FEW_ROWS:
             stores = dict(chunk.stores)
             for low, high in _pieces(chunk.start, chunk.start + chunk.length, stores):
                 pieces.append((first + low - chunk.start, high - low, sequence, stores.get(high, -1)))
+        first += chunk.length
     return _arrays([chunk.source for chunk in batch.chunks], targets, pieces)
 
 

@@ -28,7 +28,7 @@ def test_few_rows_have_a_target_and_chunks_have_pieces() -> None:
     batch.append(chunk(32, 16, source=6, stores=[(48, 7)]))
     batch.append(chunk(48, 150, source=8, stores=[(112, 9), (160, 10), (192, 11)]))
     batch.append(chunk(0, 17, stores=[(16, 12)]))
-    arrays = state_arrays(batch, np.array([0, 1, 17, 167]))
+    arrays = state_arrays(batch)
     assert arrays["sources"].tolist() == [5, 6, 8, -1]
     assert arrays["targets"].tolist() == [-1, 7, -1, -1]
     assert arrays["pieces"].tolist() == [
@@ -44,7 +44,7 @@ def test_few_rows_have_a_target_and_chunks_have_pieces() -> None:
 
 
 def test_a_step_without_chunks_has_no_pieces() -> None:
-    arrays = state_arrays(ScheduledBatch([chunk(3, 1)]), np.array([0]))
+    arrays = state_arrays(ScheduledBatch([chunk(3, 1)]))
     assert arrays["pieces"].shape == (0, 4)
     assert {x.dtype for x in arrays.values()} == {np.dtype(np.int32)}
 

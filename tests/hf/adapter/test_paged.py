@@ -20,8 +20,7 @@ from fa_serve.spec import ParameterError, UnsupportedModelError
 @pytest.mark.parametrize(
     ("model_type", "changes", "reason"),
     [
-        ("mamba", {}, "it keeps more than keys and values"),
-        ("jamba", {}, "it keeps more than keys and values"),
+        ("xlstm", {"num_heads": 4, "embedding_dim": 64, "num_blocks": 2}, "it keeps more than keys and values"),
         ("bart", {}, "takes no"),
         ("t5", {}, "not the config of a causal language model"),
         ("bert", {}, "needs a mask beyond causality"),

@@ -30,7 +30,7 @@ def test_modules_are_found_by_what_their_code_calls() -> None:
 
 @torch.no_grad()
 def test_a_seat_is_that_of_one_instance() -> None:
-    """Its module and its class stay as they are, and a copy has another seat."""
+    """Its module and its class stay as they are, and a copy of the module has another seat."""
     model = BY_NAME["qwen3.5"].build()
     before = modeling_qwen3_5.causal_conv1d_fn
     ids = tokens(2, 9)

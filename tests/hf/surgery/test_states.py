@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from hf_families import Family, tokens
-from hybrids import HYBRIDS, HybridPages
-from torch import Tensor
+from hybrids import BY_NAME, HYBRIDS, HybridPages
+from torch import Tensor, nn
+from transformers.models.lfm2.modeling_lfm2 import causal_conv1d_fn
 
 import fa_serve
+from fa_serve.hf.adapter.state_modules import SeatedMixer, find_state_modules
 from fa_serve.hf.surgery.states import seat_states
+from fa_serve.spec import UnsupportedModelError
 
+NAMES = {"qwen3.5-moe", "kimi-linear", "nemotron-h", "jamba", "lfm2", "zamba", "zamba2", "mamba"}
+"""Each kind of state, a mixer with several scans, and attention that layers share; the engine's tests have all families."""
 TOLERANCE = 1e-4  # relative to the largest logit: in float32, transformers' own code is off by 6e-5 of the result in float64
 
 
@@ -22,7 +28,7 @@ def assert_near(actual: Tensor, expected: Tensor) -> None:
     assert error <= TOLERANCE, f"error {error:.1e}"
 
 
-@pytest.mark.parametrize("family", HYBRIDS, ids=lambda family: family.name)
+@pytest.mark.parametrize("family", [x for x in HYBRIDS if x.name in NAMES], ids=lambda family: family.name)
 @torch.no_grad()
 def test_steps_of_the_engine_give_the_logits_of_whole_sequences(family: Family) -> None:
     """Packed prompts, chunks, few rows at any position, drafts that are dropped, pages that fill, and a sequence that rests."""
@@ -46,3 +52,41 @@ def test_steps_of_the_engine_give_the_logits_of_whole_sequences(family: Family) 
     step({0: (38, 39), 1: (15, 16)})
     step({0: (39, 45), 1: (16, 33)})
     step({1: (33, 34)})
+
+
+class Doubled(nn.Module):
+    """A short convolution, and a sum over all rows that it is given."""
+
+    def __init__(self, conv: Any) -> None:
+        super().__init__()
+        self.conv = conv
+
+    def forward(self, hidden_states: Tensor, past_key_values: Any = None, **unused: Any) -> Tensor:
+        if past_key_values is not None:
+            past_key_values.update_conv_state(hidden_states.mT, 0, conv_kernel_size=3)
+        out: Tensor = causal_conv1d_fn(hidden_states.mT, self.conv.conv.weight.squeeze(1), self.conv.conv.bias).mT
+        return out + hidden_states.cumsum(1)
+
+
+@torch.no_grad()
+def test_a_module_that_computes_something_else_is_refused() -> None:
+    """It sums over the rows of a sequence beside its convolution, which steps of the engine would sum over a step alone."""
+    model = BY_NAME["lfm2"].build()
+    model.set_attn_implementation("fa_serve")
+    layer: Any = model.model.layers[0]
+    layer.conv = Doubled(layer.conv)
+    with pytest.raises(UnsupportedModelError, match=r"Lfm2ForCausalLM keeps states that cannot be paged \(Doubled: its linear"):
+        seat_states(model)
+    assert "forward" not in vars(layer.conv)
+
+
+@torch.no_grad()
+def test_a_module_with_hooks_is_refused_and_nothing_stays_seated() -> None:
+    model = BY_NAME["jamba"].build(num_hidden_layers=4)
+    model.set_attn_implementation("fa_serve")
+    mixers = find_state_modules(model)
+    mixers[1].in_proj.register_forward_hook(lambda *args: None)
+    with pytest.raises(UnsupportedModelError, match="JambaMambaMixer: its Linear has hooks, which would not be called"):
+        seat_states(model)
+    assert not any(isinstance(vars(x).get("forward"), SeatedMixer) for x in mixers)
+    assert model.training is False

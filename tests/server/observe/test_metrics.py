@@ -26,6 +26,7 @@ async def test_metrics(serving, engine):
     expected = {
         f"fa_serve:num_requests_running{{{label}}}": 1,
         f"fa_serve:kv_cache_usage_perc{{{label}}}": 0.5,
+        f"fa_serve:state_usage_perc{{{label}}}": 0.25,
         f"fa_serve:generation_tokens_total{{{label}}}": 8,
         f"fa_serve:late_compilations_total{{{label}}}": 10,
         f"fa_serve:late_captures_total{{{label}}}": 11,
