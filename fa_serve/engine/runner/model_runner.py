@@ -136,7 +136,7 @@ class ModelRunner:
         if states:
             self._check_settings_with_states(config)
             seat_states(model)
-            self.eager = True  # no kernels yet: the fallback reads the lengths of sequences back
+            self.eager = True  # CUDA graphs of such steps are not built yet: `padding` has no fields for states
         self._deterministic = config.deterministic
         for module in model.modules():
             if isinstance(module, QuantizedLinear):
