@@ -10,8 +10,9 @@ Layers with linear attention, state space models and short convolutions keep a s
 and values. `fa_serve.patch(model)` and the engine compute them by `fa_serve.ops` if they can prove that a module's own code
 computes the same. "plugin" is `patch`, with `generate`, padding on either side, packed sequences and gradients; a model that is
 loaded with `attn_implementation="fa_serve"` and not patched keeps transformers' recurrences, and refuses packed sequences. The
-engine starts prompts from cached states, and computes at most a page of a known prompt again ([engine](engine.md#states-beside-pages)). A
-reason stands where something is refused or not built yet. Tests compare the models that are marked with `generate` in float32:
+engine starts prompts from cached states, and computes at most a page of a known prompt again
+([engine](engine.md#states-beside-pages)). A reason stands where something is refused or not built yet. Tests compare the models
+that are marked with `generate` in float32:
 """
 TYPES = (
     "bamba",
