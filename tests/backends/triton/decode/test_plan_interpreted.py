@@ -397,10 +397,8 @@ MIXED = [
 def planned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Which kernels were planned; the plans are the real ones."""
     names: list[str] = []
-    for make_plan in (plan_decode, plan_forward):
-        monkeypatch.setattr(
-            backend, make_plan.__name__, lambda *args, made=make_plan: names.append(made.__name__) or made(*args)
-        )
+    for room, make_plan in (("decode", plan_decode), ("prefill", plan_forward)):
+        monkeypatch.setitem(backend._PLANS, room, lambda *args, made=make_plan: names.append(made.__name__) or made(*args))
     PLANS.clear()
     return names
 
