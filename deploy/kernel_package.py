@@ -29,6 +29,7 @@ PARTS = (
     "spec.py",
     "block_lists.py",
     "argument_checks.py",
+    "value_checks.py",
     "autograd.py",
     "dispatch.py",
     "operators.py",

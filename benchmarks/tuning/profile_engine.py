@@ -198,7 +198,7 @@ def floor_bytes(engine: Any, batch: int) -> float:
     """Bytes that a decoding step of so many sequences of LENGTH tokens must read: weights, and what each layer sees."""
     runner = engine._runner
     cached = 0
-    for layer in runner.layers:
+    for layer in runner.layers.values():
         left = layer.window_size[0]
         cached += layer.cached_bytes * (LENGTH if left < 0 else min(LENGTH, left + 1))
     return weights_of_step(runner.model, batch) + batch * cached

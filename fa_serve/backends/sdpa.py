@@ -276,8 +276,9 @@ def _attend(
         bias = _as_bias(keep[None, None], q)
         if mask is not None:
             bias = bias + _as_bias(_slice(_slice(mask, 2, start, end), 3, first, last), q)
-        if alibi_slopes is not None:  # float32, because a bias in 16 bits has lost the distances
-            bias = bias - alibi_slopes.view(-1, q.shape[1], 1, 1) * (i - j).abs()
+        if alibi_slopes is not None:  # at least float32, because a bias in 16 bits has lost the distances
+            slopes = alibi_slopes.to(torch.promote_types(q.dtype, torch.float32)).view(-1, q.shape[1], 1, 1)
+            bias = bias - slopes * (i - j).abs()
         o, o_lse = _one_call(q[:, :, start:end], k[:, :, first:last], v[:, :, first:last], options, False, sinks, bias)
         outs.append(o)
         if o_lse is not None:

@@ -80,7 +80,7 @@ def load(
         clock.end("weights", f"{config.model_name} on {model.device}")
     else:
         patch(model)
-    check_embeddings(model)
+    check_embeddings(model, ranks.size)
     generation_config = load_generation_config(config.generation_config, model)
     draft = load_draft(config, model, tokenizer, clock, ranks.escalate)
     runner = ModelRunner(model, config, on_graph_error=ranks.escalate, draft=draft)
@@ -148,11 +148,14 @@ def load_draft(
     return draft
 
 
-def check_embeddings(model: PreTrainedModel) -> None:
-    """Raise UnsupportedModelError for a model that could write a token which it cannot read in the next step."""
+def check_embeddings(model: PreTrainedModel, num_ranks: int = 1) -> None:
+    """Raise UnsupportedModelError for a model that could write a token which it cannot read in the next step.
+
+    num_ranks: that a vocabulary may be divided among, which is done only where there are as many embeddings as logits
+    """
     rows = getattr(model.get_input_embeddings(), "num_embeddings", None)
     logits = vocab_size(model)
-    if rows is not None and rows < logits:
+    if rows is not None and rows < logits and rows * num_ranks != logits:
         raise UnsupportedModelError(
             f"{type(model).__name__} has {rows} input embeddings and {logits} logits, so it could write tokens that it cannot "
             f"read: give it as many embeddings, or leave out the rows of its head from {rows} on"

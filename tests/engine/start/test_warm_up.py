@@ -93,7 +93,7 @@ def test_the_plan_meets_every_tile_of_latent_decoding(heads: int) -> None:
 @pytest.mark.parametrize("window", [(-1, 0), (511, 0)], ids=["causal", "window"])
 def test_the_plan_meets_every_tile_of_prompts(dim, window) -> None:
     def tiles(queries: int, keys: int, paged: bool) -> tuple[object, ...]:
-        hopper = hopper_tiles.forward_tiles(dim, dim, window, queries, keys, True, paged)
+        hopper = hopper_tiles.hopper_forward_tiles(dim, dim, window, queries, keys, True, paged)
         return hopper, triton_tiles.forward_tiles(80, 2, dim, dim, queries, keys, causal=True, paged=paged, masked=False)
 
     steps = empty_steps(**LIMITS)
@@ -113,7 +113,7 @@ def test_the_plan_meets_every_tile_that_heads_share(heads: tuple[int, int, int])
     def tiles(batch: int, queries: int, keys: int) -> object:
         if not hopper_tiles.packs_queries(dim, dim, group, num_kv_heads, batch, queries, keys):
             return None
-        return hopper_tiles.forward_tiles(dim, dim, (-1, 0), queries * group, keys, True, True)
+        return hopper_tiles.hopper_forward_tiles(dim, dim, (-1, 0), queries * group, keys, True, True)
 
     met = {tiles(s.batch, s.queries, s.keys) for s in empty_steps(**LIMITS) if not s.fresh and s.queries <= 16}
     assert {tiles(b, q, k) for b in range(1, 257) for q in range(1, 17) for k in (16, 64, 300, 1024, 2048, 8192)} <= met
