@@ -17,9 +17,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from fa_serve.backends.calls import AttentionTensors, StoreTensors
@@ -28,7 +26,6 @@ from fa_serve.launching.plans import Run
 from fa_serve.spec import ParameterError
 
 VARIABLE = "FA_SERVE_CHECK"
-IndexValues = NDArray[np.int64]
 
 
 def with_value_checks(run: Run, q: Tensor, check: Callable[[Any], None]) -> Run:
@@ -71,18 +68,18 @@ def check_paged_values(tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_
     if (used > longest).any():
         if max_seqlen_k is None:
             raise ParameterError("seqused_k", f"have lengths of at most max_pages * page_size = {longest}", int(used.max()))
-        raise ParameterError("max_seqlen_k", f"be at least the longest length in seqused_k, {used.max()}", max_seqlen_k)
+        raise ParameterError("max_seqlen_k", f"be at least the longest length in seqused_k, {int(used.max())}", max_seqlen_k)
     if tensors.blocks is not None:
         check_block_values(tensors.blocks)
         return
-    first_query = np.maximum(used - lengths, 0)
-    first_key = np.maximum(first_query - left, 0) if left >= 0 else first_query // chunk * chunk if chunk else 0 * used
-    page = np.arange(max_pages)
+    first_query = (used - lengths).clamp(min=0)
+    first_key = (first_query - left).clamp(min=0) if left >= 0 else first_query // chunk * chunk if chunk else 0 * used
+    page = torch.arange(max_pages)
     is_read = (page < -(-used // page_size)[:, None]) & (page >= (first_key // page_size)[:, None])
     table = _values(tensors.block_table)
     is_bad = is_read & ((table < 0) | (table >= num_pages))
     if is_bad.any():
-        row, column = (int(x) for x in np.argwhere(is_bad)[0])
+        row, column = (int(x) for x in is_bad.nonzero()[0])
         rule = f"have pages of 0 to {num_pages - 1} up to seqused_k, also in row {row}, column {column}"
         raise ParameterError("block_table", rule, int(table[row, column]))
 
@@ -110,27 +107,27 @@ def check_block_values(blocks: BlockLists | None) -> None:
             continue
         counts = _values(num)
         width = indices.shape[-1]
-        if counts.size and not 0 <= counts.min() <= counts.max() <= width:
+        if counts.numel() and not 0 <= int(counts.min()) <= int(counts.max()) <= width:
             worst = int(counts.min() if counts.min() < 0 else counts.max())
             raise ParameterError("block_mask", f"have {num_name} of 0 to {width}, the width of {name}", worst)
-        listed = _values(indices)[np.arange(width) < counts[..., None]]
-        if listed.size and listed.min() < 0:
+        listed = _values(indices)[torch.arange(width) < counts[..., None]]
+        if listed.numel() and listed.min() < 0:
             raise ParameterError("block_mask", f"have no negative block in {name}", int(listed.min()))
 
 
-def _check_starts(name: str, starts: Tensor, rows_name: str, rows: Tensor, max_name: str, longest: int) -> IndexValues:
+def _check_starts(name: str, starts: Tensor, rows_name: str, rows: Tensor, max_name: str, longest: int) -> Tensor:
     """Where packed sequences begin -> their lengths."""
     values = _values(starts)
-    lengths = np.diff(values)
+    lengths = values.diff()
     if values[0] != 0:
         raise ParameterError(name, "begin with 0", int(values[0]))
     if (lengths < 0).any():
-        at = int(np.argmax(lengths < 0)) + 1
+        at = int((lengths < 0).nonzero()[0]) + 1
         raise ParameterError(name, f"not decrease, as it does at index {at}", values[at - 1 : at + 1].tolist())
     if values[-1] > rows.shape[0]:
         raise ParameterError(name, f"end at most at {rows_name}'s number of rows, {rows.shape[0]}", int(values[-1]))
-    if lengths.size and lengths.max() > longest:
-        raise ParameterError(max_name, f"be at least the longest length in {name}, {lengths.max()}", longest)
+    if lengths.numel() and lengths.max() > longest:
+        raise ParameterError(max_name, f"be at least the longest length in {name}, {int(lengths.max())}", longest)
     return lengths
 
 
@@ -142,5 +139,5 @@ def _has_values(tensors: AttentionTensors | StoreTensors) -> bool:
     return index is None or type(index) is Tensor  # a FakeTensor has no values
 
 
-def _values(x: Tensor) -> IndexValues:
-    return x.detach().cpu().numpy().astype(np.int64, copy=False)
+def _values(x: Tensor) -> Tensor:
+    return x.detach().to("cpu", torch.int64)
