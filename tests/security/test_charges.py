@@ -18,8 +18,8 @@ from server_process import ServerProcess
 
 SECONDS = 4.0
 LOOP_SHARE = 0.5
-"""The part of a processor that the event loop may take for a flood. A tenth is allowed of what is measured of a request. What is
-not measured of it was 0.2 to 0.4 on slow processors. Without charges a flood takes all that there is."""
+"""The part of a processor that the event loop may take for a flood. A tenth is allowed of what is measured of a request. What
+is not measured of it was 0.2 to 0.4 on slow processors. Without charges a flood takes all that there is."""
 SMALL_SHARE = 0.3
 """A flood that takes less than this need not wait."""
 ATTACKER = "attackers-key"
