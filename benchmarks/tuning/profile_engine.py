@@ -195,12 +195,15 @@ def profile_steps(shape: str, kind: str, engine: Any, bandwidth: float, end: flo
 
 
 def floor_bytes(engine: Any, batch: int) -> float:
-    """Bytes that a decoding step of so many sequences of LENGTH tokens must read: weights, and what each layer sees."""
+    """Bytes that a decoding step of so many sequences of LENGTH tokens must read: weights, what each layer sees, and states."""
     runner = engine._runner
     cached = 0
     for layer in runner.layers.values():
         left = layer.window_size[0]
         cached += layer.cached_bytes * (LENGTH if left < 0 else min(LENGTH, left + 1))
+    states = runner.state_memory
+    tail = sum(spec.bytes_per_row for spec in states.specs.values()) * runner.page_size // 2  # half a page stands in it
+    cached += states.bytes_per_state + tail
     return weights_of_step(runner.model, batch) + batch * cached
 
 

@@ -81,6 +81,20 @@ def test_greedy_tokens_are_those_of_generate(make, family: Family) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
+def test_replayed_steps_give_the_same_tokens(make, replays: list[int], name: str) -> None:
+    """Prompts and decoding through the buffers of CUDA graphs, with padding; prompts are captured when they come again."""
+    engine = make(name, max_num_batched_tokens=64, max_num_seqs=5, prefix_caching=False)
+    engine._runner.make_graphs()
+    given = prompts(5)
+    for _ in range(3):
+        assert [x.token_ids for x in engine.generate(given, GREEDY)] == expected(name, given)
+    graphs = engine._runner._graphs
+    assert {shape.kind for shape in graphs._replays} == {"nothing", "prompts"}
+    assert len(replays) > 30
+    engine.check_integrity()
+
+
+@pytest.mark.parametrize("name", KINDS)
 def test_sequences_that_are_preempted_and_short_of_states(make, name: str) -> None:
     engine = make(name, num_pages=24, num_states=6, max_num_batched_tokens=23, max_model_len=64)
     engine._steps.depth = 1

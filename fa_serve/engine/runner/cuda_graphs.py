@@ -45,6 +45,7 @@ from torch import Tensor
 
 from fa_serve.engine.config import MAX_DRAFTS
 from fa_serve.engine.runner.batch_arrays import BatchArrays
+from fa_serve.engine.runner.state_arrays import padding_state_arrays
 from fa_serve.engine.runner.transfer import PackedTensors, packed_size, send
 from fa_serve.engine.speculation.drafts import draft_limit
 from fa_serve.hf import PagedBatch
@@ -130,6 +131,7 @@ class StepGraphs:
     max_drafts: drafts of a sequence in a step
     vocab, dtype: of the logits
     prompts:    capture steps with prompts too
+    states:     the model keeps states, so that steps have the fields of `state_arrays`
     fresh_tokens: from so many tokens on, a step without keys from earlier steps runs eagerly, as attention is faster then
     on_error:   called with the error of a capture before steps run without it, and may raise
     """
@@ -147,6 +149,7 @@ class StepGraphs:
         vocab: int,
         dtype: torch.dtype,
         prompts: bool,
+        states: bool = False,
         on_error: OnError,
         fresh_tokens: int | None = None,
     ) -> None:
@@ -154,6 +157,7 @@ class StepGraphs:
         self._make_inputs = inputs
         self._device = device
         self._prompts = prompts
+        self._states = states
         self._fresh_tokens = fresh_tokens
         self._on_error = on_error
         self.sizes = batch_sizes(max_batch)
@@ -161,7 +165,9 @@ class StepGraphs:
         self._prompt_batches = [*(size for size in PROMPT_BATCHES if size < max_batch), max_batch]
         tokens = _rounded(max_tokens)
         self._largest = Shape(tokens, max_batch, tokens, max_keys)
-        self.block = torch.zeros(packed_size(padding(self._largest)) + EXTRA_BYTES, dtype=torch.uint8, device=device)
+        self.block = torch.zeros(
+            packed_size(padding(self._largest, states=states)) + EXTRA_BYTES, dtype=torch.uint8, device=device
+        )
         # by number of sequences, queries of one sequence when drafts are verified: as many as the fewest sequences may have
         smaller = [0, *self.sizes[:-1]]
         limits = {size: draft_limit(max_drafts, before + 1) for size, before in zip(self.sizes, smaller, strict=True)}
@@ -181,13 +187,17 @@ class StepGraphs:
         takes_keys_as_they_come = arrays.fresh and self._fresh_tokens is not None and arrays.num_tokens >= self._fresh_tokens
         if arrays.prompt_spans or takes_keys_as_they_come:
             return None
-        return self.shape_for(
+        shape = self.shape_for(
             arrays.num_tokens,
             arrays.num_sequences if arrays.decoding else max(arrays.num_sequences, len(arrays.sequences)),
             arrays.max_seqlen_k,
             decoding=arrays.decoding,
             queries=arrays.max_seqlen_q,
         )
+        if shape is not None and self._states:
+            room = len(padding(shape, states=True)["pieces"])
+            return shape if len(arrays.inputs["pieces"]) <= room else None
+        return shape
 
     def shape_for(self, tokens: int, batch: int, max_seqlen_k: int, *, decoding: bool, queries: int = 1) -> Shape | None:
         """The shape for a step of `batch` sequences with `tokens` tokens, the longest sequence having `max_seqlen_k` keys.
@@ -292,7 +302,7 @@ class StepGraphs:
 
     def inputs(self, shape: Shape) -> Inputs:
         """The inputs in the block, which has been padded to `shape`."""
-        return self._make_inputs(PackedTensors(self.block, padding(shape)), shape.queries, shape.keys)
+        return self._make_inputs(PackedTensors(self.block, padding(shape, states=self._states)), shape.queries, shape.keys)
 
     def _shapes_ahead(self) -> list[Shape]:
         """The shapes to capture in advance, the next one last.
@@ -309,7 +319,7 @@ class StepGraphs:
 
     def _capture_empty(self, shape: Shape) -> None:
         """Capture a step that consists of padding only."""
-        send(padding(shape), self._device, self.block)
+        send(padding(shape, states=self._states), self._device, self.block)
         self._capture(shape)
 
     def _capture(self, shape: Shape) -> None:
@@ -327,11 +337,12 @@ class StepGraphs:
             self._replays[shape], self._pool = capture(step, self._pool)
 
 
-def padding(shape: Shape) -> dict[str, NDArray[Any]]:
+def padding(shape: Shape, *, states: bool = False) -> dict[str, NDArray[Any]]:
     """The fields of a step that consists of padding: its sequences have no keys, one token each while there are tokens, and
-    write nothing."""
+    write nothing. states: with the fields of `state_arrays`"""
     tokens = shape.tokens
     batch = shape.batch
+    of_states = padding_state_arrays(batch, tokens, shape.kind == "prompts") if states else {}
     return {
         "input_ids": np.zeros(tokens, dtype=np.int64),
         "position_ids": np.zeros(tokens, dtype=np.int64),
@@ -340,12 +351,13 @@ def padding(shape: Shape) -> dict[str, NDArray[Any]]:
         "seqused_k": np.zeros(batch, dtype=np.int32),
         "cu_seqlens_q": np.minimum(np.arange(batch + 1, dtype=np.int32), tokens),
         "logits_indices": np.zeros(shape.rows, dtype=np.int64),
+        **of_states,
     }
 
 
 def pad(arrays: Mapping[str, NDArray[Any]], shape: Shape) -> dict[str, NDArray[Any]]:
     """The fields of a step, followed by padding up to `shape`."""
-    padded = padding(shape)
+    padded = padding(shape, states="pieces" in arrays)
     batch = len(arrays["slots"])
     for name, array in arrays.items():
         padded[name][: len(array)] = array

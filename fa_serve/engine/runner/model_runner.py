@@ -123,7 +123,7 @@ class ModelRunner:
         self.device = model.device
         self.vocab_size = vocab_size(model)
         self.page_size = config.page_size
-        self.eager = config.eager or self.device.type != "cuda"  # and with states, see below
+        self.eager = config.eager or self.device.type != "cuda"
         self.fuses = config.fusion and not config.eager and not config.deterministic
         unfuse_model(model)
         self.max_num_seqs = config.max_num_seqs
@@ -136,7 +136,6 @@ class ModelRunner:
         if states:
             self._check_settings_with_states(config)
             seat_states(model)
-            self.eager = True  # CUDA graphs of such steps are not built yet: `padding` has no fields for states
         self._deterministic = config.deterministic
         for module in model.modules():
             if isinstance(module, QuantizedLinear):
@@ -215,6 +214,7 @@ class ModelRunner:
             dtype=self.model.dtype,
             # attention with these options plans for the longest prompt that is possible, not for the longest in the batch
             prompts=not self._options,
+            states=bool(self.states),
             on_error=self._on_graph_error,
             fresh_tokens=PLAIN_TOKENS if any(layer.values_in_keys for layer in self.layers.values()) else None,
         )

@@ -19,6 +19,10 @@ from torch import Tensor
 from fa_serve.engine.scheduler.scheduled_batch import ScheduledBatch
 from fa_serve.ops import FEW_ROWS, PIECE_ROWS, StateBatch
 
+PIECES_OF_SEQUENCE = 3
+"""Pieces of a sequence in a graph beside those that are full: the first and the last one, and one cut for a state that is kept.
+A step with more of them runs without a graph."""
+
 
 def state_arrays(batch: ScheduledBatch) -> dict[str, NDArray[Any]]:
     """What the scheduler has decided for the chunks of a step."""
@@ -45,6 +49,15 @@ def empty_state_arrays(lengths: Sequence[int]) -> dict[str, NDArray[Any]]:
     ]
     none = [-1] * len(lengths)
     return _arrays(none, none, pieces)
+
+
+def padding_state_arrays(batch: int, tokens: int, prompts: bool) -> dict[str, NDArray[Any]]:
+    """The same for `batch` sequences of padding in a step of `tokens` tokens. Only steps with prompts have pieces."""
+    none = np.full(batch, -1, dtype=np.int32)
+    num_pieces = tokens // PIECE_ROWS + PIECES_OF_SEQUENCE * batch if prompts else 0
+    pieces = np.zeros((num_pieces, 4), dtype=np.int32)
+    pieces[:, 3] = -1
+    return {"sources": none, "targets": none.copy(), "pieces": pieces}
 
 
 def state_batch(fields: Mapping[str, Tensor], page_size: int) -> StateBatch:

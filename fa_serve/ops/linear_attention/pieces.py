@@ -27,7 +27,7 @@ from fa_serve.launching.plans import PLANS
 from fa_serve.ops.linear_attention.few_rows import with_contiguous_heads
 from fa_serve.ops.linear_attention.primitives import normalised_rows, time_step
 from fa_serve.ops.linear_attention.problem import PIECE_ROWS, MatrixInputs, StateAccess
-from fa_serve.ops.linear_attention.tiles import PiecesTile
+from fa_serve.ops.linear_attention.tiles import MIN_COLUMNS, PiecesTile
 
 
 @triton.jit
@@ -411,7 +411,7 @@ def _plan(inputs: MatrixInputs, num_seqs: int, num_chunks: int, ring: int, strid
     key_heads, dim = inputs.k.shape[1:]
     heads, dim_v = inputs.v.shape[1:]
     by_channel = inputs.g is not None and inputs.g.dim() == 3
-    block_k = power_of_2(max(dim, 16))
+    block_k = power_of_2(max(dim, MIN_COLUMNS))
     is_nvidia = spec.arch_of(inputs.v.device) > 0
     precision = "tf32" if is_nvidia and inputs.v.dtype != torch.float32 else "ieee"
     sizes = (heads, key_heads, dim, dim_v, ring, by_channel, inputs.use_qk_l2norm, inputs.steps.softplus)
@@ -432,7 +432,7 @@ def _plan(inputs: MatrixInputs, num_seqs: int, num_chunks: int, ring: int, strid
         num_chunks * heads,
         varying=numbers,
         strides=strides,
-        fixed=(*sizes, block_k, min(64, power_of_2(max(dim_v, 16))), precision),
+        fixed=(*sizes, block_k, min(64, power_of_2(max(dim_v, MIN_COLUMNS))), precision),
         options={"num_warps": tile.num_warps},
     )
     pass_states = Launch(

@@ -8,6 +8,11 @@ from fa_serve.launching.sizes import power_of_2
 from fa_serve.ops.linear_attention.problem import FEW_ROWS, Recurrence
 
 
+MIN_COLUMNS = 32
+"""The fewest columns of a matrix that wgmma multiplies by operands in registers. With 16 columns, the code of Triton 3.6 reads
+the wrong shared memory on Hopper."""
+
+
 class FewRowsTile(NamedTuple):
     """block_v columns of the values and block_t rows of the tail and of the step, in a program of num_warps warps."""
 
@@ -38,9 +43,8 @@ def pieces_tile(recurrence: Recurrence) -> PiecesTile:
 
     In 4 warps, keys of 256 and gates by channel would spill, and so would everything where NVIDIA GPUs multiply without wgmma.
     """
-    block_v = max(16, min(32, power_of_2(recurrence.dim_v)))
     fits_4_warps = recurrence.dim <= 128 and not recurrence.by_channel and recurrence.arch in (0, 90)
-    return PiecesTile(block_v, 4 if fits_4_warps else 8)
+    return PiecesTile(MIN_COLUMNS, 4 if fits_4_warps else 8)
 
 
 def without_tile(recurrence: Recurrence) -> None:

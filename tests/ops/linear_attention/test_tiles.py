@@ -39,7 +39,7 @@ def test_few_rows(asked: Recurrence, tile: FewRowsTile) -> None:
         (recurrence(128, 128, arch=0), PiecesTile(32, 4)),
         (recurrence(128, 128, by_channel=True), PiecesTile(32, 8)),
         (recurrence(256, 64), PiecesTile(32, 8)),
-        (recurrence(12, 10), PiecesTile(16, 4)),
+        (recurrence(12, 10), PiecesTile(32, 4)),
     ],
     ids=str,
 )

@@ -1,0 +1,301 @@
+"""Linear attention: us of a call beside flash-linear-attention and the bound of reading, for prompts and for decoding.
+
+    python -m benchmarks.attention.bench_linear                      # all cells
+    python -m benchmarks.attention.bench_linear --cells decode       # those whose names contain a word
+    python -m benchmarks.attention.bench_linear --tiny               # on a CPU: small sizes, which show only that it runs
+
+Cells of prompts are `gated_delta_rule` with query and key norms, and `ssd`, in the functional form with the final state; "8x4096"
+are eight packed sequences. Cells of decoding are one token for each sequence in the form of the engine, which reads a page of the
+state and the tail behind it: the convolution of q, k and v with its activation, and the recurrence. Half a page stands in the
+tail. Peers: "fla", flash-linear-attention's functions for the same (`chunk_gated_delta_rule`, `causal_conv1d_update` with
+`fused_recurrent_gated_delta_rule`, `chunk_simple_gla`, `fused_recurrent_simple_gla`), if it is installed; "bound", for decoding:
+the bytes that the form of the engine must read, by the bandwidth that is measured in the same run. Results are compared with
+PyTorch in float64 first. Results go to results/linear.jsonl in the form of measure.py. Left out: models (bench_engine.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.measure import Results, graph_microseconds, milliseconds, read_bandwidth
+from fa_serve import ops
+
+ROOT = Path(__file__).parents[2]
+PAGE = 16
+"""Tokens of a page of the KV cache."""
+WIDTH = 4
+"""Inputs of the convolution that a row sees."""
+GATE = 2e-2
+"""The largest difference from float64 that passes, as a part of the largest value."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Key heads, value heads (or heads and groups of SSD), and the two sizes of a state."""
+
+    keys: int
+    values: int
+    dim: int = 128
+    dim_v: int = 128
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured. prompts: (sequences, rows)"""
+
+    device: str
+    dtype: torch.dtype
+    delta: tuple[Heads, ...]
+    ssd: tuple[Heads, ...]
+    prompts: tuple[tuple[int, int], ...]
+    batches: tuple[int, ...]
+
+
+FULL = Sizes(
+    "cuda",
+    torch.bfloat16,
+    (Heads(16, 32), Heads(2, 8)),
+    (Heads(1, 80, 128, 64),),
+    ((1, 2048), (1, 8192), (1, 65536), (8, 4096)),
+    (1, 16, 64, 256),
+)
+TINY = Sizes("cpu", torch.float32, (Heads(1, 2, 16, 16),), (Heads(1, 2, 16, 16),), ((1, 100), (2, 50)), (1, 3))
+
+
+@dataclass(frozen=True)
+class Cell:
+    """ours returns what is checked with `exact`; fla is None without flash-linear-attention. num_bytes: read; 0 has no bound"""
+
+    name: str
+    ours: Callable[[], Tensor]
+    fla: Callable[[], object] | None
+    exact: Callable[[], Tensor] | None
+    num_bytes: int
+    in_graph: bool
+
+
+def fla_function(module: str, name: str) -> Any:
+    """A function of flash-linear-attention, or None if it is not installed."""
+    if not torch.cuda.is_available() or importlib.util.find_spec("fla") is None:
+        return None
+    return getattr(importlib.import_module(module), name)
+
+
+def delta_inputs(heads: Heads, batch: int, rows: int, sizes: Sizes) -> dict[str, Tensor]:
+    make = partial(torch.randn, device=sizes.device, dtype=sizes.dtype)
+    return {
+        "q": make(batch, rows, heads.keys, heads.dim),
+        "k": make(batch, rows, heads.keys, heads.dim),
+        "v": make(batch, rows, heads.values, heads.dim_v),
+        "g": -torch.rand(batch, rows, heads.values, device=sizes.device),
+        "beta": make(batch, rows, heads.values).sigmoid(),
+    }
+
+
+def ssd_inputs(heads: Heads, batch: int, rows: int, sizes: Sizes) -> dict[str, Tensor]:
+    make = partial(torch.randn, device=sizes.device, dtype=sizes.dtype)
+    return {
+        "x": make(batch, rows, heads.values, heads.dim_v),
+        "dt": make(batch, rows, heads.values),
+        "a": -torch.rand(heads.values, device=sizes.device) - 0.1,
+        "b": make(batch, rows, heads.keys, heads.dim) * heads.dim**-0.5,
+        "c": make(batch, rows, heads.keys, heads.dim),
+    }
+
+
+def in_float64(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same inputs on the CPU; rows beyond 256 are left out, which no earlier row depends on."""
+    return {name: (x[:, :256] if x.dim() > 1 else x).double().cpu() for name, x in inputs.items()}
+
+
+def prompt_cells(sizes: Sizes) -> Iterator[Cell]:
+    chunk_delta = fla_function("fla.ops.gated_delta_rule", "chunk_gated_delta_rule")
+    chunk_gla = fla_function("fla.ops.simple_gla", "chunk_simple_gla")
+    for count, rows in sizes.prompts:
+        bounds = torch.arange(count + 1, dtype=torch.int32, device=sizes.device) * rows
+        packed: dict[str, Any] = {"cu_seqlens": bounds} if count > 1 else {}
+        theirs = {name: x.long() for name, x in packed.items()}
+        for heads in sizes.delta:
+            inputs = delta_inputs(heads, 1, count * rows, sizes)
+            call = partial(ops.gated_delta_rule, **inputs, use_qk_l2norm=True, output_final_state=True, **packed)
+            options: dict[str, Any] = {"use_qk_l2norm_in_kernel": True, "output_final_state": True}
+            fla = chunk_delta and partial(chunk_delta, **inputs, **options, **theirs)
+            short = in_float64(inputs)
+            exact = partial(ops.gated_delta_rule, **short, use_qk_l2norm=True) if count == 1 else None
+            name = f"prefill delta {heads.keys}/{heads.values} {count}x{rows}"
+            yield Cell(name, partial(first_of, call), fla, exact and partial(first_of, exact), 0, False)
+        for heads in sizes.ssd:
+            inputs = ssd_inputs(heads, 1, count * rows, sizes)
+            call = partial(ops.ssd, **inputs, dt_softplus=True, output_final_state=True, **packed)
+            fla = chunk_gla and partial(gla_of_ssd, chunk_gla, inputs, output_final_state=True, **theirs)
+            exact = partial(ops.ssd, **in_float64(inputs), dt_softplus=True) if count == 1 else None
+            name = f"prefill ssd {heads.values} {count}x{rows}"
+            yield Cell(name, partial(first_of, call), fla, exact and partial(first_of, exact), 0, False)
+
+
+def first_of(call: Callable[[], tuple[Tensor, Tensor | None]]) -> Tensor:
+    return call()[0]
+
+
+def gla_of_ssd(function: Any, inputs: dict[str, Tensor], **options: Any) -> object:
+    """SSD as flash-linear-attention's `simple_gla`: the gates and values are formed before, and groups are repeated."""
+    x, dt, a, b, c = inputs.values()
+    steps = torch.nn.functional.softplus(dt.float())
+    repeats = x.shape[2] // b.shape[2]
+    b, c = (y.repeat_interleave(repeats, 2) for y in (b, c))
+    return function(c, b, (x * steps[..., None]).to(x.dtype), g=steps * a, scale=1.0, **options)
+
+
+def decode_cells(sizes: Sizes) -> Iterator[Cell]:
+    fused_delta = fla_function("fla.ops.gated_delta_rule", "fused_recurrent_gated_delta_rule")
+    fused_gla = fla_function("fla.ops.simple_gla", "fused_recurrent_simple_gla")
+    for batch in sizes.batches:
+        for heads in sizes.delta:
+            inputs = delta_inputs(heads, 1, batch, sizes)
+            rows = {name: x[0] for name, x in inputs.items()}
+            spec = ops.gated_delta_rule_state(rows["k"], rows["v"], rows["g"])
+            states = decoding_states(spec, batch, sizes)
+            channels = 2 * heads.keys * heads.dim + heads.values * heads.dim_v
+            mixed = torch.randn(batch, channels, device=sizes.device, dtype=sizes.dtype)
+            weight = torch.randn(channels, WIDTH, device=sizes.device, dtype=sizes.dtype)
+            conv_states = decoding_states(ops.causal_conv1d_state(mixed, weight), batch, sizes)
+            step = decoding_batch(batch, sizes)
+            ours = partial(step_of_layer, rows, mixed, weight, states, conv_states, step, heads)
+            fla = fused_delta and their_step_of_layer(fused_delta, inputs, mixed, weight, batch, heads)
+            num_bytes = state_bytes(spec, batch) + state_bytes(ops.causal_conv1d_state(mixed, weight), batch)
+            num_bytes += mixed.nbytes + weight.nbytes + rows["v"].nbytes
+            yield Cell(f"decode conv+delta {heads.keys}/{heads.values} {batch}", ours, fla, None, num_bytes, True)
+        for heads in sizes.ssd:
+            inputs = ssd_inputs(heads, 1, batch, sizes)
+            x, dt, a, b, c = (y[0] if y.dim() > 1 else y for y in inputs.values())
+            spec = ops.ssd_state(x, b)
+            states = decoding_states(spec, batch, sizes)
+            step = decoding_batch(batch, sizes)
+            ours = partial(ops.ssd_paged, x, dt, a, b, c, states, step, dt_softplus=True)
+            apart = {name: y.transpose(0, 1) if y.dim() > 1 else y for name, y in inputs.items()}
+            begin = torch.randn(batch, heads.values, heads.dim, heads.dim_v, device=sizes.device)
+            fla = fused_gla and partial(gla_of_ssd, fused_gla, apart, initial_state=begin, output_final_state=True)
+            num_bytes = state_bytes(spec, batch) + 2 * x.nbytes + b.nbytes + c.nbytes
+            yield Cell(f"decode ssd {heads.values} {batch}", ours, fla, None, num_bytes, True)
+
+
+def decoding_states(spec: ops.StateSpec, batch: int, sizes: Sizes) -> ops.StateTensors:
+    states = spec.allocate(batch, batch, PAGE, sizes.device)
+    for x in (states.pages, *states.tails):
+        x.normal_(std=0.05)
+    return states
+
+
+def decoding_batch(batch: int, sizes: Sizes) -> ops.StateBatch:
+    """One row of each sequence, in the middle of the page behind its state."""
+    make = partial(torch.arange, dtype=torch.int32, device=sizes.device)
+    own = make(batch)
+    return ops.StateBatch(
+        page_size=PAGE,
+        sources=own,
+        targets=torch.full_like(own, -1),
+        slots=own.long(),
+        cu_seqlens=make(batch + 1),
+        seqused_k=torch.full_like(own, 4 * PAGE + PAGE // 2),
+        chunks=torch.empty(0, 4, dtype=torch.int32, device=sizes.device),
+    )
+
+
+def state_bytes(spec: ops.StateSpec, batch: int) -> int:
+    """Bytes of a page and of half a page's rows of the tail, which a step reads, for each sequence."""
+    states = spec.allocate(1, 1, PAGE, "cpu")
+    tails = sum(x.nbytes // x.shape[1] * (PAGE // 2) for x in states.tails)
+    return batch * (states.pages.nbytes + tails)
+
+
+def step_of_layer(
+    rows: dict[str, Tensor],
+    mixed: Tensor,
+    weight: Tensor,
+    states: ops.StateTensors,
+    conv_states: ops.StateTensors,
+    step: ops.StateBatch,
+    heads: Heads,
+) -> Tensor:
+    """The convolution, and the recurrence of what it returns."""
+    mixed = ops.causal_conv1d_paged(mixed, weight, conv_states, step, activation="silu")
+    width = heads.keys * heads.dim
+    q, k, v = mixed.split([width, width, heads.values * heads.dim_v], 1)
+    q, k = (x.unflatten(1, (heads.keys, heads.dim)) for x in (q, k))
+    v = v.unflatten(1, (heads.values, heads.dim_v))
+    return ops.gated_delta_rule_paged(q, k, v, rows["g"], rows["beta"], states, step, use_qk_l2norm=True)
+
+
+def their_step_of_layer(
+    function: Any, inputs: dict[str, Tensor], mixed: Tensor, weight: Tensor, batch: int, heads: Heads
+) -> Callable[[], object]:
+    update = fla_function("fla.modules.causal_conv1d", "causal_conv1d_update")
+    cache = torch.zeros(batch, mixed.shape[1], WIDTH, device=mixed.device, dtype=mixed.dtype)
+    begin = torch.randn(batch, heads.values, heads.dim, heads.dim_v, device=mixed.device)
+    g, beta = (inputs[name].transpose(0, 1) for name in ("g", "beta"))
+    width = heads.keys * heads.dim
+
+    def step() -> object:
+        out = update(mixed[:, None], cache, weight=weight, activation="silu")[0]
+        q, k, v = out.view(batch, 1, -1).split([width, width, heads.values * heads.dim_v], 2)
+        q, k = (x.unflatten(2, (heads.keys, heads.dim)) for x in (q, k))
+        v = v.unflatten(2, (heads.values, heads.dim_v))
+        options = {"initial_state": begin, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
+        return function(q, k, v, g=g, beta=beta, **options)
+
+    return step
+
+
+def check(cell: Cell) -> None:
+    """End the benchmark if a result is not that of float64."""
+    if cell.exact is None:
+        return
+    expected = cell.exact()
+    found = cell.ours()[:, : expected.shape[1]].cpu().double()
+    difference = float((found - expected).abs().max() / expected.abs().max())
+    assert difference <= GATE, f"{cell.name} differs from float64 by {difference:.1e} of the largest value"
+
+
+def measure(cell: Cell, call: Callable[[], object]) -> float:
+    return graph_microseconds(call) if cell.in_graph else milliseconds(call) * 1e3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cells", default="", help="only cells whose names contain this")
+    parser.add_argument("--tiny", action="store_true", help="a CPU and small sizes; the times say nothing")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    args = parser.parse_args()
+    sizes = TINY if args.tiny else FULL
+    torch.manual_seed(0)
+    bandwidth = 1e8 if args.tiny else read_bandwidth() * 1e12
+    results = Results("linear", args.out)
+    print(f"{'us':44s} {'ours':>9s} {'fla':>9s} {'bound':>9s}")
+    for cells in (prompt_cells, decode_cells):
+        for cell in cells(sizes):
+            if args.cells not in cell.name:
+                continue
+            check(cell)
+            ours = measure(cell, cell.ours)
+            peers = {} if cell.fla is None else {"fla": measure(cell, cell.fla)}
+            if cell.num_bytes:
+                peers["bound"] = cell.num_bytes / bandwidth * 1e6
+            results.add(cell.name, "us", ours, peers)
+            theirs = " ".join(f"{peers[name]:9.1f}" if name in peers else f"{'-':>9s}" for name in ("fla", "bound"))
+            print(f"{cell.name:44s} {ours:9.1f} {theirs}", flush=True)
+    results.merge()
+    results.summarise()
+
+
+if __name__ == "__main__":
+    main()
