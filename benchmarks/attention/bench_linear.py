@@ -1,16 +1,17 @@
 """Linear attention: us of a call beside flash-linear-attention and the bound of reading, for prompts and for decoding.
 
     python -m benchmarks.attention.bench_linear                      # all cells
-    python -m benchmarks.attention.bench_linear --cells decode       # those whose names contain a word
+    python -m benchmarks.attention.bench_linear --cells decode,1x8192  # those whose names contain one of these
     python -m benchmarks.attention.bench_linear --tiny               # on a CPU: small sizes, which show only that it runs
 
-Cells of prompts are `gated_delta_rule` with query and key norms, and `ssd`, in the functional form with the final state; "8x4096"
-are eight packed sequences. Cells of decoding are one token for each sequence in the form of the engine, which reads a page of the
-state and the tail behind it: the convolution of q, k and v with its activation, and the recurrence. Half a page stands in the
-tail. Peers: "fla", flash-linear-attention's functions for the same (`chunk_gated_delta_rule`, `causal_conv1d_update` with
-`fused_recurrent_gated_delta_rule`, `chunk_simple_gla`, `fused_recurrent_simple_gla`), if it is installed; "bound", for decoding:
-the bytes that the form of the engine must read, by the bandwidth that is measured in the same run. Results are compared with
-PyTorch in float64 first. Results go to results/linear.jsonl in the form of measure.py. Left out: models (bench_engine.py).
+Cells of prompts are `gated_delta_rule` with query and key norms, and `ssd`, in the functional form with the final state;
+"8x4096" are eight packed sequences. Cells of decoding are one token for each sequence in the form of the engine, which reads a
+page of the state and the tail behind it: the convolution of q, k and v with its activation, and the recurrence. Half a page
+stands in the tail. Peers: "fla", flash-linear-attention's functions for the same (`chunk_gated_delta_rule`,
+`causal_conv1d_update` with `fused_recurrent_gated_delta_rule`, `chunk_simple_gla`, `fused_recurrent_simple_gla`), if it is
+installed, whose tuning takes minutes; "bound", for decoding: the bytes that the form of the engine must read, by the bandwidth
+that is measured in the same run. Results are compared with PyTorch in float64 first. Results go to results/linear.jsonl in the
+form of measure.py. Left out: models (bench_engine.py).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.measure import Results, graph_microseconds, milliseconds, read_bandwidth
+from benchmarks.measure import Cells, Results, graph_microseconds, milliseconds, read_bandwidth
 from fa_serve import ops
 
 ROOT = Path(__file__).parents[2]
@@ -272,7 +273,8 @@ def measure(cell: Cell, call: Callable[[], object]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cells", default="", help="only cells whose names contain this")
+    parser.add_argument("--cells", default="", help="only cells whose names contain one of these, separated by commas")
+    parser.add_argument("--budget", type=float, default=1e9, help="seconds after which no further cell begins")
     parser.add_argument("--tiny", action="store_true", help="a CPU and small sizes; the times say nothing")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     args = parser.parse_args()
@@ -280,10 +282,11 @@ def main() -> None:
     torch.manual_seed(0)
     bandwidth = 1e8 if args.tiny else read_bandwidth() * 1e12
     results = Results("linear", args.out)
+    wanted = Cells(args.cells, args.budget)
     print(f"{'us':44s} {'ours':>9s} {'fla':>9s} {'bound':>9s}")
     for cells in (prompt_cells, decode_cells):
         for cell in cells(sizes):
-            if args.cells not in cell.name:
+            if not wanted.takes(cell.name):
                 continue
             check(cell)
             ours = measure(cell, cell.ours)
@@ -293,6 +296,7 @@ def main() -> None:
             results.add(cell.name, "us", ours, peers)
             theirs = " ".join(f"{peers[name]:9.1f}" if name in peers else f"{'-':>9s}" for name in ("fla", "bound"))
             print(f"{cell.name:44s} {ours:9.1f} {theirs}", flush=True)
+    wanted.report()
     results.merge()
     results.summarise()
 

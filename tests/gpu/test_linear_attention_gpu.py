@@ -100,6 +100,26 @@ def test_heads_of_models(batch: int, seqlen: int, by_channel: bool) -> None:
     assert (final - state).abs().max() <= 0.02 * state.abs().max()
 
 
+@pytest.mark.parametrize("heads", [(16, 16), (32, 32), (64, 16), (16, 64), (64, 64), (128, 32)], ids=str)
+@every_dtype
+def test_sizes_of_heads(heads: tuple[int, int], dtype: torch.dtype) -> None:
+    """Two packed sequences with keys that are alike, so that every product of the triangular system counts."""
+    dim, dim_v = heads
+    torch.manual_seed(0)
+    q, k = (torch.randn(2, 100, 2, dim, device="cuda") + 1).to(dtype)
+    v = torch.randn(100, 4, dim_v, device="cuda").to(dtype)
+    g = -torch.rand(100, 4, device="cuda")
+    beta = torch.rand(100, 4, device="cuda").to(dtype)
+    bounds = torch.tensor([0, 5, 100], dtype=torch.int32, device="cuda")
+    given = [x[None] for x in (q, k, v, g, beta)]
+    out, final = ops.gated_delta_rule(*given, use_qk_l2norm=True, output_final_state=True, cu_seqlens=bounds)
+    inputs = MatrixInputs(*(x.double() for x in (q, k, v, g, beta)), None, None, TimeSteps(), dim**-0.5, True)
+    expected, states = fallback.matrix_rule(inputs, Sequences(1, 100, bounds), None)
+    assert final is not None
+    assert (out[0] - expected).abs().max() <= 4 * bound(expected, dtype)
+    assert (final - states).abs().max() <= 4 * bound(states, dtype)
+
+
 @every_kind
 def test_nothing_waits_for_the_device(kind: Kind, no_synchronisation: Callable[[], AbstractContextManager[None]]) -> None:
     """A step, and the functional form of packed sequences, once they are planned."""

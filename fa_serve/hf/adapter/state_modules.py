@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from math import inf
 from typing import Any
@@ -64,6 +64,29 @@ def _own_forward(module: nn.Module) -> Any:
     return inspect.unwrap(type(module).forward)
 
 
+def _own_forward_with(module: nn.Module, functions: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
+    """The code of a module's own forward, which takes the module first, with other functions under these names."""
+    own = _own_forward(module)
+    forward = types.FunctionType(
+        own.__code__, {**own.__globals__, **functions}, own.__name__, own.__defaults__, own.__closure__
+    )
+    forward.__kwdefaults__ = own.__kwdefaults__
+    return forward
+
+
+def reference_forward(module: nn.Module) -> Callable[..., Any]:
+    """A module's own forward with transformers' PyTorch code of its recurrences.
+
+    Where flash-linear-attention, causal-conv1d or mamba-ssm is installed, transformers puts their functions in the place of its
+    code. They round products to TF32 or bfloat16, so that nothing can be proven equal to them.
+    """
+    functions = _own_forward(module).__globals__
+    names = exchanged_functions(module)
+    return partial(
+        _own_forward_with(module, {name: inspect.unwrap(functions[name]) for name in names if name in functions}), module
+    )
+
+
 class SeatedMixer:
     """The forward of a module with a state, with recurrences of `fa_serve.ops`.
 
@@ -79,12 +102,7 @@ class SeatedMixer:
             raise UnsupportedModelError(f"{type(module).__name__} keeps a state by code that has no replacement")
         self.module = module
         self.number = number
-        own = _own_forward(module)
-        exchanged = {name: partial(FUNCTIONS[name], self._compute) for name in names}
-        self._forward = types.FunctionType(
-            own.__code__, {**own.__globals__, **exchanged}, own.__name__, own.__defaults__, own.__closure__
-        )
-        self._forward.__kwdefaults__ = own.__kwdefaults__
+        self._forward = _own_forward_with(module, {name: partial(FUNCTIONS[name], self._compute) for name in names})
         self._states: ComputesStates | None = None
         self._num_calls = 0
         self.cu_seqlens: Tensor | None = None

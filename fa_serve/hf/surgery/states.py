@@ -2,7 +2,7 @@
 
     seat_states(model)               # raises UnsupportedModelError for a module that would compute something else
 
-The proof compares a float32 copy of a module, which computes whole sequences by its own code, with its seated form. That
+The proof compares a float32 copy of a module, which computes whole sequences by transformers' code, with its seated form. That
 computes the same sequences in steps of the engine: packed, in chunks that store states, one by one, with rows that a later
 step overwrites, and over the end of a page. What was not written is NaN, so that a row which reads it differs.
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fa_serve import ops
-from fa_serve.hf.adapter.state_modules import SeatedMixer, find_state_modules
+from fa_serve.hf.adapter.state_modules import SeatedMixer, find_state_modules, reference_forward
 from fa_serve.hf.adapter.step_cache import ComputesStates, PagedStates, StateProbe, StepCache
 from fa_serve.hf.surgery.proof import (
     AttentionRecorder,
@@ -105,7 +105,7 @@ def _prove(module: nn.Module, inputs: LayerInputs) -> None:
     original = float32_copy(module)
     wide = inputs.in_float32()
     hidden = [_mixed(wide.hidden[0], length, seed) for seed, length in enumerate(LENGTHS)]
-    expected = [_run(original, wide, x, None) for x in hidden]
+    expected = [_run(reference_forward(original), wide, x, None) for x in hidden]
     seated = SeatedMixer(original, 0)
     if not all(results_agree(_run(seated, wide, x, None), wanted) for x, wanted in zip(hidden, expected, strict=True)):
         raise NotReplacedError("whole sequences would change")

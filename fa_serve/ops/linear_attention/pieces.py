@@ -432,7 +432,7 @@ def _plan(inputs: MatrixInputs, num_seqs: int, num_chunks: int, ring: int, strid
         num_chunks * heads,
         varying=numbers,
         strides=strides,
-        fixed=(*sizes, block_k, min(64, power_of_2(max(dim_v, MIN_COLUMNS))), precision),
+        fixed=(*sizes, block_k, MIN_COLUMNS, precision),
         options={"num_warps": tile.num_warps},
     )
     pass_states = Launch(

@@ -7,10 +7,9 @@ from typing import NamedTuple
 from fa_serve.launching.sizes import power_of_2
 from fa_serve.ops.linear_attention.problem import FEW_ROWS, Recurrence
 
-
-MIN_COLUMNS = 32
-"""The fewest columns of a matrix that wgmma multiplies by operands in registers. With 16 columns, the code of Triton 3.6 reads
-the wrong shared memory on Hopper."""
+MIN_COLUMNS = 64
+"""The fewest columns of the matrices that `_prepare_pieces` multiplies by operands in registers. With 16 or 32 columns and 4
+warps, wgmma as Triton 3.6 writes it reads the wrong shared memory on Hopper; with 8 warps, or 64 columns, it does not."""
 
 
 class FewRowsTile(NamedTuple):
@@ -44,7 +43,7 @@ def pieces_tile(recurrence: Recurrence) -> PiecesTile:
     In 4 warps, keys of 256 and gates by channel would spill, and so would everything where NVIDIA GPUs multiply without wgmma.
     """
     fits_4_warps = recurrence.dim <= 128 and not recurrence.by_channel and recurrence.arch in (0, 90)
-    return PiecesTile(MIN_COLUMNS, 4 if fits_4_warps else 8)
+    return PiecesTile(32, 4 if fits_4_warps else 8)
 
 
 def without_tile(recurrence: Recurrence) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import sys
 from typing import Any
 
 import pytest
@@ -83,6 +85,31 @@ def test_a_module_that_computes_something_else_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match=r"Lfm2ForCausalLM keeps states that cannot be paged \(Doubled: its linear"):
         seat_states(model)
     assert "forward" not in vars(layer.conv)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [("qwen3.5", "torch_chunk_gated_delta_rule"), ("lfm2", "causal_conv1d_fn"), ("jamba", "mamba_selective_scan")],
+)
+def test_packages_that_round_otherwise_do_not_matter(name: str, function: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers takes the functions of flash-linear-attention, causal-conv1d and mamba-ssm where they are installed."""
+    model = BY_NAME[name].build()
+    model.set_attn_implementation("fa_serve")
+    (module, *_) = find_state_modules(model)
+    functions = sys.modules[type(module).__module__].__dict__
+    own = functions[function]
+
+    @functools.wraps(own)
+    def rounded(*args: Any, **kwargs: Any) -> Any:
+        found = own(*args, **kwargs)
+        out, *rest = found if isinstance(found, tuple) else (found,)
+        out = out.bfloat16().to(out.dtype)
+        return (out, *rest) if isinstance(found, tuple) else out
+
+    monkeypatch.setitem(functions, function, rounded)
+    seat_states(model)
+    assert all(isinstance(vars(x)["forward"], SeatedMixer) for x in find_state_modules(model))
 
 
 @torch.no_grad()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from cross_compile import SHARED_BYTES, TARGETS, Kernel, compiling_for
@@ -101,17 +103,17 @@ def test_pieces(target: str) -> None:
         assert all(kernel.instructions["HGMMA"] for kernel in pieces if kernel.name != "_sum_gates")
 
 
-def test_no_wgmma_of_16_columns() -> None:
-    """Keys and values of a few numbers: with 16 columns, Triton 3.6 makes code that reads the wrong shared memory."""
+def test_no_wgmma_of_few_columns() -> None:
+    """Keys and values of a few numbers: with 16 or 32 columns and 4 warps, Triton 3.6 reads the wrong shared memory."""
     with compiling_for("sm90") as found:
         q = bf16(2, 12)
         v = bf16(2, 10)
         g = torch.zeros(4, 2)
         states = ops.gated_delta_rule_state(q, v, g).allocate(2, 2, 16, "cpu")
         ops.gated_delta_rule_paged(q, q, v, g, bf16(2), states, batch(3))
-    pieces = [kernel for kernel in found if kernel.name in ("_prepare_pieces", "_pass_states")]
-    assert len(pieces) == 2
-    assert all("instrShape = [16, 16, 16]" not in kernel.binary.asm["ttgir"] for kernel in pieces)
+    (prepare,) = [kernel for kernel in found if kernel.name == "_prepare_pieces"]
+    shapes = re.findall(r"versionMajor = 3.*instrShape = \[16, (\d+), ", prepare.binary.asm["ttgir"])
+    assert set(shapes) == {"64"}
 
 
 @pytest.mark.parametrize("kernel", [_matrix_rows, _pass_states, _causal_conv, _scan_channels], ids=lambda x: x.fn.__name__)
