@@ -15,7 +15,7 @@ from fa_serve.ops.lora.problem import PAGE_RANKS, LoraBatch, LoraWeights
 
 @dataclass(frozen=True)
 class LoraCase:
-    """slots: that of each token, -1 for none. ranks: of the adapter in each slot. plain: (part, slot) without an adapter"""
+    """slots: that of each token, -1 for none. ranks: of the adapter in each slot. plain: (slot, part) without an adapter"""
 
     slots: tuple[int, ...]
     ranks: tuple[int, ...] = (4, 16, 40)
@@ -24,7 +24,7 @@ class LoraCase:
     norm: bool = False
     bias: bool = False
     dora: bool = False
-    plain: tuple[int, int] = (1, 0)
+    plain: tuple[int, int] = (0, 1)
     block_rows: int = 16
     padding: int = 2
 
@@ -43,8 +43,8 @@ def make_case(case: LoraCase, dtype: torch.dtype) -> tuple[Tensor, Tensor, LoraW
     a = torch.full((len(order), parts, PAGE_RANKS, case.k), torch.nan, dtype=dtype)
     b = torch.full((len(order), PAGE_RANKS, n), torch.nan, dtype=dtype)
     pages = torch.zeros(len(counts), max(counts), dtype=torch.int32)
-    scales = torch.rand(parts, len(counts), generator=draw) + 0.5
-    ones = torch.full((parts, len(counts)), -1, dtype=torch.int32)
+    scales = torch.rand(len(counts), parts, generator=draw) + 0.5
+    ones = torch.full((len(counts), parts), -1, dtype=torch.int32)
     factors = ones.clone()
     for slot, (rank, count) in enumerate(zip(case.ranks, counts, strict=True)):
         own = [order.pop() for _ in range(count)]
@@ -54,12 +54,12 @@ def make_case(case: LoraCase, dtype: torch.dtype) -> tuple[Tensor, Tensor, LoraW
         rows_a[:, :rank] = randn(parts, rank, case.k) / case.k**0.5
         rows_b[: rank + extra] = randn(rank + extra, n)
         if case.bias:
-            ones[:, slot] = rank
+            ones[slot] = rank
         if case.dora:
-            factors[:, slot] = rank + extra - 1
+            factors[slot] = rank + extra - 1
         a[own] = rows_a.view(parts, count, PAGE_RANKS, case.k).transpose(0, 1)
         b[own] = rows_b.view(count, PAGE_RANKS, n)
-    if parts > case.plain[0]:
+    if parts > case.plain[1]:
         scales[case.plain] = 0.0
     rows, tiles = tile_arrays(np.array(case.slots), case.block_rows)
     tiles = np.concatenate([tiles, np.zeros((case.padding, 3), dtype=np.int32)])
@@ -86,7 +86,7 @@ def exact_result(
         for part, width in enumerate(case.widths):
             columns = slice(column, column + width)
             column += width
-            scale = float(weights.scales[part, slot])
+            scale = float(weights.scales[slot, part])
             if slot < 0 or scale == 0.0:
                 continue
             pages = batch.pages[slot, : int(batch.num_pages[slot])].long()
@@ -94,9 +94,9 @@ def exact_result(
             b = weights.b[pages][:, :, columns].double().flatten(0, 1)
             u = a @ x[token]
             if case.bias:
-                u[weights.ones[part, slot]] = 1.0
+                u[weights.ones[slot, part]] = 1.0
             delta = scale * (u @ b)
             if case.dora:
-                delta += (y[token, columns] - bias[columns]) * b[weights.factors[part, slot]]
+                delta += (y[token, columns] - bias[columns]) * b[weights.factors[slot, part]]
             y[token, columns] += delta
     return y

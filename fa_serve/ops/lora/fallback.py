@@ -25,7 +25,7 @@ def torch_add_lora(
             given = torch.nn.functional.rms_norm(given, (x.shape[1],), norm.weight.to(wide) + norm.offset, norm.eps)
         column = 0
         for part, width in enumerate(weights.widths):
-            scale = float(weights.scales[part, slot])
+            scale = float(weights.scales[slot, part])
             columns = slice(column, column + width)
             column += width
             if scale == 0.0:
@@ -33,7 +33,7 @@ def torch_add_lora(
             a = weights.a[pages, part].reshape(-1, x.shape[1]).to(wide)
             b = weights.b[pages, :, columns].reshape(len(a), width).to(wide)
             u = given @ a.t() * scale
-            one, factor = int(weights.ones[part, slot]), int(weights.factors[part, slot])
+            one, factor = int(weights.ones[slot, part]), int(weights.factors[slot, part])
             if one >= 0:
                 u[:, one] = scale
             before = y[rows, columns].to(wide)

@@ -66,9 +66,9 @@ def _shrink(
     offset,
     stride_x,
     stride_page,
+    stride_slot,
     K: tl.constexpr,
     PARTS: tl.constexpr,
-    SLOTS: tl.constexpr,
     MAX_PAGES: tl.constexpr,
     PAGE: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -88,7 +88,7 @@ def _shrink(
     first = tl.load(tiles_ptr + 3 * tile + 1)
     count = tl.load(tiles_ptr + 3 * tile + 2)
     used = (count > 0) & (page < tl.load(num_pages_ptr + slot))
-    used = used & (tl.load(scales_ptr + part * SLOTS + slot) != 0.0)
+    used = used & (tl.load(scales_ptr + slot * stride_slot + part) != 0.0)
     needed = used
     if norm_ptr is not None:
         needed = needed | ((count > 0) & (page == 0) & (part == 0))
@@ -139,12 +139,12 @@ def _expand(
     eps,
     stride_y,
     stride_page,
+    stride_slot,
     K: tl.constexpr,
     N0: tl.constexpr,
     N1: tl.constexpr,
     N2: tl.constexpr,
     PARTS: tl.constexpr,
-    SLOTS: tl.constexpr,
     MAX_PAGES: tl.constexpr,
     PAGE: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -171,10 +171,10 @@ def _expand(
     slot = tl.load(tiles_ptr + 3 * tile)
     first = tl.load(tiles_ptr + 3 * tile + 1)
     count = tl.load(tiles_ptr + 3 * tile + 2)
-    scale = tl.load(scales_ptr + part * SLOTS + slot)
+    scale = tl.load(scales_ptr + slot * stride_slot + part)
     if (count > 0) & (scale != 0.0):
-        one = tl.load(ones_ptr + part * SLOTS + slot)
-        factor = tl.load(factors_ptr + part * SLOTS + slot)
+        one = tl.load(ones_ptr + slot * stride_slot + part)
+        factor = tl.load(factors_ptr + slot * stride_slot + part)
         i = tl.arange(0, BLOCK_ROWS)
         keep = i < count
         rows = tl.load(rows_ptr + first + i, mask=keep, other=0).to(tl.int64)
@@ -223,7 +223,7 @@ def launch_add_lora(
         weights.a.shape,
         weights.a.stride(0),
         weights.b.stride(0),
-        weights.scales.shape,
+        weights.scales.stride(0),
         weights.widths,
         batch.rows.shape,
         batch.tiles.shape,
@@ -246,7 +246,7 @@ def plan_add_lora(y: Tensor, x: Tensor, weights: LoraWeights, batch: LoraBatch, 
     """The launches for calls that look like this one."""
     num_tiles = len(batch.tiles)
     entries = len(batch.rows)
-    slots, max_pages = batch.pages.shape
+    max_pages = batch.pages.shape[1]
     parts = len(weights.widths)
     k = x.shape[1]
     widths = (*weights.widths, 0, 0)[:MAX_PARTS]
@@ -254,13 +254,13 @@ def plan_add_lora(y: Tensor, x: Tensor, weights: LoraWeights, batch: LoraBatch, 
     tile = choose_lora_tile(k, batch.block_rows, programs, multiprocessors(x.device, 132))
     precision = "ieee" if x.dtype == torch.float32 else "tf32"
     pdl = spec.has_programmatic_launch(spec.arch_of(x.device))
-    sizes = (parts, slots, max_pages, PAGE_RANKS, tile.splits, batch.block_rows)
+    sizes = (parts, max_pages, PAGE_RANKS, tile.splits, batch.block_rows)
     options = launch_options(pdl, 4)
     shrink = Launch(
         _shrink,
         programs * tile.splits,
         varying=(entries, 0.0 if norm is None else float(norm.offset)),
-        strides=(x.stride(0), weights.a.stride(0)),
+        strides=(x.stride(0), weights.a.stride(0), weights.scales.stride(0)),
         fixed=(k, *sizes, tile.block_k, precision, pdl),
         options=options,
     )
@@ -269,7 +269,7 @@ def plan_add_lora(y: Tensor, x: Tensor, weights: LoraWeights, batch: LoraBatch, 
         _expand,
         num_tiles * blocks,
         varying=(entries, 0.0 if norm is None else float(norm.eps)),
-        strides=(y.stride(0), weights.b.stride(0)),
+        strides=(y.stride(0), weights.b.stride(0), weights.scales.stride(0)),
         fixed=(k, *widths, *sizes, tile.block_n, precision, pdl),
         options=options,
     )
