@@ -156,6 +156,8 @@ class AdapterStore:
         self, adapter: Adapter, packed: PackedLora | None, slot: int, pages: list[int], launched: torch.Event | None
     ) -> PackedLora:
         if packed is None:
+            if adapter not in self._folders:
+                raise ParameterError("adapter", "be loaded, and it was unloaded before this request came to it", adapter.name)
             folder, facts = self._folders[adapter]
             packed = self.read(folder)
             if file_facts(folder) != facts:

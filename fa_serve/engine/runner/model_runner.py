@@ -28,9 +28,11 @@ from fa_serve.api import MAX_COPY_BYTES
 from fa_serve.engine.cache import tensors as kv_cache
 from fa_serve.engine.cache.block_table import BlockTable
 from fa_serve.engine.config import EngineConfig
+from fa_serve.engine.lora.store import AdapterStore
 from fa_serve.engine.runner.batch_arrays import BatchArrays, batch_arrays
 from fa_serve.engine.runner.cuda_graphs import Inputs, OnError, Shape, StepGraphs, pad, padding
 from fa_serve.engine.runner.deterministic import NUM_SPLITS, deterministic_mode
+from fa_serve.engine.runner.lora_arrays import StepAdapters, lora_arrays, lora_step, step_adapters
 from fa_serve.engine.runner.results import PendingResult, PromptSpan
 from fa_serve.engine.runner.sampler import SampleParams, TokenCounts, log_probabilities, sample, sampling_arrays
 from fa_serve.engine.runner.state_arrays import empty_state_arrays, state_arrays, state_batch
@@ -49,11 +51,12 @@ from fa_serve.hf import (
     take_scaled_experts,
     vocab_size,
 )
+from fa_serve.hf.lora.memory import LoraMemory, detach_adapters
 from fa_serve.hf.surgery.fuse.fusion import cached_layers, fuse_model, unfuse_model
 from fa_serve.hf.surgery.fuse.latent import PLAIN_TOKENS
 from fa_serve.hf.surgery.quantised.linear import QuantizedLinear
 from fa_serve.launching.compilations import num_compilations
-from fa_serve.ops import StateTensors
+from fa_serve.ops import PAGE_RANKS, StateTensors
 from fa_serve.spec import ParameterError
 
 log = logging.getLogger("fa_serve.engine")
@@ -126,6 +129,8 @@ class ModelRunner:
         self.eager = config.eager or self.device.type != "cuda"  # and with states, see below
         self.fuses = config.fusion and not config.eager and not config.deterministic
         unfuse_model(model)
+        detach_adapters(model)
+        self.adapters: AdapterStore | None = None
         self.max_num_seqs = config.max_num_seqs
         self._max_tokens = config.max_num_batched_tokens
         if self.fuses or config.deterministic:
@@ -216,6 +221,7 @@ class ModelRunner:
             # attention with these options plans for the longest prompt that is possible, not for the longest in the batch
             prompts=not self._options,
             on_error=self._on_graph_error,
+            lora=self.adapters is not None,
             fresh_tokens=PLAIN_TOKENS if any(layer.values_in_keys for layer in self.layers.values()) else None,
         )
         try:
@@ -235,6 +241,8 @@ class ModelRunner:
             self._graphs.close()
         self.kv_caches = {}
         self.states = {}
+        if self.adapters is not None:
+            self.adapters.close()
         if self.draft is not None:
             self.draft.close()
 
@@ -282,6 +290,9 @@ class ModelRunner:
         if self.state_memory:
             arrays |= empty_state_arrays(lengths)
         self._forward(self._inputs(send(arrays, self.device), queries, step.keys, fresh=fresh))
+        if self.adapters is not None:  # all tokens have the adapter of slot 0, which has no ranks yet
+            arrays |= lora_arrays(StepAdapters(np.zeros(step.num_tokens, dtype=np.int64), False, ()), np.zeros(0, np.int64), queries)
+            self._forward(self._inputs(send(arrays, self.device), queries, step.keys, fresh=fresh))
 
     def _sample_empty(self, variant: SamplingVariant) -> None:
         """Sample one row of equal logits with these parameters."""
@@ -298,6 +309,13 @@ class ModelRunner:
         prepared = self._prepared(Shape(1, 1, 1, 1), arrays, send(arrays | rows, self.device))
         masks = {0: np.full(-(-self.vocab_size // 32), -1, dtype=np.int32)} if variant.masked else None
         self.sample(Forward(prepared, logits, [sequence], logprob_rows, []), masks).read()
+
+    def add_adapters(self, config: EngineConfig) -> str:
+        """Make the memory of adapters, after `fuse` and before `allocate`. Returns what there is, for the report."""
+        pages = config.max_num_seqs * -(-config.max_lora_rank // PAGE_RANKS)
+        memory = LoraMemory(self.model, budget=config.lora_budget, max_rank=config.max_lora_rank, max_pages=pages)
+        self.adapters = AdapterStore(memory, config.lora_host_bytes)
+        return f"{memory.num_pages} pages of {PAGE_RANKS} ranks, {memory.bytes_per_page / 2**20:.4g} MiB each"
 
     def fit(self, config: EngineConfig, max_model_len: int) -> tuple[int, int]:
         """How many pages and states the device has room for beside the weights and the largest step.
@@ -355,7 +373,8 @@ class ModelRunner:
         )
         if self.states:
             arrays.inputs.update(state_arrays(batch))
-        prepared = self._prepare(arrays)
+        adapters = None if self.adapters is None else step_adapters(batch, self.adapters.pool.slot)
+        prepared = self._prepare(arrays, adapters)
         logits = self._run(prepared)[: len(arrays.sequences) + batch.num_prompt_logits]
         return Forward(prepared, logits, arrays.sequences, arrays.logprob_rows, arrays.prompt_spans)
 
@@ -392,21 +411,26 @@ class ModelRunner:
             logprobs = self._log_probabilities(logits[index], tokens[index], top)
         return PendingResult(tokens, wanted, logprobs, forward.prompt_spans, prompt_logprobs)
 
-    def _prepare(self, arrays: BatchArrays) -> PreparedBatch:
+    def _prepare(self, arrays: BatchArrays, adapters: StepAdapters | None = None) -> PreparedBatch:
         """Send the numbers of a step to the device: into the block of the graphs if there is a graph for the step."""
         others = arrays.sampling | self._block_table.changes() | arrays.rows
         shape = None
         padded: dict[str, NDArray[Any]] = {}
-        if self._graphs is not None:
-            shape = self._graphs.shape_of(arrays)
-            padded = {} if shape is None else pad(arrays.inputs, shape) | others
+        if self._graphs is not None and not (adapters is not None and adapters.is_eager):
+            shape = self._graphs.shape_of(arrays, adapters is not None)
+        queries = arrays.max_seqlen_q if shape is None else shape.queries
+        if adapters is not None:
+            arrays.inputs.update(lora_arrays(adapters, arrays.inputs["logits_indices"], queries))
+        if shape is not None:
+            padded = pad(arrays.inputs, shape) | others
         if self._graphs is not None and padded and packed_size(padded) <= len(self._graphs.block):
             sent = send(padded, self.device, self._graphs.block)
         else:
             shape = None
             sent = send(arrays.inputs | others, self.device)
         self._block_table.apply(sent)
-        inputs = shape or self._inputs(sent, arrays.max_seqlen_q, arrays.max_seqlen_k, fresh=arrays.fresh)
+        outer = () if adapters is None else adapters.outer
+        inputs = shape or self._inputs(sent, queries, arrays.max_seqlen_k, fresh=arrays.fresh, outer=outer)
         return self._prepared(inputs, arrays.sampling, sent)
 
     def _prepared(
@@ -425,13 +449,25 @@ class ModelRunner:
             ),
         )
 
-    def _inputs(self, fields: Mapping[str, Tensor], max_seqlen_q: int, max_seqlen_k: int, *, fresh: bool = False) -> Inputs:
-        """What the forward takes. fields: those of `cuda_graphs.padding`, on the device."""
+    def _inputs(
+        self,
+        fields: Mapping[str, Tensor],
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        *,
+        fresh: bool = False,
+        outer: tuple[int, ...] = (),
+    ) -> Inputs:
+        """What the forward takes. fields: those of `cuda_graphs.padding`, on the device; outer: as in `StepAdapters`"""
+        lora = None
+        if self.adapters is not None and "lora_tiles" in fields:
+            lora = lora_step(self.adapters.memory, fields, outer, max_seqlen_q)
         return Inputs(
             input_ids=fields["input_ids"],
             position_ids=fields["position_ids"],
             logits_indices=fields["logits_indices"],
             slots=fields["slots"],
+            lora=lora,
             paged=PagedBatch(
                 kv_caches=self.kv_caches,
                 slot_mapping=fields["slot_mapping"],
@@ -468,7 +504,8 @@ class ModelRunner:
         last = self._last_tokens[(-1 - inputs.input_ids).clamp(min=0)]
         input_ids = torch.where(inputs.input_ids < 0, last, inputs.input_ids)
         keeping = nullcontext() if self.draft is None else self.draft.keeping_features(inputs.paged)
-        with keeping, deterministic_mode(self._deterministic):
+        serving = nullcontext() if self.adapters is None else self.adapters.memory.holder.serving(inputs.lora)
+        with keeping, serving, deterministic_mode(self._deterministic):
             return paged_forward(self.model, input_ids, inputs.position_ids, inputs.paged, inputs.logits_indices)
 
     def _log_probabilities(self, logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, ...]:

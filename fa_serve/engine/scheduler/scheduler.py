@@ -90,7 +90,7 @@ class Scheduler:
         self.speculation = speculation or Speculation(0)
         self.prompt_share = prompt_share
         self.waiting = FairQueue()
-        self._seats = seats or AdapterSeats()
+        self._seats = AdapterSeats() if seats is None else seats
         self.running: list[SequenceState] = []
         self.sequences: dict[str, SequenceState] = {}
         self.num_preemptions = 0

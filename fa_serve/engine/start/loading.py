@@ -31,6 +31,7 @@ from fa_serve.engine.parallel.ranks import Alone, Ranks
 from fa_serve.engine.request.params import SamplingParams
 from fa_serve.engine.runner.cuda_graphs import OnError
 from fa_serve.engine.runner.model_runner import ModelRunner
+from fa_serve.engine.scheduler.adapter_seats import AdapterSeats
 from fa_serve.engine.scheduler.scheduler import Scheduler
 from fa_serve.engine.speculation.draft_head import load_head_runner
 from fa_serve.engine.speculation.draft_model import DraftModel
@@ -87,6 +88,8 @@ def load(
     check_attention_precision(runner.layers.values(), config.page_size, config.attention_precision)
     if runner.fuses:
         clock.end("fusion", f"{runner.fuse()} of {len(runner.layers)} layers are fused")
+    if config.lora_budget:
+        clock.end("adapters", runner.add_adapters(config))
     num_pages, max_model_len, num_states = sizes(config, runner, ranks)
     runner.allocate(num_pages, max_model_len, num_states or 0)
     states = f", {num_states} states of {runner.state_memory.bytes_per_state / 2**20:.4g} MiB" if num_states else ""
@@ -182,6 +185,7 @@ def make_scheduler(config: EngineConfig, runner: ModelRunner, salt: bytes) -> Sc
         window=runner.window,
         speculation=Speculation(config.max_drafts, drafter),
         prompt_share=config.prompt_share(),
+        seats=None if runner.adapters is None else AdapterSeats(runner.adapters.pool),
     )
 
 
