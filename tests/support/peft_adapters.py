@@ -1,8 +1,9 @@
-"""Adapters that peft makes for tiny models, and the tokens that peft's own forward generates with them."""
+"""Adapters that peft makes for tiny models, and what peft's own forward computes with them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +33,25 @@ def save_adapter(folder: Path, family: str = "llama", *, model: PreTrainedModel 
     return folder
 
 
-def peft_model(folder: Path, family: str = "llama", model: PreTrainedModel | None = None) -> PeftModel:
-    """The model as peft runs it with a saved adapter."""
-    return PeftModel.from_pretrained(model or make_model(family), str(folder)).eval()
+class PeftForwards:
+    """A model as peft runs it, with one of several saved adapters at a time."""
 
+    def __init__(self, model: PreTrainedModel, folders: Mapping[str, Path]) -> None:
+        name, *others = folders
+        self.model = PeftModel.from_pretrained(model, str(folders[name]), adapter_name=name).eval()
+        for other in others:
+            self.model.load_adapter(str(folders[other]), adapter_name=other)
 
-@torch.no_grad()
-def peft_tokens(model: Any, prompt: Sequence[int], max_tokens: int) -> list[int]:
-    """Greedy tokens by whole forwards, without a cache."""
-    ids: Tensor = torch.tensor([list(prompt)])
-    for _ in range(max_tokens):
-        ids = torch.cat([ids, model(input_ids=ids, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
-    return ids[0, len(prompt) :].tolist()
+    @torch.no_grad()
+    def logits(self, adapter: str | None, ids: Sequence[int]) -> Tensor:
+        """(tokens, vocab), of one forward without a cache. adapter: None is the base"""
+        with self.model.disable_adapter() if adapter is None else nullcontext():
+            if adapter is not None:
+                self.model.set_adapter(adapter)
+            found: Tensor = self.model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0]
+        return found
+
+    def choose(self, adapter: str | None, prompt: Sequence[int], answer: Sequence[int]) -> list[int]:
+        """The token that greedy takes after the prompt and each beginning of the answer: the answer, if it is greedy."""
+        tokens = self.logits(adapter, [*prompt, *answer[:-1]])[len(prompt) - 1 :].argmax(-1)
+        return tokens.tolist()
