@@ -180,7 +180,9 @@ class EngineConfig:
         if self.lora_budget and self.tensor_parallel > 1:
             raise ParameterError("lora", "be empty, and lora_bytes 0, with tensor_parallel above 1", self.tensor_parallel)
         if self.lora_budget and self.deterministic:
-            rule = "be empty, and lora_bytes 0, with deterministic=True: products with adapters depend on the other rows of a step"
+            rule = (
+                "be empty, and lora_bytes 0, with deterministic=True: products with adapters depend on the other rows of a step"
+            )
             raise ParameterError("lora", rule, self.lora)
         if self.lora and not self.lora_budget:
             raise ParameterError("lora", "be empty with lora_bytes 0", self.lora)

@@ -181,7 +181,7 @@ class Engine:
             outputs += self._launch(batch, begin)
         if self._steps.is_full or (self._steps.launched and not batch):
             outputs += self._commit()
-        elif not batch and self._runner.adapters is not None and self._scheduler.num_waiting:
+        elif not batch and self._runner.adapters is not None and self._scheduler.seats:
             self._runner.adapters.wait(LOAD_SECONDS)
         outputs += self._take_outputs()
         self._ranks.end_step()
@@ -192,7 +192,7 @@ class Engine:
         prompts: Sequence[str | Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        adapter: str | None | Sequence[str | None] = None,
+        adapter: str | Sequence[str | None] | None = None,
         progress: bool = False,
     ) -> list[Completion]:
         """The answers to all prompts, in the order of the prompts; the n answers to one prompt follow each other.
@@ -213,8 +213,8 @@ class Engine:
         if len(names) != len(prompts):
             raise ParameterError("adapter", f"be one name, or one for each of {len(prompts)} prompts", len(names))
         requests = [
-            self._process(*each, 0, None, None, self._adapter(name))
-            for *each, name in zip(ids, prompts, params, names, strict=True)
+            self._process(request_id, prompt, each, 0, None, None, self._adapter(name))
+            for request_id, prompt, each, name in zip(ids, prompts, params, names, strict=True)
         ]
         queue = deque(zip(ids, params, requests, strict=True))
         answers = JoinedOutputs()
@@ -291,7 +291,7 @@ class Engine:
 
     def _expire(self) -> list[RequestOutput]:
         """End the requests whose time is up."""
-        if not self._scheduler.has_deadlines:
+        if not self._scheduler.deadlines:
             return []
         now = self._ranks.broadcast("clock", time.monotonic)
         return [self._answers.output(sequence) for sequence in self._scheduler.expire(now)]

@@ -36,7 +36,9 @@ def make_case(case: LoraCase, dtype: torch.dtype) -> tuple[Tensor, Tensor, LoraW
     def randn(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=draw).to(dtype)
 
-    total, parts, n = len(case.slots), len(case.widths), sum(case.widths)
+    total = len(case.slots)
+    parts = len(case.widths)
+    n = sum(case.widths)
     extra = case.bias + case.dora
     counts = [-(-(rank + extra) // PAGE_RANKS) for rank in case.ranks]
     order = torch.randperm(sum(counts) + 1, generator=draw).tolist()

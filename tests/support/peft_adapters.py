@@ -17,7 +17,9 @@ ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 ALL = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
 
 
-def save_adapter(folder: Path, family: str = "llama", *, model: PreTrainedModel | None = None, seed: int = 0, **options: Any) -> Path:
+def save_adapter(
+    folder: Path, family: str = "llama", *, model: PreTrainedModel | None = None, seed: int = 0, **options: Any
+) -> Path:
     """Let peft write an adapter with random weights that change most tokens of the model."""
     given: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ALL} | options
     wrapped = get_peft_model(model or make_model(family), LoraConfig(init_lora_weights=False, **given))

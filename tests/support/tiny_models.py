@@ -53,7 +53,9 @@ CONFIGS = {
         | {"moe_layers": [1], "num_local_experts": 3, "num_experts_per_tok": 2, "intermediate_size_mlp": 40}
     ),
     # norms before and after each part, queries and keys normalised, and a scaled embedding
-    "gemma3": lambda: Gemma3TextConfig(**SIZES | {"sliding_window": 9, "sliding_window_pattern": 2, "query_pre_attn_scalar": 16}),
+    "gemma3": lambda: Gemma3TextConfig(
+        **SIZES | {"sliding_window": 9, "sliding_window_pattern": 2, "query_pre_attn_scalar": 16}
+    ),
     "gemma2": lambda: Gemma2Config(**SIZES | {"sliding_window": 9, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 5.0}),
 }
 

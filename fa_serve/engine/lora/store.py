@@ -7,9 +7,9 @@
     store.remove("french")                   # sequences that have it finish with it
 
 The tier on the host keeps adapters as they are copied to the device. If it is full, those that were asked for least recently
-are dropped, and read from their folder again when a sequence needs them. A folder whose files have changed meanwhile is refused:
-what was computed with the older files is in the prefix cache. On a GPU the copies run on a stream of their own, behind the
-steps that were launched before. Left out: who may load what, which is the server's business.
+are dropped, and read from their folder again when a sequence needs them. A folder whose files have changed is refused, because
+the prefix cache has what was computed with the older ones. On a GPU, copies have a separate stream, on which they wait
+for the steps that were launched before. Left out: who may load what, which is the server's business.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.lora.pool import Adapter, LoraPool
 from fa_serve.hf.lora.format import LoraAdapter, file_facts, read_adapter
 from fa_serve.hf.lora.memory import LoraMemory, PackedLora
+from fa_serve.ops import PAGE_RANKS
 from fa_serve.spec import ParameterError
 
 log = logging.getLogger("fa_serve.engine")
@@ -52,8 +55,21 @@ class AdapterStore:
         self._loads: dict[Adapter, Future[PackedLora]] = {}
         self._numbers = count(1)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="fa_serve-adapters")
-        self._stream = torch.cuda.Stream(memory.device) if memory.device.type == "cuda" else None
+        make_stream: Any = torch.cuda.Stream
+        self._stream = make_stream(memory.device) if memory.device.type == "cuda" else None
         self._changed = threading.Event()
+
+    @classmethod
+    def make(cls, model: Any, config: EngineConfig) -> AdapterStore:
+        """The store of a model whose layers are fused. Raises as `LoraMemory`."""
+        pages = config.max_num_seqs * -(-config.max_lora_rank // PAGE_RANKS)
+        memory = LoraMemory(model, budget=config.lora_budget, max_rank=config.max_lora_rank, max_pages=pages)
+        return cls(memory, config.lora_host_bytes)
+
+    def __str__(self) -> str:
+        """What there is, for the report of the start."""
+        memory = self.memory
+        return f"{memory.num_pages} pages of {PAGE_RANKS} ranks, {memory.bytes_per_page / 2**20:.4g} MiB each"
 
     @property
     def names(self) -> list[str]:

@@ -170,7 +170,9 @@ class StepGraphs:
         self._prompt_batches = [*(size for size in PROMPT_BATCHES if size < max_batch), max_batch]
         tokens = _rounded(max_tokens)
         self._largest = Shape(tokens, max_batch, tokens, max_keys)
-        self.block = torch.zeros(packed_size(padding(self._largest._replace(lora=lora))) + EXTRA_BYTES, dtype=torch.uint8, device=device)
+        self.block = torch.zeros(
+            packed_size(padding(self._largest._replace(lora=lora))) + EXTRA_BYTES, dtype=torch.uint8, device=device
+        )
         # by number of sequences, queries of one sequence when drafts are verified: as many as the fewest sequences may have
         smaller = [0, *self.sizes[:-1]]
         limits = {size: draft_limit(max_drafts, before + 1) for size, before in zip(self.sizes, smaller, strict=True)}

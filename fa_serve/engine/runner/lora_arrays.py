@@ -76,8 +76,14 @@ def lora_arrays(adapters: StepAdapters, logits_indices: NDArray[np.int64], queri
     return fields
 
 
-def lora_step(memory: LoraMemory, fields: Mapping[str, Tensor], outer: tuple[int, ...], queries: int) -> LoraStep:
-    """What the products of a step read. fields: those of `lora_arrays`, on the device; outer: as in `StepAdapters`"""
+def lora_step(memory: LoraMemory, fields: Mapping[str, Tensor], adapters: StepAdapters | None, queries: int) -> LoraStep | None:
+    """What the products of a step read; None if the step has none of the fields of `lora_arrays`.
+
+    fields: on the device; adapters: of a step without a CUDA graph
+    """
+    if "lora_tiles" not in fields:
+        return None
+    outer = () if adapters is None else adapters.outer
     batch = memory.batch(fields["lora_rows"], fields["lora_tiles"], tile_rows(queries))
     return LoraStep(batch, [(slot, fields[f"lora_tokens_{slot}"], fields[f"lora_logits_{slot}"]) for slot in outer])
 

@@ -35,7 +35,7 @@ from fa_serve.engine.runner.deterministic import NUM_SPLITS, deterministic_mode
 from fa_serve.engine.runner.lora_arrays import StepAdapters, lora_arrays, lora_step, step_adapters
 from fa_serve.engine.runner.results import PendingResult, PromptSpan
 from fa_serve.engine.runner.sampler import SampleParams, TokenCounts, log_probabilities, sample, sampling_arrays
-from fa_serve.engine.runner.state_arrays import empty_state_arrays, state_arrays, state_batch
+from fa_serve.engine.runner.state_arrays import check_settings_with_states, empty_state_arrays, state_arrays, state_batch
 from fa_serve.engine.runner.transfer import packed_size, send
 from fa_serve.engine.scheduler.scheduled_batch import ScheduledBatch
 from fa_serve.engine.scheduler.sequence import SequenceState
@@ -51,13 +51,12 @@ from fa_serve.hf import (
     take_scaled_experts,
     vocab_size,
 )
-from fa_serve.hf.lora.memory import LoraMemory, detach_adapters
+from fa_serve.hf.lora.memory import detach_adapters
 from fa_serve.hf.surgery.fuse.fusion import cached_layers, fuse_model, unfuse_model
 from fa_serve.hf.surgery.fuse.latent import PLAIN_TOKENS
 from fa_serve.hf.surgery.quantised.linear import QuantizedLinear
 from fa_serve.launching.compilations import num_compilations
-from fa_serve.ops import PAGE_RANKS, StateTensors
-from fa_serve.spec import ParameterError
+from fa_serve.ops import StateTensors
 
 log = logging.getLogger("fa_serve.engine")
 
@@ -139,7 +138,7 @@ class ModelRunner:
         self.layers, states = model_layers(model)
         self.state_memory = kv_cache.StateMemory(states, config.page_size, config.max_num_seqs)
         if states:
-            self._check_settings_with_states(config)
+            check_settings_with_states(type(model).__name__, config, drafting=drafting)
             seat_states(model)
             self.eager = True  # CUDA graphs of such steps are not built yet: `padding` has no fields for states
         self._deterministic = config.deterministic
@@ -168,15 +167,6 @@ class ModelRunner:
         layers = [*self.layers.values(), *(self.draft.layers.values() if self.draft else ())]
         lefts = [layer.window_size[0] for layer in layers]
         return None if min(lefts, default=-1) < 0 else max(lefts)
-
-    def _check_settings_with_states(self, config: EngineConfig) -> None:
-        """Refuse the settings that models with states do not have."""
-        name = type(self.model).__name__
-        if config.deterministic:
-            rule = f"be False for {name}, which keeps states: chunks of prompts and single tokens round them differently"
-            raise ParameterError("deterministic", rule, config.deterministic)
-        if self._drafting:
-            raise ParameterError("speculative", f"name a draft model that keeps no states, unlike {name}", config.speculative)
 
     def fuse(self) -> int:
         """Fuse layers, routers and shared experts of the model where that is possible. Returns how many layers are fused."""
@@ -291,7 +281,9 @@ class ModelRunner:
             arrays |= empty_state_arrays(lengths)
         self._forward(self._inputs(send(arrays, self.device), queries, step.keys, fresh=fresh))
         if self.adapters is not None:  # all tokens have the adapter of slot 0, which has no ranks yet
-            arrays |= lora_arrays(StepAdapters(np.zeros(step.num_tokens, dtype=np.int64), False, ()), np.zeros(0, np.int64), queries)
+            arrays |= lora_arrays(
+                StepAdapters(np.zeros(step.num_tokens, dtype=np.int64), False, ()), np.zeros(0, np.int64), queries
+            )
             self._forward(self._inputs(send(arrays, self.device), queries, step.keys, fresh=fresh))
 
     def _sample_empty(self, variant: SamplingVariant) -> None:
@@ -309,13 +301,6 @@ class ModelRunner:
         prepared = self._prepared(Shape(1, 1, 1, 1), arrays, send(arrays | rows, self.device))
         masks = {0: np.full(-(-self.vocab_size // 32), -1, dtype=np.int32)} if variant.masked else None
         self.sample(Forward(prepared, logits, [sequence], logprob_rows, []), masks).read()
-
-    def add_adapters(self, config: EngineConfig) -> str:
-        """Make the memory of adapters, after `fuse` and before `allocate`. Returns what there is, for the report."""
-        pages = config.max_num_seqs * -(-config.max_lora_rank // PAGE_RANKS)
-        memory = LoraMemory(self.model, budget=config.lora_budget, max_rank=config.max_lora_rank, max_pages=pages)
-        self.adapters = AdapterStore(memory, config.lora_host_bytes)
-        return f"{memory.num_pages} pages of {PAGE_RANKS} ranks, {memory.bytes_per_page / 2**20:.4g} MiB each"
 
     def fit(self, config: EngineConfig, max_model_len: int) -> tuple[int, int]:
         """How many pages and states the device has room for beside the weights and the largest step.
@@ -429,8 +414,7 @@ class ModelRunner:
             shape = None
             sent = send(arrays.inputs | others, self.device)
         self._block_table.apply(sent)
-        outer = () if adapters is None else adapters.outer
-        inputs = shape or self._inputs(sent, queries, arrays.max_seqlen_k, fresh=arrays.fresh, outer=outer)
+        inputs = shape or self._inputs(sent, queries, arrays.max_seqlen_k, fresh=arrays.fresh, adapters=adapters)
         return self._prepared(inputs, arrays.sampling, sent)
 
     def _prepared(
@@ -456,18 +440,15 @@ class ModelRunner:
         max_seqlen_k: int,
         *,
         fresh: bool = False,
-        outer: tuple[int, ...] = (),
+        adapters: StepAdapters | None = None,
     ) -> Inputs:
-        """What the forward takes. fields: those of `cuda_graphs.padding`, on the device; outer: as in `StepAdapters`"""
-        lora = None
-        if self.adapters is not None and "lora_tiles" in fields:
-            lora = lora_step(self.adapters.memory, fields, outer, max_seqlen_q)
+        """What the forward takes. fields: those of `cuda_graphs.padding`, on the device."""
         return Inputs(
             input_ids=fields["input_ids"],
             position_ids=fields["position_ids"],
             logits_indices=fields["logits_indices"],
             slots=fields["slots"],
-            lora=lora,
+            lora=None if self.adapters is None else lora_step(self.adapters.memory, fields, adapters, max_seqlen_q),
             paged=PagedBatch(
                 kv_caches=self.kv_caches,
                 slot_mapping=fields["slot_mapping"],

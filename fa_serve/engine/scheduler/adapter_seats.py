@@ -12,6 +12,8 @@ would otherwise never leave the pool. Left out: which adapter goes (lora/pool.py
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from fa_serve.engine.errors import RequestError
 from fa_serve.engine.lora.pool import Adapter, LoraPool
 from fa_serve.engine.scheduler.sequence import SequenceState
@@ -35,6 +37,11 @@ class AdapterSeats:
 
     def __len__(self) -> int:
         return len(self._unplaced) + len(self._loading)
+
+    def __iter__(self) -> Iterator[SequenceState]:
+        """The sequences that wait."""
+        yield from self._unplaced
+        yield from self._loading
 
     def __contains__(self, sequence: SequenceState) -> bool:
         return sequence in self._loading or sequence in self._unplaced

@@ -90,13 +90,13 @@ class Scheduler:
         self.speculation = speculation or Speculation(0)
         self.prompt_share = prompt_share
         self.waiting = FairQueue()
-        self._seats = AdapterSeats() if seats is None else seats
+        self.seats = AdapterSeats() if seats is None else seats
         self.running: list[SequenceState] = []
         self.sequences: dict[str, SequenceState] = {}
         self.num_preemptions = 0
         self._num_steps = 0
         self._slots = list(range(max_num_seqs - 1, -1, -1))
-        self._deadlines = Deadlines()
+        self.deadlines = Deadlines()
 
     def renewed(self) -> Scheduler:
         """A scheduler with the same settings and nothing else of this one, whose state is not to be trusted: see `abandon`."""
@@ -111,41 +111,31 @@ class Scheduler:
             window=self.window,
             speculation=self.speculation,
             prompt_share=None if self.prompt_share is None else self.prompt_share.renewed(),
-            seats=self._seats.renewed(),
+            seats=self.seats.renewed(),
         )
 
     def add(self, request: Request, timeout: float | None = None) -> SequenceState:
         """Queue a request. timeout: seconds after its arrival when its time is up"""
         sequence = SequenceState(request)
         self.sequences[request.request_id] = sequence
-        if self._seats.add(sequence):
+        if self.seats.add(sequence):
             self.waiting.add(sequence)
         if timeout is not None:
-            self._deadlines.add(request.arrival + timeout, sequence)
+            self.deadlines.add(request.arrival + timeout, sequence)
         return sequence
 
-    @property
-    def num_waiting(self) -> int:
-        """Sequences without a slot."""
-        return len(self.waiting) + len(self._seats)
-
     def seat(self) -> list[SequenceState]:
-        """Queue the sequences whose adapter is in memory now. Those whose adapter could not be loaded end; they are returned."""
-        joined, failed = self._seats.arrivals()
+        """Queue the sequences whose adapter is in memory now. Returns those that end, because theirs could not be loaded."""
+        joined, failed = self.seats.arrivals()
         for sequence in joined:
             self.waiting.add(sequence)
         for sequence, error in failed:
             self.finish(sequence, "error", error)
         return [sequence for sequence, _ in failed]
 
-    @property
-    def has_deadlines(self) -> bool:
-        """Whether `expire` may find anything."""
-        return bool(self._deadlines)
-
     def expire(self, now: float) -> list[SequenceState]:
         """End the sequences whose time is up. now: on the clock of their arrivals"""
-        late = self._deadlines.expired(now, len(self.sequences))
+        late = self.deadlines.expired(now, len(self.sequences))
         for sequence in late:
             self.finish(sequence, "error", LATE)
         return late
@@ -267,11 +257,11 @@ class Scheduler:
             self._prefix.withdraw(sequence, sequence.num_confirmed)
             self.waiting.settle(sequence, len(sequence.tokens) - sequence.num_at_start - sequence.num_expected)
             self._leave(sequence, sequence.num_confirmed)
-        elif sequence not in self._seats:
+        elif sequence not in self.seats:
             if sequence.num_at_start:  # it was preempted, and may have left pages that are not confirmed
                 self._prefix.withdraw_left(sequence)
             self.waiting.remove(sequence)
-        self._seats.remove(sequence)
+        self.seats.remove(sequence)
 
     def abandon(self, sequences: Iterable[SequenceState], error: RequestError) -> None:
         """End sequences without releasing anything: the state of this scheduler is not to be trusted, and it is given up."""
@@ -284,11 +274,9 @@ class Scheduler:
         self._prefix.check_integrity(self.running)
         assert sorted(self._slots + [sequence.slot for sequence in self.running]) == list(range(self.max_num_seqs))
         assert all(sequence.slot == -1 and not sequence.pages and not sequence.held_states for sequence in self.waiting)
-        seated = [sequence for sequence in self.sequences.values() if sequence in self._seats]
-        known = [*self.waiting, *self.running, *seated]
+        known = [*self.waiting, *self.running, *self.seats]
         assert sorted(self.sequences) == sorted(sequence.request.request_id for sequence in known)
-        assert len(seated) == len(self._seats)
-        self._seats.check_integrity()
+        self.seats.check_integrity()
         assert self.running == sorted(self.running, key=SequenceState.place), "the running sequences are out of order"
         self.waiting.check_integrity(self.running)
 

@@ -27,6 +27,7 @@ from fa_serve.engine.cache.states import StateTable
 from fa_serve.engine.cache.tensors import check_num_pages, check_num_states
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.events import PhaseClock
+from fa_serve.engine.lora.store import AdapterStore
 from fa_serve.engine.parallel.ranks import Alone, Ranks
 from fa_serve.engine.request.params import SamplingParams
 from fa_serve.engine.runner.cuda_graphs import OnError
@@ -89,7 +90,8 @@ def load(
     if runner.fuses:
         clock.end("fusion", f"{runner.fuse()} of {len(runner.layers)} layers are fused")
     if config.lora_budget:
-        clock.end("adapters", runner.add_adapters(config))
+        runner.adapters = AdapterStore.make(model, config)
+        clock.end("adapters", str(runner.adapters))
     num_pages, max_model_len, num_states = sizes(config, runner, ranks)
     runner.allocate(num_pages, max_model_len, num_states or 0)
     states = f", {num_states} states of {runner.state_memory.bytes_per_state / 2**20:.4g} MiB" if num_states else ""

@@ -159,7 +159,9 @@ def read_adapter(folder: str | Path, max_bytes: int = 1 << 40) -> LoraAdapter:
     config = _read_config(folder / CONFIG_FILE)
     weights = folder / WEIGHTS_FILE
     if not weights.is_file():
-        found = [path.name[:64] for path in sorted(folder.iterdir()) if path.suffix in (".bin", ".pt", ".pth", ".pkl", ".ckpt")][:4]
+        found = [
+            path.name[:64] for path in sorted(folder.iterdir()) if path.suffix in (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+        ][:4]
         rule = f"hold {WEIGHTS_FILE}; pickles are not read: save the adapter with safe_serialization=True"
         raise ParameterError("adapter", rule, found or "no such file")
     _check_header(weights, max_bytes)
@@ -262,10 +264,12 @@ def _read_tensors(path: Path) -> dict[tuple[str, str], Tensor]:
     found = {}
     try:
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():
+            for name in list(file.keys()):
                 match = _TENSOR.fullmatch(name)
                 if match is None:
-                    raise ParameterError("tensor", f"be named as peft names those of LoRA, {PREFIX}MODULE.lora_A.weight", _shown(name))
+                    raise ParameterError(
+                        "tensor", f"be named as peft names those of LoRA, {PREFIX}MODULE.lora_A.weight", _shown(name)
+                    )
                 dtype = file.get_slice(name).get_dtype()
                 if dtype not in DTYPES:
                     raise ParameterError(_shown(name), f"have one of the dtypes {', '.join(DTYPES)}", dtype)

@@ -31,7 +31,6 @@ from fa_serve.hf.lora.product import AdaptedLinear, LoraSite, StepHolder, dense_
 from fa_serve.hf.surgery.experts.mixtures import expert_modules
 from fa_serve.hf.surgery.fuse.latent import LatentAttention
 from fa_serve.hf.surgery.fuse.layer import FusedLayer, HeadsAttention
-from fa_serve.hf.surgery.fuse.parts import FusedProduct
 from fa_serve.hf.surgery.fuse.unit import FusedUnit
 from fa_serve.hf.surgery.quantised.linear import QuantizedLinear
 from fa_serve.ops import PAGE_RANKS, LoraWeights
@@ -111,7 +110,9 @@ class LoraMemory:
         self.num_pages = min(budget // self.bytes_per_page, max_pages)
         if self.num_pages < self.pages_per_adapter:
             least = self.pages_per_adapter * self.bytes_per_page
-            raise ParameterError("lora_bytes", f"be at least {least}, which one adapter of max_lora_rank {max_rank} takes", budget)
+            raise ParameterError(
+                "lora_bytes", f"be at least {least}, which one adapter of max_lora_rank {max_rank} takes", budget
+            )
         self.num_slots = min(self.num_pages, MAX_SLOTS)
         self._memory = torch.zeros(self.num_pages, self._elements, dtype=self.dtype, device=self.device)
         self._numbers = torch.zeros(3, self.num_slots, _STRIDE * len(self.sites), dtype=torch.int32, device=self.device)
@@ -158,11 +159,13 @@ class LoraMemory:
             site, part = self._parts[name]
             self._fill(pages, numbers, site, part, places[id(site)], low)
         if not bool(torch.isfinite(pages).all()):
-            raise ParameterError("adapter", f"have numbers that {str(self.dtype)[6:]} holds, the dtype of the model", "infinities")
+            raise ParameterError(
+                "adapter", f"have numbers that {str(self.dtype)[6:]} holds, the dtype of the model", "infinities"
+            )
         return PackedLora(pages, numbers, outer, any(low.magnitude is not None for low in inner.values()))
 
     def write(self, packed: PackedLora, slot: int, pages: Sequence[int]) -> None:
-        """Copy an adapter into these pages, which no step in flight reads. On a GPU this queues copies on the current stream."""
+        """Copy an adapter into these pages, which no step in flight reads. On a GPU this queues copies on its stream."""
         table = torch.zeros(self.pages_per_adapter, dtype=torch.int32)
         table[: len(pages)] = torch.tensor(list(pages), dtype=torch.int32)
         for page, source in zip(pages, packed.pages, strict=True):
@@ -186,7 +189,9 @@ class LoraMemory:
             rule = f"have matrices for a layer of {expected[1]} columns and {expected[0]} rows"
             raise ParameterError(name, rule, [list(low.a.shape), list(low.b.shape)])
         if low.magnitude is not None and dense_weight(site, part) is None:
-            raise ParameterError("use_dora", "be false for a model with quantised weights, whose rows have no exact norms", True)
+            raise ParameterError(
+                "use_dora", "be false for a model with quantised weights, whose rows have no exact norms", True
+            )
 
     def _fill(self, pages: Tensor, numbers: Tensor, site: LoraSite, part: int, place: _Place, low: LowRank) -> None:
         rank = low.rank
@@ -194,7 +199,7 @@ class LoraMemory:
         a = low.a.float()
         b = low.b.float()
         bias = None if low.bias is None else low.bias.float()
-        extra = []
+        extra: list[Tensor] = []
         factor = None
         if low.magnitude is not None:
             base = dense_weight(site, part)
@@ -257,15 +262,15 @@ def _attach(model: nn.Module, holder: StepHolder) -> Iterator[LoraSite]:
     skipped: set[nn.Module] = {model.get_output_embeddings()}  # type: ignore[operator]
     found: list[LoraSite] = []
 
-    def with_site(product: FusedProduct | None) -> FusedProduct | None:
+    def with_site(product: Any) -> Any:
+        """The product with a site; None for None."""
         if product is None:
             return None
         sizes = [linear_sizes(module) for module in product.modules]
-        assert all(sizes)
-        k = sizes[0][0]  # type: ignore[index]
+        assert sizes[0] is not None
         site = LoraSite(
             tuple(names[module] for module in product.modules),
-            k,
+            sizes[0][0],
             tuple(size[1] for size in sizes if size is not None),
             holder,
             product.modules,
@@ -274,7 +279,8 @@ def _attach(model: nn.Module, holder: StepHolder) -> Iterator[LoraSite]:
         skipped.update(product.modules)
         return product._replace(site=site)
 
-    for module in list(model.modules()):
+    modules: list[Any] = [*model.modules()]
+    for module in modules:
         fused: Any = vars(module).get("forward")
         if isinstance(fused, FusedLayer):
             attention: Any = fused.attention
@@ -284,20 +290,20 @@ def _attach(model: nn.Module, holder: StepHolder) -> Iterator[LoraSite]:
             elif isinstance(attention, LatentAttention):
                 attention = replace(attention, down=with_site(attention.down), q_up=with_site(attention.q_up))
             # what is left of the attention is not computed by its forward, such as the projection of latent vectors
-            skipped.update(module.self_attn.modules())  # type: ignore[operator, union-attr]
-            module.forward = replace(fused, attention=attention, **changes)  # type: ignore[assignment, arg-type]
+            skipped.update(module.self_attn.modules())
+            module.forward = replace(fused, attention=attention, **changes)
         elif isinstance(fused, FusedUnit):
-            module.forward = replace(fused, gate_up=with_site(fused.gate_up), down=with_site(fused.down))  # type: ignore[assignment, arg-type]
+            module.forward = replace(fused, gate_up=with_site(fused.gate_up), down=with_site(fused.down))
     for experts in expert_modules(model):
         skipped.update(experts.modules())
-    decoder: Any = model.get_decoder()  # type: ignore[operator]
-    for module in list(decoder.modules()):
+    modules = [*model.get_decoder().modules()]  # type: ignore[operator]
+    for module in modules:
         if module in skipped or "forward" in vars(module) or not names[module]:
             continue
         if isinstance(module, nn.Linear | QuantizedLinear) or type(module).__name__ == "Conv1D":
             sizes = linear_sizes(module)
             assert sizes is not None
             site = LoraSite((names[module],), sizes[0], (sizes[1],), holder, (module,))
-            module.forward = AdaptedLinear(partial(type(module).forward, module), site, getattr(module, "bias", None))  # type: ignore[assignment]
+            module.forward = AdaptedLinear(partial(type(module).forward, module), site, getattr(module, "bias", None))
             found.append(site)
     yield from found

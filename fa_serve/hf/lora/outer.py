@@ -37,7 +37,9 @@ class OuterPart(NamedTuple):
 
     def tensors(self) -> list[Tensor]:
         """The weights that take memory."""
-        return [x for x in (self.saved, *(() if self.low is None else (self.low.a, self.low.b, self.low.bias))) if x is not None]
+        return [
+            x for x in (self.saved, *(() if self.low is None else (self.low.a, self.low.b, self.low.bias))) if x is not None
+        ]
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> OuterPart:
         """The same with other tensors."""
@@ -74,13 +76,15 @@ class OuterModules:
         self.names = (names[self._embedding], names[self._head])
         for module, kind in ((self._embedding, AdaptedEmbedding), (self._head, AdaptedHead)):
             if "forward" not in vars(module):
-                module.forward = kind(partial(type(module).forward, module), module, self)  # type: ignore[assignment]
+                module.forward = kind(partial(type(module).forward, module), module, self)
 
     def pack(self, adapter: LoraAdapter) -> OuterWeights | None:
         """The weights of an adapter for both modules, on the host. Raises ParameterError for one that does not fit."""
         embedding_name, head_name = self.names
         parts = OuterWeights(
-            OuterPart(self._saved(adapter, self._embedding, embedding_name), self._low(adapter.embeddings, embedding_name, (1, 0))),
+            OuterPart(
+                self._saved(adapter, self._embedding, embedding_name), self._low(adapter.embeddings, embedding_name, (1, 0))
+            ),
             OuterPart(self._saved(adapter, self._head, head_name), self._low(adapter.modules, head_name, (0, 1))),
         )
         if unknown := [name for name in (*adapter.saved, *adapter.embeddings) if name not in self.names]:

@@ -4,7 +4,7 @@
 
 The projections of a fused layer are products whose `site` is set when there is a `LoraMemory`, and a linear layer outside of
 one gets the forward of `AdaptedLinear`. Where no token of a step has an adapter, both compute the base as if there were none.
-Otherwise the gate, the residual sum and the norm behind a product come after the adapters, in launches of their own.
+Otherwise the gate, the residual sum and the norm behind a product come after the adapters, in separate launches.
 
 Left out: how sites are found and filled (memory.py).
 """
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fa_serve import ops
 
@@ -76,12 +76,16 @@ class LoraSite:
         step = self.holder.step
         return None if step is None else step.tokens
 
-    def add(self, y: Tensor, x: Tensor, batch: ops.LoraBatch, *, norm: ops.Norm | None = None, bias: Tensor | None = None) -> Tensor:
+    def add(
+        self, y: Tensor, x: Tensor, batch: ops.LoraBatch, *, norm: ops.Norm | None = None, bias: Tensor | None = None
+    ) -> Tensor:
         """Add the adapters of the step to y = norm(x) @ weight.T + bias, in place."""
         assert self.weights is not None
         if len(y) != len(batch.rows):
             names = ", ".join(self.names)
-            raise RuntimeError(f"{names} multiplied {len(y)} rows in a step of {len(batch.rows)} tokens, so no row has an adapter")
+            raise RuntimeError(
+                f"{names} multiplied {len(y)} rows in a step of {len(batch.rows)} tokens, so no row has an adapter"
+            )
         return ops.add_lora(y, x, self.weights, batch, norm=norm, bias=bias)
 
 
@@ -145,13 +149,13 @@ class AdaptedLinear:
         return rows.view(y.shape)
 
 
-def linear_sizes(module: nn.Module) -> tuple[int, int] | None:
+def linear_sizes(module: Any) -> tuple[int, int] | None:
     """(columns, rows) of the weights of a linear layer, of Conv1D and of a quantised linear layer; None for other modules."""
     weight = getattr(module, "weight", None)
     if type(module).__name__ == "Conv1D" and isinstance(weight, Tensor) and weight.dim() == 2:
         return weight.shape[0], weight.shape[1]
     if hasattr(module, "in_features") and hasattr(module, "out_features"):
-        return int(module.in_features), int(module.out_features)  # type: ignore[call-overload]
+        return int(module.in_features), int(module.out_features)
     return None
 
 

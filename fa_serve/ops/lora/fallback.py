@@ -33,7 +33,8 @@ def torch_add_lora(
             a = weights.a[pages, part].reshape(-1, x.shape[1]).to(wide)
             b = weights.b[pages, :, columns].reshape(len(a), width).to(wide)
             u = given @ a.t() * scale
-            one, factor = int(weights.ones[slot, part]), int(weights.factors[slot, part])
+            one = int(weights.ones[slot, part])
+            factor = int(weights.factors[slot, part])
             if one >= 0:
                 u[:, one] = scale
             before = y[rows, columns].to(wide)
@@ -52,4 +53,3 @@ def _entries_by_slot(batch: LoraBatch) -> dict[int, Tensor]:
         if count:
             found.setdefault(slot, []).append(torch.arange(first, first + count))
     return {slot: torch.cat(parts) for slot, parts in found.items()}
-

@@ -26,7 +26,7 @@ class LoraWeights(NamedTuple):
         y += (y - base bias) * factor                 before that, for DoRA
 
     a:       (num_pages, parts, PAGE_RANKS, k), only the first stride is free
-    b:       (num_pages, PAGE_RANKS, n), only the first stride is free: the transposed B of each part in the columns of that part
+    b:       (num_pages, PAGE_RANKS, n), only the first stride is free: B^T of each part in the columns of that part
     scales:  (slots, parts) float32; 0 where an adapter leaves a part as it is
     ones:    (slots, parts) int32: the rank whose product with A counts as 1, so that its row of b is the bias of B; -1 for none
     factors: (slots, parts) int32: the rank whose row of b is the factor of DoRA less 1, and whose row of a is 0; -1 for none
