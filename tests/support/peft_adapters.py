@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ def save_adapter(
 ) -> Path:
     """Let peft write an adapter with random weights that change most tokens of the model."""
     given: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ALL} | options
-    wrapped = get_peft_model(model or make_model(family), LoraConfig(init_lora_weights=False, **given))
+    with ignored_advice():
+        wrapped = get_peft_model(model or make_model(family), LoraConfig(init_lora_weights=False, **given))
     draw = torch.Generator().manual_seed(seed)
     for name, parameter in wrapped.named_parameters():
         if "lora_magnitude" in name:
@@ -31,8 +33,17 @@ def save_adapter(
             parameter.data = torch.randn(parameter.shape, generator=draw) * 0.15
         elif "modules_to_save" in name:
             parameter.data += torch.randn(parameter.shape, generator=draw) * 0.2
-    wrapped.save_pretrained(str(folder))
+    with ignored_advice():
+        wrapped.save_pretrained(str(folder))
     return folder
+
+
+@contextmanager
+def ignored_advice() -> Iterator[None]:
+    """peft warns of everything that is not usual in training."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 class PeftForwards:
@@ -40,9 +51,10 @@ class PeftForwards:
 
     def __init__(self, model: PreTrainedModel, folders: Mapping[str, Path]) -> None:
         name, *others = folders
-        self.model = PeftModel.from_pretrained(model, str(folders[name]), adapter_name=name).eval()
-        for other in others:
-            self.model.load_adapter(str(folders[other]), adapter_name=other)
+        with ignored_advice():
+            self.model = PeftModel.from_pretrained(model, str(folders[name]), adapter_name=name).eval()
+            for other in others:
+                self.model.load_adapter(str(folders[other]), adapter_name=other)
 
     @torch.no_grad()
     def logits(self, adapter: str | None, ids: Sequence[int]) -> Tensor:

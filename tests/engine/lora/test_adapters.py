@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -79,3 +81,35 @@ def test_an_int4_base_has_adapters(make_engine, tmp_path) -> None:
         return dequantised(load(copy, dtype="float32"))
 
     check_alone_and_mixed(make_engine(model=load(copy, dtype="float32"), **LORA), save_all(tmp_path, base), base())
+
+
+VARIANTS = {
+    "dora": {"use_dora": True},
+    "bias": {"lora_bias": True},
+    "embedding": {"target_modules": [*ATTENTION, "embed_tokens"]},
+    "head": {"target_modules": [*ATTENTION, "lm_head"]},
+    "whole weights": {"target_modules": ATTENTION, "modules_to_save": ["lm_head", "embed_tokens"]},
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), [*product(["llama"], VARIANTS), ("gemma3", "embedding"), ("gemma3", "whole weights")]
+)
+def test_every_kind_of_adapter(make_engine, tmp_path, family, name) -> None:
+    """Beside plain adapters and the base. The embedding of gemma3 is scaled."""
+    folders = {
+        "special": save_adapter(tmp_path / "special", family, r=16, **VARIANTS[name]),
+        "plain": save_adapter(tmp_path / "plain", family, seed=1),
+    }
+    engine = make_engine(family, **LORA)
+    for adapter, folder in folders.items():
+        engine.load_adapter(adapter, folder)
+    peft = PeftForwards(make_model(family), folders)
+    prompts = random_prompts(6, longest=12)
+    names = ["special", "plain", None] * 2
+    for adapter, prompt, found in zip(names, prompts, engine.generate(prompts, GREEDY, adapter=names), strict=True):
+        assert found.token_ids == peft.choose(adapter, prompt, found.token_ids), adapter
+    logprobs = replace(GREEDY, prompt_logprobs=0)
+    [found] = engine.generate([prompts[0]], logprobs, adapter="special")
+    expected = peft.logits("special", prompts[0]).log_softmax(-1)[range(len(prompts[0]) - 1), prompts[0][1:]]
+    assert [x.logprob for x in found.prompt_logprobs[1:]] == pytest.approx(expected.tolist(), abs=2e-3)
