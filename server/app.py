@@ -94,7 +94,8 @@ def create_app(engine: AsyncEngine, settings: Settings) -> FastAPI:
     allowed = settings.allowed_hosts or (["localhost"] if settings.host in LOCAL_HOSTS and not keys else ["*"])
     if "*" not in allowed:
         guarded = Hosts(guarded, names=allowed)
-    guarded = Clients(guarded, keys=keys, costs=service.costs)
+    administrator = () if settings.admin_key is None else (settings.admin_key.get_secret_value(),)
+    guarded = Clients(guarded, keys=(*keys, *administrator), costs=service.costs)
     if provider is not None:
         guarded = Traces(guarded, provider=provider)
     if settings.log_slow is not None or provider is not None:

@@ -118,6 +118,12 @@ class Unauthorized(ApiError):
         return response
 
 
+class Forbidden(ApiError):
+    status = 403
+    type = "permission_error"
+    code = "forbidden"
+
+
 class NotFound(ApiError):
     status = 404
     type = "invalid_request_error"

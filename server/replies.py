@@ -142,6 +142,12 @@ class ModelCard(TypedDict):
     created: int
     owned_by: str
     max_model_len: int
+    parent: NotRequired[str]
+
+
+class AdapterReply(TypedDict):
+    lora_name: str
+    status: Literal["loaded", "unloaded"]
 
 
 class ModelList(TypedDict):

@@ -13,6 +13,7 @@ from pydantic_core import to_json
 
 import fa_serve
 
+from .adapters import require_administrator
 from .answers.answer import Answer
 from .answers.completion import CompletionAnswer
 from .answers.size import SMALL, TEXT, written_in_steps
@@ -26,8 +27,18 @@ from .dialects.responses_answer import ResponsesAnswer
 from .dialects.responses_replies import ResponseObject
 from .dialects.responses_request import ResponsesRequest
 from .errors import BadRequest, Unavailable
-from .replies import ChatCompletion, Completion, DetokenizeReply, ErrorReply, ModelCard, ModelList, TokenizeReply, TokenizerInfo
-from .schemas import CompletionRequest, DetokenizeRequest
+from .replies import (
+    AdapterReply,
+    ChatCompletion,
+    Completion,
+    DetokenizeReply,
+    ErrorReply,
+    ModelCard,
+    ModelList,
+    TokenizeReply,
+    TokenizerInfo,
+)
+from .schemas import CompletionRequest, DetokenizeRequest, LoadAdapterRequest, UnloadAdapterRequest
 from .service import Service
 
 PAGE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
@@ -121,17 +132,41 @@ def _reply(work: Callable[[], Coroutine[Any, Any, bytes]], service: Service) -> 
 
 @router.get("/v1/models", tags=["OpenAI"])
 async def models(service: Shared) -> ModelList:
-    """The one model that this server serves."""
+    """The model that this server serves, and its adapters."""
     service.require_ready()
-    return {"object": "list", "data": [service.model_card()]}
+    cards = [service.model_card(), *(service.model_card(name) for name in service.adapters.names())]
+    return {"object": "list", "data": cards}
 
 
 @router.get("/v1/models/{model:path}", tags=["OpenAI"])
 async def model(model: str, service: Shared) -> ModelCard:
-    """The model, if it is the one that this server serves."""
+    """The model, if it is the one that this server serves, or one of its adapters."""
     service.require_ready()
     service.require_model(model)
-    return service.model_card()
+    return service.model_card(None if model == service.model_name else model)
+
+
+@router.post("/v1/load_lora_adapter", response_model=AdapterReply, tags=["Administration"])
+async def load_lora_adapter(body: LoadAdapterRequest, request: Request) -> Response:
+    """Serve the adapter in a folder of the server under a name. A name that is in use gets the new adapter. Only for the
+    administrator's key."""
+    service = await _service(request)
+    require_administrator(request, service.settings)
+    service.require_ready()
+    if body.lora_name == service.model_name:
+        raise BadRequest("lora_name must not be the name of the model.", param="lora_name")
+    await service.adapters.load(body.lora_name, body.lora_path)
+    return JSONResponse({"lora_name": body.lora_name, "status": "loaded"})
+
+
+@router.post("/v1/unload_lora_adapter", response_model=AdapterReply, tags=["Administration"])
+async def unload_lora_adapter(body: UnloadAdapterRequest, request: Request) -> Response:
+    """Serve an adapter no more. Requests that have it finish. Only for the administrator's key."""
+    service = await _service(request)
+    require_administrator(request, service.settings)
+    service.require_ready()
+    await service.adapters.unload(body.lora_name)
+    return JSONResponse({"lora_name": body.lora_name, "status": "unloaded"})
 
 
 @router.post("/tokenize", response_model=TokenizeReply, tags=["Tokens"])

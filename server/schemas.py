@@ -65,6 +65,19 @@ class StructuredOutputs(StrictModel):
     grammar: NonEmpty | None = Field(None, description="A context-free grammar in Lark's notation.")
 
 
+class LoadAdapterRequest(StrictModel):
+    """Of /v1/load_lora_adapter: as vLLM has it."""
+
+    lora_name: str = Field(min_length=1, max_length=128)
+    lora_path: str = Field(min_length=1, max_length=4096, description="A folder on the server, as peft writes it.")
+
+
+class UnloadAdapterRequest(StrictModel):
+    """Of /v1/unload_lora_adapter."""
+
+    lora_name: str = Field(min_length=1, max_length=128)
+
+
 class SamplingRequest(StrictModel):
     """The fields that /v1/completions and /v1/chat/completions share. Null is the same as absent."""
 

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
 
+from .adapters import Adapters
 from .bounds.costs import Costs
 from .bounds.deadline_thread import DeadlineThread
 from .bounds.isolation import Isolation
@@ -51,6 +52,7 @@ class Service:
         self.settings = settings
         self.tokenization = Tokenization(engine, settings)
         self.isolation = Isolation(settings)
+        self.adapters = Adapters(engine, settings)
         self.metrics = Metrics(lambda: (self.engine.snapshots(), self.model_name) if self.running else None)
         self.scraped = ScrapedText(self.metrics.text)
         self.costs = Costs(self.metrics.delayed)
@@ -255,15 +257,19 @@ class Service:
         return self.settings.served_model_name or self.engine.model_name
 
     def require_model(self, name: str | None) -> None:
-        if name is not None and name != self.model_name:
+        if name is not None and name != self.model_name and not self.adapters.knows(name):
             message = f"The model {name[:MAX_NAME]!r} does not exist. This server serves {self.model_name!r}."
             raise NotFound(message, param="model", code="model_not_found")
 
-    def model_card(self) -> ModelCard:
-        return {
-            "id": self.model_name,
+    def model_card(self, adapter: str | None = None) -> ModelCard:
+        """The card of the model, or of one of its adapters."""
+        card: ModelCard = {
+            "id": adapter or self.model_name,
             "object": "model",
             "created": self.created,
             "owned_by": "fa_serve",
             "max_model_len": self.engine.max_model_len,
         }
+        if adapter is not None:
+            card["parent"] = self.model_name
+        return card

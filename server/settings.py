@@ -29,9 +29,10 @@ from .rules import rule_of
 if TYPE_CHECKING:
     from fa_serve.engine import EngineConfig
 
-SECRETS = ("api_keys",)
+SECRETS = ("api_keys", "admin_key")
 # The engine learns that a client has left only when it reads the abort, so its queue has room for more than the service admits.
 EXTRA_WAITING = 1024
+DEFAULT_LORA_BYTES = 1 << 30
 Items = Annotated[list[str], NoDecode]  # a comma-separated list in the environment
 
 
@@ -124,6 +125,26 @@ class Settings(BaseSettings):
     )
     seed: int | None = _option(None, "Seed for requests that have none; by default a random one.", "Engine")
 
+    lora: Items = _option(
+        [], "Adapters to serve, comma-separated: NAME=FOLDER. Clients ask for them by NAME in model.", "Adapters"
+    )
+    lora_folder: Path | None = _option(
+        None,
+        "Folder of adapters, each in a folder of its name: one is loaded when a client first asks for it, and again when its "
+        "files have changed.",
+        "Adapters",
+    )
+    lora_bytes: int | None = _option(
+        None,
+        "Bytes on the device for adapters; by default 1 GiB if --lora or --lora-folder is given, else 0, which serves none.",
+        "Adapters",
+        ge=0,
+    )
+    max_lora_rank: int = _option(64, "Largest rank of an adapter.", "Adapters", ge=1, le=4096)
+    lora_host_bytes: int = _option(
+        4 * 2**30, "Bytes in the host's memory for adapters that are not on the device.", "Adapters", ge=1
+    )
+
     host: str = _option("127.0.0.1", "Address to listen on.", "Network")
     port: int = _option(8000, "Port to listen on; 0 takes a free one.", "Network", ge=0, le=65535)
     allowed_hosts: Items = _option(
@@ -137,6 +158,9 @@ class Settings(BaseSettings):
     api_keys: Annotated[list[SecretStr], NoDecode] = _option([], "API keys, comma-separated (environment only).", "Access")
     api_key_file: Path | None = _option(
         None, "File with one API key in each line; a line that begins with # is a comment.", "Access"
+    )
+    admin_key: SecretStr | None = _option(
+        None, "Key of the administrator, who may load and unload adapters (environment only).", "Access"
     )
     allow_request_chat_template: bool = _option(False, "Allow requests to carry chat templates.", "Access")
     prefix_sharing: Literal["all", "key", "none"] = _option(
@@ -258,7 +282,7 @@ class Settings(BaseSettings):
         60.0, "Seconds that running requests have after SIGTERM; the process ends at most 5 s later.", "Limits", ge=0
     )
 
-    @field_validator("allowed_hosts", "cors_origins", "api_keys", mode="before")
+    @field_validator("allowed_hosts", "cors_origins", "api_keys", "lora", mode="before")
     @classmethod
     def _split(cls, value: Any) -> Any:
         items = [item.strip() for item in value.split(",") if item.strip()] if isinstance(value, str) else value
@@ -273,6 +297,13 @@ class Settings(BaseSettings):
             _check_key(key.get_secret_value(), f"key {number}")
         return keys
 
+    @field_validator("admin_key")
+    @classmethod
+    def _one_key(cls, key: SecretStr | None) -> SecretStr | None:
+        if key is not None:
+            _check_key(key.get_secret_value(), "admin_key")
+        return key
+
     @cached_property
     def all_keys(self) -> tuple[str, ...]:
         """The API keys of the environment and of the file. Raises ValueError for a bad key or none, and for no file."""
@@ -286,6 +317,8 @@ class Settings(BaseSettings):
         from fa_serve.engine import EngineConfig
 
         given = {field.name: getattr(self, field.name) for field in fields(EngineConfig)}
+        if self.lora_folder is not None and self.lora_bytes is None:
+            given["lora_bytes"] = DEFAULT_LORA_BYTES
         return EngineConfig(**given | {"max_waiting": self.max_waiting + EXTRA_WAITING})
 
 

@@ -8,6 +8,7 @@ sample (request/params.py) and everything about HTTP.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -67,6 +68,11 @@ class EngineConfig:
     grammar_timeout:        seconds after which the async engine gives up compiling a structured output
     grammar_memory:         bytes that compiling a structured output may take in the async engine
     max_stop_chars:         characters of all stop strings of a request together
+    lora:                   adapters to serve from the start, each as "NAME=FOLDER"
+    lora_bytes:             bytes of the memory of adapters on the device; 0 serves none, and None is 1 GiB if `lora` names any,
+                            else 0. Adapters of the embedding or the head may take as much again
+    max_lora_rank:          largest rank of an adapter, with one more for its bias and one for DoRA
+    lora_host_bytes:        bytes of adapters that are kept on the host, ready to be copied
     seed:                   seed of the seeds of requests that give none; None is different at each start
     """
 
@@ -100,6 +106,10 @@ class EngineConfig:
     grammar_timeout: float = 10.0
     grammar_memory: int = 256 << 20
     max_stop_chars: int = 4096
+    lora: Sequence[str] = ()
+    lora_bytes: int | None = None
+    max_lora_rank: int = 64
+    lora_host_bytes: int = 4 << 30
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -111,6 +121,8 @@ class EngineConfig:
             "max_num_batched_tokens",
             "max_model_len",
             "grammar_memory",
+            "max_lora_rank",
+            "lora_host_bytes",
         ):
             value = getattr(self, name)
             if value is None and name in ("num_pages", "max_model_len"):
@@ -123,6 +135,7 @@ class EngineConfig:
             value = getattr(self, name)
             if not _is_integer(value) or value < 0:
                 raise ParameterError(name, "be 0 or a positive integer", value)
+        self._check_lora()
         if isinstance(self.grammar_timeout, bool) or not self.grammar_timeout > 0:
             raise ParameterError("grammar_timeout", "be positive, in seconds", self.grammar_timeout)
         target = self.target_itl
@@ -159,9 +172,33 @@ class EngineConfig:
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0.0 < share <= 1.0:
             raise ParameterError("gpu_memory_utilization", "be above 0 and at most 1", share)
 
+    def _check_lora(self) -> None:
+        if self.lora_bytes is not None and (not _is_integer(self.lora_bytes) or self.lora_bytes < 0):
+            raise ParameterError("lora_bytes", "be 0 or a positive integer, or None", self.lora_bytes)
+        if isinstance(self.lora, str) or not all(isinstance(each, str) and "=" in each[1:] for each in self.lora):
+            raise ParameterError("lora", "be a list of texts NAME=FOLDER", self.lora)
+        if self.lora_budget and self.tensor_parallel > 1:
+            raise ParameterError("lora", "be empty, and lora_bytes 0, with tensor_parallel above 1", self.tensor_parallel)
+        if self.lora_budget and self.deterministic:
+            rule = (
+                "be empty, and lora_bytes 0, with deterministic=True: products with adapters depend on the other rows of a step"
+            )
+            raise ParameterError("lora", rule, self.lora)
+        if self.lora and not self.lora_budget:
+            raise ParameterError("lora", "be empty with lora_bytes 0", self.lora)
+
+    @property
+    def lora_budget(self) -> int:
+        """Bytes of the memory of adapters; 0 without adapters."""
+        if self.lora_bytes is None:
+            return (1 << 30) if self.lora else 0
+        return self.lora_bytes
+
     def for_drafts(self, model: str) -> EngineConfig:
         """The settings of the model or head that drafts. Drafts are checked, so they need no deterministic mode."""
-        return replace(self, model=model, speculative=None, deterministic=False, attention_precision="bf16")
+        return replace(
+            self, model=model, speculative=None, deterministic=False, attention_precision="bf16", lora=(), lora_bytes=0
+        )
 
     @property
     def model_name(self) -> str:

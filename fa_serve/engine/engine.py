@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +32,8 @@ from transformers.utils.logging import tqdm
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.errors import EngineDeadError, QueueFullError, RequestError
 from fa_serve.engine.events import OnPhase
+from fa_serve.engine.lora.pool import Adapter
+from fa_serve.engine.lora.store import AdapterStore
 from fa_serve.engine.parallel.leader import open_ranks
 from fa_serve.engine.parallel.ranks import OnLost, Ranks
 from fa_serve.engine.request.answers import Answers
@@ -47,6 +50,9 @@ from fa_serve.engine.structured.step_masks import StepMasks, grammar_ends, step_
 from fa_serve.spec import ParameterError
 
 log = logging.getLogger("fa_serve.engine")
+
+LOAD_SECONDS = 0.01
+"""How long a step without work waits at most for an adapter that is being loaded."""
 
 
 class Engine:
@@ -99,6 +105,8 @@ class Engine:
         self._counters = Counters()
         self._answers = Answers(self.tokenizer, self._counters, stop=lambda *ended: self._scheduler.stop(*ended))
         self._serial = count()
+        for each in self.config.lora:
+            self.load_adapter(*each.split("=", 1))
 
     def add_request(
         self,
@@ -110,6 +118,7 @@ class Engine:
         timeout: float | None = None,
         client: str | None = None,
         cache_salt: str | None = None,
+        adapter: str | None = None,
         matcher: Any = None,
     ) -> None:
         """Queue a request. After `timeout` seconds it ends with an error.
@@ -117,6 +126,7 @@ class Engine:
         params:   None are `default_params`
         priority: -1000 to 1000; of one client's requests, those with a lower value are served sooner
         client, cache_salt: clients take turns, and cached prefixes are shared with requests of the same salt only
+        adapter: name of a loaded adapter (`load_adapter`); None is the model itself
         matcher: what `grammars.matcher` returned for the structured output; without one it is compiled here
 
         Raises ParameterError for a prompt that is empty, too long or not of this vocabulary, for an id that is in use, and for
@@ -125,7 +135,7 @@ class Engine:
         if timeout is not None and not timeout > 0:
             raise ParameterError("timeout", "be positive, in seconds", timeout)
         params = params or self.default_params
-        requests = self._process(request_id, prompt, params, priority, client, cache_salt)
+        requests = self._process(request_id, prompt, params, priority, client, cache_salt, self._adapter(adapter))
         if len(requests) > self._room:
             raise QueueFullError(f"the queue is full: {self.config.max_waiting} requests wait already. Try again later")
         self.submit(request_id, params, requests, timeout, matcher)
@@ -157,7 +167,7 @@ class Engine:
         """Compute one step. Returns what requests gained, at most one output for each answer."""
         begin = time.monotonic()
         self._ranks.tell("step")
-        outputs = self._expire()
+        outputs = self._expire() + [self._answers.output(sequence) for sequence in self._scheduler.seat()]
         try:
             if self._steps.launched and self._scheduler.needs_results():
                 outputs += self._commit()
@@ -171,6 +181,8 @@ class Engine:
             outputs += self._launch(batch, begin)
         if self._steps.is_full or (self._steps.launched and not batch):
             outputs += self._commit()
+        elif not batch and self._runner.adapters is not None and self._scheduler.seats:
+            self._runner.adapters.wait(LOAD_SECONDS)
         outputs += self._take_outputs()
         self._ranks.end_step()
         return self._answers.merge(outputs)
@@ -180,11 +192,13 @@ class Engine:
         prompts: Sequence[str | Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        adapter: str | Sequence[str | None] | None = None,
         progress: bool = False,
     ) -> list[Completion]:
         """The answers to all prompts, in the order of the prompts; the n answers to one prompt follow each other.
 
         params:   for all prompts, or one for each; None are `default_params`
+        adapter:  name of a loaded adapter for all prompts, or one for each; None is the model itself
         progress: show a bar on stderr
 
         There may be more prompts than the queue holds. Outputs of other requests are lost. Raises ParameterError as
@@ -195,7 +209,14 @@ class Engine:
         for each in params:
             if each.structured is not None:
                 self.grammars.matcher(each.structured)
-        queue = deque(zip(ids, params, map(self._process, ids, prompts, params), strict=True))
+        names = [adapter] * len(prompts) if adapter is None or isinstance(adapter, str) else adapter
+        if len(names) != len(prompts):
+            raise ParameterError("adapter", f"be one name, or one for each of {len(prompts)} prompts", len(names))
+        requests = [
+            self._process(request_id, prompt, each, 0, None, None, self._adapter(name))
+            for request_id, prompt, each, name in zip(ids, prompts, params, names, strict=True)
+        ]
+        queue = deque(zip(ids, params, requests, strict=True))
         answers = JoinedOutputs()
         try:
             with tqdm(total=sum(each.n for each in params), unit="answer", disable=not progress) as bar:
@@ -209,6 +230,31 @@ class Engine:
             for request_id in ids:
                 self.abort(request_id)
         return [answers.completion(x, index) for x, each in zip(ids, params, strict=True) for index in range(each.n)]
+
+    def load_adapter(self, name: str, folder: str | Path) -> None:
+        """Serve the adapter in a folder, as peft writes it, under a name from now on.
+
+        A name that is in use gets the new adapter: running requests finish with the old one. Raises ParameterError for an
+        adapter that is broken, that fa_serve does not compute or that does not fit the model, and for an engine without
+        `lora_bytes`; OSError for files that cannot be read.
+        """
+        store = self.adapters
+        store.check_name(name)
+        store.add(name, folder, store.read(folder))
+
+    def unload_adapter(self, name: str) -> None:
+        """Serve no more requests with an adapter. Those that have it finish. Raises ParameterError for an unknown name."""
+        self.adapters.remove(name)
+
+    @property
+    def adapters(self) -> AdapterStore:
+        """The adapters by name. Raises ParameterError for an engine without memory for them."""
+        if self._runner.adapters is None:
+            raise ParameterError("lora_bytes", "be positive to serve adapters", self.config.lora_budget)
+        return self._runner.adapters
+
+    def _adapter(self, name: str | None) -> Adapter | None:
+        return None if name is None else self.adapters.find(name)
 
     def prepare_one(self) -> bool:
         """Capture one more graph. To be called when there is no request. Returns False if nothing is left."""
@@ -245,7 +291,7 @@ class Engine:
 
     def _expire(self) -> list[RequestOutput]:
         """End the requests whose time is up."""
-        if not self._scheduler.has_deadlines:
+        if not self._scheduler.deadlines:
             return []
         now = self._ranks.broadcast("clock", time.monotonic)
         return [self._answers.output(sequence) for sequence in self._scheduler.expire(now)]

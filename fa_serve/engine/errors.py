@@ -26,6 +26,7 @@ RequestErrorCode = Literal[
     "scheduler_failed",
     "engine_dead",
     "unread",
+    "adapter_failed",
     "replica_lost",
 ]
 
@@ -51,6 +52,7 @@ class RequestError:
         scheduler_failed  an exception in the scheduler, which ends all requests
         engine_dead       the engine was shut down or died
         unread            too many of its outputs waited for its consumer
+        adapter_failed    the request's adapter could not be loaded
         replica_lost      one of several engines died; the others go on
     message: one sentence for people
     """

@@ -11,6 +11,7 @@
     elementwise/    norms, activations, additions, rotary embeddings
     collectives/    sums over the ranks of tensor parallelism
     sampling/       tokens from logits
+    lora/           low-rank adapters of products, of which each token of a step may have another one
     linear_attention/   recurrences and short convolutions, whose functions are exported here as well
 
 Each function selects the backend for the device of its input and calls it. There are two backends: `triton_ops.py` (kernels,
@@ -60,6 +61,9 @@ from fa_serve.ops.linear_attention.problem import rg_lru_state as rg_lru_state
 from fa_serve.ops.linear_attention.problem import selective_scan_state as selective_scan_state
 from fa_serve.ops.linear_attention.problem import ssd_state as ssd_state
 from fa_serve.ops.linear_attention.problem import tail_rows as tail_rows
+from fa_serve.ops.lora.problem import PAGE_RANKS as PAGE_RANKS
+from fa_serve.ops.lora.problem import LoraBatch as LoraBatch
+from fa_serve.ops.lora.problem import LoraWeights as LoraWeights
 from fa_serve.ops.ops_backend import ACTIVATIONS as ACTIVATIONS
 from fa_serve.ops.ops_backend import ExpertWeights as ExpertWeights
 from fa_serve.ops.ops_backend import Gate as Gate
@@ -233,6 +237,20 @@ def add(x: Tensor, y: Tensor, *, alpha: float = 1.0) -> Tensor:
     Returns x.
     """
     return select_ops(x.device).add(x, y, alpha)
+
+
+def add_lora(
+    y: Tensor, x: Tensor, weights: LoraWeights, batch: LoraBatch, *, norm: Norm | None = None, bias: Tensor | None = None
+) -> Tensor:
+    """Add the adapters of a product to its result in place: see `LoraWeights`. Rows without an adapter stay as they are.
+
+    y:    (total, n), the elements of a row contiguous: the result of the product, without a gate or a residual sum
+    x:    (total, k), the elements of a row contiguous: what was multiplied; with `norm`, before it was normalised
+    bias: (n,), that of the base, which DoRA does not scale
+
+    Returns y.
+    """
+    return select_ops(y.device).add_lora(y, x, weights, batch, norm, bias)
 
 
 def route(logits: Tensor, bias: Tensor | None, router: Router, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from fa_serve.ops.lora.problem import LoraBatch, LoraWeights
 from fa_serve.ops.products.quantised.weight import QuantizedWeight
 from fa_serve.spec import OpSpec
 
@@ -181,6 +182,10 @@ class OpsBackend(Protocol):
     def act_and_mul(self, x: Tensor, activation: str, /) -> Tensor: ...
 
     def add(self, x: Tensor, y: Tensor, alpha: float, /) -> Tensor: ...
+
+    def add_lora(
+        self, y: Tensor, x: Tensor, weights: LoraWeights, batch: LoraBatch, norm: Norm | None, bias: Tensor | None, /
+    ) -> Tensor: ...
 
     def sample_rows(
         self,

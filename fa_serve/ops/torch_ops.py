@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fa_serve.api import store_kv
+from fa_serve.ops.lora.fallback import torch_add_lora
 from fa_serve.ops.moe.fallback import torch_activation, torch_experts, torch_route
 from fa_serve.ops.ops_backend import Norm, Pairing, RoundedRows, Weight
 from fa_serve.ops.products.quantised.weight import QuantizedWeight
@@ -24,6 +25,7 @@ class TorchOps:
     sample_rows = staticmethod(torch_sample_rows)
     route = staticmethod(torch_route)
     experts = staticmethod(torch_experts)
+    add_lora = staticmethod(torch_add_lora)
 
     def supports(self, spec: OpSpec) -> str | None:
         return None

@@ -12,6 +12,7 @@ from fa_serve.ops.elementwise.addition import launch_add
 from fa_serve.ops.elementwise.norm import launch_rms_norm
 from fa_serve.ops.elementwise.rotary import launch_rotary_store_kv
 from fa_serve.ops.elementwise.rotary_latent import launch_rotary_store_latent
+from fa_serve.ops.lora.kernel import launch_add_lora
 from fa_serve.ops.moe.routing import launch_route
 from fa_serve.ops.moe.run import compute_experts
 from fa_serve.ops.products.row_invariant import launch_invariant_sum
@@ -32,6 +33,7 @@ class TritonOps:
     sample_rows = staticmethod(launch_sample_rows)
     route = staticmethod(launch_route)
     experts = staticmethod(compute_experts)
+    add_lora = staticmethod(launch_add_lora)
     linear = staticmethod(multiply)
     invariant_linear = staticmethod(multiply_invariant)
     invariant_sum = staticmethod(launch_invariant_sum)

@@ -84,7 +84,7 @@ class Answer(ABC):
         self._head: dict[str, Any] = {
             "id": f"{self.prefix}{os.urandom(16).hex()}",
             "created": int(time.time()),
-            "model": service.model_name,
+            "model": body.model,
             "system_fingerprint": f"fa_serve-{__version__}",
         }
 
@@ -250,6 +250,7 @@ class Answer(ABC):
             fields=fields,
             client=isolation.client(self._key),
             cache_salt=isolation.cache_salt(self._key, body.cache_salt),
+            adapter=None if body.model == self._service.model_name else body.model,
             timeline=self.timeline,
         )
 

@@ -34,6 +34,7 @@ from ..errors import (
     BadRequest,
     ClientGone,
     EngineFailed,
+    NotFound,
     TooManyRequests,
     Unavailable,
     parameter_refused,
@@ -78,7 +79,7 @@ class Job:
     priority: as the engine takes it
     arrival:  when the request came, on time.perf_counter's clock
     n:        sequences for each prompt
-    client, cache_salt: as the engine takes them
+    client, cache_salt, adapter: as the engine takes them
     timeline: where its time goes; None if nobody asks
     """
 
@@ -89,6 +90,7 @@ class Job:
     fields: RequestFields
     client: str | None
     cache_salt: str | None
+    adapter: str | None = None
     timeline: Timeline | None = None
 
 
@@ -104,6 +106,8 @@ async def sequences_of_prompt(
     held_back: list[RequestOutput] = []
     unfinished_reason = "error"
     timeline = job.timeline
+    if job.adapter is not None:
+        await service.adapters.require(job.adapter)
     await service.costs.begin_sequences(job.n)
     sent = timeline.send() if timeline is not None else 0.0
     with engine_errors(service, job):
@@ -142,7 +146,13 @@ def generate(
 ) -> AsyncGenerator[RequestOutput, None]:
     """What the engine makes of one prompt of a job. name: unique within the job"""
     return service.engine.generate(
-        prompt, params, f"{job.name}-{name}", priority=job.priority, client=job.client, cache_salt=job.cache_salt
+        prompt,
+        params,
+        f"{job.name}-{name}",
+        priority=job.priority,
+        client=job.client,
+        cache_salt=job.cache_salt,
+        adapter=job.adapter,
     )
 
 
@@ -152,6 +162,8 @@ def engine_errors(service: Service, job: Job) -> Iterator[None]:
     try:
         yield
     except ParameterError as error:
+        if error.field == "adapter":  # it was unloaded after the request had come
+            raise NotFound(f"The model {job.adapter!r} was unloaded.", param="model", code="model_not_found") from None
         raise parameter_refused(error, job.fields.of(error.field)) from None
     except QueueFullError:
         raise TooManyRequests("The engine's queue is full. Try again later.", retry_after=1) from None
@@ -176,6 +188,8 @@ def failure(service: Service, job: Job, output: RequestOutput) -> ApiError:
     if error.code == "no_token_left" and fields.narrows and fields.constraint is not None:
         message = f"{fields.constraint} must leave a token that allowed_token_ids and logit_bias allow as well."
         return BadRequest(message, param=fields.constraint)
+    if error.code == "adapter_failed":
+        return Unavailable(f"The model {job.adapter!r} cannot be loaded.")
     if error.code == "grammar" and fields.constraint is not None:
         message = f"{fields.constraint} must be simpler: following it took more states, or more time, than the server allows."
         return BadRequest(message, param=fields.constraint, code="grammar_too_complex")

@@ -102,6 +102,7 @@ class EngineReplica:
             timeout=add.timeout,
             client=add.client,
             cache_salt=add.cache_salt,
+            adapter=add.adapter,
         )
         begun = False
         try:

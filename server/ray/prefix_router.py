@@ -55,7 +55,7 @@ class PrefixRouter(RequestRouter):
         loads = {name: self._in_flight[name] for name in by_name if name in front.heard}
         if not loads:
             return []  # Ray asks again soon
-        holders = self._table.holders(prefix_keys(add.prompt, add.cache_salt), loads)
+        holders = self._table.holders(prefix_keys(add.prompt, (add.cache_salt, add.adapter)), loads)
         order = in_order(loads, holders, self._chosen)
         self._chosen[order[0]] = next(self._serial)
         return [[by_name[name]] for name in order]
@@ -66,7 +66,7 @@ class PrefixRouter(RequestRouter):
         add = _argument(pending_request, Add)
         if add is None:
             return
-        self._table.note(prefix_keys(add.prompt, add.cache_salt), name)
+        self._table.note(prefix_keys(add.prompt, (add.cache_salt, add.adapter)), name)
         count = 1 if add.params is None else add.params.n
         self._counted[pending_request.metadata.internal_request_id] = count
         self._in_flight[name] += count

@@ -13,13 +13,13 @@ the longest beginning of a prompt is likely to have most of it in its cache. The
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Sequence
 
 BLOCK_TOKENS = 64
 MAX_BLOCKS = 1 << 17  # 8 million tokens, in some 30 MB
 
 
-def prefix_keys(prompt: Sequence[int], salt: str | None) -> list[int]:
+def prefix_keys(prompt: Sequence[int], salt: Hashable) -> list[int]:
     """The key of each whole block. salt: prompts of different salts have no key in common"""
     key = hash(salt)
     keys = []

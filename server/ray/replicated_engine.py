@@ -24,11 +24,12 @@ from ray.exceptions import RayActorError
 
 from fa_serve.engine import AsyncEngine, EngineConfig, EngineDeadError, EngineStats, Phase, RequestError, RequestOutput
 from fa_serve.engine.events import OnPhase
-from fa_serve.engine.process.engine_loop import Abort, Add, StepOutputs
+from fa_serve.engine.process.engine_loop import Abort, Add, LoadAdapter, StepOutputs
 from fa_serve.engine.process.parent import STOP_SECONDS, OnOutputs, Pulse, Worker
 from fa_serve.engine.process.pipe import Ready
 from fa_serve.engine.request.outputs import FinishReason
 from fa_serve.engine.start.loading import load_tokenizer
+from fa_serve.spec import ParameterError
 
 from .engine_replica import Front, Listen
 
@@ -103,8 +104,13 @@ class ReplicaWorker:
         found: Ready = ready
         return found
 
-    def send(self, command: Add | Abort) -> None:
+    def send(self, command: Add | Abort | LoadAdapter) -> None:
         """Send a request to a replica, or cancel it there. Called on the event loop."""
+        if isinstance(command, LoadAdapter):
+            rule = "be given at the start (--lora) with several replicas, which load adapters by themselves"
+            error = ParameterError("lora_name", rule, command.name)
+            self._loop.call_soon(self._on_outputs, StepOutputs(None, adapters=[(command.ticket, error)]))
+            return
         name = command.request_id
         if isinstance(command, Add):
             request = self._requests[name] = _Request(set(range(1 if command.params is None else command.params.n)))

@@ -51,6 +51,7 @@ class FakeEngine:
     is_alive = True
     is_restarting = False
     eos_ids: frozenset[int] = frozenset()
+    adapters: tuple[str, ...] = ()
     config = EngineConfig()
     default_params = SamplingParams()
 

@@ -100,23 +100,25 @@ class PageTable:
                 else:
                     self._free.append(page)
 
-    def hash_pages(self, token_ids: Sequence[int], known: list[bytes], salt: str | None = None) -> None:
+    def hash_pages(self, token_ids: Sequence[int], known: list[bytes], salt: str | None = None, adapter: int = 0) -> None:
         """Extend `known`, the hashes of a sequence's first pages, to all pages that `token_ids` fills. `known` is changed.
 
-        salt: hashes of different salts never agree
+        salt, adapter: hashes of different salts or adapters never agree; 0 is the model without one
         """
         if not self.prefix_caching:
             return
         for start in range(len(known) * self.page_size, len(token_ids) - self.page_size + 1, self.page_size):
-            parent = known[-1] if known else self._root(salt)
+            parent = known[-1] if known else self._root(salt, adapter)
             content = array("q", token_ids[start : start + self.page_size]).tobytes()
             known.append(blake2b(parent + content, digest_size=16, key=self._salt).digest())
 
-    def _root(self, salt: str | None) -> bytes:
-        """What the chains of this salt begin with: nothing without a salt, else 16 bytes."""
-        if salt is None:
+    def _root(self, salt: str | None, adapter: int) -> bytes:
+        """What the chains of this salt and adapter begin with: nothing without both, else 16 bytes."""
+        if salt is None and not adapter:
             return b""
-        return blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=16, key=self._salt, person=b"root").digest()
+        person = b"root" if salt is not None else b"adapter"
+        text = (salt or "").encode("utf-8", "surrogatepass")
+        return blake2b(text, digest_size=16, key=self._salt, person=person, salt=adapter.to_bytes(8, "little")).digest()
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
         """The pages of the longest known prefix. They are not held yet: see `acquire`."""

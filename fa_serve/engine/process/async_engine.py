@@ -28,7 +28,7 @@ from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.errors import EngineDeadError, RequestError
 from fa_serve.engine.events import OnPhase
 from fa_serve.engine.parallel.follower_main import follow_if_told
-from fa_serve.engine.process.engine_loop import Abort, Add, StepOutputs
+from fa_serve.engine.process.engine_loop import Abort, Add, LoadAdapter, StepOutputs
 from fa_serve.engine.process.parent import STOP_SECONDS, OnDeath, OnOutputs, ProcessWorker, Pulse, ThreadWorker, Worker
 from fa_serve.engine.process.pipe import Ready
 from fa_serve.engine.request.outputs import FinishReason, RequestOutput, TokenLogprob
@@ -127,6 +127,8 @@ class AsyncEngine:
         self._mailboxes: dict[str, _Mailbox] = {}  # by name
         self._names: dict[str, str] = {}  # by request id
         self._serial = count()
+        self._adapters: dict[str, str] = {}  # folders by name
+        self._loads: dict[int, asyncio.Future[None]] = {}  # by ticket
         self._stats: EngineStats | None = None
         self._error: EngineDeadError | None = None
         self._restarts = 0
@@ -159,6 +161,7 @@ class AsyncEngine:
         self.reader = PromptReader(ready.tokenizer, ready.vocab_size, ready.config.max_model_len)
         self._ready = ready
         self._stats = None
+        self._adapters = dict(each.split("=", 1) for each in ready.config.lora)
 
     def _make_worker(self, on_outputs: OnOutputs, on_death: OnDeath) -> Worker:
         source = self._source
@@ -179,6 +182,7 @@ class AsyncEngine:
             self._ended.set()
 
     async def _restart(self) -> None:
+        adapters = self._adapters
         try:
             await self._start()
         except Exception as error:
@@ -187,9 +191,18 @@ class AsyncEngine:
             self._ended.set()
         else:
             self._error = None
+            await self._load_again({name: folder for name, folder in adapters.items() if name not in self._adapters})
             log.warning("the engine has been restarted: restart %d of %d", self._restarts, self.config.max_restarts)
         finally:
             self._restarting = None
+
+    async def _load_again(self, adapters: Mapping[str, str]) -> None:
+        """Load what had been loaded into the engine before this one."""
+        for name, folder in adapters.items():
+            try:
+                await self.load_adapter(name, folder)
+            except Exception as error:
+                log.warning("the adapter %r is not loaded again: %s", name, error)
 
     async def shutdown(self, timeout: float = STOP_SECONDS) -> None:
         """End the engine after the step that it is in, or after `timeout` seconds. Unfinished requests end with an error."""
@@ -263,6 +276,32 @@ class AsyncEngine:
         """The snapshot of each engine by the name of its replica; None if there is one engine, which is no replica."""
         return {None: self.stats()}
 
+    @property
+    def adapters(self) -> list[str]:
+        """The names of the adapters that requests may ask for."""
+        return [*self._adapters]
+
+    async def load_adapter(self, name: str, folder: str) -> None:
+        """Serve the adapter in a folder under a name. No step waits for it. Raises as `Engine.load_adapter`."""
+        await self._command_adapter(name, folder)
+        self._adapters[name] = folder
+
+    async def unload_adapter(self, name: str) -> None:
+        """Serve no more requests with an adapter. Raises as `Engine.unload_adapter`."""
+        await self._command_adapter(name, None)
+        self._adapters.pop(name, None)
+
+    async def _command_adapter(self, name: str, folder: str | None) -> None:
+        if not self.is_alive or self._worker is None:
+            raise self._error or EngineDeadError("the engine has not been started")
+        ticket = next(self._serial)
+        done = self._loads[ticket] = asyncio.get_running_loop().create_future()
+        self._worker.send(LoadAdapter(ticket, name, folder))
+        try:
+            await done
+        finally:
+            del self._loads[ticket]
+
     async def generate(
         self,
         prompt: str | Sequence[int],
@@ -273,6 +312,7 @@ class AsyncEngine:
         timeout: float | None = None,
         client: str | None = None,
         cache_salt: str | None = None,
+        adapter: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """The increments of all answers; the last one of each answer is `finished`. Leaving the iterator aborts the request.
 
@@ -297,7 +337,7 @@ class AsyncEngine:
             if self._error is not None:
                 raise self._error
             if mailbox.unfinished:  # else it was aborted meanwhile
-                worker.send(Add(name, tokens, params, priority, timeout, client=client, cache_salt=cache_salt))
+                worker.send(Add(name, tokens, params, priority, timeout, client, cache_salt, adapter))
                 mailbox.sent = True
             while not mailbox.drained():
                 output = await mailbox.get()
@@ -332,6 +372,12 @@ class AsyncEngine:
         for name, error in step.rejected:
             if name in self._mailboxes:
                 self._mailboxes[name].refuse(error)
+        for ticket, failure in step.adapters:
+            if ticket in self._loads and not self._loads[ticket].done():
+                if failure is None:
+                    self._loads[ticket].set_result(None)
+                else:
+                    self._loads[ticket].set_exception(failure)
         has_logprobs = False
         for output in step.outputs:
             mailbox = self._mailboxes.get(output.request_id)
@@ -354,6 +400,9 @@ class AsyncEngine:
     def _end_all(self, error: EngineDeadError) -> None:
         """End every unfinished request with an error, and let later ones raise it."""
         self._error = self._error or error
+        for load in self._loads.values():
+            if not load.done():
+                load.set_exception(error)
         for name in self._mailboxes:
             self._end(name, "error", RequestError("engine_dead", str(error)))
 

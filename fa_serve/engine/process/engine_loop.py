@@ -13,6 +13,7 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ from fa_serve.sandbox.trials import Cancelled, Trial
 
 if TYPE_CHECKING:
     from fa_serve.engine.engine import Engine
+    from fa_serve.engine.lora.store import AdapterStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,7 @@ class Add:
     timeout: float | None = None
     client: str | None = None
     cache_salt: str | None = None
+    adapter: str | None = None
     compiled: Any = None
 
 
@@ -55,7 +58,21 @@ class Abort:
     num_answers: int = 1
 
 
-Command = Add | Abort | EngineDeadError | None
+@dataclass(frozen=True, slots=True)
+class LoadAdapter:
+    """Serve the adapter in a folder under a name, or, without a folder, serve the name no more.
+
+    ticket: of the answer, in `StepOutputs.adapters`
+    packed: the adapter, or the error of reading it; None when it has not been read
+    """
+
+    ticket: int
+    name: str
+    folder: str | None
+    packed: Any = None
+
+
+Command = Add | Abort | LoadAdapter | EngineDeadError | None
 """None ends the loop. An error, of a rank that is lost, is raised by it."""
 Commands = queue.SimpleQueue[Command]
 
@@ -66,11 +83,13 @@ class StepOutputs:
 
     stats:    the engine's snapshot; None where it is asked for in another way
     rejected: (request id, error) of requests that were not added
+    adapters: (ticket, error or None) of each `LoadAdapter` that is done
     """
 
     stats: EngineStats | None
     outputs: list[RequestOutput] = field(default_factory=list)
     rejected: list[tuple[str, Exception]] = field(default_factory=list)
+    adapters: list[tuple[int, Exception | None]] = field(default_factory=list)
 
 
 QUIET_SECONDS = 1.0
@@ -89,6 +108,8 @@ class EngineLoop:
         # what the commands since the last step have caused
         self._outputs: list[RequestOutput] = []
         self._rejected: list[tuple[str, Exception]] = []
+        self._loaded: list[tuple[int, Exception | None]] = []
+        self._readers = ThreadPoolExecutor(1, thread_name_prefix="fa_serve-read-adapters")
         self._busy_since: float | None = None
         self._late = (0, 0)  # compilations and captures that requests have waited for
         self._steps = StepStats()
@@ -108,12 +129,15 @@ class EngineLoop:
                 outputs = self._outputs + self._engine.step()
                 self._count_late(before)
                 rejected = self._rejected
+                loaded = self._loaded
                 self._outputs = []
                 self._rejected = []
-                self._deliver(StepOutputs(self._stats(), outputs, rejected))
+                self._loaded = []
+                self._deliver(StepOutputs(self._stats(), outputs, rejected, loaded))
                 self._steps = self._steps.plus(time.monotonic() - begin)
         finally:
             self._queue.close()
+            self._readers.shutdown(cancel_futures=True)
             self._engine.close()
 
     def _take_commands(self) -> bool:
@@ -131,6 +155,8 @@ class EngineLoop:
                 raise command
             if isinstance(command, Abort):
                 self._abort(command)
+            elif isinstance(command, LoadAdapter):
+                self._load(command)
             else:
                 self._add(command)
         return True
@@ -163,7 +189,7 @@ class EngineLoop:
 
     @property
     def _has_news(self) -> bool:
-        return bool(self._outputs or self._rejected)
+        return bool(self._outputs or self._rejected or self._loaded)
 
     def _abort(self, command: Abort) -> None:
         trial = self._compiling.pop(command.request_id, None)
@@ -195,15 +221,42 @@ class EngineLoop:
                 timeout=command.timeout,
                 client=command.client,
                 cache_salt=command.cache_salt,
+                adapter=command.adapter,
                 matcher=command.compiled,
             )
         except Exception as error:
             self._reject(command.request_id, error)
 
     def _reject(self, request_id: str, error: Exception) -> None:
-        if not isinstance(error, ValueError | QueueFullError):  # its class may not survive the pipe between two processes
-            error = RuntimeError(f"{type(error).__name__}: {error}")
-        self._rejected.append((request_id, error))
+        self._rejected.append((request_id, _crossing(error)))
+
+    def _load(self, command: LoadAdapter) -> None:
+        """Begin to read an adapter, in a thread; or serve one that has been read."""
+        try:
+            store = self._engine.adapters
+            if command.folder is None:
+                store.remove(command.name)
+            elif command.packed is None:
+                store.check_name(command.name)
+                self._readers.submit(self._read, command, store)
+                return
+            elif isinstance(command.packed, Exception):
+                raise command.packed
+            else:
+                store.add(command.name, command.folder, command.packed)
+        except Exception as error:
+            self._loaded.append((command.ticket, _crossing(error)))
+        else:
+            self._loaded.append((command.ticket, None))
+
+    def _read(self, command: LoadAdapter, store: AdapterStore) -> None:
+        """Read an adapter, in a thread, and send the command again."""
+        packed: Any
+        try:
+            packed = store.read(command.folder or "")
+        except Exception as error:
+            packed = error
+        self._commands.put(replace(command, packed=packed))
 
     def _start_compiling(self, command: Add, structured: StructuredOutput) -> None:
         limit = max(self._engine.config.max_waiting, 1)
@@ -236,6 +289,11 @@ class EngineLoop:
         if timeout is not None:  # a timeout that has passed still ends the request in the usual way
             timeout = max(timeout - (time.monotonic() - since), 1e-3)
         self._commands.put(replace(command, compiled=compiled, timeout=timeout))
+
+
+def _crossing(error: Exception) -> Exception:
+    """An error whose class survives the pipe between two processes."""
+    return error if isinstance(error, ValueError | QueueFullError) else RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def import_engine(on_phase: OnPhase, *, freeze: bool) -> type[Engine]:

@@ -16,6 +16,7 @@ from itertools import count
 from typing import Any
 
 from fa_serve.engine.config import EngineConfig
+from fa_serve.engine.lora.pool import Adapter
 from fa_serve.engine.request.groups import members, num_answers
 from fa_serve.engine.request.params import SamplingParams
 from fa_serve.engine.request.prompts import PromptReader
@@ -58,6 +59,7 @@ class InputProcessor:
         priority: int = 0,
         client: str | None = None,
         cache_salt: str | None = None,
+        adapter: Adapter | None = None,
     ) -> list[Request]:
         """One request for each answer. Raises ParameterError as `Engine.add_request` says."""
         if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
@@ -88,6 +90,7 @@ class InputProcessor:
                 rank=(now + PRIORITY_SECONDS * priority, next(self._serial)),
                 client=client,
                 cache_salt=cache_salt,
+                adapter=adapter,
                 biases=biases,
             )
             for index, (name, own) in enumerate(members(request_id, params))

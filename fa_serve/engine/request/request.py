@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fa_serve.engine.lora.pool import Adapter
 from fa_serve.engine.request.params import SamplingParams
 from fa_serve.engine.request.token_biases import NO_BIASES, TokenBiases
 
@@ -24,6 +25,7 @@ class Request:
     arrival:    when the request came, in seconds of `time.monotonic`
     client:     whose request it is; clients get equal shares of the engine (fair_queue.py)
     cache_salt: the request shares cached prefixes only with requests of the same salt
+    adapter:    what is added to the model's weights for it; None for the base
     biases:     what `params` and `end_ids` add to the logits of single tokens
     """
 
@@ -37,4 +39,10 @@ class Request:
     arrival: float = 0.0
     client: str | None = None
     cache_salt: str | None = None
+    adapter: Adapter | None = None
     biases: TokenBiases = NO_BIASES
+
+    @property
+    def adapter_number(self) -> int:
+        """That of its adapter, which shares no cached prefix with another one; 0 for the base."""
+        return 0 if self.adapter is None else self.adapter.number

@@ -45,10 +45,12 @@ from torch import Tensor
 
 from fa_serve.engine.config import MAX_DRAFTS
 from fa_serve.engine.runner.batch_arrays import BatchArrays
+from fa_serve.engine.runner.lora_arrays import lora_padding
 from fa_serve.engine.runner.state_arrays import padding_state_arrays
 from fa_serve.engine.runner.transfer import PackedTensors, packed_size, send
 from fa_serve.engine.speculation.drafts import draft_limit
 from fa_serve.hf import PagedBatch
+from fa_serve.hf.lora.product import LoraStep
 
 log = logging.getLogger("fa_serve.engine")
 
@@ -61,6 +63,7 @@ class Inputs:
     position_ids:   (total,) int64
     logits_indices: (n,) int64, the tokens whose logits are wanted
     slots:          (batch,) int64, the slot of each sequence; a sequence without keys is padding
+    lora:           which token has which adapter; None if none has one
     """
 
     input_ids: Tensor
@@ -68,18 +71,21 @@ class Inputs:
     logits_indices: Tensor
     slots: Tensor
     paged: PagedBatch
+    lora: LoraStep | None = None
 
 
 class Shape(NamedTuple):
     """The padded sizes of a captured step.
 
     tokens: of all sequences; batch: sequences; queries: tokens of one sequence, 1 if all decode; keys: of one sequence
+    lora:   sequences may have adapters
     """
 
     tokens: int
     batch: int
     queries: int
     keys: int
+    lora: bool = False
 
     @property
     def kind(self) -> str:
@@ -132,6 +138,7 @@ class StepGraphs:
     vocab, dtype: of the logits
     prompts:    capture steps with prompts too
     states:     the model keeps states, so that steps have the fields of `state_arrays`
+    lora:       capture steps with adapters too
     fresh_tokens: from so many tokens on, a step without keys from earlier steps runs eagerly, as attention is faster then
     on_error:   called with the error of a capture before steps run without it, and may raise
     """
@@ -151,6 +158,7 @@ class StepGraphs:
         prompts: bool,
         states: bool = False,
         on_error: OnError,
+        lora: bool = False,
         fresh_tokens: int | None = None,
     ) -> None:
         self._forward = forward
@@ -158,6 +166,7 @@ class StepGraphs:
         self._device = device
         self._prompts = prompts
         self._states = states
+        self._lora = lora
         self._fresh_tokens = fresh_tokens
         self._on_error = on_error
         self.sizes = batch_sizes(max_batch)
@@ -166,7 +175,9 @@ class StepGraphs:
         tokens = _rounded(max_tokens)
         self._largest = Shape(tokens, max_batch, tokens, max_keys)
         self.block = torch.zeros(
-            packed_size(padding(self._largest, states=states)) + EXTRA_BYTES, dtype=torch.uint8, device=device
+            packed_size(padding(self._largest._replace(lora=lora), states=states)) + EXTRA_BYTES,
+            dtype=torch.uint8,
+            device=device,
         )
         # by number of sequences, queries of one sequence when drafts are verified: as many as the fewest sequences may have
         smaller = [0, *self.sizes[:-1]]
@@ -182,8 +193,8 @@ class StepGraphs:
         self._missing: list[Shape] | None = None
         self.num_captures = 0
 
-    def shape_of(self, arrays: BatchArrays) -> Shape | None:
-        """The shape for a step, or None if it runs eagerly: see `shape_for`."""
+    def shape_of(self, arrays: BatchArrays, lora: bool = False) -> Shape | None:
+        """The shape for a step, or None if it runs eagerly: see `shape_for`. lora: sequences have adapters"""
         takes_keys_as_they_come = arrays.fresh and self._fresh_tokens is not None and arrays.num_tokens >= self._fresh_tokens
         if arrays.prompt_spans or takes_keys_as_they_come:
             return None
@@ -193,13 +204,16 @@ class StepGraphs:
             arrays.max_seqlen_k,
             decoding=arrays.decoding,
             queries=arrays.max_seqlen_q,
+            lora=lora,
         )
         if shape is not None and self._states:
             room = len(padding(shape, states=True)["pieces"])
             return shape if len(arrays.inputs["pieces"]) <= room else None
         return shape
 
-    def shape_for(self, tokens: int, batch: int, max_seqlen_k: int, *, decoding: bool, queries: int = 1) -> Shape | None:
+    def shape_for(
+        self, tokens: int, batch: int, max_seqlen_k: int, *, decoding: bool, queries: int = 1, lora: bool = False
+    ) -> Shape | None:
         """The shape for a step of `batch` sequences with `tokens` tokens, the longest sequence having `max_seqlen_k` keys.
 
         decoding: every sequence computes its last token and drafts, at most `queries` tokens; otherwise `batch` is also the
@@ -215,7 +229,7 @@ class StepGraphs:
             if not size or (queries > 1 and queries > self._queries.get(size, 1)):
                 return None
             queries = self._queries[size] if queries > 1 else 1
-            shape = Shape(size * queries, size, queries, keys)
+            shape = Shape(size * queries, size, queries, keys, lora)
             limit = shape.tokens + shape.tokens // 4
         else:
             tokens = _rounded(tokens)
@@ -223,7 +237,7 @@ class StepGraphs:
             size = next((size for size in self._prompt_batches if size >= batch), 0)
             if not size:
                 return None
-            shape = Shape(tokens, size, tokens, keys)
+            shape = Shape(tokens, size, tokens, keys, lora)
         if shape in self._replays or (decoding and self._missing is None):
             return shape
         held = [
@@ -233,6 +247,7 @@ class StepGraphs:
             and x.batch >= size
             and x.keys >= keys
             and x.kind == shape.kind
+            and x.lora == lora
             and x.queries >= shape.queries
         ]
         if held or decoding:
@@ -315,6 +330,8 @@ class StepGraphs:
             few = range(TOKEN_MULTIPLE, min(MAX_TOKENS_AHEAD, self._largest.tokens) + 1, TOKEN_MULTIPLE)
             sizes = [(tokens, batch) for tokens in {*few, self._largest.tokens} for batch in self._prompt_batches]
             shapes += [Shape(tokens, batch, tokens, keys) for tokens, batch in sizes for keys in self.key_lengths[:2]]
+        if self._lora:
+            shapes += [shape._replace(lora=True) for shape in shapes]
         return sorted(shapes, key=lambda x: (x.keys, x.kind == "prompts", x.batch & (x.batch - 1) != 0, x), reverse=True)
 
     def _capture_empty(self, shape: Shape) -> None:
@@ -352,6 +369,7 @@ def padding(shape: Shape, *, states: bool = False) -> dict[str, NDArray[Any]]:
         "cu_seqlens_q": np.minimum(np.arange(batch + 1, dtype=np.int32), tokens),
         "logits_indices": np.zeros(shape.rows, dtype=np.int64),
         **of_states,
+        **(lora_padding(tokens, batch, shape.queries) if shape.lora else {}),
     }
 
 

@@ -28,12 +28,14 @@ from fa_serve.api import MAX_COPY_BYTES
 from fa_serve.engine.cache import tensors as kv_cache
 from fa_serve.engine.cache.block_table import BlockTable
 from fa_serve.engine.config import EngineConfig
+from fa_serve.engine.lora.store import AdapterStore
 from fa_serve.engine.runner.batch_arrays import BatchArrays, batch_arrays
 from fa_serve.engine.runner.cuda_graphs import Inputs, OnError, Shape, StepGraphs, pad, padding
 from fa_serve.engine.runner.deterministic import NUM_SPLITS, deterministic_mode
+from fa_serve.engine.runner.lora_arrays import StepAdapters, lora_arrays, lora_step, step_adapters
 from fa_serve.engine.runner.results import PendingResult, PromptSpan
 from fa_serve.engine.runner.sampler import SampleParams, TokenCounts, log_probabilities, sample, sampling_arrays
-from fa_serve.engine.runner.state_arrays import empty_state_arrays, state_arrays, state_batch
+from fa_serve.engine.runner.state_arrays import check_settings_with_states, empty_state_arrays, state_arrays, state_batch
 from fa_serve.engine.runner.transfer import packed_size, send
 from fa_serve.engine.scheduler.scheduled_batch import ScheduledBatch
 from fa_serve.engine.scheduler.sequence import SequenceState
@@ -49,12 +51,12 @@ from fa_serve.hf import (
     take_scaled_experts,
     vocab_size,
 )
+from fa_serve.hf.lora.memory import detach_adapters
 from fa_serve.hf.surgery.fuse.fusion import cached_layers, fuse_model, unfuse_model
 from fa_serve.hf.surgery.fuse.latent import PLAIN_TOKENS
 from fa_serve.hf.surgery.quantised.linear import QuantizedLinear
 from fa_serve.launching.compilations import num_compilations
 from fa_serve.ops import StateTensors
-from fa_serve.spec import ParameterError
 
 log = logging.getLogger("fa_serve.engine")
 
@@ -126,6 +128,8 @@ class ModelRunner:
         self.eager = config.eager or self.device.type != "cuda"
         self.fuses = config.fusion and not config.eager and not config.deterministic
         unfuse_model(model)
+        detach_adapters(model)
+        self.adapters: AdapterStore | None = None
         self.max_num_seqs = config.max_num_seqs
         self._max_tokens = config.max_num_batched_tokens
         if self.fuses or config.deterministic:
@@ -134,7 +138,7 @@ class ModelRunner:
         self.layers, states = model_layers(model)
         self.state_memory = kv_cache.StateMemory(states, config.page_size, config.max_num_seqs)
         if states:
-            self._check_settings_with_states(config)
+            check_settings_with_states(type(model).__name__, config, drafting=drafting)
             seat_states(model)
         self._deterministic = config.deterministic
         for module in model.modules():
@@ -162,15 +166,6 @@ class ModelRunner:
         layers = [*self.layers.values(), *(self.draft.layers.values() if self.draft else ())]
         lefts = [layer.window_size[0] for layer in layers]
         return None if min(lefts, default=-1) < 0 else max(lefts)
-
-    def _check_settings_with_states(self, config: EngineConfig) -> None:
-        """Refuse the settings that models with states do not have."""
-        name = type(self.model).__name__
-        if config.deterministic:
-            rule = f"be False for {name}, which keeps states: chunks of prompts and single tokens round them differently"
-            raise ParameterError("deterministic", rule, config.deterministic)
-        if self._drafting:
-            raise ParameterError("speculative", f"name a draft model that keeps no states, unlike {name}", config.speculative)
 
     def fuse(self) -> int:
         """Fuse layers, routers and shared experts of the model where that is possible. Returns how many layers are fused."""
@@ -216,6 +211,7 @@ class ModelRunner:
             prompts=not self._options,
             states=bool(self.states),
             on_error=self._on_graph_error,
+            lora=self.adapters is not None,
             fresh_tokens=PLAIN_TOKENS if any(layer.values_in_keys for layer in self.layers.values()) else None,
         )
         try:
@@ -235,6 +231,8 @@ class ModelRunner:
             self._graphs.close()
         self.kv_caches = {}
         self.states = {}
+        if self.adapters is not None:
+            self.adapters.close()
         if self.draft is not None:
             self.draft.close()
 
@@ -282,6 +280,11 @@ class ModelRunner:
         if self.state_memory:
             arrays |= empty_state_arrays(lengths)
         self._forward(self._inputs(send(arrays, self.device), queries, step.keys, fresh=fresh))
+        if self.adapters is not None:  # all tokens have the adapter of slot 0, which has no ranks yet
+            arrays |= lora_arrays(
+                StepAdapters(np.zeros(step.num_tokens, dtype=np.int64), False, ()), np.zeros(0, np.int64), queries
+            )
+            self._forward(self._inputs(send(arrays, self.device), queries, step.keys, fresh=fresh))
 
     def _sample_empty(self, variant: SamplingVariant) -> None:
         """Sample one row of equal logits with these parameters."""
@@ -355,7 +358,8 @@ class ModelRunner:
         )
         if self.states:
             arrays.inputs.update(state_arrays(batch))
-        prepared = self._prepare(arrays)
+        adapters = None if self.adapters is None else step_adapters(batch, self.adapters.pool.slot)
+        prepared = self._prepare(arrays, adapters)
         logits = self._run(prepared)[: len(arrays.sequences) + batch.num_prompt_logits]
         return Forward(prepared, logits, arrays.sequences, arrays.logprob_rows, arrays.prompt_spans)
 
@@ -392,21 +396,25 @@ class ModelRunner:
             logprobs = self._log_probabilities(logits[index], tokens[index], top)
         return PendingResult(tokens, wanted, logprobs, forward.prompt_spans, prompt_logprobs)
 
-    def _prepare(self, arrays: BatchArrays) -> PreparedBatch:
+    def _prepare(self, arrays: BatchArrays, adapters: StepAdapters | None = None) -> PreparedBatch:
         """Send the numbers of a step to the device: into the block of the graphs if there is a graph for the step."""
         others = arrays.sampling | self._block_table.changes() | arrays.rows
         shape = None
         padded: dict[str, NDArray[Any]] = {}
-        if self._graphs is not None:
-            shape = self._graphs.shape_of(arrays)
-            padded = {} if shape is None else pad(arrays.inputs, shape) | others
+        if self._graphs is not None and not (adapters is not None and adapters.is_eager):
+            shape = self._graphs.shape_of(arrays, adapters is not None)
+        queries = arrays.max_seqlen_q if shape is None else shape.queries
+        if adapters is not None:
+            arrays.inputs.update(lora_arrays(adapters, arrays.inputs["logits_indices"], queries))
+        if shape is not None:
+            padded = pad(arrays.inputs, shape) | others
         if self._graphs is not None and padded and packed_size(padded) <= len(self._graphs.block):
             sent = send(padded, self.device, self._graphs.block)
         else:
             shape = None
             sent = send(arrays.inputs | others, self.device)
         self._block_table.apply(sent)
-        inputs = shape or self._inputs(sent, arrays.max_seqlen_q, arrays.max_seqlen_k, fresh=arrays.fresh)
+        inputs = shape or self._inputs(sent, queries, arrays.max_seqlen_k, fresh=arrays.fresh, adapters=adapters)
         return self._prepared(inputs, arrays.sampling, sent)
 
     def _prepared(
@@ -425,13 +433,22 @@ class ModelRunner:
             ),
         )
 
-    def _inputs(self, fields: Mapping[str, Tensor], max_seqlen_q: int, max_seqlen_k: int, *, fresh: bool = False) -> Inputs:
+    def _inputs(
+        self,
+        fields: Mapping[str, Tensor],
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        *,
+        fresh: bool = False,
+        adapters: StepAdapters | None = None,
+    ) -> Inputs:
         """What the forward takes. fields: those of `cuda_graphs.padding`, on the device."""
         return Inputs(
             input_ids=fields["input_ids"],
             position_ids=fields["position_ids"],
             logits_indices=fields["logits_indices"],
             slots=fields["slots"],
+            lora=None if self.adapters is None else lora_step(self.adapters.memory, fields, adapters, max_seqlen_q),
             paged=PagedBatch(
                 kv_caches=self.kv_caches,
                 slot_mapping=fields["slot_mapping"],
@@ -468,7 +485,8 @@ class ModelRunner:
         last = self._last_tokens[(-1 - inputs.input_ids).clamp(min=0)]
         input_ids = torch.where(inputs.input_ids < 0, last, inputs.input_ids)
         keeping = nullcontext() if self.draft is None else self.draft.keeping_features(inputs.paged)
-        with keeping, deterministic_mode(self._deterministic):
+        serving = nullcontext() if self.adapters is None else self.adapters.memory.holder.serving(inputs.lora)
+        with keeping, serving, deterministic_mode(self._deterministic):
             return paged_forward(self.model, input_ids, inputs.position_ids, inputs.paged, inputs.logits_indices)
 
     def _log_probabilities(self, logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, ...]:

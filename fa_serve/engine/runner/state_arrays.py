@@ -16,12 +16,26 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.scheduler.scheduled_batch import ScheduledBatch
 from fa_serve.ops import FEW_ROWS, PIECE_ROWS, StateBatch
+from fa_serve.spec import ParameterError
+
 
 PIECES_OF_SEQUENCE = 3
 """Pieces of a sequence in a graph beside those that are full: the first and the last one, and one cut for a state that is kept.
 A step with more of them runs without a graph."""
+
+
+def check_settings_with_states(name: str, config: EngineConfig, *, drafting: bool) -> None:
+    """Raise ParameterError for the settings that models with states do not have. name: of the model's class"""
+    if config.deterministic:
+        rule = f"be False for {name}, which keeps states: chunks of prompts and single tokens round them differently"
+        raise ParameterError("deterministic", rule, config.deterministic)
+    if config.lora_budget:
+        raise ParameterError("lora", f"be empty, and lora_bytes 0, for {name}, which keeps states", config.lora_budget)
+    if drafting:
+        raise ParameterError("speculative", f"name a draft model that keeps no states, unlike {name}", config.speculative)
 
 
 def state_arrays(batch: ScheduledBatch) -> dict[str, NDArray[Any]]:

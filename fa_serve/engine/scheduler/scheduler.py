@@ -41,6 +41,7 @@ from fa_serve.engine.cache.states import StateTable, chunk_length
 from fa_serve.engine.errors import RequestError
 from fa_serve.engine.request.outputs import FinishReason
 from fa_serve.engine.request.request import Request
+from fa_serve.engine.scheduler.adapter_seats import AdapterSeats
 from fa_serve.engine.scheduler.deadlines import Deadlines
 from fa_serve.engine.scheduler.fair_queue import FairQueue
 from fa_serve.engine.scheduler.prompt_share import PromptShare
@@ -63,6 +64,7 @@ class Scheduler:
     window:                 keys before a token that any layer attends to, or None for all; pages behind it are released
     speculation:            where drafts come from; None without speculation
     prompt_share:           limits prompts while sequences decode; None without a limit
+    seats:                  of sequences with adapters, which wait there until these are in memory
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Scheduler:
         window: int | None = None,
         speculation: Speculation | None = None,
         prompt_share: PromptShare | None = None,
+        seats: AdapterSeats | None = None,
     ) -> None:
         self.pages = pages
         self.states = states
@@ -87,12 +90,13 @@ class Scheduler:
         self.speculation = speculation or Speculation(0)
         self.prompt_share = prompt_share
         self.waiting = FairQueue()
+        self.seats = AdapterSeats() if seats is None else seats
         self.running: list[SequenceState] = []
         self.sequences: dict[str, SequenceState] = {}
         self.num_preemptions = 0
         self._num_steps = 0
         self._slots = list(range(max_num_seqs - 1, -1, -1))
-        self._deadlines = Deadlines()
+        self.deadlines = Deadlines()
 
     def renewed(self) -> Scheduler:
         """A scheduler with the same settings and nothing else of this one, whose state is not to be trusted: see `abandon`."""
@@ -107,25 +111,31 @@ class Scheduler:
             window=self.window,
             speculation=self.speculation,
             prompt_share=None if self.prompt_share is None else self.prompt_share.renewed(),
+            seats=self.seats.renewed(),
         )
 
     def add(self, request: Request, timeout: float | None = None) -> SequenceState:
         """Queue a request. timeout: seconds after its arrival when its time is up"""
         sequence = SequenceState(request)
         self.sequences[request.request_id] = sequence
-        self.waiting.add(sequence)
+        if self.seats.add(sequence):
+            self.waiting.add(sequence)
         if timeout is not None:
-            self._deadlines.add(request.arrival + timeout, sequence)
+            self.deadlines.add(request.arrival + timeout, sequence)
         return sequence
 
-    @property
-    def has_deadlines(self) -> bool:
-        """Whether `expire` may find anything."""
-        return bool(self._deadlines)
+    def seat(self) -> list[SequenceState]:
+        """Queue the sequences whose adapter is in memory now. Returns those that end, because theirs could not be loaded."""
+        joined, failed = self.seats.arrivals()
+        for sequence in joined:
+            self.waiting.add(sequence)
+        for sequence, error in failed:
+            self.finish(sequence, "error", error)
+        return [sequence for sequence, _ in failed]
 
     def expire(self, now: float) -> list[SequenceState]:
         """End the sequences whose time is up. now: on the clock of their arrivals"""
-        late = self._deadlines.expired(now, len(self.sequences))
+        late = self.deadlines.expired(now, len(self.sequences))
         for sequence in late:
             self.finish(sequence, "error", LATE)
         return late
@@ -247,10 +257,11 @@ class Scheduler:
             self._prefix.withdraw(sequence, sequence.num_confirmed)
             self.waiting.settle(sequence, len(sequence.tokens) - sequence.num_at_start - sequence.num_expected)
             self._leave(sequence, sequence.num_confirmed)
-        else:
+        elif sequence not in self.seats:
             if sequence.num_at_start:  # it was preempted, and may have left pages that are not confirmed
                 self._prefix.withdraw_left(sequence)
             self.waiting.remove(sequence)
+        self.seats.remove(sequence)
 
     def abandon(self, sequences: Iterable[SequenceState], error: RequestError) -> None:
         """End sequences without releasing anything: the state of this scheduler is not to be trusted, and it is given up."""
@@ -263,7 +274,9 @@ class Scheduler:
         self._prefix.check_integrity(self.running)
         assert sorted(self._slots + [sequence.slot for sequence in self.running]) == list(range(self.max_num_seqs))
         assert all(sequence.slot == -1 and not sequence.pages and not sequence.held_states for sequence in self.waiting)
-        assert sorted(self.sequences) == sorted(sequence.request.request_id for sequence in [*self.waiting, *self.running])
+        known = [*self.waiting, *self.running, *self.seats]
+        assert sorted(self.sequences) == sorted(sequence.request.request_id for sequence in known)
+        self.seats.check_integrity()
         assert self.running == sorted(self.running, key=SequenceState.place), "the running sequences are out of order"
         self.waiting.check_integrity(self.running)
 

@@ -27,10 +27,12 @@ from fa_serve.engine.cache.states import StateTable
 from fa_serve.engine.cache.tensors import check_num_pages, check_num_states
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.events import PhaseClock
+from fa_serve.engine.lora.store import AdapterStore
 from fa_serve.engine.parallel.ranks import Alone, Ranks
 from fa_serve.engine.request.params import SamplingParams
 from fa_serve.engine.runner.cuda_graphs import OnError
 from fa_serve.engine.runner.model_runner import ModelRunner
+from fa_serve.engine.scheduler.adapter_seats import AdapterSeats
 from fa_serve.engine.scheduler.scheduler import Scheduler
 from fa_serve.engine.speculation.draft_head import load_head_runner
 from fa_serve.engine.speculation.draft_model import DraftModel
@@ -87,6 +89,9 @@ def load(
     check_attention_precision(runner.layers.values(), config.page_size, config.attention_precision)
     if runner.fuses:
         clock.end("fusion", f"{runner.fuse()} of {len(runner.layers)} layers are fused")
+    if config.lora_budget:
+        runner.adapters = AdapterStore.make(model, config)
+        clock.end("adapters", str(runner.adapters))
     num_pages, max_model_len, num_states = sizes(config, runner, ranks)
     runner.allocate(num_pages, max_model_len, num_states or 0)
     states = f", {num_states} states of {runner.state_memory.bytes_per_state / 2**20:.4g} MiB" if num_states else ""
@@ -182,6 +187,7 @@ def make_scheduler(config: EngineConfig, runner: ModelRunner, salt: bytes) -> Sc
         window=runner.window,
         speculation=Speculation(config.max_drafts, drafter),
         prompt_share=config.prompt_share(),
+        seats=None if runner.adapters is None else AdapterSeats(runner.adapters.pool),
     )
 
 

@@ -454,7 +454,7 @@ def test_a_renewed_scheduler_has_the_settings_and_nothing_else() -> None:
     assert fresh.window == scheduler.window
     assert fresh.speculation is speculation
     assert (fresh.prompt_share.target(8), fresh.prompt_share.decode_seconds(8)) == (0.5, 0.0)
-    assert (fresh.sequences, list(fresh.waiting), fresh.running, fresh.has_deadlines) == ({}, [], [], False)
+    assert (fresh.sequences, list(fresh.waiting), fresh.running, bool(fresh.deadlines)) == ({}, [], [], False)
     fresh.check_integrity()
 
 
@@ -463,7 +463,7 @@ def test_sequences_whose_time_is_up_end_with_an_error() -> None:
     running, waiting, unhurried = (
         scheduler.add(make_request(name, [1, 2], 9), timeout) for name, timeout in (("a", 5.0), ("b", 2.0), ("c", None))
     )
-    assert scheduler.has_deadlines
+    assert scheduler.deadlines
     scheduler.schedule()
     assert scheduler.expire(running.request.arrival + 1.0) == []
     assert scheduler.expire(running.request.arrival + 2.0) == [waiting]

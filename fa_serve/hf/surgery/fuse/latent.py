@@ -27,6 +27,7 @@ from torch import Tensor
 from fa_serve import ops
 from fa_serve.hf.adapter.translate import LayerCall
 from fa_serve.hf.latent_layers import LatentSizes
+from fa_serve.hf.lora.product import project
 from fa_serve.hf.surgery.fuse.layer import LayerStep
 from fa_serve.hf.surgery.fuse.parts import FusedProduct, merge_products, norm_of, product_of
 from fa_serve.hf.surgery.proof import NotReplacedError
@@ -66,10 +67,10 @@ class LatentAttention:
     def compute(self, x: Tensor, norm: ops.Norm | None, step: LayerStep) -> Tensor:
         """As in `FusedAttention`. `step.attend` is given queries and keys of either form."""
         rank, rope, nope, _ = self.sizes
-        down = ops.linear(x, self.down.weight, self.down.bias, norm=norm)
+        down = project(self.down, x, norm=norm)
         q, latent = torch.split_with_sizes(down, [down.shape[1] - rank - rope, rank + rope], dim=1)
         if self.q_up is not None:
-            q = ops.linear(q, self.q_up.weight, self.q_up.bias, norm=self.q_norm)
+            q = project(self.q_up, q, norm=self.q_norm)
         q = q.view(len(x), self.num_heads, nope + rope)
         if step.fresh:
             return self._plain(q, latent, step)

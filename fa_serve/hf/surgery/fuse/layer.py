@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from fa_serve import ops
 from fa_serve.hf.adapter.paged import PagedBatch
 from fa_serve.hf.adapter.translate import LayerCall
+from fa_serve.hf.lora.product import project
 from fa_serve.hf.surgery.fuse.parts import FusedProduct, merge_products, norm_of
 from fa_serve.hf.surgery.proof import NotReplacedError
 
@@ -80,7 +81,7 @@ class HeadsAttention:
     tables: Tables | None
 
     def compute(self, x: Tensor, norm: ops.Norm | None, step: LayerStep) -> Tensor:
-        qkv = ops.linear(x, self.qkv.weight, self.qkv.bias, norm=norm)
+        qkv = project(self.qkv, x, norm=norm)
         return step.attend(*self._rotate_and_store(qkv, step)).flatten(1)
 
     def _rotate_and_store(self, qkv: Tensor, step: LayerStep) -> tuple[Tensor, ...]:
@@ -172,8 +173,7 @@ class FusedLayer:
         h = self.attention.compute(x, self.before_attention, step)
         x, h, norm = self._add(x, h, self.o, self.after_attention, self.before_mlp)
         if self.gate_up is not None and self.down is not None:
-            weight, bias, _ = self.gate_up
-            gated = ops.linear(h, weight, bias, norm=norm, activation=self.activation, next_weight=self.down.weight)
+            gated = project(self.gate_up, h, norm=norm, activation=self.activation, next_weight=self.down.weight)
             return self._add(x, gated, self.down, self.after_mlp, None)[0]
         h = self.mlp((h if norm is None else ops.rms_norm(h, norm))[None])
         h = (h[0] if isinstance(h, tuple) else h)[0]  # a mixture of experts may return its router's choice as well
@@ -187,14 +187,13 @@ class FusedLayer:
         -> the new x; what the next part reads, which has the norm `before`; and this norm if it is still to be applied. A sum
         over ranks normalises at once. Otherwise the norm is left to the next product, which may do it on the way.
         """
-        weight, bias, all_reduce = product
-        if all_reduce is not None:
-            x, normed = all_reduce.add(x, ops.linear(h, weight, bias), alpha=self.multiplier, after=after, before=before)
+        if product.all_reduce is not None:
+            x, normed = product.all_reduce.add(x, project(product, h), alpha=self.multiplier, after=after, before=before)
             return x, x if normed is None else normed, None
         if after is None:
-            x = ops.linear(h, weight, bias, residual=x, alpha=self.multiplier)
+            x = project(product, h, residual=x, alpha=self.multiplier)
         else:
-            x = ops.rms_norm(ops.linear(h, weight, bias), after, residual=x)
+            x = ops.rms_norm(project(product, h), after, residual=x)
         return x, x, before
 
 

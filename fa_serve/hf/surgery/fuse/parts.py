@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fa_serve import ops
+from fa_serve.hf.lora.product import LoraSite
 from fa_serve.hf.surgery.divide.weights import PartOfSum
 from fa_serve.hf.surgery.experts.mixtures import expert_modules
 from fa_serve.hf.surgery.proof import FIT_TOLERANCE, NotReplacedError, results_agree
@@ -26,11 +27,17 @@ from fa_serve.ops.collectives.all_reduce import AllReduce
 
 
 class FusedProduct(NamedTuple):
-    """A linear projection: x @ weight.T + bias, which `all_reduce` adds up over the ranks if it is given."""
+    """A linear projection: x @ weight.T + bias, which `all_reduce` adds up over the ranks if it is given.
+
+    modules: the linear layers that it is made of, in the order of its rows
+    site:    where adapters add to it; None without adapters
+    """
 
     weight: ops.Weight
     bias: Tensor | None
     all_reduce: AllReduce | None = None
+    modules: tuple[nn.Module, ...] = ()
+    site: LoraSite | None = None
 
 
 class GatedUnit(NamedTuple):
@@ -59,13 +66,13 @@ def product_of(linear: Any) -> FusedProduct:
         raise NotReplacedError(f"the forward of a projection is replaced by {type(replaced).__name__}")
     all_reduce = None if replaced is None else replaced.all_reduce
     if isinstance(linear, QuantizedLinear):
-        return FusedProduct(linear.weight, linear.bias, all_reduce)
+        return FusedProduct(linear.weight, linear.bias, all_reduce, (linear,))
     # a subclass of Parameter may keep its numbers in another way, as torchao does
     if type(linear) is not nn.Linear or type(linear.weight) is not nn.Parameter or not linear.weight.is_floating_point():
         raise NotReplacedError(f"a projection must be a plain nn.Linear of floats, got {type(linear).__name__}")
     if not linear.weight.is_contiguous():
         raise NotReplacedError(f"the weights of a projection must be contiguous, got strides {linear.weight.stride()}")
-    return FusedProduct(linear.weight, linear.bias, all_reduce)
+    return FusedProduct(linear.weight, linear.bias, all_reduce, (linear,))
 
 
 def merge_products(module: nn.Module, *names: str) -> FusedProduct:
@@ -89,7 +96,7 @@ def merge_products(module: nn.Module, *names: str) -> FusedProduct:
         if bias is not None:
             linear.bias = nn.Parameter(bias[start:stop], requires_grad=linear.bias.requires_grad)
         start = stop
-    return FusedProduct(weight, bias)
+    return FusedProduct(weight, bias, modules=tuple(linears))
 
 
 def _concatenate(weights: Sequence[ops.Weight]) -> ops.Weight:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fa_serve import ops
+from fa_serve.hf.lora.product import project
 from fa_serve.hf.surgery.fuse.parts import FusedProduct, beside_experts, gated_unit
 from fa_serve.hf.surgery.proof import NotReplacedError, check_untouched, float32_copy, functions_agree, replace_forwards
 
@@ -51,9 +51,9 @@ class FusedUnit:
 
     def compute(self, x: Tensor) -> Tensor:
         """The unit's output. x: (total, hidden)"""
-        down = self.down.weight
-        h = ops.linear(x, self.gate_up.weight, self.gate_up.bias, activation=self.activation, next_weight=down)
-        return ops.linear(h, down, self.down.bias)
+        h = project(self.gate_up, x, activation=self.activation, next_weight=self.down.weight)
+        out: Tensor = project(self.down, h)
+        return out
 
 
 @torch.no_grad()

@@ -1,0 +1,104 @@
+"""Which tokens of a step have which adapter: a `ScheduledBatch` in, the fields of `fa_serve.ops.LoraBatch` out.
+
+    adapters = step_adapters(batch, slot_of)         # None if no sequence of the step has an adapter
+    arrays = lora_arrays(adapters, logits_indices, queries=1)        # NumPy arrays, sent with the others of the step
+    step = lora_step(memory, sent, adapters, queries=1)              # tensors on the device
+
+Tokens are sorted by adapter and cut into tiles of one adapter each. Left out: which adapter is in which slot
+(fa_serve.engine.lora.pool).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fa_serve.engine.lora.pool import Adapter
+from fa_serve.engine.scheduler.scheduled_batch import ScheduledBatch
+from fa_serve.hf.lora.memory import LoraMemory
+from fa_serve.hf.lora.product import LoraStep
+
+DECODING_ROWS = 16
+PROMPT_ROWS = 64
+"""Rows of a tile where sequences compute one token and drafts, and where there are prompts."""
+_NONE = np.iinfo(np.int64).max
+
+
+@dataclass(frozen=True, slots=True)
+class StepAdapters:
+    """The adapters of a step on the host.
+
+    slots:    of each token; -1 for one without an adapter
+    is_eager: the step has no CUDA graph
+    outer:    the slots of adapters that change the embedding or the head, in order
+    """
+
+    slots: NDArray[np.int64]
+    is_eager: bool
+    outer: tuple[int, ...]
+
+
+def step_adapters(batch: ScheduledBatch, slot_of: Callable[[Adapter], int]) -> StepAdapters | None:
+    """The adapters of the sequences of a step; None if none has one."""
+    adapters = [chunk.sequence.request.adapter for chunk in batch.chunks]
+    known = {adapter: slot_of(adapter) for adapter in adapters if adapter is not None}
+    if not known:
+        return None
+    slots = [-1 if adapter is None else known[adapter] for adapter in adapters]
+    lengths = [chunk.length for chunk in batch.chunks]
+    outer = sorted(slot for adapter, slot in known.items() if adapter.outer_bytes)
+    return StepAdapters(np.repeat(np.array(slots, dtype=np.int64), lengths), any(x.is_eager for x in known), tuple(outer))
+
+
+def tile_rows(queries: int) -> int:
+    """Rows of a tile. queries: largest number of tokens of a sequence"""
+    return DECODING_ROWS if queries <= DECODING_ROWS else PROMPT_ROWS
+
+
+def lora_padding(tokens: int, batch: int, queries: int) -> dict[str, NDArray[Any]]:
+    """The fields of a step whose tiles are all padding: as many as so many tokens of `batch` sequences have at most."""
+    num_tiles = tokens // tile_rows(queries) + min(batch, tokens)
+    return {"lora_rows": np.zeros(tokens, dtype=np.int32), "lora_tiles": np.zeros((num_tiles, 3), dtype=np.int32)}
+
+
+def lora_arrays(adapters: StepAdapters, logits_indices: NDArray[np.int64], queries: int) -> dict[str, NDArray[Any]]:
+    """The fields of a step. logits_indices: the tokens of the rows of the logits"""
+    rows, tiles = tile_arrays(adapters.slots, tile_rows(queries))
+    fields: dict[str, NDArray[Any]] = {"lora_rows": rows, "lora_tiles": tiles}
+    for slot in adapters.outer:
+        fields[f"lora_tokens_{slot}"] = np.flatnonzero(adapters.slots == slot)
+        fields[f"lora_logits_{slot}"] = np.flatnonzero(adapters.slots[logits_indices] == slot)
+    return fields
+
+
+def lora_step(memory: LoraMemory, fields: Mapping[str, Tensor], adapters: StepAdapters | None, queries: int) -> LoraStep | None:
+    """What the products of a step read; None if the step has none of the fields of `lora_arrays`.
+
+    fields: on the device; adapters: of a step without a CUDA graph
+    """
+    if "lora_tiles" not in fields:
+        return None
+    outer = () if adapters is None else adapters.outer
+    batch = memory.batch(fields["lora_rows"], fields["lora_tiles"], tile_rows(queries))
+    return LoraStep(batch, [(slot, fields[f"lora_tokens_{slot}"], fields[f"lora_logits_{slot}"]) for slot in outer])
+
+
+def tile_arrays(slots: NDArray[np.int64], block_rows: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """The fields `rows` and `tiles` of `LoraBatch`, without padding. slots: of each row, -1 for one without an adapter
+
+    `rows` has an entry for each row; those of rows without an adapter come last.
+    """
+    keys = np.where(slots < 0, _NONE, slots)
+    rows = np.argsort(keys, kind="stable").astype(np.int32)
+    tiles = []
+    first = 0
+    for slot, count in zip(*(x.tolist() for x in np.unique(keys, return_counts=True)), strict=True):
+        if slot != _NONE:
+            tiles += [(slot, first + start, min(block_rows, count - start)) for start in range(0, count, block_rows)]
+            first += count
+    return rows, np.array(tiles, dtype=np.int32).reshape(-1, 3)

@@ -1,0 +1,129 @@
+"""Sequences that wait for the memory of their adapter, outside of the queue. Plain Python, no torch.
+
+    if seats.add(sequence): queue.add(sequence)          # at once, if it has no adapter or a loaded one
+    for sequence in seats.arrivals(): queue.add(sequence)
+    seats.remove(sequence)                   # it has ended
+
+A sequence holds its adapter from the moment when it has a place in the pool until it ends, so that no adapter goes while a
+sequence waits for pages or is preempted. Sequences whose adapter has no place wait in the order in which they came. Those whose
+adapter is in memory pass them, but the first that waits is passed MAX_PASSED times at most: an adapter that is always asked for
+would otherwise never leave the pool. Left out: which adapter goes (lora/pool.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fa_serve.engine.errors import RequestError
+from fa_serve.engine.lora.pool import Adapter, LoraPool
+from fa_serve.engine.scheduler.sequence import SequenceState
+
+MAX_PASSED = 64
+"""Sequences with an adapter in memory that pass the first one without."""
+
+
+class AdapterSeats:
+    """Owner of the sequences that wait for their adapter.
+
+    pool: None for an engine without adapters
+    """
+
+    def __init__(self, pool: LoraPool | None = None) -> None:
+        self._pool = pool
+        self._unplaced: dict[SequenceState, None] = {}
+        self._loading: dict[SequenceState, None] = {}
+        self._held: dict[SequenceState, Adapter] = {}
+        self._num_passed = 0
+
+    def __len__(self) -> int:
+        return len(self._unplaced) + len(self._loading)
+
+    def __iter__(self) -> Iterator[SequenceState]:
+        """The sequences that wait."""
+        yield from self._unplaced
+        yield from self._loading
+
+    def __contains__(self, sequence: SequenceState) -> bool:
+        return sequence in self._loading or sequence in self._unplaced
+
+    def renewed(self) -> AdapterSeats:
+        """The same for a scheduler that begins anew: no sequence is left."""
+        if self._pool is not None:
+            self._pool.release_all()
+        return AdapterSeats(self._pool)
+
+    def add(self, sequence: SequenceState) -> bool:
+        """A sequence has come. Returns whether it may join the queue; otherwise it is one of `arrivals` later."""
+        adapter = sequence.request.adapter
+        if adapter is None:
+            return True
+        assert self._pool is not None, "a request with an adapter has come to an engine without"
+        self._pool.join(adapter)
+        self._unplaced[sequence] = None
+        self._place_waiting()
+        try:
+            return self._settle(sequence)
+        except Exception:  # `arrivals` tells it
+            return False
+
+    def arrivals(self) -> tuple[list[SequenceState], list[tuple[SequenceState, RequestError]]]:
+        """The sequences that may join the queue now, and those whose adapter could not be loaded."""
+        if not self:
+            return [], []
+        self._place_waiting()
+        joined = []
+        failed = []
+        for sequence in [*self._loading]:
+            try:
+                if self._settle(sequence):
+                    joined.append(sequence)
+            except Exception as error:
+                name = self._held[sequence].name
+                failed.append((sequence, RequestError("adapter_failed", f"the adapter {name!r} could not be loaded: {error}")))
+        return joined, failed
+
+    def remove(self, sequence: SequenceState) -> None:
+        """A sequence has ended, wherever it was."""
+        self._unplaced.pop(sequence, None)
+        self._loading.pop(sequence, None)
+        held = self._held.pop(sequence, None)
+        adapter = sequence.request.adapter
+        if adapter is not None and self._pool is not None:
+            if held is not None:
+                self._pool.release(held)
+            self._pool.leave(adapter)
+
+    def check_integrity(self) -> None:
+        """Assert that the pool's references are those of the sequences here."""
+        if self._pool is not None:
+            self._pool.check_integrity([*self._held.values()])
+
+    def _place_waiting(self) -> None:
+        """Give sequences a place in the pool, in turn."""
+        assert self._pool is not None
+        waits = False
+        for sequence in [*self._unplaced]:
+            adapter = sequence.request.adapter
+            assert adapter is not None
+            if waits and (adapter not in self._pool or self._num_passed >= MAX_PASSED):
+                continue
+            if not self._pool.hold(adapter):
+                waits = True
+                continue
+            if waits:
+                self._num_passed += 1
+            else:
+                self._num_passed = 0
+            del self._unplaced[sequence]
+            self._held[sequence] = adapter
+            self._loading[sequence] = None
+
+    def _settle(self, sequence: SequenceState) -> bool:
+        """Whether the adapter of a sequence is there, which waits no more then. Raises what loading raised."""
+        if sequence not in self._loading:
+            return False
+        assert self._pool is not None
+        ready = self._pool.is_ready(self._held[sequence])
+        if ready:
+            del self._loading[sequence]
+        return ready

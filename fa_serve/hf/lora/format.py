@@ -1,0 +1,341 @@
+"""Reads an adapter as peft writes it, strictly: what this module does not know is refused by the name of its field.
+
+    adapter = read_adapter("adapters/french", max_bytes=1 << 30)
+    adapter.modules["model.layers.0.self_attn.q_proj"].a           # (rank, in_features)
+
+A folder holds adapter_config.json and adapter_model.safetensors. It may come from anybody, so that the sizes of files and of
+headers are bounded before they are read, pickles are never opened, every tensor must be named as peft names it, and numbers
+must be finite. Settings that only matter in training are not read. Left out: whether the adapter fits a model (memory.py).
+
+Sources: peft 0.21 (tuners/lora/config.py, layer.py, dora.py); rank-stabilised scales are from Kalajdzievski (2023,
+arXiv:2312.03732), DoRA from Liu et al. (2024, arXiv:2402.09353).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from fa_serve.spec import ParameterError
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+MAX_CONFIG_BYTES = 1 << 20
+MAX_HEADER_BYTES = 16 << 20
+"""Bound of the header of adapter_model.safetensors, which has about 150 bytes for each tensor."""
+MAX_RANK = 4096
+PREFIX = "base_model.model."
+DTYPES = ("F16", "BF16", "F32")
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "bias": ("none",),
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
+    "alora_invocation_tokens": (None,),
+    "arrow_config": (None,),
+    "ensure_weight_tying": (False,),
+    "kasa_config": (None,),
+    "layer_replication": (None, []),
+    "megatron_config": (None,),
+    "monteclora_config": (None,),
+    "target_parameters": (None, []),
+    "trainable_token_indices": (None, [], {}),
+    "use_bdlora": (None, False),
+    "use_qalora": (False,),
+    "velora_config": (None,),
+}
+"""Fields that would change what is computed, and their values with which they do not. Other initialisations change the base."""
+_UNREAD = frozenset(
+    {
+        "auto_mapping",
+        "base_model_name_or_path",
+        "corda_config",
+        "eva_config",
+        "exclude_modules",
+        "inference_mode",
+        "layers_pattern",
+        "layers_to_transform",
+        "loftq_config",
+        "lora_dropout",
+        "lora_ga_config",
+        "megatron_core",
+        "modules_to_save",
+        "peft_version",
+        "qalora_group_size",
+        "revision",
+        "runtime_config",
+        "target_modules",
+        "task_type",
+    }
+)
+"""Fields that say how the adapter was trained, or what the names of its tensors say as well."""
+_READ = frozenset(
+    {"peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "lora_bias", "fan_in_fan_out"}
+)
+_TENSOR = re.compile(
+    r"base_model\.model\.(?P<module>[A-Za-z0-9_]+(?:\.[A-Za-z0-9_]+)*?)"
+    r"\.(?P<kind>lora_A\.weight|lora_B\.weight|lora_B\.bias|lora_magnitude_vector|lora_embedding_A|lora_embedding_B"
+    r"|base_layer\.weight|weight)"
+)
+_PATTERN = re.compile(r"[A-Za-z0-9_.^$|()\[\]?:\\*+-]{1,256}")
+_MAX_QUANTIFIERS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """What an adapter adds to one module: scale * (x A^T) B^T + scale * bias, in its own dtype.
+
+    a:         (rank, in_features); of an embedding, (rank, num_embeddings)
+    b:         (out_features, rank)
+    bias:      (out_features,) or None
+    magnitude: of DoRA, (out_features,), or None
+    """
+
+    a: Tensor
+    b: Tensor
+    scale: float
+    bias: Tensor | None = None
+    magnitude: Tensor | None = None
+
+    @property
+    def rank(self) -> int:
+        return len(self.a)
+
+
+@dataclass(frozen=True, slots=True)
+class LoraAdapter:
+    """An adapter as it was read. Modules are named as in the model.
+
+    modules:    of linear layers
+    embeddings: of embeddings, whose tensors peft names in another way
+    saved:      whole weights that take the place of the base's: (out_features, in_features)
+    """
+
+    modules: Mapping[str, LowRank] = field(default_factory=dict)
+    embeddings: Mapping[str, LowRank] = field(default_factory=dict)
+    saved: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def rank(self) -> int:
+        """The largest rank of a linear layer."""
+        return max((each.rank for each in self.modules.values()), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Config:
+    rank: int
+    alpha: float
+    ranks: Mapping[str, int]
+    alphas: Mapping[str, float]
+    rslora: bool
+    dora: bool
+    bias: bool
+
+    def rank_of(self, module: str) -> int:
+        return next((rank for pattern, rank in self.ranks.items() if _matches(pattern, module)), self.rank)
+
+    def scale_of(self, module: str) -> float:
+        alpha = next((alpha for pattern, alpha in self.alphas.items() if _matches(pattern, module)), self.alpha)
+        rank = self.rank_of(module)
+        return alpha / (math.sqrt(rank) if self.rslora else rank)
+
+
+def read_adapter(folder: str | Path, max_bytes: int = 1 << 40) -> LoraAdapter:
+    """Read an adapter. max_bytes: of its weights
+
+    Raises ParameterError, whose field is that of adapter_config.json or the name of a tensor, for an adapter that fa_serve does
+    not compute or that is broken, and OSError for files that cannot be read.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ParameterError("adapter", "be an existing folder", str(folder)[:256])
+    config = _read_config(folder / CONFIG_FILE)
+    weights = folder / WEIGHTS_FILE
+    if not weights.is_file():
+        found = [
+            path.name[:64] for path in sorted(folder.iterdir()) if path.suffix in (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+        ][:4]
+        rule = f"hold {WEIGHTS_FILE}; pickles are not read: save the adapter with safe_serialization=True"
+        raise ParameterError("adapter", rule, found or "no such file")
+    _check_header(weights, max_bytes)
+    return _assemble(config, _read_tensors(weights))
+
+
+def file_facts(folder: str | Path) -> tuple[tuple[int, int], ...]:
+    """What changes when the files of an adapter are replaced: size and time of each. Raises OSError for a missing file."""
+    states = [(Path(folder) / name).stat() for name in (CONFIG_FILE, WEIGHTS_FILE)]
+    return tuple((state.st_size, state.st_mtime_ns) for state in states)
+
+
+def _read_config(path: Path) -> _Config:
+    if not path.is_file():
+        raise ParameterError("adapter", f"hold {CONFIG_FILE}", "no such file")
+    size = path.stat().st_size
+    if size > MAX_CONFIG_BYTES:
+        raise ParameterError(CONFIG_FILE, f"have at most {MAX_CONFIG_BYTES} bytes", size)
+    try:
+        given = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ParameterError(CONFIG_FILE, "be JSON", f"{type(error).__name__}: {str(error)[:128]}") from None
+    if not isinstance(given, dict):
+        raise ParameterError(CONFIG_FILE, "be an object", type(given).__name__)
+    if given.get("peft_type") != "LORA":
+        raise ParameterError("peft_type", "be LORA", _shown(given.get("peft_type")))
+    for name, value in given.items():
+        if name in _NEUTRAL and value not in _NEUTRAL[name]:
+            allowed = " or ".join(map(repr, _NEUTRAL[name]))
+            raise ParameterError(name, f"be {allowed}: fa_serve computes no other adapters", _shown(value))
+        if name not in _NEUTRAL and name not in _UNREAD | _READ and value not in (None, False, [], {}):
+            raise ParameterError(str(name)[:64], "be left out, because fa_serve does not know this field", _shown(value))
+    return _Config(
+        rank=_rank("r", given.get("r", 8)),
+        alpha=_number("lora_alpha", given.get("lora_alpha", 8)),
+        ranks={key: _rank("rank_pattern", value) for key, value in _pattern(given, "rank_pattern").items()},
+        alphas={key: _number("alpha_pattern", value) for key, value in _pattern(given, "alpha_pattern").items()},
+        rslora=_flag(given, "use_rslora"),
+        dora=_flag(given, "use_dora"),
+        bias=_flag(given, "lora_bias"),
+    )
+
+
+def _pattern(given: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """The patterns of ranks or alphas, whose keys are regular expressions. They are bounded, so that none takes long."""
+    found = given.get(name) or {}
+    if not isinstance(found, dict) or len(found) > 4096:
+        raise ParameterError(name, "be an object of at most 4096 patterns", _shown(found))
+    for key in found:
+        quantifiers = len(re.findall(r"(?<!\\)[*+]", key))
+        simple = _PATTERN.fullmatch(key) is not None and quantifiers <= _MAX_QUANTIFIERS and ")*" not in key and ")+" not in key
+        if simple:
+            try:
+                re.compile(key)
+                continue
+            except re.error:
+                pass
+        rule = f"have names of modules, or simple regular expressions with at most {_MAX_QUANTIFIERS} of * and +, as keys"
+        raise ParameterError(name, rule, _shown(key))
+    return found
+
+
+def _matches(pattern: str, module: str) -> bool:
+    return re.match(rf"(.*\.)?({pattern})$", module) is not None
+
+
+def _rank(name: str, value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_RANK:
+        raise ParameterError(name, f"be an integer from 1 to {MAX_RANK}", _shown(value))
+    return value
+
+
+def _number(name: str, value: object) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        raise ParameterError(name, "be a finite number", _shown(value))
+    return float(value)
+
+
+def _flag(given: Mapping[str, Any], name: str) -> bool:
+    value = given.get(name, False)
+    if not isinstance(value, bool):
+        raise ParameterError(name, "be true or false", _shown(value))
+    return value
+
+
+def _check_header(path: Path, max_bytes: int) -> None:
+    """Refuse a file that is too large, or whose header is, before anything of it is in memory."""
+    size = path.stat().st_size
+    if size > max_bytes:
+        raise ParameterError(WEIGHTS_FILE, f"have at most {max_bytes} bytes", size)
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+    if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
+        rule = f"have a header of at most {MAX_HEADER_BYTES} bytes, which is part of its {size} bytes"
+        raise ParameterError(WEIGHTS_FILE, rule, length)
+
+
+def _read_tensors(path: Path) -> dict[tuple[str, str], Tensor]:
+    """The tensors by (module, kind), each of which is finite."""
+    found = {}
+    try:
+        with safe_open(path, framework="pt") as file:
+            for name in list(file.keys()):
+                match = _TENSOR.fullmatch(name)
+                if match is None:
+                    raise ParameterError(
+                        "tensor", f"be named as peft names those of LoRA, {PREFIX}MODULE.lora_A.weight", _shown(name)
+                    )
+                dtype = file.get_slice(name).get_dtype()
+                if dtype not in DTYPES:
+                    raise ParameterError(_shown(name), f"have one of the dtypes {', '.join(DTYPES)}", dtype)
+                tensor = file.get_tensor(name)
+                if not bool(torch.isfinite(tensor).all()):
+                    raise ParameterError(_shown(name), "hold finite numbers", "NaN or an infinity")
+                found[match["module"], match["kind"]] = tensor
+    except SafetensorError as error:
+        raise ParameterError(WEIGHTS_FILE, "be a file of safetensors", str(error)[:128]) from None
+    return found
+
+
+def _assemble(config: _Config, tensors: Mapping[tuple[str, str], Tensor]) -> LoraAdapter:
+    kinds: dict[str, dict[str, Tensor]] = {}
+    for (module, kind), tensor in tensors.items():
+        kinds.setdefault(module, {})[kind] = tensor
+    modules = {}
+    embeddings = {}
+    saved = {}
+    for module, given in kinds.items():
+        whole = [kind for kind in ("weight", "base_layer.weight") if kind in given]
+        if whole:
+            saved[module] = _matrix(f"{module}.{whole[0]}", given.pop(whole[0]))
+        if not given:
+            continue
+        if "lora_embedding_A" in given or "lora_embedding_B" in given:
+            embeddings[module] = _low_rank(config, module, given, "lora_embedding_A", "lora_embedding_B")
+        else:
+            modules[module] = _low_rank(config, module, given, "lora_A.weight", "lora_B.weight")
+    if not modules and not embeddings and not saved:
+        raise ParameterError(WEIGHTS_FILE, "hold at least one tensor", 0)
+    return LoraAdapter(modules, embeddings, saved)
+
+
+def _low_rank(config: _Config, module: str, given: Mapping[str, Tensor], a_name: str, b_name: str) -> LowRank:
+    needed = {a_name, b_name}
+    if config.bias and a_name == "lora_A.weight":
+        needed.add("lora_B.bias")
+    if config.dora:
+        needed.add("lora_magnitude_vector")
+    if needed != given.keys():
+        rule = f"have the tensors {', '.join(sorted(needed))}, as use_dora and lora_bias say"
+        raise ParameterError(_shown(module), rule, sorted(given))
+    if config.dora and a_name != "lora_A.weight":
+        raise ParameterError("use_dora", "be false for an adapter of an embedding", True)
+    a = _matrix(f"{module}.{a_name}", given[a_name])
+    b = _matrix(f"{module}.{b_name}", given[b_name])
+    rank = config.rank_of(module)
+    if len(a) != rank or b.shape[1] != rank:
+        rule = f"have the rank {rank}, as r and rank_pattern say, in both matrices"
+        raise ParameterError(_shown(module), rule, [list(a.shape), list(b.shape)])
+    for name in ("lora_B.bias", "lora_magnitude_vector"):
+        if name in given and given[name].shape != (len(b),):
+            raise ParameterError(_shown(f"{module}.{name}"), f"have the shape [{len(b)}]", list(given[name].shape))
+    return LowRank(a, b, config.scale_of(module), given.get("lora_B.bias"), given.get("lora_magnitude_vector"))
+
+
+def _matrix(name: str, tensor: Tensor) -> Tensor:
+    if tensor.dim() != 2 or 0 in tensor.shape:
+        raise ParameterError(_shown(name), "be a matrix", list(tensor.shape))
+    return tensor
+
+
+def _shown(value: object) -> Any:
+    """A value for a message, which may come from anybody."""
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return text if len(text) <= 128 else text[:125] + "..."

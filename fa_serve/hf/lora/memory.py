@@ -1,0 +1,309 @@
+"""Finds the products of a model that adapters may add to, makes room for adapters on its device, and fills it.
+
+    memory = LoraMemory(model, budget=1 << 30, max_rank=64, max_pages=4096)
+    packed = memory.pack(read_adapter(folder))       # on the host: checked against the model, in the layout of the device
+    memory.write(packed, slot=0, pages=[3, 1])       # one copy for each page
+    with memory.holder.serving(LoraStep(batch)): ...
+
+A page holds PAGE_RANKS ranks of the matrices of every product of the model, so that an adapter of any rank up to `max_rank` is
+as many copies as it has pages, and memory has no gaps whatever ranks are mixed. The addresses of all products are fixed when
+the memory is made, as CUDA graphs need it. Two kinds of rows stand beside the ranks of an adapter: the bias of B, and the
+factor of DoRA (ops/lora/problem.py).
+
+Left out: which adapter has which slot and pages (fa_serve.engine.lora.pool), the experts of mixtures, and models that are
+divided between ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fa_serve import ops
+from fa_serve.hf.lora.format import LoraAdapter, LowRank
+from fa_serve.hf.lora.outer import AdaptedEmbedding, AdaptedHead, OuterModules, OuterWeights
+from fa_serve.hf.lora.product import AdaptedLinear, LoraSite, StepHolder, dense_weight, linear_sizes
+from fa_serve.hf.surgery.experts.mixtures import expert_modules
+from fa_serve.hf.surgery.fuse.latent import LatentAttention
+from fa_serve.hf.surgery.fuse.layer import FusedLayer, HeadsAttention
+from fa_serve.hf.surgery.fuse.unit import FusedUnit
+from fa_serve.hf.surgery.quantised.linear import QuantizedLinear
+from fa_serve.ops import PAGE_RANKS, LoraWeights
+from fa_serve.spec import ParameterError, UnsupportedModelError
+
+_STRIDE = 4
+"""Numbers of a product in a row of `scales`: a multiple of 16 bytes, so that the address of each is aligned."""
+MAX_SLOTS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLora:
+    """An adapter on the host, in the layout of the device.
+
+    pages:   (num_pages, elements of a page) in the dtype of the model, pinned for a GPU
+    numbers: (3, numbers of all products) int32: scales, whose bits are those of float32, ones and factors
+    outer:   of the embedding and the head, or None
+    rescales: it has factors of DoRA
+    """
+
+    pages: Tensor
+    numbers: Tensor
+    outer: OuterWeights | None
+    rescales: bool
+
+    @property
+    def num_pages(self) -> int:
+        return len(self.pages)
+
+    @property
+    def num_bytes(self) -> int:
+        """On the host."""
+        return self.pages.nbytes + self.numbers.nbytes + self.outer_bytes
+
+    @property
+    def outer_bytes(self) -> int:
+        """On the device, beside the pages."""
+        return 0 if self.outer is None else self.outer.num_bytes
+
+    @property
+    def is_eager(self) -> bool:
+        """Steps with this adapter run without CUDA graphs."""
+        return self.outer is not None or self.rescales
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a product is: its first elements of A and B in a page, and its first number."""
+
+    a: int
+    b: int
+    number: int
+
+
+class LoraMemory:
+    """Owner of the adapters' memory on the device. The forwards of the model's products are changed when it is made.
+
+    budget:    bytes of the pages
+    max_rank:  of an adapter, the rows of a bias and of DoRA included
+    max_pages: that are of use
+
+    Raises ParameterError if the budget holds no adapter of the largest rank, and UnsupportedModelError for a model without a
+    product.
+    """
+
+    def __init__(self, model: Any, *, budget: int, max_rank: int, max_pages: int) -> None:
+        self.holder = StepHolder()
+        self.sites = list(_attach(model, self.holder))
+        if not self.sites:
+            raise UnsupportedModelError(f"{type(model).__name__} has no linear layer that adapters could add to")
+        self._outer = OuterModules(model, self.holder)
+        self.device: torch.device = model.device
+        self.dtype: torch.dtype = model.get_input_embeddings().weight.dtype
+        self.pages_per_adapter = -(-max_rank // PAGE_RANKS)
+        self._places, self._elements = _layout(self.sites)
+        self.bytes_per_page = self._elements * self.dtype.itemsize
+        self.num_pages = min(budget // self.bytes_per_page, max_pages)
+        if self.num_pages < self.pages_per_adapter:
+            least = self.pages_per_adapter * self.bytes_per_page
+            raise ParameterError(
+                "lora_bytes", f"be at least {least}, which one adapter of max_lora_rank {max_rank} takes", budget
+            )
+        self.num_slots = min(self.num_pages, MAX_SLOTS)
+        self._memory = torch.zeros(self.num_pages, self._elements, dtype=self.dtype, device=self.device)
+        self._numbers = torch.zeros(3, self.num_slots, _STRIDE * len(self.sites), dtype=torch.int32, device=self.device)
+        self.page_table = torch.zeros(self.num_slots, self.pages_per_adapter, dtype=torch.int32, device=self.device)
+        self.page_counts = torch.zeros(self.num_slots, dtype=torch.int32, device=self.device)
+        self._parts = {name: (site, part) for site in self.sites for part, name in enumerate(site.names)}
+        for site, place in zip(self.sites, self._places, strict=True):
+            site.weights = self._weights(site, place)
+
+    def _weights(self, site: LoraSite, place: _Place) -> LoraWeights:
+        parts = len(site.widths)
+        n = sum(site.widths)
+        sizes_a = (self.num_pages, parts, PAGE_RANKS, site.k)
+        a = self._memory.as_strided(sizes_a, (self._elements, PAGE_RANKS * site.k, site.k, 1), place.a)
+        b = self._memory.as_strided((self.num_pages, PAGE_RANKS, n), (self._elements, n, 1), place.b)
+        scales, ones, factors = self._numbers[:, :, place.number : place.number + parts]
+        return LoraWeights(a, b, scales.view(torch.float32), ones, factors, site.widths)
+
+    def batch(self, rows: Tensor, tiles: Tensor, block_rows: int) -> ops.LoraBatch:
+        """Which rows of a step have which slot: see `fa_serve.ops.LoraBatch`."""
+        return ops.LoraBatch(rows, tiles, self.page_table, self.page_counts, block_rows)
+
+    @torch.no_grad()
+    def pack(self, adapter: LoraAdapter) -> PackedLora:
+        """Check an adapter against the model and lay it out. From any thread.
+
+        Raises ParameterError, whose field is the name of a module, for what does not fit.
+        """
+        outer = self._outer.pack(adapter)
+        inner = {name: low for name, low in adapter.modules.items() if name not in self._outer.names}
+        for name, low in inner.items():
+            self._check(name, low)
+        ranks = max((_num_rows(low) for low in inner.values()), default=1)
+        num_pages = -(-ranks // PAGE_RANKS)
+        if num_pages > self.pages_per_adapter:
+            limit = self.pages_per_adapter * PAGE_RANKS
+            rule = f"be at most {limit}, with one for lora_bias and one for use_dora (--max-lora-rank)"
+            raise ParameterError("r", rule, ranks)
+        pages = torch.zeros(num_pages, self._elements, dtype=self.dtype, pin_memory=self.device.type == "cuda")
+        numbers = torch.zeros(3, _STRIDE * len(self.sites), dtype=torch.int32)
+        numbers[1:] = -1
+        places = dict(zip(map(id, self.sites), self._places, strict=True))
+        for name, low in inner.items():
+            site, part = self._parts[name]
+            self._fill(pages, numbers, site, part, places[id(site)], low)
+        if not bool(torch.isfinite(pages).all()):
+            raise ParameterError(
+                "adapter", f"have numbers that {str(self.dtype)[6:]} holds, the dtype of the model", "infinities"
+            )
+        return PackedLora(pages, numbers, outer, any(low.magnitude is not None for low in inner.values()))
+
+    def write(self, packed: PackedLora, slot: int, pages: Sequence[int]) -> None:
+        """Copy an adapter into these pages, which no step in flight reads. On a GPU this queues copies on its stream."""
+        table = torch.zeros(self.pages_per_adapter, dtype=torch.int32)
+        table[: len(pages)] = torch.tensor(list(pages), dtype=torch.int32)
+        for page, source in zip(pages, packed.pages, strict=True):
+            self._memory[page].copy_(source, non_blocking=True)
+        self._numbers[:, slot].copy_(packed.numbers, non_blocking=True)
+        self.page_table[slot].copy_(table)
+        self.page_counts[slot] = len(pages)
+        self._outer.write(slot, packed.outer)
+
+    def clear(self, slot: int) -> None:
+        """Free what the adapter in this slot has beside its pages."""
+        self._outer.write(slot, None)
+
+    def _check(self, name: str, low: LowRank) -> None:
+        if name not in self._parts:
+            rule = "name linear layers of the model that are computed one by one; experts, routers and norms have no adapters"
+            raise ParameterError("adapter", rule, name[:128])
+        site, part = self._parts[name]
+        expected = (site.widths[part], site.k)
+        if (len(low.b), low.a.shape[1]) != expected:
+            rule = f"have matrices for a layer of {expected[1]} columns and {expected[0]} rows"
+            raise ParameterError(name, rule, [list(low.a.shape), list(low.b.shape)])
+        if low.magnitude is not None and dense_weight(site, part) is None:
+            raise ParameterError(
+                "use_dora", "be false for a model with quantised weights, whose rows have no exact norms", True
+            )
+
+    def _fill(self, pages: Tensor, numbers: Tensor, site: LoraSite, part: int, place: _Place, low: LowRank) -> None:
+        rank = low.rank
+        number = place.number + part
+        a = low.a.float()
+        b = low.b.float()
+        bias = None if low.bias is None else low.bias.float()
+        extra: list[Tensor] = []
+        factor = None
+        if low.magnitude is not None:
+            base = dense_weight(site, part)
+            assert base is not None
+            device = base.device
+            norms = torch.linalg.norm(base + low.scale * (b.to(device) @ a.to(device)), dim=1).cpu()
+            factor = low.magnitude.float() / norms
+            b = b * factor[:, None]
+            bias = None if bias is None else bias * factor
+        if bias is not None:
+            numbers[1, number] = rank + len(extra)
+            extra.append(bias)
+        if factor is not None:
+            numbers[2, number] = rank + len(extra)
+            extra.append(factor - 1.0)
+        numbers[0, number] = torch.tensor(low.scale).view(torch.int32)
+        n = sum(site.widths)
+        first = sum(site.widths[:part])
+        rows_b = torch.cat([b.t(), *(row[None] for row in extra)])
+        for page in range(len(pages)):
+            start = page * PAGE_RANKS
+            own = a[start : start + PAGE_RANKS]
+            view = pages[page, place.a : place.a + len(site.widths) * PAGE_RANKS * site.k].view(-1, PAGE_RANKS, site.k)
+            view[part, : len(own)] = own.to(self.dtype)
+            own = rows_b[start : start + PAGE_RANKS]
+            view = pages[page, place.b : place.b + PAGE_RANKS * n].view(PAGE_RANKS, n)
+            view[: len(own), first : first + len(low.b)] = own.to(self.dtype)
+
+
+def detach_adapters(model: nn.Module) -> None:
+    """Give what an earlier memory has changed its own forward again. Fused layers are left to `unfuse_model`."""
+    for module in model.modules():
+        if isinstance(vars(module).get("forward"), AdaptedLinear | AdaptedEmbedding | AdaptedHead):
+            del module.forward
+
+
+def _num_rows(low: LowRank) -> int:
+    return low.rank + (low.bias is not None) + (low.magnitude is not None)
+
+
+def _layout(sites: Sequence[LoraSite]) -> tuple[list[_Place], int]:
+    """The place of each product in a page, and the elements of a page."""
+    places = []
+    end = 0
+    for index, site in enumerate(sites):
+        a = end
+        b = a + _aligned(len(site.widths) * PAGE_RANKS * site.k)
+        end = b + _aligned(PAGE_RANKS * sum(site.widths))
+        places.append(_Place(a, b, _STRIDE * index))
+    return places, end
+
+
+def _aligned(elements: int) -> int:
+    return -(-elements // PAGE_RANKS) * PAGE_RANKS
+
+
+def _attach(model: nn.Module, holder: StepHolder) -> Iterator[LoraSite]:
+    """Give each product of the model a site."""
+    names = {module: name for name, module in model.named_modules()}
+    skipped: set[nn.Module] = {model.get_output_embeddings()}  # type: ignore[operator]
+    found: list[LoraSite] = []
+
+    def with_site(product: Any) -> Any:
+        """The product with a site; None for None."""
+        if product is None:
+            return None
+        sizes = [linear_sizes(module) for module in product.modules]
+        assert sizes[0] is not None
+        site = LoraSite(
+            tuple(names[module] for module in product.modules),
+            sizes[0][0],
+            tuple(size[1] for size in sizes if size is not None),
+            holder,
+            product.modules,
+        )
+        found.append(site)
+        skipped.update(product.modules)
+        return product._replace(site=site)
+
+    modules: list[Any] = [*model.modules()]
+    for module in modules:
+        fused: Any = vars(module).get("forward")
+        if isinstance(fused, FusedLayer):
+            attention: Any = fused.attention
+            changes = {name: with_site(getattr(fused, name)) for name in ("o", "gate_up", "down")}
+            if isinstance(attention, HeadsAttention):
+                attention = replace(attention, qkv=with_site(attention.qkv))
+            elif isinstance(attention, LatentAttention):
+                attention = replace(attention, down=with_site(attention.down), q_up=with_site(attention.q_up))
+            # what is left of the attention is not computed by its forward, such as the projection of latent vectors
+            skipped.update(module.self_attn.modules())
+            module.forward = replace(fused, attention=attention, **changes)
+        elif isinstance(fused, FusedUnit):
+            module.forward = replace(fused, gate_up=with_site(fused.gate_up), down=with_site(fused.down))
+    for experts in expert_modules(model):
+        skipped.update(experts.modules())
+    modules = [*model.get_decoder().modules()]  # type: ignore[operator]
+    for module in modules:
+        if module in skipped or "forward" in vars(module) or not names[module]:
+            continue
+        if isinstance(module, nn.Linear | QuantizedLinear) or type(module).__name__ == "Conv1D":
+            sizes = linear_sizes(module)
+            assert sizes is not None
+            site = LoraSite((names[module],), sizes[0], (sizes[1],), holder, (module,))
+            module.forward = AdaptedLinear(partial(type(module).forward, module), site, getattr(module, "bias", None))
+            found.append(site)
+    yield from found

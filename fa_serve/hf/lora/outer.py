@@ -1,0 +1,177 @@
+"""Adapters of the embedding and of the head: low-rank ones, and whole weights that take the place of the base's.
+
+    outer = OuterModules(model, holder)
+    weights = outer.pack(adapter)            # on the host; None for an adapter that leaves both as they are
+    outer.write(slot, weights)
+
+Such weights are as large as the base's, and few adapters have them. They are not kept in the pages of ranks but as they are,
+and PyTorch multiplies the tokens of one adapter after the other. A step with such an adapter runs without a CUDA graph. Left
+out: other modules in `modules_to_save`, which are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding, linear
+
+from fa_serve.hf.lora.format import LoraAdapter, LowRank
+from fa_serve.hf.lora.product import StepHolder
+from fa_serve.spec import ParameterError
+
+
+class OuterPart(NamedTuple):
+    """What an adapter has for the embedding, or for the head.
+
+    saved: in the place of the base's weights, or None
+    low:   added to these, or None
+    """
+
+    saved: Tensor | None
+    low: LowRank | None
+
+    def tensors(self) -> list[Tensor]:
+        """The weights that take memory."""
+        return [
+            x for x in (self.saved, *(() if self.low is None else (self.low.a, self.low.b, self.low.bias))) if x is not None
+        ]
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> OuterPart:
+        """The same with other tensors."""
+        low = self.low
+        if low is not None:
+            low = LowRank(change(low.a), change(low.b), low.scale, None if low.bias is None else change(low.bias))
+        return OuterPart(None if self.saved is None else change(self.saved), low)
+
+
+NO_PART = OuterPart(None, None)
+
+
+@dataclass(frozen=True, slots=True)
+class OuterWeights:
+    """What an adapter has for both."""
+
+    embedding: OuterPart
+    head: OuterPart
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(x.nbytes for part in (self.embedding, self.head) for x in part.tensors())
+
+
+class OuterModules:
+    """The embedding and the head of a model, whose forwards are replaced, and what the adapters in memory have for them."""
+
+    def __init__(self, model: Any, holder: StepHolder) -> None:
+        self._holder = holder
+        self._slots: dict[int, OuterWeights] = {}
+        names = {module: name for name, module in model.named_modules()}
+        self._embedding: nn.Module = model.get_input_embeddings()
+        self._head: nn.Module = model.get_output_embeddings()
+        self.names = (names[self._embedding], names[self._head])
+        for module, kind in ((self._embedding, AdaptedEmbedding), (self._head, AdaptedHead)):
+            if "forward" not in vars(module):
+                module.forward = kind(partial(type(module).forward, module), module, self)
+
+    def pack(self, adapter: LoraAdapter) -> OuterWeights | None:
+        """The weights of an adapter for both modules, on the host. Raises ParameterError for one that does not fit."""
+        embedding_name, head_name = self.names
+        parts = OuterWeights(
+            OuterPart(
+                self._saved(adapter, self._embedding, embedding_name), self._low(adapter.embeddings, embedding_name, (1, 0))
+            ),
+            OuterPart(self._saved(adapter, self._head, head_name), self._low(adapter.modules, head_name, (0, 1))),
+        )
+        if unknown := [name for name in (*adapter.saved, *adapter.embeddings) if name not in self.names]:
+            rule = f"be modules of {' and '.join(self.names)} for embeddings and whole weights"
+            raise ParameterError("modules_to_save", rule, unknown[0][:128])
+        if parts.head.low is not None and parts.head.low.magnitude is not None:
+            raise ParameterError("use_dora", f"be false for an adapter of {head_name}", True)
+        return None if parts == OuterWeights(NO_PART, NO_PART) else parts
+
+    def write(self, slot: int, weights: OuterWeights | None) -> None:
+        """The adapter in this slot has these weights, which are copied to the device."""
+        self._slots.pop(slot, None)
+        if weights is not None:
+            like: Any = self._embedding.weight
+
+            def change(x: Tensor) -> Tensor:
+                return x.to(device=like.device, dtype=like.dtype)
+
+            self._slots[slot] = OuterWeights(weights.embedding.mapped(change), weights.head.mapped(change))
+
+    def embed(self, module: Any, ids: Tensor, out: Tensor) -> Tensor:
+        """out: what the base makes of ids (..., tokens) -> with the adapters of the step, (..., tokens, hidden)"""
+        scale = getattr(module, "embed_scale", 1.0)
+        flat = out.reshape(-1, out.shape[-1])
+        for slot, tokens, _ in () if self._holder.step is None else self._holder.step.outer:
+            part = self._slots[slot].embedding
+            taken = ids.reshape(-1)[tokens]
+            if part.saved is not None:
+                flat[tokens] = (embedding(taken, part.saved) * scale).to(flat.dtype)
+            if part.low is not None:
+                delta = (embedding(taken, part.low.a.t()) @ part.low.b.t()) * (part.low.scale * scale)
+                flat[tokens] += delta.to(flat.dtype)
+        return flat.view(out.shape)
+
+    def logits(self, module: Any, x: Tensor, out: Tensor) -> Tensor:
+        """out: what the base makes of x (..., rows, hidden) -> with the adapters of the step, (..., rows, vocab)"""
+        flat = out.reshape(-1, out.shape[-1])
+        for slot, _, rows in () if self._holder.step is None else self._holder.step.outer:
+            part = self._slots[slot].head
+            taken = x.reshape(-1, x.shape[-1])[rows]
+            if part.saved is not None:
+                flat[rows] = linear(taken, part.saved, module.bias)
+            if part.low is not None:
+                flat[rows] += linear(taken @ part.low.a.t(), part.low.b, part.low.bias) * part.low.scale
+        return flat.view(out.shape)
+
+    def _saved(self, adapter: LoraAdapter, module: Any, name: str) -> Tensor | None:
+        """The whole weights of a module; None if they are those of the base, which peft saves beside an adapter of it."""
+        saved = adapter.saved.get(name)
+        if saved is None:
+            return None
+        if saved.shape != module.weight.shape:
+            raise ParameterError(f"{name}.weight", f"have the shape {list(module.weight.shape)}", list(saved.shape))
+        return None if torch.equal(saved.to(module.weight.dtype), module.weight.detach().cpu()) else saved
+
+    def _low(self, given: Any, name: str, order: tuple[int, int]) -> LowRank | None:
+        """order: which dimensions of the weights are those of b and of a"""
+        low: LowRank | None = given.get(name)
+        if low is None:
+            return None
+        module: Any = self._embedding if order == (1, 0) else self._head
+        rows, columns = (module.weight.shape[i] for i in order)
+        if (len(low.b), low.a.shape[1]) != (rows, columns):
+            rule = f"have matrices of {columns} columns and {rows} rows, as the model has"
+            raise ParameterError(name, rule, [list(low.a.shape), list(low.b.shape)])
+        return low
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedEmbedding:
+    """Replaces the `forward` of the embedding."""
+
+    original: Callable[..., Tensor]
+    module: nn.Module
+    outer: OuterModules
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        return self.outer.embed(self.module, ids, self.original(ids))
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedHead:
+    """Replaces the `forward` of the head."""
+
+    original: Callable[..., Tensor]
+    module: nn.Module
+    outer: OuterModules
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.outer.logits(self.module, x, self.original(x))

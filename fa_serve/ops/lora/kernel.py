@@ -1,0 +1,286 @@
+"""The kernels of adapters: two launches for a product, whatever the number of adapters in a step.
+
+`_shrink` multiplies the rows of a tile by one page of ranks of A; a part of the columns of x is a program, because few tiles
+would leave most of a GPU idle. `_expand` adds these partial sums, always in the same order, applies the scale, and multiplies
+by the pages of B of some columns. Rows are gathered by number, and each row has one adapter, so nothing is added atomically:
+equal calls have equal bits.
+
+With a norm, `_shrink` sums the squares of x as well, and `_expand` divides by their root: one token needs no launch for its
+norm. On Hopper and later GPUs both are launched programmatically, see `primitives.wait_for_previous_kernel`. Left out: rows
+without an adapter, which no program reads.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fa_serve import spec
+from fa_serve.backends.triton.primitives import wait_for_previous_kernel
+from fa_serve.launching.launch import Launch, launch_options, multiprocessors
+from fa_serve.launching.plans import PLANS, Run
+from fa_serve.ops.lora.problem import PAGE_RANKS, LoraBatch, LoraWeights
+from fa_serve.ops.ops_backend import Norm
+
+MAX_PARTS = 3
+"""Parts of a merged product: q, k and v."""
+
+
+class LoraTile(NamedTuple):
+    """block_k: columns of x that a step of `_shrink` multiplies; splits: programs that share the columns of x; block_n: columns
+    of y of a program of `_expand`."""
+
+    block_k: int
+    splits: int
+    block_n: int
+
+
+def choose_lora_tile(k: int, block_rows: int, programs: int, num_sms: int) -> LoraTile:
+    """The tile for rows of k columns. programs: of `_shrink` without splits
+
+    The number of splits is the least power of two that gives each multiprocessor a program; each has at least 512 columns.
+    """
+    splits = 1
+    while splits < 16 and programs * splits < num_sms and k // (2 * splits) >= 512:
+        splits *= 2
+    return LoraTile(128 if block_rows <= 16 else 64, splits, 128 if block_rows <= 16 else 64)
+
+
+@triton.jit(do_not_specialize=["entries"])
+def _shrink(
+    x_ptr,
+    a_ptr,
+    norm_ptr,
+    rows_ptr,
+    tiles_ptr,
+    pages_ptr,
+    num_pages_ptr,
+    scales_ptr,
+    sums_ptr,
+    squares_ptr,
+    entries,
+    offset,
+    stride_x,
+    stride_page,
+    stride_slot,
+    K: tl.constexpr,
+    PARTS: tl.constexpr,
+    MAX_PAGES: tl.constexpr,
+    PAGE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """sums (SPLITS, PARTS, entries, MAX_PAGES * PAGE): partial products of x with A. squares (SPLITS, entries): of x."""
+    wait_for_previous_kernel(PDL)
+    program = tl.program_id(0)
+    split = program % SPLITS
+    page = program // SPLITS % MAX_PAGES
+    part = program // (SPLITS * MAX_PAGES) % PARTS
+    tile = program // (SPLITS * MAX_PAGES * PARTS)
+    slot = tl.load(tiles_ptr + 3 * tile)
+    first = tl.load(tiles_ptr + 3 * tile + 1)
+    count = tl.load(tiles_ptr + 3 * tile + 2)
+    used = (count > 0) & (page < tl.load(num_pages_ptr + slot))
+    used = used & (tl.load(scales_ptr + slot * stride_slot + part) != 0.0)
+    needed = used
+    if norm_ptr is not None:
+        needed = needed | ((count > 0) & (page == 0) & (part == 0))
+    if needed:
+        i = tl.arange(0, BLOCK_ROWS)
+        keep = i < count
+        rows = tl.load(rows_ptr + first + i, mask=keep, other=0).to(tl.int64)
+        ranks = tl.arange(0, PAGE)
+        number = tl.load(pages_ptr + slot * MAX_PAGES + page, mask=used, other=0).to(tl.int64)
+        a_ptr += number * stride_page + part * PAGE * K
+        acc = tl.zeros([BLOCK_ROWS, PAGE], tl.float32)
+        squares = tl.zeros([BLOCK_ROWS], tl.float32)
+        steps: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+        per_split: tl.constexpr = (steps + SPLITS - 1) // SPLITS
+        for step in range(split * per_split, tl.minimum((split + 1) * per_split, steps)):
+            k = step * BLOCK_K + tl.arange(0, BLOCK_K)
+            inside = k < K
+            x = tl.load(x_ptr + rows[:, None] * stride_x + k[None, :], mask=keep[:, None] & inside[None, :], other=0.0)
+            a = tl.load(a_ptr + ranks[None, :] * K + k[:, None], mask=inside[:, None] & used, other=0.0)
+            if norm_ptr is not None:
+                wide = x.to(tl.float32)
+                squares += tl.sum(wide * wide, 1)
+                weight = tl.load(norm_ptr + k, mask=inside, other=0.0).to(tl.float32) + offset
+                x = (wide * weight[None, :]).to(x.dtype)
+            acc += tl.dot(x, a, input_precision=PRECISION)
+        places = (split * PARTS + part) * entries + first + i
+        out = sums_ptr + places.to(tl.int64)[:, None] * (MAX_PAGES * PAGE) + page * PAGE + ranks[None, :]
+        tl.store(out, acc, mask=keep[:, None] & used)
+        if norm_ptr is not None:
+            tl.store(squares_ptr + split * entries + first + i, squares, mask=keep & (page == 0) & (part == 0))
+
+
+@triton.jit(do_not_specialize=["entries"])
+def _expand(
+    y_ptr,
+    b_ptr,
+    bias_ptr,
+    rows_ptr,
+    tiles_ptr,
+    pages_ptr,
+    num_pages_ptr,
+    scales_ptr,
+    ones_ptr,
+    factors_ptr,
+    sums_ptr,
+    squares_ptr,
+    entries,
+    eps,
+    stride_y,
+    stride_page,
+    stride_slot,
+    K: tl.constexpr,
+    N0: tl.constexpr,
+    N1: tl.constexpr,
+    N2: tl.constexpr,
+    PARTS: tl.constexpr,
+    MAX_PAGES: tl.constexpr,
+    PAGE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Add to BLOCK_N columns of the rows of a tile, which are those of one part, of N0, N1 or N2 columns."""
+    wait_for_previous_kernel(PDL)
+    N: tl.constexpr = N0 + N1 + N2
+    T0: tl.constexpr = (N0 + BLOCK_N - 1) // BLOCK_N
+    T1: tl.constexpr = (N1 + BLOCK_N - 1) // BLOCK_N
+    T2: tl.constexpr = (N2 + BLOCK_N - 1) // BLOCK_N
+    program = tl.program_id(0)
+    block = program % (T0 + T1 + T2)
+    tile = program // (T0 + T1 + T2)
+    part = (block >= T0).to(tl.int32) + (block >= T0 + T1).to(tl.int32)
+    begin = tl.where(part == 0, 0, tl.where(part == 1, N0, N0 + N1))
+    end = tl.where(part == 0, N0, tl.where(part == 1, N0 + N1, N))
+    block -= tl.where(part == 0, 0, tl.where(part == 1, T0, T0 + T1))
+    columns = begin + block * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = columns < end
+    slot = tl.load(tiles_ptr + 3 * tile)
+    first = tl.load(tiles_ptr + 3 * tile + 1)
+    count = tl.load(tiles_ptr + 3 * tile + 2)
+    scale = tl.load(scales_ptr + slot * stride_slot + part)
+    if (count > 0) & (scale != 0.0):
+        one = tl.load(ones_ptr + slot * stride_slot + part)
+        factor = tl.load(factors_ptr + slot * stride_slot + part)
+        i = tl.arange(0, BLOCK_ROWS)
+        keep = i < count
+        rows = tl.load(rows_ptr + first + i, mask=keep, other=0).to(tl.int64)
+        root = tl.zeros([BLOCK_ROWS], tl.float32) + 1.0
+        if squares_ptr is not None:
+            total = tl.zeros([BLOCK_ROWS], tl.float32)
+            for split in tl.static_range(SPLITS):
+                total += tl.load(squares_ptr + split * entries + first + i, mask=keep, other=0.0)
+            root = tl.rsqrt(total / K + eps)
+        acc = tl.zeros([BLOCK_ROWS, BLOCK_N], tl.float32)
+        ranks = tl.arange(0, PAGE)
+        for page in range(0, tl.load(num_pages_ptr + slot)):
+            number = tl.load(pages_ptr + slot * MAX_PAGES + page).to(tl.int64)
+            u = tl.zeros([BLOCK_ROWS, PAGE], tl.float32)
+            for split in tl.static_range(SPLITS):
+                places = ((split * PARTS + part) * entries + first + i).to(tl.int64)
+                sums = sums_ptr + places[:, None] * (MAX_PAGES * PAGE) + page * PAGE + ranks[None, :]
+                u += tl.load(sums, mask=keep[:, None], other=0.0)
+            u = tl.where((page * PAGE + ranks == one)[None, :], 1.0, u * root[:, None]) * scale
+            b_rows = b_ptr + number * stride_page + ranks[:, None] * N + columns[None, :]
+            b = tl.load(b_rows, mask=inside[None, :], other=0.0)
+            acc += tl.dot(u.to(b.dtype), b, input_precision=PRECISION)
+        here = y_ptr + rows[:, None] * stride_y + columns[None, :]
+        written = keep[:, None] & inside[None, :]
+        y = tl.load(here, mask=written, other=0.0).to(tl.float32)
+        if factor >= 0:
+            number = tl.load(pages_ptr + slot * MAX_PAGES + factor // PAGE).to(tl.int64)
+            row = b_ptr + number * stride_page + (factor % PAGE) * N + columns
+            base = y
+            if bias_ptr is not None:
+                base -= tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
+            acc += base * tl.load(row, mask=inside, other=0.0).to(tl.float32)[None, :]
+        tl.store(here, (y + acc).to(y_ptr.dtype.element_ty), mask=written)
+
+
+def launch_add_lora(
+    y: Tensor, x: Tensor, weights: LoraWeights, batch: LoraBatch, norm: Norm | None, bias: Tensor | None
+) -> Tensor:
+    """Arguments and result are those of `fa_serve.ops.add_lora`. Two launches."""
+    key = (
+        "add_lora",
+        y.shape,
+        y.stride(0),
+        x.stride(0),
+        x.dtype,
+        weights.a.shape,
+        weights.a.stride(0),
+        weights.b.stride(0),
+        weights.scales.stride(0),
+        weights.widths,
+        batch.rows.shape,
+        batch.tiles.shape,
+        batch.pages.shape,
+        batch.block_rows,
+        None if norm is None else (norm.weight.dtype, norm.eps, norm.offset),
+        None if bias is None else bias.dtype,
+        x.get_device(),
+    )
+    run = PLANS.get(key)
+    if run is None:
+        if not len(batch.tiles) or not len(y):
+            return y
+        run = PLANS.add(key, plan_add_lora(y, x, weights, batch, norm))
+    run((y, x, weights, batch, norm, bias))
+    return y
+
+
+def plan_add_lora(y: Tensor, x: Tensor, weights: LoraWeights, batch: LoraBatch, norm: Norm | None) -> Run:
+    """The launches for calls that look like this one."""
+    num_tiles = len(batch.tiles)
+    entries = len(batch.rows)
+    max_pages = batch.pages.shape[1]
+    parts = len(weights.widths)
+    k = x.shape[1]
+    widths = (*weights.widths, 0, 0)[:MAX_PARTS]
+    programs = num_tiles * parts * max_pages
+    tile = choose_lora_tile(k, batch.block_rows, programs, multiprocessors(x.device, 132))
+    precision = "ieee" if x.dtype == torch.float32 else "tf32"
+    pdl = spec.has_programmatic_launch(spec.arch_of(x.device))
+    sizes = (parts, max_pages, PAGE_RANKS, tile.splits, batch.block_rows)
+    options = launch_options(pdl, 4)
+    shrink = Launch(
+        _shrink,
+        programs * tile.splits,
+        varying=(entries, 0.0 if norm is None else float(norm.offset)),
+        strides=(x.stride(0), weights.a.stride(0), weights.scales.stride(0)),
+        fixed=(k, *sizes, tile.block_k, precision, pdl),
+        options=options,
+    )
+    blocks = sum(-(-width // tile.block_n) for width in widths)
+    expand = Launch(
+        _expand,
+        num_tiles * blocks,
+        varying=(entries, 0.0 if norm is None else float(norm.eps)),
+        strides=(y.stride(0), weights.b.stride(0), weights.scales.stride(0)),
+        fixed=(k, *widths, *sizes, tile.block_n, precision, pdl),
+        options=options,
+    )
+
+    def run(call: tuple[Tensor, Tensor, LoraWeights, LoraBatch, Norm | None, Tensor | None]) -> None:
+        y, x, weights, batch, norm, bias = call
+        sums = x.new_empty(tile.splits * parts * entries * max_pages * PAGE_RANKS, dtype=torch.float32)
+        squares = None if norm is None else x.new_empty(tile.splits * entries, dtype=torch.float32)
+        segments = (batch.rows, batch.tiles, batch.pages, batch.num_pages)
+        shrink((x, weights.a, None if norm is None else norm.weight, *segments, weights.scales, sums, squares))
+        numbers = (weights.scales, weights.ones, weights.factors)
+        expand((y, weights.b, bias, *segments, *numbers, sums, squares))
+
+    return run

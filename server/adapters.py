@@ -1,0 +1,117 @@
+"""The adapters that clients may ask for by name in `model`, and the administrator's routes that load and unload them.
+
+    adapters = Adapters(engine, settings)
+    adapters.knows("french")                 # loaded, or a folder of --lora-folder
+    await adapters.require("french")         # loads it from that folder if it is not loaded, or if its files have changed
+
+Left out: what an adapter is and where it is computed (fa_serve.engine.lora).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fastapi import Request
+
+from fa_serve.engine.errors import EngineDeadError
+from fa_serve.spec import ParameterError
+
+from .errors import MAX_NAME, ApiError, BadRequest, Forbidden, NotFound, Unavailable
+from .settings import Settings
+
+if TYPE_CHECKING:
+    from fa_serve.engine import AsyncEngine
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+MAX_LISTED = 1024
+"""Folders of --lora-folder that /v1/models lists."""
+
+
+class Adapters:
+    """Owner of what is known of the files in --lora-folder. Used on the event loop only."""
+
+    def __init__(self, engine: AsyncEngine, settings: Settings):
+        self._engine = engine
+        self._folder = settings.lora_folder
+        self._states: dict[str, tuple[tuple[int, int], ...]] = {}  # of the files when an adapter was loaded
+        self._loading: dict[str, asyncio.Task[None]] = {}
+
+    def names(self) -> list[str]:
+        """The names that clients may ask for: those that are loaded first."""
+        loaded = self._engine.adapters
+        if self._folder is None:
+            return loaded
+        found = sorted(path.parent.name for path in self._folder.glob(f"*/{CONFIG_FILE}"))[:MAX_LISTED]
+        return [*loaded, *(name for name in found if name not in loaded)]
+
+    def knows(self, name: str) -> bool:
+        """Whether clients may ask for this name."""
+        return name in self._engine.adapters or self._state(name) is not None
+
+    async def require(self, name: str) -> None:
+        """Return when the adapter is loaded, in the version that its folder in --lora-folder has. Raises ApiError."""
+        state = self._state(name)
+        is_loaded = name in self._engine.adapters
+        if is_loaded and (state is None or name not in self._states or self._states[name] == state):
+            return
+        if state is None:
+            raise NotFound(f"The adapter {name[:MAX_NAME]!r} was unloaded.", param="model", code="model_not_found")
+        if name not in self._loading:
+            assert self._folder is not None
+            task = self._loading[name] = asyncio.create_task(self._load(name, self._folder / name, state))
+            task.add_done_callback(lambda _: self._loading.pop(name))
+        await asyncio.shield(self._loading[name])
+
+    async def load(self, name: str, folder: str) -> None:
+        """Load an adapter. Raises ApiError for one that the engine refuses."""
+        try:
+            await self._engine.load_adapter(name, folder)
+        except ParameterError as error:
+            field = "lora_name" if error.field == "lora_name" else "lora_path"
+            raise BadRequest(f"The adapter is refused: {error}", param=field) from None
+        except EngineDeadError:
+            raise Unavailable("The server is not ready: the engine has died.") from None
+        except (OSError, RuntimeError) as error:
+            raise BadRequest(f"The adapter cannot be read: {str(error)[:MAX_NAME]}", param="lora_path") from None
+        self._states.pop(name, None)
+
+    async def unload(self, name: str) -> None:
+        """Serve an adapter no more. Raises ApiError for an unknown name."""
+        try:
+            await self._engine.unload_adapter(name)
+        except ParameterError as error:
+            raise NotFound(f"The adapter is unknown: {error}", param="lora_name", code="model_not_found") from None
+        except EngineDeadError:
+            raise Unavailable("The server is not ready: the engine has died.") from None
+        self._states.pop(name, None)
+
+    async def _load(self, name: str, folder: Path, state: tuple[tuple[int, int], ...]) -> None:
+        try:
+            await self.load(name, str(folder))
+        except ApiError as error:
+            raise Unavailable(f"The model {name[:MAX_NAME]!r} cannot be loaded: {error.message}") from None
+        self._states[name] = state
+
+    def _state(self, name: str) -> tuple[tuple[int, int], ...] | None:
+        """Size and time of the files of an adapter in --lora-folder; None if there is none of this name."""
+        if self._folder is None or not name or name.startswith(".") or not set("/\\\0").isdisjoint(name):
+            return None
+        try:
+            states = [(self._folder / name / file).stat() for file in (CONFIG_FILE, WEIGHTS_FILE)]
+        except OSError:
+            return None
+        return tuple((state.st_size, state.st_mtime_ns) for state in states)
+
+
+def require_administrator(request: Request, settings: Settings) -> None:
+    """Raise Forbidden unless the request has the administrator's key."""
+    if settings.admin_key is None:
+        raise Forbidden("This server has no administrator's key (FA_SERVE_ADMIN_KEY), so nobody may change it.")
+    known = hashlib.sha256(settings.admin_key.get_secret_value().encode()).hexdigest()
+    if not hmac.compare_digest(known, getattr(request.state, "key", "") or ""):
+        raise Forbidden("The administrator's key is required. Send the header Authorization: Bearer KEY.")

@@ -1,0 +1,115 @@
+"""Engines with adapters give the tokens of peft's own forward, alone and in mixed batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from peft_adapters import ATTENTION, PeftForwards, save_adapter
+from quantised_copies import copy_of, dequantised, load
+from tiny_models import make_model, random_prompts
+from transformers import PreTrainedModel
+
+from fa_serve.engine import Engine, SamplingParams
+
+GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+LORA = {"lora_bytes": 1 << 26, "max_lora_rank": 32, "max_num_seqs": 16}
+ADAPTERS = {
+    "small": {"r": 2},
+    "scaled": {"r": 4, "lora_alpha": 3, "use_rslora": True, "rank_pattern": {"layers.0.self_attn.q_proj": 8}},
+    "attention": {"r": 5, "target_modules": ATTENTION, "alpha_pattern": {"k_proj": 20}},
+    "two-pages": {"r": 20, "lora_alpha": 10},
+}
+
+
+BASES: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama": partial(make_model, "llama"),
+    "qwen3": partial(make_model, "qwen3"),
+    "gemma3": partial(make_model, "gemma3"),
+}
+
+
+def save_all(folder: Path, base: Callable[[], PreTrainedModel], **options: Any) -> dict[str, Path]:
+    """Four adapters. options: of all of them"""
+    return {
+        name: save_adapter(folder / name, model=base(), seed=seed, **given | options)
+        for seed, (name, given) in enumerate(ADAPTERS.items())
+    }
+
+
+def check_alone_and_mixed(engine: Engine, folders: dict[str, Path], base: PreTrainedModel) -> None:
+    """16 requests with four adapters and without one give the tokens of peft, each of them alone as well."""
+    for name, folder in folders.items():
+        engine.load_adapter(name, folder)
+    prompts = [[token % engine.vocab_size for token in prompt] for prompt in random_prompts(16, longest=20)]
+    names = [*([*folders, None] * 4)[:16]]
+    mixed = engine.generate(prompts, GREEDY, adapter=names)
+    peft = PeftForwards(base, folders)
+    for name, prompt, found in zip(names, prompts, mixed, strict=True):
+        assert found.token_ids == peft.choose(name, prompt, found.token_ids), name
+    alone = [engine.generate([prompts[i]], GREEDY, adapter=names[i])[0].token_ids for i in range(5)]
+    assert alone == [found.token_ids for found in mixed[:5]]
+    assert len({tuple(engine.generate([prompts[0]], GREEDY, adapter=name)[0].token_ids) for name in (*folders, None)}) == 5
+    engine.check_integrity()
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_tokens_are_those_of_peft(make_engine, tmp_path, name) -> None:
+    base = BASES[name]
+    check_alone_and_mixed(make_engine(model=base(), **LORA), save_all(tmp_path, base), base())
+
+
+def test_the_attention_of_a_mixture_has_adapters(make_engine, tmp_path) -> None:
+    base = partial(make_model, "qwen3-moe")
+    check_alone_and_mixed(make_engine(model=base(), **LORA), save_all(tmp_path, base, target_modules=ATTENTION), base())
+
+
+def test_layers_that_are_not_fused_have_adapters(make_engine, tmp_path) -> None:
+    base = BASES["llama"]
+    check_alone_and_mixed(make_engine(model=base(), fusion=False, **LORA), save_all(tmp_path, base), base())
+
+
+def test_an_int4_base_has_adapters(make_engine, tmp_path) -> None:
+    copy = copy_of(None, "gptq", tmp_path)
+
+    def base() -> PreTrainedModel:
+        return dequantised(load(copy, dtype="float32"))
+
+    check_alone_and_mixed(make_engine(model=load(copy, dtype="float32"), **LORA), save_all(tmp_path, base), base())
+
+
+VARIANTS = {
+    "dora": {"use_dora": True},
+    "bias": {"lora_bias": True},
+    "embedding": {"target_modules": [*ATTENTION, "embed_tokens"]},
+    "head": {"target_modules": [*ATTENTION, "lm_head"]},
+    "whole weights": {"target_modules": ATTENTION, "modules_to_save": ["lm_head", "embed_tokens"]},
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), [*product(["llama"], VARIANTS), ("gemma3", "embedding"), ("gemma3", "whole weights")]
+)
+def test_every_kind_of_adapter(make_engine, tmp_path, family, name) -> None:
+    """Beside plain adapters and the base. The embedding of gemma3 is scaled."""
+    folders = {
+        "special": save_adapter(tmp_path / "special", family, r=16, **VARIANTS[name]),
+        "plain": save_adapter(tmp_path / "plain", family, seed=1),
+    }
+    engine = make_engine(family, **LORA)
+    for adapter, folder in folders.items():
+        engine.load_adapter(adapter, folder)
+    peft = PeftForwards(make_model(family), folders)
+    prompts = random_prompts(6, longest=12)
+    names = ["special", "plain", None] * 2
+    for adapter, prompt, found in zip(names, prompts, engine.generate(prompts, GREEDY, adapter=names), strict=True):
+        assert found.token_ids == peft.choose(adapter, prompt, found.token_ids), adapter
+    logprobs = replace(GREEDY, prompt_logprobs=0)
+    [found] = engine.generate([prompts[0]], logprobs, adapter="special")
+    expected = peft.logits("special", prompts[0]).log_softmax(-1)[range(len(prompts[0]) - 1), prompts[0][1:]]
+    assert [x.logprob for x in found.prompt_logprobs[1:]] == pytest.approx(expected.tolist(), abs=2e-3)

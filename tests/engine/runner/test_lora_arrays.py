@@ -1,0 +1,59 @@
+"""Tokens are sorted by adapter and cut into tiles."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fa_serve.engine.runner.lora_arrays import (
+    DECODING_ROWS,
+    PROMPT_ROWS,
+    StepAdapters,
+    lora_arrays,
+    lora_padding,
+    tile_arrays,
+    tile_rows,
+)
+
+
+def test_each_tile_has_the_tokens_of_one_adapter() -> None:
+    rows, tiles = tile_arrays(np.array([2, -1, 0, 2, 2, -1, 0, 2]), block_rows=3)
+    assert rows.tolist() == [2, 6, 0, 3, 4, 7, 1, 5]
+    assert tiles.tolist() == [[0, 0, 2], [2, 2, 3], [2, 5, 1]]
+    assert (rows.dtype, tiles.dtype) == (np.int32, np.int32)
+
+
+def test_a_step_without_adapters_has_no_tiles() -> None:
+    _, tiles = tile_arrays(np.array([-1, -1]), block_rows=16)
+    assert tiles.shape == (0, 3)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_padding_holds_every_step(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    batch = int(draw.integers(1, 40))
+    queries = int(draw.choice([1, 5, 16, 200]))
+    lengths = draw.integers(1, queries + 1, batch)
+    slots = np.repeat(draw.integers(-1, 50, batch), lengths)
+    fields = lora_arrays(StepAdapters(slots, False, ()), np.zeros(0, dtype=np.int64), queries)
+    padding = lora_padding(len(slots), batch, queries)
+    assert len(fields["lora_tiles"]) <= len(padding["lora_tiles"])
+    assert fields.keys() == padding.keys()
+    counts = {slot: 0 for slot in set(slots.tolist()) - {-1}}
+    for slot, first, count in fields["lora_tiles"].tolist():
+        assert (slots[fields["lora_rows"][first : first + count]] == slot).all()
+        counts[slot] += count
+    assert counts == {slot: int((slots == slot).sum()) for slot in counts}
+
+
+def test_adapters_of_the_head_name_their_rows_of_logits() -> None:
+    adapters = StepAdapters(np.array([1, 1, 1, -1, 4]), True, (1, 4))
+    fields = lora_arrays(adapters, np.array([2, 3, 4]), queries=3)
+    assert fields["lora_tokens_1"].tolist() == [0, 1, 2]
+    assert fields["lora_logits_1"].tolist() == [0]
+    assert fields["lora_tokens_4"].tolist() == [4]
+    assert fields["lora_logits_4"].tolist() == [2]
+
+
+def test_tiles_follow_the_longest_chunk() -> None:
+    assert [tile_rows(queries) for queries in (1, 16, 17)] == [DECODING_ROWS, DECODING_ROWS, PROMPT_ROWS]

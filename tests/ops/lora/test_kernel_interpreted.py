@@ -1,0 +1,43 @@
+"""The kernels of adapters in Triton's interpreter, against float64 token by token."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from lora_cases import LoraCase, exact_result, make_case
+from rounded_once import dtype_id
+
+from fa_serve.ops.lora.kernel import choose_lora_tile, launch_add_lora
+
+CASES = [
+    pytest.param(LoraCase((0, 1, -1, 2, 1, 0, 0)), id="mixed"),
+    pytest.param(LoraCase((2,), k=1024), id="one token, several splits"),
+    pytest.param(LoraCase((1, 0), norm=True, k=1100), id="norm"),
+    pytest.param(LoraCase((-1, 0, 2), bias=True), id="bias"),
+    pytest.param(LoraCase((-1, 0, 2, 2), dora=True), id="dora"),
+    pytest.param(LoraCase((0, 1), dora=True, bias=True, norm=True), id="everything"),
+    pytest.param(LoraCase((1,) * 35 + (0,) * 3, widths=(140,)), id="several tiles"),
+    pytest.param(LoraCase((1,) * 70 + (0, -1), widths=(24, 24), block_rows=64), id="prompts"),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=dtype_id)  # its products take no bfloat16
+@pytest.mark.parametrize("case", CASES)
+def test_adapters_are_added_to_their_tokens(case: LoraCase, dtype: torch.dtype) -> None:
+    y, x, weights, batch, norm, bias = make_case(case, dtype)
+    exact = exact_result(case, y, x, weights, batch, norm, bias)
+    before = y.clone()
+    assert launch_add_lora(y, x, weights, batch, norm, bias) is y
+    untouched = [slot < 0 for slot in case.slots]
+    assert torch.equal(y[untouched], before[untouched])
+    # tensor cores take x A^T, and a normalised x, rounded to the dtype of the weights
+    eps = torch.finfo(dtype).eps
+    bound = eps * exact.abs() + (4e-6 if dtype == torch.float32 else 2 * eps) * exact.abs().max()
+    assert bool(((y.double() - exact).abs() <= bound).all())
+
+
+def test_splits_fill_a_gpu_and_leave_long_enough_parts() -> None:
+    assert choose_lora_tile(4096, 16, programs=3, num_sms=132).splits == 8
+    assert choose_lora_tile(4096, 16, programs=100, num_sms=132).splits == 2
+    assert choose_lora_tile(4096, 16, programs=132, num_sms=132).splits == 1
+    assert choose_lora_tile(900, 16, programs=1, num_sms=132).splits == 1

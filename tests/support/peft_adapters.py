@@ -1,0 +1,71 @@
+"""Adapters that peft makes for tiny models, and what peft's own forward computes with them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from tiny_models import make_model
+from torch import Tensor
+from transformers import PreTrainedModel
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+ALL = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
+
+
+def save_adapter(
+    folder: Path, family: str = "llama", *, model: PreTrainedModel | None = None, seed: int = 0, **options: Any
+) -> Path:
+    """Let peft write an adapter with random weights that change most tokens of the model."""
+    given: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ALL} | options
+    with ignored_advice():
+        wrapped = get_peft_model(model or make_model(family), LoraConfig(init_lora_weights=False, **given))
+    draw = torch.Generator().manual_seed(seed)
+    for name, parameter in wrapped.named_parameters():
+        if "lora_magnitude" in name:
+            parameter.data *= 0.5 + torch.rand(parameter.shape, generator=draw)
+        elif "lora_" in name:
+            parameter.data = torch.randn(parameter.shape, generator=draw) * 0.15
+        elif "modules_to_save" in name:
+            parameter.data += torch.randn(parameter.shape, generator=draw) * 0.2
+    with ignored_advice():
+        wrapped.save_pretrained(str(folder))
+    return folder
+
+
+@contextmanager
+def ignored_advice() -> Iterator[None]:
+    """peft warns of everything that is not usual in training."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+class PeftForwards:
+    """A model as peft runs it, with one of several saved adapters at a time."""
+
+    def __init__(self, model: PreTrainedModel, folders: Mapping[str, Path]) -> None:
+        name, *others = folders
+        with ignored_advice():
+            self.model = PeftModel.from_pretrained(model, str(folders[name]), adapter_name=name).eval()
+            for other in others:
+                self.model.load_adapter(str(folders[other]), adapter_name=other)
+
+    @torch.no_grad()
+    def logits(self, adapter: str | None, ids: Sequence[int]) -> Tensor:
+        """(tokens, vocab), of one forward without a cache. adapter: None is the base"""
+        with self.model.disable_adapter() if adapter is None else nullcontext():
+            if adapter is not None:
+                self.model.set_adapter(adapter)
+            found: Tensor = self.model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0]
+        return found
+
+    def choose(self, adapter: str | None, prompt: Sequence[int], answer: Sequence[int]) -> list[int]:
+        """The token that greedy takes after the prompt and each beginning of the answer: the answer, if it is greedy."""
+        tokens = self.logits(adapter, [*prompt, *answer[:-1]])[len(prompt) - 1 :].argmax(-1)
+        return tokens.tolist()
