@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.trainers import BpeTrainer
 from transformers import (
     Gemma2Config,
+    Gemma3TextConfig,
     GenerationConfig,
     GptOssConfig,
     Llama4TextConfig,
@@ -50,6 +51,9 @@ CONFIGS = {
         **SIZES
         | {"attention_chunk_size": 9, "no_rope_layers": [1, 0], "floor_scale": 7, "attn_scale": 0.5}
         | {"moe_layers": [1], "num_local_experts": 3, "num_experts_per_tok": 2, "intermediate_size_mlp": 40}
+    ),
+    "gemma3": lambda: Gemma3TextConfig(
+        **SIZES | {"sliding_window": 9, "query_pre_attn_scalar": 16, "layer_types": ["sliding_attention", "full_attention"]}
     ),
     "gemma2": lambda: Gemma2Config(**SIZES | {"sliding_window": 9, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 5.0}),
 }
