@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engine_fixtures import make_engine, tokenizer
 from tiny_models import VOCAB, greedy, make_model, random_prompts
 
 from fa_serve.engine import SamplingParams
