@@ -29,7 +29,7 @@ from .rules import rule_of
 if TYPE_CHECKING:
     from fa_serve.engine import EngineConfig
 
-SECRETS = ("api_keys",)
+SECRETS = ("api_keys", "admin_key")
 # The engine learns that a client has left only when it reads the abort, so its queue has room for more than the service admits.
 EXTRA_WAITING = 1024
 Items = Annotated[list[str], NoDecode]  # a comma-separated list in the environment
@@ -101,6 +101,12 @@ class Settings(BaseSettings):
         "probabilities and values as well. Both may change tokens; bf16 computes in the model's data type.",
         "Engine",
     )
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = _option(
+        "raw_logprobs",
+        "Log-probabilities to report: of the model's own distribution, or of the one that tokens are drawn from, after "
+        "penalties, temperature and filters.",
+        "Engine",
+    )
     gpu_memory_utilization: float = _option(0.9, "Fraction of the GPU's memory to use in all.", "Engine", gt=0, le=1)
     prefix_caching: bool = _option(
         True, "Keep the pages of finished requests for prompts that begin with the same tokens.", "Engine"
@@ -135,6 +141,9 @@ class Settings(BaseSettings):
     cors_origins: Items = _option([], "Origins from which browsers may call, comma-separated; by default none.", "Network")
 
     api_keys: Annotated[list[SecretStr], NoDecode] = _option([], "API keys, comma-separated (environment only).", "Access")
+    admin_key: SecretStr | None = _option(
+        None, "Key of the operator's routes, such as /update_weights, which exist only with it (environment only).", "Access"
+    )
     api_key_file: Path | None = _option(
         None, "File with one API key in each line; a line that begins with # is a comment.", "Access"
     )
@@ -273,6 +282,13 @@ class Settings(BaseSettings):
             _check_key(key.get_secret_value(), f"key {number}")
         return keys
 
+    @field_validator("admin_key")
+    @classmethod
+    def _admin_key(cls, key: SecretStr | None) -> SecretStr | None:
+        if key is not None:
+            _check_key(key.get_secret_value(), "admin_key")
+        return key
+
     @cached_property
     def all_keys(self) -> tuple[str, ...]:
         """The API keys of the environment and of the file. Raises ValueError for a bad key or none, and for no file."""
@@ -348,7 +364,7 @@ def load(flags: Mapping[str, Any], file: Path | None = None) -> Settings:
 def _refuse_empty_keys(environment: Mapping[str, str]) -> None:
     """An empty variable counts as not set, but keys that were meant to be there must not be missing in silence."""
     for name, value in environment.items():
-        if name.upper() in (f"{PREFIX}API_KEYS", f"{PREFIX}API_KEY_FILE") and not value.strip():
+        if name.upper() in (f"{PREFIX}API_KEYS", f"{PREFIX}API_KEY_FILE", f"{PREFIX}ADMIN_KEY") and not value.strip():
             raise ValueError(f"{name} must not be empty; unset the variable to run without it")
 
 

@@ -301,6 +301,11 @@ class Engine:
         self._asleep -= wanted
 
     @property
+    def model(self) -> PreTrainedModel:
+        """The model that runs. Its parameters are changed by `update_weights` alone, or that is called afterwards."""
+        return self._runner.model
+
+    @property
     def is_asleep(self) -> bool:
         """Whether some of the engine's memory is given away, or its weights have no values."""
         return bool(self._asleep or self._weights.missing)

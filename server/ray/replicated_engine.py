@@ -24,11 +24,13 @@ from ray.exceptions import RayActorError
 
 from fa_serve.engine import AsyncEngine, EngineConfig, EngineDeadError, EngineStats, Phase, RequestError, RequestOutput
 from fa_serve.engine.events import OnPhase
+from fa_serve.engine.process.controls import Control
 from fa_serve.engine.process.engine_loop import Abort, Add, StepOutputs
 from fa_serve.engine.process.parent import STOP_SECONDS, OnOutputs, Pulse, Worker
 from fa_serve.engine.process.pipe import Ready
 from fa_serve.engine.request.outputs import FinishReason
 from fa_serve.engine.start.loading import load_tokenizer
+from fa_serve.spec import ParameterError
 
 from .engine_replica import Front, Listen
 
@@ -103,8 +105,14 @@ class ReplicaWorker:
         found: Ready = ready
         return found
 
-    def send(self, command: Add | Abort) -> None:
-        """Send a request to a replica, or cancel it there. Called on the event loop."""
+    def send(self, command: Add | Abort | Control) -> None:
+        """Send a request to a replica, or cancel it there. Called on the event loop.
+
+        Raises ParameterError for a control: each replica would have to be told, and none may fail alone.
+        """
+        if isinstance(command, Control):
+            rule = f"be one engine for {command.name}, which is not built for several replicas"
+            raise ParameterError("replicas", rule, "ray")
         name = command.request_id
         if isinstance(command, Add):
             request = self._requests[name] = _Request(set(range(1 if command.params is None else command.params.n)))

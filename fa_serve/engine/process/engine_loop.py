@@ -16,8 +16,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from fa_serve.engine.errors import EngineDeadError, QueueFullError
+from fa_serve.engine.errors import EngineAsleepError, EngineDeadError, QueueFullError
 from fa_serve.engine.events import OnPhase, Phase
+from fa_serve.engine.process.controls import Control, Reply, carry_out
 from fa_serve.engine.process.host_memory import importing
 from fa_serve.engine.request.outputs import RequestOutput
 from fa_serve.engine.request.params import SamplingParams, StructuredOutput
@@ -55,7 +56,7 @@ class Abort:
     num_answers: int = 1
 
 
-Command = Add | Abort | EngineDeadError | None
+Command = Add | Abort | Control | EngineDeadError | None
 """None ends the loop. An error, of a rank that is lost, is raised by it."""
 Commands = queue.SimpleQueue[Command]
 
@@ -66,11 +67,13 @@ class StepOutputs:
 
     stats:    the engine's snapshot; None where it is asked for in another way
     rejected: (request id, error) of requests that were not added
+    replies:  answers to controls
     """
 
     stats: EngineStats | None
     outputs: list[RequestOutput] = field(default_factory=list)
     rejected: list[tuple[str, Exception]] = field(default_factory=list)
+    replies: list[Reply] = field(default_factory=list)
 
 
 QUIET_SECONDS = 1.0
@@ -89,6 +92,8 @@ class EngineLoop:
         # what the commands since the last step have caused
         self._outputs: list[RequestOutput] = []
         self._rejected: list[tuple[str, Exception]] = []
+        self._replies: list[Reply] = []
+        self._is_paused = False
         self._busy_since: float | None = None
         self._late = (0, 0)  # compilations and captures that requests have waited for
         self._steps = StepStats()
@@ -105,12 +110,14 @@ class EngineLoop:
             while self._take_commands():
                 self._busy_since = begin = time.monotonic()
                 before = self._engine.preparations()
-                outputs = self._outputs + self._engine.step()
+                outputs = self._outputs + (self._engine.step() if self._runs else [])
                 self._count_late(before)
                 rejected = self._rejected
+                replies = self._replies
                 self._outputs = []
                 self._rejected = []
-                self._deliver(StepOutputs(self._stats(), outputs, rejected))
+                self._replies = []
+                self._deliver(StepOutputs(self._stats(), outputs, rejected, replies))
                 self._steps = self._steps.plus(time.monotonic() - begin)
         finally:
             self._queue.close()
@@ -121,7 +128,7 @@ class EngineLoop:
 
         Waits for a command only when there is nothing to compute and nothing to deliver.
         """
-        while not self._commands.empty() or not (self._engine.has_unfinished() or self._has_news):
+        while not self._commands.empty() or not (self._runs or self._has_news):
             self._busy_since = None
             command = self._next_command()
             self._busy_since = time.monotonic()
@@ -129,7 +136,9 @@ class EngineLoop:
                 return False
             if isinstance(command, EngineDeadError):
                 raise command
-            if isinstance(command, Abort):
+            if isinstance(command, Control):
+                self._replies.append(self._answer(command))
+            elif isinstance(command, Abort):
                 self._abort(command)
             else:
                 self._add(command)
@@ -163,7 +172,23 @@ class EngineLoop:
 
     @property
     def _has_news(self) -> bool:
-        return bool(self._outputs or self._rejected)
+        return bool(self._outputs or self._rejected or self._replies)
+
+    @property
+    def _runs(self) -> bool:
+        """Whether there is a step to compute now."""
+        return not self._is_paused and not self._engine.is_asleep and self._engine.has_unfinished()
+
+    def _answer(self, control: Control) -> Reply:
+        """Carry out a control. A pause takes effect after the steps in flight, whose outputs are delivered."""
+        try:
+            self._outputs += self._engine.drain()
+            if control.name in ("pause", "resume"):
+                self._is_paused = control.name == "pause"
+                return Reply(control.serial)
+            return Reply(control.serial, carry_out(self._engine, control))
+        except Exception as error:
+            return Reply(control.serial, error=_sendable(error))
 
     def _abort(self, command: Abort) -> None:
         trial = self._compiling.pop(command.request_id, None)
@@ -201,9 +226,7 @@ class EngineLoop:
             self._reject(command.request_id, error)
 
     def _reject(self, request_id: str, error: Exception) -> None:
-        if not isinstance(error, ValueError | QueueFullError):  # its class may not survive the pipe between two processes
-            error = RuntimeError(f"{type(error).__name__}: {error}")
-        self._rejected.append((request_id, error))
+        self._rejected.append((request_id, _sendable(error)))
 
     def _start_compiling(self, command: Add, structured: StructuredOutput) -> None:
         limit = max(self._engine.config.max_waiting, 1)
@@ -236,6 +259,13 @@ class EngineLoop:
         if timeout is not None:  # a timeout that has passed still ends the request in the usual way
             timeout = max(timeout - (time.monotonic() - since), 1e-3)
         self._commands.put(replace(command, compiled=compiled, timeout=timeout))
+
+
+def _sendable(error: Exception) -> Exception:
+    """The error, or one of a class that survives the pipe between two processes."""
+    if isinstance(error, ValueError | QueueFullError | EngineAsleepError):
+        return error
+    return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def import_engine(on_phase: OnPhase, *, freeze: bool) -> type[Engine]:

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.errors import EngineDeadError
 from fa_serve.engine.events import OnPhase, Phase, log_phase
+from fa_serve.engine.process.controls import Control
 from fa_serve.engine.process.engine_loop import Abort, Add, Commands, EngineLoop, StepOutputs, import_engine
 from fa_serve.engine.process.engine_process import drop_process, take_process
 from fa_serve.engine.process.pipe import Beat, Ready, receive_items, send_items
@@ -64,7 +65,7 @@ class Worker(Protocol):
     """A thread or process that runs an engine."""
 
     def start(self) -> Ready: ...
-    def send(self, command: Add | Abort) -> None: ...
+    def send(self, command: Add | Abort | Control) -> None: ...
     def pulse(self) -> Pulse: ...
     def stop(self, timeout: float = STOP_SECONDS) -> None: ...
     def kill(self) -> None: ...
@@ -102,7 +103,7 @@ class ThreadWorker:
         self._thread.start()
         return Ready(engine.config, engine.vocab_size, engine.eos_ids, engine.stats(), engine.tokenizer, engine.default_params)
 
-    def send(self, command: Add | Abort) -> None:
+    def send(self, command: Add | Abort | Control) -> None:
         """Queue a command."""
         self._commands.put(command)
 
@@ -175,7 +176,7 @@ class ProcessWorker:
         threading.Thread(target=send_items, args=(self._commands, ours), name="fa_serve-engine-write", daemon=True).start()
         return ready
 
-    def send(self, command: Add | Abort) -> None:
+    def send(self, command: Add | Abort | Control) -> None:
         """Queue a command."""
         self._commands.put(command)
 

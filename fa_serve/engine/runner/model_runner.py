@@ -189,7 +189,7 @@ class ModelRunner:
             take_scaled_experts(self.model)
         if self.fuses:
             self.fuse()
-        if self._graphs is not None:
+        if self._graphs is not None and self.kv_caches:
             self._graphs.close()
             self.make_graphs()
 
@@ -255,7 +255,6 @@ class ModelRunner:
         """Free the graphs and the KV cache, after the last step or until `allocate` is called again."""
         if self._graphs is not None:
             self._graphs.close()
-            self._graphs = None
         self.kv_caches = {}
         self.states = {}
         if self.draft is not None:
