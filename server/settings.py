@@ -101,10 +101,10 @@ class Settings(BaseSettings):
         "probabilities and values as well. Both may change tokens; bf16 computes in the model's data type.",
         "Engine",
     )
-    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = _option(
+    logprobs_mode: str = _option(
         "raw_logprobs",
-        "Log-probabilities to report: of the model's own distribution, or of the one that tokens are drawn from, after "
-        "penalties, temperature and filters.",
+        "Log-probabilities to report: raw_logprobs are those of the model's own distribution, processed_logprobs those of the "
+        "one that tokens are drawn from, after penalties, temperature and filters.",
         "Engine",
     )
     gpu_memory_utilization: float = _option(0.9, "Fraction of the GPU's memory to use in all.", "Engine", gt=0, le=1)

@@ -128,7 +128,9 @@ async def test_what_cannot_be_told_is_refused(serving, engine, told):
 
 
 async def test_an_operator_who_leaves_does_not_stop_an_update(serving, engine, told):
-    begun, go, done = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    begun = asyncio.Event()
+    go = asyncio.Event()
+    done = asyncio.Event()
 
     async def update(**_):
         begun.set()
