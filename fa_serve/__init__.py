@@ -26,7 +26,7 @@ if _typing.TYPE_CHECKING:
 
     from fa_serve.api import attention, attention_paged, attention_varlen, store_kv
     from fa_serve.block_lists import BlockLists
-    from fa_serve.hf import patch
+    from fa_serve.hf import exact, patch, token_logprobs
     from fa_serve.spec import AttentionSpec, FaServeError, ParameterError, UnsupportedError, UnsupportedModelError
 
 __version__ = "0.2.0"
@@ -41,12 +41,15 @@ __all__ = [
     "attention",
     "attention_paged",
     "attention_varlen",
+    "exact",
     "patch",
     "store_kv",
+    "token_logprobs",
 ]
 
 _FUNCTIONS = ("attention", "attention_paged", "attention_varlen", "store_kv")
-_HOMES = dict.fromkeys(_FUNCTIONS, "api") | {"patch": "hf", "BlockLists": "block_lists"}
+_OF_MODELS = ("exact", "patch", "token_logprobs")
+_HOMES = dict.fromkeys(_FUNCTIONS, "api") | dict.fromkeys(_OF_MODELS, "hf") | {"BlockLists": "block_lists"}
 _REGISTRY = "transformers.modeling_utils"
 
 

@@ -25,6 +25,13 @@ class TokenizerInfo(TypedDict):
     chat_template: str | None
 
 
+class WeightReply(TypedDict):
+    """weight_version: how often the weights have been changed"""
+
+    is_paused: bool
+    weight_version: int
+
+
 class DetokenizeReply(TypedDict):
     prompt: str
 

@@ -102,6 +102,12 @@ class Settings(BaseSettings):
         "probabilities and values as well. Both may change tokens; bf16 computes in the model's data type.",
         "Engine",
     )
+    logprobs_mode: str = _option(
+        "raw_logprobs",
+        "Log-probabilities to report: raw_logprobs are those of the model's own distribution, processed_logprobs those of the "
+        "one that tokens are drawn from, after penalties, temperature and filters.",
+        "Engine",
+    )
     gpu_memory_utilization: float = _option(0.9, "Fraction of the GPU's memory to use in all.", "Engine", gt=0, le=1)
     prefix_caching: bool = _option(
         True, "Keep the pages of finished requests for prompts that begin with the same tokens.", "Engine"
@@ -156,11 +162,13 @@ class Settings(BaseSettings):
     cors_origins: Items = _option([], "Origins from which browsers may call, comma-separated; by default none.", "Network")
 
     api_keys: Annotated[list[SecretStr], NoDecode] = _option([], "API keys, comma-separated (environment only).", "Access")
+    admin_key: SecretStr | None = _option(
+        None,
+        "Key of the administrator, who may load adapters, change weights and pause (environment only).",
+        "Access",
+    )
     api_key_file: Path | None = _option(
         None, "File with one API key in each line; a line that begins with # is a comment.", "Access"
-    )
-    admin_key: SecretStr | None = _option(
-        None, "Key of the administrator, who may load and unload adapters (environment only).", "Access"
     )
     allow_request_chat_template: bool = _option(False, "Allow requests to carry chat templates.", "Access")
     prefix_sharing: Literal["all", "key", "none"] = _option(
@@ -299,7 +307,7 @@ class Settings(BaseSettings):
 
     @field_validator("admin_key")
     @classmethod
-    def _one_key(cls, key: SecretStr | None) -> SecretStr | None:
+    def _admin_key(cls, key: SecretStr | None) -> SecretStr | None:
         if key is not None:
             _check_key(key.get_secret_value(), "admin_key")
         return key
@@ -381,7 +389,7 @@ def load(flags: Mapping[str, Any], file: Path | None = None) -> Settings:
 def _refuse_empty_keys(environment: Mapping[str, str]) -> None:
     """An empty variable counts as not set, but keys that were meant to be there must not be missing in silence."""
     for name, value in environment.items():
-        if name.upper() in (f"{PREFIX}API_KEYS", f"{PREFIX}API_KEY_FILE") and not value.strip():
+        if name.upper() in (f"{PREFIX}API_KEYS", f"{PREFIX}API_KEY_FILE", f"{PREFIX}ADMIN_KEY") and not value.strip():
             raise ValueError(f"{name} must not be empty; unset the variable to run without it")
 
 

@@ -13,6 +13,7 @@
     structured/   grammars, and the tokens that they allow
     parallel/     ranks, between which a model is divided
     start/        loading, sizes, compiling ahead
+    rollout/      an engine over a model that is being trained
     process/      an engine in a thread or a process, and `AsyncEngine`, which gives each request a stream
 
 `Engine` runs them step by step. Left out: HTTP, chat templates and metrics (fa_serve.server).
@@ -29,12 +30,14 @@ from importlib import import_module as _import_module
 if _typing.TYPE_CHECKING:
     from fa_serve.engine.config import EngineConfig
     from fa_serve.engine.engine import Engine
-    from fa_serve.engine.errors import EngineDeadError, QueueFullError, RequestError
+    from fa_serve.engine.errors import EngineAsleepError, EngineDeadError, QueueFullError, RequestError
     from fa_serve.engine.events import Phase
     from fa_serve.engine.parallel.follower_main import open_engine
     from fa_serve.engine.process.async_engine import AsyncEngine
     from fa_serve.engine.request.outputs import Completion, RequestOutput, TokenLogprob
     from fa_serve.engine.request.params import SamplingParams, StructuredOutput
+    from fa_serve.engine.rollout.rollout_engine import RolloutEngine
+    from fa_serve.engine.rollout.rollouts import Rollout, RolloutGroup
     from fa_serve.engine.scheduler.sequence_times import SequenceTimes
     from fa_serve.engine.stats import EngineStats
 
@@ -42,6 +45,7 @@ __all__ = [
     "AsyncEngine",
     "Completion",
     "Engine",
+    "EngineAsleepError",
     "EngineConfig",
     "EngineDeadError",
     "EngineStats",
@@ -49,6 +53,9 @@ __all__ = [
     "QueueFullError",
     "RequestError",
     "RequestOutput",
+    "Rollout",
+    "RolloutEngine",
+    "RolloutGroup",
     "SamplingParams",
     "SequenceTimes",
     "StructuredOutput",
@@ -60,6 +67,7 @@ _HOMES = {
     "AsyncEngine": "process.async_engine",
     "Completion": "request.outputs",
     "Engine": "engine",
+    "EngineAsleepError": "errors",
     "EngineConfig": "config",
     "EngineDeadError": "errors",
     "EngineStats": "stats",
@@ -67,6 +75,9 @@ _HOMES = {
     "QueueFullError": "errors",
     "RequestError": "errors",
     "RequestOutput": "request.outputs",
+    "Rollout": "rollout.rollouts",
+    "RolloutEngine": "rollout.rollout_engine",
+    "RolloutGroup": "rollout.rollouts",
     "SamplingParams": "request.params",
     "SequenceTimes": "scheduler.sequence_times",
     "StructuredOutput": "request.params",

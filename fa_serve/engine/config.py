@@ -61,6 +61,9 @@ class EngineConfig:
                             vocabulary), "eagle3=HEAD" (an EAGLE-3 head of the model), each as a hub name or folder, or None;
                             it changes no token
     num_speculative_tokens: tokens that are guessed for a sequence in one step at most
+    logprobs_mode:          which log-probabilities are reported: "raw_logprobs" (of the model's own distribution) or
+                            "processed_logprobs" (of the distribution that tokens are drawn from: after penalties, biases,
+                            temperature and filters; greedy tokens have a temperature of 1 there), as vLLM calls them
     deterministic:          tokens and log-probabilities of a request are bitwise the same alone and in any batch; slower
     process:                run the async engine in a separate process; None does so on a GPU
     max_restarts:           how often the async engine starts a new worker after a worker has died
@@ -99,6 +102,7 @@ class EngineConfig:
     fusion: bool = True
     speculative: str | None = None
     num_speculative_tokens: int = 7
+    logprobs_mode: str = "raw_logprobs"
     deterministic: bool = False
     process: bool | None = None
     max_restarts: int = 0
@@ -153,6 +157,8 @@ class EngineConfig:
             raise ParameterError("quantization", "be None or fp8", self.quantization)
         if self.kv_cache_dtype not in ("auto", "fp8"):
             raise ParameterError("kv_cache_dtype", "be auto or fp8", self.kv_cache_dtype)
+        if self.logprobs_mode not in ("raw_logprobs", "processed_logprobs"):
+            raise ParameterError("logprobs_mode", "be raw_logprobs or processed_logprobs", self.logprobs_mode)
         if self.attention_precision not in ("bf16", "qk8", "fp8"):
             raise ParameterError("attention_precision", "be bf16, qk8 or fp8", self.attention_precision)
         if self.attention_precision != "bf16" and self.deterministic:

@@ -19,18 +19,19 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils.logging import tqdm
 
 from fa_serve.engine.config import EngineConfig
-from fa_serve.engine.errors import EngineDeadError, QueueFullError, RequestError
+from fa_serve.engine.errors import EngineAsleepError, EngineDeadError, QueueFullError, RequestError
 from fa_serve.engine.events import OnPhase
 from fa_serve.engine.lora.pool import Adapter
 from fa_serve.engine.lora.store import AdapterStore
@@ -41,6 +42,7 @@ from fa_serve.engine.request.input_processor import InputProcessor
 from fa_serve.engine.request.outputs import Completion, JoinedOutputs, RequestOutput
 from fa_serve.engine.request.params import SamplingParams, params_of_each
 from fa_serve.engine.request.request import Request
+from fa_serve.engine.runner.resident_weights import ResidentWeights
 from fa_serve.engine.runner.results import CommittedStep, LaunchedStep, StepQueue
 from fa_serve.engine.scheduler.scheduled_batch import ScheduledBatch
 from fa_serve.engine.start.start_up import start_up
@@ -53,6 +55,8 @@ log = logging.getLogger("fa_serve.engine")
 
 LOAD_SECONDS = 0.01
 """How long a step without work waits at most for an adapter that is being loaded."""
+WAKE_UP_TAGS = ("weights", "kv_cache")
+"""What `Engine.sleep` frees, as vLLM names it."""
 
 
 class Engine:
@@ -107,6 +111,9 @@ class Engine:
         self._serial = count()
         for each in self.config.lora:
             self.load_adapter(*each.split("=", 1))
+        self._weights = ResidentWeights(self._runner, owned=model is None)
+        self._asleep: set[str] = set()
+        self._late: list[RequestOutput] = []  # outputs that come with those of the next step
 
     def add_request(
         self,
@@ -120,8 +127,8 @@ class Engine:
         cache_salt: str | None = None,
         adapter: str | None = None,
         matcher: Any = None,
-    ) -> None:
-        """Queue a request. After `timeout` seconds it ends with an error.
+    ) -> list[int]:
+        """Queue a request. After `timeout` seconds it ends with an error. Returns the tokens of the prompt.
 
         params:   None are `default_params`
         priority: -1000 to 1000; of one client's requests, those with a lower value are served sooner
@@ -139,6 +146,7 @@ class Engine:
         if len(requests) > self._room:
             raise QueueFullError(f"the queue is full: {self.config.max_waiting} requests wait already. Try again later")
         self.submit(request_id, params, requests, timeout, matcher)
+        return requests[0].prompt
 
     def submit(
         self, name: str, params: SamplingParams, requests: list[Request], timeout: float | None = None, matcher: Any = None
@@ -161,11 +169,12 @@ class Engine:
 
     def has_unfinished(self) -> bool:
         """Whether `step` has anything to do."""
-        return bool(self._scheduler.sequences or self._steps.launched)
+        return bool(self._scheduler.sequences or self._steps.launched or self._steps.committed or self._late)
 
     def step(self) -> list[RequestOutput]:
         """Compute one step. Returns what requests gained, at most one output for each answer."""
         begin = time.monotonic()
+        self._require_awake()
         self._ranks.tell("step")
         outputs = self._expire() + [self._answers.output(sequence) for sequence in self._scheduler.seat()]
         try:
@@ -185,7 +194,16 @@ class Engine:
             self._runner.adapters.wait(LOAD_SECONDS)
         outputs += self._take_outputs()
         self._ranks.end_step()
-        return self._answers.merge(outputs)
+        late = self._late
+        self._late = []
+        return late + self._answers.merge(outputs)
+
+    def drain(self) -> list[RequestOutput]:
+        """Wait for the steps in flight. Returns what requests gained. Requests stay unfinished, with their tokens and pages."""
+        outputs: list[RequestOutput] = []
+        while self._steps.launched:
+            outputs += self._commit()
+        return self._answers.merge(outputs + self._take_outputs())
 
     def generate(
         self,
@@ -256,10 +274,96 @@ class Engine:
     def _adapter(self, name: str | None) -> Adapter | None:
         return None if name is None else self.adapters.find(name)
 
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]] = (), *, keep_pages: bool = False) -> int:
+        """Compute with other weights from the next step on. Returns the new version of the weights.
+
+        weights:    (name, tensor), which are copied into the model's parameters of these names, in place; empty if the caller
+                    has changed them in place itself, as an optimizer does
+        keep_pages: unfinished requests go on from the keys and values that they have, which other weights have computed.
+                    Otherwise these are computed again
+
+        The prefix cache is emptied in any case. Steps in flight end before, and requests keep the tokens that they have.
+
+        Raises ParameterError for a name or a shape that the model does not have, for keep_pages with a model that keeps states,
+        and with several ranks.
+        """
+        self._require_one_rank("update_weights")
+        if "weights" in self._asleep:
+            raise EngineAsleepError('the engine\'s weights sleep: call wake_up(["weights"]) before update_weights')
+        if keep_pages and self._scheduler.states is not None:
+            raise ParameterError("keep_pages", "be False for a model that keeps states beside keys and values", keep_pages)
+        self._late += self.drain()
+        try:
+            self._weights.copy(weights)
+        finally:  # some of them have been copied
+            self._weights.settle()
+            self._scheduler.forget_cache(keep_pages=keep_pages)
+            self._counters.weight_version += 1
+        return self._counters.weight_version
+
+    def sleep(self, level: int = 1) -> None:
+        """Free the memory of the KV cache and of CUDA graphs. Unfinished requests are computed again after `wake_up`.
+
+        level: 0 keeps the weights on the device, 1 moves them to the host's memory, 2 frees them, so that `update_weights` must
+               give them before the next step. Those of a model that was given to the engine stay where they are in any case
+
+        Raises ParameterError for another level, for quantised weights unless the level is 0, and with several ranks.
+        """
+        self._require_one_rank("sleep")
+        if level not in (0, 1, 2):
+            raise ParameterError("level", "be 0, 1 or 2", level)
+        if self._asleep:
+            return
+        self._late += self.drain()
+        self._scheduler.forget_cache()
+        self._runner.close()
+        self._asleep = {"kv_cache"}
+        if level:
+            self._weights.leave(level)
+            self._asleep.add("weights")
+        if self._runner.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def wake_up(self, tags: Iterable[str] | None = None) -> None:
+        """Allocate what `sleep` has freed, and capture the first graph.
+
+        tags: "weights", "kv_cache", or None for both. Between the two, `update_weights` finds the memory without the KV cache
+
+        Raises ParameterError for another tag.
+        """
+        wanted = set(WAKE_UP_TAGS if tags is None else tags)
+        if wanted - {*WAKE_UP_TAGS}:
+            raise ParameterError("tags", f"be of {', '.join(WAKE_UP_TAGS)}", sorted(wanted))
+        config = self.config
+        assert config.num_pages is not None
+        assert config.max_model_len is not None
+        if "weights" in wanted & self._asleep:
+            self._weights.come_back()
+        if "kv_cache" in wanted & self._asleep:
+            self._runner.allocate(config.num_pages, config.max_model_len, config.num_states or 0)
+            if not self._runner.eager:
+                self._runner.make_graphs()
+        self._asleep -= wanted
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model that runs. Its parameters are changed by `update_weights` alone, or that is called afterwards."""
+        return self._runner.model
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether some of the engine's memory is given away, or its weights have no values."""
+        return bool(self._asleep or self._weights.missing)
+
+    @property
+    def weight_version(self) -> int:
+        """How often the weights have been changed."""
+        return self._counters.weight_version
+
     def prepare_one(self) -> bool:
         """Capture one more graph. To be called when there is no request. Returns False if nothing is left."""
         self._ranks.tell("prepare_one")
-        return not self.has_unfinished() and self._runner.prepare_one()
+        return not self.is_asleep and not self.has_unfinished() and self._runner.prepare_one()
 
     def preparations(self) -> tuple[int, int]:
         """Kernels that were compiled or loaded, and CUDA graphs that were captured, up to now."""
@@ -283,6 +387,19 @@ class Engine:
     def _room(self) -> int:
         """Requests that may still come before the queue is full."""
         return max(self.config.max_num_seqs + self.config.max_waiting - len(self._scheduler.sequences), 0)
+
+    def _require_awake(self) -> None:
+        if self._asleep:
+            raise EngineAsleepError("the engine sleeps and computes nothing: call wake_up() first")
+        if self._weights.missing:
+            raise EngineAsleepError(
+                f"the engine's weights have no values: {len(self._weights.missing)} parameters are missing since "
+                "sleep(level=2). Call update_weights with them first"
+            )
+
+    def _require_one_rank(self, name: str) -> None:
+        if self._ranks.size > 1:
+            raise ParameterError("tensor_parallel", f"be 1 for {name}, which is not built for several ranks", self._ranks.size)
 
     def _process(self, request_id: str, prompt: str | Sequence[int], params: SamplingParams, *options: Any) -> list[Request]:
         if request_id in self._answers:

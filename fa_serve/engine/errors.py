@@ -3,6 +3,7 @@
     FaServeError               the base of all exceptions of this package, in fa_serve.spec
     ├── ParameterError         a parameter of a request or a setting is not valid, in fa_serve.spec
     ├── QueueFullError         the queue is full; the client may try again later
+    ├── EngineAsleepError      the engine has given its memory away, or its weights have no values
     └── EngineDeadError        the engine has ended and computes nothing any more
     RequestError               not an exception: why a request that had been accepted ended with finish_reason "error"
 
@@ -33,6 +34,10 @@ RequestErrorCode = Literal[
 
 class QueueFullError(FaServeError, RuntimeError):
     """The queue is full. The same request may succeed later."""
+
+
+class EngineAsleepError(FaServeError, RuntimeError):
+    """The engine sleeps. The message says what wakes it up."""
 
 
 class EngineDeadError(FaServeError, RuntimeError):

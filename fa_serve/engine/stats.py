@@ -52,6 +52,7 @@ class EngineStats:
     num_late_compilations: kernels that were compiled, or loaded from the cache on disk, while a request waited or ran
     num_late_captures: CUDA graphs that were captured while a request waited or ran
     speculation:       drafts, and how many of them were right
+    weight_version:    how often the weights have been changed
     steps:             how long the steps of the engine's loop have taken, with their outputs; not counted offline
     """
 
@@ -69,6 +70,7 @@ class EngineStats:
     num_states: int = 0
     num_states_used: int = 0
     num_states_kept: int = 0
+    weight_version: int = 0
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
     steps: StepStats = StepStats()
 
@@ -81,6 +83,7 @@ class Counters:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
+    weight_version: int = 0
 
     def note_first_token(self, sequence: SequenceState) -> None:
         """Count the prompt of a sequence that has given a first token."""

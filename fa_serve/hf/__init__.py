@@ -30,6 +30,8 @@ as it is.
     latent_layers.py   which layers have latent attention, and what is cached for them
     layer_kinds.py     few layers that stand for all layers of a model
     hidden_states.py   reads a model's hidden states between its layers
+    live_model.py      a model that is being trained in this process
+    exact_forward.py   the forward of training, bit for bit what the engine computes
     eagle3.py          a head that guesses tokens from them, imported when there is one
     info.py            what a model asks of attention, from its config alone
 
@@ -63,8 +65,10 @@ from fa_serve.hf.adapter.paged import (
 from fa_serve.hf.adapter.register import patch, register
 from fa_serve.hf.adapter.step_cache import PagedStates, StateKey, take_layer_idx
 from fa_serve.hf.adapter.translate import AttendsBatch, LayerCall
+from fa_serve.hf.exact_forward import ExactForward, exact, token_logprobs
 from fa_serve.hf.hidden_states import HiddenStateReader
 from fa_serve.hf.layer_kinds import few_layers
+from fa_serve.hf.live_model import Addresses, ModelState, check_live, forwards_with_copies, trained_model
 from fa_serve.hf.surgery.divide.plan import plan_division
 from fa_serve.hf.surgery.divide.weights import PartOfSum, divide_model, vocab_size
 from fa_serve.hf.surgery.experts.mixtures import expert_modules, experts_forward, take_experts
@@ -73,10 +77,13 @@ from fa_serve.hf.surgery.states import seat_states
 
 __all__ = [
     "NAME",
+    "Addresses",
     "AttendsBatch",
+    "ExactForward",
     "HiddenStateReader",
     "LayerCall",
     "ModelLayers",
+    "ModelState",
     "OneSequence",
     "PagedBatch",
     "PagedStates",
@@ -85,11 +92,14 @@ __all__ = [
     "StateKey",
     "attention_forward",
     "check_attention_precision",
+    "check_live",
     "check_model",
     "divide_model",
+    "exact",
     "expert_modules",
     "experts_forward",
     "few_layers",
+    "forwards_with_copies",
     "mask_forward",
     "model_layers",
     "paged_forward",
@@ -101,6 +111,8 @@ __all__ = [
     "take_experts",
     "take_layer_idx",
     "take_scaled_experts",
+    "token_logprobs",
+    "trained_model",
     "vocab_size",
 ]
 

@@ -24,6 +24,7 @@ from ray.exceptions import RayActorError
 
 from fa_serve.engine import AsyncEngine, EngineConfig, EngineDeadError, EngineStats, Phase, RequestError, RequestOutput
 from fa_serve.engine.events import OnPhase
+from fa_serve.engine.process.controls import Control
 from fa_serve.engine.process.engine_loop import Abort, Add, LoadAdapter, StepOutputs
 from fa_serve.engine.process.parent import STOP_SECONDS, OnOutputs, Pulse, Worker
 from fa_serve.engine.process.pipe import Ready
@@ -104,13 +105,17 @@ class ReplicaWorker:
         found: Ready = ready
         return found
 
-    def send(self, command: Add | Abort | LoadAdapter) -> None:
-        """Send a request to a replica, or cancel it there. Called on the event loop."""
+    def send(self, command: Add | Abort | Control | LoadAdapter) -> None:
+        """Send a request to a replica, or cancel it there. Called on the event loop.
+
+        Raises ParameterError for a control: each replica would have to be told, and none may fail alone.
+        """
+        if isinstance(command, Control):
+            rule = f"be one engine for {command.name}, which is not built for several replicas"
+            raise ParameterError("replicas", rule, "ray")
         if isinstance(command, LoadAdapter):
             rule = "be given at the start (--lora) with several replicas, which load adapters by themselves"
-            error = ParameterError("lora_name", rule, command.name)
-            self._loop.call_soon(self._on_outputs, StepOutputs(None, adapters=[(command.ticket, error)]))
-            return
+            raise ParameterError("lora_name", rule, command.name)
         name = command.request_id
         if isinstance(command, Add):
             request = self._requests[name] = _Request(set(range(1 if command.params is None else command.params.n)))

@@ -49,6 +49,7 @@ GUESTS: dict[str, tuple[str, ...]] = {
         "fa_serve.engine.runner.model_runner",
         "fa_serve.engine.engine",
         "fa_serve.engine.start.loading",
+        "fa_serve.engine.start.new_weights",
         "fa_serve.engine.start.start_up",
         "fa_serve.engine.cache.tensors",
         "fa_serve.server.chat.template_process",

@@ -54,7 +54,7 @@ CONFIGS = {
     ),
     # norms before and after each part, queries and keys normalised, and a scaled embedding
     "gemma3": lambda: Gemma3TextConfig(
-        **SIZES | {"sliding_window": 9, "sliding_window_pattern": 2, "query_pre_attn_scalar": 16}
+        **SIZES | {"sliding_window": 9, "query_pre_attn_scalar": 16, "layer_types": ["sliding_attention", "full_attention"]}
     ),
     "gemma2": lambda: Gemma2Config(**SIZES | {"sliding_window": 9, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 5.0}),
 }

@@ -13,7 +13,7 @@ from torch import Tensor
 import fa_serve
 from fa_serve import UnsupportedError
 from fa_serve.backends.reference import attention_reference
-from fa_serve.engine.runner.deterministic import NUM_SPLITS
+from fa_serve.ops.deterministic import NUM_SPLITS
 
 HEADS = 4
 KV_HEADS = 2

@@ -184,6 +184,10 @@ class PageTable:
             if page_hash in self._page_of:
                 self._forget(page_hash)
 
+    def forget_all(self) -> None:
+        """No page's content is valid for others any more, because the model's weights have changed."""
+        self.forget([page_hash for page_hash in self._page_of if page_hash not in self._parent_of])
+
     def _forget(self, page_hash: bytes) -> None:
         """Unregister a hash and all hashes below it. Their pages are free if no sequence holds them."""
         parent = self._parent_of.pop(page_hash, b"")

@@ -232,6 +232,10 @@ class Prefix:
         confirmed = max(sequence.num_confirmed, sequence.num_cached_tokens)
         self._pages.forget(sequence.page_hashes[confirmed // self._pages.page_size :])
 
+    def withdraw_everything(self) -> None:
+        """The same for all pages and states of all sequences: the weights that they were computed with are no longer those."""
+        self._pages.forget_all()
+
     def check_integrity(self, running: Sequence[SequenceState]) -> None:
         """Assert that each page and state is accounted for, and that each sequence has the state of the last page it fills."""
         self._pages.check_integrity([sequence.held_pages for sequence in running])

@@ -28,6 +28,7 @@ from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.errors import EngineDeadError, RequestError
 from fa_serve.engine.events import OnPhase
 from fa_serve.engine.parallel.follower_main import follow_if_told
+from fa_serve.engine.process.controls import PAUSE_MODES, Control, ControlName, PauseMode
 from fa_serve.engine.process.engine_loop import Abort, Add, LoadAdapter, StepOutputs
 from fa_serve.engine.process.parent import STOP_SECONDS, OnDeath, OnOutputs, ProcessWorker, Pulse, ThreadWorker, Worker
 from fa_serve.engine.process.pipe import Ready
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from fa_serve.engine.engine import Engine
 
 log = logging.getLogger("fa_serve.engine")
+LOOK_SECONDS = 0.02
+"""How often a pause looks whether requests in flight have ended."""
 MAX_UNREAD = 1 << 21
 """Log-probabilities that may wait in all mailboxes together. Each takes about 110 bytes."""
 UNREAD = RequestError("unread", "its outputs were not taken in time, and too many log-probabilities waited")
@@ -128,12 +131,16 @@ class AsyncEngine:
         self._names: dict[str, str] = {}  # by request id
         self._serial = count()
         self._adapters: dict[str, str] = {}  # folders by name
-        self._loads: dict[int, asyncio.Future[None]] = {}  # by ticket
         self._stats: EngineStats | None = None
         self._error: EngineDeadError | None = None
         self._restarts = 0
         self._restarting: asyncio.Task[None] | None = None
         self._ended = asyncio.Event()
+        self._open = asyncio.Event()  # requests that come while the engine is paused or asleep wait for it
+        self._open.set()
+        self._is_paused = False
+        self._asleep: set[str] = set()
+        self._replies: dict[int, asyncio.Future[Any]] = {}  # one for each control that is not answered yet
 
     async def start(self) -> None:
         """Start the worker, which loads the model if a config was given. Raises what loading raises.
@@ -292,15 +299,7 @@ class AsyncEngine:
         self._adapters.pop(name, None)
 
     async def _command_adapter(self, name: str, folder: str | None) -> None:
-        if not self.is_alive or self._worker is None:
-            raise self._error or EngineDeadError("the engine has not been started")
-        ticket = next(self._serial)
-        done = self._loads[ticket] = asyncio.get_running_loop().create_future()
-        self._worker.send(LoadAdapter(ticket, name, folder))
-        try:
-            await done
-        finally:
-            del self._loads[ticket]
+        await self._told(lambda serial: LoadAdapter(serial, name, folder))
 
     async def generate(
         self,
@@ -334,6 +333,7 @@ class AsyncEngine:
         try:
             # Tokenizing a long text takes a while, and neither the event loop nor a step should wait for it.
             tokens = await asyncio.to_thread(read, prompt) if isinstance(prompt, str) else read(prompt)
+            await self._open.wait()
             if self._error is not None:
                 raise self._error
             if mailbox.unfinished:  # else it was aborted meanwhile
@@ -359,6 +359,82 @@ class AsyncEngine:
             else:
                 self._end(name, "abort", None)
 
+    async def pause(self, mode: PauseMode = "abort") -> None:
+        """Compute nothing until `resume`. Requests that come meanwhile wait.
+
+        mode: "abort" ends requests in flight with the tokens that they have, "wait" waits for their end, and "keep" leaves them
+              as they are, with their pages, so that they go on after `resume`
+
+        Raises ParameterError for another mode, and EngineDeadError when the engine has ended.
+        """
+        if mode not in PAUSE_MODES:
+            raise ParameterError("mode", f"be {', '.join(PAUSE_MODES)}", mode)
+        self._is_paused = True
+        self._open_or_close()
+        if mode == "abort":
+            for request_id, name in [*self._names.items()]:
+                if self._mailboxes[name].sent:  # others wait
+                    await self.abort(request_id)
+        while mode == "wait" and any(mailbox.sent for mailbox in self._mailboxes.values()) and self._is_paused:
+            await asyncio.sleep(LOOK_SECONDS)
+        if self._is_paused:  # `resume` may have been called meanwhile
+            await self._control("pause")
+
+    async def resume(self) -> None:
+        """End a pause."""
+        await self._control("resume")
+        self._is_paused = False
+        self._open_or_close()
+
+    async def sleep(self, level: int = 1) -> None:
+        """As `Engine.sleep`. Requests in flight are computed again after `wake_up`, and those that come wait."""
+        await self._control("sleep", level=level)
+        self._asleep = {"weights", "kv_cache"}
+        self._open_or_close()
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """As `Engine.wake_up`."""
+        await self._control("wake_up", tags=tags)
+        self._asleep -= {*(("weights", "kv_cache") if tags is None else tags)}
+        self._open_or_close()
+
+    async def update_weights(self, **arguments: Any) -> int:
+        """As `Engine.update_weights`, from a folder or from shared memory: see `controls.carry_out`. Returns the version."""
+        version: int = await self._control("update_weights", **arguments)
+        return version
+
+    def _open_or_close(self) -> None:
+        if self._is_paused or self._asleep:
+            self._open.clear()
+        else:
+            self._open.set()
+
+    async def _control(self, name: ControlName, **arguments: Any) -> Any:
+        """Tell the engine, and wait for its answer. Raises what the engine raises."""
+        return await self._told(lambda serial: Control(serial, name, arguments))
+
+    async def _told(self, command: Callable[[int], Control | LoadAdapter]) -> Any:
+        """Send what `command` makes of a serial number, and wait for the answer with this number. Raises the answer's error."""
+        if not self.is_alive or self._worker is None:
+            raise self._error or EngineDeadError("the engine has not been started")
+        serial = next(self._serial)
+        future = self._replies[serial] = asyncio.get_running_loop().create_future()
+        try:
+            self._worker.send(command(serial))
+            return await future
+        finally:
+            del self._replies[serial]
+
+    @property
+    def weight_version(self) -> int:
+        """How often the weights have been changed, as the newest step tells."""
+        return self.stats().weight_version
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether requests wait for `resume` or `wake_up`."""
+        return not self._open.is_set()
+
     @property
     def ready(self) -> Ready:
         """What is known of the loaded engine."""
@@ -372,12 +448,13 @@ class AsyncEngine:
         for name, error in step.rejected:
             if name in self._mailboxes:
                 self._mailboxes[name].refuse(error)
-        for ticket, failure in step.adapters:
-            if ticket in self._loads and not self._loads[ticket].done():
-                if failure is None:
-                    self._loads[ticket].set_result(None)
+        for reply in step.replies:
+            future = self._replies.get(reply.serial)
+            if future is not None and not future.done():
+                if reply.error is None:
+                    future.set_result(reply.result)
                 else:
-                    self._loads[ticket].set_exception(failure)
+                    future.set_exception(reply.error)
         has_logprobs = False
         for output in step.outputs:
             mailbox = self._mailboxes.get(output.request_id)
@@ -400,11 +477,14 @@ class AsyncEngine:
     def _end_all(self, error: EngineDeadError) -> None:
         """End every unfinished request with an error, and let later ones raise it."""
         self._error = self._error or error
-        for load in self._loads.values():
-            if not load.done():
-                load.set_exception(error)
         for name in self._mailboxes:
             self._end(name, "error", RequestError("engine_dead", str(error)))
+        for future in self._replies.values():
+            if not future.done():
+                future.set_exception(error)
+        self._is_paused = False  # another engine, if there will be one, is neither paused nor asleep
+        self._asleep = set()
+        self._open_or_close()
 
     def _end(self, name: str, reason: FinishReason, error: RequestError | None) -> None:
         """Give each unfinished answer of a request its last output."""

@@ -17,8 +17,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from fa_serve.engine.errors import EngineDeadError, QueueFullError
+from fa_serve.engine.errors import EngineAsleepError, EngineDeadError, QueueFullError
 from fa_serve.engine.events import OnPhase, Phase
+from fa_serve.engine.process.controls import Control, Reply, carry_out
 from fa_serve.engine.process.host_memory import importing
 from fa_serve.engine.request.outputs import RequestOutput
 from fa_serve.engine.request.params import SamplingParams, StructuredOutput
@@ -62,17 +63,17 @@ class Abort:
 class LoadAdapter:
     """Serve the adapter in a folder under a name, or, without a folder, serve the name no more.
 
-    ticket: of the answer, in `StepOutputs.adapters`
+    serial: names the answer, a `Reply`
     packed: the adapter, or the error of reading it; None when it has not been read
     """
 
-    ticket: int
+    serial: int
     name: str
     folder: str | None
     packed: Any = None
 
 
-Command = Add | Abort | LoadAdapter | EngineDeadError | None
+Command = Add | Abort | Control | LoadAdapter | EngineDeadError | None
 """None ends the loop. An error, of a rank that is lost, is raised by it."""
 Commands = queue.SimpleQueue[Command]
 
@@ -83,13 +84,13 @@ class StepOutputs:
 
     stats:    the engine's snapshot; None where it is asked for in another way
     rejected: (request id, error) of requests that were not added
-    adapters: (ticket, error or None) of each `LoadAdapter` that is done
+    replies:  answers to controls and to adapters that are loaded
     """
 
     stats: EngineStats | None
     outputs: list[RequestOutput] = field(default_factory=list)
     rejected: list[tuple[str, Exception]] = field(default_factory=list)
-    adapters: list[tuple[int, Exception | None]] = field(default_factory=list)
+    replies: list[Reply] = field(default_factory=list)
 
 
 QUIET_SECONDS = 1.0
@@ -108,8 +109,9 @@ class EngineLoop:
         # what the commands since the last step have caused
         self._outputs: list[RequestOutput] = []
         self._rejected: list[tuple[str, Exception]] = []
-        self._loaded: list[tuple[int, Exception | None]] = []
         self._readers = ThreadPoolExecutor(1, thread_name_prefix="fa_serve-read-adapters")
+        self._replies: list[Reply] = []
+        self._is_paused = False
         self._busy_since: float | None = None
         self._late = (0, 0)  # compilations and captures that requests have waited for
         self._steps = StepStats()
@@ -126,14 +128,14 @@ class EngineLoop:
             while self._take_commands():
                 self._busy_since = begin = time.monotonic()
                 before = self._engine.preparations()
-                outputs = self._outputs + self._engine.step()
+                outputs = self._outputs + (self._engine.step() if self._runs else [])
                 self._count_late(before)
                 rejected = self._rejected
-                loaded = self._loaded
+                replies = self._replies
                 self._outputs = []
                 self._rejected = []
-                self._loaded = []
-                self._deliver(StepOutputs(self._stats(), outputs, rejected, loaded))
+                self._replies = []
+                self._deliver(StepOutputs(self._stats(), outputs, rejected, replies))
                 self._steps = self._steps.plus(time.monotonic() - begin)
         finally:
             self._queue.close()
@@ -145,7 +147,7 @@ class EngineLoop:
 
         Waits for a command only when there is nothing to compute and nothing to deliver.
         """
-        while not self._commands.empty() or not (self._engine.has_unfinished() or self._has_news):
+        while not self._commands.empty() or not (self._runs or self._has_news):
             self._busy_since = None
             command = self._next_command()
             self._busy_since = time.monotonic()
@@ -153,7 +155,9 @@ class EngineLoop:
                 return False
             if isinstance(command, EngineDeadError):
                 raise command
-            if isinstance(command, Abort):
+            if isinstance(command, Control):
+                self._replies.append(self._answer(command))
+            elif isinstance(command, Abort):
                 self._abort(command)
             elif isinstance(command, LoadAdapter):
                 self._load(command)
@@ -189,7 +193,23 @@ class EngineLoop:
 
     @property
     def _has_news(self) -> bool:
-        return bool(self._outputs or self._rejected or self._loaded)
+        return bool(self._outputs or self._rejected or self._replies)
+
+    @property
+    def _runs(self) -> bool:
+        """Whether there is a step to compute now."""
+        return not self._is_paused and not self._engine.is_asleep and self._engine.has_unfinished()
+
+    def _answer(self, control: Control) -> Reply:
+        """Carry out a control. A pause takes effect after the steps in flight, whose outputs are delivered."""
+        try:
+            self._outputs += self._engine.drain()
+            if control.name in ("pause", "resume"):
+                self._is_paused = control.name == "pause"
+                return Reply(control.serial)
+            return Reply(control.serial, carry_out(self._engine, control))
+        except Exception as error:
+            return Reply(control.serial, error=_sendable(error))
 
     def _abort(self, command: Abort) -> None:
         trial = self._compiling.pop(command.request_id, None)
@@ -228,7 +248,7 @@ class EngineLoop:
             self._reject(command.request_id, error)
 
     def _reject(self, request_id: str, error: Exception) -> None:
-        self._rejected.append((request_id, _crossing(error)))
+        self._rejected.append((request_id, _sendable(error)))
 
     def _load(self, command: LoadAdapter) -> None:
         """Begin to read an adapter, in a thread; or serve one that has been read."""
@@ -245,9 +265,9 @@ class EngineLoop:
             else:
                 store.add(command.name, command.folder, command.packed)
         except Exception as error:
-            self._loaded.append((command.ticket, _crossing(error)))
+            self._replies.append(Reply(command.serial, error=_sendable(error)))
         else:
-            self._loaded.append((command.ticket, None))
+            self._replies.append(Reply(command.serial))
 
     def _read(self, command: LoadAdapter, store: AdapterStore) -> None:
         """Read an adapter, in a thread, and send the command again."""
@@ -291,9 +311,11 @@ class EngineLoop:
         self._commands.put(replace(command, compiled=compiled, timeout=timeout))
 
 
-def _crossing(error: Exception) -> Exception:
-    """An error whose class survives the pipe between two processes."""
-    return error if isinstance(error, ValueError | QueueFullError) else RuntimeError(f"{type(error).__name__}: {error}")
+def _sendable(error: Exception) -> Exception:
+    """The error, or one of a class that survives the pipe between two processes."""
+    if isinstance(error, ValueError | QueueFullError | EngineAsleepError):
+        return error
+    return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def import_engine(on_phase: OnPhase, *, freeze: bool) -> type[Engine]:

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.errors import EngineDeadError
 from fa_serve.engine.events import OnPhase, Phase, log_phase
+from fa_serve.engine.process.controls import Control
 from fa_serve.engine.process.engine_loop import (
     Abort,
     Add,
@@ -72,7 +73,7 @@ class Worker(Protocol):
     """A thread or process that runs an engine."""
 
     def start(self) -> Ready: ...
-    def send(self, command: Add | Abort | LoadAdapter) -> None: ...
+    def send(self, command: Add | Abort | Control | LoadAdapter) -> None: ...
     def pulse(self) -> Pulse: ...
     def stop(self, timeout: float = STOP_SECONDS) -> None: ...
     def kill(self) -> None: ...
@@ -110,7 +111,7 @@ class ThreadWorker:
         self._thread.start()
         return Ready(engine.config, engine.vocab_size, engine.eos_ids, engine.stats(), engine.tokenizer, engine.default_params)
 
-    def send(self, command: Add | Abort | LoadAdapter) -> None:
+    def send(self, command: Add | Abort | Control | LoadAdapter) -> None:
         """Queue a command."""
         self._commands.put(command)
 
@@ -183,7 +184,7 @@ class ProcessWorker:
         threading.Thread(target=send_items, args=(self._commands, ours), name="fa_serve-engine-write", daemon=True).start()
         return ready
 
-    def send(self, command: Add | Abort | LoadAdapter) -> None:
+    def send(self, command: Add | Abort | Control | LoadAdapter) -> None:
         """Queue a command."""
         self._commands.put(command)
 

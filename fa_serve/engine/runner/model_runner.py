@@ -31,10 +31,10 @@ from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.lora.store import AdapterStore
 from fa_serve.engine.runner.batch_arrays import BatchArrays, batch_arrays
 from fa_serve.engine.runner.cuda_graphs import Inputs, OnError, Shape, StepGraphs, pad, padding
-from fa_serve.engine.runner.deterministic import NUM_SPLITS, deterministic_mode
+from fa_serve.engine.runner.log_probabilities import log_probabilities, processed_scores
 from fa_serve.engine.runner.lora_arrays import StepAdapters, lora_arrays, lora_step, step_adapters
 from fa_serve.engine.runner.results import PendingResult, PromptSpan
-from fa_serve.engine.runner.sampler import SampleParams, TokenCounts, log_probabilities, sample, sampling_arrays
+from fa_serve.engine.runner.sampler import SampleParams, TokenCounts, sample, sampling_arrays
 from fa_serve.engine.runner.state_arrays import check_settings_with_states, empty_state_arrays, state_arrays, state_batch
 from fa_serve.engine.runner.transfer import packed_size, send
 from fa_serve.engine.scheduler.scheduled_batch import ScheduledBatch
@@ -57,6 +57,7 @@ from fa_serve.hf.surgery.fuse.latent import PLAIN_TOKENS
 from fa_serve.hf.surgery.quantised.linear import QuantizedLinear
 from fa_serve.launching.compilations import num_compilations
 from fa_serve.ops import StateTensors
+from fa_serve.ops.deterministic import NUM_SPLITS, deterministic_mode
 
 log = logging.getLogger("fa_serve.engine")
 
@@ -141,6 +142,7 @@ class ModelRunner:
             check_settings_with_states(type(model).__name__, config, drafting=drafting)
             seat_states(model)
         self._deterministic = config.deterministic
+        self._processed = config.logprobs_mode == "processed_logprobs"
         for module in model.modules():
             if isinstance(module, QuantizedLinear):
                 module.invariant = config.deterministic
@@ -174,6 +176,26 @@ class ModelRunner:
         if "descales" in self._options and any(layer.values_in_keys for layer in self.layers.values()):
             self._options["descales"] = kv_cache.descales(self.model, self.vocab_size, self.layers)
         return fused
+
+    def refit(self) -> None:
+        """Fuse and capture again, because weights lie elsewhere in memory than before. The KV cache stays."""
+        unfuse_model(self.model)
+        if self.fuses or self._deterministic:
+            take_scaled_experts(self.model)
+        if self.fuses:
+            self.fuse()
+        if self._graphs is not None and self.kv_caches:
+            self._graphs.close()
+            self.make_graphs()
+
+    @torch.inference_mode()
+    def rescale(self) -> None:
+        """Find the scales of a float8 cache anew, for other weights. Graphs read them where they are."""
+        if "descales" in self._options:
+            found = kv_cache.descales(self.model, self.vocab_size, self.layers)
+            for index, pair in self._options["descales"].items():
+                for old, new in zip(pair, found[index], strict=True):
+                    old.copy_(new)
 
     def allocate(self, num_pages: int, max_model_len: int, num_states: int = 0) -> None:
         """Allocate the KV cache and the states. The content of earlier ones is lost."""
@@ -226,7 +248,7 @@ class ModelRunner:
         return True
 
     def close(self) -> None:
-        """Free the graphs and the KV cache, after the last step."""
+        """Free the graphs and the KV cache, after the last step or until `allocate` is called again."""
         if self._graphs is not None:
             self._graphs.close()
         self.kv_caches = {}
@@ -328,17 +350,11 @@ class ModelRunner:
             peak += (peak - before) * (1 if self.draft is None else 2)
         if "precision" in self._options:
             peak += MAX_COPY_BYTES  # a later step may have more keys in its prompts than this one
-        self._release()
+        self.close()
         torch.cuda.empty_cache()
         least = size + (memory.least_bytes if memory else 0)
         room = kv_cache.device_room(self.device, config.gpu_memory_utilization, peak, least)
         return memory.shares(room, size) if memory else (room // size, 0)
-
-    def _release(self) -> None:
-        self.kv_caches = {}
-        self.states = {}
-        if self.draft is not None:
-            self.draft._release()
 
     @torch.inference_mode()
     def launch(self, batch: ScheduledBatch) -> Forward:
@@ -387,13 +403,14 @@ class ModelRunner:
         slots = prepared.sampled_slots
         # An INVALID_TOKEN ends its sequence. A step that is launched before the host knows embeds token 0 for it.
         tokens = sample(logits, sampling, self._counts, slots, self._last_tokens)
-        if sampling.repetition is not None:
-            self._token_counts().record(slots, tokens, sampling)
         logprobs: tuple[Tensor, ...] = ()
         wanted = [(row, sequences[row]) for row in forward.logprob_rows]
         if (index := prepared.logprob_rows) is not None:
             top = max(sequence.request.params.logprobs or 0 for _, sequence in wanted)
-            logprobs = self._log_probabilities(logits[index], tokens[index], top)
+            scores = processed_scores(logits, tokens, sampling, self._counts, slots) if self._processed else logits
+            logprobs = self._log_probabilities(scores[index], tokens[index], top)
+        if sampling.repetition is not None:
+            self._token_counts().record(slots, tokens, sampling)
         return PendingResult(tokens, wanted, logprobs, forward.prompt_spans, prompt_logprobs)
 
     def _prepare(self, arrays: BatchArrays, adapters: StepAdapters | None = None) -> PreparedBatch:

@@ -132,7 +132,7 @@ def sample(
     A row of logits that is not finite gives INVALID_TOKEN, even if a mask hides the values that are not finite. A finite row of
     which the parameters leave nothing gives NO_TOKEN.
     """
-    scores = _adjust(logits, params, counts, slots)
+    scores = adjusted_logits(logits, params, counts, slots)
     tokens = ops.sample_rows(
         scores,
         params.keys,
@@ -149,17 +149,6 @@ def sample(
     # the largest value is NaN if any value is
     finite = torch.isfinite(logits.amax(dim=-1))
     return torch.where(finite, tokens.masked_fill(tokens == INVALID_TOKEN, NO_TOKEN), INVALID_TOKEN)
-
-
-def log_probabilities(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities under the model's own distribution, without penalties and temperature.
-
-    Returns those of the chosen `tokens` (n,), those of the `top` most likely tokens (n, top), and the ids of these (n, top).
-    """
-    total = logits.float().logsumexp(dim=-1, keepdim=True)
-    chosen = logits.gather(1, tokens.clamp(min=0)[:, None]).float() - total
-    values, ids = ops.most_likely(logits, top)
-    return chosen[:, 0], values.float() - total, ids
 
 
 def sampling_arrays(
@@ -260,8 +249,8 @@ def _mix_host(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return x ^ (x >> np.uint64(31))
 
 
-def _adjust(logits: Tensor, params: SampleParams, counts: TokenCounts | None, slots: Tensor | None) -> Tensor:
-    """The logits with penalties and biases applied; tokens that are not allowed are -inf."""
+def adjusted_logits(logits: Tensor, params: SampleParams, counts: TokenCounts | None, slots: Tensor | None) -> Tensor:
+    """The logits with penalties and biases applied; tokens that are not allowed are -inf. Arguments as in `sample`."""
     scores = logits
     if params.repetition is not None:
         assert counts is not None and slots is not None  # noqa: PT018

@@ -21,7 +21,6 @@ from fa_serve.engine.scheduler.scheduled_batch import ScheduledBatch
 from fa_serve.ops import FEW_ROWS, PIECE_ROWS, StateBatch
 from fa_serve.spec import ParameterError
 
-
 PIECES_OF_SEQUENCE = 3
 """Pieces of a sequence in a graph beside those that are full: the first and the last one, and one cut for a state that is kept.
 A step with more of them runs without a graph."""

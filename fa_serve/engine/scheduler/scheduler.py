@@ -240,6 +240,19 @@ class Scheduler:
                 sequence.receive()
             self._requeue(sequence, chunk.start)
 
+    def forget_cache(self, *, keep_pages: bool = False) -> None:
+        """Keys, values and states were computed with other weights than those of now. No step may be in flight.
+
+        Nothing is shared that was computed before. Running sequences wait to be admitted again, and are computed from their
+        first token on. With `keep_pages` they go on from what they have, which no other sequence shares.
+        """
+        self._prefix.withdraw_everything()
+        for sequence in [*self.running]:
+            if keep_pages:
+                sequence.keep_to_itself()
+            else:
+                self._requeue(sequence, 0)
+
     def postpone(self, chunk: Chunk) -> None:
         """A launched step cannot sample for this chunk, which was to reach the last token. A later step computes that again."""
         chunk.postponed = True

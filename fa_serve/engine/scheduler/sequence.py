@@ -6,6 +6,7 @@ A test holds this (tests/engine/scheduler/test_sequence.py). The client's half, 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -16,6 +17,10 @@ from fa_serve.engine.request.request import Request
 
 EXPECTED_TOKENS = 128
 """Length of an answer for which a client is charged in advance. The difference is charged when the answer ends."""
+
+
+NEVER_OFFERED = sys.maxsize
+"""More pages than there are: `num_offered` of a sequence whose pages others must not share."""
 
 
 class HeldState(NamedTuple):
@@ -41,7 +46,7 @@ class SequenceState:
     num_drafts:   guesses of the tokens after the last one, which the step in flight verifies
     num_cached_tokens: prompt tokens whose keys and values were found in the prefix cache when the request was first admitted
     num_shared:   leading pages that were found in the prefix cache
-    num_offered:  leading pages that are registered in the prefix cache
+    num_offered:  leading pages that are registered in the prefix cache; or NEVER_OFFERED
     num_released: leading pages that lie behind the window of every layer and are not held any more
     num_at_start: tokens that were known when the sequence was admitted last; 0 if it never was
     turn:         place among the sequences of all clients while the sequence runs, from `FairQueue`
@@ -251,6 +256,10 @@ class SequenceState:
     def offer(self, num_pages: int) -> None:
         """The first `num_pages` pages are registered in the prefix cache."""
         self.num_offered = num_pages
+
+    def keep_to_itself(self) -> None:
+        """No page that the sequence holds or fills is registered, until it is computed from its first token on again."""
+        self.num_offered = NEVER_OFFERED
 
     def release_before(self, num_pages: int) -> None:
         """The first `num_pages` pages are not held any more."""

@@ -39,7 +39,7 @@ def test_padding_holds_every_step(seed: int) -> None:
     padding = lora_padding(len(slots), batch, queries)
     assert len(fields["lora_tiles"]) <= len(padding["lora_tiles"])
     assert fields.keys() == padding.keys()
-    counts = {slot: 0 for slot in set(slots.tolist()) - {-1}}
+    counts = dict.fromkeys(set(slots.tolist()) - {-1}, 0)
     for slot, first, count in fields["lora_tiles"].tolist():
         assert (slots[fields["lora_rows"][first : first + count]] == slot).all()
         counts[slot] += count

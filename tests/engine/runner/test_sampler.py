@@ -9,7 +9,8 @@ from chi_square import assert_distribution
 
 from fa_serve import ops
 from fa_serve.engine import SamplingParams
-from fa_serve.engine.runner.sampler import SampleParams, TokenCounts, draft_arrays, log_probabilities, random_keys, sample
+from fa_serve.engine.runner.log_probabilities import log_probabilities
+from fa_serve.engine.runner.sampler import SampleParams, TokenCounts, draft_arrays, random_keys, sample
 from fa_serve.engine.scheduler.scheduled_batch import INVALID_TOKEN, NO_TOKEN
 
 DRAWS = 20_000

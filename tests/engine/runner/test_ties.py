@@ -10,7 +10,7 @@ from tiny_models import VOCAB, make_model, random_prompts
 from transformers import PreTrainedModel
 
 from fa_serve.engine import Engine, EngineConfig, SamplingParams
-from fa_serve.engine.runner.sampler import log_probabilities
+from fa_serve.engine.runner.log_probabilities import log_probabilities
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
 FIRST_ONLY = {

@@ -89,12 +89,13 @@ def merge_products(module: nn.Module, *names: str) -> FusedProduct:
     start = 0
     for linear, part in zip(linears, parts, strict=True):
         stop = start + part.weight.shape[0]
+        # the parameter stays the object that it is, because an optimizer may have it
         if isinstance(weight, Tensor):
-            linear.weight = nn.Parameter(weight[start:stop], requires_grad=linear.weight.requires_grad)
+            linear.weight.data = weight[start:stop]
         else:
             linear.weight = weight.rows(start, stop)
         if bias is not None:
-            linear.bias = nn.Parameter(bias[start:stop], requires_grad=linear.bias.requires_grad)
+            linear.bias.data = bias[start:stop]
         start = stop
     return FusedProduct(weight, bias, modules=tuple(linears))
 

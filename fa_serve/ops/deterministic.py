@@ -35,12 +35,25 @@ NUM_SPLITS = 4
 
 
 class DeterministicMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Replaces operators whose results depend on the number of rows."""
+    """Replaces operators whose results depend on the number of rows.
+
+    It works below autograd, which records the operators that were called and has the gradients of these.
+
+    backward: whether operators of a backward pass are replaced as well. A forward that a checkpoint repeats there always is
+    """
+
+    def __init__(self, *, backward: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._backward = backward
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        # a checkpoint repeats its forward within the backward pass, and records gradients for that
+        in_backward = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
+        if in_backward and not self._backward:
+            return func(*args, **kwargs)
         function = _REPLACEMENTS.get(func)
         if function is None:
             if func in _REFUSED:
@@ -136,6 +149,15 @@ def _logsumexp(x: Tensor, dim: Sequence[int], keepdim: bool = False) -> Any:
     return result if keepdim else result.squeeze(-1)
 
 
+def _log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Any:
+    """What the sampler computes: the number minus the logsumexp of its row."""
+    if dim % x.dim() != x.dim() - 1:
+        return NotImplemented
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    result = wide - _logsumexp(wide, [-1], True)
+    return result if half_to_float else result.to(x.dtype)
+
+
 _POINTWISE = [
     getattr(aten, name).default for name in ("silu", "gelu", "relu", "tanh", "sigmoid", "exp", "log", "sin", "cos", "rsqrt")
 ]
@@ -148,6 +170,7 @@ _REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     aten.sum.dim_IntList: _sum,
     aten.mean.dim: _mean,
     aten.logsumexp.default: _logsumexp,
+    aten._log_softmax.default: _log_softmax,
     aten.log1p.default: _log1p,
     aten.polar.default: _polar,
     aten.mul.Tensor: _mul,

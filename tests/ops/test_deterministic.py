@@ -7,7 +7,7 @@ import torch
 from tiny_models import VOCAB, greedy, make_model, random_prompts
 
 from fa_serve.engine import SamplingParams
-from fa_serve.engine.runner.deterministic import DeterministicMode
+from fa_serve.ops.deterministic import DeterministicMode
 from fa_serve.spec import UnsupportedModelError
 
 ASKED = [

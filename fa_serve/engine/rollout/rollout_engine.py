@@ -1,0 +1,251 @@
+"""An engine over a model that is being trained, in the trainer's process.
+
+    engine = RolloutEngine(model, tokenizer, deterministic=True)
+    groups = engine.generate(prompts, n=8, params=SamplingParams(max_tokens=256))
+    groups[0].rollouts[0].token_ids, groups[0].rollouts[0].logprobs
+    ...                                      # a training step: optimizer.step() changes the parameters in place
+    engine.update()                          # keys and values of the weights before are dropped
+
+The engine runs the trainer's parameters where they are. Fused layers merge projections; the parameters become views of the
+merged matrices and stay the objects that the optimizer has, so a step in place is seen without a copy. Between calls the model
+is the trainer's: its mode of training, its attention, and the forwards of its modules are put back after each call.
+
+Groups are given as they finish, and the caller may stop in between: the others keep their tokens and pages, and go on with the
+next call (partial rollouts).
+
+    engine.submit(prompts, n=8, params=params)
+    for group in engine.finished():
+        if len(batch) == 64: break
+    engine.partial()                         # what is not finished, with the tokens so far
+    engine.update()                          # they will go on with the new weights, after their tokens are computed again
+
+Left out: models whose parameters are divided (FSDP, DTensor, DeepSpeed): these are refused, and another copy of the model takes
+gathered parameters by `update(weights)`. The training forward with the same bits is `fa_serve.exact`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fa_serve.engine.config import EngineConfig
+from fa_serve.engine.engine import Engine
+from fa_serve.engine.request.outputs import RequestOutput
+from fa_serve.engine.request.params import SamplingParams, params_of_each
+from fa_serve.engine.rollout.rollouts import Rollout, RolloutGroup
+from fa_serve.engine.stats import EngineStats
+from fa_serve.hf import ModelState, check_live, trained_model
+from fa_serve.spec import ParameterError
+
+_FIXED = {
+    "tensor_parallel": (1, "be 1 for a live model, whose parameters are whole"),
+    "quantization": (None, "be None for a live model, whose parameters are trained as they are"),
+}
+"""Settings that an engine over a live model does not have: the value that they keep, and why."""
+
+
+_DEFAULTS = EngineConfig(logprobs_mode="processed_logprobs", generation_config="none", max_waiting=1 << 20)
+
+
+class RolloutEngine:
+    """Generates with a model of this process while it is trained.
+
+    model:     a causal model of transformers, or DistributedDataParallel, torch.compile or peft around one
+    tokenizer: of transformers; without one, prompts are token ids and rollouts have no text
+    config:    settings of the engine; `settings` replace some of them by name. Without a config, log-probabilities are
+               "processed_logprobs", any number of answers may wait, and sampling parameters that are not given do not come
+               from generation_config.json
+
+    Raises UnsupportedModelError for parameters that are divided, quantised or on several devices, and for a model that the
+    engine does not run. Raises ParameterError for settings that a live model does not have.
+    """
+
+    def __init__(self, model: nn.Module, tokenizer: Any = None, config: EngineConfig | None = None, **settings: Any) -> None:
+        check_live(model)
+        self.model = trained_model(model)
+        config = replace(config or _DEFAULTS, **settings)
+        for name, (value, rule) in _FIXED.items():
+            if getattr(config, name) != value:
+                raise ParameterError(name, rule, getattr(config, name))
+        config = replace(config, model=config.model or getattr(self.model.config, "_name_or_path", "") or None)
+        own = ModelState.of(self.model)
+        try:
+            with _plain_numbers(self.model.device):
+                self._engine = Engine(config, model=self.model, tokenizer=tokenizer)
+            self._lent = ModelState.of(self.model)
+        finally:
+            own.restore()
+        self._groups: dict[str, RolloutGroup] = {}
+        self._ready: list[RolloutGroup] = []
+        self._serial = count()
+
+    @property
+    def config(self) -> EngineConfig:
+        """The settings. Nothing in them is "auto" any more."""
+        return self._engine.config
+
+    @property
+    def weight_version(self) -> int:
+        """How often `update` was called."""
+        return self._engine.weight_version
+
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        n: int = 1,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RolloutGroup]:
+        """n answers to each prompt, in the order of the prompts. The arguments are those of `submit`."""
+        indices = self.submit(prompts, n, params)
+        found = {group.index: group for group in self.finished(indices)}
+        return [found[index] for index in indices]
+
+    def stream(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        n: int = 1,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[RolloutGroup]:
+        """The same, each group as soon as its answers have ended. Groups that are not taken go on with a later call."""
+        indices = self.submit(prompts, n, params)
+        yield from self.finished(indices)
+
+    def submit(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        n: int = 1,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[int]:
+        """Queue n answers to each prompt. Returns the numbers of the groups. Nothing is computed yet.
+
+        params: for all prompts, or one for each; None are those of the engine. `logprobs` is the number of the most likely
+                tokens that are reported; log-probabilities of sampled tokens always are. `n` of them is replaced by n, and
+                a seed is that of the first answer
+
+        Raises ParameterError as `Engine.add_request` does, for best_of, and for more answers than the queue holds; nothing is
+        queued then.
+        """
+        each = params_of_each(prompts, params, self._engine.default_params)
+        own = [replace(one, n=n, logprobs=one.logprobs or 0) for one in each]
+        for one in own:
+            if one.best_of is not None:
+                raise ParameterError("best_of", "be None, because a trainer needs all answers", one.best_of)
+        indices: list[int] = []
+        try:
+            for prompt, one in zip(prompts, own, strict=True):
+                index = next(self._serial)
+                tokens = self._engine.add_request(str(index), prompt, one)
+                rollouts = [Rollout(top_logprobs=[] if one.logprobs else None) for _ in range(n)]
+                self._groups[str(index)] = RolloutGroup(index, tokens, rollouts)
+                indices.append(index)
+        except Exception:
+            self.abort(indices)
+            for index in indices:
+                self._take(index)
+            raise
+        return indices
+
+    def finished(self, indices: Iterable[int] | None = None) -> Iterator[RolloutGroup]:
+        """Groups whose answers have ended, each once and as soon as it is known; None: all that were submitted.
+
+        Leaving the iteration stops the engine after the step that it is in. Answers keep their tokens and pages.
+        """
+        wanted = None if indices is None else set(indices)
+
+        def is_wanted(group: RolloutGroup) -> bool:
+            return wanted is None or group.index in wanted
+
+        while True:
+            for group in [group for group in self._ready if is_wanted(group)]:
+                self._ready.remove(group)
+                yield group
+            if not any(map(is_wanted, self._groups.values())):
+                return
+            with self._lending():  # once for many steps, because the model has many modules
+                while not any(map(is_wanted, self._ready)):
+                    self._absorb(self._engine.step())
+
+    def partial(self) -> list[RolloutGroup]:
+        """The groups that are not finished, with the tokens that they have. They change with later steps."""
+        return [*self._groups.values()]
+
+    def abort(self, indices: Iterable[int] | None = None) -> None:
+        """End the unfinished answers of these groups, or of all, with the tokens that they have. Their groups are finished."""
+        for name in [*self._groups] if indices is None else map(str, indices):
+            self._absorb(self._engine.abort(name))
+
+    def update(self, weights: Iterable[tuple[str, Tensor]] = (), *, keep_pages: bool = False) -> int:
+        """The weights have changed. Returns their new version. Arguments and errors are those of `Engine.update_weights`.
+
+        To be called after each change of the parameters. Changes in place cost nothing but the prefix cache; a parameter that
+        has got other memory (`model.to`, `load_state_dict(assign=True)`) is merged and captured again. Unfinished answers
+        compute their tokens' keys and values again when they go on, unless `keep_pages` is given.
+        """
+        check_live(self.model)
+        self._absorb(self._engine.drain())
+        with self._lending():
+            return self._engine.update_weights(weights, keep_pages=keep_pages)
+
+    def sleep(self, level: int = 1) -> None:
+        """Free the memory of the KV cache and of CUDA graphs, for a training step. The weights are the trainer's and stay.
+
+        level: 1 or 2, which are the same here; it is taken for users of vLLM's API
+        """
+        self._absorb(self._engine.drain())
+        with self._lending():
+            self._engine.sleep(level)
+
+    def wake_up(self, tags: Iterable[str] | None = None) -> None:
+        """Allocate what `sleep` has freed. tags: as in `Engine.wake_up`"""
+        with self._lending():
+            self._engine.wake_up(tags)
+
+    wake = wake_up
+
+    def stats(self) -> EngineStats:
+        """A snapshot of the engine's counters."""
+        return self._engine.stats()
+
+    def close(self) -> None:
+        """Free the KV cache and the graphs. Parameters stay views of merged matrices, which takes no memory."""
+        self._engine.close()
+
+    def check_integrity(self) -> None:
+        """Assert that every page is accounted for."""
+        self._engine.check_integrity()
+
+    def _absorb(self, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            group = self._groups[output.request_id]
+            group.rollouts[output.index].absorb(output, self.weight_version)
+            if group.finished:
+                self._ready.append(self._groups.pop(output.request_id))
+
+    def _take(self, index: int) -> None:
+        """Forget a group that has been given to nobody."""
+        self._ready = [group for group in self._ready if group.index != index]
+
+    @contextmanager
+    def _lending(self) -> Iterator[None]:
+        """Inside, the model is the engine's; afterwards it is the trainer's again."""
+        own = ModelState.of(self.model)
+        self._lent.restore()
+        try:
+            with _plain_numbers(self.model.device):
+                yield
+            self._lent = ModelState.of(self.model)
+        finally:
+            own.restore()
+
+
+@contextmanager
+def _plain_numbers(device: torch.device) -> Iterator[None]:
+    """Outside of the autocast that a trainer may be in."""
+    with torch.autocast(device.type, enabled=False):
+        yield

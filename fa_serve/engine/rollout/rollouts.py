@@ -1,0 +1,60 @@
+"""What a trainer gets: the answers to one prompt, with the log-probability of each token. Plain data, no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fa_serve.engine.errors import RequestError
+from fa_serve.engine.request.outputs import FinishReason, RequestOutput
+
+
+@dataclass(slots=True)
+class Rollout:
+    """One answer, whole or as far as it has come.
+
+    token_ids:       sampled tokens
+    logprobs:        the log-probability of each, natural logarithm, as `EngineConfig.logprobs_mode` says
+    top_logprobs:    for each token, (token id, log-probability) of the most likely ones; None if none were asked for
+    weight_versions: for each token, the version of the weights that it was sampled with
+    text:            without a tokenizer it is empty
+    finish_reason, error: as in `RequestOutput`; None while the answer is unfinished
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[list[tuple[int, float]]] | None = None
+    weight_versions: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: FinishReason | None = None
+    error: RequestError | None = None
+
+    def absorb(self, output: RequestOutput, version: int) -> None:
+        """Append what the answer has gained by a step with the weights of this version."""
+        self.token_ids += output.token_ids
+        self.text += output.text
+        self.weight_versions += [version] * len(output.token_ids)
+        entries = output.logprobs or []
+        self.logprobs += [entry.logprob for entry in entries]
+        if self.top_logprobs is not None:
+            self.top_logprobs += [entry.top for entry in entries]
+        if output.finished:
+            self.finish_reason = output.finish_reason
+            self.error = output.error
+
+
+@dataclass(slots=True)
+class RolloutGroup:
+    """The answers to one prompt.
+
+    index:            the number of the prompt among those that were submitted, from 0 on
+    prompt_token_ids: as the model gets them
+    """
+
+    index: int
+    prompt_token_ids: list[int]
+    rollouts: list[Rollout]
+
+    @property
+    def finished(self) -> bool:
+        """Whether every answer has ended."""
+        return all(rollout.finish_reason is not None for rollout in self.rollouts)

@@ -1,0 +1,96 @@
+"""Weights that come while an engine runs, as `Engine.update_weights` takes them: (name, tensor), one at a time.
+
+    engine.update_weights(from_folder(model, "/checkpoints/step-100"))
+    engine.update_weights(from_shared_memory("trainer-weights", tensors))
+
+A folder holds a checkpoint as `save_pretrained` writes it. Shared memory is a segment of this machine, as Python's
+`SharedMemory` makes it, with the numbers of all tensors, and a list says where each is: nothing is unpickled. Left out: weights
+that come over a network (NCCL), and the memory of another process's GPU (CUDA IPC).
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from fa_serve.spec import ParameterError
+
+DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
+"""What numbers in shared memory may be."""
+SEGMENTS = Path("/dev/shm")
+"""Where Linux keeps segments of shared memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedTensor:
+    """Where a tensor is in shared memory.
+
+    name:   of the parameter; dtype: one of DTYPES; offset: of its first byte; it is contiguous
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * int(DTYPES[self.dtype].itemsize)
+
+
+def from_folder(model: PreTrainedModel, folder: str | Path) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a checkpoint under the names that the model has for them.
+
+    Files whose names are those of the model are read one tensor at a time. Others are loaded as a second model on the host, by
+    transformers, which knows how names and shapes are converted.
+
+    Raises ParameterError for a folder without safetensors, and what transformers raises for a checkpoint that it cannot load.
+    """
+    files = sorted(Path(folder).glob("*.safetensors"))
+    if not files:
+        raise ParameterError("weight_dir", "be a folder of this machine with safetensors files", str(folder))
+    known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    names: set[str] = set()
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            names.update(opened.keys())
+    if names <= known:
+        for file in files:
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 - it is no dict
+                    yield name, opened.get_tensor(name)
+        return
+    loaded: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=model.dtype)
+    yield from loaded.named_parameters()
+
+
+def from_shared_memory(segment: str, tensors: Sequence[SharedTensor]) -> Iterator[tuple[str, Tensor]]:
+    """The weights in a segment of shared memory, which stays its creator's.
+
+    Raises ParameterError for a segment that does not exist, for an unknown dtype, and for a tensor that reaches out of it.
+    """
+    file = SEGMENTS / segment
+    # not by `SharedMemory`, whose tracker would remove the segment at the end of this process
+    if file.parent != SEGMENTS or not file.is_file():
+        raise ParameterError("shared_memory", f"be the name of a segment of this machine, in {SEGMENTS}", segment)
+    with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as memory:
+        for each in tensors:
+            if each.dtype not in DTYPES:
+                raise ParameterError("dtype", f"be {', '.join(DTYPES)}", each.dtype)
+            if min((*each.shape, each.offset)) < 0 or each.offset + each.num_bytes > len(memory):
+                rule = f"have {each.name} within the {len(memory)} bytes of the segment"
+                raise ParameterError("shared_memory", rule, f"{each.num_bytes} bytes from {each.offset} on")
+            # a copy, because a view would keep the segment open
+            taken = bytearray(memory[each.offset : each.offset + each.num_bytes])
+            dtype = DTYPES[each.dtype]
+            numbers = torch.frombuffer(taken, dtype=dtype) if taken else torch.empty(0, dtype=dtype)
+            yield each.name, numbers.view(each.shape)

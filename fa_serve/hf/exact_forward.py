@@ -1,0 +1,314 @@
+"""The forward of training, bit for bit what the engine computes: `fa_serve.exact(model)`.
+
+    exact = fa_serve.exact(model)            # once: a context that may be entered again and again
+    with exact:
+        logits = model(input_ids=ids, attention_mask=mask).logits      # (batch, tokens, vocab), with gradients
+        logprobs = fa_serve.token_logprobs(logits[:, :-1], ids[:, 1:])
+    loss(logprobs).backward()                # inside or outside
+
+A rollout of an engine with `deterministic=True` has the log-probabilities that the model computes in this context, in every
+bit. The model's own code runs, with autograd, and below autograd `DeterministicMode` computes each operator as it does in the
+engine: a row of a product, a sum or a function has the same bits in any batch. Three things are not operators of PyTorch and
+are given another form here: attention, which takes each token as a sequence on a paged
+cache (`PagedBatch`, as a step of the engine does), the experts of a mixture, and positions, which count from the first token
+that is no padding.
+
+The backward pass is that of PyTorch for the operators that were replaced; attention and experts are computed again by code
+with gradients. So gradients are right, and as fast as without the context. They repeat in every bit if
+`deterministic_backward` asks for it.
+
+Left out: dropout, which must be off; caches, which a training forward does not have; other page sizes than the engine's; and
+models that `model_layers` refuses. Sources: He et al., "Defeating Nondeterminism in LLM Inference" (2025); batch-invariant
+training of vLLM and TorchTitan (2025).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from fa_serve.api import attention_varlen
+from fa_serve.hf.adapter.models import NAME
+from fa_serve.hf.adapter.paged import PagedBatch, model_layers
+from fa_serve.hf.adapter.translate import LayerCall
+from fa_serve.hf.live_model import ModelState, check_live, trained_model
+from fa_serve.hf.surgery.experts.mixtures import expert_modules, gate_of, take_experts, weights_of
+from fa_serve.ops import ExpertWeights, Gate
+from fa_serve.ops.deterministic import NUM_SPLITS, DeterministicMode
+from fa_serve.ops.moe.fallback import torch_experts
+from fa_serve.ops.moe.operator import call_operator
+from fa_serve.spec import ParameterError, UnsupportedModelError
+
+EXPERTS_NAME = "fa_serve_exact"
+"""The experts implementation of transformers that stands in the place of "fa_serve" within the context."""
+
+
+def exact(model: nn.Module, *, page_size: int = 16, deterministic_backward: bool = False) -> ExactForward:
+    """A context in which a model computes, with gradients, what an engine with `deterministic=True` computes.
+
+    model:     a causal model of floats, or the PeftModel around one. It may be the one that a `RolloutEngine` runs
+    page_size: tokens in a page of the engine's KV cache (`EngineConfig.page_size`)
+    deterministic_backward: gradients repeat in every bit as well; slower, because their products are computed row by row
+
+    In the context, calls take `input_ids` or `inputs_embeds` of (batch, tokens), and an `attention_mask` of the same shape
+    whose ones follow each other in each row. Rows of a batch of 1 that are packed end to end are told by `position_ids`.
+
+    Raises UnsupportedModelError for a model that the engine does not run, and for one whose parameters are not plain tensors on
+    one device. A call raises ParameterError for arguments that a training forward does not have.
+    """
+    return ExactForward(model, page_size, deterministic_backward)
+
+
+class ExactForward:
+    """The context of `exact`, which may be entered again and again, also within itself."""
+
+    def __init__(self, model: nn.Module, page_size: int, deterministic_backward: bool) -> None:
+        check_live(model)
+        self.model = trained_model(model)
+        self.page_size = page_size
+        self._deterministic_backward = deterministic_backward
+        self._entered: list[tuple[ModelState, Any, Any]] = []
+        own = ModelState.of(self.model)
+        try:
+            self.model.set_attn_implementation(NAME)
+            model_layers(self.model)
+            if expert_modules(self.model) and not take_experts(self.model):
+                raise UnsupportedModelError(f"{type(self.model).__name__} has experts that fa_serve does not compute")
+            for module in expert_modules(self.model):
+                module.config._experts_implementation = EXPERTS_NAME
+            self._state = ModelState.of(self.model)
+        finally:
+            own.restore()
+
+    def __enter__(self) -> ExactForward:
+        own = ModelState.of(self.model)
+        self._state.restore(modes=False)
+        hook = self.model.register_forward_pre_hook(self._prepare, with_kwargs=True)
+        mode: Any = DeterministicMode(backward=self._deterministic_backward)
+        mode.__enter__()
+        self._entered.append((own, mode, hook))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        own, mode, hook = self._entered.pop()
+        mode.__exit__(kind, error, traceback)
+        hook.remove()
+        own.restore(modes=False)
+
+    def _prepare(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A hook before the model's forward: the batch rides along, and positions are those of the engine."""
+        kwargs = {**kwargs}
+        if args:
+            if len(args) > 1:
+                raise ParameterError("args", "be input_ids at most, and the rest be given by name", len(args))
+            kwargs["input_ids"] = args[0]
+        for name in ("past_key_values", "cache_params"):
+            if kwargs.get(name) is not None:
+                raise ParameterError(
+                    name, "be None in an exact forward, which computes all tokens", type(kwargs[name]).__name__
+                )
+        inputs = kwargs.get("input_ids")
+        tokens = inputs if inputs is not None else kwargs["inputs_embeds"][..., 0]
+        rows = _Rows.of(tokens, kwargs.get("attention_mask"), kwargs.get("position_ids"))
+        kwargs |= {
+            "position_ids": rows.positions,
+            # of 4 dimensions, so that transformers passes it on and builds none
+            "attention_mask": torch.empty((1, 1, 0, 0), dtype=torch.bool, device=tokens.device),
+            "use_cache": False,
+            "fa_serve_batch": _ExactBatch(rows, self.page_size, self._deterministic_backward),
+        }
+        return (), kwargs
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> Tensor:
+    """The log-probability of each token, as an engine with `logprobs_mode="processed_logprobs"` reports it.
+
+    logits: (..., vocab), any float dtype; tokens: (...), int64; temperature: that of the rollout, without further filters
+
+    Returns (...) float32. In `fa_serve.exact` its bits are those of the rollout.
+    """
+    scores = logits.float()
+    if temperature != 1.0:
+        # a GPU multiplies with the reciprocal of a Python number, and the sampler divides by a tensor
+        scores = scores / torch.full((), temperature, dtype=torch.float32, device=logits.device)
+    return scores.gather(-1, tokens[..., None])[..., 0] - scores.logsumexp(dim=-1)
+
+
+class _Rows(NamedTuple):
+    """The sequences of a dense batch.
+
+    positions: (batch, tokens) int64
+    valid:     (n,) int64, places of the tokens that are no padding, in the flattened batch
+    starts:    (m + 1,) int64, the first of these tokens of each sequence, and their number, on the host
+    """
+
+    positions: Tensor
+    valid: Tensor
+    starts: Tensor
+
+    @staticmethod
+    def of(tokens: Tensor, mask: Tensor | None, positions: Tensor | None) -> _Rows:
+        """Read the sequences from a mask of 2 dimensions and from positions, which start again where a sequence does."""
+        batch, length = tokens.shape
+        if mask is not None and (mask.dim() != 2 or mask.shape != tokens.shape):
+            shapes = f"{tuple(mask.shape)} for tokens of {tuple(tokens.shape)}"
+            raise ParameterError("attention_mask", "have the shape (batch, tokens) in an exact forward", shapes)
+        seen = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask.bool()
+        counted = (seen.cumsum(1) - 1).clamp(min=0)
+        if mask is not None and bool((seen[:, 1:] & ~seen[:, :-1]).sum(1).add(seen[:, 0]).gt(1).any()):
+            raise ParameterError("attention_mask", "have its ones next to each other in each row", "a row with a gap")
+        if positions is None:
+            positions = counted
+        positions = positions.expand(batch, length)
+        first = seen.clone()
+        first[:, 1:] &= ~seen[:, :-1] | (positions[:, 1:] != positions[:, :-1] + 1)
+        valid = seen.flatten().nonzero()[:, 0]
+        starts = first.flatten()[valid].nonzero()[:, 0].cpu()
+        return _Rows(positions, valid, torch.cat([starts, torch.tensor([len(valid)])]))
+
+    def paged(self, page_size: int) -> PagedBatch:
+        """A batch in which each token is a sequence of the keys up to it, as in a step of an engine in deterministic mode."""
+        device = self.valid.device
+        lengths = self.starts.diff()
+        pages = -(-lengths // page_size)
+        first_page = (pages.cumsum(0) - pages).repeat_interleave(lengths)
+        place = torch.arange(int(lengths.sum())) - self.starts[:-1].repeat_interleave(lengths)
+        columns = torch.arange(int(pages.max()))
+        # entries behind the last page of a sequence are never read
+        table = (first_page[:, None] + columns).clamp(max=int(pages.sum()) - 1)
+        return PagedBatch(
+            kv_caches={},
+            slot_mapping=(first_page * page_size + place).to(device),
+            block_table=table.int().to(device),
+            seqused_k=(place + 1).int().to(device),
+            cu_seqlens_q=torch.arange(len(place) + 1, dtype=torch.int32, device=device),
+            max_seqlen_q=1,
+            max_seqlen_k=int(lengths.max()),
+            num_splits=NUM_SPLITS,
+        )
+
+
+class _ExactBatch:
+    """Answers for the attention of every layer of a dense batch."""
+
+    def __init__(self, rows: _Rows, page_size: int, deterministic: bool) -> None:
+        self.rows = rows
+        self.page_size = page_size
+        self.batch = rows.paged(page_size)
+        self.deterministic = deterministic
+
+    def pages_like(self, x: Tensor) -> Tensor:
+        """Empty pages for keys or values (n, heads, dim) of all sequences, laid out as those of the engine."""
+        num_pages = int(self.batch.block_table.max()) + 1
+        _, heads, dim = x.shape
+        if x.device.type == "cpu":
+            return x.new_empty(num_pages, self.page_size, heads, dim)
+        return x.new_empty(num_pages, heads, self.page_size, dim).transpose(1, 2)
+
+    def attend(self, call: LayerCall) -> Tensor:
+        """Causal attention within each sequence -> (batch, tokens, num_heads, head_dim_v), 0 for padding."""
+        batch, _, length, _ = call.query.shape
+        q, k, v = (x.transpose(1, 2).flatten(0, 1)[self.rows.valid] for x in (call.query, call.key, call.value))
+        out = cast(Tensor, _Attention.apply(q, k, v, call.sinks, self, call))  # type: ignore[no-untyped-call]
+        padded = out.new_zeros(batch * length, *out.shape[1:])
+        return padded.index_copy(0, self.rows.valid, out).view(batch, length, *out.shape[1:])
+
+
+class _Attention(torch.autograd.Function):
+    """The engine's attention, whose backward pass computes the forward again by varlen attention, which has gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, exact_batch: _ExactBatch, call: LayerCall
+    ) -> Tensor:
+        ctx.save_for_backward(q, k, v, sinks)
+        ctx.exact_batch = exact_batch
+        ctx.options = {
+            "window_size": (call.window_size[0], 0),
+            "attention_chunk": call.attention_chunk,
+            "softmax_scale": call.softmax_scale,
+            "softcap": call.softcap,
+        }
+        query, key, value = (x.detach().transpose(0, 1)[None] for x in (q, k, v))
+        own = call._replace(query=query, key=key, value=value, sinks=None if sinks is None else sinks.detach())
+        index = int(cast(Any, call.module).layer_idx)
+        caches = {index: (exact_batch.pages_like(k), exact_batch.pages_like(v))}
+        return replace(exact_batch.batch, kv_caches=caches).attend(own)[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        exact_batch: _ExactBatch = ctx.exact_batch
+        given = [None if x is None else x.detach().requires_grad_() for x in ctx.saved_tensors]
+        q, k, v, sinks = given
+        assert q is not None and k is not None and v is not None  # noqa: PT018
+        starts = exact_batch.rows.starts
+        ends = starts.int().to(q.device)
+        longest = int(starts.diff().max())
+        with _disable_current_modes(), torch.enable_grad():
+            out = attention_varlen(
+                q,
+                k,
+                v,
+                cu_seqlens_q=ends,
+                cu_seqlens_k=ends,
+                max_seqlen_q=longest,
+                max_seqlen_k=longest,
+                causal=True,
+                sinks=sinks,
+                deterministic=exact_batch.deterministic,
+                **ctx.options,
+            )
+            wanted = [x for x in given if x is not None]
+            found = iter(torch.autograd.grad(cast(Tensor, out), wanted, grads[0]))
+        return (*(None if x is None else next(found) for x in given), None, None)
+
+
+def _experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The implementation of experts in the context. Arguments and result are those of `mixtures.experts_forward`."""
+    gate = gate_of(module)
+    x = hidden_states.to(cast(Any, module).down_proj.dtype)
+    # tensors one by one, because autograd looks for gradients in no tuple
+    y: Tensor = _Experts.apply(x, top_k_index, top_k_weights, *weights_of(module, gate))  # type: ignore[no-untyped-call]
+    return y.to(hidden_states.dtype)
+
+
+class _Experts(torch.autograd.Function):
+    """The engine's experts, whose backward pass computes the forward again by PyTorch's operators."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        index: Tensor,
+        scores: Tensor,
+        gate_up: Tensor,
+        gate_up_bias: Tensor | None,
+        down: Tensor,
+        down_bias: Tensor | None,
+        gate: Gate,
+    ) -> Tensor:
+        ctx.save_for_backward(x, index, scores, gate_up, gate_up_bias, down, down_bias)
+        ctx.gate = gate
+        return call_operator(x, index, scores, ExpertWeights(gate_up, gate_up_bias, down, down_bias, gate))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        own, index, *others = ctx.saved_tensors
+        given = [None if x is None else x.detach().requires_grad_() for x in (own, *others)]
+        x, scores, gate_up, gate_up_bias, down, down_bias = given
+        assert x is not None and scores is not None and gate_up is not None and down is not None  # noqa: PT018
+        with _disable_current_modes(), torch.enable_grad():
+            weights = ExpertWeights(gate_up, gate_up_bias, down, down_bias, ctx.gate)
+            y = torch_experts(x, index, scores, weights, invariant=False)
+            found = iter(torch.autograd.grad(y, [each for each in given if each is not None], grads[0]))
+        first, *rest = (None if each is None else next(found) for each in given)
+        return (first, None, *rest, None)
+
+
+ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, _experts_forward)

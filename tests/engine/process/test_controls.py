@@ -1,0 +1,169 @@
+"""An engine that serves is told to pause, to sleep and to take other weights."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import greedy, make_model
+
+from fa_serve.engine import AsyncEngine, Engine, EngineAsleepError, RequestOutput, SamplingParams
+from fa_serve.engine.process.controls import Control, carry_out
+from fa_serve.spec import ParameterError
+
+PROMPT = [*range(5, 25)]
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@asynccontextmanager
+async def running(engine: Engine) -> AsyncIterator[AsyncEngine]:
+    running = AsyncEngine(engine)
+    await running.start()
+    try:
+        yield running
+    finally:
+        await running.shutdown()
+
+
+class Answer:
+    """A request in flight: its tokens so far, and how it has ended."""
+
+    def __init__(self, engine: AsyncEngine, name: str, max_tokens: int = 40, prompt: list[int] = PROMPT) -> None:
+        self.tokens: list[int] = []
+        self.last: RequestOutput | None = None
+        self.begun = asyncio.Event()
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        self._outputs = engine.generate(prompt, params, name)
+        self.task = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        async for output in self._outputs:
+            self.tokens += output.token_ids
+            self.last = output
+            if self.tokens:
+                self.begun.set()
+
+    async def end(self) -> list[int]:
+        await asyncio.wait_for(self.task, 30)
+        return self.tokens
+
+
+async def test_a_pause_that_keeps_requests_stops_them_with_their_pages(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine()
+    async with running(engine) as served:
+        answer = Answer(served, "a")
+        await answer.begun.wait()
+        await served.pause("keep")
+        seen = len(answer.tokens)
+        assert 0 < seen < 40
+        later = Answer(served, "b", max_tokens=3)
+        steps = served.stats().num_steps
+        await asyncio.sleep(0.1)
+        assert (len(answer.tokens), later.tokens, served.is_paused) == (seen, [], True)
+        assert served.stats().num_pages_used > 0
+        await served.resume()
+        assert await answer.end() == greedy(make_model(), PROMPT, 40)
+        assert len(await later.end()) == 3
+        assert served.stats().num_preemptions == 0
+        assert served.stats().num_steps > steps
+
+
+async def test_a_pause_aborts_or_awaits_requests(make_engine: Callable[..., Engine]) -> None:
+    async with running(make_engine()) as served:
+        answer = Answer(served, "a")
+        await answer.begun.wait()
+        await served.pause("wait")
+        assert len(answer.tokens) == 40, "it was awaited"
+        late = Answer(served, "late", max_tokens=2)
+        await asyncio.sleep(0.05)
+        assert late.tokens == []
+        await served.resume()
+        await late.end()
+        answer = Answer(served, "b")
+        await answer.begun.wait()
+        await served.pause("abort")
+        await answer.end()
+        assert answer.last is not None
+        assert answer.last.finish_reason == "abort"
+        await served.resume()
+        with pytest.raises(ParameterError, match="mode must be abort, wait, keep"):
+            await served.pause("stop")  # type: ignore[arg-type]
+
+
+async def test_weights_change_under_a_request(make_engine: Callable[..., Engine], tmp_path: Path) -> None:
+    other = make_model()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) * 0.3)
+    other.save_pretrained(tmp_path)
+    async with running(make_engine()) as served:
+        answer = Answer(served, "a")
+        await answer.begun.wait()
+        await served.pause("keep")
+        begun = list(answer.tokens)
+        assert served.weight_version == 0
+        assert await served.update_weights(folder=str(tmp_path)) == 1
+        assert served.weight_version == 1
+        await served.resume()
+        assert await answer.end() == begun + greedy(other, PROMPT + begun, 40 - len(begun))
+        with pytest.raises(ParameterError, match="weight_dir must be a folder"):
+            await served.update_weights(folder=str(tmp_path / "nowhere"))
+        with pytest.raises(ParameterError, match="weight_dir must be given, or shared_memory"):
+            await served.update_weights()
+
+
+async def test_weights_come_through_shared_memory(make_engine: Callable[..., Engine]) -> None:
+    head = torch.randn(320, 32, generator=torch.Generator().manual_seed(2))
+    memory = SharedMemory(create=True, size=head.nbytes)
+    try:
+        memory.buf[: head.nbytes] = head.numpy().tobytes()
+        place = {"name": "lm_head.weight", "dtype": "float32", "shape": [320, 32], "offset": 0}
+        engine = make_engine()
+        async with running(engine) as served:
+            await served.update_weights(segment=memory.name, tensors=[place])
+            assert torch.equal(engine.model.lm_head.weight, head)
+    finally:
+        memory.close()
+        memory.unlink()
+
+
+async def test_requests_wait_while_the_engine_sleeps(make_engine: Callable[..., Engine]) -> None:
+    async with running(make_engine()) as served:
+        answer = Answer(served, "a")
+        await answer.begun.wait()
+        await served.sleep(1)
+        later = Answer(served, "b", max_tokens=2, prompt=PROMPT[:5])
+        await asyncio.sleep(0.05)
+        assert (later.tokens, served.is_paused) == ([], True)
+        await served.wake_up(["weights"])
+        assert served.is_paused
+        await served.wake_up(["kv_cache"])
+        assert await answer.end() == greedy(make_model(), PROMPT, 40)
+        assert len(await later.end()) == 2
+
+
+async def test_the_end_of_the_engine_ends_those_who_wait_for_an_answer(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine()
+    async with running(engine) as served:
+        engine._weights.copy = None  # type: ignore[method-assign, assignment] - its failure is no error of a parameter
+        with pytest.raises(RuntimeError, match="TypeError"):
+            await served.update_weights(folder=str(Path.cwd() / "nowhere"))
+
+
+def test_an_engine_is_called_between_two_steps(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine()
+    carry_out(engine, Control(1, "sleep", {"level": 0}))
+    with pytest.raises(EngineAsleepError):
+        engine.generate([PROMPT])
+    carry_out(engine, Control(2, "wake_up", {"tags": None}))
+    assert not engine.is_asleep

@@ -1,0 +1,331 @@
+"""An engine over a live model: it sees each step of the optimizer, and gives the model back as it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import greedy, make_model, random_prompts
+from torch import nn
+
+from fa_serve.engine import Engine, EngineAsleepError, EngineConfig, RolloutEngine, SamplingParams
+from fa_serve.hf.surgery.fuse.layer import FusedLayer
+from fa_serve.spec import ParameterError, UnsupportedModelError
+
+SIZES: dict[str, Any] = {"device": "cpu", "num_pages": 64, "page_size": 4, "max_num_seqs": 8, "seed": 0}
+GREEDY = SamplingParams(max_tokens=6, temperature=0.0)
+PROMPT = [*range(5, 25)]
+
+
+def change(model: nn.Module, scale: float = 0.3) -> None:
+    """A step in place, far enough to change greedy tokens."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
+
+
+def tokens_of(engine: RolloutEngine, prompt: list[int] = PROMPT) -> list[int]:
+    return engine.generate([prompt], params=GREEDY)[0].rollouts[0].token_ids
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3-moe"])
+def test_an_optimizers_step_in_place_reaches_merged_weights_and_empties_the_prefix_cache(family: str) -> None:
+    model = make_model(family)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)  # before the engine, as trainers make it
+    engine = RolloutEngine(model, **SIZES)
+    before = tokens_of(engine)
+    assert before == greedy(model, PROMPT, 6)
+    loss = model(input_ids=torch.tensor([PROMPT]), labels=torch.tensor([PROMPT])).loss
+    loss.backward()
+    optimizer.step()
+    change(model)
+    assert engine.update() == 1
+    assert tokens_of(engine) == greedy(model, PROMPT, 6) != before
+    assert engine.stats().num_cached_tokens == 0, "keys of the weights before must not be found"
+    assert not any(parameter.is_inference() for parameter in model.parameters())
+
+
+def test_without_an_update_the_prefix_cache_keeps_what_the_weights_before_computed() -> None:
+    """The guard of the test above: `update` is what drops the pages."""
+    model = make_model()
+    engine = RolloutEngine(model, **SIZES)
+    tokens_of(engine)
+    change(model)
+    stale = tokens_of(engine)
+    engine.update()
+    assert stale != tokens_of(engine)
+
+
+def test_the_parameters_stay_the_objects_that_an_optimizer_has_and_become_views() -> None:
+    model = make_model()
+    known = dict(model.named_parameters())
+    model(input_ids=torch.tensor([PROMPT])).logits.sum().backward()
+    gradient = known["model.layers.0.self_attn.k_proj.weight"].grad
+    engine = RolloutEngine(model, **SIZES)
+    tokens_of(engine)
+    assert all(parameter is known[name] for name, parameter in model.named_parameters())
+    attention = model.model.layers[0].self_attn
+    assert attention.q_proj.weight.untyped_storage().data_ptr() == attention.k_proj.weight.untyped_storage().data_ptr()
+    assert attention.k_proj.weight.grad is gradient
+
+
+def test_between_calls_the_model_is_the_trainers() -> None:
+    model = make_model("qwen3-moe")
+    model.train()
+    model.model.layers[1].eval()
+    settings = (model.config._attn_implementation, model.config._experts_implementation)
+    modes = [module.training for module in model.modules()]
+    engine = RolloutEngine(model, **SIZES)
+    seen = []
+    model.model.layers[0].mlp.register_forward_hook(
+        lambda *_: seen.append((model.training, isinstance(model.model.layers[0].forward, FusedLayer)))
+    )
+    for _ in engine.stream([PROMPT, PROMPT[3:]], params=GREEDY):
+        assert (model.config._attn_implementation, model.config._experts_implementation) == settings == ("eager", "batched_mm")
+        assert [module.training for module in model.modules()] == modes
+        assert not any("forward" in vars(module) for module in model.modules())
+    assert set(seen) == {(False, True)}, "a step runs fused layers, without dropout"
+
+
+def test_a_parameter_with_other_memory_is_merged_again() -> None:
+    """A stale view: the merged weights would keep the numbers of the memory that the parameter had."""
+    model = make_model()
+    engine = RolloutEngine(model, **SIZES)
+    before = tokens_of(engine)
+    change(model)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    engine.update()
+    assert tokens_of(engine) == greedy(model, PROMPT, 6) != before
+
+
+def test_update_copies_weights_by_name() -> None:
+    model = make_model()
+    other = make_model()
+    change(other)
+    engine = RolloutEngine(model, **SIZES)
+    tokens_of(engine)
+    assert engine.update((name, p.double()) for name, p in other.named_parameters()) == 1
+    assert tokens_of(engine) == greedy(other, PROMPT, 6)
+    for weights, rule in (
+        ([("lm_head.bias", torch.zeros(320))], "names of parameters of LlamaForCausalLM, got 'lm_head.bias'"),
+        ([("lm_head.weight", torch.zeros(3, 32))], r"shape \(320, 32\) for lm_head.weight, got \(3, 32\)"),
+    ):
+        with pytest.raises(ParameterError, match=rule):
+            engine.update(weights)
+
+
+def test_groups_come_as_they_finish_with_log_probabilities_and_versions() -> None:
+    model = make_model()
+    engine = RolloutEngine(model, **SIZES)
+    params = [SamplingParams(max_tokens=12, seed=1, logprobs=2, ignore_eos=True), SamplingParams(max_tokens=3, seed=2)]
+    first, second = engine.stream([PROMPT, PROMPT[:7]], n=3, params=params)
+    assert [group.index for group in (first, second)] == [1, 0], "the group with fewer tokens comes first"
+    assert first.prompt_token_ids == PROMPT[:7]
+    assert len({tuple(rollout.token_ids) for rollout in second.rollouts}) == 3
+    for rollout in second.rollouts:
+        assert len(rollout.logprobs) == len(rollout.top_logprobs) == 12
+        assert all(len(top) == 2 for top in rollout.top_logprobs)
+        assert rollout.weight_versions == [0] * 12
+        assert rollout.finish_reason == "length"
+        logits = model(input_ids=torch.tensor([PROMPT + rollout.token_ids])).logits[0, len(PROMPT) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(rollout.token_ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(rollout.logprobs), expected, atol=1e-4, rtol=1e-4)
+    assert first.rollouts[0].top_logprobs is None
+
+
+def test_processed_log_probabilities_are_those_of_the_distribution_that_tokens_are_drawn_from() -> None:
+    model = make_model()
+    params = SamplingParams(max_tokens=10, temperature=0.7, top_k=5, top_p=0.9, seed=3, logprobs=5)
+    [group] = RolloutEngine(model, **SIZES).generate([PROMPT], params=params)
+    [rollout] = group.rollouts
+    logits = model(input_ids=torch.tensor([PROMPT + rollout.token_ids])).logits[0, len(PROMPT) - 1 : -1] / 0.7
+    for row, token, logprob in zip(logits.detach(), rollout.token_ids, rollout.logprobs, strict=True):
+        values, ids = row.topk(5)
+        weights = values.softmax(-1)
+        kept = (weights.cumsum(-1) - weights) < 0.9
+        expected = dict(zip(ids[kept].tolist(), values[kept].log_softmax(-1).tolist(), strict=True))
+        assert logprob == pytest.approx(expected[token], abs=1e-4)
+    raw = RolloutEngine(model, **SIZES, logprobs_mode="raw_logprobs").generate([PROMPT], params=params)[0].rollouts[0]
+    assert raw.token_ids == rollout.token_ids
+    assert raw.logprobs != pytest.approx(rollout.logprobs, abs=1e-3)
+
+
+def test_partial_rollouts_keep_their_pages_and_go_on() -> None:
+    prompts = random_prompts(4, longest=12)
+    params = [SamplingParams(max_tokens=length, seed=5, ignore_eos=True) for length in (3, 20, 20, 20)]
+    whole = RolloutEngine(make_model(), **SIZES).generate(prompts, n=1, params=params)
+    engine = RolloutEngine(make_model(), **SIZES)
+    indices = engine.submit(prompts, n=1, params=params)
+    for group in engine.finished():
+        assert group.index == indices[0]
+        break
+    partial = engine.partial()
+    assert [group.index for group in partial] == indices[1:]
+    assert all(3 <= len(group.rollouts[0].token_ids) < 20 and not group.finished for group in partial)
+    held = engine.stats().num_pages_used
+    assert held > 0, "they keep their pages"
+    steps = engine.stats().num_steps
+    rest = list(engine.finished())
+    assert [group.rollouts[0].token_ids for group in rest] == [group.rollouts[0].token_ids for group in whole[1:]]
+    assert engine.stats().num_steps - steps <= 17, "nothing was computed again"
+    engine.check_integrity()
+
+
+@pytest.mark.parametrize("keep_pages", [False, True])
+def test_an_update_between_parts_of_a_rollout(keep_pages: bool) -> None:
+    """With other weights, an answer goes on from its tokens; or from its keys, which other weights have computed."""
+    model = make_model()
+    engine = RolloutEngine(model, **SIZES)
+    long = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
+    short = SamplingParams(max_tokens=4, temperature=0.0)
+    engine.submit([PROMPT, PROMPT[:9]], params=[long, short])
+    next(iter(engine.finished()))
+    [partial] = engine.partial()
+    begun = list(partial.rollouts[0].token_ids)
+    change(model)
+    engine.update(keep_pages=keep_pages)
+    assert engine.stats().num_running == keep_pages
+    [group] = engine.finished()
+    [rollout] = group.rollouts
+    assert rollout.token_ids[: len(begun)] == begun
+    assert rollout.weight_versions == [0] * len(begun) + [1] * (16 - len(begun))
+    expected = greedy(model, PROMPT + begun, 16 - len(begun))
+    assert (rollout.token_ids[len(begun) :] == expected) == (not keep_pages)
+    # a later request shares nothing with keys of the weights before
+    assert tokens_of(engine, PROMPT + begun) == expected[:6]
+    engine.check_integrity()
+
+
+def test_aborted_groups_are_finished_with_what_they_have() -> None:
+    engine = RolloutEngine(make_model(), **SIZES)
+    indices = engine.submit([PROMPT, PROMPT[:9]], n=2, params=SamplingParams(max_tokens=30, ignore_eos=True, seed=0))
+    engine.abort(indices[:1])
+    assert engine.partial()[0].index == indices[1]
+    [first] = engine.finished(indices[:1])
+    assert [rollout.finish_reason for rollout in first.rollouts] == ["abort", "abort"]
+    engine.abort()
+    assert [group.index for group in engine.finished()] == indices[1:]
+    assert engine.stats().num_pages_used == 0
+
+
+def test_sleep_frees_the_cache_and_unfinished_answers_go_on_after_it() -> None:
+    prompts = random_prompts(3, longest=12)
+    params = [SamplingParams(max_tokens=length, seed=5, ignore_eos=True) for length in (2, 12, 12)]
+    whole = RolloutEngine(make_model(), **SIZES).generate(prompts, params=params)
+    model = make_model()
+    engine = RolloutEngine(model, **SIZES)
+    engine.submit(prompts, params=params)
+    next(iter(engine.finished()))
+    addresses = [parameter.data_ptr() for parameter in model.parameters()]
+    engine.sleep(level=2)
+    assert engine._engine._runner.kv_caches == {}
+    assert [parameter.data_ptr() for parameter in model.parameters()] == addresses, "the weights are the trainer's"
+    with pytest.raises(EngineAsleepError, match="wake_up"):
+        next(iter(engine.finished()))
+    engine.wake_up()
+    assert [g.rollouts[0].token_ids for g in engine.finished()] == [g.rollouts[0].token_ids for g in whole[1:]]
+    engine.check_integrity()
+
+
+def test_an_engine_that_owns_its_weights_gives_them_away(model_folder: Any) -> None:
+    engine = Engine(EngineConfig(model=model_folder, max_model_len=64, **SIZES))
+    expected = engine.generate([PROMPT], GREEDY)[0].token_ids
+    weights = {name: parameter.detach().clone() for name, parameter in engine._runner.model.named_parameters()}
+    engine.sleep(level=1)
+    engine.wake_up()
+    assert engine.generate([PROMPT], GREEDY)[0].token_ids == expected
+    engine.sleep(level=2)
+    assert sum(parameter.numel() for parameter in engine._runner.model.parameters()) == 0
+    with pytest.raises(EngineAsleepError, match=r'wake_up\(\["weights"\]\)'):
+        engine.update_weights(weights.items())
+    engine.wake_up(["weights"])
+    with pytest.raises(EngineAsleepError):
+        engine.generate([PROMPT], GREEDY)
+    engine.wake_up(["kv_cache"])
+    with pytest.raises(EngineAsleepError, match="21 parameters are missing"):
+        engine.generate([PROMPT], GREEDY)
+    assert engine.update_weights(weights.items()) == 1
+    assert engine.generate([PROMPT], GREEDY)[0].token_ids == expected
+    assert isinstance(engine._runner.model.model.layers[0].forward, FusedLayer)
+    with pytest.raises(ParameterError, match="tags must be of weights, kv_cache"):
+        engine.wake_up(["scheduler"])
+    with pytest.raises(ParameterError, match="level must be 0, 1 or 2"):
+        engine.sleep(level=3)
+
+
+def test_a_peft_model_is_run_with_its_adapters() -> None:
+    peft = pytest.importorskip("peft")
+    model = make_model()
+    before = greedy(model, PROMPT, 6)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    wrapped = peft.get_peft_model(model, config)
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.5, generator=torch.Generator().manual_seed(0))
+    engine = RolloutEngine(wrapped, **SIZES)
+    tokens = tokens_of(engine)
+    inner = wrapped.base_model.model
+    assert tokens == greedy(inner, PROMPT, 6) != before
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if "lora_B" in name:
+                parameter.mul_(-1.0)
+    engine.update()
+    assert tokens_of(engine) == greedy(inner, PROMPT, 6) != tokens
+
+
+def test_training_goes_on_after_rollouts() -> None:
+    model = make_model("qwen3-moe").train()
+    model.set_experts_implementation("eager")
+    engine = RolloutEngine(model, **SIZES)
+    tokens_of(engine)
+    model(input_ids=torch.tensor([PROMPT]), labels=torch.tensor([PROMPT])).loss.backward()
+    assert all(parameter.grad is not None for parameter in model.model.layers[0].self_attn.parameters())
+
+
+def test_a_checkpoint_of_a_live_model_holds_every_weight(tmp_path: Any) -> None:
+    model = make_model()
+    RolloutEngine(model, **SIZES)
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    assert all(torch.equal(p, again.get_parameter(name)) for name, p in model.named_parameters())
+
+
+class Divided(nn.Parameter):
+    """A parameter of which this process has a part, as a DTensor."""
+
+    def full_tensor(self) -> torch.Tensor:
+        return self.data
+
+
+def test_what_cannot_be_run_in_place_is_refused() -> None:
+    divided = make_model()
+    divided.lm_head.weight = Divided(divided.lm_head.weight.data)
+    with pytest.raises(UnsupportedModelError, match=r"lm_head.weight is divided by DTensor .*update\(weights\)"):
+        RolloutEngine(divided, **SIZES)
+    quantised = make_model()
+    quantised.lm_head.weight = nn.Parameter(torch.zeros(320, 32, dtype=torch.int8), requires_grad=False)
+    with pytest.raises(UnsupportedModelError, match=r"lm_head\.weight is torch\.int8"):
+        RolloutEngine(quantised, **SIZES)
+    partly = make_model()
+    partly.lm_head.to("meta")
+    with pytest.raises(UnsupportedModelError, match="on one device, with memory, got cpu, meta"):
+        RolloutEngine(partly, **SIZES)
+    with pytest.raises(UnsupportedModelError, match="a model of transformers is needed, or a wrapper around one, got Linear"):
+        RolloutEngine(nn.Linear(2, 2), **SIZES)
+    with pytest.raises(ParameterError, match="quantization must be None for a live model"):
+        RolloutEngine(make_model(), **SIZES, quantization="fp8")
+    with pytest.raises(ParameterError, match="best_of must be None"):
+        RolloutEngine(make_model(), **SIZES).generate([PROMPT], params=SamplingParams(best_of=3))
+
+
+def test_a_batch_that_cannot_be_queued_leaves_nothing_behind() -> None:
+    engine = RolloutEngine(make_model(), **SIZES)
+    with pytest.raises(ParameterError, match="token ids from 0 to 319, got 400"):
+        engine.generate([PROMPT, [400]], params=GREEDY)
+    assert engine.partial() == []
+    assert list(engine.finished()) == []

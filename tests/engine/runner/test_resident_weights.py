@@ -1,0 +1,113 @@
+"""Weights that change, leave and come back, on the runner of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hf_families import pair
+from hybrids import BY_NAME
+from tiny_models import make_model
+from torch import nn
+from transformers import GenerationConfig
+
+from fa_serve.engine import Engine, SamplingParams
+from fa_serve.engine.runner.resident_weights import ResidentWeights
+from fa_serve.hf.surgery.quantised.linear import QuantizedLinear
+from fa_serve.spec import ParameterError
+
+GREEDY = SamplingParams(max_tokens=4, temperature=0.0)
+
+
+def test_nothing_is_made_again_after_a_change_in_place(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine()
+    weights = ResidentWeights(engine._runner, owned=True)
+    forwards = [vars(module).get("forward") for module in engine._runner.model.modules()]
+    with torch.no_grad():
+        engine._runner.model.lm_head.weight.neg_()
+    assert not weights.settle()
+    assert [vars(module).get("forward") for module in engine._runner.model.modules()] == forwards
+    engine._runner.model.lm_head.weight.data = engine._runner.model.lm_head.weight.data.clone()
+    assert weights.settle()
+    assert not weights.settle()
+
+
+def test_the_graphs_of_moved_weights_are_captured_again(make_engine: Callable[..., Engine], replays: list[int]) -> None:
+    """A graph reads the memory that a weight had when it was captured."""
+    engine = make_engine()
+    runner = engine._runner
+    runner.eager = False
+    runner.make_graphs()
+    captured = runner._graphs
+    engine.update_weights()
+    assert runner._graphs is captured, "a change in place needs no other graph"
+    runner.model.lm_head.weight.data = runner.model.lm_head.weight.data.clone()
+    engine.update_weights()
+    assert runner._graphs is not captured
+    engine.sleep(0)
+    assert runner._graphs._replays == runner.kv_caches == {}
+    runner.model.lm_head.weight.data = runner.model.lm_head.weight.data.clone()
+    engine.update_weights()
+    assert runner._graphs._replays == {}, "there is no cache that a graph could read"
+    engine.wake_up()
+    assert engine.generate([[5, 6, 7]], GREEDY)[0].finish_reason == "length"
+    assert replays
+
+
+def test_a_divided_tensor_is_gathered(make_engine: Callable[..., Engine]) -> None:
+    class Part(nn.Parameter):
+        def full_tensor(self) -> torch.Tensor:
+            return torch.full((320, 32), 0.25)
+
+    engine = make_engine()
+    assert engine.update_weights([("lm_head.weight", Part(torch.zeros(2, 32)))]) == 1
+    assert (engine._runner.model.lm_head.weight == 0.25).all()
+
+
+def test_both_names_of_a_tied_weight_are_known(make_engine: Callable[..., Engine]) -> None:
+    model = make_model()
+    model.config.tie_word_embeddings = True
+    model.lm_head.weight = model.model.embed_tokens.weight
+    engine = make_engine(model=model)
+    engine.update_weights([("lm_head.weight", torch.zeros(320, 32))])
+    assert not model.model.embed_tokens.weight.any()
+
+
+def test_the_scales_of_a_float8_cache_follow_the_weights(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine(kv_cache_dtype="fp8")
+    scales = engine._runner._options["descales"][0]
+    before = [scale.clone() for scale in scales]
+    with torch.no_grad():
+        engine._runner.model.model.layers[0].self_attn.v_proj.weight.mul_(8)
+    engine.update_weights()
+    assert engine._runner._options["descales"][0] is scales, "graphs read them where they are"
+    torch.testing.assert_close(scales[1], before[1] * 8)
+
+
+def test_quantised_weights_stay(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine()
+    engine._runner.model.add_module("quantised", QuantizedLinear.__new__(QuantizedLinear))
+    nn.Module.__init__(engine._runner.model.quantised)
+    weights = ResidentWeights(engine._runner, owned=True)
+    with pytest.raises(ParameterError, match="level must be 0 for a model of quantised weights"):
+        weights.leave(1)
+    with pytest.raises(ParameterError, match="weights must be of a model of floats"):
+        weights.copy([("model.layers.0.mlp.up_proj.qweight", torch.zeros(1))])
+
+
+def test_a_model_with_states_computes_unfinished_answers_again(make_engine: Callable[..., Engine]) -> None:
+    _, model = pair(BY_NAME["qwen3.5"])
+    model.generation_config = GenerationConfig(pad_token_id=0, eos_token_id=-1)
+    engine = make_engine(model=model)
+    [expected] = engine.generate([[*range(3, 20)]], GREEDY)
+    engine.add_request("a", [*range(3, 20)], GREEDY)
+    engine.step()
+    assert engine.update_weights() == 1
+    engine.check_integrity()
+    tokens: list[int] = []
+    while engine.has_unfinished():
+        tokens += [token for output in engine.step() for token in output.token_ids]
+    assert expected.token_ids[1:] == tokens
+    with pytest.raises(ParameterError, match="keep_pages must be False for a model that keeps states"):
+        engine.update_weights(keep_pages=True)

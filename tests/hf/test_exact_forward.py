@@ -1,0 +1,209 @@
+"""The training forward has the log-probabilities of the rollout, in every bit, and the gradients of the plain model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import make_model, random_prompts
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+import fa_serve
+from fa_serve.engine import RolloutEngine, SamplingParams
+from fa_serve.hf import LayerCall
+from fa_serve.hf.exact_forward import _Attention
+from fa_serve.spec import ParameterError, UnsupportedModelError
+
+SIZES: dict[str, Any] = {"device": "cpu", "num_pages": 64, "page_size": 4, "max_num_seqs": 8, "seed": 0, "max_model_len": 64}
+ANSWER = 5
+
+
+class Batch:
+    """Rollouts as trainers pad them: prompts to the left, answers to the right.
+
+    ids, mask: (batch, tokens); logprobs: (batch, ANSWER), of the rollouts, 0 where `kept` is False
+    """
+
+    def __init__(self, model: PreTrainedModel, temperature: float = 1.0) -> None:
+        prompts = random_prompts(3, longest=9, seed=2)
+        engine = RolloutEngine(model, **SIZES, deterministic=True, max_num_batched_tokens=9)
+        params = [SamplingParams(max_tokens=n, temperature=temperature, seed=n) for n in (ANSWER, 1, 4)]
+        groups = engine.generate(prompts, params=params)
+        engine.close()
+        self.longest = max(map(len, prompts))
+        self.ids = torch.zeros(3, self.longest + ANSWER, dtype=torch.int64)
+        self.mask = torch.zeros_like(self.ids)
+        self.kept = torch.zeros(3, ANSWER, dtype=torch.bool)
+        self.logprobs = torch.zeros(3, ANSWER)
+        for row, (prompt, group) in enumerate(zip(prompts, groups, strict=True)):
+            [rollout] = group.rollouts
+            place = slice(self.longest - len(prompt), self.longest + len(rollout.token_ids))
+            self.ids[row, place] = torch.tensor(prompt + rollout.token_ids)
+            self.mask[row, place] = 1
+            self.kept[row, : len(rollout.token_ids)] = True
+            self.logprobs[row, : len(rollout.token_ids)] = torch.tensor(rollout.logprobs)
+
+    def compute(self, model: nn.Module, temperature: float = 1.0, **inputs: Any) -> Tensor:
+        """The log-probabilities that the model has for the answers: (batch, ANSWER), 0 where there is none."""
+        logits = model(input_ids=self.ids, attention_mask=self.mask, **inputs).logits[:, self.longest - 1 : -1]
+        found = fa_serve.token_logprobs(logits, self.ids[:, self.longest :], temperature)
+        return found.masked_fill(~self.kept, 0.0)
+
+    @property
+    def positions(self) -> Tensor:
+        return (self.mask.cumsum(1) - 1).clamp(min=0)
+
+
+def gradients(model: nn.Module, logprobs: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    (-logprobs.sum()).backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3-moe", "gemma3"])
+def test_log_probabilities_are_those_of_the_rollout_in_every_bit(family: str, dtype: torch.dtype) -> None:
+    model = make_model(family).to(dtype).train()
+    batch = Batch(model)
+    with fa_serve.exact(model, page_size=4):
+        logprobs = batch.compute(model)
+    assert logprobs.requires_grad
+    assert (logprobs - batch.logprobs).abs().max() == 0
+    plain = batch.compute(model, position_ids=batch.positions)
+    assert (plain - batch.logprobs).abs().max() > 0, "the same bits without the context would prove nothing"
+    found = gradients(model, logprobs)
+    expected = gradients(model, plain)
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        error = (found[name] - gradient).norm() / gradient.norm()
+        assert error < (1e-4 if dtype == torch.float32 else 0.2), name
+
+
+def test_temperature_and_log_softmax_have_the_same_bits() -> None:
+    model = make_model("qwen3").to(torch.bfloat16)
+    batch = Batch(model, temperature=0.7)
+    with fa_serve.exact(model, page_size=4):
+        assert torch.equal(batch.compute(model, temperature=0.7), batch.logprobs)
+    plain = Batch(model)
+    with fa_serve.exact(model, page_size=4):
+        logits = model(input_ids=plain.ids, attention_mask=plain.mask).logits[:, plain.longest - 1 : -1]
+        own = logits.float().log_softmax(-1).gather(-1, plain.ids[:, plain.longest :, None])[..., 0]
+    assert torch.equal(own.masked_fill(~plain.kept, 0.0), plain.logprobs)
+
+
+def test_rows_packed_end_to_end_have_the_same_bits() -> None:
+    model = make_model()
+    batch = Batch(model)
+    rows = [ids[mask.bool()] for ids, mask in zip(batch.ids, batch.mask, strict=True)]
+    packed = torch.cat(rows)[None]
+    positions = torch.cat([torch.arange(len(row)) for row in rows])[None]
+    with fa_serve.exact(model, page_size=4):
+        packed_logits = model(input_ids=packed, position_ids=positions).logits[0]
+        padded = model(input_ids=batch.ids, attention_mask=batch.mask).logits
+    assert torch.equal(packed_logits, padded[batch.mask.bool()])
+
+
+def halves(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A product whose sum is split in two."""
+    middle = x.shape[-1] // 2
+    first = torch.nn.functional.linear(x[..., :middle], weight[:, :middle])
+    return first + torch.nn.functional.linear(x[..., middle:], weight[:, middle:], bias)
+
+
+def whole_prompts(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, batch: Any, call: LayerCall) -> Tensor:
+    """Attention by another kernel, which takes the queries of a sequence together."""
+    ends = batch.rows.starts.int()
+    longest = int(ends.diff().max())
+    lengths = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": longest, "max_seqlen_k": longest}
+    return fa_serve.attention_varlen(q, k, v, causal=True, softmax_scale=call.softmax_scale, **lengths)
+
+
+@pytest.mark.parametrize("piece", ["attention", "products", "positions"])
+def test_without_each_piece_bits_differ(piece: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted kernel of attention, a planted split of the sum in a product, and positions that count padding."""
+    model = make_model("qwen3")
+    batch = Batch(model)
+    inputs = {}
+    if piece == "attention":
+        monkeypatch.setattr(_Attention, "apply", whole_prompts)
+    elif piece == "products":
+        monkeypatch.setattr("fa_serve.ops.invariant_linear", halves)
+    else:
+        inputs["position_ids"] = torch.arange(batch.ids.shape[1])[None]
+    with fa_serve.exact(model, page_size=4):
+        assert not torch.equal(batch.compute(model, **inputs), batch.logprobs)
+
+
+def test_a_checkpointed_forward_is_repeated_with_the_same_bits() -> None:
+    model = make_model().train()
+    batch = Batch(model)
+    context = fa_serve.exact(model, page_size=4)
+    with context:
+        expected = gradients(model, batch.compute(model))
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    with context:
+        logprobs = batch.compute(model)
+        found = gradients(model, logprobs)
+    assert torch.equal(logprobs, batch.logprobs)
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+    x = torch.randn(5, 8, requires_grad=True)
+    weight = torch.randn(6, 8)
+    seen: list[Tensor] = []
+
+    def product(x: Tensor) -> Tensor:
+        seen.append(torch.nn.functional.linear(x, weight))
+        return seen[-1].exp()
+
+    with context:
+        checkpoint(product, x, use_reentrant=False).sum().backward()
+    assert len(seen) == 2
+    assert torch.equal(*seen)
+
+
+def test_gradients_repeat_in_every_bit_if_asked_for() -> None:
+    model = make_model("qwen3-moe")
+    batch = Batch(model)
+    with fa_serve.exact(model, page_size=4, deterministic_backward=True):
+        first = gradients(model, batch.compute(model))
+        second = gradients(model, batch.compute(model))
+    with fa_serve.exact(model, page_size=4):
+        plain = gradients(model, batch.compute(model))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    torch.testing.assert_close(first, plain, rtol=1e-3, atol=1e-5)
+    assert not all(torch.equal(first[name], plain[name]) for name in first), "its products are those of the mode"
+
+
+def _fail_within(context: Any) -> None:
+    with context:
+        raise RuntimeError("on purpose")
+
+
+def test_the_model_is_given_back_as_it_was() -> None:
+    model = make_model("qwen3-moe").train()
+    settings = (model.config._attn_implementation, model.config._experts_implementation)
+    context = fa_serve.exact(model)
+    assert (model.config._attn_implementation, model.config._experts_implementation) == settings
+    with context, context:
+        assert model.config._experts_implementation == "fa_serve_exact"
+        assert model.training
+    with pytest.raises(RuntimeError, match="on purpose"):
+        _fail_within(context)
+    assert (model.config._attn_implementation, model.config._experts_implementation) == settings
+    assert not model._forward_pre_hooks
+
+
+def test_what_a_training_forward_does_not_have_is_refused() -> None:
+    model = make_model()
+    ids = torch.ones(1, 5, dtype=torch.int64)
+    with fa_serve.exact(model):
+        with pytest.raises(ParameterError, match="a row with a gap"):
+            model(ids, attention_mask=torch.tensor([[1, 0, 1, 1, 1]]))
+        with pytest.raises(ParameterError, match=r"attention_mask must have the shape \(batch, tokens\)"):
+            model(ids, attention_mask=torch.ones(1, 1, 5, 5))
+        with pytest.raises(ParameterError, match="past_key_values must be None"):
+            model(ids, past_key_values=object())
+    with pytest.raises(UnsupportedModelError, match="a model of transformers is needed"):
+        fa_serve.exact(nn.Linear(2, 2))

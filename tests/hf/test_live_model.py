@@ -1,0 +1,91 @@
+"""What an engine reads of a model that is being trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from tiny_models import make_model
+from torch import Tensor, nn
+
+from fa_serve.engine import RolloutEngine
+from fa_serve.hf import Addresses, ModelState, forwards_with_copies, trained_model
+from fa_serve.hf.surgery.fuse.fusion import fuse_model
+from fa_serve.hf.surgery.fuse.router import FusedRouter
+
+
+def test_a_wrapper_is_opened() -> None:
+    model = make_model()
+
+    class Wrapper(nn.Module):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+    assert trained_model(Wrapper(Wrapper(model))) is model
+    assert trained_model(torch.compile(model)) is model
+
+
+def test_a_state_is_restored_with_or_without_modes() -> None:
+    model = make_model()
+    own = ModelState.of(model)
+
+    def disturb() -> None:
+        model.train()
+        model.set_attn_implementation("sdpa")
+        model.lm_head.forward = lambda x: x
+
+    disturb()
+    own.restore()
+    assert (model.config._attn_implementation, model.lm_head.training) == ("eager", False)
+    assert "forward" not in vars(model.lm_head)
+    disturb()
+    own.restore(modes=False)
+    assert (model.config._attn_implementation, model.lm_head.training) == ("eager", True)
+
+
+def test_addresses_tell_other_memory_and_other_objects_but_not_other_numbers() -> None:
+    model = make_model()
+    before = Addresses.of(model)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2)
+    assert Addresses.of(model) == before
+    model.lm_head.weight.data = model.lm_head.weight.data.clone()
+    moved = Addresses.of(model)
+    assert moved != before
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.data)
+    assert Addresses.of(model) != moved
+
+
+def test_a_forward_that_holds_a_copy_of_weights_is_found() -> None:
+    model = make_model("qwen3-moe")
+    model.set_attn_implementation("fa_serve")
+    fuse_model(model)
+    assert forwards_with_copies(model) == []
+    router = next(m for m in model.modules() if isinstance(vars(m).get("forward"), FusedRouter))
+
+    @dataclass(frozen=True)
+    class Wide:
+        original: Callable[[Tensor], Tensor]
+        weights: tuple[Tensor, ...]
+
+    router.forward = Wide(router.forward, (router.weight.double(),))
+    assert forwards_with_copies(model) == [router]
+
+
+def test_a_router_in_float32_of_a_narrow_model_follows_a_step() -> None:
+    """Its fused form holds a copy, which `update` makes again."""
+    model = make_model("qwen3-moe").to(torch.bfloat16)
+    sizes = {"device": "cpu", "num_pages": 16, "page_size": 4, "max_num_seqs": 2}
+    engine = RolloutEngine(model, **sizes)
+    router = model.model.layers[0].mlp.gate
+    [forward] = [forward for module, _, forward in engine._lent.modules if module is router]
+    assert isinstance(forward, FusedRouter)
+    copied = FusedRouter(forward.original, forward.weight.float(), None, None, forward.router, forward.dtype, forward.order)
+    engine._lent.modules[:] = [(m, t, copied if m is router else f) for m, t, f in engine._lent.modules]
+    with torch.no_grad():
+        router.weight.neg_()
+    engine.update()
+    [forward] = [forward for module, _, forward in engine._lent.modules if module is router]
+    assert torch.equal(forward.weight.float(), router.weight.float())

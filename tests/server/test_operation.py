@@ -1,0 +1,146 @@
+"""The operator's routes: behind a key, and with the version of the weights in every response."""
+
+import asyncio
+
+import pytest
+from fa_serve.server.settings import Settings
+
+from fa_serve.engine import EngineAsleepError
+from fa_serve.spec import ParameterError
+
+pytestmark = pytest.mark.anyio
+KEY = {"authorization": "Bearer operator"}
+PLACE = {"name": "lm_head.weight", "dtype": "float32", "shape": [2, 3], "offset": 8}
+
+
+@pytest.fixture
+def told(engine) -> list:
+    """What the engine is told. Each update makes another version."""
+    calls = []
+    engine.weight_version = 0
+    engine.is_paused = False
+
+    def method(name):
+        async def call(*args, **kwargs):
+            calls.append((name, *args, kwargs))
+            engine.weight_version += name == "update_weights"
+            engine.is_paused = name in ("pause", "sleep")
+
+        return call
+
+    for name in ("pause", "resume", "sleep", "wake_up", "update_weights"):
+        setattr(engine, name, method(name))
+    return calls
+
+
+async def test_trainers_requests_reach_the_engine(serving, told):
+    async with serving(admin_key="operator", api_keys=["user"]) as client:
+        paused = await client.post("/pause?mode=keep", headers=KEY)
+        assert (paused.status_code, paused.json()) == (200, {"is_paused": True, "weight_version": 0})
+        updated = await client.post("/update_weights", headers=KEY, json={"weight_dir": "/checkpoints/7"})
+        assert (updated.json()["weight_version"], updated.headers["x-weight-version"]) == (1, "1")
+        places = {"name": "segment", "tensors": [PLACE]}
+        await client.post("/update_weights", headers=KEY, json={"shared_memory": places, "keep_pages": True})
+        await client.post("/resume", headers=KEY)
+        await client.post("/sleep?level=2", headers=KEY)
+        await client.post("/sleep", headers=KEY, json={"level": 0})
+        await client.post("/wake_up?tags=weights&tags=kv_cache", headers=KEY)
+        await client.post("/wake_up", headers=KEY, json={})
+        await client.post("/pause", headers=KEY, json={"mode": "wait"})
+        assert (await client.get("/is_paused", headers=KEY)).json() == {"is_paused": True, "weight_version": 2}
+    assert told == [
+        ("pause", {"mode": "keep"}),
+        ("update_weights", {"keep_pages": False, "folder": "/checkpoints/7"}),
+        ("update_weights", {"keep_pages": True, "segment": "segment", "tensors": [PLACE]}),
+        ("resume", {}),
+        ("sleep", {"level": 2}),
+        ("sleep", {"level": 0}),
+        ("wake_up", {"tags": ["weights", "kv_cache"]}),
+        ("wake_up", {"tags": None}),
+        ("pause", {"mode": "wait"}),
+    ]
+
+
+async def test_every_response_has_the_version_of_the_weights(serving, engine, told):
+    async with serving(admin_key="operator") as client:
+        engine.weight_version = 7
+        for path in ("/v1/models", "/health", "/nowhere", "/is_paused"):
+            assert (await client.get(path)).headers["x-weight-version"] == "7", path
+        body = {"model": "fake", "prompt": "Hi", "max_tokens": 2}
+        for stream in (False, True):
+            response = await client.post("/v1/completions", json=body | {"stream": stream})
+            assert (response.status_code, response.headers["x-weight-version"]) == (200, "7")
+    async with serving() as client:
+        assert "x-weight-version" not in (await client.get("/v1/models")).headers
+
+
+async def test_only_the_administrator_may_tell(serving, told):
+    async with serving(admin_key="operator", api_keys=["user"]) as client:
+        for headers in ({}, {"authorization": "Bearer user"}, {"authorization": "Bearer operato"}, {"x-api-key": "user"}):
+            for path in ("/pause", "/resume", "/sleep", "/wake_up", "/update_weights"):
+                refused = await client.post(path, headers=headers, json={"weight_dir": "/x"} if "update" in path else {})
+                assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key"), path
+            assert (await client.get("/is_paused", headers=headers)).status_code == 401
+        assert (await client.get("/v1/models", headers=KEY)).status_code == 401, "it is no API key"
+        assert (await client.get("/v1/models", headers={"authorization": "Bearer user"})).status_code == 200
+    assert told == []
+
+
+async def test_without_a_key_there_are_no_such_routes(serving, told):
+    async with serving() as client:
+        assert (await client.post("/pause")).status_code == 404
+        assert (await client.post("/update_weights", json={"weight_dir": "/x"})).status_code == 404
+        assert "/pause" not in (await client.get("/openapi.json")).json()["paths"]
+    async with serving(admin_key="operator") as client:
+        assert "/pause" in (await client.get("/openapi.json")).json()["paths"]
+    with pytest.raises(ValueError, match="one word without spaces"):
+        Settings(admin_key="two words")
+    assert told == []
+
+
+async def test_what_cannot_be_told_is_refused(serving, engine, told):
+    async with serving(admin_key="operator") as client:
+        for body, word in (
+            ({}, "weight_dir must be given, or shared_memory"),
+            ({"weight_dir": "/x", "shared_memory": {"name": "s", "tensors": []}}, "and not both"),
+            ({"weight_dir": "/x", "update_info": {}}, "Unknown or unsupported field: update_info"),
+            ({"shared_memory": {"name": "s", "tensors": [PLACE | {"dtype": "int8"}]}}, "dtype"),
+        ):
+            refused = await client.post("/update_weights", headers=KEY, json=body)
+            assert refused.status_code == 400
+            assert word in refused.json()["error"]["message"]
+        assert (await client.post("/sleep?level=many", headers=KEY)).status_code == 400
+        assert told == []
+
+        async def fail(**_):
+            raise ParameterError("weight_dir", "be a folder", "/x")
+
+        engine.update_weights = fail
+        refused = await client.post("/update_weights", headers=KEY, json={"weight_dir": "/x"})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "weight_dir")
+
+        async def sleep(**_):
+            raise EngineAsleepError("the engine sleeps")
+
+        engine.update_weights = sleep
+        refused = await client.post("/update_weights", headers=KEY, json={"weight_dir": "/x"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "engine_asleep")
+
+
+async def test_an_operator_who_leaves_does_not_stop_an_update(serving, engine, told):
+    begun = asyncio.Event()
+    go = asyncio.Event()
+    done = asyncio.Event()
+
+    async def update(**_):
+        begun.set()
+        await go.wait()
+        done.set()
+
+    engine.update_weights = update
+    async with serving(admin_key="operator") as client:
+        call = asyncio.create_task(client.post("/update_weights", headers=KEY, json={"weight_dir": "/x"}))
+        await begun.wait()
+        call.cancel()
+        go.set()
+        await asyncio.wait_for(done.wait(), 5)
