@@ -11,6 +11,7 @@
     runner/       the model and everything on the device
     speculation/  drafts: guesses of the next tokens
     structured/   grammars, and the tokens that they allow
+    pooling/      encoders: vectors, scores and classes of texts
     parallel/     ranks, between which a model is divided
     start/        loading, sizes, compiling ahead
     process/      an engine in a thread or a process, and `AsyncEngine`, which gives each request a stream
@@ -32,6 +33,8 @@ if _typing.TYPE_CHECKING:
     from fa_serve.engine.errors import EngineDeadError, QueueFullError, RequestError
     from fa_serve.engine.events import Phase
     from fa_serve.engine.parallel.follower_main import open_engine
+    from fa_serve.engine.pooling.encoder import Encoder, EncoderError
+    from fa_serve.engine.pooling.params import EncoderCard, Pooled, PoolingParams
     from fa_serve.engine.process.async_engine import AsyncEngine
     from fa_serve.engine.request.outputs import Completion, RequestOutput, TokenLogprob
     from fa_serve.engine.request.params import SamplingParams, StructuredOutput
@@ -41,11 +44,16 @@ if _typing.TYPE_CHECKING:
 __all__ = [
     "AsyncEngine",
     "Completion",
+    "Encoder",
+    "EncoderCard",
+    "EncoderError",
     "Engine",
     "EngineConfig",
     "EngineDeadError",
     "EngineStats",
     "Phase",
+    "Pooled",
+    "PoolingParams",
     "QueueFullError",
     "RequestError",
     "RequestOutput",
@@ -59,11 +67,16 @@ __all__ = [
 _HOMES = {
     "AsyncEngine": "process.async_engine",
     "Completion": "request.outputs",
+    "Encoder": "pooling.encoder",
+    "EncoderCard": "pooling.params",
+    "EncoderError": "pooling.encoder",
     "Engine": "engine",
     "EngineConfig": "config",
     "EngineDeadError": "errors",
     "EngineStats": "stats",
     "Phase": "events",
+    "Pooled": "pooling.params",
+    "PoolingParams": "pooling.params",
     "QueueFullError": "errors",
     "RequestError": "errors",
     "RequestOutput": "request.outputs",

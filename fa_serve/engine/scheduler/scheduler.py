@@ -86,7 +86,7 @@ class Scheduler:
         self.window = window
         self.speculation = speculation or Speculation(0)
         self.prompt_share = prompt_share
-        self.waiting = FairQueue()
+        self.waiting: FairQueue[SequenceState] = FairQueue()
         self.running: list[SequenceState] = []
         self.sequences: dict[str, SequenceState] = {}
         self.num_preemptions = 0
