@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPooling
+from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 
 from fa_serve.hf.adapter.models import counts_positions
 
@@ -83,11 +83,11 @@ class _Given(nn.Module):
         self._pooler = [pooler]  # in a list, so that it is no submodule
         self.hidden: Tensor | None = None
 
-    def forward(self, *_: Any, **__: Any) -> BaseModelOutputWithPooling:
+    def forward(self, *_: Any, **__: Any) -> BaseModelOutputWithPoolingAndCrossAttentions:
         assert self.hidden is not None
         pooler = self._pooler[0]
         pooled = None if pooler is None else pooler(self.hidden)
-        return BaseModelOutputWithPooling(last_hidden_state=self.hidden, pooler_output=pooled)  # type: ignore[arg-type]
+        return BaseModelOutputWithPoolingAndCrossAttentions(last_hidden_state=self.hidden, pooler_output=pooled)  # type: ignore[arg-type]
 
 
 class PackedModel:
