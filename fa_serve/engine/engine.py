@@ -33,6 +33,7 @@ from fa_serve.engine.errors import EngineDeadError, QueueFullError, RequestError
 from fa_serve.engine.events import OnPhase
 from fa_serve.engine.parallel.leader import open_ranks
 from fa_serve.engine.parallel.ranks import OnLost, Ranks
+from fa_serve.engine.pooling.params import EncoderCard
 from fa_serve.engine.request.answers import Answers
 from fa_serve.engine.request.input_processor import InputProcessor
 from fa_serve.engine.request.outputs import Completion, JoinedOutputs, RequestOutput
@@ -66,6 +67,8 @@ class Engine:
     Raises ParameterError for settings that cannot work, with the numbers, and UnsupportedModelError for a model that fa_serve
     cannot serve. Methods raise EngineDeadError when another rank has ended.
     """
+
+    card: EncoderCard | None = None
 
     def __init__(
         self,

@@ -123,11 +123,20 @@ def save_encoder(
         (folder / "config_sentence_transformers.json").write_text(json.dumps(general))
     if modules is None:
         return folder
-    (place / "sentence_bert_config.json").write_text(json.dumps(transformer or {"max_seq_length": LENGTH, "do_lower_case": False}))
+    (place / "sentence_bert_config.json").write_text(
+        json.dumps(transformer or {"max_seq_length": LENGTH, "do_lower_case": False})
+    )
     listed = [{"idx": 0, "name": "0", "path": subfolder, "type": "sentence_transformers.models.Transformer"}]
     for number, (kind, config) in enumerate(modules, start=1):
         path = f"{number}_{kind}"
-        listed.append({"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.{PLACES.get(kind, 'models')}.{kind}"})
+        listed.append(
+            {
+                "idx": number,
+                "name": str(number),
+                "path": path,
+                "type": f"sentence_transformers.{PLACES.get(kind, 'models')}.{kind}",
+            }
+        )
         (folder / path).mkdir(exist_ok=True)
         if kind == "Pooling":
             config = {"word_embedding_dimension": SIZES["hidden_size"], "pooling_mode_mean_tokens": False, **config}

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fa_serve.engine.config import EngineConfig
-from fa_serve.engine.errors import EngineDeadError, RequestError
+from fa_serve.engine.errors import EncoderError, EngineDeadError, RequestError
 from fa_serve.engine.events import OnPhase, PhaseClock
 from fa_serve.engine.pooling.batches import InputQueue, QueuedInput
 from fa_serve.engine.pooling.inputs import EncoderInput, InputReader, InputText
@@ -34,18 +34,10 @@ from fa_serve.engine.request.outputs import RequestOutput
 from fa_serve.engine.request.params import SamplingParams
 from fa_serve.engine.scheduler.sequence_times import SequenceTimes
 from fa_serve.engine.stats import EngineStats
-from fa_serve.spec import FaServeError, ParameterError
+from fa_serve.spec import ParameterError
 
 log = logging.getLogger("fa_serve.engine")
 Vectors = np.ndarray[Any, np.dtype[np.float32]]
-
-
-class EncoderError(FaServeError, RuntimeError):
-    """An input of `Encoder.encode` or a similar method could not be computed. `error` says why."""
-
-    def __init__(self, error: RequestError) -> None:
-        super().__init__(error.message)
-        self.error = error
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +260,7 @@ class Encoder:
                 event = None
                 if results.device.type == "cuda":
                     results = results.to("cpu", non_blocking=True)
-                    event = torch.cuda.Event()
+                    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                     event.record()
         except torch.OutOfMemoryError as error:
             return self._shrink(batch, error)
@@ -296,8 +288,8 @@ class Encoder:
             result = found[id(each)]
             self._num_tokens += each.num_tokens
             if result is None:
-                error = RequestError("not_finite", "the model computed numbers that are NaN or infinite")
-                outputs.append(_ended(each.request.name, each.index, error))
+                reason = RequestError("not_finite", "the model computed numbers that are NaN or infinite")
+                outputs.append(_ended(each.request.name, each.index, reason))
                 continue
             times = SequenceTimes(each.request.arrival)
             times.begin(step.begin)
@@ -347,7 +339,7 @@ def check_config(config: EngineConfig) -> None:
     }
     for name, value in neutral.items():
         if getattr(config, name) != value:
-            raise ParameterError(name, f"be {value} for a model of the task {config.task}", getattr(config, name), "unsupported")
+            raise ParameterError(name, f"be {value} for an encoder", getattr(config, name), "unsupported")
 
 
 def _ended(name: str, index: int, error: RequestError | None) -> RequestOutput:

@@ -65,8 +65,6 @@ class Pipeline:
         packed = "packed" if loaded.model.packs else "padded"
         clock.end("weights", f"{config.model_name} on {loaded.model.device}, task {task}, {packed} batches")
         limit = _max_tokens(config, folder.max_tokens, tokenizer, loaded.max_positions)
-        table = loaded.model.base.get_input_embeddings()
-        vocab_size = int(table.weight.shape[0])
         splade = next((each.config for each in folder.modules if each.kind == "SpladePooling"), {})
         poolings = [each for each in loaded.modules if isinstance(each, TokenPooling)]
         normalises = is_unit_length(loaded.modules)
@@ -85,7 +83,7 @@ class Pipeline:
             pooling=", ".join(mode for each in poolings for mode in each.modes) or task,
         )
         activation = _activation(folder.activation, loaded)
-        return cls(loaded.model, modules, tokenizer, vocab_size, card, splade, activation)
+        return cls(loaded.model, modules, tokenizer, loaded.model.num_ids, card, splade, activation)
 
     def compute(self, inputs: Sequence[EncoderInput], params: PoolingParams) -> Tensor:
         """What the batch gives, on the device: (inputs, size) float32; (total, size) of the vectors of tokens.

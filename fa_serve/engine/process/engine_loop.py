@@ -14,11 +14,15 @@ import queue
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.errors import EngineDeadError, QueueFullError
 from fa_serve.engine.events import OnPhase, Phase
+from fa_serve.engine.pooling.inputs import EncoderInput
+from fa_serve.engine.pooling.params import PoolingParams
 from fa_serve.engine.process.host_memory import importing
+from fa_serve.engine.process.pipe import Ready
 from fa_serve.engine.request.outputs import RequestOutput
 from fa_serve.engine.request.params import SamplingParams, StructuredOutput
 from fa_serve.engine.stats import EngineStats, StepStats
@@ -27,6 +31,9 @@ from fa_serve.sandbox.trials import Cancelled, Trial
 
 if TYPE_CHECKING:
     from fa_serve.engine.engine import Engine
+    from fa_serve.engine.pooling.encoder import Encoder
+
+    AnyEngine = Engine | Encoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +55,18 @@ class Add:
 
 
 @dataclass(frozen=True, slots=True)
+class Encode:
+    """Add a request to an encoder, which answers each of its inputs once."""
+
+    request_id: str
+    inputs: list[EncoderInput]
+    params: PoolingParams | None
+    priority: int = 0
+    timeout: float | None = None
+    client: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Abort:
     """Abort a request. `num_answers`: how many of its answers are unfinished."""
 
@@ -55,7 +74,7 @@ class Abort:
     num_answers: int = 1
 
 
-Command = Add | Abort | EngineDeadError | None
+Command = Add | Encode | Abort | EngineDeadError | None
 """None ends the loop. An error, of a rank that is lost, is raised by it."""
 Commands = queue.SimpleQueue[Command]
 
@@ -80,12 +99,13 @@ QUIET_SECONDS = 1.0
 class EngineLoop:
     """Owner of the requests whose grammars are being compiled. `deliver` is called after each step."""
 
-    def __init__(self, engine: Engine, commands: Commands, deliver: Callable[[StepOutputs], None]) -> None:
+    def __init__(self, engine: AnyEngine, commands: Commands, deliver: Callable[[StepOutputs], None]) -> None:
         self._engine = engine
         self._commands = commands
         self._deliver = deliver
         self._compiling: dict[str, Trial] = {}
-        self._queue = GrammarQueue(engine.grammars.sweep)
+        self._grammars = engine.grammars  # None of an encoder
+        self._queue = GrammarQueue(lambda: None if self._grammars is None else self._grammars.sweep())
         # what the commands since the last step have caused
         self._outputs: list[RequestOutput] = []
         self._rejected: list[tuple[str, Exception]] = []
@@ -131,6 +151,8 @@ class EngineLoop:
                 raise command
             if isinstance(command, Abort):
                 self._abort(command)
+            elif isinstance(command, Encode):
+                self._encode(command)
             else:
                 self._add(command)
         return True
@@ -187,7 +209,7 @@ class EngineLoop:
             self._start_compiling(command, structured)
             return
         try:
-            self._engine.add_request(
+            cast("Engine", self._engine).add_request(
                 command.request_id,
                 command.prompt,
                 command.params,
@@ -196,6 +218,19 @@ class EngineLoop:
                 client=command.client,
                 cache_salt=command.cache_salt,
                 matcher=command.compiled,
+            )
+        except Exception as error:
+            self._reject(command.request_id, error)
+
+    def _encode(self, command: Encode) -> None:
+        try:
+            cast("Encoder", self._engine).add_request(
+                command.request_id,
+                command.inputs,
+                command.params,
+                priority=command.priority,
+                timeout=command.timeout,
+                client=command.client,
             )
         except Exception as error:
             self._reject(command.request_id, error)
@@ -210,7 +245,8 @@ class EngineLoop:
         try:
             if len(self._compiling) >= limit:
                 raise QueueFullError(f"the queue is full: {limit} grammars are being compiled already. Try again later")
-            trial = self._engine.grammars.trial(structured)
+            assert self._grammars is not None
+            trial = self._grammars.trial(structured)
         except Exception as error:
             self._reject(command.request_id, error)
             return
@@ -227,7 +263,8 @@ class EngineLoop:
         """Compile a grammar, in a thread of the queue, and send the request again. Its timeout counts from `since`."""
         compiled: Any
         try:
-            compiled = self._engine.grammars.matcher(structured, trial)
+            assert self._grammars is not None
+            compiled = self._grammars.matcher(structured, trial)
         except Cancelled:
             return
         except Exception as error:
@@ -238,13 +275,25 @@ class EngineLoop:
         self._commands.put(replace(command, compiled=compiled, timeout=timeout))
 
 
-def import_engine(on_phase: OnPhase, *, freeze: bool) -> type[Engine]:
-    """The engine's class. With it come the models of transformers, which take longer to import than all the rest.
+def import_engine(on_phase: OnPhase, *, freeze: bool) -> Callable[..., AnyEngine]:
+    """What makes the engine of a config: an `Engine`, or an `Encoder` if the model is one.
 
-    freeze: as in `importing`
+    With it come the models of transformers, which take longer to import than all the rest. freeze: as in `importing`
     """
     begin = time.perf_counter()
     with importing(freeze=freeze):
         from fa_serve.engine.engine import Engine
+        from fa_serve.engine.pooling.encoder import Encoder
     on_phase(Phase("engine", "imported", time.perf_counter() - begin))
-    return Engine
+
+    def make(config: EngineConfig, **options: Any) -> AnyEngine:
+        return Engine(config, **options) if config.resolve_task() == "generate" else Encoder(config, **options)
+
+    return make
+
+
+def ready_of(engine: AnyEngine, tokenizer: Any) -> Ready:
+    """What others need to know of a loaded engine."""
+    return Ready(
+        engine.config, engine.vocab_size, engine.eos_ids, engine.stats(), tokenizer, engine.default_params, engine.card
+    )

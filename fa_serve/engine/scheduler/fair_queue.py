@@ -14,8 +14,8 @@ charged an estimate, as in the virtual token counter of Sheng et al. (2024, arXi
 A turn belongs to the client. If a running sequence is preempted, its turn goes back, and the client's first sequence by rank
 takes it. So the rank, and with it a request's priority, changes the order of the client's own sequences only.
 
-An operation costs O(log n) comparisons. What waits is a sequence, or an input of an encoder (pooling/batches.py). Left out: slots
-and pages (scheduler.py).
+An operation costs O(log n) comparisons. What waits is a sequence, or an input of an encoder (pooling/batches.py). Left out:
+slots and pages (scheduler.py).
 """
 
 from __future__ import annotations

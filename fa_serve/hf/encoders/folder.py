@@ -14,9 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
+from huggingface_hub import _CACHED_NO_EXIST, try_to_load_from_cache
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
-from transformers.utils import cached_file
+from transformers.utils.hub import cached_file
 
+from fa_serve.hf.model_location import find_model
 from fa_serve.spec import ParameterError
 
 EncoderTask = Literal["embed", "token_embed", "sparse", "score", "classify"]
@@ -27,8 +29,7 @@ _TRANSFORMERS = ("Transformer", "MLMTransformer")
 _SKIPPED = ("Dropout",)
 _KNOWN = ("Pooling", "Dense", "LayerNorm", "Normalize", "SpladePooling", "MultiVectorMask")
 _TRANSFORMER_CONFIGS = tuple(
-    f"sentence_{name}_config.json"
-    for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+    f"sentence_{name}_config.json" for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
 _TRANSFORMER_TASKS: dict[str, tuple[EncoderTask, ...]] = {
     "feature-extraction": ("embed", "token_embed"),
@@ -80,6 +81,7 @@ def recognise_task(path: str, given: str | None = None) -> str:
         raise ParameterError("task", f"be None or one of {', '.join(TASKS)}", given)
     if given is not None:
         return given
+    find_model(path)
     listed = read_json(path, MODULES)
     if listed is not None:
         return _task_of_modules(path, _modules(path, listed))
@@ -141,6 +143,10 @@ def read_json(path: str, name: str) -> Any:
 
     Raises OSError for a file that is no JSON.
     """
+    if not Path(path).is_dir():
+        known = try_to_load_from_cache(path, name)
+        if known is _CACHED_NO_EXIST:
+            return None
     file = cached_file(
         path,
         name,
@@ -226,7 +232,7 @@ def _default_modules(task: EncoderTask, config: dict[str, Any]) -> tuple[Encoder
 
 
 def _reads_left_to_right(config: dict[str, Any]) -> bool:
-    """Whether the model is a decoder: transformers has such a class of its type for the next token, and none for masked ones."""
+    """Whether the model is a decoder: transformers has a class of its type for the next token, and none for masked words."""
     if config.get("use_bidirectional_attention") or config.get("is_causal") is False:
         return False
     kind = config.get("model_type")

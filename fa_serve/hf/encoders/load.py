@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -43,20 +43,18 @@ class LoadedEncoder:
     max_positions: int | None
 
 
-def load_encoder(
-    folder: EncoderFolder, *, dtype: str, device: torch.device, trust_remote_code: bool = False
-) -> LoadedEncoder:
+def load_encoder(folder: EncoderFolder, *, dtype: str, device: torch.device, trust_remote_code: bool = False) -> LoadedEncoder:
     """Load what the folder asks for, with fa_serve as the attention where the model lets it be replaced.
 
     Raises what transformers raises, ParameterError for a folder that fa_serve does not compute, and OSError for weights of a
     head that are missing.
     """
     found = _load(folder, dtype, device, trust_remote_code)
-    model = found.to(device).eval().requires_grad_(False)
+    model = cast(PreTrainedModel, cast(nn.Module, found).to(device).eval().requires_grad_(False))
     packed = PackedModel(model)
     labels: tuple[str, ...] = ()
     if folder.task in ("score", "classify"):
-        names = model.config.id2label
+        names: dict[int, str] = model.config.id2label  # type: ignore[assignment]
         labels = tuple(str(names[index]) for index in sorted(names))
     modules = load_modules(folder, model.dtype, device)
     return LoadedEncoder(packed, modules, labels, _max_positions(packed))
@@ -71,9 +69,7 @@ def _load(folder: EncoderFolder, dtype: str, device: torch.device, trust_remote_
 
     def load(attention: str | None) -> PreTrainedModel:
         own = {} if attention is None else {"attn_implementation": attention}
-        model, report = kind.from_pretrained(
-            folder.path, config=config, dtype=dtype, output_loading_info=True, **own, **words
-        )
+        model, report = kind.from_pretrained(folder.path, config=config, dtype=dtype, output_loading_info=True, **own, **words)
         _require_head(folder, report)
         loaded: PreTrainedModel = model
         return loaded

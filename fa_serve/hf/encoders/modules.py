@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers.utils import cached_file
+from transformers.utils.hub import cached_file
 
 from fa_serve.hf.encoders.folder import EncoderFolder, EncoderModule
 from fa_serve.hf.encoders.packed import PackedInputs, PackedModel
@@ -164,9 +165,7 @@ def _with_weights(layer: nn.Module, folder: EncoderFolder, module: EncoderModule
     raise OSError(f"the model's folder {folder.path}/{module.path} must hold weights, got none: copy all files of the model")
 
 
-def pool(
-    modules: Sequence[nn.Module], hidden: Tensor, inputs: PackedInputs, skipped: Sequence[int] | None = None
-) -> Tensor:
+def pool(modules: Sequence[nn.Module], hidden: Tensor, inputs: PackedInputs, skipped: Sequence[int] | None = None) -> Tensor:
     """Apply the modules one behind the other -> (sequences, size), or (total, size) without a pooling."""
     x = hidden
     for module in modules:
@@ -191,7 +190,7 @@ def splade_weights(model: PackedModel, hidden: Tensor, inputs: PackedInputs, con
         values = values.log1p_() if twice else values
         if total is None:
             total = torch.zeros((len(inputs.lengths), values.shape[1]), device=values.device)
-        for number, (first, last) in enumerate(zip(ends, ends[1:], strict=False)):
+        for number, (first, last) in enumerate(pairwise(ends)):
             rows = values[max(first - begin, 0) : max(last - begin, 0)]
             if len(rows):
                 total[number] = torch.maximum(total[number], rows.amax(0)) if takes_max else total[number] + rows.sum(0)

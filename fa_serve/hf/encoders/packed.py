@@ -7,7 +7,7 @@
 transformers' models take packed sequences as a batch of one with `position_ids` that restart and with `cu_seq_lens_q`, which
 reach the attention of fa_serve. Whether a model follows these is not read in its source: two sequences are computed packed and
 one by one, and a model whose results differ is computed in padded batches. The heads of classification read one token of a
-sequence, or the mean of its tokens. Which it is, is found in the same way, and the head's own code is then given that row alone.
+sequence, or the mean of its tokens. Which it is is found in the same way, and the head's own code then gets that row alone.
 Left out: pooling (modules.py), and which sequences are computed together (fa_serve.engine.pooling).
 """
 
@@ -17,7 +17,8 @@ import copy
 import inspect
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -91,15 +92,19 @@ class _Given(nn.Module):
 
 
 class PackedModel:
-    """model: in evaluation mode, on its device; a transformer alone, or one with a head"""
+    """model: in evaluation mode, on its device; a transformer alone, or one with a head
+
+    num_ids: of the tokens that it knows; first_position: of the first token of a sequence, in the table of positions
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.device = model.device
-        self.base: PreTrainedModel = model.base_model
+        self.base = cast(PreTrainedModel, model.base_model)
         words = inspect.signature(self.base.forward).parameters
         self._takes_types = "token_type_ids" in words
         self._has_cache = "use_cache" in words
+        self.num_ids: int = cast(nn.Embedding, self.base.get_input_embeddings()).num_embeddings
         self.first_position = self._position_of_first()
         self._head, self._given = _head_of(model, self.base)
         self._reads: str | None = None
@@ -128,7 +133,8 @@ class PackedModel:
 
     def token_logits(self, hidden: Tensor) -> Iterator[tuple[int, Tensor]]:
         """The logits of a head for masked words: (first row, (rows, vocabulary)), a few rows at a time."""
-        assert self._head is not None and self._given is not None
+        assert self._head is not None
+        assert self._given is not None
         for begin in range(0, len(hidden), HEAD_TOKENS):
             rows = hidden[begin : begin + HEAD_TOKENS]
             self._given.hidden = rows[None]
@@ -140,8 +146,8 @@ class PackedModel:
         """Of the embedding of positions: fairseq's models count from the row behind that of the padding."""
         if not counts_positions(type(self.base)):
             return 0
-        tables = [each for each in self.base.modules() if isinstance(getattr(each, "padding_idx", None), int)]
-        return next((int(each.padding_idx) + 1 for each in tables if not isinstance(each, nn.Embedding)), 0)
+        tables = [getattr(each, "padding_idx", None) for each in self.base.modules() if not isinstance(each, nn.Embedding)]
+        return next((index + 1 for index in tables if isinstance(index, int)), 0)
 
     def _words(self, types: Tensor | None) -> dict[str, Any]:
         words: dict[str, Any] = {"use_cache": False} if self._has_cache else {}
@@ -170,7 +176,7 @@ class PackedModel:
     def _alone(self, inputs: PackedInputs, whole: bool = False) -> list[Any]:
         """The output of the transformer, or of the whole model, for each sequence by itself."""
         outputs = []
-        for begin, end in zip(inputs.cu_seqlens.tolist(), inputs.cu_seqlens.tolist()[1:], strict=False):
+        for begin, end in pairwise(inputs.cu_seqlens.tolist()):
             ids = inputs.ids[None, begin:end]
             types = None if inputs.type_ids is None else inputs.type_ids[None, begin:end]
             model = self.model if whole else self.base
@@ -180,7 +186,7 @@ class PackedModel:
     def _probe(self) -> PackedInputs:
         """Two sequences of ids that are no special tokens in any known vocabulary: fairseq's models skip the padding's id."""
         total = sum(PROBE_LENGTHS)
-        size = self.base.get_input_embeddings().weight.shape[0]
+        size = self.num_ids
         ids = (size // 2 + torch.arange(total) * 7 % max(size // 2, 1)).clamp(max=size - 1)
         return PackedInputs.of(ids, None, list(PROBE_LENGTHS), self.device)
 
@@ -216,7 +222,8 @@ class PackedModel:
 
     def _read(self, rows: Tensor, ids: Tensor) -> Tensor:
         """The head's logits of one row for each sequence. ids: (sequences,), tokens that are no padding"""
-        assert self._head is not None and self._given is not None
+        assert self._head is not None
+        assert self._given is not None
         self._given.hidden = rows[:, None]
         try:
             mask = torch.ones_like(ids)[:, None]

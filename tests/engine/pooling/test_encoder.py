@@ -10,6 +10,9 @@ from fa_serve.spec import ParameterError
 
 DISTANCE = 1e-5
 MEAN = ("Pooling", {"pooling_mode_mean_tokens": True})
+LINEAR = {"activation_function": "torch.nn.modules.linear.Identity"}
+LOGITS = {"text": {"method": "forward", "method_output_name": "logits"}}
+FILL_MASK = {"transformer_task": "fill-mask", "modality_config": LOGITS, "module_output_name": "token_embeddings"}
 LAST = ("Pooling", {"pooling_mode_lasttoken": True})
 
 
@@ -47,11 +50,11 @@ def test_vectors_are_those_of_sentence_transformers(sentence_transformers, tmp_p
     + [
         [("Pooling", {"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True})],
         [MEAN, ("Dense", {"in_features": 32, "out_features": 20}), ("Normalize", {})],
-        [MEAN, ("Dense", {"in_features": 32, "out_features": 32, "bias": False, "use_residual": True, "activation_function": "torch.nn.modules.linear.Identity"})],
+        [MEAN, ("Dense", {"in_features": 32, "out_features": 32, "bias": False, "use_residual": True, **LINEAR})],
         [MEAN, ("LayerNorm", {"dimension": 32})],
     ],
     ids=["cls", "max", "sqrt", "weighted", "last", "two", "dense", "residual", "norm"],
-)  # fmt: skip
+)
 def test_modules_are_those_of_sentence_transformers(sentence_transformers, tmp_path, modules) -> None:
     path = save_encoder(tmp_path, "bert", modules)
     encoder = load(path)
@@ -112,7 +115,8 @@ def test_scores_of_pairs_are_those_of_a_cross_encoder(sentence_transformers, tmp
 
 def test_classes_of_texts_have_their_names(tmp_path) -> None:
     names = {0: "bad", 1: "good", 2: "odd"}
-    path = save_encoder(tmp_path, "bert", None, head="ForSequenceClassification", id2label=names, label2id={v: k for k, v in names.items()})
+    labels = {"id2label": names, "label2id": {name: index for index, name in names.items()}}
+    path = save_encoder(tmp_path, "bert", None, head="ForSequenceClassification", **labels)
     encoder = load(path)
     assert (encoder.card.task, encoder.card.labels) == ("classify", ("bad", "good", "odd"))
     found = encoder.classify(TEXTS)
@@ -124,10 +128,14 @@ def test_classes_of_texts_have_their_names(tmp_path) -> None:
         encoder.score("a", TEXTS)
 
 
-@pytest.mark.parametrize("config", [{"pooling_strategy": "max", "activation_function": "relu"}, {"pooling_strategy": "sum", "activation_function": "log1p_relu"}])  # fmt: skip
-def test_weights_of_words_are_those_of_a_sparse_encoder(sentence_transformers, tmp_path, config, monkeypatch) -> None:
+@pytest.mark.parametrize(("strategy", "activation"), [("max", "relu"), ("sum", "log1p_relu")])
+def test_weights_of_words_are_those_of_a_sparse_encoder(
+    sentence_transformers, tmp_path, strategy, activation, monkeypatch
+) -> None:
     monkeypatch.setattr("fa_serve.hf.encoders.packed.HEAD_TOKENS", 7)  # sequences cross the borders of what is computed at once
-    path = save_encoder(tmp_path, "bert", [("SpladePooling", config)], head="ForMaskedLM", transformer={"transformer_task": "fill-mask", "modality_config": {"text": {"method": "forward", "method_output_name": "logits"}}, "module_output_name": "token_embeddings"}, general={"model_type": "SparseEncoder"})  # fmt: skip
+    modules = [("SpladePooling", {"pooling_strategy": strategy, "activation_function": activation})]
+    general = {"model_type": "SparseEncoder"}
+    path = save_encoder(tmp_path, "bert", modules, head="ForMaskedLM", transformer=FILL_MASK, general=general)
     encoder = load(path)
     assert (encoder.card.task, encoder.card.size) == ("sparse", SIZES["vocab_size"])
     wanted = sentence_transformers.SparseEncoder(str(path), device="cpu").encode(list(TEXTS)).to_dense().numpy()
@@ -237,8 +245,13 @@ def test_out_of_memory_halves_batches(tmp_path, monkeypatch) -> None:
 
 @pytest.mark.parametrize(
     ("settings", "field"),
-    [({"tensor_parallel": 2}, "tensor_parallel"), ({"deterministic": True}, "deterministic"), ({"task": "generate"}, "task"), ({"max_model_len": LENGTH + 1}, "max_model_len")],
-)  # fmt: skip
+    [
+        ({"tensor_parallel": 2}, "tensor_parallel"),
+        ({"deterministic": True}, "deterministic"),
+        ({"task": "generate"}, "task"),
+        ({"max_model_len": LENGTH + 1}, "max_model_len"),
+    ],
+)
 def test_settings_that_an_encoder_does_not_have_are_refused(tmp_path, settings, field: str) -> None:
     with pytest.raises(ParameterError) as caught:
         load(save_encoder(tmp_path), **settings)
