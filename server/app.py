@@ -41,6 +41,7 @@ from .bounds.guard import BodyLimit, Clients, Hosts, Keys, RequestIds
 from .kept_answers import KeptAnswers
 from .observe.timelines import Timelines
 from .observe.traces import Traces, tracer_provider
+from .pooling.routes import pooling_router
 from .routes import router
 from .service import Service
 from .settings import Settings
@@ -78,6 +79,7 @@ def create_app(engine: AsyncEngine, settings: Settings) -> FastAPI:
     app.state.service = service
     left_out = set() if settings.tokenizer_info else {"/tokenizer_info"}
     app.router.routes += [route for route in router.routes if getattr(route, "path", None) not in left_out]
+    app.router.routes += pooling_router.routes
     errors.install(app)
     guarded: asgi.ASGIApp = KeptAnswers(app.build_middleware_stack(), service, make_schema=app.openapi)
     guarded = BodyRoutes(guarded, service, app.routes)

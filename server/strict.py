@@ -31,6 +31,7 @@ class StrictModel(BaseModel):
     UNSUPPORTED: ClassVar[Unsupported] = {}
     PART_OF_A_CONVERSATION: ClassVar[bool] = False
     KNOWN: ClassVar[frozenset[str]] = frozenset()  # the names of all fields in JSON, and of those in UNSUPPORTED
+    MESSAGE_LISTS: ClassVar[tuple[str, ...]] = ("messages", "input")  # fields whose items count as messages
     TYPES: ClassVar[tuple[Any, ...]] = ()  # the values of the field `type`, if there is one
 
     @classmethod

@@ -52,6 +52,7 @@ class FakeEngine:
     is_restarting = False
     eos_ids: frozenset[int] = frozenset()
     config = EngineConfig()
+    card = inputs = None
     default_params = SamplingParams()
 
     def __init__(self, words: tuple[str, ...] = ("Hello", ",", " wörld")):
