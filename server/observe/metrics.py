@@ -121,7 +121,7 @@ def _add_engine(families: dict[str, Metric], names: list[str], label: list[str],
         family.add_metric([*label, *more], value)  # type: ignore[attr-defined]
 
     drafts = stats.speculation
-    gauges = {
+    gauges: dict[str, tuple[str, float]] = {
         "num_requests_running": ("Sequences in the running batch.", stats.num_running),
         "num_requests_waiting": ("Sequences that wait to be admitted to the running batch.", stats.num_waiting),
     }

@@ -24,7 +24,7 @@ from ..errors import BadRequest, parameter_refused
 from ..observe.metrics import SequenceMetrics
 from ..observe.timelines import Timeline
 from ..service import Service
-from .vectors import Values
+from .vectors import VectorValues
 
 INPUTS_PER_SEQUENCE = 16
 """Inputs that cost the event loop about as much as one sequence of generation."""
@@ -41,7 +41,7 @@ class Computed:
         return {"prompt_tokens": self.num_tokens, "total_tokens": self.num_tokens}
 
     @property
-    def values(self) -> list[Values]:
+    def values(self) -> list[VectorValues]:
         return [each.values for each in self.pooled]
 
 

@@ -6,7 +6,7 @@ name for the same).
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, cast
 
 from pydantic import Field, model_validator
 
@@ -174,5 +174,5 @@ class TeiPredictRequest(TeiRequest):
     def items(self) -> list[str | tuple[str, str]]:
         if isinstance(self.inputs, str):
             return [self.inputs]
-        found = self.inputs if self.is_batch else [self.inputs]
+        found = cast("list[list[str]]", self.inputs if self.is_batch else [self.inputs])
         return [each[0] if len(each) == 1 else (each[0], each[1]) for each in found]

@@ -23,16 +23,16 @@ DIGITS = 9
 """Behind the point: float32 tells numbers of about 0.01 apart that differ by 1e-9."""
 PIECE = 1 << 16
 """Bytes between two pauses."""
-Values = np.ndarray[Any, np.dtype[np.float32]]
+VectorValues = np.ndarray[Any, np.dtype[np.float32]]
 
 
-def numbers(values: Values) -> list[Any]:
+def numbers(values: VectorValues) -> list[Any]:
     """The numbers of an array, in lists of its shape."""
     found: list[Any] = values.astype(np.float64).round(DIGITS).tolist()
     return found
 
 
-def in_base64(values: Values) -> str:
+def in_base64(values: VectorValues) -> str:
     """float32 numbers, the lowest byte first."""
     return base64.b64encode(values.astype("<f4").tobytes()).decode()
 
@@ -50,7 +50,7 @@ def joined(pieces: Iterable[bytes]) -> bytes:
     return b"".join(found)
 
 
-def embedding_list(vectors: Iterable[Values], in_text: bool, tail: dict[str, Any]) -> Iterator[bytes]:
+def embedding_list(vectors: Iterable[VectorValues], in_text: bool, tail: dict[str, Any]) -> Iterator[bytes]:
     """OpenAI's list of embeddings. in_text: as base64. tail: the fields behind the list"""
     yield b'{"object":"list","data":['
     for index, values in enumerate(vectors):
@@ -60,7 +60,7 @@ def embedding_list(vectors: Iterable[Values], in_text: bool, tail: dict[str, Any
     yield b"]," + to_json(tail)[1:]
 
 
-def plain_list(vectors: Iterable[Values]) -> Iterator[bytes]:
+def plain_list(vectors: Iterable[VectorValues]) -> Iterator[bytes]:
     """Arrays as a list of lists."""
     for index, values in enumerate(vectors):
         yield (b"," if index else b"[") + to_json(numbers(values))

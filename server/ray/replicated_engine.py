@@ -24,11 +24,12 @@ from ray.exceptions import RayActorError
 
 from fa_serve.engine import AsyncEngine, EngineConfig, EngineDeadError, EngineStats, Phase, RequestError, RequestOutput
 from fa_serve.engine.events import OnPhase
-from fa_serve.engine.process.engine_loop import Abort, Add, StepOutputs
+from fa_serve.engine.process.engine_loop import Abort, Add, Encode, StepOutputs
 from fa_serve.engine.process.parent import STOP_SECONDS, OnOutputs, Pulse, Worker
 from fa_serve.engine.process.pipe import Ready
 from fa_serve.engine.request.outputs import FinishReason
 from fa_serve.engine.start.loading import load_tokenizer
+from fa_serve.spec import ParameterError
 
 from .engine_replica import Front, Listen
 
@@ -103,8 +104,9 @@ class ReplicaWorker:
         found: Ready = ready
         return found
 
-    def send(self, command: Add | Abort) -> None:
+    def send(self, command: Add | Encode | Abort) -> None:
         """Send a request to a replica, or cancel it there. Called on the event loop."""
+        assert not isinstance(command, Encode), "ReplicatedEngine refuses encoders"
         name = command.request_id
         if isinstance(command, Add):
             request = self._requests[name] = _Request(set(range(1 if command.params is None else command.params.n)))
@@ -254,6 +256,8 @@ class ReplicatedEngine(AsyncEngine):
     """An `AsyncEngine` over the replicas of a cluster."""
 
     def __init__(self, config: EngineConfig, cluster: Cluster, *, on_phase: OnPhase | None = None) -> None:
+        if config.resolve_task() != "generate":
+            raise ParameterError("task", "be generate for several replicas: serve an encoder by fa-serve serve", config.task)
         super().__init__(config, on_phase=on_phase)
         self._cluster = cluster
         self._config = config

@@ -79,6 +79,7 @@ def word_pieces(pad: int = 0) -> PreTrainedTokenizerFast:
         sep_token="[SEP]",
         mask_token="[MASK]",
         model_max_length=LENGTH,
+        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
     )
 
 
@@ -161,5 +162,5 @@ def _save_weights(folder: Path, kind: str, config: dict[str, Any]) -> None:
 
 def cosine_distance(first: Any, second: Any) -> float:
     """The largest of all rows."""
-    a, b = torch.as_tensor(first).double(), torch.as_tensor(second).double()
-    return float((1 - nn.functional.cosine_similarity(a, b, dim=-1)).max())
+    both = torch.as_tensor(first).double(), torch.as_tensor(second).double()
+    return float((1 - nn.functional.cosine_similarity(*both, dim=-1)).max())

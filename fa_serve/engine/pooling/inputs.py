@@ -104,13 +104,13 @@ class InputReader:
         for index, part in enumerate(parts):
             if len(part) > limit:
                 if not truncate:
-                    raise self._too_long(number, f"at least {len(part)} characters, and so have at most {limit}")
+                    raise self._too_long(number, f"{len(part)} characters")
                 part = parts[index] = part[:limit]
             try:
                 part.encode()
             except UnicodeEncodeError as error:
                 rule = f"be a text that UTF-8 can encode, without half of a surrogate pair at character {error.start}"
-                raise ParameterError("input", f"{rule}, in number {number}", part[error.start : error.end]) from None
+                raise ParameterError("input", f"{rule}, in item {number}", part[error.start : error.end]) from None
         return parts[0] if len(parts) == 1 else tuple(parts)
 
     def _from_ids(self, ids: Sequence[int], number: int, truncate: bool) -> EncoderInput:
@@ -125,16 +125,17 @@ class InputReader:
 
     def _checked(self, ids: Ids, types: Ids | None, number: int, skipped: int) -> EncoderInput:
         if not len(ids):
-            raise ParameterError("input", "have at least one token", f"an empty one as number {number}")
+            raise ParameterError("input", f"have at least one token in each item, and item {number} has none", ids.tolist())
         if len(ids) > self._card.max_tokens:
-            raise self._too_long(number, f"{len(ids)} tokens")
+            raise self._too_long(number, len(ids))
         if ids.max() >= self._prompts.vocab_size:
             self._prompts.checked(ids.tolist())  # which says more
         return EncoderInput(ids, types, skipped)
 
-    def _too_long(self, number: int, length: str) -> ParameterError:
-        rule = f"have at most {self._card.max_tokens} tokens, which is this model's limit, or be cut on demand"
-        return ParameterError("input", rule, f"{length} in number {number}", "context_length_exceeded")
+    def _too_long(self, number: int, length: object) -> ParameterError:
+        limit = self._card.max_tokens
+        rule = f"have at most {limit} tokens in each item, which is this model's limit, or be cut on demand (item {number})"
+        return ParameterError("input", rule, length, "context_length_exceeded")
 
     def _count_prompt(self, prompt: str) -> int:
         """The tokens of a prompt, without a special token at its end."""

@@ -32,9 +32,9 @@ from fa_serve.spec import ParameterError
 
 Row = np.ndarray[Any, np.dtype[np.float32]]
 MIN_LENGTH = 1e-12
-"""Of a vector that is divided by its length, as in PyTorch's `normalize`."""
+"""Least length that a vector is divided by, as in PyTorch's `normalize`."""
 MAX_TOKENS = 1 << 17
-"""Of an input to a model that names no limit."""
+"""Tokens of an input, if the model names no limit."""
 
 
 @dataclass(frozen=True, slots=True)

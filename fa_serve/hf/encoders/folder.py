@@ -116,8 +116,8 @@ def read_folder(path: str, task: EncoderTask) -> EncoderFolder:
     found = tuple(module for module in modules if module.kind not in (*_TRANSFORMERS, *_SKIPPED))
     for module in found:
         if module.kind not in _KNOWN:
-            rule = f"be a folder whose modules are {', '.join(_KNOWN)} after a Transformer"
-            raise ParameterError("model", rule, f"{module.kind} in {path}/{MODULES}")
+            rule = f"have modules that are {', '.join(_KNOWN)} behind a Transformer, and not {module.kind}, which is not built"
+            raise ParameterError("model", rule, path)
     if task == "embed" and not any(module.kind == "Pooling" for module in found):
         raise ParameterError("task", "be another one for a folder whose modules have no Pooling", task)
     if task == "token_embed":
@@ -201,8 +201,8 @@ def _task_of_modules(path: str, modules: list[EncoderModule]) -> EncoderTask:
         raise ParameterError("model", f"be a folder whose {MODULES} begins with a Transformer", path)
     told = modules[0].config.get("transformer_task", "feature-extraction")
     if told not in _TRANSFORMER_TASKS or "LogitScore" in kinds:
-        rule = f"be a folder whose Transformer is for {', '.join(_TRANSFORMER_TASKS)}: others are not built"
-        raise ParameterError("model", rule, f"{told} in {path}")
+        rule = f"be a folder whose Transformer is for {', '.join(_TRANSFORMER_TASKS)}, and not for {told}, which is not built"
+        raise ParameterError("model", rule, path)
     if told == "sequence-classification":
         return cast(EncoderTask, _task_of_architecture(read_json(path, "config.json") or {}))
     return "token_embed" if told == "feature-extraction" else "sparse"

@@ -85,8 +85,8 @@ def _require_head(folder: EncoderFolder, report: Any) -> None:
     """A head without weights answers with random numbers. The pooler of a transformer is not used, so it may be missing."""
     missing = sorted(name for name in report["missing_keys"] if "pooler." not in name or folder.task in ("score", "classify"))
     if missing:
-        rule = f"have all weights of a model for the task {folder.task} (--task)"
-        raise ParameterError("model", rule, f"{folder.path} without {', '.join(missing[:3])}")
+        rule = f"have all weights of a model for the task {folder.task} (--task), and {', '.join(missing[:3])} are missing"
+        raise ParameterError("model", rule, folder.path)
 
 
 def _max_positions(packed: PackedModel) -> int | None:

@@ -86,7 +86,8 @@ class DenseLayer(nn.Module):
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()
-        size, out = config["in_features"], config["out_features"]
+        size = config["in_features"]
+        out = config["out_features"]
         self.linear = nn.Linear(size, out, bias=config.get("bias", True))
         self.activation = activation_of(config.get("activation_function", "torch.nn.modules.activation.Tanh"))
         self.adds_input = bool(config.get("use_residual"))
