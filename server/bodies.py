@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Any, get_type_hints
 
 from fastapi.routing import APIRoute
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 from starlette import types as asgi
 from starlette.exceptions import HTTPException
@@ -23,7 +23,7 @@ from .bounds.guard import SMALL_BODY, ReceivedBody, header
 from .bounds.json_bounds import JsonTotal
 from .errors import MAX_NAME, ApiError, BadRequest, HttpError, response_to, validation_refused
 from .service import Service
-from .strict import StrictModel
+from .strict import MESSAGE_LISTS
 
 JSON_TYPE = re.compile(r"application/([^;]+\+)?json\s*(;|$)", re.IGNORECASE)
 FOREIGN = {
@@ -76,7 +76,7 @@ class BodyRoutes:
         except (ApiError, HTTPException) as error:  # before the response has begun
             await response_to(error, scope)(scope, receive, send)
 
-    async def _body(self, model: type[StrictModel], scope: asgi.Scope, receive: asgi.Receive) -> Any:
+    async def _body(self, model: type[BaseModel], scope: asgi.Scope, receive: asgi.Receive) -> Any:
         service = self._service
         _require_plain(header(scope, b"content-encoding"))
         content = await _received(receive)
@@ -98,17 +98,17 @@ class BodyRoutes:
         return body
 
 
-def _model_of(route: APIRoute) -> type[StrictModel]:
+def _model_of(route: APIRoute) -> type[BaseModel]:
     """The model of the body that the endpoint takes."""
     hints = get_type_hints(route.endpoint)
     hints.pop("return", None)
-    if list(hints) != ["body", "request"] or route.path_regex.groups or not issubclass(hints["body"], StrictModel):
+    if list(hints) != ["body", "request"] or route.path_regex.groups or not issubclass(hints["body"], BaseModel):
         message = (
-            f"the endpoint of POST {route.path} must take body, which is a StrictModel, and request, and its path no "
+            f"the endpoint of POST {route.path} must take body, which is a pydantic model, and request, and its path no "
             f"parameters, got {', '.join(hints) or 'no parameters'} (server/bodies.py)"
         )
         raise TypeError(message)
-    model: type[StrictModel] = hints["body"]
+    model: type[BaseModel] = hints["body"]
     return model
 
 
@@ -134,7 +134,7 @@ async def _received(receive: asgi.Receive) -> bytes:
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def _validated(content: bytes, model: type[StrictModel], service: Service) -> Any:
+def _validated(content: bytes, model: type[BaseModel], service: Service) -> Any:
     """The body as its model. What is quick to check comes before the validation, which may take milliseconds."""
     service.require_ready()
     service.json_bounds.check(content)
@@ -142,7 +142,7 @@ def _validated(content: bytes, model: type[StrictModel], service: Service) -> An
     if isinstance(values, dict) and isinstance(name := values.get("model"), str):
         service.require_model(name)
     limit = service.settings.max_messages
-    for field in model.MESSAGE_LISTS:
+    for field in getattr(model, "MESSAGE_LISTS", MESSAGE_LISTS):
         messages = values.get(field) if isinstance(values, dict) else None
         if isinstance(messages, list) and len(messages) > limit:
             message = f"{field} must hold at most {limit} messages (--max-messages), got {len(messages)}."

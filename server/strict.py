@@ -23,6 +23,8 @@ from fa_serve.nearest import nearest_name
 
 Unsupported = dict[str, tuple[Any, ...]]  # by field, the values that ask for nothing besides null
 NOTHING: tuple[Any, ...] = ()
+MESSAGE_LISTS = ("messages", "input")
+"""Fields whose items count as messages, unless a model has a MESSAGE_LISTS of other ones."""
 
 
 class StrictModel(BaseModel):
@@ -31,7 +33,6 @@ class StrictModel(BaseModel):
     UNSUPPORTED: ClassVar[Unsupported] = {}
     PART_OF_A_CONVERSATION: ClassVar[bool] = False
     KNOWN: ClassVar[frozenset[str]] = frozenset()  # the names of all fields in JSON, and of those in UNSUPPORTED
-    MESSAGE_LISTS: ClassVar[tuple[str, ...]] = ("messages", "input")  # fields whose items count as messages
     TYPES: ClassVar[tuple[Any, ...]] = ()  # the values of the field `type`, if there is one
 
     @classmethod

@@ -101,7 +101,7 @@ def test_modules_without_their_weights_are_refused(tmp_path) -> None:
 
 
 def test_names_of_classes_are_looked_up_in_a_list() -> None:
-    """A name in a config runs no code of its own."""
+    """A name in a config is never imported."""
     assert isinstance(activation_of("torch.nn.modules.activation.ReLU"), torch.nn.ReLU)
     for name in ("os.system", "torch.nn.Linear", "evil.Tanh2"):
         with pytest.raises(ParameterError, match="one of Identity"):
