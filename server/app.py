@@ -44,6 +44,7 @@ from .kept_answers import KeptAnswers
 from .observe.timelines import Timelines
 from .observe.traces import Traces, tracer_provider
 from .operation import PATHS, operation
+from .pooling.routes import pooling_router
 from .routes import router
 from .service import Service
 from .settings import Settings
@@ -84,6 +85,7 @@ def create_app(engine: AsyncEngine, settings: Settings) -> FastAPI:
     admin_paths: frozenset[str] = frozenset() if settings.admin_key is None else PATHS
     if settings.admin_key is not None:
         app.router.routes += operation.routes
+    app.router.routes += pooling_router.routes
     errors.install(app)
     guarded: asgi.ASGIApp = KeptAnswers(app.build_middleware_stack(), service, make_schema=app.openapi)
     guarded = BodyRoutes(guarded, service, app.routes)

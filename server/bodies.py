@@ -23,6 +23,7 @@ from .bounds.guard import SMALL_BODY, ReceivedBody, header
 from .bounds.json_bounds import JsonTotal
 from .errors import MAX_NAME, ApiError, BadRequest, HttpError, response_to, validation_refused
 from .service import Service
+from .strict import MESSAGE_LISTS
 
 JSON_TYPE = re.compile(r"application/([^;]+\+)?json\s*(;|$)", re.IGNORECASE)
 FOREIGN = {
@@ -141,7 +142,7 @@ def _validated(content: bytes, model: type[BaseModel], service: Service) -> Any:
     if isinstance(values, dict) and isinstance(name := values.get("model"), str):
         service.require_model(name)
     limit = service.settings.max_messages
-    for field in ("messages", "input"):
+    for field in getattr(model, "MESSAGE_LISTS", MESSAGE_LISTS):
         messages = values.get(field) if isinstance(values, dict) else None
         if isinstance(messages, list) and len(messages) > limit:
             message = f"{field} must hold at most {limit} messages (--max-messages), got {len(messages)}."

@@ -57,7 +57,7 @@ def build_server(settings: Settings, report: StartupReport, make_engine: MakeEng
     def on_ready(url: str) -> None:
         service: Service = app.state.service
         chat = service.tokenization.writes_chats
-        request = SampleRequest(service.model_name, chat, needs_key=bool(settings.all_keys))
+        request = SampleRequest(service.model_name, chat, bool(settings.all_keys), service.task)
         report.ready(url, request)
 
     return Server(app, settings.host, settings.port, settings.drain_timeout, on_ready)

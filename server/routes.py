@@ -101,6 +101,7 @@ async def count_tokens(body: CountTokensRequest, request: Request) -> Response:
     """The number of tokens of a conversation's prompt."""
     _require_version(request)
     service = await _service(request)
+    service.require_task("generate")
     answer = MessagesAnswer(body, service, getattr(request.state, "key", None))
     return JSONResponse({"input_tokens": await answer.count_tokens()})
 
@@ -117,6 +118,7 @@ async def _respond(kind: Callable[[Any, Service, str | None], Answer], body: Any
     state = request.scope["state"]
     state["user"] = body.user or vars(body).get("safety_identifier")
     service = await _service(request)
+    service.require_task("generate")
     settings = service.settings
     answer = kind(body, service, state.get("key"))
     answer.timeline = state.get("timeline")

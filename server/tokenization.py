@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic_core import to_jsonable_python
 
+from fa_serve.engine.pooling.inputs import EncoderInput
 from fa_serve.engine.request.detokenizer import TextStream
 from fa_serve.engine.request.params import schema_length
 from fa_serve.sandbox.trials import Trial, TrialError, TrialLimits, Trials
@@ -189,6 +190,31 @@ class Tokenization:
 
         length = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
         return await self._thread_for(length).run(work, client)
+
+    async def read_inputs(
+        self,
+        inputs: Sequence[str | tuple[str, str] | list[int]],
+        client: str | None,
+        field: str,
+        *,
+        prompt: str = "",
+        cuts: bool = False,
+    ) -> list[EncoderInput]:
+        """The inputs of an encoder. field: the request's field, for errors; prompt, cuts: as in `InputReader.read`
+
+        Raises BadRequest.
+        """
+        reader = self._engine.inputs
+        assert reader is not None
+
+        def work() -> list[EncoderInput]:
+            try:
+                return reader.read(inputs, prompt=prompt, truncate=cuts)
+            except ParameterError as error:
+                raise parameter_refused(error, field) from None
+
+        length = sum(len(each) if isinstance(each, str | list) else sum(map(len, each)) for each in inputs)
+        return await self._thread_for(length + len(prompt) * len(inputs)).run(work, client)
 
     def template(self, body: ChatRequest | TokenizeRequest, tools: Sequence[Tool]) -> Template:
         """The request's chat template if the server allows that, else the operator's, else the model's."""

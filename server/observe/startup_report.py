@@ -16,6 +16,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from fa_serve.engine import Phase
 
+SAMPLES: dict[str, tuple[str, dict[str, object]]] = {
+    "embed": ("v1/embeddings", {"input": ["a text", "another text"]}),
+    "score": ("v1/rerank", {"query": "a question", "documents": ["a text", "another text"]}),
+    "classify": ("classify", {"input": ["a text", "another text"]}),
+    "sparse": ("embed_sparse", {"inputs": ["a text", "another text"]}),
+    "token_embed": ("embed_all", {"inputs": ["a text", "another text"]}),
+}
+"""A path and the fields of a body for each task of an encoder."""
+
 
 class StartupReport:
     def __init__(self) -> None:
@@ -49,19 +58,24 @@ class SampleRequest:
     """A request that the operator can paste to try the server.
 
     model: the name to ask for; chat: the model has a chat template; needs_key: the server wants an API key
+    task: what the model is for
     """
 
     model: str
     chat: bool
     needs_key: bool
+    task: str = "generate"
 
     def curl(self, url: str) -> str:
         body: dict[str, object] = {"model": self.model}
-        if self.chat:
-            path = "chat/completions"
+        if self.task != "generate":
+            path, fields = SAMPLES[self.task]
+            body |= fields
+        elif self.chat:
+            path = "v1/chat/completions"
             body["messages"] = [{"role": "user", "content": "What is 17 + 25?"}]
         else:
-            path = "completions"
+            path = "v1/completions"
             body |= {"prompt": "def fibonacci(n):", "max_tokens": 64}
         key = " -H 'Authorization: Bearer KEY'" if self.needs_key else ""
-        return f"curl {url}/v1/{path}{key} -H 'Content-Type: application/json' -d '{json.dumps(body)}'"
+        return f"curl {url}/{path}{key} -H 'Content-Type: application/json' -d '{json.dumps(body)}'"

@@ -25,7 +25,7 @@ from ray.exceptions import RayActorError
 from fa_serve.engine import AsyncEngine, EngineConfig, EngineDeadError, EngineStats, Phase, RequestError, RequestOutput
 from fa_serve.engine.events import OnPhase
 from fa_serve.engine.process.controls import Control
-from fa_serve.engine.process.engine_loop import Abort, Add, LoadAdapter, StepOutputs
+from fa_serve.engine.process.engine_loop import Add, Encode, LoadAdapter, Message, StepOutputs
 from fa_serve.engine.process.parent import STOP_SECONDS, OnOutputs, Pulse, Worker
 from fa_serve.engine.process.pipe import Ready
 from fa_serve.engine.request.outputs import FinishReason
@@ -105,7 +105,7 @@ class ReplicaWorker:
         found: Ready = ready
         return found
 
-    def send(self, command: Add | Abort | Control | LoadAdapter) -> None:
+    def send(self, command: Message) -> None:
         """Send a request to a replica, or cancel it there. Called on the event loop.
 
         Raises ParameterError for a control: each replica would have to be told, and none may fail alone.
@@ -116,6 +116,7 @@ class ReplicaWorker:
         if isinstance(command, LoadAdapter):
             rule = "be given at the start (--lora) with several replicas, which load adapters by themselves"
             raise ParameterError("lora_name", rule, command.name)
+        assert not isinstance(command, Encode), "ReplicatedEngine refuses encoders"
         name = command.request_id
         if isinstance(command, Add):
             request = self._requests[name] = _Request(set(range(1 if command.params is None else command.params.n)))
@@ -265,6 +266,8 @@ class ReplicatedEngine(AsyncEngine):
     """An `AsyncEngine` over the replicas of a cluster."""
 
     def __init__(self, config: EngineConfig, cluster: Cluster, *, on_phase: OnPhase | None = None) -> None:
+        if config.resolve_task() != "generate":
+            raise ParameterError("task", "be generate for several replicas: serve an encoder by fa-serve serve", config.task)
         super().__init__(config, on_phase=on_phase)
         self._cluster = cluster
         self._config = config

@@ -53,6 +53,7 @@ class FakeEngine:
     eos_ids: frozenset[int] = frozenset()
     adapters: tuple[str, ...] = ()
     config = EngineConfig()
+    card = inputs = None
     default_params = SamplingParams()
 
     def __init__(self, words: tuple[str, ...] = ("Hello", ",", " wörld")):

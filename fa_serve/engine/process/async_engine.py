@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +28,10 @@ from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.errors import EngineDeadError, RequestError
 from fa_serve.engine.events import OnPhase
 from fa_serve.engine.parallel.follower_main import follow_if_told
+from fa_serve.engine.pooling.inputs import EncoderInput, InputReader
+from fa_serve.engine.pooling.params import EncoderCard, PoolingParams
 from fa_serve.engine.process.controls import PAUSE_MODES, Control, ControlName, PauseMode
-from fa_serve.engine.process.engine_loop import Abort, Add, LoadAdapter, StepOutputs
+from fa_serve.engine.process.engine_loop import Abort, Add, Encode, LoadAdapter, StepOutputs
 from fa_serve.engine.process.parent import STOP_SECONDS, OnDeath, OnOutputs, ProcessWorker, Pulse, ThreadWorker, Worker
 from fa_serve.engine.process.pipe import Ready
 from fa_serve.engine.request.outputs import FinishReason, RequestOutput, TokenLogprob
@@ -39,7 +41,7 @@ from fa_serve.engine.stats import EngineStats
 from fa_serve.spec import ParameterError
 
 if TYPE_CHECKING:
-    from fa_serve.engine.engine import Engine
+    from fa_serve.engine.process.engine_loop import AnyEngine
 
 log = logging.getLogger("fa_serve.engine")
 LOOK_SECONDS = 0.02
@@ -118,14 +120,16 @@ class AsyncEngine:
     engine:   an engine, which is run in a thread; or a config, which says where its engine is run
     on_phase: called with each `Phase` of a start-up when it has ended, from another thread
     reader:   turns texts into token ids, from any thread; None before `start` has returned
+    inputs:   the same for the inputs of an encoder; None of an engine that generates
     """
 
-    def __init__(self, engine: Engine | EngineConfig | None = None, *, on_phase: OnPhase | None = None) -> None:
+    def __init__(self, engine: AnyEngine | EngineConfig | None = None, *, on_phase: OnPhase | None = None) -> None:
         self._source = EngineConfig() if engine is None else engine
         self._on_phase = on_phase
         self._worker: Worker | None = None
         self._ready: Ready | None = None
         self.reader: PromptReader | None = None
+        self.inputs: InputReader | None = None
         # The worker knows each request by a name that is never used again, even if its id is.
         self._mailboxes: dict[str, _Mailbox] = {}  # by name
         self._names: dict[str, str] = {}  # by request id
@@ -166,6 +170,8 @@ class AsyncEngine:
         ready = await asyncio.to_thread(self._worker.start)
         assert ready.config.max_model_len is not None
         self.reader = PromptReader(ready.tokenizer, ready.vocab_size, ready.config.max_model_len)
+        if ready.card is not None:
+            self.inputs = InputReader(ready.tokenizer, ready.card, ready.vocab_size)
         self._ready = ready
         self._stats = None
         self._adapters = dict(each.split("=", 1) for each in ready.config.lora)
@@ -272,6 +278,11 @@ class AsyncEngine:
         return self.ready.default_params
 
     @property
+    def card(self) -> EncoderCard | None:
+        """What the engine is if it is an encoder; None if it generates."""
+        return self.ready.card
+
+    @property
     def model_name(self) -> str:
         return self.config.model_name
 
@@ -320,17 +331,10 @@ class AsyncEngine:
         Before the first output it raises ParameterError as `Engine.add_request` does, QueueFullError when too many requests
         wait, and EngineDeadError when the engine has ended or has not been started.
         """
-        if not self.is_alive or self._worker is None or self.reader is None:
-            raise self._error or EngineDeadError("the engine has not been started")
-        if request_id in self._names:
-            raise ParameterError("request_id", "be unique among unfinished requests", request_id, "duplicate_request_id")
-        worker = self._worker
+        if self.reader is None:
+            raise EngineDeadError("the engine has not been started")
         read = self.reader.read
-        name = f"{request_id}-{next(self._serial)}"
-        mailbox = _Mailbox(1 if params is None else params.n)
-        self._names[request_id] = name
-        self._mailboxes[name] = mailbox
-        try:
+        with self._mailbox(request_id, 1 if params is None else params.n) as (name, mailbox, worker):
             # Tokenizing a long text takes a while, and neither the event loop nor a step should wait for it.
             tokens = await asyncio.to_thread(read, prompt) if isinstance(prompt, str) else read(prompt)
             await self._open.wait()
@@ -344,6 +348,47 @@ class AsyncEngine:
                 output.request_id = request_id
                 output.prompt_token_ids = tokens
                 yield output
+
+    async def encode(
+        self,
+        inputs: Sequence[EncoderInput],
+        params: PoolingParams | None,
+        request_id: str,
+        *,
+        priority: int = 0,
+        timeout: float | None = None,
+        client: str | None = None,
+    ) -> list[RequestOutput]:
+        """What an encoder gives for inputs of `inputs.read`, in their order. Cancelling aborts the request.
+
+        It returns as soon as one of them has failed: the outputs so far, of which one has an `error`. The arguments are those
+        of `Encoder.add_request`. Raises as `generate` does.
+        """
+        found: dict[int, RequestOutput] = {}
+        with self._mailbox(request_id, len(inputs)) as (name, mailbox, worker):
+            worker.send(Encode(name, list(inputs), params, priority, timeout, client))
+            mailbox.sent = True
+            while not mailbox.drained():
+                output = await mailbox.get()
+                found[output.index] = output
+                if output.error is not None:
+                    break
+        return [found[index] for index in sorted(found)]
+
+    @contextmanager
+    def _mailbox(self, request_id: str, num_answers: int) -> Iterator[tuple[str, _Mailbox, Worker]]:
+        """The name and the mailbox of a request while the context lasts. What is unfinished at its end is aborted."""
+        if not self.is_alive or self._worker is None:
+            raise self._error or EngineDeadError("the engine has not been started")
+        if request_id in self._names:
+            raise ParameterError("request_id", "be unique among unfinished requests", request_id, "duplicate_request_id")
+        worker = self._worker
+        name = f"{request_id}-{next(self._serial)}"
+        mailbox = _Mailbox(num_answers)
+        self._names[request_id] = name
+        self._mailboxes[name] = mailbox
+        try:
+            yield name, mailbox, worker
         finally:
             del self._mailboxes[name], self._names[request_id]
             if mailbox.sent and mailbox.unfinished:

@@ -21,9 +21,9 @@ from typing import Any
 from fa_serve import __version__
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.errors import EngineDeadError
-from fa_serve.engine.process.engine_loop import Commands, EngineLoop, StepOutputs, import_engine
+from fa_serve.engine.process.engine_loop import Commands, EngineLoop, StepOutputs, import_engine, ready_of
 from fa_serve.engine.process.host_memory import MemoryTrimmer, limit_host_memory
-from fa_serve.engine.process.pipe import Beat, Ready, receive_items, send_items
+from fa_serve.engine.process.pipe import Beat, receive_items, send_items
 from fa_serve.launching.compilations import use_kernel_cache
 
 log = logging.getLogger("fa_serve.engine")
@@ -80,7 +80,7 @@ def run_engine(connection: Connection) -> None:
         ready.set()
         gc.collect()
         gc.freeze()  # a garbage collection that visits all loaded modules takes a quarter of a second
-        outgoing.put(Ready(engine.config, engine.vocab_size, engine.eos_ids, engine.stats(), None, engine.default_params))
+        outgoing.put(ready_of(engine, None))
         loop = EngineLoop(engine, commands, deliver)
         threading.Thread(target=_beat, args=(loop, outgoing), daemon=True).start()
         MemoryTrimmer().start()

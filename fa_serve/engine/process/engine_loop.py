@@ -15,21 +15,29 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.errors import EngineAsleepError, EngineDeadError, QueueFullError
 from fa_serve.engine.events import OnPhase, Phase
+from fa_serve.engine.pooling.inputs import EncoderInput
+from fa_serve.engine.pooling.params import PoolingParams
 from fa_serve.engine.process.controls import Control, Reply, carry_out
 from fa_serve.engine.process.host_memory import importing
+from fa_serve.engine.process.pipe import Ready
 from fa_serve.engine.request.outputs import RequestOutput
 from fa_serve.engine.request.params import SamplingParams, StructuredOutput
 from fa_serve.engine.stats import EngineStats, StepStats
 from fa_serve.engine.structured.grammar_queue import LONG, GrammarQueue
 from fa_serve.sandbox.trials import Cancelled, Trial
+from fa_serve.spec import ParameterError
 
 if TYPE_CHECKING:
     from fa_serve.engine.engine import Engine
     from fa_serve.engine.lora.store import AdapterStore
+    from fa_serve.engine.pooling.encoder import Encoder
+
+    AnyEngine = Engine | Encoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +57,18 @@ class Add:
     cache_salt: str | None = None
     adapter: str | None = None
     compiled: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Encode:
+    """Add a request to an encoder, which answers each of its inputs once."""
+
+    request_id: str
+    inputs: list[EncoderInput]
+    params: PoolingParams | None
+    priority: int = 0
+    timeout: float | None = None
+    client: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +93,9 @@ class LoadAdapter:
     packed: Any = None
 
 
-Command = Add | Abort | Control | LoadAdapter | EngineDeadError | None
+Message = Add | Encode | Abort | Control | LoadAdapter
+"""What an `AsyncEngine` sends to its engine."""
+Command = Message | EngineDeadError | None
 """None ends the loop. An error, of a rank that is lost, is raised by it."""
 Commands = queue.SimpleQueue[Command]
 
@@ -100,12 +122,13 @@ QUIET_SECONDS = 1.0
 class EngineLoop:
     """Owner of the requests whose grammars are being compiled. `deliver` is called after each step."""
 
-    def __init__(self, engine: Engine, commands: Commands, deliver: Callable[[StepOutputs], None]) -> None:
+    def __init__(self, engine: AnyEngine, commands: Commands, deliver: Callable[[StepOutputs], None]) -> None:
         self._engine = engine
         self._commands = commands
         self._deliver = deliver
         self._compiling: dict[str, Trial] = {}
-        self._queue = GrammarQueue(engine.grammars.sweep)
+        self._grammars = engine.grammars  # None of an encoder
+        self._queue = GrammarQueue(lambda: None if self._grammars is None else self._grammars.sweep())
         # what the commands since the last step have caused
         self._outputs: list[RequestOutput] = []
         self._rejected: list[tuple[str, Exception]] = []
@@ -161,6 +184,8 @@ class EngineLoop:
                 self._abort(command)
             elif isinstance(command, LoadAdapter):
                 self._load(command)
+            elif isinstance(command, Encode):
+                self._encode(command)
             else:
                 self._add(command)
         return True
@@ -203,13 +228,22 @@ class EngineLoop:
     def _answer(self, control: Control) -> Reply:
         """Carry out a control. A pause takes effect after the steps in flight, whose outputs are delivered."""
         try:
-            self._outputs += self._engine.drain()
+            engine = self._generator(control.name)
+            self._outputs += engine.drain()
             if control.name in ("pause", "resume"):
                 self._is_paused = control.name == "pause"
                 return Reply(control.serial)
-            return Reply(control.serial, carry_out(self._engine, control))
+            return Reply(control.serial, carry_out(engine, control))
         except Exception as error:
             return Reply(control.serial, error=_sendable(error))
+
+    def _generator(self, call: str) -> Engine:
+        """The engine that a call needs. Raises ParameterError if it is an encoder."""
+        from fa_serve.engine.pooling.encoder import Encoder
+
+        if isinstance(self._engine, Encoder):
+            raise ParameterError("task", f"be generate for {call}, which encoders do not have", self._engine.card.task)
+        return self._engine
 
     def _abort(self, command: Abort) -> None:
         trial = self._compiling.pop(command.request_id, None)
@@ -233,7 +267,7 @@ class EngineLoop:
             self._start_compiling(command, structured)
             return
         try:
-            self._engine.add_request(
+            cast("Engine", self._engine).add_request(
                 command.request_id,
                 command.prompt,
                 command.params,
@@ -247,13 +281,26 @@ class EngineLoop:
         except Exception as error:
             self._reject(command.request_id, error)
 
+    def _encode(self, command: Encode) -> None:
+        try:
+            cast("Encoder", self._engine).add_request(
+                command.request_id,
+                command.inputs,
+                command.params,
+                priority=command.priority,
+                timeout=command.timeout,
+                client=command.client,
+            )
+        except Exception as error:
+            self._reject(command.request_id, error)
+
     def _reject(self, request_id: str, error: Exception) -> None:
         self._rejected.append((request_id, _sendable(error)))
 
     def _load(self, command: LoadAdapter) -> None:
         """Begin to read an adapter, in a thread; or serve one that has been read."""
         try:
-            store = self._engine.adapters
+            store = self._generator("load_adapter").adapters
             if command.folder is None:
                 store.remove(command.name)
             elif command.packed is None:
@@ -283,7 +330,8 @@ class EngineLoop:
         try:
             if len(self._compiling) >= limit:
                 raise QueueFullError(f"the queue is full: {limit} grammars are being compiled already. Try again later")
-            trial = self._engine.grammars.trial(structured)
+            assert self._grammars is not None
+            trial = self._grammars.trial(structured)
         except Exception as error:
             self._reject(command.request_id, error)
             return
@@ -300,7 +348,8 @@ class EngineLoop:
         """Compile a grammar, in a thread of the queue, and send the request again. Its timeout counts from `since`."""
         compiled: Any
         try:
-            compiled = self._engine.grammars.matcher(structured, trial)
+            assert self._grammars is not None
+            compiled = self._grammars.matcher(structured, trial)
         except Cancelled:
             return
         except Exception as error:
@@ -318,13 +367,25 @@ def _sendable(error: Exception) -> Exception:
     return RuntimeError(f"{type(error).__name__}: {error}")
 
 
-def import_engine(on_phase: OnPhase, *, freeze: bool) -> type[Engine]:
-    """The engine's class. With it come the models of transformers, which take longer to import than all the rest.
+def import_engine(on_phase: OnPhase, *, freeze: bool) -> Callable[..., AnyEngine]:
+    """What makes the engine of a config: an `Engine`, or an `Encoder` if the model is one.
 
-    freeze: as in `importing`
+    With it come the models of transformers, which take longer to import than all the rest. freeze: as in `importing`
     """
     begin = time.perf_counter()
     with importing(freeze=freeze):
         from fa_serve.engine.engine import Engine
+        from fa_serve.engine.pooling.encoder import Encoder
     on_phase(Phase("engine", "imported", time.perf_counter() - begin))
-    return Engine
+
+    def make(config: EngineConfig, **options: Any) -> AnyEngine:
+        return Engine(config, **options) if config.resolve_task() == "generate" else Encoder(config, **options)
+
+    return make
+
+
+def ready_of(engine: AnyEngine, tokenizer: Any) -> Ready:
+    """What others need to know of a loaded engine."""
+    return Ready(
+        engine.config, engine.vocab_size, engine.eos_ids, engine.stats(), tokenizer, engine.default_params, engine.card
+    )

@@ -33,21 +33,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.errors import EngineDeadError
 from fa_serve.engine.events import OnPhase, Phase, log_phase
-from fa_serve.engine.process.controls import Control
-from fa_serve.engine.process.engine_loop import (
-    Abort,
-    Add,
-    Commands,
-    EngineLoop,
-    LoadAdapter,
-    StepOutputs,
-    import_engine,
-)
+from fa_serve.engine.process.engine_loop import Commands, EngineLoop, Message, StepOutputs, import_engine, ready_of
 from fa_serve.engine.process.engine_process import drop_process, take_process
 from fa_serve.engine.process.pipe import Beat, Ready, receive_items, send_items
 
 if TYPE_CHECKING:
-    from fa_serve.engine.engine import Engine
+    from fa_serve.engine.process.engine_loop import AnyEngine
 
 log = logging.getLogger("fa_serve.engine")
 
@@ -73,7 +64,7 @@ class Worker(Protocol):
     """A thread or process that runs an engine."""
 
     def start(self) -> Ready: ...
-    def send(self, command: Add | Abort | Control | LoadAdapter) -> None: ...
+    def send(self, command: Message) -> None: ...
     def pulse(self) -> Pulse: ...
     def stop(self, timeout: float = STOP_SECONDS) -> None: ...
     def kill(self) -> None: ...
@@ -84,7 +75,7 @@ class ThreadWorker:
 
     def __init__(
         self,
-        source: Engine | EngineConfig,
+        source: AnyEngine | EngineConfig,
         on_outputs: OnOutputs,
         on_death: OnDeath,
         on_phase: OnPhase | None = None,
@@ -109,9 +100,9 @@ class ThreadWorker:
         self._loop = EngineLoop(engine, self._commands, self._on_outputs)
         self._thread = threading.Thread(target=self._run, args=(self._loop,), name="fa_serve-engine", daemon=True)
         self._thread.start()
-        return Ready(engine.config, engine.vocab_size, engine.eos_ids, engine.stats(), engine.tokenizer, engine.default_params)
+        return ready_of(engine, engine.tokenizer)
 
-    def send(self, command: Add | Abort | Control | LoadAdapter) -> None:
+    def send(self, command: Message) -> None:
         """Queue a command."""
         self._commands.put(command)
 
@@ -184,7 +175,7 @@ class ProcessWorker:
         threading.Thread(target=send_items, args=(self._commands, ours), name="fa_serve-engine-write", daemon=True).start()
         return ready
 
-    def send(self, command: Add | Abort | Control | LoadAdapter) -> None:
+    def send(self, command: Message) -> None:
         """Queue a command."""
         self._commands.put(command)
 

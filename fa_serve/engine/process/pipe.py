@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from fa_serve.engine.config import EngineConfig
+from fa_serve.engine.pooling.params import EncoderCard
 from fa_serve.engine.request.params import SamplingParams
 from fa_serve.engine.stats import EngineStats
 
@@ -27,7 +28,7 @@ log = logging.getLogger("fa_serve.engine")
 
 @dataclass(slots=True)
 class Ready:
-    """What others need to know of a loaded engine. Nothing in `config` is "auto" any more."""
+    """What others need to know of a loaded engine. Nothing in `config` is "auto" any more. card: of an encoder, else None"""
 
     config: EngineConfig
     vocab_size: int
@@ -35,6 +36,7 @@ class Ready:
     stats: EngineStats
     tokenizer: Any
     default_params: SamplingParams = field(default_factory=SamplingParams)
+    card: EncoderCard | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,11 +44,11 @@ class PromptReader:
         Raises ParameterError("prompt") for a prompt that is empty, too long, or has ids outside the vocabulary.
         """
         if not isinstance(prompt, str):
-            tokens = self._checked(prompt)
+            tokens = self.checked(prompt)
         elif self._tokenizer is None:
             raise ParameterError("prompt", "be token ids because this engine has no tokenizer", prompt, "no_tokenizer")
         else:
-            tokens = self._checked(self.encode(prompt))
+            tokens = self.checked(self.encode(prompt))
         if not tokens:
             raise ParameterError("prompt", "have at least one token", prompt)
         if len(tokens) >= self._max_model_len:
@@ -128,7 +128,7 @@ class PromptReader:
                 rule = f"have at most {self.max_ids} tokens"
                 raise ParameterError("prompt", rule, f"at least {count}", "context_length_exceeded")
 
-    def _checked(self, prompt: Sequence[int]) -> list[int]:
+    def checked(self, prompt: Sequence[int]) -> list[int]:
         """Token ids are checked here, because a bad one would fail a whole step later.
 
         Those of a text are checked as well, because a tokenizer may have more tokens than its model.

@@ -14,7 +14,8 @@ charged an estimate, as in the virtual token counter of Sheng et al. (2024, arXi
 A turn belongs to the client. If a running sequence is preempted, its turn goes back, and the client's first sequence by rank
 takes it. So the rank, and with it a request's priority, changes the order of the client's own sequences only.
 
-An operation costs O(log n) comparisons. Left out: slots and pages (scheduler.py).
+An operation costs O(log n) comparisons. What waits is a sequence, or an input of an encoder (pooling/batches.py). Left out:
+slots and pages (scheduler.py).
 """
 
 from __future__ import annotations
@@ -23,15 +24,40 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-
-from fa_serve.engine.scheduler.sequence import SequenceState
+from typing import Generic, Protocol, TypeVar
 
 MAX_IDLE_CLIENTS = 1024
 """Clients without a sequence whose accounts are kept. Beyond that the debts of idle clients are forgotten."""
 
 
+class Ranked(Protocol):
+    """Whose request it is, and its place among the requests of its client."""
+
+    @property
+    def client(self) -> str | None: ...
+
+    @property
+    def rank(self) -> tuple[float, int]: ...
+
+
+class Queued(Protocol):
+    """What can wait. turn, charge: what `admit` returned for it, and the cost that it was given"""
+
+    @property
+    def request(self) -> Ranked: ...
+
+    @property
+    def turn(self) -> int: ...
+
+    @property
+    def charge(self) -> int: ...
+
+
+S = TypeVar("S", bound=Queued)
+
+
 @dataclass(slots=True, eq=False)
-class _Client:
+class _Client(Generic[S]):
     """The account of one client.
 
     waiting:      its sequences, by rank
@@ -42,7 +68,7 @@ class _Client:
     place:        (next turn, serial) in the order of the clients while it has sequences that wait
     """
 
-    waiting: list[SequenceState] = field(default_factory=list)
+    waiting: list[S] = field(default_factory=list)
     turns: list[int] = field(default_factory=list)
     num_admitted: int = 0
     start: int = 0
@@ -51,13 +77,13 @@ class _Client:
     place: tuple[int, int] | None = None
 
 
-class FairQueue:
+class FairQueue(Generic[S]):
     """Owner of the waiting sequences and of the clients' accounts."""
 
     def __init__(self) -> None:
         self._now = 0
-        self._clients: dict[str | None, _Client] = {}
-        self._order: list[_Client] = []  # those with waiting sequences, by place
+        self._clients: dict[str | None, _Client[S]] = {}
+        self._order: list[_Client[S]] = []  # those with waiting sequences, by place
         self._length = 0
         self._num_admitted = 0
         self._serial = count()
@@ -65,12 +91,12 @@ class FairQueue:
     def __len__(self) -> int:
         return self._length
 
-    def __iter__(self) -> Iterator[SequenceState]:
+    def __iter__(self) -> Iterator[S]:
         """All waiting sequences, client by client."""
         for client in self._order:
             yield from client.waiting
 
-    def add(self, sequence: SequenceState) -> None:
+    def add(self, sequence: S) -> None:
         """A sequence has come."""
         name = sequence.request.client
         client = self._clients.get(name)
@@ -81,7 +107,7 @@ class FairQueue:
             client.serial = next(self._serial)
         self._insert(client, sequence)
 
-    def first(self) -> SequenceState:
+    def first(self) -> S:
         """The sequence that is next. There has to be one."""
         return self._order[0].waiting[0]
 
@@ -100,13 +126,13 @@ class FairQueue:
         self._arrange(client)
         return turn
 
-    def give_back(self, sequence: SequenceState) -> None:
+    def give_back(self, sequence: S) -> None:
         """A running sequence waits again. Its client gets its charge back, and its turn."""
         client = self._clients[sequence.request.client]
         insort(client.turns, sequence.turn)
         self._return(client, sequence)
 
-    def give_way(self, sequence: SequenceState) -> None:
+    def give_way(self, sequence: S) -> None:
         """The same, but its turn goes to the client of `first`."""
         first = self._order[0]
         client = self._clients[sequence.request.client]
@@ -115,7 +141,7 @@ class FairQueue:
         if sequence.turn <= max(first.start, first.finish):
             self._take_turn(first, sequence.turn)
 
-    def _return(self, client: _Client, sequence: SequenceState) -> None:
+    def _return(self, client: _Client[S], sequence: S) -> None:
         client.num_admitted -= 1
         self._num_admitted -= 1
         client.finish -= sequence.charge
@@ -131,13 +157,13 @@ class FairQueue:
             self._arrange(first)
             self._take_turn(idle, turn)
 
-    def _take_turn(self, client: _Client, turn: int) -> None:
+    def _take_turn(self, client: _Client[S], turn: int) -> None:
         """A client that waits gets a turn of another one."""
         insort(client.turns, turn)
         del client.turns[len(client.waiting) :]
         self._arrange(client)
 
-    def settle(self, sequence: SequenceState, difference: int) -> None:
+    def settle(self, sequence: S, difference: int) -> None:
         """A running sequence has ended. It has cost `difference` tokens more than was charged."""
         client = self._clients[sequence.request.client]
         client.num_admitted -= 1
@@ -146,7 +172,7 @@ class FairQueue:
         self._arrange(client)
         self._forget_idle()
 
-    def remove(self, sequence: SequenceState) -> None:
+    def remove(self, sequence: S) -> None:
         """A waiting sequence has ended."""
         client = self._clients[sequence.request.client]
         index = bisect_left(client.waiting, sequence.request.rank, key=_rank)
@@ -158,7 +184,7 @@ class FairQueue:
         self._arrange(client)
         self._forget_idle()
 
-    def crowding(self, running: Sequence[SequenceState]) -> SequenceState | None:
+    def crowding(self, running: Sequence[S]) -> S | None:
         """The running sequence that should make room for `first`.
 
         None unless the client of `first` has no running sequence and another client has several.
@@ -168,12 +194,12 @@ class FairQueue:
         last = self.last_of_largest(running)
         return last if self._clients[last.request.client].num_admitted > 1 else None
 
-    def last_of_largest(self, running: Sequence[SequenceState]) -> SequenceState:
+    def last_of_largest(self, running: Sequence[S]) -> S:
         """The running sequence with the last turn, of the client that has the most running sequences."""
         most = max(client.num_admitted for client in self._clients.values())
         return next(each for each in reversed(running) if self._clients[each.request.client].num_admitted == most)
 
-    def check_integrity(self, running: Sequence[SequenceState]) -> None:
+    def check_integrity(self, running: Sequence[S]) -> None:
         """Assert that the accounts are those of the waiting and of the running sequences."""
         assert self._length == len(list(self)), "the number of waiting sequences is wrong"
         assert [client.place for client in self._order] == sorted(client.place or (0, 0) for client in self._order)
@@ -187,12 +213,12 @@ class FairQueue:
             assert own == sorted(own, key=_rank), "a client's running sequences are not in the order of their ranks"
         assert self._num_admitted == len(running)
 
-    def _insert(self, client: _Client, sequence: SequenceState) -> None:
+    def _insert(self, client: _Client[S], sequence: S) -> None:
         insort(client.waiting, sequence, key=_rank)
         self._length += 1
         self._arrange(client)
 
-    def _arrange(self, client: _Client) -> None:
+    def _arrange(self, client: _Client[S]) -> None:
         """Put a client where its next turn belongs."""
         turn = client.turns[0] if client.turns else max(client.start, client.finish)
         place = (turn, client.serial) if client.waiting else None
@@ -213,10 +239,10 @@ class FairQueue:
             self._clients = {name: c for name, c in self._clients.items() if c.waiting or c.num_admitted}
 
 
-def _rank(sequence: SequenceState) -> tuple[float, int]:
+def _rank(sequence: Queued) -> tuple[float, int]:
     return sequence.request.rank
 
 
-def _place(client: _Client) -> tuple[int, int]:
+def _place(client: _Client[S]) -> tuple[int, int]:
     assert client.place is not None
     return client.place

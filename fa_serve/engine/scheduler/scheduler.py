@@ -89,7 +89,7 @@ class Scheduler:
         self.window = window
         self.speculation = speculation or Speculation(0)
         self.prompt_share = prompt_share
-        self.waiting = FairQueue()
+        self.waiting: FairQueue[SequenceState] = FairQueue()
         self.seats = AdapterSeats() if seats is None else seats
         self.running: list[SequenceState] = []
         self.sequences: dict[str, SequenceState] = {}

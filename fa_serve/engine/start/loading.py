@@ -40,6 +40,7 @@ from fa_serve.engine.speculation.drafts import Drafter, NgramDrafter, Speculatio
 from fa_serve.engine.start.generation_config import Defaults, find_defaults, find_ends
 from fa_serve.engine.start.read_ahead import reading_ahead
 from fa_serve.hf import NAME, check_attention_precision, divide_model, patch, plan_division, vocab_size
+from fa_serve.hf.encoders.folder import transformer_subfolder
 from fa_serve.hf.model_location import TOKENIZER_FILES, WEIGHT_FILES, find_model
 from fa_serve.hf.surgery.quantised.linear import check_report, finish_weights, quantized_elsewhere, with_quantized_linears
 from fa_serve.spec import ParameterError, UnsupportedModelError
@@ -212,8 +213,9 @@ def load_generation_config(setting: str | Path, model: PreTrainedModel) -> Any:
 def load_tokenizer(config: EngineConfig) -> Any:
     """The model's tokenizer. Raises what transformers raises, or OSError that names a file that cannot be read."""
     path = config.model_path()
+    subfolder = transformer_subfolder(path)
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+        return AutoTokenizer.from_pretrained(path, subfolder=subfolder, trust_remote_code=config.trust_remote_code)
     except Exception as error:
         _name_bad_file(path, error)
         _require_files(path, TOKENIZER_FILES, "a tokenizer", error)

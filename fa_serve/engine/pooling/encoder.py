@@ -1,0 +1,352 @@
+"""An encoder: embeddings, scores of pairs and classes of texts, batch by batch.
+
+    encoder = Encoder(EngineConfig(model="BAAI/bge-small-en-v1.5"))
+    vectors = encoder.encode(["a text", "another one"])                 # (2, 384), float32
+    scores = reranker.score("a question", ["a text", "another one"])    # (2,)
+
+A step computes one batch of packed inputs. On a GPU, the next batch is launched before the results of the last one are read.
+`Encoder` has the methods of `Engine` that a worker calls, so that `AsyncEngine` runs either. Left out: what is computed of a
+batch (fa_serve.hf.encoders) and which inputs are in it (batches.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fa_serve.engine.config import EngineConfig
+from fa_serve.engine.errors import EncoderError, EngineDeadError, RequestError
+from fa_serve.engine.events import OnPhase, PhaseClock
+from fa_serve.engine.pooling.batches import InputQueue, QueuedInput
+from fa_serve.engine.pooling.inputs import EncoderInput, InputReader, InputText
+from fa_serve.engine.pooling.params import EncoderCard, Pooled, PoolingParams
+from fa_serve.engine.pooling.pipeline import Pipeline
+from fa_serve.engine.request.outputs import RequestOutput
+from fa_serve.engine.request.params import SamplingParams
+from fa_serve.engine.scheduler.sequence_times import SequenceTimes
+from fa_serve.engine.stats import EngineStats
+from fa_serve.spec import ParameterError
+
+log = logging.getLogger("fa_serve.engine")
+Vectors = np.ndarray[Any, np.dtype[np.float32]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A batch that is being computed. event: recorded behind its copy to the host, on a GPU"""
+
+    batch: list[QueuedInput]
+    results: Tensor
+    begin: float
+    event: Any
+
+
+class Encoder:
+    """config: `task` says what to do where the files of the model do not; settings of the KV cache have no meaning here
+
+    The constructor raises ParameterError for settings that an encoder does not have, and for a model that is none.
+    """
+
+    eos_ids: frozenset[int] = frozenset()
+    default_params = SamplingParams()
+    grammars = None
+
+    def __init__(
+        self,
+        config: EngineConfig | None = None,
+        *,
+        on_phase: OnPhase | None = None,
+        ahead: bool = False,
+        on_lost: Callable[[EngineDeadError], None] | None = None,
+    ) -> None:
+        config = config or EngineConfig(task="embed")
+        check_config(config)
+        config.require_device()
+        self._pipeline = Pipeline.load(config, PhaseClock(on_phase))
+        self.card: EncoderCard = self._pipeline.card
+        self.tokenizer = self._pipeline.tokenizer
+        self.vocab_size = self._pipeline.vocab_size
+        model = self._pipeline.model.model
+        self.config = replace(
+            config,
+            task=self.card.task,
+            dtype=str(model.dtype)[6:],
+            device=str(model.device),
+            max_model_len=self.card.max_tokens,
+        )
+        self.reader = InputReader(self.tokenizer, self.card, self.vocab_size)
+        self._queue = InputQueue(config.max_num_batched_tokens, config.max_num_seqs)
+        self._launched: deque[_Launched] = deque()
+        self._depth = 1 if model.device.type == "cuda" else 0
+        self._num_steps = 0
+        self._num_tokens = 0
+        self._serial = count()
+        if ahead:
+            self._warm_up()
+
+    def add_request(
+        self,
+        request_id: str,
+        inputs: Sequence[EncoderInput],
+        params: PoolingParams | None = None,
+        *,
+        priority: int = 0,
+        timeout: float | None = None,
+        client: str | None = None,
+    ) -> None:
+        """Queue the inputs of a request, which is answered with one output for each of them.
+
+        inputs:   of `reader.read`
+        priority: of one client's requests, those with a lower value are served sooner
+        timeout:  seconds after which the request ends with an error
+
+        Raises ParameterError for parameters that this encoder does not have, and QueueFullError when too many tokens wait.
+        """
+        params = params or PoolingParams()
+        params.check(self.card)
+        if timeout is not None and not timeout > 0:
+            raise ParameterError("timeout", "be positive, in seconds", timeout)
+        self._queue.add(request_id, inputs, params, priority=priority, timeout=timeout, client=client)
+
+    def abort(self, request_id: str) -> list[RequestOutput]:
+        """End a request. Returns the last outputs of its inputs; none if it has ended already or never existed."""
+        return [_ended(request_id, index, None) for index in self._queue.abort(request_id)]
+
+    @property
+    def is_asleep(self) -> bool:
+        """Never: an encoder has no memory that `Engine.sleep` would free."""
+        return False
+
+    def has_unfinished(self) -> bool:
+        """Whether `step` has anything to do."""
+        return bool(self._queue.num_waiting or self._launched)
+
+    def step(self) -> list[RequestOutput]:
+        """Compute one batch. Returns the outputs of inputs that have been computed, or whose time is up."""
+        outputs = self._expire()
+        batch = self._queue.next_batch()
+        if batch:
+            outputs += self._launch(batch)
+        while len(self._launched) > (self._depth if batch else 0):
+            outputs += self._commit()
+        return outputs
+
+    def encode(
+        self,
+        texts: Sequence[InputText] | str,
+        *,
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        params: PoolingParams | None = None,
+        truncate: bool = False,
+    ) -> Vectors:
+        """The vectors of texts -> (texts, size) float32, in their order; of one text (size,).
+
+        prompt_name: the name of a prompt of the model, which is written before each text; None is the model's default
+        prompt:      the text of the prompt itself
+        truncate:    texts that are too long are cut instead of refused
+
+        Raises ParameterError for texts and parameters that this encoder does not take, and EncoderError if a step fails. For
+        models whose answer has another form, and for vectors of tokens, there is `pooled`.
+        """
+        if self.card.task != "embed" or (params is not None and params.tokens):
+            raise ParameterError("task", "be embed for encode: use pooled, score or classify", self.card.task)
+        many = [texts] if isinstance(texts, str) else texts
+        if not many:
+            return np.zeros((0, self.card.size), dtype=np.float32)
+        found = self.pooled(many, prompt_name=prompt_name, prompt=prompt, params=params, truncate=truncate)
+        vectors = np.stack([each.values for each in found])
+        return vectors[0] if isinstance(texts, str) else vectors
+
+    def score(
+        self, query: str, documents: Sequence[str], *, params: PoolingParams | None = None, truncate: bool = False
+    ) -> Vectors:
+        """How well each document answers a query -> (documents,) float32, with a model of the task score."""
+        if self.card.task != "score":
+            raise ParameterError("task", "be score for the score of pairs", self.card.task)
+        found = self.pooled([(query, each) for each in documents], params=params, truncate=truncate)
+        return np.array([each.values[0] for each in found], dtype=np.float32)
+
+    def classify(
+        self, texts: Sequence[str | tuple[str, str]], *, params: PoolingParams | None = None, truncate: bool = False
+    ) -> Vectors:
+        """The probabilities of the classes `card.labels` -> (texts, labels) float32."""
+        if self.card.task not in ("classify", "score"):
+            raise ParameterError("task", "be classify or score for classes", self.card.task)
+        found = self.pooled(texts, params=params, truncate=truncate)
+        return np.stack([each.values for each in found]) if found else np.zeros((0, self.card.size), dtype=np.float32)
+
+    def pooled(
+        self,
+        inputs: Sequence[InputText],
+        *,
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        params: PoolingParams | None = None,
+        truncate: bool = False,
+    ) -> list[Pooled]:
+        """What the encoder gives for each input, in their order. The arguments are those of `encode`."""
+        if not inputs:
+            return []
+        text = self.reader.prompt(prompt_name) if prompt is None else prompt
+        name = f"encode-{next(self._serial)}"
+        self.add_request(name, self.reader.read(inputs, prompt=text, truncate=truncate), params)
+        found: dict[int, Pooled] = {}
+        try:
+            while len(found) < len(inputs):
+                for output in self.step():
+                    if output.request_id != name:
+                        continue
+                    if output.error is not None:
+                        raise EncoderError(output.error)
+                    assert output.pooled is not None
+                    found[output.index] = output.pooled
+        finally:
+            self.abort(name)
+        return [found[index] for index in range(len(inputs))]
+
+    def prepare_one(self) -> bool:
+        """Nothing is captured when there is no request."""
+        return False
+
+    def preparations(self) -> tuple[int, int]:
+        """Kernels that were compiled or loaded, and CUDA graphs that were captured: an encoder does not count them."""
+        return 0, 0
+
+    def stats(self) -> EngineStats:
+        """A snapshot of the counters."""
+        return EngineStats(
+            num_running=self._queue.num_running,
+            num_waiting=self._queue.num_waiting,
+            num_pages=0,
+            num_pages_used=0,
+            num_steps=self._num_steps,
+            num_prompt_tokens=self._num_tokens,
+            num_cached_tokens=0,
+            num_output_tokens=0,
+            num_preemptions=0,
+        )
+
+    def close(self) -> None:
+        """Nothing to free: an encoder has no other processes."""
+
+    def check_integrity(self) -> None:
+        """Assert that every input is accounted for."""
+        self._queue.check_integrity()
+
+    def _warm_up(self) -> None:
+        """Compute inputs of a few sizes, so that no request waits for a compilation."""
+        longest = min(self.card.max_tokens, self.config.max_num_batched_tokens)
+        with torch.inference_mode():
+            for length in sorted({1, 16, longest}):
+                ids = np.zeros(length, dtype=np.int32)
+                types = np.zeros(length, dtype=np.int32) if self.card.takes_types else None
+                self._pipeline.compute([EncoderInput(ids, types)], PoolingParams())
+
+    def _expire(self) -> list[RequestOutput]:
+        names = self._queue.expired(time.monotonic())
+        error = RequestError("timeout", "the request was not finished within its timeout")
+        return [_ended(name, index, error) for name in names for index in self._queue.abort(name)]
+
+    def _launch(self, batch: list[QueuedInput]) -> list[RequestOutput]:
+        begin = time.monotonic()
+        try:
+            with torch.inference_mode():
+                results = self._pipeline.compute([each.input for each in batch], batch[0].request.params)
+                event = None
+                if results.device.type == "cuda":
+                    results = results.to("cpu", non_blocking=True)
+                    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                    event.record()
+        except torch.OutOfMemoryError as error:
+            return self._shrink(batch, error)
+        except Exception as error:
+            return self._fail(batch, error)
+        self._num_steps += 1
+        self._launched.append(_Launched(batch, results, begin, event))
+        return []
+
+    def _commit(self) -> list[RequestOutput]:
+        """Wait for the oldest batch and turn its results into outputs."""
+        step = self._launched.popleft()
+        try:
+            if step.event is not None:
+                step.event.synchronize()
+            inputs = [each.input for each in step.batch]
+            rows = self._pipeline.rows(step.results, inputs, step.batch[0].request.params)
+            pooled = [self._pipeline.finish(row, each.request.params) for row, each in zip(rows, step.batch, strict=True)]
+        except Exception as error:
+            return self._fail(step.batch, error)
+        now = time.monotonic()
+        found = dict(zip(map(id, step.batch), pooled, strict=True))
+        outputs = []
+        for each in self._queue.finish(step.batch):
+            result = found[id(each)]
+            self._num_tokens += each.num_tokens
+            if result is None:
+                reason = RequestError("not_finite", "the model computed numbers that are NaN or infinite")
+                outputs.append(_ended(each.request.name, each.index, reason))
+                continue
+            times = SequenceTimes(each.request.arrival)
+            times.begin(step.begin)
+            times.end_step(now, now, 1)
+            outputs.append(
+                RequestOutput(
+                    each.request.name,
+                    [],
+                    finished=True,
+                    finish_reason="stop",
+                    num_prompt_tokens=each.num_tokens,
+                    index=each.index,
+                    times=times,
+                    pooled=result,
+                )
+            )
+        return outputs
+
+    def _shrink(self, batch: list[QueuedInput], error: Exception) -> list[RequestOutput]:
+        """The device has no room for such a batch: it waits again, and batches have half as many tokens from now on."""
+        if len(batch) == 1:
+            return self._fail(batch, error)
+        self._queue.give_back(batch)
+        self._queue.max_tokens = max(sum(each.num_tokens for each in batch) // 2, 1)
+        torch.cuda.empty_cache()
+        log.warning("out of memory in a batch: from now on batches have at most %d tokens", self._queue.max_tokens)
+        return []
+
+    def _fail(self, batch: list[QueuedInput], error: Exception) -> list[RequestOutput]:
+        """End the inputs of a batch that could not be computed."""
+        if isinstance(error, torch.AcceleratorError):
+            raise error  # the device is lost: nothing more can be computed in this process
+        log.error("a step failed; its %d inputs end with an error", len(batch), exc_info=error)
+        reason = RequestError("step_failed", f"the step failed: {type(error).__name__}: {error}")
+        return [_ended(each.request.name, each.index, reason) for each in self._queue.finish(batch)]
+
+
+def check_config(config: EngineConfig) -> None:
+    """Raise ParameterError for a setting that an encoder does not have."""
+    neutral: dict[str, Any] = {
+        "tensor_parallel": 1,
+        "quantization": None,
+        "speculative": None,
+        "kv_cache_dtype": "auto",
+        "attention_precision": "bf16",
+        "deterministic": False,
+    }
+    for name, value in neutral.items():
+        if getattr(config, name) != value:
+            raise ParameterError(name, f"be {value} for an encoder", getattr(config, name), "unsupported")
+
+
+def _ended(name: str, index: int, error: RequestError | None) -> RequestOutput:
+    """The output of an input that is not computed."""
+    return RequestOutput(name, [], finished=True, finish_reason="abort" if error is None else "error", error=error, index=index)

@@ -1,0 +1,83 @@
+"""What a request to an encoder asks for, and what others need to know of a loaded encoder. Plain data, no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from fa_serve.spec import ParameterError
+
+Activation = Literal["default", "none", "sigmoid", "softmax"]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingParams:
+    """What is to be computed of each input of a request.
+
+    tokens:     vectors of all tokens instead of one vector; only of the tasks embed and token_embed
+    dimensions: the numbers of a vector that are kept, from its begin on; of a model whose vectors have length 1, so has what is
+                left. None keeps all
+    normalise:  whether vectors get length 1; None as the model's folder has it
+    activation: what is applied to logits: "default" is the model's, which is the sigmoid for one label, and the softmax for
+                several
+    """
+
+    tokens: bool = False
+    dimensions: int | None = None
+    normalise: bool | None = None
+    activation: Activation = "default"
+
+    def check(self, card: EncoderCard) -> None:
+        """Raise ParameterError for what this encoder does not compute."""
+        if self.tokens and card.task not in ("embed", "token_embed"):
+            raise ParameterError("tokens", f"be False for a model of the task {card.task}", self.tokens, "unsupported")
+        if self.dimensions is not None and not 1 <= self.dimensions <= card.size:
+            rule = f"be from 1 to {card.size}, which is the size of this model's vectors"
+            raise ParameterError("dimensions", rule, self.dimensions)
+        if self.dimensions is not None and card.task not in ("embed", "token_embed"):
+            raise ParameterError("dimensions", f"be None for a model of the task {card.task}", self.dimensions, "unsupported")
+        if self.activation not in ("default", "none", "sigmoid", "softmax"):
+            raise ParameterError("activation", "be default, none, sigmoid or softmax", self.activation)
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderCard:
+    """What others need to know of a loaded encoder.
+
+    task:       as in fa_serve.hf.encoders.folder
+    size:       the numbers of a vector, of the weights of words or of the labels
+    max_tokens: of an input
+    labels:     names of the classes, by index
+    prompts:    texts that come before an input, by name; default_prompt: the name of that of an input without a name
+    skips_prompt: whether the tokens of a prompt do not count in the mean of a vector
+    takes_types:  whether the model tells the two texts of a pair apart by types of tokens
+    lower_case: whether texts are written in lower case first
+    normalises: whether vectors have length 1
+    pooling:    how vectors are made of tokens, for people
+    """
+
+    task: str
+    size: int
+    max_tokens: int
+    labels: tuple[str, ...] = ()
+    prompts: dict[str, str] = field(default_factory=dict)
+    default_prompt: str | None = None
+    skips_prompt: bool = False
+    takes_types: bool = False
+    lower_case: bool = False
+    normalises: bool = False
+    pooling: str = ""
+
+
+@dataclass(slots=True)
+class Pooled:
+    """What an encoder gives for one input.
+
+    values:  float32: (size,) of a vector, a score or classes; (tokens, size) of the vectors of tokens; (n,) of weights of words
+    indices: (n,) int32, the ids of the words that have these weights; None for all other tasks
+    """
+
+    values: np.ndarray[Any, np.dtype[np.float32]]
+    indices: np.ndarray[Any, np.dtype[np.int32]] | None = None

@@ -1,0 +1,174 @@
+"""From a batch of inputs to numbers: the transformer, the modules behind it, and what a request asks of the result.
+
+    pipeline = Pipeline.load(config, clock)
+    results = pipeline.compute(inputs, params)           # on the device
+    rows = pipeline.rows(results.cpu(), inputs, params)
+    answers = [pipeline.finish(row, params) for row in rows]
+
+Left out: queues and steps (encoder.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fa_serve.engine.config import EngineConfig
+from fa_serve.engine.events import PhaseClock
+from fa_serve.engine.pooling.inputs import EncoderInput
+from fa_serve.engine.pooling.params import EncoderCard, Pooled, PoolingParams
+from fa_serve.engine.start.loading import load_tokenizer
+from fa_serve.hf.encoders.folder import EncoderTask, read_folder
+from fa_serve.hf.encoders.load import LoadedEncoder, load_encoder
+from fa_serve.hf.encoders.modules import TokenPooling, is_unit_length, output_size, pool, splade_weights
+from fa_serve.hf.encoders.packed import PackedInputs, PackedModel
+from fa_serve.hf.model_location import find_model
+from fa_serve.spec import ParameterError
+
+Row = np.ndarray[Any, np.dtype[np.float32]]
+MIN_LENGTH = 1e-12
+"""Least length that a vector is divided by, as in PyTorch's `normalize`."""
+MAX_TOKENS = 1 << 17
+"""Tokens of an input, if the model names no limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """modules: behind the transformer, without a last normalisation, which `finish` does where a request wants it"""
+
+    model: PackedModel
+    modules: list[nn.Module]
+    tokenizer: Any
+    vocab_size: int
+    card: EncoderCard
+    splade: dict[str, Any] = field(default_factory=dict)
+    activation: str = "identity"
+
+    @classmethod
+    def load(cls, config: EngineConfig, clock: PhaseClock) -> Pipeline:
+        """Load the model that the config names. Raises ParameterError and what transformers raises."""
+        path = config.model_path()
+        find_model(path)
+        task = config.resolve_task()
+        if task == "generate":
+            rule = "be one of an encoder: embed, token_embed, sparse, score or classify"
+            raise ParameterError("task", f"{rule}, and the files of {path} are those of a model that generates", task)
+        folder = read_folder(path, cast(EncoderTask, task))
+        tokenizer = load_tokenizer(config)
+        device = torch.device(config.resolve_device())
+        loaded = load_encoder(folder, dtype=config.dtype, device=device, trust_remote_code=config.trust_remote_code)
+        packed = "packed" if loaded.model.packs else "padded"
+        clock.end("weights", f"{config.model_name} on {loaded.model.device}, task {task}, {packed} batches")
+        limit = _max_tokens(config, folder.max_tokens, tokenizer, loaded.max_positions)
+        splade = next((each.config for each in folder.modules if each.kind == "SpladePooling"), {})
+        poolings = [each for each in loaded.modules if isinstance(each, TokenPooling)]
+        normalises = is_unit_length(loaded.modules)
+        modules = loaded.modules[:-1] if normalises else loaded.modules
+        card = EncoderCard(
+            task=task,
+            size=_size(task, loaded, modules),
+            max_tokens=limit,
+            labels=loaded.labels,
+            prompts=folder.prompts,
+            default_prompt=folder.default_prompt,
+            skips_prompt=any(not each.include_prompt for each in poolings),
+            takes_types="token_type_ids" in tokenizer.model_input_names,
+            lower_case=folder.lower_case,
+            normalises=normalises,
+            pooling=", ".join(mode for each in poolings for mode in each.modes) or task,
+        )
+        activation = _activation(folder.activation, loaded)
+        return cls(loaded.model, modules, tokenizer, loaded.model.num_ids, card, splade, activation)
+
+    def compute(self, inputs: Sequence[EncoderInput], params: PoolingParams) -> Tensor:
+        """What the batch gives, on the device: (inputs, size) float32; (total, size) of the vectors of tokens.
+
+        params: of any request of the batch; all of a batch ask for vectors of tokens, or none does
+        """
+        ids = torch.from_numpy(np.concatenate([each.ids for each in inputs]))
+        types = None
+        if self.card.takes_types:
+            types = torch.from_numpy(np.concatenate([_types_of(each) for each in inputs]))
+        packed = PackedInputs.of(ids, types, [len(each.ids) for each in inputs], self.model.device)
+        if self.card.task in ("score", "classify"):
+            hidden = self.model.hidden(packed) if self.model.reads_rows else torch.empty(0)
+            return self.model.label_logits(hidden, packed).float()
+        hidden = self.model.hidden(packed)
+        if self.card.task == "sparse":
+            return splade_weights(self.model, hidden, packed, self.splade)
+        if params.tokens:
+            return pool(self.modules if self.card.task == "token_embed" else [], hidden, packed).float()
+        return pool(self.modules, hidden, packed, [each.skipped for each in inputs]).float()
+
+    def rows(self, results: Tensor, inputs: Sequence[EncoderInput], params: PoolingParams) -> list[Row]:
+        """The results of each input, on the host."""
+        values = results.numpy()
+        if not params.tokens and self.card.task != "token_embed":
+            return list(values)
+        ends = np.cumsum([len(each.ids) for each in inputs])
+        return cast("list[Row]", np.split(values, ends[:-1]))
+
+    def finish(self, row: Row, params: PoolingParams) -> Pooled | None:
+        """What a request gets of its row; None if a number of it is not finite."""
+        if not np.isfinite(row).all():
+            return None
+        match self.card.task:
+            case "sparse":
+                indices = np.flatnonzero(row).astype(np.int32)
+                return Pooled(row[indices], indices)
+            case "score" | "classify":
+                name = self.activation if params.activation == "default" else params.activation
+                return Pooled(_activate(row, name))
+        kept = row if params.dimensions is None else row[..., : params.dimensions]
+        normalise = self.card.normalises if params.normalise is None else params.normalise
+        if normalise:
+            kept = kept / np.maximum(np.linalg.norm(kept, axis=-1, keepdims=True), MIN_LENGTH)
+        return Pooled(np.ascontiguousarray(kept, dtype=np.float32))
+
+
+def _types_of(each: EncoderInput) -> Any:
+    return np.zeros(len(each.ids), dtype=np.int32) if each.types is None else each.types
+
+
+def _size(task: str, loaded: LoadedEncoder, modules: Sequence[nn.Module]) -> int:
+    config = loaded.model.base.config
+    if task == "sparse":
+        return int(config.vocab_size)
+    return len(loaded.labels) or output_size(modules, config.hidden_size)
+
+
+def _max_tokens(config: EngineConfig, told: int | None, tokenizer: Any, positions: int | None) -> int:
+    """The tokens of an input. Raises ParameterError for a `max_model_len` above what the model was made for."""
+    limits = [limit for limit in (positions, told or tokenizer.model_max_length) if limit is not None]
+    limit = int(min(*limits, MAX_TOKENS))
+    wanted = config.max_model_len
+    if wanted is not None and positions is not None and wanted > positions:
+        raise ParameterError("max_model_len", f"be at most {positions}, the model's max_position_embeddings", wanted)
+    return limit if wanted is None else wanted
+
+
+def _activation(told: str | None, loaded: LoadedEncoder) -> str:
+    """What the logits become by default: as the folder has it, else the sigmoid of one label, else probabilities."""
+    names = {"Sigmoid": "sigmoid", "Identity": "none", "Softmax": "softmax"}
+    last = None if told is None else told.rpartition(".")[2]
+    if last is not None and last not in names:
+        raise ParameterError("model", f"have an activation of its logits that is one of {', '.join(names)}", told)
+    if last is not None and len(loaded.labels) == 1:
+        return names[last]
+    if len(loaded.labels) == 1 or loaded.model.model.config.problem_type == "multi_label_classification":
+        return "sigmoid"
+    return "softmax"
+
+
+def _activate(row: Row, name: str) -> Row:
+    if name == "sigmoid":
+        return cast(Row, (1 / (1 + np.exp(-row.astype(np.float64)))).astype(np.float32))
+    if name == "softmax":
+        powers = np.exp((row - row.max()).astype(np.float64))
+        return cast(Row, (powers / powers.sum()).astype(np.float32))
+    return row

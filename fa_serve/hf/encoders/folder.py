@@ -1,0 +1,241 @@
+"""What a folder of an encoder asks for, read from its small files alone: the task, the modules, the prompts.
+
+    folder = read_folder("BAAI/bge-small-en-v1.5", task=None)
+    folder.task                # "embed"
+
+The format is that of sentence-transformers (`modules.json` and the configs that it names). A folder without `modules.json` is
+judged by the architecture in its config. Left out: weights (load.py).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+from huggingface_hub import _CACHED_NO_EXIST, try_to_load_from_cache
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
+from transformers.utils.hub import cached_file
+
+from fa_serve.hf.model_location import find_model
+from fa_serve.spec import ParameterError
+
+EncoderTask = Literal["embed", "token_embed", "sparse", "score", "classify"]
+"""What an encoder answers with: one vector, a vector for each token, weights of words, the score of a pair, or classes."""
+TASKS: tuple[str, ...] = ("generate", *get_args(EncoderTask))
+MODULES = "modules.json"
+_TRANSFORMERS = ("Transformer", "MLMTransformer")
+_SKIPPED = ("Dropout",)
+_KNOWN = ("Pooling", "Dense", "LayerNorm", "Normalize", "SpladePooling", "MultiVectorMask")
+_TRANSFORMER_CONFIGS = tuple(
+    f"sentence_{name}_config.json" for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
+_TRANSFORMER_TASKS: dict[str, tuple[EncoderTask, ...]] = {
+    "feature-extraction": ("embed", "token_embed"),
+    "fill-mask": ("sparse",),
+    "sequence-classification": ("score", "classify"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderModule:
+    """A module after the transformer. kind: the name of its class; path: its folder; config: its settings"""
+
+    kind: str
+    path: str
+    config: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderFolder:
+    """What a folder asks for.
+
+    path:        hub name or folder
+    subfolder:   where the transformer and its tokenizer are inside of it; "" for the folder itself
+    modules:     what follows the transformer, in order
+    prompts:     texts that come before an input, by name
+    default_prompt: the name of the prompt of an input for which no prompt is named; None for none
+    max_tokens:  of an input, as the folder says; None leaves it to the tokenizer and the model
+    lower_case:  whether texts are written in lower case before the tokenizer sees them
+    activation:  the name of the class that is applied to the logits of a score or of classes; None for the usual one
+    """
+
+    path: str
+    task: EncoderTask
+    subfolder: str = ""
+    modules: tuple[EncoderModule, ...] = ()
+    prompts: dict[str, str] = field(default_factory=dict)
+    default_prompt: str | None = None
+    max_tokens: int | None = None
+    lower_case: bool = False
+    activation: str | None = None
+
+
+def recognise_task(path: str, given: str | None = None) -> str:
+    """The task that a folder or a hub name is for: one of TASKS. given: overrides what its files say
+
+    Raises ParameterError for a task that is not known.
+    """
+    if given is not None and given not in TASKS:
+        raise ParameterError("task", f"be None or one of {', '.join(TASKS)}", given)
+    if given is not None:
+        return given
+    find_model(path)
+    listed = read_json(path, MODULES)
+    if listed is not None:
+        return _task_of_modules(path, _modules(path, listed))
+    config = read_json(path, "config.json") or {}
+    return _task_of_architecture(config)
+
+
+def transformer_subfolder(path: str) -> str:
+    """Where the transformer is inside of a folder: `0_Transformer` in those of early sentence-transformers, else ""."""
+    for module in read_json(path, MODULES) or ():
+        if _kind(module) in _TRANSFORMERS:
+            return str(module.get("path", "")).strip("/")
+    return ""
+
+
+def read_folder(path: str, task: EncoderTask) -> EncoderFolder:
+    """What the folder asks for when it is to do this task.
+
+    Raises ParameterError for a module that fa_serve does not compute, or that does not lead to the task.
+    """
+    listed = read_json(path, MODULES)
+    general = read_json(path, "config_sentence_transformers.json") or {}
+    activation = general.get("activation_fn")
+    if listed is None:
+        config = read_json(path, "config.json") or {}
+        own = config.get("sentence_transformers") or {}
+        activation = activation or own.get("activation_fn") or config.get("sbert_ce_default_activation_function")
+        return EncoderFolder(path, task, modules=_default_modules(task, config), activation=activation, **_prompts(general))
+    modules = _modules(path, listed)
+    subfolder = transformer_subfolder(path)
+    settings = _transformer_config(path, subfolder)
+    found = tuple(module for module in modules if module.kind not in (*_TRANSFORMERS, *_SKIPPED))
+    for module in found:
+        if module.kind not in _KNOWN:
+            rule = f"have modules that are {', '.join(_KNOWN)} behind a Transformer, and not {module.kind}, which is not built"
+            raise ParameterError("model", rule, path)
+    if task == "embed" and not any(module.kind == "Pooling" for module in found):
+        raise ParameterError("task", "be another one for a folder whose modules have no Pooling", task)
+    if task == "token_embed":
+        found = tuple(module for module in found if module.config.get("module_input_name") == "token_embeddings")
+    if task == "sparse" and not any(module.kind == "SpladePooling" for module in found):
+        found = _default_modules(task, {})
+    if task in ("score", "classify"):
+        found = ()
+    return EncoderFolder(
+        path,
+        task,
+        subfolder,
+        found,
+        max_tokens=settings.get("max_seq_length"),
+        lower_case=bool(settings.get("do_lower_case")),
+        activation=activation,
+        **_prompts(general),
+    )
+
+
+def read_json(path: str, name: str) -> Any:
+    """The contents of a file of a folder or of a hub name; None if it has no such file.
+
+    Raises OSError for a file that is no JSON.
+    """
+    if not Path(path).is_dir():
+        known = try_to_load_from_cache(path, name)
+        if known is _CACHED_NO_EXIST:
+            return None
+    file = cached_file(
+        path,
+        name,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    if file is None:
+        return None
+    try:
+        return json.loads(Path(file).read_bytes())
+    except ValueError as error:
+        raise OSError(f"the model's file {file} cannot be read: {error}") from None
+
+
+def _prompts(general: dict[str, Any]) -> dict[str, Any]:
+    return {"prompts": dict(general.get("prompts") or {}), "default_prompt": general.get("default_prompt_name")}
+
+
+def _kind(module: dict[str, Any]) -> str:
+    return str(module.get("type", "")).rpartition(".")[2]
+
+
+def _modules(path: str, listed: list[dict[str, Any]]) -> list[EncoderModule]:
+    found = []
+    for module in listed:
+        kind = _kind(module)
+        place = str(module.get("path", "")).strip("/")
+        if kind in _TRANSFORMERS:
+            found.append(EncoderModule(kind, place, _transformer_config(path, place)))
+        else:
+            found.append(EncoderModule(kind, place, read_json(path, f"{place}/config.json" if place else "config.json") or {}))
+    return found
+
+
+def _transformer_config(path: str, subfolder: str) -> dict[str, Any]:
+    """The settings that sentence-transformers keeps beside the transformer."""
+    for name in _TRANSFORMER_CONFIGS:
+        config = read_json(path, f"{subfolder}/{name}" if subfolder else name)
+        if config is not None:
+            return dict(config)
+    return {}
+
+
+def _task_of_modules(path: str, modules: list[EncoderModule]) -> EncoderTask:
+    kinds = [module.kind for module in modules]
+    if "SpladePooling" in kinds:
+        return "sparse"
+    if "Pooling" in kinds:
+        return "embed"
+    if not modules or modules[0].kind not in _TRANSFORMERS:
+        raise ParameterError("model", f"be a folder whose {MODULES} begins with a Transformer", path)
+    told = modules[0].config.get("transformer_task", "feature-extraction")
+    if told not in _TRANSFORMER_TASKS or "LogitScore" in kinds:
+        rule = f"be a folder whose Transformer is for {', '.join(_TRANSFORMER_TASKS)}, and not for {told}, which is not built"
+        raise ParameterError("model", rule, path)
+    if told == "sequence-classification":
+        return cast(EncoderTask, _task_of_architecture(read_json(path, "config.json") or {}))
+    return "token_embed" if told == "feature-extraction" else "sparse"
+
+
+def _task_of_architecture(config: dict[str, Any]) -> str:
+    """By the name of the class that has written the weights: its last part says which head they have."""
+    architecture = next(iter(config.get("architectures") or ()), "")
+    if architecture.endswith("ForSequenceClassification"):
+        labels = config.get("id2label") or {}
+        return "score" if len(labels) == 1 or config.get("num_labels") == 1 else "classify"
+    encodes = architecture.endswith(("Model", "ForMaskedLM", "ForPreTraining")) and not architecture.endswith("LMHeadModel")
+    return "embed" if encodes else "generate"
+
+
+def _default_modules(task: EncoderTask, config: dict[str, Any]) -> tuple[EncoderModule, ...]:
+    """What follows a transformer whose folder does not say it.
+
+    The mean of an encoder, as sentence-transformers takes it. In a causal model only the last token has seen all others.
+    """
+    if task == "sparse":
+        return (EncoderModule("SpladePooling", "", {"pooling_strategy": "max", "activation_function": "relu"}),)
+    if task != "embed":
+        return ()
+    is_causal = _reads_left_to_right(config)
+    return (EncoderModule("Pooling", "", {"pooling_mode": "lasttoken" if is_causal else "mean"}),)
+
+
+def _reads_left_to_right(config: dict[str, Any]) -> bool:
+    """Whether the model is a decoder: transformers has a class of its type for the next token, and none for masked words."""
+    if config.get("use_bidirectional_attention") or config.get("is_causal") is False:
+        return False
+    kind = config.get("model_type")
+    return bool(config.get("is_decoder")) or (
+        kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind not in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    )

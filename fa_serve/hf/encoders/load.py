@@ -1,0 +1,97 @@
+"""An encoder, loaded: the transformer with its head, the modules behind it, the tokenizer's facts.
+
+    loaded = load_encoder(folder, dtype="auto", device=torch.device("cpu"))
+    loaded.model.hidden(inputs)
+
+Left out: the tokenizer itself, which another process may need as well (fa_serve.engine.start.loading).
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification, PreTrainedModel
+
+from fa_serve.hf.adapter.models import NAME
+from fa_serve.hf.encoders.folder import EncoderFolder, EncoderTask
+from fa_serve.hf.encoders.modules import load_modules
+from fa_serve.hf.encoders.packed import PackedModel
+from fa_serve.spec import ParameterError, UnsupportedModelError
+
+log = logging.getLogger("fa_serve.engine")
+
+_CLASSES: dict[EncoderTask, Any] = {
+    "embed": AutoModel,
+    "token_embed": AutoModel,
+    "sparse": AutoModelForMaskedLM,
+    "score": AutoModelForSequenceClassification,
+    "classify": AutoModelForSequenceClassification,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedEncoder:
+    """modules: behind the transformer. labels: of the logits of a score or of classes, by index, else ()"""
+
+    model: PackedModel
+    modules: list[nn.Module]
+    labels: tuple[str, ...]
+    max_positions: int | None
+
+
+def load_encoder(folder: EncoderFolder, *, dtype: str, device: torch.device, trust_remote_code: bool = False) -> LoadedEncoder:
+    """Load what the folder asks for, with fa_serve as the attention where the model lets it be replaced.
+
+    Raises what transformers raises, ParameterError for a folder that fa_serve does not compute, and OSError for weights of a
+    head that are missing.
+    """
+    found = _load(folder, dtype, device, trust_remote_code)
+    model = cast(PreTrainedModel, cast(nn.Module, found).to(device).eval().requires_grad_(False))
+    packed = PackedModel(model)
+    labels: tuple[str, ...] = ()
+    if folder.task in ("score", "classify"):
+        names: dict[int, str] = model.config.id2label  # type: ignore[assignment]
+        labels = tuple(str(names[index]) for index in sorted(names))
+    modules = load_modules(folder, model.dtype, device)
+    return LoadedEncoder(packed, modules, labels, _max_positions(packed))
+
+
+def _load(folder: EncoderFolder, dtype: str, device: torch.device, trust_remote_code: bool) -> PreTrainedModel:
+    words: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    if folder.subfolder:
+        words["subfolder"] = folder.subfolder
+    config = AutoConfig.from_pretrained(folder.path, **words)
+    kind = _CLASSES[folder.task]
+
+    def load(attention: str | None) -> PreTrainedModel:
+        own = {} if attention is None else {"attn_implementation": attention}
+        model, report = kind.from_pretrained(folder.path, config=config, dtype=dtype, output_loading_info=True, **own, **words)
+        _require_head(folder, report)
+        loaded: PreTrainedModel = model
+        return loaded
+
+    try:
+        return load(NAME)
+    except UnsupportedModelError as error:
+        log.warning("the attention of this model is its own: %s", error)
+        return load(None)
+
+
+def _require_head(folder: EncoderFolder, report: Any) -> None:
+    """A head without weights answers with random numbers. The pooler of a transformer is not used, so it may be missing."""
+    missing = sorted(name for name in report["missing_keys"] if "pooler." not in name or folder.task in ("score", "classify"))
+    if missing:
+        rule = f"have all weights of a model for the task {folder.task} (--task), and {', '.join(missing[:3])} are missing"
+        raise ParameterError("model", rule, folder.path)
+
+
+def _max_positions(packed: PackedModel) -> int | None:
+    """The tokens of the longest sequence that the model was made for; None if its config does not say."""
+    limit = getattr(packed.base.config, "max_position_embeddings", None)
+    if limit is None or limit < 0:
+        return None
+    return int(limit) - packed.first_position

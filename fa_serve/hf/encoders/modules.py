@@ -1,0 +1,220 @@
+"""What follows a transformer in a folder of sentence-transformers: pooling, dense layers, layer norms, normalisation.
+
+    modules = load_modules(folder, dtype, device)
+    vectors = pool(modules, hidden, inputs, skipped=None)           # (sequences, size)
+
+The values are those of packed sequences, (total, size) until `Pooling`, and (sequences, size) behind it. The formulas are those
+of sentence-transformers 6.2 (`sentence_transformer/modules/pooling.py`, `sparse_encoder/modules/splade_pooling.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, cast
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers.utils.hub import cached_file
+
+from fa_serve.hf.encoders.folder import EncoderFolder, EncoderModule
+from fa_serve.hf.encoders.packed import PackedInputs, PackedModel
+from fa_serve.spec import ParameterError
+
+POOLING_MODES = ("cls", "mean", "max", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
+_OLD_MODES = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+_ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid")
+
+
+class TokenPooling(nn.Module):
+    """One vector for each sequence. Several modes are written one behind the other.
+
+    modes:          of POOLING_MODES
+    include_prompt: whether the tokens of the prompt count
+    """
+
+    def __init__(self, modes: Sequence[str], include_prompt: bool) -> None:
+        super().__init__()
+        self.modes = tuple(modes)
+        self.include_prompt = include_prompt
+
+    def forward(self, hidden: Tensor, inputs: PackedInputs, skipped: Sequence[int] | None = None) -> Tensor:
+        """hidden: (total, size) -> (sequences, size times the number of modes). skipped: tokens of the prompt, by sequence"""
+        lengths = inputs.cu_seqlens.diff().long()
+        first = inputs.first
+        places = inputs.positions
+        rows = hidden
+        if skipped is not None and not self.include_prompt and any(skipped):
+            skip = torch.tensor(skipped, device=hidden.device).minimum(lengths - 1)
+            first = first + skip
+            kept = places >= torch.repeat_interleave(skip, lengths, output_size=len(hidden))
+            rows, places, lengths = hidden[kept], places[kept], lengths - skip
+        return torch.cat([self._vector(mode, hidden, rows, places, lengths, first, inputs.last) for mode in self.modes], dim=-1)
+
+    def _vector(
+        self, mode: str, hidden: Tensor, rows: Tensor, places: Tensor, lengths: Tensor, first: Tensor, last: Tensor
+    ) -> Tensor:
+        """rows, places, lengths: of the tokens that count; first, last: rows of `hidden`"""
+        if mode == "cls":
+            return hidden[first]
+        if mode == "lasttoken":
+            return hidden[last]
+        if mode == "max":
+            return torch.segment_reduce(rows, "max", lengths=lengths, axis=0)
+        values = rows.float() if rows.dtype.itemsize == 2 else rows
+        count = lengths[:, None].to(values.dtype)
+        if mode == "weightedmean":
+            weights = (places + 1)[:, None].to(values.dtype)
+            values = values * weights
+            count = torch.segment_reduce(weights, "sum", lengths=lengths, axis=0)
+        elif mode == "mean_sqrt_len_tokens":
+            count = count.sqrt()
+        return (torch.segment_reduce(values, "sum", lengths=lengths, axis=0) / count).to(rows.dtype)
+
+
+class DenseLayer(nn.Module):
+    """activation(x W + b), with the input added to it if `residual` is not None"""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__()
+        size = config["in_features"]
+        out = config["out_features"]
+        self.linear = nn.Linear(size, out, bias=config.get("bias", True))
+        self.activation = activation_of(config.get("activation_function", "torch.nn.modules.activation.Tanh"))
+        self.adds_input = bool(config.get("use_residual"))
+        if self.adds_input and size != out:
+            self.residual = nn.Linear(size, out, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.activation(self.linear(x))
+        if self.adds_input:
+            out = out + (self.residual(x) if hasattr(self, "residual") else x)
+        return out
+
+
+class UnitLength(nn.Module):
+    """Vectors of length 1."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.normalize(x, p=2, dim=-1)
+
+
+class LayerNormOfVector(nn.Module):
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(config["dimension"])
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(x)
+        return y
+
+
+def activation_of(name: str) -> nn.Module:
+    """An activation by the name of its class, as configs have it. Raises ParameterError for another than the known ones."""
+    last = name.rpartition(".")[2]
+    if last not in _ACTIVATIONS:
+        raise ParameterError("model", f"have activations that are one of {', '.join(_ACTIVATIONS)}", name)
+    return cast(nn.Module, getattr(nn, last)())
+
+
+def load_modules(folder: EncoderFolder, dtype: torch.dtype, device: torch.device) -> list[nn.Module]:
+    """The modules behind the transformer, with their weights, but for those of a sparse encoder.
+
+    Raises ParameterError for settings that are not known, and OSError for weights that are missing.
+    """
+    found: list[nn.Module] = []
+    for module in folder.modules:
+        match module.kind:
+            case "Pooling":
+                found.append(_pooling(module))
+            case "Normalize":
+                found.append(UnitLength())
+            case "Dense":
+                found.append(_with_weights(DenseLayer(module.config), folder, module))
+            case "LayerNorm":
+                found.append(_with_weights(LayerNormOfVector(module.config), folder, module))
+    return [each.to(device, dtype).eval().requires_grad_(False) for each in found]
+
+
+def _pooling(module: EncoderModule) -> TokenPooling:
+    told = module.config.get("pooling_mode")
+    if told is None:
+        told = [mode for name, mode in _OLD_MODES.items() if module.config.get(name)] or ["mean"]
+    modes = [told] if isinstance(told, str) else list(told)
+    for mode in modes:
+        if mode not in POOLING_MODES:
+            raise ParameterError("model", f"have a pooling_mode of {', '.join(POOLING_MODES)}", mode)
+    return TokenPooling(modes, module.config.get("include_prompt", True))
+
+
+def _with_weights(layer: nn.Module, folder: EncoderFolder, module: EncoderModule) -> nn.Module:
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        file = cached_file(folder.path, f"{module.path}/{name}", _raise_exceptions_for_missing_entries=False)
+        if file is not None:
+            weights = load_file(file) if name.endswith("safetensors") else torch.load(file, "cpu", weights_only=True)
+            layer.load_state_dict(weights)
+            return layer
+    raise OSError(f"the model's folder {folder.path}/{module.path} must hold weights, got none: copy all files of the model")
+
+
+def pool(modules: Sequence[nn.Module], hidden: Tensor, inputs: PackedInputs, skipped: Sequence[int] | None = None) -> Tensor:
+    """Apply the modules one behind the other -> (sequences, size), or (total, size) without a pooling."""
+    x = hidden
+    for module in modules:
+        x = module(x, inputs, skipped) if isinstance(module, TokenPooling) else module(x)
+    return x
+
+
+def splade_weights(model: PackedModel, hidden: Tensor, inputs: PackedInputs, config: dict[str, Any]) -> Tensor:
+    """The weight of each word of the vocabulary (SPLADE: Formal et al. 2021) -> (sequences, vocabulary), 0 or above.
+
+    config: `pooling_strategy` (max or sum) over the tokens, `activation_function` (relu, or log1p_relu, which takes the
+    logarithm twice)
+    """
+    total: Tensor | None = None
+    takes_max = config.get("pooling_strategy", "max") == "max"
+    twice = config.get("activation_function") == "log1p_relu"
+    ends = [0]
+    for length in inputs.lengths:
+        ends.append(ends[-1] + length)
+    for begin, logits in model.token_logits(hidden):
+        values = logits.float().relu_().log1p_()
+        values = values.log1p_() if twice else values
+        if total is None:
+            total = torch.zeros((len(inputs.lengths), values.shape[1]), device=values.device)
+        for number, (first, last) in enumerate(pairwise(ends)):
+            rows = values[max(first - begin, 0) : max(last - begin, 0)]
+            if len(rows):
+                total[number] = torch.maximum(total[number], rows.amax(0)) if takes_max else total[number] + rows.sum(0)
+    assert total is not None
+    return total
+
+
+def output_size(modules: Sequence[nn.Module], hidden_size: int) -> int:
+    """The numbers of a vector behind these modules."""
+    size = hidden_size
+    for module in modules:
+        if isinstance(module, TokenPooling):
+            size *= len(module.modes)
+        elif isinstance(module, DenseLayer):
+            size = module.linear.out_features
+    return size
+
+
+def is_unit_length(modules: Sequence[nn.Module]) -> bool:
+    """Whether the vectors have length 1."""
+    return bool(modules) and isinstance(modules[-1], UnitLength)
+
+
+def check_finite(values: Tensor) -> Tensor:
+    """(rows,) bool: whether all numbers of a row are finite."""
+    return torch.isfinite(values).flatten(1).all(1) if math.prod(values.shape) else torch.ones(len(values), dtype=torch.bool)

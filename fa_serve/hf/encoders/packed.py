@@ -1,0 +1,276 @@
+"""A transformer and its head on sequences that are packed end to end, without padding.
+
+    model = PackedModel(transformers_model)
+    hidden = model.hidden(inputs)                       # (total, hidden_size), of all tokens
+    logits = model.label_logits(hidden, inputs)         # (sequences, labels), of a model for sequence classification
+
+transformers' models take packed sequences as a batch of one with `position_ids` that restart and with `cu_seq_lens_q`, which
+reach the attention of fa_serve. Whether a model follows these is not read in its source: two sequences are computed packed and
+one by one, and a model whose results differ is computed in padded batches. The heads of classification read one token of a
+sequence, or the mean of its tokens. Which it is is found in the same way, and the head's own code then gets that row alone.
+Left out: pooling (modules.py), and which sequences are computed together (fa_serve.engine.pooling).
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
+
+from fa_serve.hf.adapter.models import counts_positions
+
+log = logging.getLogger("fa_serve.engine")
+
+TOLERANCE = 1e-3
+"""Largest difference of packed sequences from the same ones alone, relative to the largest number, in float32. Another order of
+sums makes 1e-6; a sequence that sees its neighbour makes 0.1 and more."""
+COARSE_TOLERANCE = 0.05
+"""The same in 16 bits."""
+PROBE_LENGTHS = (5, 9)
+HEAD_TOKENS = 256
+"""Tokens whose logits over the vocabulary are in memory at once."""
+
+
+class PackedInputs(NamedTuple):
+    """Sequences end to end.
+
+    ids:        (total,) int64
+    type_ids:   (total,) int64, or None for a model without types of tokens
+    positions:  (total,) int64, from 0 in each sequence
+    cu_seqlens: (sequences + 1,) int32, on the device of `ids`
+    lengths:    of the sequences, on the host; none is 0
+    """
+
+    ids: Tensor
+    type_ids: Tensor | None
+    positions: Tensor
+    cu_seqlens: Tensor
+    lengths: list[int]
+
+    @classmethod
+    def of(cls, ids: Tensor, type_ids: Tensor | None, lengths: list[int], device: torch.device) -> PackedInputs:
+        """ids, type_ids: (total,) integers on the host"""
+        counts = torch.tensor(lengths, dtype=torch.int64)
+        ends = counts.cumsum(0)
+        positions = torch.arange(len(ids)) - torch.repeat_interleave(ends - counts, counts)
+        cu_seqlens = torch.nn.functional.pad(ends, (1, 0)).to(torch.int32)
+        types = None if type_ids is None else type_ids.to(device, torch.int64)
+        return cls(ids.to(device, torch.int64), types, positions.to(device), cu_seqlens.to(device), lengths)
+
+    @property
+    def last(self) -> Tensor:
+        """(sequences,) int64: the rows of the last tokens"""
+        return self.cu_seqlens[1:].long() - 1
+
+    @property
+    def first(self) -> Tensor:
+        """(sequences,) int64: the rows of the first tokens"""
+        return self.cu_seqlens[:-1].long()
+
+
+class _Given(nn.Module):
+    """Takes the place of the transformer below a head, and returns what it is given."""
+
+    def __init__(self, pooler: nn.Module | None) -> None:
+        super().__init__()
+        self._pooler = [pooler]  # in a list, so that it is no submodule
+        self.hidden: Tensor | None = None
+
+    def forward(self, *_: Any, **__: Any) -> BaseModelOutputWithPoolingAndCrossAttentions:
+        assert self.hidden is not None
+        pooler = self._pooler[0]
+        pooled = None if pooler is None else pooler(self.hidden)
+        return BaseModelOutputWithPoolingAndCrossAttentions(last_hidden_state=self.hidden, pooler_output=pooled)  # type: ignore[arg-type]
+
+
+class PackedModel:
+    """model: in evaluation mode, on its device; a transformer alone, or one with a head
+
+    num_ids: of the tokens that it knows; first_position: of the first token of a sequence, in the table of positions
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.device = model.device
+        self.base = cast(PreTrainedModel, model.base_model)
+        words = inspect.signature(self.base.forward).parameters
+        self._takes_types = "token_type_ids" in words
+        self._has_cache = "use_cache" in words
+        self.num_ids: int = cast(nn.Embedding, self.base.get_input_embeddings()).num_embeddings
+        self.first_position = self._position_of_first()
+        self._head, self._given = _head_of(model, self.base)
+        self._reads: str | None = None
+        with torch.inference_mode():
+            self.packs = self._try_packing()
+            if self._head is not None and type(model).__name__.endswith("ForSequenceClassification"):
+                self._reads = self._find_what_is_read()
+        if not self.packs:
+            log.warning("%s does not follow packed sequences: its batches are padded", type(model).__name__)
+
+    @property
+    def reads_rows(self) -> bool:
+        """Whether the head of classification is computed from packed sequences, and not by the whole model on padded ones."""
+        return self._reads is not None
+
+    def hidden(self, inputs: PackedInputs) -> Tensor:
+        """The last hidden states of all tokens -> (total, hidden_size)."""
+        return self._packed(inputs) if self.packs else self._padded(inputs)
+
+    def label_logits(self, hidden: Tensor, inputs: PackedInputs) -> Tensor:
+        """The logits of a head for sequence classification -> (sequences, labels). hidden: of `hidden(inputs)`"""
+        if self._reads is None:
+            ids, mask, types = _pad(inputs)
+            return self._logits(self.model(input_ids=ids, attention_mask=mask, **self._words(types)))
+        return self._read(_ROWS[self._reads](hidden, inputs), inputs.ids[inputs.last])
+
+    def token_logits(self, hidden: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """The logits of a head for masked words: (first row, (rows, vocabulary)), a few rows at a time."""
+        assert self._head is not None
+        assert self._given is not None
+        for begin in range(0, len(hidden), HEAD_TOKENS):
+            rows = hidden[begin : begin + HEAD_TOKENS]
+            self._given.hidden = rows[None]
+            ids = torch.zeros((1, len(rows)), dtype=torch.int64, device=self.device)
+            yield begin, self._logits(self._head(input_ids=ids))[0]
+        self._given.hidden = None
+
+    def _position_of_first(self) -> int:
+        """Of the embedding of positions: fairseq's models count from the row behind that of the padding."""
+        if not counts_positions(type(self.base)):
+            return 0
+        tables = [getattr(each, "padding_idx", None) for each in self.base.modules() if not isinstance(each, nn.Embedding)]
+        return next((index + 1 for index in tables if isinstance(index, int)), 0)
+
+    def _words(self, types: Tensor | None) -> dict[str, Any]:
+        words: dict[str, Any] = {"use_cache": False} if self._has_cache else {}
+        return words | ({"token_type_ids": types} if types is not None and self._takes_types else {})
+
+    def _packed(self, inputs: PackedInputs) -> Tensor:
+        longest = max(inputs.lengths)
+        types = None if inputs.type_ids is None else inputs.type_ids[None]
+        output = self.base(
+            input_ids=inputs.ids[None],
+            position_ids=inputs.positions[None] + self.first_position,
+            cu_seq_lens_q=inputs.cu_seqlens,
+            cu_seq_lens_k=inputs.cu_seqlens,
+            max_length_q=longest,
+            max_length_k=longest,
+            **self._words(types),
+        )
+        hidden: Tensor = output.last_hidden_state[0]
+        return hidden
+
+    def _padded(self, inputs: PackedInputs) -> Tensor:
+        ids, mask, types = _pad(inputs)
+        hidden: Tensor = self.base(input_ids=ids, attention_mask=mask, **self._words(types)).last_hidden_state
+        return hidden[mask.bool()]
+
+    def _alone(self, inputs: PackedInputs, whole: bool = False) -> list[Any]:
+        """The output of the transformer, or of the whole model, for each sequence by itself."""
+        outputs = []
+        for begin, end in pairwise(inputs.cu_seqlens.tolist()):
+            ids = inputs.ids[None, begin:end]
+            types = None if inputs.type_ids is None else inputs.type_ids[None, begin:end]
+            model = self.model if whole else self.base
+            outputs.append(model(input_ids=ids, attention_mask=torch.ones_like(ids), **self._words(types)))
+        return outputs
+
+    def _probe(self) -> PackedInputs:
+        """Two sequences of ids that are no special tokens in any known vocabulary: fairseq's models skip the padding's id."""
+        total = sum(PROBE_LENGTHS)
+        size = self.num_ids
+        ids = (size // 2 + torch.arange(total) * 7 % max(size // 2, 1)).clamp(max=size - 1)
+        return PackedInputs.of(ids, None, list(PROBE_LENGTHS), self.device)
+
+    def _try_packing(self) -> bool:
+        inputs = self._probe()
+        wanted = torch.cat([output.last_hidden_state[0] for output in self._alone(inputs)])
+        return self._agrees(lambda: self._packed(inputs), wanted)
+
+    def _find_what_is_read(self) -> str | None:
+        """Which row of a sequence the head reads: the name of one of _ROWS, or None if it is none of these."""
+        inputs = self._probe()
+        wanted = torch.cat([self._logits(output) for output in self._alone(inputs, whole=True)])
+        hidden = self.hidden(inputs)
+        for name, rows in _ROWS.items():
+
+            def read(rows: Callable[[Tensor, PackedInputs], Tensor] = rows) -> Tensor:
+                return self._read(rows(hidden, inputs), inputs.ids[inputs.last])
+
+            if self._agrees(read, wanted):
+                return name
+        return None
+
+    def _agrees(self, compute: Callable[[], Tensor], wanted: Tensor) -> bool:
+        try:
+            found = compute()
+        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
+            return False
+        if found.shape != wanted.shape:
+            return False
+        tolerance = TOLERANCE if wanted.dtype in (torch.float32, torch.float64) else COARSE_TOLERANCE
+        difference = (found.double() - wanted.double()).abs().max()
+        return bool(difference <= tolerance * wanted.double().abs().max())
+
+    def _read(self, rows: Tensor, ids: Tensor) -> Tensor:
+        """The head's logits of one row for each sequence. ids: (sequences,), tokens that are no padding"""
+        assert self._head is not None
+        assert self._given is not None
+        self._given.hidden = rows[:, None]
+        try:
+            mask = torch.ones_like(ids)[:, None]
+            return self._logits(self._head(input_ids=ids[:, None], attention_mask=mask))
+        finally:
+            self._given.hidden = None
+
+    @staticmethod
+    def _logits(output: Any) -> Tensor:
+        logits: Tensor = output.logits
+        return logits
+
+
+def _first_rows(hidden: Tensor, inputs: PackedInputs) -> Tensor:
+    return hidden[inputs.first]
+
+
+def _last_rows(hidden: Tensor, inputs: PackedInputs) -> Tensor:
+    return hidden[inputs.last]
+
+
+def _mean_rows(hidden: Tensor, inputs: PackedInputs) -> Tensor:
+    lengths = inputs.cu_seqlens.diff().long()
+    return torch.segment_reduce(hidden.float(), "mean", lengths=lengths, axis=0).to(hidden.dtype)
+
+
+_ROWS: dict[str, Callable[[Tensor, PackedInputs], Tensor]] = {"first": _first_rows, "last": _last_rows, "mean": _mean_rows}
+
+
+def _head_of(model: PreTrainedModel, base: PreTrainedModel) -> tuple[nn.Module | None, _Given | None]:
+    """A copy of the model that shares its modules, but for the transformer; None for a model without a head."""
+    prefix = model.base_model_prefix
+    if base is model or prefix not in model._modules:
+        return None, None
+    given = _Given(getattr(base, "pooler", None))
+    head = copy.copy(model)
+    head._modules = {name: given if name == prefix else module for name, module in model._modules.items()}
+    return head, given
+
+
+def _pad(inputs: PackedInputs) -> tuple[Tensor, Tensor, Tensor | None]:
+    """ids, mask and types of tokens as (sequences, longest), with padding on the right."""
+    lengths = torch.tensor(inputs.lengths, device=inputs.ids.device)
+    mask = torch.arange(max(inputs.lengths), device=inputs.ids.device)[None] < lengths[:, None]
+
+    def padded(values: Tensor) -> Tensor:
+        return torch.zeros(mask.shape, dtype=torch.int64, device=values.device).masked_scatter_(mask, values)
+
+    types = None if inputs.type_ids is None else padded(inputs.type_ids)
+    return padded(inputs.ids), mask.long(), types

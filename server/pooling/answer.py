@@ -1,0 +1,150 @@
+"""One request to an encoder: its inputs become token ids, the engine computes them, and errors become those of HTTP.
+
+work = PoolingWork(service, request, "input", priority=0)
+async with work.computed(inputs, params, prompt="", cuts=False, size=4096) as found:
+    found.pooled                            # one for each input, in their order
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from uuid import uuid4
+
+import numpy as np
+from fastapi import Request
+
+from fa_serve.engine import Pooled, PoolingParams
+from fa_serve.spec import ParameterError
+
+from ..answers.generation import Job, RequestFields, engine_errors, failure
+from ..errors import BadRequest, parameter_refused
+from ..observe.metrics import SequenceMetrics
+from ..observe.timelines import Timeline
+from ..service import Service
+from .vectors import VectorValues
+
+INPUTS_PER_SEQUENCE = 16
+"""Inputs that cost the event loop about as much as one sequence of generation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """pooled: for each input, in their order; num_tokens: of all inputs together"""
+
+    pooled: list[Pooled]
+    num_tokens: int
+
+    def usage(self) -> dict[str, int]:
+        return {"prompt_tokens": self.num_tokens, "total_tokens": self.num_tokens}
+
+    @property
+    def values(self) -> list[VectorValues]:
+        return [each.values for each in self.pooled]
+
+
+class PoolingWork:
+    """field: the request's field with the inputs, for errors"""
+
+    def __init__(self, service: Service, request: Request, field: str, known: frozenset[str], priority: int | None) -> None:
+        state = request.scope["state"]
+        self._service = service
+        self._field = field
+        self._known = known
+        self._priority = priority or 0
+        self.key: str | None = state.get("key")
+        self._timeline: Timeline | None = state.get("timeline")
+        self._arrival = time.perf_counter()
+        self.name = f"pool-{uuid4().hex}"
+
+    def prompt(self, name: str | None) -> str:
+        """The text of a prompt of the model. Raises BadRequest for an unknown name."""
+        assert self._service.engine.inputs is not None
+        try:
+            return self._service.engine.inputs.prompt(name)
+        except ParameterError as error:
+            raise parameter_refused(error, "prompt_name") from None
+
+    @asynccontextmanager
+    async def computed(
+        self,
+        inputs: Sequence[str | tuple[str, str] | list[int]],
+        params: PoolingParams,
+        *,
+        prompt: str = "",
+        cuts: bool | None = None,
+        size: int = 64,
+    ) -> AsyncIterator[Computed]:
+        """What the encoder gives. Its place in the queue is held while the context lasts.
+
+        prompt: written before texts; cuts: inputs that are too long are cut; size: bytes of the answer for each input
+
+        Raises ApiError.
+        """
+        service = self._service
+        self._require_few(len(inputs))
+        answer = size * len(inputs)
+        service.require_size(answer, self._field, [self._field])
+        letters = sum(len(each) if isinstance(each, str) else sum(map(_letters, each)) for each in inputs)
+        with service.reserve(1, self.key), service.reserve_bytes(answer + letters):
+            tokens = await service.tokenization.read_inputs(inputs, self.key, self._field, prompt=prompt, cuts=bool(cuts))
+            await service.costs.begin_sequences(1 + len(inputs) // INPUTS_PER_SEQUENCE)
+            job = self._job(len(inputs))
+            sent = self._timeline.send() if self._timeline is not None else 0.0
+            metrics = SequenceMetrics(service.metrics, service.model_name, self._arrival)
+            reason = "abort"
+            try:
+                with engine_errors(service, job):
+                    outputs = await service.engine.encode(tokens, params, self.name, priority=self._priority, client=job.client)
+                bad = next((each for each in outputs if each.pooled is None), None)
+                reason = "error" if bad else "stop"
+                if bad is not None:
+                    raise failure(service, job, bad)
+            finally:
+                if reason != "stop":
+                    metrics.end(reason)
+            for output in outputs:
+                if self._timeline is not None:
+                    self._timeline.take(sent, output)
+            metrics.observe(outputs[-1])
+            if self._timeline is not None:
+                self._timeline.complete = True
+            pooled = [each.pooled for each in outputs if each.pooled is not None]
+            yield Computed(pooled, sum(len(each.ids) for each in tokens))
+
+    async def scores(
+        self, pairs: Sequence[tuple[str, str]], *, cuts: bool | None, raw: bool = False
+    ) -> tuple[list[float], dict[str, int]]:
+        """How well the two texts of each pair belong together, and the usage: the scores of a cross-encoder, or the cosine
+        similarity of the vectors of an embedder."""
+        service = self._service
+        task = service.require_task("score", "embed")
+        params = PoolingParams(activation="none" if raw else "default")
+        if task == "score":
+            async with self.computed(pairs, params, cuts=cuts) as found:
+                return [float(each[0]) for each in found.values], found.usage()
+        self._require_few(len(pairs))
+        texts = list(dict.fromkeys(text for pair in pairs for text in pair))
+        async with self.computed(texts, PoolingParams(normalise=True), cuts=cuts) as found:
+            vectors = dict(zip(texts, found.values, strict=True))
+            return [float(np.dot(vectors[first], vectors[second])) for first, second in pairs], found.usage()
+
+    def _require_few(self, count: int) -> None:
+        limit = self._service.settings.max_inputs
+        if not count:
+            raise BadRequest(f"{self._field} must hold at least one input.", param=self._field, code="invalid_value")
+        if count > limit:
+            message = f"{self._field} must hold at most {limit} inputs (--max-inputs), got {count}."
+            raise BadRequest(message, param=self._field, code="invalid_value")
+
+    def _job(self, count: int) -> Job:
+        fields = RequestFields(names=self._known, prompt=self._field)
+        client = self._service.isolation.client(self.key)
+        return Job(self.name, self._priority, self._arrival, count, fields, client, None, timeline=self._timeline)
+
+
+def _letters(part: str | int) -> int:
+    """Bytes of a text, or of a token's id."""
+    return len(part) if isinstance(part, str) else 4

@@ -1,0 +1,178 @@
+"""What clients send to an encoder. The names of the fields are those of the API that a route belongs to.
+
+An input that is longer than the model's limit gets a 400, unless `truncate` is true (or `truncate_prompt_tokens` is -1, vLLM's
+name for the same).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal, cast
+
+from pydantic import Field, model_validator
+
+from ..schemas import NonEmpty, Prompt
+from ..strict import StrictModel, Unsupported, field_error, one_error
+
+Text = Annotated[str, Field(min_length=1)]
+Texts = Annotated[list[str], Field(min_length=1, fail_fast=True)]
+OneOrMore = Annotated[str | Texts, one_error("a string or a list of at least one string")]
+Priority = Annotated[int, Field(ge=-1000, le=1000)]
+
+
+class PoolingRequest(StrictModel):
+    """The fields that every route of an encoder has besides its own."""
+
+    MESSAGE_LISTS: ClassVar[tuple[str, ...]] = ()
+
+    truncate: bool | None = Field(None, description="Cut inputs that are longer than the model's limit, instead of a 400.")
+    user: str | None = Field(None, max_length=512, description="Written to the access log.")
+    priority: Priority | None = Field(
+        None, description="Of one API key's requests, those with a lower value are served sooner."
+    )
+
+
+class VllmRequest(PoolingRequest):
+    """The fields of vLLM's routes and of those that it has from others."""
+
+    model: str | None = None
+    truncate_prompt_tokens: Literal[-1] | None = Field(None, description="-1 is the same as truncate.")
+
+    @property
+    def cuts(self) -> bool:
+        return bool(self.truncate) or self.truncate_prompt_tokens is not None
+
+
+class EmbeddingRequest(VllmRequest):
+    model: str
+    input: Prompt = Field(description="Texts, or token ids, which are taken as they are.")
+    dimensions: int | None = Field(None, ge=1, description="Keep the first numbers of each vector, with length 1.")
+    encoding_format: Literal["float", "base64"] | None = Field(
+        None, description="base64 is that of float32 numbers, the lowest byte first."
+    )
+    prompt_name: str | None = Field(None, max_length=256, description="Name of a prompt of the model, written before texts.")
+    normalize: bool | None = Field(None, description="Whether vectors get length 1; by default as the model has it.")
+
+    def inputs(self) -> list[str | list[int]]:
+        """The inputs as a list, in whichever of the four forms the client wrote them."""
+        if isinstance(self.input, str) or (self.input and isinstance(self.input[0], int)):
+            return [self.input]
+        return list(self.input)  # type: ignore[arg-type]
+
+
+class RerankDocument(StrictModel):
+    text: str
+
+
+Documents = Annotated[
+    Annotated[list[str | RerankDocument], Field(min_length=1, fail_fast=True)],
+    one_error("a list of at least one string, or of objects with a text"),
+]
+
+
+class RerankRequest(VllmRequest):
+    """Of /v1/rerank (Jina, Cohere v1) and /v2/rerank (Cohere v2)."""
+
+    query: NonEmpty
+    documents: Documents
+    top_n: int | None = Field(None, ge=1, description="Return the best documents only.")
+    return_documents: bool | None = Field(None, description="Add the text of each document.")
+
+    UNSUPPORTED: ClassVar[Unsupported] = {
+        "max_tokens_per_doc": (4096,),
+        "max_chunks_per_doc": (),
+        "rank_fields": (["text"],),
+    }
+
+    def texts(self) -> list[str]:
+        return [each if isinstance(each, str) else each.text for each in self.documents]
+
+
+class ScoreRequest(VllmRequest):
+    """Of /score: text_1 with each of text_2, or both in pairs."""
+
+    text_1: OneOrMore
+    text_2: OneOrMore
+
+    def pairs(self) -> list[tuple[str, str]]:
+        first = [self.text_1] if isinstance(self.text_1, str) else self.text_1
+        second = [self.text_2] if isinstance(self.text_2, str) else self.text_2
+        if len(first) == 1:
+            first = first * len(second)
+        return list(zip(first, second, strict=True))
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> ScoreRequest:
+        first = 1 if isinstance(self.text_1, str) else len(self.text_1)
+        second = 1 if isinstance(self.text_2, str) else len(self.text_2)
+        if first not in (1, second):
+            raise field_error("text_1", f"must be one text, or as many texts as text_2, got {first} and {second}")
+        return self
+
+
+class ClassifyRequest(VllmRequest):
+    """Of /classify."""
+
+    input: OneOrMore
+
+    def texts(self) -> list[str]:
+        return [self.input] if isinstance(self.input, str) else self.input
+
+
+class TeiRequest(PoolingRequest):
+    """The fields of TEI's routes. It cuts on the right alone."""
+
+    model: str | None = None
+
+    UNSUPPORTED: ClassVar[Unsupported] = {"truncation_direction": ("Right", "right")}
+
+
+class TeiInputs(TeiRequest):
+    inputs: Prompt = Field(description="Texts, or token ids, which are taken as they are.")
+    prompt_name: str | None = Field(None, max_length=256, description="Name of a prompt of the model, written before texts.")
+
+    def items(self) -> list[str | list[int]]:
+        if isinstance(self.inputs, str) or (self.inputs and isinstance(self.inputs[0], int)):
+            return [self.inputs]
+        return list(self.inputs)  # type: ignore[arg-type]
+
+
+class TeiEmbedRequest(TeiInputs):
+    """Of /embed."""
+
+    normalize: bool | None = Field(None, description="Whether vectors get length 1; true without this field.")
+    dimensions: int | None = Field(None, ge=1, description="Keep the first numbers of each vector.")
+
+
+class TeiRerankRequest(TeiRequest):
+    """Of /rerank."""
+
+    query: NonEmpty
+    texts: Texts
+    raw_scores: bool | None = Field(None, description="Logits instead of what the model makes of them.")
+    return_text: bool | None = Field(None, description="Add each text.")
+
+
+PredictInput = Annotated[list[str], Field(min_length=1, max_length=2, fail_fast=True)]
+
+
+class TeiPredictRequest(TeiRequest):
+    """Of /predict: one text or one pair, or a list of such lists."""
+
+    inputs: Annotated[
+        Annotated[
+            str | PredictInput | Annotated[list[PredictInput], Field(min_length=1, fail_fast=True)],
+            Field(union_mode="left_to_right"),
+        ],
+        one_error("a string, a list of one or two strings, or a list of such lists"),
+    ]
+    raw_scores: bool | None = Field(None, description="Logits instead of probabilities.")
+
+    @property
+    def is_batch(self) -> bool:
+        return isinstance(self.inputs, list) and isinstance(self.inputs[0], list)
+
+    def items(self) -> list[str | tuple[str, str]]:
+        if isinstance(self.inputs, str):
+            return [self.inputs]
+        found = cast("list[list[str]]", self.inputs if self.is_batch else [self.inputs])
+        return [each[0] if len(each) == 1 else (each[0], each[1]) for each in found]

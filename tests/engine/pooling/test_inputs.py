@@ -1,0 +1,98 @@
+"""Texts become the ids of the tokenizer, in their order; what cannot fit is refused before it is tokenized."""
+
+import time
+
+import numpy as np
+import pytest
+from encoder_folders import LENGTH, PAIRS, TEXTS, VOCABULARY, word_pieces
+
+from fa_serve.engine.pooling import inputs
+from fa_serve.engine.pooling.inputs import InputReader
+from fa_serve.engine.pooling.params import EncoderCard
+from fa_serve.spec import ParameterError
+
+CARD = EncoderCard("embed", 32, LENGTH, takes_types=True, prompts={"query": "find: "})
+
+
+def reader(card: EncoderCard = CARD) -> InputReader:
+    return InputReader(word_pieces(), card, len(VOCABULARY))
+
+
+def test_ids_and_types_are_those_of_the_tokenizer() -> None:
+    mixed = [*TEXTS, *PAIRS, [5, 6, 7]]
+    found = reader().read(mixed)
+    tokenizer = word_pieces()
+    for text, each in zip(mixed[:-1], found[:-1], strict=True):
+        wanted = tokenizer(*text) if isinstance(text, tuple) else tokenizer(text)
+        assert each.ids.tolist() == wanted["input_ids"]
+        assert each.types.tolist() == wanted["token_type_ids"]
+        assert each.ids.dtype == each.types.dtype == np.int32
+    assert found[-1].ids.tolist() == [5, 6, 7]
+    assert reader(EncoderCard("embed", 32, LENGTH)).read(["a"])[0].types is None
+
+
+def test_the_order_is_kept_across_pieces(monkeypatch) -> None:
+    monkeypatch.setattr(inputs, "PIECE", 10)
+    wanted = [each.ids.tolist() for each in reader().read(TEXTS)]
+    assert wanted == [word_pieces()(text)["input_ids"] for text in TEXTS]
+
+
+@pytest.mark.parametrize("text", ["a " * 100, ("a " * 100, "b c"), ("b c", "a " * 100), ("a " * 60, "b " * 60)])
+def test_long_texts_are_cut_as_transformers_cuts_them(text) -> None:
+    with pytest.raises(ParameterError) as caught:
+        reader().read([text])
+    assert (caught.value.field, caught.value.code) == ("input", "context_length_exceeded")
+    texts = text if isinstance(text, tuple) else (text,)
+    wanted = word_pieces()(*texts, truncation="longest_first", max_length=LENGTH)
+    assert reader().read([text], truncate=True)[0].ids.tolist() == wanted["input_ids"]
+
+
+def test_ten_megabytes_are_refused_or_cut_at_once() -> None:
+    text = "a" * (10 << 20)
+    begin = time.thread_time()
+    with pytest.raises(ParameterError, match="characters"):
+        reader().read([text])
+    [cut] = reader().read([text], truncate=True)
+    assert len(cut.ids) <= LENGTH
+    assert time.thread_time() - begin < 2.0
+
+
+def test_tokens_of_all_inputs_together_have_a_bound(monkeypatch) -> None:
+    monkeypatch.setattr(inputs, "MAX_TOKENS", 100)
+    with pytest.raises(ParameterError, match="at most 100 tokens in all inputs together"):
+        reader().read(["a b c d e f"] * 20)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([], "at least one token in each item"),
+        ([len(VOCABULARY)], "token ids from 0 to"),
+        ([-1], "token ids from 0 to"),
+        ("\ud800", "UTF-8"),
+    ],
+)
+def test_what_is_no_input_is_refused_with_its_number(given, message: str) -> None:
+    with pytest.raises(ParameterError, match=message) as caught:
+        reader().read(["a", given])
+    assert caught.value.field == "input"
+
+
+def test_prompts_are_counted_without_the_last_special_token() -> None:
+    card = EncoderCard("embed", 32, LENGTH, prompts={"query": "find: "}, default_prompt="query", skips_prompt=True)
+    found = reader(card)
+    assert found.prompt(None) == found.prompt("query") == "find: "
+    [each] = found.read(["a cat"], prompt="find: ")
+    assert each.skipped == len(word_pieces()("find: ")["input_ids"]) - 1
+    assert reader().read(["a cat"], prompt="find: ")[0].skipped == 0
+    with pytest.raises(ParameterError, match="query"):
+        found.prompt("passage")
+
+
+def test_texts_are_written_in_lower_case_where_the_folder_says_so() -> None:
+    tokenizer = word_pieces()
+    tokenizer.backend_tokenizer.normalizer = None
+    small = InputReader(tokenizer, EncoderCard("embed", 32, LENGTH, lower_case=True), len(VOCABULARY))
+    large = InputReader(tokenizer, EncoderCard("embed", 32, LENGTH), len(VOCABULARY))
+    assert small.read(["A Cat"])[0].ids.tolist() == large.read(["a cat"])[0].ids.tolist()
+    assert large.read(["A Cat"])[0].ids.tolist() != large.read(["a cat"])[0].ids.tolist()

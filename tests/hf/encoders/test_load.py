@@ -1,0 +1,40 @@
+"""Encoders are loaded with all of their weights or refused."""
+
+import pytest
+import torch
+from encoder_folders import save_encoder
+
+from fa_serve.hf.encoders.folder import read_folder
+from fa_serve.hf.encoders.load import load_encoder
+from fa_serve.spec import ParameterError
+
+CPU = torch.device("cpu")
+
+
+def test_an_encoder_is_loaded_with_fa_serves_attention(tmp_path) -> None:
+    loaded = load_encoder(read_folder(str(save_encoder(tmp_path)), "embed"), dtype="float32", device=CPU)
+    assert loaded.model.model.config._attn_implementation == "fa_serve"
+    assert loaded.model.packs
+    assert loaded.max_positions == 48
+    assert not any(parameter.requires_grad for parameter in loaded.model.model.parameters())
+
+
+def test_a_model_with_its_own_attention_is_padded(tmp_path) -> None:
+    loaded = load_encoder(read_folder(str(save_encoder(tmp_path, "mpnet")), "embed"), dtype="float32", device=CPU)
+    assert not loaded.model.packs
+    assert loaded.max_positions == 48  # of 50, because positions begin behind that of the padding
+
+
+@pytest.mark.parametrize("task", ["score", "classify", "sparse"])
+def test_a_head_without_weights_is_refused(tmp_path, task) -> None:
+    """transformers would fill it with random numbers."""
+    path = save_encoder(tmp_path, "bert", None)
+    with pytest.raises(ParameterError, match=rf"for the task {task} \(--task\), and .* are missing"):
+        load_encoder(read_folder(str(path), task), dtype="float32", device=CPU)
+
+
+def test_labels_are_in_the_order_of_logits(tmp_path) -> None:
+    names = {2: "c", 0: "a", 1: "b"}
+    path = save_encoder(tmp_path, "bert", None, head="ForSequenceClassification", id2label=names, label2id={})
+    loaded = load_encoder(read_folder(str(path), "classify"), dtype="float32", device=CPU)
+    assert loaded.labels == ("a", "b", "c")

@@ -1,0 +1,74 @@
+"""Packed sequences give what the model's own eager code gives for each of them alone, for every family and row."""
+
+import pytest
+import torch
+from encoder_folders import FAMILIES, TEXTS, make_encoder, save_encoder, word_pieces
+from transformers import AutoModel, AutoModelForSequenceClassification
+
+from fa_serve.hf.encoders.packed import PackedInputs, PackedModel
+
+PACKED = [family for family in FAMILIES if family != "mpnet"]
+
+
+def inputs_of(ids: list[list[int]]) -> PackedInputs:
+    flat = torch.tensor([token for each in ids for token in each])
+    return PackedInputs.of(flat, None, [len(each) for each in ids], torch.device("cpu"))
+
+
+@pytest.fixture(params=FAMILIES)
+def folder(request: pytest.FixtureRequest, tmp_path):
+    return request.param, save_encoder(tmp_path, request.param, None)
+
+
+def test_hidden_states_of_packed_sequences_are_those_of_each_alone(folder) -> None:
+    family, path = folder
+    ids = word_pieces(pad=1 if family == "mpnet" else 0)(list(TEXTS))["input_ids"]
+    eager = AutoModel.from_pretrained(path, attn_implementation="eager").eval()
+    attention = "eager" if family == "mpnet" else "fa_serve"
+    model = PackedModel(AutoModel.from_pretrained(path, attn_implementation=attention).eval())
+    assert model.packs == (family in PACKED)
+    with torch.inference_mode():
+        wanted = torch.cat([eager(input_ids=torch.tensor([each])).last_hidden_state[0] for each in ids])
+        found = model.hidden(inputs_of(ids))
+    assert found.shape == wanted.shape
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_that_ignores_the_borders_of_sequences_is_padded(tmp_path) -> None:
+    """Without the probe, sequences would see each other: eager attention gets the same words and does nothing with them."""
+    model = PackedModel(make_encoder("bert"))
+    assert not model.packs
+    ids = word_pieces()(list(TEXTS))["input_ids"]
+    with torch.inference_mode():
+        wanted = [model.model(input_ids=torch.tensor([each])).last_hidden_state[0] for each in ids]
+        torch.testing.assert_close(model.hidden(inputs_of(ids)), torch.cat(wanted), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "row", "settings"),
+    [
+        ("bert", "first", {}),
+        ("roberta", "first", {}),
+        ("xlm-roberta", "first", {}),
+        ("mpnet", "first", {}),
+        ("modernbert", "first", {"classifier_pooling": "cls"}),
+        ("modernbert", "mean", {"classifier_pooling": "mean"}),
+        ("nomic", "first", {}),
+        ("qwen3", "last", {}),
+    ],
+)
+def test_the_row_that_a_head_reads_is_found(tmp_path, family: str, row: str, settings: dict) -> None:
+    path = save_encoder(tmp_path, family, None, head="ForSequenceClassification", num_labels=3, **settings)
+    eager = AutoModelForSequenceClassification.from_pretrained(path, attn_implementation="eager").eval()
+    attention = "eager" if family == "mpnet" else "fa_serve"
+    model = PackedModel(AutoModelForSequenceClassification.from_pretrained(path, attn_implementation=attention).eval())
+    assert model._reads == row
+    ids = word_pieces(pad=1 if family == "mpnet" else 0)(list(TEXTS))["input_ids"]
+    with torch.inference_mode():
+        inputs = inputs_of(ids)
+        found = model.label_logits(model.hidden(inputs), inputs)
+        wanted = torch.cat([eager(input_ids=torch.tensor([each])).logits for each in ids])
+        model._reads = None
+        padded = model.label_logits(torch.empty(0), inputs)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(padded, wanted, rtol=1e-4, atol=1e-4)

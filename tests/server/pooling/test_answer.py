@@ -1,0 +1,107 @@
+"""The bounds of requests to encoders, their metrics, and what happens to them when they are cut off."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from encoder_folders import TEXTS
+
+pytestmark = pytest.mark.anyio
+MODEL = {"model": "tiny"}
+
+
+async def post(client, path: str, body: dict, status: int = 200):
+    reply = await client.post(path, json=body)
+    assert reply.status_code == status, reply.text
+    return reply.json()
+
+
+async def test_bounds_of_a_request(encoding, encoder_of) -> None:
+    """One input of 10 MB, 100,000 inputs and a million documents are refused before an encoder sees them."""
+    steps = encoder_of("embed").stats().num_steps
+    async with encoding("embed", max_inputs=100) as client:
+        huge = await post(client, "/v1/embeddings", MODEL | {"input": "a" * (10 << 20)}, 400)
+        assert huge["error"]["code"] == "context_length_exceeded"
+        many = await post(client, "/v1/embeddings", MODEL | {"input": ["a"] * 100_000}, 413)
+        assert many["error"]["code"] == "too_many_values"
+        more = await post(client, "/v1/embeddings", MODEL | {"input": ["a"] * 101}, 400)
+        assert "--max-inputs" in more["error"]["message"]
+        documents = await post(client, "/v1/rerank", {"query": "a", "documents": ["b"] * 1_000_000}, 413)
+        assert documents["error"]["code"] == "too_many_values"
+        few = await post(client, "/v1/rerank", {"query": "a", "documents": ["b"] * 101}, 400)
+        assert "documents must hold at most 100 inputs" in few["error"]["message"]
+        ids = await post(client, "/v1/embeddings", MODEL | {"input": [5] * 10_000}, 400)
+        assert ids["error"]["code"] == "context_length_exceeded"
+        large = await post(client, "/v1/embeddings", MODEL | {"input": ["a" * (5 << 20)] * 4}, 413)
+        assert large["error"]["code"] == "request_too_large"
+        assert encoder_of("embed").stats().num_steps == steps
+        await post(client, "/v1/embeddings", MODEL | {"input": ["a"] * 100})
+
+
+async def test_a_large_answer_is_refused_by_its_estimate(encoding) -> None:
+    async with encoding("embed", max_answer_bytes=2000) as client:
+        error = await post(client, "/v1/embeddings", MODEL | {"input": ["a"] * 10}, 400)
+        assert error["error"]["code"] == "answer_too_large"
+        await post(client, "/v1/embeddings", MODEL | {"input": ["a"] * 4})
+
+
+async def test_requests_at_once_share_batches_and_keep_their_answers(encoding, encoder_of) -> None:
+    encoder = encoder_of("embed")
+    wanted = encoder.encode(TEXTS)
+    before = encoder.stats().num_steps
+    async with encoding("embed") as client:
+        bodies = [MODEL | {"input": [TEXTS[i % len(TEXTS)], TEXTS[(i + 3) % len(TEXTS)]]} for i in range(20)]
+        replies = await asyncio.gather(*(post(client, "/v1/embeddings", body) for body in bodies))
+        text = (await client.get("/metrics")).text
+    for i, reply in enumerate(replies):
+        found = [each["embedding"] for each in reply["data"]]
+        np.testing.assert_allclose(found, wanted[[i % len(TEXTS), (i + 3) % len(TEXTS)]], atol=1e-5)
+    assert encoder.stats().num_steps - before < 40
+    assert 'fa_serve:request_success_total{finished_reason="stop",model_name="tiny"} 20.0' in text
+    assert "kv_cache_usage_perc" not in text
+
+
+async def test_a_request_that_is_cancelled_leaves_the_queue(encoding, encoder_of, monkeypatch) -> None:
+    encoder = encoder_of("embed")
+    async with encoding("embed", request_timeout=0.05) as client:
+        step = type(encoder).step
+        monkeypatch.setattr(type(encoder), "step", lambda self: [])
+        error = await post(client, "/v1/embeddings", MODEL | {"input": list(TEXTS)}, 504)
+        assert error["error"]["code"] == "request_timeout"
+        monkeypatch.setattr(type(encoder), "step", step)
+        for _ in range(100):
+            if not encoder.has_unfinished():
+                break
+            await asyncio.sleep(0.01)
+        assert not encoder.has_unfinished()
+        encoder.check_integrity()
+        assert client.service.in_flight == 0
+
+
+async def test_draining_refuses_new_requests_and_finishes_old_ones(encoding, encoder_of, monkeypatch) -> None:
+    encoder = encoder_of("embed")
+    step = type(encoder).step
+    held = asyncio.Event()
+    monkeypatch.setattr(type(encoder), "step", lambda self: step(self) if held.is_set() else [])
+    async with encoding("embed") as client:
+        running = asyncio.create_task(post(client, "/v1/embeddings", MODEL | {"input": list(TEXTS)}))
+        while not client.service.in_flight:
+            await asyncio.sleep(0.01)
+        drain = asyncio.create_task(client.service.drain())
+        await asyncio.sleep(0.05)
+        assert (await client.get("/ready")).status_code == 503
+        await post(client, "/v1/embeddings", MODEL | {"input": "a"}, 503)
+        assert not drain.done()
+        held.set()
+        assert len((await running)["data"]) == len(TEXTS)
+        await asyncio.wait_for(drain, 5)
+
+
+async def test_a_failed_step_is_a_500_without_internals(encoding, encoder_of, monkeypatch) -> None:
+    pipeline = type(encoder_of("embed")._pipeline)
+    async with encoding("embed") as client:
+        monkeypatch.setattr(pipeline, "compute", lambda *_: 1 / 0)
+        error = await post(client, "/v1/embeddings", MODEL | {"input": "a"}, 500)
+        assert "division" not in error["error"]["message"]
+        monkeypatch.undo()
+        await post(client, "/v1/embeddings", MODEL | {"input": "a"})
