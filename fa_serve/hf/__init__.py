@@ -50,6 +50,7 @@ except ImportError as error:
 from fa_serve.hf.adapter.attention import attention_forward
 from fa_serve.hf.adapter.masks import mask_forward
 from fa_serve.hf.adapter.models import NAME
+from fa_serve.hf.adapter.composites import auto_class, make_served, text_model
 from fa_serve.hf.adapter.paged import (
     ModelLayers,
     OneSequence,
@@ -60,7 +61,7 @@ from fa_serve.hf.adapter.paged import (
     paged_forward,
     paged_output,
 )
-from fa_serve.hf.adapter.register import patch, register
+from fa_serve.hf.adapter.register import patch, patch_parts, register
 from fa_serve.hf.adapter.step_cache import PagedStates, StateKey, take_layer_idx
 from fa_serve.hf.adapter.translate import AttendsBatch, LayerCall
 from fa_serve.hf.hidden_states import HiddenStateReader
@@ -84,23 +85,27 @@ __all__ = [
     "ScaledExperts",
     "StateKey",
     "attention_forward",
+    "auto_class",
     "check_attention_precision",
     "check_model",
     "divide_model",
     "expert_modules",
     "experts_forward",
     "few_layers",
+    "make_served",
     "mask_forward",
     "model_layers",
     "paged_forward",
     "paged_output",
     "patch",
+    "patch_parts",
     "plan_division",
     "register",
     "seat_states",
     "take_experts",
     "take_layer_idx",
     "take_scaled_experts",
+    "text_model",
     "vocab_size",
 ]
 

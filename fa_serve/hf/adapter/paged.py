@@ -13,14 +13,14 @@ Left out: which pages a sequence has and which sequences a step computes, which 
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
 import torch
-import transformers
 from torch import Tensor
 from transformers import cache_utils
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
@@ -29,10 +29,13 @@ from transformers.modeling_utils import PreTrainedModel
 
 from fa_serve.api import attention_paged, attention_varlen, store_kv
 from fa_serve.backends import explain
+from fa_serve.hf.adapter.attention import riding
+from fa_serve.hf.adapter.composites import auto_class, make_served, text_model
+from fa_serve.hf.adapter.masks import leaving_out_blocks
 from fa_serve.hf.adapter.models import NAME, check_class, counts_positions
 from fa_serve.hf.adapter.state_modules import SeatedMixer, find_state_modules
 from fa_serve.hf.adapter.step_cache import PagedStates, StateKey, StateProbe, StepCache, WholeSequence, take_layer_idx
-from fa_serve.hf.adapter.translate import AttendsBatch, LayerCall, spec_of
+from fa_serve.hf.adapter.translate import WINDOW_NOTE, AttendsBatch, LayerCall, spec_of
 from fa_serve.ops import StateSpec
 from fa_serve.spec import AttentionSpec, ParameterError, Precision, UnsupportedModelError
 
@@ -217,15 +220,37 @@ def paged_output(
         inputs = {**inputs, name or "past_key_values": StepCache(position_ids, getattr(batch, "states", None))}
     if name == "cache_params":
         no_mask = None  # there is no attention, and the mixers multiply their inputs with a mask
-    return model(
-        input_ids=input_ids[None],
-        position_ids=position_ids[None],
-        attention_mask=no_mask,
-        use_cache=False,
-        logits_to_keep=logits_indices,
-        fa_serve_batch=batch,
-        **inputs,
-    )
+    keeping: AbstractContextManager[None] = nullcontext()
+    if "logits_to_keep" in _parameters(type(model)):
+        inputs["logits_to_keep"] = logits_indices
+    else:
+        keeping = _keeping_rows(model, logits_indices)
+    with riding(batch), keeping:
+        return model(
+            input_ids=input_ids[None],
+            position_ids=position_ids[None],
+            attention_mask=no_mask,
+            use_cache=False,
+            fa_serve_batch=batch,
+            **inputs,
+        )
+
+
+@functools.lru_cache(maxsize=64)
+def _parameters(model_class: type[PreTrainedModel]) -> Mapping[str, inspect.Parameter]:
+    """The arguments of the forward of a class."""
+    return inspect.signature(model_class.forward).parameters
+
+
+@contextmanager
+def _keeping_rows(model: PreTrainedModel, rows: Tensor) -> Iterator[None]:
+    """Inside, the head of a model whose forward takes no logits_to_keep computes the logits of these tokens alone."""
+    head: Any = model.get_output_embeddings()
+    hook = head.register_forward_pre_hook(lambda module, args: (args[0][:, rows], *args[1:]))
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def state_argument(model: PreTrainedModel) -> str | None:
@@ -257,6 +282,10 @@ class Probe:
         layer_idx = take_layer_idx(module, self.states)
         if layer_idx in self.layers:
             raise UnsupportedModelError(f"layer {layer_idx} ({type(module).__name__}) attends more than once")
+        if call.visible_window[1] == 0 <= call.visible_window[0] and call.window_size == (-1, 0):
+            # transformers tells the window of this layer to the mask alone (Phi-3.5-MoE), and `paged_forward` makes no mask
+            module.__dict__[WINDOW_NOTE] = call.visible_window[0]
+            call = call._replace(window_size=call.visible_window)
         left, _ = call.window_size
         if call.visible_window != (left, 0) or call.visible_chunk != call.attention_chunk:
             raise UnsupportedModelError(
@@ -305,11 +334,10 @@ def model_layers(model_or_config: PreTrainedModel | PreTrainedConfig) -> ModelLa
     config = copy.deepcopy(model_or_config)
     # the other implementations of experts read the router's choice, which has no values on the meta device
     config._experts_implementation = "batched_mm"
-    auto: Any = transformers.AutoModelForCausalLM
-    if type(config) not in auto._model_mapping:
-        raise UnsupportedModelError(f"{type(config).__name__} is not the config of a causal language model in transformers")
+    auto = auto_class(config)
     with torch.device("meta"):
-        return _probe(auto.from_config(config, attn_implementation=NAME))
+        model = make_served(config, lambda own, parts: auto.from_config(own, attn_implementation=parts))
+        return _probe(text_model(model))
 
 
 def check_attention_precision(layers: Iterable[AttentionSpec], page_size: int, precision: Precision) -> None:
@@ -340,8 +368,11 @@ _FORWARD_ARGUMENTS = {"input_ids", "position_ids", "attention_mask", "use_cache"
 
 @torch.no_grad()
 def _probe(model: PreTrainedModel) -> ModelLayers:
-    check_class(type(model))
     config = model.config.get_text_config()
+    for part in (model, *model.modules()):
+        # a tower that fa_serve cannot serve keeps the attention of transformers, and so does the model that holds it
+        if isinstance(part, PreTrainedModel) and (part.config is config or part.config._attn_implementation == NAME):
+            check_class(type(part))
     _check_before_a_forward(model, config)
     probe = Probe()
     name = state_argument(model)
@@ -352,7 +383,8 @@ def _probe(model: PreTrainedModel) -> ModelLayers:
         inputs: dict[str, Any] = {"attention_mask": torch.ones_like(token)}
         if name is not None:
             inputs[name] = _ProbeCache(config, probe.states)
-        with _seated(model):
+        # a batch says itself which tokens attend both ways, and text has none
+        with _seated(model), riding(probe), leaving_out_blocks():
             output = model.train(False)(input_ids=token, use_cache=True, fa_serve_batch=probe, **inputs)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{type(model).__name__} cannot run on a paged cache: {error}") from error
@@ -399,6 +431,8 @@ def _missing_arguments(model: PreTrainedModel) -> set[str]:
     """The arguments of `paged_forward` that the model's forward does not take."""
     parameters = inspect.signature(model.forward).parameters
     missing = _FORWARD_ARGUMENTS - set(parameters)
+    if model.get_output_embeddings() is not None:
+        missing -= {"logits_to_keep"}  # `_keeping_rows` does without
     if all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return missing | {"**kwargs"}
     return missing - {"use_cache"}  # Granite's mixtures hand it on; a cache that nobody asked for would change no number
