@@ -67,6 +67,8 @@ class EngineConfig:
     grammar_timeout:        seconds after which the async engine gives up compiling a structured output
     grammar_memory:         bytes that compiling a structured output may take in the async engine
     max_stop_chars:         characters of all stop strings of a request together
+    max_images:             images of one prompt; 0 refuses images
+    image_cache_bytes:      bytes of the embeddings of images that are kept for later chunks and requests, on the device
     seed:                   seed of the seeds of requests that give none; None is different at each start
     """
 
@@ -100,6 +102,8 @@ class EngineConfig:
     grammar_timeout: float = 10.0
     grammar_memory: int = 256 << 20
     max_stop_chars: int = 4096
+    max_images: int = 16
+    image_cache_bytes: int = 256 << 20
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -119,7 +123,7 @@ class EngineConfig:
                 raise ParameterError(name, "be a positive integer", value)
         if self.num_states is not None and (not _is_integer(self.num_states) or self.num_states < MIN_STATES):
             raise ParameterError("num_states", f"be an integer from {MIN_STATES} on, or None", self.num_states)
-        for name in ("max_waiting", "max_restarts", "grammar_cache_bytes", "max_stop_chars"):
+        for name in ("max_waiting", "max_restarts", "grammar_cache_bytes", "max_stop_chars", "max_images", "image_cache_bytes"):
             value = getattr(self, name)
             if not _is_integer(value) or value < 0:
                 raise ParameterError(name, "be 0 or a positive integer", value)

@@ -31,6 +31,7 @@ from transformers.utils.logging import tqdm
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.errors import EngineDeadError, QueueFullError, RequestError
 from fa_serve.engine.events import OnPhase
+from fa_serve.engine.images.prompt import ImagePrompt
 from fa_serve.engine.parallel.leader import open_ranks
 from fa_serve.engine.parallel.ranks import OnLost, Ranks
 from fa_serve.engine.request.answers import Answers
@@ -92,7 +93,13 @@ class Engine:
         self.eos_ids = loaded.eos_ids
         self.default_params = loaded.default_params
         self.grammars = Grammars(self.tokenizer, self.vocab_size, self.eos_ids, config)
-        self._processor = InputProcessor(self.tokenizer, self.config, vocab_size=self.vocab_size, eos_ids=self.eos_ids)
+        self._processor = InputProcessor(
+            self.tokenizer,
+            self.config,
+            vocab_size=self.vocab_size,
+            eos_ids=self.eos_ids,
+            images=loaded.runner.images,
+        )
         self._scheduler = loaded.scheduler
         self._runner = loaded.runner
         self._steps = StepQueue(depth=1 if self._runner.device.type == "cuda" else 0)
@@ -103,7 +110,7 @@ class Engine:
     def add_request(
         self,
         request_id: str,
-        prompt: str | Sequence[int],
+        prompt: str | Sequence[int] | ImagePrompt,
         params: SamplingParams | None = None,
         *,
         priority: int = 0,
@@ -177,7 +184,7 @@ class Engine:
 
     def generate(
         self,
-        prompts: Sequence[str | Sequence[int]],
+        prompts: Sequence[str | Sequence[int] | ImagePrompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool = False,
@@ -238,7 +245,7 @@ class Engine:
         """Requests that may still come before the queue is full."""
         return max(self.config.max_num_seqs + self.config.max_waiting - len(self._scheduler.sequences), 0)
 
-    def _process(self, request_id: str, prompt: str | Sequence[int], params: SamplingParams, *options: Any) -> list[Request]:
+    def _process(self, request_id: str, prompt: str | Sequence[int] | ImagePrompt, params: SamplingParams, *options: Any) -> list[Request]:
         if request_id in self._answers:
             raise ParameterError("request_id", "be unique among unfinished requests", request_id, "duplicate_request_id")
         return self._processor.process(request_id, prompt, params, *options)

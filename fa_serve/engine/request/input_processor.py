@@ -16,6 +16,8 @@ from itertools import count
 from typing import Any
 
 from fa_serve.engine.config import EngineConfig
+from fa_serve.engine.images.encoder import ImageEncoder
+from fa_serve.engine.images.prompt import ImagePrompt, PromptImages
 from fa_serve.engine.request.groups import members, num_answers
 from fa_serve.engine.request.params import SamplingParams
 from fa_serve.engine.request.prompts import PromptReader
@@ -35,9 +37,18 @@ class InputProcessor:
     tokenizer: a fast tokenizer of transformers, or None
     config:    with max_model_len resolved
     eos_ids:   the model's end-of-sequence tokens
+    images:    the towers of the model, or why prompts may have no images
     """
 
-    def __init__(self, tokenizer: Any, config: EngineConfig, *, vocab_size: int, eos_ids: frozenset[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        config: EngineConfig,
+        *,
+        vocab_size: int,
+        eos_ids: frozenset[int],
+        images: ImageEncoder | str = "this engine takes none",
+    ) -> None:
         assert config.max_model_len is not None
         self._reader = PromptReader(tokenizer, vocab_size, config.max_model_len)
         self._has_tokenizer = tokenizer is not None
@@ -46,6 +57,10 @@ class InputProcessor:
         self._max_stop_chars = config.max_stop_chars
         self._vocab_size = vocab_size
         self._eos_ids = eos_ids
+        self._images = images
+        self._max_images = config.max_images
+        # running sequences may all have a token in the step
+        self._max_block = max(config.max_num_batched_tokens - config.max_num_seqs, 1)
         self._serial = count()
         self._random = random.Random(config.seed)
         self._last: tuple[tuple[Any, ...], tuple[frozenset[int], TokenBiases]] | None = None
@@ -53,7 +68,7 @@ class InputProcessor:
     def process(
         self,
         request_id: str,
-        prompt: str | Sequence[int],
+        prompt: str | Sequence[int] | ImagePrompt,
         params: SamplingParams,
         priority: int = 0,
         client: str | None = None,
@@ -65,6 +80,12 @@ class InputProcessor:
         if num_answers(params) > self._capacity:
             name = "n" if params.best_of is None else "best_of"
             raise ParameterError(name, f"be at most {self._capacity}, which is what the queue holds", num_answers(params))
+        images = None
+        if isinstance(prompt, ImagePrompt):
+            images = self._place_images(prompt, params)
+            vocab = self._vocab_size
+            # models may number their image token beyond their vocabulary
+            prompt = [token if token < vocab else self._require_encoder().reader.filler for token in prompt.tokens]
         tokens = self._reader.read(prompt)
         if params.stop and not self._has_tokenizer:
             raise ParameterError("stop", "be empty because this engine has no tokenizer", params.stop, "no_tokenizer")
@@ -89,9 +110,24 @@ class InputProcessor:
                 client=client,
                 cache_salt=cache_salt,
                 biases=biases,
+                images=images,
             )
             for index, (name, own) in enumerate(members(request_id, params))
         ]
+
+    def _require_encoder(self) -> ImageEncoder:
+        if isinstance(self._images, str):
+            raise ParameterError("images", f"be empty, because {self._images}", "images")
+        return self._images
+
+    def _place_images(self, prompt: ImagePrompt, params: SamplingParams) -> PromptImages | None:
+        """Where the images of a prompt are, and what that comes to for the engine."""
+        encoder = self._require_encoder()
+        if len(prompt.images) > self._max_images:
+            raise ParameterError("images", f"be at most {self._max_images} in a prompt (max_images)", len(prompt.images))
+        if params.prompt_logprobs is not None:
+            raise ParameterError("prompt_logprobs", "be None for a prompt with images", params.prompt_logprobs)
+        return encoder.place(prompt, self._max_block) if prompt.images else None
 
     def _tokens_of(self, params: SamplingParams) -> tuple[frozenset[int], TokenBiases]:
         """The tokens that end an answer, and what is added to the logits of tokens.

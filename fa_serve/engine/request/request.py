@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fa_serve.engine.images.prompt import PromptImages
 from fa_serve.engine.request.params import SamplingParams
 from fa_serve.engine.request.token_biases import NO_BIASES, TokenBiases
 
@@ -25,6 +26,7 @@ class Request:
     client:     whose request it is; clients get equal shares of the engine (fair_queue.py)
     cache_salt: the request shares cached prefixes only with requests of the same salt
     biases:     what `params` and `end_ids` add to the logits of single tokens
+    images:     those of the prompt; None without any
     """
 
     request_id: str
@@ -38,3 +40,4 @@ class Request:
     client: str | None = None
     cache_salt: str | None = None
     biases: TokenBiases = NO_BIASES
+    images: PromptImages | None = None

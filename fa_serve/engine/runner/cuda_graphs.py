@@ -49,6 +49,7 @@ from fa_serve.engine.runner.state_arrays import padding_state_arrays
 from fa_serve.engine.runner.transfer import PackedTensors, packed_size, send
 from fa_serve.engine.speculation.drafts import draft_limit
 from fa_serve.hf import PagedBatch
+from fa_serve.hf.images import StepImages
 
 log = logging.getLogger("fa_serve.engine")
 
@@ -58,9 +59,10 @@ class Inputs:
     """What one forward takes.
 
     input_ids:      (total,) int64; -(slot + 1) stands for the last token sampled in that slot
-    position_ids:   (total,) int64
+    position_ids:   (total,) int64, or (axes, total) in a step that no graph runs
     logits_indices: (n,) int64, the tokens whose logits are wanted
     slots:          (batch,) int64, the slot of each sequence; a sequence without keys is padding
+    images:         embeddings of images in a step that no graph runs
     """
 
     input_ids: Tensor
@@ -68,6 +70,7 @@ class Inputs:
     logits_indices: Tensor
     slots: Tensor
     paged: PagedBatch
+    images: StepImages | None = None
 
 
 class Shape(NamedTuple):

@@ -28,6 +28,7 @@ from fa_serve.api import MAX_COPY_BYTES
 from fa_serve.engine.cache import tensors as kv_cache
 from fa_serve.engine.cache.block_table import BlockTable
 from fa_serve.engine.config import EngineConfig
+from fa_serve.engine.images.encoder import ImageEncoder, find_images
 from fa_serve.engine.runner.batch_arrays import BatchArrays, batch_arrays
 from fa_serve.engine.runner.cuda_graphs import Inputs, OnError, Shape, StepGraphs, pad, padding
 from fa_serve.engine.runner.deterministic import NUM_SPLITS, deterministic_mode
@@ -49,6 +50,7 @@ from fa_serve.hf import (
     take_scaled_experts,
     vocab_size,
 )
+from fa_serve.hf.images import StepImages
 from fa_serve.hf.surgery.fuse.fusion import cached_layers, fuse_model, unfuse_model
 from fa_serve.hf.surgery.fuse.latent import PLAIN_TOKENS
 from fa_serve.hf.surgery.quantised.linear import QuantizedLinear
@@ -136,6 +138,7 @@ class ModelRunner:
         if states:
             self._check_settings_with_states(config)
             seat_states(model)
+        self.images = find_images(model, config)
         self._deterministic = config.deterministic
         for module in model.modules():
             if isinstance(module, QuantizedLinear):
@@ -155,6 +158,12 @@ class ModelRunner:
         self._counts: TokenCounts | None = None
         self._last_tokens = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self.device)
         self._block_table = BlockTable(config.max_num_seqs, 0, self.device)
+
+    def require_images(self) -> ImageEncoder:
+        """The towers and their embeddings. Raises ParameterError, with the reason, for a model or settings without."""
+        if isinstance(self.images, str):
+            raise ParameterError("images", f"be empty, because {self.images}", "images")
+        return self.images
 
     @property
     def window(self) -> int | None:
@@ -355,7 +364,12 @@ class ModelRunner:
         )
         if self.states:
             arrays.inputs.update(state_arrays(batch))
-        prepared = self._prepare(arrays)
+        images = None
+        if arrays.images:
+            images = self.require_images().step(arrays.images)
+            for piece in arrays.images:
+                arrays.inputs["input_ids"][piece.rows] = self.require_images().reader.filler
+        prepared = self._prepare(arrays, images)
         logits = self._run(prepared)[: len(arrays.sequences) + batch.num_prompt_logits]
         return Forward(prepared, logits, arrays.sequences, arrays.logprob_rows, arrays.prompt_spans)
 
@@ -392,12 +406,12 @@ class ModelRunner:
             logprobs = self._log_probabilities(logits[index], tokens[index], top)
         return PendingResult(tokens, wanted, logprobs, forward.prompt_spans, prompt_logprobs)
 
-    def _prepare(self, arrays: BatchArrays) -> PreparedBatch:
+    def _prepare(self, arrays: BatchArrays, images: StepImages | None = None) -> PreparedBatch:
         """Send the numbers of a step to the device: into the block of the graphs if there is a graph for the step."""
         others = arrays.sampling | self._block_table.changes() | arrays.rows
         shape = None
         padded: dict[str, NDArray[Any]] = {}
-        if self._graphs is not None:
+        if self._graphs is not None and arrays.is_plain:
             shape = self._graphs.shape_of(arrays)
             padded = {} if shape is None else pad(arrays.inputs, shape) | others
         if self._graphs is not None and padded and packed_size(padded) <= len(self._graphs.block):
@@ -407,6 +421,8 @@ class ModelRunner:
             sent = send(arrays.inputs | others, self.device)
         self._block_table.apply(sent)
         inputs = shape or self._inputs(sent, arrays.max_seqlen_q, arrays.max_seqlen_k, fresh=arrays.fresh)
+        if isinstance(inputs, Inputs) and (images is not None or arrays.blocks):
+            inputs = replace(inputs, images=images, paged=replace(inputs.paged, blocks=arrays.blocks))
         return self._prepared(inputs, arrays.sampling, sent)
 
     def _prepared(
@@ -468,7 +484,10 @@ class ModelRunner:
         last = self._last_tokens[(-1 - inputs.input_ids).clamp(min=0)]
         input_ids = torch.where(inputs.input_ids < 0, last, inputs.input_ids)
         keeping = nullcontext() if self.draft is None else self.draft.keeping_features(inputs.paged)
-        with keeping, deterministic_mode(self._deterministic):
+        placing: AbstractContextManager[None] = nullcontext()
+        if inputs.images is not None:
+            placing = self.require_images().reader.placing(inputs.images)
+        with keeping, placing, deterministic_mode(self._deterministic):
             return paged_forward(self.model, input_ids, inputs.position_ids, inputs.paged, inputs.logits_indices)
 
     def _log_probabilities(self, logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, ...]:

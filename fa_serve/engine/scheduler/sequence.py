@@ -84,6 +84,12 @@ class SequenceState:
         self.num_prompt_tokens = len(self.tokens)
 
     @property
+    def content(self) -> Sequence[int]:
+        """The known tokens, for the hashes of pages: those of images are numbers that stand for their content."""
+        images = self.request.images
+        return self.tokens if images is None else [*images.content, *self.tokens[self.num_prompt_tokens :]]
+
+    @property
     def num_tokens(self) -> int:
         """Known tokens and pending ones."""
         return len(self.tokens) + self.num_pending

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
@@ -27,7 +27,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
-from fa_serve.api import attention_paged, attention_varlen, store_kv
+from fa_serve.api import attention, attention_paged, attention_varlen, store_kv
 from fa_serve.backends import explain
 from fa_serve.hf.adapter.attention import riding
 from fa_serve.hf.adapter.composites import auto_class, make_served, text_model
@@ -40,6 +40,20 @@ from fa_serve.ops import StateSpec
 from fa_serve.spec import AttentionSpec, ParameterError, Precision, UnsupportedModelError
 
 
+class TwoWayBlock(NamedTuple):
+    """Tokens of a step that attend to each other both ways, such as those of an image (Gemma 3).
+
+    first, last: rows of the step, up to the end of the block; sequence: row of the block table
+    begin, end:  places in the sequence of the whole block, whose first tokens may be in the cache already
+    """
+
+    first: int
+    last: int
+    sequence: int
+    begin: int
+    end: int
+
+
 @dataclass(frozen=True)
 class PagedBatch:
     """What one step of the engine tells every attention layer. Tensors are on the model's device, shapes as in `fa_serve.api`.
@@ -50,6 +64,7 @@ class PagedBatch:
     descales:   (k_descale, v_descale) by layer_idx, for those caches that are float8; None if none is
     precision:  of the products of prompts, as in `attention_paged`
     states:     answers for the recurrences of the model; None for a model without
+    blocks:     tokens that attend to each other both ways, whose last tokens are all in this step
     """
 
     kv_caches: Mapping[int, tuple[Tensor, Tensor]]
@@ -65,6 +80,7 @@ class PagedBatch:
     descales: Mapping[int, tuple[Tensor, Tensor]] | None = None
     precision: Precision = "bf16"
     states: PagedStates | None = None
+    blocks: Sequence[TwoWayBlock] = ()
 
     def attend(self, call: LayerCall) -> Tensor:
         """Store this step's keys and values, then attend to all keys of each sequence -> (1, total, num_heads, head_dim_v)."""
@@ -104,12 +120,51 @@ class PagedBatch:
         softcap: float,
         sinks: Tensor | None,
     ) -> Tensor:
-        """Causal attention to all keys of each sequence, after this step's keys and values have been stored.
+        """Attention to all keys of each sequence, causal but for `blocks`, after this step's keys and values have been stored.
 
         q: (total, num_heads, head_dim); k, v: this step's, (total, num_kv_heads, head_dim or head_dim_v)
         left: keys before a query that it sees, -1 unlimited; attention_chunk: as in `fa_serve.api`
         Returns (total, num_heads, head_dim_v).
         """
+        out = self._causal(layer_idx, q, k, v, left, attention_chunk, softmax_scale, softcap, sinks)
+        for block in self.blocks:
+            keys, values, mask = self._seen_by(block, layer_idx, left)
+            rows = q[None, block.first : block.last]
+            out[block.first : block.last] = attention(
+                rows,
+                keys[None],
+                values[None],
+                mask=None if mask is None else mask[None, None],
+                softmax_scale=softmax_scale,
+                softcap=softcap,
+                sinks=sinks,
+                backend=self.backend,
+            )[0]
+        return out
+
+    def _seen_by(self, block: TwoWayBlock, layer_idx: int, left: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Keys and values of a sequence up to the end of a block, (end, num_kv_heads, dim), and which of them each row sees."""
+        k_cache, v_cache = self.kv_caches[layer_idx]
+        pages = self.block_table[block.sequence, : -(-block.end // k_cache.shape[1])]
+        keys, values = (cache[pages].flatten(0, 1)[: block.end] for cache in (k_cache, v_cache))
+        if left < 0:
+            return keys, values, None
+        places = torch.arange(block.end, device=keys.device)
+        queries = places[block.end - (block.last - block.first) :, None]
+        return keys, values, ((places <= queries) & (places >= queries - left)) | (places >= block.begin)
+
+    def _causal(
+        self,
+        layer_idx: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        left: int,
+        attention_chunk: int,
+        softmax_scale: float | None,
+        softcap: float,
+        sinks: Tensor | None,
+    ) -> Tensor:
         if self.fresh:
             out = attention_varlen(
                 q,
@@ -192,7 +247,7 @@ def paged_forward(
 ) -> Tensor:
     """One forward of a causal model over packed tokens, with keys and values in a paged cache.
 
-    input_ids, position_ids: (total,) int64, packed as the batch says
+    input_ids, position_ids: (total,) int64, packed as the batch says; position_ids may be (axes, total)
     batch:                   a PagedBatch, or another object that answers for the attention of every layer
     logits_indices:          (n,) int64, the tokens whose logits are computed
     Returns logits (n, vocab). The result is right for the models that `check_model` accepts.
@@ -217,7 +272,7 @@ def paged_output(
     config: Any = model.config.get_text_config()
     name = state_argument(model)
     if name is not None or getattr(config, "attn_temperature_tuning", False):
-        inputs = {**inputs, name or "past_key_values": StepCache(position_ids, getattr(batch, "states", None))}
+        inputs = {**inputs, name or "past_key_values": StepCache(position_ids.view(-1, len(input_ids))[0], getattr(batch, "states", None))}
     if name == "cache_params":
         no_mask = None  # there is no attention, and the mixers multiply their inputs with a mask
     keeping: AbstractContextManager[None] = nullcontext()
@@ -228,7 +283,7 @@ def paged_output(
     with riding(batch), keeping:
         return model(
             input_ids=input_ids[None],
-            position_ids=position_ids[None],
+            position_ids=position_ids.unsqueeze(-2),
             attention_mask=no_mask,
             use_cache=False,
             fa_serve_batch=batch,
