@@ -31,7 +31,8 @@ from transformers.utils.logging import tqdm
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.errors import EngineDeadError, QueueFullError, RequestError
 from fa_serve.engine.events import OnPhase
-from fa_serve.engine.images.prompt import ImagePrompt
+from fa_serve.engine.images.processor import prepare_prompts
+from fa_serve.engine.images.prompt import ImageInput
 from fa_serve.engine.parallel.leader import open_ranks
 from fa_serve.engine.parallel.ranks import OnLost, Ranks
 from fa_serve.engine.request.answers import Answers
@@ -110,7 +111,7 @@ class Engine:
     def add_request(
         self,
         request_id: str,
-        prompt: str | Sequence[int] | ImagePrompt,
+        prompt: str | Sequence[int],
         params: SamplingParams | None = None,
         *,
         priority: int = 0,
@@ -118,6 +119,7 @@ class Engine:
         client: str | None = None,
         cache_salt: str | None = None,
         matcher: Any = None,
+        images: Sequence[ImageInput] = (),
     ) -> None:
         """Queue a request. After `timeout` seconds it ends with an error.
 
@@ -125,6 +127,7 @@ class Engine:
         priority: -1000 to 1000; of one client's requests, those with a lower value are served sooner
         client, cache_salt: clients take turns, and cached prefixes are shared with requests of the same salt only
         matcher: what `grammars.matcher` returned for the structured output; without one it is compiled here
+        images:  of a prompt of token ids, which has an image token for each of their embeddings (fa_serve.engine.images)
 
         Raises ParameterError for a prompt that is empty, too long or not of this vocabulary, for an id that is in use, and for
         a structured output that cannot be followed. Raises QueueFullError when max_waiting requests wait already.
@@ -132,7 +135,7 @@ class Engine:
         if timeout is not None and not timeout > 0:
             raise ParameterError("timeout", "be positive, in seconds", timeout)
         params = params or self.default_params
-        requests = self._process(request_id, prompt, params, priority, client, cache_salt)
+        requests = self._process(request_id, prompt, params, priority, client, cache_salt, images)
         if len(requests) > self._room:
             raise QueueFullError(f"the queue is full: {self.config.max_waiting} requests wait already. Try again later")
         self.submit(request_id, params, requests, timeout, matcher)
@@ -184,25 +187,33 @@ class Engine:
 
     def generate(
         self,
-        prompts: Sequence[str | Sequence[int] | ImagePrompt],
+        prompts: Sequence[str | Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        images: Sequence[Sequence[Any]] | None = None,
         progress: bool = False,
     ) -> list[Completion]:
         """The answers to all prompts, in the order of the prompts; the n answers to one prompt follow each other.
 
         params:   for all prompts, or one for each; None are `default_params`
+        images:   for each prompt, its images: PIL images for a text, in which the processor's image token stands for each of
+                  them; or `ImageInput`s for token ids, which have an image token for each of their embeddings
         progress: show a bar on stderr
 
         There may be more prompts than the queue holds. Outputs of other requests are lost. Raises ParameterError as
         `add_request` does, before anything is computed.
         """
         params = params_of_each(prompts, params, self.default_params)
+        prompts, prepared = prepare_prompts(prompts, images, self.config, self._processor.reader)
         ids = [f"generate-{next(self._serial)}" for _ in prompts]
         for each in params:
             if each.structured is not None:
                 self.grammars.matcher(each.structured)
-        queue = deque(zip(ids, params, map(self._process, ids, prompts, params), strict=True))
+        requests = [
+            self._process(name, prompt, each, 0, None, None, own)
+            for name, prompt, each, own in zip(ids, prompts, params, prepared, strict=True)
+        ]
+        queue = deque(zip(ids, params, requests, strict=True))
         answers = JoinedOutputs()
         try:
             with tqdm(total=sum(each.n for each in params), unit="answer", disable=not progress) as bar:
@@ -245,7 +256,7 @@ class Engine:
         """Requests that may still come before the queue is full."""
         return max(self.config.max_num_seqs + self.config.max_waiting - len(self._scheduler.sequences), 0)
 
-    def _process(self, request_id: str, prompt: str | Sequence[int] | ImagePrompt, params: SamplingParams, *options: Any) -> list[Request]:
+    def _process(self, request_id: str, prompt: str | Sequence[int], params: SamplingParams, *options: Any) -> list[Request]:
         if request_id in self._answers:
             raise ParameterError("request_id", "be unique among unfinished requests", request_id, "duplicate_request_id")
         return self._processor.process(request_id, prompt, params, *options)

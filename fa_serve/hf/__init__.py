@@ -48,9 +48,9 @@ except ImportError as error:
     ) from error
 
 from fa_serve.hf.adapter.attention import attention_forward
+from fa_serve.hf.adapter.composites import auto_class, make_served, text_model
 from fa_serve.hf.adapter.masks import mask_forward
 from fa_serve.hf.adapter.models import NAME
-from fa_serve.hf.adapter.composites import auto_class, make_served, text_model
 from fa_serve.hf.adapter.paged import (
     ModelLayers,
     OneSequence,

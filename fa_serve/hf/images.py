@@ -100,7 +100,8 @@ class ImageReader:
         Raises UnsupportedModelError if the model tells its language model of images in a way that is not known.
         """
         device = self._model.device
-        moved = {name: x.to(device) for name, x in _with_text(inputs, self.filler).items()}
+        taken = inspect.signature(self._model.forward).parameters
+        moved = {name: x.to(device) for name, x in _with_text(inputs, self.filler).items() if name in taken}
         floats = {name: x.to(self._model.dtype) for name, x in moved.items() if x.is_floating_point()}
         given: dict[str, Any] = {}
 
@@ -121,7 +122,9 @@ class ImageReader:
         if any(bool((each >= 0).any()) for each in blocks):
             two_way = "prompt" if any(bool(each[0, -1] >= 0) for each in blocks) else "images"
         deep = given.get(_DEEP) or ()
-        unknown = sorted(n for n, x in given.items() if isinstance(x, Tensor | list | tuple) and n not in {*_PLAIN, _MASK, _DEEP})
+        unknown = sorted(
+            n for n, x in given.items() if isinstance(x, Tensor | list | tuple) and n not in {*_PLAIN, _MASK, _DEEP}
+        )
         if unknown or given.get("inputs_embeds") is None:
             raise UnsupportedModelError(f"{type(self._model).__name__} tells its language model {unknown} of an image")
         return ImageFeatures(given["inputs_embeds"][0][places], tuple(x.to(device) for x in deep), two_way)
@@ -132,7 +135,9 @@ class ImageReader:
 
         ids: (total,) int64; images: the inputs of each, in order
         """
-        holder: Any = next((x for x in (getattr(self._model, "model", None), self._model) if hasattr(x, "get_rope_index")), None)
+        holder: Any = next(
+            (x for x in (getattr(self._model, "model", None), self._model) if hasattr(x, "get_rope_index")), None
+        )
         if holder is None:
             return None
         ids = ids.cpu()
@@ -142,7 +147,7 @@ class ImageReader:
             "mm_token_type_ids": (ids == self.image_token).int()[None],
             "attention_mask": torch.ones_like(ids)[None],
         }
-        for name in {name for image in images for name in image} - given.keys():
+        for name in {name for image in images for name in image if name in known} - given.keys():
             given[name] = torch.cat([image[name].cpu() for image in images])
         positions, delta = holder.get_rope_index(**{name: x for name, x in given.items() if name in known})
         return cast(Tensor, positions)[:, 0], int(delta.flatten()[0])
@@ -174,6 +179,4 @@ class ImageReader:
 def _with_text(inputs: Mapping[str, Tensor], token: int) -> dict[str, Tensor]:
     """The prompt of an image with one more token of text."""
     added = {"input_ids": token, "token_type_ids": 0, "mm_token_type_ids": 0, "attention_mask": 1}
-    return {
-        name: torch.cat([x, x.new_full((1, 1), added[name])], dim=1) if name in added else x for name, x in inputs.items()
-    }
+    return {name: torch.cat([x, x.new_full((1, 1), added[name])], dim=1) if name in added else x for name, x in inputs.items()}

@@ -26,6 +26,7 @@ from fa_serve.engine import (
     StructuredOutput,
     TokenLogprob,
 )
+from fa_serve.engine.images.prompt import ImageInput
 from fa_serve.spec import ParameterError
 
 from ..errors import (
@@ -80,6 +81,7 @@ class Job:
     n:        sequences for each prompt
     client, cache_salt: as the engine takes them
     timeline: where its time goes; None if nobody asks
+    images:   of the prompt, of which there is one then
     """
 
     name: str
@@ -90,6 +92,7 @@ class Job:
     client: str | None
     cache_salt: str | None
     timeline: Timeline | None = None
+    images: Sequence[ImageInput] = ()
 
 
 async def sequences_of_prompt(
@@ -142,7 +145,13 @@ def generate(
 ) -> AsyncGenerator[RequestOutput, None]:
     """What the engine makes of one prompt of a job. name: unique within the job"""
     return service.engine.generate(
-        prompt, params, f"{job.name}-{name}", priority=job.priority, client=job.client, cache_salt=job.cache_salt
+        prompt,
+        params,
+        f"{job.name}-{name}",
+        priority=job.priority,
+        client=job.client,
+        cache_salt=job.cache_salt,
+        **({"images": job.images} if job.images else {}),
     )
 
 

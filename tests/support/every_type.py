@@ -24,7 +24,9 @@ VOCAB = 160
 _TEXT: dict[str, Any] = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCAB),
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim"), 64),
-    **dict.fromkeys(("intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size", "ffn_dim", "d_ff"), 96),
+    **dict.fromkeys(
+        ("intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size", "ffn_dim", "d_ff"), 96
+    ),
     **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim", "intermediate_size_mlp", "dense_intermediate_size"), 96),
     **dict.fromkeys(("moe_intermediate_size", "prefix_dense_intermediate_size"), 32),
     **dict.fromkeys(("num_attention_heads", "n_head", "encoder_attention_heads", "decoder_attention_heads", "num_heads"), 4),
@@ -112,8 +114,8 @@ def _table(part: str) -> dict[str, Any]:
     return _VISION if "vision" in part or part == "encoder" else _OTHER
 
 
-def tiny_config(model_type: str) -> PreTrainedConfig:
-    """A config in tiny sizes. Raises what the config's class raises if it has no sense in these."""
+def tiny_config(model_type: str, changes: dict[str, Any] | None = None) -> PreTrainedConfig:
+    """A config in tiny sizes, with some changes. Raises what the config's class raises if it has no sense in these."""
     config_class = CONFIG_MAPPING[model_type]
     default = config_class()
     sizes = _sizes(default, _TEXT)
@@ -122,14 +124,15 @@ def tiny_config(model_type: str) -> PreTrainedConfig:
         if isinstance(config, PreTrainedConfig):
             sizes.pop("sliding_window", None)
             sizes[part] = {"model_type": config.model_type, **_sizes(config, _table(part))}
-    for name, value in copy.deepcopy(OVERRIDES.get(model_type, {})).items():
-        sizes[name] = {**sizes.get(name, {}), **value} if isinstance(value, dict) else value
+    for given in (OVERRIDES.get(model_type, {}), changes or {}):
+        for name, value in copy.deepcopy(given).items():
+            sizes[name] = {**sizes.get(name, {}), **value} if isinstance(value, dict) else value
     return config_class(**sizes)
 
 
-def tiny_model(model_type: str) -> PreTrainedModel:
+def tiny_model(model_type: str, changes: dict[str, Any] | None = None) -> PreTrainedModel:
     """A float32 model with eager attention, whose logits are far enough apart for argmax to be stable."""
-    config = tiny_config(model_type)
+    config = tiny_config(model_type, changes)
     config._experts_implementation = "batched_mm"
     torch.manual_seed(0)
     model: PreTrainedModel = auto_class(config).from_config(config, attn_implementation="eager", dtype=torch.float32)

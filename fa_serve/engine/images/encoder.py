@@ -18,7 +18,6 @@ from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.images.prompt import (
     ImageInput,
     ImagePiece,
-    ImagePrompt,
     PromptImages,
     content_of,
     content_of_prefix,
@@ -72,16 +71,16 @@ class ImageEncoder:
             tuple(torch.cat([found.deep[layer][part] for found, part in parts]) for layer in range(depth)),
         )
 
-    def place(self, prompt: ImagePrompt, max_block: int) -> PromptImages:
+    def place(self, tokens: Sequence[int], images: Sequence[ImageInput], max_block: int) -> PromptImages:
         """What the images of a prompt come to. The first image of a prompt tells which tokens attend both ways.
 
+        tokens: with an image token for each embedding, in the order of the images
         max_block: tokens that a step can compute together
 
         Raises ParameterError for images that do not fit the prompt, and for a block of tokens that no step can compute.
         """
-        tokens = prompt.tokens
-        placed = find_places(tokens, prompt.images, self.reader.image_token)
-        two_way = self.features(prompt.images[0]).two_way
+        placed = find_places(tokens, images, self.reader.image_token)
+        two_way = self.features(images[0]).two_way
         blocks: tuple[tuple[int, int], ...] = ()
         if two_way != "none":
             blocks = ((0, len(tokens)),) if two_way == "prompt" else runs_of(placed)
@@ -91,7 +90,7 @@ class ImageEncoder:
             if longest > max_block:
                 rule = f"have at most {max_block} tokens that attend to each other both ways (max_num_batched_tokens)"
                 raise ParameterError("images", rule, longest)
-        found = self.reader.positions(torch.tensor(tokens), [image.inputs for image in prompt.images])
+        found = self.reader.positions(torch.tensor(tokens), [image.inputs for image in images])
         positions, delta = (None, 0) if found is None else (found[0].numpy(), found[1])
         content = (content_of_prefix if two_way == "prompt" else content_of)(tokens, placed)
         return PromptImages(placed, content, blocks, positions, delta)

@@ -1,7 +1,7 @@
 """A prompt with images, as the engine takes it: tokens, what the towers are given, and what follows for pages and positions.
 
     image = ImageInput.of(inputs)                # what the model's processor makes of one image
-    prompt = ImagePrompt(tokens, (image,))       # tokens: with the image token in the place of each embedding
+    prompt = ImagePrompt(tokens, (image,))       # tokens: with an image token in the place of each embedding
 
 An image is a list of places in the prompt. `PromptImages` says what the scheduler and the runner need of them: which places
 attend both ways and must be computed in one step, by which numbers pages are found again, and positions on several axes.

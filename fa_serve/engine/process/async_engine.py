@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.errors import EngineDeadError, RequestError
 from fa_serve.engine.events import OnPhase
+from fa_serve.engine.images.prompt import ImageInput
 from fa_serve.engine.parallel.follower_main import follow_if_told
 from fa_serve.engine.process.engine_loop import Abort, Add, StepOutputs
 from fa_serve.engine.process.parent import STOP_SECONDS, OnDeath, OnOutputs, ProcessWorker, Pulse, ThreadWorker, Worker
@@ -273,6 +274,7 @@ class AsyncEngine:
         timeout: float | None = None,
         client: str | None = None,
         cache_salt: str | None = None,
+        images: Sequence[ImageInput] = (),
     ) -> AsyncGenerator[RequestOutput, None]:
         """The increments of all answers; the last one of each answer is `finished`. Leaving the iterator aborts the request.
 
@@ -293,11 +295,15 @@ class AsyncEngine:
         self._mailboxes[name] = mailbox
         try:
             # Tokenizing a long text takes a while, and neither the event loop nor a step should wait for it.
-            tokens = await asyncio.to_thread(read, prompt) if isinstance(prompt, str) else read(prompt)
+            tokens: list[int]
+            if images and not isinstance(prompt, str):
+                tokens = list(prompt)  # image tokens may lie outside the vocabulary, which the engine knows about
+            else:
+                tokens = await asyncio.to_thread(read, prompt) if isinstance(prompt, str) else read(prompt)
             if self._error is not None:
                 raise self._error
             if mailbox.unfinished:  # else it was aborted meanwhile
-                worker.send(Add(name, tokens, params, priority, timeout, client=client, cache_salt=cache_salt))
+                worker.send(Add(name, tokens, params, priority, timeout, client=client, cache_salt=cache_salt, images=images))
                 mailbox.sent = True
             while not mailbox.drained():
                 output = await mailbox.get()

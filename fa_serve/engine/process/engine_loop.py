@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from fa_serve.engine.errors import EngineDeadError, QueueFullError
 from fa_serve.engine.events import OnPhase, Phase
+from fa_serve.engine.images.prompt import ImageInput
 from fa_serve.engine.process.host_memory import importing
 from fa_serve.engine.request.outputs import RequestOutput
 from fa_serve.engine.request.params import SamplingParams, StructuredOutput
@@ -34,6 +35,7 @@ class Add:
     """Add a request.
 
     client:   who sends it; grammars of different clients are compiled in turns
+    images:   as `Engine.add_request` takes them
     compiled: the matcher of its structured output, or the error of compiling it; None when it has not been compiled
     """
 
@@ -45,6 +47,7 @@ class Add:
     client: str | None = None
     cache_salt: str | None = None
     compiled: Any = None
+    images: Sequence[ImageInput] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +199,7 @@ class EngineLoop:
                 client=command.client,
                 cache_salt=command.cache_salt,
                 matcher=command.compiled,
+                images=command.images,
             )
         except Exception as error:
             self._reject(command.request_id, error)

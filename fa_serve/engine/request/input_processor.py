@@ -13,11 +13,11 @@ import random
 import time
 from collections.abc import Sequence
 from itertools import count
-from typing import Any
+from typing import Any, cast
 
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.images.encoder import ImageEncoder
-from fa_serve.engine.images.prompt import ImagePrompt, PromptImages
+from fa_serve.engine.images.prompt import ImageInput, PromptImages
 from fa_serve.engine.request.groups import members, num_answers
 from fa_serve.engine.request.params import SamplingParams
 from fa_serve.engine.request.prompts import PromptReader
@@ -50,7 +50,7 @@ class InputProcessor:
         images: ImageEncoder | str = "this engine takes none",
     ) -> None:
         assert config.max_model_len is not None
-        self._reader = PromptReader(tokenizer, vocab_size, config.max_model_len)
+        self.reader = PromptReader(tokenizer, vocab_size, config.max_model_len)
         self._has_tokenizer = tokenizer is not None
         self._capacity = config.max_num_seqs + config.max_waiting
         self._max_model_len = config.max_model_len
@@ -68,11 +68,12 @@ class InputProcessor:
     def process(
         self,
         request_id: str,
-        prompt: str | Sequence[int] | ImagePrompt,
+        prompt: str | Sequence[int],
         params: SamplingParams,
         priority: int = 0,
         client: str | None = None,
         cache_salt: str | None = None,
+        images: Sequence[ImageInput] = (),
     ) -> list[Request]:
         """One request for each answer. Raises ParameterError as `Engine.add_request` says."""
         if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
@@ -80,13 +81,13 @@ class InputProcessor:
         if num_answers(params) > self._capacity:
             name = "n" if params.best_of is None else "best_of"
             raise ParameterError(name, f"be at most {self._capacity}, which is what the queue holds", num_answers(params))
-        images = None
-        if isinstance(prompt, ImagePrompt):
-            images = self._place_images(prompt, params)
-            vocab = self._vocab_size
+        placed = None
+        if images:
+            placed = self._place_images(prompt, images, params)
             # models may number their image token beyond their vocabulary
-            prompt = [token if token < vocab else self._require_encoder().reader.filler for token in prompt.tokens]
-        tokens = self._reader.read(prompt)
+            filler = self._require_encoder().reader.filler
+            prompt = [token if token < self._vocab_size else filler for token in cast("Sequence[int]", prompt)]
+        tokens = self.reader.read(prompt)
         if params.stop and not self._has_tokenizer:
             raise ParameterError("stop", "be empty because this engine has no tokenizer", params.stop, "no_tokenizer")
         num_chars = sum(map(len, params.stop))
@@ -110,7 +111,7 @@ class InputProcessor:
                 client=client,
                 cache_salt=cache_salt,
                 biases=biases,
-                images=images,
+                images=placed,
             )
             for index, (name, own) in enumerate(members(request_id, params))
         ]
@@ -120,14 +121,16 @@ class InputProcessor:
             raise ParameterError("images", f"be empty, because {self._images}", "images")
         return self._images
 
-    def _place_images(self, prompt: ImagePrompt, params: SamplingParams) -> PromptImages | None:
+    def _place_images(self, prompt: str | Sequence[int], images: Sequence[ImageInput], params: SamplingParams) -> PromptImages:
         """Where the images of a prompt are, and what that comes to for the engine."""
         encoder = self._require_encoder()
-        if len(prompt.images) > self._max_images:
-            raise ParameterError("images", f"be at most {self._max_images} in a prompt (max_images)", len(prompt.images))
+        if isinstance(prompt, str):
+            raise ParameterError("prompt", "be token ids, with an image token for each embedding of its images", prompt)
+        if len(images) > self._max_images:
+            raise ParameterError("images", f"be at most {self._max_images} in a prompt (max_images)", len(images))
         if params.prompt_logprobs is not None:
             raise ParameterError("prompt_logprobs", "be None for a prompt with images", params.prompt_logprobs)
-        return encoder.place(prompt, self._max_block) if prompt.images else None
+        return encoder.place(prompt, images, self._max_block)
 
     def _tokens_of(self, params: SamplingParams) -> tuple[frozenset[int], TokenBiases]:
         """The tokens that end an answer, and what is added to the logits of tokens.

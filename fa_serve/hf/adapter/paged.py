@@ -272,7 +272,10 @@ def paged_output(
     config: Any = model.config.get_text_config()
     name = state_argument(model)
     if name is not None or getattr(config, "attn_temperature_tuning", False):
-        inputs = {**inputs, name or "past_key_values": StepCache(position_ids.view(-1, len(input_ids))[0], getattr(batch, "states", None))}
+        inputs = {
+            **inputs,
+            name or "past_key_values": StepCache(position_ids.view(-1, len(input_ids))[0], getattr(batch, "states", None)),
+        }
     if name == "cache_params":
         no_mask = None  # there is no attention, and the mixers multiply their inputs with a mask
     keeping: AbstractContextManager[None] = nullcontext()

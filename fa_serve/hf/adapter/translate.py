@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from fa_serve.hf.adapter.masks import ImplicitMask
 from fa_serve.spec import AttentionSpec, Layout, UnsupportedModelError, arch_of
 
-
 WINDOW_NOTE = "_fa_serve_window"
 """Where `Probe` notes on a module how many keys before a query it sees, if transformers tells this to its mask alone."""
 
