@@ -2,8 +2,9 @@
 
 A request becomes a ChatRequest: `system` is its first message, a `tool_result` is a message of the role tool, and `tool_use`
 and `thinking` blocks are fields of the assistant's message. Texts of several blocks are joined by a line break, the assistant's
-without one. Images are parts of a message of the user. Coding agents always send `cache_control`, a budget for thoughts and an effort; docs/api.md says what becomes of
-these. Documents, citations, server tools and answers that begin with given text are refused.
+without one. Images are parts of a message of the user. Coding agents always send `cache_control`, a budget for thoughts and an
+effort; docs/api.md says what becomes of these. Documents, citations, server tools and answers that begin with given text are
+refused.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Decodes an image, in a process of fa_serve/sandbox, which loads this file alone.
 
-A picture of 10 kB can have 10^9 pixels, and decoders are written in C. So the size is read from the header first, and the process
-has limits of memory and time: whatever a file does to it, the server goes on.
+A picture of 10 kB can have 10^9 pixels, and decoders are written in C. So the size is read from the header first, and the
+process has limits of memory and time: whatever a file does to it, the server goes on.
 """
 
 import base64

@@ -93,20 +93,23 @@ class _Redirect:
 def _get(remote: Remote, address: str, deadline: float, max_bytes: int) -> bytes | _Redirect:
     """One request over TLS, whose certificate must be that of the name."""
     connection = http.client.HTTPConnection(remote.host)
-    with socket.create_connection((address, 443), timeout=_left(deadline)) as plain:
-        with ssl.create_default_context().wrap_socket(plain, server_hostname=remote.host) as secure:
-            connection.sock = secure
-            headers = {"accept": "image/*", "accept-encoding": "identity", "user-agent": "fa_serve", "connection": "close"}
-            connection.request("GET", remote.target, headers=headers)
-            secure.settimeout(_left(deadline))
-            response = connection.getresponse()
-            if response.status in _REDIRECTS:
-                return _Redirect(response.headers.get("location", ""))
-            if response.status != 200:
-                raise ImageAddressError(f"be an address that answers with 200, got {response.status}")
-            if response.headers.get("content-encoding", "identity") != "identity":
-                raise ImageAddressError("be an address that answers without a content encoding")
-            return _read(response, secure, deadline, max_bytes)
+    context = ssl.create_default_context()
+    with (
+        socket.create_connection((address, 443), timeout=_left(deadline)) as plain,
+        context.wrap_socket(plain, server_hostname=remote.host) as secure,
+    ):
+        connection.sock = secure
+        headers = {"accept": "image/*", "accept-encoding": "identity", "user-agent": "fa_serve", "connection": "close"}
+        connection.request("GET", remote.target, headers=headers)
+        secure.settimeout(_left(deadline))
+        response = connection.getresponse()
+        if response.status in _REDIRECTS:
+            return _Redirect(response.headers.get("location", ""))
+        if response.status != 200:
+            raise ImageAddressError(f"be an address that answers with 200, got {response.status}")
+        if response.headers.get("content-encoding", "identity") != "identity":
+            raise ImageAddressError("be an address that answers without a content encoding")
+        return _read(response, secure, deadline, max_bytes)
 
 
 def _read(response: http.client.HTTPResponse, secure: ssl.SSLSocket, deadline: float, max_bytes: int) -> bytes:

@@ -67,9 +67,9 @@ _OTHER: dict[str, Any] = {
     **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 2),
 }
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_THREE_AXES = ("glm46v", "glm4v", "glm_ocr", "glmga", "paddleocr_vl", "qwen2_5_vl", "qwen2_vl", "qwen2_5_omni_thinker")
 _HYBRID = {"num_hidden_layers": 4}
-OVERRIDES: dict[str, dict[str, Any]] = {}
-OVERRIDES |= {
+OVERRIDES: dict[str, dict[str, Any]] = {
     "aria": {"text_config": {"moe_num_shared_experts": 1}},
     "chameleon": {"vocabulary_map": {"<image>": 150}},
     "cosmos3_edge": {"text_config": {"rope_parameters": _ROPE | {"mrope_section": [2, 3, 3]}}},
@@ -79,24 +79,19 @@ OVERRIDES |= {
     "fast_vlm": {"vision_config": {"model_type": "siglip_vision_model", **_VISION}},
     "perception_lm": {"vision_config": {"model_type": "siglip_vision_model", **_VISION}},
     "gemma3n": {"vision_config": {"model_type": "siglip_vision_model", **_VISION}},
-    **dict.fromkeys(
-        ("glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmga"),
-        {"text_config": {"rope_parameters": _ROPE | {"mrope_section": [2, 3, 3]}}},
-    ),
-    "glm5_next": {"text_config": {"num_key_value_heads": 4}},
+    **{name: {"text_config": {"rope_parameters": _ROPE | {"mrope_section": [2, 3, 3]}}} for name in _THREE_AXES},
+    "glm4v_moe": {"text_config": {"rope_parameters": _ROPE | {"mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}}},
+    "glm5_next": {"text_config": {"num_key_value_heads": 4, "qk_rope_head_dim": 0, "head_dim": 16}},
+    "kimi_k25": {"text_config": {"qk_rope_head_dim": 16, "num_key_value_heads": 4}},
     "granite4_vision": {"text_config": {"model_type": "granite4_vision_text"}},
-    **dict.fromkeys(
-        ("paddleocr_vl", "qwen2_5_vl", "qwen2_vl", "qwen2_5_omni_thinker"),
-        {"text_config": {"rope_parameters": _ROPE | {"mrope_section": [2, 3, 3]}}},
-    ),
-    **dict.fromkeys(
-        ("qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe_thinker"),
-        {"text_config": {"rope_parameters": _ROPE | {"mrope_section": [4, 2, 2], "mrope_interleaved": True}}},
-    ),
-    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "minicpmv4_6", "qwen4_exp"), {"text_config": _HYBRID}),
+    **{
+        name: {"text_config": {"rope_parameters": _ROPE | {"mrope_section": [4, 2, 2], "mrope_interleaved": True}}}
+        for name in ("qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe_thinker")
+    },
+    **{name: {"text_config": _HYBRID} for name in ("qwen3_5", "qwen3_5_moe", "minicpmv4_6", "qwen4_exp")},
     "hunyuan_vl": {"rope_parameters": _ROPE | {"mrope_section": [2, 2, 2, 2]}},
     "lfm2_vl": {"text_config": {"layer_types": ["conv", "full_attention"]}},
-    "mistral4": {"num_key_value_heads": 4},
+    "mistral4": {"num_key_value_heads": 4, "head_dim": 32, "qk_head_dim": 32},
     "mllama": {"text_config": {"bos_token_id": 1, "eos_token_id": 2, "cross_attention_layers": [1], "num_hidden_layers": 3}},
 }
 

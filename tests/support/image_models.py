@@ -1,8 +1,8 @@
 """Folders of tiny models that see images, with tokenizers and processors of their own, made without a download.
 
-    folder = save_llava(tmp_path)
-    engine = Engine(EngineConfig(model=folder, device="cpu"))
-    image = picture(seed=1)
+folder = save_llava(tmp_path)
+engine = Engine(EngineConfig(model=folder, device="cpu"))
+image = picture(seed=1)
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from every_type import OVERRIDES, tiny_model
+from every_type import tiny_model
 from PIL import Image
 from tiny_models import make_tokenizer
 from transformers import LlavaProcessor, PreTrainedModel
@@ -33,8 +32,10 @@ def save_llava(folder: Path, vocab: int = 352) -> PreTrainedModel:
     tokenizer.add_special_tokens({"additional_special_tokens": [IMAGE_TEXT]})
     token = tokenizer.convert_tokens_to_ids(IMAGE_TEXT)
     tokenizer.chat_template = TEMPLATE
-    images = CLIPImageProcessorPil(size={"height": 28, "width": 28}, crop_size={"height": 28, "width": 28})
-    processor = LlavaProcessor(images, tokenizer, patch_size=14, vision_feature_select_strategy="default", num_additional_image_tokens=1)
+    size = {"height": 28, "width": 28}
+    images = CLIPImageProcessorPil(size=size, crop_size=size)
+    options = {"patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+    processor = LlavaProcessor(images, tokenizer, **options)
     processor.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     model = tiny_model("llava", {"image_token_index": token, "text_config": {"vocab_size": vocab}})

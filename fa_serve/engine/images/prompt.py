@@ -101,7 +101,7 @@ class PromptImages:
 
 @dataclass(frozen=True, slots=True)
 class ImagePiece:
-    """Some embeddings of an image in a step. first: the first of them; rows: the tokens of the step that they replace, ascending"""
+    """Some embeddings of an image in a step. first: the first of them; rows: tokens of the step that they replace, ascending"""
 
     image: ImageInput
     first: int

@@ -7,7 +7,6 @@ from typing import NamedTuple
 from fa_serve.launching.sizes import power_of_2
 from fa_serve.ops.linear_attention.problem import FEW_ROWS, Recurrence
 
-
 MIN_COLUMNS = 32
 """The fewest columns of a matrix that wgmma multiplies by operands in registers. With 16 columns, the code of Triton 3.6 reads
 the wrong shared memory on Hopper."""

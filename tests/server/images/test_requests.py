@@ -11,12 +11,12 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from fa_serve.server.app import create_app
+from fa_serve.server.settings import Settings
 from image_models import picture, png, save_llava
 from transformers import AutoProcessor
 
 from fa_serve.engine import AsyncEngine
-from fa_serve.server.app import create_app
-from fa_serve.server.settings import Settings
 
 pytestmark = pytest.mark.anyio
 PICTURES = [picture(1), picture(2)]
