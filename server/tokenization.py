@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic_core import to_jsonable_python
 
-from fa_serve.engine.images.processor import PromptMaker, load_processor
+from fa_serve.engine.images.processor import PromptMaker
 from fa_serve.engine.images.prompt import ImageInput
 from fa_serve.engine.request.detokenizer import TextStream
 from fa_serve.engine.request.params import schema_length
+from fa_serve.hf.images import load_processor
 from fa_serve.sandbox.trials import Trial, TrialError, TrialLimits, Trials
 from fa_serve.spec import ParameterError
 

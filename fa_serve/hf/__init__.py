@@ -16,7 +16,9 @@ as it is.
         masks          ImplicitMask, and the mask function
         translate      transformers' words -> one LayerCall; the one place that knows which keys a call sees
         attention      the attention function: sends a LayerCall to a kernel or to the batch that rides along
+        composites     what loads a model with towers, and which parts of it fa_serve serves
         paged          the engine's forward over packed tokens and a paged cache
+        probe          what each layer keeps of a sequence in that forward, or why a model cannot run in it
         step_cache     what layers with a recurrent state are given in that forward
         state_modules  which modules keep such a state, and how their recurrences reach `fa_serve.ops`
         continuous     transformers' own continuous batching (`generate_batch`)
@@ -51,17 +53,8 @@ from fa_serve.hf.adapter.attention import attention_forward
 from fa_serve.hf.adapter.composites import auto_class, make_served, text_model
 from fa_serve.hf.adapter.masks import mask_forward
 from fa_serve.hf.adapter.models import NAME
-from fa_serve.hf.adapter.paged import (
-    ModelLayers,
-    OneSequence,
-    PagedBatch,
-    TwoWayBlock,
-    check_attention_precision,
-    check_model,
-    model_layers,
-    paged_forward,
-    paged_output,
-)
+from fa_serve.hf.adapter.paged import OneSequence, PagedBatch, TwoWayBlock, paged_forward, paged_output
+from fa_serve.hf.adapter.probe import ModelLayers, check_attention_precision, check_model, model_layers
 from fa_serve.hf.adapter.register import patch, patch_parts, register
 from fa_serve.hf.adapter.step_cache import PagedStates, StateKey, take_layer_idx
 from fa_serve.hf.adapter.translate import AttendsBatch, LayerCall

@@ -11,7 +11,7 @@ image, and stops where it calls the language model: what it was to be given at t
 to. In a step, the same arguments are put in at the same call. So projections, newlines between tiles and features for inner
 layers are the model's own. Types are served if tests have compared them with `generate` (PROVEN).
 
-Left out: the files of images, which a processor reads, and when an image is encoded (fa_serve.engine.images).
+Left out: how a text and images become inputs, and when an image is encoded (fa_serve.engine.images).
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
+from transformers import AutoProcessor
 from transformers.modeling_utils import PreTrainedModel
 
 from fa_serve.hf.adapter.masks import leaving_out_blocks
-from fa_serve.spec import UnsupportedModelError
+from fa_serve.spec import ParameterError, UnsupportedModelError
 
 IMAGE_TOKEN_NAMES = ("image_token_id", "image_token_index")
 """What configs call the token that stands in the place of each embedding of an image."""
@@ -85,7 +86,7 @@ class ImageReader:
         if token is None:
             raise UnsupportedModelError(f"{name} takes no images: its config names no token that stands for them")
         self.image_token = token
-        decoder = model.get_decoder()
+        decoder = cast(Any, model).get_decoder()
         if decoder is None or decoder is model:
             raise UnsupportedModelError(f"{name} takes no images: it has no language model beside a tower")
         self._decoder: Any = decoder
@@ -180,3 +181,18 @@ def _with_text(inputs: Mapping[str, Tensor], token: int) -> dict[str, Tensor]:
     """The prompt of an image with one more token of text."""
     added = {"input_ids": token, "token_type_ids": 0, "mm_token_type_ids": 0, "attention_mask": 1}
     return {name: torch.cat([x, x.new_full((1, 1), added[name])], dim=1) if name in added else x for name, x in inputs.items()}
+
+
+def load_processor(path: str, *, trust_remote_code: bool) -> Any:
+    """The processor of a model. Raises ParameterError, with the reason, for a model without one that takes images."""
+    try:
+        processor = cast(Any, AutoProcessor).from_pretrained(path, trust_remote_code=trust_remote_code)
+    except Exception as error:  # whatever the code of a processor can raise, such as for a package that is missing
+        told = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+        raise ParameterError("images", f"be empty, because the model's processor cannot be loaded ({told})", path) from error
+    if getattr(processor, "image_processor", None) is None:
+        raise ParameterError("images", "be empty, because the model has no processor for images", path)
+    if not isinstance(getattr(processor, "image_token", None), str):
+        name = type(processor).__name__
+        raise ParameterError("images", f"be empty, because {name} names no text that stands for an image", path)
+    return processor

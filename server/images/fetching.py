@@ -6,7 +6,7 @@ A name is looked up once, and the connection goes to an address that was checked
 An address counts only if it is global, and every address of the name must be. A redirect is another fetch, with all checks. The
 body is cut off at its limit while it arrives. No proxy is asked, because that would look the name up again.
 
-Left out: which clients may ask for it; whoever may use the model may.
+Left out: which clients may ask for it. Each client that may use the model may.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _get(remote: Remote, address: str, deadline: float, max_bytes: int) -> bytes
 
 
 def _read(response: http.client.HTTPResponse, secure: ssl.SSLSocket, deadline: float, max_bytes: int) -> bytes:
-    pieces = []
+    pieces: list[bytes] = []
     length = 0
     while True:
         secure.settimeout(_left(deadline))

@@ -67,26 +67,81 @@ _OTHER: dict[str, Any] = {
     **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 2),
 }
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-_THREE_AXES = ("glm46v", "glm4v", "glm_ocr", "glmga", "paddleocr_vl", "qwen2_5_vl", "qwen2_vl", "qwen2_5_omni_thinker")
+_THREE_AXES = ("glm46v", "glm4v", "glm_ocr", "glmga", "paddleocr_vl", "qwen2_5_vl")
 _HYBRID = {"num_hidden_layers": 4}
 OVERRIDES: dict[str, dict[str, Any]] = {
-    "aria": {"text_config": {"moe_num_shared_experts": 1}},
+    "aria": {"text_config": {"moe_num_shared_experts": 1}, "projector_patch_to_query_dict": {"4": 2}},
     "chameleon": {"vocabulary_map": {"<image>": 150}},
     "cosmos3_edge": {"text_config": {"rope_parameters": _ROPE | {"mrope_section": [2, 3, 3]}}},
-    "cohere_compass": {"text_config": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}}},
+    "cohere_compass": {
+        "text_config": {
+            "rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), _ROPE | {"mrope_section": [2, 3, 3]})
+        }
+    },
     "emu3": {"text_config": {"bos_token_id": 1, "eos_token_id": 2}},
-    "ernie4_5_vl_moe": {"text_config": {"moe_intermediate_size": [32, 16]}},
+    "ernie4_5_vl_moe": {
+        "text_config": {"moe_intermediate_size": [32, 16], "rope_parameters": _ROPE | {"mrope_section": [3, 3, 2]}}
+    },
+    **{
+        name: {
+            "audio_config": {
+                "d_model": 32,
+                "encoder_layers": 2,
+                "encoder_attention_heads": 2,
+                "encoder_ffn_dim": 48,
+                "output_dim": 64,
+            },
+            "vision_start_token_id": 151,
+            "vision_end_token_id": 152,
+            "text_config": {"rope_parameters": _ROPE | rope},
+        }
+        for name, rope in (
+            ("qwen2_5_omni_thinker", {"mrope_section": [2, 3, 3]}),
+            ("qwen3_omni_moe_thinker", {"mrope_section": [4, 2, 2], "mrope_interleaved": True}),
+        )
+    },
+    **{name: {"mm_tokens_per_image": 4} for name in ("gemma3", "shieldgemma2")},
+    "idefics2": {"perceiver_config": {"resampler_n_latents": 4, "resampler_n_heads": 2, "resampler_head_dim": 16}},
+    **{
+        name: {"text_config": {"layers": 2, "embed_dim": 64, "ffn_dim": 96, "attention_heads": 4}}
+        for name in ("kosmos-2", "kosmos-2.5")
+    },
     "fast_vlm": {"vision_config": {"model_type": "siglip_vision_model", **_VISION}},
     "perception_lm": {"vision_config": {"model_type": "siglip_vision_model", **_VISION}},
-    "gemma3n": {"vision_config": {"model_type": "siglip_vision_model", **_VISION}},
+    "gemma3n": {
+        "vision_config": {"model_type": "siglip_vision_model", **_VISION},
+        "text_config": {"intermediate_size": [96, 96], "activation_sparsity_pattern": [0.0, 0.0]},
+    },
     **{name: {"text_config": {"rope_parameters": _ROPE | {"mrope_section": [2, 3, 3]}}} for name in _THREE_AXES},
     "glm4v_moe": {"text_config": {"rope_parameters": _ROPE | {"mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}}},
     "glm5_next": {"text_config": {"num_key_value_heads": 4, "qk_rope_head_dim": 0, "head_dim": 16}},
+    "qwen2_vl": {
+        "text_config": {"rope_parameters": _ROPE | {"mrope_section": [2, 3, 3]}},
+        "vision_config": {"hidden_size": 64},
+    },
+    **{
+        name: {"image_grid_pinpoints": [[28, 56], [56, 28], [56, 56]]}
+        for name in ("llava_next", "llava_next_video", "llava_onevision")
+    },
+    "vipllava": {"vision_feature_layers": [-1, -2]},
+    "llama4": {"vision_config": {"intermediate_size": 128, "projector_input_dim": 64, "projector_output_dim": 64}},
     "kimi_k25": {"text_config": {"qk_rope_head_dim": 16, "num_key_value_heads": 4}},
-    "granite4_vision": {"text_config": {"model_type": "granite4_vision_text"}},
+    "granite4_vision": {
+        "text_config": {"model_type": "granite4_vision_text"},
+        "downsample_rate": "1/2",
+        "deepstack_layer_map": [[-1, 0]],
+        "spatial_target_layers": [0, 0, 1, 1],
+    },
     **{
         name: {"text_config": {"rope_parameters": _ROPE | {"mrope_section": [4, 2, 2], "mrope_interleaved": True}}}
-        for name in ("qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe_thinker")
+        for name in ("qwen3_vl",)
+    },
+    # its layers have no window, and the cache of transformers would have one
+    "qwen3_vl_moe": {
+        "text_config": {
+            "rope_parameters": _ROPE | {"mrope_section": [4, 2, 2], "mrope_interleaved": True},
+            "sliding_window": None,
+        }
     },
     **{name: {"text_config": _HYBRID} for name in ("qwen3_5", "qwen3_5_moe", "minicpmv4_6", "qwen4_exp")},
     "hunyuan_vl": {"rope_parameters": _ROPE | {"mrope_section": [2, 2, 2, 2]}},

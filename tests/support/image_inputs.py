@@ -56,6 +56,20 @@ def _masked(seed: int) -> Inputs:
     return {"pixel_values": _draw(seed, 1, 1, 3, 28, 28), "pixel_attention_mask": torch.ones(1, 1, 28, 28, dtype=torch.bool)}
 
 
+def _patches(seed: int) -> Inputs:
+    return {"pixel_values": _draw(seed, 16, 3, 14, 14), "image_grid_thw": torch.tensor([[1, 4, 4]])}
+
+
+def _padded_patches(seed: int) -> Inputs:
+    sizes = {"spatial_shapes": torch.tensor([[4, 4]]), "pixel_attention_mask": torch.ones(1, 16, dtype=torch.long)}
+    return {"pixel_values": _draw(seed, 1, 16, _ONE), **sizes}
+
+
+def _placed_patches(seed: int) -> Inputs:
+    places = torch.cartesian_prod(torch.arange(6), torch.arange(6)).flip(1)[None]
+    return {"pixel_values": _draw(seed, 1, 36, _ONE).sigmoid(), "image_position_ids": places}
+
+
 IMAGES: dict[str, Callable[[int], Inputs]] = {
     "aria": _picture(1, 3, 28, 28),
     "aya_vision": _picture(1, 3, 28, 28),
@@ -68,6 +82,8 @@ IMAGES: dict[str, Callable[[int], Inputs]] = {
     "exaone4_5": _grid(_QWEN),
     "fast_vlm": _picture(1, 3, 28, 28),
     "gemma3": _picture(1, 3, 28, 28),
+    "gemma4": _placed_patches,
+    "gemma4_unified": _placed_patches,
     "glm46v": _grid(_QWEN),
     "glm4v": _grid(_QWEN),
     "glm4v_moe": _grid(_QWEN),
@@ -80,7 +96,7 @@ IMAGES: dict[str, Callable[[int], Inputs]] = {
     "idefics3": _masked,
     "internvl": _picture(1, 3, 28, 28),
     "janus": _picture(1, 3, 28, 28),
-    "kimi_k25": _grid(_ONE),
+    "kimi_k25": _patches,
     "lighton_ocr": _sized,
     "llama4": _picture(1, 3, 28, 28),
     "llava": _picture(1, 3, 28, 28),
@@ -90,7 +106,8 @@ IMAGES: dict[str, Callable[[int], Inputs]] = {
     "mistral3": _sized,
     "muse_glimmer": _grid(_QWEN),
     "ovis2": _picture(1, 3, 28, 28),
-    "paddleocr_vl": _grid(_ONE),
+    "lfm2_vl": _padded_patches,
+    "paddleocr_vl": _patches,
     "paligemma": _picture(1, 3, 28, 28),
     "perception_lm": _picture(1, 1, 3, 28, 28),
     "pp_chart2table": _picture(1, 3, 28, 28),
@@ -141,7 +158,7 @@ def whole_prompt(name: str, model: PreTrainedModel, ids: Sequence[int], images: 
     tokens = torch.tensor([list(ids)])
     own = {"input_ids", "mm_token_type_ids", "token_type_ids"}
     # a model that takes all images of a row in one dimension has a batch of one
-    dim = 1 if any("pixel_attention_mask" in image for image in images) or name == "perception_lm" else 0
+    dim = 1 if name in ("idefics2", "idefics3", "smolvlm", "perception_lm") else 0
     made = {
         key: torch.cat([image[key] for image in images], dim=dim) for key in (images[0] if images else {}) if key not in own
     }

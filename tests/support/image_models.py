@@ -1,4 +1,4 @@
-"""Folders of tiny models that see images, with tokenizers and processors of their own, made without a download.
+"""Folders of tiny models that see images, with tokenizers and processors, made without a download.
 
 folder = save_llava(tmp_path)
 engine = Engine(EngineConfig(model=folder, device="cpu"))

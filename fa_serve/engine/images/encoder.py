@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.images.prompt import (
@@ -100,7 +100,7 @@ class ImageEncoder:
         assert self.num_bytes == sum(each.num_bytes for each in self._features.values()) <= self.max_bytes
 
 
-def find_images(model: PreTrainedModel, config: EngineConfig) -> ImageEncoder | str:
+def find_images(model: Any, config: EngineConfig) -> ImageEncoder | str:
     """The towers of a model, or why an engine with these settings takes no images."""
     if not config.max_images:
         return "the engine is set to take none (max_images)"

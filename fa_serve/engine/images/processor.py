@@ -16,28 +16,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import AutoProcessor
-from transformers.processing_utils import ProcessorMixin
 
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.images.prompt import ImageInput, ImagePrompt
 from fa_serve.engine.request.prompts import PromptReader
+from fa_serve.hf.images import load_processor
 from fa_serve.spec import ParameterError
-
-
-def load_processor(path: str, *, trust_remote_code: bool) -> Any:
-    """The processor of a model. Raises ParameterError, with the reason, for a model without one that takes images."""
-    try:
-        processor = AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except Exception as error:  # whatever the code of a processor can raise, such as for a package that is missing
-        told = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-        raise ParameterError("images", f"be empty, because the model's processor cannot be loaded ({told})", path) from error
-    if not isinstance(processor, ProcessorMixin) or getattr(processor, "image_processor", None) is None:
-        raise ParameterError("images", "be empty, because the model has no processor for images", path)
-    if not isinstance(getattr(processor, "image_token", None), str):
-        name = type(processor).__name__
-        raise ParameterError("images", f"be empty, because {name} names no text that stands for an image", path)
-    return processor
 
 
 class PromptMaker:

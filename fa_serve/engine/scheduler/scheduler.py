@@ -376,7 +376,7 @@ class Scheduler:
         logits = MAX_PROMPT_LOGITS - batch.num_prompt_logits
         if length > logits and sequence.num_prompt_logits(length):
             length = min(logits, batch.prompt_room)
-        if sequence.request.images is not None and sequence.request.images.blocks:
+        if sequence.has_blocks:
             length = self._length_of_blocks(batch, sequence, length)
         return length if self.states is None else self._length_with_states(batch, sequence, length)
 
@@ -385,14 +385,11 @@ class Scheduler:
 
         A block that is longer than what prompts may take of the step is computed all the same if it is the first of them.
         """
-        images = sequence.request.images
-        assert images is not None
         start = sequence.num_computed
-        cut = images.last_cut(start + length)
-        if cut > start:
-            return cut - start
-        whole = images.next_cut(start + max(length, 1)) - start
-        return whole if whole <= batch.room and not batch.num_prompt_tokens else 0
+        last, whole = sequence.cuts(start + length)
+        if last > start:
+            return last - start
+        return whole - start if whole - start <= batch.room and not batch.num_prompt_tokens else 0
 
     def _length_with_states(self, batch: ScheduledBatch, sequence: SequenceState, length: int) -> int:
         """The same for a model with states, whose longer chunks begin at multiples of the page size.

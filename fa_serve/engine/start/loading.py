@@ -271,7 +271,7 @@ def load_model(config: EngineConfig, ranks: Ranks | None = None) -> PreTrainedMo
 
 
 def _auto_class_of(known: PreTrainedConfig) -> Any:
-    """The class that loads a model of this config. One that transformers does not map brings code of its own, or is refused."""
+    """The class that loads a model of this config. One that transformers does not map brings its code along, or is refused."""
     try:
         return auto_class(known)
     except UnsupportedModelError:

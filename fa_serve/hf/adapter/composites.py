@@ -74,7 +74,7 @@ def make_served(config: PreTrainedConfig, make: Callable[[PreTrainedConfig, str 
 def text_model(model: PreTrainedModel) -> PreTrainedModel:
     """The part of a model that computes text: the model itself, or the causal model that it wraps (BLIP-2, Kosmos).
 
-    A wrapper is recognised by its forward, which takes no position_ids, and by a part that has a head of its own.
+    A wrapper is recognised by its forward, which takes no position_ids, and by a part that has a head.
     """
     if "position_ids" in inspect.signature(model.forward).parameters:
         return model

@@ -176,7 +176,8 @@ def mask_forward(
     if isinstance(attention_mask, ImplicitMask):
         return attention_mask
     tracing = is_tracing(attention_mask)
-    if not tracing and (blocks := _blocks.get()) is not None and (split := split_blocks(mask_function)) is not None:
+    blocks = None if tracing else _blocks.get()
+    if blocks is not None and (split := split_blocks(mask_function)) is not None:
         mask_function, sequence_ids = split
         blocks.append(sequence_ids)
         allow_is_causal_skip = True  # transformers forbids it for the sake of the blocks
