@@ -187,7 +187,8 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
             else:
                 tools = body.tools or []
                 template = tokenization.template(body, tools)
-                tokens, _ = await tokenization.encode_chat(template, body, tools, body.chat_template_kwargs or {}, key)
+                found = await tokenization.encode_chat(template, body, tools, body.chat_template_kwargs or {}, key)
+                tokens = found.tokens
             reply: TokenizeReply = {"tokens": tokens, "count": len(tokens), "max_model_len": service.engine.max_model_len}
             size = TEXT * len(tokens) * (2 if body.return_token_strs else 1)
             field = "messages" if body.prompt is None else "prompt"

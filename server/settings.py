@@ -281,6 +281,20 @@ class Settings(BaseSettings):
     template_memory: int = _option(
         256 * 2**20, "Bytes for applying a request's chat template; one that takes more gets a 400.", "Limits", ge=2**20
     )
+    max_images: int = _option(16, "Maximum number of images of one request; 0 refuses images.", "Limits", ge=0)
+    image_cache_bytes: int = _option(
+        256 * 2**20, "Bytes of the embeddings of images to keep for later requests, on the device.", "Limits", ge=0
+    )
+    image_hosts: Items = _option(
+        [],
+        "Hosts from which images may be fetched over https, comma-separated; by default none, so that images must come as data "
+        "URIs.",
+        "Access",
+    )
+    max_image_bytes: int = _option(10 * 2**20, "Maximum size of the file of an image.", "Limits", ge=1)
+    max_image_pixels: int = _option(16 * 2**20, "Maximum number of pixels of an image.", "Limits", ge=1)
+    image_timeout: float = _option(10.0, "Seconds for fetching an image, and for decoding it.", "Limits", gt=0)
+    image_memory: int = _option(512 * 2**20, "Bytes for decoding an image.", "Limits", ge=2**20)
     request_timeout: float | None = _option(
         None, "Maximum number of seconds for a request; by default no limit.", "Limits", gt=0
     )
@@ -297,7 +311,7 @@ class Settings(BaseSettings):
         60.0, "Seconds that running requests have after SIGTERM; the process ends at most 5 s later.", "Limits", ge=0
     )
 
-    @field_validator("allowed_hosts", "cors_origins", "api_keys", "lora", mode="before")
+    @field_validator("allowed_hosts", "cors_origins", "api_keys", "lora", "image_hosts", mode="before")
     @classmethod
     def _split(cls, value: Any) -> Any:
         items = [item.strip() for item in value.split(",") if item.strip()] if isinstance(value, str) else value

@@ -79,16 +79,16 @@ def _same(value: Any, other: Any) -> bool:
     return type(value) is type(other) and bool(value == other)
 
 
-def text_only(*types: str) -> WrapValidator:
-    """The type of a part of a message, which must be one of these; others are those of images, audio and files."""
-    remedy = "this server takes text alone, so write texts with this type, and leave out images, audio and files"
+def known_parts(*types: str) -> WrapValidator:
+    """The type of a part of a message, which must be one of these; others are those of audio, video and files."""
+    remedy = "this server takes texts and images, so leave out audio, video and files, which are not built yet"
 
     def validate(value: Any, handler: Any) -> Any:
         try:
             return handler(value)
         except ValidationError:
             context = {"types": " or ".join(map(repr, types)), "remedy": remedy}
-            raise PydanticCustomError("text_only", "must be {types}", context) from None
+            raise PydanticCustomError("known_parts", "must be {types}", context) from None
 
     return WrapValidator(validate)
 

@@ -3,7 +3,7 @@
     tokenization = Tokenization(engine, settings)
     [tokens] = await tokenization.encode(["Once upon a time"], client)
     template = tokenization.template(body, tools)
-    tokens, text = await tokenization.encode_chat(template, body, tools, {}, client)
+    found = await tokenization.encode_chat(template, body, tools, {}, client)         # tokens, text and images
 
 Threads run the tokenizer and the operator's chat template, so that a long prompt never holds up the event loop. Long texts have
 a thread to themselves, because the tokenizer needs seconds for many megabytes, and short ones should not wait for them. In each
@@ -17,13 +17,16 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from functools import cached_property, lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic_core import to_jsonable_python
 
+from fa_serve.engine.images.processor import PromptMaker
+from fa_serve.engine.images.prompt import ImageInput
 from fa_serve.engine.pooling.inputs import EncoderInput
 from fa_serve.engine.request.detokenizer import TextStream
 from fa_serve.engine.request.params import schema_length
+from fa_serve.hf.images import load_processor
 from fa_serve.sandbox.trials import Trial, TrialError, TrialLimits, Trials
 from fa_serve.spec import ParameterError
 
@@ -34,6 +37,7 @@ from .chat.conversation import ChatRequest, TokenizeRequest, Tool
 from .chat.special_tokens import Prompt, SpecialTokens
 from .chat.templates import Template
 from .errors import ApiError, BadRequest, parameter_refused
+from .images.loader import ImageLoader
 from .settings import Settings, read_file
 
 if TYPE_CHECKING:
@@ -51,6 +55,14 @@ LONG_TEXT = 1 << 16  # characters, which take the tokenizer some tens of millise
 MAX_TEMPLATE_LENGTH = 1 << 16  # characters of a request's chat template; the longest of known models has about 20,000
 
 
+class EncodedChat(NamedTuple):
+    """What the chat template makes of a conversation. tokens: of the text, with an image token for each embedding of images"""
+
+    tokens: list[int]
+    text: str
+    images: Sequence[ImageInput] = ()
+
+
 class Tokenization:
     """The engine's tokenizer may be used once the engine is loaded.
 
@@ -63,6 +75,8 @@ class Tokenization:
         self._short = DeadlineThread("tokenizer")
         self._long = DeadlineThread("tokenizer of long texts")
         self._request_templates = DeadlineThread("template")
+        self._processing = DeadlineThread("processor of images")
+        self._loader = ImageLoader(settings)
         self._template_timeout = settings.template_timeout
         self._template_limits = TrialLimits("end", settings.template_timeout, settings.template_memory, "template")
         self._template_file = settings.chat_template
@@ -156,8 +170,20 @@ class Tokenization:
         assert self._engine.reader is not None
         return Trials(template_process.__file__, {"max_chars": self._engine.reader.max_chars}, self._template_limits)
 
+    @cached_property
+    def prompt_maker(self) -> PromptMaker:
+        """What turns images into inputs of the model. Loaded when the first image comes. Raises BadRequest without one."""
+        reader = self._engine.reader
+        assert reader is not None
+        config = self._engine.config
+        try:
+            return PromptMaker(load_processor(config.model_path(), trust_remote_code=config.trust_remote_code), reader)
+        except ParameterError as error:
+            raise BadRequest(f"This model takes no images: {error}.", param="messages", code="invalid_value") from None
+
     def close(self) -> None:
         """End what runs in another process."""
+        self._loader.close()
         if "_trials" in vars(self):
             self._trials.close()
 
@@ -249,8 +275,11 @@ class Tokenization:
         tools: Sequence[Tool],
         variables: dict[str, Any],
         client: str | None,
-    ) -> tuple[list[int], str]:
-        """The prompt that the chat template makes of a conversation, as token ids and as text."""
+    ) -> EncodedChat:
+        """The prompt that the chat template makes of a conversation."""
+        urls = [url for message in body.messages or () for url in message.image_urls()]
+        images = await self._loader.load(urls, client) if urls else []
+        maker = await self._processing.run(lambda: self.prompt_maker, client) if urls else None
 
         def render(trial: Trial | None = None) -> Prompt:
             messages = [message.rendered() for message in body.messages or ()]
@@ -259,8 +288,16 @@ class Tokenization:
                 return Prompt(template.render(*given, trial))
             return self._names.apply(partial(template.render, trial=trial), *given)
 
-        def encode(prompt: Prompt) -> tuple[list[int], str]:
-            return self._ids(prompt.text, False, "messages", prompt.plain), prompt.text
+        def encode(prompt: Prompt) -> EncodedChat:
+            return EncodedChat(self._ids(prompt.text, False, "messages", prompt.plain), prompt.text)
+
+        def encode_with_images(prompt: Prompt) -> EncodedChat:
+            assert maker is not None
+            try:
+                made = maker.prompt(prompt.text, images, special_tokens=False, plain=prompt.plain)
+            except ParameterError as error:
+                raise parameter_refused(error, "messages") from None
+            return EncodedChat(list(made.tokens), prompt.text, made.images)
 
         if body.chat_template is not None:
             trial = self._trials.trial()
@@ -269,10 +306,15 @@ class Tokenization:
             except TrialError as error:
                 text = f"chat_template must {error}."  # "end within ...", as TrialLimits has it
                 raise BadRequest(text, param="chat_template", code="invalid_value") from None
+            if urls:
+                return await self._processing.run(lambda: encode_with_images(prompt), client)
             return await self._thread_for(len(prompt.text)).run(lambda: encode(prompt), client)
         length = sum(message.length() for message in body.messages or ())
         length += sum(tool.length(LONG_TEXT) for tool in tools) + schema_length(variables, LONG_TEXT)
         try:
+            if urls:
+                prompt = await self._thread_for(length).run(render, client, self._template_timeout)
+                return await self._processing.run(lambda: encode_with_images(prompt), client)
             return await self._thread_for(length).run(lambda: encode(render()), client, self._template_timeout)
         except asyncio.TimeoutError:  # python 3.10 has two kinds
             seconds = f"{self._template_timeout:g} seconds (--template-timeout)"

@@ -84,6 +84,8 @@ class EngineConfig:
                             else 0. Adapters of the embedding or the head may take as much again
     max_lora_rank:          largest rank of an adapter, with one more for its bias and one for DoRA
     lora_host_bytes:        bytes of adapters that are kept on the host, ready to be copied
+    max_images:             images of one prompt; 0 refuses images
+    image_cache_bytes:      bytes of the embeddings of images that are kept for later chunks and requests, on the device
     seed:                   seed of the seeds of requests that give none; None is different at each start
     """
 
@@ -123,6 +125,8 @@ class EngineConfig:
     lora_bytes: int | None = None
     max_lora_rank: int = 64
     lora_host_bytes: int = 4 << 30
+    max_images: int = 16
+    image_cache_bytes: int = 256 << 20
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -144,7 +148,7 @@ class EngineConfig:
                 raise ParameterError(name, "be a positive integer", value)
         if self.num_states is not None and (not _is_integer(self.num_states) or self.num_states < MIN_STATES):
             raise ParameterError("num_states", f"be an integer from {MIN_STATES} on, or None", self.num_states)
-        for name in ("max_waiting", "max_restarts", "grammar_cache_bytes", "max_stop_chars"):
+        for name in ("max_waiting", "max_restarts", "grammar_cache_bytes", "max_stop_chars", "max_images", "image_cache_bytes"):
             value = getattr(self, name)
             if not _is_integer(value) or value < 0:
                 raise ParameterError(name, "be 0 or a positive integer", value)

@@ -33,6 +33,8 @@ from transformers.utils.logging import tqdm
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.errors import EngineAsleepError, EngineDeadError, QueueFullError, RequestError
 from fa_serve.engine.events import OnPhase
+from fa_serve.engine.images.processor import prepare_prompts
+from fa_serve.engine.images.prompt import ImageInput
 from fa_serve.engine.lora.pool import Adapter
 from fa_serve.engine.lora.store import AdapterStore
 from fa_serve.engine.parallel.leader import open_ranks
@@ -105,7 +107,13 @@ class Engine:
         self.eos_ids = loaded.eos_ids
         self.default_params = loaded.default_params
         self.grammars = Grammars(self.tokenizer, self.vocab_size, self.eos_ids, config)
-        self._processor = InputProcessor(self.tokenizer, self.config, vocab_size=self.vocab_size, eos_ids=self.eos_ids)
+        self._processor = InputProcessor(
+            self.tokenizer,
+            self.config,
+            vocab_size=self.vocab_size,
+            eos_ids=self.eos_ids,
+            images=loaded.runner.images,
+        )
         self._scheduler = loaded.scheduler
         self._runner = loaded.runner
         self._steps = StepQueue(depth=1 if self._runner.device.type == "cuda" else 0)
@@ -130,6 +138,7 @@ class Engine:
         cache_salt: str | None = None,
         adapter: str | None = None,
         matcher: Any = None,
+        images: Sequence[ImageInput] = (),
     ) -> list[int]:
         """Queue a request. After `timeout` seconds it ends with an error. Returns the tokens of the prompt.
 
@@ -138,6 +147,7 @@ class Engine:
         client, cache_salt: clients take turns, and cached prefixes are shared with requests of the same salt only
         adapter: name of a loaded adapter (`load_adapter`); None is the model itself
         matcher: what `grammars.matcher` returned for the structured output; without one it is compiled here
+        images:  of a prompt of token ids, which has an image token for each of their embeddings (fa_serve.engine.images)
 
         Raises ParameterError for a prompt that is empty, too long or not of this vocabulary, for an id that is in use, and for
         a structured output that cannot be followed. Raises QueueFullError when max_waiting requests wait already.
@@ -145,7 +155,8 @@ class Engine:
         if timeout is not None and not timeout > 0:
             raise ParameterError("timeout", "be positive, in seconds", timeout)
         params = params or self.default_params
-        requests = self._process(request_id, prompt, params, priority, client, cache_salt, self._adapter(adapter))
+        chosen = self._adapter(adapter)
+        requests = self._process(request_id, prompt, params, priority, client, cache_salt, chosen, images)
         if len(requests) > self._room:
             raise QueueFullError(f"the queue is full: {self.config.max_waiting} requests wait already. Try again later")
         self.submit(request_id, params, requests, timeout, matcher)
@@ -214,18 +225,22 @@ class Engine:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         adapter: str | Sequence[str | None] | None = None,
+        images: Sequence[Sequence[Any]] | None = None,
         progress: bool = False,
     ) -> list[Completion]:
         """The answers to all prompts, in the order of the prompts; the n answers to one prompt follow each other.
 
         params:   for all prompts, or one for each; None are `default_params`
         adapter:  name of a loaded adapter for all prompts, or one for each; None is the model itself
+        images:   for each prompt, its images: PIL images for a text, in which the processor's image token stands for each of
+                  them; or `ImageInput`s for token ids, which have an image token for each of their embeddings
         progress: show a bar on stderr
 
         There may be more prompts than the queue holds. Outputs of other requests are lost. Raises ParameterError as
         `add_request` does, before anything is computed.
         """
         params = params_of_each(prompts, params, self.default_params)
+        prompts, prepared = prepare_prompts(prompts, images, self.config, self._processor.reader)
         ids = [f"generate-{next(self._serial)}" for _ in prompts]
         for each in params:
             if each.structured is not None:
@@ -234,8 +249,8 @@ class Engine:
         if len(names) != len(prompts):
             raise ParameterError("adapter", f"be one name, or one for each of {len(prompts)} prompts", len(names))
         requests = [
-            self._process(request_id, prompt, each, 0, None, None, self._adapter(name))
-            for request_id, prompt, each, name in zip(ids, prompts, params, names, strict=True)
+            self._process(request_id, prompt, each, 0, None, None, self._adapter(name), own)
+            for request_id, prompt, each, name, own in zip(ids, prompts, params, names, prepared, strict=True)
         ]
         queue = deque(zip(ids, params, requests, strict=True))
         answers = JoinedOutputs()

@@ -16,7 +16,9 @@ as it is.
         masks          ImplicitMask, and the mask function
         translate      transformers' words -> one LayerCall; the one place that knows which keys a call sees
         attention      the attention function: sends a LayerCall to a kernel or to the batch that rides along
+        composites     what loads a model with towers, and which parts of it fa_serve serves
         paged          the engine's forward over packed tokens and a paged cache
+        probe          what each layer keeps of a sequence in that forward, or why a model cannot run in it
         step_cache     what layers with a recurrent state are given in that forward
         state_modules  which modules keep such a state, and how their recurrences reach `fa_serve.ops`
         continuous     transformers' own continuous batching (`generate_batch`)
@@ -50,19 +52,12 @@ except ImportError as error:
     ) from error
 
 from fa_serve.hf.adapter.attention import attention_forward
+from fa_serve.hf.adapter.composites import auto_class, make_served, text_model
 from fa_serve.hf.adapter.masks import mask_forward
 from fa_serve.hf.adapter.models import NAME
-from fa_serve.hf.adapter.paged import (
-    ModelLayers,
-    OneSequence,
-    PagedBatch,
-    check_attention_precision,
-    check_model,
-    model_layers,
-    paged_forward,
-    paged_output,
-)
-from fa_serve.hf.adapter.register import patch, register
+from fa_serve.hf.adapter.paged import OneSequence, PagedBatch, TwoWayBlock, paged_forward, paged_output
+from fa_serve.hf.adapter.probe import ModelLayers, check_attention_precision, check_model, model_layers
+from fa_serve.hf.adapter.register import patch, patch_parts, register
 from fa_serve.hf.adapter.step_cache import PagedStates, StateKey, take_layer_idx
 from fa_serve.hf.adapter.translate import AttendsBatch, LayerCall
 from fa_serve.hf.exact_forward import ExactForward, exact, token_logprobs
@@ -90,7 +85,9 @@ __all__ = [
     "PartOfSum",
     "ScaledExperts",
     "StateKey",
+    "TwoWayBlock",
     "attention_forward",
+    "auto_class",
     "check_attention_precision",
     "check_live",
     "check_model",
@@ -100,17 +97,20 @@ __all__ = [
     "experts_forward",
     "few_layers",
     "forwards_with_copies",
+    "make_served",
     "mask_forward",
     "model_layers",
     "paged_forward",
     "paged_output",
     "patch",
+    "patch_parts",
     "plan_division",
     "register",
     "seat_states",
     "take_experts",
     "take_layer_idx",
     "take_scaled_experts",
+    "text_model",
     "token_logprobs",
     "trained_model",
     "vocab_size",

@@ -35,7 +35,8 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from fa_serve.api import attention_varlen
 from fa_serve.hf.adapter.models import NAME
-from fa_serve.hf.adapter.paged import PagedBatch, model_layers
+from fa_serve.hf.adapter.paged import PagedBatch
+from fa_serve.hf.adapter.probe import model_layers
 from fa_serve.hf.adapter.translate import LayerCall
 from fa_serve.hf.live_model import ModelState, check_live, trained_model
 from fa_serve.hf.surgery.experts.mixtures import expert_modules, gate_of, take_experts, weights_of

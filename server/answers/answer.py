@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -20,6 +20,7 @@ from pydantic_core import to_json
 
 from fa_serve import __version__
 from fa_serve.engine import RequestOutput, SamplingParams, StructuredOutput
+from fa_serve.engine.images.prompt import ImageInput
 from fa_serve.spec import ParameterError
 
 from ..errors import ApiError, BadRequest, parameter_refused
@@ -74,6 +75,7 @@ class Answer(ABC):
         self._n = body.n or 1
         self._constraint = single_constraint(self._constraints())
         self._prompts: list[list[int]] = []
+        self._images: Sequence[ImageInput] = ()
         self._size_estimate = 0  # bytes, known when the prompts are
         self._usage: Usage = {
             "prompt_tokens": 0,
@@ -252,6 +254,7 @@ class Answer(ABC):
             cache_salt=isolation.cache_salt(self._key, body.cache_salt),
             adapter=None if body.model == self._service.model_name else body.model,
             timeline=self.timeline,
+            images=self._images,
         )
 
     def _count(self, index: int, output: RequestOutput) -> None:

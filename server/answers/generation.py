@@ -26,6 +26,7 @@ from fa_serve.engine import (
     StructuredOutput,
     TokenLogprob,
 )
+from fa_serve.engine.images.prompt import ImageInput
 from fa_serve.spec import ParameterError
 
 from ..errors import (
@@ -81,6 +82,7 @@ class Job:
     n:        sequences for each prompt
     client, cache_salt, adapter: as the engine takes them
     timeline: where its time goes; None if nobody asks
+    images:   of the prompt, of which there is one then
     """
 
     name: str
@@ -92,6 +94,7 @@ class Job:
     cache_salt: str | None
     adapter: str | None = None
     timeline: Timeline | None = None
+    images: Sequence[ImageInput] = ()
 
 
 async def sequences_of_prompt(
@@ -153,6 +156,7 @@ def generate(
         client=job.client,
         cache_salt=job.cache_salt,
         adapter=job.adapter,
+        images=job.images,
     )
 
 

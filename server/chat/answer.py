@@ -94,9 +94,14 @@ class ChatAnswer(Answer):
     async def _encode(self) -> list[list[int]]:
         await self._tokenization.read_template(self._template, self._body, self._key)
         self._check_template()
+        for field in ("truncate_prompt_tokens", "use_beam_search", "prompt_logprobs"):
+            if getattr(self._body, field) and any(message.image_urls() for message in self._body.messages):
+                raise BadRequest(f"{field} is not allowed with images.", param=field, code="invalid_value")
         encode = self._tokenization.encode_chat
-        tokens, self._text = await encode(self._template, self._body, self._tools, self._variables(), self._key)
-        return [tokens]
+        found = await encode(self._template, self._body, self._tools, self._variables(), self._key)
+        self._text = found.text
+        self._images = found.images
+        return [found.tokens]
 
     def _variables(self) -> dict[str, Any]:
         """The variables of the chat template."""

@@ -13,18 +13,41 @@ from pydantic_core import PydanticCustomError, from_json
 from fa_serve.engine.request.params import schema_length
 
 from ..schemas import NonEmpty, SamplingRequest
-from ..strict import NOTHING, StrictModel, Unsupported, field_error, one_error, text_only
+from ..strict import NOTHING, StrictModel, Unsupported, field_error, known_parts, one_error
 
 MAX_ARGUMENTS = 1 << 17  # characters of the arguments of one call
 MAX_CALLS = 1024
 MARKUP = 32  # characters that a chat template adds to a message
 
 
-class TextPart(StrictModel):
-    type: Annotated[Literal["text"], text_only("text")]
-    text: str
+class ImageUrl(StrictModel):
+    url: NonEmpty = Field(
+        description="A data URI of PNG, JPEG, WebP or GIF, or an https address if the server allows its host."
+    )
+    detail: Literal["auto", "low", "high"] | None = Field(
+        None, description="Without an effect: the model's own processor decides the size."
+    )
 
     PART_OF_A_CONVERSATION: ClassVar[bool] = True
+
+
+class Part(StrictModel):
+    type: Annotated[Literal["text", "image_url"], known_parts("text", "image_url")]
+    text: str | None = None
+    image_url: ImageUrl | None = None
+
+    PART_OF_A_CONVERSATION: ClassVar[bool] = True
+
+    @model_validator(mode="after")
+    def _check_type(self) -> Part:
+        for field, value in (("text", self.text), ("image_url", self.image_url)):
+            if (self.type == field) != (value is not None):
+                raise field_error(field, f"must be given with the type {field}, and with no other type")
+        return self
+
+    def rendered(self) -> dict[str, Any]:
+        """The form that chat templates know."""
+        return {"type": "image"} if self.text is None else {"type": "text", "text": self.text}
 
 
 def _json_object(text: str, info: ValidationInfo) -> str:
@@ -70,7 +93,7 @@ class Message(StrictModel):
         pattern=r"^[a-zA-Z0-9_.-]{1,64}$",
         description="system, developer, user, assistant, tool, or another one that the chat template writes.",
     )
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    content: str | Annotated[list[Part], Field(fail_fast=True)] | None = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
     tool_call_id: str | None = None
@@ -83,6 +106,8 @@ class Message(StrictModel):
     def _check_role(self) -> Message:
         if self.content is None and not self.tool_calls:
             raise field_error("content", "must be given")
+        if self.image_urls() and self.role != "user":
+            raise field_error("content", "may have images in messages of the user only")
         for field in ("tool_calls", "reasoning_content"):
             if getattr(self, field) and self.role != "assistant":
                 raise field_error(field, "is only allowed in messages of the assistant")
@@ -93,18 +118,29 @@ class Message(StrictModel):
     def length(self) -> int:
         """About how many characters a chat template gets of this message: all of its texts count."""
         content = self.content or ""
-        length = MARKUP + len(content) if isinstance(content, str) else MARKUP + sum(len(part.text) for part in content)
+        texts = [content] if isinstance(content, str) else [part.text or "" for part in content]
+        length = MARKUP + sum(map(len, texts))
         for text in (self.name, self.tool_call_id, self.reasoning_content):
             length += len(text or "")
         return length + sum(call.length() for call in self.tool_calls or ())
 
+    def image_urls(self) -> list[str]:
+        """The addresses of its images, in order."""
+        if self.content is None or isinstance(self.content, str):
+            return []
+        return [part.image_url.url for part in self.content if part.image_url is not None]
+
     def rendered(self) -> dict[str, Any]:
-        """The content is one string. The role developer becomes system, which is its older name."""
+        """The content is one string, or a list of parts with images. The role developer becomes system, its older name."""
         content = self.content or ""
-        message: dict[str, Any] = {
-            "role": "system" if self.role == "developer" else self.role,
-            "content": content if isinstance(content, str) else "".join(part.text for part in content),
-        }
+        rendered: str | list[dict[str, Any]]
+        if isinstance(content, str):
+            rendered = content
+        elif self.image_urls():
+            rendered = [part.rendered() for part in content]
+        else:
+            rendered = "".join(part.text or "" for part in content)
+        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": rendered}
         if self.tool_calls:
             message["tool_calls"] = [call.rendered() for call in self.tool_calls]
         for field in ("name", "tool_call_id", "reasoning_content"):

@@ -2,8 +2,9 @@
 
 A request becomes a ChatRequest: `system` is its first message, a `tool_result` is a message of the role tool, and `tool_use`
 and `thinking` blocks are fields of the assistant's message. Texts of several blocks are joined by a line break, the assistant's
-without one. Coding agents always send `cache_control`, a budget for thoughts and an effort; docs/api.md says what becomes of
-these. Images, documents, citations, server tools and answers that begin with given text are refused.
+without one. Images are parts of a message of the user. Coding agents always send `cache_control`, a budget for thoughts and an
+effort; docs/api.md says what becomes of these. Documents, citations, server tools and answers that begin with given text are
+refused.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from ..chat.conversation import (
     ToolChoice,
 )
 from ..schemas import NonEmpty
-from ..strict import NOTHING, StrictModel, Unsupported, field_error, text_only
+from ..strict import NOTHING, StrictModel, Unsupported, field_error, known_parts
 from .dialect import Translated, by_type, message
 
 CacheControl = Annotated[
@@ -35,11 +36,38 @@ CacheControl = Annotated[
 
 
 class TextBlock(StrictModel):
-    type: Annotated[Literal["text"], text_only("text")]
+    type: Annotated[Literal["text"], known_parts("text")]
     text: str
     cache_control: CacheControl = None
 
     UNSUPPORTED: ClassVar[Unsupported] = {"citations": ([],)}
+    PART_OF_A_CONVERSATION: ClassVar[bool] = True
+
+
+class ImageSource(StrictModel):
+    type: Literal["base64", "url"]
+    media_type: Literal["image/png", "image/jpeg", "image/webp", "image/gif"] | None = None
+    data: NonEmpty | None = None
+    url: NonEmpty | None = None
+
+    PART_OF_A_CONVERSATION: ClassVar[bool] = True
+
+    @model_validator(mode="after")
+    def _check_type(self) -> ImageSource:
+        for field, value in (("data", self.data), ("media_type", self.media_type), ("url", self.url)):
+            if (value is not None) != (self.type == ("url" if field == "url" else "base64")):
+                raise field_error(field, f"must {'' if value is None else 'not '}be given with the type {self.type}")
+        return self
+
+    def address(self) -> str:
+        return self.url or f"data:{self.media_type};base64,{self.data}"
+
+
+class ImageBlock(StrictModel):
+    type: Literal["image"]
+    source: ImageSource
+    cache_control: CacheControl = None
+
     PART_OF_A_CONVERSATION: ClassVar[bool] = True
 
 
@@ -78,14 +106,15 @@ class ToolResultBlock(StrictModel):
 
 Block = Annotated[
     Annotated[TextBlock, Tag("<text>")]
+    | Annotated[ImageBlock, Tag("<image>")]
     | Annotated[ThinkingBlock, Tag("<thinking>")]
     | Annotated[ToolUseBlock, Tag("<tool_use>")]
     | Annotated[ToolResultBlock, Tag("<tool_result>")],
-    by_type("must be text, thinking, tool_use or tool_result, because this server supports no other blocks"),
+    by_type("must be text, image, thinking, tool_use or tool_result, because this server supports no other blocks"),
 ]
 Texts = str | Annotated[list[TextBlock], Field(fail_fast=True)]
 ALLOWED = {
-    "user": ("text", "tool_result"),
+    "user": ("text", "image", "tool_result"),
     "assistant": ("text", "thinking", "tool_use"),
     "system": ("text",),
 }  # types of blocks by the role of their message
@@ -115,18 +144,18 @@ class Turn(StrictModel):
         if self.role == "assistant":
             return [self._assistant()]
         messages: list[Message] = []
-        texts: list[TextBlock] = []
+        parts: list[TextBlock | ImageBlock] = []
         for block in self.content:
-            if isinstance(block, TextBlock):
-                texts.append(block)
+            if isinstance(block, TextBlock | ImageBlock):
+                parts.append(block)
                 continue
-            if texts:
-                messages.append(message(self.role, content=_text(texts)))
-                texts = []
+            if parts:
+                messages.append(message(self.role, content=_content(parts)))
+                parts = []
             assert isinstance(block, ToolResultBlock)  # by _check_blocks
             messages.append(message("tool", tool_call_id=block.tool_use_id, content=block.text()))
-        if texts or not messages:
-            messages.append(message(self.role, content=_text(texts)))
+        if parts or not messages:
+            messages.append(message(self.role, content=_content(parts)))
         return messages
 
     def _assistant(self) -> Message:
@@ -280,6 +309,19 @@ class MessagesRequest(CountTokensRequest):
             top_k=self.top_k,
             stream=self.stream,
         )
+
+
+def _content(blocks: list[TextBlock | ImageBlock]) -> str | list[dict[str, Any]]:
+    """The content of a chat's message: one text, or parts if there are images."""
+    texts = [block for block in blocks if isinstance(block, TextBlock)]
+    if len(texts) == len(blocks):
+        return _text(texts)
+    return [
+        {"type": "text", "text": block.text}
+        if isinstance(block, TextBlock)
+        else {"type": "image_url", "image_url": {"url": block.source.address()}}
+        for block in blocks
+    ]
 
 
 def _text(content: str | list[TextBlock]) -> str:

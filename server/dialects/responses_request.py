@@ -3,7 +3,8 @@
 A request becomes a ChatRequest: `instructions` are its first message. Reasoning, a message of the assistant and function calls
 that follow each other are one message of the assistant, and an output of a function is a message of the role tool. What needs
 stored responses, such as `previous_response_id`, is refused; a client sends the whole conversation each time, as it does with
-`store: false`. Images, files, references to items and the built-in tools are refused.
+`store: false`. Images are parts of a message
+of the user. Files, references to items and the built-in tools are refused.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from ..chat.conversation import (
     ToolChoice,
 )
 from ..schemas import NonEmpty
-from ..strict import NOTHING, StrictModel, Unsupported, field_error, one_error, text_only
+from ..strict import NOTHING, StrictModel, Unsupported, field_error, known_parts, one_error
 from .dialect import Translated, by_type, message
 
 MAX_RETURNED = 1 << 18  # bytes of the request's instructions, tools and schema that each of a response's objects repeats
@@ -37,20 +38,53 @@ Identity = Annotated[str | None, Field(description="Without an effect.")]
 
 
 class TextItem(StrictModel):
-    type: Annotated[Literal["input_text", "output_text"], text_only("input_text", "output_text")]
+    type: Annotated[Literal["input_text", "output_text"], known_parts("input_text", "output_text")]
     text: str
 
     UNSUPPORTED: ClassVar[Unsupported] = {"annotations": ([],), "logprobs": ([],), "prompt_cache_breakpoint": NOTHING}
     PART_OF_A_CONVERSATION: ClassVar[bool] = True
 
 
+class ContentItem(StrictModel):
+    type: Annotated[
+        Literal["input_text", "output_text", "input_image"], known_parts("input_text", "output_text", "input_image")
+    ]
+    text: str | None = None
+    image_url: NonEmpty | None = Field(None, description="As in a chat.")
+    detail: Literal["auto", "low", "high"] | None = Field(None, description="Without an effect.")
+
+    UNSUPPORTED: ClassVar[Unsupported] = {
+        "annotations": ([],),
+        "file_id": NOTHING,
+        "logprobs": ([],),
+        "prompt_cache_breakpoint": NOTHING,
+    }
+    PART_OF_A_CONVERSATION: ClassVar[bool] = True
+
+    @model_validator(mode="after")
+    def _check_type(self) -> ContentItem:
+        is_image = self.type == "input_image"
+        if (self.text is None) != is_image:
+            raise field_error("text", "must be given with the types input_text and output_text, and with no other type")
+        if (self.image_url is not None) != is_image:
+            raise field_error("image_url", "must be given with the type input_image, and with no other type")
+        return self
+
+    def part(self) -> dict[str, Any]:
+        """The part of a chat's message that says the same."""
+        if self.image_url is None:
+            return {"type": "text", "text": self.text}
+        return {"type": "image_url", "image_url": {"url": self.image_url}}
+
+
 ItemTexts = str | Annotated[list[TextItem], Field(fail_fast=True)]
+ItemParts = str | Annotated[list[ContentItem], Field(fail_fast=True)]
 
 
 class MessageItem(StrictModel):
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
-    content: ItemTexts
+    content: ItemParts
     id: Identity = None
     status: Status = None
     phase: Literal["commentary", "final_answer"] | None = Field(None, description="Without an effect.")
@@ -289,7 +323,7 @@ class ResponsesRequest(Translated):
                 continue
             messages += turn.end()
             if isinstance(item, MessageItem) and item.role != "assistant":
-                messages.append(message(item.role, content=_text(item.content)))
+                messages.append(message(item.role, content=_content(item.content)))
             elif isinstance(item, FunctionCallOutputItem):
                 messages.append(message("tool", tool_call_id=item.call_id, content=_text(item.output)))
             else:
@@ -327,5 +361,12 @@ class AssistantTurn:
         return [message("assistant", **{"content": ""} | fields)] if any(fields.values()) else []
 
 
-def _text(content: str | list[TextItem]) -> str:
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+def _text(content: str | list[TextItem] | list[ContentItem]) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text or "" for part in content)
+
+
+def _content(content: str | list[ContentItem]) -> str | list[dict[str, Any]]:
+    """The content of a chat's message: one text, or parts if there are images."""
+    if isinstance(content, str) or all(part.image_url is None for part in content):
+        return _text(content)
+    return [part.part() for part in content]

@@ -15,7 +15,9 @@ RESPONSE: dict[str, Any] = {"model": "fake", "input": "Hi"}
 MESSAGE: dict[str, Any] = {"model": "fake", "messages": USER, "max_tokens": 5}
 PROMPT: dict[str, Any] = {"model": "fake", "prompt": "Hi"}
 BODIES = {"/v1/chat/completions": CHAT, "/v1/responses": RESPONSE, "/v1/messages": MESSAGE, "/v1/completions": PROMPT}
-TEXT_ALONE = "this server takes text alone, so write texts with this type, and leave out images, audio and files."
+CHAT_PARTS = "'text' or 'image_url'"
+ITEM_PARTS = "'input_text' or 'output_text' or 'input_image'"
+NO_OTHERS = "this server takes texts and images, so leave out audio, video and files, which are not built yet."
 
 
 async def refusal(client, path: str, **request: Any) -> tuple[int, str, str | None, str | None]:
@@ -28,16 +30,16 @@ async def refusal(client, path: str, **request: Any) -> tuple[int, str, str | No
 @pytest.mark.parametrize(
     ("path", "part", "types", "where"),
     [
-        ("/v1/chat/completions", {"type": "image_url", "image_url": {"url": "data:,"}}, "'text'", "messages[0].content[0]"),
-        ("/v1/chat/completions", {"type": "input_audio", "input_audio": {}}, "'text'", "messages[0].content[0]"),
-        ("/v1/chat/completions", {"type": "file", "file": {}}, "'text'", "messages[0].content[0]"),
-        ("/v1/chat/completions", {"type": "input_text", "text": "Hi"}, "'text'", "messages[0].content[0]"),
-        ("/tokenize", {"type": "image_url", "image_url": {"url": "data:,"}}, "'text'", "messages[0].content[0]"),
-        ("/v1/responses", {"type": "input_image"}, "'input_text' or 'output_text'", "input[0].content[0]"),
+        ("/v1/chat/completions", {"type": "input_audio", "input_audio": {}}, CHAT_PARTS, "messages[0].content[0]"),
+        ("/v1/chat/completions", {"type": "video_url", "video_url": {}}, CHAT_PARTS, "messages[0].content[0]"),
+        ("/v1/chat/completions", {"type": "file", "file": {}}, CHAT_PARTS, "messages[0].content[0]"),
+        ("/v1/chat/completions", {"type": "input_text", "text": "Hi"}, CHAT_PARTS, "messages[0].content[0]"),
+        ("/tokenize", {"type": "input_audio", "input_audio": {}}, CHAT_PARTS, "messages[0].content[0]"),
+        ("/v1/responses", {"type": "input_file"}, ITEM_PARTS, "input[0].content[0]"),
         ("/v1/messages", {"type": "image", "source": {}}, "'text'", "messages[0].content[0].content[0]"),
     ],
 )
-async def test_a_part_that_is_no_text_says_so(serving, path, part, types, where):
+async def test_a_part_that_is_neither_text_nor_image_says_so(serving, path, part, types, where):
     body: dict[str, Any] = {**BODIES.get(path, {"model": "fake"})}
     turn: dict[str, Any] = {"role": "user", "content": [part]}
     if path == "/v1/messages":
@@ -45,18 +47,18 @@ async def test_a_part_that_is_no_text_says_so(serving, path, part, types, where)
     body["input" if path == "/v1/responses" else "messages"] = [turn]
     async with serving() as client:
         status, message, param, _ = await refusal(client, path, json=body)
-    assert (status, message) == (400, f"{where}.type must be {types}, got {part['type']!r}: {TEXT_ALONE}")
+    assert (status, message) == (400, f"{where}.type must be {types}, got {part['type']!r}: {NO_OTHERS}")
     assert param in (f"{where}.type", None)
 
 
 async def test_a_block_of_another_kind_says_what_was_sent(serving):
-    block = {"type": "image", "source": {"type": "url", "url": "https://example.org"}}
+    block = {"type": "document", "source": {"type": "url", "url": "https://example.org"}}
     item = {"type": "web_search_call", "id": "x"}
     async with serving() as client:
         _, message, *_ = await refusal(
             client, "/v1/messages", json=MESSAGE | {"messages": [{"role": "user", "content": [block]}]}
         )
-        assert message.endswith("because this server supports no other blocks, got 'image': leave it out.")
+        assert message.endswith("because this server supports no other blocks, got 'document': leave it out.")
         _, message, *_ = await refusal(client, "/v1/responses", json=RESPONSE | {"input": [item]})
         assert message.endswith("because this server supports no other items, got 'web_search_call': leave it out.")
 

@@ -67,7 +67,7 @@ class Prefix:
     def shared(self, sequence: SequenceState) -> SharedPrefix:
         """What the prefix cache has for the first tokens of a waiting sequence."""
         pages = self._pages
-        pages.hash_pages(sequence.tokens, sequence.page_hashes, sequence.request.cache_salt, sequence.request.adapter_number)
+        pages.hash_pages(sequence.content, sequence.page_hashes, sequence.request.cache_salt, sequence.request.adapter_number)
         # The last token is computed in any case, because its logits are wanted. For prompt_logprobs all tokens are.
         known = 0 if sequence.num_prompt_logits(2) else (sequence.num_tokens - 1) // pages.page_size
         found = pages.match(sequence.page_hashes[:known])
@@ -170,7 +170,7 @@ class Prefix:
         if full <= sequence.num_offered:
             return
         hashes = sequence.page_hashes
-        pages.hash_pages(sequence.tokens, hashes, sequence.request.cache_salt, sequence.request.adapter_number)
+        pages.hash_pages(sequence.content, hashes, sequence.request.cache_salt, sequence.request.adapter_number)
         for index in range(sequence.num_offered, full):
             pages.register(sequence.pages[index], hashes[index], hashes[index - 1] if index else b"")
         if self._states is not None:

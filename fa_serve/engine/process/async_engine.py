@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.errors import EngineDeadError, RequestError
 from fa_serve.engine.events import OnPhase
+from fa_serve.engine.images.prompt import ImageInput
 from fa_serve.engine.parallel.follower_main import follow_if_told
 from fa_serve.engine.pooling.inputs import EncoderInput, InputReader
 from fa_serve.engine.pooling.params import EncoderCard, PoolingParams
@@ -323,6 +324,7 @@ class AsyncEngine:
         client: str | None = None,
         cache_salt: str | None = None,
         adapter: str | None = None,
+        images: Sequence[ImageInput] = (),
     ) -> AsyncGenerator[RequestOutput, None]:
         """The increments of all answers; the last one of each answer is `finished`. Leaving the iterator aborts the request.
 
@@ -336,12 +338,16 @@ class AsyncEngine:
         read = self.reader.read
         with self._mailbox(request_id, 1 if params is None else params.n) as (name, mailbox, worker):
             # Tokenizing a long text takes a while, and neither the event loop nor a step should wait for it.
-            tokens = await asyncio.to_thread(read, prompt) if isinstance(prompt, str) else read(prompt)
+            tokens: list[int]
+            if images and not isinstance(prompt, str):
+                tokens = list(prompt)  # image tokens may lie outside the vocabulary, which the engine knows about
+            else:
+                tokens = await asyncio.to_thread(read, prompt) if isinstance(prompt, str) else read(prompt)
             await self._open.wait()
             if self._error is not None:
                 raise self._error
             if mailbox.unfinished:  # else it was aborted meanwhile
-                worker.send(Add(name, tokens, params, priority, timeout, client, cache_salt, adapter))
+                worker.send(Add(name, tokens, params, priority, timeout, client, cache_salt, adapter, images=images))
                 mailbox.sent = True
             while not mailbox.drained():
                 output = await mailbox.get()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.errors import EngineAsleepError, EngineDeadError, QueueFullError
 from fa_serve.engine.events import OnPhase, Phase
+from fa_serve.engine.images.prompt import ImageInput
 from fa_serve.engine.pooling.inputs import EncoderInput
 from fa_serve.engine.pooling.params import PoolingParams
 from fa_serve.engine.process.controls import Control, Reply, carry_out
@@ -45,6 +46,7 @@ class Add:
     """Add a request.
 
     client:   who sends it; grammars of different clients are compiled in turns
+    images:   as `Engine.add_request` takes them
     compiled: the matcher of its structured output, or the error of compiling it; None when it has not been compiled
     """
 
@@ -57,6 +59,7 @@ class Add:
     cache_salt: str | None = None
     adapter: str | None = None
     compiled: Any = None
+    images: Sequence[ImageInput] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +280,7 @@ class EngineLoop:
                 cache_salt=command.cache_salt,
                 adapter=command.adapter,
                 matcher=command.compiled,
+                images=command.images,
             )
         except Exception as error:
             self._reject(command.request_id, error)

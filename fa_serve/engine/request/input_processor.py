@@ -13,9 +13,11 @@ import random
 import time
 from collections.abc import Sequence
 from itertools import count
-from typing import Any
+from typing import Any, cast
 
 from fa_serve.engine.config import EngineConfig
+from fa_serve.engine.images.encoder import ImageEncoder
+from fa_serve.engine.images.prompt import ImageInput, PromptImages
 from fa_serve.engine.lora.pool import Adapter
 from fa_serve.engine.request.groups import members, num_answers
 from fa_serve.engine.request.params import SamplingParams
@@ -36,17 +38,30 @@ class InputProcessor:
     tokenizer: a fast tokenizer of transformers, or None
     config:    with max_model_len resolved
     eos_ids:   the model's end-of-sequence tokens
+    images:    the towers of the model, or why prompts may have no images
     """
 
-    def __init__(self, tokenizer: Any, config: EngineConfig, *, vocab_size: int, eos_ids: frozenset[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        config: EngineConfig,
+        *,
+        vocab_size: int,
+        eos_ids: frozenset[int],
+        images: ImageEncoder | str = "this engine takes none",
+    ) -> None:
         assert config.max_model_len is not None
-        self._reader = PromptReader(tokenizer, vocab_size, config.max_model_len)
+        self.reader = PromptReader(tokenizer, vocab_size, config.max_model_len)
         self._has_tokenizer = tokenizer is not None
         self._capacity = config.max_num_seqs + config.max_waiting
         self._max_model_len = config.max_model_len
         self._max_stop_chars = config.max_stop_chars
         self._vocab_size = vocab_size
         self._eos_ids = eos_ids
+        self._images = images
+        self._max_images = config.max_images
+        # running sequences may all have a token in the step
+        self._max_block = max(config.max_num_batched_tokens - config.max_num_seqs, 1)
         self._serial = count()
         self._random = random.Random(config.seed)
         self._last: tuple[tuple[Any, ...], tuple[frozenset[int], TokenBiases]] | None = None
@@ -60,6 +75,7 @@ class InputProcessor:
         client: str | None = None,
         cache_salt: str | None = None,
         adapter: Adapter | None = None,
+        images: Sequence[ImageInput] = (),
     ) -> list[Request]:
         """One request for each answer. Raises ParameterError as `Engine.add_request` says."""
         if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
@@ -67,7 +83,13 @@ class InputProcessor:
         if num_answers(params) > self._capacity:
             name = "n" if params.best_of is None else "best_of"
             raise ParameterError(name, f"be at most {self._capacity}, which is what the queue holds", num_answers(params))
-        tokens = self._reader.read(prompt)
+        placed = None
+        if images:
+            placed = self._place_images(prompt, images, params)
+            # models may number their image token beyond their vocabulary
+            filler = self._require_encoder().reader.filler
+            prompt = [token if token < self._vocab_size else filler for token in cast("Sequence[int]", prompt)]
+        tokens = self.reader.read(prompt)
         if params.stop and not self._has_tokenizer:
             raise ParameterError("stop", "be empty because this engine has no tokenizer", params.stop, "no_tokenizer")
         num_chars = sum(map(len, params.stop))
@@ -92,9 +114,26 @@ class InputProcessor:
                 cache_salt=cache_salt,
                 adapter=adapter,
                 biases=biases,
+                images=placed,
             )
             for index, (name, own) in enumerate(members(request_id, params))
         ]
+
+    def _require_encoder(self) -> ImageEncoder:
+        if isinstance(self._images, str):
+            raise ParameterError("images", f"be empty, because {self._images}", "images")
+        return self._images
+
+    def _place_images(self, prompt: str | Sequence[int], images: Sequence[ImageInput], params: SamplingParams) -> PromptImages:
+        """Where the images of a prompt are, and what that comes to for the engine."""
+        encoder = self._require_encoder()
+        if isinstance(prompt, str):
+            raise ParameterError("prompt", "be token ids, with an image token for each embedding of its images", prompt)
+        if len(images) > self._max_images:
+            raise ParameterError("images", f"be at most {self._max_images} in a prompt (max_images)", len(images))
+        if params.prompt_logprobs is not None:
+            raise ParameterError("prompt_logprobs", "be None for a prompt with images", params.prompt_logprobs)
+        return encoder.place(prompt, images, self._max_block)
 
     def _tokens_of(self, params: SamplingParams) -> tuple[frozenset[int], TokenBiases]:
         """The tokens that end an answer, and what is added to the logits of tokens.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fa_serve.engine.images.prompt import PromptImages
 from fa_serve.engine.lora.pool import Adapter
 from fa_serve.engine.request.params import SamplingParams
 from fa_serve.engine.request.token_biases import NO_BIASES, TokenBiases
@@ -27,6 +28,7 @@ class Request:
     cache_salt: the request shares cached prefixes only with requests of the same salt
     adapter:    what is added to the model's weights for it; None for the base
     biases:     what `params` and `end_ids` add to the logits of single tokens
+    images:     those of the prompt; None without any
     """
 
     request_id: str
@@ -41,6 +43,7 @@ class Request:
     cache_salt: str | None = None
     adapter: Adapter | None = None
     biases: TokenBiases = NO_BIASES
+    images: PromptImages | None = None
 
     @property
     def adapter_number(self) -> int:

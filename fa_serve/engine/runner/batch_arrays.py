@@ -9,19 +9,22 @@ device (transfer.py) and padding (cuda_graphs.py).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fa_serve.engine.cache.block_table import BlockTable
+from fa_serve.engine.images.prompt import ImagePiece, PromptImages
 from fa_serve.engine.request.request import Request
 from fa_serve.engine.runner.results import PromptSpan
 from fa_serve.engine.runner.sampler import draft_arrays, sampling_arrays
-from fa_serve.engine.scheduler.scheduled_batch import ScheduledBatch
+from fa_serve.engine.scheduler.scheduled_batch import Chunk, ScheduledBatch
 from fa_serve.engine.scheduler.sequence import SequenceState
+from fa_serve.hf import TwoWayBlock
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -39,6 +42,7 @@ class BatchArrays:
     prompt_spans: the prompt tokens of "prompt_targets"; their logits come after those of `sequences`
     num_tokens, num_sequences: of the step, as attention sees it
     max_seqlen_q, max_seqlen_k: largest number of queries and of keys of one sequence
+    images:    pieces of images in the step, and blocks: of their tokens that attend both ways
     decoding:  whether every sequence computes its last token, possibly with drafts after it, and samples
     fresh:     whether no sequence has keys in the cache from before this step
     """
@@ -55,6 +59,13 @@ class BatchArrays:
     max_seqlen_k: int
     decoding: bool
     fresh: bool
+    images: list[ImagePiece] = field(default_factory=list)
+    blocks: list[TwoWayBlock] = field(default_factory=list)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the step has neither images nor positions on several axes, as CUDA graphs want it."""
+        return not self.images and self.inputs["position_ids"].ndim == 1
 
 
 def batch_arrays(
@@ -86,11 +97,12 @@ def batch_arrays(
     positions = np.arange(ends[-1]) + np.repeat(starts - firsts, lengths)
     token_slots = np.repeat(slots, lengths)
     pages = block_table.pages(token_slots, positions // page_size)
+    with_images = _chunks_with_images(batch, firsts)
     max_seqlen_q = int(lengths.max())
     decoding = bool((num_samples == lengths).all())
     inputs: Arrays = {
         "input_ids": np.array(input_ids, dtype=np.int64),
-        "position_ids": positions,
+        "position_ids": _position_ids(positions, with_images),
         "slot_mapping": pages * page_size + positions % page_size,
     }
     if deterministic and not (decoding and max_seqlen_q == 1):
@@ -134,7 +146,63 @@ def batch_arrays(
         max_seqlen_k=int(seqused.max()),
         decoding=decoding,
         fresh=not starts.any() and not deterministic,
+        images=_image_pieces(with_images),
+        blocks=_two_way_blocks(with_images),
     )
+
+
+class _ChunkWithImages(NamedTuple):
+    """number: of the chunk; first: its first token of the step"""
+
+    chunk: Chunk
+    images: PromptImages
+    number: int
+    first: int
+
+
+def _chunks_with_images(batch: ScheduledBatch, firsts: NDArray[np.int64]) -> list[_ChunkWithImages]:
+    return [
+        _ChunkWithImages(chunk, chunk.sequence.request.images, number, int(firsts[number]))
+        for number, chunk in enumerate(batch.chunks)
+        if chunk.sequence.request.images is not None
+    ]
+
+
+def _position_ids(places: NDArray[np.int64], found: Sequence[_ChunkWithImages]) -> NDArray[np.int64]:
+    """(total,) int64, or (axes, total) if a chunk has tokens of a prompt with several axes. places: in the sequences"""
+    positions = places.copy() if found else places
+    for chunk, images, _, first in found:
+        prompt = chunk.sequence.num_prompt_tokens
+        end = min(max(prompt, chunk.start), chunk.start + chunk.length)
+        positions[..., first + end - chunk.start : first + chunk.length] += images.delta
+        if images.positions is not None and end > chunk.start:
+            if positions.ndim == 1:
+                positions = np.repeat(positions[None], len(images.positions), axis=0)
+            positions[:, first : first + end - chunk.start] = images.positions[:, chunk.start : end]
+    return positions
+
+
+def _image_pieces(found: Sequence[_ChunkWithImages]) -> list[ImagePiece]:
+    """The tokens of the step that embeddings of images replace."""
+    pieces = []
+    for chunk, images, _, first in found:
+        for placed in images.placed:
+            begin, end = np.searchsorted(placed.places, (chunk.start, chunk.start + chunk.length)).tolist()
+            if begin < end:
+                rows = (placed.places[begin:end] - chunk.start + first).tolist()
+                pieces.append(ImagePiece(placed.image, begin, rows))
+    return pieces
+
+
+def _two_way_blocks(found: Sequence[_ChunkWithImages]) -> list[TwoWayBlock]:
+    """The tokens of the step that attend both ways. An earlier step may have computed the first ones of a block."""
+    blocks = []
+    for chunk, images, number, first in found:
+        for begin, end in images.blocks:
+            start = max(begin, chunk.start)
+            if start < end <= chunk.start + chunk.length:
+                blocks.append(TwoWayBlock(first + start - chunk.start, first + end - chunk.start, number, begin, end))
+    return blocks
 
 
 def _input_ids(batch: ScheduledBatch, block_table: BlockTable, tokens_ahead: int) -> list[int]:

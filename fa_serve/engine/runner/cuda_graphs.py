@@ -50,6 +50,7 @@ from fa_serve.engine.runner.state_arrays import padding_state_arrays
 from fa_serve.engine.runner.transfer import PackedTensors, packed_size, send
 from fa_serve.engine.speculation.drafts import draft_limit
 from fa_serve.hf import PagedBatch
+from fa_serve.hf.images import StepImages
 from fa_serve.hf.lora.product import LoraStep
 
 log = logging.getLogger("fa_serve.engine")
@@ -60,10 +61,11 @@ class Inputs:
     """What one forward takes.
 
     input_ids:      (total,) int64; -(slot + 1) stands for the last token sampled in that slot
-    position_ids:   (total,) int64
+    position_ids:   (total,) int64, or (axes, total) in a step that no graph runs
     logits_indices: (n,) int64, the tokens whose logits are wanted
     slots:          (batch,) int64, the slot of each sequence; a sequence without keys is padding
     lora:           which token has which adapter; None if none has one
+    images:         embeddings of images in a step that no graph runs
     """
 
     input_ids: Tensor
@@ -72,6 +74,7 @@ class Inputs:
     slots: Tensor
     paged: PagedBatch
     lora: LoraStep | None = None
+    images: StepImages | None = None
 
 
 class Shape(NamedTuple):

@@ -28,6 +28,7 @@ from fa_serve.api import MAX_COPY_BYTES
 from fa_serve.engine.cache import tensors as kv_cache
 from fa_serve.engine.cache.block_table import BlockTable
 from fa_serve.engine.config import EngineConfig
+from fa_serve.engine.images.encoder import ImageEncoder, find_images
 from fa_serve.engine.lora.store import AdapterStore
 from fa_serve.engine.runner.batch_arrays import BatchArrays, batch_arrays
 from fa_serve.engine.runner.cuda_graphs import Inputs, OnError, Shape, StepGraphs, pad, padding
@@ -51,6 +52,7 @@ from fa_serve.hf import (
     take_scaled_experts,
     vocab_size,
 )
+from fa_serve.hf.images import StepImages
 from fa_serve.hf.lora.memory import detach_adapters
 from fa_serve.hf.surgery.fuse.fusion import cached_layers, fuse_model, unfuse_model
 from fa_serve.hf.surgery.fuse.latent import PLAIN_TOKENS
@@ -58,6 +60,7 @@ from fa_serve.hf.surgery.quantised.linear import QuantizedLinear
 from fa_serve.launching.compilations import num_compilations
 from fa_serve.ops import StateTensors
 from fa_serve.ops.deterministic import NUM_SPLITS, deterministic_mode
+from fa_serve.spec import ParameterError
 
 log = logging.getLogger("fa_serve.engine")
 
@@ -141,6 +144,7 @@ class ModelRunner:
         if states:
             check_settings_with_states(type(model).__name__, config, drafting=drafting)
             seat_states(model)
+        self.images = find_images(model, config)
         self._deterministic = config.deterministic
         self._processed = config.logprobs_mode == "processed_logprobs"
         for module in model.modules():
@@ -161,6 +165,12 @@ class ModelRunner:
         self._counts: TokenCounts | None = None
         self._last_tokens = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self.device)
         self._block_table = BlockTable(config.max_num_seqs, 0, self.device)
+
+    def require_images(self) -> ImageEncoder:
+        """The towers and their embeddings. Raises ParameterError, with the reason, for a model or settings without."""
+        if isinstance(self.images, str):
+            raise ParameterError("images", f"be empty, because {self.images}", "images")
+        return self.images
 
     @property
     def window(self) -> int | None:
@@ -374,8 +384,13 @@ class ModelRunner:
         )
         if self.states:
             arrays.inputs.update(state_arrays(batch))
+        images = None
+        if arrays.images:
+            images = self.require_images().step(arrays.images)
+            for piece in arrays.images:
+                arrays.inputs["input_ids"][piece.rows] = self.require_images().reader.filler
         adapters = None if self.adapters is None else step_adapters(batch, self.adapters.pool.slot)
-        prepared = self._prepare(arrays, adapters)
+        prepared = self._prepare(arrays, adapters, images)
         logits = self._run(prepared)[: len(arrays.sequences) + batch.num_prompt_logits]
         return Forward(prepared, logits, arrays.sequences, arrays.logprob_rows, arrays.prompt_spans)
 
@@ -413,12 +428,14 @@ class ModelRunner:
             self._token_counts().record(slots, tokens, sampling)
         return PendingResult(tokens, wanted, logprobs, forward.prompt_spans, prompt_logprobs)
 
-    def _prepare(self, arrays: BatchArrays, adapters: StepAdapters | None = None) -> PreparedBatch:
+    def _prepare(
+        self, arrays: BatchArrays, adapters: StepAdapters | None = None, images: StepImages | None = None
+    ) -> PreparedBatch:
         """Send the numbers of a step to the device: into the block of the graphs if there is a graph for the step."""
         others = arrays.sampling | self._block_table.changes() | arrays.rows
         shape = None
         padded: dict[str, NDArray[Any]] = {}
-        if self._graphs is not None and not (adapters is not None and adapters.is_eager):
+        if self._graphs is not None and arrays.is_plain and not (adapters is not None and adapters.is_eager):
             shape = self._graphs.shape_of(arrays, adapters is not None)
         queries = arrays.max_seqlen_q if shape is None else shape.queries
         if adapters is not None:
@@ -432,6 +449,8 @@ class ModelRunner:
             sent = send(arrays.inputs | others, self.device)
         self._block_table.apply(sent)
         inputs = shape or self._inputs(sent, queries, arrays.max_seqlen_k, fresh=arrays.fresh, adapters=adapters)
+        if isinstance(inputs, Inputs) and (images is not None or arrays.blocks):
+            inputs = replace(inputs, images=images, paged=replace(inputs.paged, blocks=arrays.blocks))
         return self._prepared(inputs, arrays.sampling, sent)
 
     def _prepared(
@@ -503,7 +522,10 @@ class ModelRunner:
         input_ids = torch.where(inputs.input_ids < 0, last, inputs.input_ids)
         keeping = nullcontext() if self.draft is None else self.draft.keeping_features(inputs.paged)
         serving = nullcontext() if self.adapters is None else self.adapters.memory.holder.serving(inputs.lora)
-        with keeping, serving, deterministic_mode(self._deterministic):
+        placing: AbstractContextManager[None] = nullcontext()
+        if inputs.images is not None:
+            placing = self.require_images().reader.placing(inputs.images)
+        with keeping, serving, placing, deterministic_mode(self._deterministic):
             return paged_forward(self.model, input_ids, inputs.position_ids, inputs.paged, inputs.logits_indices)
 
     def _log_probabilities(self, logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, ...]:

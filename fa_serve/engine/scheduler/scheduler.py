@@ -402,7 +402,20 @@ class Scheduler:
         logits = MAX_PROMPT_LOGITS - batch.num_prompt_logits
         if length > logits and sequence.num_prompt_logits(length):
             length = min(logits, batch.prompt_room)
+        if sequence.has_blocks:
+            length = self._length_of_blocks(batch, sequence, length)
         return length if self.states is None else self._length_with_states(batch, sequence, length)
+
+    def _length_of_blocks(self, batch: ScheduledBatch, sequence: SequenceState, length: int) -> int:
+        """The same for a prompt with blocks that attend both ways: a chunk holds a block whole, or up to its start.
+
+        A block that is longer than what prompts may take of the step is computed all the same if it is the first of them.
+        """
+        start = sequence.num_computed
+        last, whole = sequence.cuts(start + length)
+        if last > start:
+            return last - start
+        return whole - start if whole - start <= batch.room and not batch.num_prompt_tokens else 0
 
     def _length_with_states(self, batch: ScheduledBatch, sequence: SequenceState, length: int) -> int:
         """The same for a model with states, whose longer chunks begin at multiples of the page size.

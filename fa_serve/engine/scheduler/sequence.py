@@ -89,6 +89,23 @@ class SequenceState:
         self.num_prompt_tokens = len(self.tokens)
 
     @property
+    def content(self) -> Sequence[int]:
+        """The known tokens, for the hashes of pages: those of images are numbers that stand for their content."""
+        images = self.request.images
+        return self.tokens if images is None else [*images.content, *self.tokens[self.num_prompt_tokens :]]
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether tokens of its prompt attend to each other both ways."""
+        return self.request.images is not None and bool(self.request.images.blocks)
+
+    def cuts(self, end: int) -> tuple[int, int]:
+        """The last place up to `end` where a chunk may end, and the first one from there on: outside of blocks."""
+        images = self.request.images
+        assert images is not None
+        return images.last_cut(end), images.next_cut(end)
+
+    @property
     def num_tokens(self) -> int:
         """Known tokens and pending ones."""
         return len(self.tokens) + self.num_pending

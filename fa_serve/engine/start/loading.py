@@ -19,7 +19,7 @@ from zipfile import is_zipfile
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from fa_serve.api import MAX_KEYS_PER_TILE
 from fa_serve.engine.cache.pages import PageTable, new_salt
@@ -39,7 +39,16 @@ from fa_serve.engine.speculation.draft_model import DraftModel
 from fa_serve.engine.speculation.drafts import Drafter, NgramDrafter, Speculation
 from fa_serve.engine.start.generation_config import Defaults, find_defaults, find_ends
 from fa_serve.engine.start.read_ahead import reading_ahead
-from fa_serve.hf import NAME, check_attention_precision, divide_model, patch, plan_division, vocab_size
+from fa_serve.hf import (
+    auto_class,
+    check_attention_precision,
+    divide_model,
+    make_served,
+    patch_parts,
+    plan_division,
+    text_model,
+    vocab_size,
+)
 from fa_serve.hf.encoders.folder import transformer_subfolder
 from fa_serve.hf.model_location import TOKENIZER_FILES, WEIGHT_FILES, find_model
 from fa_serve.hf.surgery.quantised.linear import check_report, finish_weights, quantized_elsewhere, with_quantized_linears
@@ -82,7 +91,8 @@ def load(
         model = load_model(config, ranks)
         clock.end("weights", f"{config.model_name} on {model.device}")
     else:
-        patch(model)
+        patch_parts(model)
+    model = text_model(model)
     check_embeddings(model, ranks.size)
     generation_config = load_generation_config(config.generation_config, model)
     draft = load_draft(config, model, tokenizer, clock, ranks.escalate)
@@ -237,15 +247,19 @@ def load_model(config: EngineConfig, ranks: Ranks | None = None) -> PreTrainedMo
     with _reading_ahead(path, ranks):
         try:
             known = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                path,
-                config=with_quantized_linears(known, config.quantization),
-                dtype=config.dtype,
-                attn_implementation=NAME,
-                device_map=None if device is None else {"": device},
-                trust_remote_code=config.trust_remote_code,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # `finish` refuses them with a sentence
+            auto = _auto_class_of(known)
+            loaded: Any = make_served(
+                with_quantized_linears(known, config.quantization),
+                lambda own, parts: auto.from_pretrained(
+                    path,
+                    config=own,
+                    dtype=config.dtype,
+                    attn_implementation=parts,
+                    device_map=None if device is None else {"": device},
+                    trust_remote_code=config.trust_remote_code,
+                    output_loading_info=True,
+                    ignore_mismatched_sizes=True,  # `finish` refuses them with a sentence
+                ),
             )
         except ParameterError:
             raise  # the files can be read, but not be used
@@ -262,6 +276,16 @@ def load_model(config: EngineConfig, ranks: Ranks | None = None) -> PreTrainedMo
     if passed_on := quantized_elsewhere(known):
         log.info("weights in the format %s are computed by transformers' own modules, in layers that are not fused", passed_on)
     return cast(PreTrainedModel, model)
+
+
+def _auto_class_of(known: PreTrainedConfig) -> Any:
+    """The class that loads a model of this config. One that transformers does not map brings its code along, or is refused."""
+    try:
+        return auto_class(known)
+    except UnsupportedModelError:
+        if getattr(known, "auto_map", None):
+            return AutoModelForCausalLM
+        raise
 
 
 def _device_while_loading(config: EngineConfig, ranks: Ranks) -> torch.device | None:

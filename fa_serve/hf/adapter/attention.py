@@ -12,6 +12,9 @@ Left out: what the words of transformers mean, which `translate.py` knows, and t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeGuard
 
 import torch
@@ -24,8 +27,19 @@ from fa_serve.hf.adapter.masks import ImplicitMask, PackedKeys
 from fa_serve.hf.adapter.translate import AttendsBatch, LayerCall, translate
 from fa_serve.spec import UnsupportedModelError
 
+_riding: ContextVar[AttendsBatch | None] = ContextVar("fa_serve_batch", default=None)
 # The outputs that a model collects by hooks in this forward, without an argument that says so.
 _collector: Any = output_capturing._active_collector
+
+
+@contextmanager
+def riding(batch: AttendsBatch) -> Iterator[None]:
+    """Inside, the batch answers for every attention layer, also for those to which a model does not hand its arguments down."""
+    token = _riding.set(batch)
+    try:
+        yield
+    finally:
+        _riding.reset(token)
 
 
 def attention_forward(
@@ -49,7 +63,7 @@ def attention_forward(
     attention_mask: an ImplicitMask, or a bool or float tensor of 4 dimensions. Either alone says which keys are seen. With
                     None, the words `is_causal` and `sliding_window` say it, and the module's attribute `is_causal`
     cache:          the paged cache of transformers' continuous batching, or None
-    fa_serve_batch: what rode along as an argument of the model's forward, or None
+    fa_serve_batch: what rode along as an argument of the model's forward; None is what `riding` has set, if anything
     words:          see `translate`
     Returns out (batch, seqlen_q, num_heads, head_dim_v), contiguous, and None in the place of the attention weights.
 
@@ -70,6 +84,8 @@ def attention_forward(
             module, query, key, value, attention_mask, cache=cache, scaling=scaling, **words
         )
         return result
+    if fa_serve_batch is None:
+        fa_serve_batch = _riding.get()
     if fa_serve_batch is None and _needs_no_translation(attention_mask, words):
         return _attend_directly(query, key, value, attention_mask, scaling, words), None
     call = translate(module, query, key, value, attention_mask, scaling, **words)

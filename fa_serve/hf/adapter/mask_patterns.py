@@ -21,8 +21,10 @@ from transformers import masking_utils
 from transformers.masking_utils import (
     and_masks,
     bidirectional_mask_function,
+    blockwise_overlay,
     causal_mask_function,
     chunked_overlay,
+    or_masks,
     packed_sequence_mask_function,
     sliding_window_bidirectional_overlay,
     sliding_window_overlay,
@@ -64,6 +66,8 @@ _PACKED = packed_sequence_mask_function(torch.empty(0)).__code__
 _REMAPPED = None
 if hasattr(masking_utils, "remap_positions_for_packed_sequence"):  # later than transformers 5.17
     _REMAPPED = masking_utils.remap_positions_for_packed_sequence(causal_mask_function, torch.empty(0)).__code__
+_OR = or_masks(causal_mask_function).__code__
+_BLOCKS = blockwise_overlay(torch.empty(0)).__code__
 _CHUNKS = chunked_overlay(1, torch.empty(0)).__code__
 _WINDOW = sliding_window_overlay(1).__code__
 _WINDOW_BOTH_WAYS = sliding_window_bidirectional_overlay(1).__code__
@@ -90,6 +94,19 @@ def classify(mask_function: MaskFunction) -> Pattern | None:
     if _code(first) is _CHUNKS and second is causal_mask_function:
         return Pattern((-1, 0), chunks=Chunks(_closed_over(first, "chunk_size"), _closed_over(first, "left_padding")))
     return _classify_packed(first, second)
+
+
+def split_blocks(mask_function: MaskFunction) -> tuple[MaskFunction, Tensor] | None:
+    """A mask function without the blocks that attend both ways, and (batch, seqlen) int64: the block of each token, or -1.
+
+    None if the mask function has no such blocks.
+    """
+    if _code(mask_function) is not _OR:
+        return None
+    parts = _closed_over(mask_function, "mask_functions")
+    if len(parts) != 2 or _code(parts[1]) is not _BLOCKS:
+        return None
+    return parts[0], _closed_over(parts[1], "block_sequence_ids")
 
 
 def _classify_packed(first: MaskFunction, second: MaskFunction) -> Pattern | None:

@@ -10,6 +10,9 @@ Left out: what a mask function of transformers stands for, which `mask_patterns.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, cast
 
@@ -18,7 +21,7 @@ from torch import Tensor
 from transformers.masking_utils import causal_mask_function, prepare_padding_mask, sdpa_mask
 from transformers.utils.import_utils import is_tracing
 
-from fa_serve.hf.adapter.mask_patterns import MaskFunction, Pattern, classify
+from fa_serve.hf.adapter.mask_patterns import MaskFunction, Pattern, classify, split_blocks
 from fa_serve.hf.adapter.models import handles_mask
 from fa_serve.spec import UnsupportedModelError
 
@@ -117,6 +120,20 @@ def _moved(x: Any, *args: Any, **kwargs: Any) -> Any:
     return replace(x, **{n: part.to(*args, **kwargs) for n, part in parts.items() if isinstance(part, Tensor | PackedKeys)})
 
 
+_blocks: ContextVar[list[Tensor] | None] = ContextVar("fa_serve_blocks", default=None)
+
+
+@contextmanager
+def leaving_out_blocks() -> Iterator[list[Tensor]]:
+    """Inside, blocks that attend both ways are left out of masks. Yields what is left out: the block of each token, or -1."""
+    found: list[Tensor] = []
+    token = _blocks.set(found)
+    try:
+        yield found
+    finally:
+        _blocks.reset(token)
+
+
 class _Request(NamedTuple):
     """What transformers tells of the forward that it wants a mask for.
 
@@ -159,6 +176,11 @@ def mask_forward(
     if isinstance(attention_mask, ImplicitMask):
         return attention_mask
     tracing = is_tracing(attention_mask)
+    blocks = None if tracing else _blocks.get()
+    if blocks is not None and (split := split_blocks(mask_function)) is not None:
+        mask_function, sequence_ids = split
+        blocks.append(sequence_ids)
+        allow_is_causal_skip = True  # transformers forbids it for the sake of the blocks
     pattern = None if handles_mask(config) else _pattern(mask_function, tracing)
     if pattern is not None:
         request = _Request(batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask)

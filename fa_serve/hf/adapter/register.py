@@ -16,6 +16,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
 from fa_serve.hf.adapter.attention import attention_forward
+from fa_serve.hf.adapter.composites import is_text, text_key
 from fa_serve.hf.adapter.continuous import PAGED_NAME, enable, paged_attention
 from fa_serve.hf.adapter.masks import mask_forward
 from fa_serve.hf.adapter.models import NAME, check_class, prepare_model, read_source
@@ -49,6 +50,28 @@ def patch(model: PreTrainedModel) -> PreTrainedModel:
         seat_states(model)
     except UnsupportedModelError as error:
         log.warning("recurrences stay as transformers computes them: %s", error)
+    return model
+
+
+def patch_parts(model: PreTrainedModel) -> PreTrainedModel:
+    """Switch a loaded model to fa_serve, in place: all of it, or its language model if a tower cannot be served.
+
+    Raises UnsupportedModelError if the language model cannot be served either.
+    """
+    key = text_key(model.config)
+    try:
+        return patch(model)
+    except UnsupportedModelError as error:
+        if key is None:
+            raise
+        text = next((part for part in model.modules() if is_text(part, model.config)), None)
+        if text is None:
+            raise
+        for part in text.modules():
+            if isinstance(part, PreTrainedModel):
+                check_class(type(part))
+        log.info("fa_serve serves the language model alone: %s", error)
+    model.set_attn_implementation({key: NAME})
     return model
 
 

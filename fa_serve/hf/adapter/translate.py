@@ -22,6 +22,9 @@ from torch import Tensor, nn
 from fa_serve.hf.adapter.masks import ImplicitMask
 from fa_serve.spec import AttentionSpec, Layout, UnsupportedModelError, arch_of
 
+WINDOW_NOTE = "_fa_serve_window"
+"""Where `Probe` notes on a module how many keys before a query it sees, if transformers tells this to its mask alone."""
+
 
 class LayerCall(NamedTuple):
     """One attention layer's call.
@@ -121,7 +124,7 @@ def translate(
     if is_causal is None:
         # a module's attribute speaks of a sequence that attends to itself, not of keys that come from elsewhere
         is_causal = getattr(module, "is_causal", False) and query.shape[2] == key.shape[2]
-    left = -1 if sliding_window is None else sliding_window - 1
+    left = vars(module).get(WINDOW_NOTE, -1) if sliding_window is None else sliding_window - 1
     only_last_queries = isinstance(attention_mask, ImplicitMask) and attention_mask.only_last_queries
     if isinstance(attention_mask, ImplicitMask):
         if cu_seq_lens_q is None:

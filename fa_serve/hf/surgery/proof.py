@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from fa_serve.hf.adapter.attention import riding
 from fa_serve.hf.adapter.paged import paged_forward
 from fa_serve.hf.adapter.translate import AttendsBatch, LayerCall
 
@@ -87,7 +88,8 @@ class LayerInputs:
 
     def run(self, layer: nn.Module, batch: AttendsBatch) -> Any:
         """What the layer returns. batch: answers for its attention"""
-        return layer(self.hidden.clone(), *self.args, **self.kwargs, fa_serve_batch=batch)
+        with riding(batch):
+            return layer(self.hidden.clone(), *self.args, **self.kwargs, fa_serve_batch=batch)
 
 
 def observe_inputs(

@@ -12,7 +12,7 @@ from transformers import AutoConfig, LlamaConfig
 
 from fa_serve import hf
 from fa_serve.hf.adapter.masks import ImplicitMask
-from fa_serve.hf.adapter.paged import Probe
+from fa_serve.hf.adapter.probe import Probe
 from fa_serve.hf.adapter.translate import translate
 from fa_serve.spec import ParameterError, UnsupportedModelError
 

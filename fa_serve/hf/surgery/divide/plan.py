@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, cast
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fa_serve.hf.adapter.paged import model_layers
+from fa_serve.hf.adapter.probe import model_layers
 from fa_serve.hf.surgery.quantised.experts import QuantizedExperts
 from fa_serve.hf.surgery.quantised.linear import QuantizedLinear
 from fa_serve.spec import AttentionSpec, UnsupportedModelError

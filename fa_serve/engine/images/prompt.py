@@ -1,0 +1,146 @@
+"""A prompt with images, as the engine takes it: tokens, what the towers are given, and what follows for pages and positions.
+
+    image = ImageInput.of(inputs)                # what the model's processor makes of one image
+    prompt = ImagePrompt(tokens, (image,))       # tokens: with an image token in the place of each embedding
+
+An image is a list of places in the prompt. `PromptImages` says what the scheduler and the runner need of them: which places
+attend both ways and must be computed in one step, by which numbers pages are found again, and positions on several axes.
+
+Left out: pixels (processor.py) and embeddings (encoder.py). Nothing here needs torch: tensors are passed on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fa_serve.spec import ParameterError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ImageInput:
+    """One image for the towers.
+
+    key:    hash of its content and of how it was processed, 16 bytes
+    inputs: arguments of the model's forward for a prompt that holds this image alone, as tensors with a batch of 1
+    """
+
+    key: bytes
+    inputs: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, inputs: Mapping[str, Any]) -> ImageInput:
+        """inputs: on the CPU"""
+        content = blake2b(digest_size=16)
+        for name in sorted(inputs):
+            values = np.ascontiguousarray(inputs[name].numpy())
+            content.update(f"{name} {values.dtype} {values.shape}\0".encode())
+            content.update(values.data if values.size else b"")
+        return cls(content.digest(), dict(inputs))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ImagePrompt:
+    """Token ids and images, in the order of their places. An image takes as many image tokens as its own input_ids have."""
+
+    tokens: Sequence[int]
+    images: tuple[ImageInput, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlacedImage:
+    """places: (n,) int64, ascending: the tokens of the prompt that its n embeddings replace"""
+
+    image: ImageInput
+    places: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptImages:
+    """What the images of a prompt come to. It never changes.
+
+    placed:    the images in order
+    content:   the prompt's tokens for the hashes of pages: an image token is a number that depends on the image and the place
+               within it
+    blocks:    (begin, end) of tokens that attend to each other both ways, ascending
+    positions: (axes, total) int64 of rotary embedding; None if they are the places
+    delta:     what is added to the places of the tokens after the prompt
+    """
+
+    placed: tuple[PlacedImage, ...]
+    content: list[int]
+    blocks: tuple[tuple[int, int], ...] = ()
+    positions: NDArray[np.int64] | None = None
+    delta: int = 0
+    _begins: NDArray[np.int64] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_begins", np.array([begin for begin, _ in self.blocks], dtype=np.int64))
+
+    def last_cut(self, end: int) -> int:
+        """The last place up to `end` where a chunk may end: `end` itself unless it lies inside a block."""
+        block = self._block_around(end)
+        return end if block is None else block[0]
+
+    def next_cut(self, end: int) -> int:
+        """The first place from `end` on where a chunk may end."""
+        block = self._block_around(end)
+        return end if block is None else block[1]
+
+    def _block_around(self, place: int) -> tuple[int, int] | None:
+        number = int(np.searchsorted(self._begins, place)) - 1
+        if number >= 0 and self.blocks[number][0] < place < self.blocks[number][1]:
+            return self.blocks[number]
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePiece:
+    """Some embeddings of an image in a step. first: the first of them; rows: tokens of the step that they replace, ascending"""
+
+    image: ImageInput
+    first: int
+    rows: Sequence[int]
+
+
+def find_places(tokens: Sequence[int], images: Sequence[ImageInput], image_token: int) -> tuple[PlacedImage, ...]:
+    """Which image tokens of a prompt belong to which image.
+
+    Raises ParameterError if the prompt has not as many of them as the images have embeddings.
+    """
+    places = np.flatnonzero(np.asarray(tokens, dtype=np.int64) == image_token)
+    counts = [int((image.inputs["input_ids"] == image_token).sum()) for image in images]
+    if len(places) != sum(counts):
+        rule = f"have an image token ({image_token}) for each of the {sum(counts)} embeddings of its {len(images)} images"
+        raise ParameterError("prompt", rule, f"{len(places)} image tokens")
+    ends = np.cumsum(counts)
+    return tuple(PlacedImage(image, places[end - n : end]) for image, n, end in zip(images, counts, ends, strict=True))
+
+
+def content_of(tokens: Sequence[int], placed: Sequence[PlacedImage]) -> list[int]:
+    """The numbers that pages of a prompt are hashed by. No two images have the same ones, and no token has one of them."""
+    content = list(tokens)
+    for each in placed:
+        for number, place in enumerate(each.places.tolist()):
+            digest = blake2b(number.to_bytes(8, "little"), digest_size=8, key=each.image.key).digest()
+            content[place] = -1 - (int.from_bytes(digest, "little") >> 1)
+    return content
+
+
+def content_of_prefix(tokens: Sequence[int], placed: Sequence[PlacedImage]) -> list[int]:
+    """The same for a prompt whose tokens all attend to each other: no page of it is that of a longer or another prompt."""
+    whole = blake2b(repr(content_of(tokens, placed)).encode(), digest_size=16).digest()
+    numbers = (blake2b(n.to_bytes(8, "little"), digest_size=8, key=whole).digest() for n in range(len(tokens)))
+    return [-1 - (int.from_bytes(number, "little") >> 1) for number in numbers]
+
+
+def runs_of(placed: Sequence[PlacedImage]) -> tuple[tuple[int, int], ...]:
+    """The runs of neighbouring image tokens, as (begin, end)."""
+    places = np.sort(np.concatenate([each.places for each in placed]))
+    breaks = np.flatnonzero(np.diff(places) != 1) + 1
+    return tuple((int(run[0]), int(run[-1]) + 1) for run in np.split(places, breaks))

@@ -1,0 +1,239 @@
+"""What each layer of a model keeps of a sequence, found by one forward of a token, or why the engine cannot run the model.
+
+    layers = model_layers(model)             # or of a config, without weights
+    check_model(config)                      # raises UnsupportedModelError with the reason
+
+A `Probe` rides along in the place of a `PagedBatch` and writes down what every attention layer asks for. So nothing is known of
+a type: the model's own code tells. Left out: the forward of the engine itself (paged.py).
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import cache_utils
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.modeling_utils import PreTrainedModel
+
+from fa_serve.backends import explain
+from fa_serve.hf.adapter.attention import riding
+from fa_serve.hf.adapter.composites import auto_class, make_served, text_model
+from fa_serve.hf.adapter.masks import leaving_out_blocks
+from fa_serve.hf.adapter.models import NAME, check_class, counts_positions
+from fa_serve.hf.adapter.paged import state_argument
+from fa_serve.hf.adapter.state_modules import SeatedMixer, find_state_modules
+from fa_serve.hf.adapter.step_cache import StateKey, StateProbe, StepCache, take_layer_idx
+from fa_serve.hf.adapter.translate import WINDOW_NOTE, LayerCall, spec_of
+from fa_serve.ops import StateSpec
+from fa_serve.spec import AttentionSpec, ParameterError, Precision, UnsupportedModelError
+
+
+class Probe:
+    """Rides along in the place of a PagedBatch: it writes down what each attention layer asks for, and computes nothing.
+
+    layers: AttentionSpec by layer_idx
+    states: the same for recurrences
+    """
+
+    def __init__(self) -> None:
+        self.layers: dict[int, AttentionSpec] = {}
+        self.states = StateProbe()
+
+    def attend(self, call: LayerCall) -> Tensor:
+        """Write the layer down -> zeros (1, total, num_heads, head_dim_v).
+
+        The mask is that of an ordinary forward. `paged_forward` passes none, so the layer must ask for the same keys without
+        it.
+        """
+        module = call.module
+        layer_idx = take_layer_idx(module, self.states)
+        if layer_idx in self.layers:
+            raise UnsupportedModelError(f"layer {layer_idx} ({type(module).__name__}) attends more than once")
+        if call.visible_window[1] == 0 <= call.visible_window[0] and call.window_size == (-1, 0):
+            # transformers tells the window of this layer to the mask alone (Phi-3.5-MoE), and `paged_forward` makes no mask
+            module.__dict__[WINDOW_NOTE] = call.visible_window[0]
+            call = call._replace(window_size=call.visible_window)
+        left, _ = call.window_size
+        if call.visible_window != (left, 0) or call.visible_chunk != call.attention_chunk:
+            raise UnsupportedModelError(
+                f"layer {layer_idx} ({type(module).__name__}) needs a mask beyond causality and its sliding window"
+            )
+        self.layers[layer_idx] = spec_of(call, "paged")
+        return call.query.new_zeros(1, call.query.shape[2], call.query.shape[1], call.value.shape[-1])
+
+
+class _ProbeCache(StepCache, DynamicCache):  # type: ignore[misc]
+    """A StepCache that a model can make its masks from."""
+
+    def __init__(self, config: PreTrainedConfig, states: StateProbe) -> None:
+        DynamicCache.__init__(self, config=config)
+        self.states = states
+
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """(keys, position of the first one), also where no layer has attention."""
+        return query_length, 0
+
+
+class ModelLayers(NamedTuple):
+    """What the layers of a model keep of a sequence.
+
+    attention: what each attention layer asks of attention on a paged cache, by layer_idx, in the order of the layers
+    states:    what each call of a recurrence keeps
+    """
+
+    attention: dict[int, AttentionSpec]
+    states: dict[StateKey, StateSpec]
+
+
+def model_layers(model_or_config: PreTrainedModel | PreTrainedConfig) -> ModelLayers:
+    """What the layers of a causal model keep of a sequence, found by one forward of a single token.
+
+    A config is tried out on the meta device, without weights.
+
+    Raises UnsupportedModelError with the reason if the model cannot run on a paged cache, for example because it keeps a state
+    by code that is not known, or because its masks are more than causality, windows and chunks.
+    """
+    if isinstance(model_or_config, PreTrainedModel):
+        return _probe(model_or_config)
+    config = copy.deepcopy(model_or_config)
+    # the other implementations of experts read the router's choice, which has no values on the meta device
+    config._experts_implementation = "batched_mm"
+    auto = auto_class(config)
+    with torch.device("meta"):
+        model = make_served(config, lambda own, parts: auto.from_config(own, attn_implementation=parts))
+        return _probe(text_model(model))
+
+
+def check_attention_precision(layers: Iterable[AttentionSpec], page_size: int, precision: Precision) -> None:
+    """Raise ParameterError, with the reasons of the backends, unless prompts of these layers have products in `precision`.
+
+    layers: as from `model_layers`, whose products in q's dtype ("bf16") every device has
+    """
+    for layer in dict.fromkeys(layers) if precision != "bf16" else ():
+        paged = replace(layer, layout="paged", page_size=page_size, precision=precision)
+        for spec in (replace(paged, layout="varlen", page_size=0, kv_dtype=layer.dtype), paged):
+            reasons = explain(spec)
+            if None not in reasons.values():
+                told = "; ".join(f"{name} {reason}" for name, reason in reasons.items())
+                rule = f"be bf16 for a model and a device without float8 products ({spec}: {told})"
+                raise ParameterError("attention_precision", rule, precision)
+
+
+def check_model(model_or_config: PreTrainedModel | PreTrainedConfig) -> None:
+    """Raise UnsupportedModelError, with the reason, unless `paged_forward` computes this model right."""
+    model_layers(model_or_config)
+
+
+# arguments of the model's forward that `paged_forward` passes
+_FORWARD_ARGUMENTS = {"input_ids", "position_ids", "attention_mask", "use_cache", "logits_to_keep"}
+
+
+@torch.no_grad()
+def _probe(model: PreTrainedModel) -> ModelLayers:
+    config = model.config.get_text_config()
+    for part in (model, *model.modules()):
+        # a tower that fa_serve cannot serve keeps the attention of transformers, and so does the model that holds it
+        if isinstance(part, PreTrainedModel) and (part.config is config or part.config._attn_implementation == NAME):
+            check_class(type(part))
+    _check_before_a_forward(model, config)
+    probe = Probe()
+    name = state_argument(model)
+    training = model.training
+    try:
+        token = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
+        # with a padding mask transformers does not look for packed sequences, which it could not read on the meta device
+        inputs: dict[str, Any] = {"attention_mask": torch.ones_like(token)}
+        if name is not None:
+            inputs[name] = _ProbeCache(config, probe.states)
+        # a batch says itself which tokens attend both ways, and text has none
+        with _seated(model), riding(probe), leaving_out_blocks():
+            output = model.train(False)(input_ids=token, use_cache=True, fa_serve_batch=probe, **inputs)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{type(model).__name__} cannot run on a paged cache: {error}") from error
+    except Exception as error:
+        if name is None:
+            raise
+        # the code of a module that keeps states may ask for a part of transformers' cache which StepCache does not have
+        told = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        raise UnsupportedModelError(
+            f"{type(model).__name__} cannot run on a paged cache: its forward fails ({told})"
+        ) from error
+    finally:
+        model.train(training)
+    if name is None:
+        kinds = {type(layer) for layer in getattr(output.get("past_key_values"), "layers", ())}
+        # from some release after 5.17 on, a layer that shares the keys of another one keeps a DummyLayer, which holds nothing
+        known = {DynamicLayer, DynamicSlidingWindowLayer, getattr(cache_utils, "DummyLayer", DynamicLayer)}
+        _refuse_if(kinds - known, model, "it keeps more than keys and values")
+    found = sorted(probe.layers)
+    missing = _missing_arguments(model) if found else set()
+    _refuse_if(missing, model, f"its forward takes no {sorted(missing)}")
+    # layers that attend to images do not run without them (Llama 3.2 Vision)
+    without_images = set(getattr(config, "cross_attention_layers", None) or ())
+    # beside states, a layer may be an MLP alone
+    if name is None and found != [i for i in range(config.num_hidden_layers) if i not in without_images]:
+        _refuse_if(True, model, f"only layers {found} of its {config.num_hidden_layers} layers use the attention interface")
+    return ModelLayers({i: probe.layers[i] for i in found}, probe.states.found)
+
+
+@contextmanager
+def _seated(model: PreTrainedModel) -> Iterator[None]:
+    """Inside, every module with a state is seated. Raises UnsupportedModelError for one that cannot be."""
+    seated = []
+    try:
+        for number, module in enumerate(find_state_modules(model)):
+            if "forward" not in vars(module):
+                module.forward = SeatedMixer(module, number)
+                seated.append(module)
+        yield
+    finally:
+        for module in seated:
+            del module.forward
+
+
+def _missing_arguments(model: PreTrainedModel) -> set[str]:
+    """The arguments of `paged_forward` that the model's forward does not take."""
+    parameters = inspect.signature(model.forward).parameters
+    missing = _FORWARD_ARGUMENTS - set(parameters)
+    whole: Any = model
+    if whole.get_output_embeddings() is not None:
+        missing -= {"logits_to_keep"}  # `_keeping_rows` does without
+    if all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return missing | {"**kwargs"}
+    return missing - {"use_cache"}  # Granite's mixtures hand it on; a cache that nobody asked for would change no number
+
+
+def _check_before_a_forward(model: PreTrainedModel, config: PreTrainedConfig) -> None:
+    """Refuse what the model's class and config alone rule out."""
+    missing = _missing_arguments(model)
+    if state_argument(model) is not None:
+        missing -= {"position_ids"}  # a model whose layers all keep states needs none; `_probe` looks again
+    _refuse_if(config.is_encoder_decoder, model, "it is an encoder-decoder, whose cross-attention has no place in the cache")
+    _refuse_if(model._is_stateful and state_argument(model) is None, model, "it keeps more than keys and values")
+    _refuse_if(missing, model, f"its forward takes no {sorted(missing)}")
+    _refuse_if(counts_positions(type(model)), model, "it numbers its positions from its padding token")
+    changing = _rope_types(config) & {"dynamic", "longrope"}
+    _refuse_if(changing, model, f"its {changing} rotary embedding depends on the longest sequence of the batch")
+
+
+def _refuse_if(condition: object, model: PreTrainedModel, reason: str) -> None:
+    if condition:
+        raise UnsupportedModelError(f"{type(model).__name__} cannot run on a paged cache: {reason}")
+
+
+def _rope_types(config: PreTrainedConfig) -> set[str]:
+    """The kinds of rotary embedding in a config, which has one set of parameters, or one for each kind of layer."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = [p for p in parameters.values() if isinstance(p, dict)]
+    return {p.get("rope_type", "default") for p in nested or [parameters]}

@@ -1,0 +1,198 @@
+"""Images of a composite model: its own towers compute embeddings, which take their places in the engine's forward.
+
+    reader = ImageReader(model)                       # raises UnsupportedModelError, with the reason
+    features = reader.encode(inputs)                  # inputs: what the model's processor makes of one image
+    positions, delta = reader.positions(ids, places, [inputs])         # of rotary embedding, for types with several axes
+    with reader.placing(StepImages.of(rows, [features])):
+        logits = paged_forward(model, ids, position_ids, batch, rows_of_logits)
+
+Nothing is known of a type but where its language model is. To encode, the model's own forward runs on a prompt that holds one
+image, and stops where it calls the language model: what it was to be given at the places of the image is what the image comes
+to. In a step, the same arguments are put in at the same call. So projections, newlines between tiles and features for inner
+layers are the model's own. Types are served if tests have compared them with `generate` (PROVEN).
+
+Left out: how a text and images become inputs, and when an image is encoded (fa_serve.engine.images).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+from transformers import AutoProcessor
+from transformers.modeling_utils import PreTrainedModel
+
+from fa_serve.hf.adapter.masks import leaving_out_blocks
+from fa_serve.spec import ParameterError, UnsupportedModelError
+
+IMAGE_TOKEN_NAMES = ("image_token_id", "image_token_index")
+"""What configs call the token that stands in the place of each embedding of an image."""
+_PLAIN = {"input_ids", "inputs_embeds", "position_ids", "attention_mask", "past_key_values", "use_cache", "cache_position"}
+_MASK = "visual_pos_masks"
+_DEEP = "deepstack_visual_embeds"
+
+
+TwoWay = Literal["none", "images", "prompt"]
+
+
+class _ReachedError(Exception):
+    """The forward has come to the language model."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageFeatures:
+    """What one image comes to.
+
+    embeds:   (num_tokens, hidden), in the dtype and on the device of the model
+    deep:     (num_tokens, hidden) for each of the first layers, which is added to their outputs (Qwen3-VL); or none
+    two_way:  which tokens attend to each other both ways: none, runs of image tokens (Gemma 3) or the whole prompt (PaliGemma)
+    """
+
+    embeds: Tensor
+    deep: tuple[Tensor, ...]
+    two_way: TwoWay
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(x.numel() * x.element_size() for x in (self.embeds, *self.deep))
+
+
+@dataclass(frozen=True, slots=True)
+class StepImages:
+    """The embeddings of images in one step.
+
+    rows:   (m,) int64, the tokens of the step that they replace
+    embeds: (m, hidden); deep: as in `ImageFeatures`
+    """
+
+    rows: Tensor
+    embeds: Tensor
+    deep: tuple[Tensor, ...] = ()
+
+
+class ImageReader:
+    """The towers of one model."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        name = type(model).__name__
+        self._model = model
+        tokens = [getattr(model.config, each, None) for each in IMAGE_TOKEN_NAMES]
+        token = next((each for each in tokens if isinstance(each, int)), None)
+        if token is None:
+            raise UnsupportedModelError(f"{name} takes no images: its config names no token that stands for them")
+        self.image_token = token
+        decoder = cast(Any, model).get_decoder()
+        if decoder is None or decoder is model:
+            raise UnsupportedModelError(f"{name} takes no images: it has no language model beside a tower")
+        self._decoder: Any = decoder
+        config = model.config.get_text_config()
+        self.filler: int = getattr(config, "pad_token_id", None) or 0
+        """The token that is embedded where an image is, before its embeddings are put in."""
+
+    @torch.no_grad()
+    def encode(self, inputs: Mapping[str, Tensor]) -> ImageFeatures:
+        """inputs: arguments of the model's forward for a prompt (batch of 1) that holds one image, input_ids among them
+
+        Raises UnsupportedModelError if the model tells its language model of images in a way that is not known.
+        """
+        device = self._model.device
+        taken = inspect.signature(self._model.forward).parameters
+        moved = {name: x.to(device) for name, x in _with_text(inputs, self.filler).items() if name in taken}
+        floats = {name: x.to(self._model.dtype) for name, x in moved.items() if x.is_floating_point()}
+        given: dict[str, Any] = {}
+
+        def stop(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            given.update(kwargs)
+            raise _ReachedError
+
+        hook = self._decoder.register_forward_pre_hook(stop, with_kwargs=True)
+        try:
+            with leaving_out_blocks() as blocks:
+                self._model(**moved | floats, use_cache=False)
+        except _ReachedError:
+            pass
+        finally:
+            hook.remove()
+        places = moved["input_ids"][0] == self.image_token
+        two_way: TwoWay = "none"
+        if any(bool((each >= 0).any()) for each in blocks):
+            two_way = "prompt" if any(bool(each[0, -1] >= 0) for each in blocks) else "images"
+        deep = given.get(_DEEP) or ()
+        unknown = sorted(
+            n for n, x in given.items() if isinstance(x, Tensor | list | tuple) and n not in {*_PLAIN, _MASK, _DEEP}
+        )
+        if unknown or given.get("inputs_embeds") is None:
+            raise UnsupportedModelError(f"{type(self._model).__name__} tells its language model {unknown} of an image")
+        return ImageFeatures(given["inputs_embeds"][0][places], tuple(x.to(device) for x in deep), two_way)
+
+    def positions(self, ids: Tensor, images: Sequence[Mapping[str, Tensor]]) -> tuple[Tensor, int] | None:
+        """Positions on several axes of a prompt with images, (axes, total) int64, and what is added to the place of each token
+        after it; None for a type whose tokens have one position, which is their place.
+
+        ids: (total,) int64; images: the inputs of each, in order
+        """
+        holder: Any = next(
+            (x for x in (getattr(self._model, "model", None), self._model) if hasattr(x, "get_rope_index")), None
+        )
+        if holder is None:
+            return None
+        ids = ids.cpu()
+        known = inspect.signature(holder.get_rope_index).parameters
+        given: dict[str, Any] = {
+            "input_ids": ids[None],
+            "mm_token_type_ids": (ids == self.image_token).int()[None],
+            "attention_mask": torch.ones_like(ids)[None],
+        }
+        for name in {name for image in images for name in image if name in known} - given.keys():
+            given[name] = torch.cat([image[name].cpu() for image in images])
+        positions, delta = holder.get_rope_index(**{name: x for name, x in given.items() if name in known})
+        return cast(Tensor, positions)[:, 0], int(delta.flatten()[0])
+
+    @contextmanager
+    def placing(self, images: StepImages) -> Iterator[None]:
+        """Inside, the language model of a packed forward is given these embeddings."""
+
+        def place(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            embeds = kwargs.get("inputs_embeds")
+            if embeds is None:
+                embeds = module.get_input_embeddings()(kwargs["input_ids"])
+            changed = {**kwargs, "inputs_embeds": embeds.index_copy(1, images.rows, images.embeds.to(embeds.dtype)[None])}
+            if changed.get("input_ids") is not None:
+                changed["input_ids"] = None
+            if images.deep:
+                mask = torch.zeros(embeds.shape[:2], dtype=torch.bool, device=embeds.device)
+                changed[_MASK] = mask.index_fill(1, images.rows, True)
+                changed[_DEEP] = list(images.deep)
+            return args, changed
+
+        hook = self._decoder.register_forward_pre_hook(place, with_kwargs=True)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+
+def _with_text(inputs: Mapping[str, Tensor], token: int) -> dict[str, Tensor]:
+    """The prompt of an image with one more token of text."""
+    added = {"input_ids": token, "token_type_ids": 0, "mm_token_type_ids": 0, "attention_mask": 1}
+    return {name: torch.cat([x, x.new_full((1, 1), added[name])], dim=1) if name in added else x for name, x in inputs.items()}
+
+
+def load_processor(path: str, *, trust_remote_code: bool) -> Any:
+    """The processor of a model. Raises ParameterError, with the reason, for a model without one that takes images."""
+    try:
+        processor = cast(Any, AutoProcessor).from_pretrained(path, trust_remote_code=trust_remote_code)
+    except Exception as error:  # whatever the code of a processor can raise, such as for a package that is missing
+        told = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+        raise ParameterError("images", f"be empty, because the model's processor cannot be loaded ({told})", path) from error
+    if getattr(processor, "image_processor", None) is None:
+        raise ParameterError("images", "be empty, because the model has no processor for images", path)
+    if not isinstance(getattr(processor, "image_token", None), str):
+        name = type(processor).__name__
+        raise ParameterError("images", f"be empty, because {name} names no text that stands for an image", path)
+    return processor

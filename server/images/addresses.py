@@ -1,0 +1,70 @@
+"""What the address of an image says: a data URI with its bytes, or the https address of a host.
+
+picture = read_address(url, max_bytes=20 << 20)        # bytes, or a Remote
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+MEDIA_TYPES = ("image/png", "image/jpeg", "image/webp", "image/gif")
+_DATA = re.compile(r"data:([a-z/+.-]{1,64});base64,")
+
+
+class ImageAddressError(ValueError):
+    """Why the address of an image is refused. The text completes the sentence "image_url must ..."."""
+
+
+class Remote(NamedTuple):
+    """An https address. host: in lower case, as it is looked up; target: path and query"""
+
+    host: str
+    target: str
+
+
+def read_address(url: str, max_bytes: int) -> bytes | Remote:
+    """The bytes of a data URI, or where the image lies. Raises ImageAddressError."""
+    if url[:5].lower() == "data:":
+        return _data_of(url, max_bytes)
+    return read_remote(url)
+
+
+def read_remote(url: str) -> Remote:
+    """Raises ImageAddressError for anything but an https address with a plain host name and the usual port."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        raise ImageAddressError("be a data URI or an https address that can be read") from None
+    if parts.scheme != "https":
+        raise ImageAddressError(f"be a data URI or an https address, got one of the scheme {parts.scheme[:20]!r}")
+    if parts.username is not None or parts.password is not None or port not in (None, 443):
+        raise ImageAddressError("have neither a user name nor another port than 443")
+    host = parts.hostname or ""
+    if not host.isascii() or not re.fullmatch(r"[a-z0-9.-]{1,253}", host):
+        raise ImageAddressError("name a host in letters, digits, dots and hyphens")
+    target = parts.path or "/"
+    target += f"?{parts.query}" if parts.query else ""
+    if not target.isascii() or not target.isprintable() or " " in target:
+        raise ImageAddressError("have a path that is written in ASCII, with %-escapes for other characters")
+    return Remote(host, target)
+
+
+def _data_of(url: str, max_bytes: int) -> bytes:
+    found = _DATA.match(url[:100])
+    if found is None or found[1] not in MEDIA_TYPES:
+        raise ImageAddressError(f"be a data URI with base64 of one of these types: {', '.join(MEDIA_TYPES)}")
+    length = len(url) - found.end()
+    if length * 3 // 4 > max_bytes + 2:
+        raise ImageAddressError(f"hold at most {max_bytes} bytes (--max-image-bytes), got about {length * 3 // 4}")
+    try:
+        data = base64.b64decode(url[found.end() :], validate=True)
+    except binascii.Error:
+        raise ImageAddressError("be a data URI whose base64 is complete and without other characters") from None
+    if not data:
+        raise ImageAddressError("hold an image, got no bytes")
+    return data

@@ -1,0 +1,80 @@
+"""The pictures of a request as pixels: fetched and decoded one after the other, in turns with those of other clients.
+
+loader = ImageLoader(settings)
+images = await loader.load(urls, client)         # PIL images in RGB; raises BadRequest
+loader.close()
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+from fa_serve.sandbox.trials import Trial, TrialError, TrialLimits, Trials
+
+from ..bounds.deadline_thread import DeadlineThread
+from ..errors import BadRequest
+from ..settings import Settings
+from . import decode_process
+from .addresses import ImageAddressError, Remote, read_address
+from .fetching import FetchLimits, fetch
+
+FIELD = "messages"
+
+
+class ImageLoader:
+    """Two threads: one waits for other people's servers, the other one for the process that decodes."""
+
+    def __init__(self, settings: Settings):
+        self._fetching = DeadlineThread("images of other hosts")
+        self._decoding = DeadlineThread("images")
+        self._max_images = settings.max_images
+        self._max_bytes = settings.max_image_bytes
+        self._max_pixels = settings.max_image_pixels
+        self._limits = FetchLimits(
+            tuple(host.lower() for host in settings.image_hosts), settings.max_image_bytes, settings.image_timeout
+        )
+        self._trial_limits = TrialLimits("be decoded", settings.image_timeout, settings.image_memory, "image")
+
+    @cached_property
+    def _trials(self) -> Trials:
+        return Trials(decode_process.__file__, {"max_pixels": self._max_pixels}, self._trial_limits)
+
+    def close(self) -> None:
+        """End the process that decodes."""
+        if "_trials" in vars(self):
+            self._trials.close()
+
+    async def load(self, urls: Sequence[str], client: str | None) -> list[Any]:
+        """The number of images is checked before anything is done with them."""
+        if len(urls) > self._max_images:
+            message = f"A request may have at most {self._max_images} images (--max-images), got {len(urls)}."
+            raise BadRequest(message, param=FIELD, code="invalid_value")
+        return [await self._load(url, client) for url in urls]
+
+    async def _load(self, url: str, client: str | None) -> Any:
+        try:
+            found = await self._decoding.run(lambda: read_address(url, self._max_bytes), client)
+            if isinstance(found, Remote):
+                remote = found
+                data = await self._fetching.run(lambda: fetch(remote, self._limits), client)
+            else:
+                data = found
+            trial = self._trials.trial()
+            return await self._decoding.run(lambda: decode(data, trial), client, cancel=trial.cancel)
+        except (ImageAddressError, TrialError) as error:
+            raise BadRequest(f"image_url must {error}.", param=FIELD, code="invalid_value") from None
+
+
+def decode(data: bytes, trial: Trial) -> Any:
+    """A PIL image of an untrusted file. Raises ImageAddressError for one that is refused, and what `Trial.run` raises."""
+    from PIL import Image
+
+    head, _, pixels = trial.run(base64.b64encode(data)).partition(b"\t")
+    told = json.loads(head)
+    if "error" in told:
+        raise ImageAddressError(told["error"])
+    return Image.frombytes("RGB", (told["width"], told["height"]), base64.b64decode(pixels))

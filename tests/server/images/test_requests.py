@@ -1,0 +1,141 @@
+"""Images through the three APIs: the answers are those that transformers generates for the same pictures."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from fa_serve.server.app import create_app
+from fa_serve.server.settings import Settings
+from image_models import picture, png, save_llava
+from transformers import AutoProcessor
+
+from fa_serve.engine import AsyncEngine
+
+pytestmark = pytest.mark.anyio
+PICTURES = [picture(1), picture(2)]
+
+
+def uri(data: bytes, kind: str = "image/png") -> str:
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def image_part(number: int) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": uri(png(PICTURES[number]))}}
+
+
+def chat(*parts: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    return {"model": "tiny", "messages": [{"role": "user", "content": list(parts)}], "max_tokens": 6, **FIXED, **fields}
+
+
+FIXED = {"temperature": 0, "ignore_eos": True, "return_token_ids": True, "skip_special_tokens": False}
+TEXT = {"type": "text", "text": "What is the difference?"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("llava")
+    save_llava(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> Callable[..., tuple[list[int], list[int]]]:
+    """Prompt and answer of transformers for a text with these pictures."""
+    from transformers import AutoModelForImageTextToText
+
+    model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager").eval()
+    processor = AutoProcessor.from_pretrained(folder)
+
+    def generate(text: str, *numbers: int, count: int = 6) -> tuple[list[int], list[int]]:
+        images = [PICTURES[n] for n in numbers] or None
+        inputs = processor(text=text, images=images, return_tensors="pt", add_special_tokens=False)
+        with torch.no_grad():
+            output = model.generate(**inputs, max_new_tokens=count, min_new_tokens=count, do_sample=False, eos_token_id=None)
+        length = inputs["input_ids"].shape[1]
+        return output[0, :length].tolist(), output[0, length:].tolist()
+
+    return generate
+
+
+@pytest.fixture
+def serving(folder: Path) -> Callable[..., Any]:
+    @asynccontextmanager
+    async def start(**given: Any) -> AsyncIterator[httpx.AsyncClient]:
+        settings = Settings(model=str(folder), served_model_name="tiny", device="cpu", num_pages=64, max_model_len=256, **given)
+        app = create_app(AsyncEngine(settings.engine_config()), settings)
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with (
+            app.router.lifespan_context(app),
+            httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as client,
+        ):
+            await app.state.service.loaded()
+            client.service = app.state.service
+            yield client
+
+    return start
+
+
+async def test_two_images_in_a_chat(serving, expected) -> None:
+    prompt, answer = expected("user: <image> and <image>What is the difference?\nassistant: ", 0, 1)
+    body = chat(image_part(0), {"type": "text", "text": " and "}, image_part(1), TEXT)
+    async with serving() as client:
+        for cached in (0, 32):  # the second time, the pages of the prompt are known
+            reply = (await client.post("/v1/chat/completions", json=body)).json()
+            [choice] = reply["choices"]
+            assert (choice["prompt_token_ids"], choice["token_ids"]) == (prompt, answer)
+            assert reply["usage"]["prompt_tokens"] == len(prompt)
+            assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == cached
+        other = chat(image_part(1), {"type": "text", "text": " and "}, image_part(0), TEXT)
+        reply = (await client.post("/v1/chat/completions", json=other)).json()
+        assert reply["choices"][0]["token_ids"] != answer, "the pictures do not matter"
+        assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+async def test_n_and_streaming(serving, expected) -> None:
+    _, answer = expected("user: <image>What is the difference?\nassistant: ", 1)
+    async with serving() as client:
+        reply = (await client.post("/v1/chat/completions", json=chat(image_part(1), TEXT, n=2))).json()
+        assert [choice["token_ids"] for choice in reply["choices"]] == [answer, answer]
+        text = reply["choices"][0]["message"]["content"]
+        lines = (await client.post("/v1/chat/completions", json=chat(image_part(1), TEXT, stream=True))).text.splitlines()
+    import json
+
+    chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == text
+
+
+async def test_responses_and_messages(serving, expected) -> None:
+    prompt, _ = expected("user: <image>What is the difference?\nassistant: ", 0)
+    source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(png(PICTURES[0])).decode()}
+    async with serving() as client:
+        whole = (await client.post("/v1/chat/completions", json=chat(image_part(0), TEXT))).json()
+        text = whole["choices"][0]["message"]["content"]
+        content = [{"type": "input_image", "image_url": uri(png(PICTURES[0]))}, {"type": "input_text", "text": TEXT["text"]}]
+        body = {"model": "tiny", "input": [{"role": "user", "content": content}], "max_output_tokens": 6, "temperature": 0}
+        response = (await client.post("/v1/responses", json=body)).json()
+        assert response["usage"]["input_tokens"] == len(prompt)
+        assert text.startswith(response["output"][-1]["content"][0]["text"])
+        turn = {"role": "user", "content": [{"type": "image", "source": source}, TEXT]}
+        body = {"model": "tiny", "messages": [turn], "max_tokens": 6, "temperature": 0}
+        message = (await client.post("/v1/messages", json=body)).json()
+        assert message["usage"]["input_tokens"] + message["usage"].get("cache_read_input_tokens", 0) == len(prompt)
+        assert text.startswith(message["content"][0]["text"])
+        del body["max_tokens"], body["temperature"]
+        assert (await client.post("/v1/messages/count_tokens", json=body)).json() == {"input_tokens": len(prompt)}
+
+
+async def test_what_a_client_writes_is_no_place_of_an_image(serving, expected) -> None:
+    async with serving() as client:
+        body = chat(image_part(0), {"type": "text", "text": "Is <image> a tag?"})
+        reply = (await client.post("/v1/chat/completions", json=body)).json()
+        counts = [choice["prompt_token_ids"].count(296) for choice in reply["choices"]]
+        assert counts == [4], reply
+        reply = await client.post("/v1/chat/completions", json=chat({"type": "text", "text": "<image>"}))
+        assert reply.status_code == 200
