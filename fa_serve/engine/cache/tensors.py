@@ -117,6 +117,15 @@ class StateMemory:
         return (room - states * self.bytes_per_state) // bytes_per_page, states
 
 
+def fit_on_host(memory: StateMemory, bytes_per_page: int, enough_pages: int, num_ranks: int) -> tuple[int, int]:
+    """How many pages and states a share of the host's memory holds; no more pages than `enough_pages`, and one at least."""
+    room = int(available_memory() * CPU_SHARE / num_ranks)
+    if not memory:
+        return min(enough_pages, max(room // bytes_per_page, 1)), 0
+    pages, states = memory.shares(room, bytes_per_page)
+    return min(enough_pages, max(pages, 1)), min(states, memory.enough_states(enough_pages))
+
+
 def check_num_states(num_states: int, memory: StateMemory, device: torch.device) -> None:
     """Raise ParameterError, with the arithmetic, if the device has no memory for so many states beside the weights."""
     if not memory:

@@ -106,15 +106,10 @@ def batch_arrays(
         "slot_mapping": pages * page_size + positions % page_size,
     }
     if deterministic and not (decoding and max_seqlen_q == 1):
-        inputs["slots"] = token_slots
-        inputs["seqused_k"] = (positions + 1).astype(np.int32)
-        cu_seqlens_q = np.arange(ends[-1] + 1)
+        inputs |= _of_sequences(token_slots, positions + 1, np.arange(1, ends[-1] + 1))
         max_seqlen_q = 1
     else:
-        inputs["slots"] = slots
-        inputs["seqused_k"] = seqused.astype(np.int32)
-        cu_seqlens_q = np.concatenate([[0], ends])
-    inputs["cu_seqlens_q"] = cu_seqlens_q.astype(np.int32)
+        inputs |= _of_sequences(slots, seqused, ends)
     sampled = _sampled_tokens(ends, num_samples) if batch.num_drafts else ends[num_samples > 0] - 1
     inputs["logits_indices"] = np.concatenate([sampled, *_prompt_rows(batch, firsts)])
 
@@ -203,6 +198,15 @@ def _two_way_blocks(found: Sequence[_ChunkWithImages]) -> list[TwoWayBlock]:
             if start < end <= chunk.start + chunk.length:
                 blocks.append(TwoWayBlock(first + start - chunk.start, first + end - chunk.start, number, begin, end))
     return blocks
+
+
+def _of_sequences(slots: NDArray[np.int64], seqused: NDArray[np.int64], ends: NDArray[np.int64]) -> Arrays:
+    """The fields with an entry for each sequence, as attention sees it. ends: the token after each of them"""
+    return {
+        "slots": slots,
+        "seqused_k": seqused.astype(np.int32),
+        "cu_seqlens_q": np.concatenate([[0], ends]).astype(np.int32),
+    }
 
 
 def _input_ids(batch: ScheduledBatch, block_table: BlockTable, tokens_ahead: int) -> list[int]:

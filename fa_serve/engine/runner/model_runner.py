@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -32,9 +32,10 @@ from fa_serve.engine.images.encoder import ImageEncoder, find_images
 from fa_serve.engine.lora.store import AdapterStore
 from fa_serve.engine.runner.batch_arrays import BatchArrays, batch_arrays
 from fa_serve.engine.runner.cuda_graphs import Inputs, OnError, Shape, StepGraphs, pad, padding
+from fa_serve.engine.runner.forward import Forward, PreparedBatch
 from fa_serve.engine.runner.log_probabilities import log_probabilities, processed_scores
 from fa_serve.engine.runner.lora_arrays import StepAdapters, lora_arrays, lora_step, step_adapters
-from fa_serve.engine.runner.results import PendingResult, PromptSpan
+from fa_serve.engine.runner.results import PendingResult
 from fa_serve.engine.runner.sampler import SampleParams, TokenCounts, sample, sampling_arrays
 from fa_serve.engine.runner.state_arrays import check_settings_with_states, empty_state_arrays, state_arrays, state_batch
 from fa_serve.engine.runner.transfer import packed_size, send
@@ -63,40 +64,6 @@ from fa_serve.ops.deterministic import NUM_SPLITS, deterministic_mode
 from fa_serve.spec import ParameterError
 
 log = logging.getLogger("fa_serve.engine")
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedBatch:
-    """The tensors of one step, on the device.
-
-    inputs:         what the forward takes; or a shape, if the inputs are in the block of the graphs, padded to that shape
-    sampled_slots:  (n,) int64, the slots of the sequences that sample
-    logprob_rows:   (m,) int64, rows that want log-probabilities; None if there are none
-    prompt_targets: (k,) int64, prompt tokens whose log-probabilities are wanted; None if there are none
-    """
-
-    inputs: Inputs | Shape
-    sampled_slots: Tensor
-    logprob_rows: Tensor | None
-    prompt_targets: Tensor | None
-    sampling: SampleParams
-
-
-@dataclass(frozen=True, slots=True)
-class Forward:
-    """A launched forward whose tokens have not been sampled yet.
-
-    logits:       (rows, vocab), a row for each of `sequences`, then those of `prompt_spans`; valid until the next launch
-    sequences:    those that sample, by row
-    logprob_rows: rows of `sequences` that want log-probabilities
-    prompt_spans: the prompt tokens whose log-probabilities are wanted
-    """
-
-    prepared: PreparedBatch
-    logits: Tensor
-    sequences: list[SequenceState]
-    logprob_rows: list[int]
-    prompt_spans: list[PromptSpan]
 
 
 class ModelRunner:
@@ -343,12 +310,7 @@ class ModelRunner:
         memory = self.state_memory
         if self.device.type != "cuda":
             enough = self.max_num_seqs * -(-max_model_len // self.page_size)
-            share = kv_cache.CPU_SHARE / config.tensor_parallel
-            room = int(kv_cache.available_memory() * share)
-            if not memory:
-                return min(enough, max(room // size, 1)), 0
-            pages, states = memory.shares(room, size)
-            return min(enough, max(pages, 1)), min(states, memory.enough_states(enough))
+            return kv_cache.fit_on_host(memory, size, enough, config.tensor_parallel)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
         self.allocate(1, max_model_len, 1 if memory else 0)

@@ -37,11 +37,12 @@ from collections.abc import Iterable, Sequence
 
 from fa_serve.engine.cache.pages import PageTable
 from fa_serve.engine.cache.prefix import NOTHING, Prefix, Room, SharedPrefix
-from fa_serve.engine.cache.states import StateTable, chunk_length
+from fa_serve.engine.cache.states import StateTable
 from fa_serve.engine.errors import RequestError
 from fa_serve.engine.request.outputs import FinishReason
 from fa_serve.engine.request.request import Request
 from fa_serve.engine.scheduler.adapter_seats import AdapterSeats
+from fa_serve.engine.scheduler.chunk_lengths import next_length
 from fa_serve.engine.scheduler.deadlines import Deadlines
 from fa_serve.engine.scheduler.fair_queue import FairQueue
 from fa_serve.engine.scheduler.prompt_share import PromptShare
@@ -50,8 +51,6 @@ from fa_serve.engine.scheduler.sequence import SequenceState
 from fa_serve.engine.speculation.drafts import Speculation, is_worth_waiting, num_accepted
 
 LATE = RequestError("timeout", "the request was not finished within its timeout")
-MAX_PROMPT_LOGITS = 256
-"""Prompt tokens in one step whose logits are kept for log-probabilities. Logits are large: a row has one for each token."""
 
 
 class Scheduler:
@@ -83,6 +82,7 @@ class Scheduler:
         self.pages = pages
         self.states = states
         self._prefix = Prefix(pages, states)
+        self._state_grid = None if states is None else pages.page_size
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.keys_per_tile = keys_per_tile
@@ -310,7 +310,7 @@ class Scheduler:
                 break
             if sequence.is_last_pending or sequence.num_drafts or (drafting and self._is_held_back(sequence)):
                 continue
-            length = self._length(batch, sequence)
+            length = next_length(batch, sequence, self._state_grid)
             if length and not (has_states and not self._prefix.can_store(sequence, length)):
                 self._grow_to(sequence, sequence.num_tokens)
                 self._append(batch, sequence, length, self._drafts(sequence, batch.room) if drafting else ())
@@ -354,13 +354,13 @@ class Scheduler:
         """Schedule waiting sequences, in turn, until one of them has to wait."""
         while self.waiting and self._slots and batch.room:
             sequence = self.waiting.first()
-            if not self._length(batch, sequence) or not self._admit(sequence):
+            if not next_length(batch, sequence, self._state_grid) or not self._admit(sequence):
                 break
             cost = sequence.num_tokens - sequence.num_computed + sequence.num_expected
             sequence.pay(cost)
             self._enter(sequence, self.waiting.admit(cost))
             batch.admitted.append(sequence)
-            self._append(batch, sequence, self._length(batch, sequence))
+            self._append(batch, sequence, next_length(batch, sequence, self._state_grid))
 
     def _enter(self, sequence: SequenceState, turn: int) -> None:
         """Put an admitted sequence among the running ones. The turns of its client's sequences stay in the order of ranks."""
@@ -392,42 +392,6 @@ class Scheduler:
         if first.num_pending:
             return True
         return bool(self._slots) and self._fits(first, self._prefix.shared(first), self._prefix.growth(self.running))
-
-    def _length(self, batch: ScheduledBatch, sequence: SequenceState) -> int:
-        """How many tokens of the sequence fit into the step, which has room for one."""
-        missing = sequence.num_tokens - sequence.num_computed
-        if missing == 1:
-            return 1
-        length = missing if batch.completes(missing) else min(missing, batch.prompt_room)
-        logits = MAX_PROMPT_LOGITS - batch.num_prompt_logits
-        if length > logits and sequence.num_prompt_logits(length):
-            length = min(logits, batch.prompt_room)
-        if sequence.has_blocks:
-            length = self._length_of_blocks(batch, sequence, length)
-        return length if self.states is None else self._length_with_states(batch, sequence, length)
-
-    def _length_of_blocks(self, batch: ScheduledBatch, sequence: SequenceState, length: int) -> int:
-        """The same for a prompt with blocks that attend both ways: a chunk holds a block whole, or up to its start.
-
-        A block that is longer than what prompts may take of the step is computed all the same if it is the first of them.
-        """
-        start = sequence.num_computed
-        last, whole = sequence.cuts(start + length)
-        if last > start:
-            return last - start
-        return whole - start if whole - start <= batch.room and not batch.num_prompt_tokens else 0
-
-    def _length_with_states(self, batch: ScheduledBatch, sequence: SequenceState, length: int) -> int:
-        """The same for a model with states, whose longer chunks begin at multiples of the page size.
-
-        A prompt that gets less than a page beside other prompts waits for them instead: it would be cut off from this grid.
-        """
-        size = self.pages.page_size
-        missing = sequence.num_tokens - sequence.num_computed
-        fills = length >= min(missing, size - sequence.num_computed % size)
-        if not fills and batch.num_prompt_tokens and batch.prompt_room + batch.num_prompt_tokens >= size:
-            return 0
-        return chunk_length(sequence.num_computed, length, missing, size)
 
     def _append(self, batch: ScheduledBatch, sequence: SequenceState, length: int, drafts: Sequence[int] = ()) -> None:
         """Add the sequence's next `length` tokens and its drafts to the step."""

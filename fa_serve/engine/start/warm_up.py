@@ -24,8 +24,8 @@ from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.request.params import SamplingParams
 from fa_serve.engine.request.request import Request
 from fa_serve.engine.request.token_biases import TokenBiases
+from fa_serve.engine.scheduler.chunk_lengths import MAX_PROMPT_LOGITS
 from fa_serve.engine.scheduler.scheduled_batch import Chunk, ScheduledBatch
-from fa_serve.engine.scheduler.scheduler import MAX_PROMPT_LOGITS
 from fa_serve.engine.scheduler.sequence import SequenceState
 from fa_serve.engine.speculation.drafts import draft_limit
 

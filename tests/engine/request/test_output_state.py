@@ -60,7 +60,7 @@ def plain_loop(prompt: list[int], count: int) -> list[tuple[float, list[int]]]:
     ids=["plain", "chunked", "preempted"],
 )
 def test_prompt_logprobs_are_those_of_the_model(make_engine, monkeypatch, depth, settings) -> None:
-    monkeypatch.setattr("fa_serve.engine.scheduler.scheduler.MAX_PROMPT_LOGITS", 6)
+    monkeypatch.setattr("fa_serve.engine.scheduler.chunk_lengths.MAX_PROMPT_LOGITS", 6)
     engine = make_engine(**settings)
     engine._steps.depth = depth
     long = [7, 9] * 20

@@ -18,7 +18,6 @@ from fa_serve.engine import EngineConfig, EngineDeadError, SamplingParams
 from fa_serve.engine.parallel import leader
 from fa_serve.engine.runner import cuda_graphs
 from fa_serve.engine.runner.cuda_graphs import Shape, batch_sizes, pad
-from fa_serve.ops import PIECE_ROWS
 
 PROMPTS = [[3, 4, 5], [6] * 9, [7, 8], [9], [10, 11, 12, 13]]
 
@@ -412,13 +411,6 @@ def test_padding_holds_no_keys_and_writes_none() -> None:
         "cu_seqlens_q": [0, 1, 3, 4, 5, 5, 5],
         "logits_indices": [2, 0, 0, 0, 0, 0],
     }
-
-
-def test_padding_reads_and_writes_no_states() -> None:
-    fields = cuda_graphs.padding(Shape(128, 2, 128, 1024), states=True)
-    assert fields["sources"].tolist() == fields["targets"].tolist() == [-1, -1]
-    assert fields["pieces"].tolist() == [[0, 0, 0, -1]] * (128 // PIECE_ROWS + 3 * 2)
-    assert cuda_graphs.padding(Shape(2, 2, 1, 1024), states=True)["pieces"].shape == (0, 4)
 
 
 def verified(engine) -> list[tuple[int, int, int]]:

@@ -10,6 +10,7 @@ import torch
 from fa_serve.engine.cache.states import SHORT_CHUNK
 from fa_serve.engine.request.params import SamplingParams
 from fa_serve.engine.request.request import Request
+from fa_serve.engine.runner.cuda_graphs import Shape, padding
 from fa_serve.engine.runner.state_arrays import empty_state_arrays, state_arrays, state_batch
 from fa_serve.engine.scheduler.scheduled_batch import Chunk, ScheduledBatch
 from fa_serve.engine.scheduler.sequence import SequenceState
@@ -60,3 +61,10 @@ def test_the_batch_has_the_fields_of_the_step() -> None:
     fields = {name: torch.tensor([number]) for number, name in enumerate(names)}
     batch = state_batch(fields, 16)
     assert [batch.page_size, *(int(x) for x in batch[1:])] == [16, 0, 1, 2, 3, 4, 5]
+
+
+def test_the_padding_of_a_graph_reads_and_writes_no_states() -> None:
+    fields = padding(Shape(128, 2, 128, 1024), states=True)
+    pieces = [[0, 0, 0, -1]] * (128 // PIECE_ROWS + 3 * 2)
+    assert [fields[x].tolist() for x in ("sources", "targets", "pieces")] == [[-1, -1], [-1, -1], pieces]
+    assert padding(Shape(2, 2, 1, 1024), states=True)["pieces"].shape == (0, 4)

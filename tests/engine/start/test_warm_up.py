@@ -13,7 +13,7 @@ from fa_serve.backends.hopper.forward import tiles as hopper_tiles
 from fa_serve.backends.hopper.latent.tiles import MIN_ROWS, latent_hopper_tiles
 from fa_serve.backends.triton import tiles as triton_tiles
 from fa_serve.backends.triton.latent.plan import latent_tiles
-from fa_serve.engine.scheduler.scheduler import MAX_PROMPT_LOGITS
+from fa_serve.engine.scheduler.chunk_lengths import MAX_PROMPT_LOGITS
 from fa_serve.engine.start.warm_up import EmptyStep, empty_steps, largest_batch, powers_of_two, sampling_variants
 from fa_serve.ops.products.problem import Product
 from fa_serve.ops.products.table import select_kernel
