@@ -13,7 +13,7 @@ from fa_serve.engine.request.outputs import RequestOutput, TokenLogprob
 
 def output(index: int, *tokens: int, finished: bool = False, logprobs: int = 0) -> RequestOutput:
     entries = [TokenLogprob(token, -1.0, [(1, -1.0)] * logprobs) for token in tokens] if logprobs else None
-    return RequestOutput("name", list(tokens), finished=finished, index=index, logprobs=entries)
+    return RequestOutput("name", [], token_ids=list(tokens), finished=finished, index=index, logprobs=entries)
 
 
 def test_what_an_answer_gains_is_joined() -> None:
