@@ -63,7 +63,13 @@ GUESTS: dict[str, tuple[str, ...]] = {
     "pydantic": ("fa_serve.server",),
     "pydantic_settings": ("fa_serve.server",),
     "prometheus_client": ("fa_serve.server",),
-    "asyncio": ("fa_serve.engine.process.async_engine", "fa_serve.server", "fa_serve.client", "fa_serve.__main__"),
+    "asyncio": (
+        "fa_serve.engine.process.async_engine",
+        "fa_serve.engine.process.mailbox",
+        "fa_serve.server",
+        "fa_serve.client",
+        "fa_serve.__main__",
+    ),
     "ray": ("fa_serve.server.ray",),
     "httpx": ("fa_serve.server", "fa_serve.client"),
     "server": (),  # the folder is installed as fa_serve.server and has no other name

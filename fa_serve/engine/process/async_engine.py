@@ -1,4 +1,4 @@
-"""The engine for asyncio: a stream of outputs for each request. Only this module of the engine uses asyncio.
+"""The engine for asyncio: a stream of outputs for each request. Only this module and its mailboxes use asyncio.
 
     engine = AsyncEngine(EngineConfig())
     await engine.start()
@@ -33,9 +33,10 @@ from fa_serve.engine.pooling.inputs import EncoderInput, InputReader
 from fa_serve.engine.pooling.params import EncoderCard, PoolingParams
 from fa_serve.engine.process.controls import PAUSE_MODES, Control, ControlName, PauseMode
 from fa_serve.engine.process.engine_loop import Abort, Add, Encode, LoadAdapter, StepOutputs
+from fa_serve.engine.process.mailbox import Mailbox, ended_output
 from fa_serve.engine.process.parent import STOP_SECONDS, OnDeath, OnOutputs, ProcessWorker, Pulse, ThreadWorker, Worker
 from fa_serve.engine.process.pipe import Ready
-from fa_serve.engine.request.outputs import FinishReason, RequestOutput, TokenLogprob
+from fa_serve.engine.request.outputs import FinishReason, RequestOutput
 from fa_serve.engine.request.params import SamplingParams
 from fa_serve.engine.request.prompts import PromptReader
 from fa_serve.engine.stats import EngineStats
@@ -50,69 +51,6 @@ LOOK_SECONDS = 0.02
 MAX_UNREAD = 1 << 21
 """Log-probabilities that may wait in all mailboxes together. Each takes about 110 bytes."""
 UNREAD = RequestError("unread", "its outputs were not taken in time, and too many log-probabilities waited")
-
-
-class _Mailbox:
-    """What the answers to a request have gained since their consumer looked last. Used only on the event loop.
-
-    unfinished: indices of the answers that have not ended
-    sent:       whether the request has been sent to the worker
-    unread:     log-probabilities that wait here
-    """
-
-    def __init__(self, num_answers: int) -> None:
-        self.unfinished = set(range(num_answers))
-        self.sent = False
-        self.unread = 0
-        self._content: dict[int, RequestOutput] = {}
-        self._error: Exception | None = None
-        # wakes the consumer, of which there is one; an asyncio.Event would cost more
-        self._waiting: asyncio.Future[None] | None = None
-
-    def put(self, output: RequestOutput) -> None:
-        """Add an output and wake the consumer."""
-        if output.logprobs:
-            self.unread += _num_logprobs(output.logprobs)
-        if output.index in self._content:
-            self._content[output.index].absorb(output)
-        else:
-            self._content[output.index] = output
-        if output.finished:
-            self.unfinished.discard(output.index)
-        self._wake()
-
-    def refuse(self, error: Exception) -> None:
-        """Let `get` raise an error."""
-        self._error = error
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._waiting is not None and not self._waiting.done():
-            self._waiting.set_result(None)
-
-    def drained(self) -> bool:
-        """Whether there will be no more outputs."""
-        return not self.unfinished and not self._content
-
-    async def get(self) -> RequestOutput:
-        """The next output. Waits until there is one."""
-        if not self._content and self._error is None:
-            self._waiting = asyncio.get_running_loop().create_future()
-            await self._waiting
-        if self._error is not None:
-            raise self._error
-        output = self._content.pop(next(iter(self._content)))
-        if output.logprobs:
-            self.unread -= _num_logprobs(output.logprobs)
-        return output
-
-    def discard(self, name: str, error: RequestError) -> None:
-        """End every answer with this error. Outputs that wait are dropped, and so are those that still come."""
-        ended = self.unfinished | self._content.keys()
-        self._content = {index: _end(name, index, "error", error) for index in sorted(ended)}
-        self.unread = 0
-        self.unfinished = set()
-        self._wake()
 
 
 class AsyncEngine:
@@ -132,7 +70,7 @@ class AsyncEngine:
         self.reader: PromptReader | None = None
         self.inputs: InputReader | None = None
         # The worker knows each request by a name that is never used again, even if its id is.
-        self._mailboxes: dict[str, _Mailbox] = {}  # by name
+        self._mailboxes: dict[str, Mailbox] = {}  # by name
         self._names: dict[str, str] = {}  # by request id
         self._serial = count()
         self._adapters: dict[str, str] = {}  # folders by name
@@ -382,7 +320,7 @@ class AsyncEngine:
         return [found[index] for index in sorted(found)]
 
     @contextmanager
-    def _mailbox(self, request_id: str, num_answers: int) -> Iterator[tuple[str, _Mailbox, Worker]]:
+    def _mailbox(self, request_id: str, num_answers: int) -> Iterator[tuple[str, Mailbox, Worker]]:
         """The name and the mailbox of a request while the context lasts. What is unfinished at its end is aborted."""
         if not self.is_alive or self._worker is None:
             raise self._error or EngineDeadError("the engine has not been started")
@@ -390,7 +328,7 @@ class AsyncEngine:
             raise ParameterError("request_id", "be unique among unfinished requests", request_id, "duplicate_request_id")
         worker = self._worker
         name = f"{request_id}-{next(self._serial)}"
-        mailbox = _Mailbox(num_answers)
+        mailbox = Mailbox(num_answers)
         self._names[request_id] = name
         self._mailboxes[name] = mailbox
         try:
@@ -541,16 +479,7 @@ class AsyncEngine:
         """Give each unfinished answer of a request its last output."""
         mailbox = self._mailboxes[name]
         for index in sorted(mailbox.unfinished):
-            mailbox.put(_end(name, index, reason, error))
-
-
-def _end(name: str, index: int, reason: FinishReason, error: RequestError | None) -> RequestOutput:
-    """The last output of an answer that ends early."""
-    return RequestOutput(name, [], finished=True, finish_reason=reason, error=error, index=index)
-
-
-def _num_logprobs(entries: Sequence[TokenLogprob]) -> int:
-    return sum(1 + len(entry.top) for entry in entries)
+            mailbox.put(ended_output(name, index, reason, error))
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[[Any], None], argument: object) -> None:

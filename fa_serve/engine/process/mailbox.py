@@ -1,0 +1,89 @@
+"""What the answers to one request have gained since their consumer looked last: the mailbox between the worker and a stream.
+
+    mailbox = Mailbox(num_answers=2)
+    mailbox.put(output)                      # of a step; wakes the consumer
+    output = await mailbox.get()
+
+A mailbox holds at most one output for each answer: one that comes before the consumer is back is appended to that which waits.
+Used on the event loop alone, by async_engine.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from fa_serve.engine.errors import RequestError
+from fa_serve.engine.request.outputs import FinishReason, RequestOutput, TokenLogprob
+
+
+class Mailbox:
+    """What the answers to a request have gained since their consumer looked last. Used only on the event loop.
+
+    unfinished: indices of the answers that have not ended
+    sent:       whether the request has been sent to the worker
+    unread:     log-probabilities that wait here
+    """
+
+    def __init__(self, num_answers: int) -> None:
+        self.unfinished = set(range(num_answers))
+        self.sent = False
+        self.unread = 0
+        self._content: dict[int, RequestOutput] = {}
+        self._error: Exception | None = None
+        # wakes the consumer, of which there is one; an asyncio.Event would cost more
+        self._waiting: asyncio.Future[None] | None = None
+
+    def put(self, output: RequestOutput) -> None:
+        """Add an output and wake the consumer."""
+        if output.logprobs:
+            self.unread += _num_logprobs(output.logprobs)
+        if output.index in self._content:
+            self._content[output.index].absorb(output)
+        else:
+            self._content[output.index] = output
+        if output.finished:
+            self.unfinished.discard(output.index)
+        self._wake()
+
+    def refuse(self, error: Exception) -> None:
+        """Let `get` raise an error."""
+        self._error = error
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+
+    def drained(self) -> bool:
+        """Whether there will be no more outputs."""
+        return not self.unfinished and not self._content
+
+    async def get(self) -> RequestOutput:
+        """The next output. Waits until there is one."""
+        if not self._content and self._error is None:
+            self._waiting = asyncio.get_running_loop().create_future()
+            await self._waiting
+        if self._error is not None:
+            raise self._error
+        output = self._content.pop(next(iter(self._content)))
+        if output.logprobs:
+            self.unread -= _num_logprobs(output.logprobs)
+        return output
+
+    def discard(self, name: str, error: RequestError) -> None:
+        """End every answer with this error. Outputs that wait are dropped, and so are those that still come."""
+        ended = self.unfinished | self._content.keys()
+        self._content = {index: ended_output(name, index, "error", error) for index in sorted(ended)}
+        self.unread = 0
+        self.unfinished = set()
+        self._wake()
+
+
+def ended_output(name: str, index: int, reason: FinishReason, error: RequestError | None) -> RequestOutput:
+    """The last output of an answer that ends early."""
+    return RequestOutput(name, [], finished=True, finish_reason=reason, error=error, index=index)
+
+
+def _num_logprobs(entries: Sequence[TokenLogprob]) -> int:
+    return sum(1 + len(entry.top) for entry in entries)
