@@ -39,6 +39,7 @@ class Metronome:
     vocab_size = 2048
     eos_ids: frozenset[int] = frozenset()
     grammars = SimpleNamespace(sweep=lambda: None, close=lambda: None)
+    card = None
 
     def __init__(self, config: EngineConfig, **_: Any) -> None:
         self.config = replace(config, max_model_len=4096, dtype="float32", device="cpu")

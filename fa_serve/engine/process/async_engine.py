@@ -1,4 +1,4 @@
-"""The engine for asyncio: a stream of outputs for each request. Only this module and mailbox.py use asyncio.
+"""The engine for asyncio: a stream of outputs for each request. Only this module and its mailboxes use asyncio.
 
     engine = AsyncEngine(EngineConfig())
     await engine.start()
@@ -33,7 +33,7 @@ from fa_serve.engine.pooling.inputs import EncoderInput, InputReader
 from fa_serve.engine.pooling.params import EncoderCard, PoolingParams
 from fa_serve.engine.process.controls import PAUSE_MODES, Control, ControlName, PauseMode
 from fa_serve.engine.process.engine_loop import Abort, Add, Encode, LoadAdapter, StepOutputs
-from fa_serve.engine.process.mailbox import Mailbox, last_output
+from fa_serve.engine.process.mailbox import Mailbox, ended_output
 from fa_serve.engine.process.parent import STOP_SECONDS, OnDeath, OnOutputs, ProcessWorker, Pulse, ThreadWorker, Worker
 from fa_serve.engine.process.pipe import Ready
 from fa_serve.engine.request.outputs import FinishReason, RequestOutput
@@ -479,7 +479,7 @@ class AsyncEngine:
         """Give each unfinished answer of a request its last output."""
         mailbox = self._mailboxes[name]
         for index in sorted(mailbox.unfinished):
-            mailbox.put(last_output(name, index, reason, error))
+            mailbox.put(ended_output(name, index, reason, error))
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[[Any], None], argument: object) -> None:

@@ -1,7 +1,11 @@
-"""Where the outputs of a request wait for their consumer on the event loop (async_engine.py).
+"""What the answers to one request have gained since their consumer looked last: the mailbox between the worker and a stream.
 
-mailbox.put(output)                # of any answer to the request, as steps end
-output = await mailbox.get()       # what one answer has gained since it was taken last
+    mailbox = Mailbox(num_answers=2)
+    mailbox.put(output)                      # of a step; wakes the consumer
+    output = await mailbox.get()
+
+A mailbox holds at most one output for each answer: one that comes before the consumer is back is appended to that which waits.
+Used on the event loop alone, by async_engine.py.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ class Mailbox:
     def put(self, output: RequestOutput) -> None:
         """Add an output and wake the consumer."""
         if output.logprobs:
-            self.unread += num_logprobs(output.logprobs)
+            self.unread += _num_logprobs(output.logprobs)
         if output.index in self._content:
             self._content[output.index].absorb(output)
         else:
@@ -64,22 +68,22 @@ class Mailbox:
             raise self._error
         output = self._content.pop(next(iter(self._content)))
         if output.logprobs:
-            self.unread -= num_logprobs(output.logprobs)
+            self.unread -= _num_logprobs(output.logprobs)
         return output
 
     def discard(self, name: str, error: RequestError) -> None:
         """End every answer with this error. Outputs that wait are dropped, and so are those that still come."""
         ended = self.unfinished | self._content.keys()
-        self._content = {index: last_output(name, index, "error", error) for index in sorted(ended)}
+        self._content = {index: ended_output(name, index, "error", error) for index in sorted(ended)}
         self.unread = 0
         self.unfinished = set()
         self._wake()
 
 
-def last_output(name: str, index: int, reason: FinishReason, error: RequestError | None) -> RequestOutput:
+def ended_output(name: str, index: int, reason: FinishReason, error: RequestError | None) -> RequestOutput:
     """The last output of an answer that ends early."""
     return RequestOutput(name, [], finished=True, finish_reason=reason, error=error, index=index)
 
 
-def num_logprobs(entries: Sequence[TokenLogprob]) -> int:
+def _num_logprobs(entries: Sequence[TokenLogprob]) -> int:
     return sum(1 + len(entry.top) for entry in entries)

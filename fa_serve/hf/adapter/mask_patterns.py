@@ -7,12 +7,16 @@
 transformers describes a mask by a function of (batch, head, query, key) indices, which it composes of closures. Closures of one
 function share its code object, so the code objects and the closed-over values tell how a mask function was composed.
 
+A mask that Gemma 3 makes for embeddings is a union of a causal one with one that its module defines. Such functions are told
+by their bytecode, because importing the module for its code object would take a second.
+
 Left out: calling a mask function. A composition that is not listed here is no pattern, whatever it computes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -61,12 +65,28 @@ class Pattern(NamedTuple):
         return self.window_size[1] == 0
 
 
+def _everything() -> MaskFunction:
+    """What Gemma 3 has in its forward for layers without a window, in both directions."""
+    return lambda *args: torch.tensor(True, dtype=torch.bool)
+
+
+def _window_both_ways(sliding_window: int) -> MaskFunction:
+    """`_bidirectional_window_overlay` of Gemma 3: as many keys on each side, the query included."""
+
+    def inner_mask(batch_idx: int, head_idx: int, q_idx: int, kv_idx: int) -> bool:
+        return abs(q_idx - kv_idx) < sliding_window
+
+    return inner_mask
+
+
 _AND = and_masks(causal_mask_function).__code__
+_OR = or_masks(causal_mask_function).__code__
+_EVERYTHING = _everything().__code__
+_WINDOW_WITH_QUERY = _window_both_ways(1).__code__
 _PACKED = packed_sequence_mask_function(torch.empty(0)).__code__
 _REMAPPED = None
 if hasattr(masking_utils, "remap_positions_for_packed_sequence"):  # later than transformers 5.17
     _REMAPPED = masking_utils.remap_positions_for_packed_sequence(causal_mask_function, torch.empty(0)).__code__
-_OR = or_masks(causal_mask_function).__code__
 _BLOCKS = blockwise_overlay(torch.empty(0)).__code__
 _CHUNKS = chunked_overlay(1, torch.empty(0)).__code__
 _WINDOW = sliding_window_overlay(1).__code__
@@ -79,6 +99,8 @@ def classify(mask_function: MaskFunction) -> Pattern | None:
         return Pattern((-1, 0))
     if mask_function is bidirectional_mask_function:
         return Pattern((-1, -1))
+    if _code(mask_function) is _OR:
+        return _classify_union(_closed_over(mask_function, "mask_functions"))
     if _code(mask_function) is not _AND:
         return None
     parts = _closed_over(mask_function, "mask_functions")
@@ -107,6 +129,35 @@ def split_blocks(mask_function: MaskFunction) -> tuple[MaskFunction, Tensor] | N
     if len(parts) != 2 or _code(parts[1]) is not _BLOCKS:
         return None
     return parts[0], _closed_over(parts[1], "block_sequence_ids")
+
+
+def _classify_union(parts: Any) -> Pattern | None:
+    """`or_masks(first, second)`, where the second one sees all that the first one sees, in both directions."""
+    if len(parts) != 2:
+        return None
+    first = classify(parts[0])
+    if first is None or first.sequences is not None or first.chunks is not None:
+        return None
+    if _same_bytecode(parts[1], _EVERYTHING):
+        return Pattern((-1, -1))
+    if _same_bytecode(parts[1], _WINDOW_WITH_QUERY):
+        side = _closed_over(parts[1], "sliding_window") - 1
+        return Pattern((side, side)) if first.window_size == (side, 0) else None
+    return None
+
+
+def _same_bytecode(function: Any, code: CodeType) -> bool:
+    """Whether a function has the same instructions as that code, names and constants included. Its docstring does not count."""
+    own = _code(function)
+    facts = ("co_code", "co_names", "co_freevars", "co_varnames", "co_argcount")
+    return (
+        own is not None and all(getattr(own, fact) == getattr(code, fact) for fact in facts) and _consts(own) == _consts(code)
+    )
+
+
+def _consts(code: CodeType) -> list[Any]:
+    """The constants of a function, without its docstring, or the None in the place of one."""
+    return [each for each in code.co_consts if each is not None and not isinstance(each, str)]
 
 
 def _classify_packed(first: MaskFunction, second: MaskFunction) -> Pattern | None:

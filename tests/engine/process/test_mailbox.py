@@ -1,59 +1,71 @@
-"""Outputs wait for their consumer, one of each answer."""
-
-from __future__ import annotations
+"""A mailbox keeps one output for each answer, and ends when all answers have ended."""
 
 import asyncio
 
 import pytest
 
-from fa_serve.engine import RequestError
-from fa_serve.engine.process.mailbox import Mailbox
-from fa_serve.engine.request.outputs import RequestOutput, TokenLogprob
+from fa_serve.engine import RequestError, RequestOutput, TokenLogprob
+from fa_serve.engine.process.mailbox import Mailbox, ended_output
+
+ERROR = RequestError("step_failed", "broken")
 
 
-def output(index: int, *tokens: int, finished: bool = False, logprobs: int = 0) -> RequestOutput:
-    entries = [TokenLogprob(token, -1.0, [(1, -1.0)] * logprobs) for token in tokens] if logprobs else None
-    return RequestOutput("name", [], token_ids=list(tokens), finished=finished, index=index, logprobs=entries)
+def output(index: int, text: str, *, finished: bool = False) -> RequestOutput:
+    scored = [TokenLogprob(1, -0.5, [(1, -0.5), (2, -1.0)])]
+    return RequestOutput("a", [], text, [1], scored, finished, "stop" if finished else None, index=index)
 
 
-def test_what_an_answer_gains_is_joined() -> None:
-    async def main() -> None:
+async def taken(mailbox: Mailbox) -> list[tuple[int, str]]:
+    found = []
+    while not mailbox.drained():
+        each = await mailbox.get()
+        found.append((each.index, each.text))
+    return found
+
+
+def test_outputs_that_wait_are_joined_by_answer() -> None:
+    async def run() -> None:
         mailbox = Mailbox(2)
-        mailbox.put(output(1, 5, logprobs=3))
-        mailbox.put(output(0, 6, finished=True))
-        mailbox.put(output(1, 7, finished=True, logprobs=3))
-        assert mailbox.unread == 2 * 4
-        assert (await mailbox.get()).token_ids == [5, 7]
+        for each in (output(0, "a"), output(1, "x"), output(0, "b", finished=True)):
+            mailbox.put(each)
+        assert mailbox.unread == 9  # three outputs, of a token and its two likeliest each
+        mailbox.put(output(1, "y", finished=True))
+        assert await taken(mailbox) == [(0, "ab"), (1, "xy")]
         assert mailbox.unread == 0
-        assert not mailbox.drained()
-        assert (await mailbox.get()).token_ids == [6]
-        assert mailbox.drained()
 
-    asyncio.run(main())
+    asyncio.run(run())
 
 
-def test_a_consumer_that_waits_is_woken_and_an_error_is_raised() -> None:
-    async def main() -> None:
+def test_a_consumer_that_waits_is_woken_and_a_refusal_is_raised() -> None:
+    async def run() -> None:
         mailbox = Mailbox(1)
         waiting = asyncio.create_task(mailbox.get())
         await asyncio.sleep(0)
-        mailbox.put(output(0, 5))
-        assert (await waiting).token_ids == [5]
+        mailbox.put(output(0, "a"))
+        assert (await waiting).text == "a"
+        waiting = asyncio.create_task(mailbox.get())
+        await asyncio.sleep(0)
         mailbox.refuse(ValueError("no"))
         with pytest.raises(ValueError, match="no"):
-            await mailbox.get()
+            await waiting
 
-    asyncio.run(main())
+    asyncio.run(run())
 
 
-def test_a_mailbox_that_is_discarded_ends_every_answer() -> None:
-    async def main() -> None:
-        mailbox = Mailbox(2)
-        mailbox.put(output(1, 5, logprobs=2))
-        mailbox.discard("name", RequestError("unread", "too many"))
-        ended = [await mailbox.get(), await mailbox.get()]
-        assert [(x.index, x.token_ids, x.error and x.error.code) for x in ended] == [(0, [], "unread"), (1, [], "unread")]
-        assert mailbox.drained()
+def test_discarded_outputs_end_every_answer_with_the_error() -> None:
+    async def run() -> None:
+        mailbox = Mailbox(3)
+        mailbox.put(output(0, "a", finished=True))
+        mailbox.put(output(1, "b"))
+        mailbox.discard("a", ERROR)
         assert mailbox.unread == 0
+        ends = [await mailbox.get() for _ in range(3)]
+        assert [(each.index, each.error, each.text) for each in ends] == [(0, ERROR, ""), (1, ERROR, ""), (2, ERROR, "")]
+        assert mailbox.drained()
 
-    asyncio.run(main())
+    asyncio.run(run())
+
+
+def test_the_last_output_of_an_answer_that_ends_early() -> None:
+    end = ended_output("a", 2, "error", ERROR)
+    assert (end.request_id, end.index, end.finished, end.finish_reason, end.error) == ("a", 2, True, "error", ERROR)

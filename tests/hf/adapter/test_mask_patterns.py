@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import masking_utils
+from transformers.models.gemma3.modeling_gemma3 import _bidirectional_window_overlay
 
 from fa_serve.hf.adapter.mask_patterns import Chunks, Pattern, classify
 
@@ -44,9 +45,24 @@ def test_plain_patterns_are_recognised() -> None:
     assert classify(masking_utils.and_masks(SLIDING, SEQUENCES)) == Pattern((2, 0), NUMBERS)
 
 
+EVERYTHING = masking_utils.or_masks(CAUSAL, lambda *args: torch.tensor(True, dtype=torch.bool))
+
+
+def test_gemma_3s_masks_in_both_directions_are_recognised() -> None:
+    """Of EmbeddingGemma: the functions are made by the model's own module."""
+    window = masking_utils.or_masks(SLIDING, _bidirectional_window_overlay(3))
+    assert classify(EVERYTHING) == Pattern((-1, -1))
+    assert classify(window) == Pattern((2, 2))
+    assert classify(masking_utils.and_masks(EVERYTHING, SEQUENCES)) == Pattern((-1, -1), NUMBERS)
+    assert classify(masking_utils.and_masks(window, SEQUENCES)) == Pattern((2, 2), NUMBERS)
+
+
 @pytest.mark.parametrize(
     "function",
     [
+        masking_utils.or_masks(SLIDING, _bidirectional_window_overlay(4)),
+        masking_utils.or_masks(CAUSAL, lambda *args: torch.tensor(False, dtype=torch.bool)),
+        masking_utils.or_masks(CHUNKED, lambda *args: torch.tensor(True, dtype=torch.bool)),
         masking_utils.or_masks(CAUSAL, SLIDING),
         masking_utils.and_masks(CAUSAL, lambda b, h, q, k: q != k),
         masking_utils.and_masks(CAUSAL, SLIDING, SEQUENCES),

@@ -1,0 +1,36 @@
+"""The benchmark of embeddings runs from start to end on a CPU, and refuses vectors that are wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.engine import bench_embeddings
+from fa_serve.engine import Encoder, EngineConfig
+
+FLAGS = ["--shapes", "tiny", "--lengths", "8,16", "--clients", "2", "--requests", "4", "--total", "256", "--rounds", "1"]
+
+
+def test_every_case_has_a_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.engine.bench_embeddings", *FLAGS, "--dtype", "float32", "--device", "cpu"]
+    done = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True, check=False, timeout=280)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "embeddings.jsonl").read_text().splitlines()]
+    cases = {f"tiny offline {length}" for length in (8, 16)}
+    cases |= {f"tiny {what} {length} x 2" for length in (8, 16) for what in ("http", "p99")}
+    assert {line["case"] for line in lines} == cases
+    assert all(line["bench"] == "embeddings" and line["ours"] > 0 for line in lines)
+
+
+def test_texts_have_exactly_their_tokens_and_wrong_vectors_end_the_run(tmp_path: Path) -> None:
+    folder = bench_embeddings.make_folder("tiny", tmp_path, "float32")
+    encoder = Encoder(EngineConfig(model=folder, device="cpu", dtype="float32"))
+    assert [len(each.ids) for each in encoder.reader.read(bench_embeddings.texts_of(3, 16))] == [16] * 3
+    bench_embeddings.check(folder, encoder, "float32")
+    encoder._pipeline.model.base.get_input_embeddings().weight.data[7:300] = 1.0
+    with pytest.raises(SystemExit, match="cosine distance"):
+        bench_embeddings.check(folder, encoder, "float32")

@@ -1,0 +1,52 @@
+"""Encoders on a GPU: packed batches of 16 bits are near eager float32, and answers keep their order one batch ahead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from encoder_folders import FAMILIES, PAIRS, TEXTS, cosine_distance, save_encoder
+from transformers import AutoModel
+
+from fa_serve.engine import Encoder, EngineConfig
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+SIZES = {"hidden_size": 128, "intermediate_size": 192}  # heads of 32
+
+
+def load(path: Path, dtype: str = "float16") -> Encoder:
+    return Encoder(EngineConfig(model=path, device="cuda", dtype=dtype, max_num_batched_tokens=64), ahead=True)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("qwen3", "gemma3", "gemma3-causal")])
+def test_vectors_are_near_those_of_eager_float32(tmp_path: Path, family: str, dtype: str) -> None:
+    pooling = ("Pooling", {"pooling_mode_mean_tokens": True, "word_embedding_dimension": 128})
+    path = save_encoder(tmp_path, family, [pooling, ("Normalize", {})], **SIZES)
+    encoder = load(path, dtype)
+    assert encoder._pipeline.model.packs == (family != "mpnet")
+    eager = AutoModel.from_pretrained(path, attn_implementation="eager").eval()
+    with torch.inference_mode():
+        ids = [torch.from_numpy(each.ids).long()[None] for each in encoder.reader.read(TEXTS)]
+        wanted = torch.cat([eager(input_ids=each).last_hidden_state.mean(1) for each in ids])
+    found = encoder.encode(TEXTS)
+    assert cosine_distance(found, wanted) < (1e-4 if dtype == "float16" else 3e-3)
+    assert encoder.stats().num_steps > 1
+    alone = np.stack([encoder.encode(text) for text in TEXTS])
+    assert cosine_distance(found, alone) < (1e-5 if dtype == "float16" else 1e-3)
+
+
+def test_many_inputs_keep_their_order(tmp_path: Path) -> None:
+    """Batches are launched before the results of the last one are read."""
+    encoder = load(save_encoder(tmp_path))
+    texts = [TEXTS[i % len(TEXTS)] for i in range(500)]
+    once = encoder.encode(TEXTS)
+    assert cosine_distance(encoder.encode(texts), once[[i % len(TEXTS) for i in range(500)]]) < 1e-4
+
+
+def test_scores_of_pairs(tmp_path: Path) -> None:
+    path = save_encoder(tmp_path, "bert", None, head="ForSequenceClassification", num_labels=1)
+    exact = Encoder(EngineConfig(model=path, device="cpu", dtype="float32")).score(PAIRS[0][0], TEXTS)
+    np.testing.assert_allclose(load(path).score(PAIRS[0][0], TEXTS), exact, atol=5e-3)
