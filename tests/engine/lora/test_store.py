@@ -1,4 +1,4 @@
-"""Adapters through a small pool, replaced, evicted, read again; and everything that the engine does to a request beside them."""
+"""Adapters in a small pool, replaced, evicted, read again; and everything that the engine does to a request beside them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft_adapters import ATTENTION, PeftForwards, save_adapter
+from safetensors.torch import save_file
 from tiny_models import greedy, make_model, random_prompts
 
 from fa_serve.engine import SamplingParams, StructuredOutput
@@ -130,8 +131,10 @@ def test_many_adapters_go_through_a_small_pool(make_engine, tmp_path) -> None:
     assert 4 <= store.pool.num_pages <= 8
     store._host_bytes = 8 * (store.memory.bytes_per_page + 1024)
     marks = [3 + number for number in range(200)]
+    model = make_model()
     for number, mark in enumerate(marks):
-        folder = write_mark(tmp_path / str(number), mark)
+        row = model.lm_head.weight.detach()[mark]
+        folder = write_mark(tmp_path / str(number), row, model.config.intermediate_size)
         engine.load_adapter(f"mark-{number}", folder)
     prompts = random_prompts(400, longest=6)
     names = [f"mark-{number % 200}" for number in range(400)]
@@ -143,22 +146,19 @@ def test_many_adapters_go_through_a_small_pool(make_engine, tmp_path) -> None:
     engine.check_integrity()
 
 
-def write_mark(folder: Path, token: int) -> Path:
-    """An adapter whose last layer adds a row of the head, so that greedy takes this token, whatever came before."""
-    from safetensors.torch import save_file
+def write_mark(folder: Path, row: torch.Tensor, width: int) -> Path:
+    """An adapter whose last layer adds a row of the head, so that greedy takes its token, whatever came before.
 
-    model = make_model()
-    head = model.lm_head.weight.detach()
-    down = model.model.layers[-1].mlp.down_proj
+    row: of the head, (hidden,); width: columns of the layer's last projection
+    """
     folder.mkdir()
     name = "base_model.model.model.layers.1.mlp.down_proj"
-    b = head[token, :, None].clone()
-    a = torch.zeros(1, down.in_features)
-    bias = 1e3 * head[token] / head[token].norm() ** 2
-    save_file(
-        {f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b, f"{name}.lora_B.bias": bias},
-        folder / "adapter_model.safetensors",
-    )
+    given = {
+        f"{name}.lora_A.weight": torch.zeros(1, width),
+        f"{name}.lora_B.weight": torch.zeros(len(row), 1),
+        f"{name}.lora_B.bias": 1e3 * row / row.norm() ** 2,
+    }
+    save_file(given, folder / "adapter_model.safetensors")
     config = '{"peft_type": "LORA", "r": 1, "lora_alpha": 1, "lora_bias": true}'
     (folder / "adapter_config.json").write_text(config)
     return folder
