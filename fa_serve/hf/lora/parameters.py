@@ -27,7 +27,7 @@ from fa_serve.ops.moe.fallback import LowRankExperts, torch_adapted_experts
 from fa_serve.spec import ParameterError
 
 Part = dict[str, LowRankExperts]
-"""Of a module, by parameter: "gate_up_proj" and "down_proj" of experts, "weight" of a router."""
+"""What an adapter adds to the parameters of a module: "gate_up_proj" and "down_proj" of experts, "weight" of a router."""
 
 
 class ParameterModules:
