@@ -119,6 +119,7 @@ JOBS = {
         190,
         f"engine.bench_engine --workloads {','.join(SPECULATING)} --shapes llama8b --no-peers --budget 280",
     ),
+    "lora": Job(500, "engine.bench_lora --shape llama8b --ranks 16,64", "path"),
     "edits": Job(180, "engine.bench_edits"),
     "long_run_of_mixture": Job(90, "soak.long_run --shape qwen30a3b --tiny"),
     "long_run_quantised": Job(90, "soak.long_run --shape llama8b-w4 --tiny"),

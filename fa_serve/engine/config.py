@@ -81,7 +81,7 @@ class EngineConfig:
     max_stop_chars:         characters of all stop strings of a request together
     lora:                   adapters to serve from the start, each as "NAME=FOLDER"
     lora_bytes:             bytes of the memory of adapters on the device; 0 serves none, and None is 1 GiB if `lora` names any,
-                            else 0. Adapters of the embedding or the head may take as much again
+                            else 0. Adapters of the embedding, the head or experts may take as much again
     max_lora_rank:          largest rank of an adapter, with one more for its bias and one for DoRA
     lora_host_bytes:        bytes of adapters that are kept on the host, ready to be copied
     max_images:             images of one prompt; 0 refuses images

@@ -9,6 +9,7 @@
     product.py     a product of the model that adapters add to, and the step that says which token takes which
     memory.py      finds the products, makes the memory and fills it
     outer.py       adapters of the embedding and the head, which have no place in the pages
+    parameters.py  the same of experts and routers
 
 A step without adapters runs the code of the base. Left out: which adapters are in memory (fa_serve.engine.lora), and the
 kernels (fa_serve.ops.lora).

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "layer_replication": (None, []),
     "megatron_config": (None,),
     "monteclora_config": (None,),
-    "target_parameters": (None, []),
     "trainable_token_indices": (None, [], {}),
     "use_bdlora": (None, False),
     "use_qalora": (False,),
@@ -71,19 +70,31 @@ _UNREAD = frozenset(
         "qalora_group_size",
         "revision",
         "runtime_config",
-        "target_modules",
         "task_type",
     }
 )
 """Fields that say how the adapter was trained, or what the names of its tensors say as well."""
 _READ = frozenset(
-    {"peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "lora_bias", "fan_in_fan_out"}
+    {
+        "peft_type",
+        "r",
+        "lora_alpha",
+        "rank_pattern",
+        "alpha_pattern",
+        "use_rslora",
+        "use_dora",
+        "lora_bias",
+        "fan_in_fan_out",
+        "target_modules",
+        "target_parameters",
+    }
 )
 _TENSOR = re.compile(
     r"base_model\.model\.(?P<module>[A-Za-z0-9_]+(?:\.[A-Za-z0-9_]+)*?)"
     r"\.(?P<kind>lora_A\.weight|lora_B\.weight|lora_B\.bias|lora_magnitude_vector|lora_embedding_A|lora_embedding_B"
     r"|base_layer\.weight|weight)"
 )
+_INNER = re.compile(r"(\.base_layer)+$")
 _PATTERN = re.compile(r"[A-Za-z0-9_.^$|()\[\]?:\\*+-]{1,256}")
 _MAX_QUANTIFIERS = 2
 
@@ -110,41 +121,59 @@ class LowRank:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterConfig:
+    """Ranks and scales by the name of a module, or of a parameter, in the model.
+
+    parameters: the adapter has matrices for parameters that are no weights of linear layers
+    targets:    the ends of the names of linear layers; None for a regular expression
+    """
+
+    rank: int = 8
+    alpha: float = 8.0
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    alphas: Mapping[str, float] = field(default_factory=dict)
+    rslora: bool = False
+    dora: bool = False
+    bias: bool = False
+    parameters: bool = False
+    targets: tuple[str, ...] | None = ()
+
+    def rank_of(self, name: str) -> int:
+        return next((rank for pattern, rank in self.ranks.items() if _matches(pattern, name)), self.rank)
+
+    def scale_of(self, name: str) -> float:
+        alpha = next((alpha for pattern, alpha in self.alphas.items() if _matches(pattern, name)), self.alpha)
+        rank = self.rank_of(name)
+        return alpha / (math.sqrt(rank) if self.rslora else rank)
+
+    def is_parameter(self, module: str) -> bool:
+        """Whether the matrices of a module are those of its parameters."""
+        if not self.parameters or self.targets is None:
+            return False
+        return not any(module == target or module.endswith(f".{target}") for target in self.targets)
+
+
+@dataclass(frozen=True, slots=True)
 class LoraAdapter:
     """An adapter as it was read. Modules are named as in the model.
 
     modules:    of linear layers
     embeddings: of embeddings, whose tensors peft names in another way
     saved:      whole weights that take the place of the base's: (out_features, in_features)
+    parameters: (A, B) of each parameter of a module that is no linear layer, such as experts, in any order
+    config:     ranks and scales
     """
 
     modules: Mapping[str, LowRank] = field(default_factory=dict)
     embeddings: Mapping[str, LowRank] = field(default_factory=dict)
     saved: Mapping[str, Tensor] = field(default_factory=dict)
+    parameters: Mapping[str, Sequence[tuple[Tensor, Tensor]]] = field(default_factory=dict)
+    config: AdapterConfig = field(default_factory=AdapterConfig)
 
     @property
     def rank(self) -> int:
         """The largest rank of a linear layer."""
         return max((each.rank for each in self.modules.values()), default=0)
-
-
-@dataclass(frozen=True, slots=True)
-class _Config:
-    rank: int
-    alpha: float
-    ranks: Mapping[str, int]
-    alphas: Mapping[str, float]
-    rslora: bool
-    dora: bool
-    bias: bool
-
-    def rank_of(self, module: str) -> int:
-        return next((rank for pattern, rank in self.ranks.items() if _matches(pattern, module)), self.rank)
-
-    def scale_of(self, module: str) -> float:
-        alpha = next((alpha for pattern, alpha in self.alphas.items() if _matches(pattern, module)), self.alpha)
-        rank = self.rank_of(module)
-        return alpha / (math.sqrt(rank) if self.rslora else rank)
 
 
 def read_adapter(folder: str | Path, max_bytes: int = 1 << 40) -> LoraAdapter:
@@ -174,7 +203,7 @@ def file_facts(folder: str | Path) -> tuple[tuple[int, int], ...]:
     return tuple((state.st_size, state.st_mtime_ns) for state in states)
 
 
-def _read_config(path: Path) -> _Config:
+def _read_config(path: Path) -> AdapterConfig:
     if not path.is_file():
         raise ParameterError("adapter", f"hold {CONFIG_FILE}", "no such file")
     size = path.stat().st_size
@@ -194,7 +223,7 @@ def _read_config(path: Path) -> _Config:
             raise ParameterError(name, f"be {allowed}: fa_serve computes no other adapters", _shown(value))
         if name not in _NEUTRAL and name not in _UNREAD | _READ and value not in (None, False, [], {}):
             raise ParameterError(str(name)[:64], "be left out, because fa_serve does not know this field", _shown(value))
-    return _Config(
+    return AdapterConfig(
         rank=_rank("r", given.get("r", 8)),
         alpha=_number("lora_alpha", given.get("lora_alpha", 8)),
         ranks={key: _rank("rank_pattern", value) for key, value in _pattern(given, "rank_pattern").items()},
@@ -202,7 +231,19 @@ def _read_config(path: Path) -> _Config:
         rslora=_flag(given, "use_rslora"),
         dora=_flag(given, "use_dora"),
         bias=_flag(given, "lora_bias"),
+        parameters=bool(_names(given, "target_parameters")),
+        targets=_names(given, "target_modules"),
     )
+
+
+def _names(given: Mapping[str, Any], name: str) -> tuple[str, ...] | None:
+    """A list of names; None for a text, which is a regular expression or a shorthand."""
+    value = given.get(name) or []
+    if isinstance(value, str) and name == "target_modules":
+        return None
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        raise ParameterError(name, "be a list of names", _shown(value))
+    return tuple(value)
 
 
 def _pattern(given: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -282,10 +323,15 @@ def _read_tensors(path: Path) -> dict[tuple[str, str], Tensor]:
     return found
 
 
-def _assemble(config: _Config, tensors: Mapping[tuple[str, str], Tensor]) -> LoraAdapter:
+def _assemble(config: AdapterConfig, tensors: Mapping[tuple[str, str], Tensor]) -> LoraAdapter:
     kinds: dict[str, dict[str, Tensor]] = {}
+    parameters: dict[str, dict[str, dict[str, Tensor]]] = {}
     for (module, kind), tensor in tensors.items():
-        kinds.setdefault(module, {})[kind] = tensor
+        owner = _INNER.sub("", module)  # a module with several parameters is wrapped once for each
+        if config.is_parameter(owner):
+            parameters.setdefault(owner, {}).setdefault(module, {})[kind] = tensor
+        else:
+            kinds.setdefault(module, {})[kind] = tensor
     modules = {}
     embeddings = {}
     saved = {}
@@ -299,12 +345,20 @@ def _assemble(config: _Config, tensors: Mapping[tuple[str, str], Tensor]) -> Lor
             embeddings[module] = _low_rank(config, module, given, "lora_embedding_A", "lora_embedding_B")
         else:
             modules[module] = _low_rank(config, module, given, "lora_A.weight", "lora_B.weight")
-    if not modules and not embeddings and not saved:
+    if not tensors:
         raise ParameterError(WEIGHTS_FILE, "hold at least one tensor", 0)
-    return LoraAdapter(modules, embeddings, saved)
+    pairs = {owner: [_pair(name, each) for name, each in found.items()] for owner, found in parameters.items()}
+    return LoraAdapter(modules, embeddings, saved, pairs, config)
 
 
-def _low_rank(config: _Config, module: str, given: Mapping[str, Tensor], a_name: str, b_name: str) -> LowRank:
+def _pair(name: str, given: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """A and B of a parameter, which has neither a bias nor DoRA."""
+    if given.keys() != {"lora_A.weight", "lora_B.weight"}:
+        raise ParameterError(_shown(name), "have the tensors lora_A.weight and lora_B.weight", sorted(given))
+    return _matrix(f"{name}.lora_A.weight", given["lora_A.weight"]), _matrix(f"{name}.lora_B.weight", given["lora_B.weight"])
+
+
+def _low_rank(config: AdapterConfig, module: str, given: Mapping[str, Tensor], a_name: str, b_name: str) -> LowRank:
     needed = {a_name, b_name}
     if config.bias and a_name == "lora_A.weight":
         needed.add("lora_B.bias")

@@ -10,8 +10,8 @@ as many copies as it has pages, and memory has no gaps whatever ranks are mixed.
 the memory is made, as CUDA graphs need it. Two kinds of rows stand beside the ranks of an adapter: the bias of B, and the
 factor of DoRA (ops/lora/problem.py).
 
-Left out: which adapter has which slot and pages (fa_serve.engine.lora.pool), the experts of mixtures, and models that are
-divided between ranks.
+Left out: which adapter has which slot and pages (fa_serve.engine.lora.pool), what has no place in pages (outer.py,
+parameters.py), and models that are divided between ranks.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from fa_serve import ops
 from fa_serve.hf.lora.format import LoraAdapter, LowRank
 from fa_serve.hf.lora.outer import AdaptedEmbedding, AdaptedHead, OuterModules, OuterWeights
+from fa_serve.hf.lora.parameters import AdaptedExperts, AdaptedRouter
 from fa_serve.hf.lora.product import AdaptedLinear, LoraSite, StepHolder, dense_weight, linear_sizes
 from fa_serve.hf.surgery.experts.mixtures import expert_modules
 from fa_serve.hf.surgery.fuse.latent import LatentAttention
@@ -181,7 +182,7 @@ class LoraMemory:
 
     def _check(self, name: str, low: LowRank) -> None:
         if name not in self._parts:
-            rule = "name linear layers of the model that are computed one by one; experts, routers and norms have no adapters"
+            rule = "name linear layers of the model that are computed one by one"
             raise ParameterError("adapter", rule, name[:128])
         site, part = self._parts[name]
         expected = (site.widths[part], site.k)
@@ -231,8 +232,9 @@ class LoraMemory:
 
 def detach_adapters(model: nn.Module) -> None:
     """Give what an earlier memory has changed its own forward again. Fused layers are left to `unfuse_model`."""
+    adapted = AdaptedLinear | AdaptedEmbedding | AdaptedHead | AdaptedExperts | AdaptedRouter
     for module in model.modules():
-        if isinstance(vars(module).get("forward"), AdaptedLinear | AdaptedEmbedding | AdaptedHead):
+        if isinstance(vars(module).get("forward"), adapted):
             del module.forward
 
 

@@ -11,8 +11,8 @@ out: other modules in `modules_to_save`, which are refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
 
 from fa_serve.hf.lora.format import LoraAdapter, LowRank
+from fa_serve.hf.lora.parameters import ParameterModules, Part, bytes_of
 from fa_serve.hf.lora.product import StepHolder
 from fa_serve.spec import ParameterError
 
@@ -54,14 +55,16 @@ NO_PART = OuterPart(None, None)
 
 @dataclass(frozen=True, slots=True)
 class OuterWeights:
-    """What an adapter has for both."""
+    """What an adapter has for both, and for experts and routers (parameters.py)."""
 
     embedding: OuterPart
     head: OuterPart
+    parameters: Mapping[str, Part] = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
-        return sum(x.nbytes for part in (self.embedding, self.head) for x in part.tensors())
+        own = sum(x.nbytes for part in (self.embedding, self.head) for x in part.tensors())
+        return own + bytes_of(self.parameters)
 
 
 class OuterModules:
@@ -70,6 +73,7 @@ class OuterModules:
     def __init__(self, model: Any, holder: StepHolder) -> None:
         self._holder = holder
         self._slots: dict[int, OuterWeights] = {}
+        self._parameters = ParameterModules(model, holder)
         names = {module: name for name, module in model.named_modules()}
         self._embedding: nn.Module = model.get_input_embeddings()
         self._head: nn.Module = model.get_output_embeddings()
@@ -92,11 +96,14 @@ class OuterModules:
             raise ParameterError("modules_to_save", rule, unknown[0][:128])
         if parts.head.low is not None and parts.head.low.magnitude is not None:
             raise ParameterError("use_dora", f"be false for an adapter of {head_name}", True)
-        return None if parts == OuterWeights(NO_PART, NO_PART) else parts
+        if (parts.embedding, parts.head) == (NO_PART, NO_PART) and not adapter.parameters:
+            return None
+        return replace(parts, parameters=self._parameters.pack(adapter))
 
     def write(self, slot: int, weights: OuterWeights | None) -> None:
         """The adapter in this slot has these weights, which are copied to the device."""
         self._slots.pop(slot, None)
+        self._parameters.write(slot, None if weights is None else weights.parameters)
         if weights is not None:
             like: Any = self._embedding.weight
 

@@ -6,6 +6,8 @@ quantised expert is dequantised for that.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -22,7 +24,37 @@ def torch_experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts
     return torch.cat([_mixed(x[row], top_k_index[row], top_k_weights[row], experts) for row in rows])
 
 
-def _mixed(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: ExpertWeights) -> Tensor:
+class LowRankExperts(NamedTuple):
+    """What is added to one product of each expert: scale * (x a^T) b^T.
+
+    a: (num_experts, rank, columns); b: (num_experts, rows, rank)
+    """
+
+    a: Tensor
+    b: Tensor
+    scale: float
+
+
+def torch_adapted_experts(
+    x: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    experts: ExpertWeights,
+    gate_up: LowRankExperts | None,
+    down: LowRankExperts | None,
+) -> Tensor:
+    """As `fa_serve.ops.experts`, with an adapter of the first or the second product of each expert."""
+    return _mixed(x, top_k_index, top_k_weights, experts, gate_up, down)
+
+
+def _mixed(
+    x: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    experts: ExpertWeights,
+    gate_up_low: LowRankExperts | None = None,
+    down_low: LowRankExperts | None = None,
+) -> Tensor:
     num_experts, hidden, width = experts.sizes
     wide = torch.promote_types(x.dtype, torch.float32)
     parts = torch.zeros(*top_k_index.shape, hidden, dtype=wide, device=x.device)
@@ -32,10 +64,16 @@ def _mixed(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: Exper
         gate_up_bias, down_bias = (None if b is None else b[expert] for b in (experts.gate_up_bias, experts.down_bias))
         tokens, places = torch.where(top_k_index == expert)
         gate_up = torch.nn.functional.linear(x[tokens], _matrix(experts.gate_up, expert, 2 * width, x.dtype), gate_up_bias)
+        gate_up = _with_low_rank(gate_up, x[tokens], expert, gate_up_low)
         h = gated(gate_up.to(wide), experts.gate).to(x.dtype)
         y = torch.nn.functional.linear(h, _matrix(experts.down, expert, hidden, x.dtype), down_bias)
+        y = _with_low_rank(y, h, expert, down_low)
         parts[tokens, places] = y.to(wide) * top_k_weights[tokens, places, None].to(wide)
     return parts.sum(1).to(x.dtype)
+
+
+def _with_low_rank(y: Tensor, x: Tensor, expert: int, low: LowRankExperts | None) -> Tensor:
+    return y if low is None else y + (x @ low.a[expert].t()) @ low.b[expert].t() * low.scale
 
 
 def _matrix(weight: Weight, expert: int, rows: int, dtype: torch.dtype) -> Tensor:

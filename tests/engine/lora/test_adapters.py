@@ -69,6 +69,29 @@ def test_the_attention_of_a_mixture_has_adapters(make_engine, tmp_path) -> None:
     check_alone_and_mixed(make_engine(model=base(), **LORA), save_all(tmp_path, base, target_modules=ATTENTION), base())
 
 
+@pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss"])
+def test_experts_and_routers_have_adapters(make_engine, tmp_path, family) -> None:
+    """peft takes the names of projections of experts for their stacked parameters, and doubles the rank of gate and up."""
+    options = {
+        "qwen3-moe": {"target_modules": "all-linear"},
+        "gpt-oss": {"target_modules": ATTENTION, "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
+    }
+    folders = {
+        "experts": save_adapter(tmp_path / "experts", family, **options[family]),
+        "attention": save_adapter(tmp_path / "attention", family, seed=1, target_modules=ATTENTION),
+    }
+    engine = make_engine(family, **LORA)
+    for adapter, folder in folders.items():
+        engine.load_adapter(adapter, folder)
+    peft = PeftForwards(make_model(family), folders)
+    prompts = random_prompts(6, longest=12)
+    names = ["experts", "attention", None] * 2
+    for adapter, prompt, found in zip(names, prompts, engine.generate(prompts, GREEDY, adapter=names), strict=True):
+        assert found.token_ids == peft.choose(adapter, prompt, found.token_ids), adapter
+    first = [engine.generate([prompts[0]], GREEDY, adapter=name)[0].token_ids for name in ("experts", None)]
+    assert first[0] != first[1]
+
+
 def test_layers_that_are_not_fused_have_adapters(make_engine, tmp_path) -> None:
     base = BASES["llama"]
     check_alone_and_mixed(make_engine(model=base(), fusion=False, **LORA), save_all(tmp_path, base), base())

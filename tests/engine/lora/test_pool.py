@@ -93,7 +93,8 @@ def test_an_adapter_that_failed_is_loaded_again() -> None:
 
 def test_bytes_beside_the_pages_are_bounded() -> None:
     pool, loader = make()
-    a, b = Adapter("a", 1, 1, outer_bytes=60), Adapter("b", 2, 1, outer_bytes=60)
+    a = Adapter("a", 1, 1, outer_bytes=60)
+    b = Adapter("b", 2, 1, outer_bytes=60)
     assert pool.hold(a)
     assert not pool.hold(b)
     pool.release(a)

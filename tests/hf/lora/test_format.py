@@ -80,7 +80,8 @@ def test_whole_weights_and_embeddings(tmp_path) -> None:
         ({"bias": "all"}, "bias"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights"),
         ({"trainable_token_indices": [1]}, "trainable_token_indices"),
-        ({"target_parameters": ["mlp.experts.down_proj"]}, "target_parameters"),
+        ({"target_parameters": "experts"}, "target_parameters"),
+        ({"target_modules": [1]}, "target_modules"),
         ({"layer_replication": [[0, 4]]}, "layer_replication"),
         ({"use_qalora": True}, "use_qalora"),
         ({"arrow_config": {"top_k": 1}}, "arrow_config"),
@@ -199,3 +200,16 @@ def test_facts_change_with_the_files(tmp_path) -> None:
     assert file_facts(tmp_path) == before
     write(tmp_path, tensors(5), r=5)
     assert file_facts(tmp_path) != before
+
+
+def test_parameters_are_told_from_linear_layers(tmp_path) -> None:
+    experts = "base_model.model.model.layers.0.mlp.experts"
+    given = tensors() | tensors(12, experts) | tensors(24, f"{experts}.base_layer")
+    config = {"target_parameters": ["gate_up_proj", "down_proj"], "rank_pattern": {r".*\.gate_up_proj": 8}}
+    adapter = read_adapter(write(tmp_path, given, **config))
+    assert list(adapter.modules) == ["model.layers.0.self_attn.q_proj"]
+    [pairs] = adapter.parameters.values()
+    assert sorted(len(a) for a, _ in pairs) == [12, 24]
+    assert adapter.config.rank_of("model.layers.0.mlp.experts.gate_up_proj") == 8
+    assert adapter.config.scale_of("model.layers.0.mlp.experts.down_proj") == 2.0
+    assert refused(write(tmp_path, given | {f"{experts}.lora_B.bias": torch.ones(8)}, **config)).field.endswith("experts")

@@ -1,0 +1,307 @@
+"""What adapters cost: rates with one and with many of them beside the base's, loads from disk, and vLLM beside both.
+
+    python -m benchmarks.engine.bench_lora                                   # 8B with random weights, on one GPU
+    python -m benchmarks.engine.bench_lora --shape qwen06 --ranks 16 --parts rates
+    python -m benchmarks.engine.bench_lora --peer-path DIR                   # DIR has vLLM, which runs the same with LoRA
+    python -m benchmarks.engine.bench_lora --device cpu --tiny --out DIR     # tries the script
+
+1. **Marks** are the gate: adapters whose last layer makes greedy take one token, each another, answer side by side and beside
+   the base. No rate is reported unless each answers with its own.
+2. **Rates** of 64 requests with 128 tokens in and 256 out, and of one alone, for each rank: with one adapter on all linear
+   layers, with 32, half of them with 32 and half without, and without any. The peer "base" is an engine without adapters.
+3. **Loads**: an adapter is loaded from disk and answers its first token; and what 100 loads do to the time between tokens of
+   requests of the base, at the 99th percentile, beside the same without loads.
+
+The engines run one after the other in one process, and each case is the best of three runs. Lines carry `bench: lora`
+(measure.py). Left out: several GPUs, experts, and the server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from benchmarks.engine.engine_workloads import SHAPES, freeze_objects, make_folder, make_model, make_tiny, say
+from benchmarks.measure import Results
+from fa_serve.engine import Engine, EngineConfig, SamplingParams
+
+REQUESTS = 64
+TOKENS_IN = 128
+TOKENS_OUT = 256
+ADAPTERS = 32
+LOADS = 100
+RUNS = 3
+PARTS = ("rates", "loads")
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def linear_layers(model: Any) -> dict[str, tuple[int, int]]:
+    """(rows, columns) of the linear layers that adapters have, by name."""
+    return {
+        name: tuple(module.weight.shape)
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and name.rpartition(".")[2] in PROJECTIONS
+    }
+
+
+def write_adapter(folder: Path, layers: dict[str, tuple[int, int]], rank: int, seed: int) -> Path:
+    """An adapter with small random weights of every layer, in 16 bits."""
+    draw = torch.Generator().manual_seed(seed)
+    given = {}
+    for name, (rows, columns) in layers.items():
+        key = f"base_model.model.{name}"
+        given[f"{key}.lora_A.weight"] = (torch.randn(rank, columns, generator=draw) * 0.02).bfloat16()
+        given[f"{key}.lora_B.weight"] = (torch.randn(rows, rank, generator=draw) * 0.02).bfloat16()
+    return _write(folder, given, {"r": rank, "lora_alpha": rank})
+
+
+def write_mark(folder: Path, name: str, row: torch.Tensor, columns: int) -> Path:
+    """An adapter that adds a row of the head to the last layer's output, so that greedy takes its token."""
+    key = f"base_model.model.{name}"
+    row = row.float().cpu()
+    given = {
+        f"{key}.lora_A.weight": torch.zeros(1, columns),
+        f"{key}.lora_B.weight": torch.zeros(len(row), 1),
+        f"{key}.lora_B.bias": 1e3 * row / row.norm(),
+    }
+    return _write(folder, given, {"r": 1, "lora_alpha": 1, "lora_bias": True})
+
+
+def _write(folder: Path, given: dict[str, torch.Tensor], config: dict[str, Any]) -> Path:
+    folder.mkdir(parents=True)
+    save_file(given, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"} | config))
+    return folder
+
+
+def prompts(count: int, vocab: int, seed: int) -> list[list[int]]:
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randint(5, vocab, (count, TOKENS_IN), generator=draw).tolist()
+
+
+def params(tokens: int = TOKENS_OUT) -> SamplingParams:
+    return SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+
+
+@contextmanager
+def opened(model: Any, options: argparse.Namespace, **settings: Any) -> Iterator[Engine]:
+    """An engine on the model. CUDA graphs are captured before it is timed."""
+    defaults: dict[str, Any] = {
+        "device": options.device,
+        "max_model_len": 1024,
+        "prefix_caching": False,
+        "max_num_seqs": REQUESTS,
+    }
+    if options.device == "cpu":
+        defaults["num_pages"] = 2048
+    engine = Engine(EngineConfig(**defaults | settings), model=model)
+    freeze_objects()
+    try:
+        yield engine
+    finally:
+        engine.close()
+        del engine
+        gc.collect()
+        if options.device != "cpu":
+            torch.cuda.empty_cache()
+
+
+def rate(engine: Engine, names: Sequence[str | None], tokens: int) -> float:
+    """Tokens a second of one request for each name, the best of RUNS."""
+    best = 0.0
+    for run in range(RUNS + 1):  # the first one warms up
+        asked = prompts(len(names), engine.vocab_size, run)
+        begin = time.perf_counter()
+        engine.generate(asked, params(tokens), adapter=list(names))
+        seconds = time.perf_counter() - begin
+        if run:
+            best = max(best, len(names) * tokens / seconds)
+    return best
+
+
+def mixtures(loaded: Sequence[str]) -> dict[str, list[str | None]]:
+    """The adapters of the requests of each case."""
+    many = [loaded[i % len(loaded)] for i in range(REQUESTS)]
+    return {
+        "base": [None] * REQUESTS,
+        "1 adapter": [loaded[0]] * REQUESTS,
+        f"{len(loaded)} adapters": list(many),
+        "half base": [name if i % 2 else None for i, name in enumerate(many)],
+        "alone": [loaded[0]],
+    }
+
+
+def check_marks(engine: Engine, model: Any, folder: Path) -> None:
+    """Raise RuntimeError unless each of 16 adapters answers with its own mark, in one batch with the base."""
+    name = next(name for name in reversed(linear_layers(model)) if name.endswith("down_proj"))
+    head = model.get_output_embeddings().weight.detach()
+    columns = linear_layers(model)[name][1]
+    marks = range(7, 23)
+    for mark in marks:
+        engine.load_adapter(f"mark-{mark}", write_mark(folder / str(mark), name, head[mark], columns))
+    names = [None, *(f"mark-{mark}" for mark in marks), None]
+    found = engine.generate(prompts(len(names), engine.vocab_size, 0), params(4), adapter=names)
+    wrong = [mark for mark, each in zip(marks, found[1:-1], strict=True) if each.token_ids != [mark] * 4]
+    if wrong:
+        raise RuntimeError(f"the adapters with the marks {wrong} did not answer with them")
+    for mark in marks:
+        engine.unload_adapter(f"mark-{mark}")
+    say("each adapter answers with its own mark")
+
+
+def measure_rates(model: Any, options: argparse.Namespace, results: Results, folder: Path) -> None:
+    with opened(model, options) as engine:
+        peers = {"base": rate(engine, [None] * REQUESTS, options.tokens), "alone": rate(engine, [None], options.tokens)}
+    for rank in options.ranks:
+        folders = [write_adapter(folder / f"r{rank}-{i}", linear_layers(model), rank, i) for i in range(options.adapters)]
+        theirs = vllm_rates(options, rank, folders) if options.peer_path else {}
+        with opened(model, options, lora_bytes=options.lora_bytes, max_lora_rank=max(rank, 16)) as engine:
+            check_marks(engine, model, folder / f"marks-{rank}")
+            names = [f"a{i}" for i in range(len(folders))]
+            for name, each in zip(names, folders, strict=True):
+                engine.load_adapter(name, each)
+            for case, wanted in mixtures(names).items():
+                base = peers["alone" if case == "alone" else "base"]
+                ours = rate(engine, wanted, options.tokens)
+                beside = {"base": base} | ({"vLLM": theirs[case]} if case in theirs else {})
+                ratio = results.add(f"{options.shape} rank {rank} {case}", "tokens/s", ours, beside)
+                say(f"rank {rank} {case}: {ours:.0f} tokens/s, of the base {ours / base:.3f}, least ratio {ratio:.3f}")
+
+
+def measure_loads(model: Any, options: argparse.Namespace, results: Results, folder: Path) -> None:
+    """Loads beside 32 requests of the base."""
+    folders = [write_adapter(folder / f"load-{i}", linear_layers(model), 8, i) for i in range(options.loads)]
+    size = (folders[0] / "adapter_model.safetensors").stat().st_size / 1e6
+    with opened(model, options, lora_bytes=options.lora_bytes, max_lora_rank=16) as engine:
+        engine.load_adapter("first", folders[0])
+        engine.generate(prompts(1, engine.vocab_size, 0), params(2), adapter="first")
+        engine.unload_adapter("first")
+        begin = time.perf_counter()
+        engine.load_adapter("timed", folders[0])
+        engine.generate(prompts(1, engine.vocab_size, 1), params(1), adapter="timed")
+        results.add(f"{options.shape} load of {size:.0f} MB to the first token", "ms", 1e3 * (time.perf_counter() - begin), {})
+        calm = gaps(engine, [])
+        busy = gaps(engine, folders)
+        ratio = results.add(f"{options.shape} p99 between tokens in {len(folders)} loads", "ms", busy, {"calm": calm})
+        say(f"p99 between tokens: {busy:.2f} ms in loads, {calm:.2f} ms calm ({ratio:.3f})")
+
+
+def gaps(engine: Engine, folders: Sequence[Path]) -> float:
+    """The 99th percentile of milliseconds between steps of requests of the base, while adapters are read, copied and asked."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    store = engine.adapters
+    with ThreadPoolExecutor(1) as thread:
+        reads = [thread.submit(store.read, each) for each in folders]
+        for number, prompt in enumerate(prompts(32, engine.vocab_size, 2)):
+            engine.add_request(f"base-{number}", prompt, params(max(TOKENS_OUT, 4 * len(folders))))
+        times = []
+        loaded = 0
+        while any(name.startswith("base-") for name in engine._answers.states):
+            engine.step()
+            times.append(time.perf_counter())
+            if loaded < len(reads) and reads[loaded].done():
+                name = f"load-{loaded}"
+                store.add(name, folders[loaded], reads[loaded].result())
+                engine.add_request(name, [7, 8, 9], params(1), adapter=name)
+                loaded += 1
+    while engine.has_unfinished():
+        engine.step()
+    between = [1e3 * (after - before) for before, after in pairwise(times[8:])]
+    return statistics.quantiles(between, n=100)[98]
+
+
+VLLM = """
+import json, sys, time
+from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
+given = json.loads(sys.argv[1])
+llm = LLM(model=given["model"], enable_lora=True, max_loras=given["max_loras"], max_lora_rank=given["rank"],
+          max_num_seqs=given["requests"], max_model_len=1024, enable_prefix_caching=False)
+loras = [LoRARequest(f"a{i}", i + 1, folder) for i, folder in enumerate(given["folders"])]
+params = SamplingParams(max_tokens=given["tokens"], temperature=0.0, ignore_eos=True)
+found = {}
+for case, indices in given["cases"].items():
+    for run in range(given["runs"] + 1):
+        prompts = [{"prompt_token_ids": each} for each in given["prompts"][: len(indices)]]
+        begin = time.perf_counter()
+        llm.generate(prompts, params, lora_request=[None if i is None else loras[i] for i in indices], use_tqdm=False)
+        seconds = time.perf_counter() - begin
+        if run:
+            found[case] = max(found.get(case, 0.0), len(indices) * given["tokens"] / seconds)
+print("RATES " + json.dumps(found))
+"""
+
+
+def vllm_rates(options: argparse.Namespace, rank: int, folders: Sequence[Path]) -> dict[str, float]:
+    """The rates of vLLM with LoRA, in another process, by case. Empty if it fails, which is said."""
+    names = [f"a{i}" for i in range(len(folders))]
+    index: dict[str | None, int | None] = {None: None, **{name: i for i, name in enumerate(names)}}
+    with tempfile.TemporaryDirectory() as folder:
+        make_folder(options.shape, Path(folder), options.device)
+        given = {
+            "model": folder,
+            "max_loras": len(folders),
+            "rank": max(rank, 16),
+            "requests": REQUESTS,
+            "folders": list(map(str, folders)),
+            "tokens": options.tokens,
+            "runs": RUNS,
+            "cases": {case: [index[name] for name in wanted] for case, wanted in mixtures(names).items()},
+            "prompts": prompts(REQUESTS, SHAPES[options.shape]["vocab_size"], 1),
+        }
+        command = [sys.executable, "-c", VLLM, json.dumps(given)]
+        done = subprocess.run(
+            command, env={"PYTHONPATH": options.peer_path}, capture_output=True, text=True, check=False, timeout=900
+        )
+    line = next((line for line in done.stdout.splitlines() if line.startswith("RATES ")), None)
+    if line is None:
+        say(f"vLLM failed: {done.stderr[-500:]}")
+        return {}
+    found: dict[str, float] = json.loads(line.removeprefix("RATES "))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="llama8b", choices=SHAPES)
+    parser.add_argument("--ranks", type=lambda text: [int(rank) for rank in text.split(",")], default=[16, 64, 256])
+    parser.add_argument("--adapters", type=int, default=ADAPTERS)
+    parser.add_argument("--loads", type=int, default=LOADS)
+    parser.add_argument("--tokens", type=int, default=TOKENS_OUT)
+    parser.add_argument("--lora-bytes", type=int, default=24 << 30)
+    parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS))
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="sizes with which the script can be tried on a CPU")
+    parser.add_argument("--peer-path", help="folder of packages with vLLM")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    options = parser.parse_args()
+    if options.tiny:
+        make_tiny()
+    model = make_model(options.shape, options.device, dtype=torch.float32 if options.device == "cpu" else torch.bfloat16)
+    results = Results("lora", options.out)
+    with tempfile.TemporaryDirectory() as folder:
+        if "rates" in options.parts:
+            measure_rates(model, options, results, Path(folder))
+        if "loads" in options.parts:
+            measure_loads(model, options, results, Path(folder))
+    results.merge()
+    results.summarise()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""Adapters of parameters that are no weights of linear layers: the experts of mixtures and their routers.
+
+    modules = ParameterModules(model, holder)
+    parts = modules.pack(adapter)            # by the name of the module; on the host
+    modules.write(slot, parts)
+
+peft writes the matrices of all experts below each other. They are many times as large as those of a linear layer, so they are
+kept as they are, beside the pages of ranks, and PyTorch computes the experts of the tokens of one adapter after the other. A
+router gets whole weights. A step with such an adapter runs without a CUDA graph. Left out: quantised experts, and routers that
+are not fused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from fa_serve.hf.lora.format import LoraAdapter
+from fa_serve.hf.lora.product import StepHolder
+from fa_serve.hf.surgery.experts.mixtures import expert_modules, gate_of, weights_of
+from fa_serve.hf.surgery.fuse.router import FusedRouter
+from fa_serve.ops.moe.fallback import LowRankExperts, torch_adapted_experts
+from fa_serve.spec import ParameterError
+
+Part = dict[str, LowRankExperts]
+"""What an adapter adds to the parameters of a module: "gate_up_proj" and "down_proj" of experts, "weight" of a router."""
+
+
+class ParameterModules:
+    """The experts and routers of a model, whose forwards are replaced, and what the adapters in memory have for them."""
+
+    def __init__(self, model: nn.Module, holder: StepHolder) -> None:
+        self._holder = holder
+        self._slots: dict[int, Mapping[str, Part]] = {}
+        self._routers: dict[tuple[int, str], FusedRouter] = {}
+        names = {module: name for name, module in model.named_modules()}
+        self._experts: dict[str, Any] = {names[module]: module for module in expert_modules(model)}
+        self._fused: dict[str, FusedRouter] = {}
+        for name, module in self._experts.items():
+            if "forward" not in vars(module):
+                module.forward = AdaptedExperts(partial(type(module).forward, module), module, name, self)
+        modules: dict[str, Any] = {name: module for module, name in names.items()}
+        for name, module in modules.items():
+            router = vars(module).get("forward")
+            if isinstance(router, FusedRouter):
+                self._fused[name] = router
+                module.forward = AdaptedRouter(router, name, self)
+
+    def pack(self, adapter: LoraAdapter) -> dict[str, Part]:
+        """The matrices of an adapter, on the host. Raises ParameterError for those that do not fit."""
+        found = {}
+        for name, pairs in adapter.parameters.items():
+            shapes = self._shapes(name)
+            part: Part = {}
+            for a, b in pairs:
+                parameter = next((key for key, shape in shapes.items() if shape[1:] == (len(b), a.shape[1])), None)
+                count = 0 if parameter is None else shapes[parameter][0]
+                rank = adapter.config.rank_of(f"{name}.{parameter}")
+                if parameter is None or parameter in part or not len(a) == b.shape[1] == count * rank:
+                    sizes = {key: list(shape) for key, shape in shapes.items()}
+                    rule = f"have matrices of rank {rank} for parameters of the sizes {sizes}"
+                    raise ParameterError(name[:128], rule, [list(a.shape), list(b.shape)])
+                rows = b.view(len(b), rank, count).permute(2, 0, 1).contiguous()
+                scale = adapter.config.scale_of(f"{name}.{parameter}")
+                part[parameter] = LowRankExperts(a.view(count, rank, -1), rows, scale)
+            found[name] = part
+        return found
+
+    def write(self, slot: int, parts: Mapping[str, Part] | None) -> None:
+        """The adapter in this slot has these matrices, which are copied to the device; None for none."""
+        self._slots.pop(slot, None)
+        self._routers = {key: router for key, router in self._routers.items() if key[0] != slot}
+        if not parts:
+            return
+        kept: dict[str, Part] = {}
+        for name, part in parts.items():
+            if name in self._fused:
+                fused = self._fused[name]
+                a, b, scale = part["weight"]
+                delta = (b[0].float() @ a[0].float() * scale).to(fused.weight.device)
+                self._routers[slot, name] = replace(fused, weight=(fused.weight.float() + delta).to(fused.weight.dtype))
+            else:
+                like = self._experts[name].down_proj
+                kept[name] = {key: low._replace(a=low.a.to(like), b=low.b.to(like)) for key, low in part.items()}
+        self._slots[slot] = kept
+
+    def experts(self, name: str, module: Any, x: Tensor, index: Tensor, weights: Tensor, out: Tensor) -> Tensor:
+        """out: what the base makes of x (tokens, hidden) -> with the adapters of the step"""
+        for slot, tokens in self._served(len(x)):
+            part = self._slots.get(slot, {}).get(name)
+            if part:
+                own = weights_of(module, gate_of(module))
+                given = (x[tokens].to(module.down_proj.dtype), index[tokens], weights[tokens])
+                out[tokens] = torch_adapted_experts(*given, own, part.get("gate_up_proj"), part.get("down_proj")).to(out.dtype)
+        return out
+
+    def route(self, name: str, x: Tensor, out: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """out: what the base returns for x (..., hidden) -> with the adapters of the step"""
+        flat = x.reshape(-1, x.shape[-1])
+        for slot, tokens in self._served(len(flat)):
+            router = self._routers.get((slot, name))
+            if router is not None:
+                for whole, rows in zip(out, router(flat[tokens]), strict=True):
+                    whole[tokens] = rows
+        return out
+
+    def _served(self, rows: int) -> list[tuple[int, Tensor]]:
+        """(slot, tokens) of the adapters of the step that have parts outside of the pages. rows: that a module is given"""
+        step = self._holder.step
+        if step is None or not step.outer:
+            return []
+        if rows != len(step.tokens.rows):
+            raise RuntimeError(f"a mixture was given {rows} rows in a step of {len(step.tokens.rows)} tokens")
+        return [(slot, tokens) for slot, tokens, _ in step.outer]
+
+    def _shapes(self, name: str) -> dict[str, tuple[int, int, int]]:
+        """(matrices, rows, columns) of each parameter of a module that may have adapters."""
+        if name in self._fused:
+            rows, columns = self._fused[name].weight.shape
+            return {"weight": (1, rows, columns)}
+        if name in self._experts:
+            module = self._experts[name]
+            own = weights_of(module, gate_of(module))
+            count, hidden, width = own.sizes
+            return {"gate_up_proj": (count, 2 * width, hidden), "down_proj": (count, hidden, width)}
+        raise ParameterError("target_parameters", "name experts of floats or fused routers of the model", name[:128])
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedExperts:
+    """Replaces the `forward` of a module of experts."""
+
+    original: Callable[..., Tensor]
+    module: nn.Module
+    name: str
+    owner: ParameterModules
+
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        out = self.original(hidden_states, top_k_index, top_k_weights)
+        return self.owner.experts(self.name, self.module, hidden_states, top_k_index, top_k_weights, out)
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedRouter:
+    """Replaces the `forward` of a fused router."""
+
+    original: FusedRouter
+    name: str
+    owner: ParameterModules
+
+    def __call__(self, hidden_states: Tensor) -> Any:
+        out = self.original(hidden_states)
+        return self.owner.route(self.name, hidden_states, out)
+
+
+def bytes_of(parts: Mapping[str, Part]) -> int:
+    """On the device."""
+    return sum(low.a.nbytes + low.b.nbytes for part in parts.values() for low in part.values())

@@ -1,0 +1,47 @@
+"""The kernels of adapters compile for every GPU without spills, at the sizes of 8B models."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cross_compile import SHARED_BYTES, TARGETS, compiling_for
+
+from fa_serve.ops import LoraBatch, LoraWeights, Norm
+from fa_serve.ops.lora.kernel import launch_add_lora
+
+
+def launch(k: int, widths: tuple[int, ...], total: int, block_rows: int, dtype: torch.dtype, norm: bool = False) -> None:
+    n = sum(widths)
+    slots = 4
+    weights = LoraWeights(
+        torch.zeros(1, len(widths), 16, k, dtype=dtype),
+        torch.zeros(1, 16, n, dtype=dtype),
+        *(torch.zeros(slots, 4, dtype=kind)[:, : len(widths)] for kind in (torch.float32, torch.int32, torch.int32)),
+        widths,
+    )
+    tiles = torch.zeros(-(-total // block_rows) + 4, 3, dtype=torch.int32)
+    pages = torch.zeros(slots, 4, dtype=torch.int32)
+    batch = LoraBatch(torch.zeros(total, dtype=torch.int32), tiles, pages, torch.zeros(slots, dtype=torch.int32), block_rows)
+    norms = Norm(torch.zeros(k, dtype=dtype), 1e-6) if norm else None
+    launch_add_lora(torch.zeros(total, n, dtype=dtype), torch.zeros(total, k, dtype=dtype), weights, batch, norms, None)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_shrink_and_expand(target: str) -> None:
+    with compiling_for(target) as kernels:
+        launch(4096, (4096, 1024, 1024), 1, 16, torch.bfloat16, norm=True)
+        launch(4096, (14336, 14336), 64, 16, torch.bfloat16)
+        launch(14336, (4096,), 512, 64, torch.bfloat16)
+        launch(4096, (4096,), 64, 16, torch.float16)
+    assert [kernel.name for kernel in kernels] == ["_shrink", "_expand"] * 4
+    assert [kernel.spill_bytes for kernel in kernels] == [0] * 8
+    assert max(kernel.shared_bytes for kernel in kernels) <= SHARED_BYTES[target]
+
+
+@pytest.mark.parametrize("target", ["sm90"])
+def test_float32_is_exact_and_launches_are_programmatic(target: str) -> None:
+    with compiling_for(target) as kernels:
+        launch(1024, (1024,), 16, 16, torch.float32)
+    for kernel in kernels:
+        assert kernel.programmatic == ["launch_dependents", "wait"]
+        assert not kernel.instructions["HMMA"], "tensor cores would round float32"
