@@ -104,6 +104,8 @@ class ExactForward:
 
     def _prepare(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A hook before the model's forward: the batch rides along, and positions are those of the engine."""
+        if kwargs.get("fa_serve_batch") is not None:
+            return args, kwargs  # a step of an engine, which has its own batch
         kwargs = {**kwargs}
         if args:
             if len(args) > 1:

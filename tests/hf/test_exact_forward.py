@@ -207,3 +207,13 @@ def test_what_a_training_forward_does_not_have_is_refused() -> None:
             model(ids, past_key_values=object())
     with pytest.raises(UnsupportedModelError, match="a model of transformers is needed"):
         fa_serve.exact(nn.Linear(2, 2))
+
+
+def test_rollouts_within_the_context_are_those_outside() -> None:
+    model = make_model()
+    engine = RolloutEngine(model, **SIZES, deterministic=True)
+    params = SamplingParams(max_tokens=4, seed=1)
+    [outside] = engine.generate([[5, 6, 7]], params=params)
+    with fa_serve.exact(model, page_size=4):
+        [inside] = engine.generate([[5, 6, 7]], params=params)
+    assert inside.rollouts == outside.rollouts
