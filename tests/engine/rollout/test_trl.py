@@ -38,6 +38,26 @@ def test_answers_come_in_the_order_and_the_form_of_the_prompts() -> None:
     assert engine.weight_version == 1
 
 
+def test_the_trainers_log_probabilities_are_those_of_the_rollout() -> None:
+    """The method that TRL calls, with prompts to the right of their padding."""
+    model = make_model().train()
+    asks = trainer(temperature=0.7)
+    engine = RolloutEngine(model, **SIZES, deterministic=True)
+    use_rollouts(asks, engine, fa_serve.exact(model, page_size=4))
+    prompts = [[5, 6, 7], [9, 8]]
+    _, answers, logprobs, _ = asks.vllm_generation.generate(prompts, None, 1)
+    ids = torch.tensor([[5, 6, 7, *answers[0]], [0, 9, 8, *answers[1]]])
+    mask = torch.ones_like(ids)
+    mask[1, 0] = 0
+    found, entropies, _ = asks._get_per_token_logps_and_entropies(model, ids, mask, 5, batch_size=1, compute_entropy=True)
+    assert torch.equal(found, torch.tensor(logprobs)[..., 0])
+    assert found.requires_grad
+    assert entropies.shape == (2, 5)
+    assert (entropies > 0).all()
+    with pytest.raises(ParameterError, match="inputs must be tokens alone"):
+        asks._get_per_token_logps_and_entropies(model, ids, mask, 5, pixel_values=ids)
+
+
 def test_what_is_not_built_is_refused() -> None:
     engine = RolloutEngine(make_model(), **SIZES)
     with pytest.raises(ParameterError, match="use_vllm must be False"):
@@ -52,18 +72,14 @@ def test_trl_trains_with_ratios_of_exactly_1(tmp_path: Any) -> None:
     model = make_model("qwen3")
     seen: list[float] = []
 
-    class ExactTrainer(trl.GRPOTrainer):
-        def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
-            with self.exact:
-                return super()._get_per_token_logps_and_entropies(*args, **kwargs)
-
+    class WatchedTrainer(trl.GRPOTrainer):
         def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
-            kept = inputs["completion_mask"].bool()
-            with torch.no_grad(), self.exact:
+            with torch.no_grad():
                 ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
                 mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
-                found = self._get_per_token_logps_and_entropies(model, ids, mask, inputs["completion_ids"].shape[1])[0]
-            seen.append(float((found - inputs["sampling_per_token_logps"])[kept].abs().max()))
+                found, _, _ = self._get_per_token_logps_and_entropies(model, ids, mask, inputs["completion_ids"].shape[1])
+            distances = (found - inputs["sampling_per_token_logps"])[inputs["completion_mask"].bool()]
+            seen.append(float(distances.abs().max()))
             return super()._compute_loss(model, inputs)
 
     args = trl.GRPOConfig(
@@ -81,16 +97,19 @@ def test_trl_trains_with_ratios_of_exactly_1(tmp_path: Any) -> None:
         logging_steps=1,
         disable_tqdm=True,
     )
-    trains = ExactTrainer(
+    prompts = datasets.table.InMemoryTable.from_pydict({"prompt": ["the fox", "a dog"]})
+    trains = WatchedTrainer(
         model,
         reward_funcs=lambda completions, **_: [float(sum(map(str.islower, text))) for text in completions],
         args=args,
-        train_dataset=datasets.Dataset.from_dict({"prompt": ["the fox", "a dog"]}),
+        # with a fingerprint, because datasets cannot hash the table with every pyarrow
+        train_dataset=datasets.Dataset(
+            datasets.table.InMemoryTable.from_pydict({"prompt": ["the fox", "a dog"]}), fingerprint="a"
+        ),
         processing_class=make_tokenizer(),
     )
     engine = RolloutEngine(trains.model, make_tokenizer(), **SIZES, deterministic=True)
-    trains.exact = fa_serve.exact(trains.model, page_size=4)
-    use_rollouts(trains, engine)
+    use_rollouts(trains, engine, fa_serve.exact(trains.model, page_size=4))
     trains.train()
     assert seen == [0.0] * 3
     assert engine.weight_version >= 3
