@@ -65,7 +65,7 @@ def _exact_logprobs(
     size = batch_size or len(input_ids)
     logprobs: list[Tensor] = []
     entropies: list[Tensor] = []
-    for ids, mask in zip(input_ids.split(size), attention_mask.split(size), strict=True):
+    for ids, mask in zip(torch.split(input_ids, size), torch.split(attention_mask, size), strict=True):
         with exact:
             logits = model(input_ids=ids, attention_mask=mask, logits_to_keep=logits_to_keep + 1).logits[:, :-1]
             logprobs.append(token_logprobs(logits, ids[:, -logits_to_keep:], trainer.temperature))

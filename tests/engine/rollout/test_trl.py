@@ -103,9 +103,7 @@ def test_trl_trains_with_ratios_of_exactly_1(tmp_path: Any) -> None:
         reward_funcs=lambda completions, **_: [float(sum(map(str.islower, text))) for text in completions],
         args=args,
         # with a fingerprint, because datasets cannot hash the table with every pyarrow
-        train_dataset=datasets.Dataset(
-            datasets.table.InMemoryTable.from_pydict({"prompt": ["the fox", "a dog"]}), fingerprint="a"
-        ),
+        train_dataset=datasets.Dataset(prompts, fingerprint="prompts"),
         processing_class=make_tokenizer(),
     )
     engine = RolloutEngine(trains.model, make_tokenizer(), **SIZES, deterministic=True)
