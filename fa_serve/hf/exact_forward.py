@@ -204,15 +204,15 @@ class _ExactBatch:
         self.rows = rows
         self.page_size = page_size
         self.batch = rows.paged(page_size)
+        self.num_pages = int((-(-rows.starts.diff() // page_size)).sum())
         self.deterministic = deterministic
 
     def pages_like(self, x: Tensor) -> Tensor:
         """Empty pages for keys or values (n, heads, dim) of all sequences, laid out as those of the engine."""
-        num_pages = int(self.batch.block_table.max()) + 1
         _, heads, dim = x.shape
         if x.device.type == "cpu":
-            return x.new_empty(num_pages, self.page_size, heads, dim)
-        return x.new_empty(num_pages, heads, self.page_size, dim).transpose(1, 2)
+            return x.new_empty(self.num_pages, self.page_size, heads, dim)
+        return x.new_empty(self.num_pages, heads, self.page_size, dim).transpose(1, 2)
 
     def attend(self, call: LayerCall) -> Tensor:
         """Causal attention within each sequence -> (batch, tokens, num_heads, head_dim_v), 0 for padding."""

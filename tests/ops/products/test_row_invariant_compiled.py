@@ -2,7 +2,7 @@
 
 A row has the same bits in two tiles if each of its sums is the same chain of the same instructions. This is what the machine
 code can show: only wgmma multiplies, and a tile's k has as many links as there are 16s in it. What the instruction itself does
-with the size of a tile is compared on a GPU (tests/gpu/test_deterministic_gpu.py).
+with the size of a tile is compared on a GPU (tests/gpu/test_rollouts_gpu.py).
 """
 
 from __future__ import annotations
