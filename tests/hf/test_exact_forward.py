@@ -178,3 +178,17 @@ def test_rollouts_within_the_context_are_those_outside() -> None:
     with fa_serve.exact(model, page_size=4):
         [inside] = engine.generate([[5, 6, 7]], params=params)
     assert inside.rollouts == outside.rollouts
+
+
+def test_adapters_of_peft_are_trained_with_the_bits_of_their_rollouts() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    wrapped = peft.get_peft_model(make_model(), config)
+    batch = Batch(wrapped)
+    with fa_serve.exact(wrapped, page_size=4):
+        logprobs = batch.compute(wrapped)
+    assert torch.equal(logprobs, batch.logprobs)
+    logprobs.sum().backward()
+    trained = {name for name, parameter in wrapped.named_parameters() if parameter.grad is not None}
+    assert trained
+    assert all("lora_" in name for name in trained)
