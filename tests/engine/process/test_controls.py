@@ -155,7 +155,7 @@ async def test_requests_wait_while_the_engine_sleeps(make_engine: Callable[..., 
 async def test_the_end_of_the_engine_ends_those_who_wait_for_an_answer(make_engine: Callable[..., Engine]) -> None:
     engine = make_engine()
     async with running(engine) as served:
-        engine._weights.copy = None  # type: ignore[method-assign, assignment] - its failure is no error of a parameter
+        engine._residence.copy = None  # type: ignore[method-assign, assignment] - its failure is no error of a parameter
         with pytest.raises(RuntimeError, match="TypeError"):
             await served.update_weights(folder=str(Path.cwd() / "nowhere"))
 
