@@ -14,7 +14,6 @@ A request passes these layers, the outermost first:
     bounds/guard.py:Hosts                the names that the server has
     CORSMiddleware                       with --cors-origins
     bounds/guard.py:WeightVersion        with an administrator's key
-    bounds/guard.py:AdminKey             the operator's routes
     bounds/guard.py:Keys                 API keys
     bounds/guard.py:BodyLimit            the bytes of the body, and of all bodies together
     bodies.py:BodyRoutes                 every POST of routes.py: its turn, the parsing and validation of its body
@@ -39,11 +38,11 @@ import fa_serve
 
 from . import errors
 from .bodies import BodyRoutes
-from .bounds.guard import AdminKey, BodyLimit, Clients, Hosts, Keys, RequestIds, WeightVersion
+from .bounds.guard import BodyLimit, Clients, Hosts, Keys, RequestIds, WeightVersion
 from .kept_answers import KeptAnswers
 from .observe.timelines import Timelines
 from .observe.traces import Traces, tracer_provider
-from .operation import PATHS, operation
+from .operation import operation
 from .pooling.routes import pooling_router
 from .routes import router
 from .service import Service
@@ -82,9 +81,7 @@ def create_app(engine: AsyncEngine, settings: Settings) -> FastAPI:
     app.state.service = service
     left_out = set() if settings.tokenizer_info else {"/tokenizer_info"}
     app.router.routes += [route for route in router.routes if getattr(route, "path", None) not in left_out]
-    admin_paths: frozenset[str] = frozenset() if settings.admin_key is None else PATHS
-    if settings.admin_key is not None:
-        app.router.routes += operation.routes
+    app.router.routes += operation.routes
     app.router.routes += pooling_router.routes
     errors.install(app)
     guarded: asgi.ASGIApp = KeptAnswers(app.build_middleware_stack(), service, make_schema=app.openapi)
@@ -92,13 +89,12 @@ def create_app(engine: AsyncEngine, settings: Settings) -> FastAPI:
     guarded = BodyLimit(guarded, limit=settings.max_body_bytes, in_flight=settings.max_body_bytes_in_flight)
     if keys := settings.all_keys:
         public = {"/health", "/ready"} | ({"/metrics"} if settings.public_metrics else set())
-        guarded = Keys(guarded, open_paths=frozenset(public) | admin_paths)
+        guarded = Keys(guarded, open_paths=frozenset(public))
     elif settings.host not in LOCAL_HOSTS:
         log.warning(
             "no API key is set: every client that can reach %s, port %d, can use the model", settings.host, settings.port
         )
     if settings.admin_key is not None:
-        guarded = AdminKey(guarded, admin_paths, settings.admin_key.get_secret_value())
         guarded = WeightVersion(guarded, lambda: engine.weight_version if service.running else None)
     if settings.cors_origins:
         guarded = CORSMiddleware(guarded, allow_origins=settings.cors_origins, allow_methods=["*"], allow_headers=["*"])

@@ -1,4 +1,4 @@
-"""The operator's routes for rollouts: other weights, a pause, sleep. They exist only with an administrator's key.
+"""The operator's routes for rollouts: other weights, a pause, sleep. They take the administrator's key alone.
 
     POST /pause?mode=keep                    {"mode": "abort" | "wait" | "keep"} in the body counts as well
     POST /update_weights                     {"weight_dir": "/checkpoints/step-100"}
@@ -25,13 +25,13 @@ from pydantic_core import PydanticCustomError
 from fa_serve.engine.errors import EngineAsleepError
 from fa_serve.spec import ParameterError
 
+from .adapters import require_administrator
 from .errors import BadRequest, HttpError, parameter_refused
 from .replies import WeightReply
 from .routes import ERRORS
 from .service import Service
 from .strict import StrictModel
 
-PATHS = frozenset({"/pause", "/resume", "/sleep", "/wake_up", "/update_weights", "/is_paused"})
 MAX_TENSORS = 100_000
 
 
@@ -141,6 +141,7 @@ async def is_paused(request: Request) -> JSONResponse:
 
 def _service_of(request: Request) -> Service:
     service: Service = request.app.state.service
+    require_administrator(request, service.settings)
     service.require_ready()
     return service
 

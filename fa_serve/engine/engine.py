@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 from transformers.utils.logging import tqdm
 
 from fa_serve.engine.config import EngineConfig
-from fa_serve.engine.errors import EngineAsleepError, EngineDeadError, QueueFullError, RequestError
+from fa_serve.engine.errors import EngineDeadError, QueueFullError, RequestError
 from fa_serve.engine.events import OnPhase
 from fa_serve.engine.images.processor import prepare_prompts
 from fa_serve.engine.images.prompt import ImageInput
@@ -45,7 +45,7 @@ from fa_serve.engine.request.input_processor import InputProcessor
 from fa_serve.engine.request.outputs import Completion, JoinedOutputs, RequestOutput
 from fa_serve.engine.request.params import SamplingParams, params_of_each
 from fa_serve.engine.request.request import Request
-from fa_serve.engine.runner.resident_weights import ResidentWeights
+from fa_serve.engine.runner.residence import Residence
 from fa_serve.engine.runner.results import CommittedStep, LaunchedStep, StepQueue
 from fa_serve.engine.scheduler.scheduled_batch import ScheduledBatch
 from fa_serve.engine.start.start_up import start_up
@@ -58,8 +58,6 @@ log = logging.getLogger("fa_serve.engine")
 
 LOAD_SECONDS = 0.01
 """How long a step without work waits at most for an adapter that is being loaded."""
-WAKE_UP_TAGS = ("weights", "kv_cache")
-"""What `Engine.sleep` frees, as vLLM names it."""
 
 
 class Engine:
@@ -122,8 +120,7 @@ class Engine:
         self._serial = count()
         for each in self.config.lora:
             self.load_adapter(*each.split("=", 1))
-        self._weights = ResidentWeights(self._runner, owned=model is None)
-        self._asleep: set[str] = set()
+        self._residence = Residence(self._runner, self.config, owned=model is None, num_ranks=self._ranks.size)
         self._late: list[RequestOutput] = []  # outputs that come with those of the next step
 
     def add_request(
@@ -188,7 +185,7 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Compute one step. Returns what requests gained, at most one output for each answer."""
         begin = time.monotonic()
-        self._require_awake()
+        self._residence.require_awake()
         self._ranks.tell("step")
         outputs = self._expire() + [self._answers.output(sequence) for sequence in self._scheduler.seat()]
         try:
@@ -305,16 +302,15 @@ class Engine:
         Raises ParameterError for a name or a shape that the model does not have, for keep_pages with a model that keeps states,
         and with several ranks.
         """
-        self._require_one_rank("update_weights")
-        if "weights" in self._asleep:
-            raise EngineAsleepError('the engine\'s weights sleep: call wake_up(["weights"]) before update_weights')
+        self._residence.require_one_rank("update_weights")
+        self._residence.require_weights()
         if keep_pages and self._scheduler.states is not None:
             raise ParameterError("keep_pages", "be False for a model that keeps states beside keys and values", keep_pages)
         self._late += self.drain()
         try:
-            self._weights.copy(weights)
+            self._residence.copy(weights)
         finally:  # some of them have been copied
-            self._weights.settle()
+            self._residence.settle()
             self._scheduler.forget_cache(keep_pages=keep_pages)
             self._counters.weight_version += 1
         return self._counters.weight_version
@@ -327,20 +323,10 @@ class Engine:
 
         Raises ParameterError for another level, for quantised weights unless the level is 0, and with several ranks.
         """
-        self._require_one_rank("sleep")
-        if level not in (0, 1, 2):
-            raise ParameterError("level", "be 0, 1 or 2", level)
-        if self._asleep:
-            return
+        self._residence.require_one_rank("sleep")
         self._late += self.drain()
         self._scheduler.forget_cache()
-        self._runner.close()
-        self._asleep = {"kv_cache"}
-        if level:
-            self._weights.leave(level)
-            self._asleep.add("weights")
-        if self._runner.device.type == "cuda":
-            torch.cuda.empty_cache()
+        self._residence.sleep(level)
 
     def wake_up(self, tags: Iterable[str] | None = None) -> None:
         """Allocate what `sleep` has freed, and capture the first graph.
@@ -349,19 +335,7 @@ class Engine:
 
         Raises ParameterError for another tag.
         """
-        wanted = set(WAKE_UP_TAGS if tags is None else tags)
-        if wanted - {*WAKE_UP_TAGS}:
-            raise ParameterError("tags", f"be of {', '.join(WAKE_UP_TAGS)}", sorted(wanted))
-        config = self.config
-        assert config.num_pages is not None
-        assert config.max_model_len is not None
-        if "weights" in wanted & self._asleep:
-            self._weights.come_back()
-        if "kv_cache" in wanted & self._asleep:
-            self._runner.allocate(config.num_pages, config.max_model_len, config.num_states or 0)
-            if not self._runner.eager:
-                self._runner.make_graphs()
-        self._asleep -= wanted
+        self._residence.wake_up(tags)
 
     @property
     def model(self) -> PreTrainedModel:
@@ -371,7 +345,7 @@ class Engine:
     @property
     def is_asleep(self) -> bool:
         """Whether some of the engine's memory is given away, or its weights have no values."""
-        return bool(self._asleep or self._weights.missing)
+        return self._residence.is_asleep
 
     @property
     def weight_version(self) -> int:
@@ -405,19 +379,6 @@ class Engine:
     def _room(self) -> int:
         """Requests that may still come before the queue is full."""
         return max(self.config.max_num_seqs + self.config.max_waiting - len(self._scheduler.sequences), 0)
-
-    def _require_awake(self) -> None:
-        if self._asleep:
-            raise EngineAsleepError("the engine sleeps and computes nothing: call wake_up() first")
-        if self._weights.missing:
-            raise EngineAsleepError(
-                f"the engine's weights have no values: {len(self._weights.missing)} parameters are missing since "
-                "sleep(level=2). Call update_weights with them first"
-            )
-
-    def _require_one_rank(self, name: str) -> None:
-        if self._ranks.size > 1:
-            raise ParameterError("tensor_parallel", f"be 1 for {name}, which is not built for several ranks", self._ranks.size)
 
     def _process(self, request_id: str, prompt: str | Sequence[int], params: SamplingParams, *options: Any) -> list[Request]:
         if request_id in self._answers:

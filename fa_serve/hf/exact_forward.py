@@ -104,6 +104,8 @@ class ExactForward:
 
     def _prepare(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A hook before the model's forward: the batch rides along, and positions are those of the engine."""
+        if kwargs.get("fa_serve_batch") is not None:
+            return args, kwargs  # a step of an engine, which has its own batch
         kwargs = {**kwargs}
         if args:
             if len(args) > 1:
@@ -202,15 +204,15 @@ class _ExactBatch:
         self.rows = rows
         self.page_size = page_size
         self.batch = rows.paged(page_size)
+        self.num_pages = int((-(-rows.starts.diff() // page_size)).sum())
         self.deterministic = deterministic
 
     def pages_like(self, x: Tensor) -> Tensor:
         """Empty pages for keys or values (n, heads, dim) of all sequences, laid out as those of the engine."""
-        num_pages = int(self.batch.block_table.max()) + 1
         _, heads, dim = x.shape
         if x.device.type == "cpu":
-            return x.new_empty(num_pages, self.page_size, heads, dim)
-        return x.new_empty(num_pages, heads, self.page_size, dim).transpose(1, 2)
+            return x.new_empty(self.num_pages, self.page_size, heads, dim)
+        return x.new_empty(self.num_pages, heads, self.page_size, dim).transpose(1, 2)
 
     def attend(self, call: LayerCall) -> Tensor:
         """Causal attention within each sequence -> (batch, tokens, num_heads, head_dim_v), 0 for padding."""

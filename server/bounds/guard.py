@@ -203,24 +203,6 @@ class Keys:
         await self._app(scope, receive, send)
 
 
-class AdminKey:
-    """Answers 401 to a request for one of the paths without the administrator's key. API keys do not open them."""
-
-    def __init__(self, app: asgi.ASGIApp, paths: frozenset[str], key: str):
-        self._app = app
-        self._paths = paths
-        self._hash = hashlib.sha256(key.encode()).digest()
-
-    async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
-        if scope["type"] == "http" and scope["path"] in self._paths:
-            digest = hashlib.sha256(_credential(Headers(scope=scope))).digest()
-            if not hmac.compare_digest(digest, self._hash):
-                message = "The administrator's key is required. Send the header Authorization: Bearer KEY."
-                await Unauthorized(message).response(scope)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
-
-
 class WeightVersion:
     """Adds the header x-weight-version to every response: the version of the weights when it began.
 

@@ -6,55 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import make_model, random_prompts
+from padded_rollouts import SIZES, Batch
+from tiny_models import make_model
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
 
 import fa_serve
 from fa_serve.engine import RolloutEngine, SamplingParams
 from fa_serve.hf import LayerCall
 from fa_serve.hf.exact_forward import _Attention
 from fa_serve.spec import ParameterError, UnsupportedModelError
-
-SIZES: dict[str, Any] = {"device": "cpu", "num_pages": 64, "page_size": 4, "max_num_seqs": 8, "seed": 0, "max_model_len": 64}
-ANSWER = 5
-
-
-class Batch:
-    """Rollouts as trainers pad them: prompts to the left, answers to the right.
-
-    ids, mask: (batch, tokens); logprobs: (batch, ANSWER), of the rollouts, 0 where `kept` is False
-    """
-
-    def __init__(self, model: PreTrainedModel, temperature: float = 1.0) -> None:
-        prompts = random_prompts(3, longest=9, seed=2)
-        engine = RolloutEngine(model, **SIZES, deterministic=True, max_num_batched_tokens=9)
-        params = [SamplingParams(max_tokens=n, temperature=temperature, seed=n) for n in (ANSWER, 1, 4)]
-        groups = engine.generate(prompts, params=params)
-        engine.close()
-        self.longest = max(map(len, prompts))
-        self.ids = torch.zeros(3, self.longest + ANSWER, dtype=torch.int64)
-        self.mask = torch.zeros_like(self.ids)
-        self.kept = torch.zeros(3, ANSWER, dtype=torch.bool)
-        self.logprobs = torch.zeros(3, ANSWER)
-        for row, (prompt, group) in enumerate(zip(prompts, groups, strict=True)):
-            [rollout] = group.rollouts
-            place = slice(self.longest - len(prompt), self.longest + len(rollout.token_ids))
-            self.ids[row, place] = torch.tensor(prompt + rollout.token_ids)
-            self.mask[row, place] = 1
-            self.kept[row, : len(rollout.token_ids)] = True
-            self.logprobs[row, : len(rollout.token_ids)] = torch.tensor(rollout.logprobs)
-
-    def compute(self, model: nn.Module, temperature: float = 1.0, **inputs: Any) -> Tensor:
-        """The log-probabilities that the model has for the answers: (batch, ANSWER), 0 where there is none."""
-        logits = model(input_ids=self.ids, attention_mask=self.mask, **inputs).logits[:, self.longest - 1 : -1]
-        found = fa_serve.token_logprobs(logits, self.ids[:, self.longest :], temperature)
-        return found.masked_fill(~self.kept, 0.0)
-
-    @property
-    def positions(self) -> Tensor:
-        return (self.mask.cumsum(1) - 1).clamp(min=0)
 
 
 def gradients(model: nn.Module, logprobs: Tensor) -> dict[str, Tensor]:
@@ -207,3 +168,27 @@ def test_what_a_training_forward_does_not_have_is_refused() -> None:
             model(ids, past_key_values=object())
     with pytest.raises(UnsupportedModelError, match="a model of transformers is needed"):
         fa_serve.exact(nn.Linear(2, 2))
+
+
+def test_rollouts_within_the_context_are_those_outside() -> None:
+    model = make_model()
+    engine = RolloutEngine(model, **SIZES, deterministic=True)
+    params = SamplingParams(max_tokens=4, seed=1)
+    [outside] = engine.generate([[5, 6, 7]], params=params)
+    with fa_serve.exact(model, page_size=4):
+        [inside] = engine.generate([[5, 6, 7]], params=params)
+    assert inside.rollouts == outside.rollouts
+
+
+def test_adapters_of_peft_are_trained_with_the_bits_of_their_rollouts() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    wrapped = peft.get_peft_model(make_model(), config)
+    batch = Batch(wrapped)
+    with fa_serve.exact(wrapped, page_size=4):
+        logprobs = batch.compute(wrapped)
+    assert torch.equal(logprobs, batch.logprobs)
+    logprobs.sum().backward()
+    trained = {name for name, parameter in wrapped.named_parameters() if parameter.grad is not None}
+    assert trained
+    assert all("lora_" in name for name in trained)

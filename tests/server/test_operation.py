@@ -76,23 +76,25 @@ async def test_every_response_has_the_version_of_the_weights(serving, engine, to
 
 async def test_only_the_administrator_may_tell(serving, told):
     async with serving(admin_key="operator", api_keys=["user"]) as client:
-        for headers in ({}, {"authorization": "Bearer user"}, {"authorization": "Bearer operato"}, {"x-api-key": "user"}):
+        for headers, status in (
+            ({}, 401),
+            ({"authorization": "Bearer operato"}, 401),
+            ({"authorization": "Bearer user"}, 403),
+            ({"x-api-key": "user"}, 403),
+        ):
             for path in ("/pause", "/resume", "/sleep", "/wake_up", "/update_weights"):
                 refused = await client.post(path, headers=headers, json={"weight_dir": "/x"} if "update" in path else {})
-                assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key"), path
-            assert (await client.get("/is_paused", headers=headers)).status_code == 401
-        assert (await client.get("/v1/models", headers=KEY)).status_code == 401, "it is no API key"
-        assert (await client.get("/v1/models", headers={"authorization": "Bearer user"})).status_code == 200
+                assert refused.status_code == status, path
+            assert (await client.get("/is_paused", headers=headers)).status_code == status
     assert told == []
 
 
-async def test_without_a_key_there_are_no_such_routes(serving, told):
+async def test_without_a_key_nobody_may_tell(serving, told):
     async with serving() as client:
-        assert (await client.post("/pause")).status_code == 404
-        assert (await client.post("/update_weights", json={"weight_dir": "/x"})).status_code == 404
-        assert "/pause" not in (await client.get("/openapi.json")).json()["paths"]
-    async with serving(admin_key="operator") as client:
-        assert "/pause" in (await client.get("/openapi.json")).json()["paths"]
+        for headers in ({}, KEY):
+            refused = await client.post("/pause", headers=headers)
+            assert (refused.status_code, "FA_SERVE_ADMIN_KEY" in refused.text) == (403, True)
+            assert (await client.post("/update_weights", headers=headers, json={"weight_dir": "/x"})).status_code == 403
     with pytest.raises(ValueError, match="one word without spaces"):
         Settings(admin_key="two words")
     assert told == []

@@ -58,6 +58,11 @@ class ImageEncoder:
             self.num_bytes -= self._features.popitem(last=False)[1].num_bytes
         return found
 
+    def forget(self) -> None:
+        """Empty the cache, because other weights encode images from now on."""
+        self._features.clear()
+        self.num_bytes = 0
+
     def step(self, pieces: Sequence[ImagePiece]) -> StepImages | None:
         """The embeddings of one step; None without images."""
         if not pieces:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from tiny_models import greedy, make_model
 
-from fa_serve.engine import AsyncEngine, Engine, EngineAsleepError, RequestOutput, SamplingParams
+from fa_serve.engine import AsyncEngine, Engine, EngineAsleepError, EngineConfig, RequestOutput, SamplingParams
 from fa_serve.engine.process.controls import Control, carry_out
 from fa_serve.spec import ParameterError
 
@@ -155,7 +155,7 @@ async def test_requests_wait_while_the_engine_sleeps(make_engine: Callable[..., 
 async def test_the_end_of_the_engine_ends_those_who_wait_for_an_answer(make_engine: Callable[..., Engine]) -> None:
     engine = make_engine()
     async with running(engine) as served:
-        engine._weights.copy = None  # type: ignore[method-assign, assignment] - its failure is no error of a parameter
+        engine._residence.copy = None  # type: ignore[method-assign, assignment] - its failure is no error of a parameter
         with pytest.raises(RuntimeError, match="TypeError"):
             await served.update_weights(folder=str(Path.cwd() / "nowhere"))
 
@@ -167,3 +167,24 @@ def test_an_engine_is_called_between_two_steps(make_engine: Callable[..., Engine
         engine.generate([PROMPT])
     carry_out(engine, Control(2, "wake_up", {"tags": None}))
     assert not engine.is_asleep
+
+
+@pytest.mark.usefixtures("warm_engine_processes")
+async def test_controls_and_their_answers_cross_the_pipe(model_folder: Path) -> None:
+    sizes = {"num_pages": 64, "page_size": 4, "max_num_seqs": 4, "max_model_len": 64}
+    served = AsyncEngine(EngineConfig(model=model_folder, device="cpu", process=True, **sizes))
+    await served.start()
+    try:
+        assert await served.update_weights(folder=str(model_folder)) == 1
+        assert served.weight_version == 1
+        await served.sleep(2)
+        await served.wake_up()
+        with pytest.raises(ParameterError, match="weight_dir must be a folder"):
+            await served.update_weights(folder="/nowhere")
+        with pytest.raises(ParameterError, match="weight_dir must be given"):
+            await served.update_weights(folder=None, keep_pages=True)
+        await served.update_weights(folder=str(model_folder))
+        answer = Answer(served, "a", max_tokens=6)
+        assert await answer.end() == greedy(make_model(), PROMPT, 6)
+    finally:
+        await served.shutdown()

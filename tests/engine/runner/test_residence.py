@@ -13,7 +13,7 @@ from torch import nn
 from transformers import GenerationConfig
 
 from fa_serve.engine import Engine, SamplingParams
-from fa_serve.engine.runner.resident_weights import ResidentWeights
+from fa_serve.engine.runner.residence import Residence
 from fa_serve.hf.surgery.quantised.linear import QuantizedLinear
 from fa_serve.spec import ParameterError
 
@@ -22,7 +22,7 @@ GREEDY = SamplingParams(max_tokens=4, temperature=0.0)
 
 def test_nothing_is_made_again_after_a_change_in_place(make_engine: Callable[..., Engine]) -> None:
     engine = make_engine()
-    weights = ResidentWeights(engine._runner, owned=True)
+    weights = Residence(engine._runner, engine.config, owned=True, num_ranks=1)
     forwards = [vars(module).get("forward") for module in engine._runner.model.modules()]
     with torch.no_grad():
         engine._runner.model.lm_head.weight.neg_()
@@ -89,9 +89,9 @@ def test_quantised_weights_stay(make_engine: Callable[..., Engine]) -> None:
     engine = make_engine()
     engine._runner.model.add_module("quantised", QuantizedLinear.__new__(QuantizedLinear))
     nn.Module.__init__(engine._runner.model.quantised)
-    weights = ResidentWeights(engine._runner, owned=True)
+    weights = Residence(engine._runner, engine.config, owned=True, num_ranks=1)
     with pytest.raises(ParameterError, match="level must be 0 for a model of quantised weights"):
-        weights.leave(1)
+        weights.sleep(1)
     with pytest.raises(ParameterError, match="weights must be of a model of floats"):
         weights.copy([("model.layers.0.mlp.up_proj.qweight", torch.zeros(1))])
 

@@ -1,0 +1,99 @@
+"""What deterministic mode costs: the rates of the engine in both modes, in one run.
+
+    python -m benchmarks.engine.bench_deterministic                    # 0.6B, 8B and a mixture on one GPU
+    python -m benchmarks.engine.bench_deterministic --shapes qwen06
+    python -m benchmarks.engine.bench_deterministic --shapes tiny --device cpu --tiny  # to try the script
+
+For each shape with random weights: tokens a second of 1, 64 and 256 requests that decode, and of prompts of 512 and 4,096
+tokens. The peer is the usual mode, so the ratio is deterministic / usual: 0.91 is the aim of 1.10. Before it is timed, an
+answer alone is compared with the same answer among the others, in every bit. The lines are in results/deterministic.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.engine.engine_workloads import SHAPES, make_model
+from benchmarks.measure import Results
+from fa_serve.engine import Engine, EngineConfig, SamplingParams
+
+BATCHES = (1, 64, 256)
+PROMPTS = (512, 4096)
+
+
+def draw_prompts(count: int, length: int, vocab: int) -> list[list[int]]:
+    draw = random.Random(0)
+    return [[draw.randrange(vocab) for _ in range(length)] for _ in range(count)]
+
+
+def rate(engine: Engine, prompts: list[list[int]], tokens: int, counted: int) -> float:
+    """Tokens a second: `counted` for each prompt, after a warm-up of the same shape."""
+    params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+    engine.generate(prompts, params)
+    begin = time.perf_counter()
+    engine.generate(prompts, params)
+    return len(prompts) * counted / (time.perf_counter() - begin)
+
+
+def require_equal_bits(engine: Engine, prompts: list[list[int]]) -> None:
+    """Raise AssertionError unless the first answer has the same bits alone and among the others."""
+    params = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True, logprobs=0)
+
+    def bits(asked: list[list[int]]) -> list[tuple[int, float]]:
+        return [(entry.token_id, entry.logprob) for entry in engine.generate(asked, params)[0].logprobs or []]
+
+    assert bits(prompts[:1]) == bits(prompts), "an answer depends on the batch"
+
+
+def measure(shape: str, device: str, tiny: bool) -> dict[str, tuple[float, float]]:
+    """By case, the rates (deterministic, usual)."""
+    batches = BATCHES[:2] if tiny else BATCHES
+    lengths = (16, 48) if tiny else PROMPTS
+    new = 8 if tiny else 128
+    rates: dict[str, list[float]] = {}
+    for deterministic in (True, False):
+        dtype = torch.float32 if tiny else torch.bfloat16
+        model = make_model(shape, device, dtype=dtype)
+        size: dict[str, Any] = {"num_pages": 512} if tiny else {}
+        longest = max(lengths) + 64
+        engine = Engine(
+            EngineConfig(deterministic=deterministic, prefix_caching=False, max_model_len=longest, **size), model=model
+        )
+        if deterministic:
+            require_equal_bits(engine, draw_prompts(4, 40, engine.vocab_size))
+        for batch in batches:
+            prompts = draw_prompts(batch, 16, engine.vocab_size)
+            rates.setdefault(f"{shape} decode {batch}", []).append(rate(engine, prompts, new, new))
+        for length in lengths:
+            prompts = draw_prompts(2 if tiny else 16, length, engine.vocab_size)
+            rates.setdefault(f"{shape} prompt {length}", []).append(rate(engine, prompts, 1, length))
+        engine.close()
+        del engine, model
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    return {case: (found[0], found[1]) for case, found in rates.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shapes", default="qwen06,llama8b,qwen30a3b", help=f"of {', '.join(SHAPES)}")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="few and short requests")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results")
+    options = parser.parse_args()
+    results = Results("deterministic", options.out)
+    for shape in options.shapes.split(","):
+        for case, (deterministic, usual) in measure(shape, options.device, options.tiny).items():
+            ratio = results.add(case, "tokens/s", deterministic, {"usual": usual})
+            print(f"{case}: {deterministic:.0f} of {usual:.0f} tokens/s, {ratio:.2f}")
+    results.merge()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""What a runner keeps on the device, while it changes or is given away: weights, KV cache, graphs.
+
+    residence = Residence(runner, config, owned=True, num_ranks=1)
+    residence.copy([("model.embed_tokens.weight", tensor), ...])      # or the caller has changed them in place
+    residence.settle()                       # what was made from the weights before is made again
+    residence.sleep(level=1)                 # weights to the host's memory
+    residence.wake_up()
+
+A parameter that is changed in place is seen at once: merged weights of fused layers share its memory. A parameter that has got
+other memory is not, nor is it by CUDA graphs, and some fused forms hold copies, such as a router that multiplies in float32. So
+`settle` fuses and captures again then. Left out: sequences, whose keys and values other weights have computed (scheduler.py),
+and where new weights come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from fa_serve.engine.config import EngineConfig
+from fa_serve.engine.errors import EngineAsleepError
+from fa_serve.engine.images.encoder import ImageEncoder
+from fa_serve.engine.runner.model_runner import ModelRunner
+from fa_serve.hf import Addresses, forwards_with_copies
+from fa_serve.hf.surgery.fuse.fusion import unfuse_model
+from fa_serve.hf.surgery.quantised.experts import QuantizedExperts
+from fa_serve.hf.surgery.quantised.linear import QuantizedLinear
+from fa_serve.spec import ParameterError
+
+WAKE_UP_TAGS = ("weights", "kv_cache")
+"""What `Residence.sleep` frees, as vLLM names it."""
+
+
+class Residence:
+    """Owner of the places of a runner's weights and cache.
+
+    config: without None that the engine decides
+    owned:  whether nobody else uses the weights. Those of a model that was given to the engine stay where they are
+    """
+
+    def __init__(self, runner: ModelRunner, config: EngineConfig, *, owned: bool, num_ranks: int) -> None:
+        self._runner = runner
+        self._config = config
+        self._owned = owned
+        self._num_ranks = num_ranks
+        self._addresses = Addresses.of(runner.model)
+        self._left: list[tuple[str, nn.Parameter, torch.Size]] = []
+        self._missing: set[str] = set()  # the parameters that have no values, because they have left for good
+        self._asleep: set[str] = set()
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether something is given away, or weights have no values."""
+        return bool(self._asleep or self._missing)
+
+    def require_awake(self) -> None:
+        """Raise EngineAsleepError, with the remedy, unless a step can be computed."""
+        if self._asleep:
+            raise EngineAsleepError("the engine sleeps and computes nothing: call wake_up() first")
+        if self._missing:
+            raise EngineAsleepError(
+                f"the engine's weights have no values: {len(self._missing)} parameters are missing since "
+                "sleep(level=2). Call update_weights with them first"
+            )
+
+    def require_one_rank(self, name: str) -> None:
+        """Raise ParameterError if there are several ranks, of which each would have to do the same."""
+        if self._num_ranks > 1:
+            raise ParameterError("tensor_parallel", f"be 1 for {name}, which is not built for several ranks", self._num_ranks)
+
+    def require_weights(self) -> None:
+        """Raise EngineAsleepError unless the weights have memory."""
+        if "weights" in self._asleep:
+            raise EngineAsleepError('the engine\'s weights sleep: call wake_up(["weights"]) before update_weights')
+
+    @torch.no_grad()
+    def copy(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy numbers into parameters and buffers, by the names that the model has for them; other ones keep their values.
+
+        weights: (name, tensor), from any device and of any float dtype. A DTensor is gathered, one at a time
+
+        Raises ParameterError for a name or a shape that the model does not have. Weights before it have been copied then.
+        """
+        model = self._runner.model
+        known = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+        for name, tensor in weights:
+            if name not in known:
+                if self._is_quantised():
+                    raise ParameterError("weights", "be of a model of floats: this one keeps quantised weights", name)
+                raise ParameterError("weights", f"have the names of parameters of {type(model).__name__}", name)
+            whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+            if whole.shape != known[name].shape:
+                raise ParameterError("weights", f"have the shape {tuple(known[name].shape)} for {name}", tuple(whole.shape))
+            known[name].copy_(whole)
+            self._missing -= {other for other in self._missing if other == name or known[other] is known[name]}
+
+    def settle(self) -> bool:
+        """Make again what was made from the weights before. Returns whether layers were fused and graphs captured again."""
+        if self._missing:
+            return False  # zeros prove nothing about a fused layer
+        runner = self._runner
+        moved = Addresses.of(runner.model) != self._addresses or bool(forwards_with_copies(runner.model))
+        if moved:
+            runner.refit()
+            self._addresses = Addresses.of(runner.model)
+        runner.rescale()
+        if isinstance(runner.images, ImageEncoder):
+            runner.images.forget()
+        return moved
+
+    def sleep(self, level: int) -> None:
+        """Free the KV cache, the graphs and, by level, the weights, as `Engine.sleep` says. A second call changes nothing."""
+        if level not in (0, 1, 2):
+            raise ParameterError("level", "be 0, 1 or 2", level)
+        if level and self._owned and self._is_quantised():
+            raise ParameterError("level", "be 0 for a model of quantised weights, which stay on the device", level)
+        if self._asleep:
+            return
+        self._runner.close()
+        self._asleep.add("kv_cache")
+        if level:
+            self._asleep.add("weights")
+            self._leave(level)
+        if self._runner.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def wake_up(self, tags: Iterable[str] | None = None) -> None:
+        """Allocate what `sleep` has freed, as `Engine.wake_up` says."""
+        wanted = set(WAKE_UP_TAGS if tags is None else tags)
+        if wanted - {*WAKE_UP_TAGS}:
+            raise ParameterError("tags", f"be of {', '.join(WAKE_UP_TAGS)}", sorted(wanted))
+        if "weights" in wanted & self._asleep:
+            self._come_back()
+        if "kv_cache" in wanted & self._asleep:
+            num_pages = self._config.num_pages
+            max_model_len = self._config.max_model_len
+            assert num_pages is not None
+            assert max_model_len is not None
+            self._runner.allocate(num_pages, max_model_len, self._config.num_states or 0)
+            if not self._runner.eager:
+                self._runner.make_graphs()
+        self._asleep -= wanted
+
+    def _leave(self, level: int) -> None:
+        """Move the weights to the host's memory, or free them. Graphs are gone."""
+        if not self._owned:
+            return
+        unfuse_model(self._runner.model)  # merged weights go with the fused forwards
+        for name, parameter in self._runner.model.named_parameters():
+            self._left.append((name, parameter, parameter.shape))
+            parameter.data = parameter.data.cpu() if level == 1 else parameter.data.new_empty(0)
+            if level == 2:
+                self._missing.add(name)
+
+    def _come_back(self) -> None:
+        """Give the weights memory on the device again. After level 2 they have no values."""
+        device = self._runner.device
+        for name, parameter, shape in self._left:
+            if name in self._missing:
+                parameter.data = torch.zeros(shape, dtype=parameter.dtype, device=device)
+            else:
+                parameter.data = parameter.data.to(device)
+        self._left = []
+        self.settle()
+
+    def _is_quantised(self) -> bool:
+        return any(isinstance(module, QuantizedLinear | QuantizedExperts) for module in self._runner.model.modules())

@@ -1,0 +1,65 @@
+"""Tiles of the row-invariant product on Hopper: one instruction and one chain of sums, whatever the number of rows.
+
+A row has the same bits in two tiles if each of its sums is the same chain of the same instructions. This is what the machine
+code can show: only wgmma multiplies, and a tile's k has as many links as there are 16s in it. What the instruction itself does
+with the size of a tile is compared on a GPU (tests/gpu/test_rollouts_gpu.py).
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from cross_compile import Kernel, compiling_for
+
+from fa_serve.ops.products.problem import Details, Product
+from fa_serve.ops.products.row_invariant import plan_invariant
+from fa_serve.ops.products.tiles import InvariantTile, invariant_tile
+
+TILES = [
+    InvariantTile(64, 64, 128, 3),
+    InvariantTile(64, 128, 64, 4),
+    InvariantTile(128, 128, 64, 3),
+    InvariantTile(64, 256, 64, 3),
+]
+"""The tile of today, and those that fewer or more rows could have."""
+WGMMA = re.compile(r"wgmma\.mma_async\.sync\.aligned\.m(\d+)n(\d+)k(\d+)\.f32\.bf16\.bf16")
+
+
+def compiled(tile: InvariantTile, target: str = "sm90", tokens: int = 512, k: int = 4096) -> Kernel:
+    x = torch.zeros(tokens, k, dtype=torch.bfloat16)
+    weight = torch.zeros(4096, k, dtype=torch.bfloat16)
+    product = Product(values="float", n=4096, k=k, tokens=tokens, dtype=torch.bfloat16, arch=90, invariant=True)
+    with compiling_for(target) as kernels:
+        plan_invariant(product, tile, Details(strides=(*x.stride(), *weight.stride())))(x, weight, None, None, None)
+    [kernel] = kernels
+    return kernel
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_every_tile_adds_by_one_chain_of_the_same_instruction(tile: InvariantTile) -> None:
+    kernel = compiled(tile)
+    found = WGMMA.findall(kernel.binary.asm["ptx"])
+    assert {(int(m), int(k)) for m, _, k in found} == {(64, 16)}
+    assert {int(n) for _, n, _ in found} == {tile.block_n}
+    # four warps have all rows of the tile; a loop that is unrolled or peeled has the chain more than once
+    links = tile.block_k // 16 * (tile.block_m // 64)
+    assert len(found) % links == 0
+    assert not kernel.instructions["HMMA"], "another instruction could add in another order"
+    assert not re.search(r"\b(red|atom)\.", kernel.binary.asm["ptx"]), "no sum is divided between programs"
+
+
+def test_a_tile_of_fewer_rows_would_be_another_instruction() -> None:
+    """The guard of the rule that a tile has 64 rows, also for a single token."""
+    kernel = compiled(InvariantTile(16, 64, 128, 3), tokens=1)
+    assert not WGMMA.findall(kernel.binary.asm["ptx"])
+    assert kernel.instructions["HMMA"]
+
+
+def test_one_tile_serves_every_number_of_rows_until_a_gpu_has_compared_them() -> None:
+    tiles = {
+        invariant_tile(Product(values="float", n=4096, k=4096, tokens=tokens, dtype=torch.bfloat16, arch=90, invariant=True))
+        for tokens in (1, 64, 512, 8192)
+    }
+    assert tiles == {TILES[0]}
