@@ -93,7 +93,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
             },
             "vision_start_token_id": 151,
             "vision_end_token_id": 152,
-            "text_config": {"rope_parameters": _ROPE | rope},
+            "text_config": {"rope_parameters": _ROPE | rope, "sliding_window": None},
         }
         for name, rope in (
             ("qwen2_5_omni_thinker", {"mrope_section": [2, 3, 3]}),
@@ -108,6 +108,12 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "fast_vlm": {"vision_config": {"model_type": "siglip_vision_model", **_VISION}},
     "perception_lm": {"vision_config": {"model_type": "siglip_vision_model", **_VISION}},
+    **{
+        name: {
+            "vision_config": {"model_type": kind, **_VISION, "pooling_kernel_size": 3, "position_embedding_size": 64},
+        }
+        for name, kind in (("gemma4", "gemma4_vision"), ("gemma4_unified", "gemma4_unified_vision"))
+    },
     "gemma3n": {
         "vision_config": {"model_type": "siglip_vision_model", **_VISION},
         "text_config": {"intermediate_size": [96, 96], "activation_sparsity_pattern": [0.0, 0.0]},
