@@ -138,16 +138,17 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "deepstack_layer_map": [[-1, 0]],
         "spatial_target_layers": [0, 0, 1, 1],
     },
-    **{
-        name: {"text_config": {"rope_parameters": _ROPE | {"mrope_section": [4, 2, 2], "mrope_interleaved": True}}}
-        for name in ("qwen3_vl",)
+    "qwen3_vl": {
+        "text_config": {"rope_parameters": _ROPE | {"mrope_section": [4, 2, 2], "mrope_interleaved": True}},
+        "vision_config": {"deepstack_visual_indexes": [0, 1]},
     },
     # its layers have no window, and the cache of transformers would have one
     "qwen3_vl_moe": {
         "text_config": {
             "rope_parameters": _ROPE | {"mrope_section": [4, 2, 2], "mrope_interleaved": True},
             "sliding_window": None,
-        }
+        },
+        "vision_config": {"deepstack_visual_indexes": [0, 1]},
     },
     **{name: {"text_config": _HYBRID} for name in ("qwen3_5", "qwen3_5_moe", "minicpmv4_6", "qwen4_exp")},
     "hunyuan_vl": {"rope_parameters": _ROPE | {"mrope_section": [2, 2, 2, 2]}},

@@ -32,7 +32,6 @@ NUM_TOKENS = 5
 YES = "yes"
 UNTRIED: dict[str, str] = {
     "diffusion_gemma": "it writes blocks by diffusion, not token by token",
-    "fast_vlm": "its tower needs timm, which is not installed here",
     "florence2": "it is an encoder-decoder, whose cross-attention has no place in the cache",
     "gemma3n": "its tower needs timm, which is not installed here",
     "idefics": "its forward takes no text without images",
@@ -177,10 +176,10 @@ def page(results: dict[str, dict[str, str]]) -> list[str]:
         "",
         "## Every type that writes text",
         "",
-        f"The {len(CAUSAL)} causal and {len(IMAGE_TEXT)} image-text types of transformers. The engine serves the text of {causal}",
-        f'and {text} of them, and the images of {images}. "yes" in the columns of the engine means that a tiny model with random',
-        "weights gave the tokens of transformers' `generate` in float32, with one and two images, in mixed batches, in chunks and",
-        "from the prefix cache. A default config decides: encoders such as BERT are no decoders by default.",
+        f"The {len(CAUSAL)} causal and {len(IMAGE_TEXT)} image-text types of transformers. The engine serves the text of",
+        f'{causal} and {text} of them, and the images of {images}. "yes" in the columns of the engine means that a tiny model',
+        "with random weights gave the tokens of transformers' `generate` in float32: with one and two images, in mixed batches,",
+        "in chunks and from the prefix cache. A default config decides: encoders such as BERT are no decoders by default.",
         "",
         "| type | text, plugin | image, plugin | text, engine | image, engine |",
         "|---|---|---|---|---|",

@@ -108,7 +108,7 @@ def test_preempted_requests_with_images(llava: Case) -> None:
 
 def test_a_block_that_no_step_can_compute_is_refused(gemma3: Case) -> None:
     engine = gemma3.engine(max_num_batched_tokens=5, max_num_seqs=2)
-    with pytest.raises(ParameterError, match="at most 3 tokens that attend to each other both ways .*, got 4"):
+    with pytest.raises(ParameterError, match=r"at most 3 tokens that attend to each other both ways .*, got 4"):
         answer(engine, gemma3.prompt(0), gemma3.images[0])
 
 
