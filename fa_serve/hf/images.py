@@ -27,11 +27,10 @@ from torch import Tensor
 from transformers import AutoProcessor
 from transformers.modeling_utils import PreTrainedModel
 
+from fa_serve.hf.adapter.composites import IMAGE_TOKEN_NAMES
 from fa_serve.hf.adapter.masks import leaving_out_blocks
 from fa_serve.spec import ParameterError, UnsupportedModelError
 
-IMAGE_TOKEN_NAMES = ("image_token_id", "image_token_index")
-"""What configs call the token that stands in the place of each embedding of an image."""
 _PLAIN = {"input_ids", "inputs_embeds", "position_ids", "attention_mask", "past_key_values", "use_cache", "cache_position"}
 _MASK = "visual_pos_masks"
 _DEEP = "deepstack_visual_embeds"

@@ -71,14 +71,21 @@ _THREE_AXES = ("glm46v", "glm4v", "glm_ocr", "glmga", "paddleocr_vl", "qwen2_5_v
 _HYBRID = {"num_hidden_layers": 4}
 OVERRIDES: dict[str, dict[str, Any]] = {
     "aria": {"text_config": {"moe_num_shared_experts": 1}, "projector_patch_to_query_dict": {"4": 2}},
-    "chameleon": {"vocabulary_map": {"<image>": 150}},
+    "chameleon": {"vocabulary_map": {"<image>": 150}, "vq_config": {"base_channels": 32, "channel_multiplier": [1, 1]}},
     "cosmos3_edge": {"text_config": {"rope_parameters": _ROPE | {"mrope_section": [2, 3, 3]}}},
     "cohere_compass": {
         "text_config": {
             "rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), _ROPE | {"mrope_section": [2, 3, 3]})
         }
     },
-    "emu3": {"text_config": {"bos_token_id": 1, "eos_token_id": 2}},
+    "emu3": {"text_config": {"bos_token_id": 1, "eos_token_id": 2}, "vocabulary_map": {"<image>": 150}},
+    **{name: {"bos_token_id": 1, "eos_token_id": 2} for name in ("cwm", "modernbert-decoder")},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE | {"mrope_section": [2, 3, 3]}}},
+    "dots1": {"n_shared_experts": 1},
+    "zaya": {"num_experts_per_tok": 1},
+    "janus": {
+        "vq_config": {"base_channels": 32, "channel_multiplier": [1, 1], "projection_dim": 64, "image_token_embed_dim": 64}
+    },
     "ernie4_5_vl_moe": {
         "text_config": {"moe_intermediate_size": [32, 16], "rope_parameters": _ROPE | {"mrope_section": [3, 3, 2]}}
     },
@@ -162,6 +169,8 @@ def _sizes(config: PreTrainedConfig, table: dict[str, Any]) -> dict[str, Any]:
     """Those sizes of a table that a config has. A list keeps its length."""
     known = config.to_dict()
     given = {name: value for name, value in table.items() if name in known}
+    if "kv_lora_rank" in known and "num_key_value_heads" in given:
+        given["num_key_value_heads"] = given["num_attention_heads"]  # heads of latent keys
     return {n: [v] * len(known[n]) if isinstance(known[n], list | tuple) else v for n, v in given.items()}
 
 

@@ -27,7 +27,7 @@ from fa_serve.spec import ParameterError, UnsupportedModelError
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "depends on the longest"),
         ("bloom", {}, "computes its attention itself"),
         ("diffllama", {"num_key_value_heads": 4}, "attends more than once"),
-        ("roberta", {"is_decoder": True}, "numbers its positions from its padding token"),
+        ("roberta", {"is_decoder": True, "pad_token_id": None}, "numbers its positions from a padding token"),
     ],
 )
 def test_configs_that_are_refused(model_type: str, changes: dict[str, Any], reason: str) -> None:
