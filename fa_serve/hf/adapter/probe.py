@@ -57,9 +57,10 @@ class Probe:
         layer_idx = take_layer_idx(module, self.states)
         if layer_idx in self.layers:
             raise UnsupportedModelError(f"layer {layer_idx} ({type(module).__name__}) attends more than once")
-        if call.visible_window[1] == 0 <= call.visible_window[0] and call.window_size == (-1, 0):
-            # transformers tells the window of this layer to the mask alone (Phi-3.5-MoE), and `paged_forward` makes no mask
-            module.__dict__[WINDOW_NOTE] = call.visible_window[0]
+        if call.visible_window[1] == 0 and call.window_size in ((-1, 0), (-1, -1)):
+            # transformers tells causality (Kosmos) or the window (Phi-3.5-MoE) to the mask alone, and `paged_forward` makes none
+            if call.visible_window[0] >= 0:
+                module.__dict__[WINDOW_NOTE] = call.visible_window[0]
             call = call._replace(window_size=call.visible_window)
         left, _ = call.window_size
         if call.visible_window != (left, 0) or call.visible_chunk != call.attention_chunk:

@@ -18,7 +18,7 @@ def make(max_tokens: int, prompt_share: PromptShare | None = None) -> Scheduler:
 
 
 def request(name: str, length: int, *blocks: tuple[int, int], rank: int = 0) -> Request:
-    prompt = list(range(length))
+    prompt = list(range(100 * rank, 100 * rank + length))
     images = PromptImages((), prompt, blocks=blocks) if blocks else None
     return Request(name, prompt, SamplingParams(max_tokens=4), 4, rank=(0.0, rank), images=images)
 
@@ -36,7 +36,7 @@ def chunks(scheduler: Scheduler, steps: int) -> list[list[tuple[str, int, int]]]
 def test_a_chunk_ends_before_a_block_that_it_cannot_hold() -> None:
     scheduler = make(8)
     scheduler.add(request("image", 20, (5, 11), (11, 17)))
-    assert chunks(scheduler, 4) == [[("image", 0, 5)], [("image", 5, 6)], [("image", 11, 6)], [("image", 17, 3)]]
+    assert chunks(scheduler, 4) == [[("image", 0, 5)], [("image", 5, 6)], [("image", 11, 8)], [("image", 19, 1)]]
 
 
 def test_without_blocks_it_is_cut_anywhere() -> None:
@@ -49,7 +49,7 @@ def test_a_block_waits_for_a_step_with_room() -> None:
     scheduler = make(8)
     scheduler.add(request("first", 5, rank=0))
     scheduler.add(request("image", 8, (0, 6), rank=1))
-    assert chunks(scheduler, 2) == [[("first", 0, 5)], [("first", 5, 1), ("image", 0, 6)]]
+    assert chunks(scheduler, 2) == [[("first", 0, 5)], [("first", 5, 1), ("image", 0, 7)]]
 
 
 @pytest.mark.parametrize("length", [6, 7])

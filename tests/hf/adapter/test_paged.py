@@ -89,7 +89,7 @@ PROBED = {
     "no mask, causal": (None, {"is_causal": True}, (-1, 0)),
     "no mask, not causal": (None, {}, None),
     "both ways": (ImplicitMask((-1, -1)), {}, None),
-    "a window in the mask alone": (ImplicitMask((4, 0)), {}, None),
+    "a window in the mask alone": (ImplicitMask((4, 0)), {}, (4, 0)),
     "a window in the words alone": (ImplicitMask((-1, 0)), {"sliding_window": 5}, None),
     "a tensor": (torch.ones(1, 1, 1, 1, dtype=torch.bool), {}, None),
 }
@@ -111,5 +111,7 @@ def test_a_layer_must_say_without_its_mask_what_it_says_with_it(
         return
     assert probe.attend(call).shape == (1, 1, 4, 8)
     assert probe.layers[3].window_size == window
+    # `PagedBatch` gets no mask, and the same window
+    assert translate(module, query, key, key[..., :8], None, **words).window_size[0] == window[0]
     with pytest.raises(UnsupportedModelError, match=r"layer 3 \(Module\) attends more than once"):
         probe.attend(call)
