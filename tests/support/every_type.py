@@ -81,6 +81,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "emu3": {"text_config": {"bos_token_id": 1, "eos_token_id": 2}, "vocabulary_map": {"<image>": 150}},
     **{name: {"bos_token_id": 1, "eos_token_id": 2} for name in ("cwm", "modernbert-decoder")},
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE | {"mrope_section": [2, 3, 3]}}},
+    **{name: {"eos_token_id": [2]} for name in ("glm", "glm4", "phi4_multimodal")},
+    **{name: {"rotary_dim": 16} for name in ("codegen", "gptj")},
     "dots1": {"n_shared_experts": 1},
     "zaya": {"num_experts_per_tok": 1},
     "janus": {

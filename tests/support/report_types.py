@@ -32,13 +32,17 @@ NUM_TOKENS = 5
 YES = "yes"
 UNTRIED: dict[str, str] = {
     "diffusion_gemma": "it writes blocks by diffusion, not token by token",
+    "deepseek_ocr2": "its language model computes its attention itself instead of through transformers' AttentionInterface",
     "florence2": "it is an encoder-decoder, whose cross-attention has no place in the cache",
     "gemma3n": "its tower needs timm, which is not installed here",
+    "glm5_next": "its sparse and linear attention are not built",
+    "inkling_mm_model": "InklingAttention adds a position_bias to its scores, which attention on a paged cache cannot do",
     "idefics": "its forward takes no text without images",
     "perception_lm": "its tower needs timm, which is not installed here",
     "pi0": "it gives the actions of a robot, not text",
     "pix2struct": "it is an encoder-decoder, whose cross-attention has no place in the cache",
     "pp_formulanet": "it is an encoder-decoder, whose cross-attention has no place in the cache",
+    "qwen4_exp": "its n-gram states and sparse attention are not built",
     "t5gemma2": "it is an encoder-decoder, whose cross-attention has no place in the cache",
     "udop": "it is an encoder-decoder, whose cross-attention has no place in the cache",
     "vision-encoder-decoder": "it is an encoder-decoder, whose cross-attention has no place in the cache",
