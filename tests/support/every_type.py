@@ -71,14 +71,20 @@ _THREE_AXES = ("glm46v", "glm4v", "glm_ocr", "glmga", "paddleocr_vl", "qwen2_5_v
 _HYBRID = {"num_hidden_layers": 4}
 OVERRIDES: dict[str, dict[str, Any]] = {
     "aria": {"text_config": {"moe_num_shared_experts": 1}, "projector_patch_to_query_dict": {"4": 2}},
-    "chameleon": {"vocabulary_map": {"<image>": 150}, "vq_config": {"base_channels": 32, "channel_multiplier": [1, 1]}},
+    "chameleon": {
+        "vocabulary_map": {"<image>": 150},
+    },
     "cosmos3_edge": {"text_config": {"rope_parameters": _ROPE | {"mrope_section": [2, 3, 3]}}},
     "cohere_compass": {
         "text_config": {
             "rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), _ROPE | {"mrope_section": [2, 3, 3]})
         }
     },
-    "emu3": {"text_config": {"bos_token_id": 1, "eos_token_id": 2}, "vocabulary_map": {"<image>": 150}},
+    "emu3": {
+        "text_config": {"bos_token_id": 1, "eos_token_id": 2},
+        "vocabulary_map": {"<image>": 150},
+        "vq_config": {"base_channels": 32, "channel_multiplier": [1, 1], "codebook_size": 64},
+    },
     **{name: {"bos_token_id": 1, "eos_token_id": 2} for name in ("cwm", "modernbert-decoder")},
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE | {"mrope_section": [2, 3, 3]}}},
     **{name: {"eos_token_id": [2]} for name in ("glm", "glm4", "phi4_multimodal")},

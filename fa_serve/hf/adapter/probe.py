@@ -58,7 +58,7 @@ class Probe:
         if layer_idx in self.layers:
             raise UnsupportedModelError(f"layer {layer_idx} ({type(module).__name__}) attends more than once")
         if call.visible_window[1] == 0 and call.window_size in ((-1, 0), (-1, -1)):
-            # transformers tells causality (Kosmos) or the window (Phi-3.5-MoE) to the mask alone, and `paged_forward` makes none
+            # transformers tells causality (Kosmos) or the window (Phi-3.5-MoE) to the mask alone; `paged_forward` makes none
             if call.visible_window[0] >= 0:
                 module.__dict__[WINDOW_NOTE] = call.visible_window[0]
             call = call._replace(window_size=call.visible_window)
@@ -193,7 +193,8 @@ def _probe(model: PreTrainedModel) -> ModelLayers:
 def _is_numbered(model: PreTrainedModel) -> bool:
     """Whether a model that makes its positions computes the same with those of `first_position`."""
     first = first_position(model)
-    ids = torch.arange(first, first + 5, device=model.device)[None] % model.get_input_embeddings().num_embeddings
+    embeddings: Any = model.get_input_embeddings()
+    ids = torch.arange(first, first + 5, device=model.device)[None] % embeddings.num_embeddings
     places = torch.arange(5, device=model.device)[None] + first
     with riding(OneSequence()):
         own, ours = (model(input_ids=ids, use_cache=False, **given).logits for given in ({}, {"position_ids": places}))
