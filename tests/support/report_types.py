@@ -133,7 +133,7 @@ def _served(
     model: PreTrainedModel, prompts: Sequence[Sequence[int]], images: Sequence[Sequence[ImageInput]], **settings: Any
 ) -> list[list[int]]:
     """The tokens of the engine, twice: the second time the prompts are in the prefix cache."""
-    config = EngineConfig(device="cpu", num_pages=96, max_model_len=192, page_size=4, **settings)
+    config = EngineConfig(num_pages=96, max_model_len=192, page_size=4, **settings)
     engine = Engine(config, model=model)
     params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
     first, second = ([list(x.token_ids) for x in engine.generate(prompts, params, images=images)] for _ in range(2))
@@ -152,10 +152,11 @@ def check_text(name: str) -> None:
     assert actual == expected, f"{actual}, and generate {expected}"
 
 
-def check_images(name: str) -> None:
+def check_images(name: str, device: str = "cpu") -> None:
     """The same for prompts with no, one and two images in one batch, in chunks where no block forbids it."""
     model = _tiny(name)
     one, two = (one_image(name, model, seed) for seed in (1, 2))
+    model.to(device)  # type: ignore[arg-type]
     count = one["input_ids"].shape[1]
     places = [IMAGE] * count
     given = [
@@ -163,7 +164,8 @@ def check_images(name: str) -> None:
         (_ids(5, 4) + places + _ids(6, 5), [one]),
         (_ids(3, 6) + places + _ids(2, 7) + places + _ids(4, 8), [one, two]),
     ]
-    expected = [_generated(model, whole_prompt(name, model, ids, images)) for ids, images in given]
+    inputs = [whole_prompt(name, model, ids, images) for ids, images in given]
+    expected = [_generated(model, {key: x.to(device) for key, x in each.items()}) for each in inputs]
     images = [tuple(ImageInput.of(image) for image in own) for _, own in given]
     whole = name == "paligemma"
     settings = {} if whole else {"max_num_batched_tokens": max(count, 9) + 3, "max_num_seqs": 3}

@@ -100,6 +100,13 @@ class ImageEncoder:
         assert self.num_bytes == sum(each.num_bytes for each in self._features.values()) <= self.max_bytes
 
 
+def require_encoder(images: ImageEncoder | str) -> ImageEncoder:
+    """What `find_images` has found. Raises ParameterError, with the reason, if there is none."""
+    if isinstance(images, str):
+        raise ParameterError("images", f"be empty, because {images}", "images")
+    return images
+
+
 def find_images(model: Any, config: EngineConfig) -> ImageEncoder | str:
     """The towers of a model, or why an engine with these settings takes no images."""
     if not config.max_images:
