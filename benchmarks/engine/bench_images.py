@@ -107,7 +107,7 @@ class Workload:
         return time.perf_counter() - begin
 
     def gaps_of_text(self, with_images: bool) -> float:
-        """The 99th percentile of the seconds between two tokens of text. with_images: a request with one comes every few steps"""
+        """The 99th percentile of the seconds between two tokens of text. with_images: one comes every few steps"""
         sizes = self._sizes
         params = SamplingParams(max_tokens=sizes.output, temperature=0.0, ignore_eos=True)
         for number in range(sizes.requests):

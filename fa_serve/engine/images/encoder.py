@@ -24,7 +24,7 @@ from fa_serve.engine.images.prompt import (
     find_places,
     runs_of,
 )
-from fa_serve.hf.images import ImageFeatures, ImageReader, StepImages
+from fa_serve.hf.images import ImageFeatures, ImageReader, StepImages, TwoWay
 from fa_serve.spec import ParameterError, UnsupportedModelError
 
 
@@ -41,6 +41,7 @@ class ImageEncoder:
         self.max_bytes = max_bytes
         self.num_bytes = 0
         self.num_encoded = 0
+        self._two_way: TwoWay | None = None
         self._features: OrderedDict[bytes, ImageFeatures] = OrderedDict()  # the least recently used first
 
     def features(self, image: ImageInput) -> ImageFeatures:
@@ -72,7 +73,7 @@ class ImageEncoder:
         )
 
     def place(self, tokens: Sequence[int], images: Sequence[ImageInput], max_block: int) -> PromptImages:
-        """What the images of a prompt come to. The first image of a prompt tells which tokens attend both ways.
+        """What the images of a prompt come to. The first image that comes tells which tokens attend both ways.
 
         tokens: with an image token for each embedding, in the order of the images
         max_block: tokens that a step can compute together
@@ -80,7 +81,9 @@ class ImageEncoder:
         Raises ParameterError for images that do not fit the prompt, and for a block of tokens that no step can compute.
         """
         placed = find_places(tokens, images, self.reader.image_token)
-        two_way = self.features(images[0]).two_way
+        if self._two_way is None:
+            self._two_way = self.features(images[0]).two_way
+        two_way = self._two_way
         blocks: tuple[tuple[int, int], ...] = ()
         if two_way != "none":
             blocks = ((0, len(tokens)),) if two_way == "prompt" else runs_of(placed)

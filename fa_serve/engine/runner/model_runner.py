@@ -61,7 +61,6 @@ from fa_serve.hf.surgery.quantised.linear import QuantizedLinear
 from fa_serve.launching.compilations import num_compilations
 from fa_serve.ops import StateTensors
 from fa_serve.ops.deterministic import NUM_SPLITS, deterministic_mode
-from fa_serve.spec import ParameterError
 
 log = logging.getLogger("fa_serve.engine")
 
