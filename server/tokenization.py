@@ -26,7 +26,6 @@ from fa_serve.engine.images.prompt import ImageInput
 from fa_serve.engine.pooling.inputs import EncoderInput
 from fa_serve.engine.request.detokenizer import TextStream
 from fa_serve.engine.request.params import schema_length
-from fa_serve.hf.images import load_processor
 from fa_serve.sandbox.trials import Trial, TrialError, TrialLimits, Trials
 from fa_serve.spec import ParameterError
 
@@ -175,9 +174,8 @@ class Tokenization:
         """What turns images into inputs of the model. Loaded when the first image comes. Raises BadRequest without one."""
         reader = self._engine.reader
         assert reader is not None
-        config = self._engine.config
         try:
-            return PromptMaker(load_processor(config.model_path(), trust_remote_code=config.trust_remote_code), reader)
+            return PromptMaker.of_model(self._engine.config, reader)
         except ParameterError as error:
             raise BadRequest(f"This model takes no images: {error}.", param="messages", code="invalid_value") from None
 

@@ -27,16 +27,69 @@ from torch import Tensor
 from transformers import AutoProcessor
 from transformers.modeling_utils import PreTrainedModel
 
+from fa_serve.hf.adapter.composites import IMAGE_TOKEN_NAMES
 from fa_serve.hf.adapter.masks import leaving_out_blocks
 from fa_serve.spec import ParameterError, UnsupportedModelError
 
-IMAGE_TOKEN_NAMES = ("image_token_id", "image_token_index")
-"""What configs call the token that stands in the place of each embedding of an image."""
 _PLAIN = {"input_ids", "inputs_embeds", "position_ids", "attention_mask", "past_key_values", "use_cache", "cache_position"}
 _MASK = "visual_pos_masks"
 _DEEP = "deepstack_visual_embeds"
 
 
+PROVEN = frozenset(
+    {
+        "aria",
+        "aya_vision",
+        "cohere2_vision",
+        "cohere_compass",
+        "cosmos3_edge",
+        "cosmos3_omni",
+        "deepseek_vl",
+        "ernie4_5_vl_moe",
+        "exaone4_5",
+        "gemma3",
+        "gemma4",
+        "gemma4_unified",
+        "glm46v",
+        "glm4v",
+        "glm4v_moe",
+        "glm_ocr",
+        "glmga",
+        "got_ocr2",
+        "hunyuan_vl",
+        "idefics2",
+        "idefics3",
+        "internvl",
+        "lfm2_vl",
+        "lighton_ocr",
+        "llama4",
+        "llava",
+        "llava_next",
+        "llava_next_video",
+        "llava_onevision",
+        "mistral3",
+        "ovis2",
+        "paddleocr_vl",
+        "paligemma",
+        "pp_chart2table",
+        "qianfan_ocr",
+        "qwen2_5_omni_thinker",
+        "qwen2_5_vl",
+        "qwen2_vl",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "qwen3_omni_moe_thinker",
+        "qwen3_vl",
+        "qwen3_vl_moe",
+        "shieldgemma2",
+        "smolvlm",
+        "step3p7",
+        "video_llama_3",
+        "video_llava",
+        "vipllava",
+    }
+)
+"""Types whose images tests have compared with `generate` of transformers. Images of other types are refused."""
 TwoWay = Literal["none", "images", "prompt"]
 
 
@@ -80,6 +133,9 @@ class ImageReader:
 
     def __init__(self, model: PreTrainedModel) -> None:
         name = type(model).__name__
+        kind = model.config.model_type
+        if kind not in PROVEN:
+            raise UnsupportedModelError(f"images of {name} ({kind}) have not been compared with generate of transformers yet")
         self._model = model
         tokens = [getattr(model.config, each, None) for each in IMAGE_TOKEN_NAMES]
         token = next((each for each in tokens if isinstance(each, int)), None)

@@ -100,7 +100,7 @@ ADAPTERS = {
 }
 """Packages with an extra of their name, and the room that may import them."""
 
-COMES_WITH = {"starlette": "fastapi", "pydantic_core": "pydantic", "opentelemetry": "opentelemetry_sdk"}
+COMES_WITH = {"PIL": "pillow", "starlette": "fastapi", "pydantic_core": "pydantic", "opentelemetry": "opentelemetry_sdk"}
 """Import names, and the declared dependency that installs them."""
 
 

@@ -71,14 +71,29 @@ _THREE_AXES = ("glm46v", "glm4v", "glm_ocr", "glmga", "paddleocr_vl", "qwen2_5_v
 _HYBRID = {"num_hidden_layers": 4}
 OVERRIDES: dict[str, dict[str, Any]] = {
     "aria": {"text_config": {"moe_num_shared_experts": 1}, "projector_patch_to_query_dict": {"4": 2}},
-    "chameleon": {"vocabulary_map": {"<image>": 150}},
+    "chameleon": {
+        "vocabulary_map": {"<image>": 150},
+    },
     "cosmos3_edge": {"text_config": {"rope_parameters": _ROPE | {"mrope_section": [2, 3, 3]}}},
     "cohere_compass": {
         "text_config": {
             "rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), _ROPE | {"mrope_section": [2, 3, 3]})
         }
     },
-    "emu3": {"text_config": {"bos_token_id": 1, "eos_token_id": 2}},
+    "emu3": {
+        "text_config": {"bos_token_id": 1, "eos_token_id": 2},
+        "vocabulary_map": {"<image>": 150},
+        "vq_config": {"base_channels": 32, "channel_multiplier": [1, 1], "codebook_size": 64},
+    },
+    **{name: {"bos_token_id": 1, "eos_token_id": 2} for name in ("cwm", "modernbert-decoder")},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE | {"mrope_section": [2, 3, 3]}}},
+    **{name: {"eos_token_id": [2]} for name in ("glm", "glm4", "phi4_multimodal")},
+    **{name: {"rotary_dim": 16} for name in ("codegen", "gptj")},
+    "dots1": {"n_shared_experts": 1},
+    "zaya": {"num_experts_per_tok": 1},
+    "janus": {
+        "vq_config": {"base_channels": 32, "channel_multiplier": [1, 1], "projection_dim": 64, "image_token_embed_dim": 64}
+    },
     "ernie4_5_vl_moe": {
         "text_config": {"moe_intermediate_size": [32, 16], "rope_parameters": _ROPE | {"mrope_section": [3, 3, 2]}}
     },
@@ -93,7 +108,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
             },
             "vision_start_token_id": 151,
             "vision_end_token_id": 152,
-            "text_config": {"rope_parameters": _ROPE | rope},
+            "text_config": {"rope_parameters": _ROPE | rope, "sliding_window": None},
         }
         for name, rope in (
             ("qwen2_5_omni_thinker", {"mrope_section": [2, 3, 3]}),
@@ -108,6 +123,12 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "fast_vlm": {"vision_config": {"model_type": "siglip_vision_model", **_VISION}},
     "perception_lm": {"vision_config": {"model_type": "siglip_vision_model", **_VISION}},
+    **{
+        name: {
+            "vision_config": {"model_type": kind, **_VISION, "pooling_kernel_size": 3, "position_embedding_size": 64},
+        }
+        for name, kind in (("gemma4", "gemma4_vision"), ("gemma4_unified", "gemma4_unified_vision"))
+    },
     "gemma3n": {
         "vision_config": {"model_type": "siglip_vision_model", **_VISION},
         "text_config": {"intermediate_size": [96, 96], "activation_sparsity_pattern": [0.0, 0.0]},
@@ -132,16 +153,17 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "deepstack_layer_map": [[-1, 0]],
         "spatial_target_layers": [0, 0, 1, 1],
     },
-    **{
-        name: {"text_config": {"rope_parameters": _ROPE | {"mrope_section": [4, 2, 2], "mrope_interleaved": True}}}
-        for name in ("qwen3_vl",)
+    "qwen3_vl": {
+        "text_config": {"rope_parameters": _ROPE | {"mrope_section": [4, 2, 2], "mrope_interleaved": True}},
+        "vision_config": {"deepstack_visual_indexes": [0, 1]},
     },
     # its layers have no window, and the cache of transformers would have one
     "qwen3_vl_moe": {
         "text_config": {
             "rope_parameters": _ROPE | {"mrope_section": [4, 2, 2], "mrope_interleaved": True},
             "sliding_window": None,
-        }
+        },
+        "vision_config": {"deepstack_visual_indexes": [0, 1]},
     },
     **{name: {"text_config": _HYBRID} for name in ("qwen3_5", "qwen3_5_moe", "minicpmv4_6", "qwen4_exp")},
     "hunyuan_vl": {"rope_parameters": _ROPE | {"mrope_section": [2, 2, 2, 2]}},
@@ -155,6 +177,8 @@ def _sizes(config: PreTrainedConfig, table: dict[str, Any]) -> dict[str, Any]:
     """Those sizes of a table that a config has. A list keeps its length."""
     known = config.to_dict()
     given = {name: value for name, value in table.items() if name in known}
+    if "kv_lora_rank" in known and "num_key_value_heads" in given:
+        given["num_key_value_heads"] = given["num_attention_heads"]  # heads of latent keys
     return {n: [v] * len(known[n]) if isinstance(known[n], list | tuple) else v for n, v in given.items()}
 
 

@@ -2,12 +2,13 @@
 
     python tests/support/report_models.py             # runs the tests of the families, then writes the page (minutes)
     python tests/support/report_models.py --experts   # finds how models keep their experts again, then writes the page
+    python tests/support/report_models.py --types     # serves tiny models of every type again, then writes the page (minutes)
     python tests/support/report_models.py --latent    # finds which models have latent attention again, then writes the page
     python tests/support/report_models.py --page      # writes the page alone, from the files below
 
 tests/results/families.json holds the outcomes of tests/hf/test_families.py and tests/hf/test_multimodal.py, the backends that
 serve the layers of each architecture in its published sizes, whether fa_serve takes each model of transformers, and what
-`report_experts.py`, `report_latent.py`, `report_hybrids.py` and `report_fusion.py` find.
+`report_experts.py`, `report_latent.py`, `report_hybrids.py`, `report_types.py` and `report_fusion.py` find.
 tests/upstream/results.json holds the outcomes of transformers' own tests, which tests/upstream/run.py writes.
 """
 
@@ -29,6 +30,7 @@ import report_experts
 import report_fusion
 import report_hybrids
 import report_latent
+import report_types
 
 HERE = Path(__file__).parents[1]
 FAMILIES = HERE / "results" / "families.json"
@@ -227,6 +229,7 @@ def collect() -> dict[str, Any]:
     found = {"versions": versions, "families": outcomes(), "layers": layers(), "census": census()}
     found["latent"] = latent(found["census"])
     found["hybrids"] = report_hybrids.rows()
+    found["types"] = report_types.rows()
     found |= {"experts": experts()} | weights()
     return found | {"engine": report_fusion.architectures(concerned(found))}
 
@@ -296,6 +299,7 @@ def page(results: dict[str, Any], upstream: dict[str, Any]) -> str:
             lines.append(f"| {name} | {row['layers']} | {row['asks']} | {row['prefill']} | {row['decode']} |")
     lines += report_latent.page(results["latent"])
     lines += report_hybrids.page(results["hybrids"])
+    lines += report_types.page(results["types"])
     lines += report_experts.page(results["experts"])
     lines += report_fusion.page(results["engine"])
     counts = Counter(results["census"].values())
@@ -415,14 +419,18 @@ def main() -> None:
     parser.add_argument("--page", action="store_true", help="write the page from the existing results")
     parser.add_argument("--experts", action="store_true", help="find only how models keep their experts, and quantised weights")
     parser.add_argument("--latent", action="store_true", help="find only which models have latent attention")
+    parser.add_argument("--types", action="store_true", help="find only which types are served")
     args = parser.parse_args()
     if not args.page:
-        results = json.loads(FAMILIES.read_text()) if args.experts or args.latent else collect()
+        some = args.experts or args.latent or args.types
+        results = json.loads(FAMILIES.read_text()) if some else collect()
         if args.experts:
             results |= {"experts": experts()} | weights()
             results |= {"engine": report_fusion.architectures(concerned(results))}
         if args.latent:
             results |= {"latent": latent(results["census"]), "layers": layers()}
+        if args.types:
+            results |= {"types": report_types.rows()}
         FAMILIES.parent.mkdir(exist_ok=True)
         FAMILIES.write_text(json.dumps(results, indent=1) + "\n")
     PAGE.write_text(page(json.loads(FAMILIES.read_text()), json.loads(UPSTREAM.read_text())))

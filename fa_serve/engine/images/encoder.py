@@ -24,7 +24,7 @@ from fa_serve.engine.images.prompt import (
     find_places,
     runs_of,
 )
-from fa_serve.hf.images import ImageFeatures, ImageReader, StepImages
+from fa_serve.hf.images import ImageFeatures, ImageReader, StepImages, TwoWay
 from fa_serve.spec import ParameterError, UnsupportedModelError
 
 
@@ -41,6 +41,7 @@ class ImageEncoder:
         self.max_bytes = max_bytes
         self.num_bytes = 0
         self.num_encoded = 0
+        self._two_way: TwoWay | None = None
         self._features: OrderedDict[bytes, ImageFeatures] = OrderedDict()  # the least recently used first
 
     def features(self, image: ImageInput) -> ImageFeatures:
@@ -77,7 +78,7 @@ class ImageEncoder:
         )
 
     def place(self, tokens: Sequence[int], images: Sequence[ImageInput], max_block: int) -> PromptImages:
-        """What the images of a prompt come to. The first image of a prompt tells which tokens attend both ways.
+        """What the images of a prompt come to. The first image that comes tells which tokens attend both ways.
 
         tokens: with an image token for each embedding, in the order of the images
         max_block: tokens that a step can compute together
@@ -85,7 +86,9 @@ class ImageEncoder:
         Raises ParameterError for images that do not fit the prompt, and for a block of tokens that no step can compute.
         """
         placed = find_places(tokens, images, self.reader.image_token)
-        two_way = self.features(images[0]).two_way
+        if self._two_way is None:
+            self._two_way = self.features(images[0]).two_way
+        two_way = self._two_way
         blocks: tuple[tuple[int, int], ...] = ()
         if two_way != "none":
             blocks = ((0, len(tokens)),) if two_way == "prompt" else runs_of(placed)
@@ -103,6 +106,13 @@ class ImageEncoder:
     def check_integrity(self) -> None:
         """Assert that the bytes are those of the entries, within the budget."""
         assert self.num_bytes == sum(each.num_bytes for each in self._features.values()) <= self.max_bytes
+
+
+def require_encoder(images: ImageEncoder | str) -> ImageEncoder:
+    """What `find_images` has found. Raises ParameterError, with the reason, if there is none."""
+    if isinstance(images, str):
+        raise ParameterError("images", f"be empty, because {images}", "images")
+    return images
 
 
 def find_images(model: Any, config: EngineConfig) -> ImageEncoder | str:

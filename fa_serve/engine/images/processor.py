@@ -1,7 +1,6 @@
 """A text and images as token ids and inputs of towers, by the model's own processor.
 
-    processor = load_processor(path, trust_remote_code=False)
-    maker = PromptMaker(processor, reader)
+    maker = PromptMaker.of_model(config, reader)
     prompt = maker.prompt("<image>What is this?", [image])       # -> ImagePrompt
 
 The processor says what stands in the text in the place of an image, and by which text it is replaced: image tokens, and what
@@ -36,6 +35,11 @@ class PromptMaker:
         self._reader = reader
         defaults = type(processor).valid_processor_kwargs._defaults.get("text_kwargs", {})
         self._marks_images = bool(defaults.get("return_mm_token_type_ids"))
+
+    @classmethod
+    def of_model(cls, config: EngineConfig, reader: PromptReader) -> PromptMaker:
+        """With the processor of the model. Raises ParameterError, with the reason, for a model without one."""
+        return cls(load_processor(config.model_path(), trust_remote_code=config.trust_remote_code), reader)
 
     def prompt(
         self, text: str, images: Sequence[Any], *, special_tokens: bool = True, plain: Sequence[tuple[int, int]] = ()
@@ -121,8 +125,7 @@ def prepare_prompts(
             inputs.append(own)
             continue
         if maker is None:
-            processor = load_processor(config.model_path(), trust_remote_code=config.trust_remote_code)
-            maker = PromptMaker(processor, reader)
+            maker = PromptMaker.of_model(config, reader)
         made = maker.prompt(prompt, own)
         texts.append(made.tokens)
         inputs.append(made.images)

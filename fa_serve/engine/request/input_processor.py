@@ -16,7 +16,7 @@ from itertools import count
 from typing import Any, cast
 
 from fa_serve.engine.config import EngineConfig
-from fa_serve.engine.images.encoder import ImageEncoder
+from fa_serve.engine.images.encoder import ImageEncoder, require_encoder
 from fa_serve.engine.images.prompt import ImageInput, PromptImages
 from fa_serve.engine.lora.pool import Adapter
 from fa_serve.engine.request.groups import members, num_answers
@@ -87,7 +87,7 @@ class InputProcessor:
         if images:
             placed = self._place_images(prompt, images, params)
             # models may number their image token beyond their vocabulary
-            filler = self._require_encoder().reader.filler
+            filler = require_encoder(self._images).reader.filler
             prompt = [token if token < self._vocab_size else filler for token in cast("Sequence[int]", prompt)]
         tokens = self.reader.read(prompt)
         if params.stop and not self._has_tokenizer:
@@ -119,14 +119,9 @@ class InputProcessor:
             for index, (name, own) in enumerate(members(request_id, params))
         ]
 
-    def _require_encoder(self) -> ImageEncoder:
-        if isinstance(self._images, str):
-            raise ParameterError("images", f"be empty, because {self._images}", "images")
-        return self._images
-
     def _place_images(self, prompt: str | Sequence[int], images: Sequence[ImageInput], params: SamplingParams) -> PromptImages:
         """Where the images of a prompt are, and what that comes to for the engine."""
-        encoder = self._require_encoder()
+        encoder = require_encoder(self._images)
         if isinstance(prompt, str):
             raise ParameterError("prompt", "be token ids, with an image token for each embedding of its images", prompt)
         if len(images) > self._max_images:

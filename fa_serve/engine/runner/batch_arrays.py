@@ -112,7 +112,6 @@ def batch_arrays(
         inputs |= _of_sequences(slots, seqused, ends)
     sampled = _sampled_tokens(ends, num_samples) if batch.num_drafts else ends[num_samples > 0] - 1
     inputs["logits_indices"] = np.concatenate([sampled, *_prompt_rows(batch, firsts)])
-
     requests = [chunk.sequence.request for chunk in chunks if chunk.num_samples]
     sequences = [chunk.sequence for chunk in chunks for _ in range(chunk.num_samples)]
     rows: Arrays = {"sampled_slots": token_slots[sampled]}

@@ -28,7 +28,7 @@ from fa_serve.api import MAX_COPY_BYTES
 from fa_serve.engine.cache import tensors as kv_cache
 from fa_serve.engine.cache.block_table import BlockTable
 from fa_serve.engine.config import EngineConfig
-from fa_serve.engine.images.encoder import ImageEncoder, find_images
+from fa_serve.engine.images.encoder import ImageEncoder, find_images, require_encoder
 from fa_serve.engine.lora.store import AdapterStore
 from fa_serve.engine.runner.batch_arrays import BatchArrays, batch_arrays
 from fa_serve.engine.runner.cuda_graphs import Inputs, OnError, Shape, StepGraphs, pad, padding
@@ -61,7 +61,6 @@ from fa_serve.hf.surgery.quantised.linear import QuantizedLinear
 from fa_serve.launching.compilations import num_compilations
 from fa_serve.ops import StateTensors
 from fa_serve.ops.deterministic import NUM_SPLITS, deterministic_mode
-from fa_serve.spec import ParameterError
 
 log = logging.getLogger("fa_serve.engine")
 
@@ -132,12 +131,6 @@ class ModelRunner:
         self._counts: TokenCounts | None = None
         self._last_tokens = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self.device)
         self._block_table = BlockTable(config.max_num_seqs, 0, self.device)
-
-    def require_images(self) -> ImageEncoder:
-        """The towers and their embeddings. Raises ParameterError, with the reason, for a model or settings without."""
-        if isinstance(self.images, str):
-            raise ParameterError("images", f"be empty, because {self.images}", "images")
-        return self.images
 
     @property
     def window(self) -> int | None:
@@ -322,6 +315,8 @@ class ModelRunner:
             peak += (peak - before) * (1 if self.draft is None else 2)
         if "precision" in self._options:
             peak += MAX_COPY_BYTES  # a later step may have more keys in its prompts than this one
+        if isinstance(self.images, ImageEncoder):
+            peak += self.images.max_bytes
         self.close()
         torch.cuda.empty_cache()
         least = size + (memory.least_bytes if memory else 0)
@@ -348,9 +343,9 @@ class ModelRunner:
             arrays.inputs.update(state_arrays(batch))
         images = None
         if arrays.images:
-            images = self.require_images().step(arrays.images)
+            images = require_encoder(self.images).step(arrays.images)
             for piece in arrays.images:
-                arrays.inputs["input_ids"][piece.rows] = self.require_images().reader.filler
+                arrays.inputs["input_ids"][piece.rows] = require_encoder(self.images).reader.filler
         adapters = None if self.adapters is None else step_adapters(batch, self.adapters.pool.slot)
         prepared = self._prepare(arrays, adapters, images)
         logits = self._run(prepared)[: len(arrays.sequences) + batch.num_prompt_logits]
@@ -486,7 +481,7 @@ class ModelRunner:
         serving = nullcontext() if self.adapters is None else self.adapters.memory.holder.serving(inputs.lora)
         placing: AbstractContextManager[None] = nullcontext()
         if inputs.images is not None:
-            placing = self.require_images().reader.placing(inputs.images)
+            placing = require_encoder(self.images).reader.placing(inputs.images)
         with keeping, serving, placing, deterministic_mode(self._deterministic):
             return paged_forward(self.model, input_ids, inputs.position_ids, inputs.paged, inputs.logits_indices)
 

@@ -30,6 +30,8 @@ from fa_serve.spec import UnsupportedModelError
 log = logging.getLogger("fa_serve.hf")
 
 T = TypeVar("T")
+IMAGE_TOKEN_NAMES = ("image_token_id", "image_token_index")
+"""What configs call the token that stands in the place of each embedding of an image."""
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
@@ -74,9 +76,10 @@ def make_served(config: PreTrainedConfig, make: Callable[[PreTrainedConfig, str 
 def text_model(model: PreTrainedModel) -> PreTrainedModel:
     """The part of a model that computes text: the model itself, or the causal model that it wraps (BLIP-2, Kosmos).
 
-    A wrapper is recognised by its forward, which takes no position_ids, and by a part that has a head.
+    A wrapper has a part with a head. Its forward takes no position_ids, or its config has no token that stands for an image.
     """
-    if "position_ids" in inspect.signature(model.forward).parameters:
+    sees = any(getattr(model.config, name, None) is not None for name in IMAGE_TOKEN_NAMES)
+    if sees and "position_ids" in inspect.signature(model.forward).parameters:
         return model
     for part in model.children():
         if isinstance(part, PreTrainedModel) and part.can_generate() and is_text(part, model.config):

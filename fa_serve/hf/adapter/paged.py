@@ -24,6 +24,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from fa_serve.api import attention, attention_paged, attention_varlen, store_kv
 from fa_serve.hf.adapter.attention import riding
+from fa_serve.hf.adapter.models import counts_positions
 from fa_serve.hf.adapter.state_modules import find_state_modules
 from fa_serve.hf.adapter.step_cache import PagedStates, StepCache, WholeSequence, take_layer_idx
 from fa_serve.hf.adapter.translate import AttendsBatch, LayerCall
@@ -31,6 +32,8 @@ from fa_serve.spec import Precision, UnsupportedModelError
 
 # where a model notes the answer of `state_argument`
 _STATE_ARGUMENT = "_fa_serve_state_argument"
+# and that of `first_position`
+_FIRST_POSITION = "_fa_serve_first_position"
 
 
 class TwoWayBlock(NamedTuple):
@@ -271,6 +274,9 @@ def paged_output(
         }
     if name == "cache_params":
         no_mask = None  # there is no attention, and the mixers multiply their inputs with a mask
+    first = first_position(model)
+    if first:
+        position_ids = position_ids + first
     keeping: AbstractContextManager[None] = nullcontext()
     if "logits_to_keep" in _parameters(type(model).forward):
         inputs["logits_to_keep"] = logits_indices
@@ -302,6 +308,17 @@ def _keeping_rows(model: PreTrainedModel, rows: Tensor) -> Iterator[None]:
         yield
     finally:
         hook.remove()
+
+
+def first_position(model: PreTrainedModel) -> int:
+    """The position of the first token: 0, or one more than the padding token in models that number them so (fairseq).
+
+    It is looked for once. `probe.py` proves it.
+    """
+    if _FIRST_POSITION not in model.__dict__:
+        padding = getattr(model.config.get_text_config(), "pad_token_id", None)
+        model.__dict__[_FIRST_POSITION] = padding + 1 if counts_positions(type(model)) and padding is not None else 0
+    return cast(int, model.__dict__[_FIRST_POSITION])
 
 
 def state_argument(model: PreTrainedModel) -> str | None:

@@ -28,7 +28,7 @@ from fa_serve.hf.adapter.attention import riding
 from fa_serve.hf.adapter.composites import auto_class, make_served, text_model
 from fa_serve.hf.adapter.masks import leaving_out_blocks
 from fa_serve.hf.adapter.models import NAME, check_class, counts_positions
-from fa_serve.hf.adapter.paged import state_argument
+from fa_serve.hf.adapter.paged import OneSequence, first_position, state_argument
 from fa_serve.hf.adapter.state_modules import SeatedMixer, find_state_modules
 from fa_serve.hf.adapter.step_cache import StateKey, StateProbe, StepCache, take_layer_idx
 from fa_serve.hf.adapter.translate import WINDOW_NOTE, LayerCall, spec_of
@@ -57,9 +57,10 @@ class Probe:
         layer_idx = take_layer_idx(module, self.states)
         if layer_idx in self.layers:
             raise UnsupportedModelError(f"layer {layer_idx} ({type(module).__name__}) attends more than once")
-        if call.visible_window[1] == 0 <= call.visible_window[0] and call.window_size == (-1, 0):
-            # transformers tells the window of this layer to the mask alone (Phi-3.5-MoE), and `paged_forward` makes no mask
-            module.__dict__[WINDOW_NOTE] = call.visible_window[0]
+        if call.visible_window[1] == 0 and call.window_size in ((-1, 0), (-1, -1)):
+            # transformers tells causality (Kosmos) or the window (Phi-3.5-MoE) to the mask alone; `paged_forward` makes none
+            if call.visible_window[0] >= 0:
+                module.__dict__[WINDOW_NOTE] = call.visible_window[0]
             call = call._replace(window_size=call.visible_window)
         left, _ = call.window_size
         if call.visible_window != (left, 0) or call.visible_chunk != call.attention_chunk:
@@ -176,6 +177,8 @@ def _probe(model: PreTrainedModel) -> ModelLayers:
         # from some release after 5.17 on, a layer that shares the keys of another one keeps a DummyLayer, which holds nothing
         known = {DynamicLayer, DynamicSlidingWindowLayer, getattr(cache_utils, "DummyLayer", DynamicLayer)}
         _refuse_if(kinds - known, model, "it keeps more than keys and values")
+    if first_position(model) and model.device.type != "meta":
+        _refuse_if(not _is_numbered(model), model, "it numbers its positions in a way that is not known")
     found = sorted(probe.layers)
     missing = _missing_arguments(model) if found else set()
     _refuse_if(missing, model, f"its forward takes no {sorted(missing)}")
@@ -185,6 +188,17 @@ def _probe(model: PreTrainedModel) -> ModelLayers:
     if name is None and found != [i for i in range(config.num_hidden_layers) if i not in without_images]:
         _refuse_if(True, model, f"only layers {found} of its {config.num_hidden_layers} layers use the attention interface")
     return ModelLayers({i: probe.layers[i] for i in found}, probe.states.found)
+
+
+def _is_numbered(model: PreTrainedModel) -> bool:
+    """Whether a model that makes its positions computes the same with those of `first_position`."""
+    first = first_position(model)
+    embeddings: Any = model.get_input_embeddings()
+    ids = torch.arange(first, first + 5, device=model.device)[None] % embeddings.num_embeddings
+    places = torch.arange(5, device=model.device)[None] + first
+    with riding(OneSequence()):
+        own, ours = (model(input_ids=ids, use_cache=False, **given).logits for given in ({}, {"position_ids": places}))
+    return torch.equal(own, ours)
 
 
 @contextmanager
@@ -222,7 +236,8 @@ def _check_before_a_forward(model: PreTrainedModel, config: PreTrainedConfig) ->
     _refuse_if(config.is_encoder_decoder, model, "it is an encoder-decoder, whose cross-attention has no place in the cache")
     _refuse_if(model._is_stateful and state_argument(model) is None, model, "it keeps more than keys and values")
     _refuse_if(missing, model, f"its forward takes no {sorted(missing)}")
-    _refuse_if(counts_positions(type(model)), model, "it numbers its positions from its padding token")
+    padding = getattr(config, "pad_token_id", None)
+    _refuse_if(counts_positions(type(model)) and padding is None, model, "it numbers its positions from a padding token")
     changing = _rope_types(config) & {"dynamic", "longrope"}
     _refuse_if(changing, model, f"its {changing} rotary embedding depends on the longest sequence of the batch")
 

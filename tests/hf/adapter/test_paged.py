@@ -1,66 +1,14 @@
-"""Which models run on a paged cache, and what a batch that rides along refuses. `test_families.py` compares the values."""
+"""What a batch that rides along on a paged cache refuses. `test_families.py` compares the values."""
 
 from __future__ import annotations
-
-from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from hf_families import BY_NAME, Pages, pair, tokens
-from transformers import AutoConfig, LlamaConfig
 
 from fa_serve import hf
-from fa_serve.hf.adapter.masks import ImplicitMask
 from fa_serve.hf.adapter.probe import Probe
-from fa_serve.hf.adapter.translate import translate
-from fa_serve.spec import ParameterError, UnsupportedModelError
-
-
-@pytest.mark.parametrize(
-    ("model_type", "changes", "reason"),
-    [
-        ("xlstm", {"num_heads": 4, "embedding_dim": 64, "num_blocks": 2}, "it keeps more than keys and values"),
-        ("bart", {}, "takes no"),
-        ("t5", {}, "not the config of a causal language model"),
-        ("bert", {}, "needs a mask beyond causality"),
-        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "depends on the longest"),
-        ("bloom", {}, "computes its attention itself"),
-        ("diffllama", {"num_key_value_heads": 4}, "attends more than once"),
-        ("roberta", {"is_decoder": True}, "numbers its positions from its padding token"),
-    ],
-)
-def test_configs_that_are_refused(model_type: str, changes: dict[str, Any], reason: str) -> None:
-    small = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 32, "num_attention_heads": 4}
-    with pytest.raises(UnsupportedModelError, match=reason):
-        hf.check_model(AutoConfig.for_model(model_type, **small, **changes))
-
-
-def test_layers_are_found_from_a_config_alone() -> None:
-    family = BY_NAME["gpt-oss"]
-    layers = list(hf.model_layers(family.build().config).attention.values())
-    assert [(s.window_size, s.sinks, s.head_dim, s.num_heads, s.num_kv_heads) for s in layers] == [
-        ((4, 0), True, 32, 4, 2),
-        ((-1, 0), True, 32, 4, 2),
-    ]
-    large = LlamaConfig(hidden_size=8192, num_attention_heads=64, num_key_value_heads=8, num_hidden_layers=3)
-    assert [s.head_dim for s in hf.model_layers(large).attention.values()] == [128] * 3
-
-
-def test_layers_whose_prompts_have_float8_products() -> None:
-    """Every layer, with new keys and with keys in pages, of the model's dtype or float8."""
-    llama = LlamaConfig(hidden_size=2048, num_attention_heads=16, num_key_value_heads=8, num_hidden_layers=2)
-    layers = [replace(x, device="cuda", arch=90, dtype=torch.bfloat16) for x in hf.model_layers(llama).attention.values()]
-    for kv_dtype in (torch.bfloat16, torch.float8_e4m3fn):
-        cached = [replace(x, kv_dtype=kv_dtype) for x in layers]
-        hf.check_attention_precision(cached, 16, "fp8")
-        wide = replace(cached[1], head_dim=256, head_dim_v=256)
-        hf.check_attention_precision([cached[0], wide], 16, "qk8")
-        with pytest.raises(ParameterError, match="hopper has head sizes of 64 and 128 with precision 'fp8', got 256") as error:
-            hf.check_attention_precision([cached[0], wide], 16, "fp8")
-        assert error.value.field == "attention_precision"
-        with pytest.raises(ParameterError, match=r"got compute capability 8\.0"):
-            hf.check_attention_precision([replace(x, arch=80) for x in cached], 16, "qk8")
+from fa_serve.spec import UnsupportedModelError
 
 
 def test_a_step_must_come_without_a_mask() -> None:
@@ -81,35 +29,3 @@ def test_a_position_bias_has_no_place_in_pages() -> None:
     bias = torch.zeros(1, 2, 3, 3)
     with pytest.raises(UnsupportedModelError, match="Module adds a position_bias to its scores, which attention on a paged"):
         hf.attention_forward(torch.nn.Module(), query, query, query, None, position_bias=bias, fa_serve_batch=Probe())
-
-
-PROBED = {
-    "causal": (ImplicitMask((-1, 0)), {}, (-1, 0)),
-    "the layer's window": (ImplicitMask((4, 0)), {"sliding_window": 5}, (4, 0)),
-    "no mask, causal": (None, {"is_causal": True}, (-1, 0)),
-    "no mask, not causal": (None, {}, None),
-    "both ways": (ImplicitMask((-1, -1)), {}, None),
-    "a window in the mask alone": (ImplicitMask((4, 0)), {}, None),
-    "a window in the words alone": (ImplicitMask((-1, 0)), {"sliding_window": 5}, None),
-    "a tensor": (torch.ones(1, 1, 1, 1, dtype=torch.bool), {}, None),
-}
-
-
-@pytest.mark.parametrize(("mask", "words", "window"), PROBED.values(), ids=PROBED)
-def test_a_layer_must_say_without_its_mask_what_it_says_with_it(
-    mask: Any, words: dict[str, Any], window: tuple[int, int] | None
-) -> None:
-    module = torch.nn.Module()
-    module.layer_idx = 3  # type: ignore[assignment]
-    query = torch.zeros(1, 4, 1, 16)
-    key = torch.zeros(1, 2, 1, 16)
-    call = translate(module, query, key, key[..., :8], mask, **words)
-    probe = Probe()
-    if window is None:
-        with pytest.raises(UnsupportedModelError, match=r"layer 3 \(Module\) needs a mask beyond causality"):
-            probe.attend(call)
-        return
-    assert probe.attend(call).shape == (1, 1, 4, 8)
-    assert probe.layers[3].window_size == window
-    with pytest.raises(UnsupportedModelError, match=r"layer 3 \(Module\) attends more than once"):
-        probe.attend(call)

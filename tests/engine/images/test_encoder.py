@@ -1,0 +1,152 @@
+"""The cache of embeddings, and an engine that serves images beside other requests."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from every_type import tiny_model
+from image_inputs import CHANGES, IMAGE, one_image, whole_prompt
+
+from fa_serve.engine import Engine, EngineConfig, SamplingParams
+from fa_serve.engine.images.encoder import ImageEncoder
+from fa_serve.engine.images.prompt import ImageInput
+from fa_serve.hf.images import ImageReader
+from fa_serve.spec import ParameterError
+
+GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+
+
+class Case:
+    """A tiny model with two images, and what transformers generates."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.model = tiny_model(name, CHANGES[name])
+        self.inputs = [one_image(name, self.model, seed) for seed in (1, 2)]
+        self.images = [ImageInput.of(inputs) for inputs in self.inputs]
+        self.count = self.inputs[0]["input_ids"].shape[1]
+
+    def prompt(self, *numbers: int, text: int = 5) -> list[int]:
+        tokens = list(range(10, 10 + text))
+        for number in numbers:
+            tokens += [IMAGE] * self.count + [20 + number]
+        return tokens
+
+    def generate(self, ids: list[int], *numbers: int) -> list[int]:
+        inputs = whole_prompt(self.name, self.model, ids, [self.inputs[n] for n in numbers])
+        options: Any = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+        with torch.no_grad():
+            return self.model.generate(**inputs, **options)[0, len(ids) :].tolist()
+
+    def engine(self, **settings: Any) -> Engine:
+        given = {"device": "cpu", "num_pages": 64, "max_model_len": 128, "page_size": 4} | settings
+        return Engine(EngineConfig(**given), model=copy.deepcopy(self.model))
+
+
+@pytest.fixture(scope="module")
+def llava() -> Case:
+    return Case("llava")
+
+
+@pytest.fixture(scope="module")
+def gemma3() -> Case:
+    return Case("gemma3")
+
+
+def answer(engine: Engine, ids: list[int], *images: ImageInput, params: SamplingParams = GREEDY) -> list[int]:
+    return list(engine.generate([ids], params, images=[images])[0].token_ids)
+
+
+def test_embeddings_are_kept_within_their_budget(llava: Case) -> None:
+    reader = ImageReader(llava.model)
+    size = reader.encode(llava.inputs[0]).num_bytes
+    encoder = ImageEncoder(reader, max_bytes=size)
+    first, second = llava.images
+    for image in (first, first, second, second, first):
+        encoder.features(image)
+        encoder.check_integrity()
+    assert encoder.num_encoded == 3
+    nothing = ImageEncoder(reader, max_bytes=size - 1)
+    nothing.features(first)
+    nothing.features(first)
+    nothing.check_integrity()
+    assert (nothing.num_encoded, nothing.num_bytes) == (2, 0)
+
+
+def test_a_prefix_is_shared_with_the_same_image_alone(llava: Case) -> None:
+    engine = llava.engine()
+    first, second = llava.images
+    ids = llava.prompt(0, text=7)
+    assert answer(engine, ids, first) == llava.generate(ids, 0)
+    completion = engine.generate([ids], GREEDY, images=[[first]])[0]
+    assert list(completion.token_ids) == llava.generate(ids, 0)
+    assert engine.stats().num_cached_tokens == 8
+    assert answer(engine, ids, second) == llava.generate(ids, 1)
+    assert engine.stats().num_cached_tokens == 8 + 4, "one page is before the image"
+
+
+def test_evicted_embeddings_are_computed_again(llava: Case) -> None:
+    engine = llava.engine(image_cache_bytes=0, max_num_batched_tokens=4, max_num_seqs=2)
+    ids = llava.prompt(0, 1)
+    assert answer(engine, ids, *llava.images) == llava.generate(ids, 0, 1)
+
+
+def test_preempted_requests_with_images(llava: Case) -> None:
+    engine = llava.engine(num_pages=10, max_model_len=40, prefix_caching=False)
+    prompts = [llava.prompt(0, text=3), llava.prompt(1, text=4), list(range(30, 36))]
+    long = SamplingParams(max_tokens=14, temperature=0.0, ignore_eos=True)
+    together = engine.generate(prompts, long, images=[[llava.images[0]], [llava.images[1]], []])
+    assert engine.stats().num_preemptions > 0
+    roomy = llava.engine()
+    for ids, own, output in zip(prompts, ([llava.images[0]], [llava.images[1]], []), together, strict=True):
+        assert list(output.token_ids) == answer(roomy, ids, *own, params=long)
+    engine.check_integrity()
+
+
+def test_a_block_that_no_step_can_compute_is_refused(gemma3: Case) -> None:
+    engine = gemma3.engine(max_num_batched_tokens=5, max_num_seqs=2)
+    with pytest.raises(ParameterError, match=r"at most 3 tokens that attend to each other both ways .*, got 4"):
+        answer(engine, gemma3.prompt(0), gemma3.images[0])
+
+
+def test_blocks_attend_both_ways(gemma3: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The guard of the comparison in tests/hf/test_every_type.py: causal attention gives other tokens."""
+    ids = gemma3.prompt(0, 1)
+    assert answer(gemma3.engine(), ids, *gemma3.images) == gemma3.generate(ids, 0, 1)
+    monkeypatch.setattr("fa_serve.engine.images.encoder.runs_of", lambda placed: ())
+    engine = gemma3.engine()
+    monkeypatch.setattr(engine._processor, "_max_block", 0)
+    with pytest.raises(ValueError, match="max"):
+        answer(engine, ids, *gemma3.images)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"max_images": 0}, "the engine is set to take none"),
+        ({"deterministic": True}, "attend both ways in deterministic mode are not built yet"),
+        ({"kv_cache_dtype": "fp8"}, "attend both ways with a float8 cache are not built yet"),
+    ],
+)
+def test_what_is_not_built_says_so(gemma3: Case, settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ParameterError, match=reason):
+        answer(gemma3.engine(**settings), gemma3.prompt(0), gemma3.images[0])
+
+
+def test_prompts_that_do_not_fit_their_images(llava: Case) -> None:
+    engine = llava.engine(max_images=1)
+    ids = llava.prompt(0)
+    with pytest.raises(ParameterError, match="images must be at most 1 in a prompt"):
+        answer(engine, ids, *llava.images)
+    with pytest.raises(ParameterError, match="prompt must have an image token"):
+        answer(engine, ids[:-2], llava.images[0])
+    with pytest.raises(ParameterError, match="prompt_logprobs must be None for a prompt with images"):
+        answer(engine, ids, llava.images[0], params=SamplingParams(max_tokens=1, prompt_logprobs=0))
+    with pytest.raises(ParameterError, match="images must have an entry for each of the 1 prompts"):
+        engine.generate([ids], GREEDY, images=[])
+    text = Engine(EngineConfig(device="cpu", num_pages=8, max_model_len=64))
+    with pytest.raises(ParameterError, match="images must be empty, because images of LlamaForCausalLM"):
+        answer(text, [1, 2], llava.images[0])

@@ -1,0 +1,88 @@
+"""Texts and pictures become what the model's own processor makes of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from image_models import picture, save_llava
+from transformers import AutoProcessor
+
+from fa_serve.engine import Engine, EngineConfig, SamplingParams
+from fa_serve.engine.images.processor import PromptMaker
+from fa_serve.engine.request.prompts import PromptReader
+from fa_serve.hf.images import load_processor
+from fa_serve.spec import ParameterError
+
+IMAGE = 296
+"""The image token of the tiny LLaVA, whose pictures have 4 tokens."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("llava")
+    save_llava(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def maker(folder: Path) -> PromptMaker:
+    processor = load_processor(str(folder), trust_remote_code=False)
+    return PromptMaker(processor, PromptReader(processor.tokenizer, 352, 256))
+
+
+@pytest.mark.parametrize("text", ["<image>What?", "one <image> two <image>\n", "<image><image>", "no picture"])
+def test_as_the_processor(maker: PromptMaker, folder: Path, text: str) -> None:
+    pictures = [picture(seed) for seed in range(text.count("<image>"))]
+    expected = AutoProcessor.from_pretrained(folder)(text=text, images=pictures or None, return_tensors="pt")
+    made = maker.prompt(text, pictures)
+    assert list(made.tokens) == expected["input_ids"][0].tolist()
+    for number, image in enumerate(made.images):
+        assert image.inputs["input_ids"].tolist() == [[IMAGE] * 4]
+        torch.testing.assert_close(image.inputs["pixel_values"], expected["pixel_values"][number : number + 1])
+
+
+def test_the_key_of_a_picture_does_not_depend_on_the_prompt(maker: PromptMaker) -> None:
+    [alone] = maker.prompt("<image>", [picture(1)]).images
+    other, again = maker.prompt("x<image>y<image>", [picture(2), picture(1)]).images
+    assert alone.key == again.key != other.key
+
+
+def test_plain_text_is_no_place(maker: PromptMaker) -> None:
+    text = "<image> is <image>!"
+    made = maker.prompt(text, [picture(1)], plain=[(11, 18)])
+    assert list(made.tokens).count(IMAGE) == 4
+    assert made.tokens[:4] == [IMAGE] * 4
+    made = maker.prompt(text, [picture(1)], plain=[(0, 7)])
+    assert list(made.tokens).count(IMAGE) == 4
+    assert made.tokens[0] != IMAGE
+
+
+def test_as_many_places_as_pictures(maker: PromptMaker) -> None:
+    for text, count in (("<image>", 2), ("text", 1), ("<image><image>", 1)):
+        with pytest.raises(ParameterError, match=rf"have <image> in the place of each of its {count} images, got"):
+            maker.prompt(text, [picture(1)] * count)
+
+
+def test_a_picture_that_the_processor_refuses(maker: PromptMaker) -> None:
+    with pytest.raises(ParameterError, match="images must hold images that the model's processor takes"):
+        maker.prompt("<image>", ["no picture"])
+
+
+def test_offline(folder: Path) -> None:
+    engine = Engine(EngineConfig(model=folder, device="cpu", num_pages=64, max_model_len=128))
+    params = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
+    text = "Hello <image> and <image> what?"
+    given: list[Any] = [[picture(1), picture(2)], []]
+    first, second = engine.generate([text, "Hello"], params, images=given)
+    processor = AutoProcessor.from_pretrained(folder)
+    from transformers import AutoModelForImageTextToText
+
+    model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager")
+    for output, prompt, images in ((first, text, given[0]), (second, "Hello", None)):
+        inputs = processor(text=prompt, images=images, return_tensors="pt")
+        with torch.no_grad():
+            tokens = model.generate(**inputs, max_new_tokens=5, min_new_tokens=5, do_sample=False, eos_token_id=None)
+        assert list(output.token_ids) == tokens[0, inputs["input_ids"].shape[1] :].tolist()

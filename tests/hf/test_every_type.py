@@ -1,0 +1,39 @@
+"""Each image-text type of transformers: what docs/models.md says of it is what happens."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from every_type import CAUSAL, IMAGE_TEXT
+from image_inputs import IMAGES
+from report_models import FAMILIES as RESULTS
+from report_types import UNTRIED, YES, check_images, check_text
+
+from fa_serve.hf.images import PROVEN
+
+ROWS = json.loads(RESULTS.read_text())["types"]
+SERVED = [name for name in IMAGE_TEXT if ROWS[name]["engine text"] == YES]
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_tokens_are_those_of_generate(name: str) -> None:
+    """A check of images has a prompt of text alone beside those with images."""
+    if ROWS[name]["engine image"] == YES:
+        check_images(name)
+    else:
+        check_text(name)
+
+
+def test_every_type_has_a_row() -> None:
+    assert set(ROWS) == {*IMAGE_TEXT, *CAUSAL}
+    assert all(reason for row in ROWS.values() for reason in row.values())
+    assert {name for name, reason in UNTRIED.items() if ROWS[name]["engine text"] != reason} == set()
+
+
+def test_images_of_those_types_are_served_that_are_proven() -> None:
+    seen = {name for name, row in ROWS.items() if row["engine image"] == YES}
+    assert seen == PROVEN
+    assert seen <= set(IMAGES)
+    assert len(seen) >= 40
+    assert len(SERVED) >= 60

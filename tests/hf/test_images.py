@@ -1,0 +1,74 @@
+"""What the towers make of an image, found by the model's own forward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from every_type import tiny_model
+from image_inputs import CHANGES, IMAGE, one_image
+from image_models import save_llava
+
+from fa_serve import patch
+from fa_serve.hf import images
+from fa_serve.hf.images import ImageReader, load_processor
+from fa_serve.spec import ParameterError, UnsupportedModelError
+
+
+@pytest.mark.parametrize(
+    ("name", "two_way", "deep"),
+    [("llava", "none", 0), ("gemma3", "images", 0), ("paligemma", "prompt", 0), ("qwen3_vl", "none", 2)],
+)
+def test_what_an_image_comes_to(name: str, two_way: str, deep: int) -> None:
+    model = patch(tiny_model(name, CHANGES[name]))
+    inputs = one_image(name, model, seed=1)
+    features = ImageReader(model).encode(inputs)
+    count = inputs["input_ids"].shape[1]
+    assert features.embeds.shape == (count, 64)
+    assert (features.two_way, len(features.deep)) == (two_way, deep)
+    assert features.num_bytes == 4 * 64 * count * (1 + deep)
+    other = ImageReader(model).encode(one_image(name, model, seed=2))
+    assert (features.embeds - other.embeds).abs().max() > 1e-3, "another picture gives the same embeddings"
+
+
+def test_embeddings_are_those_of_the_models_own_forward() -> None:
+    model = tiny_model("llava", CHANGES["llava"])
+    inputs = one_image("llava", model, seed=1)
+    expected = model.model.get_image_features(inputs["pixel_values"]).pooler_output
+    torch.testing.assert_close(ImageReader(model).encode(inputs).embeds, torch.cat(list(expected)).reshape(-1, 64))
+
+
+def test_positions_of_three_axes() -> None:
+    model = tiny_model("qwen2_5_vl", CHANGES["qwen2_5_vl"])
+    inputs = one_image("qwen2_5_vl", model, seed=1)
+    ids = torch.tensor([5, 6, *[IMAGE] * 4, 7])
+    positions, delta = ImageReader(model).positions(ids, [inputs])
+    assert positions.tolist() == [[0, 1, 2, 2, 2, 2, 4], [0, 1, 2, 2, 3, 3, 4], [0, 1, 2, 3, 2, 3, 4]]
+    assert delta == -2
+    llava = tiny_model("llava", CHANGES["llava"])
+    assert ImageReader(llava).positions(ids, [one_image("llava", llava, seed=1)]) is None
+
+
+def test_types_that_are_not_proven_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("chameleon", CHANGES["chameleon"])
+    with pytest.raises(UnsupportedModelError, match=r"images of .* \(chameleon\) have not been compared with generate"):
+        ImageReader(model)
+    monkeypatch.setattr(images, "PROVEN", {"chameleon", "llama"})
+    reader = ImageReader(model)
+    inputs = {"input_ids": torch.full((1, 4), IMAGE), "pixel_values": torch.zeros(1, 3, 32, 32)}
+    with pytest.raises(UnsupportedModelError, match=r"tells its language model \['pixel_values'\] of an image"):
+        reader.encode(inputs)
+
+
+def test_a_model_without_images_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tiny_models import make_model
+
+    monkeypatch.setattr(images, "PROVEN", {"llama"})
+    with pytest.raises(UnsupportedModelError, match="its config names no token that stands for them"):
+        ImageReader(make_model("llama"))
+
+
+def test_a_processor_that_is_missing_is_named(tmp_path) -> None:
+    with pytest.raises(ParameterError, match="images must be empty, because the model's processor cannot be loaded"):
+        load_processor(str(tmp_path), trust_remote_code=False)
+    save_llava(tmp_path)
+    assert load_processor(str(tmp_path), trust_remote_code=False).image_token == "<image>"

@@ -1,0 +1,132 @@
+"""Files of strangers: the process that decodes dies of them, or says what is wrong, and the server goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import struct
+import time
+import zlib
+from collections.abc import AsyncIterator
+
+import numpy as np
+import pytest
+from fa_serve.server.errors import BadRequest
+from fa_serve.server.images.loader import ImageLoader
+from fa_serve.server.settings import Settings
+from image_models import picture, png
+
+pytestmark = pytest.mark.anyio
+
+
+def uri(data: bytes, kind: str = "png") -> str:
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+
+
+@pytest.fixture
+async def loader() -> AsyncIterator[ImageLoader]:
+    made = ImageLoader(Settings(max_images=1000, max_image_pixels=10_000, image_timeout=5.0))
+    yield made
+    made.close()
+
+
+def bomb(width: int, height: int) -> bytes:
+    """A PNG of one colour whose rows are compressed to a thousandth."""
+
+    def chunk(name: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+
+    rows = zlib.compress(bytes((width // 8 + 1) * height), 9)
+    head = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+
+
+def animated(form: str) -> bytes:
+    file = io.BytesIO()
+    frames = [picture(seed) for seed in range(3)]
+    frames[0].save(file, form, save_all=True, append_images=frames[1:])
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(("form", "kind"), [("PNG", "png"), ("JPEG", "jpeg"), ("WEBP", "webp"), ("GIF", "gif")])
+async def test_formats(loader: ImageLoader, form: str, kind: str) -> None:
+    [image] = await loader.load([uri(png(picture(1), form), kind)], None)
+    assert (image.mode, image.size) == ("RGB", (40, 32))
+    if form == "PNG":
+        assert np.array_equal(np.asarray(image), np.asarray(picture(1)))
+
+
+async def test_transparency_and_orientation(loader: ImageLoader) -> None:
+    turned = picture(1).getexif()
+    turned[0x0112] = 6  # the camera was turned
+    [image] = await loader.load([uri(png(picture(1), "JPEG", exif=turned), "jpeg")], None)
+    assert image.size == (32, 40)
+    [image] = await loader.load([uri(png(picture(1).convert("RGBA")))], None)
+    assert image.mode == "RGB"
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        pytest.param(bomb(20_000, 20_000), "at most 10000 pixels .*, got 20000 x 20000", id="bomb"),
+        pytest.param(bomb(10_000, 1), r"at most 200 times the other, got 10000 x 1", id="thin"),
+        pytest.param(png(picture(1))[:-600], "be a complete PNG, JPEG, WebP or GIF", id="truncated"),
+        pytest.param(png(picture(1), "JPEG")[:-200], "be a complete PNG, JPEG, WebP or GIF", id="truncated-jpeg"),
+        pytest.param(b"<svg xmlns='http://www.w3.org/2000/svg'/>", "be a complete PNG, JPEG, WebP or GIF", id="svg"),
+        pytest.param(png(picture(1), "TIFF"), "be a complete PNG, JPEG, WebP or GIF", id="tiff"),
+        pytest.param(b"%PDF-1.4", "be a complete PNG, JPEG, WebP or GIF", id="pdf"),
+        pytest.param(animated("GIF"), "a single picture, got an animated one", id="animated-gif"),
+        pytest.param(animated("WEBP"), "a single picture, got an animated one", id="animated-webp"),
+        pytest.param(animated("PNG"), "a single picture, got an animated one", id="animated-png"),
+    ],
+)
+async def test_files_that_are_refused(loader: ImageLoader, data: bytes, message: str) -> None:
+    with pytest.raises(BadRequest) as error:
+        await loader.load([uri(data)], None)
+    import re
+
+    assert re.search(message, error.value.message), error.value.message
+    assert error.value.param == "messages"
+    [image] = await loader.load([uri(png(picture(1)))], None)
+    assert image.size == (40, 32)
+
+
+async def test_a_decoder_that_takes_too_much_memory_dies_alone() -> None:
+    limited = ImageLoader(Settings(max_image_pixels=400_000_000, image_memory=2**20, image_timeout=5.0))
+    try:
+        with pytest.raises(BadRequest, match=r"image_url must be decoded within 1048576 bytes \(--image-memory\)"):
+            await limited.load([uri(bomb(16_000, 16_000))], None)
+        [image] = await limited.load([uri(png(picture(1)))], None)
+        assert image.size == (40, 32)
+    finally:
+        limited.close()
+
+
+async def test_too_many_images_cost_nothing() -> None:
+    limited = ImageLoader(Settings(max_images=16))
+    with pytest.raises(BadRequest, match=r"at most 16 images \(--max-images\), got 1000"):
+        await limited.load(["data:image/png;base64,QUJD"] * 1000, None)
+    assert "_trials" not in vars(limited)
+    limited.close()
+
+
+async def test_the_event_loop_goes_on_beside_many_images(loader: ImageLoader) -> None:
+    pauses = []
+
+    async def beat() -> None:
+        while True:
+            begin = time.perf_counter()
+            await asyncio.sleep(0.005)
+            pauses.append(time.perf_counter() - begin - 0.005)
+
+    beating = asyncio.create_task(beat())
+    images = await loader.load([uri(png(picture(seed))) for seed in range(40)], None)
+    beating.cancel()
+    assert len(images) == 40
+    assert sorted(pauses)[len(pauses) // 2] < 0.05
+
+
+async def test_fetching_is_off_by_default(loader: ImageLoader) -> None:
+    with pytest.raises(BadRequest, match="this server fetches no images"):
+        await loader.load(["https://images.example.org/cat.png"], None)
