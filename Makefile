@@ -21,7 +21,7 @@ SHELL       := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test test-compiled test-triton test-newest lint types docs check format test-load test-ray test-security fuzz abuse test-gpu memcheck bench release \
+.PHONY: help serve test test-types test-compiled test-triton test-newest lint types docs check format test-load test-ray test-security fuzz abuse test-gpu memcheck bench release \
   kernel-package requirements sbom pin-images clean
 
 BIN    := $(VENV)/bin
@@ -49,6 +49,9 @@ endif
 
 test-compiled: $(VENV)/.test ## the files named test_*_compiled.py: every kernel compiles for every target, without a GPU
 	$(PYTEST) $$(find tests -name 'test_*_compiled.py')
+
+test-types: $(VENV)/.test ## every image-text type of transformers that the engine serves, not each eighth alone
+	FA_SERVE_EVERY_TYPE=1 $(PYTEST) tests/hf/test_every_type.py
 
 test-load: $(VENV)/.test ## the load tests of the service in full: minutes; they print what they measure
 	FA_SERVE_LOAD=full $(BIN)/pytest -q -s --timeout 900 tests/server/test_load.py

@@ -26,6 +26,7 @@ VARIABLES = {
     "FA_SERVE_FUZZ": "tests: the number of random requests to each route",
     "FA_SERVE_FUZZ_SECONDS": "tests: how long random requests are sent",
     "FA_SERVE_FUZZ_SEED": "tests: the seed of random requests",
+    "FA_SERVE_EVERY_TYPE": "tests: all image-text types instead of each eighth",
     "FA_SERVE_LOAD": "tests: whether attacks run, and how long",
     "FA_SERVE_SCREENSHOTS": "tests: the folder for pictures of the playground",
     "FA_SERVE_TEST_NEW": "tests: a variable of a forked process",
