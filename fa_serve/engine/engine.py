@@ -324,6 +324,7 @@ class Engine:
         Raises ParameterError for another level, for quantised weights unless the level is 0, and with several ranks.
         """
         self._residence.require_one_rank("sleep")
+        self._residence.check_level(level)
         self._late += self.drain()
         self._scheduler.forget_cache()
         self._residence.sleep(level)

@@ -110,12 +110,16 @@ class Residence:
             runner.images.forget()
         return moved
 
-    def sleep(self, level: int) -> None:
-        """Free the KV cache, the graphs and, by level, the weights, as `Engine.sleep` says. A second call changes nothing."""
+    def check_level(self, level: int) -> None:
+        """Raise ParameterError for a level that there is not, or that this model does not have."""
         if level not in (0, 1, 2):
             raise ParameterError("level", "be 0, 1 or 2", level)
         if level and self._owned and self._is_quantised():
             raise ParameterError("level", "be 0 for a model of quantised weights, which stay on the device", level)
+
+    def sleep(self, level: int) -> None:
+        """Free the KV cache, the graphs and, by level, the weights, as `Engine.sleep` says. A second call changes nothing."""
+        self.check_level(level)
         if self._asleep:
             return
         self._runner.close()

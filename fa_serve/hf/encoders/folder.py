@@ -104,6 +104,7 @@ def read_folder(path: str, task: EncoderTask) -> EncoderFolder:
     """
     listed = read_json(path, MODULES)
     general = read_json(path, "config_sentence_transformers.json") or {}
+    _check_late_interaction(path, general)
     activation = general.get("activation_fn")
     if listed is None:
         config = read_json(path, "config.json") or {}
@@ -160,6 +161,14 @@ def read_json(path: str, name: str) -> Any:
         return json.loads(Path(file).read_bytes())
     except ValueError as error:
         raise OSError(f"the model's file {file} cannot be read: {error}") from None
+
+
+def _check_late_interaction(path: str, general: dict[str, Any]) -> None:
+    """Refuse what models of late interaction (ColBERT) do to their tokens besides encoding them."""
+    for name in ("do_query_expansion", "skiplist_words"):
+        if general.get(name):
+            rule = f"have no {name} in config_sentence_transformers.json, because fa_serve encodes the tokens as they are"
+            raise ParameterError("model", rule, path)
 
 
 def _prompts(general: dict[str, Any]) -> dict[str, Any]:

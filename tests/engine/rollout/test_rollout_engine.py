@@ -252,8 +252,11 @@ def test_an_engine_that_owns_its_weights_gives_them_away(model_folder: Any) -> N
     assert isinstance(engine._runner.model.model.layers[0].forward, FusedLayer)
     with pytest.raises(ParameterError, match="tags must be of weights, kv_cache"):
         engine.wake_up(["scheduler"])
+    long = [5, 6, 7] * 20
+    engine.generate([long], GREEDY)
     with pytest.raises(ParameterError, match="level must be 0, 1 or 2"):
         engine.sleep(level=3)
+    assert engine.generate([long], GREEDY)[0].num_cached_tokens, "a refused sleep leaves the prefix cache as it is"
 
 
 def test_a_peft_model_is_run_with_its_adapters() -> None:

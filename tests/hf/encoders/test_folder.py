@@ -76,6 +76,16 @@ def test_folders_that_are_not_computed_are_refused_with_the_reason(tmp_path) -> 
         recognise_task(str(tmp_path))
 
 
+@pytest.mark.parametrize(("name", "value"), [("do_query_expansion", True), ("skiplist_words", ["."])])
+def test_what_late_interaction_does_to_tokens_is_refused(tmp_path, name: str, value) -> None:
+    write(tmp_path, "modules.json", modules("Transformer", "Dense"))
+    write(tmp_path, "config_sentence_transformers.json", {name: value})
+    with pytest.raises(ParameterError, match=f"model must have no {name} in config_sentence_transformers.json"):
+        read_folder(str(tmp_path), "token_embed")
+    write(tmp_path, "config_sentence_transformers.json", {name: type(value)()})
+    read_folder(str(tmp_path), "token_embed")
+
+
 def test_settings_prompts_and_places_are_read(tmp_path) -> None:
     general = {"prompts": {"query": "q: "}, "default_prompt_name": "query"}
     transformer = {"max_seq_length": 17, "do_lower_case": True}
