@@ -77,7 +77,7 @@ class Adapters:
         except EngineDeadError:
             raise Unavailable("The server is not ready: the engine has died.") from None
         except (OSError, RuntimeError) as error:
-            raise BadRequest(f"The adapter cannot be read: {str(error)[:MAX_NAME]}", param="lora_path") from None
+            raise BadRequest(f"The adapter cannot be read: {error}", param="lora_path") from None
         self._states.pop(name, None)
 
     async def unload(self, name: str) -> None:

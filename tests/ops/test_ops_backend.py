@@ -22,6 +22,7 @@ def test_the_protocol_has_every_op() -> None:
         "rotary_store_latent",
         "act_and_mul",
         "add",
+        "add_lora",
         "experts",
         "route",
         "sample_rows",

@@ -117,8 +117,6 @@ _GEMMA4 = {
     "vocab_size_per_layer_input": VOCAB,
     "num_kv_shared_layers": 0,
 }
-_OTHER_MASK = "needs a mask beyond causality"
-
 FAMILIES = [
     Family("llama", "LlamaForCausalLM"),
     Family("qwen2", "Qwen2ForCausalLM"),
@@ -134,12 +132,11 @@ FAMILIES = [
             "use_sliding_window": True,
             **_ALTERNATING,
         },
-        paged=_OTHER_MASK,
     ),
     Family("mixtral", "MixtralForCausalLM", config=_MOE),
     Family("mistral", "MistralForCausalLM", config={"sliding_window": WINDOW}),
     Family("phi3", "Phi3ForCausalLM", config={"sliding_window": WINDOW}),
-    Family("phimoe", "PhimoeForCausalLM", config={**_MOE, "sliding_window": WINDOW}, paged=_OTHER_MASK),
+    Family("phimoe", "PhimoeForCausalLM", config={**_MOE, "sliding_window": WINDOW}),
     Family("granite", "GraniteForCausalLM", config={"attention_multiplier": 0.3, "logits_scaling": 2.0}),
     Family("olmo2", "Olmo2ForCausalLM"),
     Family("olmo3", "Olmo3ForCausalLM", config=_ALTERNATING),

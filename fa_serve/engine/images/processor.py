@@ -19,7 +19,6 @@ import torch
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.images.prompt import ImageInput, ImagePrompt
 from fa_serve.engine.request.prompts import PromptReader
-from fa_serve.hf.images import load_processor
 from fa_serve.spec import ParameterError
 
 
@@ -39,6 +38,8 @@ class PromptMaker:
     @classmethod
     def of_model(cls, config: EngineConfig, reader: PromptReader) -> PromptMaker:
         """With the processor of the model. Raises ParameterError, with the reason, for a model without one."""
+        from fa_serve.hf.images import load_processor  # with transformers, which a server has not imported before its engine
+
         return cls(load_processor(config.model_path(), trust_remote_code=config.trust_remote_code), reader)
 
     def prompt(

@@ -84,7 +84,7 @@ def attention_forward(
             module, query, key, value, attention_mask, cache=cache, scaling=scaling, **words
         )
         return result
-    if fa_serve_batch is None:
+    if fa_serve_batch is None and not torch.compiler.is_compiling():  # steps of the engine are not compiled
         fa_serve_batch = _riding.get()
     if fa_serve_batch is None and _needs_no_translation(attention_mask, words):
         return _attend_directly(query, key, value, attention_mask, scaling, words), None

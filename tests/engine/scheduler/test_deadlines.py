@@ -28,7 +28,7 @@ def test_ended_requests_are_not_kept_for_their_deadlines(make_engine) -> None:
         engine.add_request(str(i), [1], timeout=1000.0)
         engine.abort(str(i))
         engine.step()
-    assert len(engine._scheduler._deadlines) <= SPARE + 1
+    assert len(engine._scheduler.deadlines) <= SPARE + 1
 
 
 def test_a_request_ends_when_its_time_is_up(make_engine, monkeypatch) -> None:

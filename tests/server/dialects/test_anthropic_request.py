@@ -97,7 +97,7 @@ def test_sampling_and_format() -> None:
         ({"messages": []}, "messages"),
         ({"messages": [HI, {"role": "assistant", "content": "Well"}]}, "messages"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0].source.type"),
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "user", "content": [{}]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "user", "content": [{**TEXT, "text": 1}]}]}, "messages[0].content[0].text"),

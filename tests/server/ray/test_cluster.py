@@ -81,8 +81,7 @@ def test_what_kept_replicas_from_starting_is_said(monkeypatch):
 def test_a_model_that_does_not_exist_is_refused_before_anything_is_deployed(tmp_path):
     async def main() -> None:
         config = EngineConfig(model=tmp_path / "missing", device="cpu")
-        engine = ReplicatedEngine(config, SimpleNamespace())  # a cluster that can do nothing
         with pytest.raises(ParameterError, match="existing folder"):
-            await engine.start()
+            await ReplicatedEngine(config, SimpleNamespace()).start()  # a cluster that can do nothing
 
     asyncio.run(main())
