@@ -155,7 +155,8 @@ def test_loaded_without_fa_serve(package: Path) -> None:
     found = json.loads(run(ALONE, package))
     metadata = json.loads((package / "build" / "torch-universal" / "metadata.json").read_text())
     assert found["name"] == metadata["id"]
-    public = {*fa_serve.__all__, *fa_serve.flash_attn.__all__} - {"UnsupportedModelError", "exact", "install", "patch", "token_logprobs"}
+    of_models = {"UnsupportedModelError", "exact", "install", "patch", "token_logprobs"}
+    public = {*fa_serve.__all__, *fa_serve.flash_attn.__all__} - of_models
     assert set(found["all"]) == public | {"bert_padding", "flash_attn", "interface"}
 
 

@@ -14,7 +14,7 @@ from security import attacks
 from security.conftest import ATTACKER, FULL, Fortress
 from security.flood import Flood
 
-SECONDS = 12.0 if FULL else 4.0
+SECONDS = 12.0 if FULL else 2.5
 ZEPHYR = (
     "{% for message in messages %}\n{% if message['role'] == 'user' %}\n"
     "{{ '<|user|>\n' + message['content'] + eos_token }}\n{% elif message['role'] == 'system' %}\n"

@@ -11,7 +11,7 @@ import pytest
 from security.fuzz import fuzz, replay
 
 SEEDS = sorted((Path(__file__).parent / "seeds").glob("*.json"))
-SECONDS = float(os.environ.get("FA_SERVE_FUZZ_SECONDS", "12"))
+SECONDS = float(os.environ.get("FA_SERVE_FUZZ_SECONDS", "8"))
 SEED = int(os.environ.get("FA_SERVE_FUZZ_SEED", "18"))
 
 

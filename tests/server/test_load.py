@@ -54,7 +54,7 @@ def test_a_small_queue(start_server, tmp_path):
     crowd = 90 if FULL else 20  # more than run at once
     try:
         assert httpx.get(f"{served.url}/v1/models").status_code == 401
-        asyncio.run(bursts(served, 10 if FULL else 2, 200 if FULL else 60))
+        asyncio.run(bursts(served, 10 if FULL else 2, 200 if FULL else 48))
         asyncio.run(with_client(served, some_disconnect, crowd))
         asyncio.run(with_client(served, drain, crowd))
         assert served.process.wait(30) == 0
