@@ -21,6 +21,8 @@ from tiny_models import VOCAB, make_model, make_tokenizer
 from transformers import GenerationConfig, PreTrainedModel
 
 from fa_serve.engine import Engine, SamplingParams, StructuredOutput
+from fa_serve.engine.runner import cuda_graphs
+from fa_serve.engine.runner.cuda_graphs import StepGraphs
 from fa_serve.engine.speculation import drafts as speculation
 from fa_serve.engine.speculation.drafts import NgramDrafter
 from fa_serve.engine.structured import grammars
@@ -92,6 +94,20 @@ def test_replayed_steps_give_the_same_tokens(make, replays: list[int], name: str
     assert {shape.kind for shape in graphs._replays} == {"nothing", "prompts"}
     assert len(replays) > 30
     engine.check_integrity()
+
+
+@pytest.mark.parametrize("room", [0, 99])
+def test_a_step_with_more_pieces_than_a_graph_has_room_for_is_eager(make, replays: list[int], monkeypatch, room: int) -> None:
+    engine = make(max_num_batched_tokens=64, max_num_seqs=5, prefix_caching=False)
+    engine._runner.make_graphs()
+    monkeypatch.setattr(cuda_graphs, "num_graph_pieces", lambda batch, tokens, prompts: room)
+    run = StepGraphs.run
+    kinds: list[str] = []
+    monkeypatch.setattr(StepGraphs, "run", lambda graphs, shape: kinds.append(shape.kind) or run(graphs, shape))
+    given = prompts(5)
+    for _ in range(3):
+        assert [x.token_ids for x in engine.generate(given, GREEDY)] == expected("qwen3.5", given)
+    assert ("prompts" in kinds) == (room > 0)
 
 
 @pytest.mark.parametrize("name", KINDS)

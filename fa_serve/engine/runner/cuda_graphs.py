@@ -46,7 +46,7 @@ from torch import Tensor
 from fa_serve.engine.config import MAX_DRAFTS
 from fa_serve.engine.runner.batch_arrays import BatchArrays
 from fa_serve.engine.runner.lora_arrays import lora_padding
-from fa_serve.engine.runner.state_arrays import padding_state_arrays
+from fa_serve.engine.runner.state_arrays import num_graph_pieces, padding_state_arrays
 from fa_serve.engine.runner.transfer import PackedTensors, packed_size, send
 from fa_serve.engine.speculation.drafts import draft_limit
 from fa_serve.hf import PagedBatch
@@ -210,7 +210,7 @@ class StepGraphs:
             lora=lora,
         )
         if shape is not None and self._states:
-            room = len(padding(shape, states=True)["pieces"])
+            room = num_graph_pieces(shape.batch, shape.tokens, shape.kind == "prompts")
             return shape if len(arrays.inputs["pieces"]) <= room else None
         return shape
 

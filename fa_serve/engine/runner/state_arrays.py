@@ -64,11 +64,15 @@ def empty_state_arrays(lengths: Sequence[int]) -> dict[str, NDArray[Any]]:
     return _arrays(none, none, pieces)
 
 
+def num_graph_pieces(batch: int, tokens: int, prompts: bool) -> int:
+    """The pieces that a graph of so many sequences and tokens has room for. Only steps with prompts have pieces."""
+    return tokens // PIECE_ROWS + PIECES_OF_SEQUENCE * batch if prompts else 0
+
+
 def padding_state_arrays(batch: int, tokens: int, prompts: bool) -> dict[str, NDArray[Any]]:
-    """The same for `batch` sequences of padding in a step of `tokens` tokens. Only steps with prompts have pieces."""
+    """The same for `batch` sequences of padding in a step of `tokens` tokens."""
     none = np.full(batch, -1, dtype=np.int32)
-    num_pieces = tokens // PIECE_ROWS + PIECES_OF_SEQUENCE * batch if prompts else 0
-    pieces = np.zeros((num_pieces, 4), dtype=np.int32)
+    pieces = np.zeros((num_graph_pieces(batch, tokens, prompts), 4), dtype=np.int32)
     pieces[:, 3] = -1
     return {"sources": none, "targets": none.copy(), "pieces": pieces}
 

@@ -8,8 +8,9 @@ from fa_serve.launching.sizes import power_of_2
 from fa_serve.ops.linear_attention.problem import FEW_ROWS, Recurrence
 
 MIN_COLUMNS = 64
-"""The fewest columns of the matrices that `_prepare_pieces` multiplies by operands in registers. With 16 or 32 columns and 4
-warps, wgmma as Triton 3.6 writes it reads the wrong shared memory on Hopper; with 8 warps, or 64 columns, it does not."""
+"""The fewest columns of the matrices that `_prepare_pieces` multiplies by. With 16 or 32 columns and 4 warps, 16-bit inputs
+gave wrong numbers or an illegal access on Hopper under Triton 3.6, for a reason that is not known. With 8 warps, or with 64
+columns, they are right."""
 
 
 class FewRowsTile(NamedTuple):

@@ -11,7 +11,7 @@ from fa_serve.engine.cache.states import SHORT_CHUNK
 from fa_serve.engine.request.params import SamplingParams
 from fa_serve.engine.request.request import Request
 from fa_serve.engine.runner.cuda_graphs import Shape, padding
-from fa_serve.engine.runner.state_arrays import empty_state_arrays, state_arrays, state_batch
+from fa_serve.engine.runner.state_arrays import empty_state_arrays, num_graph_pieces, state_arrays, state_batch
 from fa_serve.engine.scheduler.scheduled_batch import Chunk, ScheduledBatch
 from fa_serve.engine.scheduler.sequence import SequenceState
 from fa_serve.ops import FEW_ROWS, PIECE_ROWS
@@ -68,3 +68,4 @@ def test_the_padding_of_a_graph_reads_and_writes_no_states() -> None:
     pieces = [[0, 0, 0, -1]] * (128 // PIECE_ROWS + 3 * 2)
     assert [fields[x].tolist() for x in ("sources", "targets", "pieces")] == [[-1, -1], [-1, -1], pieces]
     assert padding(Shape(2, 2, 1, 1024), states=True)["pieces"].shape == (0, 4)
+    assert (num_graph_pieces(2, 128, True), num_graph_pieces(2, 2, False)) == (len(pieces), 0)

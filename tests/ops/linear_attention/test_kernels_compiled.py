@@ -104,7 +104,7 @@ def test_pieces(target: str) -> None:
 
 
 def test_no_wgmma_of_few_columns() -> None:
-    """Keys and values of a few numbers: with 16 or 32 columns and 4 warps, Triton 3.6 reads the wrong shared memory."""
+    """Keys and values of a few numbers: wgmma of 16 or 32 columns with 4 warps was wrong on Hopper (tiles.py)."""
     with compiling_for("sm90") as found:
         q = bf16(2, 12)
         v = bf16(2, 10)
