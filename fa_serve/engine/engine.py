@@ -368,8 +368,10 @@ class Engine:
 
     def close(self) -> None:
         """Free the KV cache and CUDA graphs, and end the engine's processes: other ranks, and that which tries out grammars."""
-        for part in (self.grammars, self._runner, self._ranks):  # the ranks part last, when no graph refers to their sums
-            part.close()
+        parts = (self.grammars, self._runner.adapters, self._runner, self._ranks)
+        for part in parts:  # the ranks part last, when no graph refers to their sums
+            if part is not None:
+                part.close()
 
     def check_integrity(self) -> None:
         """Assert that every page and slot is accounted for, and that there is an answer for each unfinished sequence."""

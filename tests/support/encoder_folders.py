@@ -86,7 +86,7 @@ def word_pieces(pad: int = 0) -> PreTrainedTokenizerFast:
 def make_encoder(family: str, head: str = "Model", **settings: Any) -> PreTrainedModel:
     """A float32 model with numbers that differ enough for a wrong mask or position to be seen. head: end of its class's name"""
     kind, own = FAMILIES[family]
-    config = AutoConfig.for_model(kind, **own, **settings)
+    config = AutoConfig.for_model(kind, **own | settings)
     torch.manual_seed(0)
     auto = {"Model": "AutoModel"}.get(head, f"AutoModel{head}")
     model = getattr(transformers, auto).from_config(config, dtype=torch.float32, attn_implementation="eager").eval()

@@ -154,6 +154,8 @@ class ModelRunner:
             take_scaled_experts(self.model)
         if self.fuses:
             self.fuse()
+        if self.adapters is not None:
+            self.adapters.memory.settle(self.model)
         if self._graphs is not None and self.kv_caches:
             self._graphs.close()
             self.make_graphs()
@@ -223,8 +225,6 @@ class ModelRunner:
             self._graphs.close()
         self.kv_caches = {}
         self.states = {}
-        if self.adapters is not None:
-            self.adapters.close()
         if self.draft is not None:
             self.draft.close()
 

@@ -123,6 +123,19 @@ class LoraMemory:
         for site, place in zip(self.sites, self._places, strict=True):
             site.weights = self._weights(site, place)
 
+    def settle(self, model: Any) -> None:
+        """Find the products again after layers of the model have been fused anew. The adapters in memory stay."""
+        known = {site.names: site.weights for site in self.sites}
+        for module in model.modules():
+            if isinstance(vars(module).get("forward"), AdaptedLinear):
+                del module.forward
+        self.sites = list(_attach(model, self.holder))
+        if [site.names for site in self.sites] != [*known]:
+            raise RuntimeError("other layers are fused than before, so the adapters in memory are of no use")
+        for site in self.sites:
+            site.weights = known[site.names]
+        self._parts = {name: (site, part) for site in self.sites for part, name in enumerate(site.names)}
+
     def _weights(self, site: LoraSite, place: _Place) -> LoraWeights:
         parts = len(site.widths)
         n = sum(site.widths)

@@ -64,6 +64,16 @@ def test_tokens_are_those_of_peft(make_engine, tmp_path, name) -> None:
     check_alone_and_mixed(make_engine(model=base(), **LORA), save_all(tmp_path, base), base())
 
 
+def test_adapters_answer_after_sleep(make_engine, tmp_path) -> None:
+    """`sleep` frees the KV cache and moves the weights, so that layers are fused anew: their products find their adapters, and
+    the thread that loads adapters lives as long as the engine."""
+    base = partial(make_model, "llama")
+    engine = make_engine(model=base(), **LORA)
+    engine.sleep()
+    engine.wake_up()
+    check_alone_and_mixed(engine, save_all(tmp_path, base), base())
+
+
 def test_the_attention_of_a_mixture_has_adapters(make_engine, tmp_path) -> None:
     base = partial(make_model, "qwen3-moe")
     check_alone_and_mixed(make_engine(model=base(), **LORA), save_all(tmp_path, base, target_modules=ATTENTION), base())
