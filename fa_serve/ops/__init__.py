@@ -67,6 +67,7 @@ from fa_serve.ops.lora.problem import LoraWeights as LoraWeights
 from fa_serve.ops.ops_backend import ACTIVATIONS as ACTIVATIONS
 from fa_serve.ops.ops_backend import ExpertWeights as ExpertWeights
 from fa_serve.ops.ops_backend import Gate as Gate
+from fa_serve.ops.ops_backend import GateActivation as GateActivation
 from fa_serve.ops.ops_backend import Norm as Norm
 from fa_serve.ops.ops_backend import OpsBackend as OpsBackend
 from fa_serve.ops.ops_backend import Pairing as Pairing
@@ -170,7 +171,9 @@ def rotary_store_kv(
 ) -> None:
     """Normalise and rotate queries and keys in place, then write keys and values into the paged cache.
 
-    qkv:          (total, (num_heads + 2 * num_kv_heads) * head_dim): the heads of q, then those of k, then those of v
+    qkv:          (total, (num_heads + 2 * num_kv_heads) * head_dim): the heads of q, then those of k, then those of v; or
+                  (total, 2 * (num_heads + num_kv_heads) * head_dim) with the gate of each query head behind it, which is left
+                  as it is
     k_cache:      (num_pages, page_size, num_kv_heads, head_dim), last dimension contiguous, of qkv's dtype or float8_e4m3fn
     v_cache:      same shape and dtype as `k_cache`
     slot_mapping: (total,) int64: page * page_size + position in the page; -1 skips the token
@@ -226,6 +229,32 @@ def act_and_mul(x: Tensor, activation: str) -> Tensor:
     Returns (total, width).
     """
     return select_ops(x.device).act_and_mul(x, activation)
+
+
+def gate_heads(x: Tensor, gate: Tensor, activation: GateActivation, *, norm: Norm | None = None) -> Tensor:
+    """Compute norm(x) * sigmoid(gate), or norm(x) * silu(gate), for each head: the gates of attention and of linear attention.
+
+    x:          (total, heads, dim), contiguous
+    gate:       (total, heads, dim), the elements of a head contiguous
+    activation: "sigmoid" or "silu"
+    norm:       RMS norm of each head of x; None leaves x as it is
+
+    Returns (total, heads, dim). Sources: gated attention (Qiu et al. 2025, arXiv:2505.06708), gated norm (Yang et al. 2024,
+    arXiv:2412.06464).
+    """
+    return select_ops(x.device).gate_heads(x, gate, activation, norm)
+
+
+def delta_gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """The gates of the delta rule as models make them: g = -exp(a_log) * softplus(a + dt_bias) and beta = sigmoid(b).
+
+    a, b:           (total, heads), the elements of a row contiguous
+    a_log, dt_bias: (heads,)
+
+    Returns (g, beta), float32 (float64 for float64 inputs) of (total, heads), as `gated_delta_rule` takes them (Yang et al.
+    2024, arXiv:2412.06464).
+    """
+    return select_ops(a.device).delta_gates(a, b, a_log, dt_bias)
 
 
 def add(x: Tensor, y: Tensor, *, alpha: float = 1.0) -> Tensor:

@@ -26,6 +26,8 @@ Weight: TypeAlias = Tensor | QuantizedWeight
 
 Pairing: TypeAlias = Literal["halves", "neighbours"]
 """Which elements a rotation pairs: i and i + dim / 2, or 2 i and 2 i + 1."""
+GateActivation: TypeAlias = Literal["sigmoid", "silu"]
+"""What a gate is before it multiplies."""
 
 
 class Norm(NamedTuple):
@@ -180,6 +182,10 @@ class OpsBackend(Protocol):
     ) -> Tensor: ...
 
     def act_and_mul(self, x: Tensor, activation: str, /) -> Tensor: ...
+
+    def gate_heads(self, x: Tensor, gate: Tensor, activation: GateActivation, norm: Norm | None, /) -> Tensor: ...
+
+    def delta_gates(self, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, /) -> tuple[Tensor, Tensor]: ...
 
     def add(self, x: Tensor, y: Tensor, alpha: float, /) -> Tensor: ...
 

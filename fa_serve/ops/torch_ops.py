@@ -12,7 +12,7 @@ from torch import Tensor
 from fa_serve.api import store_kv
 from fa_serve.ops.lora.fallback import torch_add_lora
 from fa_serve.ops.moe.fallback import torch_activation, torch_experts, torch_route
-from fa_serve.ops.ops_backend import Norm, Pairing, RoundedRows, Weight
+from fa_serve.ops.ops_backend import GateActivation, Norm, Pairing, RoundedRows, Weight
 from fa_serve.ops.products.quantised.weight import QuantizedWeight
 from fa_serve.ops.sampling.fallback import torch_sample_rows
 from fa_serve.spec import OpSpec
@@ -72,14 +72,12 @@ class TorchOps:
     ) -> None:
         num_kv_heads, dim = k_cache.shape[2:]
         heads = qkv.view(len(qkv), -1, dim)
-        qk, v = torch.split_with_sizes(heads, [num_heads + num_kv_heads, num_kv_heads], dim=1)
-        k = qk[:, num_heads:]
-        if q_norm is None or k_norm is None:
-            _rotate(qk, _wide(qk), cos, sin)
-        else:
-            q = qk[:, :num_heads]
-            _rotate(q, _normed(q, q_norm), cos, sin)
-            _rotate(k, _normed(k, k_norm), cos, sin)
+        # the gate of a query may stand behind it
+        queries = heads.shape[1] - 2 * num_kv_heads
+        q, k, v = torch.split_with_sizes(heads, [queries, num_kv_heads, num_kv_heads], dim=1)
+        q = q[:, :: queries // num_heads]
+        _rotate(q, _wide(q) if q_norm is None else _normed(q, q_norm), cos, sin)
+        _rotate(k, _wide(k) if k_norm is None else _normed(k, k_norm), cos, sin)
         store_kv(k, v, k_cache, v_cache, slot_mapping, k_descale=k_descale, v_descale=v_descale)
 
     def rotary_store_latent(
@@ -105,6 +103,16 @@ class TorchOps:
         parts = (keys[..., :rank], keys[..., rank:], kv_cache[..., :rank], kv_cache[..., rank:])
         store_kv(*parts, slot_mapping, k_descale=descale, v_descale=descale)
         return keys[:, 0]
+
+    def gate_heads(self, x: Tensor, gate: Tensor, activation: GateActivation, norm: Norm | None, /) -> Tensor:
+        y = _wide(x) if norm is None else _normed(x, norm)
+        wide = _wide(gate)
+        y = y * wide.sigmoid()
+        return (y * wide if activation == "silu" else y).to(x.dtype)
+
+    def delta_gates(self, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, /) -> tuple[Tensor, Tensor]:
+        g = -_wide(a_log).exp() * torch.nn.functional.softplus(_wide(a) + _wide(dt_bias))
+        return g, _wide(b).sigmoid()
 
     def add(self, x: Tensor, y: Tensor, alpha: float, /) -> Tensor:
         return x.copy_(_wide(x).add(_wide(y), alpha=alpha))

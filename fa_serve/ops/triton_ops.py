@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from fa_serve.ops.elementwise.activation import launch_act_and_mul
 from fa_serve.ops.elementwise.addition import launch_add
+from fa_serve.ops.elementwise.gates import launch_delta_gates, launch_gate_heads
 from fa_serve.ops.elementwise.norm import launch_rms_norm
 from fa_serve.ops.elementwise.rotary import launch_rotary_store_kv
 from fa_serve.ops.elementwise.rotary_latent import launch_rotary_store_latent
@@ -29,6 +30,8 @@ class TritonOps:
     rotary_store_kv = staticmethod(launch_rotary_store_kv)
     rotary_store_latent = staticmethod(launch_rotary_store_latent)
     act_and_mul = staticmethod(launch_act_and_mul)
+    gate_heads = staticmethod(launch_gate_heads)
+    delta_gates = staticmethod(launch_delta_gates)
     add = staticmethod(launch_add)
     sample_rows = staticmethod(launch_sample_rows)
     route = staticmethod(launch_route)

@@ -14,6 +14,7 @@ from torch import Tensor
 from fa_serve.ops import ACTIVATIONS, ExpertWeights, Gate, Norm, Pairing, Router
 from fa_serve.ops.elementwise.activation import launch_act_and_mul
 from fa_serve.ops.elementwise.addition import launch_add
+from fa_serve.ops.elementwise.gates import launch_delta_gates, launch_gate_heads
 from fa_serve.ops.elementwise.norm import launch_rms_norm
 from fa_serve.ops.elementwise.rotary import launch_rotary_store_kv
 from fa_serve.ops.elementwise.rotary_latent import launch_rotary_store_latent
@@ -52,6 +53,7 @@ def test_kernels_between_the_products_of_a_layer(target: str) -> None:
     slots = torch.zeros(3, dtype=torch.int64)
 
     def rotary_store_kv(all_heads: int, num_heads: int, dim: int, rotary_dim: int, norm: Norm | None) -> None:
+        """all_heads: with a gate behind each query if they are more than queries, and 8 keys and values each"""
         caches = [bf16(2, 8, 16, dim).transpose(1, 2) for _ in "kv"]
         angles = bf16(3, rotary_dim)[:, : rotary_dim // 2]
         qkv = bf16(3, all_heads * dim)
@@ -73,15 +75,20 @@ def test_kernels_between_the_products_of_a_layer(target: str) -> None:
         rotary_store_kv(48, 32, 128, 64, None)
         rotary_store_kv(32, 16, 128, 128, Norm(bf16(128), 1e-6))  # 32 heads in a program
         rotary_store_kv(32, 16, 256, 256, Norm(bf16(256), 1e-6, 1.0))
+        rotary_store_kv(48, 16, 256, 64, Norm(bf16(256), 1e-6, 1.0))  # with gates
         rotary_store_latent(128, "neighbours", torch.bfloat16)
         rotary_store_latent(16, "halves", torch.bfloat16)
         if converts_float8(TARGETS[target].arch if target != "gfx942" else 0):
             rotary_store_latent(16, "halves", torch.float8_e4m3fn)
-        latent = len(kernels) - 7
+        latent = len(kernels) - 8
         for activation in ACTIVATIONS:
             launch_act_and_mul(bf16(3, 2 * 14336), activation)
         launch_add(bf16(3, 4096), bf16(3, 4096), 1.0)
-    names = {"_rms_norm": 2, "_rotary_store_kv": 5, "_rotary_store_latent": latent, "_act_and_mul": 3, "_add": 1}
+        launch_gate_heads(bf16(3, 32, 128), bf16(3, 96, 128)[:, 64:], "silu", Norm(bf16(128), 1e-6))
+        launch_gate_heads(bf16(3, 16, 256), bf16(3, 48, 256)[:, 1:32:2], "sigmoid", None)
+        launch_delta_gates(bf16(3, 96)[:, :32], bf16(3, 96)[:, 32:64], bf16(32), bf16(32))
+    names = {"_rms_norm": 2, "_rotary_store_kv": 6, "_rotary_store_latent": latent, "_act_and_mul": 3, "_add": 1}
+    names |= {"_gate_heads": 2, "_delta_gates": 1}
     assert [kernel.name for kernel in kernels] == [name for name, count in names.items() for _ in range(count)]
     assert [kernel.spill_bytes for kernel in kernels] == [0] * len(kernels)
 

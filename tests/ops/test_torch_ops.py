@@ -83,11 +83,14 @@ def test_linear(total: int, bias: bool, norm: bool, after: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 @pytest.mark.parametrize(("dim", "rotary"), [(16, 16), (20, 8), (16, None)], ids=["D16", "D20-R8", "no-rotary"])
 @pytest.mark.parametrize("norm", [False, True], ids=["raw", "norm"])
-def test_rotary_store_kv(dim: int, rotary: int | None, norm: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("step", [1, 2], ids=["queries", "queries with gates"])
+def test_rotary_store_kv(dim: int, rotary: int | None, norm: bool, step: int, dtype: torch.dtype) -> None:
     heads = 4
     kv_heads = 2
-    qkv = randn(3, (heads + 2 * kv_heads) * dim, dtype=dtype)
-    q, k, v = qkv.clone().view(3, -1, dim).split([heads, kv_heads, kv_heads], dim=1)
+    qkv = randn(3, (heads * step + 2 * kv_heads) * dim, dtype=dtype)
+    q, k, v = qkv.clone().view(3, -1, dim).split([heads * step, kv_heads, kv_heads], dim=1)
+    gates = q[:, 1::step]
+    q = q[:, ::step]
     q_norm = ops.Norm(randn(dim, dtype=dtype, seed=1), 1e-3, 1.0) if norm else None
     k_norm = ops.Norm(randn(dim, dtype=dtype, seed=2), 1e-3, 1.0) if norm else None
     exact_q = q.double() if q_norm is None else exact_norm(q, q_norm)
@@ -114,8 +117,9 @@ def test_rotary_store_kv(dim: int, rotary: int | None, norm: bool, dtype: torch.
         q_norm=q_norm,
         k_norm=k_norm,
     )
-    new_q, new_k, new_v = qkv.view(3, -1, dim).split([heads, kv_heads, kv_heads], dim=1)
-    assert_rounded_once(new_q, exact_q)
+    new_q, new_k, new_v = qkv.view(3, -1, dim).split([heads * step, kv_heads, kv_heads], dim=1)
+    assert step == 1 or torch.equal(new_q[:, 1::step], gates)
+    assert_rounded_once(new_q[:, ::step], exact_q)
     assert_rounded_once(new_k, exact_k)
     assert torch.equal(new_v, v)
     for cache, stored in ((k_cache, new_k), (v_cache, v)):
@@ -195,3 +199,25 @@ def test_float64_stays_float64() -> None:
     norm = ops.Norm(randn(8, dtype=torch.float64, seed=1), 1e-6)
     torch.testing.assert_close(ops.rms_norm(x, norm), exact_norm(x, norm), rtol=1e-14, atol=0)
     assert ops.invariant_sum(x).dtype == torch.float64
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("activation", ["sigmoid", "silu"])
+@pytest.mark.parametrize("norm", [False, True], ids=["raw", "norm"])
+def test_gate_heads(activation: ops.GateActivation, norm: bool, dtype: torch.dtype) -> None:
+    x = randn(3, 5, 24, dtype=dtype)
+    gate = randn(3, 10, 24, dtype=dtype, seed=1)[:, 1::2]
+    weights = ops.Norm(randn(24, dtype=dtype, seed=2), 1e-3, 1.0) if norm else None
+    exact = x.double() if weights is None else exact_norm(x, weights)
+    exact = exact * gate.double().sigmoid() * (gate.double() if activation == "silu" else 1.0)
+    assert_rounded_once(ops.gate_heads(x, gate, activation, norm=weights), exact)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+def test_delta_gates(dtype: torch.dtype) -> None:
+    a, b = (randn(3, 5, dtype=dtype, seed=seed) for seed in (0, 1))
+    a_log, dt_bias = (randn(5, dtype=dtype, seed=seed) for seed in (2, 3))
+    g, beta = ops.delta_gates(a, b, a_log, dt_bias)
+    exact = -a_log.double().exp() * torch.log1p((a.double() + dt_bias.double()).exp())
+    torch.testing.assert_close(g.double(), exact, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(beta.double(), b.double().sigmoid(), rtol=1e-6, atol=1e-7)

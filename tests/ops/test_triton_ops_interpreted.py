@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fa_serve.launching.plans import PLANS
-from fa_serve.ops import Norm, Pairing
+from fa_serve.ops import GateActivation, Norm, Pairing
 from fa_serve.ops.triton_ops import TritonOps
 
 OPS = TritonOps()
@@ -70,6 +70,7 @@ def rotary_store_kv(
     kv_heads: int = 2,
     dim: int = 8,
     padding: int = 0,
+    gates: int = 0,
     dtype: torch.dtype = torch.float32,
     half: int | None = None,
     half_padding: int = 0,
@@ -83,7 +84,7 @@ def rotary_store_kv(
     v_cache_padding: int = 0,
     cache_dtype: torch.dtype | None = None,
 ) -> None:
-    qkv = zeros(total, (num_heads + 2 * kv_heads) * dim + padding, dtype=dtype)
+    qkv = zeros(total, (num_heads + gates + 2 * kv_heads) * dim + padding, dtype=dtype)
     qkv = qkv[:, : qkv.shape[1] - padding]
     angles = None if half is None else zeros(total, half + half_padding, dtype=cos_dtype)[:, :half]
     norm = None if norm_dtype is None else Norm(zeros(dim, dtype=norm_dtype), eps, offset)
@@ -122,6 +123,37 @@ def rotary_store_latent(
     norm = Norm(zeros(rank, dtype=norm_dtype), eps, offset)
     descale = torch.ones(1) if cache_dtype == FLOAT8 else None
     return OPS.rotary_store_latent(q, latent, cache, integers(total), norm, angles, angles, pairing, descale, out)
+
+
+def gate_heads(
+    total: int = 2,
+    heads: int = 2,
+    dim: int = 32,
+    head_padding: int = 0,
+    padding: int = 0,
+    dtype: torch.dtype = torch.float32,
+    gate_dtype: torch.dtype = torch.float32,
+    activation: GateActivation = "silu",
+    norm_dtype: torch.dtype | None = None,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+) -> Tensor:
+    gate = zeros(total, heads * (dim + head_padding) + padding, dtype=gate_dtype)[:, : heads * (dim + head_padding)]
+    gate = gate.unflatten(1, (heads, -1))[..., :dim]
+    norm = None if norm_dtype is None else Norm(zeros(dim, dtype=norm_dtype), eps, offset)
+    return OPS.gate_heads(zeros(total, heads, dim, dtype=dtype), gate, activation, norm)
+
+
+def delta_gates(
+    total: int = 2,
+    heads: int = 2,
+    a_padding: int = 0,
+    b_padding: int = 0,
+    dtype: torch.dtype = torch.float32,
+    bias_dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
+    a, b = (zeros(total, heads + padding, dtype=dtype)[:, :heads] for padding in (a_padding, b_padding))
+    return OPS.delta_gates(a, b, zeros(heads), zeros(heads, dtype=bias_dtype))
 
 
 def act_and_mul(
@@ -222,6 +254,7 @@ CALLS: dict[Callable[..., Any], list[dict[str, Any]]] = {
         {},
         {"total": 3},
         {"num_heads": 4, "kv_heads": 1},
+        {"num_heads": 1, "gates": 1},
         {"dim": 16},
         {"padding": 8},
         {"dtype": BF16, "cache_dtype": torch.float32},
@@ -261,6 +294,22 @@ CALLS: dict[Callable[..., Any], list[dict[str, Any]]] = {
         {"cache_dtype": BF16},
         {"cache_dtype": FLOAT8},
     ],
+    gate_heads: [
+        {},
+        {"total": 3},
+        {"heads": 3},
+        {"dim": 24},
+        {"head_padding": 8},
+        {"padding": 8},
+        {"dtype": BF16},
+        {"gate_dtype": BF16},
+        {"activation": "sigmoid"},
+        {"norm_dtype": torch.float32},
+        {"norm_dtype": torch.float32, "eps": 1e-5},
+        {"norm_dtype": torch.float32, "offset": 1.0},
+        {"norm_dtype": BF16},
+    ],
+    delta_gates: [{}, {"total": 3}, {"heads": 3}, {"a_padding": 8}, {"b_padding": 8}, {"dtype": BF16}, {"bias_dtype": BF16}],
     act_and_mul: [{}, {"total": 3}, {"width": 24}, {"stride": 80}, {"dtype": BF16}, {"activation": "gelu"}],
     add: [{}, {"total": 3}, {"width": 24}, {"dtype": BF16}, {"other_dtype": BF16}, {"alpha": 0.5}],
     sample_rows: [
@@ -316,6 +365,7 @@ def test_a_call_has_a_plan_of_its_facts(op: Callable[..., Any]) -> None:
         (rotary_store_kv, {"total": 0}, None),
         (rotary_store_latent, {"total": 0}, (0, 24)),
         (act_and_mul, {"total": 0}, (0, 32)),
+        (gate_heads, {"total": 0}, (0, 2, 32)),
         (add, {"total": 0}, (0, 32)),
         (sample_rows, {"n": 0, "drawn": True}, (0,)),
         (invariant_sum, {"m": 0}, (0,)),

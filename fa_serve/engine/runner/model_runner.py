@@ -55,7 +55,7 @@ from fa_serve.hf import (
 )
 from fa_serve.hf.images import StepImages
 from fa_serve.hf.lora.memory import detach_adapters
-from fa_serve.hf.surgery.fuse.fusion import cached_layers, fuse_model, unfuse_model
+from fa_serve.hf.surgery.fuse.fusion import cached_layers, cached_states, fuse_model, unfuse_model
 from fa_serve.hf.surgery.fuse.latent import PLAIN_TOKENS
 from fa_serve.hf.surgery.quantised.linear import QuantizedLinear
 from fa_serve.launching.compilations import num_compilations
@@ -143,6 +143,7 @@ class ModelRunner:
         """Fuse layers, routers and shared experts of the model where that is possible. Returns how many layers are fused."""
         fused = fuse_model(self.model)
         self.layers = cached_layers(self.model, self.layers)
+        self.state_memory = replace(self.state_memory, specs=cached_states(self.model, self.state_memory.specs))
         if "descales" in self._options and any(layer.values_in_keys for layer in self.layers.values()):
             self._options["descales"] = kv_cache.descales(self.model, self.vocab_size, self.layers)
         return fused

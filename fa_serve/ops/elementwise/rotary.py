@@ -34,6 +34,7 @@ class HeadLayout:
     """Constants of the compiled kernel, passed as one constexpr.
 
     num_heads, num_kv_heads: heads of q, and of k and of v each
+    query_step:  heads from one query to the next: 2 if the gate of a query stands behind it, which nothing reads here, else 1
     dim:         elements of a head, of which the first rotary_dim are rotated
     block_heads: heads of one program
     block_half:  power of two that holds rotary_dim / 2
@@ -43,6 +44,7 @@ class HeadLayout:
 
     num_heads: int
     num_kv_heads: int
+    query_step: int
     dim: int
     rotary_dim: int
     block_heads: int
@@ -98,7 +100,8 @@ def _rotary_store_kv(
     rest = ROTARY + tl.arange(0, LAYOUT.block_rest)
     in_half = is_head & (half < HALF)[None, :]
     in_rest = is_head & (rest < DIM)[None, :]
-    x_ptrs = qkv_ptr + token * stride_qkv + (heads * DIM)[:, None]
+    places = heads + (LAYOUT.query_step - 1) * tl.minimum(heads, NUM_HEADS)
+    x_ptrs = qkv_ptr + token * stride_qkv + (places * DIM)[:, None]
     raw1 = tl.load(x_ptrs + half[None, :], mask=in_half, other=0.0)
     raw2 = tl.load(x_ptrs + HALF + half[None, :], mask=in_half, other=0.0)
     x1 = raw1.to(tl.float32)
@@ -199,6 +202,7 @@ def launch_rotary_store_kv(
     key = (
         "rotary_store_kv",
         qkv.shape,
+        num_heads,
         qkv.stride(0),
         None if cos is None else (cos.shape, cos.stride()),
         k_cache.shape,
@@ -225,6 +229,7 @@ def _plan(
     if rotary_dim > dim:
         raise ParameterError("cos", f"have at most head_dim / 2 = {dim // 2} columns", tuple(cos.shape))
     heads = num_heads + 2 * num_kv_heads
+    gates = qkv.shape[1] // dim - heads
     # Measured on one H200, us with 8, 16, 32 heads of 128 in a program: 8192 tokens of 32 heads 58.2, 53.8, 49.3; 256 tokens of
     # 32 heads 4.1, 3.8, 3.4; 8192 tokens of 48 heads 61.6, 56.5, 56.9; 64 tokens of 48 heads 2.6, 2.5, 2.9. No number of warps
     # is faster than 4 in all of these.
@@ -234,6 +239,7 @@ def _plan(
     layout = HeadLayout(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
+        query_step=2 if gates else 1,
         dim=dim,
         rotary_dim=rotary_dim,
         block_heads=block_heads,

@@ -18,21 +18,25 @@ def wide(x: Tensor | None) -> Tensor | None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 @pytest.mark.parametrize(
-    ("total", "heads", "kv_heads", "dim", "rotary", "norm"),
+    ("total", "heads", "kv_heads", "dim", "rotary", "norm", "gated"),
     [
-        pytest.param(1, 4, 2, 64, 64, True, id="norm-D64"),
-        pytest.param(7, 9, 3, 128, 128, False, id="D128-H9-HKV3"),
-        pytest.param(3, 4, 1, 80, 32, True, id="norm-D80-R32"),
-        pytest.param(3, 2, 2, 96, 96, False, id="D96"),
-        pytest.param(2, 2, 1, 64, None, False, id="no-rotary"),
+        pytest.param(1, 4, 2, 64, 64, True, False, id="norm-D64"),
+        pytest.param(7, 9, 3, 128, 128, False, False, id="D128-H9-HKV3"),
+        pytest.param(3, 4, 1, 80, 32, True, False, id="norm-D80-R32"),
+        pytest.param(3, 2, 2, 96, 96, False, False, id="D96"),
+        pytest.param(2, 2, 1, 64, None, False, False, id="no-rotary"),
+        pytest.param(3, 9, 3, 64, 16, True, True, id="gates"),
     ],
 )
 def test_rotary_store_kv(
-    total: int, heads: int, kv_heads: int, dim: int, rotary: int | None, norm: bool, dtype: torch.dtype
+    total: int, heads: int, kv_heads: int, dim: int, rotary: int | None, norm: bool, gated: bool, dtype: torch.dtype
 ) -> None:
-    """Queries and keys rotate in place; keys and values reach their slots and no others; values keep their bits."""
+    """Queries and keys rotate in place; keys and values reach their slots and no others; values and gates keep their bits."""
     page_size = 4
-    qkv = randn(total, (heads + 2 * kv_heads) * dim + 16, dtype=dtype)[:, :-16]
+    queries = heads * (2 if gated else 1)
+    qkv = randn(total, (queries + 2 * kv_heads) * dim + 16, dtype=dtype)[:, :-16]
+    gates = qkv[:, : queries * dim].view(total, heads, -1)[..., dim:]
+    own_gates = gates.clone()
     slots = torch.randperm(3 * page_size, generator=torch.Generator().manual_seed(1))[:total]
     slots[1::3] = -1
     k_cache, v_cache = (torch.full((3, kv_heads, page_size, dim), 7.0, dtype=dtype).transpose(1, 2) for _ in "kv")
@@ -61,6 +65,7 @@ def test_rotary_store_kv(
     launch_rotary_store_kv(qkv, k_cache, v_cache, slots, heads, cos, sin, q_norm, k_norm, None, None)
     assert_rounded_once(qkv, exact)
     assert torch.equal(qkv[:, -kv_heads * dim :], values)
+    assert torch.equal(gates, own_gates)
     assert_rounded_once(k_cache, exact_k_cache)
     assert_rounded_once(v_cache, exact_v_cache)
 

@@ -9,9 +9,12 @@ and the output agree (surgery/proof.py). Routers and shared experts of mixtures 
 Layers with latent attention are proven twice, with plain heads and with absorbed products (latent.py), and cache latent
 keys from then on: `cached_layers` says what each layer of a model asks of the cache.
 
+A layer whose mixer keeps a state is compared on whole sequences; how states are read and written is proven before
+(surgery/states.py). Of a gated delta net, that is fused itself, `cached_states` says what it keeps from then on.
+
 A layer that is divided between ranks is fused by each rank alone: both forms are compared before their parts are added up.
 
-Left out: the parts of a fused layer (parts.py), and how it computes (layer.py, latent.py).
+Left out: the parts of a fused layer (parts.py), and how it computes (layer.py, latent.py, mixers.py).
 """
 
 from __future__ import annotations
@@ -27,14 +30,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fa_serve.hf.adapter.step_cache import StepCache
+from fa_serve.hf.adapter.step_cache import StateKey, StepCache, WholeSequence
 from fa_serve.hf.adapter.translate import LayerCall
 from fa_serve.hf.latent_layers import LatentSizes, latent_sizes, latent_spec
 from fa_serve.hf.surgery.divide.weights import PartOfSum
 from fa_serve.hf.surgery.experts.scaled import ScaledExperts
 from fa_serve.hf.surgery.fuse.latent import LatentAttention, build_latent
-from fa_serve.hf.surgery.fuse.layer import FusedLayer, LayerStep, Tables, build_heads, cos_and_sin
-from fa_serve.hf.surgery.fuse.parts import gated_unit, norm_of, product_of
+from fa_serve.hf.surgery.fuse.layer import FusedAttention, FusedLayer, LayerStep, Tables, build_heads, cos_and_sin
+from fa_serve.hf.surgery.fuse.mixers import DeltaMixer, MixerCall, StateStep, build_mixer, find_mixer
+from fa_serve.hf.surgery.fuse.parts import FusedProduct, gated_unit, norm_of, product_of
 from fa_serve.hf.surgery.fuse.router import FusedRouter, fuse_routers
 from fa_serve.hf.surgery.fuse.unit import FusedUnit, fuse_units
 from fa_serve.hf.surgery.proof import (
@@ -49,6 +53,7 @@ from fa_serve.hf.surgery.proof import (
     replace_forwards,
     results_agree,
 )
+from fa_serve.ops import StateSpec
 from fa_serve.spec import AttentionSpec
 
 log = logging.getLogger("fa_serve.hf")
@@ -80,14 +85,17 @@ def fuse_layers(model: PreTrainedModel) -> int:
 
     For a kind that cannot be fused the log says why.
     """
-    found: list[Any] = [m for m in model.modules() if isinstance(getattr(m, "self_attn", None), nn.Module)]
+    found: list[Any] = [m for m in model.modules() if isinstance(getattr(m, "self_attn", None), nn.Module) or find_mixer(m)]
     recorder = AttentionRecorder()
     inputs = observe_inputs(model, found, recorder)
     calls: dict[nn.Module, LayerCall] = {
-        layer: recorder.calls[layer.self_attn] for layer in found if layer.self_attn in recorder.calls
+        layer: recorder.calls[layer.self_attn] for layer in found if getattr(layer, "self_attn", None) in recorder.calls
     }
 
     def prove(layer: nn.Module) -> Callable[[nn.Module], FusedLayer]:
+        if layer not in calls and find_mixer(layer) and layer in inputs:
+            call = _prove_mixer(layer, inputs[layer])
+            return lambda other: build_mixed_layer(other, call)
         if layer not in calls:
             raise NotReplacedError("the layer computes no attention")
         rotation = _prove(layer, inputs[layer])
@@ -120,7 +128,18 @@ def cached_layers(model: PreTrainedModel, layers: Mapping[int, AttentionSpec]) -
     for module in model.modules():
         fused = module.forward
         if isinstance(fused, FusedLayer) and isinstance(fused.attention, LatentAttention):
+            assert fused.index is not None
             cached[fused.index] = latent_spec(cached[fused.index], fused.attention.sizes)
+    return cached
+
+
+def cached_states(model: PreTrainedModel, states: Mapping[StateKey, StateSpec]) -> dict[StateKey, StateSpec]:
+    """What each recurrence keeps of a sequence, after `fuse_model`. states: what they keep by the code of their modules"""
+    cached = dict(states)
+    for module in model.modules():
+        fused = module.forward
+        if isinstance(fused, FusedLayer) and isinstance(fused.attention, DeltaMixer):
+            cached |= fused.attention.kept(cached)
     return cached
 
 
@@ -130,7 +149,28 @@ def build_layer(layer: nn.Module, call: LayerCall, rotation: str) -> FusedLayer:
     Raises NotReplacedError or AttributeError for a layer that lacks a part.
     """
     attention = cast(Any, layer.self_attn)
-    mlp = cast(Any, layer).mlp
+    sizes = _latent_sizes(call)
+    options = _options_of(call)
+    if sizes is None:
+        built: Any = build_heads(attention, call, TABLES.get(rotation))
+    else:
+        built = build_latent(attention, call, sizes, "halves" if rotation == "halves" else "neighbours")
+        # the default of the scale is that of the layer's heads, which latent keys do not have
+        options["softmax_scale"] = call.softmax_scale or call.query.shape[-1] ** -0.5
+    return _assemble(layer, built, product_of(attention.o_proj), cast(int, call.module.layer_idx), options)
+
+
+def build_mixed_layer(layer: nn.Module, call: MixerCall) -> FusedLayer:
+    """The fused form of a layer whose mixer keeps a state. call: of the mixer. Raises as `build_layer`."""
+    mixer, output = build_mixer(layer, call)
+    return _assemble(layer, mixer, output, None, {})
+
+
+def _assemble(
+    layer: Any, attention: FusedAttention, output: FusedProduct | None, index: int | None, options: dict[str, Any]
+) -> FusedLayer:
+    """The fused form of a layer around its attention or mixer. The other arguments are fields of `FusedLayer`."""
+    mlp = layer.mlp
     names: tuple[str | None, ...] = ("input_layernorm", None, "post_attention_layernorm", None)
     if hasattr(layer, "post_feedforward_layernorm"):
         before = ("input_layernorm", "pre_feedforward_layernorm")
@@ -140,25 +180,17 @@ def build_layer(layer: nn.Module, call: LayerCall, rotation: str) -> FusedLayer:
     multiplier = float(getattr(layer, "residual_multiplier", getattr(layer, "residual_scale", 1.0)))
     if multiplier != 1.0 and hasattr(layer, "post_feedforward_layernorm"):
         raise NotReplacedError(f"it multiplies its parts by {multiplier} after they are normalised")
-    sizes = _latent_sizes(call)
     unit = gated_unit(mlp)
-    options = _options_of(call)
-    if sizes is None:
-        built: Any = build_heads(attention, call, TABLES.get(rotation))
-    else:
-        built = build_latent(attention, call, sizes, "halves" if rotation == "halves" else "neighbours")
-        # the default of the scale is that of the layer's heads, which latent keys do not have
-        options["softmax_scale"] = call.softmax_scale or call.query.shape[-1] ** -0.5
     return FusedLayer(
         original=partial(type(layer).forward, layer),
-        index=cast(int, call.module.layer_idx),
+        index=index,
         options=options,
         before_attention=norms[0],
         after_attention=norms[1],
         before_mlp=norms[2],
         after_mlp=norms[3],
-        attention=built,
-        o=product_of(attention.o_proj),
+        attention=attention,
+        o=output,
         gate_up=None if unit is None else unit.gate_up,
         down=None if unit is None else unit.down,
         activation="" if unit is None else unit.activation,
@@ -206,6 +238,39 @@ def _prove(layer: nn.Module, inputs: LayerInputs) -> str:
             return rotation
         reasons.append(f"{ROTATIONS[rotation]} its {' and '.join(wrong)} would change")
     raise NotReplacedError("; ".join(reasons))
+
+
+def _prove_mixer(layer: nn.Module, inputs: LayerInputs) -> MixerCall:
+    """Compare a float32 copy of a layer with a mixer with its fused form. Returns how the layer calls its mixer."""
+    check_untouched(layer, forwards=False)
+    original = float32_copy(layer)
+    wide = inputs.in_float32()
+    name = find_mixer(original)
+    assert name is not None
+    found: list[MixerCall] = []
+
+    def observe(_: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+        others = {key: value for key, value in given.items() if key not in ("hidden_states", "fa_serve_batch")}
+        if len(args) + ("hidden_states" in given) != 1:
+            raise NotReplacedError("its mixer is called with several arguments that have no name")
+        for key, value in others.items():
+            if isinstance(value, Tensor) and wide.kwargs.get(key) is not value:
+                raise NotReplacedError(f"its mixer is given the tensor {key}, which the layer has made")
+        found.append(MixerCall(name, others))
+
+    handle = getattr(original, name).register_forward_pre_hook(observe, with_kwargs=True)
+    try:
+        expected = wide.run(original, AttentionRecorder())
+    finally:
+        handle.remove()
+    if not isinstance(expected, Tensor) or len(found) != 1:
+        raise NotReplacedError("its mixer is not called once, or it returns more than a tensor")
+    fused = build_mixed_layer(original, found[0])
+    for total in (expected.shape[1], 1):  # a single token takes other kernels
+        actual = fused.compute(wide.hidden[0, :total].clone(), StateStep(WholeSequence(), wide.kwargs))
+        if not results_agree(actual, expected[0, :total]):
+            raise NotReplacedError("its output would change" if total > 1 else "the output for a single token would change")
+    return found[0]
 
 
 class _Expected(NamedTuple):

@@ -1,10 +1,10 @@
 """A decoder layer of the Llama kind, computed by few fused kernels instead of many.
 
 A layer has two parts, each of which adds to the residual stream: attention, on q, k and v projections or on latent keys
-(latent.py), and an MLP, which is a gated unit or any other module called `mlp`. Norms stand before a part (Llama,
-Mistral, Qwen, Granite, Phi), after it (OLMo 2), or both (Gemma). Fused, a layer with q, k and v projections takes about ten
-launches: q/k/v and gate/up are one matrix product each; the norm of queries and keys, the rotary embedding and the write to the
-cache are one kernel; and the output projections add to the residual stream.
+(latent.py), or what keeps a state in its place (mixers.py), and an MLP, which is a gated unit or any other module called `mlp`.
+Norms stand before a part (Llama, Mistral, Qwen, Granite, Phi), after it (OLMo 2), or both (Gemma). Fused, a layer with q, k
+and v projections takes about ten launches: q/k/v and gate/up are one matrix product each; the norm of queries and keys, the
+rotary embedding and the write to the cache are one kernel; and the output projections add to the residual stream.
 
 Left out: which layers can be computed like this (fusion.py), what their projections and norms are (parts.py), the kernels
 (fa_serve.ops), the embedding, the last norm and the head.
@@ -24,6 +24,7 @@ from fa_serve import ops
 from fa_serve.hf.adapter.paged import PagedBatch
 from fa_serve.hf.adapter.translate import LayerCall
 from fa_serve.hf.lora.product import project
+from fa_serve.hf.surgery.fuse.mixers import StateStep, state_cache
 from fa_serve.hf.surgery.fuse.parts import FusedProduct, merge_products, norm_of
 from fa_serve.hf.surgery.proof import NotReplacedError
 
@@ -56,10 +57,13 @@ Tables = Literal["twice", "once"]
 
 
 class FusedAttention(Protocol):
-    """The attention of a fused layer, without its output projection."""
+    """The attention of a fused layer, or the mixer in its place, without its output projection."""
 
-    def compute(self, x: Tensor, norm: ops.Norm | None, step: LayerStep) -> Tensor:
-        """Normalise x (total, hidden), project it, write keys and values to the cache and attend -> (total, heads * dim)."""
+    def compute(self, x: Tensor, norm: ops.Norm | None, step: Any) -> Tensor:
+        """Normalise x (total, hidden), project it, write keys and values to the cache and attend -> (total, heads * dim).
+
+        step: a LayerStep, of a mixer a StateStep
+        """
         ...
 
 
@@ -71,6 +75,7 @@ class HeadsAttention:
     q_norm, k_norm: norms of queries and keys, of each head or of all heads together; None where there are none
     qkv:    the merged projection
     tables: of the rotary embedding, which have each angle twice or once; None if queries and keys are not rotated
+    gated:  behind each query head of the projection stands a gate, by whose sigmoid its output is multiplied (Qwen3-Next)
     """
 
     num_heads: int
@@ -79,15 +84,21 @@ class HeadsAttention:
     k_norm: ops.Norm | None
     qkv: FusedProduct
     tables: Tables | None
+    gated: bool = False
 
     def compute(self, x: Tensor, norm: ops.Norm | None, step: LayerStep) -> Tensor:
         qkv = project(self.qkv, x, norm=norm)
-        return step.attend(*self._rotate_and_store(qkv, step)).flatten(1)
+        out = step.attend(*self._rotate_and_store(qkv, step))
+        if self.gated:
+            gate = qkv.view(qkv.shape[0], -1, self.head_dim)[:, 1 : 2 * self.num_heads : 2]
+            out = ops.gate_heads(out, gate, "sigmoid")
+        return out.flatten(1)
 
     def _rotate_and_store(self, qkv: Tensor, step: LayerStep) -> tuple[Tensor, ...]:
         """Normalise and rotate queries and keys in place and write keys and values to the cache. Returns q, k and v."""
         num_kv_heads = step.k_cache.shape[2]
-        parts = [self.num_heads, num_kv_heads, num_kv_heads]
+        queries = self.num_heads * (2 if self.gated else 1)
+        parts = [queries, num_kv_heads, num_kv_heads]
         options = dict(step.descale)
         if self.tables is not None:
             angles = step.cos.shape[1] // (2 if self.tables == "twice" else 1)
@@ -100,7 +111,8 @@ class HeadsAttention:
                 ops.rms_norm(q, self.q_norm, out=q)
                 ops.rms_norm(k, self.k_norm, out=k)
         ops.rotary_store_kv(qkv, step.k_cache, step.v_cache, step.slot_mapping, num_heads=self.num_heads, **options)
-        return torch.split_with_sizes(qkv.view(qkv.shape[0], -1, self.head_dim), parts, dim=1)
+        q, k, v = torch.split_with_sizes(qkv.view(qkv.shape[0], -1, self.head_dim), parts, dim=1)
+        return q[:, :: queries // self.num_heads], k, v
 
 
 def build_heads(attention: Any, call: LayerCall, tables: Tables | None) -> HeadsAttention:
@@ -111,14 +123,17 @@ def build_heads(attention: Any, call: LayerCall, tables: Tables | None) -> Heads
     _, num_heads, _, head_dim = call.query.shape
     if head_dim % 2:
         raise NotReplacedError(f"head_dim must be even, got {head_dim}")
-    qkv = ("qkv_proj",) if hasattr(attention, "qkv_proj") else ("q_proj", "k_proj", "v_proj")
+    names = ("qkv_proj",) if hasattr(attention, "qkv_proj") else ("q_proj", "k_proj", "v_proj")
+    qkv = merge_products(attention, *names)
+    rows = (num_heads + 2 * call.key.shape[1]) * head_dim
     return HeadsAttention(
         num_heads=num_heads,
         head_dim=head_dim,
         q_norm=norm_of(attention.q_norm) if hasattr(attention, "q_norm") else None,
         k_norm=norm_of(attention.k_norm) if hasattr(attention, "k_norm") else None,
-        qkv=merge_products(attention, *qkv),
+        qkv=qkv,
         tables=tables,
+        gated=qkv.weight.shape[0] == rows + num_heads * head_dim,
     )
 
 
@@ -129,25 +144,25 @@ class FusedLayer:
     A call without a `PagedBatch`, for example in `model.generate`, runs the layer's own code.
 
     original:   the layer's own forward
-    index:      its number, by which its cache is found
+    index:      its number, by which its cache is found; None with a mixer that keeps a state
     options:    what the layer asks of attention, such as its window
     before_*, after_*: norms before and after the two parts; None where there is none
     attention:  between the norm and the output projection
-    o:          the output projection
+    o:          the output projection; None for a mixer that has it already
     gate_up:    the merged projection; gate_up and down are None for an MLP that is not a gated unit
     activation: of the gated unit
     multiplier: what each part is multiplied by before it is added to the residual stream
     """
 
     original: Callable[..., Any]
-    index: int
+    index: int | None
     options: dict[str, Any]
     before_attention: ops.Norm | None
     after_attention: ops.Norm | None
     before_mlp: ops.Norm | None
     after_mlp: ops.Norm | None
     attention: FusedAttention
-    o: FusedProduct
+    o: FusedProduct | None
     gate_up: FusedProduct | None
     down: FusedProduct | None
     activation: str
@@ -158,6 +173,8 @@ class FusedLayer:
         batch = kwargs.get("fa_serve_batch")
         if not isinstance(batch, PagedBatch):
             return self.original(hidden_states, *args, **kwargs)
+        if self.index is None:
+            return self.compute(hidden_states[0], StateStep(state_cache(kwargs).states, kwargs))[None]
         step = LayerStep(
             *cos_and_sin(kwargs["position_embeddings"]),
             *batch.kv_caches[self.index],
@@ -168,7 +185,7 @@ class FusedLayer:
         )
         return self.compute(hidden_states[0], step)[None]
 
-    def compute(self, x: Tensor, step: LayerStep) -> Tensor:
+    def compute(self, x: Tensor, step: LayerStep | StateStep) -> Tensor:
         """The layer's output. x: (total, hidden), which is overwritten."""
         h = self.attention.compute(x, self.before_attention, step)
         x, h, norm = self._add(x, h, self.o, self.after_attention, self.before_mlp)
@@ -180,13 +197,22 @@ class FusedLayer:
         return ops.add(x, h, alpha=self.multiplier) if self.after_mlp is None else ops.rms_norm(h, self.after_mlp, residual=x)
 
     def _add(
-        self, x: Tensor, h: Tensor | ops.RoundedRows, product: FusedProduct, after: ops.Norm | None, before: ops.Norm | None
+        self,
+        x: Tensor,
+        h: Tensor | ops.RoundedRows,
+        product: FusedProduct | None,
+        after: ops.Norm | None,
+        before: ops.Norm | None,
     ) -> tuple[Tensor, Tensor, ops.Norm | None]:
-        """Project h and add it to the residual stream x.
+        """Project h, if there is a projection, and add it to the residual stream x.
 
         -> the new x; what the next part reads, which has the norm `before`; and this norm if it is still to be applied. A sum
         over ranks normalises at once. Otherwise the norm is left to the next product, which may do it on the way.
         """
+        if product is None:
+            assert isinstance(h, Tensor)
+            x = ops.add(x, h, alpha=self.multiplier) if after is None else ops.rms_norm(h, after, residual=x)
+            return x, x, before
         if product.all_reduce is not None:
             x, normed = product.all_reduce.add(x, project(product, h), alpha=self.multiplier, after=after, before=before)
             return x, x if normed is None else normed, None

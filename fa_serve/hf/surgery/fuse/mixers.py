@@ -1,0 +1,181 @@
+"""What mixes tokens in a fused layer that keeps a state: the gated delta rule in few launches, or a mixer by its own code.
+
+    mixer, output = build_mixer(layer, call)      # output: its projection, None if the mixer's own code has computed it
+
+A layer of a hybrid model has attention or a mixer with a recurrence. Its norms, its MLP and the sums of both parts are fused in
+either case (layer.py). `DeltaMixer` takes about seven launches besides: one product for all inputs, the convolution, the gates,
+the recurrence, and the norm with its gate. It reads the keys of a group of heads once where transformers repeats them for each
+head, so that it keeps less of a token (`DeltaMixer.kept`). Any other mixer is an `OwnMixer`: a `SeatedMixer` as it is.
+
+Left out: the proof (fusion.py), how a recurrence reaches its kernel (adapter/state_modules.py), and states (fa_serve.ops).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fa_serve import ops
+from fa_serve.hf.adapter.state_modules import SeatedMixer
+from fa_serve.hf.adapter.step_cache import CONVOLUTION, DELTA_RULE, ComputesStates, StateCall, StateKey, StepCache
+from fa_serve.hf.lora.product import project
+from fa_serve.hf.surgery.fuse.parts import FusedProduct, merge_products, product_of
+from fa_serve.hf.surgery.proof import NotReplacedError
+
+IN_PROJECTIONS = (("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), ("in_proj_qkvz", "in_proj_ba"))
+"""The projections of a gated delta net: in the order in which they are used (Qwen 3.5), or with the outputs of each key head
+next to each other (Qwen3-Next)."""
+
+
+class StateStep(NamedTuple):
+    """What a step tells a mixer with a state.
+
+    states: answer for its recurrences
+    given:  the arguments of the layer's call by name
+    """
+
+    states: ComputesStates
+    given: Mapping[str, Any]
+
+
+class MixerCall(NamedTuple):
+    """How a layer calls its mixer.
+
+    name:  of the attribute of the layer
+    given: the arguments beside the hidden states, by name; of those that are tensors the layer has been given each itself
+    """
+
+    name: str
+    given: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class OwnMixer:
+    """A mixer that runs by its own code, with its output projection. call: how its layer calls it"""
+
+    module: nn.Module
+    call: MixerCall
+
+    def compute(self, x: Tensor, norm: ops.Norm | None, step: StateStep) -> Tensor:
+        """(total, hidden) -> (total, hidden)."""
+        given = {name: _argument(name, value, step) for name, value in self.call.given.items()}
+        out = self.module((x if norm is None else ops.rms_norm(x, norm))[None], **given)
+        mixed: Tensor = (out[0] if isinstance(out, tuple) else out)[0]
+        return mixed
+
+
+def _argument(name: str, observed: Any, step: StateStep) -> Any:
+    return state_cache(step.given) if isinstance(observed, StepCache) else step.given.get(name, observed)
+
+
+def state_cache(given: Mapping[str, Any]) -> StepCache:
+    """The argument of a layer's call that stands in the place of its cache."""
+    return next(value for value in given.values() if isinstance(value, StepCache))
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaMixer:
+    """A gated delta net (Yang et al. 2024, arXiv:2412.06464) up to its output projection.
+
+    number:                of the module in `find_state_modules`
+    heads, head_dim:       of values
+    key_heads, key_dim:    of queries and keys
+    inputs:                the merged projection of queries, keys and values, the gate of the output, b and a
+    order:                 (columns of the projection,) int64, which bring them into this order; None if they have it
+    weight, bias, activation: of the convolution; weight is (channels, width)
+    norm:                  of each head of the output, before its gate
+    """
+
+    number: int
+    heads: int
+    head_dim: int
+    key_heads: int
+    key_dim: int
+    inputs: FusedProduct
+    order: Tensor | None
+    weight: Tensor
+    bias: Tensor | None
+    activation: str
+    norm: ops.Norm
+    a_log: Tensor
+    dt_bias: Tensor
+
+    def compute(self, x: Tensor, norm: ops.Norm | None, step: StateStep) -> Tensor:
+        """(total, hidden) -> (total, heads * head_dim)."""
+        queries = self.key_heads * self.key_dim
+        values = self.heads * self.head_dim
+        mixed = project(self.inputs, x, norm=norm)
+        if self.order is not None:
+            mixed = mixed.index_select(1, self.order)
+        qkv, z, b, a = torch.split_with_sizes(mixed, [2 * queries + values, values, self.heads, self.heads], dim=1)
+        g, beta = ops.delta_gates(a, b, self.a_log, self.dt_bias)
+        fixed = {"weight": self.weight, "bias": self.bias, "activation": self.activation}
+        qkv = step.states.compute(StateKey(self.number, 0), StateCall(CONVOLUTION, {"x": qkv[None]}, fixed))
+        q, k, v = torch.split_with_sizes(qkv, [queries, queries, values], dim=2)
+        total = len(x)
+        rows = {
+            "q": q.view(1, total, self.key_heads, self.key_dim),
+            "k": k.view(1, total, self.key_heads, self.key_dim),
+            "v": v.view(1, total, self.heads, self.head_dim),
+            "g": g[None],
+            "beta": beta[None],
+        }
+        out = step.states.compute(StateKey(self.number, 1), StateCall(DELTA_RULE, rows, {"use_qk_l2norm": True}))[0]
+        gate = z.view(total, self.heads, self.head_dim)
+        return ops.gate_heads(out, gate, "silu", norm=self.norm).flatten(1)
+
+    def kept(self, states: Mapping[StateKey, ops.StateSpec]) -> dict[StateKey, ops.StateSpec]:
+        """What the recurrence keeps of a sequence: keys of each group of heads. states: what the module's own code keeps"""
+        key = StateKey(self.number, 1)
+        found = states[key]
+        tail = tuple(row._replace(shape=(self.key_heads, self.key_dim)) if row.name == "k" else row for row in found.tail)
+        return {key: replace(found, tail=tail)}
+
+
+def build_mixer(layer: Any, call: MixerCall) -> tuple[DeltaMixer | OwnMixer, FusedProduct | None]:
+    """The mixer of a layer, whose projections are merged, and its output projection. Raises NotReplacedError."""
+    module = getattr(layer, call.name)
+    names = next((names for names in IN_PROJECTIONS if all(hasattr(module, name) for name in names)), None)
+    if names is None:
+        return OwnMixer(module, call), None
+    seated = vars(module).get("forward")
+    if not isinstance(seated, SeatedMixer):
+        raise NotReplacedError("its mixer keeps a state and is not seated")
+    mixer = DeltaMixer(
+        number=seated.number,
+        heads=module.num_v_heads,
+        head_dim=module.head_v_dim,
+        key_heads=module.num_k_heads,
+        key_dim=module.head_k_dim,
+        inputs=merge_products(module, *names),
+        order=None if names is IN_PROJECTIONS[0] else _order(module),
+        weight=module.conv1d.weight.detach().squeeze(1),
+        bias=None if module.conv1d.bias is None else module.conv1d.bias.detach(),
+        activation=module.activation,
+        norm=ops.Norm(module.norm.weight, float(module.norm.variance_epsilon)),
+        a_log=module.A_log.detach(),
+        dt_bias=module.dt_bias.detach(),
+    )
+    return mixer, product_of(module.out_proj)
+
+
+def _order(module: Any) -> Tensor:
+    """The columns of queries, keys, values, gate, b and a in projections that have them by key head."""
+    group = module.num_v_heads // module.num_k_heads
+    values = group * module.head_v_dim
+    parts = (module.head_k_dim, module.head_k_dim, values, values)
+    device = module.conv1d.weight.device
+    first = torch.arange(module.num_k_heads * sum(parts), device=device).view(module.num_k_heads, -1)
+    second = first.numel() + torch.arange(2 * module.num_v_heads, device=device).view(module.num_k_heads, -1)
+    columns = [*torch.split_with_sizes(first, parts, 1), *torch.chunk(second, 2, 1)]
+    return torch.cat([each.flatten() for each in columns])
+
+
+def find_mixer(layer: nn.Module) -> str | None:
+    """The name of the attribute of a layer that is a seated module; None for a layer without one, or with several."""
+    names = [name for name, child in layer.named_children() if isinstance(vars(child).get("forward"), SeatedMixer)]
+    return names[0] if len(names) == 1 else None
