@@ -29,12 +29,12 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fa_serve import spec
-from fa_serve.backends.calls import AttentionOptions, BackwardTensors, Gradients
+from fa_serve.backends.calls import AttentionOptions, BackwardTensors, Gradients, mask_form
 from fa_serve.backends.triton.backward.kernels import BackwardVariant, attn_bwd_kv, attn_bwd_q
 from fa_serve.backends.triton.key_pages import has_wide_mask
 from fa_serve.backends.triton.row_statistics import RowStatistics, head_strides
 from fa_serve.backends.triton.tiles import BackwardTiles, TileConfig, backward_tiles, padded_dim
-from fa_serve.launching.launch import DescriptorLaunch, Launch, row_strides, with_unit_stride
+from fa_serve.launching.launch import DescriptorLaunch, Launch, broadcast_strides, row_strides, with_unit_stride
 from fa_serve.launching.plans import Run
 
 
@@ -89,7 +89,7 @@ class _BackwardPlan:
             has_left=options.window_size[0] >= 0,
             has_right=options.window_size[1] >= 0,
             has_softcap=options.softcap != 0.0,
-            mask="none" if mask is None else "bool" if mask.dtype == torch.bool else "float",
+            mask=mask_form(mask),
             mask_grad=tensors.needs_dmask,
             wide_mask=has_wide_mask(mask),
             tma=self._tma_keys,
@@ -228,12 +228,8 @@ def _varying(options: AttentionOptions, blocks: int) -> tuple[float, ...]:
 
 def _strides(tensors: BackwardTensors, stats_shape: Sequence[int]) -> tuple[int, ...]:
     """In the order of the kernels' parameters."""
-    mask_strides: tuple[int, ...] = (0, 0, 0, 0)
-    if tensors.mask is not None:
-        sizes = zip(tensors.mask.shape, tensors.mask.stride(), strict=True)
-        mask_strides = tuple([0 if size == 1 else stride for size, stride in sizes])
     rows = (tensors.q, tensors.k, tensors.v, tensors.dout)
-    return (*[stride for x in rows for stride in row_strides(x)], *head_strides(stats_shape), *mask_strides)
+    return (*[n for x in rows for n in row_strides(x)], *head_strides(stats_shape), *broadcast_strides(tensors.mask))
 
 
 def _launch_options(tile: TileConfig) -> dict[str, Any]:

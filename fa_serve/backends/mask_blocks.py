@@ -1,0 +1,103 @@
+"""Which masks are scanned for blocks, and the lists of the masks that were scanned last.
+
+A mask of elements is most often made of blocks that hide everything or nothing: images, prefixes, documents, padding. A scan
+finds for each block of queries the key blocks that are empty, full or mixed, and the call runs over lists of blocks (see
+`fa_serve.block_lists`), in which mixed blocks are the partial ones. The scan reads the mask once, and the layers of a forward
+pass share one mask, so its lists are kept in `SCANNED` for as long as the mask lives.
+
+    lists = SCANNED.find(mask, stream) or SCANNED.keep(mask, stream, scan(mask))
+
+`triton.mask_blocks` has the scan. This module leaves out what kernels do with lists.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Hashable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fa_serve.block_lists import BlockLists
+from fa_serve.spec import AttentionSpec
+
+SCANNED_BLOCK = 128
+"""Queries and keys per block of a scanned mask, the blocks of FlexAttention."""
+MIN_SCANNED_LENGTH = 2 * SCANNED_BLOCK
+"""A mask of fewer queries or keys has too few blocks for the two launches of a scan to gain anything."""
+
+
+def cannot_scan(spec: AttentionSpec) -> str | None:
+    """Why the mask of a call is not scanned for blocks, or None. `spec.mask` is not None."""
+    if spec.op != "attention" or spec.layout != "dense" or spec.sizes is None:
+        return f"scans the masks of dense prompts, got op {spec.op!r}"
+    _, queries, keys = spec.sizes
+    if min(queries, keys) < MIN_SCANNED_LENGTH:
+        return f"scans masks of at least {MIN_SCANNED_LENGTH} queries and keys, got {queries} and {keys}"
+    return None
+
+
+class _Kept(NamedTuple):
+    owner: weakref.ref[Tensor]
+    lists: BlockLists
+
+
+class ScannedMasks:
+    """The lists of at most `room` masks, each known by the tensor that owns its memory, its view of it, and its version.
+
+    An operation in place raises a tensor's version, and its lists are made anew. Tensors of `torch.inference_mode` have no
+    version and are scanned at each call. So are the masks of a CUDA graph that is captured, whose replays may find other numbers
+    in them. Lists belong to the stream that they were made on.
+    """
+
+    def __init__(self, room: int) -> None:
+        self._room = room
+        self._kept: OrderedDict[Hashable, _Kept] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def find(self, mask: Tensor, stream: int) -> BlockLists | None:
+        """The lists that were kept for this mask, or None."""
+        if not _has_version(mask):
+            return None
+        key = _key(mask, stream)
+        kept = self._kept.get(key)
+        # the number of a tensor that is gone may be another's by now
+        if kept is None or kept.owner() is not _owner(mask):
+            return None
+        self._kept.move_to_end(key)
+        return kept.lists
+
+    def keep(self, mask: Tensor, stream: int, lists: BlockLists) -> BlockLists:
+        """Keep the lists until the mask is gone, or `room` others were scanned -> the lists."""
+        if _has_version(mask):
+            key = _key(mask, stream)
+            self._kept[key] = _Kept(weakref.ref(_owner(mask), lambda _: self._kept.pop(key, None)), lists)
+            self._kept.move_to_end(key)
+            if len(self._kept) > self._room:
+                self._kept.popitem(last=False)
+        return lists
+
+    def clear(self) -> None:
+        self._kept.clear()
+
+
+def _has_version(mask: Tensor) -> bool:
+    return not mask.is_inference()
+
+
+def _owner(mask: Tensor) -> Tensor:
+    """A slice that each layer takes of one mask is another object; the tensor that it is a view of is the same."""
+    return mask if mask._base is None else mask._base
+
+
+def _key(mask: Tensor, stream: int) -> Hashable:
+    view = (mask.storage_offset(), mask.shape, mask.stride(), mask.dtype)
+    return (id(_owner(mask)), mask._version, view, stream)
+
+
+SCANNED = ScannedMasks(room=8)
+"""Kinds of layers have masks of their own, few in one model. Bits take an eighth of the memory of a bool mask."""
