@@ -105,8 +105,10 @@ def _list_blocks(kinds_ptr, num_ptr, index_ptr, full_num_ptr, full_index_ptr, ke
         kinds = tl.load(kinds_ptr + first + block, mask=block < key_blocks, other=EMPTY)
         mixed = (kinds == MIXED).to(tl.int32)
         full = (kinds == FULL).to(tl.int32)
-        tl.store(index_ptr + first + mixed_before + tl.cumsum(mixed, 0) - 1, block, mask=mixed != 0)
-        tl.store(full_index_ptr + first + full_before + tl.cumsum(full, 0) - 1, block, mask=full != 0)
+        mixed_place = mixed_before + tl.cumsum(mixed, 0) - 1
+        full_place = full_before + tl.cumsum(full, 0) - 1
+        tl.store(index_ptr + first + mixed_place, block, mask=mixed != 0)
+        tl.store(full_index_ptr + first + full_place, block, mask=full != 0)
         mixed_before += tl.sum(mixed, 0)
         full_before += tl.sum(full, 0)
     tl.store(num_ptr + list_row, mixed_before)
