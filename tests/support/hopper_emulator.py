@@ -332,6 +332,7 @@ def _language() -> types.SimpleNamespace:
         atomic_add=_atomic_add,
         program_id=lambda axis: torch.tensor(current.block.index),
         num_programs=lambda axis: current.block.grid,
+        **dict.fromkeys(("multiple_of", "max_contiguous", "max_constancy"), lambda x, values: x),
         inline_asm_elementwise=_inline_assembly,
         warp_specialize=_specialize,
         allocate_shared_memory=lambda dtype, shape, layout: (

@@ -47,6 +47,7 @@ class AddedMask(NamedTuple):
     """The kernel's arguments about a float mask. The pointer is None without one, and for a bool mask, which has bits.
 
     batch, head, row, key: strides
+    keys: keys of a sequence, or 0 without a float mask
     """
 
     mask: gl.tensor
@@ -54,6 +55,7 @@ class AddedMask(NamedTuple):
     head: gl.tensor
     row: gl.tensor
     key: gl.tensor
+    keys: gl.tensor
 
 
 class TileList(NamedTuple):
@@ -165,16 +167,22 @@ def first_of_mask(tile, row, added):
 
 @gluon.jit
 def load_mask(key_block, limits, added, var: gl.constexpr):
-    """The numbers of a float mask for 64 rows and a key block, [64, block_n] in the layout of the scores. They are 0 for keys
-    that a row does not see, and where the block is full; a number without a float mask."""
+    """The numbers of a float mask for 64 rows and a key block, [64, block_n] in the layout of the scores. They are 0 in a full
+    block and past the end; a number without a float mask."""
     BLOCK_N: gl.constexpr = var.tiles.block_n
     S_LAYOUT: gl.constexpr = var.score_layout
     if var.mask == "float":
         row = gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
         columns = gl.expand_dims(key_block.number * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, S_LAYOUT)), 0)
-        last = gl.where((row < limits.rows) & (key_block.bits >= 0), limits.last, 0)
+        partial = (row < limits.rows) & (key_block.bits >= 0)
         at = gl.expand_dims(row.to(gl.int64) * added.row, 1) + columns.to(gl.int64) * added.key
-        return gl.load(limits.mask + at, mask=columns < gl.expand_dims(last, 1), other=0)
+        pointers = limits.mask + at
+        inside = gl.expand_dims(partial, 1) & (columns < added.keys)
+        if var.mask_pairs:
+            # the compiler does not see through the arguments of warps that their strides are even
+            pointers = gl.max_contiguous(gl.multiple_of(pointers, [1, 4]), [1, 2])
+            inside = gl.max_constancy(inside, [1, 2])
+        return gl.load(pointers, mask=inside, other=0)
     else:  # noqa: RET505
         return key_block.number
 

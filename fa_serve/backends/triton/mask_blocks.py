@@ -27,7 +27,6 @@ from triton.runtime import driver
 
 from fa_serve.backends.calls import AttentionOptions, AttentionTensors
 from fa_serve.backends.mask_blocks import SCANNED, SCANNED_BLOCK
-from fa_serve.backends.triton.primitives import LOG2E
 from fa_serve.block_lists import WORD, BlockLists
 from fa_serve.launching.launch import Launch, on_device_of, power_of_2
 from fa_serve.launching.plans import Run
@@ -35,20 +34,22 @@ from fa_serve.launching.plans import Run
 EMPTY = tl.constexpr(0)
 MIXED = tl.constexpr(1)
 FULL = tl.constexpr(2)
+HIDDEN = tl.constexpr(-2.4e38)
+"""Kernels compute in base 2, and from this number on the product with log2(e) is -inf in float32."""
 _LISTED_AT_A_TIME = 1024
 """Key blocks whose kinds a program of the second kernel reads at a time: 131,072 keys."""
 
 
-@triton.jit(do_not_specialize=["heads", "seqlen_q", "seqlen_k", "query_blocks", "key_blocks"])
+@triton.jit(do_not_specialize=["heads", "seqlen_q", "query_blocks", "key_blocks"])
 def _classify_blocks(
     mask_ptr,
     kinds_ptr,
     bits_ptr,
     heads,
     seqlen_q,
-    seqlen_k,
     query_blocks,
     key_blocks,
+    seqlen_k,
     stride_b,
     stride_h,
     stride_q,
@@ -75,7 +76,8 @@ def _classify_blocks(
         seen = given != 0
         changed = inside & (given == 0)
     else:
-        seen = inside & (given.to(tl.float32) * LOG2E != float("-inf"))
+        hidden = given.to(tl.float32) <= HIDDEN  # which a NaN is not
+        seen = inside & (hidden == 0)
         changed = inside & (given != 0)
     # both counts are at most 2^14, so one sum has both
     counts = seen.to(tl.int32) + changed.to(tl.int32) * 65536
@@ -131,8 +133,9 @@ class MaskScan:
         self._classify = Launch(
             _classify_blocks,
             count * key_blocks,
-            varying=(heads, seqlen_q, seqlen_k, query_blocks, key_blocks),
-            strides=strides,
+            varying=(heads, seqlen_q, query_blocks, key_blocks),
+            # elements are loaded 16 at a time if the compiler knows that no group of 16 crosses the end
+            strides=(seqlen_k, *strides),
             fixed=(SCANNED_BLOCK,),
             options={"num_warps": 4},
         )
@@ -175,10 +178,20 @@ def plan_over_blocks(
     def run(tensors: AttentionTensors) -> tuple[Tensor, Tensor | None]:
         mask = tensors.mask
         assert mask is not None
-        result: tuple[Tensor, Tensor | None] = run_over_lists(tensors._replace(blocks=_lists_of(mask, scan)))
+        blocks = _lists_of(mask, scan)
+        if mask.is_floating_point() and mask.data_ptr() & 15:
+            mask = _at_aligned_address(mask)
+        result: tuple[Tensor, Tensor | None] = run_over_lists(tensors._replace(mask=mask, blocks=blocks))
         return result
 
     return run
+
+
+def _at_aligned_address(mask: Tensor) -> Tensor:
+    """A copy with the same strides at a multiple of 16 bytes, as kernels that load several numbers together need it."""
+    held = mask[tuple([slice(None) if stride else slice(1) for stride in mask.stride()])]
+    copy = torch.empty_strided(held.shape, held.stride(), dtype=mask.dtype, device=mask.device)
+    return copy.copy_(held).expand(mask.shape)
 
 
 def _lists_of(mask: Tensor, scan: MaskScan) -> BlockLists:

@@ -191,7 +191,7 @@ def attn_fwd_hopper(
         left=left,
         right=right,
         bits=bits_ptr,
-        added=AddedMask(mask=mask_ptr, batch=mask_batch, head=mask_head, row=mask_row, key=mask_key),
+        added=AddedMask(mask=mask_ptr, batch=mask_batch, head=mask_head, row=mask_row, key=mask_key, keys=seqlen_k),
         scales=Scales(q=q_scale_ptr, k=k_scale_ptr, v=v_scale_ptr, stride=scale_stride, heads_per_kv=heads_per_kv),
         buffer=splits_ptr,
         logs=logs,

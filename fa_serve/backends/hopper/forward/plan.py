@@ -217,6 +217,7 @@ def _plan_launches(problem: _Problem, tiles: HopperTiles | None, max_splits: int
         block_k=0 if blocks is None else blocks.block_size[1],
         bits=blocks is not None and blocks.partial_bits is not None,
         mask=mask_form(problem.mask),
+        mask_pairs=problem.mask is not None and has_mask_pairs(problem.mask),
         precision=options.precision,
         gaps=problem.form == "packed" and options.precision != "bf16",
         pack_gqa=problem.pack_gqa,
@@ -246,6 +247,13 @@ def _plan_launches(problem: _Problem, tiles: HopperTiles | None, max_splits: int
         return Launches(attention, counted=tiles.schedule == Schedule.DYNAMIC)
     table = _plan_table(problem, var, counts, slots, max_splits)
     return Launches(attention, table, counts.per_head, combine=combine)
+
+
+def has_mask_pairs(mask: Tensor) -> bool:
+    """Whether the numbers of a float mask for two neighbouring keys, the first of which has an even number, can be loaded
+    together. The address of the mask is aligned."""
+    *outer, key = mask.stride()
+    return mask.is_floating_point() and key == 1 and mask.shape[3] % 2 == 0 and all(stride % 2 == 0 for stride in outer)
 
 
 def _plan_table(problem: _Problem, var: Variant, counts: _TileCounts, slots: int, max_splits: int) -> Launch:
