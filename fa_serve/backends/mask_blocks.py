@@ -17,7 +17,6 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from fa_serve.block_lists import BlockLists
@@ -48,8 +47,8 @@ class ScannedMasks:
     """The lists of at most `room` masks, each known by the tensor that owns its memory, its view of it, and its version.
 
     An operation in place raises a tensor's version, and its lists are made anew. Tensors of `torch.inference_mode` have no
-    version and are scanned at each call. So are the masks of a CUDA graph that is captured, whose replays may find other numbers
-    in them. Lists belong to the stream that they were made on.
+    version and are scanned at each call. So are the masks of a CUDA graph while it is captured, because its replays may find
+    other numbers in them. Lists belong to the stream that they were made on.
     """
 
     def __init__(self, room: int) -> None:

@@ -10,8 +10,8 @@ mixed bool block the kernel also writes the bits. The second kernel counts the b
 lists. Nothing waits for the device.
 
 The number of mixed blocks is known to the device alone, so there is room for the bits of every block, and bits stand at the
-number of their key block, not at its place in the list as in lists that a caller gives. Kernels add the numbers of a mixed float
-block themselves, from the mask.
+number of their key block, not at its place in the list as in lists that a caller gives. Kernels add the numbers of a mixed
+float block themselves, from the mask.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _classify_blocks(
     if counts & 65535 == 0:
         kind = EMPTY
     tl.store(kinds_ptr + program, kind)
-    if bits_ptr is not None:
+    if bits_ptr is not None:  # noqa: SIM102  # known when the kernel is compiled, and so a branch of its own
         if kind == MIXED:
             words = tl.sum(seen.to(tl.int32) << bit, 2)
             at = tl.arange(0, BLOCK)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
@@ -167,10 +167,8 @@ class MaskScan:
         return lists
 
 
-def plan_over_blocks(
-    plan: Callable[[Any, AttentionOptions], Run], tensors: AttentionTensors, options: AttentionOptions
-) -> Run:
-    """Plan a dense call with a mask by `plan`, whose kernel takes lists of blocks with a mask: see `AttentionTensors.blocks`."""
+def plan_over_blocks(plan: Callable[[Any, AttentionOptions], Run], tensors: AttentionTensors, options: AttentionOptions) -> Run:
+    """Plan a dense call with a mask by `plan`, whose kernel takes lists that come with a mask (see `AttentionTensors`)."""
     assert tensors.mask is not None
     scan = MaskScan(tensors.mask, options.max_seqlen_q, options.max_seqlen_k)
     run_over_lists = plan(tensors._replace(blocks=scan.lists_on("meta")), options)

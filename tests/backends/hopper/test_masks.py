@@ -1,4 +1,4 @@
-"""Masks of elements in the Hopper kernel, in the emulator: scanned into lists, with their bits or numbers, and planted faults."""
+"""Masks of elements in the Hopper kernel, in the emulator: scanned into lists, with bits or numbers, and planted faults."""
 
 from __future__ import annotations
 
@@ -48,7 +48,10 @@ FAULTS = {
     "numbers in the scale of scores": (BIAS, {"* (LOG2E / scale)": "* LOG2E"}),
     "a mixed block taken for a full one": (BASE, {"changed.to(tl.int32) * 65536": "(changed.to(tl.int32) * 0)"}),
     "a block that hides a part taken for an empty one": (BASE, {"counts & 65535 == 0": "counts & 65535 < 16384"}),
-    "a list that begins one place late": (BASE, {"mixed_before + tl.cumsum(mixed, 0) - 1": "mixed_before + tl.cumsum(mixed, 0)"}),
+    "a list that begins one place late": (
+        BASE,
+        {"mixed_before + tl.cumsum(mixed, 0) - 1": "mixed_before + tl.cumsum(mixed, 0)"},
+    ),
     "the mask of another head scanned": (
         replace(BASE, over="hqk", pattern="random"),
         {"(batch_head % heads).to(tl.int64) * stride_h": "0"},

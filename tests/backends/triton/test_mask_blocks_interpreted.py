@@ -122,5 +122,3 @@ def test_gradients_are_those_of_sdpa(form: str) -> None:
         found[backend] = [x.grad for x in given]
     for ours, theirs in zip(found["triton"], found["sdpa"], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-
-

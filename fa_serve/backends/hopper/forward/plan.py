@@ -18,14 +18,14 @@ needs a slow path. A page of a paged cache is bounded in the same way, as a pack
 that are in use; a block of K or V arrives page by page. Entries of the block table after the last page or before a window
 are not read. With float8 products, the kernel reads copies instead of pages (see `triton.float8_inputs`).
 
-With lists of key blocks, the producer copies the blocks of the list and no others (see `block_sparse`). A mask comes with the
-lists of its blocks (see `mask_blocks`).
+With lists of key blocks, the producer copies the blocks of the list and no others (see `block_sparse`). A mask comes with
+the lists of its blocks (see `mask_blocks`).
 
     run = plan_hopper_forward(tensors, options)      # once for calls that look alike
     out, lse = run(tensors)
 
-Left out: the scan of masks, 16-bit products with float8 caches, and head sizes that are not a multiple of 8. The module `backward`
-has the gradients.
+Left out: the scan of masks, 16-bit products with float8 caches, and head sizes that are not a multiple of 8. The module
+`backward` has the gradients.
 """
 
 from __future__ import annotations
