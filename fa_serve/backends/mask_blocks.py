@@ -99,4 +99,4 @@ def _key(mask: Tensor, stream: int) -> Hashable:
 
 
 SCANNED = ScannedMasks(room=8)
-"""Kinds of layers have masks of their own, few in one model. Bits take an eighth of the memory of a bool mask."""
+"""A model has a mask for each kind of layer, and few kinds. Bits take an eighth of the memory of a bool mask."""

@@ -137,7 +137,8 @@ def test_flex_attention_gets_the_same_mask(pattern: str, monkeypatch) -> None:
 
 
 def test_pytorch_gets_packed_sequences_in_the_words_of_its_release(monkeypatch) -> None:
-    q, k = torch.randn(6, 4, 8), torch.randn(6, 2, 8)
+    q = torch.randn(6, 4, 8)
+    k = torch.randn(6, 2, 8)
     told: dict[str, object] = {}
 
     def newer(*given, window_size=(-1, -1), enable_gqa=False):  # type: ignore[no-untyped-def]

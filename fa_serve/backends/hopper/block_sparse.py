@@ -7,8 +7,8 @@ the consumers, which need them in the registers that hold the scores. See `fa_se
 A listed block of `block_k` keys is copied in `block_k / block_n` key blocks. Numbers and places count key blocks.
 
 Lists that were scanned from a mask (see `fa_serve.backends.mask_blocks`) differ in two ways. Bits stand at the number of their
-block, because nobody knew how many there would be. Of a float mask, the consumers load the numbers of partial blocks into the
-registers that hold the scores.
+block, because nobody knew how many there would be. A float mask has numbers instead, which the consumers load from
+the mask into the registers that hold the scores, in partial blocks only.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def _classify_blocks(
     if counts & 65535 == 0:
         kind = EMPTY
     tl.store(kinds_ptr + program, kind)
-    if bits_ptr is not None:  # noqa: SIM102  # known when the kernel is compiled, and so a branch of its own
+    if bits_ptr is not None:  # noqa: SIM102  # known when the kernel is compiled, unlike the kind
         if kind == MIXED:
             words = tl.sum(seen.to(tl.int32) << bit, 2)
             at = tl.arange(0, BLOCK)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
