@@ -5,7 +5,7 @@ finds for each block of queries the key blocks that are empty, full or mixed, an
 `fa_serve.block_lists`), in which mixed blocks are the partial ones. The scan reads the mask once, and the layers of a forward
 pass share one mask, so its lists are kept in `SCANNED` for as long as the mask lives.
 
-    lists = SCANNED.find(mask, stream) or SCANNED.keep(mask, stream, scan(mask))
+    scanned = SCANNED.find(mask, stream) or SCANNED.keep(mask, stream, scan(mask))
 
 `triton.mask_blocks` has the scan. This module leaves out what kernels do with lists.
 """
@@ -17,6 +17,7 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from fa_serve.block_lists import BlockLists
@@ -38,15 +39,55 @@ def cannot_scan(spec: AttentionSpec) -> str | None:
     return None
 
 
+class Spans(NamedTuple):
+    """Where the blocks lie that are not empty, int32 (1 or batch, heads, blocks, 2): the first of them and the last, or the
+    number of blocks and -1 if all are empty. The backward pass walks from one to the other.
+
+    keys:    key blocks, for each block of queries
+    queries: blocks of queries, for each key block
+    """
+
+    keys: Tensor
+    queries: Tensor
+
+
+class ScannedMask:
+    """What a scan has found.
+
+    lists: the blocks that are not empty, of which the mixed ones are partial
+    kinds: uint8 (1 or batch, heads, query blocks, key blocks), 0 for an empty block
+    """
+
+    def __init__(self, lists: BlockLists, kinds: Tensor) -> None:
+        self.lists = lists
+        self.kinds = kinds
+        self._spans: Spans | None = None
+
+    @property
+    def spans(self) -> Spans:
+        """They are computed once, at the first backward pass, in some small kernels of PyTorch."""
+        if self._spans is None:
+            self._spans = Spans(_span_of(self.kinds), _span_of(self.kinds.transpose(2, 3)))
+        return self._spans
+
+
+def _span_of(kinds: Tensor) -> Tensor:
+    """The first and the last block of each row that is not empty."""
+    blocks = torch.arange(kinds.shape[3], device=kinds.device, dtype=torch.int32)
+    empty = kinds == 0
+    first = blocks.masked_fill(empty, kinds.shape[3]).amin(-1)
+    return torch.stack([first, blocks.masked_fill(empty, -1).amax(-1)], -1)
+
+
 class _Kept(NamedTuple):
     owner: weakref.ref[Tensor]
-    lists: BlockLists
+    scanned: ScannedMask
 
 
 class ScannedMasks:
-    """The lists of at most `room` masks, each known by the tensor that owns its memory, its view of it, and its version.
+    """What was found in at most `room` masks, each known by the tensor that owns its memory, its view of it, and its version.
 
-    An operation in place raises a tensor's version, and its lists are made anew. Tensors of `torch.inference_mode` have no
+    An operation in place raises a tensor's version, and it is scanned anew. Tensors of `torch.inference_mode` have no
     version and are scanned at each call. So are the masks of a CUDA graph while it is captured, because its replays may find
     other numbers in them. Lists belong to the stream that they were made on.
     """
@@ -58,8 +99,8 @@ class ScannedMasks:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def find(self, mask: Tensor, stream: int) -> BlockLists | None:
-        """The lists that were kept for this mask, or None."""
+    def find(self, mask: Tensor, stream: int) -> ScannedMask | None:
+        """What was kept of this mask, or None."""
         if not _has_version(mask):
             return None
         key = _key(mask, stream)
@@ -68,17 +109,17 @@ class ScannedMasks:
         if kept is None or kept.owner() is not _owner(mask):
             return None
         self._kept.move_to_end(key)
-        return kept.lists
+        return kept.scanned
 
-    def keep(self, mask: Tensor, stream: int, lists: BlockLists) -> BlockLists:
-        """Keep the lists until the mask is gone, or `room` others were scanned -> the lists."""
+    def keep(self, mask: Tensor, stream: int, scanned: ScannedMask) -> ScannedMask:
+        """Keep what was found until the mask is gone, or `room` others were scanned, and return it."""
         if _has_version(mask):
             key = _key(mask, stream)
-            self._kept[key] = _Kept(weakref.ref(_owner(mask), lambda _: self._kept.pop(key, None)), lists)
+            self._kept[key] = _Kept(weakref.ref(_owner(mask), lambda _: self._kept.pop(key, None)), scanned)
             self._kept.move_to_end(key)
             if len(self._kept) > self._room:
                 self._kept.popitem(last=False)
-        return lists
+        return scanned
 
     def clear(self) -> None:
         self._kept.clear()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fa_serve.backends.mask_blocks import MIN_SCANNED_LENGTH, ScannedMasks, cannot_scan
+from fa_serve.backends.mask_blocks import MIN_SCANNED_LENGTH, ScannedMask, ScannedMasks, cannot_scan
 from fa_serve.block_lists import BlockLists
 from fa_serve.spec import AttentionSpec
 
@@ -43,20 +43,28 @@ def spec_of(**changed: object) -> AttentionSpec:
     ids=str,
 )
 def test_which_masks_are_scanned(changed: dict[str, object], reason: str | None) -> None:
-    found = cannot_scan(spec_of(**changed))
-    assert found is None if reason is None else reason in str(found)
+    given = cannot_scan(spec_of(**changed))
+    assert given is None if reason is None else reason in str(given)
 
 
-def lists() -> BlockLists:
-    return BlockLists(torch.zeros(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32))
+def found() -> ScannedMask:
+    lists = BlockLists(torch.zeros(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32))
+    return ScannedMask(lists, torch.zeros(1, 1, 1, 1, dtype=torch.uint8))
+
+
+def test_spans_reach_from_the_first_to_the_last_block_that_is_not_empty() -> None:
+    kinds = torch.tensor([[0, 2, 0, 1], [0, 0, 0, 0], [1, 0, 0, 0]], dtype=torch.uint8)[None, None]
+    spans = ScannedMask(found().lists, kinds).spans
+    assert spans.keys[0, 0].tolist() == [[1, 3], [4, -1], [0, 0]]
+    assert spans.queries[0, 0].tolist() == [[2, 2], [0, 0], [3, -1], [0, 0]]
 
 
 def test_lists_are_found_by_every_layer() -> None:
     """The same tensor, and slices that each layer takes anew of one tensor."""
     kept = ScannedMasks(room=2)
     mask = torch.ones(1, 1, 8, 8, dtype=torch.bool)
-    whole = kept.keep(mask, 0, lists())
-    part = kept.keep(mask[..., :4], 0, lists())
+    whole = kept.keep(mask, 0, found())
+    part = kept.keep(mask[..., :4], 0, found())
     assert kept.find(mask, 0) is whole
     assert kept.find(mask[..., :4], 0) is part
     assert kept.find(mask[..., 4:], 0) is None
@@ -66,7 +74,7 @@ def test_lists_are_found_by_every_layer() -> None:
 def test_a_changed_mask_is_scanned_again() -> None:
     kept = ScannedMasks(room=2)
     mask = torch.ones(1, 1, 8, 8, dtype=torch.bool)
-    kept.keep(mask, 0, lists())
+    kept.keep(mask, 0, found())
     mask[..., 3] = False
     assert kept.find(mask, 0) is None
 
@@ -74,14 +82,14 @@ def test_a_changed_mask_is_scanned_again() -> None:
 def test_lists_belong_to_their_stream() -> None:
     kept = ScannedMasks(room=2)
     mask = torch.ones(1, 1, 8, 8, dtype=torch.bool)
-    kept.keep(mask, 5, lists())
+    kept.keep(mask, 5, found())
     assert kept.find(mask, 6) is None
 
 
 def test_lists_go_with_their_mask() -> None:
     kept = ScannedMasks(room=2)
     mask = torch.ones(1, 1, 8, 8, dtype=torch.bool)
-    kept.keep(mask[..., :4], 0, lists())
+    kept.keep(mask[..., :4], 0, found())
     assert len(kept) == 1
     del mask
     assert len(kept) == 0
@@ -91,9 +99,9 @@ def test_the_oldest_lists_make_room() -> None:
     kept = ScannedMasks(room=2)
     masks = [torch.ones(1, 1, 8, 8, dtype=torch.bool) for _ in range(3)]
     for mask in masks[:2]:
-        kept.keep(mask, 0, lists())
+        kept.keep(mask, 0, found())
     assert kept.find(masks[0], 0) is not None
-    kept.keep(masks[2], 0, lists())
+    kept.keep(masks[2], 0, found())
     assert [kept.find(mask, 0) is None for mask in masks] == [False, True, False]
 
 
@@ -101,6 +109,6 @@ def test_masks_of_inference_mode_are_not_kept() -> None:
     kept = ScannedMasks(room=2)
     with torch.inference_mode():
         mask = torch.ones(1, 1, 8, 8, dtype=torch.bool)
-        kept.keep(mask, 0, lists())
+        kept.keep(mask, 0, found())
     assert len(kept) == 0
     assert kept.find(mask, 0) is None

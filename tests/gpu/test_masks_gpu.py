@@ -60,7 +60,7 @@ def test_the_scan_finds_what_the_mask_has() -> None:
     mask = torch.rand(2, 3, 1500, 4001, device="cuda") < 0.5
     mask[:, :, :512, 1024:] = False
     mask[:, :, 512:1024, :2048] = True
-    lists = MaskScan(mask, 1500, 4001)(mask)
+    lists = MaskScan(mask, 1500, 4001)(mask).lists
     assert lists.full_kv_num_blocks is not None
     padded = torch.nn.functional.pad(mask.float(), (0, -4001 % 128, 0, -1500 % 128), value=float("nan"))
     mean = padded.unflatten(3, (-1, 128)).unflatten(2, (-1, 128)).transpose(3, 4).flatten(4).nanmean(-1)

@@ -26,7 +26,7 @@ from torch import Tensor
 from triton.runtime import driver
 
 from fa_serve.backends.calls import AttentionOptions, AttentionTensors
-from fa_serve.backends.mask_blocks import SCANNED, SCANNED_BLOCK
+from fa_serve.backends.mask_blocks import SCANNED, SCANNED_BLOCK, ScannedMask
 from fa_serve.block_lists import WORD, BlockLists
 from fa_serve.launching.launch import Launch, on_device_of, power_of_2
 from fa_serve.launching.plans import Run
@@ -118,7 +118,10 @@ def _list_blocks(kinds_ptr, num_ptr, index_ptr, full_num_ptr, full_index_ptr, ke
 
 
 class MaskScan:
-    """The scan of masks that look like this one: bool or floating point, broadcastable to (batch, num_heads, queries, keys)."""
+    """The scan of masks that look like this one: bool or floating point, broadcastable to (batch, num_heads, queries, keys).
+
+    rows: sequences, heads and blocks of queries that have separate lists
+    """
 
     def __init__(self, mask: Tensor, seqlen_q: int, seqlen_k: int) -> None:
         strides = [0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True)]
@@ -126,7 +129,7 @@ class MaskScan:
         batch, heads = (size if stride else 1 for size, stride in zip(mask.shape[:2], strides[:2], strict=True))
         query_blocks = -(-seqlen_q // SCANNED_BLOCK)
         key_blocks = -(-seqlen_k // SCANNED_BLOCK)
-        self._rows = (batch, heads, query_blocks)
+        self.rows = (batch, heads, query_blocks)
         self._key_blocks = key_blocks
         self._has_bits = mask.dtype == torch.bool
         count = batch * heads * query_blocks
@@ -151,20 +154,20 @@ class MaskScan:
         """Lists of the shapes of this scan, whose numbers are not set."""
 
         def new(*shape: int) -> Tensor:
-            return torch.empty(*self._rows, *shape, dtype=torch.int32, device=device)
+            return torch.empty(*self.rows, *shape, dtype=torch.int32, device=device)
 
         width = self._key_blocks
         bits = new(width, SCANNED_BLOCK, SCANNED_BLOCK // WORD) if self._has_bits else None
         return BlockLists(new(), new(width), new(), new(width), (SCANNED_BLOCK, SCANNED_BLOCK), bits)
 
-    def __call__(self, mask: Tensor) -> BlockLists:
+    def __call__(self, mask: Tensor) -> ScannedMask:
         """Two launches on the current stream, which are not waited for."""
         lists = self.lists_on(mask.device)
         num, index, full_num, full_index, bits = lists.tensors
-        kinds = torch.empty(*self._rows, self._key_blocks, dtype=torch.uint8, device=mask.device)
+        kinds = torch.empty(*self.rows, self._key_blocks, dtype=torch.uint8, device=mask.device)
         self._classify((mask.view(torch.uint8) if self._has_bits else mask, kinds, bits))
         self._list((kinds, num, index, full_num, full_index))
-        return lists
+        return ScannedMask(lists, kinds)
 
 
 def plan_over_blocks(plan: Callable[[Any, AttentionOptions], Run], tensors: AttentionTensors, options: AttentionOptions) -> Run:
@@ -176,7 +179,7 @@ def plan_over_blocks(plan: Callable[[Any, AttentionOptions], Run], tensors: Atte
     def run(tensors: AttentionTensors) -> tuple[Tensor, Tensor | None]:
         mask = tensors.mask
         assert mask is not None
-        blocks = _lists_of(mask, scan)
+        blocks = scan_once(mask, scan).lists
         if mask.is_floating_point() and mask.data_ptr() & 15:
             mask = _at_aligned_address(mask)
         result: tuple[Tensor, Tensor | None] = run_over_lists(tensors._replace(mask=mask, blocks=blocks))
@@ -192,8 +195,8 @@ def _at_aligned_address(mask: Tensor) -> Tensor:
     return copy.copy_(held).expand(mask.shape)
 
 
-def _lists_of(mask: Tensor, scan: MaskScan) -> BlockLists:
-    """The lists of a mask, which a call before this one may have made."""
+def scan_once(mask: Tensor, scan: MaskScan) -> ScannedMask:
+    """What a scan of this mask finds, or has found in a call before this one."""
     stream = 0
     if mask.is_cuda:
         with on_device_of(mask):

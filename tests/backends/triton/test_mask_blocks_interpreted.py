@@ -26,7 +26,7 @@ def test_cases(case: MaskCase) -> None:
 def test_lists_and_bits_are_those_of_the_mask(case: MaskCase) -> None:
     """Expanded to elements, lists with the bits moved to the places in the lists are the mask, and kinds are as they should."""
     mask = make_mask(case, torch.float32)
-    lists = MaskScan(mask, case.seqlen_q, case.seqlen_k)(mask)
+    lists = MaskScan(mask, case.seqlen_q, case.seqlen_k)(mask).lists
     assert lists.partial_bits is not None
     blocks = lists.kv_indices.shape[-1]
     listed = torch.arange(blocks) < lists.kv_num_blocks[..., None]
@@ -47,7 +47,7 @@ def test_kinds_of_float_blocks(form: str) -> None:
     """Blocks of numbers that hide everything are not listed, and those of zeros are full."""
     mask = make_mask(replace(BASE, pattern="documents", form=form, seqlen_q=256, seqlen_k=384), torch.bfloat16)
     mask[..., :128, 256:] = float("-inf") if form != "least" else torch.finfo(torch.bfloat16).min
-    lists = MaskScan(mask, 256, 384)(mask)
+    lists = MaskScan(mask, 256, 384)(mask).lists
     assert lists.partial_bits is None
     assert lists.full_kv_num_blocks is not None
     assert lists.full_kv_num_blocks[0, 0].tolist() == [1, 0]
@@ -59,7 +59,7 @@ def test_more_blocks_than_are_listed_at_a_time() -> None:
     mask[..., :128, 128:256] = False
     mask[..., 130, [5, 300, 600]] = False
     with mock.patch.object(mask_blocks, "_LISTED_AT_A_TIME", 2):
-        lists = MaskScan(mask, 256, 640)(mask)
+        lists = MaskScan(mask, 256, 640)(mask).lists
     assert lists.kv_num_blocks[0, 0].tolist() == [0, 3]
     assert lists.kv_indices[0, 0, 1, :3].tolist() == [0, 2, 4]
     assert lists.full_kv_indices is not None
@@ -107,18 +107,45 @@ def test_an_unaligned_float_mask() -> None:
     torch.testing.assert_close(fa_serve.attention(q, k, v, mask=shifted, backend="triton"), expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("form", ["bool", "bias"])
-def test_gradients_are_those_of_sdpa(form: str) -> None:
+GRADIENTS = {
+    "bool": replace(SMALL, seqlen_q=256, seqlen_k=256),
+    "bias": replace(SMALL, seqlen_q=256, seqlen_k=256, form="bias"),
+    # blocks that are skipped on both sides, for each head, at lengths that leave a tail
+    "documents": replace(SMALL, seqlen_q=400, seqlen_k=390, pattern="documents", over="hqk", form="bias"),
+}
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients_are_those_of_sdpa(name: str) -> None:
     """Also the gradient of a float mask, which T5 trains."""
-    case = replace(SMALL, form=form, seqlen_q=256, seqlen_k=256)
-    found = {}
+    case = GRADIENTS[name]
+    results = {}
     for backend in ("triton", "sdpa"):
-        given = [x.requires_grad_() for x in make_qkv(1, 256, 256, 2, 1, 16)]
+        given = [x.requires_grad_() for x in make_qkv(1, case.seqlen_q, case.seqlen_k, 2, 1, 16)]
         mask = make_mask(case, torch.float32)
-        if form == "bias":
+        if case.form == "bias":
             given.append(mask.requires_grad_())
         out = fa_serve.attention(*given[:3], mask=mask, backend=backend)
         out.backward(torch.linspace(-1, 1, out.numel()).view(out.shape))
-        found[backend] = [x.grad for x in given]
-    for ours, theirs in zip(found["triton"], found["sdpa"], strict=True):
+        results[backend] = [x.grad for x in given]
+    for ours, theirs in zip(results["triton"], results["sdpa"], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_of_hidden_blocks_are_not_computed() -> None:
+    """NaN in the keys and queries of blocks outside of the span leaves no trace in the gradients of others."""
+    mask = torch.zeros(1, 1, 256, 384, dtype=torch.bool)
+    mask[..., :128, :128] = True
+    mask[..., 128:, 256:] = True
+    results = []
+    for spoiled in (False, True):
+        q, k, v = make_qkv(1, 256, 384, 2, 1, 16)
+        if spoiled:
+            k[:, 128:256] = float("nan")
+            v[:, 128:256] = float("nan")
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        out = fa_serve.attention(*leaves, mask=mask, backend="triton")
+        results.append(torch.autograd.grad(out, leaves, torch.ones_like(out)))
+    for plain, other in zip(*results, strict=True):
+        assert bool(other.isfinite().all())
+        assert torch.equal(plain, other)
