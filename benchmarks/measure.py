@@ -7,6 +7,7 @@ installed. If FlashAttention-3 or 4 cannot be imported, the reason is printed.
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import os
@@ -194,6 +195,24 @@ def flash_peers(
         call = partial(flash4, q, k, v, window_size=window, learnable_sink=sinks, **shared)
         calls["fa4"] = lambda: call()[0].flatten(0, -3)
     return calls
+
+
+def pytorch_varlen(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int], window_size: tuple[int, int]
+) -> dict[str, Callable[[], torch.Tensor]]:
+    """The call of PyTorch's operator for packed sequences, in the releases that have it; q, k, v: (total, heads, dim)."""
+    try:
+        function = import_module("torch.nn.attention.varlen").varlen_attn
+    except ImportError:
+        return {}
+    options: dict[str, Any] = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
+    names = inspect.signature(function).parameters
+    if "window_size" in names:
+        options["window_size"] = window_size
+    elif window_size != (-1, -1):
+        options["is_causal"] = window_size == (-1, 0)
+    cu = cu_seqlens(lengths, q.device)
+    return {"varlen": partial(function, q, k, v, cu, cu, max(lengths), max(lengths), **options)}
 
 
 def served(calls: dict[str, Callable[[], torch.Tensor]]) -> dict[str, Callable[[], torch.Tensor]]:

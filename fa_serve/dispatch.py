@@ -200,7 +200,8 @@ def decide_dense(tensors: AttentionTensors, given: CallOptions) -> Decision:
     few = 0 < q.shape[1] <= FEW_QUERIES < k.shape[1] and not with_gradients
     op: Op = "decode" if few and over_keys else "attention"
     options = replace(options, deterministic=given.deterministic and with_gradients)
-    spec = _spec("dense", op, tensors, options)
+    sizes = None if mask is None else (q.shape[0], q.shape[1], k.shape[1])
+    spec = _spec("dense", op, tensors, options, sizes)
     if given.backend == "auto" and over_keys and decodes_chunks(spec, q.shape[0], q.shape[1], k.shape[1], _multiprocessors(q)):
         spec = replace(spec, op="decode")
     return Decision(select_backend(spec, given.backend), spec, replace(options, precision=spec.precision))

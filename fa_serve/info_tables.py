@@ -239,7 +239,7 @@ def common_cases(device: str, arch: int) -> list[tuple[str, AttentionSpec]]:
         ("prefill, DeepSeek", spec(**deepseek)),
         ("decoding, DeepSeek", spec(**latent, op="decode")),
         ("dense, BERT", spec(**bert)),
-        ("dense, explicit mask", spec(**dense, window_size=(-1, -1), mask="bool")),
+        ("dense, explicit mask", spec(**dense, window_size=(-1, -1), mask="bool", sizes=(1, 4096, 4096))),
         ("dense, block-sparse", spec(**dense, block_mask=True)),
         ("dense, training", spec(**dense, needs_grad=True)),
         ("dense, gradients", spec(**dense, op="backward")),

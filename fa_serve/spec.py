@@ -109,8 +109,8 @@ class AttentionSpec:
     block_mask:  queries attend to the key blocks of a list (see `block_lists`)
     precision:   precision of the products of "attention", as in `fa_serve.attention`
     values_in_keys: (paged) the values are the first head_dim_v numbers of the keys, in the same memory (latent attention)
-    sizes:       (paged) sequences, and the most queries and keys of one of them; None if they must not decide who serves the
-                 call, because its bits may not depend on them
+    sizes:       (paged, and dense with a mask) sequences, and the most queries and keys of one of them; None if they must not
+                 decide who serves the call, because its bits may not depend on them
     deterministic: equal calls must have equal gradients in every bit
     """
 

@@ -12,6 +12,8 @@
     python -m benchmarks.attention.bench_attention latent  # one KV head of 512 + 64 (MLA), also float8; GB/s
     python -m benchmarks.attention.bench_attention latent --ways hopper,portable  # both kernels, whatever `auto` selects
     python -m benchmarks.attention.bench_attention sparse  # block-sparse, beside FlexAttention and dense calls
+    python -m benchmarks.attention.bench_attention masks  # masks of elements; cuDNN, FlexAttention with and without blocks
+    python -m benchmarks.attention.bench_attention train  # forward and backward; also encoder, cross, diffusion, wide
     python -m benchmarks.attention.bench_attention models --budget 75             # the cells that 75 seconds allow
     python -m benchmarks.attention.bench_attention tune_lists                     # tiles of the Hopper kernel with lists
     python -m benchmarks.attention.bench_attention backward  # gradients over the grid of prefill; SDPA-flash, cuDNN
@@ -27,7 +29,8 @@ paged call. The peer of a float8 cell is our bfloat16 call, timed once before. O
 in turn, after pauses, and the median counts. A wrong result reports no speed. A run replaces the results of the last run.
 
 `--cells` and `--budget` choose what is measured; the last line names the cells that were left out for lack of time. With
-`--tiny`, latent, sparse, backward and fp8 run small cells on a CPU in float32, which shows only that they run.
+`--tiny`, latent, sparse, backward, fp8 and the classes of `attention_cells.DENSE_CLASSES` run small cells on a CPU in float32,
+which shows only that they run.
 """
 
 from __future__ import annotations
@@ -44,8 +47,18 @@ import torch
 from torch.nn.attention import SDPBackend
 
 import fa_serve
-from benchmarks.attention.attention_cells import HIDDEN, MODELS, MODELS_WITH_SINKS, SEQLENS, TOKENS, WINDOWS, tflops
+from benchmarks.attention.attention_cells import (
+    DENSE_CLASSES,
+    HIDDEN,
+    MODELS,
+    MODELS_WITH_SINKS,
+    SEQLENS,
+    TOKENS,
+    WINDOWS,
+    tflops,
+)
 from benchmarks.attention.backward_problem import backward
+from benchmarks.attention.dense_problem import measure_class
 from benchmarks.attention.float8_problem import fp8, tune_fp8
 from benchmarks.attention.latent_problem import WAYS, latent
 from benchmarks.attention.paged_benches import chunk, decode, mixed, verify
@@ -291,7 +304,8 @@ def tune(args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    tiny = {mode.__name__: mode for mode in (latent, sparse, backward, fp8)}
+    tiny: dict[str, Callable[[argparse.Namespace], None]] = {mode.__name__: mode for mode in (latent, sparse, backward, fp8)}
+    tiny |= {name: partial(measure_class, name) for name in DENSE_CLASSES}
     measured = {mode.__name__: mode for mode in (prefill, varlen, window, decode, mixed, models, chunk, verify)} | tiny
     tuned = {mode.__name__: mode for mode in (tune, tune_lists, tune_fp8)}
     parser.add_argument("bench", choices=[*measured, *tuned])

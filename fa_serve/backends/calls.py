@@ -67,6 +67,11 @@ def _needs_grad(*tensors: Tensor) -> bool:
     return any(x.requires_grad for x in tensors)
 
 
+def mask_form(mask: Tensor | None) -> str:
+    """What a mask holds: "none" without one, "bool" or "float"."""
+    return "none" if mask is None else "bool" if mask.dtype == torch.bool else "float"
+
+
 class AttentionTensors(NamedTuple):
     """The tensors of one attention call; shapes are those of `fa_serve.api` for the layout of the spec.
 
@@ -75,7 +80,8 @@ class AttentionTensors(NamedTuple):
     out:  written in place if given, else the plan allocates it
     lse:  written in place if given, which only `mixed` does; else the plan allocates it if the options ask for it
     alibi_slopes: float32, (num_heads,) or (batch, num_heads)
-    blocks: the key blocks of each block of queries; `mask` is None with them
+    blocks: the key blocks of each block of queries. With a `mask` they were scanned from it (see `mask_blocks`): the bits of a
+          bool mask stand at the number of their key block, and the numbers of a float mask are added in partial blocks
     """
 
     q: Tensor

@@ -65,6 +65,13 @@ def row_strides(x: Tensor) -> tuple[int, ...]:
     return (0, *x.stride()[:2]) if x.dim() == 3 else x.stride()[:3]
 
 
+def broadcast_strides(x: Tensor | None) -> tuple[int, ...]:
+    """Strides of a tensor of 4 dimensions that is broadcast along those of size 1; zeros for None."""
+    if x is None:
+        return (0, 0, 0, 0)
+    return tuple([0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True)])
+
+
 class View(dict[int, tuple[Any, ...]]):
     """How a kernel sees a tensor through the copy engine: everything that Gluon's TensorDescriptor holds besides `base`.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import types
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from benchmarks.attention import (
     attention_cells,
     backward_problem,
     bench_attention,
+    dense_problem,
     latent_problem,
     paged_problem,
     sparse_problem,
@@ -39,6 +41,7 @@ def handler_of_interrupts() -> Iterator[None]:
 
 
 def run(bench: str, out: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> list[dict]:
+    monkeypatch.setattr(measure, "PAUSE", 0.0)
     # compiled, FlexAttention takes seconds for each cell
     monkeypatch.setattr(sparse_problem.SparseProblem, "flex", lambda problem: problem.ours("sdpa"))
     command = ["bench_attention.py", bench, "--tiny", "--head-dims", "64", "--out", str(out), *options]
@@ -88,9 +91,84 @@ def test_a_wrong_result_ends_the_bench(bench: str, tmp_path: Path, monkeypatch) 
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("name", attention_cells.DENSE_CLASSES)
+def test_every_class_is_measured(name: str, tmp_path: Path, monkeypatch) -> None:
+    """Also the call over lists that were kept, which has a line beside that of a mask that is new."""
+    lines = run(name, tmp_path, monkeypatch)
+    cells = attention_cells.DENSE_CLASSES[name]
+    kept = {f"{cell.name}_kept" for cell in cells if cell.pattern and name != "train"}
+    assert {line["case"] for line in lines} == {cell.name for cell in cells} | kept
+    assert len({cell.name for cell in cells}) == len(cells)
+    assert all(line["ours"] > 0 and set(line["peers"]) == {"math"} for line in lines)
+
+
+@pytest.mark.parametrize("name", ["masks", "train"])
+def test_a_wrong_result_ends_a_class(name: str, tmp_path: Path, monkeypatch) -> None:
+    compute = dense_problem.fa_serve.attention
+    monkeypatch.setattr(dense_problem.fa_serve, "attention", lambda *args, **options: 1.01 * compute(*args, **options))
+    with pytest.raises(AssertionError):
+        run(name, tmp_path, monkeypatch)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_peer_with_other_gradients_ends_the_class(tmp_path: Path, monkeypatch) -> None:
+    compute = dense_problem._with_backward
+
+    def wrong(call, problem, dout):  # type: ignore[no-untyped-def]
+        scale = 1.0 if isinstance(call, partial) else 1.3  # ours is a partial call
+        return tuple(scale * x for x in compute(call, problem, dout))
+
+    monkeypatch.setattr(dense_problem, "_with_backward", wrong)
+    with pytest.raises(AssertionError, match="gradients of math and ours differ"):
+        run("train", tmp_path, monkeypatch, "--cells", "bert")
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("pattern", ["prefix", "documents", "images", "padding", "blocks", "bias"])
+def test_flex_attention_gets_the_same_mask(pattern: str, monkeypatch) -> None:
+    """Not compiled, FlexAttention computes every element of its mask_mod or score_mod."""
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    cell = attention_cells.DenseCell("small", 2, 150, 4, 16, kv=2, pattern=pattern, extent=40)
+    problem = dense_problem.DenseProblem.make(cell, torch.float32, "cpu")
+    calls = problem.peers("flex")
+    assert set(calls) == {"flex_scores"} | ({"flex"} if pattern != "bias" else set())
+    for call in calls.values():
+        torch.testing.assert_close(call(), problem.ours()(), rtol=1e-4, atol=1e-5)
+
+
+def test_pytorch_gets_packed_sequences_in_the_words_of_its_release(monkeypatch) -> None:
+    q = torch.randn(6, 4, 8)
+    k = torch.randn(6, 2, 8)
+    told: dict[str, object] = {}
+
+    def newer(*given, window_size=(-1, -1), enable_gqa=False):  # type: ignore[no-untyped-def]
+        told.update(lengths=(given[3].tolist(), given[6]), window_size=window_size, enable_gqa=enable_gqa)
+
+    def older(*given, is_causal=False):  # type: ignore[no-untyped-def]
+        told.update(is_causal=is_causal)
+
+    module = types.SimpleNamespace(varlen_attn=newer)
+    monkeypatch.setattr(measure, "import_module", lambda name: module)
+    measure.pytorch_varlen(q, k, k, [2, 4], (-1, 0))["varlen"]()
+    assert told == {"lengths": ([0, 2, 6], 4), "window_size": (-1, 0), "enable_gqa": True}
+    module.varlen_attn = older
+    measure.pytorch_varlen(q, q, q, [2, 4], (-1, 0))["varlen"]()
+    assert told["is_causal"] is True
+
+
 @pytest.mark.parametrize(
     ("bench", "cells"),
-    [("prefill", 36), ("varlen", 2), ("window", 12), ("models", 80), ("chunk", 40), ("verify", 24), ("mixed", 20)],
+    [
+        ("masks", 9),
+        ("train", 8),
+        ("prefill", 36),
+        ("varlen", 2),
+        ("window", 12),
+        ("models", 80),
+        ("chunk", 40),
+        ("verify", 24),
+        ("mixed", 20),
+    ],
 )
 def test_the_last_line_names_each_cell_that_was_left_out(bench: str, cells: int, tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setattr("sys.argv", ["bench_attention.py", bench, "--budget", "0", "--out", str(tmp_path)])
@@ -110,7 +188,10 @@ def test_every_mixed_step_fits_the_pool() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["prefill", "--tiny"], "--tiny is for latent, sparse, backward, fp8, got prefill"),
+        (
+            ["prefill", "--tiny"],
+            "--tiny is for latent, sparse, backward, fp8, masks, train, encoder, cross, diffusion, wide, got prefill",
+        ),
         (["tune", "--budget", "1"], "got tune"),
         (["decode", "--ways", "hopper"], "--ways is for latent, and takes hopper, portable, got decode and hopper"),
         (["latent", "--ways", "sdpa"], "got latent and sdpa"),

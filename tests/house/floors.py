@@ -81,7 +81,7 @@ LAZY = {"triton": ("fa_serve.ops", "fa_serve.launching")}
 
 SHARED_MODULES = tuple(
     f"fa_serve.backends.triton.{name}"
-    for name in ("primitives", "row_statistics", "float8_inputs", "latent.plan", "splits", "tiles")
+    for name in ("primitives", "row_statistics", "float8_inputs", "latent.plan", "mask_blocks", "splits", "tiles")
 )
 """What the Hopper kernels may import of the portable ones."""
 

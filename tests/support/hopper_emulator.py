@@ -78,7 +78,7 @@ from fa_serve.backends.hopper.latent import (
 from fa_serve.backends.hopper.split_kv import combine as combine
 from fa_serve.backends.hopper.split_kv import split as split_kv
 from fa_serve.backends.hopper.split_kv import tile_scheduler as split_tile_scheduler
-from fa_serve.backends.triton import primitives, row_statistics, splits
+from fa_serve.backends.triton import mask_blocks, primitives, row_statistics, splits
 from fa_serve.backends.triton.float8_inputs import BLOCK_KEYS
 from fa_serve.launching.launch import Launch, View
 from fa_serve.ops.moe import matrix_wgmma
@@ -332,6 +332,7 @@ def _language() -> types.SimpleNamespace:
         atomic_add=_atomic_add,
         program_id=lambda axis: torch.tensor(current.block.index),
         num_programs=lambda axis: current.block.grid,
+        **dict.fromkeys(("multiple_of", "max_contiguous", "max_constancy"), lambda x, values: x),
         inline_asm_elementwise=_inline_assembly,
         warp_specialize=_specialize,
         allocate_shared_memory=lambda dtype, shape, layout: (
@@ -344,6 +345,7 @@ def _language() -> types.SimpleNamespace:
 
 _MODULES = (
     primitives,
+    mask_blocks,
     splits,
     tile_scheduler,
     block_sparse,

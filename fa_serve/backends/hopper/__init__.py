@@ -4,14 +4,14 @@ forward         a call with dense, packed or paged keys: its plan, its launches,
                 to shared memory and consumer warpgroups compute; `pack_gqa` lets the query heads of a KV head share a tile,
                 `tile_scheduler` says which tile comes next, and `float8_scales` has the scales of float8 copies
 split_kv        keys of long sequences, split among tiles: the device cuts them, and a second kernel combines the splits
-block_sparse    lists of key blocks, which the producer walks
+block_sparse    lists of key blocks, which the producer walks, and the masks that lists were scanned from
 latent          decoding of latent attention (MLA)
 backward        the gradients; `dq_accumulator` is the sum of dQ in float32, to which the kernel adds
 descriptors     how the copy engine addresses tensors
 shared_memory   allocates what the warps share
 
-Left out: decoding of one query per sequence, 16-bit products with caches in float8, and explicit masks, which the portable
-kernels have.
+Left out: decoding of one query per sequence, 16-bit products with caches in float8, and masks of a few queries, which the
+portable kernels have.
 
 Gluon is Triton's experimental layer and changes with every release. The modules with kernels are therefore imported only when a
 call is planned, after `supports` has seen a release that they are written for.
@@ -29,6 +29,8 @@ from fa_serve.backends.float8_copies import cannot_quantize
 from fa_serve.backends.hopper.backward.tiles import MAX_HEAD_DIM_OF_GRADIENTS
 from fa_serve.backends.hopper.forward.tiles import MAX_HEAD_DIM, packs_queries
 from fa_serve.backends.hopper.latent.tiles import cannot_decode_latent
+from fa_serve.backends.mask_blocks import cannot_scan
+from fa_serve.backends.triton.mask_blocks import plan_over_blocks
 from fa_serve.launching.plans import Run
 from fa_serve.spec import FEW_QUERIES, AttentionSpec, dims, dtype_name
 
@@ -72,8 +74,8 @@ class HopperBackend:
         widest = max(spec.head_dim, spec.head_dim_v)
         if spec.op == "backward" and widest > MAX_HEAD_DIM_OF_GRADIENTS:
             return f"computes gradients for head sizes up to {MAX_HEAD_DIM_OF_GRADIENTS}, got {widest}"
-        if spec.mask is not None:
-            return f"supports causality and windows but no explicit mask, got a {spec.mask} mask"
+        if spec.mask is not None and (reason := _cannot_mask(spec)):
+            return reason
         if options := spec.options_beyond(_COMPUTED):
             return f"does not compute {options}, which the call uses"
         if (spec.needs_grad or spec.op == "backward") and (options := spec.options_beyond(_DIFFERENTIATED)):
@@ -98,6 +100,8 @@ class HopperBackend:
             return plan_latent_decode(tensors, options)
         from fa_serve.backends.hopper.forward.plan import plan_hopper_forward
 
+        if spec.mask is not None:
+            return plan_over_blocks(plan_hopper_forward, tensors, options)
         return plan_hopper_forward(tensors, options)
 
 
@@ -118,6 +122,15 @@ def _cannot_decode(spec: AttentionSpec) -> str | None:
         f"computes 2 to {FEW_QUERIES} queries per sequence with heads of up to 128 if their tiles fill about half of the GPU, "
         f"got heads of {max(sizes)}, {batch} sequence{'s' * (batch != 1)} of up to {queries} queries and {keys} keys"
     )
+
+
+def _cannot_mask(spec: AttentionSpec) -> str | None:
+    """Why an explicit mask is left to another kernel, or None."""
+    if spec.op == "backward":
+        return f"computes gradients with causality and windows but no explicit mask, got a {spec.mask} mask"
+    if spec.precision != "bf16":
+        return f"multiplies float8 without an explicit mask only, got a {spec.mask} mask"
+    return cannot_scan(spec)
 
 
 def _cannot_page(spec: AttentionSpec) -> str | None:

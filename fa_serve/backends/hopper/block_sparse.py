@@ -5,6 +5,10 @@ each block of K it writes the block's number to shared memory, and where the bit
 the consumers, which need them in the registers that hold the scores. See `fa_serve.block_lists` for what a list is.
 
 A listed block of `block_k` keys is copied in `block_k / block_n` key blocks. Numbers and places count key blocks.
+
+Lists that were scanned from a mask (see `fa_serve.backends.mask_blocks`) differ in two ways. Bits stand at the number of their
+block, because nobody knew how many there would be. A float mask has numbers instead, which the consumers load from
+the mask into the registers that hold the scores, in partial blocks only.
 """
 
 from __future__ import annotations
@@ -39,6 +43,21 @@ class Lists(NamedTuple):
     bits_width: gl.tensor
 
 
+class AddedMask(NamedTuple):
+    """The kernel's arguments about a float mask. The pointer is None without one, and for a bool mask, which has bits.
+
+    batch, head, row, key: strides
+    keys: keys of a sequence, or 0 without a float mask
+    """
+
+    mask: gl.tensor
+    batch: gl.tensor
+    head: gl.tensor
+    row: gl.tensor
+    key: gl.tensor
+    keys: gl.tensor
+
+
 class TileList(NamedTuple):
     """The list of one tile.
 
@@ -60,7 +79,7 @@ class KeyBlock(NamedTuple):
     """What is copied at a time.
 
     number: keys [number * block_n, (number + 1) * block_n) of the sequence
-    bits:   (with lists) the number of the key block among all key blocks that have bits, or -1
+    bits:   (with lists) the number of the key block among all key blocks that have bits, or -1 if its block is full
     """
 
     number: gl.tensor
@@ -97,7 +116,8 @@ def listed_key_block(place, of, lists, var: gl.constexpr):
         behind = gl.maximum(place - of.partial, 0) // KEY_BLOCKS
         block += gl.load(of.full_index + behind, mask=listed & (place >= of.partial), other=0)
     number = gl.where(listed, block * KEY_BLOCKS + place % KEY_BLOCKS, of.end)
-    return KeyBlock(number, gl.where(place < of.partial, of.bits + place, -1))
+    stored = place if var.mask == "none" else number
+    return KeyBlock(number, gl.where(place < of.partial, of.bits + stored, -1))
 
 
 @gluon.jit
@@ -133,6 +153,38 @@ def load_bits(bits_ptr, key_block, row, var: gl.constexpr):
         return gl.load(bits_ptr + block + at, mask=at * 0 + key_block.bits >= 0, other=-1)
     else:  # noqa: RET505
         return row
+
+
+@gluon.jit
+def first_of_mask(tile, row, added):
+    """Where the mask of a warpgroup begins, whose first row in the sequence is `row`; a number without a float mask."""
+    if added.mask is not None:
+        at = tile.origin.to(gl.int64) * added.batch + tile.head.to(gl.int64) * added.head + row.to(gl.int64) * added.row
+        return added.mask + at
+    else:  # noqa: RET505
+        return row
+
+
+@gluon.jit
+def load_mask(key_block, limits, added, var: gl.constexpr):
+    """The numbers of a float mask for 64 rows and a key block, [64, block_n] in the layout of the scores. They are 0 in a full
+    block and past the end; a number without a float mask."""
+    BLOCK_N: gl.constexpr = var.tiles.block_n
+    S_LAYOUT: gl.constexpr = var.score_layout
+    if var.mask == "float":
+        row = gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
+        columns = gl.expand_dims(key_block.number * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, S_LAYOUT)), 0)
+        partial = (row < limits.rows) & (key_block.bits >= 0)
+        at = gl.expand_dims(row.to(gl.int64) * added.row, 1) + columns.to(gl.int64) * added.key
+        pointers = limits.mask + at
+        inside = gl.expand_dims(partial, 1) & (columns < added.keys)
+        if var.mask_pairs:
+            # the compiler does not see through the arguments of warps that their strides are even
+            pointers = gl.max_contiguous(gl.multiple_of(pointers, [1, 4]), [1, 2])
+            inside = gl.max_constancy(inside, [1, 2])
+        return gl.load(pointers, mask=inside, other=0)
+    else:  # noqa: RET505
+        return key_block.number
 
 
 @gluon.jit

@@ -2,7 +2,8 @@
 
 `prefill` is the FlashAttention-2 forward pass over dense, packed and paged keys, and `backward` the gradients of dense and
 packed calls. `decode` splits one sequence's keys, paged or dense, among programs when the queries are few. `latent` reads
-pages whose values are a part of their keys. `block_sparse` walks over lists of key blocks, for prompts and for decoding. Each
+pages whose values are a part of their keys. `block_sparse` walks over lists of key blocks, for prompts and for decoding;
+`mask_blocks` makes such lists of a mask. Each
 of these modules describes its algorithm and plans calls; its kernels are in the module of that name with `_kernel` or
 `_kernels`. `store_kv` writes the paged cache.
 
@@ -25,10 +26,12 @@ import triton
 
 from fa_serve.backends.calls import AttentionOptions
 from fa_serve.backends.float8_copies import cannot_quantize
+from fa_serve.backends.mask_blocks import cannot_scan
 from fa_serve.backends.triton.backward.plan import plan_backward
 from fa_serve.backends.triton.block_sparse.plan import plan_block_sparse
 from fa_serve.backends.triton.decode.plan import plan_decode
 from fa_serve.backends.triton.latent import plan as latent
+from fa_serve.backends.triton.mask_blocks import plan_over_blocks
 from fa_serve.backends.triton.prefill.plan import plan_forward
 from fa_serve.backends.triton.store_kv import plan_store_kv
 from fa_serve.backends.triton.tiles import DECODE_MIN_ROWS
@@ -99,6 +102,8 @@ class TritonBackend:
         assert options is not None
         if kernel == "latent":
             return latent.plan_latent(tensors, options, decodes=spec.op == "decode")
+        if kernel == "block_sparse" and spec.mask is not None:
+            return plan_over_blocks(plan_block_sparse, tensors, options)
         return _PLANS[kernel](tensors, options)
 
 
@@ -106,7 +111,7 @@ def _kernel_of(spec: AttentionSpec) -> str:
     """The room of the kernel that serves a call."""
     if spec.op in ("store_kv", "backward"):
         return spec.op
-    if spec.block_mask:
+    if spec.block_mask or (spec.mask is not None and cannot_scan(spec) is None):
         return "block_sparse"
     if latent.unsupported(spec) is None:
         return "latent"

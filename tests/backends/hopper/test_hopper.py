@@ -59,7 +59,11 @@ def test_supports(dims: tuple[int, int], layout: str) -> None:
         ({"head_dim": 84, "head_dim_v": 84}, "got 84"),
         ({"head_dim": 128, "head_dim_v": 60}, "got 128/60"),
         ({"head_dim": 264, "head_dim_v": 128}, "got 264/128"),
-        ({"mask": "bool"}, "explicit mask"),
+        (
+            {"mask": "bool", "layout": "dense", "sizes": (1, 512, 100)},
+            "masks of at least 256 queries and keys, got 512 and 100",
+        ),
+        ({"mask": "bool", "layout": "dense", "sizes": (1, 512, 512), "precision": "qk8"}, "without an explicit mask"),
         ({"alibi": True}, "does not compute alibi, which the call uses"),
         ({"block_mask": True, "needs_grad": True}, "no backward pass for block_mask"),
         ({"attention_chunk": True}, "does not compute attention_chunk"),

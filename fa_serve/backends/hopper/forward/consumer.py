@@ -22,7 +22,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from fa_serve.backends.hopper.block_sparse import KeyBlock, keep_by_bits, load_bits, read_key_block
+from fa_serve.backends.hopper.block_sparse import (
+    KeyBlock,
+    first_of_mask,
+    keep_by_bits,
+    load_bits,
+    load_mask,
+    read_key_block,
+)
 from fa_serve.backends.hopper.forward.float8_probabilities import FLOAT8_SHIFT, pack_probabilities, unpack_probabilities
 from fa_serve.backends.hopper.forward.float8_scales import as_column, block_scale, change_of_units, tile_factors
 from fa_serve.backends.hopper.forward.output import wait_output_copies, write_output
@@ -91,7 +98,8 @@ class Output(NamedTuple):
 class Limits(NamedTuple):
     """Each row sees keys [first, last); key blocks in [low, high) need no mask for any row of the warpgroup, but for bits.
 
-    row: the warpgroup's first query row in the sequence
+    row:  the warpgroup's first query row in the sequence; rows: the rows of the sequence from there on
+    mask: where a float mask begins for that row
     """
 
     first: gl.tensor
@@ -99,6 +107,8 @@ class Limits(NamedTuple):
     low: gl.tensor
     high: gl.tensor
     row: gl.tensor
+    rows: gl.tensor
+    mask: gl.tensor
 
 
 @gluon.jit
@@ -271,7 +281,8 @@ def _limits(tile, args, group: gl.constexpr, layout: gl.constexpr, var: gl.const
     if var.has_left:
         first = rows - args.left
         low = (gl.maximum(top + 63 // var.pack_gqa - args.left, 0) + BLOCK_N - 1) // BLOCK_N
-    return Limits(first, last, low, high, tile.row + 64 * group)
+    row = tile.row + 64 * group
+    return Limits(first, last, low, high, row, tile.q_len - row, first_of_mask(tile, row, args.added))
 
 
 @gluon.jit
@@ -293,10 +304,11 @@ def _row_maximum(s, var: gl.constexpr):
 
 @gluon.jit
 def _online_softmax(
-    s, state, key_block, words, limits, scale, args, dtype: gl.constexpr, masked: gl.constexpr, var: gl.constexpr
+    s, state, key_block, words, added, limits, scale, args, dtype: gl.constexpr, masked: gl.constexpr, var: gl.constexpr
 ):
     """Update the online softmax by a block of scores (FlashAttention-2, algorithm 1) -> P in `dtype`, the new state.
 
+    words, added: from `load_bits` and `load_mask`
     scale: what turns products into exponents of 2, a number or [64]
 
     The maximum of a row is raised only when scores exceed it by more than SCORE_GROWTH (FlashAttention-4). Any number near the
@@ -315,9 +327,11 @@ def _online_softmax(
     if masked:
         # one loop body with a uniform branch: two loops would have to unpack and pack P between them
         crosses = (block >= limits.high) | (block < limits.low)
-        if var.bits:
+        if var.bits or var.mask == "float":
             crosses = crosses | (key_block.bits >= 0)
         if crosses:
+            if var.mask == "float":
+                s = s + added.to(gl.float32) * (LOG2E / scale)
             columns = gl.expand_dims(block * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, S_LAYOUT)), 0)
             keep = columns < gl.expand_dims(limits.last, 1)
             if var.has_left:
@@ -369,6 +383,7 @@ def _process_block(
     VALUE_GROUPS: gl.constexpr = 2 if var.dv1 > 0 else 1
     key_block = _key_block(block, block_count, smem, var)
     words = load_bits(args.bits, key_block, limits.row, var)
+    added = load_mask(key_block, limits, args.added, var)
     scale = block_scale(block, factors, var)
     alpha = state.alpha
     if var.float8_values:
@@ -387,7 +402,7 @@ def _process_block(
         _pass_turn(group, var)
         s = warpgroup_mma_wait(0, deps=[s_token])
     mbarrier.arrive(bars.k_empty.index(block_count % var.tiles.stages), count=1)
-    p, state = _online_softmax(s, state, key_block, words, limits, scale, args, dtype, MASKED, var)
+    p, state = _online_softmax(s, state, key_block, words, added, limits, scale, args, dtype, MASKED, var)
     if var.float8_values:
         state = Softmax(state.m, state.l, state.alpha * units)
     if var.tiles.softmax_first:
@@ -467,6 +482,7 @@ def consumer(desc, smem, bars, args, group: gl.constexpr, var: gl.constexpr):
             _wait_keys(block_count, bars, var)
         key_block = _key_block(tile.high - 1, block_count, smem, var)
         words = load_bits(args.bits, key_block, limits.row, var)
+        added = load_mask(key_block, limits, args.added, var)
         scale = block_scale(tile.high - 1, factors, var)
         if not AHEAD:
             _take_turn(group, var)
@@ -476,7 +492,7 @@ def consumer(desc, smem, bars, args, group: gl.constexpr, var: gl.constexpr):
         mbarrier.arrive(bars.k_empty.index(block_count % var.tiles.stages), count=1)
         acc = _no_output(tile, var)
         first = _first_state(tile, args, ROWS, var)
-        p, state = _online_softmax(s, first, key_block, words, limits, scale, args, dtype, True, var)
+        p, state = _online_softmax(s, first, key_block, words, added, limits, scale, args, dtype, True, var)
         if AHEAD:  # noqa: SIM102
             if tile_count > 0:
                 _release_queries(tile_count - 1, bars, var)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from fa_serve.backends.hopper.block_sparse import Lists
+from fa_serve.backends.hopper.block_sparse import AddedMask, Lists
 from fa_serve.backends.hopper.forward.consumer import consumer
 from fa_serve.backends.hopper.forward.producer import producer
 from fa_serve.backends.hopper.forward.types import ConsumerArgs, Descriptors, ProducerArgs, Scales
@@ -103,6 +103,7 @@ def attn_fwd_hopper(
     k_scale_ptr,
     v_scale_ptr,
     splits_ptr,
+    mask_ptr,
     scale,
     softcap,
     lse_stride,
@@ -128,6 +129,10 @@ def attn_fwd_hopper(
     scale_stride,
     logs,
     tokens,
+    mask_batch,
+    mask_head,
+    mask_row,
+    mask_key,
     var: gl.constexpr,
 ):
     REGISTERS: gl.constexpr = var.registers
@@ -186,6 +191,7 @@ def attn_fwd_hopper(
         left=left,
         right=right,
         bits=bits_ptr,
+        added=AddedMask(mask=mask_ptr, batch=mask_batch, head=mask_head, row=mask_row, key=mask_key, keys=seqlen_k),
         scales=Scales(q=q_scale_ptr, k=k_scale_ptr, v=v_scale_ptr, stride=scale_stride, heads_per_kv=heads_per_kv),
         buffer=splits_ptr,
         logs=logs,

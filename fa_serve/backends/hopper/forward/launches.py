@@ -81,7 +81,9 @@ def run_launches(
                 q, k, v, *scales = quantizer(tensors)
             splits = None if combine is None else combine.buffer(q)
             pages = (table, counter, tensors.block_table)
-            attention((q, q, k, k, v, v, out, out, lse, tensors.sinks, *pages, *lists, *scales, splits))
+            # the bits of a bool mask are all that the kernel needs of it
+            added = None if blocks is None or blocks.partial_bits is not None else tensors.mask
+            attention((q, q, k, k, v, v, out, out, lse, tensors.sinks, *pages, *lists, *scales, splits, added))
             if combine is not None:
                 combine(out, lse, splits, table)
         return out, lse

@@ -18,13 +18,14 @@ needs a slow path. A page of a paged cache is bounded in the same way, as a pack
 that are in use; a block of K or V arrives page by page. Entries of the block table after the last page or before a window
 are not read. With float8 products, the kernel reads copies instead of pages (see `triton.float8_inputs`).
 
-With lists of key blocks, the producer copies the blocks of the list and no others (see `block_sparse`).
+With lists of key blocks, the producer copies the blocks of the list and no others (see `block_sparse`). A mask comes with
+the lists of its blocks (see `mask_blocks`).
 
     run = plan_hopper_forward(tensors, options)      # once for calls that look alike
     out, lse = run(tensors)
 
-Left out: explicit masks, 16-bit products with float8 caches, and head sizes that are not a multiple of 8. The module `backward`
-has the gradients.
+Left out: the scan of masks, 16-bit products with float8 caches, and head sizes that are not a multiple of 8. The module
+`backward` has the gradients.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ import math
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from fa_serve.backends import MAX_KEYS_PER_TILE
-from fa_serve.backends.calls import AttentionOptions, AttentionTensors
+from fa_serve.backends.calls import AttentionOptions, AttentionTensors, mask_form
 from fa_serve.backends.hopper.descriptors import copy_engine_strides, dense_view, ragged_view
 from fa_serve.backends.hopper.forward.kernel import Numbers, attn_fwd_hopper
 from fa_serve.backends.hopper.forward.launches import Launches, run_launches, run_on_copies, run_without_keys
@@ -59,7 +61,7 @@ from fa_serve.backends.hopper.split_kv.tile_scheduler import split_table_launch,
 from fa_serve.backends.layout import TensorLayout, contiguous
 from fa_serve.backends.triton.float8_inputs import BLOCK_KEYS, Form, InputQuantizer
 from fa_serve.block_lists import BlockLists
-from fa_serve.launching.launch import Launch, View, multiprocessors
+from fa_serve.launching.launch import Launch, View, broadcast_strides, multiprocessors
 from fa_serve.launching.plans import Run
 
 _MAX_PADDED = 1 << 27
@@ -73,7 +75,8 @@ def plan_hopper_forward(
     """Plan attention for calls whose tensors have the shapes, strides, dtypes, device and presence of `tensors`.
 
     Queries are dense, or packed by cu_seqlens_q with keys packed by cu_seqlens_k or in the pages of block_table, in the shapes
-    of `fa_serve.api`. Mask and num_splits are ignored, because `HopperBackend.supports` refuses them.
+    of `fa_serve.api`. A mask comes with the `blocks` that were scanned from it. num_splits is ignored, because
+    `HopperBackend.supports` refuses it.
 
     tiles, max_splits: override the choices of `hopper_forward_tiles` and `key_splits`, for tuning and tests
 
@@ -116,6 +119,7 @@ def plan_hopper_forward(
         table_stride=table_stride,
         options=options,
         blocks=tensors.blocks,
+        mask=tensors.mask,
         scale_stride=0 if quantizer is None else quantizer.groups,
         pack_gqa=heads_to_pack(q.shape[-2] // k.shape[-2], options.max_seqlen_q, may_pad=may_pad) if plain else 1,
     )
@@ -139,6 +143,7 @@ class _Problem(NamedTuple):
     table_stride: int
     options: AttentionOptions
     blocks: BlockLists | None
+    mask: Tensor | None
     scale_stride: int
     pack_gqa: int
 
@@ -211,6 +216,8 @@ def _plan_launches(problem: _Problem, tiles: HopperTiles | None, max_splits: int
         block_q=0 if blocks is None else blocks.block_size[0],
         block_k=0 if blocks is None else blocks.block_size[1],
         bits=blocks is not None and blocks.partial_bits is not None,
+        mask=mask_form(problem.mask),
+        mask_pairs=problem.mask is not None and has_mask_pairs(problem.mask),
         precision=options.precision,
         gaps=problem.form == "packed" and options.precision != "bf16",
         pack_gqa=problem.pack_gqa,
@@ -233,12 +240,20 @@ def _plan_launches(problem: _Problem, tiles: HopperTiles | None, max_splits: int
         _numbers(problem, counts, combine),
         (var,),
         {"num_warps": 4, "maxnreg": tiles.registers[0]},
+        strides=broadcast_strides(problem.mask),
         views=_views(problem, var),
     )
     if not problem.packed:
         return Launches(attention, counted=tiles.schedule == Schedule.DYNAMIC)
     table = _plan_table(problem, var, counts, slots, max_splits)
     return Launches(attention, table, counts.per_head, combine=combine)
+
+
+def has_mask_pairs(mask: Tensor) -> bool:
+    """Whether the numbers of a float mask for two neighbouring keys, the first of which has an even number, can be loaded
+    together. The address of the mask is aligned."""
+    *outer, key = mask.stride()
+    return mask.is_floating_point() and key == 1 and mask.shape[3] % 2 == 0 and all(stride % 2 == 0 for stride in outer)
 
 
 def _plan_table(problem: _Problem, var: Variant, counts: _TileCounts, slots: int, max_splits: int) -> Launch:

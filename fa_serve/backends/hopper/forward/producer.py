@@ -82,7 +82,7 @@ def _locate_tile(index, tiles, heads, args):
 @gluon.jit
 def _dense_tile(index, args, var: gl.constexpr):
     batch_head, m = _locate_tile(index, args.num_m, args.total // args.num_m, args)
-    if var.has_right:
+    if var.has_right or var.mask != "none":  # the last rows of most masks see the most keys, too
         m = args.num_m - 1 - m
     row = m * var.queries
     offset = args.seqlen_k - args.seqlen_q

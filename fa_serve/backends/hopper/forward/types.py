@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from triton.experimental.gluon import language as gl
 
-from fa_serve.backends.hopper.block_sparse import Lists
+from fa_serve.backends.hopper.block_sparse import AddedMask, Lists
 from fa_serve.backends.hopper.forward.tiles import HopperTiles
 from fa_serve.spec import Precision
 
@@ -30,6 +30,7 @@ class Variant:
     has_left, has_right, softcap: whether the options have a left bound, a right bound, a softcap; their values are arguments
     page_size:  tokens of a page of the KV cache, 0 without one
     block_q, block_k: queries and keys per block of the lists, 0 without lists; bits: partial blocks have bits
+    mask:       what the lists were scanned from, "bool" or "float", else "none"; mask_pairs: see `plan.has_mask_pairs`
     precision:  "bf16": Q, K, V and P have 16 bits; "qk8": Q and K are float8 with scales; "fp8": V and P are float8 as well.
                 See `triton.float8_inputs`
     gaps:       (float8 keys, varlen) the copies of keys are packed with gaps; else they are a dense batch. See
@@ -51,6 +52,8 @@ class Variant:
     block_q: int = 0
     block_k: int = 0
     bits: bool = False
+    mask: str = "none"
+    mask_pairs: bool = False
     precision: Precision = "bf16"
     gaps: bool = False
     pack_gqa: int = 1
@@ -251,6 +254,7 @@ class ConsumerArgs(NamedTuple):
     left: gl.tensor
     right: gl.tensor
     bits: gl.tensor
+    added: AddedMask
     scales: Scales
     buffer: gl.tensor
     logs: gl.tensor

@@ -20,7 +20,7 @@ class BackwardVariant:
 
     groups:     query heads per KV head
     dim, dim_v: head_dim and head_dim_v; block_d, block_dv: the same, padded to tiles
-    mask:       "none", "bool" or "float"
+    mask:       "none", "bool" or "float"; mask_block: queries and keys of the blocks whose spans are read
     mask_grad:  the gradient of the mask is computed
     tma:        the walk reads through tensor descriptors: q, dO and the row statistics, or k and v
     precision:  input precision of the products
@@ -41,6 +41,7 @@ class BackwardVariant:
     has_right: bool
     has_softcap: bool
     mask: str
+    mask_block: int
     mask_grad: bool
     wide_mask: bool
     tma: bool
@@ -95,7 +96,7 @@ def _probabilities(s, lse, rows, cols, edge, lengths, scaling, window, mask_tens
     return p, slope
 
 
-@triton.jit(do_not_specialize=["window_left", "window_right", "seqlen_q", "seqlen_k", "num_n"])
+@triton.jit(do_not_specialize=["window_left", "window_right", "seqlen_q", "seqlen_k", "num_n", "seen_batch", "seen_head"])
 def attn_bwd_kv(
     q_ptr,
     k_ptr,
@@ -104,6 +105,7 @@ def attn_bwd_kv(
     lse_ptr,
     delta_ptr,
     mask_ptr,
+    seen_ptr,
     dk_ptr,
     dv_ptr,
     dmask_ptr,
@@ -120,6 +122,8 @@ def attn_bwd_kv(
     seqlen_q,
     seqlen_k,
     num_n,
+    seen_batch,
+    seen_head,
     stride_qb,
     stride_qt,
     stride_qh,
@@ -195,6 +199,12 @@ def attn_bwd_kv(
         inner_hi = n0 + window_left - offset + 1
     if n0 + BLOCK_N > kv_len:
         inner_hi = 0
+    if seen_ptr is not None:
+        heads = tl.arange(0, triton.next_power_of_2(var.groups))
+        first_ptr = seen_ptr + batch * seen_batch + (head_kv * var.groups + heads) * seen_head + n0 // var.mask_block * 2
+        real = heads < var.groups
+        lo = tl.maximum(lo, tl.min(tl.load(first_ptr, mask=real, other=1 << 20), 0) * var.mask_block)
+        hi = tl.minimum(hi, tl.max(tl.load(first_ptr + 1, mask=real, other=-1) + 1, 0) * var.mask_block)
     span = tl.maximum((hi - lo + BLOCK_M - 1) // BLOCK_M, 0) * BLOCK_M
 
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
@@ -254,7 +264,7 @@ def attn_bwd_kv(
     _store_rows(dv_ptr + k_row * var.dim_v, dv, cols, kv_len, KV_HEADS * var.dim_v, var.dim_v, var.block_dv)
 
 
-@triton.jit(do_not_specialize=["window_left", "window_right", "seqlen_q", "seqlen_k", "num_m"])
+@triton.jit(do_not_specialize=["window_left", "window_right", "seqlen_q", "seqlen_k", "num_m", "seen_batch", "seen_head"])
 def attn_bwd_q(
     q_ptr,
     k_ptr,
@@ -263,6 +273,7 @@ def attn_bwd_q(
     lse_ptr,
     delta_ptr,
     mask_ptr,
+    seen_ptr,
     dq_ptr,
     k_desc,
     v_desc,
@@ -275,6 +286,8 @@ def attn_bwd_q(
     seqlen_q,
     seqlen_k,
     num_m,
+    seen_batch,
+    seen_head,
     stride_qb,
     stride_qt,
     stride_qh,
@@ -339,6 +352,10 @@ def attn_bwd_q(
     if var.has_right:
         hi = tl.maximum(tl.minimum(kv_len, last_row + offset + window_right + 1), 0)
         inner_hi = tl.maximum(tl.minimum(kv_len, m0 + offset + window_right + 1), 0)
+    if seen_ptr is not None:
+        first_ptr = seen_ptr + batch * seen_batch + head * seen_head + m0 // var.mask_block * 2
+        lo = tl.maximum(lo, tl.load(first_ptr) * var.mask_block)
+        hi = tl.minimum(hi, (tl.load(first_ptr + 1) + 1) * var.mask_block)
 
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for n in tl.range(lo, hi, BLOCK_N):

@@ -10,7 +10,8 @@ sequence length. One program of `attn_bwd_kv` owns `block_n` keys of one KV head
 all query heads of the group, so dK and dV are summed in registers. Here this differs from FlashAttention-2: it adds each tile's
 part of dQ atomically, while `attn_bwd_q` computes dQ with a program for each block of queries. It computes S and dP a second
 time, needs no float32 copy of dQ, and is as fast or faster (see `backward_tiles`). Equal calls have equal gradients in
-every bit. Only tiles that cross the edge of the band are masked.
+every bit. Only tiles that cross the edge of the band are masked. With a mask, the walk goes from the first to the last block
+that is not empty (see `mask_blocks`), and reads all elements between them.
 
 A sink takes part in lse only, so its gradient is -rowsum(exp(sink - lse) * delta). A mask that is added to the scores has the
 gradient dS, summed over the dimensions that it broadcasts; this sum alone is atomic, unless results have to repeat. A row that
@@ -29,12 +30,14 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fa_serve import spec
-from fa_serve.backends.calls import AttentionOptions, BackwardTensors, Gradients
+from fa_serve.backends.calls import AttentionOptions, BackwardTensors, Gradients, mask_form
+from fa_serve.backends.mask_blocks import MIN_SCANNED_LENGTH, SCANNED_BLOCK
 from fa_serve.backends.triton.backward.kernels import BackwardVariant, attn_bwd_kv, attn_bwd_q
 from fa_serve.backends.triton.key_pages import has_wide_mask
+from fa_serve.backends.triton.mask_blocks import MaskScan, scan_once
 from fa_serve.backends.triton.row_statistics import RowStatistics, head_strides
 from fa_serve.backends.triton.tiles import BackwardTiles, TileConfig, backward_tiles, padded_dim
-from fa_serve.launching.launch import DescriptorLaunch, Launch, row_strides, with_unit_stride
+from fa_serve.launching.launch import DescriptorLaunch, Launch, broadcast_strides, row_strides, with_unit_stride
 from fa_serve.launching.plans import Run
 
 
@@ -55,6 +58,7 @@ class _BackwardPlan:
         "_kv",
         "_options",
         "_q",
+        "_scan",
         "_statistics",
         "_tiles",
         "_tma_keys",
@@ -89,7 +93,8 @@ class _BackwardPlan:
             has_left=options.window_size[0] >= 0,
             has_right=options.window_size[1] >= 0,
             has_softcap=options.softcap != 0.0,
-            mask="none" if mask is None else "bool" if mask.dtype == torch.bool else "float",
+            mask=mask_form(mask),
+            mask_block=SCANNED_BLOCK,
             mask_grad=tensors.needs_dmask,
             wide_mask=has_wide_mask(mask),
             tma=self._tma_keys,
@@ -98,6 +103,9 @@ class _BackwardPlan:
         )
         batch = q.shape[0] if tensors.cu_seqlens_q is None else tensors.cu_seqlens_q.shape[0] - 1
         self._statistics = RowStatistics(tensors, options)
+        self._scan = None
+        if mask is not None and min(options.max_seqlen_q, options.max_seqlen_k) >= MIN_SCANNED_LENGTH:
+            self._scan = MaskScan(mask, options.max_seqlen_q, options.max_seqlen_k)
         self._kv = None
         self._q = None
         if q.numel() and k.numel():
@@ -121,6 +129,7 @@ class _BackwardPlan:
         dq, dk, dv = (allocate(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         dmask = self._allocate_dmask(tensors)
         lse2, delta, dsinks = self._statistics(tensors)
+        spans = None if mask is None or self._scan is None else scan_once(mask, self._scan).spans
         if mask is not None and mask.dtype == torch.bool:
             mask = mask.view(torch.uint8)
         ends = (tensors.cu_seqlens_q, tensors.cu_seqlens_k)
@@ -131,11 +140,11 @@ class _BackwardPlan:
                 rows = self._tiles.keys.block_m
                 statistics = [TensorDescriptor.from_tensor(x.flatten(0, 1), [1, rows]) for x in (lse2, delta)]
                 read = (_descriptor(q, rows), _descriptor(tensors.dout, rows), *statistics)
-            self._kv((*given, dk, dv, dmask, *read, *ends))
+            self._kv((*given, None if spans is None else spans.queries, dk, dv, dmask, *read, *ends))
         if self._q is not None:
             rows = self._tiles.queries.block_n
             read = (_descriptor(k, rows), _descriptor(v, rows)) if self._tma_queries else (None, None)
-            self._q((*given, dq, *read, *ends))
+            self._q((*given, None if spans is None else spans.keys, dq, *read, *ends))
         return Gradients(
             dq,
             dk,
@@ -155,6 +164,14 @@ class _BackwardPlan:
             shape = torch.Size((q.shape[0], q.shape[2], q.shape[1], tensors.k.shape[1]))
         return torch.zeros(shape, dtype=torch.float32, device=mask.device)
 
+    def _span_strides(self, seqlen: int) -> tuple[int, int]:
+        """How far the spans of sequences and of heads are apart; `seqlen` counts what has spans, in tokens."""
+        if self._scan is None:
+            return 0, 0
+        batch, heads, _ = self._scan.rows
+        head = 2 * -(-seqlen // SCANNED_BLOCK)
+        return 0 if batch == 1 else heads * head, 0 if heads == 1 else head
+
     def _plan_kv(
         self, tensors: BackwardTensors, options: AttentionOptions, variant: BackwardVariant, tile: TileConfig, batch: int
     ) -> Launch | DescriptorLaunch | None:
@@ -166,7 +183,7 @@ class _BackwardPlan:
         if tensors.mask is not None and variant.mask_grad:
             shape = torch.Size((tensors.q.shape[0], tensors.q.shape[2], tensors.q.shape[1], tensors.k.shape[1]))
             dmask_strides = _contiguous_strides(shape if self._expand_mask else tensors.mask.shape)
-        varying = _varying(options, num_n)
+        varying = (*_varying(options, num_n), *self._span_strides(options.max_seqlen_k))
         strides = (*_strides(tensors, self._statistics.shape), *dmask_strides)
         if self._tma_keys:
             return DescriptorLaunch(attn_bwd_kv, grid, (*varying, *strides, variant), _launch_options(tile))
@@ -180,7 +197,7 @@ class _BackwardPlan:
         if grid == 0:
             return None
         variant = replace(variant, block_m=tile.block_m, block_n=tile.block_n, mask_grad=False, tma=self._tma_queries)
-        varying = _varying(options, num_m)
+        varying = (*_varying(options, num_m), *self._span_strides(options.max_seqlen_q))
         strides = _strides(tensors, self._statistics.shape)
         if self._tma_queries:
             return DescriptorLaunch(attn_bwd_q, grid, (*varying, *strides, variant), _launch_options(tile))
@@ -228,12 +245,8 @@ def _varying(options: AttentionOptions, blocks: int) -> tuple[float, ...]:
 
 def _strides(tensors: BackwardTensors, stats_shape: Sequence[int]) -> tuple[int, ...]:
     """In the order of the kernels' parameters."""
-    mask_strides: tuple[int, ...] = (0, 0, 0, 0)
-    if tensors.mask is not None:
-        sizes = zip(tensors.mask.shape, tensors.mask.stride(), strict=True)
-        mask_strides = tuple([0 if size == 1 else stride for size, stride in sizes])
     rows = (tensors.q, tensors.k, tensors.v, tensors.dout)
-    return (*[stride for x in rows for stride in row_strides(x)], *head_strides(stats_shape), *mask_strides)
+    return (*[n for x in rows for n in row_strides(x)], *head_strides(stats_shape), *broadcast_strides(tensors.mask))
 
 
 def _launch_options(tile: TileConfig) -> dict[str, Any]:

@@ -33,6 +33,8 @@ class SparseVariant:
     lists_per_kv:  list heads per KV head: 1 where query heads are packed, else the query heads of a KV head
     block_q, block_k: queries and keys per block of the lists
     bits:          partial blocks have bits
+    mask:          "none", or what the lists were scanned from: "bool", whose bits stand at the number of their key block, or
+                   "float", whose numbers are added in partial blocks
     dim:           head_dim; block_d: the same, padded to a tile
     layout:        "dense", "varlen" or "paged"
     page_size:     tokens per page, 0 for keys that are not paged
@@ -49,6 +51,7 @@ class SparseVariant:
     block_q: int
     block_k: int
     bits: bool
+    mask: str
     dim: int
     block_d: int
     layout: str
@@ -90,12 +93,12 @@ def _walk(q, row_scale, slopes, state, span, lists, pointers, band, rows, scalin
     WORDS: tl.constexpr = var.block_k // 32
     PRECISION: tl.constexpr = var.precision
     acc, row_max, row_sum = state
-    k_ptr, v_ptr, table_ptr, bits_ptr, seq64 = pointers
+    k_ptr, v_ptr, table_ptr, bits_ptr, mask_ptr, seq64 = pointers
     lo, hi, inner_lo, inner_hi, kv_len = band
     queries, offset, live = rows
     scale, softcap = scaling
     window_left, window_right = window
-    stride_kp, stride_kt, stride_vp, stride_vt = strides
+    stride_kp, stride_kt, stride_vp, stride_vt, stride_mq, stride_mk = strides
     _, _, partial, _ = lists
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, var.block_d)
@@ -133,9 +136,13 @@ def _walk(q, row_scale, slopes, state, span, lists, pointers, band, rows, scalin
             s = add_alibi(s, factor, slopes[:, None], positions[:, None] - cols[None, :])
             factor = 1.0
         masked = (n < inner_lo) | (n + BLOCK_N > inner_hi)
-        if var.bits:
+        if var.bits or var.mask != "none":
             masked = masked | (place < partial)
         if masked:
+            if var.mask == "float":
+                inside = (live & (place < partial))[:, None] & (cols < kv_len)[None, :]
+                given_ptrs = mask_ptr + queries[:, None].to(tl.int64) * stride_mq + cols[None, :].to(tl.int64) * stride_mk
+                s += tl.load(given_ptrs, mask=inside, other=0).to(tl.float32) * (LOG2E / factor)
             keep = window_keep(
                 positions[:, None],
                 cols[None, :],
@@ -148,7 +155,8 @@ def _walk(q, row_scale, slopes, state, span, lists, pointers, band, rows, scalin
             )
             if var.bits:
                 key = place % TILES * BLOCK_N + offs_n
-                block_ptr = bits_ptr + tl.cast(place // TILES, tl.int64) * (var.block_q * WORDS)
+                stored = place // TILES if var.mask == "none" else tile // TILES
+                block_ptr = bits_ptr + tl.cast(stored, tl.int64) * (var.block_q * WORDS)
                 words_ptr = block_ptr + (queries % var.block_q)[:, None] * WORDS + (key // 32)[None, :]
                 words = tl.load(words_ptr, mask=(live & (place < partial))[:, None], other=-1)
                 keep = keep & (((words >> (key % 32)[None, :]) & 1) != 0)
@@ -200,6 +208,7 @@ def attn_block_sparse(
     k_descale_ptr,
     v_descale_ptr,
     alibi_ptr,
+    mask_ptr,
     batch,
     units,
     tiles_per_head,
@@ -229,6 +238,10 @@ def attn_block_sparse(
     stride_vh,
     stride_ot,
     stride_oh,
+    stride_mb,
+    stride_mh,
+    stride_mq,
+    stride_mk,
     var: tl.constexpr,
 ):
     """One program: one tile of packed rows, which lies in one block of queries, and one split of its lists.
@@ -331,6 +344,8 @@ def attn_block_sparse(
     lists = (index_ptr + list_row * width, full_index_ptr, partial, total)
     if var.bits:
         bits_ptr += list_row * bits_width * (var.block_q * var.block_k // 32)
+    if var.mask == "float":
+        mask_ptr += seq64 * stride_mb + list_of.to(tl.int64) * stride_mh
 
     # the keys that a row of this tile may see, and those that all of them see as far as the band is concerned
     offset = kv_len - q_len
@@ -353,12 +368,12 @@ def attn_block_sparse(
         (acc, row_max, row_sum),
         (total * split // splits, total * (split + 1) // splits),
         lists,
-        (k_ptr, v_ptr, None if table_ptr is None else table_ptr + seq64 * stride_table, bits_ptr, seq64),
+        (k_ptr, v_ptr, None if table_ptr is None else table_ptr + seq64 * stride_table, bits_ptr, mask_ptr, seq64),
         (lo, hi, inner_lo, inner_hi, kv_len),
         (queries, offset, live),
         (scale, softcap),
         (window_left, window_right),
-        (stride_kp, stride_kt, stride_vp, stride_vt),
+        (stride_kp, stride_kt, stride_vp, stride_vt, stride_mq, stride_mk),
         var,
     )
     inverse, lse = finish_softmax(row_max, row_sum)

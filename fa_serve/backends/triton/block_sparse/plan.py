@@ -2,8 +2,9 @@
 
 One program computes `block_m` packed rows of one sequence and walks over the key blocks that its block of queries has in its
 lists, first the partial blocks and then the full ones. Other keys are never read, so the bytes read grow with the blocks that
-are kept. A row is one query of one query head. Where the query heads of a KV head share their lists, they are packed, so a
-single query fills a tile with its heads; where each query head has lists, a tile has rows of one head.
+are kept. Lists that were scanned from a mask (see `mask_blocks`) come with it, and a float mask is added in partial blocks. A
+row is one query of one query head. Where the query heads of a KV head share their lists, they are packed, so a single query
+fills a tile with its heads; where each query head has lists, a tile has rows of one head.
 
 The layouts (dense, packed, paged) differ in where keys lie, and the same kernel serves prompts and decoding. With few queries,
 lists are cut into splits, which `splits._combine` combines: each sequence has the same number of splits, because only the
@@ -19,14 +20,14 @@ from torch import Tensor
 
 from fa_serve import spec
 from fa_serve.backends import MAX_KEYS_PER_TILE
-from fa_serve.backends.calls import AttentionOptions, AttentionTensors
+from fa_serve.backends.calls import AttentionOptions, AttentionTensors, mask_form
 from fa_serve.backends.triton.block_sparse.kernel import SparseVariant, attn_block_sparse
 from fa_serve.backends.triton.key_pages import has_wide_rows
 from fa_serve.backends.triton.splits import SplitCounts, SplitVariant, combine_launch
 from fa_serve.backends.triton.tiles import SparseTiles, padded_dim, sparse_tiles
 from fa_serve.backends.unseen_rows import without_keys
 from fa_serve.block_lists import BlockLists
-from fa_serve.launching.launch import Launch, multiprocessors, row_strides, with_unit_stride
+from fa_serve.launching.launch import Launch, broadcast_strides, multiprocessors, row_strides, with_unit_stride
 from fa_serve.launching.plans import Run
 
 
@@ -43,6 +44,7 @@ class _BlockSparsePlan:
 
     __slots__ = (
         "_combine",
+        "_has_bits",
         "_launch",
         "_layout",
         "_lse_shape",
@@ -63,6 +65,7 @@ class _BlockSparsePlan:
         dim_v = v.shape[-1]
         rows_in_all = q.shape[:-2].numel()
         self._out_shape = (*q.shape[:-1], dim_v)
+        self._has_bits = blocks.partial_bits is not None
         self._needs_lse = options.return_lse
         self._lse_shape = (num_heads, rows_in_all)
         out = tensors.out
@@ -124,7 +127,7 @@ class _BlockSparsePlan:
                 float(options.softmax_scale),
                 float(options.softcap),
             ),
-            strides=(*row_strides(q), *row_strides(k), *row_strides(v), *out_strides),
+            strides=(*row_strides(q), *row_strides(k), *row_strides(v), *out_strides, *broadcast_strides(tensors.mask)),
             fixed=(variant,),
             options={"num_warps": tiles.num_warps, "num_stages": tiles.num_stages},
         )
@@ -145,7 +148,8 @@ class _BlockSparsePlan:
             splits = None if self._combine is None else q.new_empty(self._split_size, dtype=torch.float32)
             where = (tensors.block_table, seqused_k, tensors.cu_seqlens_q, cu_seqlens_k)
             scales = (tensors.k_descale, tensors.v_descale, tensors.alibi_slopes)
-            self._launch((q, k, v, result, lse, splits, *lists, *where, tensors.sinks, *scales))
+            added = None if self._has_bits else tensors.mask
+            self._launch((q, k, v, result, lse, splits, *lists, *where, tensors.sinks, *scales, added))
             if self._combine is not None:
                 self._combine((result, lse, splits, seqused_k, tensors.cu_seqlens_q), 0)
         else:
@@ -184,6 +188,7 @@ class _BlockSparsePlan:
             block_q=blocks.block_size[0],
             block_k=blocks.block_size[1],
             bits=blocks.partial_bits is not None,
+            mask=mask_form(tensors.mask),
             dim=q.shape[-1],
             block_d=padded_dim(q.shape[-1]),
             layout=self._layout,

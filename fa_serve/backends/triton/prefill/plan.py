@@ -23,14 +23,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fa_serve import spec
 from fa_serve.backends import MAX_KEYS_PER_TILE
-from fa_serve.backends.calls import AttentionOptions, AttentionTensors
+from fa_serve.backends.calls import AttentionOptions, AttentionTensors, mask_form
 from fa_serve.backends.layout import TensorLayout
 from fa_serve.backends.triton.float8_inputs import Form, InputQuantizer
 from fa_serve.backends.triton.key_pages import has_wide_mask, has_wide_rows
 from fa_serve.backends.triton.prefill.kernel import ForwardVariant, attn_fwd, forward_option_numbers
 from fa_serve.backends.triton.tiles import TileConfig, batch_block, float8_tiles, forward_tiles, padded_dim
 from fa_serve.backends.unseen_rows import without_keys
-from fa_serve.launching.launch import DescriptorLaunch, Launch, row_strides, with_unit_stride
+from fa_serve.launching.launch import DescriptorLaunch, Launch, broadcast_strides, row_strides, with_unit_stride
 from fa_serve.launching.plans import Run
 
 _L2_BYTES = 32 << 20  # how much of the L2 cache the keys and values of concurrent programs may fill
@@ -177,7 +177,6 @@ class _ForwardPlan:
         return Launch(attn_fwd, grid, varying=varying, strides=strides, fixed=(variant,), options=launch_options)
 
     def _variant(self, tensors: AttentionTensors, options: AttentionOptions, groups: int, batch: int) -> ForwardVariant:
-        mask = tensors.mask
         return ForwardVariant(
             num_heads=tensors.q.shape[-2],
             groups=groups,
@@ -190,7 +189,7 @@ class _ForwardPlan:
             page_size=tensors.k.shape[1] if self._layout == "paged" and self._quantizer is None else 0,
             tma=self._uses_tma,
             varlen=self._layout != "dense",
-            mask="none" if mask is None else "bool" if mask.dtype == torch.bool else "float",
+            mask=mask_form(tensors.mask),
             precision="ieee" if tensors.q.dtype == torch.float32 else "tf32",
             ptx=spec.arch_of(tensors.q.device) >= 80,
             batch_block=batch_block(batch) if options.skip_q else 0,
@@ -218,10 +217,6 @@ class _ForwardPlan:
         if self._needs_lse:
             lse_head_stride = tensors.lse.stride(-2) if tensors.lse is not None else self._lse_shape[-1]
             lse_strides = (self._lse_shape[1] * self._lse_shape[2] if dense else 0, lse_head_stride)
-        mask_strides: tuple[int, ...] = (0, 0, 0, 0)
-        if tensors.mask is not None:
-            sizes = zip(tensors.mask.shape, tensors.mask.stride(), strict=True)
-            mask_strides = tuple([0 if size == 1 else stride for size, stride in sizes])
         table_stride = 0 if tensors.block_table is None else tensors.block_table.stride(0)
         return (
             *operands[0],
@@ -229,7 +224,7 @@ class _ForwardPlan:
             *operands[2],
             *out_strides,
             *lse_strides,
-            *mask_strides,
+            *broadcast_strides(tensors.mask),
             table_stride,
         )
 

@@ -1,0 +1,66 @@
+"""Masks of elements in the Hopper kernel, in the emulator: scanned into lists, with bits or numbers, and planted faults."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hopper_emulator import EmulationError, emulated
+from mask_cases import BASE, CASES, MaskCase, check_masked
+
+from fa_serve.backends import ATTENTION
+from fa_serve.backends.hopper import HopperBackend
+from fa_serve.backends.mask_blocks import SCANNED
+from fa_serve.launching.plans import PLANS
+
+
+class Emulated(HopperBackend):
+    """The backend's plans for tensors on a CPU."""
+
+    def supports(self, spec: Any) -> str | None:
+        return None
+
+
+def check(case: MaskCase, **emulation: Any) -> None:
+    PLANS.clear()
+    SCANNED.clear()
+    with mock.patch.dict(ATTENTION._loaded, {"hopper": Emulated()}), emulated(**emulation):
+        check_masked(case, "hopper", torch.bfloat16)
+    PLANS.clear()
+    SCANNED.clear()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_cases(case: MaskCase) -> None:
+    check(case)
+
+
+BIAS = replace(BASE, form="bias", over="bhqk", batch=2, heads=2, kv_heads=1)
+FAULTS = {
+    "bits at the place in the list": (BASE, {'place if var.mask == "none" else number': "place"}),
+    "numbers of the wrong warpgroup": (BIAS, {"row.to(gl.int64) * added.row\n": "(row * 0).to(gl.int64) * added.row\n"}),
+    "numbers of another head": (BIAS, {"tile.head.to(gl.int64) * added.head": "0"}),
+    "numbers of another sequence": (BIAS, {"tile.origin.to(gl.int64) * added.batch": "0"}),
+    "numbers of another key block": (BIAS, {"key_block.number * BLOCK_N + gl.arange(0, BLOCK_N": "gl.arange(0, BLOCK_N"}),
+    "numbers in the scale of scores": (BIAS, {"* (LOG2E / scale)": "* LOG2E"}),
+    "a mixed block taken for a full one": (BASE, {"changed.to(tl.int32) * 65536": "(changed.to(tl.int32) * 0)"}),
+    "a block that hides a part taken for an empty one": (BASE, {"counts & 65535 == 0": "counts & 65535 < 16384"}),
+    "a list that begins one place late": (
+        BASE,
+        {"mixed_before + tl.cumsum(mixed, 0) - 1": "mixed_before + tl.cumsum(mixed, 0)"},
+    ),
+    "the mask of another head scanned": (
+        replace(BASE, over="hqk", pattern="random"),
+        {"(batch_head % heads).to(tl.int64) * stride_h": "0"},
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_emulator_sees(fault: str) -> None:
+    case, faults = FAULTS[fault]
+    with pytest.raises((EmulationError, AssertionError, RuntimeError)):
+        check(case, faults=faults, patience=1.0)
