@@ -45,6 +45,8 @@ class LayerCall(NamedTuple):
     max_seqlen_q, max_seqlen_k: upper bounds of the packed sequences' lengths; 0 without packing
     attention_chunk: keys per chunk, 0 without chunks: what the layer asks for apart from its mask
     deterministic: whether gradients have to repeat in every bit (ModernBERT's deterministic_flash_attn)
+    indices:       (batch, seqlen_q, topk), int: the only keys that a query sees, of those that the mask shows it; or None. A
+                   number below 0 is no key. They are places in `key`, and slots of the cache where a `PagedBatch` has chosen them
 
     A named tuple, because one is made in every layer of every token: a frozen dataclass of as many fields takes four times as
     long to make (1.7 us against 0.4 us on a 2-core VM).
@@ -67,6 +69,7 @@ class LayerCall(NamedTuple):
     max_seqlen_k: int = 0
     attention_chunk: int = 0
     deterministic: bool = False
+    indices: Tensor | None = None
 
     @property
     def visible_window(self) -> tuple[int, int]:
@@ -109,6 +112,7 @@ def translate(
     max_length_q: int | None = None,
     max_length_k: int | None = None,
     deterministic: bool | None = None,
+    indices: Tensor | None = None,
     **unused: Any,
 ) -> LayerCall:
     """The call of a layer, given in the arguments of transformers' attention functions.
@@ -116,6 +120,7 @@ def translate(
     sliding_window: keys that a query sees on each side, the query itself included
     s_aux:          (num_heads,): one more logit per head in the softmax's denominator, gpt-oss's sinks
     position_bias:  (1 or batch, num_heads, seqlen_q, seqlen_k), added to the scores
+    indices:        (batch, seqlen_q, topk): the keys that a query has chosen (DeepSeek V3.2)
     cu_seq_lens_q:  (n + 1,), any integer dtype: the batch of 1 is n packed sequences; cu_seq_lens_k defaults to it
     unused:         further words, which do not change what is computed; `models.check_class` refuses a model that passes others
 
@@ -152,6 +157,7 @@ def translate(
         position_bias,
         attention_chunk=_chunk_of(module) if is_causal else 0,
         deterministic=bool(deterministic),
+        indices=indices,
     )
     if cu_seq_lens_q is None:
         return call
