@@ -9,15 +9,14 @@ these are, and what is computed.
 from __future__ import annotations
 
 from collections.abc import Mapping
-
-from transformers import PreTrainedModel
+from typing import Any
 
 from fa_serve.engine.config import EngineConfig
 from fa_serve.hf import seat_indexers
 from fa_serve.spec import AttentionSpec, ParameterError
 
 
-def prepare_indexers(model: PreTrainedModel, config: EngineConfig, indexers: Mapping[int, AttentionSpec]) -> None:
+def prepare_indexers(model: Any, config: EngineConfig, indexers: Mapping[int, AttentionSpec]) -> None:
     """Check the settings of a model with indexers, and let these choose from the engine's cache. Without any, do nothing.
 
     Raises ParameterError for a setting that such models do not have, and UnsupportedModelError for an indexer of another kind.

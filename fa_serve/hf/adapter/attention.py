@@ -152,8 +152,8 @@ def _attend(call: LayerCall) -> Tensor:
         same = _same_sequence(call.cu_seqlens_q, call.cu_seqlens_k, call.query.shape[2], call.key.shape[2])
         if call.indices is not None and (mask is None or bool((_shown(mask) & ~same).any())):
             raise UnsupportedModelError(
-                f"{type(call.module).__name__} lets its queries choose keys by a mask that must tell packed sequences apart, got "
-                "one that does not: pass position_ids that start again with each sequence, and use_cache=False"
+                f"{type(call.module).__name__} lets its queries choose keys by a mask, which must tell packed sequences apart, "
+                "got one that does not: pass position_ids that start again with each sequence, and use_cache=False"
             )
         mask = _combine(mask, same)
     elif packed_keys is not None and call.position_bias is None and not needs_grad:

@@ -75,21 +75,22 @@ def indexer_layer(layer_idx: int) -> int:
     return ~layer_idx
 
 
+def require_parts(module: nn.Module) -> None:
+    """Raise UnsupportedModelError for an indexer that is made of other parts than `SeatedIndexer` computes with."""
+    missing = [name for name in _PARTS if not hasattr(module, name)]
+    if missing:
+        raise UnsupportedModelError(f"{type(module).__name__} chooses keys by code that has no replacement: no {missing[0]}")
+
+
 def _names_of(module: nn.Module) -> set[str]:
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return set() if code is None else set(code.co_names)
 
 
 class SeatedIndexer:
-    """The forward of an indexer, which lets the batch that rides along choose. pairing: of its rotary embedding
-
-    Raises UnsupportedModelError for a module that is made of other parts.
-    """
+    """The forward of an indexer, which lets the batch that rides along choose. pairing: of its rotary embedding"""
 
     def __init__(self, module: nn.Module, pairing: Pairing) -> None:
-        missing = [name for name in _PARTS if not hasattr(module, name)]
-        if missing:
-            raise UnsupportedModelError(f"{type(module).__name__} chooses keys by code that has no replacement: no {missing[0]}")
         self.module = module
         self.pairing = pairing
 
@@ -108,9 +109,7 @@ class SeatedIndexer:
         batch = riding_batch()
         if batch is None:
             own: Any = type(self.module).forward
-            return cast(
-                Tensor, own(self.module, hidden_states, q_resid, position_embeddings, attention_mask, *args, **kwargs)
-            )
+            return cast(Tensor, own(self.module, hidden_states, q_resid, position_embeddings, attention_mask, *args, **kwargs))
         if not isinstance(batch, ChoosesKeys):
             raise UnsupportedModelError(
                 f"{type(self.module).__name__} lets its queries choose keys, which {type(batch).__name__} cannot do"

@@ -26,7 +26,7 @@ from transformers.modeling_utils import PreTrainedModel
 from fa_serve.backends import explain
 from fa_serve.hf.adapter.attention import riding
 from fa_serve.hf.adapter.composites import auto_class, make_served, text_model
-from fa_serve.hf.adapter.indexers import IndexCall, SeatedIndexer, find_indexers, indexer_layer
+from fa_serve.hf.adapter.indexers import IndexCall, SeatedIndexer, find_indexers, indexer_layer, require_parts
 from fa_serve.hf.adapter.masks import leaving_out_blocks
 from fa_serve.hf.adapter.models import NAME, check_class, counts_positions
 from fa_serve.hf.adapter.paged import OneSequence, first_position, state_argument
@@ -75,7 +75,6 @@ class Probe:
             )
         self.layers[layer_idx] = spec_of(call, "paged")
         return call.query.new_zeros(1, call.query.shape[2], call.query.shape[1], call.value.shape[-1])
-
 
     def choose(self, call: IndexCall) -> Tensor:
         """Write down what the keys of an indexer take -> (1, total, 1), what `attend` does not read."""
@@ -243,6 +242,7 @@ def _seated(model: PreTrainedModel) -> Iterator[None]:
     try:
         for module in find_indexers(model):
             if "forward" not in vars(module):
+                require_parts(module)
                 module.forward = SeatedIndexer(module, "halves")  # the values of its numbers do not matter here
                 seated.append(module)
         for number, module in enumerate(find_state_modules(model)):

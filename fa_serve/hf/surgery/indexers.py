@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fa_serve.hf.adapter.indexers import IndexCall, SeatedIndexer, find_indexers
+from fa_serve.hf.adapter.indexers import IndexCall, SeatedIndexer, find_indexers, require_parts
 from fa_serve.hf.surgery.proof import TOLERANCE, NotReplacedError, check_untouched, float32_copy, replace_forwards
 from fa_serve.ops import Pairing
 from fa_serve.spec import UnsupportedModelError
@@ -53,8 +53,8 @@ def unseat_indexers(model: nn.Module) -> None:
 def _prove(module: nn.Module) -> Callable[[nn.Module], SeatedIndexer]:
     """Find the form of a module's rotary embedding. Raises NotReplacedError if neither form chooses what the module does."""
     check_untouched(module)
+    require_parts(module)
     original: Any = float32_copy(module)
-    SeatedIndexer(original, "halves")  # which looks for its parts
     original.index_topk = _TOKENS
     device = original.wk.weight.device
     generator = torch.Generator().manual_seed(0)

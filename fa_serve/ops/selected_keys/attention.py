@@ -24,7 +24,7 @@ from fa_serve.launching.launch import Launch, launch_options, multiprocessors, p
 from fa_serve.launching.plans import PLANS
 
 _LOG2E = tl.constexpr(1.4426950408889634)
-MAX_SPLITS = 16
+MAX_SLOT_PARTS = 16
 """The slots of a query are divided into at most so many parts."""
 
 
@@ -239,7 +239,7 @@ def selected_tiles(arch: int, itemsize: int, groups: int, dim: int, dim_v: int) 
 
 def split_slots(programs: int, blocks: int, num_sms: int) -> int:
     """Into how many parts the slots of a query are divided, so that `programs` of them fill the GPU; 1 where they do."""
-    return max(1, min(MAX_SPLITS, num_sms // max(programs, 1), blocks // 2))
+    return max(1, min(MAX_SLOT_PARTS, num_sms // max(programs, 1), blocks // 2))
 
 
 class _Plan:

@@ -24,7 +24,7 @@ from fa_serve.launching.plans import PLANS
 
 MAX_SCORES = 1 << 26
 """Scores that are held at a time: 256 MiB of float32."""
-KEYS = 512
+SCORED_KEYS = 512
 """Keys that a program of `_index_scores` scores."""
 
 
@@ -95,7 +95,7 @@ def _index_scores(
     k_strides,
     VAR: tl.constexpr,
 ):
-    """One program: one query, and up to KEYS keys of its sequence. first: the query of the first row of the scores"""
+    """One program: one query, and up to SCORED_KEYS keys of its sequence. first: the query of the first row of the scores"""
     wait_for_previous_kernel(VAR.pdl)
     row = tl.program_id(0) // units
     unit = tl.program_id(0) % units
@@ -206,12 +206,12 @@ def _score(tensors: tuple[Tensor, ...], first: int, count: int) -> None:
             block_h=max(16, power_of_2(heads)),
             block_d=max(16, power_of_2(dim)),
             block_n=block_n,
-            blocks=KEYS // block_n,
+            blocks=SCORED_KEYS // block_n,
             batch=power_of_2(len(block_table)),
             precision="ieee" if q.dtype == torch.float32 else "tf32",
             pdl=pdl,
         )
-        units = triton.cdiv(max_k, KEYS)
+        units = triton.cdiv(max_k, SCORED_KEYS)
         run = PLANS.add(
             key,
             Launch(

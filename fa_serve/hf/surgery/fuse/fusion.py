@@ -98,6 +98,8 @@ def fuse_layers(model: PreTrainedModel) -> int:
             return lambda other: build_mixed_layer(other, call)
         if layer not in calls:
             raise NotReplacedError("the layer computes no attention")
+        if calls[layer].indices is not None:
+            raise NotReplacedError("its queries choose keys, which the proof does not see")
         rotation = _prove(layer, inputs[layer])
         return lambda other: build_layer(other, calls[other], rotation)
 
