@@ -227,14 +227,17 @@ def _combine_parts(out_ptr, part_ptr, lse_ptr, num_heads, parts, out_strides, BL
 def selected_tiles(arch: int, itemsize: int, groups: int, dim: int, dim_v: int) -> SelectedTiles:
     """The tiles for a problem. dim: as in `SelectedVariant`"""
     block_m = min(64, max(16, power_of_2(groups)))
-    width = min(256, max(16, power_of_2(min(dim, dim_v))))
     if itemsize == 4 or arch == 0:
         # float32 and AMD: the tiles of one stage fit in 64 KiB of shared memory
-        return SelectedTiles(min(block_m, 32), 16, min(width, 64), 4, 1)
-    if arch >= 90 and arch < 120:
-        return SelectedTiles(block_m, 64, width, 8 if block_m == 64 and dim_v > 256 else 4, 2)
-    # sm80 has 160 KiB of shared memory, sm86, sm89 and sm120 have 99 KiB
-    return SelectedTiles(min(block_m, 32), 32, min(width, 128), 4, 2 if arch == 80 else 1)
+        return SelectedTiles(min(block_m, 32), 16, min(64, max(16, power_of_2(min(dim, dim_v)))), num_warps=4, num_stages=1)
+    hopper = 90 <= arch < 120
+    if dim_v <= 256:
+        return SelectedTiles(block_m, 64 if hopper else 32, width=64, num_warps=4, num_stages=2)
+    if hopper:
+        # 64 keys at a time would spill registers in the inner loop
+        return SelectedTiles(block_m, 32, width=256, num_warps=8, num_stages=3)
+    # sm86, sm89 and sm120 have 99 KiB of shared memory for a program, sm80 has 163 KiB
+    return SelectedTiles(min(block_m, 32), 32, width=128, num_warps=8, num_stages=2 if arch == 80 else 1)
 
 
 def split_slots(programs: int, blocks: int, num_sms: int) -> int:

@@ -15,7 +15,7 @@ def torch_sparse_attention(q: Tensor, k: Tensor, v: Tensor, slots: Tensor, softm
     """Arguments and result are those of `fa_serve.ops.sparse_attention`."""
     keys, values = (x.reshape(-1, *x.shape[2:]) for x in (k, v))
     rows = max(1, _GATHERED // max(slots.shape[1] * keys[0].numel(), 1))
-    pieces = zip(q.split(rows), slots.split(rows), strict=True)
+    pieces = zip(torch.split(q, rows), torch.split(slots, rows), strict=True)
     outputs = [_attend(*piece, keys, values, softmax_scale) for piece in pieces]
     return torch.cat(outputs) if outputs else q.new_zeros(*q.shape[:2], v.shape[3])
 
