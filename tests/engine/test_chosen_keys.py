@@ -31,13 +31,17 @@ def expected(name: str) -> list[list[int]]:
     return [model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist() for prompt in prompts()]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_tokens_are_those_of_generate(make_engine, name, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "fusion"), [*[pytest.param(name, True, id=name) for name in NAMES], pytest.param(NAMES[0], False, id="no-fusion")]
+)
+def test_tokens_are_those_of_generate(make_engine, name, fusion, monkeypatch) -> None:
     """In chunks, with preemption, and behind a cached prefix, whose keys to choose by are in its pages."""
     rows: list[int] = []
     attend = ops.sparse_attention
     monkeypatch.setattr(ops, "sparse_attention", lambda q, *rest, **options: rows.append(len(q)) or attend(q, *rest, **options))
-    engine = make_engine(model=BY_NAME[name].build(), num_pages=10, max_model_len=40, max_num_batched_tokens=11)
+    settings = {"num_pages": 10, "max_model_len": 40, "max_num_batched_tokens": 11, "fusion": fusion}
+    engine = make_engine(model=BY_NAME[name].build(), **settings)
+    assert engine._runner.kv_caches[0][0].shape[2:] == ((1, 24 + 8) if fusion else (4, 16 + 8))
     asked = prompts()
     tokens = expected(name)
     assert [c.token_ids for c in engine.generate(asked, GREEDY)] == tokens
@@ -50,11 +54,11 @@ def test_tokens_are_those_of_generate(make_engine, name, monkeypatch) -> None:
     engine.check_integrity()
 
 
-def test_pages_hold_the_keys_of_indexers(make_engine) -> None:
+def test_pages_hold_latent_keys_and_those_of_indexers(make_engine) -> None:
     """GLM's second layer has no indexer."""
     for name, indexers in (("deepseek-v3.2", [-3, -2, -1]), ("glm-moe-dsa", [-3, -1])):
         runner = make_engine(model=BY_NAME[name].build())._runner
-        assert runner.bytes_per_page == runner.page_size * 4 * (3 * 4 * (24 + 12) + len(indexers) * 16)
+        assert runner.bytes_per_page == runner.page_size * 4 * (3 * (24 + 8) + len(indexers) * 16)
         assert sorted(runner.kv_caches) == [*indexers, 0, 1, 2]
 
 

@@ -26,6 +26,7 @@ from fa_serve import ops
 from fa_serve.api import attention, attention_paged, attention_varlen, store_kv
 from fa_serve.hf.adapter.attention import riding
 from fa_serve.hf.adapter.indexers import IndexCall, indexer_layer
+from fa_serve.hf.adapter.latent_keys import LatentKeys
 from fa_serve.hf.adapter.models import counts_positions
 from fa_serve.hf.adapter.state_modules import find_state_modules
 from fa_serve.hf.adapter.step_cache import PagedStates, StepCache, WholeSequence, take_layer_idx
@@ -87,14 +88,41 @@ class PagedBatch:
                 f"{type(call.module).__name__} makes a mask itself, which attention on a paged cache cannot apply"
             )
         layer_idx = take_layer_idx(call.module, self.states)
+        latent = vars(call.module).get("expand_kv")
+        if isinstance(latent, LatentKeys) and latent.takes(call.key):
+            return self._attend_latent(call, layer_idx, latent)
         q = call.query[0].transpose(0, 1)
         k = call.key[0].transpose(0, 1)
         v = call.value[0].transpose(0, 1)
         k_cache, v_cache = self.kv_caches[layer_idx]
         store_kv(k, v, k_cache, v_cache, self.slot_mapping, backend=self.backend, **self.descale(layer_idx))
         if call.indices is not None and call.indices.shape[-1]:
-            return self._attend_chosen(call, call.indices[0], q, k_cache, v_cache)
-        out = self.attention(
+            return self._attend_chosen(call, call.indices[0], q, k_cache, v_cache)[None]
+        return self._attend_all(call, layer_idx, q, k, v)[None]
+
+    def _attend_latent(self, call: LayerCall, layer_idx: int, latent: LatentKeys) -> Tensor:
+        """`attend` for a call whose keys are latent.
+
+        Where all keys are new and none are chosen, keys and values of all heads take fewer products (surgery/fuse/latent.py).
+        """
+        call = call._replace(softmax_scale=call.softmax_scale or call.query.shape[-1] ** -0.5)
+        q = call.query[0].transpose(0, 1)
+        k = call.key[0].transpose(0, 1)
+        rank = latent.sizes.rank
+        k_cache, v_cache = self.kv_caches[layer_idx]
+        # both parts of a key are written by one call, as if the second one were its value
+        parts = (k[..., :rank], k[..., rank:], k_cache[..., :rank], k_cache[..., rank:])
+        store_kv(*parts, self.slot_mapping, backend=self.backend, **self.descale(layer_idx))
+        if call.indices is not None and call.indices.shape[-1]:
+            return latent.values(self._attend_chosen(call, call.indices[0], latent.absorbed(q), k_cache, v_cache))[None]
+        if self.fresh:
+            keys, values = latent.expanded(call.key[..., :rank], call.key[..., rank:])
+            return self._attend_all(call, layer_idx, q, keys[0].transpose(0, 1), values[0].transpose(0, 1))[None]
+        return latent.values(self._attend_all(call, layer_idx, latent.absorbed(q), k, k[..., :rank]))[None]
+
+    def _attend_all(self, call: LayerCall, layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """`attention` with the options of a call."""
+        return self.attention(
             layer_idx,
             q,
             k,
@@ -105,7 +133,6 @@ class PagedBatch:
             softcap=call.softcap,
             sinks=call.sinks,
         )
-        return out[None]
 
     def choose(self, call: IndexCall) -> Tensor:
         """Store the keys of an indexer, then choose the slots that each query attends to -> (1, total, n).
@@ -131,14 +158,14 @@ class PagedBatch:
         )[None]
 
     def _attend_chosen(self, call: LayerCall, slots: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        """Attention to the keys in `slots` (total, topk) -> (1, total, num_heads, head_dim_v)."""
+        """Attention to the keys in `slots` (total, topk) -> (total, num_heads, head_dim_v)."""
         if call.window_size[0] >= 0 or call.attention_chunk or call.softcap or call.sinks is not None:
             raise UnsupportedModelError(
                 f"{type(call.module).__name__} lets its queries choose keys in a window or chunk, or with a softcap or sinks, "
                 "which attention on a paged cache cannot do"
             )
         scale = call.query.shape[-1] ** -0.5 if call.softmax_scale is None else call.softmax_scale
-        return ops.sparse_attention(q, k_cache, v_cache, slots, softmax_scale=scale)[None]
+        return ops.sparse_attention(q, k_cache, v_cache, slots, softmax_scale=scale)
 
     def attention(
         self,
