@@ -141,7 +141,8 @@ def cached_layers(model: PreTrainedModel, layers: Mapping[int, AttentionSpec]) -
             cached[fused.index] = latent_spec(cached[fused.index], fused.attention.sizes)
         latent = vars(module).get("expand_kv")
         if isinstance(latent, LatentKeys):
-            cached[module.layer_idx] = latent_spec(cached[module.layer_idx], latent.sizes)
+            index = cast(int, module.layer_idx)
+            cached[index] = latent_spec(cached[index], latent.sizes)
     return cached
 
 
