@@ -21,6 +21,7 @@ as it is.
         probe          what each layer keeps of a sequence in that forward, or why a model cannot run in it
         step_cache     what layers with a recurrent state are given in that forward
         state_modules  which modules keep such a state, and how their recurrences reach `fa_serve.ops`
+        indexers       which modules choose keys for a query, and how they choose from a paged cache
         continuous     transformers' own continuous batching (`generate_batch`)
     surgery/           everything that replaces a module of a model
         fuse/          decoder layers, computed by few kernels
@@ -68,6 +69,7 @@ from fa_serve.hf.surgery.divide.plan import plan_division
 from fa_serve.hf.surgery.divide.weights import PartOfSum, divide_model, vocab_size
 from fa_serve.hf.surgery.experts.mixtures import expert_modules, experts_forward, take_experts
 from fa_serve.hf.surgery.experts.scaled import ScaledExperts, take_scaled_experts
+from fa_serve.hf.surgery.indexers import seat_indexers
 from fa_serve.hf.surgery.states import seat_states
 
 __all__ = [
@@ -106,6 +108,7 @@ __all__ = [
     "patch_parts",
     "plan_division",
     "register",
+    "seat_indexers",
     "seat_states",
     "take_experts",
     "take_layer_idx",

@@ -216,3 +216,21 @@ class OpsBackend(Protocol):
     def invariant_linear(self, x: Tensor, weight: Weight, bias: Tensor | None, /) -> Tensor: ...
 
     def invariant_sum(self, x: Tensor, /) -> Tensor: ...
+
+    def sparse_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, slots: Tensor, softmax_scale: float, num_splits: int, /
+    ) -> Tensor: ...
+
+    def select_slots(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        weights: Tensor,
+        block_table: Tensor,
+        seqused_k: Tensor,
+        cu_seqlens_q: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        topk: int,
+        /,
+    ) -> Tensor: ...

@@ -15,6 +15,7 @@ from fa_serve.ops.moe.fallback import torch_activation, torch_experts, torch_rou
 from fa_serve.ops.ops_backend import GateActivation, Norm, Pairing, RoundedRows, Weight
 from fa_serve.ops.products.quantised.weight import QuantizedWeight
 from fa_serve.ops.sampling.fallback import torch_sample_rows
+from fa_serve.ops.selected_keys.fallback import torch_select_slots, torch_sparse_attention
 from fa_serve.spec import OpSpec
 
 
@@ -26,6 +27,8 @@ class TorchOps:
     route = staticmethod(torch_route)
     experts = staticmethod(torch_experts)
     add_lora = staticmethod(torch_add_lora)
+    sparse_attention = staticmethod(torch_sparse_attention)
+    select_slots = staticmethod(torch_select_slots)
 
     def supports(self, spec: OpSpec) -> str | None:
         return None

@@ -19,6 +19,8 @@ from fa_serve.ops.moe.run import compute_experts
 from fa_serve.ops.products.row_invariant import launch_invariant_sum
 from fa_serve.ops.products.run import multiply, multiply_invariant
 from fa_serve.ops.sampling.kernel import launch_sample_rows
+from fa_serve.ops.selected_keys.attention import launch_sparse_attention
+from fa_serve.ops.selected_keys.scores import launch_select_slots
 from fa_serve.spec import OpSpec
 
 
@@ -40,6 +42,8 @@ class TritonOps:
     linear = staticmethod(multiply)
     invariant_linear = staticmethod(multiply_invariant)
     invariant_sum = staticmethod(launch_invariant_sum)
+    sparse_attention = staticmethod(launch_sparse_attention)
+    select_slots = staticmethod(launch_select_slots)
 
     def supports(self, spec: OpSpec) -> str | None:
         return None if spec.device == "cuda" else f"runs on CUDA and ROCm devices only, got {spec.device!r}"

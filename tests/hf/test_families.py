@@ -26,7 +26,7 @@ from hf_families import BY_NAME, FAMILIES, LENGTH, Family, assert_same, here, pa
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, StaticCache
 
-from fa_serve import hf
+from fa_serve import hf, ops
 from fa_serve.hf.adapter import masks
 from fa_serve.hf.adapter.masks import ImplicitMask
 from fa_serve.spec import UnsupportedModelError
@@ -117,6 +117,54 @@ def test_chunks_need_no_mask_on_devices_with_kernels(monkeypatch: pytest.MonkeyP
         check_forward(llama4, kind)
     check_decode(llama4)
     check_decode(llama4, lambda config: StaticCache(config=config, max_cache_len=LENGTH))
+
+
+@each([f for f in DECODERS if not f.tells_packs])
+def test_few_queries_gather_the_keys_they_choose_on_devices_with_kernels(
+    family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def counting(*args: Any, **kwargs: Any) -> Tensor:
+        calls.append(args[0].shape[0])
+        return own(*args, **kwargs)
+
+    own = ops.sparse_attention
+    monkeypatch.setattr(masks, "KERNELS_ON", {"cpu"})
+    monkeypatch.setattr(ops, "sparse_attention", counting)
+    check_decode(family)
+    check_chunked_prefill(family)
+    assert max(calls) == 3 * 14  # a prompt of up to FEW_QUERIES tokens, in a batch of 3
+    assert calls.count(3) == 3 * 10  # 10 tokens of a batch of 3 in 3 layers
+
+
+@each([f for f in DECODERS if not f.tells_packs])
+def test_packed_sequences_must_be_told_to_models_that_choose_keys(family: Family) -> None:
+    """Their mask tells the indexer which keys there are to choose from."""
+    _, ours = pair(family)
+    ids = tokens(1, 10)
+    starts = torch.tensor([0, 6, 10], dtype=torch.int32)
+    lens = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 6, "max_length_k": 6}
+    restarting = torch.cat([torch.arange(6), torch.arange(4)])[None]
+    told = ours(ids, position_ids=restarting, use_cache=False, **lens).logits
+    assert_same(told, torch.cat([ours(part).logits for part in ids.split([6, 4], dim=1)], dim=1))
+    with pytest.raises(UnsupportedModelError, match="packed sequences apart, got one that does not: pass position_ids"):
+        ours(ids, position_ids=restarting, use_cache=True, **lens)
+
+
+@each([f for f in DECODERS if not f.tells_packs])
+def test_gradients_with_chosen_keys(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(masks, "KERNELS_ON", {"cpu"})
+    ids = tokens(2, 12)
+    gradients = []
+    with torch.enable_grad():
+        for model in pair(family):
+            model(ids).logits.square().mean().backward()
+            gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+            model.zero_grad()
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, expected in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], expected, atol=1e-5 * float(expected.abs().max()), rtol=1e-3)
 
 
 @each(SEQ2SEQ)
@@ -215,6 +263,8 @@ MUTANTS: list[tuple[str, str, Callable[[Family], None], dict[str, Callable[..., 
     ("position_bias dropped", "t5", lambda f: check_seq2seq(f, "none"), {"attention": without(position_bias=None)}),
     ("padding ignored, looking across", "bart", lambda f: check_seq2seq(f, "left"), {"attention": _blind_to_padding}),
     ("cu_seq_lens ignored", "llama", check_packed, {"attention": without(cu_seq_lens_q=None, cu_seq_lens_k=None)}),
+    ("choice of keys ignored", "deepseek-v3.2", lambda f: check_forward(f, "none"), {"attention": without(indices=None)}),
+    ("choice of keys ignored, decode", "glm-moe-dsa", check_decode, {"attention": without(indices=None)}),
     ("mask dropped beside position_bias", "mt5", lambda f: check_seq2seq(f, "left"), {"attention": _blind_to_padding}),
 ]
 

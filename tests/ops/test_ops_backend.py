@@ -26,6 +26,8 @@ def test_the_protocol_has_every_op() -> None:
         "experts",
         "route",
         "sample_rows",
+        "select_slots",
+        "sparse_attention",
         "invariant_linear",
         "invariant_sum",
     }

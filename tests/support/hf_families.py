@@ -32,6 +32,7 @@ class Family:
     kind:  "decoder" (input_ids -> logits, has a KV cache), "encoder", "seq2seq" or "vision" (pixel_values)
     paged: True if it runs on the engine's paged cache, else a part of the error that says why not
     packs: whether restarting position_ids alone make transformers (and eager attention) treat sequences as packed
+    tells_packs: whether cu_seq_lens alone may tell where packed sequences begin
     gain:  standard deviation of the weights, relative to 1 / sqrt(fan_in)
     """
 
@@ -41,6 +42,7 @@ class Family:
     config: dict[str, Any] = field(default_factory=dict)
     paged: bool | str = True
     packs: bool = True
+    tells_packs: bool = True
     gain: float = 1.5
 
     @property
@@ -66,6 +68,26 @@ class Family:
                     parameter.normal_(std=0.5)
         return model
 
+
+_CHOOSING = {
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "num_local_experts": 8,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "q_lora_rank": 20,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "index_topk": 6,
+    "index_head_dim": 16,
+    "index_n_heads": 8,
+}
+"""Token-sparse attention: each query chooses 6 keys by the scores of 8 heads, of which hardly two are equal."""
 
 _TOKENS = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -179,6 +201,14 @@ FAMILIES = [
             "v_head_dim": 16,
         },
     ),
+    *[
+        Family(name, model, config={**_CHOOSING, **config}, tells_packs=False)
+        for name, model, config in (
+            ("deepseek-v3.2", "DeepseekV32ForCausalLM", {"n_group": 2}),
+            ("glm-moe-dsa", "GlmMoeDsaForCausalLM", {"n_group": 1, "indexer_types": ["full", "shared", "full"]}),
+            ("a.x-k2", "AXK2ForCausalLM", {"n_group": 2, "gated_norm_rank": 8}),
+        )
+    ],
     Family(
         "llama4",
         "Llama4ForCausalLM",
@@ -284,9 +314,11 @@ class Pages:
         pages = -(-LENGTH // page_size)
         order = torch.randperm(count * pages, generator=torch.Generator().manual_seed(0), device="cpu").to(here())
         self.table = order.view(count, pages).to(torch.int32)
+        hf.seat_indexers(model)
+        layers = hf.model_layers(model)
         self.caches = {
             i: (torch.full((*shape, s.head_dim), float("nan")), torch.full((*shape, s.head_dim_v), float("nan")))
-            for i, s in hf.model_layers(model).attention.items()
+            for i, s in (layers.attention | layers.indexers).items()
             for shape in [(count * pages, page_size, s.num_kv_heads)]
         }
 

@@ -33,6 +33,7 @@ from fa_serve.engine.lora.store import AdapterStore
 from fa_serve.engine.runner.batch_arrays import BatchArrays, batch_arrays
 from fa_serve.engine.runner.cuda_graphs import Inputs, OnError, Shape, StepGraphs, pad, padding
 from fa_serve.engine.runner.forward import Forward, PreparedBatch
+from fa_serve.engine.runner.indexers import prepare_indexers
 from fa_serve.engine.runner.log_probabilities import log_probabilities, processed_scores
 from fa_serve.engine.runner.lora_arrays import StepAdapters, lora_arrays, lora_step, step_adapters
 from fa_serve.engine.runner.results import PendingResult
@@ -105,7 +106,8 @@ class ModelRunner:
         if self.fuses or config.deterministic:
             take_experts(model)
             take_scaled_experts(model)
-        self.layers, states = model_layers(model)
+        self.layers, states, self.indexers = model_layers(model)
+        prepare_indexers(model, config, self.indexers)
         self.state_memory = kv_cache.StateMemory(states, config.page_size, config.max_num_seqs)
         if states:
             check_settings_with_states(type(model).__name__, config, drafting=drafting)
@@ -175,7 +177,7 @@ class ModelRunner:
         self.kv_caches = {}
         self.states = {}
         self._graphs = None
-        self.kv_caches = kv_cache.allocate(self.layers, num_pages, self.page_size, self.device)
+        self.kv_caches = kv_cache.allocate(self.layers | self.indexers, num_pages, self.page_size, self.device)
         self.states = self.state_memory.allocate(num_states, self.device)
         self._block_table = BlockTable(self.max_num_seqs, -(-max_model_len // self.page_size), self.device)
         if self.draft is not None:
@@ -184,7 +186,8 @@ class ModelRunner:
     @property
     def bytes_per_page(self) -> int:
         """Bytes of the keys and values of one page, those of the draft model included."""
-        return kv_cache.bytes_per_page(self.layers.values(), self.page_size) + (self.draft.bytes_per_page if self.draft else 0)
+        own = kv_cache.bytes_per_page((self.layers | self.indexers).values(), self.page_size)
+        return own + (self.draft.bytes_per_page if self.draft else 0)
 
     @torch.inference_mode()
     def make_graphs(self) -> bool:

@@ -1,10 +1,11 @@
-"""The attention function of `attn_implementation="fa_serve"`: it translates a layer's call, then sends it one of four ways.
+"""The attention function of `attn_implementation="fa_serve"`: it translates a layer's call, then sends it one of five ways.
 
     out, _ = attention_forward(module, query, key, value, attention_mask, scaling=0.125)
 
 - A batch that rides along in `fa_serve_batch` answers for the call itself (the engine's paged cache, see `paged.py`).
 - transformers' own continuous batching passes its cache in `cache`; `continuous.py` knows that cache.
 - Sequences that are packed end to end go to `attention_varlen`.
+- A few queries that have chosen their keys go to `ops.sparse_attention`.
 - Every other call goes to `attention`.
 
 Left out: what the words of transformers mean, which `translate.py` knows, and the masks, which `masks.py` makes.
@@ -21,11 +22,12 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import output_capturing
 
-from fa_serve import api
+from fa_serve import api, ops
+from fa_serve.hf.adapter import masks
 from fa_serve.hf.adapter.continuous import paged_attention
 from fa_serve.hf.adapter.masks import ImplicitMask, PackedKeys
 from fa_serve.hf.adapter.translate import AttendsBatch, LayerCall, translate
-from fa_serve.spec import UnsupportedModelError
+from fa_serve.spec import FEW_QUERIES, UnsupportedModelError
 
 _riding: ContextVar[AttendsBatch | None] = ContextVar("fa_serve_batch", default=None)
 # The outputs that a model collects by hooks in this forward, without an argument that says so.
@@ -40,6 +42,11 @@ def riding(batch: AttendsBatch) -> Iterator[None]:
         yield
     finally:
         _riding.reset(token)
+
+
+def riding_batch() -> AttendsBatch | None:
+    """The batch that answers for the layers of the forward that runs now, if there is one."""
+    return None if torch.compiler.is_compiling() else _riding.get()  # steps of the engine are not compiled
 
 
 def attention_forward(
@@ -84,8 +91,8 @@ def attention_forward(
             module, query, key, value, attention_mask, cache=cache, scaling=scaling, **words
         )
         return result
-    if fa_serve_batch is None and not torch.compiler.is_compiling():  # steps of the engine are not compiled
-        fa_serve_batch = _riding.get()
+    if fa_serve_batch is None:
+        fa_serve_batch = riding_batch()
     if fa_serve_batch is None and _needs_no_translation(attention_mask, words):
         return _attend_directly(query, key, value, attention_mask, scaling, words), None
     call = translate(module, query, key, value, attention_mask, scaling, **words)
@@ -99,7 +106,7 @@ def attention_forward(
 
 
 def _needs_no_translation(mask: Tensor | ImplicitMask | None, words: dict[str, Any]) -> TypeGuard[ImplicitMask]:
-    """Whether the mask alone says which keys are seen, and nothing is packed or differentiated.
+    """Whether the mask alone says which keys are seen, and nothing is packed, chosen or differentiated.
 
     This holds in nearly every layer of every token of `generate`, where the device waits for the host.
     """
@@ -107,6 +114,7 @@ def _needs_no_translation(mask: Tensor | ImplicitMask | None, words: dict[str, A
         type(mask) is ImplicitMask
         and mask.is_dense
         and words.get("position_bias") is None
+        and words.get("indices") is None
         and words.get("cu_seq_lens_q") is None
         and not torch.is_grad_enabled()
     )
@@ -139,14 +147,23 @@ def _attend(call: LayerCall) -> Tensor:
         packed_keys = mask.packed_keys
         mask = mask.key_mask
     if call.cu_seqlens_q is not None and call.cu_seqlens_k is not None:
-        if mask is None and call.position_bias is None:
+        if mask is None and call.position_bias is None and call.indices is None:
             return _attend_packed(call, call.cu_seqlens_q, call.cu_seqlens_k)
         same = _same_sequence(call.cu_seqlens_q, call.cu_seqlens_k, call.query.shape[2], call.key.shape[2])
+        if call.indices is not None and (mask is None or bool((_shown(mask) & ~same).any())):
+            raise UnsupportedModelError(
+                f"{type(call.module).__name__} lets its queries choose keys by a mask, which must tell packed sequences apart, "
+                "got one that does not: pass position_ids that start again with each sequence, and use_cache=False"
+            )
         mask = _combine(mask, same)
     elif packed_keys is not None and call.position_bias is None and not needs_grad:
         return _attend_packed_keys(call, packed_keys)
     if call.position_bias is not None:
         mask = _combine(call.position_bias, mask)
+    if call.indices is not None:
+        if not needs_grad and _gathers_keys(call, mask):
+            return _attend_chosen(call, call.indices, mask)
+        mask = _combine(mask, _chosen_keys(call.indices, call.key.shape[2]))
     out = api.attention(
         call.query.transpose(1, 2),
         call.key.transpose(1, 2),
@@ -160,6 +177,54 @@ def _attend(call: LayerCall) -> Tensor:
         deterministic=call.deterministic,
     )
     return out.contiguous()  # models view it as they like, and the sdpa backend may compute heads before tokens
+
+
+def _gathers_keys(call: LayerCall, mask: Tensor | None) -> bool:
+    """Whether a call of few queries reads the chosen keys alone. Many queries choose many different ones, so a mask over all
+    keys is faster, whose tiles read each key once for many queries."""
+    return (
+        call.query.shape[2] <= FEW_QUERIES
+        and call.query.device.type in masks.KERNELS_ON
+        and (mask is None or mask.dtype == torch.bool)
+        and call.visible_window == (-1, -1)
+        and call.sinks is None
+        and not call.softcap
+        and not torch.compiler.is_compiling()
+    )
+
+
+def _attend_chosen(call: LayerCall, indices: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention to the keys in `indices` that the mask shows, read one by one."""
+    batch, seqlen_q, _ = indices.shape
+    seen = indices >= 0
+    places = indices.long().clamp(min=0)
+    if mask is not None:
+        seen = seen & mask[:, 0].expand(batch, seqlen_q, -1).gather(2, places)
+    # the keys of a row of the batch are a page
+    first = torch.arange(batch, device=indices.device)[:, None, None] * call.key.shape[2]
+    slots = torch.where(seen, first + places, -1).to(torch.int32)
+    scale = call.query.shape[-1] ** -0.5 if call.softmax_scale is None else call.softmax_scale
+    out = ops.sparse_attention(
+        call.query.transpose(1, 2).flatten(0, 1),
+        call.key.transpose(1, 2),
+        call.value.transpose(1, 2),
+        slots.flatten(0, 1),
+        softmax_scale=scale,
+    )
+    return out.view(batch, seqlen_q, *out.shape[1:])
+
+
+def _chosen_keys(indices: Tensor, seqlen_k: int) -> Tensor:
+    """(batch, seqlen_q, topk) -> (batch, 1, seqlen_q, seqlen_k) bool: whether a query has chosen a key."""
+    # what is no key is noted behind the last one
+    places = torch.where(indices < 0, seqlen_k, indices).long()
+    chosen = torch.zeros(*indices.shape[:2], seqlen_k + 1, dtype=torch.bool, device=indices.device)
+    return chosen.scatter(2, places, True)[:, None, :, :seqlen_k]
+
+
+def _shown(mask: Tensor) -> Tensor:
+    """Which keys a mask shows, as bool."""
+    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
 
 
 def _attend_packed(call: LayerCall, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Tensor:

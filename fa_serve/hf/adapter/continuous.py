@@ -42,6 +42,7 @@ def paged_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
+    indices: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Compute one layer of a batch of requests that are packed end to end.
@@ -52,8 +53,8 @@ def paged_attention(
     Returns out (1, total, num_heads, head_dim_v), and None in the place of the attention weights. Rows that belong to no
     request, which pad a batch for CUDA graphs, are 0.
 
-    Raises UnsupportedModelError for a call that does not come from `generate_batch`, for a position_bias, and where
-    transformers' cache does not fit the layer.
+    Raises UnsupportedModelError for a call that does not come from `generate_batch`, for a position_bias, for keys that the
+    queries choose, and where transformers' cache does not fit the layer.
     """
     name = type(module).__name__
     if not hasattr(cache, "update") or kwargs.get("cu_seq_lens_q") is None:
@@ -65,6 +66,11 @@ def paged_attention(
         )
     if position_bias is not None:
         raise UnsupportedModelError(f"{name} adds a position_bias to its scores, which attention on a paged cache cannot do")
+    if indices is not None:
+        raise UnsupportedModelError(
+            f"{name} lets its queries choose keys, and transformers' paged cache keeps no keys to choose by: call generate, or "
+            "serve the model with the engine"
+        )
     head_dim = query.shape[-1]
     head_dim_v = value.shape[-1]
     if head_dim_v != head_dim:  # the cache has one size for both

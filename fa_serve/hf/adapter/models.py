@@ -57,6 +57,7 @@ _KNOWN = {
     "output_attentions",
     "position_ids",
     "deterministic",
+    "indices",
     "kwargs",
 }
 _LOOKS = (ast.Attribute, ast.Subscript)

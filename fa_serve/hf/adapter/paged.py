@@ -22,8 +22,11 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
+from fa_serve import ops
 from fa_serve.api import attention, attention_paged, attention_varlen, store_kv
 from fa_serve.hf.adapter.attention import riding
+from fa_serve.hf.adapter.indexers import IndexCall, indexer_layer
+from fa_serve.hf.adapter.latent_keys import LatentKeys
 from fa_serve.hf.adapter.models import counts_positions
 from fa_serve.hf.adapter.state_modules import find_state_modules
 from fa_serve.hf.adapter.step_cache import PagedStates, StepCache, WholeSequence, take_layer_idx
@@ -54,7 +57,7 @@ class TwoWayBlock(NamedTuple):
 class PagedBatch:
     """What one step of the engine tells every attention layer. Tensors are on the model's device, shapes as in `fa_serve.api`.
 
-    kv_caches:  (k_cache, v_cache) by layer_idx
+    kv_caches:  (k_cache, v_cache) by layer_idx, and those of an indexer's keys by `indexers.indexer_layer`
     fresh:      no sequence has keys in the cache but those of this step, so attention takes them as they come
     num_splits: as in `attention_paged`
     descales:   (k_descale, v_descale) by layer_idx, for those caches that are float8; None if none is
@@ -85,12 +88,41 @@ class PagedBatch:
                 f"{type(call.module).__name__} makes a mask itself, which attention on a paged cache cannot apply"
             )
         layer_idx = take_layer_idx(call.module, self.states)
+        latent = vars(call.module).get("expand_kv")
+        if isinstance(latent, LatentKeys) and latent.takes(call.key):
+            return self._attend_latent(call, layer_idx, latent)
         q = call.query[0].transpose(0, 1)
         k = call.key[0].transpose(0, 1)
         v = call.value[0].transpose(0, 1)
         k_cache, v_cache = self.kv_caches[layer_idx]
         store_kv(k, v, k_cache, v_cache, self.slot_mapping, backend=self.backend, **self.descale(layer_idx))
-        out = self.attention(
+        if call.indices is not None and call.indices.shape[-1]:
+            return self._attend_chosen(call, call.indices[0], q, k_cache, v_cache)[None]
+        return self._attend_all(call, layer_idx, q, k, v)[None]
+
+    def _attend_latent(self, call: LayerCall, layer_idx: int, latent: LatentKeys) -> Tensor:
+        """`attend` for a call whose keys are latent.
+
+        Where all keys are new and none are chosen, keys and values of all heads take fewer products (surgery/fuse/latent.py).
+        """
+        call = call._replace(softmax_scale=call.softmax_scale or call.query.shape[-1] ** -0.5)
+        q = call.query[0].transpose(0, 1)
+        k = call.key[0].transpose(0, 1)
+        rank = latent.sizes.rank
+        k_cache, v_cache = self.kv_caches[layer_idx]
+        # both parts of a key are written by one call, as if the second one were its value
+        parts = (k[..., :rank], k[..., rank:], k_cache[..., :rank], k_cache[..., rank:])
+        store_kv(*parts, self.slot_mapping, backend=self.backend, **self.descale(layer_idx))
+        if call.indices is not None and call.indices.shape[-1]:
+            return latent.values(self._attend_chosen(call, call.indices[0], latent.absorbed(q), k_cache, v_cache))[None]
+        if self.fresh:
+            keys, values = latent.expanded(call.key[..., :rank], call.key[..., rank:])
+            return self._attend_all(call, layer_idx, q, keys[0].transpose(0, 1), values[0].transpose(0, 1))[None]
+        return latent.values(self._attend_all(call, layer_idx, latent.absorbed(q), k, k[..., :rank]))[None]
+
+    def _attend_all(self, call: LayerCall, layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """`attention` with the options of a call."""
+        return self.attention(
             layer_idx,
             q,
             k,
@@ -101,7 +133,39 @@ class PagedBatch:
             softcap=call.softcap,
             sinks=call.sinks,
         )
-        return out[None]
+
+    def choose(self, call: IndexCall) -> Tensor:
+        """Store the keys of an indexer, then choose the slots that each query attends to -> (1, total, n).
+
+        n is 0 where no sequence has more keys than a query may choose, so that it attends to all keys as other models do.
+        """
+        cache, _ = self.kv_caches[indexer_layer(take_layer_idx(call.module, None))]
+        half = call.key.shape[1] // 2
+        parts = [(x[..., :half], x[..., half:]) for x in (call.key[:, None], cache)]
+        store_kv(*parts[0], *parts[1], self.slot_mapping, backend=self.backend)
+        if self.max_seqlen_k <= call.topk:
+            return call.key.new_empty(1, len(call.key), 0, dtype=torch.int32)
+        return ops.select_slots(
+            call.query,
+            cache,
+            call.weights,
+            block_table=self.block_table,
+            seqused_k=self.seqused_k,
+            cu_seqlens_q=self.cu_seqlens_q,
+            max_seqlen_q=self.max_seqlen_q,
+            max_seqlen_k=self.max_seqlen_k,
+            topk=call.topk,
+        )[None]
+
+    def _attend_chosen(self, call: LayerCall, slots: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        """Attention to the keys in `slots` (total, topk) -> (total, num_heads, head_dim_v)."""
+        if call.window_size[0] >= 0 or call.attention_chunk or call.softcap or call.sinks is not None:
+            raise UnsupportedModelError(
+                f"{type(call.module).__name__} lets its queries choose keys in a window or chunk, or with a softcap or sinks, "
+                "which attention on a paged cache cannot do"
+            )
+        scale = call.query.shape[-1] ** -0.5 if call.softmax_scale is None else call.softmax_scale
+        return ops.sparse_attention(q, k_cache, v_cache, slots, softmax_scale=scale)
 
     def attention(
         self,
@@ -216,9 +280,29 @@ class OneSequence:
     def __init__(self) -> None:
         self.states = WholeSequence()
 
+    def choose(self, call: IndexCall) -> Tensor:
+        """The places of the keys that each token attends to -> (1, total, n), -1 for none."""
+        total = len(call.key)
+        ends = torch.tensor([0, total], dtype=torch.int32, device=call.key.device)
+        one_page = torch.zeros(1, 1, dtype=torch.int32, device=call.key.device)
+        return ops.select_slots(
+            call.query,
+            call.key[None, :, None],
+            call.weights,
+            block_table=one_page,
+            seqused_k=ends[1:],
+            cu_seqlens_q=ends,
+            max_seqlen_q=total,
+            max_seqlen_k=total,
+            topk=call.topk,
+        )[None]
+
     def attend(self, call: LayerCall) -> Tensor:
-        """Attend to all tokens -> (1, total, num_heads, head_dim_v)."""
+        """Attend to all tokens, or to those that each has chosen -> (1, total, num_heads, head_dim_v)."""
         q, k, v = (x[0].transpose(0, 1) for x in (call.query, call.key, call.value))
+        if call.indices is not None:
+            scale = q.shape[-1] ** -0.5 if call.softmax_scale is None else call.softmax_scale
+            return ops.sparse_attention(q, k[None], v[None], call.indices[0], softmax_scale=scale)[None]
         ends = torch.tensor([0, len(q)], dtype=torch.int32, device=q.device)
         out = attention_varlen(
             q,

@@ -14,18 +14,19 @@ import inspect
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from transformers import cache_utils
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicCache, DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from fa_serve.backends import explain
 from fa_serve.hf.adapter.attention import riding
 from fa_serve.hf.adapter.composites import auto_class, make_served, text_model
+from fa_serve.hf.adapter.indexers import IndexCall, SeatedIndexer, find_indexers, indexer_layer, require_parts
 from fa_serve.hf.adapter.masks import leaving_out_blocks
 from fa_serve.hf.adapter.models import NAME, check_class, counts_positions
 from fa_serve.hf.adapter.paged import OneSequence, first_position, state_argument
@@ -33,18 +34,20 @@ from fa_serve.hf.adapter.state_modules import SeatedMixer, find_state_modules
 from fa_serve.hf.adapter.step_cache import StateKey, StateProbe, StepCache, take_layer_idx
 from fa_serve.hf.adapter.translate import WINDOW_NOTE, LayerCall, spec_of
 from fa_serve.ops import StateSpec
-from fa_serve.spec import AttentionSpec, ParameterError, Precision, UnsupportedModelError
+from fa_serve.spec import AttentionSpec, ParameterError, Precision, UnsupportedModelError, arch_of
 
 
 class Probe:
     """Rides along in the place of a PagedBatch: it writes down what each attention layer asks for, and computes nothing.
 
     layers: AttentionSpec by layer_idx
+    indexers: what the keys of indexers take in the cache, by `indexers.indexer_layer`
     states: the same for recurrences
     """
 
     def __init__(self) -> None:
         self.layers: dict[int, AttentionSpec] = {}
+        self.indexers: dict[int, AttentionSpec] = {}
         self.states = StateProbe()
 
     def attend(self, call: LayerCall) -> Tensor:
@@ -57,6 +60,9 @@ class Probe:
         layer_idx = take_layer_idx(module, self.states)
         if layer_idx in self.layers:
             raise UnsupportedModelError(f"layer {layer_idx} ({type(module).__name__}) attends more than once")
+        if call.indices is not None:
+            # its mask is a tensor, which is empty in this forward
+            call = call._replace(mask=None, indices=None)
         if call.visible_window[1] == 0 and call.window_size in ((-1, 0), (-1, -1)):
             # transformers tells causality (Kosmos) or the window (Phi-3.5-MoE) to the mask alone; `paged_forward` makes none
             if call.visible_window[0] >= 0:
@@ -69,6 +75,24 @@ class Probe:
             )
         self.layers[layer_idx] = spec_of(call, "paged")
         return call.query.new_zeros(1, call.query.shape[2], call.query.shape[1], call.value.shape[-1])
+
+    def choose(self, call: IndexCall) -> Tensor:
+        """Write down what the keys of an indexer take -> (1, total, 1), what `attend` does not read."""
+        dim = call.key.shape[-1]
+        self.indexers[indexer_layer(cast(int, cast(Any, call.module).layer_idx))] = AttentionSpec(
+            layout="paged",
+            device=call.key.device.type,
+            arch=arch_of(call.key.device),
+            dtype=call.key.dtype,
+            kv_dtype=call.key.dtype,
+            head_dim=dim,
+            head_dim_v=dim,
+            num_heads=call.query.shape[1],
+            num_kv_heads=1,
+            window_size=(-1, 0),
+            values_in_keys=True,
+        )
+        return call.key.new_zeros(1, len(call.key), 1, dtype=torch.int32)
 
 
 class _ProbeCache(StepCache, DynamicCache):  # type: ignore[misc]
@@ -91,10 +115,12 @@ class ModelLayers(NamedTuple):
 
     attention: what each attention layer asks of attention on a paged cache, by layer_idx, in the order of the layers
     states:    what each call of a recurrence keeps
+    indexers:  what the keys by which queries choose take in the cache, by `indexers.indexer_layer`
     """
 
     attention: dict[int, AttentionSpec]
     states: dict[StateKey, StateSpec]
+    indexers: dict[int, AttentionSpec]
 
 
 def model_layers(model_or_config: PreTrainedModel | PreTrainedConfig) -> ModelLayers:
@@ -136,6 +162,8 @@ def check_model(model_or_config: PreTrainedModel | PreTrainedConfig) -> None:
     model_layers(model_or_config)
 
 
+# what transformers' configs call a layer whose queries choose keys by an indexer, causally and without a window
+_CHOOSING = "deepseek_sparse_attention"
 # arguments of the model's forward that `paged_forward` passes
 _FORWARD_ARGUMENTS = {"input_ids", "position_ids", "attention_mask", "use_cache", "logits_to_keep"}
 
@@ -155,6 +183,11 @@ def _probe(model: PreTrainedModel) -> ModelLayers:
         token = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
         # with a padding mask transformers does not look for packed sequences, which it could not read on the meta device
         inputs: dict[str, Any] = {"attention_mask": torch.ones_like(token)}
+        if find_indexers(model):
+            kinds_of_layers = set(getattr(config, "layer_types", None) or ())
+            _refuse_if(kinds_of_layers - {_CHOOSING}, model, f"only some of its layers choose keys ({sorted(kinds_of_layers)})")
+            # causality is all that its masks say, and its modules would read them
+            inputs["attention_mask"] = torch.empty((1, 1, 0, 0), dtype=torch.bool, device=model.device)
         if name is not None:
             inputs[name] = _ProbeCache(config, probe.states)
         # a batch says itself which tokens attend both ways, and text has none
@@ -175,7 +208,8 @@ def _probe(model: PreTrainedModel) -> ModelLayers:
     if name is None:
         kinds = {type(layer) for layer in getattr(output.get("past_key_values"), "layers", ())}
         # from some release after 5.17 on, a layer that shares the keys of another one keeps a DummyLayer, which holds nothing
-        known = {DynamicLayer, DynamicSlidingWindowLayer, getattr(cache_utils, "DummyLayer", DynamicLayer)}
+        # the keys of an indexer, which the engine caches as well
+        known = {DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer, getattr(cache_utils, "DummyLayer", DynamicLayer)}
         _refuse_if(kinds - known, model, "it keeps more than keys and values")
     if first_position(model) and model.device.type != "meta":
         _refuse_if(not _is_numbered(model), model, "it numbers its positions in a way that is not known")
@@ -187,7 +221,7 @@ def _probe(model: PreTrainedModel) -> ModelLayers:
     # beside states, a layer may be an MLP alone
     if name is None and found != [i for i in range(config.num_hidden_layers) if i not in without_images]:
         _refuse_if(True, model, f"only layers {found} of its {config.num_hidden_layers} layers use the attention interface")
-    return ModelLayers({i: probe.layers[i] for i in found}, probe.states.found)
+    return ModelLayers({i: probe.layers[i] for i in found}, probe.states.found, probe.indexers)
 
 
 def _is_numbered(model: PreTrainedModel) -> bool:
@@ -203,9 +237,14 @@ def _is_numbered(model: PreTrainedModel) -> bool:
 
 @contextmanager
 def _seated(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, every module with a state is seated. Raises UnsupportedModelError for one that cannot be."""
+    """Inside, every module with a state and every indexer is seated. Raises UnsupportedModelError for one that cannot be."""
     seated = []
     try:
+        for module in find_indexers(model):
+            if "forward" not in vars(module):
+                require_parts(module)
+                module.forward = SeatedIndexer(module, "halves")  # the values of its numbers do not matter here
+                seated.append(module)
         for number, module in enumerate(find_state_modules(model)):
             if "forward" not in vars(module):
                 module.forward = SeatedMixer(module, number)

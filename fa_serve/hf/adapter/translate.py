@@ -45,6 +45,8 @@ class LayerCall(NamedTuple):
     max_seqlen_q, max_seqlen_k: upper bounds of the packed sequences' lengths; 0 without packing
     attention_chunk: keys per chunk, 0 without chunks: what the layer asks for apart from its mask
     deterministic: whether gradients have to repeat in every bit (ModernBERT's deterministic_flash_attn)
+    indices:       (batch, seqlen_q, topk), int: the only keys that a query sees, of those that the mask shows it; or None. A
+                   number below 0 is no key. They are places in `key`, or what the batch that rides along has chosen
 
     A named tuple, because one is made in every layer of every token: a frozen dataclass of as many fields takes four times as
     long to make (1.7 us against 0.4 us on a 2-core VM).
@@ -67,6 +69,7 @@ class LayerCall(NamedTuple):
     max_seqlen_k: int = 0
     attention_chunk: int = 0
     deterministic: bool = False
+    indices: Tensor | None = None
 
     @property
     def visible_window(self) -> tuple[int, int]:
@@ -109,6 +112,7 @@ def translate(
     max_length_q: int | None = None,
     max_length_k: int | None = None,
     deterministic: bool | None = None,
+    indices: Tensor | None = None,
     **unused: Any,
 ) -> LayerCall:
     """The call of a layer, given in the arguments of transformers' attention functions.
@@ -116,6 +120,7 @@ def translate(
     sliding_window: keys that a query sees on each side, the query itself included
     s_aux:          (num_heads,): one more logit per head in the softmax's denominator, gpt-oss's sinks
     position_bias:  (1 or batch, num_heads, seqlen_q, seqlen_k), added to the scores
+    indices:        (batch, seqlen_q, topk): the keys that a query has chosen (DeepSeek V3.2)
     cu_seq_lens_q:  (n + 1,), any integer dtype: the batch of 1 is n packed sequences; cu_seq_lens_k defaults to it
     unused:         further words, which do not change what is computed; `models.check_class` refuses a model that passes others
 
@@ -152,24 +157,33 @@ def translate(
         position_bias,
         attention_chunk=_chunk_of(module) if is_causal else 0,
         deterministic=bool(deterministic),
+        indices=indices,
     )
     if cu_seq_lens_q is None:
         return call
-    if query.shape[0] != 1:
-        raise UnsupportedModelError(
-            f"packed sequences (cu_seq_lens_q) need a batch of 1 that holds them end to end, got a batch of {query.shape[0]} "
-            f"from {type(module).__name__}"
-        )
     cu_seqlens_q = cu_seq_lens_q.to(torch.int32)
     cu_seqlens_k = cu_seqlens_q if cu_seq_lens_k is None else cu_seq_lens_k.to(torch.int32)
     if only_last_queries:
         # both still count all queries of the sequences, of which the last ones were passed
         cu_seqlens_q = (cu_seqlens_q - cu_seqlens_q[-1] + query.shape[2]).clamp(min=0)
+    return _packed(call, cu_seqlens_q, cu_seqlens_k, max_length_q, max_length_k)
+
+
+def _packed(
+    call: LayerCall, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_length_q: int | None, max_length_k: int | None
+) -> LayerCall:
+    """The call whose batch of 1 holds packed sequences."""
+    batch, _, total_q, _ = call.query.shape
+    if batch != 1:
+        raise UnsupportedModelError(
+            f"packed sequences (cu_seq_lens_q) need a batch of 1 that holds them end to end, got a batch of {batch} "
+            f"from {type(call.module).__name__}"
+        )
     return call._replace(
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=int(max_length_q or query.shape[2]),
-        max_seqlen_k=int(max_length_k or key.shape[2]),
+        max_seqlen_q=int(max_length_q or total_q),
+        max_seqlen_k=int(max_length_k or call.key.shape[2]),
     )
 
 

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from fa_serve import ops
+from fa_serve.hf.adapter.latent_keys import LatentKeys
 from fa_serve.hf.lora.format import LoraAdapter, LowRank
 from fa_serve.hf.lora.outer import AdaptedEmbedding, AdaptedHead, OuterModules, OuterWeights
 from fa_serve.hf.lora.parameters import AdaptedExperts, AdaptedRouter
@@ -307,6 +308,8 @@ def _attach(model: nn.Module, holder: StepHolder) -> Iterator[LoraSite]:
             # what is left of the attention is not computed by its forward, such as the projection of latent vectors
             skipped.update(module.self_attn.modules())
             module.forward = replace(fused, attention=attention, **changes)
+        elif isinstance(vars(module).get("expand_kv"), LatentKeys):
+            skipped.add(module.kv_b_proj)  # whose matrix is multiplied with queries
         elif isinstance(fused, FusedUnit):
             module.forward = replace(fused, gate_up=with_site(fused.gate_up), down=with_site(fused.down))
     for experts in expert_modules(model):

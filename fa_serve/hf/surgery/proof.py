@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_map
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fa_serve.hf.adapter.attention import riding
+from fa_serve.hf.adapter.indexers import IndexCall
 from fa_serve.hf.adapter.paged import paged_forward
 from fa_serve.hf.adapter.translate import AttendsBatch, LayerCall
 
@@ -60,6 +61,10 @@ class AttentionRecorder:
     def attend(self, call: LayerCall) -> Tensor:
         self.calls[call.module] = call
         return repeat_heads(call.value[0].transpose(0, 1), call.query.shape[1])[None]
+
+    def choose(self, call: IndexCall) -> Tensor:
+        """What `attend` does not read."""
+        return call.key.new_zeros(1, len(call.key), 1, dtype=torch.int32)
 
 
 def repeat_heads(v: Tensor, num_heads: int) -> Tensor:

@@ -22,12 +22,12 @@ def test_a_model_that_computes_its_own_attention_is_refused_at_load(name: str) -
 
 
 def test_an_unknown_argument_is_refused() -> None:
-    """DeepSeek-V3.2 chooses keys itself and passes them to its attention in `indices`."""
+    """MiniMax-M3 chooses blocks of keys itself and passes them to its attention in `block_indices`."""
     with (
         torch.device("meta"),
-        pytest.raises(UnsupportedModelError, match="passes its attention 'indices', which fa_serve"),
+        pytest.raises(UnsupportedModelError, match="passes its attention 'block_indices', which fa_serve"),
     ):
-        AutoModel.from_config(AutoConfig.for_model("deepseek_v32", num_hidden_layers=1), attn_implementation="fa_serve")
+        AutoModel.from_config(AutoConfig.for_model("minimax_m3_vl_text"), attn_implementation="fa_serve")
 
 
 def test_what_a_source_says_of_masks_and_arguments() -> None:

@@ -110,9 +110,11 @@ def plan_division(model: PreTrainedModel, size: int) -> Division:
     Raises UnsupportedModelError, which names the layer and the rule, if it cannot be divided.
     """
     rules: dict[str, str] = model.tp_plan or {}
-    attention, states = model_layers(model.config)
+    attention, states, indexers = model_layers(model.config)
     if states:
         raise _refusal(model, size, "it keeps recurrent or convolution states, whose layers are not divided")
+    if indexers and size > 1:
+        raise _refusal(model, size, "its queries choose keys by indexers, which are not divided")
     specs = list(attention.values())
     layers: dict[str, LayerDivision] = {}
     try:

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from fa_serve.hf.adapter.latent_keys import LatentKeys
 from fa_serve.hf.adapter.step_cache import StateKey, StepCache, WholeSequence
 from fa_serve.hf.adapter.translate import LayerCall
 from fa_serve.hf.latent_layers import LatentSizes, latent_sizes, latent_spec
@@ -41,6 +42,7 @@ from fa_serve.hf.surgery.fuse.mixers import DeltaMixer, MixerCall, StateStep, bu
 from fa_serve.hf.surgery.fuse.parts import FusedProduct, gated_unit, norm_of, product_of
 from fa_serve.hf.surgery.fuse.router import FusedRouter, fuse_routers
 from fa_serve.hf.surgery.fuse.unit import FusedUnit, fuse_units
+from fa_serve.hf.surgery.latent_keys import seat_latent_keys, unseat_latent_keys
 from fa_serve.hf.surgery.proof import (
     AttentionRecorder,
     LayerInputs,
@@ -72,8 +74,12 @@ FAR = 1 << 20
 
 
 def fuse_model(model: PreTrainedModel) -> int:
-    """Fuse layers, routers and shared experts of a causal model, which `model_layers` accepts. Returns how many layers."""
+    """Fuse layers, routers and shared experts of a causal model, which `model_layers` accepts. Returns how many layers.
+
+    Layers with latent attention that are not fused cache latent keys as well, where that changes nothing.
+    """
     fused = fuse_layers(model)
+    seat_latent_keys(module for module in model.modules() if not isinstance(vars(module).get("forward"), FusedLayer))
     fuse_routers(model)
     fuse_units(model)
     return fused
@@ -98,6 +104,8 @@ def fuse_layers(model: PreTrainedModel) -> int:
             return lambda other: build_mixed_layer(other, call)
         if layer not in calls:
             raise NotReplacedError("the layer computes no attention")
+        if calls[layer].indices is not None:
+            raise NotReplacedError("its queries choose keys, which the proof does not see")
         rotation = _prove(layer, inputs[layer])
         return lambda other: build_layer(other, calls[other], rotation)
 
@@ -120,6 +128,7 @@ def unfuse_model(model: PreTrainedModel) -> None:
     for module in model.modules():
         if isinstance(vars(module).get("forward"), FusedLayer | FusedRouter | FusedUnit | ScaledExperts):
             del module.forward
+    unseat_latent_keys(model)
 
 
 def cached_layers(model: PreTrainedModel, layers: Mapping[int, AttentionSpec]) -> dict[int, AttentionSpec]:
@@ -130,6 +139,10 @@ def cached_layers(model: PreTrainedModel, layers: Mapping[int, AttentionSpec]) -
         if isinstance(fused, FusedLayer) and isinstance(fused.attention, LatentAttention):
             assert fused.index is not None
             cached[fused.index] = latent_spec(cached[fused.index], fused.attention.sizes)
+        latent = vars(module).get("expand_kv")
+        if isinstance(latent, LatentKeys):
+            index = cast(int, module.layer_idx)
+            cached[index] = latent_spec(cached[index], latent.sizes)
     return cached
 
 

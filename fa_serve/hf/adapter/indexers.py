@@ -1,0 +1,137 @@
+"""Modules by which a query chooses keys (DeepSeek-V3.2, arXiv:2512.02556, section 2.1), and how they choose from a paged cache.
+
+    for module in find_indexers(model):
+        module.forward = SeatedIndexer(module, "halves")
+
+An indexer gives each token some small queries, a key and weights. It caches the key, scores the keys of all tokens before, and
+returns the places of the best ones, which its model passes to attention as `indices`. No module is recognised by the name of
+its class: its own code calls `update_indexer` of the cache. A `SeatedIndexer` computes queries, key and weights by the module's
+own parts, and the batch that rides along chooses by them. So `indices` are slots of the paged cache then, and a model may pass
+them on to later layers, whose pages are the same (GLM). Without a batch, as in `generate`, the module's own code runs.
+
+The keys of the indexer of layer i are cached as layer `indexer_layer(i)`, in the same pages as those of its attention.
+
+Left out: whether the result is that of the module's own code, which surgery/indexers.py proves.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from fa_serve.hf.adapter.attention import riding_batch
+from fa_serve.ops import Pairing
+from fa_serve.spec import UnsupportedModelError
+
+_PARTS = (
+    "wq_b",
+    "wk",
+    "k_norm",
+    "weights_proj",
+    "softmax_scale",
+    "n_heads",
+    "head_dim",
+    "qk_rope_head_dim",
+    "index_topk",
+    "layer_idx",
+)
+
+
+class IndexCall(NamedTuple):
+    """What an indexer chooses keys by.
+
+    query:   (total, heads, dim), with rotary embedding
+    key:     (total, dim), of the same tokens
+    weights: (total, heads) float32, of the heads' products. They hold the scale of the products
+    topk:    how many keys a query chooses at most
+    """
+
+    module: nn.Module
+    query: Tensor
+    key: Tensor
+    weights: Tensor
+    topk: int
+
+
+@runtime_checkable
+class ChoosesKeys(Protocol):
+    """A batch that answers for indexers."""
+
+    def choose(self, call: IndexCall) -> Tensor:
+        """The keys that each query attends to, (1, total, n) integers that `attend` of the same batch is given as `indices`."""
+        ...
+
+
+def find_indexers(model: nn.Module) -> list[nn.Module]:
+    """The modules whose own forward caches the key of an indexer, in the order of the model."""
+    return [module for module in model.modules() if "update_indexer" in _names_of(module)]
+
+
+def indexer_layer(layer_idx: int) -> int:
+    """Where the cache keeps the keys of the indexer of a layer: a number that no layer has."""
+    return ~layer_idx
+
+
+def require_parts(module: nn.Module) -> None:
+    """Raise UnsupportedModelError for an indexer that is made of other parts than `SeatedIndexer` computes with."""
+    missing = [name for name in _PARTS if not hasattr(module, name)]
+    if missing:
+        raise UnsupportedModelError(f"{type(module).__name__} chooses keys by code that has no replacement: no {missing[0]}")
+
+
+def _names_of(module: nn.Module) -> set[str]:
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return set() if code is None else set(code.co_names)
+
+
+class SeatedIndexer:
+    """The forward of an indexer, which lets the batch that rides along choose. pairing: of its rotary embedding"""
+
+    def __init__(self, module: nn.Module, pairing: Pairing) -> None:
+        self.module = module
+        self.pairing = pairing
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SeatedIndexer, (self.module, self.pairing)
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        q_resid: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        batch = riding_batch()
+        if batch is None:
+            own: Any = type(self.module).forward
+            return cast(Tensor, own(self.module, hidden_states, q_resid, position_embeddings, attention_mask, *args, **kwargs))
+        if not isinstance(batch, ChoosesKeys):
+            raise UnsupportedModelError(
+                f"{type(self.module).__name__} lets its queries choose keys, which {type(batch).__name__} cannot do"
+            )
+        return batch.choose(self.call_of(hidden_states, q_resid, position_embeddings))
+
+    def call_of(self, hidden_states: Tensor, q_resid: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> IndexCall:
+        """What the module makes of tokens: hidden_states (1, total, hidden), q_resid (1, total, q_lora_rank), and cos and sin
+        (1, total, rope)."""
+        module: Any = self.module
+        rope = int(module.qk_rope_head_dim)
+        q = module.wq_b(q_resid)[0].view(-1, module.n_heads, module.head_dim)
+        k = module.k_norm(module.wk(hidden_states))[0]
+        cos, sin = (x[0, :, : rope // 2] for x in position_embeddings)
+        query = torch.cat([self._rotated(q[..., :rope], cos[:, None], sin[:, None]), q[..., rope:]], dim=-1)
+        key = torch.cat([self._rotated(k[..., :rope], cos, sin), k[..., rope:]], dim=-1)
+        weights = module.weights_proj(hidden_states.to(module.weights_proj.weight.dtype))[0].float()
+        scale = float(module.n_heads) ** -0.5 * float(module.softmax_scale)
+        return IndexCall(module, query, key, weights * scale, int(module.index_topk))
+
+    def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Each pair of numbers is rotated. Where pairs are neighbours, all first numbers come first then: queries and keys are
+        in the same order, which their products do not show."""
+        first, second = x.chunk(2, dim=-1) if self.pairing == "halves" else (x[..., 0::2], x[..., 1::2])
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)

@@ -1,0 +1,42 @@
+"""The kernels of token-sparse attention compile for every GPU without spills, within its shared memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cross_compile import SHARED_BYTES, UNLIKE, compiling_for
+from torch import Tensor
+
+from fa_serve.ops.selected_keys.attention import launch_sparse_attention
+from fa_serve.ops.selected_keys.scores import launch_select_slots
+
+
+def bf16(*shape: int) -> Tensor:
+    return torch.zeros(*shape, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("target", UNLIKE)
+def test_attention_to_slots(target: str) -> None:
+    """DeepSeek V3.2 on latent keys with the slots of a query in parts and whole, GLM with 64 heads, and heads of their own."""
+    slots = torch.zeros(4, 2048, dtype=torch.int32)
+    latent = bf16(40, 64, 1, 576)
+    with compiling_for(target) as kernels:
+        launch_sparse_attention(bf16(4, 128, 576), latent, latent[..., :512], slots, 0.1, 8)
+        launch_sparse_attention(bf16(4, 128, 576), latent, latent[..., :512], slots, 0.1, 1)
+        launch_sparse_attention(bf16(4, 16, 192), bf16(4, 64, 16, 192), bf16(4, 64, 16, 128), slots, 0.1, 1)
+    assert [kernel.name for kernel in kernels] == ["attn_selected", "_combine_parts", "attn_selected", "attn_selected"]
+    assert [kernel.spill_bytes for kernel in kernels] == [0] * 4
+    assert max(kernel.shared_bytes for kernel in kernels) <= SHARED_BYTES[target]
+    if target == "sm90":
+        assert kernels[0].instructions["HGMMA"] > 0
+
+
+@pytest.mark.parametrize("target", UNLIKE)
+def test_choice_of_keys(target: str) -> None:
+    step = (torch.zeros(2, 1024, dtype=torch.int32), torch.zeros(2, dtype=torch.int32), torch.zeros(3, dtype=torch.int32))
+    with compiling_for(target) as kernels:
+        launch_select_slots(bf16(4, 64, 128), bf16(40, 64, 1, 128), torch.zeros(4, 64), *step, 2, 5000, 2048)
+        launch_select_slots(bf16(4, 64, 128), bf16(40, 64, 1, 128), torch.zeros(4, 64), *step, 2, 2000, 2048)
+    assert [kernel.name for kernel in kernels] == ["_index_scores", "_slots_of_keys", "_slots_of_keys"]
+    assert [kernel.spill_bytes for kernel in kernels] == [0] * 3
+    assert max(kernel.shared_bytes for kernel in kernels) <= SHARED_BYTES[target]
