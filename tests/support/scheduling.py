@@ -143,7 +143,7 @@ class StateDevice(Device):
         """Assert that every state that a sequence could start from is the one that its hash says."""
         pages = self.scheduler.pages
         states = self.scheduler.states
-        for page_hash, state in states._state_of.items():
+        for page_hash, state in states._item_of.items():
             chains: list[list[bytes]] = [[] for _ in salts]
             for chain, salt in zip(chains, salts, strict=True):
                 pages.hash_pages(self.states[state], chain, salt)

@@ -48,7 +48,7 @@ class Traffic:
         """All states that the sequence has come from are not finite, unless another sequence holds them as well."""
         states = self.scheduler.states
         others = {held.state for x in self.scheduler.running if x is not sequence for held in x.held_states}
-        known = {states._state_of[each] for each in sequence.page_hashes if each in states._state_of}
+        known = {states._item_of[each] for each in sequence.page_hashes if each in states._item_of}
         for state in (known | {held.state for held in sequence.held_states}) - others:
             self.device.states[state] = SPOILT
 
