@@ -110,7 +110,8 @@ class HostSlots:
         assert len(used) == len(self._slot_of), "two hashes have one slot"
         free = set(self._free)
         assert len(free) == len(self._free), "a slot is in the free list twice"
-        assert not free & used and not free & self._taken and not used & self._taken, "a slot is in two states"
+        assert not free & used, "a slot that is free has a copy"
+        assert not self._taken & (free | used), "a slot that is written is in another state"
         dropped = self._reading - used
         assert not dropped & (free | self._taken), "a slot that is read may be written"
         assert len(free) + len(used) + len(self._taken) + len(dropped) == self.num_slots, "a slot is lost"

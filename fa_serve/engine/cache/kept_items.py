@@ -10,10 +10,10 @@ An item is in exactly one of three conditions:
     held    as many hold it as its reference count says
 
 With a host tier, the items that are evicted next are copied to the host before (`start_leaving`), and copies come back into
-items when a sequence needs them (`start_arriving`). Such an item is held while it is copied, so that nobody writes to it or
-reads it too early. What comes of a copy is decided when it ends: a hash that has been forgotten meanwhile has neither an item
-nor a copy then. Left out: the hashes of pages (pages.py), which positions have states (states.py), when copies are made
-(host_tier.py).
+items when a sequence needs them (`start_arriving`). An item that leaves stays as it is, and if it is handed out before the copy
+has ended, the copy is void. An item that arrives is held meanwhile. What comes of a copy is decided when it ends: a hash that
+has been forgotten meanwhile has neither an item nor a copy then. Left out: the hashes of pages (pages.py), which positions have
+states (states.py), and when copies are made (host_tier.py).
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class KeptItems:
     """Reference counts, the free list and the registered items of a table. name: of an item, "page" or "state"
 
     host:      slots of the host with copies; none without a host tier
-    num_taken: how many items have left the cached ones or the free ones up to now
+    num_changes: how often an item has become cached, or has ceased to be available
     num_lost:  how many registered items were evicted of which the host had no copy
     """
 
     def __init__(self, count: int, name: str) -> None:
         self._name = name
         self.host = HostSlots()
-        self.num_taken = 0
+        self.num_changes = 0
         self.num_lost = 0
         self._count = count
         self._free = list(range(count - 1, -1, -1))
@@ -55,7 +55,7 @@ class KeptItems:
         self._item_of: dict[bytes, int] = {}
         self._leaving: dict[bytes, int] = {}
         self._arriving: dict[bytes, int] = {}
-        self._in_transit: list[int] = []  # held by copies
+        self._in_transit: list[int] = []  # items that are held because they are being filled
 
     @property
     def num_available(self) -> int:
@@ -67,15 +67,18 @@ class KeptItems:
         """Items that are held."""
         return self._count - self.num_available
 
+    def has(self, page_hash: bytes) -> bool:
+        """Whether an item of the device is registered under this hash."""
+        return page_hash in self._item_of
+
     def is_arriving(self, page_hash: bytes) -> bool:
         """Whether what is registered under this hash is on its way from the host."""
         return page_hash in self._arriving
 
     def start_leaving(self, depth: int, limit: int) -> list[Move]:
-        """Hold those of the next `depth` items to be handed out that the host has no copy of, `limit` at most, to be copied."""
-        oldest = [*islice(self._cached, max(depth - len(self._free), 0))]
+        """Those of the next `depth` items to be handed out that the host has no copy of, `limit` at most, to be copied."""
         chosen = []
-        for item in oldest:
+        for item in islice(self._cached, max(depth - len(self._free), 0)):
             page_hash = self._hash_of[item]
             if page_hash in self.host:
                 self.host.protect(page_hash)
@@ -90,30 +93,22 @@ class KeptItems:
             if evicted and evicted not in self._item_of:
                 self._forget(evicted)
             page_hash = self._hash_of.get(item, b"")
-            if not page_hash:  # it came after the evicted one
+            if page_hash:
+                self._leaving[page_hash] = item
+                moves.append(Move(page_hash, item, slot))
+            else:  # it came after the evicted one
                 self.host.give_back(slot)
-                continue
-            del self._cached[item]
-            self._hold(item)
-            self._leaving[page_hash] = item
-            moves.append(Move(page_hash, item, slot))
         return moves
 
     def end_leaving(self, moves: Sequence[Move], copied: bool) -> None:
-        """Items have been copied to the host, or not. They are the first to be evicted again."""
-        for page_hash, item, slot in reversed(moves):
-            valid = self._leaving.get(page_hash) == item
-            if valid:
-                del self._leaving[page_hash]
-            if valid and copied and page_hash not in self.host:
+        """Items have been copied to the host, or not."""
+        for page_hash, item, slot in moves:
+            if self._leaving.pop(page_hash, -1) == item and copied:
                 self.host.put(page_hash, slot)
+                if item not in self._cached:
+                    self.host.expose(page_hash, first=True)
             else:
                 self.host.give_back(slot)
-            self._let_go(item)
-            if item in self._cached:
-                self._cached.move_to_end(item, last=False)
-            elif valid:
-                self.host.expose(page_hash, first=True)
 
     def start_arriving(self, hashes: Sequence[bytes]) -> list[Move]:
         """Hold an item for each of these hashes, of which the host has copies, to be filled. Some may be evicted by others."""
@@ -150,11 +145,12 @@ class KeptItems:
 
     def take(self) -> int:
         """An item that nobody holds: a free one, or the oldest cached one, which is evicted. It is in no condition yet."""
-        self.num_taken += 1
+        self.num_changes += 1
         if self._free:
             return self._free.pop()
         item, _ = self._cached.popitem(last=False)
         page_hash = self._hash_of[item]
+        self._leaving.pop(page_hash, None)
         if page_hash in self.host:
             del self._hash_of[item]
             del self._item_of[page_hash]
@@ -171,6 +167,7 @@ class KeptItems:
         self._references[item] -= 1
         if self._references[item] == 0:
             if item in self._hash_of:
+                self.num_changes += 1
                 self._cached[item] = None
             else:
                 self._free.append(item)
@@ -178,7 +175,7 @@ class KeptItems:
     def acquire_one(self, item: int) -> None:
         """One more sequence holds this item."""
         if self._references[item] == 0:
-            self.num_taken += 1
+            self.num_changes += 1
             del self._cached[item]
             self.host.expose(self._hash_of[item], first=True)
         self._references[item] += 1
@@ -219,7 +216,8 @@ class KeptItems:
         assert self._item_of == {h: p for p, h in self._hash_of.items()}, "hashes and items disagree"
         assert cached <= self._hash_of.keys(), "a cached item has no hash"
         assert not free & self._hash_of.keys(), "a free item has a hash"
-        assert set(self._arriving.values()) | set(self._leaving.values()) <= set(self._in_transit), "a copy holds nothing"
+        assert set(self._arriving.values()) <= set(self._in_transit), "a copy that arrives holds nothing"
+        assert all(self._item_of.get(h) == item for h, item in self._leaving.items()), "an item leaves that is another one now"
         self.host.check_integrity()
         if holders is not None:
             counts = [0] * self._count

@@ -138,6 +138,7 @@ class PageTable(KeptItems):
                 self._free.append(other)
                 self._hash_of[page] = page_hash
                 self._item_of[page_hash] = page
+                self._leaving.pop(page_hash, None)
                 self.host.expose(page_hash, first=True)
             return
         if page_hash not in self.host and parent:

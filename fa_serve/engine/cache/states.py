@@ -74,6 +74,10 @@ class StateTable(KeptItems):
         self._num_uses = [0] * num_states  # sequences that have started from the state
         pages.on_forget = self._forget
 
+    def renewed(self, pages: PageTable) -> StateTable:
+        """An empty table of as many states, for another table of pages."""
+        return StateTable(self.num_states, pages, interval=self.interval)
+
     @property
     def num_kept(self) -> int:
         """States that a sequence could start from: registered ones, whether a sequence holds them or not."""
@@ -149,6 +153,10 @@ class StateTable(KeptItems):
             if state is not None:
                 return count, state
         return 0, -1
+
+    def reach(self, hashes: Sequence[bytes]) -> int:
+        """The number of pages up to the last of these hashes that has a state, on the device or on the host."""
+        return next((n for n in range(len(hashes), 0, -1) if self.has(hashes[n - 1]) or hashes[n - 1] in self.host), 0)
 
     def forget(self, hashes: Sequence[bytes]) -> None:
         """Nobody starts from the states after these pages from now on. Hashes that have no state are skipped."""
