@@ -62,6 +62,9 @@ class HostCopies(Protocol):
 
     def to_device(self, slots: Sequence[int], rows: Sequence[int]) -> Copying: ...
 
+    def close(self) -> None:
+        """Give the memory back. No copy is on its way."""
+
 
 @dataclass(frozen=True, slots=True)
 class HostTierStats:
@@ -160,9 +163,8 @@ class HostTier:
             moves = lane.table.start_arriving(hashes)
             if not moves:
                 continue
-            slots, items = [move.slot for move in moves], [move.item for move in moves]
             try:
-                copying = lane.copies.to_device(slots, items)
+                copying = lane.copies.to_device([move.slot for move in moves], [move.item for move in moves])
             except CopyError as error:
                 self._note_failure(error)
                 lane.table.end_arriving(moves, False)
@@ -211,6 +213,12 @@ class HostTier:
             if table is not None
         ]
         return HostTier(*lanes)
+
+    def close(self) -> None:
+        """Wait for all copies, and give the host's memory back."""
+        self.drain()
+        for lane in self.lanes:
+            lane.copies.close()
 
     def snapshot(self) -> HostTierStats:
         hosts = [(lane.table.host, lane.copies.row_bytes) for lane in self.lanes]

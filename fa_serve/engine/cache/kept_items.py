@@ -77,7 +77,7 @@ class KeptItems:
 
     def start_leaving(self, depth: int, limit: int) -> list[Move]:
         """Those of the next `depth` items to be handed out that the host has no copy of, `limit` at most, to be copied."""
-        chosen = []
+        chosen: list[int] = []
         for item in islice(self._cached, max(depth - len(self._free), 0)):
             page_hash = self._hash_of[item]
             if page_hash in self.host:
