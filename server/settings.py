@@ -18,7 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, SecretStr, ValidationError, field_validator
+from pydantic import ByteSize, Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict, TomlConfigSettingsSource, YamlConfigSettingsSource
 
 from fa_serve.environment import PREFIX, refuse_unknown
@@ -117,6 +117,13 @@ class Settings(BaseSettings):
     gpu_memory_utilization: float = _option(0.9, "Fraction of the GPU's memory to use in all.", "Engine", gt=0, le=1)
     prefix_caching: bool = _option(
         True, "Keep the pages of finished requests for prompts that begin with the same tokens.", "Engine"
+    )
+    kv_host_memory: ByteSize = _option(
+        0,
+        "Bytes of the host's memory for pages that are evicted from the KV cache, such as 64GiB; they come back when a prompt "
+        "needs them. 0 is none.",
+        "Engine",
+        ge=0,
     )
     eager: bool = _option(False, "Use neither CUDA graphs nor fused layers.", "Engine")
     fusion: bool = _option(True, "Use fused kernels for layers of Llama's architecture.", "Engine")

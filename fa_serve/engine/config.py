@@ -63,6 +63,8 @@ class EngineConfig:
                             and no limit on a CPU, where a prompt in small chunks takes twice the time
     max_model_len:          tokens of prompt and answer together; None is the model's own limit, or what the cache holds
     prefix_caching:         keep the pages of finished requests for prompts with the same prefix
+    kv_host_memory:         bytes of the host's memory, pinned on a GPU, for pages and states that are evicted from the prefix
+                            cache; they are copied back when a prompt needs them. 0 is none
     eager:                  no CUDA graphs and no fusion: every step launches the model's own kernels one by one
     fusion:                 compute layers of the Llama kind with fewer, fused kernels, which are verified at start-up
     speculative:            how tokens are guessed ahead: "ngram" (prompt lookup), "draft=MODEL" (a small model with the same
@@ -109,6 +111,7 @@ class EngineConfig:
     target_itl: float | None = 0.0
     max_model_len: int | None = None
     prefix_caching: bool = True
+    kv_host_memory: int = 0
     eager: bool = False
     fusion: bool = True
     speculative: str | None = None
@@ -148,11 +151,20 @@ class EngineConfig:
                 raise ParameterError(name, "be a positive integer", value)
         if self.num_states is not None and (not _is_integer(self.num_states) or self.num_states < MIN_STATES):
             raise ParameterError("num_states", f"be an integer from {MIN_STATES} on, or None", self.num_states)
-        for name in ("max_waiting", "max_restarts", "grammar_cache_bytes", "max_stop_chars", "max_images", "image_cache_bytes"):
+        for name in (
+            "max_waiting",
+            "max_restarts",
+            "grammar_cache_bytes",
+            "max_stop_chars",
+            "max_images",
+            "image_cache_bytes",
+            "kv_host_memory",
+        ):
             value = getattr(self, name)
             if not _is_integer(value) or value < 0:
                 raise ParameterError(name, "be 0 or a positive integer", value)
         self._check_lora()
+        self._check_host_memory()
         if isinstance(self.grammar_timeout, bool) or not self.grammar_timeout > 0:
             raise ParameterError("grammar_timeout", "be positive, in seconds", self.grammar_timeout)
         target = self.target_itl
@@ -192,6 +204,18 @@ class EngineConfig:
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0.0 < share <= 1.0:
             raise ParameterError("gpu_memory_utilization", "be above 0 and at most 1", share)
+
+    def _check_host_memory(self) -> None:
+        if not self.kv_host_memory:
+            return
+        if not self.prefix_caching:
+            raise ParameterError("kv_host_memory", "be 0 without prefix_caching, whose pages it keeps", self.kv_host_memory)
+        if self.tensor_parallel > 1:
+            rule = "be 0 with tensor_parallel above 1: copies end at other times on each rank"
+            raise ParameterError("kv_host_memory", rule, self.kv_host_memory)
+        if self.draft_head:
+            rule = "be 0 with an EAGLE-3 head, whose features of evicted tokens are not kept"
+            raise ParameterError("kv_host_memory", rule, self.kv_host_memory)
 
     def _check_lora(self) -> None:
         if self.lora_bytes is not None and (not _is_integer(self.lora_bytes) or self.lora_bytes < 0):

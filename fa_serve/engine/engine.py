@@ -201,6 +201,8 @@ class Engine:
             outputs += self._launch(batch, begin)
         if self._steps.is_full or (self._steps.launched and not batch):
             outputs += self._commit()
+        elif not batch and self._scheduler.tier is not None and self._scheduler.tier.is_fetching:
+            self._scheduler.tier.wait()
         elif not batch and self._runner.adapters is not None and self._scheduler.seats:
             self._runner.adapters.wait(LOAD_SECONDS)
         outputs += self._take_outputs()
@@ -368,8 +370,9 @@ class Engine:
 
     def close(self) -> None:
         """Free the KV cache and CUDA graphs, and end the engine's processes: other ranks, and that which tries out grammars."""
-        parts = (self.grammars, self._runner.adapters, self._runner, self._ranks)
-        for part in parts:  # the ranks part last, when no graph refers to their sums
+        # copies end before the cache goes; the ranks part last, when no graph refers to their sums
+        parts = (self.grammars, self._scheduler.tier, self._runner.adapters, self._runner, self._ranks)
+        for part in parts:
             if part is not None:
                 part.close()
 

@@ -6,6 +6,7 @@ from bisect import bisect_left
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
+from fa_serve.engine.cache.host_tier import HostTierStats
 from fa_serve.engine.speculation.drafts import SpeculationStats
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class EngineStats:
     num_late_compilations: kernels that were compiled, or loaded from the cache on disk, while a request waited or ran
     num_late_captures: CUDA graphs that were captured while a request waited or ran
     speculation:       drafts, and how many of them were right
+    host_tier:         what the host keeps of the KV cache; None without a host tier
     weight_version:    how often the weights have been changed
     steps:             how long the steps of the engine's loop have taken, with their outputs; not counted offline
     """
@@ -72,6 +74,7 @@ class EngineStats:
     num_states_kept: int = 0
     weight_version: int = 0
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
+    host_tier: HostTierStats | None = None
     steps: StepStats = StepStats()
 
 
@@ -102,5 +105,6 @@ class Counters:
             num_states_used=0 if states is None else states.num_held,
             num_states_kept=0 if states is None else states.num_kept,
             speculation=scheduler.speculation.snapshot(),
+            host_tier=None if scheduler.tier is None else scheduler.tier.snapshot(),
             **asdict(self),
         )

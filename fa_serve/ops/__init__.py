@@ -77,6 +77,8 @@ from fa_serve.ops.ops_backend import Router as Router
 from fa_serve.ops.ops_backend import Weight as Weight
 from fa_serve.ops.products.quantised.weight import QuantizedWeight as QuantizedWeight
 from fa_serve.ops.products.quantised.weight import merge_rows as merge_rows
+from fa_serve.ops.rows import RowTable as RowTable
+from fa_serve.ops.rows import row_bytes as row_bytes
 from fa_serve.ops.sampling.fallback import most_likely as most_likely
 from fa_serve.spec import OpSpec
 
@@ -267,6 +269,15 @@ def add(x: Tensor, y: Tensor, *, alpha: float = 1.0) -> Tensor:
     Returns x.
     """
     return select_ops(x.device).add(x, y, alpha)
+
+
+def move_rows(table: RowTable, rows: Tensor, packed: Tensor, *, pack: bool) -> None:
+    """Copy rows of all tensors of a table into packed rows (pack=True), or back (pack=False).
+
+    rows:   (n,) int64, the rows of the table's tensors, each once
+    packed: (n, table.num_words) int64, contiguous
+    """
+    select_ops(packed.device).move_rows(table, rows, packed, pack)
 
 
 def add_lora(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fa_serve.ops.lora.problem import LoraBatch, LoraWeights
 from fa_serve.ops.products.quantised.weight import QuantizedWeight
+from fa_serve.ops.rows import RowTable
 from fa_serve.spec import OpSpec
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
@@ -188,6 +189,8 @@ class OpsBackend(Protocol):
     def delta_gates(self, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, /) -> tuple[Tensor, Tensor]: ...
 
     def add(self, x: Tensor, y: Tensor, alpha: float, /) -> Tensor: ...
+
+    def move_rows(self, table: RowTable, rows: Tensor, packed: Tensor, pack: bool, /) -> None: ...
 
     def add_lora(
         self, y: Tensor, x: Tensor, weights: LoraWeights, batch: LoraBatch, norm: Norm | None, bias: Tensor | None, /

@@ -14,6 +14,7 @@ from fa_serve.ops.lora.fallback import torch_add_lora
 from fa_serve.ops.moe.fallback import torch_activation, torch_experts, torch_route
 from fa_serve.ops.ops_backend import GateActivation, Norm, Pairing, RoundedRows, Weight
 from fa_serve.ops.products.quantised.weight import QuantizedWeight
+from fa_serve.ops.rows import RowTable
 from fa_serve.ops.sampling.fallback import torch_sample_rows
 from fa_serve.ops.selected_keys.fallback import torch_select_slots, torch_sparse_attention
 from fa_serve.spec import OpSpec
@@ -119,6 +120,16 @@ class TorchOps:
 
     def add(self, x: Tensor, y: Tensor, alpha: float, /) -> Tensor:
         return x.copy_(_wide(x).add(_wide(y), alpha=alpha))
+
+    def move_rows(self, table: RowTable, rows: Tensor, packed: Tensor, pack: bool, /) -> None:
+        first = 0
+        for words in table.words:
+            part = packed[:, first : first + words.shape[1]]
+            if pack:
+                part.copy_(words.index_select(0, rows))
+            else:
+                words.index_copy_(0, rows, part)
+            first += words.shape[1]
 
     def act_and_mul(self, x: Tensor, activation: str, /) -> Tensor:
         gate, up = _wide(x).chunk(2, dim=1)

@@ -13,6 +13,7 @@ from fa_serve.ops.elementwise.gates import launch_delta_gates, launch_gate_heads
 from fa_serve.ops.elementwise.norm import launch_rms_norm
 from fa_serve.ops.elementwise.rotary import launch_rotary_store_kv
 from fa_serve.ops.elementwise.rotary_latent import launch_rotary_store_latent
+from fa_serve.ops.elementwise.row_copies import launch_move_rows
 from fa_serve.ops.lora.kernel import launch_add_lora
 from fa_serve.ops.moe.routing import launch_route
 from fa_serve.ops.moe.run import compute_experts
@@ -35,6 +36,7 @@ class TritonOps:
     gate_heads = staticmethod(launch_gate_heads)
     delta_gates = staticmethod(launch_delta_gates)
     add = staticmethod(launch_add)
+    move_rows = staticmethod(launch_move_rows)
     sample_rows = staticmethod(launch_sample_rows)
     route = staticmethod(launch_route)
     experts = staticmethod(compute_experts)

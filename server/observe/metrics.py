@@ -133,7 +133,7 @@ def _add_engine(families: dict[str, Metric], names: list[str], label: list[str],
             "Fraction of the states of linear attention in use, 0 to 1.",
             stats.num_states_used / stats.num_states,
         )
-    counters = {
+    counters: dict[str, tuple[str, float]] = {
         "num_preemptions": ("Sequences that were preempted because no page was free.", stats.num_preemptions),
         "prompt_tokens": ("Prompt tokens that have been processed.", stats.num_prompt_tokens),
         "generation_tokens": ("Tokens that have been generated.", stats.num_output_tokens),
@@ -146,6 +146,19 @@ def _add_engine(families: dict[str, Metric], names: list[str], label: list[str],
         "spec_decode_num_draft_tokens": ("Tokens of drafts.", drafts.num_draft_tokens),
         "spec_decode_num_accepted_tokens": ("Tokens of drafts that were right.", drafts.num_accepted_tokens),
     }
+    if (tier := stats.host_tier) is not None:
+        gauges["kv_host_bytes"] = ("Bytes of the host's memory for evicted pages and states.", tier.num_bytes)
+        gauges["kv_host_bytes_used"] = ("Those of them that hold pages and states.", tier.num_bytes_used)
+        counters |= {
+            "kv_host_hits": ("Pages that came back from the host for a sequence.", tier.num_hits),
+            "kv_host_misses": ("Full pages of prompts that neither the device nor the host had.", tier.num_misses),
+            "kv_host_bytes_in": ("Bytes copied from the host to the device.", tier.bytes_in),
+            "kv_host_bytes_out": ("Bytes copied from the device to the host.", tier.bytes_out),
+            "kv_host_evictions": ("Pages and states that were evicted from the host.", tier.num_evictions),
+            "kv_host_lost": ("Pages and states that were evicted from the device before they could be copied.", tier.num_lost),
+            "kv_host_failures": ("Copies to or from the host that failed.", tier.num_failures),
+            "kv_host_wait_seconds": ("Seconds that sequences have waited for copies from the host.", tier.seconds),
+        }
     for name, (help, value) in gauges.items():
         add(GaugeMetricFamily, name, help, value)
     for name, (help, value) in counters.items():

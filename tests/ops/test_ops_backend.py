@@ -23,6 +23,7 @@ def test_the_protocol_has_every_op() -> None:
         "act_and_mul",
         "add",
         "add_lora",
+        "move_rows",
         "experts",
         "route",
         "sample_rows",

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from interpreter_bounds import reachable
 from torch import Tensor
 
 from fa_serve.launching.plans import PLANS
-from fa_serve.ops import GateActivation, Norm, Pairing
+from fa_serve.ops import GateActivation, Norm, Pairing, RowTable
 from fa_serve.ops.triton_ops import TritonOps
 
 OPS = TritonOps()
@@ -214,8 +215,16 @@ def invariant_sum(m: int = 2, width: int = 32, stride: int = 32, dtype: torch.dt
     return OPS.invariant_sum(zeros(m, stride, dtype=dtype)[:, :width])
 
 
+def move_rows(n: int = 2, width: int = 32, layers: int = 1, pack: bool = True) -> None:
+    tensors = [zeros(3, width, dtype=torch.float32) for _ in range(layers)]
+    table = RowTable(tensors)
+    with reachable(*tensors):
+        OPS.move_rows(table, torch.arange(n), zeros(n, table.num_words, dtype=torch.int64), pack)
+
+
 # for each op, calls of which each needs another launch than all before
 CALLS: dict[Callable[..., Any], list[dict[str, Any]]] = {
+    move_rows: [{}, {"n": 3}, {"width": 34}, {"layers": 2}, {"pack": False}],
     rms_norm: [
         {},
         {"total": 3},
@@ -367,6 +376,7 @@ def test_a_call_has_a_plan_of_its_facts(op: Callable[..., Any]) -> None:
         (act_and_mul, {"total": 0}, (0, 32)),
         (gate_heads, {"total": 0}, (0, 2, 32)),
         (add, {"total": 0}, (0, 32)),
+        (move_rows, {"n": 0}, None),
         (sample_rows, {"n": 0, "drawn": True}, (0,)),
         (invariant_sum, {"m": 0}, (0,)),
     ],

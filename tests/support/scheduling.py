@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from fa_serve.engine import SamplingParams
+from fa_serve.engine.cache.host_tier import HostTier
 from fa_serve.engine.cache.pages import PageTable
 from fa_serve.engine.cache.states import SHORT_CHUNK, STATE_INTERVAL, StateTable
 from fa_serve.engine.request.request import Request
@@ -31,17 +32,20 @@ def make_scheduler(
     prompt_share: PromptShare | None = None,
     num_states: int = 0,
     interval: int = STATE_INTERVAL,
+    make_tier: Callable[[PageTable, StateTable | None], HostTier] | None = None,
 ) -> Scheduler:
     pages = PageTable(num_pages, page_size, prefix_caching=caching)
+    states = StateTable(num_states, pages, interval=interval) if num_states else None
     return Scheduler(
         pages,
-        StateTable(num_states, pages, interval=interval) if num_states else None,
+        states,
         max_num_seqs=seqs,
         max_num_batched_tokens=tokens,
         keys_per_tile=keys_per_tile,
         window=window,
         speculation=speculation,
         prompt_share=prompt_share,
+        tier=None if make_tier is None else make_tier(pages, states),
     )
 
 
@@ -143,7 +147,7 @@ class StateDevice(Device):
         """Assert that every state that a sequence could start from is the one that its hash says."""
         pages = self.scheduler.pages
         states = self.scheduler.states
-        for page_hash, state in states._state_of.items():
+        for page_hash, state in states._item_of.items():
             chains: list[list[bytes]] = [[] for _ in salts]
             for chain, salt in zip(chains, salts, strict=True):
                 pages.hash_pages(self.states[state], chain, salt)

@@ -1,10 +1,10 @@
-"""Traffic of sequences with states of linear attention, on a device whose states are the tokens that they have seen."""
+"""Traffic of sequences on a device whose pages hold tokens, and whose states of linear attention the tokens they have seen."""
 
 from __future__ import annotations
 
 from collections import deque
 
-from scheduling import SPOILT, StateDevice, expected_output, make_request
+from scheduling import SPOILT, Device, StateDevice, expected_output, make_request
 
 from fa_serve.engine import RequestError
 from fa_serve.engine.scheduler.scheduled_batch import INVALID_TOKEN, ScheduledBatch
@@ -20,7 +20,7 @@ class Traffic:
 
     def __init__(self, scheduler: Scheduler, depth: int = 0) -> None:
         self.scheduler = scheduler
-        self.device = StateDevice(scheduler)
+        self.device = Device(scheduler) if scheduler.states is None else StateDevice(scheduler)
         self.depth = depth
         self.inflight: deque[tuple[ScheduledBatch, list[int]]] = deque()
         self.output: dict[str, list[int]] = {}
@@ -47,8 +47,10 @@ class Traffic:
     def spoil_chain(self, sequence: SequenceState) -> None:
         """All states that the sequence has come from are not finite, unless another sequence holds them as well."""
         states = self.scheduler.states
+        if states is None:
+            return
         others = {held.state for x in self.scheduler.running if x is not sequence for held in x.held_states}
-        known = {states._state_of[each] for each in sequence.page_hashes if each in states._state_of}
+        known = {states._item_of[each] for each in sequence.page_hashes if each in states._item_of}
         for state in (known | {held.state for held in sequence.held_states}) - others:
             self.device.states[state] = SPOILT
 
@@ -63,10 +65,10 @@ class Traffic:
         batch = scheduler.schedule()
         scheduler.check_integrity()
         if batch and outcome == "fail":
-            self.device.spoil(batch)
+            self.spoil(batch)
             scheduler.fail(batch, FAILURE)
         elif batch and outcome == "roll back":
-            self.device.spoil(batch)
+            self.spoil(batch)
             scheduler.rollback(batch)
         elif batch:
             tokens = self.device.launch(batch)
@@ -82,9 +84,14 @@ class Traffic:
             self.take_in(outcome == "not finite")
         return bool(scheduler.sequences or self.inflight)
 
+    def spoil(self, batch: ScheduledBatch) -> None:
+        if isinstance(self.device, StateDevice):
+            self.device.spoil(batch)
+
     def check(self) -> None:
         self.scheduler.check_integrity()
-        self.device.check_kept(SALTS)
+        if isinstance(self.device, StateDevice):
+            self.device.check_kept(SALTS)
 
     def run(self) -> Traffic:
         """Until everything has ended."""
@@ -100,7 +107,8 @@ class Traffic:
             assert self.output[name] == expected[: len(self.output[name])]
             if sequence.finish_reason in ("stop", "length"):
                 assert self.output[name] == expected
-        assert (self.scheduler.pages.num_held, self.scheduler.states.num_held) == (0, 0)
+        tables = [self.scheduler.pages, self.scheduler.states]
+        assert [table.num_held for table in tables if table is not None] == [0] * (2 - tables.count(None))
 
 
 def prompt_of(beginning: list[int], length: int) -> list[int]:

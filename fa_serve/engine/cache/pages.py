@@ -6,11 +6,8 @@
     shared = table.match(hashes)             # the pages of the longest known prefix
     table.acquire(shared)                    # one more sequence holds them
 
-A page is in exactly one of three states:
-
-    free    no sequence holds it and its content is worthless
-    cached  no sequence holds it, but its content is registered under a hash; the least recently used page is evicted first
-    held    as many sequences hold it as its reference count says
+A page is free, cached or held (kept_items.py). With a host tier, a page that is evicted stays registered if the host has a copy
+of it, which comes back before a sequence needs it.
 
 A sequence writes only to pages that it alone holds: pages are shared when they are full, and full pages are never written
 again. Therefore nothing is ever copied, and `n` answers to one prompt share its full pages and compute at most one page each.
@@ -26,9 +23,10 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
+
+from fa_serve.engine.cache.kept_items import KeptItems
 
 
 def new_salt() -> bytes:
@@ -36,7 +34,7 @@ def new_salt() -> bytes:
     return os.urandom(16)
 
 
-class PageTable:
+class PageTable(KeptItems):
     """Reference counts, the free list and the prefix cache of `num_pages` pages. Every operation is O(1) per page.
 
     page_size: tokens in a page; salt: key of the hashes, random unless it is given
@@ -45,29 +43,15 @@ class PageTable:
     """
 
     def __init__(self, num_pages: int, page_size: int, *, prefix_caching: bool = True, salt: bytes | None = None) -> None:
+        super().__init__(num_pages, "page")
         self.num_pages = num_pages
         self.page_size = page_size
         self.prefix_caching = prefix_caching
         self.on_forget: Callable[[bytes], None] | None = None
         self._salt = new_salt() if salt is None else salt
-        self._free = list(range(num_pages - 1, -1, -1))
-        self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
-        self._references = [0] * num_pages
-        self._hash_of: dict[int, bytes] = {}
-        self._page_of: dict[bytes, int] = {}
         # the tree of registered pages, by hash; a first page has no parent
         self._parent_of: dict[bytes, bytes] = {}
         self._children_of: dict[bytes, dict[bytes, None]] = {}
-
-    @property
-    def num_available(self) -> int:
-        """Pages that `allocate` can hand out: free, or cached and evictable."""
-        return len(self._free) + len(self._cached)
-
-    @property
-    def num_held(self) -> int:
-        """Pages that sequences hold."""
-        return self.num_pages - self.num_available
 
     def pages_for(self, num_tokens: int) -> int:
         """The number of pages that hold so many tokens."""
@@ -79,11 +63,7 @@ class PageTable:
             raise RuntimeError(f"cannot allocate {count} pages: {self.num_available} of {self.num_pages} are available")
         pages = []
         for _ in range(count):
-            if self._free:
-                page = self._free.pop()
-            else:
-                page, _ = self._cached.popitem(last=False)
-                self._forget(self._hash_of[page])
+            page = self.take()
             self._references[page] = 1
             pages.append(page)
         return pages
@@ -91,14 +71,7 @@ class PageTable:
     def release(self, pages: Sequence[int]) -> None:
         """Release each page once, the last one first: later pages are evicted before those that they depend on."""
         for page in reversed(pages):
-            if self._references[page] == 0:
-                raise RuntimeError(f"cannot release page {page}: no sequence holds it")
-            self._references[page] -= 1
-            if self._references[page] == 0:
-                if page in self._hash_of:
-                    self._cached[page] = None
-                else:
-                    self._free.append(page)
+            self.release_one(page)
 
     def hash_pages(self, token_ids: Sequence[int], known: list[bytes], salt: str | None = None, adapter: int = 0) -> None:
         """Extend `known`, the hashes of a sequence's first pages, to all pages that `token_ids` fills. `known` is changed.
@@ -124,15 +97,19 @@ class PageTable:
         """The pages of the longest known prefix. They are not held yet: see `acquire`."""
         pages = []
         for page_hash in hashes:
-            page = self._page_of.get(page_hash)
+            page = self._item_of.get(page_hash)
             if page is None:
                 break
             pages.append(page)
         return pages
 
+    def reach(self, hashes: Sequence[bytes]) -> int:
+        """How many of these pages, from the first one on, are registered, wherever they are."""
+        return next((number for number, page_hash in enumerate(hashes) if page_hash not in self), len(hashes))
+
     def __contains__(self, page_hash: bytes) -> bool:
-        """Whether a page is registered under this hash."""
-        return page_hash in self._page_of
+        """Whether a page is registered under this hash, on the device or on the host."""
+        return page_hash in self._item_of or page_hash in self.host
 
     def num_evictable(self, pages: Sequence[int]) -> int:
         """How many of these pages are available now and would not be after `acquire`."""
@@ -141,9 +118,7 @@ class PageTable:
     def acquire(self, pages: Sequence[int]) -> None:
         """One more sequence holds these pages, which `match` has found."""
         for page in pages:
-            if self._references[page] == 0:
-                del self._cached[page]
-            self._references[page] += 1
+            self.acquire_one(page)
 
     def register(self, page: int, page_hash: bytes, parent: bytes = b"") -> None:
         """The content of this page is complete. It is shared unless another page has the same content already.
@@ -155,22 +130,24 @@ class PageTable:
         """
         if page in self._hash_of:
             return
-        other = self._page_of.get(page_hash)
+        other = self._item_of.get(page_hash)
         if other is not None:
             if other in self._cached:
                 del self._cached[other]
                 del self._hash_of[other]
                 self._free.append(other)
                 self._hash_of[page] = page_hash
-                self._page_of[page_hash] = page
+                self._item_of[page_hash] = page
+                self._leaving.pop(page_hash, None)
+                self.host.expose(page_hash, first=True)
             return
-        if parent:
-            if parent not in self._page_of:
+        if page_hash not in self.host and parent:
+            if parent not in self:
                 return
             self._parent_of[page_hash] = parent
             self._children_of.setdefault(parent, {})[page_hash] = None
         self._hash_of[page] = page_hash
-        self._page_of[page_hash] = page
+        self._item_of[page_hash] = page
 
     def unregister(self, pages: Sequence[int]) -> None:
         """The content of these pages is not valid: nobody shares it from now on, nor any page that was computed from it."""
@@ -181,15 +158,18 @@ class PageTable:
     def forget(self, hashes: Sequence[bytes]) -> None:
         """The same, by the hashes of the pages. Hashes that are not registered are skipped."""
         for page_hash in hashes:
-            if page_hash in self._page_of:
+            if page_hash in self:
                 self._forget(page_hash)
 
     def forget_all(self) -> None:
         """No page's content is valid for others any more, because the model's weights have changed."""
-        self.forget([page_hash for page_hash in self._page_of if page_hash not in self._parent_of])
+        self.forget([page_hash for page_hash in (*self._item_of, *self.host) if page_hash not in self._parent_of])
+
+    def _lose(self, page_hash: bytes) -> None:
+        self._forget(page_hash)
 
     def _forget(self, page_hash: bytes) -> None:
-        """Unregister a hash and all hashes below it. Their pages are free if no sequence holds them."""
+        """Unregister a hash and all hashes below it, and drop the host's copies. Pages are free if no sequence holds them."""
         parent = self._parent_of.pop(page_hash, b"")
         if parent:
             siblings = self._children_of[parent]
@@ -201,36 +181,20 @@ class PageTable:
             each = below.pop()
             self._parent_of.pop(each, None)
             below += self._children_of.pop(each, ())
-            page = self._page_of.pop(each)
-            del self._hash_of[page]
+            self._cancel(each)
             if self.on_forget is not None:
                 self.on_forget(each)
-            if page in self._cached:
-                del self._cached[page]
-                self._free.append(page)
+            page = self._item_of.pop(each, None)
+            if page is not None:
+                del self._hash_of[page]
+                if page in self._cached:
+                    del self._cached[page]
+                    self._free.append(page)
 
     def check_integrity(self, holders: Sequence[Sequence[int]] | None = None) -> None:
         """Assert that free + cached + held == total, and that reference counts are those of `holders` (pages by sequence)."""
-        free = set(self._free)
-        cached = set(self._cached)
-        held = {page for page, count in enumerate(self._references) if count}
-        assert len(free) == len(self._free), "a page is in the free list twice"
-        assert len(free) + len(cached) + len(held) == self.num_pages, (
-            f"free {len(free)} + cached {len(cached)} + held {len(held)} != {self.num_pages}"
-        )
-        assert len(free | cached | held) == self.num_pages, "a page is in two states"
-        assert all(count >= 0 for count in self._references), "a reference count is negative"
-        assert self._page_of == {h: p for p, h in self._hash_of.items()}, "hashes and pages disagree"
-        assert cached <= self._hash_of.keys(), "a cached page has no hash"
-        assert not free & self._hash_of.keys(), "a free page has a hash"
-        assert self._parent_of.keys() <= self._page_of.keys() >= self._children_of.keys(), (
-            "a hash of the tree is not registered"
-        )
+        self.check_conditions(holders)
+        known = {*self._item_of, *self.host}
+        assert self._parent_of.keys() <= known >= self._children_of.keys(), "a hash of the tree is not registered"
         edges = {(parent, child) for parent, children in self._children_of.items() for child in children}
         assert edges == {(parent, child) for child, parent in self._parent_of.items()}, "parents and children disagree"
-        if holders is not None:
-            counts = [0] * self.num_pages
-            for pages in holders:
-                for page in pages:
-                    counts[page] += 1
-            assert counts == self._references, "reference counts differ from what the sequences hold"

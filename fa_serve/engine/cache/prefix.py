@@ -20,7 +20,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
+from fa_serve.engine.cache.host_tier import HostTier
 from fa_serve.engine.cache.pages import PageTable
 from fa_serve.engine.cache.states import SHORT_CHUNK, StateTable
 from fa_serve.engine.scheduler.sequence import SequenceState
@@ -48,21 +50,37 @@ class SharedPrefix:
     pages:   with its first tokens
     state:   after these pages; -1 without one
     branch:  number of tokens up to which there are pages, if no state is known there; else 0
-    awaited: the step that is being made writes a state after more pages
+    awaited: the step that is being made writes a state after more pages, or more is on its way from the host
+    missing: hashes of more pages, in order, that only the host has
+    missing_state: hash of a state after them, or after `pages`, that only the host has; empty if none is missing
     """
 
     pages: list[int]
     state: int = -1
     branch: int = 0
     awaited: bool = False
+    missing: Sequence[bytes] = ()
+    missing_state: bytes = b""
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether nothing has to come from the host."""
+        return not self.missing and not self.missing_state
+
+    @property
+    def is_coming(self) -> bool:
+        """Whether pages or a state are on their way from the host. There is room for them."""
+        return self.awaited and not self.is_on_device
 
 
 class Prefix:
-    """The scheduler's hand in a `PageTable` and, for models with states, in a `StateTable`."""
+    """The scheduler's hand in a `PageTable`, for models with states in a `StateTable`, and in a host tier if there is one."""
 
-    def __init__(self, pages: PageTable, states: StateTable | None = None) -> None:
+    def __init__(self, pages: PageTable, states: StateTable | None = None, tier: HostTier | None = None) -> None:
         self._pages = pages
         self._states = states
+        self._tier = tier
+        self._fetching: dict[int, SharedPrefix] = {}  # what is held until more of it has come from the host
 
     def shared(self, sequence: SequenceState) -> SharedPrefix:
         """What the prefix cache has for the first tokens of a waiting sequence."""
@@ -70,21 +88,68 @@ class Prefix:
         pages.hash_pages(sequence.content, sequence.page_hashes, sequence.request.cache_salt, sequence.request.adapter_number)
         # The last token is computed in any case, because its logits are wanted. For prompt_logprobs all tokens are.
         known = 0 if sequence.num_prompt_logits(2) else (sequence.num_tokens - 1) // pages.page_size
-        found = pages.match(sequence.page_hashes[:known])
+        hashes = sequence.page_hashes[:known]
+        found = pages.match(hashes)
+        if self._tier is not None:
+            return self._shared_with_host(hashes, found)
         if self._states is None:
             return SharedPrefix(found)
-        longest, state = self._states.match(sequence.page_hashes[: len(found)])
+        return self._shared_with_state(self._states, hashes, found)
+
+    def _shared_with_state(self, states: StateTable, hashes: Sequence[bytes], found: list[int]) -> SharedPrefix:
+        """What the device has of a prefix for a model with states. found: pages with these hashes, or the first ones"""
+        longest, state = states.match(hashes[: len(found)])
         count = longest
-        while count and not self._states.is_ready(state):
-            count, state = self._states.match(sequence.page_hashes[: count - 1])
-        branch = len(found) * pages.page_size if len(found) > count else 0
+        while count and not states.is_ready(state):
+            count, state = states.match(hashes[: count - 1])
+        branch = len(found) * self._pages.page_size if len(found) > count else 0
         return SharedPrefix(found[:count], state, branch, awaited=longest > count)
 
-    def acquire(self, shared: SharedPrefix) -> None:
-        """One more sequence holds these pages and this state."""
+    def _shared_with_host(self, hashes: Sequence[bytes], found: list[int]) -> SharedPrefix:
+        """The same with the host's copies, for a model with states or without."""
+        pages = self._pages
+        states = self._states
+        count = len(found) + pages.reach(hashes[len(found) :])
+        state_hash = b""
+        if states is not None:
+            here = self._shared_with_state(states, hashes, found)
+            count = states.reach(hashes[:count])
+            if here.awaited or count <= len(here.pages):
+                return here
+            if not states.has(hashes[count - 1]):
+                state_hash = hashes[count - 1]
+        missing = [page_hash for page_hash in hashes[len(found) : count] if not pages.has(page_hash)]
+        arriving = any(map(pages.is_arriving, missing)) or (states is not None and states.is_arriving(state_hash))
+        return SharedPrefix(found[:count], awaited=arriving, missing=missing, missing_state=state_hash)
+
+    def complete(self, sequence: SequenceState, shared: SharedPrefix) -> SharedPrefix:
+        """Begin to copy from the host what a waiting sequence lacks on the device, where it fits. Returns what is shared now.
+
+        That is `awaited` unless nothing was missing, or copies ended at once or failed.
+        """
+        while not shared.is_on_device and not shared.awaited:
+            assert self._tier is not None
+            self._hold(shared)
+            self._tier.fetch(shared.missing, shared.missing_state, partial(self._let_go, shared))
+            shared = self.shared(sequence)
+        return shared
+
+    def _hold(self, shared: SharedPrefix) -> None:
+        """Keep others from evicting what the host is to complete."""
+        self._pages.acquire(shared.pages)
+        self._fetching[id(shared)] = shared
+
+    def _let_go(self, shared: SharedPrefix) -> None:
+        del self._fetching[id(shared)]
+        self._pages.release(shared.pages)
+
+    def acquire(self, sequence: SequenceState, shared: SharedPrefix) -> None:
+        """The sequence holds these pages and this state from now on."""
         self._pages.acquire(shared.pages)
         if self._states is not None and shared.state >= 0:
             self._states.acquire(shared.state)
+        if self._tier is not None and not sequence.num_at_start:
+            self._tier.note_misses((sequence.num_tokens - 1) // self._pages.page_size - len(shared.pages))
 
     def available(self, running: Sequence[SequenceState] = ()) -> Room:
         """What can be allocated, now or when the steps in flight of these sequences have been committed."""
@@ -99,7 +164,7 @@ class Prefix:
         if self._states is None:
             return Room(num_pages)
         fills = sequence.num_tokens // pages.page_size > len(shared.pages)
-        return Room(num_pages, fills + self._states.is_evictable(shared.state))
+        return Room(num_pages, fills + (self._states.is_evictable(shared.state) or bool(shared.missing_state)))
 
     def growth(self, running: Sequence[SequenceState]) -> Room:
         """What the running sequences lack for their next tokens. Some have more pages than they need, for drafts.
@@ -234,11 +299,14 @@ class Prefix:
 
     def withdraw_everything(self) -> None:
         """The same for all pages and states of all sequences: the weights that they were computed with are no longer those."""
+        if self._tier is not None:
+            self._tier.finish()
         self._pages.forget_all()
 
     def check_integrity(self, running: Sequence[SequenceState]) -> None:
         """Assert that each page and state is accounted for, and that each sequence has the state of the last page it fills."""
-        self._pages.check_integrity([sequence.held_pages for sequence in running])
+        fetching = [shared.pages for shared in self._fetching.values()]
+        self._pages.check_integrity([*(sequence.held_pages for sequence in running), *fetching])
         if self._states is None:
             return
         self._states.check_integrity([[held.state for held in sequence.held_states] for sequence in running])

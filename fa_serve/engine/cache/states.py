@@ -13,11 +13,7 @@ after the tokens before. A *state* here is a state page: what all such layers of
 of tokens that is a multiple of the page size. It is written once, in full, and never changed, so that sequences share it like a
 page. A later position has another state. The tokens since then are kept apart, by slot, and belong to one sequence.
 
-A state is in exactly one of three conditions:
-
-    free    no sequence holds it and its content is worthless
-    cached  no sequence holds it, but it is registered; the least recently used one is evicted first
-    held    as many sequences hold it as its reference count says
+A state is free, cached or held, and the host may have a copy of it, as pages are (kept_items.py).
 
 A state is registered under the hash of the page that it comes after, and only while that page is: `PageTable.on_forget` takes
 the state along. Its hash covers every token before it and the salt, so states are isolated as pages are. A state may be evicted
@@ -30,9 +26,9 @@ Left out: which positions get a state (prefix.py), which sequence gets one when 
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 
+from fa_serve.engine.cache.kept_items import KeptItems
 from fa_serve.engine.cache.pages import PageTable
 
 MIN_STATES = 3
@@ -59,7 +55,7 @@ def chunk_length(start: int, length: int, missing: int, page_size: int) -> int:
     return whole if whole > 0 else min(length, SHORT_CHUNK)
 
 
-class StateTable:
+class StateTable(KeptItems):
     """Reference counts, the free list and the registered states of `num_states` states. Every operation is O(1).
 
     num_states: number of states that the memory holds
@@ -70,27 +66,17 @@ class StateTable:
     def __init__(self, num_states: int, pages: PageTable, *, interval: int = STATE_INTERVAL) -> None:
         if num_states < MIN_STATES:
             raise ValueError(f"num_states must be at least {MIN_STATES}, got {num_states}")
+        super().__init__(num_states, "state")
         self.num_states = num_states
         self.interval = -(-interval // pages.page_size) * pages.page_size
         self._pages = pages
-        self._free = list(range(num_states - 1, -1, -1))
-        self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
-        self._references = [0] * num_states
-        self._hash_of: dict[int, bytes] = {}
-        self._state_of: dict[bytes, int] = {}
         self._fresh: set[int] = set()  # allocated since `begin_step`
         self._num_uses = [0] * num_states  # sequences that have started from the state
         pages.on_forget = self._forget
 
-    @property
-    def num_available(self) -> int:
-        """States that `allocate` can hand out: free, or cached and evictable."""
-        return len(self._free) + len(self._cached)
-
-    @property
-    def num_held(self) -> int:
-        """States that sequences hold."""
-        return self.num_states - self.num_available
+    def renewed(self, pages: PageTable) -> StateTable:
+        """An empty table of as many states, for another table of pages."""
+        return StateTable(self.num_states, pages, interval=self.interval)
 
     @property
     def num_kept(self) -> int:
@@ -107,35 +93,27 @@ class StateTable:
 
     def allocate(self) -> int:
         """A state that no other sequence holds, for the step that is being made to write. It may be evicted from the cache."""
-        if self._free:
-            state = self._free.pop()
-        elif self._cached:
-            state, _ = self._cached.popitem(last=False)
-            del self._state_of[self._hash_of.pop(state)]
-        else:
+        if not self.num_available:
             raise RuntimeError(f"cannot allocate a state: all {self.num_states} are held")
+        state = self.take()
         self._references[state] = 1
-        self._num_uses[state] = 0
         self._fresh.add(state)
+        return state
+
+    def take(self) -> int:
+        """A state that nobody holds, as `KeptItems.take` says. No sequence has started from what will be in it."""
+        state = super().take()
+        self._num_uses[state] = 0
         return state
 
     def acquire(self, state: int) -> None:
         """One more sequence holds this state, which `match` has found."""
-        if self._references[state] == 0:
-            del self._cached[state]
-        self._references[state] += 1
+        self.acquire_one(state)
         self._num_uses[state] += 1
 
     def release(self, state: int) -> None:
         """One sequence less holds this state."""
-        if self._references[state] == 0:
-            raise RuntimeError(f"cannot release state {state}: no sequence holds it")
-        self._references[state] -= 1
-        if self._references[state] == 0:
-            if state in self._hash_of:
-                self._cached[state] = None
-            else:
-                self._free.append(state)
+        self.release_one(state)
 
     def is_evictable(self, state: int) -> bool:
         """Whether the state is available now and would not be after `acquire`. state: -1 is none"""
@@ -148,9 +126,9 @@ class StateTable:
         """
         if page_hash not in self._pages:
             return False
-        other = self._state_of.get(page_hash)
+        other = self._item_of.get(page_hash)
         if other is None:
-            self._state_of[page_hash] = state
+            self._item_of[page_hash] = state
             self._hash_of[state] = page_hash
         elif other in self._cached:
             self._cached.move_to_end(other)
@@ -161,7 +139,7 @@ class StateTable:
 
         This holds for a state from which no two sequences have started. Others are where conversations part.
         """
-        state = self._state_of.get(page_hash, -1)
+        state = self._item_of.get(page_hash, -1)
         if state in self._cached and self._num_uses[state] < 2:
             self._cached.move_to_end(state, last=False)
 
@@ -171,18 +149,26 @@ class StateTable:
         The state is not held yet: see `acquire`. It may not be ready.
         """
         for count in range(len(hashes), 0, -1):
-            state = self._state_of.get(hashes[count - 1])
+            state = self._item_of.get(hashes[count - 1])
             if state is not None:
                 return count, state
         return 0, -1
+
+    def reach(self, hashes: Sequence[bytes]) -> int:
+        """The number of pages up to the last of these hashes that has a state, on the device or on the host."""
+        return next((n for n in range(len(hashes), 0, -1) if self.has(hashes[n - 1]) or hashes[n - 1] in self.host), 0)
 
     def forget(self, hashes: Sequence[bytes]) -> None:
         """Nobody starts from the states after these pages from now on. Hashes that have no state are skipped."""
         for page_hash in hashes:
             self._forget(page_hash)
 
+    def _lose(self, page_hash: bytes) -> None:
+        del self._hash_of[self._item_of.pop(page_hash)]
+
     def _forget(self, page_hash: bytes) -> None:
-        state = self._state_of.pop(page_hash, None)
+        self._cancel(page_hash)
+        state = self._item_of.pop(page_hash, None)
         if state is not None:
             del self._hash_of[state]
             if state in self._cached:
@@ -192,22 +178,5 @@ class StateTable:
     def check_integrity(self, holders: Sequence[Sequence[int]] | None = None) -> None:
         """Assert that free + cached + held == total, that the pages of registered states are registered, and that reference
         counts are those of `holders` (states by sequence)."""
-        free = set(self._free)
-        cached = set(self._cached)
-        held = {state for state, count in enumerate(self._references) if count}
-        assert len(free) == len(self._free), "a state is in the free list twice"
-        assert len(free) + len(cached) + len(held) == self.num_states, (
-            f"free {len(free)} + cached {len(cached)} + held {len(held)} != {self.num_states}"
-        )
-        assert len(free | cached | held) == self.num_states, "a state is in two conditions"
-        assert all(count >= 0 for count in self._references), "a reference count is negative"
-        assert self._state_of == {h: s for s, h in self._hash_of.items()}, "hashes and states disagree"
-        assert cached <= self._hash_of.keys(), "a cached state has no hash"
-        assert not free & self._hash_of.keys(), "a free state has a hash"
-        assert all(page_hash in self._pages for page_hash in self._state_of), "a state outlives its page"
-        if holders is not None:
-            counts = [0] * self.num_states
-            for states in holders:
-                for state in states:
-                    counts[state] += 1
-            assert counts == self._references, "reference counts differ from what the sequences hold"
+        self.check_conditions(holders)
+        assert all(page_hash in self._pages for page_hash in (*self._item_of, *self.host)), "a state outlives its page"

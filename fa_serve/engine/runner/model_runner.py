@@ -33,6 +33,7 @@ from fa_serve.engine.lora.store import AdapterStore
 from fa_serve.engine.runner.batch_arrays import BatchArrays, batch_arrays
 from fa_serve.engine.runner.cuda_graphs import Inputs, OnError, Shape, StepGraphs, pad, padding
 from fa_serve.engine.runner.forward import Forward, PreparedBatch
+from fa_serve.engine.runner.host_memory import staging_bytes
 from fa_serve.engine.runner.indexers import prepare_indexers
 from fa_serve.engine.runner.log_probabilities import log_probabilities, processed_scores
 from fa_serve.engine.runner.lora_arrays import StepAdapters, lora_arrays, lora_step, step_adapters
@@ -321,6 +322,8 @@ class ModelRunner:
             peak += MAX_COPY_BYTES  # a later step may have more keys in its prompts than this one
         if isinstance(self.images, ImageEncoder):
             peak += self.images.max_bytes
+        if config.kv_host_memory:
+            peak += sum(staging_bytes(x) for x in (size, memory.bytes_per_state) if x)
         self.close()
         torch.cuda.empty_cache()
         least = size + (memory.least_bytes if memory else 0)

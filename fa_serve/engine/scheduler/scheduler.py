@@ -35,6 +35,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterable, Sequence
 
+from fa_serve.engine.cache.host_tier import HostTier
 from fa_serve.engine.cache.pages import PageTable
 from fa_serve.engine.cache.prefix import NOTHING, Prefix, Room, SharedPrefix
 from fa_serve.engine.cache.states import StateTable
@@ -64,6 +65,7 @@ class Scheduler:
     speculation:            where drafts come from; None without speculation
     prompt_share:           limits prompts while sequences decode; None without a limit
     seats:                  of sequences with adapters, which wait there until these are in memory
+    tier:                   copies of pages and states on the host; None without
     """
 
     def __init__(
@@ -78,10 +80,12 @@ class Scheduler:
         speculation: Speculation | None = None,
         prompt_share: PromptShare | None = None,
         seats: AdapterSeats | None = None,
+        tier: HostTier | None = None,
     ) -> None:
         self.pages = pages
         self.states = states
-        self._prefix = Prefix(pages, states)
+        self.tier = tier
+        self._prefix = Prefix(pages, states, tier)
         self._state_grid = None if states is None else pages.page_size
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -101,10 +105,10 @@ class Scheduler:
     def renewed(self) -> Scheduler:
         """A scheduler with the same settings and nothing else of this one, whose state is not to be trusted: see `abandon`."""
         pages = PageTable(self.pages.num_pages, self.pages.page_size, prefix_caching=self.pages.prefix_caching)
-        states = self.states
+        states = None if self.states is None else self.states.renewed(pages)
         return Scheduler(
             pages,
-            None if states is None else StateTable(states.num_states, pages, interval=states.interval),
+            states,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             keys_per_tile=self.keys_per_tile,
@@ -112,6 +116,7 @@ class Scheduler:
             speculation=self.speculation,
             prompt_share=None if self.prompt_share is None else self.prompt_share.renewed(),
             seats=self.seats.renewed(),
+            tier=None if self.tier is None else self.tier.renewed(pages, states),
         )
 
     def add(self, request: Request, timeout: float | None = None) -> SequenceState:
@@ -145,6 +150,8 @@ class Scheduler:
         self._num_steps += 1
         if self.states is not None:
             self.states.begin_step()
+        if self.tier is not None:
+            self.tier.begin_step()
         self._reclaim()
         self._make_room()
         limits = self._prompt_limits()
@@ -387,11 +394,12 @@ class Scheduler:
             self.waiting.give_way(victim)
 
     def _has_room(self) -> bool:
-        """Whether nothing is to be preempted for `first`. A pending token comes by itself."""
+        """Whether nothing is to be preempted for `first`. A pending token, and what the host has, come by themselves."""
         first = self.waiting.first()
-        if first.num_pending:
+        shared = self._prefix.shared(first)
+        if first.num_pending or shared.is_coming:
             return True
-        return bool(self._slots) and self._fits(first, self._prefix.shared(first), self._prefix.growth(self.running))
+        return bool(self._slots) and self._fits(first, shared, self._prefix.growth(self.running))
 
     def _append(self, batch: ScheduledBatch, sequence: SequenceState, length: int, drafts: Sequence[int] = ()) -> None:
         """Add the sequence's next `length` tokens and its drafts to the step."""
@@ -451,7 +459,10 @@ class Scheduler:
         shared = self._prefix.shared(sequence)
         if shared.awaited or not self._fits(sequence, shared):
             return False
-        self._prefix.acquire(shared)
+        shared = self._prefix.complete(sequence, shared)
+        if shared.awaited:
+            return False
+        self._prefix.acquire(sequence, shared)
         pages = shared.pages + self.pages.allocate(self.pages.pages_for(sequence.num_tokens) - len(shared.pages))
         sequence.start(self._slots.pop(), pages, len(shared.pages), self.pages.page_size, shared.state, shared.branch)
         return True

@@ -1,0 +1,292 @@
+"""The host tier of the KV cache: pages and states that are about to be evicted are copied to the host, and back when needed.
+
+    tier = HostTier(Lane(pages, page_copies, depth=64))
+    tier.begin_step()                        # before each step: copies that have ended, and new ones to the host
+    tier.fetch(hashes, b"", end)             # a sequence waits for a later step, and finds these pages on the device then
+
+An evicted page is not dropped but demoted: `PageTable` keeps its hash, and a copy on the host stands behind it. Copies run
+beside the steps. The next `depth` items to be evicted are copied ahead of time, so that an eviction waits for nothing; items
+that are evicted before their copy has ended are lost, as without the tier. What a waiting sequence needs comes back into pages
+of the device, which join the prefix cache when the copy has ended. The sequence is admitted then, and shares them like any
+others. So keys are isolated as those of pages are: a copy is found under the hash of its page alone, and goes when the hash is
+forgotten.
+
+A copy that fails is an event and no error: what was to leave is lost when it is evicted, and what was to come back is computed.
+Left out: which items are next (kept_items.py), and the copies themselves (runner/host_memory.py), which `HostCopies` stands
+for.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from fa_serve.engine.cache.kept_items import KeptItems, Move
+
+log = logging.getLogger("fa_serve.engine")
+
+BATCH_BYTES = 256 << 20
+"""Bytes that are on their way to the host at most: what a PCIe link of the fifth generation copies in 5 milliseconds."""
+
+
+class CopyError(Exception):
+    """A copy between the device and the host has failed, and the device is well."""
+
+
+class Copying(Protocol):
+    """Copies on their way."""
+
+    def is_done(self) -> bool:
+        """Whether they have ended. Raises CopyError if they have failed, after which nothing is written any more."""
+
+    def wait(self) -> None:
+        """Return when they have ended."""
+
+
+class HostCopies(Protocol):
+    """Memory on the host for copies of rows of the device: pages, or states. num_slots: how many there are, so far
+
+    `to_host` and `to_device` return when the copies are queued, and raise CopyError. Steps that were launched before have read
+    and written their rows when a copy begins. Nothing writes to a slot that is read, or to a row that is written, until it has
+    ended. A row that is read may be written by others: what is copied then is of no use.
+    """
+
+    num_slots: int
+    row_bytes: int
+
+    def to_host(self, rows: Sequence[int], slots: Sequence[int]) -> Copying: ...
+
+    def to_device(self, slots: Sequence[int], rows: Sequence[int]) -> Copying: ...
+
+    def close(self) -> None:
+        """Give the memory back. No copy is on its way."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostTierStats:
+    """What the host tier has done. All counters start at 0 with the engine.
+
+    num_bytes, num_bytes_used: of the host's memory, so far, and those of them that hold copies
+    num_hits, num_misses: pages that came back for a sequence, and full pages of prompts that neither device nor host had
+    bytes_in, bytes_out: copied from the host to the device, and from the device to the host
+    num_evictions: copies that were evicted from the host
+    num_lost:      pages and states that were evicted from the device before they could be copied
+    num_failures:  copies that failed
+    seconds:       that sequences have waited for copies
+    """
+
+    num_bytes: int = 0
+    num_bytes_used: int = 0
+    num_hits: int = 0
+    num_misses: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+    num_evictions: int = 0
+    num_lost: int = 0
+    num_failures: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Lane:
+    """A table of pages or of states, and the copies of its items.
+
+    depth: how many of the items that are handed out next the host should have copies of
+    """
+
+    table: KeptItems
+    copies: HostCopies
+    depth: int
+    leaving: int = 0  # copies to the host on their way
+    seen: int = -1  # `table.num_changes` when all of the next items had copies
+
+    def is_due(self) -> bool:
+        """Whether the next items may lack copies. Looking at them costs time, so some of them are used up in between."""
+        return not self.leaving and (self.seen < 0 or self.table.num_changes - self.seen >= max(self.depth // 8, 1))
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    lane: Lane
+    moves: list[Move]
+    copying: Copying
+    to_host: bool
+    begin: float
+    end: Callable[[], None]
+
+
+class HostTier:
+    """Owner of the copies on their way. The tables own which items and slots hold what.
+
+    pages, states: the lanes; states is None for a model without
+    """
+
+    def __init__(self, pages: Lane, states: Lane | None = None) -> None:
+        self._pages = pages
+        self.lanes = [pages] if states is None else [pages, states]
+        self._states = states
+        self._jobs: deque[_Job] = deque()
+        self._hits = 0
+        self._misses = 0
+        self._bytes_in = 0
+        self._bytes_out = 0
+        self._failures = 0
+        self._seconds = 0.0
+
+    def begin_step(self) -> None:
+        """Take in the copies that have ended, and begin to copy what is evicted next."""
+        if self._jobs:
+            self._take_in()
+        for lane in self.lanes:
+            if (count := lane.copies.num_slots - lane.table.host.num_slots) > 0:
+                lane.table.host.grow(count)
+                lane.seen = -1
+            room = max(BATCH_BYTES // lane.copies.row_bytes, 1)
+            while room > 0 and lane.is_due():
+                room -= self._demote(lane, room)
+
+    def fetch(self, pages: Sequence[bytes], state: bytes, end: Callable[[], None]) -> bool:
+        """Begin to copy these pages, and the state, from the host. Returns False if that fails; they are forgotten then.
+
+        pages: hashes of pages that the host has, in order; state: the hash of a state that it has, or empty
+        end:   called when the copies have ended, however
+        """
+        wanted = [(self._pages, list(pages))]
+        if state and self._states is not None:
+            wanted.append((self._states, [state]))
+        started = []
+        for lane, hashes in wanted:
+            moves = lane.table.start_arriving(hashes)
+            if not moves:
+                continue
+            try:
+                copying = lane.copies.to_device([move.slot for move in moves], [move.item for move in moves])
+            except CopyError as error:
+                self._note_failure(error)
+                lane.table.end_arriving(moves, False)
+                continue
+            started.append((lane, moves, copying))
+        for number, (lane, moves, copying) in enumerate(started, 1):
+            last = number == len(started)
+            self._jobs.append(_Job(lane, moves, copying, False, time.monotonic(), end if last else _nothing))
+        if not started:
+            end()
+        self._take_in()
+        return bool(started)
+
+    def note_misses(self, count: int) -> None:
+        """So many full pages of a prompt were found neither on the device nor on the host."""
+        self._misses += count
+
+    @property
+    def is_fetching(self) -> bool:
+        """Whether anything is on its way from the host."""
+        return any(not job.to_host for job in self._jobs)
+
+    def wait(self) -> None:
+        """Wait for the oldest copies from the host: there is nothing else to do."""
+        job = next((job for job in self._jobs if not job.to_host), None)
+        if job is not None:
+            job.copying.wait()
+
+    def finish(self) -> None:
+        """Wait for all copies, and settle them."""
+        self.drain()
+        self._take_in()
+        assert not self._jobs
+
+    def drain(self) -> None:
+        """Wait for all copies, whatever the tables are like."""
+        for job in self._jobs:
+            job.copying.wait()
+
+    def renewed(self, pages: KeptItems, states: KeptItems | None) -> HostTier:
+        """A tier with the same memory for other tables, which know nothing of what is in it."""
+        self.drain()
+        lanes = [
+            Lane(table, lane.copies, lane.depth)
+            for lane, table in zip(self.lanes, (pages, states), strict=False)
+            if table is not None
+        ]
+        return HostTier(*lanes)
+
+    def close(self) -> None:
+        """Wait for all copies, and give the host's memory back."""
+        self.drain()
+        for lane in self.lanes:
+            lane.copies.close()
+
+    def snapshot(self) -> HostTierStats:
+        hosts = [(lane.table.host, lane.copies.row_bytes) for lane in self.lanes]
+        return HostTierStats(
+            num_bytes=sum(host.num_slots * size for host, size in hosts),
+            num_bytes_used=sum(len(host) * size for host, size in hosts),
+            num_hits=self._hits,
+            num_misses=self._misses,
+            bytes_in=self._bytes_in,
+            bytes_out=self._bytes_out,
+            num_evictions=sum(host.num_evictions for host, _ in hosts),
+            num_lost=sum(lane.table.num_lost for lane in self.lanes),
+            num_failures=self._failures,
+            seconds=self._seconds,
+        )
+
+    def _demote(self, lane: Lane, room: int) -> int:
+        """Begin to copy the items that are evicted next, `room` at most. Returns how many are being copied, or have been."""
+        changes = lane.table.num_changes
+        moves = lane.table.start_leaving(lane.depth, room)
+        if len(moves) < room:
+            lane.seen = changes  # they are all that lacked copies, or there is no room on the host
+        if not moves:
+            return 0
+        try:
+            copying = lane.copies.to_host([move.item for move in moves], [move.slot for move in moves])
+        except CopyError as error:
+            self._note_failure(error)
+            lane.table.end_leaving(moves, False)
+            return room
+        lane.leaving += 1
+        self._jobs.append(_Job(lane, moves, copying, True, time.monotonic(), _nothing))
+        self._take_in()
+        return len(moves)
+
+    def _take_in(self) -> None:
+        """Settle the copies that have ended."""
+        for _ in range(len(self._jobs)):
+            job = self._jobs.popleft()
+            try:
+                if not job.copying.is_done():
+                    self._jobs.append(job)
+                    continue
+                copied = True
+            except CopyError as error:
+                self._note_failure(error)
+                copied = False
+            self._settle(job, copied)
+
+    def _settle(self, job: _Job, copied: bool) -> None:
+        num_bytes = len(job.moves) * job.lane.copies.row_bytes if copied else 0
+        if job.to_host:
+            job.lane.leaving -= 1
+            job.lane.table.end_leaving(job.moves, copied)
+            self._bytes_out += num_bytes
+        else:
+            job.lane.table.end_arriving(job.moves, copied)
+            self._bytes_in += num_bytes
+            if copied and job.lane is self._pages:
+                self._hits += len(job.moves)
+            self._seconds += time.monotonic() - job.begin
+        job.end()
+
+    def _note_failure(self, error: CopyError) -> None:
+        if not self._failures:
+            log.warning("a copy of the KV cache to or from the host has failed; what it was for is computed again: %s", error)
+        self._failures += 1
+
+
+def _nothing() -> None:
+    """Nothing is to be done when copies to the host have ended."""

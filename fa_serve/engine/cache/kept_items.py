@@ -1,0 +1,227 @@
+"""What pages and states have in common: each is free, cached or held, and the host may have a copy of it. No torch.
+
+    item = items.take()                      # free, or the least recently used one that is cached
+    items.release_one(item)
+
+An item is in exactly one of three conditions:
+
+    free    no sequence holds it and its content is worthless
+    cached  no sequence holds it, but its content is registered under a hash; the least recently used item is evicted first
+    held    as many hold it as its reference count says
+
+With a host tier, the items that are evicted next are copied to the host before (`start_leaving`), and copies come back into
+items when a sequence needs them (`start_arriving`). An item that leaves stays as it is, and if it is handed out before the copy
+has ended, the copy is void. An item that arrives is held meanwhile. What comes of a copy is decided when it ends: a hash that
+has been forgotten meanwhile has neither an item nor a copy then. Left out: the hashes of pages (pages.py), which positions have
+states (states.py), and when copies are made (host_tier.py).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+from fa_serve.engine.cache.host_slots import HostSlots
+
+
+class Move(NamedTuple):
+    """A page or a state that is being copied, in either direction."""
+
+    page_hash: bytes
+    item: int
+    slot: int
+
+
+class KeptItems:
+    """Reference counts, the free list and the registered items of a table. name: of an item, "page" or "state"
+
+    host:      slots of the host with copies; none without a host tier
+    num_changes: how often an item has become cached, or has ceased to be available
+    num_lost:  how many registered items were evicted of which the host had no copy
+    """
+
+    def __init__(self, count: int, name: str) -> None:
+        self._name = name
+        self.host = HostSlots()
+        self.num_changes = 0
+        self.num_lost = 0
+        self._count = count
+        self._free = list(range(count - 1, -1, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
+        self._references = [0] * count
+        self._hash_of: dict[int, bytes] = {}
+        self._item_of: dict[bytes, int] = {}
+        self._leaving: dict[bytes, int] = {}
+        self._arriving: dict[bytes, int] = {}
+        self._in_transit: list[int] = []  # items that are held because they are being filled
+
+    @property
+    def num_available(self) -> int:
+        """Items that can be handed out: free, or cached and evictable."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_held(self) -> int:
+        """Items that are held."""
+        return self._count - self.num_available
+
+    def has(self, page_hash: bytes) -> bool:
+        """Whether an item of the device is registered under this hash."""
+        return page_hash in self._item_of
+
+    def is_arriving(self, page_hash: bytes) -> bool:
+        """Whether what is registered under this hash is on its way from the host."""
+        return page_hash in self._arriving
+
+    def start_leaving(self, depth: int, limit: int) -> list[Move]:
+        """Those of the next `depth` items to be handed out that the host has no copy of, `limit` at most, to be copied."""
+        chosen: list[int] = []
+        for item in islice(self._cached, max(depth - len(self._free), 0)):
+            page_hash = self._hash_of[item]
+            if page_hash in self.host:
+                self.host.protect(page_hash)
+            elif len(chosen) < limit:
+                chosen.append(item)
+        moves = []
+        for item in chosen:
+            taken = self.host.take()
+            if taken is None:
+                break
+            slot, evicted = taken
+            if evicted and evicted not in self._item_of:
+                self._forget(evicted)
+            page_hash = self._hash_of.get(item, b"")
+            if page_hash:
+                self._leaving[page_hash] = item
+                moves.append(Move(page_hash, item, slot))
+            else:  # it came after the evicted one
+                self.host.give_back(slot)
+        return moves
+
+    def end_leaving(self, moves: Sequence[Move], copied: bool) -> None:
+        """Items have been copied to the host, or not."""
+        for page_hash, item, slot in moves:
+            if self._leaving.pop(page_hash, -1) == item and copied:
+                self.host.put(page_hash, slot)
+                if item not in self._cached:
+                    self.host.expose(page_hash, first=True)
+            else:
+                self.host.give_back(slot)
+
+    def start_arriving(self, hashes: Sequence[bytes]) -> list[Move]:
+        """Hold an item for each of these hashes, of which the host has copies, to be filled. Some may be evicted by others."""
+        moves = []
+        for page_hash in hashes:
+            if page_hash not in self.host or page_hash in self._arriving:
+                continue
+            slot = self.host.begin_reading(page_hash)
+            item = self.take()
+            self._hold(item)
+            self._arriving[page_hash] = item
+            moves.append(Move(page_hash, item, slot))
+        return moves
+
+    def end_arriving(self, moves: Sequence[Move], copied: bool) -> None:
+        """Items have been filled with the host's copies, or not: then these copies are dropped, and what comes after them."""
+        for page_hash, item, slot in reversed(moves):
+            valid = self._arriving.get(page_hash) == item
+            if valid:
+                del self._arriving[page_hash]
+            if valid and copied and page_hash not in self._item_of:
+                self._hash_of[item] = page_hash
+                self._item_of[page_hash] = item
+            self.host.end_reading(page_hash, slot)
+            self._let_go(item)
+        if not copied:
+            for page_hash, _, slot in moves:
+                if self.host.slot_of(page_hash) != slot:
+                    continue
+                if page_hash in self._item_of:
+                    self.host.drop(page_hash)
+                else:
+                    self._forget(page_hash)
+
+    def take(self) -> int:
+        """An item that nobody holds: a free one, or the oldest cached one, which is evicted. It is in no condition yet."""
+        self.num_changes += 1
+        if self._free:
+            return self._free.pop()
+        item, _ = self._cached.popitem(last=False)
+        page_hash = self._hash_of[item]
+        self._leaving.pop(page_hash, None)
+        if page_hash in self.host:
+            del self._hash_of[item]
+            del self._item_of[page_hash]
+            self.host.expose(page_hash)
+        else:
+            self.num_lost += 1
+            self._lose(page_hash)
+        return item
+
+    def release_one(self, item: int) -> None:
+        """One sequence less holds this item."""
+        if self._references[item] == 0:
+            raise RuntimeError(f"cannot release {self._name} {item}: no sequence holds it")
+        self._references[item] -= 1
+        if self._references[item] == 0:
+            if item in self._hash_of:
+                self.num_changes += 1
+                self._cached[item] = None
+            else:
+                self._free.append(item)
+
+    def acquire_one(self, item: int) -> None:
+        """One more sequence holds this item."""
+        if self._references[item] == 0:
+            self.num_changes += 1
+            del self._cached[item]
+            self.host.expose(self._hash_of[item], first=True)
+        self._references[item] += 1
+
+    def _hold(self, item: int) -> None:
+        self._references[item] += 1
+        self._in_transit.append(item)
+
+    def _let_go(self, item: int) -> None:
+        self._in_transit.remove(item)
+        self.release_one(item)
+
+    def _lose(self, page_hash: bytes) -> None:
+        """An item that the host has no copy of has been evicted. It is in no condition."""
+        raise NotImplementedError
+
+    def _forget(self, page_hash: bytes) -> None:
+        """What is registered under this hash is of no use."""
+        raise NotImplementedError
+
+    def _cancel(self, page_hash: bytes) -> None:
+        """Drop the host's copy of a hash. Copies on their way come to nothing."""
+        self.host.drop(page_hash)
+        self._leaving.pop(page_hash, None)
+        self._arriving.pop(page_hash, None)
+
+    def check_conditions(self, holders: Iterable[Iterable[int]] | None) -> None:
+        """Assert that free + cached + held == total, and that reference counts are those of `holders` and of copies."""
+        free = set(self._free)
+        cached = set(self._cached)
+        held = {item for item, count in enumerate(self._references) if count}
+        assert len(free) == len(self._free), "an item is in the free list twice"
+        assert len(free) + len(cached) + len(held) == self._count, (
+            f"free {len(free)} + cached {len(cached)} + held {len(held)} != {self._count}"
+        )
+        assert len(free | cached | held) == self._count, "an item is in two conditions"
+        assert all(count >= 0 for count in self._references), "a reference count is negative"
+        assert self._item_of == {h: p for p, h in self._hash_of.items()}, "hashes and items disagree"
+        assert cached <= self._hash_of.keys(), "a cached item has no hash"
+        assert not free & self._hash_of.keys(), "a free item has a hash"
+        assert set(self._arriving.values()) <= set(self._in_transit), "a copy that arrives holds nothing"
+        assert all(self._item_of.get(h) == item for h, item in self._leaving.items()), "an item leaves that is another one now"
+        self.host.check_integrity()
+        if holders is not None:
+            counts = [0] * self._count
+            for items in (*holders, self._in_transit):
+                for item in items:
+                    counts[item] += 1
+            assert counts == self._references, "reference counts differ from what is held"

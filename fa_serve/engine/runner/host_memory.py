@@ -1,0 +1,295 @@
+"""The memory of the host tier, and the copies between it and the device: `HostCopies` of the tier (cache/host_tier.py).
+
+    memory = HostMemory(lambda: [k_cache, v_cache], num_bytes=64 << 30, device=device)
+    copying = memory.to_host(pages, slots)   # returns when the copies are queued
+    copying.is_done()
+
+A row (a page or a state in all layers) is one range of bytes on the host. On a GPU one kernel packs rows into a buffer on the
+device (`ops.move_rows`), from which copies of whole runs of slots go to pinned memory, and back likewise. Each direction has
+two streams, so that one buffer is packed while the other one is copied. Neither waits for later steps, nor they for it: copies
+begin after the steps that are launched already. On a CPU the same is done at once.
+
+The host's memory is pinned by a thread, piece by piece, because that takes seconds for each 10 GiB. The tier gets it as it
+comes. If the machine has less, the tier stays smaller, with a warning. Memory is mapped and registered here, because PyTorch's
+pinned allocator rounds sizes up to powers of two. It goes with the process. Left out: which rows are copied when.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fa_serve import ops
+from fa_serve.engine.cache.host_tier import CopyError, Copying
+from fa_serve.engine.cache.tensors import reclaimable_memory
+
+log = logging.getLogger("fa_serve.engine")
+
+PIECE_BYTES = 256 << 20
+"""Bytes of the host's memory that are pinned at once."""
+BUFFER_BYTES = 32 << 20
+"""Bytes of a buffer on the device, of which there are four."""
+SPARE_BYTES = 2 << 30
+"""Bytes of the machine's memory that the tier leaves to others in any case."""
+
+
+def staging_bytes(row_bytes: int) -> int:
+    """Bytes on a GPU beside the cache, for rows of this size."""
+    return 4 * _buffer_rows(row_bytes) * row_bytes
+
+
+def _buffer_rows(row_bytes: int) -> int:
+    """Rows of a buffer. An even number, because the numbers of the rows that fill one begin at a multiple of 16 bytes."""
+    return max(BUFFER_BYTES // row_bytes // 2 * 2, 2)
+
+
+class HostMemory:
+    """Slots on the host for rows of a device's tensors.
+
+    tensors:   gives the tensors, which may be allocated anew between two copies; (num_rows, ...) each
+    num_bytes: of the host's memory at most
+    name:      of the rows, for the name of the thread
+
+    Raises ValueError if rows cannot be copied as they lie (`ops.RowTable`), and torch.OutOfMemoryError without room for
+    buffers.
+    """
+
+    def __init__(self, tensors: Callable[[], Sequence[Tensor]], num_bytes: int, device: torch.device, name: str = "") -> None:
+        self._tensors = tensors
+        self._device = device
+        self._known: list[tuple[int, int]] = []
+        self._table: ops.RowTable | None = None
+        self.row_bytes = ops.row_bytes(tensors())
+        self.num_slots = 0
+        self._slots_of_piece = max(min(PIECE_BYTES, num_bytes) // self.row_bytes, 1)
+        self._pieces: list[Tensor] = []  # (slots, words) int64 each, the last one may have fewer slots
+        self._maps: list[mmap.mmap] = []
+        self._closed = threading.Event()
+        self._lanes: dict[bool, _Lane] = {}
+        self._row_table()
+        self._thread: threading.Thread | None = None
+        if device.type == "cuda":
+            self._lanes = {to_host: _Lane(_buffer_rows(self.row_bytes), self.row_bytes, device) for to_host in (True, False)}
+            self._thread = threading.Thread(target=self._pin, args=(num_bytes,), name=f"fa-serve-pin-{name}", daemon=True)
+            self._thread.start()
+        else:
+            for size in self._piece_sizes(num_bytes):
+                self._pieces.append(torch.empty(size, self.row_bytes // 8, dtype=torch.int64))
+                self.num_slots += size
+
+    def to_host(self, rows: Sequence[int], slots: Sequence[int]) -> Copying:
+        """As `HostCopies` says."""
+        return self._copy(rows, slots, to_host=True)
+
+    def to_device(self, slots: Sequence[int], rows: Sequence[int]) -> Copying:
+        """As `HostCopies` says."""
+        return self._copy(rows, slots, to_host=False)
+
+    def wait_until_pinned(self) -> None:
+        """Return when there is all the memory that there will be."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def close(self) -> None:
+        """Wait for copies, and give the memory back."""
+        self._closed.set()
+        self.wait_until_pinned()
+        if self._device.type == "cuda":
+            for lane in self._lanes.values():
+                lane.synchronize()
+            for piece in self._pieces:
+                _cudart().cudaHostUnregister(piece.data_ptr())
+        self._lanes = {}
+        self._pieces = []
+
+    def _piece_sizes(self, num_bytes: int) -> Iterator[int]:
+        """Slots of each piece."""
+        left = num_bytes // self.row_bytes
+        while left > 0:
+            yield min(left, self._slots_of_piece)
+            left -= self._slots_of_piece
+
+    def _pin(self, num_bytes: int) -> None:
+        """Map and pin the memory. Runs in a thread."""
+        torch.cuda.set_device(self._device)
+        for size in self._piece_sizes(num_bytes):
+            if self._closed.is_set():
+                return
+            reason = self._pin_piece(size)
+            if reason:
+                log.warning(
+                    "the host tier of the KV cache has %.4g GiB instead of %.4g GiB, because %s",
+                    self.num_slots * self.row_bytes / 2**30,
+                    num_bytes / 2**30,
+                    reason,
+                )
+                return
+
+    def _pin_piece(self, size: int) -> str:
+        """Add a piece of so many slots. Returns why that is not possible, or nothing."""
+        num_bytes = size * self.row_bytes
+        room = reclaimable_memory()
+        if num_bytes + SPARE_BYTES > room:
+            return f"{room / 2**30:.4g} GiB of the machine's memory are available"
+        try:
+            memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            with suppress(AttributeError, OSError):  # large pages are pinned faster
+                memory.madvise(mmap.MADV_HUGEPAGE)
+        except (OSError, ValueError, MemoryError) as error:
+            return f"the memory could not be mapped: {error}"
+        piece = torch.frombuffer(memory, dtype=torch.int64).view(size, self.row_bytes // 8)
+        status = int(_cudart().cudaHostRegister(piece.data_ptr(), num_bytes, 0))
+        if status:
+            return f"the driver could not pin the memory (CUDA error {status})"
+        self._maps.append(memory)
+        self._pieces.append(piece)
+        self.num_slots += size
+        return ""
+
+    def _copy(self, rows: Sequence[int], slots: Sequence[int], *, to_host: bool) -> Copying:
+        try:
+            table = self._row_table()
+            pairs = sorted(zip(slots, rows, strict=True))
+            if self._device.type != "cuda":
+                self._copy_at_once(table, pairs, to_host=to_host)
+                return _Done()
+            return self._lanes[to_host].copy(table, pairs, self._runs, to_host=to_host)
+        except torch.AcceleratorError:
+            raise  # the device is lost
+        except (RuntimeError, MemoryError) as error:
+            if self._lanes:
+                self._lanes[to_host].synchronize()  # nothing is written after a failure has been told
+            raise CopyError(f"{type(error).__name__}: {error}") from error
+
+    def _copy_at_once(self, table: ops.RowTable, pairs: Sequence[tuple[int, int]], *, to_host: bool) -> None:
+        packed = torch.empty(len(pairs), table.num_words, dtype=torch.int64)
+        rows = torch.tensor([row for _, row in pairs])
+        if to_host:
+            ops.move_rows(table, rows, packed, pack=True)
+        for first, last, piece in self._runs([slot for slot, _ in pairs]):
+            if to_host:
+                piece.copy_(packed[first:last])
+            else:
+                packed[first:last].copy_(piece)
+        if not to_host:
+            ops.move_rows(table, rows, packed, pack=False)
+
+    def _runs(self, slots: Sequence[int]) -> Iterator[tuple[int, int, Tensor]]:
+        """(first, last, memory) of each range of these slots, which are sorted, that lie one behind the other."""
+        per_piece = self._slots_of_piece
+        first = 0
+        for index in range(1, len(slots) + 1):
+            if index < len(slots) and slots[index] == slots[index - 1] + 1 and slots[index] % per_piece:
+                continue
+            start = slots[first] % per_piece
+            yield first, index, self._pieces[slots[first] // per_piece][start : start + index - first]
+            first = index
+
+    def _row_table(self) -> ops.RowTable:
+        """Where the rows are now."""
+        tensors = self._tensors()
+        known = [(x.data_ptr(), len(x)) for x in tensors]
+        if self._table is None or known != self._known:
+            self._table = ops.RowTable(tensors)
+            self._known = known
+        return self._table
+
+
+def _cudart() -> Any:
+    """The functions of CUDA's runtime."""
+    load: Any = torch.cuda.cudart
+    return load()
+
+
+class _Done:
+    """Copies that have ended before they could be waited for."""
+
+    def is_done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        """There is nothing to wait for."""
+
+
+class _Queued:
+    """Copies on a GPU's streams. kept: tensors that the streams use until then"""
+
+    def __init__(self, event: torch.Event, kept: list[Tensor]) -> None:
+        self._event = event
+        self._kept = kept
+
+    def is_done(self) -> bool:
+        return self._event.query()
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+
+class _Lane:
+    """The streams and buffers of one direction."""
+
+    def __init__(self, buffer_rows: int, row_bytes: int, device: torch.device) -> None:
+        self._device = device
+        make_stream: Any = torch.cuda.Stream
+        self._copies = make_stream(device)
+        self._kernels = make_stream(device)
+        self._buffers = [torch.empty(buffer_rows, row_bytes // 8, dtype=torch.int64, device=device) for _ in range(2)]
+        self._free = [torch.Event("cuda") for _ in range(2)]  # when a buffer may be filled again
+        self._turn = count()
+
+    def copy(
+        self,
+        table: ops.RowTable,
+        pairs: Sequence[tuple[int, int]],
+        runs: Callable[[Sequence[int]], Iterator[tuple[int, int, Tensor]]],
+        *,
+        to_host: bool,
+    ) -> _Queued:
+        """Queue the copies of (slot, row), sorted by slot. runs: `HostMemory._runs`"""
+        self._kernels.wait_stream(torch.cuda.current_stream(self._device))
+        size = len(self._buffers[0])
+        kept: list[Tensor] = []
+        done = torch.Event("cuda")
+        with torch.cuda.stream(self._kernels):
+            numbers = torch.tensor([row for _, row in pairs], pin_memory=True)
+            rows = numbers.to(self._device, non_blocking=True)
+            kept += [numbers, rows]
+        for start in range(0, len(pairs), size):
+            part = pairs[start : start + size]
+            turn = next(self._turn) % 2
+            packed = self._buffers[turn][: len(part)]
+            slots = [slot for slot, _ in part]
+            part_rows = rows[start : start + len(part)]
+            if to_host:
+                self._kernels.wait_event(self._free[turn])
+                with torch.cuda.stream(self._kernels):
+                    ops.move_rows(table, part_rows, packed, pack=True)
+                self._copies.wait_stream(self._kernels)
+                with torch.cuda.stream(self._copies):
+                    for first, last, memory in runs(slots):
+                        memory.copy_(packed[first:last], non_blocking=True)
+                self._free[turn].record(self._copies)
+            else:
+                self._copies.wait_event(self._free[turn])
+                with torch.cuda.stream(self._copies):
+                    for first, last, memory in runs(slots):
+                        packed[first:last].copy_(memory, non_blocking=True)
+                self._kernels.wait_stream(self._copies)
+                with torch.cuda.stream(self._kernels):
+                    ops.move_rows(table, part_rows, packed, pack=False)
+                self._free[turn].record(self._kernels)
+        done.record(self._copies if to_host else self._kernels)
+        return _Queued(done, kept)
+
+    def synchronize(self) -> None:
+        """Wait until both streams are idle."""
+        self._copies.synchronize()
+        self._kernels.synchronize()

@@ -1,0 +1,157 @@
+"""Engines with a host tier: evicted pages and states come back, and every token is that of an engine without one."""
+
+from __future__ import annotations
+
+import logging
+import random
+from typing import Any
+
+import pytest
+import torch
+from hf_families import Family
+from hybrids import BY_NAME
+from latent_families import LATENT
+from tiny_models import VOCAB, make_model
+from transformers import GenerationConfig, PreTrainedModel
+
+from fa_serve.engine import Engine, EngineConfig, SamplingParams
+from fa_serve.spec import ParameterError
+
+GREEDY = SamplingParams(max_tokens=3, temperature=0.0)
+MEBIBYTE = 1 << 20
+
+
+def prompts(count: int, length: int = 29, seed: int = 0) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [[draw.randrange(3, VOCAB) for _ in range(length)] for _ in range(count)]
+
+
+def hybrid() -> PreTrainedModel:
+    model = BY_NAME["qwen3.5"].build(vocab_size=VOCAB)
+    model.generation_config = GenerationConfig(pad_token_id=0, eos_token_id=-1)
+    return model
+
+
+def answers(engine: Engine, given: list[list[int]]) -> list[list[int]]:
+    """One after the other, so that the pages of the first are evicted by the last."""
+    return [engine.generate([prompt], GREEDY)[0].token_ids for prompt in given]
+
+
+@pytest.mark.parametrize(
+    ("build", "settings"),
+    [
+        pytest.param(make_model, {}, id="llama"),
+        pytest.param(make_model, {"kv_cache_dtype": "fp8"}, id="float8"),
+        pytest.param(make_model, {"deterministic": True}, id="deterministic"),
+        pytest.param(make_model, {"speculative": "ngram"}, id="drafts"),
+        pytest.param(lambda: make_model("mistral"), {}, id="window"),
+        pytest.param(lambda: LATENT[0].build(vocab_size=VOCAB), {}, id="latent"),
+        pytest.param(hybrid, {"num_states": 5}, id="states"),
+    ],
+)
+def test_tokens_are_those_without_a_tier(make_engine, build, settings) -> None:
+    """The other engine keeps all pages on the device: float8 keys that are cached differ from those just computed."""
+    given = prompts(4)
+    given = [*given, *given]
+    model = build()
+    plain = answers(make_engine(model=model, num_pages=200, **settings | {"num_states": None}), given)
+    engine = make_engine(model=model, num_pages=18, kv_host_memory=MEBIBYTE, **settings)
+    assert answers(engine, given) == plain
+    stats = engine.stats()
+    assert stats.host_tier.num_hits > 10
+    assert stats.host_tier.num_failures == 0
+    assert stats.num_cached_tokens >= stats.host_tier.num_hits * 4, "pages that have come back count as cached"
+    assert stats.host_tier.num_bytes_used <= stats.host_tier.num_bytes <= MEBIBYTE
+    engine.check_integrity()
+
+
+def test_a_completion_says_how_many_tokens_have_come_back(make_engine) -> None:
+    engine = make_engine(num_pages=18, kv_host_memory=MEBIBYTE)
+    first, *others = prompts(4)
+    answers(engine, [first, *others])
+    assert engine.generate([first], GREEDY)[0].num_cached_tokens == 28
+
+
+def test_new_weights_read_nothing_from_the_host(make_engine) -> None:
+    given = prompts(4)
+    engine = make_engine(num_pages=18, kv_host_memory=MEBIBYTE)
+    answers(engine, given)
+    with torch.no_grad():
+        changed = {name: parameter + 0.05 * torch.randn_like(parameter) for name, parameter in engine.model.named_parameters()}
+    engine.update_weights(changed.items())
+    assert engine.stats().host_tier.num_bytes_used == 0
+    plain = make_engine(model=engine.model)
+    assert answers(engine, given) == answers(plain, given)
+
+
+def test_an_engine_that_has_slept_begins_with_an_empty_tier(make_engine) -> None:
+    given = prompts(4)
+    engine = make_engine(num_pages=18, kv_host_memory=MEBIBYTE)
+    before = answers(engine, given)
+    engine.sleep(1)
+    assert engine.stats().host_tier.num_bytes_used == 0
+    engine.wake_up()
+    assert answers(engine, given) == before
+    assert answers(engine, given) == before, "the cache lies elsewhere now, and comes back to its new place"
+    assert engine.stats().host_tier.num_hits > 10
+
+
+def test_a_copy_that_fails_changes_no_token(make_engine, monkeypatch, caplog) -> None:
+    given = prompts(4)
+    given = [*given, *given]
+    plain = answers(make_engine(num_pages=18), given)
+    engine = make_engine(num_pages=18, kv_host_memory=MEBIBYTE)
+    copies = engine._scheduler.tier.lanes[0].copies
+    draw = random.Random(0)
+    copy = copies._copy_at_once
+
+    def fail_sometimes(*args: Any, **options: Any) -> None:
+        copy(*args, **options)
+        if draw.random() < 0.5:
+            raise RuntimeError("planted")
+
+    monkeypatch.setattr(copies, "_copy_at_once", fail_sometimes)
+    with caplog.at_level(logging.WARNING, "fa_serve.engine"):
+        assert answers(engine, given) == plain
+    stats = engine.stats().host_tier
+    assert stats.num_failures > 3
+    assert stats.num_hits > 0
+    told = [record for record in caplog.records if record.name == "fa_serve.engine" and "copy" in record.getMessage()]
+    assert len(told) == 1, "the first failure is told"
+    engine.check_integrity()
+
+
+def test_a_scheduler_that_has_failed_leaves_the_memory_to_the_next_one(make_engine, monkeypatch) -> None:
+    given = prompts(4)
+    engine = make_engine(num_pages=18, kv_host_memory=MEBIBYTE)
+    before = answers(engine, given)
+    monkeypatch.setattr(engine._scheduler, "schedule", lambda: 1 / 0)
+    assert engine.generate([given[0]], GREEDY)[0].finish_reason == "error"
+    assert engine.stats().host_tier.num_bytes_used == 0
+    assert answers(engine, [*given, *given]) == [*before, *before]
+    assert engine.stats().host_tier.num_hits > 10
+
+
+@pytest.mark.parametrize(
+    ("settings", "rule"),
+    [
+        ({"prefix_caching": False}, "be 0 without prefix_caching"),
+        ({"tensor_parallel": 2}, "be 0 with tensor_parallel above 1"),
+        ({"speculative": "eagle3=head"}, "be 0 with an EAGLE-3 head"),
+    ],
+)
+def test_settings_that_have_no_tier(settings: dict[str, Any], rule: str) -> None:
+    with pytest.raises(ParameterError, match=rule):
+        EngineConfig(kv_host_memory=1, **settings)
+
+
+def test_a_model_without_attention_has_no_tier(make_engine) -> None:
+    model = BY_NAME["mamba"].build(vocab_size=VOCAB)
+    with pytest.raises(ParameterError, match="be 0 for a model without attention layers"):
+        make_engine(model=model, kv_host_memory=MEBIBYTE, num_pages=None)
+
+
+def test_a_cache_that_cannot_be_copied_has_no_tier(make_engine) -> None:
+    family = Family("llama", "LlamaForCausalLM", config={"head_dim": 6, "num_key_value_heads": 1, "num_attention_heads": 2})
+    with pytest.raises(ParameterError, match="kv_host_memory must be 0 for such a KV cache"):
+        make_engine(model=family.build(vocab_size=VOCAB), kv_host_memory=MEBIBYTE, kv_cache_dtype="fp8", page_size=2)
