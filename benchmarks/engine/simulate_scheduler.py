@@ -1,6 +1,6 @@
 """First tokens and gaps between tokens: the engine's scheduler over arrivals, on a device that is a formula.
 
-    python -m benchmarks.engine.simulate_scheduler [--seeds 3] [long mixed-80 answers ...]
+    python -m benchmarks.engine.simulate_scheduler [--seeds 3] [--loads long mixed-80 ...]
     python -m benchmarks.engine.simulate_scheduler --front       # the trade between both, for the picture in docs/engine.md
 
 Everything but the device is the engine's: admission, pages, the prefix cache, chunks, the learned cost of steps, and one step
@@ -284,7 +284,7 @@ def front(seeds: int) -> dict[str, tuple[float, float, float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="First tokens and gaps of the scheduler.")
-    parser.add_argument("loads", nargs="*", default=list(LOADS), choices=list(LOADS))
+    parser.add_argument("--loads", nargs="+", default=list(LOADS), choices=list(LOADS))
     parser.add_argument("--seeds", type=int, default=3, help="arrivals are drawn so many times")
     parser.add_argument("--front", action="store_true", help="the trade between both times for `long`")
     options = parser.parse_args()
