@@ -33,6 +33,12 @@ FLOAT8 = {
     "fa3 float8": ("FlashAttention-3, float8", "#003d5b"),
     "cudnn": ("cuDNN, bfloat16", "#30638e"),
 }
+# policy of the simulated scheduler, its name in the chart, its colour
+POLICIES = {
+    "fa_serve": ("fa_serve, target_ttft", "#d1495b"),
+    "guard": ("the guard as it was, target_itl", "#e8909a"),
+    "vllm": ("vLLM's policy, tokens of a step", "#003d5b"),
+}
 # benchmark and the peer that is 1 in its chart
 RATIO_CHARTS = (
     ("decode", "fa3"),
@@ -185,6 +191,27 @@ def ratio_chart(lines: list[Line], peer: str, name: str) -> None:
     _save(figure, name)
 
 
+def front_chart(lines: list[Line], name: str) -> None:
+    """The trade of each scheduling policy: first tokens over gaps between tokens, a point for each value of its setting."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(11, 3.8), sharex=True)
+    for axis, key in zip(axes, ("first token p50", "first token p99"), strict=True):
+        for policy, (label, colour) in POLICIES.items():
+            own = [line for line in lines if line["case"].startswith(f"front: {policy},")]
+            points = [(line["ours"], line["peers"][key] / 1000, line["case"].split(", ")[1]) for line in own]
+            points.sort()
+            axis.plot(*zip(*[point[:2] for point in points], strict=True), marker="o", ms=4, color=colour, label=label)
+            for gap, first, setting in (points[0], points[-1]):
+                axis.annotate(setting, (gap, first), fontsize=6, textcoords="offset points", xytext=(4, 4))
+        axis.set_ylabel(f"{key}, s", fontsize=9)
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.3)
+    axes[0].legend(fontsize=7)
+    figure.supxlabel("gaps between tokens p99, ms; 60 prompts of 750 to 29,000 tokens at 1.5/s, simulated", fontsize=9)
+    _save(figure, name)
+
+
 def _save(figure: Any, name: str) -> None:
     path = ROOT / "docs" / "images" / name
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -316,6 +343,8 @@ def main() -> None:
             prefill_chart(lines, f"{bench}.svg")
     if lines := read("fp8"):
         float8_chart(lines, "fp8.svg")
+    if lines := [line for line in read("scheduler") if line["case"].startswith("front: ")]:
+        front_chart(lines, "scheduler.svg")
     for bench, peer in RATIO_CHARTS:
         if lines := read(bench):
             ratio_chart(lines, peer, f"{bench}.svg")

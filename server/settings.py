@@ -83,8 +83,9 @@ class Settings(BaseSettings):
     trust_remote_code: bool = _option(False, "Run code that comes with the model.", "Model")
 
     max_num_seqs: int = _option(256, "Maximum number of sequences that run at once.", "Engine", ge=1)
-    # half of the engine's default for offline use: of prompts that arrive together, the first are answered after half a step
-    max_num_batched_tokens: int = _option(4096, "Maximum number of tokens in one step.", "Engine", ge=1)
+    # less than the engine's default for offline use: of prompts that arrive together, the first are answered after half a step,
+    # and a step that serves prompts which have waited for long holds up decoding for as long as so many tokens take
+    max_num_batched_tokens: int = _option(5120, "Maximum number of tokens in one step.", "Engine", ge=1)
     target_itl: float | None = _option(
         None,
         "Milliseconds from one token to the next up to which the prompts of others may slow an answer down: prompts are "
@@ -92,6 +93,14 @@ class Settings(BaseSettings):
         "at least 20; 0 is no limit, and the default on a CPU.",
         "Engine",
         ge=0,
+        allow_inf_nan=False,
+    )
+    target_ttft: float | None = _option(
+        None,
+        "Milliseconds from a request to its first token. If that is expected later, the steps that compute its prompt may "
+        "take as many times longer than target_itl. By default 200; a target_itl without it is kept.",
+        "Engine",
+        gt=0,
         allow_inf_nan=False,
     )
     page_size: int = _option(16, "Tokens in a page of the KV cache.", "Engine", ge=1)

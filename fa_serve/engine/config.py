@@ -61,6 +61,8 @@ class EngineConfig:
     target_itl:             milliseconds from one token to the next up to which prompts may slow sequences down that decode: 0
                             is no limit, for the most tokens a second; None is 4 decoding steps as measured, and at least 20 ms,
                             and no limit on a CPU, where a prompt in small chunks takes twice the time
+    target_ttft:            milliseconds from the arrival of a request to its first token: steps grow beyond target_itl if it is
+                            expected later. None is 200 ms for a target_itl that is derived too, and keeps one that is given
     max_model_len:          tokens of prompt and answer together; None is the model's own limit, or what the cache holds
     prefix_caching:         keep the pages of finished requests for prompts with the same prefix
     kv_host_memory:         bytes of the host's memory, pinned on a GPU, for pages and states that are evicted from the prefix
@@ -109,6 +111,7 @@ class EngineConfig:
     max_waiting: int = 1024
     max_num_batched_tokens: int = 8192
     target_itl: float | None = 0.0
+    target_ttft: float | None = None
     max_model_len: int | None = None
     prefix_caching: bool = True
     kv_host_memory: int = 0
@@ -170,6 +173,9 @@ class EngineConfig:
         target = self.target_itl
         if target is not None and (isinstance(target, bool) or not 0.0 <= target < float("inf")):
             raise ParameterError("target_itl", "be 0 or positive, in milliseconds, or None", target)
+        target = self.target_ttft
+        if target is not None and (isinstance(target, bool) or not 0.0 < target < float("inf")):
+            raise ParameterError("target_ttft", "be positive, in milliseconds, or None", target)
         if self.seed is not None and not _is_integer(self.seed):
             raise ParameterError("seed", "be an integer or None", self.seed)
         try:
@@ -322,9 +328,10 @@ class EngineConfig:
 
         Call it on the config of a loaded engine, whose device is not "auto" any more.
         """
-        if self.target_itl is None:
-            return None if self.device == "cpu" else PromptShare()
-        return PromptShare(self.target_itl / 1000) if self.target_itl else None
+        itl, ttft = self.target_itl, self.target_ttft
+        if itl == 0 or (itl is None and ttft is None and self.device == "cpu"):
+            return None
+        return PromptShare(None if itl is None else itl / 1000, None if ttft is None else ttft / 1000)
 
     @property
     def uses_process(self) -> bool:

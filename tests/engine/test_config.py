@@ -29,6 +29,9 @@ def test_bad_values_name_the_field() -> None:
         ("target_itl", -1.0),
         ("target_itl", True),
         ("target_itl", float("nan")),
+        ("target_ttft", 0),
+        ("target_ttft", True),
+        ("target_ttft", float("inf")),
     ):
         with pytest.raises(ParameterError) as error:
             EngineConfig(**{field: value})

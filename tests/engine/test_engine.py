@@ -413,7 +413,7 @@ def test_steps_are_measured_from_the_result_before(make_engine, monkeypatch, dep
     engine._steps.depth = depth
     share = engine._scheduler.prompt_share
     measured: list[tuple[int, int, float]] = []
-    monkeypatch.setattr(share, "record", lambda *step: measured.append(step))
+    monkeypatch.setattr(share, "record", lambda size, seconds: measured.append((size.rows, size.prompt_tokens, seconds)))
     launch = engine._runner.launch
 
     def slow(batch):

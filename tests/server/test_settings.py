@@ -10,7 +10,7 @@ from fa_serve.engine import EngineConfig
 
 def test_settings_of_the_engine_have_its_defaults():
     """Except that a service cares for latencies, and offline use for tokens per second."""
-    others = {"max_num_batched_tokens": EngineConfig().max_num_batched_tokens // 2, "target_itl": None, "lora": []}
+    others = {"max_num_batched_tokens": 5120, "target_itl": None, "lora": []}
     for field in fields(EngineConfig):
         default = others.get(field.name, field.default)
         assert Settings.model_fields[field.name].default == default, field.name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from fa_serve.engine import SamplingParams
@@ -49,6 +50,15 @@ def make_scheduler(
     )
 
 
+BUDGET = 4096
+Cost = Callable[[int, int], float]
+
+
+def step_cost(rows: int, prompt_tokens: int) -> float:
+    """About an 8B model: 4 ms for the weights, 35 us for the keys of a sequence, 23 us for a row of the products."""
+    return max(0.004, 23e-6 * (rows + prompt_tokens)) + 35e-6 * rows
+
+
 def next_token(tokens: list[int]) -> int:
     """A model: the next token is a function of all tokens before it. There are few tokens, so that prefixes repeat."""
     return hash(tuple(tokens)) % 3
@@ -86,6 +96,38 @@ class Device:
                 self.last_token[chunk.slot] = next_token(tokens[:length])
                 sampled.append(self.last_token[chunk.slot])
         return sampled
+
+
+class Run:
+    """A scheduler, a device, and a clock whose value is `cost` of each step."""
+
+    def __init__(self, share: PromptShare | None, cost: Cost = step_cost, depth: int = 1, **given: int) -> None:
+        self.share = share
+        self.scheduler = make_scheduler(
+            **{"num_pages": 4000, "page_size": 4, "seqs": 8, "tokens": BUDGET} | given, prompt_share=share
+        )
+        self.device = Device(self.scheduler)
+        self.depth = depth
+        self.inflight: deque[tuple[ScheduledBatch, list[int]]] = deque()
+        self.cost = cost
+        self.now = 0.0
+
+    def add(self, name: str, prompt: list[int], max_tokens: int, **fields: object) -> SequenceState:
+        """A request comes now."""
+        return self.scheduler.add(make_request(name, prompt, max_tokens, arrival=self.now, **fields))
+
+    def step(self) -> ScheduledBatch:
+        batch = self.scheduler.schedule()
+        self.scheduler.check_integrity()
+        if batch:
+            self.inflight.append((batch, self.device.launch(batch)))
+        if self.inflight and (len(self.inflight) > self.depth or not batch):
+            ended, tokens = self.inflight.popleft()
+            rows = ended.num_tokens - ended.num_prompt_tokens
+            seconds = self.cost(rows, ended.num_prompt_tokens)
+            self.now += seconds
+            self.scheduler.commit(ended, tokens, seconds)
+        return batch
 
 
 SPOILT = ("spoilt",)

@@ -276,6 +276,13 @@ class Prefix:
             for held in sequence.held_states:
                 self._states.release(held.state)
 
+    def release_behind(self, sequence: SequenceState, first_key: int) -> None:
+        """A sequence lets go of the pages before `first_key`, the first key of a tile that it may still attend to."""
+        num_pages = first_key // self._pages.page_size
+        if num_pages > sequence.num_released:
+            self._pages.release(sequence.pages[sequence.num_released : num_pages])
+            sequence.release_before(num_pages)
+
     def withdraw(self, sequence: SequenceState, start: int) -> None:
         """Keep others from sharing what this sequence was to write from token `start` on: it is missing or not finite."""
         first = max(start // self._pages.page_size, sequence.num_shared)

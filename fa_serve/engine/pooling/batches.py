@@ -51,6 +51,10 @@ class QueuedInput:
     charge: int = 0
 
     @property
+    def rank(self) -> tuple[float, int]:
+        return self.request.rank
+
+    @property
     def num_tokens(self) -> int:
         return len(self.input.ids)
 

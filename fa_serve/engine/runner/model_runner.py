@@ -284,20 +284,23 @@ class ModelRunner:
             self._forward(self._inputs(send(arrays, self.device), queries, step.keys, fresh=fresh))
 
     def _sample_empty(self, variant: SamplingVariant) -> None:
-        """Sample one row of equal logits with these parameters."""
+        """Sample rows of equal logits with these parameters, each in its own slot."""
         params = variant.params
-        sequence = SequenceState(variant.request(self.vocab_size))
+        count = variant.rows
+        sequences = [SequenceState(variant.request(self.vocab_size)) for _ in range(count)]
         if params.penalised:
-            self._token_counts().start(0, [0], 1)
-        arrays = sampling_arrays([sequence.request], [1], self.vocab_size)
-        logprob_rows = [] if params.logprobs is None else [0]
-        rows: dict[str, NDArray[Any]] = {"sampled_slots": np.zeros(1, dtype=np.int64)}
+            for slot in range(count):
+                self._token_counts().start(slot, [0, 0], 1)
+        arrays = sampling_arrays([sequence.request for sequence in sequences], [1] * count, self.vocab_size)
+        logprob_rows = [] if params.logprobs is None else list(range(count))
+        rows: dict[str, NDArray[Any]] = {"sampled_slots": np.arange(count, dtype=np.int64)}
         if logprob_rows:
-            rows["logprob_rows"] = np.zeros(1, dtype=np.int64)
-        logits = torch.zeros(1, self.vocab_size, dtype=self.model.dtype, device=self.device)
-        prepared = self._prepared(Shape(1, 1, 1, 1), arrays, send(arrays | rows, self.device))
-        masks = {0: np.full(-(-self.vocab_size // 32), -1, dtype=np.int32)} if variant.masked else None
-        self.sample(Forward(prepared, logits, [sequence], logprob_rows, []), masks).read()
+            rows["logprob_rows"] = np.arange(count, dtype=np.int64)
+        logits = torch.zeros(count, self.vocab_size, dtype=self.model.dtype, device=self.device)
+        prepared = self._prepared(Shape(count, count, 1, 1), arrays, send(arrays | rows, self.device))
+        mask = np.full(-(-self.vocab_size // 32), -1, dtype=np.int32)
+        masks = dict.fromkeys(range(count), mask) if variant.masked else None
+        self.sample(Forward(prepared, logits, sequences, logprob_rows, []), masks).read()
 
     def fit(self, config: EngineConfig, max_model_len: int) -> tuple[int, int]:
         """How many pages and states the device has room for beside the weights and the largest step.

@@ -30,21 +30,25 @@ MAX_IDLE_CLIENTS = 1024
 """Clients without a sequence whose accounts are kept. Beyond that the debts of idle clients are forgotten."""
 
 
-class Ranked(Protocol):
-    """Whose request it is, and its place among the requests of its client."""
+class Owned(Protocol):
+    """Whose request it is."""
 
     @property
     def client(self) -> str | None: ...
 
-    @property
-    def rank(self) -> tuple[float, int]: ...
-
 
 class Queued(Protocol):
-    """What can wait. turn, charge: what `admit` returned for it, and the cost that it was given"""
+    """What can wait.
+
+    rank:         its place among what its client has, which never changes while it waits
+    turn, charge: what `admit` returned for it, and the cost that it was given
+    """
 
     @property
-    def request(self) -> Ranked: ...
+    def request(self) -> Owned: ...
+
+    @property
+    def rank(self) -> tuple[float, int]: ...
 
     @property
     def turn(self) -> int: ...
@@ -111,6 +115,10 @@ class FairQueue(Generic[S]):
         """The sequence that is next. There has to be one."""
         return self._order[0].waiting[0]
 
+    def next_turn(self) -> int:
+        """The turn that `first` would get now."""
+        return _place(self._order[0])[0]
+
     def admit(self, cost: int) -> int:
         """Take out `first` and charge its client. Returns the turn of the sequence."""
         client = self._order[0]
@@ -175,7 +183,7 @@ class FairQueue(Generic[S]):
     def remove(self, sequence: S) -> None:
         """A waiting sequence has ended."""
         client = self._clients[sequence.request.client]
-        index = bisect_left(client.waiting, sequence.request.rank, key=_rank)
+        index = bisect_left(client.waiting, sequence.rank, key=_rank)
         while client.waiting[index] is not sequence:
             index += 1
         del client.waiting[index]
@@ -240,7 +248,7 @@ class FairQueue(Generic[S]):
 
 
 def _rank(sequence: Queued) -> tuple[float, int]:
-    return sequence.request.rank
+    return sequence.rank
 
 
 def _place(client: _Client[S]) -> tuple[int, int]:

@@ -1,31 +1,36 @@
-"""How many prompt tokens a step may compute while sequences decode, so that their next tokens do not come late. Plain Python.
+"""How many prompt tokens a step may compute while sequences decode: one decision about first tokens and gaps. Plain Python.
 
-    share = PromptShare(target=0.025)        # seconds from one token to the next; None takes the target from decoding itself
-    share.record(num_rows=64, num_prompt_tokens=0, seconds=0.0064)
-    share.record(num_rows=64, num_prompt_tokens=512, seconds=0.0184)
-    share.limit(num_rows=64)                 # 576
+    share = PromptShare(target_itl=0.025)    # seconds from one token to the next; None takes it from decoding itself
+    share.record(StepSize(rows=64, keys=64 * 900), 0.0064)
+    share.limit(StepSize(rows=64, keys=64 * 900))             # 576
+    share.limit(StepSize(rows=64, keys=64 * 900), expected=0.4)   # 1280: a first token comes 0.4 s late
 
 A step that computes prompts and decodes takes longer than one that only decodes. The decoding sequences wait for all of it, so
-the prompts get what the target leaves beside decoding. Two things are learned from recent steps, each by the size of the step:
-how long steps that only decode take, and what a prompt token adds to a step. Both are medians, so that one step that waited for
-a compiler counts little. The first rows of a step cost less than later ones, because up to about a hundred rows take the time
-of reading the weights. Therefore the share is at most one size larger than the largest recent one.
+the prompts get what the target leaves beside decoding, as `StepCost` has learned it. The target is relaxed when prompts are
+late, in this order:
 
-Without a target, a step may compute a third more prompt tokens than its share if that completes a prompt. Otherwise the rest of
-the prompt would make another step late.
+1. All first tokens are expected in time: steps keep the target of gaps.
+2. A first token is expected later than the target of first tokens: the target of gaps grows in proportion to how much later,
+   so that prompts get a larger share of the time. A first token is expected after what its prompt has waited already and what
+   computing the rest of it takes, so steps grow for a long prompt at once, and for a short one when it has waited for long.
+   The derived target of first tokens is TARGET_TTFT.
+3. All of the step's token budget is used. Beyond that the GPU is overcommitted, and first tokens are late.
 
-Prompts never starve: a step may compute MIN_PROMPT_TOKENS of them whatever the target is. Steps have four sizes for each power
-of two, because a step of a new size may need another CUDA graph.
+A target of gaps that was asked for is relaxed only for a target of first tokens that was asked for as well.
 
-The decisions depend on nothing but the arguments of `record` and `limit` and their order. Several processes that are given the
-same times decide the same. Left out: the clock (engine.py), and which prompts get the share (scheduler.py). Source: the token
-budget of Sarathi-Serve (Agrawal et al. 2024), which is set by hand there.
+Without a target of gaps, a step may compute a third more prompt tokens than its share if that completes a prompt. Otherwise the
+rest of the prompt would make another step late. Prompts never starve: a step may compute MIN_PROMPT_TOKENS of them whatever the
+target is. Steps have four sizes for each power of two, because a step of a new size may need another CUDA graph. The first rows
+of a step cost less than later ones, so the share is at most one size larger than the largest recent one.
+
+The decisions depend on nothing but the arguments and the order of calls. Several processes that are given the same times decide
+the same. Left out: the clock (engine.py), and which prompts get the share (prompt_order.py). Source: the token budget of
+Sarathi-Serve (Agrawal et al. 2024), which is set by hand there.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping
+from fa_serve.engine.scheduler.step_cost import StepCost, StepSize
 
 TARGET_STEPS = 4
 """Without a target, a step with prompts may take as long as so many steps that only decode: prompts get three quarters of it. A
@@ -36,65 +41,72 @@ COMPLETING = 3
 """Without a target, a step may compute limit + limit // COMPLETING prompt tokens if that completes a prompt."""
 MIN_PROMPT_TOKENS = 64
 """Prompt tokens that every step may compute. CUDA graphs of steps with prompts have a multiple of so many tokens."""
-RECENT = 64
-"""Measured steps of a kind that count."""
+TARGET_TTFT = 0.2
+"""Without a target of first tokens, seconds from the arrival of a request to its first token."""
+STRETCH = 1.0
+"""A prompt is served as if it had come later by so many times what is left of it takes: shorter ones go first."""
 
 
 class PromptShare:
-    """Owner of the measurements of steps. target: seconds that a step should take while sequences decode; None derives it"""
+    """Owner of the cost of steps, and of what follows from it for prompts.
 
-    def __init__(self, target: float | None = None) -> None:
-        self._target = target
-        self._decoding: deque[tuple[int, float]] = deque(maxlen=RECENT)  # rows, seconds
-        self._prompts: deque[tuple[int, float]] = deque(maxlen=RECENT)  # prompt tokens, seconds that each of them added
+    target_itl:  seconds that a step should take while sequences decode; None derives it
+    target_ttft: seconds from the arrival of a request to its first token; None derives it, and leaves a target_itl as it is
+    """
+
+    def __init__(self, target_itl: float | None = None, target_ttft: float | None = None) -> None:
+        self._target_itl = target_itl
+        self._target_ttft = target_ttft
+        self.cost = StepCost()
 
     def renewed(self) -> PromptShare:
-        """One with the same target and without measurements."""
-        return PromptShare(self._target)
+        """One with the same targets and without measurements."""
+        return PromptShare(self._target_itl, self._target_ttft)
 
-    def record(self, num_rows: int, num_prompt_tokens: int, seconds: float) -> None:
-        """A step has taken so long.
+    def record(self, size: StepSize, seconds: float) -> None:
+        """A step has taken so long."""
+        self.cost.record(size, seconds)
 
-        num_rows: tokens of sequences that decode, and their drafts
+    def delay(self, left: int, before: int) -> float:
+        """By how many seconds a prompt is served later than one that came at the same time and takes nothing.
+
+        left: tokens that are still to be computed; before: those that are computed, or cached
         """
-        if num_prompt_tokens:
-            added = max(seconds - self.decode_seconds(num_rows), 0.0)
-            self._prompts.append((num_prompt_tokens, added / num_prompt_tokens))
-        elif num_rows:
-            self._decoding.append((num_rows, seconds))
+        return STRETCH * self.cost.prompt_seconds(left, before)
 
-    def decode_seconds(self, num_rows: int) -> float:
-        """How long a step that only decodes so many rows takes, by measured steps of about that size; 0 without any."""
-        return _nearest(_medians(self._decoding), num_rows)
+    def expected(self, waited: float, left: int, before: int) -> float:
+        """Seconds from the arrival of a request to its first token, if its prompt is computed alone from now on.
 
-    def seconds(self, num_rows: int, num_prompt_tokens: int) -> float:
-        """How long a step that decodes so many rows and computes so many prompt tokens takes, by measured steps."""
-        return self.decode_seconds(num_rows) + num_prompt_tokens * _nearest(_medians(self._prompts), num_prompt_tokens)
+        waited: seconds since its arrival; left, before: as in `delay`
+        """
+        return waited + self.cost.prompt_seconds(left, before)
 
-    def target(self, num_rows: int) -> float:
-        """How long a step that decodes so many rows and computes prompts should take."""
-        if self._target is not None:
-            return self._target
-        return max(TARGET_STEPS * self.decode_seconds(num_rows), TARGET_SECONDS)
+    def target(self, decoding: StepSize, expected: float = 0.0) -> float:
+        """How long a step that decodes so much and computes prompts should take. expected: the latest of the first tokens"""
+        if self._target_itl is not None and self._target_ttft is None:
+            return self._target_itl
+        target = self._target_itl or max(TARGET_STEPS * self.cost.seconds(decoding), TARGET_SECONDS)
+        return target * max(expected / (self._target_ttft or TARGET_TTFT), 1.0)
 
-    def limit(self, num_rows: int) -> int:
-        """How many prompt tokens a step that decodes so many rows may compute."""
-        room = self.target(num_rows) - self.decode_seconds(num_rows)
-        largest = max((tokens for tokens, _ in self._prompts), default=0)
-        added = _medians(self._prompts)
-        size = _rounded(num_rows + largest)
+    def limit(self, decoding: StepSize, before: int = 0, expected: float = 0.0) -> int:
+        """How many prompt tokens a step that decodes so much may compute.
+
+        before: keys before the first of these tokens; expected: as in `target`
+        """
+        room = self.target(decoding, expected) - self.cost.seconds(decoding)
+        size = _rounded(decoding.rows + self.cost.largest)
         size += _unit(size)
-        while size - num_rows > MIN_PROMPT_TOKENS:
-            tokens = size - num_rows
-            if added and tokens * _nearest(added, tokens) <= room:
+        while size - decoding.rows > MIN_PROMPT_TOKENS:
+            tokens = size - decoding.rows
+            if self.cost.knows_prompts and self.cost.prompt_seconds(tokens, before) <= room:
                 return tokens
             size = _rounded(size - 1)
         return MIN_PROMPT_TOKENS
 
-    def limits(self, num_rows: int, room: int) -> tuple[int, int]:
+    def limits(self, decoding: StepSize, room: int, before: int = 0, expected: float = 0.0) -> tuple[int, int]:
         """`limit`, and how many prompt tokens the step may compute if the last of them complete a prompt; at most `room`."""
-        limit = self.limit(num_rows)
-        completing = limit if self._target is not None else limit + limit // COMPLETING
+        limit = self.limit(decoding, before, expected)
+        completing = limit if self._target_itl is not None else limit + limit // COMPLETING
         return min(limit, room), min(completing, room)
 
 
@@ -106,17 +118,3 @@ def _unit(size: int) -> int:
 def _rounded(size: int) -> int:
     """The largest size of a step up to this one."""
     return size // _unit(size) * _unit(size)
-
-
-def _medians(measured: Iterable[tuple[int, float]]) -> dict[int, float]:
-    """The lower median of the values, for each power of two of the numbers that they belong to."""
-    classes: dict[int, list[float]] = defaultdict(list)
-    for number, value in measured:
-        classes[number.bit_length()].append(value)
-    return {size: sorted(values)[(len(values) - 1) // 2] for size, values in classes.items()}
-
-
-def _nearest(medians: Mapping[int, float], number: int) -> float:
-    """The median of numbers like this one, or of the nearest ones; 0 if there is none."""
-    size = min(medians, key=lambda other: (abs(other - number.bit_length()), -other), default=None)
-    return 0.0 if size is None else medians[size]

@@ -12,6 +12,7 @@ from itertools import chain
 
 from fa_serve.engine.errors import RequestError
 from fa_serve.engine.scheduler.sequence import SequenceState
+from fa_serve.engine.scheduler.step_cost import StepSize
 
 INVALID_TOKEN = -1
 """What the sampler returns for a row whose logits are not finite, before any bias or mask."""
@@ -64,6 +65,7 @@ class ScheduledBatch:
 
     number:        steps are numbered in their order
     num_prompt_tokens: tokens of chunks that are more than the last token of a sequence and its drafts
+    num_keys, num_pairs: keys that the other tokens read, and those that these tokens read, all together
     max_tokens:    what num_tokens may be, for the scheduler
     prompt_limits: what num_prompt_tokens may be, and what it may be if the last of them complete a prompt
     """
@@ -75,6 +77,8 @@ class ScheduledBatch:
     num_prompt_tokens: int = 0
     num_prompt_logits: int = 0
     num_drafts: int = 0
+    num_keys: int = 0
+    num_pairs: int = 0
     max_tokens: int = 0
     prompt_limits: tuple[int, int] = (0, 0)
 
@@ -99,6 +103,14 @@ class ScheduledBatch:
         if chunk.length != chunk.num_samples:
             self.num_prompt_tokens += chunk.length
             self.num_prompt_logits += chunk.num_prompt_logits
+            self.num_pairs += chunk.length * (chunk.start + chunk.length // 2)
+        else:
+            self.num_keys += chunk.length * chunk.start
+
+    @property
+    def size(self) -> StepSize:
+        """What the step costs is learned by this."""
+        return StepSize(self.num_tokens - self.num_prompt_tokens, self.num_keys, self.num_prompt_tokens, self.num_pairs)
 
     def __bool__(self) -> bool:
         return bool(self.chunks)

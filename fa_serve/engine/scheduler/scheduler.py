@@ -46,6 +46,7 @@ from fa_serve.engine.scheduler.adapter_seats import AdapterSeats
 from fa_serve.engine.scheduler.chunk_lengths import next_length
 from fa_serve.engine.scheduler.deadlines import Deadlines
 from fa_serve.engine.scheduler.fair_queue import FairQueue
+from fa_serve.engine.scheduler.prompt_order import PromptOrder
 from fa_serve.engine.scheduler.prompt_share import PromptShare
 from fa_serve.engine.scheduler.scheduled_batch import INVALID_TOKEN, WITHOUT_TOKEN, Chunk, ScheduledBatch
 from fa_serve.engine.scheduler.sequence import SequenceState
@@ -99,6 +100,7 @@ class Scheduler:
         self.sequences: dict[str, SequenceState] = {}
         self.num_preemptions = 0
         self._num_steps = 0
+        self._now = 0.0  # on the clock of the arrivals, as far as arrivals and the times of steps tell
         self._slots = list(range(max_num_seqs - 1, -1, -1))
         self.deadlines = Deadlines()
 
@@ -123,6 +125,10 @@ class Scheduler:
         """Queue a request. timeout: seconds after its arrival when its time is up"""
         sequence = SequenceState(request)
         self.sequences[request.request_id] = sequence
+        self._now = max(self._now, request.arrival)
+        if self.prompt_share is not None:
+            num_cached = len(self._prefix.shared(sequence).pages) * self.pages.page_size
+            sequence.move_back(self.prompt_share.delay(sequence.num_tokens - num_cached, num_cached))
         if self.seats.add(sequence):
             self.waiting.add(sequence)
         if timeout is not None:
@@ -154,11 +160,11 @@ class Scheduler:
             self.tier.begin_step()
         self._reclaim()
         self._make_room()
-        limits = self._prompt_limits()
-        batch = ScheduledBatch(number=self._num_steps, max_tokens=self.max_num_batched_tokens, prompt_limits=limits)
+        batch = ScheduledBatch(number=self._num_steps, max_tokens=self.max_num_batched_tokens)
         self._prepare_drafts()
-        self._continue_running(batch)
-        self._admit_waiting(batch)
+        prompts, num_decoding = self._continue_decoding(batch)
+        if batch.room and (prompts or self.waiting):
+            self._compute_prompts(batch, prompts, num_decoding)
         return batch
 
     def needs_results(self) -> bool:
@@ -177,7 +183,8 @@ class Scheduler:
         without another token. The `finish_reason` of every sequence that has ended is set.
         """
         if self.prompt_share is not None and seconds is not None:
-            self.prompt_share.record(batch.num_tokens - batch.num_prompt_tokens, batch.num_prompt_tokens, seconds)
+            self.prompt_share.record(batch.size, seconds)
+            self._now += seconds
         gained: dict[SequenceState, Sequence[int]] = {}
         first = 0
         for chunk in batch.chunks:
@@ -300,27 +307,50 @@ class Scheduler:
         assert self.running == sorted(self.running, key=SequenceState.place), "the running sequences are out of order"
         self.waiting.check_integrity(self.running)
 
-    def _prompt_limits(self) -> tuple[int, int]:
-        """What `PromptShare.limits` leaves to prompts. Each sequence that decodes has a place in the step beside them."""
-        if self.prompt_share is not None:
-            decoding = sum(x.num_computed + 1 >= x.num_tokens and not x.is_last_pending for x in self.running)
-            if decoding and (decoding < len(self.running) or self.waiting):
-                return self.prompt_share.limits(decoding, max(self.max_num_batched_tokens - decoding, 1))
-        return self.max_num_batched_tokens, self.max_num_batched_tokens
+    def _continue_decoding(self, batch: ScheduledBatch) -> tuple[list[SequenceState], int]:
+        """Schedule the running sequences that lack their last token alone, by turn, with their drafts.
 
-    def _continue_running(self, batch: ScheduledBatch) -> None:
-        """Schedule the running sequences, by turn."""
+        Returns the other ones, which lack more, and how many decode, those that wait for their newest token included.
+        """
         drafting = self.speculation.is_on(len(self.running))  # asked once, because this loop decides what a step costs the host
         has_states = self.states is not None
+        prompts: list[SequenceState] = []
+        num_decoding = 0
         for sequence in self.running:
-            if not batch.room:
-                break
-            if sequence.is_last_pending or sequence.num_drafts or (drafting and self._is_held_back(sequence)):
+            if sequence.is_last_pending:
                 continue
-            length = next_length(batch, sequence, self._state_grid)
-            if length and not (has_states and not self._prefix.can_store(sequence, length)):
+            decodes = sequence.num_computed + 1 >= sequence.num_tokens
+            num_decoding += decodes
+            if sequence.num_drafts or (drafting and self._is_held_back(sequence)):
+                continue
+            if not decodes:
+                prompts.append(sequence)
+            elif batch.room and not (has_states and not self._prefix.can_store(sequence, 1)):
                 self._grow_to(sequence, sequence.num_tokens)
-                self._append(batch, sequence, length, self._drafts(sequence, batch.room) if drafting else ())
+                self._append(batch, sequence, 1, self._drafts(sequence, batch.room) if drafting else ())
+        return prompts, num_decoding
+
+    def _compute_prompts(self, batch: ScheduledBatch, prompts: list[SequenceState], num_decoding: int) -> None:
+        """Schedule chunks of prompts, in turn. Waiting sequences are admitted until one of them has to wait."""
+        order = PromptOrder(prompts, self.waiting, self.pages.page_size, self.prompt_share)
+        batch.prompt_limits = order.limits(batch, num_decoding, self._now)
+        while batch.room and (sequence := order.first()) is not None:
+            length = next_length(batch, sequence, self._state_grid)
+            if order.is_waiting:
+                if not length or not self._slots or not self._admit(sequence):
+                    order.close()
+                    continue
+                cost = sequence.num_tokens - sequence.num_computed + sequence.num_expected
+                sequence.pay(cost)
+                self._enter(sequence, self.waiting.admit(cost))
+                batch.admitted.append(sequence)
+                length = next_length(batch, sequence, self._state_grid)
+            elif not length or (self.states is not None and not self._prefix.can_store(sequence, length)):
+                order.drop()
+                continue
+            order.drop()
+            self._grow_to(sequence, sequence.num_tokens)
+            self._append(batch, sequence, length)
 
     def _is_held_back(self, sequence: SequenceState) -> bool:
         """Whether a sequence waits for its newest tokens."""
@@ -357,27 +387,15 @@ class Scheduler:
         if need > 0:
             sequence.grow(self.pages.allocate(need))
 
-    def _admit_waiting(self, batch: ScheduledBatch) -> None:
-        """Schedule waiting sequences, in turn, until one of them has to wait."""
-        while self.waiting and self._slots and batch.room:
-            sequence = self.waiting.first()
-            if not next_length(batch, sequence, self._state_grid) or not self._admit(sequence):
-                break
-            cost = sequence.num_tokens - sequence.num_computed + sequence.num_expected
-            sequence.pay(cost)
-            self._enter(sequence, self.waiting.admit(cost))
-            batch.admitted.append(sequence)
-            self._append(batch, sequence, next_length(batch, sequence, self._state_grid))
-
     def _enter(self, sequence: SequenceState, turn: int) -> None:
         """Put an admitted sequence among the running ones. The turns of its client's sequences stay in the order of ranks."""
         client = sequence.request.client
         sequence.take_turn(turn)
         last = next((other for other in reversed(self.running) if other.request.client == client), None)
-        if last is not None and (last.request.rank > sequence.request.rank or last.turn > turn):
+        if last is not None and (last.rank > sequence.rank or last.turn > turn):
             own = [sequence, *(other for other in self.running if other.request.client == client)]
             turns = sorted(other.turn for other in own)
-            for other, its_turn in zip(sorted(own, key=SequenceState.rank), turns, strict=True):
+            for other, its_turn in zip(sorted(own, key=lambda each: each.rank), turns, strict=True):
                 other.take_turn(its_turn)
             self.running.sort(key=SequenceState.place)
         insort(self.running, sequence, key=SequenceState.place)
@@ -417,18 +435,9 @@ class Scheduler:
             sequence.hold(chunk.stores, batch.number)
         self._prefix.offer(sequence)
         if self.window is not None:
-            self._release_behind(sequence, start - self.window)
-
-    def _release_behind(self, sequence: SequenceState, first_key: int) -> None:
-        """Release the pages that lie before the tile of `first_key`, the first key that this step attends to.
-
-        Steps run in order, so steps in flight have read these pages before another sequence writes to them.
-        """
-        first_in_tile = max(first_key, 0) // self.keys_per_tile * self.keys_per_tile
-        num_pages = first_in_tile // self.pages.page_size
-        if num_pages > sequence.num_released:
-            self.pages.release(sequence.pages[sequence.num_released : num_pages])
-            sequence.release_before(num_pages)
+            # whole tiles: steps run in order, so those in flight have read these pages before another sequence writes to them
+            first_key = max(start - self.window, 0) // self.keys_per_tile * self.keys_per_tile
+            self._prefix.release_behind(sequence, first_key)
 
     def _release_spent(self, states: StateTable, batch: ScheduledBatch) -> None:
         """Release the states that were needed until this step had been committed, or undone."""

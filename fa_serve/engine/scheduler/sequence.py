@@ -41,6 +41,7 @@ class SequenceState:
 
     tokens:       the prompt, then every sampled token that is known on the host
     num_prompt_tokens: length of the prompt
+    rank:         its place among the sequences of its client: that of its request, moved back by what its prompt costs
     num_pending:  sampled tokens that are still on the device, because their step has been launched and not yet read
     num_computed: leading tokens whose keys and values are in the cache once all launched steps have run; drafts not counted
     num_drafts:   guesses of the tokens after the last one, which the step in flight verifies
@@ -64,6 +65,7 @@ class SequenceState:
     request: Request
     tokens: list[int] = field(init=False)
     num_prompt_tokens: int = field(init=False)
+    rank: tuple[float, int] = field(init=False)
     num_pending: int = 0
     num_computed: int = 0
     num_drafts: int = 0
@@ -87,6 +89,7 @@ class SequenceState:
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt)
         self.num_prompt_tokens = len(self.tokens)
+        self.rank = self.request.rank
 
     @property
     def content(self) -> Sequence[int]:
@@ -162,13 +165,9 @@ class SequenceState:
     def finished(self) -> bool:
         return self.finish_reason is not None
 
-    def rank(self) -> tuple[float, int]:
-        """Sort key among the sequences of one client."""
-        return self.request.rank
-
     def place(self) -> tuple[int, tuple[float, int]]:
         """Sort key among the running sequences."""
-        return self.turn, self.request.rank
+        return self.turn, self.rank
 
     @property
     def num_expected(self) -> int:
@@ -192,6 +191,10 @@ class SequenceState:
         self.num_at_start = len(self.tokens)
         if not self.num_output_tokens:
             self.num_cached_tokens = self.num_computed
+
+    def move_back(self, seconds: float) -> None:
+        """The sequence has the rank of one that has come later by so many seconds."""
+        self.rank = (self.request.rank[0] + seconds, self.request.rank[1])
 
     def take_turn(self, turn: int) -> None:
         """The sequence has this place among the running ones."""

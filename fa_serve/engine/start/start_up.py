@@ -127,7 +127,8 @@ def warm_up(runner: ModelRunner, config: EngineConfig, max_model_len: int, compi
         for each, max_tokens in runners:
             stack.enter_context(few_layers(each.model))
             steps = empty_steps(max_num_seqs=config.max_num_seqs, max_tokens=max_tokens, max_keys=max_model_len)
-            plan: list[EmptyStep | SamplingVariant] = [*steps, *sampling_variants(drafting=each is runner.draft)]
+            sampling = sampling_variants(config.max_num_seqs, drafting=each is runner.draft)
+            plan: list[EmptyStep | SamplingVariant] = [*steps, *sampling]
             calls += [partial(each.run_warm_up, work) for work in plan]
         errors = run_compiled(calls, compilers, WARM_UP_SECONDS)
         if runner.device.type == "cuda":

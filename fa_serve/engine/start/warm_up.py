@@ -17,6 +17,7 @@ Left out: CUDA graphs of steps (cuda_graphs.py), and how kernels are compiled (o
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
@@ -39,6 +40,9 @@ KEYS_OF_BATCHES = (64, 1024)
 WIDTHS_OF_BATCHES = (32, 256, 2048)
 """Batches are divided into classes at these sizes, and a class may split keys in a way that its larger batches do not."""
 
+MOST_MEMORY = SamplingParams(top_p=0.9, top_k=50, frequency_penalty=0.1, logprobs=20)
+"""The sampling that needs the most memory."""
+
 
 class EmptyStep(NamedTuple):
     """A synthetic step: sequences of one token, and the last `num_long` of `batch` sequences with `queries` tokens each.
@@ -59,10 +63,15 @@ class EmptyStep(NamedTuple):
 
 
 class SamplingVariant(NamedTuple):
-    """Parameters of a row that is sampled. masked: a mask of allowed tokens comes with it, as for structured outputs."""
+    """Parameters of rows that are sampled.
+
+    masked: a mask of allowed tokens comes with each, as for structured outputs
+    rows:   their number. PyTorch has other kernels for one row than for several, and loads each when it is first launched
+    """
 
     params: SamplingParams
     masked: bool = False
+    rows: int = 1
 
     def request(self, vocab_size: int) -> Request:
         """A request with these parameters."""
@@ -105,11 +114,19 @@ def empty_steps(*, max_num_seqs: int, max_tokens: int, max_keys: int) -> list[Em
     )
 
 
-def sampling_variants(*, drafting: bool = False) -> Iterator[SamplingVariant]:
-    """Parameters that lead to every kernel of sampling. Penalties are computed in float32, which is another variant of each.
+def sampling_variants(max_num_seqs: int, *, drafting: bool = False) -> Iterator[SamplingVariant]:
+    """Parameters that lead to every kernel of sampling, for one row and for as many as a step has at most.
+
+    Most rows come last, so that their memory stays with PyTorch for the first step that needs it.
 
     drafting: those of a draft model, whose draws have no penalties, log-probabilities and masks
     """
+    for rows in dict.fromkeys((1, max_num_seqs)):
+        yield from (variant._replace(rows=rows) for variant in _variants(drafting))
+
+
+def _variants(drafting: bool) -> Iterator[SamplingVariant]:
+    """The same for one row. Penalties and biases are computed in float32, which is another variant of each kernel."""
     filters = list(product((0, 50), (1.0, 0.9), (0.0, 0.1)))
     for penalty in (0.0,) if drafting else (0.0, 0.5):
         yield SamplingVariant(SamplingParams(temperature=0.0, frequency_penalty=penalty))
@@ -118,8 +135,10 @@ def sampling_variants(*, drafting: bool = False) -> Iterator[SamplingVariant]:
     yield SamplingVariant(SamplingParams(temperature=0.0, logit_bias={0: 1.0}))
     yield SamplingVariant(SamplingParams(temperature=0.0, allowed_token_ids=(0, 1)))
     if not drafting:
-        yield SamplingVariant(SamplingParams(temperature=0.0, logprobs=5))
         yield SamplingVariant(SamplingParams(temperature=0.0), masked=True)
+        for logprobs in (0, 5):
+            yield SamplingVariant(SamplingParams(temperature=0.0, logprobs=logprobs))
+        yield SamplingVariant(MOST_MEMORY)
 
 
 def largest_batch(config: EngineConfig, max_model_len: int) -> ScheduledBatch:
@@ -127,7 +146,7 @@ def largest_batch(config: EngineConfig, max_model_len: int) -> ScheduledBatch:
     count = min(config.max_num_seqs, config.max_num_batched_tokens)
     length = min(config.max_num_batched_tokens // count, max_model_len)
     drafts = [0] * min(draft_limit(config.max_drafts, count), length - 1)
-    params = SamplingParams(top_p=0.9, top_k=50, frequency_penalty=0.1, logprobs=20, prompt_logprobs=20)
+    params = replace(MOST_MEMORY, prompt_logprobs=MOST_MEMORY.logprobs)
     batch = ScheduledBatch()
     for slot in range(count):
         sequence = SequenceState(Request(f"largest-{slot}", [0] * (length - len(drafts)), params, max_tokens=1))

@@ -55,7 +55,7 @@ def test_a_block_waits_for_a_step_with_room() -> None:
 @pytest.mark.parametrize("length", [6, 7])
 def test_a_block_beside_decoding_is_not_starved_by_the_share_of_prompts(length: int) -> None:
     class Small(PromptShare):
-        def limits(self, decoding: int, room: int) -> tuple[int, int]:
+        def limits(self, *step: object) -> tuple[int, int]:
             return 2, 2
 
     scheduler = make(8, Small(20.0))

@@ -6,45 +6,50 @@ measured times are, what the share predicts stays below the target, and equal ti
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduling import Device, make_request, make_scheduler
+from scheduling import BUDGET, Cost, Run, step_cost
 
 from fa_serve.engine import EngineConfig, SamplingParams
-from fa_serve.engine.scheduler.prompt_share import MIN_PROMPT_TOKENS, RECENT, TARGET_SECONDS, TARGET_STEPS, PromptShare
-from fa_serve.engine.scheduler.scheduled_batch import ScheduledBatch
+from fa_serve.engine.scheduler.prompt_share import (
+    MIN_PROMPT_TOKENS,
+    TARGET_SECONDS,
+    TARGET_STEPS,
+    TARGET_TTFT,
+    PromptShare,
+)
 from fa_serve.engine.scheduler.scheduler import Scheduler
-
-BUDGET = 4096
-Cost = Callable[[int, int], float]
-
-
-def step_cost(rows: int, prompt_tokens: int) -> float:
-    """About an 8B model: 4 ms for the weights, 35 us for the keys of a sequence, 23 us for a row of the products."""
-    return max(0.004, 23e-6 * (rows + prompt_tokens)) + 35e-6 * rows
+from fa_serve.engine.scheduler.step_cost import RECENT, StepSize
 
 
 def learned(target: float | None, cost: Cost = step_cost, rows: int = 64) -> PromptShare:
     """A share that has measured steps of growing size."""
     share = PromptShare(target)
-    share.record(rows, 0, cost(rows, 0))
+    measure(share, rows, 0, cost(rows, 0))
     for _ in range(40):
-        tokens = min(share.limit(rows), BUDGET)
-        share.record(rows, tokens, cost(rows, tokens))
-        share.record(rows, 0, cost(rows, 0))
+        tokens = min(share.limit(StepSize(rows)), BUDGET)
+        measure(share, rows, tokens, cost(rows, tokens))
+        measure(share, rows, 0, cost(rows, 0))
     return share
+
+
+def measure(share: PromptShare, rows: int, tokens: int, seconds: float) -> None:
+    """A step has taken so long, whose prompt begins with it."""
+    share.record(prompt_step(rows, tokens), seconds)
+
+
+def prompt_step(rows: int, tokens: int) -> StepSize:
+    return StepSize(rows, 0, tokens, tokens * tokens // 2)
 
 
 @pytest.mark.parametrize("rows", [1, 16, 64, 256])
 @pytest.mark.parametrize("target", [0.015, 0.025, 0.05])
 def test_a_step_of_the_largest_share_keeps_the_target(rows: int, target: float) -> None:
     share = learned(target, rows=rows)
-    tokens = share.limit(rows)
+    tokens = share.limit(StepSize(rows))
     if step_cost(rows, MIN_PROMPT_TOKENS) > target:
         assert tokens == MIN_PROMPT_TOKENS
     else:
@@ -60,20 +65,21 @@ def test_a_step_of_the_largest_share_keeps_the_target(rows: int, target: float) 
 def test_the_predicted_time_stays_below_the_target_whatever_was_measured(steps, rows, target) -> None:
     share = PromptShare(target)
     for step in steps:
-        share.record(*step)
-    tokens = share.limit(rows)
+        measure(share, *step)
+    tokens = share.limit(StepSize(rows))
     assert tokens >= MIN_PROMPT_TOKENS
-    assert tokens == MIN_PROMPT_TOKENS or share.seconds(rows, tokens) <= share.target(rows) * (1 + 1e-9)
+    seconds = share.cost.seconds(prompt_step(rows, tokens))
+    assert tokens == MIN_PROMPT_TOKENS or seconds <= share.target(StepSize(rows)) * (1 + 1e-9)
 
 
 def test_the_share_grows_by_steps_until_a_large_one_was_measured() -> None:
     """The first rows of a step are nearly free, so a small step says little of a large one."""
     share = PromptShare(0.025)
-    share.record(8, 0, step_cost(8, 0))
+    measure(share, 8, 0, step_cost(8, 0))
     limits = []
     for _ in range(12):
-        limits.append(share.limit(8))
-        share.record(8, limits[-1], step_cost(8, limits[-1]))
+        limits.append(share.limit(StepSize(8)))
+        measure(share, 8, limits[-1], step_cost(8, limits[-1]))
     assert limits[0] == MIN_PROMPT_TOKENS, "nothing is known"
     assert all(later <= max(1.25 * earlier, earlier + 64) + 8 for earlier, later in pairwise(limits))
     assert max(step_cost(8, tokens) for tokens in limits) <= 0.025 * 1.1
@@ -83,27 +89,62 @@ def test_the_share_grows_by_steps_until_a_large_one_was_measured() -> None:
 def test_one_slow_step_changes_little() -> None:
     """A step that waits for a compiler says nothing of the next ones."""
     share = learned(0.025)
-    before = share.limit(64)
-    share.record(64, before, 3.0)
-    share.record(64, 0, 2.0)
-    assert share.limit(64) == before
+    before = share.limit(StepSize(64))
+    measure(share, 64, before, 3.0)
+    measure(share, 64, 0, 2.0)
+    assert share.limit(StepSize(64)) == before
     for _ in range(RECENT):
-        tokens = share.limit(64)
-        share.record(64, tokens, 3 * step_cost(64, tokens))
-    assert share.limit(64) < before / 2, "but what stays slow is learned"
+        tokens = share.limit(StepSize(64))
+        measure(share, 64, tokens, 3 * step_cost(64, tokens))
+    assert share.limit(StepSize(64)) < before / 2, "but what stays slow is learned"
     for _ in range(2 * RECENT):
-        tokens = share.limit(64)
-        share.record(64, tokens, step_cost(64, tokens))
-    assert share.limit(64) == before, "and forgotten"
+        tokens = share.limit(StepSize(64))
+        measure(share, 64, tokens, step_cost(64, tokens))
+    assert share.limit(StepSize(64)) == before, "and forgotten"
 
 
 def test_a_target_is_derived_from_decoding() -> None:
     share = learned(None)
-    assert share.target(64) == pytest.approx(TARGET_STEPS * step_cost(64, 0))
+    assert share.target(StepSize(64)) == pytest.approx(TARGET_STEPS * step_cost(64, 0))
     small = learned(None, lambda rows, tokens: 0.0008 + 2e-6 * tokens)
-    assert small.target(64) == TARGET_SECONDS, "faster than people read"
-    assert PromptShare().target(5) == TARGET_SECONDS
-    assert PromptShare(0.03).target(5) == 0.03
+    assert small.target(StepSize(64)) == TARGET_SECONDS, "faster than people read"
+    assert PromptShare().target(StepSize(5)) == TARGET_SECONDS
+    assert PromptShare(0.03).target(StepSize(5)) == 0.03
+
+
+def test_steps_grow_when_first_tokens_are_late() -> None:
+    share = learned(None)
+    decoding = StepSize(64)
+    plain = share.target(decoding)
+    assert share.target(decoding, TARGET_TTFT) == plain, "the first token is in time"
+    assert share.target(decoding, 3 * TARGET_TTFT) == pytest.approx(3 * plain)
+    for expected in (0.0, 0.4, 0.8, 1.6):  # a step grows by one size at a time
+        for _ in range(20):
+            tokens = share.limit(decoding, 0, expected)
+            measure(share, 64, tokens, step_cost(64, tokens))
+        assert 0.6 * share.target(decoding, expected) < step_cost(64, tokens) <= 1.1 * share.target(decoding, expected)
+    assert tokens > 4 * share.limit(decoding)
+
+
+def test_a_target_of_gaps_is_relaxed_only_for_a_target_of_first_tokens() -> None:
+    assert PromptShare(0.03).target(StepSize(8), expected=60.0) == 0.03
+    assert PromptShare(0.03, 1.0).target(StepSize(8), expected=0.9) == 0.03
+    assert PromptShare(0.03, 1.0).target(StepSize(8), expected=4.0) == pytest.approx(0.12)
+    assert PromptShare(None, 1.0).target(StepSize(8), expected=2.0) == pytest.approx(2 * TARGET_SECONDS)
+
+
+def test_a_first_token_is_expected_after_what_is_left_of_its_prompt() -> None:
+    """So steps grow at once for a long prompt, and for a short one when it has waited for long."""
+    share = learned(None)
+    assert share.expected(0.0, 300, 0) < 0.01
+    assert share.expected(0.5, 300, 0) == pytest.approx(0.5 + step_cost(0, 300), abs=0.01)
+    assert share.expected(0.0, 20_000, 0) > 0.5
+    assert share.expected(0.0, 1_000, 19_000) < 0.1
+
+
+def test_prompts_behind_many_keys_get_fewer_tokens() -> None:
+    share = learned(0.05)
+    assert share.limit(StepSize(64), before=30_000) < 0.7 * share.limit(StepSize(64))
 
 
 def test_steps_have_few_sizes() -> None:
@@ -111,46 +152,24 @@ def test_steps_have_few_sizes() -> None:
     sizes = set()
     for target in range(10, 100):
         share = learned(target / 1000)
-        sizes.add(64 + share.limit(64))
+        sizes.add(64 + share.limit(StepSize(64)))
     assert all(size % MIN_PROMPT_TOKENS == 0 for size in sizes)
     assert len(sizes) < 20
 
 
 def test_the_engine_takes_milliseconds() -> None:
-    assert EngineConfig(target_itl=30).prompt_share().target(1) == 0.03
-    assert EngineConfig(target_itl=None).prompt_share().target(1) == TARGET_SECONDS
+    assert EngineConfig(target_itl=30).prompt_share().target(StepSize(1)) == 0.03
+    assert EngineConfig(target_itl=None).prompt_share().target(StepSize(1)) == TARGET_SECONDS
     assert EngineConfig().prompt_share() is None
-    assert EngineConfig(target_itl=30, device="cpu").prompt_share().target(1) == 0.03
+    assert EngineConfig(target_itl=30, target_ttft=400).prompt_share().target(StepSize(1), 0.8) == pytest.approx(0.06)
+    assert EngineConfig(target_itl=None, target_ttft=400).prompt_share().target(StepSize(1), 0.4) == TARGET_SECONDS
+    assert EngineConfig(target_itl=None, target_ttft=400, device="cpu").prompt_share() is not None
+    assert EngineConfig(target_itl=30, device="cpu").prompt_share().target(StepSize(1)) == 0.03
     assert EngineConfig(target_itl=None, device="cpu").prompt_share() is None, "small chunks cost too much there"
 
 
 def decoding(scheduler: Scheduler) -> int:
     return sum(x.num_computed + 1 >= x.num_tokens and not x.is_last_pending for x in scheduler.running)
-
-
-class Run:
-    """A scheduler, a device, and a clock whose value is `cost` of each step."""
-
-    def __init__(self, share: PromptShare | None, cost: Cost = step_cost, depth: int = 1, **given: int) -> None:
-        self.share = share
-        self.scheduler = make_scheduler(
-            **{"num_pages": 4000, "page_size": 4, "seqs": 8, "tokens": BUDGET} | given, prompt_share=share
-        )
-        self.device = Device(self.scheduler)
-        self.depth = depth
-        self.inflight: deque[tuple[ScheduledBatch, list[int]]] = deque()
-        self.cost = cost
-
-    def step(self) -> ScheduledBatch:
-        batch = self.scheduler.schedule()
-        self.scheduler.check_integrity()
-        if batch:
-            self.inflight.append((batch, self.device.launch(batch)))
-        if self.inflight and (len(self.inflight) > self.depth or not batch):
-            ended, tokens = self.inflight.popleft()
-            rows = ended.num_tokens - ended.num_prompt_tokens
-            self.scheduler.commit(ended, tokens, self.cost(rows, ended.num_prompt_tokens))
-        return batch
 
 
 traffic = st.lists(
@@ -174,10 +193,14 @@ def test_random_traffic(arrivals, budget, target, depth) -> None:
         assert step < 20_000, "no progress"
         for index, (arrival, length, max_tokens) in enumerate(arrivals):
             if arrival == step:
-                scheduler.add(make_request(str(index), [index] * length, max_tokens, serial=index))
+                run.add(str(index), [index] * length, max_tokens, serial=index)
         count = decoding(scheduler)
-        limit, completing = share.limits(count, budget) if count else (0, 0)
-        assert limit <= MIN_PROMPT_TOKENS or share.seconds(count, limit) <= share.target(count) * (1 + 1e-9)
+        late = [x for x in scheduler.sequences.values() if not x.num_output_tokens]
+        rest = [(run.now - x.request.arrival, x.num_tokens - x.num_computed, x.num_computed) for x in late]
+        expected = max((share.expected(*each) for each in rest), default=0.0)
+        limit, completing = share.limits(StepSize(count), budget, 0, expected) if count else (0, 0)
+        seconds = share.cost.seconds(prompt_step(count, limit))
+        assert limit <= MIN_PROMPT_TOKENS or seconds <= share.target(StepSize(count), expected) * (1 + 1e-9)
         missing = sum(x.num_tokens - x.num_computed for x in scheduler.running if x.num_tokens - x.num_computed > 1)
         waiting = sum(x.num_tokens - x.num_computed for x in scheduler.sequences.values() if not x.num_pending)
         batch = run.step()
@@ -199,14 +222,14 @@ def test_random_traffic(arrivals, budget, target, depth) -> None:
 def test_a_prompt_is_not_divided_for_a_small_rest(target: float | None, excess: float) -> None:
     """Unless a time was asked for."""
     run = Run(PromptShare(target))
-    run.scheduler.add(make_request("first", [1] * 20, 400))
+    run.add("first", [1] * 20, 400)
     serial = 0
 
     def chunks_of(length: int) -> list[int]:
         """The lengths of the chunks in which a prompt is computed."""
         nonlocal serial
         serial += 1
-        sequence = run.scheduler.add(make_request(str(serial), [serial] * length, 1, serial=serial))
+        sequence = run.add(str(serial), [serial] * length, 1, serial=serial)
         lengths = []
         while not sequence.finished:
             lengths += [chunk.length for chunk in run.step().chunks if chunk.sequence is sequence]
@@ -214,7 +237,7 @@ def test_a_prompt_is_not_divided_for_a_small_rest(target: float | None, excess: 
 
     for _ in range(20):
         chunks_of(2000)
-    limit = run.scheduler.prompt_share.limit(1)
+    limit = run.scheduler.prompt_share.limit(StepSize(1))
     assert limit > 500
     length = int(excess * limit)
     divided = excess > (4 / 3 if target is None else 1)
@@ -224,14 +247,14 @@ def test_a_prompt_is_not_divided_for_a_small_rest(target: float | None, excess: 
 def test_a_prompt_that_cannot_be_completed_keeps_the_share() -> None:
     """A step makes log-probabilities of at most 256 prompt tokens."""
     share = PromptShare()
-    share.limits = lambda num_rows, room: (240, 320)  # type: ignore[method-assign]
+    share.limits = lambda *step: (240, 320)  # type: ignore[method-assign]
     run = Run(share)
-    run.scheduler.add(make_request("first", [1] * 20, 400))
+    run.add("first", [1] * 20, 400)
     for _ in range(3):
         run.step()
     for serial, logprobs in ((2, None), (3, 0)):
         params = SamplingParams(prompt_logprobs=logprobs)
-        sequence = run.scheduler.add(make_request(str(serial), [serial] * 300, 1, serial=serial, params=params))
+        sequence = run.add(str(serial), [serial] * 300, 1, serial=serial, params=params)
         lengths = []
         while not sequence.finished:
             lengths += [chunk.length for chunk in run.step().chunks if chunk.sequence is sequence]
@@ -244,7 +267,7 @@ def test_equal_times_give_equal_steps() -> None:
     def chunks(cost: Cost) -> list[list[tuple[str, int, int]]]:
         run = Run(PromptShare(0.02), cost)
         for index in range(6):
-            run.scheduler.add(make_request(str(index), [index] * (300 * index + 1), 12, serial=index))
+            run.add(str(index), [index] * (300 * index + 1), 12, serial=index)
         found = []
         while run.scheduler.sequences:
             batch = run.step()
@@ -261,10 +284,10 @@ def test_a_long_prompt_holds_up_nobody() -> None:
     def longest(share: PromptShare | None) -> tuple[float, int]:
         """The longest time of a step in which a sequence decodes, and the steps until the long prompt has its first token."""
         run = Run(share)
-        run.scheduler.add(make_request("short", [1] * 20, 400))
+        run.add("short", [1] * 20, 400)
         for _ in range(30):
             run.step()
-        sequence = run.scheduler.add(make_request("long", [2] * 9000, 2, serial=1))
+        sequence = run.add("long", [2] * 9000, 2, serial=1)
         seconds = []
         while not sequence.num_output_tokens:
             batch = run.step()

@@ -18,6 +18,7 @@ from fa_serve.engine.scheduler.prompt_share import PromptShare
 from fa_serve.engine.scheduler.scheduled_batch import INVALID_TOKEN, NO_TOKEN, ScheduledBatch
 from fa_serve.engine.scheduler.scheduler import Scheduler
 from fa_serve.engine.scheduler.sequence import EXPECTED_TOKENS, SequenceState
+from fa_serve.engine.scheduler.step_cost import StepSize
 
 FAILURE = RequestError("step_failed", "the step failed")
 
@@ -443,8 +444,8 @@ def test_an_id_may_be_used_again() -> None:
 def test_a_renewed_scheduler_has_the_settings_and_nothing_else() -> None:
     speculation = Guesses(2, set(), False)
     scheduler = make_scheduler(12, 4, 3, 24, True, speculation=speculation)
-    scheduler.prompt_share = PromptShare(0.5)
-    scheduler.prompt_share.record(num_rows=8, num_prompt_tokens=0, seconds=0.1)
+    scheduler.prompt_share = PromptShare(0.5, None)
+    scheduler.prompt_share.record(StepSize(rows=8), 0.1)
     scheduler.max_num_batched_tokens = 7  # the device had no room for more
     scheduler.add(make_request("a", [1, 2, 3], 4), timeout=1.0)
     scheduler.schedule()
@@ -453,7 +454,7 @@ def test_a_renewed_scheduler_has_the_settings_and_nothing_else() -> None:
     assert (fresh.max_num_seqs, fresh.max_num_batched_tokens, fresh.keys_per_tile) == (3, 7, scheduler.keys_per_tile)
     assert fresh.window == scheduler.window
     assert fresh.speculation is speculation
-    assert (fresh.prompt_share.target(8), fresh.prompt_share.decode_seconds(8)) == (0.5, 0.0)
+    assert (fresh.prompt_share.target(StepSize(8)), fresh.prompt_share.cost.decode_seconds(8, 0)) == (0.5, 0.0)
     assert (fresh.sequences, list(fresh.waiting), fresh.running, bool(fresh.deadlines)) == ({}, [], [], False)
     fresh.check_integrity()
 

@@ -59,7 +59,8 @@ ALLOWED = {
     "batches.py": {"first.charge", "first.turn"},  # of an encoder's input, which is no sequence
     "groups.py": {"output.request"},
     "scheduler.py": {"sequence." + name for name in METHODS} | {"chunk.sequence." + name for name in METHODS},
-    "prefix.py": {"sequence.num_prompt_logits", "sequence.offer"},  # which belongs to the scheduler
+    # which belongs to the scheduler
+    "prefix.py": {"sequence.num_prompt_logits", "sequence.offer", "sequence.release_before"},
     "warm_up.py": {"sequence.start"},  # of a sequence that no scheduler has, to size the memory
 }
 

@@ -102,7 +102,7 @@ def test_a_step_that_ends_at_a_kernel_is_repeated_when_the_kernel_exists(make_en
 
     monkeypatch.setattr(engine._runner, "run_warm_up", run_with_kernels)
     start_up.warm_up(engine._runner, engine.config, 64, Compilers())
-    plan = [*empty_steps(max_num_seqs=8, max_tokens=engine.config.max_num_batched_tokens, max_keys=64), *sampling_variants()]
+    plan = [*empty_steps(max_num_seqs=8, max_tokens=engine.config.max_num_batched_tokens, max_keys=64), *sampling_variants(8)]
     assert ended == [*plan[:5], *plan[6:], plan[5]]
 
 
@@ -116,7 +116,7 @@ def test_a_warm_up_that_fails_is_logged_and_a_lost_device_ends_the_start(make_en
     error: Exception = ValueError("no such tile")
     start_up.warm_up(engine._runner, engine.config, 64, Compilers())
     planned = len(empty_steps(max_num_seqs=8, max_tokens=engine.config.max_num_batched_tokens, max_keys=64))
-    planned += len([*sampling_variants()])
+    planned += len([*sampling_variants(8)])
     assert f"because {planned} of {planned} steps of the warm-up failed: no such tile" in caplog.text
     assert engine._runner.model.config.num_hidden_layers == make_model().config.num_hidden_layers, "all layers again"
     error = torch.AcceleratorError("unspecified launch failure")
@@ -194,9 +194,9 @@ def test_the_draft_model_is_warmed_up_with_its_own_steps(make_engine, monkeypatc
     monkeypatch.setattr(start_up, "CATCH_UP", 8)
     start_up.warm_up(runner, engine.config, 64, Compilers())
     tokens = engine.config.max_num_batched_tokens
-    assert seen[runner] == [*empty_steps(max_num_seqs=4, max_tokens=tokens, max_keys=64), *sampling_variants()]
+    assert seen[runner] == [*empty_steps(max_num_seqs=4, max_tokens=tokens, max_keys=64), *sampling_variants(4)]
     planned = empty_steps(max_num_seqs=4, max_tokens=8, max_keys=64)
-    assert seen[runner.draft] == [*planned, *sampling_variants(drafting=True)]
+    assert seen[runner.draft] == [*planned, *sampling_variants(4, drafting=True)]
     assert runner.draft.model.config.num_hidden_layers == make_model("gemma2").config.num_hidden_layers
 
 

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import random
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
+import torch
 from product_cases import dense, of_experts
+from tiny_models import make_model
+from torch import Tensor
 
 from fa_serve.backends.hopper.forward import tiles as hopper_tiles
 from fa_serve.backends.hopper.latent.tiles import MIN_ROWS, latent_hopper_tiles
 from fa_serve.backends.triton import tiles as triton_tiles
 from fa_serve.backends.triton.latent.plan import latent_tiles
+from fa_serve.engine import SamplingParams
 from fa_serve.engine.scheduler.chunk_lengths import MAX_PROMPT_LOGITS
 from fa_serve.engine.start.warm_up import EmptyStep, empty_steps, largest_batch, powers_of_two, sampling_variants
+from fa_serve.launching.launch import Launch
 from fa_serve.ops.products.problem import Product
 from fa_serve.ops.products.table import select_kernel
+from fa_serve.ops.sampling.fallback import torch_sample_rows
+from fa_serve.ops.sampling.kernel import launch_sample_rows
 
 LIMITS = {"max_num_seqs": 256, "max_tokens": 4096, "max_keys": 8192}
 
@@ -148,14 +157,74 @@ def test_powers_of_two() -> None:
 
 def test_sampling_variants_hold_every_combination_of_filters() -> None:
     """Kernels differ by which filters a row uses, and by whether penalties have made the logits float32."""
-    params = [variant.params for variant in sampling_variants()]
+    params = [variant.params for variant in sampling_variants(8)]
     filters = {(p.penalised, p.greedy, p.top_k > 0, p.top_p < 1, p.min_p > 0) for p in params}
     expected = {(penalised, False, *flags) for penalised in (False, True) for flags in product((False, True), repeat=3)}
     assert filters == expected | {(False, True, False, False, False), (True, True, False, False, False)}
-    assert any(variant.masked for variant in sampling_variants())
+    assert any(variant.masked for variant in sampling_variants(8))
     assert any(p.logprobs for p in params)
     assert any(p.logit_bias for p in params)
     assert any(p.allowed_token_ids for p in params)
+
+
+def test_sampling_is_warmed_up_for_one_row_and_for_the_most() -> None:
+    """PyTorch loads each of its kernels when it is first launched, and has others for several rows."""
+    variants = [*sampling_variants(8)]
+    half = len(variants) // 2
+    assert [variant._replace(rows=8) for variant in variants[:half]] == variants[half:]
+    assert {variant.rows for variant in variants[:half]} == {1}
+    assert {variant.rows for variant in sampling_variants(1)} == {1}
+
+
+def test_no_request_needs_a_sampling_kernel_that_the_warm_up_leaves_out(make_engine, monkeypatch) -> None:
+    """The keys of compiled kernels, under random combinations of parameters, are among those that the warm-up meets."""
+    met: set[tuple[object, ...]] = set()
+
+    def record(launch: Launch, tensors: Sequence[Tensor | None], *late: int) -> None:
+        met.add(launch._compiled_key(0, tensors, late))
+
+    def sample_rows(*arguments: Any) -> Tensor:
+        launch_sample_rows(*arguments)
+        return torch_sample_rows(*arguments)
+
+    monkeypatch.setattr(Launch, "__call__", record)
+    monkeypatch.setattr("fa_serve.ops.sample_rows", sample_rows)
+    engine = make_engine(model=make_model().to(torch.bfloat16), speculative="ngram")
+    for variant in sampling_variants(engine.config.max_num_seqs):
+        engine._runner.run_warm_up(variant)
+    planned = set(met)
+    assert len(planned) == 2 * (1 + 8), "greedy and each combination of filters, in both types of logits"
+    draw = random.Random(5)
+    for _ in range(12):
+        params = [random_params(draw) for _ in range(draw.randint(1, 6))]
+        engine.generate([[draw.randrange(20) for _ in range(draw.randint(1, 30))] for _ in params], params)
+    assert met == planned
+    engine.generate([[1, 2]], SamplingParams(temperature=0.0, max_tokens=2, logit_bias={3: 1.0}))
+    assert met == planned
+
+
+def random_params(draw: random.Random) -> SamplingParams:
+    """Each parameter is neutral in half of the requests."""
+
+    def one_of(neutral: Any, *others: Any) -> Any:
+        return draw.choice(others) if draw.random() < 0.5 else neutral
+
+    return SamplingParams(
+        max_tokens=draw.randint(1, 5),
+        temperature=one_of(0.0, 0.3, 1.0, 2.0),
+        top_k=one_of(0, 1, 7, 50),
+        top_p=one_of(1.0, 0.1, 0.9),
+        min_p=one_of(0.0, 0.05, 1.0),
+        presence_penalty=one_of(0.0, 0.4),
+        frequency_penalty=one_of(0.0, 0.7),
+        repetition_penalty=one_of(1.0, 1.2),
+        logit_bias=one_of({}, {3: 2.0, 5: -1.0}),
+        allowed_token_ids=one_of(None, (1, 2, 3, 4, 5)),
+        logprobs=one_of(None, 0, 1, 5),
+        prompt_logprobs=one_of(None, 0, 2),
+        n=one_of(1, 2, 3),
+        seed=draw.randint(0, 99),
+    )
 
 
 def test_the_largest_step_is_as_large_as_the_settings_allow(make_engine) -> None:
@@ -204,6 +273,6 @@ def test_the_plan_meets_every_tile_of_products_and_experts(values: str, arch: in
 
 
 def test_a_draft_model_has_no_penalties_and_no_masks() -> None:
-    variants = [*sampling_variants(drafting=True)]
-    assert len(variants) == 11
+    variants = [*sampling_variants(8, drafting=True)]
+    assert len(variants) == 2 * 11
     assert not any(v.masked or v.params.penalised or v.params.logprobs is not None for v in variants)
