@@ -152,6 +152,13 @@ def _error_of(call: Callable[[], None]) -> Exception | None:
     return None
 
 
+def kernel_cache_root() -> Path:
+    """The folder in which a server keeps kernels, in a folder for each GPU; or TRITON_CACHE_DIR, which has no such folders."""
+    if "TRITON_CACHE_DIR" in os.environ:
+        return Path(os.environ["TRITON_CACHE_DIR"])
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fa_serve"
+
+
 def use_kernel_cache(device: str, release: str) -> None:
     """Let Triton keep kernels in a folder for these releases of fa_serve and Triton and this GPU, if it can be written.
 
@@ -161,9 +168,8 @@ def use_kernel_cache(device: str, release: str) -> None:
     """
     if "TRITON_CACHE_DIR" in os.environ or not device.startswith("cuda"):
         return
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     card = torch.cuda.get_device_name(device).replace(" ", "-").replace("/", "-")
-    folder = root / "fa_serve" / f"{release}-triton-{version('triton')}-{card}"
+    folder = kernel_cache_root() / f"{release}-triton-{version('triton')}-{card}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
