@@ -224,9 +224,7 @@ def warm(
 
     use_kernel_cache(device, __version__)
     try:
-        engine = Engine(
-            engine_config, ahead=True, on_phase=lambda x: typer.echo(f"{x.name:<10} {x.seconds:6.1f} s  {x.detail}")
-        )
+        engine = Engine(engine_config, ahead=True, on_phase=StartupReport().add)
     except (ValueError, OSError) as error:
         _fail(f"the model could not be loaded: {error}", code=1)
     engine.close()

@@ -309,6 +309,7 @@ def kernel_errors(device: str) -> tuple[float, float]:
         cu_seqlens_q=torch.tensor([0, 1], dtype=torch.int32, device=device),
         max_seqlen_q=1,
     )
+    assert isinstance(decoded, torch.Tensor)
     bound = ROUNDINGS * (_distance(plain, exact) + torch.finfo(q.dtype).eps * exact.abs().max().item())
     return _distance(attention(q, k, v, causal=True), exact) / bound, _distance(decoded, exact[0, -1:]) / bound
 

@@ -302,7 +302,7 @@ def test_kernels_are_compiled_as_the_server_would(monkeypatch):
         "fa_serve.launching.compilations.use_kernel_cache", lambda device, _: seen.append(f"the folder of {device}")
     )
     done = run("warm", "some/model", "--device", "cuda:1", "--max-model-len", "4096")
-    assert (done.exit_code, done.stdout) == (0, "kernels       9.8 s  3 from the cache, 109 compiled\n")
+    assert (done.exit_code, done.stdout) == (0, "kernels      9.80 s   3 from the cache, 109 compiled\n")
     assert seen == ["the folder of cuda:1", ("some/model", 4096, "cuda:1", True), "closed"]
 
 
