@@ -224,7 +224,7 @@ async function answer() {
   idle();
   const seconds = (performance.now() - start) / 1000, count = usage?.completion_tokens ?? pieces;
   const rate = count > 1 && first !== null ? (count - 1) / (seconds - first / 1000) : null;
-  if (!reply.error) reply.note = [why, count && `${count} tokens`, first !== null && `first token after ${first.toFixed(0)} ms`, rate && `${rate.toFixed(rate < 10 ? 1 : 0)} tokens/s`, `${seconds.toFixed(2)} s`].filter(Boolean).join(" · ");
+  if (!reply.error) reply.note = [why, count && `${count} ${count === 1 ? "token" : "tokens"}`, first !== null && `first token after ${first.toFixed(0)} ms`, rate && `${rate.toFixed(rate < 10 ? 1 : 0)} tokens/s`, `${seconds.toFixed(2)} s`].filter(Boolean).join(" · ");
   messages.push(reply);
   draw();
   keep();

@@ -24,6 +24,7 @@ METADATA = "Metadata-Version: 2.4\nName: fa-serve\nVersion: 1.0\nLicense-Express
 def test_the_data_of_the_package_is_expected() -> None:
     expected = expected_files(ROOT)
     assert {"fa_serve/demo/model/model.safetensors", "fa_serve/server/browser/playground.html", "fa_serve/py.typed"} <= expected
+    assert {"fa_serve/server/browser/markdown.js", "fa_serve/server/bounds/guard.py"} <= expected
     assert {"fa_serve/server/app.py", "fa_serve/backends/hopper/__init__.py"} <= expected
     assert not any(name.startswith(("server/", "tests/")) for name in expected)
 
