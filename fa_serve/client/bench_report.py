@@ -25,7 +25,7 @@ PER_TOKEN_GOAL = 0.025
 BUSY = 0.8  # above this fraction the client may be slower than the server
 MAX_ERRORS = 5  # different errors in a report
 EIGHTHS = " ▏▎▍▌▋▊▉"
-"""Of a column, for the end of a bar."""
+"""The end of a bar, by the eighths of a column that it fills."""
 LABEL_COLUMNS = 18
 MAX_PLOT_COLUMNS = 80
 
