@@ -1,31 +1,31 @@
-"""The command line: `fa-serve serve | ray | warm | chat | bench | info`, also as `python -m fa_serve`.
+"""The command line: `fa-serve serve | ray | warm | chat | bench | info | doctor`, also as `python -m fa_serve`.
 
-This file declares the commands and their flags. The flags of `serve`, `ray` and `warm` are generated from the table of
-settings, so a flag, its environment variable and its key in the settings file cannot differ. The work is done elsewhere: by
-`fa_serve.server` for serve and ray, by `fa_serve.engine` for warm, by `fa_serve.client` for chat and bench, and by
-info_tables.py for info. torch and transformers are imported only by commands that need them.
+This file declares the commands; the flags of `serve`, `ray` and `warm` are those of the settings (flags.py). The work is done
+elsewhere: by `fa_serve.server` for serve and ray, by `fa_serve.engine` for warm, by `fa_serve.client` for chat and bench, by
+info_tables.py for info, and by doctor.py for doctor. torch and transformers are imported only by commands that need them.
 """
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import platform
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
+from typing import Annotated, Any, NoReturn
 
 try:
     import typer
 
     from fa_serve.environment import refuse_unknown
+    from fa_serve.flags import PlainHelp, settings_in, with_settings
     from fa_serve.server.observe.logs import log_to_stderr
     from fa_serve.server.observe.startup_report import StartupReport
-    from fa_serve.server.settings import SECRETS, SETTING_VARIABLES, Settings, load
+    from fa_serve.server.settings import SETTING_VARIABLES, Settings, load
 except ImportError as error:
     sys.exit(f"fa-serve: the command line needs the server extra, pip install '.[server]' in a clone: {error}")
 
@@ -37,7 +37,9 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Serve Hugging Face models over OpenAI's API, with the attention kernels of fa_serve.",
+    rich_markup_mode=None,
+    help="Serve Hugging Face models over the APIs of OpenAI and Anthropic, with the attention kernels of fa_serve.",
+    epilog="`fa-serve COMMAND --help` describes a command. Begin with `fa-serve doctor`, then `fa-serve serve`.",
 )
 
 
@@ -45,79 +47,50 @@ def main() -> None:
     app()
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"fa-serve {version('fa-serve')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options_of_all(
+    _: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Show the version and exit.")
+    ] = False,
+) -> None: ...
+
+
 def _fail(message: str, code: int) -> NoReturn:
     typer.echo(f"fa-serve: {message}", err=True)
     raise typer.Exit(code)
 
 
-def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command that takes `**flags` options for the settings, except for secrets and for its own parameters."""
-    own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]
-    skipped = {*SECRETS, *(parameter.name for parameter in own)}
-    parameters = list(own)
-    for name in [name for name in Settings.model_fields if name not in skipped]:
-        for option, annotation in _options(name).items():
-            parameters.append(inspect.Parameter(option, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return command
-
-
-def _options(name: str) -> dict[str, Any]:
-    """The annotations of a setting's options. An option that is not given is None: the environment or the file decides.
-
-    A setting that is off by default has a second option, `no_<name>`, that turns off what the environment or the file turns
-    on. The help does not show it, because both forms of the longest name do not fit.
-    """
-    field = Settings.model_fields[name]
-    extra: Any = field.json_schema_extra
-    flag = f"--{name.replace('_', '-')}"
-    no_flag = f"--no-{flag[2:]}"
-    kinds = [kind for kind in get_args(field.annotation) if kind is not type(None)]
-    kind: Any = field.annotation if not kinds or get_origin(field.annotation) is Literal else kinds[0]
-    if get_origin(field.annotation) is list:
-        kind = str
-    off = kind is bool and field.default is False
-    names = (f"{flag}/{no_flag}",) if kind is bool and not off else (flag,)
-    default = False if field.default in (None, []) else str(field.default).lower()
-    shown = typer.Option(*names, help=field.description, show_default=default, rich_help_panel=extra["group"])
-    options = {name: Annotated[kind | None, shown]}
-    if off:
-        options[f"no_{name}"] = Annotated[bool | None, typer.Option(no_flag, hidden=True)]
-    return options
-
-
-def _given(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that flags give. `no_<name>` turns <name> off."""
-    given = {name: value for name, value in flags.items() if value is not None}
-    for name in Settings.model_fields:
-        if given.pop(f"no_{name}", None):
-            given[name] = False
-    return given
-
-
-ModelToServe = Annotated[str | None, typer.Argument(help="Hub name or local folder; without it, the embedded model.")]
+ModelToServe = Annotated[
+    str | None, typer.Argument(metavar="[MODEL]", help="Hub name or local folder; without it, the embedded model.")
+]
 SettingsFile = Annotated[Path | None, typer.Option(envvar="FA_SERVE_CONFIG", help="TOML or YAML file of settings.")]
 
 
-@app.command()
-@_with_settings
+@app.command(cls=PlainHelp)
+@with_settings
 def serve(
     model: ModelToServe = None,
     config: SettingsFile = None,
     **flags: Any,
 ) -> None:
-    """Serve MODEL over OpenAI's API.
+    """Serve a model over HTTP.
 
-    Each option is also FA_SERVE_<NAME> in the environment and <name> in the settings file. A flag
-    wins over the environment, and the environment over the file. API keys come from
-    FA_SERVE_API_KEYS or --api-key-file. Under torchrun, rank 0 serves and the others follow it.
+    Clients speak the APIs of OpenAI and Anthropic; a browser finds a playground at the address. Each
+    option is also FA_SERVE_<NAME> in the environment and <name> in the settings file. A flag wins over
+    the environment, and the environment over the file. API keys come from FA_SERVE_API_KEYS or
+    --api-key-file. Under torchrun, rank 0 serves and the others follow it.
     """
-    _run_server(_given({"model": model, **flags}), config)
+    _run_server({"model": model, **flags}, config)
 
 
-@app.command()
-@_with_settings
+@app.command(cls=PlainHelp)
+@with_settings
 def ray(
     model: ModelToServe = None,
     config: SettingsFile = None,
@@ -135,7 +108,9 @@ def ray(
     ] = 1.0,
     **flags: Any,
 ) -> None:
-    """Serve MODEL by several engines, which Ray runs. Needs the extra ray.
+    """Serve a model by several engines, which Ray runs.
+
+    Needs the extra ray.
 
     One endpoint, with the options of `serve`. With --address, the engines are on the machines of a
     Ray cluster, each with the GPUs that --tensor-parallel asks for. A second `fa-serve ray` with
@@ -155,11 +130,11 @@ def ray(
         cluster.connect()
         return partial(ReplicatedEngine, cluster=cluster)
 
-    _run_server(_given({"model": model, **flags}), config, prepare)
+    _run_server({"model": model, **flags}, config, prepare)
 
 
 def _run_server(
-    given: dict[str, Any], config: Path | None, prepare: Callable[[Settings], Callable[..., Any]] | None = None
+    flags: dict[str, Any], config: Path | None, prepare: Callable[[Settings], Callable[..., Any]] | None = None
 ) -> None:
     """Serve until a signal comes. prepare: returns the function that makes the engine; without it, that is `AsyncEngine`"""
     from fa_serve.engine.process.engine_process import drop_process, start_ahead
@@ -174,7 +149,7 @@ def _run_server(
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # neither a closed terminal nor `kill -HUP` ends the service
     report = StartupReport()
     try:
-        settings = load(given, config)
+        settings = load(settings_in(flags), config)
         _ = settings.all_keys  # the file of keys is read before anything is imported
     except (ValueError, OSError) as error:
         _fail(str(error), code=2)
@@ -216,20 +191,20 @@ def _has_process(settings: Settings) -> bool:
     return bool(settings.device.startswith("cuda") or (settings.device == "auto" and any(map(os.path.exists, GPU_FILES))))
 
 
-@app.command()
-@_with_settings
+@app.command(cls=PlainHelp)
+@with_settings
 def warm(
     model: ModelToServe = None,
     config: SettingsFile = None,
     **flags: Any,
 ) -> None:
-    """Compile the kernels that serving MODEL needs, keep them on disk, and end.
+    """Compile the kernels of a model ahead of a start.
 
-    A later start of `serve` with the same options, the same release and the same kind of GPU loads
-    them. They are in ~/.cache/fa_serve, or where TRITON_CACHE_DIR says. Needs the GPU.
+    They are kept on disk. A later start of `serve` with the same options, the same release and the same kind of GPU loads
+    them from ~/.cache/fa_serve, or from where TRITON_CACHE_DIR says. Needs the GPU.
     """
     try:
-        settings = load(_given({"model": model, **flags}), config)
+        settings = load(settings_in({"model": model, **flags}), config)
         engine_config = settings.engine_config()
         device = engine_config.resolve_device()
     except (ValueError, OSError) as error:
@@ -249,9 +224,7 @@ def warm(
 
     use_kernel_cache(device, __version__)
     try:
-        engine = Engine(
-            engine_config, ahead=True, on_phase=lambda x: typer.echo(f"{x.name:<10} {x.seconds:6.1f} s  {x.detail}")
-        )
+        engine = Engine(engine_config, ahead=True, on_phase=StartupReport().add)
     except (ValueError, OSError) as error:
         _fail(f"the model could not be loaded: {error}", code=1)
     engine.close()
@@ -276,7 +249,7 @@ Key = Annotated[str | None, typer.Option(envvar="FA_SERVE_API_KEY", help="API ke
 ModelName = Annotated[str | None, typer.Option(help="Name of the model; by default the first that the server lists.")]
 
 
-@app.command()
+@app.command(cls=PlainHelp)
 def chat(
     question: Annotated[str | None, typer.Argument(help="Ask only this; without it, a conversation begins.")] = None,
     url: Url = "http://127.0.0.1:8000",
@@ -286,7 +259,10 @@ def chat(
     temperature: Annotated[float | None, typer.Option(help="0 is greedy; by default the server's default.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Maximum number of tokens in an answer.")] = None,
 ) -> None:
-    """Talk to a server. Ctrl-C stops an answer, Ctrl-D leaves, /reset forgets the conversation."""
+    """Talk to a server in the terminal.
+
+    Ctrl-C stops an answer, Ctrl-D leaves, /reset forgets the conversation.
+    """
     from fa_serve.client.chat import ChatError, Conversation, answer_once, talk
 
     _check_client(url)
@@ -301,7 +277,7 @@ def chat(
             _fail(str(error), code=1)
 
 
-@app.command()
+@app.command(cls=PlainHelp)
 def bench(
     url: Url = "http://127.0.0.1:8000",
     key: Key = None,
@@ -318,7 +294,7 @@ def bench(
     processes: Annotated[int, typer.Option(min=1, help="Processes of this client; a fast server needs several.")] = 1,
     out: Annotated[Path | None, typer.Option("--json", help="File to which the report is appended as one JSON line.")] = None,
 ) -> None:
-    """Put a load on a server and report latencies and throughput.
+    """Measure the latencies and the throughput of a server.
 
     Without --rate, 32 requests run at once. With --rate, --concurrency has no limit by default.
     """
@@ -360,14 +336,21 @@ def bench(
         _fail(f"{report['failed']} requests failed: {'; '.join(report['errors'])}", code=1)
 
 
-@app.command()
+@app.command(cls=PlainHelp)
 def info(
-    model: Annotated[str | None, typer.Argument(help="Hub name or local folder, of which only the config is read.")] = None,
-    arch: Annotated[int | None, typer.Option(help="Answer for a GPU of this compute capability, such as 90 for 9.0.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="[MODEL]", help="Hub name, local folder or config.json; only the config is read."),
+    ] = None,
+    arch: Annotated[
+        str | None,
+        typer.Option(metavar="GPU", help="Answer for this GPU, in any spelling: 9.0, 90, sm_90, H100 or hopper."),
+    ] = None,
     tensor_parallel: Annotated[int, typer.Option(min=1, help="Show what each of so many ranks holds of MODEL.")] = 1,
 ) -> None:
-    """Show which attention backend serves each kind of call on this machine, and why the others do not.
+    """Show which attention kernels serve a GPU or a model.
 
+    Without MODEL: which backend serves each kind of call on this machine, and why the others do not.
     With MODEL: show each kind of attention layer of this model instead, and whether the engine runs
     the model. The exit code is 1 if fa_serve refuses a part of the model or its quantised weights,
     or cannot divide it.
@@ -375,28 +358,63 @@ def info(
     _check_environment()
     import torch
 
+    from fa_serve.gpu_names import find_arch
     from fa_serve.info_tables import make_console, show_cases, show_machine, show_model
     from fa_serve.spec import arch_of
 
     device = "cuda" if torch.cuda.is_available() or arch is not None else "cpu"
-    name = platform.processor() or platform.machine()
-    if device == "cuda":
-        name = torch.cuda.get_device_name() if arch is None else f"compute capability {arch / 10}"
-    arch = arch_of(torch.device(device)) if arch is None else arch
+    if arch is not None:
+        try:
+            number = find_arch(arch)
+        except ValueError as error:
+            _fail(str(error), code=2)
+        name = f"compute capability {number / 10}"
+    else:
+        number = arch_of(torch.device(device))
+        name = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
     console = make_console()
-    show_machine(device, name, arch, console)
+    show_machine(device, name, number, console)
     if model is None:
-        show_cases(device, arch, console)
+        show_cases(device, number, console)
         return
     from fa_serve.hf.info import describe
 
     try:
-        described = describe(model, device, arch, tensor_parallel)
+        described = describe(model, device, number, tensor_parallel)
     except (ValueError, OSError, ImportError) as error:
         _fail(str(error), code=2)
     show_model(described, console)
     refused = isinstance(described.weights, str) or isinstance(described.share, str)
     if refused or any(part.refused for part in described.parts):
+        raise typer.Exit(code=1)
+
+
+@app.command(cls=PlainHelp)
+def doctor(
+    host: Annotated[str, typer.Option(envvar="FA_SERVE_HOST", help="Address that a server would listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(envvar="FA_SERVE_PORT", min=0, max=65535, help="Port that it would listen on.")] = 8000,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Check what a start needs of this machine.
+
+    Each check is one line; what is wrong has a remedy below it. The last lines are for an issue. The
+    exit code is 1 if a check failed. A warning names what is slower or will be missed later.
+    """
+    from dataclasses import asdict
+
+    from fa_serve.doctor import examine, issue_block
+
+    findings = examine(host, port)
+    failed = any(each.state == "failed" for each in findings)
+    if as_json:
+        typer.echo(json.dumps({"ok": not failed, "version": version("fa-serve"), "checks": [asdict(x) for x in findings]}))
+    else:
+        for each in findings:
+            typer.echo(f"{each.state:<8} {each.name:<13} {each.found}")
+            if each.remedy:
+                typer.echo(f"{'':<8} {'':<13} -> {each.remedy}")
+        typer.echo(f"\n{'Attach this to an issue:' if failed else 'For an issue:'}\n\n{issue_block(findings)}")
+    if failed:
         raise typer.Exit(code=1)
 
 

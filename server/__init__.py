@@ -22,7 +22,7 @@ What the requests share:
     errors.py             every error that a client can see
     observe/              metrics, logs, traces, the timelines of slow requests, the report of the start
     ray/                  the same service over several engines
-    page.html             the playground at /
+    browser/              the playground at /, and the reference of the API at /docs
 
 Tensors and scheduling belong to the engine. The commands that talk to a server are in `fa_serve.client`.
 """

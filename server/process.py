@@ -32,6 +32,7 @@ from fa_serve.engine.process.host_memory import MemoryTrimmer
 
 from .app import create_app
 from .bounds.protocol import BoundedProtocol, ConnectionBounds, ConnectionTable, connection_limit
+from .observe.decisions import decisions
 from .observe.logs import exit_now
 from .observe.startup_report import SampleRequest, StartupReport
 from .service import STOP_SECONDS, Service
@@ -58,7 +59,7 @@ def build_server(settings: Settings, report: StartupReport, make_engine: MakeEng
         service: Service = app.state.service
         chat = service.tokenization.writes_chats
         request = SampleRequest(service.model_name, chat, bool(settings.all_keys), service.task)
-        report.ready(url, request)
+        report.ready(url, request, decisions(settings, engine))
 
     return Server(app, settings.host, settings.port, settings.drain_timeout, on_ready)
 

@@ -149,6 +149,8 @@ class ModelCard(TypedDict):
     created: int
     owned_by: str
     max_model_len: int
+    task: str
+    input_modalities: list[Literal["text", "image"]]
     parent: NotRequired[str]
 
 

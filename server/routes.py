@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
-from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
@@ -18,6 +17,7 @@ from .answers.answer import Answer
 from .answers.completion import CompletionAnswer
 from .answers.size import SMALL, TEXT, written_in_steps
 from .answers.streaming import EventStream, WholeReply
+from .browser import PLAYGROUND, REFERENCE
 from .chat.answer import ChatAnswer
 from .chat.conversation import ChatRequest, TokenizeRequest
 from .dialects.anthropic_answer import MessagesAnswer
@@ -41,16 +41,6 @@ from .replies import (
 from .schemas import CompletionRequest, DetokenizeRequest, LoadAdapterRequest, UnloadAdapterRequest
 from .service import Service
 
-PAGE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
-DOCS = Path(__file__).with_name("docs.html").read_text(encoding="utf-8")
-POLICY = "default-src 'none'; connect-src 'self'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
-PAGE_HEADERS = {
-    "content-security-policy": f"{POLICY}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "cross-origin-opener-policy": "same-origin",
-    "referrer-policy": "no-referrer",
-    "x-content-type-options": "nosniff",
-    "x-frame-options": "DENY",
-}
 ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": ErrorReply, "description": "The request is wrong, or the queue is full (429)."},
     "5XX": {"model": ErrorReply, "description": "The server failed, or it is not ready (503)."},
@@ -250,13 +240,13 @@ async def metrics(service: Shared) -> Response:
 @router.head("/", include_in_schema=False)
 async def page() -> Response:
     """The playground: one file that loads nothing from anywhere else."""
-    return HTMLResponse(PAGE, headers=PAGE_HEADERS)
+    return HTMLResponse(PLAYGROUND.text, headers=PLAYGROUND.headers)
 
 
 @router.get("/docs", include_in_schema=False)
 async def docs() -> Response:
     """The reference of the API, made in the browser from /openapi.json: one file that loads nothing from anywhere else."""
-    return HTMLResponse(DOCS, headers=PAGE_HEADERS)
+    return HTMLResponse(REFERENCE.text, headers=REFERENCE.headers)
 
 
 @router.get("/version", tags=["Operation"])

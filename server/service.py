@@ -305,6 +305,8 @@ class Service:
             "created": self.created,
             "owned_by": "fa_serve",
             "max_model_len": self.engine.max_model_len,
+            "task": self.task,
+            "input_modalities": ["text"] if self.engine.summary.images is not None else ["text", "image"],
         }
         if adapter is not None:
             card["parent"] = self.model_name

@@ -9,12 +9,14 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from documentation import ROOT, check_generated
 from fa_serve.server.settings import SECRETS, Settings, load
 from typer.testing import CliRunner
 
+import fa_serve
 from fa_serve.__main__ import app
 from fa_serve.engine.events import Phase
 from fa_serve.environment import PREFIX
@@ -58,13 +60,52 @@ def test_every_setting_is_a_flag():
         assert (flag in text) == (name not in {*SECRETS, "model"}), name
 
 
-@pytest.mark.parametrize(
-    "command", [(), ("serve",), ("ray",), ("warm",), ("chat",), ("bench",), ("info",)], ids=lambda words: " ".join(words) or "-"
-)
-def test_help_fits_100_columns(command):
-    text = run(*command, "--help", COLUMNS="100").stdout
-    assert max(map(len, text.splitlines())) <= 100
-    assert "…" not in text, "a flag is cut off"
+COMMANDS = [(), ("serve",), ("ray",), ("warm",), ("chat",), ("bench",), ("info",), ("doctor",)]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda words: " ".join(words) or "-")
+def test_help_fits_80_columns_and_nothing_is_cut(command):
+    lines = run(*command, "--help", COLUMNS="80").stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert not [line for line in lines if "…" in line or (line.endswith("...") and not line.startswith("Usage"))]
+
+
+def test_at_80_columns_every_flag_is_whole_and_in_its_group():
+    """Each flag begins a line of the section of its group, and a switch shows both forms."""
+    section = ""
+    found = {}
+    for line in run("serve", "--help", COLUMNS="80").stdout.splitlines():
+        if line and not line.startswith(" "):
+            section = line.rstrip(":")
+        elif flags := re.match(r"  (--[\w-]+)(?: / (--[\w-]+))?(?: |$)", line):
+            found[flags[1]] = (section, flags[2])
+    for name, field in Settings.model_fields.items():
+        if name not in {*SECRETS, "model"}:
+            flag = name.replace("_", "-")
+            switch = bool in (field.annotation, *get_args(field.annotation))
+            assert found[f"--{flag}"] == (field.json_schema_extra["group"], f"--no-{flag}" if switch else None)
+
+
+def test_a_default_is_shown_as_it_is_written():
+    text = " ".join(run("serve", "--help", COLUMNS="80").stdout.split())
+    for default in ("[default: 256]", "[default: auto]", "[default: off]", "[default: on]", "[default: 127.0.0.1]"):
+        assert default in text
+    assert "[default: None]" not in text
+    assert "[default: []]" not in text
+
+
+def test_the_version():
+    done = run("--version")
+    assert (done.exit_code, done.stdout) == (0, f"fa-serve {fa_serve.__version__}\n")
+
+
+@pytest.mark.parametrize("command", ["serve", "warm"])
+def test_a_word_behind_a_switch_is_not_taken_for_a_model(command):
+    done = run(command, "--eager", "true")
+    assert (done.exit_code, done.stderr) == (
+        2,
+        "fa-serve: MODEL must be a hub name or a folder, got true: a switch takes no value, as in --eager or --no-eager\n",
+    )
 
 
 def given(*arguments, monkeypatch, **environment):
@@ -123,7 +164,7 @@ def test_a_bad_file_is_refused(name, text, said, tmp_path):
     assert said in result.stderr
 
 
-@pytest.mark.parametrize("command", ["serve", "ray", "warm", "chat", "bench", "info"])
+@pytest.mark.parametrize("command", ["serve", "ray", "warm", "chat", "bench", "info"])  # and doctor reports it
 def test_a_variable_that_nobody_reads_is_refused_by_every_command(command, monkeypatch):
     if command == "ray":
         pytest.importorskip("ray")
@@ -261,7 +302,7 @@ def test_kernels_are_compiled_as_the_server_would(monkeypatch):
         "fa_serve.launching.compilations.use_kernel_cache", lambda device, _: seen.append(f"the folder of {device}")
     )
     done = run("warm", "some/model", "--device", "cuda:1", "--max-model-len", "4096")
-    assert (done.exit_code, done.stdout) == (0, "kernels       9.8 s  3 from the cache, 109 compiled\n")
+    assert (done.exit_code, done.stdout) == (0, "kernels      9.80 s   3 from the cache, 109 compiled\n")
     assert seen == ["the folder of cuda:1", ("some/model", 4096, "cuda:1", True), "closed"]
 
 

@@ -1,4 +1,4 @@
-"""The report of `fa-serve bench`: latencies, throughput and errors, as a dictionary for JSON and as a table.
+"""The report of `fa-serve bench`: latencies, throughput and errors, as a dictionary for JSON, a table and a plot.
 
 Times are in milliseconds: `ttft_ms` until the first token, `tpot_ms` per token after it as the mean of a request, `itl_ms`
 between two tokens, `e2e_ms` for the whole request. `goodput_per_s` is the rate of requests whose first token came within 200 ms
@@ -24,6 +24,10 @@ FIRST_TOKEN_GOAL = 0.2  # seconds; a request that meets both goals counts as goo
 PER_TOKEN_GOAL = 0.025
 BUSY = 0.8  # above this fraction the client may be slower than the server
 MAX_ERRORS = 5  # different errors in a report
+EIGHTHS = " ▏▎▍▌▋▊▉"
+"""The end of a bar, by the eighths of a column that it fills."""
+LABEL_COLUMNS = 18
+MAX_PLOT_COLUMNS = 80
 
 
 @dataclass
@@ -96,8 +100,30 @@ def print_report(report: Mapping[str, Any], console: Console) -> None:
     for name, key in ROWS.items():
         table.add_row(name, *(f"{value:.2f}" for value in report[key].values()))
     console.print(table)
+    for line in plot(report, console.width, blocks=console.encoding.startswith("utf")):
+        console.print(line, highlight=False)
     rates = f"{report['output_tokens_per_s']:.0f} tokens/s, {report['requests_per_s']:.2f} requests/s"
     console.print(rates, highlight=False)
     if report["client_busy"] > BUSY:
         advice = "This client was busy almost all the time, so the server may be faster than measured. Try more --processes."
         console.print(advice, highlight=False)
+
+
+def plot(report: Mapping[str, Any], width: int, *, blocks: bool = True) -> list[str]:
+    """The quantiles as bars, one in each line of at most `width` columns. A latency's longest bar is its last quantile.
+
+    blocks: draw with eighths of a column, which need Unicode; without, with whole columns of #
+    """
+    lines = []
+    for title, key in ROWS.items():
+        found = {name: value for name, value in report[key].items() if name.startswith("p")}
+        if not found:
+            continue
+        longest = max(found.values())
+        room = max(min(width, MAX_PLOT_COLUMNS) - LABEL_COLUMNS, 1)
+        lines.append(f"{title}, ms")
+        for name, value in found.items():
+            eighths = round(8 * room * value / longest) if longest else 0
+            bar = "█" * (eighths // 8) + EIGHTHS[eighths % 8] if blocks else "#" * (eighths // 8)
+            lines.append(f"  {name:<4}{value:>11.2f} {bar}".rstrip())
+    return lines

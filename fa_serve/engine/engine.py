@@ -114,6 +114,7 @@ class Engine:
         )
         self._scheduler = loaded.scheduler
         self._runner = loaded.runner
+        self.summary = loaded.summary
         self._steps = StepQueue(depth=1 if self._runner.device.type == "cuda" else 0)
         self._counters = Counters()
         self._answers = Answers(self.tokenizer, self._counters, stop=lambda *ended: self._scheduler.stop(*ended))

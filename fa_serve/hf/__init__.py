@@ -57,7 +57,7 @@ from fa_serve.hf.adapter.composites import auto_class, make_served, text_model
 from fa_serve.hf.adapter.masks import mask_forward
 from fa_serve.hf.adapter.models import NAME
 from fa_serve.hf.adapter.paged import OneSequence, PagedBatch, TwoWayBlock, paged_forward, paged_output
-from fa_serve.hf.adapter.probe import ModelLayers, check_attention_precision, check_model, model_layers
+from fa_serve.hf.adapter.probe import ModelLayers, attention_backends, check_attention_precision, check_model, model_layers
 from fa_serve.hf.adapter.register import patch, patch_parts, register
 from fa_serve.hf.adapter.step_cache import PagedStates, StateKey, take_layer_idx
 from fa_serve.hf.adapter.translate import AttendsBatch, LayerCall
@@ -88,6 +88,7 @@ __all__ = [
     "ScaledExperts",
     "StateKey",
     "TwoWayBlock",
+    "attention_backends",
     "attention_forward",
     "auto_class",
     "check_attention_precision",

@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -123,13 +124,13 @@ def describe(
 ) -> Description:
     """What the layers of a model ask for, and why fa_serve or its engine refuses it, if they do.
 
-    model_or_config: a hub name, a folder or a config
+    model_or_config: a hub name, a folder, the path of a config.json, or a config
     tensor_parallel: number of ranks that the model would be divided between
     device, arch:    where the layers would run: a torch device type, and 10 * major + minor of a CUDA device (90 for an H200)
 
     Raises OSError or ValueError, with transformers' message, for a name that belongs to no model.
     """
-    if isinstance(model_or_config, str):
+    if isinstance(model_or_config, str) and not Path(model_or_config).is_file():
         find_model(model_or_config)
     loaded = AutoConfig.from_pretrained(model_or_config) if isinstance(model_or_config, str) else model_or_config
     config = copy.deepcopy(loaded)

@@ -104,7 +104,12 @@ def start_compilers(count: int) -> Iterator[Compilers]:
             processes.close()
 
 
-def run_compiled(calls: Iterable[Callable[[], None]], compilers: Compilers, seconds: float | None = None) -> list[Exception]:
+def run_compiled(
+    calls: Iterable[Callable[[], None]],
+    compilers: Compilers,
+    seconds: float | None = None,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[Exception]:
     """Call each function until it comes to its end, while the kernels that the functions launch are compiled.
 
     A function ends early at a kernel that is not compiled yet. It is called again, from its beginning, when that kernel exists;
@@ -112,6 +117,8 @@ def run_compiled(calls: Iterable[Callable[[], None]], compilers: Compilers, seco
     or whose kernel cannot be compiled, is not called again. Returns what was raised, and a TimeoutError for each function that
     still waits for a kernel after `seconds`. Raises torch.AcceleratorError at once, because nothing more can be computed
     on that device in this process.
+
+    on_progress: called with the number of functions that need no call any more, and of all
     """
     limit = float("inf") if seconds is None else time.monotonic() + seconds
     try:
@@ -120,6 +127,7 @@ def run_compiled(calls: Iterable[Callable[[], None]], compilers: Compilers, seco
         return [error for call in calls if (error := _error_of(call)) is not None]
     errors: list[Exception] = []
     ready = list(calls)
+    total = len(ready)
     blocked: dict[Future[Any], list[Callable[[], None]]] = {}
     with compiling_in_threads(*compilers):
         while ready or blocked:
@@ -138,6 +146,7 @@ def run_compiled(calls: Iterable[Callable[[], None]], compilers: Compilers, seco
                 elif error is not None:
                     errors.append(error)
             ready = []
+            on_progress(total - sum(map(len, blocked.values())), total)
     return errors
 
 
@@ -152,6 +161,13 @@ def _error_of(call: Callable[[], None]) -> Exception | None:
     return None
 
 
+def kernel_cache_root() -> Path:
+    """The folder in which a server keeps kernels, in a folder for each GPU; or TRITON_CACHE_DIR, which has no such folders."""
+    if "TRITON_CACHE_DIR" in os.environ:
+        return Path(os.environ["TRITON_CACHE_DIR"])
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fa_serve"
+
+
 def use_kernel_cache(device: str, release: str) -> None:
     """Let Triton keep kernels in a folder for these releases of fa_serve and Triton and this GPU, if it can be written.
 
@@ -161,9 +177,8 @@ def use_kernel_cache(device: str, release: str) -> None:
     """
     if "TRITON_CACHE_DIR" in os.environ or not device.startswith("cuda"):
         return
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     card = torch.cuda.get_device_name(device).replace(" ", "-").replace("/", "-")
-    folder = root / "fa_serve" / f"{release}-triton-{version('triton')}-{card}"
+    folder = kernel_cache_root() / f"{release}-triton-{version('triton')}-{card}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -1,15 +1,17 @@
-"""The report of the start on stdout: one line for each phase with its time, then the address and a curl line to paste.
+"""The report of the start on stdout: one line for each phase with its time, what was decided, the address, and a curl line.
 
 report = StartupReport()
 report.mark("import", "torch 2.10")              # a phase of the command itself, timed since the phase before
 AsyncEngine(config, on_phase=report.add)         # the phases of the engine, which times them
-report.ready(url, SampleRequest("fa-serve-demo", chat=True, needs_key=False))
+report.ready(url, SampleRequest("fa-serve-demo", chat=True, needs_key=False), decisions(settings, engine))
 """
 
 from __future__ import annotations
 
 import json
+import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,31 +28,57 @@ SAMPLES: dict[str, tuple[str, dict[str, object]]] = {
 """A path and the fields of a body for each task of an encoder."""
 
 
+BAR_COLUMNS = 24
+LINE_SECONDS = 10.0
+"""Between two lines about one phase, where there is no terminal."""
+ERASE = "\r\x1b[K"
+"""Begins a line of a terminal again."""
+
+
 class StartupReport:
+    """Writes to stdout. On a terminal, a phase that goes on has a bar that moves; elsewhere, a line every LINE_SECONDS."""
+
     def __init__(self) -> None:
-        self._begin = self._last = time.perf_counter()
+        self._begin = self._last = self._told = time.perf_counter()
         self._ready = False
+        self._bar = sys.stdout.isatty()
 
     def mark(self, name: str, detail: str) -> None:
         """A phase that began when the phase before ended, and ends now."""
         now = time.perf_counter()
-        _print_phase(name, now - self._last, detail)
-        self._last = now
+        self._print(name, now - self._last, detail)
+        self._last = self._told = now
 
     def add(self, phase: Phase) -> None:
         """A phase of the engine. An engine that is restarted later also reports phases; they are not part of the start."""
-        if not self._ready:
-            _print_phase(phase.name, phase.seconds, phase.detail)
-            self._last = time.perf_counter()
+        if self._ready:
+            return
+        now = time.perf_counter()
+        if phase.done == 1.0:
+            self._print(phase.name, phase.seconds, phase.detail)
+            self._last = self._told = now
+        elif self._bar:
+            filled = int(phase.done * BAR_COLUMNS)
+            bar = "#" * filled + "." * (BAR_COLUMNS - filled)
+            print(f"{ERASE}{_line(phase.name, phase.seconds, f'{bar} {phase.done:4.0%}  {phase.detail}')}", end="", flush=True)
+        elif now - self._told >= LINE_SECONDS:
+            self._print(phase.name, phase.seconds, f"{phase.done:.0%}, {phase.detail}")
+            self._told = now
 
-    def ready(self, url: str, request: SampleRequest) -> None:
+    def ready(self, url: str, request: SampleRequest, decided: Sequence[tuple[str, str]] = ()) -> None:
+        """The server answers. decided: as `decisions` returns it"""
         self.mark("ready", f"after {time.perf_counter() - self._begin:.2f} s in all")
         self._ready = True
+        rows = [*decided, ("browser", f"{url}/ is a playground, {url}/docs the reference of the API")]
+        print("\n" + "\n".join(f"{name:<11}{text}" for name, text in rows))
         print(f"\n{url}\n\n{request.curl(url)}\n", flush=True)
 
+    def _print(self, name: str, seconds: float, detail: str) -> None:
+        print(f"{ERASE if self._bar else ''}{_line(name, seconds, detail)}", flush=True)
 
-def _print_phase(name: str, seconds: float, detail: str) -> None:
-    print(f"{name:<10}{seconds:7.2f} s   {detail}", flush=True)
+
+def _line(name: str, seconds: float, detail: str) -> str:
+    return f"{name:<10}{seconds:7.2f} s   {detail}"
 
 
 @dataclass(frozen=True)

@@ -153,6 +153,19 @@ def test_the_command(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.safetensors"))
 
 
+def test_the_config_alone_is_enough(tmp_path: Path) -> None:
+    """The file itself, under whatever name, with the GPU in another spelling."""
+    BY_NAME["gpt-oss"].make_config(dtype="bfloat16", head_dim=64).save_pretrained(tmp_path)
+    file = (tmp_path / "config.json").rename(tmp_path / "downloaded.json")
+    done = run(str(file), "--arch", "H100")
+    assert done.exit_code == 0, done.output
+    assert "compute capability 9.0" in done.output
+    assert "engine: runs it" in done.output
+    refused = run(str(file), "--arch", "0.9")
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert "--arch must be a compute capability such as 9.0" in refused.stderr
+
+
 def test_the_command_refuses_with_the_reason(tmp_path: Path) -> None:
     AutoConfig.for_model("bloom", n_layer=1, hidden_size=32, n_head=2, vocab_size=32).save_pretrained(tmp_path)
     done = run(str(tmp_path))

@@ -11,6 +11,7 @@ from house.source import House, Planted, inside
 FLOORS = {
     "fa_serve.spec": 0,
     "fa_serve.nearest": 0,
+    "fa_serve.gpu_names": 0,
     "fa_serve.environment": 0,
     "fa_serve.block_lists": 0,
     "fa_serve.demo": 0,
@@ -34,6 +35,8 @@ FLOORS = {
     "fa_serve": 3,  # the package itself, not the modules in it
     "fa_serve.engine": 4,
     "fa_serve.server": 5,
+    "fa_serve.doctor": 5,
+    "fa_serve.flags": 5,
     "fa_serve.info_tables": 5,
     "fa_serve.client": 5,
     "fa_serve.__main__": 5,

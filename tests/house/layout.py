@@ -17,9 +17,12 @@ SMALL = 80
 TEST_FOLDERS = {"flash_attn": "flash_attention", "vllm": "vllm_plugin", "sglang": "sglang_plugin"}
 """Packages whose tests are in a folder of another name. tests/ is on the path, so `import vllm` would find tests/vllm."""
 
+COMMANDS = ("fa_serve.doctor", "fa_serve.flags", "fa_serve.info_tables", "fa_serve.__main__")
+"""The modules of the command line, which the server extra installs."""
 TESTED_BY = {
     "fa_serve": ("tests/test_import.py", "the tests start fresh interpreters, which is what importing is about"),
     "fa_serve.__main__": ("tests/test_cli.py", "the commands are run as a user runs them"),
+    "fa_serve.flags": ("tests/test_cli.py", "flags are given, and help is read, as a user does"),
     "fa_serve.backends.triton.primitives": (
         "tests/backends/triton/prefill/test_plan_interpreted.py",
         "device functions run inside of a kernel only",
@@ -208,7 +211,7 @@ def imports_are_declared(house: House) -> Iterator[str]:
     )
     for module in house:
         declared = plain
-        if inside(module.name, "fa_serve.server", "fa_serve.client", "fa_serve.info_tables", "fa_serve.__main__"):
+        if inside(module.name, "fa_serve.server", "fa_serve.client", *COMMANDS):
             declared = plain | extra
         declared |= {host for host, room in ADAPTERS.items() if host in extras and inside(module.name, room)}
         for target, relative in module.imports:

@@ -118,10 +118,11 @@ def test_a_call_is_repeated_only_when_its_kernel_exists() -> None:
 
     thread = threading.Thread(target=compile_both)
     thread.start()
-    run_compiled(
-        [partial(call, "1", "x"), partial(call, "2", "x", "y"), partial(call, "3"), partial(call, "4", "y")], Compilers()
-    )
+    calls = [partial(call, "1", "x"), partial(call, "2", "x", "y"), partial(call, "3"), partial(call, "4", "y")]
+    told: list[tuple[int, int]] = []
+    run_compiled(calls, Compilers(), on_progress=lambda done, total: told.append((done, total)))
     thread.join()
+    assert told == [(1, 4), (2, 4), (4, 4)], "without those that wait for x and y, for y, and for none"
     assert tries == ["1", "2", "3", "4", "1", "2", *tries[6:]]
     assert sorted(tries[6:]) == ["2", "4"]
 

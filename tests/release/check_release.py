@@ -32,9 +32,6 @@ from email.parser import Parser
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = {"fa_serve": "fa_serve", "server": "fa_serve/server"}
-"""Folders of the source tree, and where the wheel installs them."""
-
 START_SECONDS = 120.0
 PLUGIN = """
 import json, sys
@@ -62,8 +59,8 @@ def version() -> str:
 def expected_files(root: Path) -> set[str]:
     """What the wheel installs: the modules of the source tree, and the data that pyproject.toml names."""
     setuptools = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]
-    places = {package.replace(".", "/"): root / package.replace(".", "/") for package in setuptools["packages"]}
-    places |= {installed: root / folder for folder, installed in FOLDERS.items() if installed in places}
+    moved = setuptools["package-dir"]
+    places = {x.replace(".", "/"): root / moved.get(x, x.replace(".", "/")) for x in setuptools["packages"]}
     found = {f"{place}/{path.name}" for place, folder in places.items() for path in folder.glob("*.py")}
     for package, patterns in setuptools["package-data"].items():
         place = package.replace(".", "/")

@@ -15,7 +15,7 @@ from release.check_release import (
 )
 
 INFO = "fa_serve-1.0.dist-info"
-EXPECTED = {"fa_serve/__init__.py", "fa_serve/server/page.html"}
+EXPECTED = {"fa_serve/__init__.py", "fa_serve/server/browser/playground.html"}
 WHEEL = EXPECTED | {f"{INFO}/{name}" for name in ("METADATA", "RECORD", "entry_points.txt", "licenses/LICENSE")}
 SDIST = {f"fa_serve-1.0/{name}" for name in ("LICENSE", "README.md", "CHANGELOG.md", "constraints.txt", "pyproject.toml")}
 METADATA = "Metadata-Version: 2.4\nName: fa-serve\nVersion: 1.0\nLicense-Expression: Apache-2.0\nRequires-Dist: torch>=2\n"
@@ -23,7 +23,8 @@ METADATA = "Metadata-Version: 2.4\nName: fa-serve\nVersion: 1.0\nLicense-Express
 
 def test_the_data_of_the_package_is_expected() -> None:
     expected = expected_files(ROOT)
-    assert {"fa_serve/demo/model/model.safetensors", "fa_serve/server/page.html", "fa_serve/py.typed"} <= expected
+    assert {"fa_serve/demo/model/model.safetensors", "fa_serve/server/browser/playground.html", "fa_serve/py.typed"} <= expected
+    assert {"fa_serve/server/browser/markdown.js", "fa_serve/server/bounds/guard.py"} <= expected
     assert {"fa_serve/server/app.py", "fa_serve/backends/hopper/__init__.py"} <= expected
     assert not any(name.startswith(("server/", "tests/")) for name in expected)
 
@@ -38,7 +39,7 @@ def test_a_good_release_is_not_blamed() -> None:
 @pytest.mark.parametrize(
     ("names", "complaint"),
     [
-        (WHEEL - {"fa_serve/server/page.html"}, "the wheel lacks fa_serve/server/page.html"),
+        (WHEEL - {"fa_serve/server/browser/playground.html"}, "the wheel lacks fa_serve/server/browser/playground.html"),
         (WHEEL | {"tests/test_api.py"}, "the wheel has tests/test_api.py, which is not a part of the package"),
         (WHEEL - {f"{INFO}/licenses/LICENSE"}, f"the wheel lacks {INFO}/licenses/LICENSE"),
     ],

@@ -22,6 +22,7 @@ from fa_serve.engine.process.parent import Pulse
 from fa_serve.engine.request.prompts import PromptReader
 from fa_serve.engine.speculation.drafts import SpeculationStats
 from fa_serve.engine.stats import StepStats
+from fa_serve.engine.summary import EngineSummary
 
 TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'system' and not loop.first %}"
@@ -54,6 +55,7 @@ class FakeEngine:
     adapters: tuple[str, ...] = ()
     config = EngineConfig()
     card = inputs = None
+    summary = EngineSummary(images="it takes none")
     default_params = SamplingParams()
 
     def __init__(self, words: tuple[str, ...] = ("Hello", ",", " wörld")):

@@ -210,7 +210,8 @@ def test_prompt_logprobs(api):
 
 def test_models_and_what_is_beyond_openai(api, sdk_server):
     assert [model.id for model in api("models.list")] == [MODEL]
-    assert api("models.retrieve", MODEL).owned_by == "fa_serve"
+    card = api("models.retrieve", MODEL)
+    assert (card.owned_by, card.task, card.input_modalities) == ("fa_serve", "generate", ["text"])
     with httpx.Client(base_url=sdk_server, headers={"authorization": "Bearer secret"}) as client:
         tokens = client.post("/tokenize", json={"messages": ASK["messages"], "tools": [ADD]}).json()
         assert '"name": "add"' in client.post("/detokenize", json={"tokens": tokens["tokens"]}).json()["prompt"]

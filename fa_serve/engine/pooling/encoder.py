@@ -33,7 +33,9 @@ from fa_serve.engine.pooling.pipeline import Pipeline
 from fa_serve.engine.request.outputs import RequestOutput
 from fa_serve.engine.request.params import SamplingParams
 from fa_serve.engine.scheduler.sequence_times import SequenceTimes
+from fa_serve.engine.start.loading import device_name
 from fa_serve.engine.stats import EngineStats
+from fa_serve.engine.summary import EngineSummary
 from fa_serve.spec import ParameterError
 
 log = logging.getLogger("fa_serve.engine")
@@ -83,6 +85,7 @@ class Encoder:
             device=str(model.device),
             max_model_len=self.card.max_tokens,
         )
+        self.summary = EngineSummary(device_name(model.device))
         self.reader = InputReader(self.tokenizer, self.card, self.vocab_size)
         self._queue = InputQueue(config.max_num_batched_tokens, config.max_num_seqs)
         self._launched: deque[_Launched] = deque()

@@ -40,6 +40,7 @@ from fa_serve.engine.request.outputs import FinishReason, RequestOutput
 from fa_serve.engine.request.params import SamplingParams
 from fa_serve.engine.request.prompts import PromptReader
 from fa_serve.engine.stats import EngineStats
+from fa_serve.engine.summary import EngineSummary
 from fa_serve.spec import ParameterError
 
 if TYPE_CHECKING:
@@ -220,6 +221,11 @@ class AsyncEngine:
     def card(self) -> EncoderCard | None:
         """What the engine is if it is an encoder; None if it generates."""
         return self.ready.card
+
+    @property
+    def summary(self) -> EngineSummary:
+        """What the engine has decided beside its config."""
+        return self.ready.summary
 
     @property
     def model_name(self) -> str:

@@ -391,5 +391,12 @@ def import_engine(on_phase: OnPhase, *, freeze: bool) -> Callable[..., AnyEngine
 def ready_of(engine: AnyEngine, tokenizer: Any) -> Ready:
     """What others need to know of a loaded engine."""
     return Ready(
-        engine.config, engine.vocab_size, engine.eos_ids, engine.stats(), tokenizer, engine.default_params, engine.card
+        engine.config,
+        engine.vocab_size,
+        engine.eos_ids,
+        engine.stats(),
+        tokenizer,
+        engine.default_params,
+        engine.card,
+        engine.summary,
     )

@@ -22,13 +22,17 @@ from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.pooling.params import EncoderCard
 from fa_serve.engine.request.params import SamplingParams
 from fa_serve.engine.stats import EngineStats
+from fa_serve.engine.summary import EngineSummary
 
 log = logging.getLogger("fa_serve.engine")
 
 
 @dataclass(slots=True)
 class Ready:
-    """What others need to know of a loaded engine. Nothing in `config` is "auto" any more. card: of an encoder, else None"""
+    """What others need to know of a loaded engine. Nothing in `config` is "auto" any more. card: of an encoder, else None
+
+    summary: what the engine has decided beside its config
+    """
 
     config: EngineConfig
     vocab_size: int
@@ -37,6 +41,7 @@ class Ready:
     tokenizer: Any
     default_params: SamplingParams = field(default_factory=SamplingParams)
     card: EncoderCard | None = None
+    summary: EngineSummary = field(default_factory=EngineSummary)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import json
 import logging
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 from zipfile import is_zipfile
@@ -40,7 +41,9 @@ from fa_serve.engine.speculation.drafts import Drafter, NgramDrafter, Speculatio
 from fa_serve.engine.start.generation_config import Defaults, find_defaults, find_ends
 from fa_serve.engine.start.host_tier import open_host_tier
 from fa_serve.engine.start.read_ahead import reading_ahead
+from fa_serve.engine.summary import EngineSummary
 from fa_serve.hf import (
+    attention_backends,
     auto_class,
     check_attention_precision,
     divide_model,
@@ -53,6 +56,7 @@ from fa_serve.hf import (
 from fa_serve.hf.encoders.folder import transformer_subfolder
 from fa_serve.hf.model_location import TOKENIZER_FILES, WEIGHT_FILES, find_model
 from fa_serve.hf.surgery.quantised.linear import check_report, finish_weights, quantized_elsewhere, with_quantized_linears
+from fa_serve.hf.weights.progress import weights_counted
 from fa_serve.spec import ParameterError, UnsupportedModelError
 
 log = logging.getLogger("fa_serve.engine")
@@ -68,6 +72,7 @@ class Loaded:
     max_model_len: tokens of a sequence
     eos_ids: the tokens that end an answer
     default_params: of requests that give none
+    summary: what else has been decided, for people
     """
 
     runner: ModelRunner
@@ -77,6 +82,7 @@ class Loaded:
     max_model_len: int
     eos_ids: frozenset[int]
     default_params: SamplingParams
+    summary: EngineSummary
 
 
 def load(
@@ -89,7 +95,8 @@ def load(
     if model is None:
         find_model(config.model_path())
         tokenizer = load_tokenizer(config)
-        model = load_model(config, ranks)
+        with weights_counted(partial(clock.progress, "weights", unit="tensors")) if clock.shows_progress else nullcontext():
+            model = load_model(config, ranks)
         clock.end("weights", f"{config.model_name} on {model.device}")
     else:
         patch_parts(model)
@@ -108,8 +115,8 @@ def load(
     runner.allocate(num_pages, max_model_len, num_states or 0)
     states = f", {num_states} states of {runner.state_memory.bytes_per_state / 2**20:.4g} MiB" if num_states else ""
     clock.end("kv cache", f"{num_pages} pages of {config.page_size} tokens{states}, max_model_len {max_model_len}")
+    captured = not runner.eager and runner.make_graphs()
     if not runner.eager:
-        captured = runner.make_graphs()
         clock.end("graphs", "the largest decoding step is captured" if captured else "this model cannot be captured")
     resolved = replace(
         config,
@@ -127,7 +134,29 @@ def load(
         if warning is not None and ranks.rank == 0:
             log.warning(warning)
     scheduler = make_scheduler(resolved, runner, ranks.broadcast("salt", new_salt))
-    return Loaded(runner, scheduler, tokenizer, resolved, max_model_len, ends.ids, defaults.params)
+    summary = summarise(runner, resolved, graphs=captured)
+    return Loaded(runner, scheduler, tokenizer, resolved, max_model_len, ends.ids, defaults.params, summary)
+
+
+def summarise(runner: ModelRunner, config: EngineConfig, *, graphs: bool) -> EngineSummary:
+    """What has been decided beside the config. config: with num_pages; graphs: whether steps replay CUDA graphs"""
+    assert config.num_pages is not None
+    states = 0 if config.num_states is None else config.num_states * runner.state_memory.bytes_per_state
+    return EngineSummary(
+        device_name(runner.device),
+        attention_backends(runner.layers.values(), config.page_size, config.attention_precision),
+        config.num_pages * runner.bytes_per_page + states,
+        graphs,
+        runner.fuses,
+        runner.images if isinstance(runner.images, str) else None,
+    )
+
+
+def device_name(device: torch.device) -> str:
+    """The name that the driver gives a GPU; of a CPU, how many threads compute."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{torch.get_num_threads()} threads"
 
 
 def load_draft(

@@ -44,6 +44,9 @@ WARM_UP_SECONDS = 120.0
 CAPTURE_SECONDS = 5.0
 """How long graphs are captured before the engine is ready. The most useful ones come first."""
 
+SILENT = PhaseClock(None)
+"""Tells nobody of progress."""
+
 
 def start_up(
     config: EngineConfig,
@@ -77,13 +80,13 @@ def _prepare(loaded: Loaded, config: EngineConfig, ranks: Ranks, clock: PhaseClo
     try:
         # threads end their compilations in another order on each rank, so here no sum may wait for the others
         with nullcontext() if ranks.all_reduce is None else ranks.all_reduce.paused():
-            warm_up(runner, config, loaded.max_model_len, compilers)
+            warm_up(runner, config, loaded.max_model_len, compilers, clock)
         if ranks.size > 1:
             warm_up_sums(runner, config, loaded.max_model_len)
             ranks.check_lost()
         found, compiled = num_compilations()
         clock.end("kernels", f"{found} from the cache, {compiled} compiled")
-        clock.end("captures", capture_ahead(runner, ranks))
+        clock.end("captures", capture_ahead(runner, ranks, clock))
     except BaseException:
         runner.close()  # the ranks cannot part while there are graphs
         raise
@@ -113,8 +116,14 @@ def warm_up_sums(runner: ModelRunner, config: EngineConfig, max_model_len: int) 
         torch.cuda.synchronize(runner.device)
 
 
-def warm_up(runner: ModelRunner, config: EngineConfig, max_model_len: int, compilers: Compilers) -> None:
-    """Run the warm-up plan of the model and of its draft model.
+def warm_up(
+    runner: ModelRunner,
+    config: EngineConfig,
+    max_model_len: int,
+    compilers: Compilers,
+    clock: PhaseClock = SILENT,
+) -> None:
+    """Run the warm-up plan of the model and of its draft model, whose progress the clock is told.
 
     Steps that fail are left out, and the first failure is logged: requests then compile what they need. Raises
     torch.AcceleratorError if the device is lost.
@@ -130,7 +139,7 @@ def warm_up(runner: ModelRunner, config: EngineConfig, max_model_len: int, compi
             sampling = sampling_variants(config.max_num_seqs, drafting=each is runner.draft)
             plan: list[EmptyStep | SamplingVariant] = [*steps, *sampling]
             calls += [partial(each.run_warm_up, work) for work in plan]
-        errors = run_compiled(calls, compilers, WARM_UP_SECONDS)
+        errors = run_compiled(calls, compilers, WARM_UP_SECONDS, partial(clock.progress, "kernels", unit="steps"))
         if runner.device.type == "cuda":
             torch.cuda.synchronize(runner.device)
     if errors:
@@ -142,10 +151,11 @@ def warm_up(runner: ModelRunner, config: EngineConfig, max_model_len: int, compi
         )
 
 
-def capture_ahead(runner: ModelRunner, ranks: Ranks, seconds: float = CAPTURE_SECONDS) -> str:
-    """Capture graphs for so many seconds, by the clock of rank 0. Returns what was captured, for the report."""
+def capture_ahead(runner: ModelRunner, ranks: Ranks, clock: PhaseClock = SILENT, seconds: float = CAPTURE_SECONDS) -> str:
+    """Capture graphs for so many seconds, by the time of rank 0. Returns what was captured, for the report."""
     limit = time.monotonic() + seconds
     complete = False
     while not complete and ranks.broadcast("captures", lambda: time.monotonic() < limit):
         complete = not runner.prepare_one()
+        clock.progress("captures", time.monotonic() - limit + seconds, seconds, "seconds")
     return f"{runner.num_captures} graphs" + ("" if complete else ", the others when there is no request")

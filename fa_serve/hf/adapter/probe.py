@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -155,6 +156,16 @@ def check_attention_precision(layers: Iterable[AttentionSpec], page_size: int, p
                 told = "; ".join(f"{name} {reason}" for name, reason in reasons.items())
                 rule = f"be bf16 for a model and a device without float8 products ({spec}: {told})"
                 raise ParameterError("attention_precision", rule, precision)
+
+
+def attention_backends(layers: Iterable[AttentionSpec], page_size: int, precision: Precision) -> dict[str, tuple[str, ...]]:
+    """The backends that serve these layers over pages, for "prompts" and for "decoding": the one of most layers first."""
+    counts: dict[str, Counter[str]] = {"prompts": Counter(), "decoding": Counter()}
+    for layer, count in Counter(layers).items():
+        paged = replace(layer, layout="paged", page_size=page_size)
+        for kind, spec in (("prompts", replace(paged, precision=precision)), ("decoding", replace(paged, op="decode"))):
+            counts[kind][next((name for name, reason in explain(spec).items() if reason is None), "none")] += count
+    return {kind: tuple(name for name, _ in found.most_common()) for kind, found in counts.items()}
 
 
 def check_model(model_or_config: PreTrainedModel | PreTrainedConfig) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -128,8 +129,11 @@ def test_graphs_are_captured_for_a_limited_time(make_engine, replays) -> None:
     engine = make_engine(max_num_seqs=4)
     engine._runner.make_graphs()
     assert start_up.capture_ahead(engine._runner, engine._ranks, seconds=0.0) == "1 graphs, the others when there is no request"
-    captured = start_up.capture_ahead(engine._runner, engine._ranks)
+    told: list[str] = []
+    clock = SimpleNamespace(progress=lambda name, done, total, unit: told.append(name))
+    captured = start_up.capture_ahead(engine._runner, engine._ranks, clock)
     assert captured == f"{engine._runner.num_captures} graphs"
+    assert set(told) == {"captures"}
     assert not engine.prepare_one()
 
 

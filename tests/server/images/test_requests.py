@@ -92,6 +92,8 @@ async def test_two_images_in_a_chat(serving, expected) -> None:
             assert (choice["prompt_token_ids"], choice["token_ids"]) == (prompt, answer)
             assert reply["usage"]["prompt_tokens"] == len(prompt)
             assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == cached
+        [card] = (await client.get("/v1/models")).json()["data"]
+        assert (card["task"], card["input_modalities"]) == ("generate", ["text", "image"])
         other = chat(image_part(1), {"type": "text", "text": " and "}, image_part(0), TEXT)
         reply = (await client.post("/v1/chat/completions", json=other)).json()
         assert reply["choices"][0]["token_ids"] != answer, "the pictures do not matter"

@@ -2,9 +2,11 @@
 
 import json
 import shlex
+from types import SimpleNamespace
 
 import pytest
-from fa_serve.server.observe.startup_report import SampleRequest, StartupReport
+from fa_serve.server.observe import startup_report
+from fa_serve.server.observe.startup_report import ERASE, LINE_SECONDS, SampleRequest, StartupReport
 
 from fa_serve.engine import Phase
 
@@ -20,6 +22,40 @@ def test_phases_are_printed_until_the_server_is_ready(capsys):
     assert lines[1] == "weights      1.25 s   a model: on cpu"
     assert "http://host:1" in lines
     assert "after a restart" not in "\n".join(lines)
+
+
+def test_what_was_decided_stands_between_the_phases_and_the_address(capsys):
+    StartupReport().ready(
+        "http://host:1", SampleRequest("m", chat=True, needs_key=False), [("device", "cpu"), ("kv cache", "1")]
+    )
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2:6] == [
+        "device     cpu",
+        "kv cache   1",
+        "browser    http://host:1/ is a playground, http://host:1/docs the reference of the API",
+        "",
+    ]
+    assert lines[6] == "http://host:1"
+
+
+def test_without_a_terminal_a_long_phase_has_a_line_at_intervals(capsys, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(startup_report, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    report = StartupReport()
+    for seconds in (1.0, LINE_SECONDS, LINE_SECONDS + 1):
+        now[0] = seconds
+        report.add(Phase("weights", "30 of 40 tensors", seconds, 0.75))
+    assert capsys.readouterr().out == "weights     10.00 s   75%, 30 of 40 tensors\n"
+
+
+def test_on_a_terminal_it_has_a_bar_that_its_end_replaces(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    report = StartupReport()
+    report.add(Phase("weights", "30 of 40 tensors", 1.0, 0.75))
+    report.add(Phase("weights", "a model", 2.0))
+    bar, end = capsys.readouterr().out.split(ERASE)[1:]
+    assert bar == f"weights      1.00 s   {'#' * 18}{'.' * 6}  75%  30 of 40 tensors"
+    assert end == "weights      2.00 s   a model\n"
 
 
 @pytest.mark.parametrize(("chat", "path"), [(True, "chat/completions"), (False, "completions")])

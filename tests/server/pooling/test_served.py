@@ -21,7 +21,8 @@ def test_a_folder_of_an_encoder_is_served_without_flags_for_it(start_server, enc
             assert refused.json()["error"]["param"] == "dimensions"
             text = client.get("/metrics").text
             assert 'fa_serve:prompt_tokens_total{model_name="tiny"}' in text
-            assert client.get("/v1/models").json()["data"][0]["max_model_len"] == 48
+            [card] = client.get("/v1/models").json()["data"]
+            assert (card["max_model_len"], card["task"], card["input_modalities"]) == (48, "embed", ["text"])
         os.kill(served.process.pid, signal.SIGTERM)
         assert served.process.wait(20) == 0
     finally:

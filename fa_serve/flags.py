@@ -1,0 +1,87 @@
+"""The flags of the settings, and the plain help of every command.
+
+    @app.command(cls=PlainHelp)
+    @with_settings
+    def serve(model: str | None = None, **flags): ...
+
+    settings_in({"port": 9000, "no_eager": True})        # what flags give: {"port": 9000, "eager": False}
+
+The flags are generated from the table of settings (server/settings.py), so a flag, its environment variable and its key in the
+settings file cannot differ. The help has one section for each group of settings. A long flag stands on its own line, so that
+no name is ever cut off, however narrow the terminal is. Left out: the commands (__main__.py).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import typer
+from typer.core import TyperCommand
+
+from fa_serve.server.settings import SECRETS, Settings
+
+SWITCH_WORDS = ("true", "false", "yes", "no", "on", "off", "1", "0")
+"""What people write behind a switch, which takes no value. It would be taken for the name of a model."""
+
+
+class PlainHelp(TyperCommand):
+    """A command whose help is plain text, with a section for each panel of options."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the arguments, and then the options by panel, in the order in which panels first appear."""
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is None:
+                continue
+            fallback = "Arguments" if parameter.param_type_name == "argument" else "Options"
+            sections.setdefault(getattr(parameter, "rich_help_panel", None) or fallback, []).append(record)
+        for title, records in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
+
+
+def with_settings(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command that takes `**flags` options for the settings, except for secrets and for its own parameters."""
+    own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    skipped = {*SECRETS, *(parameter.name for parameter in own)}
+    parameters = list(own)
+    for name in [name for name in Settings.model_fields if name not in skipped]:
+        annotation = _option(name)
+        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return command
+
+
+def _option(name: str) -> Any:
+    """The annotation of a setting's option. An option that is not given is None: the environment or the file decides."""
+    field = Settings.model_fields[name]
+    extra: Any = field.json_schema_extra
+    flag = name.replace("_", "-")
+    kinds = [kind for kind in get_args(field.annotation) if kind is not type(None)]
+    kind: Any = field.annotation if not kinds or get_origin(field.annotation) is Literal else kinds[0]
+    if get_origin(field.annotation) is list:
+        kind = str
+    names = f"--{flag}/--no-{flag}" if kind is bool else f"--{flag}"
+    shown = typer.Option(names, help=str(field.description) + _shown_default(field.default), rich_help_panel=extra["group"])
+    return Annotated[kind | None, shown]
+
+
+def _shown_default(default: Any) -> str:
+    """What stands behind the description; a setting without a default says in its description what holds then."""
+    if default in (None, []):
+        return ""
+    return f"  [default: {('off', 'on')[default] if isinstance(default, bool) else default}]"
+
+
+def settings_in(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that flags give. Raises ValueError for a word behind a switch, which is read as the model."""
+    model = flags.get("model")
+    if isinstance(model, str) and model.lower() in SWITCH_WORDS:
+        raise ValueError(
+            f"MODEL must be a hub name or a folder, got {model}: a switch takes no value, as in --eager or --no-eager"
+        )
+    return {name: value for name, value in flags.items() if value is not None}

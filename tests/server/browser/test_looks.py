@@ -1,0 +1,151 @@
+"""The looks of the playground: contrast, names, widths, axe-core, and pictures.
+
+Pictures of three widths in two colour schemes are written to the folder "playground" of pytest's base folder. With
+FA_SERVE_SCREENSHOTS=docs/images the tests also take the screenshots of the documentation.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from browser_pages import answering, expecting, open_page
+
+WIDTHS = (360, 768, 1440)
+
+
+CONTRAST = """
+() => {
+  const light = css => {
+    const [r, g, b] = css.match(/[\\d.]+/g).map(x => x / 255).map(x => x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4);
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const ground = node => {
+    const css = getComputedStyle(node).backgroundColor;
+    return css === "rgba(0, 0, 0, 0)" ? ground(node.parentElement) : css;
+  };
+  const shown = node => node.checkVisibility() && node.innerText?.trim() && !node.disabled;
+  return Math.min(...[...document.querySelectorAll("body *")].filter(shown).map(node => {
+    const [a, b] = [light(getComputedStyle(node).color), light(ground(node))].sort((x, y) => y - x);
+    return (a + 0.05) / (b + 0.05);
+  }));
+}
+"""
+
+
+def test_light_and_dark_with_the_server_at_work(page, served):
+    """A chat and charts under load, as in the screenshots. The text has enough contrast in both colour schemes."""
+    expect = expecting()
+    message = page.get_by_label("Message", exact=True)
+    notes = page.locator(".note")
+    seconds = 20 if os.environ.get("FA_SERVE_SCREENSHOTS") else 1
+    load = [
+        sys.executable,
+        "-m",
+        "fa_serve",
+        "bench",
+        "--url",
+        served.url,
+        "--requests",
+        "100000",  # more than the test waits for, because the charts are drawn every few seconds
+        "--concurrency",
+        "12",
+    ]
+    busy = subprocess.Popen([*load, "--prompt-tokens", "20", "--output-tokens", "60"], stderr=subprocess.DEVNULL)
+    try:
+        page.get_by_label("Temperature").fill("0")
+        for number, question in enumerate(("What is 17 + 25?", "Now 3 plus 4.")):
+            message.fill(question)
+            page.keyboard.press("Enter")
+            expect(notes).to_have_count(number + 1, timeout=30_000)
+        expect(page.locator("figcaption output").nth(3)).not_to_have_text("0", timeout=60_000)
+        page.wait_for_timeout(1000 * seconds)
+        page.get_by_label("Temperature").fill("0.7")
+        message.fill("Write a function that parses a file.")
+        page.keyboard.press("Enter")
+        expect(page.locator(".assistant").last).to_have_text(re.compile(r"\w{4}"), timeout=30_000)
+        grounds = set()
+        for scheme in ("light", "dark"):
+            page.emulate_media(color_scheme=scheme)
+            if folder := os.environ.get("FA_SERVE_SCREENSHOTS"):
+                page.screenshot(path=Path(folder) / f"page-{scheme}.png")
+            grounds.add(page.evaluate("() => getComputedStyle(document.body).backgroundColor"))
+            assert page.evaluate(CONTRAST) >= 4.5, scheme
+        assert len(grounds) == 2
+    finally:
+        busy.kill()
+        busy.wait()
+        page.keyboard.press("Escape")
+    expect(notes).to_have_count(3)
+
+
+LAYOUT = """() => {
+  const controls = "button, input, select, textarea, a, [role=region], [role=log]";
+  const names = [...document.querySelectorAll(controls)].filter(node => node.checkVisibility());
+  const named = node => node.ariaLabel || node.labels?.length || node.textContent.trim() || node.title;
+  const cut = node => node.getBoundingClientRect().right > innerWidth + 1 && !node.closest("pre, .table, #result");
+  return {
+    wide: document.documentElement.scrollWidth - innerWidth,
+    unnamed: names.filter(node => !named(node)).map(node => node.outerHTML),
+    cut: names.filter(cut).map(node => node.outerHTML),
+    landmarks: ["header", "nav", "main", "aside"].map(tag => document.querySelectorAll(tag).length),
+  };
+}"""
+LONG = (
+    "# A title\n\n1. one\n2. two with `code`\n\n```python\n"
+    + "very_long_line = " * 12
+    + "\n```\n\n"
+    + "| a | b | c |\n|-|-|-|\n"
+    + f"| {'x' * 60} | 2 | 3 |"
+)
+
+
+def test_three_widths_in_two_schemes(browser, served, tmp_path_factory):
+    """Nothing is cut off, everything has a name, text has contrast, and axe-core finds nothing serious."""
+    expect = expecting()
+    folder = tmp_path_factory.mktemp("playground", numbered=False)
+    page = open_page(browser, served.url, **{"v1/chat/completions": answering(LONG)})
+    page.get_by_label("Message", exact=True).fill("Show me everything, " + "and-a-word-without-a-break" * 4)
+    page.keyboard.press("Enter")
+    expect(page.locator(".note")).to_have_count(1)
+    for width in WIDTHS:
+        page.set_viewport_size({"width": width, "height": 800})
+        settings = page.get_by_role("button", name="Settings")
+        for scheme in ("light", "dark"):
+            if settings.is_visible():
+                settings.click()
+                page.get_by_label("Theme").select_option(scheme)
+                check_looks(page, scheme)
+                page.screenshot(path=folder / f"settings-{width}-{scheme}.png")
+                page.keyboard.press("Escape")
+                expect(settings).to_have_attribute("aria-expanded", "false")
+            else:
+                page.get_by_label("Theme").select_option(scheme)
+            for view in ("Chat", "Model"):
+                page.get_by_role("link", name=view).click()
+                check_looks(page, scheme)
+                page.screenshot(path=folder / f"{view.lower()}-{width}-{scheme}.png")
+            page.get_by_role("link", name="Chat").click()
+    assert len(list(folder.glob("*.png"))) == 16
+    page.reload()
+    assert page.evaluate("getComputedStyle(document.documentElement).colorScheme") == "dark", "the theme is kept"
+    page.close()
+
+
+def check_looks(page, scheme: str) -> None:
+    found = page.evaluate(LAYOUT)
+    assert found == {"wide": 0, "unnamed": [], "cut": [], "landmarks": [1, 1, 1, 1]}
+    assert page.evaluate(CONTRAST) >= 4.5, scheme
+
+
+@pytest.mark.parametrize("width", [360, 1440])
+def test_axe_finds_nothing(page, width):
+    """axe-core's rules for WCAG 2.1 A and AA. Source: https://github.com/dequelabs/axe-core"""
+    axe = pytest.importorskip("axe_playwright_python", reason="axe-playwright-python is not installed")
+    page.set_viewport_size({"width": width, "height": 800})
+    page.evaluate("begin()")
+    page.evaluate((Path(axe.__file__).parent / "axe.min.js").read_text())
+    found = page.evaluate("axe.run({runOnly: ['wcag2a', 'wcag2aa', 'wcag21a', 'wcag21aa', 'best-practice']})")
+    assert [(each["id"], each["nodes"][0]["html"]) for each in found["violations"]] == []
