@@ -72,9 +72,7 @@ GROUPS: dict[str, tuple[Row, ...]] = {
         Row("gradients", "backward", "cudnn", "cuDNN"),
         Row("linear attention, prompts", "linear", "fla", "flash-linear-attention"),
     ),
-    "transformers": (
-        Row("generate, three models", "generate", "sdpa", "sdpa", lambda case: "batch" not in case),
-    ),
+    "transformers": (Row("generate, three models", "generate", "sdpa", "sdpa", lambda case: "batch" not in case),),
     "Engine, tokens per second": (
         Row("dense models, bfloat16", "engine", "vllm", "vLLM 0.26", _of_dense),
         Row("mixtures, 4 and 8 bits", "engine", "vllm", "vLLM 0.26", _of_other_weights),

@@ -1,7 +1,7 @@
-"""What the site takes from pyproject.toml: the version, and the address of the repository for its links to sources.
+"""What the site takes from files of the repository: version and address from pyproject.toml, and the changelog.
 
-mkdocs calls `on_config` before it builds the pages (see `hooks` in mkdocs.yml). Without a `Repository` or `Source` among
-`project.urls` the site has neither a link to the repository nor links to edit a page.
+mkdocs calls these functions by their names while it builds the pages (see `hooks` in mkdocs.yml). Without a `Repository` or
+`Source` among `project.urls` the site has neither a link to the repository nor links to edit a page.
 """
 
 from __future__ import annotations
@@ -28,3 +28,11 @@ def on_config(config: Any) -> Any:
         config.theme["features"].append("content.action.edit")
     config.copyright = f"fa_serve {project['version']}, {config.copyright}"
     return config
+
+
+def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
+    """Put the changelog into its page, with links that begin in docs/ instead of the root of the repository."""
+    if page.file.src_uri != "changelog.md":
+        return markdown
+    text = (Path(config.config_file_path).parent / "CHANGELOG.md").read_text(encoding="utf-8")
+    return markdown.replace('--8<-- "CHANGELOG.md"', text.replace("](docs/", "]("))

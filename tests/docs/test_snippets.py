@@ -14,6 +14,7 @@ import json
 import re
 import shlex
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 
 import openai
 import pytest
@@ -30,7 +31,7 @@ SERVER = "http://127.0.0.1:8000"
 EMBEDDER = "http://127.0.0.1:8001"
 BLOCKS = [block for page in GUIDES for block in blocks(page)]
 SNIPPETS = [pytest.param(block, id=block.name) for block in BLOCKS if block.language == "python"]
-OUTPUTS = {block.name: following.text for block, following in zip(BLOCKS, BLOCKS[1:]) if following.language == "output"}
+OUTPUTS = {block.name: following.text for block, following in pairwise(BLOCKS) if following.language == "output"}
 SHELL = [pytest.param(block, id=block.name) for block in BLOCKS if block.language in ("bash", "console")]
 
 
@@ -79,7 +80,7 @@ def test_a_snippet_runs(block: Block, request: pytest.FixtureRequest, capsys: py
 
 def test_an_output_follows_a_snippet() -> None:
     """The test above compares something: an output behind another block, or in another language, would be left out."""
-    before = {following: block for block, following in zip(BLOCKS, BLOCKS[1:])}
+    before = {following: block for block, following in pairwise(BLOCKS)}
     outputs = [block for block in BLOCKS if block.language == "output"]
     assert all(before[block].language == "python" and before[block].page == block.page for block in outputs)
     assert sum(block.page.name == "recipes.md" for block in outputs) >= 8
