@@ -1,5 +1,6 @@
 /* Filters the rows of the table behind an element with the class "filter", and makes what scrolls reachable by keyboard. */
 document$.subscribe(() => {
+  document.querySelector("[data-md-component=search]")?.setAttribute("aria-label", "Search"); // the theme's dialog has no name
   for (const place of document.querySelectorAll(".filter")) {
     let table = place.nextElementSibling;
     while (table && !table.querySelector("tbody")) table = table.nextElementSibling;
