@@ -28,6 +28,7 @@ PEERS = {
     "fa4": "FlashAttention-4",
     "flash": "PyTorch's FlashAttention-2",
     "flex": "FlexAttention",
+    "fla": "flash-linear-attention",
     "dense": "the dense call",
     "bf16": "fa_serve in bfloat16",
     "own_bf16": "fa_serve, bfloat16 cache",

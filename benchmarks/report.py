@@ -12,7 +12,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from benchmarks import line_tables
+from benchmarks import line_tables, overview
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "performance.md"
@@ -334,6 +334,7 @@ def write_tables() -> None:
 def main() -> None:
     write_tables()
     line_tables.write()
+    overview.write()
     import matplotlib as mpl
 
     mpl.use("svg")

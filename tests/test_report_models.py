@@ -1,19 +1,24 @@
-"""docs/models.md says what the tests reported, for the families and checks that exist today."""
+"""The pages about models say what the tests reported, for the types, families and checks that exist today."""
 
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import report_hybrids
+import report_support
+import report_table
 import transformers
+from cross_compile import TARGETS
+from every_type import CAUSAL, IMAGE_TEXT, tiny_config
 from hf_families import FAMILIES
 from hf_multimodal import MODELS
 from report_fusion import architectures
 from report_models import (
     COLUMNS,
+    DOCS,
     LOADING,
-    PAGE,
     UPSTREAM,
     concerned,
     experts,
@@ -21,12 +26,14 @@ from report_models import (
     kept_experts,
     kept_weights,
     latent,
-    page,
+    pages,
+    tested_types,
 )
 from report_models import FAMILIES as RESULTS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from benchmarks.engine.load_memory import all_formats
+from fa_serve.hf.info import describe
 
 AGAIN = "run python tests/support/report_models.py to write the results and the page again"
 CHECKS = {
@@ -37,9 +44,67 @@ CHECKS = {
 }
 
 
-def test_the_page_is_that_of_the_results() -> None:
+def test_the_pages_are_those_of_the_results() -> None:
     results, upstream = (json.loads(path.read_text()) for path in (RESULTS, UPSTREAM))
-    assert PAGE.read_text() == page(results, upstream), AGAIN
+    for name, text in pages(results, upstream).items():
+        assert (DOCS / name).read_text() == text, AGAIN
+
+
+def test_every_type_of_transformers_has_a_row_of_answers_and_codes() -> None:
+    """No exception's text, and no count of tests, is a cell."""
+    results = json.loads(RESULTS.read_text())
+    found = report_table.rows(results)
+    assert set(found) >= {*results["census"], *CAUSAL, *IMAGE_TEXT}
+    allowed = {"yes", "no", "some", "-", "vectors", *(reason.code for reason in report_table.REASONS)}
+    assert {part for row in found.values() for cell in row[:7] for part in cell.split(", ")} <= allowed
+    assert found["llama"] == ("yes", "yes", "-", "yes", "yes", "yes", "yes", "generate, eager")
+    assert found["gptj"][:2] == ("own", "own")
+    assert found["bert"][1] == "vectors"
+    assert found["qwen3_next"][4] == found["qwen3_next"][6] == "states"
+    assert found["gemma3"][2] == "yes"
+    assert found["blip-2"][2] == "images"
+    cells = [
+        part.strip()
+        for name in pages(results, json.loads(UPSTREAM.read_text()))
+        for part in (DOCS / name).read_text().split("|")
+    ]
+    assert [cell for cell in cells if re.search(r"^\d+ of \d+$|object has no attribute|[a-z]Error:", cell)] == []
+
+
+def test_a_reason_without_a_code_is_noticed() -> None:
+    with pytest.raises(LookupError, match="must have a code for 'the moon is full'"):
+        report_table.cell("the moon is full")
+
+
+def test_the_rows_of_what_the_engine_does_beyond_text_are_what_the_code_does() -> None:
+    results = json.loads(RESULTS.read_text())
+    if results["versions"]["transformers"] != transformers.__version__:
+        pytest.skip("the page is about another release of transformers")
+    assert results["tested"] == tested_types(), AGAIN
+    assert set(results["support"]) == {name for name, row in results["types"].items() if row["engine text"] == "yes"}, AGAIN
+    sample = ["gpt2", "gpt_oss", "jamba", "llama", "nemotron_h", "qwen3_moe"]
+    assert report_support.rows(sample) == {name: results["support"][name] for name in sample}, AGAIN
+
+
+def test_the_hardware_is_that_of_the_results_and_of_the_targets() -> None:
+    """A GPU counts as measured if lines of benchmarks/results name it."""
+    lines = report_table.hardware()
+    assert report_table.measured() - {""} == {"H100", "H200"}
+    assert sum("**measured**" in line for line in lines) == 1
+    assert sum("**compiled only**" in line for line in lines) == len(TARGETS) - 1
+
+
+@pytest.mark.parametrize("name", [name for name in CAUSAL if name not in report_hybrids.TYPES][::8])
+def test_info_says_what_the_page_says(name: str) -> None:
+    """`fa-serve info` reads a config; the page is about models that were made and run."""
+    results = json.loads(RESULTS.read_text())
+    if results["versions"]["transformers"] != transformers.__version__:
+        pytest.skip("the page is about another release of transformers")
+    answer = results["types"][name]["engine text"]
+    if report_table.code_or_none(answer) == "untried":
+        pytest.skip("no tiny model can be made of the default config of this type")
+    refused = describe(tiny_config(name)).engine
+    assert (refused is None) == (answer == "yes"), refused
 
 
 def test_the_results_are_of_every_family_and_every_check() -> None:

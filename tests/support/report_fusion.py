@@ -43,6 +43,8 @@ _SIZES: dict[str, Any] = {
 }
 NONE = "has no causal language model"
 _MOST_WEIGHTS = 50_000_000
+_RAISED = ("object has no attribute", "size of tensor", "shapes cannot", "must match", "object is not", "Error")
+"""Parts of messages that Python and PyTorch write, not fa_serve."""
 
 
 def architectures(names: Iterable[str]) -> dict[str, dict[str, str]]:
@@ -51,7 +53,7 @@ def architectures(names: Iterable[str]) -> dict[str, dict[str, str]]:
 
 
 def page(results: dict[str, dict[str, str]]) -> list[str]:
-    """The table of docs/models.md."""
+    """The table of docs/model-layers.md."""
     without = [name for name, row in results.items() if row["reason"] == NONE]
     lines = [
         "",
@@ -59,15 +61,28 @@ def page(results: dict[str, dict[str, str]]) -> list[str]:
         "",
         "Every architecture of transformers that has experts or latent attention, as a random model in tiny sizes that is made",
         "from its default config. A layer that is not fused runs the model's own code around the attention and the experts of",
-        "fa_serve. [Quantised](#quantised-weights) linear layers and experts change nothing of this.",
+        "fa_serve. [Quantised](quantised.md) linear layers and experts change nothing of this.",
         "",
         "| architecture | layers | caches | experts by | why |",
         "|---|---|---|---|---|",
     ]
+    untried = [name for name, row in results.items() if row["reason"].startswith("not tried: ")]
     for name, row in results.items():
-        if name not in without:
-            lines.append(f"| {name} | {row['layers']} | {row['cache']} | {row['experts']} | {row['reason']} |")
-    return [*lines, "", f"These have no causal language model in transformers: {', '.join(without)}."]
+        if name not in without and name not in untried:
+            lines.append(f"| {name} | {row['layers']} | {row['cache']} | {row['experts']} | {_plain(row['reason'])} |")
+    return [
+        *lines,
+        "",
+        f"These have no causal language model in transformers: {', '.join(without)}. No tiny model of this kind can be",
+        f"made of the default configs of {', '.join(untried)}; [Models and GPUs](models.md) has rows for them.",
+    ]
+
+
+def _plain(reason: str) -> str:
+    """A sentence for what the code of transformers or PyTorch raised, which says nothing to a reader of the page."""
+    if any(part in reason for part in _RAISED):
+        return "its code has other parts, or other sizes of them, than layers that can be fused"
+    return reason
 
 
 def _of_engine(name: str) -> dict[str, str]:

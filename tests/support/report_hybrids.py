@@ -44,7 +44,7 @@ TYPES = (
     "zaya",
 )
 """The types of causal language models in transformers 5.17 that keep states."""
-_COMPOSITES = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+COMPOSITES = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 """Types whose language model is of another type."""
 _WITHOUT_ATTENTION = {"rwkv": "refused", "xlstm": "no layer"}
 """What the plugin does with types that do not use transformers' attention interface."""
@@ -61,7 +61,7 @@ def rows() -> dict[str, dict[str, str]]:
     tested = {family.make_config().model_type for family in HYBRIDS}
     found = {}
     for name in TYPES:
-        row = {"tested": "y" if _COMPOSITES.get(name, name) in tested else "", "engine": "y"}
+        row = {"tested": "y" if COMPOSITES.get(name, name) in tested else "", "engine": "y"}
         if not row["tested"]:
             try:
                 hf.check_model(AutoConfig.for_model(name))
@@ -79,7 +79,7 @@ def rows() -> dict[str, dict[str, str]]:
 
 
 def page(results: dict[str, dict[str, str]]) -> list[str]:
-    """The section of docs/models.md."""
+    """The section of docs/model-layers.md."""
     lines = ["", "## Recurrent and convolution states", "", *_INTRODUCTION.splitlines(), ""]
     lines += [
         "| type | tested | plugin | engine | prefix cache | CUDA graphs | tensor parallel |",

@@ -66,7 +66,7 @@ def structured(census: dict[str, str]) -> dict[str, str]:
 
 
 def page(results: dict[str, Any]) -> list[str]:
-    """The section of docs/models.md."""
+    """The section of docs/model-layers.md."""
     lines = ["", "## Latent attention", "", *_INTRODUCTION.splitlines(), ""]
     lines += ["| family | type | queries | rotary pairs | engine caches |", "|---|---|---|---|---|"]
     for name, row in results["tested"].items():

@@ -1,14 +1,16 @@
-"""Write docs/models.md from the outcomes of tests.
+"""Write the pages about models from the outcomes of tests: docs/models.md, model-layers.md, quantised.md and model-tests.md.
 
     python tests/support/report_models.py             # runs the tests of the families, then writes the page (minutes)
     python tests/support/report_models.py --experts   # finds how models keep their experts again, then writes the page
     python tests/support/report_models.py --types     # serves tiny models of every type again, then writes the page (minutes)
     python tests/support/report_models.py --latent    # finds which models have latent attention again, then writes the page
-    python tests/support/report_models.py --page      # writes the page alone, from the files below
+    python tests/support/report_models.py --support   # finds what the engine does beyond text again, then writes (minutes)
+    python tests/support/report_models.py --page      # writes the pages alone, from the files below
 
 tests/results/families.json holds the outcomes of tests/hf/test_families.py and tests/hf/test_multimodal.py, the backends that
 serve the layers of each architecture in its published sizes, whether fa_serve takes each model of transformers, and what
-`report_experts.py`, `report_latent.py`, `report_hybrids.py`, `report_types.py` and `report_fusion.py` find.
+`report_experts.py`, `report_latent.py`, `report_hybrids.py`, `report_types.py`, `report_support.py` and
+`report_fusion.py` find.
 tests/upstream/results.json holds the outcomes of transformers' own tests, which tests/upstream/run.py writes.
 """
 
@@ -30,13 +32,15 @@ import report_experts
 import report_fusion
 import report_hybrids
 import report_latent
+import report_support
+import report_table
 import report_types
 
 HERE = Path(__file__).parents[1]
 FAMILIES = HERE / "results" / "families.json"
 UPSTREAM = HERE / "upstream" / "results.json"
 LOADING = HERE / "results" / "load_memory.json"
-PAGE = HERE.parent / "docs" / "models.md"
+DOCS = HERE.parent / "docs"
 GPUS = {"H200": 90, "A100": 80}
 # The tests of a family, by the name of their column on the page.
 COLUMNS = {
@@ -230,7 +234,7 @@ def collect() -> dict[str, Any]:
     found["latent"] = latent(found["census"])
     found["hybrids"] = report_hybrids.rows()
     found["types"] = report_types.rows()
-    found |= {"experts": experts()} | weights()
+    found |= {"experts": experts()} | weights() | support(found)
     return found | {"engine": report_fusion.architectures(concerned(found))}
 
 
@@ -251,39 +255,56 @@ def experts() -> dict[str, Any]:
     return {"layouts": report_experts.layouts(), "mixtures": report_experts.mixtures()}
 
 
-def page(results: dict[str, Any], upstream: dict[str, Any]) -> str:
-    columns = list(dict.fromkeys(COLUMNS.values()))
-    versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
+def tested_types() -> dict[str, list[str]]:
+    """The types of transformers that tests compare with eager attention, and those whose vectors are compared."""
+    from encoder_folders import FAMILIES as encoders
+    from hf_families import FAMILIES as known
+    from hf_multimodal import MODELS
+    from hybrids import HYBRIDS
+
+    eager = {family.model_class.config_class.model_type for family in (*known, *HYBRIDS)}
+    eager |= {str(make()[1].get("model_type", "")) or _type_of(make()[0]) for make in MODELS.values()}
+    return {"eager": sorted(eager), "vectors": sorted({kind for kind, _ in encoders.values()})}
+
+
+def _type_of(model_class: str) -> str:
+    import transformers
+
+    return str(getattr(transformers, model_class).config_class.model_type)
+
+
+def support(results: dict[str, Any]) -> dict[str, Any]:
+    """What the engine does beyond the text of a type, for those whose text it serves."""
+    served = [name for name, row in results["types"].items() if row["engine text"] == report_types.YES]
+    return {"support": report_support.rows(served), "tested": tested_types()}
+
+
+_HEAD = "<!-- written by tests/support/report_models.py; tests/test_report_models.py compares it with the results -->"
+
+
+def pages(results: dict[str, Any], upstream: dict[str, Any]) -> dict[str, str]:
+    """The text of each page, by the name of its file."""
+    found = {
+        "models.md": report_table.page(results),
+        "model-layers.md": _layers_page(results),
+        "quantised.md": ["# Quantised weights", "", _HEAD, *_quantised(results), *_loading(json.loads(LOADING.read_text()))],
+        "model-tests.md": [*_tests_page(results), *_upstream(upstream)],
+    }
+    return {name: "\n".join(lines) + "\n" for name, lines in found.items()}
+
+
+def _layers_page(results: dict[str, Any]) -> list[str]:
     lines = [
-        "# Models",
+        "# Layers of models",
         "",
-        "<!-- written by tests/support/report_models.py; tests/test_report_models.py compares it with the results -->",
+        _HEAD,
         "",
-        "fa_serve computes a model as transformers' eager attention computes it, or refuses it and says why. A model is",
-        "refused when it is loaded if its attention does not go through transformers' attention interface, or if it passes its",
-        "attention an argument that fa_serve does not know. A call is refused if it asks for attention weights or for dropout",
-        "in attention, or if it passes a mask that does not have four dimensions. `fa-serve info MODEL` shows all of this for",
-        "a hub name or a folder, from the config alone. `--arch 90` answers for a Hopper GPU on any machine.",
+        "Which kernels serve the layers of a model, how the engine keeps latent keys and states, and how it computes experts.",
+        "[Models and GPUs](models.md) says which types run at all.",
         "",
         "A mask that consists of causality, a window, chunks, padding or packed sequences is never formed. The kernels apply",
         "it and skip the keys that no query sees. Masks with image blocks or prefixes, and your own masks, are passed to the",
         "kernel as they are.",
-        "",
-        "## What is tested",
-        "",
-        "Tiny models with random weights are compared with eager attention in every row and at every valid position, within a",
-        f"few roundings of float32 ({versions}). A cell says how many of the",
-        'tests passed. "pages" means that the model runs in the engine\'s paged cache, or is refused there for the right',
-        "reason. Multimodal models have a vision or audio tower beside the text model. `make test` runs all of these tests,",
-        "and `make test-newest` runs them on the newest release of transformers.",
-        "",
-        "| family | " + " | ".join(columns) + " |",
-        "|---" * (len(columns) + 1) + "|",
-    ]
-    for name, row in results["families"].items():
-        cells = ["{} of {}".format(*row[column]) if column in row else "" for column in columns]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    lines += [
         "",
         "## Which backend serves which layer",
         "",
@@ -299,29 +320,38 @@ def page(results: dict[str, Any], upstream: dict[str, Any]) -> str:
             lines.append(f"| {name} | {row['layers']} | {row['asks']} | {row['prefill']} | {row['decode']} |")
     lines += report_latent.page(results["latent"])
     lines += report_hybrids.page(results["hybrids"])
-    lines += report_types.page(results["types"])
     lines += report_experts.page(results["experts"])
     lines += report_fusion.page(results["engine"])
-    counts = Counter(results["census"].values())
-    lines += [
+    return lines
+
+
+def _tests_page(results: dict[str, Any]) -> list[str]:
+    columns = list(dict.fromkeys(COLUMNS.values()))
+    versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
+    lines = [
+        "# How models are tested",
         "",
-        "## Every model of transformers",
+        _HEAD,
         "",
-        f"fa_serve takes {counts.pop('')} of {len(results['census'])} model types: their attention goes through the attention",
-        "interface, with arguments that fa_serve knows. Of these, tests compute only the families above. The types below are",
-        "refused when they are loaded, with the reason given. A model that contains a part of such a type is refused as well,",
-        "unless that part is loaded with another attention implementation.",
+        "fa_serve computes a model as transformers' eager attention computes it, or refuses it and says why. A model is",
+        "refused when it is loaded if its attention does not go through transformers' attention interface, or if it passes its",
+        "attention an argument that fa_serve does not know. A call is refused if it asks for attention weights or for dropout",
+        "in attention, or if it passes a mask that does not have four dimensions.",
         "",
-        "| reason | model types |",
-        "|---|---|",
+        "## Families",
+        "",
+        "Tiny models with random weights are compared with eager attention in every row and at every valid position, within a",
+        f'few roundings of float32 ({versions}). A cell is the number of tests, all of which pass. "pages" is the engine\'s',
+        "paged cache. Multimodal models have a vision or audio tower beside the text model. `make test` runs all of these",
+        "tests, and `make test-newest` runs them on the newest release of transformers.",
+        "",
+        "| family | " + " | ".join(columns) + " |",
+        "|---" * (len(columns) + 1) + "|",
     ]
-    for reason, _ in counts.most_common():
-        types = [name for name, why in results["census"].items() if why == reason]
-        lines.append(f"| {reason} | {', '.join(types)} |")
-    lines += _quantised(results)
-    lines += _loading(json.loads(LOADING.read_text()))
-    lines += _upstream(upstream)
-    return "\n".join(lines) + "\n"
+    for name, row in results["families"].items():
+        cells = [str(row[column][0]) if column in row else "" for column in columns]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return lines
 
 
 def _quantised(results: dict[str, Any]) -> list[str]:
@@ -329,8 +359,6 @@ def _quantised(results: dict[str, Any]) -> list[str]:
     for method, loader in results["formats"].items():
         by_loader.setdefault(loader, []).append(method)
     lines = [
-        "",
-        "## Quantised weights",
         "",
         "The engine reads quantised layers from the files of a checkpoint. It needs no other package and makes no copy of the",
         "weights in full precision, and it fuses quantised decoder layers like others. `examples/quantise.py` writes small",
@@ -377,7 +405,7 @@ def _loading(found: dict[str, Any]) -> list[str]:
     columns = ("model", "format", "floats", "file", "held", "peak")
     return [
         "",
-        "### Memory while loading",
+        "## Memory while loading",
         "",
         f"`python -m benchmarks.engine.load_memory` on the {found['device']}, in MiB: about 130 million weights, dense or with",
         "eight experts in each layer. `floats` is what its weights take in bfloat16, `held` what the loaded model takes, and",
@@ -394,6 +422,8 @@ def _loading(found: dict[str, Any]) -> list[str]:
 
 def _upstream(upstream: dict[str, Any]) -> list[str]:
     versions = upstream["versions"]
+    reasons = dict.fromkeys(reason for row in upstream["families"].values() for reason in row["failed"].values())
+    letters = dict(zip(reasons, "ABCDEFGH", strict=False))
     lines = [
         "",
         "## transformers' own tests",
@@ -403,14 +433,16 @@ def _upstream(upstream: dict[str, Any]) -> list[str]:
         "gradient checkpointing; switching; offloading) with fa_serve in the place of sdpa. The distribution lacks",
         "transformers' tests of generation, of masks and of single models. fa_serve's tests of these are in `tests/hf/`.",
         "",
-        f"transformers {versions['transformers']}, torch {versions['torch']}:",
+        f"transformers {versions['transformers']}, torch {versions['torch']}. Failures of three kinds are left:",
         "",
-        "| family | passed | failed | skipped | reasons of the failures |",
-        "|---|---|---|---|---|",
+        *[f"- {letter}: {reason}" for reason, letter in letters.items()],
+        "",
+        "| family | passed | skipped | failed |",
+        "|---|---|---|---|",
     ]
     for name, row in upstream["families"].items():
-        why = "; ".join(f"{n}: {reason}" for reason, n in Counter(row["failed"].values()).items())
-        lines.append(f"| {name} | {row['passed']} | {len(row['failed'])} | {row['skipped']} | {why} |")
+        failed = ", ".join(f"{n} {letters[reason]}" for reason, n in Counter(row["failed"].values()).items())
+        lines.append(f"| {name} | {row['passed']} | {row['skipped']} | {failed or 0} |")
     return lines
 
 
@@ -419,10 +451,11 @@ def main() -> None:
     parser.add_argument("--page", action="store_true", help="write the page from the existing results")
     parser.add_argument("--experts", action="store_true", help="find only how models keep their experts, and quantised weights")
     parser.add_argument("--latent", action="store_true", help="find only which models have latent attention")
+    parser.add_argument("--support", action="store_true", help="find only what the engine does beyond text")
     parser.add_argument("--types", action="store_true", help="find only which types are served")
     args = parser.parse_args()
     if not args.page:
-        some = args.experts or args.latent or args.types
+        some = args.experts or args.latent or args.types or args.support
         results = json.loads(FAMILIES.read_text()) if some else collect()
         if args.experts:
             results |= {"experts": experts()} | weights()
@@ -431,9 +464,12 @@ def main() -> None:
             results |= {"latent": latent(results["census"]), "layers": layers()}
         if args.types:
             results |= {"types": report_types.rows()}
+        if args.support or args.types:
+            results |= support(results)
         FAMILIES.parent.mkdir(exist_ok=True)
         FAMILIES.write_text(json.dumps(results, indent=1) + "\n")
-    PAGE.write_text(page(json.loads(FAMILIES.read_text()), json.loads(UPSTREAM.read_text())))
+    for name, text in pages(json.loads(FAMILIES.read_text()), json.loads(UPSTREAM.read_text())).items():
+        (DOCS / name).write_text(text)
 
 
 if __name__ == "__main__":

@@ -171,24 +171,3 @@ def check_images(name: str, device: str = "cpu") -> None:
     settings = {} if whole else {"max_num_batched_tokens": max(count, 9) + 3, "max_num_seqs": 3}
     actual = _served(model, [ids for ids, _ in given], images, **settings)
     assert actual == expected, f"{actual}, and generate {expected}"
-
-
-def page(results: dict[str, dict[str, str]]) -> list[str]:
-    """The section of docs/models.md."""
-    text = sum(results[name]["engine text"] == YES for name in IMAGE_TEXT)
-    images = sum(results[name]["engine image"] == YES for name in IMAGE_TEXT)
-    causal = sum(results[name]["engine text"] == YES for name in CAUSAL)
-    lines = [
-        "",
-        "## Every type that writes text",
-        "",
-        f"The {len(CAUSAL)} causal and {len(IMAGE_TEXT)} image-text types of transformers. The engine serves the text of",
-        f'{causal} and {text} of them, and the images of {images}. "yes" in the columns of the engine means that a tiny model',
-        "with random weights gave the tokens of transformers' `generate` in float32: with one and two images, in mixed",
-        "batches, in chunks and from the prefix cache. A default config decides: encoders such as BERT are no decoders then.",
-        "",
-        "| type | text, plugin | image, plugin | text, engine | image, engine |",
-        "|---|---|---|---|---|",
-    ]
-    lines += [f"| {name} | {' | '.join(row[column] for column in COLUMNS)} |" for name, row in results.items()]
-    return lines

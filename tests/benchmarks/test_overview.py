@@ -1,0 +1,48 @@
+"""The figure of the README is that of the committed results, and the sentences beside it quote them."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ET
+
+import pytest
+from documentation import ROOT
+
+from benchmarks import overview
+
+NUMBERS = overview.summary()
+
+
+def test_the_figure_is_that_of_the_results() -> None:
+    """To draw it anew: python -m benchmarks.overview"""
+    assert overview.FIGURE.read_text(encoding="utf-8") == overview.figure()
+    ET.fromstring(overview.figure())
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/index.md"])
+def test_a_page_quotes_the_figure(name: str) -> None:
+    text = " ".join((ROOT / name).read_text(encoding="utf-8").replace("**", "").split())
+    for peer in ("FlashAttention-3", "PyTorch's sdpa, cuDNN"):
+        assert f"{NUMBERS[f'prompts, {peer}'][0]:.2f} times as fast as with {peer.split(', ')[-1]}" in text
+    _, least, most = NUMBERS["dense models, bfloat16, vLLM 0.26"]
+    assert f"{least:.2f} to {most:.2f} times as many tokens per second as vLLM 0.26" in text
+    assert "slower" in text
+
+
+def test_the_readme_says_where_it_is_slower() -> None:
+    """Each row of the figure in which a peer is more than 2% faster somewhere is named with its worst cell."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    losing = {row: least for row, (_, least, _) in NUMBERS.items() if least < 0.98}
+    assert set(losing) == {"prompts, FlashAttention-4", "gradients, cuDNN", "linear attention, prompts, flash-linear-attention"}
+    for row, least in losing.items():
+        assert f"{least:.2f}" in text, row
+
+
+def test_ratios_are_above_one_where_fa_serve_is_faster() -> None:
+    """Times are divided the other way round than rates."""
+    rates = overview.Row("", "prefill", "flash", "")
+    times = overview.Row("", "linear", "fla", "", lambda case: "65536" in case)
+    assert min(rates.ratios()) > 1
+    assert times.ratios() == pytest.approx([4136.0 / 6673.2])
+    dots = re.findall(r'<circle cx="([\d.]+)"', overview.figure())
+    assert len(dots) == sum(len(row.ratios()) for rows in overview.GROUPS.values() for row in rows)
