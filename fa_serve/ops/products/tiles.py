@@ -41,17 +41,73 @@ def matrix_row_tile(product: Product) -> MatrixRowTile:
 
 
 class InvariantTile(NamedTuple):
-    """block_m rows by block_n columns of the output; block_k elements of the sum at once, num_stages of them in flight."""
+    """block_m rows by block_n columns of the output; block_k elements of the sum at once, num_stages of them in flight.
+
+    segments: ranges of k, each of which is summed from zero, and whose sums are added in order
+    apart:    each segment has a program, and a second kernel adds the sums
+    """
 
     block_m: int
     block_n: int
     block_k: int
     num_stages: int
+    num_warps: int = 4
+    segments: int = 1
+    apart: bool = False
+
+
+ONE_TILE = InvariantTile(64, 64, 128, 3)
+"""The tile of every size where a choice by the number of rows could change the order of sums."""
+HOPPER_TILES = (
+    InvariantTile(128, 256, 64, 3, 8),
+    InvariantTile(128, 128, 64, 4, 8),
+    InvariantTile(64, 128, 64, 5),
+    InvariantTile(64, 64, 128, 4),
+)
+"""Tiles whose rows are equal on Hopper, from the largest. Each multiplies by wgmma of k16, at least 64 rows at a time, and has
+one accumulator for a segment. So what is added to an output, and in which order, is the same in all of them."""
+CHOOSES_BY_ROWS = False
+"""The switch: whether tiles of Hopper follow the number of rows. It may be on where tests/gpu/test_rollouts_gpu.py has found
+the rows of HOPPER_TILES equal in every bit; the machine code has been read (test_row_invariant_compiled.py)."""
+_PROGRAMS = 320
+"""Up to how many programs of ONE_TILE's columns a product of few rows is divided into segments."""
+_LEAST_SEGMENT = 512
 
 
 def invariant_tile(product: Product) -> InvariantTile:
-    """One tile for every size of a dtype: a choice by the number of rows would change the order of sums."""
-    return InvariantTile(32, 32, 32, 2) if product.dtype.itemsize == 4 else InvariantTile(64, 64, 128, 3)
+    """The tile of a product whose rows do not depend on their number."""
+    if product.dtype.itemsize == 4:
+        return InvariantTile(32, 32, 32, 2)
+    if CHOOSES_BY_ROWS and product.arch == 90:
+        return hopper_invariant_tile(product)
+    return ONE_TILE
+
+
+def hopper_invariant_tile(product: Product) -> InvariantTile:
+    """The largest tile of HOPPER_TILES that gives each multiprocessor a program; for few rows, the smallest, in segments."""
+    segments = invariant_segments(product.n, product.k)
+    for tile in HOPPER_TILES:
+        # a second accumulator of 128 x 256 would not fit in the registers
+        if segments > 1 and tile.block_n > 128:
+            continue
+        if _programs(product, tile) >= product.num_sms and product.tokens > tile.block_m // 2:
+            return tile._replace(segments=segments)
+    tile = HOPPER_TILES[-1 if product.tokens <= 64 else 1]
+    return tile._replace(segments=segments, apart=segments > 1)
+
+
+def _programs(product: Product, tile: InvariantTile) -> int:
+    return -(-product.tokens // tile.block_m) * -(-product.n // tile.block_n)
+
+
+def invariant_segments(n: int, k: int) -> int:
+    """Into how many ranges the k of a product is cut, for any number of rows."""
+    return choose_splits(-(-n // ONE_TILE.block_n), _PROGRAMS, k, _LEAST_SEGMENT)
+
+
+def segment_columns(k: int, segments: int) -> int:
+    """Columns of a segment, a multiple of every block_k. The last segment has what is left."""
+    return -(-k // (segments * 128)) * 128
 
 
 def choose_splits(programs: int, room: int, k: int, columns: int, most: int = 1 << 30) -> int:

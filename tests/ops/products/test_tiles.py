@@ -6,7 +6,14 @@ import pytest
 import torch
 from product_cases import dense
 
-from fa_serve.ops.products.tiles import choose_splits, invariant_tile, matrix_row_tile
+from fa_serve.ops.products.tiles import (
+    choose_splits,
+    hopper_invariant_tile,
+    invariant_segments,
+    invariant_tile,
+    matrix_row_tile,
+    segment_columns,
+)
 
 
 @pytest.mark.parametrize("n", [1, 5, 1000, 4096, 151936])
@@ -29,6 +36,16 @@ def test_row_tiles_are_those_measured_fastest() -> None:
 def test_an_invariant_product_has_one_tile() -> None:
     assert len({invariant_tile(dense("float", tokens=tokens)) for tokens in (1, 63, 1000)}) == 1
     assert invariant_tile(dense("float", dtype=torch.float32)).block_m == 32
+
+
+@pytest.mark.parametrize(("n", "k"), [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (1024, 4096), (5000, 520)])
+def test_segments_of_a_hopper_tile_do_not_depend_on_rows(n: int, k: int) -> None:
+    tiles = [hopper_invariant_tile(dense("float", n, k, tokens=tokens)) for tokens in (1, 64, 65, 300, 2048, 8192)]
+    assert {tile.segments for tile in tiles} == {invariant_segments(n, k)}
+    assert all(segment_columns(k, invariant_segments(n, k)) % tile.block_k == 0 for tile in tiles)
+    assert all(tile.block_m >= 64 for tile in tiles), "another instruction would multiply fewer rows"
+    assert tiles[0].apart == (invariant_segments(n, k) > 1)
+    assert not tiles[-1].apart, "many rows have programs enough"
 
 
 @pytest.mark.parametrize(
