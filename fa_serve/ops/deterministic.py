@@ -42,6 +42,9 @@ class DeterministicMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     backward: whether operators of a backward pass are replaced as well. A forward that a checkpoint repeats there always is
     """
 
+    rows_are_independent = True
+    """Asked by `fa_serve.ops.linear`, whose kernels are no operators of PyTorch."""
+
     def __init__(self, *, backward: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._backward = backward
@@ -87,6 +90,13 @@ def _addmm(bias: Tensor, x: Tensor, y: Tensor, *, beta: float = 1, alpha: float 
     if bias.dim() != 1 or beta != 1 or alpha != 1:
         raise UnsupportedModelError("deterministic must be False for this model: it scales or accumulates matrix products")
     return ops.invariant_linear(x, y.t(), bias)
+
+
+def _addmm_(total: Tensor, x: Tensor, y: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
+    """The residual sum of a fused product, in PyTorch."""
+    if beta != 1:
+        raise UnsupportedModelError("deterministic must be False for this model: it scales what matrix products are added to")
+    return total.add_(ops.invariant_linear(x, y.t(), None) * alpha)
 
 
 def _by_row(func: Any) -> Callable[..., Any]:
@@ -137,6 +147,18 @@ def _mean(x: Tensor, dim: Sequence[int] | None, keepdim: bool = False, *, dtype:
     return total if total is NotImplemented else total / x.shape[-1]
 
 
+def _rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Any:
+    """Its parts, which autograd records in its place outside of inference mode."""
+    if len(shape) != 1 or not x.is_floating_point():
+        return NotImplemented
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    mean = _mean(wide.pow(2), [-1], True)
+    scale = mean + (torch.finfo(x.dtype).eps if eps is None else eps)
+    by_row = _by_row(torch.rsqrt)(scale)
+    y = wide * (scale.rsqrt() if by_row is NotImplemented else by_row)
+    return (y if weight is None else y * weight).to(x.dtype)
+
+
 def _logsumexp(x: Tensor, dim: Sequence[int], keepdim: bool = False) -> Any:
     largest = x.amax(dim=-1, keepdim=True)
     differences = x - largest
@@ -167,8 +189,10 @@ _REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     aten.mm.default: _matmul,
     aten.bmm.default: _matmul,
     aten.addmm.default: _addmm,
+    aten.addmm_.default: _addmm_,
     aten.sum.dim_IntList: _sum,
     aten.mean.dim: _mean,
+    aten.rms_norm.default: _rms_norm,
     aten.logsumexp.default: _logsumexp,
     aten._log_softmax.default: _log_softmax,
     aten.log1p.default: _log1p,

@@ -96,7 +96,7 @@ class ModelRunner:
         self.vocab_size = vocab_size(model)
         self.page_size = config.page_size
         self.eager = config.eager or self.device.type != "cuda"
-        self.fuses = config.fusion and not config.eager and not config.deterministic
+        self.fuses = config.fusion and not config.eager
         unfuse_model(model)
         detach_adapters(model)
         self.adapters: AdapterStore | None = None
@@ -141,7 +141,7 @@ class ModelRunner:
 
     def fuse(self) -> int:
         """Fuse layers, routers and shared experts of the model where that is possible. Returns how many layers are fused."""
-        fused = fuse_model(self.model)
+        fused = fuse_model(self.model, deterministic=self._deterministic)
         self.layers = cached_layers(self.model, self.layers)
         if "descales" in self._options and any(layer.values_in_keys for layer in self.layers.values()):
             self._options["descales"] = kv_cache.descales(self.model, self.vocab_size, self.layers)
