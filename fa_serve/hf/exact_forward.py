@@ -55,9 +55,7 @@ EXPERTS_NAME = "fa_serve_exact"
 """The experts implementation of transformers that stands in the place of "fa_serve" within the context."""
 
 
-def exact(
-    model: nn.Module, *, page_size: int = 16, deterministic_backward: bool = False, fusion: bool = True
-) -> ExactForward:
+def exact(model: nn.Module, *, page_size: int = 16, deterministic_backward: bool = False, fusion: bool = True) -> ExactForward:
     """A context in which a model computes, with gradients, what an engine with `deterministic=True` computes.
 
     model:     a causal model of floats, or the PeftModel around one. It may be the one that a `RolloutEngine` runs

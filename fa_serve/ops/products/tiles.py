@@ -56,6 +56,17 @@ class InvariantTile(NamedTuple):
     apart: bool = False
 
 
+class InvariantWgmmaTile(NamedTuple):
+    """128 rows by block_n columns of the output, in a ring of `stages` of 64 elements of the sum.
+
+    lag: stages by which the first consumer precedes the second one in a tile; 0: they may begin together
+    """
+
+    block_n: int
+    stages: int
+    lag: int = 0
+
+
 ONE_TILE = InvariantTile(64, 64, 128, 3)
 """The tile of every size where a choice by the number of rows could change the order of sums."""
 HOPPER_TILES = (
@@ -63,15 +74,17 @@ HOPPER_TILES = (
     InvariantTile(128, 128, 64, 4, 8),
     InvariantTile(64, 128, 64, 5),
     InvariantTile(64, 64, 128, 4),
+    InvariantTile(64, 32, 128, 6),
+    InvariantTile(64, 16, 128, 8),
 )
 """Tiles whose rows are equal on Hopper, from the largest. Each multiplies by wgmma of k16, at least 64 rows at a time, and has
 one accumulator for a segment. So what is added to an output, and in which order, is the same in all of them."""
 CHOOSES_BY_ROWS = False
 """The switch: whether tiles of Hopper follow the number of rows. It may be on where tests/gpu/test_rollouts_gpu.py has found
-the rows of HOPPER_TILES equal in every bit; the machine code has been read (test_row_invariant_compiled.py)."""
-_PROGRAMS = 320
-"""Up to how many programs of ONE_TILE's columns a product of few rows is divided into segments."""
-_LEAST_SEGMENT = 512
+the rows of HOPPER_TILES and of `InvariantWgmmaTile` equal in every bit; the machine code has been read
+(test_row_invariant_compiled.py)."""
+LEAST_WGMMA_ROWS = 129
+"""From so many rows on, the kernel with the copy engine may multiply."""
 
 
 def invariant_tile(product: Product) -> InvariantTile:
@@ -84,25 +97,22 @@ def invariant_tile(product: Product) -> InvariantTile:
 
 
 def hopper_invariant_tile(product: Product) -> InvariantTile:
-    """The largest tile of HOPPER_TILES that gives each multiprocessor a program; for few rows, the smallest, in segments."""
-    segments = invariant_segments(product.n, product.k)
-    for tile in HOPPER_TILES:
-        # a second accumulator of 128 x 256 would not fit in the registers
-        if segments > 1 and tile.block_n > 128:
-            continue
-        if _programs(product, tile) >= product.num_sms and product.tokens > tile.block_m // 2:
-            return tile._replace(segments=segments)
-    tile = HOPPER_TILES[-1 if product.tokens <= 64 else 1]
-    return tile._replace(segments=segments, apart=segments > 1)
+    """The largest tile of HOPPER_TILES that is filled with rows and gives most multiprocessors a program.
+
+    All have one segment: a second accumulator for the sum of segments would not leave room for tiles of many rows.
+    """
+    fitting = [tile for tile in HOPPER_TILES if tile.block_m == 64 or product.tokens > 64]
+    return next((tile for tile in fitting if 4 * _programs(product, tile) >= 3 * product.num_sms), fitting[-1])
+
+
+def invariant_wgmma_tile(product: Product) -> InvariantWgmmaTile:
+    """The tile of the row-invariant product of many rows."""
+    tiles = -(-product.tokens // 128) * -(-product.n // 256)
+    return InvariantWgmmaTile(256, 4, 2) if tiles >= product.num_sms else InvariantWgmmaTile(128, 6, 3)
 
 
 def _programs(product: Product, tile: InvariantTile) -> int:
     return -(-product.tokens // tile.block_m) * -(-product.n // tile.block_n)
-
-
-def invariant_segments(n: int, k: int) -> int:
-    """Into how many ranges the k of a product is cut, for any number of rows."""
-    return choose_splits(-(-n // ONE_TILE.block_n), _PROGRAMS, k, _LEAST_SEGMENT)
 
 
 def segment_columns(k: int, segments: int) -> int:

@@ -15,9 +15,10 @@ from cross_compile import Kernel, compiling_for
 
 from fa_serve.ops.products.problem import Details, Product
 from fa_serve.ops.products.row_invariant import plan_invariant
-from fa_serve.ops.products.tiles import HOPPER_TILES, ONE_TILE, InvariantTile, invariant_tile
+from fa_serve.ops.products.row_invariant_wgmma import BLOCK_K, plan_invariant_wgmma
+from fa_serve.ops.products.tiles import HOPPER_TILES, ONE_TILE, InvariantTile, InvariantWgmmaTile, invariant_tile
 
-SEGMENTED = [tile._replace(segments=4, apart=apart) for tile in HOPPER_TILES[1:] for apart in (True, False)]
+SEGMENTED = [HOPPER_TILES[1]._replace(segments=4, apart=apart) for apart in (True, False)]
 WGMMA = re.compile(r"wgmma\.mma_async\.sync\.aligned\.m(\d+)n(\d+)k(\d+)\.f32\.bf16\.bf16")
 
 
@@ -44,6 +45,27 @@ def test_every_tile_adds_by_one_chain_of_the_same_instruction(tile: InvariantTil
     assert not kernel.instructions["HMMA"], "another instruction could add in another order"
     assert not re.search(r"\b(red|atom)\.", kernel.binary.asm["ptx"]), "no sum is divided between programs"
     assert kernel.spill_bytes == 0
+
+
+@pytest.mark.parametrize("tile", [InvariantWgmmaTile(256, 4, 2), InvariantWgmmaTile(128, 6, 3)], ids=str)
+@pytest.mark.parametrize("extras", [False, True], ids=["", "bias-residual"])
+def test_the_kernel_of_many_rows_has_the_same_chain(tile: InvariantWgmmaTile, extras: bool) -> None:
+    x = torch.zeros(512, 4096, dtype=torch.bfloat16)
+    weight = torch.zeros(4096, 4096, dtype=torch.bfloat16)
+    product = Product(values="float", n=4096, k=4096, tokens=512, dtype=torch.bfloat16, arch=90, invariant=True)
+    bias = weight[0] if extras else None
+    with compiling_for("sm90") as kernels:
+        multiply = plan_invariant_wgmma(product, tile, Details(strides=(*x.stride(), *weight.stride())))
+        multiply(x, weight, bias, None, x if extras else None)
+    [kernel] = kernels
+    found = WGMMA.findall(kernel.binary.asm["ptx"])
+    assert set(found) == {("64", str(tile.block_n), "16")}
+    # each consumer has the chain of a block once, the first one twice, before and after the second one begins
+    assert len(found) == 3 * BLOCK_K // 16
+    assert not kernel.instructions["HMMA"]
+    assert kernel.spill_bytes == 0
+    assert kernel.shared_bytes <= 227 << 10
+    assert not [line for line in kernel.ptxas_warnings if "C75" in line], "wgmma is serialised or setmaxnreg ignored"
 
 
 def test_a_tile_of_fewer_rows_would_be_another_instruction() -> None:
