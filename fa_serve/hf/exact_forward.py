@@ -10,7 +10,7 @@ A rollout of an engine with `deterministic=True` has the log-probabilities that 
 bit. Decoder layers that the engine fuses are computed by the same fused kernels, with the same proof before. The rest is the
 model's own code, with autograd, and below autograd `DeterministicMode` computes each operator as it does in the
 engine: a row of a product, a sum or a function has the same bits in any batch. Three things are not operators of PyTorch and
-are given another form here: attention, which takes each token as a sequence on a paged
+are given another form here: attention, which runs on a paged
 cache (`PagedBatch`, as a step of the engine does), the experts of a mixture, and positions, which count from the first token
 that is no padding.
 
@@ -46,10 +46,10 @@ from fa_serve.hf.surgery.experts.mixtures import expert_modules, gate_of, take_e
 from fa_serve.hf.surgery.fuse.fusion import fuse_layers, unfuse_model
 from fa_serve.hf.surgery.fuse.layer import FusedLayer, HeadsAttention, tables_of
 from fa_serve.ops import ExpertWeights, Gate
-from fa_serve.ops.deterministic import NUM_SPLITS, DeterministicMode
+from fa_serve.ops.deterministic import DeterministicMode
 from fa_serve.ops.moe.fallback import torch_experts
 from fa_serve.ops.moe.operator import call_operator
-from fa_serve.spec import ParameterError, UnsupportedModelError
+from fa_serve.spec import TREE_SPLITS, ParameterError, UnsupportedModelError
 
 EXPERTS_NAME = "fa_serve_exact"
 """The experts implementation of transformers that stands in the place of "fa_serve" within the context."""
@@ -61,8 +61,7 @@ def exact(model: nn.Module, *, page_size: int = 16, deterministic_backward: bool
     model:     a causal model of floats, or the PeftModel around one. It may be the one that a `RolloutEngine` runs
     page_size: tokens in a page of the engine's KV cache (`EngineConfig.page_size`)
     deterministic_backward: gradients repeat in every bit as well; slower, because their products are computed row by row
-    fusion:    whether the engine fuses layers (`EngineConfig.fusion`, and not `eager`). Numbers of fused layers are rounded less
-               often than those of other layers
+    fusion:    whether the engine fuses layers (`EngineConfig.fusion`, and not `eager`), whose numbers are rounded less often
 
     In the context, calls take `input_ids` or `inputs_embeds` of (batch, tokens), and an `attention_mask` of the same shape
     whose ones follow each other in each row. Rows of a batch of 1 that are packed end to end are told by `position_ids`.
@@ -198,24 +197,24 @@ class _Rows(NamedTuple):
         return _Rows(positions, valid, torch.cat([starts, torch.tensor([len(valid)])]))
 
     def paged(self, page_size: int) -> PagedBatch:
-        """A batch in which each token is a sequence of the keys up to it, as in a step of an engine in deterministic mode."""
+        """A batch in which each sequence is a prompt, as a step of an engine in deterministic mode may compute it."""
         device = self.valid.device
         lengths = self.starts.diff()
         pages = -(-lengths // page_size)
-        first_page = (pages.cumsum(0) - pages).repeat_interleave(lengths)
+        first_page = pages.cumsum(0) - pages
         place = torch.arange(int(lengths.sum())) - self.starts[:-1].repeat_interleave(lengths)
         columns = torch.arange(int(pages.max()))
         # entries behind the last page of a sequence are never read
         table = (first_page[:, None] + columns).clamp(max=int(pages.sum()) - 1)
         return PagedBatch(
             kv_caches={},
-            slot_mapping=(first_page * page_size + place).to(device),
+            slot_mapping=(first_page.repeat_interleave(lengths) * page_size + place).to(device),
             block_table=table.int().to(device),
-            seqused_k=(place + 1).int().to(device),
-            cu_seqlens_q=torch.arange(len(place) + 1, dtype=torch.int32, device=device),
-            max_seqlen_q=1,
+            seqused_k=lengths.int().to(device),
+            cu_seqlens_q=self.starts.int().to(device),
+            max_seqlen_q=int(lengths.max()),
             max_seqlen_k=int(lengths.max()),
-            num_splits=NUM_SPLITS,
+            num_splits=TREE_SPLITS,
         )
 
 

@@ -5,8 +5,8 @@
 
 Inside, operators whose sums depend on the number of rows are computed row by row: matrix products, means, sums and logsumexp.
 The other operators of a decoder work element by element or have a kernel for each row already. Elementwise functions are
-computed row by row as well on a CPU, because its vector instructions treat the end of a tensor differently. Attention treats
-each token as a sequence and splits the keys of every sequence into the same number of splits (batch_arrays.py). Therefore
+computed row by row as well on a CPU, because its vector instructions treat the end of a tensor differently. Attention sums by a
+fixed tree of the keys (`spec.TREE_SPLITS`), which is the same for any number of queries. Therefore
 neither the chunks of a prompt, nor prefix cache hits, nor preemption change a bit, and none of them is turned off.
 
 The experts of a mixture are one operator, which has such a form, where `fa_serve.hf.take_experts` has taken them. An operator
@@ -30,8 +30,6 @@ from fa_serve.ops.moe import operator as experts_operator
 from fa_serve.spec import UnsupportedModelError
 
 aten: Any = torch.ops.aten
-NUM_SPLITS = 4
-"""Splits of each sequence's keys in attention: enough for a single sequence to occupy a good part of a GPU."""
 
 
 class DeterministicMode(TorchDispatchMode):  # type: ignore[no-untyped-call]

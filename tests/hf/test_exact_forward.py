@@ -85,15 +85,18 @@ def whole_prompts(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, batch: 
 
 
 def in_float64(self: PagedBatch, index: int, q: Tensor, *_: Tensor, left: int, softmax_scale: float, **options: Any) -> Tensor:
-    """Attention of each token in float64, rounded once."""
-    rows = []
+    """Attention of each sequence in float64, rounded once."""
+    found = []
     with _disable_current_modes():
-        for query, pages, length in zip(q.double(), self.block_table, self.seqused_k.tolist(), strict=True):
+        for query, pages, length in zip(
+            q.double().split(self.cu_seqlens_q.diff().tolist()), self.block_table, self.seqused_k.tolist(), strict=True
+        ):
             k, v = (cache[pages].flatten(0, 1)[:length].double() for cache in self.kv_caches[index])
-            k, v = (x.repeat_interleave(len(query) // x.shape[1], 1) for x in (k, v))
-            scores = torch.einsum("hd,khd->hk", query, k) * softmax_scale
-            rows.append(torch.einsum("hk,khd->hd", scores.softmax(-1), v))
-        return torch.stack(rows).to(q.dtype)
+            k, v = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (k, v))
+            scores = torch.einsum("qhd,khd->hqk", query, k) * softmax_scale
+            hidden = torch.ones(len(query), length, dtype=torch.bool).triu(length - len(query) + 1)
+            found.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v))
+        return torch.cat(found).to(q.dtype)
 
 
 @pytest.mark.parametrize("fusion", [True, False], ids=["fused", "unfused"])
@@ -159,10 +162,12 @@ def test_an_engine_and_the_context_share_merged_weights_and_see_other_memory() -
     for parameter in model.parameters():
         parameter.data = parameter.data.neg()
     assert differences() == [0.0, 0.0]
-    with first, pytest.raises(UnsupportedModelError, match="have got other memory: enter the exact context again"):
+    ids = torch.ones(1, 3, dtype=torch.int64)
+    with first:
         for parameter in model.parameters():
             parameter.data = parameter.data.neg()
-        model(input_ids=torch.ones(1, 3, dtype=torch.int64))
+        with pytest.raises(UnsupportedModelError, match="have got other memory: enter the exact context again"):
+            model(input_ids=ids)
 
 
 def test_a_checkpointed_forward_is_repeated_with_the_same_bits() -> None:

@@ -1,7 +1,8 @@
 """Portable Triton kernels: any GPU that Triton compiles for, and Triton's interpreter on a CPU.
 
 `prefill` is the FlashAttention-2 forward pass over dense, packed and paged keys, and `backward` the gradients of dense and
-packed calls. `decode` splits one sequence's keys, paged or dense, among programs when the queries are few. `latent` reads
+packed calls. `decode` splits one sequence's keys, paged or dense, among programs when the queries are few, and `tree` computes any
+number of queries over pages with bits that do not depend on the others. `latent` reads
 pages whose values are a part of their keys. `block_sparse` walks over lists of key blocks, for prompts and for decoding. Each
 of these modules describes its algorithm and plans calls; its kernels are in the module of that name with `_kernel` or
 `_kernels`. `store_kv` writes the paged cache.
@@ -32,6 +33,7 @@ from fa_serve.backends.triton.latent import plan as latent
 from fa_serve.backends.triton.prefill.plan import plan_forward
 from fa_serve.backends.triton.store_kv import plan_store_kv
 from fa_serve.backends.triton.tiles import DECODE_MIN_ROWS
+from fa_serve.backends.triton.tree.plan import plan_tree
 from fa_serve.launching.plans import Run
 from fa_serve.spec import AttentionSpec, dtype_name
 
@@ -42,6 +44,7 @@ _MAX_HEAD_DIM_OF_GRADIENTS = 256
 _COMPUTED = {
     "prefill": frozenset({"softcap", "sinks", "alibi", "attention_chunk"}),
     "decode": frozenset({"softcap", "sinks", "alibi", "attention_chunk"}),
+    "tree": frozenset({"softcap", "sinks", "attention_chunk"}),
     "block_sparse": frozenset({"softcap", "sinks", "alibi", "attention_chunk", "block_mask"}),
     "latent": frozenset[str](),
     "backward": frozenset({"softcap", "sinks"}),
@@ -51,6 +54,7 @@ _COMPUTED = {
 _PLANS: dict[str, Callable[[Any, AttentionOptions], Run]] = {
     "prefill": plan_forward,
     "decode": plan_decode,
+    "tree": plan_tree,
     "block_sparse": plan_block_sparse,
     "backward": plan_backward,
 }
@@ -104,7 +108,7 @@ class TritonBackend:
 
 def _kernel_of(spec: AttentionSpec) -> str:
     """The room of the kernel that serves a call."""
-    if spec.op in ("store_kv", "backward"):
+    if spec.op in ("store_kv", "backward", "tree"):
         return spec.op
     if spec.block_mask:
         return "block_sparse"
