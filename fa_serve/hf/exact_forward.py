@@ -254,8 +254,8 @@ class _ExactBatch:
         cos, sin = (
             table.expand(batch, length, -1).flatten(0, 1)[rows.valid] for table in tables_of(kwargs["position_embeddings"])
         )
-        caches = tuple(self.pages(x, attention.num_kv_heads, attention.head_dim) for _ in range(2))
-        paged = replace(self.batch, kv_caches={layer.index: caches})
+        k_cache, v_cache = (self.pages(x, attention.num_kv_heads, attention.head_dim) for _ in range(2))
+        paged = replace(self.batch, kv_caches={layer.index: (k_cache, v_cache)})
         out = layer.compute(x, layer.step(paged, cos, sin))
         return hidden_states.reshape(-1, width).index_copy(0, rows.valid, out).view_as(hidden_states)
 

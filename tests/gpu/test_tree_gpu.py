@@ -30,7 +30,8 @@ def test_a_query_has_the_same_bits_with_any_others(heads: tuple[int, int], head_
 
     def compute(first: int, last: int, *, apart: bool | None = None, beside: int = 0) -> Tensor:
         """Queries first to last of a sequence, with another sequence of `beside` queries before it."""
-        q_lens, kv_lens = [beside, last - first], [beside, last]
+        q_lens = [beside, last - first]
+        kv_lens = [beside, last]
         rows = torch.cat([make(beside, num_heads, head_dim), q[first:last]])
         numbers: Any = {"dtype": torch.int32, "device": "cuda"}
         tensors = AttentionTensors(

@@ -1,9 +1,10 @@
 """The row-invariant product of many rows with bfloat16 or float16 matrices on Hopper, in Gluon.
 
 A thread block has a producer and two consumer warpgroups, and computes one tile after the other, of 128 rows by `block_n`
-columns of the output. The producer's copies (TMA) fill a ring in shared memory, 64 elements of k at a time, and run on into the next
-tile while consumers store. Each consumer multiplies 64 rows by asynchronous warpgroup MMAs (wgmma) of k16, in the order of k,
-into one accumulator that starts from zero: the chain that row_invariant.py describes. So a row has the bits that it has there.
+columns of the output. The producer's copies (TMA) fill a ring in shared memory, 64 elements of k at a time, and run on into the
+next tile while consumers store. Each consumer multiplies 64 rows by asynchronous warpgroup MMAs (wgmma) of k16, in the order of
+k, into one accumulator that starts from zero: the chain that row_invariant.py describes. So a row has the bits that it has
+there.
 
 Ring, barriers and products are those of the kernel for experts (moe/matrix_wgmma.py). Left out: few rows, weights that are not
 contiguous, and quantised weights (row_invariant.py).
