@@ -264,7 +264,8 @@ def attention_paged(
     seqused_k:    (batch,), int32: keys in the cache, including the keys of this call's queries
     max_seqlen_k: upper bound of seqused_k, default max_pages * page_size
     k_descale:    (num_kv_heads,), float32: what a stored key is multiplied by (float8 caches only); v_descale likewise
-    num_splits:   0 lets a heuristic on host-known shapes choose, 1 none, n > 1 exactly n parts of each sequence's keys
+    num_splits:   0 lets a heuristic on host-known shapes choose, 1 none, n > 1 exactly n parts of each sequence's keys; -1
+                  groups of keys at fixed positions, folded in order, so that the bits of a query depend on its keys alone
     block_mask:   see above; query blocks are counted from the first query of each sequence in this call, key blocks from the
                   sequence's first key, whatever the page size
     Returns out (total_q, num_heads, head_dim_v), or (out, lse) with lse (num_heads, total_q).

@@ -48,7 +48,7 @@ from fa_serve.backends.chunks import decodes_chunks
 from fa_serve.backends.float8_copies import MAX_COPY_BYTES, copied_bytes
 from fa_serve.backends.mixed import find_decoder, plan_mixed
 from fa_serve.launching.plans import PLANS, Run, facts
-from fa_serve.spec import FEW_QUERIES, AttentionSpec, Layout, Op, arch_of
+from fa_serve.spec import FEW_QUERIES, TREE_SPLITS, AttentionSpec, Layout, Op, arch_of
 from fa_serve.value_checks import (
     check_block_values,
     check_paged_values,
@@ -265,13 +265,18 @@ def _decide_paged(
     fitting_chunk = effective_chunk(given.attention_chunk, options.window_size, length)
     if not num_splits:  # with num_splits, nothing depends on the longest sequence of the batch
         options = replace(options, attention_chunk=fitting_chunk)
-    if not isinstance(num_splits, int) or num_splits < 0:
-        raise ValueError(f"num_splits must be 0 (heuristic) or a positive int, got {num_splits!r}")
+    if not isinstance(num_splits, int) or num_splits < TREE_SPLITS:
+        raise ValueError(
+            f"num_splits must be 0 (heuristic), {TREE_SPLITS} (fixed groups of keys) or a positive int, got {num_splits!r}"
+        )
     check_cache(k_cache, v_cache)
     check_descale(k_cache, tensors.k_descale, tensors.v_descale)
     check_alibi(tensors.alibi_slopes, q, batch)
     check_block_lists(tensors.blocks, q, k_cache, batch, max_seqlen_q)
     check_out(tensors.out, q, v_cache)
+    if num_splits == TREE_SPLITS:
+        spec = _spec("paged", "tree", tensors, options)
+        return select_backend(spec, backend).plan(spec, tensors, options)
     if copied_bytes(k_cache, v_cache, batch, length, options.precision) > MAX_COPY_BYTES:
         options = replace(options, precision="bf16")
     widens = k_cache.dtype != q.dtype and options.precision == "bf16"

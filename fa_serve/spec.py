@@ -25,10 +25,12 @@ import torch
 
 Layout = Literal["dense", "varlen", "paged"]
 ParameterCode = Literal["invalid_value", "context_length_exceeded", "no_tokenizer", "duplicate_request_id", "unsupported"]
-Op = Literal["attention", "decode", "store_kv", "backward"]
+Op = Literal["attention", "decode", "tree", "store_kv", "backward"]
 Precision = Literal["bf16", "qk8", "fp8"]
 FLOAT8 = torch.float8_e4m3fn
 FEW_QUERIES = 16
+TREE_SPLITS = -1
+"""The value of `num_splits` for fixed groups of keys, folded in order: the bits of a query depend on its keys alone."""
 """Up to this many queries per sequence, splitting the keys gains time. More queries fill the tiles of a kernel by
 themselves."""
 
@@ -100,6 +102,7 @@ class AttentionSpec:
     op:          "attention": any number of queries per sequence
                  "decode": at most FEW_QUERIES queries per sequence, a fixed number of splits, a quantised cache, or prompts
                  whose keys are divided as well (see `backends.chunks`); a mask depends on the key alone
+                 "tree": paged attention whose bits do not depend on the other queries of the call
                  "store_kv": write keys and values into a paged cache
                  "backward": the gradients of a dense or packed "attention"
     whole_rows:  (paged) tokens and heads are multiples of 16 bytes apart, a page is a whole number of tokens, and the numbers

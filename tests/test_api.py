@@ -21,7 +21,7 @@ BAD: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any], str]] =
     "batch": (*DENSE, {"q": Q[:1]}, "k must have q's batch size 1, got 2"),
     "backend": (*DENSE, {"backend": "fast"}, "backend must be 'auto' or one of .*'fast'"),
     "capacity": (*PAGED, {"max_seqlen_k": 9}, "max_seqlen_k must be at most .* = 8, got 9"),
-    "splits": (*PAGED, {"num_splits": -1}, "num_splits must be 0 .*got -1"),
+    "splits": (*PAGED, {"num_splits": -2}, "num_splits must be 0 .*got -2"),
 }
 
 

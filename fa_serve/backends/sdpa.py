@@ -58,7 +58,7 @@ class SdpaBackend:
         assert options is not None
         if spec.op == "backward":
             return plan_recomputed(partial(_ATTENTION[spec.layout], replace(options, return_lse=True)))
-        return partial(_ATTENTION[spec.layout], options)
+        return partial(_by_query if spec.op == "tree" else _ATTENTION[spec.layout], options)
 
 
 def _dense(options: AttentionOptions, t: AttentionTensors) -> tuple[Tensor, Tensor | None]:
@@ -115,6 +115,23 @@ def _paged(options: AttentionOptions, t: AttentionTensors) -> tuple[Tensor, Tens
             k, v = _keys(caches, t.block_table[b], lengths[b], q.dtype)
             found = _attend_sequence(q[None, start:end], k, v, options, t, b)
             _put(found, result, lse, slice(start, end))
+    return result if t.out is None else t.out.copy_(result), lse
+
+
+def _by_query(options: AttentionOptions, t: AttentionTensors) -> tuple[Tensor, Tensor | None]:
+    """Paged attention in which each query is computed alone, as the last one of its keys."""
+    assert t.cu_seqlens_q is not None
+    assert t.keys is not None
+    assert t.block_table is not None
+    result, lse = _without_keys(t.q, t.v.shape[-1], options.return_lse)
+    caches = ((t.k, t.k_descale), (t.v, t.v_descale))
+    causal = options.window_size[1] == 0
+    for b, ((start, end), length) in enumerate(zip(pairwise(t.cu_seqlens_q.tolist()), t.keys.tolist(), strict=True)):
+        k, v = _keys(caches, t.block_table[b], length, t.q.dtype)
+        for row in range(start, end):
+            seen = max(length - (end - 1 - row), 0) if causal else length
+            found = _attend_sequence(t.q[None, row : row + 1], k[:, :seen], v[:, :seen], options, t, b)
+            _put(found, result, lse, slice(row, row + 1))
     return result if t.out is None else t.out.copy_(result), lse
 
 

@@ -7,14 +7,16 @@
     loss(logprobs).backward()                # inside or outside
 
 A rollout of an engine with `deterministic=True` has the log-probabilities that the model computes in this context, in every
-bit. The model's own code runs, with autograd, and below autograd `DeterministicMode` computes each operator as it does in the
+bit. Decoder layers that the engine fuses are computed by the same fused kernels, with the same proof before. The rest is the
+model's own code, with autograd, and below autograd `DeterministicMode` computes each operator as it does in the
 engine: a row of a product, a sum or a function has the same bits in any batch. Three things are not operators of PyTorch and
-are given another form here: attention, which takes each token as a sequence on a paged
+are given another form here: attention, which runs on a paged
 cache (`PagedBatch`, as a step of the engine does), the experts of a mixture, and positions, which count from the first token
 that is no padding.
 
-The backward pass is that of PyTorch for the operators that were replaced; attention and experts are computed again by code
-with gradients. So gradients are right, and as fast as without the context. They repeat in every bit if
+The backward pass of a fused layer computes the layer again by its own code, with gradients, as gradient checkpointing does, and
+keeps the layer's input only. Elsewhere it is that of PyTorch for the operators that were replaced; attention and experts are
+computed again by code with gradients. So gradients are those of the plain model. They repeat in every bit if
 `deterministic_backward` asks for it.
 
 Left out: dropout, which must be off; caches, which a training forward does not have; other page sizes than the engine's; and
@@ -24,6 +26,7 @@ training of vLLM and TorchTitan (2025).
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, NamedTuple, cast
@@ -38,24 +41,27 @@ from fa_serve.hf.adapter.models import NAME
 from fa_serve.hf.adapter.paged import PagedBatch
 from fa_serve.hf.adapter.probe import model_layers
 from fa_serve.hf.adapter.translate import LayerCall
-from fa_serve.hf.live_model import ModelState, check_live, trained_model
+from fa_serve.hf.live_model import Addresses, ModelState, check_live, trained_model
 from fa_serve.hf.surgery.experts.mixtures import expert_modules, gate_of, take_experts, weights_of
+from fa_serve.hf.surgery.fuse.fusion import fuse_layers, unfuse_model
+from fa_serve.hf.surgery.fuse.layer import FusedLayer, HeadsAttention, tables_of
 from fa_serve.ops import ExpertWeights, Gate
-from fa_serve.ops.deterministic import NUM_SPLITS, DeterministicMode
+from fa_serve.ops.deterministic import DeterministicMode
 from fa_serve.ops.moe.fallback import torch_experts
 from fa_serve.ops.moe.operator import call_operator
-from fa_serve.spec import ParameterError, UnsupportedModelError
+from fa_serve.spec import TREE_SPLITS, ParameterError, UnsupportedModelError
 
 EXPERTS_NAME = "fa_serve_exact"
 """The experts implementation of transformers that stands in the place of "fa_serve" within the context."""
 
 
-def exact(model: nn.Module, *, page_size: int = 16, deterministic_backward: bool = False) -> ExactForward:
+def exact(model: nn.Module, *, page_size: int = 16, deterministic_backward: bool = False, fusion: bool = True) -> ExactForward:
     """A context in which a model computes, with gradients, what an engine with `deterministic=True` computes.
 
     model:     a causal model of floats, or the PeftModel around one. It may be the one that a `RolloutEngine` runs
     page_size: tokens in a page of the engine's KV cache (`EngineConfig.page_size`)
     deterministic_backward: gradients repeat in every bit as well; slower, because their products are computed row by row
+    fusion:    whether the engine fuses layers (`EngineConfig.fusion`, and not `eager`), whose numbers are rounded less often
 
     In the context, calls take `input_ids` or `inputs_embeds` of (batch, tokens), and an `attention_mask` of the same shape
     whose ones follow each other in each row. Rows of a batch of 1 that are packed end to end are told by `position_ids`.
@@ -63,31 +69,43 @@ def exact(model: nn.Module, *, page_size: int = 16, deterministic_backward: bool
     Raises UnsupportedModelError for a model that the engine does not run, and for one whose parameters are not plain tensors on
     one device. A call raises ParameterError for arguments that a training forward does not have.
     """
-    return ExactForward(model, page_size, deterministic_backward)
+    return ExactForward(model, page_size, deterministic_backward, fusion)
 
 
 class ExactForward:
     """The context of `exact`, which may be entered again and again, also within itself."""
 
-    def __init__(self, model: nn.Module, page_size: int, deterministic_backward: bool) -> None:
+    def __init__(self, model: nn.Module, page_size: int, deterministic_backward: bool, fusion: bool) -> None:
         check_live(model)
         self.model = trained_model(model)
         self.page_size = page_size
         self._deterministic_backward = deterministic_backward
+        self._fusion = fusion
         self._entered: list[tuple[ModelState, Any, Any]] = []
+        self._replace()
+
+    def _replace(self) -> None:
+        """Find what the context makes of the model: the implementation of attention and of experts, and fused layers."""
         own = ModelState.of(self.model)
         try:
+            unfuse_model(self.model)
+            self.model.train(False)
             self.model.set_attn_implementation(NAME)
             model_layers(self.model)
             if expert_modules(self.model) and not take_experts(self.model):
                 raise UnsupportedModelError(f"{type(self.model).__name__} has experts that fa_serve does not compute")
             for module in expert_modules(self.model):
                 module.config._experts_implementation = EXPERTS_NAME
+            if self._fusion:
+                fuse_layers(self.model, deterministic=True)
             self._state = ModelState.of(self.model)
         finally:
             own.restore()
+        self._addresses = Addresses.of(self.model)
 
     def __enter__(self) -> ExactForward:
+        if self._fusion and self._addresses != Addresses.of(self.model):
+            self._replace()  # merged weights are no longer the memory of the parameters
         own = ModelState.of(self.model)
         self._state.restore(modes=False)
         hook = self.model.register_forward_pre_hook(self._prepare, with_kwargs=True)
@@ -106,6 +124,9 @@ class ExactForward:
         """A hook before the model's forward: the batch rides along, and positions are those of the engine."""
         if kwargs.get("fa_serve_batch") is not None:
             return args, kwargs  # a step of an engine, which has its own batch
+        if self._fusion and self._addresses != Addresses.of(self.model):
+            name = type(self.model).__name__
+            raise UnsupportedModelError(f"the parameters of {name} have got other memory: enter the exact context again")
         kwargs = {**kwargs}
         if args:
             if len(args) > 1:
@@ -124,7 +145,7 @@ class ExactForward:
             # of 4 dimensions, so that transformers passes it on and builds none
             "attention_mask": torch.empty((1, 1, 0, 0), dtype=torch.bool, device=tokens.device),
             "use_cache": False,
-            "fa_serve_batch": _ExactBatch(rows, self.page_size, self._deterministic_backward),
+            "fa_serve_batch": _ExactBatch(rows, self.page_size, self._deterministic_backward, self._state),
         }
         return (), kwargs
 
@@ -176,32 +197,33 @@ class _Rows(NamedTuple):
         return _Rows(positions, valid, torch.cat([starts, torch.tensor([len(valid)])]))
 
     def paged(self, page_size: int) -> PagedBatch:
-        """A batch in which each token is a sequence of the keys up to it, as in a step of an engine in deterministic mode."""
+        """A batch in which each sequence is a prompt, as a step of an engine in deterministic mode may compute it."""
         device = self.valid.device
         lengths = self.starts.diff()
         pages = -(-lengths // page_size)
-        first_page = (pages.cumsum(0) - pages).repeat_interleave(lengths)
+        first_page = pages.cumsum(0) - pages
         place = torch.arange(int(lengths.sum())) - self.starts[:-1].repeat_interleave(lengths)
         columns = torch.arange(int(pages.max()))
         # entries behind the last page of a sequence are never read
         table = (first_page[:, None] + columns).clamp(max=int(pages.sum()) - 1)
         return PagedBatch(
             kv_caches={},
-            slot_mapping=(first_page * page_size + place).to(device),
+            slot_mapping=(first_page.repeat_interleave(lengths) * page_size + place).to(device),
             block_table=table.int().to(device),
-            seqused_k=(place + 1).int().to(device),
-            cu_seqlens_q=torch.arange(len(place) + 1, dtype=torch.int32, device=device),
-            max_seqlen_q=1,
+            seqused_k=lengths.int().to(device),
+            cu_seqlens_q=self.starts.int().to(device),
+            max_seqlen_q=int(lengths.max()),
             max_seqlen_k=int(lengths.max()),
-            num_splits=NUM_SPLITS,
+            num_splits=TREE_SPLITS,
         )
 
 
 class _ExactBatch:
     """Answers for the attention of every layer of a dense batch."""
 
-    def __init__(self, rows: _Rows, page_size: int, deterministic: bool) -> None:
+    def __init__(self, rows: _Rows, page_size: int, deterministic: bool, state: ModelState) -> None:
         self.rows = rows
+        self.state = state
         self.page_size = page_size
         self.batch = rows.paged(page_size)
         self.num_pages = int((-(-rows.starts.diff() // page_size)).sum())
@@ -209,18 +231,117 @@ class _ExactBatch:
 
     def pages_like(self, x: Tensor) -> Tensor:
         """Empty pages for keys or values (n, heads, dim) of all sequences, laid out as those of the engine."""
-        _, heads, dim = x.shape
+        return self.pages(x, *x.shape[1:])
+
+    def pages(self, x: Tensor, heads: int, dim: int) -> Tensor:
+        """The same, of the dtype of x and on its device."""
         if x.device.type == "cpu":
             return x.new_empty(self.num_pages, self.page_size, heads, dim)
         return x.new_empty(self.num_pages, heads, self.page_size, dim).transpose(1, 2)
+
+    def train_layer(self, layer: FusedLayer, hidden_states: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """A fused layer on all tokens of the batch, (batch, tokens, hidden). Padding stays as it is."""
+        trained = [parameter for parameter in layer.module.parameters() if parameter.requires_grad]
+        inputs = (hidden_states, layer, self, args, kwargs)
+        return cast(Tensor, _FusedForward.apply(*inputs, *trained))  # type: ignore[no-untyped-call]
+
+    def compute_layer(self, layer: FusedLayer, hidden_states: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        """The output of a fused layer, without gradients: its keys and values go to pages, as in a step of the engine."""
+        rows = self.rows
+        batch, length, width = hidden_states.shape
+        x = hidden_states.reshape(-1, width)[rows.valid]
+        attention = cast(HeadsAttention, layer.attention)
+        cos, sin = (
+            table.expand(batch, length, -1).flatten(0, 1)[rows.valid] for table in tables_of(kwargs["position_embeddings"])
+        )
+        k_cache, v_cache = (self.pages(x, attention.num_kv_heads, attention.head_dim) for _ in range(2))
+        index = cast(int, layer.index)
+        paged = replace(self.batch, kv_caches={index: (k_cache, v_cache)})
+        out = layer.compute(x, layer.step(paged, index, cos, sin))
+        return hidden_states.reshape(-1, width).index_copy(0, rows.valid, out).view_as(hidden_states)
+
+    def with_gradients(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: dict[str, Any]) -> Tensor:
+        """Causal attention of packed tokens within each sequence, by kernels that have gradients."""
+        ends = self.rows.starts.int().to(q.device)
+        longest = int(self.rows.starts.diff().max())
+        out = attention_varlen(
+            q,
+            k,
+            v,
+            cu_seqlens_q=ends,
+            cu_seqlens_k=ends,
+            max_seqlen_q=longest,
+            max_seqlen_k=longest,
+            causal=True,
+            sinks=sinks,
+            deterministic=self.deterministic,
+            **options,
+        )
+        return cast(Tensor, out)
 
     def attend(self, call: LayerCall) -> Tensor:
         """Causal attention within each sequence -> (batch, tokens, num_heads, head_dim_v), 0 for padding."""
         batch, _, length, _ = call.query.shape
         q, k, v = (x.transpose(1, 2).flatten(0, 1)[self.rows.valid] for x in (call.query, call.key, call.value))
-        out = cast(Tensor, _Attention.apply(q, k, v, call.sinks, self, call))  # type: ignore[no-untyped-call]
+        out = self._attend_rows(q, k, v, call)
         padded = out.new_zeros(batch * length, *out.shape[1:])
         return padded.index_copy(0, self.rows.valid, out).view(batch, length, *out.shape[1:])
+
+    def _attend_rows(self, q: Tensor, k: Tensor, v: Tensor, call: LayerCall) -> Tensor:
+        return cast(Tensor, _Attention.apply(q, k, v, call.sinks, self, call))  # type: ignore[no-untyped-call]
+
+
+class _RepeatedBatch(_ExactBatch):
+    """Answers for the attention of a layer that is computed again for its gradients."""
+
+    def __init__(self, batch: _ExactBatch) -> None:
+        self.__dict__.update(vars(batch))
+
+    def _attend_rows(self, q: Tensor, k: Tensor, v: Tensor, call: LayerCall) -> Tensor:
+        return self.with_gradients(q, k, v, call.sinks, _options_of(call))
+
+
+def _options_of(call: LayerCall) -> dict[str, Any]:
+    """What a layer asks of attention beside its tensors."""
+    return {
+        "window_size": (call.window_size[0], 0),
+        "attention_chunk": call.attention_chunk,
+        "softmax_scale": call.softmax_scale,
+        "softcap": call.softcap,
+    }
+
+
+class _FusedForward(torch.autograd.Function):
+    """A fused layer, whose backward pass computes the layer again by its own code.
+
+    Its inputs are hidden states, what `_ExactBatch.train_layer` is given, and the parameters of the layer that are trained.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        layer: FusedLayer,
+        batch: _ExactBatch,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *trained: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(hidden, *trained)
+        ctx.call = (layer, batch, args, kwargs)
+        return batch.compute_layer(layer, hidden.detach(), kwargs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        layer, batch, args, kwargs = ctx.call
+        hidden, *trained = ctx.saved_tensors
+        x = hidden.detach().requires_grad_()
+        own = {**kwargs, "fa_serve_batch": _RepeatedBatch(batch)}
+        modes = nullcontext() if batch.deterministic else _disable_current_modes()
+        with batch.state.with_settings(), modes, torch.enable_grad():  # the backward pass may run outside of the context
+            out = layer.original(x, *args, **own)
+            found = torch.autograd.grad(out, [x, *trained], grads[0], allow_unused=True)
+        return (found[0], None, None, None, None, *found[1:])
 
 
 class _Attention(torch.autograd.Function):
@@ -232,12 +353,7 @@ class _Attention(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(q, k, v, sinks)
         ctx.exact_batch = exact_batch
-        ctx.options = {
-            "window_size": (call.window_size[0], 0),
-            "attention_chunk": call.attention_chunk,
-            "softmax_scale": call.softmax_scale,
-            "softcap": call.softcap,
-        }
+        ctx.options = _options_of(call)
         query, key, value = (x.detach().transpose(0, 1)[None] for x in (q, k, v))
         own = call._replace(query=query, key=key, value=value, sinks=None if sinks is None else sinks.detach())
         index = int(cast(Any, call.module).layer_idx)
@@ -250,25 +366,10 @@ class _Attention(torch.autograd.Function):
         given = [None if x is None else x.detach().requires_grad_() for x in ctx.saved_tensors]
         q, k, v, sinks = given
         assert q is not None and k is not None and v is not None  # noqa: PT018
-        starts = exact_batch.rows.starts
-        ends = starts.int().to(q.device)
-        longest = int(starts.diff().max())
         with _disable_current_modes(), torch.enable_grad():
-            out = attention_varlen(
-                q,
-                k,
-                v,
-                cu_seqlens_q=ends,
-                cu_seqlens_k=ends,
-                max_seqlen_q=longest,
-                max_seqlen_k=longest,
-                causal=True,
-                sinks=sinks,
-                deterministic=exact_batch.deterministic,
-                **ctx.options,
-            )
+            out = exact_batch.with_gradients(q, k, v, sinks, ctx.options)
             wanted = [x for x in given if x is not None]
-            found = iter(torch.autograd.grad(cast(Tensor, out), wanted, grads[0]))
+            found = iter(torch.autograd.grad(out, wanted, grads[0]))
         return (*(None if x is None else next(found) for x in given), None, None)
 
 

@@ -13,6 +13,7 @@ Weights are not copied: an optimizer's step in place is seen at once, also by me
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
@@ -102,7 +103,21 @@ class ModelState(NamedTuple):
                 own["forward"] = forward
             else:
                 own.pop("forward", None)
-        for config, name, value in self.settings:
+        self._set(self.settings)
+
+    @contextmanager
+    def with_settings(self) -> Iterator[None]:
+        """Inside, configs have the settings that they had then: the implementations of attention and of experts."""
+        own = [(config, name, vars(config)[name]) for config, name, _ in self.settings]
+        self._set(self.settings)
+        try:
+            yield
+        finally:
+            self._set(own)
+
+    @staticmethod
+    def _set(settings: list[tuple[Any, str, Any]]) -> None:
+        for config, name, value in settings:
             vars(config)[name] = value
 
 

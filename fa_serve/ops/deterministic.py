@@ -5,8 +5,8 @@
 
 Inside, operators whose sums depend on the number of rows are computed row by row: matrix products, means, sums and logsumexp.
 The other operators of a decoder work element by element or have a kernel for each row already. Elementwise functions are
-computed row by row as well on a CPU, because its vector instructions treat the end of a tensor differently. Attention treats
-each token as a sequence and splits the keys of every sequence into the same number of splits (batch_arrays.py). Therefore
+computed row by row as well on a CPU, because its vector instructions treat the end of a tensor differently. Attention sums by a
+fixed tree of the keys (`spec.TREE_SPLITS`), which is the same for any number of queries. Therefore
 neither the chunks of a prompt, nor prefix cache hits, nor preemption change a bit, and none of them is turned off.
 
 The experts of a mixture are one operator, which has such a form, where `fa_serve.hf.take_experts` has taken them. An operator
@@ -30,8 +30,6 @@ from fa_serve.ops.moe import operator as experts_operator
 from fa_serve.spec import UnsupportedModelError
 
 aten: Any = torch.ops.aten
-NUM_SPLITS = 4
-"""Splits of each sequence's keys in attention: enough for a single sequence to occupy a good part of a GPU."""
 
 
 class DeterministicMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -41,6 +39,9 @@ class DeterministicMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     backward: whether operators of a backward pass are replaced as well. A forward that a checkpoint repeats there always is
     """
+
+    rows_are_independent = True
+    """Asked by `fa_serve.ops.linear`, whose kernels are no operators of PyTorch."""
 
     def __init__(self, *, backward: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -87,6 +88,13 @@ def _addmm(bias: Tensor, x: Tensor, y: Tensor, *, beta: float = 1, alpha: float 
     if bias.dim() != 1 or beta != 1 or alpha != 1:
         raise UnsupportedModelError("deterministic must be False for this model: it scales or accumulates matrix products")
     return ops.invariant_linear(x, y.t(), bias)
+
+
+def _addmm_(total: Tensor, x: Tensor, y: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
+    """The residual sum of a fused product, in PyTorch."""
+    if beta != 1:
+        raise UnsupportedModelError("deterministic must be False for this model: it scales what matrix products are added to")
+    return total.add_(ops.invariant_linear(x, y.t(), None) * alpha)
 
 
 def _by_row(func: Any) -> Callable[..., Any]:
@@ -137,6 +145,18 @@ def _mean(x: Tensor, dim: Sequence[int] | None, keepdim: bool = False, *, dtype:
     return total if total is NotImplemented else total / x.shape[-1]
 
 
+def _rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Any:
+    """Its parts, which autograd records in its place outside of inference mode."""
+    if len(shape) != 1 or not x.is_floating_point():
+        return NotImplemented
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    mean = _mean(wide.pow(2), [-1], True)
+    scale = mean + (torch.finfo(x.dtype).eps if eps is None else eps)
+    by_row = _by_row(torch.rsqrt)(scale)
+    y = wide * (scale.rsqrt() if by_row is NotImplemented else by_row)
+    return (y if weight is None else y * weight).to(x.dtype)
+
+
 def _logsumexp(x: Tensor, dim: Sequence[int], keepdim: bool = False) -> Any:
     largest = x.amax(dim=-1, keepdim=True)
     differences = x - largest
@@ -167,8 +187,10 @@ _REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     aten.mm.default: _matmul,
     aten.bmm.default: _matmul,
     aten.addmm.default: _addmm,
+    aten.addmm_.default: _addmm_,
     aten.sum.dim_IntList: _sum,
     aten.mean.dim: _mean,
+    aten.rms_norm.default: _rms_norm,
     aten.logsumexp.default: _logsumexp,
     aten._log_softmax.default: _log_softmax,
     aten.log1p.default: _log1p,

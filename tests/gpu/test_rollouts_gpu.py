@@ -11,10 +11,9 @@ from tiny_models import SIZES, greedy, make_model
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import fa_serve
+from benchmarks.tuning.tune_invariant import call_of, tiles_for, unequal_rows
 from fa_serve.engine import RolloutEngine, SamplingParams
-from fa_serve.ops.products.problem import Details, Product
-from fa_serve.ops.products.row_invariant import plan_invariant
-from fa_serve.ops.products.tiles import InvariantTile
+from fa_serve.ops.products.tiles import HOPPER_TILES
 
 GPU = {"device": "cuda", "page_size": 16, "num_pages": 256, "max_model_len": 256}
 PROMPT = [*range(5, 25)]
@@ -76,19 +75,23 @@ def test_a_step_takes_no_memory_and_sleep_gives_the_cache_back() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.get_device_capability()[0] != 9, reason="the chain of wgmma is Hopper's")
-@pytest.mark.parametrize(("n", "k"), [(4096, 4096), (1024, 4096), (4096, 14336)])
+@pytest.mark.parametrize(("n", "k"), [(4096, 4096), (1024, 4096), (4096, 14336), (28672, 4096), (1000, 520)])
 def test_a_row_has_the_same_bits_in_every_tile(n: int, k: int) -> None:
     """What machine code cannot show (tests/ops/products/test_row_invariant_compiled.py): the instruction itself."""
     torch.manual_seed(0)
-    x = torch.randn(300, k, dtype=torch.bfloat16, device="cuda")
+    x = torch.randn(333, k, dtype=torch.bfloat16, device="cuda")
     weight = torch.randn(n, k, dtype=torch.bfloat16, device="cuda")
-    results = []
-    for sizes in ((64, 64, 128, 3), (64, 128, 64, 4), (128, 128, 64, 3), (64, 256, 64, 3)):
-        for rows in (slice(0, 1), slice(7, 8), slice(0, 64), slice(0, 300)):
-            part = x[rows]
-            product = Product(values="float", n=n, k=k, tokens=len(part), dtype=x.dtype, arch=90, invariant=True)
-            details = Details(strides=(*part.stride(), *weight.stride()))
-            out = plan_invariant(product, InvariantTile(*sizes), details)(part, weight, None, None, None)
-            results.append((sizes, rows, out))
-    *_, (_, _, whole) = results
-    assert [(sizes, rows) for sizes, rows, out in results if not torch.equal(out, whole[rows])] == []
+    assert unequal_rows(x, weight, list(tiles_for(len(x)))) == []
+    exact = x.double() @ weight.double().t()
+    error = (call_of(x, weight, next(tiles_for(len(x))))().double() - exact).abs()
+    assert error.max() <= 2**-8 * exact.abs().max()
+
+
+@pytest.mark.skipif(torch.cuda.get_device_capability()[0] != 9, reason="the chain of wgmma is Hopper's")
+def test_another_number_of_segments_changes_bits() -> None:
+    """The guard of the rule that segments belong to the product, and not to the number of rows."""
+    torch.manual_seed(0)
+    x = torch.randn(64, 4096, dtype=torch.bfloat16, device="cuda")
+    weight = torch.randn(4096, 4096, dtype=torch.bfloat16, device="cuda")
+    tiles = [HOPPER_TILES[-1]._replace(segments=segments) for segments in (1, 4)]
+    assert unequal_rows(x, weight, tiles) != []

@@ -9,12 +9,14 @@ import torch
 from padded_rollouts import SIZES, Batch
 from tiny_models import make_model
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 
 import fa_serve
 from fa_serve.engine import RolloutEngine, SamplingParams
-from fa_serve.hf import LayerCall
+from fa_serve.hf import LayerCall, PagedBatch
 from fa_serve.hf.exact_forward import _Attention
+from fa_serve.hf.surgery.fuse.layer import FusedLayer
 from fa_serve.spec import ParameterError, UnsupportedModelError
 
 
@@ -82,20 +84,90 @@ def whole_prompts(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, batch: 
     return fa_serve.attention_varlen(q, k, v, causal=True, softmax_scale=call.softmax_scale, **lengths)
 
 
+def in_float64(self: PagedBatch, index: int, q: Tensor, *_: Tensor, left: int, softmax_scale: float, **options: Any) -> Tensor:
+    """Attention of each sequence in float64, rounded once."""
+    found = []
+    with _disable_current_modes():
+        for query, pages, length in zip(
+            q.double().split(self.cu_seqlens_q.diff().tolist()), self.block_table, self.seqused_k.tolist(), strict=True
+        ):
+            k, v = (cache[pages].flatten(0, 1)[:length].double() for cache in self.kv_caches[index])
+            k, v = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (k, v))
+            scores = torch.einsum("qhd,khd->hqk", query, k) * softmax_scale
+            hidden = torch.ones(len(query), length, dtype=torch.bool).triu(length - len(query) + 1)
+            found.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v))
+        return torch.cat(found).to(q.dtype)
+
+
+@pytest.mark.parametrize("fusion", [True, False], ids=["fused", "unfused"])
 @pytest.mark.parametrize("piece", ["attention", "products", "positions"])
-def test_without_each_piece_bits_differ(piece: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_each_piece_bits_differ(piece: str, fusion: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted kernel of attention, a planted split of the sum in a product, and positions that count padding."""
     model = make_model("qwen3")
-    batch = Batch(model)
+    batch = Batch(model, fusion=fusion)
     inputs = {}
-    if piece == "attention":
+    if piece == "attention" and fusion:
+        monkeypatch.setattr(PagedBatch, "attention", in_float64)
+    elif piece == "attention":
         monkeypatch.setattr(_Attention, "apply", whole_prompts)
     elif piece == "products":
         monkeypatch.setattr("fa_serve.ops.invariant_linear", halves)
     else:
         inputs["position_ids"] = torch.arange(batch.ids.shape[1])[None]
-    with fa_serve.exact(model, page_size=4):
+    with fa_serve.exact(model, page_size=4, fusion=fusion):
         assert not torch.equal(batch.compute(model, **inputs), batch.logprobs)
+    monkeypatch.undo()
+    with fa_serve.exact(model, page_size=4, fusion=fusion):
+        assert torch.equal(batch.compute(model), batch.logprobs)
+
+
+def test_fused_layers_are_those_of_the_engine() -> None:
+    """Layers are fused within the context, and what is not fused has other bits."""
+    model = make_model("qwen3").to(torch.bfloat16)
+    batch = Batch(model)
+    with fa_serve.exact(model, page_size=4):
+        assert all(isinstance(layer.forward, FusedLayer) for layer in model.model.layers)
+    assert not any("forward" in vars(module) for module in model.modules())
+    with fa_serve.exact(model, page_size=4, fusion=False):
+        assert not torch.equal(batch.compute(model), batch.logprobs)
+
+
+def test_an_engine_and_the_context_share_merged_weights_and_see_other_memory() -> None:
+    """Neither takes the weights of the other away, an optimizer's step reaches both, and a stale view would be noticed."""
+    model = make_model("qwen3")
+    first = fa_serve.exact(model, page_size=4)
+    engine = RolloutEngine(model, **SIZES, deterministic=True)
+    second = fa_serve.exact(model, page_size=4)
+    params = SamplingParams(max_tokens=4, seed=1)
+
+    def differences() -> list[float]:
+        engine.update()
+        [group] = engine.generate([[5, 6, 7, 8]], params=params)
+        [rollout] = group.rollouts
+        ids = torch.tensor([[5, 6, 7, 8, *rollout.token_ids]])
+        found = []
+        for context in (first, second):
+            with context:
+                logprobs = fa_serve.token_logprobs(model(input_ids=ids).logits[:, 3:-1], ids[:, 4:])
+            found.append((logprobs - torch.tensor(rollout.logprobs)).abs().max().item())
+        return found
+
+    addresses = [parameter.data_ptr() for parameter in model.parameters()]
+    assert differences() == [0.0, 0.0]
+    assert [parameter.data_ptr() for parameter in model.parameters()] == addresses
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    assert differences() == [0.0, 0.0]
+    for parameter in model.parameters():
+        parameter.data = parameter.data.neg()
+    assert differences() == [0.0, 0.0]
+    ids = torch.ones(1, 3, dtype=torch.int64)
+    with first:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.neg()
+        with pytest.raises(UnsupportedModelError, match="have got other memory: enter the exact context again"):
+            model(input_ids=ids)
 
 
 def test_a_checkpointed_forward_is_repeated_with_the_same_bits() -> None:

@@ -35,6 +35,10 @@ TESTED_BY = {
         "tests/backends/triton/prefill/test_plan_interpreted.py",
         "the plans beside it launch it",
     ),
+    "fa_serve.backends.triton.tree.kernel": (
+        "tests/backends/triton/tree/test_plan_interpreted.py",
+        "the module tree.plan launches its kernels",
+    ),
     "fa_serve.backends.triton.decode.kernel": (
         "tests/backends/triton/decode/test_plan_interpreted.py",
         "the plans beside it launch it",

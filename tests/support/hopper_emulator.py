@@ -82,6 +82,7 @@ from fa_serve.backends.triton import mask_blocks, primitives, row_statistics, sp
 from fa_serve.backends.triton.float8_inputs import BLOCK_KEYS
 from fa_serve.launching.launch import Launch, View
 from fa_serve.ops.moe import matrix_wgmma
+from fa_serve.ops.products import row_invariant_wgmma
 
 
 class _Shared:
@@ -369,6 +370,7 @@ _MODULES = (
     latent_warps,
     latent_decode,
     matrix_wgmma,
+    row_invariant_wgmma,
 )
 """Their functions share one name space, so no two of them have the same name."""
 

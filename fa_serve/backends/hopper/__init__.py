@@ -52,7 +52,7 @@ class HopperBackend:
         if spec.device != "cuda" or spec.arch != 90:
             got = f"compute capability {spec.arch / 10}" if spec.arch else spec.device
             return f"runs on Hopper (compute capability 9.0) only, got {got}"
-        if spec.op == "store_kv":
+        if spec.op in ("store_kv", "tree"):
             return f"computes attention, got op {spec.op!r}"
         if not triton.__version__.startswith(RELEASES):
             known = ", ".join(f"{release}x" for release in RELEASES)

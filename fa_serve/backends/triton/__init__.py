@@ -1,10 +1,10 @@
 """Portable Triton kernels: any GPU that Triton compiles for, and Triton's interpreter on a CPU.
 
 `prefill` is the FlashAttention-2 forward pass over dense, packed and paged keys, and `backward` the gradients of dense and
-packed calls. `decode` splits one sequence's keys, paged or dense, among programs when the queries are few. `latent` reads
-pages whose values are a part of their keys. `block_sparse` walks over lists of key blocks, for prompts and for decoding;
-`mask_blocks` makes such lists of a mask. Each
-of these modules describes its algorithm and plans calls; its kernels are in the module of that name with `_kernel` or
+packed calls. `decode` splits one sequence's keys, paged or dense, among programs when the queries are few. `tree` computes any
+number of queries over pages with bits that do not depend on the others. `latent` reads pages whose values are a part of their
+keys. `block_sparse` walks over lists of key blocks, for prompts and for decoding; `mask_blocks` makes such lists of a mask. Each of
+these modules describes its algorithm and plans calls; its kernels are in the module of that name with `_kernel` or
 `_kernels`. `store_kv` writes the paged cache.
 
 Kernels share `primitives`, which are steps of the algorithm, `splits`, which cuts keys and combines the results, `key_pages`,
@@ -35,6 +35,7 @@ from fa_serve.backends.triton.mask_blocks import plan_over_blocks
 from fa_serve.backends.triton.prefill.plan import plan_forward
 from fa_serve.backends.triton.store_kv import plan_store_kv
 from fa_serve.backends.triton.tiles import DECODE_MIN_ROWS
+from fa_serve.backends.triton.tree.plan import plan_tree
 from fa_serve.launching.plans import Run
 from fa_serve.spec import AttentionSpec, dtype_name
 
@@ -45,6 +46,7 @@ _MAX_HEAD_DIM_OF_GRADIENTS = 256
 _COMPUTED = {
     "prefill": frozenset({"softcap", "sinks", "alibi", "attention_chunk"}),
     "decode": frozenset({"softcap", "sinks", "alibi", "attention_chunk"}),
+    "tree": frozenset({"softcap", "sinks", "attention_chunk"}),
     "block_sparse": frozenset({"softcap", "sinks", "alibi", "attention_chunk", "block_mask"}),
     "latent": frozenset[str](),
     "backward": frozenset({"softcap", "sinks"}),
@@ -54,6 +56,7 @@ _COMPUTED = {
 _PLANS: dict[str, Callable[[Any, AttentionOptions], Run]] = {
     "prefill": plan_forward,
     "decode": plan_decode,
+    "tree": plan_tree,
     "block_sparse": plan_block_sparse,
     "backward": plan_backward,
 }
@@ -109,7 +112,7 @@ class TritonBackend:
 
 def _kernel_of(spec: AttentionSpec) -> str:
     """The room of the kernel that serves a call."""
-    if spec.op in ("store_kv", "backward"):
+    if spec.op in ("store_kv", "backward", "tree"):
         return spec.op
     if spec.block_mask or (spec.mask is not None and cannot_scan(spec) is None):
         return "block_sparse"

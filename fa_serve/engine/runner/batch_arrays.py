@@ -1,6 +1,6 @@
 """The numbers of one step as NumPy arrays: a `ScheduledBatch` in, what the forward and the sampler read out.
 
-    arrays = batch_arrays(batch, block_table, page_size=16, vocab_size=32000, deterministic=False)
+    arrays = batch_arrays(batch, block_table, page_size=16, vocab_size=32000)
 
 A sampled token that is not known on the host yet is written as -(slot + 1): the device keeps the last sampled token of each
 slot. A chunk with drafts has a row of logits for its last known token and one for each draft. Left out: the transfer to the
@@ -74,13 +74,11 @@ def batch_arrays(
     *,
     page_size: int,
     vocab_size: int,
-    deterministic: bool,
     drafting: bool = False,
     tokens_ahead: int = 0,
 ) -> BatchArrays:
     """The arrays of one step. New pages are written into the block table.
 
-    deterministic: unless all sequences compute one token, treat each token as a sequence that ends with it
     drafting: the tokens are drafts, for which there are neither penalties nor log-probabilities
     tokens_ahead: how many places later than its position a token is taken from
     """
@@ -105,11 +103,7 @@ def batch_arrays(
         "position_ids": _position_ids(positions, with_images),
         "slot_mapping": pages * page_size + positions % page_size,
     }
-    if deterministic and not (decoding and max_seqlen_q == 1):
-        inputs |= _of_sequences(token_slots, positions + 1, np.arange(1, ends[-1] + 1))
-        max_seqlen_q = 1
-    else:
-        inputs |= _of_sequences(slots, seqused, ends)
+    inputs |= _of_sequences(slots, seqused, ends)
     sampled = _sampled_tokens(ends, num_samples) if batch.num_drafts else ends[num_samples > 0] - 1
     inputs["logits_indices"] = np.concatenate([sampled, *_prompt_rows(batch, firsts)])
     requests = [chunk.sequence.request for chunk in chunks if chunk.num_samples]
@@ -139,7 +133,7 @@ def batch_arrays(
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=int(seqused.max()),
         decoding=decoding,
-        fresh=not starts.any() and not deterministic,
+        fresh=not starts.any(),
         images=_image_pieces(with_images),
         blocks=_two_way_blocks(with_images),
     )

@@ -62,7 +62,8 @@ from fa_serve.hf.surgery.fuse.latent import PLAIN_TOKENS
 from fa_serve.hf.surgery.quantised.linear import QuantizedLinear
 from fa_serve.launching.compilations import num_compilations
 from fa_serve.ops import StateTensors
-from fa_serve.ops.deterministic import NUM_SPLITS, deterministic_mode
+from fa_serve.ops.deterministic import deterministic_mode
+from fa_serve.spec import TREE_SPLITS
 
 log = logging.getLogger("fa_serve.engine")
 
@@ -98,7 +99,7 @@ class ModelRunner:
         self.vocab_size = vocab_size(model)
         self.page_size = config.page_size
         self.eager = config.eager or self.device.type != "cuda"
-        self.fuses = config.fusion and not config.eager and not config.deterministic
+        self.fuses = config.fusion and not config.eager
         unfuse_model(model)
         detach_adapters(model)
         self.adapters: AdapterStore | None = None
@@ -119,10 +120,9 @@ class ModelRunner:
         for module in model.modules():
             if isinstance(module, QuantizedLinear):
                 module.invariant = config.deterministic
-        # in deterministic mode each draft is a sequence of the forward
-        self._max_drafts = 0 if config.deterministic else config.max_drafts
+        self._max_drafts = config.max_drafts
         # fields of every PagedBatch
-        self._options: dict[str, Any] = {"num_splits": NUM_SPLITS} if config.deterministic else {}
+        self._options: dict[str, Any] = {"num_splits": TREE_SPLITS} if config.deterministic else {}
         if config.kv_cache_dtype == "fp8":
             self.layers = {i: replace(layer, kv_dtype=torch.float8_e4m3fn) for i, layer in self.layers.items()}
             self._options["descales"] = kv_cache.descales(model, self.vocab_size, self.layers)
@@ -144,7 +144,7 @@ class ModelRunner:
 
     def fuse(self) -> int:
         """Fuse layers, routers and shared experts of the model where that is possible. Returns how many layers are fused."""
-        fused = fuse_model(self.model)
+        fused = fuse_model(self.model, deterministic=self._deterministic)
         self.layers = cached_layers(self.model, self.layers)
         self.state_memory = replace(self.state_memory, specs=cached_states(self.model, self.state_memory.specs))
         if "descales" in self._options and any(layer.values_in_keys for layer in self.layers.values()):
@@ -206,8 +206,8 @@ class ModelRunner:
             max_drafts=self._max_drafts,
             vocab=self.vocab_size,
             dtype=self.model.dtype,
-            # attention with these options plans for the longest prompt that is possible, not for the longest in the batch
-            prompts=not self._options,
+            # attention with other options plans for the longest prompt that is possible, not for the longest in the batch
+            prompts=self._options.keys() <= {"num_splits"},
             states=bool(self.states),
             on_error=self._on_graph_error,
             lora=self.adapters is not None,
@@ -266,22 +266,17 @@ class ModelRunner:
         """Compute a step that writes no keys, and reads the pages that slot 0 had last, whatever they hold."""
         lengths = [1] * (step.batch - step.num_long) + [step.queries] * step.num_long
         queries = step.queries
-        fresh = step.fresh
-        if self._deterministic:  # each token is a sequence, as in `batch_arrays`
-            lengths = [1] * step.num_tokens
-            queries = 1
-            fresh = False
         arrays = padding(Shape(step.num_tokens, len(lengths), queries, step.keys))
         arrays["seqused_k"] = np.array(lengths, dtype=np.int32)
         arrays["cu_seqlens_q"] = np.cumsum([0, *lengths], dtype=np.int32)
         if self.state_memory:
             arrays |= empty_state_arrays(lengths)
-        self._forward(self._inputs(send(arrays, self.device), queries, step.keys, fresh=fresh))
+        self._forward(self._inputs(send(arrays, self.device), queries, step.keys, fresh=step.fresh))
         if self.adapters is not None:  # all tokens have the adapter of slot 0, which has no ranks yet
             arrays |= lora_arrays(
                 StepAdapters(np.zeros(step.num_tokens, dtype=np.int64), False, ()), np.zeros(0, np.int64), queries
             )
-            self._forward(self._inputs(send(arrays, self.device), queries, step.keys, fresh=fresh))
+            self._forward(self._inputs(send(arrays, self.device), queries, step.keys, fresh=step.fresh))
 
     def _sample_empty(self, variant: SamplingVariant) -> None:
         """Sample rows of equal logits with these parameters, each in its own slot."""
@@ -345,7 +340,6 @@ class ModelRunner:
             self._block_table,
             page_size=self.page_size,
             vocab_size=self.vocab_size,
-            deterministic=self._deterministic,
             drafting=self._drafting,
             tokens_ahead=self.tokens_ahead,
         )
@@ -460,7 +454,7 @@ class ModelRunner:
                 seqused_k=fields["seqused_k"],
                 max_seqlen_q=max_seqlen_q,
                 max_seqlen_k=max_seqlen_k,
-                fresh=fresh,
+                fresh=fresh and not self._deterministic,
                 states=PagedStates(self.states, state_batch(fields, self.page_size)) if self.states else None,
                 **self._options,
             ),

@@ -254,7 +254,7 @@ def _multiply_blocks(acc, start: gl.constexpr, end: gl.constexpr, count, args, g
 
 
 @gluon.jit
-def _multiply_tile(count, args, group: gl.constexpr, var: gl.constexpr):
+def multiply_tile(count, args, group: gl.constexpr, var: gl.constexpr):
     """The products of 64 pairs with a tile's weights, [64, block_n]. Stages are released one product late."""
     STAGES: gl.constexpr = var.tile.stages
     BLOCK_N: gl.constexpr = var.tile.block_n
@@ -316,7 +316,7 @@ def _gate(acc, args, var: gl.constexpr):
     """The outputs [64, outputs] of sums of gates and up values, which one thread has both of."""
     OUTPUTS: gl.constexpr = var.outputs
     if var.halves:
-        gate, up = _column_halves(acc, 2 * OUTPUTS)
+        gate, up = halves_of_columns(acc, 2 * OUTPUTS)
     else:
         gate, up = gl.split(gl.reshape(acc, [64, OUTPUTS, 2]))
     if var.kind == 0:
@@ -326,7 +326,8 @@ def _gate(acc, args, var: gl.constexpr):
 
 
 @gluon.jit
-def _column_halves(x, WIDTH: gl.constexpr):
+def halves_of_columns(x, WIDTH: gl.constexpr):
+    """The first and the second half of the columns of x, [64, WIDTH]."""
     return gl.split(gl.permute(gl.reshape(x, [64, 2, WIDTH // 2]), (0, 2, 1)))
 
 
@@ -336,7 +337,7 @@ def _store_columns(y, column, rows, keep, args, group: gl.constexpr, WIDTH: gl.c
     bytes of a row."""
     STORED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     if WIDTH > 64:
-        left, right = _column_halves(y, WIDTH)
+        left, right = halves_of_columns(y, WIDTH)
         _store_columns(left, column, rows, keep, args, group, WIDTH // 2, var)
         _store_columns(right, column + WIDTH // 2, rows, keep, args, group, WIDTH // 2, var)
     else:
@@ -366,7 +367,7 @@ def matrix_consumer(args, group: gl.constexpr, var: gl.constexpr):
             rows = places
             if not var.gated:
                 rows = gl.load(args.order + gl.minimum(places, tile.end - 1))
-            acc = _multiply_tile(count, args, group, var)
+            acc = multiply_tile(count, args, group, var)
             tile_n = index % var.tiles_n
             if args.bias is not None:
                 acc = _add_bias(acc, tile.expert, tile_n, args, var)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fa_serve.ops.products import tiles
 from fa_serve.ops.products.crossovers import (
     EXPERT_MATRICES_PAIRS,
     EXPERT_ROWS,
@@ -92,6 +93,20 @@ def _cannot_read_float8(product: Product) -> str | None:
 
 def refuses_invariant(product: Product) -> str | None:
     return _unless(product.invariant, "is slower, and computes what must not depend on the number of rows")
+
+
+def refuses_invariant_wgmma(product: Product) -> str | None:
+    """The kernel of many rows has the bits of `invariant`, whose tiles it is one more of."""
+    refused = refuses_invariant(product) or _other_gpu(product) or _other_dtype(product, *HALVES)
+    if refused is None and not tiles.CHOOSES_BY_ROWS:
+        refused = "tiles do not follow the number of rows (products/tiles.py:CHOOSES_BY_ROWS)"
+    if refused is None and product.matrix_dtype != product.dtype:
+        refused = "multiplies matrices of the dtype of the input"
+    refused = refused or _other_tokens(product, tiles.LEAST_WGMMA_ROWS, MOST_ROWS)
+    least = product.num_sms // 2
+    found = -(-product.tokens // 128) * -(-product.n // 128)
+    refused = refused or _unless(found >= least, f"has at least {least} tiles of 128 x 128, got {found}")
+    return refused or _unless(product.k % 8 == 0, f"takes a multiple of 8 columns, got {product.k}")
 
 
 def refuses_dequantise(product: Product) -> str | None:

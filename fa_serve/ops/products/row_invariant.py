@@ -1,8 +1,14 @@
-"""Kernels whose rows do not depend on the number of rows: a matrix product and a sum. Tiles are fixed, and no sum is split.
+"""Kernels whose rows do not depend on the number of rows: a matrix product and a sum.
 
 cuBLAS chooses its kernel by the number of rows, and PyTorch divides a sum by the number of rows, so the last bits of a row
-change with the size of the batch. Here a row is computed by the same instructions in the same order in any batch. The price is
-a tile that is not the fastest for any size. Source of the idea: He et al., "Defeating Nondeterminism in LLM Inference" (2025).
+change with the size of the batch. Here a row is the same sums in the same order in any batch.
+
+A product adds k in a chain of matrix instructions that starts from zero: one chain for all of k, or one for each of
+`tile.segments` ranges of k, whose results are added in their order. How many segments there are belongs to n and k. A tile
+with enough programs computes all segments of its outputs itself; otherwise each segment has a program (`tile.apart`), and
+`split_k` adds their results. Both do the same additions. What a tile may change beside that is in tiles.py.
+
+Source of the idea: He et al., "Defeating Nondeterminism in LLM Inference" (2025).
 """
 
 from __future__ import annotations
@@ -18,9 +24,51 @@ from fa_serve.launching.launch import Launch
 from fa_serve.launching.plans import PLANS
 from fa_serve.ops.products.problem import Details, Multiply, Product
 from fa_serve.ops.products.quantised.dequantise import plan_matrix
-from fa_serve.ops.products.tiles import InvariantTile
+from fa_serve.ops.products.row import store_product
+from fa_serve.ops.products.split_k import plan_sums
+from fa_serve.ops.products.tiles import InvariantTile, segment_columns
 
 _SUM_BLOCK = 1024
+_GROUP_M = 8
+"""Tiles of rows that share the weights of a column in the L2 cache before the next column begins."""
+
+
+@triton.jit
+def _chain(
+    x_ptrs,
+    w_ptrs,
+    keep,
+    begin,
+    end,
+    stride_xk,
+    stride_wk,
+    PRECISION: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """The sum over [begin, end) of k: one accumulator [BLOCK_M, BLOCK_N], to which products are added in the order of k.
+
+    keep: which rows and columns of the tile exist. EVEN_K: both ends are multiples of BLOCK_K
+    """
+    keep_rows, keep_cols = keep
+    k = tl.arange(0, BLOCK_K)
+    x_ptrs += begin.to(tl.int64) * stride_xk
+    w_ptrs += begin.to(tl.int64) * stride_wk
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in tl.range(begin, end, BLOCK_K):
+        if EVEN_K:
+            x = tl.load(x_ptrs, mask=keep_rows[:, None], other=0.0)
+            w = tl.load(w_ptrs, mask=keep_cols[None, :], other=0.0)
+        else:
+            inside = k < end - start
+            x = tl.load(x_ptrs, mask=keep_rows[:, None] & inside[None, :], other=0.0)
+            w = tl.load(w_ptrs, mask=keep_cols[None, :] & inside[:, None], other=0.0)
+        acc = tl.dot(x, w, acc, input_precision=PRECISION)
+        x_ptrs += BLOCK_K * stride_xk
+        w_ptrs += BLOCK_K * stride_wk
+    return acc
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -28,8 +76,10 @@ def _invariant_linear(
     x_ptr,
     w_ptr,
     bias_ptr,
+    residual_ptr,
     out_ptr,
     M,
+    alpha,
     N,
     K,
     stride_xm,
@@ -37,33 +87,45 @@ def _invariant_linear(
     stride_wn,
     stride_wk,
     PRECISION: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    APART: tl.constexpr,
+    GROUP_M: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """A program computes one tile of the output.
+    """A program computes one tile of the output; with APART, one segment of it, and out is (SEGMENTS, M, N) float32.
 
-    Consecutive programs compute the tiles of one column, so that they share its weights in the L2 cache.
+    Consecutive programs compute GROUP_M tiles of one column, then of the next one: they share weights and inputs in L2.
     """
     tiles_m = tl.cdiv(M, BLOCK_M)
-    pid = tl.program_id(0).to(tl.int64)
-    rows = pid % tiles_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    cols = pid // tiles_m * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_group = GROUP_M * tl.cdiv(N, BLOCK_N)
+    pid = tl.program_id(0)
+    segment = pid * 0
+    if APART:
+        segment = pid % SEGMENTS
+        pid = pid // SEGMENTS
+    first = pid // in_group * GROUP_M
+    height = tl.minimum(tiles_m - first, GROUP_M)
+    rows = (first + pid % in_group % height).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = (pid % in_group // height).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
+    keep = (rows < M, cols < N)
     x_ptrs = x_ptr + rows[:, None] * stride_xm + k[None, :] * stride_xk
     w_ptrs = w_ptr + cols[None, :] * stride_wn + k[:, None] * stride_wk
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in tl.range(0, K, BLOCK_K):
-        left = K - start
-        x = tl.load(x_ptrs, mask=(rows < M)[:, None] & (k < left)[None, :], other=0.0)
-        w = tl.load(w_ptrs, mask=(cols < N)[None, :] & (k < left)[:, None], other=0.0)
-        acc = tl.dot(x, w, acc, input_precision=PRECISION)
-        x_ptrs += BLOCK_K * stride_xk
-        w_ptrs += BLOCK_K * stride_wk
+    for index in tl.range(0, 1 if APART else SEGMENTS, num_stages=1):
+        begin = (segment + index) * WIDTH
+        end = tl.minimum(begin + WIDTH, K)
+        sums = _chain(x_ptrs, w_ptrs, keep, begin, end, stride_xk, stride_wk, PRECISION, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K)
+        acc = sums if APART or SEGMENTS == 1 else acc + sums
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
-    keep = (rows < M)[:, None] & (cols < N)[None, :]
-    tl.store(out_ptr + rows[:, None] * N + cols[None, :], acc.to(out_ptr.dtype.element_ty), mask=keep)
+    inside = (rows < M)[:, None] & (cols < N)[None, :]
+    offsets = segment.to(tl.int64) * M * N + rows[:, None] * N + cols[None, :]
+    store_product(acc, out_ptr, residual_ptr, alpha, offsets, inside)
 
 
 @triton.jit
@@ -77,7 +139,7 @@ def _invariant_sum(x_ptr, out_ptr, stride, width, BLOCK: tl.constexpr):
 
 
 def plan_invariant(product: Product, tile: InvariantTile, details: Details) -> Multiply:
-    """One launch for a matrix of any strides. A quantised weight is dequantised before."""
+    """A matrix of any strides, in one launch, or two where segments are apart. A quantised weight is dequantised before."""
     m = product.tokens
     n = product.n
     k = product.k
@@ -88,16 +150,28 @@ def plan_invariant(product: Product, tile: InvariantTile, details: Details) -> M
         strides = (*strides[:2], k, 1)
     launch = Launch(
         _invariant_linear,
-        triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n),
-        varying=(m,),
-        fixed=(n, k, *strides, "ieee", tile.block_m, tile.block_n, tile.block_k),
-        options={"num_warps": 4, "num_stages": tile.num_stages},
+        triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n) * (tile.segments if tile.apart else 1),
+        varying=(m, details.alpha),
+        fixed=(
+            n,
+            k,
+            *strides,
+            "ieee",
+            k % tile.block_k == 0,
+            tile.segments,
+            segment_columns(k, tile.segments),
+            tile.apart,
+            _GROUP_M,
+            tile.block_m,
+            tile.block_n,
+            tile.block_k,
+        ),
+        options={"num_warps": tile.num_warps, "num_stages": tile.num_stages},
     )
+    sums = plan_sums(launch, product, tile.segments if tile.apart else 1, details.alpha)
 
     def multiply(x: Tensor, weight: Any, bias: Tensor | None, norm_weight: Tensor | None, residual: Tensor | None) -> Tensor:
-        out = x.new_empty(m, n)
-        launch((x, weight if matrix_of is None else matrix_of(weight), bias, out))
-        return out
+        return sums((x, weight if matrix_of is None else matrix_of(weight)), bias, residual)
 
     return multiply
 

@@ -56,11 +56,14 @@ def multiply(
     if norm is not None:
         norm_weight, eps, offset = norm
         around = (alpha, eps, offset, norm_weight.dtype, 0 if tokens == 1 else rows.stride(0))
+    invariant = rows_are_independent()
+    if invariant:
+        next_weight = None  # a gate that rounds would choose by the number of rows
     next_facts = None
     if activation is not None and tokens > 1 and isinstance(next_weight, QuantizedWeight):
         next_facts = _facts_of(next_weight)
     key: tuple[Any, ...]
-    if norm is None and activation is None and tokens > 1 and not quantised:
+    if not invariant and norm is None and activation is None and tokens > 1 and not quantised:
         # the plan of such a product depends on nothing else, and making a longer key would be seen in the time of a layer
         key = ("matrices", alpha)
     else:
@@ -75,10 +78,11 @@ def multiply(
             around,
             activation,
             next_facts,
+            rows.stride() if invariant else None,
         )
     run = PLANS.get(key)
     if run is None:
-        run = PLANS.add(key, _plan(x, weight, norm, activation, alpha, next_weight))
+        run = PLANS.add(key, _plan(x, weight, norm, activation, alpha, next_weight, invariant))
     y: Tensor | RoundedRows
     if next_facts is None:
         y = run(x, weight, bias, norm_weight, residual)
@@ -87,12 +91,29 @@ def multiply(
     return y
 
 
+def rows_are_independent() -> bool:
+    """Whether a mode asks that the bits of a row do not depend on the other rows (ops/deterministic.py)."""
+    modes = map(torch._C._get_dispatch_stack_at, range(torch._C._len_torch_dispatch_stack()))
+    return any(getattr(mode, "rows_are_independent", False) for mode in modes)
+
+
 def _plan(
-    x: Tensor | RoundedRows, weight: Weight, norm: Norm | None, activation: str | None, alpha: float, next_weight: Weight | None
+    x: Tensor | RoundedRows,
+    weight: Weight,
+    norm: Norm | None,
+    activation: str | None,
+    alpha: float,
+    next_weight: Weight | None,
+    invariant: bool,
 ) -> Run:
     _, eps, offset = (None, 0.0, 0.0) if norm is None else norm
-    details = Details(eps, offset, activation, alpha)
-    product = problem_of(x, weight, gated=activation is not None)
+    strides: tuple[int, ...] = ()
+    if invariant:
+        rows = x.data if isinstance(x, RoundedRows) else x
+        of_input = rows.stride() if norm is None else (rows.shape[1], 1)  # the norm writes rows without gaps
+        strides = (*of_input, *(() if isinstance(weight, QuantizedWeight) else weight.stride()))
+    details = Details(eps, offset, activation, alpha, strides)
+    product = problem_of(x, weight, gated=activation is not None, invariant=invariant)
     run: Run = plan_product(x, product, details, norm is not None, next_weight)
     return run
 

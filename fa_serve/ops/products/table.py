@@ -39,6 +39,7 @@ from fa_serve.ops.products.conditions import (
     refuses_float8_wgmma,
     refuses_gemv,
     refuses_invariant,
+    refuses_invariant_wgmma,
     refuses_nothing,
     refuses_one_expert,
     refuses_row,
@@ -49,7 +50,7 @@ from fa_serve.ops.products.conditions import (
 )
 from fa_serve.ops.products.problem import Product
 from fa_serve.ops.products.quantised.tiles import float8_tile, gemv_tile, unpack_linear_tile, unpack_row_tile, wgmma_tile
-from fa_serve.ops.products.tiles import invariant_tile, matrix_row_tile
+from fa_serve.ops.products.tiles import invariant_tile, invariant_wgmma_tile, matrix_row_tile
 
 QUANTISED = ("int4", "float4", "float8")
 ANY_VALUES = ("float", *QUANTISED)
@@ -228,6 +229,16 @@ KERNELS: tuple[Kernel, ...] = (
         values=QUANTISED,
         refuses=refuses_dequantise,
         tile=no_tile,
+    ),
+    Kernel(
+        name="invariant_wgmma",
+        about="many tokens on Hopper, with the bits of `invariant`",
+        launches=("invariant_matrix",),
+        plan="fa_serve.ops.products.row_invariant_wgmma:plan_invariant_wgmma",
+        values=("float",),
+        refuses=refuses_invariant_wgmma,
+        tile=invariant_wgmma_tile,
+        invariant=True,
     ),
     Kernel(
         name="invariant",

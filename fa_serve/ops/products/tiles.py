@@ -41,17 +41,83 @@ def matrix_row_tile(product: Product) -> MatrixRowTile:
 
 
 class InvariantTile(NamedTuple):
-    """block_m rows by block_n columns of the output; block_k elements of the sum at once, num_stages of them in flight."""
+    """block_m rows by block_n columns of the output; block_k elements of the sum at once, num_stages of them in flight.
+
+    segments: ranges of k, each of which is summed from zero, and whose sums are added in order
+    apart:    each segment has a program, and a second kernel adds the sums
+    """
 
     block_m: int
     block_n: int
     block_k: int
     num_stages: int
+    num_warps: int = 4
+    segments: int = 1
+    apart: bool = False
+
+
+class InvariantWgmmaTile(NamedTuple):
+    """128 rows by block_n columns of the output, in a ring of `stages` of 64 elements of the sum.
+
+    lag: stages by which the first consumer precedes the second one in a tile; 0: they may begin together
+    """
+
+    block_n: int
+    stages: int
+    lag: int = 0
+
+
+ONE_TILE = InvariantTile(64, 64, 128, 3)
+"""The tile of every size where a choice by the number of rows could change the order of sums."""
+HOPPER_TILES = (
+    InvariantTile(128, 256, 64, 3, 8),
+    InvariantTile(128, 128, 64, 4, 8),
+    InvariantTile(64, 128, 64, 5),
+    InvariantTile(64, 64, 128, 4),
+    InvariantTile(64, 32, 128, 6),
+    InvariantTile(64, 16, 128, 8),
+)
+"""Tiles whose rows are equal on Hopper, from the largest. Each multiplies by wgmma of k16, at least 64 rows at a time, and has
+one accumulator for a segment. So what is added to an output, and in which order, is the same in all of them."""
+CHOOSES_BY_ROWS = False
+"""The switch: whether tiles of Hopper follow the number of rows. It may be on where tests/gpu/test_rollouts_gpu.py has found
+the rows of HOPPER_TILES and of `InvariantWgmmaTile` equal in every bit; the machine code has been read
+(test_row_invariant_compiled.py)."""
+LEAST_WGMMA_ROWS = 129
+"""From so many rows on, the kernel with the copy engine may multiply."""
 
 
 def invariant_tile(product: Product) -> InvariantTile:
-    """One tile for every size of a dtype: a choice by the number of rows would change the order of sums."""
-    return InvariantTile(32, 32, 32, 2) if product.dtype.itemsize == 4 else InvariantTile(64, 64, 128, 3)
+    """The tile of a product whose rows do not depend on their number."""
+    if product.dtype.itemsize == 4:
+        return InvariantTile(32, 32, 32, 2)
+    if CHOOSES_BY_ROWS and product.arch == 90:
+        return hopper_invariant_tile(product)
+    return ONE_TILE
+
+
+def hopper_invariant_tile(product: Product) -> InvariantTile:
+    """The largest tile of HOPPER_TILES that is filled with rows and gives most multiprocessors a program.
+
+    All have one segment: a second accumulator for the sum of segments would not leave room for tiles of many rows.
+    """
+    fitting = [tile for tile in HOPPER_TILES if tile.block_m == 64 or product.tokens > 64]
+    return next((tile for tile in fitting if 4 * _programs(product, tile) >= 3 * product.num_sms), fitting[-1])
+
+
+def invariant_wgmma_tile(product: Product) -> InvariantWgmmaTile:
+    """The tile of the row-invariant product of many rows."""
+    tiles = -(-product.tokens // 128) * -(-product.n // 256)
+    return InvariantWgmmaTile(256, 4, 2) if tiles >= product.num_sms else InvariantWgmmaTile(128, 6, 3)
+
+
+def _programs(product: Product, tile: InvariantTile) -> int:
+    return -(-product.tokens // tile.block_m) * -(-product.n // tile.block_n)
+
+
+def segment_columns(k: int, segments: int) -> int:
+    """Columns of a segment, a multiple of every block_k. The last segment has what is left."""
+    return -(-k // (segments * 128)) * 128
 
 
 def choose_splits(programs: int, room: int, k: int, columns: int, most: int = 1 << 30) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from fa_serve.engine import SamplingParams
@@ -20,12 +19,12 @@ def make_sequence(name: str, prompt: list[int], slot: int, pages: list[int], **p
     return sequence
 
 
-def make_arrays(*chunks: Chunk, deterministic: bool = False) -> BatchArrays:
+def make_arrays(*chunks: Chunk) -> BatchArrays:
     batch = ScheduledBatch()
     for chunk in chunks:
         batch.append(chunk)
     table = BlockTable(4, 5, torch.device("cpu"))
-    return batch_arrays(batch, table, page_size=4, vocab_size=100, deterministic=deterministic)
+    return batch_arrays(batch, table, page_size=4, vocab_size=100)
 
 
 def test_a_chunk_of_a_prompt_beside_a_decoding_sequence() -> None:
@@ -59,32 +58,19 @@ def test_what_counts_as_decoding_and_as_fresh() -> None:
     assert not make_arrays(Chunk(sequence, 0, 1, 1, 0)).decoding, "a chunk of one token samples nothing"
     assert make_arrays(Chunk(sequence, 0, 0, 3, 1)).fresh
     assert not make_arrays(Chunk(sequence, 0, 1, 2, 1)).fresh
-    assert not make_arrays(Chunk(sequence, 0, 0, 3, 1), deterministic=True).fresh
 
 
-def test_in_deterministic_mode_each_token_of_a_prompt_is_a_sequence() -> None:
+def test_names_and_dtypes_are_those_of_the_graphs() -> None:
     sequence = make_sequence("a", [1, 2, 3], slot=2, pages=[0])
-    arrays = make_arrays(Chunk(sequence, 2, 0, 3, 1), deterministic=True)
-    assert arrays.inputs["slots"].tolist() == [2, 2, 2]
-    assert arrays.inputs["seqused_k"].tolist() == [1, 2, 3]
-    assert arrays.inputs["cu_seqlens_q"].tolist() == [0, 1, 2, 3]
-    assert arrays.max_seqlen_q == 1
-    assert arrays.inputs["logits_indices"].tolist() == [2]
-
-
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_names_and_dtypes_are_those_of_the_graphs(deterministic) -> None:
-    sequence = make_sequence("a", [1, 2, 3], slot=2, pages=[0])
-    inputs = make_arrays(Chunk(sequence, 2, 0, 3, 1), deterministic=deterministic).inputs
+    inputs = make_arrays(Chunk(sequence, 2, 0, 3, 1)).inputs
     expected = padding(Shape(4, 4, 4, 4))
     assert {name: array.dtype for name, array in inputs.items()} == {name: array.dtype for name, array in expected.items()}
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_a_chunk_with_drafts_has_a_row_for_each_of_its_tokens(deterministic) -> None:
+def test_a_chunk_with_drafts_has_a_row_for_each_of_its_tokens() -> None:
     plain = make_sequence("a", [1, 2, 3], slot=1, pages=[0])
     guessed = make_sequence("b", [4, 5, 6, 7], slot=2, pages=[1, 2], presence_penalty=1.0, logprobs=1)
-    arrays = make_arrays(Chunk(plain, 1, 2, 1, 1), Chunk(guessed, 2, 3, 3, 3, drafts=[8, 9]), deterministic=deterministic)
+    arrays = make_arrays(Chunk(plain, 1, 2, 1, 1), Chunk(guessed, 2, 3, 3, 3, drafts=[8, 9]))
     assert arrays.inputs["input_ids"].tolist() == [3, 7, 8, 9]
     assert arrays.inputs["position_ids"].tolist() == [2, 3, 4, 5]
     assert arrays.inputs["slot_mapping"].tolist() == [2, 7, 8, 9]
@@ -96,8 +82,8 @@ def test_a_chunk_with_drafts_has_a_row_for_each_of_its_tokens(deterministic) -> 
     assert arrays.sampling["next_drafts"].tolist() == [-1, 8, 9, -1]
     assert arrays.sampling["first_rows"].tolist() == [0, 1, 1, 1]
     assert arrays.decoding
-    assert arrays.inputs["seqused_k"].tolist() == ([3, 4, 5, 6] if deterministic else [3, 6])
-    assert arrays.max_seqlen_q == (1 if deterministic else 3)
+    assert arrays.inputs["seqused_k"].tolist() == [3, 6]
+    assert arrays.max_seqlen_q == 3
 
 
 def test_drafts_beside_a_chunk_that_does_not_sample() -> None:

@@ -9,8 +9,10 @@ import pytest
 import torch
 from rounded_once import DTYPES, assert_rounded_once, dtype_id, randn
 
-from fa_serve.ops.products.row_invariant import launch_invariant_sum
+from fa_serve.ops.products.problem import Details, Product
+from fa_serve.ops.products.row_invariant import launch_invariant_sum, plan_invariant
 from fa_serve.ops.products.run import multiply_invariant
+from fa_serve.ops.products.tiles import InvariantTile
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=dtype_id)
@@ -34,3 +36,24 @@ def test_sum_is_right_and_its_rows_are_independent(dtype: torch.dtype, width: in
     assert out.dtype == torch.float32
     torch.testing.assert_close(out.double(), x.double().sum(-1), rtol=0, atol=1e-6 * float(x.double().abs().sum(-1).max()))
     assert torch.equal(launch_invariant_sum(x[2:3]), out[2:3])
+
+
+@pytest.mark.parametrize("k", [150, 512], ids=lambda k: f"k{k}")
+@pytest.mark.parametrize("extras", [False, True], ids=["plain", "bias-residual"])
+def test_segments_apart_are_added_like_those_of_one_program(k: int, extras: bool) -> None:
+    """Segments have the same bits in either form, and are no other product; the last one may be short or empty."""
+    x = randn(70, k, dtype=torch.float32)
+    weight = randn(37, k, dtype=torch.float32, seed=1)
+    bias = randn(37, dtype=torch.float32, seed=2) if extras else None
+    product = Product(values="float", n=37, k=k, tokens=70, dtype=x.dtype, invariant=True)
+    details = Details(strides=(*x.stride(), *weight.stride()), alpha=0.5)
+    results = []
+    for apart in (False, True):
+        residual = randn(70, 37, dtype=torch.float32, seed=3) if extras else None
+        tile = InvariantTile(32, 32, 32, 2, segments=3, apart=apart)
+        results.append(plan_invariant(product, tile, details)(x, weight, bias, None, residual))
+    exact = x.double() @ weight.double().t()
+    if bias is not None:
+        exact = randn(70, 37, dtype=torch.float32, seed=3).double() + 0.5 * (exact + bias.double())
+    assert_rounded_once(results[0], exact)
+    assert torch.equal(*results)

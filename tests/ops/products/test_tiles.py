@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from product_cases import dense
 
-from fa_serve.ops.products.tiles import choose_splits, invariant_tile, matrix_row_tile
+from fa_serve.ops.products import tiles
+from fa_serve.ops.products.table import select_kernel
+from fa_serve.ops.products.tiles import (
+    ONE_TILE,
+    InvariantWgmmaTile,
+    choose_splits,
+    hopper_invariant_tile,
+    invariant_tile,
+    matrix_row_tile,
+)
 
 
 @pytest.mark.parametrize("n", [1, 5, 1000, 4096, 151936])
@@ -29,6 +41,41 @@ def test_row_tiles_are_those_measured_fastest() -> None:
 def test_an_invariant_product_has_one_tile() -> None:
     assert len({invariant_tile(dense("float", tokens=tokens)) for tokens in (1, 63, 1000)}) == 1
     assert invariant_tile(dense("float", dtype=torch.float32)).block_m == 32
+
+
+@pytest.mark.parametrize(
+    ("n", "tokens", "sizes"),
+    [
+        pytest.param(4096, 1, (64, 32), id="few-rows"),
+        pytest.param(1024, 64, (64, 16), id="few-columns"),
+        pytest.param(28672, 64, (64, 128), id="many-columns"),
+        pytest.param(4096, 256, (64, 128), id="256-rows"),
+        pytest.param(4096, 8192, (128, 256), id="many-rows"),
+    ],
+)
+def test_a_hopper_tile_gives_most_multiprocessors_a_program(n: int, tokens: int, sizes: tuple[int, int]) -> None:
+    tile = hopper_invariant_tile(dense("float", n, 4096, tokens=tokens, invariant=True))
+    assert (tile.block_m, tile.block_n) == sizes
+    assert (tile.segments, tile.apart) == (1, False), "segments would be other bits"
+
+
+def test_tiles_follow_the_number_of_rows_on_hopper_alone_and_where_they_are_switched_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    product = dense("float", 4096, 4096, tokens=8192, invariant=True)
+
+    def chosen(**changes: Any) -> tuple[str, Any]:
+        choice = select_kernel(replace(product, **changes))
+        return choice.kernel.name, choice.tile
+
+    assert chosen() == ("invariant", ONE_TILE)
+    monkeypatch.setattr(tiles, "CHOOSES_BY_ROWS", True)
+    assert chosen() == ("invariant_wgmma", InvariantWgmmaTile(256, 4, 2))
+    assert chosen(arch=80) == ("invariant", ONE_TILE)
+    assert chosen(dtype=torch.float32) == ("invariant", invariant_tile(replace(product, dtype=torch.float32)))
+    for changes in ({"tokens": 128}, {"gluon": False}, {"aligned": False}, {"matrix_dtype": torch.float16}, {"k": 4100}):
+        assert chosen(**changes)[0] == "invariant", changes
+    assert all(tile.block_m >= 64 for tile in tiles.HOPPER_TILES), "another instruction would multiply fewer rows"
 
 
 @pytest.mark.parametrize(

@@ -73,12 +73,16 @@ FAR = 1 << 20
 """What is added to the positions that a layer is told in the proof."""
 
 
-def fuse_model(model: PreTrainedModel) -> int:
+def fuse_model(model: PreTrainedModel, *, deterministic: bool = False) -> int:
     """Fuse layers, routers and shared experts of a causal model, which `model_layers` accepts. Returns how many layers.
 
     Layers with latent attention that are not fused cache latent keys as well, where that changes nothing.
+
+    deterministic: only what computes each row by itself in deterministic mode, and what `fa_serve.exact` trains: layers
     """
-    fused = fuse_layers(model)
+    fused = fuse_layers(model, deterministic=deterministic)
+    if deterministic:
+        return fused
     seat_latent_keys(module for module in model.modules() if not isinstance(vars(module).get("forward"), FusedLayer))
     fuse_routers(model)
     fuse_units(model)
@@ -86,8 +90,10 @@ def fuse_model(model: PreTrainedModel) -> int:
 
 
 @torch.no_grad()
-def fuse_layers(model: PreTrainedModel) -> int:
+def fuse_layers(model: PreTrainedModel, *, deterministic: bool = False) -> int:
     """Give decoder layers the forward of `FusedLayer`, where that changes nothing. Returns how many.
+
+    deterministic: leave out latent attention, whose absorbed products depend on the number of rows
 
     For a kind that cannot be fused the log says why.
     """
@@ -106,6 +112,8 @@ def fuse_layers(model: PreTrainedModel) -> int:
             raise NotReplacedError("the layer computes no attention")
         if calls[layer].indices is not None:
             raise NotReplacedError("its queries choose keys, which the proof does not see")
+        if deterministic and _latent_sizes(calls[layer]) is not None:
+            raise NotReplacedError("the products of latent keys depend on the number of rows, and deterministic is True")
         rotation = _prove(layer, inputs[layer])
         return lambda other: build_layer(other, calls[other], rotation)
 

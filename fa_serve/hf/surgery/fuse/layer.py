@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +52,15 @@ class LayerStep(NamedTuple):
     descale: dict[str, Any]
 
 
+@runtime_checkable
+class TrainsLayers(Protocol):
+    """A batch that computes fused layers itself, because it needs their gradients (hf/exact_forward.py)."""
+
+    def train_layer(self, layer: FusedLayer, hidden_states: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """The output of `layer.compute` on the arguments of the layer's forward, with gradients."""
+        ...
+
+
 Tables = Literal["twice", "once"]
 """How often rows of cos and sin have each angle: transformers repeats them for both halves of a head, except in gpt-oss."""
 
@@ -85,6 +94,11 @@ class HeadsAttention:
     qkv: FusedProduct
     tables: Tables | None
     gated: bool = False
+
+    @property
+    def num_kv_heads(self) -> int:
+        queries = self.num_heads * (2 if self.gated else 1)
+        return (self.qkv.weight.shape[0] // self.head_dim - queries) // 2
 
     def compute(self, x: Tensor, norm: ops.Norm | None, step: LayerStep) -> Tensor:
         qkv = project(self.qkv, x, norm=norm)
@@ -141,7 +155,7 @@ def build_heads(attention: Any, call: LayerCall, tables: Tables | None) -> Heads
 class FusedLayer:
     """Replaces the `forward` of a decoder layer.
 
-    A call without a `PagedBatch`, for example in `model.generate`, runs the layer's own code.
+    A call without a batch of either kind, for example in `model.generate`, runs the layer's own code.
 
     original:   the layer's own forward
     index:      its number, by which its cache is found; None with a mixer that keeps a state
@@ -171,19 +185,31 @@ class FusedLayer:
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         batch = kwargs.get("fa_serve_batch")
+        if isinstance(batch, TrainsLayers):
+            return batch.train_layer(self, hidden_states, args, kwargs)
         if not isinstance(batch, PagedBatch):
             return self.original(hidden_states, *args, **kwargs)
         if self.index is None:
             return self.compute(hidden_states[0], StateStep(state_cache(kwargs).states, kwargs))[None]
-        step = LayerStep(
-            *cos_and_sin(kwargs["position_embeddings"]),
-            *batch.kv_caches[self.index],
-            batch.slot_mapping,
-            partial(batch.attention, self.index, **self.options),
-            batch.fresh,
-            batch.descale(self.index),
-        )
+        step = self.step(batch, self.index, *cos_and_sin(kwargs["position_embeddings"]))
         return self.compute(hidden_states[0], step)[None]
+
+    def step(self, batch: PagedBatch, index: int, cos: Tensor, sin: Tensor) -> LayerStep:
+        """What a step tells the attention of this layer. index: of the layer; cos, sin: (total, dims)"""
+        return LayerStep(
+            cos,
+            sin,
+            *batch.kv_caches[index],
+            batch.slot_mapping,
+            partial(batch.attention, index, **self.options),
+            batch.fresh,
+            batch.descale(index),
+        )
+
+    @property
+    def module(self) -> nn.Module:
+        """The decoder layer."""
+        return cast(nn.Module, cast(Any, self.original).args[0])
 
     def compute(self, x: Tensor, step: LayerStep | StateStep) -> Tensor:
         """The layer's output. x: (total, hidden), which is overwritten."""
@@ -224,12 +250,18 @@ class FusedLayer:
 
 
 def cos_and_sin(position_embeddings: Any) -> tuple[Tensor, Tensor]:
-    """The rotary embedding of a batch of one: what a layer is given as `position_embeddings` -> cos and sin, (total, dims).
+    """The rotary embedding of a batch of one -> cos and sin, (total, dims). position_embeddings: as `tables_of` takes them"""
+    cos, sin = tables_of(position_embeddings)
+    return cos[0], sin[0]
 
-    position_embeddings: (cos, sin), (1, total, rotary_dim) each, or complex numbers (1, total, rotary_dim / 2), of which these
-                         are the real and imaginary parts (DeepSeek V2)
+
+def tables_of(position_embeddings: Any) -> tuple[Tensor, Tensor]:
+    """The rotary embedding of a batch: what a layer is given as `position_embeddings` -> cos and sin.
+
+    position_embeddings: (cos, sin), (batch, total, rotary_dim) each, or complex numbers (batch, total, rotary_dim / 2), of
+                         which these are the real and imaginary parts (DeepSeek V2); batch may be 1 for all rows
     """
     if isinstance(position_embeddings, Tensor):
-        return position_embeddings.real[0], position_embeddings.imag[0]
+        return position_embeddings.real, position_embeddings.imag
     cos, sin = position_embeddings
-    return cos[0], sin[0]
+    return cos, sin

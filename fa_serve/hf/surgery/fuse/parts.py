@@ -85,7 +85,7 @@ def merge_products(module: nn.Module, *names: str) -> FusedProduct:
     if len(biases) not in (0, len(parts)):
         raise NotReplacedError(f"all or none of {names} must have a bias")
     weight = _concatenate([part.weight for part in parts])
-    bias = torch.cat([x.detach() for x in biases]) if biases else None
+    bias = _merge_rows([x.detach() for x in biases]) if biases else None
     start = 0
     for linear, part in zip(linears, parts, strict=True):
         stop = start + part.weight.shape[0]
@@ -107,9 +107,26 @@ def _concatenate(weights: Sequence[ops.Weight]) -> ops.Weight:
     if plain and quantized:
         raise NotReplacedError("all or none of the projections that are merged must be quantised")
     try:
-        return torch.cat(plain) if plain else ops.merge_rows(quantized)
+        return _merge_rows(plain) if plain else ops.merge_rows(quantized)
     except ValueError as error:
         raise NotReplacedError(str(error)) from None
+
+
+def _merge_rows(parts: Sequence[Tensor]) -> Tensor:
+    """The rows of several contiguous tensors as one tensor: the memory that they share if they were merged before.
+
+    Then an engine and a training forward of the same model read the same memory, and neither takes the other's away.
+    """
+    first = parts[0]
+    storage = first.untyped_storage().data_ptr()
+    ends = [part.data_ptr() + part.nbytes for part in parts]
+    if all(
+        part.untyped_storage().data_ptr() == storage and part.dtype == first.dtype and part.data_ptr() == end
+        for part, end in zip(parts[1:], ends, strict=False)
+    ):
+        rows = sum(len(part) for part in parts)
+        return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
+    return torch.cat(list(parts))
 
 
 def norm_of(module: Any) -> ops.Norm:

@@ -1,0 +1,153 @@
+"""Attention on a paged cache by a fixed tree of the keys: the bits of a query depend on its keys and on nothing else.
+
+The keys of a sequence are cut at absolute positions, from its first key on: into blocks, and into groups of blocks. For a row,
+a query of one query head,
+
+1. a group is computed by the online softmax over its blocks, in their order, from an empty state: (maximum, sum, values);
+2. groups are folded from the left into the result (`kernel.fold`), after the sink if there is one.
+
+A block or a group in which a row sees no key changes nothing, so it does not matter whether a program visits it. Therefore rows
+may be computed in tiles with any others: a token has the same bits in a prompt, in a chunk, after a cached prefix, in a step
+that verifies drafts, and alone. And groups may be computed by one program, which folds them in registers, or by one program
+each (`apart`), after which a second kernel folds them.
+
+Each tile has 64 packed rows, also for a single query, and one number of warps: this is one instruction for the products, and
+one order of the sums over a row's scores. Left out: explicit masks, ALiBi, and latent keys. Source of the idea: fixed split
+sizes in He et al., "Defeating Nondeterminism in LLM Inference" (2025).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fa_serve import spec
+from fa_serve.backends.calls import AttentionOptions, AttentionTensors
+from fa_serve.backends.triton.tiles import batch_block, padded_dim
+from fa_serve.backends.triton.tree.kernel import TreeVariant, attn_tree, fold_groups
+from fa_serve.backends.unseen_rows import without_keys
+from fa_serve.launching.launch import Launch, launch_options, multiprocessors, with_unit_stride
+from fa_serve.launching.plans import Run
+
+TREE_ROWS = 64
+"""Packed rows of a tile."""
+GROUP_KEYS = 512
+"""Keys of a group. The groups of a single sequence are programs, so shorter ones would occupy more of a GPU, and longer
+ones cost prompts less: the fold is as much work as half a block."""
+_FOLDED_ROWS = 4
+_MOST_BUFFER = 16 << 20
+"""The most numbers that groups apart may leave."""
+
+
+def plan_tree(tensors: AttentionTensors, options: AttentionOptions, *, apart: bool | None = None) -> Run:
+    """Plan calls of the layout "paged" that look like this one. apart: overrides the choice, for tests"""
+    q = tensors.q
+    k, v = (with_unit_stride(x) for x in (tensors.k, tensors.v))
+    assert tensors.block_table is not None
+    assert tensors.cu_seqlens_q is not None
+    total_q, num_heads, dim = q.shape
+    heads = k.shape[2]
+    dim_v = v.shape[3]
+    batch = tensors.block_table.shape[0]
+    out_shape = (total_q, num_heads, dim_v)
+    groups = num_heads // heads
+    width = max(padded_dim(dim), padded_dim(dim_v))
+    rows = groups * max(options.max_seqlen_q, 1)
+    tiles_per_seq = -(-rows // TREE_ROWS)
+    # sequences with fewer queries than the longest one have fewer tiles
+    tiles = min(batch * tiles_per_seq, batch + total_q * groups // TREE_ROWS)
+    most_groups = max(1, -(-options.max_seqlen_k // GROUP_KEYS))
+    unit_rows = min(TREE_ROWS, rows)
+    buffer_size = tiles * heads * most_groups * unit_rows * (dim_v + 2)
+    if apart is None:
+        few = tiles * heads < 2 * multiprocessors(q.device, 8)
+        apart = few and most_groups > 1 and buffer_size <= _MOST_BUFFER
+    arch = spec.arch_of(q.device)
+    variant = _variant(tensors, options, dim_v, 0 if tiles == batch * tiles_per_seq else batch_block(batch), apart)
+    out = tensors.out
+    takes_out = out is not None and out.stride(2) == 1
+    out_strides = out.stride()[:2] if out is not None and takes_out else (num_heads * dim_v, dim_v)
+    needs_lse = options.return_lse
+    lse_stride = tensors.lse.stride(0) if tensors.lse is not None else total_q if needs_lse else 0
+    q_strides = q.stride()[:2] if q.stride(2) == 1 else (num_heads * dim, dim)
+    numbers = (batch, heads, tiles, tiles_per_seq, most_groups, unit_rows, total_q, options.left, options.window_size[1])
+    attend = Launch(
+        attn_tree,
+        tiles * heads * (most_groups if apart else 1),
+        varying=(
+            *numbers,
+            tensors.block_table.stride(0),
+            lse_stride,
+            float(options.softmax_scale),
+            float(options.softcap),
+        ),
+        strides=(*q_strides, *k.stride()[:3], *v.stride()[:3], *out_strides),
+        fixed=(variant,),
+        options={**launch_options(variant.pdl, 4 if width <= 128 else 8), "num_stages": _num_stages(arch, width)},
+    )
+    blocks_per_tile = -(-unit_rows // _FOLDED_ROWS)
+    finish = Launch(
+        fold_groups,
+        tiles * heads * blocks_per_tile,
+        varying=(batch, heads, tiles_per_seq, most_groups, unit_rows, blocks_per_tile, lse_stride),
+        strides=out_strides,
+        fixed=(variant, _FOLDED_ROWS),
+        options=launch_options(variant.pdl, 4),
+    )
+
+    def run(tensors: AttentionTensors) -> tuple[Tensor, Tensor | None]:
+        q = tensors.q if tensors.q.stride(2) == 1 else tensors.q.contiguous()
+        given = tensors.out
+        result = given if takes_out and given is not None else q.new_empty(out_shape)
+        lse = tensors.lse
+        if needs_lse and lse is None:
+            lse = q.new_empty(num_heads, total_q, dtype=torch.float32)
+        if tiles == 0:
+            without_keys(result, lse, None, None)
+            return result, lse
+        lengths = (tensors.keys, tensors.cu_seqlens_q, tensors.sinks)
+        buffer = q.new_empty(buffer_size, dtype=torch.float32) if apart else None
+        k, v = (with_unit_stride(x) for x in (tensors.k, tensors.v))
+        attend((q, k, v, result, lse, buffer, tensors.block_table, *lengths, tensors.k_descale, tensors.v_descale))
+        if apart:
+            finish((result, lse, buffer, *lengths, tensors.v_descale))
+        if given is not None and result is not given:
+            result = given.copy_(result)
+        return result, lse
+
+    return run
+
+
+def _num_stages(arch: int, width: int) -> int:
+    """Blocks of K and V in flight. They change no sum."""
+    if width <= 128:
+        return 3
+    return 2 if arch in (80, 90, 100) and width <= 256 else 1
+
+
+def _variant(tensors: AttentionTensors, options: AttentionOptions, dim_v: int, batch_block: int, apart: bool) -> TreeVariant:
+    """What the kernels are compiled for. Blocks, groups and warps depend on sizes of heads and on dtypes alone."""
+    q = tensors.q
+    dim = q.shape[2]
+    arch = spec.arch_of(q.device)
+    width = max(padded_dim(dim), padded_dim(dim_v))
+    return TreeVariant(
+        groups=q.shape[1] // tensors.k.shape[2],
+        dim=dim,
+        dim_v=dim_v,
+        block_d=padded_dim(dim),
+        block_dv=padded_dim(dim_v),
+        block_m=TREE_ROWS,
+        block_n=64 if width <= 256 and q.element_size() == 2 else 32,
+        group=GROUP_KEYS,
+        page_size=tensors.k.shape[1],
+        has_left=options.left >= 0,
+        has_right=options.window_size[1] >= 0,
+        has_softcap=options.softcap != 0.0,
+        chunked=options.attention_chunk > 0,
+        batch_block=batch_block,
+        apart=apart,
+        precision="ieee" if q.dtype == torch.float32 else "tf32",
+        ptx=arch >= 89,
+        pdl=spec.has_programmatic_launch(arch),
+    )
