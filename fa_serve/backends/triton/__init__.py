@@ -3,8 +3,8 @@
 `prefill` is the FlashAttention-2 forward pass over dense, packed and paged keys, and `backward` the gradients of dense and
 packed calls. `decode` splits one sequence's keys, paged or dense, among programs when the queries are few. `tree` computes any
 number of queries over pages with bits that do not depend on the others. `latent` reads pages whose values are a part of their
-keys. `block_sparse` walks over lists of key blocks, for prompts and for decoding; `mask_blocks` makes such lists of a mask. Each of
-these modules describes its algorithm and plans calls; its kernels are in the module of that name with `_kernel` or
+keys. `block_sparse` walks over lists of key blocks, for prompts and for decoding; `mask_blocks` makes such lists of a mask.
+Each of these modules describes its algorithm and plans calls; its kernels are in the module of that name with `_kernel` or
 `_kernels`. `store_kv` writes the paged cache.
 
 Kernels share `primitives`, which are steps of the algorithm, `splits`, which cuts keys and combines the results, `key_pages`,
