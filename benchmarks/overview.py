@@ -21,9 +21,17 @@ from benchmarks.line_tables import TIMES
 
 ROOT = Path(__file__).parent.parent
 FIGURE = ROOT / "docs" / "images" / "overview.svg"
-SMALLEST, LARGEST = 0.5, 4.0
-WIDTH, LEFT, RIGHT, ROW, TOP = 840, 330, 566, 24, 58
-INK, GREY, RED, BLUE = "#1d2a35", "#5c6b7a", "#b3364a", "#30638e"
+SMALLEST = 0.5
+LARGEST = 4.0
+WIDTH = 840
+LEFT = 330
+RIGHT = 566
+ROW = 24
+TOP = 58
+INK = "#1d2a35"
+GREY = "#5c6b7a"
+RED = "#b3364a"
+BLUE = "#30638e"
 MODELS = ("llama-3.1-8b", "qwen3-0.6b", "gemma-3-4b")
 DENSE = ("A", "B", "C", "D", "shared")
 OTHERS = ("llama8b-w4", "llama8b-fp8", "qwen30a3b", "gptoss20b", "deepseek-lite")

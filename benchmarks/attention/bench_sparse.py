@@ -95,7 +95,7 @@ class SparseStep:
         return SparseStep(latent, make(len(order), PAGE, 1, 128), places, sequences * queries, keys)
 
     def random_slots(self, topk: int) -> Tensor:
-        """Slots of each query, all of them different and of its own sequence."""
+        """Slots of each query, all of them different and of the query's sequence."""
         table = self.places["block_table"]
         sequences = len(table)
         queries = self.total // sequences

@@ -328,7 +328,8 @@ class EngineConfig:
 
         Call it on the config of a loaded engine, whose device is not "auto" any more.
         """
-        itl, ttft = self.target_itl, self.target_ttft
+        itl = self.target_itl
+        ttft = self.target_ttft
         if itl == 0 or (itl is None and ttft is None and self.device == "cpu"):
             return None
         return PromptShare(None if itl is None else itl / 1000, None if ttft is None else ttft / 1000)

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-YES, SOME, NOTHING = "yes", "some", "-"
+YES = "yes"
+SOME = "some"
+NOTHING = "-"
 
 
 class Reason(NamedTuple):

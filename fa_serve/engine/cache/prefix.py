@@ -187,17 +187,26 @@ class Prefix:
             return Room(num_running)
         return Room(num_running, 1 - (-2 * num_running // self._pages.page_size))
 
-    def draft_end(self, sequence: SequenceState, num_running: int) -> int:
-        """Number of tokens that a sequence may have with its drafts, as far as states are concerned.
+    def is_scarce(self, num_running: int) -> bool:
+        """Whether running sequences might lack room for their next tokens."""
+        if self._pages.num_available < num_running:
+            return True
+        return self._states is not None and self._states.num_available == 0
 
-        Drafts fill one page at most, because a step of few tokens stores one state, and none if states are scarce.
+    def draft_end(self, sequence: SequenceState, num_running: int) -> int:
+        """Number of tokens that a sequence may have with its drafts, for which there are pages and states.
+
+        Drafts preempt no sequence, and leave each running one what it needs. With states they fill one page at most, because a
+        step of few tokens stores one state, and none if states are scarce.
         """
-        assert self._states is not None
         size = self._pages.page_size
+        end = (len(sequence.pages) + max(self._pages.num_available - num_running, 0)) * size
+        if self._states is None:
+            return end
         fills = len(sequence.tokens) - sequence.state_position >= size
         if not fills and self._states.num_available <= self.reserve(num_running).states:
-            return sequence.state_position + size - 1
-        return sequence.state_position + 2 * size - 1
+            return min(end, sequence.state_position + size - 1)
+        return min(end, sequence.state_position + 2 * size - 1)
 
     def can_store(self, sequence: SequenceState, length: int) -> bool:
         """Whether there is a state for the last page that the sequence's next `length` tokens fill."""

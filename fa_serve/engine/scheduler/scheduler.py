@@ -374,12 +374,8 @@ class Scheduler:
         return drafts
 
     def _draft_room(self, sequence: SequenceState) -> int:
-        """Drafts for which there are pages and states. They preempt no sequence, and leave each running one what it needs."""
-        spare = max(self.pages.num_available - len(self.running), 0)
-        end = (len(sequence.pages) + spare) * self.pages.page_size
-        if self.states is not None:
-            end = min(end, self._prefix.draft_end(sequence, len(self.running)))
-        return end - len(sequence.tokens)
+        """Drafts for which there are pages and states."""
+        return self._prefix.draft_end(sequence, len(self.running)) - len(sequence.tokens)
 
     def _grow_to(self, sequence: SequenceState, num_tokens: int) -> None:
         """Give the sequence the pages that it lacks for so many tokens."""
@@ -439,6 +435,14 @@ class Scheduler:
             first_key = max(start - self.window, 0) // self.keys_per_tile * self.keys_per_tile
             self._prefix.release_behind(sequence, first_key)
 
+    def _reclaim(self) -> None:
+        """Preempt sequences until the others have room for their next tokens. Each needs one page at most."""
+        while self._prefix.is_scarce(len(self.running)):
+            if self._prefix.available(self.running).holds(self._prefix.growth(self.running)):
+                break
+            self.num_preemptions += 1
+            self._requeue(self.waiting.last_of_largest(self.running))
+
     def _release_spent(self, states: StateTable, batch: ScheduledBatch) -> None:
         """Release the states that were needed until this step had been committed, or undone."""
         for chunk in batch.chunks:
@@ -446,20 +450,6 @@ class Scheduler:
             if sequence.retired:
                 for state in sequence.take_spent(batch.number):
                     states.release(state)
-
-    def _reclaim(self) -> None:
-        """Preempt sequences until the others have room for their next tokens. Each needs one page at most."""
-        while self._is_scarce():
-            if self._prefix.available(self.running).holds(self._prefix.growth(self.running)):
-                break
-            self.num_preemptions += 1
-            self._requeue(self.waiting.last_of_largest(self.running))
-
-    def _is_scarce(self) -> bool:
-        """Whether the running sequences might lack room for their next tokens."""
-        if self.pages.num_available < len(self.running):
-            return True
-        return self.states is not None and self.states.num_available == 0
 
     def _admit(self, sequence: SequenceState) -> bool:
         """Give a waiting sequence a slot and pages, shared pages first. Returns False if it has to wait."""

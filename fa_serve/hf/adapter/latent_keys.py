@@ -3,7 +3,7 @@
     attention.expand_kv = LatentKeys(attention, sizes)
 
 transformers' modules of latent attention (DeepSeek V3.2, GLM-DSA, A.X-K2, Mistral 4) make the keys and values of all heads in
-a method of their own, `expand_kv`. In a forward on a paged cache, `LatentKeys` in its place returns what that method is given:
+the method `expand_kv`. In a forward on a paged cache, `LatentKeys` in its place returns what that method is given:
 the latent vectors and rotated keys, as one key for all heads, whose values are its first numbers. The batch that caches them
 lets it make queries that fit, and values of what attention returns (see surgery/fuse/latent.py for the equations). So queries,
 gates, and keys that queries choose are computed by the module's own code. Without a batch on pages, so is `expand_kv`.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from fa_serve.engine.cache.host_slots import HostSlots
 
-A, B, C = b"a", b"b", b"c"
+A = b"a"
+B = b"b"
+C = b"c"
 
 
 def make_slots(*hashes: bytes, count: int = 2) -> HostSlots:

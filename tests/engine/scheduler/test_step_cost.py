@@ -66,6 +66,7 @@ def test_a_slope_that_recent_steps_do_not_tell_is_forgotten() -> None:
 
 def test_decoding_is_learned_by_rows_and_keys() -> None:
     cost = learned()
-    short, long = cost.decode_seconds(12, 12 * 500), cost.decode_seconds(12, 12 * 20_000)
+    short = cost.decode_seconds(12, 12 * 500)
+    long = cost.decode_seconds(12, 12 * 20_000)
     assert short == pytest.approx(5.5e-3 + 50e-9 * 6_000, rel=0.1)
     assert long == pytest.approx(5.5e-3 + 50e-9 * 240_000, rel=0.1)

@@ -1,4 +1,4 @@
-"""Layers cache latent keys where products with their matrix are proven to be the keys and values of their own code."""
+"""Layers cache latent keys where products with their matrix are proven to be the keys and values that their code computes."""
 
 from __future__ import annotations
 

@@ -34,7 +34,8 @@ def test_gate_heads(total: int, heads: int, dim: int, activation: ops.GateActiva
 def test_delta_gates(total: int, dtype: torch.dtype) -> None:
     """Small and large steps: softplus is exact on both sides of its branches."""
     rows = randn(total, 20, dtype=dtype)
-    a, b = rows[:, :7] * 12, rows[:, 9:16]
+    a = rows[:, :7] * 12
+    b = rows[:, 9:16]
     a_log, dt_bias = (randn(7, dtype=torch.float32, seed=seed) for seed in (2, 3))
     g, beta = launch_delta_gates(a, b, a_log, dt_bias)
     exact_g, exact_beta = ops.delta_gates(a.double(), b.double(), a_log.double(), dt_bias.double())

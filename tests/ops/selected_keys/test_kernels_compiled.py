@@ -17,7 +17,7 @@ def bf16(*shape: int) -> Tensor:
 
 @pytest.mark.parametrize("target", UNLIKE)
 def test_attention_to_slots(target: str) -> None:
-    """DeepSeek V3.2 on latent keys with the slots of a query in parts and whole, GLM with 64 heads, and heads of their own."""
+    """DeepSeek V3.2 on latent keys with the slots of a query in parts and whole, GLM with 64 heads, and keys for each head."""
     slots = torch.zeros(4, 2048, dtype=torch.int32)
     latent = bf16(40, 64, 1, 576)
     with compiling_for(target) as kernels:

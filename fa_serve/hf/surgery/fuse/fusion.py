@@ -10,7 +10,7 @@ Layers with latent attention are proven twice, with plain heads and with absorbe
 keys from then on: `cached_layers` says what each layer of a model asks of the cache.
 
 A layer whose mixer keeps a state is compared on whole sequences; how states are read and written is proven before
-(surgery/states.py). Of a gated delta net, that is fused itself, `cached_states` says what it keeps from then on.
+(surgery/states.py). A gated delta net is fused as well, and `cached_states` says what it keeps from then on.
 
 A layer that is divided between ranks is fused by each rank alone: both forms are compared before their parts are added up.
 
