@@ -5,6 +5,10 @@ would leave most of a GPU idle. `_expand` adds these partial sums, always in the
 by the pages of B of some columns. Rows are gathered by number, and each row has one adapter, so nothing is added atomically:
 equal calls have equal bits.
 
+A CUDA graph of a decoding step has room for as many tiles as rows, in case each has another adapter, and most of them are
+empty. A program therefore computes every `lanes`th tile until one is empty, so that the number of programs, and of the parts of
+the columns of x, follows what a step usually has.
+
 With a norm, `_shrink` sums the squares of x as well, and `_expand` divides by their root: one token needs no launch for its
 norm. On Hopper and later GPUs both are launched programmatically, see `primitives.wait_for_previous_kernel`. Left out: rows
 without an adapter, which no program reads.
@@ -30,27 +34,34 @@ MAX_PARTS = 3
 """Parts of a merged product: q, k and v."""
 
 
-class LoraTile(NamedTuple):
-    """block_k: columns of x that a step of `_shrink` multiplies; splits: programs that share the columns of x; block_n: columns
-    of y of a program of `_expand`."""
+DECODING_LANES = 8
+"""Programs that share the tiles of a decoding step."""
 
+
+class LoraTile(NamedTuple):
+    """lanes: programs that share the tiles; block_k: columns of x that a step of `_shrink` multiplies; splits: programs that
+    share the columns of x; block_n: columns of y of a program of `_expand`."""
+
+    lanes: int
     block_k: int
     splits: int
     block_n: int
 
 
-def choose_lora_tile(k: int, block_rows: int, programs: int, num_sms: int) -> LoraTile:
-    """The tile for rows of k columns. programs: of `_shrink` without splits
+def choose_lora_tile(k: int, block_rows: int, num_tiles: int, parts: int, num_sms: int) -> LoraTile:
+    """The tile for rows of k columns. parts: programs of `_shrink` for a tile without splits
 
     The number of splits is the least power of two that gives each multiprocessor a program; each has at least 512 columns.
     """
+    lanes = min(num_tiles, DECODING_LANES) if block_rows <= 16 else num_tiles
+    programs = lanes * parts
     splits = 1
     while splits < 16 and programs * splits < num_sms and k // (2 * splits) >= 512:
         splits *= 2
-    return LoraTile(128 if block_rows <= 16 else 64, splits, 128 if block_rows <= 16 else 64)
+    return LoraTile(lanes, 128 if block_rows <= 16 else 64, splits, 128 if block_rows <= 16 else 64)
 
 
-@triton.jit(do_not_specialize=["entries"])
+@triton.jit(do_not_specialize=["entries", "num_tiles", "lanes"])
 def _shrink(
     x_ptr,
     a_ptr,
@@ -63,6 +74,8 @@ def _shrink(
     sums_ptr,
     squares_ptr,
     entries,
+    num_tiles,
+    lanes,
     offset,
     stride_x,
     stride_page,
@@ -79,49 +92,52 @@ def _shrink(
 ):
     """sums (SPLITS, PARTS, entries, MAX_PAGES * PAGE): partial products of x with A. squares (SPLITS, entries): of x."""
     wait_for_previous_kernel(PDL)
+    steps: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    per_split: tl.constexpr = (steps + SPLITS - 1) // SPLITS
     program = tl.program_id(0)
     split = program % SPLITS
     page = program // SPLITS % MAX_PAGES
     part = program // (SPLITS * MAX_PAGES) % PARTS
     tile = program // (SPLITS * MAX_PAGES * PARTS)
-    slot = tl.load(tiles_ptr + 3 * tile)
-    first = tl.load(tiles_ptr + 3 * tile + 1)
     count = tl.load(tiles_ptr + 3 * tile + 2)
-    used = (count > 0) & (page < tl.load(num_pages_ptr + slot))
-    used = used & (tl.load(scales_ptr + slot * stride_slot + part) != 0.0)
-    needed = used
-    if norm_ptr is not None:
-        needed = needed | ((count > 0) & (page == 0) & (part == 0))
-    if needed:
-        i = tl.arange(0, BLOCK_ROWS)
-        keep = i < count
-        rows = tl.load(rows_ptr + first + i, mask=keep, other=0).to(tl.int64)
-        ranks = tl.arange(0, PAGE)
-        number = tl.load(pages_ptr + slot * MAX_PAGES + page, mask=used, other=0).to(tl.int64)
-        a_ptr += number * stride_page + part * PAGE * K
-        acc = tl.zeros([BLOCK_ROWS, PAGE], tl.float32)
-        squares = tl.zeros([BLOCK_ROWS], tl.float32)
-        steps: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-        per_split: tl.constexpr = (steps + SPLITS - 1) // SPLITS
-        for step in range(split * per_split, tl.minimum((split + 1) * per_split, steps)):
-            k = step * BLOCK_K + tl.arange(0, BLOCK_K)
-            inside = k < K
-            x = tl.load(x_ptr + rows[:, None] * stride_x + k[None, :], mask=keep[:, None] & inside[None, :], other=0.0)
-            a = tl.load(a_ptr + ranks[None, :] * K + k[:, None], mask=inside[:, None] & used, other=0.0)
-            if norm_ptr is not None:
-                wide = x.to(tl.float32)
-                squares += tl.sum(wide * wide, 1)
-                weight = tl.load(norm_ptr + k, mask=inside, other=0.0).to(tl.float32) + offset
-                x = (wide * weight[None, :]).to(x.dtype)
-            acc += tl.dot(x, a, input_precision=PRECISION)
-        places = (split * PARTS + part) * entries + first + i
-        out = sums_ptr + places.to(tl.int64)[:, None] * (MAX_PAGES * PAGE) + page * PAGE + ranks[None, :]
-        tl.store(out, acc, mask=keep[:, None] & used)
+    while count > 0:
+        slot = tl.load(tiles_ptr + 3 * tile)
+        first = tl.load(tiles_ptr + 3 * tile + 1)
+        used = page < tl.load(num_pages_ptr + slot)
+        used = used & (tl.load(scales_ptr + slot * stride_slot + part) != 0.0)
+        needed = used
         if norm_ptr is not None:
-            tl.store(squares_ptr + split * entries + first + i, squares, mask=keep & (page == 0) & (part == 0))
+            needed = needed | ((page == 0) & (part == 0))
+        if needed:
+            i = tl.arange(0, BLOCK_ROWS)
+            keep = i < count
+            rows = tl.load(rows_ptr + first + i, mask=keep, other=0).to(tl.int64)
+            ranks = tl.arange(0, PAGE)
+            number = tl.load(pages_ptr + slot * MAX_PAGES + page, mask=used, other=0).to(tl.int64)
+            a_page = a_ptr + number * stride_page + part * PAGE * K
+            acc = tl.zeros([BLOCK_ROWS, PAGE], tl.float32)
+            squares = tl.zeros([BLOCK_ROWS], tl.float32)
+            for step in range(split * per_split, tl.minimum((split + 1) * per_split, steps)):
+                k = step * BLOCK_K + tl.arange(0, BLOCK_K)
+                inside = k < K
+                x = tl.load(x_ptr + rows[:, None] * stride_x + k[None, :], mask=keep[:, None] & inside[None, :], other=0.0)
+                a = tl.load(a_page + ranks[None, :] * K + k[:, None], mask=inside[:, None] & used, other=0.0)
+                if norm_ptr is not None:
+                    wide = x.to(tl.float32)
+                    squares += tl.sum(wide * wide, 1)
+                    weight = tl.load(norm_ptr + k, mask=inside, other=0.0).to(tl.float32) + offset
+                    x = (wide * weight[None, :]).to(x.dtype)
+                acc += tl.dot(x, a, input_precision=PRECISION)
+            places = (split * PARTS + part) * entries + first + i
+            out = sums_ptr + places.to(tl.int64)[:, None] * (MAX_PAGES * PAGE) + page * PAGE + ranks[None, :]
+            tl.store(out, acc, mask=keep[:, None] & used)
+            if norm_ptr is not None:
+                tl.store(squares_ptr + split * entries + first + i, squares, mask=keep & (page == 0) & (part == 0))
+        tile += lanes
+        count = tl.load(tiles_ptr + 3 * tile + 2, mask=tile < num_tiles, other=0)
 
 
-@triton.jit(do_not_specialize=["entries"])
+@triton.jit(do_not_specialize=["entries", "num_tiles", "lanes"])
 def _expand(
     y_ptr,
     b_ptr,
@@ -136,6 +152,8 @@ def _expand(
     sums_ptr,
     squares_ptr,
     entries,
+    num_tiles,
+    lanes,
     eps,
     stride_y,
     stride_page,
@@ -168,46 +186,49 @@ def _expand(
     block -= tl.where(part == 0, 0, tl.where(part == 1, T0, T0 + T1))
     columns = begin + block * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = columns < end
-    slot = tl.load(tiles_ptr + 3 * tile)
-    first = tl.load(tiles_ptr + 3 * tile + 1)
     count = tl.load(tiles_ptr + 3 * tile + 2)
-    scale = tl.load(scales_ptr + slot * stride_slot + part)
-    if (count > 0) & (scale != 0.0):
-        one = tl.load(ones_ptr + slot * stride_slot + part)
-        factor = tl.load(factors_ptr + slot * stride_slot + part)
-        i = tl.arange(0, BLOCK_ROWS)
-        keep = i < count
-        rows = tl.load(rows_ptr + first + i, mask=keep, other=0).to(tl.int64)
-        root = tl.zeros([BLOCK_ROWS], tl.float32) + 1.0
-        if squares_ptr is not None:
-            total = tl.zeros([BLOCK_ROWS], tl.float32)
-            for split in tl.static_range(SPLITS):
-                total += tl.load(squares_ptr + split * entries + first + i, mask=keep, other=0.0)
-            root = tl.rsqrt(total / K + eps)
-        acc = tl.zeros([BLOCK_ROWS, BLOCK_N], tl.float32)
-        ranks = tl.arange(0, PAGE)
-        for page in range(0, tl.load(num_pages_ptr + slot)):
-            number = tl.load(pages_ptr + slot * MAX_PAGES + page).to(tl.int64)
-            u = tl.zeros([BLOCK_ROWS, PAGE], tl.float32)
-            for split in tl.static_range(SPLITS):
-                places = ((split * PARTS + part) * entries + first + i).to(tl.int64)
-                sums = sums_ptr + places[:, None] * (MAX_PAGES * PAGE) + page * PAGE + ranks[None, :]
-                u += tl.load(sums, mask=keep[:, None], other=0.0)
-            u = tl.where((page * PAGE + ranks == one)[None, :], 1.0, u * root[:, None]) * scale
-            b_rows = b_ptr + number * stride_page + ranks[:, None] * N + columns[None, :]
-            b = tl.load(b_rows, mask=inside[None, :], other=0.0)
-            acc += tl.dot(u.to(b.dtype), b, input_precision=PRECISION)
-        here = y_ptr + rows[:, None] * stride_y + columns[None, :]
-        written = keep[:, None] & inside[None, :]
-        y = tl.load(here, mask=written, other=0.0).to(tl.float32)
-        if factor >= 0:
-            number = tl.load(pages_ptr + slot * MAX_PAGES + factor // PAGE).to(tl.int64)
-            row = b_ptr + number * stride_page + (factor % PAGE) * N + columns
-            base = y
-            if bias_ptr is not None:
-                base -= tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
-            acc += base * tl.load(row, mask=inside, other=0.0).to(tl.float32)[None, :]
-        tl.store(here, (y + acc).to(y_ptr.dtype.element_ty), mask=written)
+    while count > 0:
+        slot = tl.load(tiles_ptr + 3 * tile)
+        first = tl.load(tiles_ptr + 3 * tile + 1)
+        scale = tl.load(scales_ptr + slot * stride_slot + part)
+        if scale != 0.0:
+            one = tl.load(ones_ptr + slot * stride_slot + part)
+            factor = tl.load(factors_ptr + slot * stride_slot + part)
+            i = tl.arange(0, BLOCK_ROWS)
+            keep = i < count
+            rows = tl.load(rows_ptr + first + i, mask=keep, other=0).to(tl.int64)
+            root = tl.zeros([BLOCK_ROWS], tl.float32) + 1.0
+            if squares_ptr is not None:
+                total = tl.zeros([BLOCK_ROWS], tl.float32)
+                for split in tl.static_range(SPLITS):
+                    total += tl.load(squares_ptr + split * entries + first + i, mask=keep, other=0.0)
+                root = tl.rsqrt(total / K + eps)
+            acc = tl.zeros([BLOCK_ROWS, BLOCK_N], tl.float32)
+            ranks = tl.arange(0, PAGE)
+            for page in range(0, tl.load(num_pages_ptr + slot)):
+                number = tl.load(pages_ptr + slot * MAX_PAGES + page).to(tl.int64)
+                u = tl.zeros([BLOCK_ROWS, PAGE], tl.float32)
+                for split in tl.static_range(SPLITS):
+                    places = ((split * PARTS + part) * entries + first + i).to(tl.int64)
+                    sums = sums_ptr + places[:, None] * (MAX_PAGES * PAGE) + page * PAGE + ranks[None, :]
+                    u += tl.load(sums, mask=keep[:, None], other=0.0)
+                u = tl.where((page * PAGE + ranks == one)[None, :], 1.0, u * root[:, None]) * scale
+                b_rows = b_ptr + number * stride_page + ranks[:, None] * N + columns[None, :]
+                b = tl.load(b_rows, mask=inside[None, :], other=0.0)
+                acc += tl.dot(u.to(b.dtype), b, input_precision=PRECISION)
+            here = y_ptr + rows[:, None] * stride_y + columns[None, :]
+            written = keep[:, None] & inside[None, :]
+            y = tl.load(here, mask=written, other=0.0).to(tl.float32)
+            if factor >= 0:
+                number = tl.load(pages_ptr + slot * MAX_PAGES + factor // PAGE).to(tl.int64)
+                row = b_ptr + number * stride_page + (factor % PAGE) * N + columns
+                base = y
+                if bias_ptr is not None:
+                    base -= tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
+                acc += base * tl.load(row, mask=inside, other=0.0).to(tl.float32)[None, :]
+            tl.store(here, (y + acc).to(y_ptr.dtype.element_ty), mask=written)
+        tile += lanes
+        count = tl.load(tiles_ptr + 3 * tile + 2, mask=tile < num_tiles, other=0)
 
 
 def launch_add_lora(
@@ -250,16 +271,15 @@ def plan_add_lora(y: Tensor, x: Tensor, weights: LoraWeights, batch: LoraBatch, 
     parts = len(weights.widths)
     k = x.shape[1]
     widths = (*weights.widths, 0, 0)[:MAX_PARTS]
-    programs = num_tiles * parts * max_pages
-    tile = choose_lora_tile(k, batch.block_rows, programs, multiprocessors(x.device, 132))
+    tile = choose_lora_tile(k, batch.block_rows, num_tiles, parts * max_pages, multiprocessors(x.device, 132))
     precision = "ieee" if x.dtype == torch.float32 else "tf32"
     pdl = spec.has_programmatic_launch(spec.arch_of(x.device))
     sizes = (parts, max_pages, PAGE_RANKS, tile.splits, batch.block_rows)
     options = launch_options(pdl, 4)
     shrink = Launch(
         _shrink,
-        programs * tile.splits,
-        varying=(entries, 0.0 if norm is None else float(norm.offset)),
+        tile.lanes * parts * max_pages * tile.splits,
+        varying=(entries, num_tiles, tile.lanes, 0.0 if norm is None else float(norm.offset)),
         strides=(x.stride(0), weights.a.stride(0), weights.scales.stride(0)),
         fixed=(k, *sizes, tile.block_k, precision, pdl),
         options=options,
@@ -267,8 +287,8 @@ def plan_add_lora(y: Tensor, x: Tensor, weights: LoraWeights, batch: LoraBatch, 
     blocks = sum(-(-width // tile.block_n) for width in widths)
     expand = Launch(
         _expand,
-        num_tiles * blocks,
-        varying=(entries, 0.0 if norm is None else float(norm.eps)),
+        tile.lanes * blocks,
+        varying=(entries, num_tiles, tile.lanes, 0.0 if norm is None else float(norm.eps)),
         strides=(y.stride(0), weights.b.stride(0), weights.scales.stride(0)),
         fixed=(k, *widths, *sizes, tile.block_n, precision, pdl),
         options=options,
