@@ -81,11 +81,12 @@ class Prefix:
         self._states = states
         self._tier = tier
         self._fetching: dict[int, SharedPrefix] = {}  # what is held until more of it has come from the host
+        self._last_hashed: SequenceState | None = None
 
     def shared(self, sequence: SequenceState) -> SharedPrefix:
         """What the prefix cache has for the first tokens of a waiting sequence."""
         pages = self._pages
-        pages.hash_pages(sequence.content, sequence.page_hashes, sequence.request.cache_salt, sequence.request.adapter_number)
+        self._hash_pages(sequence)
         # The last token is computed in any case, because its logits are wanted. For prompt_logprobs all tokens are.
         known = 0 if sequence.num_prompt_logits(2) else (sequence.num_tokens - 1) // pages.page_size
         hashes = sequence.page_hashes[:known]
@@ -95,6 +96,21 @@ class Prefix:
         if self._states is None:
             return SharedPrefix(found)
         return self._shared_with_state(self._states, hashes, found)
+
+    def num_missing(self, sequence: SequenceState) -> int:
+        """Known tokens of a waiting sequence that neither the device nor the host has: those that are to be computed."""
+        shared = self.shared(sequence)
+        return sequence.num_tokens - (len(shared.pages) + len(shared.missing)) * self._pages.page_size
+
+    def _hash_pages(self, sequence: SequenceState) -> None:
+        """Compute the hashes that a sequence lacks. The answers to one prompt, which come one after the other, share theirs."""
+        request = sequence.request
+        hashes = sequence.page_hashes
+        last = self._last_hashed
+        if not hashes and last is not None and last.request.is_like(request):
+            hashes.extend(last.page_hashes[: sequence.num_prompt_tokens // self._pages.page_size])
+        self._pages.hash_pages(sequence.content, hashes, request.cache_salt, request.adapter_number)
+        self._last_hashed = sequence
 
     def _shared_with_state(self, states: StateTable, hashes: Sequence[bytes], found: list[int]) -> SharedPrefix:
         """What the device has of a prefix for a model with states. found: pages with these hashes, or the first ones"""

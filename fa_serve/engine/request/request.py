@@ -45,6 +45,11 @@ class Request:
     biases: TokenBiases = NO_BIASES
     images: PromptImages | None = None
 
+    def is_like(self, other: Request) -> bool:
+        """Whether both are answers to one prompt: their prompts are one list, and share cached prefixes."""
+        same = self.prompt is other.prompt and self.images is other.images
+        return same and self.cache_salt == other.cache_salt and self.adapter_number == other.adapter_number
+
     @property
     def adapter_number(self) -> int:
         """That of its adapter, which shares no cached prefix with another one; 0 for the base."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from fa_serve.engine.errors import RequestError
+from fa_serve.engine.request.request import Request
 from fa_serve.engine.scheduler.sequence import SequenceState
 from fa_serve.engine.scheduler.step_cost import StepSize
 
@@ -67,6 +68,7 @@ class ScheduledBatch:
     num_prompt_tokens: tokens of chunks that are more than the last token of a sequence and its drafts
     num_keys, num_pairs: keys that the other tokens read, and those that these tokens read, all together
     max_tokens:    what num_tokens may be, for the scheduler
+    completed:     requests whose prompts are completed by it
     prompt_limits: what num_prompt_tokens may be, and what it may be if the last of them complete a prompt
     """
 
@@ -80,6 +82,7 @@ class ScheduledBatch:
     num_keys: int = 0
     num_pairs: int = 0
     max_tokens: int = 0
+    completed: list[Request] = field(default_factory=list)
     prompt_limits: tuple[int, int] = (0, 0)
 
     @property
@@ -96,6 +99,15 @@ class ScheduledBatch:
         """Whether the step has room for all tokens that a prompt lacks. missing: their number"""
         return self.prompt_room > 0 and missing <= min(self.room, self.prompt_limits[1] - self.num_prompt_tokens)
 
+    def completes_another(self, request: Request) -> bool:
+        """Whether it completes the prompt of this request for another answer to it."""
+        return any(request.is_like(other) for other in self.completed)
+
+    def widen(self, num_tokens: int) -> None:
+        """Leave so many more prompt tokens to prompts, at least."""
+        least = self.num_prompt_tokens + num_tokens
+        self.prompt_limits = (max(self.prompt_limits[0], least), max(self.prompt_limits[1], least))
+
     def append(self, chunk: Chunk) -> None:
         self.chunks.append(chunk)
         self.num_tokens += chunk.length
@@ -103,6 +115,8 @@ class ScheduledBatch:
         if chunk.length != chunk.num_samples:
             self.num_prompt_tokens += chunk.length
             self.num_prompt_logits += chunk.num_prompt_logits
+            if chunk.num_samples:
+                self.completed.append(chunk.sequence.request)
             self.num_pairs += chunk.length * (chunk.start + chunk.length // 2)
         else:
             self.num_keys += chunk.length * chunk.start

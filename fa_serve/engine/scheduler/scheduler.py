@@ -127,8 +127,8 @@ class Scheduler:
         self.sequences[request.request_id] = sequence
         self._now = max(self._now, request.arrival)
         if self.prompt_share is not None:
-            num_cached = len(self._prefix.shared(sequence).pages) * self.pages.page_size
-            sequence.move_back(self.prompt_share.delay(sequence.num_tokens - num_cached, num_cached))
+            num_missing = self._prefix.num_missing(sequence)
+            sequence.move_back(self.prompt_share.delay(num_missing, sequence.num_tokens - num_missing))
         if self.seats.add(sequence):
             self.waiting.add(sequence)
         if timeout is not None:
@@ -335,6 +335,9 @@ class Scheduler:
         order = PromptOrder(prompts, self.waiting, self.pages.page_size, self.prompt_share)
         batch.prompt_limits = order.limits(batch, num_decoding, self._now)
         while batch.room and (sequence := order.first()) is not None:
+            if order.is_waiting and batch.completes_another(sequence.request):
+                rest = self._prefix.num_missing(sequence)
+                batch.widen(rest if rest <= self.pages.page_size else 0)  # the answers to one prompt begin in one step
             length = next_length(batch, sequence, self._state_grid)
             if order.is_waiting:
                 if not length or not self._slots or not self._admit(sequence):

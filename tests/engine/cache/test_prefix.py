@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from hashlib import blake2b
+
+import pytest
 from scheduling import make_scheduler
 from state_traffic import SALTS, Traffic, lengths_of, prompt_of
 
 from fa_serve.engine import SamplingParams
+from fa_serve.engine.cache.pages import PageTable
+from fa_serve.engine.cache.prefix import Prefix
+from fa_serve.engine.request.request import Request
+from fa_serve.engine.scheduler.sequence import SequenceState
 
 
 def test_a_prompt_that_comes_again_computes_its_last_page_only() -> None:
@@ -113,3 +120,33 @@ def test_salts_share_no_states() -> None:
         again = traffic.add(f"again-{salt}", prompt, 1, cache_salt=salt)
         traffic.run()
         assert (first.num_cached_tokens, again.num_cached_tokens) == (0, 28)
+
+
+def test_the_answers_to_one_prompt_hash_its_pages_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are given one list. An equal prompt, another salt or another adapter is hashed anew."""
+    pages = PageTable(64, 4)
+    prefix = Prefix(pages)
+    hashed: list[bytes] = []
+
+    def counted(content: bytes, **how: object) -> object:
+        hashed.append(content)
+        return blake2b(content, **how)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("fa_serve.engine.cache.pages.blake2b", counted)
+    prompt = list(range(21))
+
+    def hashes_of(tokens: list[int], **fields: object) -> tuple[int, list[bytes]]:
+        sequence = SequenceState(Request("a", tokens, SamplingParams(), 4, **fields))
+        before = len(hashed)
+        prefix.shared(sequence)
+        return len(hashed) - before, sequence.page_hashes
+
+    first = hashes_of(prompt)
+    assert first[0] == 5
+    assert hashes_of(prompt) == (0, first[1])
+    assert hashes_of(list(prompt)) == (5, first[1])
+    salted = hashes_of(prompt, cache_salt="s")
+    assert salted[0] == 6
+    assert not set(salted[1]) & set(first[1])
+    assert hashes_of(prompt, cache_salt="s") == (0, salted[1])
+    assert hashes_of(prompt) == (5, first[1])

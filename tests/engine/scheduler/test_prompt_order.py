@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -157,3 +158,22 @@ def test_running_and_waiting_prompts_are_merged(closed: bool) -> None:
 
 def test_what_a_prompt_costs_is_that_of_the_device() -> None:
     assert share().delay(2048, 0) == pytest.approx(STRETCH * step_cost(0, 2048) * 25 / 23, rel=0.1)
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_the_answers_to_one_prompt_begin_in_one_step(caching: bool) -> None:
+    """The first computes the prompt, and the others a page of it, beside the share if that is used up."""
+    run = run_with(page_size=16, num_pages=4000, caching=caching)
+    prompt = list(range(1024))
+    run.share.limits = lambda *step: (256, 256)  # type: ignore[method-assign]
+    requests = [make_request(f"{index}", prompt, 4, serial=index + 1, arrival=run.now) for index in range(4)]
+    answers = [run.scheduler.add(replace(request, prompt=prompt)) for request in requests]
+    chunks: list[dict[str, int]] = []
+    while not all(answer.num_pending or answer.num_output_tokens for answer in answers):
+        batch = run.step()
+        chunks.append({chunk.sequence.request.request_id: chunk.length for chunk in batch.chunks if chunk.length > 1})
+    if caching:
+        assert chunks == [{"0": 256}] * 3 + [{"0": 256, "1": 16, "2": 16, "3": 16}]
+    else:
+        assert len(chunks) == 16, "nothing is shared, so each of them takes its share of four steps"
+        assert all(sum(lengths.values()) <= 256 for lengths in chunks)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from product_cases import dense, of_experts
+from random_params import random_params
 from tiny_models import make_model
 from torch import Tensor
 
@@ -201,30 +202,6 @@ def test_no_request_needs_a_sampling_kernel_that_the_warm_up_leaves_out(make_eng
     assert met == planned
     engine.generate([[1, 2]], SamplingParams(temperature=0.0, max_tokens=2, logit_bias={3: 1.0}))
     assert met == planned
-
-
-def random_params(draw: random.Random) -> SamplingParams:
-    """Each parameter is neutral in half of the requests."""
-
-    def one_of(neutral: Any, *others: Any) -> Any:
-        return draw.choice(others) if draw.random() < 0.5 else neutral
-
-    return SamplingParams(
-        max_tokens=draw.randint(1, 5),
-        temperature=one_of(0.0, 0.3, 1.0, 2.0),
-        top_k=one_of(0, 1, 7, 50),
-        top_p=one_of(1.0, 0.1, 0.9),
-        min_p=one_of(0.0, 0.05, 1.0),
-        presence_penalty=one_of(0.0, 0.4),
-        frequency_penalty=one_of(0.0, 0.7),
-        repetition_penalty=one_of(1.0, 1.2),
-        logit_bias=one_of({}, {3: 2.0, 5: -1.0}),
-        allowed_token_ids=one_of(None, (1, 2, 3, 4, 5)),
-        logprobs=one_of(None, 0, 1, 5),
-        prompt_logprobs=one_of(None, 0, 2),
-        n=one_of(1, 2, 3),
-        seed=draw.randint(0, 99),
-    )
 
 
 def test_the_largest_step_is_as_large_as_the_settings_allow(make_engine) -> None:
