@@ -1,4 +1,4 @@
-"""Models whose queries choose keys (DeepSeek V3.2, GLM-DSA, A.X-K2, HY V4) in the engine: tokens are those of `generate`.
+"""Models whose queries choose keys (DeepSeek V3.2, GLM-DSA, A.X-K2, HY V4) in the engine: tokens are those of `generate`."""
 
 from __future__ import annotations
 
