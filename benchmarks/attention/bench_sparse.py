@@ -202,7 +202,7 @@ def tune_tiles(q: Tensor, latent: Tensor, slots: Tensor, products: int, *, decod
     ]
     for tiles in candidates:
         for num_splits in (1, 2, 4, 8, 16) if decodes else (1,):
-            call = partial(run_sparse_attention, q, latent, latent[..., :RANK], slots, SCALE, num_splits, tiles)
+            call = partial(run_sparse_attention, q, latent, latent[..., :RANK], slots, None, SCALE, num_splits, tiles)
             us = graph_microseconds(call) if decodes else milliseconds(call) * 1e3
             print(f"  {tiles} splits {num_splits}: {us:.1f} us, {products / us / 1e6:.0f} TFLOPS", flush=True)
 

@@ -395,7 +395,16 @@ def select_slots(
     )
 
 
-def sparse_attention(q: Tensor, k: Tensor, v: Tensor, slots: Tensor, *, softmax_scale: float, num_splits: int = 0) -> Tensor:
+def sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slots: Tensor,
+    *,
+    softmax_scale: float,
+    sinks: Tensor | None = None,
+    num_splits: int = 0,
+) -> Tensor:
     """Attention of each query to the keys in its list of slots (token-sparse attention, DeepSeek-V3.2, arXiv:2512.02556,
     equation 2).
 
@@ -408,11 +417,12 @@ def sparse_attention(q: Tensor, k: Tensor, v: Tensor, slots: Tensor, *, softmax_
     v:          the same with head_dim_v. With the view v = k[..., :head_dim_v], as in latent attention (MLA), the kernel reads
                 each key once
     slots:      (total, topk), int32: page * page_size + position in the page, each at most once in a row; -1 is no key
+    sinks:      (num_heads,): one more logit per head in the denominator of the softmax, without a value
     num_splits: 0 lets the number of queries decide, 1 none, n > 1 exactly n parts of each list
 
     Returns (total, num_heads, head_dim_v) in q's dtype; a query without keys returns 0. PyTorch's form has gradients.
     """
-    return select_ops(q.device).sparse_attention(q, k, v, slots, softmax_scale, num_splits)
+    return select_ops(q.device).sparse_attention(q, k, v, slots, sinks, softmax_scale, num_splits)
 
 
 def invariant_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:

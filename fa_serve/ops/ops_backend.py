@@ -221,7 +221,7 @@ class OpsBackend(Protocol):
     def invariant_sum(self, x: Tensor, /) -> Tensor: ...
 
     def sparse_attention(
-        self, q: Tensor, k: Tensor, v: Tensor, slots: Tensor, softmax_scale: float, num_splits: int, /
+        self, q: Tensor, k: Tensor, v: Tensor, slots: Tensor, sinks: Tensor | None, softmax_scale: float, num_splits: int, /
     ) -> Tensor: ...
 
     def select_slots(

@@ -1,4 +1,4 @@
-"""Models whose queries choose keys (DeepSeek V3.2, GLM-DSA, A.X-K2) in the engine: the tokens are those of `generate`."""
+"""Models whose queries choose keys (DeepSeek V3.2, GLM-DSA, A.X-K2, HY V4) in the engine: tokens are those of `generate`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fa_serve import ops
 from fa_serve.engine import SamplingParams
 from fa_serve.spec import ParameterError
 
-NAMES = ["deepseek-v3.2", "glm-moe-dsa", "a.x-k2"]
+NAMES = ["deepseek-v3.2", "glm-moe-dsa", "a.x-k2", "hy-v4"]
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 
 

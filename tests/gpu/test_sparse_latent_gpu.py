@@ -13,7 +13,7 @@ from fa_serve.engine import Engine, EngineConfig, SamplingParams
 from fa_serve.hf import patch
 from fa_serve.ops.selected_keys.attention import run_sparse_attention, selected_tiles
 
-FAMILIES = ["deepseek-v3.2", "glm-moe-dsa", "a.x-k2"]
+FAMILIES = ["deepseek-v3.2", "glm-moe-dsa", "a.x-k2", "hy-v4"]
 STEP = [(300, 5000), (1, 3000), (1, 17), (2, 2050)]
 
 
@@ -42,8 +42,9 @@ def test_attention_to_slots(
         count = (1000, 1, 513)[row % 3]
         chosen = torch.randperm(3000, generator=torch.Generator().manual_seed(row))[:count].to("cuda")
         slots[row, -count:] = step.slots_of(0, 3000)[chosen].int()
-    out = ops.sparse_attention(q, k, v, slots, softmax_scale=dim**-0.5, num_splits=num_splits)
-    exact = sparse_reference(q, k, v, slots, dim**-0.5)
+    sinks = numbers(heads, seed=4, device="cuda") if queries == 3 else None
+    out = ops.sparse_attention(q, k, v, slots, softmax_scale=dim**-0.5, sinks=sinks, num_splits=num_splits)
+    exact = sparse_reference(q, k, v, slots, dim**-0.5, sinks)
     tolerance = 2e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
     torch.testing.assert_close(out.double(), exact, atol=tolerance * float(exact.abs().max()), rtol=0.0)
     assert out[-1].eq(0).all()
@@ -103,7 +104,7 @@ def test_other_tiles_compute_the_same() -> None:
     slots = torch.randperm(512)[:400].int().to("cuda").expand(5, -1).contiguous()
     own = selected_tiles(90, 2, 128, 512, 512)
     found = [
-        run_sparse_attention(q, latent, latent[..., :512], slots, 0.07, 1, tiles=tiles)
+        run_sparse_attention(q, latent, latent[..., :512], slots, None, 0.07, 1, tiles=tiles)
         for tiles in (own, selected_tiles(80, 2, 128, 512, 512), selected_tiles(0, 2, 128, 512, 512))
     ]
     for other in found[1:]:

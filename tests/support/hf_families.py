@@ -207,6 +207,7 @@ FAMILIES = [
             ("deepseek-v3.2", "DeepseekV32ForCausalLM", {"n_group": 2}),
             ("glm-moe-dsa", "GlmMoeDsaForCausalLM", {"n_group": 1, "indexer_types": ["full", "shared", "full"]}),
             ("a.x-k2", "AXK2ForCausalLM", {"n_group": 2, "gated_norm_rank": 8}),
+            ("hy-v4", "HYV4ForCausalLM", {"index_n_heads": 16}),
         )
     ],
     Family(

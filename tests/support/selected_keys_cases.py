@@ -84,7 +84,9 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, devi
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 
-def sparse_reference(q: Tensor, k: Tensor, v: Tensor, slots: Tensor, softmax_scale: float) -> Tensor:
+def sparse_reference(
+    q: Tensor, k: Tensor, v: Tensor, slots: Tensor, softmax_scale: float, sinks: Tensor | None = None
+) -> Tensor:
     """`ops.sparse_attention` in float64, query by query."""
     keys, values = (x.flatten(0, 1).double() for x in (k, v))
     groups = q.shape[1] // k.shape[2]
@@ -92,6 +94,9 @@ def sparse_reference(q: Tensor, k: Tensor, v: Tensor, slots: Tensor, softmax_sca
     for query, row in zip(q.double(), slots, strict=True):
         chosen = row[row >= 0].long()
         own_keys, own_values = (x[chosen].repeat_interleave(groups, dim=1) for x in (keys, values))
-        p = torch.softmax(torch.einsum("hd,nhd->hn", query, own_keys) * softmax_scale, dim=1)
+        scores = torch.einsum("hd,nhd->hn", query, own_keys) * softmax_scale
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.double()[:, None]], dim=1)
+        p = torch.softmax(scores, dim=1)[:, : len(chosen)]
         rows.append(torch.einsum("hn,nhd->hd", p, own_values))
     return torch.stack(rows)

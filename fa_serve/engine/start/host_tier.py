@@ -37,7 +37,9 @@ def open_host_tier(config: EngineConfig, runner: ModelRunner, pages: PageTable, 
         return None
 
     def page_tensors() -> list[Tensor]:
-        caches = [(*runner.kv_caches[index], layer.values_in_keys) for index, layer in runner.layers.items()]
+        caches = [
+            (*runner.kv_caches[index], layer.values_in_keys) for index, layer in (runner.layers | runner.indexers).items()
+        ]
         return [x for keys, values, shared in caches for x in ((keys,) if shared else (keys, values))]
 
     def state_tensors() -> list[Tensor]:

@@ -156,7 +156,7 @@ def _attend(call: LayerCall) -> Tensor:
                 "got one that does not: pass position_ids that start again with each sequence, and use_cache=False"
             )
         mask = _combine(mask, same)
-    elif packed_keys is not None and call.position_bias is None and not needs_grad:
+    elif packed_keys is not None and call.position_bias is None and call.indices is None and not needs_grad:
         return _attend_packed_keys(call, packed_keys)
     if call.position_bias is not None:
         mask = _combine(call.position_bias, mask)
@@ -187,7 +187,6 @@ def _gathers_keys(call: LayerCall, mask: Tensor | None) -> bool:
         and call.query.device.type in masks.KERNELS_ON
         and (mask is None or mask.dtype == torch.bool)
         and call.visible_window == (-1, -1)
-        and call.sinks is None
         and not call.softcap
         and not torch.compiler.is_compiling()
     )
@@ -210,6 +209,7 @@ def _attend_chosen(call: LayerCall, indices: Tensor, mask: Tensor | None) -> Ten
         call.value.transpose(1, 2),
         slots.flatten(0, 1),
         softmax_scale=scale,
+        sinks=call.sinks,
     )
     return out.view(batch, seqlen_q, *out.shape[1:])
 

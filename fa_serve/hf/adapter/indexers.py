@@ -1,7 +1,7 @@
 """Modules by which a query chooses keys (DeepSeek-V3.2, arXiv:2512.02556, section 2.1), and how they choose from a paged cache.
 
     for module in find_indexers(model):
-        module.forward = SeatedIndexer(module, "halves")
+        module.forward = SeatedIndexer(module, IndexerRotation("halves"))
 
 An indexer gives each token some small queries, a key and weights. It caches the key, scores the keys of all tokens before, and
 returns the places of the best ones, which its model passes to attention as `indices`. No module is recognised by the name of
@@ -87,15 +87,22 @@ def _names_of(module: nn.Module) -> set[str]:
     return set() if code is None else set(code.co_names)
 
 
-class SeatedIndexer:
-    """The forward of an indexer, which lets the batch that rides along choose. pairing: of its rotary embedding"""
+class IndexerRotation(NamedTuple):
+    """The rotary embedding of an indexer. at_end: the rotated numbers of a head are its last ones, not its first"""
 
-    def __init__(self, module: nn.Module, pairing: Pairing) -> None:
+    pairing: Pairing
+    at_end: bool = False
+
+
+class SeatedIndexer:
+    """The forward of an indexer, which lets the batch that rides along choose."""
+
+    def __init__(self, module: nn.Module, rotation: IndexerRotation) -> None:
         self.module = module
-        self.pairing = pairing
+        self.rotation = rotation
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return SeatedIndexer, (self.module, self.pairing)
+        return SeatedIndexer, (self.module, self.rotation)
 
     def __call__(
         self,
@@ -120,18 +127,21 @@ class SeatedIndexer:
         """What the module makes of tokens: hidden_states (1, total, hidden), q_resid (1, total, q_lora_rank), and cos and sin
         (1, total, rope)."""
         module: Any = self.module
-        rope = int(module.qk_rope_head_dim)
         q = module.wq_b(q_resid)[0].view(-1, module.n_heads, module.head_dim)
-        k = module.k_norm(module.wk(hidden_states))[0]
-        cos, sin = (x[0, :, : rope // 2] for x in position_embeddings)
-        query = torch.cat([self._rotated(q[..., :rope], cos[:, None], sin[:, None]), q[..., rope:]], dim=-1)
-        key = torch.cat([self._rotated(k[..., :rope], cos, sin), k[..., rope:]], dim=-1)
+        # some models keep the norm in float32
+        k = module.k_norm(module.wk(hidden_states).to(module.k_norm.weight.dtype)).to(hidden_states.dtype)[0]
+        cos, sin = (x[0, :, : module.qk_rope_head_dim // 2] for x in position_embeddings)
         weights = module.weights_proj(hidden_states.to(module.weights_proj.weight.dtype))[0].float()
         scale = float(module.n_heads) ** -0.5 * float(module.softmax_scale)
-        return IndexCall(module, query, key, weights * scale, int(module.index_topk))
+        query = self._rotated(q, cos[:, None], sin[:, None])
+        return IndexCall(module, query, self._rotated(k, cos, sin), weights * scale, int(module.index_topk))
 
     def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Each pair of numbers is rotated. Where pairs are neighbours, all first numbers come first then: queries and keys are
-        in the same order, which their products do not show."""
-        first, second = x.chunk(2, dim=-1) if self.pairing == "halves" else (x[..., 0::2], x[..., 1::2])
-        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+        """The rotated numbers come first, and where pairs are neighbours, all their first numbers before the others.
+
+        Queries and keys are in the same order, which their products do not show.
+        """
+        rope = 2 * cos.shape[-1]
+        turned, rest = (x[..., -rope:], x[..., :-rope]) if self.rotation.at_end else (x[..., :rope], x[..., rope:])
+        first, second = turned.chunk(2, dim=-1) if self.rotation.pairing == "halves" else (turned[..., 0::2], turned[..., 1::2])
+        return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)

@@ -79,6 +79,7 @@ class Source:
     chooses_by_name:  it has a table of classes by the names of implementations, which has no entry for fa_serve, or it does
                       not call the attention interface
     keeps_states:     its modules keep recurrent or convolution states
+    reads_bool_masks: its attention asks whether its mask is bool, and takes either form
     """
 
     told: frozenset[str]
@@ -87,6 +88,7 @@ class Source:
     counts_positions: bool
     chooses_by_name: bool
     keeps_states: bool
+    reads_bool_masks: bool
 
 
 def handles_mask(config: object) -> bool:
@@ -122,7 +124,7 @@ def check_class(model_class: type[PreTrainedModel]) -> None:
             'fa_serve cannot replace it: load the model with attn_implementation="eager" or "sdpa". If it is a part of a '
             'larger model, pass a dict that names the parts to serve, such as attn_implementation={"text_config": "fa_serve"}'
         )
-    if source.works_on_masks and not model_class._supports_sdpa:
+    if source.works_on_masks and not (model_class._supports_sdpa or source.reads_bool_masks):
         raise UnsupportedModelError(
             f"{model_class.__name__} works on its masks in the form that only its eager attention takes, so fa_serve cannot "
             'replace it: load the model with attn_implementation="eager"'
@@ -164,6 +166,7 @@ def read_source(model_class: type[PreTrainedModel]) -> Source:
         counts_positions=any(source.counts_positions for source in found),
         chooses_by_name=any(source.chooses_by_name for source in found),
         keeps_states=any(source.keeps_states for source in found),
+        reads_bool_masks=any(source.reads_bool_masks for source in found),
     )
 
 
@@ -213,6 +216,7 @@ def _parse(text: str) -> Source:
         counts_positions="create_position_ids_from_input_ids" in text,
         chooses_by_name="_CLASSES[config._attn_implementation]" in text,
         keeps_states=any(name in text for name in UPDATES),
+        reads_bool_masks="attention_mask.dtype == torch.bool" in text,
     )
 
 

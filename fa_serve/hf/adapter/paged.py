@@ -159,13 +159,13 @@ class PagedBatch:
 
     def _attend_chosen(self, call: LayerCall, slots: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         """Attention to the keys in `slots` (total, topk) -> (total, num_heads, head_dim_v)."""
-        if call.window_size[0] >= 0 or call.attention_chunk or call.softcap or call.sinks is not None:
+        if call.window_size[0] >= 0 or call.attention_chunk or call.softcap:
             raise UnsupportedModelError(
-                f"{type(call.module).__name__} lets its queries choose keys in a window or chunk, or with a softcap or sinks, "
-                "which attention on a paged cache cannot do"
+                f"{type(call.module).__name__} lets its queries choose keys in a window or chunk, or with a softcap, which "
+                "attention on a paged cache cannot do"
             )
         scale = call.query.shape[-1] ** -0.5 if call.softmax_scale is None else call.softmax_scale
-        return ops.sparse_attention(q, k_cache, v_cache, slots, softmax_scale=scale)
+        return ops.sparse_attention(q, k_cache, v_cache, slots, softmax_scale=scale, sinks=call.sinks)
 
     def attention(
         self,
@@ -302,7 +302,8 @@ class OneSequence:
         q, k, v = (x[0].transpose(0, 1) for x in (call.query, call.key, call.value))
         if call.indices is not None:
             scale = q.shape[-1] ** -0.5 if call.softmax_scale is None else call.softmax_scale
-            return ops.sparse_attention(q, k[None], v[None], call.indices[0], softmax_scale=scale)[None]
+            chosen = call.indices[0]
+            return ops.sparse_attention(q, k[None], v[None], chosen, softmax_scale=scale, sinks=call.sinks)[None]
         ends = torch.tensor([0, len(q)], dtype=torch.int32, device=q.device)
         out = attention_varlen(
             q,

@@ -27,7 +27,7 @@ from transformers.modeling_utils import PreTrainedModel
 from fa_serve.backends import explain
 from fa_serve.hf.adapter.attention import riding
 from fa_serve.hf.adapter.composites import auto_class, make_served, text_model
-from fa_serve.hf.adapter.indexers import IndexCall, SeatedIndexer, find_indexers, indexer_layer, require_parts
+from fa_serve.hf.adapter.indexers import IndexCall, IndexerRotation, SeatedIndexer, find_indexers, indexer_layer, require_parts
 from fa_serve.hf.adapter.masks import leaving_out_blocks
 from fa_serve.hf.adapter.models import NAME, check_class, counts_positions
 from fa_serve.hf.adapter.paged import OneSequence, first_position, state_argument
@@ -254,7 +254,8 @@ def _seated(model: PreTrainedModel) -> Iterator[None]:
         for module in find_indexers(model):
             if "forward" not in vars(module):
                 require_parts(module)
-                module.forward = SeatedIndexer(module, "halves")  # the values of its numbers do not matter here
+                # the values of its numbers do not matter here
+                module.forward = SeatedIndexer(module, IndexerRotation("halves"))
                 seated.append(module)
         for number, module in enumerate(find_state_modules(model)):
             if "forward" not in vars(module):

@@ -3,7 +3,7 @@
     seat_indexers(model)             # raises UnsupportedModelError for a module that would choose others
 
 The proof lets a float32 copy of a module rank all keys before each of a few random tokens by its own code. In the order of this
-ranking, the scores of the seated form may not grow. Both forms of rotary embedding are tried, of which one holds.
+ranking, the scores of the seated form may not grow. All forms of rotary embedding are tried, of which one holds.
 
 Left out: which modules are indexers and what they choose by (adapter/indexers.py).
 """
@@ -11,19 +11,19 @@ Left out: which modules are indexers and what they choose by (adapter/indexers.p
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fa_serve.hf.adapter.indexers import IndexCall, SeatedIndexer, find_indexers, require_parts
+from fa_serve.hf.adapter.indexers import IndexCall, IndexerRotation, SeatedIndexer, find_indexers, require_parts
 from fa_serve.hf.surgery.proof import TOLERANCE, NotReplacedError, check_untouched, float32_copy, replace_forwards
 from fa_serve.ops import Pairing
 from fa_serve.spec import UnsupportedModelError
 
 _TOKENS = 40
-_PAIRINGS: tuple[Pairing, ...] = ("halves", "neighbours")
+_ROTATIONS = tuple(IndexerRotation(pairing, at_end) for at_end in (False, True) for pairing in get_args(Pairing))
 
 
 @torch.no_grad()
@@ -51,7 +51,7 @@ def unseat_indexers(model: nn.Module) -> None:
 
 
 def _prove(module: nn.Module) -> Callable[[nn.Module], SeatedIndexer]:
-    """Find the form of a module's rotary embedding. Raises NotReplacedError if neither form chooses what the module does."""
+    """Find the form of a module's rotary embedding. Raises NotReplacedError if no form chooses what the module does."""
     check_untouched(module)
     require_parts(module)
     original: Any = float32_copy(module)
@@ -69,10 +69,10 @@ def _prove(module: nn.Module) -> Callable[[nn.Module], SeatedIndexer]:
     embeddings = (both.cos(), both.sin())
     causal = torch.ones(1, _TOKENS, _TOKENS, dtype=torch.bool, device=device).tril()
     ranking = original(hidden, q_resid, embeddings, causal, None)
-    for pairing in _PAIRINGS:
-        call = SeatedIndexer(original, pairing).call_of(hidden, q_resid, embeddings)
+    for rotation in _ROTATIONS:
+        call = SeatedIndexer(original, rotation).call_of(hidden, q_resid, embeddings)
         if call.topk == _TOKENS and _ranks_alike(call, ranking[0].long()):
-            return lambda other, pairing=pairing: SeatedIndexer(other, pairing)  # type: ignore[misc]
+            return lambda other, rotation=rotation: SeatedIndexer(other, rotation)  # type: ignore[misc]
     raise NotReplacedError("its choice of keys would change")
 
 

@@ -5,7 +5,7 @@ rows. Latent attention (MLA) has 64 to 128 such heads. Its keys have 512 + 64 nu
 they are loaded once and serve both products, as in `fa_serve.backends.triton.latent`, in slices of columns.
 
 Few queries do not fill a GPU. Their slots are then divided among several programs, and a second kernel combines the results.
-Left out: windows, softcap, sinks and float8 caches.
+Left out: windows, softcap and float8 caches.
 """
 
 from __future__ import annotations
@@ -100,6 +100,7 @@ def attn_selected(
     k_ptr,
     v_ptr,
     slots_ptr,
+    sinks_ptr,
     out_ptr,
     part_ptr,
     lse_ptr,
@@ -149,6 +150,11 @@ def attn_selected(
         acc += (tl.zeros([BLOCK_M, WIDTH], tl.float32),)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
+    if sinks_ptr is not None:  # noqa: SIM102, only this condition is known when the kernel is compiled
+        # a sink is a key that is seen already, whose value is 0; it belongs to the first part
+        if part == 0:
+            row_max = tl.load(sinks_ptr + heads, mask=live, other=0.0).to(tl.float32) * _LOG2E
+            row_sum += 1.0
     slots_ptr += token * stride_slots
     begin = part * part_blocks
     end = tl.minimum(begin + part_blocks, (topk + BLOCK_N - 1) // BLOCK_N)
@@ -302,14 +308,14 @@ class _Plan:
                 options=launch_options(pdl, 4),
             )
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, slots: Tensor, sinks: Tensor | None) -> Tensor:
         out = q.new_empty(self.out_shape)
         parts: Tensor | None = None
         lse: Tensor | None = None
         if self.combine is not None:
             parts = q.new_empty(self.parts_shape, dtype=torch.float32)
             lse = q.new_empty(self.parts_shape[:3], dtype=torch.float32)
-        self.attend((q, k, None if self.shared else v, slots, out, parts, lse))
+        self.attend((q, k, None if self.shared else v, slots, sinks, out, parts, lse))
         if self.combine is not None:
             self.combine((out, parts, lse))
         return out
@@ -320,9 +326,11 @@ def values_in_keys(k: Tensor, v: Tensor) -> bool:
     return k.data_ptr() == v.data_ptr() and k.stride() == v.stride() and v.shape[3] <= k.shape[3]
 
 
-def launch_sparse_attention(q: Tensor, k: Tensor, v: Tensor, slots: Tensor, softmax_scale: float, num_splits: int) -> Tensor:
+def launch_sparse_attention(
+    q: Tensor, k: Tensor, v: Tensor, slots: Tensor, sinks: Tensor | None, softmax_scale: float, num_splits: int
+) -> Tensor:
     """Arguments and result are those of `fa_serve.ops.sparse_attention`."""
-    return run_sparse_attention(q, k, v, slots, softmax_scale, num_splits)
+    return run_sparse_attention(q, k, v, slots, sinks, softmax_scale, num_splits)
 
 
 def run_sparse_attention(
@@ -330,18 +338,21 @@ def run_sparse_attention(
     k: Tensor,
     v: Tensor,
     slots: Tensor,
+    sinks: Tensor | None,
     softmax_scale: float,
     num_splits: int,
     tiles: SelectedTiles | None = None,
 ) -> Tensor:
     """`launch_sparse_attention` with tiles that override the choice, for tuning."""
     q, k, v, slots = (with_unit_stride(x) for x in (q, k, v, slots))
+    sinks = None if sinks is None else sinks.contiguous()
     if 0 in (*q.shape, *slots.shape):
         return q.new_zeros(*q.shape[:2], v.shape[3])
     tensors = (q, k, v, slots)
     key = (
         "sparse_attention",
         *[(x.shape, x.stride(), x.dtype) for x in tensors],
+        None if sinks is None else sinks.dtype,
         values_in_keys(k, v),
         softmax_scale,
         num_splits,
@@ -351,5 +362,5 @@ def run_sparse_attention(
     run = PLANS.get(key)
     if run is None:
         run = PLANS.add(key, _Plan(*tensors, softmax_scale, num_splits, tiles))
-    result: Tensor = run(*tensors)
+    result: Tensor = run(*tensors, sinks)
     return result

@@ -11,16 +11,18 @@ _GATHERED = 1 << 22
 """Numbers of keys that are gathered at once: with float32, 16 MiB."""
 
 
-def torch_sparse_attention(q: Tensor, k: Tensor, v: Tensor, slots: Tensor, softmax_scale: float, num_splits: int) -> Tensor:
+def torch_sparse_attention(
+    q: Tensor, k: Tensor, v: Tensor, slots: Tensor, sinks: Tensor | None, softmax_scale: float, num_splits: int
+) -> Tensor:
     """Arguments and result are those of `fa_serve.ops.sparse_attention`."""
     keys, values = (x.reshape(-1, *x.shape[2:]) for x in (k, v))
     rows = max(1, _GATHERED // max(slots.shape[1] * keys[0].numel(), 1))
     pieces = zip(torch.split(q, rows), torch.split(slots, rows), strict=True)
-    outputs = [_attend(*piece, keys, values, softmax_scale) for piece in pieces]
+    outputs = [_attend(*piece, keys, values, sinks, softmax_scale) for piece in pieces]
     return torch.cat(outputs) if outputs else q.new_zeros(*q.shape[:2], v.shape[3])
 
 
-def _attend(q: Tensor, slots: Tensor, keys: Tensor, values: Tensor, softmax_scale: float) -> Tensor:
+def _attend(q: Tensor, slots: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None, softmax_scale: float) -> Tensor:
     dtype = torch.promote_types(q.dtype, torch.float32)
     chosen = slots >= 0
     index = slots.long().clamp(min=0)
@@ -31,8 +33,10 @@ def _attend(q: Tensor, slots: Tensor, keys: Tensor, values: Tensor, softmax_scal
     scores = torch.einsum("tkgd,tnkd->tkgn", grouped, k) * softmax_scale
     # a query without keys would have NaN, also in its gradients
     hidden = ~chosen & chosen.any(1, keepdim=True)
-    p = torch.softmax(scores.masked_fill(hidden[:, None, None], float("-inf")), dim=-1)
-    p = p.masked_fill(~chosen[:, None, None], 0.0)
+    scores = scores.masked_fill(hidden[:, None, None], float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(dtype).view(1, *heads[1:], 1).expand(*heads, 1)], dim=-1)
+    p = torch.softmax(scores, dim=-1)[..., : slots.shape[1]].masked_fill(~chosen[:, None, None], 0.0)
     return torch.einsum("tkgn,tnkd->tkgd", p, v).reshape(*q.shape[:2], values.shape[2]).to(q.dtype)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf_families import Family
+from hf_families import FAMILIES, Family
 from hybrids import BY_NAME
 from latent_families import LATENT
 from tiny_models import VOCAB, make_model
@@ -19,6 +19,7 @@ from fa_serve.spec import ParameterError
 
 GREEDY = SamplingParams(max_tokens=3, temperature=0.0)
 MEBIBYTE = 1 << 20
+CHOOSING = next(family for family in FAMILIES if family.name == "deepseek-v3.2")
 
 
 def prompts(count: int, length: int = 29, seed: int = 0) -> list[list[int]]:
@@ -46,6 +47,7 @@ def answers(engine: Engine, given: list[list[int]]) -> list[list[int]]:
         pytest.param(make_model, {"speculative": "ngram"}, id="drafts"),
         pytest.param(lambda: make_model("mistral"), {}, id="window"),
         pytest.param(lambda: LATENT[0].build(vocab_size=VOCAB), {}, id="latent"),
+        pytest.param(lambda: CHOOSING.build(vocab_size=VOCAB), {}, id="keys of indexers"),
         pytest.param(hybrid, {"num_states": 5}, id="states"),
     ],
 )

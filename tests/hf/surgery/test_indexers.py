@@ -9,13 +9,18 @@ import torch
 from hf_families import BY_NAME, LENGTH, assert_same, tokens
 
 from fa_serve import hf
-from fa_serve.hf.adapter.indexers import find_indexers
+from fa_serve.hf.adapter.indexers import IndexerRotation, find_indexers
 from fa_serve.hf.adapter.paged import OneSequence
 from fa_serve.hf.surgery.divide.plan import plan_division
 from fa_serve.hf.surgery.indexers import seat_indexers, unseat_indexers
 from fa_serve.spec import UnsupportedModelError
 
-NAMES = {"deepseek-v3.2": "halves", "glm-moe-dsa": "neighbours", "a.x-k2": "halves"}
+NAMES = {
+    "deepseek-v3.2": IndexerRotation("halves"),
+    "glm-moe-dsa": IndexerRotation("neighbours"),
+    "a.x-k2": IndexerRotation("halves"),
+    "hy-v4": IndexerRotation("halves", at_end=True),
+}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -28,7 +33,7 @@ def test_seated_indexers_choose_what_the_model_does(name: str) -> None:
     model = hf.patch(model)
     seat_indexers(model)
     seated = [module.forward for module in find_indexers(model)]
-    assert [forward.pairing for forward in seated] == [NAMES[name]] * len(seated)
+    assert [forward.rotation for forward in seated] == [NAMES[name]] * len(seated)
     seat_indexers(model)
     assert [module.forward for module in find_indexers(model)] == seated
     places = torch.arange(LENGTH)

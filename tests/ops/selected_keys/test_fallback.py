@@ -20,8 +20,9 @@ def test_choice_of_keys() -> None:
     assert [set(row[row >= 0].tolist()) for row in slots] == step.best_slots(q, cache, weights, 6)
 
 
+@pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("gathered", [1 << 22, 1])
-def test_attention_to_slots(gathered: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_to_slots(gathered: int, with_sinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if the keys of one query are gathered at a time."""
     monkeypatch.setattr(fallback, "_GATHERED", gathered)
     step = PagedQueries.of([(1, 30)], page_size=8)
@@ -30,8 +31,10 @@ def test_attention_to_slots(gathered: int, monkeypatch: pytest.MonkeyPatch) -> N
     slots = torch.full((3, 9), -1, dtype=torch.int32)
     slots[0, 1:] = step.slots_of(0, 30)[[3, 29, 4, 8, 0, 11, 12, 20]].int()
     slots[2, 8] = step.slots_of(0, 30)[17].int()
-    out = ops.sparse_attention(q, k, k[..., :12], slots, softmax_scale=0.25)
-    torch.testing.assert_close(out.double(), sparse_reference(q, k, k[..., :12], slots, 0.25), atol=1e-6, rtol=1e-5)
+    sinks = numbers(6, seed=12) if with_sinks else None
+    out = ops.sparse_attention(q, k, k[..., :12], slots, softmax_scale=0.25, sinks=sinks)
+    exact = sparse_reference(q, k, k[..., :12], slots, 0.25, sinks)
+    torch.testing.assert_close(out.double(), exact, atol=1e-6, rtol=1e-5)
     assert out[1].eq(0).all()
 
 

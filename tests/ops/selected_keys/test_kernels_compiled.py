@@ -21,9 +21,9 @@ def test_attention_to_slots(target: str) -> None:
     slots = torch.zeros(4, 2048, dtype=torch.int32)
     latent = bf16(40, 64, 1, 576)
     with compiling_for(target) as kernels:
-        launch_sparse_attention(bf16(4, 128, 576), latent, latent[..., :512], slots, 0.1, 8)
-        launch_sparse_attention(bf16(4, 128, 576), latent, latent[..., :512], slots, 0.1, 1)
-        launch_sparse_attention(bf16(4, 16, 192), bf16(4, 64, 16, 192), bf16(4, 64, 16, 128), slots, 0.1, 1)
+        launch_sparse_attention(bf16(4, 128, 576), latent, latent[..., :512], slots, None, 0.1, 8)
+        launch_sparse_attention(bf16(4, 128, 576), latent, latent[..., :512], slots, None, 0.1, 1)
+        launch_sparse_attention(bf16(4, 16, 192), bf16(4, 64, 16, 192), bf16(4, 64, 16, 128), slots, torch.zeros(16), 0.1, 1)
     assert [kernel.name for kernel in kernels] == ["attn_selected", "_combine_parts", "attn_selected", "attn_selected"]
     assert [kernel.spill_bytes for kernel in kernels] == [0] * 4
     assert max(kernel.shared_bytes for kernel in kernels) <= SHARED_BYTES[target]
