@@ -1,4 +1,4 @@
-"""The drawings of docs/kernels/: how tiles, warps and data move. They show no measurement.
+"""The drawings of docs/kernels/ and docs/engine.md: how requests, tiles, warps and data move. They show no measurement.
 
     python docs/drawings.py            # writes docs/images/kernels/*.svg
 
@@ -446,6 +446,45 @@ def states() -> Drawing:
     return d
 
 
+def request() -> Drawing:
+    """A request from its bytes to its tokens: who has it, and what bounds it there."""
+    d = Drawing(330, "The life of a request: server, queue, steps of the engine, stream")
+    d.text((20, 30), "server: the event loop", anchor="start", colour=BLUE)
+    stages = (
+        ("connection", "bytes, seconds"),
+        ("key, body", "values, costs"),
+        ("prompt", "template, tokens"),
+        ("room", "max_waiting, 429"),
+    )
+    for index, lines in enumerate(stages):
+        x = 20 + 186 * index
+        d.box((x, 42), (160, 48), *lines, fill=PALE_BLUE, edge=BLUE)
+        if index:
+            d.line((x - 26, 66), (x - 2, 66))
+    d.line((658, 90), (658, 128))
+    d.text((20, 122), "engine: its thread or process", anchor="start", colour=RED)
+    d.box((578, 130), (160, 56), "waiting", "clients take turns")
+    d.box((392, 130), (160, 56), "admitted", "slot and pages;", "known prefix shared", text=11)
+    d.box((206, 130), (160, 56), "prompt in chunks", "beside others' tokens", fill=PALE_RED, edge=RED)
+    d.box((20, 130), (160, 56), "one token a step", "CUDA graph", fill=PALE_RED, edge=RED)
+    for x in (578, 392, 206):
+        d.line((x, 158), (x - 24, 158))
+    d.line((60, 186), (60, 206), (140, 206), (140, 188))
+    d.text((150, 210), "next step", anchor="start", size=11)
+    d.line((290, 186), (290, 226), (658, 226), (658, 188), dashed=True)
+    d.text((474, 220), "preempted: no page is free", size=11)
+    d.line((40, 186), (40, 250))
+    d.text((20, 320), "server", anchor="start", colour=BLUE)
+    d.box((20, 252), (160, 48), "text", "stop strings, tools", fill=PALE_BLUE, edge=BLUE)
+    d.box((206, 252), (160, 48), "event of the stream", "one for each step", fill=PALE_BLUE, edge=BLUE)
+    d.box((392, 252), (160, 48), "client", "slow ones get fewer", "events", text=11)
+    d.box((578, 252), (160, 48), "full pages stay", "in the prefix cache", fill=PALE_YELLOW, edge=YELLOW)
+    d.line((180, 276), (204, 276))
+    d.line((366, 276), (390, 276))
+    d.line((100, 186), (100, 240), (640, 240), (640, 250), dashed=True)
+    return d
+
+
 DRAWINGS: Sequence[Callable[[], Drawing]] = (
     softmax,
     band,
@@ -459,6 +498,7 @@ DRAWINGS: Sequence[Callable[[], Drawing]] = (
     quantised,
     experts,
     states,
+    request,
 )
 
 

@@ -131,7 +131,18 @@ def attention(
     v:    (batch, seqlen_k, num_kv_heads, head_dim_v)
     mask: broadcastable to (batch, num_heads, seqlen_q, seqlen_k); bool keeps where True, float is added to the scores
           after softcap. It applies in addition to `causal` and `window_size`.
-    block_mask: see above; it excludes `mask`
+    causal: the last query sees up to the last key, each query before it one key less
+    softmax_scale: factor of the scores; None is head_dim ** -0.5
+    window_size: how many keys (before, after) its own position a query sees; -1 is no limit
+    softcap: softcap * tanh(score / softcap) takes the place of a score; 0.0 is off
+    attention_chunk: length of chunks of keys, of which a query sees its own only (Llama 4); 0 is off
+    alibi_slopes: (num_heads,) or (batch, num_heads), float32; -slope * distance is added to the scores
+    sinks: (num_heads,); one more logit in the denominator of each head, without a value
+    block_mask: key blocks of each query block (see above); it excludes `mask`
+    precision: "bf16", or products in float8: "qk8", "fp8" (see above)
+    deterministic: gradients that repeat in every bit
+    return_lse: return (out, lse)
+    backend: "auto", or the name of a backend, which never falls back to another
     out:  (batch, seqlen_q, num_heads, head_dim_v), written in place and returned
     Returns out, or (out, lse) with lse (batch, num_heads, seqlen_q).
 
@@ -195,7 +206,19 @@ def attention_varlen(
     cu_seqlens_q: (batch + 1,), int32, on q's device: sequence b is rows cu_seqlens_q[b] to cu_seqlens_q[b + 1]; empty allowed
     cu_seqlens_k: the same for the rows of k and v
     max_seqlen_*: upper bounds of the lengths, host integers
+    causal: the last query sees up to the last key, each query before it one key less
+    softmax_scale: factor of the scores; None is head_dim ** -0.5
+    window_size: how many keys (before, after) its own position a query sees; -1 is no limit
+    softcap: softcap * tanh(score / softcap) takes the place of a score; 0.0 is off
+    attention_chunk: length of chunks of keys, of which a query sees its own only (Llama 4); 0 is off
+    alibi_slopes: (num_heads,) or (batch, num_heads), float32; -slope * distance is added to the scores
+    sinks: (num_heads,); one more logit in the denominator of each head, without a value
     block_mask:   see above; blocks are counted from the beginning of each sequence
+    precision: "bf16", or products in float8: "qk8", "fp8" (see above)
+    deterministic: gradients that repeat in every bit
+    return_lse: return (out, lse)
+    backend: "auto", or the name of a backend, which never falls back to another
+    out:          (total_q, num_heads, head_dim_v), written in place and returned
     Returns out (total_q, num_heads, head_dim_v), or (out, lse) with lse (num_heads, total_q).
     """
     try:
@@ -268,6 +291,10 @@ def attention_paged(
                   groups of keys at fixed positions, folded in order, so that the bits of a query depend on its keys alone
     block_mask:   see above; query blocks are counted from the first query of each sequence in this call, key blocks from the
                   sequence's first key, whatever the page size
+    max_seqlen_q: upper bound of the queries of a sequence, a host integer
+    causal, softmax_scale, window_size, softcap, attention_chunk, alibi_slopes, sinks, precision, return_lse, backend: as in
+                  `attention`
+    out:          (total_q, num_heads, head_dim_v), written in place and returned
     Returns out (total_q, num_heads, head_dim_v), or (out, lse) with lse (num_heads, total_q).
     """
     try:
@@ -321,6 +348,8 @@ def store_kv(
     k_cache:      (num_pages, page_size, num_kv_heads, head_dim); v_cache has the same layout. A float8_e4m3fn
                   cache stores k / k_descale, saturated at +-448
     slot_mapping: (total,), int64: page * page_size + position in the page; -1 skips the token
+    k_descale, v_descale: (num_kv_heads,), float32; of float8 caches only
+    backend:      "auto", or the name of a backend
 
     The caches may be two parts of one tensor, such as cache[..., :512] and cache[..., 512:].
     """

@@ -243,7 +243,7 @@ class Service:
             self._answer_bytes -= size
 
     def _require_share(self, count: int, key: str | None, left: int) -> None:
-        """Leave room in the queue for other keys: the less is left, the less of it a key may take that has some already.
+        """Leave room in the queue for other keys: the share that a key may take shrinks with the room that is left.
 
         These are the dynamic thresholds of Choudhury and Hahne (1998). One key alone reaches `max_key_share` of the queue, and
         several keys share it evenly, with some room left.

@@ -88,9 +88,9 @@ class Settings(BaseSettings):
     max_num_batched_tokens: int = _option(5120, "Maximum number of tokens in one step.", "Engine", ge=1)
     target_itl: float | None = _option(
         None,
-        "Milliseconds from one token to the next up to which the prompts of others may slow an answer down: prompts are "
-        "computed in chunks of that size. By default 4 decoding steps as measured, 5 for a step that completes a prompt, and "
-        "at least 20; 0 is no limit, and the default on a CPU.",
+        "Longest time between tokens (ms) that new prompts may cause running answers: longer prompts are split to keep it. By "
+        "default 4 decoding steps as measured, 5 for a step that completes a prompt, and at least 20; 0 is no limit, and the "
+        "default on a CPU.",
         "Engine",
         ge=0,
         allow_inf_nan=False,
@@ -201,8 +201,8 @@ class Settings(BaseSettings):
     )
     priority_scope: Literal["key", "global"] = _option(
         "key",
-        "Whose requests a request's priority is compared with: those of its API key, where keys take turns, or all, where a "
-        "key may delay the others.",
+        "key: priorities order the requests of one API key, and keys take turns. global: priorities order all requests, so one "
+        "key can delay another.",
         "Access",
     )
     special_tokens_in_content: bool = _option(
@@ -237,8 +237,8 @@ class Settings(BaseSettings):
     )
     max_key_share: float = _option(
         0.9,
-        "Largest fraction of the queue that one of several API keys may fill. The fuller the queue is, the less of it a key "
-        "may take, so that a place is left for other keys. 1 is no limit.",
+        "Largest share of the queue that one of several API keys may hold. The share shrinks as the queue fills, so that a "
+        "place is left for other keys. 1 turns this off.",
         "Limits",
         gt=0,
         le=1,

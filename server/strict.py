@@ -5,8 +5,8 @@
         UNSUPPORTED = {"colour": ("default",)}      # refused, except for null and "default"
 
 Values are not converted: "1" is no integer. An unknown field is an error. A field of OpenAI's API that this server cannot
-honour stands in `UNSUPPORTED` with the values that ask for nothing; null always asks for nothing. Clients send such values as
-defaults, so they pass.
+honour stands in `UNSUPPORTED` with the values that count as absent, as null always does. Clients send such values as defaults,
+so they pass.
 
 A model with `PART_OF_A_CONVERSATION` drops its unknown fields if the validation's context has "lenient": True (`--lenient`).
 """
@@ -21,7 +21,7 @@ from pydantic_core import PydanticCustomError
 
 from fa_serve.nearest import nearest_name
 
-Unsupported = dict[str, tuple[Any, ...]]  # by field, the values that ask for nothing besides null
+Unsupported = dict[str, tuple[Any, ...]]  # by field, the values that count as absent besides null
 NOTHING: tuple[Any, ...] = ()
 MESSAGE_LISTS = ("messages", "input")
 """Fields whose items count as messages, unless a model has a MESSAGE_LISTS of other ones."""

@@ -58,7 +58,7 @@ class EngineConfig:
     max_num_seqs:           sequences that run at once
     max_waiting:            requests that may wait in addition to the running ones
     max_num_batched_tokens: tokens in one step, chunks of prompts and single tokens together
-    target_itl:             milliseconds from one token to the next up to which prompts may slow sequences down that decode: 0
+    target_itl:             longest time between tokens, in milliseconds, that prompts may cause sequences that decode: 0
                             is no limit, for the most tokens a second; None is 4 decoding steps as measured, and at least 20 ms,
                             and no limit on a CPU, where a prompt in small chunks takes twice the time
     target_ttft:            milliseconds from the arrival of a request to its first token: steps grow beyond target_itl if it is

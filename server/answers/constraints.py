@@ -43,7 +43,7 @@ def guided_constraints(body: SamplingRequest) -> dict[str, dict[str, Any]]:
 def single_constraint(asked: Mapping[str, Mapping[str, Any]]) -> Constraint | None:
     """The one constraint that is given, or None. Raises BadRequest if two fields, or two kinds in one field, are given.
 
-    asked: for each field, arguments of `StructuredOutput`; None and False ask for nothing
+    asked: for each field, arguments of `StructuredOutput`; None and False count as absent
     """
     given = {field: {k: v for k, v in kinds.items() if v not in (None, False)} for field, kinds in asked.items()}
     chosen = [(field, kinds) for field, kinds in given.items() if kinds or field == "structured_outputs"]

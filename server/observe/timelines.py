@@ -10,7 +10,7 @@ The parts follow each other and add up to the whole, from the arrival of the req
     queue, prompt, decode, masks, detokenise    in the engine (fa_serve.engine.SequenceTimes)
     write       from the last token to the end of the reply: what is left to send, and its client's socket
 
-`blocked` is the time in which the client's socket took no data. The engine goes on meanwhile, so a part of it may lie within
+`blocked` is the time in which the client's socket took no data. The engine keeps generating, so a part of it may lie within
 the other parts. A request of several sequences is told by the one that ended last. A request that is cut off is told as far as
 it came. No text of a prompt or an answer is in the line.
 

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import re
+from collections.abc import Callable
+from fnmatch import fnmatchcase
 
 import pytest
 from documentation import ROOT
+
+import fa_serve
 
 pytest.importorskip("griffe", reason="the extra docs is not installed")
 
@@ -46,6 +51,23 @@ def test_aligned_arguments_become_a_list() -> None:
 def test_code_and_sentences_stay_as_they_are() -> None:
     given = "An engine:\n\n    config = Config(a=1)  # one: two\n\nIt ends here. Errors: see above."
     assert to_markdown(given) == given
+
+
+@pytest.mark.parametrize(
+    "function", [fa_serve.attention, fa_serve.attention_varlen, fa_serve.attention_paged, fa_serve.store_kv]
+)
+def test_each_parameter_is_described_under_its_signature(function: Callable[..., object]) -> None:
+    """As an item of the list, also under a name such as `max_seqlen_*`, or in the item of another one."""
+    items = re.findall(r"^- `([^`]+)`: (.+)$", to_markdown(inspect.getdoc(function) or ""), re.MULTILINE)
+    named = {name.strip() for names, _ in items for name in names.split(",")}
+    text = " ".join(described for _, described in items)
+    missing = [
+        name
+        for name in inspect.signature(function).parameters
+        if not any(fnmatchcase(name, known) for known in named)
+        and not re.search(rf"\b{name}\b(?:: \(| has|: the same| likewise| \(batch)", text)
+    ]
+    assert missing == []
 
 
 def test_check_builds_the_site_strictly() -> None:

@@ -78,7 +78,7 @@ def test_the_drawings_are_those_of_the_script() -> None:
     module = drawings()
     drawn = {f"{draw.__name__}.svg": draw().svg() for draw in module.DRAWINGS}
     assert {path.name: path.read_text(encoding="utf-8") for path in DRAWINGS.glob("*.svg")} == drawn
-    used = "".join(page.read_text() for page in (ROOT / "docs" / "kernels").glob("*.md"))
+    used = "".join(page.read_text() for page in (ROOT / "docs").rglob("*.md"))
     for name, text in drawn.items():
         assert f"images/kernels/{name}" in used, f"no page shows {name}"
         root = ET.fromstring(text)

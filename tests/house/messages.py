@@ -24,12 +24,24 @@ BANNED = (
     "lest",
     "thereof",
     "whence",
+    # sentences that a reader had to read twice, see the tests of the house
+    "to the next up to which",
+    "ask(?:s|ed)? for nothing",
+    "go(?:es)? on meanwhile",
+    "kernels of attention",
+    "the less of (?:it|them)",
+    "for the right reason",
+    "only what lies",
+    "for a small rest",
+    r"of six each",
+    "neither a name nor a number",
+    "gave [0-9]+ \\(one [0-9]+",
 )
 BANNED_ENGLISH = re.compile(
     r"\b(?:" + "|".join(words.replace(" ", r"\s+(?:#\s*)?") for words in BANNED) + r")\b", re.IGNORECASE
 )
-INVERTED = re.compile(r"(?:^|[.:;]\s|\"\"\"|#\s)Of an? \w+")
-"""A sentence that begins with its object: "Of a float8 cache the scale is ..."."""
+INVERTED = re.compile(r"(?:^|[.:;|]\s|\"\"\"|#\s)(?:Of (?:an?|these,|those,) \w+|Whose \w+)")
+"""A sentence that begins with its object, "Of a float8 cache the scale is ...", or with a relative clause, "Whose it is"."""
 
 
 def errors_are_not_parsed(house: House) -> Iterator[str]:
@@ -129,6 +141,22 @@ PLANTED: list[Planted] = [
     (the_english_is_plain, {"fa_serve/api.py": '"""Of a float8 cache the scale."""'}, "fa_serve/api.py:1 says"),
     (the_english_is_plain, {"docs/guide.md": "a\n\n```\nlest\n```\nlest it fails"}, "docs/guide.md:6 says 'lest'"),
     (the_english_is_plain, {"README.md": "too dear"}, "README.md:1 says 'dear'"),
+    (
+        the_english_is_plain,
+        {"docs/guide.md": "Milliseconds from one token to the next up to which the prompts of others may slow it down."},
+        "docs/guide.md:1 says 'to the next up to which'",
+    ),
+    (the_english_is_plain, {"docs/guide.md": "| `a` | Whose requests it is compared with |"}, "says '| Whose requests'"),
+    (the_english_is_plain, {"server/app.py": "# Values that ask for\n# nothing pass."}, "says 'ask for # nothing'"),
+    (the_english_is_plain, {"server/app.py": '"""The fuller it is, the less of it a key may take."""'}, "'the less of it'"),
+    (the_english_is_plain, {"docs/guide.md": "The engine goes on meanwhile, so only what lies after"}, "'goes on meanwhile'"),
+    (the_english_is_plain, {"docs/guide.md": "The kernels of attention were measured."}, "'kernels of attention'"),
+    (the_english_is_plain, {"docs/guide.md": "Higher. Of these, ours would be 1.78."}, "says '. Of these, ours'"),
+    (the_english_is_plain, {"docs/guide.md": "Two H100s gave 295 (one 180, vLLM 242)."}, "says 'gave 295 (one 180'"),
+    (the_english_is_plain, {"docs/guide.md": "words that are neither a name nor a number"}, "'neither a name nor a number'"),
+    (the_english_is_plain, {"docs/guide.md": "or is refused there for the right reason"}, "'for the right reason'"),
+    (the_english_is_plain, {"docs/guide.md": "A prompt is not divided for a small rest."}, "'for a small rest'"),
+    (the_english_is_plain, {"docs/guide.md": "In float16, six answers of six each are equal."}, "'of six each'"),
 ]
 
 ALLOWED: list[Allowed] = [

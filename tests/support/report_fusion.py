@@ -91,6 +91,7 @@ def _of_engine(name: str) -> dict[str, str]:
     from fa_serve.hf.surgery.fuse.fusion import fuse_layers
     from fa_serve.hf.surgery.fuse.latent import LatentAttention
     from fa_serve.hf.surgery.fuse.layer import FusedLayer
+    from fa_serve.hf.surgery.fuse.mixers import find_mixer
     from fa_serve.spec import UnsupportedModelError
 
     row = {"layers": "-", "cache": "-", "experts": "-", "reason": ""}
@@ -109,7 +110,7 @@ def _of_engine(name: str) -> dict[str, str]:
         return row | {"layers": "refused", "reason": _short(str(error).removeprefix(f"{type(model).__name__} "))}
     except Exception as error:  # the code of a model that has no sense in these sizes
         return row | {"reason": f"not tried: {type(error).__name__}: {_short(str(error))}"}
-    layers = [module for module in model.modules() if isinstance(getattr(module, "self_attn", None), torch.nn.Module)]
+    layers = [m for m in model.modules() if isinstance(getattr(m, "self_attn", None), torch.nn.Module) or find_mixer(m)]
     latent = [m for m in layers if isinstance(m.forward, FusedLayer) and isinstance(m.forward.attention, LatentAttention)]
     row["layers"] = "unfused" if not count else "fused" if count == len(layers) else f"{count} of {len(layers)} fused"
     row["cache"] = "latent keys" if latent else "heads"
@@ -118,7 +119,7 @@ def _of_engine(name: str) -> dict[str, str]:
     elif scaled:
         row["experts"] = "fa_serve"
     if not layers:
-        reasons = ["its layers have no self_attn"]
+        reasons = ["its layers have no self_attn, and no mixer that can be fused"]
     return row | {"reason": "; ".join(dict.fromkeys(_short(reason) for reason in reasons))}
 
 

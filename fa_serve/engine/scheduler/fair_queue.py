@@ -31,7 +31,7 @@ MAX_IDLE_CLIENTS = 1024
 
 
 class Owned(Protocol):
-    """Whose request it is."""
+    """The client whose request it is."""
 
     @property
     def client(self) -> str | None: ...

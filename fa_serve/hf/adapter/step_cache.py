@@ -62,7 +62,7 @@ class StateCall(NamedTuple):
 
 
 class StateKey(NamedTuple):
-    """Whose state it is. module: number in `find_state_modules`; call: number of the call in a forward of the module"""
+    """The owner of a state. module: number in `find_state_modules`; call: number of the call in a forward of the module"""
 
     module: int
     call: int

@@ -1,4 +1,4 @@
-"""Whose work is next, by what it has cost; and who waits for debts."""
+"""The order of work follows what clients have cost; and who waits for debts."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""The kernels of attention by a fixed tree: a tile of query rows against groups of keys in pages, and the fold of groups.
+"""The attention kernels with a fixed tree: a tile of query rows against groups of keys in pages, and the fold of groups.
 
 The module `plan` describes the tree and launches the kernels. This module leaves out what a call needs on the host.
 """
