@@ -111,7 +111,7 @@ GRADIENTS = {
     "bool": replace(SMALL, seqlen_q=256, seqlen_k=256),
     "bias": replace(SMALL, seqlen_q=256, seqlen_k=256, form="bias"),
     # blocks that are skipped on both sides, for each head, at lengths that leave a tail
-    "documents": replace(SMALL, seqlen_q=400, seqlen_k=390, pattern="documents", over="hqk", form="bias"),
+    "documents": replace(SMALL, seqlen_q=400, seqlen_k=390, pattern="documents", over="hqk"),
 }
 
 
