@@ -104,7 +104,7 @@ class _BackwardPlan:
         batch = q.shape[0] if tensors.cu_seqlens_q is None else tensors.cu_seqlens_q.shape[0] - 1
         self._statistics = RowStatistics(tensors, options)
         self._scan = None
-        # A mask whose gradient is wanted is a bias, which seldom has empty blocks, and the bounds of the walk would spill there.
+        # A mask whose gradient is wanted is a bias, which seldom has empty blocks, and bounds of the walk would spill there.
         shortest = min(options.max_seqlen_q, options.max_seqlen_k)
         if mask is not None and not tensors.needs_dmask and shortest >= MIN_SCANNED_LENGTH:
             self._scan = MaskScan(mask, options.max_seqlen_q, options.max_seqlen_k)
