@@ -167,8 +167,8 @@ def first_of_mask(tile, row, added):
 
 @gluon.jit
 def load_mask(key_block, limits, added, var: gl.constexpr):
-    """The numbers of a float mask for 64 rows and a key block, as `added_scores` takes them. They are 0 in a full block and past
-    the end; a number without a float mask.
+    """The numbers of a float mask for 64 rows and a key block, as `added_scores` takes them. They are 0 in a full block and
+    past the end; a number without a float mask.
 
     With `mask_words` they are [64, block_n / 2] words of two numbers, of which a thread loads four that are neighbours: in the
     layout of the scores, where a thread has two neighbours of a row, the loads of a warp would touch eight rows for 16 bytes of
