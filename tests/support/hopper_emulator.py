@@ -295,6 +295,8 @@ def _language() -> types.SimpleNamespace:
         constexpr=lambda x: x,
         tensor=object,
         int8=torch.int8,
+        int16=torch.int16,
+        bfloat16=torch.bfloat16,
         int32=torch.int32,
         int64=torch.int64,
         float8e4nv=torch.float8_e4m3fn,

@@ -57,7 +57,7 @@ CASES = [
     replace(BASE, pattern="padding", over="bk", batch=2, form="hidden", causal=True),
     replace(BASE, pattern="unseen rows", over="q", heads=2),
     replace(BASE, pattern="prefix", causal=True, softcap=5.0, form="bias"),
-    replace(BASE, form="bias", over="hqk", kv_heads=1, head_dim=128, pattern="documents"),
+    replace(BASE, form="bias", over="hqk", kv_heads=1, head_dim=128, pattern="documents", seqlen_k=304),
     replace(BASE, form="bias", over="bqk", batch=2, seqlen_q=259, seqlen_k=390, pattern="random"),
     replace(BASE, form="least", pattern="images", head_dim=80, head_dim_v=48),
 ]

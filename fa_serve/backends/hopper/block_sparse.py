@@ -167,24 +167,48 @@ def first_of_mask(tile, row, added):
 
 @gluon.jit
 def load_mask(key_block, limits, added, var: gl.constexpr):
-    """The numbers of a float mask for 64 rows and a key block, [64, block_n] in the layout of the scores. They are 0 in a full
-    block and past the end; a number without a float mask."""
-    BLOCK_N: gl.constexpr = var.tiles.block_n
-    S_LAYOUT: gl.constexpr = var.score_layout
+    """The numbers of a float mask for 64 rows and a key block, as `added_scores` takes them. They are 0 in a full block and
+    past the end; a number without a float mask.
+
+    With `mask_words` they are [64, block_n / 2] words of two numbers, of which a thread loads four that are neighbours: in the
+    layout of the scores, where a thread has two neighbours of a row, the loads of a warp would touch eight rows for 16 bytes of
+    each. Else they are [64, block_n] in the layout of the scores.
+    """
+    NUMBERS: gl.constexpr = 2 if var.mask_words else 1
+    WIDTH: gl.constexpr = var.tiles.block_n // NUMBERS
+    LAYOUT: gl.constexpr = var.mask_layout if var.mask_words else var.score_layout
     if var.mask == "float":
-        row = gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
-        columns = gl.expand_dims(key_block.number * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, S_LAYOUT)), 0)
+        row = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
+        columns = gl.expand_dims(key_block.number * WIDTH + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT)), 0)
         partial = (row < limits.rows) & (key_block.bits >= 0)
         at = gl.expand_dims(row.to(gl.int64) * added.row, 1) + columns.to(gl.int64) * added.key
         pointers = limits.mask + at
-        inside = gl.expand_dims(partial, 1) & (columns < added.keys)
-        if var.mask_pairs:
-            # the compiler does not see through the arguments of warps that their strides are even
-            pointers = gl.max_contiguous(gl.multiple_of(pointers, [1, 4]), [1, 2])
-            inside = gl.max_constancy(inside, [1, 2])
+        inside = gl.expand_dims(partial, 1) & (columns < added.keys // NUMBERS)
+        if var.mask_words:
+            # the compiler does not see through the arguments of warps that strides and the end are multiples of four words
+            pointers = gl.max_contiguous(gl.multiple_of(pointers, [1, 16]), [1, 4])
+            inside = gl.max_constancy(inside, [1, 4])
         return gl.load(pointers, mask=inside, other=0)
     else:  # noqa: RET505
         return key_block.number
+
+
+@gluon.jit
+def added_scores(loaded, dtype: gl.constexpr, var: gl.constexpr):
+    """What `load_mask` has loaded as float32 [64, block_n] in the layout of the scores. Words change places among the threads
+    that share a row. dtype: of the mask, if it was loaded in words"""
+    if var.mask_words:
+        words = gl.convert_layout(loaded, var.word_layout)
+        if dtype == gl.bfloat16:
+            first = gl.cast(words << 16, gl.float32, bitcast=True)
+            second = gl.cast(words & -65536, gl.float32, bitcast=True)
+        else:
+            first = gl.cast(words.to(gl.int16), dtype, bitcast=True).to(gl.float32)
+            second = gl.cast((words >> 16).to(gl.int16), dtype, bitcast=True).to(gl.float32)
+        numbers = gl.join(first, second).reshape([64, var.tiles.block_n])
+        return gl.convert_layout(numbers, var.score_layout, assert_trivial=True)
+    else:  # noqa: RET505
+        return loaded.to(gl.float32)
 
 
 @gluon.jit

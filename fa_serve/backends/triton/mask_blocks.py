@@ -40,9 +40,53 @@ _LISTED_AT_A_TIME = 1024
 """Key blocks whose kinds a program of the second kernel reads at a time: 131,072 keys."""
 
 
+@triton.jit
+def _kind_of(seen, changed):
+    """The kind of a block, or of some of its rows: `seen` says what the mask leaves, and `changed` what it does not leave as it
+    is. Both counts are at most 2^14, so one sum has both."""
+    counts = tl.sum(tl.sum(seen.to(tl.int32) + changed.to(tl.int32) * 65536, 1), 0)
+    kind = MIXED
+    if counts >> 16 == 0:
+        kind = FULL
+    if counts & 65535 == 0:
+        kind = EMPTY
+    return kind
+
+
+@triton.jit
+def _kind_of_rows(block_ptr, rows, keys, stride_q, stride_k, ADDED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """The kind of the first rows of a block, element by element. ADDED: the mask is added to the scores."""
+    row = tl.arange(0, ROWS)[:, None]
+    key = tl.arange(0, BLOCK)[None, :]
+    inside = (row < rows) & (key < keys)
+    given = tl.load(block_ptr + row.to(tl.int64) * stride_q + key.to(tl.int64) * stride_k, mask=inside, other=0)
+    if ADDED:
+        hidden = given.to(tl.float32) <= HIDDEN  # which a NaN is not
+        kind = _kind_of(inside & (hidden == 0), inside & (given != 0))
+    else:
+        kind = _kind_of(given != 0, inside & (given == 0))
+    return kind
+
+
+@triton.jit
+def _store_bits(bits_ptr, block_ptr, rows, keys, stride_q, stride_k, BLOCK: tl.constexpr):
+    """The bits of a block of a bool mask, in words of 32."""
+    WORDS: tl.constexpr = BLOCK // 32
+    # a row of words of 32 elements, so that bits are packed without an exchange between distant threads
+    bit = tl.arange(0, 32)[None, None, :]
+    row = tl.arange(0, BLOCK)[:, None, None]
+    key = tl.arange(0, WORDS)[None, :, None] * 32 + bit
+    given_ptrs = block_ptr + row.to(tl.int64) * stride_q + key.to(tl.int64) * stride_k
+    given = tl.load(given_ptrs, mask=(row < rows) & (key < keys), other=0)
+    words = tl.sum((given != 0).to(tl.int32) << bit, 2)
+    at = tl.arange(0, BLOCK)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+    tl.store(bits_ptr + at, words)
+
+
 @triton.jit(do_not_specialize=["heads", "seqlen_q", "query_blocks", "key_blocks"])
 def _classify_blocks(
     mask_ptr,
+    words_ptr,
     kinds_ptr,
     bits_ptr,
     heads,
@@ -56,43 +100,38 @@ def _classify_blocks(
     stride_k,
     BLOCK: tl.constexpr,
 ):
-    """One program: the kind of one block, and its bits if it is a mixed block of a bool mask."""
+    """One program: the kind of one block, and its bits if it is a mixed block of a bool mask.
+
+    words_ptr: a bool mask as int32, four elements each, or None: a comparison of a word has four elements in one instruction
+    """
     WORDS: tl.constexpr = BLOCK // 32
     program = tl.program_id(0)
     key_block = program % key_blocks
     list_row = program // key_blocks
     query_block = list_row % query_blocks
     batch_head = list_row // query_blocks
-    # a row of words of 32 elements, so that bits are packed without an exchange between distant threads
-    bit = tl.arange(0, 32)[None, None, :]
-    word = tl.arange(0, WORDS)[None, :, None]
-    row = tl.arange(0, BLOCK)[:, None, None]
-    rows = query_block * BLOCK + row
-    keys = key_block * BLOCK + word * 32 + bit
-    inside = (rows < seqlen_q) & (keys < seqlen_k)
-    first_ptr = mask_ptr + (batch_head // heads).to(tl.int64) * stride_b + (batch_head % heads).to(tl.int64) * stride_h
-    given = tl.load(first_ptr + rows.to(tl.int64) * stride_q + keys.to(tl.int64) * stride_k, mask=inside, other=0)
-    if bits_ptr is not None:
-        seen = given != 0
-        changed = inside & (given == 0)
+    first = (batch_head // heads).to(tl.int64) * stride_b + (batch_head % heads).to(tl.int64) * stride_h
+    first += query_block.to(tl.int64) * BLOCK * stride_q
+    block_ptr = mask_ptr + first + key_block.to(tl.int64) * BLOCK * stride_k
+    rows = seqlen_q - query_block * BLOCK
+    keys = seqlen_k - key_block * BLOCK
+    if words_ptr is not None:
+        row = tl.arange(0, BLOCK)[:, None]
+        word = tl.arange(0, BLOCK // 4)[None, :]
+        inside = (row < rows) & (word < keys // 4)
+        word_ptrs = words_ptr + first // 4 + key_block * (BLOCK // 4) + row.to(tl.int64) * (stride_q // 4) + word
+        given = tl.load(word_ptrs, mask=inside, other=0)
+        kind = _kind_of((given != 0), inside & (given != 0x01010101))
     else:
-        hidden = given.to(tl.float32) <= HIDDEN  # which a NaN is not
-        seen = inside & (hidden == 0)
-        changed = inside & (given != 0)
-    # both counts are at most 2^14, so one sum has both
-    counts = seen.to(tl.int32) + changed.to(tl.int32) * 65536
-    counts = tl.sum(tl.sum(tl.sum(counts, 2), 1), 0)
-    kind = MIXED
-    if counts >> 16 == 0:
-        kind = FULL
-    if counts & 65535 == 0:
-        kind = EMPTY
+        kind = MIXED
+        if bits_ptr is None:  # most biases show what they are in a few rows
+            kind = _kind_of_rows(block_ptr, rows, keys, stride_q, stride_k, bits_ptr is None, 8, BLOCK)
+        if (kind != MIXED) | (bits_ptr is not None):
+            kind = _kind_of_rows(block_ptr, rows, keys, stride_q, stride_k, bits_ptr is None, BLOCK, BLOCK)
     tl.store(kinds_ptr + program, kind)
     if bits_ptr is not None:  # noqa: SIM102  # known when the kernel is compiled, unlike the kind
         if kind == MIXED:
-            words = tl.sum(seen.to(tl.int32) << bit, 2)
-            at = tl.arange(0, BLOCK)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
-            tl.store(bits_ptr + program.to(tl.int64) * (BLOCK * WORDS) + at, words)
+            _store_bits(bits_ptr + program.to(tl.int64) * (BLOCK * WORDS), block_ptr, rows, keys, stride_q, stride_k, BLOCK)
 
 
 @triton.jit(do_not_specialize=["key_blocks"])
@@ -133,14 +172,19 @@ class MaskScan:
         self._key_blocks = key_blocks
         self._has_bits = mask.dtype == torch.bool
         count = batch * heads * query_blocks
-        self._classify = Launch(
-            _classify_blocks,
-            count * key_blocks,
-            varying=(heads, seqlen_q, query_blocks, key_blocks),
-            # elements are loaded 16 at a time if the compiler knows that no group of 16 crosses the end
-            strides=(seqlen_k, *strides),
-            fixed=(SCANNED_BLOCK,),
-            options={"num_warps": 4},
+        self._fills_words = self._has_bits and strides[3] == 1 and all(n % 4 == 0 for n in (seqlen_k, *mask.stride()[:3]))
+        # with the words of a mask, and without; a launch has the same presence of tensors at each call
+        self._classify, self._classify_words = (
+            Launch(
+                _classify_blocks,
+                count * key_blocks,
+                varying=(heads, seqlen_q, query_blocks, key_blocks),
+                # elements are loaded 16 at a time if the compiler knows that no group of 16 crosses the end
+                strides=(seqlen_k, *strides),
+                fixed=(SCANNED_BLOCK,),
+                options={"num_warps": 4},
+            )
+            for _ in range(2)
         )
         self._list = Launch(
             _list_blocks,
@@ -165,7 +209,11 @@ class MaskScan:
         lists = self.lists_on(mask.device)
         num, index, full_num, full_index, bits = lists.tensors
         kinds = torch.empty(*self.rows, self._key_blocks, dtype=torch.uint8, device=mask.device)
-        self._classify((mask.view(torch.uint8) if self._has_bits else mask, kinds, bits))
+        elements = mask.view(torch.uint8) if self._has_bits else mask
+        if self._fills_words and mask.storage_offset() % 4 == 0:
+            self._classify_words((elements, elements.view(torch.int32), kinds, bits))
+        else:
+            self._classify((elements, None, kinds, bits))
         self._list((kinds, num, index, full_num, full_index))
         return ScannedMask(lists, kinds)
 

@@ -24,11 +24,11 @@ class Emulated(HopperBackend):
         return None
 
 
-def check(case: MaskCase, **emulation: Any) -> None:
+def check(case: MaskCase, dtype: torch.dtype = torch.bfloat16, **emulation: Any) -> None:
     PLANS.clear()
     SCANNED.clear()
     with mock.patch.dict(ATTENTION._loaded, {"hopper": Emulated()}), emulated(**emulation):
-        check_masked(case, "hopper", torch.bfloat16)
+        check_masked(case, "hopper", dtype)
     PLANS.clear()
     SCANNED.clear()
 
@@ -38,14 +38,19 @@ def test_cases(case: MaskCase) -> None:
     check(case)
 
 
-BIAS = replace(BASE, form="bias", over="bhqk", batch=2, heads=2, kv_heads=1)
+def test_words_of_float16() -> None:
+    check(replace(BIAS, batch=1), torch.float16)
+
+
+BIAS = replace(BASE, form="bias", over="bhqk", batch=2, heads=2, kv_heads=1, seqlen_k=304)
 FAULTS = {
     "bits at the place in the list": (BASE, {'place if var.mask == "none" else number': "place"}),
     "numbers of the wrong warpgroup": (BIAS, {"row.to(gl.int64) * added.row\n": "(row * 0).to(gl.int64) * added.row\n"}),
     "numbers of another head": (BIAS, {"tile.head.to(gl.int64) * added.head": "0"}),
     "numbers of another sequence": (BIAS, {"tile.origin.to(gl.int64) * added.batch": "0"}),
-    "numbers of another key block": (BIAS, {"key_block.number * BLOCK_N + gl.arange(0, BLOCK_N": "gl.arange(0, BLOCK_N"}),
+    "numbers of another key block": (BIAS, {"key_block.number * WIDTH + gl.arange(0, WIDTH": "gl.arange(0, WIDTH"}),
     "numbers in the scale of scores": (BIAS, {"* (LOG2E / scale)": "* LOG2E"}),
+    "the two numbers of a word in the other order": (BIAS, {"gl.join(first, second)": "gl.join(second, first)"}),
     "a mixed block taken for a full one": (BASE, {"changed.to(tl.int32) * 65536": "(changed.to(tl.int32) * 0)"}),
     "a block that hides a part taken for an empty one": (BASE, {"counts & 65535 == 0": "counts & 65535 < 16384"}),
     "a list that begins one place late": (

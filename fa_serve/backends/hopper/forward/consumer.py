@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from fa_serve.backends.hopper.block_sparse import (
     KeyBlock,
+    added_scores,
     first_of_mask,
     keep_by_bits,
     load_bits,
@@ -331,7 +332,7 @@ def _online_softmax(
             crosses = crosses | (key_block.bits >= 0)
         if crosses:
             if var.mask == "float":
-                s = s + added.to(gl.float32) * (LOG2E / scale)
+                s = s + added_scores(added, dtype, var) * (LOG2E / scale)
             columns = gl.expand_dims(block * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, S_LAYOUT)), 0)
             keep = columns < gl.expand_dims(limits.last, 1)
             if var.has_left:

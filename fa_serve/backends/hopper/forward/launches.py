@@ -28,6 +28,7 @@ class Launches(NamedTuple):
     table:    None if the batch is dense; its table has room for `max_tiles` tiles
     counted:  the schedule needs a counter that the table does not hold
     combine:  combines the splits of keys; None if keys are whole
+    mask_words: the kernel takes the mask in words of two numbers
     """
 
     attention: Launch | None = None
@@ -35,6 +36,7 @@ class Launches(NamedTuple):
     max_tiles: int = 0
     counted: bool = False
     combine: Combine | None = None
+    mask_words: bool = False
 
 
 def run_launches(
@@ -83,6 +85,8 @@ def run_launches(
             pages = (table, counter, tensors.block_table)
             # the bits of a bool mask are all that the kernel needs of it
             added = None if blocks is None or blocks.partial_bits is not None else tensors.mask
+            if added is not None and launches.mask_words:
+                added = added.view(torch.int32)
             attention((q, q, k, k, v, v, out, out, lse, tensors.sinks, *pages, *lists, *scales, splits, added))
             if combine is not None:
                 combine(out, lse, splits, table)

@@ -217,7 +217,7 @@ def _plan_launches(problem: _Problem, tiles: HopperTiles | None, max_splits: int
         block_k=0 if blocks is None else blocks.block_size[1],
         bits=blocks is not None and blocks.partial_bits is not None,
         mask=mask_form(problem.mask),
-        mask_pairs=problem.mask is not None and has_mask_pairs(problem.mask),
+        mask_words=problem.mask is not None and max(head_dims) <= 192 and has_mask_words(problem.mask, problem.q.dtype),
         precision=options.precision,
         gaps=problem.form == "packed" and options.precision != "bf16",
         pack_gqa=problem.pack_gqa,
@@ -240,20 +240,27 @@ def _plan_launches(problem: _Problem, tiles: HopperTiles | None, max_splits: int
         _numbers(problem, counts, combine),
         (var,),
         {"num_warps": 4, "maxnreg": tiles.registers[0]},
-        strides=broadcast_strides(problem.mask),
+        strides=_mask_strides(problem.mask, var),
         views=_views(problem, var),
     )
     if not problem.packed:
-        return Launches(attention, counted=tiles.schedule == Schedule.DYNAMIC)
+        return Launches(attention, counted=tiles.schedule == Schedule.DYNAMIC, mask_words=var.mask_words)
     table = _plan_table(problem, var, counts, slots, max_splits)
     return Launches(attention, table, counts.per_head, combine=combine)
 
 
-def has_mask_pairs(mask: Tensor) -> bool:
-    """Whether the numbers of a float mask for two neighbouring keys, the first of which has an even number, can be loaded
-    together. The address of the mask is aligned."""
+def has_mask_words(mask: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a float mask is loaded in words of two numbers, four at a time: it has the `dtype` of q, in 16 bits, and its rows
+    begin at multiples of 16 bytes and end there. Its address is a multiple of 16. Words change places through 4 kB of shared
+    memory, which heads of more than 192 numbers do not leave."""
     *outer, key = mask.stride()
-    return mask.is_floating_point() and key == 1 and mask.shape[3] % 2 == 0 and all(stride % 2 == 0 for stride in outer)
+    return mask.dtype == dtype and key == 1 and mask.shape[3] % 8 == 0 and all(stride % 8 == 0 for stride in outer)
+
+
+def _mask_strides(mask: Tensor | None, var: Variant) -> tuple[int, ...]:
+    """In the units of what the kernel loads."""
+    strides = broadcast_strides(mask)
+    return (*[stride // 2 for stride in strides[:3]], strides[3]) if var.mask_words else strides
 
 
 def _plan_table(problem: _Problem, var: Variant, counts: _TileCounts, slots: int, max_splits: int) -> Launch:

@@ -30,7 +30,7 @@ class Variant:
     has_left, has_right, softcap: whether the options have a left bound, a right bound, a softcap; their values are arguments
     page_size:  tokens of a page of the KV cache, 0 without one
     block_q, block_k: queries and keys per block of the lists, 0 without lists; bits: partial blocks have bits
-    mask:       what the lists were scanned from, "bool" or "float", else "none"; mask_pairs: see `plan.has_mask_pairs`
+    mask:       what the lists were scanned from, "bool" or "float", else "none"; mask_words: see `plan.has_mask_words`
     precision:  "bf16": Q, K, V and P have 16 bits; "qk8": Q and K are float8 with scales; "fp8": V and P are float8 as well.
                 See `triton.float8_inputs`
     gaps:       (float8 keys, varlen) the copies of keys are packed with gaps; else they are a dense batch. See
@@ -53,7 +53,7 @@ class Variant:
     block_k: int = 0
     bits: bool = False
     mask: str = "none"
-    mask_pairs: bool = False
+    mask_words: bool = False
     precision: Precision = "bf16"
     gaps: bool = False
     pack_gqa: int = 1
@@ -126,6 +126,24 @@ class Variant:
         words = self.tiles.block_n // 32
         count = 4 + words.bit_length() - 1
         return gl.DistributedLinearLayout(in_registers[:count], in_lanes, [[16, 0, 0], [32, 0, 0]], [], [64, words, 32])
+
+    @property
+    def word_layout(self) -> gl.DistributedLinearLayout:
+        """`score_layout` with its columns in words of two: four threads of a warp have neighbouring words of a row."""
+        in_registers = [[8, 0], [0, 4], [0, 8], [0, 16], [0, 32]]
+        return self._layout_of_words(in_registers, [[0, 1], [0, 2]])
+
+    @property
+    def mask_layout(self) -> gl.DistributedLinearLayout:
+        """Layout in which words [64, block_n / 2] of a mask are loaded: a thread has four neighbouring words of a row. The four
+        threads that share rows in `word_layout` have the same words here."""
+        in_registers = [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32]]
+        return self._layout_of_words(in_registers, [[0, 4], [0, 8]])
+
+    def _layout_of_words(self, in_registers: list[list[int]], in_lanes: list[list[int]]) -> gl.DistributedLinearLayout:
+        words = self.tiles.block_n // 2
+        kept = [basis for basis in in_registers if basis[1] < words]
+        return gl.DistributedLinearLayout(kept, [*in_lanes, [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, words])
 
     @property
     def probability_layout(self) -> gl.DotOperandLayout:

@@ -10,8 +10,8 @@ sequence length. One program of `attn_bwd_kv` owns `block_n` keys of one KV head
 all query heads of the group, so dK and dV are summed in registers. Here this differs from FlashAttention-2: it adds each tile's
 part of dQ atomically, while `attn_bwd_q` computes dQ with a program for each block of queries. It computes S and dP a second
 time, needs no float32 copy of dQ, and is as fast or faster (see `backward_tiles`). Equal calls have equal gradients in
-every bit. Only tiles that cross the edge of the band are masked. With a mask, the walk goes from the first to the last block
-that is not empty (see `mask_blocks`), and reads all elements between them.
+every bit. Only tiles that cross the edge of the band are masked. With a mask whose gradient is not wanted, the walk goes from
+the first to the last block that is not empty (see `mask_blocks`), and reads all elements between them.
 
 A sink takes part in lse only, so its gradient is -rowsum(exp(sink - lse) * delta). A mask that is added to the scores has the
 gradient dS, summed over the dimensions that it broadcasts; this sum alone is atomic, unless results have to repeat. A row that
@@ -104,7 +104,9 @@ class _BackwardPlan:
         batch = q.shape[0] if tensors.cu_seqlens_q is None else tensors.cu_seqlens_q.shape[0] - 1
         self._statistics = RowStatistics(tensors, options)
         self._scan = None
-        if mask is not None and min(options.max_seqlen_q, options.max_seqlen_k) >= MIN_SCANNED_LENGTH:
+        # A mask whose gradient is wanted is a bias, which seldom has empty blocks, and bounds of the walk would spill there.
+        shortest = min(options.max_seqlen_q, options.max_seqlen_k)
+        if mask is not None and not tensors.needs_dmask and shortest >= MIN_SCANNED_LENGTH:
             self._scan = MaskScan(mask, options.max_seqlen_q, options.max_seqlen_k)
         self._kv = None
         self._q = None
