@@ -1,4 +1,4 @@
-"""The host tier on a GPU: what comes back is what left, beside steps that overwrite it, and pinned memory stays in its budget."""
+"""The host tier on a GPU: what comes back is what left, beside steps that overwrite it, and memory stays in its budget."""
 
 from __future__ import annotations
 
