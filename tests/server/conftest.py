@@ -18,9 +18,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from fa_serve.engine import EngineConfig, RequestError, RequestOutput, SamplingParams, SequenceTimes, TokenLogprob
+from fa_serve.engine.cache.host_tier import HostTierStats
 from fa_serve.engine.process.parent import Pulse
 from fa_serve.engine.request.prompts import PromptReader
-from fa_serve.engine.cache.host_tier import HostTierStats
 from fa_serve.engine.speculation.drafts import SpeculationStats
 from fa_serve.engine.stats import StepStats
 from fa_serve.engine.summary import EngineSummary
