@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from fa_serve.engine import EngineConfig, RequestError, RequestOutput, SamplingParams, SequenceTimes, TokenLogprob
+from fa_serve.engine.cache.host_tier import HostTierStats
 from fa_serve.engine.process.parent import Pulse
 from fa_serve.engine.request.prompts import PromptReader
 from fa_serve.engine.speculation.drafts import SpeculationStats
@@ -99,6 +100,7 @@ class FakeEngine:
             num_states=8,
             num_states_used=2,
             speculation=SpeculationStats(10, 20, (8, 4)),
+            host_tier=HostTierStats(num_bytes=100, num_bytes_used=60, num_hits=3, num_misses=4, bytes_in=30, seconds=0.5),
             steps=StepStats().plus(0.003).plus(99.0),
         )
 

@@ -208,7 +208,8 @@ def test_start_loads_the_model(model_folder) -> None:
 @pytest.mark.usefixtures("warm_engine_processes")
 def test_a_dead_process_is_replaced_as_often_as_allowed(model_folder, caplog) -> None:
     async def main() -> None:
-        config = EngineConfig(model=model_folder, device="cpu", num_pages=64, process=True, max_restarts=1)
+        own = {"device": "cpu", "num_pages": 64, "kv_host_memory": 1 << 20}
+        config = EngineConfig(model=model_folder, process=True, max_restarts=1, **own)
         engine = AsyncEngine(config)
         await engine.start()
         ended = asyncio.create_task(engine.ended())
@@ -227,6 +228,8 @@ def test_a_dead_process_is_replaced_as_often_as_allowed(model_folder, caplog) ->
                 await until(lambda: engine.is_alive, 120)
                 tokens = [t for output in await collect(engine, [7, 5]) for t in output.token_ids]
                 assert tokens == greedy(make_model(), [7, 5], 12)
+                tier = engine.stats().host_tier
+                assert 0 < tier.num_bytes <= 1 << 20, "the host tier has ended with its process, and the next one has its own"
                 assert not ended.done()
         assert "exit code -9" in str(await asyncio.wait_for(ended, 5))
         await engine.shutdown()
