@@ -118,7 +118,7 @@ def test_the_tree_computes_attention(name: str, apart: bool, monkeypatch: pytest
     assert_lse_matches(lse, exact_lse)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["plain", "window", "softcap-sinks"])
 def test_a_query_has_the_same_bits_in_a_prompt_in_a_chunk_and_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(InterpreterBuilder, "create_dot", dot_in_one_order)
     problem = Problem(CASES[name])
@@ -132,7 +132,7 @@ def test_a_query_has_the_same_bits_in_a_prompt_in_a_chunk_and_alone(name: str, m
         """Some of the queries of the second sequence, as its last ones."""
         return problem.compute(problem.q[begin:stop], [1], [stop - begin], [length - (end - stop)], **options)
 
-    for begin, stop in ((first, end), (first + 1, first + 2), (first + 7, first + 30), (end - 1, end)):
+    for begin, stop in ((first + 1, first + 2), (first + 7, first + 30), (end - 1, end)):
         for most in (0, 1 << 30):
             monkeypatch.setattr(tree, "_MOST_BUFFER", most)
             fa_serve.launching.plans.PLANS.clear()
