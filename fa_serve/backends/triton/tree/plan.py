@@ -52,7 +52,6 @@ def plan_tree(
     q = tensors.q
     k, v = (with_unit_stride(x) for x in (tensors.k, tensors.v))
     assert tensors.block_table is not None
-    assert tensors.cu_seqlens_q is not None
     total_q, num_heads, dim = q.shape
     heads = k.shape[2]
     dim_v = v.shape[3]
@@ -62,9 +61,7 @@ def plan_tree(
     width = max(padded_dim(dim), padded_dim(dim_v))
     rows = groups * max(options.max_seqlen_q, 1)
     arch = spec.arch_of(q.device)
-    if block_m is None:
-        has_many = CHOOSES_ROWS and arch == 90 and width <= 128 and q.element_size() == 2
-        block_m = MANY_TREE_ROWS if has_many and rows >= 4 * MANY_TREE_ROWS else TREE_ROWS
+    block_m = block_m or _choose_rows(arch, width, q.element_size(), rows)
     tiles_per_seq = -(-rows // block_m)
     # sequences with fewer queries than the longest one have fewer tiles
     tiles = min(batch * tiles_per_seq, batch + total_q * groups // block_m)
@@ -128,6 +125,12 @@ def plan_tree(
         return result, lse
 
     return run
+
+
+def _choose_rows(arch: int, width: int, itemsize: int, rows: int) -> int:
+    """Packed rows of a tile, for sequences with so many."""
+    has_many = CHOOSES_ROWS and arch == 90 and width <= 128 and itemsize == 2
+    return MANY_TREE_ROWS if has_many and rows >= 4 * MANY_TREE_ROWS else TREE_ROWS
 
 
 def _num_stages(arch: int, width: int) -> int:
