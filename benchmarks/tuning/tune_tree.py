@@ -2,8 +2,8 @@
 
     python -m benchmarks.tuning.tune_tree
 
-Microseconds for 32 query heads and 8 KV heads of 128 in bfloat16: prompts, chunks after a cached prefix, and decoding. "apart" is
-one program for each group of keys, "whole" one for all, with 64 or 128 packed rows. What the lines decide is in
+Microseconds for 32 query heads and 8 KV heads of 128 in bfloat16: prompts, chunks after a cached prefix, and decoding. "apart"
+is one program for each group of keys, "whole" one for all, with 64 or 128 packed rows. What the lines decide is in
 fa_serve/backends/triton/tree/plan.py.
 """
 
@@ -45,7 +45,7 @@ def main() -> None:
         q = torch.randn(batch * queries, 32, 128, dtype=torch.bfloat16, device="cuda")
         k, v = (torch.randn(batch * pages, 8, 16, 128, dtype=q.dtype, device=q.device).transpose(1, 2) for _ in range(2))
         table = torch.arange(batch * pages, dtype=torch.int32, device=q.device).view(batch, pages)
-        lengths = {"cu_seqlens_q": cu_seqlens([queries] * batch, q.device), "block_table": table}
+        lengths: dict[str, Any] = {"cu_seqlens_q": cu_seqlens([queries] * batch, q.device), "block_table": table}
         used = torch.full((batch,), keys, dtype=torch.int32, device=q.device)
         usual = partial(fa_serve.attention_paged, q, k, v, seqused_k=used, max_seqlen_q=queries, max_seqlen_k=keys, **lengths)
         calls = {"usual": usual, "tree": partial(usual, num_splits=TREE_SPLITS)}
