@@ -12,11 +12,17 @@ from fa_serve.backends.calls import AttentionOptions, AttentionTensors
 from fa_serve.backends.triton.tree.plan import plan_tree
 
 
-def compiled(target: str, *, queries: int, apart: bool, head_dim: int = 128, block_m: int = 64) -> list[Kernel]:
+def compiled(
+    target: str, *, queries: int, apart: bool, head_dim: int = 128, block_m: int = 64, fp8: bool = False
+) -> list[Kernel]:
     q = torch.zeros(queries, 32, head_dim, dtype=torch.bfloat16)
     cache = torch.zeros(64, 8, 16, head_dim, dtype=torch.bfloat16).transpose(1, 2)
     numbers = torch.zeros(64, dtype=torch.int32)
     tensors = AttentionTensors(q, cache, cache, cu_seqlens_q=numbers[:2], keys=numbers[:1], block_table=numbers[None])
+    if fp8:
+        descale = torch.zeros(8)
+        cache = cache.to(torch.float8_e4m3fn)
+        tensors = tensors._replace(k=cache, v=cache, k_descale=descale, v_descale=descale)
     call = AttentionOptions(0.1, (-1, 0), 0.0, queries, 1024, False, num_splits=-1)
     with compiling_for(target) as kernels:
         plan_tree(tensors, call, apart=apart, block_m=block_m)(tensors)
@@ -38,3 +44,10 @@ def test_hopper_multiplies_every_tile_by_the_same_instruction(queries: int, apar
 def test_other_gpus_and_head_sizes_have_room(target: str, head_dim: int) -> None:
     for kernel in compiled(target, queries=100, apart=True, head_dim=head_dim):
         assert kernel.shared_bytes <= SHARED_BYTES[target]
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["whole", "apart"])
+def test_a_float8_cache_is_widened_to_float16(apart: bool) -> None:
+    kernel, *_ = compiled("sm90", queries=1, apart=apart, fp8=True)
+    assert "cvt.rn.f16x2.e4m3x2" in kernel.binary.asm["ptx"]
+    assert "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16" in kernel.binary.asm["ptx"]
