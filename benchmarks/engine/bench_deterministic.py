@@ -86,12 +86,10 @@ def main() -> None:
     parser.add_argument("--shapes", default="qwen06,llama8b,qwen30a3b", help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="few and short requests")
-    parser.add_argument(
-        "--by-rows", action="store_true", help="switch tiles.CHOOSES_BY_ROWS on: tiles follow the number of rows"
-    )
+    parser.add_argument("--one-tile", action="store_true", help="switch tiles.CHOOSES_BY_ROWS off: one tile for every size")
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results")
     options = parser.parse_args()
-    tiles.CHOOSES_BY_ROWS |= options.by_rows
+    tiles.CHOOSES_BY_ROWS &= not options.one_tile
     results = Results("deterministic", options.out)
     for shape in options.shapes.split(","):
         for case, (deterministic, usual) in measure(shape, options.device, options.tiny).items():

@@ -106,7 +106,7 @@ def main() -> None:
             x = torch.randn(rows, k, dtype=torch.bfloat16, device="cuda")
             chosen = select_kernel(product_of(x, weight)).tile
             tiles = [*tiles_for(rows), *(segmented(n, k, HOPPER_TILES[2:4]) if rows <= 256 else ())]
-            calls = {"torch": partial(torch.matmul, x, weight.t())}
+            calls: dict[str, Callable[[], Tensor]] = {"torch": partial(torch.matmul, x, weight.t())}
             calls |= {name_of(tile): call_of(x, weight, tile) for tile in tiles}
             calls |= {"one tile": call_of(x, weight, ONE_TILE)}
             times = {name: 1e3 * milliseconds(call, rep=options.rep, warmup=5) for name, call in calls.items()}

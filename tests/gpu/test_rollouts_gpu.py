@@ -57,11 +57,13 @@ def test_a_step_takes_no_memory_and_sleep_gives_the_cache_back() -> None:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to("cuda")
     weights = sum(parameter.nbytes for parameter in model.parameters())
     gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
     alone = torch.cuda.memory_allocated()
     engine = RolloutEngine(model, device="cuda", num_pages=4096, max_model_len=256, max_num_seqs=8)
     cache = sum(k.nbytes + v.nbytes for k, v in engine._engine._runner.kv_caches.values())
     engine.generate([PROMPT], params=SamplingParams(max_tokens=4))
+    torch._C._cuda_clearCublasWorkspaces()  # they are larger than the weights of this model
     held = torch.cuda.memory_allocated() - alone - cache
     assert held < weights / 2, "merged weights take the memory of the separate ones"
     before = torch.cuda.memory_allocated()

@@ -28,7 +28,7 @@ def test_a_query_has_the_same_bits_with_any_others(heads: tuple[int, int], head_
     k, v = (make(2 * pages, num_kv_heads, 16, head_dim).transpose(1, 2) for _ in range(2))
     table = torch.randperm(2 * pages, device="cuda").int().view(2, pages)
 
-    def compute(first: int, last: int, *, apart: bool | None = None, beside: int = 0) -> Tensor:
+    def compute(first: int, last: int, *, beside: int = 0, **form: Any) -> Tensor:
         """Queries first to last of a sequence, with another sequence of `beside` queries before it."""
         q_lens = [beside, last - first]
         kv_lens = [beside, last]
@@ -43,7 +43,7 @@ def test_a_query_has_the_same_bits_with_any_others(heads: tuple[int, int], head_
             block_table=table,
         )
         options = AttentionOptions(head_dim**-0.5, (left, 0), softcap, max(q_lens), max(kv_lens), False, TREE_SPLITS)
-        return plan_tree(tensors, options, apart=apart)(tensors)[0][beside:]
+        return plan_tree(tensors, options, **form)(tensors)[0][beside:]
 
     whole = compute(0, LENGTH)
     exact = fa_serve.attention(
@@ -58,3 +58,8 @@ def test_a_query_has_the_same_bits_with_any_others(heads: tuple[int, int], head_
         for apart in (False, True):
             for beside in (0, 1, 100):
                 assert torch.equal(compute(first, last, apart=apart, beside=beside), whole[first:last]), (first, apart, beside)
+    if head_dim <= 128 and torch.cuda.get_device_capability()[0] == 9:
+        for first, last in ((LENGTH - 1, LENGTH), (3, 900), (0, LENGTH)):
+            assert torch.equal(compute(first, last, apart=False, block_m=128), whole[first:last]), (
+                "plan.CHOOSES_ROWS must be off"
+            )

@@ -25,7 +25,8 @@ DENSE = {
     "float8, a scale for each row": dense("float8", group=0),
     "... whose rows are no multiple of 16": dense("float8", n=28680, group=0),
     "float8 in blocks": dense("float8"),
-    "any, deterministic mode": dense(invariant=True),
+    "bfloat16, deterministic mode": dense("float", invariant=True),
+    "others, deterministic mode": dense(invariant=True),
 }
 MIXTURE = {"num_experts": 128, "top_k": 8}
 EXPERTS = {

@@ -20,7 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fa_serve.launching.launch import Launch
+from fa_serve.backends.triton.primitives import wait_for_previous_kernel
+from fa_serve.launching.launch import Launch, launch_options
 from fa_serve.launching.plans import PLANS
 from fa_serve.ops.products.problem import Details, Multiply, Product
 from fa_serve.ops.products.quantised.dequantise import plan_matrix
@@ -95,11 +96,13 @@ def _invariant_linear(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """A program computes one tile of the output; with APART, one segment of it, and out is (SEGMENTS, M, N) float32.
 
     Consecutive programs compute GROUP_M tiles of one column, then of the next one: they share weights and inputs in L2.
     """
+    wait_for_previous_kernel(PDL)
     tiles_m = tl.cdiv(M, BLOCK_M)
     in_group = GROUP_M * tl.cdiv(N, BLOCK_N)
     pid = tl.program_id(0)
@@ -165,8 +168,9 @@ def plan_invariant(product: Product, tile: InvariantTile, details: Details) -> M
             tile.block_m,
             tile.block_n,
             tile.block_k,
+            product.is_programmatic,
         ),
-        options={"num_warps": tile.num_warps, "num_stages": tile.num_stages},
+        options={**launch_options(product.is_programmatic, tile.num_warps), "num_stages": tile.num_stages},
     )
     sums = plan_sums(launch, product, tile.segments if tile.apart else 1, details.alpha)
 

@@ -93,8 +93,10 @@ def multiply(
 
 def rows_are_independent() -> bool:
     """Whether a mode asks that the bits of a row do not depend on the other rows (ops/deterministic.py)."""
-    modes = map(torch._C._get_dispatch_stack_at, range(torch._C._len_torch_dispatch_stack()))
-    return any(getattr(mode, "rows_are_independent", False) for mode in modes)
+    count = torch._C._len_torch_dispatch_stack()
+    if count == 0:
+        return False  # the usual case, at each product
+    return any(getattr(torch._C._get_dispatch_stack_at(i), "rows_are_independent", False) for i in range(count))
 
 
 def _plan(

@@ -242,7 +242,7 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     Kernel(
         name="invariant",
-        about="all numbers of tokens in equal tiles",
+        about="any number of tokens, with the same bits for each",
         launches=("_invariant_linear",),
         plan="fa_serve.ops.products.row_invariant:plan_invariant",
         values=ANY_VALUES,

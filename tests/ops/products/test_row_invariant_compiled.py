@@ -75,9 +75,10 @@ def test_a_tile_of_fewer_rows_would_be_another_instruction() -> None:
     assert kernel.instructions["HMMA"]
 
 
-def test_one_tile_serves_every_number_of_rows_until_a_gpu_has_compared_them() -> None:
+@pytest.mark.parametrize("arch", [80, 89, 100])
+def test_one_tile_serves_every_number_of_rows_where_no_gpu_has_compared_them(arch: int) -> None:
     tiles = {
-        invariant_tile(Product(values="float", n=4096, k=4096, tokens=tokens, dtype=torch.bfloat16, arch=90, invariant=True))
+        invariant_tile(Product(values="float", n=4096, k=4096, tokens=tokens, dtype=torch.bfloat16, arch=arch, invariant=True))
         for tokens in (1, 64, 512, 8192)
     }
     assert tiles == {ONE_TILE}

@@ -92,11 +92,11 @@ def _compute_group(
 ):
     """The blocks of one group with a key in [begin, end), in their order -> maximum, sum and weighted values of each row.
 
-    limits: the first key that any row sees, and the number of keys
+    limits: the first key that any row sees, the number of keys, and where the keys begin and end that every row sees
     """
     BLOCK_M: tl.constexpr = var.block_m
     BLOCK_DV: tl.constexpr = var.block_dv
-    first_key, kv_len = limits
+    first_key, kv_len, inner_begin, inner_end = limits
     scale, softcap = scaling
     window_left, window_right = window
     offs_d = tl.arange(0, var.block_d)
@@ -116,17 +116,18 @@ def _compute_group(
         if var.has_softcap:
             s = softcap_scores(s, scale, softcap, var.precision == "ieee", var.ptx)
             factor = 1.0
-        keep = window_keep(
-            positions[:, None],
-            cols[None, :],
-            kv_len,
-            window_left,
-            window_right,
-            var.has_left,
-            var.has_right,
-            var.chunked,
-        )
-        s = tl.where(keep, s, float("-inf"))
+        if (n < inner_begin) | (n + var.block_n > inner_end):
+            keep = window_keep(
+                positions[:, None],
+                cols[None, :],
+                kv_len,
+                window_left,
+                window_right,
+                var.has_left,
+                var.has_right,
+                var.chunked,
+            )
+            s = tl.where(keep, s, float("-inf"))
         p, row_max, row_sum, alpha = online_softmax_update(s, factor, row_max, row_sum)
         v = _load_keys(v_tensor, cols, owned, offs_v, table_ptr, var.dim_v, q.dtype, var)
         acc = tl.dot(p.to(q.dtype), v, acc * alpha[:, None], input_precision=var.precision)
@@ -271,9 +272,14 @@ def attn_tree(
     end = kv_len
     if var.has_right:
         end = tl.minimum(kv_len, tl.maximum(last_token + offset + window_right + 1, 0))
+    inner_end = kv_len
+    if var.has_right:
+        inner_end = tl.minimum(kv_len, row_first // var.groups + offset + window_right + 1)
     first_key = kv_len * 0
+    inner_begin = first_key
     if var.has_left:
         first_key = tl.maximum(first_visible(row_first // var.groups + offset, window_left, var.chunked), 0)
+        inner_begin = first_visible(last_token + offset, window_left, var.chunked)
     first_group = first_key // var.group
     behind = (end + var.group - 1) // var.group
     if var.apart:
@@ -309,7 +315,7 @@ def attn_tree(
             v_tensor,
             table_ptr,
             positions,
-            (first_key, kv_len),
+            (first_key, kv_len, inner_begin, inner_end),
             (scale, softcap),
             (window_left, window_right),
             var,

@@ -11,7 +11,7 @@ may be computed in tiles with any others: a token has the same bits in a prompt,
 that verifies drafts, and alone. And groups may be computed by one program, which folds them in registers, or by one program
 each (`apart`), after which a second kernel folds them.
 
-Each tile has 64 packed rows, also for a single query, and one number of warps: this is one instruction for the products, and
+Each tile has 64 packed rows, also for a single query, and a warp for 16 of them: this is one instruction for the products, and
 one order of the sums over a row's scores. Left out: explicit masks, ALiBi, and latent keys. Source of the idea: fixed split
 sizes in He et al., "Defeating Nondeterminism in LLM Inference" (2025).
 """
@@ -31,6 +31,12 @@ from fa_serve.launching.plans import Run
 
 TREE_ROWS = 64
 """Packed rows of a tile."""
+MANY_TREE_ROWS = 128
+"""Packed rows of a tile with twice as many warps, for steps with many rows. The instructions and the sums over a row's scores
+are the same."""
+CHOOSES_ROWS = False
+"""The switch: whether many rows have such tiles on Hopper. It may be on where tests/gpu/test_tree_gpu.py has found the rows of
+both tiles equal in every bit."""
 GROUP_KEYS = 512
 """Keys of a group. The groups of a single sequence are programs, so shorter ones would occupy more of a GPU, and longer
 ones cost prompts less: the fold is as much work as half a block."""
@@ -39,12 +45,13 @@ _MOST_BUFFER = 16 << 20
 """The most numbers that groups apart may leave."""
 
 
-def plan_tree(tensors: AttentionTensors, options: AttentionOptions, *, apart: bool | None = None) -> Run:
-    """Plan calls of the layout "paged" that look like this one. apart: overrides the choice, for tests"""
+def plan_tree(
+    tensors: AttentionTensors, options: AttentionOptions, *, apart: bool | None = None, block_m: int | None = None
+) -> Run:
+    """Plan calls of the layout "paged" that look like this one. apart, block_m: override the choice, for tests"""
     q = tensors.q
     k, v = (with_unit_stride(x) for x in (tensors.k, tensors.v))
     assert tensors.block_table is not None
-    assert tensors.cu_seqlens_q is not None
     total_q, num_heads, dim = q.shape
     heads = k.shape[2]
     dim_v = v.shape[3]
@@ -53,17 +60,19 @@ def plan_tree(tensors: AttentionTensors, options: AttentionOptions, *, apart: bo
     groups = num_heads // heads
     width = max(padded_dim(dim), padded_dim(dim_v))
     rows = groups * max(options.max_seqlen_q, 1)
-    tiles_per_seq = -(-rows // TREE_ROWS)
+    arch = spec.arch_of(q.device)
+    block_m = block_m or _choose_rows(arch, width, q.element_size(), rows)
+    tiles_per_seq = -(-rows // block_m)
     # sequences with fewer queries than the longest one have fewer tiles
-    tiles = min(batch * tiles_per_seq, batch + total_q * groups // TREE_ROWS)
+    tiles = min(batch * tiles_per_seq, batch + total_q * groups // block_m)
     most_groups = max(1, -(-options.max_seqlen_k // GROUP_KEYS))
-    unit_rows = min(TREE_ROWS, rows)
+    unit_rows = min(block_m, rows)
     buffer_size = tiles * heads * most_groups * unit_rows * (dim_v + 2)
     if apart is None:
         few = tiles * heads < 2 * multiprocessors(q.device, 8)
         apart = few and most_groups > 1 and buffer_size <= _MOST_BUFFER
-    arch = spec.arch_of(q.device)
-    variant = _variant(tensors, options, dim_v, 0 if tiles == batch * tiles_per_seq else batch_block(batch), apart)
+    searches = tiles < batch * tiles_per_seq
+    variant = _variant(tensors, options, dim_v, block_m, batch_block(batch) if searches else 0, apart)
     out = tensors.out
     takes_out = out is not None and out.stride(2) == 1
     out_strides = out.stride()[:2] if out is not None and takes_out else (num_heads * dim_v, dim_v)
@@ -83,7 +92,7 @@ def plan_tree(tensors: AttentionTensors, options: AttentionOptions, *, apart: bo
         ),
         strides=(*q_strides, *k.stride()[:3], *v.stride()[:3], *out_strides),
         fixed=(variant,),
-        options={**launch_options(variant.pdl, 4 if width <= 128 else 8), "num_stages": _num_stages(arch, width)},
+        options={**launch_options(variant.pdl, block_m // 16 if width <= 128 else 8), "num_stages": _num_stages(arch, width)},
     )
     blocks_per_tile = -(-unit_rows // _FOLDED_ROWS)
     finish = Launch(
@@ -118,6 +127,12 @@ def plan_tree(tensors: AttentionTensors, options: AttentionOptions, *, apart: bo
     return run
 
 
+def _choose_rows(arch: int, width: int, itemsize: int, rows: int) -> int:
+    """Packed rows of a tile, for sequences with so many."""
+    has_many = CHOOSES_ROWS and arch == 90 and width <= 128 and itemsize == 2
+    return MANY_TREE_ROWS if has_many and rows >= 4 * MANY_TREE_ROWS else TREE_ROWS
+
+
 def _num_stages(arch: int, width: int) -> int:
     """Blocks of K and V in flight. They change no sum."""
     if width <= 128:
@@ -125,7 +140,9 @@ def _num_stages(arch: int, width: int) -> int:
     return 2 if arch in (80, 90, 100) and width <= 256 else 1
 
 
-def _variant(tensors: AttentionTensors, options: AttentionOptions, dim_v: int, batch_block: int, apart: bool) -> TreeVariant:
+def _variant(
+    tensors: AttentionTensors, options: AttentionOptions, dim_v: int, block_m: int, batch_block: int, apart: bool
+) -> TreeVariant:
     """What the kernels are compiled for. Blocks, groups and warps depend on sizes of heads and on dtypes alone."""
     q = tensors.q
     dim = q.shape[2]
@@ -137,7 +154,7 @@ def _variant(tensors: AttentionTensors, options: AttentionOptions, dim_v: int, b
         dim_v=dim_v,
         block_d=padded_dim(dim),
         block_dv=padded_dim(dim_v),
-        block_m=TREE_ROWS,
+        block_m=block_m,
         block_n=64 if width <= 256 and q.element_size() == 2 else 32,
         group=GROUP_KEYS,
         page_size=tensors.k.shape[1],
