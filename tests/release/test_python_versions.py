@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 from fa_serve.doctor import NEWEST_TESTED
 
@@ -60,6 +61,18 @@ def test_one_list_of_releases():
     tested = {tuple(map(int, each.split("."))) for each in matrix["python"]}
     assert tested <= set(DECLARED)
     assert DECLARED[-1] in tested
+
+
+def test_every_declared_release_has_one_pin_of_each_package():
+    """constraints.txt has two lines for a package that has dropped the oldest release, and exactly one of them holds."""
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
+    pins = [Requirement(line) for line in lines]
+    names = {pin.name for pin in pins}
+    for release in DECLARED:
+        python = {"python_version": ".".join(map(str, release))}
+        held = [pin.name for pin in pins if pin.marker is None or pin.marker.evaluate(python)]
+        assert sorted(held) == sorted(names), release
+    assert len(pins) > len(names)
 
 
 def test_the_oldest_grammar_reads_every_source():
