@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from fa_serve.engine import Engine, EngineConfig, Phase
-from fa_serve.spec import arch_of
 
 doctor = pytest.importorskip("fa_serve.doctor", reason="the server extra is not installed", exc_type=ImportError)
 
@@ -32,8 +31,5 @@ def test_an_engine_says_what_it_has_decided():
     assert summary.device == torch.cuda.get_device_name(0)
     assert summary.graphs
     assert summary.fuses
-    assert set(summary.attention["decoding"]) <= {"triton", "hopper"}
-    if arch_of(torch.device("cuda")) == 90:
-        assert "hopper" in summary.attention["prompts"]
+    assert {*summary.attention["prompts"], *summary.attention["decoding"]} <= {"triton", "hopper"}
     assert ended[-2:] == ["kernels", "captures"]
-    assert all(0.0 <= phase.done < 1.0 for phase in phases if phase.name not in ended or phase.done != 1.0)
