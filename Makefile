@@ -139,7 +139,7 @@ clean: ## remove .venv, caches and build products
 	rm -rf $(VENV) bench_logs build dist site sbom *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(BIN)/python:
-	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or exit("constraints.txt needs Python 3.11 or later: make PYTHON=python3.11 ...")'
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or exit("fa_serve needs Python 3.10 or later: make PYTHON=python3.10 ...")'
 	$(PYTHON) -m venv $(VENV)
 
 # the versions of constraints.txt, or those with a CUDA build of torch (see there), whichever pip can resolve on this machine
@@ -149,6 +149,7 @@ $(VENV)/constraints.txt: constraints.txt | $(BIN)/python
 	else cat $(VENV)/resolve.log; exit 1; fi
 
 $(VENV)/.server $(VENV)/.docs $(VENV)/.test $(VENV)/.release: $(VENV)/.%: pyproject.toml $(VENV)/constraints.txt
+	@$(if $(filter test,$*),$(BIN)/python -c 'import sys; sys.version_info >= (3, 11) or exit("the tests need Python 3.11 or later: make clean, then make PYTHON=python3.11 test")')
 	@echo "installing fa-serve[$*] with $$(grep ^torch== $(VENV)/constraints.txt) into $(VENV); the first time takes a minute or more"
 	@$(PIP_INSTALL) -c $(VENV)/constraints.txt -e '.[$*]'
 	@touch $@ $(if $(filter test,$*),$(VENV)/.server $(VENV)/.docs) # [test] contains both

@@ -14,7 +14,9 @@ no name is ever cut off, however narrow the terminal is. Left out: the commands 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
@@ -22,12 +24,30 @@ from typer.core import TyperCommand
 
 from fa_serve.server.settings import SECRETS, Settings
 
+FLAG = re.compile(r"--[a-z][a-z0-9-]*")
+HELD = "\ue000"
+"""Stands for a hyphen at which no line ends; a character of the private use area."""
+PLAIN_TYPES = (bool, float, int, str, Path)
+"""Types that every release of typer reads; beside them there are choices."""
 SWITCH_WORDS = ("true", "false", "yes", "no", "on", "off", "1", "0")
 """What people write behind a switch, which takes no value. It would be taken for the name of a model."""
 
 
 class PlainHelp(TyperCommand):
-    """A command whose help is plain text, with a section for each panel of options."""
+    """A command whose help is plain text, with a section for each panel of options, in which no flag is divided between lines.
+
+    click wraps lines at hyphens as well, so those of flags are other characters until the lines are made.
+    """
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help of the command."""
+        written = self.help
+        self.help = written and _undivided(written)
+        try:
+            super().format_help(ctx, formatter)
+        finally:
+            self.help = written
+        formatter.buffer = [piece.replace(HELD, "-") for piece in formatter.buffer]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the arguments, and then the options by panel, in the order in which panels first appear."""
@@ -36,11 +56,16 @@ class PlainHelp(TyperCommand):
             record = parameter.get_help_record(ctx)
             if record is None:
                 continue
+            record = (_undivided(record[0]), _undivided(record[1]))
             fallback = "Arguments" if parameter.param_type_name == "argument" else "Options"
             sections.setdefault(getattr(parameter, "rich_help_panel", None) or fallback, []).append(record)
         for title, records in sections.items():
             with formatter.section(title):
                 formatter.write_dl(records)
+
+
+def _undivided(text: str) -> str:
+    return FLAG.sub(lambda flag: flag[0].replace("-", HELD), text)
 
 
 def with_settings(command: Callable[..., None]) -> Callable[..., None]:
@@ -63,8 +88,8 @@ def _option(name: str) -> Any:
     flag = name.replace("_", "-")
     kinds = [kind for kind in get_args(field.annotation) if kind is not type(None)]
     kind: Any = field.annotation if not kinds or get_origin(field.annotation) is Literal else kinds[0]
-    if get_origin(field.annotation) is list:
-        kind = str
+    if kind not in PLAIN_TYPES and get_origin(kind) is not Literal:
+        kind = str  # the settings read it
     names = f"--{flag}/--no-{flag}" if kind is bool else f"--{flag}"
     shown = typer.Option(names, help=str(field.description) + _shown_default(field.default), rich_help_panel=extra["group"])
     return Annotated[kind | None, shown]

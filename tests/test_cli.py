@@ -67,6 +67,7 @@ COMMANDS = [(), ("serve",), ("ray",), ("warm",), ("chat",), ("bench",), ("info",
 def test_help_fits_80_columns_and_nothing_is_cut(command):
     lines = run(*command, "--help", COLUMNS="80").stdout.splitlines()
     assert max(map(len, lines)) <= 80
+    assert not [line for line in lines if re.search(r"--([\w-]*-)?$", line)], "a flag is divided between two lines"
     assert not [line for line in lines if "…" in line or (line.endswith("...") and not line.startswith("Usage"))]
 
 
@@ -92,6 +93,10 @@ def test_a_default_is_shown_as_it_is_written():
         assert default in text
     assert "[default: None]" not in text
     assert "[default: []]" not in text
+
+
+def test_a_size_is_read_by_the_settings(monkeypatch):
+    assert given("--kv-host-memory", "4GiB", monkeypatch=monkeypatch).kv_host_memory == 4 << 30
 
 
 def test_the_version():

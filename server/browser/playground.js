@@ -314,6 +314,7 @@ $("stop").addEventListener("click", () => running?.abort());
 $("reset").addEventListener("click", () => { begin(); keep(); $("question").focus(); });
 $("clear").addEventListener("click", () => { kept.conversations = []; begin(); keep(); $("question").focus(); });
 $("key").addEventListener("change", hello);
+$("adapter").addEventListener("change", () => { model = $("adapter").value; });
 for (const knob of [...KNOBS, "system"]) $(knob).addEventListener("change", keep);
 $("theme").addEventListener("change", () => { kept.theme = $("theme").value; document.documentElement.style.colorScheme = kept.theme; store(); });
 
@@ -348,8 +349,10 @@ async function hello() {
     if (!response.ok) throw await refusal(response);
     const cards = (await response.json()).data;
     card = cards[0];
-    model = card.id;
-    $("model").value = model;
+    model = cards.some(each => each.id === model) ? model : card.id;
+    $("model").value = card.id;
+    $("adapter").replaceChildren(...cards.map((each, i) => make("option", {value: each.id, textContent: i ? each.id : "none", selected: each.id === model})));
+    $("adapter-label").hidden = cards.length < 2;
     $("model").classList.remove("lost");
     $("attach").hidden = !sees();
     about(cards, (await (await fetch("version", {headers: headers()})).json()).version);

@@ -22,6 +22,8 @@ import server_process
 import yaml
 from documentation import check_generated
 from fa_serve.server.settings import PREFIX, SECRETS, Settings, load
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = (ROOT / "Dockerfile").read_text().replace("\\\n", "")
@@ -55,8 +57,11 @@ def requirements(name: str) -> dict[str, tuple[str, list[str]]]:
 
 
 def constraints() -> dict[str, str]:
+    """The versions for the Python of the images, 3.11."""
     lines = (line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#"))
-    return {re.sub(r"[-_.]+", "-", line.partition("==")[0]).lower(): line.partition("==")[2] for line in lines}
+    pins = [Requirement(line) for line in lines]
+    held = [pin for pin in pins if pin.marker is None or pin.marker.evaluate({"python_version": "3.11"})]
+    return {canonicalize_name(pin.name): str(pin.specifier).removeprefix("==") for pin in held}
 
 
 @pytest.mark.parametrize("name", [*IMAGES, "ray", "tools"])

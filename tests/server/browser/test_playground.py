@@ -221,8 +221,29 @@ def test_images_are_sent_where_the_model_takes_them(browser, served):
     page.close()
 
 
-def test_a_model_without_images_takes_none(page):
+def test_a_model_without_images_and_adapters_offers_none(page):
     expecting()(page.get_by_role("button", name="Add image")).to_be_hidden()
+    expecting()(page.get_by_label("Adapter")).to_be_hidden()
+
+
+def test_an_adapter_is_asked_for_by_its_name(browser, served):
+    expect = expecting()
+    sent = []
+
+    def answer(route):
+        sent.append(route.request.post_data_json["model"])
+        route.fulfill(content_type="text/event-stream", body=stream("Yes."))
+
+    cards = model_card()
+    cards["data"].append(cards["data"][0] | {"id": "tuned", "parent": "m"})
+    page = open_page(browser, served.url, **{"v1/models": cards, "v1/chat/completions": answer})
+    for number, adapter in enumerate(("m", "tuned")):
+        page.get_by_label("Adapter").select_option(adapter)
+        page.get_by_label("Message", exact=True).fill("Are you there?")
+        page.keyboard.press("Enter")
+        expect(page.locator(".note")).to_have_count(number + 1)
+    assert sent == ["m", "tuned"]
+    page.close()
 
 
 def test_views_of_encoders_and_of_the_model(browser, served):
