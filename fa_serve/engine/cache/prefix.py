@@ -83,6 +83,13 @@ class Prefix:
         self._fetching: dict[int, SharedPrefix] = {}  # what is held until more of it has come from the host
         self._last_hashed: SequenceState | None = None
 
+    def begin_step(self) -> None:
+        """A new step is being made."""
+        if self._states is not None:
+            self._states.begin_step()
+        if self._tier is not None:
+            self._tier.begin_step()
+
     def shared(self, sequence: SequenceState) -> SharedPrefix:
         """What the prefix cache has for the first tokens of a waiting sequence."""
         pages = self._pages

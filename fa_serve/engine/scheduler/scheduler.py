@@ -154,10 +154,7 @@ class Scheduler:
     def schedule(self) -> ScheduledBatch:
         """The next step's tokens. The batch is empty when there is nothing to compute."""
         self._num_steps += 1
-        if self.states is not None:
-            self.states.begin_step()
-        if self.tier is not None:
-            self.tier.begin_step()
+        self._prefix.begin_step()
         self._reclaim()
         self._make_room()
         batch = ScheduledBatch(number=self._num_steps, max_tokens=self.max_num_batched_tokens)
