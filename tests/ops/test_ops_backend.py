@@ -21,6 +21,8 @@ def test_the_protocol_has_every_op() -> None:
         "rotary_store_kv",
         "rotary_store_latent",
         "act_and_mul",
+        "gate_heads",
+        "delta_gates",
         "add",
         "add_lora",
         "move_rows",
