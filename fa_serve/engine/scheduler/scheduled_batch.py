@@ -100,11 +100,13 @@ class ScheduledBatch:
         return self.prompt_room > 0 and missing <= min(self.room, self.prompt_limits[1] - self.num_prompt_tokens)
 
     def completes_another(self, request: Request) -> bool:
-        """Whether it completes the prompt of this request for another answer to it."""
+        """Whether it completes the prompt of this request for another answer to it: both begin in one step then."""
         return any(request.is_like(other) for other in self.completed)
 
-    def widen(self, num_tokens: int) -> None:
-        """Leave so many more prompt tokens to prompts, at least."""
+    def widen(self, num_tokens: int, most: int) -> None:
+        """Leave at least so many more tokens to prompts, unless they are more than `most`."""
+        if num_tokens > most:
+            return
         least = self.num_prompt_tokens + num_tokens
         self.prompt_limits = (max(self.prompt_limits[0], least), max(self.prompt_limits[1], least))
 

@@ -18,14 +18,13 @@ A model with linear attention has states beside its pages (cache/states.py), whi
 that they fill, at the end of a chunk. The one before is given back when the step is committed, so that a step that fails or is
 rolled back leaves the state from which it began. If states are short, sequences that fill a page take turns.
 
-Pages are offered to other sequences when the step that fills them is scheduled (cache/prefix.py), so that sequences that come
-in one step share their prefix. While sequences decode, prompts get a share of the step that keeps it short (prompt_share.py).
+Pages are offered to others when the step that fills them is scheduled (cache/prefix.py), so that sequences that come in one
+step share their prefix. Prompts get a share of a step that decodes (prompt_share.py), in an order (prompt_order.py).
 
 `schedule` may run ahead of `commit`, because the device computes step n while the host prepares step n + 1. A sequence whose
 sampled token is not known yet is scheduled with a pending token, which the model runner keeps on the device. If a sequence ends
 while a step is in flight, the token that this step samples for it is dropped. A sequence that speculates
-(speculation/drafts.py) waits for its newest token instead, because its drafts begin after it; `needs_results` says when the
-whole step should wait.
+(speculation/drafts.py) waits for its newest token, after which its drafts begin; `needs_results`: whether all should wait.
 
 Left out: tensors, text and the clock. Sources: Orca (Yu et al. 2022), vLLM (Kwon et al. 2023), Sarathi (Agrawal et al. 2023).
 """
@@ -100,7 +99,7 @@ class Scheduler:
         self.sequences: dict[str, SequenceState] = {}
         self.num_preemptions = 0
         self._num_steps = 0
-        self._now = 0.0  # on the clock of the arrivals, as far as arrivals and the times of steps tell
+        self._now = 0.0  # on the clock of arrivals, as far as these and the times of steps tell
         self._slots = list(range(max_num_seqs - 1, -1, -1))
         self.deadlines = Deadlines()
 
@@ -333,8 +332,7 @@ class Scheduler:
         batch.prompt_limits = order.limits(batch, num_decoding, self._now)
         while batch.room and (sequence := order.first()) is not None:
             if order.is_waiting and batch.completes_another(sequence.request):
-                rest = self._prefix.num_missing(sequence)
-                batch.widen(rest if rest <= self.pages.page_size else 0)  # the answers to one prompt begin in one step
+                batch.widen(self._prefix.num_missing(sequence), most=self.pages.page_size)
             length = next_length(batch, sequence, self._state_grid)
             if order.is_waiting:
                 if not length or not self._slots or not self._admit(sequence):
@@ -345,12 +343,12 @@ class Scheduler:
                 self._enter(sequence, self.waiting.admit(cost))
                 batch.admitted.append(sequence)
                 length = next_length(batch, sequence, self._state_grid)
-            elif not length or (self.states is not None and not self._prefix.can_store(sequence, length)):
-                order.drop()
-                continue
+            elif self.states is not None and not self._prefix.can_store(sequence, length):
+                length = 0
             order.drop()
-            self._grow_to(sequence, sequence.num_tokens)
-            self._append(batch, sequence, length)
+            if length:
+                self._grow_to(sequence, sequence.num_tokens)
+                self._append(batch, sequence, length)
 
     def _is_held_back(self, sequence: SequenceState) -> bool:
         """Whether a sequence waits for its newest tokens."""

@@ -151,7 +151,7 @@ def test_a_start_that_fails_frees_its_graphs(make_engine, replays, monkeypatch) 
     engine = make_engine(max_num_seqs=4)
     runner = engine._runner
     runner.make_graphs()
-    loaded = Loaded(runner, cast(Any, None), None, engine.config, 64, frozenset(), SamplingParams())
+    loaded = Loaded(runner, cast(Any, None), None, engine.config, 64, frozenset(), SamplingParams(), cast(Any, None))
     monkeypatch.setattr(start_up, "load", lambda *_: loaded)
     monkeypatch.setattr(runner, "device", torch.device("cuda"))
     monkeypatch.setattr(start_up, "warm_up", lambda *_: 1 / 0)
@@ -216,7 +216,9 @@ def test_ranks_compile_alone_and_add_together(make_engine, monkeypatch) -> None:
     class Runner:
         device = torch.device("cuda")
 
-    loaded = Loaded(cast(Any, Runner()), cast(Any, None), None, engine.config, 64, frozenset(), SamplingParams())
+    loaded = Loaded(
+        cast(Any, Runner()), cast(Any, None), None, engine.config, 64, frozenset(), SamplingParams(), cast(Any, None)
+    )
     monkeypatch.setattr(start_up, "load", lambda *_: loaded)
     for name in ("warm_up", "warm_up_sums", "capture_ahead"):
         monkeypatch.setattr(start_up, name, lambda *_, name=name: done.append((name, all_reduce._paused)) or "")
