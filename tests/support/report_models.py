@@ -255,7 +255,7 @@ def experts() -> dict[str, Any]:
     return {"layouts": report_experts.layouts(), "mixtures": report_experts.mixtures()}
 
 
-def tested_types() -> dict[str, list[str]]:
+def compared_types() -> dict[str, list[str]]:
     """The types of transformers that tests compare with eager attention, and those whose vectors are compared."""
     from encoder_folders import FAMILIES as encoders
     from hf_families import FAMILIES as known
@@ -276,7 +276,7 @@ def _type_of(model_class: str) -> str:
 def support(results: dict[str, Any]) -> dict[str, Any]:
     """What the engine does beyond the text of a type, for those whose text it serves."""
     served = [name for name, row in results["types"].items() if row["engine text"] == report_types.YES]
-    return {"support": report_support.rows(served), "tested": tested_types()}
+    return {"support": report_support.rows(served), "tested": compared_types()}
 
 
 _HEAD = "<!-- written by tests/support/report_models.py; tests/test_report_models.py compares it with the results -->"

@@ -155,7 +155,8 @@ def code_or_none(reason: str) -> str | None:
 def measured() -> set[str]:
     """The GPUs of benchmarks/results, by the word of their name."""
     lines = [json.loads(line) for path in sorted(RESULTS.glob("*.jsonl")) for line in path.read_text().splitlines()]
-    return {word for line in lines for word in str(line.get("gpu", "")).split()[1:2]}
+    names = {str(line.get("gpu", "")) for line in lines}
+    return {name.split()[1] for name in names if name.startswith("NVIDIA ")}
 
 
 def hardware() -> list[str]:
