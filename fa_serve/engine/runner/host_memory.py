@@ -119,7 +119,8 @@ class HostMemory:
 
     def _pin(self, num_bytes: int) -> None:
         """Map and pin the memory. Runs in a thread."""
-        torch.cuda.set_device(self._device)
+        if self._device.index is not None:  # without a number it is the device that every thread begins with
+            torch.cuda.set_device(self._device)
         for size in self._piece_sizes(num_bytes):
             if self._closed.is_set():
                 return
