@@ -17,7 +17,7 @@ CASES = [
     pytest.param(LoraCase((-1, 0, 2, 2), dora=True), id="dora"),
     pytest.param(LoraCase((0, 1), dora=True, bias=True, norm=True), id="everything"),
     pytest.param(LoraCase((1,) * 35 + (0,) * 3, widths=(140,)), id="several tiles"),
-    pytest.param(LoraCase(tuple(range(11)) * 2, ranks=(4,) * 11, widths=(24, 40)), id="more tiles than programs"),
+    pytest.param(LoraCase(tuple(range(35)), ranks=(4,) * 35, widths=(24, 40)), id="more tiles than programs"),
     pytest.param(LoraCase((1,) * 70 + (0, -1), widths=(24, 24), block_rows=64), id="prompts"),
 ]
 
@@ -41,4 +41,5 @@ def test_splits_fill_a_gpu_and_leave_long_enough_parts() -> None:
     assert choose_lora_tile(4096, 16, num_tiles=1, parts=3, num_sms=132).splits == 8
     assert choose_lora_tile(4096, 64, num_tiles=100, parts=1, num_sms=132).splits == 2
     assert choose_lora_tile(4096, 64, num_tiles=132, parts=1, num_sms=132).splits == 1
+    assert choose_lora_tile(4096, 16, num_tiles=68, parts=1, num_sms=132)[::2] == (32, 8), "most tiles are empty"
     assert choose_lora_tile(900, 16, num_tiles=1, parts=1, num_sms=132).splits == 1
