@@ -485,6 +485,30 @@ def request() -> Drawing:
     return d
 
 
+def tree() -> Drawing:
+    """Two queries of one sequence: each folds the groups of keys that it sees, which are cut at absolute positions."""
+    d = Drawing(300, "The tree of deterministic attention: groups of 512 keys, folded from the left")
+    left = 110.0
+    width = 190.0
+    d.text((20, 56), "keys", anchor="start", colour=BLUE)
+    for group in range(3):
+        x = left + group * (width + 20)
+        d.text((x, 26), str(512 * group), size=11)
+        for block in range(8):
+            d.box((x + block * width / 8, 38), (width / 8, 30), fill=PALE_BLUE, edge=BLUE)
+        d.line((x + width / 2, 68), (x + width / 2, 104))
+        d.box((x, 106), (width, 40), f"group {group}: online softmax", "over its blocks of 64, in order", fill=PALE, text=11)
+    d.text((20, 200), "query 700", anchor="start", colour=RED)
+    d.text((20, 260), "query 1400", anchor="start", colour=RED)
+    folds = (left + width + 20, left + 2 * (width + 20))
+    d.box((folds[0], 180), (width, 36), "fold(group 0, group 1)", fill=PALE_RED, edge=RED)
+    d.box((folds[0], 240), (width, 36), "fold(group 0, group 1)", fill=PALE_RED, edge=RED)
+    d.box((folds[1], 240), (width, 36), "fold(that, group 2)", fill=PALE_RED, edge=RED)
+    d.line((folds[0] + width, 258), (folds[1] - 2, 258))
+    d.text((folds[1] + width / 2, 202), "group 2 is not visible", size=11, colour=GREY)
+    return d
+
+
 DRAWINGS: Sequence[Callable[[], Drawing]] = (
     softmax,
     band,
@@ -498,6 +522,7 @@ DRAWINGS: Sequence[Callable[[], Drawing]] = (
     quantised,
     experts,
     states,
+    tree,
     request,
 )
 
