@@ -86,7 +86,7 @@ def _plain(reason: str) -> str:
 
 
 def _of_engine(name: str) -> dict[str, str]:
-    from fa_serve.hf import check_model, patch, take_scaled_experts
+    from fa_serve.hf import model_layers, patch, seat_indexers, take_scaled_experts
     from fa_serve.hf.surgery.experts.mixtures import expert_modules, take_experts
     from fa_serve.hf.surgery.fuse.fusion import fuse_layers
     from fa_serve.hf.surgery.fuse.latent import LatentAttention
@@ -100,7 +100,9 @@ def _of_engine(name: str) -> dict[str, str]:
         return row | {"reason": model}
     try:
         patch(model)
-        check_model(model)
+        indexers = model_layers(model).indexers
+        if indexers:
+            seat_indexers(model)
         with _reasons() as reasons:
             found = expert_modules(model)
             taken = take_experts(model)
@@ -113,7 +115,7 @@ def _of_engine(name: str) -> dict[str, str]:
     layers = [m for m in model.modules() if isinstance(getattr(m, "self_attn", None), torch.nn.Module) or find_mixer(m)]
     latent = [m for m in layers if isinstance(m.forward, FusedLayer) and isinstance(m.forward.attention, LatentAttention)]
     row["layers"] = "unfused" if not count else "fused" if count == len(layers) else f"{count} of {len(layers)} fused"
-    row["cache"] = "latent keys" if latent else "heads"
+    row["cache"] = "latent keys" if latent or indexers else "heads"
     if found:
         row["experts"] = "fa_serve" if taken == len(found) else "transformers"
     elif scaled:
