@@ -34,8 +34,10 @@ def test_shrink_and_expand(target: str) -> None:
         launch(14336, (4096,), 512, 64, torch.bfloat16)
         launch(4096, (4096,), 64, 16, torch.float16)
     assert [kernel.name for kernel in kernels] == ["_shrink", "_expand"] * 4
-    # the loop over tiles costs `_expand` two registers more than there are for gate and up
-    assert max(kernel.spill_bytes for kernel in kernels) <= 8
+    # the loop over tiles costs `_expand` two registers more than there are, for gate and up alone
+    spills = [kernel.spill_bytes for kernel in kernels]
+    assert spills.pop(3) <= 8
+    assert spills == [0] * 7
     assert max(kernel.shared_bytes for kernel in kernels) <= SHARED_BYTES[target]
 
 
