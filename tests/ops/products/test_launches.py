@@ -33,7 +33,7 @@ MACHINES = [
     (90, False, 132),
 ]
 """(architecture, whether Gluon can be compiled, multiprocessors)."""
-CALLS = 10_000
+CALLS = 13_000
 SILU = ops.Gate("silu")
 
 
