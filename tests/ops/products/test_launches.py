@@ -33,7 +33,7 @@ MACHINES = [
     (90, False, 132),
 ]
 """(architecture, whether Gluon can be compiled, multiprocessors)."""
-CALLS = 13_000
+CALLS = 10_000
 SILU = ops.Gate("silu")
 
 
@@ -66,7 +66,7 @@ def draw_product(draw: Draw, machine: dict[str, Any]) -> Product:
     asked = {"n": draw.one(16, 64, 100, 1024, 4094, 4096, 4104, 6144, 28672, 1 << 18), "k": k, "tokens": draw.tokens()}
     stored = {"values": "float", "matrix_dtype": dtype} if draw.often(0.15) else draw.stored(k, dtype)
     gated = draw.often(0.3)
-    return Product(**asked, dtype=dtype, **stored, gated=gated, invariant=not gated and draw.often(0.2), **machine)
+    return Product(**asked, dtype=dtype, **stored, gated=gated, invariant=not gated and draw.often(0.1), **machine)
 
 
 def vary(product: Product, draw: Draw) -> Product:
@@ -266,4 +266,6 @@ def test_what_the_table_says_is_what_is_launched(monkeypatch: pytest.MonkeyPatch
                 chosen.update(choice.kernel.name for choice in choices)
     assert sum(chosen.values()) > CALLS
     assert set(chosen) == {kernel.name for kernel in KERNELS}, "each row of the table is met"
+    rare = chosen.pop("invariant_wgmma")  # of products in deterministic mode with many tokens on one kind of GPU
+    assert rare >= 10, rare
     assert min(chosen.values()) >= 20, chosen
