@@ -8,6 +8,7 @@ when it is not. All of these are kept as FastAPI has answered them the first tim
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +29,7 @@ USUAL: dict[str, Callable[[Service], bool]] = {
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _Answer:
     """route: FastAPI's, whose path is counted"""
 
     start: dict[str, Any]
@@ -43,7 +44,8 @@ class KeptAnswers:
         self._app = app
         self._service = service
         self._make_schema = make_schema
-        self._kept: dict[tuple[str, str], _Kept] = {}
+        self._kept: dict[tuple[str, str], _Answer] = {}
+        self._making: defaultdict[tuple[str, str], asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
         is_usual = USUAL.get(scope.get("path", ""))
@@ -51,26 +53,27 @@ class KeptAnswers:
             await self._app(scope, receive, send)
             return
         name = (scope["method"], scope["path"])
-        kept = self._kept.get(name)
-        if kept is None:
-            await self._keep(name, scope, receive, send)
-            return
-        scope["route"] = kept.route
-        await send(dict(kept.start))
-        await send({"type": "http.response.body", "body": kept.body})
+        answer = self._kept.get(name)
+        if answer is None:
+            async with self._making[name]:  # all who ask meanwhile wait for the first one
+                answer = self._kept.get(name) or await self._make(name, scope, receive)
+        scope["route"] = answer.route
+        await send(dict(answer.start))
+        await send({"type": "http.response.body", "body": answer.body})
 
-    async def _keep(self, name: tuple[str, str], scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
-        """Let FastAPI answer, and keep the answer if it is one."""
+    async def _make(self, name: tuple[str, str], scope: asgi.Scope, receive: asgi.Receive) -> _Answer:
+        """Let FastAPI answer, and keep the answer if it is the usual one."""
         if scope["path"] == "/openapi.json":
             await asyncio.to_thread(self._make_schema)
         sent: list[asgi.Message] = []
 
-        async def send_and_note(message: asgi.Message) -> None:
-            sent.append(dict(message))  # what is around this middleware adds headers of the request
-            await send(message)
+        async def note(message: asgi.Message) -> None:
+            sent.append(message)
 
-        await self._app(scope, receive, send_and_note)
+        await self._app(scope, receive, note)  # nobody waits for this client to read
         start, *parts = sent
+        body = b"".join(part.get("body", b"") for part in parts)
+        answer = _Answer(dict(start), body, scope.get("route"))
         if start["status"] == 200:
-            body = b"".join(part.get("body", b"") for part in parts)
-            self._kept[name] = _Kept(dict(start), body, scope.get("route"))
+            self._kept[name] = answer
+        return answer

@@ -31,6 +31,7 @@ from fa_serve.engine import AsyncEngine
 from fa_serve.engine.process.host_memory import MemoryTrimmer
 
 from .app import create_app
+from .bounds.acceptor import Acceptor
 from .bounds.protocol import BoundedProtocol, ConnectionBounds, ConnectionTable, connection_limit
 from .observe.decisions import decisions
 from .observe.logs import exit_now
@@ -74,7 +75,7 @@ class Server(uvicorn.Server):
     def __init__(self, app: FastAPI, host: str, port: int, drain_timeout: float, on_ready: Callable[[str], None]):
         service: Service = app.state.service
         settings = service.settings
-        table = ConnectionTable(connection_limit(settings.max_connections), service.metrics.connection_refused)
+        self._table = ConnectionTable(connection_limit(settings.max_connections), service.metrics.connection_refused)
         super().__init__(
             uvicorn.Config(
                 app,
@@ -83,7 +84,7 @@ class Server(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                http=partial(BoundedProtocol, bounds=ConnectionBounds.of(settings), table=table),  # type: ignore[arg-type]
+                http=partial(BoundedProtocol, bounds=ConnectionBounds.of(settings), table=self._table),  # type: ignore[arg-type]
                 ws="none",
                 timeout_keep_alive=settings.keep_alive_timeout,  # type: ignore[arg-type]
                 timeout_graceful_shutdown=1,
@@ -99,15 +100,21 @@ class Server(uvicorn.Server):
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
         """Take the port before anything is loaded. Raises OSError at once if the port is in use."""
-        family = socket.AF_INET6 if ":" in self.config.host else socket.AF_INET
-        address = (self.config.host, self.config.port)
-        sockets = sockets or [socket.create_server(address, family=family, backlog=self.config.backlog)]
+        sockets = sockets or [self._listen()]
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             # the kernel also drops data that a client does not read after this time
             milliseconds = min(max(self._service.settings.send_timeout * 1000, 1), 2**31 - 1)
             sockets[0].setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(milliseconds))
         self._owns_process = True
         super().run(sockets)
+
+    def _listen(self) -> socket.socket:
+        family = socket.AF_INET6 if ":" in self.config.host else socket.AF_INET
+        return socket.create_server((self.config.host, self.config.port), family=family, backlog=self.config.backlog)
+
+    def _make_protocol(self) -> asyncio.Protocol:
+        make = self.config.http_protocol_class
+        return make(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)  # type: ignore[call-arg]
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """`run` for a caller that has an event loop, whose process goes on afterwards."""
@@ -118,7 +125,11 @@ class Server(uvicorn.Server):
                 timer.cancel()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        await super().startup([])
+        for listener in sockets or [self._listen()]:
+            acceptor = Acceptor(listener, self._make_protocol, self._table)
+            self.servers.append(acceptor)  # type: ignore[arg-type]
+            acceptor.start()
         self._loop = asyncio.get_running_loop()
         self._spawn(self._announce())
 

@@ -95,14 +95,24 @@ class ConnectionTable:
         self._waiting: dict[BoundedProtocol, None] = {}
         self._logged = float("-inf")
 
+    @property
+    def room(self) -> int:
+        """How many more connections there may be before others have to give way."""
+        return self._limit - len(self._open)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether there is no room, and the server works on the request of every connection."""
+        return self.room <= 0 and not self._waiting
+
     def admit(self, connection: BoundedProtocol) -> bool:
-        if len(self._open) >= self._limit:
-            self._log()
-            if not self._waiting:
+        if self.room <= 0:
+            if self.is_busy:
+                self._log()
                 return False
             longest = next(iter(self._waiting))
             self.leave(longest)
-            self.count("gave_way")
+            self.give_way()
             longest.transport.abort()
         self._open.add(connection)
         self._waiting[connection] = None
@@ -117,6 +127,11 @@ class ConnectionTable:
         if connection in self._open:
             self._waiting.pop(connection, None)
             self._waiting[connection] = None
+
+    def give_way(self) -> None:
+        """A connection ends because there are too many."""
+        self.count("gave_way")
+        self._log()
 
     def leave(self, connection: BoundedProtocol) -> None:
         self._open.discard(connection)

@@ -98,8 +98,10 @@ def measure(url: str, key: str | None, seconds: float) -> ProbeReport:
 
 
 def warm_up(url: str, key: str | None, model: str = "fa-serve-demo") -> None:
-    """Use what an honest client may use, so that memory that a server takes once is taken: all pages of the KV cache, which
-    the system gives when they are written, a grammar, and the kernels of as many batch sizes as oneDNN's cache holds."""
+    """Use what an honest client may use, so that what a server does once is done: the document of its API, half a second of
+    the interpreter; all pages of the KV cache, which the system gives when they are written; a grammar; and the kernels of as
+    many batch sizes as oneDNN's cache holds."""
+    _get(url, key, "/openapi.json")
     lengths = [{"prompt": [7] * length, "max_tokens": 1} for length in range(9, 777, 6)]
     prompts = [{"prompt": [5 + (i * 7 + j * (i + 3)) % 2000 for j in range(1000)]} for i in range(18)]
     grammars = [{"structured_outputs": {"regex": "[a-f]{3}"}}]
@@ -109,6 +111,15 @@ def warm_up(url: str, key: str | None, model: str = "fa-serve-demo") -> None:
             _complete(url, key, {"model": model} | body)
         for bodies in (prompts, grammars, together, together):
             list(threads.map(lambda fields: _complete(url, key, {"model": model, "prompt": "x"} | fields), bodies))
+
+
+def _get(url: str, key: str | None, path: str) -> None:
+    address = urlsplit(url)
+    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=120)
+    with contextlib.closing(connection):
+        connection.request("GET", path, headers={"authorization": f"Bearer {key}"} if key else {})
+        reply = connection.getresponse()
+        assert reply.read() and reply.status == 200, reply.status
 
 
 def _complete(url: str, key: str | None, body: dict) -> None:

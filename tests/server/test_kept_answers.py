@@ -30,17 +30,19 @@ async def test_the_second_answer_is_the_first_one(serving, path):
 
 async def test_fastapi_makes_an_answer_once(serving, monkeypatch):
     made = []
-    keep = KeptAnswers._keep
+    make = KeptAnswers._make
 
     async def counted(self, name, *given):
         made.append(name)
-        await keep(self, name, *given)
+        return await make(self, name, *given)
 
-    monkeypatch.setattr(KeptAnswers, "_keep", counted)
+    monkeypatch.setattr(KeptAnswers, "_make", counted)
     async with serving() as client:
         for _ in range(3):
             assert (await client.get("/health")).status_code == 200
-    assert made == [("GET", "/health")]
+        answers = await asyncio.gather(*(client.get("/openapi.json") for _ in range(20)))
+        assert {answer.status_code for answer in answers} == {200}
+    assert made == [("GET", "/health"), ("GET", "/openapi.json")], "who asks meanwhile waits for the first answer"
 
 
 async def test_answers_follow_the_health_of_the_engine(serving, engine):

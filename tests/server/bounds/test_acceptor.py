@@ -1,0 +1,159 @@
+"""A crowd of connections in the kernel's queue: the newest are served first, a few in a turn, and what is too many gives way."""
+
+import asyncio
+import contextlib
+import socket
+from collections import Counter
+
+import pytest
+from fa_serve.server.bounds.acceptor import TURN, Acceptor
+from fa_serve.server.bounds.protocol import ConnectionTable
+
+pytestmark = pytest.mark.anyio
+
+
+class Served(asyncio.Protocol):
+    """Notes the client's port and the turn of the event loop in which it was prepared."""
+
+    def __init__(self, test):
+        self.test = test
+
+    def connection_made(self, transport):
+        self.transport = transport
+        self.test.made.append((transport.get_extra_info("peername")[1], self.test.turn))
+        self.test.table.admit(self)
+
+    def connection_lost(self, error):
+        self.test.table.leave(self)
+
+    def data_received(self, data):
+        self.transport.write(data)
+
+
+class Crowd:
+    def __init__(self, count: int, limit: int = 1000):
+        self.counts = Counter()
+        self.table = ConnectionTable(limit, lambda reason: self.counts.update([reason]))
+        self.made: list[tuple[int, int]] = []
+        self.turn = 0
+        self.listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
+        self.clients = [socket.create_connection(self.listener.getsockname()) for _ in range(count)]
+        self.acceptor = Acceptor(self.listener, lambda: Served(self), self.table)
+
+    async def turns(self, until):
+        """Run the event loop until the condition holds, and count its turns."""
+        for _ in range(2000):
+            if until():
+                return
+            self.turn += 1
+            await asyncio.sleep(0)
+        raise AssertionError("2,000 turns have not been enough")
+
+    @property
+    def ports(self) -> list[int]:
+        return [client.getsockname()[1] for client in self.clients]
+
+    def is_reset(self, index: int) -> bool:
+        self.clients[index].setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            try:
+                return self.clients[index].recv(1) == b""
+            except ConnectionResetError:
+                return True
+        return False
+
+    def close(self):
+        self.acceptor.close()
+        for client in self.clients:
+            client.close()
+
+
+@pytest.fixture
+async def crowd():
+    made = []
+
+    def make(*given, **options):
+        made.append(Crowd(*given, **options))
+        made[-1].acceptor.start()
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+async def test_the_newest_come_first_and_a_few_in_a_turn(crowd):
+    given = crowd(100)
+    await given.turns(lambda: len(given.made) == 100)
+    assert given.made[0][0] == given.ports[-1]
+    assert {port for port, _ in given.made[:TURN]} == set(given.ports[-TURN:])
+    assert max(Counter(turn for _, turn in given.made).values()) <= TURN
+    assert not given.counts
+
+
+async def test_a_client_that_comes_later_does_not_wait_for_the_crowd(crowd):
+    given = crowd(400)
+    await given.turns(lambda: len(given.made) >= TURN)
+    late = socket.create_connection(given.listener.getsockname())
+    given.clients.append(late)
+    await given.turns(lambda: late.getsockname()[1] in [port for port, _ in given.made])
+    assert len(given.made) < 200, "it waited for those that had come before it"
+
+
+async def test_the_oldest_of_too_many_give_way_before_anything_is_spent_on_them(crowd):
+    given = crowd(150, limit=50)
+    await given.turns(lambda: len(given.made) >= 50)
+    assert {port for port, _ in given.made} == set(given.ports[-50:])
+    assert given.counts == {"gave_way": 100}
+    await asyncio.sleep(0.01)
+    assert [given.is_reset(index) for index in range(150)] == [True] * 100 + [False] * 50
+
+
+async def test_one_that_has_spoken_does_not_give_way_to_silent_ones(crowd):
+    given = Crowd(150, limit=50)
+    given.clients[3].sendall(b"ask")
+    given.acceptor.start()
+    await given.turns(lambda: len(given.made) >= 50)
+    assert given.ports[3] in [port for port, _ in given.made]
+    assert given.counts["gave_way"] in (99, 100)
+    given.clients[3].setblocking(False)
+    assert await asyncio.get_running_loop().sock_recv(given.clients[3], 3) == b"ask"
+    given.close()
+
+
+async def test_those_that_are_not_prepared_are_reset_at_the_end(crowd):
+    given = crowd(100)
+    await given.turns(lambda: given.made)
+    given.acceptor.close()
+    await given.acceptor.wait_closed()
+    await asyncio.sleep(0.01)
+    left = sum(not given.is_reset(index) for index in range(100))
+    assert left == len(given.made) < 100
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", given.ports[0]))
+
+
+async def test_without_files_it_waits_and_goes_on(crowd, monkeypatch):
+    given = crowd(0)
+    failures = [OSError(24, "Too many open files")]
+
+    class Listener:
+        def __init__(self, inner):
+            self.inner = inner
+
+        def accept(self):
+            if failures:
+                raise failures.pop()
+            return self.inner.accept()
+
+        def __getattr__(self, name):
+            return getattr(self.inner, name)
+
+    given.acceptor._listener = Listener(given.listener)
+    given.clients.append(socket.create_connection(given.listener.getsockname()))
+    for _ in range(200):
+        if given.made:
+            break
+        await asyncio.sleep(0.01)
+    assert [port for port, _ in given.made] == given.ports
+    assert not failures
