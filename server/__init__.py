@@ -5,8 +5,8 @@
 From the connection to the engine, a request passes through these modules:
 
     process.py            the uvicorn process and its signals
-    bounds/               what a client may cost: the connection (protocol), the middleware for hosts, keys and bodies (guard),
-                          the JSON of a body (json_bounds), and whose turn a request takes (isolation)
+    bounds/               what a client may cost: connections (acceptor, protocol), the middleware for hosts, keys and
+                          bodies (guard), the JSON of a body (json_bounds), and whose turn a request takes (isolation)
     app.py                the application: middleware, routes and lifespan
     routes.py             the endpoints, each a few lines long
     schemas.py, strict.py the requests as strict pydantic models

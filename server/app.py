@@ -6,6 +6,7 @@ The port answers at once. While the model loads, /ready and every request for th
 
 A request passes these layers, the outermost first:
 
+    bounds/acceptor.py:Acceptor          turns of new connections (set by process.py)
     bounds/protocol.py:BoundedProtocol   the connection: bytes and seconds of the head and the body (set by process.py)
     bounds/guard.py:RequestIds           the request's id, the access log, the debts of unpaid work, failures
     observe/timelines.py:Timelines       with --log-slow or traces

@@ -48,8 +48,8 @@ MAX_CHARGE = 0.05
 MAX_DEBT = 0.3
 """Seconds, so that no client waits longer than (MAX_DEBT - FREE_SECONDS) / SHARE for a request that it sends alone."""
 REQUEST_SECONDS = 0.0008
-"""What a request costs besides the work that is measured: its connection, its head, its answer and its line in the log. Measured
-on a slow processor: 590 requests a second without work took 0.46 of it."""
+"""What a request costs besides the work that is measured: its connection, its head, its answer and its line in the log.
+Measured on a slow processor: 590 requests a second without work took 0.46 of it."""
 SEQUENCE_SECONDS = 0.0002
 """What the event loop does for a sequence before its first token."""
 ITERATION_SECONDS = 0.002

@@ -119,7 +119,8 @@ def _get(url: str, key: str | None, path: str) -> None:
     with contextlib.closing(connection):
         connection.request("GET", path, headers={"authorization": f"Bearer {key}"} if key else {})
         reply = connection.getresponse()
-        assert reply.read() and reply.status == 200, reply.status
+        reply.read()
+    assert reply.status == 200, reply.status
 
 
 def _complete(url: str, key: str | None, body: dict) -> None:

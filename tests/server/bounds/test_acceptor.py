@@ -1,4 +1,4 @@
-"""A crowd of connections in the kernel's queue: the newest are served first, a few in a turn, and what is too many gives way."""
+"""A crowd of connections in the kernel's queue: the newest come first, a few in a turn, and what is too many gives way."""
 
 import asyncio
 import contextlib
