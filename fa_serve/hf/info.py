@@ -4,7 +4,7 @@
     for layer, calls in description.parts[0].kinds(): ...
 
 The model is made on the meta device, where tensors have shapes and no memory. One forward of the model's code is run there, in
-which each call of attention is written down and none is computed.
+which each call of attention is written down and none is computed. A model whose code reads values runs with zeros as weights.
 
 Left out: towers whose inputs cannot be told from a config (those of Qwen2-VL take a grid for each image). Their source is
 checked like that of every part, and they are reported as untried.
@@ -25,7 +25,7 @@ from transformers import AttentionInterface, AutoConfig, PreTrainedConfig, PreTr
 
 from fa_serve import ops
 from fa_serve.hf.adapter.models import NAME, check_class, prepare_model
-from fa_serve.hf.adapter.probe import model_layers
+from fa_serve.hf.adapter.probe import give_zeros, model_layers
 from fa_serve.hf.adapter.translate import spec_of, translate
 from fa_serve.hf.latent_layers import LatentSizes, latent_sizes, latent_spec
 from fa_serve.hf.model_location import find_model
@@ -246,7 +246,7 @@ def _models(whole: PreTrainedModel) -> list[tuple[str, PreTrainedModel]]:
 
 
 def _examine(name: str, model: PreTrainedModel, device: str, arch: int) -> Part:
-    """Check one part, and run its forward on the meta device if it attends itself."""
+    """Check one part, and run its forward without weights if it attends itself."""
     part = Part(name, type(model).__name__)
     within = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
     try:
@@ -266,16 +266,26 @@ def _examine(name: str, model: PreTrainedModel, device: str, arch: int) -> Part:
     known = registered[NAME]
     registered[NAME] = recorder
     try:
-        with torch.no_grad(), torch.device("meta"):
-            model.train(False)(**_inputs(model))
+        try:
+            _run(model)
+        except NotImplementedError:
+            give_zeros(model)
+            recorder.layers.clear()
+            _run(model)
     except Exception as error:  # any model may raise anything for inputs that it does not expect
-        part.untried = f"its forward on the meta device failed with {type(error).__name__}: {str(error)[:200]}"
+        part.untried = f"its forward without weights failed with {type(error).__name__}: {str(error)[:200]}"
     finally:
         registered[NAME] = known
     part.layers = recorder.layers
     if not part.layers and part.untried is None:
         part.untried = "its forward calls no attention"
     return part
+
+
+def _run(model: PreTrainedModel) -> None:
+    """One forward, on the device of the model, which is the meta device unless `give_zeros` has moved it."""
+    with torch.no_grad(), torch.device(model.device):
+        model.train(False)(**_inputs(model))
 
 
 def _examine_experts(model: PreTrainedModel, spec: OpSpec) -> dict[str, str]:

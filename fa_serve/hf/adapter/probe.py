@@ -35,7 +35,7 @@ from fa_serve.hf.adapter.state_modules import SeatedMixer, find_state_modules
 from fa_serve.hf.adapter.step_cache import StateKey, StateProbe, StepCache, take_layer_idx
 from fa_serve.hf.adapter.translate import WINDOW_NOTE, LayerCall, spec_of
 from fa_serve.ops import StateSpec
-from fa_serve.spec import AttentionSpec, ParameterError, Precision, UnsupportedModelError, arch_of
+from fa_serve.spec import AttentionSpec, FaServeError, ParameterError, Precision, UnsupportedModelError, arch_of
 
 
 class Probe:
@@ -127,7 +127,7 @@ class ModelLayers(NamedTuple):
 def model_layers(model_or_config: PreTrainedModel | PreTrainedConfig) -> ModelLayers:
     """What the layers of a causal model keep of a sequence, found by one forward of a single token.
 
-    A config is tried out on the meta device, without weights.
+    A config is tried out on the meta device, without weights, or with zeros in their place if the model's code reads values.
 
     Raises UnsupportedModelError with the reason if the model cannot run on a paged cache, for example because it keeps a state
     by code that is not known, or because its masks are more than causality, windows and chunks.
@@ -139,8 +139,27 @@ def model_layers(model_or_config: PreTrainedModel | PreTrainedConfig) -> ModelLa
     config._experts_implementation = "batched_mm"
     auto = auto_class(config)
     with torch.device("meta"):
-        model = make_served(config, lambda own, parts: auto.from_config(own, attn_implementation=parts))
-        return _probe(text_model(model))
+        model = text_model(make_served(config, lambda own, parts: auto.from_config(own, attn_implementation=parts)))
+        try:
+            return _probe(model)
+        except NotImplementedError as error:
+            if isinstance(error, FaServeError):
+                raise
+    give_zeros(model)
+    return _probe(model)
+
+
+def give_zeros(model: torch.nn.Module) -> None:
+    """Move a model from the meta device to the CPU, with weights that are all zero and take no memory.
+
+    Some mixtures (Aria, JetMoE, LongCat-Flash) read which experts a router chose, and that has no value on the meta device.
+    """
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            zeros = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+            module.register_parameter(name, torch.nn.Parameter(zeros, requires_grad=False))
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.zeros((), dtype=buffer.dtype).expand(buffer.shape))
 
 
 def check_attention_precision(layers: Iterable[AttentionSpec], page_size: int, precision: Precision) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from every_type import tiny_config, tiny_model
 from hf_families import BY_NAME
 from transformers import AutoConfig, LlamaConfig
 
@@ -45,6 +46,23 @@ def test_layers_are_found_from_a_config_alone() -> None:
     ]
     large = LlamaConfig(hidden_size=8192, num_attention_heads=64, num_key_value_heads=8, num_hidden_layers=3)
     assert [s.head_dim for s in hf.model_layers(large).attention.values()] == [128] * 3
+
+
+@pytest.mark.parametrize("name", ["aria_text", "jetmoe", "longcat_flash"])
+def test_mixtures_that_read_the_choice_of_their_router_need_no_weights(name: str) -> None:
+    """The choice has no value on the meta device, so the config alone is tried out with zeros as weights."""
+    found = hf.model_layers(tiny_config(name)).attention
+    assert found == hf.model_layers(tiny_model(name)).attention
+    assert len(found) >= 2
+    with pytest.raises(UnsupportedModelError, match=f"cannot be divided between 2 ranks: {NOT_DIVIDED[name]}"):
+        hf.plan_division(tiny_model(name), 2)
+
+
+NOT_DIVIDED = {
+    "aria_text": "",
+    "jetmoe": "transformers has no tensor-parallel plan",
+    "longcat_flash": "the rule 'moe_identity_expert' of",
+}
 
 
 def test_layers_whose_prompts_have_float8_products() -> None:
