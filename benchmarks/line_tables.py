@@ -1,4 +1,4 @@
-"""Tables of committed lines of benchmarks/results/*.jsonl in docs/kernels/*.md and docs/performance.md.
+"""Tables of committed lines of benchmarks/results/*.jsonl in docs/kernels/*.md, docs/lora.md and the two pages of performance.
 
 A page names the file and the cases, and the table follows from them. `*` stands for any part of a case. With one peer, the last
 column is our speed over that of the peer:
@@ -28,6 +28,10 @@ PEERS = {
     "fa4": "FlashAttention-4",
     "flash": "PyTorch's FlashAttention-2",
     "flex": "FlexAttention",
+    "flex_scores": "FlexAttention, `score_mod`",
+    "efficient": "PyTorch's efficient attention",
+    "base": "without adapters",
+    "usual": "the usual mode",
     "fla": "flash-linear-attention",
     "dense": "the dense call",
     "bf16": "fa_serve in bfloat16",
@@ -46,7 +50,10 @@ Line = dict[str, Any]
 
 
 def pages() -> list[Path]:
-    return [ROOT / "docs" / "performance.md", *sorted((ROOT / "docs" / "kernels").glob("*.md"))]
+    return [
+        *(ROOT / "docs" / name for name in ("performance.md", "performance-engine.md", "lora.md")),
+        *sorted((ROOT / "docs" / "kernels").glob("*.md")),
+    ]
 
 
 def with_tables(text: str) -> str:

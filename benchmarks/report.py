@@ -1,6 +1,6 @@
-"""Tables and charts from the committed results, as docs/performance.md shows them.
+"""Tables and charts from the committed results, as docs/performance.md and docs/performance-engine.md show them.
 
-    python -m benchmarks.report            # writes the tables of docs/performance.md and docs/kernels/, and docs/images/*.svg
+    python -m benchmarks.report            # writes the tables of both pages and of docs/kernels/, and docs/images/*.svg
 
 This module measures nothing: it reads benchmarks/results/*.jsonl, which hold the last run of each benchmark.
 """
@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks import line_tables, overview
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "performance.md"
+PAGES = (ROOT / "docs" / "performance.md", ROOT / "docs" / "performance-engine.md")
 COLOURS = {"ours": "#d1495b", "cudnn": "#30638e", "fa3": "#003d5b", "fa4": "#edae49", "flash": "#8d99ae"}
 LABELS = {
     "ours": "fa_serve",
@@ -311,7 +311,7 @@ def generate_table() -> str:
 
 
 def blocks() -> dict[str, str]:
-    """The text between each pair of markers in the page, by the opening marker."""
+    """The text between each pair of markers in the pages, by the opening marker."""
     return {
         f"<!-- {name} -->\n": f"{text}<!-- end of {name} -->\n"
         for name, text in (
@@ -324,11 +324,13 @@ def blocks() -> dict[str, str]:
 
 
 def write_tables() -> None:
-    text = PAGE.read_text()
-    for begin, block in blocks().items():
-        before, rest = text.split(begin)
-        text = before + begin + block + rest.split(block.splitlines(keepends=True)[-1])[1]
-    PAGE.write_text(text)
+    for page in PAGES:
+        text = page.read_text()
+        for begin, block in blocks().items():
+            if begin in text:
+                before, rest = text.split(begin)
+                text = before + begin + block + rest.split(block.splitlines(keepends=True)[-1])[1]
+        page.write_text(text)
 
 
 def main() -> None:

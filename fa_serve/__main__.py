@@ -38,6 +38,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
     help="Serve Hugging Face models over the APIs of OpenAI and Anthropic, with the attention kernels of fa_serve.",
     epilog="`fa-serve COMMAND --help` describes a command. Begin with `fa-serve doctor`, then `fa-serve serve`.",
 )
@@ -67,7 +68,7 @@ def _fail(message: str, code: int) -> NoReturn:
 
 
 ModelToServe = Annotated[
-    str | None, typer.Argument(metavar="[MODEL]", help="Hub name or local folder; without it, the embedded model.")
+    str | None, typer.Argument(metavar="MODEL", help="Hub name or local folder; without it, the embedded model.")
 ]
 SettingsFile = Annotated[Path | None, typer.Option(envvar="FA_SERVE_CONFIG", help="TOML or YAML file of settings.")]
 
@@ -251,7 +252,9 @@ ModelName = Annotated[str | None, typer.Option(help="Name of the model; by defau
 
 @app.command(cls=PlainHelp)
 def chat(
-    question: Annotated[str | None, typer.Argument(help="Ask only this; without it, a conversation begins.")] = None,
+    question: Annotated[
+        str | None, typer.Argument(metavar="QUESTION", help="Ask only this; without it, a conversation begins.")
+    ] = None,
     url: Url = "http://127.0.0.1:8000",
     key: Key = None,
     model: ModelName = None,
@@ -340,7 +343,7 @@ def bench(
 def info(
     model: Annotated[
         str | None,
-        typer.Argument(metavar="[MODEL]", help="Hub name, local folder or config.json; only the config is read."),
+        typer.Argument(metavar="MODEL", help="Hub name, local folder or config.json; only the config is read."),
     ] = None,
     arch: Annotated[
         str | None,

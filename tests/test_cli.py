@@ -267,7 +267,7 @@ def test_module_and_script_are_the_same():
 
 
 def reference():
-    """The tables of docs/serving.md, generated from the settings."""
+    """The tables of docs/settings.md, generated from the settings."""
     rows = []
     group = None
     for name, field in Settings.model_fields.items():
@@ -286,7 +286,7 @@ def reference():
 
 def test_the_documented_settings_are_the_settings():
     """To generate the tables again: FA_SERVE_WRITE_DOCS=1 pytest tests/test_cli.py"""
-    check_generated(ROOT / "docs" / "serving.md", "settings", reference())
+    check_generated(ROOT / "docs" / "settings.md", "settings", reference())
 
 
 def test_kernels_are_compiled_as_the_server_would(monkeypatch):

@@ -49,8 +49,8 @@ def test_the_table_and_the_settings_do_not_overlap():
         ("FA_SERVE_TEST_RAI", "did you mean FA_SERVE_TEST_RAY?"),
         ("fa_serve_max_num_seq", "did you mean FA_SERVE_MAX_NUM_SEQS?"),
         ("FA_SERVE_MODEL_PATH", "did you mean FA_SERVE_MODEL?"),
-        ("FA_SERVE_XYZZY", "unset it; docs/serving.md lists the settings"),
-        ("FA_SERVE_", "unset it; docs/serving.md lists the settings"),
+        ("FA_SERVE_XYZZY", "unset it; docs/settings.md lists the settings"),
+        ("FA_SERVE_", "unset it; docs/settings.md lists the settings"),
     ],
 )
 def test_an_unknown_variable_is_refused_with_the_nearest_name(name, said):

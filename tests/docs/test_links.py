@@ -90,6 +90,15 @@ def test_every_page_is_in_the_navigation() -> None:
     assert config["theme"]["font"] is False, "the build must not need a network"
 
 
+def test_a_page_is_not_too_long_to_read() -> None:
+    """A page that grows is divided by its subjects. The three lists are generated, and are searched instead of read."""
+    lists = {"models.md", "messages.md", "api-fields.md"}
+    pages = [page for page in GUIDES if ROOT / "docs" in page.parents and page.name not in lists]
+    words = {page.name: len(re.sub(r"<!--.*?-->", "", page.read_text(), flags=re.DOTALL).split()) for page in pages}
+    assert len(words) > 40
+    assert {name: count for name, count in words.items() if count > 3000} == {}
+
+
 def test_the_search_leaves_records_out() -> None:
     """What is long and dated would come before the guides in every search."""
     for page in (*sorted(LOGS.glob("*.md")), ROOT / "docs" / "changelog.md"):

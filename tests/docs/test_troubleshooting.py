@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md has every message of the source, and the problems in front of the list quote some of them.
+"""docs/messages.md has every message of the source, and the problems of docs/troubleshooting.md quote some of them.
 
 To write the list again: FA_SERVE_WRITE_DOCS=1 pytest tests/docs/test_troubleshooting.py
 """
@@ -29,7 +29,7 @@ def test_a_quoted_message_is_one_of_the_list(quote: str) -> None:
 
 
 def test_the_list_is_that_of_the_source() -> None:
-    check_generated(PAGE, "messages", lists())
+    check_generated(ROOT / "docs" / "messages.md", "messages", lists())
 
 
 LISTEN = "..., port ...: ...; choose another --port (0 takes a free one) or --host"

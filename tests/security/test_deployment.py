@@ -325,7 +325,7 @@ def limits() -> str:
 
 
 def shown(value: object) -> str:
-    """A size in the unit that a reader knows, anything else as docs/serving.md has it."""
+    """A size in the unit that a reader knows, anything else as docs/settings.md has it."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if type(value) is int and value and value % size == 0 and value > size:
             return f"{value} ({value // size} {unit})"

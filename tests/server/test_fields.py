@@ -1,4 +1,4 @@
-"""docs/api.md has a table with every field of every request, generated from the schemas.
+"""docs/api-fields.md has a table with every field of every request, generated from the schemas.
 
 No field of OpenAI's or Anthropic's is missing.
 
@@ -23,7 +23,7 @@ from openai.types.chat import completion_create_params as chat_params
 from openai.types.responses import response_create_params, response_input_item_param
 from openai.types.shared_params import Reasoning
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "api.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "api-fields.md"
 ROUTES = {
     "/v1/chat/completions": conversation.ChatRequest,
     "/v1/completions": schemas.CompletionRequest,
@@ -149,7 +149,7 @@ def kind(schema: dict[str, Any]) -> str:
 def table(name: str, model: type[StrictModel]) -> str:
     shown = model.model_json_schema()
     openais = OPENAIS.get(name, set())
-    rows = [f"### `{name}`", "", "| field | values | |", "|---|---|---|"]
+    rows = [f"## `{name}`", "", "| field | values | |", "|---|---|---|"]
     for field, schema in shown["properties"].items():
         notes = ["required"] if field in shown.get("required", ()) else []
         if openais and field not in openais and name in VLLMS:

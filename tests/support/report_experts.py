@@ -81,12 +81,10 @@ def layouts() -> dict[str, dict[str, str]]:
 
 
 def page(results: dict[str, Any]) -> list[str]:
-    """The section of docs/model-layers.md."""
+    """The first part of docs/mixtures.md."""
     mixtures = results["mixtures"]
     counts = Counter(mixtures.values())
     lines = [
-        "",
-        "## Mixtures of experts",
         "",
         *_INTRODUCTION.splitlines(),
         "",

@@ -53,11 +53,11 @@ def architectures(names: Iterable[str]) -> dict[str, dict[str, str]]:
 
 
 def page(results: dict[str, dict[str, str]]) -> list[str]:
-    """The table of docs/model-layers.md."""
+    """The table of docs/mixtures.md."""
     without = [name for name, row in results.items() if row["reason"] == NONE]
     lines = [
         "",
-        "### What the engine does with each architecture",
+        "## What the engine does with each architecture",
         "",
         "Every architecture of transformers that has experts or latent attention, as a random model in tiny sizes that is made",
         "from its default config. A layer that is not fused runs the model's own code around the attention and the experts of",

@@ -12,8 +12,8 @@ from typing import Any
 
 _INTRODUCTION = """\
 For each token and layer, the engine caches one latent vector and one rotated key: in DeepSeek V3 512 + 64 numbers instead of
-40,960. It does so if it can prove that the layer's own code computes the same ([engine](engine.md#latent-keys)). A layer that
-it cannot prove runs its own code and caches the keys and values of all heads, and the log says why. `fa-serve info MODEL`
+40,960. It does so if it can prove that the layer's own code computes the same ([engine](engine/layers.md#latent-keys)). A layer
+that it cannot prove runs its own code and caches the keys and values of all heads, and the log says why. `fa-serve info MODEL`
 says which layers have latent attention. Tests compare these families with `generate`, with chunks of prompts, preemption and
 the prefix cache:
 """

@@ -1,4 +1,4 @@
-"""The messages that users meet, read from the places that raise or log them, as docs/troubleshooting.md lists them.
+"""The messages that users meet, read from the places that raise or log them, as docs/messages.md lists them.
 
     FA_SERVE_WRITE_DOCS=1 pytest tests/docs/test_troubleshooting.py     # writes the list on the page again
 
@@ -189,5 +189,5 @@ def lists() -> str:
         for shown, kind in rows:
             code = (f"`` {shown} ``" if "`" in shown else f"`{shown}`").replace("|", "\\|")
             lines.append(f"| {code} | {kind} |" if has_kinds else f"| {code} |")
-        parts.append(f"### {title}\n\n" + "\n".join(lines))
+        parts.append(f"## {title}\n\n" + "\n".join(lines))
     return "\n\n".join(parts)

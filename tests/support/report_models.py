@@ -1,4 +1,5 @@
-"""Write the pages about models from the outcomes of tests: docs/models.md, model-layers.md, quantised.md and model-tests.md.
+"""Write the pages about models from the outcomes of tests: docs/models.md, model-layers.md, mixtures.md,
+quantised.md and model-tests.md.
 
     python tests/support/report_models.py             # runs the tests of the families, then writes the page (minutes)
     python tests/support/report_models.py --experts   # finds how models keep their experts again, then writes the page
@@ -287,6 +288,13 @@ def pages(results: dict[str, Any], upstream: dict[str, Any]) -> dict[str, str]:
     found = {
         "models.md": report_table.page(results),
         "model-layers.md": _layers_page(results),
+        "mixtures.md": [
+            "# Mixtures of experts",
+            "",
+            _HEAD,
+            *report_experts.page(results["experts"]),
+            *report_fusion.page(results["engine"]),
+        ],
         "quantised.md": ["# Quantised weights", "", _HEAD, *_quantised(results), *_loading(json.loads(LOADING.read_text()))],
         "model-tests.md": [*_tests_page(results), *_upstream(upstream)],
     }
@@ -299,8 +307,8 @@ def _layers_page(results: dict[str, Any]) -> list[str]:
         "",
         _HEAD,
         "",
-        "Which kernels serve the layers of a model, how the engine keeps latent keys and states, and how it computes experts.",
-        "[Models and GPUs](models.md) says which types run at all.",
+        "Which kernels serve the layers of a model, and how the engine keeps latent keys and states. [Mixtures of",
+        "experts](mixtures.md) have a separate page, and [Models and GPUs](models.md) says which types run at all.",
         "",
         "A mask that consists of causality, a window, chunks, padding or packed sequences is never formed. The kernels apply",
         "it and skip the keys that no query sees. Masks with image blocks or prefixes, and your own masks, are passed to the",
@@ -320,8 +328,6 @@ def _layers_page(results: dict[str, Any]) -> list[str]:
             lines.append(f"| {name} | {row['layers']} | {row['asks']} | {row['prefill']} | {row['decode']} |")
     lines += report_latent.page(results["latent"])
     lines += report_hybrids.page(results["hybrids"])
-    lines += report_experts.page(results["experts"])
-    lines += report_fusion.page(results["engine"])
     return lines
 
 

@@ -200,7 +200,9 @@ def page(results: dict[str, Any]) -> list[str]:
         "Does it run my model, on my GPU? `fa-serve info MODEL --arch 90` answers for a hub name or a folder, from its config",
         f"alone. This page answers for every type of transformers ({versions}):",
         f"the plugin takes {plugin} of {len(found)}, and the engine writes text with {text}, of which {images} see images. The",
-        "type of a model is `model_type` in its `config.json`.",
+        "type of a model is `model_type` in its `config.json`. `yes` is served, a dash is a question that does not arise, and any",
+        "other word stands for a limit or a reason, which [the tables below](#what-a-cell-says) spell out. A GPU is looked up",
+        "[at the end](#gpus-and-other-hardware).",
         "",
         "## Models",
         "",
@@ -218,7 +220,7 @@ def page(results: dict[str, Any]) -> list[str]:
         "| engine | it generates text, with or without a server; `vectors`: an encoder serves embeddings or scores | "
         "refused when it is loaded; `-`: it writes no text |",
         "| images | requests may have images | refused in the request |",
-        "| fused | all layers are computed by [few kernels](engine.md#fused-layers); `some`: a part of them | "
+        "| fused | all layers are computed by [few kernels](engine/layers.md#fused-layers); `some`: a part of them | "
         "the model's own code around fa_serve's attention: right, and slower |",
         "| tensor parallel | there is a plan for [several GPUs](scale.md#tensor-parallelism), proven when it is loaded | "
         "refused |",
@@ -242,7 +244,7 @@ def page(results: dict[str, Any]) -> list[str]:
         *[f"| `{known.code}` | {known.legend} |" for known in REASONS if known.code in used],
         "",
         "A model that contains a part of a refused type is refused as well, unless that part is loaded with another attention.",
-        "More about [layers, mixtures and hybrids](model-layers.md), [quantised weights](quantised.md) and",
+        "More about [layers and hybrids](model-layers.md), [mixtures](mixtures.md), [quantised weights](quantised.md) and",
         "[the tests](model-tests.md).",
         "",
         "## GPUs and other hardware",
