@@ -5,7 +5,7 @@
 Prompts are random token ids, so no server can answer from a cache, and answers have a fixed length. Requests arrive as a
 Poisson process (`rate`), or as soon as `concurrency` allows. `client_busy` in the report is the fraction of the time in which
 the client's process was busy. Near 1 the figures are those of the client, not of the server; more `processes` help. The meaning
-of the figures is described in docs/serving.md.
+of the figures is described in docs/serving.md (Sizing).
 """
 
 from __future__ import annotations
