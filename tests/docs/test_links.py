@@ -39,6 +39,19 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
         assert (ROOT / name).exists(), name
 
 
+OTHERS = {"ragged_tma.py", "python/triton/tools/ragged_tma.py", "test_modeling_common.py"}
+"""Files of Triton and of transformers."""
+
+
+def test_short_names_of_files_are_ends_of_paths() -> None:
+    """`launching/launch.py` or `pages.py` on a page that says in which room it is; the changelog names files of their day."""
+    paths = [f"/{path.relative_to(ROOT)}" for folder in SOURCES for path in (ROOT / folder).rglob("*.py")]
+    named = [(page.name, name) for page in GUIDES for name in re.findall(r"`([\w/]+\.py)(?::[\w.]+)?`", prose(page))]
+    assert len(named) > 200
+    known = {name for _, name in named if any(path.endswith(f"/{name}") for path in paths)}
+    assert {(page, name) for page, name in named if page != "CHANGELOG.md" and name not in known | OTHERS} == set()
+
+
 def names_in(path: Path) -> set[str]:
     """Functions, classes and methods that a module defines or imports: `f`, `C`, `C.method`."""
     found: set[str] = set()
