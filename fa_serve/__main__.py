@@ -264,7 +264,8 @@ def chat(
 ) -> None:
     """Talk to a server in the terminal.
 
-    Ctrl-C stops an answer, Ctrl-D leaves, /reset forgets the conversation.
+    Ctrl-C stops an answer, Ctrl-D leaves, /reset forgets the conversation, /help shows this. Without a
+    terminal, each line of the input is a question.
     """
     from fa_serve.client.chat import ChatError, Conversation, answer_once, talk
 

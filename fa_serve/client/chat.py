@@ -4,7 +4,7 @@
         for text in conversation.ask("What is 17 + 25?"):
             print(text, end="", flush=True)
 
-Answers are printed while they stream. Ctrl-C stops an answer, Ctrl-D leaves, and /reset forgets the conversation.
+Answers are printed while they stream. The prompt and the hint on how to leave are for a terminal; other input is read as it is.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from typing import Any
 import httpx
 
 from .failures import connection_failed, first_model, refusal
+
+
+COMMANDS = "Ctrl-C stops an answer, Ctrl-D leaves, /reset forgets the conversation, /help shows this."
 
 
 class ChatError(Exception):
@@ -89,15 +92,22 @@ def answer_once(conversation: Conversation, question: str) -> None:
 
 
 def talk(conversation: Conversation) -> None:
-    """Read questions and print answers until the input ends."""
+    """Read questions and print answers until the input ends. Empty lines are no questions."""
+    prompt = "> " if sys.stdin.isatty() else ""
+    if prompt:
+        print(COMMANDS)
     while True:
         try:
-            question = input("> ")
+            question = input(prompt)
         except (EOFError, KeyboardInterrupt):
-            print()
+            if prompt:
+                print()
             return
         if question == "/reset":
             conversation.reset()
+        elif question == "/help":
+            print(COMMANDS)
+        if not question.strip() or question in ("/reset", "/help"):
             continue
         try:
             _print_answer(conversation, question)

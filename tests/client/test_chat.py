@@ -2,10 +2,11 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
-from fa_serve.client.chat import ChatError, Conversation
+from fa_serve.client.chat import COMMANDS, ChatError, Conversation, talk
 
 
 def chat(served, *arguments, **options):
@@ -14,8 +15,27 @@ def chat(served, *arguments, **options):
 
 
 def test_a_conversation_in_the_terminal(served):
-    talk = chat(served, "--temperature", "0", input="What is 17 + 25?\nNow 3 plus 4.\n/reset\n")
-    assert (talk.returncode, talk.stdout) == (0, "> 17 + 25 = 42.\n> 3 + 4 = 7.\n> > \n")
+    answered = chat(served, "--temperature", "0", input="What is 17 + 25?\n\nNow 3 plus 4.\n/reset\n/help\n")
+    assert (answered.returncode, answered.stdout) == (0, f"17 + 25 = 42.\n3 + 4 = 7.\n{COMMANDS}\n")
+
+
+def test_a_terminal_has_a_prompt(monkeypatch, capsys):
+    lines = iter(["/help", "/reset"])
+    shown = []
+
+    def read(prompt):
+        shown.append(prompt)
+        try:
+            return next(lines)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setattr("builtins.input", read)
+    with Conversation("http://127.0.0.1:1") as conversation:
+        talk(conversation)
+    assert shown == ["> "] * 3
+    assert capsys.readouterr().out == f"{COMMANDS}\n" * 2 + "\n"
 
 
 def test_one_question(served):
@@ -27,9 +47,9 @@ def test_a_refusal_is_shown_in_the_servers_words(served):
     refused = chat(served, "Hi", "--model", "other")
     assert (refused.returncode, refused.stdout) == (1, "")
     assert "The model 'other' does not exist" in refused.stderr
-    talk = chat(served, "--model", "other", input="Hi\n")
-    assert talk.returncode == 0, "a conversation goes on after an error"
-    assert "The model 'other' does not exist" in talk.stderr
+    refused = chat(served, "--model", "other", input="Hi\n")
+    assert refused.returncode == 0, "a conversation goes on after an error"
+    assert "The model 'other' does not exist" in refused.stderr
 
 
 def test_the_conversation_keeps_what_was_said_and_forgets_what_failed(served):

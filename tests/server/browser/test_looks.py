@@ -66,6 +66,8 @@ def test_light_and_dark_with_the_server_at_work(page, served):
         message.fill("Write a function that parses a file.")
         page.keyboard.press("Enter")
         expect(page.locator(".assistant").last).to_have_text(re.compile(r"\w{4}"), timeout=30_000)
+        if os.environ.get("FA_SERVE_SCREENSHOTS"):
+            expect(notes).to_have_count(3, timeout=60_000)
         grounds = set()
         for scheme in ("light", "dark"):
             page.emulate_media(color_scheme=scheme)
