@@ -19,7 +19,6 @@ import httpx
 
 from .failures import connection_failed, first_model, refusal
 
-
 COMMANDS = "Ctrl-C stops an answer, Ctrl-D leaves, /reset forgets the conversation, /help shows this."
 
 
