@@ -146,7 +146,7 @@ class Settings(BaseSettings):
     num_speculative_tokens: int = _option(
         7, "Maximum number of tokens to guess for a sequence in one step.", "Engine", ge=1, le=15
     )
-    deterministic: bool = _option(False, "Generate the same tokens in any batch, which is slower.", "Engine")
+    deterministic: bool = _option(False, "Generate the same tokens in any batch. Prompts take longer.", "Engine")
     process: bool | None = _option(None, "Run the engine in a separate process; by default on a GPU only.", "Engine")
     max_restarts: int = _option(
         0, "How often a dead engine is replaced by a new one; /ready is 503 until it is loaded.", "Engine", ge=0
