@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from every_type import tiny_config
 from hf_families import BY_NAME, FAMILIES, WINDOW
 from hybrids import BY_NAME as HYBRIDS
 from transformers import AttentionInterface, AutoConfig
@@ -97,6 +98,16 @@ def test_parts_of_a_composite_model() -> None:
     tower = describe(AutoConfig.for_model("qwen2_5_vl", vision_config={"depth": 2}), "cuda", 90).parts[1]
     assert tower.layers == []
     assert "grid_thw" in str(tower.untried)
+
+
+@pytest.mark.parametrize("name", ["aria_text", "jetmoe", "longcat_flash"])
+def test_mixtures_that_read_the_choice_of_their_router(name: str) -> None:
+    """Their code cannot run on the meta device; zeros take the place of weights."""
+    described = describe(tiny_config(name), "cuda", 90, tensor_parallel=2)
+    assert [(part.refused, part.untried) for part in described.parts] == [(None, None)]
+    assert described.parts[0].layers
+    assert described.engine is None
+    assert described.share is not None
 
 
 def test_heads_too_large_for_a_kernel() -> None:
