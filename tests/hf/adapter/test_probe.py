@@ -54,12 +54,14 @@ def test_mixtures_that_read_the_choice_of_their_router_need_no_weights(name: str
     found = hf.model_layers(tiny_config(name)).attention
     assert found == hf.model_layers(tiny_model(name)).attention
     assert len(found) >= 2
+    if name == "aria_text":
+        assert len(hf.plan_division(tiny_model(name), 2).layers) == 2
+        return
     with pytest.raises(UnsupportedModelError, match=f"cannot be divided between 2 ranks: {NOT_DIVIDED[name]}"):
         hf.plan_division(tiny_model(name), 2)
 
 
 NOT_DIVIDED = {
-    "aria_text": "",
     "jetmoe": "transformers has no tensor-parallel plan",
     "longcat_flash": "the rule 'moe_identity_expert' of",
 }
