@@ -73,6 +73,18 @@ _OTHER: dict[str, Any] = {
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _THREE_AXES = ("glm46v", "glm4v", "glm_ocr", "glmga", "paddleocr_vl", "qwen2_5_vl")
 _HYBRID = {"num_hidden_layers": 4}
+_INKLING = {
+    "layer_types": ["hybrid_sliding", "hybrid"],
+    "mlp_layer_types": ["dense", "sparse"],
+    "sliding_window_size": 9,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": 16,
+    "d_rel": 4,
+    "rel_extent": 6,
+    "log_scaling_n_floor": 8,
+    "logits_mup_width_multiplier": 1.0,
+}
 OVERRIDES: dict[str, dict[str, Any]] = {
     "aria": {"text_config": {"moe_num_shared_experts": 1}, "projector_patch_to_query_dict": {"4": 2}},
     "chameleon": {
@@ -159,21 +171,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         }
         for name, kind in (("gemma4", "gemma4_vision"), ("gemma4_unified", "gemma4_unified_vision"))
     },
-    "inkling_mm_model": {
-        "text_config": {
-            "layer_types": ["hybrid_sliding", "hybrid"],
-            "mlp_layer_types": ["dense", "sparse"],
-            "sliding_window_size": 9,
-            "swa_num_attention_heads": 4,
-            "swa_num_key_value_heads": 2,
-            "swa_head_dim": 16,
-            "d_rel": 4,
-            "rel_extent": 6,
-            "log_scaling_n_floor": 8,
-            "logits_mup_width_multiplier": 1.0,
-        },
-        "vision_config": {"num_hidden_layers": 5, "patch_size": 40},
-    },
+    "inkling_text": _INKLING,
+    "inkling_mm_model": {"text_config": _INKLING, "vision_config": {"num_hidden_layers": 5, "patch_size": 40}},
     # the last two layers take the keys of those before them
     "gemma3n": {
         "text_config": {

@@ -58,7 +58,7 @@ def row_of(name: str) -> dict[str, str]:
     sees = name in IMAGE_TEXT
     row = dict.fromkeys(COLUMNS, "")
     row["plugin text"] = _reason(lambda: patch(_tiny(name)))
-    if not sees and name in report_hybrids.TYPES:
+    if not sees and name in report_hybrids.TYPES and name != "inkling_text":
         # tests/engine/test_hybrids.py compares these
         answer = _hybrids()[name]["engine"]
         row["engine text"] = YES if answer == "y" else answer
