@@ -45,9 +45,17 @@ def _ask(fortress: Fortress, key: str, urls: list[str]) -> httpx.Response:
     return fortress.post("/v1/chat/completions", body, key)
 
 
-def _attack(fortress: Fortress, urls: list[str]) -> list[httpx.Response]:
+def _attack(fortress: Fortress, urls: list[str], requests: int = REQUESTS) -> list[httpx.Response]:
+    """The answers that came before the attacker's own timeout."""
+
+    def ask(_: int) -> list[httpx.Response]:
+        try:
+            return [_ask(fortress, ATTACKER, urls)]
+        except httpx.TimeoutException:
+            return []
+
     with ThreadPoolExecutor(CONNECTIONS) as threads:
-        return list(threads.map(lambda _: _ask(fortress, ATTACKER, urls), range(REQUESTS)))
+        return [reply for replies in threads.map(ask, range(requests)) for reply in replies]
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -66,5 +74,6 @@ def test_hostile_files(seeing: Fortress, name: str) -> None:
 def test_pictures_as_large_as_allowed(seeing: Fortress) -> None:
     """Files of 5 kB with 16 million pixels, which a client may send: each takes 48 MB and much time to be made smaller."""
     with seeing.under_attack("images: as large as allowed"):
-        replies = _attack(seeing, [uri(bomb(4000, 4000))])
+        replies = _attack(seeing, [uri(bomb(4000, 4000))], requests=40 if FULL else 4)
+    assert replies
     assert {reply.status_code for reply in replies} <= {200, 429}

@@ -51,8 +51,8 @@ def test_logits_of_steps_are_compared_with_those_of_the_model(fault: str, monkey
 
 
 def test_a_model_whose_code_needs_more_says_so() -> None:
-    with pytest.raises(UnsupportedModelError, match="BloomForCausalLM computes its attention itself, and its forward fails"):
-        hf.model_layers(tiny_model("bloom"))
+    with pytest.raises(UnsupportedModelError, match="XGLMForCausalLM computes its attention itself, and its forward fails"):
+        hf.model_layers(tiny_model("xglm"))
 
 
 def test_what_such_models_do_not_have() -> None:

@@ -11,6 +11,7 @@ from every_type import tiny_model
 from hf_families import BY_NAME
 from transformers import AutoConfig, LlamaConfig
 
+import fa_serve
 from fa_serve import hf
 from fa_serve.hf.adapter.masks import ImplicitMask
 from fa_serve.hf.adapter.probe import Probe
@@ -100,7 +101,7 @@ def test_a_layer_must_say_without_its_mask_what_it_says_with_it(
 
 def test_positions_among_further_arguments_must_be_handed_down() -> None:
     """Evolla's forward takes position_ids in **kwargs and hands them to the model inside. One that drops them is refused."""
-    model: Any = tiny_model("evolla")
+    model: Any = fa_serve.patch(tiny_model("evolla"))
     assert list(hf.model_layers(model).attention) == [0, 1]
     forward = type(model).forward
 
