@@ -70,6 +70,16 @@ _TINY_TEXT = {
 _TINY_VISION = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64}
 
 
+# transformers' default is the text of 72 billion weights
+_TEXT_7B = {
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
+}
 _TEXT_8B = {
     "hidden_size": 4096,
     "intermediate_size": 12288,
@@ -80,7 +90,7 @@ _TEXT_8B = {
 }
 _VISION_8B = {"out_hidden_size": 4096}
 SHAPES: dict[str, Callable[[], PreTrainedConfig]] = {
-    "qwen25vl-7b": Qwen2_5_VLConfig,
+    "qwen25vl-7b": lambda: Qwen2_5_VLConfig(text_config=_TEXT_7B),
     "qwen3vl-8b": lambda: Qwen3VLConfig(text_config=_TEXT_8B, vision_config=_VISION_8B),
     "tiny": lambda: Qwen2_5_VLConfig(text_config=_TINY_TEXT, vision_config=_TINY_VISION, image_token_id=300),
 }
