@@ -1,15 +1,20 @@
 """Images through the engine: requests a second, the first token, the same image again, and text beside images.
 
-    python -m benchmarks.engine.bench_images                 # Qwen2.5-VL-7B with random weights, images of 560 x 560
+    python -m benchmarks.engine.bench_images --budget 100    # a 7B or 8B shape with random weights, images of 560 x 560
+    python -m benchmarks.engine.bench_images --shapes qwen3vl-8b --cells requests,text
     python -m benchmarks.engine.bench_images --tiny          # on a CPU, sizes that are done at once; the numbers say nothing
 
-    requests     requests a second of 32 that run at once, each with another image, 128 tokens out
+    requests     requests a second of 32 clients, each with another image in each request, 128 tokens out
+    first of 32  median seconds to the first token of these requests
     first        seconds to the first token of a request alone, with a new image
     again        the same for a request with that image and another question behind it; ours is compared with "first"
+    encode       images a second through the towers, 16 in one call; compared with one after the other
     text p99     seconds between two tokens of requests with text alone while requests with images come; compared with "alone"
+    text         requests a second of text alone; compared with an engine that takes no images
 
 Every case runs once before it is measured. Pixels are random numbers as the processor would give them, so that no case contains
-its work. Results go to results/images.jsonl in the form of measure.py. Left out: other engines, HTTP, and reading files.
+its work. Cases that begin after the budget are left out, and those of a line that are measured replace it in
+results/images.jsonl. Left out: other engines, HTTP, and reading files.
 """
 
 from __future__ import annotations
@@ -17,14 +22,16 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig, Qwen3VLConfig
+from transformers.configuration_utils import PreTrainedConfig
 
-from benchmarks.measure import Results
+from benchmarks.measure import Cells, Results
 from fa_serve.engine import Engine, EngineConfig, SamplingParams
 from fa_serve.engine.images.prompt import ImageInput
 
@@ -33,8 +40,9 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class Sizes:
-    """side: patches of 14 pixels along each side of an image, of which four are a token; text: tokens of a question"""
+    """shape: of the model; side: patches along each side of an image, of which four are a token; text: tokens of a question"""
 
+    shape: str = "qwen25vl-7b"
     device: str = "cuda"
     dtype: torch.dtype = torch.bfloat16
     requests: int = 32
@@ -43,8 +51,13 @@ class Sizes:
     text: int = 64
     output: int = 128
 
+    @property
+    def patch(self) -> int:
+        """Numbers of a patch: three colours, two moments, and pixels."""
+        return 3 * 2 * (16 * 16 if self.shape == "qwen3vl-8b" else 14 * 14)
 
-TINY = Sizes("cpu", torch.float32, requests=2, rounds=1, side=4, text=6, output=4)
+
+TINY = Sizes("tiny", "cpu", torch.float32, requests=2, rounds=1, side=4, text=6, output=4)
 _TINY_TEXT = {
     "vocab_size": 320,
     "hidden_size": 64,
@@ -57,30 +70,52 @@ _TINY_TEXT = {
 _TINY_VISION = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64}
 
 
+# transformers' default is the text of 72 billion weights
+_TEXT_7B = {
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
+}
+_TEXT_8B = {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20], "mrope_interleaved": True},
+}
+_VISION_8B = {"out_hidden_size": 4096}
+SHAPES: dict[str, Callable[[], PreTrainedConfig]] = {
+    "qwen25vl-7b": lambda: Qwen2_5_VLConfig(text_config=_TEXT_7B),
+    "qwen3vl-8b": lambda: Qwen3VLConfig(text_config=_TEXT_8B, vision_config=_VISION_8B),
+    "tiny": lambda: Qwen2_5_VLConfig(text_config=_TINY_TEXT, vision_config=_TINY_VISION, image_token_id=300),
+}
+
+
 def make_vision_model(sizes: Sizes) -> Any:
-    """A model with random weights, of the published sizes unless they are tiny."""
-    config = Qwen2_5_VLConfig()
-    if sizes == TINY:
-        config = Qwen2_5_VLConfig(text_config=_TINY_TEXT, vision_config=_TINY_VISION, image_token_id=300)
+    """A model with random weights, in the sizes of its shape."""
     with torch.device(sizes.device):
-        return Qwen2_5_VLForConditionalGeneration._from_config(config, dtype=sizes.dtype).eval()
+        return cast(Any, AutoModelForImageTextToText).from_config(SHAPES[sizes.shape](), dtype=sizes.dtype).eval()
 
 
 class Workload:
-    """An engine and the requests that it is given. Each new image has other pixels."""
+    """An engine and the requests that it is given. Each new image has other pixels. max_images: 0 for an engine without them"""
 
-    def __init__(self, sizes: Sizes) -> None:
-        model = make_vision_model(sizes)
+    def __init__(self, sizes: Sizes, model: Any, max_images: int = 16) -> None:
         self._sizes = sizes
         self._token = model.config.image_token_id
         limits = {"max_model_len": 4096} if sizes.device == "cuda" else {"max_model_len": 64, "num_pages": 64}
-        self.engine = Engine(EngineConfig(max_num_seqs=2 * sizes.requests, **limits), model=model)
+        self.engine = Engine(EngineConfig(max_num_seqs=2 * sizes.requests, max_images=max_images, **limits), model=model)
         self._draw = torch.Generator().manual_seed(0)
         self._text = 2
 
     def image(self) -> ImageInput:
         side = self._sizes.side
-        pixels = torch.randn(side * side, 3 * 2 * 14 * 14, generator=self._draw)
+        pixels = torch.randn(side * side, self._sizes.patch, generator=self._draw)
         ids = torch.full((1, side * side // 4), self._token)
         return ImageInput.of({"input_ids": ids, "pixel_values": pixels, "image_grid_thw": torch.tensor([[1, side, side]])})
 
@@ -90,14 +125,46 @@ class Workload:
         places = [] if image is None else [self._token] * image.inputs["input_ids"].shape[1]
         return [1, *places, *((self._text + n) % 250 + 3 for n in range(self._sizes.text))]
 
-    def requests_per_second(self) -> float:
-        count = self._sizes.requests * self._sizes.rounds
-        images = [self.image() for _ in range(count)]
-        prompts = [self.prompt(image) for image in images]
-        params = SamplingParams(max_tokens=self._sizes.output, temperature=0.0, ignore_eos=True)
+    def run_clients(self, with_images: bool) -> tuple[float, float]:
+        """Requests a second of clients that send the next request when they have an answer, and the median seconds to the first
+        token."""
+        sizes = self._sizes
+        params = SamplingParams(max_tokens=sizes.output, temperature=0.0, ignore_eos=True)
+        images = [self.image() if with_images else None for _ in range(sizes.requests * sizes.rounds)]
+        left = [(image, self.prompt(image)) for image in images]
+        sent: dict[str, float] = {}
+        firsts: dict[str, float] = {}
         begin = time.perf_counter()
-        self.engine.generate(prompts, params, images=[[image] for image in images])
-        return count / (time.perf_counter() - begin)
+
+        def send() -> None:
+            image, prompt = left.pop()
+            name = f"request-{len(sent)}"
+            sent[name] = time.perf_counter()
+            self.engine.add_request(name, prompt, params, images=[] if image is None else [image])
+
+        for _ in range(sizes.requests):
+            send()
+        while self.engine.has_unfinished():
+            for output in self.engine.step():
+                firsts.setdefault(output.request_id, time.perf_counter() - sent[output.request_id])
+                if output.finished and left:
+                    send()
+        return len(sent) / (time.perf_counter() - begin), statistics.median(firsts.values())
+
+    def images_per_second(self, together: int) -> float:
+        """Through the towers, so many in one call."""
+        reader = self.engine._runner.images.reader  # type: ignore[union-attr]
+        images = [self.image().inputs for _ in range(16)]
+        times = []
+        with torch.inference_mode():
+            for _ in range(3):
+                begin = time.perf_counter()
+                for number in range(0, len(images), together):
+                    reader.encode_all(images[number : number + together])
+                if self._sizes.device == "cuda":
+                    torch.cuda.synchronize()
+                times.append(time.perf_counter() - begin)
+        return len(images) / min(times)
 
     def first_token(self, image: ImageInput) -> float:
         params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
@@ -131,29 +198,57 @@ class Workload:
         return statistics.quantiles(gaps, n=100)[-1] if len(gaps) > 1 else 0.0
 
 
-def measure(sizes: Sizes, results: Results) -> None:
-    work = Workload(sizes)
-    work.requests_per_second()
-    results.add("requests", "requests/s", work.requests_per_second(), {})
-    image = work.image()
-    work.first_token(work.image())
-    first = work.first_token(image)
-    results.add("first", "s", first, {})
-    results.add("again", "s", work.first_token(image), {"first": first})
-    alone = work.gaps_of_text(with_images=False)
-    results.add("text p99", "s", work.gaps_of_text(with_images=True), {"alone": alone})
+def measure(sizes: Sizes, results: Results, cells: Cells) -> None:
+    model = make_vision_model(sizes)
+    if cells.takes("text"):
+        alone = Workload(sizes, model, max_images=0)
+        alone.run_clients(with_images=False)
+        without, _ = alone.run_clients(with_images=False)
+        alone.engine.close()
+    work = Workload(sizes, model)
+    if cells.takes("requests") or cells.takes("first of 32"):
+        work.run_clients(with_images=True)
+        rate, first = work.run_clients(with_images=True)
+        results.add(f"{sizes.shape} requests", "requests/s", rate, {})
+        results.add(f"{sizes.shape} first of 32", "s", first, {})
+    if cells.takes("first") or cells.takes("again"):
+        image = work.image()
+        work.first_token(work.image())
+        first = work.first_token(image)
+        results.add(f"{sizes.shape} first", "s", first, {})
+        results.add(f"{sizes.shape} again", "s", work.first_token(image), {"first": first})
+    if cells.takes("encode"):
+        work.images_per_second(together=16)
+        results.add(
+            f"{sizes.shape} encode",
+            "images/s",
+            work.images_per_second(together=16),
+            {"alone": work.images_per_second(together=1)},
+        )
+    if cells.takes("text p99"):
+        alone_p99 = work.gaps_of_text(with_images=False)
+        results.add(f"{sizes.shape} text p99", "s", work.gaps_of_text(with_images=True), {"alone": alone_p99})
+    if cells.takes("text"):
+        work.run_clients(with_images=False)
+        rate, _ = work.run_clients(with_images=False)
+        results.add(f"{sizes.shape} text", "requests/s", rate, {"max_images=0": without})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="a CPU and sizes that are done at once; the numbers say nothing")
+    parser.add_argument("--shapes", choices=[name for name in SHAPES if name != "tiny"], default="qwen25vl-7b")
+    parser.add_argument("--cells", default="", help="parts of names of cases, separated by commas; all by default")
+    parser.add_argument("--budget", type=float, default=600.0, help="seconds after which no case begins")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     args = parser.parse_args()
     results = Results("images", args.out)
-    measure(TINY if args.tiny else Sizes(), results)
+    cells = Cells(args.cells, args.budget)
+    measure(TINY if args.tiny else Sizes(args.shapes), results, cells)
     for line in results.lines:
-        print(f"{line['case']:<10}{line['ours']:>12.5g} {line['unit']}")
-    results.write()
+        print(f"{line['case']:<24}{line['ours']:>12.5g} {line['unit']}")
+    cells.report()
+    results.merge()
 
 
 if __name__ == "__main__":

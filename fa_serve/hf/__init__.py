@@ -22,6 +22,10 @@ as it is.
         step_cache     what layers with a recurrent state are given in that forward
         state_modules  which modules keep such a state, and how their recurrences reach `fa_serve.ops`
         indexers       which modules choose keys for a query, and how they choose from a paged cache
+        short_choices  which modules choose blocks of keys, and up to which length they choose all of them
+        gathered_keys  models that compute their attention or its bias themselves, in the engine's forward;
+                       gathered_keys_proof: whether that is right
+        own_masks      models that make their masks themselves
         continuous     transformers' own continuous batching (`generate_batch`)
     surgery/           everything that replaces a module of a model
         fuse/          decoder layers, computed by few kernels
@@ -54,11 +58,13 @@ except ImportError as error:
 
 from fa_serve.hf.adapter.attention import attention_forward
 from fa_serve.hf.adapter.composites import auto_class, make_served, text_model
+from fa_serve.hf.adapter.gathered_keys import gathers_keys
 from fa_serve.hf.adapter.masks import mask_forward
 from fa_serve.hf.adapter.models import NAME
 from fa_serve.hf.adapter.paged import OneSequence, PagedBatch, TwoWayBlock, paged_forward, paged_output
 from fa_serve.hf.adapter.probe import ModelLayers, attention_backends, check_attention_precision, check_model, model_layers
 from fa_serve.hf.adapter.register import patch, patch_parts, register
+from fa_serve.hf.adapter.short_choices import length_limit
 from fa_serve.hf.adapter.step_cache import PagedStates, StateKey, take_layer_idx
 from fa_serve.hf.adapter.translate import AttendsBatch, LayerCall
 from fa_serve.hf.exact_forward import ExactForward, exact, token_logprobs
@@ -100,6 +106,8 @@ __all__ = [
     "experts_forward",
     "few_layers",
     "forwards_with_copies",
+    "gathers_keys",
+    "length_limit",
     "make_served",
     "mask_forward",
     "model_layers",

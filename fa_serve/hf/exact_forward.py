@@ -40,6 +40,7 @@ from fa_serve.api import attention_varlen
 from fa_serve.hf.adapter.models import NAME
 from fa_serve.hf.adapter.paged import PagedBatch
 from fa_serve.hf.adapter.probe import model_layers
+from fa_serve.hf.adapter.short_choices import length_limit
 from fa_serve.hf.adapter.translate import LayerCall
 from fa_serve.hf.live_model import Addresses, ModelState, check_live, trained_model
 from fa_serve.hf.surgery.experts.mixtures import expert_modules, gate_of, take_experts, weights_of
@@ -92,6 +93,8 @@ class ExactForward:
             self.model.train(False)
             self.model.set_attn_implementation(NAME)
             model_layers(self.model)
+            if length_limit(self.model) is not None:
+                raise UnsupportedModelError(f"{type(self.model).__name__} chooses keys by code that has no replacement")
             if expert_modules(self.model) and not take_experts(self.model):
                 raise UnsupportedModelError(f"{type(self.model).__name__} has experts that fa_serve does not compute")
             for module in expert_modules(self.model):

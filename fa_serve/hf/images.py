@@ -2,14 +2,18 @@
 
     reader = ImageReader(model)                       # raises UnsupportedModelError, with the reason
     features = reader.encode(inputs)                  # inputs: what the model's processor makes of one image
+    several = reader.encode_all([inputs, others])     # the same, in fewer forwards
     positions, delta = reader.positions(ids, places, [inputs])         # of rotary embedding, for types with several axes
     with reader.placing(StepImages.of(rows, [features])):
         logits = paged_forward(model, ids, position_ids, batch, rows_of_logits)
 
-Nothing is known of a type but where its language model is. To encode, the model's own forward runs on a prompt that holds one
-image, and stops where it calls the language model: what it was to be given at the places of the image is what the image comes
+Nothing is known of a type but where its language model is. To encode, the model's own forward runs on a prompt that holds
+images, and stops where it calls the language model: what it was to be given at the places of an image is what the image comes
 to. In a step, the same arguments are put in at the same call. So projections, newlines between tiles and features for inner
 layers are the model's own. Types are served if tests have compared them with `generate` (PROVEN).
+
+Images are encoded together if their inputs can be joined: patches end to end, or pictures of one shape. How a type joins them
+is tried with the first two, which must come to the same together as alone.
 
 Left out: how a text and images become inputs, and when an image is encoded (fa_serve.engine.images).
 """
@@ -17,6 +21,7 @@ Left out: how a text and images become inputs, and when an image is encoded (fa_
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,6 +39,8 @@ from fa_serve.spec import ParameterError, UnsupportedModelError
 _PLAIN = {"input_ids", "inputs_embeds", "position_ids", "attention_mask", "past_key_values", "use_cache", "cache_position"}
 _MASK = "visual_pos_masks"
 _DEEP = "deepstack_visual_embeds"
+_OF_TOKENS = {"input_ids", "token_type_ids", "mm_token_type_ids", "attention_mask"}
+log = logging.getLogger("fa_serve.hf")
 
 
 PROVEN = frozenset(
@@ -149,6 +156,8 @@ class ImageReader:
         config = model.config.get_text_config()
         self.filler: int = getattr(config, "pad_token_id", None) or 0
         """The token that is embedded where an image is, before its embeddings are put in."""
+        self._joined_dim: int | Literal["none"] | None = None
+        """The dimension in which inputs of several images are joined; None before it has been tried."""
 
     @torch.no_grad()
     def encode(self, inputs: Mapping[str, Tensor]) -> ImageFeatures:
@@ -156,9 +165,55 @@ class ImageReader:
 
         Raises UnsupportedModelError if the model tells its language model of images in a way that is not known.
         """
+        return self._run(_with_text(inputs, self.filler), [_num_places(inputs, self.image_token)])[0]
+
+    @torch.no_grad()
+    def encode_all(self, images: Sequence[Mapping[str, Tensor]]) -> list[ImageFeatures]:
+        """`encode` for each of several images, in one forward for all whose inputs can be joined."""
+        found: dict[int, ImageFeatures] = {}
+        for numbers in _of_one_form(images):
+            if len(numbers) > 1 and self._joined_dim is None:
+                pair = numbers[:2]
+                found |= zip(pair, self._learn_to_join([images[n] for n in pair]), strict=True)
+            left = [n for n in numbers if n not in found]
+            if len(left) > 1 and isinstance(self._joined_dim, int):
+                found |= zip(left, self._encode_joined([images[n] for n in left], self._joined_dim), strict=True)
+            else:
+                found |= {n: self.encode(images[n]) for n in left}
+        return [found[n] for n in range(len(images))]
+
+    def failed(self, inputs: Mapping[str, Tensor]) -> ImageFeatures:
+        """What stands for an image that cannot be encoded: numbers that end its own request alone."""
+        shape = (_num_places(inputs, self.image_token), self._decoder.get_input_embeddings().embedding_dim)
+        nothing = torch.full(shape, float("nan"), dtype=self._model.dtype, device=self._model.device)
+        return ImageFeatures(nothing, (), "none")
+
+    def _learn_to_join(self, pair: Sequence[Mapping[str, Tensor]]) -> list[ImageFeatures]:
+        """Encode two images alone, and find the dimension in which their inputs may be joined."""
+        alone = [self.encode(inputs) for inputs in pair]
+        self._joined_dim = "none"
+        for dim in (0, 1):
+            try:
+                together = self._encode_joined(pair, dim)
+            except Exception as error:  # whatever the code of a model raises for inputs that it does not take
+                log.debug("images of %s are not joined in dimension %d: %s", type(self._model).__name__, dim, error)
+                continue
+            if all(_are_close(*both) for both in zip(alone, together, strict=True)):
+                self._joined_dim = dim
+                break
+        return alone
+
+    def _encode_joined(self, images: Sequence[Mapping[str, Tensor]], dim: int) -> list[ImageFeatures]:
+        """One forward for images whose inputs other than tokens are joined in this dimension."""
+        parts = [_with_text(inputs, self.filler) for inputs in images]
+        joined = {name: torch.cat([part[name] for part in parts], dim=1 if name in _OF_TOKENS else dim) for name in parts[0]}
+        return self._run(joined, [_num_places(inputs, self.image_token) for inputs in images])
+
+    def _run(self, inputs: Mapping[str, Tensor], counts: Sequence[int]) -> list[ImageFeatures]:
+        """What the language model is told of images with so many places each. inputs: of a prompt that holds them"""
         device = self._model.device
         taken = inspect.signature(self._model.forward).parameters
-        moved = {name: x.to(device) for name, x in _with_text(inputs, self.filler).items() if name in taken}
+        moved = {name: x.to(device) for name, x in inputs.items() if name in taken}
         floats = {name: x.to(self._model.dtype) for name, x in moved.items() if x.is_floating_point()}
         given: dict[str, Any] = {}
 
@@ -184,7 +239,13 @@ class ImageReader:
         )
         if unknown or given.get("inputs_embeds") is None:
             raise UnsupportedModelError(f"{type(self._model).__name__} tells its language model {unknown} of an image")
-        return ImageFeatures(given["inputs_embeds"][0][places], tuple(x.to(device) for x in deep), two_way)
+        embeds = given["inputs_embeds"][0][places].split(list(counts))
+        layers = [x.to(device).split(list(counts)) for x in deep]
+        return [
+            # copies, so that an image which is kept does not keep the others
+            ImageFeatures(part.clone(), tuple(layer[n].clone() for layer in layers), two_way)
+            for n, part in enumerate(embeds)
+        ]
 
     def positions(self, ids: Tensor, images: Sequence[Mapping[str, Tensor]]) -> tuple[Tensor, int] | None:
         """Positions on several axes of a prompt with images, (axes, total) int64, and what is added to the place of each token
@@ -231,6 +292,26 @@ class ImageReader:
             yield
         finally:
             hook.remove()
+
+
+def _num_places(inputs: Mapping[str, Tensor], image_token: int) -> int:
+    return int((inputs["input_ids"] == image_token).sum())
+
+
+def _of_one_form(images: Sequence[Mapping[str, Tensor]]) -> list[list[int]]:
+    """The numbers of the images by what their inputs are, but for their first dimension."""
+    forms: dict[Any, list[int]] = {}
+    for number, inputs in enumerate(images):
+        form = tuple((name, x.dtype, x.shape[1:]) for name, x in sorted(inputs.items()) if name not in _OF_TOKENS)
+        forms.setdefault((form, tuple(sorted(inputs))), []).append(number)
+    return list(forms.values())
+
+
+def _are_close(first: ImageFeatures, second: ImageFeatures) -> bool:
+    """Whether two encodings differ by roundings alone. Other images differ by more than their largest number."""
+    pairs = zip((first.embeds, *first.deep), (second.embeds, *second.deep), strict=True)
+    bound = 16 * torch.finfo(first.embeds.dtype).eps
+    return first.two_way == second.two_way and all(bool((a - b).abs().max() <= bound * a.abs().max()) for a, b in pairs)
 
 
 def _with_text(inputs: Mapping[str, Tensor], token: int) -> dict[str, Tensor]:

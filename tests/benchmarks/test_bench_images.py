@@ -3,20 +3,42 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
-from benchmarks.engine.bench_images import TINY, measure
-from benchmarks.measure import Results
+from benchmarks.engine.bench_images import SHAPES, TINY, Sizes, measure
+from benchmarks.measure import Cells, Results
 
 
-def test_tiny_sizes(tmp_path) -> None:
-    results = Results("images", tmp_path)
-    measure(TINY, results)
-    results.write()
-    lines = [json.loads(line) for line in (tmp_path / "images.jsonl").read_text().splitlines()]
-    assert [(line["bench"], line["case"]) for line in lines] == [
-        ("images", "requests"),
-        ("images", "first"),
-        ("images", "again"),
-        ("images", "text p99"),
-    ]
+def run(folder: Path, cells: Cells) -> list[str]:
+    results = Results("images", folder)
+    measure(TINY, results, cells)
+    results.merge()
+    lines = [json.loads(line) for line in (folder / "images.jsonl").read_text().splitlines()]
     assert all(line["ours"] > 0 for line in lines)
+    return [line["case"].removeprefix("tiny ") for line in lines]
+
+
+def test_tiny_sizes(tmp_path: Path) -> None:
+    assert run(tmp_path, Cells("requests,first,again,text", 600)) == [
+        "requests",
+        "first of 32",
+        "first",
+        "again",
+        "text p99",
+        "text",
+    ]
+
+
+def test_cells_are_selected_and_end_with_the_budget(tmp_path: Path) -> None:
+    assert run(tmp_path, Cells("encode", 600)) == ["encode"]
+    late = Cells("first", -1.0)
+    assert run(tmp_path, late) == ["encode"], "lines of an earlier run stay"
+    assert late.left_out == ["first of 32", "first"]
+
+
+def test_shapes_have_the_patches_of_their_towers() -> None:
+    for name, config in ((name, SHAPES[name]()) for name in ("qwen25vl-7b", "qwen3vl-8b")):
+        vision = config.vision_config
+        size = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        assert Sizes(name).patch == size, name
+        assert vision.out_hidden_size == config.text_config.hidden_size, name

@@ -46,4 +46,4 @@ def test_images_of_those_types_are_served_that_are_proven() -> None:
     assert seen == PROVEN
     assert seen <= set(IMAGES)
     assert len(seen) >= 40
-    assert len(SERVED) >= 60
+    assert len(SERVED) >= 75

@@ -37,6 +37,38 @@ def test_embeddings_are_those_of_the_models_own_forward() -> None:
     torch.testing.assert_close(ImageReader(model).encode(inputs).embeds, torch.cat(list(expected)).reshape(-1, 64))
 
 
+@pytest.mark.parametrize("name", ["llava", "qwen3_vl", "idefics3", "gemma3"])
+def test_images_are_encoded_together(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first two are encoded alone as well, to prove that they may be joined; from then on, all of them take one forward."""
+    model = tiny_model(name, CHANGES[name])
+    reader = ImageReader(model)
+    given = [one_image(name, model, seed) for seed in range(4)]
+    expected = [reader.encode(inputs) for inputs in given]
+    sizes: list[int] = []
+    run = reader._run
+    monkeypatch.setattr(reader, "_run", lambda inputs, counts: sizes.append(len(counts)) or run(inputs, counts))
+    for forwards in ([1, 1, 2, 2], [4]):
+        sizes.clear()
+        found = reader.encode_all(given)
+        assert sizes == forwards
+        for one, other in zip(found, expected, strict=True):
+            assert one.two_way == other.two_way
+            for x, y in zip((one.embeds, *one.deep), (other.embeds, *other.deep), strict=True):
+                torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+
+
+def test_images_that_cannot_be_joined_are_encoded_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llava", CHANGES["llava"])
+    given = [one_image("llava", model, seed) for seed in range(3)]
+    for fault in (lambda parts: [*reversed(parts)], lambda parts: [parts[0]] * len(parts)):
+        reader = ImageReader(model)
+        joined = reader._encode_joined
+        monkeypatch.setattr(reader, "_encode_joined", lambda images, dim, f=fault, own=joined: f(own(images, dim)))
+        for one, inputs in zip(reader.encode_all(given), given, strict=True):
+            assert torch.equal(one.embeds, reader.encode(inputs).embeds)
+        assert reader._joined_dim == "none"
+
+
 def test_positions_of_three_axes() -> None:
     model = tiny_model("qwen2_5_vl", CHANGES["qwen2_5_vl"])
     inputs = one_image("qwen2_5_vl", model, seed=1)

@@ -34,7 +34,7 @@ from security.probe import (
 collect_ignore = []
 if "FA_SERVE_LOAD" not in os.environ:
     collect_ignore += ["test_attacks.py", "test_bounds.py", "test_expensive_parts.py", "test_floods.py", "test_fuzz.py"]
-    collect_ignore += ["test_isolation.py"]
+    collect_ignore += ["test_images.py", "test_isolation.py"]
 
 FULL = os.environ.get("FA_SERVE_LOAD") == "full"
 ATTACKER = "attackers-key"

@@ -12,9 +12,13 @@ import copy
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModel, PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto import modeling_auto
+from transformers.models.gemma3n.configuration_gemma3n import Gemma3nVisionConfig
+from transformers.models.timm_wrapper.configuration_timm_wrapper import TimmWrapperConfig
+from transformers.models.timm_wrapper.modeling_timm_wrapper import TimmWrapperModel
+from transformers.utils import is_timm_available
 
 from fa_serve.hf.adapter.composites import auto_class
 
@@ -69,6 +73,18 @@ _OTHER: dict[str, Any] = {
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _THREE_AXES = ("glm46v", "glm4v", "glm_ocr", "glmga", "paddleocr_vl", "qwen2_5_vl")
 _HYBRID = {"num_hidden_layers": 4}
+_INKLING = {
+    "layer_types": ["hybrid_sliding", "hybrid"],
+    "mlp_layer_types": ["dense", "sparse"],
+    "sliding_window_size": 9,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": 16,
+    "d_rel": 4,
+    "rel_extent": 6,
+    "log_scaling_n_floor": 8,
+    "logits_mup_width_multiplier": 1.0,
+}
 OVERRIDES: dict[str, dict[str, Any]] = {
     "aria": {"text_config": {"moe_num_shared_experts": 1}, "projector_patch_to_query_dict": {"4": 2}},
     "chameleon": {
@@ -122,20 +138,71 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         for name in ("kosmos-2", "kosmos-2.5")
     },
     "fast_vlm": {"vision_config": {"model_type": "siglip_vision_model", **_VISION}},
-    "perception_lm": {"vision_config": {"model_type": "siglip_vision_model", **_VISION}},
+    "perception_lm": {"vision_config": {"model_args": {"embed_dim": 32}}},
+    "idefics": {"alpha_initializer": "ones"},
+    "minimax_m3_vl": {
+        "text_config": {
+            "layer_types": ["full_attention", "minimax_m3_sparse"],
+            "index_n_heads": 2,
+            "index_head_dim": 16,
+            "index_block_size": 16,
+            "rotary_dim": 16,
+        },
+    },
+    "deepseek_ocr2": {
+        "text_config": {"mlp_layer_types": ["dense", "sparse"], "num_key_value_heads": 2},
+        "vision_config": {
+            "sam_config": {
+                "hidden_size": 32,
+                "output_channels": 16,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "image_size": 64,
+                "window_size": 2,
+                "global_attn_indexes": [1],
+                "downsample_channels": [16, 32],
+            },
+            "encoder_config": {"vocab_size": 8, **_OTHER},
+        },
+    },
     **{
         name: {
             "vision_config": {"model_type": kind, **_VISION, "pooling_kernel_size": 3, "position_embedding_size": 64},
         }
         for name, kind in (("gemma4", "gemma4_vision"), ("gemma4_unified", "gemma4_unified_vision"))
     },
+    "inkling_text": _INKLING,
+    "inkling_mm_model": {"text_config": _INKLING, "vision_config": {"num_hidden_layers": 5, "patch_size": 40}},
+    # the last two layers take the keys of those before them
     "gemma3n": {
-        "vision_config": {"model_type": "siglip_vision_model", **_VISION},
-        "text_config": {"intermediate_size": [96, 96], "activation_sparsity_pattern": [0.0, 0.0]},
+        "text_config": {
+            "num_hidden_layers": 4,
+            "intermediate_size": [96] * 4,
+            "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 16,
+            "laurel_rank": 8,
+        },
+        "audio_config": {"conf_num_hidden_layers": 1, "conf_num_attention_heads": 2, "sscp_conv_channel_size": [8, 4]},
     },
     **{name: {"text_config": {"rope_parameters": _ROPE | {"mrope_section": [2, 3, 3]}}} for name in _THREE_AXES},
     "glm4v_moe": {"text_config": {"rope_parameters": _ROPE | {"mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}}},
-    "glm5_next": {"text_config": {"num_key_value_heads": 4, "qk_rope_head_dim": 0, "head_dim": 16}},
+    "glm5_next": {
+        "text_config": {
+            "num_key_value_heads": 4,
+            "qk_rope_head_dim": 0,
+            "layer_types": ["linear_attention", "deepseek_sparse_attention"],
+            "indexer_types": ["full", "full"],
+            "mlp_layer_types": ["dense", "sparse"],
+            "linear_num_heads": 4,
+            "linear_head_dim": 16,
+            "index_n_heads": 2,
+            "index_head_dim": 16,
+            "index_topk": 192,
+            "index_kpool": 4,
+        }
+    },
     "qwen2_vl": {
         "text_config": {"rope_parameters": _ROPE | {"mrope_section": [2, 3, 3]}},
         "vision_config": {"hidden_size": 64},
@@ -202,6 +269,27 @@ def tiny_config(model_type: str, changes: dict[str, Any] | None = None) -> PreTr
         for name, value in copy.deepcopy(given).items():
             sizes[name] = {**sizes.get(name, {}), **value} if isinstance(value, dict) else value
     return config_class(**sizes)
+
+
+class StandInTower(TimmWrapperModel):
+    """In the place of a tower of timm, where timm is not installed. It sees nothing: texts alone are tried with it."""
+
+    __module__ = TimmWrapperModel.__module__  # whose source says how its attention is chosen
+
+    def __init__(self, config: TimmWrapperConfig | Gemma3nVisionConfig) -> None:
+        PreTrainedModel.__init__(self, config)
+        self.timm_model = torch.nn.Identity()
+        self.post_init()
+
+
+class StandInTowerOfGemma3n(StandInTower):
+    __module__ = TimmWrapperModel.__module__
+    config_class = Gemma3nVisionConfig
+
+
+if not is_timm_available():
+    classes: dict[Any, Any] = {TimmWrapperConfig: StandInTower, Gemma3nVisionConfig: StandInTowerOfGemma3n}
+    AutoModel._model_mapping._extra_content |= classes
 
 
 def tiny_model(model_type: str, changes: dict[str, Any] | None = None) -> PreTrainedModel:

@@ -160,6 +160,14 @@ def _with_tokens(name: str, made: Inputs, ids: Tensor) -> Inputs:
     return {"input_ids": ids, **made, "mm_token_type_ids": (ids == IMAGE).int(), "token_type_ids": types}
 
 
+def _of_text_alone(name: str, num_tokens: int) -> Inputs:
+    """What the processor of a type gives for a prompt without images."""
+    if name != "idefics":
+        return {}
+    # a picture that no token sees: its values must not matter
+    return {"pixel_values": _draw(3, 1, 1, 3, 28, 28), "image_attention_mask": torch.zeros(1, num_tokens, 1, dtype=torch.long)}
+
+
 def whole_prompt(name: str, model: PreTrainedModel, ids: Sequence[int], images: Sequence[Inputs]) -> Inputs:
     """The arguments of `generate` for a prompt with these images in the places of its image tokens."""
     import inspect
@@ -172,5 +180,5 @@ def whole_prompt(name: str, model: PreTrainedModel, ids: Sequence[int], images: 
         key: torch.cat([image[key] for image in images], dim=dim) for key in (images[0] if images else {}) if key not in own
     }
     known = inspect.signature(model.forward).parameters
-    given = _with_tokens(name, made, tokens) if images else {"input_ids": tokens}
+    given = _with_tokens(name, made, tokens) if images else {"input_ids": tokens, **_of_text_alone(name, tokens.shape[1])}
     return {key: x for key, x in given.items() if key in known} | {"attention_mask": torch.ones_like(tokens)}

@@ -72,7 +72,7 @@ def rows() -> dict[str, dict[str, str]]:
         runs = row["engine"] == "y"
         row["plugin"] = "y" if runs else _WITHOUT_ATTENTION.get(name, "attention alone")
         row["prefix"] = "y" if runs else "-"
-        row["graphs"] = "y" if runs else "-"
+        row["graphs"] = ("y" if row["tested"] else "not tried") if runs else "-"
         row["parallel"] = "not built" if runs else "-"
         found[name] = row
     return found

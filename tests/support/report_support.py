@@ -22,7 +22,7 @@ from report_hybrids import COMPOSITES
 from transformers import PreTrainedModel
 
 from fa_serve.engine import EngineConfig
-from fa_serve.engine.runner.indexers import prepare_indexers
+from fa_serve.engine.runner.attention_kinds import prepare_attention
 from fa_serve.hf import auto_class, model_layers, patch_parts, plan_division, take_experts, text_model
 from fa_serve.hf.lora.memory import LoraMemory
 from fa_serve.hf.surgery.experts.mixtures import expert_modules
@@ -97,7 +97,7 @@ def _meta(name: str, dtype: torch.dtype) -> PreTrainedModel:
 def _fused(name: str) -> str:
     model = _text(name)
     layers = model_layers(model)
-    prepare_indexers(model, EngineConfig(), layers.indexers)
+    prepare_attention(model, EngineConfig(), layers.indexers)
     take_experts(model)
     count = fuse_layers(model)
     total = len({*layers.attention, *(key[0] if isinstance(key, tuple) else key for key in layers.states)})

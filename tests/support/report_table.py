@@ -50,7 +50,11 @@ REASONS = (
         "generates with causal layers only; as an encoder such a model may serve [embeddings](embeddings.md).",
     ),
     Reason("cross", ("encoder-decoder",), "It is an encoder-decoder, and the cache of pages has no place for cross-attention."),
-    Reason("positions", ("takes no ['position_ids']",), "Its forward takes no `position_ids`, which packed prompts need."),
+    Reason(
+        "positions",
+        ("takes no ['position_ids']", "hand position_ids down"),
+        "Its forward takes no `position_ids`, which packed prompts need.",
+    ),
     Reason("twice", ("attends more than once",), "A layer attends more than once, and the cache has one place for a layer."),
     Reason("bias", ("position_bias",), "It adds a bias to its scores, which attention over pages cannot do."),
     Reason(
@@ -63,7 +67,6 @@ REASONS = (
         ("keeps recurrent or convolution states", "that keep states"),
         "Not built for models that keep states (hybrids).",
     ),
-    Reason("tower", ("needs timm",), "Its tower needs timm, which the tests do not have, so it has not been tried."),
     Reason(
         "images",
         ("not proven against generate", "have not been compared"),
@@ -71,7 +74,7 @@ REASONS = (
     ),
     Reason(
         "text",
-        ("takes no text without images", "actions of a robot", "by diffusion"),
+        ("actions of a robot", "by diffusion"),
         "It does not write text token by token after a prompt of text.",
     ),
     Reason("plan", ("no tensor-parallel plan",), "transformers has no tensor-parallel plan for its layers."),
@@ -230,7 +233,8 @@ def page(results: dict[str, Any]) -> list[str]:
         "| tested | how |",
         "|---|---|",
         "| `generate` | a tiny model in the engine gave the tokens of transformers' `generate` in float32: several prompts "
-        "in one batch, with images in chunks and from the prefix cache |",
+        "in one batch, with images in chunks and from the prefix cache. Texts of `gemma3n` and `perception_lm` were tried "
+        "without their tower, which needs timm |",
         "| `eager` | a tiny model was compared with eager attention in every row ([tests](model-tests.md)) |",
         "| `vectors` | a tiny encoder was compared with sentence-transformers ([embeddings](embeddings.md#which-models)) |",
         "| `built` | every part of a tiny model took fa_serve's attention; nothing was computed |",

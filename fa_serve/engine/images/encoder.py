@@ -3,13 +3,15 @@
     encoder = ImageEncoder(reader, max_bytes=2 << 30)
     images = encoder.step(pieces)            # encodes what is not in the cache -> StepImages, or None
 
-What is evicted is encoded again when a later chunk needs it, because requests keep what their processor has made.
+What is evicted is encoded again when a later chunk needs it, because requests keep what their processor has made. The images of
+a step, of whichever requests, are encoded together, as far as their inputs can be joined.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,8 +26,11 @@ from fa_serve.engine.images.prompt import (
     find_places,
     runs_of,
 )
+from fa_serve.engine.scheduler.chunk_lengths import MAX_IMAGE_TOKENS
 from fa_serve.hf.images import ImageFeatures, ImageReader, StepImages, TwoWay
 from fa_serve.spec import ParameterError, UnsupportedModelError
+
+log = logging.getLogger("fa_serve.engine")
 
 
 class ImageEncoder:
@@ -44,17 +49,41 @@ class ImageEncoder:
         self._two_way: TwoWay | None = None
         self._features: OrderedDict[bytes, ImageFeatures] = OrderedDict()  # the least recently used first
 
-    def features(self, image: ImageInput) -> ImageFeatures:
-        """What an image comes to, from the cache if it is there."""
-        found = self._features.get(image.key)
-        if found is not None:
-            self._features.move_to_end(image.key)
-            return found
-        found = self.reader.encode(image.inputs)
-        self.num_encoded += 1
-        if found.num_bytes <= self.max_bytes:
-            self._features[image.key] = found
-            self.num_bytes += found.num_bytes
+    def features(self, images: Sequence[ImageInput]) -> dict[bytes, ImageFeatures]:
+        """What images come to, by key: from the cache if they are there, and otherwise encoded together.
+
+        An image that the towers refuse comes to numbers that are not finite, which end its own request, and the log says why.
+        """
+        found: dict[bytes, ImageFeatures] = {}
+        missing: dict[bytes, ImageInput] = {}
+        for image in images:
+            kept = self._features.get(image.key)
+            if kept is None:
+                missing[image.key] = image
+            else:
+                self._features.move_to_end(image.key)
+                found[image.key] = kept
+        for batch in _batches(missing.values(), self.reader.image_token):
+            found |= self._encode(batch)
+        return found
+
+    def _encode(self, images: Sequence[ImageInput]) -> dict[bytes, ImageFeatures]:
+        """Encode images and keep what they come to."""
+        try:
+            made = self.reader.encode_all([image.inputs for image in images])
+        except torch.AcceleratorError:
+            raise  # the device is lost
+        except Exception as error:  # whatever the code of a model raises for an image that it does not take
+            if len(images) > 1:
+                return {key: x for image in images for key, x in self._encode([image]).items()}
+            log.warning("an image could not be encoded, which ends its request: %s: %s", type(error).__name__, error)
+            return {images[0].key: self.reader.failed(images[0].inputs)}
+        self.num_encoded += len(made)
+        found = {image.key: each for image, each in zip(images, made, strict=True)}
+        for key, each in found.items():
+            if each.num_bytes <= self.max_bytes:
+                self._features[key] = each
+                self.num_bytes += each.num_bytes
         while self.num_bytes > self.max_bytes:
             self.num_bytes -= self._features.popitem(last=False)[1].num_bytes
         return found
@@ -68,13 +97,18 @@ class ImageEncoder:
         """The embeddings of one step; None without images."""
         if not pieces:
             return None
-        parts = [(self.features(piece.image), slice(piece.first, piece.first + len(piece.rows))) for piece in pieces]
+        found = self.features([piece.image for piece in pieces])
+        parts = [(found[piece.image.key], slice(piece.first, piece.first + len(piece.rows))) for piece in pieces]
         rows = torch.tensor([row for piece in pieces for row in piece.rows])
-        depth = max(len(found.deep) for found, _ in parts)
+        depth = max(len(each.deep) for each, _ in parts)
         return StepImages(
             rows.to(parts[0][0].embeds.device),
-            torch.cat([found.embeds[part] for found, part in parts]),
-            tuple(torch.cat([found.deep[layer][part] for found, part in parts]) for layer in range(depth)),
+            torch.cat([each.embeds[part] for each, part in parts]),
+            # an image that could not be encoded has nothing for inner layers
+            tuple(
+                torch.cat([(each.deep or (each.embeds,) * depth)[layer][part] for each, part in parts])
+                for layer in range(depth)
+            ),
         )
 
     def place(self, tokens: Sequence[int], images: Sequence[ImageInput], max_block: int) -> PromptImages:
@@ -87,7 +121,7 @@ class ImageEncoder:
         """
         placed = find_places(tokens, images, self.reader.image_token)
         if self._two_way is None:
-            self._two_way = self.features(images[0]).two_way
+            self._two_way = self._find_two_way(images[0])
         two_way = self._two_way
         blocks: tuple[tuple[int, int], ...] = ()
         if two_way != "none":
@@ -103,9 +137,32 @@ class ImageEncoder:
         content = (content_of_prefix if two_way == "prompt" else content_of)(tokens, placed)
         return PromptImages(placed, content, blocks, positions, delta)
 
+    def _find_two_way(self, image: ImageInput) -> TwoWay:
+        """Which tokens attend both ways. Raises ParameterError for an image that the towers refuse."""
+        found = self.features([image])[image.key]
+        if image.key not in self._features and found.embeds.isnan().any():
+            raise ParameterError("images", "be such that the model's towers take them (the log says why not)", "another one")
+        return found.two_way
+
     def check_integrity(self) -> None:
         """Assert that the bytes are those of the entries, within the budget."""
         assert self.num_bytes == sum(each.num_bytes for each in self._features.values()) <= self.max_bytes
+
+
+def _batches(images: Iterable[ImageInput], image_token: int) -> Iterator[list[ImageInput]]:
+    """Images whose embeddings are few enough for one forward of the towers, or a single one."""
+    batch: list[ImageInput] = []
+    room = MAX_IMAGE_TOKENS
+    for image in images:
+        count = int((image.inputs["input_ids"] == image_token).sum())
+        if batch and count > room:
+            yield batch
+            batch = []
+            room = MAX_IMAGE_TOKENS
+        batch.append(image)
+        room -= count
+    if batch:
+        yield batch
 
 
 def require_encoder(images: ImageEncoder | str) -> ImageEncoder:

@@ -30,11 +30,11 @@ from fa_serve.engine.cache.block_table import BlockTable
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.images.encoder import ImageEncoder, find_images, require_encoder
 from fa_serve.engine.lora.store import AdapterStore
+from fa_serve.engine.runner.attention_kinds import prepare_attention
 from fa_serve.engine.runner.batch_arrays import BatchArrays, batch_arrays
 from fa_serve.engine.runner.cuda_graphs import Inputs, OnError, Shape, StepGraphs, pad, padding
 from fa_serve.engine.runner.forward import Forward, PreparedBatch
 from fa_serve.engine.runner.host_memory import staging_bytes
-from fa_serve.engine.runner.indexers import prepare_indexers
 from fa_serve.engine.runner.log_probabilities import log_probabilities, processed_scores
 from fa_serve.engine.runner.lora_arrays import StepAdapters, lora_arrays, lora_step, step_adapters
 from fa_serve.engine.runner.results import PendingResult
@@ -109,7 +109,7 @@ class ModelRunner:
             take_experts(model)
             take_scaled_experts(model)
         self.layers, states, self.indexers = model_layers(model)
-        prepare_indexers(model, config, self.indexers)
+        prepare_attention(model, config, self.indexers)
         self.state_memory = kv_cache.StateMemory(states, config.page_size, config.max_num_seqs)
         if states:
             check_settings_with_states(type(model).__name__, config, drafting=drafting)

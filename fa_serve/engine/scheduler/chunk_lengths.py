@@ -15,6 +15,13 @@ MAX_PROMPT_LOGITS = 256
 """Prompt tokens in one step whose logits are kept for log-probabilities. Logits are large: a row has one for each token."""
 
 
+MAX_IMAGE_TOKENS = 4096
+"""Embeddings of images that begin in one step. The towers compute them before the step, and sequences that decode wait so long.
+
+An image that has more of them is the only one that begins in its step.
+"""
+
+
 def next_length(batch: ScheduledBatch, sequence: SequenceState, state_grid: int | None) -> int:
     """How many tokens of the sequence fit into the step, which has room for one.
 
@@ -27,7 +34,12 @@ def next_length(batch: ScheduledBatch, sequence: SequenceState, state_grid: int 
     logits = MAX_PROMPT_LOGITS - batch.num_prompt_logits
     if length > logits and sequence.num_prompt_logits(length):
         length = min(logits, batch.prompt_room)
-    if sequence.has_blocks:
+    images = sequence.request.images
+    if images is not None:
+        start = sequence.num_computed
+        room = MAX_IMAGE_TOKENS - batch.num_image_tokens
+        length = images.cut_for_room(start, start + length, room, first=not batch.num_image_tokens) - start
+    if sequence.has_blocks and length:
         length = _length_of_blocks(batch, sequence, length)
     return length if state_grid is None else _length_with_states(batch, sequence, length, state_grid)
 

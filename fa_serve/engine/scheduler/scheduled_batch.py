@@ -66,6 +66,7 @@ class ScheduledBatch:
 
     number:        steps are numbered in their order
     num_prompt_tokens: tokens of chunks that are more than the last token of a sequence and its drafts
+    num_image_tokens: embeddings of the images that begin in it
     num_keys, num_pairs: keys that the other tokens read, and those that these tokens read, all together
     max_tokens:    what num_tokens may be, for the scheduler
     completed:     requests whose prompts are completed by it
@@ -79,6 +80,7 @@ class ScheduledBatch:
     num_prompt_tokens: int = 0
     num_prompt_logits: int = 0
     num_drafts: int = 0
+    num_image_tokens: int = 0
     num_keys: int = 0
     num_pairs: int = 0
     max_tokens: int = 0
@@ -117,6 +119,9 @@ class ScheduledBatch:
         if chunk.length != chunk.num_samples:
             self.num_prompt_tokens += chunk.length
             self.num_prompt_logits += chunk.num_prompt_logits
+            images = chunk.sequence.request.images
+            if images is not None:
+                self.num_image_tokens += images.num_begun(chunk.start, chunk.start + chunk.length)
             if chunk.num_samples:
                 self.completed.append(chunk.sequence.request)
             self.num_pairs += chunk.length * (chunk.start + chunk.length // 2)

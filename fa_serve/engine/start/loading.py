@@ -47,6 +47,7 @@ from fa_serve.hf import (
     auto_class,
     check_attention_precision,
     divide_model,
+    length_limit,
     make_served,
     patch_parts,
     plan_division,
@@ -399,7 +400,10 @@ def sizes(config: EngineConfig, runner: ModelRunner, ranks: Ranks) -> Sizes:
         rule = "be given, because the model's config has no max_position_embeddings"
         raise ParameterError("max_model_len", rule, config.max_model_len)
     if model_limit is not None and length > model_limit:
-        raise ParameterError("max_model_len", f"be at most {model_limit}, the model's max_position_embeddings", length)
+        why = "the model's max_position_embeddings"
+        if model_limit == length_limit(runner.model):
+            why = "beyond which its queries leave out keys, by a choice that the engine does not have"
+        raise ParameterError("max_model_len", f"be at most {model_limit}, {why}", length)
     if config.num_pages is not None:
         check_num_pages(config.num_pages, runner.bytes_per_page, config.page_size, len(runner.layers), runner.device)
     if config.num_states is not None:
@@ -417,6 +421,6 @@ def sizes(config: EngineConfig, runner: ModelRunner, ranks: Ranks) -> Sizes:
 
 
 def position_limit(model: PreTrainedModel) -> int | None:
-    """The number of positions that the model was made for; None if its config does not say."""
-    limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return limit
+    """The number of positions that the model was made for, or that the engine computes right; None if its config says none."""
+    limits = (getattr(model.config.get_text_config(), "max_position_embeddings", None), length_limit(model))
+    return min((limit for limit in limits if limit is not None), default=None)

@@ -26,7 +26,7 @@ from fa_serve import api, ops
 from fa_serve.hf.adapter import masks
 from fa_serve.hf.adapter.continuous import paged_attention
 from fa_serve.hf.adapter.masks import ImplicitMask, PackedKeys
-from fa_serve.hf.adapter.translate import AttendsBatch, LayerCall, translate
+from fa_serve.hf.adapter.translate import AttendsBatch, AttendsBiased, LayerCall, translate
 from fa_serve.spec import FEW_QUERIES, UnsupportedModelError
 
 _riding: ContextVar[AttendsBatch | None] = ContextVar("fa_serve_batch", default=None)
@@ -98,11 +98,16 @@ def attention_forward(
     call = translate(module, query, key, value, attention_mask, scaling, **words)
     if fa_serve_batch is None:
         return _attend(call), None
-    if call.position_bias is not None:
+    if getattr(module, "is_cross_attention", False):
+        # to an image that no token sees (`composites.blank_images`)
+        return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
+    if call.position_bias is None:
+        return fa_serve_batch.attend(call), None
+    if not isinstance(fa_serve_batch, AttendsBiased):
         raise UnsupportedModelError(
-            f"{type(module).__name__} adds a position_bias to its scores, which attention on a paged cache cannot do"
+            f"{type(module).__name__} adds a position_bias to its scores, which {type(fa_serve_batch).__name__} cannot do"
         )
-    return fa_serve_batch.attend(call), None
+    return fa_serve_batch.attend_biased(call), None
 
 
 def _needs_no_translation(mask: Tensor | ImplicitMask | None, words: dict[str, Any]) -> TypeGuard[ImplicitMask]:
@@ -115,6 +120,7 @@ def _needs_no_translation(mask: Tensor | ImplicitMask | None, words: dict[str, A
         and mask.is_dense
         and words.get("position_bias") is None
         and words.get("indices") is None
+        and words.get("block_indices") is None
         and words.get("cu_seq_lens_q") is None
         and not torch.is_grad_enabled()
     )

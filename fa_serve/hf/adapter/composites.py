@@ -14,6 +14,7 @@ attention that transformers gives it. Left out: images (fa_serve.hf.images).
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import logging
 from collections.abc import Callable
@@ -24,7 +25,8 @@ import transformers
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
-from fa_serve.hf.adapter.models import NAME
+from fa_serve.hf.adapter.gathered_keys import computes_attention
+from fa_serve.hf.adapter.models import NAME, read_source
 from fa_serve.spec import UnsupportedModelError
 
 log = logging.getLogger("fa_serve.hf")
@@ -32,6 +34,7 @@ log = logging.getLogger("fa_serve.hf")
 T = TypeVar("T")
 IMAGE_TOKEN_NAMES = ("image_token_id", "image_token_index")
 """What configs call the token that stands in the place of each embedding of an image."""
+_BLANK_IMAGES = {"perceiver_embeddings", "image_encoder_embeddings", "image_attention_mask"}
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
@@ -44,6 +47,11 @@ def auto_class(config: PreTrainedConfig) -> Any:
     for auto in (composite, causal):
         if type(config) in auto._model_mapping:
             return auto
+    # transformers has two names for the config of Evolla: its mapping finds the class, and says that it does not hold it
+    found = composite._model_mapping.get(type(config), None)
+    if found is not None:
+        composite._model_mapping._extra_content[type(config)] = found
+        return composite
     raise UnsupportedModelError(
         f"{type(config).__name__} is not the config of a causal language model in transformers, with images or without"
     )
@@ -58,12 +66,15 @@ def text_key(config: PreTrainedConfig) -> str | None:
 def make_served(config: PreTrainedConfig, make: Callable[[PreTrainedConfig, str | dict[str, str]], T]) -> T:
     """What `make` returns for a copy of the config and the `attn_implementation` that serves as much of a model as possible.
 
-    That is fa_serve for the whole model, or for its language model alone if a tower cannot be served. transformers checks each
-    part before it reads any weight.
+    That is fa_serve for the whole model, or for its language model alone if a tower cannot be served. A model that computes its
+    attention itself keeps it, if that can be done in the engine's forward. transformers checks each part before it reads any
+    weight.
 
-    Raises UnsupportedModelError if the language model cannot be served either.
+    Raises UnsupportedModelError if the language model cannot be served in any of these ways.
     """
     key = text_key(config)
+    if _keeps_its_attention(config):
+        return make(copy.deepcopy(config), "eager")
     try:
         return make(copy.deepcopy(config), NAME)
     except UnsupportedModelError as error:
@@ -71,6 +82,19 @@ def make_served(config: PreTrainedConfig, make: Callable[[PreTrainedConfig, str 
             raise
         log.info("fa_serve serves the language model alone: %s", error)
     return make(copy.deepcopy(config), {key: NAME})
+
+
+def _keeps_its_attention(config: PreTrainedConfig) -> bool:
+    """Whether the language model of a config computes its attention itself, from keys and values that its cache gives it."""
+    try:
+        auto = auto_class(config)
+    except UnsupportedModelError:
+        return False
+    model_class = auto._model_mapping[type(config)]
+    if isinstance(model_class, tuple) or not read_source(model_class).chooses_by_name:
+        return False
+    with torch.device("meta"):
+        return computes_attention(text_model(auto.from_config(copy.deepcopy(config), attn_implementation="eager")))
 
 
 def text_model(model: PreTrainedModel) -> PreTrainedModel:
@@ -85,6 +109,27 @@ def text_model(model: PreTrainedModel) -> PreTrainedModel:
         if isinstance(part, PreTrainedModel) and part.can_generate() and is_text(part, model.config):
             return part
     return model
+
+
+def blank_images(model: PreTrainedModel, num_tokens: int) -> dict[str, torch.Tensor]:
+    """What the forward of a model that takes no text without images is given instead of them (Idefics): one image that no token
+    sees, as its processor makes of a text. Nothing for other models.
+
+    The layers between the others that attend to images then have a closed gate behind them, so that `attention_forward` leaves
+    out what is before it.
+    """
+    if not _takes_blank_images(type(model)):
+        return {}
+    config: Any = model.config
+    embeds = torch.zeros(1, 1, 1, config.vision_config.embed_dim, dtype=model.dtype, device=model.device)
+    name = "perceiver_embeddings" if config.use_resampler else "image_encoder_embeddings"
+    mask = torch.zeros(1, num_tokens, 1, dtype=torch.int64, device=model.device)
+    return {name: embeds, "image_attention_mask": mask}
+
+
+@functools.lru_cache(maxsize=64)
+def _takes_blank_images(model_class: type[PreTrainedModel]) -> bool:
+    return inspect.signature(model_class.forward).parameters.keys() >= _BLANK_IMAGES
 
 
 def is_text(part: torch.nn.Module, config: PreTrainedConfig) -> bool:

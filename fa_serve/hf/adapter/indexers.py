@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from fa_serve.hf.adapter.attention import riding_batch
+from fa_serve.hf.adapter.short_choices import find_short_choices
 from fa_serve.ops import Pairing
 from fa_serve.spec import UnsupportedModelError
 
@@ -66,8 +67,9 @@ class ChoosesKeys(Protocol):
 
 
 def find_indexers(model: nn.Module) -> list[nn.Module]:
-    """The modules whose own forward caches the key of an indexer, in the order of the model."""
-    return [module for module in model.modules() if "update_indexer" in _names_of(module)]
+    """The modules whose own forward caches the key of an indexer, in the order of the model; those of pools are left out."""
+    pools = {module for module, _ in find_short_choices(model)}
+    return [module for module in model.modules() if module not in pools and "update_indexer" in _names_of(module)]
 
 
 def indexer_layer(layer_idx: int) -> int:

@@ -58,9 +58,11 @@ _KNOWN = {
     "position_ids",
     "deterministic",
     "indices",
+    "block_indices",
     "kwargs",
 }
 _LOOKS = (ast.Attribute, ast.Subscript)
+_TABLE = "_CLASSES[config._attn_implementation]"
 # Set on the class of a config, where it is neither saved with a config nor kept longer than the class.
 _WORKS_ON_MASKS = "_fa_serve_works_on_masks"
 # Where transformers keeps on a class whether its attention can be switched.
@@ -76,8 +78,8 @@ class Source:
                       that does: masks must be tensors
     wants_mask:       it works on a mask before the attention, and may ask for one that is never skipped
     counts_positions: it makes position_ids that do not start at 0 (as fairseq does)
-    chooses_by_name:  it has a table of classes by the names of implementations, which has no entry for fa_serve, or it does
-                      not call the attention interface
+    chooses_by_name:  the class uses a table of classes by the names of implementations, which has no entry for fa_serve, or
+                      its module does not call the attention interface
     keeps_states:     its modules keep recurrent or convolution states
     reads_bool_masks: its attention asks whether its mask is bool, and takes either form
     """
@@ -147,11 +149,14 @@ def read_source(model_class: type[PreTrainedModel]) -> Source:
     unread = {}
     for each in _bases(model_class):
         try:
-            source = _parse(_text_of(each.__module__))
+            text = _text_of(each.__module__)
+            source = _parse(text)
         except (OSError, TypeError, SyntaxError, ValueError) as error:
             unread[each.__module__] = str(error)
             continue
-        found.append(replace(source, chooses_by_name=source.chooses_by_name or not _is_switched_by_name(each)))
+        found.append(
+            replace(source, chooses_by_name=each.__name__ in _users_of_a_table(text) or not _is_switched_by_name(each))
+        )
     if not found:
         reasons = "; ".join(f"of the module {module!r}: {reason}" for module, reason in unread.items())
         raise UnsupportedModelError(
@@ -214,10 +219,26 @@ def _parse(text: str) -> Source:
         works_on_masks=works_on_masks,
         wants_mask="allow_is_causal_skip" in text or "mask.dtype == torch.bool" in text,
         counts_positions="create_position_ids_from_input_ids" in text,
-        chooses_by_name="_CLASSES[config._attn_implementation]" in text,
+        chooses_by_name=False,  # `read_source` knows for which class of the module
         keeps_states=any(name in text for name in UPDATES),
         reads_bool_masks="attention_mask.dtype == torch.bool" in text,
     )
+
+
+@functools.lru_cache(maxsize=64)
+def _users_of_a_table(text: str) -> frozenset[str]:
+    """The classes of a module that take a class from such a table, those that mention one of these, and so on.
+
+    A module may hold such a tower beside a language model that calls the attention interface (DeepSeek-OCR-2).
+    """
+    if _TABLE not in text:
+        return frozenset()
+    classes = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)]
+    mentioned = {node.name: {n.id for n in ast.walk(node) if isinstance(n, ast.Name)} for node in classes}
+    found = {node.name for node in classes if _TABLE in ast.unparse(node)}
+    while more := {name for name, names in mentioned.items() if names & found} - found:
+        found |= more
+    return frozenset(found)
 
 
 def _works_on_its_mask(class_name: str, inside: list[ast.AST], has_calls: bool) -> bool:

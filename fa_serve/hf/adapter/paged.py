@@ -25,6 +25,8 @@ from transformers.modeling_utils import PreTrainedModel
 from fa_serve import ops
 from fa_serve.api import attention, attention_paged, attention_varlen, store_kv
 from fa_serve.hf.adapter.attention import riding
+from fa_serve.hf.adapter.composites import blank_images
+from fa_serve.hf.adapter.gathered_keys import GatheredKeys, computes_attention, gathers_keys
 from fa_serve.hf.adapter.indexers import IndexCall, indexer_layer
 from fa_serve.hf.adapter.latent_keys import LatentKeys
 from fa_serve.hf.adapter.models import counts_positions
@@ -133,6 +135,54 @@ class PagedBatch:
             softcap=call.softcap,
             sinks=call.sinks,
         )
+
+    def gather(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """See `GathersKeys`: the keys of a sequence take as many places as its row of the block table has."""
+        k_cache, v_cache = self.kv_caches[layer_idx]
+        total = len(self.slot_mapping)
+        new = (x[0, :, :total].transpose(0, 1) for x in (key, value))
+        store_kv(*new, k_cache, v_cache, self.slot_mapping, backend=self.backend)
+        places = torch.arange(self._places_of_a_sequence, device=key.device)
+        # what no sequence has written may be anything
+        written = (places < self.seqused_k[:, None]).flatten()[:, None, None]
+        all_keys, all_values = (cache[self.block_table].flatten(0, 2) for cache in (k_cache, v_cache))
+        return tuple(x.where(written, 0.0).transpose(0, 1)[None] for x in (all_keys, all_values))  # type: ignore[return-value]
+
+    def visible(self, left: int = -1) -> Tensor:
+        """See `GathersKeys`. left: keys before a token that it sees, -1 unlimited"""
+        rows = torch.arange(len(self.slot_mapping), dtype=torch.int32, device=self.slot_mapping.device)
+        last = len(self.seqused_k) - 1  # the tokens that pad a step belong to no sequence
+        sequence = torch.searchsorted(self.cu_seqlens_q[1:], rows, right=True).clamp(max=last)
+        place = rows - self.cu_seqlens_q[sequence + 1] + self.seqused_k[sequence]
+        width = self._places_of_a_sequence
+        keys = torch.arange(len(self.seqused_k) * width, device=rows.device)
+        seen = (keys // width == sequence[:, None]) & (keys % width <= place[:, None])
+        return seen if left < 0 else seen & (keys % width >= place[:, None] - left)
+
+    def places(self) -> Tensor:
+        """See `GathersKeys`."""
+        return torch.arange(self._places_of_a_sequence, device=self.slot_mapping.device).repeat(len(self.seqused_k))
+
+    def attend_biased(self, call: LayerCall) -> Tensor:
+        """`attend` for a call whose keys are gathered, and whose bias (1, num_heads, total, n) is made of their places."""
+        assert call.position_bias is not None
+        seen = self.visible(call.window_size[0])
+        out = attention(
+            call.query.transpose(1, 2),
+            call.key.transpose(1, 2),
+            call.value.transpose(1, 2),
+            mask=call.position_bias.masked_fill(~seen, float("-inf")),
+            softmax_scale=call.softmax_scale,
+            softcap=call.softcap,
+            sinks=call.sinks,
+            backend=self.backend,
+        )
+        return cast(Tensor, out)
+
+    @property
+    def _places_of_a_sequence(self) -> int:
+        page_size = next(iter(self.kv_caches.values()))[0].shape[1]
+        return self.block_table.shape[1] * page_size
 
     def choose(self, call: IndexCall) -> Tensor:
         """Store the keys of an indexer, then choose the slots that each query attends to -> (1, total, n).
@@ -352,7 +402,18 @@ def paged_output(
     no_mask: Tensor | None = torch.empty((1, 1, 0, 0), dtype=torch.bool, device=input_ids.device)
     config: Any = model.config.get_text_config()
     name = state_argument(model)
-    if name is not None or getattr(config, "attn_temperature_tuning", False):
+    inputs = {**blank_images(model, len(input_ids)), **inputs}
+    attends_itself = computes_attention(model)
+    if attends_itself and len(input_ids) == 1:
+        # its code may take a single token for the decoding of transformers' cache (GIT), so it is computed twice
+        input_ids = input_ids.repeat(2)
+        position_ids = position_ids.repeat_interleave(2, dim=-1)
+    if gathers_keys(model):
+        cache = GatheredKeys(position_ids.view(-1, len(input_ids))[0], batch)
+        inputs["past_key_values"] = cache
+        if attends_itself:
+            no_mask = cache.mask(model.dtype)
+    elif name is not None or getattr(config, "attn_temperature_tuning", False):
         inputs = {
             **inputs,
             name or "past_key_values": StepCache(position_ids.view(-1, len(input_ids))[0], getattr(batch, "states", None)),
@@ -404,6 +465,11 @@ def first_position(model: PreTrainedModel) -> int:
         padding = getattr(model.config.get_text_config(), "pad_token_id", None)
         model.__dict__[_FIRST_POSITION] = padding + 1 if counts_positions(type(model)) and padding is not None else 0
     return cast(int, model.__dict__[_FIRST_POSITION])
+
+
+def number_from_zero(model: PreTrainedModel) -> None:
+    """Note that the first position is 0: the source that numbers tokens as fairseq does is that of a tower (Evolla)."""
+    model.__dict__[_FIRST_POSITION] = 0
 
 
 def state_argument(model: PreTrainedModel) -> str | None:

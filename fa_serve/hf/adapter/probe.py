@@ -26,11 +26,15 @@ from transformers.modeling_utils import PreTrainedModel
 
 from fa_serve.backends import explain
 from fa_serve.hf.adapter.attention import riding
-from fa_serve.hf.adapter.composites import auto_class, make_served, text_model
+from fa_serve.hf.adapter.composites import auto_class, blank_images, make_served, text_model
+from fa_serve.hf.adapter.gathered_keys import adds_bias_of_places, computes_attention
+from fa_serve.hf.adapter.gathered_keys_proof import steps_are_right
 from fa_serve.hf.adapter.indexers import IndexCall, IndexerRotation, SeatedIndexer, find_indexers, indexer_layer, require_parts
 from fa_serve.hf.adapter.masks import leaving_out_blocks
-from fa_serve.hf.adapter.models import NAME, check_class, counts_positions
-from fa_serve.hf.adapter.paged import OneSequence, first_position, state_argument
+from fa_serve.hf.adapter.models import NAME, check_class, counts_positions, handles_mask
+from fa_serve.hf.adapter.own_masks import seat_mask_makers
+from fa_serve.hf.adapter.paged import OneSequence, first_position, number_from_zero, paged_output, state_argument
+from fa_serve.hf.adapter.short_choices import seat_short_choices
 from fa_serve.hf.adapter.state_modules import SeatedMixer, find_state_modules
 from fa_serve.hf.adapter.step_cache import StateKey, StateProbe, StepCache, take_layer_idx
 from fa_serve.hf.adapter.translate import WINDOW_NOTE, LayerCall, spec_of
@@ -61,8 +65,8 @@ class Probe:
         layer_idx = take_layer_idx(module, self.states)
         if layer_idx in self.layers:
             raise UnsupportedModelError(f"layer {layer_idx} ({type(module).__name__}) attends more than once")
-        if call.indices is not None:
-            # its mask is a tensor, which is empty in this forward
+        if isinstance(call.mask, Tensor) and not call.mask.numel():
+            # the model makes no masks in the engine's forward, because the batch says which keys are seen
             call = call._replace(mask=None, indices=None)
         if call.visible_window[1] == 0 and call.window_size in ((-1, 0), (-1, -1)):
             # transformers tells causality (Kosmos) or the window (Phi-3.5-MoE) to the mask alone; `paged_forward` makes none
@@ -76,6 +80,39 @@ class Probe:
             )
         self.layers[layer_idx] = spec_of(call, "paged")
         return call.query.new_zeros(1, call.query.shape[2], call.query.shape[1], call.value.shape[-1])
+
+    def attend_biased(self, call: LayerCall) -> Tensor:
+        """`attend` for a layer that adds a bias, which must be made of the places that `GatheredKeys` tells."""
+        if not adds_bias_of_places(call.module):
+            raise UnsupportedModelError(
+                f"{type(call.module).__name__} adds a position_bias to its scores, which attention on a paged cache cannot do"
+            )
+        return self.attend(call._replace(position_bias=None))
+
+    def gather(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Write down a layer that computes its attention itself."""
+        if layer_idx in self.layers:
+            raise UnsupportedModelError(f"layer {layer_idx} attends more than once")
+        self.layers[layer_idx] = AttentionSpec(
+            layout="paged",
+            device=key.device.type,
+            arch=arch_of(key.device),
+            dtype=key.dtype,
+            kv_dtype=key.dtype,
+            head_dim=key.shape[-1],
+            head_dim_v=value.shape[-1],
+            num_heads=key.shape[1],
+            num_kv_heads=key.shape[1],
+            window_size=(-1, 0),
+        )
+        return key, value
+
+    def visible(self) -> Tensor:
+        """Each token of the only one sees itself."""
+        return torch.ones(1, 1, dtype=torch.bool)
+
+    def places(self) -> None:
+        """There are no other tokens."""
 
     def choose(self, call: IndexCall) -> Tensor:
         """Write down what the keys of an indexer take -> (1, total, 1), what `attend` does not read."""
@@ -109,6 +146,10 @@ class _ProbeCache(StepCache, DynamicCache):  # type: ignore[misc]
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """(keys, position of the first one), also where no layer has attention."""
         return query_length, 0
+
+    def get_query_offset(self, layer_idx: int) -> int:
+        """The position of the only token."""
+        return 0
 
 
 class ModelLayers(NamedTuple):
@@ -201,6 +242,8 @@ _FORWARD_ARGUMENTS = {"input_ids", "position_ids", "attention_mask", "use_cache"
 @torch.no_grad()
 def _probe(model: PreTrainedModel) -> ModelLayers:
     config = model.config.get_text_config()
+    if computes_attention(model):
+        return _probe_own_attention(model)
     for part in (model, *model.modules()):
         # a tower that fa_serve cannot serve keeps the attention of transformers, and so does the model that holds it
         if isinstance(part, PreTrainedModel) and (part.config is config or part.config._attn_implementation == NAME):
@@ -212,10 +255,14 @@ def _probe(model: PreTrainedModel) -> ModelLayers:
     try:
         token = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
         # with a padding mask transformers does not look for packed sequences, which it could not read on the meta device
-        inputs: dict[str, Any] = {"attention_mask": torch.ones_like(token)}
+        inputs: dict[str, Any] = {"attention_mask": torch.ones_like(token), **blank_images(model, 1)}
+        # a model that works on its masks has tensors, which do not tell causality from a window that is in no config
+        makes_masks = seat_mask_makers(model) or (handles_mask(config) and getattr(config, "sliding_window", None) is None)
+        chooses = seat_short_choices(model) is not None
         if find_indexers(model):
             kinds_of_layers = set(getattr(config, "layer_types", None) or ())
             _refuse_if(kinds_of_layers - {_CHOOSING}, model, f"only some of its layers choose keys ({sorted(kinds_of_layers)})")
+        if makes_masks or find_indexers(model):
             # causality is all that its masks say, and its modules would read them
             inputs["attention_mask"] = torch.empty((1, 1, 0, 0), dtype=torch.bool, device=model.device)
         if name is not None:
@@ -237,21 +284,48 @@ def _probe(model: PreTrainedModel) -> ModelLayers:
         model.train(training)
     if name is None:
         kinds = {type(layer) for layer in getattr(output.get("past_key_values"), "layers", ())}
+        kinds = {kind for kind in kinds if not (chooses and hasattr(kind, "update_index"))}
         # from some release after 5.17 on, a layer that shares the keys of another one keeps a DummyLayer, which holds nothing
         # the keys of an indexer, which the engine caches as well
         known = {DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer, getattr(cache_utils, "DummyLayer", DynamicLayer)}
         _refuse_if(kinds - known, model, "it keeps more than keys and values")
-    if first_position(model) and model.device.type != "meta":
+    if first_position(model) and model.device.type != "meta" and not _is_numbered(model):
+        number_from_zero(model)
         _refuse_if(not _is_numbered(model), model, "it numbers its positions in a way that is not known")
     found = sorted(probe.layers)
     missing = _missing_arguments(model) if found else set()
     _refuse_if(missing, model, f"its forward takes no {sorted(missing)}")
+    if found and "position_ids" not in inspect.signature(model.forward).parameters and model.device.type != "meta":
+        _refuse_if(not _hands_positions_down(model), model, "its forward does not hand position_ids down")
     # layers that attend to images do not run without them (Llama 3.2 Vision)
     without_images = set(getattr(config, "cross_attention_layers", None) or ())
     # beside states, a layer may be an MLP alone
     if name is None and found != [i for i in range(config.num_hidden_layers) if i not in without_images]:
         _refuse_if(True, model, f"only layers {found} of its {config.num_hidden_layers} layers use the attention interface")
     return ModelLayers({i: probe.layers[i] for i in found}, probe.states.found, probe.indexers)
+
+
+def _probe_own_attention(model: PreTrainedModel) -> ModelLayers:
+    """`_probe` for a model that computes its attention itself. With its weights, the logits of steps are compared."""
+    config = model.config.get_text_config()
+    _check_before_a_forward(model, config)
+    probe = Probe()
+    token = torch.zeros(1, dtype=torch.int64, device=model.device)
+    try:
+        paged_output(model, token, token, probe, token)
+        found = sorted(probe.layers)
+        if found != list(range(config.num_hidden_layers)):
+            raise UnsupportedModelError(f"only its layers {found} of {config.num_hidden_layers} keep keys and values")
+        if model.device.type != "meta" and not steps_are_right(model, probe.layers):
+            raise UnsupportedModelError("it computes its attention itself, which does not follow a mask over gathered keys")
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{type(model).__name__} cannot run on a paged cache: {error}") from error
+    except Exception as error:  # the code of a model may ask for a part of transformers' cache which there is not
+        told = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        raise UnsupportedModelError(
+            f"{type(model).__name__} computes its attention itself, and its forward fails on a paged cache ({told})"
+        ) from error
+    return ModelLayers(probe.layers, {}, {})
 
 
 def _is_numbered(model: PreTrainedModel) -> bool:
@@ -263,6 +337,15 @@ def _is_numbered(model: PreTrainedModel) -> bool:
     with riding(OneSequence()):
         own, ours = (model(input_ids=ids, use_cache=False, **given).logits for given in ({}, {"position_ids": places}))
     return torch.equal(own, ours)
+
+
+def _hands_positions_down(model: PreTrainedModel) -> bool:
+    """Whether the positions that a forward takes among its **kwargs change what it computes."""
+    places = torch.arange(5, device=model.device)[None]
+    with riding(OneSequence()):
+        # one after the other, and far apart
+        near, far = (model(input_ids=places, position_ids=x, use_cache=False).logits for x in (places, places * 7))
+    return not torch.equal(near, far)
 
 
 @contextmanager
@@ -295,6 +378,8 @@ def _missing_arguments(model: PreTrainedModel) -> set[str]:
         missing -= {"logits_to_keep"}  # `_keeping_rows` does without
     if all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return missing | {"**kwargs"}
+    inner = inspect.signature(whole.base_model.forward).parameters
+    missing -= {"position_ids"} & set(inner)  # Evolla hands it down; `_hands_positions_down` looks whether it does
     return missing - {"use_cache"}  # Granite's mixtures hand it on; a cache that nobody asked for would change no number
 
 

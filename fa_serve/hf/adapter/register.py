@@ -16,8 +16,9 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
 from fa_serve.hf.adapter.attention import attention_forward
-from fa_serve.hf.adapter.composites import is_text, text_key
+from fa_serve.hf.adapter.composites import is_text, text_key, text_model
 from fa_serve.hf.adapter.continuous import PAGED_NAME, enable, paged_attention
+from fa_serve.hf.adapter.gathered_keys import computes_attention
 from fa_serve.hf.adapter.masks import mask_forward
 from fa_serve.hf.adapter.models import NAME, check_class, prepare_model, read_source
 from fa_serve.hf.surgery.experts.mixtures import experts_forward
@@ -54,11 +55,14 @@ def patch(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def patch_parts(model: PreTrainedModel) -> PreTrainedModel:
-    """Switch a loaded model to fa_serve, in place: all of it, or its language model if a tower cannot be served.
+    """Switch a loaded model to fa_serve, in place: all of it, or its language model if a tower cannot be served. A model that
+    computes its attention itself, in a way that the engine can serve, stays as it is.
 
-    Raises UnsupportedModelError if the language model cannot be served either.
+    Raises UnsupportedModelError if the language model cannot be served in any of these ways.
     """
     key = text_key(model.config)
+    if computes_attention(text_model(model)):
+        return model
     try:
         return patch(model)
     except UnsupportedModelError as error:

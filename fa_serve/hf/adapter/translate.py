@@ -14,7 +14,7 @@ Left out: any computation. `translate` reads shapes and never the contents of a 
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, Protocol, cast
+from typing import Any, Literal, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -94,6 +94,15 @@ class AttendsBatch(Protocol):
         ...
 
 
+@runtime_checkable
+class AttendsBiased(Protocol):
+    """A batch that also answers for layers which add a bias to their scores."""
+
+    def attend_biased(self, call: LayerCall) -> Tensor:
+        """A call with batch 1 and a position_bias -> out (1, total, num_heads, head_dim_v)."""
+        ...
+
+
 def translate(
     module: nn.Module,
     query: Tensor,
@@ -113,6 +122,7 @@ def translate(
     max_length_k: int | None = None,
     deterministic: bool | None = None,
     indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
     **unused: Any,
 ) -> LayerCall:
     """The call of a layer, given in the arguments of transformers' attention functions.
@@ -121,6 +131,7 @@ def translate(
     s_aux:          (num_heads,): one more logit per head in the softmax's denominator, gpt-oss's sinks
     position_bias:  (1 or batch, num_heads, seqlen_q, seqlen_k), added to the scores
     indices:        (batch, seqlen_q, topk): the keys that a query has chosen (DeepSeek V3.2)
+    block_indices:  (batch, groups of heads, seqlen_q, topk): the blocks of keys that it has chosen, -1 for none (MiniMax M3)
     cu_seq_lens_q:  (n + 1,), any integer dtype: the batch of 1 is n packed sequences; cu_seq_lens_k defaults to it
     unused:         further words, which do not change what is computed; `models.check_class` refuses a model that passes others
 
@@ -129,6 +140,8 @@ def translate(
     if is_causal is None:
         # a module's attribute speaks of a sequence that attends to itself, not of keys that come from elsewhere
         is_causal = getattr(module, "is_causal", False) and query.shape[2] == key.shape[2]
+    if block_indices is not None:
+        position_bias = _bias_of_blocks(module, block_indices, query, key.shape[2])
     left = vars(module).get(WINDOW_NOTE, -1) if sliding_window is None else sliding_window - 1
     only_last_queries = isinstance(attention_mask, ImplicitMask) and attention_mask.only_last_queries
     if isinstance(attention_mask, ImplicitMask):
@@ -185,6 +198,17 @@ def _packed(
         max_seqlen_q=int(max_length_q or total_q),
         max_seqlen_k=int(max_length_k or call.key.shape[2]),
     )
+
+
+def _bias_of_blocks(module: Any, block_indices: Tensor, query: Tensor, seqlen_k: int) -> Tensor:
+    """(batch, num_heads, seqlen_q, seqlen_k), added to the scores: 0 for the keys of the chosen blocks, -inf for the others."""
+    size = module.indexer.block_size
+    num_blocks = -(-seqlen_k // size)
+    # what is no block is noted behind the last one
+    places = torch.where(block_indices < 0, num_blocks, block_indices)
+    bias = query.new_full((*block_indices.shape[:3], num_blocks + 1), float("-inf")).scatter(3, places, 0.0)
+    of_keys = bias[..., :num_blocks].repeat_interleave(size, dim=3)[..., :seqlen_k]
+    return of_keys.repeat_interleave(query.shape[1] // block_indices.shape[1], dim=1)
 
 
 def _chunk_of(module: nn.Module) -> int:

@@ -62,6 +62,20 @@ class AttentionRecorder:
         self.calls[call.module] = call
         return repeat_heads(call.value[0].transpose(0, 1), call.query.shape[1])[None]
 
+    def attend_biased(self, call: LayerCall) -> Tensor:
+        return self.attend(call)
+
+    def gather(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys of these tokens are all there are."""
+        return key, value
+
+    def visible(self) -> Tensor:
+        """Every token sees every key."""
+        return torch.ones(1, 1, dtype=torch.bool)
+
+    def places(self) -> None:
+        """There are no other tokens."""
+
     def choose(self, call: IndexCall) -> Tensor:
         """What `attend` does not read."""
         return call.key.new_zeros(1, len(call.key), 1, dtype=torch.int32)

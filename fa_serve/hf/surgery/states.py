@@ -132,7 +132,11 @@ def _run(forward: Callable[..., Any], inputs: LayerInputs, hidden: Tensor, state
     cache = None if states is None else StepCache(torch.arange(len(hidden), device=hidden.device), states)
 
     def given(value: Any) -> Any:
-        return cache if isinstance(value, StepCache) else value
+        if isinstance(value, StepCache):
+            return cache
+        if isinstance(value, Tensor) and value.dtype == torch.bool and value.dim() == 2 and bool(value.all()):
+            return value.new_ones(1, len(hidden))  # a mask of padding, of which there is none
+        return value
 
     args = [given(value) for value in inputs.args]
     out = forward(hidden[None], *args, **{name: given(value) for name, value in inputs.kwargs.items()})

@@ -66,12 +66,12 @@ def test_embeddings_are_kept_within_their_budget(llava: Case) -> None:
     encoder = ImageEncoder(reader, max_bytes=size)
     first, second = llava.images
     for image in (first, first, second, second, first):
-        encoder.features(image)
+        encoder.features([image])
         encoder.check_integrity()
     assert encoder.num_encoded == 3
     nothing = ImageEncoder(reader, max_bytes=size - 1)
-    nothing.features(first)
-    nothing.features(first)
+    nothing.features([first])
+    nothing.features([first])
     nothing.check_integrity()
     assert (nothing.num_encoded, nothing.num_bytes) == (2, 0)
 
@@ -94,15 +94,50 @@ def test_evicted_embeddings_are_computed_again(llava: Case) -> None:
     assert answer(engine, ids, *llava.images) == llava.generate(ids, 0, 1)
 
 
-def test_preempted_requests_with_images(llava: Case) -> None:
-    engine = llava.engine(num_pages=10, max_model_len=40, prefix_caching=False)
-    prompts = [llava.prompt(0, text=3), llava.prompt(1, text=4), list(range(30, 36))]
-    long = SamplingParams(max_tokens=14, temperature=0.0, ignore_eos=True)
-    together = engine.generate(prompts, long, images=[[llava.images[0]], [llava.images[1]], []])
+@pytest.mark.parametrize("name", ["llava", "gemma3", "qwen2_5_vl"])
+def test_preempted_requests_with_images(name: str) -> None:
+    """Pictures, blocks that attend both ways, and positions on several axes: the tokens are those of `generate`."""
+    case = Case(name)
+    pages = -(-(3 + case.count + 1 + 6) // 4) + 6
+    engine = case.engine(num_pages=pages, max_model_len=4 * pages, prefix_caching=False)
+    given = [(case.prompt(0, text=3), [0]), (case.prompt(1, text=4), [1]), (list(range(30, 36)), [])]
+    images = [[case.images[n] for n in numbers] for _, numbers in given]
+    together = engine.generate([ids for ids, _ in given], GREEDY, images=images)
     assert engine.stats().num_preemptions > 0
-    roomy = llava.engine()
-    for ids, own, output in zip(prompts, ([llava.images[0]], [llava.images[1]], []), together, strict=True):
-        assert list(output.token_ids) == answer(roomy, ids, *own, params=long)
+    for (ids, numbers), output in zip(given, together, strict=True):
+        assert list(output.token_ids) == case.generate(ids, *numbers)
+    engine.check_integrity()
+
+
+def test_images_of_several_requests_are_encoded_together(llava: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = llava.engine()
+    reader = engine._runner.images.reader
+    answer(engine, llava.prompt(0), llava.images[0])
+    engine._runner.images.forget()
+    sizes: list[int] = []
+    own = reader.encode_all
+    monkeypatch.setattr(reader, "encode_all", lambda images: sizes.append(len(images)) or own(images))
+    given = [(llava.prompt(0), [0]), (llava.prompt(1), [1]), (llava.prompt(1, 0), [1, 0])]
+    outputs = engine.generate([x for x, _ in given], GREEDY, images=[[llava.images[n] for n in own] for _, own in given])
+    assert sizes == [2], "two pictures of three requests"
+    for (ids, numbers), output in zip(given, outputs, strict=True):
+        assert list(output.token_ids) == llava.generate(ids, *numbers)
+
+
+def test_an_image_that_fails_ends_its_own_request(llava: Case, caplog: pytest.LogCaptureFixture) -> None:
+    engine = llava.engine()
+    first = llava.prompt(0)
+    answer(engine, first, llava.images[0])
+    wrong = ImageInput.of({**llava.inputs[1], "pixel_values": torch.zeros(1, 3, 30, 28)})
+    given = [(llava.prompt(1), wrong), (first, llava.images[0]), (llava.prompt(1, text=8), llava.images[1])]
+    engine._runner.images.forget()
+    outputs = engine.generate([ids for ids, _ in given], GREEDY, images=[[image] for _, image in given])
+    assert [output.finish_reason for output in outputs] == ["error", "length", "length"]
+    assert outputs[0].error is not None
+    assert outputs[0].error.code == "not_finite"
+    assert "an image could not be encoded, which ends its request: ValueError" in caplog.text
+    assert list(outputs[1].token_ids) == llava.generate(first, 0)
+    assert list(outputs[2].token_ids) == llava.generate(given[2][0], 1)
     engine.check_integrity()
 
 

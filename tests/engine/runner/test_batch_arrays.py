@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from fa_serve.engine import SamplingParams
 from fa_serve.engine.cache.block_table import BlockTable
+from fa_serve.engine.images.prompt import ImageInput, PlacedImage, PromptImages
 from fa_serve.engine.request.request import Request
 from fa_serve.engine.runner.batch_arrays import BatchArrays, batch_arrays
 from fa_serve.engine.runner.cuda_graphs import Shape, padding
@@ -50,6 +52,25 @@ def test_a_chunk_of_a_prompt_beside_a_decoding_sequence() -> None:
     assert arrays.prompt_spans == [(prompt, 1, 4)]
     assert (arrays.num_tokens, arrays.num_sequences, arrays.max_seqlen_q, arrays.max_seqlen_k) == (4, 2, 3, 6)
     assert (arrays.decoding, arrays.fresh) == (False, False)
+
+
+def test_steps_after_a_prompt_with_images_are_those_that_graphs_run() -> None:
+    """Only the prompt has positions on three axes; the tokens after it have one, moved by what is missing."""
+    positions = np.array([[0, 1, 1, 2], [0, 1, 1, 2], [0, 1, 2, 2]])
+    image = PlacedImage(ImageInput(b"key", {}), np.array([1, 2]))
+    images = PromptImages((image,), [5, -1, -2, 6], positions=positions, delta=-1)
+    request = Request("a", [5, 9, 9, 6], SamplingParams(temperature=0.0), 8, images=images)
+    sequence = SequenceState(request)
+    sequence.start(0, [2, 3], num_shared=0, page_size=4)
+    prompt = make_arrays(Chunk(sequence, 0, 0, 4, 1))
+    assert not prompt.is_plain
+    assert prompt.inputs["position_ids"].tolist() == positions.tolist()
+    assert [(piece.first, list(piece.rows)) for piece in prompt.images] == [(0, [1, 2])]
+    sequence.advance(4, samples=True)
+    after = make_arrays(Chunk(sequence, 0, 4, 1, 1))
+    assert after.is_plain
+    assert after.decoding
+    assert after.inputs["position_ids"].tolist() == [3]
 
 
 def test_what_counts_as_decoding_and_as_fresh() -> None:

@@ -21,13 +21,24 @@ def test_a_model_that_computes_its_own_attention_is_refused_at_load(name: str) -
         AutoModel.from_config(config, attn_implementation="fa_serve")
 
 
-def test_an_unknown_argument_is_refused() -> None:
+def test_an_unknown_argument_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """MiniMax-M3 chooses blocks of keys itself and passes them to its attention in `block_indices`."""
+    monkeypatch.setattr(models, "_KNOWN", models._KNOWN - {"block_indices"})
     with (
         torch.device("meta"),
         pytest.raises(UnsupportedModelError, match="passes its attention 'block_indices', which fa_serve"),
     ):
         AutoModel.from_config(AutoConfig.for_model("minimax_m3_vl_text"), attn_implementation="fa_serve")
+
+
+def test_a_language_model_beside_a_tower_that_is_refused() -> None:
+    """The tower of DeepSeek-OCR-2 is in the same module, and takes its attention from a table."""
+    from transformers.models.deepseek_ocr2 import modeling_deepseek_ocr2 as module
+
+    models.check_class(module.DeepseekOcr2TextModel)
+    for model_class in (module.DeepseekOcr2ForConditionalGeneration, module.DeepseekOcr2VisionModel):
+        with pytest.raises(UnsupportedModelError, match="computes its attention itself"):
+            models.check_class(model_class)
 
 
 def test_what_a_source_says_of_masks_and_arguments() -> None:

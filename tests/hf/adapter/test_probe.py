@@ -11,6 +11,7 @@ from every_type import tiny_config, tiny_model
 from hf_families import BY_NAME
 from transformers import AutoConfig, LlamaConfig
 
+import fa_serve
 from fa_serve import hf
 from fa_serve.hf.adapter.masks import ImplicitMask
 from fa_serve.hf.adapter.probe import Probe
@@ -117,3 +118,19 @@ def test_a_layer_must_say_without_its_mask_what_it_says_with_it(
     assert translate(module, query, key, key[..., :8], None, **words).window_size[0] == window[0]
     with pytest.raises(UnsupportedModelError, match=r"layer 3 \(Module\) attends more than once"):
         probe.attend(call)
+
+
+def test_positions_among_further_arguments_must_be_handed_down() -> None:
+    """Evolla's forward takes position_ids in **kwargs and hands them to the model inside. One that drops them is refused."""
+    model: Any = fa_serve.patch(tiny_model("evolla"))
+    assert list(hf.model_layers(model).attention) == [0, 1]
+    forward = type(model).forward
+
+    class Dropping(type(model)):  # type: ignore[misc]
+        def forward(self, input_ids=None, attention_mask=None, use_cache=None, logits_to_keep=0, **kwargs):
+            kwargs.pop("position_ids", None)
+            return forward(self, input_ids, attention_mask, use_cache=use_cache, logits_to_keep=logits_to_keep, **kwargs)
+
+    model.__class__ = Dropping
+    with pytest.raises(UnsupportedModelError, match="does not hand position_ids down"):
+        hf.model_layers(model)

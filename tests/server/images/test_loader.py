@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import io
-import struct
 import time
-import zlib
 from collections.abc import AsyncIterator
 
 import numpy as np
@@ -16,12 +12,9 @@ from fa_serve.server.errors import BadRequest
 from fa_serve.server.images.loader import ImageLoader
 from fa_serve.server.settings import Settings
 from image_models import picture, png
+from security.hostile_images import animated, bomb, uri
 
 pytestmark = pytest.mark.anyio
-
-
-def uri(data: bytes, kind: str = "png") -> str:
-    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
 
 
 @pytest.fixture
@@ -29,24 +22,6 @@ async def loader() -> AsyncIterator[ImageLoader]:
     made = ImageLoader(Settings(max_images=1000, max_image_pixels=10_000, image_timeout=5.0))
     yield made
     made.close()
-
-
-def bomb(width: int, height: int) -> bytes:
-    """A PNG of one colour whose rows are compressed to a thousandth."""
-
-    def chunk(name: bytes, content: bytes) -> bytes:
-        return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
-
-    rows = zlib.compress(bytes((width // 8 + 1) * height), 9)
-    head = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
-
-
-def animated(form: str) -> bytes:
-    file = io.BytesIO()
-    frames = [picture(seed) for seed in range(3)]
-    frames[0].save(file, form, save_all=True, append_images=frames[1:])
-    return file.getvalue()
 
 
 @pytest.mark.parametrize(("form", "kind"), [("PNG", "png"), ("JPEG", "jpeg"), ("WEBP", "webp"), ("GIF", "gif")])

@@ -112,6 +112,8 @@ def fuse_layers(model: PreTrainedModel, *, deterministic: bool = False) -> int:
             raise NotReplacedError("the layer computes no attention")
         if calls[layer].indices is not None:
             raise NotReplacedError("its queries choose keys, which the proof does not see")
+        if calls[layer].position_bias is not None:
+            raise NotReplacedError("it adds a bias to its scores, which the proof does not see")
         if deterministic and _latent_sizes(calls[layer]) is not None:
             raise NotReplacedError("the products of latent keys depend on the number of rows, and deterministic is True")
         rotation = _prove(layer, inputs[layer])

@@ -1,0 +1,157 @@
+"""Modules whose queries choose among more keys than a number, and all of them up to it (MiniMax M3, GLM 5 Next).
+
+    limit = seat_short_choices(model)     # tokens of a sequence up to which every key is chosen; None for a model without
+                                          # raises UnsupportedModelError for a module that leaves out keys before
+
+Such a module scores blocks or pools of keys and keeps the best ones. Its choice is not built for pages, but up to `limit`
+tokens there is none: attention to all keys is what the model computes. So a module says nothing while a batch rides along, and
+keeps no keys, and the engine takes no longer sequences. Without a batch, as in `generate`, its own code runs.
+
+Left out: indexers of single keys, which choose from a paged cache (indexers.py).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import PreTrainedModel
+
+from fa_serve.hf.adapter.attention import riding_batch
+from fa_serve.spec import UnsupportedModelError
+
+_NOTE = "_fa_serve_short_choices"
+_TOKENS = 24
+
+
+class Silent:
+    """Takes the place of a method of one module, and returns `said(arguments)` while a batch rides along."""
+
+    def __init__(self, module: nn.Module, method: str, said: Callable[..., Any]) -> None:
+        self.module = module
+        self.method = method
+        self.said = said
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Silent, (self.module, self.method, self.said)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if riding_batch() is not None:
+            return self.said(*args, **kwargs)
+        return getattr(type(self.module), self.method)(self.module, *args, **kwargs)
+
+
+def no_blocks(*args: Any, **kwargs: Any) -> None:
+    """No blocks of keys have been chosen, which attention takes for all of them."""
+
+
+def no_keys(*, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+    """The same as indices of keys, of which there are none."""
+    return torch.empty(*hidden_states.shape[:2], 0, dtype=torch.int32, device=hidden_states.device)
+
+
+def empty_mask(*, query_states: Tensor, **kwargs: Any) -> Tensor:
+    """A mask that says nothing, as `paged_output` passes it."""
+    return torch.empty((1, 1, 0, 0), dtype=torch.bool, device=query_states.device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """One way to choose.
+
+    calls: the method of a cache that the module's own forward calls; has: an attribute by which the kind is known
+    limit: how many tokens all keys are chosen up to
+    said:  see `Silent`; mask_of: the method by which its attention makes a mask of the choice
+    chosen: which keys each of `_TOKENS` random tokens chooses by the module's own code, (tokens, tokens) bool
+    """
+
+    calls: str
+    has: str
+    limit: Callable[[Any], int]
+    said: Callable[..., Any]
+    chosen: Callable[[Any], Tensor]
+    mask_of: str = ""
+
+
+def _random(module: nn.Module, width: int) -> Tensor:
+    weight = next(module.parameters())
+    return torch.randn(1, _TOKENS, width, generator=torch.Generator().manual_seed(0)).to(weight)
+
+
+def _keys_in_blocks(module: Any) -> Tensor:
+    hidden = _random(module, module.q_proj.in_features)
+    angles = _random(module, module.head_dim)
+    places = torch.arange(_TOKENS, device=hidden.device)
+    blocks = module(hidden, (angles.cos(), angles.sin()), None, places[None])
+    return cast(Tensor, (blocks[0, ..., None] == places // module.block_size).any(-2).all(0))
+
+
+def _keys_in_pools(module: Any) -> Tensor:
+    hidden = _random(module, module.wk.in_features)
+    seen = torch.ones(1, _TOKENS, dtype=torch.bool, device=hidden.device)
+    found = module(
+        hidden_states=hidden, q_resid=_random(module, module.wq_b.in_features), attention_mask=seen, past_key_values=None
+    )
+    return cast(Tensor, (found[0, ..., None] == torch.arange(_TOKENS, device=hidden.device)).any(-2))
+
+
+_KINDS = (
+    _Kind("update_index", "topk_blocks", lambda x: int(x.topk_blocks * x.block_size), no_blocks, _keys_in_blocks),
+    _Kind(
+        "update_indexer",
+        "index_kpool",
+        lambda x: int(x.index_topk),
+        no_keys,
+        _keys_in_pools,
+        mask_of="build_attention_mask_from_topk",
+    ),
+)
+
+
+def find_short_choices(model: nn.Module) -> Iterator[tuple[nn.Module, _Kind]]:
+    """The modules that choose in one of these ways."""
+    for module in model.modules():
+        code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+        names = set() if code is None else set(code.co_names)
+        for kind in _KINDS:
+            if kind.calls in names and hasattr(module, kind.has):
+                yield module, kind
+
+
+@torch.no_grad()
+def seat_short_choices(model: PreTrainedModel) -> int | None:
+    """Let the modules that choose say nothing while a batch rides along. Returns the tokens up to which that is right."""
+    found = list(find_short_choices(model))
+    for module, kind in found:
+        if "forward" in vars(module):
+            continue
+        if module_device(module).type != "meta":
+            _require_all_keys(module, kind)
+        module.forward = Silent(module, "forward", kind.said)
+        for parent in model.modules():
+            if kind.mask_of and module in parent.children():
+                setattr(parent, kind.mask_of, Silent(parent, kind.mask_of, empty_mask))
+    limit = min((kind.limit(module) for module, kind in found), default=None)
+    model.__dict__[_NOTE] = limit
+    return limit
+
+
+def module_device(module: nn.Module) -> torch.device:
+    """Where the weights of a module are."""
+    return next(module.parameters()).device
+
+
+def length_limit(model: PreTrainedModel) -> int | None:
+    """What `seat_short_choices` has returned for a model; None for one that it has not seen."""
+    return cast("int | None", model.__dict__.get(_NOTE))
+
+
+def _require_all_keys(module: Any, kind: _Kind) -> None:
+    tokens = min(_TOKENS, kind.limit(module))
+    seen = torch.ones(_TOKENS, _TOKENS, dtype=torch.bool).tril()
+    if (seen & ~kind.chosen(module).cpu())[:tokens].any():
+        raise UnsupportedModelError(f"{type(module).__name__} leaves out keys of sequences of {tokens} tokens")
