@@ -209,7 +209,8 @@ def _expand(
                 root = tl.rsqrt(total / K + eps)
             acc = tl.zeros([BLOCK_ROWS, BLOCK_N], tl.float32)
             ranks = tl.arange(0, PAGE)
-            for page in range(0, tl.load(num_pages_ptr + slot)):
+            # most adapters have one page: loading the next one ahead would take registers that others need
+            for page in tl.range(0, tl.load(num_pages_ptr + slot), num_stages=1):
                 number = tl.load(pages_ptr + slot * MAX_PAGES + page).to(tl.int64)
                 u = tl.zeros([BLOCK_ROWS, PAGE], tl.float32)
                 for split in tl.static_range(SPLITS):
