@@ -19,8 +19,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from transformers import cache_utils
-from transformers.cache_utils import DynamicCache, DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicCache
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
@@ -31,6 +30,7 @@ from fa_serve.hf.adapter.indexers import IndexCall, IndexerRotation, SeatedIndex
 from fa_serve.hf.adapter.masks import leaving_out_blocks
 from fa_serve.hf.adapter.models import NAME, check_class, counts_positions
 from fa_serve.hf.adapter.paged import OneSequence, first_position, state_argument
+from fa_serve.hf.adapter.releases import CHOOSING_LAYERS, PAGED_LAYERS
 from fa_serve.hf.adapter.state_modules import SeatedMixer, find_state_modules
 from fa_serve.hf.adapter.step_cache import StateKey, StateProbe, StepCache, take_layer_idx
 from fa_serve.hf.adapter.translate import WINDOW_NOTE, LayerCall, spec_of
@@ -173,8 +173,6 @@ def check_model(model_or_config: PreTrainedModel | PreTrainedConfig) -> None:
     model_layers(model_or_config)
 
 
-# what transformers' configs call a layer whose queries choose keys by an indexer, causally and without a window
-_CHOOSING = "deepseek_sparse_attention"
 # arguments of the model's forward that `paged_forward` passes
 _FORWARD_ARGUMENTS = {"input_ids", "position_ids", "attention_mask", "use_cache", "logits_to_keep"}
 
@@ -195,8 +193,8 @@ def _probe(model: PreTrainedModel) -> ModelLayers:
         # with a padding mask transformers does not look for packed sequences, which it could not read on the meta device
         inputs: dict[str, Any] = {"attention_mask": torch.ones_like(token)}
         if find_indexers(model):
-            kinds_of_layers = set(getattr(config, "layer_types", None) or ())
-            _refuse_if(kinds_of_layers - {_CHOOSING}, model, f"only some of its layers choose keys ({sorted(kinds_of_layers)})")
+            kinds = set(getattr(config, "layer_types", None) or ())
+            _refuse_if(kinds - CHOOSING_LAYERS, model, f"only some of its layers choose keys ({sorted(kinds)})")
             # causality is all that its masks say, and its modules would read them
             inputs["attention_mask"] = torch.empty((1, 1, 0, 0), dtype=torch.bool, device=model.device)
         if name is not None:
@@ -217,11 +215,8 @@ def _probe(model: PreTrainedModel) -> ModelLayers:
     finally:
         model.train(training)
     if name is None:
-        kinds = {type(layer) for layer in getattr(output.get("past_key_values"), "layers", ())}
-        # from some release after 5.17 on, a layer that shares the keys of another one keeps a DummyLayer, which holds nothing
-        # the keys of an indexer, which the engine caches as well
-        known = {DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer, getattr(cache_utils, "DummyLayer", DynamicLayer)}
-        _refuse_if(kinds - known, model, "it keeps more than keys and values")
+        kept = {type(layer) for layer in getattr(output.get("past_key_values"), "layers", ())}
+        _refuse_if(kept - PAGED_LAYERS, model, "it keeps more than keys and values")
     if first_position(model) and model.device.type != "meta":
         _refuse_if(not _is_numbered(model), model, "it numbers its positions in a way that is not known")
     found = sorted(probe.layers)

@@ -12,16 +12,11 @@ from hf_families import Family, padding_mask, tokens
 from hybrids import BY_NAME, HYBRIDS
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
 
 import fa_serve
 from fa_serve.hf.adapter.state_modules import SeatedMixer, find_state_modules
 from fa_serve.hf.surgery.states import unseat_states
 from fa_serve.spec import UnsupportedModelError
-
-pytestmark = pytest.mark.skipif(
-    hasattr(Cache, "get_conv_state"), reason="the modules of transformers 5.23 read their states otherwise, and are not seated"
-)
 
 FIRST = 9
 

@@ -12,17 +12,12 @@ import torch
 from hf_families import Family, tokens
 from hybrids import BY_NAME, HYBRIDS, HybridPages
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
 from transformers.models.lfm2.modeling_lfm2 import causal_conv1d_fn
 
 import fa_serve
 from fa_serve.hf.adapter.state_modules import SeatedMixer, find_state_modules
 from fa_serve.hf.surgery.states import seat_states
 from fa_serve.spec import UnsupportedModelError
-
-pytestmark = pytest.mark.skipif(
-    hasattr(Cache, "get_conv_state"), reason="the modules of transformers 5.23 read their states otherwise, and are not seated"
-)
 
 NAMES = {"qwen3.5-moe", "kimi-linear", "nemotron-h", "jamba", "lfm2", "zamba", "zamba2", "mamba"}
 """Each kind of state, a mixer with several scans, and attention that layers share; the engine's tests have all families."""
