@@ -160,15 +160,14 @@ def _consts(code: CodeType) -> list[Any]:
 
 def _classify_packed(first: MaskFunction, second: MaskFunction) -> Pattern | None:
     """`and_masks(first, second)`, where one of the two says which tokens belong to the same packed sequence."""
-    if _code(second) is _PACKED:
-        within = classify(first)
-        sequences = _closed_over(second, "packed_sequence_mask")
-    elif _code(first) is _PACKED and REMAPPING is not None and _code(second) is REMAPPING:
-        # positions rise by one within a sequence, so a window of positions is a window of tokens
-        within = classify(_closed_over(second, "mask_function"))
-        sequences = _closed_over(first, "packed_sequence_mask")
-    else:
+    packed, other = (first, second) if _code(first) is _PACKED else (second, first)
+    if _code(packed) is not _PACKED:
         return None
+    if REMAPPING is not None and _code(other) is REMAPPING:
+        # positions rise by one within a sequence, so a window of positions is a window of tokens
+        other = _closed_over(other, "mask_function")
+    within = classify(other)
+    sequences = _closed_over(packed, "packed_sequence_mask")
     if within is None or within.sequences is not None or within.chunks is not None:
         return None  # transformers counts chunks from the start of the row, across packed sequences
     return Pattern(within.window_size, sequences)

@@ -28,6 +28,7 @@ from fa_serve.hf.adapter.attention import riding
 from fa_serve.hf.adapter.indexers import IndexCall, indexer_layer
 from fa_serve.hf.adapter.latent_keys import LatentKeys
 from fa_serve.hf.adapter.models import counts_positions
+from fa_serve.hf.adapter.releases import cache_argument
 from fa_serve.hf.adapter.state_modules import find_state_modules
 from fa_serve.hf.adapter.step_cache import PagedStates, StepCache, WholeSequence, take_layer_idx
 from fa_serve.hf.adapter.translate import AttendsBatch, LayerCall
@@ -355,9 +356,11 @@ def paged_output(
     if name is not None or getattr(config, "attn_temperature_tuning", False):
         inputs = {
             **inputs,
-            name or "past_key_values": StepCache(position_ids.view(-1, len(input_ids))[0], getattr(batch, "states", None)),
+            name or cache_argument(type(model).forward): StepCache(
+                position_ids.view(-1, len(input_ids))[0], getattr(batch, "states", None)
+            ),
         }
-    if name == "cache_params":
+    if name is not None and "position_ids" not in _parameters(type(model).forward):
         no_mask = None  # there is no attention, and the mixers multiply their inputs with a mask
     first = first_position(model)
     if first:
@@ -409,6 +412,5 @@ def first_position(model: PreTrainedModel) -> int:
 def state_argument(model: PreTrainedModel) -> str | None:
     """What the model's forward calls the cache that keeps its states; None for a model without. It is looked for once."""
     if _STATE_ARGUMENT not in model.__dict__:
-        name = "cache_params" if "cache_params" in inspect.signature(model.forward).parameters else "past_key_values"
-        model.__dict__[_STATE_ARGUMENT] = name if find_state_modules(model) else None
+        model.__dict__[_STATE_ARGUMENT] = cache_argument(type(model).forward) if find_state_modules(model) else None
     return cast("str | None", model.__dict__[_STATE_ARGUMENT])

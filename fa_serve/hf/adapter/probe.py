@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 from transformers.configuration_utils import PreTrainedConfig
+from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
 from transformers.modeling_utils import PreTrainedModel
 
 from fa_serve.backends import explain
@@ -193,10 +194,7 @@ def _probe(model: PreTrainedModel) -> ModelLayers:
         # with a padding mask transformers does not look for packed sequences, which it could not read on the meta device
         inputs: dict[str, Any] = {"attention_mask": torch.ones_like(token)}
         if find_indexers(model):
-            kinds = set(getattr(config, "layer_types", None) or ())
-            _refuse_if(kinds - CHOOSING_LAYERS, model, f"only some of its layers choose keys ({sorted(kinds)})")
-            # causality is all that its masks say, and its modules would read them
-            inputs["attention_mask"] = torch.empty((1, 1, 0, 0), dtype=torch.bool, device=model.device)
+            inputs["attention_mask"] = _masks_of_choosing(model, config, inputs["attention_mask"])
         if name is not None:
             inputs[name] = _ProbeCache(config, probe.states)
         # a batch says itself which tokens attend both ways, and text has none
@@ -215,7 +213,7 @@ def _probe(model: PreTrainedModel) -> ModelLayers:
     finally:
         model.train(training)
     if name is None:
-        kept = {type(layer) for layer in getattr(output.get("past_key_values"), "layers", ())}
+        kept = {type(layer) for value in output.values() for layer in getattr(value, "layers", ())}
         _refuse_if(kept - PAGED_LAYERS, model, "it keeps more than keys and values")
     if first_position(model) and model.device.type != "meta":
         _refuse_if(not _is_numbered(model), model, "it numbers its positions in a way that is not known")
@@ -228,6 +226,25 @@ def _probe(model: PreTrainedModel) -> ModelLayers:
     if name is None and found != [i for i in range(config.num_hidden_layers) if i not in without_images]:
         _refuse_if(True, model, f"only layers {found} of its {config.num_hidden_layers} layers use the attention interface")
     return ModelLayers({i: probe.layers[i] for i in found}, probe.states.found, probe.indexers)
+
+
+def _masks_of_choosing(model: PreTrainedModel, config: PreTrainedConfig, ones: Tensor) -> Tensor | dict[str, Any]:
+    """The masks of a model with indexers, for one token: empty ones, because causality is all that they say, and its modules
+    would read them. Layers whose queries choose no keys get the masks that transformers makes, whose windows are compared.
+
+    ones: the mask of the token, (1, 1)
+    """
+    empty = torch.empty((1, 1, 0, 0), dtype=torch.bool, device=ones.device)
+    kinds = set(getattr(config, "layer_types", None) or ())
+    others = kinds - CHOOSING_LAYERS
+    unknown = others - {"full_attention", "sliding_attention"}
+    _refuse_if(unknown, model, f"some of its layers choose keys, and others are of the kinds {sorted(unknown)}")
+    if not others:
+        return empty
+    embeds = torch.empty((1, 1, 1), dtype=model.dtype, device=ones.device)
+    no_cache = None
+    made = {kind: LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING[kind](config, embeds, ones, no_cache) for kind in others}
+    return made | dict.fromkeys(kinds & CHOOSING_LAYERS, empty)
 
 
 def _is_numbered(model: PreTrainedModel) -> bool:

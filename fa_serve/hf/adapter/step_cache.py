@@ -1,6 +1,6 @@
 """What layers with a recurrence are given in a forward of the engine, in the place of transformers' cache.
 
-    cache = StepCache(position_ids, states)           # `paged_output` passes it as the model's argument past_key_values
+    cache = StepCache(position_ids, states)           # `paged_output` passes it as the model's cache
     out = cache.states.compute(key, call)             # what a mixer's recurrence comes to (state_modules.py)
 
 A mixer of transformers asks its cache whether there is a previous state, or for that state itself (releases later than 5.17),

@@ -63,9 +63,10 @@ class Doubled(nn.Module):
         super().__init__()
         self.conv = conv
 
-    def forward(self, hidden_states: Tensor, past_key_values: Any = None, **unused: Any) -> Tensor:
-        if past_key_values is not None:
-            past_key_values.update_conv_state(hidden_states.mT, 0, conv_kernel_size=3)
+    def forward(self, hidden_states: Tensor, cache: Any = None, past_key_values: Any = None, **unused: Any) -> Tensor:
+        for given in (cache, past_key_values):  # the name depends on the release of transformers
+            if given is not None:
+                given.update_conv_state(hidden_states.mT, 0, conv_kernel_size=3)
         out: Tensor = causal_conv1d_fn(hidden_states.mT, self.conv.conv.weight.squeeze(1), self.conv.conv.bias).mT
         return out + hidden_states.cumsum(1)
 
