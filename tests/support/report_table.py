@@ -13,6 +13,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import report_newer
+
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 YES = "yes"
 SOME = "some"
@@ -192,6 +194,8 @@ def page(results: dict[str, Any]) -> list[str]:
     plugin = sum(row[0] == YES for row in found.values())
     versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
     used = {part for row in found.values() for column in row[:7] for part in column.split(", ")}
+    newer = json.loads(report_newer.RESULTS.read_text())
+    used |= {part for row in report_newer.rows(newer).values() for part in row}
     lines = [
         "# Models and GPUs",
         "",
@@ -241,6 +245,7 @@ def page(results: dict[str, Any]) -> list[str]:
         "|---|---|",
         *[f"| `{known.code}` | {known.legend} |" for known in REASONS if known.code in used],
         "",
+        *report_newer.page(newer),
         "A model that contains a part of a refused type is refused as well, unless that part is loaded with another attention.",
         "More about [layers, mixtures and hybrids](model-layers.md), [quantised weights](quantised.md) and",
         "[the tests](model-tests.md).",

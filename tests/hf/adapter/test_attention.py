@@ -34,7 +34,8 @@ def test_attention_weights_are_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="never forms the attention weights"):
         model(tokens(1, 4), output_attentions=True)
     with pytest.raises(UnsupportedModelError, match="never forms the attention weights"):
-        model(tokens(1, 4), output_attentions=True, cache=object())  # as transformers' continuous batching calls it
+        # as transformers' continuous batching calls it
+        attend(*make_qkv(1, 4, 4, 2, 2, 16), None, output_attentions=True, cache=object())
     with pytest.raises(ValueError, match=r"output_attentions.*eager"):
         model.config.output_attentions = True
 

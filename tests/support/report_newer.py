@@ -1,0 +1,65 @@
+"""Which model types the newest release of transformers adds to those of docs/models.md, and which of them are served.
+
+    PYTHONPATH=.venv/newest:tests/support python tests/support/report_newer.py
+
+Writes tests/results/newer_types.json. `page` is the section of docs/models.md.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parents[1] / "results" / "newer_types.json"
+_FAMILIES = RESULTS.with_name("families.json")
+
+
+def added() -> list[str]:
+    """The types of the installed release that write text and that docs/models.md does not have."""
+    from every_type import CAUSAL, IMAGE_TEXT
+
+    return sorted({*CAUSAL, *IMAGE_TEXT} - set(json.loads(_FAMILIES.read_text())["types"]))
+
+
+def collect() -> dict[str, Any]:
+    import transformers
+    from report_types import row_of
+
+    logging.disable(logging.WARNING)
+    return {"transformers": transformers.__version__, "types": {name: _refused_by_both(row_of(name)) for name in added()}}
+
+
+def _refused_by_both(row: dict[str, str]) -> dict[str, str]:
+    """The engine refuses what the plugin refuses, also where no tiny model could be tried."""
+    from report_table import code_or_none
+
+    refused = row["plugin text"]
+    if code_or_none(refused) in (None, "untried") or code_or_none(row["engine text"]) != "untried":
+        return row
+    return {column: refused if code_or_none(answer) == "untried" else answer for column, answer in row.items()}
+
+
+def rows(results: dict[str, Any]) -> dict[str, tuple[str, ...]]:
+    """For each type: plugin, engine, images, in the codes of docs/models.md."""
+    from report_table import cell
+
+    columns = ("plugin text", "engine text", "engine image")
+    return {name: tuple(cell(row[column]) for column in columns) for name, row in results["types"].items()}
+
+
+def page(results: dict[str, Any]) -> list[str]:
+    lines = [
+        "### Types of later releases",
+        "",
+        f"transformers {results['transformers']} runs the same tests (`make test-newest`), and adds these types:",
+        "",
+        "| type | plugin | engine | images |",
+        "|---|---|---|---|",
+    ]
+    return [*lines, *(f"| `{name}` | {' | '.join(row)} |" for name, row in rows(results).items()), ""]
+
+
+if __name__ == "__main__":
+    RESULTS.write_text(json.dumps(collect(), indent=1) + "\n")
