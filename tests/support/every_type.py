@@ -169,7 +169,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         name: {"text_config": _HYBRID}
         for name in ("qwen3_5", "qwen3_5_moe", "minicpmv4_6", "minicpmv4_7", "minicpm_ocr", "qwen4_exp")
     },
-    "bailing_hybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "bailing_hybrid": {"layer_types": ["linear_attention", "full_attention"], "n_group": 2},
     "hy_v4_vl": {"text_config": {"rope_parameters": _ROPE | {"mrope_section": [2, 3, 3]}}},
     **{name: {"vision_config": {"text_hidden_size": 64}} for name in ("inkling2", "inkling2_loop")},
     "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},

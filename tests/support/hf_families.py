@@ -238,6 +238,7 @@ FAMILIES = [
                 "swa_v_head_dim": 16,
             },
             tells_packs=False,
+            gain=1.2,
         ),
     ),
     Family(

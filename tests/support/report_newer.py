@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parents[1] / "results" / "newer_types.json"
+_UNTRIED = "not tried"
 _FAMILIES = RESULTS.with_name("families.json")
 
 
@@ -33,12 +34,10 @@ def collect() -> dict[str, Any]:
 
 def _refused_by_both(row: dict[str, str]) -> dict[str, str]:
     """The engine refuses what the plugin refuses, also where no tiny model could be tried."""
-    from report_table import code_or_none
-
-    refused = row["plugin text"]
-    if code_or_none(refused) in (None, "untried") or code_or_none(row["engine text"]) != "untried":
+    plugin = row["plugin text"]
+    if plugin == "yes" or plugin.startswith(_UNTRIED):
         return row
-    return {column: refused if code_or_none(answer) == "untried" else answer for column, answer in row.items()}
+    return {column: plugin if answer.startswith(_UNTRIED) else answer for column, answer in row.items()}
 
 
 def rows(results: dict[str, Any]) -> dict[str, tuple[str, ...]]:

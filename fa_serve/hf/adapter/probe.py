@@ -21,14 +21,13 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 from transformers.configuration_utils import PreTrainedConfig
-from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
 from transformers.modeling_utils import PreTrainedModel
 
 from fa_serve.backends import explain
 from fa_serve.hf.adapter.attention import riding
 from fa_serve.hf.adapter.composites import auto_class, make_served, text_model
 from fa_serve.hf.adapter.indexers import IndexCall, IndexerRotation, SeatedIndexer, find_indexers, indexer_layer, require_parts
-from fa_serve.hf.adapter.masks import leaving_out_blocks
+from fa_serve.hf.adapter.masks import ImplicitMask, leaving_out_blocks
 from fa_serve.hf.adapter.models import NAME, check_class, counts_positions
 from fa_serve.hf.adapter.paged import OneSequence, first_position, state_argument
 from fa_serve.hf.adapter.releases import CHOOSING_LAYERS, PAGED_LAYERS
@@ -194,7 +193,7 @@ def _probe(model: PreTrainedModel) -> ModelLayers:
         # with a padding mask transformers does not look for packed sequences, which it could not read on the meta device
         inputs: dict[str, Any] = {"attention_mask": torch.ones_like(token)}
         if find_indexers(model):
-            inputs["attention_mask"] = _masks_of_choosing(model, config, inputs["attention_mask"])
+            inputs["attention_mask"] = _masks_of_choosing(model, config)
         if name is not None:
             inputs[name] = _ProbeCache(config, probe.states)
         # a batch says itself which tokens attend both ways, and text has none
@@ -228,23 +227,20 @@ def _probe(model: PreTrainedModel) -> ModelLayers:
     return ModelLayers({i: probe.layers[i] for i in found}, probe.states.found, probe.indexers)
 
 
-def _masks_of_choosing(model: PreTrainedModel, config: PreTrainedConfig, ones: Tensor) -> Tensor | dict[str, Any]:
-    """The masks of a model with indexers, for one token: empty ones, because causality is all that they say, and its modules
-    would read them. Layers whose queries choose no keys get the masks that transformers makes, whose windows are compared.
-
-    ones: the mask of the token, (1, 1)
+def _masks_of_choosing(model: PreTrainedModel, config: Any) -> Tensor | dict[str, Any]:
+    """The masks of a model with indexers. They are empty, because causality is all that they say, and its modules would read
+    them. Layers whose queries choose no keys get what transformers' masks say, which is compared with what the layers ask for.
     """
-    empty = torch.empty((1, 1, 0, 0), dtype=torch.bool, device=ones.device)
+    empty = torch.empty((1, 1, 0, 0), dtype=torch.bool, device=model.device)
     kinds = set(getattr(config, "layer_types", None) or ())
     others = kinds - CHOOSING_LAYERS
     unknown = others - {"full_attention", "sliding_attention"}
     _refuse_if(unknown, model, f"some of its layers choose keys, and others are of the kinds {sorted(unknown)}")
     if not others:
         return empty
-    embeds = torch.empty((1, 1, 1), dtype=model.dtype, device=ones.device)
-    no_cache = None
-    made = {kind: LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING[kind](config, embeds, ones, no_cache) for kind in others}
-    return made | dict.fromkeys(kinds & CHOOSING_LAYERS, empty)
+    windows = {kind: (config.sliding_window - 1 if kind == "sliding_attention" else -1, 0) for kind in others}
+    masks = {kind: ImplicitMask(window) for kind, window in windows.items()}
+    return masks | dict.fromkeys(kinds & CHOOSING_LAYERS, empty)
 
 
 def _is_numbered(model: PreTrainedModel) -> bool:
