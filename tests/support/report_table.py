@@ -60,6 +60,7 @@ REASONS = (
         ("keeps a state by code", "keeps more than keys and values", "n-gram states", "sparse and linear attention"),
         "It keeps something of a sequence other than keys and values, by code that has no replacement.",
     ),
+    Reason("keys", ("chooses keys by code",), "Its queries choose keys by code that has no replacement."),
     Reason(
         "states",
         ("keeps recurrent or convolution states", "that keep states"),
