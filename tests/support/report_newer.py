@@ -56,10 +56,11 @@ def rows(results: dict[str, Any]) -> dict[str, tuple[str, ...]]:
 
 
 def page(results: dict[str, Any]) -> list[str]:
+    version = results["transformers"]
     lines = [
         "### Types of later releases",
         "",
-        f"`make test-newest` runs the tests of the adapter with transformers {results['transformers']}, which adds these types:",
+        f"`make test-newest` runs the tests of the adapter with transformers {version}, which adds these types:",
         "",
         "| type | plugin | engine | images |",
         "|---|---|---|---|",
