@@ -73,9 +73,10 @@ test-triton: $(foreach version,$(TRITONS),$(VENV)/triton-$(version)/.installed) 
 	  tests/launching/test_launch.py tests/launching/test_compilers.py tests/backends/test_releases_compiled.py \
 	  tests/backends/hopper/test_block_sparse_compiled.py; done
 
+# Beside the adapter, models that keep states in the engine: their modules ask a cache in other words in each release.
 test-newest: $(VENV)/.newest ## the transformers adapter with the packages of requirements-newest.txt
 	PYTHONPATH=$(VENV)/newest $(BIN)/python -c 'from transformers import __version__ as v; "transformers==" + v in open("requirements-newest.txt").read() or exit("not the newest: " + v)'
-	PYTHONPATH=$(VENV)/newest $(PYTEST) tests/hf
+	PYTHONPATH=$(VENV)/newest $(PYTEST) tests/hf tests/engine/test_hybrids.py::test_greedy_tokens_are_those_of_generate
 
 lint: $(VENV)/.test ## ruff, hadolint, and the workflows: their schema and zizmor
 	$(BIN)/ruff check .

@@ -102,13 +102,8 @@ class Eagle3Head(LlamaPreTrainedModel):  # type: ignore[no-untyped-call]
             hidden_states = torch.zeros_like(embeds)
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
-        mask = create_causal_mask(
-            config=self.config,
-            inputs_embeds=embeds,
-            attention_mask=attention_mask,
-            past_key_values=None,
-            position_ids=position_ids,
-        )
+        no_cache = None
+        mask = create_causal_mask(self.config, embeds, attention_mask, no_cache, position_ids)
         normed = self.hidden_norm(hidden_states)
         residual = normed if self.config.norm_before_residual else hidden_states
         both = torch.cat([self.input_layernorm(embeds), normed], dim=-1)

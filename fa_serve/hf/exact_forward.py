@@ -40,6 +40,7 @@ from fa_serve.api import attention_varlen
 from fa_serve.hf.adapter.models import NAME
 from fa_serve.hf.adapter.paged import PagedBatch
 from fa_serve.hf.adapter.probe import model_layers
+from fa_serve.hf.adapter.releases import CACHE_NAMES
 from fa_serve.hf.adapter.short_choices import length_limit
 from fa_serve.hf.adapter.translate import LayerCall
 from fa_serve.hf.live_model import Addresses, ModelState, check_live, trained_model
@@ -135,7 +136,7 @@ class ExactForward:
             if len(args) > 1:
                 raise ParameterError("args", "be input_ids at most, and the rest be given by name", len(args))
             kwargs["input_ids"] = args[0]
-        for name in ("past_key_values", "cache_params"):
+        for name in CACHE_NAMES:
             if kwargs.get(name) is not None:
                 raise ParameterError(
                     name, "be None in an exact forward, which computes all tokens", type(kwargs[name]).__name__

@@ -34,9 +34,10 @@ from transformers.modeling_utils import PreTrainedModel
 
 from fa_serve.hf.adapter.composites import IMAGE_TOKEN_NAMES
 from fa_serve.hf.adapter.masks import leaving_out_blocks
+from fa_serve.hf.adapter.releases import CACHE_NAMES
 from fa_serve.spec import ParameterError, UnsupportedModelError
 
-_PLAIN = {"input_ids", "inputs_embeds", "position_ids", "attention_mask", "past_key_values", "use_cache", "cache_position"}
+_PLAIN = {"input_ids", "inputs_embeds", "position_ids", "attention_mask", "use_cache", "cache_position", *CACHE_NAMES}
 _MASK = "visual_pos_masks"
 _DEEP = "deepstack_visual_embeds"
 _OF_TOKENS = {"input_ids", "token_type_ids", "mm_token_type_ids", "attention_mask"}

@@ -14,7 +14,7 @@ import hf_families
 import hf_multimodal
 import pytest
 import torch
-from hf_families import BY_NAME, FAMILIES, LENGTH, Family, padding_mask, pair, positions, tokens
+from hf_families import BY_NAME, FAMILIES, LENGTH, Family, cached, padding_mask, pair, positions, tokens
 from packaging.version import Version
 from torch import Tensor
 from transformers import (
@@ -137,7 +137,7 @@ def outputs(model: PreTrainedModel, family: Family, way: str) -> Tensor:
             ids[:, start:end],
             attention_mask=mask[:, :end],
             position_ids=positions(mask)[:, start:end],
-            past_key_values=cache,
+            **cached(model, cache),
             use_cache=True,
         ).logits
         for start, end in pairwise((0, *ends))
@@ -228,16 +228,16 @@ def test_a_decoding_step_does_not_wait_for_the_gpu(
     mask = padding_mask("left")
     ids = tokens(*mask.shape).masked_fill(mask == 0, 0)
     expected = eager(ids, attention_mask=mask, position_ids=positions(mask)).logits[:, -1]
-    cache = StaticCache(config=ours.config, max_cache_len=40) if static else None
+    cache = StaticCache(config=ours.config, max_cache_len=40) if static else DynamicCache(config=ours.config)
     prompt = {"input_ids": ids[:, :-2], "attention_mask": mask[:, :-2], "position_ids": positions(mask)[:, :-2]}
-    cache = ours(**prompt, past_key_values=cache, use_cache=True).past_key_values
+    ours(**prompt, **cached(ours, cache), use_cache=True)
     steps = [
         {"input_ids": ids[:, n : n + 1], "attention_mask": mask[:, : n + 1], "position_ids": positions(mask)[:, n : n + 1]}
         for n in (LENGTH - 2, LENGTH - 1)
     ]
-    ours(**steps[0], past_key_values=cache, use_cache=True)  # compiles the kernels
+    ours(**steps[0], **cached(ours, cache), use_cache=True)  # compiles the kernels
     with no_synchronisation():
-        actual = ours(**steps[1], past_key_values=cache, use_cache=True).logits[:, -1]
+        actual = ours(**steps[1], **cached(ours, cache), use_cache=True).logits[:, -1]
     hf_families.assert_same(actual, expected)
 
 

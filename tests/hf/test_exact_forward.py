@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from hf_families import cached
 from padded_rollouts import SIZES, Batch
 from tiny_models import make_model
 from torch import Tensor, nn
@@ -236,8 +237,8 @@ def test_what_a_training_forward_does_not_have_is_refused() -> None:
             model(ids, attention_mask=torch.tensor([[1, 0, 1, 1, 1]]))
         with pytest.raises(ParameterError, match=r"attention_mask must have the shape \(batch, tokens\)"):
             model(ids, attention_mask=torch.ones(1, 1, 5, 5))
-        with pytest.raises(ParameterError, match="past_key_values must be None"):
-            model(ids, past_key_values=object())
+        with pytest.raises(ParameterError, match=r"(past_key_values|cache) must be None"):
+            model(ids, **cached(model, object()))
     with pytest.raises(UnsupportedModelError, match="a model of transformers is needed"):
         fa_serve.exact(nn.Linear(2, 2))
 

@@ -232,7 +232,15 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         },
         "vision_config": {"deepstack_visual_indexes": [0, 1]},
     },
-    **{name: {"text_config": _HYBRID} for name in ("qwen3_5", "qwen3_5_moe", "minicpmv4_6", "qwen4_exp")},
+    **{
+        name: {"text_config": _HYBRID}
+        for name in ("qwen3_5", "qwen3_5_moe", "minicpmv4_6", "minicpmv4_7", "minicpm_ocr", "qwen4_exp")
+    },
+    "bailing_hybrid": {"layer_types": ["linear_attention", "full_attention"], "n_group": 2},
+    "hy_v4_vl": {"text_config": {"rope_parameters": _ROPE | {"mrope_section": [2, 3, 3]}}},
+    **{name: {"vision_config": {"text_hidden_size": 64}} for name in ("inkling2", "inkling2_loop")},
+    "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
+    "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
     "hunyuan_vl": {"rope_parameters": _ROPE | {"mrope_section": [2, 2, 2, 2]}},
     "lfm2_vl": {"text_config": {"layer_types": ["conv", "full_attention"]}},
     "mistral4": {"num_key_value_heads": 4, "head_dim": 32, "qk_head_dim": 32},

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from hf_families import LENGTH, Family, assert_same, check_pages, here, padding_mask, pair, positions, tokens
+from hf_families import LENGTH, Family, assert_same, cached, check_pages, here, padding_mask, pair, positions, tokens
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -78,7 +78,7 @@ def check_decode(family: Family, make_cache: Callable[[Any], Any] = lambda confi
                 ids[:, start:end],
                 attention_mask=mask[:, :end],
                 position_ids=at[:, start:end],
-                past_key_values=cache,
+                **cached(model, cache),
                 use_cache=True,
             ).logits
             for model, cache in zip((eager, ours), caches, strict=True)
@@ -95,7 +95,7 @@ def check_chunked_prefill(
     cache = make_cache(ours.config)
     for start, end in ((0, 3), (3, 10), (10, 11), (11, LENGTH)):
         at = torch.arange(start, end)[None]
-        actual = ours(ids[:, start:end], position_ids=at, past_key_values=cache, use_cache=True).logits
+        actual = ours(ids[:, start:end], position_ids=at, **cached(ours, cache), use_cache=True).logits
         assert_same(actual, expected[:, start:end])
 
 

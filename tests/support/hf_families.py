@@ -13,11 +13,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 import fa_serve
 from fa_serve import hf
+from fa_serve.hf.adapter.releases import cache_argument
 
 ROUNDING = 4e-6  # allowed error relative to the largest value, in float32
 VOCAB = 96
@@ -67,6 +69,12 @@ class Family:
                 elif name.endswith(("sinks", "bias")):
                     parameter.normal_(std=0.5)
         return model
+
+
+def in_this_release(*families: Family) -> list[Family]:
+    """Those of families that the oldest supported release of transformers lacks which the installed one has."""
+    names = set(dir(transformers))
+    return [family for family in families if family.model in names]
 
 
 _CHOOSING = {
@@ -210,6 +218,29 @@ FAMILIES = [
             ("hy-v4", "HYV4ForCausalLM", {"index_n_heads": 16}),
         )
     ],
+    *in_this_release(
+        Family(
+            "dots3-note",
+            "Dots3NoteForCausalLM",
+            config={
+                **_CHOOSING,
+                "layer_types": ["indexed_attention", "sliding_attention", "indexed_attention"],
+                "n_group": 2,
+                "head_dim": 24,
+                "sliding_window": WINDOW,
+                "shared_experts_intermediate_size": 32,
+                "swa_num_attention_heads": 2,
+                "swa_num_key_value_heads": 2,
+                "swa_q_lora_rank": 16,
+                "swa_kv_lora_rank": 32,
+                "swa_head_dim": 32,
+                "swa_qk_nope_head_dim": 24,
+                "swa_v_head_dim": 16,
+            },
+            tells_packs=False,
+            gain=1.2,
+        ),
+    ),
     Family(
         "llama4",
         "Llama4ForCausalLM",
@@ -267,6 +298,11 @@ def _pair(family: Family, device: torch.device) -> tuple[PreTrainedModel, PreTra
 def pair(family: Family) -> tuple[PreTrainedModel, PreTrainedModel]:
     """Two models with the same weights: one with eager attention, one with fa_serve."""
     return _pair(family, here())
+
+
+def cached(model: PreTrainedModel, cache: object) -> dict[str, Any]:
+    """The argument of a forward that is its cache, whose name depends on the release of transformers."""
+    return {cache_argument(type(model).forward): cache}
 
 
 def tokens(*shape: int, seed: int = 0) -> Tensor:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from hf_families import Family
+from hf_families import Family, in_this_release
 from state_steps import Part, StateSteps
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -60,6 +60,7 @@ _KIMI = {
     "moe_intermediate_size": 32,
 }
 _MAMBA_ALONE = {"state_size": 8, "num_hidden_layers": 2}
+_WINDOWED = {"num_hidden_layers": 3, "head_dim": 16, "sliding_window": 5}
 
 HYBRIDS = [
     Family("qwen3-next", "Qwen3NextForCausalLM", config={**_LINEAR, **_EXPERTS}),
@@ -136,6 +137,36 @@ HYBRIDS = [
         config={"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2, "chunk_size": 8, "expand": 2},
     ),
     Family("falcon-mamba", "FalconMambaForCausalLM", config=_MAMBA_ALONE),
+    *in_this_release(
+        Family(
+            "lfm3",
+            "Lfm3ForCausalLM",
+            config={**_WINDOWED, "layer_types": ["conv", "sliding_attention", "full_attention"]},
+        ),
+        Family(
+            "bailing-hybrid",
+            "BailingHybridForCausalLM",
+            config={
+                **_KIMI,
+                "head_dim": 16,
+                "n_group": 2,
+                "topk_group": 1,
+                "num_experts_per_tok": 2,
+                "num_local_experts": 4,
+                "first_k_dense_replace": 1,
+            },
+        ),
+        Family(
+            "lara-mini",
+            "LaraMiniForCausalLM",
+            config={
+                **_LINEAR,
+                **_EXPERTS,
+                **_WINDOWED,
+                "layer_types": ["linear_attention", "sliding_attention", "full_attention"],
+            },
+        ),
+    ),
 ]
 BY_NAME = {family.name: family for family in HYBRIDS}
 PAGE = 4

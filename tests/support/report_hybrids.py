@@ -11,9 +11,8 @@ and values. `fa_serve.patch(model)` and the engine compute them by `fa_serve.ops
 computes the same. "plugin" is `patch`, with `generate`, padding on either side, packed sequences and gradients; a model that is
 loaded with `attn_implementation="fa_serve"` and not patched keeps transformers' recurrences, and refuses packed sequences. The
 engine starts prompts from cached states, and computes at most a page of a known prompt again
-([engine](engine/cache.md#states-beside-pages)). A reason stands where something is refused or not built yet. With transformers
-5.23, whose modules read their states otherwise, the engine refuses these models and `patch` leaves them as they are. Tests
-compare the models that are marked with `generate` in float32:
+([engine](engine/cache.md#states-beside-pages)). A reason stands where something is refused or not built yet. Tests
+compare the models that are marked with `generate` in float32, with transformers 5.17 and with the newest release:
 """
 TYPES = (
     "bamba",

@@ -13,6 +13,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import report_newer
+
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 YES = "yes"
 SOME = "some"
@@ -62,6 +64,7 @@ REASONS = (
         ("keeps a state by code", "keeps more than keys and values", "n-gram states", "sparse and linear attention"),
         "It keeps something of a sequence other than keys and values, by code that has no replacement.",
     ),
+    Reason("keys", ("chooses keys by code",), "Its queries choose keys by code that has no replacement."),
     Reason(
         "states",
         ("keeps recurrent or convolution states", "that keep states"),
@@ -195,6 +198,8 @@ def page(results: dict[str, Any]) -> list[str]:
     plugin = sum(row[0] == YES for row in found.values())
     versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
     used = {part for row in found.values() for column in row[:7] for part in column.split(", ")}
+    newer = json.loads(report_newer.RESULTS.read_text())
+    used |= {part for row in report_newer.rows(newer).values() for part in row}
     lines = [
         "# Models and GPUs",
         "",
@@ -247,6 +252,7 @@ def page(results: dict[str, Any]) -> list[str]:
         "|---|---|",
         *[f"| `{known.code}` | {known.legend} |" for known in REASONS if known.code in used],
         "",
+        *report_newer.page(newer),
         "A model that contains a part of a refused type is refused as well, unless that part is loaded with another attention.",
         "More about [layers and hybrids](model-layers.md), [mixtures](mixtures.md), [quantised weights](quantised.md) and",
         "[the tests](model-tests.md).",

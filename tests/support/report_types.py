@@ -57,20 +57,20 @@ def row_of(name: str) -> dict[str, str]:
     """What is served of one type."""
     sees = name in IMAGE_TEXT
     row = dict.fromkeys(COLUMNS, "")
-    row["plugin text"] = _reason(lambda: patch(_tiny(name)))
+    row["plugin text"] = reason_of(lambda: patch(_tiny(name)))
     if not sees and name in report_hybrids.TYPES and name != "inkling_text":
         # tests/engine/test_hybrids.py compares these
         answer = _hybrids()[name]["engine"]
         row["engine text"] = YES if answer == "y" else answer
     else:
-        row["engine text"] = UNTRIED.get(name) or _reason(lambda: check_text(name))
+        row["engine text"] = UNTRIED.get(name) or reason_of(lambda: check_text(name))
     if not sees:
         return row | {"plugin image": "-", "engine image": "-"}
     row["plugin image"] = row["plugin text"]
     if row["engine text"] != YES:
         row["engine image"] = row["engine text"]
     elif name in IMAGES:
-        row["engine image"] = _reason(lambda: check_images(name))
+        row["engine image"] = reason_of(lambda: check_images(name))
     else:
         row["engine image"] = "its images are not proven against generate"
     return row
@@ -81,7 +81,7 @@ def _hybrids() -> dict[str, dict[str, str]]:
     return report_hybrids.rows()
 
 
-def _reason(work: Callable[[], Any]) -> str:
+def reason_of(work: Callable[[], Any]) -> str:
     try:
         work()
     except UnsupportedModelError as error:

@@ -3,7 +3,7 @@
     out, _ = attention_forward(module, query, key, value, attention_mask, scaling=0.125)
 
 - A batch that rides along in `fa_serve_batch` answers for the call itself (the engine's paged cache, see `paged.py`).
-- transformers' own continuous batching passes its cache in `cache`; `continuous.py` knows that cache.
+- Requests of transformers' own continuous batching go to `paged_attention`; `continuous.py` knows its cache.
 - Sequences that are packed end to end go to `attention_varlen`.
 - A few queries that have chosen their keys go to `ops.sparse_attention`.
 - Every other call goes to `attention`.
@@ -69,7 +69,7 @@ def attention_forward(
     key:            (batch, num_kv_heads, seqlen_k, head_dim), not repeated for the query heads; value: the same with head_dim_v
     attention_mask: an ImplicitMask, or a bool or float tensor of 4 dimensions. Either alone says which keys are seen. With
                     None, the words `is_causal` and `sliding_window` say it, and the module's attribute `is_causal`
-    cache:          the paged cache of transformers' continuous batching, or None
+    cache:          the paged cache of transformers' continuous batching, or None; later than 5.23 always None
     fa_serve_batch: what rode along as an argument of the model's forward; None is what `riding` has set, if anything
     words:          see `translate`
     Returns out (batch, seqlen_q, num_heads, head_dim_v), contiguous, and None in the place of the attention weights.
@@ -86,7 +86,7 @@ def attention_forward(
             "fa_serve never forms the attention weights that output_attentions asks for: load the model with "
             'attn_implementation="eager" to get them'
         )
-    if cache is not None:
+    if cache is not None or "read_index" in words:
         result: tuple[Tensor, None] = paged_attention(
             module, query, key, value, attention_mask, cache=cache, scaling=scaling, **words
         )

@@ -118,7 +118,7 @@ def blank_images(model: PreTrainedModel, num_tokens: int) -> dict[str, torch.Ten
     The layers between the others that attend to images then have a closed gate behind them, so that `attention_forward` leaves
     out what is before it.
     """
-    if not _takes_blank_images(type(model)):
+    if not _takes_blank_images(type(model).forward):
         return {}
     config: Any = model.config
     embeds = torch.zeros(1, 1, 1, config.vision_config.embed_dim, dtype=model.dtype, device=model.device)
@@ -128,8 +128,8 @@ def blank_images(model: PreTrainedModel, num_tokens: int) -> dict[str, torch.Ten
 
 
 @functools.lru_cache(maxsize=64)
-def _takes_blank_images(model_class: type[PreTrainedModel]) -> bool:
-    return inspect.signature(model_class.forward).parameters.keys() >= _BLANK_IMAGES
+def _takes_blank_images(forward: Callable[..., Any]) -> bool:
+    return inspect.signature(forward).parameters.keys() >= _BLANK_IMAGES
 
 
 def is_text(part: torch.nn.Module, config: PreTrainedConfig) -> bool:

@@ -5,7 +5,10 @@ ride along with a batch, and a test for the word "flash" in an implementation's 
 tables for decoding steps, CUDA graphs, and asynchronous batches. fa_serve passes it (`enable`), because it needs no mask
 either.
 
-Up to some release after 5.17, the implementation is called "paged|fa_serve" while a batch runs. Later it keeps its name.
+What a call brings tells how its release works. In 5.17 the implementation is called "paged|fa_serve" while a batch runs, and
+the attention function does all that the cache needs. Later the implementation keeps its name, and the attention function lets
+the cache store new keys (5.23), or the modules of a model let it store them before, and the attention function is given no
+cache (5.24).
 
 Left out: the engine's paged cache (`paged.py`).
 """
@@ -48,7 +51,7 @@ def paged_attention(
     """Compute one layer of a batch of requests that are packed end to end.
 
     query:      (1, num_heads, total, head_dim); key, value: the new ones, (1, num_kv_heads, total, head_dim or head_dim_v)
-    cache:      transformers' PagedAttentionCache
+    cache:      transformers' PagedAttentionCache, or None if it has stored the new keys already and told the rest in kwargs
     kwargs:     what rides along with the batch: cu_seq_lens_q, cu_seq_lens_k, max_seqlen_q, block_table, ...
     Returns out (1, total, num_heads, head_dim_v), and None in the place of the attention weights. Rows that belong to no
     request, which pad a batch for CUDA graphs, are 0.
@@ -57,7 +60,8 @@ def paged_attention(
     queries choose, and where transformers' cache does not fit the layer.
     """
     name = type(module).__name__
-    if not hasattr(cache, "update") or kwargs.get("cu_seq_lens_q") is None:
+    stored = cache is None and "read_index" in kwargs
+    if not (stored or hasattr(cache, "update")) or kwargs.get("cu_seq_lens_q") is None:
         got = "without a cache" if cache is None else f"with cache={type(cache).__name__} and without packed requests"
         raise UnsupportedModelError(
             f'"{PAGED_NAME}" must be called by generate_batch, which passes its paged cache and packed requests, got a call of '
@@ -131,6 +135,18 @@ class _CacheView:
 
     def __init__(self, module: Any, cache: Any, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> None:
         self.layer_idx = int(module.layer_idx)
+        if cache is None:
+            self._read_stored(key, value, kwargs, _window_by_config(module))
+        else:
+            self._store(module, cache, key, value, kwargs)
+        if self.window is not None and self.block_table is not None:
+            raise UnsupportedModelError(
+                "transformers' paged cache keeps a sliding window as a ring, whose block table fa_serve cannot follow: set "
+                "attn_implementation to another name for generate_batch"
+            )
+
+    def _store(self, module: Any, cache: Any, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> None:
+        """Let the cache store new keys, or store them."""
         by_layer = getattr(cache, "layer_to_allocator", None)
         holder = cache if by_layer is None else by_layer[self.layer_idx]
         if holder.head_dim != key.shape[-1]:
@@ -141,18 +157,13 @@ class _CacheView:
         if by_layer is None:
             self._read_as_in_5_17(cache, key, value, kwargs)
         else:
-            self._read(holder, cache, key, value, kwargs)
-        if self.window is not None and self.block_table is not None:
-            raise UnsupportedModelError(
-                "transformers' paged cache keeps a sliding window as a ring, whose block table fa_serve cannot follow: set "
-                "attn_implementation to another name for generate_batch"
-            )
+            told = dict(kwargs)
+            key, value = cache.update(key_states=key, value_states=value, layer_idx=self.layer_idx, kwargs=told)
+            self._read_stored(key, value, told, getattr(holder, "sliding_window", None))
 
-    def _read(self, holder: Any, cache: Any, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> None:
-        """Later than 5.17: the cache stores new keys and adds what attention needs to the arguments."""
-        self.window = getattr(holder, "sliding_window", None)
-        told = dict(kwargs)
-        key, value = cache.update(key_states=key, value_states=value, layer_idx=self.layer_idx, kwargs=told)
+    def _read_stored(self, key: Tensor, value: Tensor, told: dict[str, Any], window: int | None) -> None:
+        """The cache has stored new keys, and has added to the arguments what attention needs."""
+        self.window = window
         self.key = key[0].transpose(0, 1)
         self.value = value[0].transpose(0, 1)
         self.cu_seqlens_k = told["cu_seq_lens_k"]
@@ -223,6 +234,13 @@ class _CacheView:
             slots = F.pad(slots, (0, total - slots.shape[0]), value=-1)
         setattr(cu_seqlens_q, "fa_serve_slots", (self.layer_idx, lengths, slots))  # noqa: B010
         return lengths, slots
+
+
+def _window_by_config(module: Any) -> int | None:
+    """The window that transformers' cache keeps of a layer, which it finds in the config alone."""
+    kinds = getattr(module.config, "layer_types", None)
+    window: int | None = getattr(module.config, "sliding_window", None)
+    return window if kinds is None or kinds[module.layer_idx] == "sliding_attention" else None
 
 
 @functools.lru_cache(maxsize=1)

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
 from fa_serve.hf.adapter.models import read_source
+from fa_serve.hf.adapter.releases import CACHE_NAMES
 from fa_serve.hf.adapter.state_modules import find_state_modules
 from fa_serve.hf.adapter.step_cache import StepCache
 from fa_serve.spec import UnsupportedModelError
@@ -111,4 +112,4 @@ def _attends_itself(module: nn.Module) -> bool:
     if code is None:
         return False
     names = {name.lower() for name in code.co_names}
-    return names >= {"update", "softmax"} and "past_key_values" in code.co_varnames and "get_interface" not in names
+    return names >= {"update", "softmax"} and not {*CACHE_NAMES}.isdisjoint(code.co_varnames) and "get_interface" not in names

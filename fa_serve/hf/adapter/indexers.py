@@ -41,6 +41,9 @@ _PARTS = (
 )
 
 
+_ARGUMENTS = ("hidden_states", "q_resid", "position_embeddings", "attention_mask")
+
+
 class IndexCall(NamedTuple):
     """What an indexer chooses keys by.
 
@@ -78,10 +81,16 @@ def indexer_layer(layer_idx: int) -> int:
 
 
 def require_parts(module: nn.Module) -> None:
-    """Raise UnsupportedModelError for an indexer that is made of other parts than `SeatedIndexer` computes with."""
+    """Raise UnsupportedModelError for an indexer with other parts, or other arguments, than `SeatedIndexer` computes with."""
     missing = [name for name in _PARTS if not hasattr(module, name)]
     if missing:
         raise UnsupportedModelError(f"{type(module).__name__} chooses keys by code that has no replacement: no {missing[0]}")
+    _, *given = inspect.signature(inspect.unwrap(type(module).forward)).parameters.values()
+    named = [each.name for each in given if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    if any(name != known for name, known in zip(named, _ARGUMENTS, strict=False)):
+        raise UnsupportedModelError(
+            f"{type(module).__name__} chooses keys by code that has no replacement: its forward takes {', '.join(named)}"
+        )
 
 
 def _names_of(module: nn.Module) -> set[str]:

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import masking_utils
 from transformers.masking_utils import (
     and_masks,
     bidirectional_mask_function,
@@ -33,6 +32,8 @@ from transformers.masking_utils import (
     sliding_window_bidirectional_overlay,
     sliding_window_overlay,
 )
+
+from fa_serve.hf.adapter.releases import REMAPPING
 
 MaskFunction = Callable[..., Any]
 
@@ -84,9 +85,6 @@ _OR = or_masks(causal_mask_function).__code__
 _EVERYTHING = _everything().__code__
 _WINDOW_WITH_QUERY = _window_both_ways(1).__code__
 _PACKED = packed_sequence_mask_function(torch.empty(0)).__code__
-_REMAPPED = None
-if hasattr(masking_utils, "remap_positions_for_packed_sequence"):  # later than transformers 5.17
-    _REMAPPED = masking_utils.remap_positions_for_packed_sequence(causal_mask_function, torch.empty(0)).__code__
 _BLOCKS = blockwise_overlay(torch.empty(0)).__code__
 _CHUNKS = chunked_overlay(1, torch.empty(0)).__code__
 _WINDOW = sliding_window_overlay(1).__code__
@@ -162,15 +160,14 @@ def _consts(code: CodeType) -> list[Any]:
 
 def _classify_packed(first: MaskFunction, second: MaskFunction) -> Pattern | None:
     """`and_masks(first, second)`, where one of the two says which tokens belong to the same packed sequence."""
-    if _code(second) is _PACKED:
-        within = classify(first)
-        sequences = _closed_over(second, "packed_sequence_mask")
-    elif _code(first) is _PACKED and _code(second) is _REMAPPED:
-        # positions rise by one within a sequence, so a window of positions is a window of tokens
-        within = classify(_closed_over(second, "mask_function"))
-        sequences = _closed_over(first, "packed_sequence_mask")
-    else:
+    packed, other = (first, second) if _code(first) is _PACKED else (second, first)
+    if _code(packed) is not _PACKED:
         return None
+    if REMAPPING is not None and _code(other) is REMAPPING:
+        # positions rise by one within a sequence, so a window of positions is a window of tokens
+        other = _closed_over(other, "mask_function")
+    within = classify(other)
+    sequences = _closed_over(packed, "packed_sequence_mask")
     if within is None or within.sequences is not None or within.chunks is not None:
         return None  # transformers counts chunks from the start of the row, across packed sequences
     return Pattern(within.window_size, sequences)

@@ -30,6 +30,7 @@ from fa_serve.hf.adapter.gathered_keys import GatheredKeys, computes_attention, 
 from fa_serve.hf.adapter.indexers import IndexCall, indexer_layer
 from fa_serve.hf.adapter.latent_keys import LatentKeys
 from fa_serve.hf.adapter.models import counts_positions
+from fa_serve.hf.adapter.releases import cache_argument
 from fa_serve.hf.adapter.state_modules import find_state_modules
 from fa_serve.hf.adapter.step_cache import PagedStates, StepCache, WholeSequence, take_layer_idx
 from fa_serve.hf.adapter.translate import AttendsBatch, LayerCall
@@ -140,8 +141,8 @@ class PagedBatch:
         """See `GathersKeys`: the keys of a sequence take as many places as its row of the block table has."""
         k_cache, v_cache = self.kv_caches[layer_idx]
         total = len(self.slot_mapping)
-        new = (x[0, :, :total].transpose(0, 1) for x in (key, value))
-        store_kv(*new, k_cache, v_cache, self.slot_mapping, backend=self.backend)
+        new_keys, new_values = (x[0, :, :total].transpose(0, 1) for x in (key, value))
+        store_kv(new_keys, new_values, k_cache, v_cache, self.slot_mapping, backend=self.backend)
         places = torch.arange(self._places_of_a_sequence, device=key.device)
         # what no sequence has written may be anything
         written = (places < self.seqused_k[:, None]).flatten()[:, None, None]
@@ -167,7 +168,7 @@ class PagedBatch:
         """`attend` for a call whose keys are gathered, and whose bias (1, num_heads, total, n) is made of their places."""
         assert call.position_bias is not None
         seen = self.visible(call.window_size[0])
-        out = attention(
+        return attention(
             call.query.transpose(1, 2),
             call.key.transpose(1, 2),
             call.value.transpose(1, 2),
@@ -177,7 +178,6 @@ class PagedBatch:
             sinks=call.sinks,
             backend=self.backend,
         )
-        return cast(Tensor, out)
 
     @property
     def _places_of_a_sequence(self) -> int:
@@ -410,15 +410,17 @@ def paged_output(
         position_ids = position_ids.repeat_interleave(2, dim=-1)
     if gathers_keys(model):
         cache = GatheredKeys(position_ids.view(-1, len(input_ids))[0], batch)
-        inputs["past_key_values"] = cache
+        inputs[cache_argument(type(model).forward)] = cache
         if attends_itself:
             no_mask = cache.mask(model.dtype)
     elif name is not None or getattr(config, "attn_temperature_tuning", False):
         inputs = {
             **inputs,
-            name or "past_key_values": StepCache(position_ids.view(-1, len(input_ids))[0], getattr(batch, "states", None)),
+            name or cache_argument(type(model).forward): StepCache(
+                position_ids.view(-1, len(input_ids))[0], getattr(batch, "states", None)
+            ),
         }
-    if name == "cache_params":
+    if name is not None and "position_ids" not in _parameters(type(model).forward):
         no_mask = None  # there is no attention, and the mixers multiply their inputs with a mask
     first = first_position(model)
     if first:
@@ -475,6 +477,5 @@ def number_from_zero(model: PreTrainedModel) -> None:
 def state_argument(model: PreTrainedModel) -> str | None:
     """What the model's forward calls the cache that keeps its states; None for a model without. It is looked for once."""
     if _STATE_ARGUMENT not in model.__dict__:
-        name = "cache_params" if "cache_params" in inspect.signature(model.forward).parameters else "past_key_values"
-        model.__dict__[_STATE_ARGUMENT] = name if find_state_modules(model) else None
+        model.__dict__[_STATE_ARGUMENT] = cache_argument(type(model).forward) if find_state_modules(model) else None
     return cast("str | None", model.__dict__[_STATE_ARGUMENT])

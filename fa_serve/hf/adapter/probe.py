@@ -19,8 +19,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from transformers import cache_utils
-from transformers.cache_utils import DynamicCache, DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicCache
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
@@ -30,10 +29,11 @@ from fa_serve.hf.adapter.composites import auto_class, blank_images, make_served
 from fa_serve.hf.adapter.gathered_keys import adds_bias_of_places, computes_attention
 from fa_serve.hf.adapter.gathered_keys_proof import steps_are_right
 from fa_serve.hf.adapter.indexers import IndexCall, IndexerRotation, SeatedIndexer, find_indexers, indexer_layer, require_parts
-from fa_serve.hf.adapter.masks import leaving_out_blocks
+from fa_serve.hf.adapter.masks import ImplicitMask, leaving_out_blocks
 from fa_serve.hf.adapter.models import NAME, check_class, counts_positions, handles_mask
 from fa_serve.hf.adapter.own_masks import seat_mask_makers
 from fa_serve.hf.adapter.paged import OneSequence, first_position, number_from_zero, paged_output, state_argument
+from fa_serve.hf.adapter.releases import CHOOSING_LAYERS, PAGED_LAYERS
 from fa_serve.hf.adapter.short_choices import seat_short_choices
 from fa_serve.hf.adapter.state_modules import SeatedMixer, find_state_modules
 from fa_serve.hf.adapter.step_cache import StateKey, StateProbe, StepCache, take_layer_idx
@@ -147,7 +147,7 @@ class _ProbeCache(StepCache, DynamicCache):  # type: ignore[misc]
         """(keys, position of the first one), also where no layer has attention."""
         return query_length, 0
 
-    def get_query_offset(self, layer_idx: int) -> int:
+    def get_query_offset(self, layer_idx: int = 0) -> int:
         """The position of the only token."""
         return 0
 
@@ -233,8 +233,6 @@ def check_model(model_or_config: PreTrainedModel | PreTrainedConfig) -> None:
     model_layers(model_or_config)
 
 
-# what transformers' configs call a layer whose queries choose keys by an indexer, causally and without a window
-_CHOOSING = "deepseek_sparse_attention"
 # arguments of the model's forward that `paged_forward` passes
 _FORWARD_ARGUMENTS = {"input_ids", "position_ids", "attention_mask", "use_cache", "logits_to_keep"}
 
@@ -260,9 +258,8 @@ def _probe(model: PreTrainedModel) -> ModelLayers:
         makes_masks = seat_mask_makers(model) or (handles_mask(config) and getattr(config, "sliding_window", None) is None)
         chooses = seat_short_choices(model) is not None
         if find_indexers(model):
-            kinds_of_layers = set(getattr(config, "layer_types", None) or ())
-            _refuse_if(kinds_of_layers - {_CHOOSING}, model, f"only some of its layers choose keys ({sorted(kinds_of_layers)})")
-        if makes_masks or find_indexers(model):
+            inputs["attention_mask"] = _masks_of_choosing(model, config)
+        elif makes_masks:
             # causality is all that its masks say, and its modules would read them
             inputs["attention_mask"] = torch.empty((1, 1, 0, 0), dtype=torch.bool, device=model.device)
         if name is not None:
@@ -283,12 +280,9 @@ def _probe(model: PreTrainedModel) -> ModelLayers:
     finally:
         model.train(training)
     if name is None:
-        kinds = {type(layer) for layer in getattr(output.get("past_key_values"), "layers", ())}
-        kinds = {kind for kind in kinds if not (chooses and hasattr(kind, "update_index"))}
-        # from some release after 5.17 on, a layer that shares the keys of another one keeps a DummyLayer, which holds nothing
-        # the keys of an indexer, which the engine caches as well
-        known = {DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer, getattr(cache_utils, "DummyLayer", DynamicLayer)}
-        _refuse_if(kinds - known, model, "it keeps more than keys and values")
+        kept = {type(layer) for value in output.values() for layer in getattr(value, "layers", ())}
+        kept = {kind for kind in kept if not (chooses and hasattr(kind, "update_index"))}
+        _refuse_if(kept - PAGED_LAYERS, model, "it keeps more than keys and values")
     if first_position(model) and model.device.type != "meta" and not _is_numbered(model):
         number_from_zero(model)
         _refuse_if(not _is_numbered(model), model, "it numbers its positions in a way that is not known")
@@ -326,6 +320,22 @@ def _probe_own_attention(model: PreTrainedModel) -> ModelLayers:
             f"{type(model).__name__} computes its attention itself, and its forward fails on a paged cache ({told})"
         ) from error
     return ModelLayers(probe.layers, {}, {})
+
+
+def _masks_of_choosing(model: PreTrainedModel, config: Any) -> Tensor | dict[str, Any]:
+    """The masks of a model with indexers. They are empty, because causality is all that they say, and its modules would read
+    them. Layers whose queries choose no keys get what transformers' masks say, which is compared with what the layers ask for.
+    """
+    empty = torch.empty((1, 1, 0, 0), dtype=torch.bool, device=model.device)
+    kinds = set(getattr(config, "layer_types", None) or ())
+    others = kinds - CHOOSING_LAYERS
+    unknown = others - {"full_attention", "sliding_attention"}
+    _refuse_if(unknown, model, f"some of its layers choose keys, and others are of the kinds {sorted(unknown)}")
+    if not others:
+        return empty
+    windows = {kind: (config.sliding_window - 1 if kind == "sliding_attention" else -1, 0) for kind in others}
+    masks = {kind: ImplicitMask(window) for kind, window in windows.items()}
+    return masks | dict.fromkeys(kinds & CHOOSING_LAYERS, empty)
 
 
 def _is_numbered(model: PreTrainedModel) -> bool:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
 from fa_serve.hf.adapter.attention import riding_batch
+from fa_serve.hf.adapter.releases import cache_argument
 from fa_serve.spec import UnsupportedModelError
 
 _NOTE = "_fa_serve_short_choices"
@@ -94,7 +95,10 @@ def _keys_in_pools(module: Any) -> Tensor:
     hidden = _random(module, module.wk.in_features)
     seen = torch.ones(1, _TOKENS, dtype=torch.bool, device=hidden.device)
     found = module(
-        hidden_states=hidden, q_resid=_random(module, module.wq_b.in_features), attention_mask=seen, past_key_values=None
+        hidden_states=hidden,
+        q_resid=_random(module, module.wq_b.in_features),
+        attention_mask=seen,
+        **{cache_argument(module.forward): None},
     )
     return cast(Tensor, (found[0, ..., None] == torch.arange(_TOKENS, device=hidden.device)).any(-2))
 

@@ -24,6 +24,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fa_serve.hf.adapter.releases import CACHE_NAMES, cache_argument
 from fa_serve.hf.adapter.step_cache import (
     CONVOLUTION,
     DELTA_RULE,
@@ -71,7 +72,13 @@ def _own_forward_with(module: nn.Module, functions: Mapping[str, Callable[..., A
         own.__code__, {**own.__globals__, **functions}, own.__name__, own.__defaults__, own.__closure__
     )
     forward.__kwdefaults__ = own.__kwdefaults__
-    return forward
+    name = cache_argument(own)
+
+    def with_any_cache_name(*args: Any, **kwargs: Any) -> Any:
+        # wrappers of the module's forward, which this code has not, let callers use the names of earlier releases
+        return forward(*args, **{name if given in CACHE_NAMES else given: value for given, value in kwargs.items()})
+
+    return with_any_cache_name
 
 
 def reference_forward(module: nn.Module) -> Callable[..., Any]:

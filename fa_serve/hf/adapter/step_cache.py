@@ -1,11 +1,12 @@
 """What layers with a recurrence are given in a forward of the engine, in the place of transformers' cache.
 
-    cache = StepCache(position_ids, states)           # `paged_output` passes it as the model's argument past_key_values
+    cache = StepCache(position_ids, states)           # `paged_output` passes it as the model's cache
     out = cache.states.compute(key, call)             # what a mixer's recurrence comes to (state_modules.py)
 
-A mixer of transformers asks its cache whether there is a previous state, and takes one code for prompts and another one for
-single tokens. `StepCache` says that there is none and keeps nothing, so that every mixer takes the code for prompts, for any
-number of tokens. What its recurrences compute then, with states and for packed sequences, is the business of `states`:
+A mixer of transformers asks its cache whether there is a previous state, or for that state itself (releases later than 5.17),
+and takes one code for prompts and another one for single tokens. `StepCache` says that there is none and keeps nothing, so that
+every mixer takes the code for prompts, for any number of tokens. What its recurrences compute then, with states and for packed
+sequences, is the business of `states`:
 
     PagedStates      a step of the engine, on state pages and tails
     WholeSequence    one sequence from its first token on, for all that is no step of the engine
@@ -145,6 +146,16 @@ class StepCache:
         return self.position_ids - torch.arange(len(self.position_ids), device=self.position_ids.device)
 
     def has_previous_state(self, layer_idx: int = 0, state_idx: int | None = None) -> bool:
+        return False
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """The inputs of a convolution before these tokens: none."""
+        return None
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return None
+
+    def is_recording_past(self, layer_idx: int) -> bool:
         return False
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from hf_checks import attend
-from hf_families import BY_NAME, tokens
+from hf_families import BY_NAME, cached, tokens
 from opaque_backend import opaque_backend
-from transformers import AutoConfig, Kosmos2ForConditionalGeneration
+from transformers import AutoConfig, DynamicCache, Kosmos2ForConditionalGeneration
 
 import fa_serve
 from fa_serve import hf
@@ -34,7 +34,8 @@ def test_attention_weights_are_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="never forms the attention weights"):
         model(tokens(1, 4), output_attentions=True)
     with pytest.raises(UnsupportedModelError, match="never forms the attention weights"):
-        model(tokens(1, 4), output_attentions=True, cache=object())  # as transformers' continuous batching calls it
+        # as transformers' continuous batching calls it
+        attend(*make_qkv(1, 4, 4, 2, 2, 16), None, output_attentions=True, cache=object())
     with pytest.raises(ValueError, match=r"output_attentions.*eager"):
         model.config.output_attentions = True
 
@@ -121,8 +122,9 @@ def test_gradients_of_one_token_behind_a_cache(kernels: bool) -> None:
     results = []
     for model in (BY_NAME["llama"].build(), fa_serve.patch(BY_NAME["llama"].build())):
         ids = tokens(2, 6)
-        cache = model(ids[:, :5], use_cache=True).past_key_values
-        model(ids[:, 5:], attention_mask=torch.ones_like(ids), past_key_values=cache).logits.sum().backward()
+        cache = DynamicCache(config=model.config)
+        model(ids[:, :5], use_cache=True, **cached(model, cache))
+        model(ids[:, 5:], attention_mask=torch.ones_like(ids), **cached(model, cache)).logits.sum().backward()
         results.append([p.grad for p in model.parameters()])
     for expected, actual in zip(*results, strict=True):
         torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)

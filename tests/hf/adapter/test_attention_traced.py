@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf_families import BY_NAME, tokens
+from hf_families import BY_NAME, cached, tokens
 from torch import Tensor
 from transformers import CompileConfig, StaticCache
 from transformers.integrations.executorch import convert_and_export_with_cache
@@ -92,7 +92,7 @@ def test_a_step_compiled_by_the_user_is_one_graph(kernels: bool) -> None:
             positions = (padding.cumsum(1) - 1).clamp(min=0)
             given = [{"attention_mask": padding[:, :n], "position_ids": positions[:, :n]} for n in range(13)]
         cache = StaticCache(config=ours.config, max_cache_len=20)
-        ours(ids[:, :6], **given[6], past_key_values=cache)
+        ours(ids[:, :6], **given[6], **cached(ours, cache))
         torch.compiler.reset()
         torch._dynamo.utils.counters.clear()
         for n in range(7, 13):
@@ -100,7 +100,7 @@ def test_a_step_compiled_by_the_user_is_one_graph(kernels: bool) -> None:
             step["position_ids"] = step["position_ids"][:, -1:].clone(memory_format=torch.contiguous_format)
             if padding is not None:
                 step["attention_mask"] = torch.nn.functional.pad(step["attention_mask"], (0, 20 - n))
-            actual = compiled(ids[:, n - 1 : n], **step, past_key_values=cache).logits
+            actual = compiled(ids[:, n - 1 : n], **step, **cached(ours, cache)).logits
         expected = eager(ids, **given[12]).logits[:, -1:]
         torch.testing.assert_close(actual, expected, atol=3e-5, rtol=0)
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1

@@ -10,6 +10,7 @@ from transformers import masking_utils
 from transformers.models.gemma3.modeling_gemma3 import _bidirectional_window_overlay
 
 from fa_serve.hf.adapter.mask_patterns import Chunks, Pattern, classify
+from fa_serve.hf.adapter.releases import REMAPPING
 
 CAUSAL = masking_utils.causal_mask_function
 
@@ -43,6 +44,15 @@ def test_plain_patterns_are_recognised() -> None:
     assert classify(CHUNKED) == Pattern((-1, 0), chunks=Chunks(3, NO_PADDING))
     assert classify(masking_utils.and_masks(CAUSAL, SEQUENCES)) == Pattern((-1, 0), NUMBERS)
     assert classify(masking_utils.and_masks(SLIDING, SEQUENCES)) == Pattern((2, 0), NUMBERS)
+
+
+@pytest.mark.skipif(REMAPPING is None, reason="transformers 5.17 counts positions from the start of the row")
+def test_positions_may_be_those_within_packed_sequences() -> None:
+    """Releases differ in the order of the two."""
+    remapped = masking_utils.remap_positions_for_packed_sequence(SLIDING, NUMBERS)
+    for parts in ((SEQUENCES, remapped), (remapped, SEQUENCES)):
+        assert classify(masking_utils.and_masks(*parts)) == Pattern((2, 0), NUMBERS)
+    assert classify(remapped) is None
 
 
 EVERYTHING = masking_utils.or_masks(CAUSAL, lambda *args: torch.tensor(True, dtype=torch.bool))

@@ -8,20 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from hf_families import Family, padding_mask, tokens
+from hf_families import Family, cached, padding_mask, tokens
 from hybrids import BY_NAME, HYBRIDS
 from torch import Tensor
-from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers import DynamicCache, PreTrainedModel
 
 import fa_serve
 from fa_serve.hf.adapter.state_modules import SeatedMixer, find_state_modules
 from fa_serve.hf.surgery.states import unseat_states
 from fa_serve.spec import UnsupportedModelError
-
-pytestmark = pytest.mark.skipif(
-    hasattr(Cache, "get_conv_state"), reason="the modules of transformers 5.23 read their states otherwise, and are not seated"
-)
 
 FIRST = 9
 
@@ -77,11 +72,11 @@ def test_generate_with_a_cache(name: str) -> None:
     right = padding_mask("right")
     expected = eager(input_ids=ids, attention_mask=right).logits[right.bool()]
     assert_near(ours(input_ids=ids, attention_mask=right).logits[right.bool()], expected)
-    cache_name = "cache_params" if name == "mamba" else "past_key_values"
     logits = []
     for model in (eager, ours):
-        past = getattr(model(input_ids=ids[:, :11], use_cache=True), cache_name)
-        logits.append(model(input_ids=ids[:, 11:], use_cache=True, **{cache_name: past}).logits)
+        cache = DynamicCache(config=model.config)
+        model(input_ids=ids[:, :11], use_cache=True, **cached(model, cache))
+        logits.append(model(input_ids=ids[:, 11:], use_cache=True, **cached(model, cache)).logits)
     assert_near(logits[1], logits[0])
 
 

@@ -12,10 +12,11 @@ from hf_families import BY_NAME as WITHOUT_STATES
 from hf_families import tokens
 from hybrids import BY_NAME, HYBRIDS
 from torch import nn
-from transformers import AutoConfig
+from transformers import AutoConfig, DynamicCache
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from fa_serve import hf
+from fa_serve.hf.adapter.releases import CACHE_NAMES
 from fa_serve.hf.adapter.state_modules import SeatedMixer, convolution, exchanged_functions, find_state_modules
 from fa_serve.spec import UnsupportedModelError
 
@@ -47,6 +48,18 @@ def test_a_seat_is_that_of_one_instance() -> None:
     torch.testing.assert_close(other(input_ids=ids).logits, expected, atol=1e-4, rtol=1e-4)
     restored = pickle.loads(pickle.dumps(mixers[0]))
     assert restored.forward.module is restored
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", CACHE_NAMES)
+def test_a_seat_takes_a_cache_by_each_name_that_releases_have_for_it(name: str) -> None:
+    model = BY_NAME["qwen3.5"].build()
+    mixer = find_state_modules(model)[0]
+    cache = DynamicCache(config=model.config)
+    hidden = torch.randn(1, 5, 64, generator=torch.Generator().manual_seed(0))
+    expected = mixer(hidden)
+    torch.testing.assert_close(SeatedMixer(mixer, 0)(hidden, **{name: cache}), expected, atol=1e-5, rtol=1e-4)
+    assert cache.has_previous_state(mixer.layer_idx)
 
 
 class Keeper(nn.Module):

@@ -51,9 +51,9 @@ def test_an_indexer_that_would_choose_other_keys_is_refused() -> None:
     own = type(indexer).forward
 
     class Squared(type(indexer)):  # type: ignore[misc]
-        def forward(self, hidden_states, *args, past_key_values=None):
-            if past_key_values is not None:
-                past_key_values.update_indexer(hidden_states, self.layer_idx)
+        def forward(self, hidden_states, *args, **caches):
+            for cache in caches.values():
+                cache.update_indexer(hidden_states, self.layer_idx)
             return own(self, hidden_states.square(), *args)
 
     indexer.__class__ = Squared
@@ -69,6 +69,21 @@ def test_an_indexer_of_other_parts_is_refused() -> None:
     del find_indexers(model)[0].softmax_scale
     for refuses in (seat_indexers, hf.model_layers):
         with pytest.raises(UnsupportedModelError, match="code that has no replacement: no softmax_scale"):
+            refuses(model)
+
+
+def test_an_indexer_with_other_arguments_is_refused() -> None:
+    """Mistral Large 4 makes its queries of hidden states, and is given no latent vector of them."""
+    model = hf.patch(BY_NAME["deepseek-v3.2"].build())
+    indexer = find_indexers(model)[0]
+
+    class Hidden(type(indexer)):  # type: ignore[misc]
+        def forward(self, hidden_states, position_embeddings, attention_mask, cache=None):
+            return cache.update_indexer(hidden_states, self.layer_idx)
+
+    indexer.__class__ = Hidden
+    for refuses in (seat_indexers, hf.model_layers):
+        with pytest.raises(UnsupportedModelError, match="its forward takes hidden_states, position_embeddings, attention_mask"):
             refuses(model)
 
 

@@ -322,8 +322,8 @@ def _expected(original: nn.Module, inputs: LayerInputs) -> _Expected:
     changes: dict[str, Any] = {}
     if isinstance(wide.kwargs.get("position_ids"), Tensor):
         changes["position_ids"] = wide.kwargs["position_ids"] + FAR
-    if isinstance(wide.kwargs.get("past_key_values"), StepCache):
-        changes["past_key_values"] = StepCache(wide.kwargs["past_key_values"].position_ids + FAR)
+    caches = {name: value for name, value in wide.kwargs.items() if isinstance(value, StepCache)}
+    changes |= {name: StepCache(cache.position_ids + FAR) for name, cache in caches.items()}
     recorder = AttentionRecorder()
     output = replace(wide, kwargs=wide.kwargs | changes).run(original, recorder)
     if not isinstance(output, Tensor):
