@@ -3,11 +3,11 @@
     acceptor = Acceptor(listener, make_protocol, table)      # in place of `loop.create_server`
     acceptor.start()
 
-libuv accepts until the kernel's queue is empty, and prepares each connection at once, which takes about 130 us. Whoever opens
-1,500 silent connections at once thus stops the event loop for 200 ms, and whoever goes on stops it for as long. Here a turn
-takes what the queue holds without preparing it, about 10 us each, and prepares a few. The newest come first: a client that has
-just connected then waits for a few others, however many stand in the queue. Of what exceeds the limit of connections, the
-oldest that has said nothing gives way, before anything was spent on it; one that has sent something is prepared before the
+libuv accepts until the kernel's queue is empty, and prepares each connection at once, which takes about 130 us. A client that
+opens 1,500 silent connections at once thus stops the event loop for 200 ms, and one that goes on stops it for as long. Here a
+turn takes what the queue holds without preparing it, about 10 us each, and prepares a few. The newest come first: a client
+that has just connected then waits for a few others, however many stand in the queue. Of what exceeds the limit of connections,
+the oldest that has said nothing gives way, before anything was spent on it; one that has sent something is prepared before the
 others. Source: adaptive LIFO, Maurer, "Fail at Scale", ACM Queue 13(8), 2015.
 
 Left out: what an open connection may cost (protocol.py).

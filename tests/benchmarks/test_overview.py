@@ -23,7 +23,7 @@ def test_the_figure_is_that_of_the_results() -> None:
 def test_a_page_quotes_the_figure(name: str) -> None:
     text = " ".join((ROOT / name).read_text(encoding="utf-8").replace("**", "").split())
     for peer in ("FlashAttention-3", "PyTorch's sdpa, cuDNN"):
-        assert f"{NUMBERS[f'prompts, {peer}'][0]:.2f} times as fast as with {peer.split(', ')[-1]}" in text
+        assert f"{NUMBERS[f'prompts, {peer}'][0]:.2f} times as fast as {peer.split(', ')[-1]}" in text
     _, least, most = NUMBERS["dense models, bfloat16, vLLM 0.26"]
     assert f"{least:.2f} to {most:.2f} times as many tokens per second as vLLM 0.26" in text
     assert "slower" in text

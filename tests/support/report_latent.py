@@ -77,6 +77,7 @@ def page(results: dict[str, Any]) -> list[str]:
     lines += [
         "",
         f"These model types have the same parts, but no test computes them: {', '.join(others)}. If the engine runs such a",
-        f"model, it tries to prove each layer while it loads the model. These are refused: {', '.join(refused)}.",
+        "model, it tries to prove each layer while it loads the model."
+        + (f" These are refused: {', '.join(refused)}." if refused else ""),
     ]
     return lines

@@ -38,13 +38,12 @@ def test_a_tower_that_cannot_be_served_keeps_its_attention(caplog: pytest.LogCap
     assert patch_parts(tiny_model("got_ocr2")).model.language_model.config._attn_implementation == "fa_serve"
 
 
-def test_a_language_model_that_cannot_be_served_is_refused() -> None:
+def test_a_language_model_that_computes_its_attention_itself_keeps_it() -> None:
     config = tiny_config("git")
     auto = auto_class(config)
-    with pytest.raises(UnsupportedModelError, match="GitForCausalLM computes its attention itself"):
-        make_served(config, lambda own, parts: auto.from_config(own, attn_implementation=parts))
-    with pytest.raises(UnsupportedModelError, match="computes its attention itself"):
-        patch_parts(tiny_model("blip"))
+    model = make_served(config, lambda own, parts: auto.from_config(own, attn_implementation=parts))
+    assert model.config._attn_implementation == "eager"
+    assert patch_parts(tiny_model("blip")).text_decoder.config._attn_implementation == "eager"
 
 
 def test_the_causal_model_inside_of_a_wrapper_is_found() -> None:

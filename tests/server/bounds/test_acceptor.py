@@ -6,6 +6,7 @@ import socket
 from collections import Counter
 
 import pytest
+from fa_serve.server.bounds import acceptor
 from fa_serve.server.bounds.acceptor import TURN, Acceptor
 from fa_serve.server.bounds.protocol import ConnectionTable
 
@@ -100,7 +101,8 @@ async def test_a_client_that_comes_later_does_not_wait_for_the_crowd(crowd):
     assert len(given.made) < 200, "it waited for those that had come before it"
 
 
-async def test_the_oldest_of_too_many_give_way_before_anything_is_spent_on_them(crowd):
+async def test_the_oldest_of_too_many_give_way_before_anything_is_spent_on_them(crowd, monkeypatch):
+    monkeypatch.setattr(acceptor, "TAKE_SECONDS", 10.0)  # on a busy machine as well, one turn takes all
     given = crowd(150, limit=50)
     await given.turns(lambda: len(given.made) >= 50)
     assert {port for port, _ in given.made} == set(given.ports[-50:])
