@@ -3,8 +3,28 @@
 from __future__ import annotations
 
 import pytest
+import transformers
 
 from fa_serve.hf.adapter import masks
+
+OF_5_17 = {
+    "test_gathered_keys": "GIT computes its attention itself in 5.17 alone",
+    "test_a_language_model_that_computes_its_attention_itself": "GIT and BLIP compute their attention themselves in 5.17 alone",
+    "refused_at_load[gptj]": "GPT-J has transformers' attention interface in later releases",
+    "refused_at_load[codegen]": "CodeGen has transformers' attention interface in later releases",
+    "need_no_weights[aria_text]": "what is found of Aria without weights differs in later releases, nobody knows why",
+    "test_prefix_tuning_prepends_keys": "peft 0.21 calls the cache of a model by the name that it had up to 5.23",
+}
+"""Parts of names of tests that hold for transformers 5.17, and why not for later releases."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if transformers.__version__.startswith("5.17."):
+        return
+    for item in items:
+        for part, reason in OF_5_17.items():
+            if part in item.nodeid:
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(params=["kernels", "none"])
