@@ -25,7 +25,7 @@ from transformers import AttentionInterface, AutoConfig, PreTrainedConfig, PreTr
 
 from fa_serve import ops
 from fa_serve.hf.adapter.models import NAME, check_class, prepare_model
-from fa_serve.hf.adapter.probe import give_zeros, model_layers
+from fa_serve.hf.adapter.probe import model_layers, run_without_weights
 from fa_serve.hf.adapter.translate import spec_of, translate
 from fa_serve.hf.latent_layers import LatentSizes, latent_sizes, latent_spec
 from fa_serve.hf.model_location import find_model
@@ -266,12 +266,7 @@ def _examine(name: str, model: PreTrainedModel, device: str, arch: int) -> Part:
     known = registered[NAME]
     registered[NAME] = recorder
     try:
-        try:
-            _run(model)
-        except NotImplementedError:
-            give_zeros(model)
-            recorder.layers.clear()
-            _run(model)
+        run_without_weights(model, lambda: _record(model, recorder))
     except Exception as error:  # any model may raise anything for inputs that it does not expect
         part.untried = f"its forward without weights failed with {type(error).__name__}: {str(error)[:200]}"
     finally:
@@ -282,9 +277,10 @@ def _examine(name: str, model: PreTrainedModel, device: str, arch: int) -> Part:
     return part
 
 
-def _run(model: PreTrainedModel) -> None:
-    """One forward, on the device of the model, which is the meta device unless `give_zeros` has moved it."""
-    with torch.no_grad(), torch.device(model.device):
+def _record(model: PreTrainedModel, recorder: _Recorder) -> None:
+    """One forward, whose calls of attention the recorder writes down."""
+    recorder.layers.clear()
+    with torch.no_grad():
         model.train(False)(**_inputs(model))
 
 

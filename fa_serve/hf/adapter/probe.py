@@ -12,10 +12,10 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -40,6 +40,8 @@ from fa_serve.hf.adapter.step_cache import StateKey, StateProbe, StepCache, take
 from fa_serve.hf.adapter.translate import WINDOW_NOTE, LayerCall, spec_of
 from fa_serve.ops import StateSpec
 from fa_serve.spec import AttentionSpec, FaServeError, ParameterError, Precision, UnsupportedModelError, arch_of
+
+T = TypeVar("T")
 
 
 class Probe:
@@ -181,20 +183,27 @@ def model_layers(model_or_config: PreTrainedModel | PreTrainedConfig) -> ModelLa
     auto = auto_class(config)
     with torch.device("meta"):
         model = text_model(make_served(config, lambda own, parts: auto.from_config(own, attn_implementation=parts)))
-        try:
-            return _probe(model)
-        except NotImplementedError as error:
-            if isinstance(error, FaServeError):
-                raise
-    give_zeros(model)
-    return _probe(model)
+    return run_without_weights(model, lambda: _probe(model))
 
 
-def give_zeros(model: torch.nn.Module) -> None:
-    """Move a model from the meta device to the CPU, with weights that are all zero and take no memory.
+def run_without_weights(model: torch.nn.Module, forward: Callable[[], T]) -> T:
+    """What `forward` of a model on the meta device returns. If the model's code reads values, it is called again, with zeros as
+    weights.
 
     Some mixtures (Aria, JetMoE, LongCat-Flash) read which experts a router chose, and that has no value on the meta device.
     """
+    try:
+        with torch.device("meta"):
+            return forward()
+    except NotImplementedError as error:
+        if isinstance(error, FaServeError):  # a refusal
+            raise
+    _give_zeros(model)
+    return forward()
+
+
+def _give_zeros(model: torch.nn.Module) -> None:
+    """Move a model from the meta device to the CPU, with weights that are all zero and take no memory."""
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             zeros = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)

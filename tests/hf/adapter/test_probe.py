@@ -55,7 +55,8 @@ def test_mixtures_that_read_the_choice_of_their_router_need_no_weights(name: str
     found = hf.model_layers(tiny_config(name)).attention
     model = tiny_model(name)
     hf.patch_parts(model)
-    assert found == hf.model_layers(model).attention
+    # from some release after 5.17 on, Aria's code reads no values, and its config is tried out on the meta device
+    assert {layer: replace(spec, device="cpu") for layer, spec in found.items()} == hf.model_layers(model).attention
     assert len(found) >= 2
     if name == "aria_text":
         assert len(hf.plan_division(model, 2).layers) == 2
