@@ -12,7 +12,7 @@ OF_5_17 = {
     "test_a_language_model_that_computes_its_attention_itself": "GIT and BLIP compute their attention themselves in 5.17 alone",
     "refused_at_load[gptj]": "GPT-J has transformers' attention interface in later releases",
     "refused_at_load[codegen]": "CodeGen has transformers' attention interface in later releases",
-    "need_no_weights[aria_text]": "later releases divide Aria's experts by a rule (packed_rowwise) that is refused with its name",
+    "need_no_weights[aria_text]": "later releases divide Aria's experts by packed_rowwise, a rule that is refused",
     "test_prefix_tuning_prepends_keys": "peft 0.21 calls the cache of a model by the name that it had up to 5.23",
 }
 """Parts of names of tests that hold for transformers 5.17, and why not for later releases."""
