@@ -1,9 +1,9 @@
 """Which cases of a test function run: a hook of pytest, which tests/conftest.py takes, and `each`, for tables of slow rows.
 
-A function with several axes of parameters is a grid: an axis is a decorator `parametrize`, or a fixture with parameters. A sample
-of a grid runs, in which each value of each axis occurs, but not each combination. A function with one axis runs whole, because
-its cases are rules of which none follows from the others. The marker `every_case` says the same of a grid: faults that are
-planted, requests that are refused, attacks. FA_SERVE_CASES=all runs all cases (`make test CASES=all`).
+A function with several axes of parameters is a grid: an axis is a decorator `parametrize`, or a fixture with parameters.
+A sample of a grid runs, in which each value of each axis occurs, but not each combination. A function with one axis runs
+whole, because its cases are rules of which none follows from the others. The marker `every_case` says the same of a grid:
+faults that are planted, requests that are refused, attacks. FA_SERVE_CASES=all runs all cases (`make test CASES=all`).
 """
 
 from __future__ import annotations
