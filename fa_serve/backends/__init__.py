@@ -135,7 +135,9 @@ select_backend = ATTENTION.select
 
 __all__ = [
     "ATTENTION",
+    "GROUP_KEYS",
     "MAX_KEYS_PER_TILE",
+    "TREE_KEYS",
     "Backend",
     "BackendTable",
     "Selectable",
