@@ -171,13 +171,13 @@ def _pass_states(
         state = tl.dot(added.to(kind), keys, state, input_precision=PRECISION)
 
         if DELTA and tail_u_ptr is not None:
-            position = end - behind + first
-            if position + rows > end - RING:
-                position += i
+            first_position = end - behind + first
+            if first_position + rows > end - RING:
+                position = first_position + i
                 ring = tl.load(slot_ptr + seq).to(tl.int64) * RING + position % RING
                 last = ((i < rows) & (position >= end - RING))[None, :] & (x < DIM_V)[:, None]
-                place = tail_u_ptr + (ring * HEADS + head)[None, :] * DIM_V + x[:, None]
-                tl.store(place, u.to(tail_u_ptr.dtype.element_ty), mask=last)
+                row_of_tail = tail_u_ptr + (ring * HEADS + head)[None, :] * DIM_V + x[:, None]
+                tl.store(row_of_tail, u.to(tail_u_ptr.dtype.element_ty), mask=last)
         if target >= 0:
             tl.store(write_ptr + target * (HEADS * DIM * DIM_V) + square, state, mask=in_square)
 

@@ -138,11 +138,11 @@ def _prepare_pieces(
     in_c = c < DIM
     keep = live[:, None] & in_c[None, :]
     row = (begin + i).to(tl.int64)
-    plain = tl.load(k_ptr + row[:, None] * stride_k + key_head * DIM + c[None, :], mask=keep, other=0.0)
-    keys = normalised_rows(plain, NORMALISE)
+    keys = tl.load(k_ptr + row[:, None] * stride_k + key_head * DIM + c[None, :], mask=keep, other=0.0)
+    kind = keys.dtype
+    keys = normalised_rows(keys, NORMALISE)
     queries = tl.load(q_ptr + row[:, None] * stride_q + key_head * DIM + c[None, :], mask=keep, other=0.0)
     queries = normalised_rows(queries, NORMALISE) * scale
-    kind = plain.dtype
     of_head = piece * HEADS + head
     rows_of_keys = i[:, None] * BLOCK_K + c[None, :]
 
@@ -170,39 +170,43 @@ def _prepare_pieces(
             column = other[:, None] == i[None, :]
             alike = tl.where(column, tl.sum(keys * faded, 1)[:, None], alike)
             attn = tl.where(column, tl.sum(queries * faded, 1)[:, None], attn)
-        faded_keys = keys * tl.exp(sums)
+        from_begin = (keys * tl.exp(sums)).to(kind)
         whole = tl.load(sums_ptr + ((begin + rows - 1).to(tl.int64) * HEADS + head) * DIM + c, mask=in_c, other=0.0)
         tl.store(fades_ptr + of_head * BLOCK_K + c, tl.exp(whole))
         to_end = keys * tl.exp(tl.minimum(whole[None, :] - sums, 0.0))
         tl.store(keys_ptr + of_head * (64 * BLOCK_K) + rows_of_keys, to_end.to(kind))
         tl.store(queries_ptr + of_head * (64 * BLOCK_K) + rows_of_keys, (queries * tl.exp(sums)).to(kind))
     else:
+        of_key_head = (piece * KEY_HEADS + key_head) * (64 * BLOCK_K)
+        is_first = head % (HEADS // KEY_HEADS) == 0
+        from_begin = keys.to(kind)
+        tl.store(keys_ptr + of_key_head + rows_of_keys, from_begin, mask=is_first)
+        rounded = queries.to(kind)
+        tl.store(queries_ptr + of_key_head + rows_of_keys, rounded, mask=is_first)
         gates, weights = _row_gates(
             g_ptr, weight_ptr, a_ptr, bias_ptr, row, live, head, limit_low, limit_high, stride_g, stride_w, SOFTPLUS
         )
         sums = tl.cumsum(gates, 0)
         between = tl.exp(tl.minimum(sums[:, None] - sums[None, :], 0.0))
-        attn = tl.dot(queries.to(kind), tl.trans(keys.to(kind)), input_precision=PRECISION) * between
+        attn = tl.dot(rounded, tl.trans(from_begin), input_precision=PRECISION) * between
         alike = attn
         if DELTA:
-            alike = tl.dot(keys.to(kind), tl.trans(keys.to(kind)), input_precision=PRECISION) * between
+            alike = tl.dot(from_begin, tl.trans(from_begin), input_precision=PRECISION) * between
         else:
             attn *= weights[None, :]
-        faded_keys = keys * tl.exp(sums)[:, None]
+        to_row = tl.exp(sums)
         to_end = tl.exp(tl.minimum(tl.sum(gates, 0) - sums, 0.0))
-        tl.store(fades_ptr + of_head * 128 + i, tl.exp(sums))
+        tl.store(fades_ptr + of_head * 128 + i, to_row)
         tl.store(fades_ptr + of_head * 128 + 64 + i, to_end if DELTA else to_end * weights)
-        if head % (HEADS // KEY_HEADS) == 0:
-            of_key_head = (piece * KEY_HEADS + key_head) * (64 * BLOCK_K)
-            tl.store(keys_ptr + of_key_head + rows_of_keys, keys.to(kind))
-            tl.store(queries_ptr + of_key_head + rows_of_keys, queries.to(kind))
 
     attn = tl.where(i[:, None] >= i[None, :], attn, 0.0)
     tl.store(attn_ptr + of_head * 4096 + i[:, None] * 64 + i[None, :], attn.to(kind))
     if DELTA:
         low = tl.where(i[:, None] > i[None, :], alike * weights[:, None], 0.0)
-        inverse = (_unit_triangular_inverse(low, PRECISION) * weights[None, :]).to(kind)
-        w = tl.dot(inverse, faded_keys.to(kind), input_precision=PRECISION)
+        solved = _unit_triangular_inverse(low, PRECISION) * weights[None, :]
+        inverse = solved.to(kind)
+        of_keys = inverse if BY_CHANNEL else (solved * to_row[None, :]).to(kind)
+        w = tl.dot(of_keys, from_begin, input_precision=PRECISION)
         tl.store(w_ptr + of_head * (64 * BLOCK_K) + rows_of_keys, w.to(kind))
     for block in range(COLUMNS):
         x = block * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -216,23 +220,25 @@ def _prepare_pieces(
     if tail_k_ptr is not None:
         seq = tl.load(chunk_ptr + 4 * piece + 2)
         end = tl.load(seqused_ptr + seq)
-        position = end - tl.load(cu_ptr + seq + 1) + begin + i
-        last = live & (position >= end - RING)
-        ring = tl.load(slot_ptr + seq).to(tl.int64) * RING + position % RING
-        if head % (HEADS // KEY_HEADS) == 0:
-            place = tail_k_ptr + (ring * KEY_HEADS + key_head)[:, None] * DIM + c[None, :]
-            tl.store(place, plain, mask=last[:, None] & in_c[None, :])
-        if not DELTA:
-            for block in range(COLUMNS):
-                x = block * BLOCK_V + tl.arange(0, BLOCK_V)
-                here = last[:, None] & (x < DIM_V)[None, :]
-                values = tl.load(v_ptr + row[:, None] * stride_v + head * DIM_V + x[None, :], mask=here, other=0.0)
-                tl.store(tail_v_ptr + (ring * HEADS + head)[:, None] * DIM_V + x[None, :], values, mask=here)
-        if tail_g_ptr is not None:
-            if BY_CHANNEL:
-                g = tl.load(g_ptr + row[:, None] * stride_g + head * DIM + c[None, :], mask=keep, other=0.0).to(tl.float32)
-                channels = tail_g_ptr + (ring * HEADS + head)[:, None] * DIM + c[None, :]
-                tl.store(channels, g, mask=last[:, None] & in_c[None, :])
-            else:
-                kept = gates if DELTA else weights
-                tl.store(tail_g_ptr + ring * HEADS + head, kept, mask=last)
+        first_position = end - tl.load(cu_ptr + seq + 1) + begin
+        if first_position + rows > end - RING:
+            position = first_position + i
+            last = live & (position >= end - RING)
+            last_keys = last[:, None] & in_c[None, :]
+            ring = tl.load(slot_ptr + seq).to(tl.int64) * RING + position % RING
+            if head % (HEADS // KEY_HEADS) == 0:
+                plain = tl.load(k_ptr + row[:, None] * stride_k + key_head * DIM + c[None, :], mask=last_keys)
+                tl.store(tail_k_ptr + (ring * KEY_HEADS + key_head)[:, None] * DIM + c[None, :], plain, mask=last_keys)
+            if not DELTA:
+                for tail_block in range(COLUMNS):
+                    x_of_tail = tail_block * BLOCK_V + tl.arange(0, BLOCK_V)
+                    last_values = last[:, None] & (x_of_tail < DIM_V)[None, :]
+                    given = v_ptr + row[:, None] * stride_v + head * DIM_V + x_of_tail[None, :]
+                    place = tail_v_ptr + (ring * HEADS + head)[:, None] * DIM_V + x_of_tail[None, :]
+                    tl.store(place, tl.load(given, mask=last_values), mask=last_values)
+            if tail_g_ptr is not None:
+                if BY_CHANNEL:
+                    g = tl.load(g_ptr + row[:, None] * stride_g + head * DIM + c[None, :], mask=last_keys)
+                    tl.store(tail_g_ptr + (ring * HEADS + head)[:, None] * DIM + c[None, :], g.to(tl.float32), mask=last_keys)
+                else:
+                    tl.store(tail_g_ptr + ring * HEADS + head, gates if DELTA else weights, mask=last)
