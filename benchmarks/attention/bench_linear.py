@@ -349,7 +349,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", default="", help="only cells whose names contain one of these, separated by commas")
     parser.add_argument("--budget", type=float, default=1e9, help="seconds after which no further cell begins")
-    parser.add_argument("--tune", action="store_true", help="print the time of each kernel with other tiles; no results are kept")
+    parser.add_argument(
+        "--tune", action="store_true", help="print the time of each kernel with other tiles; no results are kept"
+    )
     parser.add_argument("--tiny", action="store_true", help="a CPU and small sizes; the times say nothing")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     args = parser.parse_args()

@@ -29,8 +29,8 @@ class SequenceList(NamedTuple):
     lengths: (num_seqs,)
     own:     (num_seqs,): the numbers of the sequences
     none:    (num_seqs,): -1
-    pieces:  (total // PIECE_ROWS + num_seqs, 4), as in `StateBatch`: the last piece of sequence b stores page b. That is the most
-             that sequences of `total` rows may need, and the others have no rows
+    pieces:  (total // PIECE_ROWS + num_seqs, 4), as in `StateBatch`: the last piece of sequence b stores page b. It is the most
+             pieces that sequences of `total` rows may need, and the others have no rows
     """
 
     bounds: Tensor

@@ -39,7 +39,8 @@ class PieceOperands(NamedTuple):
 
     keys:    (pieces, heads of keys, 64, BLOCK_K); with gates by channel faded to the end of the piece
     queries: (pieces, heads of keys, 64, BLOCK_K), scaled; with gates by channel faded from the begin of the piece
-    attn:    (pieces, heads, 64, 64): products of queries and keys through the gates; times the weights except for the delta rule
+    attn:    (pieces, heads, 64, 64): products of queries and keys through the gates, times the weights except for the delta
+             rule
     w:       (pieces, heads, 64, BLOCK_K) of the delta rule, else None
     u:       (pieces, heads, columns, 64): what rows add is u - (w S)^T of the delta rule, else u, the values
     fades:   float32 (pieces, heads, 2, 64): how the gates of a head fade from the begin of the piece to each row, and from each

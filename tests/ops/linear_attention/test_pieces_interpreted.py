@@ -74,6 +74,20 @@ def test_packed_sequences(kind: Kind) -> None:
         assert (final[i].double() - states[-1]).abs().max() <= bound(states[-1], torch.float32)
 
 
+@pytest.mark.parametrize("fault", ["gate", "state"])
+def test_the_bound_tells_faults(fault: str) -> None:
+    """A gate that is not applied and a state of another sequence are far from the recurrence."""
+    kind = KINDS_BY_NAME["delta"]
+    rows = kind.rows(75, torch.float32)
+    begin = randn(2, *kind.state, dtype=torch.float32, seed=9)
+    wrong = rows | {"g": rows["g"].clone()}
+    if fault == "gate":
+        wrong["g"][69] = 0
+    out, _ = kind.packed(wrong, {}, [0, 70, 75], begin.flip(0) if fault == "state" else begin)
+    expected, _ = kind.exact(of_sequence(rows, 0, 70), {}, begin[0])
+    assert (out[:70].double() - expected).abs().max() > 10 * bound(expected, torch.float32)
+
+
 @pytest.mark.parametrize("name", ["delta", "kda", "ssd"])
 def test_outputs_in_the_loop(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other form of the same kernels: equal up to rounding, whatever tile is chosen."""
