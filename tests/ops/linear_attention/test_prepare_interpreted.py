@@ -32,6 +32,7 @@ def test_delta_rule(prepared: list[PieceOperands]) -> None:
     """20 rows, of which the triangular system is solved; behind them, and behind keys of 12 and values of 10 numbers, zeros."""
     kind = KINDS_BY_NAME["delta-strong"]
     rows = kind.rows(20, torch.float32)
+    rows["g"] /= 300
     kind.packed(rows, {}, [0, 20])
     (operands,) = prepared
     assert operands.w is not None
