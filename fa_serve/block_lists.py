@@ -141,7 +141,7 @@ class BlockLists(NamedTuple):
             # indices past the end repeat the last one, which neither shows nor hides more of a block
             i = torch.arange(first * rows, last * rows, device=device).clamp(max=seqlen_q - 1)
             keep = over_grid(mask_mod)(b, h, i, j).bool()
-            parts.append(_BlockRows.of(keep.unflatten(3, (-1, keys)).unflatten(2, (-1, rows)).transpose(3, 4)))
+            parts.append(_BlockRows.of(keep.reshape(len(b), len(h), last - first, rows, -1, keys).transpose(3, 4)))
         return _joined(parts, (len(b), len(h)), -(-seqlen_k // keys), block_size, device)
 
     @property

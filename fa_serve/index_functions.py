@@ -56,9 +56,8 @@ def _explaining(mapped: IndexFunction, function: IndexFunction) -> IndexFunction
         try:
             return mapped(*indices)
         except RuntimeError as error:
-            reason = str(error).partition(".")[0]
             raise UnsupportedError(
-                f"{name_of(function)} must be a function that torch.vmap can evaluate over indices, got {reason}: choose by "
+                f"{name_of(function)} must be a function that torch.vmap can evaluate, got a {type(error).__name__}: choose by "
                 "torch.where and operators of tensors in the place of Python's if, and, or, not"
             ) from error
 

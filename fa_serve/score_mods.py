@@ -144,7 +144,7 @@ def _number(value: Any, what: str) -> float:
 def _add(first: Any, second: Any, *, alpha: float = 1) -> Score:
     if alpha != 1:
         second = second * alpha
-    return first.plus(second) if isinstance(first, Score) else second.plus(first)  # type: ignore[no-any-return]
+    return first.plus(second) if isinstance(first, Score) else second.plus(first)
 
 
 def _subtract(first: Any, second: Any, *, alpha: float = 1) -> Score:
@@ -157,7 +157,7 @@ def _reversed_subtract(first: Any, second: Any) -> Score:
 
 def _multiply(first: Any, second: Any) -> Score:
     score, other = (first, second) if isinstance(first, Score) else (second, first)
-    return score.times(_number(other, "multiplies"))  # type: ignore[no-any-return]
+    return score.times(_number(other, "multiplies"))
 
 
 def _divide(first: Any, second: Any) -> Score:
@@ -311,17 +311,14 @@ class _Bias:
 
     def slopes(self) -> Tensor | None:
         """The slopes of ALiBi, if the bias of all that is seen is -slope * distance; None for any other bias."""
-        slopes = None
+        slopes: Tensor | None = None
         # the last rows have the greatest distances
         for first in reversed(range(0, self._sizes.seqlen_q, self._step)):
             bias, seen, distance = self._rows(first)
             if bias.requires_grad or bias.dtype != torch.float32:
                 return None
             if slopes is None:
-                bias, seen, distance = torch.broadcast_tensors(bias, seen, distance)
-                farthest = (distance * seen).flatten(2).argmax(-1, keepdim=True)
-                least = bias.flatten(2).gather(2, farthest)
-                slopes = -(least / distance.flatten(2).gather(2, farthest).clamp(min=1))[..., None]
+                slopes = _slopes_of(bias, seen, distance)
             if not torch.allclose(torch.where(seen, bias, 0), torch.where(seen, -slopes * distance, 0), _ALIBI_ERROR, 0):
                 return None
         if slopes is None:
@@ -338,3 +335,13 @@ class _Bias:
         mask = torch.cat(parts, 2)
         shown = mask == 0
         return shown if not mask.requires_grad and (shown | mask.isneginf()).all() else mask
+
+
+def _slopes_of(bias: Tensor, seen: Tensor, distance: Tensor) -> Tensor:
+    """What a bias falls by for each key, (batch, heads, 1, 1), measured at the key that is farthest from its query."""
+    shape = torch.broadcast_shapes(bias.shape, seen.shape, distance.shape)
+    biases = bias.expand(shape).flatten(2)
+    distances = distance.expand(shape).flatten(2)
+    farthest = (distances * seen.expand(shape).flatten(2)).argmax(-1, keepdim=True)
+    slopes = -biases.gather(2, farthest) / distances.gather(2, farthest).clamp(min=1)
+    return slopes[..., None]

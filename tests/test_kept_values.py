@@ -9,7 +9,8 @@ from fa_serve.kept_values import KeptValues
 
 def test_a_value_is_found_by_its_object_and_its_key() -> None:
     kept: KeptValues[int] = KeptValues(room=4)
-    first, second = torch.ones(2), torch.ones(2)
+    first = torch.ones(2)
+    second = torch.ones(2)
     assert kept.keep(first, "a", 1) == 1
     assert (kept.find(first, "a"), kept.find(first, "b"), kept.find(second, "a")) == (1, None, None)
     kept.clear()

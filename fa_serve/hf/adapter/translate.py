@@ -154,8 +154,7 @@ def translate(
             value = value[:, :, : attention_mask.num_keys]
             position_bias = None if position_bias is None else position_bias[..., : attention_mask.num_keys]
     elif attention_mask is not None and not isinstance(attention_mask, Tensor):
-        sizes = CallSizes(query.shape[0], query.shape[1], query.shape[2], key.shape[2], query.device)
-        attention_mask = as_block_lists(attention_mask, sizes, traced=torch.compiler.is_compiling())
+        attention_mask = _lists_of(attention_mask, query, key)
     elif attention_mask is not None and attention_mask.dim() != 4:
         raise UnsupportedModelError(
             "the attention mask must have 4 dimensions, (batch, heads, queries, keys), got shape "
@@ -203,6 +202,12 @@ def _packed(
         max_seqlen_q=int(max_length_q or total_q),
         max_seqlen_k=int(max_length_k or call.key.shape[2]),
     )
+
+
+def _lists_of(block_mask: Any, query: Tensor, key: Tensor) -> BlockLists:
+    """The lists of a BlockMask of FlexAttention, which the first layer makes for all."""
+    sizes = CallSizes(query.shape[0], query.shape[1], query.shape[2], key.shape[2], query.device)
+    return as_block_lists(block_mask, sizes, traced=torch.compiler.is_compiling())
 
 
 def _bias_of_blocks(module: Any, block_indices: Tensor, query: Tensor, seqlen_k: int) -> Tensor:

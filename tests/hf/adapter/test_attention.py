@@ -104,7 +104,9 @@ def _prefix(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) 
     return (i >= j) | (j < 30)
 
 
-@pytest.mark.parametrize("extra", [{}, {"softcap": 5.0}, {"position_bias": torch.randn(1, 4, 150, 150)}, {"cu_seq_lens_q": True}])
+@pytest.mark.parametrize(
+    "extra", [{}, {"softcap": 5.0}, {"position_bias": torch.randn(1, 4, 150, 150)}, {"cu_seq_lens_q": True}]
+)
 def test_a_block_mask_of_flex_attention_is_a_mask(extra: dict[str, Any]) -> None:
     """It says what is seen in the place of the module's window, alone and with what needs a mask of elements."""
     q, k, v = make_qkv(1, 150, 150, 4, 2, 16)
@@ -123,10 +125,11 @@ def test_a_block_mask_of_flex_attention_is_a_mask(extra: dict[str, Any]) -> None
 @torch.no_grad()
 def test_a_model_takes_a_block_mask() -> None:
     """Every layer reads the lists that the first one has made."""
-    model, ids = BY_NAME["llama"].build(), tokens(1, 150)
+    model = BY_NAME["llama"].build()
+    ids = tokens(1, 150)
     given = create_block_mask(_prefix, None, None, 150, 150, device="cpu")
-    seen = create_mask(_prefix, 1, 1, 150, 150, device="cpu")
-    expected = model(ids, attention_mask=seen, use_cache=False).logits
+    hidden = ~create_mask(_prefix, 1, 1, 150, 150, device="cpu")
+    expected = model(ids, attention_mask=torch.zeros(hidden.shape).masked_fill(hidden, float("-inf")), use_cache=False).logits
     fa_serve.patch(model)
     torch.testing.assert_close(model(ids, attention_mask=given, use_cache=False).logits, expected, rtol=1e-4, atol=1e-4)
 
