@@ -339,7 +339,7 @@ class _Bias:
 
 def _slopes_of(bias: Tensor, seen: Tensor, distance: Tensor) -> Tensor:
     """What a bias falls by for each key, (batch, heads, 1, 1), measured at the key that is farthest from its query."""
-    shape = torch.broadcast_shapes(bias.shape, seen.shape, distance.shape)
+    shape = (bias + seen + distance).shape
     biases = bias.expand(shape).flatten(2)
     distances = distance.expand(shape).flatten(2)
     farthest = (distances * seen.expand(shape).flatten(2)).argmax(-1, keepdim=True)
