@@ -40,9 +40,7 @@ def arranged(batch: ScheduledBatch, least: int = 1) -> tuple[list[int], list[tup
             [(2, 5), (2, 5)],
             id="pairs save more",
         ),
-        pytest.param(
-            [[1, 2, 3, 4, 20], [1, 2, 3, 5, 21], [1, 2, 3, 4, 22]], [0, 1, 2], [(3, 3)], id="all together save more"
-        ),
+        pytest.param([[1, 2, 3, 4, 20], [1, 2, 3, 5, 21], [1, 2, 3, 4, 22]], [0, 1, 2], [(3, 3)], id="all together save more"),
         pytest.param([[1, 2, 3], [1, 2], [1, 2, 4, 5]], [0, 1, 2], [(3, 1)], id="the last page of a short one is its own"),
     ],
 )
