@@ -316,6 +316,7 @@ def _language() -> types.SimpleNamespace:
         max=lambda x, axis: x.amax(axis),
         sum=lambda x, axis: x.sum(axis, dtype=x.dtype),
         cumsum=lambda x, axis: x.cumsum(axis),
+        reduce=lambda x, axis, combine: functools.reduce(combine, functools.reduce(combine, x)),
         exp2=torch.exp2,
         log2=torch.log2,
         expand_dims=lambda x, axis: x.unsqueeze(axis),
