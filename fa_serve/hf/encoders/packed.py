@@ -16,10 +16,11 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-from collections.abc import Callable, Iterator
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -35,6 +36,7 @@ sums makes 1e-6; a sequence that sees its neighbour makes 0.1 and more."""
 COARSE_TOLERANCE = 0.05
 """The same in 16 bits."""
 PROBE_LENGTHS = (5, 9)
+Numbers = np.ndarray[Any, np.dtype[np.integer[Any]]]
 HEAD_TOKENS = 256
 """Tokens whose logits over the vocabulary are in memory at once."""
 
@@ -56,14 +58,27 @@ class PackedInputs(NamedTuple):
     lengths: list[int]
 
     @classmethod
-    def of(cls, ids: Tensor, type_ids: Tensor | None, lengths: list[int], device: torch.device) -> PackedInputs:
-        """ids, type_ids: (total,) integers on the host"""
-        counts = torch.tensor(lengths, dtype=torch.int64)
-        ends = counts.cumsum(0)
-        positions = torch.arange(len(ids)) - torch.repeat_interleave(ends - counts, counts)
-        cu_seqlens = torch.nn.functional.pad(ends, (1, 0)).to(torch.int32)
-        types = None if type_ids is None else type_ids.to(device, torch.int64)
-        return cls(ids.to(device, torch.int64), types, positions.to(device), cu_seqlens.to(device), lengths)
+    def of(cls, ids: Numbers, types: Numbers | None, ends: Sequence[int] | Numbers, device: torch.device) -> PackedInputs:
+        """All tensors go to the device in one copy, which a GPU makes while the host goes on.
+
+        ids, types: (total,) integers; ends: (sequences + 1,), where each begins, and the end of the last one
+        """
+        borders = np.asarray(ends, dtype=np.int64)
+        lengths = np.diff(borders)
+        total = len(ids)
+        num_rows = 2 if types is None else 3
+        first = -(-len(borders) // 4) * 2  # the borders come first, because kernels that read them may ask for 16 bytes
+        words = torch.empty(first + num_rows * total, dtype=torch.int64, pin_memory=device.type == "cuda")
+        words[:first].view(torch.int32).numpy()[: len(borders)] = borders
+        rows = words[first:].view(num_rows, total).numpy()
+        rows[0] = ids
+        np.subtract(np.arange(total), np.repeat(borders[:-1], lengths), out=rows[1])
+        if types is not None:
+            rows[2] = types
+        words = words.to(device, non_blocking=True)
+        there = words[first:].view(num_rows, total)
+        cu_seqlens = words[:first].view(torch.int32)[: len(borders)]
+        return cls(there[0], None if types is None else there[2], there[1], cu_seqlens, lengths.tolist())
 
     @property
     def last(self) -> Tensor:
@@ -187,8 +202,8 @@ class PackedModel:
         """Two sequences of ids that are no special tokens in any known vocabulary: fairseq's models skip the padding's id."""
         total = sum(PROBE_LENGTHS)
         size = self.num_ids
-        ids = (size // 2 + torch.arange(total) * 7 % max(size // 2, 1)).clamp(max=size - 1)
-        return PackedInputs.of(ids, None, list(PROBE_LENGTHS), self.device)
+        ids = (size // 2 + np.arange(total) * 7 % max(size // 2, 1)).clip(max=size - 1)
+        return PackedInputs.of(ids, None, [0, *accumulate(PROBE_LENGTHS)], self.device)
 
     def _try_packing(self) -> bool:
         inputs = self._probe()
@@ -247,7 +262,7 @@ def _last_rows(hidden: Tensor, inputs: PackedInputs) -> Tensor:
 
 def _mean_rows(hidden: Tensor, inputs: PackedInputs) -> Tensor:
     lengths = inputs.cu_seqlens.diff().long()
-    return torch.segment_reduce(hidden.float(), "mean", lengths=lengths, axis=0).to(hidden.dtype)
+    return torch.segment_reduce(hidden.float(), "mean", lengths=lengths, axis=0, unsafe=True).to(hidden.dtype)
 
 
 _ROWS: dict[str, Callable[[Tensor, PackedInputs], Tensor]] = {"first": _first_rows, "last": _last_rows, "mean": _mean_rows}
