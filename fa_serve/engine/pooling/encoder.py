@@ -4,8 +4,8 @@
     vectors = encoder.encode(["a text", "another one"])                 # (2, 384), float32
     scores = reranker.score("a question", ["a text", "another one"])    # (2,)
 
-A step computes one batch of packed inputs. On a GPU, the next batch is launched before the results of the last one are read, and
-`encode` reads the texts of a batch while the one before is computed.
+A step computes one batch of packed inputs. On a GPU, the next batch is launched before the results of the last one are read,
+and `encode` reads the texts of a batch while the one before is computed.
 `Encoder` has the methods of `Engine` that a worker calls, so that `AsyncEngine` runs either. Left out: what is computed of a
 batch (fa_serve.hf.encoders) and which inputs are in it (batches.py).
 """
@@ -42,7 +42,7 @@ from fa_serve.spec import ParameterError
 log = logging.getLogger("fa_serve.engine")
 Vectors = np.ndarray[Any, np.dtype[np.float32]]
 READ_CHARACTERS = 1 << 16
-"""Of the texts that `encode` and its like tokenize before they look whether a batch is full."""
+"""Of the texts that are tokenized before the encoder looks whether a batch is full."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -228,7 +228,7 @@ class InputReader:
         return tokens[: self._card.max_tokens] if truncate else tokens
 
     def _check(self, inputs: EncoderInputs, first: int) -> None:
-        """Raise ParameterError for an input without a token, with too many tokens or with tokens that the model does not know."""
+        """Raise ParameterError for an input without tokens, with too many, or with some that the model does not know."""
         lengths = inputs.lengths
         if not lengths.all():
             number = first + int(np.argmin(lengths))

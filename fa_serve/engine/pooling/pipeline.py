@@ -34,6 +34,8 @@ Rows = np.ndarray[Any, np.dtype[np.float32]]
 Finite = np.ndarray[Any, np.dtype[np.bool_]]
 MIN_LENGTH = 1e-12
 """Least length that a vector is divided by, as in PyTorch's `normalize`."""
+FUSES_ON_GPU = False
+"""Whether layers are fused on a GPU as well. The kernel of their norms has run in the interpreter alone."""
 MAX_TOKENS = 1 << 17
 """Tokens of an input, if the model names no limit."""
 
@@ -63,8 +65,11 @@ class Pipeline:
         tokenizer = load_tokenizer(config)
         device = torch.device(config.resolve_device())
         loaded = load_encoder(folder, dtype=config.dtype, device=device, trust_remote_code=config.trust_remote_code)
+        fuses = config.fusion and not config.eager and (device.type == "cpu" or FUSES_ON_GPU)
+        fused = loaded.model.fuse() if fuses else 0
         packed = "packed" if loaded.model.packs else "padded"
-        clock.end("weights", f"{config.model_name} on {loaded.model.device}, task {task}, {packed} batches")
+        facts = f"task {task}, {packed} batches, {fused} fused layers"
+        clock.end("weights", f"{config.model_name} on {loaded.model.device}, {facts}")
         limit = _max_tokens(config, folder.max_tokens, tokenizer, loaded.max_positions)
         splade = next((each.config for each in folder.modules if each.kind == "SpladePooling"), {})
         poolings = [each for each in loaded.modules if isinstance(each, TokenPooling)]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers.utils.hub import cached_file
 
 from fa_serve.hf.encoders.folder import EncoderFolder, EncoderModule
-from fa_serve.hf.encoders.packed import Numbers, PackedInputs, PackedModel
+from fa_serve.hf.encoders.packed import Integers, PackedInputs, PackedModel
 from fa_serve.spec import ParameterError
 
 POOLING_MODES = ("cls", "mean", "max", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
@@ -47,7 +47,7 @@ class TokenPooling(nn.Module):
         self.modes = tuple(modes)
         self.include_prompt = include_prompt
 
-    def forward(self, hidden: Tensor, inputs: PackedInputs, skipped: Numbers | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, inputs: PackedInputs, skipped: Integers | None = None) -> Tensor:
         """hidden: (total, size) -> (sequences, size times the number of modes). skipped: tokens of the prompt, by sequence"""
         lengths = inputs.cu_seqlens.diff().long()
         first = inputs.first
@@ -166,7 +166,7 @@ def _with_weights(layer: nn.Module, folder: EncoderFolder, module: EncoderModule
     raise OSError(f"the model's folder {folder.path}/{module.path} must hold weights, got none: copy all files of the model")
 
 
-def pool(modules: Sequence[nn.Module], hidden: Tensor, inputs: PackedInputs, skipped: Numbers | None = None) -> Tensor:
+def pool(modules: Sequence[nn.Module], hidden: Tensor, inputs: PackedInputs, skipped: Integers | None = None) -> Tensor:
     """Apply the modules one behind the other -> (sequences, size), or (total, size) without a pooling."""
     x = hidden
     for module in modules:

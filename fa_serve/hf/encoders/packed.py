@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 
 from fa_serve.hf.adapter.models import counts_positions
+from fa_serve.hf.surgery.fuse.encoder import fuse_encoder, unfuse_encoder
 
 log = logging.getLogger("fa_serve.engine")
 
@@ -36,7 +37,7 @@ sums makes 1e-6; a sequence that sees its neighbour makes 0.1 and more."""
 COARSE_TOLERANCE = 0.05
 """The same in 16 bits."""
 PROBE_LENGTHS = (5, 9)
-Numbers = np.ndarray[Any, np.dtype[np.integer[Any]]]
+Integers = np.ndarray[Any, np.dtype[np.integer[Any]]]
 HEAD_TOKENS = 256
 """Tokens whose logits over the vocabulary are in memory at once."""
 
@@ -58,7 +59,7 @@ class PackedInputs(NamedTuple):
     lengths: list[int]
 
     @classmethod
-    def of(cls, ids: Numbers, types: Numbers | None, ends: Sequence[int] | Numbers, device: torch.device) -> PackedInputs:
+    def of(cls, ids: Integers, types: Integers | None, ends: Sequence[int] | Integers, device: torch.device) -> PackedInputs:
         """All tensors go to the device in one copy, which a GPU makes while the host goes on.
 
         ids, types: (total,) integers; ends: (sequences + 1,), where each begins, and the end of the last one
@@ -130,6 +131,20 @@ class PackedModel:
         if not self.packs:
             log.warning("%s does not follow packed sequences: its batches are padded", type(model).__name__)
 
+    def fuse(self) -> int:
+        """Compute layers by fewer kernels, where that changes nothing. Returns how many layers are fused."""
+        if not self.packs:
+            return 0
+        inputs = self._probe()
+        with torch.inference_mode():
+            wanted = self._packed(inputs)
+            fused = fuse_encoder(self.base, lambda batch: self._packed(inputs, fa_serve_batch=batch))
+            if fused and not self._agrees(lambda: self._packed(inputs), wanted):
+                unfuse_encoder(self.base)
+                log.warning("the fused layers of %s differ together: they run as they are", type(self.base).__name__)
+                return 0
+        return fused
+
     @property
     def reads_rows(self) -> bool:
         """Whether the head of classification is computed from packed sequences, and not by the whole model on padded ones."""
@@ -168,7 +183,7 @@ class PackedModel:
         words: dict[str, Any] = {"use_cache": False} if self._has_cache else {}
         return words | ({"token_type_ids": types} if types is not None and self._takes_types else {})
 
-    def _packed(self, inputs: PackedInputs) -> Tensor:
+    def _packed(self, inputs: PackedInputs, **more: Any) -> Tensor:
         longest = max(inputs.lengths)
         types = None if inputs.type_ids is None else inputs.type_ids[None]
         output = self.base(
@@ -179,6 +194,7 @@ class PackedModel:
             max_length_q=longest,
             max_length_k=longest,
             **self._words(types),
+            **more,
         )
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
