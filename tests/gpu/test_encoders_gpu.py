@@ -46,6 +46,15 @@ def test_vectors_are_near_those_of_eager_float32(
     assert cosine_distance(found, alone) < (1e-5 if dtype == "float16" else 1e-3)
 
 
+def test_a_decoder_is_fused_as_in_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save_encoder(tmp_path, "qwen3", [("Pooling", {"pooling_mode_lasttoken": True})], **SIZES)
+    plain = load(path, "bfloat16").encode(TEXTS)
+    monkeypatch.setattr(pipeline, "FUSES_ON_GPU", True)
+    encoder = load(path, "bfloat16")
+    assert len(encoder._pipeline.model._caches) == 2
+    assert cosine_distance(encoder.encode(TEXTS), plain) < 3e-3
+
+
 def test_many_inputs_keep_their_order(tmp_path: Path) -> None:
     """Batches are launched before the results of the last one are read."""
     encoder = load(save_encoder(tmp_path))

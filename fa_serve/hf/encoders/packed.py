@@ -26,8 +26,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 
+from fa_serve.hf.adapter.attention import riding
 from fa_serve.hf.adapter.models import counts_positions
+from fa_serve.hf.adapter.paged import PagedBatch
 from fa_serve.hf.surgery.fuse.encoder import fuse_encoder, unfuse_encoder
+from fa_serve.hf.surgery.fuse.fusion import fuse_layers, unfuse_model
+from fa_serve.hf.surgery.fuse.layer import FusedLayer, HeadsAttention
 
 log = logging.getLogger("fa_serve.engine")
 
@@ -124,6 +128,7 @@ class PackedModel:
         self.first_position = self._position_of_first()
         self._head, self._given = _head_of(model, self.base)
         self._reads: str | None = None
+        self._caches: dict[int, tuple[Tensor, Tensor]] = {}
         with torch.inference_mode():
             self.packs = self._try_packing()
             if self._head is not None and type(model).__name__.endswith("ForSequenceClassification"):
@@ -138,12 +143,30 @@ class PackedModel:
         inputs = self._probe()
         with torch.inference_mode():
             wanted = self._packed(inputs)
-            fused = fuse_encoder(self.base, lambda batch: self._packed(inputs, fa_serve_batch=batch))
+            fused = fuse_encoder(self.base, lambda batch: self._packed(inputs, fa_serve_batch=batch)) or self._fuse_decoder()
             if fused and not self._agrees(lambda: self._packed(inputs), wanted):
-                unfuse_encoder(self.base)
+                self._unfuse()
                 log.warning("the fused layers of %s differ together: they run as they are", type(self.base).__name__)
                 return 0
         return fused
+
+    def _fuse_decoder(self) -> int:
+        """Fuse the layers of a decoder as the engine does. They write keys and values to a cache, which has no place here."""
+        if not any(getattr(module, "self_attn", None) is not None for module in self.base.modules()):
+            return 0
+        fused = fuse_layers(self.base)
+        for module in self.base.modules():
+            layer = vars(module).get("forward")
+            if isinstance(layer, FusedLayer) and isinstance(layer.attention, HeadsAttention) and layer.index is not None:
+                heads = layer.attention
+                cache = torch.empty(1, 1, heads.num_kv_heads, heads.head_dim, dtype=self.model.dtype, device=self.device)
+                self._caches[layer.index] = (cache, cache)
+        return fused
+
+    def _unfuse(self) -> None:
+        unfuse_encoder(self.base)
+        unfuse_model(self.base)
+        self._caches.clear()
 
     @property
     def reads_rows(self) -> bool:
@@ -184,20 +207,41 @@ class PackedModel:
         return words | ({"token_type_ids": types} if types is not None and self._takes_types else {})
 
     def _packed(self, inputs: PackedInputs, **more: Any) -> Tensor:
+        ids = inputs.ids[None]
+        positions = inputs.positions[None] + self.first_position
         longest = max(inputs.lengths)
-        types = None if inputs.type_ids is None else inputs.type_ids[None]
-        output = self.base(
-            input_ids=inputs.ids[None],
-            position_ids=inputs.positions[None] + self.first_position,
-            cu_seq_lens_q=inputs.cu_seqlens,
-            cu_seq_lens_k=inputs.cu_seqlens,
-            max_length_q=longest,
-            max_length_k=longest,
-            **self._words(types),
-            **more,
-        )
+        if self._caches:
+            output = self._step(ids, positions, inputs.cu_seqlens, longest)
+        else:
+            output = self.base(
+                input_ids=ids,
+                position_ids=positions,
+                cu_seq_lens_q=inputs.cu_seqlens,
+                cu_seq_lens_k=inputs.cu_seqlens,
+                max_length_q=longest,
+                max_length_k=longest,
+                **self._words(None if inputs.type_ids is None else inputs.type_ids[None]),
+                **more,
+            )
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
+
+    def _step(self, ids: Tensor, positions: Tensor, cu_seqlens: Tensor, longest: int) -> Any:
+        """The output of a decoder with fused layers: a step of new sequences, none of whose tokens is cached."""
+        batch = PagedBatch(
+            kv_caches=self._caches,
+            slot_mapping=torch.full_like(ids[0], -1),
+            block_table=cu_seqlens.new_zeros(len(cu_seqlens) - 1, 1),
+            seqused_k=cu_seqlens.diff(),
+            cu_seqlens_q=cu_seqlens,
+            max_seqlen_q=longest,
+            max_seqlen_k=longest,
+            fresh=True,
+        )
+        no_mask = torch.empty((1, 1, 0, 0), dtype=torch.bool, device=ids.device)  # see `paged_output`
+        words = self._words(None)
+        with riding(batch):
+            return self.base(input_ids=ids, position_ids=positions, attention_mask=no_mask, fa_serve_batch=batch, **words)
 
     def _padded(self, inputs: PackedInputs) -> Tensor:
         ids, mask, types = _pad(inputs)
@@ -243,7 +287,7 @@ class PackedModel:
     def _agrees(self, compute: Callable[[], Tensor], wanted: Tensor) -> bool:
         try:
             found = compute()
-        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
+        except (RuntimeError, TypeError, ValueError, LookupError, AttributeError):
             return False
         if found.shape != wanted.shape:
             return False

@@ -47,6 +47,23 @@ def test_fused_layers_compute_what_their_own_code_computes(family: str, monkeypa
     assert longest > 5
 
 
+@pytest.mark.parametrize("family", ["qwen3", "gemma3-causal"])
+def test_the_layers_of_a_decoder_are_those_of_the_engine(family: str) -> None:
+    model = load(family)
+    own = hidden(model)
+    assert model.fuse() == 2
+    assert [cache[0].shape[:2] for cache in model._caches.values()] == [(1, 1)] * 2
+    torch.testing.assert_close(hidden(model), own, rtol=1e-5, atol=1e-5)
+
+
+def test_a_decoder_that_looks_both_ways_keeps_its_own_code() -> None:
+    """The fused layers of the engine are causal."""
+    model = load("gemma3")
+    own = hidden(model)
+    assert model.fuse() == 0
+    torch.testing.assert_close(hidden(model), own, rtol=0, atol=0)
+
+
 def test_merged_weights_take_no_more_memory() -> None:
     model = load("bert")
     model.fuse()
