@@ -4,8 +4,8 @@
 
 Both runs are examples/grpo.py with the same seeds. The first one generates in deterministic mode and trains in
 `fa_serve.exact`, so that the ratio of new and old probabilities is exactly 1 before each first update. The second one has the
-engine's usual mode and the plain forward, whose numbers differ by roundings. The lines are in results/grpo.jsonl. Left out: any claim about speed
-(`bench_rollouts`), and how large a difference harms training, which this model is too small to show.
+engine's usual mode and the plain forward, whose numbers differ by roundings. The lines are in results/grpo.jsonl. Left out: any
+claim about speed (`bench_rollouts`), and how large a difference harms training, which this model is too small to show.
 """
 
 from __future__ import annotations
@@ -23,8 +23,12 @@ FIGURE = ROOT / "docs" / "images" / "rewards.svg"
 STEPS = 30
 MODES = {"exact": ("fa_serve.exact", "#d1495b", []), "usual": ("usual mode and plain forward", "#003d5b", ["--not-exact"])}
 """By name in the lines: name in the figure, its colour, and the arguments of the example."""
-WIDTH, HEIGHT = 720, 322
-LEFT, RIGHT, TOP, BOTTOM = 56, 690, 40, 250
+WIDTH = 720
+HEIGHT = 322
+LEFT = 56
+RIGHT = 690
+TOP = 40
+BOTTOM = 250
 WINDOW = 5
 """Steps of the moving average."""
 
