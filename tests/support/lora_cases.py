@@ -68,6 +68,7 @@ def make_case(case: LoraCase, dtype: torch.dtype) -> tuple[Tensor, Tensor, LoraW
     batch = LoraBatch(
         torch.from_numpy(rows),
         torch.from_numpy(tiles),
+        torch.tensor(case.slots, dtype=torch.int32),
         pages,
         torch.tensor(counts, dtype=torch.int32),
         case.block_rows,
@@ -102,3 +103,26 @@ def exact_result(
                 delta += (y[token, columns] - bias[columns]) * b[weights.factors[slot, part]]
             y[token, columns] += delta
     return y
+
+
+def exact_product(
+    case: LoraCase,
+    y: Tensor,
+    x: Tensor,
+    weights: LoraWeights,
+    batch: LoraBatch,
+    norm: ops.Norm | None,
+    bias: Tensor,
+    weight: Tensor,
+    activation: str | None,
+    alpha: float | None,
+) -> Tensor:
+    """The result of `ops.linear_lora` in float64. alpha: y is the residual to which alpha times the product is added"""
+    given = x.double()
+    if norm is not None:
+        given = ops.rms_norm(given, ops.Norm(norm.weight.double(), norm.eps, norm.offset))
+    base = given @ weight.double().t() + bias.double()
+    out = exact_result(case, base, x, weights, batch, norm, bias)
+    if activation is not None:
+        out = ops.act_and_mul(out, activation)
+    return out if alpha is None else y.double() + alpha * out

@@ -146,9 +146,9 @@ class LoraMemory:
         scales, ones, factors = self._numbers[:, :, place.number : place.number + parts]
         return LoraWeights(a, b, scales.view(torch.float32), ones, factors, site.widths)
 
-    def batch(self, rows: Tensor, tiles: Tensor, block_rows: int) -> ops.LoraBatch:
+    def batch(self, rows: Tensor, tiles: Tensor, slots: Tensor, block_rows: int) -> ops.LoraBatch:
         """Which rows of a step have which slot: see `fa_serve.ops.LoraBatch`."""
-        return ops.LoraBatch(rows, tiles, self.page_table, self.page_counts, block_rows)
+        return ops.LoraBatch(rows, tiles, slots, self.page_table, self.page_counts, block_rows)
 
     @torch.no_grad()
     def pack(self, adapter: LoraAdapter) -> PackedLora:
