@@ -18,7 +18,7 @@ from fa_serve.ops.elementwise.rotary_latent import launch_rotary_store_latent
 from fa_serve.ops.elementwise.row_copies import launch_move_rows
 from fa_serve.ops.lora.kernel import launch_add_lora
 from fa_serve.ops.lora.problem import LoraBatch, LoraWeights
-from fa_serve.ops.lora.product import launch_product, refuses_product
+from fa_serve.ops.lora.run import merged_linear_lora
 from fa_serve.ops.lora.separate import separate_linear_lora
 from fa_serve.ops.moe.routing import launch_route
 from fa_serve.ops.moe.run import compute_experts
@@ -66,10 +66,9 @@ class TritonOps:
         alpha: float,
         /,
     ) -> Tensor:
-        if refuses_product(x, weight, weights, batch, activation) is None:
-            assert isinstance(weight, Tensor)
-            given = x if norm is None else launch_rms_norm(x, norm, None, None)
-            return launch_product(given, weight, bias, weights, batch, activation, residual, alpha)
+        y = merged_linear_lora(x, weight, bias, weights, batch, norm, activation, residual, alpha)
+        if y is not None:
+            return y
         return separate_linear_lora(self, x, weight, bias, weights, batch, norm, activation, residual, alpha)
 
     def supports(self, spec: OpSpec) -> str | None:

@@ -74,7 +74,9 @@ def make_case(case: LoraCase, dtype: torch.dtype) -> tuple[Tensor, Tensor, LoraW
         case.block_rows,
     )
     norm = ops.Norm(randn(case.k), 1e-5, 1.0) if case.norm else None
-    return randn(total, n), randn(total, case.k), LoraWeights(a, b, scales, ones, factors, case.widths), batch, norm, randn(n)
+    counters = torch.zeros(2, dtype=torch.int64)
+    weights = LoraWeights(a, b, scales, ones, factors, counters, case.widths)
+    return randn(total, n), randn(total, case.k), weights, batch, norm, randn(n)
 
 
 def exact_result(

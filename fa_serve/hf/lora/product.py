@@ -117,9 +117,7 @@ def project(
         return ops.linear(x, weight, bias, norm=norm, residual=residual, alpha=alpha, **options)
     assert isinstance(x, Tensor), "what adapters multiply is not rounded"
     weights = site.weights_for(x, batch)
-    return ops.linear_lora(
-        x, weight, bias, weights, batch, norm=norm, activation=activation, residual=residual, alpha=alpha
-    )
+    return ops.linear_lora(x, weight, bias, weights, batch, norm=norm, activation=activation, residual=residual, alpha=alpha)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """The adapters of one product in memory, and which token of a step takes which adapter.
 
-    weights = LoraWeights(a, b, scales, ones, factors)       # of a product with k columns and n rows, merged of `parts`
+    weights = LoraWeights(a, b, scales, ones, factors, counters, widths)     # of a product with k columns, merged of parts
     batch = LoraBatch(rows, tiles, slots, pages, num_pages, block_rows=16)
 
 The memory of adapters is divided into pages of PAGE_RANKS ranks. An adapter has as many pages as its largest rank needs, in any
@@ -30,6 +30,7 @@ class LoraWeights(NamedTuple):
     scales:  (slots, parts) float32; 0 where an adapter leaves a part as it is
     ones:    (slots, parts) int32: the rank whose product with A counts as 1, so that its row of b is the bias of B; -1 for none
     factors: (slots, parts) int32: the rank whose row of b is the factor of DoRA less 1, and whose row of a is 0; -1 for none
+    counters: (2,) int64, first 0: how many calls have begun and how many have A multiplied, see row_product.py
     widths:  columns of each part; their sum is n
 
     Of scales, ones and factors only the first stride is free, and it is that of all three.
@@ -40,6 +41,7 @@ class LoraWeights(NamedTuple):
     scales: Tensor
     ones: Tensor
     factors: Tensor
+    counters: Tensor
     widths: tuple[int, ...]
 
 

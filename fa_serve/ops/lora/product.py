@@ -16,8 +16,7 @@ too.
 A page of A is multiplied with all tokens of a step, and of each product those of its adapter are kept: what takes time is
 reading A, not multiplying it. The second launch has tiles of rows with one adapter, as `kernel.py` has, and reads each page of
 B once for a tile. What does not depend on the first launch is loaded before it ends (programmatic launch). Sums have a fixed
-order, so equal calls have equal bits. Left out: one token (row_product.py), and what `refuses_product` names, which `kernel.py`
-serves.
+order, so equal calls have equal bits. Left out: one token (row_product.py), and which products come here (run.py).
 """
 
 from __future__ import annotations
@@ -36,13 +35,10 @@ from fa_serve.launching.plans import PLANS, Run
 from fa_serve.ops.elementwise.activation import ACTIVATION_KINDS, activate
 from fa_serve.ops.lora.kernel import MAX_PARTS
 from fa_serve.ops.lora.problem import PAGE_RANKS, LoraBatch, LoraWeights
-from fa_serve.ops.ops_backend import RoundedRows, Weight
 from fa_serve.ops.products.row import store_product
 from fa_serve.ops.products.row_invariant import sum_chain
 from fa_serve.ops.products.tiles import choose_splits, segment_columns
 
-MERGES_ADAPTERS = False
-"""The switch: whether adapters are part of the launches of their product. It is off until a GPU has shown its bits and rates."""
 MOST_TOKENS = 128
 """Tokens of a step, above which cuBLAS multiplies and `kernel.py` adds adapters."""
 MOST_PROGRAMS = 2048
@@ -74,25 +70,6 @@ def choose_product_tile(tokens: int, n: int, k: int, itemsize: int, num_sms: int
         return ProductTile(block_m, 32, 32, 2, 1, 64)
     splits = choose_splits(-(-n // 64), 3 * num_sms, k, 256, most=8)
     return ProductTile(block_m, 64, 64, 3 if block_m == MOST_TOKENS else 4, splits, 128)
-
-
-def refuses_product(
-    x: Tensor | RoundedRows, weight: Weight, weights: LoraWeights, batch: LoraBatch, activation: str | None
-) -> str | None:
-    """Why these launches do not compute a product of several tokens; None if they do."""
-    if not MERGES_ADAPTERS:
-        return "adapters are not merged with products (ops/lora/product.py:MERGES_ADAPTERS)"
-    if not isinstance(x, Tensor) or not isinstance(weight, Tensor):
-        return "multiplies matrices of floats"
-    if not x.dtype == weight.dtype == weights.a.dtype == weights.b.dtype:
-        return "multiplies weights and adapters of the dtype of the input"
-    if batch.block_rows != 16 or not 1 < len(x) <= MOST_TOKENS:
-        return f"multiplies 2 to {MOST_TOKENS} tokens in tiles of 16, got {len(x)} in tiles of {batch.block_rows}"
-    if activation is not None and weights.widths not in ((len(weight),), (len(weight) // 2,) * 2):
-        return f"gates a product of one part or two equal ones, got {weights.widths}"
-    if not weight.is_contiguous() or x.stride(1) != 1:
-        return "multiplies contiguous weights, and rows whose elements are contiguous"
-    return None
 
 
 @triton.jit
@@ -170,10 +147,14 @@ def _product_and_shrink(
         wait_for_previous_kernel(PDL)
         end = tl.where(tl.max(used.to(tl.int32), 0) > 0, end, begin)
         keep = (rows < M, used)
-        acc = sum_chain(x_ptrs, a_rows[None, :] + k[:, None], keep, begin, end, 1, 1, PRECISION, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K)
+        acc = sum_chain(
+            x_ptrs, a_rows[None, :] + k[:, None], keep, begin, end, 1, 1, PRECISION, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K
+        )
         ranks = tl.arange(0, BLOCK_N) % PAGE
         place = ((split * PARTS + part) * M + rows).to(tl.int64) * (MAX_PAGES * PAGE) + page * PAGE
-        tl.store(shrunk_ptr + place[:, None] + ranks[None, :], acc, mask=used[None, :] & (slot_of_row[:, None] == slot[None, :]))
+        tl.store(
+            shrunk_ptr + place[:, None] + ranks[None, :], acc, mask=used[None, :] & (slot_of_row[:, None] == slot[None, :])
+        )
     else:
         columns = (block - shrinks) * BLOCK_N + tl.arange(0, BLOCK_N)
         w_ptrs = w_ptr + columns.to(tl.int64)[None, :] * K + k[:, None]
@@ -350,7 +331,10 @@ def launch_product(
     residual: Tensor | None,
     alpha: float,
 ) -> Tensor:
-    """Arguments and result are those of `fa_serve.ops.linear_lora`, for what `refuses_product` does not refuse. Two launches."""
+    """Arguments and result are those of `fa_serve.ops.linear_lora`, for several tokens that run.py lets through. Two launches.
+
+    Left out is the norm: x is normalised.
+    """
     key = (
         "lora_product",
         x.shape,

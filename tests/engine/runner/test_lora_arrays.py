@@ -55,7 +55,11 @@ def test_tiles_name_each_row_of_a_graph_once(tokens: int, queries: int) -> None:
     slots = np.sort(draw.integers(-1, 3, tokens))  # sorted: a batch of few sequences has several tokens of each
     shape = Shape(128, 64, queries, 1024, lora=True)
     fields = lora_arrays(StepAdapters(slots, False, ()), np.zeros(0, dtype=np.int64), queries)
-    step = {"input_ids": np.zeros(tokens, np.int64), "slots": np.zeros(3, np.int64), "cu_seqlens_q": np.array([0, 1, 2, tokens])}
+    step = {
+        "input_ids": np.zeros(tokens, np.int64),
+        "slots": np.zeros(3, np.int64),
+        "cu_seqlens_q": np.array([0, 1, 2, tokens]),
+    }
     for padded in (padding(shape), pad(step | fields, shape)):
         named = [padded["lora_rows"][first : first + count] for _, first, count in padded["lora_tiles"].tolist()]
         assert sorted(np.concatenate(named).tolist()) == list(range(128))
