@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from lora_cases import LoraCase, exact_product, exact_result, make_case
+from lora_cases import LoraCase, base_weight, exact_product, exact_result, make_case, merged_product
 from peft_adapters import PeftForwards, assert_bfloat16_logits, save_adapter
 from rounded_once import dtype_id
 from tiny_models import make_model, random_prompts
@@ -105,16 +105,12 @@ class Problem:
         self.case = case
         self.extras = extras
         self.given = make_case(case, dtype)
-        draw = torch.Generator().manual_seed(1)
-        self.weight = (torch.randn(sum(case.widths), case.k, generator=draw) / case.k**0.5).to(dtype)
+        self.weight = base_weight(case, dtype)
         self.moved = on_gpu((*self.given, self.weight))
 
     def compute(self) -> torch.Tensor:
-        y, x, weights, batch, norm, bias, weight = self.moved
-        options = {"norm": norm, "activation": self.extras.get("activation")}
-        if "residual" in self.extras:
-            options |= {"residual": y.clone(), "alpha": 0.5}
-        return ops.linear_lora(x, weight, bias, weights, batch, **options)
+        *given, weight = self.moved
+        return merged_product(self.case, tuple(given), weight, self.extras)
 
     def exact(self) -> torch.Tensor:
         alpha = 0.5 if "residual" in self.extras else None

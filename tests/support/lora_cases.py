@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from fa_serve import ops
 from fa_serve.engine.runner.lora_arrays import tile_arrays
 from fa_serve.ops.lora.problem import PAGE_RANKS, LoraBatch, LoraWeights
+from fa_serve.ops.triton_ops import TritonOps
 
 
 @dataclass(frozen=True)
@@ -128,3 +130,17 @@ def exact_product(
     if activation is not None:
         out = ops.act_and_mul(out, activation)
     return out if alpha is None else y.double() + alpha * out
+
+
+def base_weight(case: LoraCase, dtype: torch.dtype) -> Tensor:
+    """The weights of the product."""
+    draw = torch.Generator().manual_seed(1)
+    return (torch.randn(sum(case.widths), case.k, generator=draw) / case.k**0.5).to(dtype)
+
+
+def merged_product(case: LoraCase, given: tuple[Any, ...], weight: Tensor, extras: dict[str, Any]) -> Tensor:
+    """What Triton's kernels compute. extras: "activation", and "residual", to which half of the product is added"""
+    y, x, weights, batch, norm, bias = given
+    residual = y.clone() if "residual" in extras else None
+    options = (norm, extras.get("activation"), residual, 0.5 if residual is not None else 1.0)
+    return TritonOps().linear_lora(x, weight, bias, weights, batch, *options)

@@ -33,17 +33,14 @@ from fa_serve.backends.triton.primitives import wait_for_previous_kernel
 from fa_serve.launching.launch import Launch, launch_options, multiprocessors
 from fa_serve.launching.plans import PLANS, Run
 from fa_serve.ops.elementwise.activation import ACTIVATION_KINDS, activate
-from fa_serve.ops.lora.kernel import MAX_PARTS
+from fa_serve.ops.lora.kernel import MAX_PARTS, MOST_PROGRAMS, USUAL_TILES
 from fa_serve.ops.lora.problem import PAGE_RANKS, LoraBatch, LoraWeights
 from fa_serve.ops.products.row import store_product
 from fa_serve.ops.products.row_invariant import sum_chain
 from fa_serve.ops.products.tiles import choose_splits, segment_columns
 
-MOST_TOKENS = 128
+MOST_MERGED_TOKENS = 128
 """Tokens of a step, above which cuBLAS multiplies and `kernel.py` adds adapters."""
-MOST_PROGRAMS = 2048
-USUAL_TILES = 8
-"""Programs of the second launch, most of which find nothing to do, and tiles that always have one each."""
 
 
 class ProductTile(NamedTuple):
@@ -65,11 +62,11 @@ def choose_product_tile(tokens: int, n: int, k: int, itemsize: int, num_sms: int
 
     Sums are split while all programs are on the GPU at a time, three on a multiprocessor.
     """
-    block_m = next(size for size in (16, 32, 64, MOST_TOKENS) if size >= tokens)
+    block_m = next(size for size in (16, 32, 64, MOST_MERGED_TOKENS) if size >= tokens)
     if itemsize == 4:
         return ProductTile(block_m, 32, 32, 2, 1, 64)
     splits = choose_splits(-(-n // 64), 3 * num_sms, k, 256, most=8)
-    return ProductTile(block_m, 64, 64, 3 if block_m == MOST_TOKENS else 4, splits, 128)
+    return ProductTile(block_m, 64, 64, 3 if block_m == MOST_MERGED_TOKENS else 4, splits, 128)
 
 
 @triton.jit

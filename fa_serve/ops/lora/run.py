@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fa_serve.ops.elementwise.norm import launch_rms_norm
 from fa_serve.ops.lora.problem import LoraBatch, LoraWeights
-from fa_serve.ops.lora.product import MOST_TOKENS, launch_product
+from fa_serve.ops.lora.product import MOST_MERGED_TOKENS, launch_product
 from fa_serve.ops.lora.row_product import launch_row
 from fa_serve.ops.ops_backend import Norm, Weight
 
@@ -50,8 +50,8 @@ def refuses_merging(x: Tensor, weight: Weight, weights: LoraWeights, batch: Lora
         return "multiplies matrices of floats"
     if not x.dtype == weight.dtype == weights.a.dtype == weights.b.dtype:
         return "multiplies weights and adapters of the dtype of the input"
-    if batch.block_rows != 16 or not 0 < len(x) <= MOST_TOKENS:
-        return f"multiplies 1 to {MOST_TOKENS} tokens in tiles of 16, got {len(x)} in tiles of {batch.block_rows}"
+    if batch.block_rows != 16 or not 0 < len(x) <= MOST_MERGED_TOKENS:
+        return f"multiplies 1 to {MOST_MERGED_TOKENS} tokens in tiles of 16, got {len(x)} in tiles of {batch.block_rows}"
     if activation is not None and weights.widths not in ((len(weight),), (len(weight) // 2,) * 2):
         return f"gates a product of one part or two equal ones, got {weights.widths}"
     if not weight.is_contiguous() or x.stride(1) != 1:
