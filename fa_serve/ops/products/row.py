@@ -70,10 +70,11 @@ def multiply_row(
             acc_up += w_up.to(tl.float32) * x[None, :]
         w = next_w
         w_up = next_up
+    y = tl.sum(acc, 1)
     factor = 1.0
     if norm_ptr is not None:
         factor = tl.rsqrt(tl.sum(squares, 0) / K + eps)
-    return tl.sum(acc, 1), tl.sum(acc_up, 1), factor
+    return y, tl.sum(acc_up, 1), factor
 
 
 @triton.jit
