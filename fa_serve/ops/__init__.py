@@ -320,6 +320,27 @@ def add_lora(
     return select_ops(y.device).add_lora(y, x, weights, batch, norm, bias)
 
 
+def linear_lora(
+    x: Tensor,
+    weight: Weight,
+    bias: Tensor | None,
+    weights: LoraWeights,
+    batch: LoraBatch,
+    *,
+    norm: Norm | None = None,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    alpha: float = 1.0,
+) -> Tensor:
+    """As `linear` with the adapters of a step: they are added to norm(x) @ weight.T + bias, before a gate or a residual sum.
+
+    On a GPU, matrices and up to 128 tokens have the adapters in the launches of the product (lora/product.py).
+
+    x: (total, k), one row for each of the step. The other arguments and the result are those of `linear` and `add_lora`.
+    """
+    return select_ops(weight.device).linear_lora(x, weight, bias, weights, batch, norm, activation, residual, alpha)
+
+
 def route(logits: Tensor, bias: Tensor | None, router: Router, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Choose the experts of each token, and weigh them.
 
