@@ -19,7 +19,7 @@ pages (pages.py), and what is evicted (pages.py and states.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from fa_serve.engine.cache.host_tier import HostTier
@@ -149,8 +149,12 @@ class Prefix:
     def complete(self, sequence: SequenceState, shared: SharedPrefix) -> SharedPrefix:
         """Begin to copy from the host what a waiting sequence lacks on the device, where it fits. Returns what is shared now.
 
-        That is `awaited` unless nothing was missing, or copies ended at once or failed.
+        That is `awaited` unless nothing was missing, or copies ended at once or failed. Before, the host is given copies of
+        what is evicted for the sequence: it is `awaited` until they are there.
         """
+        num_pages = self._pages.pages_for(sequence.num_tokens) - len(shared.pages)
+        if self._tier is not None and not self._tier.save(num_pages, set(shared.pages)):
+            return replace(shared, awaited=True)
         while not shared.is_on_device and not shared.awaited:
             assert self._tier is not None
             self._hold(shared)
