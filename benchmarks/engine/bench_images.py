@@ -9,7 +9,8 @@
     first        seconds to the first token of a request alone, with a new image
     again        the same for a request with that image and another question behind it; ours is compared with "first"
     encode       images a second through the towers, 16 in one call; compared with one after the other
-    text p99     seconds between two tokens of requests with text alone while requests with images come; compared with "alone"
+    text p99     seconds between two tokens of requests with text alone while requests with images come; compared with "alone",
+                 and with "prompts" of as many tokens that come instead
     text         requests a second of text alone; compared with an engine that takes no images
 
 Every case runs once before it is measured. Pixels are random numbers as the processor would give them, so that no case contains
@@ -68,6 +69,7 @@ _TINY_TEXT = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
 }
 _TINY_VISION = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64}
+_TINY_TOKENS = {"image_token_id": 300, "video_token_id": 301, "vision_start_token_id": 302, "vision_end_token_id": 303}
 
 
 # transformers' default is the text of 72 billion weights
@@ -92,7 +94,7 @@ _VISION_8B = {"out_hidden_size": 4096}
 SHAPES: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen25vl-7b": lambda: Qwen2_5_VLConfig(text_config=_TEXT_7B),
     "qwen3vl-8b": lambda: Qwen3VLConfig(text_config=_TEXT_8B, vision_config=_VISION_8B),
-    "tiny": lambda: Qwen2_5_VLConfig(text_config=_TINY_TEXT, vision_config=_TINY_VISION, image_token_id=300),
+    "tiny": lambda: Qwen2_5_VLConfig(text_config=_TINY_TEXT, vision_config=_TINY_VISION, **_TINY_TOKENS),
 }
 
 
@@ -173,8 +175,11 @@ class Workload:
         self.engine.generate([prompt], params, images=[[image]])
         return time.perf_counter() - begin
 
-    def gaps_of_text(self, with_images: bool) -> float:
-        """The 99th percentile of the seconds between two tokens of text. with_images: one comes every few steps"""
+    def gaps_of_text(self, beside: str) -> float:
+        """The 99th percentile of the seconds between two tokens of text.
+
+        beside: what comes every few steps: "images", "prompts" of as many tokens without an image, or nothing ("alone")
+        """
         sizes = self._sizes
         params = SamplingParams(max_tokens=sizes.output, temperature=0.0, ignore_eos=True)
         for number in range(sizes.requests):
@@ -183,9 +188,13 @@ class Workload:
         last: dict[str, float] = {}
         step = 0
         while any(name not in last or last[name] >= 0 for name in (f"text-{n}" for n in range(sizes.requests))):
-            if with_images and not step % 8:
+            if beside != "alone" and not step % 8:
                 image = self.image()
-                self.engine.add_request(f"image-{step}", self.prompt(image), replace(params, max_tokens=1), images=[image])
+                tokens = self.prompt(image)
+                if beside == "prompts":
+                    tokens = [token if token != self._token else 3 for token in tokens]
+                images = [image] if beside == "images" else []
+                self.engine.add_request(f"beside-{step}", tokens, replace(params, max_tokens=1), images=images)
             step += 1
             for output in self.engine.step():
                 if output.request_id.startswith("text"):
@@ -226,8 +235,8 @@ def measure(sizes: Sizes, results: Results, cells: Cells) -> None:
             {"alone": work.images_per_second(together=1)},
         )
     if cells.takes("text p99"):
-        alone_p99 = work.gaps_of_text(with_images=False)
-        results.add(f"{sizes.shape} text p99", "s", work.gaps_of_text(with_images=True), {"alone": alone_p99})
+        others = {name: work.gaps_of_text(name) for name in ("alone", "prompts")}
+        results.add(f"{sizes.shape} text p99", "s", work.gaps_of_text("images"), others)
     if cells.takes("text"):
         work.run_clients(with_images=False)
         rate, _ = work.run_clients(with_images=False)

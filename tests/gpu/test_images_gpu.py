@@ -7,6 +7,7 @@ import torch
 from every_type import tiny_model
 from image_inputs import CHANGES, IMAGE, one_image
 from report_types import check_images, check_text
+from transformers.utils import is_timm_available
 
 from fa_serve.engine import Engine, EngineConfig, SamplingParams
 from fa_serve.engine.images.prompt import ImageInput
@@ -29,6 +30,8 @@ def test_tokens_are_those_of_generate(name: str) -> None:
 )
 def test_texts_of_types_with_code_that_is_replaced(name: str) -> None:
     """Masks, positions, blank images, choices of keys, and attention over gathered keys; some of them cannot be captured."""
+    if name == "gemma3n" and is_timm_available():
+        pytest.skip("with timm the model has its whole tower of 294M weights")
     check_text(name, device="cuda")
 
 

@@ -100,6 +100,7 @@ def in_float64(self: PagedBatch, index: int, q: Tensor, *_: Tensor, left: int, s
         return torch.cat(found).to(q.dtype)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("fusion", [True, False], ids=["fused", "unfused"])
 @pytest.mark.parametrize("piece", ["attention", "products", "positions"])
 def test_without_each_piece_bits_differ(piece: str, fusion: bool, monkeypatch: pytest.MonkeyPatch) -> None:

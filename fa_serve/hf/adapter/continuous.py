@@ -24,10 +24,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fa_serve.api import attention_paged, attention_varlen, store_kv
+from fa_serve.hf.adapter.flash_branches import PAGED_NAME, passes_for_flash
 from fa_serve.hf.adapter.models import NAME
 from fa_serve.spec import UnsupportedModelError
 
-PAGED_NAME = f"paged|{NAME}"
 _PACKAGE = "transformers.generation.continuous_batching"
 
 
@@ -251,7 +251,7 @@ def enable() -> None:
     everything else works.
     """
     wrappers = {
-        "is_flash_attention_requested": _passes_for_flash,
+        "is_flash_attention_requested": passes_for_flash,
         "lazy_import_paged_flash_attention": _with_block_tables,
         "lazy_import_flash_attention": _with_block_tables,
         "resolve_continuous_batching_config": _synchronous,
@@ -264,17 +264,6 @@ def enable() -> None:
         for function, wrapper in wrappers.items():
             if hasattr(module, function):
                 setattr(module, function, wrapper(getattr(module, function)))
-
-
-def _passes_for_flash(original: Any) -> Any:
-    @functools.wraps(original)
-    def is_flash_attention_requested(
-        config: Any = None, requested_attention_implementation: str | None = None, **kwargs: Any
-    ) -> Any:
-        name = requested_attention_implementation if config is None else config._attn_implementation
-        return name in (NAME, PAGED_NAME) or original(config, requested_attention_implementation, **kwargs)
-
-    return is_flash_attention_requested
 
 
 def _synchronous(original: Any) -> Any:

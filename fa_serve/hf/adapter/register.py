@@ -17,7 +17,8 @@ from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
 from fa_serve.hf.adapter.attention import attention_forward
 from fa_serve.hf.adapter.composites import is_text, text_key, text_model
-from fa_serve.hf.adapter.continuous import PAGED_NAME, enable, paged_attention
+from fa_serve.hf.adapter.continuous import enable, paged_attention
+from fa_serve.hf.adapter.flash_branches import PAGED_NAME, read_in_one_call
 from fa_serve.hf.adapter.gathered_keys import computes_attention
 from fa_serve.hf.adapter.masks import mask_forward
 from fa_serve.hf.adapter.models import NAME, check_class, prepare_model, read_source
@@ -46,6 +47,7 @@ def patch(model: PreTrainedModel) -> PreTrainedModel:
     for part in parts:
         if part.config._attn_implementation != NAME:
             prepare_model(part)
+            read_in_one_call(type(part))
             part.config._attn_implementation = NAME
     try:
         seat_states(model)
@@ -101,6 +103,7 @@ def _wrap_methods() -> None:
     def get_correct_attn_implementation(self: PreTrainedModel, requested: str | None, *args: Any, **kwargs: Any) -> Any:
         if requested in (NAME, PAGED_NAME):
             prepare_model(self)
+            read_in_one_call(type(self))
             enable()
         return original(self, requested, *args, **kwargs)
 
