@@ -16,7 +16,7 @@ from fa_serve.backends.triton.primitives import LOG2E, wait_for_previous_kernel
 from fa_serve.launching.launch import Launch, launch_options, power_of_2
 from fa_serve.launching.plans import PLANS
 
-BLOCK_HEADS = 8
+MERGED_HEADS = 8
 """Heads of a program."""
 
 
@@ -66,13 +66,13 @@ def launch_merge_attention(out: Tensor, lse: Tensor, other: Tensor, other_lse: T
     if run is None:
         if total == 0:
             return out
-        blocks = -(-heads // BLOCK_HEADS)
+        blocks = -(-heads // MERGED_HEADS)
         pdl = spec.has_programmatic_launch(spec.arch_of(out.device))
         launch = Launch(
             _merge_parts,
             total * blocks,
             varying=(total, blocks, heads),
-            fixed=(dim, BLOCK_HEADS, power_of_2(dim), pdl),
+            fixed=(dim, MERGED_HEADS, power_of_2(dim), pdl),
             options=launch_options(pdl, 4),
         )
         run = PLANS.add(key, launch)
