@@ -18,7 +18,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Collection, Container, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 
 import pytest
 import triton
+from sampled_cases import ALL
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
@@ -63,9 +64,19 @@ _INSTRUCTIONS = ("HGMMA", "HMMA", "UTMALDG", "UTMASTG", "LDGSTS", "LDL", "STL", 
 T = TypeVar("T")
 
 
-def with_targets(cases: Iterable[T], everywhere: Container[T]) -> list[tuple[T, str]]:
-    """Each case with each target of UNLIKE, and the cases in `everywhere` with every target."""
-    return [(case, target) for target in TARGETS for case in cases if target in UNLIKE or case in everywhere]
+def with_targets(cases: Collection[T], everywhere: Container[T]) -> list[tuple[T, str]]:
+    """Each case with each target of UNLIKE, and the cases in `everywhere` with every target.
+
+    A sample has each case with sm90, for which most kernels are tuned, and with one of the others in turn.
+    """
+    others = [target for target in UNLIKE if target != "sm90"]
+    chosen = [UNLIKE if ALL else ("sm90", others[number % len(others)]) for number in range(len(cases))]
+    return [
+        (case, target)
+        for target in TARGETS
+        for case, targets in zip(cases, chosen, strict=True)
+        if target in targets or case in everywhere
+    ]
 
 
 @dataclass(frozen=True)
