@@ -44,7 +44,7 @@ TARGETS = {
     "sm120": GPUTarget("cuda", 120, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-UNLIKE = ("sm80", "sm90", "sm120", "gfx942")
+UNLIKE = ("sm90", "sm80", "sm120", "gfx942")
 """The targets that differ in their tiles. sm86 and sm89 have the tiles and the shared memory of sm120 and multiply like sm80
 and sm120, and sm100 has those of sm90 and multiplies by one more instruction: a few cases show that they compile."""
 SHARED_BYTES = {
@@ -67,16 +67,17 @@ T = TypeVar("T")
 def with_targets(cases: Collection[T], everywhere: Container[T]) -> list[tuple[T, str]]:
     """Each case with each target of UNLIKE, and the cases in `everywhere` with every target.
 
-    A sample has each case with sm90, for which most kernels are tuned, and with one of the others in turn.
+    A sample has each case with one target, sm90 every second time, and the cases in `everywhere` with each of UNLIKE.
     """
-    others = [target for target in UNLIKE if target != "sm90"]
-    chosen = [UNLIKE if ALL else ("sm90", others[number % len(others)]) for number in range(len(cases))]
-    return [
-        (case, target)
-        for target in TARGETS
-        for case, targets in zip(cases, chosen, strict=True)
-        if target in targets or case in everywhere
-    ]
+    in_turn = ["sm90", "sm80", "sm90", "sm120", "sm90", "gfx942"]
+    found = []
+    for number, case in enumerate(cases):
+        if ALL:
+            chosen = tuple(TARGETS) if case in everywhere else UNLIKE
+        else:
+            chosen = UNLIKE if case in everywhere else (in_turn[number % len(in_turn)],)
+        found += [(case, target) for target in chosen]
+    return found
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ def test_the_numbers_are_the_kernels_parameters() -> None:
 @pytest.mark.parametrize(
     "options",
     each_nth(
-        2,
+        3,
         [
             pytest.param({"head_dim": 64, "head_dim_v": 64, "window": FULL}, id="d64-full"),
             pytest.param({"head_dim": 64, "head_dim_v": 64, "window": CAUSAL, "seqlen": 512}, id="d64-causal-short"),
@@ -170,7 +170,7 @@ def under_a_product(sass: str) -> list[int]:
 @pytest.mark.parametrize(
     ("head_dim", "window"),
     each_nth(
-        2,
+        3,
         [*((head_dim, FULL) for head_dim in (64, 96, 128, 160, 256)), *((head_dim, CAUSAL) for head_dim in (80, 64, 192, 128))],
     ),
 )
