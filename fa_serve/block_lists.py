@@ -28,11 +28,13 @@ BLOCK_SIZES = (64, 128)
 WORD = 32
 """Keys per word of `partial_bits`."""
 
+_GATHERS_BYTES = 0x0102040810204080
+
 _EVALUATED_TOGETHER = 64
 """Blocks that `from_block_mask` evaluates at once: 64 blocks of 128 x 128 bool are 1 MB."""
 
 _EVALUATED_ELEMENTS = 1 << 22
-"""Elements that `from_mask_mod` evaluates at once, in whole rows of blocks: of their bits it makes int64, 32 MB."""
+"""Elements that `from_mask_mod` evaluates at once, in whole rows of blocks: their indices are int64, 32 MB."""
 
 _FORMS = "be a fa_serve.BlockLists, a BlockMask of FlexAttention, its four tensors, or a mask_mod"
 _NO_FUNCTION = (
@@ -83,6 +85,28 @@ class BlockLists(NamedTuple):
         # a stable sort puts the kept blocks first, in their order
         order = torch.argsort(keep.to(torch.uint8), dim=-1, descending=True, stable=True)
         return cls(keep.sum(-1, dtype=torch.int32), order.to(torch.int32), block_size=block_size)
+
+    @classmethod
+    def from_chosen_blocks(cls, chosen: Tensor, size: int, seqlen_k: int, mask: Tensor | None = None) -> BlockLists:
+        """The lists of queries that have each chosen blocks of `size` keys, a block for all that some query in it has chosen.
+
+        chosen: (batch, heads, seqlen_q, n), int64: numbers of blocks, in any order; below 0 is none
+        mask:   bool, broadcastable to (batch, heads, seqlen_q, seqlen_k): which keys a query sees of those; or None
+        Bits take an eighth of a byte for each query, key and head. Nothing waits for the device.
+        """
+        rows, keys = cls._field_defaults["block_size"]
+        count = -(-seqlen_k // size)
+        # what is no block, and blocks past the end, are noted behind the last one
+        places = torch.where(chosen < 0, count, chosen).clamp(max=count)
+        kept = torch.zeros(*chosen.shape[:3], count + 1, dtype=torch.bool, device=chosen.device).scatter_(3, places, True)
+        words = _words_of(kept[..., :count], size)[..., : -(-seqlen_k // WORD)]
+        if mask is not None:
+            words = words & pack_bits(torch.nn.functional.pad(mask, (0, -seqlen_k % WORD)))
+        words = torch.nn.functional.pad(words, (0, -words.shape[3] % (keys // WORD), 0, -words.shape[2] % rows))
+        blocks = words.view(*words.shape[:2], -1, rows, words.shape[3] // (keys // WORD), keys // WORD).transpose(3, 4)
+        lists = cls.from_blocks((blocks != 0).flatten(4).any(4), (rows, keys))
+        at = lists.kv_indices.long()[..., None, None].expand(blocks.shape)
+        return lists._replace(partial_bits=blocks.gather(3, at))
 
     @classmethod
     def from_block_mask(cls, block_mask: Any) -> BlockLists:
@@ -187,6 +211,24 @@ class BlockLists(NamedTuple):
         return keep if heads == 1 else keep.repeat_interleave(num_heads // heads, dim=1)
 
 
+def expand_once(lists: BlockLists, seqlen_q: int, seqlen_k: int, num_heads: int) -> Tensor:
+    """`lists.expanded`, computed once for all layers that have these lists."""
+    tensors = [x for x in lists.tensors if x is not None]
+    capturing = lists.kv_num_blocks.is_cuda and torch.cuda.is_current_stream_capturing()
+    if capturing or any(x.is_inference() for x in tensors):
+        return lists.expanded(seqlen_q, seqlen_k, num_heads)
+    key = (seqlen_q, seqlen_k, num_heads, lists.block_size, *((id(x), x._version) for x in tensors))
+    found = _EXPANDED.find(lists.kv_num_blocks, key)
+    if found is None:
+        mask = lists.expanded(seqlen_q, seqlen_k, num_heads)
+        found = _EXPANDED.keep(lists.kv_num_blocks, key, (mask, tensors[1:]))
+    return found[0]
+
+
+_EXPANDED: KeptValues[tuple[Tensor, list[Tensor]]] = KeptValues(room=2)
+"""The masks of lists that were expanded last, and the other tensors of the lists, whose numbers are in the keys."""
+
+
 def as_block_lists(block_mask: Any, sizes: CallSizes, *, traced: bool = False) -> BlockLists:
     """What the argument `block_mask` says of a call of these sizes.
 
@@ -268,8 +310,19 @@ def _joined(
 
 def pack_bits(keep: Tensor) -> Tensor:
     """bool (..., keys) -> int32 (..., keys // 32), as `BlockLists.partial_bits` has them."""
-    words = keep.reshape(*keep.shape[:-1], -1, WORD).to(torch.int64)
-    return (words << torch.arange(WORD, device=keep.device)).sum(-1).to(torch.int32)
+    keep = keep.contiguous()
+    eights = (keep.clone() if keep.storage_offset() % 8 else keep).view(torch.int64)
+    # byte k, which is 0 or 1, comes to bit 56 + k, and no other product lies there
+    packed = ((eights * _GATHERS_BYTES) >> 56) & 255
+    return packed.to(torch.uint8).view(torch.int32)
+
+
+def _words_of(kept: Tensor, size: int) -> Tensor:
+    """bool (..., blocks), of `size` keys each -> int32 (..., words): the bits of their keys."""
+    if size % WORD == 0:
+        return kept.to(torch.int32).neg().repeat_interleave(size // WORD, dim=-1)
+    keys = kept.repeat_interleave(size, dim=-1)
+    return pack_bits(torch.nn.functional.pad(keys, (0, -keys.shape[-1] % WORD)))
 
 
 def _lists_of(block_mask: Any) -> BlockLists:
