@@ -2,6 +2,7 @@
 
     python -m benchmarks.attention.bench_linear                      # all cells
     python -m benchmarks.attention.bench_linear --cells decode,1x8192  # those whose names contain one of these
+    python -m benchmarks.attention.bench_linear --tune --budget 60   # other tiles, for some prompts: us of each kernel
     python -m benchmarks.attention.bench_linear --tiny               # on a CPU: small sizes, which show only that it runs
 
 Cells of prompts are `gated_delta_rule` with query and key norms, and `ssd`, in the functional form with the final state;
@@ -20,8 +21,10 @@ import argparse
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice, product, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,7 @@ from torch import Tensor
 
 from benchmarks.measure import Cells, Results, graph_microseconds, milliseconds, read_bandwidth
 from fa_serve import ops
+from fa_serve.ops.linear_attention import table, tiles
 
 ROOT = Path(__file__).parents[2]
 PAGE = 16
@@ -52,7 +56,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured. prompts: (sequences, rows)"""
+    """What is measured, the most telling first. prompts: (sequences, rows)"""
 
     device: str
     dtype: torch.dtype
@@ -67,8 +71,8 @@ FULL = Sizes(
     torch.bfloat16,
     (Heads(16, 32), Heads(2, 8)),
     (Heads(1, 80, 128, 64),),
-    ((1, 2048), (1, 8192), (1, 65536), (8, 4096)),
-    (1, 16, 64, 256),
+    ((1, 8192), (8, 4096), (1, 2048), (1, 65536)),
+    (64, 1, 256, 16),
 )
 TINY = Sizes("cpu", torch.float32, (Heads(1, 2, 16, 16),), (Heads(1, 2, 16, 16),), ((1, 100), (2, 50)), (1, 3))
 
@@ -271,31 +275,106 @@ def measure(cell: Cell, call: Callable[[], object]) -> float:
     return graph_microseconds(call) if cell.in_graph else milliseconds(call) * 1e3
 
 
+def cells_of(sizes: Sizes) -> Iterator[Cell]:
+    """Cells of prompts and of decoding in turn, so that a run that ends early has some of each kind."""
+    for pair in zip_longest(prompt_cells(sizes), decode_cells(sizes)):
+        yield from (cell for cell in pair if cell is not None)
+
+
+TILES: tuple[dict[str, Any], ...] = (
+    {},
+    {"outputs_in_loop": True},
+    {"stages": 4},
+    {"stages": 2},
+    {"outputs_in_loop": True, "stages": 2},
+    {"prepare_warps": 8},
+    {"block_v": 128, "pass_warps": 8},
+    {"block_v": 128, "pass_warps": 8, "outputs_in_loop": True, "stages": 2},
+    {"block_v": 128, "output_warps": 8, "pass_warps": 8},
+)
+"""What is changed of the tile of `pieces`, the most promising first."""
+
+
+@contextmanager
+def changed_tile(change: dict[str, Any]) -> Iterator[None]:
+    """Within it, prompts are computed with another tile."""
+    rows = table.RECURRENCE_KERNELS
+    changed = [
+        replace(row, tile=lambda asked: tiles.pieces_tile(asked)._replace(**change)) if row.name == "pieces" else row
+        for row in rows
+    ]
+    table.RECURRENCE_KERNELS = tuple(changed)
+    try:
+        yield
+    finally:
+        table.RECURRENCE_KERNELS = rows
+
+
+def kernel_microseconds(call: Callable[[], object], calls: int = 5) -> dict[str, float]:
+    """Device time of each kernel of a call, and their sum, without the gaps between them; nothing without a GPU."""
+    call()
+    if not torch.cuda.is_available():
+        return {}
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(calls):
+            call()
+        torch.cuda.synchronize()
+    found = {event.key: event.self_device_time_total / calls for event in profile.key_averages()}
+    return found | {"sum": sum(found.values())}
+
+
+def tune(sizes: Sizes, wanted: Cells) -> None:
+    """Print us of the kernels of a prompt with each tile, and check the outputs. A tile that does not fit is named."""
+    names = ("_prepare_pieces", "_pass_states", "_compute_outputs", "sum")
+    print(f"{'us':30s} " + " ".join(f"{name:>16s}" for name in names))
+    cells = list(islice(prompt_cells(sizes), 2 * (len(sizes.delta) + len(sizes.ssd))))  # those of the first two lengths
+    for change, cell in product(TILES, cells):
+        if not wanted.takes(cell.name):
+            continue
+        said = " ".join(f"{key}={value}" for key, value in change.items()) or "as chosen"
+        print(f"{cell.name}: {said}")
+        with changed_tile(change):
+            try:
+                check(cell)
+                found = kernel_microseconds(cell.ours)
+            except Exception as error:  # Triton has several for a tile without enough shared memory
+                print(f"  {str(error).splitlines()[0][:100]}", flush=True)
+            else:
+                print(" " * 31 + " ".join(f"{found.get(name, 0):16.1f}" for name in names), flush=True)
+    wanted.report()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", default="", help="only cells whose names contain one of these, separated by commas")
     parser.add_argument("--budget", type=float, default=1e9, help="seconds after which no further cell begins")
+    parser.add_argument(
+        "--tune", action="store_true", help="print the time of each kernel with other tiles; no results are kept"
+    )
     parser.add_argument("--tiny", action="store_true", help="a CPU and small sizes; the times say nothing")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     args = parser.parse_args()
     sizes = TINY if args.tiny else FULL
     torch.manual_seed(0)
+    wanted = Cells(args.cells, args.budget)
+    if args.tune:
+        tune(sizes, wanted)
+        return
     bandwidth = 1e8 if args.tiny else read_bandwidth() * 1e12
     results = Results("linear", args.out)
-    wanted = Cells(args.cells, args.budget)
     print(f"{'us':44s} {'ours':>9s} {'fla':>9s} {'bound':>9s}")
-    for cells in (prompt_cells, decode_cells):
-        for cell in cells(sizes):
-            if not wanted.takes(cell.name):
-                continue
-            check(cell)
-            ours = measure(cell, cell.ours)
-            peers = {} if cell.fla is None else {"fla": measure(cell, cell.fla)}
-            if cell.num_bytes:
-                peers["bound"] = cell.num_bytes / bandwidth * 1e6
-            results.add(cell.name, "us", ours, peers)
-            theirs = " ".join(f"{peers[name]:9.1f}" if name in peers else f"{'-':>9s}" for name in ("fla", "bound"))
-            print(f"{cell.name:44s} {ours:9.1f} {theirs}", flush=True)
+    for cell in cells_of(sizes):
+        if not wanted.takes(cell.name):
+            continue
+        check(cell)
+        ours = measure(cell, cell.ours)
+        peers = {} if cell.fla is None else {"fla": measure(cell, cell.fla)}
+        if cell.num_bytes:
+            peers["bound"] = cell.num_bytes / bandwidth * 1e6
+        results.add(cell.name, "us", ours, peers)
+        theirs = " ".join(f"{peers[name]:9.1f}" if name in peers else f"{'-':>9s}" for name in ("fla", "bound"))
+        print(f"{cell.name:44s} {ours:9.1f} {theirs}", flush=True)
     wanted.report()
     results.merge()
     results.summarise()

@@ -271,6 +271,20 @@ def add(x: Tensor, y: Tensor, *, alpha: float = 1.0) -> Tensor:
     return select_ops(x.device).add(x, y, alpha)
 
 
+def merge_attention(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> Tensor:
+    """Merge two parts of attention in place: of the same queries, over two disjoint sets of keys.
+
+        out = out * exp(lse - sum) + other * exp(other_lse - sum)      with sum = log(exp(lse) + exp(other_lse))
+
+    out, other:     (total, num_heads, head_dim_v), contiguous, what `attention_paged` returns for each set of keys
+    lse, other_lse: (num_heads, total) float32, contiguous; -inf where a query has seen no key
+
+    Returns out. Where one part has seen no key, the result is the other part. Source: the combination of splits in
+    Flash-Decoding (Dao et al. 2023).
+    """
+    return select_ops(out.device).merge_attention(out, lse, other, other_lse)
+
+
 def move_rows(table: RowTable, rows: Tensor, packed: Tensor, *, pack: bool) -> None:
     """Copy rows of all tensors of a table into packed rows (pack=True), or back (pack=False).
 

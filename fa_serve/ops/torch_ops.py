@@ -121,6 +121,11 @@ class TorchOps:
     def add(self, x: Tensor, y: Tensor, alpha: float, /) -> Tensor:
         return x.copy_(_wide(x).add(_wide(y), alpha=alpha))
 
+    def merge_attention(self, out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor, /) -> Tensor:
+        share = (lse - torch.logaddexp(lse, other_lse)).exp().nan_to_num_(0.0).t()[..., None]
+        other_share = (other_lse - torch.logaddexp(lse, other_lse)).exp().nan_to_num_(0.0).t()[..., None]
+        return out.copy_(_wide(out) * share + _wide(other) * other_share)
+
     def move_rows(self, table: RowTable, rows: Tensor, packed: Tensor, pack: bool, /) -> None:
         first = 0
         for words in table.words:

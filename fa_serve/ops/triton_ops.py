@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from fa_serve.ops.elementwise.activation import launch_act_and_mul
 from fa_serve.ops.elementwise.addition import launch_add
+from fa_serve.ops.elementwise.attention_parts import launch_merge_attention
 from fa_serve.ops.elementwise.gates import launch_delta_gates, launch_gate_heads
 from fa_serve.ops.elementwise.norm import launch_rms_norm
 from fa_serve.ops.elementwise.rotary import launch_rotary_store_kv
@@ -36,6 +37,7 @@ class TritonOps:
     gate_heads = staticmethod(launch_gate_heads)
     delta_gates = staticmethod(launch_delta_gates)
     add = staticmethod(launch_add)
+    merge_attention = staticmethod(launch_merge_attention)
     move_rows = staticmethod(launch_move_rows)
     sample_rows = staticmethod(launch_sample_rows)
     route = staticmethod(launch_route)

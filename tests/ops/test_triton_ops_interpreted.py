@@ -173,6 +173,17 @@ def add(
     return OPS.add(zeros(total, width, dtype=dtype), zeros(total, width, dtype=other_dtype), alpha)
 
 
+def merge_attention(
+    total: int = 2,
+    heads: int = 2,
+    dim: int = 16,
+    dtype: torch.dtype = torch.float32,
+    other_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    parts = [(zeros(total, heads, dim, dtype=each), zeros(heads, total)) for each in (dtype, other_dtype)]
+    return OPS.merge_attention(*parts[0], *parts[1])
+
+
 def sample_rows(
     n: int = 2,
     vocab: int = 20,
@@ -321,6 +332,7 @@ CALLS: dict[Callable[..., Any], list[dict[str, Any]]] = {
     delta_gates: [{}, {"total": 3}, {"heads": 3}, {"a_padding": 8}, {"b_padding": 8}, {"dtype": BF16}, {"bias_dtype": BF16}],
     act_and_mul: [{}, {"total": 3}, {"width": 24}, {"stride": 80}, {"dtype": BF16}, {"activation": "gelu"}],
     add: [{}, {"total": 3}, {"width": 24}, {"dtype": BF16}, {"other_dtype": BF16}, {"alpha": 0.5}],
+    merge_attention: [{}, {"total": 3}, {"heads": 3}, {"dim": 24}, {"dtype": BF16}, {"other_dtype": BF16}],
     sample_rows: [
         {},
         {"n": 3},

@@ -21,7 +21,6 @@ from fa_serve import spec
 from fa_serve.ops.linear_attention import fallback
 from fa_serve.ops.linear_attention.problem import (
     FEW_ROWS,
-    PIECE_ROWS,
     MatrixInputs,
     Recurrence,
     ScanInputs,
@@ -135,22 +134,6 @@ def run_scan_paged(inputs: ScanInputs, states: StateTensors, batch: StateBatch) 
     return out
 
 
-def piece_table(bounds: Tensor, total: int) -> Tensor:
-    """The pieces of sequences that begin at position 0, as in `StateBatch`; the last one of sequence b stores page b.
-
-    bounds: (num_seqs + 1,) int32, on the device. The table has the most rows that sequences of `total` rows may need
-    """
-    lengths = bounds.diff()
-    ends = ((lengths + PIECE_ROWS - 1) // PIECE_ROWS).cumsum(0)
-    index = torch.arange(total // PIECE_ROWS + len(lengths), device=bounds.device)
-    found = torch.searchsorted(ends, index, right=True)
-    used = found.clamp(max=len(lengths) - 1)
-    offset = (index - ends[used]) * PIECE_ROWS + (lengths[used] + PIECE_ROWS - 1) // PIECE_ROWS * PIECE_ROWS
-    rows = (lengths[used] - offset).clamp(0, PIECE_ROWS) * (found < len(lengths))
-    is_last = (rows > 0) & (offset + rows == lengths[used])
-    return torch.stack((bounds[used] + offset, rows, used, used.where(is_last, -1)), 1).int()
-
-
 def runs_triton(device: torch.device) -> bool:
     """Whether Triton's kernels run on a device."""
     return device.type == "cuda"
@@ -198,24 +181,20 @@ def _functional_access(
 
     few: sequences fill a page with their few rows, so that the kernel of few rows writes their states
     """
-    bounds = sequences.bounds(x.device)
-    count = sequences.num_seqs
-    own = torch.arange(count, dtype=torch.int32, device=x.device)
-    none = torch.full_like(own, -1)
+    listed = import_module(f"{_ROOM}.listing").list_sequences(sequences, len(x), x.device)
     if initial_state is None:
-        write = torch.zeros(count, *shape, dtype=dtype, device=x.device)
+        write = torch.zeros(sequences.num_seqs, *shape, dtype=dtype, device=x.device)
     else:
         write = initial_state.to(dtype).clone(memory_format=torch.contiguous_format)
     read = write if initial_state is None else initial_state.to(dtype).contiguous()
-    table = torch.empty(0, 4, dtype=torch.int32, device=x.device) if few else piece_table(bounds, len(x))
     batch = StateBatch(
         page_size=sequences.seqlen if few else max(len(x), 1),
-        sources=none if initial_state is None else own,
-        targets=own if few else none,
-        slots=own,
-        cu_seqlens=bounds,
-        seqused_k=bounds.diff(),
-        chunks=table,
+        sources=listed.none if initial_state is None else listed.own,
+        targets=listed.own if few else listed.none,
+        slots=listed.own,
+        cu_seqlens=listed.bounds,
+        seqused_k=listed.lengths,
+        chunks=listed.pieces[:0] if few else listed.pieces,
     )
     return StateAccess(read, write, (), batch)
 

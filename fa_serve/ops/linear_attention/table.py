@@ -110,7 +110,7 @@ RECURRENCE_KERNELS: tuple[RecurrenceKernel, ...] = (
     RecurrenceKernel(
         name="pieces",
         about="chunks of prompts, in pieces of 64 rows",
-        launches=("_sum_gates", "_prepare_pieces", "_pass_states"),
+        launches=("_sum_gates", "_prepare_pieces", "_pass_states", "_compute_outputs"),
         kinds=("delta", "linear"),
         rows=("pieces",),
         refuses=refuses_matrix,

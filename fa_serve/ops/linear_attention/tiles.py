@@ -22,10 +22,25 @@ class FewRowsTile(NamedTuple):
 
 
 class PiecesTile(NamedTuple):
-    """block_v columns of the values, in programs of num_warps warps."""
+    """block_v:         columns of the values in a program of the loop over pieces
+    stages:          pieces whose operands are loaded at a time, in that loop
+    prepare_warps:   of a program that prepares a piece
+    pass_warps:      of a program of the loop
+    output_warps:    of a program that computes outputs
+    outputs_in_loop: the loop computes the outputs, instead of a kernel behind it
+    """
 
     block_v: int
-    num_warps: int
+    stages: int
+    prepare_warps: int
+    pass_warps: int
+    output_warps: int
+    outputs_in_loop: bool
+
+    @property
+    def filled_columns(self) -> int:
+        """Columns of the values are filled up to a multiple of this."""
+        return max(self.block_v, MIN_COLUMNS)
 
 
 def few_rows_tile(recurrence: Recurrence) -> FewRowsTile:
@@ -39,12 +54,25 @@ def few_rows_tile(recurrence: Recurrence) -> FewRowsTile:
 
 
 def pieces_tile(recurrence: Recurrence) -> PiecesTile:
-    """32 columns of the values: a program for each of four blocks of a head of 128, so that few sequences fill a GPU.
+    """64 columns of the values, the fewest rows of a product of wgmma; of more sequences, more programs.
 
     In 4 warps, keys of 256 and gates by channel would spill, and so would everything where NVIDIA GPUs multiply without wgmma.
+    Three stages of keys of 128 in 16 bits are 120 KiB: two stages fit where there are 99 KiB.
     """
-    fits_4_warps = recurrence.dim <= 128 and not recurrence.by_channel and recurrence.arch in (0, 90)
-    return PiecesTile(32, 4 if fits_4_warps else 8)
+    wide = recurrence.dim > 128 or recurrence.dtype.itemsize > 2
+    fits_4_warps = not wide and not recurrence.by_channel and recurrence.arch in (0, 90)
+    stages = 1
+    if not wide and recurrence.arch:
+        stages = 3 if recurrence.arch in (90, 100) else 2
+    warps = 4 if fits_4_warps else 8
+    return PiecesTile(
+        block_v=64,
+        stages=stages,
+        prepare_warps=warps,
+        pass_warps=4 if not wide and recurrence.arch in (0, 90) else 8,
+        output_warps=4,
+        outputs_in_loop=False,
+    )
 
 
 def without_tile(recurrence: Recurrence) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -10,7 +11,7 @@ from linear_attention_cases import KINDS_BY_NAME, Kind, joined, of_sequence
 from rounded_once import randn
 from state_steps import Part, StateSteps
 
-from fa_serve.ops.linear_attention import run
+from fa_serve.ops.linear_attention import run, table
 
 
 @pytest.fixture(autouse=True)
@@ -38,19 +39,19 @@ def test_chunks_and_what_follows_them(name: str, dtype: torch.dtype) -> None:
     rows = kind.rows(125, dtype)
     weights = kind.weights(dtype)
     expected, states = kind.exact(rows, weights)
-    table = StateSteps(kind.spec(rows, weights))
+    steps = StateSteps(kind.spec(rows, weights))
     done = 0
     for count, stores in ((80, (16, 48)), (39, ()), (1, ()), (5, ())):
-        batch = table.begin([Part(9, 2, padding=True), Part(0, count, stores=stores), Part(3, 0, padding=True), Part(4, 1)])
+        batch = steps.begin([Part(9, 2, padding=True), Part(0, count, stores=stores), Part(3, 0, padding=True), Part(4, 1)])
         parts = joined([of_sequence(rows, 0, 2), of_sequence(rows, done, done + count), of_sequence(rows, 0, 4)])
-        out = kind.step(parts, weights, table.states, batch)
+        out = kind.step(parts, weights, steps.states, batch)
         assert out.dtype == dtype
         assert (out[2 : 2 + count].double() - expected[done : done + count]).abs().max() <= bound(expected, dtype)
         assert not torch.cat((out[:2], out[3 + count :])).any(), "padding, and rows behind the last sequence"
-        for position, page in table.sequences[0].kept.items():
+        for position, page in steps.sequences[0].kept.items():
             state = kind.page_of(states[position])
-            assert (table.states.pages[page].double() - state).abs().max() <= bound(state, dtype)
-        table.end()
+            assert (steps.states.pages[page].double() - state).abs().max() <= bound(state, dtype)
+        steps.end()
         done += count
     assert done == 125
 
@@ -73,6 +74,40 @@ def test_packed_sequences(kind: Kind) -> None:
         assert (final[i].double() - states[-1]).abs().max() <= bound(states[-1], torch.float32)
 
 
+@pytest.mark.parametrize("fault", ["gate", "state"])
+def test_the_bound_tells_faults(fault: str) -> None:
+    """A gate that is not applied and a state of another sequence are far from the recurrence."""
+    kind = KINDS_BY_NAME["delta"]
+    rows = kind.rows(75, torch.float32)
+    begin = randn(2, *kind.state, dtype=torch.float32, seed=9)
+    wrong = rows | {"g": rows["g"].clone()}
+    if fault == "gate":
+        wrong["g"][69] = 0
+    out, _ = kind.packed(wrong, {}, [0, 70, 75], begin.flip(0) if fault == "state" else begin)
+    expected, _ = kind.exact(of_sequence(rows, 0, 70), {}, begin[0])
+    assert (out[:70].double() - expected).abs().max() > 10 * bound(expected, torch.float32)
+
+
+@pytest.mark.parametrize("name", ["delta", "kda", "ssd"])
+def test_outputs_in_the_loop(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other form of the same kernels: equal up to rounding, whatever tile is chosen."""
+    chosen = table.pieces_tile
+    rows = [
+        replace(row, tile=lambda asked: chosen(asked)._replace(outputs_in_loop=True)) if row.name == "pieces" else row
+        for row in table.RECURRENCE_KERNELS
+    ]
+    monkeypatch.setattr(table, "RECURRENCE_KERNELS", tuple(rows))
+    kind = KINDS_BY_NAME[name]
+    inputs = kind.rows(75, torch.float32)
+    weights = kind.weights(torch.float32)
+    begin = randn(2, *kind.state, dtype=torch.float32, seed=9)
+    out, final = kind.packed(inputs, weights, [0, 70, 75], begin)
+    for i, (first, end) in enumerate(((0, 70), (70, 75))):
+        expected, states = kind.exact(of_sequence(inputs, first, end), weights, begin[i])
+        assert (out[first:end].double() - expected).abs().max() <= bound(expected, torch.float32)
+        assert (final[i].double() - states[-1]).abs().max() <= bound(states[-1], torch.float32)
+
+
 @pytest.mark.parametrize("name", ["delta", "selective_scan", "conv"])
 def test_no_rows(name: str) -> None:
     """Nothing is launched, and sequences keep their states."""
@@ -86,14 +121,14 @@ def test_no_rows(name: str) -> None:
 def test_more_pieces_than_are_read_at_once() -> None:
     """Two sequences of 70 rows in pieces of one row: the second one's begin behind 70 of the first, and end behind 128."""
     kind = KINDS_BY_NAME["lightning"]
-    rows = kind.rows(140, torch.float32)
-    weights = kind.weights(torch.float32)
-    table = StateSteps(kind.spec(rows, weights))
-    batch = table.begin([Part(0, 70), Part(1, 70)])
+    rows = {name: x[:, :1].contiguous() for name, x in kind.rows(140, torch.float32).items()}
+    weights = {"log_decay": kind.weights(torch.float32)["log_decay"][:1]}
+    steps = StateSteps(kind.spec(rows, weights))
+    batch = steps.begin([Part(0, 70), Part(1, 70)])
     pieces = [[row, 1, row // 70, -1] for row in range(140)]
-    out = kind.step(rows, weights, table.states, batch._replace(chunks=torch.tensor(pieces, dtype=torch.int32)))
+    out = kind.step(rows, weights, steps.states, batch._replace(chunks=torch.tensor(pieces, dtype=torch.int32)))
     for first in (0, 70):
-        expected, _ = kind.exact(of_sequence(rows, first, first + 70), weights)
+        expected, _ = kind.exact(of_sequence(rows, first, first + 70), weights, torch.zeros(1, 12, 12))
         assert (out[first : first + 70].double() - expected).abs().max() <= bound(expected, torch.float32)
 
 

@@ -34,14 +34,20 @@ def test_few_rows(asked: Recurrence, tile: FewRowsTile) -> None:
 @pytest.mark.parametrize(
     ("asked", "tile"),
     [
-        (recurrence(128, 128), PiecesTile(32, 4)),
-        (recurrence(128, 128, arch=80), PiecesTile(32, 8)),
-        (recurrence(128, 128, arch=0), PiecesTile(32, 4)),
-        (recurrence(128, 128, by_channel=True), PiecesTile(32, 8)),
-        (recurrence(256, 64), PiecesTile(32, 8)),
-        (recurrence(12, 10), PiecesTile(32, 4)),
+        (recurrence(128, 128), PiecesTile(64, 3, 4, 4, 4, False)),
+        (recurrence(128, 128, arch=80), PiecesTile(64, 2, 8, 8, 4, False)),
+        (recurrence(128, 128, arch=120), PiecesTile(64, 2, 8, 8, 4, False)),
+        (recurrence(128, 128, arch=0), PiecesTile(64, 1, 4, 4, 4, False)),
+        (recurrence(128, 128, by_channel=True), PiecesTile(64, 3, 8, 4, 4, False)),
+        (recurrence(256, 64), PiecesTile(64, 1, 8, 8, 4, False)),
+        (recurrence(12, 10), PiecesTile(64, 3, 4, 4, 4, False)),
     ],
     ids=str,
 )
 def test_pieces(asked: Recurrence, tile: PiecesTile) -> None:
     assert pieces_tile(asked) == tile
+
+
+def test_values_are_filled_up_to_whole_blocks() -> None:
+    tile = pieces_tile(recurrence(128, 128))
+    assert [tile._replace(block_v=block_v).filled_columns for block_v in (32, 64, 128)] == [64, 64, 128]

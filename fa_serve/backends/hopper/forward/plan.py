@@ -36,7 +36,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fa_serve.backends import MAX_KEYS_PER_TILE
+from fa_serve.backends import GROUP_KEYS, MAX_KEYS_PER_TILE, TREE_KEYS
 from fa_serve.backends.calls import AttentionOptions, AttentionTensors, mask_form
 from fa_serve.backends.hopper.descriptors import copy_engine_strides, dense_view, ragged_view
 from fa_serve.backends.hopper.forward.kernel import Numbers, attn_fwd_hopper
@@ -53,6 +53,7 @@ from fa_serve.backends.hopper.forward.tiles import (
     key_columns,
     key_splits,
     list_tiles,
+    tree_tiles,
     value_columns,
 )
 from fa_serve.backends.hopper.forward.types import Variant
@@ -63,6 +64,7 @@ from fa_serve.backends.triton.float8_inputs import BLOCK_KEYS, Form, InputQuanti
 from fa_serve.block_lists import BlockLists
 from fa_serve.launching.launch import Launch, View, broadcast_strides, multiprocessors
 from fa_serve.launching.plans import Run
+from fa_serve.spec import TREE_SPLITS
 
 SHARE_BIAS = False
 """Compute the tiles of the same head and rows of all sequences one after the other, where they add the same bias: it is read
@@ -79,7 +81,7 @@ def plan_hopper_forward(
 
     Queries are dense, or packed by cu_seqlens_q with keys packed by cu_seqlens_k or in the pages of block_table, in the shapes
     of `fa_serve.api`. A mask comes with the `blocks` that were scanned from it. num_splits is ignored, because
-    `HopperBackend.supports` refuses it.
+    `HopperBackend.supports` refuses it, but for TREE_SPLITS: the kernel follows the tree then (see `forward.tree`).
 
     tiles, max_splits: override the choices of `hopper_forward_tiles` and `key_splits`, for tuning and tests
 
@@ -105,7 +107,7 @@ def plan_hopper_forward(
     sequences = q.shape[0] if tensors.cu_seqlens_q is None else tensors.cu_seqlens_q.shape[0] - 1
     layouts = [contiguous(x.shape, x.dtype) if copy else x for x, copy in zip(given, copied, strict=True)]
     table_stride = 0 if tensors.block_table is None else tensors.block_table.stride(0)
-    plain = options.precision == "bf16" and tensors.blocks is None
+    plain = options.precision == "bf16" and tensors.blocks is None and options.num_splits != TREE_SPLITS
     quantizer = None
     if options.precision != "bf16":
         quantizer = InputQuantizer(layouts[:3], form, sequences, options, table_stride)
@@ -196,7 +198,10 @@ def _plan_launches(problem: _Problem, tiles: HopperTiles | None, max_splits: int
     left, right = options.window_size
     head_dims = (problem.q.shape[-1], problem.out.shape[-1])
     blocks = problem.blocks
-    if tiles is None and blocks is not None:
+    follows_tree = options.num_splits == TREE_SPLITS
+    if tiles is None and follows_tree:
+        tiles = tree_tiles(*head_dims)
+    elif tiles is None and blocks is not None:
         tiles = list_tiles(*head_dims, blocks.block_size)
     elif tiles is None and options.precision != "bf16":
         tiles = hopper_float8_tiles(*head_dims)
@@ -204,9 +209,10 @@ def _plan_launches(problem: _Problem, tiles: HopperTiles | None, max_splits: int
         lengths = (options.max_seqlen_q * problem.pack_gqa, options.max_seqlen_k)
         tiles = hopper_forward_tiles(*head_dims, options.window_size, *lengths, problem.packed, problem.paged)
     if max_splits is None:
-        max_splits = _split_limit(problem, tiles)
+        max_splits = 1 if follows_tree else _split_limit(problem, tiles)
     padded = problem.pack_gqa > problem.heads_per_kv
     assert not problem.paged or tiles.block_n <= MAX_KEYS_PER_TILE
+    assert not follows_tree or tiles.block_n == TREE_KEYS
     var = Variant(
         tiles,
         *key_columns(head_dims[0]),
@@ -228,6 +234,7 @@ def _plan_launches(problem: _Problem, tiles: HopperTiles | None, max_splits: int
         padded=padded,
         split_kv=padded or max_splits > 1,
         dim_v=head_dims[1] if padded or max_splits > 1 else 0,
+        tree_blocks=GROUP_KEYS // TREE_KEYS if follows_tree else 0,
     )
     assert blocks is None or (var.block_q % tiles.block_m == 0 and var.block_k % tiles.block_n == 0)
     slots = multiprocessors(problem.device, 132) * tiles.blocks_per_sm

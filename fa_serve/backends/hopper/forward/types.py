@@ -38,6 +38,7 @@ class Variant:
                 `triton.float8_inputs`
     pack_gqa:   query heads that share a tile, see `pack_gqa`; padded: a KV head has fewer of them
     split_kv:   keys may be split among tiles, see `split_kv.split`; dim_v: head_dim_v of its buffer
+    tree_blocks: key blocks of a group of the tree that the kernel follows, see `forward.tree`; 0 without one
     """
 
     tiles: HopperTiles
@@ -62,6 +63,7 @@ class Variant:
     padded: bool = False
     split_kv: bool = False
     dim_v: int = 0
+    tree_blocks: int = 0
 
     @property
     def queries(self) -> int:
@@ -90,8 +92,9 @@ class Variant:
 
     @property
     def masked(self) -> bool:
-        """Whether a block after a tile's first one may hold keys that some row does not see. Lists have any order."""
-        return self.has_left or self.has_right or self.block_k > 0
+        """Whether a block after a tile's first one may hold keys that some row does not see. Lists have any order, and the
+        tree has the first keys first."""
+        return self.has_left or self.has_right or self.block_k > 0 or self.tree_blocks > 0
 
     @property
     def page_rows(self) -> int:
