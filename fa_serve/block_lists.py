@@ -113,9 +113,12 @@ class BlockLists(NamedTuple):
         """A `BlockMask` of FlexAttention with its `mask_mod` evaluated in every partial block.
 
         The host waits for the device once, to read the largest number of partial blocks, and each partial block takes 2 kB at
-        128 x 128. Build it once for each mask, and not at each call.
+        128 x 128. Build it once for each mask, and not at each call. Blocks of sizes other than 64 and 128 become those of 128.
         """
         lists = _lists_of(block_mask)
+        if any(size not in BLOCK_SIZES for size in lists.block_size):
+            shape = (*lists.kv_num_blocks.shape[:2], *block_mask.seq_lengths)
+            return cls.from_mask_mod(_seen_by(lists, block_mask), *shape, device=lists.kv_indices.device)
         rows, keys = lists.block_size
         width = int(lists.kv_num_blocks.max()) if lists.kv_num_blocks.numel() else 0
         shape = (*lists.kv_num_blocks.shape, width, rows, keys // WORD)
@@ -247,7 +250,8 @@ def as_block_lists(block_mask: Any, sizes: CallSizes, *, traced: bool = False) -
         return _kept(mask_mod, mask_mod, sizes, traced, lambda: BlockLists.from_mask_mod(mask_mod, *shape, device=device))
     lists = _lists_of(block_mask)
     mask_mod = getattr(block_mask, "mask_mod", None)
-    if getattr(mask_mod, "__name__", "noop_mask") == "noop_mask":
+    is_listed = getattr(mask_mod, "__name__", "noop_mask") == "noop_mask"
+    if is_listed and all(size in BLOCK_SIZES for size in lists.block_size):
         return lists
     return _kept(block_mask, mask_mod, None, traced, lambda: BlockLists.from_block_mask(block_mask))
 
@@ -268,6 +272,23 @@ def _kept(owner: Any, mask_mod: Any, sizes: CallSizes | None, traced: bool, eval
 
 _EVALUATED: KeptValues[tuple[BlockLists, list[Tensor]]] = KeptValues(room=8)
 """The lists of masks and functions, and the tensors that were read, whose numbers belong to no others while they are here."""
+
+
+def _seen_by(lists: BlockLists, block_mask: Any) -> IndexFunction:
+    """A BlockMask of any block size as a mask_mod, whose indices b and h are those of the lists."""
+    rows, keys = lists.block_size
+    seqlen_q, seqlen_k = block_mask.seq_lengths
+    blocks = (-(-seqlen_q // rows), -(-seqlen_k // keys))
+    partial = _expanded(lists.kv_num_blocks, lists.kv_indices, None, blocks, (1, 1))
+    full = torch.zeros_like(partial)
+    if lists.full_kv_num_blocks is not None and lists.full_kv_indices is not None:
+        full = _expanded(lists.full_kv_num_blocks, lists.full_kv_indices, None, blocks, (1, 1))
+
+    def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        at = (b, h, i // rows, j // keys)
+        return full[at] | (partial[at] & block_mask.mask_mod(b, h, i, j))
+
+    return mask_mod
 
 
 class _BlockRows(NamedTuple):

@@ -158,6 +158,29 @@ def test_rows_of_blocks_are_evaluated_one_after_the_other(
         assert torch.equal(lists.of_rows(first, last, 250, 4).expand(2, 4, -1, -1), exact[:, :, first:last])
 
 
+@pytest.mark.parametrize("size", [32, (256, 192)], ids=str)
+@pytest.mark.parametrize("mask_mod", [causal, of_heads])
+def test_blocks_of_other_sizes_are_divided_anew(mask_mod: Callable[..., Tensor], size: Any) -> None:
+    mask = create_block_mask(mask_mod, 2, 4, 250, 250, device="cpu", BLOCK_SIZE=size)
+    lists = as_block_lists(mask, CallSizes(2, 4, 250, 250, torch.device("cpu")))
+    assert lists.block_size == (128, 128)
+    exact = create_mask(mask_mod, 2, 4, 250, 250, device="cpu")
+    assert torch.equal(lists.expanded(250, 250, 4).expand(2, 4, -1, -1), exact)
+    listed = BlockMask.from_kv_blocks(mask.kv_num_blocks, mask.kv_indices, BLOCK_SIZE=size, seq_lengths=(250, 250))
+    found = as_block_lists(listed, CallSizes(2, 4, 250, 250, torch.device("cpu"))).expanded(250, 250, 4)
+    assert torch.equal(found.expand(2, 4, -1, -1), partial_blocks(mask).expand(2, 4, -1, -1))
+
+
+def partial_blocks(mask: BlockMask) -> Tensor:
+    """bool (batch, heads, 250, 250): the elements of partial blocks."""
+    rows, keys = mask.BLOCK_SIZE
+    keep = torch.zeros(*mask.kv_indices.shape[:2], 250, 250, dtype=torch.bool)
+    for batch, head, block in torch.ones_like(mask.kv_num_blocks).nonzero().tolist():
+        for key_block in mask.kv_indices[batch, head, block, : mask.kv_num_blocks[batch, head, block]].tolist():
+            keep[batch, head, block * rows : (block + 1) * rows, key_block * keys : (key_block + 1) * keys] = True
+    return keep
+
+
 def test_a_mask_mod_of_no_keys_has_empty_lists() -> None:
     assert BlockLists.from_mask_mod(causal, 1, 1, 0, 0).kv_indices.shape == (1, 1, 0, 0)
 
