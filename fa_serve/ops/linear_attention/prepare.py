@@ -54,7 +54,7 @@ def _row_gates(g_ptr, weight_ptr, a_ptr, bias_ptr, row, live, head, low, high, s
 def _unit_triangular_inverse(low, PRECISION: tl.constexpr):
     """The inverse of 1 + low, [64, 64], where `low` is strictly lower triangular.
 
-    Blocks of 8 x 8 on the diagonal by substitution, all eight at once; those of 16 x 16 by two products, and all others by four.
+    Blocks of 8 x 8 on the diagonal by substitution, all eight at once; those of 16 x 16 by two products, and others by four.
     With D the inverse of the blocks of 1 + low on the diagonal, and M = D (1 + low) - 1, a power of M is 0: the second one in
     blocks of 16, where (1 + M)^-1 = 1 - M, and the fourth one in the end, where (1 + M)^-1 = (1 - M) (1 + M^2).
     """
@@ -62,7 +62,7 @@ def _unit_triangular_inverse(low, PRECISION: tl.constexpr):
     in_8 = (i // 8)[:, None] == (i // 8)[None, :]
     in_16 = (i // 16)[:, None] == (i // 16)[None, :]
     blocks = tl.sum(tl.reshape(tl.where(in_8, low, 0.0), [8, 8, 8, 8]), 2)  # [block, row, column]
-    # Rows are divided so that a warp holds whole blocks: 4 rows x 8 columns are its lanes, and nothing below waits for a barrier.
+    # Rows are divided so that a warp holds whole blocks: 4 rows x 8 columns are its lanes. Nothing below waits for a barrier.
     below = tl.permute(tl.reshape(blocks, [8, 2, 4, 8]), (1, 0, 2, 3))  # [2, block, 4, column]
     row = (tl.arange(0, 2) * 4)[:, None, None, None] + tl.arange(0, 4)[None, None, :, None]
     column = tl.arange(0, 8)[None, None, None, :]
