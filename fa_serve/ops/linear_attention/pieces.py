@@ -318,7 +318,7 @@ def _plan(inputs: MatrixInputs, num_seqs: int, num_chunks: int, ring: int, strid
         varying=(float(inputs.softmax_scale), float(low), float(high)),
         strides=strides,
         fixed=(*asked, block_k, columns // MIN_COLUMNS, MIN_COLUMNS, precision),
-        options={"num_warps": tile.prepare_warps},
+        options={"num_warps": tile.prepare_warps} | ({"maxnreg": tile.prepare_registers} if tile.prepare_registers else {}),
     )
     blocks = columns // tile.block_v
     pass_states = Launch(

@@ -54,9 +54,8 @@ def _row_gates(g_ptr, weight_ptr, a_ptr, bias_ptr, row, live, head, low, high, s
 def _unit_triangular_inverse(low, PRECISION: tl.constexpr):
     """The inverse of 1 + low, [64, 64], where `low` is strictly lower triangular.
 
-    Blocks of 8 x 8 on the diagonal by substitution, all eight at once; those of 16 x 16 by two products, and all others by four.
-    With D the inverse of the blocks of 1 + low on the diagonal, and M = D (1 + low) - 1, a power of M is 0: the second one in
-    blocks of 16, where (1 + M)^-1 = 1 - M, and the fourth one in the end, where (1 + M)^-1 = (1 - M) (1 + M^2).
+    Blocks of 8 x 8 on the diagonal by substitution, all eight at once. With D the inverse of the blocks on the diagonal of 1 + low,
+    and M = 1 - D (1 + low), X = D + M X is the inverse: one product with M gives blocks of 16 x 16, and three more the whole.
     """
     i = tl.arange(0, 64)
     in_8 = (i // 8)[:, None] == (i // 8)[None, :]
@@ -77,12 +76,12 @@ def _unit_triangular_inverse(low, PRECISION: tl.constexpr):
     blocks = tl.reshape(tl.permute(below, (1, 0, 2, 3)), [8, 8, 8])
     inverse = tl.reshape(blocks[:, :, None, :] * apart[:, None, :, None], [64, 64])
     inverse += (i[:, None] == i[None, :]).to(tl.float32)
-    m = tl.dot(inverse, tl.where(in_16 & (in_8 == 0), low, 0.0), input_precision=PRECISION)
-    inverse -= tl.dot(m, inverse, input_precision=PRECISION)
-    m = tl.dot(inverse, tl.where(in_16, 0.0, low), input_precision=PRECISION)
-    square = tl.dot(m, m, input_precision=PRECISION)
-    outer = inverse + tl.dot(square, inverse, input_precision=PRECISION)
-    return outer - tl.dot(m, outer, input_precision=PRECISION)
+    m = tl.dot(inverse, tl.where(in_16 & (in_8 == 0), -low, 0.0), input_precision=PRECISION)
+    inverse = tl.dot(m, inverse, inverse, input_precision=PRECISION)
+    m = tl.dot(inverse, tl.where(in_16, 0.0, -low), input_precision=PRECISION)
+    found = tl.dot(m, inverse, inverse, input_precision=PRECISION)
+    found = tl.dot(m, found, inverse, input_precision=PRECISION)
+    return tl.dot(m, found, inverse, input_precision=PRECISION)
 
 
 @triton.jit
