@@ -54,14 +54,14 @@ def _row_gates(g_ptr, weight_ptr, a_ptr, bias_ptr, row, live, head, low, high, s
 def _unit_triangular_inverse(low, PRECISION: tl.constexpr):
     """The inverse of 1 + low, [64, 64], where `low` is strictly lower triangular.
 
-    Blocks of 8 x 8 on the diagonal by substitution, all eight at once. With D the inverse of the blocks on the diagonal of 1 + low,
-    and M = 1 - D (1 + low), X = D + M X is the inverse: one product with M gives blocks of 16 x 16, and three more the whole.
+    Blocks of 8 x 8 on the diagonal by substitution, all eight at once. With D the inverse of the blocks on the diagonal of
+    1 + low, and M = 1 - D (1 + low), X = D + M X is the inverse: a product with M gives blocks of 16 x 16, three more the whole.
     """
     i = tl.arange(0, 64)
     in_8 = (i // 8)[:, None] == (i // 8)[None, :]
     in_16 = (i // 16)[:, None] == (i // 16)[None, :]
     blocks = tl.sum(tl.reshape(tl.where(in_8, low, 0.0), [8, 8, 8, 8]), 2)  # [block, row, column]
-    # Rows are divided so that a warp holds whole blocks: 4 rows x 8 columns are its lanes, and nothing below waits for a barrier.
+    # Rows are divided so that a warp holds whole blocks: 4 rows x 8 columns are its lanes, and no step waits for a barrier.
     below = tl.permute(tl.reshape(blocks, [8, 2, 4, 8]), (1, 0, 2, 3))  # [2, block, 4, column]
     row = (tl.arange(0, 2) * 4)[:, None, None, None] + tl.arange(0, 4)[None, None, :, None]
     column = tl.arange(0, 8)[None, None, None, :]
@@ -107,6 +107,7 @@ def _prepare_pieces(
     w_ptr,
     u_ptr,
     fades_ptr,
+    inverse_ptr,
     scale,
     limit_low,
     limit_high,
@@ -211,7 +212,10 @@ def _prepare_pieces(
     tl.store(attn_ptr + of_head * 4096 + i[:, None] * 64 + i[None, :], attn.to(kind))
     if DELTA:
         low = tl.where(i[:, None] > i[None, :], alike * weights[:, None], 0.0)
-        solved = _unit_triangular_inverse(low, PRECISION) * weights[None, :]
+        solved = _unit_triangular_inverse(low, PRECISION)
+        if inverse_ptr is not None:
+            tl.store(inverse_ptr + of_head * 4096 + i[:, None] * 64 + i[None, :], solved.to(kind))
+        solved *= weights[None, :]
         inverse = solved.to(kind)
         of_keys = inverse if BY_CHANNEL else (solved * to_row[None, :]).to(kind)
         w = tl.dot(of_keys, from_begin, input_precision=PRECISION)
