@@ -27,7 +27,10 @@ PACKAGE = "fa_serve"
 VARIANT = "torch-universal"
 PARTS = (
     "spec.py",
+    "kept_values.py",
+    "index_functions.py",
     "block_lists.py",
+    "score_mods.py",
     "argument_checks.py",
     "value_checks.py",
     "autograd.py",

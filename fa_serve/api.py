@@ -17,8 +17,9 @@ Conventions shared by all:
 - `alibi_slopes`, float32, (num_heads,) or (batch, num_heads): adds -slope * |i + offset - j| to the scaled score, after softcap
   (ALiBi, Press et al. 2022, arXiv:2108.12409).
 - `block_mask` makes the call block-sparse: each block of queries attends to the key blocks of a list, and a kernel reads no
-  other keys. It is a `fa_serve.BlockLists`, a `BlockMask` of FlexAttention without a mask_mod, or its four tensors for blocks
-  of 128. `causal` and `window_size` apply to the blocks of the lists.
+  other keys. It is a `fa_serve.BlockLists`, a `BlockMask` of FlexAttention, its four tensors for blocks of 128, or a
+  mask_mod(b, h, q_idx, kv_idx). `causal` and `window_size` apply to the blocks of the lists. A mask_mod is evaluated at the
+  first call, for which the host waits, and again when what it reads has changed (see `index_functions`).
 - `precision`: "bf16" computes in q's dtype. NVIDIA GPUs of compute capability 8.9 or newer also have "qk8", which rounds q and
   k to float8 before q k^T, and "fp8", which rounds the probabilities and v as well (see `backends.triton.float8_inputs`), for
   calls without gradients, block_mask, mask and attention_chunk, with head sizes of 64, 128 and ("qk8") 256. Calls of up to
@@ -46,6 +47,7 @@ choice of a backend (`dispatch`), and everything that a backend decides (strides
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, overload
 
 from torch import Tensor
@@ -55,10 +57,11 @@ from fa_serve.argument_checks import ARGUMENT_ERRORS, check_types
 from fa_serve.backends import MAX_KEYS_PER_TILE as MAX_KEYS_PER_TILE
 from fa_serve.backends.calls import AttentionTensors, CallOptions, StoreTensors
 from fa_serve.backends.float8_copies import MAX_COPY_BYTES as MAX_COPY_BYTES
-from fa_serve.block_lists import as_block_lists
+from fa_serve.block_lists import CallSizes, as_block_lists
 from fa_serve.dispatch import Result, run_block_sparse, run_dense, run_paged, run_store, run_varlen
 from fa_serve.operators import is_traced
-from fa_serve.spec import Precision
+from fa_serve.score_mods import translate_score_mod
+from fa_serve.spec import ParameterError, Precision
 from fa_serve.transforms import is_transformed
 
 
@@ -77,6 +80,7 @@ def attention(
     sinks: Tensor | None = ...,
     mask: Tensor | None = ...,
     block_mask: Any = ...,
+    score_mod: Callable[..., Any] | None = ...,
     precision: Precision = ...,
     deterministic: bool = ...,
     return_lse: Literal[False] = ...,
@@ -98,6 +102,7 @@ def attention(
     sinks: Tensor | None = ...,
     mask: Tensor | None = ...,
     block_mask: Any = ...,
+    score_mod: Callable[..., Any] | None = ...,
     precision: Precision = ...,
     deterministic: bool = ...,
     return_lse: Literal[True],
@@ -118,6 +123,7 @@ def attention(
     sinks: Tensor | None = None,
     mask: Tensor | None = None,
     block_mask: Any = None,
+    score_mod: Callable[..., Any] | None = None,
     precision: Precision = "bf16",
     deterministic: bool = False,
     return_lse: bool = False,
@@ -139,6 +145,8 @@ def attention(
     alibi_slopes: (num_heads,) or (batch, num_heads), float32; -slope * distance is added to the scores
     sinks: (num_heads,); one more logit in the denominator of each head, without a value
     block_mask: key blocks of each query block (see above); it excludes `mask`
+    score_mod: FlexAttention's score_mod(score, b, h, q_idx, kv_idx), if the options above can say the same; it excludes `mask`,
+               `softcap` and `alibi_slopes` (see `score_mods`)
     precision: "bf16", or products in float8: "qk8", "fp8" (see above)
     deterministic: gradients that repeat in every bit
     return_lse: return (out, lse)
@@ -166,6 +174,8 @@ def attention(
         if alibi_slopes is not None:
             alibi_slopes = alibi_slopes.contiguous()
         tensors = AttentionTensors(q, k, v, sinks, mask, None, None, None, None, None, out, None, alibi_slopes)
+        if score_mod is not None:
+            tensors, block_mask, options = _with_score_mod(tensors, block_mask, score_mod, options)
         if block_mask is None:
             run = _node(tensors, "attention") or run_dense
             result, lse = run(tensors, options)
@@ -373,9 +383,43 @@ def _run_block_sparse(
     options: CallOptions,
 ) -> Result:
     """A call of any layout with a `block_mask`. The lengths of a dense call are None."""
-    tensors = tensors._replace(blocks=as_block_lists(block_mask))
+    sizes = _sizes_of(tensors, max_seqlen_q, max_seqlen_k)
+    tensors = tensors._replace(blocks=as_block_lists(block_mask, sizes, traced=is_traced(*tensors[:3])))
     run = _node(tensors, "attention_block_sparse") or run_block_sparse
     return run(tensors, max_seqlen_q, max_seqlen_k, num_splits, options)
+
+
+def _with_score_mod(
+    tensors: AttentionTensors, block_mask: Any, score_mod: Callable[..., Any], options: CallOptions
+) -> tuple[AttentionTensors, Any, CallOptions]:
+    """A dense call with the options that a score_mod stands for, and its block_mask unless they include it."""
+    given = {"mask": tensors.mask, "alibi_slopes": tensors.alibi_slopes, "softcap": options.softcap or None}
+    for name, value in given.items():
+        if value is not None:
+            raise ParameterError(name, "be left out with score_mod, which says it itself", value)
+    traced = is_traced(*tensors[:3])
+    if traced:
+        rule = "be None while the call is compiled or traced: pass the softcap, alibi_slopes or mask that it stands for"
+        raise ParameterError("score_mod", rule, score_mod)
+    sizes = _sizes_of(tensors, None, None)
+    lists = None if block_mask is None else as_block_lists(block_mask, sizes, traced=traced)
+    causal = options.causal or options.window_size[1] == 0
+    found = translate_score_mod(score_mod, sizes, causal=causal, lists=lists)
+    scale = tensors.q.shape[-1] ** -0.5 if options.softmax_scale is None else options.softmax_scale
+    options = options._replace(softmax_scale=scale * found.factor, softcap=found.softcap)
+    tensors = tensors._replace(mask=found.mask, alibi_slopes=found.alibi_slopes)
+    return tensors, lists if found.mask is None else None, options
+
+
+def _sizes_of(tensors: AttentionTensors, max_seqlen_q: int | None, max_seqlen_k: int | None) -> CallSizes:
+    """What a mask_mod is evaluated for. The lengths of a dense call are None; so may be that of the keys in a cache."""
+    q = tensors.q
+    k = tensors.k
+    if tensors.cu_seqlens_q is None or max_seqlen_q is None:
+        return CallSizes(q.shape[0], q.shape[-2], q.shape[1], k.shape[1], q.device)
+    if max_seqlen_k is None and tensors.block_table is not None:
+        max_seqlen_k = tensors.block_table.shape[1] * k.shape[1]
+    return CallSizes(tensors.cu_seqlens_q.shape[0] - 1, q.shape[-2], max_seqlen_q, max_seqlen_k or 0, q.device)
 
 
 def _node(tensors: AttentionTensors | StoreTensors, name: str) -> Any:

@@ -2,21 +2,26 @@
 
     lists = BlockLists.from_blocks(keep, block_size=(64, 64))      # keep: bool (1, 1, query blocks, key blocks)
     lists = BlockLists.from_block_mask(flex_block_mask)            # evaluates FlexAttention's mask_mod once, to bits
+    lists = BlockLists.from_mask_mod(mask_mod, batch, heads, seqlen_q, seqlen_k, device="cuda")
     out = fa_serve.attention(q, k, v, causal=True, block_mask=lists)
 
-`as_block_lists` reads the argument `block_mask` of the public functions: a `BlockLists`, a `BlockMask` of FlexAttention, or its
-four tensors. The form is FlexAttention's, so its masks need no conversion. An arbitrary `mask_mod` is refused, because the
-kernels are compiled ahead of the call and cannot include a function; `from_block_mask` turns it into bits. This module leaves
-out which blocks are worth keeping, which is the caller's choice (examples/sparse_prefill.py shows one).
+`as_block_lists` reads the argument `block_mask` of the public functions: a `BlockLists`, a `BlockMask` of FlexAttention, its
+four tensors, or a mask_mod. The form is FlexAttention's, so its masks need no conversion. Kernels are compiled ahead of the
+call and cannot include a function, so a `mask_mod` becomes the bits of partial blocks. What was made of a function is kept
+while it lives. This module leaves out which blocks are worth keeping, which is the caller's choice (examples/sparse_prefill.py
+shows one).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fa_serve.index_functions import IndexFunction, dims_read, over_blocks, over_grid, what_is_read
+from fa_serve.kept_values import KeptValues
 from fa_serve.spec import ParameterError
 
 BLOCK_SIZES = (64, 128)
@@ -26,12 +31,24 @@ WORD = 32
 _EVALUATED_TOGETHER = 64
 """Blocks that `from_block_mask` evaluates at once: 64 blocks of 128 x 128 bool are 1 MB."""
 
-_FORMS = "be a fa_serve.BlockLists, a BlockMask of FlexAttention, or its four tensors"
-_NO_MASK_MOD = (
-    "have no mask_mod, because kernels cannot include a Python function: if mask_mod is the causal or the sliding-window rule, "
-    "pass causal=True or window_size, and the four tensors of the mask; otherwise pass "
-    "fa_serve.BlockLists.from_block_mask(block_mask), which evaluates mask_mod once and keeps the bits of partial blocks"
+_EVALUATED_ELEMENTS = 1 << 22
+"""Elements that `from_mask_mod` evaluates at once, in whole rows of blocks: of their bits it makes int64, 32 MB."""
+
+_FORMS = "be a fa_serve.BlockLists, a BlockMask of FlexAttention, its four tensors, or a mask_mod"
+_NO_FUNCTION = (
+    "have no mask_mod while the call is compiled or traced, which cannot wait for its blocks: pass a BlockLists that "
+    "fa_serve.BlockLists.from_block_mask or from_mask_mod has made before"
 )
+
+
+class CallSizes(NamedTuple):
+    """What a mask_mod is evaluated for: sequences, query heads, and the most queries and keys of a sequence."""
+
+    batch: int
+    heads: int
+    seqlen_q: int
+    seqlen_k: int
+    device: torch.device
 
 
 class BlockLists(NamedTuple):
@@ -82,9 +99,7 @@ class BlockLists(NamedTuple):
         listed = torch.arange(width, device=bits.device) < lists.kv_num_blocks[..., None]
         entries = listed.nonzero()
         last_query, last_key = (n - 1 for n in block_mask.seq_lengths)
-        evaluate = block_mask.mask_mod
-        for dims in ((None, None, None, 0), (None, None, 0, None), (0, 0, 0, 0)):
-            evaluate = torch.vmap(evaluate, in_dims=dims)
+        evaluate = over_blocks(block_mask.mask_mod)
         for some in torch.split(entries, _EVALUATED_TOGETHER):
             batch, head, block, place = some.unbind(1)
             # indices past the end would read past the end of tensors that mask_mod reads; no query or key is there
@@ -93,6 +108,41 @@ class BlockLists(NamedTuple):
             j = (first[:, None] + torch.arange(keys, device=bits.device)).clamp(max=last_key)
             bits[batch, head, block, place] = pack_bits(evaluate(batch, head, i, j))
         return lists._replace(partial_bits=bits)
+
+    @classmethod
+    def from_mask_mod(
+        cls,
+        mask_mod: IndexFunction,
+        batch: int,
+        heads: int,
+        seqlen_q: int,
+        seqlen_k: int,
+        *,
+        device: torch.device | str = "cpu",
+        block_size: tuple[int, int] = (128, 128),
+    ) -> BlockLists:
+        """The lists of a mask_mod(b, h, q_idx, kv_idx) of FlexAttention, which is evaluated once for each query and key.
+
+        batch, heads: sequences and query heads. Lists are shared by those that mask_mod does not tell apart
+        Rows of blocks are evaluated one after the other, so that no mask of all elements is held, and the host waits for the
+        device. Raises UnsupportedError for a function that `torch.vmap` cannot evaluate.
+        """
+        rows, keys = block_size
+        device = torch.device(device)
+        on_batch, on_heads = dims_read(mask_mod, device)
+        b = torch.arange(batch if on_batch else 1, device=device)
+        h = torch.arange(heads if on_heads else 1, device=device)
+        query_blocks = -(-seqlen_q // rows)
+        j = torch.arange(-(-seqlen_k // keys) * keys, device=device).clamp(max=seqlen_k - 1)
+        at_once = max(1, _EVALUATED_ELEMENTS // max(1, len(b) * len(h) * rows * len(j)))
+        parts = []
+        for first in range(0, query_blocks, at_once):
+            last = min(first + at_once, query_blocks)
+            # indices past the end repeat the last one, which neither shows nor hides more of a block
+            i = torch.arange(first * rows, last * rows, device=device).clamp(max=seqlen_q - 1)
+            keep = over_grid(mask_mod)(b, h, i, j).bool()
+            parts.append(_BlockRows.of(keep.reshape(len(b), len(h), last - first, rows, -1, keys).transpose(3, 4)))
+        return _joined(parts, (len(b), len(h)), -(-seqlen_k // keys), block_size, device)
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -114,6 +164,17 @@ class BlockLists(NamedTuple):
         assert indices is not None
         return BlockLists(num, indices, full_num, full_indices, self.block_size, bits)
 
+    def of_rows(self, first: int, last: int, seqlen_k: int, num_heads: int) -> Tensor:
+        """`expanded` for the queries from `first` to `last` - 1."""
+        rows = self.block_size[0]
+        skipped = first // rows
+        blocks = slice(skipped, -(-last // rows))
+        num, indices, full_num, full_indices, bits = (x if x is None else x[:, :, blocks] for x in self.tensors)
+        assert num is not None
+        assert indices is not None
+        some = BlockLists(num, indices, full_num, full_indices, self.block_size, bits)
+        return some.expanded(last - skipped * rows, seqlen_k, num_heads)[:, :, first - skipped * rows :]
+
     def expanded(self, seqlen_q: int, seqlen_k: int, num_heads: int) -> Tensor:
         """bool (1 or batch, 1 or num_heads, seqlen_q, seqlen_k): the keys that the lists and the bits leave to each query."""
         rows, keys = self.block_size
@@ -126,19 +187,83 @@ class BlockLists(NamedTuple):
         return keep if heads == 1 else keep.repeat_interleave(num_heads // heads, dim=1)
 
 
-def as_block_lists(block_mask: Any) -> BlockLists:
-    """What the argument `block_mask` says. Raises ParameterError for another type, and for a BlockMask with a mask_mod."""
+def as_block_lists(block_mask: Any, sizes: CallSizes, *, traced: bool = False) -> BlockLists:
+    """What the argument `block_mask` says of a call of these sizes.
+
+    traced: PyTorch records the call, so no function can be evaluated
+    Raises ParameterError for another type and for a function in a traced call.
+    """
     if isinstance(block_mask, BlockLists):
         return block_mask
     if isinstance(block_mask, tuple | list):
         if len(block_mask) != 4:
             raise ParameterError("block_mask", _FORMS, f"{len(block_mask)} values")
         return BlockLists(*block_mask)
+    if callable(block_mask) and not hasattr(block_mask, "kv_indices"):
+        mask_mod = block_mask
+        *shape, device = sizes
+        return _kept(mask_mod, mask_mod, sizes, traced, lambda: BlockLists.from_mask_mod(mask_mod, *shape, device=device))
     lists = _lists_of(block_mask)
     mask_mod = getattr(block_mask, "mask_mod", None)
-    if getattr(mask_mod, "__name__", "noop_mask") != "noop_mask":
-        raise ParameterError("block_mask", _NO_MASK_MOD, mask_mod)
-    return lists
+    if getattr(mask_mod, "__name__", "noop_mask") == "noop_mask":
+        return lists
+    return _kept(block_mask, mask_mod, None, traced, lambda: BlockLists.from_block_mask(block_mask))
+
+
+def _kept(owner: Any, mask_mod: Any, sizes: CallSizes | None, traced: bool, evaluate: Callable[[], BlockLists]) -> BlockLists:
+    """The lists of a mask or function, evaluated again only if what the function reads has changed."""
+    if traced:
+        raise ParameterError("block_mask", _NO_FUNCTION, mask_mod)
+    read = what_is_read(mask_mod)
+    if read is None:
+        return evaluate()
+    facts, tensors = read
+    found = _EVALUATED.find(owner, (sizes, facts))
+    if found is None:
+        found = _EVALUATED.keep(owner, (sizes, facts), (evaluate(), tensors))
+    return found[0]
+
+
+_EVALUATED: KeptValues[tuple[BlockLists, list[Tensor]]] = KeptValues(room=8)
+"""The lists of masks and functions, and the tensors that were read, whose numbers belong to no others while they are here."""
+
+
+class _BlockRows(NamedTuple):
+    """Some rows of blocks of a mask.
+
+    mixed, full: bool (batch, heads, rows of blocks, key blocks)
+    bits:        (mixed blocks, queries, words) int32, in the order of `mixed`
+    """
+
+    mixed: Tensor
+    full: Tensor
+    bits: Tensor
+
+    @classmethod
+    def of(cls, keep: Tensor) -> _BlockRows:
+        """keep: bool (batch, heads, rows of blocks, key blocks, queries, keys)"""
+        full = keep.flatten(4).all(4)
+        mixed = keep.flatten(4).any(4) & ~full
+        return cls(mixed, full, pack_bits(keep[mixed]))
+
+
+def _joined(
+    parts: list[_BlockRows], lists: tuple[int, int], key_blocks: int, block_size: tuple[int, int], device: torch.device
+) -> BlockLists:
+    """The lists of all rows of blocks."""
+    nothing = torch.zeros(*lists, 0, key_blocks, dtype=torch.bool, device=device)
+    mixed = BlockLists.from_blocks(torch.cat([nothing, *(part.mixed for part in parts)], 2), block_size)
+    full = BlockLists.from_blocks(torch.cat([nothing, *(part.full for part in parts)], 2), block_size)
+    num = mixed.kv_num_blocks
+    width = int(num.max()) if num.numel() else 0
+    bits = torch.zeros((*num.shape, width, block_size[0], block_size[1] // WORD), dtype=torch.int32, device=device)
+    listed = torch.arange(width, device=device) < num[..., None]
+    first = 0
+    for part in parts:
+        last = first + part.mixed.shape[2]
+        bits[:, :, first:last][listed[:, :, first:last]] = part.bits
+        first = last
+    return mixed._replace(full_kv_num_blocks=full.kv_num_blocks, full_kv_indices=full.kv_indices, partial_bits=bits)
 
 
 def pack_bits(keep: Tensor) -> Tensor:

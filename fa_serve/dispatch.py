@@ -274,16 +274,21 @@ def _decide_paged(
     check_alibi(tensors.alibi_slopes, q, batch)
     check_block_lists(tensors.blocks, q, k_cache, batch, max_seqlen_q)
     check_out(tensors.out, q, v_cache)
+    unequal = q.shape[0] < batch * max_seqlen_q
     if num_splits == TREE_SPLITS:
-        spec = _spec("paged", "tree", tensors, options)
-        return select_backend(spec, backend).plan(spec, tensors, options)
+        # all kernels of the tree compute the same bits, so lengths may choose among them
+        spec = _spec("paged", "tree", tensors, options, (batch, max_seqlen_q, length))
+        chosen = select_backend(spec, backend)
+        decoder = find_decoder(replace(spec, sizes=None), backend) if unequal else None
+        if decoder is not None and decoder is not chosen:
+            return plan_mixed(decoder, chosen, spec, tensors, options)
+        return chosen.plan(spec, tensors, options)
     if copied_bytes(k_cache, v_cache, batch, length, options.precision) > MAX_COPY_BYTES:
         options = replace(options, precision="bf16")
     widens = k_cache.dtype != q.dtype and options.precision == "bf16"
     decodes = max_seqlen_q <= FEW_QUERIES or num_splits > 0 or widens
     sizes = None if num_splits else (batch, max_seqlen_q, length)
     spec = _spec("paged", "decode" if decodes else "attention", tensors, options, sizes)
-    unequal = q.shape[0] < batch * max_seqlen_q
     chosen = select_backend(spec, backend)
     if backend == "auto" and not unequal:
         splits_keys = chosen.name == "hopper"

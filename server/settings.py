@@ -134,6 +134,12 @@ class Settings(BaseSettings):
         "Engine",
         ge=0,
     )
+    cascade_attention: bool = _option(
+        False,
+        "Read pages that many decoding sequences share, of one system prompt or of n answers to one prompt, once for all of "
+        "them, where that pays. May change tokens.",
+        "Engine",
+    )
     eager: bool = _option(False, "Use neither CUDA graphs nor fused layers.", "Engine")
     fusion: bool = _option(True, "Use fused kernels for layers of Llama's architecture.", "Engine")
     speculative: str | None = _option(

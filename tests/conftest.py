@@ -1,5 +1,5 @@
-"""What holds for every test: no network, one thread per worker, fresh memory that is poisoned, and interpreted kernels that
-stay inside their tensors.
+"""What holds for every test: no network, one thread per worker, fresh memory that is poisoned, grids of cases of which a sample
+runs, and interpreted kernels that stay inside their tensors.
 
 Files called `test_*_interpreted.py` run Triton's kernels on a CPU. They are collected only under TRITON_INTERPRET=1, and then
 no other file is, because Triton reads the variable when it is imported. `tests/gpu` is collected only where there is a GPU.
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from sampled_cases import pytest_collection_modifyitems as pytest_collection_modifyitems
 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerContext

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask, flex_attention
 
 import fa_serve
-from fa_serve import BlockLists, ParameterError
-from fa_serve.block_lists import as_block_lists, pack_bits
+from fa_serve import BlockLists, ParameterError, block_lists, index_functions
+from fa_serve.block_lists import CallSizes, as_block_lists, pack_bits
 from fa_serve.testing import make_qkv
 
 DOCUMENTS = torch.tensor([0] * 70 + [1] * 130 + [2] * 50)
@@ -25,6 +25,10 @@ def causal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
 
 def documents(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return (DOCUMENTS[i] == DOCUMENTS[j]) & (i >= j)
+
+
+def prefix(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return (i >= j) | (j < 140)
 
 
 def of_heads(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -87,24 +91,87 @@ def test_a_block_mask_and_its_four_tensors_are_read() -> None:
     for given in (four, list(four), BlockLists(*four), BlockMask.from_kv_blocks(*four)):
         torch.testing.assert_close(fa_serve.attention(q, k, v, causal=True, block_mask=given), expected, rtol=1e-5, atol=1e-6)
     small = BlockMask.from_kv_blocks(*four[:2], BLOCK_SIZE=64)
-    assert as_block_lists(small).block_size == (64, 64)
-    assert as_block_lists(small).full_kv_indices is None
+    found = as_block_lists(small, CallSizes(1, 4, 250, 250, q.device))
+    assert found.block_size == (64, 64)
+    assert found.full_kv_indices is None
 
 
-def test_an_arbitrary_mask_mod_is_refused_with_what_to_do() -> None:
-    q, k, v = make_qkv(1, 250, 250, 4, 2, 32)
-    mask = create_block_mask(documents, None, None, 250, 250, device="cpu")
-    with pytest.raises(ParameterError, match="mask_mod") as caught:
-        fa_serve.attention(q, k, v, block_mask=mask)
-    assert caught.value.field == "block_mask"
-    for advice in ("causal=True", "four tensors", "BlockLists.from_block_mask"):
-        assert advice in caught.value.rule
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize(("mask_mod", "lists"), [(causal, (1, 1)), (documents, (1, 1)), (prefix, (1, 1)), (of_heads, (2, 4))])
+def test_a_mask_mod_is_a_block_mask(mask_mod: Callable[..., Tensor], lists: tuple[int, int]) -> None:
+    """The function itself, and a BlockMask that has it. What the function does not tell apart shares lists."""
+    q, k, v = make_qkv(2, 250, 250, 4, 2, 32)
+    mask = create_block_mask(mask_mod, 2, 4, 250, 250, device="cpu")
+    expected = flex_attention(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=mask, enable_gqa=True).transpose(1, 2)
+    for given in (mask_mod, mask):
+        torch.testing.assert_close(fa_serve.attention(q, k, v, block_mask=given), expected, rtol=1e-5, atol=1e-5)
+    assert BlockLists.from_mask_mod(mask_mod, 2, 4, 250, 250).kv_num_blocks.shape[:2] == lists
+
+
+@pytest.mark.parametrize("size", [(128, 128), (64, 128), (128, 64)], ids=str)
+@pytest.mark.parametrize("mask_mod", [documents, prefix, of_heads])
+def test_rows_of_blocks_are_evaluated_one_after_the_other(
+    mask_mod: Callable[..., Tensor], size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No more than two rows of blocks at once, of a length that is no multiple of them."""
+    rows = []
+
+    def watched(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return mask_mod(b, h, i, j)
+
+    def counted(function: Any) -> Any:
+        def evaluate(*indices: Tensor) -> Tensor:
+            rows.append(len(indices[2]))
+            return index_functions.over_grid(function)(*indices)
+
+        return evaluate
+
+    monkeypatch.setattr(block_lists, "_EVALUATED_ELEMENTS", 2 * 8 * size[0] * 256)
+    monkeypatch.setattr(block_lists, "over_grid", counted)
+    lists = BlockLists.from_mask_mod(watched, 2, 4, 250, 250, block_size=size)
+    exact = create_mask(mask_mod, 2, 4, 250, 250, device="cpu")
+    assert torch.equal(lists.expanded(250, 250, 4).expand(2, 4, -1, -1), exact)
+    if mask_mod is of_heads:
+        assert max(rows) == min(2 * size[0], 256)
+    for first, last in ((0, 250), (size[0], 250)):
+        assert torch.equal(lists.of_rows(first, last, 250, 4).expand(2, 4, -1, -1), exact[:, :, first:last])
+
+
+def test_a_mask_mod_of_no_keys_has_empty_lists() -> None:
+    assert BlockLists.from_mask_mod(causal, 1, 1, 0, 0).kv_indices.shape == (1, 1, 0, 0)
+
+
+def test_a_function_is_evaluated_once_for_what_it_reads() -> None:
+    """A BlockMask and a function: again only after the tensor that it reads has changed, or for other sizes."""
+    q, k, v = make_qkv(1, 250, 250, 2, 2, 32)
+    borders = torch.tensor([100])
+
+    def behind(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return j >= borders[b]
+
+    sizes = CallSizes(1, 2, 250, 250, q.device)
+    for given in (behind, create_block_mask(behind, 1, 1, 250, 250, device="cpu")):
+        first = as_block_lists(given, sizes)
+        assert as_block_lists(given, sizes) is first
+        borders += 10
+        assert as_block_lists(given, sizes) is not first
+    assert as_block_lists(behind, sizes._replace(seqlen_q=100)) is not as_block_lists(behind, sizes)
+    seen = fa_serve.attention(q, k, v, block_mask=behind)
+    torch.testing.assert_close(seen, fa_serve.attention(q, k[:, 120:], v[:, 120:]), rtol=1e-5, atol=1e-5)
+
+
+def test_functions_are_refused_in_a_graph() -> None:
+    sizes = CallSizes(1, 1, 128, 128, torch.device("cpu"))
+    for given in (causal, create_block_mask(causal, None, None, 128, 128, device="cpu")):
+        with pytest.raises(ParameterError, match="have no mask_mod while the call is compiled") as caught:
+            as_block_lists(given, sizes, traced=True)
+        assert "from_block_mask or from_mask_mod" in caught.value.rule
 
 
 @pytest.mark.parametrize("given", [torch.ones(1), "causal", (torch.ones(1),) * 3], ids=["tensor", "text", "three"])
 def test_other_forms_are_refused(given: Any) -> None:
     with pytest.raises(ParameterError, match=r"block_mask must be a fa_serve\.BlockLists"):
-        as_block_lists(given)
+        as_block_lists(given, CallSizes(1, 1, 128, 128, torch.device("cpu")))
     if not isinstance(given, tuple):
         with pytest.raises(ParameterError, match=r"block_mask must be a fa_serve\.BlockLists"):
             BlockLists.from_block_mask(given)

@@ -194,6 +194,7 @@ def test_a_setting_that_cannot_work_is_one_sentence(arguments, said):
     assert (result.exit_code, result.stderr.splitlines()[-1]) == (2, f"fa-serve: {said}")
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("command", ["serve", "warm"])
 @pytest.mark.parametrize(
     ("built", "count", "device", "said"),

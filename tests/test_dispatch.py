@@ -44,6 +44,7 @@ ALIKE: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("change", ALIKE)
 @pytest.mark.parametrize("call", [VARLEN, (PAGED[0], PAGED[1] | {"causal": False})], ids=["varlen", "paged"])
 def test_a_call_is_not_taken_for_another(

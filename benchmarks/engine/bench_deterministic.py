@@ -21,6 +21,7 @@ import torch
 
 from benchmarks.engine.engine_workloads import SHAPES, make_model
 from benchmarks.measure import Results
+from fa_serve.backends import hopper
 from fa_serve.engine import Engine, EngineConfig, SamplingParams
 from fa_serve.ops.products import tiles
 
@@ -52,9 +53,9 @@ def require_equal_bits(engine: Engine, prompts: list[list[int]]) -> None:
     assert bits(prompts[:1]) == bits(prompts), "an answer depends on the batch"
 
 
-def measure(shape: str, device: str, tiny: bool) -> dict[str, tuple[float, float]]:
+def measure(shape: str, device: str, tiny: bool, prompts_only: bool = False) -> dict[str, tuple[float, float]]:
     """By case, the rates (deterministic, usual)."""
-    batches = BATCHES[:2] if tiny else BATCHES
+    batches = () if prompts_only else BATCHES[:2] if tiny else BATCHES
     lengths = (16, 48) if tiny else PROMPTS
     new = 8 if tiny else 128
     rates: dict[str, list[float]] = {}
@@ -88,11 +89,14 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="few and short requests")
     parser.add_argument("--one-tile", action="store_true", help="switch tiles.CHOOSES_BY_ROWS off: one tile for every size")
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results")
+    parser.add_argument("--hopper-tree", action="store_true", help="switch hopper.FOLLOWS_TREE on: prompts by Hopper's kernel")
+    parser.add_argument("--prompts", action="store_true", help="no cases of decoding")
     options = parser.parse_args()
     tiles.CHOOSES_BY_ROWS &= not options.one_tile
+    hopper.FOLLOWS_TREE |= options.hopper_tree
     results = Results("deterministic", options.out)
     for shape in options.shapes.split(","):
-        for case, (deterministic, usual) in measure(shape, options.device, options.tiny).items():
+        for case, (deterministic, usual) in measure(shape, options.device, options.tiny, options.prompts).items():
             ratio = results.add(case, "tokens/s", deterministic, {"usual": usual})
             print(f"{case}: {deterministic:.0f} of {usual:.0f} tokens/s, {ratio:.2f}")
     results.merge()

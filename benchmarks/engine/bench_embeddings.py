@@ -35,6 +35,7 @@ from transformers import AutoConfig, AutoModel, PreTrainedTokenizerFast
 
 from benchmarks.measure import Results
 from fa_serve.engine import Encoder, EngineConfig
+from fa_serve.engine.pooling import pipeline
 
 WORDS = 1000
 SPECIAL = 2
@@ -139,7 +140,13 @@ def sentence_transformers(folder: Path, attention: str, device: str, dtype: str)
 
 
 def offline(args: argparse.Namespace, shape: str, folder: Path, results: Results) -> None:
-    settings = EngineConfig(model=folder, dtype=args.dtype, device=args.device, max_num_batched_tokens=args.tokens)
+    settings = EngineConfig(
+        model=folder,
+        dtype=args.dtype,
+        device=args.device,
+        max_num_batched_tokens=args.tokens,
+        max_num_seqs=args.sequences,
+    )
     encoder = Encoder(settings, ahead=True)
     check(folder, encoder, args.dtype)
     device = encoder.config.device
@@ -250,6 +257,8 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=8, help="of each client")
     parser.add_argument("--total", type=int, default=1 << 18, help="tokens of the texts of an offline case")
     parser.add_argument("--tokens", type=int, default=16384, help="of a batch, offline")
+    parser.add_argument("--sequences", type=int, default=1024, help="of a batch, offline")
+    parser.add_argument("--fused", action="store_true", help="offline, fuse layers on a GPU (pipeline.FUSES_ON_GPU)")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="auto")
@@ -257,6 +266,7 @@ def main() -> None:
     parser.add_argument("--no-http", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args()
+    pipeline.FUSES_ON_GPU = pipeline.FUSES_ON_GPU or args.fused
     results = Results("embeddings", args.out)
     for shape in args.shapes.split(","):
         with tempfile.TemporaryDirectory() as folder:

@@ -1,14 +1,16 @@
 """Attention by a fixed tree beside the usual attention on a paged cache, with the forms that the tree may have.
 
     python -m benchmarks.tuning.tune_tree
+    python -m benchmarks.tuning.tune_tree --heads 16,8 --prompts    # prompts and chunks at the shape of 0.6B
 
-Microseconds for 32 query heads and 8 KV heads of 128 in bfloat16: prompts, chunks after a cached prefix, and decoding. "apart"
-is one program for each group of keys, "whole" one for all, with 64 or 128 packed rows. What the lines decide is in
-fa_serve/backends/triton/tree/plan.py.
+Microseconds in bfloat16 with heads of 128: prompts, chunks after a cached prefix, and decoding. "apart" is one program for each
+group of keys, "whole" one for all, with 64 or 128 packed rows (`tree/plan.py:CHOOSES_ROWS`), and "hopper" is Hopper's kernel
+(`hopper.FOLLOWS_TREE`), by name with its tiles: "late" rescales late, "pingpong" takes turns.
 """
 
 from __future__ import annotations
 
+import argparse
 from functools import partial
 from typing import Any
 
@@ -17,6 +19,8 @@ import torch
 import fa_serve
 from benchmarks.measure import milliseconds
 from fa_serve.backends.calls import AttentionOptions, AttentionTensors
+from fa_serve.backends.hopper.forward.plan import plan_hopper_forward
+from fa_serve.backends.hopper.forward.tiles import HopperTiles, Schedule
 from fa_serve.backends.triton.tree.plan import plan_tree
 from fa_serve.spec import TREE_SPLITS
 from fa_serve.testing import cu_seqlens
@@ -24,7 +28,8 @@ from fa_serve.testing import cu_seqlens
 CASES = (
     (1, 512, 512),
     (1, 4096, 4096),
-    (8, 512, 512),
+    (16, 512, 512),
+    (2, 4096, 4096),
     (1, 512, 8192),
     (1, 1, 2048),
     (1, 1, 16384),
@@ -39,11 +44,27 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
+HOPPER_FORMS = {
+    "hopper late": HopperTiles(2, 64, 4, 2, Schedule.DYNAMIC, rescale_late=True),
+    "hopper late pingpong": HopperTiles(2, 64, 4, 2, Schedule.DYNAMIC, rescale_late=True, pingpong=True),
+    "hopper pingpong": HopperTiles(2, 64, 4, 2, Schedule.DYNAMIC, pingpong=True),
+    "hopper late early-exp": HopperTiles(2, 64, 4, 2, Schedule.DYNAMIC, rescale_late=True, softmax_first=False),
+}
+"""Tiles for prompts; see `hopper.forward.tiles.tree_tiles`."""
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--heads", default="32,8", help="query heads and KV heads")
+    parser.add_argument("--prompts", action="store_true", help="no case with one query")
+    given = parser.parse_args()
+    num_heads, heads = (int(number) for number in given.heads.split(","))
     for batch, queries, keys in CASES:
+        if given.prompts and queries == 1:
+            continue
         pages = -(-keys // 16)
-        q = torch.randn(batch * queries, 32, 128, dtype=torch.bfloat16, device="cuda")
-        k, v = (torch.randn(batch * pages, 8, 16, 128, dtype=q.dtype, device=q.device).transpose(1, 2) for _ in range(2))
+        q = torch.randn(batch * queries, num_heads, 128, dtype=torch.bfloat16, device="cuda")
+        k, v = (torch.randn(batch * pages, heads, 16, 128, dtype=q.dtype, device=q.device).transpose(1, 2) for _ in range(2))
         table = torch.arange(batch * pages, dtype=torch.int32, device=q.device).view(batch, pages)
         lengths: dict[str, Any] = {"cu_seqlens_q": cu_seqlens([queries] * batch, q.device), "block_table": table}
         used = torch.full((batch,), keys, dtype=torch.int32, device=q.device)
@@ -55,6 +76,9 @@ def main() -> None:
             if form["apart"] and queries > 16:
                 continue
             calls[name] = partial(plan_tree(tensors, options, **form), tensors)
+        if queries > 1 and torch.cuda.get_device_capability()[0] == 9:
+            for name, tiles in HOPPER_FORMS.items():
+                calls[name] = partial(plan_hopper_forward(tensors, options, tiles), tensors)
         times = {name: 1e3 * milliseconds(call, rep=15, warmup=5) for name, call in calls.items()}
         listed = "  ".join(f"{name} {time:.1f}" for name, time in times.items())
         print(f"{batch} x {queries} queries, {keys} keys, us: {listed}", flush=True)

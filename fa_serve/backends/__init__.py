@@ -22,6 +22,12 @@ from fa_serve.spec import AttentionSpec, UnsupportedError
 MAX_KEYS_PER_TILE = 128
 """The most keys of a paged cache that any kernel loads at once. Keys that share a tile with a visible key are read, although
 they are masked, so their pages must not be given to another sequence. The plans of the kernels assert this bound."""
+TREE_KEYS = 64
+"""Keys of a block of the tree that all kernels of deterministic mode follow (see `triton.tree.plan`), of heads of up to 256 in
+16 bits."""
+GROUP_KEYS = 512
+"""Keys of a group of the tree. The groups of a single sequence are programs, so shorter ones would occupy more of a GPU, and
+longer ones cost prompts less: the fold is as much work as half a block."""
 
 
 class Selectable(Protocol):
@@ -129,7 +135,9 @@ select_backend = ATTENTION.select
 
 __all__ = [
     "ATTENTION",
+    "GROUP_KEYS",
     "MAX_KEYS_PER_TILE",
+    "TREE_KEYS",
     "Backend",
     "BackendTable",
     "Selectable",

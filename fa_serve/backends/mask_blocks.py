@@ -12,8 +12,6 @@ pass share one mask, so its lists are kept in `SCANNED` for as long as the mask 
 
 from __future__ import annotations
 
-import weakref
-from collections import OrderedDict
 from collections.abc import Hashable
 from typing import NamedTuple
 
@@ -21,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fa_serve.block_lists import BlockLists
+from fa_serve.kept_values import KeptValues
 from fa_serve.spec import AttentionSpec
 
 SCANNED_BLOCK = 128
@@ -79,11 +78,6 @@ def _span_of(kinds: Tensor) -> Tensor:
     return torch.stack([first, blocks.masked_fill(empty, -1).amax(-1)], -1)
 
 
-class _Kept(NamedTuple):
-    owner: weakref.ref[Tensor]
-    scanned: ScannedMask
-
-
 class ScannedMasks:
     """What was found in at most `room` masks, each known by the tensor that owns its memory, its view of it, and its version.
 
@@ -93,33 +87,18 @@ class ScannedMasks:
     """
 
     def __init__(self, room: int) -> None:
-        self._room = room
-        self._kept: OrderedDict[Hashable, _Kept] = OrderedDict()
+        self._kept: KeptValues[ScannedMask] = KeptValues(room)
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def find(self, mask: Tensor, stream: int) -> ScannedMask | None:
         """What was kept of this mask, or None."""
-        if not _has_version(mask):
-            return None
-        key = _key(mask, stream)
-        kept = self._kept.get(key)
-        # the number of a tensor that is gone may be another's by now
-        if kept is None or kept.owner() is not _owner(mask):
-            return None
-        self._kept.move_to_end(key)
-        return kept.scanned
+        return self._kept.find(_owner(mask), _key(mask, stream)) if _has_version(mask) else None
 
     def keep(self, mask: Tensor, stream: int, scanned: ScannedMask) -> ScannedMask:
         """Keep what was found until the mask is gone, or `room` others were scanned, and return it."""
-        if _has_version(mask):
-            key = _key(mask, stream)
-            self._kept[key] = _Kept(weakref.ref(_owner(mask), lambda _: self._kept.pop(key, None)), scanned)
-            self._kept.move_to_end(key)
-            if len(self._kept) > self._room:
-                self._kept.popitem(last=False)
-        return scanned
+        return self._kept.keep(_owner(mask), _key(mask, stream), scanned) if _has_version(mask) else scanned
 
     def clear(self) -> None:
         self._kept.clear()
@@ -136,7 +115,7 @@ def _owner(mask: Tensor) -> Tensor:
 
 def _key(mask: Tensor, stream: int) -> Hashable:
     view = (mask.storage_offset(), mask.shape, mask.stride(), mask.dtype)
-    return (id(_owner(mask)), mask._version, view, stream)
+    return (mask._version, view, stream)
 
 
 SCANNED = ScannedMasks(room=8)

@@ -17,13 +17,13 @@ from torch import Tensor
 from fa_serve.backends import ATTENTION, Backend
 from fa_serve.backends.calls import AttentionOptions, AttentionTensors
 from fa_serve.launching.plans import Run
-from fa_serve.spec import AttentionSpec
+from fa_serve.spec import AttentionSpec, Op
 
 
 def find_decoder(spec: AttentionSpec, name: str) -> Backend | None:
     """The fastest backend whose decoding kernel serves a part of a mixed batch, or None: the other kernel takes all of it.
 
-    spec: of the sequences that decode, with the op "decode"
+    spec: of the sequences that decode, with the op "decode" or "tree"
     name: the backend that the call names, or "auto"
     """
     for candidate in ATTENTION.auto if name == "auto" else (name,):
@@ -38,7 +38,8 @@ def plan_mixed(
 ) -> Run:
     """Plan paged calls that look like this one, for no fixed number of splits.
 
-    decoder: the backend that serves the spec with op "decode", in q's dtype; its `mixed_rows` is not None
+    decoder: the backend that serves the spec with op "decode" or, for a tree, as it is, in q's dtype; its `mixed_rows` is not
+             None
     forward: the backend that serves the spec, which skips sequences of up to `options.skip_q` queries
     """
     total_q, num_heads, _ = tensors.q.shape
@@ -58,7 +59,8 @@ def plan_mixed(
     example = prepare(tensors)
     long = forward.plan(spec, example, replace(options, skip_q=few_queries))
     decode_options = replace(options, max_seqlen_q=few_queries, precision="bf16")
-    short = decoder.plan(replace(spec, op="decode", precision="bf16"), example, decode_options)
+    op: Op = "tree" if spec.op == "tree" else "decode"
+    short = decoder.plan(replace(spec, op=op, precision="bf16"), example, decode_options)
 
     def run(tensors: AttentionTensors) -> tuple[Tensor, Tensor | None]:
         shared = prepare(tensors)

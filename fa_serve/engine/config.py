@@ -67,6 +67,9 @@ class EngineConfig:
     prefix_caching:         keep the pages of finished requests for prompts with the same prefix
     kv_host_memory:         bytes of the host's memory, pinned on a GPU, for pages and states that are evicted from the prefix
                             cache; they are copied back when a prompt needs them. 0 is none
+    cascade_attention:      read pages that many decoding sequences share, of one system prompt or of n answers to one prompt,
+                            once for all of them in each step, where that pays. It may change tokens, because sums are taken in
+                            another order
     eager:                  no CUDA graphs and no fusion: every step launches the model's own kernels one by one
     fusion:                 compute layers of the Llama kind with fewer, fused kernels, which are verified at start-up
     speculative:            how tokens are guessed ahead: "ngram" (prompt lookup), "draft=MODEL" (a small model with the same
@@ -115,6 +118,7 @@ class EngineConfig:
     max_model_len: int | None = None
     prefix_caching: bool = True
     kv_host_memory: int = 0
+    cascade_attention: bool = False
     eager: bool = False
     fusion: bool = True
     speculative: str | None = None

@@ -69,6 +69,7 @@ from fa_serve.ops.ops_backend import ACTIVATIONS as ACTIVATIONS
 from fa_serve.ops.ops_backend import ExpertWeights as ExpertWeights
 from fa_serve.ops.ops_backend import Gate as Gate
 from fa_serve.ops.ops_backend import GateActivation as GateActivation
+from fa_serve.ops.ops_backend import LayerNorm as LayerNorm
 from fa_serve.ops.ops_backend import Norm as Norm
 from fa_serve.ops.ops_backend import OpsBackend as OpsBackend
 from fa_serve.ops.ops_backend import Pairing as Pairing
@@ -156,6 +157,17 @@ def rms_norm(x: Tensor, norm: Norm, *, residual: Tensor | None = None, out: Tens
     out:         (total, width), written and returned if given; may be `x`
     """
     return select_ops(x.device).rms_norm(x, norm, residual, out)
+
+
+def layer_norm(x: Tensor, norm: LayerNorm, *, residual: Tensor | None = None, keep_sum: bool = False) -> Tensor:
+    """Compute (s - mean(s)) / sqrt(var(s) + eps) * weight + bias for each row of s = x + residual.
+
+    x:        (total, width), the elements of a row contiguous
+    residual: (total, width), contiguous; without it, s is x
+    keep_sum: residual becomes s, in place
+    Returns (total, width), in x's dtype.
+    """
+    return select_ops(x.device).layer_norm(x, norm, residual, keep_sum)
 
 
 def rotary_store_kv(
@@ -271,6 +283,20 @@ def add(x: Tensor, y: Tensor, *, alpha: float = 1.0) -> Tensor:
     return select_ops(x.device).add(x, y, alpha)
 
 
+def merge_attention(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> Tensor:
+    """Merge two parts of attention in place: of the same queries, over two disjoint sets of keys.
+
+        out = out * exp(lse - sum) + other * exp(other_lse - sum)      with sum = log(exp(lse) + exp(other_lse))
+
+    out, other:     (total, num_heads, head_dim_v), contiguous, what `attention_paged` returns for each set of keys
+    lse, other_lse: (num_heads, total) float32, contiguous; -inf where a query has seen no key
+
+    Returns out. Where one part has seen no key, the result is the other part. Source: the combination of splits in
+    Flash-Decoding (Dao et al. 2023).
+    """
+    return select_ops(out.device).merge_attention(out, lse, other, other_lse)
+
+
 def move_rows(table: RowTable, rows: Tensor, packed: Tensor, *, pack: bool) -> None:
     """Copy rows of all tensors of a table into packed rows (pack=True), or back (pack=False).
 
@@ -292,6 +318,27 @@ def add_lora(
     Returns y.
     """
     return select_ops(y.device).add_lora(y, x, weights, batch, norm, bias)
+
+
+def linear_lora(
+    x: Tensor,
+    weight: Weight,
+    bias: Tensor | None,
+    weights: LoraWeights,
+    batch: LoraBatch,
+    *,
+    norm: Norm | None = None,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    alpha: float = 1.0,
+) -> Tensor:
+    """As `linear` with the adapters of a step: they are added to norm(x) @ weight.T + bias, before a gate or a residual sum.
+
+    On a GPU, matrices and up to 128 tokens have the adapters in the launches of the product (lora/product.py).
+
+    x: (total, k), one row for each of the step. The other arguments and the result are those of `linear` and `add_lora`.
+    """
+    return select_ops(weight.device).linear_lora(x, weight, bias, weights, batch, norm, activation, residual, alpha)
 
 
 def route(logits: Tensor, bias: Tensor | None, router: Router, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -44,6 +44,18 @@ class Norm(NamedTuple):
     offset: float = 0.0
 
 
+class LayerNorm(NamedTuple):
+    """The parameters of a layer norm (Ba, Kiros, Hinton 2016, arXiv:1607.06450).
+
+    weight, bias: (width,); bias may be None
+    eps:          added to the variance
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+
+
 class RoundedRows(NamedTuple):
     """Rows that were rounded to float8 for the product that takes them.
 
@@ -151,6 +163,8 @@ class OpsBackend(Protocol):
 
     def rms_norm(self, x: Tensor, norm: Norm, residual: Tensor | None, out: Tensor | None, /) -> Tensor: ...
 
+    def layer_norm(self, x: Tensor, norm: LayerNorm, residual: Tensor | None, keep_sum: bool, /) -> Tensor: ...
+
     def rotary_store_kv(
         self,
         qkv: Tensor,
@@ -190,10 +204,26 @@ class OpsBackend(Protocol):
 
     def add(self, x: Tensor, y: Tensor, alpha: float, /) -> Tensor: ...
 
+    def merge_attention(self, out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor, /) -> Tensor: ...
+
     def move_rows(self, table: RowTable, rows: Tensor, packed: Tensor, pack: bool, /) -> None: ...
 
     def add_lora(
         self, y: Tensor, x: Tensor, weights: LoraWeights, batch: LoraBatch, norm: Norm | None, bias: Tensor | None, /
+    ) -> Tensor: ...
+
+    def linear_lora(
+        self,
+        x: Tensor,
+        weight: Weight,
+        bias: Tensor | None,
+        weights: LoraWeights,
+        batch: LoraBatch,
+        norm: Norm | None,
+        activation: str | None,
+        residual: Tensor | None,
+        alpha: float,
+        /,
     ) -> Tensor: ...
 
     def sample_rows(

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from fa_serve.api import store_kv
 from fa_serve.ops.lora.fallback import torch_add_lora
+from fa_serve.ops.lora.problem import LoraBatch, LoraWeights
+from fa_serve.ops.lora.separate import separate_linear_lora
 from fa_serve.ops.moe.fallback import torch_activation, torch_experts, torch_route
-from fa_serve.ops.ops_backend import GateActivation, Norm, Pairing, RoundedRows, Weight
+from fa_serve.ops.ops_backend import GateActivation, LayerNorm, Norm, Pairing, RoundedRows, Weight
 from fa_serve.ops.products.quantised.weight import QuantizedWeight
 from fa_serve.ops.rows import RowTable
 from fa_serve.ops.sampling.fallback import torch_sample_rows
@@ -53,11 +55,36 @@ class TorchOps:
         y = product(x, _matrix(weight, x.dtype), bias, residual, alpha)
         return y if activation is None else self.act_and_mul(y, activation)
 
+    def linear_lora(
+        self,
+        x: Tensor,
+        weight: Weight,
+        bias: Tensor | None,
+        weights: LoraWeights,
+        batch: LoraBatch,
+        norm: Norm | None,
+        activation: str | None,
+        residual: Tensor | None,
+        alpha: float,
+        /,
+    ) -> Tensor:
+        return separate_linear_lora(self, x, weight, bias, weights, batch, norm, activation, residual, alpha)
+
     def rms_norm(self, x: Tensor, norm: Norm, residual: Tensor | None, out: Tensor | None, /) -> Tensor:
         y = _normed(x, norm)
         if residual is not None:
             y = y + residual
         return y.to(x.dtype) if out is None else out.copy_(y)
+
+    def layer_norm(self, x: Tensor, norm: LayerNorm, residual: Tensor | None, keep_sum: bool, /) -> Tensor:
+        total = _wide(x)
+        if residual is not None:
+            total = total + residual
+            if keep_sum:
+                residual.copy_(total)
+        bias = None if norm.bias is None else norm.bias.to(total.dtype)
+        weight = norm.weight.to(total.dtype)
+        return torch.nn.functional.layer_norm(total, weight.shape, weight, bias, norm.eps).to(x.dtype)
 
     def rotary_store_kv(
         self,
@@ -120,6 +147,11 @@ class TorchOps:
 
     def add(self, x: Tensor, y: Tensor, alpha: float, /) -> Tensor:
         return x.copy_(_wide(x).add(_wide(y), alpha=alpha))
+
+    def merge_attention(self, out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor, /) -> Tensor:
+        share = (lse - torch.logaddexp(lse, other_lse)).exp().nan_to_num_(0.0).t()[..., None]
+        other_share = (other_lse - torch.logaddexp(lse, other_lse)).exp().nan_to_num_(0.0).t()[..., None]
+        return out.copy_(_wide(out) * share + _wide(other) * other_share)
 
     def move_rows(self, table: RowTable, rows: Tensor, packed: Tensor, pack: bool, /) -> None:
         first = 0

@@ -22,7 +22,7 @@ from fa_serve.backends.hopper import HopperBackend
 from fa_serve.backends.mixed import find_decoder, plan_mixed
 from fa_serve.backends.reference import ReferenceBackend, attention_reference
 from fa_serve.launching.plans import PlanTable, Run
-from fa_serve.spec import AttentionSpec
+from fa_serve.spec import TREE_SPLITS, AttentionSpec
 
 LENGTHS_Q = [1, 70, 16, 17, 3]
 LENGTHS_K = [90, 70, 33, 40, 5]
@@ -52,7 +52,7 @@ class RowsOfReference:
             assert t.q.stride(2) == t.out.stride(2) == 1, "kernels read and write contiguous rows"
             whole, lse = ReferenceBackend().plan(spec, t, options)(t._replace(out=None, lse=None))
             for a, b in pairwise(t.cu_seqlens_q.tolist()):
-                is_taken = b - a <= options.max_seqlen_q if spec.op == "decode" else b - a > options.skip_q
+                is_taken = b - a <= options.max_seqlen_q if spec.op in ("decode", "tree") else b - a > options.skip_q
                 if is_taken:
                     t.out[a:b] = whole[a:b]
                     if t.lse is not None:
@@ -139,11 +139,11 @@ def attend(monkeypatch: pytest.MonkeyPatch) -> Call:
         hopper = HopperBackend()
 
         def select(spec: AttentionSpec, name: str) -> Backend:
-            assert spec.op == "attention"
+            assert spec.op == ("tree" if options.get("num_splits") == TREE_SPLITS else "attention")
             return hopper
 
         def find(spec: AttentionSpec, name: str) -> Backend | None:
-            assert spec.op == "decode"
+            assert spec.op == ("tree" if options.get("num_splits") == TREE_SPLITS else "decode")
             return decoder if name == "auto" else None
 
         monkeypatch.setattr(dispatch, "select_backend", select)
@@ -173,6 +173,15 @@ def test_prompts_run_on_hopper_and_the_rest_on_the_decoder_of_auto(attend: Call)
     decoder = RowsOfReference(mixed_rows=8)
     out, lse = attend(call, decoder)
     assert [options.max_seqlen_q for _, options in decoder.planned] == [4]
+    for sequence in range(len(LENGTHS_Q)):
+        call.check(out, lse, sequence)
+
+
+def test_rows_of_a_tree_are_divided_as_others_are(attend: Call) -> None:
+    call = PagedCall.of(Case(""), LENGTHS_Q, LENGTHS_K)
+    decoder = RowsOfReference(mixed_rows=8)
+    out, lse = attend(call, decoder, num_splits=TREE_SPLITS)
+    assert [(spec.op, options.max_seqlen_q) for spec, options in decoder.planned] == [("tree", 4)]
     for sequence in range(len(LENGTHS_Q)):
         call.check(out, lse, sequence)
 

@@ -9,6 +9,7 @@ from tail_cases import PAGED, VARLEN, TailCase, attend, check_tail, check_tail_g
 from fa_serve.backends.unseen_rows import without_keys
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("backend", ["sdpa", "reference"])
 @pytest.mark.parametrize("case", params([*VARLEN, *PAGED]))
 def test_rows_behind_the_last_sequence(case: TailCase, backend: str) -> None:

@@ -307,6 +307,7 @@ BIASED = SamplingParams(max_tokens=4, temperature=0.0, logit_bias={7: 1.0})
 FORCED = SamplingParams(max_tokens=4, temperature=0.0, structured=StructuredOutput(regex="[a-z]+"))
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("attack", [GREEDY, BIASED, FORCED, None], ids=["plain", "biased", "regex", "aborted"])
 @pytest.mark.parametrize("victim", [BIASED, FORCED], ids=["biased", "regex"])
 def test_values_that_are_not_finite_reach_no_other_request(make_engine, attack, victim) -> None:

@@ -18,6 +18,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """What only a GPU can show is seldom run, and then whole."""
+    item.add_marker(pytest.mark.every_case)
+
+
 @pytest.hookimpl(trylast=True)  # after -k and -m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items[:] = items[:: config.getoption("--every")]

@@ -40,11 +40,19 @@ def test_a_document_mask_as_flex_attention_computes_it() -> None:
     def same_document(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
         return (document[i] == document[j]) & (i >= j)
 
+    slopes = 2.0 ** -torch.arange(1, 9, device="cuda")
+
+    def alibi(s: torch.Tensor, b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        return s - slopes[h] * (i - j)
+
     mask = create_block_mask(same_document, None, None, 4000, 4000, device="cuda")
-    out = fa_serve.attention(q, k, v, block_mask=fa_serve.BlockLists.from_block_mask(mask))
     flex = torch.compile(flex_attention)
-    theirs = flex(*(x.transpose(1, 2).contiguous() for x in (q, k, v)), block_mask=mask, enable_gqa=True).transpose(1, 2)
-    assert (out.float() - theirs.float()).abs().max() <= 2 * 2**-8 * theirs.abs().max()
+    heads_first = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
+    for score_mod in (None, alibi):
+        theirs = flex(*heads_first, score_mod=score_mod, block_mask=mask, enable_gqa=True).transpose(1, 2)
+        for given in (fa_serve.BlockLists.from_block_mask(mask), mask, same_document):
+            out = fa_serve.attention(q, k, v, block_mask=given, score_mod=score_mod)
+            assert (out.float() - theirs.float()).abs().max() <= 2 * 2**-8 * theirs.abs().max()
 
 
 def test_lists_may_change_below_a_captured_graph() -> None:

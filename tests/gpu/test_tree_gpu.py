@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 
 import fa_serve
+from fa_serve.backends import hopper
 from fa_serve.backends.calls import AttentionOptions, AttentionTensors
+from fa_serve.backends.triton.tree import plan as tree
 from fa_serve.backends.triton.tree.plan import plan_tree
+from fa_serve.launching.plans import PLANS
 from fa_serve.spec import TREE_SPLITS
 from fa_serve.testing import cu_seqlens
 
@@ -58,8 +61,80 @@ def test_a_query_has_the_same_bits_with_any_others(heads: tuple[int, int], head_
         for apart in (False, True):
             for beside in (0, 1, 100):
                 assert torch.equal(compute(first, last, apart=apart, beside=beside), whole[first:last]), (first, apart, beside)
-    if head_dim <= 128 and torch.cuda.get_device_capability()[0] == 9:
-        for first, last in ((LENGTH - 1, LENGTH), (3, 900), (0, LENGTH)):
-            assert torch.equal(compute(first, last, apart=False, block_m=128), whole[first:last]), (
-                "plan.CHOOSES_ROWS must be off"
-            )
+
+
+class Prompts:
+    """A step of the engine: prompts, a chunk behind a prefix, tokens that decode, and padding behind the last of them."""
+
+    def __init__(self, heads: tuple[int, int], head_dim: int, *, left: int = -1, sinks: bool = False) -> None:
+        torch.manual_seed(0)
+        self.q_lens = [333, 1, 700, 1, 2100, 129, 5]
+        self.kv_lens = [333, 900, 1700, 512, 2100, 4000, 70]
+        pages = [-(-keys // 16) for keys in self.kv_lens]
+        make = lambda *shape: torch.randn(*shape, dtype=torch.bfloat16, device="cuda")  # noqa: E731
+        self.q = 3 * make(sum(self.q_lens) + 9, heads[0], head_dim)
+        self.k, self.v = (make(sum(pages), heads[1], 16, head_dim).transpose(1, 2) for _ in range(2))
+        self.table = torch.zeros(len(pages), max(pages), dtype=torch.int32, device="cuda")
+        for row, places in zip(self.table, torch.randperm(sum(pages), device="cuda").int().split(pages), strict=True):
+            row[: len(places)] = places
+        self.options: dict[str, Any] = {"window_size": (left, 0), "sinks": make(heads[0]) if sinks else None}
+
+    def compute(self, backend: str = "auto") -> tuple[Tensor, Tensor]:
+        """out and lse by the tree, planned anew."""
+        PLANS.clear()
+        out, lse = fa_serve.attention_paged(
+            self.q,
+            self.k,
+            self.v,
+            block_table=self.table,
+            seqused_k=torch.tensor(self.kv_lens, dtype=torch.int32, device="cuda"),
+            cu_seqlens_q=cu_seqlens(self.q_lens, self.q.device),
+            max_seqlen_q=max(self.q_lens),
+            max_seqlen_k=max(self.kv_lens),
+            num_splits=TREE_SPLITS,
+            return_lse=True,
+            backend=backend,
+            **self.options,
+        )
+        return out, lse
+
+
+ON_HOPPER = pytest.mark.skipif(torch.cuda.get_device_capability()[0] != 9, reason="the other tiles are Hopper's")
+
+
+@ON_HOPPER
+@pytest.mark.parametrize(("heads", "head_dim"), [((16, 8), 128), ((32, 8), 128), ((8, 1), 64)], ids=str)
+def test_tiles_of_128_rows_have_the_same_bits(heads: tuple[int, int], head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proof for `tree.plan.CHOOSES_ROWS`."""
+    prompts = Prompts(heads, head_dim)
+    monkeypatch.setattr(tree, "CHOOSES_ROWS", False)
+    expected = prompts.compute()
+    monkeypatch.setattr(tree, "CHOOSES_ROWS", True)
+    for actual, wanted in zip(prompts.compute(), expected, strict=True):
+        assert torch.equal(actual, wanted)
+
+
+@ON_HOPPER
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "left", "sinks"),
+    [
+        ((16, 8), 128, -1, False),
+        ((32, 8), 128, 700, True),
+        ((8, 1), 64, -1, True),
+        ((8, 8), 64, 300, False),
+        ((4, 2), 96, -1, False),
+        ((4, 4), 80, -1, False),
+    ],
+    ids=str,
+)
+def test_the_hopper_kernel_follows_the_tree(
+    heads: tuple[int, int], head_dim: int, left: int, sinks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The proof for `hopper.FOLLOWS_TREE`: all rows by this kernel, and those of prompts alone."""
+    prompts = Prompts(heads, head_dim, left=left, sinks=sinks)
+    monkeypatch.setattr(hopper, "FOLLOWS_TREE", False)
+    expected = prompts.compute("triton")
+    monkeypatch.setattr(hopper, "FOLLOWS_TREE", True)
+    for backend in ("hopper", "auto"):
+        for actual, wanted in zip(prompts.compute(backend), expected, strict=True):
+            assert torch.equal(actual, wanted), (backend, (actual != wanted).sum().item(), (actual - wanted).abs().max().item())

@@ -1,13 +1,12 @@
 """Image-text types of transformers: what docs/models.md says of a type is what happens.
 
-Each eighth of the types, because all of them take minutes: `make test-types` sets FA_SERVE_EVERY_TYPE, which runs them all.
+Each eighth of the types, because all of them take minutes: FA_SERVE_CASES=all runs them all.
 What is served with the release of the page is served with later ones, which add more types.
 """
 
 from __future__ import annotations
 
 import json
-import os
 
 import pytest
 import report_newer
@@ -16,6 +15,7 @@ from every_type import CAUSAL, IMAGE_TEXT
 from image_inputs import IMAGES
 from report_models import FAMILIES as RESULTS
 from report_types import UNTRIED, YES, check_images, check_text
+from sampled_cases import each
 
 from fa_serve.hf.images import PROVEN
 
@@ -24,7 +24,7 @@ ROWS = FOUND["types"]
 NEWER = json.loads(report_newer.RESULTS.read_text())
 SERVED = [name for name in IMAGE_TEXT if name in ROWS and ROWS[name]["engine text"] == YES]
 ADDED = [name for name, row in NEWER["types"].items() if name in {*IMAGE_TEXT, *CAUSAL} and row["engine text"] == YES]
-TRIED = [*SERVED, *ADDED] if os.environ.get("FA_SERVE_EVERY_TYPE") else [*SERVED[::8], *ADDED[::4]]
+TRIED = [*each(8, SERVED), *each(4, ADDED)]
 of_the_page = pytest.mark.skipif(
     FOUND["versions"]["transformers"] != transformers.__version__, reason="the page is about another release of transformers"
 )

@@ -189,6 +189,7 @@ def wrapped(launcher: Callable[..., None], tensordesc_meta: Any) -> Callable[...
     return inner
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     "change",
     [
@@ -257,6 +258,7 @@ def test_a_stride_that_grows_with_a_cache_is_of_one_kind(kernel: Kernel) -> None
     assert [args[5] for _, args in kernel.launched] == [64 * length for length in range(2, 9)]
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     "change",
     [

@@ -11,11 +11,12 @@ from products_by_kernel import dequantised_by_kernel, multiply_by, rounded_by_ke
 from quantized import float4_weight, float8_weight, int4_weight
 from torch import Tensor
 
-from fa_serve.ops import ACTIVATIONS, ExpertWeights, Gate, Norm, Pairing, Router, RowTable
+from fa_serve.ops import ACTIVATIONS, ExpertWeights, Gate, LayerNorm, Norm, Pairing, Router, RowTable
 from fa_serve.ops.elementwise.activation import launch_act_and_mul
 from fa_serve.ops.elementwise.addition import launch_add
+from fa_serve.ops.elementwise.attention_parts import launch_merge_attention
 from fa_serve.ops.elementwise.gates import launch_delta_gates, launch_gate_heads
-from fa_serve.ops.elementwise.norm import launch_rms_norm
+from fa_serve.ops.elementwise.norm import launch_layer_norm, launch_rms_norm
 from fa_serve.ops.elementwise.rotary import launch_rotary_store_kv
 from fa_serve.ops.elementwise.rotary_latent import launch_rotary_store_latent
 from fa_serve.ops.elementwise.row_copies import launch_move_rows
@@ -71,6 +72,8 @@ def test_kernels_between_the_products_of_a_layer(target: str) -> None:
     with compiling_for(target) as kernels:
         launch_rms_norm(bf16(3, 4096), Norm(bf16(4096), 1e-6), None, None)
         launch_rms_norm(bf16(3, 8192), Norm(bf16(8192), 1e-6), bf16(3, 8192), None)
+        launch_layer_norm(bf16(3, 768), LayerNorm(bf16(768), bf16(768), 1e-12), bf16(3, 768), False)
+        launch_layer_norm(bf16(3, 8192), LayerNorm(bf16(8192), None, 1e-5), bf16(3, 8192), True)
         rotary_store_kv(48, 32, 128, 128, None)
         rotary_store_kv(48, 32, 128, 128, Norm(bf16(128), 1e-6))
         rotary_store_kv(48, 32, 128, 64, None)
@@ -81,18 +84,19 @@ def test_kernels_between_the_products_of_a_layer(target: str) -> None:
         rotary_store_latent(16, "halves", torch.bfloat16)
         if converts_float8(TARGETS[target].arch if target != "gfx942" else 0):
             rotary_store_latent(16, "halves", torch.float8_e4m3fn)
-        latent = len(kernels) - 8
+        latent = len(kernels) - 10
         for activation in ACTIVATIONS:
             launch_act_and_mul(bf16(3, 2 * 14336), activation)
         launch_add(bf16(3, 4096), bf16(3, 4096), 1.0)
+        launch_merge_attention(*[x for _ in range(2) for x in (bf16(3, 32, 128), torch.zeros(32, 3))])
         launch_gate_heads(bf16(3, 32, 128), bf16(3, 96, 128)[:, 64:], "silu", Norm(bf16(128), 1e-6))
         launch_gate_heads(bf16(3, 16, 256), bf16(3, 48, 256)[:, 1:32:2], "sigmoid", None)
         launch_delta_gates(bf16(3, 96)[:, :32], bf16(3, 96)[:, 32:64], bf16(32), bf16(32))
         table = RowTable([bf16(3, 8, 16, 128).transpose(1, 2)])
         for pack in (True, False):
             launch_move_rows(table, torch.arange(2), torch.zeros(2, table.num_words, dtype=torch.int64), pack)
-    names = {"_rms_norm": 2, "_rotary_store_kv": 6, "_rotary_store_latent": latent, "_act_and_mul": 3, "_add": 1}
-    names |= {"_gate_heads": 2, "_delta_gates": 1, "_move_rows": 2}
+    names = {"_rms_norm": 2, "_layer_norm": 2, "_rotary_store_kv": 6, "_rotary_store_latent": latent, "_act_and_mul": 3}
+    names |= {"_add": 1, "_merge_parts": 1, "_gate_heads": 2, "_delta_gates": 1, "_move_rows": 2}
     assert [kernel.name for kernel in kernels] == [name for name, count in names.items() for _ in range(count)]
     assert [kernel.spill_bytes for kernel in kernels] == [0] * len(kernels)
 

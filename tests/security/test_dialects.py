@@ -68,6 +68,7 @@ BAD = {
 }
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("kind", BAD)
 @pytest.mark.parametrize("path", [*OPENAI, *ANTHROPIC])
 def test_bad_bodies(url: str, path: str, kind: str) -> None:

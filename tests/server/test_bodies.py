@@ -68,6 +68,7 @@ async def test_no_json_object(serving, conforms, content):
     conforms("ErrorResponse", response.json())
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     ("content_type", "status"),
     [

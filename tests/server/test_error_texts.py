@@ -170,6 +170,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("template", "reason"), BROKEN.values(), ids=BROKEN)
 async def test_the_models_own_broken_template_is_not_the_clients_fault(serving, engine, caplog, template, reason, stream):

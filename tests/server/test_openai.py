@@ -159,6 +159,7 @@ BAD = [
 ]
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(("fields", "param"), BAD, ids=[param for _, param in BAD])
 def test_what_cannot_be_followed_is_named(api, conforms, fields, param):
     with pytest.raises(openai.BadRequestError) as refused:

@@ -143,6 +143,7 @@ BAD = [
 ]
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
 @pytest.mark.parametrize(("path", "body", "param"), BAD)
 async def test_bad_requests(serving, conforms, path, body, param, stream):

@@ -58,6 +58,7 @@ from fa_serve.backends.hopper.forward import (
     producer,
     tile_scheduler,
     tiles,
+    tree,
 )
 from fa_serve.backends.hopper.forward import kernel as forward_kernel
 from fa_serve.backends.hopper.forward import output as forward_output
@@ -316,7 +317,9 @@ def _language() -> types.SimpleNamespace:
         max=lambda x, axis: x.amax(axis),
         sum=lambda x, axis: x.sum(axis, dtype=x.dtype),
         cumsum=lambda x, axis: x.cumsum(axis),
+        reduce=lambda x, axis, combine: functools.reduce(combine, functools.reduce(combine, x)),
         exp2=torch.exp2,
+        fma=lambda x, y, z: (x.double() * y + z).float(),
         log2=torch.log2,
         expand_dims=lambda x, axis: x.unsqueeze(axis),
         convert_layout=lambda x, layout, assert_trivial=False: x,
@@ -356,6 +359,7 @@ _MODULES = (
     float8_scales,
     split_kv,
     pack_gqa,
+    tree,
     producer,
     consumer,
     shared_memory,

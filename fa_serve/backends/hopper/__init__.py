@@ -27,7 +27,7 @@ import triton
 from fa_serve.backends.calls import AttentionOptions
 from fa_serve.backends.float8_copies import cannot_quantize
 from fa_serve.backends.hopper.backward.tiles import MAX_HEAD_DIM_OF_GRADIENTS
-from fa_serve.backends.hopper.forward.tiles import MAX_HEAD_DIM, packs_queries
+from fa_serve.backends.hopper.forward.tiles import MAX_HEAD_DIM, MAX_HEAD_DIM_OF_TREE, MIN_FILLED, packs_queries
 from fa_serve.backends.hopper.latent.tiles import cannot_decode_latent
 from fa_serve.backends.mask_blocks import cannot_scan
 from fa_serve.backends.triton.mask_blocks import plan_over_blocks
@@ -36,6 +36,10 @@ from fa_serve.spec import FEW_QUERIES, AttentionSpec, dims, dtype_name
 
 RELEASES = ("3.6.", "3.7.", "3.8.", "3.9.")
 """The releases of Triton in whose Gluon the kernel compiles, see `gluon_names`."""
+
+FOLLOWS_TREE = True
+"""The switch: whether prompts are computed by this kernel in deterministic mode (see `forward.tree`). tests/gpu/test_tree_gpu.py
+has found its rows equal to those of the portable kernel in every bit on an H200."""
 
 _COMPUTED = frozenset({"softcap", "sinks", "block_mask"})
 _DIFFERENTIATED = frozenset({"softcap", "sinks"})
@@ -52,7 +56,7 @@ class HopperBackend:
         if spec.device != "cuda" or spec.arch != 90:
             got = f"compute capability {spec.arch / 10}" if spec.arch else spec.device
             return f"runs on Hopper (compute capability 9.0) only, got {got}"
-        if spec.op in ("store_kv", "tree"):
+        if spec.op == "store_kv" or (spec.op == "tree" and not FOLLOWS_TREE):
             return f"computes attention, got op {spec.op!r}"
         if not triton.__version__.startswith(RELEASES):
             known = ", ".join(f"{release}x" for release in RELEASES)
@@ -68,6 +72,8 @@ class HopperBackend:
             if reason is None or spec.head_dim > MAX_HEAD_DIM:
                 return reason
         if spec.op == "decode" and (reason := _cannot_decode(spec)):
+            return reason
+        if spec.op == "tree" and (reason := _cannot_follow_tree(spec)):
             return reason
         if any(dim % 8 or not 0 < dim <= MAX_HEAD_DIM for dim in (spec.head_dim, spec.head_dim_v)):
             return f"has head sizes of a multiple of 8 up to {MAX_HEAD_DIM}, got {dims(spec.head_dim, spec.head_dim_v)}"
@@ -121,6 +127,22 @@ def _cannot_decode(spec: AttentionSpec) -> str | None:
     return (
         f"computes 2 to {FEW_QUERIES} queries per sequence with heads of up to 128 if their tiles fill about half of the GPU, "
         f"got heads of {max(sizes)}, {batch} sequence{'s' * (batch != 1)} of up to {queries} queries and {keys} keys"
+    )
+
+
+def _cannot_follow_tree(spec: AttentionSpec) -> str | None:
+    """Why a call in deterministic mode is left to the portable kernel, or None. Both compute the same bits."""
+    widest = max(spec.head_dim, spec.head_dim_v)
+    if widest > MAX_HEAD_DIM_OF_TREE or spec.softcap:
+        got = "softcap" if spec.softcap else f"{widest}"
+        return f"follows the tree of keys for head sizes up to {MAX_HEAD_DIM_OF_TREE} without softcap, got {got}"
+    batch, queries, keys = spec.sizes or (0, 0, 0)
+    tiles = batch * spec.num_heads * -(-queries // 128)
+    if queries >= 128 and (keys <= 2 * queries or tiles >= MIN_FILLED * 132):
+        return None
+    return (
+        f"follows the tree of keys for prompts whose tiles of 128 queries fill about half of the GPU, got {batch} "
+        f"sequence{'s' * (batch != 1)} of up to {queries} queries and {keys} keys"
     )
 
 

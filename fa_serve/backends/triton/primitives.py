@@ -11,6 +11,9 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+SCORE_GROWTH = tl.constexpr(8.0)
+"""How far a row's scores may exceed its maximum before the maximum follows, in powers of 2. Exponentials are then at most 256,
+which float16 can hold."""
 
 
 @triton.jit
@@ -128,6 +131,40 @@ def online_softmax_update(s, factor, row_max, row_sum):
     p = tl.exp2(s * factor - safe_max[:, None])
     alpha = tl.exp2(row_max - safe_max)
     return p, new_max, row_sum * alpha + tl.sum(p, 1), alpha
+
+
+@triton.jit
+def group_softmax(s, factor, row_max, row_sum):
+    """`online_softmax_update` within a group of the tree (see `tree.plan`), for every kernel: explicit roundings.
+
+    The maximum of a row follows its scores only when they exceed it by more than SCORE_GROWTH, as in FlashAttention-4, so that
+    the output seldom has to be rescaled. Any number near the true maximum keeps the result exact.
+    """
+    new_max = tl.max(s, 1) * factor
+    new_max = tl.where(new_max > row_max + SCORE_GROWTH, new_max, row_max)
+    safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+    p = tl.exp2(tl.fma(s, factor, -tl.expand_dims(safe_max, 1)))
+    alpha = tl.exp2(row_max - safe_max)
+    return p, new_max, tl.fma(row_sum, alpha, tl.sum(p, 1)), alpha
+
+
+@triton.jit
+def fold_rows(row_max, row_sum, group_max, group_sum):
+    """Fold a group of the tree into the groups before it -> the new maximum and sum, and the factors of both outputs.
+
+    A group in which a row sees no key, with a maximum of -inf and zeros, changes nothing.
+    """
+    new_max = tl.maximum(row_max, group_max)
+    safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+    before = tl.exp2(row_max - safe_max)
+    added = tl.exp2(group_max - safe_max)
+    return new_max, tl.fma(group_sum, added, row_sum * before), before, added
+
+
+@triton.jit
+def fold_outputs(out, group_out, before, added):
+    """The output of the groups so far, and of one more, by the factors of `fold_rows` as columns."""
+    return tl.fma(group_out, added, out * before)
 
 
 @triton.jit

@@ -25,6 +25,7 @@ from functools import partial
 from fa_serve.engine.cache.host_tier import HostTier
 from fa_serve.engine.cache.pages import PageTable
 from fa_serve.engine.cache.states import SHORT_CHUNK, StateTable
+from fa_serve.engine.scheduler.scheduled_batch import ScheduledBatch
 from fa_serve.engine.scheduler.sequence import SequenceState
 
 
@@ -307,6 +308,16 @@ class Prefix:
         if self._states is not None:
             for held in sequence.held_states:
                 self._states.release(held.state)
+
+    def release_spent(self, batch: ScheduledBatch) -> None:
+        """Release the states that were needed until this step had been committed, or undone."""
+        if self._states is None:
+            return
+        for chunk in batch.chunks:
+            sequence = chunk.sequence
+            if sequence.retired:
+                for state in sequence.take_spent(batch.number):
+                    self._states.release(state)
 
     def release_behind(self, sequence: SequenceState, first_key: int) -> None:
         """A sequence lets go of the pages before `first_key`, the first key of a tile that it may still attend to."""

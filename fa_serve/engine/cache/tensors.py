@@ -216,6 +216,16 @@ def descales(
     return cast(dict[int, tuple[Tensor, Tensor]], scaled)
 
 
+def rescale(
+    known: Mapping[int, tuple[Tensor, Tensor]], model: PreTrainedModel, vocab: int, layers: Mapping[int, AttentionSpec]
+) -> None:
+    """Write other scales, for other weights, into those that `descales` has given. Graphs read them where they are."""
+    found = descales(model, vocab, layers)
+    for index, pair in known.items():
+        for old, new in zip(pair, found[index], strict=True):
+            old.copy_(new)
+
+
 def device_room(device: torch.device, share: float, needed: int, least: int) -> int:
     """Bytes of a GPU's memory for the KV cache, at least `least`. ParameterError if there is less.
 

@@ -7,17 +7,23 @@
 - The model's code needs the keys of all tokens, and is given those of all sequences of a step
   (fa_serve.hf.adapter.gathered_keys).
 
+`least_group_keys` says for which models attention reads pages that sequences share once, and when that pays.
+
 Left out: which models these are, and what is computed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from fa_serve.engine.config import EngineConfig
 from fa_serve.hf import gathers_keys, seat_indexers
 from fa_serve.spec import AttentionSpec, ParameterError
+
+LEAST_GROUP_BYTES = 64 << 20
+"""Keys and values of one layer that groups of a step must save: what a GPU reads while it runs the two kernels more that a
+layer launches for groups, about 15 us at 4 TB/s."""
 
 
 def prepare_attention(model: Any, config: EngineConfig, indexers: Mapping[int, AttentionSpec]) -> None:
@@ -30,6 +36,18 @@ def prepare_attention(model: Any, config: EngineConfig, indexers: Mapping[int, A
     elif indexers:
         _check_settings(model, config, "whose queries choose keys")
         seat_indexers(model)
+
+
+def least_group_keys(model: Any, layers: Collection[AttentionSpec], *, wanted: bool) -> int:
+    """How many keys groups of sequences must save (scheduler/prefix_groups.py); 0 for a model whose steps have no groups.
+
+    Groups are for layers that see all keys, and keep keys and values of each head.
+    """
+    whole = [layer.cached_bytes for layer in layers if layer.window_size[0] < 0]
+    latent = any(layer.values_in_keys for layer in layers)
+    if not wanted or latent or gathers_keys(model) or not whole:
+        return 0
+    return LEAST_GROUP_BYTES // max(whole) or 1
 
 
 def _check_settings(model: Any, config: EngineConfig, kind: str) -> None:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from fa_serve.engine.cache.block_table import BlockTable
 from fa_serve.engine.images.prompt import ImagePiece, PromptImages
 from fa_serve.engine.request.request import Request
+from fa_serve.engine.runner.group_arrays import group_arrays
 from fa_serve.engine.runner.results import PromptSpan
 from fa_serve.engine.runner.sampler import draft_arrays, sampling_arrays
 from fa_serve.engine.scheduler.scheduled_batch import Chunk, ScheduledBatch
@@ -63,6 +64,11 @@ class BatchArrays:
     blocks: list[TwoWayBlock] = field(default_factory=list)
 
     @property
+    def has_groups(self) -> bool:
+        """Whether sequences of the step share pages that are to be read once."""
+        return "group_ends" in self.inputs
+
+    @property
     def is_plain(self) -> bool:
         """Whether the step has neither images nor positions on several axes, as CUDA graphs want it."""
         return not self.images and self.inputs["position_ids"].ndim == 1
@@ -104,6 +110,8 @@ def batch_arrays(
         "slot_mapping": pages * page_size + positions % page_size,
     }
     inputs |= _of_sequences(slots, seqused, ends)
+    if batch.groups and not drafting:
+        inputs |= group_arrays(batch.groups, slots)
     sampled = _sampled_tokens(ends, num_samples) if batch.num_drafts else ends[num_samples > 0] - 1
     inputs["logits_indices"] = np.concatenate([sampled, *_prompt_rows(batch, firsts)])
     requests = [chunk.sequence.request for chunk in chunks if chunk.num_samples]

@@ -45,7 +45,8 @@ from torch import Tensor
 
 from fa_serve.engine.config import MAX_DRAFTS
 from fa_serve.engine.runner.batch_arrays import BatchArrays
-from fa_serve.engine.runner.lora_arrays import lora_padding
+from fa_serve.engine.runner.group_arrays import group_padding
+from fa_serve.engine.runner.lora_arrays import lora_padding, name_padding
 from fa_serve.engine.runner.state_arrays import num_graph_pieces, padding_state_arrays
 from fa_serve.engine.runner.transfer import PackedTensors, packed_size, send
 from fa_serve.engine.speculation.drafts import draft_limit
@@ -81,7 +82,7 @@ class Shape(NamedTuple):
     """The padded sizes of a captured step.
 
     tokens: of all sequences; batch: sequences; queries: tokens of one sequence, 1 if all decode; keys: of one sequence
-    lora:   sequences may have adapters
+    lora:   sequences may have adapters; groups: they may share pages that are read once
     """
 
     tokens: int
@@ -89,6 +90,7 @@ class Shape(NamedTuple):
     queries: int
     keys: int
     lora: bool = False
+    groups: bool = False
 
     @property
     def kind(self) -> str:
@@ -142,6 +144,7 @@ class StepGraphs:
     prompts:    capture steps with prompts too
     states:     the model keeps states, so that steps have the fields of `state_arrays`
     lora:       capture steps with adapters too
+    least_group_keys: a step has groups if they save reading so many keys; 0 without groups
     fresh_tokens: from so many tokens on, a step without keys from earlier steps runs eagerly, as attention is faster then
     on_error:   called with the error of a capture before steps run without it, and may raise
     """
@@ -162,6 +165,7 @@ class StepGraphs:
         states: bool = False,
         on_error: OnError,
         lora: bool = False,
+        least_group_keys: int = 0,
         fresh_tokens: int | None = None,
     ) -> None:
         self._forward = forward
@@ -170,6 +174,7 @@ class StepGraphs:
         self._prompts = prompts
         self._states = states
         self._lora = lora
+        self._least_group_keys = least_group_keys
         self._fresh_tokens = fresh_tokens
         self._on_error = on_error
         self.sizes = batch_sizes(max_batch)
@@ -178,7 +183,7 @@ class StepGraphs:
         tokens = _rounded(max_tokens)
         self._largest = Shape(tokens, max_batch, tokens, max_keys)
         self.block = torch.zeros(
-            packed_size(padding(self._largest._replace(lora=lora), states=states)) + EXTRA_BYTES,
+            packed_size(padding(self._largest._replace(lora=lora, groups=least_group_keys > 0), states=states)) + EXTRA_BYTES,
             dtype=torch.uint8,
             device=device,
         )
@@ -208,6 +213,7 @@ class StepGraphs:
             decoding=arrays.decoding,
             queries=arrays.max_seqlen_q,
             lora=lora,
+            groups=arrays.has_groups,
         )
         if shape is not None and self._states:
             room = num_graph_pieces(shape.batch, shape.tokens, shape.kind == "prompts")
@@ -215,7 +221,15 @@ class StepGraphs:
         return shape
 
     def shape_for(
-        self, tokens: int, batch: int, max_seqlen_k: int, *, decoding: bool, queries: int = 1, lora: bool = False
+        self,
+        tokens: int,
+        batch: int,
+        max_seqlen_k: int,
+        *,
+        decoding: bool,
+        queries: int = 1,
+        lora: bool = False,
+        groups: bool = False,
     ) -> Shape | None:
         """The shape for a step of `batch` sequences with `tokens` tokens, the longest sequence having `max_seqlen_k` keys.
 
@@ -232,7 +246,7 @@ class StepGraphs:
             if not size or (queries > 1 and queries > self._queries.get(size, 1)):
                 return None
             queries = self._queries[size] if queries > 1 else 1
-            shape = Shape(size * queries, size, queries, keys, lora)
+            shape = Shape(size * queries, size, queries, keys, lora, groups)
             limit = shape.tokens + shape.tokens // 4
         else:
             tokens = _rounded(tokens)
@@ -250,7 +264,7 @@ class StepGraphs:
             and x.batch >= size
             and x.keys >= keys
             and x.kind == shape.kind
-            and x.lora == lora
+            and (x.lora, x.groups) == (lora, groups)
             and x.queries >= shape.queries
         ]
         if held or decoding:
@@ -333,6 +347,9 @@ class StepGraphs:
             few = range(TOKEN_MULTIPLE, min(MAX_TOKENS_AHEAD, self._largest.tokens) + 1, TOKEN_MULTIPLE)
             sizes = [(tokens, batch) for tokens in {*few, self._largest.tokens} for batch in self._prompt_batches]
             shapes += [Shape(tokens, batch, tokens, keys) for tokens, batch in sizes for keys in self.key_lengths[:2]]
+        if self._least_group_keys:
+            single = [x for x in shapes if x.queries == 1 and (x.batch - 1) * x.keys >= self._least_group_keys]
+            shapes += [shape._replace(groups=True) for shape in single]
         if self._lora:
             shapes += [shape._replace(lora=True) for shape in shapes]
         return sorted(shapes, key=lambda x: (x.keys, x.kind == "prompts", x.batch & (x.batch - 1) != 0, x), reverse=True)
@@ -373,6 +390,7 @@ def padding(shape: Shape, *, states: bool = False) -> dict[str, NDArray[Any]]:
         "logits_indices": np.zeros(shape.rows, dtype=np.int64),
         **of_states,
         **(lora_padding(tokens, batch, shape.queries) if shape.lora else {}),
+        **(group_padding(batch) if shape.groups else {}),
     }
 
 
@@ -382,8 +400,12 @@ def pad(arrays: Mapping[str, NDArray[Any]], shape: Shape) -> dict[str, NDArray[A
     batch = len(arrays["slots"])
     for name, array in arrays.items():
         padded[name][: len(array)] = array
+    if shape.lora:
+        name_padding(padded, len(arrays["input_ids"]), len(arrays["lora_tiles"]), shape.queries)
     ends = padded["cu_seqlens_q"]
     ends[batch:] = np.minimum(ends[batch] + np.arange(len(ends) - batch), shape.tokens)
+    if shape.groups:
+        padded["group_ends"][len(arrays["group_ends"]) :] = arrays["group_ends"][-1]
     return padded
 
 

@@ -30,10 +30,11 @@ from fa_serve.engine.cache.block_table import BlockTable
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.images.encoder import ImageEncoder, find_images, require_encoder
 from fa_serve.engine.lora.store import AdapterStore
-from fa_serve.engine.runner.attention_kinds import prepare_attention
+from fa_serve.engine.runner.attention_kinds import least_group_keys, prepare_attention
 from fa_serve.engine.runner.batch_arrays import BatchArrays, batch_arrays
 from fa_serve.engine.runner.cuda_graphs import Inputs, OnError, Shape, StepGraphs, pad, padding
 from fa_serve.engine.runner.forward import Forward, PreparedBatch
+from fa_serve.engine.runner.group_arrays import with_groups
 from fa_serve.engine.runner.host_memory import staging_bytes
 from fa_serve.engine.runner.log_probabilities import log_probabilities, processed_scores
 from fa_serve.engine.runner.lora_arrays import StepAdapters, lora_arrays, lora_step, step_adapters
@@ -94,6 +95,7 @@ class ModelRunner:
         self.draft = draft
         self._on_graph_error = on_graph_error
         self._drafting = drafting
+        self.cascades = config.cascade_attention and not (drafting or config.deterministic)
         self.model: PreTrainedModel = model.train(False)
         self.device = model.device
         self.vocab_size = vocab_size(model)
@@ -166,12 +168,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def rescale(self) -> None:
-        """Find the scales of a float8 cache anew, for other weights. Graphs read them where they are."""
+        """Find the scales of a float8 cache anew, for other weights."""
         if "descales" in self._options:
-            found = kv_cache.descales(self.model, self.vocab_size, self.layers)
-            for index, pair in self._options["descales"].items():
-                for old, new in zip(pair, found[index], strict=True):
-                    old.copy_(new)
+            kv_cache.rescale(self._options["descales"], self.model, self.vocab_size, self.layers)
 
     def allocate(self, num_pages: int, max_model_len: int, num_states: int = 0) -> None:
         """Allocate the KV cache and the states. The content of earlier ones is lost."""
@@ -211,6 +210,7 @@ class ModelRunner:
             states=bool(self.states),
             on_error=self._on_graph_error,
             lora=self.adapters is not None,
+            least_group_keys=least_group_keys(self.model, self.layers.values(), wanted=self.cascades),
             fresh_tokens=PLAIN_TOKENS if any(layer.values_in_keys for layer in self.layers.values()) else None,
         )
         try:
@@ -440,24 +440,25 @@ class ModelRunner:
         adapters: StepAdapters | None = None,
     ) -> Inputs:
         """What the forward takes. fields: those of `cuda_graphs.padding`, on the device."""
+        paged = PagedBatch(
+            kv_caches=self.kv_caches,
+            slot_mapping=fields["slot_mapping"],
+            cu_seqlens_q=fields["cu_seqlens_q"],
+            block_table=self._block_table.rows(fields["slots"], -(-max_seqlen_k // self.page_size)),
+            seqused_k=fields["seqused_k"],
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k,
+            fresh=fresh and not self._deterministic,
+            states=PagedStates(self.states, state_batch(fields, self.page_size)) if self.states else None,
+            **self._options,
+        )
         return Inputs(
             input_ids=fields["input_ids"],
             position_ids=fields["position_ids"],
             logits_indices=fields["logits_indices"],
             slots=fields["slots"],
             lora=None if self.adapters is None else lora_step(self.adapters.memory, fields, adapters, max_seqlen_q),
-            paged=PagedBatch(
-                kv_caches=self.kv_caches,
-                slot_mapping=fields["slot_mapping"],
-                cu_seqlens_q=fields["cu_seqlens_q"],
-                block_table=self._block_table.rows(fields["slots"], -(-max_seqlen_k // self.page_size)),
-                seqused_k=fields["seqused_k"],
-                max_seqlen_q=max_seqlen_q,
-                max_seqlen_k=max_seqlen_k,
-                fresh=fresh and not self._deterministic,
-                states=PagedStates(self.states, state_batch(fields, self.page_size)) if self.states else None,
-                **self._options,
-            ),
+            paged=with_groups(paged, fields, self._block_table, self.page_size),
         )
 
     def _run(self, prepared: PreparedBatch) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import NamedTuple
 
 from fa_serve.engine.errors import RequestError
 from fa_serve.engine.request.request import Request
@@ -60,6 +61,13 @@ class Chunk:
         return (*numbers, *chain.from_iterable(self.stores)) if self.stores else numbers
 
 
+class PrefixGroup(NamedTuple):
+    """Sequences that are neighbours in a step. size: their number; pages: leading pages that all of them share"""
+
+    size: int
+    pages: int
+
+
 @dataclass(slots=True)
 class ScheduledBatch:
     """What one step computes. `admitted` are the sequences that have been given a slot for this step.
@@ -71,6 +79,7 @@ class ScheduledBatch:
     max_tokens:    what num_tokens may be, for the scheduler
     completed:     requests whose prompts are completed by it
     prompt_limits: what num_prompt_tokens may be, and what it may be if the last of them complete a prompt
+    groups:        sequences that share leading pages which are read once: the first chunks, group by group
     """
 
     chunks: list[Chunk] = field(default_factory=list)
@@ -86,6 +95,7 @@ class ScheduledBatch:
     max_tokens: int = 0
     completed: list[Request] = field(default_factory=list)
     prompt_limits: tuple[int, int] = (0, 0)
+    groups: Sequence[PrefixGroup] = ()
 
     @property
     def room(self) -> int:

@@ -45,6 +45,7 @@ from fa_serve.engine.scheduler.adapter_seats import AdapterSeats
 from fa_serve.engine.scheduler.chunk_lengths import next_length
 from fa_serve.engine.scheduler.deadlines import Deadlines
 from fa_serve.engine.scheduler.fair_queue import FairQueue
+from fa_serve.engine.scheduler.prefix_groups import PrefixGroups
 from fa_serve.engine.scheduler.prompt_order import PromptOrder
 from fa_serve.engine.scheduler.prompt_share import PromptShare
 from fa_serve.engine.scheduler.scheduled_batch import INVALID_TOKEN, WITHOUT_TOKEN, Chunk, ScheduledBatch
@@ -66,6 +67,7 @@ class Scheduler:
     prompt_share:           limits prompts while sequences decode; None without a limit
     seats:                  of sequences with adapters, which wait there until these are in memory
     tier:                   copies of pages and states on the host; None without
+    groups:                 finds sequences that share pages which attention reads once; None without
     """
 
     def __init__(
@@ -81,10 +83,12 @@ class Scheduler:
         prompt_share: PromptShare | None = None,
         seats: AdapterSeats | None = None,
         tier: HostTier | None = None,
+        groups: PrefixGroups | None = None,
     ) -> None:
         self.pages = pages
         self.states = states
         self.tier = tier
+        self.groups = groups or PrefixGroups(pages.page_size, 0)
         self._prefix = Prefix(pages, states, tier)
         self._state_grid = None if states is None else pages.page_size
         self.max_num_seqs = max_num_seqs
@@ -118,6 +122,7 @@ class Scheduler:
             prompt_share=None if self.prompt_share is None else self.prompt_share.renewed(),
             seats=self.seats.renewed(),
             tier=None if self.tier is None else self.tier.renewed(pages, states),
+            groups=self.groups.renewed(),
         )
 
     def add(self, request: Request, timeout: float | None = None) -> SequenceState:
@@ -161,6 +166,7 @@ class Scheduler:
         prompts, num_decoding = self._continue_decoding(batch)
         if batch.room and (prompts or self.waiting):
             self._compute_prompts(batch, prompts, num_decoding)
+        self.groups.arrange(batch)
         return batch
 
     def needs_results(self) -> bool:
@@ -207,8 +213,7 @@ class Scheduler:
                 self._end_without_token(sequence, end)
             else:
                 self.finish(sequence, "stop" if end in sequence.request.end_ids else "length")
-        if self.states is not None:
-            self._release_spent(self.states, batch)
+        self._prefix.release_spent(batch)
         return gained
 
     def abort(self, request_id: str) -> SequenceState | None:
@@ -440,14 +445,6 @@ class Scheduler:
                 break
             self.num_preemptions += 1
             self._requeue(self.waiting.last_of_largest(self.running))
-
-    def _release_spent(self, states: StateTable, batch: ScheduledBatch) -> None:
-        """Release the states that were needed until this step had been committed, or undone."""
-        for chunk in batch.chunks:
-            sequence = chunk.sequence
-            if sequence.retired:
-                for state in sequence.take_spent(batch.number):
-                    states.release(state)
 
     def _admit(self, sequence: SequenceState) -> bool:
         """Give a waiting sequence a slot and pages, shared pages first. Returns False if it has to wait."""

@@ -31,9 +31,11 @@ from fa_serve.engine.events import PhaseClock
 from fa_serve.engine.lora.store import AdapterStore
 from fa_serve.engine.parallel.ranks import Alone, Ranks
 from fa_serve.engine.request.params import SamplingParams
+from fa_serve.engine.runner.attention_kinds import least_group_keys
 from fa_serve.engine.runner.cuda_graphs import OnError
 from fa_serve.engine.runner.model_runner import ModelRunner
 from fa_serve.engine.scheduler.adapter_seats import AdapterSeats
+from fa_serve.engine.scheduler.prefix_groups import PrefixGroups
 from fa_serve.engine.scheduler.scheduler import Scheduler
 from fa_serve.engine.speculation.draft_head import load_head_runner
 from fa_serve.engine.speculation.draft_model import DraftModel
@@ -232,6 +234,7 @@ def make_scheduler(config: EngineConfig, runner: ModelRunner, salt: bytes) -> Sc
         prompt_share=config.prompt_share(),
         seats=None if runner.adapters is None else AdapterSeats(runner.adapters.pool),
         tier=open_host_tier(config, runner, pages, states),
+        groups=PrefixGroups(config.page_size, least_group_keys(runner.model, runner.layers.values(), wanted=runner.cascades)),
     )
 
 

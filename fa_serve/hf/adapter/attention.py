@@ -1,4 +1,4 @@
-"""The attention function of `attn_implementation="fa_serve"`: it translates a layer's call, then sends it one of five ways.
+"""The attention function of `attn_implementation="fa_serve"`: it translates a layer's call, then sends it one of six ways.
 
     out, _ = attention_forward(module, query, key, value, attention_mask, scaling=0.125)
 
@@ -6,6 +6,7 @@
 - Requests of transformers' own continuous batching go to `paged_attention`; `continuous.py` knows its cache.
 - Sequences that are packed end to end go to `attention_varlen`.
 - A few queries that have chosen their keys go to `ops.sparse_attention`.
+- A `BlockMask` of FlexAttention goes to `attention` as its lists of blocks.
 - Every other call goes to `attention`.
 
 Left out: what the words of transformers mean, which `translate.py` knows, and the masks, which `masks.py` makes.
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from transformers.utils import output_capturing
 
 from fa_serve import api, ops
+from fa_serve.block_lists import BlockLists
 from fa_serve.hf.adapter import masks
 from fa_serve.hf.adapter.continuous import paged_attention
 from fa_serve.hf.adapter.masks import ImplicitMask, PackedKeys
@@ -54,7 +56,7 @@ def attention_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | ImplicitMask | None,
+    attention_mask: Any,
     scaling: float | None = None,
     dropout: float = 0.0,
     *,
@@ -67,8 +69,9 @@ def attention_forward(
 
     query:          (batch, num_heads, seqlen_q, head_dim)
     key:            (batch, num_kv_heads, seqlen_k, head_dim), not repeated for the query heads; value: the same with head_dim_v
-    attention_mask: an ImplicitMask, or a bool or float tensor of 4 dimensions. Either alone says which keys are seen. With
-                    None, the words `is_causal` and `sliding_window` say it, and the module's attribute `is_causal`
+    attention_mask: an ImplicitMask, a bool or float tensor of 4 dimensions, or a BlockMask of FlexAttention, which a model
+                    hands down as its caller gave it. Each alone says which keys are seen. With None, the words `is_causal`
+                    and `sliding_window` say it, and the module's attribute `is_causal`
     cache:          the paged cache of transformers' continuous batching, or None; later than 5.23 always None
     fa_serve_batch: what rode along as an argument of the model's forward; None is what `riding` has set, if anything
     words:          see `translate`
@@ -110,7 +113,7 @@ def attention_forward(
     return fa_serve_batch.attend_biased(call), None
 
 
-def _needs_no_translation(mask: Tensor | ImplicitMask | None, words: dict[str, Any]) -> TypeGuard[ImplicitMask]:
+def _needs_no_translation(mask: Any, words: dict[str, Any]) -> TypeGuard[ImplicitMask]:
     """Whether the mask alone says which keys are seen, and nothing is packed, chosen or differentiated.
 
     This holds in nearly every layer of every token of `generate`, where the device waits for the host.
@@ -149,6 +152,10 @@ def _attend(call: LayerCall) -> Tensor:
     needs_grad = torch.is_grad_enabled() and (call.query.requires_grad or call.key.requires_grad or call.value.requires_grad)
     mask = call.mask
     packed_keys = None
+    if isinstance(mask, BlockLists):
+        if call.cu_seqlens_q is None and call.position_bias is None and call.indices is None:
+            return _attend_listed(call, mask)
+        mask = mask.expanded(call.query.shape[2], call.key.shape[2], call.query.shape[1])
     if isinstance(mask, ImplicitMask):
         packed_keys = mask.packed_keys
         mask = mask.key_mask
@@ -183,6 +190,21 @@ def _attend(call: LayerCall) -> Tensor:
         deterministic=call.deterministic,
     )
     return out.contiguous()  # models view it as they like, and the sdpa backend may compute heads before tokens
+
+
+def _attend_listed(call: LayerCall, lists: BlockLists) -> Tensor:
+    """A BlockMask that a caller gave in the place of a mask."""
+    out = api.attention(
+        call.query.transpose(1, 2),
+        call.key.transpose(1, 2),
+        call.value.transpose(1, 2),
+        block_mask=lists,
+        sinks=call.sinks,
+        softmax_scale=call.softmax_scale,
+        softcap=call.softcap,
+        deterministic=call.deterministic,
+    )
+    return out.contiguous()
 
 
 def _gathers_keys(call: LayerCall, mask: Tensor | None) -> bool:

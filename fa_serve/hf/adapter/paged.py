@@ -25,6 +25,7 @@ from transformers.modeling_utils import PreTrainedModel
 from fa_serve import ops
 from fa_serve.api import attention, attention_paged, attention_varlen, store_kv
 from fa_serve.hf.adapter.attention import riding
+from fa_serve.hf.adapter.common_prefix import CommonPrefixes
 from fa_serve.hf.adapter.composites import blank_images
 from fa_serve.hf.adapter.gathered_keys import GatheredKeys, computes_attention, gathers_keys
 from fa_serve.hf.adapter.indexers import IndexCall, indexer_layer
@@ -67,6 +68,7 @@ class PagedBatch:
     precision:  of the products of prompts, as in `attention_paged`
     states:     answers for the recurrences of the model; None for a model without
     blocks:     tokens that attend to each other both ways, whose last tokens are all in this step
+    common:     sequences that share leading pages, which layers that see all keys read once; None if none do
     """
 
     kv_caches: Mapping[int, tuple[Tensor, Tensor]]
@@ -83,6 +85,7 @@ class PagedBatch:
     precision: Precision = "bf16"
     states: PagedStates | None = None
     blocks: Sequence[TwoWayBlock] = ()
+    common: CommonPrefixes | None = None
 
     def attend(self, call: LayerCall) -> Tensor:
         """Store this step's keys and values, then attend to all keys of each sequence -> (1, total, num_heads, head_dim_v)."""
@@ -295,24 +298,29 @@ class PagedBatch:
             )
             return cast(Tensor, out)
         k_cache, v_cache = self.kv_caches[layer_idx]
+        options = {
+            "cu_seqlens_q": self.cu_seqlens_q,
+            "max_seqlen_k": self.max_seqlen_k,
+            "softmax_scale": softmax_scale,
+            "softcap": softcap,
+            "sinks": sinks,
+            "num_splits": self.num_splits,
+            "precision": self.precision,
+            "backend": self.backend,
+            **self.descale(layer_idx),
+        }
+        if self.common is not None and left < 0 and not attention_chunk:
+            return self.common.attend(q, k_cache, v_cache, **options)
         out = attention_paged(
             q,
             k_cache,
             v_cache,
             block_table=self.block_table,
             seqused_k=self.seqused_k,
-            cu_seqlens_q=self.cu_seqlens_q,
             max_seqlen_q=self.max_seqlen_q,
-            max_seqlen_k=self.max_seqlen_k,
-            softmax_scale=softmax_scale,
             window_size=(left, 0),
             attention_chunk=attention_chunk,
-            softcap=softcap,
-            sinks=sinks,
-            num_splits=self.num_splits,
-            precision=self.precision,
-            backend=self.backend,
-            **self.descale(layer_idx),
+            **options,
         )
         return cast(Tensor, out)
 
@@ -449,8 +457,12 @@ def _parameters(forward: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
 
 @contextmanager
 def _keeping_rows(model: PreTrainedModel, rows: Tensor) -> Iterator[None]:
-    """Inside, the head of a model whose forward takes no logits_to_keep computes the logits of these tokens alone."""
+    """Inside, the head of a model whose forward takes no logits_to_keep computes the logits of these tokens alone. A model
+    without a head computes none."""
     head: Any = cast(Any, model).get_output_embeddings()
+    if head is None:
+        yield
+        return
     hook = head.register_forward_pre_hook(lambda module, args: (args[0][:, rows], *args[1:]))
     try:
         yield

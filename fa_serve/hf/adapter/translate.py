@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple, Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from fa_serve.block_lists import BlockLists, CallSizes, as_block_lists
 from fa_serve.hf.adapter.masks import ImplicitMask
 from fa_serve.spec import AttentionSpec, Layout, UnsupportedModelError, arch_of
 
@@ -33,7 +34,7 @@ class LayerCall(NamedTuple):
     key:           (batch, num_kv_heads, seqlen_k, head_dim); value: the same with head_dim_v. Keys that do not count yet, the
                    free room of a static cache, have been cut off
     mask:          an ImplicitMask, or (batch or 1, num_heads or 1, seqlen_q, seqlen_k) bool (True is seen) or float (added to
-                   the scores), or None
+                   the scores), or the BlockLists of a BlockMask of FlexAttention, or None
     window_size:   (left, right), -1 unlimited: what the layer asks for apart from its mask. right is 0 if `is_causal`
     is_causal:     whether the layer asks for causality, apart from its mask
     softmax_scale: None stands for head_dim ** -0.5
@@ -56,7 +57,7 @@ class LayerCall(NamedTuple):
     query: Tensor
     key: Tensor
     value: Tensor
-    mask: Tensor | ImplicitMask | None
+    mask: Tensor | ImplicitMask | BlockLists | None
     window_size: tuple[int, int]
     is_causal: bool
     softmax_scale: float | None
@@ -108,7 +109,7 @@ def translate(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | ImplicitMask | None,
+    attention_mask: Any,
     scaling: float | None = None,
     *,
     is_causal: bool | None = None,
@@ -127,6 +128,7 @@ def translate(
 ) -> LayerCall:
     """The call of a layer, given in the arguments of transformers' attention functions.
 
+    attention_mask: an ImplicitMask, a tensor of 4 dimensions, a BlockMask of FlexAttention, or None
     sliding_window: keys that a query sees on each side, the query itself included
     s_aux:          (num_heads,): one more logit per head in the softmax's denominator, gpt-oss's sinks
     position_bias:  (1 or batch, num_heads, seqlen_q, seqlen_k), added to the scores
@@ -135,7 +137,7 @@ def translate(
     cu_seq_lens_q:  (n + 1,), any integer dtype: the batch of 1 is n packed sequences; cu_seq_lens_k defaults to it
     unused:         further words, which do not change what is computed; `models.check_class` refuses a model that passes others
 
-    Raises UnsupportedModelError for a mask that does not have 4 dimensions and for packed sequences in a batch other than 1.
+    Raises UnsupportedModelError for a tensor that does not have 4 dimensions and for packed sequences in a batch other than 1.
     """
     if is_causal is None:
         # a module's attribute speaks of a sequence that attends to itself, not of keys that come from elsewhere
@@ -151,6 +153,8 @@ def translate(
             key = key[:, :, : attention_mask.num_keys]
             value = value[:, :, : attention_mask.num_keys]
             position_bias = None if position_bias is None else position_bias[..., : attention_mask.num_keys]
+    elif attention_mask is not None and not isinstance(attention_mask, Tensor):
+        attention_mask = _lists_of(attention_mask, query, key)
     elif attention_mask is not None and attention_mask.dim() != 4:
         raise UnsupportedModelError(
             "the attention mask must have 4 dimensions, (batch, heads, queries, keys), got shape "
@@ -200,6 +204,12 @@ def _packed(
     )
 
 
+def _lists_of(block_mask: Any, query: Tensor, key: Tensor) -> BlockLists:
+    """The lists of a BlockMask of FlexAttention, which the first layer makes for all."""
+    sizes = CallSizes(query.shape[0], query.shape[1], query.shape[2], key.shape[2], query.device)
+    return as_block_lists(block_mask, sizes, traced=torch.compiler.is_compiling())
+
+
 def _bias_of_blocks(module: Any, block_indices: Tensor, query: Tensor, seqlen_k: int) -> Tensor:
     """(batch, num_heads, seqlen_q, seqlen_k), added to the scores: 0 for the keys of the chosen blocks, -inf for the others."""
     size = module.indexer.block_size
@@ -243,4 +253,5 @@ def spec_of(call: LayerCall, layout: Layout) -> AttentionSpec:
         sinks=call.sinks is not None,
         mask=mask,
         attention_chunk=call.visible_chunk > 0,
+        block_mask=mask is None and isinstance(call.mask, BlockLists),
     )

@@ -11,6 +11,7 @@ from hopper_backward_cases import GradientCall, GradientCase
 from hopper_cases import Case
 from hopper_emulator import emulated
 
+from fa_serve.backends import hopper
 from fa_serve.backends.calls import AttentionTensors
 from fa_serve.backends.hopper import HopperBackend
 from fa_serve.spec import AttentionSpec, Precision
@@ -87,6 +88,28 @@ def test_serves_few_queries_of_many_sequences() -> None:
     spec = replace(H200, layout="paged", page_size=16, op="decode", sizes=(16, 16, 2048))
     assert HopperBackend().supports(spec) is None
     assert "got float8" in str(HopperBackend().supports(replace(spec, kv_dtype=torch.float8_e4m3fn)))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({}, None),
+        ({"sizes": (1, 512, 900)}, None),
+        ({"sizes": (1, 128, 9000)}, "got 1 sequence of up to 128 queries and 9000 keys"),
+        ({"sizes": (300, 16, 900)}, "got 300 sequences of up to 16 queries"),
+        ({"sizes": None}, "for prompts"),
+        ({"head_dim": 192}, "without softcap, got 192"),
+        ({"softcap": True}, "got softcap"),
+        ({"attention_chunk": True}, "does not compute attention_chunk"),
+    ],
+)
+def test_follows_the_tree_for_prompts(change: dict, words: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = replace(H200, **{"layout": "paged", "page_size": 16, "op": "tree", "sinks": True, "sizes": (8, 512, 4096)} | change)
+    monkeypatch.setattr(hopper, "FOLLOWS_TREE", True)
+    reason = HopperBackend().supports(spec)
+    assert reason is None if words is None else words in str(reason)
+    monkeypatch.setattr(hopper, "FOLLOWS_TREE", False)
+    assert "got op 'tree'" in str(HopperBackend().supports(spec))
 
 
 @pytest.mark.parametrize(("precision", "dim"), [("qk8", 64), ("qk8", 128), ("qk8", 256), ("fp8", 64), ("fp8", 128)])

@@ -21,6 +21,7 @@ def _copy(x_ptr, y_ptr, first, count, STORE: tl.constexpr):
         tl.atomic_cas(y_ptr + first, tl.load(y_ptr), tl.load(x_ptr + first))
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("store", ["none", "store", "add"])
 @pytest.mark.parametrize(
     ("first", "count", "inside"), [(0, 3, True), (1, 4, True), (0, 4, True), (1, 5, False), (-1, 4, False)]

@@ -60,6 +60,7 @@ def check(actual: Tensor, exact: Tensor) -> None:
     torch.testing.assert_close(actual.double(), exact, rtol=2e-2, atol=2e-3)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("queries", [1, 20])
 @pytest.mark.parametrize("make", [plan_decode, plan_forward], ids=["decode", "forward"])
 @pytest.mark.parametrize("cache", CACHES, ids=str)

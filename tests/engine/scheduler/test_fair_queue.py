@@ -157,6 +157,7 @@ def steps_until_done(scheduler: Scheduler, sequence: SequenceState, limit: int =
     return limit
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("steps_before", [2, 20, 60, 200])
 @pytest.mark.parametrize("prompt", [1, 60])
 def test_a_client_whose_sequences_fill_all_pages_holds_up_nobody(steps_before, prompt) -> None:

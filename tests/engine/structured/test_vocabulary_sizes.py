@@ -60,6 +60,7 @@ def bits(words: np.ndarray) -> np.ndarray:
     return np.unpackbits(words.view(np.uint8), bitorder="little")
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("beyond", [-22, *RELATIONS, 31, 33])
 @pytest.mark.parametrize("num_tokens", [NUM_TOKENS - 1, NUM_TOKENS, NUM_TOKENS + 1])
 def test_a_mask_has_the_words_of_the_logits_and_allows_tokens_that_both_have(num_tokens, beyond) -> None:

@@ -10,6 +10,7 @@ import torch
 from hf_checks import attend
 from hf_families import BY_NAME, cached, tokens
 from opaque_backend import opaque_backend
+from torch.nn.attention.flex_attention import create_block_mask, create_mask
 from transformers import AutoConfig, DynamicCache, Kosmos2ForConditionalGeneration
 
 import fa_serve
@@ -97,6 +98,40 @@ def test_position_bias_is_added_to_any_mask(mask: str, room: int) -> None:
     }[mask]
     expected, _ = attention_reference(q, k, v, softmax_scale=1.0, mask=torch.where(truth, bias, float("-inf")))
     torch.testing.assert_close(attend(q, k, v, given, scaling=1.0, position_bias=bias), expected)
+
+
+def _prefix(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+    return (i >= j) | (j < 30)
+
+
+@pytest.mark.parametrize(
+    "extra", [{}, {"softcap": 5.0}, {"position_bias": torch.randn(1, 4, 150, 150)}, {"cu_seq_lens_q": True}]
+)
+def test_a_block_mask_of_flex_attention_is_a_mask(extra: dict[str, Any]) -> None:
+    """It says what is seen in the place of the module's window, alone and with what needs a mask of elements."""
+    q, k, v = make_qkv(1, 150, 150, 4, 2, 16)
+    given = create_block_mask(_prefix, None, None, 150, 150, device="cpu")
+    seen = create_mask(_prefix, 1, 1, 150, 150, device="cpu")
+    words = dict(extra)
+    if "cu_seq_lens_q" in extra:
+        words["cu_seq_lens_q"] = torch.tensor([0, 90, 150])
+        packed = torch.arange(150) >= 90
+        seen = seen & (packed[:, None] == packed)
+    bias = torch.where(seen, words.get("position_bias", torch.zeros(1, 1, 150, 150)), float("-inf"))
+    expected, _ = attention_reference(q, k, v, softmax_scale=0.25, mask=bias, softcap=extra.get("softcap", 0.0))
+    torch.testing.assert_close(attend(q, k, v, given, sliding_window=7, **words), expected)
+
+
+@torch.no_grad()
+def test_a_model_takes_a_block_mask() -> None:
+    """Every layer reads the lists that the first one has made."""
+    model = BY_NAME["llama"].build()
+    ids = tokens(1, 150)
+    given = create_block_mask(_prefix, None, None, 150, 150, device="cpu")
+    hidden = ~create_mask(_prefix, 1, 1, 150, 150, device="cpu")
+    expected = model(ids, attention_mask=torch.zeros(hidden.shape).masked_fill(hidden, float("-inf")), use_cache=False).logits
+    fa_serve.patch(model)
+    torch.testing.assert_close(model(ids, attention_mask=given, use_cache=False).logits, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_without_a_mask_the_module_decides() -> None:

@@ -19,6 +19,8 @@ from fa_serve.hf.adapter.masks import ImplicitMask
 from fa_serve.spec import UnsupportedModelError
 from fa_serve.testing import make_qkv
 
+pytestmark = pytest.mark.every_case  # milliseconds each, and all that models see goes through them
+
 CAUSAL = masking_utils.causal_mask_function
 
 

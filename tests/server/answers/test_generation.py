@@ -28,6 +28,7 @@ def refusing(error):
     return refuse
 
 
+@pytest.mark.every_case
 @BOTH
 @pytest.mark.parametrize(
     "code", ["not_finite", "no_token_left", "grammar", "step_failed", "scheduler_failed", "timeout", "engine_dead"]
@@ -91,6 +92,7 @@ async def test_fields_that_leave_no_token_together_are_the_clients_error(serving
     assert (response.status_code, response.json()["error"]["param"]) == (status, param)
 
 
+@pytest.mark.every_case
 @BOTH
 @pytest.mark.parametrize(
     ("error", "status"),

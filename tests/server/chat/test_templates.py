@@ -84,6 +84,7 @@ REPEATING = {
 }
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("where", ["server", "process"])
 @pytest.mark.parametrize("kind", REPEATING)
 async def test_rendering_stops_when_the_output_is_longer_than_a_prompt_can_be(teller, engine, kind, where):
@@ -109,6 +110,7 @@ async def test_rendering_stops_when_the_output_is_longer_than_a_prompt_can_be(te
     assert peak < 8 * 2**20, f"{peak >> 20} MB"
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("route", ["/v1/chat/completions", "/tokenize"])
 @pytest.mark.parametrize("name", ["eos_token", "bos_token", "pad_token", "messages", "tools", "add_generation_prompt"])
 async def test_a_request_cannot_set_what_the_template_takes_from_the_tokenizer(teller, route, name):

@@ -54,6 +54,7 @@ def streamed(url: str, path: str, more: dict[str, Any]) -> tuple[str, str]:
     return thoughts, answer
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("path", REQUESTS)
 @pytest.mark.parametrize(
     ("template", "words"),

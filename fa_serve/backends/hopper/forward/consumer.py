@@ -36,8 +36,9 @@ from fa_serve.backends.hopper.forward.float8_scales import as_column, block_scal
 from fa_serve.backends.hopper.forward.output import wait_output_copies, write_output
 from fa_serve.backends.hopper.forward.pack_gqa import sinks_of
 from fa_serve.backends.hopper.forward.producer import unpack_tile
+from fa_serve.backends.hopper.forward.tree import block_at, first_groups, fold_group
 from fa_serve.backends.hopper.forward.types import Tile
-from fa_serve.backends.triton.primitives import LOG2E
+from fa_serve.backends.triton.primitives import LOG2E, SCORE_GROWTH, group_softmax
 
 SUM_LAYOUT = gl.constexpr(
     gl.DistributedLinearLayout([[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4])
@@ -45,9 +46,6 @@ SUM_LAYOUT = gl.constexpr(
 """Layout of partial sums [64, 4] that matches wgmma's accumulators: four threads share a row, and each thread has two rows."""
 FIRST_NAMED_BARRIER = gl.constexpr(8)
 """Triton's own warp specialisation uses the named barriers below this one."""
-SCORE_GROWTH = gl.constexpr(8.0)
-"""How far a row's scores may exceed its maximum before the maximum follows, in powers of 2. P is then at most 256, which
-float16 can hold."""
 
 
 def _rescale_assembly(count: int) -> str:
@@ -80,7 +78,8 @@ class Softmax(NamedTuple):
     """The online softmax of 64 rows.
 
     m:     [64], base 2: the maximum that sum and output are relative to
-    l:     [64, 4]: the sum in four parts, one for each thread that holds values of the row; they are added up at the end
+    l:     [64, 4]: the sum in four parts, one for each thread that holds values of the row; they are added up at the end. With
+           a tree [64]
     alpha: [64]: the factor by which the output, which lags by one block, must still be multiplied
     """
 
@@ -313,7 +312,7 @@ def _online_softmax(
     scale: what turns products into exponents of 2, a number or [64]
 
     The maximum of a row is raised only when scores exceed it by more than SCORE_GROWTH (FlashAttention-4). Any number near the
-    true     maximum keeps the result exact, and O seldom has to be rescaled.
+    true maximum keeps the result exact, and O seldom has to be rescaled.
     """
     BLOCK_N: gl.constexpr = var.tiles.block_n
     S_LAYOUT: gl.constexpr = var.score_layout
@@ -340,20 +339,24 @@ def _online_softmax(
             if var.bits:
                 keep = keep & keep_by_bits(words, var)
             s = gl.where(keep, s, float("-inf"))
-    m = _row_maximum(s, var) * scale
-    m = gl.where(m - state.m > GROWS, m, state.m)  # the comparison is false where both are -inf
-    safe = m
-    if masked:
-        safe = gl.where(m == float("-inf"), 0.0, m)  # a row that has seen no key yet; -inf - -inf would be NaN
-    shift = safe
-    if var.float8_values:
-        shift = safe - FLOAT8_SHIFT
-    p = gl.exp2(s * (scale if var.softcap else as_column(scale, var)) - gl.expand_dims(shift, 1))
-    alpha = gl.exp2(state.m - safe)
-    parts = gl.sum(gl.sum(p.reshape([64, BLOCK_N // 8, 4, 2]), 3), 1)
-    rescale = gl.convert_layout(alpha, gl.SliceLayout(1, SUM_LAYOUT), assert_trivial=True)
-    l = state.l * gl.expand_dims(rescale, 1) + gl.convert_layout(parts, SUM_LAYOUT, assert_trivial=True)  # noqa: E741
-    p = pack_probabilities(p, var) if var.float8_values else gl.convert_layout(p.to(dtype), P_LAYOUT)
+    if var.tree_blocks > 0:
+        p, m, l, alpha = group_softmax(s, scale, state.m, state.l)  # noqa: E741
+        p = gl.convert_layout(p.to(dtype), P_LAYOUT)
+    else:
+        m = _row_maximum(s, var) * scale
+        m = gl.where(m - state.m > GROWS, m, state.m)  # the comparison is false where both are -inf
+        safe = m
+        if masked:
+            safe = gl.where(m == float("-inf"), 0.0, m)  # a row that has seen no key yet; -inf - -inf would be NaN
+        shift = safe
+        if var.float8_values:
+            shift = safe - FLOAT8_SHIFT
+        p = gl.exp2(s * (scale if var.softcap else as_column(scale, var)) - gl.expand_dims(shift, 1))
+        alpha = gl.exp2(state.m - safe)
+        parts = gl.sum(gl.sum(p.reshape([64, BLOCK_N // 8, 4, 2]), 3), 1)
+        rescale = gl.convert_layout(alpha, gl.SliceLayout(1, SUM_LAYOUT), assert_trivial=True)
+        l = state.l * gl.expand_dims(rescale, 1) + gl.convert_layout(parts, SUM_LAYOUT, assert_trivial=True)  # noqa: E741
+        p = pack_probabilities(p, var) if var.float8_values else gl.convert_layout(p.to(dtype), P_LAYOUT)
     return p, Softmax(m, l, alpha)
 
 
@@ -362,6 +365,7 @@ def _process_block(
     acc,
     p,
     state,
+    folded,
     tile_count,
     block_count,
     block,
@@ -379,6 +383,8 @@ def _process_block(
 
     With `softmax_first` the wait for the next keys stands between the softmax and the wait for P V, because it ends a basic
     block: without it ptxas may schedule exponentials after the wait for P V.
+
+    A block that begins a group of the tree begins with an empty softmax, and folds the group before it once its P V is done.
     """
     MASKED: gl.constexpr = var.masked
     VALUE_GROUPS: gl.constexpr = 2 if var.dv1 > 0 else 1
@@ -402,6 +408,10 @@ def _process_block(
         s_token = _issue_scores(tile_count, block_count, smem, group, var)
         _pass_turn(group, var)
         s = warpgroup_mma_wait(0, deps=[s_token])
+    last = state
+    if var.tree_blocks > 0:
+        begins = block % var.tree_blocks == 0
+        state = Softmax(gl.where(begins, float("-inf"), state.m), gl.where(begins, 0.0, state.l), state.alpha)
     mbarrier.arrive(bars.k_empty.index(block_count % var.tiles.stages), count=1)
     p, state = _online_softmax(s, state, key_block, words, added, limits, scale, args, dtype, MASKED, var)
     if var.float8_values:
@@ -413,9 +423,13 @@ def _process_block(
     mbarrier.arrive(bars.v_empty.index((block_count - 1) % var.tiles.stages), count=1)
     if not var.tiles.softmax_first:
         _wait_keys(block_count + 1, bars, var, more)
+    if var.tree_blocks > 0:  # noqa: SIM102
+        if begins:
+            folded = fold_group(folded, last, acc, var)
+            acc = _no_output(block, var)
     if not var.tiles.rescale_late and not var.float8_values:
         acc = _rescale(acc, state.alpha, var)
-    return acc, p, state
+    return acc, p, state, folded
 
 
 @gluon.jit
@@ -428,10 +442,12 @@ def _release_queries(tile_count, bars, var: gl.constexpr):
 
 @gluon.jit
 def _first_state(tile, args, layout: gl.constexpr, var: gl.constexpr):
-    """The softmax before any key. A sink is a key without a value, so maximum and sum start with it."""
+    """The softmax before any key. A sink is a key without a value, so maximum and sum start with it. With a tree, a sink comes
+    before the first group, and is none of its keys."""
     m = gl.full([64], float("-inf"), gl.float32, layout=layout)
-    l = gl.zeros([64, 4], gl.float32, layout=SUM_LAYOUT)  # noqa: E741
-    if args.sinks is not None:
+    in_tree: gl.constexpr = var.tree_blocks > 0
+    l = gl.zeros([64], gl.float32, layout=layout) if in_tree else gl.zeros([64, 4], gl.float32, layout=SUM_LAYOUT)  # noqa: E741
+    if args.sinks is not None and not in_tree:
         m = sinks_of(tile, args, layout, var) * LOG2E
         first = gl.arange(0, 4, layout=gl.SliceLayout(0, SUM_LAYOUT)) == 0
         ONE: gl.constexpr = 2.0**FLOAT8_SHIFT if var.float8_values else 1.0
@@ -440,14 +456,24 @@ def _first_state(tile, args, layout: gl.constexpr, var: gl.constexpr):
 
 
 @gluon.jit
-def _no_output(tile, var: gl.constexpr):
-    """The output before any key."""
+def _no_output(number, var: gl.constexpr):
+    """The output before any key. number: any integer of the device"""
     O_LAYOUT: gl.constexpr = var.output_layout
     O1_LAYOUT: gl.constexpr = var.second_output_layout
     DV0: gl.constexpr = var.dv0
     DV1: gl.constexpr = var.dv1
-    second = gl.zeros([64, DV1], gl.float32, layout=O1_LAYOUT) if DV1 > 0 else tile.row * 0
+    second = gl.zeros([64, DV1], gl.float32, layout=O1_LAYOUT) if DV1 > 0 else number * 0
     return Output(gl.zeros([64, DV0], gl.float32, layout=O_LAYOUT), second)
+
+
+@gluon.jit
+def _finish_tile(acc, state, folded, tile, tile_count, desc, smem, factors, args, group: gl.constexpr, var: gl.constexpr):
+    """Write the output of a tile, with a tree after its last group is folded."""
+    if var.tree_blocks > 0:
+        folded = fold_group(folded, state, acc, var)
+        write_output(folded, folded, tile, tile_count, desc, smem, factors, args, group, var)
+    else:
+        write_output(acc, state, tile, tile_count, desc, smem, factors, args, group, var)
 
 
 @gluon.jit
@@ -481,17 +507,18 @@ def consumer(desc, smem, bars, args, group: gl.constexpr, var: gl.constexpr):
         factors = tile_factors(tile, args, group, ROWS, var)
         if not AHEAD:
             _wait_keys(block_count, bars, var)
-        key_block = _key_block(tile.high - 1, block_count, smem, var)
+        key_block = _key_block(block_at(tile, 0, var), block_count, smem, var)
         words = load_bits(args.bits, key_block, limits.row, var)
         added = load_mask(key_block, limits, args.added, var)
-        scale = block_scale(tile.high - 1, factors, var)
+        scale = block_scale(block_at(tile, 0, var), factors, var)
         if not AHEAD:
             _take_turn(group, var)
             s_token = _issue_scores(tile_count, block_count, smem, group, var)
             _pass_turn(group, var)
             s = warpgroup_mma_wait(0, deps=[s_token])
         mbarrier.arrive(bars.k_empty.index(block_count % var.tiles.stages), count=1)
-        acc = _no_output(tile, var)
+        acc = _no_output(tile.row, var)
+        folded = first_groups(tile, acc, args, ROWS, var)
         first = _first_state(tile, args, ROWS, var)
         p, state = _online_softmax(s, first, key_block, words, added, limits, scale, args, dtype, True, var)
         if AHEAD:  # noqa: SIM102
@@ -500,13 +527,14 @@ def consumer(desc, smem, bars, args, group: gl.constexpr, var: gl.constexpr):
         blocks = tile.high - tile.low
         _wait_keys(block_count + 1, bars, var, blocks > 1)
         for j in range(1, blocks):
-            acc, p, state = _process_block(
+            acc, p, state, folded = _process_block(
                 acc,
                 p,
                 state,
+                folded,
                 tile_count,
                 block_count + j,
-                tile.high - 1 - j,
+                block_at(tile, j, var),
                 j + 1 < blocks,
                 limits,
                 factors,
@@ -533,7 +561,7 @@ def consumer(desc, smem, bars, args, group: gl.constexpr, var: gl.constexpr):
             mbarrier.arrive(bars.v_empty.index((block_count - 1) % var.tiles.stages), count=1)
             if var.split_kv:
                 tile = _read_tile(tile_count - 1, smem, var)
-            write_output(acc, state, tile, tile_count - 1, desc, smem, factors, args, group, var)
+            _finish_tile(acc, state, folded, tile, tile_count - 1, desc, smem, factors, args, group, var)
             s = warpgroup_mma_wait(0, deps=[s_token])
             tile = upcoming
         else:
@@ -542,7 +570,7 @@ def consumer(desc, smem, bars, args, group: gl.constexpr, var: gl.constexpr):
             o_token = _issue_values(p, acc, state.alpha, block_count - 1, smem, bars, var)
             acc = _wait_values(0, o_token, acc, state.alpha, var)
             mbarrier.arrive(bars.v_empty.index((block_count - 1) % var.tiles.stages), count=1)
-            write_output(acc, state, tile, tile_count - 1, desc, smem, factors, args, group, var)
+            _finish_tile(acc, state, folded, tile, tile_count - 1, desc, smem, factors, args, group, var)
             if RESIDENT:
                 if var.tiles.o_parts == 0:
                     _release_queries(tile_count - 1, bars, var)

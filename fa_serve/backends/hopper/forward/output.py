@@ -75,7 +75,10 @@ def write_output(acc, state, tile, tile_count, desc, smem, factors, args, group:
     O1_LAYOUT: gl.constexpr = var.second_output_layout
     ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     empty = state.m == float("-inf")
-    total = gl.convert_layout(gl.sum(state.l, 1), gl.SliceLayout(1, S_LAYOUT), assert_trivial=True)
+    if var.tree_blocks > 0:
+        total = state.l
+    else:
+        total = gl.convert_layout(gl.sum(state.l, 1), gl.SliceLayout(1, S_LAYOUT), assert_trivial=True)
     inverse = gl.where(empty, 0.0, 1.0 / total)
     logarithm = gl.log2(total)
     if var.float8_values:

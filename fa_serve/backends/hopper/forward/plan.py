@@ -36,7 +36,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fa_serve.backends import MAX_KEYS_PER_TILE
+from fa_serve.backends import GROUP_KEYS, MAX_KEYS_PER_TILE, TREE_KEYS
 from fa_serve.backends.calls import AttentionOptions, AttentionTensors, mask_form
 from fa_serve.backends.hopper.descriptors import copy_engine_strides, dense_view, ragged_view
 from fa_serve.backends.hopper.forward.kernel import Numbers, attn_fwd_hopper
@@ -53,6 +53,7 @@ from fa_serve.backends.hopper.forward.tiles import (
     key_columns,
     key_splits,
     list_tiles,
+    tree_tiles,
     value_columns,
 )
 from fa_serve.backends.hopper.forward.types import Variant
@@ -63,7 +64,11 @@ from fa_serve.backends.triton.float8_inputs import BLOCK_KEYS, Form, InputQuanti
 from fa_serve.block_lists import BlockLists
 from fa_serve.launching.launch import Launch, View, broadcast_strides, multiprocessors
 from fa_serve.launching.plans import Run
+from fa_serve.spec import TREE_SPLITS
 
+SHARE_BIAS = False
+"""Compute the tiles of the same head and rows of all sequences one after the other, where they add the same bias: it is read
+from memory once then, and from the L2 cache for the other sequences. Not timed yet, so it is off."""
 _MAX_PADDED = 1 << 27
 """The largest output, in numbers, that padded tiles leave to be combined; the buffer holds it for up to 16 splits. The
 positions in it have 32 bits."""
@@ -76,7 +81,7 @@ def plan_hopper_forward(
 
     Queries are dense, or packed by cu_seqlens_q with keys packed by cu_seqlens_k or in the pages of block_table, in the shapes
     of `fa_serve.api`. A mask comes with the `blocks` that were scanned from it. num_splits is ignored, because
-    `HopperBackend.supports` refuses it.
+    `HopperBackend.supports` refuses it, but for TREE_SPLITS: the kernel follows the tree then (see `forward.tree`).
 
     tiles, max_splits: override the choices of `hopper_forward_tiles` and `key_splits`, for tuning and tests
 
@@ -102,7 +107,7 @@ def plan_hopper_forward(
     sequences = q.shape[0] if tensors.cu_seqlens_q is None else tensors.cu_seqlens_q.shape[0] - 1
     layouts = [contiguous(x.shape, x.dtype) if copy else x for x, copy in zip(given, copied, strict=True)]
     table_stride = 0 if tensors.block_table is None else tensors.block_table.stride(0)
-    plain = options.precision == "bf16" and tensors.blocks is None
+    plain = options.precision == "bf16" and tensors.blocks is None and options.num_splits != TREE_SPLITS
     quantizer = None
     if options.precision != "bf16":
         quantizer = InputQuantizer(layouts[:3], form, sequences, options, table_stride)
@@ -193,7 +198,10 @@ def _plan_launches(problem: _Problem, tiles: HopperTiles | None, max_splits: int
     left, right = options.window_size
     head_dims = (problem.q.shape[-1], problem.out.shape[-1])
     blocks = problem.blocks
-    if tiles is None and blocks is not None:
+    follows_tree = options.num_splits == TREE_SPLITS
+    if tiles is None and follows_tree:
+        tiles = tree_tiles(*head_dims)
+    elif tiles is None and blocks is not None:
         tiles = list_tiles(*head_dims, blocks.block_size)
     elif tiles is None and options.precision != "bf16":
         tiles = hopper_float8_tiles(*head_dims)
@@ -201,9 +209,10 @@ def _plan_launches(problem: _Problem, tiles: HopperTiles | None, max_splits: int
         lengths = (options.max_seqlen_q * problem.pack_gqa, options.max_seqlen_k)
         tiles = hopper_forward_tiles(*head_dims, options.window_size, *lengths, problem.packed, problem.paged)
     if max_splits is None:
-        max_splits = _split_limit(problem, tiles)
+        max_splits = 1 if follows_tree else _split_limit(problem, tiles)
     padded = problem.pack_gqa > problem.heads_per_kv
     assert not problem.paged or tiles.block_n <= MAX_KEYS_PER_TILE
+    assert not follows_tree or tiles.block_n == TREE_KEYS
     var = Variant(
         tiles,
         *key_columns(head_dims[0]),
@@ -218,12 +227,14 @@ def _plan_launches(problem: _Problem, tiles: HopperTiles | None, max_splits: int
         bits=blocks is not None and blocks.partial_bits is not None,
         mask=mask_form(problem.mask),
         mask_words=problem.mask is not None and max(head_dims) <= 192 and has_mask_words(problem.mask, problem.q.dtype),
+        sequences_first=SHARE_BIAS and problem.batch > 1 and _shares_bias(problem.mask),
         precision=options.precision,
         gaps=problem.form == "packed" and options.precision != "bf16",
         pack_gqa=problem.pack_gqa,
         padded=padded,
         split_kv=padded or max_splits > 1,
         dim_v=head_dims[1] if padded or max_splits > 1 else 0,
+        tree_blocks=GROUP_KEYS // TREE_KEYS if follows_tree else 0,
     )
     assert blocks is None or (var.block_q % tiles.block_m == 0 and var.block_k % tiles.block_n == 0)
     slots = multiprocessors(problem.device, 132) * tiles.blocks_per_sm
@@ -247,6 +258,11 @@ def _plan_launches(problem: _Problem, tiles: HopperTiles | None, max_splits: int
         return Launches(attention, counted=tiles.schedule == Schedule.DYNAMIC, mask_words=var.mask_words)
     table = _plan_table(problem, var, counts, slots, max_splits)
     return Launches(attention, table, counts.per_head, combine=combine)
+
+
+def _shares_bias(mask: Tensor | None) -> bool:
+    """Whether all sequences add the same numbers."""
+    return mask_form(mask) == "float" and broadcast_strides(mask)[0] == 0
 
 
 def has_mask_words(mask: Tensor, dtype: torch.dtype) -> bool:
@@ -336,7 +352,11 @@ def _count_tiles(problem: _Problem, var: Variant, slots: int, max_splits: int) -
     else:
         per_head = num_m * batch
         equal = options.window_size[0] < 0 and options.window_size[1] < 0
-        group, tail = head_group(batch * problem.num_heads, problem.heads_per_kv, kv_bytes, num_m, equal)
+        # heads of all sequences stand together or apart
+        sequences = batch if var.sequences_first else 1
+        group, tail = head_group(
+            batch * problem.num_heads, problem.heads_per_kv * sequences, kv_bytes * sequences, num_m, equal
+        )
     if var.pack_gqa > 1 or var.split_kv:  # few tiles, which run at once
         group = tail = problem.tile_heads if problem.packed else batch * problem.tile_heads
     if var.split_kv:

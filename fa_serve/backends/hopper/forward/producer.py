@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from fa_serve.backends.hopper.block_sparse import KeyBlock, announce_key_block, list_of, listed_key_block
 from fa_serve.backends.hopper.forward.pack_gqa import heads_of
+from fa_serve.backends.hopper.forward.tree import block_at
 from fa_serve.backends.hopper.forward.types import RAGGED, Tile
 from fa_serve.launching.gluon_names import async_load
 
@@ -95,8 +96,13 @@ def _dense_tile(index, args, var: gl.constexpr):
     if var.has_left:
         low = gl.minimum(gl.maximum(row + offset - args.left, 0) // var.tiles.block_n, high - 1)
     batch = batch_head // args.num_heads
+    head = batch_head % args.num_heads
+    if var.sequences_first:
+        sequences = gl.maximum(args.total // args.num_m // args.num_heads, 1)
+        batch = batch_head % sequences
+        head = batch_head // sequences
     row = gl.where(index < args.total, row, -1)
-    return Tile(row, batch_head % args.num_heads, batch, args.seqlen_q, batch, args.seqlen_k, low, high), batch
+    return Tile(row, head, batch, args.seqlen_q, batch, args.seqlen_k, low, high), batch
 
 
 @gluon.jit
@@ -275,14 +281,14 @@ def producer(desc, smem, bars, args, var: gl.constexpr):
     while tile.row >= 0:
         head, kv_head = heads_of(tile, args.num_heads, args.heads_per_kv, var)
         blocks = tile.high - tile.low
-        key_block = listed_key_block(0, of, args.lists, var) if var.block_k > 0 else KeyBlock(tile.high - 1, 0)
+        key_block = listed_key_block(0, of, args.lists, var) if var.block_k > 0 else KeyBlock(block_at(tile, 0, var), 0)
         _load_keys(tile, kv_head, key_block, block_count, desc, smem, bars, args, var)
         stage = tile_count % var.tiles.q_stages
         mbarrier.wait(bars.q_empty.index(stage), ((tile_count // var.tiles.q_stages) & 1) ^ 1)
         smem.record.index(stage).store(_pack(tile))
         _load_queries(tile, head, stage, desc, smem, bars, var)
         index = _next_index(args, var)
-        # the consumers' order: from the last block to the first or that of the list, and K one block ahead of V
+        # the consumers' order, that of `block_at` or of the list, and K one block ahead of V
         if var.block_k > 0:
             upcoming = listed_key_block(1, of, args.lists, var)
             for j in range(1, blocks + 1):
@@ -295,8 +301,10 @@ def producer(desc, smem, bars, args, var: gl.constexpr):
         else:
             for j in range(1, blocks + 1):
                 if j < blocks:
-                    _load_keys(tile, kv_head, KeyBlock(tile.high - 1 - j, 0), block_count + j, desc, smem, bars, args, var)
-                _load_values(tile, kv_head, KeyBlock(tile.high - j, 0), block_count + j - 1, desc, smem, bars, args, var)
+                    ahead = KeyBlock(block_at(tile, j, var), 0)
+                    _load_keys(tile, kv_head, ahead, block_count + j, desc, smem, bars, args, var)
+                key_block = KeyBlock(block_at(tile, j - 1, var), 0)
+                _load_values(tile, kv_head, key_block, block_count + j - 1, desc, smem, bars, args, var)
         block_count += blocks
         tile_count += 1
         tile, of = _tile(index, args, live, var)

@@ -74,6 +74,8 @@ class HopperTiles:
 
 
 MAX_HEAD_DIM = 256
+MAX_HEAD_DIM_OF_TREE = 128
+"""Two outputs of wider heads do not fit the registers, see `forward.tree`."""
 SHARED_BYTES = 232_448
 """Shared memory of one thread block on Hopper."""
 
@@ -153,6 +155,16 @@ def list_tiles(head_dim: int, head_dim_v: int, block_size: tuple[int, int]) -> H
         tiles = HopperTiles(2, 128, 2, 2, Schedule.DYNAMIC, rescale_late=True)
     in_halves = width > 128 or dv0 != d0 or dv1 not in (0, d1)
     return replace(tiles, o_parts=2 if in_halves else 0)
+
+
+@lru_cache(maxsize=256)
+def tree_tiles(head_dim: int, head_dim_v: int) -> HopperTiles:
+    """The tiles of a call that follows the tree: its blocks have 64 keys, and a row has two outputs in registers. None has been
+    measured."""
+    d0, d1 = key_columns(head_dim)
+    dv0, dv1 = value_columns(head_dim_v)
+    separate = dv0 != d0 or dv1 not in (0, d1)
+    return HopperTiles(2, 64, 4, 2, Schedule.DYNAMIC, rescale_late=True, o_parts=2 if separate else 0)
 
 
 @lru_cache(maxsize=256)

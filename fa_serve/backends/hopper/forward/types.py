@@ -31,12 +31,14 @@ class Variant:
     page_size:  tokens of a page of the KV cache, 0 without one
     block_q, block_k: queries and keys per block of the lists, 0 without lists; bits: partial blocks have bits
     mask:       what the lists were scanned from, "bool" or "float", else "none"; mask_words: see `plan.has_mask_words`
+    sequences_first: (dense) tiles of the same head and rows of all sequences follow one another, see `plan.SHARE_BIAS`
     precision:  "bf16": Q, K, V and P have 16 bits; "qk8": Q and K are float8 with scales; "fp8": V and P are float8 as well.
                 See `triton.float8_inputs`
     gaps:       (float8 keys, varlen) the copies of keys are packed with gaps; else they are a dense batch. See
                 `triton.float8_inputs`
     pack_gqa:   query heads that share a tile, see `pack_gqa`; padded: a KV head has fewer of them
     split_kv:   keys may be split among tiles, see `split_kv.split`; dim_v: head_dim_v of its buffer
+    tree_blocks: key blocks of a group of the tree that the kernel follows, see `forward.tree`; 0 without one
     """
 
     tiles: HopperTiles
@@ -54,12 +56,14 @@ class Variant:
     bits: bool = False
     mask: str = "none"
     mask_words: bool = False
+    sequences_first: bool = False
     precision: Precision = "bf16"
     gaps: bool = False
     pack_gqa: int = 1
     padded: bool = False
     split_kv: bool = False
     dim_v: int = 0
+    tree_blocks: int = 0
 
     @property
     def queries(self) -> int:
@@ -88,8 +92,9 @@ class Variant:
 
     @property
     def masked(self) -> bool:
-        """Whether a block after a tile's first one may hold keys that some row does not see. Lists have any order."""
-        return self.has_left or self.has_right or self.block_k > 0
+        """Whether a block after a tile's first one may hold keys that some row does not see. Lists have any order, and the
+        tree has the first keys first."""
+        return self.has_left or self.has_right or self.block_k > 0 or self.tree_blocks > 0
 
     @property
     def page_rows(self) -> int:

@@ -18,10 +18,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from fa_serve.backends.hopper.forward.consumer import SCORE_GROWTH, SUM_LAYOUT, Softmax, rescale_part
+from fa_serve.backends.hopper.forward.consumer import SUM_LAYOUT, Softmax, rescale_part
 from fa_serve.backends.hopper.forward.producer import PagedOperand, field_of, load_pages, pages_of
 from fa_serve.backends.hopper.latent.types import PARTS, ROPE, SLOTS, latent_work
-from fa_serve.backends.triton.primitives import LN2
+from fa_serve.backends.triton.primitives import LN2, SCORE_GROWTH
 from fa_serve.backends.triton.splits import lse_of_splits
 from fa_serve.launching.gluon_names import copy_to_shared, sync_threads
 

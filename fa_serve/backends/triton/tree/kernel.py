@@ -17,7 +17,9 @@ from fa_serve.backends.triton.primitives import (
     find_tile,
     finish_softmax,
     first_visible,
-    online_softmax_update,
+    fold_outputs,
+    fold_rows,
+    group_softmax,
     softcap_scores,
     wait_for_previous_kernel,
     window_keep,
@@ -61,19 +63,11 @@ class TreeVariant:
 
 
 @triton.jit
-def fold(state, group_max, group_sum, group_out):
-    """Fold a group of keys into the groups before it, the same for every kernel: explicit roundings, no choice of contraction.
-
-    A group in which a row sees no key, with a maximum of -inf and zeros, changes nothing.
-    """
+def _fold(state, group_max, group_sum, group_out):
+    """Fold a group of keys into the groups before it."""
     row_max, row_sum, out = state
-    new_max = tl.maximum(row_max, group_max)
-    safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
-    before = tl.exp2(row_max - safe_max)
-    added = tl.exp2(group_max - safe_max)
-    row_sum = tl.fma(group_sum, added, row_sum * before)
-    out = tl.fma(group_out, tl.broadcast_to(added[:, None], out.shape), out * before[:, None])
-    return new_max, row_sum, out
+    row_max, row_sum, before, added = fold_rows(row_max, row_sum, group_max, group_sum)
+    return row_max, row_sum, fold_outputs(out, group_out, before[:, None], added[:, None])
 
 
 @triton.jit
@@ -112,7 +106,7 @@ def _compute_group(
         s = tl.dot(q, k.T, input_precision=var.precision)
         if row_scale is not None:
             s *= row_scale[:, None]
-        factor = scale * LOG2E
+        factor = scale
         if var.has_softcap:
             s = softcap_scores(s, scale, softcap, var.precision == "ieee", var.ptx)
             factor = 1.0
@@ -128,7 +122,7 @@ def _compute_group(
                 var.chunked,
             )
             s = tl.where(keep, s, float("-inf"))
-        p, row_max, row_sum, alpha = online_softmax_update(s, factor, row_max, row_sum)
+        p, row_max, row_sum, alpha = group_softmax(s, factor, row_max, row_sum)
         v = _load_keys(v_tensor, cols, owned, offs_v, table_ptr, var.dim_v, q.dtype, var)
         acc = tl.dot(p.to(q.dtype), v, acc * alpha[:, None], input_precision=var.precision)
     return row_max, row_sum, acc
@@ -186,6 +180,7 @@ def _slot_of(index, head_kv, heads, group, most_groups, rows, unit_rows):
         "tiles_per_seq",
         "most_groups",
         "unit_rows",
+        "most_queries",
         "total_q",
         "window_left",
         "window_right",
@@ -212,6 +207,7 @@ def attn_tree(
     tiles_per_seq,
     most_groups,
     unit_rows,
+    most_queries,
     total_q,
     window_left,
     window_right,
@@ -231,7 +227,11 @@ def attn_tree(
     stride_oh,
     var: tl.constexpr,
 ):
-    """A program computes one tile of packed rows of one KV head: all groups of keys, or with `apart` one of them."""
+    """A program computes one tile of packed rows of one KV head: all groups of keys, or with `apart` one of them.
+
+    scale: turns products into exponents of 2 or, with a softcap, into scores
+    most_queries: a sequence with more queries is left to another kernel
+    """
     wait_for_previous_kernel(var.pdl, True)  # `fold_groups` reads lengths ahead
     BLOCK_M: tl.constexpr = var.block_m
     program = tl.program_id(0)
@@ -257,7 +257,7 @@ def attn_tree(
     row0 = tl.load(cu_q_ptr + seq)
     q_len = tl.load(cu_q_ptr + seq + 1) - row0
     kv_len = tl.load(used_k_ptr + seq)
-    if row_first >= q_len * var.groups:
+    if (row_first >= q_len * var.groups) | (q_len > most_queries):
         return
     offset = kv_len - q_len
     offs_m = tl.arange(0, BLOCK_M)
@@ -329,13 +329,24 @@ def attn_tree(
             keep = live[:, None] & (offs_v < var.dim_v)[None, :]
             tl.store(numbers_ptr[:, None] + 2 + offs_v[None, :], group_out, mask=keep)
         else:
-            row_max, row_sum, out = fold((row_max, row_sum, out), group_max, group_sum, group_out)
+            row_max, row_sum, out = _fold((row_max, row_sum, out), group_max, group_sum, group_out)
     if not var.apart:
         strides = (stride_ot, stride_oh, stride_lh)
         _store_rows(out_ptr, lse_ptr, (row_max, row_sum, out), descale_v, token, head, live, strides, var)
 
 
-@triton.jit(do_not_specialize=["batch", "heads", "tiles_per_seq", "most_groups", "unit_rows", "blocks_per_tile", "stride_lh"])
+@triton.jit(
+    do_not_specialize=[
+        "batch",
+        "heads",
+        "tiles_per_seq",
+        "most_groups",
+        "unit_rows",
+        "most_queries",
+        "blocks_per_tile",
+        "stride_lh",
+    ]
+)
 def fold_groups(
     out_ptr,
     lse_ptr,
@@ -349,6 +360,7 @@ def fold_groups(
     tiles_per_seq,
     most_groups,
     unit_rows,
+    most_queries,
     blocks_per_tile,
     stride_lh,
     stride_ot,
@@ -367,6 +379,7 @@ def fold_groups(
     exists = seq < batch
     row0 = tl.load(cu_q_ptr + seq, mask=exists, other=0)
     q_len = tl.load(cu_q_ptr + seq + 1, mask=exists, other=0) - row0
+    q_len = tl.where(q_len > most_queries, 0, q_len)
     kv_len = tl.load(used_k_ptr + seq, mask=exists, other=0)
     wait_for_previous_kernel(var.pdl)
     offs_m = program // heads % blocks_per_tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -387,6 +400,6 @@ def fold_groups(
         group_sum = tl.load(numbers_ptr + 1, mask=live, other=0.0)
         keep = live[:, None] & (offs_v < var.dim_v)[None, :]
         group_out = tl.load(numbers_ptr[:, None] + 2 + offs_v[None, :], mask=keep, other=0.0)
-        row_max, row_sum, out = fold((row_max, row_sum, out), group_max, group_sum, group_out)
+        row_max, row_sum, out = _fold((row_max, row_sum, out), group_max, group_sum, group_out)
     strides = (stride_ot, stride_oh, stride_lh)
     _store_rows(out_ptr, lse_ptr, (row_max, row_sum, out), descale_v, token, head, live, strides, var)

@@ -3,8 +3,9 @@
 The keys of a sequence are cut at absolute positions, from its first key on: into blocks, and into groups of blocks. For a row,
 a query of one query head,
 
-1. a group is computed by the online softmax over its blocks, in their order, from an empty state: (maximum, sum, values);
-2. groups are folded from the left into the result (`kernel.fold`), after the sink if there is one.
+1. a group is computed by the online softmax over its blocks, in their order, from an empty state: (maximum, sum, values). The
+   maximum follows a row's scores only when they exceed it by far (`primitives.group_softmax`);
+2. groups are folded from the left into the result (`primitives.fold_rows`), after the sink if there is one.
 
 A block or a group in which a row sees no key changes nothing, so it does not matter whether a program visits it. Therefore rows
 may be computed in tiles with any others: a token has the same bits in a prompt, in a chunk, after a cached prefix, in a step
@@ -12,8 +13,9 @@ that verifies drafts, and alone. And groups may be computed by one program, whic
 each (`apart`), after which a second kernel folds them.
 
 Each tile has 64 packed rows, also for a single query, and a warp for 16 of them: this is one instruction for the products, and
-one order of the sums over a row's scores. Left out: explicit masks, ALiBi, and latent keys. Source of the idea: fixed split
-sizes in He et al., "Defeating Nondeterminism in LLM Inference" (2025).
+one order of the sums over a row's scores. Sequences with more than `max_seqlen_q` queries are left to another kernel, which
+follows the same tree (`backends.hopper.FOLLOWS_TREE`). Left out: explicit masks, ALiBi, and latent keys. Source of the idea:
+fixed split sizes in He et al., "Defeating Nondeterminism in LLM Inference" (2025).
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ import torch
 from torch import Tensor
 
 from fa_serve import spec
+from fa_serve.backends import GROUP_KEYS, TREE_KEYS
 from fa_serve.backends.calls import AttentionOptions, AttentionTensors
+from fa_serve.backends.triton.primitives import LOG2E
 from fa_serve.backends.triton.tiles import batch_block, padded_dim
 from fa_serve.backends.triton.tree.kernel import TreeVariant, attn_tree, fold_groups
 from fa_serve.backends.unseen_rows import without_keys
@@ -34,12 +38,9 @@ TREE_ROWS = 64
 MANY_TREE_ROWS = 128
 """Packed rows of a tile with twice as many warps, for steps with many rows. The instructions and the sums over a row's scores
 are the same."""
-CHOOSES_ROWS = False
-"""The switch: whether many rows have such tiles on Hopper. It may be on where tests/gpu/test_tree_gpu.py has found the rows of
-both tiles equal in every bit."""
-GROUP_KEYS = 512
-"""Keys of a group. The groups of a single sequence are programs, so shorter ones would occupy more of a GPU, and longer
-ones cost prompts less: the fold is as much work as half a block."""
+CHOOSES_ROWS = True
+"""The switch: whether many rows have such tiles on Hopper. tests/gpu/test_tree_gpu.py has found the rows of both tiles equal in
+every bit on an H200."""
 _FOLDED_ROWS = 4
 _MOST_BUFFER = 16 << 20
 """The most numbers that groups apart may leave."""
@@ -79,17 +80,13 @@ def plan_tree(
     needs_lse = options.return_lse
     lse_stride = tensors.lse.stride(0) if tensors.lse is not None else total_q if needs_lse else 0
     q_strides = q.stride()[:2] if q.stride(2) == 1 else (num_heads * dim, dim)
-    numbers = (batch, heads, tiles, tiles_per_seq, most_groups, unit_rows, total_q, options.left, options.window_size[1])
+    limits = (options.max_seqlen_q, total_q, options.left, options.window_size[1])
+    numbers = (batch, heads, tiles, tiles_per_seq, most_groups, unit_rows, *limits)
+    scale = float(options.softmax_scale) * (1.0 if options.softcap else LOG2E.value)
     attend = Launch(
         attn_tree,
         tiles * heads * (most_groups if apart else 1),
-        varying=(
-            *numbers,
-            tensors.block_table.stride(0),
-            lse_stride,
-            float(options.softmax_scale),
-            float(options.softcap),
-        ),
+        varying=(*numbers, tensors.block_table.stride(0), lse_stride, scale, float(options.softcap)),
         strides=(*q_strides, *k.stride()[:3], *v.stride()[:3], *out_strides),
         fixed=(variant,),
         options={**launch_options(variant.pdl, block_m // 16 if width <= 128 else 8), "num_stages": _num_stages(arch, width)},
@@ -98,7 +95,7 @@ def plan_tree(
     finish = Launch(
         fold_groups,
         tiles * heads * blocks_per_tile,
-        varying=(batch, heads, tiles_per_seq, most_groups, unit_rows, blocks_per_tile, lse_stride),
+        varying=(batch, heads, tiles_per_seq, most_groups, unit_rows, options.max_seqlen_q, blocks_per_tile, lse_stride),
         strides=out_strides,
         fixed=(variant, _FOLDED_ROWS),
         options=launch_options(variant.pdl, 4),
@@ -155,7 +152,7 @@ def _variant(
         block_d=padded_dim(dim),
         block_dv=padded_dim(dim_v),
         block_m=block_m,
-        block_n=64 if width <= 256 and q.element_size() == 2 else 32,
+        block_n=TREE_KEYS if width <= 256 and q.element_size() == 2 else TREE_KEYS // 2,
         group=GROUP_KEYS,
         page_size=tensors.k.shape[1],
         has_left=options.left >= 0,

@@ -23,7 +23,7 @@ FAULTS = {
     },
     "no mask": {"keep = columns < gl.expand_dims(limits.last, 1)": "keep = columns >= 0"},
     "a mask that begins one block late": {"crosses = (block >= limits.high)": "crosses = (block > limits.high)"},
-    "the output of the wrong tile": {"write_output(acc, state, tile, ": "write_output(acc, state, upcoming, "},
+    "the output of the wrong tile": {"_finish_tile(acc, state, folded, tile, ": "_finish_tile(acc, state, folded, upcoming, "},
     "O relative to an old maximum": {"    if not var.tiles.rescale_late and": "    if False and"},
     "late: O relative to an old maximum": {"    if var.tiles.rescale_late:": "    if False:"},
     "a sum relative to an old maximum": {"state.l * gl.expand_dims(rescale, 1)": "state.l"},

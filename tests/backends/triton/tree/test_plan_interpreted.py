@@ -16,6 +16,7 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 import fa_serve
+from fa_serve.backends.calls import AttentionOptions, AttentionTensors
 from fa_serve.backends.triton.tree import plan as tree
 from fa_serve.spec import TREE_SPLITS
 from fa_serve.testing import assert_lse_matches, assert_matches_reference, cu_seqlens
@@ -170,3 +171,27 @@ def test_rows_behind_the_last_sequence_are_cleared_and_empty_sequences_are_passe
     assert torch.equal(lse[:, :5], expected_lse)
     assert not out[5:].any()
     assert (lse[:, 5:] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["whole", "apart"])
+def test_sequences_of_more_queries_are_left_to_another_kernel(apart: bool) -> None:
+    problem = Problem(Case())
+    expected, expected_lse = problem.whole()
+    tensors = AttentionTensors(
+        problem.q,
+        problem.k,
+        problem.v,
+        cu_seqlens_q=cu_seqlens([*problem.case.q_lens]),
+        keys=torch.tensor(problem.case.kv_lens, dtype=torch.int32),
+        block_table=problem.table,
+        out=torch.full_like(expected, 7.0),
+        lse=torch.full_like(expected_lse, 7.0),
+    )
+    options = AttentionOptions(32**-0.5, (-1, 0), 0.0, 3, 150, True, TREE_SPLITS)
+    out, lse = tree.plan_tree(tensors, options, apart=apart)(tensors)
+    assert lse is not None
+    for rows in (slice(0, 1), slice(41, 44)):
+        torch.testing.assert_close(out[rows], expected[rows])
+        torch.testing.assert_close(lse[:, rows], expected_lse[:, rows])
+    assert (out[1:41] == 7.0).all()
+    assert (lse[:, 1:41] == 7.0).all()

@@ -1,0 +1,62 @@
+"""The numbers of a step whose sequences form groups that share leading pages: see `PrefixGroups` and `CommonPrefixes`.
+
+    arrays = group_arrays(batch.groups, slots)          # on the host, beside those of batch_arrays.py
+    paged = with_groups(paged, fields, table)           # on the device
+
+All sizes are fixed by the number of sequences, so that a captured graph serves any groups. Left out: which groups there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fa_serve.engine.cache.block_table import BlockTable
+from fa_serve.engine.scheduler.prefix_groups import MAX_MEMBERS
+from fa_serve.engine.scheduler.scheduled_batch import PrefixGroup
+from fa_serve.hf import PagedBatch
+from fa_serve.hf.adapter.common_prefix import CommonPrefixes
+
+Arrays = dict[str, NDArray[Any]]
+
+
+def group_arrays(groups: Sequence[PrefixGroup], slots: NDArray[np.int64]) -> Arrays:
+    """The fields of a step with these groups. slots: of its sequences, those of the groups first"""
+    ends = np.cumsum([0, *(group.size for group in groups)], dtype=np.int32)
+    pages = np.array([group.pages for group in groups], dtype=np.int32)
+    fields = group_padding(len(slots))
+    fields["shared_pages"][: ends[-1]] = np.repeat(pages, np.diff(ends))
+    return fields | {"group_ends": ends, "group_pages": pages, "group_slots": slots[ends[:-1]]}
+
+
+def group_padding(batch: int) -> Arrays:
+    """The fields of a step of so many sequences in which no group has a member."""
+    groups = max(batch // 2, 1)
+    return {
+        "group_ends": np.zeros(groups + 1, dtype=np.int32),
+        "group_pages": np.zeros(groups, dtype=np.int32),
+        "group_slots": np.zeros(groups, dtype=np.int64),
+        "shared_pages": np.zeros(batch, dtype=np.int32),
+    }
+
+
+def with_groups(paged: PagedBatch, fields: Mapping[str, Tensor], table: BlockTable, page_size: int) -> PagedBatch:
+    """The same batch with the groups that the fields name, if they name any."""
+    if "group_ends" not in fields:
+        return paged
+    common = CommonPrefixes.of_step(
+        paged.block_table,
+        paged.seqused_k,
+        group_table=table.rows(fields["group_slots"], paged.block_table.shape[1]),
+        group_ends=fields["group_ends"],
+        group_pages=fields["group_pages"],
+        shared_pages=fields["shared_pages"],
+        page_size=page_size,
+        max_seqlen_q=MAX_MEMBERS,
+    )
+    return replace(paged, common=common)

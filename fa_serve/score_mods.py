@@ -1,0 +1,347 @@
+"""FlexAttention's score_mod(score, b, h, q_idx, kv_idx) as the options of a call that kernels have.
+
+    options = translate_score_mod(score_mod, CallSizes(...), causal=True)
+    options.factor, options.softcap, options.alibi_slopes, options.mask
+
+The function is called once with a `Score` in the place of the score, which writes down what is done to it, and with indices of
+`torch.vmap`. So whatever it computes from indices alone is computed by PyTorch, and only what touches the score must be known:
+
+    score * number, score / number        factor, which belongs to softmax_scale
+    c * torch.tanh(score / c)             softcap
+    score + f(b, h, q_idx, kv_idx)        alibi_slopes, where the bias falls with the distance alone; else mask, a float mask
+    torch.where(condition, score, -inf)   mask
+
+Left out: everything else, such as a factor that depends on the head. It is refused. A float mask takes memory for all queries
+and keys of each head that has another bias.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fa_serve.block_lists import BlockLists, CallSizes
+from fa_serve.index_functions import dims_read, name_of, over_grid, what_is_read
+from fa_serve.kept_values import KeptValues
+from fa_serve.spec import UnsupportedError
+
+_EVALUATED_ELEMENTS = 1 << 22
+"""Elements of a bias that are evaluated at once, in whole rows of blocks."""
+_ROWS = 128
+_ALIBI_ERROR = 1e-6
+"""Relative: a slope is a quotient of a bias, so that its product with a distance is rounded twice more."""
+_RULE = (
+    "may multiply its score by a number, cap it by c * torch.tanh(score / c), and add a bias or hide keys by the indices alone"
+)
+_REMEDY = "compute the call with torch.nn.attention.flex_attention"
+
+
+class ScoreOptions(NamedTuple):
+    """What a score_mod comes to.
+
+    factor:       of the scaled scores
+    softcap:      0.0 is off
+    alibi_slopes: float32 (heads,) or (batch, heads), or None
+    mask:         (1 or batch, 1 or heads, seqlen_q, seqlen_k), or None; bool if the bias only hides keys, else added to scores
+    """
+
+    factor: float
+    softcap: float
+    alibi_slopes: Tensor | None
+    mask: Tensor | None
+
+
+class _Refused(Exception):
+    """What a score_mod does that no option stands for."""
+
+
+class Score:
+    """The score of one query and key on its way through a score_mod.
+
+    It is factor * score + bias, or cap * tanh(factor * score) + bias.
+
+    factor, cap: numbers; cap is None before a tanh
+    bias:        a number, or a tensor that depends on indices
+    """
+
+    def __init__(self, factor: float = 1.0, cap: float | None = None, bias: Any = 0.0) -> None:
+        self.factor = factor
+        self.cap = cap
+        self.bias = bias
+
+    dtype = torch.float32
+    ndim = 0
+    requires_grad = False
+
+    @property
+    def curve(self) -> tuple[float, float | None]:
+        """What is done to the score before the bias."""
+        return self.factor, self.cap
+
+    def times(self, number: float) -> Score:
+        if self.cap is None:
+            return Score(self.factor * number, None, self.bias * number)
+        return Score(self.factor, self.cap * number, self.bias * number)
+
+    def plus(self, bias: Any) -> Score:
+        if isinstance(bias, Score):
+            raise _Refused("adds a score to its score")
+        return Score(self.factor, self.cap, self.bias + bias)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        known = _OPERATIONS.get(getattr(func, "__name__", ""))
+        if known is None:
+            raise _Refused(f"calls {getattr(func, '__name__', func)} with its score")
+        return known(*args, **(kwargs or {}))
+
+    def __getattr__(self, name: str) -> Any:
+        known = _OPERATIONS.get(name)
+        if known is None:
+            raise _Refused(f"reads .{name} of its score")
+        return lambda *args, **kwargs: known(self, *args, **kwargs)
+
+    def __add__(self, other: Any) -> Score:
+        return _add(self, other)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> Score:
+        return _subtract(self, other)
+
+    def __rsub__(self, other: Any) -> Score:
+        return _subtract(other, self)
+
+    def __mul__(self, other: Any) -> Score:
+        return _multiply(self, other)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: Any) -> Score:
+        return _divide(self, other)
+
+    def __rtruediv__(self, other: Any) -> Score:
+        return _divide(other, self)
+
+    def __neg__(self) -> Score:
+        return self.times(-1.0)
+
+
+def _number(value: Any, what: str) -> float:
+    """A number, which may be a tensor of one that depends on no index and needs no gradient."""
+    if isinstance(value, Tensor) and not value.dim() and not value.requires_grad:
+        if not torch._C._functorch.is_functorch_wrapped_tensor(value):
+            return float(value)
+    elif isinstance(value, int | float):
+        return float(value)
+    raise _Refused(f"{what} its score by what is no fixed number")
+
+
+def _add(first: Any, second: Any, *, alpha: float = 1) -> Score:
+    if alpha != 1:
+        second = second * alpha
+    return first.plus(second) if isinstance(first, Score) else second.plus(first)
+
+
+def _subtract(first: Any, second: Any, *, alpha: float = 1) -> Score:
+    return _add(first, -second if alpha == 1 else second * -alpha)
+
+
+def _reversed_subtract(first: Any, second: Any) -> Score:
+    return _subtract(second, first)
+
+
+def _multiply(first: Any, second: Any) -> Score:
+    score, other = (first, second) if isinstance(first, Score) else (second, first)
+    return score.times(_number(other, "multiplies"))
+
+
+def _divide(first: Any, second: Any) -> Score:
+    if not isinstance(first, Score):
+        raise _Refused("divides by its score")
+    return first.times(1.0 / _number(second, "divides"))
+
+
+def _negate(score: Score) -> Score:
+    return -score
+
+
+def _tanh(score: Score) -> Score:
+    if score.cap is not None or isinstance(score.bias, Tensor) or score.bias:
+        raise _Refused("caps a score that it has capped or biased before")
+    return Score(score.factor, 1.0)
+
+
+def _where(condition: Tensor, shown: Any, other: Any) -> Score:
+    if isinstance(shown, Score) and isinstance(other, Score):
+        if shown.curve != other.curve:
+            raise _Refused("chooses between two factors or caps of its score")
+        return Score(*shown.curve, _chosen(condition, shown.bias, other.bias))
+    if not isinstance(shown, Score):
+        condition, shown, other = ~condition, other, shown
+    if not isinstance(shown, Score) or _number(other, "replaces") != float("-inf"):
+        raise _Refused("replaces its score by a number that is not -inf")
+    return Score(*shown.curve, _chosen(condition, shown.bias, float("-inf")))
+
+
+def _chosen(condition: Tensor, first: Any, second: Any) -> Tensor:
+    return torch.where(condition, torch.as_tensor(first, device=condition.device), second)
+
+
+def _masked_fill(score: Score, hidden: Tensor, value: Any) -> Score:
+    return _where(hidden, value, score)
+
+
+def _same(score: Score, *args: Any, **kwargs: Any) -> Score:
+    return score
+
+
+def _filled(score: Score, value: float, **kwargs: Any) -> float:
+    return value
+
+
+_OPERATIONS: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("add", "__add__", "__radd__"), _add),
+    **dict.fromkeys(("sub", "subtract", "__sub__"), _subtract),
+    **dict.fromkeys(("rsub", "__rsub__"), _reversed_subtract),
+    **dict.fromkeys(("mul", "multiply", "__mul__", "__rmul__"), _multiply),
+    **dict.fromkeys(("div", "divide", "true_divide", "__truediv__"), _divide),
+    **dict.fromkeys(("neg", "negative", "__neg__"), _negate),
+    **dict.fromkeys(("to", "float", "type_as", "clone", "contiguous"), _same),
+    "tanh": _tanh,
+    "where": _where,
+    "masked_fill": _masked_fill,
+    "full_like": _filled,
+    "zeros_like": lambda score, **kwargs: 0.0,
+    "ones_like": lambda score, **kwargs: 1.0,
+}
+"""By the names of PyTorch's functions and methods."""
+
+
+def translate_score_mod(
+    score_mod: Callable[..., Any], sizes: CallSizes, *, causal: bool, lists: BlockLists | None = None
+) -> ScoreOptions:
+    """The options that a score_mod stands for in a call. They are kept while it lives, unless they have gradients.
+
+    causal: the call hides keys behind the query; lists: those of its block_mask. What is hidden decides with the bias whether
+    it falls with the distance, and becomes -inf in a mask.
+    Raises UnsupportedError, which names the function, for what no option stands for.
+    """
+    read = what_is_read(score_mod)
+    blocks = None if lists is None else tuple(map(id, lists.tensors))
+    key = None if read is None else (sizes, causal, blocks, torch.is_grad_enabled(), read[0])
+    if key is not None and (found := _TRANSLATED.find(score_mod, key)) is not None:
+        return found[0]
+    try:
+        options = _translated(score_mod, sizes, causal, lists)
+    except _Refused as refusal:
+        raise UnsupportedError(f"score_mod {_RULE}, but {name_of(score_mod)} {refusal}: {_REMEDY}") from None
+    differentiated = options.mask is not None and options.mask.requires_grad
+    if key is not None and read is not None and not differentiated:
+        _TRANSLATED.keep(score_mod, key, (options, read[1], lists))
+    return options
+
+
+_TRANSLATED: KeptValues[tuple[ScoreOptions, list[Tensor], BlockLists | None]] = KeptValues(room=8)
+"""The options of functions, and the tensors and lists whose numbers are in their keys."""
+
+
+def _translated(score_mod: Callable[..., Any], sizes: CallSizes, causal: bool, lists: BlockLists | None) -> ScoreOptions:
+    scores: list[Score] = []
+
+    @wraps(score_mod)
+    def bias_of(*indices: Tensor) -> Tensor:
+        score = score_mod(Score(), *indices)
+        if not isinstance(score, Score):
+            raise _Refused("does not return its score")
+        scores[:] = [score]
+        return torch.as_tensor(score.bias, device=indices[0].device)
+
+    reads = dims_read(bias_of, sizes.device)
+    factor, cap = scores[0].curve
+    softcap = 0.0 if cap is None else cap
+    factor = factor if cap is None else factor * cap  # cap * tanh(factor * s) is the softcap of factor * cap * s
+    if not isinstance(scores[0].bias, Tensor) and not scores[0].bias:
+        return ScoreOptions(factor, softcap, None, None)
+    bias = _Bias(over_grid(bias_of), sizes, reads, causal, lists)
+    slopes = bias.slopes()
+    if slopes is None:
+        return ScoreOptions(factor, softcap, None, bias.mask())
+    return ScoreOptions(factor, softcap, slopes if slopes.any() else None, None)
+
+
+class _Bias:
+    """The bias of a score_mod over all queries and keys of a call, some rows of blocks at a time."""
+
+    def __init__(
+        self,
+        function: Callable[..., Tensor],
+        sizes: CallSizes,
+        reads: tuple[bool, bool],
+        causal: bool,
+        lists: BlockLists | None,
+    ) -> None:
+        self._function = function
+        self._sizes = sizes
+        self._causal = causal
+        self._lists = lists
+        device = sizes.device
+        self._b = torch.arange(sizes.batch if reads[0] else 1, device=device)
+        self._h = torch.arange(sizes.heads if reads[1] else 1, device=device)
+        self._keys = torch.arange(sizes.seqlen_k, device=device)
+        a_row = _ROWS * len(self._b) * len(self._h) * sizes.seqlen_k
+        self._step = _ROWS * max(1, _EVALUATED_ELEMENTS // max(1, a_row))
+
+    def _rows(self, first: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the rows from this one on: the bias, which of it is seen, and the distances of queries and keys in float32."""
+        last = min(first + self._step, self._sizes.seqlen_q)
+        rows = torch.arange(first, last, device=self._sizes.device)
+        bias = self._function(self._b, self._h, rows, self._keys)
+        bias = bias if bias.is_floating_point() else bias.float()
+        distance = rows[:, None] + (self._sizes.seqlen_k - self._sizes.seqlen_q) - self._keys
+        seen = distance >= 0 if self._causal else torch.ones_like(distance, dtype=torch.bool)
+        seen = seen[None, None]
+        if self._lists is not None:
+            seen = seen & self._lists.of_rows(first, last, self._sizes.seqlen_k, self._sizes.heads)
+        return bias, seen, distance.abs().float()
+
+    def slopes(self) -> Tensor | None:
+        """The slopes of ALiBi, if the bias of all that is seen is -slope * distance; None for any other bias."""
+        slopes: Tensor | None = None
+        # the last rows have the greatest distances
+        for first in reversed(range(0, self._sizes.seqlen_q, self._step)):
+            bias, seen, distance = self._rows(first)
+            if bias.requires_grad or bias.dtype != torch.float32:
+                return None
+            if slopes is None:
+                slopes = _slopes_of(bias, seen, distance)
+            if not torch.allclose(torch.where(seen, bias, 0), torch.where(seen, -slopes * distance, 0), _ALIBI_ERROR, 0):
+                return None
+        if slopes is None:
+            return None
+        slopes = slopes[..., 0, 0].expand(-1, self._sizes.heads).contiguous()
+        return slopes if len(slopes) == self._sizes.batch else slopes[0]
+
+    def mask(self) -> Tensor:
+        """The bias as a mask, -inf where a key is hidden by lists. Causality is left to the call."""
+        parts = []
+        for first in range(0, self._sizes.seqlen_q, self._step):
+            bias, seen, _ = self._rows(first)
+            parts.append(bias if self._lists is None else torch.where(seen, bias, float("-inf")))
+        mask = torch.cat(parts, 2)
+        shown = mask == 0
+        return shown if not mask.requires_grad and (shown | mask.isneginf()).all() else mask
+
+
+def _slopes_of(bias: Tensor, seen: Tensor, distance: Tensor) -> Tensor:
+    """What a bias falls by for each key, (batch, heads, 1, 1), measured at the key that is farthest from its query."""
+    shape = (bias + seen + distance).shape
+    biases = bias.expand(shape).flatten(2)
+    distances = distance.expand(shape).flatten(2)
+    farthest = (distances * seen.expand(shape).flatten(2)).argmax(-1, keepdim=True)
+    slopes = -biases.gather(2, farthest) / distances.gather(2, farthest).clamp(min=1)
+    return slopes[..., None]
