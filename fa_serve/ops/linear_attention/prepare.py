@@ -55,7 +55,7 @@ def _unit_triangular_inverse(low, PRECISION: tl.constexpr):
     """The inverse of 1 + low, [64, 64], where `low` is strictly lower triangular.
 
     Blocks of 8 x 8 on the diagonal by substitution, all eight at once. With D the inverse of the blocks on the diagonal of
-    1 + low, and M = 1 - D (1 + low), X = D + M X is the inverse: one product with M gives blocks of 16 x 16, and three more all.
+    1 + low, and M = 1 - D (1 + low), X = D + M X is the inverse: one product with M gives blocks of 16 x 16, three more all.
     """
     i = tl.arange(0, 64)
     in_8 = (i // 8)[:, None] == (i // 8)[None, :]
