@@ -16,13 +16,13 @@ from torch import Tensor
 
 from fa_serve.launching.launch import Launch, power_of_2, with_unit_stride
 from fa_serve.launching.plans import PLANS
-from fa_serve.ops.linear_attention.primitives import sequence_of_rows
+from fa_serve.ops.linear_attention.primitives import sequences_of_rows
 
-BLOCK_M = 32
+GRADIENT_ROWS = 32
 """Rows of a block."""
-BLOCK_C = 64
+GRADIENT_CHANNELS = 64
 """Channels of a program."""
-MAX_PARTS = 128
+MAX_WEIGHT_PARTS = 128
 """Sums of weights' gradients for one channel: with more rows, a program has more blocks."""
 
 
@@ -77,7 +77,7 @@ def _conv_weight_gradients(
     sums = tl.zeros([BLOCK_W, BLOCK_C], tl.float32)
     for block in range(blocks):
         row = (part * blocks + block) * BLOCK_M + tl.arange(0, BLOCK_M)
-        seq = sequence_of_rows(row, cu_ptr, num_seqs, BLOCK_SEQS)
+        seq = sequences_of_rows(row, cu_ptr, num_seqs, BLOCK_SEQS)
         behind = tl.load(cu_ptr + seq + 1, mask=seq >= 0, other=0)
         live = (row < behind) & (row < total)
         begin = tl.load(cu_ptr + seq, mask=live, other=0)
@@ -127,7 +127,7 @@ def _conv_input_gradients(
     in_c = c < CHANNELS
     old = row - total  # of the initial states, from 0 on
     is_old = old >= 0
-    seq = tl.where(is_old, old // REACH, sequence_of_rows(row, cu_ptr, num_seqs, BLOCK_SEQS))
+    seq = tl.where(is_old, old // REACH, sequences_of_rows(row, cu_ptr, num_seqs, BLOCK_SEQS))
     exists = (seq >= 0) & (seq < num_seqs)
     begin = tl.load(cu_ptr + seq, mask=exists, other=0)
     behind = tl.load(cu_ptr + seq + 1, mask=exists, other=0)
@@ -173,8 +173,8 @@ def causal_conv_gradients(
     total, channels = x.shape
     width = weight.shape[1]
     num_seqs = len(bounds) - 1
-    blocks = -(-total // (BLOCK_M * MAX_PARTS))
-    parts = x.new_empty(-(-total // (BLOCK_M * blocks)), width + 1, channels, dtype=torch.float32)
+    blocks = -(-total // (GRADIENT_ROWS * MAX_WEIGHT_PARTS))
+    parts = x.new_empty(-(-total // (GRADIENT_ROWS * blocks)), width + 1, channels, dtype=torch.float32)
     inner = x.new_empty(total, channels, dtype=torch.float32)
     dx = torch.empty_like(inner, dtype=x.dtype)
     dstate = None if state is None else torch.empty_like(state)
@@ -185,23 +185,23 @@ def causal_conv_gradients(
     key = ("causal_conv_gradients", x.shape, weight.shape, strides, num_seqs, activation, dtypes, x.get_device())
     plans = PLANS.get(key)
     if plans is None:
-        columns = -(-channels // BLOCK_C)
+        columns = -(-channels // GRADIENT_CHANNELS)
         block_seqs = min(128, power_of_2(max(num_seqs, 16)))
         weights = Launch(
             _conv_weight_gradients,
             len(parts) * columns,
             varying=(total, num_seqs, blocks),
             strides=strides,
-            fixed=(channels, width, activation == "silu", block_seqs, power_of_2(width + 1), BLOCK_M, BLOCK_C),
+            fixed=(channels, width, activation == "silu", block_seqs, power_of_2(width + 1), GRADIENT_ROWS, GRADIENT_CHANNELS),
             options={"num_warps": 4},
         )
         rows = total + (0 if state is None else num_seqs * (width - 1))
         inputs = Launch(
             _conv_input_gradients,
-            -(-rows // BLOCK_M) * columns,
+            -(-rows // GRADIENT_ROWS) * columns,
             varying=(total, num_seqs),
             strides=strides[1:2],
-            fixed=(channels, width, block_seqs, BLOCK_M, BLOCK_C),
+            fixed=(channels, width, block_seqs, GRADIENT_ROWS, GRADIENT_CHANNELS),
             options={"num_warps": 4},
         )
 

@@ -287,7 +287,8 @@ def delta_rule_gradients(
     """
     tile = tile._replace(outputs_in_loop=False)
     q, k, v, g, dout = (with_contiguous_heads(x) for x in (inputs.q, inputs.k, inputs.v, inputs.g, dout) if x is not None)
-    beta = with_unit_stride(inputs.weight)  # type: ignore[arg-type]
+    assert inputs.weight is not None
+    beta = with_unit_stride(inputs.weight)
     batch = access.batch
     total, heads = v.shape[:2]
     pieces = len(batch.chunks)

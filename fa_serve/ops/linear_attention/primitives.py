@@ -39,7 +39,7 @@ def normalised_row(x, NORMALISE: tl.constexpr):
 
 
 @triton.jit
-def sequence_of_rows(row, cu_ptr, num_seqs, BLOCK_SEQS: tl.constexpr):
+def sequences_of_rows(row, cu_ptr, num_seqs, BLOCK_SEQS: tl.constexpr):
     """The number of the sequence of each row: the last one that begins at it or before it; -1 before the first one."""
     seq = tl.zeros(row.shape, tl.int32) - 1
     for low in range(0, num_seqs, BLOCK_SEQS):

@@ -23,7 +23,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_packed_sequences(name: str, with_state: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences of 1, 0, 2 and 37 rows, the short ones below the reach of the convolution, and two rows behind the last one.
     Few parts, so that a program has several blocks."""
-    monkeypatch.setattr(convolution_backward, "MAX_PARTS", 1)
+    monkeypatch.setattr(convolution_backward, "MAX_WEIGHT_PARTS", 1)
     kind = KINDS_BY_NAME[name]
     bounds = [0, 1, 1, 3, 40]
     rows = kind.rows(42, torch.float32)
