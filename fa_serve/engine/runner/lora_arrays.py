@@ -110,14 +110,15 @@ def tile_arrays(slots: NDArray[np.int64], block_rows: int) -> tuple[NDArray[np.i
     """The fields `rows` and `tiles` of `LoraBatch`, without padding. slots: of each row, -1 for one without an adapter"""
     keys = np.where(slots < 0, _NONE, slots)
     rows = np.argsort(keys, kind="stable").astype(np.int32)
-    tiles = []
+    tiles = [np.zeros((0, 3), dtype=np.int32)]
     first = 0
     for slot, count in zip(*(x.tolist() for x in np.unique(keys, return_counts=True)), strict=True):
-        tiles += _tiles_of(-1 if slot == _NONE else slot, first, count, block_rows)
+        tiles.append(_tiles_of(-1 if slot == _NONE else slot, first, count, block_rows))
         first += count
-    return rows, np.array(tiles, dtype=np.int32).reshape(-1, 3)
+    return rows, np.concatenate(tiles)
 
 
-def _tiles_of(slot: int, first: int, count: int, block_rows: int) -> list[tuple[int, int, int]]:
-    """The tiles of `count` entries from `first` on."""
-    return [(slot, first + start, min(block_rows, count - start)) for start in range(0, count, block_rows)]
+def _tiles_of(slot: int, first: int, count: int, block_rows: int) -> NDArray[np.int32]:
+    """The tiles of `count` entries from `first` on, (tiles, 3)."""
+    tiles = [(slot, first + start, min(block_rows, count - start)) for start in range(0, count, block_rows)]
+    return np.array(tiles, dtype=np.int32).reshape(-1, 3)
