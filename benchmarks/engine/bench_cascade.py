@@ -125,7 +125,9 @@ def attend(step: PagedBatch, q: Tensor, layer: int) -> Tensor:
 def check_step(case: Case, step: PagedBatch, q: Tensor) -> None:
     """Compare some sequences with float64; AssertionError if one breaks the 2x rule."""
     out = attend(step, q, 0)
-    exact, eager, ours = [], [], []
+    exact = []
+    eager = []
+    ours = []
     for row in sorted({0, case.size - 1, len(q) // 2, len(q) - 1}):
         pages = step.block_table[row].long()
         length = int(step.seqused_k[row])

@@ -2,13 +2,15 @@
 
     python -m benchmarks.engine.bench_lora                                   # 8B with random weights, on one GPU
     python -m benchmarks.engine.bench_lora --shape qwen06 --ranks 16 --parts rates
+    python -m benchmarks.engine.bench_lora --ranks 16 --cases "1 adapter,alone" --parts rates --runs 2      # 60 s
     python -m benchmarks.engine.bench_lora --peer-path DIR                   # DIR has vLLM, which runs the same with LoRA
     python -m benchmarks.engine.bench_lora --device cpu --tiny --out DIR     # tries the script
 
 1. **Marks** are the gate: adapters whose last layer makes greedy take one token, each another, answer side by side and beside
    the base. No rate is reported unless each answers with its own.
 2. **Rates** of 64 requests with 128 tokens in and 256 out, and of one alone, for each rank: with one adapter on all linear
-   layers, with 32, half of them with 32 and half without, and without any. The peer "base" is an engine without adapters.
+   layers, with 32, half of them with 32 and half without, one with and the others without ("one beside"), and without any. The
+   peer "base" is an engine without adapters. All adapters of a rank have the same numbers, in different memory.
 3. **Loads**: an adapter is loaded from disk and answers its first token; and what 100 loads do to the time between tokens of
    requests of the base, at the 99th percentile, beside the same without loads.
 
@@ -38,6 +40,7 @@ from safetensors.torch import save_file
 from benchmarks.engine.engine_workloads import SHAPES, freeze_objects, make_folder, make_model, make_tiny, say
 from benchmarks.measure import Results
 from fa_serve.engine import Engine, EngineConfig, SamplingParams
+from fa_serve.ops.lora import run as merging
 
 REQUESTS = 64
 TOKENS_IN = 128
@@ -120,10 +123,11 @@ def opened(model: Any, options: argparse.Namespace, **settings: Any) -> Iterator
             torch.cuda.empty_cache()
 
 
-def rate(engine: Engine, names: Sequence[str | None], tokens: int) -> float:
-    """Tokens a second of one request for each name, the best of RUNS."""
+def rate(engine: Engine, names: Sequence[str | None], options: argparse.Namespace) -> float:
+    """Tokens a second of one request for each name, the best of some runs."""
     best = 0.0
-    for run in range(RUNS + 1):  # the first one warms up
+    tokens = options.tokens
+    for run in range(options.runs + 1):  # the first one warms up
         asked = prompts(len(names), engine.vocab_size, run)
         begin = time.perf_counter()
         engine.generate(asked, params(tokens), adapter=list(names))
@@ -133,16 +137,18 @@ def rate(engine: Engine, names: Sequence[str | None], tokens: int) -> float:
     return best
 
 
-def mixtures(loaded: Sequence[str]) -> dict[str, list[str | None]]:
-    """The adapters of the requests of each case."""
+def mixtures(loaded: Sequence[str], cases: Sequence[str] = ()) -> dict[str, list[str | None]]:
+    """The adapters of the requests of each case, or of these cases."""
     many = [loaded[i % len(loaded)] for i in range(REQUESTS)]
-    return {
+    every: dict[str, list[str | None]] = {
         "base": [None] * REQUESTS,
         "1 adapter": [loaded[0]] * REQUESTS,
         f"{len(loaded)} adapters": list(many),
         "half base": [name if i % 2 else None for i, name in enumerate(many)],
+        "one beside": [loaded[0], *[None] * (REQUESTS - 1)],
         "alone": [loaded[0]],
     }
+    return {case: names for case, names in every.items() if not cases or case in cases}
 
 
 def check_marks(engine: Engine, model: Any, folder: Path) -> None:
@@ -164,19 +170,24 @@ def check_marks(engine: Engine, model: Any, folder: Path) -> None:
 
 
 def measure_rates(model: Any, options: argparse.Namespace, results: Results, folder: Path) -> None:
+    wanted_cases = mixtures([f"a{i}" for i in range(options.adapters)], options.cases)
+    peers = {}
     with opened(model, options) as engine:
-        peers = {"base": rate(engine, [None] * REQUESTS, options.tokens), "alone": rate(engine, [None], options.tokens)}
+        if "alone" in wanted_cases:
+            peers["alone"] = rate(engine, [None], options)
+        if wanted_cases.keys() - {"alone"}:
+            peers["base"] = rate(engine, [None] * REQUESTS, options)
     for rank in options.ranks:
-        folders = [write_adapter(folder / f"r{rank}-{i}", linear_layers(model), rank, i) for i in range(options.adapters)]
+        folders = [write_adapter(folder / f"r{rank}", linear_layers(model), rank, rank)] * options.adapters
         theirs = vllm_rates(options, rank, folders) if options.peer_path else {}
         with opened(model, options, lora_bytes=options.lora_bytes, max_lora_rank=max(rank, 16)) as engine:
             check_marks(engine, model, folder / f"marks-{rank}")
             names = [f"a{i}" for i in range(len(folders))]
             for name, each in zip(names, folders, strict=True):
                 engine.load_adapter(name, each)
-            for case, wanted in mixtures(names).items():
+            for case, wanted in wanted_cases.items():
                 base = peers["alone" if case == "alone" else "base"]
-                ours = rate(engine, wanted, options.tokens)
+                ours = rate(engine, wanted, options)
                 beside = {"base": base} | ({"vLLM": theirs[case]} if case in theirs else {})
                 ratio = results.add(f"{options.shape} rank {rank} {case}", "tokens/s", ours, beside)
                 say(f"rank {rank} {case}: {ours:.0f} tokens/s, of the base {ours / base:.3f}, least ratio {ratio:.3f}")
@@ -260,8 +271,8 @@ def vllm_rates(options: argparse.Namespace, rank: int, folders: Sequence[Path]) 
             "requests": REQUESTS,
             "folders": list(map(str, folders)),
             "tokens": options.tokens,
-            "runs": RUNS,
-            "cases": {case: [index[name] for name in wanted] for case, wanted in mixtures(names).items()},
+            "runs": options.runs,
+            "cases": {case: [index[name] for name in wanted] for case, wanted in mixtures(names, options.cases).items()},
             "prompts": prompts(REQUESTS, SHAPES[options.shape]["vocab_size"], 1),
         }
         command = [sys.executable, "-c", VLLM, json.dumps(given)]
@@ -285,6 +296,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=TOKENS_OUT)
     parser.add_argument("--lora-bytes", type=int, default=24 << 30)
     parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS))
+    parser.add_argument("--cases", type=lambda text: text.split(","), default=[], help="those of the rates, such as 'alone'")
+    parser.add_argument("--runs", type=int, default=RUNS, help="of which the best one counts")
+    parser.add_argument(
+        "--merged", action="store_true", help="adapters are in the launches of products, whatever the switch is"
+    )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="sizes with which the script can be tried on a CPU")
     parser.add_argument("--peer-path", help="folder of packages with vLLM")
@@ -292,6 +308,11 @@ def main() -> None:
     options = parser.parse_args()
     if options.tiny:
         make_tiny()
+    unknown = set(options.cases) - mixtures([f"a{i}" for i in range(options.adapters)]).keys()
+    if unknown:
+        parser.error(f"--cases has no {', '.join(sorted(unknown))}")
+    if options.merged:
+        merging.MERGES_ADAPTERS = True
     model = make_model(options.shape, options.device, dtype=torch.float32 if options.device == "cpu" else torch.bfloat16)
     results = Results("lora", options.out)
     with tempfile.TemporaryDirectory() as folder:

@@ -212,6 +212,20 @@ class OpsBackend(Protocol):
         self, y: Tensor, x: Tensor, weights: LoraWeights, batch: LoraBatch, norm: Norm | None, bias: Tensor | None, /
     ) -> Tensor: ...
 
+    def linear_lora(
+        self,
+        x: Tensor,
+        weight: Weight,
+        bias: Tensor | None,
+        weights: LoraWeights,
+        batch: LoraBatch,
+        norm: Norm | None,
+        activation: str | None,
+        residual: Tensor | None,
+        alpha: float,
+        /,
+    ) -> Tensor: ...
+
     def sample_rows(
         self,
         logits: Tensor,

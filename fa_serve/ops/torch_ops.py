@@ -11,6 +11,8 @@ from torch import Tensor
 
 from fa_serve.api import store_kv
 from fa_serve.ops.lora.fallback import torch_add_lora
+from fa_serve.ops.lora.problem import LoraBatch, LoraWeights
+from fa_serve.ops.lora.separate import separate_linear_lora
 from fa_serve.ops.moe.fallback import torch_activation, torch_experts, torch_route
 from fa_serve.ops.ops_backend import GateActivation, LayerNorm, Norm, Pairing, RoundedRows, Weight
 from fa_serve.ops.products.quantised.weight import QuantizedWeight
@@ -52,6 +54,21 @@ class TorchOps:
             x = self.rms_norm(x, norm, None, None)
         y = product(x, _matrix(weight, x.dtype), bias, residual, alpha)
         return y if activation is None else self.act_and_mul(y, activation)
+
+    def linear_lora(
+        self,
+        x: Tensor,
+        weight: Weight,
+        bias: Tensor | None,
+        weights: LoraWeights,
+        batch: LoraBatch,
+        norm: Norm | None,
+        activation: str | None,
+        residual: Tensor | None,
+        alpha: float,
+        /,
+    ) -> Tensor:
+        return separate_linear_lora(self, x, weight, bias, weights, batch, norm, activation, residual, alpha)
 
     def rms_norm(self, x: Tensor, norm: Norm, residual: Tensor | None, out: Tensor | None, /) -> Tensor:
         y = _normed(x, norm)

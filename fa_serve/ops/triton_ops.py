@@ -7,6 +7,8 @@ facts of the tensors that decide it; calls that look alike compute it once. Prod
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from fa_serve.ops.elementwise.activation import launch_act_and_mul
 from fa_serve.ops.elementwise.addition import launch_add
 from fa_serve.ops.elementwise.attention_parts import launch_merge_attention
@@ -16,8 +18,12 @@ from fa_serve.ops.elementwise.rotary import launch_rotary_store_kv
 from fa_serve.ops.elementwise.rotary_latent import launch_rotary_store_latent
 from fa_serve.ops.elementwise.row_copies import launch_move_rows
 from fa_serve.ops.lora.kernel import launch_add_lora
+from fa_serve.ops.lora.problem import LoraBatch, LoraWeights
+from fa_serve.ops.lora.run import merged_linear_lora
+from fa_serve.ops.lora.separate import separate_linear_lora
 from fa_serve.ops.moe.routing import launch_route
 from fa_serve.ops.moe.run import compute_experts
+from fa_serve.ops.ops_backend import Norm, Weight
 from fa_serve.ops.products.row_invariant import launch_invariant_sum
 from fa_serve.ops.products.run import multiply, multiply_invariant
 from fa_serve.ops.sampling.kernel import launch_sample_rows
@@ -49,6 +55,24 @@ class TritonOps:
     invariant_sum = staticmethod(launch_invariant_sum)
     sparse_attention = staticmethod(launch_sparse_attention)
     select_slots = staticmethod(launch_select_slots)
+
+    def linear_lora(
+        self,
+        x: Tensor,
+        weight: Weight,
+        bias: Tensor | None,
+        weights: LoraWeights,
+        batch: LoraBatch,
+        norm: Norm | None,
+        activation: str | None,
+        residual: Tensor | None,
+        alpha: float,
+        /,
+    ) -> Tensor:
+        y = merged_linear_lora(x, weight, bias, weights, batch, norm, activation, residual, alpha)
+        if y is not None:
+            return y
+        return separate_linear_lora(self, x, weight, bias, weights, batch, norm, activation, residual, alpha)
 
     def supports(self, spec: OpSpec) -> str | None:
         return None if spec.device == "cuda" else f"runs on CUDA and ROCm devices only, got {spec.device!r}"

@@ -26,6 +26,8 @@ def test_each_case_has_its_adapters() -> None:
         "1 adapter": 1,
         "3 adapters": 3,
         "half base": 4,
+        "one beside": 2,
         "alone": 1,
     }
+    assert list(mixtures(["a", "b"], ["alone", "2 adapters"])) == ["2 adapters", "alone"]
     assert cases["half base"].count(None) == REQUESTS // 2

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from lora_cases import LoraCase, exact_result, make_case
-from peft_adapters import PeftForwards, save_adapter
+from lora_cases import LoraCase, base_weight, exact_product, exact_result, make_case, merged_product
+from peft_adapters import PeftForwards, assert_bfloat16_logits, save_adapter
 from rounded_once import dtype_id
 from tiny_models import make_model, random_prompts
 
 from fa_serve import ops
 from fa_serve.engine import Engine, EngineConfig, SamplingParams
+from fa_serve.ops.lora import run
 from fa_serve.ops.lora.problem import LoraBatch, LoraWeights
 
 pytestmark = pytest.mark.usefixtures("full_float32")
@@ -77,6 +78,103 @@ def test_tokens_are_those_of_peft(tmp_path, family: str, eager: bool) -> None:
         assert {shape.lora for shape in engine._runner._graphs._replays} == {False, True}
     engine.check_integrity()
     engine.close()
+
+
+PRODUCTS = [
+    pytest.param(LoraCase((0, 1, -1, 2) * 16, widths=(4096, 1024, 1024), k=4096), {}, id="64 tokens"),
+    pytest.param(LoraCase((1,) * 64, widths=(2048, 2048), k=1024), {"activation": "silu"}, id="gate"),
+    pytest.param(LoraCase(tuple(range(32)) * 2, (16,) * 32, (4096,), 14336), {"residual": True}, id="32 adapters"),
+    pytest.param(LoraCase((-1, 5) * 40, (16,) * 5 + (64,), (1024,), 1024, bias=True), {"residual": True}, id="large ranks"),
+    pytest.param(LoraCase((-1, 0, 2, 2) * 4, dora=True, bias=True, widths=(4096,), k=4096), {}, id="dora and bias"),
+    pytest.param(LoraCase((1,), widths=(4096, 1024, 1024), k=4096, norm=True), {}, id="one token"),
+    pytest.param(LoraCase((1,), widths=(14336, 14336), k=4096, norm=True), {"activation": "silu"}, id="one token, gate"),
+    pytest.param(LoraCase((2,), widths=(4096,), k=14336), {"residual": True}, id="one token, residual"),
+    pytest.param(LoraCase((-1,), widths=(4096,), k=4096, norm=True), {}, id="one token of the base"),
+]
+
+
+@pytest.fixture
+def one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "MERGES_ADAPTERS", True)
+
+
+class Problem:
+    """A product with adapters on the GPU."""
+
+    def __init__(self, case: LoraCase, extras: dict[str, Any], dtype: torch.dtype) -> None:
+        self.case = case
+        self.extras = extras
+        self.given = make_case(case, dtype)
+        self.weight = base_weight(case, dtype)
+        self.moved = on_gpu((*self.given, self.weight))
+
+    def compute(self) -> torch.Tensor:
+        *given, weight = self.moved
+        return merged_product(self.case, tuple(given), weight, self.extras)
+
+    def exact(self) -> torch.Tensor:
+        alpha = 0.5 if "residual" in self.extras else None
+        return exact_product(self.case, *self.given, self.weight, self.extras.get("activation"), alpha)
+
+
+@pytest.mark.timeout(60, method="thread")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_id)
+@pytest.mark.parametrize(("case", "extras"), PRODUCTS)
+def test_one_launch_is_exact(
+    case: LoraCase, extras: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against float64, and no further from it than separate launches, which round the product before adapters are added."""
+    problem = Problem(case, extras, dtype)
+    exact = problem.exact()
+    separate = problem.compute().cpu().double()
+    monkeypatch.setattr(run, "MERGES_ADAPTERS", True)
+    found = problem.compute().cpu().double()
+    eps = torch.finfo(dtype).eps
+    bound = eps * exact.abs() + (8e-6 if dtype == torch.float32 else 2 * eps) * exact.abs().max()
+    assert bool(((found - exact).abs() <= bound).all())
+    if dtype == torch.bfloat16:
+        assert float((found - exact).abs().max()) <= 1.5 * float((separate - exact).abs().max()) + eps
+    assert torch.equal(problem.compute().cpu().double(), found), "equal calls have equal bits"
+
+
+@pytest.mark.timeout(60, method="thread")
+@pytest.mark.parametrize(("case", "extras"), PRODUCTS)
+def test_one_launch_has_equal_bits_in_graphs(case: LoraCase, extras: dict[str, Any], one_launch: None) -> None:
+    """1,000 replays of a graph whose calls follow each other without a gap. A program that read what an earlier call left
+    would be seen, because the input changes; one that waits for ever ends the test run."""
+    problem = Problem(case, extras, torch.bfloat16)
+    x = problem.moved[1]
+    inputs = [x.clone(), x.flip(1).contiguous()]
+    expected = []
+    for each in inputs:
+        x.copy_(each)
+        expected.append(problem.compute().clone())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = []
+        for each in (*inputs, *inputs):
+            x.copy_(each)
+            outputs += [problem.compute(), problem.compute()]
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(1000):
+        graph.replay()
+        for index, found in enumerate(outputs):
+            wrong += (found != expected[index // 2 % 2]).sum()
+    assert int(wrong) == 0
+
+
+@pytest.mark.timeout(120, method="thread")
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3-moe"])
+def test_one_launch_has_the_tokens_of_peft(tmp_path, family: str, one_launch: None) -> None:
+    test_tokens_are_those_of_peft(tmp_path, family, eager=False)
+
+
+@pytest.mark.timeout(120, method="thread")
+@pytest.mark.parametrize("merged", [False, True], ids=["separate", "one_launch"])
+def test_bfloat16_by_the_rule_of_two(tmp_path, merged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "MERGES_ADAPTERS", merged)
+    assert_bfloat16_logits(tmp_path, "cuda", requests=16)
+    assert_bfloat16_logits(tmp_path, "cuda", requests=1)
 
 
 def test_loads_beside_running_requests_mix_nothing_up(tmp_path) -> None:

@@ -9,6 +9,7 @@ import torch
 from cross_compile import TARGETS, UNLIKE, Kernel, compiling_for
 from products_by_kernel import dequantised_by_kernel, multiply_by, rounded_by_kernel, without_kernels
 from quantized import float4_weight, float8_weight, int4_weight
+from sampled_cases import each_nth
 from torch import Tensor
 
 from fa_serve.ops import ACTIVATIONS, ExpertWeights, Gate, LayerNorm, Norm, Pairing, Router, RowTable
@@ -50,7 +51,7 @@ def bf16(*shape: int) -> Tensor:
     return torch.zeros(*shape, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", each_nth(3, list(TARGETS)))
 def test_kernels_between_the_products_of_a_layer(target: str) -> None:
     slots = torch.zeros(3, dtype=torch.int64)
 
@@ -101,7 +102,7 @@ def test_kernels_between_the_products_of_a_layer(target: str) -> None:
     assert [kernel.spill_bytes for kernel in kernels] == [0] * len(kernels)
 
 
-@pytest.mark.parametrize("target", UNLIKE)
+@pytest.mark.parametrize("target", each_nth(3, UNLIKE))
 def test_product_of_one_token(target: str) -> None:
     """The products of an 8B layer, and of a small one."""
     shapes = ((6144, 4096, False), (14336, 4096, True), (4096, 14336, False), (1024, 2048, False), (3072, 1024, True))
@@ -112,7 +113,7 @@ def test_product_of_one_token(target: str) -> None:
     assert [kernel.spill_bytes for kernel in kernels] == [0] * 5
 
 
-@pytest.mark.parametrize("target", UNLIKE)
+@pytest.mark.parametrize("target", each_nth(3, UNLIKE))
 def test_kernels_of_sampling_and_of_deterministic_mode(target: str) -> None:
     """Only the sampling kernel with every limit spills, and only on sm80: 80 bytes per thread."""
     ints = torch.zeros(3, dtype=torch.int64)
@@ -126,7 +127,9 @@ def test_kernels_of_sampling_and_of_deterministic_mode(target: str) -> None:
     assert [kernel.spill_bytes for kernel in kernels] == [0, 80 if target == "sm80" else 0, 0, 0]
 
 
-@pytest.mark.parametrize("target", [target for target in TARGETS if target != "sm86"])  # which reads what sm80 reads
+@pytest.mark.parametrize(
+    "target", each_nth(5, ["sm90", "sm80", "sm89", "sm100", "sm120", "gfx942"])
+)  # sm86 reads what sm80 reads
 def test_products_with_quantised_weights(target: str) -> None:
     """Every format that the target reads. A tile fits into 99 KB of shared memory, and weights reach Hopper's tensor cores."""
     weights = [int4_weight(2048, 1024, group_size=128, zeros=True, act_order=True, dtype=torch.bfloat16)]
@@ -177,7 +180,7 @@ MIXTURES_OF = [
 ]
 
 
-@pytest.mark.parametrize(("mixture", "target", "counts"), MIXTURES_OF, ids=str)
+@pytest.mark.parametrize(("mixture", "target", "counts"), each_nth(2, MIXTURES_OF), ids=str)
 def test_experts(mixture: str, target: str, counts: tuple[int, ...]) -> None:
     """The portable kernels, which Hopper has for many pairs in other dtypes and in deterministic mode."""
     sizes, gate, _ = MIXTURES[mixture]
@@ -212,7 +215,7 @@ def test_experts(mixture: str, target: str, counts: tuple[int, ...]) -> None:
         assert all(kernel.instructions["LDGSTS"] >= 9 for kernel in products), "tiles are loaded while others are multiplied"
 
 
-@pytest.mark.parametrize("target", ["sm80", "sm90", "gfx942"])
+@pytest.mark.parametrize("target", each_nth(2, ["sm90", "sm80", "gfx942"]))
 def test_quantised_experts(target: str) -> None:
     """mxfp4 and float8 in blocks, with gpt-oss' gates and biases, for one token and for many. sm80 reads float8 as bytes."""
     num_experts = 4
@@ -243,7 +246,7 @@ def test_quantised_experts(target: str) -> None:
         assert all(kernel.instructions["HGMMA"] for kernel in products), "unpacked weights reach the tensor cores"
 
 
-@pytest.mark.parametrize("target", UNLIKE)
+@pytest.mark.parametrize("target", each_nth(3, UNLIKE))
 def test_routers(target: str) -> None:
     """One warp for each token, without shared memory: Qwen3-30B-A3B, gpt-oss, DeepSeek-V3, and 512 experts."""
     deepseek = Router(8, sigmoid=True, renormalise=True, scale=2.5, num_groups=8, top_groups=4)

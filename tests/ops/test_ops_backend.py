@@ -26,6 +26,7 @@ def test_the_protocol_has_every_op() -> None:
         "delta_gates",
         "add",
         "add_lora",
+        "linear_lora",
         "merge_attention",
         "move_rows",
         "experts",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from fa_serve import ops
 from fa_serve.engine.runner.lora_arrays import tile_arrays
 from fa_serve.ops.lora.problem import PAGE_RANKS, LoraBatch, LoraWeights
+from fa_serve.ops.triton_ops import TritonOps
 
 
 @dataclass(frozen=True)
@@ -68,12 +70,15 @@ def make_case(case: LoraCase, dtype: torch.dtype) -> tuple[Tensor, Tensor, LoraW
     batch = LoraBatch(
         torch.from_numpy(rows),
         torch.from_numpy(tiles),
+        torch.tensor(case.slots, dtype=torch.int32),
         pages,
         torch.tensor(counts, dtype=torch.int32),
         case.block_rows,
     )
     norm = ops.Norm(randn(case.k), 1e-5, 1.0) if case.norm else None
-    return randn(total, n), randn(total, case.k), LoraWeights(a, b, scales, ones, factors, case.widths), batch, norm, randn(n)
+    counters = torch.zeros(2, dtype=torch.int64)
+    weights = LoraWeights(a, b, scales, ones, factors, counters, case.widths)
+    return randn(total, n), randn(total, case.k), weights, batch, norm, randn(n)
 
 
 def exact_result(
@@ -102,3 +107,40 @@ def exact_result(
                 delta += (y[token, columns] - bias[columns]) * b[weights.factors[slot, part]]
             y[token, columns] += delta
     return y
+
+
+def exact_product(
+    case: LoraCase,
+    y: Tensor,
+    x: Tensor,
+    weights: LoraWeights,
+    batch: LoraBatch,
+    norm: ops.Norm | None,
+    bias: Tensor,
+    weight: Tensor,
+    activation: str | None,
+    alpha: float | None,
+) -> Tensor:
+    """The result of `ops.linear_lora` in float64. alpha: y is the residual to which alpha times the product is added"""
+    given = x.double()
+    if norm is not None:
+        given = ops.rms_norm(given, ops.Norm(norm.weight.double(), norm.eps, norm.offset))
+    base = given @ weight.double().t() + bias.double()
+    out = exact_result(case, base, x, weights, batch, norm, bias)
+    if activation is not None:
+        out = ops.act_and_mul(out, activation)
+    return out if alpha is None else y.double() + alpha * out
+
+
+def base_weight(case: LoraCase, dtype: torch.dtype) -> Tensor:
+    """The weights of the product."""
+    draw = torch.Generator().manual_seed(1)
+    return (torch.randn(sum(case.widths), case.k, generator=draw) / case.k**0.5).to(dtype)
+
+
+def merged_product(case: LoraCase, given: tuple[Any, ...], weight: Tensor, extras: dict[str, Any]) -> Tensor:
+    """What Triton's kernels compute. extras: "activation", and "residual", to which half of the product is added"""
+    y, x, weights, batch, norm, bias = given
+    residual = y.clone() if "residual" in extras else None
+    options = (norm, extras.get("activation"), residual, 0.5 if residual is not None else 1.0)
+    return TritonOps().linear_lora(x, weight, bias, weights, batch, *options)

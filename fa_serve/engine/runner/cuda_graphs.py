@@ -46,7 +46,7 @@ from torch import Tensor
 from fa_serve.engine.config import MAX_DRAFTS
 from fa_serve.engine.runner.batch_arrays import BatchArrays
 from fa_serve.engine.runner.group_arrays import group_padding
-from fa_serve.engine.runner.lora_arrays import lora_padding
+from fa_serve.engine.runner.lora_arrays import lora_padding, name_padding
 from fa_serve.engine.runner.state_arrays import num_graph_pieces, padding_state_arrays
 from fa_serve.engine.runner.transfer import PackedTensors, packed_size, send
 from fa_serve.engine.speculation.drafts import draft_limit
@@ -400,6 +400,8 @@ def pad(arrays: Mapping[str, NDArray[Any]], shape: Shape) -> dict[str, NDArray[A
     batch = len(arrays["slots"])
     for name, array in arrays.items():
         padded[name][: len(array)] = array
+    if shape.lora:
+        name_padding(padded, len(arrays["input_ids"]), len(arrays["lora_tiles"]), shape.queries)
     ends = padded["cu_seqlens_q"]
     ends[batch:] = np.minimum(ends[batch] + np.arange(len(ends) - batch), shape.tokens)
     if shape.groups:

@@ -61,15 +61,33 @@ def tile_rows(queries: int) -> int:
 
 
 def lora_padding(tokens: int, batch: int, queries: int) -> dict[str, NDArray[Any]]:
-    """The fields of a step whose tiles are all padding: as many as so many tokens of `batch` sequences have at most."""
-    num_tiles = tokens // tile_rows(queries) + min(batch, tokens)
-    return {"lora_rows": np.zeros(tokens, dtype=np.int32), "lora_tiles": np.zeros((num_tiles, 3), dtype=np.int32)}
+    """The fields of a step without adapters, with as many tiles as so many tokens of `batch` sequences have at most."""
+    tiles = np.zeros((tokens // tile_rows(queries) + min(batch + 1, tokens), 3), dtype=np.int32)
+    found = _tiles_of(-1, 0, tokens, tile_rows(queries))
+    tiles[: len(found)] = found
+    return {
+        "lora_rows": np.arange(tokens, dtype=np.int32),
+        "lora_tiles": tiles,
+        "lora_slots": np.full(tokens, -1, dtype=np.int32),
+    }
+
+
+def name_padding(padded: dict[str, NDArray[Any]], tokens: int, num_tiles: int, queries: int) -> None:
+    """Name the rows behind the `tokens` of a step in tiles without an adapter, behind the `num_tiles` of the step."""
+    tiles = padded["lora_tiles"]
+    found = _tiles_of(-1, tokens, len(padded["lora_rows"]) - tokens, tile_rows(queries))
+    tiles[num_tiles:] = 0
+    tiles[num_tiles : num_tiles + len(found)] = found
 
 
 def lora_arrays(adapters: StepAdapters, logits_indices: NDArray[np.int64], queries: int) -> dict[str, NDArray[Any]]:
     """The fields of a step. logits_indices: the tokens of the rows of the logits"""
     rows, tiles = tile_arrays(adapters.slots, tile_rows(queries))
-    fields: dict[str, NDArray[Any]] = {"lora_rows": rows, "lora_tiles": tiles}
+    fields: dict[str, NDArray[Any]] = {
+        "lora_rows": rows,
+        "lora_tiles": tiles,
+        "lora_slots": adapters.slots.astype(np.int32),
+    }
     for slot in adapters.outer:
         fields[f"lora_tokens_{slot}"] = np.flatnonzero(adapters.slots == slot)
         fields[f"lora_logits_{slot}"] = np.flatnonzero(adapters.slots[logits_indices] == slot)
@@ -84,21 +102,23 @@ def lora_step(memory: LoraMemory, fields: Mapping[str, Tensor], adapters: StepAd
     if "lora_tiles" not in fields:
         return None
     outer = () if adapters is None else adapters.outer
-    batch = memory.batch(fields["lora_rows"], fields["lora_tiles"], tile_rows(queries))
+    batch = memory.batch(fields["lora_rows"], fields["lora_tiles"], fields["lora_slots"], tile_rows(queries))
     return LoraStep(batch, [(slot, fields[f"lora_tokens_{slot}"], fields[f"lora_logits_{slot}"]) for slot in outer])
 
 
 def tile_arrays(slots: NDArray[np.int64], block_rows: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """The fields `rows` and `tiles` of `LoraBatch`, without padding. slots: of each row, -1 for one without an adapter
-
-    `rows` has an entry for each row; those of rows without an adapter come last.
-    """
+    """The fields `rows` and `tiles` of `LoraBatch`, without padding. slots: of each row, -1 for one without an adapter"""
     keys = np.where(slots < 0, _NONE, slots)
     rows = np.argsort(keys, kind="stable").astype(np.int32)
-    tiles = []
+    tiles = [np.zeros((0, 3), dtype=np.int32)]
     first = 0
     for slot, count in zip(*(x.tolist() for x in np.unique(keys, return_counts=True)), strict=True):
-        if slot != _NONE:
-            tiles += [(slot, first + start, min(block_rows, count - start)) for start in range(0, count, block_rows)]
-            first += count
-    return rows, np.array(tiles, dtype=np.int32).reshape(-1, 3)
+        tiles.append(_tiles_of(-1 if slot == _NONE else slot, first, count, block_rows))
+        first += count
+    return rows, np.concatenate(tiles)
+
+
+def _tiles_of(slot: int, first: int, count: int, block_rows: int) -> NDArray[np.int32]:
+    """The tiles of `count` entries from `first` on, (tiles, 3)."""
+    tiles = [(slot, first + start, min(block_rows, count - start)) for start in range(0, count, block_rows)]
+    return np.array(tiles, dtype=np.int32).reshape(-1, 3)

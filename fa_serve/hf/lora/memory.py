@@ -118,11 +118,12 @@ class LoraMemory:
         self.num_slots = min(self.num_pages, MAX_SLOTS)
         self._memory = torch.zeros(self.num_pages, self._elements, dtype=self.dtype, device=self.device)
         self._numbers = torch.zeros(3, self.num_slots, _STRIDE * len(self.sites), dtype=torch.int32, device=self.device)
+        self._counters = torch.zeros(len(self.sites), 2, dtype=torch.int64, device=self.device)
         self.page_table = torch.zeros(self.num_slots, self.pages_per_adapter, dtype=torch.int32, device=self.device)
         self.page_counts = torch.zeros(self.num_slots, dtype=torch.int32, device=self.device)
         self._parts = {name: (site, part) for site in self.sites for part, name in enumerate(site.names)}
-        for site, place in zip(self.sites, self._places, strict=True):
-            site.weights = self._weights(site, place)
+        for site, place, counters in zip(self.sites, self._places, self._counters, strict=True):
+            site.weights = self._weights(site, place, counters)
 
     def settle(self, model: Any) -> None:
         """Find the products again after layers of the model have been fused anew. The adapters in memory stay."""
@@ -137,18 +138,18 @@ class LoraMemory:
             site.weights = known[site.names]
         self._parts = {name: (site, part) for site in self.sites for part, name in enumerate(site.names)}
 
-    def _weights(self, site: LoraSite, place: _Place) -> LoraWeights:
+    def _weights(self, site: LoraSite, place: _Place, counters: Tensor) -> LoraWeights:
         parts = len(site.widths)
         n = sum(site.widths)
         sizes_a = (self.num_pages, parts, PAGE_RANKS, site.k)
         a = self._memory.as_strided(sizes_a, (self._elements, PAGE_RANKS * site.k, site.k, 1), place.a)
         b = self._memory.as_strided((self.num_pages, PAGE_RANKS, n), (self._elements, n, 1), place.b)
         scales, ones, factors = self._numbers[:, :, place.number : place.number + parts]
-        return LoraWeights(a, b, scales.view(torch.float32), ones, factors, site.widths)
+        return LoraWeights(a, b, scales.view(torch.float32), ones, factors, counters, site.widths)
 
-    def batch(self, rows: Tensor, tiles: Tensor, block_rows: int) -> ops.LoraBatch:
+    def batch(self, rows: Tensor, tiles: Tensor, slots: Tensor, block_rows: int) -> ops.LoraBatch:
         """Which rows of a step have which slot: see `fa_serve.ops.LoraBatch`."""
-        return ops.LoraBatch(rows, tiles, self.page_table, self.page_counts, block_rows)
+        return ops.LoraBatch(rows, tiles, slots, self.page_table, self.page_counts, block_rows)
 
     @torch.no_grad()
     def pack(self, adapter: LoraAdapter) -> PackedLora:

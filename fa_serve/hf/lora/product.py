@@ -4,7 +4,6 @@
 
 The projections of a fused layer are products whose `site` is set when there is a `LoraMemory`, and a linear layer outside of
 one gets the forward of `AdaptedLinear`. Where no token of a step has an adapter, both compute the base as if there were none.
-Otherwise the gate, the residual sum and the norm behind a product come after the adapters, in separate launches.
 
 Left out: how sites are found and filled (memory.py).
 """
@@ -76,17 +75,15 @@ class LoraSite:
         step = self.holder.step
         return None if step is None else step.tokens
 
-    def add(
-        self, y: Tensor, x: Tensor, batch: ops.LoraBatch, *, norm: ops.Norm | None = None, bias: Tensor | None = None
-    ) -> Tensor:
-        """Add the adapters of the step to y = norm(x) @ weight.T + bias, in place."""
+    def weights_for(self, x: Tensor, batch: ops.LoraBatch) -> ops.LoraWeights:
+        """The adapters in memory. Raises RuntimeError unless x has the rows of the step."""
         assert self.weights is not None
-        if len(y) != len(batch.rows):
+        if len(x) != len(batch.rows):
             names = ", ".join(self.names)
             raise RuntimeError(
-                f"{names} multiplied {len(y)} rows in a step of {len(batch.rows)} tokens, so no row has an adapter"
+                f"{names} multiplied {len(x)} rows in a step of {len(batch.rows)} tokens, so no row has an adapter"
             )
-        return ops.add_lora(y, x, self.weights, batch, norm=norm, bias=bias)
+        return self.weights
 
 
 class Projection(Protocol):
@@ -119,13 +116,8 @@ def project(
         options: dict[str, Any] = {} if activation is None else {"activation": activation, "next_weight": next_weight}
         return ops.linear(x, weight, bias, norm=norm, residual=residual, alpha=alpha, **options)
     assert isinstance(x, Tensor), "what adapters multiply is not rounded"
-    if norm is not None and len(x) > 1:
-        x = ops.rms_norm(x, norm)
-        norm = None
-    y = site.add(ops.linear(x, weight, bias, norm=norm), x, batch, norm=norm, bias=bias)
-    if activation is not None:
-        return ops.act_and_mul(y, activation)
-    return y if residual is None else ops.add(residual, y, alpha=alpha)
+    weights = site.weights_for(x, batch)
+    return ops.linear_lora(x, weight, bias, weights, batch, norm=norm, activation=activation, residual=residual, alpha=alpha)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +137,8 @@ class AdaptedLinear:
         if batch is None:
             return y
         rows = y.reshape(-1, y.shape[-1]).contiguous()
-        self.site.add(rows, x.reshape(-1, x.shape[-1]).contiguous(), batch, bias=self.bias)
+        given = x.reshape(-1, x.shape[-1]).contiguous()
+        ops.add_lora(rows, given, self.site.weights_for(given, batch), batch, bias=self.bias)
         return rows.view(y.shape)
 
 

@@ -3,9 +3,15 @@
     y = ops.linear(x, weight)
     ops.add_lora(y, x, weights, batch)       # in place: the rows of tokens that have an adapter
 
+    y = ops.linear_lora(x, weight, bias, weights, batch, activation="silu")            # with the product and what is behind it
+
     problem.py     the adapters of a product in memory, and which token of a step takes which
     kernel.py      two launches: x times A of each adapter (shrink), and that times B (expand)
     fallback.py    the same in PyTorch
+    separate.py    a product, its adapters and what is behind it, one op after the other
+    product.py     the adapters of few tokens in the launches of their product
+    row_product.py the adapter of one token in the launch of its product
+    run.py         which of them computes a product
 
 The tokens of a step are sorted by adapter on the host and cut into tiles of one adapter each, so that both kernels serve any
 mixture of adapters and tokens without one, and a CUDA graph of them serves every step of its size. Products that are merged,

@@ -50,6 +50,6 @@ def _entries_by_slot(batch: LoraBatch) -> dict[int, Tensor]:
     """The entries of `rows` of each slot that has any."""
     found: dict[int, list[Tensor]] = {}
     for slot, first, count in batch.tiles.tolist():
-        if count:
+        if count and slot >= 0:
             found.setdefault(slot, []).append(torch.arange(first, first + count))
     return {slot: torch.cat(parts) for slot, parts in found.items()}

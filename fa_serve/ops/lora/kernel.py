@@ -65,6 +65,14 @@ def choose_lora_tile(k: int, block_rows: int, num_tiles: int, parts: int, num_sm
     return LoraTile(lanes, 128 if block_rows <= 16 else 64, splits, 128 if block_rows <= 16 else 64)
 
 
+@triton.jit
+def _rows_with_adapter(tiles_ptr, tile, num_tiles):
+    """How many rows a tile has; 0 for one behind the last, for padding, and for rows without an adapter, which come last."""
+    exists = tile < num_tiles
+    slot = tl.load(tiles_ptr + 3 * tile, mask=exists, other=-1)
+    return tl.where(slot < 0, 0, tl.load(tiles_ptr + 3 * tile + 2, mask=exists, other=0))
+
+
 @triton.jit(do_not_specialize=["entries", "num_tiles", "lanes"])
 def _shrink(
     x_ptr,
@@ -103,7 +111,7 @@ def _shrink(
     page = program // SPLITS % MAX_PAGES
     part = program // (SPLITS * MAX_PAGES) % PARTS
     tile = program // (SPLITS * MAX_PAGES * PARTS)
-    count = tl.load(tiles_ptr + 3 * tile + 2)
+    count = _rows_with_adapter(tiles_ptr, tile, num_tiles)
     while count > 0:
         slot = tl.load(tiles_ptr + 3 * tile)
         first = tl.load(tiles_ptr + 3 * tile + 1)
@@ -138,7 +146,7 @@ def _shrink(
             if norm_ptr is not None:
                 tl.store(squares_ptr + split * entries + first + i, squares, mask=keep & (page == 0) & (part == 0))
         tile += lanes
-        count = tl.load(tiles_ptr + 3 * tile + 2, mask=tile < num_tiles, other=0)
+        count = _rows_with_adapter(tiles_ptr, tile, num_tiles)
 
 
 @triton.jit(do_not_specialize=["entries", "num_tiles", "lanes"])
@@ -190,7 +198,7 @@ def _expand(
     block -= tl.where(part == 0, 0, tl.where(part == 1, T0, T0 + T1))
     columns = begin + block * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = columns < end
-    count = tl.load(tiles_ptr + 3 * tile + 2)
+    count = _rows_with_adapter(tiles_ptr, tile, num_tiles)
     while count > 0:
         slot = tl.load(tiles_ptr + 3 * tile)
         first = tl.load(tiles_ptr + 3 * tile + 1)
@@ -233,7 +241,7 @@ def _expand(
                 acc += base * tl.load(row, mask=inside, other=0.0).to(tl.float32)[None, :]
             tl.store(here, (y + acc).to(y_ptr.dtype.element_ty), mask=written)
         tile += lanes
-        count = tl.load(tiles_ptr + 3 * tile + 2, mask=tile < num_tiles, other=0)
+        count = _rows_with_adapter(tiles_ptr, tile, num_tiles)
 
 
 def launch_add_lora(

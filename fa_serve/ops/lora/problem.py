@@ -1,7 +1,7 @@
 """The adapters of one product in memory, and which token of a step takes which adapter.
 
-    weights = LoraWeights(a, b, scales, ones, factors)       # of a product with k columns and n rows, merged of `parts`
-    batch = LoraBatch(rows, tiles, pages, num_pages, block_rows=16)
+    weights = LoraWeights(a, b, scales, ones, factors, counters, widths)     # of a product with k columns, merged of parts
+    batch = LoraBatch(rows, tiles, slots, pages, num_pages, block_rows=16)
 
 The memory of adapters is divided into pages of PAGE_RANKS ranks. An adapter has as many pages as its largest rank needs, in any
 order, and a slot, whose row of `LoraBatch.pages` lists them. Left out: who gets which pages.
@@ -30,6 +30,7 @@ class LoraWeights(NamedTuple):
     scales:  (slots, parts) float32; 0 where an adapter leaves a part as it is
     ones:    (slots, parts) int32: the rank whose product with A counts as 1, so that its row of b is the bias of B; -1 for none
     factors: (slots, parts) int32: the rank whose row of b is the factor of DoRA less 1, and whose row of a is 0; -1 for none
+    counters: (2,) int64, first 0: how many calls have begun and how many have A multiplied, see row_product.py
     widths:  columns of each part; their sum is n
 
     Of scales, ones and factors only the first stride is free, and it is that of all three.
@@ -40,6 +41,7 @@ class LoraWeights(NamedTuple):
     scales: Tensor
     ones: Tensor
     factors: Tensor
+    counters: Tensor
     widths: tuple[int, ...]
 
 
@@ -47,7 +49,10 @@ class LoraBatch(NamedTuple):
     """Which rows of a step have which adapter.
 
     rows:       (entries,) int32: numbers of rows, sorted by adapter; what no tile names is not read
-    tiles:      (num_tiles, 3) int32: a slot, the first of its entries in `rows`, and how many, up to block_rows; 0 is padding
+    tiles:      (num_tiles, 3) int32: a slot, the first of its entries in `rows`, and how many, up to block_rows; 0 is padding.
+                Tiles of one slot are neighbours. The slot is -1 for rows without an adapter, whose tiles come last: together
+                the tiles name each row of a step once
+    slots:      (entries,) int32: of each row, in the order of the step; -1 for one without an adapter
     pages:      (slots, max_pages) int32, the pages of each slot
     num_pages:  (slots,) int32
     block_rows: a power of two, at least 16
@@ -55,6 +60,7 @@ class LoraBatch(NamedTuple):
 
     rows: Tensor
     tiles: Tensor
+    slots: Tensor
     pages: Tensor
     num_pages: Tensor
     block_rows: int

@@ -36,29 +36,12 @@ def store_product(y, out_ptr, residual_ptr, alpha, offsets, keep):
 
 
 @triton.jit
-def _linear_row(
-    x_ptr,
-    w_ptr,
-    norm_ptr,
-    bias_ptr,
-    residual_ptr,
-    out_ptr,
-    eps,
-    offset,
-    alpha,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    GATED: tl.constexpr,
-    KIND: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """A program computes BLOCK_N elements of the output.
-
-    GATED: the weights have 2 * N rows; the first N give the gates, the others what the gates are multiplied with.
-    """
-    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+def multiply_row(
+    x_ptr, w_ptr, norm_ptr, rows, eps, offset,
+    N: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Wait for the previous kernel, and multiply a token with these rows of the weights -> their sums over k, those of N rows
+    further if GATED, and the factor of the norm by which all of them are to be multiplied."""
     k = tl.arange(0, BLOCK_K)
     # no kernel writes weights, so they may be loaded before the previous kernel ends
     w = _weights(w_ptr, 0, rows, k, N, K)
@@ -91,12 +74,40 @@ def _linear_row(
     factor = 1.0
     if norm_ptr is not None:
         factor = tl.rsqrt(tl.sum(squares, 0) / K + eps)
+    return y, tl.sum(acc_up, 1), factor
+
+
+@triton.jit
+def _linear_row(
+    x_ptr,
+    w_ptr,
+    norm_ptr,
+    bias_ptr,
+    residual_ptr,
+    out_ptr,
+    eps,
+    offset,
+    alpha,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    GATED: tl.constexpr,
+    KIND: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A program computes BLOCK_N elements of the output.
+
+    GATED: the weights have 2 * N rows; the first N give the gates, the others what the gates are multiplied with.
+    """
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    y, up, factor = multiply_row(x_ptr, w_ptr, norm_ptr, rows, eps, offset, N, K, GATED, BLOCK_N, BLOCK_K, PDL)
     y *= factor
     keep = rows < N
     if bias_ptr is not None:
         y += tl.load(bias_ptr + rows, mask=keep, other=0.0).to(tl.float32)
     if GATED:
-        up = tl.sum(acc_up, 1) * factor
+        up *= factor
         if bias_ptr is not None:
             up += tl.load(bias_ptr + N + rows, mask=keep, other=0.0).to(tl.float32)
         y = activate(y, KIND) * up

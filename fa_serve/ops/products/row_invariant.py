@@ -35,7 +35,7 @@ _GROUP_M = 8
 
 
 @triton.jit
-def _chain(
+def sum_chain(
     x_ptrs,
     w_ptrs,
     keep,
@@ -122,7 +122,7 @@ def _invariant_linear(
     for index in tl.range(0, 1 if APART else SEGMENTS, num_stages=1):
         begin = (segment + index) * WIDTH
         end = tl.minimum(begin + WIDTH, K)
-        sums = _chain(x_ptrs, w_ptrs, keep, begin, end, stride_xk, stride_wk, PRECISION, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K)
+        sums = sum_chain(x_ptrs, w_ptrs, keep, begin, end, stride_xk, stride_wk, PRECISION, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K)
         acc = sums if APART or SEGMENTS == 1 else acc + sums
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]

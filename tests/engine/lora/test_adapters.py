@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from peft_adapters import ATTENTION, PeftForwards, save_adapter
+from peft_adapters import ATTENTION, PeftForwards, assert_bfloat16_logits, save_adapter
 from quantised_copies import copy_of, dequantised, load
 from tiny_models import make_model, random_prompts
 from transformers import PreTrainedModel
@@ -146,3 +146,7 @@ def test_every_kind_of_adapter(make_engine, tmp_path, family, name) -> None:
     [found] = engine.generate([prompts[0]], logprobs, adapter="special")
     expected = peft.logits("special", prompts[0]).log_softmax(-1)[range(len(prompts[0]) - 1), prompts[0][1:]]
     assert [x.logprob for x in found.prompt_logprobs[1:]] == pytest.approx(expected.tolist(), abs=2e-3)
+
+
+def test_bfloat16_by_the_rule_of_two(tmp_path) -> None:
+    assert_bfloat16_logits(tmp_path, "cpu", requests=8)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from fa_serve.engine.runner.cuda_graphs import Shape, pad, padding
 from fa_serve.engine.runner.lora_arrays import (
     DECODING_ROWS,
     PROMPT_ROWS,
@@ -19,13 +20,13 @@ from fa_serve.engine.runner.lora_arrays import (
 def test_each_tile_has_the_tokens_of_one_adapter() -> None:
     rows, tiles = tile_arrays(np.array([2, -1, 0, 2, 2, -1, 0, 2]), block_rows=3)
     assert rows.tolist() == [2, 6, 0, 3, 4, 7, 1, 5]
-    assert tiles.tolist() == [[0, 0, 2], [2, 2, 3], [2, 5, 1]]
+    assert tiles.tolist() == [[0, 0, 2], [2, 2, 3], [2, 5, 1], [-1, 6, 2]]
     assert (rows.dtype, tiles.dtype) == (np.int32, np.int32)
 
 
-def test_a_step_without_adapters_has_no_tiles() -> None:
-    _, tiles = tile_arrays(np.array([-1, -1]), block_rows=16)
-    assert tiles.shape == (0, 3)
+def test_rows_without_adapters_have_tiles_too() -> None:
+    _, tiles = tile_arrays(np.array([-1] * 17), block_rows=16)
+    assert tiles.tolist() == [[-1, 0, 16], [-1, 16, 1]]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -39,11 +40,31 @@ def test_padding_holds_every_step(seed: int) -> None:
     padding = lora_padding(len(slots), batch, queries)
     assert len(fields["lora_tiles"]) <= len(padding["lora_tiles"])
     assert fields.keys() == padding.keys()
-    counts = dict.fromkeys(set(slots.tolist()) - {-1}, 0)
+    counts = dict.fromkeys(slots.tolist(), 0)
     for slot, first, count in fields["lora_tiles"].tolist():
         assert (slots[fields["lora_rows"][first : first + count]] == slot).all()
         counts[slot] += count
     assert counts == {slot: int((slots == slot).sum()) for slot in counts}
+    assert fields["lora_slots"].tolist() == slots.tolist()
+
+
+@pytest.mark.parametrize(("tokens", "queries"), [(5, 1), (33, 1), (128, 1), (70, 200)])
+def test_tiles_name_each_row_of_a_graph_once(tokens: int, queries: int) -> None:
+    """Kernels that compute a product by its tiles would leave other rows as memory was, which may be NaN."""
+    draw = np.random.default_rng(tokens)
+    slots = np.sort(draw.integers(-1, 3, tokens))  # sorted: a batch of few sequences has several tokens of each
+    shape = Shape(128, 64, queries, 1024, lora=True)
+    fields = lora_arrays(StepAdapters(slots, False, ()), np.zeros(0, dtype=np.int64), queries)
+    step = {
+        "input_ids": np.zeros(tokens, np.int64),
+        "slots": np.zeros(3, np.int64),
+        "cu_seqlens_q": np.array([0, 1, 2, tokens]),
+    }
+    for padded in (padding(shape), pad(step | fields, shape)):
+        named = [padded["lora_rows"][first : first + count] for _, first, count in padded["lora_tiles"].tolist()]
+        assert sorted(np.concatenate(named).tolist()) == list(range(128))
+        assert len(padded["lora_tiles"]) == 128 // tile_rows(queries) + 65
+    assert padded["lora_slots"].tolist() == slots.tolist() + [-1] * (128 - tokens)
 
 
 def test_adapters_of_the_head_name_their_rows_of_logits() -> None:

@@ -13,7 +13,7 @@ from fa_serve.ops import LoraBatch
 from fa_serve.spec import ParameterError
 
 EMBED = "model.embed_tokens"
-NONE = LoraBatch(*(torch.zeros(0, dtype=torch.int32) for _ in range(4)), 16)
+NONE = LoraBatch(*(torch.zeros(0, dtype=torch.int32) for _ in range(5)), 16)
 
 
 def make():

@@ -38,7 +38,7 @@ def make():
 
 
 def step(tokens: list[int], total: int) -> LoraStep:
-    none = [torch.zeros(0, dtype=torch.int32) for _ in range(3)]
+    none = [torch.zeros(0, dtype=torch.int32) for _ in range(4)]
     return LoraStep(LoraBatch(torch.zeros(total, dtype=torch.int32), *none, 16), [(3, torch.tensor(tokens), torch.tensor([0]))])
 
 

@@ -27,10 +27,18 @@ def make(total: int = TOTAL) -> tuple[StepHolder, LoraSite, LoraStep, Tensor]:
     b = randn(1, 16, N, seed=2)
     numbers = torch.full((1, 1), -1, dtype=torch.int32)
     holder = StepHolder()
-    site = LoraSite(("layer",), K, (N,), holder, (), LoraWeights(a, b, torch.full((1, 1), 0.5), numbers, numbers, (N,)))
+    site = LoraSite(
+        ("layer",),
+        K,
+        (N,),
+        holder,
+        (),
+        LoraWeights(a, b, torch.full((1, 1), 0.5), numbers, numbers, torch.zeros(2, dtype=torch.int64), (N,)),
+    )
     rows = torch.tensor([*range(1, total), 0], dtype=torch.int32)
-    tiles = torch.tensor([[0, 0, total - 1]], dtype=torch.int32)
-    batch = LoraBatch(rows, tiles, torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32), 16)
+    tiles = torch.tensor([[0, 0, total - 1], [-1, total - 1, 1]], dtype=torch.int32)
+    slots = torch.tensor([-1] + [0] * (total - 1), dtype=torch.int32)
+    batch = LoraBatch(rows, tiles, slots, torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32), 16)
     return holder, site, LoraStep(batch), 0.5 * b[0].t() @ a[0, 0]
 
 

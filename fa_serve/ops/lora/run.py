@@ -1,0 +1,59 @@
+"""Which launches compute a product with adapters on a GPU.
+
+    y = merged_linear_lora(x, weight, bias, weights, batch, norm, activation, residual, alpha)     # None if it is not merged
+
+One token takes one launch (row_product.py), and few tokens the two launches of their product and its gate (product.py). What
+`refuses_merging` names takes separate launches (separate.py, kernel.py): many tokens, of which adapters are a small part, and
+quantised weights.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fa_serve.ops.elementwise.norm import launch_rms_norm
+from fa_serve.ops.lora.problem import LoraBatch, LoraWeights
+from fa_serve.ops.lora.product import MOST_MERGED_TOKENS, launch_product
+from fa_serve.ops.lora.row_product import launch_row
+from fa_serve.ops.ops_backend import Norm, Weight
+
+MERGES_ADAPTERS = False
+"""The switch: whether adapters are part of the launches of products. It is off until a GPU has shown bits and rates."""
+
+
+def merged_linear_lora(
+    x: Tensor,
+    weight: Weight,
+    bias: Tensor | None,
+    weights: LoraWeights,
+    batch: LoraBatch,
+    norm: Norm | None,
+    activation: str | None,
+    residual: Tensor | None,
+    alpha: float,
+) -> Tensor | None:
+    """Arguments and result are those of `fa_serve.ops.linear_lora`; None for what `refuses_merging` refuses."""
+    if refuses_merging(x, weight, weights, batch, activation) is not None:
+        return None
+    assert isinstance(weight, Tensor)
+    if len(x) == 1:
+        return launch_row(x, weight, bias, weights, batch, norm, activation, residual, alpha)
+    given = x if norm is None else launch_rms_norm(x, norm, None, None)
+    return launch_product(given, weight, bias, weights, batch, activation, residual, alpha)
+
+
+def refuses_merging(x: Tensor, weight: Weight, weights: LoraWeights, batch: LoraBatch, activation: str | None) -> str | None:
+    """Why adapters are not part of the launches of a product; None if they are."""
+    if not MERGES_ADAPTERS:
+        return "adapters are not merged with products (ops/lora/run.py:MERGES_ADAPTERS)"
+    if not isinstance(weight, Tensor):
+        return "multiplies matrices of floats"
+    if not x.dtype == weight.dtype == weights.a.dtype == weights.b.dtype:
+        return "multiplies weights and adapters of the dtype of the input"
+    if batch.block_rows != 16 or not 0 < len(x) <= MOST_MERGED_TOKENS:
+        return f"multiplies 1 to {MOST_MERGED_TOKENS} tokens in tiles of 16, got {len(x)} in tiles of {batch.block_rows}"
+    if activation is not None and weights.widths not in ((len(weight),), (len(weight) // 2,) * 2):
+        return f"gates a product of one part or two equal ones, got {weights.widths}"
+    if not weight.is_contiguous() or x.stride(1) != 1:
+        return "multiplies contiguous weights, and rows whose elements are contiguous"
+    return None

@@ -1,0 +1,69 @@
+"""Products with their adapters in two launches, in Triton's interpreter, against float64 token by token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lora_cases import LoraCase, base_weight, exact_product, make_case, merged_product
+from rounded_once import dtype_id
+
+from fa_serve.ops.lora import product, run
+
+DTYPES = [torch.float32, torch.float16]  # the interpreter's products take no bfloat16
+CASES = [
+    pytest.param(LoraCase((0, 1, -1, 2, 1, 0, 0)), {}, id="mixed"),
+    pytest.param(LoraCase((1, 0, -1), k=1100, norm=True), {}, id="norm, several splits"),
+    pytest.param(LoraCase((-1, 0, 2, 2), dora=True, bias=True, widths=(40,)), {"residual": True}, id="everything"),
+    pytest.param(LoraCase((1,) * 35 + (0,) * 3 + (-1,) * 20, widths=(72, 72)), {"activation": "silu"}, id="gate of two parts"),
+    pytest.param(LoraCase((2, -1), widths=(144,), bias=True), {"activation": "gelu_tanh"}, id="gate of one part"),
+    pytest.param(LoraCase(tuple(range(35)), ranks=(4,) * 35, widths=(24, 40)), {}, id="many adapters"),
+]
+
+
+@pytest.fixture(autouse=True)
+def merged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "MERGES_ADAPTERS", True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize(("case", "extras"), CASES)
+def test_products_have_their_adapters(case: LoraCase, extras: dict[str, Any], dtype: torch.dtype) -> None:
+    given = make_case(case, dtype)
+    weight = base_weight(case, dtype)
+    exact = exact_product(case, *given, weight, extras.get("activation"), 0.5 if "residual" in extras else None)
+    found = merged_product(case, given, weight, extras)
+    # tensor cores take x A^T, and a normalised x, rounded to the dtype of the weights
+    eps = torch.finfo(dtype).eps
+    bound = eps * exact.abs() + (4e-6 if dtype == torch.float32 else 2 * eps) * exact.abs().max()
+    assert bool(((found.double() - exact).abs() <= bound).all())
+
+
+def differs(case: LoraCase, change: Any) -> bool:
+    """Whether a planted fault changes a result by more than rounding."""
+    given = make_case(case, torch.float32)
+    weight = base_weight(case, torch.float32)
+    right = merged_product(case, given, weight, {})
+    y, x, weights, batch, norm, bias = given
+    wrong = merged_product(case, (y, x, *change(weights, batch), norm, bias), weight, {})
+    return not torch.allclose(right, wrong, rtol=1e-3, atol=1e-3)
+
+
+def test_planted_faults_are_seen() -> None:
+    case = LoraCase((0, 1, -1, 2, 1), plain=(0, 9), widths=(40,))
+    assert not differs(case, lambda weights, batch: (weights, batch))
+    assert differs(case, lambda weights, batch: (weights._replace(scales=torch.ones_like(weights.scales)), batch)), "alpha"
+    assert differs(case, lambda weights, batch: (weights, batch._replace(pages=batch.pages.roll(1, 0)))), "a stale slot"
+    assert differs(case, lambda weights, batch: (weights, batch._replace(rows=batch.rows.flip(0)))), "a wrong segment"
+    assert differs(case, lambda weights, batch: (weights, batch._replace(slots=batch.slots.roll(1)))), "a wrong slot of a row"
+
+
+def test_sums_are_split_while_all_programs_are_on_the_gpu() -> None:
+    def splits(n: int, k: int) -> int:
+        return product.choose_product_tile(64, n, k, 2, 132).splits
+
+    assert [splits(6144, 4096), splits(4096, 4096), splits(28672, 4096), splits(4096, 14336)] == [4, 4, 1, 4]
+    assert splits(4096, 256) == 1
+    assert product.choose_product_tile(65, 4096, 4096, 2, 132)[:4] == (128, 64, 64, 3)
+    assert product.choose_product_tile(9, 4096, 4096, 4, 132)[:2] == (16, 32)

@@ -1,0 +1,31 @@
+"""Which products have adapters in their launches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lora_cases import LoraCase, make_case
+
+from fa_serve.ops.lora import run
+
+
+def test_what_is_refused_takes_separate_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "MERGES_ADAPTERS", True)
+    case = LoraCase((0, 1, -1, 2))
+    given = make_case(case, torch.float32)
+    _, x, weights, batch, _, _ = given
+    weight = torch.zeros(sum(case.widths), case.k)
+
+    def reason(**changes: Any) -> str:
+        asked = {"x": x, "weight": weight, "weights": weights, "batch": batch, "activation": None} | changes
+        return str(run.refuses_merging(**asked))
+
+    assert "got (48, 16, 16)" in reason(activation="silu")
+    assert "got 129 in tiles of 16" in reason(x=x[:1].expand(129, -1))
+    assert "got 4 in tiles of 64" in reason(batch=batch._replace(block_rows=64))
+    assert "dtype of the input" in reason(weight=weight.half())
+    assert "contiguous" in reason(weight=weight.t().contiguous().t())
+    monkeypatch.setattr(run, "MERGES_ADAPTERS", False)
+    assert "MERGES_ADAPTERS" in reason()
