@@ -6,10 +6,11 @@
 
 Models have random weights. A word of a text is one token, so that lengths are exact. Correctness comes first: the vectors of a
 few texts are compared with those of the same model with eager attention, one by one, and a shape that differs has no lines.
-`offline` lines, and those of calls with FEW texts (`few`), compare with sentence-transformers (`st_sdpa`; `st_fa_serve` with our
-attention on its padded batches), `http` lines with the servers that --peer names, and with vLLM's, which --peer-path starts beside
-ours on a third of the memory. Their cases name the clients that ask at the same time, with one text in each request. A `p99` line
-is the latency of the slowest hundredth at half of the rate that as many clients reach. No case begins after --budget seconds.
+`offline` lines, and those of calls with FEW texts (`few`), compare with sentence-transformers (`st_sdpa`; `st_fa_serve` has our
+attention on its padded batches). `http` lines compare with the servers that --peer names, and with vLLM's, which --peer-path
+starts beside ours on a third of the memory. Their cases name the clients that ask at the same time, with one text in each
+request. A `p99` line is the latency of the slowest hundredth at half of the rate that as many clients reach. No case begins
+after --budget seconds.
 """
 
 from __future__ import annotations
