@@ -58,7 +58,7 @@ Line = dict[str, Any]
 
 def pages() -> list[Path]:
     return [
-        *(ROOT / "docs" / name for name in ("performance.md", "performance-engine.md", "lora.md", "images.md", "embeddings.md")),
+        *(ROOT / "docs" / f"{name}.md" for name in ("performance", "performance-engine", "lora", "images", "embeddings")),
         *sorted((ROOT / "docs" / "kernels").glob("*.md")),
     ]
 
