@@ -283,7 +283,7 @@ def cells_of(sizes: Sizes) -> Iterator[Cell]:
 
 TILES: tuple[dict[str, Any], ...] = (
     {},
-    {"prepare_registers": 168},
+    {"prepare_registers": None},
     {"stages": 4},
     {"outputs_in_loop": True},
     {"outputs_in_loop": True, "stages": 2},
