@@ -88,12 +88,13 @@ def test_the_bound_tells_faults(fault: str) -> None:
     assert (out[:70].double() - expected).abs().max() > 10 * bound(expected, torch.float32)
 
 
+@pytest.mark.parametrize("change", [{"outputs_in_loop": True}, {"slabs": 3}], ids=str)
 @pytest.mark.parametrize("name", ["delta", "kda", "ssd"])
-def test_outputs_in_the_loop(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other form of the same kernels: equal up to rounding, whatever tile is chosen."""
+def test_other_tiles(name: str, change: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other forms of the same kernels: equal up to rounding, whatever tile is chosen. A slab ends within a sequence."""
     chosen = table.pieces_tile
     rows = [
-        replace(row, tile=lambda asked: chosen(asked)._replace(outputs_in_loop=True)) if row.name == "pieces" else row
+        replace(row, tile=lambda asked: chosen(asked)._replace(**change)) if row.name == "pieces" else row
         for row in table.RECURRENCE_KERNELS
     ]
     monkeypatch.setattr(table, "RECURRENCE_KERNELS", tuple(rows))
