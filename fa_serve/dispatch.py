@@ -303,7 +303,10 @@ def _decide_paged(
         options = replace(options, precision="bf16")
     widens = k_cache.dtype != q.dtype and options.precision == "bf16"
     decodes = max_seqlen_q <= FEW_QUERIES or num_splits > 0 or widens
-    sizes = None if num_splits else (batch, max_seqlen_q, length)
+    # Groups of sequences over what they share (hf/adapter/common_prefix.py): only the device knows how many have queries, so
+    # their number says nothing about how much of a GPU they fill, and the decoding kernel balances them there.
+    grouped = decodes and unequal and options.window_size[1] < 0
+    sizes = None if num_splits or grouped else (batch, max_seqlen_q, length)
     spec = _spec("paged", "decode" if decodes else "attention", tensors, options, sizes)
     chosen = select_backend(spec, backend)
     if backend == "auto" and not unequal:

@@ -59,7 +59,8 @@ def quantised(values: VectorValues, form: VectorFormat) -> np.ndarray[Any, Any]:
     start = -np.abs(values).max()
     step = -2 * start / np.float32(255) or np.float32(1)
     places = np.clip(np.floor((values - start) / step), 0, 255)
-    return places.astype(np.uint8) if form == "uint8" else (places - 128).astype(np.int8)
+    rounded: np.ndarray[Any, Any] = places.astype(np.uint8) if form == "uint8" else (places - 128).astype(np.int8)
+    return rounded
 
 
 def written(values: VectorValues, form: VectorFormat) -> list[Any] | str:

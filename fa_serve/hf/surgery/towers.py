@@ -78,7 +78,7 @@ def _multiply(module: Convolution, x: Tensor) -> Tensor:
     if x.shape[2:] != module.kernel_size:
         return type(module).forward(cast(Any, module), x)
     rows = F.linear(x.flatten(1), module.weight.flatten(1), module.bias)
-    return rows.unflatten(1, (module.out_channels, *(1 for _ in module.kernel_size)))
+    return rows.view(len(x), module.out_channels, *(1 for _ in module.kernel_size))
 
 
 def _is_unaligned(module: nn.Module) -> bool:
@@ -128,7 +128,8 @@ class PaddedMlp:
     def __call__(self, x: Tensor) -> Tensor:
         """x: (..., in_features)"""
         both = F.linear(x.flatten(0, -2), self._first.flatten(0, 1), None if self._bias is None else self._bias.flatten())
-        return F.linear(ops.act_and_mul(both, self._activation), self._second, self._down.bias).unflatten(0, x.shape[:-1])
+        rows = F.linear(ops.act_and_mul(both, self._activation), self._second, self._down.bias)
+        return rows.view(*x.shape[:-1], rows.shape[-1])
 
 
 def _may_be_norm(module: nn.Module) -> bool:

@@ -133,8 +133,9 @@ class FusedEncoderLayer:
         nowhere = qkv.new_empty(1, 1, self.num_heads, self.head_dim)
         slots = torch.full((len(qkv),), -1, dtype=torch.int64, device=qkv.device)
         half = cos.shape[-1] // 2
-        angles = {"cos": cos[0, :, :half], "sin": sin[0, :, :half]}
-        ops.rotary_store_kv(qkv, nowhere, nowhere, slots, num_heads=self.num_heads, **angles)
+        cos = cos[0, :, :half]
+        sin = sin[0, :, :half]
+        ops.rotary_store_kv(qkv, nowhere, nowhere, slots, num_heads=self.num_heads, cos=cos, sin=sin)
 
 
 @torch.no_grad()
