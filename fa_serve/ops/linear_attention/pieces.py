@@ -32,6 +32,10 @@ from fa_serve.ops.linear_attention.problem import PIECE_ROWS, MatrixInputs, Stat
 from fa_serve.ops.linear_attention.tiles import MIN_COLUMNS, PiecesTile
 
 
+MIN_SLAB = 64
+"""Pieces of a slab at least: launches for fewer take the host longer than the device."""
+
+
 class PieceOperands(NamedTuple):
     """What the products with the state need, of each piece of the table, in the dtype of k unless it says otherwise.
 
@@ -276,7 +280,7 @@ def prepare_and_pass(
     sums = None if g is None or g.dim() < 3 else torch.empty_like(g, dtype=torch.float32, memory_format=torch.contiguous_format)
     pieces = len(access.batch.chunks)
     operands = _allocate_operands(k, v, g, pieces, tile)
-    slab = -(-pieces // tile.slabs)
+    slab = min(max(-(-pieces // tile.slabs), MIN_SLAB), pieces)
     carry = None if slab == pieces else torch.empty(len(access.batch.sources), *access.write.shape[1:], device=v.device)
     strides = tuple(0 if x is None else x.stride(0) for x in (q, k, v, g, weight))
     ring = 1 if tail_k is None else tail_k.shape[1]
