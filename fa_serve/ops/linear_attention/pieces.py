@@ -31,7 +31,6 @@ from fa_serve.ops.linear_attention.prepare import _prepare_pieces, _sum_gates
 from fa_serve.ops.linear_attention.problem import PIECE_ROWS, MatrixInputs, StateAccess
 from fa_serve.ops.linear_attention.tiles import MIN_COLUMNS, PiecesTile
 
-
 MIN_SLAB = 64
 """Pieces of a slab at least: launches for fewer take the host longer than the device."""
 
