@@ -24,6 +24,7 @@ from benchmarks.measure import graph_microseconds
 from fa_serve import ops
 from fa_serve.engine.runner.lora_arrays import tile_arrays
 from fa_serve.ops.lora import run
+from fa_serve.ops.lora.problem import COUNTER_WORDS, LORA_COUNTERS
 from fa_serve.ops.lora.product import ProductTile, choose_product_tile, plan_lora_product
 from fa_serve.ops.lora.row_product import launch_row
 from fa_serve.ops.lora.separate import separate_linear_lora
@@ -63,7 +64,7 @@ class Problem:
         parts = len(self.widths)
         numbers = torch.full((2, SLOTS, 4), -1, dtype=torch.int32, device="cuda")[:, :, :parts]
         scales = torch.ones(SLOTS, 4, device="cuda")[:, :parts]
-        counters = torch.zeros(2, dtype=torch.int64, device="cuda")
+        counters = torch.zeros(LORA_COUNTERS, COUNTER_WORDS, dtype=torch.int64, device="cuda")
         a = self._random(SLOTS, parts, 16, self.k)
         return ops.LoraWeights(a, self._random(SLOTS, 16, n), scales, *numbers, counters, self.widths)
 

@@ -8,6 +8,7 @@ from cross_compile import SHARED_BYTES, TARGETS, compiling_for
 
 from fa_serve.ops import LoraBatch, LoraWeights, Norm
 from fa_serve.ops.lora.kernel import launch_add_lora
+from fa_serve.ops.lora.problem import COUNTER_WORDS, LORA_COUNTERS
 from fa_serve.ops.lora.product import launch_product
 from fa_serve.ops.lora.row_product import launch_row
 
@@ -19,7 +20,7 @@ def make(k: int, widths: tuple[int, ...], total: int, block_rows: int, dtype: to
         torch.zeros(1, len(widths), 16, k, dtype=dtype),
         torch.zeros(1, 16, n, dtype=dtype),
         *(torch.zeros(slots, 4, dtype=kind)[:, : len(widths)] for kind in (torch.float32, torch.int32, torch.int32)),
-        torch.zeros(2, dtype=torch.int64),
+        torch.zeros(LORA_COUNTERS, COUNTER_WORDS, dtype=torch.int64),
         widths,
     )
     tiles = torch.zeros(-(-total // block_rows) + 4, 3, dtype=torch.int32)
