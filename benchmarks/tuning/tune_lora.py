@@ -109,9 +109,9 @@ def tiles_for(tokens: int, chosen: ProductTile) -> Sequence[ProductTile]:
     """The chosen tile, and those that differ from it in one way."""
     if tokens == 1:
         return [chosen]
-    others = [chosen._replace(block_k=128, num_stages=3), chosen._replace(block_n=128, num_stages=3)]
+    others = [chosen._replace(block_n=192 - chosen.block_n, num_stages=3), chosen._replace(block_k=128, num_stages=3)]
     others += [chosen._replace(splits=splits) for splits in (chosen.splits // 2, chosen.splits * 2) if splits]
-    return [chosen, *others, chosen._replace(finish_n=64)]
+    return [chosen, *others, chosen._replace(finish_n=192 - chosen.finish_n)]
 
 
 def main() -> None:

@@ -65,5 +65,6 @@ def test_sums_are_split_while_all_programs_are_on_the_gpu() -> None:
 
     assert [splits(6144, 4096), splits(4096, 4096), splits(28672, 4096), splits(4096, 14336)] == [4, 4, 1, 4]
     assert splits(4096, 256) == 1
+    assert product.choose_product_tile(64, 28672, 4096, 2, 132)[:4] == (64, 128, 64, 4)
     assert product.choose_product_tile(65, 4096, 4096, 2, 132)[:4] == (128, 64, 64, 3)
     assert product.choose_product_tile(9, 4096, 4096, 4, 132)[:2] == (16, 32)
