@@ -31,6 +31,7 @@ PEERS = {
     "flex_scores": "FlexAttention, `score_mod`",
     "efficient": "PyTorch's efficient attention",
     "base": "without adapters",
+    "each": "each sequence read",
     "usual": "the usual mode",
     "fla": "flash-linear-attention",
     "dense": "the dense call",

@@ -28,11 +28,13 @@ BLOCK_SIZES = (64, 128)
 WORD = 32
 """Keys per word of `partial_bits`."""
 
+_GATHERS_BYTES = 0x0102040810204080
+
 _EVALUATED_TOGETHER = 64
 """Blocks that `from_block_mask` evaluates at once: 64 blocks of 128 x 128 bool are 1 MB."""
 
 _EVALUATED_ELEMENTS = 1 << 22
-"""Elements that `from_mask_mod` evaluates at once, in whole rows of blocks: of their bits it makes int64, 32 MB."""
+"""Elements that `from_mask_mod` evaluates at once, in whole rows of blocks: their indices are int64, 32 MB."""
 
 _FORMS = "be a fa_serve.BlockLists, a BlockMask of FlexAttention, its four tensors, or a mask_mod"
 _NO_FUNCTION = (
@@ -85,13 +87,38 @@ class BlockLists(NamedTuple):
         return cls(keep.sum(-1, dtype=torch.int32), order.to(torch.int32), block_size=block_size)
 
     @classmethod
+    def from_chosen_blocks(cls, chosen: Tensor, size: int, seqlen_k: int, mask: Tensor | None = None) -> BlockLists:
+        """The lists of queries that have each chosen blocks of `size` keys, a block for all that some query in it has chosen.
+
+        chosen: (batch, heads, seqlen_q, n), int64: numbers of blocks, in any order; below 0 is none
+        mask:   bool, broadcastable to (batch, heads, seqlen_q, seqlen_k): which keys a query sees of those; or None
+        Bits take an eighth of a byte for each query, key and head. Nothing waits for the device.
+        """
+        rows, keys = cls._field_defaults["block_size"]
+        count = -(-seqlen_k // size)
+        # what is no block, and blocks past the end, are noted behind the last one
+        places = torch.where(chosen < 0, count, chosen).clamp(max=count)
+        kept = torch.zeros(*chosen.shape[:3], count + 1, dtype=torch.bool, device=chosen.device).scatter_(3, places, True)
+        words = _words_of(kept[..., :count], size)[..., : -(-seqlen_k // WORD)]
+        if mask is not None:
+            words = words & pack_bits(torch.nn.functional.pad(mask, (0, -seqlen_k % WORD)))
+        words = torch.nn.functional.pad(words, (0, -words.shape[3] % (keys // WORD), 0, -words.shape[2] % rows))
+        blocks = words.view(*words.shape[:2], -1, rows, words.shape[3] // (keys // WORD), keys // WORD).transpose(3, 4)
+        lists = cls.from_blocks((blocks != 0).flatten(4).any(4), (rows, keys))
+        at = lists.kv_indices.long()[..., None, None].expand(blocks.shape)
+        return lists._replace(partial_bits=blocks.gather(3, at))
+
+    @classmethod
     def from_block_mask(cls, block_mask: Any) -> BlockLists:
         """A `BlockMask` of FlexAttention with its `mask_mod` evaluated in every partial block.
 
         The host waits for the device once, to read the largest number of partial blocks, and each partial block takes 2 kB at
-        128 x 128. Build it once for each mask, and not at each call.
+        128 x 128. Build it once for each mask, and not at each call. Blocks of sizes other than 64 and 128 become those of 128.
         """
         lists = _lists_of(block_mask)
+        if any(size not in BLOCK_SIZES for size in lists.block_size):
+            shape = (*lists.kv_num_blocks.shape[:2], *block_mask.seq_lengths)
+            return cls.from_mask_mod(_seen_by(lists, block_mask), *shape, device=lists.kv_indices.device)
         rows, keys = lists.block_size
         width = int(lists.kv_num_blocks.max()) if lists.kv_num_blocks.numel() else 0
         shape = (*lists.kv_num_blocks.shape, width, rows, keys // WORD)
@@ -187,6 +214,24 @@ class BlockLists(NamedTuple):
         return keep if heads == 1 else keep.repeat_interleave(num_heads // heads, dim=1)
 
 
+def expand_once(lists: BlockLists, seqlen_q: int, seqlen_k: int, num_heads: int) -> Tensor:
+    """`lists.expanded`, computed once for all layers that have these lists."""
+    tensors = [x for x in lists.tensors if x is not None]
+    capturing = lists.kv_num_blocks.is_cuda and torch.cuda.is_current_stream_capturing()
+    if capturing or any(x.is_inference() for x in tensors):
+        return lists.expanded(seqlen_q, seqlen_k, num_heads)
+    key = (seqlen_q, seqlen_k, num_heads, lists.block_size, *((id(x), x._version) for x in tensors))
+    found = _EXPANDED.find(lists.kv_num_blocks, key)
+    if found is None:
+        mask = lists.expanded(seqlen_q, seqlen_k, num_heads)
+        found = _EXPANDED.keep(lists.kv_num_blocks, key, (mask, tensors[1:]))
+    return found[0]
+
+
+_EXPANDED: KeptValues[tuple[Tensor, list[Tensor]]] = KeptValues(room=2)
+"""The masks of lists that were expanded last, and the other tensors of the lists, whose numbers are in the keys."""
+
+
 def as_block_lists(block_mask: Any, sizes: CallSizes, *, traced: bool = False) -> BlockLists:
     """What the argument `block_mask` says of a call of these sizes.
 
@@ -205,7 +250,8 @@ def as_block_lists(block_mask: Any, sizes: CallSizes, *, traced: bool = False) -
         return _kept(mask_mod, mask_mod, sizes, traced, lambda: BlockLists.from_mask_mod(mask_mod, *shape, device=device))
     lists = _lists_of(block_mask)
     mask_mod = getattr(block_mask, "mask_mod", None)
-    if getattr(mask_mod, "__name__", "noop_mask") == "noop_mask":
+    is_listed = getattr(mask_mod, "__name__", "noop_mask") == "noop_mask"
+    if is_listed and all(size in BLOCK_SIZES for size in lists.block_size):
         return lists
     return _kept(block_mask, mask_mod, None, traced, lambda: BlockLists.from_block_mask(block_mask))
 
@@ -226,6 +272,24 @@ def _kept(owner: Any, mask_mod: Any, sizes: CallSizes | None, traced: bool, eval
 
 _EVALUATED: KeptValues[tuple[BlockLists, list[Tensor]]] = KeptValues(room=8)
 """The lists of masks and functions, and the tensors that were read, whose numbers belong to no others while they are here."""
+
+
+def _seen_by(lists: BlockLists, block_mask: Any) -> IndexFunction:
+    """A BlockMask of any block size as a mask_mod, whose indices b and h are those of the lists."""
+    rows, keys = lists.block_size
+    seqlen_q, seqlen_k = block_mask.seq_lengths
+    blocks = (-(-seqlen_q // rows), -(-seqlen_k // keys))
+    partial = _expanded(lists.kv_num_blocks, lists.kv_indices, None, blocks, (1, 1))
+    full = torch.zeros_like(partial)
+    if lists.full_kv_num_blocks is not None and lists.full_kv_indices is not None:
+        full = _expanded(lists.full_kv_num_blocks, lists.full_kv_indices, None, blocks, (1, 1))
+
+    def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        at = (b, h, i // rows, j // keys)
+        seen: Tensor = full[at] | (partial[at] & block_mask.mask_mod(b, h, i, j))
+        return seen
+
+    return mask_mod
 
 
 class _BlockRows(NamedTuple):
@@ -268,8 +332,19 @@ def _joined(
 
 def pack_bits(keep: Tensor) -> Tensor:
     """bool (..., keys) -> int32 (..., keys // 32), as `BlockLists.partial_bits` has them."""
-    words = keep.reshape(*keep.shape[:-1], -1, WORD).to(torch.int64)
-    return (words << torch.arange(WORD, device=keep.device)).sum(-1).to(torch.int32)
+    keep = keep.contiguous()
+    eights = (keep.clone() if keep.storage_offset() % 8 else keep).view(torch.int64)
+    # byte k, which is 0 or 1, comes to bit 56 + k, and no other product lies there
+    packed = ((eights * _GATHERS_BYTES) >> 56) & 255
+    return packed.to(torch.uint8).view(torch.int32)
+
+
+def _words_of(kept: Tensor, size: int) -> Tensor:
+    """bool (..., blocks), of `size` keys each -> int32 (..., words): the bits of their keys."""
+    if size % WORD == 0:
+        return kept.to(torch.int32).neg().repeat_interleave(size // WORD, dim=-1)
+    keys = kept.repeat_interleave(size, dim=-1)
+    return pack_bits(torch.nn.functional.pad(keys, (0, -keys.shape[-1] % WORD)))
 
 
 def _lists_of(block_mask: Any) -> BlockLists:

@@ -47,6 +47,7 @@ from fa_serve.backends.calls import (
 from fa_serve.backends.chunks import decodes_chunks
 from fa_serve.backends.float8_copies import MAX_COPY_BYTES, copied_bytes
 from fa_serve.backends.mixed import find_decoder, plan_mixed
+from fa_serve.block_lists import expand_once
 from fa_serve.launching.plans import PLANS, Run, facts
 from fa_serve.spec import FEW_QUERIES, TREE_SPLITS, AttentionSpec, Layout, Op, arch_of
 from fa_serve.value_checks import (
@@ -136,11 +137,26 @@ def run_block_sparse(
             lengths = (max_seqlen_q, max_seqlen_k)
             run = with_value_checks(plan, tensors.q, lambda given: check_varlen_values(given, *lengths))
         else:
-            plan = decide_dense(tensors, options).plan(tensors)
+            plan = _plan_expanded(tensors, options) if needs_grad(tensors) else decide_dense(tensors, options).plan(tensors)
             run = with_value_checks(plan, tensors.q, lambda given: check_block_values(given.blocks))
         run = PLANS.add(key, run)
     result: Result = run(tensors)
     return result
+
+
+def _plan_expanded(tensors: AttentionTensors, options: CallOptions) -> Run:
+    """A dense call that needs gradients: its lists become a mask, which kernels differentiate."""
+    check_qkv("dense", tensors.q, tensors.k, tensors.v)
+    check_block_lists(tensors.blocks, tensors.q, tensors.k, tensors.q.shape[0], tensors.q.shape[1])
+    if tensors.mask is not None:
+        check_no_block_mask(tensors.blocks)
+
+    def run(given: AttentionTensors) -> Result:
+        assert given.blocks is not None
+        mask = expand_once(given.blocks, given.q.shape[1], given.k.shape[1], given.q.shape[2])
+        return run_dense(given._replace(mask=mask, blocks=None), options)
+
+    return run
 
 
 def run_store(tensors: StoreTensors, backend: str) -> None:
@@ -287,7 +303,10 @@ def _decide_paged(
         options = replace(options, precision="bf16")
     widens = k_cache.dtype != q.dtype and options.precision == "bf16"
     decodes = max_seqlen_q <= FEW_QUERIES or num_splits > 0 or widens
-    sizes = None if num_splits else (batch, max_seqlen_q, length)
+    # Groups of sequences over what they share (hf/adapter/common_prefix.py): only the device knows how many have queries, so
+    # their number says nothing about how much of a GPU they fill, and the decoding kernel balances them there.
+    grouped = decodes and unequal and options.window_size[1] < 0
+    sizes = None if num_splits or grouped else (batch, max_seqlen_q, length)
     spec = _spec("paged", "decode" if decodes else "attention", tensors, options, sizes)
     chosen = select_backend(spec, backend)
     if backend == "auto" and not unequal:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Hashable
 from functools import wraps
-from inspect import getclosurevars
 from typing import Any
 
 import torch
@@ -120,9 +119,11 @@ def _facts_of(value: Any, tensors: list[Tensor], parents: tuple[int, ...]) -> Ha
         raise LookupError(value)
     if id(value) in parents:  # it calls itself
         return id(value)
-    read = getclosurevars(value)
     defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
-    parts = (*defaults, *read.nonlocals.values(), *read.globals.values())
+    closure = (cell.cell_contents for cell in value.__closure__ or ())
+    # names of attributes are among them; one that is also a global name is read in vain
+    read = (value.__globals__[name] for name in value.__code__.co_names if name in value.__globals__)
+    parts = (*defaults, *closure, *read)
     return (value.__code__, *(_facts_of(each, tensors, (*parents, id(value))) for each in parts))
 
 

@@ -23,7 +23,7 @@ from pydantic_core import to_jsonable_python
 
 from fa_serve.engine.images.processor import PromptMaker
 from fa_serve.engine.images.prompt import ImageInput
-from fa_serve.engine.pooling.inputs import EncoderInput
+from fa_serve.engine.pooling.inputs import EncoderInputs
 from fa_serve.engine.request.detokenizer import TextStream
 from fa_serve.engine.request.params import schema_length
 from fa_serve.sandbox.trials import Trial, TrialError, TrialLimits, Trials
@@ -223,7 +223,7 @@ class Tokenization:
         *,
         prompt: str = "",
         cuts: bool = False,
-    ) -> list[EncoderInput]:
+    ) -> EncoderInputs:
         """The inputs of an encoder. field: the request's field, for errors; prompt, cuts: as in `InputReader.read`
 
         Raises BadRequest.
@@ -231,7 +231,7 @@ class Tokenization:
         reader = self._engine.inputs
         assert reader is not None
 
-        def work() -> list[EncoderInput]:
+        def work() -> EncoderInputs:
             try:
                 return reader.read(inputs, prompt=prompt, truncate=cuts)
             except ParameterError as error:

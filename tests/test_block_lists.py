@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask, flex_attention
 
 import fa_serve
-from fa_serve import BlockLists, ParameterError, block_lists, index_functions
+from fa_serve import BlockLists, ParameterError, block_lists, dispatch, index_functions
+from fa_serve.backends.calls import AttentionTensors
 from fa_serve.block_lists import CallSizes, as_block_lists, pack_bits
 from fa_serve.testing import make_qkv
 
@@ -71,6 +72,10 @@ def test_bits_reach_from_the_first_key_to_the_last_of_a_word() -> None:
     keep[0, [0, 63]] = True
     keep[1, [31, 32]] = True
     assert pack_bits(keep).tolist() == [[1, -(2**31)], [-(2**31), 1]]
+    some = torch.rand(3, 97, generator=torch.Generator().manual_seed(0)) < 0.5
+    bits = pack_bits(some[:, 1:])
+    assert torch.equal((bits[..., None] >> torch.arange(32) & 1 != 0).flatten(1), some[:, 1:])
+    assert torch.equal(pack_bits(some.flatten()[3:67]), pack_bits(some.flatten()[3:67].clone()))
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -94,6 +99,22 @@ def test_a_block_mask_and_its_four_tensors_are_read() -> None:
     found = as_block_lists(small, CallSizes(1, 4, 250, 250, q.device))
     assert found.block_size == (64, 64)
     assert found.full_kv_indices is None
+
+
+@pytest.mark.parametrize("size", [4, 24, 32, 128, 256])
+@pytest.mark.parametrize("masked", ["", "k", "qk"])
+def test_chosen_blocks_become_bits(size: int, masked: str) -> None:
+    """Blocks that queries have chosen, some of which are none and some of which are past the end."""
+    draw = torch.Generator().manual_seed(size)
+    chosen = torch.randint(-1, 250 // size + 3, (2, 3, 150, 5), generator=draw)
+    mask = torch.rand(2, 1, 150 if "q" in masked else 1, 250, generator=draw) < 0.7 if masked else None
+    lists = BlockLists.from_chosen_blocks(chosen, size, 250, mask)
+    exact = (chosen[..., None] == torch.arange(250) // size).any(3)
+    exact = exact if mask is None else exact & mask
+    assert torch.equal(lists.expanded(150, 250, 3), exact)
+    # all of the first queries have chosen one block
+    few = BlockLists.from_chosen_blocks(chosen[:, :, :1].expand(-1, -1, 150, -1) * 0, size, 250)
+    assert few.kv_num_blocks.tolist() == [[[-(-min(size, 250) // 128)] * 2] * 3] * 2
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -137,6 +158,29 @@ def test_rows_of_blocks_are_evaluated_one_after_the_other(
         assert torch.equal(lists.of_rows(first, last, 250, 4).expand(2, 4, -1, -1), exact[:, :, first:last])
 
 
+@pytest.mark.parametrize("size", [32, (256, 192)], ids=str)
+@pytest.mark.parametrize("mask_mod", [causal, of_heads])
+def test_blocks_of_other_sizes_are_divided_anew(mask_mod: Callable[..., Tensor], size: Any) -> None:
+    mask = create_block_mask(mask_mod, 2, 4, 250, 250, device="cpu", BLOCK_SIZE=size)
+    lists = as_block_lists(mask, CallSizes(2, 4, 250, 250, torch.device("cpu")))
+    assert lists.block_size == (128, 128)
+    exact = create_mask(mask_mod, 2, 4, 250, 250, device="cpu")
+    assert torch.equal(lists.expanded(250, 250, 4).expand(2, 4, -1, -1), exact)
+    listed = BlockMask.from_kv_blocks(mask.kv_num_blocks, mask.kv_indices, BLOCK_SIZE=size, seq_lengths=(250, 250))
+    found = as_block_lists(listed, CallSizes(2, 4, 250, 250, torch.device("cpu"))).expanded(250, 250, 4)
+    assert torch.equal(found.expand(2, 4, -1, -1), partial_blocks(mask).expand(2, 4, -1, -1))
+
+
+def partial_blocks(mask: BlockMask) -> Tensor:
+    """bool (batch, heads, 250, 250): the elements of partial blocks."""
+    rows, keys = mask.BLOCK_SIZE
+    keep = torch.zeros(*mask.kv_indices.shape[:2], 250, 250, dtype=torch.bool)
+    for batch, head, block in torch.ones_like(mask.kv_num_blocks).nonzero().tolist():
+        for key_block in mask.kv_indices[batch, head, block, : mask.kv_num_blocks[batch, head, block]].tolist():
+            keep[batch, head, block * rows : (block + 1) * rows, key_block * keys : (key_block + 1) * keys] = True
+    return keep
+
+
 def test_a_mask_mod_of_no_keys_has_empty_lists() -> None:
     assert BlockLists.from_mask_mod(causal, 1, 1, 0, 0).kv_indices.shape == (1, 1, 0, 0)
 
@@ -158,6 +202,32 @@ def test_a_function_is_evaluated_once_for_what_it_reads() -> None:
     assert as_block_lists(behind, sizes._replace(seqlen_q=100)) is not as_block_lists(behind, sizes)
     seen = fa_serve.attention(q, k, v, block_mask=behind)
     torch.testing.assert_close(seen, fa_serve.attention(q, k[:, 120:], v[:, 120:]), rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_are_those_of_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels differentiate masks. Layers share the mask that is made of their lists, until these change."""
+    leaves = [x.requires_grad_() for x in make_qkv(2, 250, 250, 4, 2, 32)]
+    lists = BlockLists.from_mask_mod(of_heads, 2, 4, 250, 250)
+    mask = create_mask(of_heads, 2, 4, 250, 250, device="cpu")
+    expected = torch.autograd.grad(fa_serve.attention(*leaves, mask=mask, causal=True).square().sum(), leaves)
+    masks = []
+
+    def run_dense(tensors: Any, options: Any) -> Any:
+        masks.append(tensors.mask)
+        return run(tensors, options)
+
+    run = dispatch.run_dense
+    monkeypatch.setattr(dispatch, "run_dense", run_dense)
+    for _ in range(2):
+        found = torch.autograd.grad(fa_serve.attention(*leaves, block_mask=lists, causal=True).square().sum(), leaves)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert torch.equal(masks[0], mask)
+    assert masks[1] is masks[0]
+    lists.kv_num_blocks.zero_()
+    fa_serve.attention(*leaves, block_mask=lists, causal=True)
+    assert masks[2] is not masks[0]
+    with pytest.raises(ParameterError, match="mask must be None with block_mask"):
+        dispatch._plan_expanded(AttentionTensors(*leaves, mask=mask, blocks=lists), None)  # type: ignore[arg-type]
 
 
 def test_functions_are_refused_in_a_graph() -> None:

@@ -187,11 +187,21 @@ def test_few_queries_keep_the_dtype_of_q_and_many_are_refused_where_nothing_mult
         fa_serve.attention(q, k, v, causal=True, precision=precision)
 
 
-@pytest.mark.parametrize(("num_splits", "expected"), [(0, (2, 3, 64)), (2, None)])
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, (2, 3, 64)),
+        ({"num_splits": 2}, None),
+        ({"causal": False}, (2, 3, 64)),
+        ({"max_seqlen_q": 4}, (2, 4, 64)),
+        ({"max_seqlen_q": 4, "causal": False}, None),
+    ],
+)
 def test_sizes_decide_unless_bits_may_not_depend_on_them(
-    num_splits: int, expected: tuple[int, int, int] | None, plans: PlanTable, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], expected: tuple[int, int, int] | None, plans: PlanTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a fixed number of splits, neither the batch nor the lengths may change who serves a call."""
+    """With a fixed number of splits, neither the batch nor the lengths may change who serves a call; and sizes do not tell how
+    many groups of sequences have queries."""
     seen: list[AttentionSpec] = []
 
     def select(spec: AttentionSpec, backend: str) -> Backend:
@@ -207,9 +217,7 @@ def test_sizes_decide_unless_bits_may_not_depend_on_them(
         block_table=torch.arange(8, dtype=torch.int32).view(2, 4),
         seqused_k=torch.tensor([50, 60], dtype=torch.int32),
         cu_seqlens_q=torch.tensor([0, 3, 6], dtype=torch.int32),
-        max_seqlen_q=3,
-        causal=True,
-        num_splits=num_splits,
+        **{"max_seqlen_q": 3, "causal": True} | options,
     )
     assert [spec.sizes for spec in seen] == [expected]
 

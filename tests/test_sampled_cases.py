@@ -89,12 +89,12 @@ def test_a_sample_is_taken_of_the_cases_that_are_asked_for(tmp_path: Path) -> No
 def test_everything_runs_on_demand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampled_cases, "ALL", True)
     assert len(collect(tmp_path).names) == 100 + 50 + 30 + 8
-    assert sampled_cases.each(4, range(9)) == list(range(9))
+    assert sampled_cases.each_nth(4, range(9)) == list(range(9))
 
 
 def test_each_nth_row_of_a_slow_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampled_cases, "ALL", False)
-    assert sampled_cases.each(4, range(9)) == [0, 4, 8]
+    assert sampled_cases.each_nth(4, range(9)) == [0, 4, 8]
 
 
 def test_every_grid_of_the_gpu_suite_runs_whole() -> None:

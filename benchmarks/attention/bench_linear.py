@@ -283,14 +283,13 @@ def cells_of(sizes: Sizes) -> Iterator[Cell]:
 
 TILES: tuple[dict[str, Any], ...] = (
     {},
-    {"outputs_in_loop": True},
+    {"prepare_registers": 168},
     {"stages": 4},
-    {"stages": 2},
+    {"outputs_in_loop": True},
     {"outputs_in_loop": True, "stages": 2},
-    {"prepare_warps": 8},
-    {"block_v": 128, "pass_warps": 8},
-    {"block_v": 128, "pass_warps": 8, "outputs_in_loop": True, "stages": 2},
-    {"block_v": 128, "output_warps": 8, "pass_warps": 8},
+    {"prepare_registers": 128},
+    {"stages": 2, "prepare_warps": 8},
+    {"block_v": 128, "pass_warps": 8, "output_warps": 8},
 )
 """What is changed of the tile of `pieces`, the most promising first."""
 

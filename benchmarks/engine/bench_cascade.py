@@ -30,6 +30,7 @@ from benchmarks.engine.engine_workloads import SHAPES, make_model
 from benchmarks.measure import Results, graph_microseconds
 from fa_serve.backends.reference import attention_reference
 from fa_serve.engine import Engine, EngineConfig, SamplingParams
+from fa_serve.engine.runner.cuda_graphs import KEY_LENGTHS
 from fa_serve.engine.scheduler.prefix_groups import MAX_MEMBERS
 from fa_serve.hf import PagedBatch
 from fa_serve.hf.adapter.common_prefix import CommonPrefixes
@@ -88,15 +89,20 @@ def make_step(case: Case, device: str, dtype: torch.dtype) -> tuple[PagedBatch, 
     for group in range(case.groups):
         parts = -(-case.size // case.members)
         bounds += [group * case.size + case.size * (part + 1) // parts for part in range(parts)]
-    table = table.to(device)
-    starts = torch.tensor(bounds, dtype=torch.int32, device=device)
+    # as the engine has them: a step may have half as many groups as sequences, and some bound of the keys
+    padding = max(batch // 2 + 1 - len(bounds), 0) if case.members == MAX_MEMBERS else 0
+    keys = next(length for length in (*KEY_LENGTHS, 1 << 17) if length >= case.common + case.own)
+    table = torch.nn.functional.pad(table, (0, keys // PAGE - table.shape[1])).to(device)
+    starts = torch.tensor([*bounds, *bounds[-1:] * padding], dtype=torch.int32, device=device)
     used = torch.full((batch,), case.common + case.own, dtype=torch.int32, device=device)
+    pages = torch.full((len(starts) - 1,), common, dtype=torch.int32, device=device)
+    pages[len(bounds) - 1 :] = 0
     groups = CommonPrefixes.of_step(
         table,
         used,
-        group_table=table[starts[:-1].long()],
+        group_table=table[starts[:-1].long().clamp(max=batch - 1)],
         group_ends=starts,
-        group_pages=torch.full((len(bounds) - 1,), common, dtype=torch.int32, device=device),
+        group_pages=pages,
         shared_pages=torch.full((batch,), common, dtype=torch.int32, device=device),
         page_size=PAGE,
         max_seqlen_q=case.members,
@@ -112,7 +118,7 @@ def make_step(case: Case, device: str, dtype: torch.dtype) -> tuple[PagedBatch, 
         seqused_k=used,
         cu_seqlens_q=torch.arange(batch + 1, dtype=torch.int32, device=device),
         max_seqlen_q=1,
-        max_seqlen_k=case.common + case.own,
+        max_seqlen_k=keys,
         common=groups,
     )
     return step, torch.randn(batch, case.heads, case.dim, device=device).to(dtype)
@@ -125,10 +131,12 @@ def attend(step: PagedBatch, q: Tensor, layer: int) -> Tensor:
 def check_step(case: Case, step: PagedBatch, q: Tensor) -> None:
     """Compare some sequences with float64; AssertionError if one breaks the 2x rule."""
     out = attend(step, q, 0)
-    exact, eager, ours = [], [], []
+    exact = []
+    eager = []
+    ours = []
     for row in sorted({0, case.size - 1, len(q) // 2, len(q) - 1}):
-        pages = step.block_table[row].long()
         length = int(step.seqused_k[row])
+        pages = step.block_table[row, : -(-length // PAGE)].long()
         keys, values = (cache[pages].flatten(0, 1)[None, :length] for cache in step.kv_caches[0])
         query = q[None, row : row + 1]
         options = {"softmax_scale": case.dim**-0.5, "window_size": (-1, 0), "softcap": 0.0, "sinks": None}
@@ -195,6 +203,9 @@ def measure_engine(results: Results, shape: str, model: Any, device: str, sizes:
                     rates[name].append(count / (time.perf_counter() - begin))
             if params is greedy:
                 tokens.append([output.token_ids for output in outputs])
+        graphs = engine._runner._graphs
+        kinds = "none" if graphs is None else f"{sum(x.groups for x in graphs._replays)} with groups of {len(graphs._replays)}"
+        print(f"{shape}: cascade_attention {cascade}, CUDA graphs: {kinds}", flush=True)
         engine.close()
         free(device)
     same = sum(a == b for x, y in zip(*tokens, strict=True) for a, b in zip(x, y, strict=True))

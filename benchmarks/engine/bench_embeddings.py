@@ -2,12 +2,14 @@
 
     python -m benchmarks.engine.bench_embeddings --shapes bge-base,qwen3-0.6b
     python -m benchmarks.engine.bench_embeddings --shapes bge-base --peer vllm=http://127.0.0.1:9000   # it runs there
+    python -m benchmarks.engine.bench_embeddings --shapes bge-base --peer-path DIR --budget 300        # vLLM lies in DIR
 
 Models have random weights. A word of a text is one token, so that lengths are exact. Correctness comes first: the vectors of a
 few texts are compared with those of the same model with eager attention, one by one, and a shape that differs has no lines.
 `offline` lines compare with sentence-transformers (`st_sdpa`; `st_fa_serve` with our attention on its padded batches), `http`
-lines with the servers that --peer names. Their cases name the clients that ask at the same time, with one text in each request.
-A `p99` line is the latency of the slowest hundredth at half of the rate that as many clients reach.
+lines with the servers that --peer names, and with vLLM's, which --peer-path starts beside ours on a third of the memory. Their
+cases name the clients that ask at the same time, with one text in each request. A `p99` line is the latency of the slowest
+hundredth at half of the rate that as many clients reach. No case begins after --budget seconds.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,8 +35,9 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModel, PreTrainedTokenizerFast
 
-from benchmarks.measure import Results
+from benchmarks.measure import Cells, Results
 from fa_serve.engine import Encoder, EngineConfig
+from fa_serve.engine.pooling import pipeline
 
 WORDS = 1000
 SPECIAL = 2
@@ -138,13 +141,21 @@ def sentence_transformers(folder: Path, attention: str, device: str, dtype: str)
     return encode
 
 
-def offline(args: argparse.Namespace, shape: str, folder: Path, results: Results) -> None:
-    settings = EngineConfig(model=folder, dtype=args.dtype, device=args.device, max_num_batched_tokens=args.tokens)
+def offline(args: argparse.Namespace, shape: str, folder: Path, results: Results, cells: Cells) -> None:
+    settings = EngineConfig(
+        model=folder,
+        dtype=args.dtype,
+        device=args.device,
+        max_num_batched_tokens=args.tokens,
+        max_num_seqs=args.sequences,
+    )
     encoder = Encoder(settings, ahead=True)
     check(folder, encoder, args.dtype)
     device = encoder.config.device
     peers = {f"st_{name}": sentence_transformers(folder, name, device, args.dtype) for name in ("sdpa", "fa_serve")}
     for length in args.lengths:
+        if not cells.takes(f"{shape} offline {length}"):
+            continue
         count = max(args.total // length, 4)
         texts = texts_of(count, length)
         ours = rate(encoder.encode, texts, args.rounds)
@@ -222,24 +233,58 @@ def served(args: argparse.Namespace, folder: Path) -> Iterator[str]:
             process.terminate()
 
 
-def over_http(args: argparse.Namespace, shape: str, folder: Path, results: Results) -> None:
-    with served(args, folder) as url:
-        urls = {"ours": url, **dict(peer.split("=", 1) for peer in args.peer)}
+@contextmanager
+def vllm(args: argparse.Namespace, folder: Path) -> Iterator[str]:
+    """The address of vLLM's server. Raises RuntimeError, with the end of its log, if it does not start."""
+    from benchmarks.engine.bench_serving import PEER_SECONDS, peer_environment, server
+
+    options = {
+        "--model": str(folder),
+        "--runner": "pooling",
+        "--served-model-name": "bench",
+        "--gpu-memory-utilization": "0.3",
+        "--max-model-len": "512",
+        "--dtype": args.dtype,
+        "--host": "127.0.0.1",
+    }
+    words = [word for option in options.items() for word in option]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words, "--disable-uvicorn-access-log"]
+    with server("vllm", command, peer_environment(args.peer_path), time.time() + PEER_SECONDS, args) as (url, seconds):
+        print(f"vllm: ready after {seconds:.0f} s")
+        yield url
+
+
+def over_http(args: argparse.Namespace, shape: str, folder: Path, results: Results, cells: Cells) -> None:
+    urls: dict[str, str] = dict(peer.split("=", 1) for peer in args.peer)
+    with ExitStack() as stack:
+        if args.peer_path:
+            try:
+                urls["vllm"] = stack.enter_context(vllm(args, folder))
+            except RuntimeError as error:
+                print(f"vllm: {error}")
+        urls = {"ours": stack.enter_context(served(args, folder)), **urls}
         for length in args.lengths:
             for clients in args.clients:
-                texts = texts_of(max(clients * args.requests, 16), length)
-                rates: dict[str, float] = {}
-                slow: dict[str, float] = {}
-                for name, place in urls.items():
-                    asyncio.run(offer(place, clients, texts[: 2 * clients]))
-                    rates[name] = asyncio.run(offer(place, clients, texts)).rate
-                half = min(rates.values()) / 2
-                for name, place in urls.items():
-                    slow[name] = 1e3 * asyncio.run(offer(place, clients, texts, half)).quantile(0.99)
-                for what, unit, found in (("http", "sentences/s", rates), ("p99", "ms", slow)):
-                    ours = found.pop("ours")
-                    results.add(f"{shape} {what} {length} x {clients}", unit, ours, found)
-                    print(f"{shape} {what} {length} x {clients}: {ours:.4g} {unit}, {found}")
+                if cells.takes(f"{shape} http {length} x {clients}"):
+                    measure_clients(args, f"{length} x {clients}", urls, shape, results)
+
+
+def measure_clients(args: argparse.Namespace, case: str, urls: dict[str, str], shape: str, results: Results) -> None:
+    """Rates and latencies of all servers. case: tokens of a text and clients"""
+    length, clients = map(int, case.split(" x "))
+    texts = texts_of(max(clients * args.requests, 16), length)
+    rates: dict[str, float] = {}
+    slow: dict[str, float] = {}
+    for name, place in urls.items():
+        asyncio.run(offer(place, clients, texts[: 2 * clients]))
+        rates[name] = asyncio.run(offer(place, clients, texts)).rate
+    half = min(rates.values()) / 2
+    for name, place in urls.items():
+        slow[name] = 1e3 * asyncio.run(offer(place, clients, texts, half)).quantile(0.99)
+    for what, unit, found in (("http", "sentences/s", rates), ("p99", "ms", slow)):
+        ours = found.pop("ours")
+        results.add(f"{shape} {what} {case}", unit, ours, found)
+        print(f"{shape} {what} {case}: {ours:.4g} {unit}, {found}")
 
 
 def main() -> None:
@@ -250,20 +295,28 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=8, help="of each client")
     parser.add_argument("--total", type=int, default=1 << 18, help="tokens of the texts of an offline case")
     parser.add_argument("--tokens", type=int, default=16384, help="of a batch, offline")
+    parser.add_argument("--sequences", type=int, default=1024, help="of a batch, offline")
+    parser.add_argument("--fused", action="store_true", help="offline, fuse layers on a GPU (pipeline.FUSES_ON_GPU)")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=URL", help="a server with OpenAI's /v1/embeddings")
+    parser.add_argument("--peer-path", metavar="DIR", help="vLLM and what it needs lie there")
+    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no case begins")
     parser.add_argument("--no-http", action="store_true")
+    parser.add_argument("--no-offline", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args()
+    pipeline.FUSES_ON_GPU = pipeline.FUSES_ON_GPU or args.fused
     results = Results("embeddings", args.out)
+    cells = Cells("", args.budget)
     for shape in args.shapes.split(","):
         with tempfile.TemporaryDirectory() as folder:
             made = make_folder(shape, Path(folder), args.dtype)
-            offline(args, shape, made, results)
+            if not args.no_offline:
+                offline(args, shape, made, results, cells)
             if not args.no_http:
-                over_http(args, shape, made, results)
+                over_http(args, shape, made, results, cells)
             results.merge()
     results.summarise()
 

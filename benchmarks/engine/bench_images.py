@@ -90,9 +90,10 @@ _TEXT_8B = {
     "num_key_value_heads": 8,
     "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20], "mrope_interleaved": True},
 }
+_VISION_7B = {"hidden_size": 1280, "intermediate_size": 3420, "out_hidden_size": 3584}  # transformers' default is 3584 wide
 _VISION_8B = {"out_hidden_size": 4096}
 SHAPES: dict[str, Callable[[], PreTrainedConfig]] = {
-    "qwen25vl-7b": lambda: Qwen2_5_VLConfig(text_config=_TEXT_7B),
+    "qwen25vl-7b": lambda: Qwen2_5_VLConfig(text_config=_TEXT_7B, vision_config=_VISION_7B),
     "qwen3vl-8b": lambda: Qwen3VLConfig(text_config=_TEXT_8B, vision_config=_VISION_8B),
     "tiny": lambda: Qwen2_5_VLConfig(text_config=_TINY_TEXT, vision_config=_TINY_VISION, **_TINY_TOKENS),
 }

@@ -185,8 +185,13 @@ def vllm(folder: str, args: argparse.Namespace) -> tuple[list[str], dict[str, st
         "--served-model-name",
         "bench",
     ]
+    return command, peer_environment(args.peer_path)
+
+
+def peer_environment(path: str) -> dict[str, str]:
+    """What vLLM's server is started with. path: of the folder that it and what it needs lie in"""
     own = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-    return command, own | {"PYTHONPATH": args.peer_path}
+    return own | {"PYTHONPATH": path}
 
 
 @contextmanager

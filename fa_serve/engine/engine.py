@@ -202,7 +202,7 @@ class Engine:
             outputs += self._launch(batch, begin)
         if self._steps.is_full or (self._steps.launched and not batch):
             outputs += self._commit()
-        elif not batch and self._scheduler.tier is not None and self._scheduler.tier.is_fetching:
+        elif not batch and self._scheduler.tier is not None and self._scheduler.tier.is_awaited:
             self._scheduler.tier.wait()
         elif not batch and self._runner.adapters is not None and self._scheduler.seats:
             self._runner.adapters.wait(LOAD_SECONDS)

@@ -7,12 +7,11 @@
     loss(logprobs).backward()                # inside or outside
 
 A rollout of an engine with `deterministic=True` has the log-probabilities that the model computes in this context, in every
-bit. Decoder layers that the engine fuses are computed by the same fused kernels, with the same proof before. The rest is the
-model's own code, with autograd, and below autograd `DeterministicMode` computes each operator as it does in the
-engine: a row of a product, a sum or a function has the same bits in any batch. Three things are not operators of PyTorch and
-are given another form here: attention, which runs on a paged
-cache (`PagedBatch`, as a step of the engine does), the experts of a mixture, and positions, which count from the first token
-that is no padding.
+bit. Decoder layers that the engine fuses are computed by the same fused kernels, with the same proof before, and so are the
+routers and shared experts in them. The rest is the model's own code, with autograd, and below autograd `DeterministicMode`
+computes each operator as it does in the engine: a row of a product, a sum or a function has the same bits in any batch. Three
+things are not operators of PyTorch and are given another form here: attention, which runs on a paged cache (`PagedBatch`, as a
+step of the engine does), the experts of a mixture, and positions, which count from the first token that is no padding.
 
 The backward pass of a fused layer computes the layer again by its own code, with gradients, as gradient checkpointing does, and
 keeps the layer's input only. Elsewhere it is that of PyTorch for the operators that were replaced; attention and experts are
@@ -45,7 +44,7 @@ from fa_serve.hf.adapter.short_choices import length_limit
 from fa_serve.hf.adapter.translate import LayerCall
 from fa_serve.hf.live_model import Addresses, ModelState, check_live, trained_model
 from fa_serve.hf.surgery.experts.mixtures import expert_modules, gate_of, take_experts, weights_of
-from fa_serve.hf.surgery.fuse.fusion import fuse_layers, unfuse_model
+from fa_serve.hf.surgery.fuse.fusion import fuse_model, unfuse_model
 from fa_serve.hf.surgery.fuse.layer import FusedLayer, HeadsAttention, tables_of
 from fa_serve.ops import ExpertWeights, Gate
 from fa_serve.ops.deterministic import DeterministicMode
@@ -101,7 +100,7 @@ class ExactForward:
             for module in expert_modules(self.model):
                 module.config._experts_implementation = EXPERTS_NAME
             if self._fusion:
-                fuse_layers(self.model, deterministic=True)
+                fuse_model(self.model, deterministic=True)
             self._state = ModelState.of(self.model)
         finally:
             own.restore()

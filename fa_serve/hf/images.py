@@ -35,7 +35,7 @@ from transformers.modeling_utils import PreTrainedModel
 from fa_serve.hf.adapter.composites import IMAGE_TOKEN_NAMES
 from fa_serve.hf.adapter.masks import leaving_out_blocks
 from fa_serve.hf.adapter.releases import CACHE_NAMES
-from fa_serve.hf.surgery.patches import multiply_patches
+from fa_serve.hf.surgery.towers import quicken_tower
 from fa_serve.spec import ParameterError, UnsupportedModelError
 
 _PLAIN = {"input_ids", "inputs_embeds", "position_ids", "attention_mask", "use_cache", "cache_position", *CACHE_NAMES}
@@ -158,7 +158,7 @@ class ImageReader:
         config = model.config.get_text_config()
         self.filler: int = getattr(config, "pad_token_id", None) or 0
         """The token that is embedded where an image is, before its embeddings are put in."""
-        multiply_patches(model)
+        quicken_tower(model, beside=decoder)
         self._joined_dim: int | Literal["none"] | None = None
         """The dimension in which inputs of several images are joined; None before it has been tried."""
 

@@ -29,15 +29,11 @@ Nondeterminism in LLM Inference", 2025). This package leaves out attention, whic
 
 from __future__ import annotations
 
-import logging
-from functools import lru_cache
 from typing import overload
 
 import torch
 from torch import Tensor
 
-from fa_serve import spec
-from fa_serve.backends import BackendTable
 from fa_serve.ops.linear_attention.api import causal_conv1d as causal_conv1d
 from fa_serve.ops.linear_attention.api import causal_conv1d_paged as causal_conv1d_paged
 from fa_serve.ops.linear_attention.api import gated_delta_rule as gated_delta_rule
@@ -69,6 +65,7 @@ from fa_serve.ops.ops_backend import ACTIVATIONS as ACTIVATIONS
 from fa_serve.ops.ops_backend import ExpertWeights as ExpertWeights
 from fa_serve.ops.ops_backend import Gate as Gate
 from fa_serve.ops.ops_backend import GateActivation as GateActivation
+from fa_serve.ops.ops_backend import LayerNorm as LayerNorm
 from fa_serve.ops.ops_backend import Norm as Norm
 from fa_serve.ops.ops_backend import OpsBackend as OpsBackend
 from fa_serve.ops.ops_backend import Pairing as Pairing
@@ -80,13 +77,10 @@ from fa_serve.ops.products.quantised.weight import merge_rows as merge_rows
 from fa_serve.ops.rows import RowTable as RowTable
 from fa_serve.ops.rows import row_bytes as row_bytes
 from fa_serve.ops.sampling.fallback import most_likely as most_likely
-from fa_serve.spec import OpSpec
-
-log = logging.getLogger(__name__)
-
-TABLE: BackendTable[OpsBackend] = BackendTable(
-    {"triton": "fa_serve.ops.triton_ops:TritonOps", "torch": "fa_serve.ops.torch_ops:TorchOps"}, auto=("triton", "torch")
-)
+from fa_serve.ops.select import TABLE as TABLE
+from fa_serve.ops.select import select_ops as select_ops
+from fa_serve.ops.selected_keys.api import select_slots as select_slots
+from fa_serve.ops.selected_keys.api import sparse_attention as sparse_attention
 
 
 @overload
@@ -156,6 +150,17 @@ def rms_norm(x: Tensor, norm: Norm, *, residual: Tensor | None = None, out: Tens
     out:         (total, width), written and returned if given; may be `x`
     """
     return select_ops(x.device).rms_norm(x, norm, residual, out)
+
+
+def layer_norm(x: Tensor, norm: LayerNorm, *, residual: Tensor | None = None, keep_sum: bool = False) -> Tensor:
+    """Compute (s - mean(s)) / sqrt(var(s) + eps) * weight + bias for each row of s = x + residual.
+
+    x:        (total, width), the elements of a row contiguous
+    residual: (total, width), contiguous; without it, s is x
+    keep_sum: residual becomes s, in place
+    Returns (total, width), in x's dtype.
+    """
+    return select_ops(x.device).layer_norm(x, norm, residual, keep_sum)
 
 
 def rotary_store_kv(
@@ -396,70 +401,6 @@ def sample_rows(
     )
 
 
-def select_slots(
-    q: Tensor,
-    keys: Tensor,
-    weights: Tensor,
-    *,
-    block_table: Tensor,
-    seqused_k: Tensor,
-    cu_seqlens_q: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    topk: int,
-) -> Tensor:
-    """Choose the keys that each packed query attends to: the `topk` keys of its sequence up to its own with the best scores.
-
-        score(t, s) = sum over heads h of weights(t, h) * relu(q(t, h) . keys(s))
-
-    This is the indexer of DeepSeek Sparse Attention (DeepSeek-V3.2, arXiv:2512.02556, equation 1). A positive scale of the
-    products may be a factor of the weights. On a GPU nothing is read back, so the call can be part of a CUDA graph.
-
-    q:            (total, heads, dim), packed by cu_seqlens_q (batch + 1,), int32
-    keys:         (num_pages, page_size, 1, dim), a paged cache of q's dtype that holds the keys of this call's queries already
-    weights:      (total, heads), any floating dtype
-    block_table:  (batch, max_pages), int32: the pages of each sequence in order; entries past seqused_k are never read
-    seqused_k:    (batch,), int32: keys in the cache, including those of this call's queries
-    max_seqlen_*: upper bounds of the lengths, host integers
-
-    Returns (total, min(topk, max_seqlen_k)) int32: the slots of the chosen keys in any order, page * page_size + position in
-    the page, and -1 where there are fewer keys. Of equal scores any may be chosen. Rows behind the last sequence are -1.
-    """
-    return select_ops(q.device).select_slots(
-        q, keys, weights, block_table, seqused_k, cu_seqlens_q, max_seqlen_q, max_seqlen_k, topk
-    )
-
-
-def sparse_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    slots: Tensor,
-    *,
-    softmax_scale: float,
-    sinks: Tensor | None = None,
-    num_splits: int = 0,
-) -> Tensor:
-    """Attention of each query to the keys in its list of slots (token-sparse attention, DeepSeek-V3.2, arXiv:2512.02556,
-    equation 2).
-
-    A list says everything about what a query sees: there is neither causality nor a length of a sequence, and a query needs not
-    be in a sequence. All heads of a query have the same list.
-
-    q:          (total, num_heads, head_dim), float16, bfloat16 or float32
-    k:          (num_pages, page_size, num_kv_heads, head_dim), q's dtype, any strides but a contiguous last dimension. Keys
-                without pages are a view with one page
-    v:          the same with head_dim_v. With the view v = k[..., :head_dim_v], as in latent attention (MLA), the kernel reads
-                each key once
-    slots:      (total, topk), int32: page * page_size + position in the page, each at most once in a row; -1 is no key
-    sinks:      (num_heads,): one more logit per head in the denominator of the softmax, without a value
-    num_splits: 0 lets the number of queries decide, 1 none, n > 1 exactly n parts of each list
-
-    Returns (total, num_heads, head_dim_v) in q's dtype; a query without keys returns 0. PyTorch's form has gradients.
-    """
-    return select_ops(q.device).sparse_attention(q, k, v, slots, sinks, softmax_scale, num_splits)
-
-
 def invariant_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     """Compute x @ weight.T + bias such that the bits of a row do not depend on the number of rows.
 
@@ -481,17 +422,3 @@ def invariant_sum(x: Tensor) -> Tensor:
     Returns (...), float32 (PyTorch returns float64 for float64 input).
     """
     return select_ops(x.device).invariant_sum(x.reshape(-1, x.shape[-1])).view(x.shape[:-1])
-
-
-@lru_cache(maxsize=64)
-def select_ops(device: torch.device) -> OpsBackend:
-    """The backend of ops for a device, which serves every op in every floating dtype.
-
-    Logs a warning if PyTorch computes the ops of a GPU, because that is several times slower.
-    """
-    wanted = OpSpec(device.type, spec.arch_of(device))
-    backend = TABLE.select(wanted)
-    if device.type == "cuda" and backend.name != "triton":
-        reason = TABLE.explain(wanted)["triton"]
-        log.warning("ops on %s are computed by PyTorch instead of Triton kernels, which is slower: triton %s", device, reason)
-    return backend

@@ -44,6 +44,18 @@ class Norm(NamedTuple):
     offset: float = 0.0
 
 
+class LayerNorm(NamedTuple):
+    """The parameters of a layer norm (Ba, Kiros, Hinton 2016, arXiv:1607.06450).
+
+    weight, bias: (width,); bias may be None
+    eps:          added to the variance
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+
+
 class RoundedRows(NamedTuple):
     """Rows that were rounded to float8 for the product that takes them.
 
@@ -150,6 +162,8 @@ class OpsBackend(Protocol):
     ) -> Tensor | RoundedRows: ...
 
     def rms_norm(self, x: Tensor, norm: Norm, residual: Tensor | None, out: Tensor | None, /) -> Tensor: ...
+
+    def layer_norm(self, x: Tensor, norm: LayerNorm, residual: Tensor | None, keep_sum: bool, /) -> Tensor: ...
 
     def rotary_store_kv(
         self,

@@ -14,7 +14,7 @@ from fa_serve.ops.lora.fallback import torch_add_lora
 from fa_serve.ops.lora.problem import LoraBatch, LoraWeights
 from fa_serve.ops.lora.separate import separate_linear_lora
 from fa_serve.ops.moe.fallback import torch_activation, torch_experts, torch_route
-from fa_serve.ops.ops_backend import GateActivation, Norm, Pairing, RoundedRows, Weight
+from fa_serve.ops.ops_backend import GateActivation, LayerNorm, Norm, Pairing, RoundedRows, Weight
 from fa_serve.ops.products.quantised.weight import QuantizedWeight
 from fa_serve.ops.rows import RowTable
 from fa_serve.ops.sampling.fallback import torch_sample_rows
@@ -75,6 +75,16 @@ class TorchOps:
         if residual is not None:
             y = y + residual
         return y.to(x.dtype) if out is None else out.copy_(y)
+
+    def layer_norm(self, x: Tensor, norm: LayerNorm, residual: Tensor | None, keep_sum: bool, /) -> Tensor:
+        total = _wide(x)
+        if residual is not None:
+            total = total + residual
+            if keep_sum:
+                residual.copy_(total)
+        bias = None if norm.bias is None else norm.bias.to(total.dtype)
+        weight = norm.weight.to(total.dtype)
+        return torch.nn.functional.layer_norm(total, weight.shape, weight, bias, norm.eps).to(x.dtype)
 
     def rotary_store_kv(
         self,

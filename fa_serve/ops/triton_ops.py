@@ -13,7 +13,7 @@ from fa_serve.ops.elementwise.activation import launch_act_and_mul
 from fa_serve.ops.elementwise.addition import launch_add
 from fa_serve.ops.elementwise.attention_parts import launch_merge_attention
 from fa_serve.ops.elementwise.gates import launch_delta_gates, launch_gate_heads
-from fa_serve.ops.elementwise.norm import launch_rms_norm
+from fa_serve.ops.elementwise.norm import launch_layer_norm, launch_rms_norm
 from fa_serve.ops.elementwise.rotary import launch_rotary_store_kv
 from fa_serve.ops.elementwise.rotary_latent import launch_rotary_store_latent
 from fa_serve.ops.elementwise.row_copies import launch_move_rows
@@ -37,6 +37,7 @@ class TritonOps:
 
     name = "triton"
     rms_norm = staticmethod(launch_rms_norm)
+    layer_norm = staticmethod(launch_layer_norm)
     rotary_store_kv = staticmethod(launch_rotary_store_kv)
     rotary_store_latent = staticmethod(launch_rotary_store_latent)
     act_and_mul = staticmethod(launch_act_and_mul)

@@ -10,13 +10,14 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from uuid import uuid4
 
 import numpy as np
 from fastapi import Request
 
 from fa_serve.engine import Pooled, PoolingParams
+from fa_serve.engine.pooling.params import PooledRows
 from fa_serve.spec import ParameterError
 
 from ..answers.generation import Job, RequestFields, engine_errors, failure
@@ -32,13 +33,17 @@ INPUTS_PER_SEQUENCE = 16
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """pooled: for each input, in their order; num_tokens: of all inputs together"""
+    """rows: what the engine gives, in the order of the inputs; num_tokens: of all inputs together"""
 
-    pooled: list[Pooled]
+    rows: list[PooledRows]
     num_tokens: int
 
     def usage(self) -> dict[str, int]:
         return {"prompt_tokens": self.num_tokens, "total_tokens": self.num_tokens}
+
+    @property
+    def pooled(self) -> list[Pooled]:
+        return [each for rows in self.rows for each in rows]
 
     @property
     def values(self) -> list[VectorValues]:
@@ -108,11 +113,10 @@ class PoolingWork:
             for output in outputs:
                 if self._timeline is not None:
                     self._timeline.take(sent, output)
-            metrics.observe(outputs[-1])
+            metrics.observe(replace(outputs[-1], num_prompt_tokens=len(tokens.ids)))
             if self._timeline is not None:
                 self._timeline.complete = True
-            pooled = [each.pooled for each in outputs if each.pooled is not None]
-            yield Computed(pooled, sum(len(each.ids) for each in tokens))
+            yield Computed([each.pooled for each in outputs if each.pooled is not None], len(tokens.ids))
 
     async def scores(
         self, pairs: Sequence[tuple[str, str]], *, cuts: bool | None, raw: bool = False

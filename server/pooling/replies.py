@@ -13,7 +13,7 @@ class EmbeddingUsage(TypedDict):
 
 
 class Embedding(TypedDict):
-    """embedding: numbers, or the base64 of float32 numbers"""
+    """embedding: numbers, integers, or the base64 of float32 numbers"""
 
     object: Literal["embedding"]
     index: int

@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 
 from ..schemas import NonEmpty, Prompt
 from ..strict import StrictModel, Unsupported, field_error, one_error
+from .vectors import VectorFormat
 
 Text = Annotated[str, Field(min_length=1)]
 Texts = Annotated[list[str], Field(min_length=1, fail_fast=True)]
@@ -46,8 +47,12 @@ class EmbeddingRequest(VllmRequest):
     model: str
     input: Prompt = Field(description="Texts, or token ids, which are taken as they are.")
     dimensions: int | None = Field(None, ge=1, description="Keep the first numbers of each vector, with length 1.")
-    encoding_format: Literal["float", "base64"] | None = Field(
-        None, description="base64 is that of float32 numbers, the lowest byte first."
+    encoding_format: VectorFormat | None = Field(
+        None,
+        description=(
+            "base64 is that of float32 numbers, the lowest byte first. int8 and uint8 are 255 steps between plus and minus the "
+            "largest absolute number of a vector, binary and ubinary have 8 signs in an integer."
+        ),
     )
     prompt_name: str | None = Field(None, max_length=256, description="Name of a prompt of the model, written before texts.")
     normalize: bool | None = Field(None, description="Whether vectors get length 1; by default as the model has it.")

@@ -36,7 +36,7 @@ from .requests import (
     TeiPredictRequest,
     TeiRerankRequest,
 )
-from .vectors import BASE64_BYTES, FLOAT_BYTES, embedding_list, joined, numbers, plain_list
+from .vectors import FLOAT_BYTES, FORMAT_BYTES, embedding_list, joined, numbers, plain_list
 
 ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {
@@ -69,18 +69,18 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
     """The vectors of texts."""
     call = _Call(body, request, "input")
     service = call.service
-    in_text = body.encoding_format == "base64"
+    form = body.encoding_format or "float"
 
     async def work() -> bytes:
         service.require_task("embed")
         params = PoolingParams(dimensions=body.dimensions, normalise=body.normalize)
-        size = service.vector_size(body.dimensions) * (BASE64_BYTES if in_text else FLOAT_BYTES)
+        size = service.vector_size(body.dimensions) * FORMAT_BYTES[form]
         prompt = call.work.prompt(body.prompt_name)
         async with call.work.computed(body.inputs(), params, prompt=prompt, cuts=body.cuts, size=size) as found:
             tail = {"model": service.model_name, "usage": found.usage()}
 
             def write() -> bytes:
-                return joined(embedding_list(found.values, in_text, tail))
+                return joined(embedding_list(found.values, form, tail))
 
             return write() if size * len(found.values) <= SMALL else await service.write(write, call.work.key)
 

@@ -1,4 +1,4 @@
-"""Vectors as JSON: as numbers with as many digits as float32 has, or as base64.
+"""Vectors as JSON: as numbers with as many digits as float32 has, as base64, or as integers of 8 bits or 8 signs.
 
 One call for many vectors would hold the interpreter's lock for a long time, so they are written one by one, in a thread, with
 pauses (answers/size.py).
@@ -9,16 +9,25 @@ from __future__ import annotations
 import base64
 import time
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from pydantic_core import to_json
 
 from ..answers.size import PAUSE_SECONDS
 
+VectorFormat = Literal["float", "base64", "int8", "uint8", "binary", "ubinary"]
 FLOAT_BYTES = 13
 """Bytes of a number with its comma, at most for numbers below 100."""
-BASE64_BYTES = 6
+FORMAT_BYTES: dict[VectorFormat, int] = {
+    "float": FLOAT_BYTES,
+    "base64": 6,
+    "int8": 5,
+    "uint8": 4,
+    "binary": 1,
+    "ubinary": 1,
+}
+"""The same for each number of a vector in each format. An integer with 8 signs and its comma has up to 5 bytes."""
 DIGITS = 9
 """Behind the point: float32 tells numbers of about 0.01 apart that differ by 1e-9."""
 PIECE = 1 << 16
@@ -37,6 +46,33 @@ def in_base64(values: VectorValues) -> str:
     return base64.b64encode(values.astype("<f4").tobytes()).decode()
 
 
+def quantised(values: VectorValues, form: VectorFormat) -> np.ndarray[Any, Any]:
+    """The integers of a vector, as `quantize_embeddings` of sentence-transformers defines them.
+
+    int8, uint8:     255 steps from -m to m, where m is the largest absolute number of the vector: a request has no other
+                     vectors that tell a range, and cosine similarity does not depend on m. int8 is uint8 less 128
+    binary, ubinary: 8 signs in an integer, the first in its highest bit, 1 for numbers above 0. binary is ubinary less 128
+    """
+    if form in ("binary", "ubinary"):
+        packed = np.packbits(values > 0)
+        return packed if form == "ubinary" else (packed.astype(np.int16) - 128).astype(np.int8)
+    start = -np.abs(values).max()
+    step = -2 * start / np.float32(255) or np.float32(1)
+    places = np.clip(np.floor((values - start) / step), 0, 255)
+    rounded: np.ndarray[Any, Any] = places.astype(np.uint8) if form == "uint8" else (places - 128).astype(np.int8)
+    return rounded
+
+
+def written(values: VectorValues, form: VectorFormat) -> list[Any] | str:
+    """A vector as JSON has it."""
+    if form == "float":
+        return numbers(values)
+    if form == "base64":
+        return in_base64(values)
+    found: list[Any] = quantised(values, form).tolist()
+    return found
+
+
 def joined(pieces: Iterable[bytes]) -> bytes:
     """All pieces as one, with pauses for the other threads."""
     found = []
@@ -50,11 +86,11 @@ def joined(pieces: Iterable[bytes]) -> bytes:
     return b"".join(found)
 
 
-def embedding_list(vectors: Iterable[VectorValues], in_text: bool, tail: dict[str, Any]) -> Iterator[bytes]:
-    """OpenAI's list of embeddings. in_text: as base64. tail: the fields behind the list"""
+def embedding_list(vectors: Iterable[VectorValues], form: VectorFormat, tail: dict[str, Any]) -> Iterator[bytes]:
+    """OpenAI's list of embeddings. tail: the fields behind the list"""
     yield b'{"object":"list","data":['
     for index, values in enumerate(vectors):
-        vector = to_json(in_base64(values)) if in_text else to_json(numbers(values))
+        vector = to_json(written(values, form))
         comma = b"," if index else b""
         yield comma + b'{"object":"embedding","index":' + str(index).encode() + b',"embedding":' + vector + b"}"
     yield b"]," + to_json(tail)[1:]

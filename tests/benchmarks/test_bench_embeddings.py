@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -22,6 +23,12 @@ def test_every_case_has_a_line(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / "embeddings.jsonl").read_text().splitlines()]
     assert {line["case"] for line in lines} == {"tiny offline 8", "tiny http 8 x 2", "tiny p99 8 x 2"}
     assert all(line["bench"] == "embeddings" and line["ours"] > 0 for line in lines)
+
+
+def test_a_peer_that_does_not_start_is_named(tmp_path: Path) -> None:
+    args = argparse.Namespace(peer_path=str(tmp_path / "nothing"), dtype="float32")
+    with pytest.raises(RuntimeError, match="not ready after"), bench_embeddings.vllm(args, tmp_path):
+        pytest.fail("there is no such server")
 
 
 def test_texts_have_exactly_their_tokens_and_wrong_vectors_end_the_run(tmp_path: Path) -> None:

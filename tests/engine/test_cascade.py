@@ -9,6 +9,7 @@ from tiny_models import make_model
 
 from fa_serve.engine import Engine, SamplingParams
 from fa_serve.engine.runner import attention_kinds
+from fa_serve.engine.start.warm_up import EmptyStep
 from fa_serve.hf.adapter.common_prefix import CommonPrefixes
 
 SYSTEM = [3 + number % 40 for number in range(21)]
@@ -70,3 +71,12 @@ def test_a_model_whose_layers_have_windows_alone_has_no_groups(make_engine, grou
 def test_drafts_are_verified_as_before(make_engine, group_calls) -> None:
     plain = answers(make_engine())
     assert answers(make_engine(speculative="ngram", cascade_attention=True)) == plain
+
+
+def test_the_warm_up_meets_the_kernels_of_groups(make_engine, group_calls) -> None:
+    """A step without a graph may have groups, so empty steps of one token for each sequence compute them as well."""
+    for cascade in (False, True):
+        runner = make_engine(cascade_attention=cascade)._runner
+        for batch, queries in ((5, 1), (2, 3)):
+            runner.run_warm_up(EmptyStep(batch, queries, 8))
+        assert len(group_calls) == cascade * len(runner.layers)

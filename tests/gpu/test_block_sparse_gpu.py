@@ -47,6 +47,49 @@ def test_a_document_mask_as_flex_attention_computes_it() -> None:
     assert (out.float() - theirs.float()).abs().max() <= 2 * 2**-8 * theirs.abs().max()
 
 
+def test_functions_of_flex_attention() -> None:
+    """A mask_mod, a BlockMask that has it, and a score_mod, which is ALiBi for what the mask shows."""
+    q, k, v = make_qkv(1, 2000, 2000, 8, 2, 128, dtype=torch.bfloat16, device="cuda")
+    document = torch.arange(2000, device="cuda") // 700
+    slopes = 2.0 ** -torch.arange(1, 9, device="cuda")
+
+    def same_document(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        return (document[i] == document[j]) & (i >= j)
+
+    def alibi(s: torch.Tensor, b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        return s - slopes[h] * (i - j)
+
+    block_mask = create_block_mask(same_document, None, None, 2000, 2000, device="cuda")
+    mask = (document[:, None] == document)[None, None]
+    for score_mod, bias in ((None, None), (alibi, slopes)):
+        exact = fa_serve.attention(q, k, v, mask=mask, causal=True, alibi_slopes=bias, backend="sdpa")
+        for given in (block_mask, same_document):
+            out = fa_serve.attention(q, k, v, block_mask=given, score_mod=score_mod)
+            assert (out.float() - exact.float()).abs().max() <= 2 * 2**-8 * exact.abs().max()
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_gradients_of_lists_are_those_of_a_mask(head_dim: int) -> None:
+    """Both layers share the mask that the lists become."""
+    document = torch.arange(777, device="cuda") // 300
+
+    def same_document(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        return (document[i] == document[j]) & (i >= j - 40)
+
+    mask = (document[:, None] == document) & (
+        torch.arange(777, device="cuda")[:, None] >= torch.arange(777, device="cuda") - 40
+    )
+    found = []
+    for given in ({"block_mask": same_document}, {"block_mask": same_document}, {"mask": mask[None, None]}):
+        leaves = [x.requires_grad_() for x in make_qkv(2, 777, 777, 4, 2, head_dim, dtype=torch.float16, device="cuda")]
+        out = fa_serve.attention(*leaves, **given)
+        out.backward(torch.linspace(-1, 1, out.numel(), device="cuda").view(out.shape).half())
+        found.append([out, *(x.grad for x in leaves)])
+    for ours, again, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02)
+        torch.testing.assert_close(again, theirs, rtol=0.02, atol=0.02)
+
+
 def test_lists_may_change_below_a_captured_graph() -> None:
     """Numbers and indices are read on the device at each replay."""
     q, k, v = make_qkv(2, 1, 1024, 8, 2, 128, dtype=torch.bfloat16, device="cuda")

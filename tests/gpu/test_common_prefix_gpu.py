@@ -73,7 +73,8 @@ def test_a_graph_serves_other_groups() -> None:
     """Lengths, members and pages are read on the device."""
     torch.manual_seed(0)
     step, q = make_step(Case(4, 12, 640, 70), "cuda", torch.bfloat16)
-    table, used = step.block_table, step.seqused_k
+    table = step.block_table
+    used = step.seqused_k
     ends = torch.tensor([0, 12, 24, 36, 48], dtype=torch.int32, device="cuda")
     pages = torch.tensor([40, 40, 40, 40], dtype=torch.int32, device="cuda")
     shared = torch.full((48,), 40, dtype=torch.int32, device="cuda")

@@ -11,6 +11,8 @@ from encoder_folders import FAMILIES, PAIRS, TEXTS, cosine_distance, save_encode
 from transformers import AutoModel
 
 from fa_serve.engine import Encoder, EngineConfig
+from fa_serve.engine.pooling import pipeline
+from fa_serve.hf.surgery.fuse.encoder import FusedEncoderLayer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SIZES = {"hidden_size": 128, "intermediate_size": 192}  # heads of 32
@@ -20,13 +22,19 @@ def load(path: Path, dtype: str = "float16") -> Encoder:
     return Encoder(EngineConfig(model=path, device="cuda", dtype=dtype, max_num_batched_tokens=64), ahead=True)
 
 
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("qwen3", "gemma3", "gemma3-causal")])
-def test_vectors_are_near_those_of_eager_float32(tmp_path: Path, family: str, dtype: str) -> None:
+def test_vectors_are_near_those_of_eager_float32(
+    tmp_path: Path, family: str, dtype: str, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, "FUSES_ON_GPU", fused)
     pooling = ("Pooling", {"pooling_mode_mean_tokens": True, "word_embedding_dimension": 128})
     path = save_encoder(tmp_path, family, [pooling, ("Normalize", {})], **SIZES)
     encoder = load(path, dtype)
     assert encoder._pipeline.model.packs == (family != "mpnet")
+    layers = [module for module in encoder._pipeline.model.base.modules() if isinstance(module.forward, FusedEncoderLayer)]
+    assert len(layers) == (2 if fused and family != "mpnet" else 0)
     eager = AutoModel.from_pretrained(path, attn_implementation="eager").eval()
     with torch.inference_mode():
         ids = [torch.from_numpy(each.ids).long()[None] for each in encoder.reader.read(TEXTS)]
@@ -36,6 +44,15 @@ def test_vectors_are_near_those_of_eager_float32(tmp_path: Path, family: str, dt
     assert encoder.stats().num_steps > 1
     alone = np.stack([encoder.encode(text) for text in TEXTS])
     assert cosine_distance(found, alone) < (1e-5 if dtype == "float16" else 1e-3)
+
+
+def test_a_decoder_is_fused_as_in_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save_encoder(tmp_path, "qwen3", [("Pooling", {"pooling_mode_lasttoken": True})], **SIZES)
+    plain = load(path, "bfloat16").encode(TEXTS)
+    monkeypatch.setattr(pipeline, "FUSES_ON_GPU", True)
+    encoder = load(path, "bfloat16")
+    assert len(encoder._pipeline.model._caches) == 2
+    assert cosine_distance(encoder.encode(TEXTS), plain) < 3e-3
 
 
 def test_many_inputs_keep_their_order(tmp_path: Path) -> None:

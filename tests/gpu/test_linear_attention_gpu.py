@@ -120,6 +120,54 @@ def test_sizes_of_heads(heads: tuple[int, int], dtype: torch.dtype) -> None:
     assert (final - states).abs().max() <= 4 * bound(states, dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_id)
+def test_gradients_of_the_delta_rule(dtype: torch.dtype) -> None:
+    """Heads of Qwen3-Next over packed sequences, with states, against autograd through PyTorch's form in float64."""
+    torch.manual_seed(0)
+    bounds = torch.tensor([0, 200, 200, 205, 400], dtype=torch.int32, device="cuda")
+    q, k = torch.randn(2, 400, 4, 128, device="cuda", dtype=dtype)
+    v = torch.randn(400, 8, 128, device="cuda", dtype=dtype)
+    g = -0.1 * torch.rand(400, 8, device="cuda")
+    beta = torch.rand(400, 8, device="cuda", dtype=dtype)
+    begin = torch.randn(4, 8, 128, 128, device="cuda")
+    given = [x.requires_grad_() for x in (q.clone(), k.clone(), v, g, beta, begin)]
+    dense = [x[None] for x in given[:5]]
+    options = {"use_qk_l2norm": True, "output_final_state": True, "cu_seqlens": bounds}
+    out, final = ops.gated_delta_rule(*dense, initial_state=begin, **options)
+    assert final is not None
+    dout = torch.randn_like(out)
+    dfinal = torch.randn_like(final)
+    actual = torch.autograd.grad((out, final), given, (dout, dfinal))
+    exact = [x.detach().double().requires_grad_() for x in given]
+    inputs = MatrixInputs(*exact[:5], None, None, TimeSteps(), 128**-0.5, True)
+    outputs = fallback.matrix_rule(inputs, Sequences(1, 400, bounds), exact[5])
+    wanted = torch.autograd.grad(outputs, exact, (dout[0].double(), dfinal.double()))
+    for x, y in zip(actual, wanted, strict=True):
+        assert (x - y).norm() <= (1e-4 if dtype == torch.float32 else 0.03) * y.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_id)
+def test_gradients_of_convolutions(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    bounds = torch.tensor([0, 1, 1, 300, 9000], dtype=torch.int32, device="cuda")
+    x = torch.randn(9002, 192, device="cuda", dtype=dtype)
+    weight = torch.randn(192, 4, device="cuda", dtype=dtype)
+    bias = torch.randn(192, device="cuda", dtype=dtype)
+    begin = torch.randn(4, 3, 192, device="cuda", dtype=dtype)
+    given = [y.requires_grad_() for y in (begin, x, weight, bias)]
+    options = {"activation": "silu", "output_final_state": True, "cu_seqlens": bounds}
+    out, final = ops.causal_conv1d(x[None], weight, bias, initial_state=begin, **options)
+    assert final is not None
+    dout = torch.randn_like(out)
+    dfinal = torch.randn_like(final)
+    actual = torch.autograd.grad((out, final), given, (dout, dfinal))
+    exact = [y.detach().double().requires_grad_() for y in given]
+    outputs = fallback.convolve_sequences(*exact[1:], "silu", Sequences(1, 9002, bounds), exact[0])
+    wanted = torch.autograd.grad(outputs, exact, (dout[0].double(), dfinal.double()))
+    for y, z in zip(actual, wanted, strict=True):
+        assert (y - z).norm() <= (1e-5 if dtype == torch.float32 else 0.01) * z.norm()
+
+
 @every_kind
 def test_nothing_waits_for_the_device(kind: Kind, no_synchronisation: Callable[[], AbstractContextManager[None]]) -> None:
     """A step, and the functional form of packed sequences, once they are planned."""

@@ -9,9 +9,11 @@ import torch
 from mask_cases import BASE, CASES, MaskCase, check_masked, make_mask
 
 import fa_serve
+from fa_serve.backends.hopper.forward import plan
 from fa_serve.backends.mask_blocks import SCANNED
 from fa_serve.backends.triton.mask_blocks import MaskScan
 from fa_serve.backends.triton.prefill.plan import plan_forward
+from fa_serve.launching.plans import PLANS
 from fa_serve.testing import make_qkv, run_plan
 
 PATTERNS = ("prefix", "documents", "images", "random", "everything", "unseen rows", "padding")
@@ -82,6 +84,20 @@ def test_a_mask_may_change_below_a_captured_graph() -> None:
     mask.copy_(other)
     graph.replay()
     assert torch.equal(out, fa_serve.attention(q, k, v, mask=other))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_sequences_that_share_a_bias_compute_the_same_in_any_order(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = replace(LONG, batch=3, form="bias", over="hqk", head_dim=head_dim, pattern="images")
+    q, k, v = make_qkv(3, 1111, 2345, 8, 2, head_dim, dtype=torch.bfloat16, device="cuda")
+    mask = make_mask(case, torch.bfloat16, "cuda")
+    found = []
+    for together in (False, True):
+        monkeypatch.setattr(plan, "SHARE_BIAS", together)
+        PLANS.clear()
+        found.append(fa_serve.attention(q, k, v, mask=mask))
+    PLANS.clear()
+    assert torch.equal(*found)
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")

@@ -45,6 +45,23 @@ def test_rms_norm(total: int, width: int, residual: bool, dtype: torch.dtype) ->
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize(("total", "width"), [(1, 64), (300, 768), (7, 5120)])
+@pytest.mark.parametrize("form", ["plain", "residual", "kept"])
+def test_layer_norm(total: int, width: int, form: str, dtype: torch.dtype) -> None:
+    bias = None if form == "plain" else inputs(width, dtype=dtype, seed=2)
+    norm = ops.LayerNorm(inputs(width, dtype=dtype, seed=1), bias, 1e-5)
+    exact = ops.LayerNorm(norm.weight.double(), None if bias is None else bias.double(), 1e-5)
+    for seed in range(CALLS):
+        x = inputs(total, width + 16, dtype=dtype, seed=seed)[:, :width]
+        residual = None if form == "plain" else inputs(total, width, dtype=dtype, seed=seed + 9)
+        wide = None if residual is None else residual.double()
+        wanted = EXACT.layer_norm(x.double(), exact, wide, form == "kept")
+        assert_rounded_once(ops.layer_norm(x, norm, residual=residual, keep_sum=form == "kept"), wanted)
+        if residual is not None and wide is not None:
+            assert_rounded_once(residual, wide)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 def test_add(dtype: torch.dtype) -> None:
     for seed in range(CALLS):
         x = inputs(33, 3000, dtype=dtype, seed=seed)

@@ -20,7 +20,7 @@ PROMPT = [*range(5, 25)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3-moe", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3-moe", "qwen2-moe", "gemma3"])
 def test_log_probabilities_are_those_of_the_rollout_in_every_bit(family: str, dtype: torch.dtype) -> None:
     model = make_model(family).to("cuda", dtype).train()
     batch = Batch(model, longest=90, answer=40, **GPU, max_num_batched_tokens=50)

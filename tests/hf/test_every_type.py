@@ -15,7 +15,7 @@ from every_type import CAUSAL, IMAGE_TEXT
 from image_inputs import IMAGES
 from report_models import FAMILIES as RESULTS
 from report_types import UNTRIED, YES, check_images, check_text
-from sampled_cases import each
+from sampled_cases import each_nth
 
 from fa_serve.hf.images import PROVEN
 
@@ -24,7 +24,7 @@ ROWS = FOUND["types"]
 NEWER = json.loads(report_newer.RESULTS.read_text())
 SERVED = [name for name in IMAGE_TEXT if name in ROWS and ROWS[name]["engine text"] == YES]
 ADDED = [name for name, row in NEWER["types"].items() if name in {*IMAGE_TEXT, *CAUSAL} and row["engine text"] == YES]
-TRIED = [*each(8, SERVED), *each(4, ADDED)]
+TRIED = [*each_nth(8, SERVED), *each_nth(4, ADDED)]
 of_the_page = pytest.mark.skipif(
     FOUND["versions"]["transformers"] != transformers.__version__, reason="the page is about another release of transformers"
 )

@@ -15,9 +15,12 @@ from torch.utils.checkpoint import checkpoint
 
 import fa_serve
 from fa_serve.engine import RolloutEngine, SamplingParams
-from fa_serve.hf import LayerCall, PagedBatch
+from fa_serve.hf import LayerCall, PagedBatch, exact_forward
 from fa_serve.hf.exact_forward import _Attention
+from fa_serve.hf.surgery.fuse.fusion import fuse_layers
 from fa_serve.hf.surgery.fuse.layer import FusedLayer
+from fa_serve.hf.surgery.fuse.router import FusedRouter
+from fa_serve.hf.surgery.fuse.unit import FusedUnit
 from fa_serve.spec import ParameterError, UnsupportedModelError
 
 
@@ -28,7 +31,7 @@ def gradients(model: nn.Module, logprobs: Tensor) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3-moe", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3-moe", "qwen2-moe", "gemma3"])
 def test_log_probabilities_are_those_of_the_rollout_in_every_bit(family: str, dtype: torch.dtype) -> None:
     model = make_model(family).to(dtype).train()
     batch = Batch(model)
@@ -44,6 +47,22 @@ def test_log_probabilities_are_those_of_the_rollout_in_every_bit(family: str, dt
     for name, gradient in expected.items():
         error = (found[name] - gradient).norm() / gradient.norm()
         assert error < (1e-4 if dtype == torch.float32 else 0.2), name
+
+
+def test_routers_and_shared_experts_are_those_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model("qwen2-moe").to(torch.bfloat16)
+    context = fa_serve.exact(model, page_size=4)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    batch = Batch(model)
+    with context:
+        fused = [type(vars(module).get("forward")) for module in model.modules()]
+        assert (fused.count(FusedRouter), fused.count(FusedUnit)) == (2, 2)
+        assert torch.equal(batch.compute(model), batch.logprobs)
+    monkeypatch.setattr(exact_forward, "fuse_model", fuse_layers)
+    with fa_serve.exact(model, page_size=4):
+        assert not torch.equal(batch.compute(model), batch.logprobs)
 
 
 def test_temperature_and_log_softmax_have_the_same_bits() -> None:

@@ -10,6 +10,7 @@ import torch
 
 from fa_serve import ops, spec
 from fa_serve.backends import BackendTable
+from fa_serve.ops import select
 from fa_serve.spec import OpSpec
 
 
@@ -39,7 +40,7 @@ def test_a_gpu_without_triton_is_served_with_one_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     modules = {"triton": "fa_serve.ops.no_such_module:TritonOps", "torch": ops.TABLE.modules["torch"]}
-    monkeypatch.setattr(ops, "TABLE", BackendTable(modules, auto=("triton", "torch")))
+    monkeypatch.setattr(select, "TABLE", BackendTable(modules, auto=("triton", "torch")))
     monkeypatch.setattr(spec, "arch_of", lambda device: 90)
     ops.select_ops.cache_clear()
     device = torch.device("cuda", 0)

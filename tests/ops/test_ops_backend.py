@@ -18,6 +18,7 @@ def test_the_protocol_has_every_op() -> None:
         "supports",
         "linear",
         "rms_norm",
+        "layer_norm",
         "rotary_store_kv",
         "rotary_store_latent",
         "act_and_mul",

@@ -39,6 +39,20 @@ def test_rms_norm(dtype: torch.dtype, residual: bool, offset: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("keep_sum", [False, True], ids=["", "kept"])
+def test_layer_norm(dtype: torch.dtype, keep_sum: bool) -> None:
+    x = randn(5, 96, dtype=dtype)[:, :80]
+    residual = randn(5, 80, dtype=dtype, seed=2)
+    norm = ops.LayerNorm(randn(80, dtype=dtype, seed=1), randn(80, dtype=dtype, seed=3), 1e-3)
+    total = x.double() + residual.double()
+    centred = total - total.mean(-1, keepdim=True)
+    wanted = centred / (centred.square().mean(-1, keepdim=True) + 1e-3).sqrt() * norm.weight.double() + norm.bias.double()
+    before = residual.clone()
+    assert_rounded_once(ops.layer_norm(x, norm, residual=residual, keep_sum=keep_sum), wanted)
+    assert_rounded_once(residual, total if keep_sum else before.double())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 def test_add(dtype: torch.dtype) -> None:
     x = randn(5, 110, dtype=dtype)
     y = randn(5, 110, dtype=dtype, seed=1)

@@ -11,7 +11,7 @@ from interpreter_bounds import reachable
 from torch import Tensor
 
 from fa_serve.launching.plans import PLANS
-from fa_serve.ops import GateActivation, Norm, Pairing, RowTable
+from fa_serve.ops import GateActivation, LayerNorm, Norm, Pairing, RowTable
 from fa_serve.ops.triton_ops import TritonOps
 
 OPS = TritonOps()
@@ -44,6 +44,23 @@ def rms_norm(
     residual = None if residual_dtype is None else zeros(total, residual_stride, dtype=residual_dtype)[:, :width]
     out = zeros(total, out_stride, dtype=out_dtype or dtype)[:, :width]
     return OPS.rms_norm(x, Norm(zeros(width, dtype=weight_dtype), eps, offset), residual, out)
+
+
+def layer_norm(
+    total: int = 2,
+    width: int = 32,
+    stride: int = 32,
+    dtype: torch.dtype = torch.float32,
+    weight_dtype: torch.dtype = torch.float32,
+    bias_dtype: torch.dtype | None = None,
+    residual_dtype: torch.dtype | None = None,
+    keep_sum: bool = False,
+    eps: float = 1e-6,
+) -> Tensor:
+    x = zeros(total, stride, dtype=dtype)[:, :width]
+    bias = None if bias_dtype is None else zeros(width, dtype=bias_dtype)
+    residual = None if residual_dtype is None else zeros(total, width, dtype=residual_dtype)
+    return OPS.layer_norm(x, LayerNorm(zeros(width, dtype=weight_dtype), bias, eps), residual, keep_sum)
 
 
 def linear(
@@ -251,6 +268,20 @@ CALLS: dict[Callable[..., Any], list[dict[str, Any]]] = {
         {"eps": 1e-5},
         {"offset": 1.0},
     ],
+    layer_norm: [
+        {},
+        {"total": 3},
+        {"width": 24},
+        {"stride": 40},
+        {"dtype": BF16},
+        {"weight_dtype": BF16},
+        {"bias_dtype": torch.float32},
+        {"bias_dtype": BF16},
+        {"residual_dtype": torch.float32},
+        {"residual_dtype": BF16},
+        {"residual_dtype": torch.float32, "keep_sum": True},
+        {"eps": 1e-5},
+    ],
     linear: [
         {},
         {"n": 18},
@@ -383,6 +414,7 @@ def test_a_call_has_a_plan_of_its_facts(op: Callable[..., Any]) -> None:
     ("op", "empty", "shape"),
     [
         (rms_norm, {"total": 0}, (0, 32)),
+        (layer_norm, {"total": 0}, (0, 32)),
         (rotary_store_kv, {"total": 0}, None),
         (rotary_store_latent, {"total": 0}, (0, 24)),
         (act_and_mul, {"total": 0}, (0, 32)),

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 import httpx
 import pytest
+from encoder_folders import save_encoder
 from fa_serve.server import bodies, errors, routes
 from fa_serve.server.answers import streaming
 from fa_serve.server.app import create_app
@@ -31,6 +32,7 @@ from starlette.responses import JSONResponse
 from transformers import AutoModelForCausalLM
 
 from fa_serve.demo import model_path
+from fa_serve.engine import AsyncEngine, Encoder, EngineConfig
 
 schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed")
 EXAMPLES = int(os.environ.get("FA_SERVE_FUZZ", "0"))
@@ -250,6 +252,22 @@ def serving(app) -> Iterator[str]:
     finally:
         server.should_exit = True
         thread.join()
+
+
+ENCODER_ROUTES = {
+    "/v1/embeddings": ("model", "input", "dimensions", "encoding_format", "prompt_name", "truncate"),
+    "/v1/rerank": ("model", "query", "documents", "top_n", "return_documents"),
+    "/embed": ("inputs", "normalize", "truncate"),
+}
+
+
+def test_an_encoder_does_what_its_document_says(tmp_path):
+    encoder = Encoder(EngineConfig(model=save_encoder(tmp_path), device="cpu", dtype="float32"))
+    with serving(create_app(AsyncEngine(encoder), Settings(log_level="error"))) as url:
+        for path, fields in ENCODER_ROUTES.items():
+            found = fuzz(url, EXAMPLES or 1, path, fields)
+            assert found.failures == {}
+            assert found.statuses[path][200] > 0, f"{path}: {found.statuses}"
 
 
 def test_what_is_loaded_is_not_searched_for_garbage_again(engine):

@@ -18,7 +18,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Collection, Container, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 
 import pytest
 import triton
+from sampled_cases import ALL
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
@@ -43,7 +44,7 @@ TARGETS = {
     "sm120": GPUTarget("cuda", 120, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-UNLIKE = ("sm80", "sm90", "sm120", "gfx942")
+UNLIKE = ("sm90", "sm80", "sm120", "gfx942")
 """The targets that differ in their tiles. sm86 and sm89 have the tiles and the shared memory of sm120 and multiply like sm80
 and sm120, and sm100 has those of sm90 and multiplies by one more instruction: a few cases show that they compile."""
 SHARED_BYTES = {
@@ -63,9 +64,20 @@ _INSTRUCTIONS = ("HGMMA", "HMMA", "UTMALDG", "UTMASTG", "LDGSTS", "LDL", "STL", 
 T = TypeVar("T")
 
 
-def with_targets(cases: Iterable[T], everywhere: Container[T]) -> list[tuple[T, str]]:
-    """Each case with each target of UNLIKE, and the cases in `everywhere` with every target."""
-    return [(case, target) for target in TARGETS for case in cases if target in UNLIKE or case in everywhere]
+def with_targets(cases: Collection[T], everywhere: Container[T]) -> list[tuple[T, str]]:
+    """Each case with each target of UNLIKE, and the cases in `everywhere` with every target.
+
+    A sample has each case with one target, sm90 every second time, and the cases in `everywhere` with each of UNLIKE.
+    """
+    in_turn = ["sm90", "sm80", "sm90", "sm120", "sm90", "gfx942"]
+    found = []
+    for number, case in enumerate(cases):
+        if ALL:
+            chosen = tuple(TARGETS) if case in everywhere else UNLIKE
+        else:
+            chosen = UNLIKE if case in everywhere else (in_turn[number % len(in_turn)],)
+        found += [(case, target) for target in chosen]
+    return found
 
 
 @dataclass(frozen=True)

@@ -317,6 +317,7 @@ def _language() -> types.SimpleNamespace:
         max=lambda x, axis: x.amax(axis),
         sum=lambda x, axis: x.sum(axis, dtype=x.dtype),
         cumsum=lambda x, axis: x.cumsum(axis),
+        reduce=lambda x, axis, combine: functools.reduce(combine, functools.reduce(combine, x)),
         exp2=torch.exp2,
         fma=lambda x, y, z: (x.double() * y + z).float(),
         log2=torch.log2,

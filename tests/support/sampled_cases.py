@@ -1,4 +1,4 @@
-"""Which cases of a test function run: a hook of pytest, which tests/conftest.py takes, and `each`, for tables of slow rows.
+"""Which cases of a test function run: a hook of pytest, which tests/conftest.py takes, and `each_nth`, for tables of slow rows.
 
 A function with several axes of parameters is a grid: an axis is a decorator `parametrize`, or a fixture with parameters.
 A sample of a grid runs, in which each value of each axis occurs, but not each combination. A function with one axis runs
@@ -24,7 +24,7 @@ FEWEST = 4
 """A grid of as many cases runs whole, and of others as many run."""
 
 
-def each(step: int, rows: Sequence[Row]) -> list[Row]:
+def each_nth(step: int, rows: Sequence[Row]) -> list[Row]:
     """Each `step`th row, or all rows under FA_SERVE_CASES=all."""
     return list(rows[:: 1 if ALL else step])
 

@@ -19,6 +19,7 @@ from transformers import (
     MistralConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -58,6 +59,14 @@ CONFIGS = {
     ),
     "gemma2": lambda: Gemma2Config(**SIZES | {"sliding_window": 9, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 5.0}),
 }
+MORE_CONFIGS = {
+    # beside the experts that a router chooses, one for every token
+    "qwen2-moe": lambda: Qwen2MoeConfig(
+        **SIZES
+        | {"moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 3, "shared_expert_intermediate_size": 40}
+    ),
+}
+"""Families that `make_model` knows as well, without a place in every test of CONFIGS."""
 
 
 def make_model(family: str = "llama") -> PreTrainedModel:
@@ -65,7 +74,7 @@ def make_model(family: str = "llama") -> PreTrainedModel:
     torch.manual_seed(0)
     # eager experts wait for the device, and grouped_mm is for bfloat16
     own = {"attn_implementation": "eager", "experts_implementation": "batched_mm"}
-    model = AutoModelForCausalLM.from_config(CONFIGS[family](), dtype=torch.float32, **own)
+    model = AutoModelForCausalLM.from_config((CONFIGS | MORE_CONFIGS)[family](), dtype=torch.float32, **own)
     model.generation_config = GenerationConfig(pad_token_id=0, eos_token_id=-1)  # no token ends an answer
     return model.eval()
 

@@ -38,8 +38,8 @@ RELEASES = ("3.6.", "3.7.", "3.8.", "3.9.")
 """The releases of Triton in whose Gluon the kernel compiles, see `gluon_names`."""
 
 FOLLOWS_TREE = True
-"""The switch: whether prompts are computed by this kernel in deterministic mode (see `forward.tree`). tests/gpu/test_tree_gpu.py
-has found its rows equal to those of the portable kernel in every bit on an H200."""
+"""The switch: whether prompts are computed by this kernel in deterministic mode (see `forward.tree`). On an H200,
+tests/gpu/test_tree_gpu.py has found its rows equal to those of the portable kernel in every bit."""
 
 _COMPUTED = frozenset({"softcap", "sinks", "block_mask"})
 _DIFFERENTIATED = frozenset({"softcap", "sinks"})

@@ -5,11 +5,12 @@
     tier.fetch(hashes, b"", end)             # a sequence waits for a later step, and finds these pages on the device then
 
 An evicted page is not dropped but demoted: `PageTable` keeps its hash, and a copy on the host stands behind it. Copies run
-beside the steps. The next `depth` items to be evicted are copied ahead of time, so that an eviction waits for nothing; items
-that are evicted before their copy has ended are lost, as without the tier. What a waiting sequence needs comes back into pages
-of the device, which join the prefix cache when the copy has ended. The sequence is admitted then, and shares them like any
-others. So keys are isolated as those of pages are: a copy is found under the hash of its page alone, and goes when the hash is
-forgotten.
+beside the steps. The next `depth` items to be evicted are copied ahead of time, so that an eviction waits for nothing. A long
+prompt takes many pages at once, when it is admitted: it waits for the copies that are missing (`save`), for LONGEST_WAIT at
+most. Items that are evicted before their copy has ended are lost, as without the tier. What a waiting sequence needs comes back
+into pages of the device, which join the prefix cache when the copy has ended. The sequence is admitted then, and shares them
+like any others. So keys are isolated as those of pages are: a copy is found under the hash of its page alone, and goes when the
+hash is forgotten.
 
 A copy that fails is an event and no error: what was to leave is lost when it is evicted, and what was to come back is computed.
 Left out: which items are next (kept_items.py), and the copies themselves (runner/host_memory.py), which `HostCopies` stands
@@ -21,7 +22,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,7 +31,10 @@ from fa_serve.engine.cache.kept_items import KeptItems, Move
 log = logging.getLogger("fa_serve.engine")
 
 BATCH_BYTES = 256 << 20
-"""Bytes that are on their way to the host at most: what a PCIe link of the fifth generation copies in 5 milliseconds."""
+"""Bytes that are on their way to the host at once: what a PCIe link of the fifth generation copies in 5 milliseconds. Where a
+step takes more pages, as many as it takes."""
+LONGEST_WAIT = 0.5
+"""Seconds that a prompt waits for copies of the pages that it takes. A link of the fourth generation copies 10 GB meanwhile."""
 
 
 class CopyError(Exception):
@@ -96,17 +100,24 @@ class Lane:
     """A table of pages or of states, and the copies of its items.
 
     depth: how many of the items that are handed out next the host should have copies of
+    batch: how many a step hands out; as many are copied at once, or BATCH_BYTES
     """
 
     table: KeptItems
     copies: HostCopies
     depth: int
+    batch: int = 1
     leaving: int = 0  # copies to the host on their way
     seen: int = -1  # `table.num_changes` when all of the next items had copies
 
+    @property
+    def slack(self) -> int:
+        """How many of the next items may lack copies before these are looked for."""
+        return max(self.depth // 8, 1)
+
     def is_due(self) -> bool:
         """Whether the next items may lack copies. Looking at them costs time, so some of them are used up in between."""
-        return not self.leaving and (self.seen < 0 or self.table.num_changes - self.seen >= max(self.depth // 8, 1))
+        return not self.leaving and (self.seen < 0 or self.table.num_changes - self.seen >= self.slack)
 
 
 @dataclass(slots=True, eq=False)
@@ -130,6 +141,8 @@ class HostTier:
         self.lanes = [pages] if states is None else [pages, states]
         self._states = states
         self._jobs: deque[_Job] = deque()
+        self._is_saving = False  # a sequence waits for copies to the host
+        self._waits_since: float | None = None
         self._hits = 0
         self._misses = 0
         self._bytes_in = 0
@@ -139,15 +152,40 @@ class HostTier:
 
     def begin_step(self) -> None:
         """Take in the copies that have ended, and begin to copy what is evicted next."""
+        self._is_saving = False
         if self._jobs:
             self._take_in()
         for lane in self.lanes:
             if (count := lane.copies.num_slots - lane.table.host.num_slots) > 0:
                 lane.table.host.grow(count)
                 lane.seen = -1
-            room = max(BATCH_BYTES // lane.copies.row_bytes, 1)
+            room = max(BATCH_BYTES // lane.copies.row_bytes, lane.batch)
             while room > 0 and lane.is_due():
-                room -= self._demote(lane, room)
+                room -= self._demote(lane, lane.depth, room)
+
+    def save(self, count: int, kept: Collection[int]) -> bool:
+        """Whether `count` pages may be taken now, because the host has copies of those that are evicted for them.
+
+        It has copies of a few more then, because answers grow while others are made.
+
+        If not, copies are on their way. It is True as well if the host has no room for them, if they fail, and after
+        LONGEST_WAIT: then some are lost.
+
+        kept: pages that are not evicted
+        """
+        lane = self._pages
+        if lane.table.lacks_copies(count + lane.slack, kept):
+            if not lane.leaving:
+                depth = count + len(kept) + lane.depth
+                self._demote(lane, depth, depth)
+            now = time.monotonic()
+            if self._waits_since is None:
+                self._waits_since = now
+            if lane.leaving and now - self._waits_since <= LONGEST_WAIT:
+                self._is_saving = True
+                return False
+        self._waits_since = None
+        return True
 
     def fetch(self, pages: Sequence[bytes], state: bytes, end: Callable[[], None]) -> bool:
         """Begin to copy these pages, and the state, from the host. Returns False if that fails; they are forgotten then.
@@ -187,9 +225,14 @@ class HostTier:
         """Whether anything is on its way from the host."""
         return any(not job.to_host for job in self._jobs)
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a sequence waits for copies, from the host or to it."""
+        return self._is_saving or self.is_fetching
+
     def wait(self) -> None:
-        """Wait for the oldest copies from the host: there is nothing else to do."""
-        job = next((job for job in self._jobs if not job.to_host), None)
+        """Wait for the oldest copies that a sequence waits for: there is nothing else to do."""
+        job = next((job for job in self._jobs if self._is_saving or not job.to_host), None)
         if job is not None:
             job.copying.wait()
 
@@ -208,7 +251,7 @@ class HostTier:
         """A tier with the same memory for other tables, which know nothing of what is in it."""
         self.drain()
         lanes = [
-            Lane(table, lane.copies, lane.depth)
+            Lane(table, lane.copies, lane.depth, lane.batch)
             for lane, table in zip(self.lanes, (pages, states), strict=False)
             if table is not None
         ]
@@ -235,11 +278,11 @@ class HostTier:
             seconds=self._seconds,
         )
 
-    def _demote(self, lane: Lane, room: int) -> int:
-        """Begin to copy the items that are evicted next, `room` at most. Returns how many are being copied, or have been."""
+    def _demote(self, lane: Lane, depth: int, room: int) -> int:
+        """Begin to copy the next `depth` items that are evicted, `room` at most. Returns how many are, or have been, copied."""
         changes = lane.table.num_changes
-        moves = lane.table.start_leaving(lane.depth, room)
-        if len(moves) < room:
+        moves = lane.table.start_leaving(depth, room)
+        if len(moves) < room and depth >= lane.depth:
             lane.seen = changes  # they are all that lacked copies, or there is no room on the host
         if not moves:
             return 0

@@ -19,7 +19,7 @@ states (states.py), and when copies are made (host_tier.py).
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -74,6 +74,11 @@ class KeptItems:
     def is_arriving(self, page_hash: bytes) -> bool:
         """Whether what is registered under this hash is on its way from the host."""
         return page_hash in self._arriving
+
+    def lacks_copies(self, count: int, kept: Collection[int]) -> bool:
+        """Whether the host lacks a copy of one of the next `count` items to be handed out. kept: items that are not"""
+        evicted = (item for item in self._cached if item not in kept)
+        return any(self._hash_of[item] not in self.host for item in islice(evicted, max(count - len(self._free), 0)))
 
     def start_leaving(self, depth: int, limit: int) -> list[Move]:
         """Those of the next `depth` items to be handed out that the host has no copy of, `limit` at most, to be copied."""

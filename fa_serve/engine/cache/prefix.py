@@ -19,13 +19,12 @@ pages (pages.py), and what is evicted (pages.py and states.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from fa_serve.engine.cache.host_tier import HostTier
 from fa_serve.engine.cache.pages import PageTable
 from fa_serve.engine.cache.states import SHORT_CHUNK, StateTable
-from fa_serve.engine.scheduler.scheduled_batch import ScheduledBatch
 from fa_serve.engine.scheduler.sequence import SequenceState
 
 
@@ -149,8 +148,12 @@ class Prefix:
     def complete(self, sequence: SequenceState, shared: SharedPrefix) -> SharedPrefix:
         """Begin to copy from the host what a waiting sequence lacks on the device, where it fits. Returns what is shared now.
 
-        That is `awaited` unless nothing was missing, or copies ended at once or failed.
+        That is `awaited` unless nothing was missing, or copies ended at once or failed. Before, the host is given copies of
+        what is evicted for the sequence: it is `awaited` until they are there.
         """
+        num_pages = self._pages.pages_for(sequence.num_tokens) - len(shared.pages)
+        if self._tier is not None and not self._tier.save(num_pages, set(shared.pages)):
+            return replace(shared, awaited=True)
         while not shared.is_on_device and not shared.awaited:
             assert self._tier is not None
             self._hold(shared)
@@ -308,16 +311,6 @@ class Prefix:
         if self._states is not None:
             for held in sequence.held_states:
                 self._states.release(held.state)
-
-    def release_spent(self, batch: ScheduledBatch) -> None:
-        """Release the states that were needed until this step had been committed, or undone."""
-        if self._states is None:
-            return
-        for chunk in batch.chunks:
-            sequence = chunk.sequence
-            if sequence.retired:
-                for state in sequence.take_spent(batch.number):
-                    self._states.release(state)
 
     def release_behind(self, sequence: SequenceState, first_key: int) -> None:
         """A sequence lets go of the pages before `first_key`, the first key of a tile that it may still attend to."""

@@ -2,12 +2,13 @@
 
     queue = InputQueue(max_tokens=8192, max_inputs=256)
     queue.add("request-1", inputs, params, client="key")
-    batch = queue.next_batch()               # inputs, also of several requests
+    batch = queue.next_batch()               # runs of inputs, also of several requests
     queue.finish(batch)
 
 A batch is taken as soon as the device is free, so that inputs that come during a step are the next batch, and none waits for
-others to come. An input that is longer than `max_tokens` is a batch alone. The inputs of a request are queued one by one, so a
-client with one request of a thousand inputs and a client with a thousand requests get the same share.
+others to come. An input that is longer than `max_tokens` is a batch alone. Neighbouring inputs of a request are taken as a run
+of at most RUN_TOKENS tokens, after which its client's turn ends. So a client with one request of a thousand inputs and a client
+with a thousand requests get the same share, and a short input costs no object by itself.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
 
+import numpy as np
+
 from fa_serve.engine.errors import QueueFullError
-from fa_serve.engine.pooling.inputs import EncoderInput
+from fa_serve.engine.pooling.inputs import EncoderInputs
 from fa_serve.engine.pooling.params import PoolingParams
 from fa_serve.engine.scheduler.fair_queue import FairQueue
 from fa_serve.spec import ParameterError
@@ -28,11 +31,16 @@ MAX_WAITING_TOKENS = 1 << 22
 """Tokens of inputs that wait. Beyond that, a request is refused unless nothing waits."""
 
 
+RUN_TOKENS = 1024
+"""Tokens that a client gets in one turn, unless one input has more."""
+
+
 @dataclass(slots=True, eq=False)
 class EncoderRequest:
     """unfinished: indices of its inputs that have not been answered. arrival: on the clock of `time.monotonic`"""
 
     name: str
+    inputs: EncoderInputs
     params: PoolingParams
     rank: tuple[float, int]
     client: str | None
@@ -41,14 +49,17 @@ class EncoderRequest:
 
 
 @dataclass(slots=True, eq=False)
-class QueuedInput:
-    """An input of a request. turn, charge: as in `FairQueue`"""
+class InputRun:
+    """Neighbouring inputs of a request, from `begin` up to and without `end`. turn, charge: as in `FairQueue`"""
 
     request: EncoderRequest
-    index: int
-    input: EncoderInput
+    begin: int
+    end: int
     turn: int = 0
     charge: int = 0
+
+    def __len__(self) -> int:
+        return self.end - self.begin
 
     @property
     def rank(self) -> tuple[float, int]:
@@ -56,7 +67,19 @@ class QueuedInput:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.input.ids)
+        ends = self.request.inputs.ends
+        return int(ends[self.end] - ends[self.begin])
+
+    @property
+    def inputs(self) -> EncoderInputs:
+        return self.request.inputs.part(self.begin, self.end)
+
+    def num_fitting(self, max_tokens: int, max_inputs: int) -> int:
+        """How many of its first inputs have so many tokens together."""
+        ends = self.request.inputs.ends
+        limit = ends[self.begin] + max_tokens
+        fitting = int(np.searchsorted(ends, limit, side="right")) - 1 - self.begin
+        return max(min(fitting, len(self), max_inputs), 0)
 
 
 class InputQueue:
@@ -64,14 +87,16 @@ class InputQueue:
 
     max_tokens: of a batch; may be lowered later
     max_inputs: of a batch
+    num_waiting: inputs that are in no batch yet
     """
 
     def __init__(self, max_tokens: int, max_inputs: int) -> None:
         self.max_tokens = max_tokens
+        self.num_waiting = 0
         self.num_waiting_tokens = 0
         self.num_running = 0
         self._max_inputs = max_inputs
-        self._waiting: FairQueue[QueuedInput] = FairQueue()
+        self._waiting: FairQueue[InputRun] = FairQueue()
         self._requests: dict[str, EncoderRequest] = {}
         self._deadlines: list[tuple[float, int, EncoderRequest]] = []
         self._serial = count()
@@ -79,15 +104,10 @@ class InputQueue:
     def __contains__(self, name: str) -> bool:
         return name in self._requests
 
-    @property
-    def num_waiting(self) -> int:
-        """Inputs that are in no batch yet."""
-        return len(self._waiting)
-
     def add(
         self,
         name: str,
-        inputs: Sequence[EncoderInput],
+        inputs: EncoderInputs,
         params: PoolingParams,
         *,
         priority: int = 0,
@@ -100,59 +120,66 @@ class InputQueue:
         """
         if name in self._requests:
             raise ParameterError("request_id", "be unique among unfinished requests", name, "duplicate_request_id")
-        if not inputs:
-            raise ParameterError("input", "hold at least one input", list(inputs))
-        num_tokens = sum(len(each.ids) for each in inputs)
+        if not len(inputs):
+            raise ParameterError("input", "hold at least one input", [])
+        num_tokens = len(inputs.ids)
         if self.num_waiting_tokens and self.num_waiting_tokens + num_tokens > MAX_WAITING_TOKENS:
             raise QueueFullError(f"the queue is full: {self.num_waiting_tokens} tokens wait already. Try again later")
         now = time.monotonic()
-        request = EncoderRequest(name, params, (priority, next(self._serial)), client, now, set(range(len(inputs))))
+        rank = (priority, next(self._serial))
+        request = EncoderRequest(name, inputs, params, rank, client, now, set(range(len(inputs))))
         self._requests[name] = request
-        for index, each in enumerate(inputs):
-            self._waiting.add(QueuedInput(request, index, each))
-        self.num_waiting_tokens += num_tokens
+        run = InputRun(request, 0, len(inputs))
+        self._waiting.add(run)
+        self._count(run, 1)
         if timeout is not None:
             heappush(self._deadlines, (now + timeout, next(self._serial), request))
 
-    def next_batch(self) -> list[QueuedInput]:
+    def has_full_batch(self) -> bool:
+        """Whether more waits than a batch may have."""
+        return self.num_waiting_tokens >= self.max_tokens or self.num_waiting >= self._max_inputs
+
+    def next_batch(self) -> list[InputRun]:
         """The inputs to compute next; none if none waits. All of them ask for vectors of tokens, or none does."""
-        batch: list[QueuedInput] = []
-        num_tokens = 0
-        while self._waiting and len(batch) < self._max_inputs:
+        batch: list[InputRun] = []
+        room = self.max_tokens
+        places = self._max_inputs
+        while self._waiting and places:
             first = self._waiting.first()
-            too_long = num_tokens + first.num_tokens > self.max_tokens
-            if batch and (too_long or first.request.params.tokens != batch[0].request.params.tokens):
+            if batch and first.request.params.tokens != batch[0].request.params.tokens:
                 break
-            num_tokens += first.num_tokens
-            first.charge = first.num_tokens
-            first.turn = self._waiting.admit(first.charge)
-            batch.append(first)
-        self.num_waiting_tokens -= num_tokens
-        self.num_running += len(batch)
+            length = first.num_fitting(min(room, RUN_TOKENS), places)
+            if not length and batch and not first.num_fitting(room, places):
+                break
+            run = self._admit(first, max(length, 1))
+            batch.append(run)
+            room -= run.num_tokens
+            places -= len(run)
+        self.num_running += self._max_inputs - places
         return batch
 
-    def finish(self, batch: Sequence[QueuedInput]) -> list[QueuedInput]:
+    def finish(self, batch: Sequence[InputRun]) -> list[InputRun]:
         """These inputs have been computed. Returns those whose request has not ended meanwhile."""
         found = []
-        self.num_running -= len(batch)
-        for each in batch:
-            self._waiting.settle(each, 0)
-            request = each.request
-            if each.index in request.unfinished:
-                found.append(each)
-                request.unfinished.discard(each.index)
+        for run in batch:
+            self.num_running -= len(run)
+            self._waiting.settle(run, 0)
+            request = run.request
+            if run.begin in request.unfinished:
+                found.append(run)
+                request.unfinished.difference_update(range(run.begin, run.end))
                 if not request.unfinished:
                     self._requests.pop(request.name, None)
         return found
 
-    def give_back(self, batch: Sequence[QueuedInput]) -> None:
+    def give_back(self, batch: Sequence[InputRun]) -> None:
         """These inputs have not been computed and wait again."""
-        self.num_running -= len(batch)
-        for each in batch:
-            self._waiting.give_back(each)
-            self.num_waiting_tokens += each.num_tokens
-            if not each.request.unfinished:  # it was aborted
-                self._remove(each)
+        for run in batch:
+            self.num_running -= len(run)
+            self._waiting.give_back(run)
+            self._count(run, 1)
+            if not run.request.unfinished:  # it was aborted
+                self._remove(run)
 
     def abort(self, name: str) -> list[int]:
         """End a request. Returns the indices of its inputs that had not been answered; none of an unknown request."""
@@ -161,8 +188,8 @@ class InputQueue:
             return []
         indices = sorted(request.unfinished)
         request.unfinished.clear()
-        for each in [each for each in self._waiting if each.request is request]:
-            self._remove(each)
+        for run in [run for run in self._waiting if run.request is request]:
+            self._remove(run)
         return indices
 
     def expired(self, now: float) -> list[str]:
@@ -179,9 +206,25 @@ class InputQueue:
     def check_integrity(self) -> None:
         """Assert that the counters are those of the inputs that wait."""
         waiting = list(self._waiting)
-        assert self.num_waiting_tokens == sum(each.num_tokens for each in waiting)
-        assert {each.request.name for each in waiting} <= self._requests.keys()
+        assert self.num_waiting == sum(map(len, waiting))
+        assert self.num_waiting_tokens == sum(run.num_tokens for run in waiting)
+        assert {run.request.name for run in waiting} <= self._requests.keys()
 
-    def _remove(self, each: QueuedInput) -> None:
-        self._waiting.remove(each)
-        self.num_waiting_tokens -= each.num_tokens
+    def _admit(self, first: InputRun, length: int) -> InputRun:
+        """Take so many inputs of the first run out of the queue. The others wait on, and their client's next turn is theirs."""
+        run = InputRun(first.request, first.begin, first.begin + length)
+        run.charge = run.num_tokens
+        run.turn = self._waiting.admit(run.charge)
+        if length < len(first):
+            first.begin = run.end
+            self._waiting.add(first)
+        self._count(run, -1)
+        return run
+
+    def _remove(self, run: InputRun) -> None:
+        self._waiting.remove(run)
+        self._count(run, -1)
+
+    def _count(self, run: InputRun, sign: int) -> None:
+        self.num_waiting += sign * len(run)
+        self.num_waiting_tokens += sign * run.num_tokens

@@ -4,7 +4,8 @@
     vectors = encoder.encode(["a text", "another one"])                 # (2, 384), float32
     scores = reranker.score("a question", ["a text", "another one"])    # (2,)
 
-A step computes one batch of packed inputs. On a GPU, the next batch is launched before the results of the last one are read.
+A step computes one batch of packed inputs. On a GPU, the next batch is launched before the results of the last one are read,
+and `encode` reads the texts of a batch while the one before is computed.
 `Encoder` has the methods of `Engine` that a worker calls, so that `AsyncEngine` runs either. Left out: what is computed of a
 batch (fa_serve.hf.encoders) and which inputs are in it (batches.py).
 """
@@ -14,9 +15,9 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import count, pairwise
 from typing import Any
 
 import numpy as np
@@ -26,9 +27,9 @@ from torch import Tensor
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.errors import EncoderError, EngineDeadError, RequestError
 from fa_serve.engine.events import OnPhase, PhaseClock
-from fa_serve.engine.pooling.batches import InputQueue, QueuedInput
-from fa_serve.engine.pooling.inputs import EncoderInput, InputReader, InputText
-from fa_serve.engine.pooling.params import EncoderCard, Pooled, PoolingParams
+from fa_serve.engine.pooling.batches import InputQueue, InputRun
+from fa_serve.engine.pooling.inputs import EncoderInput, EncoderInputs, InputReader, InputText, pieces_of
+from fa_serve.engine.pooling.params import EncoderCard, Pooled, PooledRows, PoolingParams
 from fa_serve.engine.pooling.pipeline import Pipeline
 from fa_serve.engine.request.outputs import RequestOutput
 from fa_serve.engine.request.params import SamplingParams
@@ -40,13 +41,16 @@ from fa_serve.spec import ParameterError
 
 log = logging.getLogger("fa_serve.engine")
 Vectors = np.ndarray[Any, np.dtype[np.float32]]
+READ_CHARACTERS = 1 << 16
+"""Of the texts that are tokenized before the encoder looks whether a batch is full."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
     """A batch that is being computed. event: recorded behind its copy to the host, on a GPU"""
 
-    batch: list[QueuedInput]
+    batch: list[InputRun]
+    inputs: EncoderInputs
     results: Tensor
     begin: float
     event: Any
@@ -99,14 +103,14 @@ class Encoder:
     def add_request(
         self,
         request_id: str,
-        inputs: Sequence[EncoderInput],
+        inputs: EncoderInputs,
         params: PoolingParams | None = None,
         *,
         priority: int = 0,
         timeout: float | None = None,
         client: str | None = None,
     ) -> None:
-        """Queue the inputs of a request, which is answered with one output for each of them.
+        """Queue the inputs of a request. An output has what it gives for one or several of them, from the number `index` on.
 
         inputs:   of `reader.read`
         priority: of one client's requests, those with a lower value are served sooner
@@ -164,10 +168,10 @@ class Encoder:
         if self.card.task != "embed" or (params is not None and params.tokens):
             raise ParameterError("task", "be embed for encode: use pooled, score or classify", self.card.task)
         many = [texts] if isinstance(texts, str) else texts
-        if not many:
-            return np.zeros((0, self.card.size), dtype=np.float32)
-        found = self.pooled(many, prompt_name=prompt_name, prompt=prompt, params=params, truncate=truncate)
-        vectors = np.stack([each.values for each in found])
+        size = self.card.size if params is None or params.dimensions is None else params.dimensions
+        vectors = np.empty((len(many), size), dtype=np.float32)
+        for first, rows in self._computed(many, prompt_name, prompt, params, truncate):
+            vectors[first : first + len(rows)] = rows.values
         return vectors[0] if isinstance(texts, str) else vectors
 
     def score(
@@ -198,24 +202,47 @@ class Encoder:
         truncate: bool = False,
     ) -> list[Pooled]:
         """What the encoder gives for each input, in their order. The arguments are those of `encode`."""
-        if not inputs:
-            return []
+        found: list[Pooled | None] = [None] * len(inputs)
+        for first, rows in self._computed(inputs, prompt_name, prompt, params, truncate):
+            found[first : first + len(rows)] = list(rows)
+        return [each for each in found if each is not None]
+
+    def _computed(
+        self,
+        inputs: Sequence[InputText],
+        prompt_name: str | None,
+        prompt: str | None,
+        params: PoolingParams | None,
+        truncate: bool,
+    ) -> Iterator[tuple[int, PooledRows]]:
+        """What the encoder gives, in the order in which it is computed: the number of the first input, and rows.
+
+        A batch is launched as soon as so many inputs are read, so that a GPU computes while the next ones are tokenized.
+        """
         text = self.reader.prompt(prompt_name) if prompt is None else prompt
-        name = f"encode-{next(self._serial)}"
-        self.add_request(name, self.reader.read(inputs, prompt=text, truncate=truncate), params)
-        found: dict[int, Pooled] = {}
+        begins: dict[str, int] = {}
+        begin = 0
+        missing = len(inputs)
         try:
-            while len(found) < len(inputs):
+            pieces = pieces_of(inputs, READ_CHARACTERS)
+            while missing:
+                while begin < len(inputs) and not self._queue.has_full_batch():
+                    piece = next(pieces)
+                    name = f"encode-{next(self._serial)}"
+                    self.add_request(name, self.reader.read(piece, prompt=text, truncate=truncate, first=begin), params)
+                    begins[name] = begin
+                    begin += len(piece)
                 for output in self.step():
-                    if output.request_id != name:
+                    if output.request_id not in begins:
                         continue
                     if output.error is not None:
                         raise EncoderError(output.error)
                     assert output.pooled is not None
-                    found[output.index] = output.pooled
+                    missing -= len(output.pooled)
+                    yield begins[output.request_id] + output.index, output.pooled
         finally:
-            self.abort(name)
-        return [found[index] for index in range(len(inputs))]
+            for name in begins:
+                self.abort(name)
 
     def prepare_one(self) -> bool:
         """Nothing is captured when there is no request."""
@@ -253,18 +280,19 @@ class Encoder:
             for length in sorted({1, 16, longest}):
                 ids = np.zeros(length, dtype=np.int32)
                 types = np.zeros(length, dtype=np.int32) if self.card.takes_types else None
-                self._pipeline.compute([EncoderInput(ids, types)], PoolingParams())
+                self._pipeline.compute(EncoderInputs.of([EncoderInput(ids, types)]), PoolingParams())
 
     def _expire(self) -> list[RequestOutput]:
         names = self._queue.expired(time.monotonic())
         error = RequestError("timeout", "the request was not finished within its timeout")
         return [_ended(name, index, error) for name in names for index in self._queue.abort(name)]
 
-    def _launch(self, batch: list[QueuedInput]) -> list[RequestOutput]:
+    def _launch(self, batch: list[InputRun]) -> list[RequestOutput]:
         begin = time.monotonic()
+        inputs = EncoderInputs.joined([run.inputs for run in batch])
         try:
             with torch.inference_mode():
-                results = self._pipeline.compute([each.input for each in batch], batch[0].request.params)
+                results = self._pipeline.compute(inputs, batch[0].request.params)
                 event = None
                 if results.device.type == "cuda":
                     on_host = torch.empty(results.shape, dtype=results.dtype, pin_memory=True)
@@ -276,7 +304,7 @@ class Encoder:
         except Exception as error:
             return self._fail(batch, error)
         self._num_steps += 1
-        self._launched.append(_Launched(batch, results, begin, event))
+        self._launched.append(_Launched(batch, inputs, results, begin, event))
         return []
 
     def _commit(self) -> list[RequestOutput]:
@@ -285,55 +313,42 @@ class Encoder:
         try:
             if step.event is not None:
                 step.event.synchronize()
-            inputs = [each.input for each in step.batch]
-            rows = self._pipeline.rows(step.results, inputs, step.batch[0].request.params)
-            pooled = [self._pipeline.finish(row, each.request.params) for row, each in zip(rows, step.batch, strict=True)]
+            rows = self._pipeline.rows(step.results, step.inputs, step.batch[0].request.params)
+            firsts = np.cumsum([0, *map(len, step.batch)]).tolist()
+            found = {
+                id(run): self._pipeline.finish(rows.part(first, first + len(run)), run.request.params)
+                for run, first in zip(step.batch, firsts, strict=False)
+            }
         except Exception as error:
             return self._fail(step.batch, error)
         now = time.monotonic()
-        found = dict(zip(map(id, step.batch), pooled, strict=True))
         outputs = []
-        for each in self._queue.finish(step.batch):
-            result = found[id(each)]
-            self._num_tokens += each.num_tokens
-            if result is None:
-                reason = RequestError("not_finite", "the model computed numbers that are NaN or infinite")
-                outputs.append(_ended(each.request.name, each.index, reason))
-                continue
-            times = SequenceTimes(each.request.arrival)
+        for run in self._queue.finish(step.batch):
+            self._num_tokens += run.num_tokens
+            times = SequenceTimes(run.request.arrival)
             times.begin(step.begin)
             times.end_step(now, now, 1)
-            outputs.append(
-                RequestOutput(
-                    each.request.name,
-                    [],
-                    finished=True,
-                    finish_reason="stop",
-                    num_prompt_tokens=each.num_tokens,
-                    index=each.index,
-                    times=times,
-                    pooled=result,
-                )
-            )
+            outputs += _outputs_of(run, *found[id(run)], times)
         return outputs
 
-    def _shrink(self, batch: list[QueuedInput], error: Exception) -> list[RequestOutput]:
+    def _shrink(self, batch: list[InputRun], error: Exception) -> list[RequestOutput]:
         """The device has no room for such a batch: it waits again, and batches have half as many tokens from now on."""
-        if len(batch) == 1:
+        if sum(map(len, batch)) == 1:
             return self._fail(batch, error)
         self._queue.give_back(batch)
-        self._queue.max_tokens = max(sum(each.num_tokens for each in batch) // 2, 1)
+        self._queue.max_tokens = max(sum(run.num_tokens for run in batch) // 2, 1)
         torch.cuda.empty_cache()
         log.warning("out of memory in a batch: from now on batches have at most %d tokens", self._queue.max_tokens)
         return []
 
-    def _fail(self, batch: list[QueuedInput], error: Exception) -> list[RequestOutput]:
+    def _fail(self, batch: list[InputRun], error: Exception) -> list[RequestOutput]:
         """End the inputs of a batch that could not be computed."""
         if isinstance(error, torch.AcceleratorError):
             raise error  # the device is lost: nothing more can be computed in this process
-        log.error("a step failed; its %d inputs end with an error", len(batch), exc_info=error)
+        log.error("a step failed; its %d inputs end with an error", sum(map(len, batch)), exc_info=error)
         reason = RequestError("step_failed", f"the step failed: {type(error).__name__}: {error}")
-        return [_ended(each.request.name, each.index, reason) for each in self._queue.finish(batch)]
+        found = self._queue.finish(batch)
+        return [_ended(run.request.name, index, reason) for run in found for index in range(run.begin, run.end)]
 
 
 def check_config(config: EngineConfig) -> None:
@@ -349,6 +364,33 @@ def check_config(config: EngineConfig) -> None:
     for name, value in neutral.items():
         if getattr(config, name) != value:
             raise ParameterError(name, f"be {value} for an encoder", getattr(config, name), "unsupported")
+
+
+def _outputs_of(
+    run: InputRun, rows: PooledRows, finite: np.ndarray[Any, np.dtype[np.bool_]], times: SequenceTimes
+) -> list[RequestOutput]:
+    """The outputs of a run that has been computed: one, unless an input of it has numbers that are not finite."""
+    borders = [0, len(run)] if finite.all() else list(range(len(run) + 1))
+    outputs = []
+    for first, last in pairwise(borders):
+        if not finite[first]:
+            reason = RequestError("not_finite", "the model computed numbers that are NaN or infinite")
+            outputs.append(_ended(run.request.name, run.begin + first, reason))
+            continue
+        ends = run.request.inputs.ends
+        outputs.append(
+            RequestOutput(
+                run.request.name,
+                [],
+                finished=True,
+                finish_reason="stop",
+                num_prompt_tokens=int(ends[run.begin + last] - ends[run.begin + first]),
+                index=run.begin + first,
+                times=times,
+                pooled=rows.part(first, last),
+            )
+        )
+    return outputs
 
 
 def _ended(name: str, index: int, error: RequestError | None) -> RequestOutput:

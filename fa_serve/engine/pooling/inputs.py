@@ -9,9 +9,10 @@ tokenizer does in parallel. Left out: threads and turns (fa_serve.server.tokeniz
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from fa_serve.engine.request.prompts import PromptReader
 from fa_serve.spec import ParameterError
 
 Ids = np.ndarray[Any, np.dtype[np.int32]]
+Ends = np.ndarray[Any, np.dtype[np.int64]]
 InputText = str | tuple[str, str] | Sequence[int]
 """A text, two texts that belong together, or token ids as they are."""
 MAX_TOKENS = 1 << 20
@@ -39,6 +41,87 @@ class EncoderInput:
     ids: Ids
     types: Ids | None = None
     skipped: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EncoderInputs:
+    """Inputs end to end. Arrays in place of an object for each input, of which a short text would take longer than its tokens.
+
+    ids:     (total,) int32
+    ends:    (inputs + 1,) int64: where each input begins, and the end of the last one
+    types:   (total,) int32 of the types of tokens, or None
+    skipped: (inputs,) int32, tokens of the prompt; None if there are none
+    """
+
+    ids: Ids
+    ends: Ends
+    types: Ids | None = None
+    skipped: Ids | None = None
+
+    @classmethod
+    def of(cls, inputs: Sequence[EncoderInput]) -> EncoderInputs:
+        """The inputs end to end. Either all of them have types, or none has."""
+        types = [each.types for each in inputs if each.types is not None]
+        skipped = np.array([each.skipped for each in inputs], dtype=np.int32)
+        return cls(
+            np.concatenate([np.zeros(0, dtype=np.int32), *(each.ids for each in inputs)]),
+            ends_of([len(each.ids) for each in inputs]),
+            np.concatenate(types) if types else None,
+            skipped if skipped.any() else None,
+        )
+
+    @classmethod
+    def joined(cls, parts: Sequence[EncoderInputs]) -> EncoderInputs:
+        """The inputs of several objects as one."""
+        if len(parts) == 1:
+            return parts[0]
+        types = [each.types for each in parts if each.types is not None]
+        skipped = None
+        if any(each.skipped is not None for each in parts):
+            none = [np.zeros(len(each), dtype=np.int32) if each.skipped is None else each.skipped for each in parts]
+            skipped = np.concatenate(none)
+        return cls(
+            np.concatenate([each.ids for each in parts]),
+            ends_of(np.concatenate([each.lengths for each in parts])),
+            np.concatenate(types) if types else None,
+            skipped,
+        )
+
+    @property
+    def lengths(self) -> Ends:
+        """(inputs,) int64: the tokens of each"""
+        return np.diff(self.ends)
+
+    def part(self, begin: int, end: int) -> EncoderInputs:
+        """The inputs from `begin` up to and without `end`."""
+        first = self.ends[begin]
+        rows = slice(first, self.ends[end])
+        return EncoderInputs(
+            self.ids[rows],
+            self.ends[begin : end + 1] - first,
+            None if self.types is None else self.types[rows],
+            None if self.skipped is None else self.skipped[begin:end],
+        )
+
+    def __len__(self) -> int:
+        return len(self.ends) - 1
+
+    def __getitem__(self, index: int) -> EncoderInput:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        one = self.part(index, index + 1)
+        return EncoderInput(one.ids, one.types, 0 if one.skipped is None else int(one.skipped[0]))
+
+    def __iter__(self) -> Iterator[EncoderInput]:
+        return (self[index] for index in range(len(self)))
+
+
+def ends_of(lengths: Iterable[int]) -> Ends:
+    """(inputs + 1,) int64: where each of inputs of these lengths begins, and the end of the last one"""
+    counts = np.fromiter(lengths, dtype=np.int64)
+    ends = np.zeros(len(counts) + 1, dtype=np.int64)
+    np.cumsum(counts, out=ends[1:])
+    return ends
 
 
 class InputReader:
@@ -65,37 +148,61 @@ class InputReader:
         return self._card.prompts[name]
 
     def read(
-        self, inputs: Sequence[InputText], *, prompt: str = "", truncate: bool = False, special_tokens: bool = True
-    ) -> list[EncoderInput]:
+        self,
+        inputs: Sequence[InputText],
+        *,
+        prompt: str = "",
+        truncate: bool = False,
+        special_tokens: bool = True,
+        first: int = 0,
+    ) -> EncoderInputs:
         """The inputs as token ids, in their order.
 
         prompt:         written before each text
         truncate:       inputs that are too long are cut, pairs at their longer text, instead of refused
         special_tokens: texts get those that the tokenizer adds to every text
+        first:          number of the first input in errors
 
         Raises ParameterError("input") for an input that is empty, too long, not of this vocabulary or no text, and for too many
         tokens of all inputs together.
         """
-        found: list[EncoderInput | None] = [None] * len(inputs)
+        found: list[EncoderInputs] = []
         count = 0
-        texts: list[tuple[int, Any]] = []
-        for number, each in enumerate(inputs):
-            if isinstance(each, str | tuple):
-                texts.append((number, self._checked_text(each, number, prompt, truncate)))
-            else:
-                found[number] = self._from_ids(each, number, truncate)
-                count += len(each)
-        skipped = self._prompt_length(prompt) if prompt and self._card.skips_prompt else 0
+        number = first
+        for piece in pieces_of(inputs, PIECE):
+            found.append(self._read_piece(piece, number, prompt, truncate, special_tokens))
+            number += len(piece)
+            count += len(found[-1].ids)
+            if count > MAX_TOKENS:
+                raise ParameterError("input", f"have at most {MAX_TOKENS} tokens in all inputs together", count)
+        return EncoderInputs.joined(found) if found else EncoderInputs.of([])
+
+    def _read_piece(
+        self, piece: Sequence[InputText], first: int, prompt: str, truncate: bool, special_tokens: bool
+    ) -> EncoderInputs:
+        """Inputs that are tokenized together. first: the number of the first one"""
+        is_text = [isinstance(each, str | tuple) for each in piece]
+        texts = [
+            self._checked_text(each, number, prompt, truncate)  # type: ignore[arg-type]
+            for number, (each, known) in enumerate(zip(piece, is_text, strict=True), first)
+            if known
+        ]
         tokenizer = self._cut if truncate else self._whole
-        for piece in _pieces(texts):
-            encodings = tokenizer.encode_batch_fast([text for _, text in piece], add_special_tokens=special_tokens)
-            for (number, _), encoding in zip(piece, encodings, strict=True):
-                count += len(encoding.ids)
-                if count > MAX_TOKENS:
-                    raise ParameterError("input", f"have at most {MAX_TOKENS} tokens in all inputs together", count)
-                types = np.array(encoding.type_ids, dtype=np.int32) if self._card.takes_types else None
-                found[number] = self._checked(np.array(encoding.ids, dtype=np.int32), types, number, skipped)
-        return [each for each in found if each is not None]
+        encodings = iter(tokenizer.encode_batch_fast(texts, add_special_tokens=special_tokens))
+        found = [next(encodings) if known else None for known in is_text]
+        rows = [
+            self._checked_ids(each, truncate) if encoding is None else encoding.ids  # type: ignore[arg-type]
+            for each, encoding in zip(piece, found, strict=True)
+        ]
+        types = None
+        if self._card.takes_types:
+            ends = zip(found, rows, strict=True)
+            types = _flat([[0] * len(row) if encoding is None else encoding.type_ids for encoding, row in ends])
+        skipped = self._prompt_length(prompt) if prompt and self._card.skips_prompt else 0
+        skips = skipped * np.array(is_text, dtype=np.int32) if skipped else None
+        inputs = EncoderInputs(_flat(rows), ends_of(map(len, rows)), types, skips)
+        self._check(inputs, first)
+        return inputs
 
     def _checked_text(self, text: str | tuple[str, str], number: int, prompt: str, truncate: bool) -> Any:
         """The text with its prompt. What cannot fit is refused or cut before it is tokenized, which takes long."""
@@ -113,24 +220,24 @@ class InputReader:
                 raise ParameterError("input", f"{rule}, in item {number}", part[error.start : error.end]) from None
         return parts[0] if len(parts) == 1 else tuple(parts)
 
-    def _from_ids(self, ids: Sequence[int], number: int, truncate: bool) -> EncoderInput:
+    def _checked_ids(self, ids: Sequence[int], truncate: bool) -> Sequence[int]:
         try:
             tokens = self._prompts.checked(ids)
         except ParameterError as error:
             raise ParameterError("input", error.rule, error.value, error.code) from None
-        if truncate:
-            tokens = tokens[: self._card.max_tokens]
-        types = np.zeros(len(tokens), dtype=np.int32) if self._card.takes_types else None
-        return self._checked(np.array(tokens, dtype=np.int32), types, number, 0)
+        return tokens[: self._card.max_tokens] if truncate else tokens
 
-    def _checked(self, ids: Ids, types: Ids | None, number: int, skipped: int) -> EncoderInput:
-        if not len(ids):
-            raise ParameterError("input", f"have at least one token in each item, and item {number} has none", ids.tolist())
-        if len(ids) > self._card.max_tokens:
-            raise self._too_long(number, len(ids))
-        if ids.max() >= self._prompts.vocab_size:
-            self._prompts.checked(ids.tolist())  # which says more
-        return EncoderInput(ids, types, skipped)
+    def _check(self, inputs: EncoderInputs, first: int) -> None:
+        """Raise ParameterError for an input without tokens, with too many, or with some that the model does not know."""
+        lengths = inputs.lengths
+        if not lengths.all():
+            number = first + int(np.argmin(lengths))
+            raise ParameterError("input", f"have at least one token in each item, and item {number} has none", [])
+        if lengths.max() > self._card.max_tokens:
+            index = int(np.argmax(lengths > self._card.max_tokens))
+            raise self._too_long(first + index, int(lengths[index]))
+        if inputs.ids.max() >= self._prompts.vocab_size:
+            self._checked_ids(inputs.ids.tolist(), False)  # which says more
 
     def _too_long(self, number: int, length: object) -> ParameterError:
         limit = self._card.max_tokens
@@ -154,17 +261,20 @@ def _copy(tokenizer: Tokenizer, lower_case: bool) -> Tokenizer:
     return copy
 
 
-def _pieces(texts: list[tuple[int, Any]]) -> Iterator[list[tuple[int, Any]]]:
-    """The texts in groups of about PIECE characters."""
-    piece: list[tuple[int, Any]] = []
+def _flat(rows: Sequence[Sequence[int]]) -> Ids:
+    """The numbers of all rows, end to end."""
+    return np.fromiter(chain.from_iterable(rows), dtype=np.int32, count=sum(map(len, rows)))
+
+
+def pieces_of(inputs: Sequence[InputText], num_characters: int) -> Iterator[Sequence[InputText]]:
+    """The inputs in groups of about so many characters. Token ids count as characters."""
+    begin = 0
     length = 0
-    for each in texts:
-        text = each[1]
-        piece.append(each)
-        length += len(text) if isinstance(text, str) else sum(map(len, text))
-        if length >= PIECE:
-            yield piece
-            piece = []
+    for index, each in enumerate(inputs):
+        length += sum(map(len, each)) if isinstance(each, tuple) else len(each)
+        if length >= num_characters:
+            yield inputs[begin : index + 1]
+            begin = index + 1
             length = 0
-    if piece:
-        yield piece
+    if begin < len(inputs):
+        yield inputs[begin:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -81,3 +82,41 @@ class Pooled:
 
     values: np.ndarray[Any, np.dtype[np.float32]]
     indices: np.ndarray[Any, np.dtype[np.int32]] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class PooledRows:
+    """What an encoder gives for several inputs, in their order, as arrays. An index gives the `Pooled` of one of them.
+
+    values:  float32: (inputs, size) of vectors, scores or classes; (total, size) of the vectors of tokens, and (total,) of the
+             weights of words, of all inputs end to end
+    ends:    (inputs + 1,) int64: where each input begins in `values`, and the end of the last one; None if each has one row
+    indices: (total,) int32, the ids of the words; None for all other tasks
+    """
+
+    values: np.ndarray[Any, np.dtype[np.float32]]
+    ends: np.ndarray[Any, np.dtype[np.int64]] | None = None
+    indices: np.ndarray[Any, np.dtype[np.int32]] | None = None
+
+    def __len__(self) -> int:
+        return len(self.values) if self.ends is None else len(self.ends) - 1
+
+    def __getitem__(self, index: int) -> Pooled:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        if self.ends is None:
+            return Pooled(self.values[index])
+        rows = slice(self.ends[index], self.ends[index + 1])
+        return Pooled(self.values[rows], None if self.indices is None else self.indices[rows])
+
+    def __iter__(self) -> Iterator[Pooled]:
+        return (self[index] for index in range(len(self)))
+
+    def part(self, begin: int, end: int) -> PooledRows:
+        """What it gives for the inputs from `begin` up to and without `end`."""
+        if self.ends is None:
+            return PooledRows(self.values[begin:end])
+        first = self.ends[begin]
+        rows = slice(first, self.ends[end])
+        indices = None if self.indices is None else self.indices[rows]
+        return PooledRows(self.values[rows], self.ends[begin : end + 1] - first, indices)

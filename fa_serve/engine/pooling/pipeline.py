@@ -3,7 +3,7 @@
     pipeline = Pipeline.load(config, clock)
     results = pipeline.compute(inputs, params)           # on the device
     rows = pipeline.rows(results.cpu(), inputs, params)
-    answers = [pipeline.finish(row, params) for row in rows]
+    answers, finite = pipeline.finish(rows, params)
 
 Left out: queues and steps (encoder.py).
 """
@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.events import PhaseClock
-from fa_serve.engine.pooling.inputs import EncoderInput
-from fa_serve.engine.pooling.params import EncoderCard, Pooled, PoolingParams
+from fa_serve.engine.pooling.inputs import EncoderInputs
+from fa_serve.engine.pooling.params import EncoderCard, PooledRows, PoolingParams
 from fa_serve.engine.start.loading import load_tokenizer
 from fa_serve.hf.encoders.folder import EncoderTask, read_folder
 from fa_serve.hf.encoders.load import LoadedEncoder, load_encoder
@@ -30,9 +30,12 @@ from fa_serve.hf.encoders.packed import PackedInputs, PackedModel
 from fa_serve.hf.model_location import find_model
 from fa_serve.spec import ParameterError
 
-Row = np.ndarray[Any, np.dtype[np.float32]]
+Rows = np.ndarray[Any, np.dtype[np.float32]]
+Finite = np.ndarray[Any, np.dtype[np.bool_]]
 MIN_LENGTH = 1e-12
 """Least length that a vector is divided by, as in PyTorch's `normalize`."""
+FUSES_ON_GPU = False
+"""Whether layers are fused on a GPU as well. The kernel of their norms has run in the interpreter alone."""
 MAX_TOKENS = 1 << 17
 """Tokens of an input, if the model names no limit."""
 
@@ -62,8 +65,11 @@ class Pipeline:
         tokenizer = load_tokenizer(config)
         device = torch.device(config.resolve_device())
         loaded = load_encoder(folder, dtype=config.dtype, device=device, trust_remote_code=config.trust_remote_code)
+        fuses = config.fusion and not config.eager and (device.type == "cpu" or FUSES_ON_GPU)
+        fused = loaded.model.fuse() if fuses else 0
         packed = "packed" if loaded.model.packs else "padded"
-        clock.end("weights", f"{config.model_name} on {loaded.model.device}, task {task}, {packed} batches")
+        facts = f"task {task}, {packed} batches, {fused} fused layers"
+        clock.end("weights", f"{config.model_name} on {loaded.model.device}, {facts}")
         limit = _max_tokens(config, folder.max_tokens, tokenizer, loaded.max_positions)
         splade = next((each.config for each in folder.modules if each.kind == "SpladePooling"), {})
         poolings = [each for each in loaded.modules if isinstance(each, TokenPooling)]
@@ -85,16 +91,12 @@ class Pipeline:
         activation = _activation(folder.activation, loaded)
         return cls(loaded.model, modules, tokenizer, loaded.model.num_ids, card, splade, activation)
 
-    def compute(self, inputs: Sequence[EncoderInput], params: PoolingParams) -> Tensor:
+    def compute(self, inputs: EncoderInputs, params: PoolingParams) -> Tensor:
         """What the batch gives, on the device: (inputs, size) float32; (total, size) of the vectors of tokens.
 
         params: of any request of the batch; all of a batch ask for vectors of tokens, or none does
         """
-        ids = torch.from_numpy(np.concatenate([each.ids for each in inputs]))
-        types = None
-        if self.card.takes_types:
-            types = torch.from_numpy(np.concatenate([_types_of(each) for each in inputs]))
-        packed = PackedInputs.of(ids, types, [len(each.ids) for each in inputs], self.model.device)
+        packed = PackedInputs.of(inputs.ids, inputs.types, inputs.ends, self.model.device)
         if self.card.task in ("score", "classify"):
             hidden = self.model.hidden(packed) if self.model.reads_rows else torch.empty(0)
             return self.model.label_logits(hidden, packed).float()
@@ -103,36 +105,36 @@ class Pipeline:
             return splade_weights(self.model, hidden, packed, self.splade)
         if params.tokens:
             return pool(self.modules if self.card.task == "token_embed" else [], hidden, packed).float()
-        return pool(self.modules, hidden, packed, [each.skipped for each in inputs]).float()
+        return pool(self.modules, hidden, packed, inputs.skipped).float()
 
-    def rows(self, results: Tensor, inputs: Sequence[EncoderInput], params: PoolingParams) -> list[Row]:
-        """The results of each input, on the host."""
-        values = results.numpy()
-        if not params.tokens and self.card.task != "token_embed":
-            return list(values)
-        ends = np.cumsum([len(each.ids) for each in inputs])
-        return cast("list[Row]", np.split(values, ends[:-1]))
+    def rows(self, results: Tensor, inputs: EncoderInputs, params: PoolingParams) -> PooledRows:
+        """The results on the host, which know which rows are those of an input."""
+        of_tokens = params.tokens or self.card.task == "token_embed"
+        return PooledRows(results.numpy(), inputs.ends if of_tokens else None)
 
-    def finish(self, row: Row, params: PoolingParams) -> Pooled | None:
-        """What a request gets of its row; None if a number of it is not finite."""
-        if not np.isfinite(row).all():
-            return None
+    def finish(self, rows: PooledRows, params: PoolingParams) -> tuple[PooledRows, Finite]:
+        """What a request gets of its rows, in memory of the result alone, and (inputs,) whether all numbers are finite."""
+        values = rows.values
+        finite = np.isfinite(values).all(axis=1)
+        if rows.ends is not None:
+            finite = np.logical_and.reduceat(finite, rows.ends[:-1])
         match self.card.task:
             case "sparse":
-                indices = np.flatnonzero(row).astype(np.int32)
-                return Pooled(row[indices], indices)
+                where, indices = np.nonzero(values)
+                ends = np.searchsorted(where, np.arange(len(values) + 1))
+                return PooledRows(values[where, indices], ends, indices.astype(np.int32)), finite
             case "score" | "classify":
                 name = self.activation if params.activation == "default" else params.activation
-                return Pooled(_activate(row, name))
-        kept = row if params.dimensions is None else row[..., : params.dimensions]
+                return PooledRows(_activate(values, name)), finite
+        kept = values if params.dimensions is None else values[:, : params.dimensions]
         normalise = self.card.normalises if params.normalise is None else params.normalise
         if normalise:
-            kept = kept / np.maximum(np.linalg.norm(kept, axis=-1, keepdims=True), MIN_LENGTH)
-        return Pooled(np.ascontiguousarray(kept, dtype=np.float32))
-
-
-def _types_of(each: EncoderInput) -> Any:
-    return np.zeros(len(each.ids), dtype=np.int32) if each.types is None else each.types
+            # not `norm`, which copies the numbers to take their absolute values
+            lengths = np.sqrt(np.einsum("ij,ij->i", kept, kept))[:, None]
+            kept = kept / np.maximum(lengths, MIN_LENGTH)
+        else:
+            kept = kept.copy()
+        return PooledRows(kept, rows.ends), finite
 
 
 def _size(task: str, loaded: LoadedEncoder, modules: Sequence[nn.Module]) -> int:
@@ -165,10 +167,10 @@ def _activation(told: str | None, loaded: LoadedEncoder) -> str:
     return "softmax"
 
 
-def _activate(row: Row, name: str) -> Row:
+def _activate(rows: Rows, name: str) -> Rows:
     if name == "sigmoid":
-        return cast(Row, (1 / (1 + np.exp(-row.astype(np.float64)))).astype(np.float32))
+        return cast(Rows, (1 / (1 + np.exp(-rows.astype(np.float64)))).astype(np.float32))
     if name == "softmax":
-        powers = np.exp((row - row.max()).astype(np.float64))
-        return cast(Row, (powers / powers.sum()).astype(np.float32))
-    return row
+        powers = np.exp((rows - rows.max(axis=1, keepdims=True)).astype(np.float64))
+        return cast(Rows, (powers / powers.sum(axis=1, keepdims=True)).astype(np.float32))
+    return rows.copy()

@@ -29,7 +29,7 @@ from fa_serve.engine.errors import EngineDeadError, RequestError
 from fa_serve.engine.events import OnPhase
 from fa_serve.engine.images.prompt import ImageInput
 from fa_serve.engine.parallel.follower_main import follow_if_told
-from fa_serve.engine.pooling.inputs import EncoderInput, InputReader
+from fa_serve.engine.pooling.inputs import EncoderInputs, InputReader
 from fa_serve.engine.pooling.params import EncoderCard, PoolingParams
 from fa_serve.engine.process.controls import PAUSE_MODES, Control, ControlName, PauseMode
 from fa_serve.engine.process.engine_loop import Abort, Add, Encode, LoadAdapter, StepOutputs
@@ -301,7 +301,7 @@ class AsyncEngine:
 
     async def encode(
         self,
-        inputs: Sequence[EncoderInput],
+        inputs: EncoderInputs,
         params: PoolingParams | None,
         request_id: str,
         *,
@@ -309,14 +309,15 @@ class AsyncEngine:
         timeout: float | None = None,
         client: str | None = None,
     ) -> list[RequestOutput]:
-        """What an encoder gives for inputs of `inputs.read`, in their order. Cancelling aborts the request.
+        """What an encoder gives for inputs of `inputs.read`, in their order, one or several in an output. Cancelling aborts the
+        request.
 
         It returns as soon as one of them has failed: the outputs so far, of which one has an `error`. The arguments are those
         of `Encoder.add_request`. Raises as `generate` does.
         """
         found: dict[int, RequestOutput] = {}
         with self._mailbox(request_id, len(inputs)) as (name, mailbox, worker):
-            worker.send(Encode(name, list(inputs), params, priority, timeout, client))
+            worker.send(Encode(name, inputs, params, priority, timeout, client))
             mailbox.sent = True
             while not mailbox.drained():
                 output = await mailbox.get()

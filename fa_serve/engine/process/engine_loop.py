@@ -21,7 +21,7 @@ from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.errors import EngineAsleepError, EngineDeadError, QueueFullError
 from fa_serve.engine.events import OnPhase, Phase
 from fa_serve.engine.images.prompt import ImageInput
-from fa_serve.engine.pooling.inputs import EncoderInput
+from fa_serve.engine.pooling.inputs import EncoderInputs
 from fa_serve.engine.pooling.params import PoolingParams
 from fa_serve.engine.process.controls import Control, Reply, carry_out
 from fa_serve.engine.process.host_memory import importing
@@ -64,10 +64,10 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Encode:
-    """Add a request to an encoder, which answers each of its inputs once."""
+    """Add a request to an encoder, which answers each of its inputs once, one or several in an output."""
 
     request_id: str
-    inputs: list[EncoderInput]
+    inputs: EncoderInputs
     params: PoolingParams | None
     priority: int = 0
     timeout: float | None = None

@@ -43,7 +43,8 @@ class Mailbox:
         else:
             self._content[output.index] = output
         if output.finished:
-            self.unfinished.discard(output.index)
+            many = output.index + (1 if output.pooled is None else len(output.pooled))
+            self.unfinished.difference_update(range(output.index, many))
         self._wake()
 
     def refuse(self, error: Exception) -> None:

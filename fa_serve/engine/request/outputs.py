@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from fa_serve.engine.errors import RequestError
-from fa_serve.engine.pooling.params import Pooled
+from fa_serve.engine.pooling.params import PooledRows
 from fa_serve.engine.scheduler.sequence_times import SequenceTimes
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -40,7 +40,7 @@ class RequestOutput:
     prompt_logprobs: one entry for each token of the prompt, None for the first one; in the first output, if asked for
     times:         where its time went in the engine; in the first and in the last output
     stop_string:   the stop string that ended the answer, which the text leaves out; in the last output
-    pooled:       what an encoder gives for the input number `index`, in its only output
+    pooled:       what an encoder gives for the input number `index` and, if it has several rows, for those behind it
     num_*:         totals so far; num_cached_tokens counts prompt tokens whose keys and values came from the prefix cache
     """
 
@@ -59,7 +59,7 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprob | None] | None = None
     times: SequenceTimes | None = None
     stop_string: str | None = None
-    pooled: Pooled | None = None
+    pooled: PooledRows | None = None
 
     def __reduce__(self) -> tuple[type[RequestOutput], tuple[object, ...]]:
         """Pickle as a call of the constructor.

@@ -23,7 +23,8 @@ from fa_serve.spec import AttentionSpec, ParameterError
 
 LEAST_GROUP_BYTES = 64 << 20
 """Keys and values of one layer that groups of a step must save: what a GPU reads while it runs the two kernels more that a
-layer launches for groups, about 15 us at 4 TB/s."""
+layer launches for groups, about 15 us at 4 TB/s. On an H200, 8 sequences that share 2,048 tokens, which saves 56 MiB, take
+21.4 us with groups and 21.0 without (results/cascade.jsonl)."""
 
 
 def prepare_attention(model: Any, config: EngineConfig, indexers: Mapping[int, AttentionSpec]) -> None:

@@ -3,7 +3,8 @@
     arrays = group_arrays(batch.groups, slots)          # on the host, beside those of batch_arrays.py
     paged = with_groups(paged, fields, table)           # on the device
 
-All sizes are fixed by the number of sequences, so that a captured graph serves any groups. Left out: which groups there are.
+All sizes are fixed by the number of sequences, so that a captured graph serves any groups, and so that the warm-up has met the
+kernels of every step without a graph. Left out: which groups there are.
 """
 
 from __future__ import annotations
@@ -31,7 +32,11 @@ def group_arrays(groups: Sequence[PrefixGroup], slots: NDArray[np.int64]) -> Arr
     pages = np.array([group.pages for group in groups], dtype=np.int32)
     fields = group_padding(len(slots))
     fields["shared_pages"][: ends[-1]] = np.repeat(pages, np.diff(ends))
-    return fields | {"group_ends": ends, "group_pages": pages, "group_slots": slots[ends[:-1]]}
+    fields["group_pages"][: len(pages)] = pages
+    fields["group_slots"][: len(pages)] = slots[ends[:-1]]
+    fields["group_ends"][: len(ends)] = ends
+    fields["group_ends"][len(ends) :] = ends[-1]
+    return fields
 
 
 def group_padding(batch: int) -> Arrays:

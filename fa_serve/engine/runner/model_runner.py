@@ -34,7 +34,7 @@ from fa_serve.engine.runner.attention_kinds import least_group_keys, prepare_att
 from fa_serve.engine.runner.batch_arrays import BatchArrays, batch_arrays
 from fa_serve.engine.runner.cuda_graphs import Inputs, OnError, Shape, StepGraphs, pad, padding
 from fa_serve.engine.runner.forward import Forward, PreparedBatch
-from fa_serve.engine.runner.group_arrays import with_groups
+from fa_serve.engine.runner.group_arrays import group_padding, with_groups
 from fa_serve.engine.runner.host_memory import staging_bytes
 from fa_serve.engine.runner.log_probabilities import log_probabilities, processed_scores
 from fa_serve.engine.runner.lora_arrays import StepAdapters, lora_arrays, lora_step, step_adapters
@@ -271,12 +271,12 @@ class ModelRunner:
         arrays["cu_seqlens_q"] = np.cumsum([0, *lengths], dtype=np.int32)
         if self.state_memory:
             arrays |= empty_state_arrays(lengths)
-        self._forward(self._inputs(send(arrays, self.device), queries, step.keys, fresh=step.fresh))
+        variants = [arrays, arrays | group_padding(step.batch)] if self.cascades and queries == 1 else [arrays]
         if self.adapters is not None:  # all tokens have the adapter of slot 0, which has no ranks yet
-            arrays |= lora_arrays(
-                StepAdapters(np.zeros(step.num_tokens, dtype=np.int64), False, ()), np.zeros(0, np.int64), queries
-            )
-            self._forward(self._inputs(send(arrays, self.device), queries, step.keys, fresh=step.fresh))
+            adapters = StepAdapters(np.zeros(step.num_tokens, dtype=np.int64), False, ())
+            variants.append(arrays | lora_arrays(adapters, np.zeros(0, np.int64), queries))
+        for fields in variants:
+            self._forward(self._inputs(send(fields, self.device), queries, step.keys, fresh=step.fresh))
 
     def _sample_empty(self, variant: SamplingVariant) -> None:
         """Sample rows of equal logits with these parameters, each in its own slot."""

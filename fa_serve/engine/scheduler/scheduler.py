@@ -213,7 +213,10 @@ class Scheduler:
                 self._end_without_token(sequence, end)
             else:
                 self.finish(sequence, "stop" if end in sequence.request.end_ids else "length")
-        self._prefix.release_spent(batch)
+        if self.states is not None:  # some were needed until this step had been committed, or undone
+            for chunk in batch.chunks:
+                for state in chunk.sequence.take_spent(batch.number):
+                    self.states.release(state)
         return gained
 
     def abort(self, request_id: str) -> SequenceState | None:

@@ -25,7 +25,9 @@ from fa_serve.spec import ParameterError
 log = logging.getLogger("fa_serve.engine")
 
 STEPS_AHEAD = 2
-"""Pages are copied before they are evicted: as many as so many of the largest steps take."""
+"""Pages are copied before they are evicted: as many as so many of the largest steps and the longest prompt take."""
+SHARE_AHEAD = 4
+"""A part of the host's memory, one in so many, may hold copies of what the device still has, if the longest prompt is long."""
 
 
 def open_host_tier(config: EngineConfig, runner: ModelRunner, pages: PageTable, states: StateTable | None) -> HostTier | None:
@@ -51,8 +53,9 @@ def open_host_tier(config: EngineConfig, runner: ModelRunner, pages: PageTable, 
     try:
         num_bytes = _shares(config.kv_host_memory, page_tensors(), state_tensors())
         opened.append(HostMemory(page_tensors, num_bytes[0], runner.device, "pages"))
-        depth = STEPS_AHEAD * pages.pages_for(config.max_num_batched_tokens)
-        lanes = [Lane(pages, opened[0], min(depth, pages.num_pages))]
+        batch = pages.pages_for(config.max_num_batched_tokens)
+        longest = min(pages.pages_for(config.max_model_len or 0), num_bytes[0] // opened[0].row_bytes // SHARE_AHEAD)
+        lanes = [Lane(pages, opened[0], min(STEPS_AHEAD * batch + longest, pages.num_pages), STEPS_AHEAD * batch)]
         if states is not None:
             opened.append(HostMemory(state_tensors, num_bytes[1], runner.device, "states"))
             lanes.append(Lane(states, opened[1], max(states.num_states // 8, min(8, states.num_states))))

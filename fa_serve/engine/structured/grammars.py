@@ -50,7 +50,7 @@ from fa_serve.engine.structured.matcher import FirstMask, Matcher
 from fa_serve.engine.structured.schema_numbers import narrow_numbers
 from fa_serve.engine.structured.schema_references import check_references
 from fa_serve.sandbox.trial_process import NICE
-from fa_serve.sandbox.trials import Trial, TrialError, TrialLimits, Trials
+from fa_serve.sandbox.trials import Cancelled, Trial, TrialError, TrialLimits, Trials
 from fa_serve.spec import ParameterError
 
 WHITESPACE = {"whitespace_pattern": r"[ \t\n\r]{0,20}"}
@@ -60,7 +60,7 @@ MIN_BYTES = 64 << 10
 """Bytes that a grammar counts at least, so that the number of grammars is bounded as well."""
 BYTES_PER_CHARACTER = 400
 """Bytes that a grammar without a trial counts for each of its characters. Measured: 110 to 350 for schemas of 60 to 150 kB."""
-IDLE_SECONDS = 15.0
+IDLE_SECONDS = 10.0
 IDLE_SHARE = 64
 """Grammars that are idle are kept up to this part of the bytes for all grammars."""
 SLOW_STEP_SECONDS = 0.01
@@ -133,7 +133,7 @@ class Grammars:
         trial: compiles the grammar first, under limits; without one there is no limit
 
         Raises ParameterError, whose field is the one given in `structured`, if the grammar cannot be compiled or followed.
-        Raises Cancelled if the trial is cancelled.
+        Raises Cancelled, and keeps nothing, if the trial is cancelled before the grammar is compiled.
         """
         import llguidance
 
@@ -165,6 +165,8 @@ class Grammars:
             matcher = None
             if not error:
                 matcher, error = _compile(llguidance, tables, grammar)
+            if trial is not None and trial.cancelled:
+                raise Cancelled  # its client has left: a grammar of tens of megabytes would be kept for nobody
             if matcher is not None and (error := self._beyond_logits(matcher)):
                 matcher = None
             if matcher is None:

@@ -153,12 +153,18 @@ def _attend(call: LayerCall) -> Tensor:
     mask = call.mask
     packed_keys = None
     if isinstance(mask, BlockLists):
-        if call.cu_seqlens_q is None and call.position_bias is None and call.indices is None:
+        chosen = call.indices is not None or call.block_indices is not None
+        if call.cu_seqlens_q is None and call.position_bias is None and not chosen:
             return _attend_listed(call, mask)
         mask = mask.expanded(call.query.shape[2], call.key.shape[2], call.query.shape[1])
     if isinstance(mask, ImplicitMask):
         packed_keys = mask.packed_keys
         mask = mask.key_mask
+    if call.block_indices is not None:
+        if not needs_grad and _lists_blocks(call, call.block_indices):
+            lists = BlockLists.from_chosen_blocks(call.block_indices, _size_of_blocks(call), call.key.shape[2], mask)
+            return _attend_listed(call, lists)
+        call = call._replace(position_bias=_bias_of_blocks(call, call.block_indices))
     if call.cu_seqlens_q is not None and call.cu_seqlens_k is not None:
         if mask is None and call.position_bias is None and call.indices is None:
             return _attend_packed(call, call.cu_seqlens_q, call.cu_seqlens_k)
@@ -193,18 +199,59 @@ def _attend(call: LayerCall) -> Tensor:
 
 
 def _attend_listed(call: LayerCall, lists: BlockLists) -> Tensor:
-    """A BlockMask that a caller gave in the place of a mask."""
+    """A BlockMask that a caller gave in the place of a mask, or the blocks that queries have chosen of what a mask shows."""
     out = api.attention(
         call.query.transpose(1, 2),
         call.key.transpose(1, 2),
         call.value.transpose(1, 2),
         block_mask=lists,
+        window_size=_needed_window(call.visible_window, call.key.shape[2]),
+        attention_chunk=call.visible_chunk,
         sinks=call.sinks,
         softmax_scale=call.softmax_scale,
         softcap=call.softcap,
         deterministic=call.deterministic,
     )
     return out.contiguous()
+
+
+def _lists_blocks(call: LayerCall, block_indices: Tensor) -> bool:
+    """Whether chosen blocks become lists. The bias of a few queries is small, and a call with it is planned once for any
+    length. What needs numbers of each query and key besides gets a bias too."""
+    mask = call.mask
+    groups = block_indices.shape[1]
+    return (
+        call.query.shape[2] > FEW_QUERIES
+        and groups in (1, call.key.shape[1], call.query.shape[1])
+        and (mask is None or isinstance(mask, ImplicitMask) or (isinstance(mask, Tensor) and _masks_groups(mask, groups)))
+        and call.cu_seqlens_q is None
+        and call.position_bias is None
+        and call.indices is None
+        and not torch.compiler.is_compiling()
+    )
+
+
+def _masks_groups(mask: Tensor, groups: int) -> bool:
+    """Whether a mask only hides keys, for each group of heads at most."""
+    return mask.dtype == torch.bool and mask.shape[1] in (1, groups)
+
+
+def _size_of_blocks(call: LayerCall) -> int:
+    """The keys of a block that the module's indexer chooses."""
+    module: Any = call.module
+    return int(module.indexer.block_size)
+
+
+def _bias_of_blocks(call: LayerCall, block_indices: Tensor) -> Tensor:
+    """(batch, num_heads, seqlen_q, seqlen_k), added to the scores: 0 for the keys of the chosen blocks, -inf for the others."""
+    size = _size_of_blocks(call)
+    seqlen_k = call.key.shape[2]
+    # blocks of a static cache's room, and what is no block, are noted behind the last one
+    num_blocks = -(-seqlen_k // size)
+    places = torch.where(block_indices < 0, num_blocks, block_indices).clamp(max=num_blocks)
+    bias = call.query.new_full((*block_indices.shape[:3], num_blocks + 1), float("-inf")).scatter(3, places, 0.0)
+    of_keys = bias[..., :num_blocks].repeat_interleave(size, dim=3)[..., :seqlen_k]
+    return of_keys.repeat_interleave(call.query.shape[1] // block_indices.shape[1], dim=1)
 
 
 def _gathers_keys(call: LayerCall, mask: Tensor | None) -> bool:

@@ -457,8 +457,12 @@ def _parameters(forward: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
 
 @contextmanager
 def _keeping_rows(model: PreTrainedModel, rows: Tensor) -> Iterator[None]:
-    """Inside, the head of a model whose forward takes no logits_to_keep computes the logits of these tokens alone."""
+    """Inside, the head of a model whose forward takes no logits_to_keep computes the logits of these tokens alone. A model
+    without a head computes none."""
     head: Any = cast(Any, model).get_output_embeddings()
+    if head is None:
+        yield
+        return
     hook = head.register_forward_pre_hook(lambda module, args: (args[0][:, rows], *args[1:]))
     try:
         yield

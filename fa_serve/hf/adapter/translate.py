@@ -48,6 +48,8 @@ class LayerCall(NamedTuple):
     deterministic: whether gradients have to repeat in every bit (ModernBERT's deterministic_flash_attn)
     indices:       (batch, seqlen_q, topk), int: the only keys that a query sees, of those that the mask shows it; or None. A
                    number below 0 is no key. They are places in `key`, or what the batch that rides along has chosen
+    block_indices: (batch, groups of heads, seqlen_q, topk), int64: the only blocks of keys that a query sees, of those that the
+                   mask shows it; or None. A number below 0 is no block. The module's indexer has their size
 
     A named tuple, because one is made in every layer of every token: a frozen dataclass of as many fields takes four times as
     long to make (1.7 us against 0.4 us on a 2-core VM).
@@ -71,6 +73,7 @@ class LayerCall(NamedTuple):
     attention_chunk: int = 0
     deterministic: bool = False
     indices: Tensor | None = None
+    block_indices: Tensor | None = None
 
     @property
     def visible_window(self) -> tuple[int, int]:
@@ -142,8 +145,6 @@ def translate(
     if is_causal is None:
         # a module's attribute speaks of a sequence that attends to itself, not of keys that come from elsewhere
         is_causal = getattr(module, "is_causal", False) and query.shape[2] == key.shape[2]
-    if block_indices is not None:
-        position_bias = _bias_of_blocks(module, block_indices, query, key.shape[2])
     left = vars(module).get(WINDOW_NOTE, -1) if sliding_window is None else sliding_window - 1
     only_last_queries = isinstance(attention_mask, ImplicitMask) and attention_mask.only_last_queries
     if isinstance(attention_mask, ImplicitMask):
@@ -175,6 +176,7 @@ def translate(
         attention_chunk=_chunk_of(module) if is_causal else 0,
         deterministic=bool(deterministic),
         indices=indices,
+        block_indices=block_indices,
     )
     if cu_seq_lens_q is None:
         return call
@@ -210,17 +212,6 @@ def _lists_of(block_mask: Any, query: Tensor, key: Tensor) -> BlockLists:
     return as_block_lists(block_mask, sizes, traced=torch.compiler.is_compiling())
 
 
-def _bias_of_blocks(module: Any, block_indices: Tensor, query: Tensor, seqlen_k: int) -> Tensor:
-    """(batch, num_heads, seqlen_q, seqlen_k), added to the scores: 0 for the keys of the chosen blocks, -inf for the others."""
-    size = module.indexer.block_size
-    num_blocks = -(-seqlen_k // size)
-    # what is no block is noted behind the last one
-    places = torch.where(block_indices < 0, num_blocks, block_indices)
-    bias = query.new_full((*block_indices.shape[:3], num_blocks + 1), float("-inf")).scatter(3, places, 0.0)
-    of_keys = bias[..., :num_blocks].repeat_interleave(size, dim=3)[..., :seqlen_k]
-    return of_keys.repeat_interleave(query.shape[1] // block_indices.shape[1], dim=1)
-
-
 def _chunk_of(module: nn.Module) -> int:
     """The chunks of a layer that its config calls chunked; transformers tells them to the mask alone (Llama 4)."""
     config: Any = getattr(module, "config", None)
@@ -234,7 +225,7 @@ def _chunk_of(module: nn.Module) -> int:
 def spec_of(call: LayerCall, layout: Layout) -> AttentionSpec:
     """What a call asks of a backend, if its keys and values are laid out in this way; for those who only write calls down."""
     mask: Literal["bool", "float"] | None = None
-    if call.position_bias is not None:
+    if call.position_bias is not None or call.block_indices is not None:
         mask = "float"
     elif isinstance(call.mask, Tensor):
         mask = "bool" if call.mask.dtype == torch.bool else "float"

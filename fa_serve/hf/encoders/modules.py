@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers.utils.hub import cached_file
 
 from fa_serve.hf.encoders.folder import EncoderFolder, EncoderModule
-from fa_serve.hf.encoders.packed import PackedInputs, PackedModel
+from fa_serve.hf.encoders.packed import Integers, PackedInputs, PackedModel
 from fa_serve.spec import ParameterError
 
 POOLING_MODES = ("cls", "mean", "max", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
@@ -47,14 +47,14 @@ class TokenPooling(nn.Module):
         self.modes = tuple(modes)
         self.include_prompt = include_prompt
 
-    def forward(self, hidden: Tensor, inputs: PackedInputs, skipped: Sequence[int] | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, inputs: PackedInputs, skipped: Integers | None = None) -> Tensor:
         """hidden: (total, size) -> (sequences, size times the number of modes). skipped: tokens of the prompt, by sequence"""
         lengths = inputs.cu_seqlens.diff().long()
         first = inputs.first
         places = inputs.positions
         rows = hidden
-        if skipped is not None and not self.include_prompt and any(skipped):
-            skip = torch.tensor(skipped, device=hidden.device).minimum(lengths - 1)
+        if skipped is not None and not self.include_prompt and skipped.any():
+            skip = torch.from_numpy(skipped).to(hidden.device, torch.int64).minimum(lengths - 1)
             first = first + skip
             kept = places >= torch.repeat_interleave(skip, lengths, output_size=len(hidden))
             rows, places, lengths = hidden[kept], places[kept], lengths - skip
@@ -69,16 +69,16 @@ class TokenPooling(nn.Module):
         if mode == "lasttoken":
             return hidden[last]
         if mode == "max":
-            return torch.segment_reduce(rows, "max", lengths=lengths, axis=0)
+            return torch.segment_reduce(rows, "max", lengths=lengths, axis=0, unsafe=True)
         values = rows.float() if rows.dtype.itemsize == 2 else rows
         count = lengths[:, None].to(values.dtype)
         if mode == "weightedmean":
             weights = (places + 1)[:, None].to(values.dtype)
             values = values * weights
-            count = torch.segment_reduce(weights, "sum", lengths=lengths, axis=0)
+            count = torch.segment_reduce(weights, "sum", lengths=lengths, axis=0, unsafe=True)
         elif mode == "mean_sqrt_len_tokens":
             count = count.sqrt()
-        return (torch.segment_reduce(values, "sum", lengths=lengths, axis=0) / count).to(rows.dtype)
+        return (torch.segment_reduce(values, "sum", lengths=lengths, axis=0, unsafe=True) / count).to(rows.dtype)
 
 
 class DenseLayer(nn.Module):
@@ -166,7 +166,7 @@ def _with_weights(layer: nn.Module, folder: EncoderFolder, module: EncoderModule
     raise OSError(f"the model's folder {folder.path}/{module.path} must hold weights, got none: copy all files of the model")
 
 
-def pool(modules: Sequence[nn.Module], hidden: Tensor, inputs: PackedInputs, skipped: Sequence[int] | None = None) -> Tensor:
+def pool(modules: Sequence[nn.Module], hidden: Tensor, inputs: PackedInputs, skipped: Integers | None = None) -> Tensor:
     """Apply the modules one behind the other -> (sequences, size), or (total, size) without a pooling."""
     x = hidden
     for module in modules:

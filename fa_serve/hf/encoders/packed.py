@@ -16,16 +16,22 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-from collections.abc import Callable, Iterator
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 
+from fa_serve.hf.adapter.attention import riding
 from fa_serve.hf.adapter.models import counts_positions
+from fa_serve.hf.adapter.paged import PagedBatch
+from fa_serve.hf.surgery.fuse.encoder import fuse_encoder, unfuse_encoder
+from fa_serve.hf.surgery.fuse.fusion import fuse_layers, unfuse_model
+from fa_serve.hf.surgery.fuse.layer import FusedLayer, HeadsAttention
 
 log = logging.getLogger("fa_serve.engine")
 
@@ -35,6 +41,7 @@ sums makes 1e-6; a sequence that sees its neighbour makes 0.1 and more."""
 COARSE_TOLERANCE = 0.05
 """The same in 16 bits."""
 PROBE_LENGTHS = (5, 9)
+Integers = np.ndarray[Any, np.dtype[np.integer[Any]]]
 HEAD_TOKENS = 256
 """Tokens whose logits over the vocabulary are in memory at once."""
 
@@ -56,14 +63,27 @@ class PackedInputs(NamedTuple):
     lengths: list[int]
 
     @classmethod
-    def of(cls, ids: Tensor, type_ids: Tensor | None, lengths: list[int], device: torch.device) -> PackedInputs:
-        """ids, type_ids: (total,) integers on the host"""
-        counts = torch.tensor(lengths, dtype=torch.int64)
-        ends = counts.cumsum(0)
-        positions = torch.arange(len(ids)) - torch.repeat_interleave(ends - counts, counts)
-        cu_seqlens = torch.nn.functional.pad(ends, (1, 0)).to(torch.int32)
-        types = None if type_ids is None else type_ids.to(device, torch.int64)
-        return cls(ids.to(device, torch.int64), types, positions.to(device), cu_seqlens.to(device), lengths)
+    def of(cls, ids: Integers, types: Integers | None, ends: Sequence[int] | Integers, device: torch.device) -> PackedInputs:
+        """All tensors go to the device in one copy, which a GPU makes while the host goes on.
+
+        ids, types: (total,) integers; ends: (sequences + 1,), where each begins, and the end of the last one
+        """
+        borders = np.asarray(ends, dtype=np.int64)
+        lengths = np.diff(borders)
+        total = len(ids)
+        num_rows = 2 if types is None else 3
+        first = -(-len(borders) // 4) * 2  # the borders come first, because kernels that read them may ask for 16 bytes
+        words = torch.empty(first + num_rows * total, dtype=torch.int64, pin_memory=device.type == "cuda")
+        words[:first].view(torch.int32).numpy()[: len(borders)] = borders
+        rows = words[first:].view(num_rows, total).numpy()
+        rows[0] = ids
+        np.subtract(np.arange(total), np.repeat(borders[:-1], lengths), out=rows[1])
+        if types is not None:
+            rows[2] = types
+        words = words.to(device, non_blocking=True)
+        there = words[first:].view(num_rows, total)
+        cu_seqlens = words[:first].view(torch.int32)[: len(borders)]
+        return cls(there[0], None if types is None else there[2], there[1], cu_seqlens, lengths.tolist())
 
     @property
     def last(self) -> Tensor:
@@ -108,12 +128,45 @@ class PackedModel:
         self.first_position = self._position_of_first()
         self._head, self._given = _head_of(model, self.base)
         self._reads: str | None = None
+        self._caches: dict[int, tuple[Tensor, Tensor]] = {}
         with torch.inference_mode():
             self.packs = self._try_packing()
             if self._head is not None and type(model).__name__.endswith("ForSequenceClassification"):
                 self._reads = self._find_what_is_read()
         if not self.packs:
             log.warning("%s does not follow packed sequences: its batches are padded", type(model).__name__)
+
+    def fuse(self) -> int:
+        """Compute layers by fewer kernels, where that changes nothing. Returns how many layers are fused."""
+        if not self.packs:
+            return 0
+        inputs = self._probe()
+        with torch.inference_mode():
+            wanted = self._packed(inputs)
+            fused = fuse_encoder(self.base, lambda batch: self._packed(inputs, fa_serve_batch=batch)) or self._fuse_decoder()
+            if fused and not self._agrees(lambda: self._packed(inputs), wanted):
+                self._unfuse()
+                log.warning("the fused layers of %s differ together: they run as they are", type(self.base).__name__)
+                return 0
+        return fused
+
+    def _fuse_decoder(self) -> int:
+        """Fuse the layers of a decoder as the engine does. They write keys and values to a cache, which has no place here."""
+        if not any(getattr(module, "self_attn", None) is not None for module in self.base.modules()):
+            return 0
+        fused = fuse_layers(self.base)
+        for module in self.base.modules():
+            layer = vars(module).get("forward")
+            if isinstance(layer, FusedLayer) and isinstance(layer.attention, HeadsAttention) and layer.index is not None:
+                heads = layer.attention
+                cache = torch.empty(1, 1, heads.num_kv_heads, heads.head_dim, dtype=self.model.dtype, device=self.device)
+                self._caches[layer.index] = (cache, cache)
+        return fused
+
+    def _unfuse(self) -> None:
+        unfuse_encoder(self.base)
+        unfuse_model(self.base)
+        self._caches.clear()
 
     @property
     def reads_rows(self) -> bool:
@@ -153,20 +206,42 @@ class PackedModel:
         words: dict[str, Any] = {"use_cache": False} if self._has_cache else {}
         return words | ({"token_type_ids": types} if types is not None and self._takes_types else {})
 
-    def _packed(self, inputs: PackedInputs) -> Tensor:
+    def _packed(self, inputs: PackedInputs, **more: Any) -> Tensor:
+        ids = inputs.ids[None]
+        positions = inputs.positions[None] + self.first_position
         longest = max(inputs.lengths)
-        types = None if inputs.type_ids is None else inputs.type_ids[None]
-        output = self.base(
-            input_ids=inputs.ids[None],
-            position_ids=inputs.positions[None] + self.first_position,
-            cu_seq_lens_q=inputs.cu_seqlens,
-            cu_seq_lens_k=inputs.cu_seqlens,
-            max_length_q=longest,
-            max_length_k=longest,
-            **self._words(types),
-        )
+        if self._caches:
+            output = self._step(ids, positions, inputs.cu_seqlens, longest)
+        else:
+            output = self.base(
+                input_ids=ids,
+                position_ids=positions,
+                cu_seq_lens_q=inputs.cu_seqlens,
+                cu_seq_lens_k=inputs.cu_seqlens,
+                max_length_q=longest,
+                max_length_k=longest,
+                **self._words(None if inputs.type_ids is None else inputs.type_ids[None]),
+                **more,
+            )
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
+
+    def _step(self, ids: Tensor, positions: Tensor, cu_seqlens: Tensor, longest: int) -> Any:
+        """The output of a decoder with fused layers: a step of new sequences, none of whose tokens is cached."""
+        batch = PagedBatch(
+            kv_caches=self._caches,
+            slot_mapping=torch.full_like(ids[0], -1),
+            block_table=cu_seqlens.new_zeros(len(cu_seqlens) - 1, 1),
+            seqused_k=cu_seqlens.diff(),
+            cu_seqlens_q=cu_seqlens,
+            max_seqlen_q=longest,
+            max_seqlen_k=longest,
+            fresh=True,
+        )
+        no_mask = torch.empty((1, 1, 0, 0), dtype=torch.bool, device=ids.device)  # see `paged_output`
+        words = self._words(None)
+        with riding(batch):
+            return self.base(input_ids=ids, position_ids=positions, attention_mask=no_mask, fa_serve_batch=batch, **words)
 
     def _padded(self, inputs: PackedInputs) -> Tensor:
         ids, mask, types = _pad(inputs)
@@ -187,8 +262,8 @@ class PackedModel:
         """Two sequences of ids that are no special tokens in any known vocabulary: fairseq's models skip the padding's id."""
         total = sum(PROBE_LENGTHS)
         size = self.num_ids
-        ids = (size // 2 + torch.arange(total) * 7 % max(size // 2, 1)).clamp(max=size - 1)
-        return PackedInputs.of(ids, None, list(PROBE_LENGTHS), self.device)
+        ids = (size // 2 + np.arange(total) * 7 % max(size // 2, 1)).clip(max=size - 1)
+        return PackedInputs.of(ids, None, [0, *accumulate(PROBE_LENGTHS)], self.device)
 
     def _try_packing(self) -> bool:
         inputs = self._probe()
@@ -212,7 +287,7 @@ class PackedModel:
     def _agrees(self, compute: Callable[[], Tensor], wanted: Tensor) -> bool:
         try:
             found = compute()
-        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
+        except (RuntimeError, TypeError, ValueError, LookupError, AttributeError):
             return False
         if found.shape != wanted.shape:
             return False
@@ -247,7 +322,7 @@ def _last_rows(hidden: Tensor, inputs: PackedInputs) -> Tensor:
 
 def _mean_rows(hidden: Tensor, inputs: PackedInputs) -> Tensor:
     lengths = inputs.cu_seqlens.diff().long()
-    return torch.segment_reduce(hidden.float(), "mean", lengths=lengths, axis=0).to(hidden.dtype)
+    return torch.segment_reduce(hidden.float(), "mean", lengths=lengths, axis=0, unsafe=True).to(hidden.dtype)
 
 
 _ROWS: dict[str, Callable[[Tensor, PackedInputs], Tensor]] = {"first": _first_rows, "last": _last_rows, "mean": _mean_rows}

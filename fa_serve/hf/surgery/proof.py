@@ -30,7 +30,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from fa_serve.hf.adapter.attention import riding
 from fa_serve.hf.adapter.indexers import IndexCall
-from fa_serve.hf.adapter.paged import paged_forward
+from fa_serve.hf.adapter.paged import paged_output
 from fa_serve.hf.adapter.translate import AttendsBatch, LayerCall
 
 TOLERANCE = 1e-4
@@ -142,7 +142,7 @@ def observe_inputs(
         embeddings: Any = model.get_input_embeddings()
         positions = torch.tensor(POSITIONS, device=model.device)
         ids = torch.arange(1, 1 + len(positions), device=model.device) % len(embeddings.weight)
-        paged_forward(model, ids, positions, batch, ids[:1] * 0)
+        paged_output(model, ids, positions, batch, ids[:1] * 0)
     finally:
         for each in undo:
             each()

@@ -16,7 +16,7 @@ from fa_serve.backends.triton.primitives import LOG2E, wait_for_previous_kernel
 from fa_serve.launching.launch import Launch, launch_options, power_of_2
 from fa_serve.launching.plans import PLANS
 
-BLOCK_HEADS = 8
+MERGED_HEADS = 8
 """Heads of a program."""
 
 
@@ -30,14 +30,14 @@ def _merge_parts(
     blocks,
     heads,
     DIM: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
+    MERGED_HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program merges BLOCK_HEADS heads of one token; `blocks` programs share a token. All tensors are contiguous."""
+    """A program merges MERGED_HEADS heads of one token; `blocks` programs share a token. All tensors are contiguous."""
     wait_for_previous_kernel(PDL)
     token = (tl.program_id(0) // blocks).to(tl.int64)
-    head = tl.program_id(0) % blocks * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    head = tl.program_id(0) % blocks * MERGED_HEADS + tl.arange(0, MERGED_HEADS)
     live = head < heads
     cols = tl.arange(0, BLOCK)
     place = (token * heads + head)[:, None] * DIM + cols[None, :]
@@ -66,13 +66,13 @@ def launch_merge_attention(out: Tensor, lse: Tensor, other: Tensor, other_lse: T
     if run is None:
         if total == 0:
             return out
-        blocks = -(-heads // BLOCK_HEADS)
+        blocks = -(-heads // MERGED_HEADS)
         pdl = spec.has_programmatic_launch(spec.arch_of(out.device))
         launch = Launch(
             _merge_parts,
             total * blocks,
             varying=(total, blocks, heads),
-            fixed=(dim, BLOCK_HEADS, power_of_2(dim), pdl),
+            fixed=(dim, MERGED_HEADS, power_of_2(dim), pdl),
             options=launch_options(pdl, 4),
         )
         run = PLANS.add(key, launch)

@@ -1,6 +1,6 @@
-"""The kernel of the RMS norm: one program for each row.
+"""The kernels of the RMS norm and of the layer norm: one program for each row.
 
-On Hopper and later GPUs it is launched programmatically, see `primitives.wait_for_previous_kernel`.
+On Hopper and later GPUs they are launched programmatically, see `primitives.wait_for_previous_kernel`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fa_serve import spec
 from fa_serve.backends.triton.primitives import wait_for_previous_kernel
 from fa_serve.launching.launch import Launch, launch_options, power_of_2
 from fa_serve.launching.plans import PLANS
-from fa_serve.ops.ops_backend import Norm
+from fa_serve.ops.ops_backend import LayerNorm, Norm
 
 
 @triton.jit
@@ -82,5 +82,67 @@ def plan_rms_norm(x: Tensor, residual: Tensor | None, out: Tensor, eps: float, o
         total,
         varying=(eps, offset),
         fixed=(x.stride(0), stride_r, out.stride(0), width, block, pdl),
+        options=launch_options(pdl, min(8, max(1, block // 256))),
+    )
+
+
+@triton.jit
+def _layer_norm(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    residual_ptr,
+    out_ptr,
+    eps,
+    stride_x,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    KEEP_SUM: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The rows of all tensors but x are contiguous."""
+    wait_for_previous_kernel(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    keep = cols < WIDTH
+    x = tl.load(x_ptr + row * stride_x + cols, mask=keep, other=0.0).to(tl.float32)
+    if residual_ptr is not None:
+        place = residual_ptr + row * WIDTH + cols
+        x += tl.load(place, mask=keep, other=0.0).to(tl.float32)
+        if KEEP_SUM:
+            tl.store(place, x.to(residual_ptr.dtype.element_ty), mask=keep)
+    x = tl.where(keep, x - tl.sum(x, 0) / WIDTH, 0.0)
+    y = x * tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps)
+    y *= tl.load(weight_ptr + cols, mask=keep, other=0.0).to(tl.float32)
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + cols, mask=keep, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * WIDTH + cols, y.to(out_ptr.dtype.element_ty), mask=keep)
+
+
+def launch_layer_norm(x: Tensor, norm: LayerNorm, residual: Tensor | None, keep_sum: bool) -> Tensor:
+    """Arguments and result are those of `fa_serve.ops.layer_norm`. One launch."""
+    weight, bias, eps = norm
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype, None if residual is None else residual.dtype)
+    key = ("layer_norm", x.shape, x.stride(0), dtypes, eps, keep_sum, x.get_device())
+    run = PLANS.get(key)
+    if run is None:
+        if x.shape[0] == 0:
+            return out
+        run = PLANS.add(key, plan_layer_norm(x, eps, keep_sum))
+    run((x, weight, bias, residual, out))
+    return out
+
+
+def plan_layer_norm(x: Tensor, eps: float, keep_sum: bool) -> Launch:
+    """The launch on (x, weight, bias, residual, out) of these shapes and strides."""
+    total, width = x.shape
+    block = power_of_2(width)
+    pdl = spec.has_programmatic_launch(spec.arch_of(x.device))
+    return Launch(
+        _layer_norm,
+        total,
+        varying=(eps,),
+        fixed=(x.stride(0), width, block, keep_sum, pdl),
         options=launch_options(pdl, min(8, max(1, block // 256))),
     )

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fa_serve.launching.launch import Launch, power_of_2, with_unit_stride
 from fa_serve.launching.plans import PLANS
-from fa_serve.ops.linear_attention.primitives import silu
+from fa_serve.ops.linear_attention.primitives import sequences_of_rows, silu
 from fa_serve.ops.linear_attention.problem import FEW_ROWS, StateAccess
 
 BLOCK_M = 16
@@ -59,12 +59,7 @@ def _causal_conv(
     c = tl.program_id(0) % COLUMNS * BLOCK_C + tl.arange(0, BLOCK_C)
     in_c = c < CHANNELS
 
-    # the sequence of a row is the last one that begins at it or before it
-    seq = tl.zeros([BLOCK_M], tl.int32) - 1
-    for low in range(0, num_seqs, BLOCK_SEQS):
-        b = low + tl.arange(0, BLOCK_SEQS)
-        begins = tl.load(cu_ptr + b, mask=b < num_seqs, other=0x7FFFFFFF)
-        seq += tl.sum((begins[None, :] <= row[:, None]).to(tl.int32), 1)
+    seq = sequences_of_rows(row, cu_ptr, num_seqs, BLOCK_SEQS)
     behind = tl.load(cu_ptr + seq + 1, mask=seq >= 0, other=0)
     end = tl.load(seqused_ptr + seq, mask=(seq >= 0) & (row < behind), other=0)
     live = (end > 0) & (row < total)

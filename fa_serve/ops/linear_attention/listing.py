@@ -18,7 +18,7 @@ from fa_serve.ops.linear_attention.problem import PIECE_ROWS, Sequences
 
 BLOCK_PIECES = 128
 """Pieces of a program."""
-BLOCK_SEQS = 64
+BLOCK_SEQS = 16
 """Sequences that a program reads at a time."""
 
 

@@ -57,6 +57,21 @@ class PieceOperands(NamedTuple):
     states: Tensor | None
 
 
+@triton.jit
+def pieces_of_sequence(chunk_ptr, begin, behind, num_chunks):
+    """-> the number of a sequence's first piece, and how many it has. They stand together in the table."""
+    first_piece = 0
+    count = 0
+    entry = tl.arange(0, 128)
+    for low in range(0, num_chunks, 128):
+        listed = low + entry < num_chunks
+        first_row = tl.load(chunk_ptr + 4 * (low + entry), mask=listed, other=0)
+        filled = tl.load(chunk_ptr + 4 * (low + entry) + 1, mask=listed, other=0) > 0
+        first_piece += tl.sum((filled & (first_row < begin)).to(tl.int32), 0)
+        count += tl.sum((filled & (first_row >= begin) & (first_row < behind)).to(tl.int32), 0)
+    return first_piece, count
+
+
 @triton.jit(do_not_specialize=["num_chunks"])
 def _pass_states(
     keys_ptr,
@@ -103,18 +118,9 @@ def _pass_states(
     seq = program // (COLUMNS * HEADS)
     key_head = head // (HEADS // KEY_HEADS)
 
-    # the pieces of the sequence stand together in the table
     begin = tl.load(cu_ptr + seq)
     behind = tl.load(cu_ptr + seq + 1)
-    first_piece = 0
-    count = 0
-    entry = tl.arange(0, 128)
-    for low in range(0, num_chunks, 128):
-        listed = low + entry < num_chunks
-        first_row = tl.load(chunk_ptr + 4 * (low + entry), mask=listed, other=0)
-        filled = tl.load(chunk_ptr + 4 * (low + entry) + 1, mask=listed, other=0) > 0
-        first_piece += tl.sum((filled & (first_row < begin)).to(tl.int32), 0)
-        count += tl.sum((filled & (first_row >= begin) & (first_row < behind)).to(tl.int32), 0)
+    first_piece, count = pieces_of_sequence(chunk_ptr, begin, behind, num_chunks)
     if count == 0:
         return
     end = tl.load(seqused_ptr + seq)
@@ -239,6 +245,16 @@ def _compute_outputs(
 
 def launch_pieces(inputs: MatrixInputs, access: StateAccess, out: Tensor, tile: PiecesTile) -> None:
     """Compute the rows of all pieces of `access.batch.chunks`, and write them to `out`, which is like v and contiguous."""
+    prepare_and_pass(inputs, access, out, tile, None)
+
+
+def prepare_and_pass(
+    inputs: MatrixInputs, access: StateAccess, out: Tensor, tile: PiecesTile, inverse: Tensor | None
+) -> PieceOperands:
+    """`launch_pieces`, and what its kernels have left.
+
+    inverse: (pieces, heads, 64, 64), gets the inverses of the triangular systems, and `out` is not written then
+    """
     q, k, v, g = (x if x is None else with_contiguous_heads(x) for x in inputs[:4])
     weight = None if inputs.weight is None else with_unit_stride(inputs.weight)
     assert q is not None
@@ -251,7 +267,23 @@ def launch_pieces(inputs: MatrixInputs, access: StateAccess, out: Tensor, tile: 
     strides = tuple(0 if x is None else x.stride(0) for x in (q, k, v, g, weight))
     ring = 1 if tail_k is None else tail_k.shape[1]
     rows = (batch.cu_seqlens, batch.seqused_k, batch.chunks)
-    prepare = (q, k, v, g, weight, inputs.a, inputs.steps.bias, sums, tail_k, tail_u, tail_g, batch.slots, *rows, *operands[:6])
+    prepare = (
+        q,
+        k,
+        v,
+        g,
+        weight,
+        inputs.a,
+        inputs.steps.bias,
+        sums,
+        tail_k,
+        tail_u,
+        tail_g,
+        batch.slots,
+        *rows,
+        *operands[:6],
+        inverse,
+    )
     around = (access.read, access.write, tail_u, batch.sources, batch.slots, *rows)
     passing = (*operands, inputs.d, *around, out)
     outputs = (operands.queries, operands.attn, *operands[4:], v, inputs.d, batch.chunks, out)
@@ -271,7 +303,8 @@ def launch_pieces(inputs: MatrixInputs, access: StateAccess, out: Tensor, tile: 
     run = PLANS.get(key)
     if run is None:
         run = PLANS.add(key, _plan(inputs, len(batch.sources), len(batch.chunks), ring, strides, tile))
-    run((g, sums, batch.chunks), prepare, passing, outputs)
+    run((g, sums, batch.chunks), prepare, passing, outputs if inverse is None else None)
+    return operands
 
 
 def _allocate_operands(k: Tensor, v: Tensor, g: Tensor | None, pieces: int, tile: PiecesTile) -> PieceOperands:
@@ -318,7 +351,7 @@ def _plan(inputs: MatrixInputs, num_seqs: int, num_chunks: int, ring: int, strid
         varying=(float(inputs.softmax_scale), float(low), float(high)),
         strides=strides,
         fixed=(*asked, block_k, columns // MIN_COLUMNS, MIN_COLUMNS, precision),
-        options={"num_warps": tile.prepare_warps},
+        options={"num_warps": tile.prepare_warps} | ({"maxnreg": tile.prepare_registers} if tile.prepare_registers else {}),
     )
     blocks = columns // tile.block_v
     pass_states = Launch(
@@ -345,7 +378,7 @@ def _plan(inputs: MatrixInputs, num_seqs: int, num_chunks: int, ring: int, strid
             sum_gates(of_gates)
         prepare(of_prepare)
         pass_states(of_passing)
-        if outputs is not None:
+        if outputs is not None and of_outputs is not None:
             outputs(of_outputs)
 
     return run

@@ -54,26 +54,34 @@ def _row_gates(g_ptr, weight_ptr, a_ptr, bias_ptr, row, live, head, low, high, s
 def _unit_triangular_inverse(low, PRECISION: tl.constexpr):
     """The inverse of 1 + low, [64, 64], where `low` is strictly lower triangular.
 
-    Blocks of 16 x 16 on the diagonal by substitution, all four at once; those below them by products. With D the diagonal
-    blocks of 1 + low, and M = D^-1 (1 + low) - 1, whose fourth power is 0: (1 + M)^-1 = (1 - M) (1 + M^2).
+    Blocks of 8 x 8 on the diagonal by substitution, all eight at once. With D the inverse of the blocks on the diagonal of
+    1 + low, and M = 1 - D (1 + low), X = D + M X is the inverse: one product with M gives blocks of 16 x 16, three more all.
     """
     i = tl.arange(0, 64)
-    same = (i // 16)[:, None] == (i // 16)[None, :]
-    r = tl.arange(0, 16)
-    diagonal = tl.sum(tl.reshape(tl.where(same, low, 0.0), [4, 16, 4, 16]), 2)  # [4, 16, 16]
-    inverse = tl.zeros([4, 16, 16], tl.float32) + (r[:, None] == r[None, :]).to(tl.float32)[None, :, :]
-    for step in range(1, 16):
-        this = (r == step)[None, :, None]
-        factors = tl.sum(tl.where(this, diagonal, 0.0), 1)  # [4, 16]: the row of this step
-        found = tl.sum(factors[:, :, None] * inverse, 1)
-        inverse -= tl.where(this, found[:, None, :], 0.0)
-    b = tl.arange(0, 4)
+    in_8 = (i // 8)[:, None] == (i // 8)[None, :]
+    in_16 = (i // 16)[:, None] == (i // 16)[None, :]
+    blocks = tl.sum(tl.reshape(tl.where(in_8, low, 0.0), [8, 8, 8, 8]), 2)  # [block, row, column]
+    # Rows are divided so that a warp holds whole blocks: 4 rows x 8 columns are its lanes, and no step waits for a barrier.
+    below = tl.permute(tl.reshape(blocks, [8, 2, 4, 8]), (1, 0, 2, 3))  # [2, block, 4, column]
+    row = (tl.arange(0, 2) * 4)[:, None, None, None] + tl.arange(0, 4)[None, None, :, None]
+    column = tl.arange(0, 8)[None, None, None, :]
+    for step in range(7):
+        # In place: columns before `step` are those of the inverse below its diagonal, the others still those of `low`.
+        factors = tl.sum(tl.where(column == step, below, 0.0), 3)
+        known = tl.sum(tl.sum(tl.where(row == step, below, 0.0), 2), 0)
+        known = known[None, :, None, :] + tl.where(column == step, 2.0, 0.0)  # what is subtracted twice changes its sign
+        below -= factors[:, :, :, None] * known
+    b = tl.arange(0, 8)
     apart = (b[:, None] == b[None, :]).to(tl.float32)
-    block_inverse = tl.reshape(inverse[:, :, None, :] * apart[:, None, :, None], [64, 64])
-    m = tl.dot(block_inverse, tl.where(same, 0.0, low), input_precision=PRECISION)
-    square = tl.dot(m, m, input_precision=PRECISION)
-    outer = block_inverse + tl.dot(square, block_inverse, input_precision=PRECISION)
-    return outer - tl.dot(m, outer, input_precision=PRECISION)
+    blocks = tl.reshape(tl.permute(below, (1, 0, 2, 3)), [8, 8, 8])
+    inverse = tl.reshape(blocks[:, :, None, :] * apart[:, None, :, None], [64, 64])
+    inverse += (i[:, None] == i[None, :]).to(tl.float32)
+    m = tl.dot(inverse, tl.where(in_16 & (in_8 == 0), -low, 0.0), input_precision=PRECISION)
+    inverse = tl.dot(m, inverse, inverse, input_precision=PRECISION)
+    m = tl.dot(inverse, tl.where(in_16, 0.0, -low), input_precision=PRECISION)
+    found = tl.dot(m, inverse, inverse, input_precision=PRECISION)
+    found = tl.dot(m, found, inverse, input_precision=PRECISION)
+    return tl.dot(m, found, inverse, input_precision=PRECISION)
 
 
 @triton.jit
@@ -99,6 +107,7 @@ def _prepare_pieces(
     w_ptr,
     u_ptr,
     fades_ptr,
+    inverse_ptr,
     scale,
     limit_low,
     limit_high,
@@ -203,7 +212,10 @@ def _prepare_pieces(
     tl.store(attn_ptr + of_head * 4096 + i[:, None] * 64 + i[None, :], attn.to(kind))
     if DELTA:
         low = tl.where(i[:, None] > i[None, :], alike * weights[:, None], 0.0)
-        solved = _unit_triangular_inverse(low, PRECISION) * weights[None, :]
+        solved = _unit_triangular_inverse(low, PRECISION)
+        if inverse_ptr is not None:
+            tl.store(inverse_ptr + of_head * 4096 + i[:, None] * 64 + i[None, :], solved.to(kind))
+        solved *= weights[None, :]
         inverse = solved.to(kind)
         of_keys = inverse if BY_CHANNEL else (solved * to_row[None, :]).to(kind)
         w = tl.dot(of_keys, from_begin, input_precision=PRECISION)

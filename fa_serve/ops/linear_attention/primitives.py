@@ -39,6 +39,17 @@ def normalised_row(x, NORMALISE: tl.constexpr):
 
 
 @triton.jit
+def sequences_of_rows(row, cu_ptr, num_seqs, BLOCK_SEQS: tl.constexpr):
+    """The number of the sequence of each row: the last one that begins at it or before it; -1 before the first one."""
+    seq = tl.zeros(row.shape, tl.int32) - 1
+    for low in range(0, num_seqs, BLOCK_SEQS):
+        b = low + tl.arange(0, BLOCK_SEQS)
+        begins = tl.load(cu_ptr + b, mask=b < num_seqs, other=0x7FFFFFFF)
+        seq += tl.sum((begins[None, :] <= row[:, None]).to(tl.int32), 1)
+    return seq
+
+
+@triton.jit
 def clear_padding(cells, keep, begin, behind, end, is_last, total, stride):
     """Write 0 to the outputs of a sequence that pads a graph, and behind the last sequence: the rest of a model reads them.
 

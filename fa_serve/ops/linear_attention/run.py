@@ -4,13 +4,14 @@
     out = run_matrix_rule_paged(inputs, states, batch)                      # a step of the engine
 
 The functional form reads initial states and writes final ones as a step reads and writes pages: the state of sequence b is
-page b. Its gradients are those of PyTorch's form, which the backward computes again from the inputs. Nothing here reads the
-device back.
+page b. Gradients of the convolution and of the delta rule with gates by head have kernels; the others are those of
+PyTorch's form, which the backward computes again from the inputs. Nothing else reads the device back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from typing import Any, TypeVar
 
@@ -55,8 +56,18 @@ def run_matrix_rule(inputs: MatrixInputs, sequences: Sequences, initial_state: T
     def reference(*tensors: Tensor | None) -> tuple[Tensor, Tensor]:
         return fallback.matrix_rule(_with_tensors(inputs, tensors[1:]), sequences, tensors[0])
 
+    def gradients(given: Sequence[Any], needed: Sequence[bool], grads: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+        rule = _with_tensors(inputs, given[1:])
+        pieces = _choice_of_matrix(rule, False, 1)
+        shape = (rule.v.shape[1], rule.k.shape[2], rule.v.shape[2])
+        access = _functional_access(sequences, given[0], shape, state_dtype(rule.v.dtype), rule.v, False)
+        module = import_module(f"{_ROOM}.pieces_backward")
+        found: tuple[Tensor | None, ...] = module.delta_rule_gradients(rule, access, *grads, pieces.tile)
+        return (*found, None, None, None)
+
     tensors = (initial_state, *inputs[:7], inputs.steps.bias)
-    return _with_gradients(compute, reference, tensors)
+    by_head = inputs.g is not None and inputs.g.dim() == 2
+    return _with_gradients(compute, gradients if by_head else partial(_gradients_of, reference), tensors)
 
 
 def run_matrix_rule_paged(inputs: MatrixInputs, states: StateTensors, batch: StateBatch) -> Tensor:
@@ -87,10 +98,16 @@ def run_causal_conv1d(
         launch = import_module(f"{_ROOM}.convolution").launch_causal_conv
         return launch(rows, weights, biases, activation, access, 0), access.write
 
+    def gradients(given: Sequence[Any], needed: Sequence[bool], grads: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+        module = import_module(f"{_ROOM}.convolution_backward")
+        bounds = sequences.bounds(x.device)
+        found: tuple[Tensor | None, ...] = module.causal_conv_gradients(*given, activation, bounds, *grads)
+        return found
+
     tensors = (initial_state, x, weight, bias)
     if _choice_of("conv", x, "pieces").kernel.name == "torch":
         return reference(*tensors)
-    return _with_gradients(compute, reference, tensors)
+    return _with_gradients(compute, gradients, tensors)
 
 
 def run_causal_conv1d_paged(
@@ -122,7 +139,7 @@ def run_scan(inputs: ScanInputs, sequences: Sequences, initial_state: Tensor | N
     tensors = (initial_state, *inputs[:7], inputs.steps.bias)
     if _choice_of_scan(inputs, 16).kernel.name == "torch":
         return reference(*tensors)
-    return _with_gradients(compute, reference, tensors)
+    return _with_gradients(compute, partial(_gradients_of, reference), tensors)
 
 
 def run_scan_paged(inputs: ScanInputs, states: StateTensors, batch: StateBatch) -> Tensor:
@@ -200,11 +217,11 @@ def _functional_access(
 
 
 class _KernelWithGradients(torch.autograd.Function):
-    """A kernel's outputs, with the gradients of PyTorch's form of the same call."""
+    """A kernel's outputs, and gradients (tensors, which of them need one, gradients of the outputs) -> one for each tensor."""
 
     @staticmethod
-    def forward(ctx: Any, compute: Any, reference: Any, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
-        ctx.reference = reference
+    def forward(ctx: Any, compute: Any, gradients: Any, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+        ctx.gradients = gradients
         ctx.save_for_backward(*tensors)
         out: tuple[Tensor, Tensor] = compute(*tensors)
         return out
@@ -212,20 +229,30 @@ class _KernelWithGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad[2:]
-        with torch.enable_grad():
-            given = zip(ctx.saved_tensors, needed, strict=True)
-            inputs = [x if x is None else x.detach().requires_grad_(need) for x, need in given]
-            outputs = ctx.reference(*inputs)
-        wanted = [x for x in inputs if x is not None and x.requires_grad]
-        found = iter(torch.autograd.grad(outputs, wanted, grads, allow_unused=True))
-        return (None, None, *[next(found) if need else None for need in needed])
+        found = ctx.gradients(ctx.saved_tensors, needed, grads)
+        return (None, None, *[x if need else None for x, need in zip(found, needed, strict=True)])
+
+
+def _gradients_of(
+    reference: Callable[..., tuple[Tensor, Tensor]],
+    tensors: Sequence[Tensor | None],
+    needed: Sequence[bool],
+    grads: Sequence[Tensor],
+) -> list[Tensor | None]:
+    """The gradients of PyTorch's form of a call, which is computed again."""
+    with torch.enable_grad():
+        inputs = [x if x is None else x.detach().requires_grad_(need) for x, need in zip(tensors, needed, strict=True)]
+        outputs = reference(*inputs)
+    wanted = [x for x in inputs if x is not None and x.requires_grad]
+    found = iter(torch.autograd.grad(outputs, wanted, grads, allow_unused=True))
+    return [next(found) if need else None for need in needed]
 
 
 def _with_gradients(
-    compute: Callable[..., tuple[Tensor, Tensor]], reference: Callable[..., tuple[Tensor, Tensor]], tensors: Any
+    compute: Callable[..., tuple[Tensor, Tensor]], gradients: Callable[..., Sequence[Tensor | None]], tensors: Any
 ) -> tuple[Tensor, Tensor]:
     """What `compute` returns for the tensors; a node of autograd if one of them needs a gradient."""
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-        out, state = _KernelWithGradients.apply(compute, reference, *tensors)  # type: ignore[no-untyped-call]
+        out, state = _KernelWithGradients.apply(compute, gradients, *tensors)  # type: ignore[no-untyped-call]
         return out, state
     return compute(*tensors)

@@ -22,12 +22,13 @@ class FewRowsTile(NamedTuple):
 
 
 class PiecesTile(NamedTuple):
-    """block_v:         columns of the values in a program of the loop over pieces
-    stages:          pieces whose operands are loaded at a time, in that loop
-    prepare_warps:   of a program that prepares a piece
-    pass_warps:      of a program of the loop
-    output_warps:    of a program that computes outputs
-    outputs_in_loop: the loop computes the outputs, instead of a kernel behind it
+    """block_v:           columns of the values in a program of the loop over pieces
+    stages:            pieces whose operands are loaded at a time, in that loop
+    prepare_warps:     of a program that prepares a piece
+    pass_warps:        of a program of the loop
+    output_warps:      of a program that computes outputs
+    outputs_in_loop:   the loop computes the outputs, instead of a kernel behind it
+    prepare_registers: the most that a thread of the preparation may have, on NVIDIA GPUs; None is the compiler's choice
     """
 
     block_v: int
@@ -36,6 +37,7 @@ class PiecesTile(NamedTuple):
     pass_warps: int
     output_warps: int
     outputs_in_loop: bool
+    prepare_registers: int | None = None
 
     @property
     def filled_columns(self) -> int:

@@ -75,7 +75,6 @@ def narrow_uses(kernel: Kernel) -> list[str]:
     return found
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize("name", list(MAKERS))
 @pytest.mark.parametrize(
     ("cache", "target"),

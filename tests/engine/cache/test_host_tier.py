@@ -12,6 +12,7 @@ from scheduling import make_scheduler
 from state_traffic import SALTS, Traffic, prompt_of
 
 from fa_serve.engine import SamplingParams
+from fa_serve.engine.cache import host_tier
 
 AT_ONCE = (0, False, "")
 PROMPT = prompt_of([0], 39)
@@ -39,6 +40,9 @@ def run_first(traffic: Traffic, **fields: object) -> list[bytes]:
     traffic.run()
     fill(traffic, 4)
     assert not traffic.scheduler.pages.match(sequence.page_hashes), "the device has none of them any more"
+    for _ in range(3):  # the host has copies of everything that a prompt may evict
+        traffic.scheduler.tier.finish()
+        traffic.scheduler.tier.begin_step()
     return sequence.page_hashes
 
 
@@ -72,6 +76,71 @@ def test_a_sequence_waits_for_its_copies_and_others_go_on() -> None:
     assert len(other.tokens) > before
     assert traffic.scheduler.tier.snapshot().seconds > 0
     traffic.check_ended()
+
+
+@pytest.mark.parametrize("looks", [1, 5])
+def test_a_prompt_waits_until_the_pages_that_it_takes_are_copied(looks: int) -> None:
+    """Copies are four pages ahead and take some steps, and each prompt takes nearly all pages at once."""
+    traffic = make_traffic(num_pages=15, depth=4, plan=repeat((looks, True, "")))
+    run_first(traffic)
+    again = traffic.add("again", PROMPT, 4)
+    traffic.run()
+    assert again.num_cached_tokens == 36
+    assert traffic.scheduler.tier.snapshot().num_lost == 0
+    traffic.check_ended()
+
+
+def test_without_waiting_most_pages_of_a_flood_are_lost(monkeypatch) -> None:
+    monkeypatch.setattr(host_tier, "LONGEST_WAIT", -1.0)
+    traffic = make_traffic(num_pages=15, depth=4, plan=repeat((5, True, "")))
+    run_first(traffic)
+    again = traffic.add("again", PROMPT, 4)
+    traffic.run()
+    assert again.num_cached_tokens < 20
+
+
+def test_others_decode_while_a_prompt_waits_for_copies() -> None:
+    traffic = make_traffic(num_pages=14, depth=1, plan=repeat((4, True, "")))
+    traffic.add("first", PROMPT, 1)
+    traffic.run()
+    other = traffic.add("other", prompt_of([1], 4), 12)
+    traffic.step()
+    waiting = traffic.add("waiting", prompt_of([2], 30), 2)
+    seen = []
+    while not other.finished:
+        traffic.step()
+        seen.append((waiting.slot, traffic.scheduler.tier.is_awaited))
+    assert seen.count((-1, True)) >= 3
+    traffic.run()
+    assert traffic.scheduler.tier.snapshot().num_lost == 0
+    traffic.check_ended()
+
+
+@pytest.mark.parametrize(
+    ("plan", "slots"), [((10**9, True, ""), 200), ((0, True, "begin"), 200), ((1, True, "end"), 200), (AT_ONCE, 3)]
+)
+def test_a_prompt_does_not_wait_for_ever(plan, slots: int, monkeypatch) -> None:
+    """Copies do not end, fail at once or later, or the host has no room: pages are lost, and everything ends."""
+    monkeypatch.setattr(host_tier, "LONGEST_WAIT", 0.005)
+    traffic = make_traffic(num_pages=15, slots=slots, depth=1, plan=repeat(plan))
+    fill(traffic, 4)
+    assert traffic.scheduler.tier.snapshot().num_lost > 0
+    traffic.check_ended()
+
+
+def test_an_engine_with_nothing_else_to_do_waits_for_the_copies_of_a_prompt() -> None:
+    traffic = make_traffic(num_pages=15, depth=1, plan=repeat((10**9, True, "")))
+    traffic.add("first", PROMPT, 1)
+    traffic.run()
+    waiting = traffic.add("waiting", prompt_of([2], 30), 2)
+    traffic.step()
+    tier = traffic.scheduler.tier
+    assert (tier.is_awaited, tier.is_fetching, waiting.slot) == (True, False, -1)
+    tier.wait()
+    traffic.step()
+    assert (tier.is_awaited, tier.snapshot().num_lost) == (False, 0)
+    traffic.scheduler.abort("waiting")
+    traffic.run()
 
 
 def test_pages_come_back_to_their_salt_only() -> None:

@@ -8,17 +8,17 @@ import pytest
 from fa_serve.engine import QueueFullError
 from fa_serve.engine.pooling import batches
 from fa_serve.engine.pooling.batches import InputQueue
-from fa_serve.engine.pooling.inputs import EncoderInput
+from fa_serve.engine.pooling.inputs import EncoderInput, EncoderInputs
 from fa_serve.engine.pooling.params import PoolingParams
 from fa_serve.spec import ParameterError
 
 
-def inputs(*lengths: int) -> list[EncoderInput]:
-    return [EncoderInput(np.zeros(length, dtype=np.int32)) for length in lengths]
+def inputs(*lengths: int) -> EncoderInputs:
+    return EncoderInputs.of([EncoderInput(np.zeros(length, dtype=np.int32)) for length in lengths])
 
 
 def names(batch) -> list[tuple[str, int]]:
-    return [(each.request.name, each.index) for each in batch]
+    return [(run.request.name, index) for run in batch for index in range(run.begin, run.end)]
 
 
 def test_a_batch_has_as_many_inputs_as_its_tokens_allow() -> None:
@@ -26,11 +26,26 @@ def test_a_batch_has_as_many_inputs_as_its_tokens_allow() -> None:
     queue.add("a", inputs(4, 5, 3, 20, 1, 1, 1, 1), PoolingParams())
     found = []
     while batch := queue.next_batch():
-        found.append([each.index for each in batch])
-        assert queue.num_running == len(batch)
+        found.append([index for _, index in names(batch)])
+        assert queue.num_running == len(found[-1])
         assert queue.finish(batch) == batch
     assert found == [[0, 1], [2], [3], [4, 5, 6], [7]]
     assert (queue.num_waiting, queue.num_waiting_tokens, "a" in queue) == (0, 0, False)
+
+
+def test_a_turn_has_a_bound(monkeypatch) -> None:
+    """A long run of short inputs does not fill the batch of another client's turn, and a longer input is a turn alone."""
+    monkeypatch.setattr(batches, "RUN_TOKENS", 4)
+    queue = InputQueue(max_tokens=12, max_inputs=100)
+    queue.add("many", inputs(*[1] * 50), PoolingParams(), client="x")
+    queue.add("few", inputs(5, 1), PoolingParams(), client="y")
+    batch = queue.next_batch()
+    assert [(run.request.name, run.begin, run.end, run.charge) for run in batch] == [
+        ("many", 0, 4, 4),
+        ("few", 0, 1, 5),
+        ("many", 4, 7, 3),
+    ]
+    queue.check_integrity()
 
 
 def test_clients_take_turns_by_tokens() -> None:
@@ -109,7 +124,7 @@ def test_what_cannot_be_queued_is_refused(monkeypatch) -> None:
     with pytest.raises(ParameterError, match="unique"):
         queue.add("a", inputs(1), PoolingParams())
     with pytest.raises(ParameterError, match="at least one"):
-        queue.add("c", [], PoolingParams())
+        queue.add("c", inputs(), PoolingParams())
     queue.check_integrity()
 
 

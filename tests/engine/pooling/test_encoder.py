@@ -156,13 +156,12 @@ def test_vectors_of_tokens_come_with_those_of_texts(tmp_path) -> None:
     encoder.add_request("texts", encoder.reader.read(TEXTS))
     found = {}
     while encoder.has_unfinished():
-        found |= {(output.request_id, output.index): output for output in encoder.step()}
-    for index, text in enumerate(TEXTS):
-        tokens = found["tokens", index]
-        assert tokens.pooled.values.shape == (tokens.num_prompt_tokens, 32)
-        mean = found["texts", index].pooled.values
-        np.testing.assert_allclose(mean, whole[index], atol=1e-6)
-        assert len(encoder.reader.read([text])[0].ids) == tokens.num_prompt_tokens
+        found |= {output.request_id: output for output in encoder.step()}
+    np.testing.assert_allclose(found["texts"].pooled.values, whole, atol=1e-6)
+    assert len(found["tokens"].pooled) == len(TEXTS)
+    assert found["tokens"].num_prompt_tokens == len(found["tokens"].pooled.values)
+    for text, tokens in zip(TEXTS, found["tokens"].pooled, strict=True):
+        assert tokens.values.shape == (len(encoder.reader.read([text])[0].ids), 32)
 
 
 def test_token_ids_are_taken_as_they_are(tmp_path) -> None:
@@ -200,6 +199,40 @@ def test_numbers_that_are_not_finite_are_an_error(tmp_path) -> None:
         encoder.encode(["a"])
     assert caught.value.error.code == "not_finite"
     assert np.isfinite(encoder.encode(["x"])).all()
+
+
+def test_inputs_beside_one_that_is_not_finite_are_answered(tmp_path) -> None:
+    encoder = load(save_encoder(tmp_path))
+    texts = ["x", "a", "x y"]
+    wanted = encoder.encode(["x", "x y"])
+    encoder._pipeline.model.base.get_input_embeddings().weight.data[5] = float("nan")  # "a"
+    encoder.add_request("three", encoder.reader.read(texts))
+    outputs = encoder.step()
+    assert [(each.index, each.error and each.error.code) for each in outputs] == [(0, None), (1, "not_finite"), (2, None)]
+    found = np.concatenate([each.pooled.values for each in outputs if each.error is None])
+    np.testing.assert_allclose(found, wanted, atol=1e-6)
+
+
+def test_texts_are_read_while_batches_are_computed(tmp_path, monkeypatch) -> None:
+    """The first batch is launched before all texts are read, and numbers in errors are those of all texts."""
+    encoder = load(save_encoder(tmp_path), max_num_batched_tokens=64)
+    wanted = encoder.encode(TEXTS)
+    monkeypatch.setattr("fa_serve.engine.pooling.encoder.READ_CHARACTERS", 20)
+    read = type(encoder.reader).read
+    steps = []
+
+    def count(self, inputs, **options):
+        steps.append(encoder.stats().num_steps)
+        return read(self, inputs, **options)
+
+    monkeypatch.setattr(type(encoder.reader), "read", count)
+    before = encoder.stats().num_steps
+    np.testing.assert_allclose(encoder.encode([*TEXTS] * 3), np.concatenate([wanted] * 3), atol=1e-5)
+    assert steps[0] == before < steps[-1]
+    with pytest.raises(ParameterError, match="item 7"):
+        encoder.encode([*["a cat"] * 7, []])
+    encoder.check_integrity()
+    assert not encoder.has_unfinished()
 
 
 def test_out_of_memory_halves_batches(tmp_path, monkeypatch) -> None:

@@ -20,7 +20,7 @@ def reader(card: EncoderCard = CARD) -> InputReader:
 
 def test_ids_and_types_are_those_of_the_tokenizer() -> None:
     mixed = [*TEXTS, *PAIRS, [5, 6, 7]]
-    found = reader().read(mixed)
+    found = list(reader().read(mixed))
     tokenizer = word_pieces()
     for text, each in zip(mixed[:-1], found[:-1], strict=True):
         wanted = tokenizer(*text) if isinstance(text, tuple) else tokenizer(text)

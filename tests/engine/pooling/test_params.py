@@ -5,7 +5,7 @@ import pickle
 import numpy as np
 import pytest
 
-from fa_serve.engine.pooling.params import EncoderCard, Pooled, PoolingParams
+from fa_serve.engine.pooling.params import EncoderCard, PooledRows, PoolingParams
 from fa_serve.engine.request.outputs import RequestOutput
 from fa_serve.spec import ParameterError
 
@@ -35,7 +35,17 @@ def test_what_it_computes_is_not_refused() -> None:
 
 
 def test_results_cross_the_pipe_between_processes() -> None:
-    output = RequestOutput("a", [], finished=True, index=3, pooled=Pooled(np.arange(3, dtype=np.float32)))
-    found = pickle.loads(pickle.dumps(output))
+    rows = PooledRows(np.arange(6, dtype=np.float32).reshape(3, 2))
+    found = pickle.loads(pickle.dumps(RequestOutput("a", [], finished=True, index=3, pooled=rows)))
     assert found.index == 3
-    np.testing.assert_array_equal(found.pooled.values, output.pooled.values)
+    np.testing.assert_array_equal(found.pooled.values, rows.values)
+
+
+def test_rows_know_which_of_them_are_those_of_an_input() -> None:
+    rows = PooledRows(np.arange(5, dtype=np.float32), np.array([0, 2, 2, 5]), np.arange(10, 15, dtype=np.int32))
+    assert [each.values.tolist() for each in rows] == [[0, 1], [], [2, 3, 4]]
+    assert [each.indices.tolist() for each in rows.part(1, 3)] == [[], [12, 13, 14]]
+    plain = PooledRows(np.arange(6, dtype=np.float32).reshape(3, 2))
+    assert (len(plain), plain.part(1, 3)[1].values.tolist()) == (3, [4, 5])
+    with pytest.raises(IndexError):
+        plain[3]

@@ -7,7 +7,7 @@ import pytest
 from encoder_folders import LENGTH, save_encoder
 
 from fa_serve.engine import Encoder, EngineConfig, PoolingParams
-from fa_serve.engine.pooling.inputs import EncoderInput
+from fa_serve.engine.pooling.inputs import EncoderInput, EncoderInputs
 from fa_serve.spec import ParameterError
 
 
@@ -58,9 +58,9 @@ def test_several_labels_that_do_not_exclude_each_other_get_sigmoids(tmp_path) ->
 def test_inputs_of_one_token_have_rows_of_tokens(tmp_path) -> None:
     """As many tokens as inputs: rows of tokens are still told from vectors."""
     pipeline = load(save_encoder(tmp_path))._pipeline
-    ones = [EncoderInput(np.array([5], dtype=np.int32)) for _ in range(3)]
+    ones = EncoderInputs.of([EncoderInput(np.array([5], dtype=np.int32)) for _ in range(3)])
     params = PoolingParams(tokens=True)
     rows = pipeline.rows(pipeline.compute(ones, params), ones, params)
-    assert [row.shape for row in rows] == [(1, 32)] * 3
+    assert [row.values.shape for row in rows] == [(1, 32)] * 3
     plain = PoolingParams()
-    assert [row.shape for row in pipeline.rows(pipeline.compute(ones, plain), ones, plain)] == [(32,)] * 3
+    assert [row.values.shape for row in pipeline.rows(pipeline.compute(ones, plain), ones, plain)] == [(32,)] * 3

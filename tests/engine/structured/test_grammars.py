@@ -8,6 +8,7 @@ import pickle
 import re
 import threading
 import time
+from types import SimpleNamespace
 
 import jsonschema
 import pytest
@@ -17,6 +18,7 @@ from fa_serve.engine import AsyncEngine, Engine, EngineConfig, SamplingParams, S
 from fa_serve.engine.scheduler.sequence import SequenceState
 from fa_serve.engine.structured import grammars as structured
 from fa_serve.engine.structured.matcher import Matcher
+from fa_serve.sandbox.trials import Cancelled
 from fa_serve.spec import ParameterError
 
 pytest.importorskip("llguidance")
@@ -210,6 +212,39 @@ def test_the_first_mask_of_a_grammar_is_computed_once(make_engine, tokenizer, mo
         grammars.masks([later], CLIENTS[:1])
     with pytest.raises(AssertionError, match="a mask is computed"):
         grammars.masks([grammars.matcher(StructuredOutput(regex="[0-8]{3}"))], CLIENTS[:1])
+
+
+def test_a_grammar_whose_client_left_while_it_was_compiled_is_not_kept(make_engine, monkeypatch) -> None:
+    """It takes up to `grammar_memory` bytes, and would stay for IDLE_SECONDS."""
+    grammars = make_engine().grammars
+    trial = SimpleNamespace(run=lambda _: b'{"error": "", "bytes": 1000000}', cancelled=False)
+    compile_grammar = structured._compile
+
+    def leaves(*arguments: object) -> object:
+        trial.cancelled = True
+        return compile_grammar(*arguments)
+
+    monkeypatch.setattr(structured, "_compile", leaves)
+    with pytest.raises(Cancelled):
+        grammars.matcher(KINDS["regex"], trial)
+    assert grammars.num_bytes == 0
+    trial.cancelled = False
+    monkeypatch.setattr(structured, "_compile", compile_grammar)
+    grammars.matcher(KINDS["regex"], trial)
+    assert grammars.num_bytes >= 1_000_000
+
+
+def test_idle_grammars_are_let_go_of_but_for_a_small_part(make_engine, monkeypatch) -> None:
+    grammars = make_engine(grammar_cache_bytes=64 << 20).grammars
+    trial = SimpleNamespace(run=lambda _: b'{"error": "", "bytes": 700000}', cancelled=False)
+    for count in range(1, 4):
+        grammars.matcher(StructuredOutput(regex=f"[0-9]{{{count}}}"), trial)
+    grammars.sweep()
+    assert grammars.num_bytes > 3 * 700_000, "they have just been used"
+    now = time.monotonic()
+    monkeypatch.setattr(structured.time, "monotonic", lambda: now + structured.IDLE_SECONDS + 1)
+    grammars.sweep()
+    assert 700_000 < grammars.num_bytes <= 1 << 20, "a 64th of the bytes may stay"
 
 
 class SlowMatcher(Matcher):

@@ -33,7 +33,7 @@ def test_layers_that_do_not_see_all_keys_read_each_sequence(options: dict[str, A
 
 def test_shared_pages_are_not_read_for_each_sequence() -> None:
     """The call of what follows does not see them."""
-    batch, given = problem({})
+    batch, _ = problem({})
     assert batch.common is not None
     assert batch.common.own_seqused_k.tolist() == [1, 6, 4, 1, 6, 3]
     assert batch.common.own_block_table[:, :2].tolist() == [[9, 0], [1, 4], [2, 0], [6, 0], [8, 10], [11, 0]]

@@ -8,8 +8,9 @@ import pytest
 import torch
 from every_type import tiny_model
 
-from fa_serve import patch
+from fa_serve import BlockLists, patch
 from fa_serve.engine import Engine, EngineConfig
+from fa_serve.hf.adapter import attention
 from fa_serve.hf.adapter.short_choices import find_short_choices, length_limit, seat_short_choices
 from fa_serve.spec import ParameterError, UnsupportedModelError
 
@@ -38,8 +39,10 @@ def test_a_choice_that_leaves_out_keys_before_is_refused() -> None:
 
 
 @torch.no_grad()
-def test_blocks_of_keys_in_the_plugin() -> None:
-    """Logits are those of eager attention, for sequences of which each query sees two blocks of four keys, one row padded."""
+@pytest.mark.parametrize("listed", [True, False])
+def test_blocks_of_keys_in_the_plugin(listed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits are those of eager attention, for sequences of which each query sees two blocks of four keys, one row padded. The
+    blocks become lists, for which no number of each query and key is held, or a bias."""
     model: Any = tiny_model("minimax_m3_vl", BLOCKS)
     ids = torch.randint(3, 140, (2, 21), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
@@ -47,5 +50,22 @@ def test_blocks_of_keys_in_the_plugin() -> None:
     expected = model(input_ids=ids, attention_mask=mask).logits
     wide = tiny_model("minimax_m3_vl", {"text_config": {"index_block_size": 4}})(input_ids=ids, attention_mask=mask).logits
     assert (wide - expected)[0].abs().max() > 1e-3, "the choice does not matter"
+    if listed:
+        monkeypatch.delattr(attention, "_bias_of_blocks")
+    else:
+        monkeypatch.setattr(attention, "_lists_blocks", lambda *call: False)
     actual = patch(model)(input_ids=ids, attention_mask=mask).logits
     torch.testing.assert_close(actual[mask.bool()], expected[mask.bool()], rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_few_queries_that_have_chosen_blocks_get_a_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The token after a prompt: its call looks like that of the next one, whatever it has chosen."""
+    model: Any = tiny_model("minimax_m3_vl", BLOCKS)
+    ids = torch.randint(3, 140, (1, 40), generator=torch.Generator().manual_seed(0))
+    expected = model(input_ids=ids).logits[:, -1]
+    patch(model)
+    cache = model(input_ids=ids[:, :-1], use_cache=True).past_key_values
+    monkeypatch.setattr(BlockLists, "from_chosen_blocks", None)
+    actual = model(input_ids=ids[:, -1:], past_key_values=cache).logits[:, -1]
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)

@@ -44,8 +44,9 @@ def test_modules_are_those_of_sentence_transformers(tmp_path, modules) -> None:
 
 @pytest.fixture
 def packed() -> tuple[torch.Tensor, PackedInputs]:
-    ids = torch.arange(sum(LENGTHS))
-    return torch.randn(len(ids), 6, generator=torch.Generator().manual_seed(0)), PackedInputs.of(ids, None, LENGTHS, CPU)
+    ids = np.arange(sum(LENGTHS))
+    hidden = torch.randn(len(ids), 6, generator=torch.Generator().manual_seed(0))
+    return hidden, PackedInputs.of(ids, None, [0, *np.cumsum(LENGTHS)], CPU)
 
 
 def test_positions_restart_in_each_sequence(packed) -> None:
@@ -83,9 +84,9 @@ def test_tokens_of_a_prompt_do_not_count_where_the_folder_says_so(packed) -> Non
     hidden, inputs = packed
     parts = hidden.split(LENGTHS)
     wanted = torch.stack([parts[0][2:].mean(0), parts[1].mean(0), parts[2][2:].mean(0)])
-    torch.testing.assert_close(TokenPooling(["mean"], False)(hidden, inputs, [2, 2, 2]), wanted)
-    assert not torch.equal(TokenPooling(["mean"], True)(hidden, inputs, [2, 2, 2]), wanted)
-    torch.testing.assert_close(TokenPooling(["cls"], False)(hidden, inputs, [2, 2, 2])[2], parts[2][2])
+    torch.testing.assert_close(TokenPooling(["mean"], False)(hidden, inputs, np.full(3, 2)), wanted)
+    assert not torch.equal(TokenPooling(["mean"], True)(hidden, inputs, np.full(3, 2)), wanted)
+    torch.testing.assert_close(TokenPooling(["cls"], False)(hidden, inputs, np.full(3, 2))[2], parts[2][2])
 
 
 def test_modules_without_their_weights_are_refused(tmp_path) -> None:

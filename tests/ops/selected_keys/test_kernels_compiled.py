@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cross_compile import SHARED_BYTES, UNLIKE, compiling_for
+from sampled_cases import each_nth
 from torch import Tensor
 
 from fa_serve.ops.selected_keys.attention import launch_sparse_attention
@@ -15,7 +16,7 @@ def bf16(*shape: int) -> Tensor:
     return torch.zeros(*shape, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("target", UNLIKE)
+@pytest.mark.parametrize("target", each_nth(3, UNLIKE))
 def test_attention_to_slots(target: str) -> None:
     """DeepSeek V3.2 on latent keys with the slots of a query in parts and whole, GLM with 64 heads, and keys for each head."""
     slots = torch.zeros(4, 2048, dtype=torch.int32)
@@ -32,7 +33,7 @@ def test_attention_to_slots(target: str) -> None:
         assert kernels[0].instructions["HGMMA"] > 0
 
 
-@pytest.mark.parametrize("target", UNLIKE)
+@pytest.mark.parametrize("target", each_nth(3, UNLIKE))
 def test_choice_of_keys(target: str) -> None:
     step = (torch.zeros(2, 1024, dtype=torch.int32), torch.zeros(2, dtype=torch.int32), torch.zeros(3, dtype=torch.int32))
     with compiling_for(target) as kernels:

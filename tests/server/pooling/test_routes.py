@@ -19,11 +19,12 @@ async def post(client, path: str, body: dict, status: int = 200):
     return reply.json()
 
 
-async def test_embeddings_are_those_of_the_encoder_in_both_formats(encoding, encoder_of) -> None:
+async def test_embeddings_are_those_of_the_encoder_in_each_format(encoding, encoder_of) -> None:
     wanted = encoder_of("embed").encode(TEXTS)
     async with encoding("embed") as client:
         reply = await post(client, "/v1/embeddings", MODEL | {"input": list(TEXTS)})
         packed = await post(client, "/v1/embeddings", MODEL | {"input": list(TEXTS), "encoding_format": "base64"})
+        signs = await post(client, "/v1/embeddings", MODEL | {"input": TEXTS[1], "encoding_format": "ubinary"})
         one = await post(client, "/v1/embeddings", MODEL | {"input": TEXTS[2], "dimensions": 5})
         ids = [each.ids.tolist() for each in encoder_of("embed").reader.read(TEXTS)]
         by_ids = await post(client, "/v1/embeddings", MODEL | {"input": ids})
@@ -33,6 +34,7 @@ async def test_embeddings_are_those_of_the_encoder_in_both_formats(encoding, enc
     np.testing.assert_allclose(found, wanted, atol=1e-6)
     numbers = [np.frombuffer(base64.b64decode(each["embedding"]), dtype="<f4") for each in packed["data"]]
     np.testing.assert_allclose(np.stack(numbers), wanted, atol=1e-6)
+    assert signs["data"][0]["embedding"] == np.packbits(wanted[1] > 0).tolist()
     shorter = np.array(one["data"][0]["embedding"])
     np.testing.assert_allclose(shorter, wanted[2, :5] / np.linalg.norm(wanted[2, :5]), atol=1e-6)
     np.testing.assert_allclose([each["embedding"] for each in by_ids["data"]], wanted, atol=1e-6)

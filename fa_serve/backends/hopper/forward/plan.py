@@ -66,6 +66,9 @@ from fa_serve.launching.launch import Launch, View, broadcast_strides, multiproc
 from fa_serve.launching.plans import Run
 from fa_serve.spec import TREE_SPLITS
 
+SHARE_BIAS = False
+"""Compute the tiles of the same head and rows of all sequences one after the other, where they add the same bias: it is read
+from memory once then, and from the L2 cache for the other sequences. Not timed yet, so it is off."""
 _MAX_PADDED = 1 << 27
 """The largest output, in numbers, that padded tiles leave to be combined; the buffer holds it for up to 16 splits. The
 positions in it have 32 bits."""
@@ -224,6 +227,7 @@ def _plan_launches(problem: _Problem, tiles: HopperTiles | None, max_splits: int
         bits=blocks is not None and blocks.partial_bits is not None,
         mask=mask_form(problem.mask),
         mask_words=problem.mask is not None and max(head_dims) <= 192 and has_mask_words(problem.mask, problem.q.dtype),
+        sequences_first=SHARE_BIAS and problem.batch > 1 and _shares_bias(problem.mask),
         precision=options.precision,
         gaps=problem.form == "packed" and options.precision != "bf16",
         pack_gqa=problem.pack_gqa,
@@ -254,6 +258,11 @@ def _plan_launches(problem: _Problem, tiles: HopperTiles | None, max_splits: int
         return Launches(attention, counted=tiles.schedule == Schedule.DYNAMIC, mask_words=var.mask_words)
     table = _plan_table(problem, var, counts, slots, max_splits)
     return Launches(attention, table, counts.per_head, combine=combine)
+
+
+def _shares_bias(mask: Tensor | None) -> bool:
+    """Whether all sequences add the same numbers."""
+    return mask_form(mask) == "float" and broadcast_strides(mask)[0] == 0
 
 
 def has_mask_words(mask: Tensor, dtype: torch.dtype) -> bool:
@@ -343,7 +352,11 @@ def _count_tiles(problem: _Problem, var: Variant, slots: int, max_splits: int) -
     else:
         per_head = num_m * batch
         equal = options.window_size[0] < 0 and options.window_size[1] < 0
-        group, tail = head_group(batch * problem.num_heads, problem.heads_per_kv, kv_bytes, num_m, equal)
+        # heads of all sequences stand together or apart
+        sequences = batch if var.sequences_first else 1
+        group, tail = head_group(
+            batch * problem.num_heads, problem.heads_per_kv * sequences, kv_bytes * sequences, num_m, equal
+        )
     if var.pack_gqa > 1 or var.split_kv:  # few tiles, which run at once
         group = tail = problem.tile_heads if problem.packed else batch * problem.tile_heads
     if var.split_kv:

@@ -96,8 +96,13 @@ def _dense_tile(index, args, var: gl.constexpr):
     if var.has_left:
         low = gl.minimum(gl.maximum(row + offset - args.left, 0) // var.tiles.block_n, high - 1)
     batch = batch_head // args.num_heads
+    head = batch_head % args.num_heads
+    if var.sequences_first:
+        sequences = gl.maximum(args.total // args.num_m // args.num_heads, 1)
+        batch = batch_head % sequences
+        head = batch_head // sequences
     row = gl.where(index < args.total, row, -1)
-    return Tile(row, batch_head % args.num_heads, batch, args.seqlen_q, batch, args.seqlen_k, low, high), batch
+    return Tile(row, head, batch, args.seqlen_q, batch, args.seqlen_k, low, high), batch
 
 
 @gluon.jit

@@ -31,6 +31,7 @@ class Variant:
     page_size:  tokens of a page of the KV cache, 0 without one
     block_q, block_k: queries and keys per block of the lists, 0 without lists; bits: partial blocks have bits
     mask:       what the lists were scanned from, "bool" or "float", else "none"; mask_words: see `plan.has_mask_words`
+    sequences_first: (dense) tiles of the same head and rows of all sequences follow one another, see `plan.SHARE_BIAS`
     precision:  "bf16": Q, K, V and P have 16 bits; "qk8": Q and K are float8 with scales; "fp8": V and P are float8 as well.
                 See `triton.float8_inputs`
     gaps:       (float8 keys, varlen) the copies of keys are packed with gaps; else they are a dense batch. See
@@ -55,6 +56,7 @@ class Variant:
     bits: bool = False
     mask: str = "none"
     mask_words: bool = False
+    sequences_first: bool = False
     precision: Precision = "bf16"
     gaps: bool = False
     pack_gqa: int = 1

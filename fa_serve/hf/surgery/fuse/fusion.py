@@ -78,14 +78,17 @@ def fuse_model(model: PreTrainedModel, *, deterministic: bool = False) -> int:
 
     Layers with latent attention that are not fused cache latent keys as well, where that changes nothing.
 
-    deterministic: only what computes each row by itself in deterministic mode, and what `fa_serve.exact` trains: layers
+    deterministic: only what computes each row by itself in deterministic mode, and what `fa_serve.exact` trains: layers, and
+    routers and shared experts within them, whose weights are the memory of parameters
     """
     fused = fuse_layers(model, deterministic=deterministic)
-    if deterministic:
-        return fused
-    seat_latent_keys(module for module in model.modules() if not isinstance(vars(module).get("forward"), FusedLayer))
-    fuse_routers(model)
-    fuse_units(model)
+    layers = [module for module in model.modules() if isinstance(vars(module).get("forward"), FusedLayer)]
+    if not deterministic:
+        seat_latent_keys(module for module in model.modules() if module not in layers)
+    # a call that records gradients runs the code of routers and experts, so that what exact forwards compute is in fused layers
+    mixtures = nn.ModuleList(layers) if deterministic else model
+    fuse_routers(mixtures, live=deterministic)
+    fuse_units(mixtures)
     return fused
 
 

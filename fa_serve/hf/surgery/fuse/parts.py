@@ -145,9 +145,13 @@ def norm_of(module: Any) -> ops.Norm:
 
 
 def activation_of(mlp: Any) -> str:
-    """Which of ops.ACTIVATIONS a gated unit has, read from its values."""
-    function = getattr(mlp, "act_fn", None) or mlp.activation_fn
-    x = torch.linspace(-5.0, 5.0, 64, device=mlp.down_proj.weight.device)[None]
+    """Which of ops.ACTIVATIONS a gated unit has."""
+    return activation_named(getattr(mlp, "act_fn", None) or mlp.activation_fn, mlp.down_proj.weight.device)
+
+
+def activation_named(function: Any, device: torch.device) -> str:
+    """Which of ops.ACTIVATIONS a function is, read from its values."""
+    x = torch.linspace(-5.0, 5.0, 64, device=device)[None]
     expected = function(x)
     pairs = torch.cat([x, torch.ones_like(x)], dim=1)
     for name in ops.ACTIVATIONS:

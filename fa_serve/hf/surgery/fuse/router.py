@@ -80,13 +80,19 @@ class FusedRouter:
 
 
 @torch.no_grad()
-def fuse_routers(model: nn.Module) -> int:
-    """Give routers of a model the forward of `FusedRouter`, where that changes nothing. Returns how many."""
+def fuse_routers(model: nn.Module, *, live: bool = False) -> int:
+    """Give routers of a model the forward of `FusedRouter`, where that changes nothing. Returns how many.
+
+    live: leave out those whose numbers would be copied, which a step of an optimizer does not reach
+    """
     known: dict[ops.Router, None] = {}
 
     def build(router: nn.Module) -> FusedRouter:
         """Weights tell how a router corrects its scores, so that each is proven by itself."""
         built = _prove(router, list(known))
+        own = {x.data_ptr() for x in (*router.parameters(), *router.buffers())}
+        if live and any(x is not None and x.data_ptr() not in own for x in (built.weight, built.bias, built.correction)):
+            raise NotReplacedError("it computes with copies of its numbers in another dtype")
         known[built.router] = None
         return built
 

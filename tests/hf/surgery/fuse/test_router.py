@@ -142,4 +142,10 @@ def test_gradients_and_graphs_run_the_own_code(monkeypatch: pytest.MonkeyPatch) 
 def test_the_engine_fuses_routers(make_engine) -> None:
     engine = make_engine("qwen3-moe")
     assert len(routers(engine._runner.model)) == 2
-    assert routers(make_engine("qwen3-moe", deterministic=True)._runner.model) == []
+    assert len(routers(make_engine("qwen3-moe", deterministic=True)._runner.model)) == 2
+
+
+def test_routers_that_would_copy_their_numbers_are_left_to_a_trainer() -> None:
+    model = built(BY_NAME["deepseek-v3"]).to(torch.bfloat16)
+    assert fuse_routers(model, live=True) == 0
+    assert fuse_routers(model) > 0

@@ -1,0 +1,156 @@
+"""Modules of vision towers, in another form that GPUs compute faster.
+
+    quicken_tower(model, beside=model.get_decoder())      # returns how many modules have another forward now
+
+- Towers of Qwen2-VL and those like it get each patch of an image as a row, and multiply it with a convolution whose kernel is
+  as large as the patch. The result has one place, so it is a product of the row with the weights. PyTorch treats it as a
+  convolution of thousands of tiny images. Larger inputs are left to the convolution.
+- The gated MLPs of Qwen2.5-VL's tower are 3420 wide. Rows of 6840 bytes do not begin at multiples of 16 bytes, which the fast
+  products of a GPU need. Both matrices of the first product become one, with zeros up to a multiple of ALIGNED, and so does
+  the width of the second. The parameters stay, as views of these, so that new values written into them are used.
+- RMS norms are one kernel each, instead of six over numbers of float32.
+
+Each form is proven (`proof.py`). Left out: the language model, whose layers `fuse` replaces, and attention.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fa_serve import ops
+from fa_serve.hf.surgery.fuse.parts import activation_of, norm_of
+from fa_serve.hf.surgery.proof import NotReplacedError, check_untouched, float32_copy, functions_agree, replace_forwards
+
+ALIGNED = 64
+"""Elements of a row in 128 bytes."""
+_FEWEST = 8
+"""Elements in 16 bytes: a width that is a multiple of it is left as it is."""
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+Convolution = nn.Conv2d | nn.Conv3d
+log = logging.getLogger("fa_serve.hf")
+
+
+def quicken_tower(model: nn.Module, beside: nn.Module | None = None) -> int:
+    """Give the modules of these kinds another forward, in place, where that is proven to come to the same. Returns their
+    number. beside: a part of the model that stays as it is, the language model"""
+
+    def refuse(module: nn.Module, reason: str) -> None:
+        log.info("a %s of the tower stays as it is: %s", type(module).__name__, reason)
+
+    left_out = set() if beside is None else {*beside.modules()}
+    modules = [module for module in model.modules() if module not in left_out]
+    kinds: tuple[tuple[Callable[[Any], bool], Callable[[Any], Callable[[Any], Any]]], ...] = (
+        (_covers_patches, _prove_patches),
+        (_is_unaligned, _prove_mlp),
+        (_may_be_norm, _prove_norm),
+    )
+    return sum(replace_forwards(filter(takes, modules), prove, refuse) for takes, prove in kinds)
+
+
+def _covers_patches(module: nn.Module) -> bool:
+    if type(module) not in (nn.Conv2d, nn.Conv3d):
+        return False
+    assert isinstance(module, nn.Conv2d | nn.Conv3d)
+    plain = module.groups == 1 and set(module.dilation) == {1} and module.padding_mode == "zeros"
+    return plain and module.padding in ("valid", (0,) * len(module.kernel_size)) and module.stride == module.kernel_size
+
+
+def _prove_patches(module: Convolution) -> Callable[[Convolution], Callable[[Tensor], Tensor]]:
+    """Raises NotReplacedError."""
+    own = float32_copy(module, torch.device("cpu"))
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(5, module.in_channels, *module.kernel_size, generator=draw)
+    with torch.no_grad():
+        if not functions_agree(own, partial(_multiply, own), x):
+            raise NotReplacedError("its product differs from its convolution")
+    return lambda each: partial(_multiply, each)
+
+
+def _multiply(module: Convolution, x: Tensor) -> Tensor:
+    """x: (n, in_channels, *size) -> (n, out_channels, *places)"""
+    if x.shape[2:] != module.kernel_size:
+        return type(module).forward(cast(Any, module), x)
+    rows = F.linear(x.flatten(1), module.weight.flatten(1), module.bias)
+    return rows.view(len(x), module.out_channels, *(1 for _ in module.kernel_size))
+
+
+def _is_unaligned(module: nn.Module) -> bool:
+    parts = [getattr(module, name, None) for name in _PROJECTIONS]
+    if not all(type(part) is nn.Linear for part in parts):
+        return False
+    down = cast(nn.Linear, parts[2])
+    return down.in_features % _FEWEST > 0 and down.weight.element_size() == 2
+
+
+def _prove_mlp(module: Any) -> Callable[[Any], Callable[[Tensor], Tensor]]:
+    """Raises NotReplacedError, or an error of the module's code."""
+    check_untouched(module)
+    activation = activation_of(module)
+    own = float32_copy(module, torch.device("cpu"))
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(5, own.gate_proj.in_features, generator=draw)
+    with torch.no_grad():
+        padded = PaddedMlp(float32_copy(module, torch.device("cpu")), activation)
+        if not functions_agree(own, padded, x):
+            raise NotReplacedError("it is no gated MLP")
+    return lambda each: PaddedMlp(each, activation)
+
+
+class PaddedMlp:
+    """The forward of a gated MLP over padded copies of its weights, of which its parameters become views."""
+
+    @torch.no_grad()
+    def __init__(self, mlp: Any, activation: str) -> None:
+        gate, up, down = (getattr(mlp, name) for name in _PROJECTIONS)
+        width = down.in_features
+        padded = -(-width // ALIGNED) * ALIGNED
+        self._activation = activation
+        self._first = gate.weight.new_zeros(2, padded, gate.in_features)
+        self._second = down.weight.new_zeros(down.out_features, padded)
+        self._bias = None if gate.bias is None and up.bias is None else gate.weight.new_zeros(2, padded)
+        self._down = down
+        for number, part in enumerate((gate, up)):
+            self._first[number, :width] = part.weight
+            part.weight = nn.Parameter(self._first[number, :width], requires_grad=part.weight.requires_grad)
+            if self._bias is not None and part.bias is not None:
+                self._bias[number, :width] = part.bias
+                part.bias = nn.Parameter(self._bias[number, :width], requires_grad=part.bias.requires_grad)
+        self._second[:, :width] = down.weight
+        down.weight = nn.Parameter(self._second[:, :width], requires_grad=down.weight.requires_grad)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: (..., in_features)"""
+        both = F.linear(x.flatten(0, -2), self._first.flatten(0, 1), None if self._bias is None else self._bias.flatten())
+        rows = F.linear(ops.act_and_mul(both, self._activation), self._second, self._down.bias)
+        return rows.view(*x.shape[:-1], rows.shape[-1])
+
+
+def _may_be_norm(module: nn.Module) -> bool:
+    """Whether it has one vector of weights, and a number that is added to the mean of squares."""
+    weights = dict(module.named_parameters())
+    has_eps = hasattr(module, "variance_epsilon") or hasattr(module, "eps")
+    return has_eps and [*weights] == ["weight"] and weights["weight"].ndim == 1 and not [*module.children()]
+
+
+def _prove_norm(module: nn.Module) -> Callable[[Any], Callable[[Tensor], Tensor]]:
+    """Raises NotReplacedError."""
+    check_untouched(module)
+    own: Any = float32_copy(module, torch.device("cpu"))
+    norm = norm_of(own)
+    x = torch.randn(5, len(norm.weight), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        if not functions_agree(own, partial(_normalise, own, norm.eps, norm.offset), x):
+            raise NotReplacedError("it is no RMS norm")
+    return lambda each: partial(_normalise, each, norm.eps, norm.offset)
+
+
+def _normalise(module: Any, eps: float, offset: float, x: Tensor) -> Tensor:
+    """x: (..., width)"""
+    return ops.rms_norm(x.reshape(-1, x.shape[-1]), ops.Norm(module.weight, eps, offset)).view(x.shape)
