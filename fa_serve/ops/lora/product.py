@@ -203,6 +203,30 @@ def rows_of_b(
 
 
 @triton.jit
+def _first_of_b(
+    b_ptr, pages_ptr, slot, columns, inside, stride_page,
+    N: tl.constexpr, OUT: tl.constexpr, MAX_PAGES: tl.constexpr, PAGE: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """The first page of an adapter, and its columns of the other half if GATED."""
+    b = rows_of_b(b_ptr, pages_ptr, slot, 0, columns, inside, stride_page, N, MAX_PAGES, PAGE)
+    b_up = b
+    if GATED:
+        b_up = rows_of_b(b_ptr, pages_ptr, slot, 0, columns + OUT, inside, stride_page, N, MAX_PAGES, PAGE)
+    return b, b_up
+
+
+@triton.jit
+def _rows_of_tile(tiles_ptr, rows_ptr, tile, num_tiles, BLOCK_ROWS: tl.constexpr):
+    """Slot, number of rows and rows of a tile; -1 and 0 behind the last one and for padding."""
+    exists = tile < num_tiles
+    count = tl.load(tiles_ptr + 3 * tile + 2, mask=exists, other=0)
+    slot = tl.load(tiles_ptr + 3 * tile, mask=exists, other=-1)
+    first = tl.load(tiles_ptr + 3 * tile + 1, mask=exists, other=0)
+    i = tl.arange(0, BLOCK_ROWS)
+    return tl.where(count > 0, slot, -1), count, tl.load(rows_ptr + first + i, mask=i < count, other=0)
+
+
+@triton.jit
 def _adapted_columns(
     b, slot, part, rows, keep, columns, inside, given, bias_ptr, M, stride_page, stride_slot,
     N: tl.constexpr, PARTS: tl.constexpr, MAX_PAGES: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr,
@@ -298,20 +322,16 @@ def _expand_and_finish(
         columns += begin - BLOCK_N * tl.where(part == 0, 0, tl.where(part == 1, T0, T0 + T1))
     inside = columns < end
     given = AdapterTensors(b_ptr, pages_ptr, num_pages_ptr, scales_ptr, ones_ptr, factors_ptr, sums_ptr, shrunk_ptr)
-    i = tl.arange(0, BLOCK_ROWS)
     # no kernel of a step writes tiles and adapters, so those of the first tile are loaded before the product ends
-    slot = tl.load(tiles_ptr + 3 * tile)
-    first = tl.load(tiles_ptr + 3 * tile + 1)
-    count = tl.load(tiles_ptr + 3 * tile + 2)
-    slot = tl.where(count > 0, slot, -1)
-    rows = tl.load(rows_ptr + first + i, mask=i < count, other=0)
-    b = rows_of_b(b_ptr, pages_ptr, slot, 0, columns, inside, stride_page, N, MAX_PAGES, PAGE)
-    b_up = b
-    if GATED:
-        b_up = rows_of_b(b_ptr, pages_ptr, slot, 0, columns + OUT, inside, stride_page, N, MAX_PAGES, PAGE)
+    slot, count, rows = _rows_of_tile(tiles_ptr, rows_ptr, tile, num_tiles, BLOCK_ROWS)
+    b, b_up = _first_of_b(b_ptr, pages_ptr, slot, columns, inside, stride_page, N, OUT, MAX_PAGES, PAGE, GATED)
     wait_for_previous_kernel(PDL)
     while count > 0:
-        keep = i < count
+        # the next tile is loaded before this one is computed
+        tile += lanes
+        next_slot, next_count, next_rows = _rows_of_tile(tiles_ptr, rows_ptr, tile, num_tiles, BLOCK_ROWS)
+        next_b, next_up = _first_of_b(b_ptr, pages_ptr, next_slot, columns, inside, stride_page, N, OUT, MAX_PAGES, PAGE, GATED)
+        keep = tl.arange(0, BLOCK_ROWS) < count
         y = _adapted_columns(
             b, slot, part, rows, keep, columns, inside, given, bias_ptr, M, stride_page, stride_slot,
             N, PARTS, MAX_PAGES, PAGE, SPLITS, BLOCK_ROWS, BLOCK_N, PRECISION,
@@ -324,16 +344,11 @@ def _expand_and_finish(
             y = activate(y, KIND) * up
         offsets = rows.to(tl.int64)[:, None] * OUT + columns[None, :]
         store_product(y, out_ptr, residual_ptr, alpha, offsets, keep[:, None] & inside[None, :])
-        tile += lanes
-        exists = tile < num_tiles
-        count = tl.load(tiles_ptr + 3 * tile + 2, mask=exists, other=0)
-        slot = tl.load(tiles_ptr + 3 * tile, mask=exists & (count > 0), other=-1)
-        first = tl.load(tiles_ptr + 3 * tile + 1, mask=exists, other=0)
-        rows = tl.load(rows_ptr + first + i, mask=i < count, other=0)
-        b = rows_of_b(b_ptr, pages_ptr, slot, 0, columns, inside, stride_page, N, MAX_PAGES, PAGE)
-        b_up = b
-        if GATED:
-            b_up = rows_of_b(b_ptr, pages_ptr, slot, 0, columns + OUT, inside, stride_page, N, MAX_PAGES, PAGE)
+        slot = next_slot
+        count = next_count
+        rows = next_rows
+        b = next_b
+        b_up = next_up
 
 
 def launch_product(
