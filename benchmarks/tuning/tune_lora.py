@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.measure import graph_microseconds
-from fa_serve import ops
+from fa_serve import ops, spec
 from fa_serve.engine.runner.lora_arrays import tile_arrays
 from fa_serve.ops.lora import run
 from fa_serve.ops.lora.problem import COUNTER_WORDS, LORA_COUNTERS
@@ -127,7 +127,8 @@ def main() -> None:
             problem = Problem(shape, tokens)
             one = problem.batch(1)
             n = sum(problem.widths)
-            chosen = choose_product_tile(tokens, n, problem.k, 2, torch.cuda.get_device_properties(0).multi_processor_count)
+            sms = torch.cuda.get_device_properties(0).multi_processor_count
+            chosen = choose_product_tile(tokens, n, problem.k, 2, sms, spec.arch_of(problem.x.device))
             tiles = [chosen] if options.chosen else tiles_for(tokens, chosen)
             times = {"base": problem.microseconds(problem.base)}
             times["separate"] = problem.microseconds(partial(problem.separate, one))

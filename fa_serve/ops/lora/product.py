@@ -39,6 +39,8 @@ from fa_serve.ops.products.row import store_product
 from fa_serve.ops.products.row_invariant import sum_chain
 from fa_serve.ops.products.tiles import choose_splits, segment_columns
 
+WIDE_ARCHS = (90, 100, 103)
+"""GPUs with 227 KiB of shared memory in a multiprocessor."""
 MOST_MERGED_TOKENS = 128
 """Tokens of a step, above which cuBLAS multiplies and `kernel.py` adds adapters."""
 
@@ -57,18 +59,20 @@ class ProductTile(NamedTuple):
     finish_n: int
 
 
-def choose_product_tile(tokens: int, n: int, k: int, itemsize: int, num_sms: int) -> ProductTile:
+def choose_product_tile(tokens: int, n: int, k: int, itemsize: int, num_sms: int, arch: int) -> ProductTile:
     """The tile of a product of `tokens` rows with (n, k) weights of so many bytes each.
 
-    Sums are split while all programs are on the GPU at a time, three on a multiprocessor.
+    Sums are split while all programs are on the GPU at a time. Tiles are wide where that leaves no multiprocessor without one,
+    on GPUs that have the shared memory.
     """
     block_m = next(size for size in (16, 32, 64, MOST_MERGED_TOKENS) if size >= tokens)
     if itemsize == 4:
         return ProductTile(block_m, 32, 32, 2, 1, 64)
     stages = 3 if block_m == MOST_MERGED_TOKENS else 4
-    if n >= 128 * num_sms:
-        # programs of 64 rows would read the tokens as often as all weights: 86 us for 28672 x 4096 on one H200, cuBLAS 67
-        return ProductTile(block_m, 128, 64, stages, 1, 64)
+    # a program of 64 rows reads as many tokens as weights: 28672 x 4096 took 86 us on one H200, and 67 with cuBLAS
+    splits = choose_splits(-(-n // 128), 3 * num_sms // 2, k, 256, most=8)
+    if arch in WIDE_ARCHS and -(-n // 128) * splits >= num_sms * 9 // 10:
+        return ProductTile(block_m, 128, 64, stages, splits, 64 if splits == 1 else 128)
     splits = choose_splits(-(-n // 64), 3 * num_sms, k, 256, most=8)
     return ProductTile(block_m, 64, 64, stages, splits, 128)
 
@@ -406,7 +410,9 @@ def plan_lora_product(
     max_pages = batch.pages.shape[1]
     parts = len(weights.widths)
     widths = (*weights.widths, 0, 0)[:MAX_PARTS]
-    tile = choose_product_tile(m, n, k, x.dtype.itemsize, multiprocessors(x.device, 132)) if tile is None else tile
+    if tile is None:
+        arch = spec.arch_of(x.device)
+        tile = choose_product_tile(m, n, k, x.dtype.itemsize, multiprocessors(x.device, 132), arch)
     precision = "ieee"
     pdl = spec.has_programmatic_launch(spec.arch_of(x.device))
     shrinks = triton.cdiv(num_tiles, tile.block_n // PAGE_RANKS) * parts * max_pages

@@ -86,8 +86,7 @@ def test_products_with_their_adapters(target: str) -> None:
         assert kernels[0].instructions["HGMMA"], "64 tokens are multiplied by warpgroups"
         assert kernels[0].instructions["LDGSTS"], "weights are loaded ahead"
         assert kernels[0].programmatic == ["launch_dependents", "wait"] * 2, "of A and of the weights"
-        assert 3 * kernels[0].shared_bytes <= SHARED_BYTES[target], "three programs are on a multiprocessor"
-        assert 2 * kernels[2].shared_bytes <= SHARED_BYTES[target], "two programs are on a multiprocessor"
+        assert 2 * kernels[0].shared_bytes <= SHARED_BYTES[target], "two programs are on a multiprocessor"
 
 
 @pytest.mark.parametrize("target", TARGETS)
