@@ -23,7 +23,6 @@ from torch import Tensor
 from benchmarks.measure import graph_microseconds
 from fa_serve import ops, spec
 from fa_serve.engine.runner.lora_arrays import tile_arrays
-from fa_serve.ops.lora import run
 from fa_serve.ops.lora.problem import COUNTER_WORDS, LORA_COUNTERS
 from fa_serve.ops.lora.product import ProductTile, choose_product_tile, plan_lora_product
 from fa_serve.ops.lora.row_product import launch_row
@@ -121,7 +120,6 @@ def main() -> None:
     parser.add_argument("--chosen", action="store_true", help="no other tile than the chosen one")
     options = parser.parse_args()
     torch.manual_seed(0)
-    run.MERGES_ADAPTERS = True
     for tokens in map(int, options.tokens.split(",")):
         for shape in options.shapes.split(","):
             problem = Problem(shape, tokens)

@@ -24,7 +24,7 @@ CASES = [
 
 @pytest.fixture(autouse=True)
 def merged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "MERGES_ADAPTERS", True)
+    monkeypatch.setattr(run, "MERGED_PRODUCTS", run.EVERY_PRODUCT)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
