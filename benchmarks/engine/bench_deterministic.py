@@ -21,7 +21,6 @@ import torch
 
 from benchmarks.engine.engine_workloads import SHAPES, make_model
 from benchmarks.measure import Results
-from fa_serve.backends import hopper
 from fa_serve.engine import Engine, EngineConfig, SamplingParams
 from fa_serve.ops.products import tiles
 
@@ -89,11 +88,9 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="few and short requests")
     parser.add_argument("--one-tile", action="store_true", help="switch tiles.CHOOSES_BY_ROWS off: one tile for every size")
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results")
-    parser.add_argument("--hopper-tree", action="store_true", help="switch hopper.FOLLOWS_TREE on: prompts by Hopper's kernel")
     parser.add_argument("--prompts", action="store_true", help="no cases of decoding")
     options = parser.parse_args()
     tiles.CHOOSES_BY_ROWS &= not options.one_tile
-    hopper.FOLLOWS_TREE |= options.hopper_tree
     results = Results("deterministic", options.out)
     for shape in options.shapes.split(","):
         for case, (deterministic, usual) in measure(shape, options.device, options.tiny, options.prompts).items():

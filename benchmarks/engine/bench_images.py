@@ -6,7 +6,7 @@
 
     requests     requests a second of 32 clients, each with another image in each request, 128 tokens out
     first of 32  median seconds to the first token of these requests
-    first        seconds to the first token of a request alone, with a new image
+    first        median seconds to the first token of a request alone, with a new image
     again        the same for a request with that image and another question behind it; ours is compared with "first"
     encode       images a second through the towers, 16 in one call; compared with one after the other
     text p99     seconds between two tokens of requests with text alone while requests with images come; compared with "alone",
@@ -222,11 +222,11 @@ def measure(sizes: Sizes, results: Results, cells: Cells) -> None:
         results.add(f"{sizes.shape} requests", "requests/s", rate, {})
         results.add(f"{sizes.shape} first of 32", "s", first, {})
     if cells.takes("first") or cells.takes("again"):
-        image = work.image()
-        work.first_token(work.image())
-        first = work.first_token(image)
-        results.add(f"{sizes.shape} first", "s", first, {})
-        results.add(f"{sizes.shape} again", "s", work.first_token(image), {"first": first})
+        images = [work.image() for _ in range(6)]
+        # the first image compiles what both cases need
+        firsts, again = ([work.first_token(image) for image in images][1:] for _ in range(2))
+        results.add(f"{sizes.shape} first", "s", statistics.median(firsts), {})
+        results.add(f"{sizes.shape} again", "s", statistics.median(again), {"first": statistics.median(firsts)})
     if cells.takes("encode"):
         work.images_per_second(together=16)
         results.add(
@@ -236,8 +236,9 @@ def measure(sizes: Sizes, results: Results, cells: Cells) -> None:
             {"alone": work.images_per_second(together=1)},
         )
     if cells.takes("text p99"):
-        others = {name: work.gaps_of_text(name) for name in ("alone", "prompts")}
-        results.add(f"{sizes.shape} text p99", "s", work.gaps_of_text("images"), others)
+        kinds = ("alone", "prompts", "images")
+        gaps = [{name: work.gaps_of_text(name) for name in kinds} for _ in range(2)][1]  # the first round captures graphs
+        results.add(f"{sizes.shape} text p99", "s", gaps.pop("images"), gaps)
     if cells.takes("text"):
         work.run_clients(with_images=False)
         rate, _ = work.run_clients(with_images=False)

@@ -5,7 +5,8 @@
 
 Microseconds in bfloat16 with heads of 128: prompts, chunks after a cached prefix, and decoding. "apart" is one program for each
 group of keys, "whole" one for all, with 64 or 128 packed rows (`tree/plan.py:CHOOSES_ROWS`), and "hopper" is Hopper's kernel
-(`hopper.FOLLOWS_TREE`), by name with its tiles: "late" rescales late, "pingpong" takes turns.
+(`hopper.FOLLOWS_TREE`), by name with its tiles: "late" rescales late, "pingpong" takes turns, "small" has 64 rows
+(`tiles.HALVES_TREE_TILES`).
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ HOPPER_FORMS = {
     "hopper late": HopperTiles(2, 64, 4, 2, Schedule.DYNAMIC, rescale_late=True),
     "hopper late pingpong": HopperTiles(2, 64, 4, 2, Schedule.DYNAMIC, rescale_late=True, pingpong=True),
     "hopper pingpong": HopperTiles(2, 64, 4, 2, Schedule.DYNAMIC, pingpong=True),
+    "hopper small": HopperTiles(1, 64, 2, 2, Schedule.DYNAMIC, rescale_late=True, blocks_per_sm=2),
     "hopper late early-exp": HopperTiles(2, 64, 4, 2, Schedule.DYNAMIC, rescale_late=True, softmax_first=False),
 }
 """Tiles for prompts; see `hopper.forward.tiles.tree_tiles`."""

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from sampled_cases import whole_runs
 
 from benchmarks.engine import bench_embeddings
 from fa_serve.engine import Encoder, EngineConfig
@@ -16,12 +17,13 @@ from fa_serve.engine import Encoder, EngineConfig
 FLAGS = ["--shapes", "tiny", "--lengths", "8", "--clients", "2", "--requests", "4", "--total", "256", "--rounds", "1"]
 
 
+@whole_runs
 def test_every_case_has_a_line(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.engine.bench_embeddings", *FLAGS, "--dtype", "float32", "--device", "cpu"]
     done = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True, check=False, timeout=280)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in (tmp_path / "embeddings.jsonl").read_text().splitlines()]
-    assert {line["case"] for line in lines} == {"tiny offline 8", "tiny http 8 x 2", "tiny p99 8 x 2"}
+    assert {line["case"] for line in lines} == {"tiny offline 8", "tiny few 8", "tiny http 8 x 2", "tiny p99 8 x 2"}
     assert all(line["bench"] == "embeddings" and line["ours"] > 0 for line in lines)
 
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from sampled_cases import whole_runs
 
 from benchmarks.engine import bench_host
 
@@ -17,6 +18,7 @@ CASES |= {f"flash_attn {name}" for name in ("dense", "varlen", "paged")}
 ENGINE = {f"engine {batch} {what}" for batch in (1, 2) for what in ("host", "wall")}
 
 
+@whole_runs
 def test_every_case_of_both_trees_is_in_the_results(tmp_path: Path) -> None:
     trees = ["--before", str(ROOT), "--before-commit", "abc1234", "--after", str(ROOT), "--after-commit", "def5678"]
     command = [sys.executable, "-m", "benchmarks.engine.bench_host", *trees, "--tiny", "--rounds", "1", "--out", str(tmp_path)]

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from sampled_cases import whole_runs
 
 from benchmarks.engine import open_loops
 from fa_serve.client.bench import Load
@@ -23,6 +24,7 @@ def bench(*arguments: str) -> str:
     return done.stdout
 
 
+@whole_runs
 def test_open_loops_from_a_cold_start_and_warm() -> None:
     said = bench("--open", "--rates", "20,40", "--cold-rates", "20", "--requests", "4", "--no-peers", "--peer-path", "nowhere")
     assert "vllm" not in said

@@ -10,6 +10,7 @@ import pytest
 import torch
 from quantised_copies import load
 from quantised_experts import write_awq
+from sampled_cases import whole_runs
 from tiny_models import make_model
 
 from benchmarks.engine import engine_workloads
@@ -112,6 +113,7 @@ def test_a_profile_of_an_engine_that_speculates_shows_decoding_and_verifying(
     assert "verify 5: left out" in said
 
 
+@whole_runs
 def test_a_profile_without_speculation_shows_decoding_alone(small_profile: Namespace, capsys) -> None:
     profile(small_profile)
     said = capsys.readouterr().out

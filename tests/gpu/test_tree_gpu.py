@@ -11,6 +11,7 @@ from torch import Tensor
 import fa_serve
 from fa_serve.backends import hopper
 from fa_serve.backends.calls import AttentionOptions, AttentionTensors
+from fa_serve.backends.hopper.forward import tiles
 from fa_serve.backends.triton.tree import plan as tree
 from fa_serve.backends.triton.tree.plan import plan_tree
 from fa_serve.launching.plans import PLANS
@@ -130,11 +131,14 @@ def test_tiles_of_128_rows_have_the_same_bits(heads: tuple[int, int], head_dim: 
 def test_the_hopper_kernel_follows_the_tree(
     heads: tuple[int, int], head_dim: int, left: int, sinks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The proof for `hopper.FOLLOWS_TREE`: all rows by this kernel, and those of prompts alone."""
+    """The proof for `hopper.FOLLOWS_TREE`: all rows by this kernel, and those of prompts alone, in tiles of 128 and 64 rows."""
     prompts = Prompts(heads, head_dim, left=left, sinks=sinks)
     monkeypatch.setattr(hopper, "FOLLOWS_TREE", False)
     expected = prompts.compute("triton")
     monkeypatch.setattr(hopper, "FOLLOWS_TREE", True)
-    for backend in ("hopper", "auto"):
-        for actual, wanted in zip(prompts.compute(backend), expected, strict=True):
-            assert torch.equal(actual, wanted), (backend, (actual != wanted).sum().item(), (actual - wanted).abs().max().item())
+    for form in ("hopper", "auto", "small"):
+        if form == "small":
+            monkeypatch.setattr(tiles, "HALVES_TREE_TILES", True)
+            monkeypatch.setattr(tiles, "FULL_WAVES", 1e9)
+        for actual, wanted in zip(prompts.compute("auto" if form == "auto" else "hopper"), expected, strict=True):
+            assert torch.equal(actual, wanted), (form, (actual != wanted).sum().item(), (actual - wanted).abs().max().item())

@@ -128,7 +128,7 @@ def test_kernels_of_sampling_and_of_deterministic_mode(target: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "target", each_nth(5, ["sm90", "sm80", "sm89", "sm100", "sm120", "gfx942"])
+    "target", each_nth(6, ["sm90", "sm80", "sm89", "sm100", "sm120", "gfx942"])
 )  # sm86 reads what sm80 reads
 def test_products_with_quantised_weights(target: str) -> None:
     """Every format that the target reads. A tile fits into 99 KB of shared memory, and weights reach Hopper's tensor cores."""

@@ -67,17 +67,12 @@ T = TypeVar("T")
 def with_targets(cases: Collection[T], everywhere: Container[T]) -> list[tuple[T, str]]:
     """Each case with each target of UNLIKE, and the cases in `everywhere` with every target.
 
-    A sample has each case with one target, sm90 every second time, and the cases in `everywhere` with each of UNLIKE.
+    A sample has each case with one target, sm90 every second time.
     """
-    in_turn = ["sm90", "sm80", "sm90", "sm120", "sm90", "gfx942"]
-    found = []
-    for number, case in enumerate(cases):
-        if ALL:
-            chosen = tuple(TARGETS) if case in everywhere else UNLIKE
-        else:
-            chosen = UNLIKE if case in everywhere else (in_turn[number % len(in_turn)],)
-        found += [(case, target) for target in chosen]
-    return found
+    in_turn = ("sm90", "sm80", "sm90", "sm120", "sm90", "gfx942")
+    if not ALL:
+        return [(case, in_turn[number % len(in_turn)]) for number, case in enumerate(cases)]
+    return [(case, target) for target in TARGETS for case in cases if target in UNLIKE or case in everywhere]
 
 
 @dataclass(frozen=True)

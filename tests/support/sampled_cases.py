@@ -20,6 +20,8 @@ Case = set[tuple[str, Any]]
 """A value for each axis, as (name of the axis, value)."""
 
 ALL = os.environ.get("FA_SERVE_CASES") == "all"
+whole_runs = pytest.mark.skipif(not ALL, reason="FA_SERVE_CASES=all runs it, each night")
+"""Marks a test that takes tens of seconds to run a tool from start to end, and nothing of the product alone."""
 FEWEST = 4
 """A grid of as many cases runs whole, and of others as many run."""
 

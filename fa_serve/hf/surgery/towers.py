@@ -143,7 +143,7 @@ def _prove_norm(module: nn.Module) -> Callable[[Any], Callable[[Tensor], Tensor]
     """Raises NotReplacedError."""
     check_untouched(module)
     own: Any = float32_copy(module, torch.device("cpu"))
-    norm = norm_of(own)
+    norm = norm_of(own.requires_grad_(False))
     x = torch.randn(5, len(norm.weight), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         if not functions_agree(own, partial(_normalise, own, norm.eps, norm.offset), x):
@@ -153,4 +153,6 @@ def _prove_norm(module: nn.Module) -> Callable[[Any], Callable[[Tensor], Tensor]
 
 def _normalise(module: Any, eps: float, offset: float, x: Tensor) -> Tensor:
     """x: (..., width)"""
-    return ops.rms_norm(x.reshape(-1, x.shape[-1]), ops.Norm(module.weight, eps, offset)).view(x.shape)
+    # kernels read contiguous rows, and Gemma 3 norms what it has transposed
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    return ops.rms_norm(rows, ops.Norm(module.weight, eps, offset)).view(x.shape)

@@ -25,7 +25,7 @@ SPILL_BUDGET = 104
 @pytest.mark.parametrize(
     ("dim", "precision", "window", "form"),
     each_nth(
-        2,
+        3,
         [
             (64, "fp8", CAUSAL, "dense"),
             (128, "fp8", FULL, "dense"),

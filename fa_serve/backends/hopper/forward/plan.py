@@ -200,7 +200,7 @@ def _plan_launches(problem: _Problem, tiles: HopperTiles | None, max_splits: int
     blocks = problem.blocks
     follows_tree = options.num_splits == TREE_SPLITS
     if tiles is None and follows_tree:
-        tiles = tree_tiles(*head_dims)
+        tiles = tree_tiles(*head_dims, problem.batch * problem.num_heads * -(-options.max_seqlen_q // 128))
     elif tiles is None and blocks is not None:
         tiles = list_tiles(*head_dims, blocks.block_size)
     elif tiles is None and options.precision != "bf16":

@@ -76,6 +76,10 @@ class HopperTiles:
 MAX_HEAD_DIM = 256
 MAX_HEAD_DIM_OF_TREE = 128
 """Two outputs of wider heads do not fit the registers, see `forward.tree`."""
+HALVES_TREE_TILES = False
+"""The switch: whether calls that follow the tree, and whose tiles of 128 rows do not fill the GPU, have tiles of 64 rows, two
+on a multiprocessor. It may be on where `benchmarks/tuning/tune_tree.py` has found them faster for 512 queries behind 8192
+keys."""
 SHARED_BYTES = 232_448
 """Shared memory of one thread block on Hopper."""
 
@@ -157,14 +161,19 @@ def list_tiles(head_dim: int, head_dim_v: int, block_size: tuple[int, int]) -> H
     return replace(tiles, o_parts=2 if in_halves else 0)
 
 
-@lru_cache(maxsize=256)
-def tree_tiles(head_dim: int, head_dim_v: int) -> HopperTiles:
-    """The tiles of a call that follows the tree: its blocks have 64 keys, and a row has two outputs in registers. None has been
-    measured."""
+def tree_tiles(head_dim: int, head_dim_v: int, count: int) -> HopperTiles:
+    """The tiles of a call that follows the tree: its blocks have 64 keys, and a row has two outputs in registers.
+
+    count: tiles of 128 rows that the call has at most
+
+    In us on one H200 (16/8 heads of 128), the usual tiles and this one: 4096 queries 127 and 152, 16 x 512 62 and 63.
+    """
     d0, d1 = key_columns(head_dim)
     dv0, dv1 = value_columns(head_dim_v)
-    separate = dv0 != d0 or dv1 not in (0, d1)
-    return HopperTiles(2, 64, 4, 2, Schedule.DYNAMIC, rescale_late=True, o_parts=2 if separate else 0)
+    o_parts = 2 if dv0 != d0 or dv1 not in (0, d1) else 0
+    if HALVES_TREE_TILES and count < FULL_WAVES * 132:
+        return HopperTiles(1, 64, 2, 2, Schedule.DYNAMIC, rescale_late=True, o_parts=o_parts, blocks_per_sm=2)
+    return HopperTiles(2, 64, 4, 2, Schedule.DYNAMIC, rescale_late=True, o_parts=o_parts)
 
 
 @lru_cache(maxsize=256)

@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 
+from fa_serve.backends.hopper.forward import tiles as choices
 from fa_serve.backends.hopper.forward.tiles import (
     SHARED_BYTES,
     HopperTiles,
@@ -16,6 +17,7 @@ from fa_serve.backends.hopper.forward.tiles import (
     key_splits,
     list_tiles,
     packs_queries,
+    tree_tiles,
     value_columns,
 )
 
@@ -182,3 +184,12 @@ def test_few_queries_of_enough_sequences(heads: tuple[int, int], dim: int, sizes
 )
 def test_keys_are_split_where_tiles_are_few_or_queries_are(tiles: int, queries: int, keys: int, expected: int) -> None:
     assert key_splits(tiles, 132, queries, keys) == expected
+
+
+@pytest.mark.parametrize("halves", [False, True])
+def test_tiles_of_the_tree_fit(halves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choices, "HALVES_TREE_TILES", halves)
+    for dims, count in product(product(range(8, 129, 8), repeat=2), (64, 500)):
+        tiles = tree_tiles(*dims, count)
+        assert tiles.groups == (1 if halves and count == 64 else 2)
+        assert shared_bytes(tiles, *dims) * tiles.blocks_per_sm <= SHARED_BYTES

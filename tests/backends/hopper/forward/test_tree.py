@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hopper_cases import Case, PagedCall
+from hopper_cases import DYNAMIC, Case, PagedCall
 from hopper_emulator import EmulationError, kernel_definitions
 from torch import Tensor
 
 from fa_serve.backends.hopper.forward import plan as forward
+from fa_serve.backends.hopper.forward.tiles import HopperTiles
 from fa_serve.backends.hopper.forward.types import Variant
 from fa_serve.spec import TREE_SPLITS
 
@@ -22,6 +23,8 @@ CASES = {
     "causal": Case("infinite"),
     "full": Case("", window=(-1, -1)),
     "window": Case("", window=(100, 0), sinks=True),
+    "rows-of-one-warpgroup": Case("", tiles=HopperTiles(1, 64, 2, 2, DYNAMIC, rescale_late=True, blocks_per_sm=2)),
+    "turns": Case("", tiles=HopperTiles(2, 64, 4, 2, DYNAMIC, pingpong=True)),
     "d96": Case("", head_dim=(96, 96), scale=3.0),
 }
 

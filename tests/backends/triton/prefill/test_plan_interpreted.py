@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import DENSE, PAGED, VARLEN, Case, check, check_without_keys, check_without_queries, params
+from sampled_cases import each_nth
 
 from fa_serve.backends.triton.prefill.plan import plan_forward
 from fa_serve.backends.triton.tiles import TileConfig
@@ -19,7 +20,7 @@ from fa_serve.testing import make_qkv, run_plan
 SHORT = [replace(case, lengths_q=(300,), lengths_k=(300,)) if case.lengths_q == (1000,) else case for case in DENSE]
 
 
-@pytest.mark.parametrize("case", params(SHORT))
+@pytest.mark.parametrize("case", params(each_nth(2, SHORT)))
 def test_dense(case: Case) -> None:
     check(case, "triton", torch.float32)
 
