@@ -302,7 +302,6 @@ def main() -> None:
     parser.add_argument("--total", type=int, default=1 << 18, help="tokens of the texts of an offline case")
     parser.add_argument("--tokens", type=int, default=16384, help="of a batch, offline")
     parser.add_argument("--sequences", type=int, default=1024, help="of a batch, offline")
-    parser.add_argument("--fused", action="store_true", help="offline, fuse layers on a GPU (pipeline.FUSES_ON_GPU)")
     parser.add_argument("--graphs", action="store_true", help="offline, small batches take CUDA graphs (pipeline.CAPTURES)")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtype", default="bfloat16")
@@ -314,7 +313,6 @@ def main() -> None:
     parser.add_argument("--no-offline", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args()
-    pipeline.FUSES_ON_GPU = pipeline.FUSES_ON_GPU or args.fused
     pipeline.CAPTURES = pipeline.CAPTURES or args.graphs
     results = Results("embeddings", args.out)
     cells = Cells("", args.budget)
