@@ -126,7 +126,7 @@ def test_commands_name_what_exists(block: Block) -> None:
 def test_variables_of_the_environment_are_settings() -> None:
     """FA_SERVE_<NAME> in a page is a setting, or one of the few that only a command or the tests read."""
     others = {"FA_SERVE_CONFIG", "FA_SERVE_API_KEY", "FA_SERVE_WRITE_DOCS", "FA_SERVE_LOAD", "FA_SERVE_SCREENSHOTS"}
-    others |= {"FA_SERVE_VLLM", "FA_SERVE_SGLANG", "FA_SERVE_RANK_KEY", "FA_SERVE_CHECK"}
+    others |= {"FA_SERVE_VLLM", "FA_SERVE_SGLANG", "FA_SERVE_RANK_KEY", "FA_SERVE_CHECK", "FA_SERVE_CASES"}
     settings = {f"FA_SERVE_{name.upper()}" for name in (*Settings.model_fields, *SECRETS)}
     for page in GUIDES:
         named = set(re.findall(r"FA_SERVE_[A-Z_]+[A-Z]", page.read_text(encoding="utf-8")))
