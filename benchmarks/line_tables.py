@@ -1,4 +1,4 @@
-"""Tables of committed lines of benchmarks/results/*.jsonl in docs/kernels/*.md, docs/lora.md and the two pages of performance.
+"""Tables of committed lines of benchmarks/results/*.jsonl in docs/kernels/*.md and the pages of `pages`.
 
 A page names the file and the cases, and the table follows from them. `*` stands for any part of a case. With one peer, the last
 column is our speed over that of the peer:
@@ -43,6 +43,12 @@ PEERS = {
     "linear": "PyTorch in bfloat16",
     "grouped_mm": "`grouped_mm`",
     "batched_mm": "`batched_mm`",
+    "first": "a new image",
+    "alone": "alone",
+    "prompts": "beside prompts of text",
+    "max_images=0": "an engine without images",
+    "st_sdpa": "sentence-transformers, sdpa",
+    "st_fa_serve": "sentence-transformers, fa_serve",
 }
 """Names of peers in the heads of tables."""
 TIMES = ("us", "ms", "s")
@@ -52,7 +58,7 @@ Line = dict[str, Any]
 
 def pages() -> list[Path]:
     return [
-        *(ROOT / "docs" / name for name in ("performance.md", "performance-engine.md", "lora.md")),
+        *(ROOT / "docs" / f"{name}.md" for name in ("performance", "performance-engine", "lora", "images", "embeddings")),
         *sorted((ROOT / "docs" / "kernels").glob("*.md")),
     ]
 

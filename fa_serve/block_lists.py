@@ -286,8 +286,8 @@ def _seen_by(lists: BlockLists, block_mask: Any) -> IndexFunction:
 
     def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         at = (b, h, i // rows, j // keys)
-        seen: Tensor = full[at] | (partial[at] & block_mask.mask_mod(b, h, i, j))
-        return seen
+        keep: Tensor = full[at] | (partial[at] & block_mask.mask_mod(b, h, i, j))
+        return keep
 
     return mask_mod
 

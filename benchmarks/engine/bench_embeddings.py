@@ -6,10 +6,11 @@
 
 Models have random weights. A word of a text is one token, so that lengths are exact. Correctness comes first: the vectors of a
 few texts are compared with those of the same model with eager attention, one by one, and a shape that differs has no lines.
-`offline` lines compare with sentence-transformers (`st_sdpa`; `st_fa_serve` with our attention on its padded batches), `http`
-lines with the servers that --peer names, and with vLLM's, which --peer-path starts beside ours on a third of the memory. Their
-cases name the clients that ask at the same time, with one text in each request. A `p99` line is the latency of the slowest
-hundredth at half of the rate that as many clients reach. No case begins after --budget seconds.
+`offline` lines, and those of calls with FEW texts (`few`), compare with sentence-transformers (`st_sdpa`; `st_fa_serve` has our
+attention on its padded batches). `http` lines compare with the servers that --peer names, and with vLLM's, which --peer-path
+starts beside ours on a third of the memory. Their cases name the clients that ask at the same time, with one text in each
+request. A `p99` line is the latency of the slowest hundredth at half of the rate that as many clients reach. No case begins
+after --budget seconds.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ from fa_serve.engine.pooling import pipeline
 WORDS = 1000
 SPECIAL = 2
 """Tokens around a text."""
+FEW = 8
+"""Texts of a call in the cases `few`."""
 _BERT = {"model_type": "bert", "vocab_size": 30522, "max_position_embeddings": 514}
 _LARGE = {"hidden_size": 1024, "num_attention_heads": 16}
 SHAPES: dict[str, dict[str, Any]] = {
@@ -115,13 +118,16 @@ def check(folder: Path, encoder: Encoder, dtype: str) -> None:
         raise SystemExit(f"{folder.name}: the vectors differ from eager's by a cosine distance of {worst:.2e}, above {bound}")
 
 
-def rate(call: Callable[[Sequence[str]], object], texts: Sequence[str], rounds: int) -> float:
-    """Texts a second, the median of the rounds."""
+def rate(call: Callable[[Sequence[str]], object], texts: Sequence[str], rounds: int, at_once: int | None) -> float:
+    """Texts a second, the median of the rounds. at_once: texts of a call; None for all"""
+    size = at_once or len(texts)
+    parts = [texts[begin : begin + size] for begin in range(0, len(texts), size)]
     call(texts)
     seconds = []
     for _ in range(rounds):
         begin = time.perf_counter()
-        call(texts)
+        for part in parts:
+            call(part)
         seconds.append(time.perf_counter() - begin)
     return len(texts) / statistics.median(seconds)
 
@@ -154,14 +160,14 @@ def offline(args: argparse.Namespace, shape: str, folder: Path, results: Results
     device = encoder.config.device
     peers = {f"st_{name}": sentence_transformers(folder, name, device, args.dtype) for name in ("sdpa", "fa_serve")}
     for length in args.lengths:
-        if not cells.takes(f"{shape} offline {length}"):
-            continue
-        count = max(args.total // length, 4)
-        texts = texts_of(count, length)
-        ours = rate(encoder.encode, texts, args.rounds)
-        theirs = {name: rate(call, texts, args.rounds) for name, call in peers.items() if call is not None}
-        ratio = results.add(f"{shape} offline {length}", "sentences/s", ours, theirs)
-        print(f"{shape} offline {length}: {ours:.0f} sentences/s, {theirs}, ratio {ratio:.2f}")
+        for case, count, at_once in (("offline", max(args.total // length, 4), None), ("few", 16 * FEW, FEW)):
+            if not cells.takes(f"{shape} {case} {length}"):
+                continue
+            texts = texts_of(count, length)
+            ours = rate(encoder.encode, texts, args.rounds, at_once)
+            theirs = {name: rate(call, texts, args.rounds, at_once) for name, call in peers.items() if call is not None}
+            ratio = results.add(f"{shape} {case} {length}", "sentences/s", ours, theirs)
+            print(f"{shape} {case} {length}: {ours:.0f} sentences/s, {theirs}, ratio {ratio:.2f}")
     del encoder, peers
     gc.collect()
     torch.cuda.empty_cache()
@@ -297,6 +303,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16384, help="of a batch, offline")
     parser.add_argument("--sequences", type=int, default=1024, help="of a batch, offline")
     parser.add_argument("--fused", action="store_true", help="offline, fuse layers on a GPU (pipeline.FUSES_ON_GPU)")
+    parser.add_argument("--graphs", action="store_true", help="offline, small batches take CUDA graphs (pipeline.CAPTURES)")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="auto")
@@ -308,6 +315,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args()
     pipeline.FUSES_ON_GPU = pipeline.FUSES_ON_GPU or args.fused
+    pipeline.CAPTURES = pipeline.CAPTURES or args.graphs
     results = Results("embeddings", args.out)
     cells = Cells("", args.budget)
     for shape in args.shapes.split(","):

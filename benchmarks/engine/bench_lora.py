@@ -299,7 +299,7 @@ def main() -> None:
     parser.add_argument("--cases", type=lambda text: text.split(","), default=[], help="those of the rates, such as 'alone'")
     parser.add_argument("--runs", type=int, default=RUNS, help="of which the best one counts")
     parser.add_argument(
-        "--merged", action="store_true", help="adapters are in the launches of products, whatever the switch is"
+        "--merged", action="store_true", help="adapters are in the launches of all products, whatever the switch is"
     )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="sizes with which the script can be tried on a CPU")
@@ -312,7 +312,7 @@ def main() -> None:
     if unknown:
         parser.error(f"--cases has no {', '.join(sorted(unknown))}")
     if options.merged:
-        merging.MERGES_ADAPTERS = True
+        merging.MERGED_PRODUCTS = merging.EVERY_PRODUCT
     model = make_model(options.shape, options.device, dtype=torch.float32 if options.device == "cpu" else torch.bfloat16)
     results = Results("lora", options.out)
     with tempfile.TemporaryDirectory() as folder:

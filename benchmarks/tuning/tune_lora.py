@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.measure import graph_microseconds
-from fa_serve import ops
+from fa_serve import ops, spec
 from fa_serve.engine.runner.lora_arrays import tile_arrays
-from fa_serve.ops.lora import run
+from fa_serve.ops.lora.problem import COUNTER_WORDS, LORA_COUNTERS
 from fa_serve.ops.lora.product import ProductTile, choose_product_tile, plan_lora_product
 from fa_serve.ops.lora.row_product import launch_row
 from fa_serve.ops.lora.separate import separate_linear_lora
@@ -63,7 +63,7 @@ class Problem:
         parts = len(self.widths)
         numbers = torch.full((2, SLOTS, 4), -1, dtype=torch.int32, device="cuda")[:, :, :parts]
         scales = torch.ones(SLOTS, 4, device="cuda")[:, :parts]
-        counters = torch.zeros(2, dtype=torch.int64, device="cuda")
+        counters = torch.zeros(LORA_COUNTERS, COUNTER_WORDS, dtype=torch.int64, device="cuda")
         a = self._random(SLOTS, parts, 16, self.k)
         return ops.LoraWeights(a, self._random(SLOTS, 16, n), scales, *numbers, counters, self.widths)
 
@@ -108,9 +108,9 @@ def tiles_for(tokens: int, chosen: ProductTile) -> Sequence[ProductTile]:
     """The chosen tile, and those that differ from it in one way."""
     if tokens == 1:
         return [chosen]
-    others = [chosen._replace(block_k=128, num_stages=3), chosen._replace(block_n=128, num_stages=3)]
+    others = [chosen._replace(block_n=192 - chosen.block_n, num_stages=3), chosen._replace(block_k=128, num_stages=3)]
     others += [chosen._replace(splits=splits) for splits in (chosen.splits // 2, chosen.splits * 2) if splits]
-    return [chosen, *others, chosen._replace(finish_n=64)]
+    return [chosen, *others, chosen._replace(finish_n=192 - chosen.finish_n)]
 
 
 def main() -> None:
@@ -120,13 +120,13 @@ def main() -> None:
     parser.add_argument("--chosen", action="store_true", help="no other tile than the chosen one")
     options = parser.parse_args()
     torch.manual_seed(0)
-    run.MERGES_ADAPTERS = True
     for tokens in map(int, options.tokens.split(",")):
         for shape in options.shapes.split(","):
             problem = Problem(shape, tokens)
             one = problem.batch(1)
             n = sum(problem.widths)
-            chosen = choose_product_tile(tokens, n, problem.k, 2, torch.cuda.get_device_properties(0).multi_processor_count)
+            sms = torch.cuda.get_device_properties(0).multi_processor_count
+            chosen = choose_product_tile(tokens, n, problem.k, 2, sms, spec.arch_of(problem.x.device))
             tiles = [chosen] if options.chosen else tiles_for(tokens, chosen)
             times = {"base": problem.microseconds(problem.base)}
             times["separate"] = problem.microseconds(partial(problem.separate, one))

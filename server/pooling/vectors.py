@@ -58,9 +58,8 @@ def quantised(values: VectorValues, form: VectorFormat) -> np.ndarray[Any, Any]:
         return packed if form == "ubinary" else (packed.astype(np.int16) - 128).astype(np.int8)
     start = -np.abs(values).max()
     step = -2 * start / np.float32(255) or np.float32(1)
-    places = np.clip(np.floor((values - start) / step), 0, 255)
-    rounded: np.ndarray[Any, Any] = places.astype(np.uint8) if form == "uint8" else (places - 128).astype(np.int8)
-    return rounded
+    places: VectorValues = np.clip(np.floor((values - start) / step), 0, 255)
+    return places.astype(np.uint8) if form == "uint8" else (places - 128).astype(np.int8)
 
 
 def written(values: VectorValues, form: VectorFormat) -> list[Any] | str:

@@ -23,7 +23,7 @@ def test_every_case_has_a_line(tmp_path: Path) -> None:
     done = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True, check=False, timeout=280)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in (tmp_path / "embeddings.jsonl").read_text().splitlines()]
-    assert {line["case"] for line in lines} == {"tiny offline 8", "tiny http 8 x 2", "tiny p99 8 x 2"}
+    assert {line["case"] for line in lines} == {"tiny offline 8", "tiny few 8", "tiny http 8 x 2", "tiny p99 8 x 2"}
     assert all(line["bench"] == "embeddings" and line["ours"] > 0 for line in lines)
 
 

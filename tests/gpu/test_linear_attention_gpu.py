@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -13,7 +15,7 @@ from rounded_once import dtype_id, randn
 from state_steps import Part, StateSteps
 
 from fa_serve import ops
-from fa_serve.ops.linear_attention import fallback
+from fa_serve.ops.linear_attention import fallback, pieces, table
 from fa_serve.ops.linear_attention.problem import MatrixInputs, Sequences, TimeSteps
 
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
@@ -118,6 +120,34 @@ def test_sizes_of_heads(heads: tuple[int, int], dtype: torch.dtype) -> None:
     assert final is not None
     assert (out[0] - expected).abs().max() <= 4 * bound(expected, dtype)
     assert (final - states).abs().max() <= 4 * bound(states, dtype)
+
+
+def test_slabs_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loops over pieces run beside other kernels then; several times, also in a graph."""
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 1, 5000, 8, 128, device="cuda", dtype=torch.bfloat16)
+    v = torch.randn(1, 5000, 16, 128, device="cuda", dtype=torch.bfloat16)
+    g = -0.1 * torch.rand(1, 5000, 16, device="cuda")
+    beta = torch.rand(1, 5000, 16, device="cuda", dtype=torch.bfloat16)
+    call = partial(ops.gated_delta_rule, q, k, v, g, beta, use_qk_l2norm=True, output_final_state=True)
+    expected, state = call()
+    chosen = table.pieces_tile
+    rows = [
+        replace(row, tile=lambda asked: chosen(asked)._replace(slabs=4)) if row.name == "pieces" else row
+        for row in table.RECURRENCE_KERNELS
+    ]
+    monkeypatch.setattr(table, "RECURRENCE_KERNELS", tuple(rows))
+    monkeypatch.setattr(pieces, "MIN_SLAB", 1)
+    for _ in range(10):
+        out, final = call()
+        assert torch.equal(out, expected)
+        assert torch.equal(final, state)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, final = call()
+    graph.replay()
+    assert torch.equal(out, expected)
+    assert torch.equal(final, state)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_id)

@@ -95,7 +95,7 @@ PRODUCTS = [
 
 @pytest.fixture
 def one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "MERGES_ADAPTERS", True)
+    monkeypatch.setattr(run, "MERGED_PRODUCTS", run.EVERY_PRODUCT)
 
 
 class Problem:
@@ -126,8 +126,9 @@ def test_one_launch_is_exact(
     """Against float64, and no further from it than separate launches, which round the product before adapters are added."""
     problem = Problem(case, extras, dtype)
     exact = problem.exact()
+    monkeypatch.setattr(run, "MERGED_PRODUCTS", frozenset())
     separate = problem.compute().cpu().double()
-    monkeypatch.setattr(run, "MERGES_ADAPTERS", True)
+    monkeypatch.setattr(run, "MERGED_PRODUCTS", run.EVERY_PRODUCT)
     found = problem.compute().cpu().double()
     eps = torch.finfo(dtype).eps
     bound = eps * exact.abs() + (8e-6 if dtype == torch.float32 else 2 * eps) * exact.abs().max()
@@ -172,7 +173,7 @@ def test_one_launch_has_the_tokens_of_peft(tmp_path, family: str, one_launch: No
 @pytest.mark.timeout(120, method="thread")
 @pytest.mark.parametrize("merged", [False, True], ids=["separate", "one_launch"])
 def test_bfloat16_by_the_rule_of_two(tmp_path, merged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "MERGES_ADAPTERS", merged)
+    monkeypatch.setattr(run, "MERGED_PRODUCTS", run.EVERY_PRODUCT if merged else frozenset())
     assert_bfloat16_logits(tmp_path, "cuda", requests=16)
     assert_bfloat16_logits(tmp_path, "cuda", requests=1)
 

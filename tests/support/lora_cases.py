@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fa_serve import ops
 from fa_serve.engine.runner.lora_arrays import tile_arrays
-from fa_serve.ops.lora.problem import PAGE_RANKS, LoraBatch, LoraWeights
+from fa_serve.ops.lora.problem import COUNTER_WORDS, LORA_COUNTERS, PAGE_RANKS, LoraBatch, LoraWeights
 from fa_serve.ops.triton_ops import TritonOps
 
 
@@ -76,7 +76,7 @@ def make_case(case: LoraCase, dtype: torch.dtype) -> tuple[Tensor, Tensor, LoraW
         case.block_rows,
     )
     norm = ops.Norm(randn(case.k), 1e-5, 1.0) if case.norm else None
-    counters = torch.zeros(2, dtype=torch.int64)
+    counters = torch.zeros(LORA_COUNTERS, COUNTER_WORDS, dtype=torch.int64)
     weights = LoraWeights(a, b, scales, ones, factors, counters, case.widths)
     return randn(total, n), randn(total, case.k), weights, batch, norm, randn(n)
 

@@ -110,13 +110,18 @@ class Prefix:
         return sequence.num_tokens - (len(shared.pages) + len(shared.missing)) * self._pages.page_size
 
     def _hash_pages(self, sequence: SequenceState) -> None:
-        """Compute the hashes that a sequence lacks. The answers to one prompt, which come one after the other, share theirs."""
+        """Compute the hashes that a sequence lacks. Prompts that begin alike, and come one after the other, share theirs.
+
+        Tokens are compared several times as fast as they are hashed.
+        """
         request = sequence.request
         hashes = sequence.page_hashes
+        content = sequence.content
         last = self._last_hashed
-        if not hashes and last is not None and last.request.is_like(request):
-            hashes.extend(last.page_hashes[: sequence.num_prompt_tokens // self._pages.page_size])
-        self._pages.hash_pages(sequence.content, hashes, request.cache_salt, request.adapter_number)
+        if not hashes and last is not None and last.request.has_chain_of(request):
+            count = _num_equal(last.content, content) // self._pages.page_size
+            hashes.extend(last.page_hashes[:count])
+        self._pages.hash_pages(content, hashes, request.cache_salt, request.adapter_number)
         self._last_hashed = sequence
 
     def _shared_with_state(self, states: StateTable, hashes: Sequence[bytes], found: list[int]) -> SharedPrefix:
@@ -357,6 +362,19 @@ class Prefix:
         for sequence in running:
             assert sequence.state_position == sequence.num_computed // size * size, "a sequence reads a state that is too old"
             assert (sequence.state >= 0) == (sequence.state_position > 0), "a sequence that has filled a page reads no state"
+
+
+def _num_equal(tokens: Sequence[int], others: Sequence[int]) -> int:
+    """How many leading tokens agree."""
+    count = 0
+    step = 4096
+    while step:
+        end = count + step
+        if end <= min(len(tokens), len(others)) and tokens[count:end] == others[count:end]:
+            count = end
+        else:
+            step //= 2
+    return count
 
 
 def _prompt_end(sequence: SequenceState, page_size: int) -> int:

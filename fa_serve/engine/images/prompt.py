@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b
+from hashlib import blake2b, shake_128
 from typing import Any
 
 import numpy as np
@@ -149,17 +149,22 @@ def content_of(tokens: Sequence[int], placed: Sequence[PlacedImage]) -> list[int
     """The numbers that pages of a prompt are hashed by. No two images have the same ones, and no token has one of them."""
     content = list(tokens)
     for each in placed:
-        for number, place in enumerate(each.places.tolist()):
-            digest = blake2b(number.to_bytes(8, "little"), digest_size=8, key=each.image.key).digest()
-            content[place] = -1 - (int.from_bytes(digest, "little") >> 1)
+        for place, number in zip(each.places.tolist(), _numbers_of(each.image.key, len(each.places)), strict=True):
+            content[place] = number
     return content
 
 
 def content_of_prefix(tokens: Sequence[int], placed: Sequence[PlacedImage]) -> list[int]:
     """The same for a prompt whose tokens all attend to each other: no page of it is that of a longer or another prompt."""
     whole = blake2b(repr(content_of(tokens, placed)).encode(), digest_size=16).digest()
-    numbers = (blake2b(n.to_bytes(8, "little"), digest_size=8, key=whole).digest() for n in range(len(tokens)))
-    return [-1 - (int.from_bytes(number, "little") >> 1) for number in numbers]
+    return _numbers_of(whole, len(tokens))
+
+
+def _numbers_of(key: bytes, count: int) -> list[int]:
+    """So many numbers below 0 that depend on the key, and of which no other key has the same."""
+    digest = shake_128(key).digest(8 * count)
+    numbers: list[int] = (-1 - (np.frombuffer(digest, "<u8") >> np.uint64(1)).astype(np.int64)).tolist()
+    return numbers
 
 
 def runs_of(placed: Sequence[PlacedImage]) -> tuple[tuple[int, int], ...]:

@@ -277,6 +277,8 @@ class Encoder:
         """Compute inputs of a few sizes, so that no request waits for a compilation."""
         longest = min(self.card.max_tokens, self.config.max_num_batched_tokens)
         with torch.inference_mode():
+            if self._pipeline.graphs is not None:
+                self._pipeline.graphs.capture_ahead(takes_types=self.card.takes_types)
             for length in sorted({1, 16, longest}):
                 ids = np.zeros(length, dtype=np.int32)
                 types = np.zeros(length, dtype=np.int32) if self.card.takes_types else None

@@ -11,7 +11,7 @@ Left out: queues and steps (encoder.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.events import PhaseClock
+from fa_serve.engine.pooling.graphs import EncoderGraphs
 from fa_serve.engine.pooling.inputs import EncoderInputs
 from fa_serve.engine.pooling.params import EncoderCard, PooledRows, PoolingParams
 from fa_serve.engine.start.loading import load_tokenizer
@@ -36,6 +37,8 @@ MIN_LENGTH = 1e-12
 """Least length that a vector is divided by, as in PyTorch's `normalize`."""
 FUSES_ON_GPU = True
 """The switch: whether layers are fused on a GPU as well. tests/gpu/test_encoders_gpu.py has compared them on an H200."""
+CAPTURES = False
+"""Whether small batches take CUDA graphs. They have not been captured on a GPU yet."""
 MAX_TOKENS = 1 << 17
 """Tokens of an input, if the model names no limit."""
 
@@ -51,6 +54,12 @@ class Pipeline:
     card: EncoderCard
     splade: dict[str, Any] = field(default_factory=dict)
     activation: str = "identity"
+    graphs: EncoderGraphs | None = None
+
+    @property
+    def reads_hidden(self) -> bool:
+        """Whether the result is made of the hidden states of packed sequences, and not by the whole model on padded ones."""
+        return self.model.reads_rows or self.card.task not in ("score", "classify")
 
     @classmethod
     def load(cls, config: EngineConfig, clock: PhaseClock) -> Pipeline:
@@ -89,18 +98,24 @@ class Pipeline:
             pooling=", ".join(mode for each in poolings for mode in each.modes) or task,
         )
         activation = _activation(folder.activation, loaded)
-        return cls(loaded.model, modules, tokenizer, loaded.model.num_ids, card, splade, activation)
+        found = cls(loaded.model, modules, tokenizer, loaded.model.num_ids, card, splade, activation)
+        if CAPTURES and device.type == "cuda" and not config.eager and loaded.model.packs and found.reads_hidden:
+            return replace(found, graphs=EncoderGraphs(loaded.model, limit))
+        return found
 
     def compute(self, inputs: EncoderInputs, params: PoolingParams) -> Tensor:
         """What the batch gives, on the device: (inputs, size) float32; (total, size) of the vectors of tokens.
 
         params: of any request of the batch; all of a batch ask for vectors of tokens, or none does
         """
-        packed = PackedInputs.of(inputs.ids, inputs.types, inputs.ends, self.model.device)
+        captured = self.graphs.run(inputs) if self.graphs is not None else None
+        if captured is not None:
+            packed, hidden = captured
+        else:
+            packed = PackedInputs.of(inputs.ids, inputs.types, inputs.ends, self.model.device)
+            hidden = self.model.hidden(packed) if self.reads_hidden else torch.empty(0)
         if self.card.task in ("score", "classify"):
-            hidden = self.model.hidden(packed) if self.model.reads_rows else torch.empty(0)
             return self.model.label_logits(hidden, packed).float()
-        hidden = self.model.hidden(packed)
         if self.card.task == "sparse":
             return splade_weights(self.model, hidden, packed, self.splade)
         if params.tokens:

@@ -45,10 +45,13 @@ class Request:
     biases: TokenBiases = NO_BIASES
     images: PromptImages | None = None
 
+    def has_chain_of(self, other: Request) -> bool:
+        """Whether pages with the same tokens have the same hashes for both."""
+        return (self.cache_salt, self.adapter_number) == (other.cache_salt, other.adapter_number)
+
     def is_like(self, other: Request) -> bool:
         """Whether both are answers to one prompt: their prompts are one list, and share cached prefixes."""
-        same = self.prompt is other.prompt and self.images is other.images
-        return same and self.cache_salt == other.cache_salt and self.adapter_number == other.adapter_number
+        return self.prompt is other.prompt and self.images is other.images and self.has_chain_of(other)
 
     @property
     def adapter_number(self) -> int:

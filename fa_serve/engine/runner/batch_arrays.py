@@ -165,16 +165,19 @@ def _chunks_with_images(batch: ScheduledBatch, firsts: NDArray[np.int64]) -> lis
 
 
 def _position_ids(places: NDArray[np.int64], found: Sequence[_ChunkWithImages]) -> NDArray[np.int64]:
-    """(total,) int64, or (axes, total) if a chunk has tokens of a prompt with several axes. places: in the sequences"""
+    """(total,) int64, or (axes, total) if a token has another position on each axis. places: in the sequences"""
     positions = places.copy() if found else places
     for chunk, images, _, first in found:
         prompt = chunk.sequence.num_prompt_tokens
         end = min(max(prompt, chunk.start), chunk.start + chunk.length)
         positions[..., first + end - chunk.start : first + chunk.length] += images.delta
         if images.positions is not None and end > chunk.start:
-            if positions.ndim == 1:
-                positions = np.repeat(positions[None], len(images.positions), axis=0)
-            positions[:, first : first + end - chunk.start] = images.positions[:, chunk.start : end]
+            own = images.positions[:, chunk.start : end]
+            # the axes differ in images alone, and CUDA graphs have one axis
+            differ = bool((own != own[0]).any())
+            if differ and positions.ndim == 1:
+                positions = np.repeat(positions[None], len(own), axis=0)
+            positions[..., first : first + end - chunk.start] = own if differ else own[0]
     return positions
 
 

@@ -53,7 +53,8 @@ class PackedInputs(NamedTuple):
     type_ids:   (total,) int64, or None for a model without types of tokens
     positions:  (total,) int64, from 0 in each sequence
     cu_seqlens: (sequences + 1,) int32, on the device of `ids`
-    lengths:    of the sequences, on the host; none is 0
+    lengths:    of the sequences, on the host
+    words:      int64, the memory that has all of these
     """
 
     ids: Tensor
@@ -61,12 +62,21 @@ class PackedInputs(NamedTuple):
     positions: Tensor
     cu_seqlens: Tensor
     lengths: list[int]
+    words: Tensor
 
     @classmethod
-    def of(cls, ids: Integers, types: Integers | None, ends: Sequence[int] | Integers, device: torch.device) -> PackedInputs:
+    def of(
+        cls,
+        ids: Integers,
+        types: Integers | None,
+        ends: Sequence[int] | Integers,
+        device: torch.device,
+        there: PackedInputs | None = None,
+    ) -> PackedInputs:
         """All tensors go to the device in one copy, which a GPU makes while the host goes on.
 
         ids, types: (total,) integers; ends: (sequences + 1,), where each begins, and the end of the last one
+        there:      inputs with as many tokens and sequences, whose memory is written; None makes a new one
         """
         borders = np.asarray(ends, dtype=np.int64)
         lengths = np.diff(borders)
@@ -80,10 +90,11 @@ class PackedInputs(NamedTuple):
         np.subtract(np.arange(total), np.repeat(borders[:-1], lengths), out=rows[1])
         if types is not None:
             rows[2] = types
-        words = words.to(device, non_blocking=True)
-        there = words[first:].view(num_rows, total)
+        words = words.to(device, non_blocking=True) if there is None else there.words.copy_(words, non_blocking=True)
+        rows_there = words[first:].view(num_rows, total)
         cu_seqlens = words[:first].view(torch.int32)[: len(borders)]
-        return cls(there[0], None if types is None else there[2], there[1], cu_seqlens, lengths.tolist())
+        types_there = None if types is None else rows_there[2]
+        return cls(rows_there[0], types_there, rows_there[1], cu_seqlens, lengths.tolist(), words)
 
     @property
     def last(self) -> Tensor:

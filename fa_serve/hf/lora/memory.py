@@ -36,6 +36,7 @@ from fa_serve.hf.surgery.fuse.layer import FusedLayer, HeadsAttention
 from fa_serve.hf.surgery.fuse.unit import FusedUnit
 from fa_serve.hf.surgery.quantised.linear import QuantizedLinear
 from fa_serve.ops import PAGE_RANKS, LoraWeights
+from fa_serve.ops.lora.problem import COUNTER_WORDS, LORA_COUNTERS
 from fa_serve.spec import ParameterError, UnsupportedModelError
 
 _STRIDE = 4
@@ -118,7 +119,7 @@ class LoraMemory:
         self.num_slots = min(self.num_pages, MAX_SLOTS)
         self._memory = torch.zeros(self.num_pages, self._elements, dtype=self.dtype, device=self.device)
         self._numbers = torch.zeros(3, self.num_slots, _STRIDE * len(self.sites), dtype=torch.int32, device=self.device)
-        self._counters = torch.zeros(len(self.sites), 2, dtype=torch.int64, device=self.device)
+        self._counters = torch.zeros(len(self.sites), LORA_COUNTERS, COUNTER_WORDS, dtype=torch.int64, device=self.device)
         self.page_table = torch.zeros(self.num_slots, self.pages_per_adapter, dtype=torch.int32, device=self.device)
         self.page_counts = torch.zeros(self.num_slots, dtype=torch.int32, device=self.device)
         self._parts = {name: (site, part) for site in self.sites for part, name in enumerate(site.names)}

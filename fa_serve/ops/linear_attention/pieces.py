@@ -15,6 +15,7 @@ with few rows (few_rows.py).
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +30,9 @@ from fa_serve.ops.linear_attention.few_rows import with_contiguous_heads
 from fa_serve.ops.linear_attention.prepare import _prepare_pieces, _sum_gates
 from fa_serve.ops.linear_attention.problem import PIECE_ROWS, MatrixInputs, StateAccess
 from fa_serve.ops.linear_attention.tiles import MIN_COLUMNS, PiecesTile
+
+MIN_SLAB = 64
+"""Pieces of a slab at least: launches for fewer take the host longer than the device."""
 
 
 class PieceOperands(NamedTuple):
@@ -91,6 +95,7 @@ def _pass_states(
     seqused_ptr,
     chunk_ptr,
     out_ptr,
+    carry_ptr,
     num_chunks,
     HEADS: tl.constexpr,
     KEY_HEADS: tl.constexpr,
@@ -108,6 +113,8 @@ def _pass_states(
 
     u_ptr:      is read, and overwritten by u of the rows where the delta rule's outputs are computed later
     states_ptr: None: the outputs are computed here
+    carry_ptr:  (num_seqs, HEADS, DIM, DIM_V) float32: states of sequences that began in an earlier slab, or end in a later one;
+                None without slabs
     KEY_HEADS:  heads of keys of `PieceOperands`
     COLUMNS:    blocks of BLOCK_V columns of the values
     """
@@ -132,8 +139,14 @@ def _pass_states(
     square = head * (DIM * DIM_V) + c[None, :] * DIM_V + x[:, None]
     in_square = (c < DIM)[None, :] & (x < DIM_V)[:, None]
     source = tl.load(source_ptr + seq).to(tl.int64)
+    begins = True
+    if carry_ptr is not None:
+        begins = tl.load(chunk_ptr + 4 * first_piece) == begin
     page = read_ptr + source * (HEADS * DIM * DIM_V)
-    state = tl.load(page + square, mask=in_square & (source >= 0), other=0.0).to(tl.float32)  # [BLOCK_V, BLOCK_K]
+    state = tl.load(page + square, mask=in_square & (source >= 0) & begins, other=0.0).to(tl.float32)  # [BLOCK_V, BLOCK_K]
+    if carry_ptr is not None:
+        carried = carry_ptr + seq.to(tl.int64) * (HEADS * DIM * DIM_V) + square
+        state += tl.load(carried, mask=in_square & (begins == 0), other=0.0)
 
     rows_of_keys = i[:, None] * BLOCK_K + c[None, :]
     rows_of_u = of_block[:, None] * 64 + i[None, :]
@@ -187,6 +200,8 @@ def _pass_states(
                 tl.store(row_of_tail, u.to(tail_u_ptr.dtype.element_ty), mask=last)
         if target >= 0:
             tl.store(write_ptr + target * (HEADS * DIM * DIM_V) + square, state, mask=in_square)
+    if carry_ptr is not None:
+        tl.store(carried, state, mask=in_square)
 
 
 @triton.jit
@@ -260,51 +275,74 @@ def prepare_and_pass(
     assert q is not None
     assert k is not None
     assert v is not None
-    batch = access.batch
     tail_k, tail_u, tail_g = (*access.tails, None, None, None)[:3]
     sums = None if g is None or g.dim() < 3 else torch.empty_like(g, dtype=torch.float32, memory_format=torch.contiguous_format)
-    operands = _allocate_operands(k, v, g, len(batch.chunks), tile)
+    pieces = len(access.batch.chunks)
+    operands = _allocate_operands(k, v, g, pieces, tile)
+    slab = min(max(-(-pieces // tile.slabs), MIN_SLAB), pieces)
+    carry = None if slab == pieces else torch.empty(len(access.batch.sources), *access.write.shape[1:], device=v.device)
     strides = tuple(0 if x is None else x.stride(0) for x in (q, k, v, g, weight))
     ring = 1 if tail_k is None else tail_k.shape[1]
-    rows = (batch.cu_seqlens, batch.seqused_k, batch.chunks)
-    prepare = (
-        q,
-        k,
-        v,
-        g,
-        weight,
-        inputs.a,
-        inputs.steps.bias,
-        sums,
-        tail_k,
-        tail_u,
-        tail_g,
-        batch.slots,
-        *rows,
-        *operands[:6],
-        inverse,
-    )
-    around = (access.read, access.write, tail_u, batch.sources, batch.slots, *rows)
-    passing = (*operands, inputs.d, *around, out)
-    outputs = (operands.queries, operands.attn, *operands[4:], v, inputs.d, batch.chunks, out)
-    key = (
-        "pieces",
-        len(batch.sources),
-        len(batch.chunks),
-        k.shape[1:],
-        v.shape[1:],
-        strides,
-        ring,
-        (inputs.softmax_scale, inputs.use_qk_l2norm, inputs.steps.softplus, inputs.steps.limit),
-        tile,
-        tuple([None if x is None else x.dtype for x in (*prepare, *passing)]),
-        v.get_device(),
-    )
-    run = PLANS.get(key)
-    if run is None:
-        run = PLANS.add(key, _plan(inputs, len(batch.sources), len(batch.chunks), ring, strides, tile))
-    run((g, sums, batch.chunks), prepare, passing, outputs if inverse is None else None)
+    slabs: list[tuple[Any, tuple[Any, ...]]] = []
+    for first in range(0, pieces, slab):
+        own = PieceOperands(*[None if x is None else x[first : first + slab] for x in operands])
+        own_inverse = None if inverse is None else inverse[first : first + slab]
+        batch = access.batch._replace(chunks=access.batch.chunks[first : first + slab])
+        rows = (batch.cu_seqlens, batch.seqused_k, batch.chunks)
+        tail = (tail_k, tail_u, tail_g, batch.slots)
+        prepare = (q, k, v, g, weight, inputs.a, inputs.steps.bias, sums, *tail, *rows, *own[:6], own_inverse)
+        passing = (*own, inputs.d, access.read, access.write, tail_u, batch.sources, batch.slots, *rows, out, carry)
+        outputs = (own.queries, own.attn, *own[4:], v, inputs.d, batch.chunks, out)
+        key = (
+            "pieces",
+            len(batch.sources),
+            len(batch.chunks),
+            k.shape[1:],
+            v.shape[1:],
+            strides,
+            ring,
+            (inputs.softmax_scale, inputs.use_qk_l2norm, inputs.steps.softplus, inputs.steps.limit),
+            tile,
+            tuple([None if x is None else x.dtype for x in (*prepare, *passing)]),
+            v.get_device(),
+        )
+        run = PLANS.get(key)
+        if run is None:
+            run = PLANS.add(key, _plan(inputs, len(batch.sources), len(batch.chunks), ring, strides, tile))
+        slabs.append((run, ((g, sums, batch.chunks), prepare, passing, outputs if inverse is None else None)))
+    _run_slabs(slabs, v.device)
     return operands
+
+
+def _run_slabs(slabs: list[tuple[Any, tuple[Any, ...]]], device: torch.device) -> None:
+    """Run the stages of all slabs: on a GPU the loops over pieces beside the preparation and the outputs of other slabs.
+
+    slabs: (plan, tensors of its stages)
+    """
+    if len(slabs) == 1 or device.type != "cuda":
+        for run, tensors in slabs:
+            for stage, given in enumerate(tensors):
+                run(stage, given)
+        return
+    main = torch.cuda.current_stream(device)
+    beside = _stream_beside(device)
+    passed = []
+    for run, tensors in slabs:
+        run(0, tensors[0])
+        run(1, tensors[1])
+        beside.wait_stream(main)
+        with torch.cuda.stream(beside):
+            run(2, tensors[2])
+            passed.append(beside.record_event())
+    for (run, tensors), event in zip(slabs, passed, strict=True):
+        main.wait_event(event)  # what follows on the stream comes after all work beside it, so memory may be used again there
+        run(3, tensors[3])
+
+
+@lru_cache(maxsize=16)
+def _stream_beside(device: torch.device) -> torch.cuda.Stream:
+    """Its programs go before those of the usual stream, which fill what they leave."""
+    return torch.cuda.Stream(device, priority=-1)
 
 
 def _allocate_operands(k: Tensor, v: Tensor, g: Tensor | None, pieces: int, tile: PiecesTile) -> PieceOperands:
@@ -373,12 +411,11 @@ def _plan(inputs: MatrixInputs, num_seqs: int, num_chunks: int, ring: int, strid
             options={"num_warps": tile.output_warps},
         )
 
-    def run(of_gates: Any, of_prepare: Any, of_passing: Any, of_outputs: Any) -> None:
-        if sum_gates is not None:
-            sum_gates(of_gates)
-        prepare(of_prepare)
-        pass_states(of_passing)
-        if outputs is not None and of_outputs is not None:
-            outputs(of_outputs)
+    stages = (sum_gates, prepare, pass_states, outputs)
+
+    def run(stage: int, tensors: Any) -> None:
+        launch = stages[stage]
+        if launch is not None and tensors is not None:
+            launch(tensors)
 
     return run

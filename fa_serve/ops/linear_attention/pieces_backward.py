@@ -349,7 +349,7 @@ def _plan(inputs: MatrixInputs, num_seqs: int, pieces: int, strides: tuple[int, 
         varying=(float(inputs.softmax_scale),),
         strides=strides,
         fixed=(heads, key_heads, dim, dim_v, inputs.use_qk_l2norm, block_k, blocks, tile.block_v, precision),
-        options={"num_warps": 8, "num_stages": 1},
+        options={"num_warps": 8, "num_stages": 2},
     )
 
     def run(of_prepare: Any, of_passing: Any, of_finish: Any) -> None:

@@ -29,6 +29,7 @@ class PiecesTile(NamedTuple):
     output_warps:      of a program that computes outputs
     outputs_in_loop:   the loop computes the outputs, instead of a kernel behind it
     prepare_registers: the most that a thread of the preparation may have, on NVIDIA GPUs; None is the compiler's choice
+    slabs:             parts of the table of pieces: the loop over the pieces of one runs beside the other kernels of the others
     """
 
     block_v: int
@@ -38,6 +39,7 @@ class PiecesTile(NamedTuple):
     output_warps: int
     outputs_in_loop: bool
     prepare_registers: int | None = None
+    slabs: int = 1
 
     @property
     def filled_columns(self) -> int:
@@ -59,7 +61,9 @@ def pieces_tile(recurrence: Recurrence) -> PiecesTile:
     """64 columns of the values, the fewest rows of a product of wgmma; of more sequences, more programs.
 
     In 4 warps, keys of 256 and gates by channel would spill, and so would everything where NVIDIA GPUs multiply without wgmma.
-    Three stages of keys of 128 in 16 bits are 120 KiB: two stages fit where there are 99 KiB.
+    Three stages of keys of 128 in 16 bits are 120 KiB: two stages fit where there are 99 KiB. With up to 168 registers, three
+    programs of the preparation fit on a multiprocessor of Hopper. They wait for memory and for their products most of the time,
+    so the third is worth some numbers outside of registers.
     """
     wide = recurrence.dim > 128 or recurrence.dtype.itemsize > 2
     fits_4_warps = not wide and not recurrence.by_channel and recurrence.arch in (0, 90)
@@ -74,6 +78,7 @@ def pieces_tile(recurrence: Recurrence) -> PiecesTile:
         pass_warps=4 if not wide and recurrence.arch in (0, 90) else 8,
         output_warps=4,
         outputs_in_loop=False,
+        prepare_registers=168 if fits_4_warps and recurrence.arch == 90 else None,
     )
 
 

@@ -15,6 +15,9 @@ from torch import Tensor
 
 PAGE_RANKS = 16
 """Ranks in a page: the least number of columns that a product of tensor cores has."""
+LORA_COUNTERS = 65
+COUNTER_WORDS = 16
+"""Counters of a product, and the words from one to the next: each has a line of the cache (row_product.py)."""
 
 
 class LoraWeights(NamedTuple):
@@ -30,7 +33,7 @@ class LoraWeights(NamedTuple):
     scales:  (slots, parts) float32; 0 where an adapter leaves a part as it is
     ones:    (slots, parts) int32: the rank whose product with A counts as 1, so that its row of b is the bias of B; -1 for none
     factors: (slots, parts) int32: the rank whose row of b is the factor of DoRA less 1, and whose row of a is 0; -1 for none
-    counters: (2,) int64, first 0: how many calls have begun and how many have A multiplied, see row_product.py
+    counters: (LORA_COUNTERS, COUNTER_WORDS) int64, contiguous, first 0: what the programs of a launch count (row_product.py)
     widths:  columns of each part; their sum is n
 
     Of scales, ones and factors only the first stride is free, and it is that of all three.

@@ -6,10 +6,10 @@ The first programs multiply the token by A, each one range of the columns, and w
 others multiply it by the rows of the weights, as products/row.py does, then wait for the first ones, and add what A gave times
 B. GPUs start programs in the order of their numbers, so those that are waited for run.
 
-A call is over when all of its programs are, and before it may begin the next call of the same product waits for that. So two
-numbers in memory that only grow are enough, and nothing is reset: each program that waits adds its share of a call to the first
-one, which tells the number of the call; each program that multiplies by A adds its share to the second one. All partial sums
-are added in the same order. Source of the count: ops/collectives/primitives.py. Left out: more tokens (product.py).
+A call ends when all of its programs have, and the next call of the same product counts after that. So numbers in memory that
+only grow are enough, and nothing is reset: each program that waits adds its share of a call to a counter, which tells it the
+number of the call, and each program that multiplies by A adds its share to another one. All partial sums are added in the same
+order. Source of the count: ops/collectives/primitives.py. Left out: more tokens (product.py).
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ from fa_serve.launching.launch import Launch, launch_options, power_of_2
 from fa_serve.launching.plans import PLANS, Run
 from fa_serve.ops.elementwise.activation import ACTIVATION_KINDS, activate
 from fa_serve.ops.lora.kernel import MAX_PARTS
-from fa_serve.ops.lora.problem import PAGE_RANKS, LoraBatch, LoraWeights
+from fa_serve.ops.lora.problem import COUNTER_WORDS, LORA_COUNTERS, PAGE_RANKS, LoraBatch, LoraWeights
 from fa_serve.ops.ops_backend import Norm
-from fa_serve.ops.products.row import multiply_row, store_product
+from fa_serve.ops.products.row import first_weights, multiply_row, store_product
 from fa_serve.ops.products.run import problem_of
 from fa_serve.ops.products.tiles import matrix_row_tile
 
 _CALL = tl.constexpr(1 << 20)
 """What a call adds to each counter, more than it has programs."""
+COUNTERS = tl.constexpr(LORA_COUNTERS - 1)
+COUNTER_STRIDE = tl.constexpr(COUNTER_WORDS)
 
 
 class RowAdapter(NamedTuple):
@@ -46,6 +48,12 @@ class RowAdapter(NamedTuple):
     ones: tl.tensor
     factors: tl.tensor
     shrunk: tl.tensor
+
+
+@triton.jit
+def _slot_of_token(tiles_ptr):
+    """-1 for a token without an adapter."""
+    return tl.where(tl.load(tiles_ptr + 2) > 0, tl.load(tiles_ptr), -1)
 
 
 @triton.jit
@@ -93,52 +101,93 @@ def _shrink_row(
             acc = tl.zeros([PAGE, SHRINK_K], tl.float32)
     tl.debug_barrier()  # one thread speaks for all
     share = tl.where(program == 0, _CALL + 1 - PARTS * SPLITS, 1).to(tl.int64)
-    tl.atomic_add(counters_ptr + 1, share, sem="release")
+    tl.atomic_add(counters_ptr, share, sem="release")
 
 
 @triton.jit
-def wait_for_shares(counters_ptr, program, programs):
-    """Wait until the programs that multiply by A have all said so in this call. Each of `programs` programs calls this once."""
-    lanes = tl.arange(0, 2)
-    share = tl.where(program == 0, _CALL + 1 - programs, 1).to(tl.int64)
-    seen = tl.atomic_add(counters_ptr + lanes, tl.where(lanes == 0, share, 0), sem="acq_rel")
-    # calls do not overlap, so the shares of those before add up to a multiple of _CALL
-    wanted = (tl.sum(tl.where(lanes == 0, seen, 0), 0) // _CALL + 1) * _CALL
-    done = tl.sum(tl.where(lanes == 1, seen, 0), 0)
-    while done < wanted:
+def count_share(counters_ptr, program, programs, PTX: tl.constexpr):
+    """Add the share of a program that waits; each of `programs` programs does so once in a call, after the calls before have
+    ended. Returns a tensor whose sum is what was there before. With PTX nothing waits for it until it is used.
+
+    Programs count in COUNTERS groups: thousands that add to one address would take longer than the product.
+    """
+    group = program % COUNTERS
+    members = (programs - group + COUNTERS - 1) // COUNTERS
+    share = tl.where(program < COUNTERS, _CALL + 1 - members, 1).to(tl.int64)
+    counter_ptr = counters_ptr + (group + 1) * COUNTER_STRIDE
+    # one element for each thread of 4 warps, of which the first one adds
+    first = tl.arange(0, 128) == 0
+    if PTX:
+        seen = tl.inline_asm_elementwise(
+            """{
+                .reg .pred %adds;
+                setp.ne.s64 %adds, $2, 0;
+                mov.u64 $0, 0;
+                @%adds atom.relaxed.gpu.global.add.u64 $0, [$1], $2;
+            }""",
+            "=&l,l,l",
+            [counter_ptr.to(tl.int64), tl.where(first, share, 0)],
+            dtype=tl.int64,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        seen = tl.atomic_add(counter_ptr + tl.arange(0, 128), share, mask=first, sem="relaxed")
+        seen = tl.where(first, seen, 0)
+    return seen
+
+
+@triton.jit
+def _load_acquired(counter_ptr, PTX: tl.constexpr):
+    if PTX:
+        value = tl.inline_asm_elementwise(
+            "ld.acquire.gpu.global.u64 $0, [$1];", "=l,l", [counter_ptr.to(tl.int64)], dtype=tl.int64, is_pure=False, pack=1
+        )
+    else:
         # an atomic that adds nothing is a load with acquire semantics
-        done = tl.atomic_add(counters_ptr + 1, 0, sem="acquire")
+        value = tl.atomic_add(counter_ptr, 0, sem="acquire")
+    return value
+
+
+@triton.jit
+def wait_for_shares(counters_ptr, seen, PTX: tl.constexpr):
+    """Wait until all programs that multiply by A have said so in this call. seen: what `count_share` returned"""
+    # calls do not overlap, so the shares of those before add up to a multiple of _CALL
+    wanted = (tl.sum(seen, 0) // _CALL + 1) * _CALL
+    done = _load_acquired(counters_ptr, PTX)
+    while done < wanted:
+        done = _load_acquired(counters_ptr, PTX)
     tl.debug_barrier()
 
 
 @triton.jit
-def _rows_of_b(
-    b_ptr, given, slot, page, rows, keep, stride_b, N: tl.constexpr, MAX_PAGES: tl.constexpr, PAGE: tl.constexpr
-):  # fmt: skip
-    """[BLOCK_N, PAGE]: the columns `rows` of a page of an adapter; zeros for slot -1, and where `keep` is not."""
-    number = tl.load(given.pages + slot * MAX_PAGES + page, mask=slot >= 0, other=0).to(tl.int64)
-    places = b_ptr + number * stride_b + tl.arange(0, PAGE)[None, :] * N + rows[:, None]
-    return tl.load(places, mask=keep[:, None] & (slot >= 0), other=0.0)
+def _rows_of_b(b_ptr, number, rows, keep, stride_b, N: tl.constexpr, PAGE: tl.constexpr):
+    """[BLOCK_N, PAGE]: the columns `rows` of a page; zeros where `keep` is not."""
+    places = b_ptr + number.to(tl.int64) * stride_b + tl.arange(0, PAGE)[None, :] * N + rows[:, None]
+    return tl.load(places, mask=keep[:, None], other=0.0)
+
+
+@triton.jit
+def _numbers_of(given, slot, part, has, stride_slot):
+    """Scale, rank of the bias and rank of the factor of each element that has an adapter, for `_add_adapter`."""
+    places = slot * stride_slot + part
+    scale = tl.load(given.scales + places, mask=has, other=0.0)
+    return scale, tl.load(given.ones + places, mask=has, other=-1), tl.load(given.factors + places, mask=has, other=-1)
 
 
 @triton.jit
 def _add_adapter(
-    y, b, given, slot, part, rows, keep, root, stride_b, stride_slot,
+    y, b, numbers, num_pages, given, slot, part, rows, keep, root, stride_b,
     N: tl.constexpr, PARTS: tl.constexpr, MAX_PAGES: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """y with the adapter, [BLOCK_N]. part: of each element; root: by which what A gave is multiplied; b: the first page of B"""
-    has = keep & (slot >= 0)
-    numbers = slot * stride_slot + part
-    scale = tl.load(given.scales + numbers, mask=has, other=0.0)
-    one = tl.load(given.ones + numbers, mask=has, other=-1)
-    factor = tl.load(given.factors + numbers, mask=has, other=-1)
-    num_pages = tl.load(given.num_pages + slot, mask=slot >= 0, other=0)
+    scale, one, factor = numbers
     ranks = tl.arange(0, PAGE)
     delta = tl.zeros([BLOCK_N], tl.float32)
     for page in tl.range(0, num_pages, num_stages=1):
         if page > 0:
-            b = _rows_of_b(given.b, given, slot, page, rows, keep, stride_b, N, MAX_PAGES, PAGE)
+            b = _rows_of_b(given.b, tl.load(given.pages + slot * MAX_PAGES + page), rows, keep, stride_b, N, PAGE)
         u = tl.zeros([BLOCK_N, PAGE], tl.float32)
         for split in tl.static_range(SPLITS):
             places = ((split * PARTS + part) * MAX_PAGES + page) * PAGE
@@ -194,6 +243,7 @@ def _adapted_row(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
+    PTX: tl.constexpr,
 ):
     """PARTS * SPLITS programs multiply by A, and each program behind them computes BLOCK_N elements of the output.
 
@@ -203,10 +253,9 @@ def _adapted_row(
     OUT: tl.constexpr = N // 2 if GATED else N
     SHRINKS: tl.constexpr = PARTS * SPLITS
     given = RowAdapter(b_ptr, pages_ptr, num_pages_ptr, scales_ptr, ones_ptr, factors_ptr, shrunk_ptr)
-    # no kernel of a step writes tiles and adapters, so they are loaded before the previous kernel ends
-    slot = tl.where(tl.load(tiles_ptr + 2) > 0, tl.load(tiles_ptr), -1)
     program = tl.program_id(0)
     if program < SHRINKS:
+        slot = _slot_of_token(tiles_ptr)
         _shrink_row(
             x_ptr, norm_ptr, a_ptr, given, counters_ptr, slot, program, offset, stride_a, stride_slot,
             K, PARTS, MAX_PAGES, PAGE, SPLITS, SHRINK_K, PDL,
@@ -218,21 +267,34 @@ def _adapted_row(
         part = (rows >= N0).to(tl.int32) + (rows >= N0 + N1).to(tl.int32)
         if GATED:
             part = rows * 0
-        b = _rows_of_b(b_ptr, given, slot, 0, rows, keep, stride_b, N, MAX_PAGES, PAGE)
+        w, w_up = first_weights(w_ptr, rows, OUT, K, GATED, BLOCK_N, BLOCK_K)
+        tl.debug_barrier()  # so that the compiler requests the weights first
+        slot = _slot_of_token(tiles_ptr)
+        number = tl.load(pages_ptr + slot * MAX_PAGES, mask=slot >= 0, other=0)
+        wait_for_previous_kernel(PDL)
+        seen = count_share(counters_ptr, program, (OUT + BLOCK_N - 1) // BLOCK_N, PTX)
+        y, up, root = multiply_row(x_ptr, w_ptr, norm_ptr, w, w_up, rows, eps, offset, OUT, K, GATED, BLOCK_N, BLOCK_K)
+        # what follows is requested before A is waited for
+        has = keep & (slot >= 0)
+        num_pages = tl.load(num_pages_ptr + slot, mask=slot >= 0, other=0)
+        numbers = _numbers_of(given, slot, part, has, stride_slot)
+        b = _rows_of_b(b_ptr, number, rows, has, stride_b, N, PAGE)
+        numbers_up = numbers
         b_up = b
         if GATED:
-            b_up = _rows_of_b(b_ptr, given, slot, 0, OUT + rows, keep, stride_b, N, MAX_PAGES, PAGE)
-        y, up, root = multiply_row(x_ptr, w_ptr, norm_ptr, rows, eps, offset, OUT, K, GATED, BLOCK_N, BLOCK_K, PDL)
-        wait_for_shares(counters_ptr, program, (OUT + BLOCK_N - 1) // BLOCK_N)
+            numbers_up = _numbers_of(given, slot, part + PARTS - 1, has, stride_slot)
+            b_up = _rows_of_b(b_ptr, number, OUT + rows, has, stride_b, N, PAGE)
+        if slot >= 0:
+            wait_for_shares(counters_ptr, seen, PTX)
         y = _add_adapter(
-            y * root, b, given, slot, part, rows, keep, root, stride_b, stride_slot,
+            y * root, b, numbers, num_pages, given, slot, part, rows, keep, root, stride_b,
             N, PARTS, MAX_PAGES, PAGE, SPLITS, BLOCK_N,
         )  # fmt: skip
         if bias_ptr is not None:
             y += tl.load(bias_ptr + rows, mask=keep, other=0.0).to(tl.float32)
         if GATED:
             up = _add_adapter(
-                up * root, b_up, given, slot, part + PARTS - 1, OUT + rows, keep, root, stride_b, stride_slot,
+                up * root, b_up, numbers_up, num_pages, given, slot, part + PARTS - 1, OUT + rows, keep, root, stride_b,
                 N, PARTS, MAX_PAGES, PAGE, SPLITS, BLOCK_N,
             )  # fmt: skip
             if bias_ptr is not None:
@@ -315,6 +377,7 @@ def plan_lora_row(
             min(256, power_of_2(k)),
             *tile,
             product.is_programmatic,
+            product.arch > 0,
         ),
         options=launch_options(product.is_programmatic, 4),
     )

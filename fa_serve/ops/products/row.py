@@ -36,19 +36,29 @@ def store_product(y, out_ptr, residual_ptr, alpha, offsets, keep):
 
 
 @triton.jit
-def multiply_row(
-    x_ptr, w_ptr, norm_ptr, rows, eps, offset,
-    N: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Wait for the previous kernel, and multiply a token with these rows of the weights -> their sums over k, those of N rows
-    further if GATED, and the factor of the norm by which all of them are to be multiplied."""
+def first_weights(
+    w_ptr, rows, N: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """The first columns of these rows of the weights, and of the rows that are N further if GATED.
+
+    No kernel writes weights, so they may be loaded before the previous kernel ends.
+    """
     k = tl.arange(0, BLOCK_K)
-    # no kernel writes weights, so they may be loaded before the previous kernel ends
     w = _weights(w_ptr, 0, rows, k, N, K)
     w_up = w
     if GATED:
         w_up = _weights(w_ptr, N, rows, k, N, K)
-    wait_for_previous_kernel(PDL)
+    return w, w_up
+
+
+@triton.jit
+def multiply_row(
+    x_ptr, w_ptr, norm_ptr, w, w_up, rows, eps, offset,
+    N: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Multiply a token with these rows of the weights -> their sums over k, those of the rows that are N further if GATED, and
+    the factor of the norm by which all of them are to be multiplied. w, w_up: the first weights"""
+    k = tl.arange(0, BLOCK_K)
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     acc_up = acc
     squares = tl.zeros([BLOCK_K], tl.float32)
@@ -101,7 +111,9 @@ def _linear_row(
     GATED: the weights have 2 * N rows; the first N give the gates, the others what the gates are multiplied with.
     """
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    y, up, factor = multiply_row(x_ptr, w_ptr, norm_ptr, rows, eps, offset, N, K, GATED, BLOCK_N, BLOCK_K, PDL)
+    w, w_up = first_weights(w_ptr, rows, N, K, GATED, BLOCK_N, BLOCK_K)
+    wait_for_previous_kernel(PDL)
+    y, up, factor = multiply_row(x_ptr, w_ptr, norm_ptr, w, w_up, rows, eps, offset, N, K, GATED, BLOCK_N, BLOCK_K)
     y *= factor
     keep = rows < N
     if bias_ptr is not None:

@@ -10,7 +10,7 @@ from state_traffic import SALTS, Traffic, lengths_of, prompt_of
 
 from fa_serve.engine import SamplingParams
 from fa_serve.engine.cache.pages import PageTable
-from fa_serve.engine.cache.prefix import Prefix
+from fa_serve.engine.cache.prefix import Prefix, _num_equal
 from fa_serve.engine.request.request import Request
 from fa_serve.engine.scheduler.sequence import SequenceState
 
@@ -122,8 +122,8 @@ def test_salts_share_no_states() -> None:
         assert (first.num_cached_tokens, again.num_cached_tokens) == (0, 28)
 
 
-def test_the_answers_to_one_prompt_hash_its_pages_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are given one list. An equal prompt, another salt or another adapter is hashed anew."""
+def test_prompts_that_begin_alike_hash_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another salt or another adapter is hashed anew."""
     pages = PageTable(64, 4)
     prefix = Prefix(pages)
     hashed: list[bytes] = []
@@ -144,9 +144,25 @@ def test_the_answers_to_one_prompt_hash_its_pages_once(monkeypatch: pytest.Monke
     first = hashes_of(prompt)
     assert first[0] == 5
     assert hashes_of(prompt) == (0, first[1])
-    assert hashes_of(list(prompt)) == (5, first[1])
+    assert hashes_of(list(prompt)) == (0, first[1])
+    longer = hashes_of([*prompt, *range(5)])
+    assert longer[0] == 1
+    assert longer[1][:5] == first[1]
+    other = hashes_of([*prompt[:9], 50, *prompt[10:]])
+    assert other[0] == 3
+    assert [a == b for a, b in zip(other[1], first[1], strict=True)] == [True, True, False, False, False]
+    assert hashes_of(prompt[:7]) == (0, first[1][:1])
+    assert hashes_of(prompt) == (4, first[1])
     salted = hashes_of(prompt, cache_salt="s")
     assert salted[0] == 6
     assert not set(salted[1]) & set(first[1])
     assert hashes_of(prompt, cache_salt="s") == (0, salted[1])
     assert hashes_of(prompt) == (5, first[1])
+
+
+@pytest.mark.parametrize("length", [0, 1, 4095, 4096, 9000])
+def test_equal_tokens_are_counted(length: int) -> None:
+    tokens = list(range(9000))
+    assert _num_equal(tokens, [*tokens[:length], -1]) == length
+    assert _num_equal([*tokens[:length], -1, *tokens], tokens) == length
+    assert _num_equal(tokens, tokens[:length]) == length

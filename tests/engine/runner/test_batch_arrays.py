@@ -66,6 +66,9 @@ def test_steps_after_a_prompt_with_images_are_those_that_graphs_run() -> None:
     assert not prompt.is_plain
     assert prompt.inputs["position_ids"].tolist() == positions.tolist()
     assert [(piece.first, list(piece.rows)) for piece in prompt.images] == [(0, [1, 2])]
+    text = make_arrays(Chunk(sequence, 0, 3, 1, 1))
+    assert text.is_plain, "the axes of what follows the image are equal"
+    assert text.inputs["position_ids"].tolist() == [2]
     sequence.advance(4, samples=True)
     after = make_arrays(Chunk(sequence, 0, 4, 1, 1))
     assert after.is_plain

@@ -56,7 +56,7 @@ def changes(source: str) -> Iterator[str]:
 # `RequestOutput` and the step's own lists have fields of the same names.
 ALLOWED = {
     "chunk_lengths.py": {"sequence.num_prompt_logits", "sequence.cuts"},  # which only read
-    "batches.py": {"first.charge", "first.turn"},  # of an encoder's input, which is no sequence
+    "batches.py": {"run.charge", "run.turn"},  # of an encoder's input, which is no sequence
     "groups.py": {"output.request"},
     "scheduler.py": {"sequence." + name for name in METHODS} | {"chunk.sequence." + name for name in METHODS},
     # which belongs to the scheduler

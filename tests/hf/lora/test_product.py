@@ -11,6 +11,7 @@ from fa_serve import ops
 from fa_serve.hf.lora.product import AdaptedLinear, LoraSite, LoraStep, StepHolder, project
 from fa_serve.hf.surgery.fuse.parts import FusedProduct
 from fa_serve.ops import LoraBatch, LoraWeights
+from fa_serve.ops.lora.problem import COUNTER_WORDS, LORA_COUNTERS
 
 K = 24
 N = 32
@@ -33,7 +34,9 @@ def make(total: int = TOTAL) -> tuple[StepHolder, LoraSite, LoraStep, Tensor]:
         (N,),
         holder,
         (),
-        LoraWeights(a, b, torch.full((1, 1), 0.5), numbers, numbers, torch.zeros(2, dtype=torch.int64), (N,)),
+        LoraWeights(
+            a, b, torch.full((1, 1), 0.5), numbers, numbers, torch.zeros(LORA_COUNTERS, COUNTER_WORDS, dtype=torch.int64), (N,)
+        ),
     )
     rows = torch.tensor([*range(1, total), 0], dtype=torch.int32)
     tiles = torch.tensor([[0, 0, total - 1], [-1, total - 1, 1]], dtype=torch.int32)

@@ -91,7 +91,7 @@ def test_few_rows(target: str) -> None:
 
 @pytest.mark.parametrize("target", each_nth(2, ["sm90", "sm80", "gfx942"]))
 def test_pieces(target: str) -> None:
-    """Prompts of Qwen3-Next, and on Hopper of Kimi Linear, all by wgmma. Nothing spills."""
+    """Prompts of Qwen3-Next, and on Hopper of Kimi Linear, all by wgmma. The limit of registers leaves up to 128 bytes."""
     with compiling_for(target) as found:
         delta(16, 32, False, 3)
         if target == "sm90":
@@ -99,7 +99,7 @@ def test_pieces(target: str) -> None:
     pieces = [kernel for kernel in found if kernel.name != "_matrix_rows"]
     gated = ["_prepare_pieces", "_pass_states", "_compute_outputs"]
     assert [kernel.name for kernel in pieces] == (gated if target != "sm90" else [*gated, "_sum_gates", *gated])
-    assert_small(pieces, target)
+    assert_small(pieces, target, spills=128)
     if target == "sm90":
         assert all(kernel.instructions["HGMMA"] for kernel in pieces if kernel.name != "_sum_gates")
 

@@ -11,7 +11,7 @@ from linear_attention_cases import KINDS_BY_NAME, Kind, joined, of_sequence
 from rounded_once import randn
 from state_steps import Part, StateSteps
 
-from fa_serve.ops.linear_attention import run, table
+from fa_serve.ops.linear_attention import pieces, run, table
 
 
 @pytest.fixture(autouse=True)
@@ -88,15 +88,17 @@ def test_the_bound_tells_faults(fault: str) -> None:
     assert (out[:70].double() - expected).abs().max() > 10 * bound(expected, torch.float32)
 
 
+@pytest.mark.parametrize("change", [{"outputs_in_loop": True}, {"slabs": 3}], ids=str)
 @pytest.mark.parametrize("name", ["delta", "kda", "ssd"])
-def test_outputs_in_the_loop(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other form of the same kernels: equal up to rounding, whatever tile is chosen."""
+def test_other_tiles(name: str, change: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other forms of the same kernels: equal up to rounding, whatever tile is chosen. A slab ends within a sequence."""
     chosen = table.pieces_tile
     rows = [
-        replace(row, tile=lambda asked: chosen(asked)._replace(outputs_in_loop=True)) if row.name == "pieces" else row
+        replace(row, tile=lambda asked: chosen(asked)._replace(**change)) if row.name == "pieces" else row
         for row in table.RECURRENCE_KERNELS
     ]
     monkeypatch.setattr(table, "RECURRENCE_KERNELS", tuple(rows))
+    monkeypatch.setattr(pieces, "MIN_SLAB", 1)
     kind = KINDS_BY_NAME[name]
     inputs = kind.rows(75, torch.float32)
     weights = kind.weights(torch.float32)
@@ -125,8 +127,8 @@ def test_more_pieces_than_are_read_at_once() -> None:
     weights = {"log_decay": kind.weights(torch.float32)["log_decay"][:1]}
     steps = StateSteps(kind.spec(rows, weights))
     batch = steps.begin([Part(0, 70), Part(1, 70)])
-    pieces = [[row, 1, row // 70, -1] for row in range(140)]
-    out = kind.step(rows, weights, steps.states, batch._replace(chunks=torch.tensor(pieces, dtype=torch.int32)))
+    listed = [[row, 1, row // 70, -1] for row in range(140)]
+    out = kind.step(rows, weights, steps.states, batch._replace(chunks=torch.tensor(listed, dtype=torch.int32)))
     for first in (0, 70):
         expected, _ = kind.exact(of_sequence(rows, first, first + 70), weights, torch.zeros(1, 12, 12))
         assert (out[first : first + 70].double() - expected).abs().max() <= bound(expected, torch.float32)

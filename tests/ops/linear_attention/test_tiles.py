@@ -34,13 +34,13 @@ def test_few_rows(asked: Recurrence, tile: FewRowsTile) -> None:
 @pytest.mark.parametrize(
     ("asked", "tile"),
     [
-        (recurrence(128, 128), PiecesTile(64, 3, 4, 4, 4, False)),
+        (recurrence(128, 128), PiecesTile(64, 3, 4, 4, 4, False, 168)),
         (recurrence(128, 128, arch=80), PiecesTile(64, 2, 8, 8, 4, False)),
         (recurrence(128, 128, arch=120), PiecesTile(64, 2, 8, 8, 4, False)),
         (recurrence(128, 128, arch=0), PiecesTile(64, 1, 4, 4, 4, False)),
         (recurrence(128, 128, by_channel=True), PiecesTile(64, 3, 8, 4, 4, False)),
         (recurrence(256, 64), PiecesTile(64, 1, 8, 8, 4, False)),
-        (recurrence(12, 10), PiecesTile(64, 3, 4, 4, 4, False)),
+        (recurrence(12, 10), PiecesTile(64, 3, 4, 4, 4, False, 168)),
     ],
     ids=str,
 )

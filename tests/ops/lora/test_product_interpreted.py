@@ -24,7 +24,7 @@ CASES = [
 
 @pytest.fixture(autouse=True)
 def merged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "MERGES_ADAPTERS", True)
+    monkeypatch.setattr(run, "MERGED_PRODUCTS", run.EVERY_PRODUCT)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
@@ -60,10 +60,14 @@ def test_planted_faults_are_seen() -> None:
 
 
 def test_sums_are_split_while_all_programs_are_on_the_gpu() -> None:
-    def splits(n: int, k: int) -> int:
-        return product.choose_product_tile(64, n, k, 2, 132).splits
+    def tile(n: int, k: int, tokens: int = 64, itemsize: int = 2, arch: int = 90) -> tuple[int, ...]:
+        found = product.choose_product_tile(tokens, n, k, itemsize, 132, arch)
+        return found.block_m, found.block_n, found.num_stages, found.splits
 
-    assert [splits(6144, 4096), splits(4096, 4096), splits(28672, 4096), splits(4096, 14336)] == [4, 4, 1, 4]
-    assert splits(4096, 256) == 1
-    assert product.choose_product_tile(65, 4096, 4096, 2, 132)[:4] == (128, 64, 64, 3)
-    assert product.choose_product_tile(9, 4096, 4096, 4, 132)[:2] == (16, 32)
+    assert [tile(6144, 4096), tile(4096, 4096), tile(4096, 14336)] == [(64, 128, 4, 4)] * 3
+    assert tile(28672, 4096) == (64, 128, 4, 1)
+    assert tile(28672, 4096, arch=80) == (64, 64, 4, 1)
+    assert tile(1024, 2048) == (64, 64, 4, 8)
+    assert tile(1024, 256) == (64, 64, 4, 1)
+    assert tile(4096, 4096, tokens=65) == (128, 128, 3, 4)
+    assert tile(4096, 4096, tokens=9, itemsize=4) == (16, 32, 2, 1)

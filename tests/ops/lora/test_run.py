@@ -12,7 +12,7 @@ from fa_serve.ops.lora import run
 
 
 def test_what_is_refused_takes_separate_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "MERGES_ADAPTERS", True)
+    monkeypatch.setattr(run, "MERGED_PRODUCTS", run.EVERY_PRODUCT)
     case = LoraCase((0, 1, -1, 2))
     given = make_case(case, torch.float32)
     _, x, weights, batch, _, _ = given
@@ -27,5 +27,6 @@ def test_what_is_refused_takes_separate_launches(monkeypatch: pytest.MonkeyPatch
     assert "got 4 in tiles of 64" in reason(batch=batch._replace(block_rows=64))
     assert "dtype of the input" in reason(weight=weight.half())
     assert "contiguous" in reason(weight=weight.t().contiguous().t())
-    monkeypatch.setattr(run, "MERGES_ADAPTERS", False)
-    assert "MERGES_ADAPTERS" in reason()
+    monkeypatch.setattr(run, "MERGED_PRODUCTS", frozenset())
+    assert "of few tokens (ops/lora/run.py:MERGED_PRODUCTS)" in reason()
+    assert "of one token, gated" in reason(x=x[:1], activation="silu")

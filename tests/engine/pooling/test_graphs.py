@@ -1,0 +1,60 @@
+"""Small batches take graphs and give what they give without. Here a graph is the function that it was captured from."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from encoder_folders import TEXTS, save_encoder
+
+from fa_serve.engine import Encoder, EngineConfig
+from fa_serve.engine.pooling.graphs import EncoderGraphs
+
+
+def load(path, captured: list[int], capture: Callable | None = None) -> Encoder:
+    encoder = Encoder(EngineConfig(model=path, device="cpu", dtype="float32"))
+
+    def take(step: Callable[[], None], pool: int | None) -> tuple[Callable[[], None], int]:
+        captured.append(pool or 0)
+        return step, 7
+
+    model = encoder._pipeline.model
+    encoder._pipeline = replace(encoder._pipeline, graphs=EncoderGraphs(model, 48, capture or take))
+    return encoder
+
+
+@pytest.mark.parametrize("family", ["bert", "modernbert", "qwen3"])
+def test_padded_batches_give_the_same(tmp_path, family: str) -> None:
+    kind = "lasttoken" if family == "qwen3" else "mean_tokens"
+    path = save_encoder(tmp_path, family, [("Pooling", {f"pooling_mode_{kind}": True})])
+    wanted = Encoder(EngineConfig(model=path, device="cpu", dtype="float32")).encode(TEXTS)
+    captured: list[int] = []
+    encoder = load(path, captured)
+    for first in range(0, len(TEXTS), 2):
+        found = encoder.encode(TEXTS[first : first + 2])
+        np.testing.assert_allclose(found, wanted[first : first + 2], atol=1e-5)
+    assert captured == [0, 7]  # 16 and 32 tokens, in one pool
+    np.testing.assert_allclose(encoder.encode(TEXTS), wanted, atol=1e-5)  # more than 32 tokens, and no graph for 64
+    assert captured == [0, 7]
+
+
+def test_all_sizes_are_captured_ahead(tmp_path) -> None:
+    captured: list[int] = []
+    encoder = load(save_encoder(tmp_path), captured)
+    encoder._warm_up()
+    assert len(captured) == 2
+    encoder.encode("a cat")
+    encoder.encode(["a"] * 17)
+    assert len(captured) == 2
+
+
+def test_what_cannot_be_captured_runs_as_usual(tmp_path, caplog) -> None:
+    def fail(step: Callable[[], None], pool: object) -> None:
+        raise RuntimeError("not permitted")
+
+    path = save_encoder(tmp_path)
+    wanted = load(path, []).encode(TEXTS[0])
+    encoder = load(path, [], fail)
+    for _ in range(2):
+        np.testing.assert_allclose(encoder.encode(TEXTS[0]), wanted, atol=1e-6)
+    assert caplog.text.count("not permitted") == 1
