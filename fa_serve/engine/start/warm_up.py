@@ -103,6 +103,9 @@ def empty_steps(*, max_num_seqs: int, max_tokens: int, max_keys: int) -> list[Em
     for keys in (*KEYS_OF_BATCHES, max_keys):
         steps += [EmptyStep(batch, count, keys) for batch in several for count in few]
         steps += [EmptyStep(size + 1, count, keys) for size in WIDTHS_OF_BATCHES for count in range(1, FEW_QUERIES + 1)]
+    # all of them have few queries at once, as when their prompts are cached but for the end; a mixed step is computed otherwise
+    for count in powers_of_two(FEW_QUERIES)[1:]:
+        steps += [EmptyStep(batch, count, max_keys, num_long=batch) for batch in powers_of_two(max_num_seqs)]
     # with so many keys, prompts with float8 products may keep the model's dtype (fa_serve.backends.float8_copies)
     steps.append(EmptyStep(max_num_seqs, min(max(max_tokens - max_num_seqs + 1, 1), max_keys), max_keys))
     return list(
