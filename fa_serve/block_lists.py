@@ -14,14 +14,14 @@ shows one).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fa_serve.index_functions import IndexFunction, dims_read, over_blocks, over_grid, what_is_read
-from fa_serve.kept_values import KeptValues
+from fa_serve.kept_values import KeptValues, StreamValues, is_capturing, stream_of
 from fa_serve.spec import ParameterError
 
 BLOCK_SIZES = (64, 128)
@@ -37,9 +37,11 @@ _EVALUATED_ELEMENTS = 1 << 22
 """Elements that `from_mask_mod` evaluates at once, in whole rows of blocks: their indices are int64, 32 MB."""
 
 _FORMS = "be a fa_serve.BlockLists, a BlockMask of FlexAttention, its four tensors, or a mask_mod"
-_NO_FUNCTION = (
-    "have no mask_mod while the call is compiled or traced, which cannot wait for its blocks: pass a BlockLists that "
-    "fa_serve.BlockLists.from_block_mask or from_mask_mod has made before"
+_MADE_BEFORE = "pass a BlockLists that fa_serve.BlockLists.from_block_mask or from_mask_mod has made before"
+_NO_FUNCTION = f"have no mask_mod while the call is compiled or traced, which cannot wait for its blocks: {_MADE_BEFORE}"
+_NO_CAPTURE = (
+    "have no mask_mod that is evaluated while a CUDA graph captures the call, which cannot wait for its blocks: make the same "
+    f"call once before the capture, or {_MADE_BEFORE}"
 )
 
 
@@ -160,7 +162,8 @@ class BlockLists(NamedTuple):
         b = torch.arange(batch if on_batch else 1, device=device)
         h = torch.arange(heads if on_heads else 1, device=device)
         query_blocks = -(-seqlen_q // rows)
-        j = torch.arange(-(-seqlen_k // keys) * keys, device=device).clamp(max=seqlen_k - 1)
+        key_blocks = -(-seqlen_k // keys)
+        j = torch.arange(key_blocks * keys, device=device).clamp(max=seqlen_k - 1)
         at_once = max(1, _EVALUATED_ELEMENTS // max(1, len(b) * len(h) * rows * len(j)))
         parts = []
         for first in range(0, query_blocks, at_once):
@@ -168,8 +171,8 @@ class BlockLists(NamedTuple):
             # indices past the end repeat the last one, which neither shows nor hides more of a block
             i = torch.arange(first * rows, last * rows, device=device).clamp(max=seqlen_q - 1)
             keep = over_grid(mask_mod)(b, h, i, j).bool()
-            parts.append(_BlockRows.of(keep.reshape(len(b), len(h), last - first, rows, -1, keys).transpose(3, 4)))
-        return _joined(parts, (len(b), len(h)), -(-seqlen_k // keys), block_size, device)
+            parts.append(_BlockRows.of(keep.reshape(len(b), len(h), last - first, rows, key_blocks, keys).transpose(3, 4)))
+        return _joined(parts, (len(b), len(h)), key_blocks, block_size, device)
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -215,20 +218,30 @@ class BlockLists(NamedTuple):
 
 
 def expand_once(lists: BlockLists, seqlen_q: int, seqlen_k: int, num_heads: int) -> Tensor:
-    """`lists.expanded`, computed once for all layers that have these lists."""
-    tensors = [x for x in lists.tensors if x is not None]
-    capturing = lists.kv_num_blocks.is_cuda and torch.cuda.is_current_stream_capturing()
-    if capturing or any(x.is_inference() for x in tensors):
+    """`lists.expanded`, computed once for all layers that have these lists. A CUDA graph computes it at each replay."""
+    version = version_of(lists)
+    device = lists.kv_num_blocks.device
+    if version is None or is_capturing(device):
         return lists.expanded(seqlen_q, seqlen_k, num_heads)
-    key = (seqlen_q, seqlen_k, num_heads, lists.block_size, *((id(x), x._version) for x in tensors))
+    key = (seqlen_q, seqlen_k, num_heads, version, stream_of(device))
     found = _EXPANDED.find(lists.kv_num_blocks, key)
     if found is None:
         mask = lists.expanded(seqlen_q, seqlen_k, num_heads)
-        found = _EXPANDED.keep(lists.kv_num_blocks, key, (mask, tensors[1:]))
+        found = _EXPANDED.keep(lists.kv_num_blocks, key, (mask, lists.tensors[1:]))
     return found[0]
 
 
-_EXPANDED: KeptValues[tuple[Tensor, list[Tensor]]] = KeptValues(room=2)
+def version_of(lists: BlockLists) -> Hashable | None:
+    """A key of lists, which changes if one of them is changed in place, and holds as long as the tensors live.
+
+    None if one was made in `torch.inference_mode`: such a tensor has no version.
+    """
+    if any(x is not None and x.is_inference() for x in lists.tensors):
+        return None
+    return (lists.block_size, *(None if x is None else (id(x), x._version) for x in lists.tensors))
+
+
+_EXPANDED: KeptValues[tuple[Tensor, tuple[Tensor | None, ...]]] = KeptValues(room=2)
 """The masks of lists that were expanded last, and the other tensors of the lists, whose numbers are in the keys."""
 
 
@@ -236,7 +249,8 @@ def as_block_lists(block_mask: Any, sizes: CallSizes, *, traced: bool = False) -
     """What the argument `block_mask` says of a call of these sizes.
 
     traced: PyTorch records the call, so no function can be evaluated
-    Raises ParameterError for another type and for a function in a traced call.
+    Raises ParameterError for another type, for a function in a traced call, and for one that was not evaluated before a CUDA
+    graph captures the call.
     """
     if isinstance(block_mask, BlockLists):
         return block_mask
@@ -244,33 +258,56 @@ def as_block_lists(block_mask: Any, sizes: CallSizes, *, traced: bool = False) -
         if len(block_mask) != 4:
             raise ParameterError("block_mask", _FORMS, f"{len(block_mask)} values")
         return BlockLists(*block_mask)
-    if callable(block_mask) and not hasattr(block_mask, "kv_indices"):
-        mask_mod = block_mask
-        *shape, device = sizes
-        return _kept(mask_mod, mask_mod, sizes, traced, lambda: BlockLists.from_mask_mod(mask_mod, *shape, device=device))
-    lists = _lists_of(block_mask)
-    mask_mod = getattr(block_mask, "mask_mod", None)
-    is_listed = getattr(mask_mod, "__name__", "noop_mask") == "noop_mask"
-    if is_listed and all(size in BLOCK_SIZES for size in lists.block_size):
-        return lists
-    return _kept(block_mask, mask_mod, None, traced, lambda: BlockLists.from_block_mask(block_mask))
-
-
-def _kept(owner: Any, mask_mod: Any, sizes: CallSizes | None, traced: bool, evaluate: Callable[[], BlockLists]) -> BlockLists:
-    """The lists of a mask or function, evaluated again only if what the function reads has changed."""
+    lists = None
+    mask_mod = block_mask
+    if not callable(block_mask) or hasattr(block_mask, "kv_indices"):
+        lists = _lists_of(block_mask)
+        mask_mod = getattr(block_mask, "mask_mod", None)
+        is_listed = mask_mod is None or getattr(mask_mod, "__name__", None) == "noop_mask"
+        if is_listed and all(size in BLOCK_SIZES for size in lists.block_size):
+            return lists
     if traced:
         raise ParameterError("block_mask", _NO_FUNCTION, mask_mod)
+    return _evaluated_once(block_mask, mask_mod, sizes, lists)
+
+
+def _evaluated_once(block_mask: Any, mask_mod: Any, sizes: CallSizes, lists: BlockLists | None) -> BlockLists:
+    """What a function becomes, alone or with the lists of its BlockMask, evaluated again if what it is made of has changed."""
+    device = sizes.device if lists is None else lists.kv_indices.device
+    key, tensors = _made_of(block_mask, mask_mod, sizes, lists)
+    found = None if key is None else _EVALUATED.find(block_mask, key, device)
+    if found is not None:
+        return found[0]
+    if is_capturing(device):
+        raise ParameterError("block_mask", _NO_CAPTURE, mask_mod)
+    # the next call may be differentiated, and a later one sees by their versions that nothing has changed
+    with torch.inference_mode(False), torch.no_grad():
+        if lists is None:
+            *shape, _ = sizes
+            evaluated = BlockLists.from_mask_mod(mask_mod, *shape, device=device)
+        else:
+            evaluated = BlockLists.from_block_mask(block_mask)
+    if key is not None:
+        _EVALUATED.keep(block_mask, key, device, (evaluated, tensors))
+    return evaluated
+
+
+def _made_of(
+    block_mask: Any, mask_mod: Any, sizes: CallSizes, lists: BlockLists | None
+) -> tuple[Hashable | None, tuple[Tensor | None, ...]]:
+    """A key of all that decides about the lists, None if that is not known, and the tensors whose numbers are in it."""
     read = what_is_read(mask_mod)
     if read is None:
-        return evaluate()
+        return None, ()
     facts, tensors = read
-    found = _EVALUATED.find(owner, (sizes, facts))
-    if found is None:
-        found = _EVALUATED.keep(owner, (sizes, facts), (evaluate(), tensors))
-    return found[0]
+    if lists is None:
+        return (facts, sizes), (*tensors,)
+    version = version_of(lists)
+    key = None if version is None else (facts, version, block_mask.seq_lengths)
+    return key, (*tensors, *lists.tensors)
 
 
-_EVALUATED: KeptValues[tuple[BlockLists, list[Tensor]]] = KeptValues(room=8)
+_EVALUATED: StreamValues[tuple[BlockLists, tuple[Tensor | None, ...]]] = StreamValues(room=8)
 """The lists of masks and functions, and the tensors that were read, whose numbers belong to no others while they are here."""
 
 

@@ -21,8 +21,11 @@ from torch import Tensor
 from fa_serve.spec import UnsupportedError
 
 IndexFunction = Callable[..., Tensor]
-_PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, type)
-_BUILT_IN = (types.BuiltinFunctionType, types.MethodWrapperType, type(torch.Tensor.add))
+_PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
+_BUILT_IN = (types.BuiltinFunctionType, type(torch.Tensor.add))
+_TENSORS = (Tensor, torch.nn.Parameter)
+_FIXED = ("builtins", "math", "torch")
+"""Packages whose modules, classes and functions stay as they are."""
 
 _level_of = torch._C._functorch.maybe_get_level
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
@@ -39,7 +42,14 @@ def over_grid(function: IndexFunction) -> IndexFunction:
     mapped = function
     for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
         mapped = torch.vmap(mapped, in_dims=dims)
-    return _explaining(mapped, function)
+    evaluate = _explaining(mapped, function)
+
+    def evaluate_all(*indices: Tensor) -> Tensor:
+        sizes = [len(index) for index in indices]
+        # vmap has no function for dimensions of nothing
+        return evaluate(*indices) if all(sizes) else torch.zeros(sizes, dtype=torch.bool, device=indices[0].device)
+
+    return evaluate_all
 
 
 def over_blocks(function: IndexFunction) -> IndexFunction:
@@ -92,7 +102,8 @@ def what_is_read(function: object) -> tuple[Hashable, list[Tensor]] | None:
     """What a function's result depends on beside its arguments: its code, and the values of its closure and of its globals.
 
     Returns a key, which changes if a name is bound to another value or a tensor is changed in place, and the tensors that are
-    read, whose numbers in the key hold as long as the tensors live. None if that is not known, as of objects with attributes.
+    read, whose numbers in the key hold as long as the tensors live. None if that is not known: of objects, of classes and
+    functions with attributes, of bound methods, and of tensors of `torch.inference_mode`, which have no version.
     """
     tensors: list[Tensor] = []
     try:
@@ -103,19 +114,25 @@ def what_is_read(function: object) -> tuple[Hashable, list[Tensor]] | None:
 
 def _facts_of(value: Any, tensors: list[Tensor], parents: tuple[int, ...]) -> Hashable:
     """Raises LookupError for a value that may change without a trace."""
-    if isinstance(value, Tensor):
-        if value.is_inference():
+    # exact types, because an object of a derived class may have attributes
+    kind = type(value)
+    if kind in _TENSORS:
+        # names with an underscore are notes of libraries, such as transformers' _is_hf_initialized
+        if value.is_inference() or any(not name.startswith("_") for name in vars(value)):
             raise LookupError(value)
         tensors.append(value)
         return (id(value), value._version, value.requires_grad)
-    if isinstance(value, _PLAIN):
-        return (type(value), value)
-    if isinstance(value, tuple):
-        return tuple(_facts_of(each, tensors, parents) for each in value)
-    if isinstance(value, _BUILT_IN) or _is_constant(value):
+    if kind in _PLAIN:
+        return (kind, value)
+    if kind in (tuple, torch.Size):
+        return (kind, *(_facts_of(each, tensors, parents) for each in value))
+    if _is_constant(value):
         return id(value)
-    # names that a function inside of it reads are not found, and objects and modules may have other attributes by the next call
-    if not isinstance(value, types.FunctionType) or any(isinstance(each, types.CodeType) for each in value.__code__.co_consts):
+    # objects, classes and modules may have other attributes by the next call
+    if not isinstance(value, types.FunctionType) or vars(value).keys() - {"__wrapped__"}:
+        raise LookupError(value)
+    # names that a function inside of it reads are not found
+    if any(isinstance(each, types.CodeType) for each in value.__code__.co_consts):
         raise LookupError(value)
     if id(value) in parents:  # it calls itself
         return id(value)
@@ -128,6 +145,18 @@ def _facts_of(value: Any, tensors: list[Tensor], parents: tuple[int, ...]) -> Ha
 
 
 def _is_constant(value: Any) -> bool:
-    """Whether a module, or a function of a module, is always the same."""
-    name = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
-    return str(name).partition(".")[0] in ("torch", "math")
+    """Whether a module, a class or a function is always the same, and stays in memory."""
+    home: object
+    if isinstance(value, _BUILT_IN):
+        owner = getattr(value, "__self__", None)
+        return owner is None or isinstance(owner, types.ModuleType)
+    if isinstance(value, types.ModuleType):
+        home = value.__name__
+    elif isinstance(value, type):
+        home = value.__module__
+    elif isinstance(value, types.FunctionType) and not value.__closure__:
+        # `functools.wraps` copies __module__, but not the globals
+        home = value.__globals__.get("__name__")
+    else:
+        return False
+    return str(home).partition(".")[0] in _FIXED

@@ -5,7 +5,7 @@
         found = kept.keep(mask, key, scan(mask))
 
 The key says what of the object the value was made of, so a change of the object is a change of the key. What the key holds is
-left to the caller.
+left to the caller. `StreamValues` are for tensors that are made on a device.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Hashable
+from contextlib import suppress
 from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
 
 Value = TypeVar("Value")
 
@@ -39,18 +42,61 @@ class KeptValues(Generic[Value]):
         # the number of an object that is gone may be another's by now
         if found is None or found.owner() is not owner:
             return None
-        self._kept.move_to_end((id(owner), key))
+        with suppress(KeyError):  # another thread may have taken it out since
+            self._kept.move_to_end((id(owner), key))
         value: Value = found.value
         return value
 
     def keep(self, owner: object, key: Hashable, value: Value) -> Value:
         """Keep a value, and return it."""
         place = (id(owner), key)
+        self._kept.pop(place, None)  # a new entry is the last one
         self._kept[place] = _Kept(weakref.ref(owner, lambda _: self._kept.pop(place, None)), value)
-        self._kept.move_to_end(place)
         if len(self._kept) > self._room:
             self._kept.popitem(last=False)
         return value
 
     def clear(self) -> None:
         self._kept.clear()
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph records what is launched, so that the host cannot wait for it."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def stream_of(device: torch.device) -> int | None:
+    """The stream whose order the next launch follows; None on a CPU."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
+
+
+class StreamValues(Generic[Value]):
+    """`KeptValues` of tensors: a stream finds those that were made on it, and the capture of a CUDA graph those made last.
+
+    Capturing begins when the device is idle, so a graph may read what another stream has made. What a capture finds is never
+    freed, because replays read it: the captures of a process are the bound.
+    """
+
+    def __init__(self, room: int) -> None:
+        self._of_streams: KeptValues[Value] = KeptValues(room)
+        self._last: KeptValues[Value] = KeptValues(room)
+        self._captured: dict[int, Value] = {}
+
+    def find(self, owner: object, key: Hashable, device: torch.device) -> Value | None:
+        """What was kept of this object under this key for the current stream of the device, or None."""
+        if not is_capturing(device):
+            return self._of_streams.find(owner, (key, stream_of(device)))
+        found = self._last.find(owner, key)
+        if found is not None:
+            self._captured[id(found)] = found
+        return found
+
+    def keep(self, owner: object, key: Hashable, device: torch.device, value: Value) -> Value:
+        """Keep a value that was made on the current stream of the device, and return it."""
+        self._last.keep(owner, key, value)
+        return self._of_streams.keep(owner, (key, stream_of(device)), value)
+
+    def clear(self) -> None:
+        """Forget all but what graphs read."""
+        self._of_streams.clear()
+        self._last.clear()

@@ -6,7 +6,7 @@
 The function is called once with a `Score` in the place of the score, which writes down what is done to it, and with indices of
 `torch.vmap`. So whatever it computes from indices alone is computed by PyTorch, and only what touches the score must be known:
 
-    score * number, score / number        factor, which belongs to softmax_scale
+    score * number, score / number        factor, which belongs to softmax_scale and is positive like it
     c * torch.tanh(score / c)             softcap
     score + f(b, h, q_idx, kv_idx)        alibi_slopes, where the bias falls with the distance alone; else mask, a float mask
     torch.where(condition, score, -inf)   mask
@@ -17,6 +17,7 @@ and keys of each head that has another bias.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, NamedTuple
@@ -24,10 +25,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fa_serve.block_lists import BlockLists, CallSizes
+from fa_serve.block_lists import BlockLists, CallSizes, version_of
 from fa_serve.index_functions import dims_read, name_of, over_grid, what_is_read
-from fa_serve.kept_values import KeptValues
-from fa_serve.spec import UnsupportedError
+from fa_serve.kept_values import StreamValues, is_capturing
+from fa_serve.spec import ParameterError, UnsupportedError
 
 _EVALUATED_ELEMENTS = 1 << 22
 """Elements of a bias that are evaluated at once, in whole rows of blocks."""
@@ -35,9 +36,14 @@ _ROWS = 128
 _ALIBI_ERROR = 1e-6
 """Relative: a slope is a quotient of a bias, so that its product with a distance is rounded twice more."""
 _RULE = (
-    "may multiply its score by a number, cap it by c * torch.tanh(score / c), and add a bias or hide keys by the indices alone"
+    "may multiply its score by a positive number, cap it by c * torch.tanh(score / c), and add a bias or hide keys by the "
+    "indices alone"
 )
 _REMEDY = "compute the call with torch.nn.attention.flex_attention"
+_NO_CAPTURE = (
+    "be evaluated before a CUDA graph captures the call, which cannot wait for its bias: make the same call once before the "
+    "capture, or pass the softcap, alibi_slopes or mask that it stands for"
+)
 
 
 class ScoreOptions(NamedTuple):
@@ -131,14 +137,39 @@ class Score:
         return self.times(-1.0)
 
 
+_UNKNOWN_OPERATORS = (
+    *("lt", "le", "gt", "ge", "eq", "ne", "bool", "int", "float", "abs", "getitem"),
+    *("pow", "rpow", "mod", "rmod", "floordiv", "rfloordiv", "matmul", "rmatmul"),
+)
+"""Operators that no option stands for. Python looks them up in the class, and not by `__getattr__`."""
+
+
+def _refusing(name: str) -> Callable[..., Any]:
+    def refuse(*operands: Any) -> Any:
+        raise _Refused(f"calls {name} with its score")
+
+    return refuse
+
+
+for _name in _UNKNOWN_OPERATORS:
+    setattr(Score, f"__{_name}__", _refusing(_name))
+
+
 def _number(value: Any, what: str) -> float:
     """A number, which may be a tensor of one that depends on no index and needs no gradient."""
     if isinstance(value, Tensor) and not value.dim() and not value.requires_grad:
         if not torch._C._functorch.is_functorch_wrapped_tensor(value):
+            _before_waiting(value.device)
             return float(value)
     elif isinstance(value, int | float):
         return float(value)
     raise _Refused(f"{what} its score by what is no fixed number")
+
+
+def _before_waiting(device: torch.device) -> None:
+    """Refuse to wait for the device, with a remedy, where that would end the capture of a CUDA graph."""
+    if is_capturing(device):
+        raise ParameterError("score_mod", _NO_CAPTURE, "a first call in the capture")
 
 
 def _add(first: Any, second: Any, *, alpha: float = 1) -> Score:
@@ -225,32 +256,51 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
 def translate_score_mod(
     score_mod: Callable[..., Any], sizes: CallSizes, *, causal: bool, lists: BlockLists | None = None
 ) -> ScoreOptions:
-    """The options that a score_mod stands for in a call. They are kept while it lives, unless they have gradients.
+    """The options that a score_mod stands for in a call. They are kept while it and the lists live, unless they have gradients.
 
     causal: the call hides keys behind the query; lists: those of its block_mask. What is hidden decides with the bias whether
     it falls with the distance, and becomes -inf in a mask.
-    Raises UnsupportedError, which names the function, for what no option stands for.
+    Raises UnsupportedError, which names the function, for what no option stands for, and ParameterError where a bias would be
+    evaluated while a CUDA graph captures the call.
     """
     read = what_is_read(score_mod)
-    blocks = None if lists is None else tuple(map(id, lists.tensors))
-    key = None if read is None else (sizes, causal, blocks, torch.is_grad_enabled(), read[0])
-    if key is not None and (found := _TRANSLATED.find(score_mod, key)) is not None:
+    version = () if lists is None else version_of(lists)
+    if read is None or version is None:
+        return _explained(score_mod, sizes, causal, lists)
+    facts, tensors = read
+    # the facts say all of the function, so lists that no later call can have take their options with them
+    owner = score_mod if lists is None else lists.kv_num_blocks
+    key = (sizes, causal, version, torch.is_grad_enabled(), facts)
+    found = _TRANSLATED.find(owner, key, sizes.device) or _TRANSLATED_TO_LARGE.find(owner, key, sizes.device)
+    if found is not None:
         return found[0]
-    try:
-        options = _translated(score_mod, sizes, causal, lists)
-    except _Refused as refusal:
-        raise UnsupportedError(f"score_mod {_RULE}, but {name_of(score_mod)} {refusal}: {_REMEDY}") from None
-    differentiated = options.mask is not None and options.mask.requires_grad
-    if key is not None and read is not None and not differentiated:
-        _TRANSLATED.keep(score_mod, key, (options, read[1], lists))
+    options = _explained(score_mod, sizes, causal, lists)
+    mask = options.mask
+    if mask is None or not mask.requires_grad:
+        kept = _TRANSLATED if mask is None or mask.nbytes <= _LARGE_MASK else _TRANSLATED_TO_LARGE
+        kept.keep(owner, key, sizes.device, (options, (*tensors, *(() if lists is None else lists.tensors[1:]))))
     return options
 
 
-_TRANSLATED: KeptValues[tuple[ScoreOptions, list[Tensor], BlockLists | None]] = KeptValues(room=8)
-"""The options of functions, and the tensors and lists whose numbers are in their keys."""
+_LARGE_MASK = 32 << 20
+"""Bytes. Eight masks are kept that are no larger, and one that is."""
+
+_TRANSLATED: StreamValues[tuple[ScoreOptions, tuple[Tensor | None, ...]]] = StreamValues(room=8)
+_TRANSLATED_TO_LARGE: StreamValues[tuple[ScoreOptions, tuple[Tensor | None, ...]]] = StreamValues(room=1)
+"""The options of functions, and the tensors whose numbers are in their keys, but for that which owns the entry."""
+
+
+def _explained(score_mod: Callable[..., Any], sizes: CallSizes, causal: bool, lists: BlockLists | None) -> ScoreOptions:
+    """`_translated`, with the name of the function in errors."""
+    try:
+        return _translated(score_mod, sizes, causal, lists)
+    except _Refused as refusal:
+        raise UnsupportedError(f"score_mod {_RULE}, but {name_of(score_mod)} {refusal}: {_REMEDY}") from None
 
 
 def _translated(score_mod: Callable[..., Any], sizes: CallSizes, causal: bool, lists: BlockLists | None) -> ScoreOptions:
+    if 0 in (sizes.batch, sizes.seqlen_q, sizes.seqlen_k):
+        return ScoreOptions(1.0, 0.0, None, None)  # there is no score
     scores: list[Score] = []
 
     @wraps(score_mod)
@@ -263,8 +313,10 @@ def _translated(score_mod: Callable[..., Any], sizes: CallSizes, causal: bool, l
 
     reads = dims_read(bias_of, sizes.device)
     factor, cap = scores[0].curve
-    softcap = 0.0 if cap is None else cap
+    softcap = 0.0 if cap is None else abs(cap)  # -c * tanh(-s / c) is c * tanh(s / c)
     factor = factor if cap is None else factor * cap  # cap * tanh(factor * s) is the softcap of factor * cap * s
+    if not 0 < factor < math.inf:
+        raise _Refused(f"multiplies its score by {factor:g}, which is not positive and finite")
     if not isinstance(scores[0].bias, Tensor) and not scores[0].bias:
         return ScoreOptions(factor, softcap, None, None)
     bias = _Bias(over_grid(bias_of), sizes, reads, causal, lists)
@@ -317,6 +369,7 @@ class _Bias:
             bias, seen, distance = self._rows(first)
             if bias.requires_grad or bias.dtype != torch.float32:
                 return None
+            _before_waiting(bias.device)
             if slopes is None:
                 slopes = _slopes_of(bias, seen, distance)
             if not torch.allclose(torch.where(seen, bias, 0), torch.where(seen, -slopes * distance, 0), _ALIBI_ERROR, 0):
@@ -333,8 +386,11 @@ class _Bias:
             bias, seen, _ = self._rows(first)
             parts.append(bias if self._lists is None else torch.where(seen, bias, float("-inf")))
         mask = torch.cat(parts, 2)
+        if mask.requires_grad:
+            return mask
+        _before_waiting(mask.device)
         shown = mask == 0
-        return shown if not mask.requires_grad and (shown | mask.isneginf()).all() else mask
+        return shown if (shown | mask.isneginf()).all() else mask
 
 
 def _slopes_of(bias: Tensor, seen: Tensor, distance: Tensor) -> Tensor:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from block_sparse_cases import BASE, CASES, SparseCase, make_lists
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask, create_mask, flex_attention
 
 import fa_serve
-from fa_serve import BlockLists, ParameterError, block_lists, dispatch, index_functions
+from fa_serve import BlockLists, ParameterError, block_lists, dispatch, index_functions, kept_values
 from fa_serve.backends.calls import AttentionTensors
 from fa_serve.block_lists import CallSizes, as_block_lists, pack_bits
 from fa_serve.testing import make_qkv
@@ -181,8 +182,11 @@ def partial_blocks(mask: BlockMask) -> Tensor:
     return keep
 
 
-def test_a_mask_mod_of_no_keys_has_empty_lists() -> None:
-    assert BlockLists.from_mask_mod(causal, 1, 1, 0, 0).kv_indices.shape == (1, 1, 0, 0)
+@pytest.mark.parametrize("sizes", [(0, 2, 9, 9), (2, 2, 0, 9), (2, 2, 9, 0), (1, 1, 0, 0)], ids=str)
+def test_a_mask_mod_of_nothing_has_empty_lists(sizes: tuple[int, int, int, int]) -> None:
+    batch, heads, seqlen_q, seqlen_k = sizes
+    lists = BlockLists.from_mask_mod(of_heads, *sizes)
+    assert lists.kv_indices.shape == (batch, heads, -(-seqlen_q // 128), -(-seqlen_k // 128))
 
 
 def test_a_function_is_evaluated_once_for_what_it_reads() -> None:
@@ -202,6 +206,64 @@ def test_a_function_is_evaluated_once_for_what_it_reads() -> None:
     assert as_block_lists(behind, sizes._replace(seqlen_q=100)) is not as_block_lists(behind, sizes)
     seen = fa_serve.attention(q, k, v, block_mask=behind)
     torch.testing.assert_close(seen, fa_serve.attention(q, k[:, 120:], v[:, 120:]), rtol=1e-5, atol=1e-5)
+
+
+def test_a_function_without_a_name_is_evaluated() -> None:
+    def near(width: int, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (i - j).abs() < width
+
+    mask = create_block_mask(partial(near, 5), 1, 1, 250, 250, device="cpu")
+    found = as_block_lists(mask, CallSizes(1, 1, 250, 250, torch.device("cpu"))).expanded(250, 250, 1)
+    assert torch.equal(found, create_mask(partial(near, 5), 1, 1, 250, 250, device="cpu"))
+
+
+def test_a_function_that_torch_has_combined_is_evaluated_again() -> None:
+    documents = torch.zeros(250, dtype=torch.int64)
+    both = and_masks(causal, lambda b, h, i, j: documents[i] == documents[j])
+    sizes = CallSizes(1, 1, 250, 250, torch.device("cpu"))
+    for _ in range(2):
+        assert torch.equal(as_block_lists(both, sizes).expanded(250, 250, 1), create_mask(both, 1, 1, 250, 250, device="cpu"))
+        documents[128:] = 1
+
+
+def test_a_block_mask_is_evaluated_again_when_its_lists_change() -> None:
+    """Its bits lie in the order of its lists. Tensors of inference mode have no version, so theirs are not kept."""
+    sizes = CallSizes(1, 1, 250, 250, torch.device("cpu"))
+    mask = create_block_mask(causal, 1, 1, 250, 250, device="cpu")
+    first = as_block_lists(mask, sizes)
+    assert as_block_lists(mask, sizes) is first
+    mask.kv_num_blocks[0, 0, 1] = 0
+    assert as_block_lists(mask, sizes) is not first
+    assert not as_block_lists(mask, sizes).expanded(250, 250, 1)[0, 0, 128:, 128:].any()
+    with torch.inference_mode():
+        unversioned = create_block_mask(causal, 1, 1, 250, 250, device="cpu")
+        assert as_block_lists(unversioned, sizes) is not as_block_lists(unversioned, sizes)
+        assert block_lists.version_of(as_block_lists(prefix, sizes)) is not None
+
+
+def test_lists_are_made_before_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph reads them for as long as the process lives."""
+
+    def last(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return j > 100
+
+    sizes = CallSizes(1, 1, 250, 250, torch.device("cpu"))
+    made = as_block_lists(last, sizes)
+    for module in (block_lists, kept_values):
+        monkeypatch.setattr(module, "is_capturing", lambda device: True)
+    assert as_block_lists(last, sizes) is made
+    assert any(lists is made for lists, _ in block_lists._EVALUATED._captured.values())
+    for given in (partial(last), create_block_mask(last, 1, 1, 250, 250, device="cpu")):
+        with pytest.raises(ParameterError, match=r"while a CUDA graph captures the call.*: make the same call once before"):
+            as_block_lists(given, sizes)
+
+
+def test_expanded_lists_belong_to_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    lists = BlockLists.from_mask_mod(causal, 1, 1, 250, 250)
+    first = block_lists.expand_once(lists, 250, 250, 1)
+    assert block_lists.expand_once(lists, 250, 250, 1) is first
+    monkeypatch.setattr(block_lists, "stream_of", lambda device: 1)
+    assert block_lists.expand_once(lists, 250, 250, 1) is not first
 
 
 def test_gradients_are_those_of_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import and_masks, noop_mask, or_masks
 
 from fa_serve import index_functions
 from fa_serve.index_functions import dims_read, over_blocks, over_grid, what_is_read
@@ -90,14 +91,83 @@ def test_what_may_change_without_a_trace_is_not_known() -> None:
     def of_inner(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return (lambda x: x < WIDTH)(j)
 
+    class Config:
+        width = 3
+
+    def of_class(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return j < Config.width
+
+    def part(j: Tensor) -> Tensor:
+        return j < part.width  # type: ignore[attr-defined]
+
+    part.width = 3  # type: ignore[attr-defined]
+
+    def of_function(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return part(j)
+
+    class Number(int):
+        width = 3
+
+    number = Number(3)
+    noted = torch.ones(4)
+    noted.width = 3  # type: ignore[attr-defined]
+
+    def of_number(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return j < number.width
+
+    def of_noted_tensor(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return j < noted.width  # type: ignore[attr-defined]
+
+    widths = {0: 3}
+    width_of = widths.get
+    row_of = torch.ones(4).__getitem__
+    layer = torch.nn.Embedding(4, 1)
+
+    def of_method(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return j < width_of(0)
+
+    def of_tensor_method(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return row_of(j) > 0
+
+    def of_module(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return layer(j) > 0
+
     with torch.inference_mode():
         unversioned = torch.ones(4)
 
     def of_inference(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return unversioned[j] > 0
 
-    for function in (Masked(), of_list, of_inner, of_inference, partial(near, None)):
-        assert what_is_read(function) is None
+    unknown = (Masked(), of_list, of_inner, of_inference, partial(near, None), of_class, of_function, of_number)
+    for function in (*unknown, of_noted_tensor, of_method, of_tensor_method, of_module):
+        assert what_is_read(function) is None, function
+
+
+@pytest.mark.parametrize("combine", [and_masks, or_masks])
+def test_what_torch_makes_of_functions_is_read(combine: Any) -> None:
+    """Its name is one of torch, but it calls functions that are not."""
+    borders = torch.zeros(2)
+
+    def behind(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return j > borders[0]
+
+    both = combine(behind, noop_mask)
+    first = what_is_read(both)
+    assert first is not None
+    assert first[1] == [borders]
+    borders += 1
+    assert what_is_read(both) != first
+
+
+def test_functions_of_torch_are_always_the_same() -> None:
+    gelu = torch.nn.functional.gelu
+    dtype = torch.float32
+
+    def of_torch(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return gelu(torch.where(i > j, i, math.floor(2.5)).to(dtype)) > 0
+
+    assert what_is_read(of_torch) is not None
+    assert what_is_read(noop_mask) == (id(noop_mask), [])
 
 
 def test_a_choice_by_python_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import fa_serve
-from fa_serve import ParameterError, UnsupportedError, api, score_mods
+from fa_serve import BlockLists, ParameterError, UnsupportedError, api, kept_values, score_mods
 from fa_serve.block_lists import CallSizes, as_block_lists
 from fa_serve.score_mods import translate_score_mod
 from fa_serve.testing import make_qkv
@@ -57,6 +58,10 @@ def of_even_rows(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tenso
     return torch.where(i % 2 == 0, s.float().neg() * -1, (0.01 * j + s) - 1)
 
 
+def negated_softcap(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return -20 * torch.tanh(s / -20)
+
+
 def filled(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return (s * 0.5).masked_fill(j > i + 3, float("-inf"))
 
@@ -79,6 +84,7 @@ SCORE_MODS: dict[Callable[..., Tensor], Expected] = {
     alibi: Expected(mask=EACH, slopes_in_causal=(HEADS,)),
     alibi_of_both_sides: Expected(slopes=(2, HEADS), slopes_in_causal=(2, HEADS)),
     softcap: Expected(softcap=20.0),
+    negated_softcap: Expected(softcap=20.0),
     scaled_softcap: Expected(factor=2.0, softcap=30.0, mask=ONE, dtype=torch.bool),
     t5: Expected(mask=EACH, mask_in_causal=EACH),
     window: Expected(mask=EACH, mask_in_causal=EACH, dtype=torch.bool),
@@ -169,6 +175,77 @@ def test_a_function_is_translated_once_for_what_it_reads() -> None:
     assert torch.equal(second, 2 * first.alibi_slopes)
 
 
+def test_lists_that_change_are_seen() -> None:
+    """In place, in the size of their blocks, and without versions."""
+    lists = BlockLists.from_blocks(torch.ones(1, 1, 3, 3, dtype=torch.bool))
+
+    def of_lists(given: BlockLists) -> Any:
+        return translate_score_mod(t5, SIZES, causal=False, lists=given)
+
+    first = of_lists(lists)
+    assert of_lists(lists) is first
+    assert of_lists(BlockLists(*lists)) is first
+    assert of_lists(lists._replace(block_size=(64, 64))) is not first
+    lists.kv_num_blocks.fill_(1)
+    assert of_lists(lists).mask[..., 128:].isneginf().all()
+    with torch.inference_mode():
+        unversioned = BlockLists.from_blocks(torch.ones(1, 1, 3, 3, dtype=torch.bool))
+        assert of_lists(unversioned) is not of_lists(unversioned)
+
+
+def test_a_mask_is_gone_with_lists_that_no_call_can_have_again() -> None:
+    lists = BlockLists.from_blocks(torch.ones(1, 1, 2, 2, dtype=torch.bool))
+    mask = translate_score_mod(t5, SIZES, causal=False, lists=lists).mask
+    assert mask is not None
+    gone = weakref.ref(mask)
+    del mask, lists
+    assert gone() is None
+
+
+def test_one_large_mask_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(score_mods, "_LARGE_MASK", 4 * HEADS * LENGTH**2 - 1)
+    masks = []
+    for _ in range(3):
+        score_mods._TRANSLATED.clear()
+        table = TABLE.clone()
+
+        def biased(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, table: Tensor = table) -> Tensor:
+            return s + table[h, (i - j).abs().clamp(max=31)]
+
+        first = translate_score_mod(biased, SIZES, causal=False)
+        assert translate_score_mod(biased, SIZES, causal=False) is first
+        masks.append((biased, weakref.ref(first.mask)))  # type: ignore[arg-type]
+        del first
+    assert [mask() is None for _, mask in masks] == [True, True, False]
+
+
+def test_a_bias_is_evaluated_before_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cap needs no device, so it may be found in the capture."""
+    made = translate_score_mod(alibi, SIZES, causal=True)
+    score_mods._TRANSLATED._captured.clear()
+    for module in (score_mods, kept_values):
+        monkeypatch.setattr(module, "is_capturing", lambda device: True)
+    assert translate_score_mod(alibi, SIZES, causal=True) is made
+    assert [value[0] for value in score_mods._TRANSLATED._captured.values()] == [made]
+    halved = TABLE.half()
+    halved_bias = lambda s, b, h, i, j: s + halved[h, (i - j).clamp(0, 31)]  # noqa: E731
+    capped = lambda s, b, h, i, j: 3 * torch.tanh(s / 3)  # noqa: E731
+    assert translate_score_mod(capped, SIZES, causal=True).softcap == 3
+    divided = lambda s, b, h, i, j: s / torch.tensor(3.0)  # noqa: E731
+    for score_mod in (lambda s, b, h, i, j: s + TABLE[h, j % 7], halved_bias, divided):
+        with pytest.raises(ParameterError, match="score_mod must be evaluated before a CUDA graph captures the call"):
+            translate_score_mod(score_mod, SIZES, causal=True)
+
+
+@pytest.mark.parametrize("empty", ["batch", "seqlen_q", "seqlen_k"])
+def test_a_call_without_queries_or_keys_needs_no_score(empty: str) -> None:
+    batch, seqlen_q, seqlen_k = ((0 if empty == name else n) for name, n in (("batch", 2), ("seqlen_q", 9), ("seqlen_k", 9)))
+    q, k, v = make_qkv(batch, seqlen_q, seqlen_k, HEADS, 2, 32)
+    expected = fa_serve.attention(q, k, v)
+    for given in (None, causal):
+        assert torch.equal(fa_serve.attention(q, k, v, score_mod=t5, block_mask=given), expected)
+
+
 REFUSED: dict[str, Callable[..., Any]] = {
     "multiplies its score by what is no fixed number": lambda s, b, h, i, j: s * SLOPES[h],
     "divides by its score": lambda s, b, h, i, j: 1 / s,
@@ -179,6 +256,12 @@ REFUSED: dict[str, Callable[..., Any]] = {
     "caps a score that it has capped or biased before": lambda s, b, h, i, j: torch.tanh(s + j),
     "chooses between two factors or caps": lambda s, b, h, i, j: torch.where(i > j, s, 2 * s),
     "does not return its score": lambda s, b, h, i, j: i - j,
+    "calls gt with its score": lambda s, b, h, i, j: torch.where(s > 0, s, 0),
+    "calls bool with its score": lambda s, b, h, i, j: s if s else i,
+    "calls pow with its score": lambda s, b, h, i, j: s**2,
+    "multiplies its score by -2, which is not positive": lambda s, b, h, i, j: s * -2,
+    "multiplies its score by 0, which is not positive": lambda s, b, h, i, j: s * 0,
+    "multiplies its score by -1, which is not positive": lambda s, b, h, i, j: -20 * torch.tanh(s / 20),
 }
 
 
