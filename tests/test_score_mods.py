@@ -206,7 +206,6 @@ def test_one_large_mask_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(score_mods, "_LARGE_MASK", 4 * HEADS * LENGTH**2 - 1)
     masks = []
     for _ in range(3):
-        score_mods._TRANSLATED.clear()
         table = TABLE.clone()
 
         def biased(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, table: Tensor = table) -> Tensor:
@@ -232,7 +231,7 @@ def test_a_bias_is_evaluated_before_a_graph_is_captured(monkeypatch: pytest.Monk
     capped = lambda s, b, h, i, j: 3 * torch.tanh(s / 3)  # noqa: E731
     assert translate_score_mod(capped, SIZES, causal=True).softcap == 3
     divided = lambda s, b, h, i, j: s / torch.tensor(3.0)  # noqa: E731
-    for score_mod in (lambda s, b, h, i, j: s + TABLE[h, j % 7], halved_bias, divided):
+    for score_mod in (lambda s, b, h, i, j: s + SLOPES[h] * (j - i), halved_bias, divided):
         with pytest.raises(ParameterError, match="score_mod must be evaluated before a CUDA graph captures the call"):
             translate_score_mod(score_mod, SIZES, causal=True)
 
