@@ -220,7 +220,12 @@ def _where(condition: Tensor, shown: Any, other: Any) -> Score:
 
 
 def _chosen(condition: Tensor, first: Any, second: Any) -> Tensor:
-    return torch.where(condition, torch.as_tensor(first, device=condition.device), second)
+    return torch.where(condition, _on_device(first, condition.device), second)
+
+
+def _on_device(bias: Any, device: torch.device) -> Tensor:
+    """A bias as a tensor. A number is filled in, because a copy to the device would end the capture of a CUDA graph."""
+    return bias if isinstance(bias, Tensor) else torch.full((), bias, device=device)
 
 
 def _masked_fill(score: Score, hidden: Tensor, value: Any) -> Score:
@@ -309,7 +314,7 @@ def _translated(score_mod: Callable[..., Any], sizes: CallSizes, causal: bool, l
         if not isinstance(score, Score):
             raise _Refused("does not return its score")
         scores[:] = [score]
-        return torch.as_tensor(score.bias, device=indices[0].device)
+        return _on_device(score.bias, indices[0].device)
 
     reads = dims_read(bias_of, sizes.device)
     factor, cap = scores[0].curve

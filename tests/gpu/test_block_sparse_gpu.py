@@ -10,6 +10,7 @@ from block_sparse_cases import BASE, CASES, DECODE, SparseCase, check_sparse
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import fa_serve
+from fa_serve import ParameterError
 from fa_serve.testing import make_qkv
 
 
@@ -105,3 +106,38 @@ def test_lists_may_change_below_a_captured_graph() -> None:
     lists.kv_indices.copy_(other.kv_indices)
     graph.replay()
     assert torch.equal(out, fa_serve.attention(q, k, v, block_mask=other))
+
+
+def test_a_graph_keeps_what_functions_became() -> None:
+    """After the functions are gone. A first call in a capture is refused, unless it has nothing to wait for, such as a cap."""
+    q, k, v = make_qkv(1, 500, 500, 8, 2, 128, dtype=torch.bfloat16, device="cuda")
+    slopes = 2.0 ** -torch.arange(1, 9, device="cuda")
+    border = torch.tensor(100, device="cuda")
+
+    def behind(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        return (j >= border) & (i >= j)
+
+    def alibi(s: torch.Tensor, b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        return s - slopes[h] * (i - j)
+
+    def capped(s: torch.Tensor, b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        return 20 * torch.tanh(s / 20)
+
+    calls = [{"score_mod": alibi, "block_mask": behind}, {"score_mod": alibi, "causal": True}, {"score_mod": capped}]
+    expected = [fa_serve.attention(q, k, v, **call) for call in calls[:2]]  # type: ignore[call-overload]
+    expected.append(fa_serve.attention(q, k, v, softcap=20.0))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = [fa_serve.attention(q, k, v, **call) for call in calls]  # type: ignore[call-overload]
+        for refused in ({"block_mask": lambda b, h, i, j: i >= j}, {"score_mod": lambda s, b, h, i, j: s + slopes[h] * j}):
+            with pytest.raises(ParameterError, match="CUDA graph captures the call"):
+                fa_serve.attention(q, k, v, **refused)  # type: ignore[call-overload]
+    del calls, behind, alibi, capped
+    others = [torch.full((1 << 22,), -1, dtype=torch.int32, device="cuda") for _ in range(8)]
+    for out in found:
+        out.zero_()
+    graph.replay()
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs)
+    assert len(others) == 8
