@@ -55,6 +55,7 @@ from fa_serve.hf.surgery.proof import (
     replace_forwards,
     results_agree,
 )
+from fa_serve.hf.surgery.towers import PaddedMlp
 from fa_serve.ops import StateSpec
 from fa_serve.spec import AttentionSpec
 
@@ -139,7 +140,7 @@ def fuse_layers(model: PreTrainedModel, *, deterministic: bool = False) -> int:
 def unfuse_model(model: PreTrainedModel) -> None:
     """Give what an earlier engine on this model has fused its own forward again."""
     for module in model.modules():
-        if isinstance(vars(module).get("forward"), FusedLayer | FusedRouter | FusedUnit | ScaledExperts):
+        if isinstance(vars(module).get("forward"), FusedLayer | FusedRouter | FusedUnit | ScaledExperts | PaddedMlp):
             del module.forward
     unseat_latent_keys(model)
 
