@@ -114,7 +114,7 @@ def fuse_layers(model: PreTrainedModel, *, deterministic: bool = False) -> int:
             return lambda other: build_mixed_layer(other, call)
         if layer not in calls:
             raise NotReplacedError("the layer computes no attention")
-        if calls[layer].indices is not None:
+        if calls[layer].indices is not None or calls[layer].block_indices is not None:
             raise NotReplacedError("its queries choose keys, which the proof does not see")
         if calls[layer].position_bias is not None:
             raise NotReplacedError("it adds a bias to its scores, which the proof does not see")
