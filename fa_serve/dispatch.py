@@ -292,6 +292,7 @@ def _decide_paged(
     check_out(tensors.out, q, v_cache)
     unequal = q.shape[0] < batch * max_seqlen_q
     if num_splits == TREE_SPLITS:
+        options = replace(options, precision="bf16")  # the tree has one form, whatever the precision of other calls is
         # all kernels of the tree compute the same bits, so lengths may choose among them
         spec = _spec("paged", "tree", tensors, options, (batch, max_seqlen_q, length))
         chosen = select_backend(spec, backend)

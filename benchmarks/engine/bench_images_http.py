@@ -98,19 +98,20 @@ def data_uri(seed: int, pixels: int) -> str:
 
 @dataclass
 class Client:
-    """Sends requests to one server. firsts: seconds to the first token of each"""
+    """Sends requests to one server. firsts: seconds to the first token of each; uris: images by seed"""
 
     url: str
     sizes: Sizes
     pixels: int
     firsts: list[float] = field(default_factory=list)
+    uris: dict[int, str] = field(default_factory=dict)
     sent: int = 0
 
     async def ask(self, http: httpx.AsyncClient, seed: int, max_tokens: int) -> None:
         """One request with the image of this seed, and a question that no other request has."""
         self.sent += 1
         text = " ".join(f"w{5 + (self.sent * 7 + n) % 240}" for n in range(self.sizes.text))
-        parts = [{"type": "image_url", "image_url": {"url": data_uri(seed, self.pixels)}}, {"type": "text", "text": text}]
+        parts = [{"type": "image_url", "image_url": {"url": self.uris[seed]}}, {"type": "text", "text": text}]
         body = {
             "model": "bench",
             "messages": [{"role": "user", "content": parts}],
@@ -131,6 +132,10 @@ class Client:
                     first = time.perf_counter() - begin if delta.get("content") is not None and "role" not in delta else None
         self.firsts.append(time.perf_counter() - begin if first is None else first)
 
+    def draw(self, seeds: range) -> None:
+        """Make the images of these seeds ahead of time, because the loop that measures must not wait for it."""
+        self.uris = {seed: data_uri(seed, self.pixels) for seed in seeds}
+
     async def load(self, seeds: range) -> float:
         """Requests a second of clients that send the next one when they have an answer."""
         left = iter(seeds)
@@ -139,6 +144,7 @@ class Client:
             for seed in left:
                 await self.ask(http, seed, self.sizes.output)
 
+        self.draw(seeds)
         self.firsts.clear()
         async with httpx.AsyncClient(base_url=self.url, timeout=120) as http:
             begin = time.perf_counter()
@@ -148,6 +154,7 @@ class Client:
     async def alone(self, seeds: range) -> tuple[float, float]:
         """Median seconds to the first token of a request with a new image, and with an image that came before."""
         found = []
+        self.draw(seeds)
         async with httpx.AsyncClient(base_url=self.url, timeout=120) as http:
             for _ in range(2):
                 self.firsts.clear()

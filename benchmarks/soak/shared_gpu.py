@@ -19,6 +19,7 @@ import itertools
 import json
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -36,7 +37,7 @@ FAMILIES = {"full": ("qwen06", "bge-base"), "tiny": ("tiny", "tiny")}
 
 
 class Encoding:
-    """Clients that ask for vectors until a time. texts: answered; worst: cosine distance of one text's vectors"""
+    """Clients that ask for vectors until they are stopped. texts: answered; worst: cosine distance of one text's vectors"""
 
     def __init__(self, url: str, length: int) -> None:
         self.url = url
@@ -54,15 +55,16 @@ class Encoding:
             raise RuntimeError("a vector is not finite")
         return vector
 
-    async def load(self, end: float, clients: int = 16) -> float:
-        """Texts a second of these clients until then."""
+    async def load(self, seconds: float, stop: threading.Event | None = None, clients: int = 16) -> float:
+        """Texts a second of these clients, for so many seconds, or until they are stopped if that comes later."""
         self.texts = 0
+        end = time.perf_counter() + seconds
         begin = time.perf_counter()
 
         async def client(http: httpx.AsyncClient, number: int) -> None:
             same = bench_embeddings.texts_of(1, self.length, seed=-1)[0]
             for count in itertools.count():
-                if time.perf_counter() > end:
+                if time.perf_counter() > end and (stop is None or stop.is_set()):
                     return
                 text = bench_embeddings.texts_of(1, self.length, seed=number << 32 | count)[0]
                 vector = await self._ask(http, text if count % 16 else same)
@@ -102,14 +104,18 @@ async def measure(urls: tuple[str, str], args: argparse.Namespace, vocab: int) -
     encoding = Encoding(encoder, 16 if args.tiny else 128)
     for seconds in (min(5.0, args.seconds), args.seconds):  # the first is not counted
         found = {
-            "texts alone": await encoding.load(time.perf_counter() + seconds),
+            "texts alone": await encoding.load(seconds),
             "tokens alone": await generate(generator, time.perf_counter() + seconds, sizes, vocab),
         }
     end = time.perf_counter() + args.seconds
     # the client of the encoder is a thread, because both clients together are more than one interpreter's loop can do
-    tokens, texts = await asyncio.gather(
-        generate(generator, end, sizes, vocab), asyncio.to_thread(lambda: asyncio.run(encoding.load(end)))
-    )
+    stop = threading.Event()
+    beside = asyncio.create_task(asyncio.to_thread(lambda: asyncio.run(encoding.load(args.seconds, stop))))
+    try:
+        tokens = await generate(generator, end, sizes, vocab)  # its last round ends later, and is not alone then either
+    finally:
+        stop.set()
+    texts = await beside
     if encoding.worst > 1e-3:
         raise RuntimeError(f"the vectors of one text differ by a cosine distance of {encoding.worst:.1e}")
     return found | {"texts together": texts, "tokens together": tokens, "cosine distance": encoding.worst}

@@ -138,9 +138,9 @@ class StepImages:
 
 
 class ImageReader:
-    """The towers of one model."""
+    """The towers of one model. quickens: see `quicken`"""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, *, quickens: bool = True) -> None:
         name = type(model).__name__
         kind = model.config.model_type
         if kind not in PROVEN:
@@ -158,9 +158,15 @@ class ImageReader:
         config = model.config.get_text_config()
         self.filler: int = getattr(config, "pad_token_id", None) or 0
         """The token that is embedded where an image is, before its embeddings are put in."""
-        quicken_tower(model, beside=decoder)
+        self.quickens = quickens
+        self.quicken()
         self._joined_dim: int | Literal["none"] | None = None
         """The dimension in which inputs of several images are joined; None before it has been tried."""
+
+    def quicken(self) -> None:
+        """Give modules of the towers forms that GPUs compute faster, if that is asked for; again after weights have moved."""
+        if self.quickens:
+            quicken_tower(self._model, beside=self._decoder)
 
     @torch.no_grad()
     def encode(self, inputs: Mapping[str, Tensor]) -> ImageFeatures:

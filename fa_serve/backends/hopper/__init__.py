@@ -132,6 +132,8 @@ def _cannot_decode(spec: AttentionSpec) -> str | None:
 
 def _cannot_follow_tree(spec: AttentionSpec) -> str | None:
     """Why a call in deterministic mode is left to the portable kernel, or None. Both compute the same bits."""
+    if spec.block_mask:
+        return "follows the tree of keys without lists of blocks"
     widest = max(spec.head_dim, spec.head_dim_v)
     if widest > MAX_HEAD_DIM_OF_TREE or spec.softcap:
         got = "softcap" if spec.softcap else f"{widest}"

@@ -143,6 +143,7 @@ class HostTier:
         self._jobs: deque[_Job] = deque()
         self._is_saving = False  # a sequence waits for copies to the host
         self._waits_since: float | None = None
+        self._waiter: object = None
         self._hits = 0
         self._misses = 0
         self._bytes_in = 0
@@ -163,7 +164,7 @@ class HostTier:
             while room > 0 and lane.is_due():
                 room -= self._demote(lane, lane.depth, room)
 
-    def save(self, count: int, kept: Collection[int]) -> bool:
+    def save(self, count: int, kept: Collection[int], waiter: object = None) -> bool:
         """Whether `count` pages may be taken now, because the host has copies of those that are evicted for them.
 
         It has copies of a few more then, because answers grow while others are made.
@@ -171,7 +172,8 @@ class HostTier:
         If not, copies are on their way. It is True as well if the host has no room for them, if they fail, and after
         LONGEST_WAIT: then some are lost.
 
-        kept: pages that are not evicted
+        kept:   pages that are not evicted
+        waiter: the sequence that takes them. Another one begins to wait anew
         """
         lane = self._pages
         if lane.table.lacks_copies(count + lane.slack, kept):
@@ -179,12 +181,14 @@ class HostTier:
                 depth = count + len(kept) + lane.depth
                 self._demote(lane, depth, depth)
             now = time.monotonic()
-            if self._waits_since is None:
+            if self._waits_since is None or self._waiter is not waiter:
                 self._waits_since = now
+                self._waiter = waiter
             if lane.leaving and now - self._waits_since <= LONGEST_WAIT:
                 self._is_saving = True
                 return False
         self._waits_since = None
+        self._waiter = None
         return True
 
     def fetch(self, pages: Sequence[bytes], state: bytes, end: Callable[[], None]) -> bool:

@@ -157,8 +157,11 @@ class Prefix:
         what is evicted for the sequence: it is `awaited` until they are there.
         """
         num_pages = self._pages.pages_for(sequence.num_tokens) - len(shared.pages)
-        if self._tier is not None and not self._tier.save(num_pages, set(shared.pages)):
-            return replace(shared, awaited=True)
+        if self._tier is not None:
+            for page_hash in reversed(shared.missing):
+                self._pages.host.expose(page_hash)  # copies that are made now do not take the place of these
+            if not self._tier.save(num_pages, set(shared.pages), sequence):
+                return replace(shared, awaited=True)
         while not shared.is_on_device and not shared.awaited:
             assert self._tier is not None
             self._hold(shared)

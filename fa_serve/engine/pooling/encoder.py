@@ -167,6 +167,8 @@ class Encoder:
         """
         if self.card.task != "embed" or (params is not None and params.tokens):
             raise ParameterError("task", "be embed for encode: use pooled, score or classify", self.card.task)
+        if params is not None:
+            params.check(self.card)
         many = [texts] if isinstance(texts, str) else texts
         size = self.card.size if params is None or params.dimensions is None else params.dimensions
         vectors = np.empty((len(many), size), dtype=np.float32)

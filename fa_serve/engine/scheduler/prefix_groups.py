@@ -19,6 +19,8 @@ from operator import is_
 
 from fa_serve.engine.scheduler.scheduled_batch import PrefixGroup, ScheduledBatch
 
+MAX_DEPTH = 64
+"""Branches after each other at which groups are looked for. Python's stack is bounded, and more of them gain little."""
 MAX_MEMBERS = 16
 """Members of a group: attention reads keys once for as many queries. A larger group is divided."""
 
@@ -70,7 +72,7 @@ class PrefixGroups:
 
 
 def _divide(
-    members: Sequence[int], known: int, pages: Sequence[list[int]], full: Sequence[int]
+    members: Sequence[int], known: int, pages: Sequence[list[int]], full: Sequence[int], depth: int = 0
 ) -> tuple[int, list[tuple[Sequence[int], int]]]:
     """The best groups among these members, which share their first `known` pages -> pages saved, and (members, pages) of each.
 
@@ -81,11 +83,13 @@ def _divide(
     common = _num_common(members, known, pages, full)
     parts = -(-len(members) // MAX_MEMBERS)
     own = (len(members) - parts) * common
+    if depth == MAX_DEPTH:
+        return own, [(members, common)] if own else []
     children: dict[int, list[int]] = {}
     for member in members:
         if common < full[member]:
             children.setdefault(pages[member][common], []).append(member)
-    found = [_divide(child, common + 1, pages, full) for child in children.values() if len(child) > 1]
+    found = [_divide(child, common + 1, pages, full, depth + 1) for child in children.values() if len(child) > 1]
     saved = sum(each for each, _ in found)
     if saved > own:
         return saved, [node for _, nodes in found for node in nodes]

@@ -89,6 +89,10 @@ class PagedBatch:
 
     def attend(self, call: LayerCall) -> Tensor:
         """Store this step's keys and values, then attend to all keys of each sequence -> (1, total, num_heads, head_dim_v)."""
+        if call.block_indices is not None:
+            raise UnsupportedModelError(
+                f"{type(call.module).__name__} chooses blocks of keys, which attention on a paged cache cannot apply"
+            )
         if not isinstance(call.mask, Tensor) or call.mask.numel():
             raise UnsupportedModelError(
                 f"{type(call.module).__name__} makes a mask itself, which attention on a paged cache cannot apply"

@@ -45,7 +45,7 @@ def quicken_tower(model: nn.Module, beside: nn.Module | None = None) -> int:
         log.info("a %s of the tower stays as it is: %s", type(module).__name__, reason)
 
     left_out = set() if beside is None else {*beside.modules()}
-    modules = [module for module in model.modules() if module not in left_out]
+    modules = [module for module in model.modules() if module not in left_out and "forward" not in vars(module)]
     kinds: tuple[tuple[Callable[[Any], bool], Callable[[Any], Callable[[Any], Any]]], ...] = (
         (_covers_patches, _prove_patches),
         (_is_unaligned, _prove_mlp),
@@ -104,32 +104,52 @@ def _prove_mlp(module: Any) -> Callable[[Any], Callable[[Tensor], Tensor]]:
 
 
 class PaddedMlp:
-    """The forward of a gated MLP over padded copies of its weights, of which its parameters become views."""
+    """The forward of a gated MLP over padded copies of its weights, of which its parameters become views.
+
+    The parameters stay the objects that they are, because an optimizer may have them. The module's own code computes while
+    gradients are recorded, and after the parameters have got other memory.
+    """
 
     @torch.no_grad()
     def __init__(self, mlp: Any, activation: str) -> None:
         gate, up, down = (getattr(mlp, name) for name in _PROJECTIONS)
         width = down.in_features
         padded = -(-width // ALIGNED) * ALIGNED
+        self._mlp = mlp
         self._activation = activation
         self._first = gate.weight.new_zeros(2, padded, gate.in_features)
         self._second = down.weight.new_zeros(down.out_features, padded)
         self._bias = None if gate.bias is None and up.bias is None else gate.weight.new_zeros(2, padded)
-        self._down = down
         for number, part in enumerate((gate, up)):
             self._first[number, :width] = part.weight
-            part.weight = nn.Parameter(self._first[number, :width], requires_grad=part.weight.requires_grad)
+            part.weight.data = self._first[number, :width]
             if self._bias is not None and part.bias is not None:
                 self._bias[number, :width] = part.bias
-                part.bias = nn.Parameter(self._bias[number, :width], requires_grad=part.bias.requires_grad)
+                part.bias.data = self._bias[number, :width]
         self._second[:, :width] = down.weight
-        down.weight = nn.Parameter(self._second[:, :width], requires_grad=down.weight.requires_grad)
+        down.weight.data = self._second[:, :width]
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: (..., in_features)"""
+        if torch.is_grad_enabled() or self._is_stale():
+            own: Tensor = type(self._mlp).forward(self._mlp, x)
+            return own
         both = F.linear(x.flatten(0, -2), self._first.flatten(0, 1), None if self._bias is None else self._bias.flatten())
-        rows = F.linear(ops.act_and_mul(both, self._activation), self._second, self._down.bias)
+        rows = F.linear(ops.act_and_mul(both, self._activation), self._second, self._mlp.down_proj.bias)
         return rows.view(*x.shape[:-1], rows.shape[-1])
+
+    def _is_stale(self) -> bool:
+        """Whether a parameter lies elsewhere than in the padded weights."""
+        mlp = self._mlp
+        pairs = [
+            (mlp.gate_proj.weight, self._first[0]),
+            (mlp.up_proj.weight, self._first[1]),
+            (mlp.down_proj.weight, self._second),
+        ]
+        if self._bias is not None:
+            parts = enumerate((mlp.gate_proj, mlp.up_proj))
+            pairs += [(part.bias, self._bias[number]) for number, part in parts if part.bias is not None]
+        return any(parameter.data_ptr() != memory.data_ptr() for parameter, memory in pairs)
 
 
 def _may_be_norm(module: nn.Module) -> bool:
@@ -152,7 +172,10 @@ def _prove_norm(module: nn.Module) -> Callable[[Any], Callable[[Tensor], Tensor]
 
 
 def _normalise(module: Any, eps: float, offset: float, x: Tensor) -> Tensor:
-    """x: (..., width)"""
+    """x: (..., width). The module's own code computes while gradients are recorded."""
+    if torch.is_grad_enabled():
+        own: Tensor = type(module).forward(module, x)
+        return own
     # kernels read contiguous rows, and Gemma 3 norms what it has transposed
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     return ops.rms_norm(rows, ops.Norm(module.weight, eps, offset)).view(x.shape)

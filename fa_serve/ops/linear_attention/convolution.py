@@ -153,6 +153,8 @@ def launch_causal_conv(
     few_rows: most rows of a sequence whose state goes to its page in `targets`; the states of others are in the table of pieces
     """
     x = with_unit_stride(x)
+    weight = with_unit_stride(weight)
+    bias = None if bias is None else bias.contiguous()
     total, channels = x.shape
     width = weight.shape[1]
     batch = access.batch

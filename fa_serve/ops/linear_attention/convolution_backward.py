@@ -168,6 +168,8 @@ def causal_conv_gradients(
     bounds:        (num_seqs + 1,) int32
     """
     x = with_unit_stride(x)
+    weight = with_unit_stride(weight)
+    bias = None if bias is None else bias.contiguous()
     dout = with_unit_stride(dout)
     state = None if state is None else state.contiguous()
     total, channels = x.shape

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from fa_serve import spec
 from fa_serve.ops.linear_attention import fallback
@@ -53,11 +54,14 @@ def run_matrix_rule(inputs: MatrixInputs, sequences: Sequences, initial_state: T
         _launch_matrix(choice, given, access, out)
         return out, access.write
 
+    # what autograd keeps of the call has no tensors beside the saved ones, which checkpoints and hooks may drop
+    bare = _with_tensors(inputs, (None,) * 8)
+
     def reference(*tensors: Tensor | None) -> tuple[Tensor, Tensor]:
-        return fallback.matrix_rule(_with_tensors(inputs, tensors[1:]), sequences, tensors[0])
+        return fallback.matrix_rule(_with_tensors(bare, tensors[1:]), sequences, tensors[0])
 
     def gradients(given: Sequence[Any], needed: Sequence[bool], grads: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-        rule = _with_tensors(inputs, given[1:])
+        rule = _with_tensors(bare, given[1:])
         pieces = _choice_of_matrix(rule, False, 1)
         shape = (rule.v.shape[1], rule.k.shape[2], rule.v.shape[2])
         access = _functional_access(sequences, given[0], shape, state_dtype(rule.v.dtype), rule.v, False)
@@ -100,7 +104,7 @@ def run_causal_conv1d(
 
     def gradients(given: Sequence[Any], needed: Sequence[bool], grads: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
         module = import_module(f"{_ROOM}.convolution_backward")
-        bounds = sequences.bounds(x.device)
+        bounds = sequences.bounds(given[1].device)
         found: tuple[Tensor | None, ...] = module.causal_conv_gradients(*given, activation, bounds, *grads)
         return found
 
@@ -132,9 +136,10 @@ def run_scan(inputs: ScanInputs, sequences: Sequences, initial_state: Tensor | N
         launch = import_module(f"{_ROOM}.scans").launch_scan
         return launch(given, access, True), access.write
 
+    bare = _with_tensors(inputs, (None,) * 8)
+
     def reference(*tensors: Tensor | None) -> tuple[Tensor, Tensor]:
-        given = _with_tensors(inputs, tensors[1:])
-        return fallback.scan_sequences(given, sequences, tensors[0])
+        return fallback.scan_sequences(_with_tensors(bare, tensors[1:]), sequences, tensors[0])
 
     tensors = (initial_state, *inputs[:7], inputs.steps.bias)
     if _choice_of_scan(inputs, 16).kernel.name == "torch":
@@ -227,6 +232,7 @@ class _KernelWithGradients(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad[2:]
         found = ctx.gradients(ctx.saved_tensors, needed, grads)

@@ -100,6 +100,7 @@ def test_serves_few_queries_of_many_sequences() -> None:
         ({"sizes": None}, "for prompts"),
         ({"head_dim": 192}, "without softcap, got 192"),
         ({"softcap": True}, "got softcap"),
+        ({"block_mask": True}, "without lists of blocks"),
         ({"attention_chunk": True}, "does not compute attention_chunk"),
     ],
 )

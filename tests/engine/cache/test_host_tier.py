@@ -128,6 +128,22 @@ def test_a_prompt_does_not_wait_for_ever(plan, slots: int, monkeypatch) -> None:
     traffic.check_ended()
 
 
+def test_another_prompt_begins_to_wait_anew(monkeypatch) -> None:
+    """The first one has left while it waited, so its time says nothing of the second."""
+    traffic = make_traffic(plan=repeat((10**9, False, "")))
+    tier = traffic.scheduler.tier
+    fill(traffic, 4)
+    now = [0.0]
+    monkeypatch.setattr(host_tier.time, "monotonic", lambda: now[0])
+    assert not tier.save(20, set(), "first")
+    now[0] = 0.4
+    assert not tier.save(20, set(), "first")
+    now[0] = 100.0
+    assert not tier.save(20, set(), "second")
+    now[0] = 100.0 + host_tier.LONGEST_WAIT + 0.1
+    assert tier.save(20, set(), "second")
+
+
 def test_an_engine_with_nothing_else_to_do_waits_for_the_copies_of_a_prompt() -> None:
     traffic = make_traffic(num_pages=15, depth=1, plan=repeat((10**9, True, "")))
     traffic.add("first", PROMPT, 1)

@@ -82,6 +82,14 @@ def test_long_prefixes_differ_at_any_page() -> None:
         assert arranged(step(pages)) == ([0, 1, 2], [(3, common)])
 
 
+def test_a_long_chain_of_prefixes() -> None:
+    """Each sequence shares a page more than the one before, as continuations of one document do."""
+    pages = [[*range(count + 1), 10_000 + count] for count in range(600)]
+    batch = step(pages)
+    PrefixGroups(4, 1).arrange(batch)
+    assert batch.groups
+
+
 def test_groups_are_found_again_when_other_sequences_run() -> None:
     groups = PrefixGroups(4, 1)
     first = step([[1, 2], [1, 3], [4, 5]])

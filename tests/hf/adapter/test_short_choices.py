@@ -11,6 +11,7 @@ from every_type import tiny_model
 from fa_serve import BlockLists, patch
 from fa_serve.engine import Engine, EngineConfig
 from fa_serve.hf.adapter import attention
+from fa_serve.hf.adapter.releases import cache_argument
 from fa_serve.hf.adapter.short_choices import find_short_choices, length_limit, seat_short_choices
 from fa_serve.spec import ParameterError, UnsupportedModelError
 
@@ -65,7 +66,8 @@ def test_few_queries_that_have_chosen_blocks_get_a_bias(monkeypatch: pytest.Monk
     ids = torch.randint(3, 140, (1, 40), generator=torch.Generator().manual_seed(0))
     expected = model(input_ids=ids).logits[:, -1]
     patch(model)
-    cache = model(input_ids=ids[:, :-1], use_cache=True).past_key_values
+    name = cache_argument(type(model).forward)
+    cache = getattr(model(input_ids=ids[:, :-1], use_cache=True), name)
     monkeypatch.setattr(BlockLists, "from_chosen_blocks", None)
-    actual = model(input_ids=ids[:, -1:], past_key_values=cache).logits[:, -1]
+    actual = model(input_ids=ids[:, -1:], **{name: cache}).logits[:, -1]
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)

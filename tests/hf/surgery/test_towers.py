@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from every_type import tiny_model
 from image_inputs import CHANGES, one_image
 from torch import nn
 
+from fa_serve.engine import Engine, EngineConfig
 from fa_serve.hf.images import ImageReader
 from fa_serve.hf.surgery import towers
+from fa_serve.hf.surgery.fuse.fusion import unfuse_model
 from fa_serve.hf.surgery.towers import quicken_tower
 
 
@@ -79,10 +83,12 @@ def test_gated_mlps_of_unaligned_width(bias: bool) -> None:
     expected = mlp.float()(x.float())
     mlp = Gated(44, bias).to(torch.bfloat16)
     mlp.load_state_dict(state)
+    objects = [id(x) for x in mlp.parameters()]
     with torch.no_grad():
         assert quicken_tower(nn.ModuleList([mlp])) == 1
         torch.testing.assert_close(mlp(x).float(), expected, rtol=0.02, atol=0.02)
         assert all(torch.equal(value, state[name]) for name, value in mlp.state_dict().items())
+        assert [id(x) for x in mlp.parameters()] == objects, "an optimizer may have them"
         mlp.down_proj.weight.mul_(2)  # new weights are used
         mlp.gate_proj.weight.zero_()
         if not bias:
@@ -109,5 +115,58 @@ def test_norms(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = norm(x)
     assert quicken_tower(nn.ModuleList([norm])) == 1
     monkeypatch.setattr(type(norm), "forward", lambda self, x: pytest.fail("its own code has run"))
-    torch.testing.assert_close(norm(x), expected)
+    with torch.no_grad():
+        torch.testing.assert_close(norm(x), expected)
     assert quicken_tower(nn.ModuleList([nn.LayerNorm(8, bias=False)])) == 0, "it subtracts the mean"
+
+
+def test_parameters_that_get_other_memory_are_used() -> None:
+    """As those of an engine that sleeps, or of a model that is moved."""
+    mlp = Gated(44).to(torch.bfloat16)
+    with torch.no_grad():
+        quicken_tower(mlp)
+        x = torch.randn(3, 32, dtype=torch.bfloat16)
+        assert mlp(x).any()
+        for parameter in mlp.parameters():
+            parameter.data = torch.zeros_like(parameter)
+        assert not mlp(x).any()
+    mlp.float()
+    assert mlp(x.float()).dtype == torch.float32
+
+
+def test_gradients_reach_the_parameters() -> None:
+    mlp = Gated(44).to(torch.bfloat16)
+    norm = nn.RMSNorm(32, eps=1e-6)
+    quicken_tower(nn.ModuleList([mlp, norm]))
+    mlp(norm(torch.randn(3, 32)).bfloat16()).sum().backward()
+    assert all(x.grad is not None and x.grad.any() for x in (*mlp.parameters(), *norm.parameters()))
+
+
+def test_an_engine_that_sleeps_encodes_with_the_new_weights() -> None:
+    changes = CHANGES["qwen2_5_vl"]
+    changes = changes | {"vision_config": {"intermediate_size": 44}}
+    model = tiny_model("qwen2_5_vl", changes).to(torch.bfloat16)  # type: ignore[arg-type]
+    engine = Engine(EngineConfig(num_pages=32, max_model_len=128), model=model)
+    reader = engine._runner.images.reader  # type: ignore[union-attr]
+    image = one_image("qwen2_5_vl", model, seed=0)
+    before = reader.encode(image).embeds
+    padded = [type(vars(x).get("forward")).__name__ for x in model.modules()].count("PaddedMlp")
+    assert padded
+    unfuse_model(model)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.data = parameter.data.clone()
+            if "visual" in name and "down_proj" in name:
+                parameter.zero_()
+    engine._runner.refit()
+    plain = ImageReader(copy.deepcopy(model), quickens=False).encode(image).embeds
+    torch.testing.assert_close(reader.encode(image).embeds, plain, rtol=0.02, atol=0.02)
+    assert not torch.allclose(before, plain, rtol=0.02, atol=0.02)
+    assert [type(vars(x).get("forward")).__name__ for x in model.modules()].count("PaddedMlp") == padded
+
+
+@pytest.mark.parametrize("change", [{"eager": True}, {"fusion": False}], ids=["eager", "without fusion"])
+def test_a_setting_keeps_the_code_of_towers(change: dict[str, bool]) -> None:
+    model = tiny_model("qwen2_5_vl", CHANGES["qwen2_5_vl"])
+    Engine(EngineConfig(num_pages=32, max_model_len=128, **change), model=model)
+    assert "forward" not in vars(next(x for x in model.modules() if isinstance(x, nn.Conv3d)))

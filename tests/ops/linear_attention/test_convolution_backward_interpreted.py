@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from itertools import pairwise
 
 import pytest
@@ -46,3 +48,22 @@ def test_packed_sequences(name: str, with_state: bool, monkeypatch: pytest.Monke
     wanted = torch.autograd.grad(loss, inputs)
     for x, y in zip(actual, wanted, strict=True):
         assert (x - y).abs().max() <= 2e-6 * y.abs().max()
+
+
+@pytest.mark.parametrize("name", ["conv", "delta"])
+def test_what_hooks_take_is_freed_and_second_derivatives_are_refused(name: str) -> None:
+    """As activation checkpoints do: nothing but the saved tensors keeps an input."""
+    kind = KINDS_BY_NAME[name]
+    leaves = [x[None].requires_grad_() for x in kind.rows(9, torch.float32).values()]
+    rows = dict(zip(kind.rows(9, torch.float32), (1 * x for x in leaves), strict=True))
+    weights = kind.weights(torch.float32)
+    kept = [weakref.ref(x) for x in rows.values()]
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.shape, lambda shape: torch.zeros(shape)):
+        out, _ = kind.dense(**rows, **weights, **kind.options)
+    rows.clear()
+    gc.collect()
+    assert not any(x() is not None for x in kept)
+    out, _ = kind.dense(**dict(zip(kind.rows(9, torch.float32), leaves, strict=True)), **weights, **kind.options)
+    [first] = torch.autograd.grad(out.sin().sum(), leaves[:1], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()

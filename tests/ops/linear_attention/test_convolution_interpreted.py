@@ -96,6 +96,15 @@ def test_a_view_with_channels_first() -> None:
         assert torch.equal(final[i].double(), states[-1])
 
 
+def test_weights_of_any_strides() -> None:
+    kind = KINDS_BY_NAME["conv"]
+    weights = {name: torch.stack([w, w], -1)[..., 0] for name, w in kind.weights(torch.float32).items()}
+    assert not any(w.is_contiguous() for w in weights.values())
+    x = kind.rows(9, torch.float32)["x"]
+    out, _ = kind.dense(x=x[None], **weights, **kind.options)
+    assert_rounded_once(out[0], kind.exact({"x": x}, weights)[0])
+
+
 def test_gradients() -> None:
     kind = KINDS_BY_NAME["conv"]
     rows = kind.rows(9, torch.float32)

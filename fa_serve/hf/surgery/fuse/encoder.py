@@ -194,7 +194,8 @@ def build_encoder_layer(layer: nn.Module, call: LayerCall, rotates: bool) -> Fus
     """
     if not call.query.shape == call.key.shape == call.value.shape:
         raise NotReplacedError("its queries, keys and values have different shapes")
-    if call.sinks is not None or call.position_bias is not None or call.indices is not None:
+    chosen = call.indices is not None or call.block_indices is not None
+    if call.sinks is not None or call.position_bias is not None or chosen:
         raise NotReplacedError("its attention has sinks, a bias of scores or chosen keys")
     find = next(find for find in _FINDERS if _is_built_by(find, layer))
     _, num_heads, _, head_dim = call.query.shape

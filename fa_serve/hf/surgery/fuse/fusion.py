@@ -55,6 +55,7 @@ from fa_serve.hf.surgery.proof import (
     replace_forwards,
     results_agree,
 )
+from fa_serve.hf.surgery.towers import PaddedMlp
 from fa_serve.ops import StateSpec
 from fa_serve.spec import AttentionSpec
 
@@ -113,7 +114,7 @@ def fuse_layers(model: PreTrainedModel, *, deterministic: bool = False) -> int:
             return lambda other: build_mixed_layer(other, call)
         if layer not in calls:
             raise NotReplacedError("the layer computes no attention")
-        if calls[layer].indices is not None:
+        if calls[layer].indices is not None or calls[layer].block_indices is not None:
             raise NotReplacedError("its queries choose keys, which the proof does not see")
         if calls[layer].position_bias is not None:
             raise NotReplacedError("it adds a bias to its scores, which the proof does not see")
@@ -139,7 +140,7 @@ def fuse_layers(model: PreTrainedModel, *, deterministic: bool = False) -> int:
 def unfuse_model(model: PreTrainedModel) -> None:
     """Give what an earlier engine on this model has fused its own forward again."""
     for module in model.modules():
-        if isinstance(vars(module).get("forward"), FusedLayer | FusedRouter | FusedUnit | ScaledExperts):
+        if isinstance(vars(module).get("forward"), FusedLayer | FusedRouter | FusedUnit | ScaledExperts | PaddedMlp):
             del module.forward
     unseat_latent_keys(model)
 
