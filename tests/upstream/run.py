@@ -111,7 +111,7 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "fa_serve" / "upstream")
     parser.add_argument("--out", type=Path, help="JSON file to write; its other families stay if it is of the same versions")
     arguments = parser.parse_args()
-    sys.path.insert(0, str(HERE.parent))
+    sys.path.insert(0, str(HERE.parent / "support"))
     from hf_families import FAMILIES
 
     arguments.cache.mkdir(parents=True, exist_ok=True)
