@@ -89,7 +89,8 @@ class ImageEncoder:
         return found
 
     def forget(self) -> None:
-        """Empty the cache, because other weights encode images from now on."""
+        """Empty the cache, because other weights encode images from now on. They may lie elsewhere in memory."""
+        self.reader.quicken()
         self._features.clear()
         self.num_bytes = 0
 

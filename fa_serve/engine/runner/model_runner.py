@@ -160,8 +160,6 @@ class ModelRunner:
             take_scaled_experts(self.model)
         if self.fuses:
             self.fuse()
-        if isinstance(self.images, ImageEncoder):
-            self.images.reader.quicken()
         if self.adapters is not None:
             self.adapters.memory.settle(self.model)
         if self._graphs is not None and self.kv_caches:
