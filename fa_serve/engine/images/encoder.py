@@ -89,8 +89,7 @@ class ImageEncoder:
         return found
 
     def forget(self) -> None:
-        """Empty the cache, because other weights encode images from now on. They may lie elsewhere in memory."""
-        self.reader.quicken()
+        """Empty the cache, because other weights encode images from now on."""
         self._features.clear()
         self.num_bytes = 0
 

@@ -104,6 +104,8 @@ class Residence:
         moved = Addresses.of(runner.model) != self._addresses or bool(forwards_with_copies(runner.model))
         if moved:
             runner.refit()
+            if isinstance(runner.images, ImageEncoder):
+                runner.images.reader.quicken()
             self._addresses = Addresses.of(runner.model)
         runner.rescale()
         if isinstance(runner.images, ImageEncoder):
