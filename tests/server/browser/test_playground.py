@@ -20,7 +20,7 @@ def test_chat_stop_and_charts(page):
         page.keyboard.press("Enter")
         expect(notes).to_have_count(number + 1)
         expect(answers.last).to_contain_text(answer)
-        expect(notes.last).to_contain_text(re.compile(r"stop · \d+ tokens · first token after \d+ ms"))
+        expect(notes.last).to_contain_text(re.compile(r"complete · \d+ tokens · first token after \d+ ms"))
 
     page.get_by_label("Temperature").fill("3")
     message.fill("Who are you?")
