@@ -116,7 +116,7 @@ def test_drawings_are_dark_on_a_dark_page(browser: Any) -> None:
 
 
 PARTS = """
-[...document.querySelectorAll('article td code')].flatMap(code => [...code.childNodes]).filter(part => part.nodeType === 3).map(part => {
+[...document.querySelectorAll('article td code')].flatMap(code => [...code.childNodes]).filter(part => part.data).map(part => {
   const range = document.createRange();
   range.selectNode(part);
   return [part.data, range.getClientRects().length];

@@ -143,7 +143,8 @@ def check_looks(page, scheme: str) -> None:
     assert page.evaluate(CONTRAST) >= 4.5, scheme
 
 
-ANSWER = """The picture shows **three bands** of colour, from dark to light.
+ANSWER = (
+    """The picture shows **three bands** of colour, from dark to light.
 
 ## What each band is
 
@@ -167,7 +168,9 @@ def bands(image):
 | second | 80 | 239 | 50 % |
 | third | 240 | 319 | 25 % |
 
-""" + "A long answer has paragraphs that fill several lines, so that the reader has to scroll to its end. " * 12
+"""
+    + "A long answer has paragraphs that fill several lines, so that the reader has to scroll to its end. " * 12
+)
 DRAWING = """() => {
   const canvas = document.createElement("canvas");
   [canvas.width, canvas.height] = [320, 180];
