@@ -64,7 +64,7 @@ def test_light_and_dark_with_the_server_at_work(page, served):
         expect(page.locator("figcaption output").nth(3)).not_to_have_text("0", timeout=60_000)
         page.wait_for_timeout(1000 * seconds)
         page.get_by_label("Temperature").fill("0.7")
-        message.fill("Write a function that parses a file.")
+        message.fill("Write a Python function that reads a file.")
         page.keyboard.press("Enter")
         expect(page.locator(".assistant").last).to_have_text(re.compile(r"\w{4}"), timeout=30_000)
         if os.environ.get("FA_SERVE_SCREENSHOTS"):
