@@ -1,8 +1,8 @@
 """The compute capability of a GPU in every spelling that people use: `find_arch("9.0") == find_arch("H100") == 90`.
 
-Numbers are those of CUDA ("9.0", "90", "9", "sm_90", "sm90a", "compute_90"), names are of cards and of architectures. AMD's GPUs
-have no compute capability: those that kernels are compiled for are 0, as in spec.py:arch_of. Left out: the capability of the GPU
-of this machine, which the driver says (spec.py:arch_of).
+Numbers are those of CUDA ("9.0", "90", "9", "sm_90", "sm90a", "compute_90"), names are of cards and of architectures. AMD's
+GPUs have no compute capability: those that kernels are compiled for are 0, as in spec.py:arch_of. Left out: the capability of
+the GPU of this machine, which the driver says (spec.py:arch_of).
 Source: https://developer.nvidia.com/cuda-gpus
 """
 

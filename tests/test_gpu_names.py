@@ -41,7 +41,8 @@ def test_a_number_that_no_gpu_has_is_refused(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "remedy"), [("hoper", "did you mean hopper"), ("mi100", "did you mean mi300"), ("tpu", "give its compute capability"), ("", "give its compute")]
+    ("name", "remedy"),
+    [("hoper", "did you mean hopper"), ("mi100", "did you mean mi300"), ("tpu", "give its compute"), ("", "give its compute")],
 )
 def test_a_name_that_is_none_is_refused_with_the_remedy(name, remedy):
     with pytest.raises(ValueError, match=remedy):
