@@ -115,6 +115,36 @@ def test_drawings_are_dark_on_a_dark_page(browser: Any) -> None:
         page.close()
 
 
+PARTS = """
+[...document.querySelectorAll('article td code')].flatMap(code => [...code.childNodes]).filter(part => part.data).map(part => {
+  const range = document.createRange();
+  range.selectNode(part);
+  return [part.data, range.getClientRects().length];
+})
+"""
+
+
+@pytest.mark.parametrize("width", [360, 768])
+@pytest.mark.parametrize("name", ["models", "kernels/index"])
+def test_names_in_cells_break_between_their_parts(browser: Any, name: str, width: int) -> None:
+    page = open_page(browser, name, width=width)
+    parts = page.evaluate(PARTS)
+    assert len(parts) > 40
+    assert [text for text, lines in parts if lines > 1 and not re.search(r"[\s-]", text)] == []
+    assert any(page.locator("article td code", has_text="_").first.locator("wbr").all())
+    page.close()
+
+
+def test_a_chart_stays_readable_on_a_phone(browser: Any) -> None:
+    """It keeps its width and scrolls in its box, also by keyboard."""
+    page = open_page(browser, "index", width=360)
+    image = page.locator("article img[src$='overview.svg']")
+    assert image.evaluate("image => image.clientWidth") > 600
+    assert image.evaluate("image => image.parentElement.clientWidth") < 360
+    assert image.evaluate("image => image.parentElement.tabIndex") == 0
+    page.close()
+
+
 def test_the_filter_of_types_needs_no_mouse(browser: Any) -> None:
     page = open_page(browser, "models", width=360)
     page.get_by_label("Find a type:").focus()
