@@ -7,8 +7,9 @@ libuv accepts until the kernel's queue is empty, and prepares each connection at
 opens 1,500 silent connections at once thus stops the event loop for 200 ms, and one that goes on stops it for as long. Here a
 turn takes what the queue holds without preparing it, about 10 us each, and prepares a few. The newest come first: a client
 that has just connected then waits for a few others, however many stand in the queue. Of what exceeds the limit of connections,
-the oldest that has said nothing gives way, before anything was spent on it; one that has sent something is prepared before the
-others. Source: adaptive LIFO, Maurer, "Fail at Scale", ACM Queue 13(8), 2015.
+the oldest that has not sent a whole request gives way, before anything was spent on it, as an open connection does that has not
+(protocol.py). Those whose request is whole are kept, and get half of each turn, so that neither they nor the newest wait for
+all of the others. Source: adaptive LIFO, Maurer, "Fail at Scale", ACM Queue 13(8), 2015.
 
 Left out: what an open connection may cost (protocol.py).
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import socket
 import struct
 import time
@@ -29,8 +31,15 @@ TAKE_SECONDS = 0.01
 """How long a turn takes connections from the kernel's queue at most."""
 TURN = 16
 """Connections that a turn prepares, about 2 ms."""
-PAUSE_SECONDS = 0.05
-"""Until the next attempt after the system has refused a connection, such as for want of files."""
+PAUSE_SECONDS = 0.001
+"""Until the next attempt after the system has refused a connection, such as for want of files. A connection that has ended
+keeps its file until the event loop has closed it, so that under a crowd the next turn has files again."""
+LONGEST_PAUSE = 0.064
+"""What the pause doubles to while the system refuses."""
+PEEKED = 1 << 16
+"""Bytes of a request that are looked at. One that is larger is never whole before it is read."""
+LENGTH = re.compile(rb"\r\ncontent-length: *(\d{1,12})[ \t]*\r\n", re.IGNORECASE)
+CHUNKED = re.compile(rb"\r\ntransfer-encoding:", re.IGNORECASE)
 RESET = struct.pack("ii", 1, 0)
 """SO_LINGER, on and 0 seconds: closing resets the connection, so that nothing of it stays in the kernel."""
 
@@ -48,9 +57,10 @@ class Acceptor:
         self._make_protocol = make_protocol
         self._table = table
         self._taken: deque[socket.socket] = deque()  # not yet prepared, the oldest first
-        self._spoken: deque[socket.socket] = deque()  # those among the oldest that have sent something
+        self._whole: deque[socket.socket] = deque()  # those among the oldest that have sent a whole request
         self._opening: set[asyncio.Task[object]] = set()
         self._retry: asyncio.TimerHandle | None = None
+        self._pause = PAUSE_SECONDS
         self._closed = False
 
     def start(self) -> None:
@@ -61,7 +71,7 @@ class Acceptor:
 
     def _take(self) -> None:
         """A turn that the kernel asks for: there are connections in its queue."""
-        idle = not self._taken and not self._spoken
+        idle = not self._taken and not self._whole
         end = time.perf_counter() + TAKE_SECONDS
         while time.perf_counter() < end and self._make_room():
             try:
@@ -70,36 +80,39 @@ class Acceptor:
                 break
             except OSError:  # the process or the system has no more files or memory
                 self._loop.remove_reader(self._listener)
-                self._retry = self._loop.call_later(PAUSE_SECONDS, self._resume)
+                self._retry = self._loop.call_later(self._pause, self._resume)
+                self._pause = min(2 * self._pause, LONGEST_PAUSE)
                 break
+            self._pause = PAUSE_SECONDS
             self._taken.append(connection)
         if idle:
             self._open()
 
     def _make_room(self) -> bool:
-        """Whether one more may be taken. If there are too many, the oldest that is silent gives way.
+        """Whether one more may be taken. If there are too many, the oldest without a whole request gives way.
 
         While the server works on the request of every connection, nothing gives way, and the next turns refuse with an answer
         those that are taken.
         """
-        if len(self._taken) + len(self._spoken) <= max(self._table.room - len(self._opening), TURN):
+        if len(self._taken) + len(self._whole) <= max(self._table.room - len(self._opening), TURN):
             return True
         while self._taken and not self._table.is_busy:
             oldest = self._taken.popleft()
-            if not _has_spoken(oldest):
+            if not _is_whole(oldest):
                 _reset(oldest)
                 self._table.give_way()
                 return True
-            self._spoken.append(oldest)
+            self._whole.append(oldest)
         return False
 
     def _open(self) -> None:
         """A turn that prepares connections."""
-        for _ in range(min(TURN, len(self._taken) + len(self._spoken))):
-            task = self._loop.create_task(self._prepare((self._spoken or self._taken).pop()))
+        for number in range(min(TURN, len(self._taken) + len(self._whole))):
+            first, second = (self._taken, self._whole) if number % 2 else (self._whole, self._taken)
+            task = self._loop.create_task(self._prepare((first or second).pop()))
             self._opening.add(task)
             task.add_done_callback(self._opening.discard)
-        if self._taken or self._spoken:
+        if self._taken or self._whole:
             self._loop.call_soon(self._open)
 
     async def _prepare(self, connection: socket.socket) -> None:
@@ -125,8 +138,8 @@ class Acceptor:
             self._retry.cancel()
         self._loop.remove_reader(self._listener)
         self._listener.close()
-        while self._taken or self._spoken:
-            _reset((self._spoken or self._taken).pop())
+        while self._taken or self._whole:
+            _reset((self._whole or self._taken).pop())
 
     async def wait_closed(self) -> None:
         """Wait for connections that are being prepared."""
@@ -134,11 +147,18 @@ class Acceptor:
             await asyncio.wait(self._opening)
 
 
-def _has_spoken(connection: socket.socket) -> bool:
+def _is_whole(connection: socket.socket) -> bool:
+    """Whether the client has sent a request to its end, as far as that can be told without a parser."""
     try:
-        return bool(connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+        came = connection.recv(PEEKED, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except OSError:  # nothing has come, or the client has left
         return False
+    head, end, body = came.partition(b"\r\n\r\n")
+    if not end:
+        return False
+    if length := LENGTH.search(head + b"\r\n"):
+        return len(body) >= int(length[1])
+    return not CHUNKED.search(head) or body.endswith(b"0\r\n\r\n")
 
 
 def _reset(connection: socket.socket) -> None:
