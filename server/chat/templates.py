@@ -114,8 +114,8 @@ class Template:
         self._check_variables(variables)
         if trial is None and self.holds_the_interpreter:
             self._refuse_if_broken()
-            message = "it must not raise to a power or multiply by such a number, which nothing can interrupt"
-            raise BadRequest(f"The chat template is refused: {message}.", param="messages")
+            rule = "it must not raise to a power or multiply by such a number, which nothing can interrupt"
+            raise BadRequest(f"The chat template is refused: {rule}.", param="messages")
         try:
             if trial is None:
                 bound_output(self._text, self._reader.max_chars)
