@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, NamedTuple, cast
 from zipfile import is_zipfile
 
@@ -63,6 +64,9 @@ from fa_serve.hf.weights.progress import weights_counted
 from fa_serve.spec import ParameterError, UnsupportedModelError
 
 log = logging.getLogger("fa_serve.engine")
+FEW_LAYERS = 256
+"""With so many the files are not opened to count their tensors."""
+MAX_REASON = 200  # characters of another library's error
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,6 +269,7 @@ def load_tokenizer(config: EngineConfig) -> Any:
     except Exception as error:
         _name_bad_file(path, error)
         _require_files(path, TOKENIZER_FILES, "a tokenizer", error)
+        _name_bad_folder(path, error)
         raise
 
 
@@ -283,6 +288,7 @@ def load_model(config: EngineConfig, ranks: Ranks | None = None) -> PreTrainedMo
     with _reading_ahead(path, ranks):
         try:
             known = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+            _require_tensors_for_layers(path, known)
             auto = _auto_class_of(known)
             loaded: Any = make_served(
                 with_quantized_linears(known, config.quantization),
@@ -303,6 +309,7 @@ def load_model(config: EngineConfig, ranks: Ranks | None = None) -> PreTrainedMo
             _name_bad_file(path, error)
             if isinstance(error, OSError):
                 _require_files(path, WEIGHT_FILES, "weights", error)
+            _name_bad_folder(path, error)
             raise
         model, report = loaded
         check_report(report)
@@ -358,6 +365,31 @@ def _name_bad_file(path: str, error: Exception) -> None:
     for file in sorted(folder.iterdir()):
         if reason := _unreadable(file):
             raise OSError(f"the model's file {file} cannot be read: {reason}") from error
+
+
+def _name_bad_folder(path: str, error: Exception) -> None:
+    """Raise OSError for a local folder whose files can be read each, where the libraries say only how they have failed."""
+    numbers = isinstance(error, (ArithmeticError, LookupError, TypeError, UnpicklingError)) or type(error) is Exception
+    if Path(path).is_dir() and (numbers or "can't allocate memory" in str(error) or "negative dimension" in str(error)):
+        reason = f"{type(error).__name__}: {str(error)[:MAX_REASON]}"
+        message = f"the model's folder {path} cannot be loaded: values of its files cannot be ({reason})"
+        raise OSError(message) from error
+
+
+def _require_tensors_for_layers(path: str, known: PreTrainedConfig) -> None:
+    """Raise ParameterError if a config has more layers than a local folder has tensors: making them would fill the memory."""
+    layers = getattr(known.get_text_config(), "num_hidden_layers", None)
+    folder = Path(path)
+    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+    if not files or not isinstance(layers, int) or layers <= FEW_LAYERS:
+        return
+    tensors = 0
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            tensors += len(opened.keys())
+    if layers > tensors:
+        rule = f"be at most the number of tensors in the files of {folder}, {tensors}"
+        raise ParameterError("num_hidden_layers", rule, layers)
 
 
 def _require_files(path: str, patterns: tuple[str, ...], what: str, error: Exception) -> None:
