@@ -137,8 +137,8 @@ class ImageFeatures:
 class StepImages:
     """The embeddings of images in one step.
 
-    rows:   (m,) int64, the tokens of the step that they replace
-    embeds: (m, hidden); deep: as in `ImageFeatures`
+    rows:   (total,) int64, for each token of the step which row of `embeds` replaces its own embedding; or -1
+    embeds: (m, hidden), of which m may be more than are used; deep: (used, hidden) for each layer, as in `ImageFeatures`
     """
 
     rows: Tensor
@@ -169,6 +169,7 @@ class ImageReader:
         """The token that is embedded where an image is, before its embeddings are put in."""
         self.quickens = quickens
         self.quicken()
+        self.blocks = self._find_blocks()
         self._depth = 0  # inner layers that are given features
         self._joined_dim: int | Literal["none"] | None = None
         """The dimension in which inputs of several images are joined; None before it has been tried."""
@@ -210,13 +211,17 @@ class ImageReader:
         return self._model.device
 
     @property
-    def bytes_per_token(self) -> int:
-        """Bytes of an embedding, those for inner layers included once an image has been encoded."""
+    def hidden(self) -> int:
+        """The width of embeddings."""
         width: int = self._decoder.get_input_embeddings().embedding_dim
-        return width * self._model.dtype.itemsize * (1 + self._depth)
+        return width
 
     @property
-    def blocks(self) -> list[nn.Module]:
+    def bytes_per_token(self) -> int:
+        """Bytes of an embedding, those for inner layers included once an image has been encoded."""
+        return self.hidden * self._model.dtype.itemsize * (1 + self._depth)
+
+    def _find_blocks(self) -> list[nn.Module]:
         """The layers of the towers: members of lists of modules that lie neither in the language model nor in another list."""
         beside = {*self._decoder.modules()}
         lists = [each for each in self._model.modules() if isinstance(each, nn.ModuleList) and each not in beside]
@@ -241,7 +246,7 @@ class ImageReader:
 
     def failed(self, inputs: Mapping[str, Tensor]) -> ImageFeatures:
         """What stands for an image that cannot be encoded: numbers that end its own request alone."""
-        shape = (self.num_tokens(inputs), self._decoder.get_input_embeddings().embedding_dim)
+        shape = (self.num_tokens(inputs), self.hidden)
         nothing = torch.full(shape, float("nan"), dtype=self._model.dtype, device=self._model.device)
         return ImageFeatures(nothing, (), "none")
 
@@ -340,12 +345,13 @@ class ImageReader:
             embeds = kwargs.get("inputs_embeds")
             if embeds is None:
                 embeds = module.get_input_embeddings()(kwargs["input_ids"])
-            changed = {**kwargs, "inputs_embeds": embeds.index_copy(1, images.rows, images.embeds.to(embeds.dtype)[None])}
+            replaced = images.rows >= 0
+            rows = images.embeds.to(embeds.dtype)[images.rows.clamp(min=0)]
+            changed = {**kwargs, "inputs_embeds": torch.where(replaced[:, None], rows, embeds)}
             if changed.get("input_ids") is not None:
                 changed["input_ids"] = None
             if images.deep:
-                mask = torch.zeros(embeds.shape[:2], dtype=torch.bool, device=embeds.device)
-                changed[_MASK] = mask.index_fill(1, images.rows, True)
+                changed[_MASK] = replaced[None]
                 changed[_DEEP] = list(images.deep)
             return args, changed
 

@@ -67,7 +67,7 @@ class ImageLoader:
             found = await self._decoding.run(lambda: read_address(url, self._max_bytes), client)
             if isinstance(found, Remote):
                 remote = found
-                data = await self._fetching.run(lambda: _base64_of(fetch(remote, self._limits)), client)
+                data: bytes | memoryview = await self._fetching.run(lambda: _base64_of(fetch(remote, self._limits)), client)
             else:
                 data = found
             trial = self._trials.trial()
@@ -91,7 +91,7 @@ def decode(data: bytes | memoryview, max_pixels: int, trial: Trial) -> Any:
         if "error" in told:
             raise ImageAddressError(told["error"])
         size = (told["width"], told["height"])
-        mapped = mmap.mmap(file, PIXEL * size[0] * size[1], access=mmap.ACCESS_READ)
+        mapped: Any = mmap.mmap(file, PIXEL * size[0] * size[1], access=mmap.ACCESS_READ)
         # Pillow lays RGB out in four bytes as well, so this copies rows, and lets others run meanwhile
         return Image.frombuffer("RGBX", size, mapped, "raw", "RGBX", 0, 1).convert("RGB")
 

@@ -33,6 +33,7 @@ from fa_serve.engine.images.prompt import (
     content_of,
     content_of_prefix,
     find_places,
+    rows_of,
     runs_of,
 )
 from fa_serve.engine.scheduler.prompt_share import MAX_IMAGE_TOKENS
@@ -46,7 +47,7 @@ ENCODES_BESIDE = False
 """Whether towers have a stream of their own on a GPU, beside steps in which sequences decode. Off until a GPU has shown what it
 is worth (tests/gpu/test_towers_gpu.py, bench_images)."""
 STEPS_PRIORITY = -1
-"""Of the stream of steps then. That of the towers is 0, the lowest one that CUDA has."""
+"""Of the stream of steps then. That of the towers is 0, the lowest one that CUDA has, and that of the default stream."""
 
 
 class ImageEncoder:
@@ -109,7 +110,8 @@ class ImageEncoder:
             if work.limit is None:
                 self.features(work.images)
                 return
-            self._call = PausedCall(lambda pause: self._encode_pausing(work.images, pause))
+            stream = self._stream_of_work()
+            self._call = PausedCall(lambda pause: self._encode_pausing(work.images, stream, pause))
         count = max(sum(self.reader.num_tokens(image.inputs) for image in work.images), 1)
         pauses = None if work.limit is None else round(work.limit * self._num_pauses / count)
         try:
@@ -121,22 +123,28 @@ class ImageEncoder:
             self._arrival.synchronize()
         self._collect()
 
-    def _encode_pausing(self, images: Sequence[ImageInput], pause: Callable[[], None]) -> dict[bytes, ImageFeatures]:
-        """Encode images on the stream of the towers, in the thread of a call. They are not kept yet."""
-        with torch.inference_mode(), self._on_stream(), self.reader.pausing(pause):
+    def _encode_pausing(
+        self, images: Sequence[ImageInput], stream: AbstractContextManager[Any], pause: Callable[[], None]
+    ) -> dict[bytes, ImageFeatures]:
+        """Encode images on a stream, in the thread of a call. They are not kept yet."""
+        with torch.inference_mode(), stream, self.reader.pausing(pause):
             made = self._encode(images)
             if self._stream is not None:
                 self._arrival = torch.Event("cuda")
                 self._arrival.record()
         return made
 
-    def _on_stream(self) -> AbstractContextManager[Any]:
-        """The device, which each thread chooses for itself, and the stream of the towers."""
+    def _stream_of_work(self) -> AbstractContextManager[Any]:
+        """The stream of the towers, or this one, for a thread that has chosen neither a device nor a stream."""
         if self.reader.device.type != "cuda":
             return nullcontext()
+        return torch.cuda.stream(self._stream or torch.cuda.current_stream(self.reader.device))
+
+    def give_steps_priority(self) -> None:
+        """Let the work that this thread queues from now on go before that of the towers, if these have a stream."""
         if self._stream is not None:
-            return torch.cuda.stream(self._stream)
-        return torch.cuda.device(self.reader.device)
+            torch.cuda.synchronize(self.reader.device)
+            torch.cuda.set_stream(torch.cuda.Stream(self.reader.device, priority=STEPS_PRIORITY))  # type: ignore[no-untyped-call]
 
     def _collect(self) -> None:
         """Keep the embeddings of images that have come through the towers."""
@@ -222,10 +230,10 @@ class ImageEncoder:
             input_ids[piece.rows] = self.reader.filler
         found = self.features([piece.image for piece in pieces])
         parts = [(found[piece.image.key], slice(piece.first, piece.first + len(piece.rows))) for piece in pieces]
-        rows = torch.tensor([row for piece in pieces for row in piece.rows])
+        rows = rows_of(pieces, len(input_ids))
         depth = max(len(each.deep) for each, _ in parts)
         return StepImages(
-            rows.to(parts[0][0].embeds.device),
+            torch.from_numpy(rows).to(self.reader.device, non_blocking=True),
             torch.cat([each.embeds[part] for each, part in parts]),
             # an image that could not be encoded has nothing for inner layers
             tuple(

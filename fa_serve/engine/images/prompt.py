@@ -108,6 +108,14 @@ class ImagePiece:
     rows: Sequence[int]
 
 
+def rows_of(pieces: Sequence[ImagePiece], num_tokens: int) -> NDArray[np.int64]:
+    """For each token of a step, which of the embeddings of these pieces, end to end, replaces its own; or -1."""
+    rows = np.full(num_tokens, -1, dtype=np.int64)
+    places = [row for piece in pieces for row in piece.rows]
+    rows[places] = np.arange(len(places))
+    return rows
+
+
 def find_places(tokens: Sequence[int], images: Sequence[ImageInput], image_token: int) -> tuple[PlacedImage, ...]:
     """Which image tokens of a prompt belong to which image.
 

@@ -28,12 +28,15 @@ from fa_serve.engine.cache import tensors as kv_cache
 from fa_serve.engine.cache.block_table import BlockTable
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.images.encoder import ImageEncoder, find_images, require_encoder
+from fa_serve.engine.images.prompt import rows_of
 from fa_serve.engine.lora.store import AdapterStore
+from fa_serve.engine.runner import image_arrays
 from fa_serve.engine.runner.attention_kinds import least_group_keys, prepare_attention
 from fa_serve.engine.runner.batch_arrays import BatchArrays, batch_arrays
 from fa_serve.engine.runner.cuda_graphs import Inputs, OnError, Shape, StepGraphs, pad, padding
 from fa_serve.engine.runner.forward import Forward, PreparedBatch
 from fa_serve.engine.runner.group_arrays import group_padding, with_groups
+from fa_serve.engine.runner.image_arrays import ImageMemory, axis_positions
 from fa_serve.engine.runner.log_probabilities import log_probabilities, processed_scores
 from fa_serve.engine.runner.lora_arrays import StepAdapters, lora_arrays, lora_step, step_adapters
 from fa_serve.engine.runner.results import PendingResult
@@ -115,6 +118,8 @@ class ModelRunner:
             check_settings_with_states(type(model).__name__, config, drafting=drafting)
             seat_states(model)
         self.images = find_images(model, config)
+        if isinstance(self.images, ImageEncoder):
+            self.images.give_steps_priority()
         self._deterministic = config.deterministic
         self._processed = config.logprobs_mode == "processed_logprobs"
         for module in model.modules():
@@ -131,6 +136,7 @@ class ModelRunner:
         self.kv_caches: dict[int, tuple[Tensor, Tensor]] = {}
         self.states: dict[StateKey, StateTensors] = {}
         self._graphs: StepGraphs | None = None
+        self._image_memory: ImageMemory | None = None
         self._counts: TokenCounts | None = None
         self._last_tokens = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self.device)
         self._block_table = BlockTable(config.max_num_seqs, 0, self.device)
@@ -193,6 +199,8 @@ class ModelRunner:
 
         To be called once, when the cache has its final place.
         """
+        if image_arrays.CAPTURES_IMAGES and isinstance(self.images, ImageEncoder):
+            self._image_memory = ImageMemory(self._max_tokens, self.images.reader.hidden, self.model.dtype, self.device)
         graphs = StepGraphs(
             self._forward,
             self._inputs,
@@ -370,13 +378,16 @@ class ModelRunner:
         others = arrays.sampling | self._block_table.changes() | arrays.rows
         shape = None
         padded: dict[str, NDArray[Any]] = {}
-        if self._graphs is not None and arrays.is_plain and not (adapters is not None and adapters.is_eager):
+        is_captured = arrays.is_plain or self._captures(arrays, images)
+        if self._graphs is not None and is_captured and not (adapters is not None and adapters.is_eager):
             shape = self._graphs.shape_of(arrays, adapters is not None)
         queries = arrays.max_seqlen_q if shape is None else shape.queries
         if adapters is not None:
             arrays.inputs.update(lora_arrays(adapters, arrays.inputs["logits_indices"], queries))
         if shape is not None:
             padded = pad(arrays.inputs, shape) | others
+            if images is not None and self._image_memory is not None:
+                self._image_memory.fill(images)
         if self._graphs is not None and padded and packed_size(padded) <= len(self._graphs.block):
             sent = send(padded, self.device, self._graphs.block)
         else:
@@ -387,6 +398,13 @@ class ModelRunner:
         if isinstance(inputs, Inputs) and (images is not None or arrays.blocks):
             inputs = replace(inputs, images=images, paged=replace(inputs.paged, blocks=arrays.blocks))
         return self._prepared(inputs, arrays.sampling, sent)
+
+    def _captures(self, arrays: BatchArrays, images: StepImages | None) -> bool:
+        """Whether a graph may run a step with images."""
+        if self._image_memory is None or images is None or images.deep or arrays.blocks:
+            return False
+        arrays.inputs["image_rows"] = rows_of(arrays.images, arrays.num_tokens)
+        return True
 
     def _prepared(
         self, inputs: Inputs | Shape, sampling: Mapping[str, NDArray[Any]], sent: Mapping[str, Tensor]
@@ -428,7 +446,8 @@ class ModelRunner:
         )
         return Inputs(
             input_ids=fields["input_ids"],
-            position_ids=fields["position_ids"],
+            position_ids=axis_positions(fields),
+            images=None if self._image_memory is None else self._image_memory.images(fields),
             logits_indices=fields["logits_indices"],
             slots=fields["slots"],
             lora=None if self.adapters is None else lora_step(self.adapters.memory, fields, adapters, max_seqlen_q),
