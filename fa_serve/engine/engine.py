@@ -198,7 +198,7 @@ class Engine:
         except Exception as error:
             return self._answers.merge(outputs + self._reset(error))
         self._ranks.add_to_digest(number for chunk in batch.chunks for number in chunk.numbers())
-        if batch:
+        if batch or batch.towers is not None:
             outputs += self._launch(batch, begin)
         if self._steps.is_full or (self._steps.launched and not batch):
             outputs += self._commit()
@@ -404,6 +404,9 @@ class Engine:
         outputs: list[RequestOutput] = []
         self._answers.begin_step(batch.admitted, begin)
         try:
+            if not batch:  # its images wait for nothing, and what follows them for slots or pages
+                self._runner.encode(batch.towers)
+                return outputs
             forward = self._runner.launch(batch)
             structured = any(x.num_samples and x.sequence.request.params.structured is not None for x in batch.chunks)
             masks = self._masks(batch, outputs) if structured else StepMasks()

@@ -97,7 +97,7 @@ class Counters:
         states = scheduler.states
         return EngineStats(
             num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting) + len(scheduler.seats),
+            num_waiting=len(scheduler.waiting) + len(scheduler.seats) + len(scheduler.towers),
             num_pages=scheduler.pages.num_pages,
             num_pages_used=scheduler.pages.num_held,
             num_preemptions=scheduler.num_preemptions,

@@ -15,6 +15,9 @@ layers are the model's own. Types are served if tests have compared them with `g
 Images are encoded together if their inputs can be joined: patches end to end, or pictures of one shape. How a type joins them
 is tried with the first two, which must come to the same together as alone.
 
+An encoding can be cut into parts by the layers of the towers (`pausing`). It may run in another thread than forwards of the
+model, as long as one of the two stands still while the other one runs.
+
 Left out: how a text and images become inputs, and when an image is encoded (fa_serve.engine.images).
 """
 
@@ -22,13 +25,14 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoProcessor
 from transformers.modeling_utils import PreTrainedModel
 
@@ -123,13 +127,18 @@ class ImageFeatures:
     def num_bytes(self) -> int:
         return sum(x.numel() * x.element_size() for x in (self.embeds, *self.deep))
 
+    def record_stream(self, stream: Any) -> None:
+        """Their memory is not used again before work on this stream, which reads them, has ended."""
+        for x in (self.embeds, *self.deep):
+            x.record_stream(stream)
+
 
 @dataclass(frozen=True, slots=True)
 class StepImages:
     """The embeddings of images in one step.
 
-    rows:   (m,) int64, the tokens of the step that they replace
-    embeds: (m, hidden); deep: as in `ImageFeatures`
+    rows:   (total,) int64, for each token of the step which row of `embeds` replaces its own embedding; or -1
+    embeds: (m, hidden), of which m may be more than are used; deep: (used, hidden) for each layer, as in `ImageFeatures`
     """
 
     rows: Tensor
@@ -160,6 +169,8 @@ class ImageReader:
         """The token that is embedded where an image is, before its embeddings are put in."""
         self.quickens = quickens
         self.quicken()
+        self.blocks = self._find_blocks()
+        self._depth = 0  # inner layers that are given features
         self._joined_dim: int | Literal["none"] | None = None
         """The dimension in which inputs of several images are joined; None before it has been tried."""
 
@@ -174,7 +185,7 @@ class ImageReader:
 
         Raises UnsupportedModelError if the model tells its language model of images in a way that is not known.
         """
-        return self._run(_with_text(inputs, self.filler), [_num_places(inputs, self.image_token)])[0]
+        return self._run(_with_text(inputs, self.filler), [self.num_tokens(inputs)])[0]
 
     @torch.no_grad()
     def encode_all(self, images: Sequence[Mapping[str, Tensor]]) -> list[ImageFeatures]:
@@ -191,9 +202,51 @@ class ImageReader:
                 found |= {n: self.encode(images[n]) for n in left}
         return [found[n] for n in range(len(images))]
 
+    def num_tokens(self, inputs: Mapping[str, Tensor]) -> int:
+        """How many embeddings the images come to that a prompt holds. inputs: as `encode` takes them"""
+        return int((inputs["input_ids"] == self.image_token).sum())
+
+    @property
+    def device(self) -> torch.device:
+        return self._model.device
+
+    @property
+    def hidden(self) -> int:
+        """The width of embeddings."""
+        width: int = self._decoder.get_input_embeddings().embedding_dim
+        return width
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of an embedding, those for inner layers included once an image has been encoded."""
+        return self.hidden * self._model.dtype.itemsize * (1 + self._depth)
+
+    def _find_blocks(self) -> list[nn.Module]:
+        """The layers of the towers: members of lists of modules that lie neither in the language model nor in another list."""
+        beside = {*self._decoder.modules()}
+        lists = [each for each in self._model.modules() if isinstance(each, nn.ModuleList) and each not in beside]
+        inner = {module for each in lists for module in each.modules() if module is not each}
+        return [block for each in lists if each not in inner for block in each]
+
+    @contextmanager
+    def pausing(self, pause: Callable[[], None]) -> Iterator[None]:
+        """Inside, `pause` is called after each layer of the towers, in forwards of this thread."""
+        thread = threading.get_ident()
+
+        def after(*_: Any) -> None:
+            if threading.get_ident() == thread:
+                pause()
+
+        hooks = [block.register_forward_hook(after) for block in self.blocks]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
     def failed(self, inputs: Mapping[str, Tensor]) -> ImageFeatures:
         """What stands for an image that cannot be encoded: numbers that end its own request alone."""
-        shape = (_num_places(inputs, self.image_token), self._decoder.get_input_embeddings().embedding_dim)
+        shape = (self.num_tokens(inputs), self.hidden)
         nothing = torch.full(shape, float("nan"), dtype=self._model.dtype, device=self._model.device)
         return ImageFeatures(nothing, (), "none")
 
@@ -216,7 +269,7 @@ class ImageReader:
         """One forward for images whose inputs other than tokens are joined in this dimension."""
         parts = [_with_text(inputs, self.filler) for inputs in images]
         joined = {name: torch.cat([part[name] for part in parts], dim=1 if name in _OF_TOKENS else dim) for name in parts[0]}
-        return self._run(joined, [_num_places(inputs, self.image_token) for inputs in images])
+        return self._run(joined, [self.num_tokens(inputs) for inputs in images])
 
     def _run(self, inputs: Mapping[str, Tensor], counts: Sequence[int]) -> list[ImageFeatures]:
         """What the language model is told of images with so many places each. inputs: of a prompt that holds them"""
@@ -225,8 +278,11 @@ class ImageReader:
         moved = {name: x.to(device) for name, x in inputs.items() if name in taken}
         floats = {name: x.to(self._model.dtype) for name, x in moved.items() if x.is_floating_point()}
         given: dict[str, Any] = {}
+        thread = threading.get_ident()
 
         def stop(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if threading.get_ident() != thread:
+                return  # a step of the engine, while this encoding pauses
             given.update(kwargs)
             raise _ReachedError
 
@@ -238,7 +294,8 @@ class ImageReader:
             pass
         finally:
             hook.remove()
-        places = moved["input_ids"][0] == self.image_token
+        # found on the host, where the tokens are, so that nothing waits for a device
+        places = (inputs["input_ids"][0] == self.image_token).nonzero()[:, 0].to(device)
         two_way: TwoWay = "none"
         if any(bool((each >= 0).any()) for each in blocks):
             two_way = "prompt" if any(bool(each[0, -1] >= 0) for each in blocks) else "images"
@@ -248,6 +305,7 @@ class ImageReader:
         )
         if unknown or given.get("inputs_embeds") is None:
             raise UnsupportedModelError(f"{type(self._model).__name__} tells its language model {unknown} of an image")
+        self._depth = len(deep)
         embeds = given["inputs_embeds"][0][places].split(list(counts))
         layers = [x.to(device).split(list(counts)) for x in deep]
         return [
@@ -287,12 +345,13 @@ class ImageReader:
             embeds = kwargs.get("inputs_embeds")
             if embeds is None:
                 embeds = module.get_input_embeddings()(kwargs["input_ids"])
-            changed = {**kwargs, "inputs_embeds": embeds.index_copy(1, images.rows, images.embeds.to(embeds.dtype)[None])}
+            replaced = images.rows >= 0
+            rows = images.embeds.to(embeds.dtype)[images.rows.clamp(min=0)]
+            changed = {**kwargs, "inputs_embeds": torch.where(replaced[:, None], rows, embeds)}
             if changed.get("input_ids") is not None:
                 changed["input_ids"] = None
             if images.deep:
-                mask = torch.zeros(embeds.shape[:2], dtype=torch.bool, device=embeds.device)
-                changed[_MASK] = mask.index_fill(1, images.rows, True)
+                changed[_MASK] = replaced[None]
                 changed[_DEEP] = list(images.deep)
             return args, changed
 
@@ -301,10 +360,6 @@ class ImageReader:
             yield
         finally:
             hook.remove()
-
-
-def _num_places(inputs: Mapping[str, Tensor], image_token: int) -> int:
-    return int((inputs["input_ids"] == image_token).sum())
 
 
 def _of_one_form(images: Sequence[Mapping[str, Tensor]]) -> list[list[int]]:

@@ -10,6 +10,7 @@ leaves.
 The parent (trials.py) sends one line of JSON first: the path of a module, what its function `prepare` gets, and the limits.
 `prepare` loads what the work needs and returns the function that does it, from bytes to bytes without a newline. Then the
 parent sends one socket for each trial. On that socket the child sends its process id, reads the request, and sends the reply.
+With the socket may come the descriptor of a file for a result that is too large for a reply, which the function gets as well.
 """
 
 import array
@@ -39,10 +40,11 @@ def serve(control: socket.socket) -> None:
     control.sendall(b"r")
     while True:
         size = array.array("i").itemsize
-        data, received, _, _ = control.recvmsg(1, socket.CMSG_SPACE(size))
+        data, received, _, _ = control.recvmsg(1, socket.CMSG_SPACE(2 * size))
         if not data:
             return
         descriptors = array.array("i", received[0][2])
+        files = descriptors[1:]
         with socket.socket(fileno=descriptors[0]) as connection:
             if os.fork() == 0:
                 control.close()
@@ -51,8 +53,10 @@ def serve(control: socket.socket) -> None:
                     connection.sendall(b"%d\n" % os.getpid())
                     with connection.makefile("rb") as lines:
                         request = lines.readline()
-                    connection.sendall(work(request) + b"\n")
+                    connection.sendall(work(request, *files) + b"\n")
                 os._exit(0)
+            for file in files:
+                os.close(file)
 
 
 def _load(path: str) -> Any:

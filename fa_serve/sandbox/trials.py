@@ -77,8 +77,11 @@ class Trials:
     def trial(self) -> Trial:
         return Trial(self)
 
-    def connect(self) -> socket.socket:
-        """A connection to a new child. Starts the process if it is not running. Raises Cancelled after `close`."""
+    def connect(self, file: int | None = None) -> socket.socket:
+        """A connection to a new child, which gets this descriptor as well. Starts the process if it is not running.
+
+        Raises Cancelled after `close`.
+        """
         with self._lock:
             if self._closed:
                 raise Cancelled
@@ -87,7 +90,7 @@ class Trials:
                 if self._process is None or self._process.poll() is not None:
                     self._start()
                 assert self._control is not None
-                socket.send_fds(self._control, [b"x"], [theirs.fileno()])
+                socket.send_fds(self._control, [b"x"], [theirs.fileno()] if file is None else [theirs.fileno(), file])
             return ours
 
     def _start(self) -> None:
@@ -136,10 +139,13 @@ class Trial:
                 with contextlib.suppress(OSError):
                     self._connection.shutdown(socket.SHUT_RDWR)  # wakes `run`
 
-    def run(self, request: bytes) -> bytes:
-        """Do the work, for a request without a newline. Raises TrialError or Cancelled."""
+    def run(self, request: bytes | memoryview, file: int | None = None) -> bytes:
+        """Do the work, for a request without a newline. Raises TrialError or Cancelled.
+
+        file: descriptor that the work writes a large result to, for work that takes one
+        """
         limits = self._trials.limits
-        with self._trials.connect() as connection:
+        with self._trials.connect(file) as connection:
             with self._lock:
                 if self.cancelled:
                     raise Cancelled
@@ -151,7 +157,8 @@ class Trial:
                     deadline = time.monotonic() + limits.timeout
                     connection.settimeout(limits.timeout)
                     pid = int(_line(connection) or 0)
-                    connection.sendall(request + b"\n")
+                    connection.sendall(request)
+                    connection.sendall(b"\n")
                     while not reply.endswith(b"\n"):
                         connection.settimeout(max(deadline - time.monotonic(), 1e-3))
                         data = connection.recv(1 << 16)

@@ -5,8 +5,10 @@ process has limits of memory and time: whatever a file does to it, the server go
 """
 
 import base64
+import binascii
 import io
 import json
+import os
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -15,11 +17,14 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 MAX_RATIO = 200  # of the longer side to the shorter one: processors refuse or blow up what is longer
 
 
-def prepare(given: dict[str, Any]) -> Callable[[bytes], bytes]:
-    """The function takes the bytes of a file in base64, and returns a line: JSON, a tab, and base64 of RGB.
+STRIP = 1 << 20  # pixels that are written at once
+
+
+def prepare(given: dict[str, Any]) -> Callable[[bytes, int], bytes]:
+    """The function takes the bytes of a file in base64, and a descriptor of a file to which it writes pixels of four bytes:
+    red, green, blue and nothing. It returns JSON with the size, or an error that completes the sentence "image_url must ...".
 
     given: max_pixels
-    The JSON has the size, or an error that completes the sentence "image_url must ...".
     """
     from PIL import Image, ImageOps
 
@@ -28,10 +33,15 @@ def prepare(given: dict[str, Any]) -> Callable[[bytes], bytes]:
     Image.MAX_IMAGE_PIXELS = None  # ours is the limit, which raises no warning
 
     def refusal(text: str) -> bytes:
-        return json.dumps({"error": text}).encode() + b"\t"
+        return json.dumps({"error": text}).encode()
 
-    def work(request: bytes) -> bytes:
-        data = base64.b64decode(request)
+    def work(request: bytes, pixels: int) -> bytes:
+        try:
+            data = base64.b64decode(request.rstrip(b"\n"), validate=True)
+        except binascii.Error:
+            return refusal("be a data URI whose base64 is complete and without other characters")
+        if not data:
+            return refusal("hold an image, got no bytes")
         warnings.simplefilter("error")
         try:
             with Image.open(io.BytesIO(data), formats=FORMATS) as image:
@@ -48,7 +58,12 @@ def prepare(given: dict[str, Any]) -> Callable[[bytes], bytes]:
             raise
         except Exception as error:  # whatever a decoder raises for a file of a stranger
             return refusal(f"be a complete PNG, JPEG, WebP or GIF ({type(error).__name__})")
-        size = {"width": rgb.width, "height": rgb.height}
-        return json.dumps(size).encode() + b"\t" + base64.b64encode(rgb.tobytes())
+        rows = max(STRIP // rgb.width, 1)
+        for top in range(0, rgb.height, rows):
+            strip = rgb.crop((0, top, rgb.width, min(top + rows, rgb.height))).tobytes("raw", "RGBX")
+            written = 0
+            while written < len(strip):
+                written += os.write(pixels, strip[written:])
+        return json.dumps({"width": rgb.width, "height": rgb.height}).encode()
 
     return work

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from fa_serve import patch
 from fa_serve.engine import Engine, EngineConfig, SamplingParams
 from fa_serve.engine.images.prompt import ImageInput
+from fa_serve.engine.scheduler.scheduled_batch import TowerWork
 from fa_serve.hf.adapter.composites import auto_class, text_model
 from fa_serve.spec import ParameterError, UnsupportedModelError
 
@@ -138,6 +139,40 @@ def _served(
     return first
 
 
+def _served_in_slices(
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]], images: Sequence[Sequence[ImageInput]], **settings: Any
+) -> tuple[list[list[int]], int]:
+    """The tokens of the engine, the first tokens of each answer. The first request decodes before the others come, and steps
+    have time for one embedding beside it. Also returns the number of steps that encoded."""
+    config = EngineConfig(num_pages=96, max_model_len=192, page_size=4, target_itl=1e-3, **settings)
+    engine = Engine(config, model=model)
+    answers: dict[str, list[int]] = {str(number): [] for number in range(len(prompts))}
+    num_slices = 0
+    encode = engine._runner.encode
+
+    def count(work: TowerWork | None) -> None:
+        nonlocal num_slices
+        num_slices += work is not None
+        encode(work)
+
+    engine._runner.encode = count  # type: ignore[method-assign]
+    share = engine._scheduler.prompt_share
+    assert share is not None
+    share.image_limit = lambda *_, **__: 1  # type: ignore[method-assign]
+    for number, (prompt, own) in enumerate(zip(prompts, images, strict=True)):
+        params = SamplingParams(max_tokens=NUM_TOKENS if number else 60, temperature=0.0, ignore_eos=True)
+        engine.add_request(str(number), prompt, params, images=own)
+        for _ in range(2 if not number else 0):
+            for output in engine.step():
+                answers[output.request_id] += output.token_ids
+    while engine.has_unfinished():
+        for output in engine.step():
+            answers[output.request_id] += output.token_ids
+    engine.check_integrity()
+    engine.close()
+    return [each[:NUM_TOKENS] for each in answers.values()], num_slices
+
+
 def check_text(name: str, device: str = "cpu") -> None:
     """Assert that the engine gives the tokens of `generate`."""
     model = _tiny(name)
@@ -151,7 +186,8 @@ def check_text(name: str, device: str = "cpu") -> None:
 
 
 def check_images(name: str, device: str = "cpu") -> None:
-    """The same for prompts with no, one and two images in one batch, in chunks where no block forbids it."""
+    """The same for prompts with no, one and two images in one batch, in chunks where no block forbids it; and with images that
+    go through the towers a layer at a time, while the prompt without images decodes."""
     model = _tiny(name)
     one, two = (one_image(name, model, seed) for seed in (1, 2))
     model.to(device)  # type: ignore[arg-type]
@@ -169,3 +205,6 @@ def check_images(name: str, device: str = "cpu") -> None:
     settings = {} if whole else {"max_num_batched_tokens": max(count, 9) + 3, "max_num_seqs": 3}
     actual = _served(model, [ids for ids, _ in given], images, **settings)
     assert actual == expected, f"{actual}, and generate {expected}"
+    sliced, num_slices = _served_in_slices(model, [ids for ids, _ in given], images, **settings)
+    assert sliced == expected, f"{sliced} in slices, and generate {expected}"
+    assert num_slices >= 2 or count == 1, "the images did not go through the towers in parts"

@@ -109,6 +109,10 @@ class Prefix:
         shared = self.shared(sequence)
         return sequence.num_tokens - (len(shared.pages) + len(shared.missing)) * self._pages.page_size
 
+    def num_cached(self, sequence: SequenceState) -> int:
+        """The other ones, which need not be computed."""
+        return sequence.num_tokens - self.num_missing(sequence)
+
     def _hash_pages(self, sequence: SequenceState) -> None:
         """Compute the hashes that a sequence lacks. Prompts that begin alike, and come one after the other, share theirs.
 

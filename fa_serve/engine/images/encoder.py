@@ -1,22 +1,31 @@
 """Embeddings of images by content, within a budget of bytes, and those that one step needs.
 
     encoder = ImageEncoder(reader, max_bytes=2 << 30)
-    images = encoder.step(pieces)            # encodes what is not in the cache -> StepImages, or None
+    encoder.advance(TowerWork(images, 200, 200))       # part of the way through the towers, as a step has room for it
+    images = encoder.step(pieces, input_ids) # what a step needs, encoded now if it is not in the cache -> StepImages
 
-What is evicted is encoded again when a later chunk needs it, because requests keep what their processor has made. The images of
-a step, of whichever requests, are encoded together, as far as their inputs can be joined.
+The scheduler says what is encoded when (scheduler/tower_queue.py) and holds what sequences wait for. What is evicted is encoded
+again when a later chunk needs it, because requests keep what their processor has made. The images of a step, of whichever
+requests, are encoded together, as far as their inputs can be joined.
+
+Work that a step does not finish pauses after a layer of the towers (paused_call.py). With ENCODES_BESIDE it is queued on a
+stream of its own, which steps do not wait for.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from fa_serve.engine.config import EngineConfig
+from fa_serve.engine.images.paused_call import PausedCall
 from fa_serve.engine.images.prompt import (
     ImageInput,
     ImagePiece,
@@ -24,19 +33,27 @@ from fa_serve.engine.images.prompt import (
     content_of,
     content_of_prefix,
     find_places,
+    rows_of,
     runs_of,
 )
-from fa_serve.engine.scheduler.chunk_lengths import MAX_IMAGE_TOKENS
+from fa_serve.engine.scheduler.prompt_share import MAX_IMAGE_TOKENS
+from fa_serve.engine.scheduler.scheduled_batch import TowerWork
 from fa_serve.hf.images import ImageFeatures, ImageReader, StepImages, TwoWay
 from fa_serve.spec import ParameterError, UnsupportedModelError
 
 log = logging.getLogger("fa_serve.engine")
 
+ENCODES_BESIDE = False
+"""Whether towers have a stream of their own on a GPU, beside steps in which sequences decode. Off until a GPU has shown what it
+is worth (tests/gpu/test_towers_gpu.py, bench_images)."""
+STEPS_PRIORITY = -1
+"""Of the stream of steps then. That of the towers is 0, the lowest one that CUDA has, and that of the default stream."""
+
 
 class ImageEncoder:
     """Owner of the embeddings.
 
-    max_bytes:      budget of the cache. An image that is larger than that is encoded for each chunk that needs it
+    max_bytes:      budget of the cache. What sequences wait for is kept beyond it
     refuses_blocks: why tokens that attend both ways are refused; empty if they are not
     """
 
@@ -48,6 +65,106 @@ class ImageEncoder:
         self.num_encoded = 0
         self._two_way: TwoWay | None = None
         self._features: OrderedDict[bytes, ImageFeatures] = OrderedDict()  # the least recently used first
+        self._held: set[bytes] = set()
+        self._images: Sequence[ImageInput] = ()  # that are on their way
+        self._call: PausedCall[dict[bytes, ImageFeatures]] | None = None
+        self._num_pauses = max(len(reader.blocks), 1)  # of a forward, until the first one that was cut has told
+        self._stream: Any = _stream_of_towers(reader.device) if ENCODES_BESIDE else None
+        self._arrival: Any = None  # an event at the end of what the stream of the towers has, once all of it is queued
+
+    @property
+    def capacity(self) -> int:
+        """Embeddings that the cache has room for."""
+        return self.max_bytes // self.reader.bytes_per_token
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether images are on their way through the towers."""
+        return self._call is not None
+
+    @property
+    def is_beside(self) -> bool:
+        """Whether steps do not wait for the towers."""
+        return self._stream is not None
+
+    def is_encoded(self, key: bytes) -> bool:
+        """Whether a step that is launched from now on finds the embeddings of an image in the cache."""
+        self._collect()
+        return key in self._features
+
+    def hold(self, key: bytes) -> None:
+        """A sequence waits for this image, or is about to compute it: it is not evicted."""
+        self._held.add(key)
+
+    def release(self, key: bytes) -> None:
+        """No sequence needs the image any more."""
+        self._held.discard(key)
+        self._evict()
+
+    def advance(self, work: TowerWork) -> None:
+        """Go on with the images that are on their way, or begin with these if there are none.
+
+        Without a limit all of them are encoded when this returns, for work that is queued on this stream from now on.
+        """
+        if self._call is None:
+            if work.limit is None:
+                self.features(work.images)
+                return
+            stream = self._stream_of_work()
+            self._call = PausedCall(lambda pause: self._encode_pausing(work.images, stream, pause))
+        count = max(sum(self.reader.num_tokens(image.inputs) for image in work.images), 1)
+        pauses = None if work.limit is None else round(work.limit * self._num_pauses / count)
+        try:
+            self._call.run(pauses)
+        except BaseException:
+            self._call = None
+            raise
+        if work.limit is None and self._arrival is not None:
+            self._arrival.synchronize()
+        self._collect()
+
+    def _encode_pausing(
+        self, images: Sequence[ImageInput], stream: AbstractContextManager[Any], pause: Callable[[], None]
+    ) -> dict[bytes, ImageFeatures]:
+        """Encode images on a stream, in the thread of a call. They are not kept yet."""
+        with torch.inference_mode(), stream, self.reader.pausing(pause):
+            made = self._encode(images)
+            if self._stream is not None:
+                self._arrival = torch.Event("cuda")
+                self._arrival.record()
+        return made
+
+    def _stream_of_work(self) -> AbstractContextManager[Any]:
+        """The stream of the towers, or this one, for a thread that has chosen neither a device nor a stream."""
+        if self.reader.device.type != "cuda":
+            return nullcontext()
+        return torch.cuda.stream(self._stream or torch.cuda.current_stream(self.reader.device))
+
+    def give_steps_priority(self) -> None:
+        """Let the work that this thread queues from now on go before that of the towers, if these have a stream."""
+        if self._stream is not None:
+            torch.cuda.synchronize(self.reader.device)
+            torch.cuda.set_stream(torch.cuda.Stream(self.reader.device, priority=STEPS_PRIORITY))  # type: ignore[no-untyped-call]
+
+    def _collect(self) -> None:
+        """Keep the embeddings of images that have come through the towers."""
+        call = self._call
+        if call is None or not call.has_ended or not (self._arrival is None or self._arrival.query()):
+            return
+        self._call = None
+        if self._arrival is not None:
+            for each in call.result().values():
+                each.record_stream(torch.cuda.current_stream())
+        self._arrival = None
+        self._num_pauses = max(call.num_pauses, 1)
+        self._keep(call.result())
+
+    def abandon(self) -> None:
+        """Give up what is on its way through the towers. It begins anew when it is asked for."""
+        if self._call is not None:
+            self._call.close()
+        self._call = None
+        self._arrival = None
 
     def features(self, images: Sequence[ImageInput]) -> dict[bytes, ImageFeatures]:
         """What images come to, by key: from the cache if they are there, and otherwise encoded together.
@@ -63,12 +180,14 @@ class ImageEncoder:
             else:
                 self._features.move_to_end(image.key)
                 found[image.key] = kept
-        for batch in _batches(missing.values(), self.reader.image_token):
-            found |= self._encode(batch)
+        for batch in _batches(missing.values(), self.reader):
+            made = self._encode(batch)
+            self._keep(made)
+            found |= made
         return found
 
     def _encode(self, images: Sequence[ImageInput]) -> dict[bytes, ImageFeatures]:
-        """Encode images and keep what they come to."""
+        """Encode images together, or each alone if one of them is refused."""
         try:
             made = self.reader.encode_all([image.inputs for image in images])
         except torch.AcceleratorError:
@@ -79,30 +198,42 @@ class ImageEncoder:
             log.warning("an image could not be encoded, which ends its request: %s: %s", type(error).__name__, error)
             return {images[0].key: self.reader.failed(images[0].inputs)}
         self.num_encoded += len(made)
-        found = {image.key: each for image, each in zip(images, made, strict=True)}
-        for key, each in found.items():
-            if each.num_bytes <= self.max_bytes:
+        return {image.key: each for image, each in zip(images, made, strict=True)}
+
+    def _keep(self, made: dict[bytes, ImageFeatures]) -> None:
+        """Put images into the cache."""
+        for key, each in made.items():
+            if key not in self._features:
                 self._features[key] = each
                 self.num_bytes += each.num_bytes
-        while self.num_bytes > self.max_bytes:
-            self.num_bytes -= self._features.popitem(last=False)[1].num_bytes
-        return found
+        self._evict()
+
+    def _evict(self) -> None:
+        """Keep to the budget, the images that are held aside."""
+        if self.num_bytes <= self.max_bytes:
+            return
+        for key in [key for key in self._features if key not in self._held]:
+            self.num_bytes -= self._features.pop(key).num_bytes
+            if self.num_bytes <= self.max_bytes:
+                return
 
     def forget(self) -> None:
         """Empty the cache, because other weights encode images from now on."""
+        self.abandon()
         self._features.clear()
         self.num_bytes = 0
 
-    def step(self, pieces: Sequence[ImagePiece]) -> StepImages | None:
-        """The embeddings of one step; None without images."""
-        if not pieces:
-            return None
+    def step(self, pieces: Sequence[ImagePiece], input_ids: NDArray[np.int64]) -> StepImages:
+        """The embeddings of one step, which has one piece at least. In their places, its tokens become ones that the model can
+        embed."""
+        for piece in pieces:
+            input_ids[piece.rows] = self.reader.filler
         found = self.features([piece.image for piece in pieces])
         parts = [(found[piece.image.key], slice(piece.first, piece.first + len(piece.rows))) for piece in pieces]
-        rows = torch.tensor([row for piece in pieces for row in piece.rows])
+        rows = rows_of(pieces, len(input_ids))
         depth = max(len(each.deep) for each, _ in parts)
         return StepImages(
-            rows.to(parts[0][0].embeds.device),
+            torch.from_numpy(rows).to(self.reader.device, non_blocking=True),
             torch.cat([each.embeds[part] for each, part in parts]),
             # an image that could not be encoded has nothing for inner layers
             tuple(
@@ -145,16 +276,27 @@ class ImageEncoder:
         return found.two_way
 
     def check_integrity(self) -> None:
-        """Assert that the bytes are those of the entries, within the budget."""
-        assert self.num_bytes == sum(each.num_bytes for each in self._features.values()) <= self.max_bytes
+        """Assert that the bytes are those of the entries, within the budget beside what is held."""
+        sizes = {key: each.num_bytes for key, each in self._features.items()}
+        assert self.num_bytes == sum(sizes.values())
+        held = sum(size for key, size in sizes.items() if key in self._held)
+        assert self.num_bytes <= max(self.max_bytes, held)
 
 
-def _batches(images: Iterable[ImageInput], image_token: int) -> Iterator[list[ImageInput]]:
+def _stream_of_towers(device: torch.device) -> Any:
+    """A stream with the lowest priority; None on a device without streams."""
+    if device.type != "cuda":
+        return None
+    stream: Any = torch.cuda.Stream
+    return stream(device)
+
+
+def _batches(images: Iterable[ImageInput], reader: ImageReader) -> Iterator[list[ImageInput]]:
     """Images whose embeddings are few enough for one forward of the towers, or a single one."""
     batch: list[ImageInput] = []
     room = MAX_IMAGE_TOKENS
     for image in images:
-        count = int((image.inputs["input_ids"] == image_token).sum())
+        count = reader.num_tokens(image.inputs)
         if batch and count > room:
             yield batch
             batch = []

@@ -78,12 +78,9 @@ class PromptImages:
     positions: NDArray[np.int64] | None = None
     delta: int = 0
     _begins: NDArray[np.int64] = field(init=False)
-    _starts: tuple[tuple[int, int], ...] = field(init=False)  # the first place and the number of places of each image
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_begins", np.array([begin for begin, _ in self.blocks], dtype=np.int64))
-        starts = tuple((int(each.places[0]), len(each.places)) for each in self.placed if len(each.places))
-        object.__setattr__(self, "_starts", starts)
 
     def last_cut(self, end: int) -> int:
         """The last place up to `end` where a chunk may end: `end` itself unless it lies inside a block."""
@@ -94,26 +91,6 @@ class PromptImages:
         """The first place from `end` on where a chunk may end."""
         block = self._block_around(end)
         return end if block is None else block[1]
-
-    def num_begun(self, start: int, end: int) -> int:
-        """Embeddings of the images whose first place is in start .. end - 1: a step that computes these places encodes them."""
-        return sum(count for place, count in self._starts if start <= place < end)
-
-    def cut_for_room(self, start: int, end: int, room: int, *, first: bool) -> int:
-        """The last place up to `end` where a chunk from `start` on begins images of at most `room` embeddings.
-
-        first: the first of these images may have more
-        """
-        for place, count in self._starts:
-            if place < start:
-                continue
-            if place >= end:
-                break
-            room -= count
-            if room < 0 and not first:
-                return place
-            first = False
-        return end
 
     def _block_around(self, place: int) -> tuple[int, int] | None:
         number = int(np.searchsorted(self._begins, place)) - 1
@@ -129,6 +106,14 @@ class ImagePiece:
     image: ImageInput
     first: int
     rows: Sequence[int]
+
+
+def rows_of(pieces: Sequence[ImagePiece], num_tokens: int) -> NDArray[np.int64]:
+    """For each token of a step, which of the embeddings of these pieces, end to end, replaces its own; or -1."""
+    rows = np.full(num_tokens, -1, dtype=np.int64)
+    places = [row for piece in pieces for row in piece.rows]
+    rows[places] = np.arange(len(places))
+    return rows
 
 
 def find_places(tokens: Sequence[int], images: Sequence[ImageInput], image_token: int) -> tuple[PlacedImage, ...]:

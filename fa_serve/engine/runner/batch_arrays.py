@@ -69,9 +69,15 @@ class BatchArrays:
         return "group_ends" in self.inputs
 
     @property
+    def num_axes(self) -> int:
+        """Of the positions of its tokens."""
+        positions = self.inputs["position_ids"]
+        return 1 if positions.ndim == 1 else len(positions)
+
+    @property
     def is_plain(self) -> bool:
-        """Whether the step has neither images nor positions on several axes, as CUDA graphs want it."""
-        return not self.images and self.inputs["position_ids"].ndim == 1
+        """Whether the step has neither images nor positions on several axes."""
+        return not self.images and self.num_axes == 1
 
 
 def batch_arrays(

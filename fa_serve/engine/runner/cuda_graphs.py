@@ -46,6 +46,7 @@ from torch import Tensor
 from fa_serve.engine.config import MAX_DRAFTS
 from fa_serve.engine.runner.batch_arrays import BatchArrays
 from fa_serve.engine.runner.group_arrays import group_padding
+from fa_serve.engine.runner.image_arrays import image_padding, pad_images
 from fa_serve.engine.runner.lora_arrays import lora_padding, name_padding
 from fa_serve.engine.runner.state_arrays import num_graph_pieces, padding_state_arrays
 from fa_serve.engine.runner.transfer import PackedTensors, packed_size, send
@@ -62,11 +63,11 @@ class Inputs:
     """What one forward takes.
 
     input_ids:      (total,) int64; -(slot + 1) stands for the last token sampled in that slot
-    position_ids:   (total,) int64, or (axes, total) in a step that no graph runs
+    position_ids:   (total,) int64, or (axes, total)
     logits_indices: (n,) int64, the tokens whose logits are wanted
     slots:          (batch,) int64, the slot of each sequence; a sequence without keys is padding
     lora:           which token has which adapter; None if none has one
-    images:         embeddings of images in a step that no graph runs
+    images:         embeddings of images
     """
 
     input_ids: Tensor
@@ -83,6 +84,7 @@ class Shape(NamedTuple):
 
     tokens: of all sequences; batch: sequences; queries: tokens of one sequence, 1 if all decode; keys: of one sequence
     lora:   sequences may have adapters; groups: they may share pages that are read once
+    axes:   of positions in a step with embeddings of images; 0 for a step without images
     """
 
     tokens: int
@@ -91,6 +93,7 @@ class Shape(NamedTuple):
     keys: int
     lora: bool = False
     groups: bool = False
+    axes: int = 0
 
     @property
     def kind(self) -> str:
@@ -203,6 +206,7 @@ class StepGraphs:
 
     def shape_of(self, arrays: BatchArrays, lora: bool = False) -> Shape | None:
         """The shape for a step, or None if it runs eagerly: see `shape_for`. lora: sequences have adapters"""
+        axes = arrays.num_axes if arrays.images else 0
         takes_keys_as_they_come = arrays.fresh and self._fresh_tokens is not None and arrays.num_tokens >= self._fresh_tokens
         if arrays.prompt_spans or takes_keys_as_they_come:
             return None
@@ -214,6 +218,7 @@ class StepGraphs:
             queries=arrays.max_seqlen_q,
             lora=lora,
             groups=arrays.has_groups,
+            axes=axes,
         )
         if shape is not None and self._states:
             room = num_graph_pieces(shape.batch, shape.tokens, shape.kind == "prompts")
@@ -230,6 +235,7 @@ class StepGraphs:
         queries: int = 1,
         lora: bool = False,
         groups: bool = False,
+        axes: int = 0,
     ) -> Shape | None:
         """The shape for a step of `batch` sequences with `tokens` tokens, the longest sequence having `max_seqlen_k` keys.
 
@@ -241,7 +247,7 @@ class StepGraphs:
         called, and the step is worth a capture.
         """
         keys = next(length for length in self.key_lengths if length >= max_seqlen_k)
-        if decoding:
+        if decoding and not axes:
             size = next((size for size in self.sizes if size >= batch), 0)
             if not size or (queries > 1 and queries > self._queries.get(size, 1)):
                 return None
@@ -254,7 +260,7 @@ class StepGraphs:
             size = next((size for size in self._prompt_batches if size >= batch), 0)
             if not size:
                 return None
-            shape = Shape(tokens, size, tokens, keys, lora)
+            shape = Shape(tokens, size, tokens, keys, lora, axes=axes)
         if shape in self._replays or (decoding and self._missing is None):
             return shape
         held = [
@@ -264,7 +270,7 @@ class StepGraphs:
             and x.batch >= size
             and x.keys >= keys
             and x.kind == shape.kind
-            and (x.lora, x.groups) == (lora, groups)
+            and (x.lora, x.groups, x.axes) == (lora, groups, axes)
             and x.queries >= shape.queries
         ]
         if held or decoding:
@@ -391,14 +397,19 @@ def padding(shape: Shape, *, states: bool = False) -> dict[str, NDArray[Any]]:
         **of_states,
         **(lora_padding(tokens, batch, shape.queries) if shape.lora else {}),
         **(group_padding(batch) if shape.groups else {}),
+        **(image_padding(tokens, shape.axes) if shape.axes else {}),
     }
 
 
 def pad(arrays: Mapping[str, NDArray[Any]], shape: Shape) -> dict[str, NDArray[Any]]:
-    """The fields of a step, followed by padding up to `shape`."""
+    """The fields of a step, followed by padding up to `shape`. arrays: with "image_rows" if the shape has axes"""
     padded = padding(shape, states="pieces" in arrays)
+    if shape.axes:
+        padded |= pad_images(arrays["image_rows"], arrays["position_ids"], shape.tokens)
     batch = len(arrays["slots"])
     for name, array in arrays.items():
+        if shape.axes and name in ("image_rows", "position_ids"):
+            continue
         padded[name][: len(array)] = array
     if shape.lora:
         name_padding(padded, len(arrays["input_ids"]), len(arrays["lora_tiles"]), shape.queries)
@@ -424,7 +435,7 @@ def capture(function: Callable[[], None], pool: Any) -> tuple[Callable[[], None]
     Unlike `torch.cuda.graph` this does not empty the allocator's cache, which the next prompts would have to fill again.
     """
     graph = torch.cuda.CUDAGraph()
-    stream = _capture_stream()
+    stream = _capture_stream(torch.cuda.current_stream().priority)
     torch.cuda.synchronize()
     with _no_garbage_collection(), torch.cuda.stream(stream):
         # other threads may allocate pinned memory during the capture
@@ -450,7 +461,10 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 @lru_cache(maxsize=1)
-def _capture_stream() -> Any:
-    """The stream of all captures. There is one, because cuBLAS keeps a workspace for each stream."""
+def _capture_stream(priority: int) -> Any:
+    """The stream of all captures. There is one, because cuBLAS keeps a workspace for each stream.
+
+    priority: that of the stream of steps. A captured kernel keeps it
+    """
     stream: Any = torch.cuda.Stream
-    return stream()
+    return stream(priority=priority)

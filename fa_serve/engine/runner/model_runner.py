@@ -24,27 +24,28 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from fa_serve.api import MAX_COPY_BYTES
 from fa_serve.engine.cache import tensors as kv_cache
 from fa_serve.engine.cache.block_table import BlockTable
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.images.encoder import ImageEncoder, find_images, require_encoder
+from fa_serve.engine.images.prompt import rows_of
 from fa_serve.engine.lora.store import AdapterStore
+from fa_serve.engine.runner import image_arrays
 from fa_serve.engine.runner.attention_kinds import least_group_keys, prepare_attention
 from fa_serve.engine.runner.batch_arrays import BatchArrays, batch_arrays
 from fa_serve.engine.runner.cuda_graphs import Inputs, OnError, Shape, StepGraphs, pad, padding
 from fa_serve.engine.runner.forward import Forward, PreparedBatch
 from fa_serve.engine.runner.group_arrays import group_padding, with_groups
-from fa_serve.engine.runner.host_memory import staging_bytes
+from fa_serve.engine.runner.image_arrays import ImageMemory, axis_positions
 from fa_serve.engine.runner.log_probabilities import log_probabilities, processed_scores
 from fa_serve.engine.runner.lora_arrays import StepAdapters, lora_arrays, lora_step, step_adapters
 from fa_serve.engine.runner.results import PendingResult
 from fa_serve.engine.runner.sampler import SampleParams, TokenCounts, sample, sampling_arrays
 from fa_serve.engine.runner.state_arrays import check_settings_with_states, empty_state_arrays, state_arrays, state_batch
 from fa_serve.engine.runner.transfer import packed_size, send
-from fa_serve.engine.scheduler.scheduled_batch import ScheduledBatch
+from fa_serve.engine.scheduler.scheduled_batch import ScheduledBatch, TowerWork
 from fa_serve.engine.scheduler.sequence import SequenceState
-from fa_serve.engine.start.warm_up import EmptyStep, SamplingVariant, largest_batch
+from fa_serve.engine.start.warm_up import EmptyStep, SamplingVariant
 from fa_serve.hf import (
     PagedBatch,
     PagedStates,
@@ -117,6 +118,8 @@ class ModelRunner:
             check_settings_with_states(type(model).__name__, config, drafting=drafting)
             seat_states(model)
         self.images = find_images(model, config)
+        if isinstance(self.images, ImageEncoder):
+            self.images.give_steps_priority()
         self._deterministic = config.deterministic
         self._processed = config.logprobs_mode == "processed_logprobs"
         for module in model.modules():
@@ -133,6 +136,7 @@ class ModelRunner:
         self.kv_caches: dict[int, tuple[Tensor, Tensor]] = {}
         self.states: dict[StateKey, StateTensors] = {}
         self._graphs: StepGraphs | None = None
+        self._image_memory: ImageMemory | None = None
         self._counts: TokenCounts | None = None
         self._last_tokens = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self.device)
         self._block_table = BlockTable(config.max_num_seqs, 0, self.device)
@@ -195,6 +199,8 @@ class ModelRunner:
 
         To be called once, when the cache has its final place.
         """
+        if image_arrays.CAPTURES_IMAGES and isinstance(self.images, ImageEncoder):
+            self._image_memory = ImageMemory(self._max_tokens, self.images.reader.hidden, self.model.dtype, self.device)
         graphs = StepGraphs(
             self._forward,
             self._inputs,
@@ -230,6 +236,8 @@ class ModelRunner:
             self._graphs.close()
         self.kv_caches = {}
         self.states = {}
+        if isinstance(self.images, ImageEncoder):
+            self.images.abandon()
         if self.draft is not None:
             self.draft.close()
 
@@ -297,37 +305,6 @@ class ModelRunner:
         masks = dict.fromkeys(range(count), mask) if variant.masked else None
         self.sample(Forward(prepared, logits, sequences, logprob_rows, []), masks).read()
 
-    def fit(self, config: EngineConfig, max_model_len: int) -> tuple[int, int]:
-        """How many pages and states the device has room for beside the weights and the largest step.
-
-        On a GPU the largest step is run to see what it takes. Raises ParameterError if there is no room at all.
-        """
-        size = self.bytes_per_page
-        memory = self.state_memory
-        if self.device.type != "cuda":
-            enough = self.max_num_seqs * -(-max_model_len // self.page_size)
-            return kv_cache.fit_on_host(memory, size, enough, config.tensor_parallel)
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(self.device)
-        self.allocate(1, max_model_len, 1 if memory else 0)
-        before = torch.cuda.memory_allocated(self.device)
-        self.sample(self.launch(largest_batch(config, max_model_len))).read()
-        peak = torch.cuda.max_memory_allocated(self.device) - (memory.bytes_of_tails if memory else 0)
-        if not self.eager:
-            # graphs have a separate memory pool, which the largest step determines as well; and so have those of a draft model
-            peak += (peak - before) * (1 if self.draft is None else 2)
-        if "precision" in self._options:
-            peak += MAX_COPY_BYTES  # a later step may have more keys in its prompts than this one
-        if isinstance(self.images, ImageEncoder):
-            peak += self.images.max_bytes
-        if config.kv_host_memory:
-            peak += sum(staging_bytes(x) for x in (size, memory.bytes_per_state) if x)
-        self.close()
-        torch.cuda.empty_cache()
-        least = size + (memory.least_bytes if memory else 0)
-        room = kv_cache.device_room(self.device, config.gpu_memory_utilization, peak, least)
-        return memory.shares(room, size) if memory else (room // size, 0)
-
     @torch.inference_mode()
     def launch(self, batch: ScheduledBatch) -> Forward:
         """Queue the forward of one step."""
@@ -345,15 +322,20 @@ class ModelRunner:
         )
         if self.states:
             arrays.inputs.update(state_arrays(batch))
+        self.encode(batch.towers)
         images = None
         if arrays.images:
-            images = require_encoder(self.images).step(arrays.images)
-            for piece in arrays.images:
-                arrays.inputs["input_ids"][piece.rows] = require_encoder(self.images).reader.filler
+            images = require_encoder(self.images).step(arrays.images, arrays.inputs["input_ids"])
         adapters = None if self.adapters is None else step_adapters(batch, self.adapters.pool.slot)
         prepared = self._prepare(arrays, adapters, images)
         logits = self._run(prepared)[: len(arrays.sequences) + batch.num_prompt_logits]
         return Forward(prepared, logits, arrays.sequences, arrays.logprob_rows, arrays.prompt_spans)
+
+    @torch.inference_mode()
+    def encode(self, work: TowerWork | None) -> None:
+        """Queue what a step encodes of images."""
+        if work is not None:
+            require_encoder(self.images).advance(work)
 
     @torch.inference_mode()
     def sample(self, forward: Forward, masks: Mapping[int, NDArray[np.int32]] | None = None) -> PendingResult:
@@ -396,13 +378,16 @@ class ModelRunner:
         others = arrays.sampling | self._block_table.changes() | arrays.rows
         shape = None
         padded: dict[str, NDArray[Any]] = {}
-        if self._graphs is not None and arrays.is_plain and not (adapters is not None and adapters.is_eager):
+        is_captured = arrays.is_plain or self._captures(arrays, images)
+        if self._graphs is not None and is_captured and not (adapters is not None and adapters.is_eager):
             shape = self._graphs.shape_of(arrays, adapters is not None)
         queries = arrays.max_seqlen_q if shape is None else shape.queries
         if adapters is not None:
             arrays.inputs.update(lora_arrays(adapters, arrays.inputs["logits_indices"], queries))
         if shape is not None:
             padded = pad(arrays.inputs, shape) | others
+            if images is not None and self._image_memory is not None:
+                self._image_memory.fill(images)
         if self._graphs is not None and padded and packed_size(padded) <= len(self._graphs.block):
             sent = send(padded, self.device, self._graphs.block)
         else:
@@ -413,6 +398,13 @@ class ModelRunner:
         if isinstance(inputs, Inputs) and (images is not None or arrays.blocks):
             inputs = replace(inputs, images=images, paged=replace(inputs.paged, blocks=arrays.blocks))
         return self._prepared(inputs, arrays.sampling, sent)
+
+    def _captures(self, arrays: BatchArrays, images: StepImages | None) -> bool:
+        """Whether a graph may run a step with images."""
+        if self._image_memory is None or images is None or images.deep or arrays.blocks:
+            return False
+        arrays.inputs["image_rows"] = rows_of(arrays.images, arrays.num_tokens)
+        return True
 
     def _prepared(
         self, inputs: Inputs | Shape, sampling: Mapping[str, NDArray[Any]], sent: Mapping[str, Tensor]
@@ -454,7 +446,8 @@ class ModelRunner:
         )
         return Inputs(
             input_ids=fields["input_ids"],
-            position_ids=fields["position_ids"],
+            position_ids=axis_positions(fields),
+            images=None if self._image_memory is None else self._image_memory.images(fields),
             logits_indices=fields["logits_indices"],
             slots=fields["slots"],
             lora=None if self.adapters is None else lora_step(self.adapters.memory, fields, adapters, max_seqlen_q),

@@ -1,6 +1,6 @@
 """How many tokens of a sequence a step computes.
 
-    length = next_length(batch, sequence, state_grid=None)     # 0: the sequence waits for a later step
+    length = next_length(batch, sequence, state_grid=None, barrier=NOWHERE)     # 0: the sequence waits for a later step
 
 Left out: drafts, which come after a sequence's last known token (speculation).
 """
@@ -15,32 +15,25 @@ MAX_PROMPT_LOGITS = 256
 """Prompt tokens in one step whose logits are kept for log-probabilities. Logits are large: a row has one for each token."""
 
 
-MAX_IMAGE_TOKENS = 4096
-"""Embeddings of images that begin in one step. The towers compute them before the step, and sequences that decode wait so long.
-
-An image that has more of them is the only one that begins in its step.
-"""
-
-
-def next_length(batch: ScheduledBatch, sequence: SequenceState, state_grid: int | None) -> int:
+def next_length(batch: ScheduledBatch, sequence: SequenceState, state_grid: int | None, barrier: int) -> int:
     """How many tokens of the sequence fit into the step, which has room for one.
 
     state_grid: the page size of a model that keeps states, else None
+    barrier:    the first token that waits for something, as for an image; the tokens before it are computed meanwhile
     """
     missing = sequence.num_tokens - sequence.num_computed
+    allowed = max(barrier - sequence.num_computed, 0)
     if missing == 1:
-        return 1
+        return min(allowed, 1)
     length = missing if batch.completes(missing) else min(missing, batch.prompt_room)
     logits = MAX_PROMPT_LOGITS - batch.num_prompt_logits
     if length > logits and sequence.num_prompt_logits(length):
         length = min(logits, batch.prompt_room)
-    images = sequence.request.images
-    if images is not None:
-        start = sequence.num_computed
-        room = MAX_IMAGE_TOKENS - batch.num_image_tokens
-        length = images.cut_for_room(start, start + length, room, first=not batch.num_image_tokens) - start
+    if allowed < missing:
+        length = min(length, allowed, batch.prompt_room)
     if sequence.has_blocks and length:
         length = _length_of_blocks(batch, sequence, length)
+        length = length if length <= allowed else 0
     return length if state_grid is None else _length_with_states(batch, sequence, length, state_grid)
 
 

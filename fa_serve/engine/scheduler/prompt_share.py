@@ -41,6 +41,10 @@ COMPLETING = 3
 """Without a target, a step may compute limit + limit // COMPLETING prompt tokens if that completes a prompt."""
 MIN_PROMPT_TOKENS = 64
 """Prompt tokens that every step may compute. CUDA graphs of steps with prompts have a multiple of so many tokens."""
+MAX_IMAGE_TOKENS = 4096
+"""Embeddings of images that go through the towers together, unless one image has more."""
+MIN_IMAGE_TOKENS = 16
+"""Embeddings of images that every step may encode. The towers do one of their layers in any case."""
 TARGET_TTFT = 0.2
 """Without a target of first tokens, seconds from the arrival of a request to its first token."""
 STRETCH = 1.0
@@ -89,11 +93,11 @@ class PromptShare:
         return target * max(expected / (self._target_ttft or TARGET_TTFT), 1.0)
 
     def limit(self, decoding: StepSize, before: int = 0, expected: float = 0.0) -> int:
-        """How many prompt tokens a step that decodes so much may compute.
+        """How many prompt tokens a step that decodes so much may compute, and encodes so much of images.
 
         before: keys before the first of these tokens; expected: as in `target`
         """
-        room = self.target(decoding, expected) - self.cost.seconds(decoding)
+        room = self.target(decoding._replace(image_tokens=0), expected) - self.cost.seconds(decoding)
         size = _rounded(decoding.rows + self.cost.largest)
         size += _unit(size)
         while size - decoding.rows > MIN_PROMPT_TOKENS:
@@ -102,6 +106,19 @@ class PromptShare:
                 return tokens
             size = _rounded(size - 1)
         return MIN_PROMPT_TOKENS
+
+    def image_limit(self, decoding: StepSize, expected: float = 0.0, *, beside_prompts: bool = False) -> int:
+        """How many embeddings of images a step that decodes so much may encode.
+
+        expected: as in `target`; beside_prompts: prompts wait as well, and get half of the time
+        """
+        room = (self.target(decoding, expected) - self.cost.seconds(decoding)) / (2 if beside_prompts else 1)
+        count = MAX_IMAGE_TOKENS
+        while count > MIN_IMAGE_TOKENS:
+            if self.cost.knows_images and self.cost.image_seconds(count) <= room:
+                return count
+            count -= max(count // 4, 1)
+        return MIN_IMAGE_TOKENS
 
     def limits(self, decoding: StepSize, room: int, before: int = 0, expected: float = 0.0) -> tuple[int, int]:
         """`limit`, and how many prompt tokens the step may compute if the last of them complete a prompt; at most `room`."""

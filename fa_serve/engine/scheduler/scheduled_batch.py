@@ -12,6 +12,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from fa_serve.engine.errors import RequestError
+from fa_serve.engine.images.prompt import ImageInput
 from fa_serve.engine.request.request import Request
 from fa_serve.engine.scheduler.sequence import SequenceState
 from fa_serve.engine.scheduler.step_cost import StepSize
@@ -68,13 +69,27 @@ class PrefixGroup(NamedTuple):
     pages: int
 
 
+@dataclass(frozen=True, slots=True)
+class TowerWork:
+    """What one step encodes of images.
+
+    images: that are on their way through the towers, or begin; their keys differ
+    limit:  how many of their embeddings the step has time for, which may be a part of one image; None: all that is left
+    count:  how many it is taken to encode
+    """
+
+    images: Sequence[ImageInput]
+    limit: int | None
+    count: int
+
+
 @dataclass(slots=True)
 class ScheduledBatch:
     """What one step computes. `admitted` are the sequences that have been given a slot for this step.
 
     number:        steps are numbered in their order
     num_prompt_tokens: tokens of chunks that are more than the last token of a sequence and its drafts
-    num_image_tokens: embeddings of the images that begin in it
+    towers:        what it encodes of images before its forward, if anything
     num_keys, num_pairs: keys that the other tokens read, and those that these tokens read, all together
     max_tokens:    what num_tokens may be, for the scheduler
     completed:     requests whose prompts are completed by it
@@ -89,13 +104,13 @@ class ScheduledBatch:
     num_prompt_tokens: int = 0
     num_prompt_logits: int = 0
     num_drafts: int = 0
-    num_image_tokens: int = 0
     num_keys: int = 0
     num_pairs: int = 0
     max_tokens: int = 0
     completed: list[Request] = field(default_factory=list)
     prompt_limits: tuple[int, int] = (0, 0)
     groups: Sequence[PrefixGroup] = ()
+    towers: TowerWork | None = None
 
     @property
     def room(self) -> int:
@@ -129,9 +144,6 @@ class ScheduledBatch:
         if chunk.length != chunk.num_samples:
             self.num_prompt_tokens += chunk.length
             self.num_prompt_logits += chunk.num_prompt_logits
-            images = chunk.sequence.request.images
-            if images is not None:
-                self.num_image_tokens += images.num_begun(chunk.start, chunk.start + chunk.length)
             if chunk.num_samples:
                 self.completed.append(chunk.sequence.request)
             self.num_pairs += chunk.length * (chunk.start + chunk.length // 2)
@@ -141,7 +153,9 @@ class ScheduledBatch:
     @property
     def size(self) -> StepSize:
         """What the step costs is learned by this."""
-        return StepSize(self.num_tokens - self.num_prompt_tokens, self.num_keys, self.num_prompt_tokens, self.num_pairs)
+        decoding = self.num_tokens - self.num_prompt_tokens
+        images = 0 if self.towers is None else self.towers.count
+        return StepSize(decoding, self.num_keys, self.num_prompt_tokens, self.num_pairs, images)
 
     def __bool__(self) -> bool:
         return bool(self.chunks)

@@ -5,7 +5,6 @@
     tokens = run(batch)
     for sequence, new_tokens in scheduler.commit(batch, tokens).items(): ...
     scheduler.abort("request-7")             # at any moment; its pages are free when this returns
-    late = scheduler.expire(now)             # the sequences whose time is up have ended with an error
 
 Clients take turns (fair_queue.py), and the sequences of a client are served in the order of their rank (arrival, shifted by
 priority), running ones first. A sequence takes the pages of all its known tokens when it is admitted, so only sampled tokens
@@ -17,14 +16,13 @@ nothing gets a slot and pages from the client that has the most running sequence
 A model with linear attention has states beside its pages (cache/states.py), which sequences take as they go: one for each page
 that they fill, at the end of a chunk. The one before is given back when the step is committed, so that a step that fails or is
 rolled back leaves the state from which it began. If states are short, sequences that fill a page take turns.
-
 Pages are offered to others when the step that fills them is scheduled (cache/prefix.py), so that sequences that come in one
 step share their prefix. Prompts get a share of a step that decodes (prompt_share.py), in an order (prompt_order.py).
 
 `schedule` may run ahead of `commit`, because the device computes step n while the host prepares step n + 1. A sequence whose
 sampled token is not known yet is scheduled with a pending token, which the model runner keeps on the device. If a sequence ends
-while a step is in flight, the token that this step samples for it is dropped. A sequence that speculates
-(speculation/drafts.py) waits for its newest token, after which its drafts begin; `needs_results`: whether all should wait.
+while a step is in flight, the token that this step samples for it is dropped. A sequence that speculates waits for its newest
+token (step_drafts.py), and one with an image for the towers (tower_queue.py).
 
 Left out: tensors, text and the clock. Sources: Orca (Yu et al. 2022), vLLM (Kwon et al. 2023), Sarathi (Agrawal et al. 2023).
 """
@@ -33,6 +31,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 from fa_serve.engine.cache.host_tier import HostTier
 from fa_serve.engine.cache.pages import PageTable
@@ -50,7 +49,9 @@ from fa_serve.engine.scheduler.prompt_order import PromptOrder
 from fa_serve.engine.scheduler.prompt_share import PromptShare
 from fa_serve.engine.scheduler.scheduled_batch import INVALID_TOKEN, WITHOUT_TOKEN, Chunk, ScheduledBatch
 from fa_serve.engine.scheduler.sequence import SequenceState
-from fa_serve.engine.speculation.drafts import Speculation, is_worth_waiting, num_accepted
+from fa_serve.engine.scheduler.step_drafts import StepDrafts
+from fa_serve.engine.scheduler.tower_queue import TowerQueue
+from fa_serve.engine.speculation.drafts import Speculation, num_accepted
 
 LATE = RequestError("timeout", "the request was not finished within its timeout")
 
@@ -66,6 +67,7 @@ class Scheduler:
     speculation:            where drafts come from; None without speculation
     prompt_share:           limits prompts while sequences decode; None without a limit
     seats:                  of sequences with adapters, which wait there until these are in memory
+    towers:                 images that sequences wait for; None for an engine without
     tier:                   copies of pages and states on the host; None without
     groups:                 finds sequences that share pages which attention reads once; None without
     """
@@ -84,6 +86,7 @@ class Scheduler:
         seats: AdapterSeats | None = None,
         tier: HostTier | None = None,
         groups: PrefixGroups | None = None,
+        towers: TowerQueue | None = None,
     ) -> None:
         self.pages = pages
         self.states = states
@@ -99,7 +102,9 @@ class Scheduler:
         self.prompt_share = prompt_share
         self.waiting: FairQueue[SequenceState] = FairQueue()
         self.seats = AdapterSeats() if seats is None else seats
+        self.towers = TowerQueue() if towers is None else towers
         self.running: list[SequenceState] = []
+        self._drafts = StepDrafts(self.speculation, self._prefix, self.running, self._grow_to)
         self.sequences: dict[str, SequenceState] = {}
         self.num_preemptions = 0
         self._num_steps = 0
@@ -123,6 +128,7 @@ class Scheduler:
             seats=self.seats.renewed(),
             tier=None if self.tier is None else self.tier.renewed(pages, states),
             groups=self.groups.renewed(),
+            towers=self.towers.renewed(),
         )
 
     def add(self, request: Request, timeout: float | None = None) -> SequenceState:
@@ -131,10 +137,10 @@ class Scheduler:
         self.sequences[request.request_id] = sequence
         self._now = max(self._now, request.arrival)
         if self.prompt_share is not None:
-            num_missing = self._prefix.num_missing(sequence)
-            sequence.move_back(self.prompt_share.delay(num_missing, sequence.num_tokens - num_missing))
+            num_cached = self._prefix.num_cached(sequence)
+            sequence.move_back(self.prompt_share.delay(sequence.num_tokens - num_cached, num_cached))
         if self.seats.add(sequence):
-            self.waiting.add(sequence)
+            self._join(sequence)
         if timeout is not None:
             self.deadlines.add(request.arrival + timeout, sequence)
         return sequence
@@ -143,7 +149,7 @@ class Scheduler:
         """Queue the sequences whose adapter is in memory now. Returns those that end, because theirs could not be loaded."""
         joined, failed = self.seats.arrivals()
         for sequence in joined:
-            self.waiting.add(sequence)
+            self._join(sequence)
         for sequence, error in failed:
             self.finish(sequence, "error", error)
         return [sequence for sequence, _ in failed]
@@ -159,11 +165,15 @@ class Scheduler:
         """The next step's tokens. The batch is empty when there is nothing to compute."""
         self._num_steps += 1
         self._prefix.begin_step()
+        self.towers.begin_step()
+        self._set_aside()
         self._reclaim()
         self._make_room()
         batch = ScheduledBatch(number=self._num_steps, max_tokens=self.max_num_batched_tokens)
-        self._prepare_drafts()
+        self._drafts.prepare()
         prompts, num_decoding = self._continue_decoding(batch)
+        for sequence in self.towers.encode(batch, chain(prompts, self.waiting), num_decoding, self.prompt_share, self._now):
+            self.waiting.add(sequence)
         if batch.room and (prompts or self.waiting):
             self._compute_prompts(batch, prompts, num_decoding)
         self.groups.arrange(batch)
@@ -171,8 +181,7 @@ class Scheduler:
 
     def needs_results(self) -> bool:
         """Whether the next step should wait for results, because many sequences cannot be part of it before."""
-        held = self.speculation.is_on(len(self.running)) and sum(map(self._is_held_back, self.running))
-        return is_worth_waiting(held, len(self.running))
+        return self._drafts.need_results()
 
     def commit(
         self, batch: ScheduledBatch, tokens: Sequence[int], seconds: float | None = None
@@ -265,6 +274,7 @@ class Scheduler:
         first token on. With `keep_pages` they go on from what they have, which no other sequence shares.
         """
         self._prefix.withdraw_everything()
+        self.towers.forget()
         for sequence in [*self.running]:
             if keep_pages:
                 sequence.keep_to_itself()
@@ -288,11 +298,12 @@ class Scheduler:
             self._prefix.withdraw(sequence, sequence.num_confirmed)
             self.waiting.settle(sequence, len(sequence.tokens) - sequence.num_at_start - sequence.num_expected)
             self._leave(sequence, sequence.num_confirmed)
-        elif sequence not in self.seats:
+        elif sequence not in self.seats and sequence not in self.towers:
             if sequence.num_at_start:  # it was preempted, and may have left pages that are not confirmed
                 self._prefix.withdraw_left(sequence)
             self.waiting.remove(sequence)
         self.seats.remove(sequence)
+        self.towers.remove(sequence)
 
     def abandon(self, sequences: Iterable[SequenceState], error: RequestError) -> None:
         """End sequences without releasing anything: the state of this scheduler is not to be trusted, and it is given up."""
@@ -305,9 +316,10 @@ class Scheduler:
         self._prefix.check_integrity(self.running)
         assert sorted(self._slots + [sequence.slot for sequence in self.running]) == list(range(self.max_num_seqs))
         assert all(sequence.slot == -1 and not sequence.pages and not sequence.held_states for sequence in self.waiting)
-        known = [*self.waiting, *self.running, *self.seats]
+        known = [*self.waiting, *self.running, *self.seats, *self.towers]
         assert sorted(self.sequences) == sorted(sequence.request.request_id for sequence in known)
         self.seats.check_integrity()
+        self.towers.check_integrity()
         assert self.running == sorted(self.running, key=SequenceState.place), "the running sequences are out of order"
         self.waiting.check_integrity(self.running)
 
@@ -316,7 +328,7 @@ class Scheduler:
 
         Returns the other ones, which lack more, and how many decode, those that wait for their newest token included.
         """
-        drafting = self.speculation.is_on(len(self.running))  # asked once, because this loop decides what a step costs the host
+        drafting = self._drafts.is_on  # asked once, because this loop decides what a step costs the host
         has_states = self.states is not None
         prompts: list[SequenceState] = []
         num_decoding = 0
@@ -325,13 +337,13 @@ class Scheduler:
                 continue
             decodes = sequence.num_computed + 1 >= sequence.num_tokens
             num_decoding += decodes
-            if sequence.num_drafts or (drafting and self._is_held_back(sequence)):
+            if sequence.num_drafts or (drafting and self._drafts.is_held_back(sequence)):
                 continue
             if not decodes:
                 prompts.append(sequence)
             elif batch.room and not (has_states and not self._prefix.can_store(sequence, 1)):
                 self._grow_to(sequence, sequence.num_tokens)
-                self._append(batch, sequence, 1, self._drafts(sequence, batch.room) if drafting else ())
+                self._append(batch, sequence, 1, self._drafts.guess(sequence, batch.room) if drafting else ())
         return prompts, num_decoding
 
     def _compute_prompts(self, batch: ScheduledBatch, prompts: list[SequenceState], num_decoding: int) -> None:
@@ -341,7 +353,7 @@ class Scheduler:
         while batch.room and (sequence := order.first()) is not None:
             if order.is_waiting and batch.completes_another(sequence.request):
                 batch.widen(self._prefix.num_missing(sequence), most=self.pages.page_size)
-            length = next_length(batch, sequence, self._state_grid)
+            length = next_length(batch, sequence, self._state_grid, self.towers.barrier(sequence))
             if order.is_waiting:
                 if not length or not self._slots or not self._admit(sequence):
                     order.close()
@@ -350,7 +362,7 @@ class Scheduler:
                 sequence.pay(cost)
                 self._enter(sequence, self.waiting.admit(cost))
                 batch.admitted.append(sequence)
-                length = next_length(batch, sequence, self._state_grid)
+                length = next_length(batch, sequence, self._state_grid, self.towers.barrier(sequence))
             elif self.states is not None and not self._prefix.can_store(sequence, length):
                 length = 0
             order.drop()
@@ -358,36 +370,23 @@ class Scheduler:
                 self._grow_to(sequence, sequence.num_tokens)
                 self._append(batch, sequence, length)
 
-    def _is_held_back(self, sequence: SequenceState) -> bool:
-        """Whether a sequence waits for its newest tokens."""
-        return sequence.num_drafts > 0 or self.speculation.waits(sequence, len(self.running))
-
-    def _prepare_drafts(self) -> None:
-        """Let the drafter guess for all sequences at once whose drafts may be verified in this step."""
-        if not self.speculation.drafter.prepares or not self.speculation.is_on(len(self.running)):
-            return
-        wanted: list[tuple[SequenceState, int]] = []
-        for sequence in self.running:
-            if count := self.speculation.num_wanted(sequence, len(self.running), self._draft_room(sequence)):
-                self._grow_to(sequence, len(sequence.tokens) + count)
-                wanted.append((sequence, count))
-        self.speculation.drafter.prepare(wanted)
-
-    def _drafts(self, sequence: SequenceState, budget: int) -> list[int]:
-        """The drafts that are verified in this step, and pages for them."""
-        drafts = self.speculation.draft(sequence, len(self.running), min(self._draft_room(sequence), budget - 1))
-        self._grow_to(sequence, len(sequence.tokens) + len(drafts))
-        return drafts
-
-    def _draft_room(self, sequence: SequenceState) -> int:
-        """Drafts for which there are pages and states."""
-        return self._prefix.draft_end(sequence, len(self.running)) - len(sequence.tokens)
-
     def _grow_to(self, sequence: SequenceState, num_tokens: int) -> None:
         """Give the sequence the pages that it lacks for so many tokens."""
         need = self.pages.pages_for(num_tokens) - len(sequence.pages)
         if need > 0:
             sequence.grow(self.pages.allocate(need))
+
+    def _join(self, sequence: SequenceState) -> None:
+        """Queue a sequence, unless it has nothing to compute before an image that is not encoded."""
+        if sequence.request.images is None or self.towers.add(sequence, self._prefix.num_cached(sequence)):
+            self.waiting.add(sequence)
+
+    def _set_aside(self) -> None:
+        """Take sequences out of the queue, as long as the first one could only wait there for an image."""
+        while self.waiting and self.towers.awaits(first := self.waiting.first()):
+            if first.num_pending or not self.towers.set_aside(first, self._prefix.num_cached(first)):
+                return
+            self.waiting.remove(first)
 
     def _enter(self, sequence: SequenceState, turn: int) -> None:
         """Put an admitted sequence among the running ones. The turns of its client's sequences stay in the order of ranks."""
@@ -436,6 +435,7 @@ class Scheduler:
             chunk.stores = self._prefix.store(sequence, start, length, num_drafts, len(self.running))
             sequence.hold(chunk.stores, batch.number)
         self._prefix.offer(sequence)
+        self.towers.passed(sequence)
         if self.window is not None:
             # whole tiles: steps run in order, so those in flight have read these pages before another sequence writes to them
             first_key = max(start - self.window, 0) // self.keys_per_tile * self.keys_per_tile
@@ -462,6 +462,7 @@ class Scheduler:
         self._prefix.acquire(sequence, shared)
         pages = shared.pages + self.pages.allocate(self.pages.pages_for(sequence.num_tokens) - len(shared.pages))
         sequence.start(self._slots.pop(), pages, len(shared.pages), self.pages.page_size, shared.state, shared.branch)
+        self.towers.want(sequence, sequence.num_computed)
         return True
 
     def _fits(self, sequence: SequenceState, shared: SharedPrefix, growth: Room = NOTHING) -> bool:
@@ -495,3 +496,5 @@ class Scheduler:
         self._prefix.release(sequence)
         self._slots.append(sequence.slot)
         sequence.pause()
+        if sequence.request.images is not None and not sequence.finished:
+            self.towers.want(sequence, self._prefix.num_cached(sequence))

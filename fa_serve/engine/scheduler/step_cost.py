@@ -3,16 +3,19 @@
     cost = StepCost()
     cost.record(StepSize(rows=64, keys=64 * 900), 0.0064)                                # a step that only decodes
     cost.record(StepSize(rows=64, keys=64 * 900, prompt_tokens=512, pairs=512 * 256), 0.0184)
+    cost.record(StepSize(rows=64, keys=64 * 900, image_tokens=100), 0.0084)
     cost.seconds(StepSize(rows=64, keys=64 * 900, prompt_tokens=1024, pairs=1024 * 512))
 
 The model has one term for each thing that takes time:
 
-    seconds = decode(rows) + KEY * keys + prompt(tokens) * tokens + PAIR * pairs
+    seconds = decode(rows) + KEY * keys + prompt(tokens) * tokens + PAIR * pairs + image(images) * images
 
-`decode` and `prompt` are medians of recent steps of about that size, one for each power of two, because neither grows in
+`decode`, `prompt` and `image` are medians of recent steps of about that size, one for each power of two, as none grows in
 proportion: the rows that fit beside the reading of the weights cost nearly nothing. KEY and PAIR, the cost of a key that a row
 reads and of a query with its key, are slopes: the median of the slopes from each new step to recent ones (Theil 1950, Sen 1968,
 of as many pairs as a step can afford). Medians throughout, so that one step that waited for a compiler counts little.
+
+What a step with prompts and images takes beside decoding is divided between them as they are expected to take it.
 
 Before anything is measured, steps take no time. Unless recent steps tell a slope, a prompt token costs twice as much behind
 PRIOR_KEYS keys as without any, and a key that a row reads costs nothing beside its row.
@@ -43,12 +46,14 @@ class StepSize(NamedTuple):
     keys:          keys that these rows read, all together
     prompt_tokens: tokens of prompts
     pairs:         keys before each of these tokens, all together
+    image_tokens:  embeddings of images that go through the towers; those of an image that is cut are counted in parts
     """
 
     rows: int = 0
     keys: int = 0
     prompt_tokens: int = 0
     pairs: int = 0
+    image_tokens: int = 0
 
 
 class StepCost:
@@ -57,10 +62,12 @@ class StepCost:
     def __init__(self) -> None:
         self._decoding: deque[tuple[int, float, float]] = deque(maxlen=RECENT)  # rows, keys, seconds
         self._prompts: deque[tuple[int, float, float]] = deque(maxlen=RECENT)  # tokens, keys before one, seconds of one
+        self._images: deque[tuple[int, float]] = deque(maxlen=RECENT)  # embeddings, seconds of one
         self._key_slopes: deque[float | None] = deque(maxlen=RECENT)
         self._pair_slopes: deque[float | None] = deque(maxlen=RECENT)
         self._rows: dict[int, float] = {}
         self._tokens: dict[int, float] = {}
+        self._embeddings: dict[int, float] = {}
         self._key = 0.0
         self._pair = 0.0
 
@@ -74,8 +81,18 @@ class StepCost:
         """Whether a step with prompts was measured."""
         return bool(self._prompts)
 
+    @property
+    def knows_images(self) -> bool:
+        """Whether a step that encodes images was measured."""
+        return bool(self._images)
+
     def record(self, size: StepSize, seconds: float) -> None:
         """A step has taken so long."""
+        if size.image_tokens:
+            of_images = self._part_of_images(size, max(seconds - self.decode_seconds(size.rows, size.keys), 0.0))
+            self._images.append((size.image_tokens, of_images / size.image_tokens))
+            self._embeddings = _medians(self._images)
+            seconds -= of_images
         if size.prompt_tokens:
             added = max(seconds - self.decode_seconds(size.rows, size.keys), 0.0) / size.prompt_tokens
             before = size.pairs / size.prompt_tokens
@@ -86,7 +103,7 @@ class StepCost:
                 pair = plain / PRIOR_KEYS
             self._pair = pair
             self._tokens = _medians((tokens, value - self._pair * keys) for tokens, keys, value in self._prompts)
-        elif size.rows:
+        elif size.rows and not size.image_tokens:
             self._key = _slope(self._decoding, self._key_slopes, size.rows, size.keys, seconds) or 0.0
             self._decoding.append((size.rows, size.keys, seconds))
             self._rows = _medians((rows, value - self._key * keys) for rows, keys, value in self._decoding)
@@ -99,10 +116,30 @@ class StepCost:
         """What so many prompt tokens add to a step. before: keys before the first of them"""
         return tokens * max(_nearest(self._tokens, tokens) + self._pair * (before + tokens / 2), 0.0)
 
+    def image_seconds(self, count: int) -> float:
+        """What so many embeddings of images add to a step; 0 before any was measured."""
+        return count * _nearest(self._embeddings, count)
+
     def seconds(self, size: StepSize) -> float:
         """How long such a step takes."""
-        prompts = size.prompt_tokens * _nearest(self._tokens, size.prompt_tokens) + self._pair * size.pairs
-        return self.decode_seconds(size.rows, size.keys) + max(prompts, 0.0)
+        parts = self.decode_seconds(size.rows, size.keys) + self._prompt_part(size)
+        return parts + (self.image_seconds(size.image_tokens) if size.image_tokens else 0.0)
+
+    def _prompt_part(self, size: StepSize) -> float:
+        """What the prompts of such a step add to it; 0 before any was measured."""
+        return max(size.prompt_tokens * _nearest(self._tokens, size.prompt_tokens) + self._pair * size.pairs, 0.0)
+
+    def _part_of_images(self, size: StepSize, added: float) -> float:
+        """Of the seconds beside decoding, those of images. Of two kinds that were never measured each has half."""
+        if not size.prompt_tokens:
+            return added
+        prompts = self._prompt_part(size)
+        images = self.image_seconds(size.image_tokens)
+        if not self.knows_images:
+            return max(added - prompts, 0.0) if self.knows_prompts else added / 2
+        if not self.knows_prompts:
+            return min(images, added)
+        return added * images / (prompts + images) if prompts + images else added / 2
 
 
 def _slope(

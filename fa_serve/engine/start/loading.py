@@ -35,9 +35,11 @@ from fa_serve.engine.request.params import SamplingParams
 from fa_serve.engine.runner.attention_kinds import least_group_keys
 from fa_serve.engine.runner.cuda_graphs import OnError
 from fa_serve.engine.runner.model_runner import ModelRunner
+from fa_serve.engine.runner.room import find_room
 from fa_serve.engine.scheduler.adapter_seats import AdapterSeats
 from fa_serve.engine.scheduler.prefix_groups import PrefixGroups
 from fa_serve.engine.scheduler.scheduler import Scheduler
+from fa_serve.engine.scheduler.tower_queue import TowerQueue
 from fa_serve.engine.speculation.draft_head import load_head_runner
 from fa_serve.engine.speculation.draft_model import DraftModel
 from fa_serve.engine.speculation.drafts import Drafter, NgramDrafter, Speculation
@@ -238,6 +240,7 @@ def make_scheduler(config: EngineConfig, runner: ModelRunner, salt: bytes) -> Sc
         prompt_share=config.prompt_share(),
         seats=None if runner.adapters is None else AdapterSeats(runner.adapters.pool),
         tier=open_host_tier(config, runner, pages, states),
+        towers=TowerQueue(None if isinstance(runner.images, str) else runner.images),
         groups=PrefixGroups(config.page_size, least_group_keys(runner.model, runner.layers.values(), wanted=runner.cascades)),
     )
 
@@ -445,7 +448,7 @@ def sizes(config: EngineConfig, runner: ModelRunner, ranks: Ranks) -> Sizes:
         check_num_states(config.num_states, runner.state_memory, runner.device)
     fitting = (0, 0)
     if config.num_pages is None or (config.num_states is None and runner.state_memory):
-        fitting = runner.fit(config, length)
+        fitting = find_room(runner, config, length)
     num_pages = ranks.min_over_ranks(config.num_pages or fitting[0])
     num_states = config.num_states or fitting[1] or None
     capacity = num_pages * config.page_size

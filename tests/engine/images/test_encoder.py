@@ -13,6 +13,8 @@ from image_inputs import CHANGES, IMAGE, one_image, whole_prompt
 from fa_serve.engine import Engine, EngineConfig, SamplingParams
 from fa_serve.engine.images.encoder import ImageEncoder
 from fa_serve.engine.images.prompt import ImageInput
+from fa_serve.engine.runner import image_arrays
+from fa_serve.engine.runner.cuda_graphs import Shape, StepGraphs
 from fa_serve.hf.images import ImageReader
 from fa_serve.spec import ParameterError
 
@@ -185,3 +187,27 @@ def test_prompts_that_do_not_fit_their_images(llava: Case) -> None:
     text = Engine(EngineConfig(device="cpu", num_pages=8, max_model_len=64))
     with pytest.raises(ParameterError, match="images must be empty, because images of LlamaForCausalLM"):
         answer(text, [1, 2], llava.images[0])
+
+
+@pytest.mark.parametrize(("name", "axes"), [("llava", 1), ("qwen2_5_vl", 3)])
+def test_steps_with_images_replay_graphs(name: str, axes: int, replays: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Embeddings and positions come to fixed addresses. Another image in the same shape is another answer."""
+    monkeypatch.setattr(image_arrays, "CAPTURES_IMAGES", True)
+    case = Case(name)
+    engine = case.engine(prefix_caching=False)
+    runner = engine._runner
+    assert runner.make_graphs()
+    shapes: list[Shape] = []
+    run = StepGraphs.run
+    monkeypatch.setattr(StepGraphs, "run", lambda self, shape: shapes.append(shape) or run(self, shape))
+    for number in (0, 1, 0, 1):
+        ids = case.prompt(number)
+        assert answer(engine, ids, case.images[number]) == case.generate(ids, number)
+    assert [shape.axes for shape in shapes if shape.axes] == [axes] * 3, "the first one of a shape is not captured"
+    assert replays
+    # beside a sequence that decodes, and in a step of text alone
+    ids = case.prompt(0, 1)
+    given = [(list(range(30, 36)), []), (ids, [0, 1])]
+    outputs = engine.generate([x for x, _ in given], GREEDY, images=[[case.images[n] for n in own] for _, own in given])
+    for (prompt, numbers), output in zip(given, outputs, strict=True):
+        assert list(output.token_ids) == case.generate(prompt, *numbers)

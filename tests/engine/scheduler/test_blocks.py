@@ -1,15 +1,13 @@
-"""Chunks of prompts with images: none ends inside a block that attends both ways, and no step begins too many images."""
+"""Chunks of prompts with images: none ends inside a block that attends both ways."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from fa_serve.engine.cache.pages import PageTable
-from fa_serve.engine.images.prompt import ImageInput, PlacedImage, PromptImages
+from fa_serve.engine.images.prompt import PromptImages
 from fa_serve.engine.request.params import SamplingParams
 from fa_serve.engine.request.request import Request
-from fa_serve.engine.scheduler import chunk_lengths
 from fa_serve.engine.scheduler.prompt_share import PromptShare
 from fa_serve.engine.scheduler.scheduler import Scheduler
 
@@ -39,27 +37,6 @@ def test_a_chunk_ends_before_a_block_that_it_cannot_hold() -> None:
     scheduler = make(8)
     scheduler.add(request("image", 20, (5, 11), (11, 17)))
     assert chunks(scheduler, 4) == [[("image", 0, 5)], [("image", 5, 6)], [("image", 11, 8)], [("image", 19, 1)]]
-
-
-def test_a_step_begins_images_of_a_bounded_number_of_embeddings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that do not fit begin in later steps; one that never fits begins alone. Texts and later chunks are not held up."""
-    monkeypatch.setattr(chunk_lengths, "MAX_IMAGE_TOKENS", 5)
-
-    def with_images(name: str, rank: int, *spans: tuple[int, int]) -> Request:
-        prompt = list(range(100 * rank, 100 * rank + 12))
-        image = ImageInput(b"key", {})
-        placed = tuple(PlacedImage(image, np.arange(*span)) for span in spans)
-        return Request(name, prompt, SamplingParams(max_tokens=1), 1, rank=(0.0, rank), images=PromptImages(placed, prompt))
-
-    scheduler = make(64)
-    scheduler.add(with_images("two", 0, (1, 4), (6, 9)))
-    scheduler.add(with_images("small", 1, (2, 4)))
-    scheduler.add(with_images("large", 2, (1, 10)))
-    assert chunks(scheduler, 3) == [
-        [("two", 0, 6), ("small", 0, 12), ("large", 0, 1)],
-        [("two", 6, 6)],
-        [("large", 1, 11)],
-    ]
 
 
 def test_without_blocks_it_is_cut_anywhere() -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from typing import Any
 
 import numpy as np
 import pytest
 from fa_serve.server.errors import BadRequest
-from fa_serve.server.images.loader import ImageLoader
+from fa_serve.server.images.loader import ImageLoader, decode
 from fa_serve.server.settings import Settings
 from image_models import picture, png
 from security.hostile_images import animated, bomb, uri
@@ -105,3 +106,36 @@ async def test_the_event_loop_goes_on_beside_many_images(loader: ImageLoader) ->
 async def test_fetching_is_off_by_default(loader: ImageLoader) -> None:
     with pytest.raises(BadRequest, match="this server fetches no images"):
         await loader.load(["https://images.example.org/cat.png"], None)
+
+
+async def test_a_large_picture_hardly_takes_the_interpreter() -> None:
+    """16 million pixels in the server's own thread: not their base64, and no copy but that of Pillow, which lets others run."""
+    large = ImageLoader(Settings(image_timeout=60.0))
+    await large.load([uri(png(picture(1)))], None)
+    seconds: list[float] = []
+
+    def timed(data: memoryview, *others: Any) -> Any:
+        begin = time.thread_time()
+        image = decode(data, *others)
+        seconds.append(time.thread_time() - begin)
+        return image
+
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("fa_serve.server.images.loader.decode", timed)
+            [image] = await large.load([uri(bomb(4000, 4000))], None)
+    finally:
+        large.close()
+    assert (image.mode, image.size) == ("RGB", (4000, 4000))
+    assert seconds[0] < 0.15, "with pixels in base64 it took 0.3 s"
+
+
+@pytest.mark.parametrize("text", ["QUJ", "####", "QU\nJD", "Ä"])
+async def test_base64_that_is_wrong(loader: ImageLoader, text: str) -> None:
+    with pytest.raises(BadRequest, match="image_url must be a data URI whose base64 is complete and without other characters"):
+        await loader.load([f"data:image/png;base64,{text}"], None)
+
+
+async def test_an_address_without_an_image(loader: ImageLoader) -> None:
+    with pytest.raises(BadRequest, match="image_url must hold an image, got no bytes"):
+        await loader.load(["data:image/png;base64,"], None)

@@ -1,0 +1,403 @@
+"""Which images go through the towers next, and which sequences wait for them. Plain Python, no torch.
+
+    if towers.add(sequence, start): queue.add(sequence)          # at once, if it has something to compute without its images
+    towers.begin_step()
+    for sequence in towers.encode(batch, prompts, num_decoding, share, now): queue.add(sequence)
+    end = towers.barrier(sequence)           # tokens from here on wait for an image
+    towers.passed(sequence)                  # its chunk has been scheduled: it needs the images before no more
+
+The embeddings of an image are work of their own: clients take turns by the embeddings that they have got (fair_queue.py), and a
+step encodes as much as it has time for. A sequence computes the tokens before its first image that is not encoded. Without such
+tokens it waits outside of the queue, so that it holds up nobody, takes no slot and no pages.
+
+What is encoded is held until the sequence has computed it. If the cache is full of what is held, the towers wait, unless nobody
+that holds an image could go on: one more is encoded then, for a running sequence if there is one. So there is always progress.
+
+Left out: the embeddings (images/encoder.py), and how much time a step has for the towers (prompt_share.py).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Protocol
+
+from fa_serve.engine.images.prompt import PlacedImage
+from fa_serve.engine.request.request import Request
+from fa_serve.engine.scheduler.fair_queue import FairQueue
+from fa_serve.engine.scheduler.prompt_share import MAX_IMAGE_TOKENS, MIN_PROMPT_TOKENS, PromptShare
+from fa_serve.engine.scheduler.scheduled_batch import ScheduledBatch, TowerWork
+from fa_serve.engine.scheduler.sequence import SequenceState
+
+SLICES = 8
+"""Steps that the images which begin together take about, while sequences decode: more of them are encoded at a better rate, and
+fewer are there sooner."""
+MAX_SEEN = 64
+"""Sequences outside of the queue of which a step asks how long they have waited."""
+NOWHERE = sys.maxsize
+"""The barrier of a sequence that waits for no image."""
+
+
+class Encoder(Protocol):
+    """What the queue needs of the owner of the embeddings."""
+
+    @property
+    def capacity(self) -> int:
+        """Embeddings that the cache has room for."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether images are on their way."""
+
+    @property
+    def is_beside(self) -> bool:
+        """Whether steps do not wait for the towers, so that what a step begins is there later."""
+
+    def is_encoded(self, key: bytes) -> bool: ...
+
+    def hold(self, key: bytes) -> None: ...
+
+    def release(self, key: bytes) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class WantedImage:
+    """An image that a sequence needs.
+
+    ready: a step from now on finds its embeddings
+    holds: the encoder keeps them, or will, for this sequence
+    """
+
+    sequence: SequenceState
+    placed: PlacedImage
+    rank: tuple[float, int]
+    turn: int = 0
+    charge: int = 0
+    ready: bool = False
+    holds: bool = False
+
+    @property
+    def request(self) -> Request:
+        return self.sequence.request
+
+    @property
+    def key(self) -> bytes:
+        return self.placed.image.key
+
+    @property
+    def count(self) -> int:
+        """Its embeddings."""
+        return len(self.placed.places)
+
+    @property
+    def first(self) -> int:
+        """Its first place in the prompt."""
+        return int(self.placed.places[0])
+
+    @property
+    def end(self) -> int:
+        """The place after its last one."""
+        return int(self.placed.places[-1]) + 1
+
+
+class TowerQueue:
+    """Owner of what sequences need of images that they have not computed yet.
+
+    encoder: None for an engine without images
+    """
+
+    def __init__(self, encoder: Encoder | None = None) -> None:
+        self._encoder = encoder
+        self._queue: FairQueue[WantedImage] = FairQueue()
+        self._needs: dict[SequenceState, list[WantedImage]] = {}
+        self._aside: dict[SequenceState, int] = {}  # sequences outside of the queue, and their cached tokens
+        self._begun: list[WantedImage] = []
+        self._num_done = 0  # embeddings of those that have begun, as far as steps were given time for them
+        self._uses: Counter[bytes] = Counter()
+        self._counts: dict[bytes, int] = {}  # embeddings of the images that are held
+        self._spent: list[WantedImage] = []  # which the newest step still reads
+
+    def __len__(self) -> int:
+        return len(self._aside)
+
+    def __iter__(self) -> Iterator[SequenceState]:
+        """The sequences outside of the queue."""
+        return iter(self._aside)
+
+    def __contains__(self, sequence: SequenceState) -> bool:
+        """Whether a sequence waits outside of the queue."""
+        return sequence in self._aside
+
+    def renewed(self) -> TowerQueue:
+        """The same for a scheduler that begins anew: no sequence is left."""
+        for each in [*self._needs]:
+            self.remove(each)
+        self._release_spent()
+        return TowerQueue(self._encoder)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is to be encoded."""
+        return not self._queue and not self._begun
+
+    def add(self, sequence: SequenceState, start: int) -> bool:
+        """A sequence has come, with images. Returns whether it may join the queue; otherwise `encode` returns it later.
+
+        start: its tokens that the prefix cache has
+        """
+        self.want(sequence, start)
+        if self._may_join(sequence, start):
+            return True
+        self._aside[sequence] = start
+        return False
+
+    def want(self, sequence: SequenceState, start: int) -> None:
+        """A sequence is to be computed from token `start` on: it needs the images that end behind it."""
+        images = sequence.request.images
+        if self._encoder is None or images is None:
+            return
+        placed = [each for each in images.placed if len(each.places) and each.places[-1] >= start]
+        before = self._needs.get(sequence, [])
+        if [each.placed for each in before] == placed:
+            return
+        self._needs[sequence] = [WantedImage(sequence, each, sequence.rank) for each in placed]
+        for each in self._needs[sequence]:
+            self._look_for(each)
+        for each in before:
+            self._give_up(each)
+        if not placed:
+            del self._needs[sequence]
+
+    def awaits(self, sequence: SequenceState) -> bool:
+        """Whether a sequence needs an image that is not encoded."""
+        return any(not each.ready for each in self._needs.get(sequence, ()))
+
+    def barrier(self, sequence: SequenceState) -> int:
+        """The first token that waits for an image, or for a token that attends to it; NOWHERE if none waits."""
+        for each in self._needs.get(sequence, ()):
+            if not each.ready:
+                assert sequence.request.images is not None
+                return sequence.request.images.last_cut(each.first)
+        return NOWHERE
+
+    def set_aside(self, sequence: SequenceState, start: int) -> bool:
+        """Take a sequence that waits in the queue if it could compute nothing. Returns whether it is to leave the queue."""
+        if self.barrier(sequence) > start:
+            return False
+        self._aside[sequence] = start
+        return True
+
+    def begin_step(self) -> None:
+        """The step before has been launched: it has got the embeddings that it reads, and encoded what it was to encode."""
+        if self._encoder is None:
+            return
+        waiting = []
+        for each in self._begun:
+            each.ready = self._encoder.is_encoded(each.key)
+            if not each.ready:
+                waiting.append(each)
+            elif not self._is_wanted(each):
+                self._let_go(each)
+        self._begun = waiting
+        if waiting and not self._encoder.is_busy:  # the step has failed, or the work was given up
+            self._begun = []
+            for each in waiting:
+                self._let_go(each)
+                if self._is_wanted(each):
+                    self._queue.add(each)
+        self._release_spent()
+
+    def encode(
+        self,
+        batch: ScheduledBatch,
+        prompts: Iterable[SequenceState],
+        num_decoding: int,
+        share: PromptShare | None,
+        now: float,
+    ) -> list[SequenceState]:
+        """Let a step encode what it has time for beside its decoding, and beside prompts: a part of an image, or many images.
+
+        prompts: of sequences in the queue and of running ones; num_decoding: sequences that decode; now: on the clock of the
+                 arrivals
+
+        Returns the sequences that may join the queue now.
+        """
+        if not self._needs and self.is_idle:
+            return []
+        limit = None
+        if share is not None and num_decoding:
+            late = max((now - each.request.arrival for each in islice(self._aside, MAX_SEEN)), default=0.0)
+            decoding = batch.size._replace(rows=max(batch.num_tokens, num_decoding))
+            with_text = any(self._may_join(each, begin) for each, begin in self._aside.items())
+            with_text = with_text or any(each.num_computed < self.barrier(each) for each in prompts)
+            limit = share.image_limit(decoding, late, beside_prompts=with_text)
+        batch.towers = self._plan(limit)
+        joined = [sequence for sequence, begin in self._aside.items() if self._may_join(sequence, begin)]
+        for sequence in joined:
+            del self._aside[sequence]
+        return joined
+
+    def _plan(self, limit: int | None) -> TowerWork | None:
+        """What this step encodes; None if nothing is to be encoded.
+
+        limit: embeddings that it has time for; None if nobody waits for it
+        """
+        encoder = self._encoder
+        if encoder is None or self.is_idle:
+            return None
+        if not self._begun:
+            self._begin(MAX_IMAGE_TOKENS if limit is None else min(limit * SLICES, MAX_IMAGE_TOKENS))
+        images = {each.key: each.placed.image for each in self._begun}
+        if not images:
+            return None
+        left = max(sum(self._counts[key] for key in images) - self._num_done, 1)
+        if limit is None:
+            for each in self._begun:
+                each.ready = True  # this step encodes them before it reads them
+        elif left <= limit and not encoder.is_beside:
+            limit = None
+        count = left if limit is None else min(limit, left)
+        self._num_done += count
+        return TowerWork([*images.values()], limit, count)
+
+    def passed(self, sequence: SequenceState) -> None:
+        """Tokens of a sequence have been scheduled: it needs the images that end before the others no more."""
+        needs = self._needs.get(sequence)
+        if needs is None:
+            return
+        while needs and needs[0].end <= sequence.num_computed:
+            spent = needs.pop(0)
+            if spent.ready:
+                self._spent.append(spent)
+            else:
+                self._give_up(spent)
+        if not needs:
+            del self._needs[sequence]
+
+    def remove(self, sequence: SequenceState) -> None:
+        """A sequence has ended, wherever it was."""
+        self._aside.pop(sequence, None)
+        for each in self._needs.pop(sequence, ()):
+            self._give_up(each)
+
+    def forget(self) -> None:
+        """Nothing is encoded any more, because weights have changed."""
+        self._queue = FairQueue()
+        self._begun = []
+        for needs in self._needs.values():
+            for each in needs:
+                self._let_go(each)
+                each.ready = False
+                self._queue.add(each)
+
+    def check_integrity(self) -> None:
+        """Assert that every image is queued, on its way or ready, and that those are held which sequences need."""
+        wanted = [each for needs in self._needs.values() for each in needs]
+        queued = {*self._queue}
+        begun = {*self._begun}
+        for each in wanted:
+            assert (each in queued) + (each in begun or each.ready) == 1, "an image is lost"
+            assert each.holds == (each not in queued)
+        assert queued <= {*wanted}, "an image is encoded for nobody"
+        assert self._uses == Counter(each.key for each in {*wanted, *self._spent, *begun} if each.holds)
+        assert {*self._aside} <= {*self._needs}
+
+    def _may_join(self, sequence: SequenceState, start: int) -> bool:
+        """Whether a sequence has its first image, or enough text before it that it is worth a slot meanwhile."""
+        needs = self._needs.get(sequence)
+        barrier = self.barrier(sequence)
+        return needs is None or barrier > needs[0].first or barrier - start >= MIN_PROMPT_TOKENS
+
+    def _look_for(self, wanted: WantedImage) -> None:
+        """Find an image in the cache or among those that have begun; or queue it."""
+        assert self._encoder is not None
+        wanted.ready = self._encoder.is_encoded(wanted.key)
+        begun = next((each for each in self._begun if each.key == wanted.key), None)
+        if begun is not None and not wanted.ready:
+            self._begun.append(wanted)
+            wanted.ready = begun.ready
+        elif not wanted.ready:
+            self._queue.add(wanted)
+            return
+        self._hold(wanted)
+
+    def _begin(self, room: int) -> None:
+        """Take images out of the queue, one at least if there is room in the cache."""
+        assert self._encoder is not None
+        self._num_done = 0
+        keys: set[bytes] = set()
+        while (wanted := self._next()) is not None:
+            known = wanted.key in keys
+            if keys and not known and wanted.count > room and not self._encoder.is_encoded(wanted.key):
+                return
+            self._take(wanted)
+            self._hold(wanted)
+            wanted.ready = self._encoder.is_encoded(wanted.key)
+            if not wanted.ready:
+                self._begun.append(wanted)
+                room -= 0 if known else wanted.count
+                keys.add(wanted.key)
+
+    def _next(self) -> WantedImage | None:
+        """The image that is next, if the cache has room for it."""
+        if not self._queue:
+            return None
+        first = self._queue.first()
+        held = sum(self._counts.values())
+        assert self._encoder is not None
+        if not held or first.key in self._counts or held + first.count <= self._encoder.capacity:
+            return first
+        holders = [sequence for sequence, needs in self._needs.items() if any(each.holds for each in needs)]
+        running = [sequence for sequence in self._needs if sequence.slot >= 0]
+        stuck = {sequence for sequence in running if self.barrier(sequence) <= sequence.num_computed}
+        if any(each.slot >= 0 and each not in stuck for each in holders):
+            return None
+        if stuck:
+            return next((each for each in self._queue if each.sequence in stuck), None)
+        return first if all(each in self._aside for each in holders) else None
+
+    def _take(self, wanted: WantedImage) -> None:
+        """Take an image out of the queue, and charge its client."""
+        if wanted is not self._queue.first():
+            self._queue.remove(wanted)
+            return
+        wanted.charge = wanted.count
+        wanted.turn = self._queue.admit(wanted.count)
+        self._queue.settle(wanted, 0)
+
+    def _give_up(self, wanted: WantedImage) -> None:
+        """The sequence needs the image no more. If it is on its way, it is encoded all the same."""
+        if not wanted.holds:
+            self._queue.remove(wanted)
+        elif wanted not in self._begun:
+            self._let_go(wanted)
+
+    def _is_wanted(self, image: WantedImage) -> bool:
+        """Whether its sequence still needs it."""
+        return image in self._needs.get(image.sequence, ())
+
+    def _hold(self, wanted: WantedImage) -> None:
+        assert self._encoder is not None
+        wanted.holds = True
+        self._uses[wanted.key] += 1
+        self._counts[wanted.key] = wanted.count
+        self._encoder.hold(wanted.key)
+
+    def _let_go(self, wanted: WantedImage) -> None:
+        if not wanted.holds:
+            return
+        assert self._encoder is not None
+        wanted.holds = False
+        self._uses[wanted.key] -= 1
+        if not self._uses[wanted.key]:
+            del self._uses[wanted.key]
+            del self._counts[wanted.key]
+            self._encoder.release(wanted.key)
+
+    def _release_spent(self) -> None:
+        for each in self._spent:
+            self._let_go(each)
+        self._spent = []

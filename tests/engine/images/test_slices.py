@@ -1,0 +1,229 @@
+"""Images that go through the towers in parts, beside requests that decode."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from every_type import tiny_model
+from image_inputs import CHANGES, IMAGE, Inputs, one_image, whole_prompt
+from transformers import PreTrainedModel
+
+from fa_serve.engine import Engine, EngineConfig, SamplingParams
+from fa_serve.engine.images.encoder import ImageEncoder
+from fa_serve.engine.images.paused_call import PausedCall
+from fa_serve.engine.images.prompt import ImageInput
+from fa_serve.engine.runner.results import StepQueue
+from fa_serve.engine.scheduler import prompt_share
+from fa_serve.engine.scheduler.prompt_share import PromptShare
+from fa_serve.engine.scheduler.scheduled_batch import TowerWork
+from fa_serve.hf.images import ImageReader
+
+DEPTH = 8
+NAME = "qwen2_5_vl"
+LAYER_SECONDS = 0.004
+STEP_SECONDS = 0.005
+
+
+def count_to(number: int, seen: list[int]) -> Callable[[Callable[[], None]], int]:
+    def function(pause: Callable[[], None]) -> int:
+        for n in range(number):
+            seen.append(n)
+            pause()
+        return number
+
+    return function
+
+
+def test_a_call_runs_a_part_at_a_time() -> None:
+    seen: list[int] = []
+    call = PausedCall(count_to(7, seen))
+    assert not call.run(2)
+    assert seen == [0, 1]
+    assert not call.run(0), "at least up to the next pause"
+    assert seen == [0, 1, 2]
+    assert call.run(None)
+    assert (seen, call.result(), call.num_pauses) == ([*range(7)], 7, 7)
+    assert call.run(1)
+
+
+def test_what_a_call_raises() -> None:
+    def fail(pause: Callable[[], None]) -> None:
+        pause()
+        raise ValueError("in the midst")
+
+    call = PausedCall(fail)
+    assert not call.run(1)
+    with pytest.raises(ValueError, match="in the midst"):
+        call.run(1)
+    assert call.has_ended
+
+
+def test_a_call_that_is_given_up_leaves_its_contexts() -> None:
+    left: list[str] = []
+
+    def function(pause: Callable[[], None]) -> None:
+        try:
+            pause()
+            left.append("went on")
+        except Exception:
+            left.append("swallowed")
+        finally:
+            left.append("left")
+
+    call = PausedCall(function)
+    call.run(1)
+    call.close()
+    assert left == ["left"]
+    call.close()
+    PausedCall(function).close()
+    assert left == ["left"]
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return tiny_model(NAME, {**CHANGES[NAME], "vision_config": {"depth": DEPTH}})
+
+
+@pytest.fixture(scope="module")
+def inputs(model: PreTrainedModel) -> list[Inputs]:
+    return [one_image(NAME, model, seed) for seed in range(5)]
+
+
+def test_layers_of_towers_are_where_encodings_pause(model: PreTrainedModel, inputs: list[Inputs]) -> None:
+    reader = ImageReader(copy.deepcopy(model))
+    assert len(reader.blocks) == DEPTH
+    alone = reader.encode(inputs[0])
+    encoder = ImageEncoder(reader, max_bytes=1 << 20)
+    images = [ImageInput.of(inputs[0])]
+    for number in range(DEPTH):
+        assert not encoder.is_encoded(images[0].key)
+        count = reader.num_tokens(inputs[0])
+        encoder.advance(TowerWork(images, limit=count // DEPTH, count=1))
+        assert encoder.is_busy
+        # forwards of others meet neither the pauses nor the end of the encoding
+        torch.testing.assert_close(reader.encode(inputs[0]).embeds, alone.embeds)
+        assert reader._model(torch.tensor([[5, 6, 7]])).logits.shape[1] == 3, number
+    encoder.advance(TowerWork(images, limit=None, count=1))
+    assert not encoder.is_busy
+    torch.testing.assert_close(encoder.features(images)[images[0].key].embeds, alone.embeds)
+    assert encoder.num_encoded == 1
+
+
+@pytest.fixture
+def layers(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """How many layers of the tower have run up to each step. Steps take what a formula says, so that no machine is too slow."""
+    run = [0]
+    before = [0]
+
+    def seconds(queue: StepQueue, step: object) -> float:
+        took = STEP_SECONDS + LAYER_SECONDS * (run[-1] - before[0])
+        before[0] = run[-1]
+        return took
+
+    def count(*_: object) -> None:
+        run[-1] += 1
+
+    monkeypatch.setattr(StepQueue, "seconds", seconds)
+    hooks = [block.register_forward_hook(count) for block in ImageReader(model).blocks]
+    yield run
+    for hook in hooks:
+        hook.remove()
+
+
+def engine_of(model: PreTrainedModel, **settings: object) -> Engine:
+    given = {"device": "cpu", "num_pages": 256, "max_model_len": 256, "page_size": 4, "target_itl": 15.0} | settings
+    return Engine(EngineConfig(**given), model=model)  # type: ignore[arg-type]
+
+
+def prompt(inputs: Inputs, seed: int = 0) -> list[int]:
+    return [10 + seed, 11, *[IMAGE] * inputs["input_ids"].shape[1], 12]
+
+
+def generated(model: PreTrainedModel, ids: list[int], given: Inputs) -> list[int]:
+    whole = whole_prompt(NAME, model, ids, [given])
+    with torch.no_grad():
+        output = model.generate(**whole, max_new_tokens=4, min_new_tokens=4, do_sample=False, eos_token_id=None)  # type: ignore[operator]
+    return output[0, len(ids) :].tolist()
+
+
+def layers_beside_text(model: PreTrainedModel, inputs: list[Inputs], layers: list[int]) -> list[int]:
+    """The layers of the tower that ran in each step in which texts decode, once their cost is known."""
+    engine = engine_of(model)
+    text = SamplingParams(max_tokens=80, temperature=0.0, ignore_eos=True)
+    short = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    engine.add_request("text", [5, 6, 7], text)
+    answers: dict[str, list[int]] = {}
+    found = []
+    for step in range(400):
+        if not engine.has_unfinished():
+            break
+        if step and not step % 14 and step // 14 <= len(inputs):
+            number = step // 14 - 1
+            engine.add_request(str(number), prompt(inputs[number]), short, images=[ImageInput.of(inputs[number])])
+        layers.append(layers[-1])
+        for output in engine.step():
+            answers.setdefault(output.request_id, []).extend(output.token_ids)
+        found.append(layers[-1] - layers[-2])
+    for number, each in enumerate(inputs):
+        assert answers[str(number)] == generated(model, prompt(each), each)
+    engine.check_integrity()
+    return found[28:80]
+
+
+def test_texts_keep_their_gaps_beside_a_slow_tower(
+    model: PreTrainedModel, inputs: list[Inputs], layers: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step has 15 ms: beside 5 of decoding there is time for two layers of 4 ms, which are one of four embeddings."""
+    monkeypatch.setattr(prompt_share, "MIN_IMAGE_TOKENS", 1)
+    found = layers_beside_text(model, inputs, layers)
+    assert max(found) == 2
+    assert sum(found) >= DEPTH * 3
+
+
+def test_without_slices_texts_wait_for_whole_images(
+    model: PreTrainedModel, inputs: list[Inputs], layers: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PromptShare, "image_limit", lambda *_, **__: 4096)
+    assert max(layers_beside_text(model, inputs, layers)) >= DEPTH
+
+
+@pytest.mark.parametrize("event", ["abort", "weights", "sleep"])
+def test_what_happens_while_an_image_is_on_its_way(
+    model: PreTrainedModel, inputs: list[Inputs], event: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = copy.deepcopy(model)
+    monkeypatch.setattr(PromptShare, "image_limit", lambda *_, **__: 1)
+    engine = engine_of(own)
+    text = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
+    engine.add_request("warm", prompt(inputs[0]), text, images=[ImageInput.of(inputs[0])])
+    engine.add_request("text", [5, 6, 7], text)
+    for _ in range(3):
+        engine.step()
+    short = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    ids = prompt(inputs[1], seed=1)
+    engine.add_request("image", ids, short, images=[ImageInput.of(inputs[1])])
+    engine.step()
+    encoder = engine._runner.images
+    assert isinstance(encoder, ImageEncoder)
+    assert encoder.is_busy
+    tokens: list[int] = []
+    if event == "abort":
+        engine.abort("image")
+    elif event == "weights":
+        changed = {name: x * 1.5 for name, x in own.named_parameters() if "visual" in name}
+        engine.update_weights(changed.items())
+        assert not encoder.is_busy
+    else:
+        engine.sleep(0)
+        assert not encoder.is_busy
+        engine.wake_up()
+    while engine.has_unfinished():
+        for output in engine.step():
+            if output.request_id == "image":
+                tokens += output.token_ids
+    engine.check_integrity()
+    assert tokens == ([] if event == "abort" else generated(own, ids, inputs[1]))
+    assert not encoder._held

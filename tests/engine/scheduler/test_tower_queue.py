@@ -1,0 +1,409 @@
+"""Images that go through the towers beside decoding: how long text waits for it, who waits for what, and what is held.
+
+A model of the towers takes the place of the encoder, and a formula that of the clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fa_serve.engine.cache.pages import PageTable
+from fa_serve.engine.errors import RequestError
+from fa_serve.engine.images.prompt import ImageInput, PlacedImage, PromptImages, content_of
+from fa_serve.engine.request.params import SamplingParams
+from fa_serve.engine.request.request import Request
+from fa_serve.engine.scheduler import tower_queue
+from fa_serve.engine.scheduler.prompt_share import PromptShare
+from fa_serve.engine.scheduler.scheduled_batch import ScheduledBatch, TowerWork
+from fa_serve.engine.scheduler.scheduler import Scheduler
+from fa_serve.engine.scheduler.step_cost import StepCost, StepSize
+from fa_serve.engine.scheduler.tower_queue import TowerQueue
+
+DECODING = 0.005
+PER_PROMPT_TOKEN = 2e-5
+PER_EMBEDDING = 5e-5
+"""Seconds. An image of 400 embeddings takes four times as long as a step that decodes."""
+
+
+class Towers:
+    """An encoder: embeddings are there when steps have had time for all of them.
+
+    delay: steps after which the work of a step is known to have ended; 0 where a step waits for it
+    """
+
+    def __init__(self, capacity: int = 10_000, delay: int = 0) -> None:
+        self.capacity = capacity
+        self.is_beside = delay > 0
+        self.known: dict[bytes, int] = {}
+        self.held: set[bytes] = set()
+        self.encoded: list[bytes] = []
+        self._delay = delay
+        self._left: int | None = None
+        self._coming: list[tuple[int, list[tuple[bytes, int]]]] = []
+        self._step = 0
+
+    @property
+    def is_busy(self) -> bool:
+        return self._left is not None or bool(self._coming)
+
+    def is_encoded(self, key: bytes) -> bool:
+        return key in self.known
+
+    def hold(self, key: bytes) -> None:
+        self.held.add(key)
+
+    def release(self, key: bytes) -> None:
+        self.held.discard(key)
+        self.evict()
+
+    def evict(self) -> None:
+        for key in [*self.known]:
+            if sum(self.known.values()) > self.capacity and key not in self.held:
+                del self.known[key]
+
+    def advance(self, work: TowerWork | None) -> None:
+        self._step += 1
+        if work is not None and not self._coming:
+            images = [(image.key, image.inputs["count"]) for image in work.images if image.key not in self.known]
+            if self._left is None:
+                self._left = sum(size for _, size in images)
+            self._left -= self._left if work.limit is None else work.limit
+            if self._left <= 0:
+                self._left = None
+                self.encoded += [key for key, _ in images]
+                wait = 0 if work.limit is None else self._delay
+                self._coming.append((self._step + wait, images))
+        if self._coming and (self._coming[0][0] <= self._step or (work is not None and work.limit is None)):
+            self.known |= dict(self._coming.pop(0)[1])
+        self.evict()
+
+
+class Case:
+    """A scheduler with towers, whose steps take what the formula says."""
+
+    def __init__(self, share: PromptShare | None = None, *, towers: Towers | None = None, pages: int = 900, slots: int = 64):
+        self.towers = towers or Towers()
+        self.scheduler = Scheduler(
+            PageTable(pages, 16),
+            max_num_seqs=slots,
+            max_num_batched_tokens=4096,
+            keys_per_tile=16,
+            prompt_share=share,
+            towers=TowerQueue(self.towers),
+        )
+        self.now = 0.0
+        self.seconds: list[float] = []
+        self.firsts: dict[str, int] = {}
+        self.checks = 25
+        self._serial = count()
+
+    def add(self, name: str, *parts: int | bytes, **options: Any) -> None:
+        """parts: numbers of tokens of text, and keys of images of so many embeddings"""
+        answer = options.get("answer", 1)
+        embeddings = options.get("embeddings", 400)
+        client = options.get("client")
+        serial = next(self._serial)
+        tokens: list[int] = []
+        placed = []
+        for part in parts:
+            size = part if isinstance(part, int) else embeddings
+            if not isinstance(part, int):
+                places = np.arange(len(tokens), len(tokens) + size)
+                placed.append(PlacedImage(ImageInput(part, {"count": size}), places))
+            tokens += [1000 * serial + n for n in range(size)]
+        blocks = ((0, len(tokens)),) if options.get("whole") else ()
+        images = PromptImages(tuple(placed), content_of(tokens, placed), blocks) if placed else None
+        params = SamplingParams(max_tokens=answer)
+        rank = (self.now, serial)
+        self.scheduler.add(Request(name, tokens, params, answer, rank=rank, arrival=self.now, client=client, images=images))
+
+    def step(self) -> ScheduledBatch:
+        batch = self.scheduler.schedule()
+        self.towers.advance(batch.towers)
+        for chunk in batch.chunks:
+            images = chunk.sequence.request.images
+            for each in () if images is None else images.placed:
+                if chunk.start <= each.places[-1] and each.places[0] < chunk.start + chunk.length:
+                    assert self.towers.is_encoded(each.image.key), "a step reads what is not encoded"
+                    assert each.image.key in self.towers.held
+        size = batch.size
+        seconds = DECODING * bool(size.rows) + PER_PROMPT_TOKEN * size.prompt_tokens
+        seconds += 0.0 if batch.towers is None or self.towers.is_beside else PER_EMBEDDING * batch.towers.count
+        self.now += seconds
+        self.seconds.append(seconds)
+        gained = self.scheduler.commit(batch, [1] * sum(chunk.num_samples for chunk in batch.chunks), seconds)
+        for sequence in gained:
+            self.firsts.setdefault(sequence.request.request_id, len(self.seconds))
+        if not len(self.seconds) % self.checks:
+            self.scheduler.check_integrity()
+        return batch
+
+    def run(self) -> None:
+        for _ in range(5000):
+            if not self.scheduler.sequences:
+                break
+            self.step()
+        assert not self.scheduler.sequences, "requests do not end"
+        self.step()
+        assert not self.towers.held, "an image is held that nobody needs"
+
+
+def gaps_of_text(case: Case) -> list[float]:
+    """The steps of texts that decode while an image comes every eighth step, once costs have been learned."""
+    for number in range(8):
+        case.add(f"text {number}", 20, answer=400)
+    for number in range(300):
+        if not number % 8:
+            case.add(f"image {number}", 20, b"%016d" % number, 20)
+        case.step()
+    seconds = case.seconds[60:300]
+    case.run()
+    return seconds
+
+
+def test_texts_keep_their_gaps_beside_images() -> None:
+    case = Case(PromptShare(0.0075))
+    seconds = gaps_of_text(case)
+    assert max(seconds) <= 0.0075 * 1.01
+    # and what there is beside decoding is used
+    assert sum(seconds) > 240 * 0.0064
+    assert not case.scheduler.sequences
+
+
+def test_without_slices_they_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PromptShare, "image_limit", lambda *_, **__: 4096)
+    assert max(gaps_of_text(Case(PromptShare(0.0075)))) >= 0.025
+
+
+def test_a_step_encodes_a_bounded_number_of_embeddings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nobody waits for it as well. One image that has more goes through the towers alone."""
+    monkeypatch.setattr(tower_queue, "MAX_IMAGE_TOKENS", 900)
+    case = Case()
+    for number in range(3):
+        case.add(f"image {number}", 20, b"%016d" % number, 20)
+    case.add("large", b"large", embeddings=1000)
+    sizes = [case.step().size.image_tokens for _ in range(4)]
+    assert sizes == [800, 400, 1000, 0]
+
+
+def test_a_block_waits_for_all_of_its_images() -> None:
+    """It is computed whole, also where the cache has no room for its images, nor for those of another block."""
+    case = Case(PromptShare(0.0075), towers=Towers(capacity=300))
+    case.add("decodes", 20, answer=200)
+    case.step()
+    for name in ("one", "other"):
+        case.add(name, 10, *(name.encode() + b"%d" % n for n in range(3)), 10, client=name, embeddings=100, whole=True)
+    case.run()
+    assert len(case.towers.encoded) == 6
+
+
+def test_images_share_the_time_with_prompts() -> None:
+    case = Case(PromptShare(0.0075))
+    case.add("text", 20, answer=600)
+    for number in range(40):
+        case.add(f"warm {number}", 20, b"%016d" % number, 100)
+        for _ in range(12):
+            case.step()
+    begin = len(case.seconds)
+    case.add("long", 4000)
+    case.add("image", b"one")
+    both = [case.step().size for _ in range(5)]
+    assert all(size.image_tokens >= 16 and size.prompt_tokens >= 64 for size in both)
+    assert max(case.seconds[begin:]) <= 0.0076
+
+
+def test_a_request_whose_image_is_not_there_holds_up_nobody() -> None:
+    case = Case(PromptShare(0.0075), slots=3)
+    case.add("decodes", 20, answer=200)
+    case.step()
+    for number in range(4):
+        case.add(f"image {number}", 20, b"%016d" % number, 20)
+    case.add("text", 20)
+    case.step()
+    case.step()
+    assert case.firsts["text"] <= 3, "texts pass"
+    assert len(case.scheduler.running) == 1, "and requests with images take no slots meanwhile"
+    assert len(case.scheduler.towers) == 4
+    case.run()
+
+
+def test_text_before_an_image_is_computed_meanwhile() -> None:
+    case = Case(PromptShare(0.0075))
+    case.add("decodes", 20, answer=200)
+    case.step()
+    case.add("image", 200, b"one", 20)
+    for _ in range(4):
+        case.step()
+    sequence = case.scheduler.sequences["image"]
+    assert sequence.num_computed == 200
+    case.run()
+
+
+def test_clients_take_turns_at_the_towers() -> None:
+    case = Case(PromptShare(0.0075))
+    case.add("decodes", 20, answer=300)
+    case.step()
+    for number in range(6):
+        case.add(f"many {number}", 20, b"many%012d" % number, client="many")
+    case.step()
+    case.add("one", 20, b"one", client="one")
+    case.run()
+    assert case.towers.encoded.index(b"one") == 1
+
+
+def test_an_image_of_two_requests_is_encoded_once() -> None:
+    for share in (None, PromptShare(0.0075)):
+        case = Case(share)
+        case.add("decodes", 20, answer=60)
+        case.step()
+        case.add("first", 3, b"one", 20)
+        case.add("second", 5, b"one", 20, b"one", 20)
+        case.run()
+        assert case.towers.encoded == [b"one"]
+
+
+def test_a_cached_prefix_waits_for_no_image() -> None:
+    case = Case()
+    case.add("first", 16, b"one", 16)
+    case.run()
+    towers = case.towers
+    towers.known.clear()
+    serial = case._serial
+    case._serial = count(0)  # the same tokens
+    case.add("again", 16, b"one", 16)
+    case._serial = serial
+    case.run()
+    assert towers.encoded == [b"one"]
+
+
+def test_without_room_in_the_cache_images_are_encoded_one_by_one() -> None:
+    for capacity in (0, 500):
+        case = Case(PromptShare(0.0075), towers=Towers(capacity))
+        case.add("decodes", 20, answer=300)
+        case.step()
+        for number in range(3):
+            case.add(f"images {number}", 5, b"a%d" % number, 5, b"b%d" % number, 5, b"c%d" % number)
+        most = 0
+        while case.scheduler.sequences:
+            case.step()
+            most = max(most, len(case.towers.held))
+        assert most <= max(capacity // 400, 1) + 1
+        assert len(case.towers.encoded) == 9
+
+
+def test_work_that_was_given_up_begins_anew() -> None:
+    case = Case(PromptShare(0.0075))
+    case.add("decodes", 20, answer=100)
+    case.step()
+    case.add("image", 20, b"one")
+    case.step()
+    case.step()
+    assert case.towers.is_busy
+    case.towers._left = None  # as `ImageEncoder.abandon`
+    case.run()
+    assert case.towers.encoded == [b"one"]
+
+
+def test_other_weights_encode_again() -> None:
+    case = Case()
+    case.add("image", 20, b"one", 200, answer=40)
+    for _ in range(3):
+        case.step()
+    case.towers.known.clear()
+    case.scheduler.forget_cache()
+    case.scheduler.check_integrity()
+    case.run()
+    assert case.towers.encoded == [b"one", b"one"]
+
+
+PARTS = st.lists(st.integers(1, 90) | st.sampled_from([b"a", b"b", b"c", b"d"]), min_size=1, max_size=5)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    arrivals=st.lists(st.tuples(st.integers(0, 12), PARTS, st.integers(1, 30), st.integers(0, 2)), min_size=1, max_size=9),
+    capacity=st.sampled_from([0, 40, 130, 1000]),
+    delay=st.integers(0, 3),
+    pages=st.integers(32, 70),
+    shares=st.booleans(),
+    events=st.dictionaries(st.integers(0, 60), st.sampled_from(["abort", "fail", "rollback", "forget", "give up"]), max_size=6),
+)
+def test_every_request_ends(
+    arrivals: list[tuple[int, list[int | bytes], int, int]],
+    capacity: int,
+    delay: int,
+    pages: int,
+    shares: bool,
+    events: dict[int, str],
+) -> None:
+    """Preempted, aborted, failed and rolled back, with any cache: no step reads what is not there, and nothing stays held."""
+    towers = Towers(capacity, delay)
+    case = Case(PromptShare(0.0075) if shares else None, towers=towers, pages=pages, slots=3)
+    case.checks = 1
+    scheduler = case.scheduler
+    left = sorted(arrivals, key=lambda each: each[0])
+    steps: Iterator[int] = count()
+    while left or scheduler.sequences:
+        number = next(steps)
+        assert number < 3000, "requests do not end"
+        while left and left[0][0] <= number:
+            _, parts, answer, client = left.pop(0)
+            case.add(f"{number} {len(left)}", *parts, answer=answer, client=str(client), embeddings=40)
+        event = events.get(number)
+        if event == "abort" and scheduler.sequences:
+            scheduler.abort(next(iter(scheduler.sequences)))
+        elif event in ("fail", "rollback"):
+            batch = scheduler.schedule()
+            if event == "fail":
+                scheduler.fail(batch, RequestError("step_failed", "the step failed"))
+            else:
+                scheduler.rollback(batch)
+        elif event == "forget":
+            towers.known.clear()
+            towers._coming.clear()
+            towers._left = None
+            scheduler.forget_cache()
+        elif event == "give up":
+            towers._left = None
+        scheduler.check_integrity()
+        case.step()
+    case.step()
+    case.step()
+    assert not towers.held or towers.is_busy
+
+
+@pytest.mark.parametrize("prompts", [0, 400])
+def test_what_images_cost_is_learned_beside_prompts(prompts: int) -> None:
+    cost = StepCost()
+    decoding = StepSize(rows=8)
+    cost.record(decoding, DECODING)
+    cost.record(decoding._replace(prompt_tokens=400, pairs=0), DECODING + 400 * PER_PROMPT_TOKEN)
+    for _ in range(3):
+        seconds = DECODING + prompts * PER_PROMPT_TOKEN + 100 * PER_EMBEDDING
+        cost.record(decoding._replace(prompt_tokens=prompts, image_tokens=100), seconds)
+    assert cost.image_seconds(100) == pytest.approx(100 * PER_EMBEDDING, rel=0.02)
+    assert cost.prompt_seconds(400, 0) == pytest.approx(400 * PER_PROMPT_TOKEN, rel=0.05)
+    assert cost.decode_seconds(8, 0) == DECODING
+    assert cost.seconds(decoding._replace(image_tokens=100)) == pytest.approx(DECODING + 100 * PER_EMBEDDING, rel=0.02)
+
+
+def test_two_unknown_costs_are_divided() -> None:
+    cost = StepCost()
+    for _ in range(30):
+        cost.record(StepSize(prompt_tokens=400, image_tokens=400), 0.028)
+    assert cost.image_seconds(400) + cost.prompt_seconds(400, 0) == pytest.approx(0.028, rel=0.1)
+
+
+def test_the_least_slice() -> None:
+    share = PromptShare(0.001)
+    assert share.image_limit(StepSize(rows=8)) == 16, "before anything is measured"
+    share.record(StepSize(rows=8), 0.01)
+    share.record(StepSize(rows=8, image_tokens=16), 0.02)
+    assert share.image_limit(StepSize(rows=8)) == 16
