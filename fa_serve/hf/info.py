@@ -29,7 +29,8 @@ from fa_serve.hf.adapter.probe import model_layers, run_without_weights
 from fa_serve.hf.adapter.translate import spec_of, translate
 from fa_serve.hf.latent_layers import LatentSizes, latent_sizes, latent_spec
 from fa_serve.hf.model_location import find_model
-from fa_serve.hf.surgery.divide.plan import Cut, plan_division
+from fa_serve.hf.surgery.divide.plan import plan_division
+from fa_serve.hf.surgery.divide.sections import Cut
 from fa_serve.hf.surgery.experts.mixtures import expert_modules, gate_of, weights_of
 from fa_serve.hf.surgery.quantised.experts import PROJECTIONS, QuantizedExperts
 from fa_serve.hf.surgery.quantised.linear import QuantizedLinear, describe_weights, quantize_layers, top_k_of
