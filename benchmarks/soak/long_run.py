@@ -29,7 +29,6 @@ from benchmarks.engine.engine_workloads import QUANTISED, SHAPES, make_folder, m
 from benchmarks.measure import Results
 from fa_serve.engine import Engine, EngineConfig, SamplingParams
 
-
 HOST_GROWTH = 256 << 20
 """How many bytes of the host's memory a run may take after a quarter of its requests: caches that are filled, no leak."""
 

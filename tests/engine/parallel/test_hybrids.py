@@ -90,7 +90,7 @@ def test_two_ranks_draw_speculate_and_fork_as_one(tmp_path: Path, monkeypatch: p
     folder = save(name, tmp_path)
     monkeypatch.setattr(speculation, "MAX_PAUSE", 1)
     repeated = [[5, 6, 7, 8] * 6, [9, 8, 7] * 5]
-    few = {token: 20.0 for token in (5, 6, 7)}  # which of them, the model says
+    few = dict.fromkeys((5, 6, 7), 20.0)  # which of them, the model says
     given = [*prompts(2, seed=2), *repeated]
     params = [
         replace(GREEDY, n=2),
