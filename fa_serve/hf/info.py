@@ -177,6 +177,8 @@ def _rank_share(config: PreTrainedConfig, size: int) -> RankShare:
             module = model.get_submodule(f"{path}.{inside}")
             if isinstance(module, QuantizedExperts) or (isinstance(module, QuantizedLinear) and last == "weight"):
                 kept, num_bytes = _quantized_bytes(module, last, cut, size, model.dtype)
+            elif last not in module._parameters:
+                continue  # a buffer, which is no weight
             else:
                 parameter = model.get_parameter(f"{path}.{name}")
                 kept = sum(part.numel() for part in cut.kept(parameter, 0, size)) * parameter.element_size()
@@ -191,7 +193,12 @@ def _rank_share(config: PreTrainedConfig, size: int) -> RankShare:
             divided += num_bytes // size
             saved += num_bytes - num_bytes // size
     specs = []
-    for spec, (path, layer) in zip(model_layers(config).attention.values(), division.layers.items(), strict=True):
+    asked = model_layers(config)
+    # layers with a state ask nothing of attention, and are divided too
+    divided_layers = {int(path.rpartition(".")[2]): (path, layer) for path, layer in division.layers.items()}
+    numbers = asked.attention if asked.states else divided_layers
+    for number, spec in zip(numbers, asked.attention.values(), strict=True):
+        path, layer = divided_layers[number]
         heads = next(iter(layer.attention.values()), (spec.num_heads, spec.num_kv_heads))
         own = replace(spec, num_heads=heads[0], num_kv_heads=heads[1], dtype=model.dtype, kv_dtype=model.dtype)
         attention = getattr(model.get_submodule(path), "self_attn", None)

@@ -294,7 +294,8 @@ def _normalised(x: Tensor) -> Tensor:
 
 def _before_normalised(x: Tensor, unit: Tensor, d: Tensor) -> Tensor:
     """The gradient of rows x whose normalised form is `unit`, with the gradient d."""
-    return _length_factor(x) * (d - unit * (unit * d).sum(-1, keepdim=True))
+    before: Tensor = _length_factor(x) * (d - unit * (unit * d).sum(-1, keepdim=True))
+    return before
 
 
 def _plan(inputs: MatrixInputs, num_seqs: int, pieces: int, strides: tuple[int, ...], tile: PiecesTile) -> Any:

@@ -16,7 +16,6 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from fa_serve.engine import Engine, EngineConfig, SamplingParams
 from fa_serve.engine.runner.model_runner import ModelRunner
-from fa_serve.engine.speculation import drafts as speculation
 
 pytestmark = pytest.mark.usefixtures("warm_followers")
 
@@ -85,10 +84,9 @@ def test_two_ranks_write_the_tokens_of_generate(tmp_path: Path, name: str) -> No
 
 
 @pytest.mark.parametrize("name", ["qwen3-next", "kimi-linear", "nemotron-h"])
-def test_two_ranks_draw_speculate_and_fork_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_two_ranks_draw_speculate_and_fork_as_one(tmp_path: Path, name: str) -> None:
     """Several answers of a prompt, drafts that are accepted and dropped, and aborted requests, twice."""
     folder = save(name, tmp_path)
-    monkeypatch.setattr(speculation, "MAX_PAUSE", 1)
     repeated = [[5, 6, 7, 8] * 6, [9, 8, 7] * 5]
     few = dict.fromkeys((5, 6, 7), 20.0)  # which of them, the model says
     given = [*prompts(2, seed=2), *repeated]
