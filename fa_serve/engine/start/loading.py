@@ -450,7 +450,9 @@ def sizes(config: EngineConfig, runner: ModelRunner, ranks: Ranks) -> Sizes:
     if config.num_pages is None or (config.num_states is None and runner.state_memory):
         fitting = find_room(runner, config, length)
     num_pages = ranks.min_over_ranks(config.num_pages or fitting[0])
-    num_states = config.num_states or fitting[1] or None
+    num_states = config.num_states
+    if num_states is None and runner.state_memory:
+        num_states = ranks.min_over_ranks(fitting[1])
     capacity = num_pages * config.page_size
     if config.max_model_len is not None and length > capacity:
         rule = f"be at most {capacity}, which is what {num_pages} pages of {config.page_size} tokens hold"

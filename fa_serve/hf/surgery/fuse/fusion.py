@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -34,7 +33,7 @@ from fa_serve.hf.adapter.latent_keys import LatentKeys
 from fa_serve.hf.adapter.step_cache import StateKey, StepCache, WholeSequence
 from fa_serve.hf.adapter.translate import LayerCall
 from fa_serve.hf.latent_layers import LatentSizes, latent_sizes, latent_spec
-from fa_serve.hf.surgery.divide.weights import PartOfSum
+from fa_serve.hf.surgery.divide.weights import sums_paused
 from fa_serve.hf.surgery.experts.scaled import ScaledExperts
 from fa_serve.hf.surgery.fuse.latent import LatentAttention, build_latent
 from fa_serve.hf.surgery.fuse.layer import FusedAttention, FusedLayer, LayerStep, Tables, build_heads, cos_and_sin
@@ -129,9 +128,7 @@ def fuse_layers(model: PreTrainedModel, *, deterministic: bool = False) -> int:
     def kind(layer: nn.Module) -> str:
         return kind_of(layer, _options_of(calls[layer]) if layer in calls else None)
 
-    sums = [m.forward.all_reduce for m in model.modules() if isinstance(m.forward, PartOfSum)]
-    # the proof of one rank may fail while that of another goes on
-    with sums[0].paused() if sums else nullcontext():
+    with sums_paused(model):
         fused = replace_forwards(found, prove, refuse, kind=kind)
     log.info("%d of %d layers are fused", fused, len(found))
     return fused
