@@ -50,6 +50,9 @@ from fa_serve.backends.hopper.backward import dq_accumulator as dq_accum
 from fa_serve.backends.hopper.backward import plan as backward
 from fa_serve.backends.hopper.backward import producer as backward_producer
 from fa_serve.backends.hopper.backward import types as backward_types
+from fa_serve.backends.hopper.backward.wide import kernel as wide_backward
+from fa_serve.backends.hopper.backward.wide import types as wide_types
+from fa_serve.backends.hopper.backward.wide import warps as wide_warps
 from fa_serve.backends.hopper.forward import (
     consumer,
     float8_probabilities,
@@ -369,9 +372,13 @@ _MODULES = (
     combine,
     row_statistics,
     dq_accum,
+    backward_types,
     backward_producer,
     backward_consumer,
     backward,
+    wide_types,
+    wide_warps,
+    wide_backward,
     latent_types,
     latent_warps,
     latent_decode,
@@ -429,7 +436,7 @@ def _define(faults: tuple[tuple[str, str], ...]) -> dict[str, Any]:
         "VALUE_PARTS": latent_tiles.VALUE_PARTS,
         **{
             name: value
-            for module in (kernel_types, backward_types, latent_types)
+            for module in (kernel_types, backward_types, wide_types, latent_types)
             for name, value in vars(module).items()
             if hasattr(value, "_fields")
         },
