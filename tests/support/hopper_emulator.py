@@ -87,6 +87,8 @@ from fa_serve.backends.triton.float8_inputs import BLOCK_KEYS
 from fa_serve.launching.launch import Launch, View
 from fa_serve.ops.moe import matrix_wgmma
 from fa_serve.ops.products import row_invariant_wgmma
+from fa_serve.ops.selected_keys import attention as selected_keys
+from fa_serve.ops.selected_keys import gather_wgmma
 
 
 class _Shared:
@@ -321,6 +323,7 @@ def _language() -> types.SimpleNamespace:
         sum=lambda x, axis: x.sum(axis, dtype=x.dtype),
         cumsum=lambda x, axis: x.cumsum(axis),
         reduce=lambda x, axis, combine: functools.reduce(combine, functools.reduce(combine, x)),
+        exp=torch.exp,
         exp2=torch.exp2,
         fma=lambda x, y, z: (x.double() * y + z).float(),
         log2=torch.log2,
@@ -384,6 +387,8 @@ _MODULES = (
     latent_decode,
     matrix_wgmma,
     row_invariant_wgmma,
+    selected_keys,
+    gather_wgmma,
 )
 """Their functions share one name space, so no two of them have the same name."""
 
