@@ -50,6 +50,9 @@ from fa_serve.backends.hopper.backward import dq_accumulator as dq_accum
 from fa_serve.backends.hopper.backward import plan as backward
 from fa_serve.backends.hopper.backward import producer as backward_producer
 from fa_serve.backends.hopper.backward import types as backward_types
+from fa_serve.backends.hopper.backward.wide import kernel as wide_backward
+from fa_serve.backends.hopper.backward.wide import types as wide_types
+from fa_serve.backends.hopper.backward.wide import warps as wide_warps
 from fa_serve.backends.hopper.forward import (
     consumer,
     float8_probabilities,
@@ -84,6 +87,8 @@ from fa_serve.backends.triton.float8_inputs import BLOCK_KEYS
 from fa_serve.launching.launch import Launch, View
 from fa_serve.ops.moe import matrix_wgmma
 from fa_serve.ops.products import row_invariant_wgmma
+from fa_serve.ops.selected_keys import attention as selected_keys
+from fa_serve.ops.selected_keys import gather_wgmma
 
 
 class _Shared:
@@ -318,6 +323,7 @@ def _language() -> types.SimpleNamespace:
         sum=lambda x, axis: x.sum(axis, dtype=x.dtype),
         cumsum=lambda x, axis: x.cumsum(axis),
         reduce=lambda x, axis, combine: functools.reduce(combine, functools.reduce(combine, x)),
+        exp=torch.exp,
         exp2=torch.exp2,
         fma=lambda x, y, z: (x.double() * y + z).float(),
         log2=torch.log2,
@@ -369,14 +375,20 @@ _MODULES = (
     combine,
     row_statistics,
     dq_accum,
+    backward_types,
     backward_producer,
     backward_consumer,
     backward,
+    wide_types,
+    wide_warps,
+    wide_backward,
     latent_types,
     latent_warps,
     latent_decode,
     matrix_wgmma,
     row_invariant_wgmma,
+    selected_keys,
+    gather_wgmma,
 )
 """Their functions share one name space, so no two of them have the same name."""
 
@@ -429,7 +441,7 @@ def _define(faults: tuple[tuple[str, str], ...]) -> dict[str, Any]:
         "VALUE_PARTS": latent_tiles.VALUE_PARTS,
         **{
             name: value
-            for module in (kernel_types, backward_types, latent_types)
+            for module in (kernel_types, backward_types, wide_types, latent_types)
             for name, value in vars(module).items()
             if hasattr(value, "_fields")
         },
