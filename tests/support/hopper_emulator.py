@@ -264,13 +264,18 @@ def _run_threads(work: list[tuple[Block, Callable[..., None], tuple[Any, ...]]],
             wait_stores(0)
         except BaseException as error:
             machine.failures.append(error)
+        finally:
+            machine.count(-1)
 
+    # a thread that starts others waits for them
+    machine.count(len(work) - (warps is not None))
     counted = zip(warps or [4] * len(work), work, strict=True)
     threads = [threading.Thread(target=run, args=(count, *item), daemon=True) for count, item in counted]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    machine.count(warps is not None)
     if machine.failures:
         raise EmulationError(str(machine.failures[0])) from machine.failures[0]
 
