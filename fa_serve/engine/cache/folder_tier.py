@@ -3,7 +3,7 @@
     folder = FolderTier(files, budget=64 << 30)
     folder.connect({"page": pages_lane})
     folder.begin_step()                      # settle what has ended, and begin to write
-    folder.load([Wanted("page", page_hash, parent), ...], end)       # read files to the host
+    folder.load([Wanted("page", page_hash, parent), ...], (), end)   # read files to the host
     folder.close()
 
 Every copy that the host gets is written, once, by one thread. If that is slower than the host evicts, the evicted copies that
@@ -27,7 +27,7 @@ import errno
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from functools import partial
@@ -41,7 +41,7 @@ from fa_serve.engine.cache.workers import Workers
 log = logging.getLogger("fa_serve.engine")
 
 QUEUE_BYTES = 64 << 20
-"""Bytes of copies that wait to be written at once. Their slots are not evicted meanwhile."""
+"""Bytes of copies that wait to be written at once, a quarter of the host's memory at most: they are not evicted meanwhile."""
 READERS = 4
 RETRY_SECONDS = 30.0
 LONGEST_READ = 5.0
@@ -206,10 +206,11 @@ class FolderTier:
         """Whether a sequence waits for files."""
         return any(load.is_awaited for load in self._loads)
 
-    def load(self, wanted: Sequence[Wanted], end: Callable[[], None]) -> bool:
+    def load(self, wanted: Sequence[Wanted], kept: Collection[bytes], end: Callable[[], None]) -> bool:
         """Begin to read files to slots of the host. Returns False if there is no slot for any; `end` is not called then.
 
         wanted: that the index has, in order; the first ones are read if the host has room for these only, half of it at most
+        kept:   hashes of what the sequence has on the host already
         end:    called when a sequence is not to wait any longer
         """
         reads: deque[_Read] = deque()
@@ -218,7 +219,7 @@ class FolderTier:
             lane = self._lanes[kind]
             if name is None or name in self._reading or len(reads) >= max(lane.table.host.num_slots // 2, 1):
                 break
-            slot = lane.table.take_slot(urgent=True)
+            slot = lane.table.take_slot(kept)
             if slot < 0:
                 break
             future = self._readers.submit(partial(self._files.read, name, lane.memory.slot_bytes(slot)))
@@ -337,7 +338,7 @@ class FolderTier:
     def _start_writes(self, kind: str, now: float) -> None:
         """Write the oldest copies that have no file, as many as the queue holds."""
         table, memory = self._lanes[kind]
-        room = max(QUEUE_BYTES // memory.row_bytes, 1)
+        room = max(min(QUEUE_BYTES // memory.row_bytes, table.host.num_slots // 4), 1)
         while table.host.unsaved and len(self._writes) < room and now >= self._paused_until:
             page_hash, _ = table.host.unsaved.popitem(last=False)
             if self.index.find(kind, page_hash) is not None:

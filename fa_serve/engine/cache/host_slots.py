@@ -15,7 +15,7 @@ the memory (runner/host_memory.py), and when something is copied (host_tier.py, 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
 
 
@@ -62,14 +62,16 @@ class HostSlots:
         self._free += [slot for slot in more if slot not in self._taken]
         self.num_slots += count
 
-    def take(self, *, urgent: bool = False) -> tuple[int, bytes] | None:
+    def take(self, kept: Collection[bytes] | None = None) -> tuple[int, bytes] | None:
         """A slot to write to, and the hash whose copy is evicted for it (empty if none); None if all copies are to be kept.
 
-        urgent: protected copies are not kept either, of which the last ones were made for what the device gives up last
+        kept: hashes whose copies are kept. If it is given, protected copies of others are evicted before those
         """
         evicted = b""
         if not self._free:
-            candidates = chain(self._evictable, reversed(self._slot_of)) if urgent else self._evictable
+            candidates: Iterable[bytes] = self._evictable
+            if kept is not None:  # of protected copies, the last ones were made for what the device gives up last
+                candidates = (each for each in chain(self._evictable, reversed(self._slot_of)) if each not in kept)
             evicted = next((each for each in candidates if not self._reads[self._slot_of[each]]), b"")
             if not evicted:
                 return None

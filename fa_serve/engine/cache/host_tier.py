@@ -188,7 +188,9 @@ class HostTier:
             room = max(BATCH_BYTES // lane.copies.row_bytes, lane.batch)
             while room > 0 and lane.is_due():
                 room -= self._demote(lane, lane.depth, room)
-        if self.folder is not None:  # last, so that no copy that has come for a sequence is evicted before the sequence is served
+        if (
+            self.folder is not None
+        ):  # last, so that no copy that has come for a sequence is evicted before the sequence is served
             self.folder.begin_step()
 
     def save(self, count: int, kept: Collection[int], waiter: object = None) -> bool:
@@ -247,9 +249,9 @@ class HostTier:
         self._take_in()
         return bool(started)
 
-    def load(self, wanted: Sequence[Wanted], end: Callable[[], None]) -> bool:
+    def load(self, wanted: Sequence[Wanted], kept: Collection[bytes], end: Callable[[], None]) -> bool:
         """Begin to read files to the host. Returns False if that is not possible. As `FolderTier.load` says."""
-        return self.folder is not None and self.folder.load(wanted, end)
+        return self.folder is not None and self.folder.load(wanted, kept, end)
 
     def note_use(self, hashes: Sequence[bytes]) -> None:
         """A sequence uses these pages, in order, which the device has."""

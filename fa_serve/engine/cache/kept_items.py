@@ -108,12 +108,12 @@ class KeptItems:
                 self.host.give_back(slot)
         return moves
 
-    def take_slot(self, *, urgent: bool = False) -> int:
+    def take_slot(self, kept: Collection[bytes] | None = None) -> int:
         """A slot of the host to write to; -1 if all copies are to be kept. What comes after an evicted copy is forgotten.
 
-        urgent: copies of what the device still has are not kept
+        kept: if it is given, copies of all other hashes are evicted if need be
         """
-        taken = self.host.take(urgent=urgent)
+        taken = self.host.take(kept)
         if taken is None:
             return -1
         slot, evicted = taken

@@ -211,10 +211,11 @@ class Prefix:
     def _save(self, tier: HostTier, sequence: SequenceState, shared: SharedPrefix) -> bool:
         """Whether the host has copies of what is evicted for a sequence. They do not take the place of those that it needs."""
         num_pages = self._pages.pages_for(sequence.num_tokens) - len(shared.pages)
-        for page_hash in shared.missing:
+        own = sequence.page_hashes[len(shared.pages) : self._pages.reach(sequence.page_hashes)]
+        for page_hash in own:
             self._pages.host.protect(page_hash)
         is_saved = tier.save(num_pages, set(shared.pages), sequence)
-        for page_hash in reversed(shared.missing):
+        for page_hash in reversed(own):
             self._pages.host.expose(page_hash)
         return is_saved
 
@@ -224,7 +225,8 @@ class Prefix:
         if len(self._loaded) > MAX_LOADED:  # requests that were aborted
             self._loaded.popitem(last=False)
         self._hold(shared)
-        if not tier.load(shared.filed, partial(self._let_go, shared)):
+        kept = {*sequence.page_hashes}
+        if not tier.load(shared.filed, kept, partial(self._let_go, shared)):
             self._let_go(shared)
             return False
         return True

@@ -1,4 +1,4 @@
-"""A folder behind the host tier under traffic, with real files: what has left the memory comes back, whatever happens to files."""
+"""A folder behind the host tier under traffic, with real files: what has left the memory comes back, whatever files suffer."""
 
 from __future__ import annotations
 
@@ -392,7 +392,7 @@ def test_random_traffic(tmp_path: Path, num_states: int, monkeypatch) -> None:
         folder = tmp_path / str(seed)
         budget = random.choice([30, 200]) * 600
         for _ in range(3):
-            files = FailingFiles(folder, random, 0.04)
+            files = FailingFiles(folder, random, 0.08)
             slots, depth = random.choice([(4, 3), (8, 6), (40, 16)])
             traffic = make_traffic(
                 files, 24, slots, num_states, slots // 4 + 1, random_plan(random), depth=depth, budget=budget, seqs=4
@@ -427,7 +427,7 @@ def test_random_traffic(tmp_path: Path, num_states: int, monkeypatch) -> None:
             failures += stats.num_failures
             evictions += stats.num_evictions
             folder_of(traffic).close()
-    assert hits > 50, hits
-    assert bad > 5, bad
+    assert hits > 10, hits
+    assert bad > 2, bad
     assert failures > 20, failures
     assert evictions > 20, evictions
