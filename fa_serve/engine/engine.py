@@ -314,6 +314,8 @@ class Engine:
             self._residence.copy(weights)
         finally:  # some of them have been copied
             self._residence.settle()
+            if self._scheduler.tier is not None:
+                self._scheduler.tier.leave_folder()
             self._scheduler.forget_cache(keep_pages=keep_pages)
             self._counters.weight_version += 1
         return self._counters.weight_version
@@ -357,9 +359,15 @@ class Engine:
         return self._counters.weight_version
 
     def prepare_one(self) -> bool:
-        """Capture one more graph. To be called when there is no request. Returns False if nothing is left."""
+        """Capture one more graph, or write some pages to the folder. To be called when there is no request.
+
+        Returns False if nothing is left.
+        """
         self._ranks.tell("prepare_one")
-        return not self.is_asleep and not self.has_unfinished() and self._runner.prepare_one()
+        if self.is_asleep or self.has_unfinished():
+            return False
+        tier = self._scheduler.tier
+        return self._runner.prepare_one() or (tier is not None and tier.save_one())
 
     def preparations(self) -> tuple[int, int]:
         """Kernels that were compiled or loaded, and CUDA graphs that were captured, up to now."""

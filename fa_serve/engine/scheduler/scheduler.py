@@ -114,7 +114,7 @@ class Scheduler:
 
     def renewed(self) -> Scheduler:
         """A scheduler with the same settings and nothing else of this one, whose state is not to be trusted: see `abandon`."""
-        pages = PageTable(self.pages.num_pages, self.pages.page_size, prefix_caching=self.pages.prefix_caching)
+        pages = self.pages.renewed()
         states = None if self.states is None else self.states.renewed(pages)
         return Scheduler(
             pages,

@@ -44,7 +44,7 @@ from fa_serve.engine.speculation.draft_head import load_head_runner
 from fa_serve.engine.speculation.draft_model import DraftModel
 from fa_serve.engine.speculation.drafts import Drafter, NgramDrafter, Speculation
 from fa_serve.engine.start.generation_config import Defaults, find_defaults, find_ends
-from fa_serve.engine.start.host_tier import open_host_tier
+from fa_serve.engine.start.host_tier import open_folder_files, open_host_tier
 from fa_serve.engine.start.read_ahead import reading_ahead
 from fa_serve.engine.summary import EngineSummary
 from fa_serve.hf import (
@@ -227,6 +227,9 @@ def make_scheduler(config: EngineConfig, runner: ModelRunner, salt: bytes) -> Sc
     if runner.draft is not None:
         limit = None if config.draft_head is not None else position_limit(runner.draft.model)
         drafter = DraftModel(runner.draft, config.max_num_batched_tokens, limit)
+    files = open_folder_files(config, runner)
+    if files is not None:
+        salt = files.secret
     pages = PageTable(config.num_pages, config.page_size, prefix_caching=config.prefix_caching, salt=salt)
     states = None if config.num_states is None else StateTable(config.num_states, pages)
     return Scheduler(
@@ -239,7 +242,7 @@ def make_scheduler(config: EngineConfig, runner: ModelRunner, salt: bytes) -> Sc
         speculation=Speculation(config.max_drafts, drafter),
         prompt_share=config.prompt_share(),
         seats=None if runner.adapters is None else AdapterSeats(runner.adapters.pool),
-        tier=open_host_tier(config, runner, pages, states),
+        tier=open_host_tier(config, runner, pages, states, files),
         towers=TowerQueue(None if isinstance(runner.images, str) else runner.images),
         groups=PrefixGroups(config.page_size, least_group_keys(runner.model, runner.layers.values(), wanted=runner.cascades)),
     )

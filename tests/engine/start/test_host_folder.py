@@ -1,0 +1,287 @@
+"""Engines with a folder behind the host tier: a later engine finds the pages, unless anything that they depend on differs."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hybrids import BY_NAME
+from tiny_models import VOCAB, make_model
+from transformers import GenerationConfig
+
+from fa_serve.engine import Engine, EngineConfig, SamplingParams
+from fa_serve.engine.cache.identity import content_number, tensor_checksum, weights_digest
+from fa_serve.engine.start.host_tier import look_ahead
+from fa_serve.spec import ParameterError
+
+GREEDY = SamplingParams(max_tokens=3, temperature=0.0)
+MEBIBYTE = 1 << 20
+
+
+def prompts(count: int, length: int = 29, seed: int = 0) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [[draw.randrange(3, VOCAB) for _ in range(length)] for _ in range(count)]
+
+
+def answers(engine: Engine, given: list[list[int]]) -> list[tuple[list[int], int]]:
+    """Tokens and how many of the prompt were cached, one prompt after the other."""
+    return [(each.token_ids, each.num_cached_tokens) for prompt in given for each in engine.generate([prompt], GREEDY)]
+
+
+def saved(engine: Engine) -> None:
+    while engine.prepare_one():
+        pass
+
+
+@pytest.fixture
+def open_engine(make_engine: Callable[..., Engine], tmp_path: Path) -> Callable[..., Engine]:
+    def start(**settings: Any) -> Engine:
+        return make_engine(**{"num_pages": 18, "kv_host_memory": MEBIBYTE, "kv_host_folder": tmp_path / "kv"} | settings)
+
+    return start
+
+
+def hybrid() -> Any:
+    torch.manual_seed(0)
+    model = BY_NAME["qwen3.5"].build(vocab_size=VOCAB)
+    model.generation_config = GenerationConfig(pad_token_id=0, eos_token_id=-1)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build", "settings"),
+    [
+        pytest.param(make_model, {}, id="llama"),
+        pytest.param(make_model, {"kv_cache_dtype": "fp8"}, id="float8"),
+        pytest.param(make_model, {"deterministic": True}, id="deterministic"),
+        pytest.param(make_model, {"speculative": "ngram"}, id="drafts"),
+        pytest.param(hybrid, {"num_states": 5}, id="states"),
+    ],
+)
+def test_a_later_engine_has_the_same_tokens_from_files(open_engine, make_engine, build, settings) -> None:
+    given = prompts(4)
+    model = build()
+    plain = make_engine(model=model, num_pages=200, **settings | {"num_states": None})
+    expected = [tokens for tokens, _ in answers(plain, [*given, *given])]
+    engine = open_engine(model=model, **settings)
+    assert [tokens for tokens, _ in answers(engine, given)] == expected[:4]
+    saved(engine)
+    engine.close()
+    later = open_engine(model=model, **settings)
+    assert answers(later, given) == [(tokens, 28) for tokens in expected[4:]]
+    stats = later.stats().host_tier
+    assert stats.folder.num_hits == 28
+    assert (stats.folder.num_bad, stats.folder.num_failures) == (0, 0)
+    later.check_integrity()
+
+
+def other_weights() -> Any:
+    model = make_model()
+    with torch.no_grad():
+        next(iter(model.parameters()))[3, 1] += 2**-10
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build", "settings"),
+    [
+        pytest.param(other_weights, {}, id="one weight"),
+        pytest.param(lambda: make_model("mistral"), {}, id="model"),
+        pytest.param(make_model, {"page_size": 8}, id="page size"),
+        pytest.param(make_model, {"kv_cache_dtype": "fp8"}, id="dtype of the cache"),
+        pytest.param(lambda: make_model().to(torch.bfloat16), {}, id="dtype"),
+        pytest.param(make_model, {"deterministic": True}, id="deterministic"),
+    ],
+)
+def test_files_of_another_engine_are_not_read(open_engine, build, settings) -> None:
+    given = prompts(2)
+    first = open_engine()
+    answers(first, given)
+    saved(first)
+    assert first.stats().host_tier.folder.num_bytes_used > 0
+    other = open_engine(model=build(), **settings)
+    assert [cached for _, cached in answers(other, given)] == [0, 0]
+    assert other.stats().host_tier.folder.num_hits == 0
+    assert [cached for _, cached in answers(open_engine(), given)] == [28, 28], "the first one's are still there"
+
+
+def test_files_come_back_to_their_salt_only(open_engine) -> None:
+    [given] = prompts(1)
+
+    def cached(engine: Engine, salt: str | None) -> int:
+        engine.add_request("one", given, GREEDY, cache_salt=salt)
+        found = 0
+        while engine.has_unfinished():
+            found = max([found, *(output.num_cached_tokens for output in engine.step())])
+        return found
+
+    engine = open_engine()
+    assert cached(engine, "salt") == 0
+    saved(engine)
+    engine.close()
+    later = open_engine()
+    assert [cached(later, salt) for salt in (None, "other", "salt")] == [0, 0, 28]
+
+
+def test_new_weights_neither_read_nor_write_files(open_engine, tmp_path: Path, caplog) -> None:
+    given = prompts(4)
+    engine = open_engine()
+    answers(engine, given)
+    saved(engine)
+    files = {path.name for path in (tmp_path / "kv").rglob("*.page")}
+    engine.update_weights((name, x * 1.01) for name, x in [*engine.model.named_parameters()])
+    assert "not used any more, because the weights have changed" in caplog.text
+    assert [cached for _, cached in answers(engine, given)] == [0] * 4
+    saved(engine)
+    engine.close()
+    assert {path.name for path in (tmp_path / "kv").rglob("*.page")} == files
+
+
+def test_an_engine_that_has_slept_finds_its_files(open_engine) -> None:
+    given = prompts(3)
+    engine = open_engine()
+    before = answers(engine, given)
+    saved(engine)
+    engine.sleep(1)
+    engine.wake_up()
+    assert answers(engine, given) == [(tokens, 28) for tokens, _ in before]
+
+
+def test_two_engines_have_one_folder(open_engine) -> None:
+    """The second one is open already when the first one writes."""
+    given = prompts(3)
+    first = open_engine()
+    second = open_engine()
+    before = answers(first, given)
+    saved(first)
+    folder = second._scheduler.tier.folder
+    folder._next_scan = 0.0
+    deadline = time.monotonic() + 20
+    while folder.index.num_bytes == 0 and time.monotonic() < deadline:
+        second._scheduler.tier.begin_step()
+        time.sleep(0.01)
+    assert answers(second, given) == [(tokens, 28) for tokens, _ in before]
+
+
+KILLED = """
+import sys, threading, os
+from fa_serve.engine import Engine, EngineConfig, SamplingParams
+config = EngineConfig(kv_host_memory=1 << 20, kv_host_folder=sys.argv[1], num_pages=40, device="cpu")
+engine = Engine(config)
+number = 0
+print("ready", flush=True)
+while True:
+    number += 1
+    engine.generate([[number % 97 + 3 + k for k in range(200)]], SamplingParams(max_tokens=2, temperature=0.0))
+    engine.prepare_one()
+"""
+
+
+def test_what_a_killed_engine_has_written_is_right(tmp_path: Path) -> None:
+    """It is killed while it writes. Each file that is there can be read, and gives the tokens of an engine without a folder."""
+    process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True, env=os.environ)
+    try:
+        assert process.stdout.readline() == "ready\n"
+        deadline = time.monotonic() + 60
+        while len([*tmp_path.rglob("*.page")]) < 40 and time.monotonic() < deadline:
+            time.sleep(0.01)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+    given = [[number % 97 + 3 + k for k in range(200)] for number in range(1, 6)]
+    engine = Engine(EngineConfig(kv_host_memory=MEBIBYTE, kv_host_folder=tmp_path, num_pages=40, device="cpu"))
+    plain = Engine(EngineConfig(num_pages=40, device="cpu"))
+    try:
+        found = answers(engine, given)
+        assert [tokens for tokens, _ in found] == [tokens for tokens, _ in answers(plain, given)]
+        assert max(cached for _, cached in found) == 192
+        assert engine.stats().host_tier.folder.num_bad == 0
+    finally:
+        engine.close()
+        plain.close()
+
+
+def test_a_folder_needs_the_hosts_memory() -> None:
+    with pytest.raises(ParameterError, match="kv_host_folder must be None without kv_host_memory"):
+        EngineConfig(kv_host_folder="kv")
+    with pytest.raises(ParameterError, match="kv_host_folder_bytes must be a positive integer"):
+        EngineConfig(kv_host_memory=1, kv_host_folder="kv", kv_host_folder_bytes=0)
+
+
+def test_a_folder_that_cannot_be_written_is_refused(make_engine, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ParameterError, match="kv_host_folder must be a folder that can be read and written"):
+        make_engine(kv_host_memory=MEBIBYTE, kv_host_folder=tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "items", "slots", "ahead"), [(1000, 5000, 100_000, 1000), (1000, 300, 100_000, 300), (1000, 5000, 400, 100)]
+)
+def test_copies_made_ahead_take_a_part_of_a_small_memory(wanted: int, items: int, slots: int, ahead: int) -> None:
+    assert look_ahead(wanted, items, slots) == ahead
+    assert look_ahead(wanted, items, 3) == 1
+
+
+def test_a_small_memory_holds_what_the_device_has_lost(make_engine) -> None:
+    """Two of the largest steps take more pages than the host holds, so all its copies were of what the device still had."""
+    given = prompts(6)
+    engine = make_engine(num_pages=18, kv_host_memory=20 * 2048, max_num_batched_tokens=64)
+    tier = engine._scheduler.tier
+    num_slots = tier.lanes[0].copies.num_slots
+    assert tier.lanes[0].depth <= max(num_slots // 4, 1)
+    for prompt in given:
+        answers(engine, [prompt])
+    host = engine._scheduler.pages.host
+    lost = [each for each in host if not engine._scheduler.pages.has(each)]
+    assert len(lost) >= num_slots // 2
+
+
+def test_a_checksum_depends_on_each_value_and_its_place() -> None:
+    x = torch.arange(10_001, dtype=torch.float32)
+    before = tensor_checksum(x)
+    assert tensor_checksum(x.clone()) == before
+    assert tensor_checksum(torch.stack([x, x])[1]) == before
+    assert tensor_checksum(torch.stack([x, x], 1)[:, 1]) == before
+    for place in (0, 1, 5000, 10_000):
+        other = x.clone()
+        other[place] += 0.5
+        assert tensor_checksum(other) != before
+    assert tensor_checksum(x.roll(1)) != before
+    for dtype in (torch.bfloat16, torch.int8, torch.bool, torch.float8_e4m3fn):
+        assert 0 <= tensor_checksum(torch.ones(7).to(dtype)) < 2**64
+    assert tensor_checksum(torch.tensor(1.0)) != tensor_checksum(torch.tensor(2.0))
+
+
+def test_the_digest_of_a_model_depends_on_weights_and_buffers() -> None:
+    model = make_model()
+    before = weights_digest(model)
+    assert weights_digest(make_model()) == before
+    for x in (list(model.parameters())[-1], next(iter(model.buffers()))):
+        with torch.no_grad():
+            x.view(-1)[-1] += 1
+        after = weights_digest(model)
+        assert after != before
+        before = after
+
+
+def test_the_number_of_an_adapter_depends_on_all_it_holds() -> None:
+    base = {"a": torch.ones(2, 3), "scale": 2.0, "names": frozenset({"q", "k"}), "none": None, "list": [torch.zeros(1)]}
+    number = content_number(base)
+    assert content_number({**reversed_items(base)}) == number
+    assert 0 < number < 2**64
+    for name, value in (("a", torch.zeros(2, 3)), ("scale", 1.0), ("names", frozenset({"q"})), ("list", [])):
+        assert content_number(base | {name: value}) != number
+
+
+def reversed_items(values: dict[str, object]) -> dict[str, object]:
+    return dict(reversed(values.items()))
