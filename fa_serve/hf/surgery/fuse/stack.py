@@ -20,14 +20,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fa_serve.hf.adapter.paged import PagedBatch
-from fa_serve.hf.lora.product import LoraSite
 from fa_serve.hf.surgery.fuse.layer import FusedLayer, HeadsAttention, LayerStep, tables_of
 from fa_serve.hf.surgery.fuse.parts import FusedProduct
 from fa_serve.hf.surgery.proof import AttentionRecorder, LayerInputs, NotReplacedError, observe_inputs, results_agree
@@ -54,7 +53,7 @@ class LayerStack:
 
     def compute(self, layer: FusedLayer, x: Tensor, batch: PagedBatch, step: LayerStep) -> Tensor | None:
         """See `ComputesStack`."""
-        if len(x) > MAX_TOKENS or not self._is_plain(batch):
+        if len(x) > MAX_TOKENS or not self._is_plain(layer, batch):
             return None
         whole = StackStep(
             step.cos,
@@ -70,17 +69,17 @@ class LayerStack:
             return None
         return self.kernel.compute(x, whole) if layer.index == self.layers[0].index else x
 
-    def _is_plain(self, batch: PagedBatch) -> bool:
+    def _is_plain(self, layer: FusedLayer, batch: PagedBatch) -> bool:
         """Whether a step asks for nothing that the kernel leaves out. All layers of a step get the same answer."""
         if batch.num_splits or batch.blocks or batch.common is not None or batch.descales is not None:
             return False
-        for layer in self.layers:
-            module = layer.module
+        for each in self.layers:
+            module = each.module
             if module._forward_hooks or module._forward_pre_hooks:
                 return False
         # products of a model share the step that says which token has an adapter
-        site = cast(Any, self.layers[0].gate_up).site
-        return not isinstance(site, LoraSite) or site.batch is None
+        site = cast(FusedProduct, layer.gate_up).site
+        return site is None or site.batch is None
 
 
 @torch.no_grad()
