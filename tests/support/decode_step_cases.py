@@ -121,7 +121,8 @@ def _rotated(x: Tensor, step: StackStep, rotary_dim: int) -> Tensor:
         return x
     half = rotary_dim // 2
     cos, sin = (table[:, None, :half].double() for table in (step.cos, step.sin))
-    first, second = x[..., :half], x[..., half:rotary_dim]
+    first = x[..., :half]
+    second = x[..., half:rotary_dim]
     return torch.cat([first * cos - second * sin, second * cos + first * sin, x[..., rotary_dim:]], -1)
 
 

@@ -189,7 +189,9 @@ class _Together:
 
     def replace(self, patch: pytest.MonkeyPatch) -> None:
         builder = interpreter.InterpreterBuilder
-        load, store, change = builder.create_masked_load, builder.create_masked_store, builder.create_atomic_rmw
+        load = builder.create_masked_load
+        store = builder.create_masked_store
+        change = builder.create_atomic_rmw
 
         def program_id(_: Any, axis: int) -> Any:
             number = self.local.program if axis == 0 else 0

@@ -65,9 +65,25 @@ def _old_keys(
 
 @triton.jit
 def _new_keys(
-    q, acc, row_max, row_sum, qkv_ptr, caches, angles, slot_ptr, k_norm_ptr, row0, q_len, kv_len, head, factor, norms, strides,
-    columns, var: tl.constexpr,
-):  # fmt: skip
+    q,
+    acc,
+    row_max,
+    row_sum,
+    qkv_ptr,
+    caches,
+    angles,
+    slot_ptr,
+    k_norm_ptr,
+    row0,
+    q_len,
+    kv_len,
+    head,
+    factor,
+    norms,
+    strides,
+    columns,
+    var: tl.constexpr,
+):
     """Attend to the keys of this step, causally, and store them and their values in the cache."""
     k_ptr, v_ptr = caches
     cos_ptr, sin_ptr, stride_cos = angles
@@ -187,9 +203,25 @@ def attend_task(
     )
     if split == splits - 1:
         acc, row_max, row_sum = _new_keys(
-            q, acc, row_max, row_sum, qkv_ptr, caches, angles, slot_ptr, k_norm_ptr, row0, q_len, kv_len, head, factor, norms,
-            strides, columns, var,
-        )  # fmt: skip
+            q,
+            acc,
+            row_max,
+            row_sum,
+            qkv_ptr,
+            caches,
+            angles,
+            slot_ptr,
+            k_norm_ptr,
+            row0,
+            q_len,
+            kv_len,
+            head,
+            factor,
+            norms,
+            strides,
+            columns,
+            var,
+        )
     if splits == 1:
         out = acc / tl.where(row_sum > 0.0, row_sum, 1.0)[:, None]
         places = (tokens * var.num_heads + heads) * var.dim

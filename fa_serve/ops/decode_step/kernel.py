@@ -4,12 +4,12 @@ One program runs on each multiprocessor, and a layer is five phases (`layout`). 
 done, requests its first weights of the next phase, which depend on nothing, and then waits until all programs are done. So the
 memory is kept busy across what would be the launches of a layer.
 
-What is written twice is safe without further waiting, because each phase waits for all programs of the phase before it: whoever
-writes the queries, the outputs of attention or the gated numbers of the next layer knows that all programs have read those of
-this one. A row of the residual stream is read and written by one program, between phases that read all of it.
+What is written twice is safe without further waiting, because each phase waits for all programs of the phase before it: a
+program that writes the queries, the outputs of attention or the gated numbers of the next layer knows that all programs have
+read those of this one. A row of the residual stream is read and written by one program, between phases that read all of it.
 
-The tables of addresses have a row for each layer. Left out: the embedding, the last norm and the head, which are launches of
-their own, and how many programs are resident (run.py).
+The tables of addresses have a row for each layer. Left out: the embedding, the last norm and the head, which are separate
+launches, and how many programs are resident (run.py).
 """
 
 from __future__ import annotations
@@ -129,9 +129,20 @@ def decode_layers(
             wait_for_phase(counters_ptr, 4, target - var.programs)
         _request_share(o_w, program, OUTPUT, var)
         multiply_share(
-            x_ptr, qkv_w, _address(table_ptr, layer, 5, x_ptr), _address(table_ptr, layer, 4, x_ptr), qkv_ptr,
-            w_qkv, program, total, eps, offset, 1.0, QKV, var,
-        )  # fmt: skip
+            x_ptr,
+            qkv_w,
+            _address(table_ptr, layer, 5, x_ptr),
+            _address(table_ptr, layer, 4, x_ptr),
+            qkv_ptr,
+            w_qkv,
+            program,
+            total,
+            eps,
+            offset,
+            1.0,
+            QKV,
+            var,
+        )
         arrive(counters_ptr, 0)
 
         wait_for_phase(counters_ptr, 0, target)
@@ -139,26 +150,47 @@ def decode_layers(
         caches = (_address(table_ptr, layer, 9, x_ptr), _address(table_ptr, layer, 10, x_ptr))
         for task in tl.range(program, tasks, var.programs, num_stages=1, disable_licm=True):
             attend_task(
-                task, splits, qkv_ptr, attended_ptr, parts_ptr, pairs_ptr, weights, caches, batch, angles, scale,
-                (head_eps, head_offset), strides, var,
-            )  # fmt: skip
+                task,
+                splits,
+                qkv_ptr,
+                attended_ptr,
+                parts_ptr,
+                pairs_ptr,
+                weights,
+                caches,
+                batch,
+                angles,
+                scale,
+                (head_eps, head_offset),
+                strides,
+                var,
+            )
         arrive(counters_ptr, 1)
         w_o = _first_tile(o_w, program, OUTPUT, var)
 
         wait_for_phase(counters_ptr, 1, target)
         _request_share(gate_up_w, program, GATE_UP, var)
-        multiply_share(
-            attended_ptr, o_w, x_ptr, x_ptr, x_ptr, w_o, program, total, eps, offset, alpha, OUTPUT, var
-        )  # fmt: skip
+        multiply_share(attended_ptr, o_w, x_ptr, x_ptr, x_ptr, w_o, program, total, eps, offset, alpha, OUTPUT, var)
         arrive(counters_ptr, 2)
         w_gate_up = _first_tile(gate_up_w, program, GATE_UP, var)
 
         wait_for_phase(counters_ptr, 2, target)
         _request_share(down_w, program, DOWN, var)
         multiply_share(
-            x_ptr, gate_up_w, _address(table_ptr, layer, 6, x_ptr), x_ptr, gated_ptr,
-            w_gate_up, program, total, eps, offset, 1.0, GATE_UP, var,
-        )  # fmt: skip
+            x_ptr,
+            gate_up_w,
+            _address(table_ptr, layer, 6, x_ptr),
+            x_ptr,
+            gated_ptr,
+            w_gate_up,
+            program,
+            total,
+            eps,
+            offset,
+            1.0,
+            GATE_UP,
+            var,
+        )
         arrive(counters_ptr, 3)
         w_down = _first_tile(down_w, program, DOWN, var)
 

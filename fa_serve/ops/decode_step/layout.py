@@ -15,13 +15,13 @@ from typing import NamedTuple
 
 from fa_serve.launching.sizes import power_of_2
 
-MAX_TOKENS = 8
+MOST_STEP_TOKENS = 8
 """Tokens of a step that the kernel computes: the narrow side of a tile of tensor cores."""
 PHASES = 5
-"""Of a layer. Each has one counter."""
-COUNTER_STRIDE = 32
+"""Phases of a layer. Each has one counter."""
+PHASE_STRIDE = 32
 """Counters are int64, and so far apart that no two share a line of the L2 cache or its neighbour."""
-MAX_SPLITS = 32
+MOST_STEP_SPLITS = 32
 """Of the keys of a sequence."""
 
 
@@ -164,8 +164,8 @@ def splits_of(layout: StepLayout, batch: int) -> int:
 
 def unsupported_shape(shape: StepShape, tokens: int) -> str | None:
     """Why the kernel does not compute layers of these sizes, or None."""
-    if tokens > MAX_TOKENS:
-        return f"a step must have at most {MAX_TOKENS} tokens, got {tokens}"
+    if tokens > MOST_STEP_TOKENS:
+        return f"a step must have at most {MOST_STEP_TOKENS} tokens, got {tokens}"
     if shape.head_dim != power_of_2(shape.head_dim) or not 16 <= shape.head_dim <= 256:
         return f"head_dim must be a power of two from 16 to 256, got {shape.head_dim}"
     if shape.num_heads % shape.num_kv_heads:
@@ -190,7 +190,7 @@ def layout_of(
 ) -> StepLayout:
     """The constants for steps of so many tokens. kind: of the activation, as in `elementwise/activation.py`"""
     rows_m = power_of_2(shape.num_heads // shape.num_kv_heads * max_seqlen_q)
-    max_splits = min(MAX_SPLITS, _power_below(programs // shape.num_kv_heads))
+    max_splits = min(MOST_STEP_SPLITS, _power_below(programs // shape.num_kv_heads))
     attended = shape.num_heads * shape.head_dim
 
     def product(rows: int, columns: int, **options: bool) -> StepProduct:
@@ -202,7 +202,7 @@ def layout_of(
         o=product(shape.hidden, attended, added=True),
         gate_up=product(shape.intermediate, shape.hidden, normed=True, gated=True),
         down=product(shape.hidden, shape.intermediate, added=True),
-        block_t=1 if tokens == 1 else MAX_TOKENS,
+        block_t=1 if tokens == 1 else MOST_STEP_TOKENS,
         num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads,
         groups=shape.num_heads // shape.num_kv_heads,

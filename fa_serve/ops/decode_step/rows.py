@@ -113,9 +113,20 @@ def _store_outputs(
 
 @triton.jit
 def multiply_share(
-    x_ptr, w_ptr, norm_ptr, bias_ptr, out_ptr, w, program, total, eps, offset, alpha,
-    product: tl.constexpr, var: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    w_ptr,
+    norm_ptr,
+    bias_ptr,
+    out_ptr,
+    w,
+    program,
+    total,
+    eps,
+    offset,
+    alpha,
+    product: tl.constexpr,
+    var: tl.constexpr,
+):
     """The rows of a program. w: its first tile, which was loaded before. x (total, columns), out (total, rows)."""
     BLOCK_T: tl.constexpr = var.block_t
     BLOCKS: tl.constexpr = (product.columns + product.block_k - 1) // product.block_k

@@ -23,9 +23,9 @@ from fa_serve import spec
 from fa_serve.launching.launch import Launch, multiprocessors
 from fa_serve.ops.decode_step.kernel import ADDRESSES, decode_layers
 from fa_serve.ops.decode_step.layout import (
-    COUNTER_STRIDE,
     DEFAULT_TILE,
-    MAX_TOKENS,
+    MOST_STEP_TOKENS,
+    PHASE_STRIDE,
     PHASES,
     StepLayout,
     StepShape,
@@ -147,11 +147,11 @@ class DecodeStack:
             raise UnsupportedStackError(reason)
         dtype = first.qkv.dtype
         attended = options.num_heads * options.head_dim
-        self._qkv = torch.empty(MAX_TOKENS, self.shape.qkv_rows, dtype=dtype, device=device)
-        self._attended = torch.empty(MAX_TOKENS, attended, dtype=dtype, device=device)
-        self._gated = torch.empty(MAX_TOKENS, self.shape.intermediate, dtype=dtype, device=device)
-        self._counters = torch.zeros(PHASES * COUNTER_STRIDE, dtype=torch.int64, device=device)
-        self._pairs = torch.zeros(MAX_TOKENS * self.shape.num_kv_heads, dtype=torch.int32, device=device)
+        self._qkv = torch.empty(MOST_STEP_TOKENS, self.shape.qkv_rows, dtype=dtype, device=device)
+        self._attended = torch.empty(MOST_STEP_TOKENS, attended, dtype=dtype, device=device)
+        self._gated = torch.empty(MOST_STEP_TOKENS, self.shape.intermediate, dtype=dtype, device=device)
+        self._counters = torch.zeros(PHASES * PHASE_STRIDE, dtype=torch.int64, device=device)
+        self._pairs = torch.zeros(MOST_STEP_TOKENS * self.shape.num_kv_heads, dtype=torch.int32, device=device)
         self._done = torch.zeros(self._programs, dtype=torch.int64, device=device)
         self._parts: dict[tuple[int, int], Tensor] = {}
         self._tables: dict[tuple[int, ...], Tensor] = {}
@@ -183,13 +183,15 @@ class DecodeStack:
         """Why the kernel does not compute this step, or None."""
         total = len(step.slot_mapping)
         k_cache, v_cache = step.caches[0]
-        if not 1 <= total <= MAX_TOKENS or step.max_seqlen_q > MAX_TOKENS:
-            return f"the step must have 1 to {MAX_TOKENS} tokens, got {total}"
+        if not 1 <= total <= MOST_STEP_TOKENS or step.max_seqlen_q > MOST_STEP_TOKENS:
+            return f"the step must have 1 to {MOST_STEP_TOKENS} tokens, got {total}"
         for cache in (x for pair in step.caches for x in pair):
             if cache.dtype != self._qkv.dtype or cache.stride() != k_cache.stride() or cache.stride(3) != 1:
                 return "caches must have one layout and the dtype of the weights"
         if v_cache.shape != k_cache.shape:
             return "keys and values must have equal shapes"
+        if step.cos.stride() != step.sin.stride() or step.cos.stride(1) != 1:
+            return "cos and sin must have equal strides and contiguous rows"
         if max(k_cache.stride()) >= 1 << 31:
             return "a page of the cache must have fewer than 2^31 numbers"
         return None
@@ -199,7 +201,6 @@ class DecodeStack:
         count = len(self._layers) - first if count is None else count
         launch, layout = self._launch_for(step)
         batch = len(step.seqused_k)
-        cos, sin = step.cos, step.sin
         tensors = (
             x,
             self._qkv,
@@ -210,14 +211,14 @@ class DecodeStack:
             self._pairs,
             self._done,
             self._table_of(step.caches),
-            cos,
-            sin if sin.stride() == cos.stride() else sin.contiguous(),
+            step.cos,
+            step.sin,
             step.slot_mapping,
             step.block_table,
             step.seqused_k,
             step.cu_seqlens_q,
         )
-        launch(tensors, first, count, len(x), batch, splits_of(layout, batch), step.block_table.stride(0), cos.stride(0))
+        launch(tensors, first, count, len(x), batch, splits_of(layout, batch), step.block_table.stride(0), step.cos.stride(0))
         return x
 
     def memory(self, step: StackStep) -> tuple[Tensor, ...]:
@@ -260,7 +261,7 @@ class DecodeStack:
         """Room for the splits of all KV heads of a step."""
         key = (layout.max_splits, layout.rows_m)
         if key not in self._parts:
-            units = MAX_TOKENS * layout.num_kv_heads
+            units = MOST_STEP_TOKENS * layout.num_kv_heads
             self._parts[key] = torch.empty(units * layout.parts_of_unit, dtype=torch.float32, device=self._qkv.device)
         return self._parts[key]
 

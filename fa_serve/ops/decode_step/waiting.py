@@ -2,7 +2,7 @@
 
 Each phase has one counter in global memory. A program adds 1 when all that it writes in a phase is written, and nobody resets a
 counter: the phase of the n-th layer that this memory has seen is complete when its counter is n times the number of programs.
-How many layers that were before a launch, each program reads in a word of its own.
+How many layers that were before a launch, each program reads in a separate word.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fa_serve.ops.decode_step.layout import COUNTER_STRIDE
+from fa_serve.ops.decode_step.layout import PHASE_STRIDE
 
-_STRIDE = tl.constexpr(COUNTER_STRIDE)
+_STRIDE = tl.constexpr(PHASE_STRIDE)
 
 
 @triton.jit

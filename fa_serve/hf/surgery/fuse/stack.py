@@ -31,7 +31,7 @@ from fa_serve.hf.surgery.fuse.layer import FusedLayer, HeadsAttention, LayerStep
 from fa_serve.hf.surgery.fuse.parts import FusedProduct
 from fa_serve.hf.surgery.proof import AttentionRecorder, LayerInputs, NotReplacedError, observe_inputs, results_agree
 from fa_serve.ops import Norm
-from fa_serve.ops.decode_step.layout import MAX_TOKENS
+from fa_serve.ops.decode_step.layout import MOST_STEP_TOKENS
 from fa_serve.ops.decode_step.run import DecodeStack, StackLayer, StackOptions, StackStep, UnsupportedStackError
 
 log = logging.getLogger("fa_serve.hf")
@@ -53,7 +53,7 @@ class LayerStack:
 
     def compute(self, layer: FusedLayer, x: Tensor, batch: PagedBatch, step: LayerStep) -> Tensor | None:
         """See `ComputesStack`."""
-        if len(x) > MAX_TOKENS or not self._is_plain(layer, batch):
+        if len(x) > MOST_STEP_TOKENS or not self._is_plain(layer, batch):
             return None
         whole = StackStep(
             step.cos,
@@ -70,7 +70,7 @@ class LayerStack:
         return self.kernel.compute(x, whole) if layer.index == self.layers[0].index else x
 
     def _is_plain(self, layer: FusedLayer, batch: PagedBatch) -> bool:
-        """Whether a step asks for nothing that the kernel leaves out. All layers of a step get the same answer."""
+        """Whether the kernel computes all that a step asks for. All layers of a step get the same answer."""
         if batch.num_splits or batch.blocks or batch.common is not None or batch.descales is not None:
             return False
         for each in self.layers:
@@ -108,7 +108,7 @@ def stack_layers(model: PreTrainedModel, modules: Sequence[nn.Module]) -> bool:
     stack = LayerStack(tuple(fused), kernel)
     for module, layer in zip(ordered, fused, strict=True):
         module.forward = replace(layer, stack=stack)
-    log.info("steps of up to %d tokens compute %d layers in one kernel", MAX_TOKENS, len(fused))
+    log.info("steps of up to %d tokens compute %d layers in one kernel", MOST_STEP_TOKENS, len(fused))
     return True
 
 

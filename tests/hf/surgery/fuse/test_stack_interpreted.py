@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ from fa_serve.ops.decode_step.run import DecodeStack, StackStep
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The switch is on. The list has the number of layers of each launch, those of the proof included."""
     made: list[int] = []
     compute = DecodeStack.compute
@@ -35,7 +34,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
     monkeypatch.setattr(DecodeStack, "compute", noted)
     monkeypatch.setattr(stack, "STACKS_LAYERS", True)
-    yield made
+    return made
 
 
 def fused_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
