@@ -10,7 +10,8 @@
     again        the same for a request with that image and another question behind it; ours is compared with "first"
     encode       images a second through the towers, 16 in one call; compared with one after the other
     text p99     seconds between two tokens of requests with text alone while requests with images come; compared with "alone",
-                 and with "prompts" of as many tokens that come instead
+                 and with "prompts" of as many tokens that come instead; a line for each of SETTINGS
+    beside text  median seconds to the first token of these requests with images, for each of SETTINGS
     text         requests a second of text alone; compared with an engine that takes no images
 
 Every case runs once before it is measured. Pixels are random numbers as the processor would give them, so that no case contains
@@ -23,7 +24,8 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -34,7 +36,10 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from benchmarks.measure import Cells, Results
 from fa_serve.engine import Engine, EngineConfig, SamplingParams
+from fa_serve.engine.images import encoder
 from fa_serve.engine.images.prompt import ImageInput
+from fa_serve.engine.runner import image_arrays
+from fa_serve.engine.scheduler.prompt_share import MAX_IMAGE_TOKENS, PromptShare
 
 ROOT = Path(__file__).parents[2]
 
@@ -105,14 +110,60 @@ def make_vision_model(sizes: Sizes) -> Any:
         return cast(Any, AutoModelForImageTextToText).from_config(SHAPES[sizes.shape](), dtype=sizes.dtype).eval()
 
 
-class Workload:
-    """An engine and the requests that it is given. Each new image has other pixels. max_images: 0 for an engine without them"""
+@dataclass(frozen=True)
+class Setting:
+    """What keeps texts from waiting for images.
 
-    def __init__(self, sizes: Sizes, model: Any, max_images: int = 16) -> None:
+    target: steps should take at most LONGEST times what decoding alone takes. Otherwise they take what there is
+    slices: images go through the towers in parts; beside: on a stream of their own; graphs: steps with images are captured
+    """
+
+    target: bool = True
+    slices: bool = True
+    beside: bool = False
+    graphs: bool = False
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Inside, engines that are made and run have it."""
+        before = (encoder.ENCODES_BESIDE, image_arrays.CAPTURES_IMAGES, PromptShare.image_limit)
+        encoder.ENCODES_BESIDE = self.beside
+        image_arrays.CAPTURES_IMAGES = self.graphs
+        if not self.slices:
+            PromptShare.image_limit = lambda *_, **__: MAX_IMAGE_TOKENS  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            encoder.ENCODES_BESIDE, image_arrays.CAPTURES_IMAGES, PromptShare.image_limit = before  # type: ignore[method-assign]
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+                torch.cuda.set_stream(torch.cuda.default_stream())
+
+
+LONGEST = 1.25
+"""The target of a step beside decoding alone, a little below what is wanted of the 99th percentile (1.3)."""
+SETTINGS = {
+    "": Setting(target=False),
+    "target": Setting(slices=False),
+    "slices": Setting(),
+    "slices, graphs": Setting(graphs=True),
+    "slices, graphs, stream": Setting(graphs=True, beside=True),
+}
+
+
+class Workload:
+    """An engine and the requests that it is given. Each new image has other pixels.
+
+    max_images: 0 for an engine without them; others: settings of the engine
+    """
+
+    def __init__(self, sizes: Sizes, model: Any, max_images: int = 16, **others: Any) -> None:
         self._sizes = sizes
         self._token = model.config.image_token_id
         limits = {"max_model_len": 4096} if sizes.device == "cuda" else {"max_model_len": 64, "num_pages": 64}
-        self.engine = Engine(EngineConfig(max_num_seqs=2 * sizes.requests, max_images=max_images, **limits), model=model)
+        config = EngineConfig(max_num_seqs=2 * sizes.requests, max_images=max_images, **limits | others)
+        self.engine = Engine(config, model=model)
+        self.firsts: list[float] = []
         self._draw = torch.Generator().manual_seed(0)
         self._text = 2
 
@@ -186,6 +237,8 @@ class Workload:
         for number in range(sizes.requests):
             self.engine.add_request(f"text-{number}", self.prompt(None), params)
         gaps = []
+        self.firsts = []
+        sent: dict[str, float] = {}
         last: dict[str, float] = {}
         step = 0
         while any(name not in last or last[name] >= 0 for name in (f"text-{n}" for n in range(sizes.requests))):
@@ -195,11 +248,14 @@ class Workload:
                 if beside == "prompts":
                     tokens = [token if token != self._token else 3 for token in tokens]
                 images = [image] if beside == "images" else []
+                sent[f"beside-{step}"] = time.perf_counter()
                 self.engine.add_request(f"beside-{step}", tokens, replace(params, max_tokens=1), images=images)
             step += 1
             for output in self.engine.step():
+                now = time.perf_counter()
+                if output.request_id in sent:
+                    self.firsts.append(now - sent[output.request_id])
                 if output.request_id.startswith("text"):
-                    now = time.perf_counter()
                     if output.request_id in last:
                         gaps.append(now - last[output.request_id])
                     last[output.request_id] = -1.0 if output.finished else now
@@ -235,14 +291,32 @@ def measure(sizes: Sizes, results: Results, cells: Cells) -> None:
             work.images_per_second(together=16),
             {"alone": work.images_per_second(together=1)},
         )
-    if cells.takes("text p99"):
-        kinds = ("alone", "prompts", "images")
-        gaps = [{name: work.gaps_of_text(name) for name in kinds} for _ in range(2)][1]  # the first round captures graphs
-        results.add(f"{sizes.shape} text p99", "s", gaps.pop("images"), gaps)
     if cells.takes("text"):
         work.run_clients(with_images=False)
         rate, _ = work.run_clients(with_images=False)
         results.add(f"{sizes.shape} text", "requests/s", rate, {"max_images=0": without})
+    work.engine.close()
+    if cells.takes("text p99"):
+        measure_gaps(sizes, model, results, cells)
+
+
+def measure_gaps(sizes: Sizes, model: Any, results: Results, cells: Cells) -> None:
+    """The cases "text p99" and "beside text", with each setting. The first one says what decoding alone takes."""
+    alone = 0.0
+    for name, setting in SETTINGS.items():
+        if name and not cells.takes(f"text p99 {name}"):
+            continue
+        target = {"target_itl": 1000 * LONGEST * alone} if setting.target else {}
+        with setting.active():
+            work = Workload(sizes, model, **target)
+            kinds = ("alone", "prompts", "images")
+            for _ in range(2):  # the first round captures graphs, and teaches what steps cost
+                gaps = {kind: work.gaps_of_text(kind) for kind in kinds}
+            work.engine.close()
+        alone = alone or gaps["alone"]
+        case = f" {name}" if name else ""
+        results.add(f"{sizes.shape} text p99{case}", "s", gaps.pop("images"), gaps)
+        results.add(f"{sizes.shape} beside text{case}", "s", statistics.median(work.firsts or [0.0]), {})
 
 
 def main() -> None:
