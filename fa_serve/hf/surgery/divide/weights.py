@@ -78,7 +78,7 @@ class PartOfNorm:
         gate_comes_last = getattr(self.norm, "norm_before_gate", False)
         if factor is not None and not gate_comes_last:
             wide = wide * factor
-        squares = self.all_reduce(wide.square().sum(-1, keepdim=True))
+        squares = self.all_reduce(wide.square().sum(-1))[..., None]  # one row for the kernel, not one for each token
         wide = wide * torch.rsqrt(squares / self.features + self.norm.variance_epsilon)
         out: Tensor = self.norm.weight * wide.to(hidden.dtype)
         return out if factor is None or not gate_comes_last else (out * factor).to(hidden.dtype)
