@@ -359,10 +359,7 @@ class Engine:
         return self._counters.weight_version
 
     def prepare_one(self) -> bool:
-        """Capture one more graph, or write some pages to the folder. To be called when there is no request.
-
-        Returns False if nothing is left.
-        """
+        """Capture one more graph, or write pages to the folder, while there is no request. Returns False if nothing is left."""
         self._ranks.tell("prepare_one")
         if self.is_asleep or self.has_unfinished():
             return False
@@ -463,14 +460,10 @@ class Engine:
         """Turn the tokens that are known into outputs. While a step runs, this takes no time from it."""
         outputs: list[RequestOutput] = []
         while self._steps.committed:
-            step, result, gained = self._steps.committed.popleft()
-            self._answers.add_prompt_logprobs(result)
-            grammars = partial(grammar_ends, gained, self._answers.states)
-            ends = self._ranks.broadcast("grammars", grammars) if step.structured else {}
-            outputs += [
-                self._answers.output(x, tokens, result.logprobs.get(x), ends.get(x.request.request_id, 0), step.mask_seconds)
-                for x, tokens in gained.items()
-            ]
+            committed = self._steps.committed.popleft()
+            grammars = partial(grammar_ends, committed.gained, self._answers.states)
+            ends = self._ranks.broadcast("grammars", grammars) if committed.step.structured else {}
+            outputs += self._answers.take(committed, ends)
         return outputs
 
     def _shrink(self, batch: ScheduledBatch, error: Exception) -> list[RequestOutput]:

@@ -285,7 +285,8 @@ def channel_gradients(
 def _length_factor(x: Tensor) -> Tensor:
     """By which rows (..., dim) are multiplied to have the length 1: float32 (..., 1)."""
     wide = x.float()
-    return (wide.square().sum(-1, keepdim=True) + L2NORM_EPS.value).rsqrt()
+    factor: Tensor = (wide.square().sum(-1, keepdim=True) + L2NORM_EPS.value).rsqrt()
+    return factor
 
 
 def _normalised(x: Tensor) -> Tensor:
