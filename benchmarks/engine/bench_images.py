@@ -115,7 +115,7 @@ class Setting:
     """What keeps texts from waiting for images.
 
     target: steps should take at most LONGEST times what decoding alone takes. Otherwise they take what there is
-    slices: images go through the towers in parts; beside: on a stream of their own; graphs: steps with images are captured
+    slices: images go through the towers in parts; beside: on a separate stream; graphs: steps with images are captured
     """
 
     target: bool = True

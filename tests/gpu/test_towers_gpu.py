@@ -1,4 +1,4 @@
-"""Images beside decoding on a GPU: towers on a stream of their own, and captured steps with images. Both are off until this and
+"""Images beside decoding on a GPU: towers on a separate stream, and captured steps with images. Both are off until this and
 `bench_images --cells "text p99"` have been run."""
 
 from __future__ import annotations

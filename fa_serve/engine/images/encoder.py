@@ -9,7 +9,7 @@ again when a later chunk needs it, because requests keep what their processor ha
 requests, are encoded together, as far as their inputs can be joined.
 
 Work that a step does not finish pauses after a layer of the towers (paused_call.py). With ENCODES_BESIDE it is queued on a
-stream of its own, which steps do not wait for.
+separate stream, which steps do not wait for.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from fa_serve.spec import ParameterError, UnsupportedModelError
 log = logging.getLogger("fa_serve.engine")
 
 ENCODES_BESIDE = False
-"""Whether towers have a stream of their own on a GPU, beside steps in which sequences decode. Off until a GPU has shown what it
+"""Whether towers have a separate stream on a GPU, beside steps in which sequences decode. Off until a GPU has shown what it
 is worth (tests/gpu/test_towers_gpu.py, bench_images)."""
 STEPS_PRIORITY = -1
 """Of the stream of steps then. That of the towers is 0, the lowest one that CUDA has, and that of the default stream."""

@@ -1,4 +1,4 @@
-"""A call that runs a part at a time: in a thread of its own, of which either it or the caller runs, never both.
+"""A call that runs a part at a time: in another thread, while the caller stands still.
 
     call = PausedCall(lambda pause: encode(images, pause))       # calls `pause()` wherever it may be cut
     while not call.run(3):                   # returns at the third pause from here on, or when the call has ended

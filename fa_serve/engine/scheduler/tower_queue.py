@@ -6,7 +6,7 @@
     end = towers.barrier(sequence)           # tokens from here on wait for an image
     towers.passed(sequence)                  # its chunk has been scheduled: it needs the images before no more
 
-The embeddings of an image are work of their own: clients take turns by the embeddings that they have got (fair_queue.py), and a
+The embeddings of an image are separate work: clients take turns by the embeddings that they have got (fair_queue.py), and a
 step encodes as much as it has time for. A sequence computes the tokens before its first image that is not encoded. Without such
 tokens it waits outside of the queue, so that it holds up nobody, takes no slot and no pages.
 

@@ -1,0 +1,64 @@
+"""Calls that run a part at a time, in another thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from fa_serve.engine.images.paused_call import PausedCall
+
+
+def count_to(number: int, seen: list[int]) -> Callable[[Callable[[], None]], int]:
+    def function(pause: Callable[[], None]) -> int:
+        for n in range(number):
+            seen.append(n)
+            pause()
+        return number
+
+    return function
+
+
+def test_a_call_runs_a_part_at_a_time() -> None:
+    seen: list[int] = []
+    call = PausedCall(count_to(7, seen))
+    assert not call.run(2)
+    assert seen == [0, 1]
+    assert not call.run(0), "at least up to the next pause"
+    assert seen == [0, 1, 2]
+    assert call.run(None)
+    assert (seen, call.result(), call.num_pauses) == ([*range(7)], 7, 7)
+    assert call.run(1)
+
+
+def test_what_a_call_raises() -> None:
+    def fail(pause: Callable[[], None]) -> None:
+        pause()
+        raise ValueError("in the midst")
+
+    call = PausedCall(fail)
+    assert not call.run(1)
+    with pytest.raises(ValueError, match="in the midst"):
+        call.run(1)
+    assert call.has_ended
+
+
+def test_a_call_that_is_given_up_leaves_its_contexts() -> None:
+    left: list[str] = []
+
+    def function(pause: Callable[[], None]) -> None:
+        try:
+            pause()
+            left.append("went on")
+        except Exception:
+            left.append("swallowed")
+        finally:
+            left.append("left")
+
+    call = PausedCall(function)
+    call.run(1)
+    call.close()
+    assert left == ["left"]
+    call.close()
+    PausedCall(function).close()
+    assert left == ["left"]
