@@ -314,9 +314,7 @@ class Engine:
             self._residence.copy(weights)
         finally:  # some of them have been copied
             self._residence.settle()
-            if self._scheduler.tier is not None:
-                self._scheduler.tier.leave_folder()
-            self._scheduler.forget_cache(keep_pages=keep_pages)
+            self._scheduler.forget_cache(new_weights=True, keep_pages=keep_pages)
             self._counters.weight_version += 1
         return self._counters.weight_version
 
@@ -359,10 +357,7 @@ class Engine:
         return self._counters.weight_version
 
     def prepare_one(self) -> bool:
-        """Capture one more graph, or write some pages to the folder. To be called when there is no request.
-
-        Returns False if nothing is left.
-        """
+        """While there is no request: capture one more graph, or write pages to the folder. Returns False if nothing is left."""
         self._ranks.tell("prepare_one")
         if self.is_asleep or self.has_unfinished():
             return False
