@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from hybrids import BY_NAME
+from peft_adapters import save_adapter
 from tiny_models import VOCAB, make_model
 from transformers import GenerationConfig
 
@@ -128,6 +129,24 @@ def test_files_come_back_to_their_salt_only(open_engine) -> None:
     engine.close()
     later = open_engine()
     assert [cached(later, salt) for salt in (None, "other", "salt")] == [0, 0, 28]
+
+
+def test_files_come_back_to_the_content_of_an_adapter(open_engine, tmp_path: Path) -> None:
+    """Names, and the order in which adapters are loaded, say nothing of a later engine's."""
+    [given] = prompts(1)
+    folders = [save_adapter(tmp_path / name, seed=seed, r=4) for seed, name in enumerate(("one", "two"))]
+    settings = {"lora_bytes": 1 << 26, "max_lora_rank": 16}
+    engine = open_engine(**settings)
+    engine.load_adapter("first", folders[0])
+    before = engine.generate([given], GREEDY, adapter="first")[0]
+    saved(engine)
+    engine.close()
+    later = open_engine(**settings)
+    later.load_adapter("first", folders[1])
+    later.load_adapter("second", folders[0])
+    found = {name: later.generate([given], GREEDY, adapter=name)[0] for name in (None, "first", "second")}
+    assert [each.num_cached_tokens for each in found.values()] == [0, 0, 28]
+    assert found["second"].token_ids == before.token_ids
 
 
 def test_new_weights_neither_read_nor_write_files(open_engine, tmp_path: Path, caplog) -> None:
