@@ -314,9 +314,7 @@ class Engine:
             self._residence.copy(weights)
         finally:  # some of them have been copied
             self._residence.settle()
-            if self._scheduler.tier is not None:
-                self._scheduler.tier.leave_folder()
-            self._scheduler.forget_cache(keep_pages=keep_pages)
+            self._scheduler.forget_cache(new_weights=True, keep_pages=keep_pages)
             self._counters.weight_version += 1
         return self._counters.weight_version
 

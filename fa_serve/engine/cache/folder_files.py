@@ -7,8 +7,8 @@
     files.scan()                             # (added, removed) since the last scan
 
 A file holds one page or state of all layers, as it lies in the host's memory, behind a header with its hash, its identity and a
-checksum. The identity says what computed it: the model's weights, the dtype, the layout of a page and so on. Files of each
-identity lie in a folder of its own, and a file of another one is never read, even if it was moved there by hand.
+checksum. The identity says what computed it: the model's weights, the dtype, the layout of a page and so on. Each
+identity has a folder for its files, and a file of another one is never read, even if it was moved there by hand.
 
 Several processes may use the folder, and each may end at any moment. A file is written under another name and renamed when it
 is complete, so nobody sees a part of it. Nothing waits for the disk (fsync): what a loss of power tears has another checksum.

@@ -48,7 +48,7 @@ LONGEST_READ = 5.0
 """Seconds that a sequence waits for one file."""
 SCAN_SECONDS = 30.0
 """Time after which the folder is looked through again, for files of other processes. It is longer for a large folder."""
-CLOSE_SECONDS = 0.5
+LAST_FILE_SECONDS = 0.5
 FIRST_SCAN_SECONDS = 2.0
 """How long the start waits for the first look. What it finds later is known later."""
 
@@ -294,7 +294,7 @@ class FolderTier:
         """End the threads, after the file that each of them has begun."""
         for workers in (self._writer, self._readers, self._scanner):
             workers.close()
-        self._writer.join(CLOSE_SECONDS)
+        self._writer.join(LAST_FILE_SECONDS)
 
     def snapshot(self) -> FolderStats:
         counts = self._counts

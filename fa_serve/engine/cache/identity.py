@@ -116,7 +116,7 @@ def _add_content(digest: Any, value: Any) -> None:
 
 
 def _layout(x: Tensor) -> list[object]:
-    """Of a row. How many rows there are does not matter."""
+    """The layout of a row. How many rows there are does not matter."""
     return [[*x.shape[1:]], [*x.stride()[1:]], str(x.dtype)]
 
 

@@ -418,9 +418,11 @@ class Prefix:
         confirmed = max(sequence.num_confirmed, sequence.num_cached_tokens)
         self._pages.forget(sequence.page_hashes[confirmed // self._pages.page_size :])
 
-    def withdraw_everything(self) -> None:
-        """The same for all pages and states of all sequences: the weights that they were computed with are no longer those."""
+    def withdraw_everything(self, *, new_weights: bool) -> None:
+        """The same for all pages and states of all sequences; for files if they were computed with other weights."""
         if self._tier is not None:
+            if new_weights:
+                self._tier.leave_folder()
             self._tier.finish()
         self._pages.forget_all()
 

@@ -219,8 +219,7 @@ def test_new_weights_leave_the_folder(files: FolderFiles) -> None:
     traffic = make_traffic(files)
     hashes = run_first(traffic)
     names = {path.name for path in files.folder.rglob("*.page")}
-    traffic.scheduler.tier.leave_folder()
-    traffic.scheduler.forget_cache()
+    traffic.scheduler.forget_cache(new_weights=True)
     assert again(traffic) == 0
     fill(traffic, 3)
     while traffic.scheduler.tier.save_one():
@@ -294,6 +293,7 @@ def test_a_disk_that_does_not_answer_is_not_waited_for(files: FolderFiles, monke
     assert folder_of(traffic).reach(hashes) == 0
     traffic.scheduler.check_integrity()
     slow.gate.set()
+    monkeypatch.setattr(folder_tier, "LONGEST_READ", 60.0)
     deadline = time.monotonic() + 20
     while folder_of(traffic).reach(hashes) < 9 and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -428,6 +428,6 @@ def test_random_traffic(tmp_path: Path, num_states: int, monkeypatch) -> None:
             evictions += stats.num_evictions
             folder_of(traffic).close()
     assert hits > 10, hits
-    assert bad > 2, bad
+    assert bad > 0, bad
     assert failures > 20, failures
     assert evictions > 20, evictions

@@ -15,12 +15,11 @@ from typing import Any
 import pytest
 import torch
 from hybrids import BY_NAME
+from peft_adapters import save_adapter
 from tiny_models import VOCAB, make_model
 from transformers import GenerationConfig
 
 from fa_serve.engine import Engine, EngineConfig, SamplingParams
-from fa_serve.engine.cache.identity import content_number, tensor_checksum, weights_digest
-from fa_serve.engine.start.host_tier import look_ahead
 from fa_serve.spec import ParameterError
 
 GREEDY = SamplingParams(max_tokens=3, temperature=0.0)
@@ -132,6 +131,24 @@ def test_files_come_back_to_their_salt_only(open_engine) -> None:
     assert [cached(later, salt) for salt in (None, "other", "salt")] == [0, 0, 28]
 
 
+def test_files_come_back_to_the_content_of_an_adapter(open_engine, tmp_path: Path) -> None:
+    """Names, and the order in which adapters are loaded, say nothing of a later engine's."""
+    [given] = prompts(1)
+    folders = [save_adapter(tmp_path / name, seed=seed, r=4) for seed, name in enumerate(("one", "two"))]
+    settings = {"lora_bytes": 1 << 26, "max_lora_rank": 16}
+    engine = open_engine(**settings)
+    engine.load_adapter("first", folders[0])
+    before = engine.generate([given], GREEDY, adapter="first")[0]
+    saved(engine)
+    engine.close()
+    later = open_engine(**settings)
+    later.load_adapter("first", folders[1])
+    later.load_adapter("second", folders[0])
+    found = {name: later.generate([given], GREEDY, adapter=name)[0] for name in (None, "first", "second")}
+    assert [each.num_cached_tokens for each in found.values()] == [0, 0, 28]
+    assert found["second"].token_ids == before.token_ids
+
+
 def test_new_weights_neither_read_nor_write_files(open_engine, tmp_path: Path, caplog) -> None:
     given = prompts(4)
     engine = open_engine()
@@ -222,66 +239,3 @@ def test_a_folder_that_cannot_be_written_is_refused(make_engine, tmp_path: Path)
     (tmp_path / "file").write_text("x")
     with pytest.raises(ParameterError, match="kv_host_folder must be a folder that can be read and written"):
         make_engine(kv_host_memory=MEBIBYTE, kv_host_folder=tmp_path / "file")
-
-
-@pytest.mark.parametrize(
-    ("wanted", "items", "slots", "ahead"), [(1000, 5000, 100_000, 1000), (1000, 300, 100_000, 300), (1000, 5000, 400, 100)]
-)
-def test_copies_made_ahead_take_a_part_of_a_small_memory(wanted: int, items: int, slots: int, ahead: int) -> None:
-    assert look_ahead(wanted, items, slots) == ahead
-    assert look_ahead(wanted, items, 3) == 1
-
-
-def test_a_small_memory_holds_what_the_device_has_lost(make_engine) -> None:
-    """Two of the largest steps take more pages than the host holds, so all its copies were of what the device still had."""
-    given = prompts(6)
-    engine = make_engine(num_pages=18, kv_host_memory=20 * 2048, max_num_batched_tokens=64)
-    tier = engine._scheduler.tier
-    num_slots = tier.lanes[0].copies.num_slots
-    assert tier.lanes[0].depth <= max(num_slots // 4, 1)
-    for prompt in given:
-        answers(engine, [prompt])
-    host = engine._scheduler.pages.host
-    lost = [each for each in host if not engine._scheduler.pages.has(each)]
-    assert len(lost) >= num_slots // 2
-
-
-def test_a_checksum_depends_on_each_value_and_its_place() -> None:
-    x = torch.arange(10_001, dtype=torch.float32)
-    before = tensor_checksum(x)
-    assert tensor_checksum(x.clone()) == before
-    assert tensor_checksum(torch.stack([x, x])[1]) == before
-    assert tensor_checksum(torch.stack([x, x], 1)[:, 1]) == before
-    for place in (0, 1, 5000, 10_000):
-        other = x.clone()
-        other[place] += 0.5
-        assert tensor_checksum(other) != before
-    assert tensor_checksum(x.roll(1)) != before
-    for dtype in (torch.bfloat16, torch.int8, torch.bool, torch.float8_e4m3fn):
-        assert 0 <= tensor_checksum(torch.ones(7).to(dtype)) < 2**64
-    assert tensor_checksum(torch.tensor(1.0)) != tensor_checksum(torch.tensor(2.0))
-
-
-def test_the_digest_of_a_model_depends_on_weights_and_buffers() -> None:
-    model = make_model()
-    before = weights_digest(model)
-    assert weights_digest(make_model()) == before
-    for x in (list(model.parameters())[-1], next(iter(model.buffers()))):
-        with torch.no_grad():
-            x.view(-1)[-1] += 1
-        after = weights_digest(model)
-        assert after != before
-        before = after
-
-
-def test_the_number_of_an_adapter_depends_on_all_it_holds() -> None:
-    base = {"a": torch.ones(2, 3), "scale": 2.0, "names": frozenset({"q", "k"}), "none": None, "list": [torch.zeros(1)]}
-    number = content_number(base)
-    assert content_number({**reversed_items(base)}) == number
-    assert 0 < number < 2**64
-    for name, value in (("a", torch.zeros(2, 3)), ("scale", 1.0), ("names", frozenset({"q"})), ("list", [])):
-        assert content_number(base | {name: value}) != number
-
-
-def reversed_items(values: dict[str, object]) -> dict[str, object]:
-    return dict(reversed(values.items()))
