@@ -23,7 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -128,7 +128,8 @@ def running() -> Iterator[dict[str, Server]]:
         yield servers
     finally:
         for server in servers.values():
-            os.killpg(server.process.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it has ended, and was waited for
+                os.killpg(server.process.pid, signal.SIGKILL)
             server.process.wait()
 
 

@@ -132,6 +132,19 @@ def observe_inputs(
     batch:     answers for the attention of every layer
     computing: False if no layer computes, as when their weights are not on a device yet: each returns what it is given
     """
+    layers = [*layers]
+    if computing:
+        return _observe(model, layers, batch, None)
+    try:
+        return _observe(model, layers, batch, _TensorOrTuple)
+    except (TypeError, AttributeError):  # the model reads the tensor by another index, as Gemma 3n does
+        return _observe(model, layers, batch, Tensor)
+
+
+def _observe(
+    model: PreTrainedModel, layers: Iterable[nn.Module], batch: AttendsBatch, returned: type[Tensor] | None
+) -> dict[nn.Module, LayerInputs]:
+    """As `observe_inputs`. returned: as what layers that do not compute return what they are given; None lets them compute"""
     inputs: dict[nn.Module, LayerInputs] = {}
 
     def observe(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -141,12 +154,12 @@ def observe_inputs(
 
     def pass_on(layer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         observe(layer, args, kwargs)
-        return cast(Tensor, args[0] if args else kwargs["hidden_states"]).as_subclass(_TensorOrTuple)
+        return cast(Tensor, args[0] if args else kwargs["hidden_states"]).as_subclass(returned or Tensor)
 
     undo: list[Callable[[], None]] = []
     try:
         for layer in layers:
-            if computing:
+            if returned is None:
                 undo.append(layer.register_forward_pre_hook(observe, with_kwargs=True).remove)
                 continue
             own = vars(layer).get("forward")

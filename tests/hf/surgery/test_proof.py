@@ -137,6 +137,18 @@ def test_what_layers_are_given_is_observed(computing: bool) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("reads", [lambda x: x[:, -1:], lambda x: x[0], lambda x: next(iter(x))])
+def test_models_read_what_layers_return_in_their_ways(reads: Any) -> None:
+    """As a tensor that they index, as Gemma 3n does, or as a tuple that begins with one."""
+    model = make_model()
+    patch(model)
+    first, second = layers_of(model)
+    forward = model.model.norm.forward
+    model.model.norm.forward = lambda x: forward(reads(x) + 0)
+    assert set(observe_inputs(model, [first, second], OneSequence(), computing=False)) == {first, second}
+
+
+@torch.no_grad()
 def test_both_forms_compute_in_float32() -> None:
     model = make_model().bfloat16()
     patch(model)

@@ -9,7 +9,7 @@ a thread with 256 columns and blocks of 64 queries:
     scores      dV 128, S 32, or dV 128, P 16 and half of dQ 64: 208 of 240
     gradients   dK 128, dP 32 and P 32, or dK 128, dS 16 and half of dQ 64: 208 of 240
 
-Bytes of shared memory, of 232,448 at most, with two stages each of Q and dO:
+Bytes of shared memory, of 232,448 at most, with two stages each of Q and dO; barriers take 768 more:
 
     256 columns   Q 65,536  dO 65,536  K 32,768  V 32,768  P 16,384  dS 16,384  statistics 1,024: 230,400
     192 columns   Q 49,152  dO 49,152  K 24,576  V 24,576  P 16,384  dS 16,384  statistics 1,024: 181,248
