@@ -31,6 +31,10 @@ TESTED_BY = {
         "tests/backends/triton/backward/test_plan_interpreted.py",
         "the plans beside them launch them",
     ),
+    "fa_serve.ops.linear_attention.channel_gradients": (
+        "tests/ops/linear_attention/test_pieces_backward_interpreted.py",
+        "gates by channel and by head have the same cases",
+    ),
     "fa_serve.backends.triton.prefill.kernel": (
         "tests/backends/triton/prefill/test_plan_interpreted.py",
         "the plans beside it launch it",

@@ -375,8 +375,9 @@ def _name_bad_file(path: str, error: Exception) -> None:
 
 def _name_bad_folder(path: str, error: Exception) -> None:
     """Raise OSError for a local folder whose files can be read each, where the libraries say only how they have failed."""
-    numbers = isinstance(error, (ArithmeticError, LookupError, TypeError, UnpicklingError)) or type(error) is Exception
-    if Path(path).is_dir() and (numbers or "can't allocate memory" in str(error) or "negative dimension" in str(error)):
+    # PyTorch has no type for a size that is negative or that no memory holds
+    general = type(error) in (Exception, RuntimeError)
+    if Path(path).is_dir() and (general or isinstance(error, (ArithmeticError, LookupError, TypeError, UnpicklingError))):
         reason = f"{type(error).__name__}: {str(error)[:MAX_REASON]}"
         message = f"the model's folder {path} cannot be loaded: values of its files cannot be ({reason})"
         raise OSError(message) from error

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from fa_serve import ops
 from fa_serve.hf.adapter.state_modules import SeatedMixer, find_state_modules, reference_forward
 from fa_serve.hf.adapter.step_cache import ComputesStates, PagedStates, StateProbe, StepCache
-from fa_serve.hf.surgery.divide.weights import PARTS, sums_paused
+from fa_serve.hf.surgery.divide.weights import DIVIDED_MODULES, sums_paused
 from fa_serve.hf.surgery.proof import (
     AttentionRecorder,
     LayerInputs,
@@ -106,7 +106,7 @@ def unseat_states(model: nn.Module) -> None:
 
 def _prove(module: nn.Module, inputs: LayerInputs) -> None:
     """Compare a float32 copy of a module with its seated form. Raises NotReplacedError if they differ."""
-    check_untouched(module, called=PARTS)
+    check_untouched(module, called=DIVIDED_MODULES)
     original = float32_copy(module)
     wide = inputs.in_float32()
     hidden = [_mixed(wide.hidden[0], length, seed) for seed, length in enumerate(LENGTHS)]

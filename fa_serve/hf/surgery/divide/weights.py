@@ -84,7 +84,7 @@ class PartOfNorm:
         return out if factor is None or not gate_comes_last else (out * factor).to(hidden.dtype)
 
 
-PARTS = (PartOfSum, PartOfOutput, PartOfNorm)
+DIVIDED_MODULES = (PartOfSum, PartOfOutput, PartOfNorm)
 """The forwards that modules inside of a divided layer have."""
 
 
