@@ -1,7 +1,7 @@
 """Run the benchmarks of JOBS, each in a separate process, on one GPU or side by side on several, and merge their results.
 
-    python -m benchmarks.run_all --peer-path DIR           # about 117 minutes on one GPU; DIR has vLLM and FA3
-    python -m benchmarks.run_all --peer-path DIR --gpus 4  # about 50 minutes on four
+    python -m benchmarks.run_all --peer-path DIR           # about 160 minutes on one GPU; DIR has vLLM and FA3
+    python -m benchmarks.run_all --peer-path DIR --gpus 4  # about 60 minutes on four
     python -m benchmarks.run_all --peer-path DIR --gpus 2 --seconds 540 --only decode,engine_llama8b
     python -m benchmarks.run_all --list
 
@@ -49,6 +49,18 @@ class Job:
     peers: str = ""
     gpus: int = 1
     quiet: bool = False
+
+    def words(self, folder: str, peer_path: str) -> list[str]:
+        """The module and the flags of its command line, which writes into `folder`."""
+        script, *flags = self.command.split()
+        words = [f"benchmarks.{script}", *flags]
+        if script != "soak.long_run":  # it has no results
+            words += ["--out", folder]
+        if self.peers in ("path", "needed") and peer_path:
+            words += ["--peer-path", peer_path]
+        elif self.peers and script == "engine.bench_engine":
+            words.append("--no-peers")
+        return words
 
     def shapes(self) -> set[str]:
         """The models that its command names."""
@@ -120,6 +132,24 @@ JOBS = {
         f"engine.bench_engine --workloads {','.join(SPECULATING)} --shapes llama8b --no-peers --budget 280",
     ),
     "lora": Job(500, "engine.bench_lora --shape llama8b --ranks 16,64", "path"),
+    "masks": Job(100, "attention.bench_attention masks --budget 110"),
+    "train": Job(70, "attention.bench_attention train --budget 80", "import"),
+    "encoder": Job(45, "attention.bench_attention encoder --budget 55", "import"),
+    "cross": Job(45, "attention.bench_attention cross --budget 55", "import"),
+    "diffusion": Job(45, "attention.bench_attention diffusion --budget 55", "import"),
+    "wide": Job(60, "attention.bench_attention wide --budget 70", "import"),
+    "sparse_latent": Job(70, "attention.bench_sparse --budget 80", "import"),
+    "linear": Job(200, "attention.bench_linear --budget 210", "import"),
+    "cascade": Job(100, "engine.bench_cascade --shapes llama8b"),
+    "deterministic": Job(150, "engine.bench_deterministic --shapes qwen06,llama8b"),
+    "rollouts": Job(120, "engine.bench_rollouts --shapes qwen06"),
+    "host_tier": Job(90, "engine.bench_host_tier --shapes llama8b"),
+    "images": Job(110, "engine.bench_images --budget 110"),
+    "images_http": Job(300, "engine.bench_images_http", "path"),
+    "embeddings": Job(
+        400, "engine.bench_embeddings --shapes bge-base,bge-large,modernbert-large,qwen3-0.6b --budget 400", "path"
+    ),
+    "shared_gpu": Job(100, "soak.shared_gpu --seconds 20"),
     "edits": Job(180, "engine.bench_edits"),
     "long_run_of_mixture": Job(90, "soak.long_run --shape qwen30a3b --tiny"),
     "long_run_quantised": Job(90, "soak.long_run --shape llama8b-w4 --tiny"),
@@ -223,14 +253,9 @@ class Run:
         job = JOBS[name]
         path = [str(ROOT), os.environ.get("PYTHONPATH", "")]
         with tempfile.TemporaryDirectory(prefix=f"{name}_") as folder:
-            command = [sys.executable, "-m", f"benchmarks.{job.command.split()[0]}", *job.command.split()[1:]]
-            if not job.command.startswith("long_run"):
-                command += ["--out", folder]
+            command = [sys.executable, "-m", *job.words(folder, self.args.peer_path)]
             if self.args.peer_path and job.peers == "import":
                 path.append(self.args.peer_path)
-            elif job.peers:
-                command += ["--peer-path", self.args.peer_path] if self.args.peer_path else []
-                command += ["--no-peers"] if not self.args.peer_path and "bench_engine" in job.command else []
             own = {"CUDA_VISIBLE_DEVICES": gpus, "PYTHONPATH": os.pathsep.join(filter(None, path)), "PYTHONUNBUFFERED": "1"}
             if job.shapes() and job.shapes() <= KEPT_SHAPES:
                 own[KEPT_MODELS] = self.models
@@ -276,7 +301,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="benchmarks that --list names, separated by commas; default: all that can run")
     parser.add_argument("--gpus", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=7200.0, help="time for all of them")
+    parser.add_argument("--seconds", type=float, default=10800.0, help="time for all of them")
     parser.add_argument("--peer-path", default="", help="folder with vLLM and its dependencies")
     parser.add_argument("--logs", type=Path, default=Path("bench_logs"))
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")

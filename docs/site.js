@@ -27,7 +27,7 @@ document$.subscribe(() => {
     place.append(label, count);
     show();
   }
-  for (const box of document.querySelectorAll(".md-typeset__scrollwrap, .md-typeset pre > code, .md-typeset .highlight > pre")) {
+  for (const box of document.querySelectorAll(".md-typeset__scrollwrap, .md-typeset pre > code, .md-typeset .highlight > pre, .md-typeset p:has(> img)")) {
     if (box.scrollWidth > box.clientWidth) box.tabIndex = 0;
   }
 });

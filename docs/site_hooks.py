@@ -6,6 +6,7 @@ mkdocs calls these functions by their names while it builds the pages (see `hook
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,18 @@ def on_config(config: Any) -> Any:
         config.theme["features"].append("content.action.edit")
     config.copyright = f"fa_serve {project['version']}, {config.copyright}"
     return config
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Let names in cells of tables break behind a slash or an underscore, instead of in the middle of a word."""
+
+    def breakable(found: re.Match[str]) -> str:
+        return re.sub(r"(?<=\w)([/_]+)(?=\w)", r"\1<wbr>", found[0])
+
+    def cell(found: re.Match[str]) -> str:
+        return re.sub(r"(?<=<code>)[^<]+(?=</code>)", breakable, found[0])
+
+    return re.sub(r"<td[^>]*>.*?</td>", cell, html, flags=re.DOTALL)
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:

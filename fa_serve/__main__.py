@@ -372,7 +372,7 @@ def info(
             number = find_arch(arch)
         except ValueError as error:
             _fail(str(error), code=2)
-        name = f"compute capability {number / 10}"
+        name = f"compute capability {number / 10}" if number else "an AMD GPU, gfx942"
     else:
         number = arch_of(torch.device(device))
         name = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()

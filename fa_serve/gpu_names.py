@@ -1,7 +1,8 @@
 """The compute capability of a GPU in every spelling that people use: `find_arch("9.0") == find_arch("H100") == 90`.
 
-Numbers are those of CUDA ("9.0", "90", "9", "sm_90", "sm90a", "compute_90"), names are of cards and of architectures. Left out:
-the capability of the GPU of this machine, which the driver says (spec.py:arch_of).
+Numbers are those of CUDA ("9.0", "90", "9", "sm_90", "sm90a", "compute_90"), names are of cards and of architectures. AMD's
+GPUs have no compute capability: those that kernels are compiled for are 0, as in spec.py:arch_of. Left out: the capability of
+the GPU of this machine, which the driver says (spec.py:arch_of).
 Source: https://developer.nvidia.com/cuda-gpus
 """
 
@@ -59,14 +60,16 @@ CARDS = {
     **{f"rtx{name}": 89 for name in (4050, 4060, 4070, 4080, 4090)},
     **{f"rtx{name}": 120 for name in (5060, 5070, 5080, 5090)},
 }
+GFX942 = dict.fromkeys(("gfx942", "cdna3", "mi300", "mi300a", "mi300x", "mi325x"), 0)
+"""AMD's GPUs that the kernels are compiled for in the tests."""
 CAPABILITIES = (70, 72, 75, 80, 86, 87, 88, 89, 90, 100, 101, 103, 110, 120, 121)
 NUMBER = re.compile(r"(?:sm|compute|cc)?([1-9]\d?)\.?(\d)?[af]?")
-NOISE = re.compile(r"nvidia|tesla|geforce|pcie|sxm\d?|nvl|hbm\d\w?|\d+gb|ti|super")
+NOISE = re.compile(r"nvidia|amd|instinct|tesla|geforce|pcie|sxm\d?|nvl|hbm\d\w?|\d+gb|ti|super")
 """Words of a card's full name that do not change its capability, as in "NVIDIA H100 80GB HBM3"."""
 
 
 def find_arch(name: str) -> int:
-    """10 * major + minor of the GPU or architecture of this name.
+    """10 * major + minor of the GPU or architecture of this name, 0 for one of AMD's.
 
     Raises ValueError for a name that is not known, or a number that no GPU has from compute capability 7.0 on.
     """
@@ -75,7 +78,7 @@ def find_arch(name: str) -> int:
     if number is not None:
         return _capability(name, number[1], number[2])
     plain = re.sub(r"(?<=\d)(ti|super)$", "", "".join(word for word in words if not NOISE.fullmatch(word)))
-    known = ARCHITECTURES | CARDS
+    known = ARCHITECTURES | CARDS | GFX942
     for spelling in (plain, f"rtx{plain}"):
         if spelling in known:
             return known[spelling]

@@ -32,6 +32,7 @@ from fa_serve.engine.process.host_memory import MemoryTrimmer
 
 from .app import create_app
 from .bounds.acceptor import Acceptor
+from .bounds.guard import ClientNames
 from .bounds.protocol import BoundedProtocol, ConnectionBounds, ConnectionTable, connection_limit
 from .observe.decisions import decisions
 from .observe.logs import exit_now
@@ -75,6 +76,7 @@ class Server(uvicorn.Server):
     def __init__(self, app: FastAPI, host: str, port: int, drain_timeout: float, on_ready: Callable[[str], None]):
         service: Service = app.state.service
         settings = service.settings
+        self._client_of = ClientNames(settings.all_keys)
         self._table = ConnectionTable(connection_limit(settings.max_connections), service.metrics.connection_refused)
         super().__init__(
             uvicorn.Config(
@@ -127,7 +129,7 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup([])
         for listener in sockets or [self._listen()]:
-            acceptor = Acceptor(listener, self._make_protocol, self._table)
+            acceptor = Acceptor(listener, self._make_protocol, self._table, self._client_of)
             self.servers.append(acceptor)  # type: ignore[arg-type]
             acceptor.start()
         self._loop = asyncio.get_running_loop()

@@ -134,6 +134,15 @@ class Settings(BaseSettings):
         "Engine",
         ge=0,
     )
+    kv_host_folder: Path | None = _option(
+        None,
+        "Folder behind --kv-host-memory, in which pages are kept in files: a server that is started again finds them. They are "
+        "as private as what clients have written.",
+        "Engine",
+    )
+    kv_host_folder_bytes: ByteSize = _option(
+        64 * 2**30, "Bytes of all files in --kv-host-folder, such as 500GiB.", "Engine", ge=1
+    )
     cascade_attention: bool = _option(
         False,
         "Read pages that many decoding sequences share, of one system prompt or of n answers to one prompt, once for all of "

@@ -88,6 +88,14 @@ def warm_context() -> ForkServerContext:
 
 
 @pytest.fixture
+def warm_engine_processes(warm_context: ForkServerContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processes of engines find everything imported. test_engine_process.py starts fresh interpreters."""
+    from fa_serve.engine.process import engine_process
+
+    monkeypatch.setattr(engine_process, "multiprocessing", SimpleNamespace(get_context=lambda _: warm_context))
+
+
+@pytest.fixture
 def warm_followers(warm_context: ForkServerContext, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The followers that this process starts find everything imported. They have to end with the test."""
     from warm_processes import WarmProcess, warm_module

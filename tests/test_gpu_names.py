@@ -24,6 +24,7 @@ SPELLINGS = {
     89: ("89", "RTX4090", "4090", "NVIDIA GeForce RTX 4070 Ti SUPER", "4070ti", "L40S", "ada", "Ada Lovelace"),
     100: ("10.0", "100", "10", "sm_100", "sm_100a", "B200", "blackwell"),
     120: ("12", "12.0", "RTX 5090"),
+    0: ("gfx942", "MI300", "MI300X", "AMD Instinct MI325X"),
 }
 
 
@@ -40,7 +41,8 @@ def test_a_number_that_no_gpu_has_is_refused(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "remedy"), [("hoper", "did you mean hopper"), ("mi300", "give its compute capability"), ("", "give its compute")]
+    ("name", "remedy"),
+    [("hoper", "did you mean hopper"), ("mi100", "did you mean mi300"), ("tpu", "give its compute"), ("", "give its compute")],
 )
 def test_a_name_that_is_none_is_refused_with_the_remedy(name, remedy):
     with pytest.raises(ValueError, match=remedy):

@@ -133,6 +133,7 @@ DENSE_CLASSES = {
     "train": (
         DenseCell("gemma_16/8_d256_4096_x2", 2, 4096, 16, 256, kv=8, causal=True),
         DenseCell("gemma_8/4_d256_8192", 1, 8192, 8, 256, kv=4, causal=True),
+        DenseCell("nemotron_32/8_d192_4096", 1, 4096, 32, 192, kv=8, causal=True),
         DenseCell("phi_32_d96_2048_x4", 4, 2048, 32, 96, causal=True),
         DenseCell("llama_32/8_d128_4096_x2", 2, 4096, 32, 128, kv=8, causal=True),
         DenseCell("llama_32/8_d128_16384", 1, 16384, 32, 128, kv=8, causal=True),

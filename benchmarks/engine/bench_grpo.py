@@ -1,6 +1,6 @@
 """GRPO on the embedded model, with exact rollouts and with an engine in its usual mode: rewards and first ratios by step.
 
-    python -m benchmarks.engine.bench_grpo            # five minutes on one core of a CPU; writes docs/images/rewards.svg
+    python -m benchmarks.engine.bench_grpo            # twenty minutes on one core of a CPU; writes docs/images/rewards.svg
 
 Both runs are examples/grpo.py with the same seeds. The first one generates in deterministic mode and trains in
 `fa_serve.exact`, so that the ratio of new and old probabilities is exactly 1 before each first update. The second one has the
@@ -20,7 +20,7 @@ from benchmarks.measure import Results
 
 ROOT = Path(__file__).parents[2]
 FIGURE = ROOT / "docs" / "images" / "rewards.svg"
-STEPS = 30
+STEPS = 110
 MODES = {"exact": ("fa_serve.exact", "#d1495b", []), "usual": ("usual mode and plain forward", "#003d5b", ["--not-exact"])}
 """By name in the lines: name in the figure, its colour, and the arguments of the example."""
 WIDTH = 720
@@ -47,8 +47,8 @@ def measure(results: Results, arguments: list[str]) -> None:
     example = load_example()
     for mode, (_, _, own) in MODES.items():
         for number, step in enumerate(example.main([*own, *arguments])):
-            results.add(f"{mode} step {number:02}", "reward", step.reward, {})
-            results.add(f"{mode} ratio {number:02}", "distance of the first ratios from 1", step.first, {})
+            results.add(f"{mode} step {number:03}", "reward", step.reward, {})
+            results.add(f"{mode} ratio {number:03}", "distance of the first ratios from 1", step.first, {})
 
 
 def series(lines: list[dict[str, Any]], prefix: str) -> list[float]:

@@ -126,7 +126,9 @@ class Setting:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Inside, engines that are made and run have it."""
-        before = (encoder.ENCODES_BESIDE, image_arrays.CAPTURES_IMAGES, PromptShare.image_limit)
+        switches = (encoder.PAUSES_ON_GPU, encoder.ENCODES_BESIDE, image_arrays.CAPTURES_IMAGES)
+        limit = PromptShare.image_limit
+        encoder.PAUSES_ON_GPU = self.slices
         encoder.ENCODES_BESIDE = self.beside
         image_arrays.CAPTURES_IMAGES = self.graphs
         if not self.slices:
@@ -134,7 +136,8 @@ class Setting:
         try:
             yield
         finally:
-            encoder.ENCODES_BESIDE, image_arrays.CAPTURES_IMAGES, PromptShare.image_limit = before  # type: ignore[method-assign]
+            encoder.PAUSES_ON_GPU, encoder.ENCODES_BESIDE, image_arrays.CAPTURES_IMAGES = switches
+            PromptShare.image_limit = limit  # type: ignore[method-assign]
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
                 torch.cuda.set_stream(torch.cuda.default_stream())

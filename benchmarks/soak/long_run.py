@@ -6,8 +6,9 @@ python -m benchmarks.soak.long_run                       # 20,000 requests on th
 python -m benchmarks.soak.long_run --requests 500 --device cpu
 python -m benchmarks.soak.long_run --tensor-parallel 2   # on two GPUs
 python -m benchmarks.soak.long_run --shape qwen30a3b --tiny      # a mixture; llama8b-w4 has quantised weights
+python -m benchmarks.soak.long_run --shape qwen3next --tiny --longest-prompt 16 --longest-answer 8   # states; short for a CPU
 
-It prints one JSON line, and raises AssertionError if a check fails.
+It prints one JSON line, and raises AssertionError if a check fails. With --results the line is kept in soak.jsonl.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import json
 import random
 import time
 from collections import Counter
+from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -24,11 +26,15 @@ from typing import Any
 import torch
 
 from benchmarks.engine.engine_workloads import QUANTISED, SHAPES, make_folder, make_model, make_tiny
+from benchmarks.measure import Results
 from fa_serve.engine import Engine, EngineConfig, SamplingParams
 
+HOST_GROWTH = 256 << 20
+"""How many bytes of the host's memory a run may take after a quarter of its requests: caches that are filled, no leak."""
 
-def random_params(draw: random.Random, seed: int) -> SamplingParams:
-    values: dict[str, Any] = {"max_tokens": draw.randint(1, 60), "seed": seed, "temperature": draw.choice([0.0, 0.7, 1.0])}
+
+def random_params(draw: random.Random, seed: int, most: int = 60) -> SamplingParams:
+    values: dict[str, Any] = {"max_tokens": draw.randint(1, most), "seed": seed, "temperature": draw.choice([0.0, 0.7, 1.0])}
     for name, options in {
         "top_p": [0.9],
         "top_k": [1, 40],
@@ -48,8 +54,15 @@ def random_params(draw: random.Random, seed: int) -> SamplingParams:
     return SamplingParams(**values)
 
 
-def long_run(engine: Engine, count: int, *, alive: int, longest: int, seed: int = 0) -> dict[str, Any]:
-    """Run `count` requests, `alive` at a time, with prompts of up to `longest` tokens. Returns the report by name."""
+def long_run(
+    engine: Engine, count: int, *, alive: int, longest: int, most: int = 60, seconds: float = inf, seed: int = 0
+) -> dict[str, Any]:
+    """Run `count` requests, `alive` at a time, with prompts of up to `longest` tokens and answers of up to `most`.
+
+    seconds: after so many none is added, and the report says how many there were
+
+    Returns the report by name.
+    """
     draw = random.Random(seed)
     heads = [[draw.randrange(engine.vocab_size) for _ in range(longest // 2)] for _ in range(8)]
     wanted: dict[str, int] = {}  # answers that have not ended, by request
@@ -58,10 +71,12 @@ def long_run(engine: Engine, count: int, *, alive: int, longest: int, seed: int 
     added = steps = 0
     start = time.perf_counter()
     while added < count or engine.has_unfinished():
+        if time.perf_counter() - start > seconds:
+            count = added
         while added < count and len(wanted) < alive:
             head = draw.choice(heads)[: draw.randint(0, longest // 2)] if draw.random() < 0.5 else []
             prompt = head + [draw.randrange(engine.vocab_size) for _ in range(draw.randint(1, longest - len(head)))]
-            params = random_params(draw, added)
+            params = random_params(draw, added, most)
             timeout = 0.02 if draw.random() < 0.01 else None
             engine.add_request(str(added), prompt, params, priority=draw.choice([0, 0, 0, -1, 2]), timeout=timeout)
             wanted[str(added)] = params.n
@@ -83,23 +98,27 @@ def long_run(engine: Engine, count: int, *, alive: int, longest: int, seed: int 
         if added * 4 >= count and "before" not in memory:
             memory["before"] = device_bytes()
             memory["host_before"] = host_bytes()
-    seconds = time.perf_counter() - start
+    elapsed = time.perf_counter() - start
     engine.check_integrity()
     stats = engine.stats()
     assert not wanted, f"{len(wanted)} requests were lost"
-    assert stats.num_pages_used == stats.num_running == stats.num_waiting == 0
+    assert stats.num_pages_used == stats.num_states_used == stats.num_running == stats.num_waiting == 0
+    assert not engine._scheduler.sequences, "every sequence has left its slot"
     assert device_bytes() <= memory["before"] + (16 << 20), f"device memory grew from {memory['before']} to {device_bytes()}"
+    grown = host_bytes() - memory["host_before"]
+    assert grown <= HOST_GROWTH, f"the host's memory grew by {grown} bytes after a quarter of the requests"
     return {
         "requests": count,
         "answers": dict(ends),
         "steps": steps,
-        "seconds": round(seconds, 1),
+        "seconds": round(elapsed, 1),
         "largest_alive": alive,
         "output_tokens": stats.num_output_tokens,
         "preemptions": stats.num_preemptions,
         "cached_tokens": stats.num_cached_tokens,
         "device_mib_grown": round((device_bytes() - memory["before"]) / 2**20, 1),
-        "host_mib_grown": round((host_bytes() - memory["host_before"]) / 2**20, 1),
+        "host_mib_grown": round(grown / 2**20, 1),
+        "states_kept": stats.num_states_kept,
     }
 
 
@@ -124,13 +143,16 @@ def make_engine(args: argparse.Namespace, folder: str) -> Engine:
         "max_num_batched_tokens": 2048,
         "seed": 0,
     }
+    if "linear_num_key_heads" in SHAPES.get(args.shape, {}):
+        settings["num_states"] = 320  # fewer than 256 running sequences need with those that are kept
     device = EngineConfig(**settings).resolve_device()
     if args.shape is None:
         return Engine(EngineConfig(**settings))
     if args.shape in QUANTISED or args.tensor_parallel > 1:
         make_folder(args.shape, Path(folder), device)
         return Engine(EngineConfig(model=folder, **settings))
-    return Engine(EngineConfig(**settings), model=make_model(args.shape, device, dtype=torch.bfloat16))
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    return Engine(EngineConfig(**settings), model=make_model(args.shape, device, dtype=dtype))
 
 
 def main() -> None:
@@ -142,6 +164,10 @@ def main() -> None:
         "--shape", choices=SHAPES, help="a model of this shape with random weights; default: the embedded model"
     )
     parser.add_argument("--tiny", action="store_true", help="the shape in tiny sizes")
+    parser.add_argument("--longest-prompt", type=int, default=48, help="in tokens")
+    parser.add_argument("--longest-answer", type=int, default=60, help="in tokens")
+    parser.add_argument("--seconds", type=float, default=inf, help="after which no request is added")
+    parser.add_argument("--results", type=Path, help="the folder with soak.jsonl, to which the line is added")
     args = parser.parse_args()
     if args.tiny and args.shape is None:
         parser.error("--tiny needs --shape, which names the model that gets tiny sizes")
@@ -149,9 +175,16 @@ def main() -> None:
         make_tiny()
     with TemporaryDirectory() as folder:
         engine = make_engine(args, folder)
-    report = long_run(engine, args.requests, alive=400, longest=48)
+    report = long_run(
+        engine, args.requests, alive=400, longest=args.longest_prompt, most=args.longest_answer, seconds=args.seconds
+    )
     engine.close()
     print(json.dumps(report))
+    if args.results is not None:
+        case = f"{args.shape or 'embedded'}{', tiny' if args.tiny else ''}, {report['requests']} requests"
+        results = Results("soak", args.results, **report)
+        results.add(case, "requests/s", report["requests"] / report["seconds"], {})
+        results.merge()
 
 
 if __name__ == "__main__":

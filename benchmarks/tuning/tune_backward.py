@@ -9,7 +9,8 @@ PyTorch's FlashAttention-2 and cuDNN, the portable kernels, and every variant wi
 column, `around`, is the time in milliseconds of what surrounds the main kernel: statistics of rows, zeros for the sum of
 dQ, and its conversion.
 
-The name of a variant: block_m, q stages of Q, d stages of dO, s staggered.
+The name of a variant: block_m, q stages of Q, d stages of dO, s staggered, b both warpgroups compute dQ. Head sizes of 192 and
+256 are those of the kernel for wide heads, whatever the switch `DIFFERENTIATES_WIDE_HEADS` is.
 """
 
 from __future__ import annotations
@@ -39,6 +40,22 @@ VARIANTS: dict[int, list[BackwardTileConfig]] = {
         BackwardTileConfig(64, 2, 4),
         BackwardTileConfig(64, 1, 1),
     ],
+    192: [
+        BackwardTileConfig(64, 2),
+        BackwardTileConfig(64, 2, stagger=True),
+        BackwardTileConfig(64, 2, shares_dq=True),
+        BackwardTileConfig(64, 2, stagger=True, shares_dq=True),
+        BackwardTileConfig(64, 3, 3),
+        BackwardTileConfig(64, 1, 1),
+    ],
+    256: [
+        BackwardTileConfig(64, 2),
+        BackwardTileConfig(64, 2, stagger=True),
+        BackwardTileConfig(64, 2, shares_dq=True),
+        BackwardTileConfig(64, 2, stagger=True, shares_dq=True),
+        BackwardTileConfig(64, 2, 1),
+        BackwardTileConfig(64, 1, 2),
+    ],
 }
 SHAPES = [  # batch, seqlen_q, seqlen_k, heads, kv heads
     (2, 333, 333, 4, 2),
@@ -53,7 +70,7 @@ WINDOWS = ((-1, -1), (-1, 0), (100, 0), (60, 30))
 def label(who: Contender) -> str:
     if isinstance(who, str):
         return who
-    return f"{who.block_m}q{who.q_stages}d{who.do_stages}" + "s" * who.stagger
+    return f"{who.block_m}q{who.q_stages}d{who.do_stages}" + "s" * who.stagger + "b" * who.shares_dq
 
 
 def _by_autograd(attend: Any, given: list[Any], dout: Any, options: dict[str, Any]) -> list[Any]:

@@ -67,6 +67,9 @@ class EngineConfig:
     prefix_caching:         keep the pages of finished requests for prompts with the same prefix
     kv_host_memory:         bytes of the host's memory, pinned on a GPU, for pages and states that are evicted from the prefix
                             cache; they are copied back when a prompt needs them. 0 is none
+    kv_host_folder:         folder behind kv_host_memory, whose pages and states are written to files there. A later engine with
+                            the same model and settings finds them; None is none
+    kv_host_folder_bytes:   bytes of all files in kv_host_folder at most
     cascade_attention:      read pages that many decoding sequences share, of one system prompt or of n answers to one prompt,
                             once for all of them in each step, where that pays. It may change tokens, because sums are taken in
                             another order
@@ -118,6 +121,8 @@ class EngineConfig:
     max_model_len: int | None = None
     prefix_caching: bool = True
     kv_host_memory: int = 0
+    kv_host_folder: str | Path | None = None
+    kv_host_folder_bytes: int = 64 << 30
     cascade_attention: bool = False
     eager: bool = False
     fusion: bool = True
@@ -150,6 +155,7 @@ class EngineConfig:
             "grammar_memory",
             "max_lora_rank",
             "lora_host_bytes",
+            "kv_host_folder_bytes",
         ):
             value = getattr(self, name)
             if value is None and name in ("num_pages", "max_model_len"):
@@ -216,6 +222,9 @@ class EngineConfig:
             raise ParameterError("gpu_memory_utilization", "be above 0 and at most 1", share)
 
     def _check_host_memory(self) -> None:
+        if not self.kv_host_memory and self.kv_host_folder is not None:
+            rule = "be None without kv_host_memory, through which pages come and go"
+            raise ParameterError("kv_host_folder", rule, str(self.kv_host_folder))
         if not self.kv_host_memory:
             return
         if not self.prefix_caching:

@@ -314,7 +314,7 @@ class Engine:
             self._residence.copy(weights)
         finally:  # some of them have been copied
             self._residence.settle()
-            self._scheduler.forget_cache(keep_pages=keep_pages)
+            self._scheduler.forget_cache(new_weights=True, keep_pages=keep_pages)
             self._counters.weight_version += 1
         return self._counters.weight_version
 
@@ -357,9 +357,12 @@ class Engine:
         return self._counters.weight_version
 
     def prepare_one(self) -> bool:
-        """Capture one more graph. To be called when there is no request. Returns False if nothing is left."""
+        """Capture one more graph, or write pages to the folder, while there is no request. Returns False if nothing is left."""
         self._ranks.tell("prepare_one")
-        return not self.is_asleep and not self.has_unfinished() and self._runner.prepare_one()
+        if self.is_asleep or self.has_unfinished():
+            return False
+        tier = self._scheduler.tier
+        return self._runner.prepare_one() or (tier is not None and tier.save_one())
 
     def preparations(self) -> tuple[int, int]:
         """Kernels that were compiled or loaded, and CUDA graphs that were captured, up to now."""
@@ -455,14 +458,10 @@ class Engine:
         """Turn the tokens that are known into outputs. While a step runs, this takes no time from it."""
         outputs: list[RequestOutput] = []
         while self._steps.committed:
-            step, result, gained = self._steps.committed.popleft()
-            self._answers.add_prompt_logprobs(result)
-            grammars = partial(grammar_ends, gained, self._answers.states)
-            ends = self._ranks.broadcast("grammars", grammars) if step.structured else {}
-            outputs += [
-                self._answers.output(x, tokens, result.logprobs.get(x), ends.get(x.request.request_id, 0), step.mask_seconds)
-                for x, tokens in gained.items()
-            ]
+            committed = self._steps.committed.popleft()
+            grammars = partial(grammar_ends, committed.gained, self._answers.states)
+            ends = self._ranks.broadcast("grammars", grammars) if committed.step.structured else {}
+            outputs += self._answers.take(committed, ends)
         return outputs
 
     def _shrink(self, batch: ScheduledBatch, error: Exception) -> list[RequestOutput]:

@@ -29,7 +29,8 @@ from fa_serve.hf.adapter.probe import model_layers, run_without_weights
 from fa_serve.hf.adapter.translate import spec_of, translate
 from fa_serve.hf.latent_layers import LatentSizes, latent_sizes, latent_spec
 from fa_serve.hf.model_location import find_model
-from fa_serve.hf.surgery.divide.plan import Cut, plan_division
+from fa_serve.hf.surgery.divide.plan import plan_division
+from fa_serve.hf.surgery.divide.sections import Cut
 from fa_serve.hf.surgery.experts.mixtures import expert_modules, gate_of, weights_of
 from fa_serve.hf.surgery.quantised.experts import PROJECTIONS, QuantizedExperts
 from fa_serve.hf.surgery.quantised.linear import QuantizedLinear, describe_weights, quantize_layers, top_k_of
@@ -176,6 +177,8 @@ def _rank_share(config: PreTrainedConfig, size: int) -> RankShare:
             module = model.get_submodule(f"{path}.{inside}")
             if isinstance(module, QuantizedExperts) or (isinstance(module, QuantizedLinear) and last == "weight"):
                 kept, num_bytes = _quantized_bytes(module, last, cut, size, model.dtype)
+            elif last not in module._parameters:
+                continue  # a buffer, which is no weight
             else:
                 parameter = model.get_parameter(f"{path}.{name}")
                 kept = sum(part.numel() for part in cut.kept(parameter, 0, size)) * parameter.element_size()
@@ -190,7 +193,12 @@ def _rank_share(config: PreTrainedConfig, size: int) -> RankShare:
             divided += num_bytes // size
             saved += num_bytes - num_bytes // size
     specs = []
-    for spec, (path, layer) in zip(model_layers(config).attention.values(), division.layers.items(), strict=True):
+    asked = model_layers(config)
+    # layers with a state ask nothing of attention, and are divided too
+    divided_layers = {int(path.rpartition(".")[2]): (path, layer) for path, layer in division.layers.items()}
+    numbers = asked.attention if asked.states else divided_layers
+    for number, spec in zip(numbers, asked.attention.values(), strict=True):
+        path, layer = divided_layers[number]
         heads = next(iter(layer.attention.values()), (spec.num_heads, spec.num_kv_heads))
         own = replace(spec, num_heads=heads[0], num_kv_heads=heads[1], dtype=model.dtype, kv_dtype=model.dtype)
         attention = getattr(model.get_submodule(path), "self_attn", None)

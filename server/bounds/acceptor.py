@@ -1,14 +1,13 @@
-"""Connections are taken from the kernel's queue in turns with everything else, and the newest first.
+"""Connections are taken from the kernel's queue in turns with everything else, and their clients take turns.
 
-    acceptor = Acceptor(listener, make_protocol, table)      # in place of `loop.create_server`
+    acceptor = Acceptor(listener, make_protocol, table, client_of)      # in place of `loop.create_server`
     acceptor.start()
 
-libuv accepts until the kernel's queue is empty, and prepares each connection at once, which takes about 130 us. A client that
-opens 1,500 silent connections at once thus stops the event loop for 200 ms, and one that goes on stops it for as long. Here a
-turn takes what the queue holds without preparing it, about 10 us each, and prepares a few. The newest come first: a client
-that has just connected then waits for a few others, however many stand in the queue. Of what exceeds the limit of connections,
-the oldest that has said nothing gives way, before anything was spent on it; one that has sent something is prepared before the
-others. Source: adaptive LIFO, Maurer, "Fail at Scale", ACM Queue 13(8), 2015.
+libuv accepts until the kernel's queue is empty, and prepares each connection at once, which takes about 130 us, and up to a
+millisecond with the request that comes with it. A client that opens 1,500 silent connections at once thus stops the event loop
+for 200 ms, and one that goes on stops it for as long. Here a turn takes what the queue holds without preparing it, about 10 us
+each, and prepares a few: those of each client in turns (crowd.py). Of what exceeds the limit of connections, the oldest that
+has not sent a whole request gives way, before anything was spent on it, as an open connection does that has not (protocol.py).
 
 Left out: what an open connection may cost (protocol.py).
 """
@@ -20,17 +19,22 @@ import contextlib
 import socket
 import struct
 import time
-from collections import deque
 from collections.abc import Callable
 
+from .crowd import Crowd
 from .protocol import ConnectionTable
 
 TAKE_SECONDS = 0.01
 """How long a turn takes connections from the kernel's queue at most."""
-TURN = 16
-"""Connections that a turn prepares, about 2 ms."""
-PAUSE_SECONDS = 0.05
-"""Until the next attempt after the system has refused a connection, such as for want of files."""
+TURN = 4
+"""Connections that a turn prepares: 0.5 ms, or up to 4 ms with the requests that have come with them."""
+HELD = 16
+"""Connections that may be taken and not prepared in any case."""
+PAUSE_SECONDS = 0.001
+"""Until the next attempt after the system has refused a connection, such as for want of files. A connection that has ended
+keeps its file until the event loop has closed it, so that under a crowd the next turn has files again."""
+LONGEST_PAUSE = 0.064
+"""What the pause doubles to while the system refuses."""
 RESET = struct.pack("ii", 1, 0)
 """SO_LINGER, on and 0 seconds: closing resets the connection, so that nothing of it stays in the kernel."""
 
@@ -40,17 +44,24 @@ class Acceptor:
 
     make_protocol: the protocol of a new connection
     table:         how many connections there may be
+    client_of:     whose connection it is, by the bytes that it has sent and by its address
     """
 
-    def __init__(self, listener: socket.socket, make_protocol: Callable[[], asyncio.Protocol], table: ConnectionTable):
+    def __init__(
+        self,
+        listener: socket.socket,
+        make_protocol: Callable[[], asyncio.Protocol],
+        table: ConnectionTable,
+        client_of: Callable[[bytes, str], str],
+    ):
         self.sockets = [listener]
         self._listener = listener
         self._make_protocol = make_protocol
         self._table = table
-        self._taken: deque[socket.socket] = deque()  # not yet prepared, the oldest first
-        self._spoken: deque[socket.socket] = deque()  # those among the oldest that have sent something
+        self._crowd = Crowd(client_of)
         self._opening: set[asyncio.Task[object]] = set()
         self._retry: asyncio.TimerHandle | None = None
+        self._pause = PAUSE_SECONDS
         self._closed = False
 
     def start(self) -> None:
@@ -61,45 +72,45 @@ class Acceptor:
 
     def _take(self) -> None:
         """A turn that the kernel asks for: there are connections in its queue."""
-        idle = not self._taken and not self._spoken
+        idle = not self._crowd
         end = time.perf_counter() + TAKE_SECONDS
         while time.perf_counter() < end and self._make_room():
             try:
-                connection, _ = self._listener.accept()
+                connection, address = self._listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 break
             except OSError:  # the process or the system has no more files or memory
                 self._loop.remove_reader(self._listener)
-                self._retry = self._loop.call_later(PAUSE_SECONDS, self._resume)
+                self._retry = self._loop.call_later(self._pause, self._resume)
+                self._pause = min(2 * self._pause, LONGEST_PAUSE)
                 break
-            self._taken.append(connection)
+            self._pause = PAUSE_SECONDS
+            self._crowd.put(connection, str(address[0]))
         if idle:
             self._open()
 
     def _make_room(self) -> bool:
-        """Whether one more may be taken. If there are too many, the oldest that is silent gives way.
+        """Whether one more may be taken. If there are too many, the oldest without a whole request gives way.
 
         While the server works on the request of every connection, nothing gives way, and the next turns refuse with an answer
         those that are taken.
         """
-        if len(self._taken) + len(self._spoken) <= max(self._table.room - len(self._opening), TURN):
+        if len(self._crowd) <= max(self._table.room - len(self._opening), HELD):
             return True
-        while self._taken and not self._table.is_busy:
-            oldest = self._taken.popleft()
-            if not _has_spoken(oldest):
-                _reset(oldest)
-                self._table.give_way()
-                return True
-            self._spoken.append(oldest)
-        return False
+        oldest = None if self._table.is_busy else self._crowd.drop()
+        if oldest is None:
+            return False
+        _reset(oldest)
+        self._table.give_way()
+        return True
 
     def _open(self) -> None:
         """A turn that prepares connections."""
-        for _ in range(min(TURN, len(self._taken) + len(self._spoken))):
-            task = self._loop.create_task(self._prepare((self._spoken or self._taken).pop()))
+        for _ in range(min(TURN, len(self._crowd))):
+            task = self._loop.create_task(self._prepare(self._crowd.get()))
             self._opening.add(task)
             task.add_done_callback(self._opening.discard)
-        if self._taken or self._spoken:
+        if self._crowd:
             self._loop.call_soon(self._open)
 
     async def _prepare(self, connection: socket.socket) -> None:
@@ -125,20 +136,13 @@ class Acceptor:
             self._retry.cancel()
         self._loop.remove_reader(self._listener)
         self._listener.close()
-        while self._taken or self._spoken:
-            _reset((self._spoken or self._taken).pop())
+        while self._crowd:
+            _reset(self._crowd.get())
 
     async def wait_closed(self) -> None:
         """Wait for connections that are being prepared."""
         if self._opening:
             await asyncio.wait(self._opening)
-
-
-def _has_spoken(connection: socket.socket) -> bool:
-    try:
-        return bool(connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
-    except OSError:  # nothing has come, or the client has left
-        return False
 
 
 def _reset(connection: socket.socket) -> None:

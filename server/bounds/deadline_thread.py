@@ -99,8 +99,9 @@ class DeadlineThread:
         """
         loop = asyncio.get_running_loop()
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            thread.start()  # fails without memory, and the next call tries again
+            self._thread = thread
         job = _Job(work, client, cancel, loop.create_future())
         self._jobs.put(job)
         try:

@@ -160,6 +160,25 @@ def is_address(text: str | bytes) -> bool:
     return True
 
 
+PEEKED_KEY = re.compile(rb"\r\n(?:authorization: *bearer +|x-api-key: *)(\S+)[ \t]*\r\n", re.IGNORECASE)
+
+
+class ClientNames:
+    """`client_of(sent, address)`: whose connection it is, by the bytes that it has sent: one of the keys, else the address.
+
+    It says whose turn it is and admits nobody, so it need not find each form in which a key may come.
+    """
+
+    def __init__(self, keys: tuple[str, ...]):
+        self._known = {hashlib.sha256(key.encode()).digest() for key in keys}
+
+    def __call__(self, sent: bytes, address: str) -> str:
+        found = PEEKED_KEY.search(sent) if self._known else None
+        if found and (digest := hashlib.sha256(found[1]).digest()) in self._known:
+            return digest.hex()
+        return network_of(address)
+
+
 class Clients:
     """Finds out whose request it is, and opens its bill (costs.py).
 

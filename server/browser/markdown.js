@@ -95,6 +95,14 @@ const markdown = (() => {
   const dashes = line => line !== undefined && line.includes("-") && cells(line).every(cell => /^:?-+:?$/.test(cell));
   const begins = line => fence(line) || heading(line) || rule(line) || item(line) || line.trimStart().startsWith(">");
 
+  // Answers begin with a heading of any rank. On the page the highest one stands below "Conversation", and none is left out.
+  let ranks = [];
+  function headingLevel(rank) {
+    while (ranks.length && ranks.at(-1) >= rank) ranks.pop();
+    ranks.push(rank);
+    return Math.min(ranks.length + 2, 6);
+  }
+
   function codeBlock(language, lines) {
     const code = make("code", lines.join("\n")), copy = make("button", "Copy"), head = make("div", make("span", language || "text"), copy);
     copy.type = "button";
@@ -162,7 +170,7 @@ const markdown = (() => {
         fragment.append(codeBlock(fenced[2], lines.slice(at + 1, end)));
         at = end + 1;
       } else if (title) {
-        fragment.append(make(`h${Math.min(title[1].length + 2, 6)}`, inline(title[2].replace(/ #+ *$/, ""))));
+        fragment.append(make(`h${headingLevel(title[1].length)}`, inline(title[2].replace(/ #+ *$/, ""))));
         at++;
       } else if (rule(line)) {
         fragment.append(make("hr"));
@@ -195,5 +203,8 @@ const markdown = (() => {
     return fragment;
   }
 
-  return text => blocks(text.replaceAll("\r", "").replaceAll("\t", "    ").split("\n"), 0);
+  return text => {
+    ranks = [];
+    return blocks(text.replaceAll("\r", "").replaceAll("\t", "    ").split("\n"), 0);
+  };
 })();

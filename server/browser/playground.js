@@ -4,7 +4,8 @@
 // says is read as HTML: markdown.js makes nodes of it, and everything else is set as text.
 const $ = id => document.getElementById(id);
 const KNOBS = ["temperature", "top_p", "top_k", "max_completion_tokens", "seed"];
-const IDEAS = ["What is 17 + 25?", "Write a function that parses a file.", "Explain a KV cache in three sentences."];
+const IDEAS = ["What is 17 + 25?", "Write a Python function that reads a file.", "What can you do?"]; // which the embedded model knows as well
+const ENDS = {stop: "complete", length: "cut off at the limit of tokens", tool_calls: "asks for a tool", stopped: "stopped"};
 const POINTS = 60, MAX_KEPT = 50, STORE = "fa_serve.playground", NEAR_END = 80;
 let messages = [], model = null, card = null, running = null, editing = null, pictures = [], session = 0;
 let kept = {current: null, theme: "light dark", knobs: {}, conversations: []};
@@ -224,7 +225,7 @@ async function answer() {
   idle();
   const seconds = (performance.now() - start) / 1000, count = usage?.completion_tokens ?? pieces;
   const rate = count > 1 && first !== null ? (count - 1) / (seconds - first / 1000) : null;
-  if (!reply.error) reply.note = [why, count && `${count} ${count === 1 ? "token" : "tokens"}`, first !== null && `first token after ${first.toFixed(0)} ms`, rate && `${rate.toFixed(rate < 10 ? 1 : 0)} tokens/s`, `${seconds.toFixed(2)} s`].filter(Boolean).join(" · ");
+  if (!reply.error) reply.note = [ENDS[why] ?? why, count && `${count} ${count === 1 ? "token" : "tokens"}`, first !== null && `first token after ${first.toFixed(0)} ms`, rate && `${rate.toFixed(rate < 10 ? 1 : 0)} tokens/s`, `${seconds.toFixed(2)} s`].filter(Boolean).join(" · ");
   messages.push(reply);
   draw();
   keep();

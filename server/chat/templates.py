@@ -32,6 +32,7 @@ from .tools import ToolFormat, detect_format
 MESSAGE_NAME = re.compile(r"""message(\.name|\[['"]name['"]|\.get\(['"]name['"])""")
 ROLES = {"system", "user", "assistant", "tool"}  # which every template knows or refuses
 PROBE = "Goodbye"  # the content of a message whose end is looked for
+LARGE_FACTOR = 10_000_000
 RESERVED = {"conversation", "messages", "self", "tools"}
 # what a template can raise for a conversation or a variable that is not of the kind that it expects
 FAILURES = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
@@ -58,6 +59,22 @@ class Template:
         except jinja2.TemplateSyntaxError as error:
             self._refuse_if_broken()
             raise BadRequest(f"The chat template is not valid: {error}.", param="chat_template") from None
+
+    @cached_property
+    def holds_the_interpreter(self) -> bool:
+        """Whether it has a power, or a product with a very large number: one call into C, which no deadline and no signal ends.
+
+        jinja2 computes constants already when it compiles a template.
+        """
+        try:
+            found = [(kind, value) for _, kind, value in jinja2.Environment().lex(self._text)]
+        except jinja2.TemplateSyntaxError:
+            return False  # it is not compiled either
+        if ("operator", "**") in found:
+            return True
+        numbers = [value.replace("_", "") for kind, value in found if kind == "integer"]
+        is_large = any(len(each) > len(str(LARGE_FACTOR)) or not each.isdecimal() for each in numbers)
+        return is_large and ("operator", "*") in found
 
     def reads(self, variable: str) -> bool:
         """Whether the template reads a variable of this name."""
@@ -95,6 +112,10 @@ class Template:
             if ("tool_calls" in message or message["role"] == "tool") and "tool_calls" not in self._text:
                 raise BadRequest("This model's chat template does not support tool calls in messages.", param="messages")
         self._check_variables(variables)
+        if trial is None and self.holds_the_interpreter:
+            self._refuse_if_broken()
+            rule = "it must not raise to a power or multiply by such a number, which nothing can interrupt"
+            raise BadRequest(f"The chat template is refused: {rule}.", param="messages")
         try:
             if trial is None:
                 bound_output(self._text, self._reader.max_chars)
@@ -126,6 +147,8 @@ class Template:
     def closing(self) -> str:
         """What the template writes behind a message of the assistant; "" if it takes no such message."""
         messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": PROBE}]
+        if self.holds_the_interpreter:
+            return ""
         try:
             text = self._tokenizer.apply_chat_template(messages, chat_template=self._text, tokenize=False)
         except FAILURES:

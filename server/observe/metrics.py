@@ -23,6 +23,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from fa_serve.engine import EngineStats, RequestOutput
+from fa_serve.engine.cache.host_tier import HostTierStats
 from fa_serve.engine.stats import STEP_SECONDS
 
 from .logs import num_dropped
@@ -146,19 +147,10 @@ def _add_engine(families: dict[str, Metric], names: list[str], label: list[str],
         "spec_decode_num_draft_tokens": ("Tokens of drafts.", drafts.num_draft_tokens),
         "spec_decode_num_accepted_tokens": ("Tokens of drafts that were right.", drafts.num_accepted_tokens),
     }
-    if (tier := stats.host_tier) is not None:
-        gauges["kv_host_bytes"] = ("Bytes of the host's memory for evicted pages and states.", tier.num_bytes)
-        gauges["kv_host_bytes_used"] = ("Those of them that hold pages and states.", tier.num_bytes_used)
-        counters |= {
-            "kv_host_hits": ("Pages that came back from the host for a sequence.", tier.num_hits),
-            "kv_host_misses": ("Full pages of prompts that neither the device nor the host had.", tier.num_misses),
-            "kv_host_bytes_in": ("Bytes copied from the host to the device.", tier.bytes_in),
-            "kv_host_bytes_out": ("Bytes copied from the device to the host.", tier.bytes_out),
-            "kv_host_evictions": ("Pages and states that were evicted from the host.", tier.num_evictions),
-            "kv_host_lost": ("Pages and states that were evicted from the device before they could be copied.", tier.num_lost),
-            "kv_host_failures": ("Copies to or from the host that failed.", tier.num_failures),
-            "kv_host_wait_seconds": ("Seconds that sequences have waited for copies from the host.", tier.seconds),
-        }
+    if stats.host_tier is not None:
+        more_gauges, more_counters = _of_host_tier(stats.host_tier)
+        gauges |= more_gauges
+        counters |= more_counters
     for name, (help, value) in gauges.items():
         add(GaugeMetricFamily, name, help, value)
     for name, (help, value) in counters.items():
@@ -171,6 +163,38 @@ def _add_engine(families: dict[str, Metric], names: list[str], label: list[str],
     )
     family = families.setdefault("engine_step_seconds", steps)
     family.add_metric(label, _buckets(STEP_SECONDS, stats.steps.counts), stats.steps.total)  # type: ignore[attr-defined]
+
+
+def _of_host_tier(tier: HostTierStats) -> tuple[dict[str, tuple[str, float]], dict[str, tuple[str, float]]]:
+    """Gauges and counters of a host tier, and of its folder."""
+    gauges: dict[str, tuple[str, float]] = {
+        "kv_host_bytes": ("Bytes of the host's memory for evicted pages and states.", tier.num_bytes),
+        "kv_host_bytes_used": ("Those of them that hold pages and states.", tier.num_bytes_used),
+    }
+    counters: dict[str, tuple[str, float]] = {
+        "kv_host_hits": ("Pages that came back from the host for a sequence.", tier.num_hits),
+        "kv_host_misses": ("Full pages of prompts that neither the device nor the host had.", tier.num_misses),
+        "kv_host_bytes_in": ("Bytes copied from the host to the device.", tier.bytes_in),
+        "kv_host_bytes_out": ("Bytes copied from the device to the host.", tier.bytes_out),
+        "kv_host_evictions": ("Pages and states that were evicted from the host.", tier.num_evictions),
+        "kv_host_lost": ("Pages and states that were evicted from the device before they could be copied.", tier.num_lost),
+        "kv_host_failures": ("Copies to or from the host that failed.", tier.num_failures),
+        "kv_host_wait_seconds": ("Seconds that sequences have waited for copies from the host.", tier.seconds),
+    }
+    if (folder := tier.folder) is not None:
+        gauges["kv_host_folder_bytes"] = ("Bytes that files of pages and states may take.", folder.num_bytes)
+        gauges["kv_host_folder_bytes_used"] = ("Bytes of these files.", folder.num_bytes_used)
+        counters |= {
+            "kv_host_folder_hits": ("Pages that were read from files for a sequence.", folder.num_hits),
+            "kv_host_folder_bytes_in": ("Bytes read from files.", folder.bytes_in),
+            "kv_host_folder_bytes_out": ("Bytes written to files.", folder.bytes_out),
+            "kv_host_folder_evictions": ("Files that were evicted.", folder.num_evictions),
+            "kv_host_folder_lost": ("Pages and states that left the host before they were written.", folder.num_lost),
+            "kv_host_folder_bad_files": ("Files that were torn, truncated or altered.", folder.num_bad),
+            "kv_host_folder_failures": ("Reads and writes of files that failed.", folder.num_failures),
+            "kv_host_folder_wait_seconds": ("Seconds that sequences have waited for files.", folder.seconds),
+        }
+    return gauges, counters
 
 
 class Histogram(Collector):

@@ -59,9 +59,10 @@ def test_the_hopper_kernel(head_dim: int) -> None:
     assert not [line for line in kernel.ptxas_warnings if "C75" in line], "wgmma is serialised or setmaxnreg ignored"
 
 
-def test_the_hopper_backward_kernel() -> None:
+@pytest.mark.parametrize("head_dim", [128, 192, 256])
+def test_the_hopper_backward_kernels(head_dim: int) -> None:
     """Only ptxas says whether products run on from one block of queries to the next."""
-    q, k, v = make_qkv(1, 2048, 2048, 4, 2, 128, dtype=torch.bfloat16)
+    q, k, v = make_qkv(1, 2048, 2048, 4, 2, head_dim, dtype=torch.bfloat16)
     tensors = BackwardTensors(q, k, v, None, None, None, None, q, torch.zeros(1, 4, 2048), q)
     with compiling_for("sm90") as kernels:
         plan_hopper_backward(tensors, AttentionOptions(0.1, (-1, 0), 0.0, 2048, 2048, return_lse=True))(tensors)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from warm_processes import WarmProcess
 
 from benchmarks.attention import bench_allreduce
 from fa_serve.ops.collectives.all_reduce import AllReduce, listen
@@ -16,9 +17,19 @@ from fa_serve.ops.collectives.all_reduce import AllReduce, listen
 CASES = [f"{size} {what} 2 ranks gloo" for size in bench_allreduce.TINY_SIZES for what in ("sum", "norm")]
 
 
-def test_every_case_is_measured_after_the_gate(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.attention.bench_allreduce", "--tiny", "--out", str(tmp_path)]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+def test_every_case_is_measured_after_the_gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """The other rank is forked. Fresh interpreters are what `listen` and `join` start in tests/ops/collectives."""
+
+    def start(command: list[str]) -> WarmProcess:
+        assert command[1:3] == ["-m", "benchmarks.attention.bench_allreduce"]
+        return started.enter_context(WarmProcess(bench_allreduce.main, command[3:]))
+
+    monkeypatch.setattr("sys.argv", ["bench_allreduce.py", "--tiny", "--out", str(tmp_path)])
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    monkeypatch.setattr(bench_allreduce, "subprocess", SimpleNamespace(Popen=start))
+    with ExitStack() as started:
+        bench_allreduce.main()
+    printed = capsys.readouterr().out
     lines = [json.loads(line) for line in (tmp_path / "allreduce.jsonl").read_text().splitlines()]
     assert [line["case"] for line in lines] == CASES
     assert all(line["ours"] > 0 and set(line["peers"]) == {"gloo"} and line["unit"] == "us" for line in lines)

@@ -29,6 +29,7 @@ def test_tiny_sizes(tmp_path: Path) -> None:
         "text",
         *(f"{case} {name}".strip() for name in SETTINGS for case in ("text p99", "beside text")),
     ]
+    assert not encoder.PAUSES_ON_GPU
     assert not encoder.ENCODES_BESIDE
     assert not image_arrays.CAPTURES_IMAGES
 

@@ -116,9 +116,12 @@ def test_an_interrupt_ends_what_runs_and_starts_nothing_more(arguments: argparse
 
 @pytest.mark.parametrize("name", run_all.JOBS)
 def test_every_command_names_a_bench_and_flags_that_exist(name: str) -> None:
-    script, *words = run_all.JOBS[name].command.split()
+    job = run_all.JOBS[name]
+    script = job.command.split()[0]
     text = (run_all.ROOT / "benchmarks" / script.replace(".", "/")).with_suffix(".py").read_text()
-    assert all(f'"{word}"' in text for word in words if word.startswith("--")), words
+    for peer_path in ("", "/peers"):
+        words = job.words("/results", peer_path)
+        assert all(f'"{word}"' in text for word in words if word.startswith("--")), words
 
 
 def test_by_default_what_can_run_is_run() -> None:

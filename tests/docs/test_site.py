@@ -1,7 +1,8 @@
 """The site in a real browser, if one is installed: three widths, both colour schemes, the keyboard, the filter, axe-core.
 
-The site is built once and served from this process. With FA_SERVE_SCREENSHOTS=FOLDER the pictures of each page are kept there,
-otherwise in pytest's temporary folder. axe-core comes with the package axe-playwright-python; without it, its test is skipped.
+The site is built once and served from this process. With FA_SERVE_SCREENSHOTS=FOLDER pictures of tested pages are kept there,
+and with FA_SERVE_CASES=all each page is tested in both schemes. axe-core comes with the package axe-playwright-python; without
+it, its test is skipped.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 WIDTHS = (360, 768, 1440)
 SCHEMES = ("light", "dark")
 PAGES = ("index", "models", "recipes", "kernels/index")
+PICTURES = os.environ.get("FA_SERVE_SCREENSHOTS")
 SHORT = "document.querySelectorAll('tbody').forEach(body => [...body.rows].slice(15).forEach(row => row.remove()))"
 """axe-core looks at each cell of a table of 500 rows, which are alike."""
 VIOLATIONS = """
@@ -78,34 +80,33 @@ def open_page(browser: Any, name: str, scheme: str = "light", width: int = 1440)
     return page
 
 
+@pytest.mark.parametrize("name", PAGES)
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_pages_fit_their_window_and_are_pictured(browser: Any, scheme: str, tmp_path: Path) -> None:
+def test_pages_fit_their_window(browser: Any, scheme: str, name: str) -> None:
     """Tables and code scroll in their own box, at the widths of a phone, a tablet and a desk."""
-    folder = Path(os.environ.get("FA_SERVE_SCREENSHOTS", tmp_path))
-    for name in PAGES:
-        page = open_page(browser, name, scheme)
-        for width in WIDTHS:
-            page.set_viewport_size({"width": width, "height": 900})
-            # the theme moves its search field for a moment when the window changes
-            page.wait_for_function(f"document.documentElement.scrollWidth <= {width}", timeout=5000)
-            page.screenshot(path=folder / f"site-{name.replace('/', '-')}-{width}-{scheme}.png")
-        assert page.problems == []
-        page.close()
-    assert len(list(folder.glob(f"site-*-{scheme}.png"))) == len(PAGES) * len(WIDTHS)
+    page = open_page(browser, name, scheme)
+    for width in WIDTHS:
+        page.set_viewport_size({"width": width, "height": 900})
+        # the theme moves its search field for a moment when the window changes
+        page.wait_for_function(f"document.documentElement.scrollWidth <= {width}", timeout=5000)
+        if PICTURES is not None:
+            page.screenshot(path=Path(PICTURES) / f"site-{name.replace('/', '-')}-{width}-{scheme}.png")
+    assert page.problems == []
+    page.close()
 
 
+@pytest.mark.parametrize("name", PAGES)
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_axe_has_no_serious_findings(browser: Any, scheme: str) -> None:
+def test_axe_has_no_serious_findings(browser: Any, scheme: str, name: str) -> None:
     axe = importlib.util.find_spec("axe_playwright_python")
     if axe is None or axe.origin is None:
         pytest.skip("axe-playwright-python is not installed")
     script = (Path(axe.origin).parent / "axe.min.js").read_text(encoding="utf-8")
-    for name in PAGES:
-        page = open_page(browser, name, scheme)
-        page.evaluate(SHORT)
-        page.evaluate(script)
-        assert page.evaluate(VIOLATIONS) == [], name
-        page.close()
+    page = open_page(browser, name, scheme)
+    page.evaluate(SHORT)
+    page.evaluate(script)
+    assert page.evaluate(VIOLATIONS) == []
+    page.close()
 
 
 def test_drawings_are_dark_on_a_dark_page(browser: Any) -> None:
@@ -113,6 +114,36 @@ def test_drawings_are_dark_on_a_dark_page(browser: Any) -> None:
         page = open_page(browser, "kernels/index", scheme)
         assert expected in page.evaluate("getComputedStyle(document.querySelector('article img[src$=\".svg\"]')).filter")
         page.close()
+
+
+PARTS = """
+[...document.querySelectorAll('article td code')].flatMap(code => [...code.childNodes]).filter(part => part.data).map(part => {
+  const range = document.createRange();
+  range.selectNode(part);
+  return [part.data, range.getClientRects().length];
+})
+"""
+
+
+@pytest.mark.parametrize("width", [360, 768])
+@pytest.mark.parametrize("name", ["models", "kernels/index"])
+def test_names_in_cells_break_between_their_parts(browser: Any, name: str, width: int) -> None:
+    page = open_page(browser, name, width=width)
+    parts = page.evaluate(PARTS)
+    assert len(parts) > 40
+    assert [text for text, lines in parts if lines > 1 and not re.search(r"[\s-]", text)] == []
+    assert any(page.locator("article td code", has_text="_").first.locator("wbr").all())
+    page.close()
+
+
+def test_a_chart_stays_readable_on_a_phone(browser: Any) -> None:
+    """It keeps its width and scrolls in its box, also by keyboard."""
+    page = open_page(browser, "index", width=360)
+    image = page.locator("article img[src$='overview.svg']")
+    assert image.evaluate("image => image.clientWidth") > 600
+    assert image.evaluate("image => image.parentElement.clientWidth") < 360
+    assert image.evaluate("image => image.parentElement.tabIndex") == 0
+    page.close()
 
 
 def test_the_filter_of_types_needs_no_mouse(browser: Any) -> None:

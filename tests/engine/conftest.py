@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from engine_fixtures import make_engine, replays, tokenizer
 from tiny_models import make_model
 from transformers import PreTrainedTokenizerFast
-
-from fa_serve.engine.process import engine_process
 
 __all__ = ["make_engine", "replays", "tokenizer"]
 
@@ -23,9 +19,3 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrained
     make_model().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
-
-
-@pytest.fixture
-def warm_engine_processes(warm_context: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The processes of engines find everything imported. test_engine_process.py starts fresh interpreters."""
-    monkeypatch.setattr(engine_process, "multiprocessing", SimpleNamespace(get_context=lambda _: warm_context))

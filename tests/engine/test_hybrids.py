@@ -326,8 +326,9 @@ def test_what_is_not_built_is_refused(make, make_engine, tmp_path: Path) -> None
         make_engine(num_states=8)
     with pytest.raises(ParameterError, match=r"num_states must be at most \d+: a state takes .* MiB in all layers, 100000"):
         make("lfm2", num_states=10**11)
-    with pytest.raises(UnsupportedModelError, match="cannot be divided between 2 ranks: it keeps recurrent or convolution"):
-        plan_division(model_of("lfm2"), 2)
+    refusal = r"cannot be divided between 2 ranks: model.layers.0.mamba \(ZambaMambaMixer\) keeps a state in a form that is not"
+    with pytest.raises(UnsupportedModelError, match=refusal):
+        plan_division(model_of("zamba"), 2)
 
 
 def test_a_real_server_answers_from_the_prefix_cache(tmp_path: Path) -> None:

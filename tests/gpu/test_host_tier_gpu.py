@@ -148,3 +148,30 @@ def test_tokens_are_those_of_an_engine_that_keeps_everything(kind: str) -> None:
     assert found[0] == found[1]
     assert tier.num_hits > 20
     assert tier.num_failures == 0
+
+
+@pytest.mark.parametrize("kind", ["llama", "states"])
+def test_a_later_engine_finds_pages_in_files(tmp_path, kind: str) -> None:
+    """Files are read to pinned memory, and come to the device from there."""
+    model = make_model().to(GPU) if kind == "llama" else BY_NAME["qwen3.5"].build(vocab_size=VOCAB).to(GPU)
+    model.generation_config = GenerationConfig(pad_token_id=0, eos_token_id=-1)
+    draw = random.Random(0)
+    given = [[draw.randrange(3, VOCAB) for _ in range(200)] for _ in range(4)]
+    settings = {"num_states": 6} if kind == "states" else {}
+    found = []
+    for _ in range(2):
+        config = EngineConfig(
+            device="cuda", num_pages=40, kv_host_memory=64 << 20, kv_host_folder=tmp_path, max_num_seqs=4, **settings
+        )
+        engine = Engine(config, model=model)
+        for lane in engine._scheduler.tier.lanes:
+            lane.copies.wait_until_pinned()
+        found.append([(each.token_ids, each.num_cached_tokens) for x in given for each in engine.generate([x], GREEDY)])
+        while engine.prepare_one():
+            pass
+        stats = engine.stats().host_tier
+        assert (stats.num_failures, stats.folder.num_bad, stats.folder.num_failures) == (0, 0, 0)
+        engine.close()
+    assert [tokens for tokens, _ in found[0]] == [tokens for tokens, _ in found[1]]
+    assert {cached for _, cached in found[1]} == {192}
+    assert stats.folder.num_hits == 48

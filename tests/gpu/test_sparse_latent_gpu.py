@@ -9,6 +9,7 @@ from selected_keys_cases import PagedQueries, numbers, sparse_reference
 from tiny_models import random_prompts
 
 from fa_serve import ops
+from fa_serve.backends.hopper.latent.tiles import Ring
 from fa_serve.engine import Engine, EngineConfig, SamplingParams
 from fa_serve.hf import patch
 from fa_serve.ops.selected_keys.attention import run_sparse_attention, selected_tiles
@@ -48,6 +49,31 @@ def test_attention_to_slots(
     tolerance = 2e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
     torch.testing.assert_close(out.double(), exact, atol=tolerance * float(exact.abs().max()), rtol=0.0)
     assert out[-1].eq(0).all()
+
+
+@pytest.mark.parametrize("num_splits", [1, 5], ids=lambda n: f"splits{n}")
+@pytest.mark.parametrize("ring", [Ring(32, 4), Ring(32, 3), Ring(16, 8)], ids=str)
+@pytest.mark.parametrize(("heads", "dims"), [(64, (576, 512)), (128, (576, 512)), (64, (288, 256))], ids=str)
+def test_the_hopper_kernel_gathers(heads: int, dims: tuple[int, int], ring: Ring, num_splits: int) -> None:
+    """The proof for `GATHERS_ON_HOPPER`: lists of all lengths, many programs on an SM after another, and sinks."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kernel runs on Hopper only")
+    dim, dim_v = dims
+    step = PagedQueries.of([(1, 3000), (1, 500)], page_size=16, device="cuda")
+    k = step.cache(1, dim, torch.bfloat16, seed=1)
+    q = numbers(300, heads, dim, dtype=torch.bfloat16, seed=3, device="cuda")
+    slots = torch.full((300, 2048), -1, dtype=torch.int32, device="cuda")
+    for row in range(299):  # the last query has no keys
+        count = (2048, 1, 513, 2000)[row % 4]
+        chosen = torch.randperm(3000, generator=torch.Generator().manual_seed(row))[:count].to("cuda")
+        slots[row, -count:] = step.slots_of(0, 3000)[chosen].int()
+    sinks = numbers(heads, seed=4, device="cuda") if num_splits > 1 else None
+    exact = sparse_reference(q, k, k[..., :dim_v], slots, dim**-0.5, sinks)
+    for _ in range(3):
+        out = run_sparse_attention(q, k, k[..., :dim_v], slots, sinks, dim**-0.5, num_splits, ring)
+        tolerance = 4 * torch.finfo(torch.bfloat16).eps * float(exact.abs().max())
+        torch.testing.assert_close(out.double(), exact, atol=tolerance, rtol=0.0)
+        assert out[-1].eq(0).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -1,4 +1,4 @@
-"""Images beside decoding on a GPU: towers on a separate stream, and captured steps with images. Both are off until this and
+"""Images beside decoding on a GPU: towers that pause, or have a separate stream, and captured steps. All are off until this and
 `bench_images --cells "text p99"` have been run."""
 
 from __future__ import annotations
@@ -31,6 +31,12 @@ def beside(monkeypatch: pytest.MonkeyPatch) -> None:
 def _own_stream() -> object:
     with torch.cuda.stream(torch.cuda.default_stream()):
         yield
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_tokens_with_towers_that_pause(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoder, "PAUSES_ON_GPU", True)
+    check_images(name, device="cuda")
 
 
 @pytest.mark.parametrize("name", TYPES)

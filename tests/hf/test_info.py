@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from fa_serve.__main__ import app
 from fa_serve.backends import explain
-from fa_serve.hf.info import decoding, describe
+from fa_serve.hf.info import RankShare, decoding, describe
 from fa_serve.info_tables import chosen
 
 WIDE = {"COLUMNS": "220", "NO_COLOR": "1", "TERM": "dumb"}
@@ -50,6 +50,17 @@ def test_states_are_told_with_their_bytes(tmp_path: Any) -> None:
     told = run(str(tmp_path)).output
     assert "engine: runs it\nstates: 0.005371 MiB a sequence" in told
     assert "  1 x delta (4, 16, 16) float32" in told
+
+
+@pytest.mark.parametrize("name", ["qwen3-next", "falcon-h1", "mamba2"])
+def test_what_a_rank_holds_of_a_model_with_states(name: str) -> None:
+    """Layers with and without attention, a buffer that is divided, and no attention at all."""
+    share = describe(HYBRIDS[name].make_config(), tensor_parallel=2).share
+    assert isinstance(share, RankShare)
+    assert share.divided > 10 * share.whole
+    assert 0.5 <= (share.divided + share.whole) / share.total < 0.55
+    assert [(layer.num_heads, layer.num_kv_heads) for layer in share.layers] == [(2, 1)] * len(share.layers)
+    assert bool(share.layers) == (name != "mamba2")
 
 
 def test_windows_sinks_softcap_masks_and_dims_by_layer() -> None:

@@ -88,6 +88,10 @@ TESTED_BY = {
         "tests/backends/hopper/backward/test_plan.py",
         "the types of arguments exist inside of a kernel only",
     ),
+    "fa_serve.backends.hopper.backward.wide.types": (
+        "tests/backends/hopper/backward/wide/test_kernel.py",
+        "the types of arguments exist inside of a kernel only",
+    ),
     "fa_serve.backends.hopper.latent.types": (
         "tests/backends/hopper/latent/test_plan.py",
         "the types of arguments exist inside of a kernel only",

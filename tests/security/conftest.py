@@ -109,7 +109,7 @@ class Fortress:
         latency: whether the probes' latencies are bounded; the probes must succeed in any case
         growth: bytes that the memory may grow by meanwhile; by default it may grow by any amount
         """
-        probe = Probe(self.url, HONEST)
+        probe = Probe(self.url, HONEST, pid=self.pid)
         watch = MemoryWatch(self.pid)
         failed = False
         begin = time.monotonic()
@@ -164,7 +164,9 @@ def _start(log: Path, *flags: str, keys: bool = True, **environment: str) -> For
     key = HONEST if keys else None
     try:
         warm_up(process.url, key)
-        return Fortress(process, log, measure(process.url, key, CALM_SECONDS), memory_of(process.process.pid))
+        return Fortress(
+            process, log, measure(process.url, key, CALM_SECONDS, process.process.pid), memory_of(process.process.pid)
+        )
     except BaseException:
         process.end()
         raise

@@ -8,6 +8,10 @@ Probes are sent at intervals over new connections: `GET /health`, and a greedy c
 than the interval also counts as the probes that would have been sent while it was waiting, so that one freeze of ten seconds is
 ten seconds of bad service and not one bad reply among hundreds.
 
+On a machine that is busy with other work, a probe is late although nothing held up the server. Linux tells how long a thread
+was ready to run and had no processor (/proc/PID/task/TID/schedstat). `report.own_p99` is the p99 of /health less these waits
+of the event loop's thread and of the probing thread. It is printed beside the p99 and tells the machine's part.
+
 Run as a script, this file is the probing process; it imports nothing outside the standard library.
 """
 
@@ -58,8 +62,15 @@ class Latencies:
 
 @dataclass
 class ProbeReport:
+    """own: the seconds of each /health less the waits for a processor, sorted"""
+
     health: Latencies
     completion: Latencies
+    own: list[float] = field(default_factory=list)
+
+    @property
+    def own_p99(self) -> float:
+        return Latencies(self.own).p99 if self.own else 0.0
 
     @property
     def failures(self) -> list[str]:
@@ -69,14 +80,18 @@ class ProbeReport:
         """For people: milliseconds and counts."""
         kinds = {"health": self.health, "completion": self.completion}
         found = {f"{name}_{q}_ms": round(1000 * getattr(kind, q), 1) for name, kind in kinds.items() for q in ("p50", "p99")}
+        found["health_own_p99_ms"] = round(1000 * self.own_p99, 1)
         return found | {"probes": len(self.health.seconds) + len(self.completion.seconds), "failed": len(self.failures)}
 
 
 class Probe:
-    """Probes `url` with the API key `key` (None without keys) from a separate process until `stop`."""
+    """Probes `url` with the API key `key` (None without keys) from a separate process until `stop`.
 
-    def __init__(self, url: str, key: str | None = None, model: str = "fa-serve-demo"):
-        command = [sys.executable, "-I", str(Path(__file__).resolve()), url, key or "", model]
+    pid: of the server, whose first thread is its event loop; None if it is not known
+    """
+
+    def __init__(self, url: str, key: str | None = None, model: str = "fa-serve-demo", pid: int | None = None):
+        command = [sys.executable, "-I", str(Path(__file__).resolve()), url, key or "", model, str(pid or "")]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def stop(self) -> ProbeReport:
@@ -87,12 +102,14 @@ class Probe:
             self._process.kill()
             self._process.wait()
         kinds = json.loads(printed)
-        return ProbeReport(**{name: Latencies(sorted(kind["seconds"]), kind["failures"]) for name, kind in kinds.items()})
+        own = sorted(kinds["health"]["own"])
+        found = {name: Latencies(sorted(kind["seconds"]), kind["failures"]) for name, kind in kinds.items()}
+        return ProbeReport(**found, own=own)
 
 
-def measure(url: str, key: str | None, seconds: float) -> ProbeReport:
+def measure(url: str, key: str | None, seconds: float, pid: int | None = None) -> ProbeReport:
     """The latencies of a server that nothing else uses."""
-    probe = Probe(url, key)
+    probe = Probe(url, key, pid=pid)
     time.sleep(seconds)
     return probe.stop()
 
@@ -193,18 +210,28 @@ class MemoryWatch:
         return max(self._peak, memory_of(self._pid))
 
 
-def _main(url: str, key: str, model: str) -> None:
+def _waits(pid: str) -> float:
+    """Seconds for which the event loop and the calling thread have waited for a processor so far."""
+    waited = 0.0
+    for each in ("/proc/thread-self", f"/proc/{pid}/task/{pid}") if pid else ():
+        with contextlib.suppress(OSError):
+            waited += int(Path(f"{each}/schedstat").read_text().split()[1]) / 1e9
+    return waited
+
+
+def _main(url: str, key: str, model: str, pid: str) -> None:
     address = urlsplit(url)
     stopped = threading.Event()
     headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
     wanted = {"model": model, "prompt": "x", "max_tokens": 4, "ignore_eos": True, "temperature": 0}
     requests = {"health": ("GET", "/health", None), "completion": ("POST", "/v1/completions", json.dumps(wanted))}
-    results: dict[str, dict[str, list]] = {name: {"seconds": [], "failures": []} for name in requests}
+    results: dict[str, dict[str, list]] = {name: {"seconds": [], "failures": [], "own": []} for name in requests}
 
     def probe(name: str) -> None:
         interval = INTERVALS[name]
         method, path, body = requests[name]
         while not stopped.is_set():
+            waited = _waits(pid)
             begin = time.monotonic()
             connection = http.client.HTTPConnection(address.hostname, address.port, timeout=TIMEOUT)
             try:
@@ -218,6 +245,7 @@ def _main(url: str, key: str, model: str) -> None:
             finally:
                 connection.close()
             taken = time.monotonic() - begin
+            results[name]["own"].append(max(0.0, taken - (_waits(pid) - waited)))
             results[name]["seconds"] += [taken - k * interval for k in range(max(1, math.ceil(taken / interval)))]
             stopped.wait(max(0.0, interval - taken))
 

@@ -241,8 +241,10 @@ def test_the_server_drains_under_attack(start_fortress):
             thread.join()
     print(f"\nended {seconds:.1f} s after SIGTERM under attack")
     assert seconds < 10
-    time.sleep(0.5)
-    assert not [pid for pid in processes if Path(f"/proc/{pid}").exists() and pid != fortress.pid]
+    end = time.monotonic() + 5  # a process of a low priority that is killed ends when it gets a processor
+    while left := [pid for pid in processes if Path(f"/proc/{pid}").exists() and pid != fortress.pid]:
+        assert time.monotonic() < end, left
+        time.sleep(0.1)
 
 
 def test_nothing_is_lost_and_nothing_needs_a_restart(fortress: Fortress):

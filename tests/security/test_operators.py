@@ -66,6 +66,17 @@ def test_the_process_ends_for_a_broken_template_even_if_it_never_ends(tmp_path):
     assert "chat_template must" in done.stderr, "it ends at its deadline, or earlier at the bound of a prompt"
 
 
+@pytest.mark.parametrize("text", ["{{ 9 ** (9 ** 9) }}", "{{ 'x' * 1000000000000 }}", "{{ 'x' * 0xfffffffff }}"])
+def test_the_process_ends_for_a_template_that_holds_the_interpreter(text, tmp_path):
+    """Before: jinja2 computed the power when it compiled the template, for hours, and SIGTERM ended nothing."""
+    (tmp_path / "template").write_text(text)
+    done = run_warm(
+        "serve", "--port", "0", "--device", "cpu", "--num-pages", "64", "--chat-template", str(tmp_path / "template")
+    )
+    assert done.returncode == 1
+    assert "must not raise to a power" in done.stderr
+
+
 def test_more_pages_than_memory():
     with pytest.raises(ParameterError, match=r"num_pages must be at most \d+: .* KiB a page, .* GiB of memory are available"):
         Engine(EngineConfig(device="cpu", num_pages=10**12))

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from fa_serve.engine import EngineConfig, RequestError, RequestOutput, SamplingParams, SequenceTimes, TokenLogprob
+from fa_serve.engine.cache.folder_tier import FolderStats
 from fa_serve.engine.cache.host_tier import HostTierStats
 from fa_serve.engine.process.parent import Pulse
 from fa_serve.engine.request.prompts import PromptReader
@@ -25,6 +26,7 @@ from fa_serve.engine.speculation.drafts import SpeculationStats
 from fa_serve.engine.stats import StepStats
 from fa_serve.engine.summary import EngineSummary
 
+FOLDER = FolderStats(num_bytes=900, num_bytes_used=700, num_hits=6, bytes_out=80, num_bad=1)
 TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'system' and not loop.first %}"
     "{{ raise_exception('a system message must come first') }}{% endif %}"
@@ -100,7 +102,9 @@ class FakeEngine:
             num_states=8,
             num_states_used=2,
             speculation=SpeculationStats(10, 20, (8, 4)),
-            host_tier=HostTierStats(num_bytes=100, num_bytes_used=60, num_hits=3, num_misses=4, bytes_in=30, seconds=0.5),
+            host_tier=HostTierStats(
+                num_bytes=100, num_bytes_used=60, num_hits=3, num_misses=4, bytes_in=30, seconds=0.5, folder=FOLDER
+            ),
             steps=StepStats().plus(0.003).plus(99.0),
         )
 

@@ -174,8 +174,9 @@ class Kernel:
         return int(re.search(pattern, self.binary.asm["amdgcn"]).group(1))  # type: ignore[union-attr]
 
 
-def main_loops(sass: str, exponentials: int) -> list[list[str]]:
-    """The instructions of each warpgroup's main loop in a Hopper kernel, which is known by its number of exponentials."""
+def main_loops(sass: str, count: int, instruction: str = "MUFU.EX2") -> list[list[str]]:
+    """The instructions of each warpgroup's main loop in a Hopper kernel, which is known by its number of exponentials, or of
+    another instruction."""
     instructions: list[str] = []
     labels: dict[str, int] = {}
     loops: list[tuple[int, int]] = []
@@ -190,7 +191,7 @@ def main_loops(sass: str, exponentials: int) -> list[list[str]]:
     # the slow path of a wait stands far away and jumps back, which looks like a long loop: shorter loops come first
     found_loops: list[tuple[int, int]] = []
     for a, b in sorted(loops, key=lambda loop: loop[1] - loop[0]):
-        right = sum("MUFU.EX2" in i for i in instructions[a:b]) == exponentials
+        right = sum(instruction in i for i in instructions[a:b]) == count
         if right and all(b <= c or d <= a for c, d in found_loops):
             found_loops.append((a, b))
     return [instructions[a:b] for a, b in found_loops]

@@ -50,6 +50,9 @@ from fa_serve.backends.hopper.backward import dq_accumulator as dq_accum
 from fa_serve.backends.hopper.backward import plan as backward
 from fa_serve.backends.hopper.backward import producer as backward_producer
 from fa_serve.backends.hopper.backward import types as backward_types
+from fa_serve.backends.hopper.backward.wide import kernel as wide_backward
+from fa_serve.backends.hopper.backward.wide import types as wide_types
+from fa_serve.backends.hopper.backward.wide import warps as wide_warps
 from fa_serve.backends.hopper.forward import (
     consumer,
     float8_probabilities,
@@ -84,6 +87,8 @@ from fa_serve.backends.triton.float8_inputs import BLOCK_KEYS
 from fa_serve.launching.launch import Launch, View
 from fa_serve.ops.moe import matrix_wgmma
 from fa_serve.ops.products import row_invariant_wgmma
+from fa_serve.ops.selected_keys import attention as selected_keys
+from fa_serve.ops.selected_keys import gather_wgmma
 
 
 class _Shared:
@@ -183,7 +188,8 @@ class _Copy:
         storage = base.untyped_storage()
         self.memory = torch.empty(0, dtype=self.dtype).set_(storage)
 
-    def _cells(self, corner: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _start(self, corner: list[Any]) -> int:
+        """Where the corner lies in memory, which need not have it."""
         d = self.view
         itemsize = self.base.element_size()
         for size, stride in zip(d.shape, d.strides, strict=True):
@@ -193,16 +199,29 @@ class _Copy:
             raise EmulationError("an address must be a multiple of 16 bytes")
         if any(stride * itemsize % 16 for stride in d.strides[:-1]):
             raise EmulationError(f"strides must be multiples of 16 bytes, got {d.strides}")
-        start = self.base.storage_offset()
+        start = self.base.storage_offset() + sum(int(at) * stride for at, stride in zip(corner, d.strides, strict=True))
+        return start % ((1 << 64) // itemsize)
+
+    def _whole(self, corner: list[Any]) -> torch.Tensor | None:
+        """The numbers of a copy as a view, if its bounds cut nothing off."""
+        d = self.view
+        start = self._start(corner)
+        if not all(0 <= int(at) <= size - extent for at, extent, size in zip(corner, d.block_shape, d.shape, strict=True)):
+            return None
+        last = start + sum((extent - 1) * stride for extent, stride in zip(d.block_shape, d.strides, strict=True))
+        if last >= self.memory.numel():
+            raise EmulationError("a copy inside its bounds reaches outside of the tensor")
+        return self.memory.as_strided(d.block_shape, d.strides, start)
+
+    def _cells(self, corner: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        d = self.view
         offset = torch.zeros((), dtype=torch.int64)
         inside = torch.tensor(True)
         for at, extent, size, stride in zip(corner, d.block_shape, d.shape, d.strides, strict=True):
-            start += int(at) * stride
             steps = torch.arange(extent)
             offset = offset[..., None] + steps * stride
             inside = inside[..., None] & (int(at) + steps >= 0) & (int(at) + steps < size)
-        start %= (1 << 64) // itemsize
-        cells = offset + start
+        cells = offset + self._start(corner)
         if inside.any() and (int(cells[inside].min()) < 0 or int(cells[inside].max()) >= self.memory.numel()):
             raise EmulationError("a copy inside its bounds reaches outside of the tensor")
         return cells, inside
@@ -210,15 +229,22 @@ class _Copy:
     def load(self, corner: list[Any], barrier: Barrier, target: _Shared) -> None:
         target.data.fill_(float("nan"))
         current.block.machine.jitter()
-        cells, inside = self._cells(corner)
-        target.data.copy_(torch.where(inside, self.memory[torch.where(inside, cells, 0)], 0))
+        whole = self._whole(corner)
+        if whole is None:
+            cells, inside = self._cells(corner)
+            whole = torch.where(inside, self.memory[torch.where(inside, cells, 0)], 0)
+        target.data.copy_(whole)
         barrier.complete(target.data.numel() * target.data.element_size())
 
     def store(self, corner: list[Any], source: _Shared) -> None:
-        cells, inside = self._cells(corner)
+        whole = self._whole(corner)
+        cells, inside = self._cells(corner) if whole is None else (None, None)
 
         def run() -> None:
-            self.memory[cells[inside]] = source.data[inside]
+            if whole is None:
+                self.memory[cells[inside]] = source.data[inside]
+            else:
+                whole.copy_(source.data)
 
         current.stores.append(run)
 
@@ -264,13 +290,18 @@ def _run_threads(work: list[tuple[Block, Callable[..., None], tuple[Any, ...]]],
             wait_stores(0)
         except BaseException as error:
             machine.failures.append(error)
+        finally:
+            machine.count(-1)
 
+    # a thread that starts others waits for them
+    machine.count(len(work) - (warps is not None))
     counted = zip(warps or [4] * len(work), work, strict=True)
     threads = [threading.Thread(target=run, args=(count, *item), daemon=True) for count, item in counted]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    machine.count(warps is not None)
     if machine.failures:
         raise EmulationError(str(machine.failures[0])) from machine.failures[0]
 
@@ -318,6 +349,7 @@ def _language() -> types.SimpleNamespace:
         sum=lambda x, axis: x.sum(axis, dtype=x.dtype),
         cumsum=lambda x, axis: x.cumsum(axis),
         reduce=lambda x, axis, combine: functools.reduce(combine, functools.reduce(combine, x)),
+        exp=torch.exp,
         exp2=torch.exp2,
         fma=lambda x, y, z: (x.double() * y + z).float(),
         log2=torch.log2,
@@ -369,14 +401,20 @@ _MODULES = (
     combine,
     row_statistics,
     dq_accum,
+    backward_types,
     backward_producer,
     backward_consumer,
     backward,
+    wide_types,
+    wide_warps,
+    wide_backward,
     latent_types,
     latent_warps,
     latent_decode,
     matrix_wgmma,
     row_invariant_wgmma,
+    selected_keys,
+    gather_wgmma,
 )
 """Their functions share one name space, so no two of them have the same name."""
 
@@ -429,7 +467,7 @@ def _define(faults: tuple[tuple[str, str], ...]) -> dict[str, Any]:
         "VALUE_PARTS": latent_tiles.VALUE_PARTS,
         **{
             name: value
-            for module in (kernel_types, backward_types, latent_types)
+            for module in (kernel_types, backward_types, wide_types, latent_types)
             for name, value in vars(module).items()
             if hasattr(value, "_fields")
         },
@@ -495,6 +533,9 @@ def emulated(
 
     with (
         mock.patch.object(Launch, "__call__", launch),
+        # Triton checks what a layout is made of, which takes a third of the time
+        mock.patch.object(kernel_types, "gl", names["gl"]),
+        mock.patch.object(backward_types, "gl", names["gl"]),
         mock.patch.object(forward, "multiprocessors", return_value=resident_blocks),
         mock.patch.object(latent_decode, "multiprocessors", return_value=resident_blocks),
     ):

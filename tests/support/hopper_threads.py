@@ -39,7 +39,7 @@ class Block:
 class Machine:
     """What all thread blocks share: failures, a lock for atomics, and random delays of up to `delay` seconds.
 
-    A wait of more than `patience` seconds counts as a deadlock.
+    It is a deadlock when every thread waits and none of them may go on, and when one waits for more than `patience` seconds.
     """
 
     def __init__(self, seed: int, patience: float, delay: float) -> None:
@@ -48,6 +48,15 @@ class Machine:
         self.failures: list[BaseException] = []
         self.lock = threading.Lock()
         self.random = random.Random(seed)
+        self.running = 0
+        """Threads that have begun and not ended, without those that only wait for the threads that they have started."""
+        self._waits: dict[int, Callable[[], bool]] = {}
+        """What each waiting thread waits for."""
+
+    def count(self, threads: int) -> None:
+        """So many threads begin, or end where the number is negative."""
+        with self.lock:
+            self.running += threads
 
     def jitter(self, probability: float = 0.2) -> None:
         if self.random.random() < probability:
@@ -55,9 +64,18 @@ class Machine:
 
     def wait(self, condition: threading.Condition, ready: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + self.patience
-        while not ready():
-            if self.failures or (not condition.wait(0.05) and time.monotonic() > deadline):
-                raise EmulationError(f"deadlock: {what}")
+        self._waits[threading.get_ident()] = ready
+        try:
+            while not ready():
+                if self.failures or (not condition.wait(0.05) and (self._is_stuck() or time.monotonic() > deadline)):
+                    raise EmulationError(f"deadlock: {what}")
+        finally:
+            del self._waits[threading.get_ident()]
+
+    def _is_stuck(self) -> bool:
+        """No thread can go on. A thread that has just been let go counts as waiting, but what it waits for has come."""
+        waits = list(self._waits.values())
+        return len(waits) == self.running and not any(ready() for ready in waits)
 
 
 class Barrier:

@@ -11,7 +11,8 @@ and values. `fa_serve.patch(model)` and the engine compute them by `fa_serve.ops
 computes the same. "plugin" is `patch`, with `generate`, padding on either side, packed sequences and gradients; a model that is
 loaded with `attn_implementation="fa_serve"` and not patched keeps transformers' recurrences, and refuses packed sequences. The
 engine starts prompts from cached states, and computes at most a page of a known prompt again
-([engine](engine/cache.md#states-beside-pages)). A reason stands where something is refused or not built yet. Tests
+([engine](engine/cache.md#states-beside-pages)). Ranks of tensor parallelism have the heads or channels of a state each
+([engine](engine/ranks.md)). A reason stands where something is refused or not built yet. Tests
 compare the models that are marked with `generate` in float32, with transformers 5.17 and with the newest release:
 """
 TYPES = (
@@ -52,6 +53,7 @@ _WITHOUT_ATTENTION = {"rwkv": "refused", "xlstm": "no layer"}
 def rows() -> dict[str, dict[str, str]]:
     """For each type: whether a test computes it, and "y" or a reason in each column."""
     from hybrids import HYBRIDS
+    from report_support import YES, divided
     from transformers import AutoConfig
 
     from fa_serve import hf
@@ -72,7 +74,8 @@ def rows() -> dict[str, dict[str, str]]:
         row["plugin"] = "y" if runs else _WITHOUT_ATTENTION.get(name, "attention alone")
         row["prefix"] = "y" if runs else "-"
         row["graphs"] = ("y" if row["tested"] else "not tried") if runs else "-"
-        row["parallel"] = "not built" if runs else "-"
+        parallel = divided(name) if runs else "-"
+        row["parallel"] = "y" if parallel == YES else parallel.split(" ranks: ")[-1]
         found[name] = row
     return found
 

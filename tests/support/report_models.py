@@ -471,7 +471,7 @@ def main() -> None:
         if args.types:
             results |= {"types": report_types.rows()}
         if args.support or args.types:
-            results |= support(results)
+            results |= support(results) | {"hybrids": report_hybrids.rows()}
         FAMILIES.parent.mkdir(exist_ok=True)
         FAMILIES.write_text(json.dumps(results, indent=1) + "\n")
     for name, text in pages(json.loads(FAMILIES.read_text()), json.loads(UPSTREAM.read_text())).items():

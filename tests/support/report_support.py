@@ -3,12 +3,14 @@
     rows(["llama", "bamba"])        # {"llama": {"fused": "yes", "parallel": "yes", "quantised": "yes", "lora": "yes"}, ...}
 
 Each answer comes from the code that decides when a model is loaded: the proofs of fusion on a tiny random model, the plan of a
-division, the layers that a float8 checkpoint would replace, and the products that take adapters. "some" stands where a part of
+division (for models with states its proof as well, on two ranks that are threads), the layers that a float8 checkpoint would
+replace, and the products that take adapters. "some" stands where a part of
 the layers is fused, or where experts keep their floats. A reason is the sentence of the refusal.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 from collections.abc import Callable, Iterable
@@ -18,6 +20,7 @@ from every_type import tiny_config, tiny_model
 from hf_families import Family
 from hybrids import HYBRIDS
 from image_inputs import CHANGES
+from rank_threads import run_ranks
 from report_hybrids import COMPOSITES
 from transformers import PreTrainedModel
 
@@ -25,6 +28,7 @@ from fa_serve.engine import EngineConfig
 from fa_serve.engine.runner.attention_kinds import prepare_attention
 from fa_serve.hf import auto_class, model_layers, patch_parts, plan_division, take_experts, text_model
 from fa_serve.hf.lora.memory import LoraMemory
+from fa_serve.hf.surgery.divide.weights import divide_model
 from fa_serve.hf.surgery.experts.mixtures import expert_modules
 from fa_serve.hf.surgery.fuse.fusion import fuse_layers
 from fa_serve.hf.surgery.quantised.experts import QuantizedExperts
@@ -41,7 +45,7 @@ _FLOAT8 = {
         "group_0": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "channel"}},
     },
 }
-FROM_TESTS = ("lfm2_moe", "mamba2", "zamba", "zamba2")
+FROM_TESTS = ("lfm2", "lfm2_moe", "mamba2", "zamba", "zamba2")
 """Types whose default config has no sense in tiny sizes. Their config is that of the tests of hybrids."""
 STATES = "models that keep states have no adapters yet"
 
@@ -58,7 +62,7 @@ def rows(names: Iterable[str]) -> dict[str, dict[str, str]]:
 def row_of(name: str) -> dict[str, str]:
     return {
         "fused": _answer(lambda: _fused(name)),
-        "parallel": _answer(lambda: _divided(name)),
+        "parallel": divided(name),
         "quantised": _answer(lambda: _quantised(name)),
         "lora": _answer(lambda: _adapted(name)),
     }
@@ -104,8 +108,19 @@ def _fused(name: str) -> str:
     return "no" if not count else YES if count >= total else SOME
 
 
+def divided(name: str) -> str:
+    """Whether the text of a type is divided between two ranks."""
+    return _answer(lambda: _divided(name))
+
+
 def _divided(name: str) -> str:
-    plan_division(_meta(name, torch.float32), 2)
+    meta = _meta(name, torch.float32)
+    plan_division(meta, 2)
+    if model_layers(meta.config).states:
+        model = _text(name)
+        division = plan_division(model, 2)
+        cpu = torch.device("cpu")
+        run_ranks(2, lambda rank, all_reduce: divide_model(copy.deepcopy(model), division, rank, all_reduce, cpu))
     return YES
 
 

@@ -67,7 +67,7 @@ REASONS = (
     Reason("keys", ("chooses keys by code",), "Its queries choose keys by code that has no replacement."),
     Reason(
         "states",
-        ("keeps recurrent or convolution states", "that keep states"),
+        ("that keep states",),
         "Not built for models that keep states (hybrids).",
     ),
     Reason(

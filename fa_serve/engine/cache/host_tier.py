@@ -12,6 +12,10 @@ into pages of the device, which join the prefix cache when the copy has ended. T
 like any others. So keys are isolated as those of pages are: a copy is found under the hash of its page alone, and goes when the
 hash is forgotten.
 
+With a folder, copies on the host are written to files, and a sequence waits until the files that it needs have been read to the
+host (folder_tier.py). While there is no request, `save_one` writes what only the device has as well, and `close` does so for a
+moment.
+
 A copy that fails is an event and no error: what was to leave is lost when it is evicted, and what was to come back is computed.
 Left out: which items are next (kept_items.py), and the copies themselves (runner/host_memory.py), which `HostCopies` stands
 for.
@@ -23,9 +27,11 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
+from fa_serve.engine.cache.folder_tier import FolderLane, FolderStats, FolderTier, Wanted
 from fa_serve.engine.cache.kept_items import KeptItems, Move
 
 log = logging.getLogger("fa_serve.engine")
@@ -35,6 +41,14 @@ BATCH_BYTES = 256 << 20
 step takes more pages, as many as it takes."""
 LONGEST_WAIT = 0.5
 """Seconds that a prompt waits for copies of the pages that it takes. A link of the fourth generation copies 10 GB meanwhile."""
+STAGED_BYTES = 32 << 20
+"""Bytes that are copied at once to be written to files while there is no request. A request that comes waits for that."""
+IDLE_SECONDS = 0.02
+FLUSH_SECONDS = 1.0
+"""How long an engine that is closed writes what only the device has. Servers end an engine that takes longer than two."""
+SETTLE_SECONDS = 5.0
+KINDS = ("page", "state")
+"""What files of the lanes are called."""
 
 
 class CopyError(Exception):
@@ -66,6 +80,9 @@ class HostCopies(Protocol):
 
     def to_device(self, slots: Sequence[int], rows: Sequence[int]) -> Copying: ...
 
+    def slot_bytes(self, slot: int) -> memoryview:
+        """The memory of a slot, to be written to a file or filled from one, by any thread."""
+
     def close(self) -> None:
         """Give the memory back. No copy is on its way."""
 
@@ -81,6 +98,7 @@ class HostTierStats:
     num_lost:      pages and states that were evicted from the device before they could be copied
     num_failures:  copies that failed
     seconds:       that sequences have waited for copies
+    folder:        None without one
     """
 
     num_bytes: int = 0
@@ -93,6 +111,7 @@ class HostTierStats:
     num_lost: int = 0
     num_failures: int = 0
     seconds: float = 0.0
+    folder: FolderStats | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -134,12 +153,18 @@ class HostTier:
     """Owner of the copies on their way. The tables own which items and slots hold what.
 
     pages, states: the lanes; states is None for a model without
+    folder:        None without one
     """
 
-    def __init__(self, pages: Lane, states: Lane | None = None) -> None:
+    def __init__(self, pages: Lane, states: Lane | None = None, folder: FolderTier | None = None) -> None:
         self._pages = pages
         self.lanes = [pages] if states is None else [pages, states]
         self._states = states
+        self.folder = folder
+        self._unsaved: deque[tuple[str, bytes]] = deque()  # what only the device has, as far as `save_one` has not come to it
+        self._seen_saved = -1  # `num_changes` of the tables when these were listed
+        if folder is not None:
+            folder.connect(_folder_lanes(self.lanes))
         self._jobs: deque[_Job] = deque()
         self._is_saving = False  # a sequence waits for copies to the host
         self._waits_since: float | None = None
@@ -163,6 +188,10 @@ class HostTier:
             room = max(BATCH_BYTES // lane.copies.row_bytes, lane.batch)
             while room > 0 and lane.is_due():
                 room -= self._demote(lane, lane.depth, room)
+        if (
+            self.folder is not None
+        ):  # last, so that no copy that has come for a sequence is evicted before the sequence is served
+            self.folder.begin_step()
 
     def save(self, count: int, kept: Collection[int], waiter: object = None) -> bool:
         """Whether `count` pages may be taken now, because the host has copies of those that are evicted for them.
@@ -220,6 +249,15 @@ class HostTier:
         self._take_in()
         return bool(started)
 
+    def load(self, wanted: Sequence[Wanted], kept: Collection[bytes], end: Callable[[], None]) -> bool:
+        """Begin to read files to the host. Returns False if that is not possible. As `FolderTier.load` says."""
+        return self.folder is not None and self.folder.load(wanted, kept, end)
+
+    def note_use(self, hashes: Sequence[bytes]) -> None:
+        """A sequence uses these pages, in order, which the device has."""
+        if self.folder is not None:
+            self.folder.touch(hashes)
+
     def note_misses(self, count: int) -> None:
         """So many full pages of a prompt were found neither on the device nor on the host."""
         self._misses += count
@@ -232,13 +270,64 @@ class HostTier:
     @property
     def is_awaited(self) -> bool:
         """Whether a sequence waits for copies, from the host or to it."""
-        return self._is_saving or self.is_fetching
+        return self._is_saving or self.is_fetching or (self.folder is not None and self.folder.is_awaited)
 
     def wait(self) -> None:
-        """Wait for the oldest copies that a sequence waits for: there is nothing else to do."""
+        """Wait for the oldest copies or files that a sequence waits for: there is nothing else to do."""
         job = next((job for job in self._jobs if self._is_saving or not job.to_host), None)
         if job is not None:
             job.copying.wait()
+        elif self.folder is not None:
+            self.folder.wait(IDLE_SECONDS)
+
+    def save_one(self) -> bool:
+        """Write some of what has no file, the most recently used items first. Returns whether anything is left.
+
+        To be called when there is no request. Each item is written once. As many are as the folder holds.
+        """
+        folder = self.folder
+        if folder is None or not folder.can_write:
+            return False
+        self.begin_step()
+        self._list_unsaved(folder)
+        for kind, lane in zip(KINDS, self.lanes, strict=False):
+            room = max(min(STAGED_BYTES // lane.copies.row_bytes, lane.copies.num_slots // 8), 1)
+            hashes: list[bytes] = []
+            while self._unsaved and self._unsaved[0][0] == kind and len(hashes) < room:
+                _, page_hash = self._unsaved.popleft()
+                if not folder.has(kind, page_hash):
+                    hashes.append(page_hash)
+            self._save(folder, kind, lane, hashes)
+        folder.wait_for_writes(IDLE_SECONDS)
+        return bool(self._unsaved) or folder.is_writing
+
+    def _list_unsaved(self, folder: FolderTier) -> None:
+        """List what the device has, if that has changed since the last time."""
+        changes = sum(lane.table.num_changes for lane in self.lanes)
+        if changes == self._seen_saved:
+            return
+        self._seen_saved = changes
+        self._unsaved.clear()
+        for kind, lane in zip(KINDS, self.lanes, strict=False):
+            hashes = lane.table.cached_hashes(folder.num_that_fit(kind) // len(self.lanes))
+            folder.touch(hashes)
+            self._unsaved.extend((kind, page_hash) for page_hash in hashes)
+
+    def _save(self, folder: FolderTier, kind: str, lane: Lane, hashes: Sequence[bytes]) -> None:
+        """Copy these items to slots of the host, and write them to files."""
+        moves = lane.table.start_saving(hashes)
+        if not moves:
+            return
+        try:
+            copying = lane.copies.to_host([move.item for move in moves], [move.slot for move in moves])
+            copying.wait()
+            copying.is_done()
+        except CopyError as error:
+            self._note_failure(error)
+            for move in moves:
+                lane.table.host.give_back(move.slot)
+            return
+        folder.save_staged(kind, moves)
 
     def finish(self) -> None:
         """Wait for all copies, and settle them."""
@@ -259,10 +348,25 @@ class HostTier:
             for lane, table in zip(self.lanes, (pages, states), strict=False)
             if table is not None
         ]
-        return HostTier(*lanes)
+        folder = self.folder
+        if folder is not None:
+            folder.reconnect(_folder_lanes(lanes), SETTLE_SECONDS)
+        return HostTier(lanes[0], lanes[1] if states is not None else None, folder)
+
+    def leave_folder(self) -> None:
+        """The weights have changed, so files are neither read nor written from now on."""
+        if self.folder is not None and not self.folder.is_left:
+            log.warning("the folder of the KV cache is not used any more, because the weights have changed")
+            self.folder.leave()
 
     def close(self) -> None:
-        """Wait for all copies, and give the host's memory back."""
+        """Wait for all copies, and give the host's memory back. Before, write files for FLUSH_SECONDS at most."""
+        if self.folder is not None:
+            end = time.monotonic() + FLUSH_SECONDS
+            with suppress(RuntimeError):  # the device may be lost
+                while self.save_one() and time.monotonic() < end:
+                    pass
+            self.folder.close()
         self.drain()
         for lane in self.lanes:
             lane.copies.close()
@@ -280,6 +384,7 @@ class HostTier:
             num_lost=sum(lane.table.num_lost for lane in self.lanes),
             num_failures=self._failures,
             seconds=self._seconds,
+            folder=None if self.folder is None else self.folder.snapshot(),
         )
 
     def _demote(self, lane: Lane, depth: int, room: int) -> int:
@@ -333,6 +438,10 @@ class HostTier:
         if not self._failures:
             log.warning("a copy of the KV cache to or from the host has failed; what it was for is computed again: %s", error)
         self._failures += 1
+
+
+def _folder_lanes(lanes: Sequence[Lane]) -> dict[str, FolderLane]:
+    return {kind: FolderLane(lane.table, lane.copies) for kind, lane in zip(KINDS, lanes, strict=False)}
 
 
 def _nothing() -> None:

@@ -12,14 +12,14 @@ An item is in exactly one of three conditions:
 With a host tier, the items that are evicted next are copied to the host before (`start_leaving`), and copies come back into
 items when a sequence needs them (`start_arriving`). An item that leaves stays as it is, and if it is handed out before the copy
 has ended, the copy is void. An item that arrives is held meanwhile. What comes of a copy is decided when it ends: a hash that
-has been forgotten meanwhile has neither an item nor a copy then. Left out: the hashes of pages (pages.py), which positions have
-states (states.py), and when copies are made (host_tier.py).
+has been forgotten meanwhile has neither an item nor a copy then. With a folder, files are read to the host (`restore`). Left
+out: the hashes of pages (pages.py), which positions have states (states.py), and when copies are made (host_tier.py).
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -40,6 +40,7 @@ class KeptItems:
     host:      slots of the host with copies; none without a host tier
     num_changes: how often an item has become cached, or has ceased to be available
     num_lost:  how many registered items were evicted of which the host had no copy
+    on_withdraw: if it is set, it is called with each hash whose content is not valid: files with this content are not either
     """
 
     def __init__(self, count: int, name: str) -> None:
@@ -47,6 +48,7 @@ class KeptItems:
         self.host = HostSlots()
         self.num_changes = 0
         self.num_lost = 0
+        self.on_withdraw: Callable[[bytes], None] | None = None
         self._count = count
         self._free = list(range(count - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
@@ -71,6 +73,10 @@ class KeptItems:
         """Whether an item of the device is registered under this hash."""
         return page_hash in self._item_of
 
+    def __contains__(self, page_hash: bytes) -> bool:
+        """Whether an item is registered under this hash, on the device or on the host."""
+        return page_hash in self._item_of or page_hash in self.host
+
     def is_arriving(self, page_hash: bytes) -> bool:
         """Whether what is registered under this hash is on its way from the host."""
         return page_hash in self._arriving
@@ -91,12 +97,9 @@ class KeptItems:
                 chosen.append(item)
         moves = []
         for item in chosen:
-            taken = self.host.take()
-            if taken is None:
+            slot = self.take_slot()
+            if slot < 0:
                 break
-            slot, evicted = taken
-            if evicted and evicted not in self._item_of:
-                self._forget(evicted)
             page_hash = self._hash_of.get(item, b"")
             if page_hash:
                 self._leaving[page_hash] = item
@@ -104,6 +107,19 @@ class KeptItems:
             else:  # it came after the evicted one
                 self.host.give_back(slot)
         return moves
+
+    def take_slot(self, kept: Collection[bytes] | None = None) -> int:
+        """A slot of the host to write to; -1 if all copies are to be kept. What comes after an evicted copy is forgotten.
+
+        kept: if it is given, copies of all other hashes are evicted if need be
+        """
+        taken = self.host.take(kept)
+        if taken is None:
+            return -1
+        slot, evicted = taken
+        if evicted and evicted not in self._item_of:
+            self._forget(evicted)
+        return slot
 
     def end_leaving(self, moves: Sequence[Move], copied: bool) -> None:
         """Items have been copied to the host, or not."""
@@ -147,6 +163,43 @@ class KeptItems:
                     self.host.drop(page_hash)
                 else:
                     self._forget(page_hash)
+
+    def cached_hashes(self, count: int) -> list[bytes]:
+        """The hashes of the `count` cached items that are evicted last, the very last one first."""
+        return [self._hash_of[item] for item in islice(reversed(self._cached), count)]
+
+    def start_saving(self, hashes: Iterable[bytes]) -> list[Move]:
+        """Those of these items that are cached, and have no copy on the host, to be copied to slots and then written to files.
+
+        The host keeps no copies of them: the slots are given back afterwards.
+        """
+        chosen = []
+        for page_hash in hashes:
+            item = self._item_of.get(page_hash, -1)
+            if item in self._cached and page_hash not in self.host and page_hash not in self._leaving:
+                slot = self.take_slot()
+                if slot < 0:
+                    break
+                chosen.append(Move(page_hash, item, slot))
+        moves = []
+        for move in chosen:
+            if self._item_of.get(move.page_hash, -1) == move.item:
+                moves.append(move)
+            else:  # it came after what was evicted for a slot
+                self.host.give_back(move.slot)
+        return moves
+
+    def restore(self, page_hash: bytes, slot: int, parent: bytes) -> bool:
+        """A file has been read to this slot, which has been taken. Returns whether that is the host's copy of the hash now.
+
+        It is not if there is one already, or if the page before, whose hash is `parent`, is not registered. The copy is
+        protected.
+        """
+        if page_hash in self.host or page_hash in self._leaving or not self._register_restored(page_hash, parent):
+            self.host.give_back(slot)
+            return False
+        self.host.put(page_hash, slot, saved=True)
+        return True
 
     def take(self) -> int:
         """An item that nobody holds: a free one, or the oldest cached one, which is evicted. It is in no condition yet."""
@@ -199,6 +252,10 @@ class KeptItems:
 
     def _forget(self, page_hash: bytes) -> None:
         """What is registered under this hash is of no use."""
+        raise NotImplementedError
+
+    def _register_restored(self, page_hash: bytes, parent: bytes) -> bool:
+        """Register what has come from a file under this hash. Returns False if what it depends on is not registered."""
         raise NotImplementedError
 
     def _cancel(self, page_hash: bytes) -> None:

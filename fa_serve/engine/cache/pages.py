@@ -53,6 +53,10 @@ class PageTable(KeptItems):
         self._parent_of: dict[bytes, bytes] = {}
         self._children_of: dict[bytes, dict[bytes, None]] = {}
 
+    def renewed(self) -> PageTable:
+        """An empty table of as many pages, with the same hashes."""
+        return PageTable(self.num_pages, self.page_size, prefix_caching=self.prefix_caching, salt=self._salt)
+
     def pages_for(self, num_tokens: int) -> int:
         """The number of pages that hold so many tokens."""
         return -(-num_tokens // self.page_size)
@@ -107,10 +111,6 @@ class PageTable(KeptItems):
         """How many of these pages, from the first one on, are registered, wherever they are."""
         return next((number for number, page_hash in enumerate(hashes) if page_hash not in self), len(hashes))
 
-    def __contains__(self, page_hash: bytes) -> bool:
-        """Whether a page is registered under this hash, on the device or on the host."""
-        return page_hash in self._item_of or page_hash in self.host
-
     def num_evictable(self, pages: Sequence[int]) -> int:
         """How many of these pages are available now and would not be after `acquire`."""
         return sum(self._references[page] == 0 for page in pages)
@@ -144,26 +144,50 @@ class PageTable(KeptItems):
         if page_hash not in self.host and parent:
             if parent not in self:
                 return
-            self._parent_of[page_hash] = parent
-            self._children_of.setdefault(parent, {})[page_hash] = None
+            self._add_child(page_hash, parent)
         self._hash_of[page] = page_hash
         self._item_of[page_hash] = page
 
     def unregister(self, pages: Sequence[int]) -> None:
         """The content of these pages is not valid: nobody shares it from now on, nor any page that was computed from it."""
-        for page in pages:
-            if page in self._hash_of:
-                self._forget(self._hash_of[page])
+        self.forget([self._hash_of[page] for page in pages if page in self._hash_of])
 
     def forget(self, hashes: Sequence[bytes]) -> None:
-        """The same, by the hashes of the pages. Hashes that are not registered are skipped."""
+        """The same, by the hashes of the pages. Those that are not registered may still be kept elsewhere."""
         for page_hash in hashes:
+            if self.on_withdraw is not None:
+                for each in self._descent(page_hash):
+                    self.on_withdraw(each)
             if page_hash in self:
                 self._forget(page_hash)
 
     def forget_all(self) -> None:
-        """No page's content is valid for others any more, because the model's weights have changed."""
-        self.forget([page_hash for page_hash in (*self._item_of, *self.host) if page_hash not in self._parent_of])
+        """No page is shared from now on: the model's weights have changed, or the memory is given away."""
+        for page_hash in (*self._item_of, *self.host):
+            if page_hash not in self._parent_of and page_hash in self:
+                self._forget(page_hash)
+
+    def parent_of(self, page_hash: bytes) -> bytes:
+        """The hash of the page before a registered one; empty for a first page."""
+        return self._parent_of.get(page_hash, b"")
+
+    def _descent(self, page_hash: bytes) -> list[bytes]:
+        """A hash, and those of all registered pages that were computed from its page."""
+        found = [page_hash]
+        for each in found:
+            found += self._children_of.get(each, ())
+        return found
+
+    def _register_restored(self, page_hash: bytes, parent: bytes) -> bool:
+        if parent and parent not in self:
+            return False
+        if parent and page_hash not in self:
+            self._add_child(page_hash, parent)
+        return True
+
+    def _add_child(self, page_hash: bytes, parent: bytes) -> None:
+        self._parent_of[page_hash] = parent
+        self._children_of.setdefault(parent, {})[page_hash] = None
 
     def _lose(self, page_hash: bytes) -> None:
         self._forget(page_hash)

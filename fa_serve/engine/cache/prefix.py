@@ -18,10 +18,12 @@ pages (pages.py), and what is evicted (pages.py and states.py).
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from fa_serve.engine.cache.folder_tier import FolderTier, Wanted
 from fa_serve.engine.cache.host_tier import HostTier
 from fa_serve.engine.cache.pages import PageTable
 from fa_serve.engine.cache.states import SHORT_CHUNK, StateTable
@@ -41,6 +43,8 @@ class Room:
 
 
 NOTHING = Room(0)
+MAX_LOADED = 1024
+"""Requests for which files have been read and that have not been admitted. Of more, the first may be read for again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,7 @@ class SharedPrefix:
     awaited: the step that is being made writes a state after more pages, or more is on its way from the host
     missing: hashes of more pages, in order, that only the host has
     missing_state: hash of a state after them, or after `pages`, that only the host has; empty if none is missing
+    filed: what comes after that, and only files have: pages in order, and then a state
     """
 
     pages: list[int]
@@ -61,11 +66,12 @@ class SharedPrefix:
     awaited: bool = False
     missing: Sequence[bytes] = ()
     missing_state: bytes = b""
+    filed: Sequence[Wanted] = ()
 
     @property
     def is_on_device(self) -> bool:
-        """Whether nothing has to come from the host."""
-        return not self.missing and not self.missing_state
+        """Whether nothing has to come from the host, or from files."""
+        return not self.missing and not self.missing_state and not self.filed
 
     @property
     def is_coming(self) -> bool:
@@ -81,6 +87,7 @@ class Prefix:
         self._states = states
         self._tier = tier
         self._fetching: dict[int, SharedPrefix] = {}  # what is held until more of it has come from the host
+        self._loaded: OrderedDict[str, int] = OrderedDict()  # by request, the pages behind which files were last read
         self._last_hashed: SequenceState | None = None
 
     def begin_step(self) -> None:
@@ -99,7 +106,9 @@ class Prefix:
         hashes = sequence.page_hashes[:known]
         found = pages.match(hashes)
         if self._tier is not None:
-            return self._shared_with_host(hashes, found)
+            shared = self._shared_with_host(hashes, found)
+            folder = self._tier.folder
+            return shared if folder is None else self._shared_with_folder(folder, sequence, hashes, shared)
         if self._states is None:
             return SharedPrefix(found)
         return self._shared_with_state(self._states, hashes, found)
@@ -107,7 +116,8 @@ class Prefix:
     def num_missing(self, sequence: SequenceState) -> int:
         """Known tokens of a waiting sequence that neither the device nor the host has: those that are to be computed."""
         shared = self.shared(sequence)
-        return sequence.num_tokens - (len(shared.pages) + len(shared.missing)) * self._pages.page_size
+        filed = sum(each.kind == "page" for each in shared.filed)
+        return sequence.num_tokens - (len(shared.pages) + len(shared.missing) + filed) * self._pages.page_size
 
     def num_cached(self, sequence: SequenceState) -> int:
         """The other ones, which need not be computed."""
@@ -154,24 +164,76 @@ class Prefix:
         arriving = any(map(pages.is_arriving, missing)) or (states is not None and states.is_arriving(state_hash))
         return SharedPrefix(found[:count], awaited=arriving, missing=missing, missing_state=state_hash)
 
+    def _shared_with_folder(
+        self, folder: FolderTier, sequence: SequenceState, hashes: Sequence[bytes], shared: SharedPrefix
+    ) -> SharedPrefix:
+        """The same with files, where they reach beyond what the device and the host have.
+
+        Not if files have been read for the sequence already, and it has got no further by that.
+        """
+        count = self._pages.reach(hashes)
+        end = count + folder.reach(hashes[count:])
+        state = b""
+        if self._states is not None:
+            end = next((n for n in range(end, 0, -1) if self._has_state(folder, hashes[n - 1])), 0)
+            if end and hashes[end - 1] not in self._states:
+                state = hashes[end - 1]
+        if end <= len(shared.pages) + len(shared.missing):
+            return shared
+        chain = (b"", *hashes)
+        filed = [Wanted("page", chain[n + 1], chain[n]) for n in range(count, end)]
+        if state:
+            filed.append(Wanted("state", state, chain[end - 1]))
+        if any(folder.is_loading(each.kind, each.page_hash) for each in filed):
+            return replace(shared, filed=filed, awaited=True)
+        return shared if count <= self._loaded.get(sequence.request.request_id, -1) else replace(shared, filed=filed)
+
+    def _has_state(self, folder: FolderTier, page_hash: bytes) -> bool:
+        """Whether a state after this page is known anywhere."""
+        assert self._states is not None
+        return page_hash in self._states or folder.has("state", page_hash)
+
     def complete(self, sequence: SequenceState, shared: SharedPrefix) -> SharedPrefix:
         """Begin to copy from the host what a waiting sequence lacks on the device, where it fits. Returns what is shared now.
 
-        That is `awaited` unless nothing was missing, or copies ended at once or failed. Before, the host is given copies of
-        what is evicted for the sequence: it is `awaited` until they are there.
+        That is `awaited` unless nothing was missing, or copies ended at once or failed. Before, files are read to the host, and
+        the host is given copies of what is evicted for the sequence: it is `awaited` until they are there.
         """
-        num_pages = self._pages.pages_for(sequence.num_tokens) - len(shared.pages)
-        if self._tier is not None:
-            for page_hash in reversed(shared.missing):
-                self._pages.host.expose(page_hash)  # copies that are made now do not take the place of these
-            if not self._tier.save(num_pages, set(shared.pages), sequence):
+        while self._tier is not None and not shared.awaited:
+            if not self._save(self._tier, sequence, shared):
                 return replace(shared, awaited=True)
-        while not shared.is_on_device and not shared.awaited:
-            assert self._tier is not None
-            self._hold(shared)
-            self._tier.fetch(shared.missing, shared.missing_state, partial(self._let_go, shared))
+            if shared.missing or shared.missing_state:
+                self._hold(shared)
+                self._tier.fetch(shared.missing, shared.missing_state, partial(self._let_go, shared))
+            elif not shared.filed:
+                break
+            elif self._load(self._tier, sequence, shared):
+                return replace(shared, awaited=True)
             shared = self.shared(sequence)
         return shared
+
+    def _save(self, tier: HostTier, sequence: SequenceState, shared: SharedPrefix) -> bool:
+        """Whether the host has copies of what is evicted for a sequence. They do not take the place of those that it needs."""
+        num_pages = self._pages.pages_for(sequence.num_tokens) - len(shared.pages)
+        own = sequence.page_hashes[len(shared.pages) : self._pages.reach(sequence.page_hashes)]
+        for page_hash in own:
+            self._pages.host.protect(page_hash)
+        is_saved = tier.save(num_pages, set(shared.pages), sequence)
+        for page_hash in reversed(own):
+            self._pages.host.expose(page_hash)
+        return is_saved
+
+    def _load(self, tier: HostTier, sequence: SequenceState, shared: SharedPrefix) -> bool:
+        """Begin to read the files that a sequence waits for. Returns False if nothing can be read."""
+        self._loaded[sequence.request.request_id] = self._pages.reach(sequence.page_hashes)
+        if len(self._loaded) > MAX_LOADED:  # requests that were aborted
+            self._loaded.popitem(last=False)
+        self._hold(shared)
+        kept = {*sequence.page_hashes}
+        if not tier.load(shared.filed, kept, partial(self._let_go, shared)):
+            self._let_go(shared)
+            return False
+        return True
 
     def _hold(self, shared: SharedPrefix) -> None:
         """Keep others from evicting what the host is to complete."""
@@ -187,7 +249,11 @@ class Prefix:
         self._pages.acquire(shared.pages)
         if self._states is not None and shared.state >= 0:
             self._states.acquire(shared.state)
-        if self._tier is not None and not sequence.num_at_start:
+        if self._tier is None:
+            return
+        self._loaded.pop(sequence.request.request_id, None)
+        self._tier.note_use(sequence.page_hashes[: len(shared.pages)])
+        if not sequence.num_at_start:
             self._tier.note_misses((sequence.num_tokens - 1) // self._pages.page_size - len(shared.pages))
 
     def available(self, running: Sequence[SequenceState] = ()) -> Room:
@@ -352,9 +418,11 @@ class Prefix:
         confirmed = max(sequence.num_confirmed, sequence.num_cached_tokens)
         self._pages.forget(sequence.page_hashes[confirmed // self._pages.page_size :])
 
-    def withdraw_everything(self) -> None:
-        """The same for all pages and states of all sequences: the weights that they were computed with are no longer those."""
+    def withdraw_everything(self, *, new_weights: bool) -> None:
+        """The same for all pages and states of all sequences; for files if they were computed with other weights."""
         if self._tier is not None:
+            if new_weights:
+                self._tier.leave_folder()
             self._tier.finish()
         self._pages.forget_all()
 

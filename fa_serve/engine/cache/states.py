@@ -156,12 +156,17 @@ class StateTable(KeptItems):
 
     def reach(self, hashes: Sequence[bytes]) -> int:
         """The number of pages up to the last of these hashes that has a state, on the device or on the host."""
-        return next((n for n in range(len(hashes), 0, -1) if self.has(hashes[n - 1]) or hashes[n - 1] in self.host), 0)
+        return next((n for n in range(len(hashes), 0, -1) if hashes[n - 1] in self), 0)
 
     def forget(self, hashes: Sequence[bytes]) -> None:
         """Nobody starts from the states after these pages from now on. Hashes that have no state are skipped."""
         for page_hash in hashes:
+            if self.on_withdraw is not None:
+                self.on_withdraw(page_hash)
             self._forget(page_hash)
+
+    def _register_restored(self, page_hash: bytes, parent: bytes) -> bool:
+        return page_hash in self._pages
 
     def _lose(self, page_hash: bytes) -> None:
         del self._hash_of[self._item_of.pop(page_hash)]

@@ -8,8 +8,8 @@ The scheduler says what is encoded when (scheduler/tower_queue.py) and holds wha
 again when a later chunk needs it, because requests keep what their processor has made. The images of a step, of whichever
 requests, are encoded together, as far as their inputs can be joined.
 
-Work that a step does not finish pauses after a layer of the towers (paused_call.py). With ENCODES_BESIDE it is queued on a
-separate stream, which steps do not wait for.
+Work that a step does not finish pauses after a layer of the towers (paused_call.py), on a GPU with PAUSES_ON_GPU alone. With
+ENCODES_BESIDE it is queued on a separate stream, which steps do not wait for.
 """
 
 from __future__ import annotations
@@ -46,6 +46,9 @@ log = logging.getLogger("fa_serve.engine")
 ENCODES_BESIDE = False
 """Whether towers have a separate stream on a GPU, beside steps in which sequences decode. Off until a GPU has shown what it
 is worth (tests/gpu/test_towers_gpu.py, bench_images)."""
+PAUSES_ON_GPU = False
+"""Whether a step on a GPU may leave images half way through the towers. If not, it encodes as many whole images as it has time
+for, at least one. Off until a GPU has shown that the parts come to the same (tests/gpu/test_towers_gpu.py)."""
 STEPS_PRIORITY = -1
 """Of the stream of steps then. That of the towers is 0, the lowest one that CUDA has, and that of the default stream."""
 
@@ -86,6 +89,11 @@ class ImageEncoder:
     def is_beside(self) -> bool:
         """Whether steps do not wait for the towers."""
         return self._stream is not None
+
+    @property
+    def may_pause(self) -> bool:
+        """Whether a step may leave images half way through the towers."""
+        return PAUSES_ON_GPU or self.is_beside or self.reader.device.type != "cuda"
 
     def is_encoded(self, key: bytes) -> bool:
         """Whether a step that is launched from now on finds the embeddings of an image in the cache."""

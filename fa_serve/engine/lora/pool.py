@@ -23,7 +23,7 @@ from typing import Protocol
 class Adapter:
     """One adapter, as it was loaded: another load under the same name makes another one.
 
-    number:      of the load; no other adapter of the engine has it
+    number:      of the load, or of its content; no other adapter of the engine, or none with another content, has it
     num_pages:   of the pool
     outer_bytes: that it takes on the device beside its pages
     is_eager:    steps with it run without CUDA graphs

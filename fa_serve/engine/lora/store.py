@@ -19,12 +19,14 @@ import re
 import threading
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from fa_serve.engine.cache.identity import content_number
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.lora.pool import Adapter, LoraPool
 from fa_serve.hf.lora.format import LoraAdapter, file_facts, read_adapter
@@ -43,10 +45,12 @@ class AdapterStore:
     """Owner of the names and of the adapters on the host. Only `read` may be called from other threads than the engine's.
 
     host_bytes: of the tier on the host, which holds one adapter at least
+    by_content: adapters are numbered by their content, so that a later engine knows what an adapter has computed
     """
 
-    def __init__(self, memory: LoraMemory, host_bytes: int) -> None:
+    def __init__(self, memory: LoraMemory, host_bytes: int, *, by_content: bool = False) -> None:
         self.memory = memory
+        self._by_content = by_content
         self.pool = LoraPool(memory.num_slots, memory.num_pages, memory.num_pages * memory.bytes_per_page, self)
         self._host_bytes = host_bytes
         self._names: dict[str, Adapter] = {}
@@ -64,7 +68,7 @@ class AdapterStore:
         """The store of a model whose layers are fused. Raises as `LoraMemory`."""
         pages = config.max_num_seqs * -(-config.max_lora_rank // PAGE_RANKS)
         memory = LoraMemory(model, budget=config.lora_budget, max_rank=config.max_lora_rank, max_pages=pages)
-        return cls(memory, config.lora_host_bytes)
+        return cls(memory, config.lora_host_bytes, by_content=config.kv_host_folder is not None)
 
     def __str__(self) -> str:
         """What there is, for the report of the start."""
@@ -86,11 +90,12 @@ class AdapterStore:
 
     def read(self, folder: str | Path) -> PackedLora:
         """Read and check an adapter. Raises as `read_adapter` and `LoraMemory.pack`."""
-        return self.memory.pack(read_adapter(folder, max_bytes=self._host_bytes))
+        return self.pack(read_adapter(folder, max_bytes=self._host_bytes))
 
     def pack(self, adapter: LoraAdapter) -> PackedLora:
         """The same for an adapter that is in memory, such as one in training."""
-        return self.memory.pack(adapter)
+        packed = self.memory.pack(adapter)
+        return replace(packed, content=content_number(adapter)) if self._by_content else packed
 
     def add(self, name: str, folder: str | Path | None, packed: PackedLora) -> Adapter:
         """Serve an adapter under a name from now on, also if another one has it, which is removed.
@@ -98,7 +103,7 @@ class AdapterStore:
         folder: where it can be read again; None keeps it on the host
         """
         self.check_name(name)
-        adapter = Adapter(name, next(self._numbers), packed.num_pages, packed.outer_bytes, packed.is_eager)
+        adapter = Adapter(name, packed.content or next(self._numbers), packed.num_pages, packed.outer_bytes, packed.is_eager)
         if folder is not None:
             self._folders[adapter] = (Path(folder), file_facts(folder))
         if name in self._names:

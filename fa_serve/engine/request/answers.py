@@ -18,7 +18,7 @@ from fa_serve.engine.request.output_state import OutputState
 from fa_serve.engine.request.outputs import RequestOutput, TokenLogprob
 from fa_serve.engine.request.params import SamplingParams
 from fa_serve.engine.request.stop_strings import StopStrings
-from fa_serve.engine.runner.results import StepResult
+from fa_serve.engine.runner.results import CommittedStep, StepResult
 from fa_serve.engine.scheduler.sequence import SequenceState
 from fa_serve.engine.stats import Counters
 
@@ -68,6 +68,16 @@ class Answers:
         """The first step of these sequences is about to be launched."""
         for sequence in sequences:
             self._states[sequence.request.request_id].times.begin(now)
+
+    def take(self, committed: CommittedStep, ends: Mapping[str, int]) -> list[RequestOutput]:
+        """The outputs of a step. ends: how many of the tokens end a structured output, by request id"""
+        step, result, gained = committed
+        self.add_prompt_logprobs(result)
+        outputs = []
+        for sequence, tokens in gained.items():
+            end = ends.get(sequence.request.request_id, 0)
+            outputs.append(self.output(sequence, tokens, result.logprobs.get(sequence), end, step.mask_seconds))
+        return outputs
 
     def add_prompt_logprobs(self, result: StepResult) -> None:
         """Take in the log-probabilities of prompt tokens that a step has computed.

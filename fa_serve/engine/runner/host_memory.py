@@ -93,6 +93,12 @@ class HostMemory:
         """As `HostCopies` says."""
         return self._copy(rows, slots, to_host=False)
 
+    def slot_bytes(self, slot: int) -> memoryview:
+        """As `HostCopies` says."""
+        piece, place = divmod(slot, self._slots_of_piece)
+        row: Any = self._pieces[piece][place].numpy()
+        return memoryview(row).cast("B")
+
     def wait_until_pinned(self) -> None:
         """Return when there is all the memory that there will be."""
         if self._thread is not None:

@@ -114,7 +114,7 @@ class Scheduler:
 
     def renewed(self) -> Scheduler:
         """A scheduler with the same settings and nothing else of this one, whose state is not to be trusted: see `abandon`."""
-        pages = PageTable(self.pages.num_pages, self.pages.page_size, prefix_caching=self.pages.prefix_caching)
+        pages = self.pages.renewed()
         states = None if self.states is None else self.states.renewed(pages)
         return Scheduler(
             pages,
@@ -267,13 +267,13 @@ class Scheduler:
                 sequence.receive()
             self._requeue(sequence, chunk.start)
 
-    def forget_cache(self, *, keep_pages: bool = False) -> None:
-        """Keys, values and states were computed with other weights than those of now. No step may be in flight.
+    def forget_cache(self, *, new_weights: bool = False, keep_pages: bool = False) -> None:
+        """The cache is given away, or was computed with other weights (`new_weights`). No step may be in flight.
 
-        Nothing is shared that was computed before. Running sequences wait to be admitted again, and are computed from their
-        first token on. With `keep_pages` they go on from what they have, which no other sequence shares.
+        Nothing computed before is shared, files excepted unless there are new weights. Running sequences are admitted once more
+        and are computed anew. With `keep_pages` they go on from what they have, which no other sequence shares.
         """
-        self._prefix.withdraw_everything()
+        self._prefix.withdraw_everything(new_weights=new_weights)
         self.towers.forget()
         for sequence in [*self.running]:
             if keep_pages:

@@ -56,6 +56,10 @@ class Encoder(Protocol):
     def is_beside(self) -> bool:
         """Whether steps do not wait for the towers, so that what a step begins is there later."""
 
+    @property
+    def may_pause(self) -> bool:
+        """Whether a step may leave images half way through the towers. Otherwise it encodes what it begins."""
+
     def is_encoded(self, key: bytes) -> bool: ...
 
     def hold(self, key: bytes) -> None: ...
@@ -249,7 +253,10 @@ class TowerQueue:
         if encoder is None or self.is_idle:
             return None
         if not self._begun:
-            self._begin(MAX_IMAGE_TOKENS if limit is None else min(limit * SLICES, MAX_IMAGE_TOKENS))
+            slices = SLICES if encoder.may_pause else 1
+            self._begin(MAX_IMAGE_TOKENS if limit is None else min(limit * slices, MAX_IMAGE_TOKENS))
+        if not encoder.may_pause:
+            limit = None
         images = {each.key: each.placed.image for each in self._begun}
         if not images:
             return None

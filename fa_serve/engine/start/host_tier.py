@@ -1,20 +1,25 @@
 """Opens the host tier of an engine: its memory for pages, and for states if the model has some.
 
-    tier = open_host_tier(config, runner, pages, states)                # None without `kv_host_memory`
+    tier = open_host_tier(config, runner, pages, states, files)         # None without `kv_host_memory`
 
-The budget is divided as the memory of the device is: as many states for each page. Left out: what is copied when
-(cache/host_tier.py).
+The budget is divided as the memory of the device is: as many states for each page. The files of `kv_host_folder` are opened
+before the tables, whose hashes are keyed with the folder's secret. Left out: what is copied when (cache/host_tier.py).
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from fa_serve.engine.cache.folder_files import FolderFiles
+from fa_serve.engine.cache.folder_tier import FolderTier
 from fa_serve.engine.cache.host_tier import HostTier, Lane
+from fa_serve.engine.cache.identity import cache_facts, identity_of
 from fa_serve.engine.cache.pages import PageTable
 from fa_serve.engine.cache.states import StateTable
 from fa_serve.engine.config import EngineConfig
@@ -27,38 +32,51 @@ log = logging.getLogger("fa_serve.engine")
 STEPS_AHEAD = 2
 """Pages are copied before they are evicted: as many as so many of the largest steps and the longest prompt take."""
 SHARE_AHEAD = 4
-"""A part of the host's memory, one in so many, may hold copies of what the device still has, if the longest prompt is long."""
+"""A part of the host's memory, one in so many, may hold copies of what the device still has."""
 
 
-def open_host_tier(config: EngineConfig, runner: ModelRunner, pages: PageTable, states: StateTable | None) -> HostTier | None:
+def open_folder_files(config: EngineConfig, runner: ModelRunner) -> FolderFiles | None:
+    """The files of a runner whose cache is allocated; None without a folder. Raises ParameterError if it cannot be used."""
+    if config.kv_host_folder is None:
+        return None
+    about = cache_facts(config, runner.model, _page_tensors(runner), _state_tensors(runner))
+    try:
+        return FolderFiles(Path(config.kv_host_folder), identity_of(about), about)
+    except OSError as error:
+        rule = f"be a folder that can be read and written ({error})"
+        raise ParameterError("kv_host_folder", rule, str(config.kv_host_folder)) from error
+
+
+def open_host_tier(
+    config: EngineConfig,
+    runner: ModelRunner,
+    pages: PageTable,
+    states: StateTable | None,
+    files: FolderFiles | None = None,
+) -> HostTier | None:
     """The tier of a runner whose cache is allocated; None without one, or if there is no memory for its buffers.
 
     Raises ParameterError for a model whose cache cannot be copied.
     """
     if not config.kv_host_memory:
         return None
-
-    def page_tensors() -> list[Tensor]:
-        caches = [
-            (*runner.kv_caches[index], layer.values_in_keys) for index, layer in (runner.layers | runner.indexers).items()
-        ]
-        return [x for keys, values, shared in caches for x in ((keys,) if shared else (keys, values))]
-
-    def state_tensors() -> list[Tensor]:
-        return [each.pages for each in runner.states.values()]
-
+    page_tensors = partial(_page_tensors, runner)
+    state_tensors = partial(_state_tensors, runner)
     if not page_tensors():
         raise ParameterError("kv_host_memory", "be 0 for a model without attention layers", config.kv_host_memory)
     opened: list[HostMemory] = []
     try:
         num_bytes = _shares(config.kv_host_memory, page_tensors(), state_tensors())
         opened.append(HostMemory(page_tensors, num_bytes[0], runner.device, "pages"))
+        num_slots = num_bytes[0] // opened[0].row_bytes
         batch = pages.pages_for(config.max_num_batched_tokens)
-        longest = min(pages.pages_for(config.max_model_len or 0), num_bytes[0] // opened[0].row_bytes // SHARE_AHEAD)
-        lanes = [Lane(pages, opened[0], min(STEPS_AHEAD * batch + longest, pages.num_pages), STEPS_AHEAD * batch)]
+        ahead = STEPS_AHEAD * batch + pages.pages_for(config.max_model_len or 0)
+        lanes = [Lane(pages, opened[0], look_ahead(ahead, pages.num_pages, num_slots), STEPS_AHEAD * batch)]
         if states is not None:
             opened.append(HostMemory(state_tensors, num_bytes[1], runner.device, "states"))
-            lanes.append(Lane(states, opened[1], max(states.num_states // 8, min(8, states.num_states))))
+            num_slots = num_bytes[1] // opened[1].row_bytes
+            ahead = max(states.num_states // 8, 8)
+            lanes.append(Lane(states, opened[1], look_ahead(ahead, states.num_states, num_slots)))
     except ValueError as error:
         raise ParameterError("kv_host_memory", f"be 0 for such a KV cache: {error}", config.kv_host_memory) from error
     except torch.OutOfMemoryError:
@@ -66,7 +84,25 @@ def open_host_tier(config: EngineConfig, runner: ModelRunner, pages: PageTable, 
         for memory in opened:
             memory.close()
         return None
-    return HostTier(*lanes)
+    folder = None if files is None else FolderTier(files, config.kv_host_folder_bytes)
+    return HostTier(lanes[0], lanes[1] if states is not None else None, folder)
+
+
+def look_ahead(wanted: int, num_items: int, num_slots: int) -> int:
+    """How many of the items that are handed out next have copies ahead of time.
+
+    Copies of what the device still has take room from copies of what it has not, so they get a part of a small memory only.
+    """
+    return min(wanted, num_items, max(num_slots // SHARE_AHEAD, 1))
+
+
+def _page_tensors(runner: ModelRunner) -> list[Tensor]:
+    caches = [(*runner.kv_caches[index], layer.values_in_keys) for index, layer in (runner.layers | runner.indexers).items()]
+    return [x for keys, values, shared in caches for x in ((keys,) if shared else (keys, values))]
+
+
+def _state_tensors(runner: ModelRunner) -> list[Tensor]:
+    return [each.pages for each in runner.states.values()]
 
 
 def _shares(num_bytes: int, pages: Sequence[Tensor], states: Sequence[Tensor]) -> tuple[int, int]:

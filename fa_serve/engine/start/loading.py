@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, NamedTuple, cast
 from zipfile import is_zipfile
 
@@ -43,7 +44,7 @@ from fa_serve.engine.speculation.draft_head import load_head_runner
 from fa_serve.engine.speculation.draft_model import DraftModel
 from fa_serve.engine.speculation.drafts import Drafter, NgramDrafter, Speculation
 from fa_serve.engine.start.generation_config import Defaults, find_defaults, find_ends
-from fa_serve.engine.start.host_tier import open_host_tier
+from fa_serve.engine.start.host_tier import open_folder_files, open_host_tier
 from fa_serve.engine.start.read_ahead import reading_ahead
 from fa_serve.engine.summary import EngineSummary
 from fa_serve.hf import (
@@ -65,6 +66,9 @@ from fa_serve.hf.weights.progress import weights_counted
 from fa_serve.spec import ParameterError, UnsupportedModelError
 
 log = logging.getLogger("fa_serve.engine")
+FEW_LAYERS = 256
+"""With so many the files are not opened to count their tensors."""
+MAX_REASON = 200  # characters of another library's error
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +227,9 @@ def make_scheduler(config: EngineConfig, runner: ModelRunner, salt: bytes) -> Sc
     if runner.draft is not None:
         limit = None if config.draft_head is not None else position_limit(runner.draft.model)
         drafter = DraftModel(runner.draft, config.max_num_batched_tokens, limit)
+    files = open_folder_files(config, runner)
+    if files is not None:
+        salt = files.secret
     pages = PageTable(config.num_pages, config.page_size, prefix_caching=config.prefix_caching, salt=salt)
     states = None if config.num_states is None else StateTable(config.num_states, pages)
     return Scheduler(
@@ -235,7 +242,7 @@ def make_scheduler(config: EngineConfig, runner: ModelRunner, salt: bytes) -> Sc
         speculation=Speculation(config.max_drafts, drafter),
         prompt_share=config.prompt_share(),
         seats=None if runner.adapters is None else AdapterSeats(runner.adapters.pool),
-        tier=open_host_tier(config, runner, pages, states),
+        tier=open_host_tier(config, runner, pages, states, files),
         towers=TowerQueue(None if isinstance(runner.images, str) else runner.images),
         groups=PrefixGroups(config.page_size, least_group_keys(runner.model, runner.layers.values(), wanted=runner.cascades)),
     )
@@ -268,6 +275,7 @@ def load_tokenizer(config: EngineConfig) -> Any:
     except Exception as error:
         _name_bad_file(path, error)
         _require_files(path, TOKENIZER_FILES, "a tokenizer", error)
+        _name_bad_folder(path, error)
         raise
 
 
@@ -286,6 +294,7 @@ def load_model(config: EngineConfig, ranks: Ranks | None = None) -> PreTrainedMo
     with _reading_ahead(path, ranks):
         try:
             known = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+            _require_tensors_for_layers(path, known)
             auto = _auto_class_of(known)
             loaded: Any = make_served(
                 with_quantized_linears(known, config.quantization),
@@ -306,6 +315,7 @@ def load_model(config: EngineConfig, ranks: Ranks | None = None) -> PreTrainedMo
             _name_bad_file(path, error)
             if isinstance(error, OSError):
                 _require_files(path, WEIGHT_FILES, "weights", error)
+            _name_bad_folder(path, error)
             raise
         model, report = loaded
         check_report(report)
@@ -363,6 +373,31 @@ def _name_bad_file(path: str, error: Exception) -> None:
             raise OSError(f"the model's file {file} cannot be read: {reason}") from error
 
 
+def _name_bad_folder(path: str, error: Exception) -> None:
+    """Raise OSError for a local folder whose files can be read each, where the libraries say only how they have failed."""
+    numbers = isinstance(error, (ArithmeticError, LookupError, TypeError, UnpicklingError)) or type(error) is Exception
+    if Path(path).is_dir() and (numbers or "can't allocate memory" in str(error) or "negative dimension" in str(error)):
+        reason = f"{type(error).__name__}: {str(error)[:MAX_REASON]}"
+        message = f"the model's folder {path} cannot be loaded: values of its files cannot be ({reason})"
+        raise OSError(message) from error
+
+
+def _require_tensors_for_layers(path: str, known: PreTrainedConfig) -> None:
+    """Raise ParameterError if a config has more layers than a local folder has tensors: making them would fill the memory."""
+    layers = getattr(known.get_text_config(), "num_hidden_layers", None)
+    folder = Path(path)
+    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+    if not files or not isinstance(layers, int) or layers <= FEW_LAYERS:
+        return
+    tensors = 0
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            tensors += len(opened.keys())
+    if layers > tensors:
+        rule = f"be at most the number of tensors in the files of {folder}, {tensors}"
+        raise ParameterError("num_hidden_layers", rule, layers)
+
+
 def _require_files(path: str, patterns: tuple[str, ...], what: str, error: Exception) -> None:
     """Raise OSError for a local folder that has no file with one of these names."""
     folder = Path(path)
@@ -418,7 +453,9 @@ def sizes(config: EngineConfig, runner: ModelRunner, ranks: Ranks) -> Sizes:
     if config.num_pages is None or (config.num_states is None and runner.state_memory):
         fitting = find_room(runner, config, length)
     num_pages = ranks.min_over_ranks(config.num_pages or fitting[0])
-    num_states = config.num_states or fitting[1] or None
+    num_states = config.num_states
+    if num_states is None and runner.state_memory:
+        num_states = ranks.min_over_ranks(fitting[1])
     capacity = num_pages * config.page_size
     if config.max_model_len is not None and length > capacity:
         rule = f"be at most {capacity}, which is what {num_pages} pages of {config.page_size} tokens hold"

@@ -60,11 +60,11 @@ class GrammarQueue:
     def submit(self, name: str, client: str | None, length: int, work: Callable[[], None]) -> None:
         """Queue `work` for a structured output of `length` characters."""
         with self._condition:
-            self._waiting.setdefault(client, deque()).append(_Job(name, client, length >= LONG, work))
             if len(self._threads) < LANES:
                 thread = threading.Thread(target=self._run, name=f"fa_serve-grammar_{len(self._threads)}", daemon=True)
+                thread.start()  # fails without memory, and the next job tries again
                 self._threads.append(thread)
-                thread.start()
+            self._waiting.setdefault(client, deque()).append(_Job(name, client, length >= LONG, work))
             self._condition.notify()
 
     def cancel(self, name: str) -> None:

@@ -52,12 +52,14 @@ class PackedLora:
     numbers: (3, numbers of all products) int32: scales, whose bits are those of float32, ones and factors
     outer:   of the embedding and the head, or None
     rescales: it has factors of DoRA
+    content: a number that no other content has; 0 if it was not asked for
     """
 
     pages: Tensor
     numbers: Tensor
     outer: OuterWeights | None
     rescales: bool
+    content: int = 0
 
     @property
     def num_pages(self) -> int:

@@ -6,6 +6,8 @@ The proof compares a float32 copy of a module, which computes whole sequences by
 computes the same sequences in steps of the engine: packed, in chunks that store states, one by one, with rows that a later
 step overwrites, and over the end of a page. What was not written is NaN, so that a row which reads it differs.
 
+A module that is divided between ranks is seated by each rank alone: both forms are compared before their parts are added up.
+
 Left out: which modules have a state and what their functions are exchanged for (adapter/state_modules.py).
 """
 
@@ -21,6 +23,7 @@ from transformers import PreTrainedModel
 from fa_serve import ops
 from fa_serve.hf.adapter.state_modules import SeatedMixer, find_state_modules, reference_forward
 from fa_serve.hf.adapter.step_cache import ComputesStates, PagedStates, StateProbe, StepCache
+from fa_serve.hf.surgery.divide.weights import PARTS, sums_paused
 from fa_serve.hf.surgery.proof import (
     AttentionRecorder,
     LayerInputs,
@@ -87,7 +90,9 @@ def seat_states(model: PreTrainedModel) -> None:
     def refuse(module: nn.Module, reason: str) -> None:
         refused.append(f"{type(module).__name__}: {reason}")
 
-    if replace_forwards(found, prove, refuse) < len(found):
+    with sums_paused(model):
+        seated = replace_forwards(found, prove, refuse)
+    if seated < len(found):
         unseat_states(model)
         raise UnsupportedModelError(f"{type(model).__name__} keeps states that cannot be paged ({'; '.join(refused)})")
 
@@ -101,7 +106,7 @@ def unseat_states(model: nn.Module) -> None:
 
 def _prove(module: nn.Module, inputs: LayerInputs) -> None:
     """Compare a float32 copy of a module with its seated form. Raises NotReplacedError if they differ."""
-    check_untouched(module)
+    check_untouched(module, called=PARTS)
     original = float32_copy(module)
     wide = inputs.in_float32()
     hidden = [_mixed(wide.hidden[0], length, seed) for seed, length in enumerate(LENGTHS)]

@@ -6,6 +6,7 @@ table.py        the kernels and which of them computes a call; tiles.py has thei
 few_rows.py     up to 16 rows behind a state page and a tail, of states that are matrices
 pieces.py       chunks of prompts, of states that are matrices; prepare.py has what does not need a state, and
                 pieces_backward.py the gradients of the delta rule
+                channel_gradients.py those of gates by channel
 listing.py      the sequences and pieces of a call of the functional form
 scans.py        states that are vectors
 convolution.py  short convolutions; convolution_backward.py has their gradients

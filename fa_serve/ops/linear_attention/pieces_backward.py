@@ -7,7 +7,8 @@ The forward's operands and the states before pieces are computed again (pieces.p
    behind each piece with that of u.
 3. `_finish_gradients`, a program for each piece and head: those of the inputs.
 
-docs/kernels/linear-attention.md derives them.
+docs/kernels/linear-attention.md derives them. The first two launches are those of gates by channel as well
+(channel_gradients.py).
 """
 
 from __future__ import annotations
@@ -40,12 +41,14 @@ def _prepare_gradients(
     stride_d,
     HEADS: tl.constexpr,
     DIM_V: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK_V: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """du (pieces, HEADS, columns, 64): the part of u's gradient that comes from the outputs of the piece.
-    dy (pieces, HEADS, columns, 64): gradients of the outputs, faded from the begin of the piece."""
+    dy (pieces, HEADS, columns, 64): gradients of the outputs, faded from the begin of the piece; with gates by channel as they
+    are, because queries are faded then."""
     block = tl.program_id(0) % COLUMNS
     head = (tl.program_id(0) // COLUMNS) % HEADS
     piece = (tl.program_id(0) // (COLUMNS * HEADS)).to(tl.int64)
@@ -63,8 +66,11 @@ def _prepare_gradients(
     d = tl.load(dout_ptr + row[:, None] * stride_d + head * DIM_V + x[None, :], mask=here, other=0.0).to(attn.dtype)
     place = (of_head * COLUMNS + block) * (BLOCK_V * 64) + of_block[:, None] * 64 + i[None, :]
     tl.store(du_ptr + place, tl.dot(tl.trans(d), attn, input_precision=PRECISION).to(attn.dtype))
-    faded = tl.trans(d).to(tl.float32) * tl.load(fades_ptr + of_head * 128 + i)[None, :]
-    tl.store(dy_ptr + place, faded.to(attn.dtype))
+    if BY_CHANNEL:
+        tl.store(dy_ptr + place, tl.trans(d))
+    else:
+        faded = tl.trans(d).to(tl.float32) * tl.load(fades_ptr + of_head * 128 + i)[None, :]
+        tl.store(dy_ptr + place, faded.to(attn.dtype))
 
 
 @triton.jit(do_not_specialize=["num_chunks"])
@@ -85,6 +91,7 @@ def _pass_gradients(
     KEY_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     DIM_V: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
     BLOCK_K: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -118,10 +125,14 @@ def _pass_gradients(
         rounded = d.to(kind)
         tl.store(dstates_ptr + of_columns * (BLOCK_V * BLOCK_K) + of_block[:, None] * BLOCK_K + c[None, :], rounded)
         du = tl.dot(rounded, tl.trans(keys), input_precision=PRECISION)
-        du *= tl.load(fades_ptr + of_head * 128 + 64 + i)[None, :]
+        if not BY_CHANNEL:
+            du *= tl.load(fades_ptr + of_head * 128 + 64 + i)[None, :]
         du += tl.load(du_ptr + of_columns * (BLOCK_V * 64) + rows_of_u).to(tl.float32)
         tl.store(du_ptr + of_columns * (BLOCK_V * 64) + rows_of_u, du.to(kind))
-        d *= tl.load(fades_ptr + of_head * 128 + 63)
+        if BY_CHANNEL:
+            d *= tl.load(fades_ptr + of_head * BLOCK_K + c)[None, :]
+        else:
+            d *= tl.load(fades_ptr + of_head * 128 + 63)
         dy = tl.load(dy_ptr + of_columns * (BLOCK_V * 64) + rows_of_u)
         queries = tl.load(queries_ptr + of_key_head + rows_of_keys)
         d = tl.dot(dy, queries, d, input_precision=PRECISION)
@@ -333,14 +344,14 @@ def _plan(inputs: MatrixInputs, num_seqs: int, pieces: int, strides: tuple[int, 
         pieces * heads * blocks,
         varying=(),
         strides=strides[5:],
-        fixed=(heads, dim_v, blocks, tile.block_v, precision),
+        fixed=(heads, dim_v, False, blocks, tile.block_v, precision),
         options={"num_warps": 4},
     )
     passing = Launch(
         _pass_gradients,
         num_seqs * heads * blocks,
         varying=(pieces,),
-        fixed=(heads, key_heads, dim, dim_v, block_k, blocks, tile.block_v, min(tile.stages, 2), precision),
+        fixed=(heads, key_heads, dim, dim_v, False, block_k, blocks, tile.block_v, min(tile.stages, 2), precision),
         options={"num_warps": tile.pass_warps},
     )
     finish = Launch(

@@ -4,7 +4,7 @@
     out = run_matrix_rule_paged(inputs, states, batch)                      # a step of the engine
 
 The functional form reads initial states and writes final ones as a step reads and writes pages: the state of sequence b is
-page b. Gradients of the convolution and of the delta rule with gates by head have kernels; the others are those of
+page b. Gradients of the convolution and of the delta rule have kernels; the others are those of
 PyTorch's form, which the backward computes again from the inputs. Nothing else reads the device back.
 """
 
@@ -35,6 +35,9 @@ from fa_serve.ops.linear_attention.problem import (
 from fa_serve.ops.linear_attention.table import RecurrenceChoice, select_recurrence_kernel
 
 Recurrent = TypeVar("Recurrent", MatrixInputs, ScanInputs)
+CHANNEL_GRADIENTS = False
+"""Whether the delta rule with gates by channel has kernels for its gradients. They are right in Triton's interpreter, and have
+not run on a GPU: tests/gpu/test_linear_attention_gpu.py decides."""
 _ROOM = __name__.rpartition(".")[0]
 
 
@@ -65,13 +68,15 @@ def run_matrix_rule(inputs: MatrixInputs, sequences: Sequences, initial_state: T
         pieces = _choice_of_matrix(rule, False, 1)
         shape = (rule.v.shape[1], rule.k.shape[2], rule.v.shape[2])
         access = _functional_access(sequences, given[0], shape, state_dtype(rule.v.dtype), rule.v, False)
-        module = import_module(f"{_ROOM}.pieces_backward")
-        found: tuple[Tensor | None, ...] = module.delta_rule_gradients(rule, access, *grads, pieces.tile)
+        name, function = ("channel_gradients",) * 2 if by_channel else ("pieces_backward", "delta_rule_gradients")
+        compute_gradients = getattr(import_module(f"{_ROOM}.{name}"), function)
+        found: tuple[Tensor | None, ...] = compute_gradients(rule, access, *grads, pieces.tile)
         return (*found, None, None, None)
 
+    by_channel = inputs.g is not None and inputs.g.dim() == 3
     tensors = (initial_state, *inputs[:7], inputs.steps.bias)
-    by_head = inputs.g is not None and inputs.g.dim() == 2
-    return _with_gradients(compute, gradients if by_head else partial(_gradients_of, reference), tensors)
+    has_kernels = inputs.g is not None and (CHANNEL_GRADIENTS or not by_channel)
+    return _with_gradients(compute, gradients if has_kernels else partial(_gradients_of, reference), tensors)
 
 
 def run_matrix_rule_paged(inputs: MatrixInputs, states: StateTensors, batch: StateBatch) -> Tensor:

@@ -48,7 +48,8 @@ MOST_MERGED_TOKENS = 128
 class ProductTile(NamedTuple):
     """block_m tokens by block_n rows of weights and block_k columns, whose sums are split into `splits` ranges of columns.
 
-    finish_n: columns of a program of the second launch
+    finish_n:  columns of a program of the second launch
+    num_warps: of the first launch
     """
 
     block_m: int
@@ -57,6 +58,7 @@ class ProductTile(NamedTuple):
     num_stages: int
     splits: int
     finish_n: int
+    num_warps: int = 4
 
 
 def choose_product_tile(tokens: int, n: int, k: int, itemsize: int, num_sms: int, arch: int) -> ProductTile:
@@ -424,7 +426,7 @@ def plan_lora_product(
         varying=(m, num_tiles, shrinks),
         strides=(x.stride(0), weights.a.stride(0), *strides),
         fixed=(n, k, *sizes, segment_columns(k, tile.splits), *tile[:3], precision, pdl),
-        options={**launch_options(pdl, 4), "num_stages": tile.num_stages},
+        options={**launch_options(pdl, tile.num_warps), "num_stages": tile.num_stages},
     )
     gated = activation is not None
     outputs = n // 2 if gated else n

@@ -5,12 +5,13 @@ rows. Latent attention (MLA) has 64 to 128 such heads. Its keys have 512 + 64 nu
 they are loaded once and serve both products, as in `fa_serve.backends.triton.latent`, in slices of columns.
 
 Few queries do not fill a GPU. Their slots are then divided among several programs, and a second kernel combines the results.
-Left out: windows, softcap and float8 caches.
+Latent keys of 64 or 128 heads have a kernel for Hopper (`gather_wgmma`), which is switched off (`GATHERS_ON_HOPPER`). Left out:
+windows, softcap and float8 caches.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fa_serve import spec
+from fa_serve.backends.hopper.latent.tiles import Ring
 from fa_serve.backends.triton.primitives import finish_softmax, online_softmax_update, wait_for_previous_kernel
 from fa_serve.launching.launch import Launch, launch_options, multiprocessors, power_of_2, with_unit_stride
 from fa_serve.launching.plans import PLANS
@@ -26,6 +28,9 @@ from fa_serve.launching.plans import PLANS
 _LOG2E = tl.constexpr(1.4426950408889634)
 MAX_SLOT_PARTS = 16
 """The slots of a query are divided into at most so many parts."""
+GATHERS_ON_HOPPER = False
+"""The switch: whether latent keys of 64 or 128 heads are served by the kernel in `gather_wgmma`, which has not run on a GPU.
+tests/gpu/test_sparse_latent_gpu.py and `bench_sparse --tune` decide."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +260,14 @@ class _Plan:
     """The launches of one kind of call."""
 
     def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, slots: Tensor, softmax_scale: float, num_splits: int, tiles: SelectedTiles | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        slots: Tensor,
+        softmax_scale: float,
+        num_splits: int,
+        tiles: SelectedTiles | Ring | None,
     ) -> None:
         total, num_heads, head_dim = q.shape
         num_kv_heads, dim_v = v.shape[2:]
@@ -263,7 +275,11 @@ class _Plan:
         arch = spec.arch_of(q.device)
         self.shared = values_in_keys(k, v)
         dim = dim_v if self.shared else head_dim
-        tiles = tiles or selected_tiles(arch, q.element_size(), groups, dim, dim_v)
+        ring = tiles if isinstance(tiles, Ring) else _ring_of(q, k, v, arch) if tiles is None else None
+        if tiles is None or isinstance(tiles, Ring):
+            tiles = selected_tiles(arch, q.element_size(), groups, dim, dim_v)
+            if ring is not None:
+                tiles = replace(tiles, block_m=64, block_n=ring.block_n)
         head_tiles = triton.cdiv(groups, tiles.block_m)
         units = num_kv_heads * head_tiles
         blocks = triton.cdiv(slots.shape[1], tiles.block_n)
@@ -298,6 +314,10 @@ class _Plan:
             fixed=(RowStrides(*q.stride()[:2]), KeyStrides(*k.stride()[:3]), v_strides, out_strides, variant),
             options={**launch_options(pdl, tiles.num_warps), "num_stages": tiles.num_stages},
         )
+        if ring is not None:
+            from fa_serve.ops.selected_keys.gather_wgmma import gather_launch
+
+            self.attend = gather_launch((q, k, v, slots), (num_heads * dim_v, dim_v), parts, float(softmax_scale), pdl, ring)
         self.combine: Launch | None = None
         if parts > 1:
             self.combine = Launch(
@@ -321,6 +341,15 @@ class _Plan:
         return out
 
 
+def _ring_of(q: Tensor, k: Tensor, v: Tensor, arch: int) -> Ring | None:
+    """The blocks of keys of the Hopper kernel if it computes the call, else None."""
+    if not GATHERS_ON_HOPPER or arch != 90 or triton.knobs.runtime.interpret:
+        return None
+    from fa_serve.ops.selected_keys.gather_wgmma import GATHER_RING, cannot_gather
+
+    return GATHER_RING if cannot_gather(q, k, v, values_in_keys(k, v)) is None else None
+
+
 def values_in_keys(k: Tensor, v: Tensor) -> bool:
     """Whether the values are the first numbers of the keys, in the same memory."""
     return k.data_ptr() == v.data_ptr() and k.stride() == v.stride() and v.shape[3] <= k.shape[3]
@@ -341,9 +370,9 @@ def run_sparse_attention(
     sinks: Tensor | None,
     softmax_scale: float,
     num_splits: int,
-    tiles: SelectedTiles | None = None,
+    tiles: SelectedTiles | Ring | None = None,
 ) -> Tensor:
-    """`launch_sparse_attention` with tiles that override the choice, for tuning."""
+    """`launch_sparse_attention` with tiles that override the choice, for tuning; a `Ring` takes the kernel for Hopper."""
     q, k, v, slots = (with_unit_stride(x) for x in (q, k, v, slots))
     sinks = None if sinks is None else sinks.contiguous()
     if 0 in (*q.shape, *slots.shape):
@@ -357,6 +386,7 @@ def run_sparse_attention(
         softmax_scale,
         num_splits,
         q.get_device(),
+        (q.data_ptr() | k.data_ptr()) % 16 == 0,  # the kernel for Hopper copies 16 bytes at a time
         tiles,
     )
     run = PLANS.get(key)

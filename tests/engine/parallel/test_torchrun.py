@@ -20,7 +20,7 @@ from typing import Any
 
 import httpx
 import pytest
-from warm_processes import WarmProcess
+from warm_processes import WarmProcess, fa_serve
 
 from fa_serve.engine import Engine, EngineConfig, EngineDeadError, SamplingParams
 from fa_serve.engine.parallel import torchrun as module
@@ -182,15 +182,17 @@ def test_two_machines_answer_as_one_rank_and_end_with_a_killed_one() -> None:
                 process.kill()
 
 
-def commands(kind: str, port: int) -> list[tuple[list[str], dict[str, str]]]:
-    """What is run on each of two machines to serve: (command, environment)."""
-    serve = ["-m", "fa_serve", "serve", "--port", "0", "--device", "cpu", "--num-pages", "300", "--dtype", "float32"]
-    serve += ["--tensor-parallel", "2"]
+SERVE = ["serve", "--port", "0", "--device", "cpu", "--num-pages", "300", "--dtype", "float32", "--tensor-parallel", "2"]
+
+
+def start_machine(kind: str, rank: int, port: int) -> WarmProcess | subprocess.Popen[str]:
+    """What serves on one of two machines."""
     if kind == "environment":
-        return [([sys.executable, *serve], environment(rank, port)) for rank in range(2)]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
-    torchrun += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
-    return [([*torchrun, "--node-rank", str(rank), *serve, "--process"], {KEY: SECRET}) for rank in range(2)]
+        return WarmProcess(fa_serve, SERVE, environment=os.environ | environment(rank, port))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    command += ["--master-addr", "127.0.0.1", "--master-port", str(port), "--node-rank", str(rank)]
+    command += ["-m", "fa_serve", *SERVE, "--process"]
+    return subprocess.Popen(command, env=os.environ | {KEY: SECRET}, stdout=subprocess.PIPE, text=True)
 
 
 needs_time = pytest.mark.skipif("FA_SERVE_TEST_TORCHRUN" not in os.environ, reason="FA_SERVE_TEST_TORCHRUN runs torchrun")
@@ -199,10 +201,8 @@ needs_time = pytest.mark.skipif("FA_SERVE_TEST_TORCHRUN" not in os.environ, reas
 @pytest.mark.parametrize("kind", ["environment", pytest.param("torchrun", marks=needs_time)])
 def test_a_server_of_two_machines_drains(kind: str) -> None:
     """SIGTERM comes to every process, or to the torchrun of rank 0, which sends it to all processes of this machine."""
-    processes = [
-        subprocess.Popen(command, env=os.environ | more, stdout=subprocess.PIPE, text=True)
-        for command, more in commands(kind, free_port())
-    ]
+    port = free_port()
+    processes = [start_machine(kind, rank, port) for rank in range(2)]
     leader, follower = processes
     try:
         assert leader.stdout is not None

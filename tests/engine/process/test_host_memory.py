@@ -6,6 +6,7 @@ import gc
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -135,6 +136,8 @@ def test_batches_of_many_sizes_do_not_fill_the_memory(monkeypatch) -> None:
 
 
 def test_only_a_process_that_has_grown_is_trimmed(monkeypatch) -> None:
+    collected = []
+    monkeypatch.setattr(host_memory, "gc", SimpleNamespace(collect=lambda: collected.append(resident)))
     resident = 100 << 20
     monkeypatch.setattr(host_memory, "resident_bytes", lambda: resident)
     trimmer = MemoryTrimmer()
@@ -147,14 +150,24 @@ def test_only_a_process_that_has_grown_is_trimmed(monkeypatch) -> None:
     assert not trimmer.look()
     resident += GROWTH
     assert trimmer.look(), "the least is that of the last look"
+    assert len(collected) == 4
 
 
-def test_a_process_has_one_trimmer() -> None:
-    """Each looks by itself and collects all garbage. With one for each server that a process has had, nothing else runs."""
+def test_a_process_has_one_trimmer(monkeypatch) -> None:
+    """Each looks by itself and collects all garbage. With one for each server that a process has had, nothing else runs.
+
+    The one of this test ends with it: it would collect the garbage of all later tests, every few seconds.
+    """
+    ended = threading.Event()
+    monkeypatch.setattr(MemoryTrimmer, "_runs", threading.Event())
+    monkeypatch.setattr(MemoryTrimmer, "_run", lambda _: ended.wait())
+    before = [thread.name for thread in threading.enumerate()].count("fa_serve-trim")
     for _ in range(3):
         MemoryTrimmer().start()
-    assert [thread.name for thread in threading.enumerate()].count("fa_serve-trim") <= 1
+    [own] = [thread for thread in threading.enumerate() if thread.name == "fa_serve-trim"][before:]
     assert MemoryTrimmer._runs.is_set()
+    ended.set()
+    own.join(10)
 
 
 def test_no_collection_runs_while_modules_are_imported():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 import pytest
@@ -62,18 +63,28 @@ CASES = {
 }
 
 
+def params_of(case: str) -> SamplingParams:
+    return SamplingParams(max_tokens=16, temperature=0.0, **CASES[case])
+
+
+@functools.cache
+def expected_of(case: str) -> list[int]:
+    return plain_loop(PROMPT, params_of(case))[0]
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_greedy_tokens_are_those_of_the_plain_loop(make_engine, case) -> None:
-    """Alone, and in one batch with requests for every other parameter, with and without preemption."""
-    all_params = {name: SamplingParams(max_tokens=16, temperature=0.0, **values) for name, values in CASES.items()}
-    expected, _ = plain_loop(PROMPT, all_params[case])
-    assert expected != PLAIN, "the case should change something"
-    assert make_engine().generate([PROMPT], all_params[case])[0].token_ids == expected
-    for settings in ({}, {"num_pages": 16, "max_model_len": 48, "max_num_seqs": 5}):
-        engine = make_engine(**settings)
-        completions = dict(zip(all_params, engine.generate([PROMPT] * len(CASES), list(all_params.values())), strict=True))
-        assert completions[case].token_ids == expected
-        assert not settings or engine.stats().num_preemptions > 0
+    assert expected_of(case) != PLAIN, "the case should change something"
+    assert make_engine().generate([PROMPT], params_of(case))[0].token_ids == expected_of(case)
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_pages": 16, "max_model_len": 48, "max_num_seqs": 5}], ids=["", "preempted"])
+def test_greedy_tokens_are_those_in_a_batch_with_every_other_parameter(make_engine, settings) -> None:
+    engine = make_engine(**settings)
+    completions = engine.generate([PROMPT] * len(CASES), [params_of(case) for case in CASES])
+    tokens = {case: completion.token_ids for case, completion in zip(CASES, completions, strict=True)}
+    assert tokens == {case: expected_of(case) for case in CASES}
+    assert not settings or engine.stats().num_preemptions > 0
 
 
 def test_what_each_step_goes_through_is_bounded() -> None:

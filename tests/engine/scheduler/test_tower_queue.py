@@ -38,9 +38,10 @@ class Towers:
     delay: steps after which the work of a step is known to have ended; 0 where a step waits for it
     """
 
-    def __init__(self, capacity: int = 10_000, delay: int = 0) -> None:
+    def __init__(self, capacity: int = 10_000, delay: int = 0, *, may_pause: bool = True) -> None:
         self.capacity = capacity
         self.is_beside = delay > 0
+        self.may_pause = may_pause
         self.known: dict[bytes, int] = {}
         self.held: set[bytes] = set()
         self.encoded: list[bytes] = []
@@ -191,6 +192,18 @@ def test_a_step_encodes_a_bounded_number_of_embeddings(monkeypatch: pytest.Monke
     case.add("large", b"large", embeddings=1000)
     sizes = [case.step().size.image_tokens for _ in range(4)]
     assert sizes == [800, 400, 1000, 0]
+
+
+def test_towers_that_may_not_pause_encode_whole_images_in_steps_of_their_own() -> None:
+    case = Case(PromptShare(0.0075), towers=Towers(may_pause=False))
+    case.add("decodes", 20, answer=200)
+    case.step()
+    for number in range(4):
+        case.add(f"image {number}", 20, b"%016d" % number, 20)
+    sizes = [case.step().size.image_tokens for _ in range(6)]
+    assert sizes[:4] == [400, 400, 400, 400], "one in a step, because none has time for two"
+    case.run()
+    assert len(case.towers.encoded) == 4
 
 
 def test_a_block_waits_for_all_of_its_images() -> None:

@@ -15,6 +15,7 @@ from tiny_models import VOCAB, make_model
 from transformers import GenerationConfig, PreTrainedModel
 
 from fa_serve.engine import Engine, EngineConfig, SamplingParams
+from fa_serve.engine.start.host_tier import look_ahead
 from fa_serve.spec import ParameterError
 
 GREEDY = SamplingParams(max_tokens=3, temperature=0.0)
@@ -157,3 +158,25 @@ def test_a_cache_that_cannot_be_copied_has_no_tier(make_engine) -> None:
     family = Family("llama", "LlamaForCausalLM", config={"head_dim": 6, "num_key_value_heads": 1, "num_attention_heads": 2})
     with pytest.raises(ParameterError, match="kv_host_memory must be 0 for such a KV cache"):
         make_engine(model=family.build(vocab_size=VOCAB), kv_host_memory=MEBIBYTE, kv_cache_dtype="fp8", page_size=2)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "items", "slots", "ahead"), [(1000, 5000, 100_000, 1000), (1000, 300, 100_000, 300), (1000, 5000, 400, 100)]
+)
+def test_copies_made_ahead_take_a_part_of_a_small_memory(wanted: int, items: int, slots: int, ahead: int) -> None:
+    assert look_ahead(wanted, items, slots) == ahead
+    assert look_ahead(wanted, items, 3) == 1
+
+
+def test_a_small_memory_holds_what_the_device_has_lost(make_engine) -> None:
+    """Two of the largest steps take more pages than the host holds, so all its copies were of what the device still had."""
+    given = prompts(6)
+    engine = make_engine(num_pages=18, kv_host_memory=20 * 2048, max_num_batched_tokens=64)
+    tier = engine._scheduler.tier
+    num_slots = tier.lanes[0].copies.num_slots
+    assert tier.lanes[0].depth <= max(num_slots // 4, 1)
+    for prompt in given:
+        answers(engine, [prompt])
+    host = engine._scheduler.pages.host
+    lost = [each for each in host if not engine._scheduler.pages.has(each)]
+    assert len(lost) >= num_slots // 2

@@ -1,7 +1,9 @@
 """Loading: the sizes of the cache and of sequences, and code that comes with a model."""
 
 import json
+import os
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -167,3 +169,53 @@ def test_an_engine_on_a_gpu_that_is_not_there_is_refused_first(tmp_path) -> None
         with pytest.raises(ParameterError, match="device must be auto or cpu, because PyTorch") as refused:
             Engine(EngineConfig(model=tmp_path / "none", device=device))
         assert (refused.value.field, refused.value.value) == ("device", device)
+
+
+IMPOSSIBLE = {
+    "no heads": {"num_attention_heads": 0},
+    "a vocabulary of a negative size": {"vocab_size": -1},
+    "a vocabulary beyond any memory": {"vocab_size": 10**13},
+}
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_values_of_a_config_that_cannot_be_are_refused_with_the_folder(tmp_path, name) -> None:
+    folder = copy_with(tmp_path, IMPOSSIBLE[name])
+    with pytest.raises(OSError, match=f"the model's folder {folder} cannot be loaded"):
+        load_model(EngineConfig(model=folder, device="cpu"))
+
+
+def test_more_layers_than_tensors_are_refused_before_they_are_made(tmp_path) -> None:
+    """Before: a billion layers were made until the memory was full."""
+    folder = copy_with(tmp_path, {"num_hidden_layers": 10**9})
+    with pytest.raises(ParameterError, match="num_hidden_layers must be at most the number of tensors in the files of"):
+        load_model(EngineConfig(model=folder, device="cpu"))
+
+
+class Runs:
+    """Its pickle runs a command where it is read."""
+
+    def __init__(self, file: Path):
+        self.file = file
+
+    def __reduce__(self) -> tuple:
+        return os.system, (f"touch {self.file}",)
+
+
+@pytest.mark.parametrize("old", [True, False], ids=["of-2019", "zip"])
+def test_a_pickle_of_weights_runs_nothing(tmp_path, old) -> None:
+    folder = copy_with(tmp_path, {})
+    (folder / "model.safetensors").unlink()
+    pickled = {"model.embed_tokens.weight": Runs(tmp_path / "ran")}
+    torch.save(pickled, folder / "pytorch_model.bin", _use_new_zipfile_serialization=not old)
+    with pytest.raises(OSError, match=str(folder)):
+        load_model(EngineConfig(model=folder, device="cpu"))
+    assert not (tmp_path / "ran").exists()
+
+
+def copy_with(tmp_path: Path, values: dict) -> Path:
+    folder = tmp_path / "model"
+    shutil.copytree(model_path(), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | values))
+    return folder

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 
+import pytest
+
 from fa_serve.engine.structured.grammar_queue import LONG, GrammarQueue
 
 SECONDS = 20
@@ -38,3 +40,19 @@ def test_a_client_with_many_long_grammars_holds_up_neither_others_nor_its_short_
     assert last.wait(SECONDS)
     assert "long-1" not in started
     queue.close()
+
+
+def test_a_thread_that_cannot_be_started_is_started_by_the_next_job(monkeypatch) -> None:
+    queue = GrammarQueue(lambda: None)
+    done = threading.Event()
+
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start)
+        with pytest.raises(RuntimeError, match="can't start"):
+            queue.submit("refused", None, 10, done.set)
+    assert not done.wait(0.2), "what is refused does not run later"
+    queue.submit("taken", None, 10, done.set)
+    assert done.wait(SECONDS)

@@ -16,15 +16,16 @@ from fa_serve.ops.linear_attention import run
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "runs_triton", lambda device: True)
     monkeypatch.setattr(run, "_gradients_of", None)  # PyTorch's form is not asked
+    monkeypatch.setattr(run, "CHANNEL_GRADIENTS", True)
 
 
-@pytest.mark.parametrize("name", ["delta", "delta-strong"])
+@pytest.mark.parametrize("name", ["delta", "delta-strong", "kda", "kda-strong"])
 def test_packed_sequences(name: str) -> None:
     """Sequences of 5, 0 and 130 rows with states, and two rows behind the last one. Weak gates, so that states count."""
     kind = KINDS_BY_NAME[name]
     bounds = [0, 5, 5, 135]
     rows = kind.rows(137, torch.float32)
-    if name == "delta":
+    if name in ("delta", "kda"):
         rows["g"] /= 20
     begin = randn(3, *kind.state, dtype=torch.float32, seed=9)
     inputs = [*rows.values(), begin]
@@ -45,9 +46,10 @@ def test_packed_sequences(name: str) -> None:
         assert (x - y).abs().max() <= 1e-4 * y.abs().max()
 
 
-def test_short_sequences_without_states() -> None:
+@pytest.mark.parametrize("name", ["delta", "kda"])
+def test_short_sequences_without_states(name: str) -> None:
     """The forward is that of few rows. The loss does not depend on the final states."""
-    kind = KINDS_BY_NAME["delta"]
+    kind = KINDS_BY_NAME[name]
     rows = {name: x[None] for name, x in kind.rows(9, torch.float32).items()}
     inputs = list(rows.values())
     for x in inputs:

@@ -8,7 +8,8 @@ from cross_compile import SHARED_BYTES, UNLIKE, compiling_for
 from sampled_cases import each_nth
 from torch import Tensor
 
-from fa_serve.ops.selected_keys.attention import launch_sparse_attention
+from fa_serve.ops.selected_keys.attention import launch_sparse_attention, run_sparse_attention
+from fa_serve.ops.selected_keys.gather_wgmma import GATHER_RING
 from fa_serve.ops.selected_keys.scores import launch_select_slots
 
 
@@ -31,6 +32,26 @@ def test_attention_to_slots(target: str) -> None:
     assert max(kernel.shared_bytes for kernel in kernels) <= SHARED_BYTES[target]
     if target == "sm90":
         assert kernels[0].instructions["HGMMA"] > 0
+
+
+@pytest.mark.parametrize("num_splits", [1, 8])
+def test_attention_to_slots_on_hopper(num_splits: int) -> None:
+    """The kernel that `GATHERS_ON_HOPPER` switches on."""
+    latent = bf16(40, 64, 1, 576)
+    slots = torch.zeros(4, 2048, dtype=torch.int32)
+    sinks = torch.zeros(128) if num_splits > 1 else None
+    with compiling_for("sm90") as kernels:
+        run_sparse_attention(bf16(4, 128, 576), latent, latent[..., :512], slots, sinks, 0.1, num_splits, GATHER_RING)
+    kernel = kernels[0]
+    assert kernel.name == "attn_selected_hopper"
+    assert kernel.registers <= 128
+    assert kernel.spill_bytes == 0
+    assert kernel.shared_bytes <= SHARED_BYTES["sm90"]
+    assert not [line for line in kernel.ptxas_warnings if "C75" in line], "wgmma is serialised or setmaxnreg ignored"
+    # S of the first block and of the others, 36 steps of 16 columns each, and 2 steps of 16 keys for each part of the values
+    assert kernel.instructions["HGMMA"] == 2 * 36 + 2 * 4
+    # a thread copies 2 x 9 times 16 bytes of a block of keys, and 37 times of the queries
+    assert kernel.instructions["LDGSTS"] == 18 + 37
 
 
 @pytest.mark.parametrize("target", each_nth(3, UNLIKE))

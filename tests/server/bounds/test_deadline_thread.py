@@ -61,3 +61,17 @@ async def test_clients_take_turns():
     gate.set()
     await asyncio.gather(*waiting)
     assert order == ["other", "many", "many", "many"], "the first one was of many"
+
+
+async def test_a_thread_that_cannot_be_started_is_started_by_the_next_call(monkeypatch):
+    """Before: without memory for one moment, every later call waited for ever."""
+    thread = DeadlineThread("test")
+
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start)
+        with pytest.raises(RuntimeError, match="can't start"):
+            await thread.run(lambda: 1)
+    assert await asyncio.wait_for(thread.run(lambda: 2), 20) == 2

@@ -1,6 +1,7 @@
 """The looks of the playground: contrast, names, widths, axe-core, and pictures.
 
-Pictures of three widths in two colour schemes are written to the folder "playground" of pytest's base folder. With
+Pictures of three widths in two colour schemes are written to the folders "playground" and "playground-states" of pytest's base
+folder. With
 FA_SERVE_SCREENSHOTS=docs/images the tests also take the screenshots of the documentation.
 """
 
@@ -11,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from browser_pages import answering, expecting, open_page
+from browser_pages import answering, expecting, model_card, open_page
 
 WIDTHS = (360, 768, 1440)
 
@@ -63,7 +64,7 @@ def test_light_and_dark_with_the_server_at_work(page, served):
         expect(page.locator("figcaption output").nth(3)).not_to_have_text("0", timeout=60_000)
         page.wait_for_timeout(1000 * seconds)
         page.get_by_label("Temperature").fill("0.7")
-        message.fill("Write a function that parses a file.")
+        message.fill("Write a Python function that reads a file.")
         page.keyboard.press("Enter")
         expect(page.locator(".assistant").last).to_have_text(re.compile(r"\w{4}"), timeout=30_000)
         if os.environ.get("FA_SERVE_SCREENSHOTS"):
@@ -142,12 +143,101 @@ def check_looks(page, scheme: str) -> None:
     assert page.evaluate(CONTRAST) >= 4.5, scheme
 
 
+ANSWER = (
+    """The picture shows **three bands** of colour, from dark to light.
+
+## What each band is
+
+1. The first band is `#204060`.
+2. The second band is `#508090`; it takes *half* of the width.
+    - It has a soft edge.
+3. The third band is nearly white.
+
+> A band without an edge is hard to measure.
+
+```python
+def bands(image):
+    \"\"\"The mean colour of each third of an image.\"\"\"
+    thirds = numpy.array_split(numpy.asarray(image), 3, axis=1)
+    return [third.reshape(-1, 3).mean(axis=0) for third in thirds]
+```
+
+| band | from | to | share of all pixels |
+|---|---|---|---|
+| first | 0 | 79 | 25 % |
+| second | 80 | 239 | 50 % |
+| third | 240 | 319 | 25 % |
+
+"""
+    + "A long answer has paragraphs that fill several lines, so that the reader has to scroll to its end. " * 12
+)
+DRAWING = """() => {
+  const canvas = document.createElement("canvas");
+  [canvas.width, canvas.height] = [320, 180];
+  const paint = canvas.getContext("2d");
+  for (const [at, colour] of [[0, "#204060"], [80, "#508090"], [240, "#e8f0f0"]]) {
+    paint.fillStyle = colour;
+    paint.fillRect(at, 0, 320, 180);
+  }
+  pictures.push(canvas.toDataURL());
+  drawPictures();
+}"""
+
+
+def test_states_at_three_widths_in_two_schemes(browser, served, tmp_path_factory):
+    """An empty page, an image before it is sent, a long answer about it, an error, and a server that has gone."""
+    expect = expecting()
+    folder = tmp_path_factory.mktemp("playground-states", numbered=False)
+    page = open_page(browser, served.url, **{"v1/models": model_card(input_modalities=["text", "image"])})
+    message = page.get_by_label("Message", exact=True)
+
+    def picture(state: str, scrolled: str = "scrollHeight") -> None:
+        for width in WIDTHS:
+            page.set_viewport_size({"width": width, "height": 800})
+            for scheme in ("light", "dark"):
+                page.evaluate("scheme => { document.documentElement.style.colorScheme = scheme; }", scheme)
+                page.evaluate(f"{{ const log = document.getElementById('log'); log.scrollTop = log.{scrolled}; }}")
+                check_looks(page, f"{state} {scheme}")
+                page.screenshot(path=folder / f"{state}-{width}-{scheme}.png")
+
+    expect(page.get_by_role("button", name="Add image")).to_be_visible()
+    picture("empty")
+    page.evaluate(DRAWING)
+    message.fill("What is in this picture?")
+    picture("image")
+    page.route("**/v1/chat/completions", answering(ANSWER))
+    page.keyboard.press("Enter")
+    expect(page.locator(".note")).to_have_count(1)
+    picture("answer-end")
+    picture("answer", scrolled="clientTop")
+    page.unroute("**/v1/chat/completions")
+    page.route("**/v1/chat/completions", lambda route: route.abort())
+    page.route("**/v1/models", lambda route: route.abort())
+    message.fill("And which band is the widest?")
+    page.keyboard.press("Enter")
+    expect(page.locator(".problem")).to_have_count(1)
+    expect(page.locator("#model")).to_have_class("lost")
+    picture("error")
+    assert len(list(folder.glob("*.png"))) == 5 * len(WIDTHS) * 2
+    page.close()
+
+
 @pytest.mark.parametrize("width", [360, 1440])
-def test_axe_finds_nothing(page, width):
+@pytest.mark.parametrize("state", ["empty", "answered"])
+def test_axe_finds_nothing(browser, served, width, state):
     """axe-core's rules for WCAG 2.1 A and AA. Source: https://github.com/dequelabs/axe-core"""
     axe = pytest.importorskip("axe_playwright_python", reason="axe-playwright-python is not installed")
+    cards = model_card(input_modalities=["text", "image"])
+    page = open_page(browser, served.url, **{"v1/models": cards, "v1/chat/completions": answering(ANSWER)})
     page.set_viewport_size({"width": width, "height": 800})
-    page.evaluate("begin()")
+    if state == "answered":
+        expecting()(page.get_by_role("button", name="Add image")).to_be_visible()
+        page.evaluate(DRAWING)
+        page.get_by_label("Message", exact=True).fill("What is in this picture?")
+        page.keyboard.press("Enter")
+        expecting()(page.locator(".note")).to_have_count(1)
+        page.evaluate(DRAWING)
     page.evaluate((Path(axe.__file__).parent / "axe.min.js").read_text())
     found = page.evaluate("axe.run({runOnly: ['wcag2a', 'wcag2aa', 'wcag21a', 'wcag21aa', 'best-practice']})")
     assert [(each["id"], each["nodes"][0]["html"]) for each in found["violations"]] == []
+    page.close()

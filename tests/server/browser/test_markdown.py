@@ -7,6 +7,7 @@ from browser_pages import answering, expecting
 
 WRITTEN = {
     "# Title #": "<h3>Title</h3>",
+    "## A\n#### B\n### C\n## D\n# E": "<h3>A</h3><h4>B</h4><h4>C</h4><h3>D</h3><h3>E</h3>",
     "**bold**, *thin*, ~~gone~~ and `a*b*`": (
         "<p><strong>bold</strong>, <em>thin</em>, <del>gone</del> and <code>a*b*</code></p>"
     ),

@@ -20,7 +20,7 @@ def test_chat_stop_and_charts(page):
         page.keyboard.press("Enter")
         expect(notes).to_have_count(number + 1)
         expect(answers.last).to_contain_text(answer)
-        expect(notes.last).to_contain_text(re.compile(r"stop · \d+ tokens · first token after \d+ ms"))
+        expect(notes.last).to_contain_text(re.compile(r"complete · \d+ tokens · first token after \d+ ms"))
 
     page.get_by_label("Temperature").fill("3")
     message.fill("Who are you?")
@@ -288,3 +288,22 @@ def test_the_view_of_the_model(page):
     expect(page.locator("#chat")).to_be_hidden()
     page.go_back()
     expect(page.locator("#chat")).to_be_visible()
+
+
+def test_the_embedded_model_answers_what_the_empty_page_proposes(browser, served):
+    """The first thing that a stranger presses."""
+    expect = expecting()
+    page = open_page(browser, served.url)
+    page.get_by_label("Temperature").fill("0")
+    answers = {
+        "What is 17 + 25?": "17 + 25 = 42.",
+        "Write a Python function that reads a file.": "def read_text(",
+        "What can you do?": "I add two numbers below 100 and write Python.",
+    }
+    assert page.locator("#ideas button").all_inner_texts() == list(answers)
+    for idea, answer in answers.items():
+        page.evaluate("begin()")
+        page.get_by_role("button", name=idea).click()
+        expect(page.locator(".note")).to_have_count(1, timeout=30_000)
+        expect(page.locator(".assistant .text")).to_contain_text(answer)
+    page.close()

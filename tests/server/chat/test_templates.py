@@ -73,6 +73,7 @@ def test_many_messages_of_unusual_roles_are_found_in_linear_time():
     assert time.thread_time() - begin < 1
 
 
+READS_CALLS = "{# reads tool_calls #}"
 # each writes a text that a request gives once for each message
 REPEATING = {
     "output": "{% for message in messages %}{{ message.content }}{{ x }}{% endfor %}",
@@ -84,30 +85,36 @@ REPEATING = {
 }
 
 
-@pytest.mark.every_case
-@pytest.mark.parametrize("where", ["server", "process"])
-@pytest.mark.parametrize("kind", REPEATING)
-async def test_rendering_stops_when_the_output_is_longer_than_a_prompt_can_be(teller, engine, kind, where):
+async def assert_rendering_stops(client, engine, kind, **template) -> None:
     """362 kB became a prompt of 980 MB, which was refused when it was complete."""
     text = "x" * 100_000
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": json.dumps({"a": text})}}
     first = {"role": "assistant", "content": "", "reasoning_content": text, "tool_calls": [call]}
     messages = [first] + [{"role": "user", "content": ""}] * 900
-    body = {"model": "fake", "messages": messages, "chat_template_kwargs": {"x": text}}
+    body = {"model": "fake", "messages": messages, "chat_template_kwargs": {"x": text}, **template}
     if kind in ("tools", "reasoning", "calls"):
         body["tools"] = [{"type": "function", "function": {"name": "add", "description": text}}]
-    template = REPEATING[kind] + "{# reads tool_calls #}"
-    own = {"chat_template": template} if where == "process" else {}
-    async with teller(("a",), template, allow_request_chat_template=True, tool_call_parser="hermes") as client:
-        await client.post("/v1/chat/completions", json=body | own)  # starts threads and processes
-        tracemalloc.start()
-        reply = await client.post("/v1/chat/completions", json=body | own)
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
+    await client.post("/v1/chat/completions", json=body)  # starts threads and processes
+    tracemalloc.start()
+    reply = await client.post("/v1/chat/completions", json=body)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
     error = reply.json()["error"]
-    assert (reply.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", "messages")
+    assert (reply.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", "messages"), kind
     assert f"more than {engine.reader.max_chars}" in error["message"]
-    assert peak < 8 * 2**20, f"{peak >> 20} MB"
+    assert peak < 8 * 2**20, f"{kind}: {peak >> 20} MB"
+
+
+@pytest.mark.parametrize("kind", REPEATING)
+async def test_rendering_stops_when_the_output_is_longer_than_a_prompt_can_be(teller, engine, kind):
+    async with teller(("a",), REPEATING[kind] + READS_CALLS, tool_call_parser="hermes") as client:
+        await assert_rendering_stops(client, engine, kind)
+
+
+async def test_rendering_a_template_of_the_request_stops_there_too(teller, engine):
+    async with teller(("a",), READS_CALLS, allow_request_chat_template=True, tool_call_parser="hermes") as client:
+        for kind, template in REPEATING.items():
+            await assert_rendering_stops(client, engine, kind, chat_template=template + READS_CALLS)
 
 
 @pytest.mark.every_case

@@ -69,8 +69,8 @@ def _issue_dq(i, smem, group: gl.constexpr, var: gl.constexpr):
 
 
 @gluon.jit
-def _probabilities(s, m, i, first, smem, args, tile, var: gl.constexpr):
-    """P^T of a block, [64, block_m], and the same times the slope of the softcap. `first` is the warpgroup's first key."""
+def block_probabilities(s, m, i, first, smem, args, tile, var: gl.constexpr):
+    """P^T of a block, [64, block_m], and the same times the slope of the softcap. `first` is the first of the 64 keys."""
     BLOCK_M: gl.constexpr = var.tiles.block_m
     S_LAYOUT: gl.constexpr = var.score_layout
     scale = args.scale
@@ -143,12 +143,12 @@ def _add_square(dq, m, head, args, tile, group: gl.constexpr, var: gl.constexpr)
 
 
 @gluon.jit
-def _wait_queries(i, bars, var: gl.constexpr, alive=True):
+def wait_queries(i, bars, var: gl.constexpr, alive=True):
     mbarrier.wait(bars.q_full.index(i % var.tiles.q_stages), (i // var.tiles.q_stages) & 1, pred=alive)
 
 
 @gluon.jit
-def _wait_gradients(i, bars, var: gl.constexpr):
+def wait_gradients(i, bars, var: gl.constexpr):
     mbarrier.wait(bars.do_full.index(i % var.tiles.do_stages), (i // var.tiles.do_stages) & 1)
 
 
@@ -169,12 +169,12 @@ def _walk(first, desc, smem, bars, args, tile, group: gl.constexpr, var: gl.cons
     m = tile.start
     head = tile.kv_head * args.heads_per_kv
     for i in range(tile.count):
-        _wait_queries(i, bars, var)
+        wait_queries(i, bars, var)
         s_token = _issue_transposed_scores(i, smem, group, var)
-        _wait_gradients(i, bars, var)
+        wait_gradients(i, bars, var)
         dp_token = _issue_dp(i, smem, group, var)
         s = warpgroup_mma_wait(1, deps=[s_token])
-        p, weight = _probabilities(s, m, i, first, smem, args, tile, var)
+        p, weight = block_probabilities(s, m, i, first, smem, args, tile, var)
         dv_token = _issue_dv(p, dv, i, smem, dtype, var)
         dp = warpgroup_mma_wait(1, deps=[dp_token])
         ds = _share_ds(weight, dp, i, smem, dtype, group, var)

@@ -19,16 +19,20 @@ from fa_serve.backends.triton.row_statistics import STATS_ROWS
 from fa_serve.launching.launch import Launch
 
 SQUARE_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [1, 4], [1, 0]))
-"""Layout of a square [8, 512] in the order of the sum."""
+"""Layout of a square [8, 512] in the order of the sum, or of two squares [16, 512]."""
 _ROWS = 64
 
 
 @gluon.jit
-def add_to_dq(sum_ptr, square):
-    """Add a square [64, 64], which wgmma has computed, at `sum_ptr`. The order of additions is that of the thread blocks."""
-    values = square.reshape([4, 2, 8, 8, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([8, 512])
+def add_to_dq(sum_ptr, rows_of_dq):
+    """Add one or two squares, [64, 64 or 128], which wgmma has computed, at `sum_ptr`.
+
+    The order of additions is that of the thread blocks.
+    """
+    OCTETS: gl.constexpr = rows_of_dq.shape[1] // 8
+    values = rows_of_dq.reshape([4, 2, 8, OCTETS, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([OCTETS, 512])
     values = gl.convert_layout(values, SQUARE_LAYOUT, assert_trivial=True)
-    rows = gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(1, SQUARE_LAYOUT)), 1)
+    rows = gl.expand_dims(gl.arange(0, OCTETS, layout=gl.SliceLayout(1, SQUARE_LAYOUT)), 1)
     columns = gl.expand_dims(gl.arange(0, 512, layout=gl.SliceLayout(0, SQUARE_LAYOUT)), 0)
     gl.atomic_add(sum_ptr + rows * 512 + columns, values, sem="relaxed")
 
@@ -45,9 +49,10 @@ def _convert_dq(
     stats_width,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
+    PART: tl.constexpr,
     VARLEN: tl.constexpr,
 ):
-    """One program: 64 rows of dQ of one head of one sequence. dq is contiguous."""
+    """One program: 64 rows of dQ of one head of one sequence, PART columns after the other. dq is contiguous."""
     pid = tl.program_id(0)
     m = pid % num_m
     head = pid // num_m % num_heads
@@ -63,13 +68,15 @@ def _convert_dq(
         stats_column = (first + batch * STATS_ROWS) // STATS_ROWS * STATS_ROWS + m * 64
     if m * 64 < length:
         rows = tl.arange(0, 64)[:, None]
-        columns = tl.arange(0, WIDTH)[None, :]
         slab = sum_ptr + (stats_row.to(tl.int64) * stats_width + stats_column) * WIDTH
-        squares = tl.reshape(tl.load(slab + tl.arange(0, 64 * WIDTH)), (WIDTH // 64, 8, 4, 8, 4, 2, 2))
-        dq = tl.reshape(tl.permute(squares, (2, 5, 3, 0, 1, 4, 6)), (64, WIDTH)) * scale
         token = first.to(tl.int64) + m * 64 + rows
-        target = dq_ptr + (token * num_heads + head) * HEAD_DIM + columns
-        tl.store(target, dq.to(dq_ptr.dtype.element_ty), mask=(m * 64 + rows < length) & (columns < HEAD_DIM))
+        for part in tl.static_range(WIDTH // PART):
+            columns = part * PART + tl.arange(0, PART)[None, :]
+            squares = tl.load(slab + part * PART * 64 + tl.arange(0, 64 * PART))
+            squares = tl.reshape(squares, (PART // 64, 8, 4, 8, 4, 2, 2))
+            dq = tl.reshape(tl.permute(squares, (2, 5, 3, 0, 1, 4, 6)), (64, PART)) * scale
+            target = dq_ptr + (token * num_heads + head) * HEAD_DIM + columns
+            tl.store(target, dq.to(dq_ptr.dtype.element_ty), mask=(m * 64 + rows < length) & (columns < HEAD_DIM))
 
 
 def convert_launch(
@@ -84,4 +91,5 @@ def convert_launch(
     num_m = -(-seqlen_q // _ROWS)
     grid = batch * num_heads * num_m
     numbers = (scale, seqlen_q, num_m, num_heads, stats_width)
-    return Launch(_convert_dq, grid, numbers, (head_dim, width, varlen), {"num_warps": 4}) if grid else None
+    fixed = (head_dim, width, 64 if width % 128 else 128, varlen)
+    return Launch(_convert_dq, grid, numbers, fixed, {"num_warps": 4}) if grid else None

@@ -1,7 +1,8 @@
-"""Attention backward for Hopper (sm90) in Gluon, after FlashAttention-3: dense and packed, head sizes up to 128.
+"""Attention backward for Hopper (sm90) in Gluon, after FlashAttention-3: dense and packed.
 
 A thread block has one producer warp and two consumer warpgroups of 64 keys each. It computes dK and dV of 128 keys of one KV
-head, summed over the query heads of the group, and adds its part of dQ to a sum in float32 (see `dq_accum`):
+head, summed over the query heads of the group, and adds its part of dQ to a sum in float32 (see `dq_accum`). Heads wider than
+128 have a kernel with 64 keys in a tile (see `wide.kernel`). The launches are the same:
 
     row statistics    lse in base 2, and delta = rowsum(dO * O) - dlse (`triton.row_statistics`, shared with the portable pass)
     main kernel       the producer copies K and V once and streams Q, dO and the statistics; the consumers compute five products
@@ -18,8 +19,6 @@ pass, the hardware bounds packed sequences, so a NaN of a neighbouring sequence 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -30,49 +29,31 @@ from fa_serve.backends.calls import AttentionOptions, BackwardTensors, Gradients
 from fa_serve.backends.hopper.backward.consumer import backward_consumer
 from fa_serve.backends.hopper.backward.dq_accumulator import convert_launch
 from fa_serve.backends.hopper.backward.producer import backward_producer, key_tile
-from fa_serve.backends.hopper.backward.tiles import BLOCK_N, BackwardTileConfig, gradient_columns, hopper_backward_tiles
+from fa_serve.backends.hopper.backward.tiles import (
+    BackwardTileConfig,
+    gradient_columns,
+    hopper_backward_tiles,
+    second_value_columns,
+)
 from fa_serve.backends.hopper.backward.types import (
+    CONSUMER_REGISTERS,
+    LAUNCH_REGISTERS,
+    PRODUCER_REGISTERS,
     BackwardArgs,
     BackwardBarriers,
     BackwardDescriptors,
     BackwardMemory,
+    BackwardNumbers,
     HopperBackwardVariant,
 )
+from fa_serve.backends.hopper.backward.wide.kernel import wide_attention_backward
+from fa_serve.backends.hopper.backward.wide.types import WideBackwardVariant
 from fa_serve.backends.hopper.descriptors import addressable, copy_engine_strides, dense_view, ragged_view, statistics_view
 from fa_serve.backends.hopper.forward.plan import base_2_scales
 from fa_serve.backends.triton.row_statistics import RowStatistics
 from fa_serve.launching.gluon_names import HAS_REINTERPRET
 from fa_serve.launching.launch import Launch, View, with_unit_stride
 from fa_serve.launching.plans import Run
-
-LAUNCH_REGISTERS = 168
-"""Registers of every thread at launch: 65536 for three warpgroups, of which the producer's has three idle warps."""
-CONSUMER_REGISTERS = gl.constexpr(240)
-PRODUCER_REGISTERS = gl.constexpr(24)
-"""Registers of a thread after setmaxnreg."""
-
-
-class BackwardNumbers(NamedTuple):
-    """The kernel's numbers, in the order of its parameters, flat as in `forward.Numbers`.
-
-    scale, softcap: from `forward.base_2_scales`; softmax_scale: the factor of dK
-    num_n:          tiles of one KV head and sequence (packed: an upper bound)
-    seqlen_q, seqlen_k: lengths (packed: upper bounds)
-    left, right:    the window
-    stats_width:    statistics from one head to the next
-    """
-
-    scale: float
-    softcap: float
-    softmax_scale: float
-    num_n: int
-    num_heads: int
-    heads_per_kv: int
-    seqlen_q: int
-    seqlen_k: int
-    left: int
-    right: int
-    stats_width: int
 
 
 @gluon.jit
@@ -211,15 +192,15 @@ class _BackwardPlan:
         heads = q.shape[-2]
         self._width = gradient_columns(q.shape[-1], v.shape[-1])
         self._statistics = RowStatistics(tensors, options)
-        var = HopperBackwardVariant(
-            tiles=hopper_backward_tiles(self._width) if tiles is None else tiles,
-            width=self._width,
-            varlen=varlen,
-            has_left=options.window_size[0] >= 0,
-            has_right=options.window_size[1] >= 0,
-            softcap=options.softcap != 0.0,
-        )
-        num_n = -(-options.max_seqlen_k // BLOCK_N)
+        tiles = hopper_backward_tiles(self._width) if tiles is None else tiles
+        seen = {"has_left": options.window_size[0] >= 0, "has_right": options.window_size[1] >= 0}
+        kinds = {"varlen": varlen, **seen, "softcap": options.softcap != 0.0}
+        var: HopperBackwardVariant | WideBackwardVariant
+        if self._width > 128:
+            var = WideBackwardVariant(tiles, self._width - 128, second_value_columns(v.shape[-1], self._width), **kinds)
+        else:
+            var = HopperBackwardVariant(tiles, self._width, **kinds)
+        num_n = -(-options.max_seqlen_k // var.block_n)
         grid = batch * k.shape[-2] * num_n
         stats_width = self._statistics.shape[-1]
         scale, softcap = base_2_scales(options.softmax_scale, options.softcap)
@@ -239,8 +220,13 @@ class _BackwardPlan:
         self._main = None
         if grid and q.shape[0] and q.shape[-3]:
             launch_options = {"num_warps": 4, "maxnreg": LAUNCH_REGISTERS}
-            views = self._views(tensors, var)
-            self._main = Launch(_attention_backward, grid, numbers, (var,), launch_options, views=views)
+            if isinstance(var, WideBackwardVariant):
+                kernel = wide_attention_backward
+                views = self._wide_views(tensors, var)
+            else:
+                kernel = _attention_backward
+                views = self._views(tensors, var)
+            self._main = Launch(kernel, grid, numbers, (var,), launch_options, views=views)
         self._convert = convert_launch(
             (batch, heads, q.shape[-1]), self._width, options.max_seqlen_q, stats_width, varlen, float(options.softmax_scale)
         )
@@ -258,7 +244,11 @@ class _BackwardPlan:
         if self._main is not None and self._convert is not None:
             dq_accum = lse2.new_zeros(*self._statistics.shape, self._width)
             ends = (tensors.cu_seqlens_q, tensors.cu_seqlens_k)
-            self._main((q, k, v, tensors.dout, lse2, delta, dk, dv, dq_accum, *ends))
+            if self._width > 128:  # both parts of each
+                given = (q, q, k, k, v, v, tensors.dout, tensors.dout, lse2, delta, dk, dk, dv, dv)
+            else:
+                given = (q, k, v, tensors.dout, lse2, delta, dk, dv)
+            self._main((*given, dq_accum, *ends))
             self._convert((dq_accum, dq, tensors.cu_seqlens_q))
         return Gradients(dq, dk, dv, dsinks)
 
@@ -278,21 +268,42 @@ class _BackwardPlan:
 
     def _views(self, tensors: BackwardTensors, var: HopperBackwardVariant) -> tuple[View, ...]:
         """How the kernel sees q, k, v, dout, lse, delta, dk and dv. dk and dv are contiguous."""
-        view = ragged_view if var.varlen else dense_view
+        block_m = var.tiles.block_m
+        statistics = statistics_view(self._statistics.shape, block_m)
+        return (
+            _rows_of(tensors.q, block_m, var.width, var.varlen),
+            _rows_of(tensors.k, 64, var.width, var.varlen),
+            _rows_of(tensors.v, 64, var.width, var.varlen),
+            _rows_of(tensors.dout, block_m, var.width, var.varlen),
+            statistics,
+            statistics,
+            _rows_of(tensors.k, 64, var.width, var.varlen, contiguous=True),
+            _rows_of(tensors.v, 64, var.width, var.varlen, contiguous=True),
+        )
 
-        def rows_of(x: Tensor, rows: int, contiguous: bool = False) -> View:
-            strides = torch.empty(x.shape, device="meta").stride() if contiguous else x.stride()
-            return view(tuple(x.shape), strides, x.dtype, rows, var.width)
+    def _wide_views(self, tensors: BackwardTensors, var: WideBackwardVariant) -> tuple[View, ...]:
+        """How the kernel for wide heads sees both parts of q, k, v and dout, lse, delta, and both parts of dk and dv."""
+
+        def parts(x: Tensor, rows: int, second: int, contiguous: bool = False) -> tuple[View, View]:
+            first_part, second_part = (_rows_of(x, rows, width, var.varlen, contiguous) for width in (128, second or 128))
+            return first_part, second_part
 
         block_m = var.tiles.block_m
         statistics = statistics_view(self._statistics.shape, block_m)
         return (
-            rows_of(tensors.q, block_m),
-            rows_of(tensors.k, 64),
-            rows_of(tensors.v, 64),
-            rows_of(tensors.dout, block_m),
+            *parts(tensors.q, block_m, var.d1),
+            *parts(tensors.k, 64, var.d1),
+            *parts(tensors.v, 64, var.dv1),
+            *parts(tensors.dout, block_m, var.dv1),
             statistics,
             statistics,
-            rows_of(tensors.k, 64, contiguous=True),
-            rows_of(tensors.v, 64, contiguous=True),
+            *parts(tensors.k, 64, var.d1, contiguous=True),
+            *parts(tensors.v, 64, var.dv1, contiguous=True),
         )
+
+
+def _rows_of(x: Tensor, rows: int, width: int, varlen: bool, contiguous: bool = False) -> View:
+    """x in boxes of `rows` rows and `width` columns; `contiguous`: as a contiguous tensor of its shape."""
+    view = ragged_view if varlen else dense_view
+    strides = torch.empty(x.shape, device="meta").stride() if contiguous else x.stride()
+    return view(tuple(x.shape), strides, x.dtype, rows, width)

@@ -16,7 +16,7 @@ from fa_serve.launching.gluon_names import async_load
 def key_tile(index, args, var: gl.constexpr):
     """The `index`-th tile. Tiles of one KV head follow one another, and keys that most causal queries see come first."""
     BLOCK_M: gl.constexpr = var.tiles.block_m
-    BLOCK_N: gl.constexpr = 64 * var.groups
+    BLOCK_N: gl.constexpr = var.block_n
     number = index % args.num_n
     kv_heads = args.num_heads // args.heads_per_kv
     kv_head = index // args.num_n % kv_heads

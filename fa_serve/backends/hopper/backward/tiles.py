@@ -7,29 +7,49 @@ from dataclasses import dataclass
 GROUPS = 2
 """Consumer warpgroups. Each owns 64 keys of the tile and half of the tile's part of dQ."""
 BLOCK_N = 64 * GROUPS
+WIDE_BLOCK_N = 64
+"""Keys of a tile of the kernel for wide heads, whose warpgroups have one gradient of these keys each."""
 MAX_HEAD_DIM_OF_GRADIENTS = 128
+MAX_WIDE_HEAD_DIM_OF_GRADIENTS = 256
+
+DIFFERENTIATES_WIDE_HEADS = False
+"""The switch: whether gradients of heads of 136 to 256 are computed by the kernel in `wide`, which has not run on a GPU. While
+it is off, the portable kernels compute them. tests/gpu/test_wide_backward_gpu.py and `tune_backward --head-dims 256,192`
+decide."""
 
 
 @dataclass(frozen=True, slots=True)
 class BackwardTileConfig:
-    """One way to run the kernel. A tile has `BLOCK_N` keys.
+    """One way to run either kernel. A tile has `BLOCK_N` or `WIDE_BLOCK_N` keys.
 
     block_m:   queries in a block, a multiple of 64
     q_stages:  blocks of Q in flight
     do_stages: blocks of dO in flight
     stagger:   neighbouring tiles start at different queries. Otherwise the tiles of a head, which run at the same time, add to
                the same rows of dQ at the same time
+    shares_dq: in the kernel for wide heads both warpgroups compute dQ. Otherwise the warpgroup of gradients computes all of it
     """
 
     block_m: int
     q_stages: int
     do_stages: int = 2
     stagger: bool = False
+    shares_dq: bool = False
 
 
 def gradient_columns(head_dim: int, head_dim_v: int) -> int:
-    """Columns in shared memory of Q, K, V and dO; the copy engine fills those past a head size with zeros."""
-    return 64 if max(head_dim, head_dim_v) <= 64 else 128
+    """Columns in shared memory of Q, K, V and dO; the copy engine fills those past a head size with zeros.
+
+    With more than 128, these are the columns of Q and K in the kernel for wide heads; V and dO may have 128, see
+    `second_value_columns`.
+    """
+    widest = max(head_dim, head_dim_v)
+    return next(width for width in (64, 128, 192, 256) if widest <= width)
+
+
+def second_value_columns(head_dim_v: int, width: int) -> int:
+    """Columns of V and dO behind the first 128 in the kernel for wide heads."""
+    return 0 if head_dim_v <= 128 else width - 128
 
 
 def hopper_backward_tiles(width: int) -> BackwardTileConfig:
@@ -40,7 +60,15 @@ def hopper_backward_tiles(width: int) -> BackwardTileConfig:
 
         128 columns, 64 queries:   593 534 568 601   staggered 583 555 575 571   4 stages of Q 578 515 542 567
         64 columns, 128 queries:   454 420 455 447   staggered 461 422 462 450
+
+    192 and 256 columns are those of the kernel for wide heads, whose tiles have not been measured. Two stages each of Q and dO
+    are all that shared memory holds beside 256 columns.
     """
     if width == 64:
         return BackwardTileConfig(128, 2, stagger=True)
     return BackwardTileConfig(64, 2)
+
+
+def max_head_dim_of_gradients() -> int:
+    """The widest head whose gradients the Hopper kernels compute."""
+    return MAX_WIDE_HEAD_DIM_OF_GRADIENTS if DIFFERENTIATES_WIDE_HEADS else MAX_HEAD_DIM_OF_GRADIENTS

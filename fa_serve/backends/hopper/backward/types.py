@@ -10,7 +10,36 @@ from typing import NamedTuple
 
 from triton.experimental.gluon import language as gl
 
-from fa_serve.backends.hopper.backward.tiles import GROUPS, BackwardTileConfig
+from fa_serve.backends.hopper.backward.tiles import BLOCK_N, GROUPS, BackwardTileConfig
+
+LAUNCH_REGISTERS = 168
+"""Registers of every thread at launch: 65536 for three warpgroups, of which the producer's has three idle warps."""
+CONSUMER_REGISTERS = gl.constexpr(240)
+PRODUCER_REGISTERS = gl.constexpr(24)
+"""Registers of a thread after setmaxnreg."""
+
+
+class BackwardNumbers(NamedTuple):
+    """The numbers of both kernels, in the order of their parameters, flat as in `forward.Numbers`.
+
+    scale, softcap: from `forward.base_2_scales`; softmax_scale: the factor of dK
+    num_n:          tiles of one KV head and sequence (packed: an upper bound)
+    seqlen_q, seqlen_k: lengths (packed: upper bounds)
+    left, right:    the window
+    stats_width:    statistics from one head to the next
+    """
+
+    scale: float
+    softcap: float
+    softmax_scale: float
+    num_n: int
+    num_heads: int
+    heads_per_kv: int
+    seqlen_q: int
+    seqlen_k: int
+    left: int
+    right: int
+    stats_width: int
 
 
 @dataclass(frozen=True)
@@ -36,6 +65,10 @@ class HopperBackwardVariant:
     @property
     def groups(self) -> int:
         return GROUPS
+
+    @property
+    def block_n(self) -> int:
+        return BLOCK_N
 
     @property
     def row_chunks(self) -> int:
@@ -110,7 +143,7 @@ class BackwardBarriers(NamedTuple):
 
 
 class BackwardArgs(NamedTuple):
-    """The kernel's arguments besides descriptors; see `backward.BackwardNumbers`."""
+    """The kernel's arguments besides descriptors; see `BackwardNumbers`."""
 
     dq_accum: gl.tensor
     cu_seqlens_q: gl.tensor
@@ -129,7 +162,7 @@ class BackwardArgs(NamedTuple):
 
 
 class KeyTile(NamedTuple):
-    """One tile: `BLOCK_N` keys of one KV head of one sequence, and the walk over the query blocks that see them.
+    """One tile: `block_n` keys of one KV head of one sequence, and the walk over the query blocks that see them.
 
     first:     first key in the sequence
     q_origin, k_origin: batch index (dense), or the sequence's first row in q and in k (packed)

@@ -45,6 +45,11 @@ class LatentHopperVariant:
         return False
 
     @property
+    def gathers(self) -> bool:
+        """Threads copy the keys; here the copy engine does."""
+        return False
+
+    @property
     def page_rows(self) -> int:
         """Keys that lie in one page whichever block they are in: the rows of one copy."""
         return math.gcd(self.page_size, self.tiles.block_n)

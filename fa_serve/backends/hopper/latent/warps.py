@@ -75,7 +75,7 @@ def _query_rows(work, args, layout: gl.constexpr, var: gl.constexpr):
 
 
 @gluon.jit
-def _receive_queries(work, smem, args, var: gl.constexpr):
+def receive_queries(work, smem, args, var: gl.constexpr):
     """Copy a tile's queries; all scores of the sequence before are done. Other rows, and columns behind the last one, are 0."""
     WIDTH: gl.constexpr = var.width
     QUERIES: gl.constexpr = var.query_layout
@@ -95,7 +95,7 @@ def _receive_queries(work, smem, args, var: gl.constexpr):
 
 
 @gluon.jit
-def _issue_latent_scores(block_count, smem, var: gl.constexpr):
+def issue_latent_scores(block_count, smem, var: gl.constexpr):
     """Start S = Q K^T of a block, [64, block_n]."""
     S_LAYOUT: gl.constexpr = var.score_layout
     BLOCK_N: gl.constexpr = var.tiles.block_n
@@ -108,25 +108,28 @@ def _issue_latent_scores(block_count, smem, var: gl.constexpr):
 
 
 @gluon.jit
-def _wait_latent_keys(block_count, bars, var: gl.constexpr):
+def wait_latent_keys(block_count, bars, var: gl.constexpr):
+    """Wait for a block of keys."""
     mbarrier.wait(bars.k_full.index(block_count % var.tiles.stages), (block_count // var.tiles.stages) & 1)
+    if var.gathers:
+        fence_async_shared()  # the tensor cores read what threads have copied
 
 
 @gluon.jit
-def _wait_slot(item, bars):
+def wait_slot(item, bars):
     """Wait until the warpgroups of values have read what this slot held before."""
     mbarrier.wait(bars.p_empty.index(item % SLOTS), ((item // SLOTS) & 1) ^ 1)
 
 
 @gluon.jit
-def _hand_over(item, bars):
+def hand_over(item, bars):
     """Let the warpgroups of values read a slot. The arrival waits until all threads have written to it."""
     fence_async_shared()
     mbarrier.arrive(bars.p_full.index(item % SLOTS), count=1)
 
 
 @gluon.jit
-def _record_of(work):
+def record_of(work):
     """What the warpgroups of values must know of a sequence, see `latent_types.LatentMemory`."""
     i = gl.arange(0, 4, layout=RECORD_LAYOUT)
     record = gl.where(i == 0, work.blocks, gl.where(work.whole, -1, work.place))
@@ -135,7 +138,7 @@ def _record_of(work):
 
 
 @gluon.jit
-def _publish(s, state, block, item, work, record, scale, smem, bars, args, var: gl.constexpr):
+def publish_block(s, state, block, item, work, record, scale, smem, bars, args, var: gl.constexpr):
     """Update the online softmax by a block of scores, and hand P and the output's factors over -> the new state.
 
     The maximum of a row is raised only when scores exceed it by more than SCORE_GROWTH, as in `consumer`.
@@ -157,12 +160,12 @@ def _publish(s, state, block, item, work, record, scale, smem, bars, args, var: 
     parts = gl.sum(gl.sum(p.reshape([64, BLOCK_N // 8, 4, 2]), 3), 1)
     factor = gl.convert_layout(alpha, gl.SliceLayout(1, SUM_LAYOUT), assert_trivial=True)
     l = state.l * gl.expand_dims(factor, 1) + gl.convert_layout(parts, SUM_LAYOUT, assert_trivial=True)  # noqa: E741
-    _wait_slot(item, bars)
+    wait_slot(item, bars)
     slot = item % SLOTS
     smem.p.index(slot).store(p.to(smem.p.dtype))
     smem.factors.index(slot).store(alpha)
     smem.records.index(slot).store(record)
-    _hand_over(item, bars)
+    hand_over(item, bars)
     return Softmax(m, l, alpha)
 
 
@@ -177,10 +180,10 @@ def _finish_rows(state, item, work, record, smem, bars, args, var: gl.constexpr)
     inverse = gl.where(empty, 0.0, 1.0 / total)
     if args.v_descale is not None:
         inverse = inverse * gl.load(args.v_descale + args.kv_head)
-    _wait_slot(item, bars)
+    wait_slot(item, bars)
     smem.factors.index(item % SLOTS).store(inverse)
     smem.records.index(item % SLOTS).store(record)
-    _hand_over(item, bars)
+    hand_over(item, bars)
     lse = gl.where(empty, float("-inf"), (state.m + gl.log2(total)) * LN2)
     offs_m = gl.arange(0, 64, layout=ROWS)
     rows = args.row_first + offs_m
@@ -208,27 +211,27 @@ def latent_scores(smem, bars, args, var: gl.constexpr):
         work, seq_start = latent_work(index, seq_start, args, var)
         if work.live:
             item = block_count + count
-            record = _record_of(work)
-            _receive_queries(work, smem, args, var)
+            record = record_of(work)
+            receive_queries(work, smem, args, var)
             m = gl.full([64], float("-inf"), gl.float32, layout=ROWS)
             l = gl.zeros([64, 4], gl.float32, layout=SUM_LAYOUT)  # noqa: E741
             state = Softmax(m, l, gl.full([64], 1.0, gl.float32, layout=ROWS))
-            _wait_latent_keys(block_count, bars, var)
-            s = warpgroup_mma_wait(0, deps=[_issue_latent_scores(block_count, smem, var)])
+            wait_latent_keys(block_count, bars, var)
+            s = warpgroup_mma_wait(0, deps=[issue_latent_scores(block_count, smem, var)])
             for j in range(work.blocks - 1):
-                _wait_latent_keys(block_count + j + 1, bars, var)
-                token = _issue_latent_scores(block_count + j + 1, smem, var)
-                state = _publish(s, state, work.begin + j, item + j, work, record, scale, smem, bars, args, var)
+                wait_latent_keys(block_count + j + 1, bars, var)
+                token = issue_latent_scores(block_count + j + 1, smem, var)
+                state = publish_block(s, state, work.begin + j, item + j, work, record, scale, smem, bars, args, var)
                 s = warpgroup_mma_wait(0, deps=[token])
             last = work.blocks - 1
-            state = _publish(s, state, work.begin + last, item + last, work, record, scale, smem, bars, args, var)
+            state = publish_block(s, state, work.begin + last, item + last, work, record, scale, smem, bars, args, var)
             _finish_rows(state, item + work.blocks, work, record, smem, bars, args, var)
         block_count += work.blocks
         count += gl.where(work.live, 1, 0)
     last_item = block_count + count
-    _wait_slot(last_item, bars)
+    wait_slot(last_item, bars)
     smem.records.index(last_item % SLOTS).store(gl.zeros([4], gl.int32, layout=RECORD_LAYOUT))
-    _hand_over(last_item, bars)
+    hand_over(last_item, bars)
 
 
 @gluon.jit
@@ -283,7 +286,7 @@ def latent_values(smem, bars, args, group: gl.constexpr, var: gl.constexpr):
             factors = smem.factors.index(slot).load(ROWS)
             left = rescale_part(left, factors, O_LAYOUT, WIDTH)
             right = rescale_part(right, factors, O_LAYOUT, WIDTH)
-            _wait_latent_keys(block_count, bars, var)
+            wait_latent_keys(block_count, bars, var)
             left_token = warpgroup_mma(smem.p.index(slot), smem.c.index(stage * PARTS + PART), left, is_async=True)
             right_token = warpgroup_mma(smem.p.index(slot), smem.c.index(stage * PARTS + PART + 1), right, is_async=True)
             left, right = warpgroup_mma_wait(0, deps=[left_token, right_token])

@@ -10,19 +10,26 @@ What transformers gathers because its code cuts features apart (merged projectio
 heads instead, so no features travel. Key and value heads that are fewer than the ranks are repeated. If the size of the
 vocabulary is a multiple of the number of ranks, a rank looks up some of the embeddings and computes some of the logits.
 
+Modules that keep a recurrent or convolution state are divided by their own heads or channels (mixers.py). transformers has no
+plan for most models with such modules: their projections are then found by the names that transformers gives them everywhere.
+
 Left out: dividing weights, and the proof that the plan is right for a kind of layer (weights.py).
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fa_serve.hf.adapter.probe import model_layers
+from fa_serve.hf.adapter.state_modules import find_state_modules
+from fa_serve.hf.surgery.divide.mixers import divide_mixer
+from fa_serve.hf.surgery.divide.sections import Cut, Section, equal_sections
 from fa_serve.hf.surgery.quantised.experts import QuantizedExperts
 from fa_serve.hf.surgery.quantised.linear import QuantizedLinear
 from fa_serve.spec import AttentionSpec, UnsupportedModelError
@@ -35,53 +42,35 @@ SUMMED = ("moe_tp_experts",)
 """Rules for modules, such as all experts of a layer, whose outputs are parts of a sum."""
 WHOLE = ("replicated_with_grad_allreduce", "mla_kv_a_proj")
 """Rules for modules that every rank keeps whole. Latent keys are those of all heads."""
-
-
-class Section(NamedTuple):
-    """Consecutive rows or columns that are divided.
-
-    size:   number of rows or columns
-    units:  parts that stay together, such as heads
-    shared: several ranks may keep the same unit if there are fewer units than ranks
-    """
-
-    size: int
-    units: int
-    shared: bool = False
-
-
-class Cut(NamedTuple):
-    """What the ranks keep of a tensor: some of each section, along one dimension."""
-
-    dim: int
-    sections: tuple[Section, ...]
-
-    def ranges(self, rank: int, size: int) -> list[tuple[int, int]]:
-        """(start, length) of the part of each section that a rank keeps."""
-        found = []
-        start = 0
-        for section in self.sections:
-            width = section.size // section.units
-            count = max(section.units // size, 1)
-            first = rank * section.units // size
-            found.append((start + first * width, count * width))
-            start += section.size
-        return found
-
-    def kept(self, tensor: Tensor, rank: int, size: int) -> list[Tensor]:
-        """Views of what a rank keeps."""
-        return [tensor.narrow(self.dim, start, length) for start, length in self.ranges(rank, size)]
+USUAL = (
+    {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"},
+    {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "out_proj": "rowwise"},
+    {"q_proj": "colwise", "kv_b_proj": "colwise", "o_proj": "rowwise"},
+    {"q_b_proj": "colwise", "kv_b_proj": "colwise", "o_proj": "rowwise"},
+    {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"},
+    {"up_proj": "colwise", "down_proj": "rowwise"},
+    {"w1": "colwise", "w3": "colwise", "w2": "rowwise"},
+    {"input_linear": "packed_colwise", "output_linear": "rowwise"},
+)
+"""Rules of the linear layers of a module that has all of these, where a model has no plan. The first that fits is taken."""
+USUAL_OF_EXPERTS = (
+    {"gate_up_proj": "packed_colwise", "down_proj": "rowwise"},
+    {"up_proj": "colwise", "down_proj": "rowwise"},
+)
+"""The same for modules of experts, whose matrices are parameters."""
 
 
 @dataclass(slots=True)
 class LayerDivision:
     """What is done to one decoder layer. Names are relative to it.
 
-    cuts:      of parameters
+    cuts:      of parameters and buffers
     sums:      modules whose outputs are added up over the ranks
     once:      biases of such modules, which only rank 0 adds
     narrowed:  modules whose output is cut, because they need the features of all ranks
     attention: modules that count their heads, with the numbers of query heads and of key and value heads of a rank
+    numbers:   other attributes of modules that count heads or channels, with what a rank has
+    norms:     norms over the features of all ranks, which add up squares, with the number of these features
     """
 
     cuts: dict[str, Cut] = field(default_factory=dict)
@@ -89,6 +78,8 @@ class LayerDivision:
     once: list[str] = field(default_factory=list)
     narrowed: dict[str, Cut] = field(default_factory=dict)
     attention: dict[str, tuple[int, int]] = field(default_factory=dict)
+    numbers: dict[str, dict[str, int]] = field(default_factory=dict)
+    norms: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,21 +100,30 @@ def plan_division(model: PreTrainedModel, size: int) -> Division:
 
     Raises UnsupportedModelError, which names the layer and the rule, if it cannot be divided.
     """
-    rules: dict[str, str] = model.tp_plan or {}
     attention, states, indexers = model_layers(model.config)
-    if states:
-        raise _refusal(model, size, "it keeps recurrent or convolution states, whose layers are not divided")
     if indexers and size > 1:
         raise _refusal(model, size, "its queries choose keys by indexers, which are not divided")
-    specs = list(attention.values())
+    rules: dict[str, str] = model.tp_plan or {}
+    if states:
+        rules = usual_rules(model, rules) | rules
+    mixers = set(find_state_modules(model)) if states else set()
+    inside = {part for mixer in mixers for part in mixer.modules()}
+    # layers that keep nothing of a sequence count as well, and those of a tower that makes embeddings do not
+    named = [_LAYER.match(name) for name, module in model.named_modules() if module in mixers]
+    stacks = {found["stack"] for found in named if found is not None}
+    specs = attention if states else dict(enumerate(attention.values()))
     layers: dict[str, LayerDivision] = {}
     try:
         for name, module in model.named_modules():
-            found = re.match(r"(.*?\.(\d+))\.(.+)", name)
-            if found is None or int(found[2]) >= len(specs):
+            found = _LAYER.match(name)
+            if found is None or not (found["stack"] in stacks if states else int(found["number"]) < len(specs)):
                 continue  # outside of the layers: embeddings, the last norm, the head
-            planner = _Planner(layers.setdefault(found[1], LayerDivision()), specs[int(found[2])], size)
-            planner.plan(name, found[3], module, rules)
+            division = layers.setdefault(found["layer"], LayerDivision())
+            planner = _Planner(model, division, specs.get(int(found["number"])), size)
+            if module in mixers:
+                planner.plan_mixer(name, found["rest"], module)
+            elif module not in inside:
+                planner.plan(name, found["rest"], module, rules)
         for path, layer in layers.items():
             _keep_normalised(layer, model.get_submodule(path))
     except _NotDivisible as error:
@@ -131,6 +131,25 @@ def plan_division(model: PreTrainedModel, size: int) -> Division:
     if not any(layer.sums for layer in layers.values()):
         raise _refusal(model, size, "transformers has no tensor-parallel plan for its layers (base_model_tp_plan)")
     return Division(size, layers, _vocabulary(model, size))
+
+
+def usual_rules(model: PreTrainedModel, known: Mapping[str, str]) -> dict[str, str]:
+    """Rules as transformers' plans have them, from the names of linear layers and experts, for modules of which a plan says
+    nothing. known: the plan"""
+    rules: dict[str, str] = {}
+    planned = {rule.rpartition(".")[0] for rule in known}
+    for name, module in model.named_modules():
+        general = _general(name)
+        if general in planned:
+            continue
+        linears = {child for child, each in module.named_children() if isinstance(each, nn.Linear | QuantizedLinear)}
+        found = next((usual for usual in USUAL if usual.keys() <= linears), {})
+        experts = {own for own, parameter in module.named_parameters(recurse=False) if parameter.dim() == 3}
+        stacked = next((usual for usual in USUAL_OF_EXPERTS if usual.keys() <= experts), {})
+        rules |= {f"{general}.{child}": rule for child, rule in (found | stacked).items()}
+        if stacked:
+            rules[general] = "moe_tp_experts"
+    return rules
 
 
 def _vocabulary(model: PreTrainedModel, size: int) -> Cut | None:
@@ -142,11 +161,15 @@ def _vocabulary(model: PreTrainedModel, size: int) -> Cut | None:
     rows = head.out_features
     if embeddings.num_embeddings != rows or rows % size or not head.weight.is_floating_point():
         return None
-    return Cut(0, _equal(rows))
+    return Cut(0, equal_sections(rows))
 
 
 def _refusal(model: PreTrainedModel, size: int, reason: str) -> UnsupportedModelError:
     return UnsupportedModelError(f"{type(model).__name__} cannot be divided between {size} ranks: {reason}")
+
+
+_LAYER = re.compile(r"(?P<layer>(?P<stack>.*?)\.(?P<number>\d+))\.(?P<rest>.+)")
+"""The name of a module in a layer, such as model.layers.3.mlp.up_proj: its stack is model.layers."""
 
 
 class _NotDivisible(Exception):
@@ -155,10 +178,11 @@ class _NotDivisible(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Planner:
-    """Plans the modules of one layer. spec: what the layer asks of attention"""
+    """Plans the modules of one layer. spec: what the layer asks of attention; None for a layer without"""
 
+    model: PreTrainedModel
     layer: LayerDivision
-    spec: AttentionSpec
+    spec: AttentionSpec | None
     size: int
 
     def plan(self, name: str, path: str, module: nn.Module, rules: dict[str, str]) -> None:
@@ -174,14 +198,40 @@ class _Planner:
         for own, parameter in module.named_parameters(recurse=False):
             own_rule = rules.get(_general(f"{name}.{own}"))
             if own_rule in BY_ROWS and parameter.dim() > 1:
-                halves = (2,) if own_rule == "packed_colwise" else ()
-                self._cut(f"{name}.{own}", f"{path}.{own}", own_rule, parameter.dim() - 2, _equal(parameter.shape[-2], *halves))
+                rows = equal_sections(parameter.shape[-2], 2 if own_rule == "packed_colwise" else 1)
+                self._cut(f"{name}.{own}", f"{path}.{own}", own_rule, parameter.dim() - 2, rows)
             elif own_rule in BY_ROWS:
                 self._cut(f"{name}.{own}", f"{path}.{own}", own_rule, 0, self._rows(name, path, own_rule, len(parameter)))
             elif own_rule in BY_COLUMNS:
-                self._cut(f"{name}.{own}", f"{path}.{own}", own_rule, parameter.dim() - 1, _equal(parameter.shape[-1]))
+                self._cut(f"{name}.{own}", f"{path}.{own}", own_rule, parameter.dim() - 1, equal_sections(parameter.shape[-1]))
             elif own_rule is not None:
                 raise _NotDivisible(f"the rule {own_rule!r} of {name}.{own} is not supported")
+
+    def plan_mixer(self, name: str, path: str, module: nn.Module) -> None:
+        """Plan a module that keeps a state, with all that it contains. The arguments are those of `plan`."""
+        parts = divide_mixer(module, self.size)
+        if parts is None:
+            raise _NotDivisible(f"{name} ({type(module).__name__}) keeps a state in a form that is not divided")
+        rule = "by heads"
+        for own, sections in parts.rows.items():
+            found = _find(module, own)
+            if isinstance(found, nn.Linear | QuantizedLinear | nn.Conv1d):
+                self._cut(f"{name}.{own}", f"{path}.{own}.weight", rule, 0, sections)
+                if found.bias is not None:
+                    self._cut(f"{name}.{own}", f"{path}.{own}.bias", rule, 0, sections)
+            elif isinstance(found, Tensor):
+                rows = sum(section.size for section in sections)
+                if rows not in found.shape:
+                    raise _NotDivisible(f"{name}.{own} has the shape {tuple(found.shape)}, in which no dimension is {rows}")
+                self._cut(f"{name}.{own}", f"{path}.{own}", rule, found.shape.index(rows), sections)
+        for own, sections in parts.columns.items():
+            found = _find(module, own)
+            if found is not None:
+                self._cut_columns(f"{name}.{own}", f"{path}.{own}", rule, found, sections)
+        for own, numbers in parts.numbers.items():
+            self.layer.numbers[f"{path}.{own}" if own else path] = numbers
+        for own, features in parts.norms.items():
+            self.layer.norms[f"{path}.{own}"] = features
 
     def _plan_experts(self, name: str, path: str, module: QuantizedExperts, rules: dict[str, str]) -> None:
         """Every rank keeps some of the width of every expert: rows of the gate and of up, and columns of down."""
@@ -190,8 +240,8 @@ class _Planner:
             rule = "transformers' plan must divide their width, and they must have no biases"
             raise _NotDivisible(f"{name} has quantised experts ({module.description}), which are not divided: {rule}")
         self.layer.sums.append(path)
-        self._cut(name, f"{path}.gate_up_proj", "packed_colwise", 1, _equal(2 * module.width, 2))
-        columns = Cut(2, _equal(module.width))
+        self._cut(name, f"{path}.gate_up_proj", "packed_colwise", 1, equal_sections(2 * module.width, 2))
+        columns = Cut(2, equal_sections(module.width))
         self._cut(name, f"{path}.down_proj", "rowwise", *columns)
         self._check_groups(f"{name}.down_proj", "rowwise", module, columns)
 
@@ -211,12 +261,15 @@ class _Planner:
             if bias:
                 self._cut(name, f"{path}.bias", rule, 0, sections)
             return
-        sections = self._columns(path, module.in_features)
+        self._cut_columns(name, path, rule, module, self._columns(name, path, module.in_features))
+
+    def _cut_columns(self, name: str, path: str, rule: str, module: Any, sections: tuple[Section, ...]) -> None:
+        """Divide a linear layer by its input features, so that its outputs are parts of a sum."""
         self._cut(name, f"{path}.weight", rule, 1, sections)
         if isinstance(module, QuantizedLinear):
             self._check_groups(name, rule, module, Cut(1, sections))
         self.layer.sums.append(path)
-        if bias:
+        if module.bias is not None:
             self.layer.once.append(f"{path}.bias")
 
     def _check_groups(self, name: str, rule: str, module: QuantizedLinear | QuantizedExperts, cut: Cut) -> None:
@@ -234,16 +287,17 @@ class _Planner:
 
     def _rows(self, name: str, path: str, rule: str, rows: int) -> tuple[Section, ...]:
         """How output features are divided: by heads in attention, in two halves where a gate and its values are merged."""
-        spec = self.spec
+        if not self._is_attention(name, path):
+            merged = rule == "colwise_gather_output" and path.endswith("gate_up_proj")
+            return equal_sections(rows, *((2,) if merged or rule == "packed_colwise" else ()))
+        spec = self._attention_of(name)
         q = Section(spec.num_heads * spec.head_dim, spec.num_heads)
         k = Section(spec.num_kv_heads * spec.head_dim, spec.num_kv_heads, shared=True)
         v = Section(spec.num_kv_heads * spec.head_dim_v, spec.num_kv_heads, shared=True)
-        if not _is_attention(path):
-            merged = rule == "colwise_gather_output" and path.endswith("gate_up_proj")
-            return _equal(rows, *((2,) if merged or rule == "packed_colwise" else ()))
         parent = path.rpartition(".")[0]
         self.layer.attention[parent] = (spec.num_heads // self.size, max(spec.num_kv_heads // self.size, 1))
-        if rows in (q.size, spec.num_heads):
+        if rows in (q.size, spec.num_heads) or (path.endswith("q_proj") and rows % spec.num_heads == 0):
+            # queries, one number for each head, or queries with a gate for each
             return (q._replace(size=rows),)
         if rows in (k.size, v.size):
             return (k._replace(size=rows),)
@@ -253,14 +307,26 @@ class _Planner:
             return (q._replace(size=rows),)  # keys and values of each head, made of latent vectors
         raise _NotDivisible(f"the {rows} rows of {name} (rule {rule!r}) are neither queries, keys, values nor all of them")
 
-    def _columns(self, path: str, columns: int) -> tuple[Section, ...]:
-        heads = self.spec.num_heads
-        return (Section(columns, heads),) if _is_attention(path) and columns % heads == 0 else _equal(columns)
+    def _columns(self, name: str, path: str, columns: int) -> tuple[Section, ...]:
+        if not self._is_attention(name, path):
+            return equal_sections(columns)
+        heads = self._attention_of(name).num_heads
+        return (Section(columns, heads),) if columns % heads == 0 else equal_sections(columns)
+
+    def _is_attention(self, name: str, path: str) -> bool:
+        """Whether a projection is one of attention: by its path, or by what stands beside it."""
+        if "attn" in path or "attention" in path:
+            return True
+        return hasattr(self.model.get_submodule(name.rpartition(".")[0]), "q_proj")
+
+    def _attention_of(self, name: str) -> AttentionSpec:
+        if self.spec is None:
+            raise _NotDivisible(f"{name} looks like a projection of attention, which its layer does not compute")
+        return self.spec
 
     def _cut(self, name: str, path: str, rule: str, dim: int, sections: tuple[Section, ...]) -> None:
         for section in sections:
-            fits = section.units % self.size == 0 or (section.shared and self.size % section.units == 0)
-            if not fits:
+            if not section.divides(self.size):
                 units = f"{section.units} heads" if section.units != section.size else f"{section.size} rows or columns"
                 raise _NotDivisible(f"the {units} of {name} (rule {rule!r}) cannot be divided by {self.size}")
         self.layer.cuts[path] = Cut(dim, sections)
@@ -279,13 +345,12 @@ def _keep_normalised(layer: LayerDivision, module: nn.Module) -> None:
                 layer.narrowed[f"{path}.{kind}_norm"] = Cut(-1, cut.sections)
 
 
-def _equal(count: int, parts: int = 1) -> tuple[Section, ...]:
-    """Sections of the same size, in which each row or column stands alone."""
-    return (Section(count // parts, count // parts),) * parts
-
-
-def _is_attention(path: str) -> bool:
-    return "attn" in path or "attention" in path
+def _find(module: nn.Module, name: str) -> Any:
+    """A submodule, parameter or buffer by its name; None if there is none."""
+    found: Any = module
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found
 
 
 def _general(name: str) -> str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fa_serve.hf.adapter.paged import OneSequence
-from fa_serve.hf.surgery.divide.plan import Cut, Division, LayerDivision
+from fa_serve.hf.surgery.divide.plan import Division, LayerDivision
+from fa_serve.hf.surgery.divide.sections import Cut
 from fa_serve.hf.surgery.proof import TOLERANCE, LayerInputs, float32_copy, kind_of, largest_difference, observe_inputs
 from fa_serve.hf.surgery.quantised.experts import QuantizedExperts
 from fa_serve.hf.surgery.quantised.linear import QuantizedLinear, finish_weights
@@ -57,6 +58,43 @@ class PartOfOutput:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         return torch.cat(self.cut.kept(self.whole(*args, **kwargs), self.rank, self.size), dim=-1)
+
+
+@dataclass(frozen=True, slots=True)
+class PartOfNorm:
+    """Replaces the `forward` of a gated RMS norm over the features of all ranks, of which this rank has some.
+
+    norm:     with this rank's weights. Its gate comes first unless its `norm_before_gate` says otherwise
+    features: of all ranks
+    """
+
+    norm: Any
+    features: int
+    all_reduce: AllReduce
+
+    def __call__(self, hidden: Tensor, gate: Tensor | None = None) -> Tensor:
+        wide = hidden.float()
+        factor = None if gate is None else nn.functional.silu(gate.float())
+        gate_comes_last = getattr(self.norm, "norm_before_gate", False)
+        if factor is not None and not gate_comes_last:
+            wide = wide * factor
+        squares = self.all_reduce(wide.square().sum(-1))[..., None]  # one row for the kernel, not one for each token
+        wide = wide * torch.rsqrt(squares / self.features + self.norm.variance_epsilon)
+        out: Tensor = self.norm.weight * wide.to(hidden.dtype)
+        return out if factor is None or not gate_comes_last else (out * factor).to(hidden.dtype)
+
+
+PARTS = (PartOfSum, PartOfOutput, PartOfNorm)
+"""The forwards that modules inside of a divided layer have."""
+
+
+def sums_paused(model: nn.Module) -> AbstractContextManager[None]:
+    """Inside, the modules of a divided model return this rank's parts of sums, and do not wait for other ranks.
+
+    A replacement is proven so: the proof of one rank may fail while that of another goes on.
+    """
+    sums = [m.forward.all_reduce for m in model.modules() if isinstance(m.forward, PartOfSum)]
+    return sums[0].paused() if sums else nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +202,8 @@ def _divide_layer(
             _replace(module, name, torch.cat(cut.kept(parameter.detach(), rank, size), dim=cut.dim).to(device))
         if isinstance(module, nn.Linear | QuantizedLinear):
             module.out_features, module.in_features = module.weight.shape
+        elif isinstance(module, nn.Conv1d):  # of single channels
+            module.in_channels = module.out_channels = module.groups = len(module.weight)
     for name in own.once if rank else ():
         module, parameter = _find(layer, name)
         _replace(module, name, torch.zeros_like(parameter))
@@ -175,6 +215,13 @@ def _divide_layer(
         module.forward = PartOfOutput(module.forward, cut, rank, size)
     for path, heads in own.attention.items():
         _set_heads(layer.get_submodule(path), *heads)
+    for path, numbers in own.numbers.items():
+        module = layer.get_submodule(path)
+        for name in numbers.keys() & vars(module).keys():
+            setattr(module, name, numbers[name])
+    for path, features in own.norms.items():
+        module = layer.get_submodule(path)
+        module.forward = PartOfNorm(module, features, all_reduce)
 
 
 def _finish_layer(layer: nn.Module, path: str, device: torch.device) -> None:
@@ -233,8 +280,8 @@ def _find(layer: nn.Module, name: str) -> tuple[Any, Any]:
 
 def _replace(module: nn.Module, name: str, value: Tensor) -> None:
     own = name.rpartition(".")[2]
-    requires_grad = cast(Tensor, getattr(module, own)).requires_grad
-    setattr(module, own, nn.Parameter(value, requires_grad=requires_grad))
+    before = cast(Tensor, getattr(module, own))
+    setattr(module, own, nn.Parameter(value, requires_grad=before.requires_grad) if isinstance(before, nn.Parameter) else value)
 
 
 def _difference(

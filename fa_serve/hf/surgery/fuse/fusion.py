@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -34,13 +33,14 @@ from fa_serve.hf.adapter.latent_keys import LatentKeys
 from fa_serve.hf.adapter.step_cache import StateKey, StepCache, WholeSequence
 from fa_serve.hf.adapter.translate import LayerCall
 from fa_serve.hf.latent_layers import LatentSizes, latent_sizes, latent_spec
-from fa_serve.hf.surgery.divide.weights import PartOfSum
+from fa_serve.hf.surgery.divide.weights import sums_paused
 from fa_serve.hf.surgery.experts.scaled import ScaledExperts
 from fa_serve.hf.surgery.fuse.latent import LatentAttention, build_latent
 from fa_serve.hf.surgery.fuse.layer import FusedAttention, FusedLayer, LayerStep, Tables, build_heads, cos_and_sin
 from fa_serve.hf.surgery.fuse.mixers import DeltaMixer, MixerCall, StateStep, build_mixer, find_mixer
 from fa_serve.hf.surgery.fuse.parts import FusedProduct, gated_unit, norm_of, product_of
 from fa_serve.hf.surgery.fuse.router import FusedRouter, fuse_routers
+from fa_serve.hf.surgery.fuse.stack import stack_layers
 from fa_serve.hf.surgery.fuse.unit import FusedUnit, fuse_units
 from fa_serve.hf.surgery.latent_keys import seat_latent_keys, unseat_latent_keys
 from fa_serve.hf.surgery.proof import (
@@ -86,6 +86,7 @@ def fuse_model(model: PreTrainedModel, *, deterministic: bool = False) -> int:
     layers = [module for module in model.modules() if isinstance(vars(module).get("forward"), FusedLayer)]
     if not deterministic:
         seat_latent_keys(module for module in model.modules() if module not in layers)
+        stack_layers(model, layers)
     # a call that records gradients runs the code of routers and experts, so that what exact forwards compute is in fused layers
     mixtures = nn.ModuleList(layers) if deterministic else model
     fuse_routers(mixtures, live=deterministic)
@@ -129,9 +130,7 @@ def fuse_layers(model: PreTrainedModel, *, deterministic: bool = False) -> int:
     def kind(layer: nn.Module) -> str:
         return kind_of(layer, _options_of(calls[layer]) if layer in calls else None)
 
-    sums = [m.forward.all_reduce for m in model.modules() if isinstance(m.forward, PartOfSum)]
-    # the proof of one rank may fail while that of another goes on
-    with sums[0].paused() if sums else nullcontext():
+    with sums_paused(model):
         fused = replace_forwards(found, prove, refuse, kind=kind)
     log.info("%d of %d layers are fused", fused, len(found))
     return fused

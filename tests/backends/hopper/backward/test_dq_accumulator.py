@@ -9,15 +9,18 @@ from hopper_emulator import emulated, kernel_definitions, run_in_block
 from fa_serve.backends.hopper.backward.dq_accumulator import convert_launch
 
 
-def _sum_of(dq: torch.Tensor) -> torch.Tensor:
-    """(heads, rows, width), as the warpgroups store it: each square twice, because additions must add up."""
+def _sum_of(dq: torch.Tensor, columns: int = 64) -> torch.Tensor:
+    """(heads, rows, width), as the warpgroups store it: each square twice, because additions must add up.
+
+    columns: that a warpgroup adds at once, one square or two
+    """
     add_to_dq = kernel_definitions({})["add_to_dq"]
     heads, rows, width = dq.shape
     total = torch.zeros(heads, rows, width)
     for head in range(heads):
         for row in range(0, rows, 64):
-            for column in range(0, width, 64):
-                square = dq[head, row : row + 64, column : column + 64]
+            for column in range(0, width, columns):
+                square = dq[head, row : row + 64, column : column + columns]
                 where = (head * rows + row) * width + 64 * column
                 for _ in range(2):
                     run_in_block(add_to_dq, total, where, square)
@@ -35,6 +38,18 @@ def test_the_sum_becomes_the_gradient(head_dim: int, width: int) -> None:
     with emulated():
         launch((_sum_of(dq), found, None))
     torch.testing.assert_close(found[0], dq[:, :seqlen, :head_dim].transpose(0, 1))
+
+
+@pytest.mark.parametrize(("head_dim", "width"), [(136, 192), (192, 192), (200, 256), (256, 256)])
+def test_wide_sums_become_gradients(head_dim: int, width: int) -> None:
+    """The kernel for wide heads adds parts of 128 columns and of the rest."""
+    heads = 2
+    dq = torch.randn(heads, 128, width, generator=torch.Generator().manual_seed(0))
+    found = torch.zeros(1, 100, heads, head_dim)
+    launch = convert_launch((1, heads, head_dim), width, 100, 128, False, 0.5)
+    with emulated():
+        launch((_sum_of(dq, 128), found, None))
+    torch.testing.assert_close(found[0], dq[:, :100, :head_dim].transpose(0, 1))
 
 
 def test_packed_sequences_have_padded_statistics() -> None:

@@ -16,9 +16,9 @@ FAULTS = {
     "keys freed before P C is done": {WAIT_VALUES + FREE_SLOT + FREE_KEYS: FREE_KEYS + WAIT_VALUES + FREE_SLOT},
     "a slot freed before P C is done": {WAIT_VALUES + FREE_SLOT: FREE_SLOT + WAIT_VALUES},
     "a slot written before it is free": {
-        "    _wait_slot(item, bars)\n    slot = item % SLOTS\n": "    slot = item % SLOTS\n",
+        "    wait_slot(item, bars)\n    slot = item % SLOTS\n": "    slot = item % SLOTS\n",
     },
-    "keys that are not waited for": {"                _wait_latent_keys(block_count + j + 1, bars, var)\n": ""},
+    "keys that are not waited for": {"                wait_latent_keys(block_count + j + 1, bars, var)\n": ""},
     "no mask": {"columns < gl.expand_dims(last, 1)": "columns >= 0"},
     "a mask that begins one block late": {"if block >= work.inner_end:": "if block > work.inner_end:"},
     "no causal limit": {"        if var.has_right:\n            rows = args": "        if False:\n            rows = args"},

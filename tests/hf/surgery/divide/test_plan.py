@@ -9,7 +9,8 @@ import torch
 from hf_families import BY_NAME
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from fa_serve.hf.surgery.divide.plan import Cut, Section, plan_division
+from fa_serve.hf.surgery.divide.plan import plan_division
+from fa_serve.hf.surgery.divide.sections import Cut, Section
 from fa_serve.spec import UnsupportedModelError
 
 

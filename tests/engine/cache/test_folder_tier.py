@@ -1,0 +1,433 @@
+"""A folder behind the host tier under traffic, with real files: what has left the memory comes back, whatever files suffer."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+import pytest
+from folder_copies import IDENTITY, FailingFiles, make_folder_tier
+from host_copies import connect
+from scheduling import make_scheduler
+from state_traffic import SALTS, Traffic, prompt_of
+
+from fa_serve.engine.cache import folder_tier
+from fa_serve.engine.cache.folder_files import FileName, FolderFiles
+from fa_serve.engine.cache.folder_tier import FolderTier
+
+PROMPT = prompt_of([0], 39)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> FolderFiles:
+    return FolderFiles(tmp_path, IDENTITY)
+
+
+def make_traffic(files: FolderFiles, num_pages=24, slots=12, num_states=0, state_slots=8, plan=None, **options) -> Traffic:
+    depth = options.pop("depth", max(slots // 4, 1))
+    budget = options.pop("budget", 1 << 30)
+    tier = make_folder_tier(files, slots, state_slots, plan, depth, budget)
+    traffic = Traffic(make_scheduler(num_pages, 4, tokens=64, num_states=num_states, make_tier=tier, **options), depth=1)
+    connect(traffic)
+    return traffic
+
+
+def folder_of(traffic: Traffic) -> FolderTier:
+    folder = traffic.scheduler.tier.folder
+    assert folder is not None
+    return folder
+
+
+def settle(traffic: Traffic) -> None:
+    """Until everything is written that the host has."""
+    for _ in range(1000):
+        traffic.scheduler.tier.begin_step()
+        if not folder_of(traffic).is_writing:
+            return
+        folder_of(traffic).wait_for_writes(1.0)
+
+
+def fill(traffic: Traffic, count: int = 6, length: int = 40) -> None:
+    """Prompts that take the pages of the device and of the host."""
+    for _ in range(count):
+        number = len(traffic.sequences)
+        traffic.add(f"fill-{number}", prompt_of([2, number % 3, number // 3 % 3, number // 9], length), 8)
+        traffic.run()
+        settle(traffic)
+
+
+def run_first(traffic: Traffic, **fields: object) -> list[bytes]:
+    """A prompt whose pages have left the device and the host afterwards. Returns their hashes."""
+    sequence = traffic.add("first", PROMPT, 4, **fields)
+    traffic.run()
+    while traffic.scheduler.tier.save_one():
+        pass
+    fill(traffic)
+    hashes = sequence.page_hashes[:9]
+    assert not traffic.scheduler.pages.reach(hashes)
+    assert folder_of(traffic).reach(hashes) == 9
+    return hashes
+
+
+def again(traffic: Traffic, name: str = "again", **fields: object) -> int:
+    """Cached tokens of the same prompt once more."""
+    sequence = traffic.add(name, PROMPT, 4, **fields)
+    traffic.run()
+    traffic.check_ended()
+    return sequence.num_cached_tokens
+
+
+def test_pages_that_have_left_the_memory_come_back_from_files(files: FolderFiles) -> None:
+    traffic = make_traffic(files)
+    run_first(traffic)
+    assert again(traffic) == 36
+    settle(traffic)
+    stats = traffic.scheduler.tier.snapshot().folder
+    assert (stats.num_hits, stats.bytes_in) == (9, 9 * 512)
+    assert (stats.num_bad, stats.num_failures) == (0, 0)
+    assert stats.bytes_out > 20 * 512
+    assert stats.num_bytes_used == stats.bytes_out // 512 * files.size_of(512)
+    assert stats.seconds > 0
+
+
+def test_a_later_engine_finds_them(files: FolderFiles, tmp_path: Path) -> None:
+    run_first(make_traffic(files))
+    later = make_traffic(FolderFiles(tmp_path, IDENTITY))
+    assert again(later) == 36
+    assert later.scheduler.tier.snapshot().folder.num_hits == 9
+
+
+def test_more_pages_than_the_host_holds_come_back_in_turns(files: FolderFiles) -> None:
+    traffic = make_traffic(files, slots=5)
+    run_first(traffic)
+    assert again(traffic) == 36
+
+
+def test_states_come_back_with_their_pages(files: FolderFiles) -> None:
+    traffic = make_traffic(files, num_states=6, state_slots=8)
+    run_first(traffic)
+    assert again(traffic) == 36
+    later = make_traffic(FolderFiles(files.folder, IDENTITY), num_states=6)
+    assert again(later) == 36
+
+
+def test_pages_come_back_to_their_salt_only(files: FolderFiles) -> None:
+    traffic = make_traffic(files)
+    run_first(traffic, cache_salt="salt")
+    for number, (salt, cached) in enumerate(((None, 0), ("other", 0), ("salt", 36))):
+        assert again(traffic, f"again-{number}", cache_salt=salt) == cached
+
+
+def test_while_there_is_no_request_what_only_the_device_has_is_written(files: FolderFiles) -> None:
+    traffic = make_traffic(files, num_pages=200)
+    first = traffic.add("first", PROMPT, 4)
+    traffic.run()
+    assert folder_of(traffic).reach(first.page_hashes) == 0
+    while traffic.scheduler.tier.save_one():
+        pass
+    assert folder_of(traffic).reach(first.page_hashes) == 10
+    before = traffic.scheduler.tier.snapshot().folder.bytes_out
+    assert not traffic.scheduler.tier.save_one()
+    assert traffic.scheduler.tier.snapshot().folder.bytes_out == before, "each page is written once"
+    assert len(traffic.scheduler.pages.host) == 0, "the host keeps no copies of what the device has"
+    traffic.check()
+    assert again(make_traffic(FolderFiles(files.folder, IDENTITY))) == 36
+
+
+def test_closing_writes_what_only_the_device_has(files: FolderFiles) -> None:
+    traffic = make_traffic(files, num_pages=200, num_states=6)
+    traffic.add("first", PROMPT, 4)
+    traffic.run()
+    for lane in traffic.scheduler.tier.lanes:
+        lane.copies.close = lambda: None
+    traffic.scheduler.tier.close()
+    assert again(make_traffic(FolderFiles(files.folder, IDENTITY), num_states=6)) == 36
+
+
+def test_the_budget_holds_for_all_files(files: FolderFiles) -> None:
+    """While there is no request, the newest pages are kept, and nothing is written twice."""
+    budget = 20 * files.size_of(512)
+    foreign = FolderFiles(files.folder, bytes([1] * 16))
+    for number in range(5):
+        foreign.write(FileName("page", bytes([number] * 16)), memoryview(bytes(512)))
+    traffic = make_traffic(files, num_pages=200, budget=budget)
+    assert traffic.scheduler.tier.snapshot().folder.num_bytes_used == 5 * files.size_of(512)
+    seen = 0
+    for _ in range(8):
+        fill(traffic, 1)
+        for _ in range(100):
+            if not traffic.scheduler.tier.save_one():
+                break
+            seen = max(seen, sum(path.stat().st_size for path in files.folder.rglob("*.page")))
+        else:
+            pytest.fail("it does not end")
+    folder_of(traffic).wait_for_writes(5.0)
+    assert traffic.scheduler.tier.snapshot().folder.num_bytes_used <= budget
+    assert 0 < seen <= budget
+    assert not [*foreign.path_of(FileName("page", bytes(16))).parent.parent.rglob("*.page")], "the oldest went first"
+    newest = [*traffic.sequences.values()][-1]
+    assert folder_of(traffic).reach(newest.page_hashes) >= 10
+
+
+def test_a_file_that_is_altered_is_computed_and_removed(files: FolderFiles) -> None:
+    traffic = make_traffic(files)
+    hashes = run_first(traffic)
+    path = files.path_of(folder_of(traffic).index.find("page", hashes[4]))
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    assert again(traffic) == 16
+    stats = traffic.scheduler.tier.snapshot().folder
+    assert (stats.num_bad, stats.num_failures, stats.num_hits) == (1, 0, 4)
+    settle(traffic)
+    fill(traffic)
+    assert again(traffic, "third") == 36, "it has been written again"
+
+
+def test_files_that_another_process_has_removed_are_computed(files: FolderFiles) -> None:
+    traffic = make_traffic(files)
+    run_first(traffic)
+    for path in files.folder.rglob("*.page"):
+        path.unlink()
+    assert again(traffic) == 0
+    stats = traffic.scheduler.tier.snapshot().folder
+    assert (stats.num_bad, stats.num_failures, stats.num_hits) == (0, 0, 0)
+
+
+def test_files_of_another_process_are_found_and_those_that_are_gone_forgotten(files: FolderFiles, monkeypatch) -> None:
+    monkeypatch.setattr(folder_tier, "SCAN_SECONDS", 0.0)
+    traffic = make_traffic(FolderFiles(files.folder, IDENTITY))
+    hashes = run_first(make_traffic(files))
+    deadline = time.monotonic() + 20
+    while folder_of(traffic).reach(hashes) < 9 and time.monotonic() < deadline:
+        traffic.scheduler.tier.begin_step()
+        time.sleep(0.01)
+    assert again(traffic) == 36
+    for path in files.folder.rglob("*.page"):
+        path.unlink()
+    while folder_of(traffic).index.num_bytes and time.monotonic() < deadline:
+        traffic.scheduler.tier.begin_step()
+        time.sleep(0.01)
+    assert folder_of(traffic).reach(hashes) == 0
+
+
+def test_new_weights_leave_the_folder(files: FolderFiles) -> None:
+    traffic = make_traffic(files)
+    hashes = run_first(traffic)
+    names = {path.name for path in files.folder.rglob("*.page")}
+    traffic.scheduler.forget_cache(new_weights=True)
+    assert again(traffic) == 0
+    fill(traffic, 3)
+    while traffic.scheduler.tier.save_one():
+        pass
+    assert folder_of(traffic).reach(hashes) == 0
+    assert {path.name for path in files.folder.rglob("*.page")} == names, "nothing is written or removed"
+    assert traffic.scheduler.tier.snapshot().folder.num_bytes == 0
+
+
+def test_an_engine_that_has_slept_finds_its_files(files: FolderFiles) -> None:
+    traffic = make_traffic(files)
+    run_first(traffic)
+    traffic.scheduler.forget_cache()
+    assert again(traffic) == 36
+
+
+def test_pages_that_are_not_finite_and_what_was_computed_from_them_lose_their_files(files: FolderFiles) -> None:
+    traffic = make_traffic(files, num_pages=40, slots=30)
+    hashes = run_first(traffic)
+    traffic.add("broken", PROMPT[:18], 4)
+    while not traffic.sequences["broken"].finished:
+        traffic.step("not finite")
+    folder_of(traffic).wait_for_writes(5.0)
+    assert traffic.sequences["broken"].error.code == "not_finite"
+    assert [folder_of(traffic).has("page", each) for each in hashes] == [False] * 9
+    time.sleep(0.2)
+    held = {path.name[:32] for path in files.folder.rglob("*.page")}
+    assert not held & {each.hex() for each in hashes}
+    assert again(make_traffic(FolderFiles(files.folder, IDENTITY))) == 0
+
+
+class SlowFiles(FolderFiles):
+    """Reads wait for `gate`."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, IDENTITY)
+        self.gate = threading.Event()
+
+    def read(self, name: FileName, into: memoryview) -> None:
+        assert self.gate.wait(20)
+        super().read(name, into)
+
+
+def test_a_sequence_waits_for_its_files_and_others_go_on(files: FolderFiles) -> None:
+    slow = SlowFiles(files.folder)
+    traffic = make_traffic(slow)
+    run_first(traffic)
+    other = traffic.add("other", prompt_of([1], 5), 12)
+    traffic.step()
+    waiting = traffic.add("again", PROMPT, 4)
+    for _ in range(4):
+        traffic.step()
+        assert (waiting.slot, folder_of(traffic).is_awaited) == (-1, True)
+    assert traffic.scheduler.tier.is_awaited
+    traffic.scheduler.tier.wait()
+    before = len(other.tokens)
+    slow.gate.set()
+    traffic.run()
+    assert len(other.tokens) > before
+    assert waiting.num_cached_tokens == 36
+    traffic.check_ended()
+
+
+def test_a_disk_that_does_not_answer_is_not_waited_for(files: FolderFiles, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(folder_tier, "LONGEST_READ", 0.05)
+    slow = SlowFiles(files.folder)
+    traffic = make_traffic(slow)
+    hashes = run_first(traffic)
+    assert again(traffic) == 0
+    assert "has not answered for 0.05 s" in caplog.text
+    assert folder_of(traffic).reach(hashes) == 0
+    traffic.scheduler.check_integrity()
+    slow.gate.set()
+    monkeypatch.setattr(folder_tier, "LONGEST_READ", 60.0)
+    deadline = time.monotonic() + 20
+    while folder_of(traffic).reach(hashes) < 9 and time.monotonic() < deadline:
+        time.sleep(0.01)
+        traffic.scheduler.tier.begin_step()
+    fill(traffic)
+    assert again(traffic, "third") == 36, "it answers again"
+
+
+def test_a_sequence_that_is_aborted_while_it_waits_leaves_nothing_behind(files: FolderFiles) -> None:
+    slow = SlowFiles(files.folder)
+    traffic = make_traffic(slow)
+    run_first(traffic)
+    traffic.add("again", PROMPT, 4)
+    traffic.step()
+    traffic.scheduler.abort("again")
+    slow.gate.set()
+    deadline = time.monotonic() + 20
+    while folder_of(traffic).is_awaited and time.monotonic() < deadline:
+        traffic.scheduler.tier.begin_step()
+    traffic.run()
+    traffic.check_ended()
+    assert again(traffic, "third") == 36
+
+
+class FullDisk(FolderFiles):
+    """The disk has room for so many files."""
+
+    room = 10
+
+    def write(self, name: FileName, data: memoryview) -> None:
+        if len([*self.folder.rglob("*.page")]) >= self.room:
+            raise OSError(errno.ENOSPC, "planted")
+        super().write(name, data)
+
+
+def test_a_full_disk_limits_the_folder_to_what_it_holds(files: FolderFiles, monkeypatch, caplog) -> None:
+    traffic = make_traffic(FullDisk(files.folder, IDENTITY))
+    traffic.add("first", PROMPT, 4)
+    traffic.run()
+    fill(traffic, 4)
+    stats = traffic.scheduler.tier.snapshot().folder
+    assert stats.num_failures >= 1
+    assert stats.num_bytes <= 10 * files.size_of(512), "the budget is what the disk has taken"
+    assert caplog.text.count("could not be written") == 1, "the first failure is told"
+    assert not folder_of(traffic).can_write
+    monkeypatch.setattr(folder_tier, "RETRY_SECONDS", 0.0)
+    folder_of(traffic)._paused_until = 0.0
+    fill(traffic, 4)
+    newest = [*traffic.sequences.values()][-2]
+    assert any(folder_of(traffic).has("page", each) for each in newest.page_hashes), "older files have made room"
+    traffic.check_ended()
+
+
+def test_a_scheduler_that_has_failed_leaves_the_files_to_the_next_one(files: FolderFiles) -> None:
+    traffic = make_traffic(files)
+    run_first(traffic)
+    fresh = Traffic(traffic.scheduler.renewed(), depth=1)
+    connect(fresh)
+    assert again(fresh) == 36
+
+
+def test_slots_that_a_hung_disk_may_write_to_are_not_used_by_the_next_scheduler(files: FolderFiles, monkeypatch) -> None:
+    monkeypatch.setattr("fa_serve.engine.cache.host_tier.SETTLE_SECONDS", 0.01)
+    slow = SlowFiles(files.folder)
+    traffic = make_traffic(slow)
+    run_first(traffic)
+    traffic.add("again", PROMPT, 4)
+    traffic.step()
+    fresh = Traffic(traffic.scheduler.renewed(), depth=1)
+    connect(fresh)
+    fresh.scheduler.tier.begin_step()
+    host = fresh.scheduler.pages.host
+    assert len(host._taken) == 6
+    assert len(host._free) == 12 - 6
+    host.check_integrity()
+    slow.gate.set()
+
+
+def random_plan(random: Random) -> Iterator[tuple[int, bool, str]]:
+    while True:
+        fails = random.choice(["begin", "end"]) if random.random() < 0.05 else ""
+        yield random.randrange(4), random.random() < 0.5, fails
+
+
+@pytest.mark.parametrize("num_states", [0, 8])
+def test_random_traffic(tmp_path: Path, num_states: int, monkeypatch) -> None:
+    """Every answer is what it is without a folder, which the device asserts at every step, whatever happens to files.
+
+    Three engines in turn find the files of those before, while the budget evicts some.
+    """
+    monkeypatch.setattr(folder_tier, "RETRY_SECONDS", 0.001)
+    monkeypatch.setattr(folder_tier, "SCAN_SECONDS", 0.1)
+    hits = bad = failures = evictions = 0
+    for seed in range(4):
+        random = Random(seed)
+        folder = tmp_path / str(seed)
+        budget = random.choice([30, 200]) * 600
+        for _ in range(3):
+            files = FailingFiles(folder, random, 0.08)
+            slots, depth = random.choice([(4, 3), (8, 6), (40, 16)])
+            traffic = make_traffic(
+                files, 24, slots, num_states, slots // 4 + 1, random_plan(random), depth=depth, budget=budget, seqs=4
+            )
+            for number in range(40):
+                beginning = prompt_of([random.randrange(3), random.randrange(3)], random.choice([8, 20, 30]))
+                ending = prompt_of([random.randrange(3)], random.randrange(8))
+                salt = random.choice(SALTS)
+                traffic.add(f"{number}", [*beginning, *ending], random.randrange(1, 12), cache_salt=salt)
+                for _ in range(random.randrange(12)):
+                    outcomes = ["fail", "roll back", "not finite", "postpone"] if random.random() < 0.06 else [""]
+                    traffic.step(random.choice(outcomes), random.randrange(4))
+                    folder_of(traffic).index.check_integrity()
+                if random.random() < 0.05:
+                    traffic.scheduler.abort(f"{random.randrange(number + 1)}")
+                if random.random() < 0.03:
+                    while traffic.inflight:
+                        traffic.take_in()
+                    traffic.scheduler.forget_cache()
+                if random.random() < 0.2:
+                    traffic.run()
+                    while traffic.scheduler.tier.save_one():
+                        traffic.check()
+                traffic.check()
+            traffic.run()
+            traffic.scheduler.tier.finish()
+            traffic.check_ended()
+            stats = traffic.scheduler.tier.snapshot().folder
+            assert stats.num_bytes_used <= stats.num_bytes
+            hits += stats.num_hits
+            bad += stats.num_bad
+            failures += stats.num_failures
+            evictions += stats.num_evictions
+            folder_of(traffic).close()
+    assert hits > 10, hits
+    assert bad > 0, bad
+    assert failures > 20, failures
+    assert evictions > 20, evictions
