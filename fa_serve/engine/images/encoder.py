@@ -279,7 +279,7 @@ class ImageEncoder:
     def _find_two_way(self, image: ImageInput) -> TwoWay:
         """Which tokens attend both ways. Raises ParameterError for an image that the towers refuse."""
         found = self.features([image])[image.key]
-        if image.key not in self._features and found.embeds.isnan().any():
+        if found.failed:
             raise ParameterError("images", "be such that the model's towers take them (the log says why not)", "another one")
         return found.two_way
 

@@ -143,6 +143,33 @@ def test_an_image_that_fails_ends_its_own_request(llava: Case, caplog: pytest.Lo
     engine.check_integrity()
 
 
+def fail_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The towers have no memory when they are asked next. Returns what they do, call by call."""
+    reader = engine._runner.images.reader
+    own = reader.encode_all
+    calls: list[str] = []
+
+    def encode_all(images: Any) -> Any:
+        calls.append("encoded" if calls else "failed")
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("no memory")
+        return own(images)
+
+    monkeypatch.setattr(reader, "encode_all", encode_all)
+    return calls
+
+
+def test_a_first_image_that_fails_does_not_tell_how_tokens_attend(gemma3: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = gemma3.engine()
+    calls = fail_once(engine, monkeypatch)
+    with pytest.raises(ParameterError, match="images must be such that the model's towers take them"):
+        answer(engine, gemma3.prompt(0), gemma3.images[0])
+    ids = gemma3.prompt(1)
+    assert answer(engine, ids, gemma3.images[1]) == gemma3.generate(ids, 1)
+    assert calls[:2] == ["failed", "encoded"]
+    assert engine._runner.images._two_way == "images"
+
+
 def test_a_block_that_no_step_can_compute_is_refused(gemma3: Case) -> None:
     engine = gemma3.engine(max_num_batched_tokens=5, max_num_seqs=2)
     with pytest.raises(ParameterError, match=r"at most 3 tokens that attend to each other both ways .*, got 4"):
