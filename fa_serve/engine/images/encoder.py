@@ -105,8 +105,11 @@ class ImageEncoder:
         self._held.add(key)
 
     def release(self, key: bytes) -> None:
-        """No sequence needs the image any more."""
+        """No sequence needs the image any more. If it has failed, it is encoded again for the next one."""
         self._held.discard(key)
+        kept = self._features.get(key)
+        if kept is not None and kept.failed:
+            self._drop(key)
         self._evict()
 
     def advance(self, work: TowerWork) -> None:
@@ -209,9 +212,9 @@ class ImageEncoder:
         return {image.key: each for image, each in zip(images, made, strict=True)}
 
     def _keep(self, made: dict[bytes, ImageFeatures]) -> None:
-        """Put images into the cache."""
+        """Put images into the cache; those that have failed only for the sequences that hold them, as the cause may pass."""
         for key, each in made.items():
-            if key not in self._features:
+            if key not in self._features and (key in self._held or not each.failed):
                 self._features[key] = each
                 self.num_bytes += each.num_bytes
         self._evict()
@@ -221,9 +224,12 @@ class ImageEncoder:
         if self.num_bytes <= self.max_bytes:
             return
         for key in [key for key in self._features if key not in self._held]:
-            self.num_bytes -= self._features.pop(key).num_bytes
+            self._drop(key)
             if self.num_bytes <= self.max_bytes:
                 return
+
+    def _drop(self, key: bytes) -> None:
+        self.num_bytes -= self._features.pop(key).num_bytes
 
     def forget(self) -> None:
         """Empty the cache, because other weights encode images from now on."""
@@ -284,11 +290,12 @@ class ImageEncoder:
         return found.two_way
 
     def check_integrity(self) -> None:
-        """Assert that the bytes are those of the entries, within the budget beside what is held."""
+        """Assert that the bytes are those of the entries, within the budget beside what is held, and that failures are held."""
         sizes = {key: each.num_bytes for key, each in self._features.items()}
         assert self.num_bytes == sum(sizes.values())
         held = sum(size for key, size in sizes.items() if key in self._held)
         assert self.num_bytes <= max(self.max_bytes, held)
+        assert self._held >= {key for key, each in self._features.items() if each.failed}
 
 
 def _stream_of_towers(device: torch.device) -> Any:

@@ -152,6 +152,7 @@ class TowerQueue:
 
         start: its tokens that the prefix cache has
         """
+        self._release_spent()  # sequences come between steps, so this one does not share an image that failed for the last one
         self.want(sequence, start)
         if self._may_join(sequence, start):
             return True

@@ -170,6 +170,39 @@ def test_a_first_image_that_fails_does_not_tell_how_tokens_attend(gemma3: Case, 
     assert engine._runner.images._two_way == "images"
 
 
+def test_an_image_that_fails_once_is_encoded_for_the_next_request(llava: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = llava.engine()
+    ids = llava.prompt(0)
+    answer(engine, ids, llava.images[0])
+    encoder = engine._runner.images
+    encoder.forget()
+    engine._scheduler.forget_cache()
+    calls = fail_once(engine, monkeypatch)
+    completion = engine.generate([ids], GREEDY, images=[[llava.images[0]]])[0]
+    assert completion.finish_reason == "error"
+    encoder.check_integrity()
+    assert answer(engine, ids, llava.images[0]) == llava.generate(ids, 0)
+    assert calls == ["failed", "encoded"]
+    encoder.check_integrity()
+
+
+def test_a_failed_image_is_kept_for_those_that_hold_it(llava: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = llava.engine()
+    encoder = engine._runner.images
+    calls = fail_once(engine, monkeypatch)
+    image = llava.images[0]
+    encoder.hold(image.key)
+    for _ in range(2):
+        assert encoder.features([image])[image.key].failed
+        assert encoder.is_encoded(image.key)
+        encoder.check_integrity()
+    encoder.release(image.key)
+    assert (encoder.is_encoded(image.key), encoder.num_bytes) == (False, 0)
+    encoder.check_integrity()
+    assert not encoder.features([image])[image.key].failed
+    assert calls == ["failed", "encoded"]
+
+
 def test_a_block_that_no_step_can_compute_is_refused(gemma3: Case) -> None:
     engine = gemma3.engine(max_num_batched_tokens=5, max_num_seqs=2)
     with pytest.raises(ParameterError, match=r"at most 3 tokens that attend to each other both ways .*, got 4"):
