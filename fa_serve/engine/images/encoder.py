@@ -204,9 +204,13 @@ class ImageEncoder:
         except torch.AcceleratorError:
             raise  # the device is lost
         except Exception as error:  # whatever the code of a model raises for an image that it does not take
-            if len(images) > 1:
-                return {key: x for image in images for key, x in self._encode([image]).items()}
-            log.warning("an image could not be encoded, which ends its request: %s: %s", type(error).__name__, error)
+            made = []
+            reason = f"{type(error).__name__}: {error}"
+        # the error is gone now, and with it the memory of the forward that it ended
+        if not made and len(images) > 1:
+            return {key: x for image in images for key, x in self._encode([image]).items()}
+        if not made:
+            log.warning("an image could not be encoded, which ends its request: %s", reason)
             return {images[0].key: self.reader.failed(images[0].inputs)}
         self.num_encoded += len(made)
         return {image.key: each for image, each in zip(images, made, strict=True)}

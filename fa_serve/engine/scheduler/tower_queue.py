@@ -285,6 +285,11 @@ class TowerQueue:
         if not needs:
             del self._needs[sequence]
 
+    def in_need(self, work: TowerWork | None) -> list[SequenceState]:
+        """The sequences that need an image of a step's work."""
+        keys = {image.key for image in work.images} if work is not None else set()
+        return [sequence for sequence, needs in self._needs.items() if any(each.key in keys for each in needs)]
+
     def remove(self, sequence: SequenceState) -> None:
         """A sequence has ended, wherever it was."""
         self._aside.pop(sequence, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from typing import Any
 
 import pytest
@@ -201,6 +202,58 @@ def test_a_failed_image_is_kept_for_those_that_hold_it(llava: Case, monkeypatch:
     encoder.check_integrity()
     assert not encoder.features([image])[image.key].failed
     assert calls == ["failed", "encoded"]
+
+
+def test_a_failed_image_is_made_when_the_memory_of_its_forward_is_free(llava: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error holds the frames that it came through, and these hold tensors."""
+    engine = llava.engine()
+    reader = engine._runner.images.reader
+    own = reader.failed
+    handled: list[object] = []
+
+    def refuse(images: Any) -> Any:
+        handled.append(sys.exc_info()[1])
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(reader, "encode_all", refuse)
+    monkeypatch.setattr(reader, "failed", lambda inputs: handled.append(sys.exc_info()[1]) or own(inputs))
+    found = engine._runner.images.features(llava.images)
+    assert [each.failed for each in found.values()] == [True, True]
+    assert handled == [None] * 5, "both together, each alone, and what stands for each"
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), KeyError("broken")])
+def test_a_failed_step_of_towers_alone_ends_the_requests_that_need_its_images(
+    llava: Case, error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = llava.engine(max_num_seqs=1)
+    engine._steps.depth = 1
+    most = engine._scheduler.max_num_batched_tokens
+    engine.add_request("text", [5, 6, 7], SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True))
+    engine.step()
+    for name, number in (("encoded", 0), ("first", 1), ("same", 1)):  # the first image of an engine is encoded when it comes
+        engine.add_request(name, llava.prompt(number), GREEDY, images=[llava.images[number]])
+
+    def advance(work: Any) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._runner.images, "advance", advance)
+        outputs = {output.request_id: output for output in engine.step()}
+    ended = {name: output.finish_reason for name, output in outputs.items()}
+    assert ended == {"text": "length", "first": "error", "same": "error"}
+    assert outputs["first"].error is not None
+    assert outputs["first"].error.code == "step_failed"
+    assert "2 requests end with an error" in caplog.text
+    assert engine._scheduler.max_num_batched_tokens == most, "the step had no tokens"
+    tokens: dict[str, list[int]] = {}
+    while engine.has_unfinished():
+        for output in engine.step():
+            tokens.setdefault(output.request_id, []).extend(output.token_ids)
+    assert tokens == {"encoded": llava.generate(llava.prompt(0), 0)}
+    ids = llava.prompt(1)
+    assert answer(engine, ids, llava.images[1]) == llava.generate(ids, 1)
+    engine.check_integrity()
 
 
 def test_a_block_that_no_step_can_compute_is_refused(gemma3: Case) -> None:
