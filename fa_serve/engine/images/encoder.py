@@ -112,6 +112,12 @@ class ImageEncoder:
             self._drop(key)
         self._evict()
 
+    def release_all(self) -> None:
+        """No sequence is left: no image is needed any more, nor what is on its way."""
+        self.abandon()
+        for key in [*self._held]:
+            self.release(key)
+
     def advance(self, work: TowerWork) -> None:
         """Go on with the images that are on their way, or begin with these if there are none.
 

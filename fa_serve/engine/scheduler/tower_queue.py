@@ -66,6 +66,8 @@ class Encoder(Protocol):
 
     def release(self, key: bytes) -> None: ...
 
+    def release_all(self) -> None: ...
+
 
 @dataclass(slots=True, eq=False)
 class WantedImage:
@@ -136,10 +138,9 @@ class TowerQueue:
         return sequence in self._aside
 
     def renewed(self) -> TowerQueue:
-        """The same for a scheduler that begins anew: no sequence is left."""
-        for each in [*self._needs]:
-            self.remove(each)
-        self._release_spent()
+        """The same for a scheduler that begins anew: no sequence is left, and the state of this one is not to be trusted."""
+        if self._encoder is not None:
+            self._encoder.release_all()
         return TowerQueue(self._encoder)
 
     @property

@@ -64,6 +64,12 @@ class Towers:
         self.held.discard(key)
         self.evict()
 
+    def release_all(self) -> None:
+        self._left = None
+        self._coming.clear()
+        for key in [*self.held]:
+            self.release(key)
+
     def evict(self) -> None:
         for key in [*self.known]:
             if sum(self.known.values()) > self.capacity and key not in self.held:
@@ -322,6 +328,28 @@ def test_work_that_was_given_up_begins_anew() -> None:
     case.towers._left = None  # as `ImageEncoder.abandon`
     case.run()
     assert case.towers.encoded == [b"one"]
+
+
+def test_a_scheduler_that_begins_anew_holds_no_image() -> None:
+    """One has been encoded, one is on its way, and one waits in a queue that is not to be trusted."""
+    case = Case(PromptShare(0.0075))
+    case.add("decodes", 20, answer=100)
+    case.step()
+    case.add("first", b"one", 4000, answer=5)
+    while not case.towers.is_encoded(b"one"):
+        case.step()
+    case.add("second", 20, b"two")
+    case.step()
+    case.add("third", 20, b"three")
+    assert case.towers.is_busy
+    assert case.towers.held == {b"one", b"two"}
+    case.scheduler.towers._queue = tower_queue.FairQueue()
+    case.scheduler = case.scheduler.renewed()
+    assert not case.towers.held
+    assert not case.towers.is_busy
+    case.add("again", 20, b"two")
+    case.run()
+    assert case.towers.encoded == [b"one", b"two"]
 
 
 def test_other_weights_encode_again() -> None:
