@@ -295,12 +295,12 @@ class Scheduler:
         sequence.finish(reason, error)
         del self.sequences[sequence.request.request_id]
         self.speculation.forget(sequence)
+        self._prefix.withdraw_left(sequence)
         if sequence.slot >= 0:
             self._prefix.withdraw(sequence, sequence.num_confirmed)
             self.waiting.settle(sequence, len(sequence.tokens) - sequence.num_at_start - sequence.num_expected)
             self._leave(sequence, sequence.num_confirmed)
         elif sequence not in self.seats and sequence not in self.towers:
-            self._prefix.withdraw_left(sequence)
             self.waiting.remove(sequence)
         self.seats.remove(sequence)
         self.towers.remove(sequence)

@@ -23,6 +23,7 @@ from fa_serve.engine.scheduler import tower_queue
 from fa_serve.engine.scheduler.prompt_share import PromptShare
 from fa_serve.engine.scheduler.scheduled_batch import ScheduledBatch, TowerWork
 from fa_serve.engine.scheduler.scheduler import Scheduler
+from fa_serve.engine.scheduler.sequence import SequenceState
 from fa_serve.engine.scheduler.step_cost import StepCost, StepSize
 from fa_serve.engine.scheduler.tower_queue import TowerQueue
 
@@ -262,6 +263,26 @@ def test_text_before_an_image_is_computed_meanwhile() -> None:
         case.step()
     sequence = case.scheduler.sequences["image"]
     assert sequence.num_computed == 200
+    case.run()
+
+
+def test_a_preempted_request_that_waits_for_its_image_leaves_nothing_unconfirmed() -> None:
+    case = Case(PromptShare(0.0075))
+    scheduler = case.scheduler
+    case.add("decodes", 20, answer=200)
+    case.step()
+    case.add("image", 208, b"one", 20)
+    sequence = scheduler.sequences["image"]
+    while sequence.num_computed < 208:
+        case.step()
+    scheduler._requeue(sequence)
+    case.step()
+    assert sequence in scheduler.towers
+    same = SequenceState(sequence.request)
+    assert scheduler._prefix.num_cached(same) == 208
+    scheduler.abort("image")
+    assert scheduler._prefix.num_cached(same) == 0
+    scheduler.check_integrity()
     case.run()
 
 
