@@ -467,7 +467,7 @@ class Engine:
     def _shrink(self, batch: ScheduledBatch, error: Exception) -> list[RequestOutput]:
         """The device has no room for such a step: undo it, and give steps half as many tokens from now on."""
         self._ranks.escalate(error)
-        if batch.num_tokens == 1:
+        if batch.num_tokens <= 1:  # 0 in a step of towers alone
             return self._fail(batch, error)
         self._scheduler.rollback(batch)
         self._scheduler.max_num_batched_tokens = batch.num_tokens // 2
@@ -480,9 +480,9 @@ class Engine:
         if isinstance(error, torch.AcceleratorError):
             raise error  # the device is lost: nothing more can be computed in this process
         self._ranks.escalate(error)
-        log.error("a step failed; its %d requests end with an error", len(batch.chunks), exc_info=error)
         outputs = self._take_outputs()
         failed = self._scheduler.fail(batch, RequestError("step_failed", f"the step failed: {type(error).__name__}: {error}"))
+        log.error("a step failed; its %d requests end with an error", len(failed), exc_info=error)
         return outputs + [self._answers.output(sequence) for sequence in failed]
 
     def _reset(self, error: Exception) -> list[RequestOutput]:

@@ -117,11 +117,13 @@ class ImageFeatures:
     embeds:   (num_tokens, hidden), in the dtype and on the device of the model
     deep:     (num_tokens, hidden) for each of the first layers, which is added to their outputs (Qwen3-VL); or none
     two_way:  which tokens attend to each other both ways: none, runs of image tokens (Gemma 3) or the whole prompt (PaliGemma)
+    failed:   the towers have refused it: its embeddings are not finite, and `two_way` says nothing
     """
 
     embeds: Tensor
     deep: tuple[Tensor, ...]
     two_way: TwoWay
+    failed: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -248,7 +250,7 @@ class ImageReader:
         """What stands for an image that cannot be encoded: numbers that end its own request alone."""
         shape = (self.num_tokens(inputs), self.hidden)
         nothing = torch.full(shape, float("nan"), dtype=self._model.dtype, device=self._model.device)
-        return ImageFeatures(nothing, (), "none")
+        return ImageFeatures(nothing, (), "none", failed=True)
 
     def _learn_to_join(self, pair: Sequence[Mapping[str, Tensor]]) -> list[ImageFeatures]:
         """Encode two images alone, and find the dimension in which their inputs may be joined."""

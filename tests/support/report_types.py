@@ -25,6 +25,7 @@ from fa_serve.engine import Engine, EngineConfig, SamplingParams
 from fa_serve.engine.images.prompt import ImageInput
 from fa_serve.engine.scheduler.scheduled_batch import TowerWork
 from fa_serve.hf.adapter.composites import auto_class, text_model
+from fa_serve.hf.images import ImageReader
 from fa_serve.spec import ParameterError, UnsupportedModelError
 
 COLUMNS = ("plugin text", "plugin image", "engine text", "engine image")
@@ -207,4 +208,6 @@ def check_images(name: str, device: str = "cpu") -> None:
     assert actual == expected, f"{actual}, and generate {expected}"
     sliced, num_slices = _served_in_slices(model, [ids for ids, _ in given], images, **settings)
     assert sliced == expected, f"{sliced} in slices, and generate {expected}"
-    assert num_slices >= 2 or count == 1, "the images did not go through the towers in parts"
+    # a tower without layers, and an image of one embedding, are encoded whole
+    is_cut = count > 1 and ImageReader(model).blocks
+    assert num_slices >= 2 or not is_cut, "the images did not go through the towers in parts"

@@ -415,6 +415,8 @@ class Prefix:
 
     def withdraw_left(self, sequence: SequenceState) -> None:
         """The same for what a preempted sequence has left, from its first token on that is not confirmed."""
+        if sequence.slot >= 0 or not sequence.num_at_start:
+            return  # it runs, or never did
         confirmed = max(sequence.num_confirmed, sequence.num_cached_tokens)
         self._pages.forget(sequence.page_hashes[confirmed // self._pages.page_size :])
 

@@ -105,9 +105,18 @@ class ImageEncoder:
         self._held.add(key)
 
     def release(self, key: bytes) -> None:
-        """No sequence needs the image any more."""
+        """No sequence needs the image any more. If it has failed, it is encoded again for the next one."""
         self._held.discard(key)
+        kept = self._features.get(key)
+        if kept is not None and kept.failed:
+            self._drop(key)
         self._evict()
+
+    def release_all(self) -> None:
+        """No sequence is left: no image is needed any more, nor what is on its way."""
+        self.abandon()
+        for key in [*self._held]:
+            self.release(key)
 
     def advance(self, work: TowerWork) -> None:
         """Go on with the images that are on their way, or begin with these if there are none.
@@ -201,17 +210,21 @@ class ImageEncoder:
         except torch.AcceleratorError:
             raise  # the device is lost
         except Exception as error:  # whatever the code of a model raises for an image that it does not take
-            if len(images) > 1:
-                return {key: x for image in images for key, x in self._encode([image]).items()}
-            log.warning("an image could not be encoded, which ends its request: %s: %s", type(error).__name__, error)
+            made = []
+            reason = f"{type(error).__name__}: {error}"
+        # the error is gone now, and with it the memory of the forward that it ended
+        if not made and len(images) > 1:
+            return {key: x for image in images for key, x in self._encode([image]).items()}
+        if not made:
+            log.warning("an image could not be encoded, which ends its request: %s", reason)
             return {images[0].key: self.reader.failed(images[0].inputs)}
         self.num_encoded += len(made)
         return {image.key: each for image, each in zip(images, made, strict=True)}
 
     def _keep(self, made: dict[bytes, ImageFeatures]) -> None:
-        """Put images into the cache."""
+        """Put images into the cache; those that have failed only for the sequences that hold them, as the cause may pass."""
         for key, each in made.items():
-            if key not in self._features:
+            if key not in self._features and (key in self._held or not each.failed):
                 self._features[key] = each
                 self.num_bytes += each.num_bytes
         self._evict()
@@ -221,9 +234,12 @@ class ImageEncoder:
         if self.num_bytes <= self.max_bytes:
             return
         for key in [key for key in self._features if key not in self._held]:
-            self.num_bytes -= self._features.pop(key).num_bytes
+            self._drop(key)
             if self.num_bytes <= self.max_bytes:
                 return
+
+    def _drop(self, key: bytes) -> None:
+        self.num_bytes -= self._features.pop(key).num_bytes
 
     def forget(self) -> None:
         """Empty the cache, because other weights encode images from now on."""
@@ -279,16 +295,17 @@ class ImageEncoder:
     def _find_two_way(self, image: ImageInput) -> TwoWay:
         """Which tokens attend both ways. Raises ParameterError for an image that the towers refuse."""
         found = self.features([image])[image.key]
-        if image.key not in self._features and found.embeds.isnan().any():
+        if found.failed:
             raise ParameterError("images", "be such that the model's towers take them (the log says why not)", "another one")
         return found.two_way
 
     def check_integrity(self) -> None:
-        """Assert that the bytes are those of the entries, within the budget beside what is held."""
+        """Assert that the bytes are those of the entries, within the budget beside what is held, and that failures are held."""
         sizes = {key: each.num_bytes for key, each in self._features.items()}
         assert self.num_bytes == sum(sizes.values())
         held = sum(size for key, size in sizes.items() if key in self._held)
         assert self.num_bytes <= max(self.max_bytes, held)
+        assert self._held >= {key for key, each in self._features.items() if each.failed}
 
 
 def _stream_of_towers(device: torch.device) -> Any:

@@ -435,7 +435,7 @@ def capture(function: Callable[[], None], pool: Any) -> tuple[Callable[[], None]
     Unlike `torch.cuda.graph` this does not empty the allocator's cache, which the next prompts would have to fill again.
     """
     graph = torch.cuda.CUDAGraph()
-    stream = _capture_stream(torch.cuda.current_stream().priority)
+    stream = _capture_stream()
     torch.cuda.synchronize()
     with _no_garbage_collection(), torch.cuda.stream(stream):
         # other threads may allocate pinned memory during the capture
@@ -460,11 +460,13 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-@lru_cache(maxsize=1)
-def _capture_stream(priority: int) -> Any:
-    """The stream of all captures. There is one, because cuBLAS keeps a workspace for each stream.
+def _capture_stream() -> Any:
+    """The stream of all captures, with the priority of the stream of steps, which captured kernels keep."""
+    return _stream_with(torch.cuda.current_stream().priority)
 
-    priority: that of the stream of steps. A captured kernel keeps it
-    """
+
+@lru_cache(maxsize=2)
+def _stream_with(priority: int) -> Any:
+    """There is one for each priority, because cuBLAS keeps a workspace for each stream."""
     stream: Any = torch.cuda.Stream
     return stream(priority=priority)

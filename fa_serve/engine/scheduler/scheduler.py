@@ -247,11 +247,12 @@ class Scheduler:
             self.finish(sequence, "stop")
 
     def fail(self, batch: ScheduledBatch, error: RequestError) -> list[SequenceState]:
-        """End every sequence of a step that could not be computed."""
-        alive = [chunk for chunk in batch.chunks if not chunk.sequence.finished]
-        for chunk in alive:
-            self.finish(chunk.sequence, "error", error)
-        return [chunk.sequence for chunk in alive]
+        """End every sequence of a step that could not be computed; of a step of towers alone, those that need its images."""
+        asked = [chunk.sequence for chunk in batch.chunks] or self.towers.in_need(batch.towers)
+        alive = [sequence for sequence in asked if not sequence.finished]
+        for sequence in alive:
+            self.finish(sequence, "error", error)
+        return alive
 
     def rollback(self, batch: ScheduledBatch) -> None:
         """Undo the last `schedule`, however much of its step has been computed.
@@ -294,13 +295,12 @@ class Scheduler:
         sequence.finish(reason, error)
         del self.sequences[sequence.request.request_id]
         self.speculation.forget(sequence)
+        self._prefix.withdraw_left(sequence)
         if sequence.slot >= 0:
             self._prefix.withdraw(sequence, sequence.num_confirmed)
             self.waiting.settle(sequence, len(sequence.tokens) - sequence.num_at_start - sequence.num_expected)
             self._leave(sequence, sequence.num_confirmed)
         elif sequence not in self.seats and sequence not in self.towers:
-            if sequence.num_at_start:  # it was preempted, and may have left pages that are not confirmed
-                self._prefix.withdraw_left(sequence)
             self.waiting.remove(sequence)
         self.seats.remove(sequence)
         self.towers.remove(sequence)

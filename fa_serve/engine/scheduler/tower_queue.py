@@ -66,6 +66,8 @@ class Encoder(Protocol):
 
     def release(self, key: bytes) -> None: ...
 
+    def release_all(self) -> None: ...
+
 
 @dataclass(slots=True, eq=False)
 class WantedImage:
@@ -136,10 +138,9 @@ class TowerQueue:
         return sequence in self._aside
 
     def renewed(self) -> TowerQueue:
-        """The same for a scheduler that begins anew: no sequence is left."""
-        for each in [*self._needs]:
-            self.remove(each)
-        self._release_spent()
+        """The same for a scheduler that begins anew: no sequence is left, and the state of this one is not to be trusted."""
+        if self._encoder is not None:
+            self._encoder.release_all()
         return TowerQueue(self._encoder)
 
     @property
@@ -152,6 +153,7 @@ class TowerQueue:
 
         start: its tokens that the prefix cache has
         """
+        self._release_spent()  # sequences come between steps, so this one does not share an image that failed for the last one
         self.want(sequence, start)
         if self._may_join(sequence, start):
             return True
@@ -283,6 +285,11 @@ class TowerQueue:
                 self._give_up(spent)
         if not needs:
             del self._needs[sequence]
+
+    def in_need(self, work: TowerWork | None) -> list[SequenceState]:
+        """The sequences that need an image of a step's work."""
+        keys = {image.key for image in work.images} if work is not None else set()
+        return [sequence for sequence, needs in self._needs.items() if any(each.key in keys for each in needs)]
 
     def remove(self, sequence: SequenceState) -> None:
         """A sequence has ended, wherever it was."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from typing import Any
 
 import pytest
@@ -140,6 +141,118 @@ def test_an_image_that_fails_ends_its_own_request(llava: Case, caplog: pytest.Lo
     assert "an image could not be encoded, which ends its request: ValueError" in caplog.text
     assert list(outputs[1].token_ids) == llava.generate(first, 0)
     assert list(outputs[2].token_ids) == llava.generate(given[2][0], 1)
+    engine.check_integrity()
+
+
+def fail_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The towers have no memory when they are asked next. Returns what they do, call by call."""
+    reader = engine._runner.images.reader
+    own = reader.encode_all
+    calls: list[str] = []
+
+    def encode_all(images: Any) -> Any:
+        calls.append("encoded" if calls else "failed")
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("no memory")
+        return own(images)
+
+    monkeypatch.setattr(reader, "encode_all", encode_all)
+    return calls
+
+
+def test_a_first_image_that_fails_does_not_tell_how_tokens_attend(gemma3: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = gemma3.engine()
+    calls = fail_once(engine, monkeypatch)
+    with pytest.raises(ParameterError, match="images must be such that the model's towers take them"):
+        answer(engine, gemma3.prompt(0), gemma3.images[0])
+    ids = gemma3.prompt(1)
+    assert answer(engine, ids, gemma3.images[1]) == gemma3.generate(ids, 1)
+    assert calls[:2] == ["failed", "encoded"]
+    assert engine._runner.images._two_way == "images"
+
+
+def test_an_image_that_fails_once_is_encoded_for_the_next_request(llava: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = llava.engine()
+    ids = llava.prompt(0)
+    answer(engine, ids, llava.images[0])
+    encoder = engine._runner.images
+    encoder.forget()
+    engine._scheduler.forget_cache()
+    calls = fail_once(engine, monkeypatch)
+    completion = engine.generate([ids], GREEDY, images=[[llava.images[0]]])[0]
+    assert completion.finish_reason == "error"
+    encoder.check_integrity()
+    assert answer(engine, ids, llava.images[0]) == llava.generate(ids, 0)
+    assert calls == ["failed", "encoded"]
+    encoder.check_integrity()
+
+
+def test_a_failed_image_is_kept_for_those_that_hold_it(llava: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = llava.engine()
+    encoder = engine._runner.images
+    calls = fail_once(engine, monkeypatch)
+    image = llava.images[0]
+    encoder.hold(image.key)
+    for _ in range(2):
+        assert encoder.features([image])[image.key].failed
+        assert encoder.is_encoded(image.key)
+        encoder.check_integrity()
+    encoder.release(image.key)
+    assert (encoder.is_encoded(image.key), encoder.num_bytes) == (False, 0)
+    encoder.check_integrity()
+    assert not encoder.features([image])[image.key].failed
+    assert calls == ["failed", "encoded"]
+
+
+def test_a_failed_image_is_made_when_the_memory_of_its_forward_is_free(llava: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error holds the frames that it came through, and these hold tensors."""
+    engine = llava.engine()
+    reader = engine._runner.images.reader
+    own = reader.failed
+    handled: list[object] = []
+
+    def refuse(images: Any) -> Any:
+        handled.append(sys.exc_info()[1])
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(reader, "encode_all", refuse)
+    monkeypatch.setattr(reader, "failed", lambda inputs: handled.append(sys.exc_info()[1]) or own(inputs))
+    found = engine._runner.images.features(llava.images)
+    assert [each.failed for each in found.values()] == [True, True]
+    assert handled == [None] * 5, "both together, each alone, and what stands for each"
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), KeyError("broken")])
+def test_a_failed_step_of_towers_alone_ends_the_requests_that_need_its_images(
+    llava: Case, error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = llava.engine(max_num_seqs=1)
+    engine._steps.depth = 1
+    most = engine._scheduler.max_num_batched_tokens
+    engine.add_request("text", [5, 6, 7], SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True))
+    engine.step()
+    for name, number in (("encoded", 0), ("first", 1), ("same", 1)):  # the first image of an engine is encoded when it comes
+        engine.add_request(name, llava.prompt(number), GREEDY, images=[llava.images[number]])
+
+    def advance(work: Any) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._runner.images, "advance", advance)
+        outputs = {output.request_id: output for output in engine.step()}
+    ended = {name: output.finish_reason for name, output in outputs.items()}
+    assert ended == {"text": "length", "first": "error", "same": "error"}
+    assert outputs["first"].error is not None
+    assert outputs["first"].error.code == "step_failed"
+    assert "2 requests end with an error" in caplog.text
+    assert engine._scheduler.max_num_batched_tokens == most, "the step had no tokens"
+    tokens: dict[str, list[int]] = {}
+    while engine.has_unfinished():
+        for output in engine.step():
+            tokens.setdefault(output.request_id, []).extend(output.token_ids)
+    assert tokens == {"encoded": llava.generate(llava.prompt(0), 0)}
+    ids = llava.prompt(1)
+    assert answer(engine, ids, llava.images[1]) == llava.generate(ids, 1)
     engine.check_integrity()
 
 

@@ -134,7 +134,7 @@ def test_without_slices_texts_wait_for_whole_images(
     assert max(layers_beside_text(model, inputs, layers)) >= DEPTH
 
 
-@pytest.mark.parametrize("event", ["abort", "weights", "sleep"])
+@pytest.mark.parametrize("event", ["abort", "weights", "sleep", "reset"])
 def test_what_happens_while_an_image_is_on_its_way(
     model: PreTrainedModel, inputs: list[Inputs], event: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,6 +160,14 @@ def test_what_happens_while_an_image_is_on_its_way(
         changed = {name: x * 1.5 for name, x in own.named_parameters() if "visual" in name}
         engine.update_weights(changed.items())
         assert not encoder.is_busy
+    elif event == "reset":
+        monkeypatch.setattr(engine._scheduler, "schedule", lambda: {}["lost"])
+        assert {output.finish_reason for output in engine.step()} == {"error"}
+        assert not encoder.is_busy
+        assert not encoder._held
+        ids = prompt(inputs[2], seed=1)
+        inputs = [inputs[0], inputs[2]]
+        engine.add_request("image", ids, short, images=[ImageInput.of(inputs[1])])
     else:
         engine.sleep(0)
         assert not encoder.is_busy

@@ -23,6 +23,7 @@ from fa_serve.engine.scheduler import tower_queue
 from fa_serve.engine.scheduler.prompt_share import PromptShare
 from fa_serve.engine.scheduler.scheduled_batch import ScheduledBatch, TowerWork
 from fa_serve.engine.scheduler.scheduler import Scheduler
+from fa_serve.engine.scheduler.sequence import SequenceState
 from fa_serve.engine.scheduler.step_cost import StepCost, StepSize
 from fa_serve.engine.scheduler.tower_queue import TowerQueue
 
@@ -63,6 +64,12 @@ class Towers:
     def release(self, key: bytes) -> None:
         self.held.discard(key)
         self.evict()
+
+    def release_all(self) -> None:
+        self._left = None
+        self._coming.clear()
+        for key in [*self.held]:
+            self.release(key)
 
     def evict(self) -> None:
         for key in [*self.known]:
@@ -259,6 +266,26 @@ def test_text_before_an_image_is_computed_meanwhile() -> None:
     case.run()
 
 
+def test_a_preempted_request_that_waits_for_its_image_leaves_nothing_unconfirmed() -> None:
+    case = Case(PromptShare(0.0075))
+    scheduler = case.scheduler
+    case.add("decodes", 20, answer=200)
+    case.step()
+    case.add("image", 208, b"one", 20)
+    sequence = scheduler.sequences["image"]
+    while sequence.num_computed < 208:
+        case.step()
+    scheduler._requeue(sequence)
+    case.step()
+    assert sequence in scheduler.towers
+    same = SequenceState(sequence.request)
+    assert scheduler._prefix.num_cached(same) == 208
+    scheduler.abort("image")
+    assert scheduler._prefix.num_cached(same) == 0
+    scheduler.check_integrity()
+    case.run()
+
+
 def test_clients_take_turns_at_the_towers() -> None:
     case = Case(PromptShare(0.0075))
     case.add("decodes", 20, answer=300)
@@ -322,6 +349,28 @@ def test_work_that_was_given_up_begins_anew() -> None:
     case.towers._left = None  # as `ImageEncoder.abandon`
     case.run()
     assert case.towers.encoded == [b"one"]
+
+
+def test_a_scheduler_that_begins_anew_holds_no_image() -> None:
+    """One has been encoded, one is on its way, and one waits in a queue that is not to be trusted."""
+    case = Case(PromptShare(0.0075))
+    case.add("decodes", 20, answer=100)
+    case.step()
+    case.add("first", b"one", 4000, answer=5)
+    while not case.towers.is_encoded(b"one"):
+        case.step()
+    case.add("second", 20, b"two")
+    case.step()
+    case.add("third", 20, b"three")
+    assert case.towers.is_busy
+    assert case.towers.held == {b"one", b"two"}
+    case.scheduler.towers._queue = tower_queue.FairQueue()
+    case.scheduler = case.scheduler.renewed()
+    assert not case.towers.held
+    assert not case.towers.is_busy
+    case.add("again", 20, b"two")
+    case.run()
+    assert case.towers.encoded == [b"one", b"two"]
 
 
 def test_other_weights_encode_again() -> None:
