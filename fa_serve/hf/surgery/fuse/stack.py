@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,10 @@ from fa_serve.hf.surgery.fuse.parts import FusedProduct
 from fa_serve.hf.surgery.proof import AttentionRecorder, LayerInputs, NotReplacedError, observe_inputs, results_agree
 from fa_serve.ops import Norm
 from fa_serve.ops.decode_step.layout import MOST_STEP_TOKENS
-from fa_serve.ops.decode_step.run import DecodeStack, StackLayer, StackOptions, StackStep, UnsupportedStackError
+from fa_serve.ops.decode_step.stacked import StackLayer, StackOptions, StackStep, UnsupportedStackError
+
+if TYPE_CHECKING:
+    from fa_serve.ops.decode_step.run import DecodeStack
 
 log = logging.getLogger("fa_serve.hf")
 
@@ -90,6 +93,8 @@ def stack_layers(model: PreTrainedModel, modules: Sequence[nn.Module]) -> bool:
     """
     if not STACKS_LAYERS or not modules:
         return False
+    from fa_serve.ops.decode_step.run import DecodeStack  # it imports Triton, which may not be installed
+
     try:
         inputs = observe_inputs(model, modules, AttentionRecorder(), computing=False)
         ordered = _in_order(modules, inputs)
@@ -100,7 +105,8 @@ def stack_layers(model: PreTrainedModel, modules: Sequence[nn.Module]) -> bool:
         options = _options_of(fused[0], cos.shape[1])
         if any(_options_of(layer, cos.shape[1]) != options for layer in fused):
             raise NotReplacedError("its layers differ in what they ask of attention")
-        _prove_layer(fused[0], options, cos, sin)
+        wide = _in_float32(fused[0])
+        _prove_layer(wide, DecodeStack([_weights_of(wide)], options), cos, sin)
         kernel = DecodeStack([_weights_of(layer) for layer in fused], options)
     except (NotReplacedError, UnsupportedStackError) as error:
         log.info("layers are not computed by one kernel: %s", error)
@@ -181,10 +187,8 @@ def _matrix(product: FusedProduct | None) -> Tensor:
     return product.weight.detach()
 
 
-def _prove_layer(layer: FusedLayer, options: StackOptions, cos: Tensor, sin: Tensor) -> None:
-    """Compare a float32 copy of a layer by the kernel with the same copy by its own products and attention."""
-    wide = _in_float32(layer)
-    kernel = DecodeStack([_weights_of(wide)], options)
+def _prove_layer(wide: FusedLayer, kernel: DecodeStack, cos: Tensor, sin: Tensor) -> None:
+    """Compare a layer by the kernel with the same layer by its own products and attention. wide: a float32 copy of a layer"""
     for number, (q_lens, kv_lens) in enumerate(_PROOFS):
         generator = torch.Generator().manual_seed(number)
         batches = [_proof_batch(wide, q_lens, kv_lens, generator.manual_seed(number)) for _ in range(2)]

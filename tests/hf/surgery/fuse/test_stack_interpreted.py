@@ -18,7 +18,8 @@ from fa_serve.hf.surgery.fuse import stack
 from fa_serve.hf.surgery.fuse.fusion import fuse_layers, unfuse_model
 from fa_serve.hf.surgery.fuse.layer import FusedLayer
 from fa_serve.hf.surgery.fuse.stack import stack_layers
-from fa_serve.ops.decode_step.run import DecodeStack, StackStep
+from fa_serve.ops.decode_step.run import DecodeStack
+from fa_serve.ops.decode_step.stacked import StackStep
 
 
 @pytest.fixture
