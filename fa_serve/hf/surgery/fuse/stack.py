@@ -12,7 +12,8 @@ are given. Three things are proven before:
 - all layers differ in nothing but the values of their weights.
 
 A step with adapters, a float8 cache, shared prefixes, images or other attention is computed layer by layer, and so is one whose
-hidden states are read between layers.
+hidden states are read between layers, or in which a sequence reads pages that another one fills: in the kernel nothing orders
+these accesses. What the engine knows of this is `PagedBatch.by_layers`.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class LayerStack:
 
     def _is_plain(self, layer: FusedLayer, batch: PagedBatch) -> bool:
         """Whether the kernel computes all that a step asks for. All layers of a step get the same answer."""
-        if batch.num_splits or batch.blocks or batch.common is not None or batch.descales is not None:
+        if batch.by_layers or batch.num_splits or batch.blocks or batch.common is not None or batch.descales is not None:
             return False
         for each in self.layers:
             module = each.module
@@ -83,6 +84,12 @@ class LayerStack:
         # products of a model share the step that says which token has an adapter
         site = cast(FusedProduct, layer.gate_up).site
         return site is None or site.batch is None
+
+
+def has_stack(model: PreTrainedModel) -> bool:
+    """Whether one kernel may compute the layers of this model."""
+    forwards = (vars(module).get("forward") for module in model.modules())
+    return any(isinstance(each, FusedLayer) and each.stack is not None for each in forwards)
 
 
 @torch.no_grad()

@@ -9,9 +9,11 @@ import torch
 from decode_step_cases import tensors_of
 from hf_families import family
 from interpreter_bounds import reachable
+from tiny_models import make_model, make_tokenizer
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from fa_serve.engine import Engine, EngineConfig, SamplingParams
 from fa_serve.engine.cache import tensors as kv_cache
 from fa_serve.hf import PagedBatch, model_layers, paged_forward, patch
 from fa_serve.hf.surgery.fuse import stack
@@ -150,12 +152,29 @@ def test_steps_with_more_than_the_kernel_computes(calls: list[int]) -> None:
     calls.clear()
     decode(model, num_splits=4)
     assert calls == []
+    decode(model, by_layers=True)
+    assert calls == []
     handle = modules[1].register_forward_pre_hook(lambda *_: None)
     decode(model)
     assert calls == []
     handle.remove()
     decode(model)
     assert calls == [2, 2]
+
+
+def test_engines_compute_steps_that_pass_pages_on_layer_by_layer(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two equal prompts begin in one step of 6 tokens: the second one reads the page that the first one fills."""
+    answers = []
+    for switch in (False, True):
+        monkeypatch.setattr(stack, "STACKS_LAYERS", switch)
+        config = EngineConfig(device="cpu", dtype="float32", page_size=4, num_pages=32, max_num_seqs=4, seed=0)
+        engine = Engine(config, model=make_model("llama"), tokenizer=make_tokenizer())
+        calls.clear()
+        params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+        answers.append([output.token_ids for output in engine.generate([[5, 6, 7, 8, 9]] * 2, params)])
+        assert len(calls) == (2 if switch else 0), "the steps after the prompts are one launch each"
+        engine.close()
+    assert answers[0] == answers[1]
 
 
 def test_it_is_off_until_a_gpu_has_run_it() -> None:
