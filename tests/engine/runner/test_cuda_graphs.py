@@ -81,7 +81,10 @@ def test_a_decoding_step_that_is_computed_layer_by_layer_has_no_graph(make_engin
     assert graphs.shape_of(arrays) == Shape(2, 2, 1, 256)
     assert graphs.shape_of(replace(arrays, by_layers=True)) is None
     prompt = replace(arrays, decoding=False, by_layers=True)
-    assert [graphs.shape_of(prompt) for _ in range(CAPTURE_AFTER)][-1] is not None
+    with torch.inference_mode():
+        shapes = [graphs.shape_of(prompt) for _ in range(CAPTURE_AFTER)]
+    assert shapes[-1] is not None
+    assert shapes[-1].tokens == cuda_graphs.TOKEN_MULTIPLE
 
 
 @pytest.mark.parametrize("enabled", [True, False])
