@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 from decode_step_cases import tensors_of
 from hf_families import family
 from interpreter_bounds import reachable
@@ -144,6 +145,35 @@ def test_a_kernel_that_computes_something_else_is_not_used(
     assert f"its {part} would change" in caplog.text
 
 
+def test_a_kernel_that_cannot_be_launched_is_not_used(
+    calls: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(self: DecodeStack, x: Tensor, step: StackStep, **options: Any) -> Tensor:
+        raise RuntimeError("too many blocks in cooperative launch")
+
+    monkeypatch.setattr(DecodeStack, "compute", refused)
+    model = family("llama").build()
+    modules = fused_layers(model)
+    with caplog.at_level("INFO", logger="fa_serve.hf"):
+        assert not stack_layers(model, modules)
+    assert "its proof failed: too many blocks in cooperative launch" in caplog.text
+    assert all(module.forward.stack is None for module in modules)
+
+
+def test_a_cpu_that_interprets_no_kernels_and_older_gpus_keep_their_layers(
+    calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = family("llama").build()
+    modules = fused_layers(model)
+    monkeypatch.setattr(stack.spec, "arch_of", lambda device: 80)
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    assert not stack_layers(model, modules)
+    assert calls == []
+    assert not stack._runs_on(torch.device("cuda"))
+    monkeypatch.setattr(stack.spec, "arch_of", lambda device: 120)
+    assert stack._runs_on(torch.device("cuda"))
+
+
 def test_steps_with_more_than_the_kernel_computes(calls: list[int]) -> None:
     """States that are read between layers, and sums in a fixed order, take the layers one by one."""
     model = family("llama").build()
@@ -154,6 +184,8 @@ def test_steps_with_more_than_the_kernel_computes(calls: list[int]) -> None:
     assert calls == []
     decode(model, by_layers=True)
     assert calls == []
+    decode(model, backend="reference")
+    assert calls == [], "attention is that of the backend that was chosen"
     handle = modules[1].register_forward_pre_hook(lambda *_: None)
     decode(model)
     assert calls == []
