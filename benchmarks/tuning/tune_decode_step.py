@@ -28,7 +28,8 @@ from fa_serve.hf import PagedBatch
 from fa_serve.hf.surgery.fuse.layer import FusedLayer, HeadsAttention
 from fa_serve.hf.surgery.fuse.parts import FusedProduct
 from fa_serve.ops.decode_step.layout import DEFAULT_TILE, StepTile
-from fa_serve.ops.decode_step.run import DecodeStack, StackLayer, StackOptions, StackStep
+from fa_serve.ops.decode_step.run import DecodeStack
+from fa_serve.ops.decode_step.stacked import StackLayer, StackOptions, StackStep
 
 PAGE_SIZE = 16
 

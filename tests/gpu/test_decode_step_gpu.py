@@ -16,7 +16,8 @@ from fa_serve.hf.surgery.fuse.fusion import fuse_layers
 from fa_serve.hf.surgery.fuse.layer import FusedLayer
 from fa_serve.ops import Norm
 from fa_serve.ops.decode_step.layout import StepTile
-from fa_serve.ops.decode_step.run import DecodeStack, StackLayer, StackStep
+from fa_serve.ops.decode_step.run import DecodeStack
+from fa_serve.ops.decode_step.stacked import StackLayer, StackStep
 
 SIZES = {"hidden": 1024, "intermediate": 3072, "num_heads": 16, "num_kv_heads": 8, "head_dim": 128, "rotary_dim": 128}
 CASES = {

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fa_serve import ops
-from fa_serve.ops.decode_step.run import StackLayer, StackOptions, StackStep
+from fa_serve.ops.decode_step.stacked import StackLayer, StackOptions, StackStep
 
 PAGE_SIZE = 4
 

@@ -61,6 +61,7 @@ from fa_serve.hf.images import StepImages
 from fa_serve.hf.lora.memory import detach_adapters
 from fa_serve.hf.surgery.fuse.fusion import cached_layers, cached_states, fuse_model, unfuse_model
 from fa_serve.hf.surgery.fuse.latent import PLAIN_TOKENS
+from fa_serve.hf.surgery.fuse.stack import has_stack
 from fa_serve.hf.surgery.quantised.linear import QuantizedLinear
 from fa_serve.launching.compilations import num_compilations
 from fa_serve.ops import StateTensors
@@ -103,6 +104,7 @@ class ModelRunner:
         self.page_size = config.page_size
         self.eager = config.eager or self.device.type != "cuda"
         self.fuses = config.fusion and not config.eager
+        self._stacked = False
         unfuse_model(model)
         detach_adapters(model)
         self.adapters: AdapterStore | None = None
@@ -151,6 +153,7 @@ class ModelRunner:
     def fuse(self) -> int:
         """Fuse layers, routers and shared experts of the model where that is possible. Returns how many layers are fused."""
         fused = fuse_model(self.model, deterministic=self._deterministic)
+        self._stacked = has_stack(self.model)
         self.layers = cached_layers(self.model, self.layers)
         self.state_memory = replace(self.state_memory, specs=cached_states(self.model, self.state_memory.specs))
         if "descales" in self._options and any(layer.values_in_keys for layer in self.layers.values()):
@@ -319,6 +322,7 @@ class ModelRunner:
             vocab_size=self.vocab_size,
             drafting=self._drafting,
             tokens_ahead=self.tokens_ahead,
+            stacked=self._stacked,
         )
         if self.states:
             arrays.inputs.update(state_arrays(batch))
@@ -395,8 +399,9 @@ class ModelRunner:
             sent = send(arrays.inputs | others, self.device)
         self._block_table.apply(sent)
         inputs = shape or self._inputs(sent, queries, arrays.max_seqlen_k, fresh=arrays.fresh, adapters=adapters)
-        if isinstance(inputs, Inputs) and (images is not None or arrays.blocks):
-            inputs = replace(inputs, images=images, paged=replace(inputs.paged, blocks=arrays.blocks))
+        if isinstance(inputs, Inputs) and (images is not None or arrays.blocks or arrays.by_layers):
+            paged = replace(inputs.paged, blocks=arrays.blocks, by_layers=arrays.by_layers)
+            inputs = replace(inputs, images=images, paged=paged)
         return self._prepared(inputs, arrays.sampling, sent)
 
     def _captures(self, arrays: BatchArrays, images: StepImages | None) -> bool:

@@ -69,6 +69,7 @@ class PagedBatch:
     states:     answers for the recurrences of the model; None for a model without
     blocks:     tokens that attend to each other both ways, whose last tokens are all in this step
     common:     sequences that share leading pages, which layers that see all keys read once; None if none do
+    by_layers:  no kernel computes several layers of this step: see `BatchArrays.by_layers`
     """
 
     kv_caches: Mapping[int, tuple[Tensor, Tensor]]
@@ -86,6 +87,7 @@ class PagedBatch:
     states: PagedStates | None = None
     blocks: Sequence[TwoWayBlock] = ()
     common: CommonPrefixes | None = None
+    by_layers: bool = False
 
     def attend(self, call: LayerCall) -> Tensor:
         """Store this step's keys and values, then attend to all keys of each sequence -> (1, total, num_heads, head_dim_v)."""

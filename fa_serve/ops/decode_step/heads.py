@@ -2,7 +2,8 @@
 
 Queries come as the projection leaves them: each task normalises and rotates those of its heads itself, which are few. Keys of
 earlier steps are read from the pages of the cache, in equal splits. The keys of this step belong to the last split, which
-normalises, rotates and multiplies them in registers and stores them in the cache, where no other task of this step reads them.
+normalises, rotates and multiplies them in registers and stores them in the cache. No other task may read them there: a step in
+which a sequence reads pages that another one fills is computed layer by layer (hf/surgery/fuse/stack.py).
 Splits leave outputs, maxima and sums in float32, and the last one of a KV head that arrives merges them in the order of keys.
 """
 

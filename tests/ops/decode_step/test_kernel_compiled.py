@@ -10,7 +10,8 @@ from cross_compile import SHARED_BYTES, Kernel, compiling_for
 from torch import Tensor
 
 from fa_serve.ops.decode_step.layout import StepTile
-from fa_serve.ops.decode_step.run import DecodeStack, StackLayer, StackOptions, StackStep
+from fa_serve.ops.decode_step.run import DecodeStack
+from fa_serve.ops.decode_step.stacked import StackLayer, StackOptions, StackStep
 from fa_serve.ops.ops_backend import Norm
 
 MODELS = {"qwen3-0.6b": (1024, 3072, 16, 8, True), "llama-8b": (4096, 14336, 32, 8, False)}

@@ -11,7 +11,8 @@ from decode_step_cases import StepCase, make_layers, make_step
 from fa_serve.ops import Norm
 from fa_serve.ops.decode_step.kernel import ADDRESSES
 from fa_serve.ops.decode_step.layout import PHASE_STRIDE, PHASES
-from fa_serve.ops.decode_step.run import DecodeStack, StackLayer, UnsupportedStackError
+from fa_serve.ops.decode_step.run import DecodeStack
+from fa_serve.ops.decode_step.stacked import StackLayer, UnsupportedStackError
 
 CASE = StepCase(head_norms=True)
 

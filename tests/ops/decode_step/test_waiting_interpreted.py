@@ -78,6 +78,19 @@ def test_random_shapes() -> None:
         assert torch.allclose(actual.double(), expected, rtol=1e-5, atol=1e-5), case
 
 
+def test_a_step_that_fills_a_page_which_another_sequence_reads_is_a_race() -> None:
+    """Nothing orders these accesses, so engines compute such steps layer by layer (`BatchArrays.by_layers`)."""
+    case = StepCase(q_lens=(5, 1), kv_lens=(5, 5))
+    layers = make_layers(case)
+    x, step = make_step(case)
+    step.block_table[1, 0] = step.block_table[0, 0]
+    stack = DecodeStack(layers, case.options(), programs=4, tile=TILE)
+    shared = [cache for pair in step.caches for cache in pair]
+    together = programs_together(0, x, *shared, *stack.memory(step))
+    with pytest.raises(DataRaceError), reachable(*tensors_of(layers, step)), together:
+        stack.compute(x, step)
+
+
 @contextmanager
 def without_wait(phase: int) -> Iterator[None]:
     original = kernel.wait_for_phase

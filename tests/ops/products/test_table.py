@@ -219,6 +219,20 @@ def test_the_table_is_asked_where_triton_is_not_installed() -> None:
     assert done.stdout == "gemv for 1 token, unpack_wgmma for 2 to 128, dequantise for more False\n"
 
 
+PACKAGES_WITHOUT_TRITON = """
+import sys
+sys.modules["triton"] = None
+import fa_serve.hf
+import fa_serve.engine
+import fa_serve.server
+"""
+
+
+def test_models_are_served_where_triton_is_not_installed() -> None:
+    done = after_torch(PACKAGES_WITHOUT_TRITON)
+    assert done.returncode == 0, done.stderr
+
+
 def test_plans_are_named_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row's plan is imported when it is needed first."""
     fake = replace(KERNELS[0], plan=f"{table.__name__}:select_kernel")

@@ -11,8 +11,9 @@ are given. Three things are proven before:
   layer's own code (fusion.py), for one token, several sequences and several queries of a sequence;
 - all layers differ in nothing but the values of their weights.
 
-A step with adapters, a float8 cache, shared prefixes, images or other attention is computed layer by layer, and so is one whose
-hidden states are read between layers.
+A step with adapters, a chosen backend, a float8 cache, shared prefixes, images or other attention is computed layer by layer.
+So is one whose hidden states are read between layers, or in which a sequence reads pages that another one fills: in the kernel
+nothing orders these accesses. What the engine knows of this is `PagedBatch.by_layers`.
 """
 
 from __future__ import annotations
@@ -20,25 +21,31 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from fa_serve import spec
 from fa_serve.hf.adapter.paged import PagedBatch
 from fa_serve.hf.surgery.fuse.layer import FusedLayer, HeadsAttention, LayerStep, tables_of
 from fa_serve.hf.surgery.fuse.parts import FusedProduct
 from fa_serve.hf.surgery.proof import AttentionRecorder, LayerInputs, NotReplacedError, observe_inputs, results_agree
 from fa_serve.ops import Norm
 from fa_serve.ops.decode_step.layout import MOST_STEP_TOKENS
-from fa_serve.ops.decode_step.run import DecodeStack, StackLayer, StackOptions, StackStep, UnsupportedStackError
+from fa_serve.ops.decode_step.stacked import StackLayer, StackOptions, StackStep, UnsupportedStackError
+
+if TYPE_CHECKING:
+    from fa_serve.ops.decode_step.run import DecodeStack
 
 log = logging.getLogger("fa_serve.hf")
 
 STACKS_LAYERS = False
 """The switch: whether steps of few tokens take the persistent kernel. It is off because no GPU has run it yet; see
 tests/gpu/test_decode_step_gpu.py and benchmarks/tuning/tune_decode_step.py."""
+LEAST_ARCH = 90
+"""The kernel is compiled for Hopper and newer GPUs."""
 _PROOFS = (((1,), (21,)), ((1, 1, 1), (1, 40, 17)), ((2, 3), (19, 3)))
 """Queries and keys of each sequence in the steps of the proof."""
 _PROOF_PAGE = 16
@@ -71,7 +78,9 @@ class LayerStack:
 
     def _is_plain(self, layer: FusedLayer, batch: PagedBatch) -> bool:
         """Whether the kernel computes all that a step asks for. All layers of a step get the same answer."""
-        if batch.num_splits or batch.blocks or batch.common is not None or batch.descales is not None:
+        if batch.by_layers or batch.backend != "auto" or batch.num_splits:
+            return False
+        if batch.blocks or batch.common is not None or batch.descales is not None:
             return False
         for each in self.layers:
             module = each.module
@@ -82,34 +91,61 @@ class LayerStack:
         return site is None or site.batch is None
 
 
+def has_stack(model: PreTrainedModel) -> bool:
+    """Whether one kernel may compute the layers of this model."""
+    forwards = (vars(module).get("forward") for module in model.modules())
+    return any(isinstance(each, FusedLayer) and each.stack is not None for each in forwards)
+
+
 @torch.no_grad()
 def stack_layers(model: PreTrainedModel, modules: Sequence[nn.Module]) -> bool:
     """Give fused layers a stack, where that changes nothing. Returns whether it has.
 
     modules: the decoder layers whose forward is a FusedLayer
     """
-    if not STACKS_LAYERS or not modules:
+    if not STACKS_LAYERS or not modules or not _runs_on(model.device):
         return False
     try:
-        inputs = observe_inputs(model, modules, AttentionRecorder(), computing=False)
-        ordered = _in_order(modules, inputs)
-        fused = [cast(FusedLayer, module.forward) for module in ordered]
-        if len(fused) != model.config.get_text_config().num_hidden_layers:
-            raise NotReplacedError("some of its layers are not fused")
-        cos, sin = (table[0].float() for table in tables_of(inputs[ordered[0]].kwargs["position_embeddings"]))
-        options = _options_of(fused[0], cos.shape[1])
-        if any(_options_of(layer, cos.shape[1]) != options for layer in fused):
-            raise NotReplacedError("its layers differ in what they ask of attention")
-        _prove_layer(fused[0], options, cos, sin)
-        kernel = DecodeStack([_weights_of(layer) for layer in fused], options)
+        ordered, kernel = _proven(model, modules)
     except (NotReplacedError, UnsupportedStackError) as error:
         log.info("layers are not computed by one kernel: %s", error)
         return False
+    except Exception as error:  # a launch that the driver refuses, or a kernel that does not compile
+        log.warning("layers are not computed by one kernel, because its proof failed: %s", error)
+        return False
+    fused = [cast(FusedLayer, module.forward) for module in ordered]
     stack = LayerStack(tuple(fused), kernel)
     for module, layer in zip(ordered, fused, strict=True):
         module.forward = replace(layer, stack=stack)
     log.info("steps of up to %d tokens compute %d layers in one kernel", MOST_STEP_TOKENS, len(fused))
     return True
+
+
+def _runs_on(device: torch.device) -> bool:
+    """Whether the kernel runs there: on an NVIDIA GPU for which it has been compiled, or in Triton's interpreter."""
+    try:
+        import triton
+    except ImportError:
+        return False
+    return spec.arch_of(device) >= LEAST_ARCH or (device.type == "cpu" and bool(triton.knobs.runtime.interpret))
+
+
+def _proven(model: PreTrainedModel, modules: Sequence[nn.Module]) -> tuple[list[nn.Module], DecodeStack]:
+    """The layers in their order, and the kernel that has been proven to compute them. Raises as `stack_layers` catches."""
+    from fa_serve.ops.decode_step.run import DecodeStack  # it imports Triton, which may not be installed
+
+    inputs = observe_inputs(model, modules, AttentionRecorder(), computing=False)
+    ordered = _in_order(modules, inputs)
+    fused = [cast(FusedLayer, module.forward) for module in ordered]
+    if len(fused) != model.config.get_text_config().num_hidden_layers:
+        raise NotReplacedError("some of its layers are not fused")
+    cos, sin = (table[0].float() for table in tables_of(inputs[ordered[0]].kwargs["position_embeddings"]))
+    options = _options_of(fused[0], cos.shape[1])
+    if any(_options_of(layer, cos.shape[1]) != options for layer in fused):
+        raise NotReplacedError("its layers differ in what they ask of attention")
+    wide = _in_float32(fused[0])
+    _prove_layer(wide, DecodeStack([_weights_of(wide)], options), cos, sin)
+    return ordered, DecodeStack([_weights_of(layer) for layer in fused], options)
 
 
 def _in_order(modules: Sequence[nn.Module], inputs: dict[nn.Module, LayerInputs]) -> list[nn.Module]:
@@ -181,10 +217,8 @@ def _matrix(product: FusedProduct | None) -> Tensor:
     return product.weight.detach()
 
 
-def _prove_layer(layer: FusedLayer, options: StackOptions, cos: Tensor, sin: Tensor) -> None:
-    """Compare a float32 copy of a layer by the kernel with the same copy by its own products and attention."""
-    wide = _in_float32(layer)
-    kernel = DecodeStack([_weights_of(wide)], options)
+def _prove_layer(wide: FusedLayer, kernel: DecodeStack, cos: Tensor, sin: Tensor) -> None:
+    """Compare a layer by the kernel with the same layer by its own products and attention. wide: a float32 copy of a layer"""
     for number, (q_lens, kv_lens) in enumerate(_PROOFS):
         generator = torch.Generator().manual_seed(number)
         batches = [_proof_batch(wide, q_lens, kv_lens, generator.manual_seed(number)) for _ in range(2)]

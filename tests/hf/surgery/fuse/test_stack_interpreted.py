@@ -6,19 +6,23 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 from decode_step_cases import tensors_of
 from hf_families import family
 from interpreter_bounds import reachable
+from tiny_models import make_model, make_tokenizer
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from fa_serve.engine import Engine, EngineConfig, SamplingParams
 from fa_serve.engine.cache import tensors as kv_cache
 from fa_serve.hf import PagedBatch, model_layers, paged_forward, patch
 from fa_serve.hf.surgery.fuse import stack
 from fa_serve.hf.surgery.fuse.fusion import fuse_layers, unfuse_model
 from fa_serve.hf.surgery.fuse.layer import FusedLayer
 from fa_serve.hf.surgery.fuse.stack import stack_layers
-from fa_serve.ops.decode_step.run import DecodeStack, StackStep
+from fa_serve.ops.decode_step.run import DecodeStack
+from fa_serve.ops.decode_step.stacked import StackStep
 
 
 @pytest.fixture
@@ -141,6 +145,35 @@ def test_a_kernel_that_computes_something_else_is_not_used(
     assert f"its {part} would change" in caplog.text
 
 
+def test_a_kernel_that_cannot_be_launched_is_not_used(
+    calls: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(self: DecodeStack, x: Tensor, step: StackStep, **options: Any) -> Tensor:
+        raise RuntimeError("too many blocks in cooperative launch")
+
+    monkeypatch.setattr(DecodeStack, "compute", refused)
+    model = family("llama").build()
+    modules = fused_layers(model)
+    with caplog.at_level("INFO", logger="fa_serve.hf"):
+        assert not stack_layers(model, modules)
+    assert "its proof failed: too many blocks in cooperative launch" in caplog.text
+    assert all(module.forward.stack is None for module in modules)
+
+
+def test_a_cpu_that_interprets_no_kernels_and_older_gpus_keep_their_layers(
+    calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = family("llama").build()
+    modules = fused_layers(model)
+    monkeypatch.setattr(stack.spec, "arch_of", lambda device: 80)
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    assert not stack_layers(model, modules)
+    assert calls == []
+    assert not stack._runs_on(torch.device("cuda"))
+    monkeypatch.setattr(stack.spec, "arch_of", lambda device: 120)
+    assert stack._runs_on(torch.device("cuda"))
+
+
 def test_steps_with_more_than_the_kernel_computes(calls: list[int]) -> None:
     """States that are read between layers, and sums in a fixed order, take the layers one by one."""
     model = family("llama").build()
@@ -149,12 +182,31 @@ def test_steps_with_more_than_the_kernel_computes(calls: list[int]) -> None:
     calls.clear()
     decode(model, num_splits=4)
     assert calls == []
+    decode(model, by_layers=True)
+    assert calls == []
+    decode(model, backend="reference")
+    assert calls == [], "attention is that of the backend that was chosen"
     handle = modules[1].register_forward_pre_hook(lambda *_: None)
     decode(model)
     assert calls == []
     handle.remove()
     decode(model)
     assert calls == [2, 2]
+
+
+def test_engines_compute_steps_that_pass_pages_on_layer_by_layer(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two equal prompts begin in one step of 6 tokens: the second one reads the page that the first one fills."""
+    answers = []
+    for switch in (False, True):
+        monkeypatch.setattr(stack, "STACKS_LAYERS", switch)
+        config = EngineConfig(device="cpu", dtype="float32", page_size=4, num_pages=32, max_num_seqs=4, seed=0)
+        engine = Engine(config, model=make_model("llama"), tokenizer=make_tokenizer())
+        calls.clear()
+        params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+        answers.append([output.token_ids for output in engine.generate([[5, 6, 7, 8, 9]] * 2, params)])
+        assert len(calls) == (2 if switch else 0), "the steps after the prompts are one launch each"
+        engine.close()
+    assert answers[0] == answers[1]
 
 
 def test_it_is_off_until_a_gpu_has_run_it() -> None:
