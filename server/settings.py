@@ -136,8 +136,8 @@ class Settings(BaseSettings):
     )
     kv_host_folder: Path | None = _option(
         None,
-        "Folder behind --kv-host-memory, in which pages are kept in files: a server that is started again finds them. They are "
-        "as private as what clients have written.",
+        "Folder behind --kv-host-memory, in which pages are kept in files: a server that is started again finds them, for the "
+        "same API keys and salts. They are as private as what clients have written. Not with --prefix-sharing none.",
         "Engine",
     )
     kv_host_folder_bytes: ByteSize = _option(
@@ -375,7 +375,11 @@ class Settings(BaseSettings):
         from dataclasses import fields
 
         from fa_serve.engine import EngineConfig
+        from fa_serve.spec import ParameterError
 
+        if self.kv_host_folder is not None and self.prefix_sharing == "none":
+            rule = "be None with prefix_sharing none, with which no request finds a page again"
+            raise ParameterError("kv_host_folder", rule, str(self.kv_host_folder))
         given = {field.name: getattr(self, field.name) for field in fields(EngineConfig)}
         if self.lora_folder is not None and self.lora_bytes is None:
             given["lora_bytes"] = DEFAULT_LORA_BYTES

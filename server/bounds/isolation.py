@@ -7,6 +7,9 @@
 A cached prefix makes an answer begin sooner, and `cached_tokens` says so. A client that could share the prefixes of another one
 could therefore guess its prompts piece by piece. The salt is a hash of the API key's hash with a secret of this process.
 Requests without a key, on a server without keys, are one client.
+
+With a folder of pages (`kv_host_folder`), salts have no secret, because a later process has to find the pages of this one. The
+engine keys the hashes of pages, which the salt is part of, with the secret of the folder, and no file says the salt.
 """
 
 from __future__ import annotations
@@ -24,17 +27,19 @@ class Isolation:
         self._sharing = settings.prefix_sharing
         self._scope = settings.priority_scope
         self._secret = secrets.token_bytes(32)
+        self._salt_secret = self._secret if settings.kv_host_folder is None else b""
 
     def client(self, key: str | None) -> str | None:
         """The name under which the engine accounts for the requests of an API key's hash."""
-        return None if key is None or self._scope == "global" else self._hash(key, None)
+        return None if key is None or self._scope == "global" else _hash(self._secret, key, None)
 
     def cache_salt(self, key: str | None, salt: str | None) -> str | None:
         """The salt of a request that carries `salt`. None shares with all other requests that have None."""
         if self._sharing == "none":
             return secrets.token_hex(16)
         owner = key if self._sharing == "key" else None
-        return None if owner is None and salt is None else self._hash(owner, salt)
+        return None if owner is None and salt is None else _hash(self._salt_secret, owner, salt)
 
-    def _hash(self, *values: str | None) -> str:
-        return hashlib.blake2b(repr(values).encode(), digest_size=16, key=self._secret).hexdigest()
+
+def _hash(secret: bytes, *values: str | None) -> str:
+    return hashlib.blake2b(repr(values).encode(), digest_size=16, key=secret).hexdigest()

@@ -11,19 +11,21 @@ checksum. The identity says what computed it: the model's weights, the dtype, th
 identity has a folder for its files, and a file of another one is never read, even if it was moved there by hand.
 
 Several processes may use the folder, and each may end at any moment. A file is written under another name and renamed when it
-is complete, so nobody sees a part of it. Nothing waits for the disk (fsync): what a loss of power tears has another checksum.
+is complete, so nobody sees a part of it. No file of a page waits for the disk (fsync): what a loss of power tears has another
+checksum. The secret does, because all other files are of no use without it.
 Left out: which files are worth keeping (folder_index.py), and when they are read and written (folder_tier.py).
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
 import time
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from struct import Struct
@@ -40,7 +42,7 @@ NO_PARENT = bytes(16)
 _IDENTITY = re.compile(r"[0-9a-f]{32}")
 _SHARD = re.compile(r"[0-9a-f]{2}")
 _FILE = re.compile(r"([0-9a-f]{32})\.([0-9a-f]{32})\.(page|state)")
-_TEMPORARY = re.compile(r"\.[0-9]+-[0-9]+\.tmp")
+_TEMPORARY = re.compile(r"\.[0-9a-f]+-[0-9]+\.tmp")
 
 
 class BadFileError(Exception):
@@ -80,12 +82,11 @@ class FolderFiles:
         self.folder = folder
         self._identity = identity
         self._own = folder / identity.hex()
+        self._tag = os.urandom(8).hex()  # processes of containers share their ids
         self._serial = count()
         self._known: dict[FileName, int] = {}
         self._own.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.secret = self._read_or_make("secret", os.urandom(SECRET_BYTES))
-        if len(self.secret) != SECRET_BYTES:
-            raise OSError(f"{self._own / 'secret'} must have {SECRET_BYTES} bytes, got {len(self.secret)}")
+        self.secret = self._read_or_make("secret", os.urandom(SECRET_BYTES), SECRET_BYTES)
         self._read_or_make("about.json", json.dumps(about or {}, indent=1, default=str).encode())
 
     def path_of(self, name: FileName) -> Path:
@@ -103,16 +104,11 @@ class FolderFiles:
         """Write a file, in the place of one that is there already. Raises OSError, and leaves no part of a file then."""
         path = self.path_of(name)
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        temporary = path.parent / f".{os.getpid()}-{next(self._serial)}.tmp"
-        try:
-            with open(temporary, "xb", buffering=0, opener=_private) as file:
+        with self._temporary(path.parent) as temporary:
+            with open(temporary, "wb", buffering=0) as file:
                 _write_all(file.fileno(), self._header(name, data))
                 _write_all(file.fileno(), data)
             os.replace(temporary, path)
-        except BaseException:
-            with suppress(OSError):
-                temporary.unlink()
-            raise
 
     def read(self, name: FileName, into: memoryview) -> None:
         """Read a file and check it. Raises BadFileError or OSError; what is in `into` is of no use then."""
@@ -147,17 +143,37 @@ class FolderFiles:
         checksum = zlib.crc32(data, zlib.crc32(HEADER.pack(*fields, 0)))
         return HEADER.pack(*fields, checksum)
 
-    def _read_or_make(self, name: str, content: bytes) -> bytes:
-        """The content of a small file, which one of the processes makes, and all see complete."""
+    def _read_or_make(self, name: str, content: bytes, size: int = 0) -> bytes:
+        """The content of a small file, which one of the processes makes, and all see complete, also after a loss of power.
+
+        size: bytes of a file that is right, if that is known; another one is replaced
+        """
         path = self._own / name
-        if not path.exists():
-            temporary = self._own / f".{os.getpid()}-{next(self._serial)}.tmp"
-            with open(temporary, "xb", opener=_private) as file:
-                file.write(content)
-            with suppress(FileExistsError):
-                os.link(temporary, path)
-            temporary.unlink()
+        with _locked(self._own) as folder:
+            if size and path.exists() and path.stat().st_size != size:
+                path.unlink()
+            if not path.exists():
+                with self._temporary(self._own) as temporary:
+                    with open(temporary, "wb") as file:
+                        file.write(content)
+                        file.flush()
+                        os.fsync(file.fileno())
+                    with suppress(FileExistsError):  # where there are no locks
+                        os.link(temporary, path)
+                with suppress(OSError):  # some file systems cannot do this for a folder
+                    os.fsync(folder)
         return path.read_bytes()
+
+    @contextmanager
+    def _temporary(self, folder: Path) -> Iterator[Path]:
+        """An empty file in a folder, to be written and given its name. It is gone afterwards."""
+        path = folder / f".{self._tag}-{next(self._serial)}.tmp"
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+        try:
+            yield path
+        finally:
+            with suppress(OSError):
+                path.unlink()
 
     def _walk(self) -> Iterator[FoundFile]:
         now = time.time()
@@ -209,5 +225,13 @@ def _write_all(descriptor: int, data: bytes | memoryview) -> None:
         view = view[os.write(descriptor, view) :]
 
 
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
+@contextmanager
+def _locked(folder: Path) -> Iterator[int]:
+    """A folder that is open, which only one process has at a time if its file system has locks."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield descriptor
+    finally:
+        os.close(descriptor)

@@ -115,6 +115,16 @@ class FolderIndex:
             found += names
         return found
 
+    def withdraw_one(self, kind: str, page_hash: bytes) -> list[FileName]:
+        """The same for a file of one kind, if there is one. What comes after a state is told by its page."""
+        name = self.find(kind, page_hash)
+        if name is None:
+            return []
+        if kind == "page":
+            return self.withdraw(page_hash)
+        self.remove(name)
+        return [name]
+
     def check_integrity(self) -> None:
         """Assert that all views of the files agree, and that they keep the budget."""
         assert self.num_bytes == sum(self._sizes.values())

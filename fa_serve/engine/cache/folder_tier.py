@@ -27,7 +27,7 @@ import errno
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from functools import partial
@@ -172,9 +172,9 @@ class FolderTier:
     def connect(self, lanes: Mapping[str, FolderLane]) -> None:
         """Serve these tables, by the kind of their files: "page", and "state" for a model with states."""
         self._lanes = dict(lanes)
-        for kind, lane in lanes.items():
+        for lane in lanes.values():
             lane.table.host.keeps_unsaved = True
-            lane.table.on_withdraw = self.withdraw if kind == "page" else self._withdraw_state
+        self._pages.on_withdraw = self.withdraw
 
     def begin_step(self) -> None:
         """Take in what has ended, and begin to write the copies that the host has got."""
@@ -245,6 +245,14 @@ class FolderTier:
     def withdraw(self, page_hash: bytes) -> None:
         """What a page holds is not valid: remove its files, and those of all pages that were computed from it."""
         self._drop(self.index.withdraw(page_hash))
+
+    def lacking(self, hashes: Iterable[bytes]) -> set[tuple[str, bytes]]:
+        """The pages and states of these hashes that have no files: (kind, hash)."""
+        return {(kind, each) for kind in self._lanes for each in hashes if self.index.find(kind, each) is None}
+
+    def withdraw_new(self, lacked: Iterable[tuple[str, bytes]]) -> None:
+        """What was written since `lacking` said that it has no file may not be valid."""
+        self._drop([name for each in lacked for name in self.index.withdraw_one(*each)])
 
     def save_staged(self, kind: str, moves: Sequence[Move]) -> None:
         """Write what lies in slots that have been taken. They are given back when it is written."""
@@ -321,11 +329,9 @@ class FolderTier:
         yield from ((write.name, write.slot, write.future) for write in self._writes)
         yield from ((read.name, read.slot, read.future) for load in self._loads for read in load.reads)
 
-    def _withdraw_state(self, page_hash: bytes) -> None:
-        name = self.index.find("state", page_hash)
-        if name is not None:
-            self.index.remove(name)
-            self._drop([name])
+    @property
+    def _pages(self) -> Any:
+        return self._lanes["page"].table
 
     def _drop(self, names: Sequence[FileName]) -> None:
         """Remove files that the index does not have any more. Those that are being written are removed afterwards."""
@@ -348,8 +354,7 @@ class FolderTier:
                 table.host.end_saving(page_hash, slot)
 
     def _parent_of(self, page_hash: bytes) -> bytes:
-        pages: Any = self._lanes["page"].table
-        parent: bytes = pages.parent_of(page_hash)
+        parent: bytes = self._pages.parent_of(page_hash)
         return parent
 
     def _start_write(self, name: FileName, slot: int, *, staged: bool) -> bool:

@@ -19,7 +19,7 @@ out: the hashes of pages (pages.py), which positions have states (states.py), an
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -40,7 +40,6 @@ class KeptItems:
     host:      slots of the host with copies; none without a host tier
     num_changes: how often an item has become cached, or has ceased to be available
     num_lost:  how many registered items were evicted of which the host had no copy
-    on_withdraw: if it is set, it is called with each hash whose content is not valid: files with this content are not either
     """
 
     def __init__(self, count: int, name: str) -> None:
@@ -48,7 +47,6 @@ class KeptItems:
         self.host = HostSlots()
         self.num_changes = 0
         self.num_lost = 0
-        self.on_withdraw: Callable[[bytes], None] | None = None
         self._count = count
         self._free = list(range(count - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first

@@ -39,7 +39,8 @@ class PageTable(KeptItems):
 
     page_size: tokens in a page; salt: key of the hashes, random unless it is given
 
-    `on_forget`, if it is set, is called with each hash that is unregistered: what is keyed by hashes goes with the pages.
+    on_forget:   if it is set, it is called with each hash that is unregistered: what is keyed by hashes goes with the pages
+    on_withdraw: if it is set, it is called with each hash whose content is not valid: files with this content are not either
     """
 
     def __init__(self, num_pages: int, page_size: int, *, prefix_caching: bool = True, salt: bytes | None = None) -> None:
@@ -48,6 +49,7 @@ class PageTable(KeptItems):
         self.page_size = page_size
         self.prefix_caching = prefix_caching
         self.on_forget: Callable[[bytes], None] | None = None
+        self.on_withdraw: Callable[[bytes], None] | None = None
         self._salt = new_salt() if salt is None else salt
         # the tree of registered pages, by hash; a first page has no parent
         self._parent_of: dict[bytes, bytes] = {}
@@ -149,17 +151,23 @@ class PageTable(KeptItems):
         self._item_of[page_hash] = page
 
     def unregister(self, pages: Sequence[int]) -> None:
-        """The content of these pages is not valid: nobody shares it from now on, nor any page that was computed from it."""
+        """Nobody shares the content of these pages from now on, nor any page that was computed from it."""
         self.forget([self._hash_of[page] for page in pages if page in self._hash_of])
 
     def forget(self, hashes: Sequence[bytes]) -> None:
-        """The same, by the hashes of the pages. Those that are not registered may still be kept elsewhere."""
+        """The same, by the hashes of the pages. Those that are not registered are skipped. Files stay: an earlier run may have
+        written what is right."""
+        for page_hash in hashes:
+            if page_hash in self:
+                self._forget(page_hash)
+
+    def withdraw(self, hashes: Sequence[bytes]) -> None:
+        """What is known under these hashes is not valid, nor what was computed from it, files among it."""
         for page_hash in hashes:
             if self.on_withdraw is not None:
                 for each in self._descent(page_hash):
                     self.on_withdraw(each)
-            if page_hash in self:
-                self._forget(page_hash)
+        self.forget(hashes)
 
     def forget_all(self) -> None:
         """No page is shared from now on: the model's weights have changed, or the memory is given away."""

@@ -385,6 +385,9 @@ class Prefix:
 
     def release(self, sequence: SequenceState) -> None:
         """A sequence leaves: it does not hold its pages and states any more."""
+        if not sequence.finished and self._folder is not None:
+            first = self._first_unconfirmed(sequence)
+            sequence.unfiled |= self._folder.lacking(sequence.page_hashes[first : sequence.num_offered])
         self._pages.release(sequence.held_pages)
         if self._states is not None:
             for held in sequence.held_states:
@@ -409,16 +412,31 @@ class Prefix:
             sequence.offer(first)
 
     def withdraw_all(self, sequence: SequenceState) -> None:
-        """The same for all its pages, and for those that other sequences have computed and it shares."""
+        """The same for all its pages, those that other sequences have computed and it shares, and their files: some of them are
+        not finite."""
+        self._pages.withdraw(sequence.page_hashes)
         self._pages.unregister(sequence.held_pages)
-        self._pages.forget(sequence.page_hashes)
 
     def withdraw_left(self, sequence: SequenceState) -> None:
-        """The same for what a preempted sequence has left, from its first token on that is not confirmed."""
+        """The same for what a preempted sequence has left, from its first token on that is not confirmed.
+
+        Its pages may have been written to files since: those go as well, and those that were there before stay.
+        """
         if sequence.slot >= 0 or not sequence.num_at_start:
             return  # it runs, or never did
-        confirmed = max(sequence.num_confirmed, sequence.num_cached_tokens)
-        self._pages.forget(sequence.page_hashes[confirmed // self._pages.page_size :])
+        hashes = sequence.page_hashes[self._first_unconfirmed(sequence) :]
+        self._pages.forget(hashes)
+        if self._folder is not None:
+            unconfirmed = {*hashes}
+            self._folder.withdraw_new(each for each in sequence.unfiled if each[1] in unconfirmed)
+
+    @property
+    def _folder(self) -> FolderTier | None:
+        return None if self._tier is None else self._tier.folder
+
+    def _first_unconfirmed(self, sequence: SequenceState) -> int:
+        """The first page of a sequence that it has computed itself, and that no finite logits have confirmed."""
+        return max(sequence.num_confirmed, sequence.num_cached_tokens) // self._pages.page_size
 
     def withdraw_everything(self, *, new_weights: bool) -> None:
         """The same for all pages and states of all sequences; for files if they were computed with other weights."""

@@ -161,8 +161,6 @@ class StateTable(KeptItems):
     def forget(self, hashes: Sequence[bytes]) -> None:
         """Nobody starts from the states after these pages from now on. Hashes that have no state are skipped."""
         for page_hash in hashes:
-            if self.on_withdraw is not None:
-                self.on_withdraw(page_hash)
             self._forget(page_hash)
 
     def _register_restored(self, page_hash: bytes, parent: bytes) -> bool:

@@ -55,6 +55,7 @@ class SequenceState:
     slot:         row of the per-sequence state on the device while the sequence runs, else -1
     pages:        ids of its pages in order; the first num_released of them may belong to other sequences by now
     page_hashes:  hashes of its full pages
+    unfiled:      what it had not confirmed when it was preempted, and what had no file then: (kind, hash)
     state:        state of linear attention that its next step reads; -1 is that before the first token
     state_position: number of leading tokens that `state` comes after: the last multiple of the page size up to num_computed
     retired:      further states that it holds, because steps in flight read or write them
@@ -79,6 +80,7 @@ class SequenceState:
     slot: int = -1
     pages: list[int] = field(default_factory=list)
     page_hashes: list[bytes] = field(default_factory=list)
+    unfiled: set[tuple[str, bytes]] = field(default_factory=set)
     state: int = -1
     state_position: int = 0
     retired: list[HeldState] = field(default_factory=list)

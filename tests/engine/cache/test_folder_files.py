@@ -6,6 +6,7 @@ import errno
 import os
 import stat
 import time
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -97,9 +98,75 @@ def test_a_file_of_another_identity_is_not_read(files: FolderFiles) -> None:
 def test_processes_of_one_identity_have_one_secret_and_others_another(files: FolderFiles) -> None:
     assert FolderFiles(files.folder, IDENTITY).secret == files.secret
     assert FolderFiles(files.folder, bytes(16)).secret != files.secret
-    (files.folder / IDENTITY.hex() / "secret").write_bytes(b"short")
-    with pytest.raises(OSError, match="must have 16 bytes, got 5"):
-        FolderFiles(files.folder, IDENTITY)
+
+
+@pytest.mark.parametrize("torn", [b"", b"short"])
+def test_a_secret_that_a_loss_of_power_has_torn_is_replaced(files: FolderFiles, torn: bytes) -> None:
+    (files.folder / IDENTITY.hex() / "secret").write_bytes(torn)
+    later = FolderFiles(files.folder, IDENTITY)
+    assert len(later.secret) == 16
+    assert FolderFiles(files.folder, IDENTITY).secret == later.secret != files.secret
+
+
+def test_the_secret_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch) -> None:
+    events = []
+    sync, link = os.fsync, os.link
+
+    def note_sync(descriptor: int) -> None:
+        sync(descriptor)
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        events.append(("sync", path.suffix, path.stat().st_size if path.is_file() else -1))
+
+    def note_link(source: Path, target: Path) -> None:
+        link(source, target)
+        events.append(("link", target.name, 0))
+
+    monkeypatch.setattr(folder_files.os, "fsync", note_sync)
+    monkeypatch.setattr(folder_files.os, "link", note_link)
+    FolderFiles(tmp_path, IDENTITY)
+    assert events[:3] == [("sync", ".tmp", 16), ("link", "secret", 0), ("sync", "", -1)]
+
+
+def test_a_start_that_meets_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch) -> None:
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "planted")
+
+    monkeypatch.setattr(folder_files.os, "fsync", fail)
+    with pytest.raises(OSError, match="planted"):
+        FolderFiles(tmp_path, IDENTITY)
+    monkeypatch.undo()
+    assert [*(tmp_path / IDENTITY.hex()).iterdir()] == []
+    assert len(FolderFiles(tmp_path, IDENTITY).secret) == 16
+
+
+def test_processes_of_two_containers_have_other_temporary_names(files: FolderFiles, monkeypatch) -> None:
+    """Their process ids may be the same. What the other one is writing stays, and its names are known when they are old."""
+    other = FolderFiles(files.folder, IDENTITY)
+    files._serial, other._serial = count(), count()
+    seen = []
+    replace = os.replace
+
+    def meanwhile(source: Path, target: Path) -> None:
+        seen.append(source)
+        if len(seen) == 1:
+            write(other, FIRST)
+        replace(source, target)
+
+    monkeypatch.setattr(folder_files.os, "replace", meanwhile)
+    path = write(files, FIRST)
+    assert len({*seen}) == 2
+    assert all(folder_files._TEMPORARY.fullmatch(each.name) for each in seen)
+    assert read(files, FIRST) == DATA
+    assert [*path.parent.iterdir()] == [path]
+
+
+def test_a_file_that_another_one_has_made_is_not_removed(files: FolderFiles) -> None:
+    path = write(files, FIRST)
+    taken = path.parent / f".{files._tag}-{next(files._serial) + 1}.tmp"
+    taken.write_bytes(b"theirs")
+    with pytest.raises(FileExistsError):
+        write(files, FIRST)
+    assert taken.read_bytes() == b"theirs"
 
 
 def test_only_the_owner_may_read_what_is_written(files: FolderFiles) -> None:
@@ -158,8 +225,8 @@ def test_links_are_not_followed(files: FolderFiles, tmp_path: Path) -> None:
 
 def test_what_a_killed_process_has_left_is_removed_when_it_is_old(files: FolderFiles) -> None:
     path = write(files, FIRST)
-    old = path.parent / ".12-0.tmp"
-    new = path.parent / ".12-1.tmp"
+    old = path.parent / ".0123456789abcdef-0.tmp"
+    new = path.parent / ".0123456789abcdef-1.tmp"
     for each in (old, new):
         each.write_bytes(b"part")
     past = time.time() - folder_files.STALE_SECONDS - 1

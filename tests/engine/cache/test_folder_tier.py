@@ -251,6 +251,58 @@ def test_pages_that_are_not_finite_and_what_was_computed_from_them_lose_their_fi
     assert again(make_traffic(FolderFiles(files.folder, IDENTITY))) == 0
 
 
+def saved_history(files: FolderFiles, length: int = 75) -> list[bytes]:
+    """A history whose pages have files, and are in the memory of no engine. Returns their hashes."""
+    traffic = make_traffic(files, num_pages=100, slots=40, num_states=30, state_slots=30)
+    sequence = traffic.add("history", prompt_of([0], length), 4)
+    traffic.run()
+    while traffic.scheduler.tier.save_one():
+        pass
+    return sequence.page_hashes
+
+
+def test_an_abort_leaves_the_files_of_an_earlier_run(files: FolderFiles) -> None:
+    """It comes while a step is in flight that is to complete a page: the file of this page, and of those after it, is right."""
+    hashes = saved_history(files)
+    paths = {path for kind in ("page", "state") for path in files.folder.rglob(f"*.{kind}")}
+    traffic = make_traffic(FolderFiles(files.folder, IDENTITY), num_pages=100, slots=40, num_states=30, state_slots=30)
+    sequence = traffic.add("again", prompt_of([0], 19), 40)
+    while sequence.num_offered <= max(sequence.num_confirmed // 4, sequence.num_shared):
+        traffic.step()
+    assert sequence.page_hashes == hashes[: sequence.num_offered]
+    traffic.scheduler.abort("again")
+    assert not traffic.scheduler.pages.has(sequence.page_hashes[-1]), "nobody shares the page itself"
+    folder_of(traffic).wait_for_writes(5.0)
+    assert folder_of(traffic).reach(hashes) == len(hashes) == 19
+    assert all(path.exists() for path in paths)
+
+
+@pytest.mark.parametrize("had_files", [False, True])
+def test_what_a_preempted_sequence_has_left_goes_unless_it_was_there_before(files: FolderFiles, had_files: bool) -> None:
+    """Its pages are written while it waits. Nothing has confirmed that they are finite when it is aborted."""
+    if had_files:
+        saved_history(files, 23)
+    later = FolderFiles(files.folder, IDENTITY)
+    traffic = make_traffic(later, num_pages=100, slots=40, num_states=30, state_slots=30)
+    scheduler = traffic.scheduler
+    folder = folder_of(traffic)
+    folder.index.reach = lambda hashes: 0  # it computes what it could read
+    sequence = traffic.add("long", prompt_of([0], 127), 4)
+    batch = scheduler.schedule()
+    traffic.device.launch(batch)
+    scheduler._requeue(sequence)
+    while scheduler.tier.save_one():
+        pass
+    before = [folder.has("page", each) for each in sequence.page_hashes]
+    assert before == [True] * 16 + [False] * 16
+    scheduler.abort("long")
+    after = [folder.has("page", each) for each in sequence.page_hashes]
+    assert after == [had_files] * 6 + [False] * 26
+    assert len(folder.lacking(sequence.page_hashes[6:])) == 2 * 26, "nor is there a state"
+    scheduler.check_integrity()
+    folder.index.check_integrity()
+
+
 class SlowFiles(FolderFiles):
     """Reads wait for `gate`."""
 

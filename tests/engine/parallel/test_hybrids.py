@@ -15,7 +15,7 @@ from tiny_models import VOCAB, make_tokenizer
 from transformers import GenerationConfig, PreTrainedModel
 
 from fa_serve.engine import Engine, EngineConfig, SamplingParams
-from fa_serve.engine.runner.model_runner import ModelRunner
+from fa_serve.engine.start import loading
 
 pytestmark = pytest.mark.usefixtures("warm_followers")
 
@@ -134,7 +134,7 @@ def test_states_are_divided_and_fit_the_rank_with_the_least_memory(tmp_path: Pat
     one = start(folder, tensor_parallel=1)
     whole = one._runner.state_memory.bytes_per_state
     one.close()
-    monkeypatch.setattr(ModelRunner, "fit", lambda runner, config, length: (500, 5000))  # of rank 0 alone
+    monkeypatch.setattr(loading, "find_room", lambda runner, config, length: (500, 5000))  # of rank 0 alone
     two = start(folder)
     assert 2 * two._runner.state_memory.bytes_per_state == whole
     assert two.config.num_states is not None

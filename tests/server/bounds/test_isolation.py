@@ -6,6 +6,8 @@ import pytest
 from fa_serve.server.bounds.isolation import Isolation
 from fa_serve.server.settings import Settings
 
+from fa_serve.spec import ParameterError
+
 pytestmark = pytest.mark.anyio
 TEXT = {"model": "fake", "prompt": "Hi"}
 
@@ -23,6 +25,22 @@ def test_by_default_each_key_and_each_salt_has_prefixes_to_itself():
     isolation = Isolation(Settings())
     assert isolation.cache_salt("one", "a") == isolation.cache_salt("one", "a")
     assert isolation.cache_salt("one", "a") != found["one", "a"], "the secret is this process's"
+
+
+@pytest.mark.parametrize("sharing", ["key", "all"])
+def test_with_a_folder_of_pages_a_later_process_has_the_same_salts(sharing, tmp_path):
+    found = salts(prefix_sharing=sharing, kv_host_folder=tmp_path)
+    assert salts(prefix_sharing=sharing, kv_host_folder=tmp_path) == found
+    assert found[None, None] is None
+    assert len(set(found.values())) == (9 if sharing == "key" else 3)
+    isolation = Isolation(Settings(kv_host_folder=tmp_path))
+    assert isolation.client("one") not in (found["one", None], Isolation(Settings(kv_host_folder=tmp_path)).client("one"))
+
+
+def test_a_folder_of_pages_that_nobody_shares_is_refused(tmp_path):
+    settings = Settings(prefix_sharing="none", kv_host_memory=1 << 20, kv_host_folder=tmp_path)
+    with pytest.raises(ParameterError, match="kv_host_folder must be None with prefix_sharing none"):
+        settings.engine_config()
 
 
 def test_all_keys_may_share_prefixes_and_salts_still_separate():
