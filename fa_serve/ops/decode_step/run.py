@@ -42,6 +42,7 @@ class DecodeStack:
 
     programs: of the grid; None is one for each multiprocessor
     tile:     what is tuned; see `layout.StepTile`
+    num_calls: how often `compute` has been called; a replay of a graph calls nothing
 
     Raises UnsupportedStackError for layers that the kernel does not compute.
     """
@@ -76,6 +77,7 @@ class DecodeStack:
         self._parts: dict[tuple[int, int], Tensor] = {}
         self._tables: dict[tuple[int, ...], Tensor] = {}
         self._launches: dict[tuple[object, ...], tuple[Launch, StepLayout]] = {}
+        self.num_calls = 0
 
     def _unsupported(self) -> str | None:
         first = self._layers[0]
@@ -119,6 +121,7 @@ class DecodeStack:
     def compute(self, x: Tensor, step: StackStep, *, first: int = 0, count: int | None = None) -> Tensor:
         """The output of the layers from `first` on, `count` of them or all. x (total, hidden) is overwritten and returned."""
         count = len(self._layers) - first if count is None else count
+        self.num_calls += 1
         launch, layout = self._launch_for(step)
         batch = len(step.seqused_k)
         tensors = (
