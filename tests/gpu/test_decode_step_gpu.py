@@ -107,7 +107,7 @@ def test_graphs_of_several_shapes_share_the_counters_of_a_stack() -> None:
         inputs = x.cuda()
         outputs = torch.empty_like(inputs)
         calls.append((kernel, told, inputs, outputs, kernel.compute(inputs.clone(), told).clone()))
-    # tables are made for the caches of one step at a time, so each graph is captured right after a call
+    # a table is made by a call that is not captured
     graphs = []
     for stacked, told, inputs, outputs, expected in calls:
         assert torch.equal(stacked.compute(inputs.clone(), told), expected)

@@ -36,6 +36,9 @@ from fa_serve.ops.decode_step.layout import (
 from fa_serve.ops.decode_step.stacked import StackLayer, StackOptions, StackStep, UnsupportedStackError
 from fa_serve.ops.elementwise.activation import ACTIVATION_KINDS
 
+_MOST_TABLES = 64
+"""Of a stack, a few kilobytes each. An engine has new caches when it allocates them anew, and no graph outlives its caches."""
+
 
 class DecodeStack:
     """All layers of a model, and the memory of the kernel that computes them.
@@ -189,14 +192,18 @@ class DecodeStack:
         return self._parts[key]
 
     def _table_of(self, caches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-        """The addresses of all layers, (layers, len(ADDRESSES)) int64. It is made by a step that is not captured."""
+        """The addresses of all layers, (layers, len(ADDRESSES)) int64. It is made by a step that is not captured.
+
+        Graphs read it, so those of earlier caches stay, up to _MOST_TABLES.
+        """
         key = tuple([x.data_ptr() for pair in caches for x in pair])
         if key not in self._tables:
             rows = [
                 _addresses(layer.weights() | {"k_cache": k, "v_cache": v})
                 for layer, (k, v) in zip(self._layers, caches, strict=True)
             ]
-            self._tables.clear()
+            while len(self._tables) >= _MOST_TABLES:
+                del self._tables[next(iter(self._tables))]
             self._tables[key] = torch.tensor(rows, dtype=torch.int64, device=self._qkv.device)
         return self._tables[key]
 
