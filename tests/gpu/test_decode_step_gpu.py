@@ -107,7 +107,7 @@ def test_graphs_of_several_shapes_share_the_counters_of_a_stack() -> None:
         inputs = x.cuda()
         outputs = torch.empty_like(inputs)
         calls.append((kernel, told, inputs, outputs, kernel.compute(inputs.clone(), told).clone()))
-    # tables are made for the caches of one step at a time, so each graph is captured right after a call
+    # a table is made by a call that is not captured
     graphs = []
     for stacked, told, inputs, outputs, expected in calls:
         assert torch.equal(stacked.compute(inputs.clone(), told), expected)
@@ -157,8 +157,12 @@ def test_engines_write_the_same_tokens(name: str, monkeypatch: pytest.MonkeyPatc
         fused = [m.forward for m in engine._runner.model.modules() if isinstance(vars(m).get("forward"), FusedLayer)]
         assert fused
         assert all((layer.stack is not None) == switch for layer in fused)
+        found = stack.stack_of(engine._runner.model)
         params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
         alone = [output.token_ids for output in engine.generate(prompts[:1], params)]
         answers.append(alone + [output.token_ids for output in engine.generate(prompts, params)])
+        if found is not None:
+            # steps of one and of four sequences, each computed once and captured once
+            assert found.kernel.num_calls >= 4, found.said
         engine.close()
     assert answers[0] == answers[1]

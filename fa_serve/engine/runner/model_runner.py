@@ -61,7 +61,7 @@ from fa_serve.hf.images import StepImages
 from fa_serve.hf.lora.memory import detach_adapters
 from fa_serve.hf.surgery.fuse.fusion import cached_layers, cached_states, fuse_model, unfuse_model
 from fa_serve.hf.surgery.fuse.latent import PLAIN_TOKENS
-from fa_serve.hf.surgery.fuse.stack import has_stack
+from fa_serve.hf.surgery.fuse.stack import stack_of
 from fa_serve.hf.surgery.quantised.linear import QuantizedLinear
 from fa_serve.launching.compilations import num_compilations
 from fa_serve.ops import StateTensors
@@ -153,7 +153,7 @@ class ModelRunner:
     def fuse(self) -> int:
         """Fuse layers, routers and shared experts of the model where that is possible. Returns how many layers are fused."""
         fused = fuse_model(self.model, deterministic=self._deterministic)
-        self._stacked = has_stack(self.model)
+        self._stacked = stack_of(self.model) is not None
         self.layers = cached_layers(self.model, self.layers)
         self.state_memory = replace(self.state_memory, specs=cached_states(self.model, self.state_memory.specs))
         if "descales" in self._options and any(layer.values_in_keys for layer in self.layers.values()):

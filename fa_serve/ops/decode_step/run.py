@@ -36,12 +36,16 @@ from fa_serve.ops.decode_step.layout import (
 from fa_serve.ops.decode_step.stacked import StackLayer, StackOptions, StackStep, UnsupportedStackError
 from fa_serve.ops.elementwise.activation import ACTIVATION_KINDS
 
+_MOST_TABLES = 64
+"""Of a stack, a few kilobytes each. An engine has new caches when it allocates them anew, and no graph outlives its caches."""
+
 
 class DecodeStack:
     """All layers of a model, and the memory of the kernel that computes them.
 
     programs: of the grid; None is one for each multiprocessor
     tile:     what is tuned; see `layout.StepTile`
+    num_calls: how often `compute` has been called; a replay of a graph calls nothing
 
     Raises UnsupportedStackError for layers that the kernel does not compute.
     """
@@ -73,9 +77,12 @@ class DecodeStack:
         self._counters = torch.zeros(PHASES * PHASE_STRIDE, dtype=torch.int64, device=device)
         self._pairs = torch.zeros(MOST_STEP_TOKENS * self.shape.num_kv_heads, dtype=torch.int32, device=device)
         self._done = torch.zeros(self._programs, dtype=torch.int64, device=device)
-        self._parts: dict[tuple[int, int], Tensor] = {}
+        # room for the splits of all KV heads of any step, which is made before an engine counts what is left for its cache
+        most = self._layout(MOST_STEP_TOKENS, MOST_STEP_TOKENS, 1).parts_of_unit
+        self._parts = torch.empty(len(self._pairs) * most, dtype=torch.float32, device=device)
         self._tables: dict[tuple[int, ...], Tensor] = {}
         self._launches: dict[tuple[object, ...], tuple[Launch, StepLayout]] = {}
+        self.num_calls = 0
 
     def _unsupported(self) -> str | None:
         first = self._layers[0]
@@ -119,6 +126,7 @@ class DecodeStack:
     def compute(self, x: Tensor, step: StackStep, *, first: int = 0, count: int | None = None) -> Tensor:
         """The output of the layers from `first` on, `count` of them or all. x (total, hidden) is overwritten and returned."""
         count = len(self._layers) - first if count is None else count
+        self.num_calls += 1
         launch, layout = self._launch_for(step)
         batch = len(step.seqused_k)
         tensors = (
@@ -126,7 +134,7 @@ class DecodeStack:
             self._qkv,
             self._attended,
             self._gated,
-            self._parts_for(layout),
+            self._parts,
             self._counters,
             self._pairs,
             self._done,
@@ -141,10 +149,9 @@ class DecodeStack:
         launch(tensors, first, count, len(x), batch, splits_of(layout, batch), step.block_table.stride(0), step.cos.stride(0))
         return x
 
-    def memory(self, step: StackStep) -> tuple[Tensor, ...]:
+    def memory(self) -> tuple[Tensor, ...]:
         """What the programs of a step share: buffers, then counters."""
-        _, layout = self._launch_for(step)
-        buffers = (self._qkv, self._attended, self._gated, self._parts_for(layout))
+        buffers = (self._qkv, self._attended, self._gated, self._parts)
         return (*buffers, self._counters, self._pairs, self._done)
 
     def _launch_for(self, step: StackStep) -> tuple[Launch, StepLayout]:
@@ -155,16 +162,7 @@ class DecodeStack:
             first = self._layers[0]
             norm = first.before_attention
             head_norm = norm if first.q_norm is None else first.q_norm
-            layout = layout_of(
-                self.shape,
-                programs=self._programs,
-                arch=self._arch,
-                tokens=len(step.slot_mapping),
-                max_seqlen_q=step.max_seqlen_q,
-                page_size=k_cache.shape[1],
-                kind=ACTIVATION_KINDS[options.activation],
-                tile=self._tile,
-            )
+            layout = self._layout(len(step.slot_mapping), step.max_seqlen_q, k_cache.shape[1])
             numbers = (norm.eps, norm.offset, head_norm.eps, head_norm.offset, options.multiplier, options.softmax_scale)
             launch = Launch(
                 decode_layers,
@@ -177,23 +175,31 @@ class DecodeStack:
             self._launches[key] = (launch, layout)
         return self._launches[key]
 
-    def _parts_for(self, layout: StepLayout) -> Tensor:
-        """Room for the splits of all KV heads of a step."""
-        key = (layout.max_splits, layout.rows_m)
-        if key not in self._parts:
-            units = MOST_STEP_TOKENS * layout.num_kv_heads
-            self._parts[key] = torch.empty(units * layout.parts_of_unit, dtype=torch.float32, device=self._qkv.device)
-        return self._parts[key]
+    def _layout(self, tokens: int, max_seqlen_q: int, page_size: int) -> StepLayout:
+        return layout_of(
+            self.shape,
+            programs=self._programs,
+            arch=self._arch,
+            tokens=tokens,
+            max_seqlen_q=max_seqlen_q,
+            page_size=page_size,
+            kind=ACTIVATION_KINDS[self._options.activation],
+            tile=self._tile,
+        )
 
     def _table_of(self, caches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-        """The addresses of all layers, (layers, len(ADDRESSES)) int64. It is made by a step that is not captured."""
+        """The addresses of all layers, (layers, len(ADDRESSES)) int64. It is made by a step that is not captured.
+
+        Graphs read it, so those of earlier caches stay, up to _MOST_TABLES.
+        """
         key = tuple([x.data_ptr() for pair in caches for x in pair])
         if key not in self._tables:
             rows = [
                 _addresses(layer.weights() | {"k_cache": k, "v_cache": v})
                 for layer, (k, v) in zip(self._layers, caches, strict=True)
             ]
-            self._tables.clear()
+            while len(self._tables) >= _MOST_TABLES:
+                del self._tables[next(iter(self._tables))]
             self._tables[key] = torch.tensor(rows, dtype=torch.int64, device=self._qkv.device)
         return self._tables[key]
 

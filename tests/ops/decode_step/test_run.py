@@ -9,6 +9,7 @@ import torch
 from decode_step_cases import StepCase, make_layers, make_step
 
 from fa_serve.ops import Norm
+from fa_serve.ops.decode_step import run
 from fa_serve.ops.decode_step.kernel import ADDRESSES
 from fa_serve.ops.decode_step.layout import PHASE_STRIDE, PHASES
 from fa_serve.ops.decode_step.run import DecodeStack
@@ -92,11 +93,31 @@ def test_the_table_has_the_addresses_of_all_layers_and_follows_the_caches() -> N
     assert second["qkv_bias"] == 0
     _, moved = make_step(CASE, seed=2)
     assert kernel._table_of(moved.caches)[0, ADDRESSES.index("k_cache")] == moved.caches[0][0].data_ptr()
+    assert kernel._table_of(step.caches) is table, "a graph may have captured it"
+
+
+def test_tables_of_many_caches_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "_MOST_TABLES", 2)
+    kernel = DecodeStack(make_layers(CASE), CASE.options())
+    steps = [make_step(CASE, seed)[1] for seed in range(3)]
+    tables = [kernel._table_of(step.caches) for step in steps]
+    assert next(iter(kernel._tables.values())) is tables[1]
+    assert len(kernel._tables) == 2
+
+
+@pytest.mark.parametrize("q_lens", [(1,), (1,) * 8, (8,), (2, 5)], ids=str)
+def test_a_step_needs_no_memory_that_the_stack_does_not_have(q_lens: tuple[int, ...]) -> None:
+    case = StepCase(q_lens=q_lens, kv_lens=[9] * len(q_lens), num_heads=6, num_kv_heads=2)
+    kernel = DecodeStack(make_layers(case), case.options(), programs=40)
+    _, step = make_step(case)
+    parts = kernel.memory()[3]
+    _, layout = kernel._launch_for(step)
+    assert parts.numel() >= len(q_lens) * case.num_kv_heads * layout.parts_of_unit
 
 
 def test_counters_have_lines_of_their_own() -> None:
     kernel = DecodeStack(make_layers(CASE), CASE.options(), programs=3)
-    *_, counters, pairs, done = kernel.memory(make_step(CASE)[1])
+    *_, counters, pairs, done = kernel.memory()
     assert counters.numel() == PHASES * PHASE_STRIDE
     assert counters.element_size() * PHASE_STRIDE >= 256
     assert pairs.numel() == 8 * CASE.num_kv_heads

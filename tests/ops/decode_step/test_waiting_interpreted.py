@@ -38,7 +38,7 @@ def compute(
     actual = x
     for _ in range(steps):
         actual = x.clone()
-        together = programs_together(seed, actual, *shared, *stack.memory(step), weakened=weakened)
+        together = programs_together(seed, actual, *shared, *stack.memory(), weakened=weakened)
         with reachable(*tensors_of(layers, step)), together:
             stack.compute(actual, step)
     return actual, expected
@@ -86,7 +86,7 @@ def test_a_step_that_fills_a_page_which_another_sequence_reads_is_a_race() -> No
     step.block_table[1, 0] = step.block_table[0, 0]
     stack = DecodeStack(layers, case.options(), programs=4, tile=TILE)
     shared = [cache for pair in step.caches for cache in pair]
-    together = programs_together(0, x, *shared, *stack.memory(step))
+    together = programs_together(0, x, *shared, *stack.memory())
     with pytest.raises(DataRaceError), reachable(*tensors_of(layers, step)), together:
         stack.compute(x, step)
 

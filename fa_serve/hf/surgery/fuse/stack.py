@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -51,16 +51,25 @@ _PROOFS = (((1,), (21,)), ((1, 1, 1), (1, 40, 17)), ((2, 3), (19, 3)))
 _PROOF_PAGE = 16
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LayerStack:
-    """All layers of a model, in their order, and what computes them."""
+    """All layers of a model, in their order, and what computes them.
+
+    computed: the id of the batch that the kernel has computed last; 0 if the layers compute the step themselves
+    said:     why steps did not take the kernel, each reason once
+    """
 
     layers: tuple[FusedLayer, ...]
     kernel: DecodeStack
+    computed: int = 0
+    said: set[str] = field(default_factory=set)
 
     def compute(self, layer: FusedLayer, x: Tensor, batch: PagedBatch, step: LayerStep) -> Tensor | None:
-        """See `ComputesStack`."""
-        if len(x) > MOST_STEP_TOKENS or not self._is_plain(layer, batch):
+        """See `ComputesStack`. The call of the first layer decides for the whole step."""
+        if layer.index != self.layers[0].index:
+            return x if self.computed == id(batch) else None
+        self.computed = 0
+        if len(x) > MOST_STEP_TOKENS:
             return None
         whole = StackStep(
             step.cos,
@@ -72,29 +81,40 @@ class LayerStack:
             batch.cu_seqlens_q,
             batch.max_seqlen_q,
         )
-        if self.kernel.refusal(whole) is not None:
+        reason = self._refusal(layer, batch) or self.kernel.refusal(whole)
+        if reason is not None:
+            if reason not in self.said:
+                self.said.add(reason)
+                log.info("a step of few tokens is computed layer by layer: %s", reason)
             return None
-        return self.kernel.compute(x, whole) if layer.index == self.layers[0].index else x
+        out = self.kernel.compute(x, whole)
+        self.computed = id(batch)
+        return out
 
-    def _is_plain(self, layer: FusedLayer, batch: PagedBatch) -> bool:
-        """Whether the kernel computes all that a step asks for. All layers of a step get the same answer."""
-        if batch.by_layers or batch.backend != "auto" or batch.num_splits:
-            return False
-        if batch.blocks or batch.common is not None or batch.descales is not None:
-            return False
-        for each in self.layers:
-            module = each.module
-            if module._forward_hooks or module._forward_pre_hooks:
-                return False
+    def _refusal(self, layer: FusedLayer, batch: PagedBatch) -> str | None:
+        """What a step asks for that the kernel does not compute, or None."""
+        if batch.by_layers:
+            return "it has images, or a sequence reads pages that another one fills"
+        if batch.backend != "auto":
+            return f"the backend {batch.backend} has been chosen"
+        if batch.num_splits:
+            return "its sums have a fixed order"
+        if batch.blocks or batch.common is not None:
+            return "tokens attend both ways, or sequences share pages that are read once"
+        if batch.descales is not None:
+            return "the cache is float8"
+        if any(each.module._forward_hooks or each.module._forward_pre_hooks for each in self.layers):
+            return "hidden states are read between layers"
         # products of a model share the step that says which token has an adapter
         site = cast(FusedProduct, layer.gate_up).site
-        return site is None or site.batch is None
+        return None if site is None or site.batch is None else "tokens have adapters"
 
 
-def has_stack(model: PreTrainedModel) -> bool:
-    """Whether one kernel may compute the layers of this model."""
+def stack_of(model: PreTrainedModel) -> LayerStack | None:
+    """What may compute all layers of this model at once, or None."""
     forwards = (vars(module).get("forward") for module in model.modules())
-    return any(isinstance(each, FusedLayer) and each.stack is not None for each in forwards)
+    stacks = (each.stack for each in forwards if isinstance(each, FusedLayer))
+    return next((each for each in stacks if isinstance(each, LayerStack)), None)
 
 
 @torch.no_grad()

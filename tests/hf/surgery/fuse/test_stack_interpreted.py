@@ -174,7 +174,7 @@ def test_a_cpu_that_interprets_no_kernels_and_older_gpus_keep_their_layers(
     assert stack._runs_on(torch.device("cuda"))
 
 
-def test_steps_with_more_than_the_kernel_computes(calls: list[int]) -> None:
+def test_steps_with_more_than_the_kernel_computes(calls: list[int], caplog: pytest.LogCaptureFixture) -> None:
     """States that are read between layers, and sums in a fixed order, take the layers one by one."""
     model = family("llama").build()
     modules = fused_layers(model)
@@ -182,8 +182,11 @@ def test_steps_with_more_than_the_kernel_computes(calls: list[int]) -> None:
     calls.clear()
     decode(model, num_splits=4)
     assert calls == []
-    decode(model, by_layers=True)
+    with caplog.at_level("INFO", logger="fa_serve.hf"):
+        decode(model, by_layers=True)
     assert calls == []
+    reason = "computed layer by layer: it has images, or a sequence reads pages"
+    assert caplog.text.count(reason) == 1, "two steps of few tokens have the same reason"
     decode(model, backend="reference")
     assert calls == [], "attention is that of the backend that was chosen"
     handle = modules[1].register_forward_pre_hook(lambda *_: None)
