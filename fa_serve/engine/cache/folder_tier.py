@@ -156,6 +156,7 @@ class FolderTier:
         self._writes: deque[_Write] = deque()
         self._loads: list[_Load] = []
         self._reading: dict[FileName, _Load] = {}
+        self._removals: dict[FileName, Future[None]] = {}  # what a scan may find nevertheless
         self.is_left = False
         self._paused_until = 0.0
         self._told: set[str] = set()
@@ -299,7 +300,7 @@ class FolderTier:
         self.connect(lanes)
 
     def close(self) -> None:
-        """End the threads, after the file that each of them has begun."""
+        """End the threads after the file that each of them has begun, and the removals, which have LAST_FILE_SECONDS."""
         for workers in (self._writer, self._readers, self._scanner):
             workers.close()
         self._writer.join(LAST_FILE_SECONDS)
@@ -339,7 +340,10 @@ class FolderTier:
         for write in self._writes:
             write.void |= write.name in dropped
         for name in names:
-            self._writer.submit(partial(self._files.remove, name))
+            self._remove_file(name)
+
+    def _remove_file(self, name: FileName) -> None:
+        self._removals[name] = self._writer.submit(partial(self._files.remove, name), is_last=True)
 
     def _start_writes(self, kind: str, now: float) -> None:
         """Write the oldest copies that have no file, as many as the queue holds."""
@@ -364,7 +368,7 @@ class FolderTier:
         if evicted is None:
             return False
         for each in evicted:
-            self._writer.submit(partial(self._files.remove, each))
+            self._remove_file(each)
         self.index.add(name, size)
         future = self._writer.submit(partial(self._files.write, name, memory.slot_bytes(slot)))
         self._writes.append(_Write(name, slot, future, staged))
@@ -441,7 +445,7 @@ class FolderTier:
         if isinstance(error, BadFileError):
             self._counts.bad += 1
             self._tell("bad", "a file of the KV cache is dropped: %s", error)
-            self._writer.submit(partial(self._files.remove, name))
+            self._remove_file(name)
         elif not isinstance(error, FileNotFoundError):  # another process has evicted it
             self._counts.failures += 1
             self._tell("read", "a file of the KV cache could not be read; what it holds is computed: %s", error)
@@ -453,6 +457,8 @@ class FolderTier:
             log.warning(message, *values)
 
     def _start_scan(self) -> None:
+        left = {name: future for name, future in self._removals.items() if not future.done() or future.exception()}
+        self._removals = left
         self._scan_begin = time.monotonic()
         self._scan = self._scanner.submit(self._files.scan)
 
@@ -474,9 +480,10 @@ class FolderTier:
         added, removed = scan.result()
         writing = {write.name for write in self._writes}
         for found in added:
-            self.index.add(found.name, found.num_bytes)
+            if found.name not in self._removals:
+                self.index.add(found.name, found.num_bytes)
         for name in removed:
             if name not in writing:
                 self.index.remove(name)
         for name in self.index.make_room(0, [*self._reading, *writing]) or ():
-            self._writer.submit(partial(self._files.remove, name))
+            self._remove_file(name)

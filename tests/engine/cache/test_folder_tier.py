@@ -303,6 +303,88 @@ def test_what_a_preempted_sequence_has_left_goes_unless_it_was_there_before(file
     folder.index.check_integrity()
 
 
+class SlowRemovals(FolderFiles):
+    """Removals wait for `gate`."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, IDENTITY)
+        self.gate = threading.Event()
+
+    def remove(self, name: FileName) -> None:
+        assert self.gate.wait(20)
+        super().remove(name)
+
+
+@pytest.mark.parametrize("withdrawn_first", [False, True])
+def test_a_scan_does_not_bring_back_what_is_withdrawn(files: FolderFiles, monkeypatch, withdrawn_first: bool) -> None:
+    """Its file is still there while a scan walks the folder, because the removal waits behind others."""
+    hashes = saved_history(files)
+    monkeypatch.setattr(folder_tier, "FIRST_SCAN_SECONDS", 0.0)
+    slow = SlowRemovals(files.folder)
+    folder = FolderTier(slow, 1 << 30)
+    traffic = make_traffic(files)
+    folder.connect(folder_of(traffic)._lanes)
+    folder._scan.result(20)
+    folder._take_scan()
+    assert folder.reach(hashes) == 19
+    slow._known = {}  # as if it were the first scan
+    if not withdrawn_first:
+        folder._start_scan()
+        folder._scan.result(20)
+    folder.withdraw(hashes[7])
+    if withdrawn_first:
+        folder._start_scan()
+        folder._scan.result(20)
+    slow.gate.set()
+    folder._writer.submit(lambda: None).result(20)
+    folder._take_scan()
+    assert folder.reach(hashes) == 7
+    assert not any(folder.has("page", each) for each in hashes[7:])
+    folder._start_scan()
+    folder._scan.result(20)
+    folder._take_scan()
+    assert folder._removals == {}, "they are done"
+    assert folder.reach(hashes) == 7
+    folder.close()
+
+
+class SlowWrites(FolderFiles):
+    """Writes wait for `gate` when they have begun."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, IDENTITY)
+        self.gate = threading.Event()
+        self.gate.set()
+        self.begun = threading.Event()
+
+    def write(self, name: FileName, data: memoryview) -> None:
+        self.begun.set()
+        assert self.gate.wait(20)
+        super().write(name, data)
+
+
+def test_closing_removes_what_is_withdrawn_and_writes_no_more(files: FolderFiles) -> None:
+    """A write is on its way, others wait for it, and the removals behind them."""
+    hashes = saved_history(files)
+    slow = SlowWrites(files.folder)
+    traffic = make_traffic(slow, num_pages=100, slots=40)
+    folder = folder_of(traffic)
+    slow.gate.clear()
+    traffic.add("other", prompt_of([1], 39), 4)
+    traffic.run()
+    traffic.scheduler.tier.save_one()
+    assert slow.begun.wait(20)
+    assert len(folder._writes) > 1
+    folder.withdraw(hashes[7])
+    waiting = [write.future for write in folder._writes][1:]
+    threading.Timer(0.1, slow.gate.set).start()
+    folder.close()
+    folder._writer.join(20)
+    assert len([*files.folder.rglob("*.page")]) == 7 + 1
+    assert not any(each.hex() == path.name[:32] for each in hashes[7:] for path in files.folder.rglob("*.page"))
+    assert not any(future.done() for future in waiting)
+
+
 class SlowFiles(FolderFiles):
     """Reads wait for `gate`."""
 
