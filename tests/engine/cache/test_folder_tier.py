@@ -481,6 +481,30 @@ def test_a_full_disk_limits_the_folder_to_what_it_holds(files: FolderFiles, monk
     traffic.check_ended()
 
 
+@pytest.mark.parametrize("is_later", [False, True])
+def test_a_disk_that_others_have_filled_for_a_moment_does_not_end_the_folder(files: FolderFiles, monkeypatch, is_later) -> None:
+    """The folder is empty then. One file is tried after RETRY_SECONDS, and after FULL_SECONDS all that was allowed before."""
+    full = FullDisk(files.folder, IDENTITY)
+    full.room = 0
+    traffic = make_traffic(full, budget=1 << 20)
+    folder = folder_of(traffic)
+    traffic.add("first", PROMPT, 4)
+    traffic.run()
+    fill(traffic, 2)
+    settle(traffic)
+    assert folder.index.num_bytes == 0
+    assert 0 < folder.index.budget <= files.size_of(512)
+    full.room = 1 << 20
+    later = time.monotonic() + (folder_tier.FULL_SECONDS if is_later else folder_tier.RETRY_SECONDS)
+    monkeypatch.setattr(folder_tier.time, "monotonic", lambda: later)
+    fill(traffic, 2)
+    settle(traffic)
+    stats = traffic.scheduler.tier.snapshot().folder
+    assert stats.num_bytes == (1 << 20 if is_later else files.size_of(512))
+    number = stats.num_bytes_used // files.size_of(512)
+    assert number > 10 if is_later else number == 1
+
+
 def test_a_scheduler_that_has_failed_leaves_the_files_to_the_next_one(files: FolderFiles) -> None:
     traffic = make_traffic(files)
     run_first(traffic)
