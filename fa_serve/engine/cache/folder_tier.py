@@ -13,7 +13,7 @@ are changed by the engine's thread alone, in `begin_step`.
 
 Nothing that goes wrong with a file ends a request: what could not be read is computed. A file that is not what was written is
 removed. After a write that failed, nothing is written for RETRY_SECONDS; if the disk is full, the folder is limited to what it
-holds. A disk that does not answer for LONGEST_READ seconds is not asked until it does.
+holds for FULL_SECONDS. A disk that does not answer for LONGEST_READ seconds is not asked until it does.
 
 A file outlives its page in memory, and this process: its hash covers all tokens before it, the salt and the adapter, and the
 key of hashes is kept in the folder. Files are removed when their page is withdrawn, because it is not finite, together with
@@ -44,6 +44,8 @@ QUEUE_BYTES = 64 << 20
 """Bytes of copies that wait to be written at once, a quarter of the host's memory at most: they are not evicted meanwhile."""
 READERS = 4
 RETRY_SECONDS = 30.0
+FULL_SECONDS = 600.0
+"""How long a full disk limits the folder: others may have made room."""
 LONGEST_READ = 5.0
 """Seconds that a sequence waits for one file."""
 SCAN_SECONDS = 30.0
@@ -152,10 +154,13 @@ class FolderTier:
     def __init__(self, files: FolderFiles, budget: int) -> None:
         self._files = files
         self.index = FolderIndex(budget)
+        self._budget = budget
+        self._full_until = 0.0
         self._lanes: dict[str, FolderLane] = {}
         self._writes: deque[_Write] = deque()
         self._loads: list[_Load] = []
         self._reading: dict[FileName, _Load] = {}
+        self._removals: dict[FileName, Future[None]] = {}  # what a scan may find nevertheless
         self.is_left = False
         self._paused_until = 0.0
         self._told: set[str] = set()
@@ -182,6 +187,8 @@ class FolderTier:
         self._settle_loads()
         self._take_scan()
         now = time.monotonic()
+        if now >= self._full_until and not self.is_left:
+            self.index.budget = self._budget
         if now >= self._next_scan and self._scan is None and not self.is_left:
             self._start_scan()
         for kind in self._lanes:
@@ -299,7 +306,7 @@ class FolderTier:
         self.connect(lanes)
 
     def close(self) -> None:
-        """End the threads, after the file that each of them has begun."""
+        """End the threads after the file that each of them has begun, and the removals, which have LAST_FILE_SECONDS."""
         for workers in (self._writer, self._readers, self._scanner):
             workers.close()
         self._writer.join(LAST_FILE_SECONDS)
@@ -339,7 +346,10 @@ class FolderTier:
         for write in self._writes:
             write.void |= write.name in dropped
         for name in names:
-            self._writer.submit(partial(self._files.remove, name))
+            self._remove_file(name)
+
+    def _remove_file(self, name: FileName) -> None:
+        self._removals[name] = self._writer.submit(partial(self._files.remove, name), is_last=True)
 
     def _start_writes(self, kind: str, now: float) -> None:
         """Write the oldest copies that have no file, as many as the queue holds."""
@@ -364,7 +374,7 @@ class FolderTier:
         if evicted is None:
             return False
         for each in evicted:
-            self._writer.submit(partial(self._files.remove, each))
+            self._remove_file(each)
         self.index.add(name, size)
         future = self._writer.submit(partial(self._files.write, name, memory.slot_bytes(slot)))
         self._writes.append(_Write(name, slot, future, staged))
@@ -386,16 +396,17 @@ class FolderTier:
                 self.index.remove(write.name)
             if write.name.page_hash in table.host and not write.void and not write.staged:
                 table.host.unsaved[write.name.page_hash] = None
-            self._note_failed_write(error)
+            self._note_failed_write(error, self._files.size_of(memory.row_bytes))
 
-    def _note_failed_write(self, error: BaseException) -> None:
+    def _note_failed_write(self, error: BaseException, size: int) -> None:
         self._counts.failures += 1
         self._paused_until = time.monotonic() + RETRY_SECONDS
         self._tell(
             "write", "a file of the KV cache could not be written; the next one is tried in %g s: %s", RETRY_SECONDS, error
         )
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            self.index.budget = min(self.index.budget, self.index.num_bytes)
+            self.index.budget = min(self.index.budget, max(self.index.num_bytes, size))  # one file is tried in any case
+            self._full_until = time.monotonic() + FULL_SECONDS
 
     def _settle_loads(self) -> None:
         now = time.monotonic()
@@ -441,7 +452,7 @@ class FolderTier:
         if isinstance(error, BadFileError):
             self._counts.bad += 1
             self._tell("bad", "a file of the KV cache is dropped: %s", error)
-            self._writer.submit(partial(self._files.remove, name))
+            self._remove_file(name)
         elif not isinstance(error, FileNotFoundError):  # another process has evicted it
             self._counts.failures += 1
             self._tell("read", "a file of the KV cache could not be read; what it holds is computed: %s", error)
@@ -453,6 +464,8 @@ class FolderTier:
             log.warning(message, *values)
 
     def _start_scan(self) -> None:
+        left = {name: future for name, future in self._removals.items() if not future.done() or future.exception()}
+        self._removals = left
         self._scan_begin = time.monotonic()
         self._scan = self._scanner.submit(self._files.scan)
 
@@ -474,9 +487,10 @@ class FolderTier:
         added, removed = scan.result()
         writing = {write.name for write in self._writes}
         for found in added:
-            self.index.add(found.name, found.num_bytes)
+            if found.name not in self._removals:
+                self.index.add(found.name, found.num_bytes)
         for name in removed:
             if name not in writing:
                 self.index.remove(name)
         for name in self.index.make_room(0, [*self._reading, *writing]) or ():
-            self._writer.submit(partial(self._files.remove, name))
+            self._remove_file(name)

@@ -110,7 +110,8 @@ def test_a_secret_that_a_loss_of_power_has_torn_is_replaced(files: FolderFiles, 
 
 def test_the_secret_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch) -> None:
     events = []
-    sync, link = os.fsync, os.link
+    sync = os.fsync
+    link = os.link
 
     def note_sync(descriptor: int) -> None:
         sync(descriptor)
@@ -142,7 +143,8 @@ def test_a_start_that_meets_a_full_disk_leaves_nothing(tmp_path: Path, monkeypat
 def test_processes_of_two_containers_have_other_temporary_names(files: FolderFiles, monkeypatch) -> None:
     """Their process ids may be the same. What the other one is writing stays, and its names are known when they are old."""
     other = FolderFiles(files.folder, IDENTITY)
-    files._serial, other._serial = count(), count()
+    files._serial = count()
+    other._serial = count()
     seen = []
     replace = os.replace
 

@@ -303,6 +303,88 @@ def test_what_a_preempted_sequence_has_left_goes_unless_it_was_there_before(file
     folder.index.check_integrity()
 
 
+class SlowRemovals(FolderFiles):
+    """Removals wait for `gate`."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, IDENTITY)
+        self.gate = threading.Event()
+
+    def remove(self, name: FileName) -> None:
+        assert self.gate.wait(20)
+        super().remove(name)
+
+
+@pytest.mark.parametrize("withdrawn_first", [False, True])
+def test_a_scan_does_not_bring_back_what_is_withdrawn(files: FolderFiles, monkeypatch, withdrawn_first: bool) -> None:
+    """Its file is still there while a scan walks the folder, because the removal waits behind others."""
+    hashes = saved_history(files)
+    monkeypatch.setattr(folder_tier, "FIRST_SCAN_SECONDS", 0.0)
+    slow = SlowRemovals(files.folder)
+    folder = FolderTier(slow, 1 << 30)
+    traffic = make_traffic(files)
+    folder.connect(folder_of(traffic)._lanes)
+    folder._scan.result(20)
+    folder._take_scan()
+    assert folder.reach(hashes) == 19
+    slow._known = {}  # as if it were the first scan
+    if not withdrawn_first:
+        folder._start_scan()
+        folder._scan.result(20)
+    folder.withdraw(hashes[7])
+    if withdrawn_first:
+        folder._start_scan()
+        folder._scan.result(20)
+    slow.gate.set()
+    folder._writer.submit(lambda: None).result(20)
+    folder._take_scan()
+    assert folder.reach(hashes) == 7
+    assert not any(folder.has("page", each) for each in hashes[7:])
+    folder._start_scan()
+    folder._scan.result(20)
+    folder._take_scan()
+    assert folder._removals == {}, "they are done"
+    assert folder.reach(hashes) == 7
+    folder.close()
+
+
+class SlowWrites(FolderFiles):
+    """Writes wait for `gate` when they have begun."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, IDENTITY)
+        self.gate = threading.Event()
+        self.gate.set()
+        self.begun = threading.Event()
+
+    def write(self, name: FileName, data: memoryview) -> None:
+        self.begun.set()
+        assert self.gate.wait(20)
+        super().write(name, data)
+
+
+def test_closing_removes_what_is_withdrawn_and_writes_no_more(files: FolderFiles) -> None:
+    """A write is on its way, others wait for it, and the removals behind them."""
+    hashes = saved_history(files)
+    slow = SlowWrites(files.folder)
+    traffic = make_traffic(slow, num_pages=100, slots=40)
+    folder = folder_of(traffic)
+    slow.gate.clear()
+    traffic.add("other", prompt_of([1], 39), 4)
+    traffic.run()
+    traffic.scheduler.tier.save_one()
+    assert slow.begun.wait(20)
+    assert len(folder._writes) > 1
+    folder.withdraw(hashes[7])
+    waiting = [write.future for write in folder._writes][1:]
+    threading.Timer(0.1, slow.gate.set).start()
+    folder.close()
+    folder._writer.join(20)
+    assert len([*files.folder.rglob("*.page")]) == 7 + 1
+    assert not any(each.hex() == path.name[:32] for each in hashes[7:] for path in files.folder.rglob("*.page"))
+    assert not any(future.done() for future in waiting)
+
+
 class SlowFiles(FolderFiles):
     """Reads wait for `gate`."""
 
@@ -397,6 +479,30 @@ def test_a_full_disk_limits_the_folder_to_what_it_holds(files: FolderFiles, monk
     newest = [*traffic.sequences.values()][-2]
     assert any(folder_of(traffic).has("page", each) for each in newest.page_hashes), "older files have made room"
     traffic.check_ended()
+
+
+@pytest.mark.parametrize("is_later", [False, True])
+def test_a_disk_that_others_have_filled_for_a_moment_does_not_end_the_folder(files: FolderFiles, monkeypatch, is_later) -> None:
+    """The folder is empty then. One file is tried after RETRY_SECONDS, and after FULL_SECONDS all that was allowed before."""
+    full = FullDisk(files.folder, IDENTITY)
+    full.room = 0
+    traffic = make_traffic(full, budget=1 << 20)
+    folder = folder_of(traffic)
+    traffic.add("first", PROMPT, 4)
+    traffic.run()
+    fill(traffic, 2)
+    settle(traffic)
+    assert folder.index.num_bytes == 0
+    assert 0 < folder.index.budget <= files.size_of(512)
+    full.room = 1 << 20
+    later = time.monotonic() + (folder_tier.FULL_SECONDS if is_later else folder_tier.RETRY_SECONDS)
+    monkeypatch.setattr(folder_tier.time, "monotonic", lambda: later)
+    fill(traffic, 2)
+    settle(traffic)
+    stats = traffic.scheduler.tier.snapshot().folder
+    assert stats.num_bytes == (1 << 20 if is_later else files.size_of(512))
+    number = stats.num_bytes_used // files.size_of(512)
+    assert number > 10 if is_later else number == 1
 
 
 def test_a_scheduler_that_has_failed_leaves_the_files_to_the_next_one(files: FolderFiles) -> None:
