@@ -387,7 +387,7 @@ class Prefix:
         """A sequence leaves: it does not hold its pages and states any more."""
         if not sequence.finished and self._folder is not None:
             first = self._first_unconfirmed(sequence)
-            sequence.unfiled |= self._folder.lacking(sequence.page_hashes[first : sequence.num_offered])
+            sequence.leave_unfiled(self._folder.lacking(sequence.page_hashes[first : sequence.num_offered]))
         self._pages.release(sequence.held_pages)
         if self._states is not None:
             for held in sequence.held_states:

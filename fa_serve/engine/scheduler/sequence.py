@@ -7,7 +7,7 @@ A test holds this (tests/engine/scheduler/test_sequence.py). The client's half, 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -286,6 +286,10 @@ class SequenceState:
     def release_before(self, num_pages: int) -> None:
         """The first `num_pages` pages are not held any more."""
         self.num_released = num_pages
+
+    def leave_unfiled(self, names: Iterable[tuple[str, bytes]]) -> None:
+        """These have no file and are not confirmed, as kind and hash; what writes them later has to withdraw them."""
+        self.unfiled.update(names)
 
     def pause(self) -> None:
         """The sequence has lost its slot and its pages: it has ended or was preempted."""

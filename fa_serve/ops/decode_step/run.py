@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
+import triton
 from torch import Tensor
 
 from fa_serve import spec
@@ -202,6 +203,11 @@ class DecodeStack:
                 del self._tables[next(iter(self._tables))]
             self._tables[key] = torch.tensor(rows, dtype=torch.int64, device=self._qkv.device)
         return self._tables[key]
+
+
+def is_interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, on a CPU."""
+    return bool(triton.knobs.runtime.interpret)
 
 
 def _addresses(tensors: Mapping[str, Tensor | None]) -> list[int]:

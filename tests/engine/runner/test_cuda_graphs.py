@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 from contextlib import nullcontext
-from dataclasses import replace
 from unittest import mock
 
 import numpy as np
@@ -18,8 +17,7 @@ from tiny_models import greedy, make_model, random_prompts
 from fa_serve.engine import EngineConfig, EngineDeadError, SamplingParams
 from fa_serve.engine.parallel import leader
 from fa_serve.engine.runner import cuda_graphs
-from fa_serve.engine.runner.batch_arrays import BatchArrays
-from fa_serve.engine.runner.cuda_graphs import CAPTURE_AFTER, Shape, batch_sizes, pad
+from fa_serve.engine.runner.cuda_graphs import Shape, batch_sizes, pad
 
 PROMPTS = [[3, 4, 5], [6] * 9, [7, 8], [9], [10, 11, 12, 13]]
 
@@ -69,22 +67,6 @@ def test_a_chunk_of_one_token_is_not_taken_for_decoding(make_engine, replays) ->
     engine._runner.make_graphs()
     completions = engine.generate(PROMPTS, SamplingParams(max_tokens=5, temperature=0.0))
     assert [c.token_ids for c in completions] == [greedy(make_model(), p, 5) for p in PROMPTS]
-
-
-def test_a_decoding_step_that_is_computed_layer_by_layer_has_no_graph(make_engine, replays) -> None:
-    """A graph of decoding may have captured one kernel for all layers. Those of prompts have more tokens than it computes."""
-    engine = make_engine()
-    engine._runner.make_graphs()
-    graphs = engine._runner._graphs
-    inputs = {"position_ids": np.zeros(2, dtype=np.int64)}
-    arrays = BatchArrays(inputs, {}, {}, [], [], [], 2, 2, 1, 5, decoding=True, fresh=False)
-    assert graphs.shape_of(arrays) == Shape(2, 2, 1, 256)
-    assert graphs.shape_of(replace(arrays, by_layers=True)) is None
-    prompt = replace(arrays, decoding=False, by_layers=True)
-    with torch.inference_mode():
-        shapes = [graphs.shape_of(prompt) for _ in range(CAPTURE_AFTER)]
-    assert shapes[-1] is not None
-    assert shapes[-1].tokens == cuda_graphs.TOKEN_MULTIPLE
 
 
 @pytest.mark.parametrize("enabled", [True, False])

@@ -61,7 +61,7 @@ ALLOWED = {
     "groups.py": {"output.request"},
     "scheduler.py": {"sequence." + name for name in METHODS} | {"chunk.sequence." + name for name in METHODS},
     # which belongs to the scheduler
-    "prefix.py": {"sequence.num_prompt_logits", "sequence.offer", "sequence.release_before"},
+    "prefix.py": {"sequence." + name for name in ("num_prompt_logits", "offer", "release_before", "leave_unfiled")},
     "warm_up.py": {"sequence.start"},  # of a sequence that no scheduler has, to size the memory
 }
 

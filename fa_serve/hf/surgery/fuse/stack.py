@@ -144,10 +144,10 @@ def stack_layers(model: PreTrainedModel, modules: Sequence[nn.Module]) -> bool:
 def _runs_on(device: torch.device) -> bool:
     """Whether the kernel runs there: on an NVIDIA GPU for which it has been compiled, or in Triton's interpreter."""
     try:
-        import triton
-    except ImportError:
+        from fa_serve.ops.decode_step.run import is_interpreted
+    except ImportError:  # Triton is not installed
         return False
-    return spec.arch_of(device) >= LEAST_ARCH or (device.type == "cpu" and bool(triton.knobs.runtime.interpret))
+    return spec.arch_of(device) >= LEAST_ARCH or (device.type == "cpu" and is_interpreted())
 
 
 def _proven(model: PreTrainedModel, modules: Sequence[nn.Module]) -> tuple[list[nn.Module], DecodeStack]:
