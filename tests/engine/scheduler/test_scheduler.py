@@ -278,6 +278,26 @@ def test_pages_of_a_request_that_ended_before_its_first_logits_are_not_shared(pr
     scheduler.check_integrity()
 
 
+@pytest.mark.parametrize("runs", [False, True])
+def test_a_request_that_ends_takes_no_confirmed_pages_from_the_cache(runs) -> None:
+    """It has never run, or it runs again, from pages that its first token had confirmed before it was preempted."""
+    scheduler = make_scheduler(seqs=1)
+    device = Device(scheduler)
+    scheduler.add(make_request("first", PROMPT, 5))
+    batch = scheduler.schedule()
+    scheduler.commit(batch, device.launch(batch))
+    if runs:
+        scheduler._requeue(scheduler.running[-1])
+        assert scheduler.schedule().admitted
+    else:
+        scheduler.add(make_request("waits", PROMPT[:8]))
+        scheduler.schedule()
+        scheduler.abort("waits")
+    scheduler.abort("first")
+    assert num_shared(scheduler, PROMPT) == 8
+    scheduler.check_integrity()
+
+
 def test_requests_share_prefixes_within_their_salt_only() -> None:
     scheduler = make_scheduler(num_pages=32)
     for salt in (None, "a"):
