@@ -38,7 +38,8 @@ from fa_serve.ops.decode_step.stacked import StackLayer, StackOptions, StackStep
 from fa_serve.ops.elementwise.activation import ACTIVATION_KINDS
 
 _MOST_TABLES = 64
-"""Tables that a stack keeps, a few kilobytes each. An engine has new caches when it allocates them anew, and no graph outlives its caches."""
+"""Tables that a stack keeps, a few kilobytes each. An engine that allocates its caches anew needs another one, and no graph
+outlives its caches."""
 
 
 class DecodeStack:
