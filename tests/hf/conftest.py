@@ -13,6 +13,12 @@ OF_5_17 = {
     "refused_at_load[gptj]": "GPT-J has transformers' attention interface in later releases",
     "refused_at_load[codegen]": "CodeGen has transformers' attention interface in later releases",
     "need_no_weights[aria_text]": "later releases divide Aria's experts by packed_rowwise, a rule that is refused",
+    "test_ranks_together_compute_the_same[bamba-4]": "later releases norm each of two groups alone",
+    "test_ranks_together_compute_the_same[mamba2-4]": "later releases norm each of two groups alone",
+    "test_ranks_together_compute_the_same[lfm3-2]": "LFM3 came after 5.17, and a division of it is refused",
+    "test_ranks_together_compute_the_same[bailing-hybrid-2]": "Bailing came after 5.17, and a division of it is refused",
+    "test_a_norm_over_all_heads_adds_up_squares": "later releases norm each group of Bamba alone",
+    "test_projections_without_a_plan_are_found_by_their_names": "LFM2 names the parts of its MLPs otherwise in later releases",
     "test_prefix_tuning_prepends_keys": "peft 0.21 calls the cache of a model by the name that it had up to 5.23",
 }
 """Parts of names of tests that hold for transformers 5.17, and why not for later releases."""
