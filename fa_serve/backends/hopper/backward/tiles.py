@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import triton
+
 GROUPS = 2
 """Consumer warpgroups. Each owns 64 keys of the tile and half of the tile's part of dQ."""
 BLOCK_N = 64 * GROUPS
 WIDE_BLOCK_N = 64
 """Keys of a tile of the kernel for wide heads, whose warpgroups have one gradient of these keys each."""
 MAX_HEAD_DIM_OF_GRADIENTS = 128
-MAX_WIDE_HEAD_DIM_OF_GRADIENTS = 256
+MAX_WIDE_HEAD_DIM_OF_GRADIENTS = 192 if triton.__version__.startswith("3.9.") else 256
+"""With Triton 3.9, ptxas lacks registers for 256 columns and serialises the products."""
 
 DIFFERENTIATES_WIDE_HEADS = False
 """The switch: whether gradients of heads of 136 to 256 are computed by the kernel in `wide`, which has not run on a GPU. While
