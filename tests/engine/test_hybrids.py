@@ -7,7 +7,6 @@ import random
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,10 @@ import httpx
 import pytest
 import server_process
 import torch
+from generated_hybrids import expected, generated, model_of, prompts
 from hf_families import Family
-from hybrids import BY_NAME, HYBRIDS
+from hybrids import HYBRIDS
 from tiny_models import VOCAB, make_model, make_tokenizer
-from transformers import GenerationConfig, PreTrainedModel
 
 from fa_serve.engine import Engine, SamplingParams, StructuredOutput
 from fa_serve.engine.runner import cuda_graphs
@@ -32,30 +31,6 @@ from fa_serve.spec import ParameterError, UnsupportedModelError
 GREEDY = SamplingParams(max_tokens=14, temperature=0.0)
 KINDS = ("qwen3.5", "kimi-linear", "nemotron-h", "jamba", "lfm2", "mamba")
 """A family of each kind of state, and those with blocks that have none, and without attention."""
-
-
-def prompts(count: int = 5, longest: int = 45, seed: int = 0) -> list[list[int]]:
-    draw = random.Random(seed)
-    return [[draw.randrange(3, VOCAB) for _ in range(draw.randint(1, longest))] for _ in range(count)]
-
-
-@cache
-def model_of(name: str) -> PreTrainedModel:
-    model = BY_NAME[name].build(vocab_size=VOCAB)
-    model.generation_config = GenerationConfig(pad_token_id=0, eos_token_id=-1)  # no token ends an answer
-    return model
-
-
-@cache
-def generated(name: str, prompt: tuple[int, ...], count: int = 14) -> list[int]:
-    """The tokens of transformers' own code."""
-    ids = torch.tensor([prompt])
-    output = model_of(name).generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False)
-    return output[0, len(prompt) :].tolist()
-
-
-def expected(name: str, given: list[list[int]]) -> list[list[int]]:
-    return [generated(name, tuple(prompt)) for prompt in given]
 
 
 @pytest.fixture

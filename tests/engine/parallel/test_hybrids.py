@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from hybrids import BY_NAME, HYBRIDS
-from tiny_models import VOCAB, make_tokenizer
-from transformers import GenerationConfig, PreTrainedModel
+from generated_hybrids import expected, generated, model_of, prompts
+from hybrids import HYBRIDS
+from tiny_models import make_tokenizer
 
 from fa_serve.engine import Engine, EngineConfig, SamplingParams
 from fa_serve.engine.start import loading
@@ -22,30 +19,6 @@ pytestmark = pytest.mark.usefixtures("warm_followers")
 GREEDY = SamplingParams(max_tokens=14, temperature=0.0, ignore_eos=True)
 DIVIDED = [family.name for family in HYBRIDS if family.name != "zamba"]
 """Zamba's scan is called once for each of its few heads, which are not divided."""
-
-
-def prompts(count: int, longest: int = 45, seed: int = 0) -> list[list[int]]:
-    draw = random.Random(seed)
-    return [[draw.randrange(3, VOCAB) for _ in range(draw.randint(1, longest))] for _ in range(count)]
-
-
-@cache
-def model_of(name: str) -> PreTrainedModel:
-    model = BY_NAME[name].build(vocab_size=VOCAB)
-    model.generation_config = GenerationConfig(pad_token_id=0, eos_token_id=-1)  # no token ends an answer
-    return model
-
-
-@cache
-def generated(name: str, prompt: tuple[int, ...], count: int = 14) -> list[int]:
-    """The tokens of transformers' own code."""
-    ids = torch.tensor([prompt])
-    output = model_of(name).generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False)
-    return output[0, len(prompt) :].tolist()
-
-
-def expected(name: str, given: list[list[int]]) -> list[list[int]]:
-    return [generated(name, tuple(prompt)) for prompt in given]
 
 
 def save(name: str, folder: Path) -> Path:
