@@ -149,7 +149,7 @@ class Settings(BaseSettings):
         "them, where that pays. May change tokens.",
         "Engine",
     )
-    eager: bool = _option(False, "Use neither CUDA graphs nor fused layers.", "Engine")
+    eager: bool = _option(False, "Use neither CUDA graphs nor, unless deterministic, fused layers.", "Engine")
     fusion: bool = _option(True, "Use fused kernels for layers of Llama's architecture.", "Engine")
     speculative: str | None = _option(
         None,

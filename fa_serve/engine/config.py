@@ -73,7 +73,8 @@ class EngineConfig:
     cascade_attention:      read pages that many decoding sequences share, of one system prompt or of n answers to one prompt,
                             once for all of them in each step, where that pays. It may change tokens, because sums are taken in
                             another order
-    eager:                  no CUDA graphs and no fusion: every step launches the model's own kernels one by one
+    eager:                  no CUDA graphs and no fusion: every step launches the model's own kernels one by one. With
+                            deterministic=True layers are fused nevertheless, so that graphs change no bit
     fusion:                 compute layers of the Llama kind with fewer, fused kernels, which are verified at start-up
     speculative:            how tokens are guessed ahead: "ngram" (prompt lookup), "draft=MODEL" (a small model with the same
                             vocabulary), "eagle3=HEAD" (an EAGLE-3 head of the model), each as a hub name or folder, or None;
@@ -250,6 +251,11 @@ class EngineConfig:
             raise ParameterError("lora", rule, self.lora)
         if self.lora and not self.lora_budget:
             raise ParameterError("lora", "be empty with lora_bytes 0", self.lora)
+
+    @property
+    def fuses(self) -> bool:
+        """Whether layers are fused. Fused layers round differently, so deterministic engines fuse with graphs and without."""
+        return self.fusion and (self.deterministic or not self.eager)
 
     @property
     def lora_budget(self) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fa_serve.engine import Engine, EngineConfig
+from fa_serve.engine import Engine, EngineConfig, SamplingParams
+from fa_serve.hf.surgery.fuse.layer import FusedLayer
 from fa_serve.spec import ParameterError
 
 
@@ -75,3 +76,18 @@ def test_derived_values(tmp_path) -> None:
     assert EngineConfig(device="cuda:1").uses_process
     assert not EngineConfig(device="cpu").uses_process
     assert EngineConfig(device="cpu", process=True).uses_process
+
+
+def test_graphs_and_fusion_of_deterministic_engines_are_two_things(make_engine) -> None:
+    """Fused layers round differently, so a deterministic engine has the same bits with graphs, which are fused, and without."""
+    assert EngineConfig().fuses
+    assert not EngineConfig(eager=True).fuses
+    assert not EngineConfig(eager=True, deterministic=True, fusion=False).fuses
+    params = SamplingParams(max_tokens=6, temperature=0.0, logprobs=1)
+    bits = []
+    for eager in (False, True):
+        engine = make_engine(deterministic=True, eager=eager)
+        assert any(isinstance(vars(module).get("forward"), FusedLayer) for module in engine._runner.model.modules())
+        [completion] = engine.generate([list(range(5, 40))], params)
+        bits.append([(entry.token_id, entry.logprob) for entry in completion.logprobs or []])
+    assert bits[0] == bits[1]

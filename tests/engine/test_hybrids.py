@@ -20,10 +20,12 @@ from hybrids import HYBRIDS
 from tiny_models import VOCAB, make_model, make_tokenizer
 
 from fa_serve.engine import Engine, SamplingParams, StructuredOutput
+from fa_serve.engine.cache.tensors import STATE_TOKENS
 from fa_serve.engine.runner import cuda_graphs
 from fa_serve.engine.runner.cuda_graphs import StepGraphs
 from fa_serve.engine.speculation import drafts as speculation
 from fa_serve.engine.speculation.drafts import NgramDrafter
+from fa_serve.engine.start import loading
 from fa_serve.engine.structured import grammars
 from fa_serve.hf import plan_division
 from fa_serve.spec import ParameterError, UnsupportedModelError
@@ -288,6 +290,13 @@ def test_a_draft_model_drafts_for_a_model_with_states(make, tmp_path: Path) -> N
     given = prompts(3, seed=10)
     assert [x.token_ids for x in engine.generate(given, GREEDY)] == expected("qwen3.5", given)
     assert engine.stats().speculation.num_drafts > 0
+
+
+def test_few_pages_have_few_states_where_there_is_room_for_many(make, monkeypatch) -> None:
+    monkeypatch.setattr(loading, "find_room", lambda *_: (10**6, 10**6))
+    engine = make("qwen3.5", num_pages=24, page_size=16, num_states=None, max_num_seqs=4)
+    memory = engine._runner.state_memory
+    assert engine.config.num_states == memory.enough_states(24) == memory.least_states + 16 + 24 * 16 // STATE_TOKENS
 
 
 def test_what_is_not_built_is_refused(make, make_engine, tmp_path: Path) -> None:

@@ -165,17 +165,19 @@ def test_bfloat16_by_the_rule_of_two(family: Family, way: str) -> None:
 
 @functools.lru_cache(maxsize=1)
 def three(family: Family) -> PreTrainedModel:
-    """A float32 model with bfloat16 weights. A rounding makes a router flip between two experts, so all experts are taken."""
-    return family.build(**{name: value for name, value in EVERY_EXPERT.items() if name in family.config}).bfloat16().float()
+    """A float32 model with bfloat16 weights. A rounding makes a router flip between two experts, or an indexer between two
+    keys, so all of them are taken."""
+    return family.build(**{name: value for name, value in EVERY_CHOICE.items() if name in family.config}).bfloat16().float()
 
 
-EVERY_EXPERT = {
+EVERY_CHOICE = {
     "num_local_experts": 2,
     "num_experts": 2,
     "n_routed_experts": 2,
     "num_experts_per_tok": 2,
     "n_group": 1,
     "topk_group": 1,
+    "index_topk": LENGTH,
 }
 
 

@@ -348,7 +348,7 @@ def find_images(model: Any, config: EngineConfig) -> ImageEncoder | str:
     if config.draft_model is not None or config.draft_head is not None:
         return "images with a draft model or head are not built yet"
     try:
-        reader = ImageReader(model, quickens=config.fusion and not config.eager)
+        reader = ImageReader(model, quickens=config.fuses)
     except UnsupportedModelError as error:
         return str(error)
     refuses = ""

@@ -74,7 +74,7 @@ class Pipeline:
         tokenizer = load_tokenizer(config)
         device = torch.device(config.resolve_device())
         loaded = load_encoder(folder, dtype=config.dtype, device=device, trust_remote_code=config.trust_remote_code)
-        fuses = config.fusion and not config.eager and (device.type == "cpu" or FUSES_ON_GPU)
+        fuses = config.fuses and (device.type == "cpu" or FUSES_ON_GPU)
         fused = loaded.model.fuse() if fuses else 0
         packed = "packed" if loaded.model.packs else "padded"
         facts = f"task {task}, {packed} batches, {fused} fused layers"

@@ -103,7 +103,7 @@ class ModelRunner:
         self.vocab_size = vocab_size(model)
         self.page_size = config.page_size
         self.eager = config.eager or self.device.type != "cuda"
-        self.fuses = config.fusion and not config.eager
+        self.fuses = config.fuses
         self._stacked = False
         unfuse_model(model)
         detach_adapters(model)

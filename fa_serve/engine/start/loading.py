@@ -456,7 +456,8 @@ def sizes(config: EngineConfig, runner: ModelRunner, ranks: Ranks) -> Sizes:
     num_pages = ranks.min_over_ranks(config.num_pages or fitting[0])
     num_states = config.num_states
     if num_states is None and runner.state_memory:
-        num_states = ranks.min_over_ranks(fitting[1])
+        # a device has room for more states than a few pages that were asked for have use for
+        num_states = ranks.min_over_ranks(min(fitting[1], runner.state_memory.enough_states(num_pages)))
     capacity = num_pages * config.page_size
     if config.max_model_len is not None and length > capacity:
         rule = f"be at most {capacity}, which is what {num_pages} pages of {config.page_size} tokens hold"
