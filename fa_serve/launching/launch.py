@@ -35,6 +35,9 @@ _FLAT_ARGUMENTS = triton.__version__.startswith("3.6.")
 _HAS_KNOWN_LAUNCHER = _FLAT_ARGUMENTS or triton.__version__.startswith(("3.7.", "3.8.", "3.9."))
 WGMMA_OF_8_COLUMNS = not triton.__version__.startswith(("3.6.", "3.7."))
 """Whether Triton computes products of 8 columns by wgmma on Hopper. Earlier releases do so from 16 columns on."""
+MMA_SYNC: dict[str, Any] = {"arch": "sm89"}
+"""An option of a launch: Triton's passes are those for sm89, whose products are mma.sync. PTX and machine code are those of the
+GPU all the same."""
 _RUNTIME = triton.knobs.runtime
 FUSED = {"enable_fp_fusion": True}
 """An option of every launch: a product and a sum are one instruction. Triton 3.9 warns that this will not be its default."""
@@ -53,6 +56,12 @@ def launch_options(pdl: bool, num_warps: int) -> dict[str, Any]:
     """Triton's options of a launch. With `pdl` the kernel starts while the kernel before it drains, and waits for its results
     with `primitives.wait_for_previous_kernel`."""
     return {"num_warps": num_warps, **({"launch_pdl": True} if pdl else {})}
+
+
+def mma_sync_on_sm100(arch: int) -> dict[str, Any]:
+    """Options of a kernel that Triton 3.6 does not compile for sm100, where its passes for tensor memory fail. 3.7 and 3.8 were
+    not tried."""
+    return MMA_SYNC if arch in (100, 103) and triton.__version__.startswith(("3.6.", "3.7.", "3.8.")) else {}
 
 
 def with_unit_stride(x: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fa_serve import spec
-from fa_serve.launching.launch import Launch, power_of_2, with_unit_stride
+from fa_serve.launching.launch import Launch, mma_sync_on_sm100, power_of_2, with_unit_stride
 from fa_serve.launching.plans import PLANS
 from fa_serve.ops.linear_attention.few_rows import with_contiguous_heads
 from fa_serve.ops.linear_attention.prepare import _prepare_pieces, _sum_gates
@@ -368,8 +368,10 @@ def _plan(inputs: MatrixInputs, num_seqs: int, num_chunks: int, ring: int, strid
     by_channel = inputs.g is not None and inputs.g.dim() == 3
     block_k = power_of_2(max(dim, MIN_COLUMNS))
     columns = -(-dim_v // tile.filled_columns) * tile.filled_columns
-    is_nvidia = spec.arch_of(inputs.v.device) > 0
-    precision = "tf32" if is_nvidia and inputs.v.dtype != torch.float32 else "ieee"
+    arch = spec.arch_of(inputs.v.device)
+    passes = mma_sync_on_sm100(arch) if by_channel else {}
+    registers = {"maxnreg": tile.prepare_registers} if tile.prepare_registers else {}
+    precision = "tf32" if arch and inputs.v.dtype != torch.float32 else "ieee"
     low, high = inputs.steps.limit
     operand_heads = heads if by_channel else key_heads
     sum_gates = None
@@ -389,7 +391,7 @@ def _plan(inputs: MatrixInputs, num_seqs: int, num_chunks: int, ring: int, strid
         varying=(float(inputs.softmax_scale), float(low), float(high)),
         strides=strides,
         fixed=(*asked, block_k, columns // MIN_COLUMNS, MIN_COLUMNS, precision),
-        options={"num_warps": tile.prepare_warps} | ({"maxnreg": tile.prepare_registers} if tile.prepare_registers else {}),
+        options={"num_warps": tile.prepare_warps, **registers, **passes},
     )
     blocks = columns // tile.block_v
     pass_states = Launch(

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fa_serve import spec
-from fa_serve.launching.launch import Launch, power_of_2, with_unit_stride
+from fa_serve.launching.launch import Launch, mma_sync_on_sm100, power_of_2, with_unit_stride
 from fa_serve.launching.plans import PLANS
 from fa_serve.ops.linear_attention.few_rows import with_contiguous_heads
 from fa_serve.ops.linear_attention.pieces import pieces_of_sequence, prepare_and_pass
@@ -337,8 +337,8 @@ def _plan(inputs: MatrixInputs, num_seqs: int, pieces: int, strides: tuple[int, 
     heads, dim_v = inputs.v.shape[1:]
     block_k = power_of_2(max(dim, MIN_COLUMNS))
     blocks = -(-dim_v // tile.filled_columns) * tile.filled_columns // tile.block_v
-    is_nvidia = spec.arch_of(inputs.v.device) > 0
-    precision = "tf32" if is_nvidia and inputs.v.dtype != torch.float32 else "ieee"
+    arch = spec.arch_of(inputs.v.device)
+    precision = "tf32" if arch and inputs.v.dtype != torch.float32 else "ieee"
     prepare = Launch(
         _prepare_gradients,
         pieces * heads * blocks,
@@ -360,7 +360,7 @@ def _plan(inputs: MatrixInputs, num_seqs: int, pieces: int, strides: tuple[int, 
         varying=(float(inputs.softmax_scale),),
         strides=strides,
         fixed=(heads, key_heads, dim, dim_v, inputs.use_qk_l2norm, block_k, blocks, tile.block_v, precision),
-        options={"num_warps": 8, "num_stages": 2},
+        options={"num_warps": 8, "num_stages": 2, **mma_sync_on_sm100(arch)},
     )
 
     def run(of_prepare: Any, of_passing: Any, of_finish: Any) -> None:

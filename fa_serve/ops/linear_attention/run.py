@@ -35,9 +35,6 @@ from fa_serve.ops.linear_attention.problem import (
 from fa_serve.ops.linear_attention.table import RecurrenceChoice, select_recurrence_kernel
 
 Recurrent = TypeVar("Recurrent", MatrixInputs, ScanInputs)
-CHANNEL_GRADIENTS = False
-"""Whether the delta rule with gates by channel has kernels for its gradients. They are right in Triton's interpreter, and have
-not run on a GPU: tests/gpu/test_linear_attention_gpu.py decides."""
 _ROOM = __name__.rpartition(".")[0]
 
 
@@ -75,8 +72,7 @@ def run_matrix_rule(inputs: MatrixInputs, sequences: Sequences, initial_state: T
 
     by_channel = inputs.g is not None and inputs.g.dim() == 3
     tensors = (initial_state, *inputs[:7], inputs.steps.bias)
-    has_kernels = inputs.g is not None and (CHANNEL_GRADIENTS or not by_channel)
-    return _with_gradients(compute, gradients if has_kernels else partial(_gradients_of, reference), tensors)
+    return _with_gradients(compute, partial(_gradients_of, reference) if inputs.g is None else gradients, tensors)
 
 
 def run_matrix_rule_paged(inputs: MatrixInputs, states: StateTensors, batch: StateBatch) -> Tensor:

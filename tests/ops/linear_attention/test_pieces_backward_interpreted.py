@@ -16,7 +16,6 @@ from fa_serve.ops.linear_attention import run
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "runs_triton", lambda device: True)
     monkeypatch.setattr(run, "_gradients_of", None)  # PyTorch's form is not asked
-    monkeypatch.setattr(run, "CHANNEL_GRADIENTS", True)
 
 
 @pytest.mark.parametrize("name", ["delta", "delta-strong", "kda", "kda-strong"])

@@ -33,7 +33,7 @@ from fa_serve.backends.triton.key_pages import has_wide_rows
 from fa_serve.backends.triton.splits import SplitCounts, SplitVariant, combine_launch
 from fa_serve.backends.triton.tiles import DecodeTiles, batch_block, decode_tiles, padded_dim
 from fa_serve.backends.unseen_rows import without_keys
-from fa_serve.launching.launch import WGMMA_OF_8_COLUMNS, Launch, launch_options, multiprocessors, with_unit_stride
+from fa_serve.launching.launch import MMA_SYNC, WGMMA_OF_8_COLUMNS, Launch, launch_options, multiprocessors, with_unit_stride
 from fa_serve.launching.plans import Run
 
 
@@ -120,8 +120,7 @@ class _DecodePlan:
         lse_stride = tensors.lse.stride(0) if tensors.lse is not None else total_q if self._needs_lse else 0
         mask = tensors.mask
         limit = {"maxnreg": tiles.registers} if tiles.registers and arch >= 80 else {}
-        # Triton's own passes work for sm89, which has no wgmma. PTX and machine code are those of the GPU all the same.
-        passes = {"arch": "sm89"} if tiles.mma_sync and arch == 90 and WGMMA_OF_8_COLUMNS else {}
+        passes = MMA_SYNC if tiles.mma_sync and arch == 90 and WGMMA_OF_8_COLUMNS else {}
         programs = tiles.splits if tiles.balanced else batch * tiles.splits
         self._decode = Launch(
             attn_decode,
