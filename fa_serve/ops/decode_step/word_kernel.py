@@ -14,11 +14,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fa_serve.ops.decode_step.kernel import _address, _first_tile, _request_share
+from fa_serve.ops.decode_step.kernel import _address, _request_share
 from fa_serve.ops.decode_step.rows import _finish, _sums_of_lanes, share_of, weight_tile
 from fa_serve.ops.decode_step.word_heads import attend_words, keys_of_places, places_of_keys, request_keys
 from fa_serve.ops.decode_step.words import poll_eights, store_words
 from fa_serve.ops.elementwise.activation import activate
+
+
+@triton.jit
+def _tile_ahead(w_ptr, index, program, product: tl.constexpr, var: tl.constexpr):
+    """Tile `index` of a program's share, which is loaded before the program waits for the input."""
+    ROWS: tl.constexpr = product.rows
+    PROGRAMS: tl.constexpr = var.programs
+    begin, end = share_of(program, ROWS, PROGRAMS)
+    return weight_tile(w_ptr, index, begin, end, product)
 
 
 @triton.jit
@@ -56,6 +65,7 @@ def _multiply_words(
     norm_ptr,
     bias_ptr,
     w,
+    next_w,
     norm,
     program,
     eps,
@@ -64,7 +74,7 @@ def _multiply_words(
     product: tl.constexpr,
     var: tl.constexpr,
 ):
-    """The rows of a program of a product. w, norm: of its first tile, which were loaded before."""
+    """The rows of a program of a product. w, next_w: its first two tiles, and norm: of the first, which were loaded before."""
     BLOCKS: tl.constexpr = (product.columns + product.block_k - 1) // product.block_k
     OUTPUTS: tl.constexpr = product.block_rows // 2 if product.gated else product.block_rows
     ROWS: tl.constexpr = product.rows
@@ -85,13 +95,14 @@ def _multiply_words(
         acc = tl.zeros([TILE, LANES], tl.float32)
         squares = tl.zeros([1, LANES], tl.float32)
         for index in tl.range(0, tiles, num_stages=1, disable_licm=True):
-            if not ALONE:
-                next_w = weight_tile(w_ptr, index + 1, begin, end, product)
             scaled = x
             if product.normed:
                 squares += sums
                 scaled = x * (norm.to(tl.float32) + offset)[None, :]
             acc += _sums_of_lanes(w.to(tl.float32) * scaled, TILE, COLUMNS)
+            if not ALONE:
+                w = next_w
+                next_w = weight_tile(w_ptr, index + 2, begin, end, product)
             if BLOCKS > 1:  # noqa: SIM102 - a constant, and a number of the run
                 # behind the last tile the words may be those of the next layer already
                 if index + 1 < tiles:
@@ -115,8 +126,6 @@ def _multiply_words(
                     own = _own_rows(x_ptr, index + 1, begin, end, product)
                 acc = tl.zeros([TILE, LANES], tl.float32)
                 squares = tl.zeros([1, LANES], tl.float32)
-            if not ALONE:
-                w = next_w
 
 
 @triton.jit(do_not_specialize=["first_layer", "num_layers"])
@@ -161,8 +170,6 @@ def decode_words(
     gated_ptr = attended_ptr + var.o.columns
     program = tl.program_id(0)
     done = tl.load(done_ptr + program)
-    w_qkv = _first_tile(_address(table_ptr, first_layer, 0, x_ptr), program, QKV, var)
-    norm = _norm_tile(_address(table_ptr, first_layer, 5, x_ptr), 0, QKV)
 
     ROWS: tl.constexpr = triton.next_power_of_2((var.o.rows + var.programs - 1) // var.programs)
     begin_row, end_row = share_of(program, HIDDEN, PROGRAMS)
@@ -187,6 +194,11 @@ def decode_words(
         in_tag = ((done + step + 1) & 0xFFFF).to(tl.int32)
         tag = ((done + step + 2) & 0xFFFF).to(tl.int32)
         next_layer = tl.minimum(layer + 1, first_layer + num_layers - 1)
+        qkv_w = _address(table_ptr, layer, 0, x_ptr)
+        norm_ptr = _address(table_ptr, layer, 5, x_ptr)
+        w_qkv = _tile_ahead(qkv_w, 0, program, QKV, var)
+        later_qkv = _tile_ahead(qkv_w, 1, program, QKV, var)
+        norm = _norm_tile(norm_ptr, 0, QKV)
         k_ptr = _address(table_ptr, layer, 9, x_ptr)
         v_ptr = _address(table_ptr, layer, 10, x_ptr)
         request_keys(k_ptr, places, live, var)
@@ -199,10 +211,11 @@ def decode_words(
             qkv_ptr,
             tag,
             x_ptr,
-            _address(table_ptr, layer, 0, x_ptr),
-            _address(table_ptr, layer, 5, x_ptr),
+            qkv_w,
+            norm_ptr,
             _address(table_ptr, layer, 4, x_ptr),
             w_qkv,
+            later_qkv,
             norm,
             program,
             eps,
@@ -236,18 +249,35 @@ def decode_words(
                 var,
             )
 
-        w_o = _first_tile(o_w, program, OUTPUT, var)
+        w_o = _tile_ahead(o_w, 0, program, OUTPUT, var)
+        later_o = _tile_ahead(o_w, 1, program, OUTPUT, var)
         down_w = _address(table_ptr, layer, 3, x_ptr)
         _request_share(down_w, program, DOWN, var)
         _multiply_words(
-            attended_ptr, tag, mid_ptr, tag, x_ptr, o_w, x_ptr, x_ptr, w_o, norm, program, eps, offset, alpha, OUTPUT, var
+            attended_ptr,
+            tag,
+            mid_ptr,
+            tag,
+            x_ptr,
+            o_w,
+            x_ptr,
+            x_ptr,
+            w_o,
+            later_o,
+            norm,
+            program,
+            eps,
+            offset,
+            alpha,
+            OUTPUT,
+            var,
         )
 
         norm_ptr = _address(table_ptr, layer, 6, x_ptr)
-        w_gate_up = _first_tile(gate_up_w, program, GATE_UP, var)
+        w_gate_up = _tile_ahead(gate_up_w, 0, program, GATE_UP, var)
+        later_gate_up = _tile_ahead(gate_up_w, 1, program, GATE_UP, var)
         norm = _norm_tile(norm_ptr, 0, GATE_UP)
         next_w = _address(table_ptr, next_layer, 0, x_ptr)
-        next_norm_ptr = _address(table_ptr, next_layer, 5, x_ptr)
         _request_share(next_w, program, QKV, var)
         _multiply_words(
             mid_ptr,
@@ -259,6 +289,7 @@ def decode_words(
             norm_ptr,
             x_ptr,
             w_gate_up,
+            later_gate_up,
             norm,
             program,
             eps,
@@ -268,10 +299,25 @@ def decode_words(
             var,
         )
 
-        w_down = _first_tile(down_w, program, DOWN, var)
+        w_down = _tile_ahead(down_w, 0, program, DOWN, var)
+        later_down = _tile_ahead(down_w, 1, program, DOWN, var)
         _multiply_words(
-            gated_ptr, tag, words_ptr, tag, x_ptr, down_w, x_ptr, x_ptr, w_down, norm, program, eps, offset, alpha, DOWN, var
+            gated_ptr,
+            tag,
+            words_ptr,
+            tag,
+            x_ptr,
+            down_w,
+            x_ptr,
+            x_ptr,
+            w_down,
+            later_down,
+            norm,
+            program,
+            eps,
+            offset,
+            alpha,
+            DOWN,
+            var,
         )
-        w_qkv = _first_tile(next_w, program, QKV, var)
-        norm = _norm_tile(next_norm_ptr, 0, QKV)
     tl.store(done_ptr + program, done + num_layers + 1)

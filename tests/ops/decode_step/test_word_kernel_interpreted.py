@@ -31,13 +31,13 @@ CASES = {
 }
 
 
-def compute(case: StepCase, programs: int, seed: int, *, steps: int = 1, tile: StepTile = TILE) -> tuple[Tensor, Tensor]:
+def compute(case: StepCase, programs: int, seed: int, *, steps: int = 1) -> tuple[Tensor, Tensor]:
     """What the kernel computes and what is right, of the last of some steps that are the same but for the caches."""
     layers = make_layers(case)
     x, step = make_step(case)
     copies = step._replace(caches=[(k.clone(), v.clone()) for k, v in step.caches])
     expected = compute_plainly(case, layers, x, copies)
-    stack = DecodeStack(layers, case.options(), programs=programs, tile=tile)
+    stack = DecodeStack(layers, case.options(), programs=programs, tile=TILE)
     assert stack.words()
     shared = [cache for pair in step.caches for cache in pair]
     actual = x
@@ -56,8 +56,8 @@ def compute(case: StepCase, programs: int, seed: int, *, steps: int = 1, tile: S
 def test_any_order_of_arrival_gives_the_same_bits(name: str) -> None:
     case, programs = CASES[name]
     results = []
-    for seed in range(3):
-        actual, expected = compute(case, programs, seed, steps=2 - seed % 2)
+    for seed in range(2):
+        actual, expected = compute(case, programs, seed, steps=2 - seed)
         close = 1e-5 if case.dtype == torch.float32 else 3e-2
         torch.testing.assert_close(actual.double(), expected, rtol=close, atol=close)
         results.append(actual)
