@@ -90,6 +90,7 @@ def _multiply_words(
     tiles = (end - begin + OUTPUTS - 1) // OUTPUTS * BLOCKS
     if tiles > 0:
         if product.added:
+            tl.debug_barrier()  # other threads of this program may have stored them, if it had nothing to do since
             own = _own_rows(x_ptr, 0, begin, end, product)
         x, sums = _poll_tile(in_ptr, 0, in_tag, product, var)
         acc = tl.zeros([TILE, LANES], tl.float32)
