@@ -54,6 +54,7 @@ SHAPES = {
     "waiting": StackSizes(256, 256, 16, 8, 128, True, 28),
     "tiny": StackSizes(64, 64, 4, 2, 16, True, 2),
 }
+WORDS = DEFAULT_TILE._replace(tagged=True)
 TILES = {
     "default": DEFAULT_TILE,
     "16 KiB": DEFAULT_TILE._replace(tile_bytes=16384),
@@ -67,6 +68,15 @@ TILES = {
     "32 KiB ahead": DEFAULT_TILE._replace(ahead_bytes=32768),
     "128 KiB ahead": DEFAULT_TILE._replace(ahead_bytes=131072),
     "256 KiB ahead": DEFAULT_TILE._replace(ahead_bytes=262144),
+    "words": WORDS,
+    "words 4 warps": WORDS._replace(num_warps=4, tile_bytes=16384, block_k=1024),
+    "words 16 warps": WORDS._replace(num_warps=16),
+    "words 16 KiB": WORDS._replace(tile_bytes=16384),
+    "words 64 KiB": WORDS._replace(tile_bytes=65536),
+    "words 4096 columns": WORDS._replace(block_k=4096),
+    "words 32 keys": WORDS._replace(block_keys=32),
+    "words nothing ahead": WORDS._replace(ahead_bytes=0),
+    "words 128 KiB ahead": WORDS._replace(ahead_bytes=131072),
 }
 
 

@@ -45,8 +45,9 @@ def on_gpu(layers: list[StackLayer], step: StackStep) -> tuple[list[StackLayer],
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("tagged", [False, True], ids=["counters", "words"])
 @pytest.mark.parametrize("name", CASES)
-def test_layers_are_those_of_a_plain_computation(name: str, dtype: torch.dtype) -> None:
+def test_layers_are_those_of_a_plain_computation(name: str, tagged: bool, dtype: torch.dtype) -> None:
     """Several calls, each with the bits of the first: nothing depends on who arrives first."""
     case = StepCase(**{**vars(CASES[name]), "dtype": dtype})
     layers = make_layers(case)
@@ -54,7 +55,7 @@ def test_layers_are_those_of_a_plain_computation(name: str, dtype: torch.dtype) 
     copies = step._replace(caches=[(k.clone(), v.clone()) for k, v in step.caches])
     expected = compute_plainly(case, layers, x, copies)
     placed, told = on_gpu(layers, step)
-    kernel = DecodeStack(placed, case.options())
+    kernel = DecodeStack(placed, case.options(), tile=StepTile(tagged=tagged))
     assert kernel.refusal(told) is None
     first: Tensor | None = None
     for _ in range(20):

@@ -12,6 +12,9 @@ clocks (Lamport 1978; FastTrack, Flanagan and Freund 2009): an atomic operation 
 program on, one with acquire semantics takes it over. Two accesses to an address of which one writes, and which no such chain
 orders, raise DataRaceError, even if they came in the right order by chance. If every program polls and nobody writes any more,
 DeadlockError is raised.
+
+A load that is volatile is a poll as well, of words that say themselves whether they are there (`words.py`). It hands
+nothing on, and such words are not among the memory that is given here.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import contextlib
 import inspect
 import random
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,6 +34,8 @@ from triton.runtime import interpreter
 
 _GRANULE = 2
 """Bytes of the smallest number that programs share."""
+_LOOKS = 3
+"""How often a program may read the same words without waiting: queries, those that they are rotated with, and again."""
 
 
 class DataRaceError(Exception):
@@ -93,7 +99,7 @@ class _Turns:
         self._draw = random.Random(seed)
         self._condition = threading.Condition()
         self._live = set(range(programs))
-        self._polled: set[int] = set()
+        self._polled: Counter[tuple[int, int]] = Counter()
         self._stuck: set[int] = set()
         self._running = self._draw.choice(sorted(self._live))
         self.error: Exception | None = None
@@ -112,11 +118,11 @@ class _Turns:
         self._polled.clear()
         self._stuck.clear()
 
-    def poll(self, program: int) -> None:
-        """A program looks at a counter. If it does so again and nobody has written since, it waits for others."""
-        if program in self._polled:
+    def poll(self, program: int, address: int) -> None:
+        """A program looks at a counter. If it does so again and again and nobody has written since, it waits for others."""
+        self._polled[program, address] += 1
+        if self._polled[program, address] > _LOOKS:
             self._stuck.add(program)
-        self._polled.add(program)
         if self._stuck >= self._live:
             raise DeadlockError(f"programs {sorted(self._live)} wait, and nobody writes")
         self.switch(program)
@@ -199,7 +205,12 @@ class _Together:
 
         def masked_load(own: Any, ptrs: Any, mask: Any, *others: Any) -> Any:
             assert self.clocks is not None
-            self.clocks.access(self.local.program, "read", ptrs.data[numpy.asarray(mask.data, bool)])
+            assert self.turns is not None
+            read = ptrs.data[numpy.asarray(mask.data, bool)]
+            volatile = others[-1]
+            if volatile and read.size:
+                self.turns.poll(self.local.program, int(read.min()))
+            self.clocks.access(self.local.program, "read", read)
             return load(own, ptrs, mask, *others)
 
         def masked_store(own: Any, ptrs: Any, value: Any, mask: Any, *others: Any) -> Any:
@@ -215,7 +226,7 @@ class _Together:
             program = self.local.program
             polls = not numpy.any(value.data)
             if polls:
-                self.turns.poll(program)
+                self.turns.poll(program, int(ptr.data.ravel()[0]))
             else:
                 self.turns.switch(program)  # others may come first
             assert ptr.data.size == 1

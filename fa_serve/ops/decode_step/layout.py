@@ -33,6 +33,7 @@ class StepTile(NamedTuple):
     num_warps:     of a program
     block_keys:    keys that attention reads at once; key_stages: such blocks in flight
     ahead_bytes:   of the next phase's weights that a program requests into the L2 cache when a phase begins; 0 for none
+    tagged:        a step of one token has numbers that carry their layer (word_kernel.py) instead of counters (kernel.py)
     """
 
     tile_bytes: int = 32768
@@ -41,6 +42,7 @@ class StepTile(NamedTuple):
     block_keys: int = 64
     key_stages: int = 2
     ahead_bytes: int = 65536
+    tagged: bool = False
 
 
 DEFAULT_TILE = StepTile()
@@ -147,6 +149,11 @@ class StepLayout:
     bulk: bool
 
     @property
+    def words(self) -> int:
+        """Words with tags that the programs of a step of one token share: the residual stream twice, and what products read."""
+        return 2 * self.o.rows + self.qkv.rows + self.o.columns + self.gate_up.rows
+
+    @property
     def parts_of_unit(self) -> int:
         """Numbers of float32 that the splits of one KV head of a sequence leave: outputs, then maxima, then sums."""
         return self.max_splits * self.rows_m * (self.dim + 2)
@@ -160,6 +167,12 @@ def row_share(program: int, rows: int, programs: int) -> tuple[int, int]:
 def splits_of(layout: StepLayout, batch: int) -> int:
     """Into how many splits the keys of each sequence are cut: as many tasks as there are programs, if that is possible."""
     return max(1, min(layout.max_splits, layout.programs // (batch * layout.num_kv_heads)))
+
+
+def takes_words(layout: StepLayout) -> bool:
+    """Whether word_kernel.py computes steps of one token. Words are read eight at a time, and a program has a task at most."""
+    eights = (layout.rotary_dim // 2, layout.o.rows, layout.o.columns, layout.gate_up.rows)
+    return all(size % 8 == 0 for size in eights) and layout.num_kv_heads * layout.max_splits <= layout.programs
 
 
 def unsupported_shape(shape: StepShape, tokens: int) -> str | None:

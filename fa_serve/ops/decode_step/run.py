@@ -14,6 +14,7 @@ Left out: which layers may be computed like this (hf/surgery/fuse/stack.py).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import triton
@@ -32,9 +33,11 @@ from fa_serve.ops.decode_step.layout import (
     StepTile,
     layout_of,
     splits_of,
+    takes_words,
     unsupported_shape,
 )
 from fa_serve.ops.decode_step.stacked import StackLayer, StackOptions, StackStep, UnsupportedStackError
+from fa_serve.ops.decode_step.word_kernel import decode_words
 from fa_serve.ops.elementwise.activation import ACTIVATION_KINDS
 
 _MOST_TABLES = 64
@@ -82,6 +85,15 @@ class DecodeStack:
         # room for the splits of all KV heads of any step, which is made before an engine counts what is left for its cache
         most = self._layout(MOST_STEP_TOKENS, MOST_STEP_TOKENS, 1).parts_of_unit
         self._parts = torch.empty(len(self._pairs) * most, dtype=torch.float32, device=device)
+        one = self._layout(1, 1, 1)
+        self._words: tuple[Tensor, ...] = ()
+        if tile.tagged and takes_words(one):
+            word = torch.int32 if dtype.itemsize == 2 else torch.int64
+            self._words = (
+                torch.zeros(one.words, dtype=word, device=device),
+                torch.zeros(self.shape.num_kv_heads * one.parts_of_unit, dtype=torch.int64, device=device),
+                torch.zeros(self._programs, dtype=torch.int64, device=device),
+            )
         self._tables: dict[tuple[int, ...], Tensor] = {}
         self._launches: dict[tuple[object, ...], tuple[Launch, StepLayout]] = {}
         self.num_calls = 0
@@ -129,8 +141,11 @@ class DecodeStack:
         """The output of the layers from `first` on, `count` of them or all. x (total, hidden) is overwritten and returned."""
         count = len(self._layers) - first if count is None else count
         self.num_calls += 1
-        launch, layout = self._launch_for(step)
         batch = len(step.seqused_k)
+        if self._words and len(x) == batch == 1:
+            self._compute_one(x, step, first, count)
+            return x
+        launch, layout = self._launch_for(step)
         tensors = (
             x,
             self._qkv,
@@ -151,6 +166,28 @@ class DecodeStack:
         launch(tensors, first, count, len(x), batch, splits_of(layout, batch), step.block_table.stride(0), step.cos.stride(0))
         return x
 
+    def _compute_one(self, x: Tensor, step: StackStep, first: int, count: int) -> None:
+        k_cache = step.caches[0][0]
+        key = ("one", k_cache.stride(), k_cache.shape[1])
+        if key not in self._launches:
+            self._launches[key] = self._make_launch(decode_words, step, self._layout(1, 1, k_cache.shape[1]))
+        launch, _ = self._launches[key]
+        tensors = (
+            x,
+            *self._words,
+            self._table_of(step.caches),
+            step.cos,
+            step.sin,
+            step.slot_mapping,
+            step.block_table,
+            step.seqused_k,
+        )
+        launch(tensors, first, count)
+
+    def words(self) -> tuple[Tensor, ...]:
+        """What programs share if numbers carry their layer: words, splits, and how many tags were used. Else nothing."""
+        return self._words
+
     def memory(self) -> tuple[Tensor, ...]:
         """What the programs of a step share: buffers, then counters."""
         buffers = (self._qkv, self._attended, self._gated, self._parts)
@@ -160,22 +197,25 @@ class DecodeStack:
         k_cache = step.caches[0][0]
         key = (len(step.slot_mapping) == 1, step.max_seqlen_q, k_cache.stride(), k_cache.shape[1])
         if key not in self._launches:
-            options = self._options
-            first = self._layers[0]
-            norm = first.before_attention
-            head_norm = norm if first.q_norm is None else first.q_norm
             layout = self._layout(len(step.slot_mapping), step.max_seqlen_q, k_cache.shape[1])
-            numbers = (norm.eps, norm.offset, head_norm.eps, head_norm.offset, options.multiplier, options.softmax_scale)
-            launch = Launch(
-                decode_layers,
-                self._programs,
-                varying=[float(number) for number in numbers],
-                strides=k_cache.stride()[:3],
-                fixed=(layout,),
-                options={"num_warps": self._tile.num_warps, "launch_cooperative_grid": self._programs > 1},
-            )
-            self._launches[key] = (launch, layout)
+            self._launches[key] = self._make_launch(decode_layers, step, layout)
         return self._launches[key]
+
+    def _make_launch(self, kernel: Any, step: StackStep, layout: StepLayout) -> tuple[Launch, StepLayout]:
+        options = self._options
+        first = self._layers[0]
+        norm = first.before_attention
+        head_norm = norm if first.q_norm is None else first.q_norm
+        numbers = (norm.eps, norm.offset, head_norm.eps, head_norm.offset, options.multiplier, options.softmax_scale)
+        launch = Launch(
+            kernel,
+            self._programs,
+            varying=[float(number) for number in numbers],
+            strides=step.caches[0][0].stride()[:3],
+            fixed=(layout,),
+            options={"num_warps": self._tile.num_warps, "launch_cooperative_grid": self._programs > 1},
+        )
+        return launch, layout
 
     def _layout(self, tokens: int, max_seqlen_q: int, page_size: int) -> StepLayout:
         return layout_of(

@@ -90,3 +90,22 @@ def test_compiles_without_spills(model: str, target: str, tokens: int, max_seqle
     assert len(re.findall(r"atom\.global\.gpu\.acq_rel", ptx)) == 1
     assert len(re.findall(r"cp\.async\.bulk\.prefetch\.L2", ptx)) == 5
     assert kernel.binary.metadata.launch_cooperative_grid
+
+
+@pytest.mark.parametrize(
+    ("model", "target"), [("qwen3-0.6b", "sm90"), ("llama-8b", "sm90"), ("llama-8b", "sm100"), ("qwen3-0.6b", "sm120")]
+)
+def test_words_are_waited_for_without_fences_and_once(model: str, target: str) -> None:
+    """A poll whose result is wanted in two layouts must not be repeated for each, and none is in a layout of its users."""
+    tile = (SMALLER if target == "sm120" else StepTile())._replace(tagged=True)
+    kernel = compile_step(model, target, 1, 1, tile)
+    assert kernel.spill_bytes == 0
+    ptx = kernel.binary.asm["ptx"]
+    assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) >= 40
+    assert not re.search(r"\b(atom|red|fence|membar)\b", ptx)
+    # of the residual stream twice, of attention, and of gated numbers before the loop and in it
+    blocks = {"qwen3-0.6b": 5, "llama-8b": 8}[model]
+    merged = {"qwen3-0.6b": 1, "llama-8b": 2}[model]  # outputs and splits for each thread
+    assert len(re.findall(r"ld\.relaxed\.gpu\.global\.v4\.b32", ptx)) == 2 * blocks
+    assert len(re.findall(r"ld\.relaxed\.gpu\.global\.b64", ptx)) == 3 * merged
+    assert kernel.binary.metadata.launch_cooperative_grid
