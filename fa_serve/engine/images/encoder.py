@@ -104,12 +104,16 @@ class ImageEncoder:
         """A sequence waits for this image, or is about to compute it: it is not evicted."""
         self._held.add(key)
 
-    def release(self, key: bytes) -> None:
-        """No sequence needs the image any more. If it has failed, it is encoded again for the next one."""
-        self._held.discard(key)
+    def retry(self, key: bytes) -> None:
+        """A new sequence needs this image. If it has failed for others, it is encoded again, for all of them."""
         kept = self._features.get(key)
         if kept is not None and kept.failed:
             self._drop(key)
+
+    def release(self, key: bytes) -> None:
+        """No sequence needs the image any more. If it has failed, it is encoded again for the next one."""
+        self._held.discard(key)
+        self.retry(key)
         self._evict()
 
     def release_all(self) -> None:

@@ -64,6 +64,8 @@ class Encoder(Protocol):
 
     def hold(self, key: bytes) -> None: ...
 
+    def retry(self, key: bytes) -> None: ...
+
     def release(self, key: bytes) -> None: ...
 
     def release_all(self) -> None: ...
@@ -153,7 +155,10 @@ class TowerQueue:
 
         start: its tokens that the prefix cache has
         """
-        self._release_spent()  # sequences come between steps, so this one does not share an image that failed for the last one
+        self._release_spent()  # sequences come between steps
+        if self._encoder is not None and sequence.request.images is not None:
+            for each in sequence.request.images.placed:  # this one does not share the failures of those before it
+                self._encoder.retry(each.image.key)
         self.want(sequence, start)
         if self._may_join(sequence, start):
             return True

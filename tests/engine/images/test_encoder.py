@@ -187,6 +187,37 @@ def test_an_image_that_fails_once_is_encoded_for_the_next_request(llava: Case, m
     encoder.check_integrity()
 
 
+@pytest.mark.parametrize(("steps", "ended"), [(1, "length"), (2, "error")])
+def test_a_request_does_not_share_the_failure_of_one_that_holds_the_image(
+    llava: Case, steps: int, ended: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After one step the first request has computed none of the image's tokens, and gets it as well; after two it has."""
+    engine = llava.engine(max_num_batched_tokens=4, max_num_seqs=2, prefix_caching=False)
+    ids = llava.prompt(0)
+    answer(engine, ids, llava.images[0])
+    encoder = engine._runner.images
+    encoder.forget()
+    calls = fail_once(engine, monkeypatch)
+    engine.add_request("first", ids, GREEDY, images=[llava.images[0]])
+    for _ in range(steps):
+        assert engine.step() == []
+    assert calls == ["failed"]
+    assert encoder.features([llava.images[0]])[llava.images[0].key].failed, "the first request holds it"
+    engine.add_request("second", ids, GREEDY, images=[llava.images[0]])
+    tokens: dict[str, list[int]] = {"first": [], "second": []}
+    reasons: dict[str, str | None] = {}
+    while engine.has_unfinished():
+        for output in engine.step():
+            tokens[output.request_id] += output.token_ids
+            reasons[output.request_id] = output.finish_reason
+        engine.check_integrity()
+        encoder.check_integrity()
+    expected = llava.generate(ids, 0)
+    assert reasons == {"first": ended, "second": "length"}
+    assert tokens == {"first": expected if ended == "length" else [], "second": expected}
+    assert calls == ["failed", "encoded"]
+
+
 def test_a_failed_image_is_kept_for_those_that_hold_it(llava: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = llava.engine()
     encoder = engine._runner.images

@@ -45,6 +45,7 @@ class Towers:
         self.may_pause = may_pause
         self.known: dict[bytes, int] = {}
         self.held: set[bytes] = set()
+        self.failed: set[bytes] = set()
         self.encoded: list[bytes] = []
         self._delay = delay
         self._left: int | None = None
@@ -60,6 +61,11 @@ class Towers:
 
     def hold(self, key: bytes) -> None:
         self.held.add(key)
+
+    def retry(self, key: bytes) -> None:
+        if key in self.failed:
+            self.failed.discard(key)
+            del self.known[key]
 
     def release(self, key: bytes) -> None:
         self.held.discard(key)
