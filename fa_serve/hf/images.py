@@ -127,7 +127,7 @@ class ImageFeatures:
 
     @property
     def num_bytes(self) -> int:
-        return sum(x.numel() * x.element_size() for x in (self.embeds, *self.deep))
+        return sum(x.untyped_storage().nbytes() for x in (self.embeds, *self.deep))
 
     def record_stream(self, stream: Any) -> None:
         """Their memory is not used again before work on this stream, which reads them, has ended."""
@@ -248,9 +248,9 @@ class ImageReader:
 
     def failed(self, inputs: Mapping[str, Tensor]) -> ImageFeatures:
         """What stands for an image that cannot be encoded: numbers that end its own request alone."""
-        shape = (self.num_tokens(inputs), self.hidden)
-        nothing = torch.full(shape, float("nan"), dtype=self._model.dtype, device=self._model.device)
-        return ImageFeatures(nothing, (), "none", failed=True)
+        # one row in memory: a device that had no room for the image has room for this
+        nothing = torch.full((1, self.hidden), float("nan"), dtype=self._model.dtype, device=self._model.device)
+        return ImageFeatures(nothing.expand(self.num_tokens(inputs), -1), (), "none", failed=True)
 
     def _learn_to_join(self, pair: Sequence[Mapping[str, Tensor]]) -> list[ImageFeatures]:
         """Encode two images alone, and find the dimension in which their inputs may be joined."""

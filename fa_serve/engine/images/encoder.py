@@ -125,8 +125,23 @@ class ImageEncoder:
     def advance(self, work: TowerWork) -> None:
         """Go on with the images that are on their way, or begin with these if there are none.
 
-        Without a limit all of them are encoded when this returns, for work that is queued on this stream from now on.
+        Without a limit all of them are encoded when this returns, for work that is queued on this stream from now on. Whatever
+        fails, what the step computes beside them goes on: images that are not encoded then have failed.
         """
+        failed = False
+        try:
+            self._advance(work)
+        except torch.AcceleratorError:
+            raise  # the device is lost
+        except Exception as error:
+            log.error("%d images could not be encoded, which ends their requests", len(work.images), exc_info=error)
+            failed = True
+        # the error is gone now, and with it the memory of the forward that it ended
+        if failed:
+            self.abandon()
+            self._keep({image.key: self.reader.failed(image.inputs) for image in work.images})
+
+    def _advance(self, work: TowerWork) -> None:
         if self._call is None:
             if work.limit is None:
                 self.features(work.images)
@@ -134,12 +149,7 @@ class ImageEncoder:
             stream = self._stream_of_work()
             self._call = PausedCall(lambda pause: self._encode_pausing(work.images, stream, pause))
         count = max(sum(self.reader.num_tokens(image.inputs) for image in work.images), 1)
-        pauses = None if work.limit is None else round(work.limit * self._num_pauses / count)
-        try:
-            self._call.run(pauses)
-        except BaseException:
-            self._call = None
-            raise
+        self._call.run(None if work.limit is None else round(work.limit * self._num_pauses / count))
         if work.limit is None and self._arrival is not None:
             self._arrival.synchronize()
         self._collect()

@@ -64,8 +64,9 @@ class PausedCall(Generic[T]):
 
     def _hand_over(self) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="fa_serve-towers", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._work, name="fa_serve-towers", daemon=True)
+            thread.start()  # fails without memory, and then there is nobody to wait for
+            self._thread = thread
         self._turn.release()
         self._callers_turn.acquire()
 

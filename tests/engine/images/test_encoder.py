@@ -16,6 +16,7 @@ from fa_serve.engine.images.encoder import ImageEncoder
 from fa_serve.engine.images.prompt import ImageInput
 from fa_serve.engine.runner import image_arrays
 from fa_serve.engine.runner.cuda_graphs import Shape, StepGraphs
+from fa_serve.engine.scheduler.prompt_share import PromptShare
 from fa_serve.hf.images import ImageReader
 from fa_serve.spec import ParameterError
 
@@ -216,6 +217,68 @@ def test_a_request_does_not_share_the_failure_of_one_that_holds_the_image(
     assert reasons == {"first": ended, "second": "length"}
     assert tokens == {"first": expected if ended == "length" else [], "second": expected}
     assert calls == ["failed", "encoded"]
+
+
+@pytest.mark.parametrize("limit", [None, 1], ids=["at-once", "in-parts"])
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), KeyError("broken")])
+def test_towers_that_raise_end_no_text_in_their_step(
+    llava: Case,
+    error: Exception,
+    limit: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """One text decodes in the step, the prompt of another one begins in it."""
+    monkeypatch.setattr(PromptShare, "image_limit", lambda *_, **__: limit)
+    engine = llava.engine(target_itl=15.0)
+    ids = llava.prompt(0)
+    answer(engine, ids, llava.images[0])
+    encoder = engine._runner.images
+    encoder.forget()
+    most = engine._scheduler.max_num_batched_tokens
+    texts = {"decodes": [5, 6, 7], "begins": list(range(30, 36))}
+    expected = {name: answer(engine, text) for name, text in texts.items()}
+    engine.add_request("decodes", texts["decodes"], GREEDY)
+    tokens = {name: [] for name in texts}
+    tokens["decodes"] += [token for output in engine.step() for token in output.token_ids]
+    engine.add_request("begins", texts["begins"], GREEDY)
+    engine.add_request("image", llava.prompt(1), GREEDY, images=[llava.images[1]])
+    batches = []
+    own = engine._runner.launch
+    monkeypatch.setattr(engine._runner, "launch", lambda batch: batches.append(batch) or own(batch))
+
+    def encode(images: Any) -> Any:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(encoder, "_encode", encode)
+        outputs = engine.step()
+    assert batches[0].towers is not None
+    assert batches[0].towers.limit == limit
+    assert {chunk.sequence.request.request_id for chunk in batches[0].chunks} >= {*texts}
+    assert "1 images could not be encoded, which ends their requests" in caplog.text
+    reasons: dict[str, str | None] = {}
+    while outputs or engine.has_unfinished():
+        for output in outputs:
+            reasons[output.request_id] = output.finish_reason
+            tokens.setdefault(output.request_id, []).extend(output.token_ids)
+        outputs = engine.step() if engine.has_unfinished() else []
+    assert reasons == {"decodes": "length", "begins": "length", "image": "error"}
+    assert tokens == expected | {"image": []}
+    assert engine._scheduler.max_num_batched_tokens == most, "the towers failed, not the step"
+    engine.check_integrity()
+    encoder.check_integrity()
+    ids = llava.prompt(1)
+    assert answer(engine, ids, llava.images[1]) == llava.generate(ids, 1)
+
+
+def test_a_failed_image_takes_one_row(llava: Case) -> None:
+    """A device without room for an image has room for what stands for it."""
+    encoder = llava.engine()._runner.images
+    failed = encoder.reader.failed(llava.inputs[0])
+    assert failed.embeds.shape == (4, encoder.reader.hidden)
+    assert bool(failed.embeds.isnan().all())
+    assert failed.num_bytes == encoder.reader.hidden * failed.embeds.element_size()
 
 
 def test_a_failed_image_is_kept_for_those_that_hold_it(llava: Case, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -62,3 +63,25 @@ def test_a_call_that_is_given_up_leaves_its_contexts() -> None:
     call.close()
     PausedCall(function).close()
     assert left == ["left"]
+
+
+def test_a_call_without_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A system at its limit starts no thread. Giving the call up waits for nobody, and the next attempt starts one."""
+    call = PausedCall(lambda pause: 5)
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            call.run(None)
+    assert call.run(None)
+    assert call.result() == 5
+    call = PausedCall(lambda pause: 6)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            call.run(None)
+    call.close()
+    assert call.has_ended
