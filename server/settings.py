@@ -324,8 +324,10 @@ class Settings(BaseSettings):
     )
     max_image_bytes: int = _option(10 * 2**20, "Maximum size of the file of an image.", "Limits", ge=1)
     max_image_pixels: int = _option(16 * 2**20, "Maximum number of pixels of an image.", "Limits", ge=1)
-    image_timeout: float = _option(10.0, "Seconds for fetching an image, and for decoding it.", "Limits", gt=0)
-    image_memory: int = _option(512 * 2**20, "Bytes for decoding an image.", "Limits", ge=2**20)
+    image_timeout: float = _option(30.0, "Seconds for fetching an image, and for decoding and processing it.", "Limits", gt=0)
+    image_memory: int = _option(
+        1536 * 2**20, "Bytes for decoding an image and processing it for the model.", "Limits", ge=2**20
+    )
     request_timeout: float | None = _option(
         None, "Maximum number of seconds for a request; by default no limit.", "Limits", gt=0
     )

@@ -75,7 +75,7 @@ class Tokenization:
         self._long = DeadlineThread("tokenizer of long texts")
         self._request_templates = DeadlineThread("template")
         self._processing = DeadlineThread("processor of images")
-        self._loader = ImageLoader(settings)
+        self._loader = ImageLoader(settings, lambda: engine.config)
         self._template_timeout = settings.template_timeout
         self._template_limits = TrialLimits("end", settings.template_timeout, settings.template_memory, "template")
         self._template_file = settings.chat_template
@@ -276,8 +276,8 @@ class Tokenization:
     ) -> EncodedChat:
         """The prompt that the chat template makes of a conversation."""
         urls = [url for message in body.messages or () for url in message.image_urls()]
-        images = await self._loader.load(urls, client) if urls else []
         maker = await self._processing.run(lambda: self.prompt_maker, client) if urls else None
+        images = await self._loader.load(urls, client) if urls else []
 
         def render(trial: Trial | None = None) -> Prompt:
             messages = [message.rendered() for message in body.messages or ()]
@@ -300,7 +300,7 @@ class Tokenization:
         if body.chat_template is not None:
             trial = self._trials.trial()
             try:
-                prompt = await self._request_templates.run(lambda: render(trial), client, cancel=trial.cancel)
+                prompt = await self._request_templates.run(lambda: render(trial), client, trial=trial)
             except TrialError as error:
                 text = f"chat_template must {error}."  # "end within ...", as TrialLimits has it
                 raise BadRequest(text, param="chat_template", code="invalid_value") from None

@@ -9,13 +9,15 @@ leaves.
 
 The parent (trials.py) sends one line of JSON first: the path of a module, what its function `prepare` gets, and the limits.
 `prepare` loads what the work needs and returns the function that does it, from bytes to bytes without a newline. Then the
-parent sends one socket for each trial. On that socket the child sends its process id, reads the request, and sends the reply.
+parent sends one socket for each trial. On that socket the child sends its process id, reads the request, and sends a
+line with the processor's seconds that it took and the reply.
 With the socket may come the descriptor of a file for a result that is too large for a reply, which the function gets as well.
 """
 
 import array
 import contextlib
 import ctypes
+import gc
 import importlib.util
 import json
 import os
@@ -23,6 +25,7 @@ import resource
 import signal
 import socket
 import sys
+import time
 from typing import Any
 
 SLACK = 32 << 20
@@ -36,6 +39,8 @@ def serve(control: socket.socket) -> None:
     with control.makefile("rb") as lines:
         start = json.loads(lines.readline())
     work = _load(start["module"]).prepare(start["given"])
+    gc.collect()
+    gc.freeze()  # a garbage collection in a child would visit, and so copy, all that was loaded here
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are reaped by the kernel
     control.sendall(b"r")
     while True:
@@ -53,7 +58,8 @@ def serve(control: socket.socket) -> None:
                     connection.sendall(b"%d\n" % os.getpid())
                     with connection.makefile("rb") as lines:
                         request = lines.readline()
-                    connection.sendall(work(request, *files) + b"\n")
+                    reply = work(request, *files)
+                    connection.sendall(b"%.6f " % time.process_time() + reply + b"\n")
                 os._exit(0)
             for file in files:
                 os.close(file)

@@ -7,10 +7,11 @@
     trial.cancel()                           # from any thread: the child is killed, and `run` raises Cancelled
     trials.close()
 
-Two kinds of work are tried. A matcher cannot be sent to another process, so the engine compiles a grammar that has passed once
-more (fa_serve/engine/structured/grammars.py, grammar_process.py). It then knows that this takes less than the limits, and how
-many bytes the grammar takes. The chat template of a request is applied nowhere else (server/tokenization.py). Left out: the
-process itself (trial_process.py), and which request is tried next.
+Three kinds of work are tried. A matcher cannot be sent to another process, so the engine compiles a grammar that has passed
+once more (fa_serve/engine/structured/grammars.py, grammar_process.py). It then knows that this takes less than the limits, and
+how many bytes the grammar takes. The chat template of a request is applied nowhere else (server/tokenization.py), and pictures
+are decoded and processed nowhere else (server/images). Left out: the process itself (trial_process.py), and which request is
+tried next.
 """
 
 from __future__ import annotations
@@ -124,13 +125,17 @@ class Trials:
 
 
 class Trial:
-    """One trial. `cancel` may be called before, during and after `run`."""
+    """One trial. `cancel` may be called before, during and after `run`.
+
+    seconds: of a processor that the work took, once `run` has ended. For work that was ended early, how long it was waited for
+    """
 
     def __init__(self, trials: Trials) -> None:
         self._trials = trials
         self._lock = threading.Lock()
         self._connection: socket.socket | None = None
         self.cancelled = False
+        self.seconds = 0.0
 
     def cancel(self) -> None:
         with self._lock:
@@ -152,6 +157,7 @@ class Trial:
                 self._connection = connection
             pid = 0
             reply = bytearray()
+            begin = time.monotonic()
             try:
                 with contextlib.suppress(ConnectionError):  # the child has been killed
                     deadline = time.monotonic() + limits.timeout
@@ -168,6 +174,7 @@ class Trial:
             except TimeoutError:
                 raise limits.error(late=True) from None
             finally:
+                self.seconds = time.monotonic() - begin
                 with self._lock:
                     self._connection = None
                 if pid and not reply.endswith(b"\n"):
@@ -177,7 +184,9 @@ class Trial:
                 raise Cancelled
             if not reply.endswith(b"\n"):
                 raise limits.error()
-            return bytes(reply)
+            seconds, _, result = bytes(reply).partition(b" ")
+            self.seconds = float(seconds)
+            return result
 
 
 def _line(connection: socket.socket) -> bytes:

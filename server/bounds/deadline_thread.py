@@ -5,6 +5,7 @@
 
 Clients take turns by the processor's time that their functions have taken (costs.py): however many functions one of them has
 waiting, the next client waits for one of these at most. The time is also added to the bill of the request.
+A function may let a process work for it (fa_serve/sandbox), whose time counts as its own.
 
 Python raises an exception in another thread between two of its bytecodes, so a loop of a chat template ends in time. A single
 call into C does not end sooner. A function that nobody waits for any more is interrupted as well. The thread is a daemon: it
@@ -22,6 +23,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from fa_serve.sandbox.trials import Trial
+
 from .costs import BILL, CostQueue
 
 T = TypeVar("T")
@@ -36,7 +39,7 @@ class _Job:
     """One function that waits or runs.
 
     client:    whose turn it takes
-    cancel:    ends the work
+    trial:     the work in another process, if it has any
     began:     on time.monotonic's clock, or None
     seconds:   of the processor, that it has taken, once it has ended
     abandoned: nobody waits for it
@@ -44,7 +47,7 @@ class _Job:
 
     work: Callable[[], Any]
     client: str | None
-    cancel: Callable[[], None] | None
+    trial: Trial | None
     future: asyncio.Future[Any]
     began: float | None = None
     seconds: float = 0.0
@@ -90,19 +93,20 @@ class DeadlineThread:
         work: Callable[[], T],
         client: str | None = None,
         timeout: float | None = None,
-        cancel: Callable[[], None] | None = None,
+        trial: Trial | None = None,
     ) -> T:
         """What `work` returns. Raises what it raises, or asyncio.TimeoutError `timeout` seconds after it has begun.
 
         client: who waits for it, by any name
-        cancel: ends the work early in the place of an exception that is raised in its midst
+        trial:  what the work runs in another process. It is cancelled in the place of an exception that is raised in the
+                midst of the work, and its processor's time counts
         """
         loop = asyncio.get_running_loop()
         if self._thread is None:
             thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             thread.start()  # fails without memory, and the next call tries again
             self._thread = thread
-        job = _Job(work, client, cancel, loop.create_future())
+        job = _Job(work, client, trial, loop.create_future())
         self._jobs.put(job)
         try:
             while timeout is not None:
@@ -126,10 +130,10 @@ class DeadlineThread:
             job.abandoned = True
             if self._current is not job or self._thread is None:
                 return
-            if job.cancel is None:
+            if job.trial is None:
                 _raise_in(self._thread, _Interrupted)
             else:
-                job.cancel()
+                job.trial.cancel()
 
     def _run(self) -> None:
         while True:
@@ -154,6 +158,8 @@ class DeadlineThread:
                 self._current = None
             _raise_in(threading.current_thread(), None)  # forget an interrupt that came too late
             job.seconds = time.thread_time() - begin
+            if job.trial is not None:
+                job.seconds += job.trial.seconds
             self._jobs.charge(job)
         with suppress(RuntimeError):  # the event loop is closed
             job.future.get_loop().call_soon_threadsafe(_settle, job.future, value, error)

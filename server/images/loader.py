@@ -1,8 +1,12 @@
-"""The pictures of a request as pixels: fetched and decoded one after the other, in turns with those of other clients.
+"""The pictures of a request as the model's towers take them: fetched, decoded and processed one after the other, in turns with
+those of other clients.
 
-loader = ImageLoader(settings)
-images = await loader.load(urls, client)         # PIL images in RGB; raises BadRequest
+loader = ImageLoader(settings, config_of_engine)
+images = await loader.load(urls, client)         # processed images; raises BadRequest
 loader.close()
+
+Without a model, or with one whose processor cannot be loaded by the process that decodes, they are PIL images in RGB. The
+caller processes these, which holds the interpreter for tens of milliseconds at a time.
 """
 
 from __future__ import annotations
@@ -10,48 +14,65 @@ from __future__ import annotations
 import base64
 import fcntl
 import json
+import logging
 import mmap
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
+from fa_serve.engine import EngineConfig
+from fa_serve.engine.images.processed import ProcessedImage
 from fa_serve.sandbox.trials import Trial, TrialError, TrialLimits, Trials
+from fa_serve.spec import ParameterError
 
 from ..bounds.deadline_thread import DeadlineThread
-from ..errors import BadRequest
+from ..errors import BadRequest, parameter_refused
 from ..settings import Settings
 from . import decode_process
 from .addresses import ImageAddressError, Remote, read_address
 from .fetching import FetchLimits, fetch
 
+log = logging.getLogger("fa_serve.server")
 FIELD = "messages"
 PIXEL = 4  # bytes
 PIECE = 3 << 18  # bytes that are written in base64 at once: the interpreter is held for a millisecond
 
 
 class ImageLoader:
-    """Two threads: one waits for other people's servers, the other one for the process that decodes."""
+    """Two threads: one waits for other people's servers, the other one for the process that decodes and processes.
 
-    def __init__(self, settings: Settings):
+    config: tells the settings of the engine once it is loaded; without it there is no model whose processor could run
+    """
+
+    def __init__(self, settings: Settings, config: Callable[[], EngineConfig] | None = None):
+        self._config = config
         self._fetching = DeadlineThread("images of other hosts")
         self._decoding = DeadlineThread("images")
+        self._has_warned = False
         self._max_images = settings.max_images
         self._max_bytes = settings.max_image_bytes
         self._max_pixels = settings.max_image_pixels
         self._limits = FetchLimits(
             tuple(host.lower() for host in settings.image_hosts), settings.max_image_bytes, settings.image_timeout
         )
-        self._trial_limits = TrialLimits("be decoded", settings.image_timeout, settings.image_memory, "image")
+        verb = "be decoded and processed"
+        self._trial_limits = TrialLimits(verb, settings.image_timeout, settings.image_memory, "image")
+        self._max_result = max(PIXEL * settings.max_image_pixels, settings.image_memory)
 
     @cached_property
     def _trials(self) -> Trials:
-        return Trials(decode_process.__file__, {"max_pixels": self._max_pixels}, self._trial_limits)
+        processor = None
+        if self._config is not None:
+            config = self._config()
+            processor = {"path": config.model_path(), "trust_remote_code": config.trust_remote_code}
+        given = {"max_pixels": self._max_pixels, "processor": processor}
+        return Trials(decode_process.__file__, given, self._trial_limits)
 
     def close(self) -> None:
-        """End the process that decodes."""
+        """End the process."""
         if "_trials" in vars(self):
             self._trials.close()
 
@@ -71,29 +92,49 @@ class ImageLoader:
             else:
                 data = found
             trial = self._trials.trial()
-            return await self._decoding.run(lambda: decode(data, self._max_pixels, trial), client, cancel=trial.cancel)
+            return await self._decoding.run(lambda: self._decode(data, trial), client, trial=trial)
         except (ImageAddressError, TrialError) as error:
             raise BadRequest(f"image_url must {error}.", param=FIELD, code="invalid_value") from None
+        except ParameterError as error:
+            raise parameter_refused(error, FIELD) from None
+
+    def _decode(self, data: bytes | memoryview, trial: Trial) -> Any:
+        image, reason = decode(data, self._max_result, trial)
+        if reason and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "pictures are processed in the server's own process, where other requests wait for them, because the process "
+                "that decodes them cannot load the model's processor: %s",
+                reason,
+            )
+        return image
 
 
-def decode(data: bytes | memoryview, max_pixels: int, trial: Trial) -> Any:
-    """A PIL image of an untrusted file. Raises ImageAddressError for one that is refused, and what `Trial.run` raises.
+def decode(data: bytes | memoryview, max_result: int, trial: Trial) -> tuple[Any, str]:
+    """What the process makes of an untrusted file: a processed image, or a PIL image and why it is not processed.
 
-    The process writes pixels into memory that both share. A reply of 64 MB in base64 would hold the interpreter for a quarter
-    of a second, in single calls that nothing can interrupt.
+    The process writes tensors or pixels into memory that both share, at most `max_result` bytes. A reply of 64 MB in base64
+    would hold the interpreter for a quarter of a second, in single calls that nothing can interrupt.
 
     data: in base64
+
+    Raises ImageAddressError for a file that is refused, ParameterError for an image that the model's processor refuses, and
+    what `Trial.run` raises.
     """
     from PIL import Image
 
-    with _shared_memory(PIXEL * max_pixels) as file:
+    with _shared_memory(max_result) as file:
         told = json.loads(trial.run(data, file))
         if "error" in told:
             raise ImageAddressError(told["error"])
+        if "rule" in told:
+            raise ParameterError("images", told["rule"], "another one")
+        if "inputs" in told:
+            return ProcessedImage.read(told, file), ""
         size = (told["width"], told["height"])
         mapped: Any = mmap.mmap(file, PIXEL * size[0] * size[1], access=mmap.ACCESS_READ)
         # Pillow lays RGB out in four bytes as well, so this copies rows, and lets others run meanwhile
-        return Image.frombuffer("RGBX", size, mapped, "raw", "RGBX", 0, 1).convert("RGB")
+        return Image.frombuffer("RGBX", size, mapped, "raw", "RGBX", 0, 1).convert("RGB"), told["reason"]
 
 
 @contextmanager

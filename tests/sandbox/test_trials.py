@@ -56,6 +56,18 @@ def test_limits_of_time_and_memory_are_named(make_trials) -> None:
     assert error_of(trials, SHORT) == ""
 
 
+def test_the_processors_time_of_the_work_is_told(make_trials) -> None:
+    trial = make_trials().trial()
+    assert trial.seconds == 0
+    begin = time.monotonic()
+    assert json.loads(trial.run(slow()))["error"] == ""
+    assert 0.2 < trial.seconds < time.monotonic() - begin, "the schema takes seconds"
+    trial = make_trials(timeout=0.3).trial()
+    with pytest.raises(TrialError):
+        trial.run(slow())
+    assert 0.25 < trial.seconds < 5, "work that was ended counts as long as it was waited for"
+
+
 def test_errors_are_reported_and_cancelling_kills(make_trials) -> None:
     trials = make_trials()
     assert "unclosed" in error_of(trials, request(MATCHER.grammar_from_regex("[0-9")))

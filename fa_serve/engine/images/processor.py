@@ -6,7 +6,8 @@
 The processor says what stands in the text in the place of an image, and by which text it is replaced: image tokens, and what
 the model wants around them. An image is processed alone, so that its inputs and its key do not depend on the prompt.
 
-Left out: where pictures come from, and whether they can be trusted: they are decoded images here.
+Left out: where pictures come from, and whether they can be trusted: they are decoded images here, or have been processed where
+they were decoded (processed.py).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 from fa_serve.engine.config import EngineConfig
+from fa_serve.engine.images.processed import PixelProcessor, ProcessedImage
 from fa_serve.engine.images.prompt import ImageInput, ImagePrompt
 from fa_serve.engine.request.prompts import PromptReader
 from fa_serve.spec import ParameterError
@@ -30,7 +32,8 @@ class PromptMaker:
 
     def __init__(self, processor: Any, reader: PromptReader) -> None:
         self.image_text: str = processor.image_token
-        self._processor = processor
+        self._pixels = PixelProcessor(processor)
+        self._image_tokens = {token for token in processor.image_token_ids if token is not None}
         self._reader = reader
         defaults = type(processor).valid_processor_kwargs._defaults.get("text_kwargs", {})
         self._marks_images = bool(defaults.get("return_mm_token_type_ids"))
@@ -45,7 +48,8 @@ class PromptMaker:
     def prompt(
         self, text: str, images: Sequence[Any], *, special_tokens: bool = True, plain: Sequence[tuple[int, int]] = ()
     ) -> ImagePrompt:
-        """special_tokens, plain: as `PromptReader.encode` takes them. images: PIL images, in the order of their places
+        """special_tokens, plain: as `PromptReader.encode` takes them
+        images: PIL images, or what became of them, in the order of their places
 
         Raises ParameterError if the text has not as many places as there are images, and for an image that is refused.
         """
@@ -53,7 +57,7 @@ class PromptMaker:
         if len(places) != len(images):
             rule = f"have {self.image_text} in the place of each of its {len(images)} images"
             raise ParameterError("prompt", rule, f"{len(places)} of them")
-        made = [self._process(image) for image in images]
+        made = [image if isinstance(image, ProcessedImage) else self._pixels.process(image) for image in images]
         pieces = []
         moved = []
         position = length = 0
@@ -63,7 +67,7 @@ class PromptMaker:
             pieces.append(text[position:begin])
             length += begin - position
             if end is None:
-                piece = made[number][1]
+                piece = made[number].text
                 position = begin + len(self.image_text)
                 number += 1
             else:
@@ -74,7 +78,7 @@ class PromptMaker:
             length += len(piece)
         whole = "".join([*pieces, text[position:]])
         tokens = self._reader.encode(whole, special_tokens, moved)
-        return ImagePrompt(tokens, tuple(self._input(*each) for each in made))
+        return ImagePrompt(tokens, tuple(self._input(each) for each in made))
 
     def _places(self, text: str, plain: Sequence[tuple[int, int]]) -> list[int]:
         """Where images stand. What a client has written is no place."""
@@ -86,26 +90,11 @@ class PromptMaker:
             begin = text.find(self.image_text, begin + len(self.image_text))
         return found
 
-    def _process(self, image: Any) -> tuple[dict[str, Any], str]:
-        """The inputs of the towers, and the text that stands for the image."""
-        processor = self._processor
-        merged = processor._merge_kwargs(
-            processor.valid_processor_kwargs, tokenizer_init_kwargs=processor.tokenizer.init_kwargs, return_tensors="pt"
-        )
-        try:
-            [images, *_] = processor.prepare_inputs_layout(images=[image], text=[self.image_text])
-            inputs, [text] = processor._process_images(images, **merged["images_kwargs"])
-        except Exception as error:  # whatever the code of a processor can raise for the shape of an image
-            told = f"{type(error).__name__}: {str(error)[:200]}"
-            raise ParameterError("images", f"hold images that the model's processor takes ({told})", "another one") from error
-        return {name: x for name, x in inputs.items() if name not in processor.unused_input_names}, text
-
-    def _input(self, inputs: dict[str, Any], text: str) -> ImageInput:
-        known = set(self._processor.image_token_ids)
-        count = sum(token in known for token in self._reader.encode(text, False))
-        ids = torch.full((1, count), next(token for token in known if token is not None))
-        given = {"input_ids": ids, **{name: torch.as_tensor(x) for name, x in inputs.items()}}
+    def _input(self, image: ProcessedImage) -> ImageInput:
+        count = sum(token in self._image_tokens for token in self._reader.encode(image.text, False))
+        ids = torch.full((1, count), next(iter(self._image_tokens)))
         marks = torch.full_like(ids, int(self._marks_images), dtype=torch.int32)
+        given = {"input_ids": ids, **image.inputs}
         return ImageInput.of(given | {"mm_token_type_ids": marks, "token_type_ids": marks})
 
 

@@ -5,6 +5,7 @@ import threading
 import time
 
 import pytest
+from fa_serve.server.bounds.costs import BILL, Bill
 from fa_serve.server.bounds.deadline_thread import DeadlineThread
 
 pytestmark = pytest.mark.anyio
@@ -75,3 +76,37 @@ async def test_a_thread_that_cannot_be_started_is_started_by_the_next_call(monke
         with pytest.raises(RuntimeError, match="can't start"):
             await thread.run(lambda: 1)
     assert await asyncio.wait_for(thread.run(lambda: 2), 20) == 2
+
+
+class Elsewhere:
+    """A trial whose process took so many seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.cancelled = threading.Event()
+
+    def cancel(self) -> None:
+        self.cancelled.set()
+
+
+async def test_the_time_of_another_process_counts() -> None:
+    """A client whose work runs in another process pays for it: its turn comes after that of a client who has cost less."""
+    thread = DeadlineThread("test")
+    bill = Bill("many")
+    token = BILL.set(bill)
+    try:
+        assert await thread.run(lambda: 3, "many", trial=Elsewhere(5.0)) == 3
+    finally:
+        BILL.reset(token)
+    assert 5.0 <= bill.seconds < 5.5
+
+
+async def test_a_trial_that_nobody_waits_for_is_cancelled() -> None:
+    thread = DeadlineThread("test")
+    trial = Elsewhere(0.0)
+    task = asyncio.create_task(thread.run(lambda: trial.cancelled.wait(20), trial=trial))
+    await asyncio.sleep(0.1)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert trial.cancelled.wait(5)

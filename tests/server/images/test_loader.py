@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from fa_serve.server.errors import BadRequest
 from fa_serve.server.images.loader import ImageLoader, decode
 from fa_serve.server.settings import Settings
-from image_models import picture, png
+from image_models import picture, png, save_llava
+from PIL import Image
 from security.hostile_images import animated, bomb, uri
+from transformers import AutoProcessor
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+from fa_serve.engine import EngineConfig
+from fa_serve.engine.images.processed import PixelProcessor, ProcessedImage
+from fa_serve.sandbox.trials import TrialError
 
 pytestmark = pytest.mark.anyio
 
@@ -71,7 +81,9 @@ async def test_files_that_are_refused(loader: ImageLoader, data: bytes, message:
 async def test_a_decoder_that_takes_too_much_memory_dies_alone() -> None:
     limited = ImageLoader(Settings(max_image_pixels=400_000_000, image_memory=2**20, image_timeout=5.0))
     try:
-        with pytest.raises(BadRequest, match=r"image_url must be decoded within 1048576 bytes \(--image-memory\)"):
+        with pytest.raises(
+            BadRequest, match=r"image_url must be decoded and processed within 1048576 bytes \(--image-memory\)"
+        ):
             await limited.load([uri(bomb(16_000, 16_000))], None)
         [image] = await limited.load([uri(png(picture(1)))], None)
         assert image.size == (40, 32)
@@ -108,9 +120,92 @@ async def test_fetching_is_off_by_default(loader: ImageLoader) -> None:
         await loader.load(["https://images.example.org/cat.png"], None)
 
 
-async def test_a_large_picture_hardly_takes_the_interpreter() -> None:
-    """16 million pixels in the server's own thread: not their base64, and no copy but that of Pillow, which lets others run."""
-    large = ImageLoader(Settings(image_timeout=60.0))
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("llava")
+    save_llava(path)
+    return path
+
+
+def loader_of(folder: Path) -> ImageLoader:
+    """A loader for the model in a folder."""
+    config = EngineConfig(model=folder, device="cpu")
+    return ImageLoader(Settings(image_timeout=60.0), lambda: config)
+
+
+@pytest.fixture(scope="module")
+def processing(folder: Path) -> Iterator[ImageLoader]:
+    """One for all tests: its process takes seconds to load the processor."""
+    made = loader_of(folder)
+    yield made
+    made.close()
+
+
+async def test_pictures_come_as_the_models_processor_makes_them(
+    folder: Path, processing: ImageLoader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The processor runs in the other process: this one may not call it."""
+    processor = AutoProcessor.from_pretrained(folder)
+    pictures = [picture(1), picture(2, 100, 60)]
+    expected = [PixelProcessor(processor).process(each) for each in pictures]
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("pixels are processed in the process of the server")
+
+    monkeypatch.setattr(PixelProcessor, "process", refuse)
+    monkeypatch.setattr(CLIPImageProcessorPil, "__call__", refuse)
+    monkeypatch.setattr(Image, "frombuffer", refuse)
+    found = await processing.load([uri(png(each)) for each in pictures], None)
+    for actual, wanted in zip(found, expected, strict=True):
+        assert isinstance(actual, ProcessedImage)
+        assert actual.text == wanted.text == "<image>" * 4
+        torch.testing.assert_close(actual.inputs["pixel_values"], wanted.inputs["pixel_values"], rtol=0, atol=0)
+
+
+async def test_a_picture_that_the_models_processor_refuses(tmp_path: Path) -> None:
+    """It is refused again if it comes again, and others are served."""
+    save_llava(tmp_path)
+    options = json.loads((tmp_path / "processor_config.json").read_text())
+    options["image_processor"]["size"] = {"shortest_edge": 0}
+    (tmp_path / "processor_config.json").write_text(json.dumps(options))
+    own = loader_of(tmp_path)
+    try:
+        for _ in range(2):
+            with pytest.raises(BadRequest, match="images must hold images that the model's processor takes") as error:
+                await own.load([uri(png(picture(1)))], None)
+            assert (error.value.param, error.value.status) == ("messages", 400)
+    finally:
+        own.close()
+
+
+async def test_a_result_beyond_its_limit_is_refused(processing: ImageLoader) -> None:
+    """The inputs of towers may be larger than the pixels: here 28 x 28 numbers of 4 bytes for each colour."""
+    data = uri(png(picture(1))).partition(",")[2].encode()
+    trials = processing._trials
+    image, _ = decode(data, 9408, trials.trial())
+    assert image.inputs["pixel_values"].nbytes == 9408
+    with pytest.raises(TrialError, match=r"be decoded and processed within .* bytes \(--image-memory\)"):
+        decode(data, 9407, trials.trial())
+
+
+async def test_a_processor_that_the_process_cannot_load(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Pixels come then, and the log says once what that costs."""
+    own = loader_of(tmp_path)
+    try:
+        images = [image for _ in range(2) for image in await own.load([uri(png(picture(1)))] * 2, None)]
+    finally:
+        own.close()
+    assert all(np.array_equal(np.asarray(image), np.asarray(picture(1))) for image in images)
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len(warnings) == 1
+    assert "cannot load the model's processor: ParameterError: images must be empty, because" in warnings[0]
+
+
+@pytest.mark.parametrize("processed", [True, False], ids=["processed", "pixels"])
+async def test_a_large_picture_hardly_takes_the_interpreter(processing: ImageLoader, processed: bool) -> None:
+    """16 million pixels in the server's own thread: not their base64, and no copy but that of Pillow, which lets others run.
+    If the process has the model's processor, they do not come here at all."""
+    large = processing if processed else ImageLoader(Settings(image_timeout=60.0))
     await large.load([uri(png(picture(1)))], None)
     seconds: list[float] = []
 
@@ -125,9 +220,14 @@ async def test_a_large_picture_hardly_takes_the_interpreter() -> None:
             patch.setattr("fa_serve.server.images.loader.decode", timed)
             [image] = await large.load([uri(bomb(4000, 4000))], None)
     finally:
-        large.close()
-    assert (image.mode, image.size) == ("RGB", (4000, 4000))
-    assert seconds[0] < 0.15, "with pixels in base64 it took 0.3 s"
+        if not processed:
+            large.close()
+    if processed:
+        assert image.inputs["pixel_values"].shape == (1, 3, 28, 28)
+        assert seconds[0] < 0.03, "decoding and processing took 0.4 s"
+    else:
+        assert (image.mode, image.size) == ("RGB", (4000, 4000))
+        assert seconds[0] < 0.15, "with pixels in base64 it took 0.3 s"
 
 
 @pytest.mark.parametrize("text", ["QUJ", "####", "QU\nJD", "Ä"])

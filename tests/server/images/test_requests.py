@@ -17,6 +17,7 @@ from image_models import picture, png, save_llava
 from transformers import AutoProcessor
 
 from fa_serve.engine import AsyncEngine
+from fa_serve.sandbox.trials import Trials
 
 pytestmark = pytest.mark.anyio
 PICTURES = [picture(1), picture(2)]
@@ -98,6 +99,21 @@ async def test_two_images_in_a_chat(serving, expected) -> None:
         reply = (await client.post("/v1/chat/completions", json=other)).json()
         assert reply["choices"][0]["token_ids"] != answer, "the pictures do not matter"
         assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+async def test_a_processor_that_the_process_cannot_load(serving, expected, monkeypatch, caplog) -> None:
+    """Pictures are processed in the server then: the answer is the same."""
+    prompt, answer = expected("user: <image>What is the difference?\nassistant: ", 0)
+    prepared = Trials.__init__
+
+    def without_a_folder(self: Trials, module: str, given: dict[str, Any], *others: Any) -> None:
+        prepared(self, module, given | {"processor": {"path": "/nowhere", "trust_remote_code": False}}, *others)
+
+    monkeypatch.setattr(Trials, "__init__", without_a_folder)
+    async with serving() as client:
+        [choice] = (await client.post("/v1/chat/completions", json=chat(image_part(0), TEXT))).json()["choices"]
+    assert (choice["prompt_token_ids"], choice["token_ids"]) == (prompt, answer)
+    assert "pictures are processed in the server's own process" in caplog.text
 
 
 async def test_n_and_streaming(serving, expected) -> None:

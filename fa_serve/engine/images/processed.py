@@ -1,0 +1,103 @@
+"""What a model's processor makes of one picture, and its way from a process that may die to the server.
+
+    image = PixelProcessor(processor).process(picture)   # a PIL image -> ProcessedImage
+    told = image.write(file)                             # tensors go to the file, and what they are to JSON
+    same = ProcessedImage.read(told, file)
+
+A processor resizes and normalises pixels in Python, Pillow and NumPy, and holds the interpreter of its process for tens of
+milliseconds at a time. So pictures of strangers are processed where they are decoded (fa_serve/server/images), and tensors come
+back through memory that both processes share.
+
+Left out: the prompt in which the picture stands (processor.py).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fa_serve.spec import ParameterError
+
+ALIGNMENT = 64  # bytes
+
+
+class ProcessedImage(NamedTuple):
+    """inputs: arguments of the towers, on the CPU; text: what stands for the picture in a prompt"""
+
+    inputs: Mapping[str, Tensor]
+    text: str
+
+    def write(self, file: int) -> dict[str, Any]:
+        """Write the tensors to this descriptor, at its place. Returns what `read` needs, as JSON can say it.
+
+        Raises OSError if they do not fit into the file.
+        """
+        described = []
+        place = 0
+        for name, x in self.inputs.items():
+            _write_all(file, bytes(-place % ALIGNMENT))
+            place += -place % ALIGNMENT
+            described.append({"name": name, "dtype": str(x.dtype).removeprefix("torch."), "shape": [*x.shape], "place": place})
+            values = x.contiguous().reshape(-1).view(torch.uint8).numpy().data
+            _write_all(file, values)
+            place += len(values)
+        return {"inputs": described, "text": self.text, "bytes": place}
+
+    @classmethod
+    def read(cls, told: Mapping[str, Any], file: int) -> ProcessedImage:
+        """Copy the tensors out of the file, while other threads run."""
+        shared = mmap.mmap(file, max(told["bytes"], 1))
+        inputs = {}
+        for each in told["inputs"]:
+            x = torch.empty(each["shape"], dtype=getattr(torch, each["dtype"]))
+            if x.numel():
+                x.view(-1).copy_(torch.frombuffer(shared, dtype=x.dtype, count=x.numel(), offset=each["place"]))
+            inputs[each["name"]] = x
+        return cls(inputs, told["text"])
+
+
+class PixelProcessor:
+    """The part of a model's processor that sees pixels. Safe to use from any thread."""
+
+    def __init__(self, processor: Any) -> None:
+        self._processor = processor
+
+    @classmethod
+    def of_model(cls, path: str, *, trust_remote_code: bool) -> PixelProcessor:
+        """Raises ParameterError, with the reason, for a model without a processor that takes images."""
+        from fa_serve.hf.images import load_processor  # with transformers, which a server has not imported before its engine
+
+        return cls(load_processor(path, trust_remote_code=trust_remote_code))
+
+    def process(self, image: Any) -> ProcessedImage:
+        """What the towers get of an image. It is processed alone, so that this does not depend on others.
+
+        image: of PIL, in RGB
+
+        Raises ParameterError for an image that is refused.
+        """
+        processor = self._processor
+        merged = processor._merge_kwargs(
+            processor.valid_processor_kwargs, tokenizer_init_kwargs=processor.tokenizer.init_kwargs, return_tensors="pt"
+        )
+        try:
+            [images, *_] = processor.prepare_inputs_layout(images=[image], text=[processor.image_token])
+            inputs, [text] = processor._process_images(images, **merged["images_kwargs"])
+            tensors = {name: torch.as_tensor(x) for name, x in inputs.items() if name not in processor.unused_input_names}
+        except MemoryError:
+            raise
+        except Exception as error:  # whatever the code of a processor can raise for the shape of an image
+            told = f"{type(error).__name__}: {str(error)[:200]}"
+            raise ParameterError("images", f"hold images that the model's processor takes ({told})", "another one") from error
+        return ProcessedImage(tensors, text)
+
+
+def _write_all(file: int, data: bytes | memoryview) -> None:
+    written = 0
+    while written < len(data):
+        written += os.write(file, data[written:])

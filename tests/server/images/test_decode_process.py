@@ -1,0 +1,76 @@
+"""What the process that decodes writes into the file that it is given. tests/server/images/test_loader.py starts it."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from fa_serve.server.images.decode_process import STRIP, prepare
+from image_models import picture, png, save_llava
+from security.hostile_images import bomb
+
+from fa_serve.engine.images.processed import PixelProcessor, ProcessedImage
+
+LIMIT = 1 << 21
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Iterator[int]:
+    number = os.open(tmp_path / "shared", os.O_RDWR | os.O_CREAT)
+    os.ftruncate(number, 4 * LIMIT)
+    yield number
+    os.close(number)
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What the process sets for itself is set back."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+    count = torch.get_num_threads()
+    yield
+    torch.set_num_threads(count)
+
+
+def test_pixels_of_several_strips(file: int) -> None:
+    work = prepare({"max_pixels": LIMIT, "processor": None})
+    image = picture(1, 1200, 1000)
+    assert image.width * image.height > STRIP
+    told = json.loads(work(base64.b64encode(png(image)) + b"\n", file))
+    assert told == {"width": 1200, "height": 1000, "reason": ""}
+    pixels = np.frombuffer(os.pread(file, 4 * 1200 * 1000, 0), np.uint8).reshape(1000, 1200, 4)
+    assert np.array_equal(pixels[..., :3], np.asarray(image))
+
+
+def test_refused_files_write_nothing(file: int) -> None:
+    work = prepare({"max_pixels": LIMIT, "processor": None})
+    told = json.loads(work(base64.b64encode(bomb(3000, 1000)), file))
+    assert told == {"error": f"have at most {LIMIT} pixels (--max-image-pixels), got 3000 x 1000"}
+    assert json.loads(work(b"", file)) == {"error": "hold an image, got no bytes"}
+    assert os.lseek(file, 0, os.SEEK_CUR) == 0
+
+
+@pytest.mark.usefixtures("threads")
+def test_the_models_processor(tmp_path: Path, file: int) -> None:
+    save_llava(tmp_path)
+    given = {"path": str(tmp_path), "trust_remote_code": False}
+    work = prepare({"max_pixels": LIMIT, "processor": given})
+    assert torch.get_num_threads() == 1, "a child of the process has no other threads"
+    expected = PixelProcessor.of_model(str(tmp_path), trust_remote_code=False).process(picture(3))
+    found = ProcessedImage.read(json.loads(work(base64.b64encode(png(picture(3))), file)), file)
+    assert found.text == expected.text
+    assert [*found.inputs] == [*expected.inputs]
+    torch.testing.assert_close(found.inputs["pixel_values"], expected.inputs["pixel_values"], rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("threads")
+def test_a_processor_that_is_not_there(tmp_path: Path, file: int) -> None:
+    work = prepare({"max_pixels": LIMIT, "processor": {"path": str(tmp_path), "trust_remote_code": False}})
+    told = json.loads(work(base64.b64encode(png(picture(1))), file))
+    assert (told["width"], told["height"]) == (40, 32)
+    assert told["reason"].startswith("ParameterError: images must be empty, because the model's processor cannot be loaded")
