@@ -20,7 +20,7 @@ from itertools import chain
 
 
 class HostSlots:
-    """Owner of the host's slots of one kind. Every operation is O(1), beside the copies that are being saved.
+    """Owner of the host's slots of one kind. Every operation is O(1), beside copies that are read or written meanwhile.
 
     unsaved: copies that have not been written to a file, oldest first; empty unless `keeps_unsaved`, which a folder sets
     num_unsaved_evictions: those of them that were evicted
@@ -142,6 +142,15 @@ class HostSlots:
             self._remove(page_hash)
             if not self._reads[slot]:
                 self._free.append(slot)
+
+    def drop_all(self) -> None:
+        """The same for every copy, in a number of operations that does not depend on how many there are."""
+        slots = [*self._slot_of.values()]
+        if self._reads:
+            slots = [slot for slot in slots if slot not in self._reads]
+        self._free += slots
+        for known in (self._slot_of, self._evictable, self.unsaved):
+            known.clear()
 
     def _remove(self, page_hash: bytes) -> None:
         del self._slot_of[page_hash]

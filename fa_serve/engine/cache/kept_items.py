@@ -199,6 +199,17 @@ class KeptItems:
         self.host.put(page_hash, slot, saved=True)
         return True
 
+    def forget_all(self) -> None:
+        """Nothing is registered from now on, and what was cached is free. Items that are held stay held.
+
+        The number of operations does not depend on how many items are registered: after rollouts these are tens of thousands.
+        Free items are handed out in the order in which cached ones would have been evicted.
+        """
+        self._free += reversed(self._cached)
+        for known in (self._cached, self._hash_of, self._item_of, self._leaving, self._arriving):
+            known.clear()
+        self.host.drop_all()
+
     def take(self) -> int:
         """An item that nobody holds: a free one, or the oldest cached one, which is evicted. It is in no condition yet."""
         self.num_changes += 1

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from hashlib import blake2b
 
 from fa_serve.engine.cache.kept_items import KeptItems
@@ -40,6 +40,7 @@ class PageTable(KeptItems):
     page_size: tokens in a page; salt: key of the hashes, random unless it is given
 
     on_forget:   if it is set, it is called with each hash that is unregistered: what is keyed by hashes goes with the pages
+    on_forget_all: the same once for all hashes, when all are unregistered together
     on_withdraw: if it is set, it is called with each hash whose content is not valid: files with this content are not either
     """
 
@@ -49,10 +50,13 @@ class PageTable(KeptItems):
         self.page_size = page_size
         self.prefix_caching = prefix_caching
         self.on_forget: Callable[[bytes], None] | None = None
+        self.on_forget_all: Callable[[], None] | None = None
         self.on_withdraw: Callable[[bytes], None] | None = None
         self._salt = new_salt() if salt is None else salt
         # the tree of registered pages, by hash; a first page has no parent
         self._parent_of: dict[bytes, bytes] = {}
+        # most pages have one child: a dictionary for each would take more memory and time than the rest of the tree
+        self._only_child_of: dict[bytes, bytes] = {}
         self._children_of: dict[bytes, dict[bytes, None]] = {}
 
     def renewed(self) -> PageTable:
@@ -171,9 +175,11 @@ class PageTable(KeptItems):
 
     def forget_all(self) -> None:
         """No page is shared from now on: the model's weights have changed, or the memory is given away."""
-        for page_hash in (*self._item_of, *self.host):
-            if page_hash not in self._parent_of and page_hash in self:
-                self._forget(page_hash)
+        super().forget_all()
+        for edges in (self._parent_of, self._only_child_of, self._children_of):
+            edges.clear()
+        if self.on_forget_all is not None:
+            self.on_forget_all()
 
     def parent_of(self, page_hash: bytes) -> bytes:
         """The hash of the page before a registered one; empty for a first page."""
@@ -183,7 +189,7 @@ class PageTable(KeptItems):
         """A hash, and those of all registered pages that were computed from its page."""
         found = [page_hash]
         for each in found:
-            found += self._children_of.get(each, ())
+            found += self._children(each)
         return found
 
     def _register_restored(self, page_hash: bytes, parent: bytes) -> bool:
@@ -195,7 +201,25 @@ class PageTable(KeptItems):
 
     def _add_child(self, page_hash: bytes, parent: bytes) -> None:
         self._parent_of[page_hash] = parent
-        self._children_of.setdefault(parent, {})[page_hash] = None
+        if parent in self._children_of:
+            self._children_of[parent][page_hash] = None
+        elif parent in self._only_child_of:
+            self._children_of[parent] = {self._only_child_of.pop(parent): None, page_hash: None}
+        else:
+            self._only_child_of[parent] = page_hash
+
+    def _remove_child(self, page_hash: bytes, parent: bytes) -> None:
+        if self._only_child_of.pop(parent, None) is None:
+            siblings = self._children_of[parent]
+            del siblings[page_hash]
+            if not siblings:
+                del self._children_of[parent]
+
+    def _children(self, page_hash: bytes) -> Collection[bytes]:
+        """The hashes of the registered pages after this one, in the order in which they came."""
+        if page_hash in self._only_child_of:
+            return (self._only_child_of[page_hash],)
+        return self._children_of.get(page_hash, ())
 
     def _lose(self, page_hash: bytes) -> None:
         self._forget(page_hash)
@@ -204,15 +228,14 @@ class PageTable(KeptItems):
         """Unregister a hash and all hashes below it, and drop the host's copies. Pages are free if no sequence holds them."""
         parent = self._parent_of.pop(page_hash, b"")
         if parent:
-            siblings = self._children_of[parent]
-            del siblings[page_hash]
-            if not siblings:
-                del self._children_of[parent]
+            self._remove_child(page_hash, parent)
         below = [page_hash]
         while below:
             each = below.pop()
             self._parent_of.pop(each, None)
-            below += self._children_of.pop(each, ())
+            below += self._children(each)
+            self._only_child_of.pop(each, None)
+            self._children_of.pop(each, None)
             self._cancel(each)
             if self.on_forget is not None:
                 self.on_forget(each)
@@ -227,6 +250,8 @@ class PageTable(KeptItems):
         """Assert that free + cached + held == total, and that reference counts are those of `holders` (pages by sequence)."""
         self.check_conditions(holders)
         known = {*self._item_of, *self.host}
-        assert self._parent_of.keys() <= known >= self._children_of.keys(), "a hash of the tree is not registered"
-        edges = {(parent, child) for parent, children in self._children_of.items() for child in children}
+        parents = self._only_child_of.keys() | self._children_of.keys()
+        assert self._parent_of.keys() <= known >= parents, "a hash of the tree is not registered"
+        assert not self._only_child_of.keys() & self._children_of.keys(), "a page has an only child and others"
+        edges = {(parent, child) for parent in parents for child in self._children(parent)}
         assert edges == {(parent, child) for child, parent in self._parent_of.items()}, "parents and children disagree"

@@ -73,6 +73,7 @@ class StateTable(KeptItems):
         self._fresh: set[int] = set()  # allocated since `begin_step`
         self._num_uses = [0] * num_states  # sequences that have started from the state
         pages.on_forget = self._forget
+        pages.on_forget_all = self.forget_all
 
     def renewed(self, pages: PageTable) -> StateTable:
         """An empty table of as many states, for another table of pages."""
