@@ -12,9 +12,10 @@ Weights are not copied: an optimizer's step in place is seen at once, also by me
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -23,6 +24,8 @@ from transformers import PreTrainedModel
 from fa_serve import ops
 from fa_serve.spec import UnsupportedModelError
 
+_PLAIN = frozenset({type(None), bool, int, float, str})
+"""Types of most fields of a replaced forward, in which no tensors are looked for."""
 _SETTINGS = ("_attn_implementation_internal", "_experts_implementation_internal")
 
 
@@ -45,17 +48,17 @@ def check_live(model: nn.Module) -> None:
     """Raise UnsupportedModelError, with the reason, if an engine cannot run this model's parameters where they are."""
     name = type(model).__name__
     devices = set()
-    for parameter_name, parameter in model.named_parameters():
+    for parameter in _tensors_in(modules_in(model), "_parameters"):
         found = _owner(parameter)
         if found is not None:
             raise UnsupportedModelError(
-                f"the parameters of {name} must be whole tensors of this process, and {parameter_name} is divided by {found}: "
-                "give the engine another copy of the model, and call update(weights) with the gathered parameters"
+                f"the parameters of {name} must be whole tensors of this process, and {_name_of(model, parameter)} is divided "
+                f"by {found}: give the engine another copy of the model, and call update(weights) with the gathered parameters"
             )
         if not parameter.is_floating_point():
             raise UnsupportedModelError(
-                f"the parameters of {name} must be floats, and {parameter_name} is {parameter.dtype}: quantised weights are "
-                "not trained, so load them into an Engine"
+                f"the parameters of {name} must be floats, and {_name_of(model, parameter)} is {parameter.dtype}: quantised "
+                "weights are not trained, so load them into an Engine"
             )
         devices.add(parameter.device)
     if len(devices) != 1 or "meta" in {device.type for device in devices}:
@@ -63,8 +66,32 @@ def check_live(model: nn.Module) -> None:
         raise UnsupportedModelError(f"the parameters of {name} must be on one device, with memory, got {told}")
 
 
+def modules_in(model: nn.Module) -> list[nn.Module]:
+    """All modules, each once, as `model.modules()` has them, whose nested generators take twenty times as long: what is done
+    at each step of a trainer goes over modules several times."""
+    found: dict[nn.Module, None] = {}
+    left = [model]
+    while left:
+        module = left.pop()
+        if module not in found:
+            found[module] = None
+            left += [child for child in reversed(module._modules.values()) if child is not None]
+    return [*found]
+
+
+def _tensors_in(modules: Iterable[nn.Module], *kinds: str) -> list[Tensor]:
+    """The tensors of these modules. kinds: "_parameters" and "_buffers", as a module has them; a shared one comes repeatedly"""
+    return [x for module in modules for kind in kinds for x in vars(module)[kind].values() if x is not None]
+
+
+def _name_of(model: nn.Module, parameter: Tensor) -> str:
+    return next(name for name, each in model.named_parameters() if each is parameter)
+
+
 def _owner(parameter: Tensor) -> str | None:
     """Who keeps a parameter in parts, or elsewhere; None if it is a plain tensor."""
+    if type(parameter) is nn.Parameter and not vars(parameter):
+        return None  # without a search for attributes in vain, which takes most of the time
     if hasattr(parameter, "ds_id"):
         return "DeepSpeed's ZeRO-3"
     if hasattr(parameter, "full_tensor"):
@@ -88,8 +115,9 @@ class ModelState(NamedTuple):
     @classmethod
     def of(cls, model: PreTrainedModel) -> ModelState:
         """As the model is now."""
-        modules = [(module, module.training, vars(module).get("forward")) for module in model.modules()]
-        configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None)) is not None}
+        found = modules_in(model)
+        modules = [(module, module.training, vars(module).get("forward")) for module in found]
+        configs = {id(config): config for module in found if (config := vars(module).get("config")) is not None}
         settings = [(each, name, vars(each)[name]) for each in configs.values() for name in _SETTINGS if name in vars(each)]
         return cls(model, modules, settings)
 
@@ -122,36 +150,49 @@ class ModelState(NamedTuple):
 
 
 class Addresses(NamedTuple):
-    """Where parameters and buffers of a model lie, by name: equal as long as nothing has got other memory."""
+    """Where parameters and buffers of a model lie, in the order of modules: equal as long as nothing has got other memory."""
 
-    by_name: dict[str, tuple[int, int]]
+    places: list[tuple[int, int]]
 
     @classmethod
     def of(cls, model: nn.Module) -> Addresses:
-        tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-        return cls({name: (id(x), x.data_ptr()) for name, x in tensors})
+        return cls([(id(x), x.data_ptr()) for x in _tensors_in(modules_in(model), "_parameters", "_buffers")])
 
 
 def forwards_with_copies(model: nn.Module) -> list[nn.Module]:
     """The modules whose replaced forward holds numbers that are no memory of a parameter: a step does not reach them."""
-    live = {x.untyped_storage().data_ptr() for x in (*model.parameters(), *model.buffers())}
+    modules = modules_in(model)
+    live = {x.untyped_storage().data_ptr() for x in _tensors_in(modules, "_parameters", "_buffers")}
     return [
         module
-        for module in model.modules()
+        for module in modules
         if is_dataclass(replaced := vars(module).get("forward"))
         and any(x.is_floating_point() and x.untyped_storage().data_ptr() not in live for x in _tensors(replaced))
     ]
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def _tensors(replaced: Any) -> list[Tensor]:
     """The tensors in the fields of a replaced forward, however deep. Modules keep their own."""
-    if isinstance(value, Tensor):
-        yield value
-    elif is_dataclass(value) and not isinstance(value, ops.QuantizedWeight):
-        for field in fields(value):
-            yield from _tensors(getattr(value, field.name))
-    elif isinstance(value, tuple | list):
-        for each in value:
-            yield from _tensors(each)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
+    found = []
+    left = [replaced]
+    while left:
+        value = left.pop()
+        if type(value) in _PLAIN:
+            continue
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, tuple | list):
+            left += value
+        elif isinstance(value, dict):
+            left += value.values()
+        else:
+            left += [getattr(value, name) for name in _field_names(type(value))]
+    return found
+
+
+@lru_cache(maxsize=256)
+def _field_names(kind: type) -> tuple[str, ...]:
+    """Where values of this type may have tensors: the fields of a dataclass, but for quantised weights."""
+    if not is_dataclass(kind) or issubclass(kind, ops.QuantizedWeight):
+        return ()
+    return tuple(field.name for field in fields(kind))

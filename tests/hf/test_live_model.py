@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import pytest
 import torch
 from tiny_models import make_model
 from torch import Tensor, nn
 
 from fa_serve.engine import RolloutEngine
-from fa_serve.hf import Addresses, ModelState, forwards_with_copies, trained_model
+from fa_serve.hf import Addresses, ModelState, check_live, forwards_with_copies, trained_model
+from fa_serve.hf.live_model import modules_in
 from fa_serve.hf.surgery.fuse.fusion import fuse_model
 from fa_serve.hf.surgery.fuse.router import FusedRouter
+from fa_serve.spec import UnsupportedModelError
 
 
 def test_a_wrapper_is_opened() -> None:
@@ -43,6 +46,23 @@ def test_a_state_is_restored_with_or_without_modes() -> None:
     disturb()
     own.restore(modes=False)
     assert (model.config._attn_implementation, model.lm_head.training) == ("eager", True)
+
+
+def test_the_modules_of_a_model_come_once_and_in_order() -> None:
+    model = make_model("qwen3-moe")
+    model.again = model.model.layers[0].mlp
+    model.missing = None
+    model.register_module("absent", None)
+    assert modules_in(model) == [*model.modules()]
+
+
+def test_a_parameter_of_an_owner_is_named() -> None:
+    model = make_model()
+    model.model.norm.weight.ds_id = 3
+    with pytest.raises(UnsupportedModelError, match=r"model\.norm\.weight is divided by DeepSpeed"):
+        check_live(model)
+    del model.model.norm.weight.ds_id
+    check_live(model)
 
 
 def test_addresses_tell_other_memory_and_other_objects_but_not_other_numbers() -> None:

@@ -84,8 +84,13 @@ class Residence:
         Raises ParameterError for a name or a shape that the model does not have. Weights before it have been copied then.
         """
         model = self._runner.model
-        known = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+        known: dict[str, Tensor] = {}
         for name, tensor in weights:
+            # names are not looked up for a trainer that has changed its parameters in place, and gives none
+            known = known or {
+                **dict(model.named_parameters(remove_duplicate=False)),
+                **dict(model.named_buffers(remove_duplicate=False)),
+            }
             if name not in known:
                 if self._is_quantised():
                     raise ParameterError("weights", "be of a model of floats: this one keeps quantised weights", name)

@@ -72,3 +72,17 @@ def test_a_slot_that_was_taken_in_vain_is_free_again() -> None:
     slots.drop(A)
     assert slots.take() == (slot, b"")
     slots.check_integrity()
+
+
+def test_when_all_copies_are_dropped_a_slot_that_is_read_is_free_afterwards() -> None:
+    slots = make_slots(A, B, count=3)
+    read = slots.begin_reading(A)
+    slots.drop_all()
+    slots.check_integrity()
+    assert (len(slots), A in slots) == (0, False)
+    taken = [slots.take() for _ in range(3)]
+    assert read not in {each[0] for each in taken if each is not None}
+    assert taken[2] is None, "a slot that is read is not written"
+    slots.end_reading(A, read)
+    assert slots.take() == (read, b"")
+    slots.check_integrity()

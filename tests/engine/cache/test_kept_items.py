@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from counted_opcodes import count_opcodes
+
 from fa_serve.engine.cache.pages import PageTable
+from fa_serve.engine.cache.states import StateTable
 
 
 def make_table(num_slots: int = 8, num_pages: int = 4) -> tuple[PageTable, list[bytes]]:
@@ -71,6 +74,66 @@ def test_what_is_forgotten_on_its_way_arrives_nowhere() -> None:
     table.forget_all()
     table.end_arriving(arriving, True)
     assert (table.reach(hashes), len(table.host), table.num_available) == (0, 0, 4)
+    table.check_integrity([])
+
+
+def cached_table(num_pages: int) -> tuple[PageTable, StateTable]:
+    """Half of the pages are cached, in chains of 4 that share their first page; each has a state and a copy on the host."""
+    table = PageTable(num_pages, 2)
+    states = StateTable(num_pages, table)
+    for kept in (table, states):
+        kept.host.grow(num_pages)
+    for chain in range(num_pages // 8):
+        hashes: list[bytes] = []
+        table.hash_pages([1, 1, *[chain] * 6], hashes)
+        shared = table.match(hashes)
+        table.acquire(shared)
+        pages = [*shared, *table.allocate(4 - len(shared))]
+        for index, page in enumerate(pages):
+            table.register(page, hashes[index], hashes[index - 1] if index else b"")
+            state = states.allocate()
+            states.keep(state, hashes[index])
+            states.release(state)
+        table.release(pages)
+    for kept in (table, states):
+        kept.end_leaving(kept.start_leaving(num_pages, num_pages), True)
+    return table, states
+
+
+def test_forgetting_everything_takes_as_many_operations_whatever_is_cached() -> None:
+    counts = []
+    for num_pages in (64, 1024):
+        table, states = cached_table(num_pages)
+        assert min(len(table.cached_hashes(num_pages)), states.num_kept, len(table.host), len(states.host)) > num_pages // 4
+        counts.append(count_opcodes(table.forget_all))
+        table.check_integrity([])
+        states.check_integrity([])
+        assert (len(table.cached_hashes(table.num_pages)), states.num_kept, len(table.host), len(states.host)) == (0, 0, 0, 0)
+        assert table.num_available == states.num_available == num_pages
+    assert counts[0] == counts[1]
+
+
+def test_forgotten_items_are_handed_out_in_the_order_of_eviction() -> None:
+    table, other = (make_table()[0] for _ in range(2))
+    rest = table.allocate(2)
+    table.forget_all()
+    other.allocate(2)
+    assert table.allocate(2) == other.allocate(2), "the last page of a chain, then the first one"
+    table.release(rest)
+    assert table.num_available == 2
+
+
+def test_held_items_stay_held_when_everything_is_forgotten() -> None:
+    table, hashes = make_table()
+    shared = table.match(hashes)
+    table.acquire(shared)
+    leaving = table.start_leaving(4, 4)
+    table.forget_all()
+    table.end_leaving(leaving, True)
+    assert (table.match(hashes), table.num_held) == ([], 2)
+    table.check_integrity([shared])
+    table.release(shared)
+    assert (len(table.cached_hashes(table.num_pages)), table.num_available) == (0, 4)
     table.check_integrity([])
 
 

@@ -121,3 +121,26 @@ def test_a_salt_gives_other_hashes() -> None:
         chains.append([])
         table.hash_pages([1, 2, 3, 4], chains[-1], salt)
     assert len({page_hash for chain in chains for page_hash in chain}) == 10
+
+
+def test_a_page_may_have_no_child_one_or_several() -> None:
+    """Most have one, which is kept in another way than several."""
+    table = PageTable(6, 1)
+    chains: list[list[bytes]] = [[], [], []]
+    for number, chain in enumerate(chains):
+        table.hash_pages([7, number], chain)
+    pages = table.allocate(4)
+    table.register(pages[0], chains[0][0])
+    for page, chain in zip(pages[1:], chains, strict=True):
+        table.register(page, chain[1], chain[0])
+        table.check_integrity([pages])
+    for page in pages[2:0:-1]:
+        table.unregister([page])
+        table.check_integrity([pages])
+    assert table.match(chains[2]) == [pages[0], pages[3]]
+    table.unregister([pages[3]])
+    table.register(pages[1], chains[1][1], chains[1][0])
+    assert table.match(chains[1]) == [pages[0], pages[1]]
+    table.unregister(pages[:1])
+    table.check_integrity([pages])
+    assert [table.match(chain) for chain in chains] == [[], [], []]

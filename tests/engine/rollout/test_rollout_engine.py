@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from counted_opcodes import count_opcodes
 from tiny_models import greedy, make_model, random_prompts
 from torch import nn
 
@@ -99,6 +100,22 @@ def test_a_parameter_with_other_memory_is_merged_again() -> None:
         parameter.data = parameter.data.clone()
     engine.update()
     assert tokens_of(engine) == greedy(model, PROMPT, 6) != before
+
+
+def test_an_update_takes_as_many_operations_whatever_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names of parameters are not looked up either, because nothing is copied."""
+    model = make_model()
+    engine = RolloutEngine(model, **SIZES)
+    names = []
+    monkeypatch.setattr(model, "named_buffers", lambda **_: names.append("looked up") or iter(()))
+    engine.update()
+    counts = []
+    for num_prompts in (0, 1, 8):
+        engine.generate([[number, *PROMPT] for number in range(num_prompts)], params=GREEDY)
+        engine.check_integrity()
+        counts.append(count_opcodes(engine.update))
+    assert counts[0] == counts[1] == counts[2]
+    assert not names
 
 
 def test_update_copies_weights_by_name() -> None:
