@@ -42,7 +42,7 @@ from fa_serve.hf.adapter.probe import model_layers
 from fa_serve.hf.adapter.releases import CACHE_NAMES
 from fa_serve.hf.adapter.short_choices import length_limit
 from fa_serve.hf.adapter.translate import LayerCall
-from fa_serve.hf.live_model import Addresses, ModelState, check_live, trained_model
+from fa_serve.hf.live_model import Addresses, ModelState, check_live, parameters_in, trained_model
 from fa_serve.hf.surgery.experts.mixtures import expert_modules, gate_of, take_experts, weights_of
 from fa_serve.hf.surgery.fuse.fusion import fuse_model, unfuse_model
 from fa_serve.hf.surgery.fuse.layer import FusedLayer, HeadsAttention, tables_of
@@ -171,12 +171,12 @@ class _Rows(NamedTuple):
     """The sequences of a dense batch.
 
     positions: (batch, tokens) int64
-    valid:     (n,) int64, places of the tokens that are no padding, in the flattened batch
+    valid:     (n,) int64, places of the tokens that are no padding, in the flattened batch; None if there is no padding
     starts:    (m + 1,) int64, the first of these tokens of each sequence, and their number, on the host
     """
 
     positions: Tensor
-    valid: Tensor
+    valid: Tensor | None
     starts: Tensor
 
     @staticmethod
@@ -197,11 +197,23 @@ class _Rows(NamedTuple):
         first[:, 1:] &= ~seen[:, :-1] | (positions[:, 1:] != positions[:, :-1] + 1)
         valid = seen.flatten().nonzero()[:, 0]
         starts = first.flatten()[valid].nonzero()[:, 0].cpu()
-        return _Rows(positions, valid, torch.cat([starts, torch.tensor([len(valid)])]))
+        padded = len(valid) < batch * length
+        return _Rows(positions, valid if padded else None, torch.cat([starts, torch.tensor([len(valid)])]))
+
+    def pack(self, x: Tensor) -> Tensor:
+        """(batch, tokens, ...) -> (n, ...): the tokens that are no padding. Without padding, the memory is shared."""
+        flat = x.flatten(0, 1)
+        return flat if self.valid is None else flat[self.valid]
+
+    def unpack(self, x: Tensor, padding: Tensor) -> Tensor:
+        """The reverse. padding: (batch, tokens, ...), of which the padding is taken"""
+        if self.valid is None:
+            return x.view_as(padding)
+        return padding.flatten(0, 1).index_copy(0, self.valid, x).view_as(padding)
 
     def paged(self, page_size: int) -> PagedBatch:
         """A batch in which each sequence is a prompt, as a step of an engine in deterministic mode may compute it."""
-        device = self.valid.device
+        device = self.positions.device
         lengths = self.starts.diff()
         pages = -(-lengths // page_size)
         first_page = pages.cumsum(0) - pages
@@ -231,50 +243,73 @@ class _ExactBatch:
         self.batch = rows.paged(page_size)
         self.num_pages = int((-(-rows.starts.diff() // page_size)).sum())
         self.deterministic = deterministic
+        # what all layers share, so that a layer costs the host fewer operators
+        self._pages: dict[tuple[str, int, int, torch.dtype], Tensor] = {}
+        self._tables: dict[int, tuple[Any, list[Tensor]]] = {}
+        self._repeated: _RepeatedBatch | None = None
 
-    def pages_like(self, x: Tensor) -> Tensor:
-        """Empty pages for keys or values (n, heads, dim) of all sequences, laid out as those of the engine."""
-        return self.pages(x, *x.shape[1:])
+    @property
+    def repeated(self) -> _RepeatedBatch:
+        """The batch of layers that are computed again for their gradients."""
+        if self._repeated is None:
+            self._repeated = _RepeatedBatch(self)
+        return self._repeated
 
-    def pages(self, x: Tensor, heads: int, dim: int) -> Tensor:
+    def pages_like(self, name: str, x: Tensor) -> Tensor:
+        """Pages for keys or values (n, heads, dim) of all sequences, laid out as those of the engine.
+
+        name: "keys" or "values". A layer writes all that it reads, and nothing of it is kept, so the next one has the same
+        """
+        return self.pages(name, x, *x.shape[1:])
+
+    def pages(self, name: str, x: Tensor, heads: int, dim: int) -> Tensor:
         """The same, of the dtype of x and on its device."""
-        if x.device.type == "cpu":
-            return x.new_empty(self.num_pages, self.page_size, heads, dim)
-        return x.new_empty(self.num_pages, heads, self.page_size, dim).transpose(1, 2)
+        key = (name, heads, dim, x.dtype)
+        if key not in self._pages:
+            on_cpu = x.device.type == "cpu"
+            shape = (self.page_size, heads) if on_cpu else (heads, self.page_size)
+            pages = x.new_empty(self.num_pages, *shape, dim)
+            self._pages[key] = pages if on_cpu else pages.transpose(1, 2)
+        return self._pages[key]
+
+    def _angles(self, embeddings: Any, batch: int, length: int) -> list[Tensor]:
+        """Cosines and sines of the tokens. Layers with the same rotary embedding are given the same object."""
+        known = self._tables.get(id(embeddings))
+        if known is None:
+            tables = [self.rows.pack(table.expand(batch, length, -1)) for table in tables_of(embeddings)]
+            known = self._tables[id(embeddings)] = (embeddings, tables)
+        return known[1]
 
     def train_layer(self, layer: FusedLayer, hidden_states: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """A fused layer on all tokens of the batch, (batch, tokens, hidden). Padding stays as it is."""
-        trained = [parameter for parameter in layer.module.parameters() if parameter.requires_grad]
+        trained = [parameter for parameter in parameters_in(layer.module) if parameter.requires_grad]
         inputs = (hidden_states, layer, self, args, kwargs)
         return cast(Tensor, _FusedForward.apply(*inputs, *trained))  # type: ignore[no-untyped-call]
 
     def compute_layer(self, layer: FusedLayer, hidden_states: Tensor, kwargs: dict[str, Any]) -> Tensor:
         """The output of a fused layer, without gradients: its keys and values go to pages, as in a step of the engine."""
         rows = self.rows
-        batch, length, width = hidden_states.shape
-        x = hidden_states.reshape(-1, width)[rows.valid]
+        # the layer overwrites what it is given
+        x = rows.pack(hidden_states.clone() if rows.valid is None else hidden_states)
         attention = cast(HeadsAttention, layer.attention)
-        cos, sin = (
-            table.expand(batch, length, -1).flatten(0, 1)[rows.valid] for table in tables_of(kwargs["position_embeddings"])
-        )
-        k_cache, v_cache = (self.pages(x, attention.num_kv_heads, attention.head_dim) for _ in range(2))
+        cos, sin = self._angles(kwargs["position_embeddings"], *hidden_states.shape[:2])
+        heads = (attention.num_kv_heads, attention.head_dim)
         index = cast(int, layer.index)
-        paged = replace(self.batch, kv_caches={index: (k_cache, v_cache)})
+        paged = replace(self.batch, kv_caches={index: (self.pages("keys", x, *heads), self.pages("values", x, *heads))})
         out = layer.compute(x, layer.step(paged, index, cos, sin))
-        return hidden_states.reshape(-1, width).index_copy(0, rows.valid, out).view_as(hidden_states)
+        return rows.unpack(out, hidden_states)
 
     def with_gradients(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: dict[str, Any]) -> Tensor:
         """Causal attention of packed tokens within each sequence, by kernels that have gradients."""
-        ends = self.rows.starts.int().to(q.device)
-        longest = int(self.rows.starts.diff().max())
+        batch = self.batch
         out = attention_varlen(
             q,
             k,
             v,
-            cu_seqlens_q=ends,
-            cu_seqlens_k=ends,
-            max_seqlen_q=longest,
-            max_seqlen_k=longest,
+            cu_seqlens_q=batch.cu_seqlens_q,
+            cu_seqlens_k=batch.cu_seqlens_q,
+            max_seqlen_q=batch.max_seqlen_q,
+            max_seqlen_k=batch.max_seqlen_q,
             causal=True,
             sinks=sinks,
             deterministic=self.deterministic,
@@ -285,10 +320,11 @@ class _ExactBatch:
     def attend(self, call: LayerCall) -> Tensor:
         """Causal attention within each sequence -> (batch, tokens, num_heads, head_dim_v), 0 for padding."""
         batch, _, length, _ = call.query.shape
-        q, k, v = (x.transpose(1, 2).flatten(0, 1)[self.rows.valid] for x in (call.query, call.key, call.value))
+        q, k, v = (self.rows.pack(x.transpose(1, 2)) for x in (call.query, call.key, call.value))
         out = self._attend_rows(q, k, v, call)
-        padded = out.new_zeros(batch * length, *out.shape[1:])
-        return padded.index_copy(0, self.rows.valid, out).view(batch, length, *out.shape[1:])
+        if self.rows.valid is None:
+            return out.view(batch, length, *out.shape[1:])
+        return self.rows.unpack(out, out.new_zeros(batch, length, *out.shape[1:]))
 
     def _attend_rows(self, q: Tensor, k: Tensor, v: Tensor, call: LayerCall) -> Tensor:
         return cast(Tensor, _Attention.apply(q, k, v, call.sinks, self, call))  # type: ignore[no-untyped-call]
@@ -339,7 +375,7 @@ class _FusedForward(torch.autograd.Function):
         layer, batch, args, kwargs = ctx.call
         hidden, *trained = ctx.saved_tensors
         x = hidden.detach().requires_grad_()
-        own = {**kwargs, "fa_serve_batch": _RepeatedBatch(batch)}
+        own = {**kwargs, "fa_serve_batch": batch.repeated}
         modes = nullcontext() if batch.deterministic else _disable_current_modes()
         with batch.state.with_settings(), modes, torch.enable_grad():  # the backward pass may run outside of the context
             out = layer.original(x, *args, **own)
@@ -360,7 +396,7 @@ class _Attention(torch.autograd.Function):
         query, key, value = (x.detach().transpose(0, 1)[None] for x in (q, k, v))
         own = call._replace(query=query, key=key, value=value, sinks=None if sinks is None else sinks.detach())
         index = int(cast(Any, call.module).layer_idx)
-        caches = {index: (exact_batch.pages_like(k), exact_batch.pages_like(v))}
+        caches = {index: (exact_batch.pages_like("keys", k), exact_batch.pages_like("values", v))}
         return replace(exact_batch.batch, kv_caches=caches).attend(own)[0]
 
     @staticmethod

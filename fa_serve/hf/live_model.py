@@ -79,6 +79,11 @@ def modules_in(model: nn.Module) -> list[nn.Module]:
     return [*found]
 
 
+def parameters_in(model: nn.Module) -> list[Tensor]:
+    """All parameters, each once, as `model.parameters()` has them."""
+    return [*{id(x): x for x in _tensors_in(modules_in(model), "_parameters")}.values()]
+
+
 def _tensors_in(modules: Iterable[nn.Module], *kinds: str) -> list[Tensor]:
     """The tensors of these modules. kinds: "_parameters" and "_buffers", as a module has them; a shared one comes repeatedly"""
     return [x for module in modules for kind in kinds for x in vars(module)[kind].values() if x is not None]
