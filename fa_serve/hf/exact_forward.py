@@ -105,6 +105,8 @@ class ExactForward:
         finally:
             own.restore()
         self._addresses = Addresses.of(self.model)
+        # valid as long as the addresses are, which each forward compares
+        self._parameters: dict[nn.Module, list[Tensor]] = {}
 
     def __enter__(self) -> ExactForward:
         if self._fusion and self._addresses != Addresses.of(self.model):
@@ -148,7 +150,7 @@ class ExactForward:
             # of 4 dimensions, so that transformers passes it on and builds none
             "attention_mask": torch.empty((1, 1, 0, 0), dtype=torch.bool, device=tokens.device),
             "use_cache": False,
-            "fa_serve_batch": _ExactBatch(rows, self.page_size, self._deterministic_backward, self._state),
+            "fa_serve_batch": _ExactBatch(rows, self.page_size, self._deterministic_backward, self._state, self._parameters),
         }
         return (), kwargs
 
@@ -234,15 +236,21 @@ class _Rows(NamedTuple):
 
 
 class _ExactBatch:
-    """Answers for the attention of every layer of a dense batch."""
+    """Answers for the attention of every layer of a dense batch.
 
-    def __init__(self, rows: _Rows, page_size: int, deterministic: bool, state: ModelState) -> None:
+    parameters: of layers, by their module, found by the first forward for those after it
+    """
+
+    def __init__(
+        self, rows: _Rows, page_size: int, deterministic: bool, state: ModelState, parameters: dict[nn.Module, list[Tensor]]
+    ) -> None:
         self.rows = rows
         self.state = state
         self.page_size = page_size
         self.batch = rows.paged(page_size)
         self.num_pages = int((-(-rows.starts.diff() // page_size)).sum())
         self.deterministic = deterministic
+        self._parameters = parameters
         # what all layers share, so that a layer costs the host fewer operators
         self._pages: dict[tuple[str, int, int, torch.dtype], Tensor] = {}
         self._tables: dict[int, tuple[Any, list[Tensor]]] = {}
@@ -282,7 +290,10 @@ class _ExactBatch:
 
     def train_layer(self, layer: FusedLayer, hidden_states: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """A fused layer on all tokens of the batch, (batch, tokens, hidden). Padding stays as it is."""
-        trained = [parameter for parameter in parameters_in(layer.module) if parameter.requires_grad]
+        module = layer.module
+        if module not in self._parameters:
+            self._parameters[module] = parameters_in(module)
+        trained = [parameter for parameter in self._parameters[module] if parameter.requires_grad]
         inputs = (hidden_states, layer, self, args, kwargs)
         return cast(Tensor, _FusedForward.apply(*inputs, *trained))  # type: ignore[no-untyped-call]
 
