@@ -2,30 +2,37 @@
 
     python -m benchmarks.engine.bench_deterministic                    # 0.6B, 8B and a mixture on one GPU
     python -m benchmarks.engine.bench_deterministic --shapes qwen06
+    python -m benchmarks.engine.bench_deterministic --cells decode     # of the cells, those whose names contain a part
     python -m benchmarks.engine.bench_deterministic --shapes tiny --device cpu --tiny  # to try the script
 
 For each shape with random weights: tokens a second of 1, 64 and 256 requests that decode, and of prompts of 512 and 4,096
 tokens. The peer is the usual mode, so the ratio is deterministic / usual: 0.91 is the aim of 1.10. Before it is timed, an
 answer alone is compared with the same answer among the others, in every bit. The lines are in results/deterministic.jsonl.
+
+A cell is warmed up until two calls in a row agree within 10%, and is the median of three calls in which no kernel was compiled
+and no graph captured (benchmarks/steady.py), of fewer when CELL_SECONDS have passed.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import random
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.engine.engine_workloads import SHAPES, make_model
-from benchmarks.measure import Results
+from benchmarks.measure import Cells, Results
+from benchmarks.steady import late_work, steady_seconds
 from fa_serve.engine import Engine, EngineConfig, SamplingParams
 from fa_serve.ops.products import tiles
 
 BATCHES = (1, 64, 256)
 PROMPTS = (512, 4096)
+CELL_SECONDS = 6.0
+"""After which no further call of a cell is timed, but the first one, so that 0.6B and 8B fit into 150 seconds of a GPU."""
 
 
 def draw_prompts(count: int, length: int, vocab: int) -> list[list[int]]:
@@ -34,12 +41,10 @@ def draw_prompts(count: int, length: int, vocab: int) -> list[list[int]]:
 
 
 def rate(engine: Engine, prompts: list[list[int]], tokens: int, counted: int) -> float:
-    """Tokens a second: `counted` for each prompt, after a warm-up of the same shape."""
+    """Tokens a second: `counted` for each prompt, once calls of this shape have settled."""
     params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
-    engine.generate(prompts, params)
-    begin = time.perf_counter()
-    engine.generate(prompts, params)
-    return len(prompts) * counted / (time.perf_counter() - begin)
+    seconds = steady_seconds(lambda: engine.generate(prompts, params), lambda: late_work(engine.stats()), budget=CELL_SECONDS)
+    return len(prompts) * counted / seconds
 
 
 def require_equal_bits(engine: Engine, prompts: list[list[int]]) -> None:
@@ -52,9 +57,10 @@ def require_equal_bits(engine: Engine, prompts: list[list[int]]) -> None:
     assert bits(prompts[:1]) == bits(prompts), "an answer depends on the batch"
 
 
-def measure(shape: str, device: str, tiny: bool, prompts_only: bool = False) -> dict[str, tuple[float, float]]:
-    """By case, the rates (deterministic, usual)."""
-    batches = () if prompts_only else BATCHES[:2] if tiny else BATCHES
+def measure(shape: str, device: str, tiny: bool, cells: str = "") -> dict[str, tuple[float, float]]:
+    """By case, the rates (deterministic, usual). cells: parts of names, separated by commas; empty: all"""
+    wanted = Cells(cells, math.inf)
+    batches = BATCHES[:2] if tiny else BATCHES
     lengths = (16, 48) if tiny else PROMPTS
     new = 8 if tiny else 128
     rates: dict[str, list[float]] = {}
@@ -69,11 +75,14 @@ def measure(shape: str, device: str, tiny: bool, prompts_only: bool = False) -> 
         if deterministic:
             require_equal_bits(engine, draw_prompts(4, 40, engine.vocab_size))
         for batch in batches:
-            prompts = draw_prompts(batch, 16, engine.vocab_size)
-            rates.setdefault(f"{shape} decode {batch}", []).append(rate(engine, prompts, new, new))
+            case = f"{shape} decode {batch}"
+            if wanted.takes(case):
+                rates.setdefault(case, []).append(rate(engine, draw_prompts(batch, 16, engine.vocab_size), new, new))
         for length in lengths:
-            prompts = draw_prompts(2 if tiny else 16, length, engine.vocab_size)
-            rates.setdefault(f"{shape} prompt {length}", []).append(rate(engine, prompts, 1, length))
+            case = f"{shape} prompt {length}"
+            if wanted.takes(case):
+                prompts = draw_prompts(2 if tiny else 16, length, engine.vocab_size)
+                rates.setdefault(case, []).append(rate(engine, prompts, 1, length))
         engine.close()
         del engine, model
         if torch.cuda.is_available():
@@ -88,12 +97,12 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="few and short requests")
     parser.add_argument("--one-tile", action="store_true", help="switch tiles.CHOOSES_BY_ROWS off: one tile for every size")
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results")
-    parser.add_argument("--prompts", action="store_true", help="no cases of decoding")
+    parser.add_argument("--cells", default="", help="parts of the names of cells, separated by commas, such as decode")
     options = parser.parse_args()
     tiles.CHOOSES_BY_ROWS &= not options.one_tile
     results = Results("deterministic", options.out)
     for shape in options.shapes.split(","):
-        for case, (deterministic, usual) in measure(shape, options.device, options.tiny, options.prompts).items():
+        for case, (deterministic, usual) in measure(shape, options.device, options.tiny, options.cells).items():
             ratio = results.add(case, "tokens/s", deterministic, {"usual": usual})
             print(f"{case}: {deterministic:.0f} of {usual:.0f} tokens/s, {ratio:.2f}")
     results.merge()
