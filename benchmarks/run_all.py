@@ -142,7 +142,7 @@ JOBS = {
     "linear": Job(200, "attention.bench_linear --budget 210", "import"),
     "cascade": Job(100, "engine.bench_cascade --shapes llama8b"),
     "deterministic": Job(150, "engine.bench_deterministic --shapes qwen06,llama8b"),
-    "rollouts": Job(120, "engine.bench_rollouts --shapes qwen06"),
+    "rollouts": Job(150, "engine.bench_rollouts --shapes qwen06"),
     "host_tier": Job(90, "engine.bench_host_tier --shapes llama8b"),
     "images": Job(110, "engine.bench_images --budget 110"),
     "images_http": Job(300, "engine.bench_images_http", "path"),

@@ -3,41 +3,54 @@
     python -m benchmarks.engine.bench_rollouts                         # 0.6B and 8B on one GPU
     python -m benchmarks.engine.bench_rollouts --shapes tiny --device cpu --tiny       # to try the script
 
-rollouts:  answers a second, of 64 prompts with 16 answers each, 512 tokens in and 1,024 out, with `update` before them
-update:    milliseconds of `RolloutEngine.update` after a step in place; and the bytes that it allocates
-sleep:     milliseconds of `sleep` and `wake_up` together, and the bytes that the KV cache gives back
-exact:     milliseconds of a training forward and backward in `fa_serve.exact`; the peer is the plain forward and backward
+rollouts:  answers a second: groups of 16 answers to prompts of 512 tokens, as many and as long as WORKLOADS says: 256 answers
+           of 1,024 tokens for 0.6B, and of 512 tokens for 8B, so that each shape takes 150 seconds of a GPU
+update:    milliseconds of `RolloutEngine.update` after a step in place, once, with the pages of all these calls in the prefix
+           cache; and the bytes that it allocates
+sleep:     milliseconds of `sleep` and `wake_up` together
+exact:     milliseconds of a training forward and backward in `fa_serve.exact`, of 1 and of 8 sequences of 1,024 tokens; the
+           peer is the plain forward and backward. Both ways alternate: the median of 5 after 2 warm-ups of each
 
-A rollout's log-probabilities are compared with the exact forward first, in every bit. Left out: vLLM and generate_batch beside
-it, which bench_engine has offline. The lines are in results/rollouts.jsonl.
+A rollout's log-probabilities are compared with the exact forward first, in every bit. Rollouts and sleep are warmed up until
+two calls in a row agree. No call counts in which a kernel was compiled (benchmarks/steady.py). Left out: vLLM and
+generate_batch beside it, which bench_engine has offline. The lines are in results/rollouts.jsonl.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
-import time
-from collections.abc import Callable
+import statistics
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 import fa_serve
 from benchmarks.engine.engine_workloads import SHAPES, make_model
 from benchmarks.measure import Results
+from benchmarks.steady import late_work, one_call, steady_seconds
 from fa_serve.engine import RolloutEngine, SamplingParams
 
+EXACT_BATCHES = (1, 8)
+EXACT_WARM_UPS = 2
+EXACT_TURNS = 5
+SECONDS = 60.0
+"""After which no further call of rollouts is timed, but the first one."""
 
-def seconds(call: Callable[[], object]) -> float:
-    """Of one call, with what it has queued on the device."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    begin = time.perf_counter()
-    call()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter() - begin
+
+class Workload(NamedTuple):
+    """Rollouts of a call, and sequences of a training step. samples: answers to a prompt; length, new: tokens of each"""
+
+    prompts: int = 16
+    samples: int = 16
+    length: int = 512
+    new: int = 1024
+    trained: int = 1024
+
+
+WORKLOADS = {"llama8b": Workload(new=512), "tiny": Workload(2, 3, 8, 6, 14)}
 
 
 def step_in_place(model: torch.nn.Module) -> None:
@@ -55,25 +68,26 @@ def train(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
 
 
 def measure_engine(results: Results, shape: str, model: Any, tiny: bool) -> None:
-    prompts, samples, length, new = (2, 3, 8, 6) if tiny else (64, 16, 512, 1024)
+    work = WORKLOADS.get(shape, Workload())
     size: dict[str, Any] = {"num_pages": 512} if tiny else {}
-    engine = RolloutEngine(model, max_model_len=length + new, **size)
+    engine = RolloutEngine(model, max_model_len=work.length + work.new, **size)
     draw = random.Random(0)
     vocab = model.config.vocab_size
-    asked = [[draw.randrange(vocab) for _ in range(length)] for _ in range(prompts)]
-    params = SamplingParams(max_tokens=new, seed=0, ignore_eos=True)
-    engine.generate(asked[:1], samples, params)
+    params = SamplingParams(max_tokens=work.new, seed=0, ignore_eos=True)
 
     def roll_out() -> None:
-        engine.update()
-        engine.generate(asked, samples, params)
+        """With other prompts in each call, so that nothing is found in the prefix cache, which fills up."""
+        asked = [[draw.randrange(vocab) for _ in range(work.length)] for _ in range(work.prompts)]
+        engine.generate(asked, work.samples, params)
 
-    results.add(f"{shape} rollouts", "answers/s", prompts * samples / seconds(roll_out), {})
+    engine.update()
+    seconds = steady_seconds(roll_out, lambda: late_work(engine.stats()), budget=SECONDS)
+    results.add(f"{shape} rollouts", "answers/s", work.prompts * work.samples / seconds, {})
     step_in_place(model)
     before = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    results.add(f"{shape} update", "ms", seconds(engine.update) * 1e3, {})
+    results.add(f"{shape} update", "ms", one_call(engine.update) * 1e3, {})
     if torch.cuda.is_available():
         results.add(f"{shape} update memory", "bytes", torch.cuda.max_memory_allocated() - before, {})
 
@@ -81,31 +95,52 @@ def measure_engine(results: Results, shape: str, model: Any, tiny: bool) -> None
         engine.sleep()
         engine.wake_up()
 
-    results.add(f"{shape} sleep", "ms", seconds(nap) * 1e3, {})
+    results.add(f"{shape} sleep", "ms", steady_seconds(nap) * 1e3, {})
     engine.close()
 
 
 def measure_exact(results: Results, shape: str, model: Any, tiny: bool) -> None:
-    length, new = (8, 6) if tiny else (512, 512)
+    work = WORKLOADS.get(shape, Workload())
+    exact = fa_serve.exact(model)
+    require_equal_bits(model, exact, work, tiny)
+    draw = torch.Generator().manual_seed(0)
+
+    def in_context(ids: torch.Tensor) -> None:
+        with exact:
+            train(model, ids)
+
+    for batch in EXACT_BATCHES:
+        ids = torch.randint(model.config.vocab_size, (batch, work.trained), generator=draw).to(model.device)
+        ways = {"exact": partial(in_context, ids), "plain": partial(train, model, ids)}
+        for _ in range(EXACT_WARM_UPS):
+            for way in ways.values():
+                way()
+        times: dict[str, list[float]] = {name: [] for name in ways}
+        for _ in range(EXACT_TURNS):
+            for name, way in ways.items():
+                num_late = late_work()
+                taken = one_call(way) * 1e3
+                times[name] += [taken] * (late_work() == num_late)
+        found = {name: statistics.median(each) for name, each in times.items()}
+        case = f"{shape} exact" if batch == 1 else f"{shape} exact {batch}"
+        results.add(case, "ms", found["exact"], {"plain": found["plain"]})
+    model.zero_grad(set_to_none=True)
+
+
+def require_equal_bits(model: Any, exact: Any, work: Workload, tiny: bool) -> None:
+    """Raise AssertionError unless a training forward has the log-probabilities of a rollout in every bit."""
+    length = work.length
+    new = min(work.new, work.trained - length)
     size: dict[str, Any] = {"num_pages": 512} if tiny else {}
-    engine = RolloutEngine(model, deterministic=True, max_model_len=length + new, **size)
+    engine = RolloutEngine(model, deterministic=True, max_model_len=work.trained, **size)
     prompt = [7] * length
     params = SamplingParams(max_tokens=new, seed=0, ignore_eos=True)
     [rollout] = engine.generate([prompt], params=params)[0].rollouts
     engine.close()
     ids = torch.tensor([prompt + rollout.token_ids], device=model.device)
-    exact = fa_serve.exact(model)
     with exact:
         found = train(model, ids)[0, length - 1 :]
     assert found.tolist() == rollout.logprobs, "the training forward differs from the rollout"
-
-    def in_context() -> None:
-        with exact:
-            train(model, ids)
-
-    train(model, ids)
-    plain = seconds(lambda: train(model, ids))
-    results.add(f"{shape} exact", "ms", seconds(in_context) * 1e3, {"plain": plain * 1e3})
 
 
 def main() -> None:

@@ -18,7 +18,13 @@ def test_rollouts_have_a_line_for_each_part(tmp_path: Path) -> None:
     model.set_attn_implementation("fa_serve")
     bench_rollouts.measure_engine(results, "tiny", model, tiny=True)
     bench_rollouts.measure_exact(results, "tiny", model, tiny=True)
-    assert [line["case"] for line in results.lines] == ["tiny rollouts", "tiny update", "tiny sleep", "tiny exact"]
+    assert [line["case"] for line in results.lines] == [
+        "tiny rollouts",
+        "tiny update",
+        "tiny sleep",
+        "tiny exact",
+        "tiny exact 8",
+    ]
     assert all(line["ours"] > 0 for line in results.lines)
     assert {line["bench"] for line in results.lines} == {"rollouts"}
 
