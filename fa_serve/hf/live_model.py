@@ -191,7 +191,8 @@ def _tensors(replaced: Any) -> list[Tensor]:
         elif isinstance(value, dict):
             left += value.values()
         else:
-            left += [getattr(value, name) for name in _field_names(type(value))]
+            kind: Any = type(value)
+            left += [getattr(value, name) for name in _field_names(kind)]
     return found
 
 

@@ -21,6 +21,7 @@ from fa_serve.hf.surgery.fuse.fusion import fuse_layers
 from fa_serve.hf.surgery.fuse.layer import FusedLayer
 from fa_serve.hf.surgery.fuse.router import FusedRouter
 from fa_serve.hf.surgery.fuse.unit import FusedUnit
+from fa_serve.ops.deterministic import DeterministicMode
 from fa_serve.spec import ParameterError, UnsupportedModelError
 
 
@@ -189,6 +190,50 @@ def test_an_engine_and_the_context_share_merged_weights_and_see_other_memory() -
             parameter.data = parameter.data.neg()
         with pytest.raises(UnsupportedModelError, match="have got other memory: enter the exact context again"):
             model(input_ids=ids)
+
+
+def test_a_layer_costs_the_host_few_operators_beside_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each operator in the context goes through Python. Without padding nothing is gathered, and what layers share is made
+    once: a layer copies its input, which its kernels overwrite, and has views."""
+    counts: list[list[Any]] = []
+    dispatch = DeterministicMode.__torch_dispatch__
+
+    def count(self: DeterministicMode, func: Any, *args: Any) -> Any:
+        counts[-1].append(func)
+        return dispatch(self, func, *args)
+
+    for num_layers in (1, 2):
+        model = make_model("qwen3")
+        model.model.layers = model.model.layers[:num_layers]
+        model.config.num_hidden_layers = num_layers
+        context = fa_serve.exact(model, page_size=4)
+        with monkeypatch.context() as patch:
+            patch.setattr(FusedLayer, "compute", lambda _, x, step: x)
+            patch.setattr(DeterministicMode, "__torch_dispatch__", count)
+            counts.append([])
+            with context:
+                model(input_ids=torch.arange(24).view(2, 12))
+    few, many = map(len, counts)
+    assert 0 < many - few <= 6
+    gathers = [sum("index" in str(func) for func in each) for each in counts]
+    assert gathers[0] == gathers[1]
+
+
+def test_a_batch_without_padding_has_the_bits_and_gradients_of_a_padded_one() -> None:
+    model = make_model("qwen3")
+    ids = torch.arange(5, 29).view(2, 12)
+    padded = torch.cat([torch.zeros_like(ids[:, :3]), ids], dim=1)
+    mask = (torch.arange(15) >= 3).long().expand(2, -1)
+    context = fa_serve.exact(model, page_size=4)
+    with context:
+        whole = fa_serve.token_logprobs(model(input_ids=ids).logits[:, :-1], ids[:, 1:])
+        expected = gradients(model, whole)
+        logits = model(input_ids=padded, attention_mask=mask).logits[:, 3:-1]
+        other = fa_serve.token_logprobs(logits, ids[:, 1:])
+        found = gradients(model, other)
+    assert torch.equal(whole, other)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, msg=name)
 
 
 def test_a_checkpointed_forward_is_repeated_with_the_same_bits() -> None:
