@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from encoder_folders import LETTERS, save_encoder
 from random_params import random_requests
 from tiny_models import SIZES, make_tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from fa_serve.engine import Engine, EngineConfig, SamplingParams
+from fa_serve.engine import Encoder, Engine, EngineConfig, SamplingParams
 
 
 def make_model(vocab_size: int) -> PreTrainedModel:
@@ -86,3 +87,18 @@ def test_the_first_sampled_batch_takes_no_longer_than_the_second() -> None:
         engine.generate(prompts, params)
         seconds.append(time.perf_counter() - begin)
     assert seconds[0] < 1.5 * min(seconds[1:]) + 0.02, f"seconds of each run: {seconds}"
+
+
+@pytest.mark.parametrize("family", ["bert", "modernbert", "qwen3"])
+def test_no_text_of_an_encoder_is_compiled_for(tmp_path: Path, family: str) -> None:
+    sizes = {"max_position_embeddings": 2050, "hidden_size": 256}
+    told = {"max_seq_length": 2048, "do_lower_case": False}
+    path = save_encoder(tmp_path, family, transformer=told, **sizes)
+    encoder = Encoder(EngineConfig(model=path, device="cuda", dtype="bfloat16", max_num_batched_tokens=4096), ahead=True)
+    before = encoder.preparations()
+    assert before[0] > 4
+    draw = random.Random(0)
+    for _ in range(20):
+        lengths = [int(2000 ** draw.random()) for _ in range(draw.choice((1, 3, 20)))]
+        encoder.encode([" ".join(draw.choices(LETTERS, k=length)) for length in lengths])
+    assert encoder.preparations() == before
