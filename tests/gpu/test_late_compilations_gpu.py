@@ -4,27 +4,38 @@ from __future__ import annotations
 
 import random
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from random_params import random_params
+from encoder_folders import LETTERS, save_encoder
+from random_params import random_requests
 from tiny_models import SIZES, make_tokenizer
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from fa_serve.engine import Engine, EngineConfig, SamplingParams, StructuredOutput
+from fa_serve.engine import Encoder, Engine, EngineConfig, SamplingParams
 
-STRUCTURED = [None, None, StructuredOutput(regex="[a-f]{3,9}"), StructuredOutput(choice=("yes", "no"))]
+
+def make_model(vocab_size: int) -> PreTrainedModel:
+    sizes = {"head_dim": 64, "hidden_size": 256, "num_attention_heads": 8, "vocab_size": vocab_size}
+    torch.manual_seed(0)
+    config = LlamaConfig(**SIZES | sizes | {"max_position_embeddings": 4096})
+    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
 
 def make_engine(vocab_size: int = 512, **settings: Any) -> Engine:
-    sizes = {"head_dim": 64, "hidden_size": 256, "num_attention_heads": 8, "vocab_size": vocab_size}
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
-        LlamaConfig(**SIZES | sizes | {"max_position_embeddings": 4096}), dtype=torch.bfloat16
-    ).to("cuda")
+    model = make_model(vocab_size).to("cuda")
     config = {"num_pages": 8192, "max_num_seqs": 64, "max_num_batched_tokens": 1024, "device": "cuda", "seed": 0}
     return Engine(EngineConfig(**config | settings), model=model, tokenizer=make_tokenizer(), ahead=True)
+
+
+def serve(engine: Engine, adapters: tuple[str | None, ...] = (None,)) -> None:
+    """Random requests, some of them alone, and some in batches that do not hold all of them."""
+    draw = random.Random(3)
+    for _ in range(16):
+        prompts, params = random_requests(draw, (1, 3, 40), vocab=320, longest=1024)
+        engine.generate(prompts, params, adapter=[draw.choice(adapters) for _ in params])
 
 
 @pytest.mark.parametrize(
@@ -32,23 +43,32 @@ def make_engine(vocab_size: int = 512, **settings: Any) -> Engine:
     [
         pytest.param({}, id="plain"),
         pytest.param({"deterministic": True}, id="deterministic"),
+        pytest.param({"deterministic": True, "speculative": "ngram"}, id="deterministic-ngram"),
         pytest.param({"speculative": "ngram"}, id="ngram"),
         pytest.param({"target_itl": None}, id="chunks"),
+        pytest.param({"logprobs_mode": "processed_logprobs"}, id="processed"),
+        pytest.param({"kv_cache_dtype": "fp8"}, id="float8-cache"),
+        pytest.param({"cascade_attention": True}, id="cascades"),
+        pytest.param({"eager": True}, id="eager"),
     ],
 )
 def test_no_combination_of_parameters_is_compiled_for_a_request(settings: dict[str, Any]) -> None:
     engine = make_engine(**settings)
     before = engine.preparations()
     assert before[0] > 20, "kernels were compiled or loaded"
-    draw = random.Random(3)
-    for _ in range(12):
-        params = []
-        for _ in range(draw.choice((1, 3, 40))):
-            structured = draw.choice(STRUCTURED)
-            given = {"allowed_token_ids": None, "logit_bias": None} if structured else {}
-            params.append(random_params(draw, structured=structured, max_tokens=draw.randint(1, 24), **given))
-        prompts = [[draw.randrange(5, 320) for _ in range(int(2 ** draw.uniform(0, 10)))] for _ in params]
-        engine.generate(prompts, params)
+    serve(engine)
+    assert engine.preparations()[0] == before[0]
+    assert "speculative" not in settings or engine.stats().speculation.num_draft_tokens > 0
+
+
+def test_no_adapter_is_compiled_for_a_request(tmp_path: Path) -> None:
+    peft_adapters = pytest.importorskip("peft_adapters", exc_type=ImportError)  # the GPU suite may run without peft
+    engine = make_engine(lora_bytes=1 << 28, max_lora_rank=32)
+    before = engine.preparations()
+    for name, rank in (("small", 2), ("two-pages", 20)):
+        folder = peft_adapters.save_adapter(tmp_path / name, model=make_model(512), r=rank)
+        engine.load_adapter(name, folder)
+    serve(engine, (None, "small", "two-pages"))
     assert engine.preparations()[0] == before[0]
 
 
@@ -67,3 +87,18 @@ def test_the_first_sampled_batch_takes_no_longer_than_the_second() -> None:
         engine.generate(prompts, params)
         seconds.append(time.perf_counter() - begin)
     assert seconds[0] < 1.5 * min(seconds[1:]) + 0.02, f"seconds of each run: {seconds}"
+
+
+@pytest.mark.parametrize("family", ["bert", "modernbert", "qwen3"])
+def test_no_text_of_an_encoder_is_compiled_for(tmp_path: Path, family: str) -> None:
+    sizes = {"max_position_embeddings": 2050, "hidden_size": 256}
+    told = {"max_seq_length": 2048, "do_lower_case": False}
+    path = save_encoder(tmp_path, family, transformer=told, **sizes)
+    encoder = Encoder(EngineConfig(model=path, device="cuda", dtype="bfloat16", max_num_batched_tokens=4096), ahead=True)
+    before = encoder.preparations()
+    assert before[0] > 4
+    draw = random.Random(0)
+    for _ in range(20):
+        lengths = [int(2000 ** draw.random()) for _ in range(draw.choice((1, 3, 20)))]
+        encoder.encode([" ".join(draw.choices(LETTERS, k=length)) for length in lengths])
+    assert encoder.preparations() == before

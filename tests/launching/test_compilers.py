@@ -16,7 +16,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from cross_compile import TARGETS, _NamingDriver, compiling_for
+from cross_compile import TARGETS, NamingDriver, compiling_for
 from torch_processes import after_torch
 from triton import knobs
 from triton.runtime.driver import driver
@@ -47,7 +47,7 @@ def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str,
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(knobs.compilation, "listener", listen)
-    monkeypatch.setattr(driver, "_active", _NamingDriver(TARGETS["sm90"]))
+    monkeypatch.setattr(driver, "_active", NamingDriver(TARGETS["sm90"]))
     return seen
 
 

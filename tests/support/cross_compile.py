@@ -197,7 +197,7 @@ def main_loops(sass: str, count: int, instruction: str = "MUFU.EX2") -> list[lis
     return [instructions[a:b] for a, b in found_loops]
 
 
-class _NamingDriver:
+class NamingDriver:
     """As much of a Triton driver as compiling needs; the device number is the target's, so that caches stay apart."""
 
     def __init__(self, target: GPUTarget) -> None:
@@ -230,7 +230,7 @@ def compiling_for(target: str) -> Iterator[list[Kernel]]:
         return binary
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(driver, "_active", _NamingDriver(gpu))
+        patch.setattr(driver, "_active", NamingDriver(gpu))
         patch.setattr(JITFunction, "run", record)
         patch.setattr(knobs.nvidia, "dump_ptxas_log", True, raising=False)
         # a program that watches compilations, as vLLM does, has Triton describe every kernel in JSON

@@ -35,8 +35,10 @@ from fa_serve.engine.request.outputs import RequestOutput
 from fa_serve.engine.request.params import SamplingParams
 from fa_serve.engine.scheduler.sequence_times import SequenceTimes
 from fa_serve.engine.start.loading import device_name
+from fa_serve.engine.start.warm_up import powers_of_two
 from fa_serve.engine.stats import EngineStats
 from fa_serve.engine.summary import EngineSummary
+from fa_serve.launching.compilations import num_compilations, watch
 from fa_serve.spec import ParameterError
 
 log = logging.getLogger("fa_serve.engine")
@@ -77,6 +79,8 @@ class Encoder:
         config = config or EngineConfig(task="embed")
         check_config(config)
         config.require_device()
+        if ahead:
+            watch()
         self._pipeline = Pipeline.load(config, PhaseClock(on_phase))
         self.card: EncoderCard = self._pipeline.card
         self.tokenizer = self._pipeline.tokenizer
@@ -97,7 +101,7 @@ class Encoder:
         self._num_steps = 0
         self._num_tokens = 0
         self._serial = count()
-        if ahead:
+        if ahead and model.device.type == "cuda":
             self._warm_up()
 
     def add_request(
@@ -251,8 +255,8 @@ class Encoder:
         return False
 
     def preparations(self) -> tuple[int, int]:
-        """Kernels that were compiled or loaded, and CUDA graphs that were captured: an encoder does not count them."""
-        return 0, 0
+        """Kernels that were compiled or loaded up to now, and CUDA graphs that were captured, none of them for a request."""
+        return sum(num_compilations()), 0
 
     def stats(self) -> EngineStats:
         """A snapshot of the counters."""
@@ -276,15 +280,25 @@ class Encoder:
         self._queue.check_integrity()
 
     def _warm_up(self) -> None:
-        """Compute inputs of a few sizes, so that no request waits for a compilation."""
-        longest = min(self.card.max_tokens, self.config.max_num_batched_tokens)
+        """Compute inputs for any tile of attention and batches for any tile of products: no request waits for a compiler.
+
+        As in start/warm_up.py, tiles change at powers of two: attention's with the longest input, those of products with all
+        tokens.
+        """
+        most = self.config.max_num_batched_tokens
+        longest = min(self.card.max_tokens, most)
+        batches = [[length] for length in powers_of_two(longest)]
+        batches += [[longest] * min(tokens // longest, self.config.max_num_seqs) for tokens in powers_of_two(most)]
         with torch.inference_mode():
             if self._pipeline.graphs is not None:
                 self._pipeline.graphs.capture_ahead(takes_types=self.card.takes_types)
-            for length in sorted({1, 16, longest}):
-                ids = np.zeros(length, dtype=np.int32)
-                types = np.zeros(length, dtype=np.int32) if self.card.takes_types else None
-                self._pipeline.compute(EncoderInputs.of([EncoderInput(ids, types)]), PoolingParams())
+            for lengths in filter(None, batches):
+                self._pipeline.compute(EncoderInputs.of([self._padding(length) for length in lengths]), PoolingParams())
+
+    def _padding(self, length: int) -> EncoderInput:
+        """An input of the token 0."""
+        zeros = np.zeros(length, dtype=np.int32)
+        return EncoderInput(zeros, zeros if self.card.takes_types else None)
 
     def _expire(self) -> list[RequestOutput]:
         names = self._queue.expired(time.monotonic())

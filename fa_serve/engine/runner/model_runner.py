@@ -39,12 +39,11 @@ from fa_serve.engine.runner.group_arrays import group_padding, with_groups
 from fa_serve.engine.runner.image_arrays import ImageMemory, axis_positions
 from fa_serve.engine.runner.log_probabilities import log_probabilities, processed_scores
 from fa_serve.engine.runner.lora_arrays import StepAdapters, lora_arrays, lora_step, step_adapters
-from fa_serve.engine.runner.results import PendingResult
-from fa_serve.engine.runner.sampler import SampleParams, TokenCounts, sample, sampling_arrays
+from fa_serve.engine.runner.results import PendingResult, PromptSpan
+from fa_serve.engine.runner.sampler import SampleParams, TokenCounts, sample
 from fa_serve.engine.runner.state_arrays import check_settings_with_states, empty_state_arrays, state_arrays, state_batch
 from fa_serve.engine.runner.transfer import packed_size, send
 from fa_serve.engine.scheduler.scheduled_batch import ScheduledBatch, TowerWork
-from fa_serve.engine.scheduler.sequence import SequenceState
 from fa_serve.engine.start.warm_up import EmptyStep, SamplingVariant
 from fa_serve.hf import (
     PagedBatch,
@@ -280,6 +279,8 @@ class ModelRunner:
         arrays = padding(Shape(step.num_tokens, len(lengths), queries, step.keys))
         arrays["seqused_k"] = np.array(lengths, dtype=np.int32)
         arrays["cu_seqlens_q"] = np.cumsum([0, *lengths], dtype=np.int32)
+        if step.logits:
+            arrays["logits_indices"] = np.zeros(step.logits, dtype=np.int64)
         if self.state_memory:
             arrays |= empty_state_arrays(lengths)
         variants = [arrays, arrays | group_padding(step.batch)] if self.cascades and queries == 1 else [arrays]
@@ -291,22 +292,18 @@ class ModelRunner:
 
     def _sample_empty(self, variant: SamplingVariant) -> None:
         """Sample rows of equal logits with these parameters, each in its own slot."""
-        params = variant.params
         count = variant.rows
-        sequences = [SequenceState(variant.request(self.vocab_size)) for _ in range(count)]
-        if params.penalised:
+        sequences = variant.sequences(self.vocab_size)
+        if variant.params.penalised:
             for slot in range(count):
                 self._token_counts().start(slot, [0, 0], 1)
-        arrays = sampling_arrays([sequence.request for sequence in sequences], [1] * count, self.vocab_size)
-        logprob_rows = [] if params.logprobs is None else list(range(count))
-        rows: dict[str, NDArray[Any]] = {"sampled_slots": np.arange(count, dtype=np.int64)}
-        if logprob_rows:
-            rows["logprob_rows"] = np.arange(count, dtype=np.int64)
-        logits = torch.zeros(count, self.vocab_size, dtype=self.model.dtype, device=self.device)
+        arrays, rows = variant.arrays(sequences, self.vocab_size)
+        num_prompt_logits = len(rows.get("prompt_targets", ()))
+        spans = [PromptSpan(sequences[0], 1, 1 + num_prompt_logits)] if num_prompt_logits else []
+        logits = torch.zeros(count + num_prompt_logits, self.vocab_size, dtype=self.model.dtype, device=self.device)
         prepared = self._prepared(Shape(count, count, 1, 1), arrays, send(arrays | rows, self.device))
-        mask = np.full(-(-self.vocab_size // 32), -1, dtype=np.int32)
-        masks = dict.fromkeys(range(count), mask) if variant.masked else None
-        self.sample(Forward(prepared, logits, sequences, logprob_rows, []), masks).read()
+        logprob_rows = list(range(len(rows.get("logprob_rows", ()))))
+        self.sample(Forward(prepared, logits, sequences, logprob_rows, spans), variant.masks(self.vocab_size)).read()
 
     @torch.inference_mode()
     def launch(self, batch: ScheduledBatch) -> Forward:

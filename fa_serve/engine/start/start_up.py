@@ -29,7 +29,7 @@ from fa_serve.engine.parallel.ranks import Ranks
 from fa_serve.engine.runner.model_runner import ModelRunner
 from fa_serve.engine.speculation.drafts import CATCH_UP
 from fa_serve.engine.start.loading import Loaded, load
-from fa_serve.engine.start.warm_up import EmptyStep, SamplingVariant, empty_steps, sampling_variants
+from fa_serve.engine.start.warm_up import empty_steps, plan_warm_up
 from fa_serve.hf import few_layers
 from fa_serve.launching.compilations import Compilers, num_compilations, run_compiled, start_compilers, watch
 
@@ -135,9 +135,7 @@ def warm_up(
         calls = []
         for each, max_tokens in runners:
             stack.enter_context(few_layers(each.model))
-            steps = empty_steps(max_num_seqs=config.max_num_seqs, max_tokens=max_tokens, max_keys=max_model_len)
-            sampling = sampling_variants(config.max_num_seqs, drafting=each is runner.draft)
-            plan: list[EmptyStep | SamplingVariant] = [*steps, *sampling]
+            plan = plan_warm_up(config, max_tokens, max_model_len, drafting=each is runner.draft)
             calls += [partial(each.run_warm_up, work) for work in plan]
         errors = run_compiled(calls, compilers, WARM_UP_SECONDS, partial(clock.progress, "kernels", unit="steps"))
         if runner.device.type == "cuda":

@@ -1,9 +1,7 @@
 """The warm-up plan: synthetic steps that launch every kernel which a later step may need.
 
-    for step in empty_steps(max_num_seqs=256, max_tokens=4096, max_keys=8192):
-        runner.run_warm_up(step)
-    for variant in sampling_variants():
-        runner.run_warm_up(variant)
+    for work in plan_warm_up(config, max_tokens=4096, max_keys=8192, drafting=False):
+        runner.run_warm_up(work)
 
 Kernels are compiled for tiles, and tiles are chosen by numbers that the host knows: sequences, queries of the longest sequence,
 keys of the longest sequence, and whether keys come from the cache. Nearly all choices are met at a power of two or at the
@@ -11,20 +9,23 @@ largest number, so the plan walks over those, and over the few others. `tests/en
 of the plan with the tiles of all numbers. An empty step computes few layers, has no keys but its own and writes none, so it
 takes milliseconds. `largest_batch` is the step that tells how much memory steps take.
 
-Left out: CUDA graphs of steps (cuda_graphs.py), and how kernels are compiled (ops/compilations.py).
+Left out: CUDA graphs of steps (cuda_graphs.py), and how kernels are compiled (launching/compilations.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.request.params import SamplingParams
 from fa_serve.engine.request.request import Request
 from fa_serve.engine.request.token_biases import TokenBiases
+from fa_serve.engine.runner.sampler import draft_arrays, sampling_arrays
 from fa_serve.engine.scheduler.chunk_lengths import MAX_PROMPT_LOGITS
 from fa_serve.engine.scheduler.scheduled_batch import Chunk, ScheduledBatch
 from fa_serve.engine.scheduler.sequence import SequenceState
@@ -40,8 +41,11 @@ KEYS_OF_BATCHES = (64, 1024)
 WIDTHS_OF_BATCHES = (32, 256, 2048)
 """Batches are divided into classes at these sizes, and a class may split keys in a way that its larger batches do not."""
 
-MOST_MEMORY = SamplingParams(top_p=0.9, top_k=50, frequency_penalty=0.1, logprobs=20)
+MOST_MEMORY = SamplingParams(top_p=0.9, top_k=50, frequency_penalty=0.1, logprobs=20, prompt_logprobs=20)
 """The sampling that needs the most memory."""
+
+
+Arrays = dict[str, NDArray[Any]]
 
 
 class EmptyStep(NamedTuple):
@@ -49,6 +53,7 @@ class EmptyStep(NamedTuple):
 
     keys:  what the kernels are told of the longest sequence; the step itself has no keys but its own
     fresh: no sequence has keys in the cache, so attention takes keys and values as they come
+    logits: rows of logits; 0: as many as a step without log-probabilities of its prompts has
     """
 
     batch: int
@@ -56,6 +61,7 @@ class EmptyStep(NamedTuple):
     keys: int
     fresh: bool = False
     num_long: int = 1
+    logits: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -67,15 +73,40 @@ class SamplingVariant(NamedTuple):
 
     masked: a mask of allowed tokens comes with each, as for structured outputs
     rows:   their number. PyTorch has other kernels for one row than for several, and loads each when it is first launched
+    drafts: how many of the rows verify a draft of the first sequence
     """
 
     params: SamplingParams
     masked: bool = False
     rows: int = 1
+    drafts: int = 0
 
-    def request(self, vocab_size: int) -> Request:
-        """A request with these parameters."""
-        return Request("warm-up", [0], self.params, max_tokens=1, biases=TokenBiases.of(self.params, (), vocab_size))
+    def sequences(self, vocab_size: int) -> list[SequenceState]:
+        """A sequence for each row."""
+        biases = TokenBiases.of(self.params, (), vocab_size)
+        # the log-probabilities of as many tokens of the first one's prompt as there are rows are read
+        request = Request("warm-up", [0] * (1 + self.rows), self.params, max_tokens=1, biases=biases)
+        return [SequenceState(request) for _ in range(self.rows)]
+
+    def arrays(self, sequences: Sequence[SequenceState], vocab_size: int) -> tuple[Arrays, Arrays]:
+        """The fields of `SampleParams`, and those of `BatchArrays.rows`. sequences: of the rows, each in its own slot"""
+        requests = [sequence.request for sequence in sequences]
+        sampling = sampling_arrays(requests, [len(request.prompt) for request in requests], vocab_size)
+        if self.drafts:
+            drafts: list[list[int]] = [[0] * self.drafts, *([] for _ in range(self.rows - 1 - self.drafts))]
+            sampling |= draft_arrays(drafts, vocab_size)
+        slots = np.arange(self.rows, dtype=np.int64)
+        rows = {"sampled_slots": slots}
+        if self.params.logprobs is not None:
+            rows["logprob_rows"] = slots
+        if self.params.prompt_logprobs is not None:
+            rows["prompt_targets"] = np.zeros(self.rows, dtype=np.int64)
+        return sampling, rows
+
+    def masks(self, vocab_size: int) -> dict[int, NDArray[np.int32]] | None:
+        """By row, a mask that allows every token."""
+        mask = np.full(-(-vocab_size // 32), -1, dtype=np.int32)
+        return dict.fromkeys(range(self.rows), mask) if self.masked else None
 
 
 def powers_of_two(largest: int, least: int = 1) -> list[int]:
@@ -84,10 +115,17 @@ def powers_of_two(largest: int, least: int = 1) -> list[int]:
     return sorted({*powers, largest})
 
 
-def empty_steps(*, max_num_seqs: int, max_tokens: int, max_keys: int) -> list[EmptyStep]:
+def most_logits(max_num_seqs: int, max_drafts: int) -> int:
+    """Rows of logits in a step at most: of sequences with their drafts, and of prompts."""
+    counts = range(1, max_num_seqs + 1)
+    return max(count * (1 + draft_limit(max_drafts, count)) for count in counts) + MAX_PROMPT_LOGITS
+
+
+def empty_steps(*, max_num_seqs: int, max_tokens: int, max_keys: int, max_logits: int = 0) -> list[EmptyStep]:
     """The steps of the plan, each within these limits. The first ones are those that requests need first.
 
     max_num_seqs: sequences in a step; max_tokens: tokens in a step; max_keys: keys of a sequence
+    max_logits:   rows of logits in a step with log-probabilities of its prompts, see `most_logits`; 0 for a draft model
     """
     queries = powers_of_two(min(max_tokens, max_keys))
     steps = [EmptyStep(1, count, count, fresh=True) for count in queries]
@@ -97,7 +135,9 @@ def empty_steps(*, max_num_seqs: int, max_tokens: int, max_keys: int) -> list[Em
     # products and experts choose tiles by the tokens of all sequences, which may be more than one sequence has
     for tokens in powers_of_two(max_tokens):
         count = min(max(tokens // max_keys, 1), max_num_seqs)
-        steps.append(EmptyStep(count, min(tokens // count, max_keys), max_keys, num_long=count))
+        # the head multiplies as many rows as prompts want log-probabilities of
+        logits = min(tokens, max_logits)
+        steps.append(EmptyStep(count, min(tokens // count, max_keys), max_keys, num_long=count, logits=logits))
     several = [size for size in powers_of_two(max_num_seqs) if size > 2]
     few = [*powers_of_two(FEW_QUERIES), MIXED_QUERIES]
     for keys in (*KEYS_OF_BATCHES, max_keys):
@@ -108,40 +148,57 @@ def empty_steps(*, max_num_seqs: int, max_tokens: int, max_keys: int) -> list[Em
         steps += [EmptyStep(batch, count, max_keys, num_long=batch) for batch in powers_of_two(max_num_seqs)]
     # with so many keys, prompts with float8 products may keep the model's dtype (fa_serve.backends.float8_copies)
     steps.append(EmptyStep(max_num_seqs, min(max(max_tokens - max_num_seqs + 1, 1), max_keys), max_keys))
-    return list(
-        dict.fromkeys(
-            step
-            for step in steps
-            if step.batch <= max_num_seqs and step.num_tokens <= max_tokens and step.queries <= step.keys <= max_keys
-        )
-    )
+    plan: dict[EmptyStep, int] = {}  # the rows of logits of each step without them
+    for step in steps:
+        if step.batch <= max_num_seqs and step.num_tokens <= max_tokens and step.queries <= step.keys <= max_keys:
+            key = step._replace(logits=0)
+            plan[key] = max(plan.get(key, 0), step.logits)
+    return [step._replace(logits=logits) for step, logits in plan.items()]
 
 
-def sampling_variants(max_num_seqs: int, *, drafting: bool = False) -> Iterator[SamplingVariant]:
+def sampling_variants(max_num_seqs: int, *, max_drafts: int = 0, drafting: bool = False) -> Iterator[SamplingVariant]:
     """Parameters that lead to every kernel of sampling, for one row and for as many as a step has at most.
 
     Most rows come last, so that their memory stays with PyTorch for the first step that needs it.
 
+    max_drafts: drafts of a sequence in a step, which penalties count
     drafting: those of a draft model, whose draws have no penalties, log-probabilities and masks
     """
     for rows in dict.fromkeys((1, max_num_seqs)):
         yield from (variant._replace(rows=rows) for variant in _variants(drafting))
+    if max_drafts and not drafting:
+        yield SamplingVariant(SamplingParams(temperature=0.0, frequency_penalty=0.5), rows=2, drafts=1)
 
 
 def _variants(drafting: bool) -> Iterator[SamplingVariant]:
-    """The same for one row. Penalties and biases are computed in float32, which is another variant of each kernel."""
+    """The same for one row. Penalties and biases are computed in float32, which is another variant of each kernel.
+
+    A kernel that sampling launches for one parameter is launched beside any others as well, so parameters are combined where
+    they change what later kernels are given: the dtype of the scores, and the limits that processed log-probabilities apply.
+    """
     filters = list(product((0, 50), (1.0, 0.9), (0.0, 0.1)))
+    logprobs = None if drafting else 5
     for penalty in (0.0,) if drafting else (0.0, 0.5):
-        yield SamplingVariant(SamplingParams(temperature=0.0, frequency_penalty=penalty))
+        greedy = SamplingVariant(SamplingParams(temperature=0.0, frequency_penalty=penalty))
+        yield greedy
+        if not drafting:
+            yield greedy._replace(masked=True)
         for top_k, top_p, min_p in filters:
-            yield SamplingVariant(SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p, frequency_penalty=penalty))
-    yield SamplingVariant(SamplingParams(temperature=0.0, logit_bias={0: 1.0}))
+            limits = SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p, frequency_penalty=penalty, logprobs=logprobs)
+            yield SamplingVariant(limits)
     yield SamplingVariant(SamplingParams(temperature=0.0, allowed_token_ids=(0, 1)))
+    yield SamplingVariant(SamplingParams(temperature=0.0, allowed_token_ids=(0, 1), logit_bias={0: 1.0}))
     if not drafting:
-        yield SamplingVariant(SamplingParams(temperature=0.0), masked=True)
-        for logprobs in (0, 5):
-            yield SamplingVariant(SamplingParams(temperature=0.0, logprobs=logprobs))
+        yield SamplingVariant(SamplingParams(temperature=0.0, logprobs=0))
         yield SamplingVariant(MOST_MEMORY)
+
+
+def plan_warm_up(config: EngineConfig, max_tokens: int, max_keys: int, *, drafting: bool) -> list[EmptyStep | SamplingVariant]:
+    """The plan of a model, or with `drafting` of a draft model. max_tokens: in a step; max_keys: of a sequence"""
+    count = config.max_num_seqs
+    max_logits = 0 if drafting else most_logits(count, config.max_drafts)
+    steps = empty_steps(max_num_seqs=count, max_tokens=max_tokens, max_keys=max_keys, max_logits=max_logits)
+    return [*steps, *sampling_variants(count, max_drafts=config.max_drafts, drafting=drafting)]
 
 
 def largest_batch(config: EngineConfig, max_model_len: int) -> ScheduledBatch:
@@ -149,10 +206,9 @@ def largest_batch(config: EngineConfig, max_model_len: int) -> ScheduledBatch:
     count = min(config.max_num_seqs, config.max_num_batched_tokens)
     length = min(config.max_num_batched_tokens // count, max_model_len)
     drafts = [0] * min(draft_limit(config.max_drafts, count), length - 1)
-    params = replace(MOST_MEMORY, prompt_logprobs=MOST_MEMORY.logprobs)
     batch = ScheduledBatch()
     for slot in range(count):
-        sequence = SequenceState(Request(f"largest-{slot}", [0] * (length - len(drafts)), params, max_tokens=1))
+        sequence = SequenceState(Request(f"largest-{slot}", [0] * (length - len(drafts)), MOST_MEMORY, max_tokens=1))
         sequence.start(slot, [0] * -(-length // config.page_size), num_shared=0, page_size=config.page_size)
         batch.admitted.append(sequence)
         num_prompt_logits = min(length - len(drafts) - 1, MAX_PROMPT_LOGITS - batch.num_prompt_logits)

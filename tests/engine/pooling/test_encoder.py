@@ -1,9 +1,12 @@
 """`Encoder` gives what sentence-transformers gives: every row, in the order of the texts, in any company."""
 
+import random
+
 import numpy as np
 import pytest
 import torch
-from encoder_folders import FAMILIES, LENGTH, PAIRS, SIZES, TEXTS, cosine_distance, save_encoder
+from counted_launches import counted_launches
+from encoder_folders import FAMILIES, LENGTH, LETTERS, PAIRS, SIZES, TEXTS, cosine_distance, save_encoder
 
 from fa_serve.engine import Encoder, EncoderError, EngineConfig, PoolingParams
 from fa_serve.spec import ParameterError
@@ -277,3 +280,21 @@ def test_the_model_of_the_package_is_the_default(sentence_transformers) -> None:
     path = encoder.config.model_path()
     assert cosine_distance(found, sentence_transformers.SentenceTransformer(path, device="cpu").encode(texts)) < DISTANCE
     assert found[0] @ found[1] > 0.5 > 0.2 > found[0] @ found[2]
+
+
+def test_no_text_needs_a_kernel_that_the_warm_up_leaves_out(tmp_path) -> None:
+    """Texts of any length, alone and together, as a GPU would launch what they need."""
+    sizes = {"max_position_embeddings": 2048, "hidden_size": 256}
+    path = save_encoder(tmp_path, "bert", transformer={"max_seq_length": 2048, "do_lower_case": False}, **sizes)
+    encoder = Encoder(EngineConfig(model=path, device="cpu", dtype="bfloat16", max_num_batched_tokens=2048))
+    draw = random.Random(0)
+    with counted_launches() as counted:
+        assert encoder.preparations() == (0, 0)
+        encoder._warm_up()
+        before = encoder.preparations()
+        assert before[0] == len(counted.kernels) > 4
+        for _ in range(12):
+            lengths = [int(2046 ** draw.random()) for _ in range(draw.choice((1, 3)))]
+            inputs = encoder.reader.read([" ".join(draw.choices(LETTERS, k=length)) for length in lengths])
+            encoder._pipeline.compute(inputs, PoolingParams())
+        assert encoder.preparations() == before, counted.kernels[before[0] :]

@@ -17,7 +17,7 @@ from fa_serve.engine.parallel.ranks import Alone
 from fa_serve.engine.runner.model_runner import ModelRunner
 from fa_serve.engine.start import start_up
 from fa_serve.engine.start.loading import Loaded
-from fa_serve.engine.start.warm_up import empty_steps, sampling_variants
+from fa_serve.engine.start.warm_up import EmptyStep, empty_steps, plan_warm_up
 from fa_serve.hf import patch
 from fa_serve.launching.compilations import Compilers
 from fa_serve.launching.launch import NotCompiledError
@@ -78,7 +78,8 @@ def test_each_step_of_the_warm_up_is_valid(make_engine, monkeypatch, family, set
     with monkeypatch.context() as watched:
         watched.setattr(runner, "_forward", check)
         start_up.warm_up(runner, engine.config, engine.config.max_model_len, Compilers())
-    planned = empty_steps(max_num_seqs=5, max_tokens=20, max_keys=engine.config.max_model_len)
+    plan = plan_warm_up(engine.config, 20, engine.config.max_model_len, drafting=False)
+    planned = [step for step in plan if isinstance(step, EmptyStep)]
     assert len(seen) == len(planned) > 30
     assert torch.equal(runner.kv_caches[0][0], before)
     if not settings:
@@ -103,7 +104,7 @@ def test_a_step_that_ends_at_a_kernel_is_repeated_when_the_kernel_exists(make_en
 
     monkeypatch.setattr(engine._runner, "run_warm_up", run_with_kernels)
     start_up.warm_up(engine._runner, engine.config, 64, Compilers())
-    plan = [*empty_steps(max_num_seqs=8, max_tokens=engine.config.max_num_batched_tokens, max_keys=64), *sampling_variants(8)]
+    plan = plan_warm_up(engine.config, engine.config.max_num_batched_tokens, 64, drafting=False)
     assert ended == [*plan[:5], *plan[6:], plan[5]]
 
 
@@ -116,8 +117,7 @@ def test_a_warm_up_that_fails_is_logged_and_a_lost_device_ends_the_start(make_en
     monkeypatch.setattr(engine._runner, "run_warm_up", fail)
     error: Exception = ValueError("no such tile")
     start_up.warm_up(engine._runner, engine.config, 64, Compilers())
-    planned = len(empty_steps(max_num_seqs=8, max_tokens=engine.config.max_num_batched_tokens, max_keys=64))
-    planned += len([*sampling_variants(8)])
+    planned = len(plan_warm_up(engine.config, engine.config.max_num_batched_tokens, 64, drafting=False))
     assert f"because {planned} of {planned} steps of the warm-up failed: no such tile" in caplog.text
     assert engine._runner.model.config.num_hidden_layers == make_model().config.num_hidden_layers, "all layers again"
     error = torch.AcceleratorError("unspecified launch failure")
@@ -198,9 +198,8 @@ def test_the_draft_model_is_warmed_up_with_its_own_steps(make_engine, monkeypatc
     monkeypatch.setattr(start_up, "CATCH_UP", 8)
     start_up.warm_up(runner, engine.config, 64, Compilers())
     tokens = engine.config.max_num_batched_tokens
-    assert seen[runner] == [*empty_steps(max_num_seqs=4, max_tokens=tokens, max_keys=64), *sampling_variants(4)]
-    planned = empty_steps(max_num_seqs=4, max_tokens=8, max_keys=64)
-    assert seen[runner.draft] == [*planned, *sampling_variants(4, drafting=True)]
+    assert seen[runner] == plan_warm_up(engine.config, tokens, 64, drafting=False)
+    assert seen[runner.draft] == plan_warm_up(engine.config, 8, 64, drafting=True)
     assert runner.draft.model.config.num_hidden_layers == make_model("gemma2").config.num_hidden_layers
 
 

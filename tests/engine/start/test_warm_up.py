@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import product
-from typing import Any
 
 import pytest
-import torch
 from product_cases import dense, of_experts
-from random_params import random_params
 from sampled_cases import each_nth
-from tiny_models import make_model
-from torch import Tensor
 
 from fa_serve.backends.hopper.forward import tiles as hopper_tiles
 from fa_serve.backends.hopper.latent.tiles import MIN_ROWS, latent_hopper_tiles
 from fa_serve.backends.triton import tiles as triton_tiles
 from fa_serve.backends.triton.latent.plan import latent_tiles
-from fa_serve.engine import SamplingParams
 from fa_serve.engine.scheduler.chunk_lengths import MAX_PROMPT_LOGITS
-from fa_serve.engine.start.warm_up import EmptyStep, empty_steps, largest_batch, powers_of_two, sampling_variants
-from fa_serve.launching.launch import Launch
+from fa_serve.engine.start.warm_up import (
+    EmptyStep,
+    empty_steps,
+    largest_batch,
+    most_logits,
+    powers_of_two,
+    sampling_variants,
+)
 from fa_serve.ops.decode_step.layout import MOST_STEP_TOKENS, StepLayout, StepShape, layout_of
 from fa_serve.ops.products.problem import Product
 from fa_serve.ops.products.table import select_kernel
-from fa_serve.ops.sampling.fallback import torch_sample_rows
-from fa_serve.ops.sampling.kernel import launch_sample_rows
 
 LIMITS = {"max_num_seqs": 256, "max_tokens": 4096, "max_keys": 8192}
 
@@ -196,33 +193,6 @@ def test_sampling_is_warmed_up_for_one_row_and_for_the_most() -> None:
     assert {variant.rows for variant in sampling_variants(1)} == {1}
 
 
-def test_no_request_needs_a_sampling_kernel_that_the_warm_up_leaves_out(make_engine, monkeypatch) -> None:
-    """The keys of compiled kernels, under random combinations of parameters, are among those that the warm-up meets."""
-    met: set[tuple[object, ...]] = set()
-
-    def record(launch: Launch, tensors: Sequence[Tensor | None], *late: int) -> None:
-        met.add(launch._compiled_key(0, tensors, late))
-
-    def sample_rows(*arguments: Any) -> Tensor:
-        launch_sample_rows(*arguments)
-        return torch_sample_rows(*arguments)
-
-    monkeypatch.setattr(Launch, "__call__", record)
-    monkeypatch.setattr("fa_serve.ops.sample_rows", sample_rows)
-    engine = make_engine(model=make_model().to(torch.bfloat16), speculative="ngram")
-    for variant in sampling_variants(engine.config.max_num_seqs):
-        engine._runner.run_warm_up(variant)
-    planned = set(met)
-    assert len(planned) == 2 * (1 + 8), "greedy and each combination of filters, in both types of logits"
-    draw = random.Random(5)
-    for _ in range(12):
-        params = [random_params(draw) for _ in range(draw.randint(1, 6))]
-        engine.generate([[draw.randrange(20) for _ in range(draw.randint(1, 30))] for _ in params], params)
-    assert met == planned
-    engine.generate([[1, 2]], SamplingParams(temperature=0.0, max_tokens=2, logit_bias={3: 1.0}))
-    assert met == planned
-
-
 def test_the_largest_step_is_as_large_as_the_settings_allow(make_engine) -> None:
     engine = make_engine(max_num_batched_tokens=64)
     batch = largest_batch(engine.config, 100)
@@ -266,6 +236,35 @@ def test_the_plan_meets_every_tile_of_products_and_experts(values: str, arch: in
         # what decides has few values, so not every number of tokens needs to be asked about
         possible = [*range(1, min(max_tokens, 1100) + 1), *range(1100, max_tokens + 1, 7), max_tokens]
         assert launched(each, possible) == launched(each, planned)
+
+
+@pytest.mark.parametrize("max_drafts", [0, 7])
+@pytest.mark.parametrize("values", [*WEIGHTS, "float"])
+def test_the_plan_meets_every_tile_of_the_head_with_the_log_probabilities_of_prompts(values: str, max_drafts: int) -> None:
+    """The head multiplies a row for each sequence and draft, and those of prompts."""
+    for max_num_seqs, max_tokens in ((8, 4096), (256, 8192), (64, 300)):
+        most = min(most_logits(max_num_seqs, max_drafts), max_tokens)
+        limits = {"max_num_seqs": max_num_seqs, "max_tokens": max_tokens, "max_keys": 8192}
+        planned = {step.logits or step.batch for step in empty_steps(**limits, max_logits=most)}
+        assert most in planned
+        invariant = values == "float"
+        head = dense(n=128256, k=4096, arch=90, invariant=invariant, **WEIGHTS.get(values, {"values": values}))
+
+        def launched(counts: Iterable[int], head: Product = head) -> set[object]:
+            choices = [select_kernel(replace(head, tokens=count)) for count in counts]
+            return {(choice.kernel.name, choice.tile) for choice in choices}
+
+        assert launched(range(1, most + 1)) == launched(planned)
+
+
+def test_as_many_logits_as_a_step_may_have() -> None:
+    assert most_logits(8, 0) == 8 + MAX_PROMPT_LOGITS
+    assert most_logits(256, 0) == most_logits(256, 7) == 256 + MAX_PROMPT_LOGITS
+    assert most_logits(8, 7) == 64 + MAX_PROMPT_LOGITS
+
+
+def test_rows_of_logits_add_no_step() -> None:
+    assert [step._replace(logits=0) for step in empty_steps(**LIMITS, max_logits=512)] == empty_steps(**LIMITS)
 
 
 def test_a_draft_model_has_no_penalties_and_no_masks() -> None:
