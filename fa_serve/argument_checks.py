@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from numbers import Real
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
 
+from fa_serve.backends.calls import CallOptions
 from fa_serve.block_lists import BLOCK_SIZES, WORD, BlockLists
-from fa_serve.spec import Layout, ParameterError, dtype_name
+from fa_serve.spec import Layout, ParameterError, Precision, dtype_name
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 ARGUMENT_ERRORS = (TypeError, AttributeError, ValueError)
@@ -27,13 +28,19 @@ _TENSORS = frozenset(
 )
 _OPTIONAL = ("a torch.Tensor or None", Tensor | None)
 _LENGTH = ("a non-negative int on the host", Hashable)  # what has a hash reaches `check_lengths`
+_BY_KIND: dict[Any, tuple[str, Any]] = {
+    int: ("an int", Hashable),
+    float: ("a number", Real | Tensor),
+    float | None: ("a number or None", Real | Tensor | None),
+    str: ("a string", str),
+    Precision: ("a string", str),
+}
+"""What an option must be, by the type of its field in `CallOptions`."""
 _TYPES: dict[str, tuple[str, Any]] = {
     **dict.fromkeys(["sinks", "alibi_slopes", "mask", "out", "k_descale", "v_descale"], _OPTIONAL),
     **dict.fromkeys(["max_seqlen_q", "max_seqlen_k"], _LENGTH),
-    **dict.fromkeys(["attention_chunk", "num_splits"], ("an int", Hashable)),
-    **dict.fromkeys(["precision", "backend"], ("a string", str)),
-    "softmax_scale": ("a number or None", Real | Tensor | None),
-    "softcap": ("a number", Real | Tensor),
+    "num_splits": _BY_KIND[int],
+    **{name: _BY_KIND[kind] for name, kind in get_type_hints(CallOptions).items() if kind in _BY_KIND},
     "causal": ("a bool", int),
     "window_size": (
         "(left, right), two ints of which -1 is unlimited: (n - 1, 0) is a window of n keys that ends with the query's",

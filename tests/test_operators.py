@@ -13,12 +13,18 @@ from torch.nn.attention.flex_attention import BlockMask
 
 import fa_serve
 from fa_serve import operators
+from fa_serve.backends.calls import CallOptions
 from fa_serve.testing import cu_seqlens, make_paged, make_qkv
 
 COMPILERS = ("eager", "aot_eager", "inductor")
 # inductor takes the graph of aot_eager; what it does in its own way is to write in place
 NOTHING_WRITTEN = ("eager", "inductor")
 SLOPES = torch.linspace(0.1, 0.9, 4)
+
+
+def options_of(**given: Any) -> tuple[Any, ...]:
+    """The last arguments of each operator but `store_kv`: all options of a call, of which some are given."""
+    return operators._flat(CallOptions(**given))
 
 
 def larger(name: str) -> dict[str, Any]:
@@ -127,7 +133,7 @@ def test_store_kv_writes_in_a_graph(compiler: str, dynamic: bool) -> None:
 def test_operators_keep_their_promises(name: str) -> None:
     """PyTorch's own check: the schema says what is written, and the fake kernel knows the shapes."""
     slopes_and_sinks = (torch.linspace(-1, 1, 4), SLOPES)
-    options = (True, None, -1, 0, 0.0, 0, "bf16", False, True, "auto")
+    options = options_of(causal=True, window_size=(-1, 0), return_lse=True)
     q, k, v = DENSE[1].values()
     lengths = (CU["cu_seqlens_q"], CU["cu_seqlens_k"], 5, 7)
     paged = PAGED[1]
@@ -151,7 +157,7 @@ def test_operators_keep_their_promises(name: str) -> None:
 def test_without_lse_an_operator_returns_none_of_it() -> None:
     compiled = torch.compile(lambda q: fa_serve.attention(q, q, q), fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(Q), fa_serve.attention(Q, Q, Q), rtol=0, atol=0)
-    _, lse = torch.ops.fa_serve.attention(Q, Q, Q, None, None, None, False, None, -1, -1, 0.0, 0, "bf16", False, False, "auto")
+    _, lse = torch.ops.fa_serve.attention(Q, Q, Q, None, None, None, *options_of())
     assert lse.shape == (0,)
 
 
@@ -194,18 +200,17 @@ def test_gradients_of_an_operator() -> None:
     """PyTorch's own checks of a registration: schema, fake results, autograd."""
     q, k, v = (x.requires_grad_() for x in make_qkv(1, 5, 7, 4, 2, 16))
     sinks = torch.linspace(-1, 1, 4).requires_grad_()
-    options = (True, None, -1, -1, 0.0, 0, "bf16", False, True, "auto")
+    options = options_of(causal=True, return_lse=True)
     torch.library.opcheck(torch.ops.fa_serve.attention.default, (q, k, v, sinks, None, None, *options))
 
 
 def test_what_a_graph_cannot_differentiate_is_refused() -> None:
     q = Q.clone().requires_grad_()
-    options = (False, None, -1, -1, 0.0, 0, "bf16", False)
-    out, _ = torch.ops.fa_serve.attention(q, q, q, None, None, None, *options, False, "auto")
+    out, _ = torch.ops.fa_serve.attention(q, q, q, None, None, None, *options_of())
     with pytest.raises(ValueError, match="return_lse must be True where gradients are needed"):
         out.sum().backward()
     slopes = SLOPES.clone().requires_grad_()
-    out, _ = torch.ops.fa_serve.attention(q, q, q, None, slopes, None, *options, True, "auto")
+    out, _ = torch.ops.fa_serve.attention(q, q, q, None, slopes, None, *options_of(return_lse=True))
     with pytest.raises(fa_serve.UnsupportedError, match="alibi_slopes have no gradient in a graph"):
         out.sum().backward()
 
@@ -258,7 +263,7 @@ def test_block_masks_of_flex_attention_are_read_in_a_graph() -> None:
 def test_the_block_sparse_operator_keeps_its_promises() -> None:
     q, k, v = make_qkv(1, 50, 150, 4, 2, 16)
     middle = (None, *[None] * 5, *LISTS.tensors, 64, 64, None, None, 0)
-    given = (q, k, v, None, None, *middle, False, None, -1, -1, 0.0, 0, "bf16", False, True, "auto")
+    given = (q, k, v, None, None, *middle, *options_of(return_lse=True))
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.fa_serve.attention_block_sparse, given, test_utils=checks)
     torch.library.opcheck(torch.ops.fa_serve.attention_block_sparse_out, (torch.zeros_like(q), *given), test_utils=checks)

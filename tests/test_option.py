@@ -19,10 +19,7 @@ EDITS: Edits = {
     ],
     "fa_serve/backends/calls.py": [
         ("    softcap: float = 0.0\n", "    softcap: float = 0.0\n    score_factor: float = 1.0\n"),
-        (
-            '    precision: Precision = "bf16"\n\n    @property',
-            '    precision: Precision = "bf16"\n    score_factor: float = 1.0\n\n    @property',
-        ),
+        ("    skip_q: int = 0\n", "    skip_q: int = 0\n    score_factor: float = 1.0\n"),
         ('            "softcap":', '            "score_factor": self.score_factor != 1.0,\n            "softcap":'),
         (
             "    scale = q.shape",
@@ -45,8 +42,8 @@ EDITS: Edits = {
     ],
     "fa_serve/backends/triton/__init__.py": [('"prefill": frozenset({', '"prefill": frozenset({"score_factor", ')],
     "fa_serve/backends/triton/prefill/kernel.py": [
-        ("float(options.softcap), options.left", "float(options.softcap), float(options.score_factor), options.left"),
-        ("    softcap,\n    window_left,", "    softcap,\n    score_factor,\n    window_left,"),
+        ("float(options.softcap), ", "float(options.softcap), float(options.score_factor), "),
+        ("    softcap,\n", "    softcap,\n    score_factor,\n"),
         ("scale, softcap, slope", "scale, softcap, score_factor, slope"),
         (
             '        if var.mask != "none":\n            inside',
@@ -79,6 +76,8 @@ q = torch.randn(1, 17, 4, 64)
 plain, doubled = (fa_serve.attention(q, q, q, score_factor=x, backend="triton") for x in (1.0, 2.0))
 assert torch.allclose(doubled, fa_serve.attention(q, q, q, softmax_scale=0.25, backend="triton"), atol=1e-6)
 assert not torch.allclose(doubled, plain, atol=1e-3)
+with pytest.raises(TypeError, match="score_factor must be a number, got None"):
+    fa_serve.attention(q, q, q, score_factor=None)
 with pytest.raises(fa_serve.UnsupportedError, match="sdpa: does not compute score_factor, which the call uses"):
     fa_serve.attention(q, q, q, score_factor=2.0, backend="sdpa")
 with pytest.raises(fa_serve.UnsupportedError, match="has no backward pass for score_factor"):
