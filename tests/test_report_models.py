@@ -27,6 +27,7 @@ from report_models import (
     kept_experts,
     kept_weights,
     latent,
+    outcomes,
     pages,
 )
 from report_models import FAMILIES as RESULTS
@@ -192,3 +193,10 @@ def test_the_experts_are_those_of_the_installed_transformers() -> None:
     named = {"gpt_oss", "qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "olmoe", "granitemoe", "phimoe"}
     assert {name for name in named if results["experts"]["mixtures"][name]} == set()
     assert len(results["experts"]["mixtures"]) > 60
+
+
+def test_the_outcomes_of_one_family_are_those_of_the_page() -> None:
+    """A family that is added is reported without the tests of all others."""
+    assert outcomes(["siglip"]) == {"siglip": json.loads(RESULTS.read_text())["families"]["siglip"]}
+    with pytest.raises(SystemExit, match="hf_families has no nobody"):
+        outcomes(["siglip", "nobody"])

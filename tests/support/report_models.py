@@ -2,6 +2,7 @@
 quantised.md and model-tests.md.
 
     python tests/support/report_models.py             # runs the tests of the families, then writes the page (minutes)
+    python tests/support/report_models.py --families llama,bert   # runs the tests of these again, then writes the page
     python tests/support/report_models.py --experts   # finds how models keep their experts again, then writes the page
     python tests/support/report_models.py --types     # serves tiny models of every type again, then writes the page (minutes)
     python tests/support/report_models.py --latent    # finds which models have latent attention again, then writes the page
@@ -24,6 +25,7 @@ import sys
 import tempfile
 import xml.etree.ElementTree as ET
 from collections import Counter
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -61,24 +63,26 @@ COLUMNS = {
 }
 
 
-def outcomes() -> dict[str, dict[str, list[int]]]:
-    """For each family and column: how many tests passed, and how many there are."""
+def outcomes(only: Collection[str] = ()) -> dict[str, dict[str, list[int]]]:
+    """For each family and column: how many tests passed, and how many there are. only: families of hf_families, all if empty"""
     from hf_families import FAMILIES as known
     from hf_multimodal import MODELS
 
     names = sorted([f.name for f in known] + [f"{name} (multimodal)" for name in MODELS], key=len, reverse=True)
-    found: dict[str, dict[str, list[int]]] = {name: {} for name in sorted(names)}
-    for module in ("families", "multimodal"):
+    found: dict[str, dict[str, list[int]]] = {name: {} for name in sorted(names) if not only or name in only}
+    if missing := set(only) - set(found):
+        raise SystemExit(f"hf_families has no {', '.join(sorted(missing))}")
+    for module in ("families",) if only else ("families", "multimodal"):
         with tempfile.NamedTemporaryFile(suffix=".xml") as report:
             tests = str(HERE / "hf" / f"test_{module}.py")
-            options = ["-q", "-p", "no:cacheprovider", f"--junitxml={report.name}"]
+            options = ["-q", "-p", "no:cacheprovider", f"--junitxml={report.name}", "-k", " or ".join(only)]
             subprocess.run([sys.executable, "-m", "pytest", *options, tests], cwd=HERE.parent, check=False)
             for case in ET.parse(report.name).iter("testcase"):
                 test, _, parameters = str(case.get("name")).removesuffix("]").partition("[")
                 column = COLUMNS.get(test.removeprefix("test_"))
                 tail = " (multimodal)" if module == "multimodal" else ""
                 matching = (n for n in names if n.endswith(tail) and _names(parameters, n.removesuffix(tail)))
-                if column is not None and (name := next(matching, None)) is not None:
+                if column is not None and (name := next(matching, None)) in found:
                     count = found[name].setdefault(column, [0, 0])
                     count[0] += not any(case.findall(kind) for kind in ("failure", "error", "skipped"))
                     count[1] += 1
@@ -455,14 +459,18 @@ def _upstream(upstream: dict[str, Any]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--page", action="store_true", help="write the page from the existing results")
+    parser.add_argument("--families", help="find only what concerns these of hf_families.py, separated by commas")
     parser.add_argument("--experts", action="store_true", help="find only how models keep their experts, and quantised weights")
     parser.add_argument("--latent", action="store_true", help="find only which models have latent attention")
     parser.add_argument("--support", action="store_true", help="find only what the engine does beyond text")
     parser.add_argument("--types", action="store_true", help="find only which types are served")
     args = parser.parse_args()
     if not args.page:
-        some = args.experts or args.latent or args.types or args.support
+        some = args.families or args.experts or args.latent or args.types or args.support
         results = json.loads(FAMILIES.read_text()) if some else collect()
+        if args.families:
+            families = results["families"] | outcomes(args.families.split(","))
+            results |= {"families": dict(sorted(families.items())), "layers": layers(), "tested": compared_types()}
         if args.experts:
             results |= {"experts": experts()} | weights()
             results |= {"engine": report_fusion.architectures(concerned(results))}

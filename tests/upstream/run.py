@@ -124,7 +124,11 @@ def main() -> None:
         before = json.loads(arguments.out.read_text())
         if before["versions"] == versions:
             results = before["families"]
-    for family in arguments.families.split(",") if arguments.families else [f.name for f in FAMILIES]:
+    known_families = [f.name for f in FAMILIES]
+    chosen = arguments.families.split(",") if arguments.families else known_families
+    if missing := set(chosen) - set(known_families):
+        parser.error(f"--families must be names of tests/support/hf_families.py, got {', '.join(sorted(missing))}")
+    for family in chosen:
         results[family] = result = run(family, source, tools, arguments.cache)
         failed = result["failed"]
         assert isinstance(failed, dict)
