@@ -77,8 +77,12 @@ GROUPS: dict[str, tuple[Row, ...]] = {
         Row("prompts", "prefill", "fa3", "FlashAttention-3"),
         Row("prompts", "prefill", "fa4", "FlashAttention-4"),
         Row("decoding, paged cache", "decode", "fa3", "FlashAttention-3"),
+        Row("encoders", "encoder", "cudnn", "cuDNN"),
+        Row("diffusion", "diffusion", "fa3", "FlashAttention-3"),
         Row("gradients", "backward", "cudnn", "cuDNN"),
-        Row("linear attention, prompts", "linear", "fla", "flash-linear-attention"),
+        Row("training", "train", "cudnn", "cuDNN"),
+        Row("linear attention, prompts", "linear", "fla", "flash-linear-attention", lambda case: case.startswith("prefill")),
+        Row("linear attention, decoding", "linear", "fla", "flash-linear-attention", lambda case: case.startswith("decode")),
     ),
     "transformers": (Row("generate, three models", "generate", "sdpa", "sdpa", lambda case: "batch" not in case),),
     "Engine, tokens per second": (

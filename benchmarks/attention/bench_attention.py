@@ -64,7 +64,6 @@ from benchmarks.attention.latent_problem import WAYS, latent
 from benchmarks.attention.paged_benches import chunk, decode, mixed, verify
 from benchmarks.attention.sparse_problem import sparse, tune_lists
 from benchmarks.measure import Cells, Results, fa3, flash_peers, host_microseconds, in_turns, milliseconds, sdpa, served
-from fa_serve.backends.hopper.backward import tiles as backward_tiles
 from fa_serve.backends.reference import attention_reference
 from fa_serve.testing import assert_matches_reference, cu_seqlens, eager_attention, make_qkv
 
@@ -318,9 +317,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results")
     parser.add_argument("--cells", default="", help="parts of names of cells, separated by commas; default: all cells")
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds after which no cell is begun")
-    parser.add_argument(
-        "--wide-gradients", action="store_true", help="the Hopper kernel for heads of 136 to 256 trains, whatever the switch is"
-    )
     parser.add_argument("--tiny", action="store_true", help=f"small cells on a CPU in float32: {', '.join(tiny)}")
     args = parser.parse_args()
     if args.bench in tuned and (args.cells or args.budget < math.inf):
@@ -330,8 +326,6 @@ def main() -> None:
     args.ways = args.ways.split(",") if args.ways else []
     if args.ways and (args.bench != "latent" or not set(args.ways) <= set(WAYS)):
         parser.error(f"--ways is for latent, and takes {', '.join(WAYS)}, got {args.bench} and {', '.join(args.ways)}")
-    if args.wide_gradients:
-        backward_tiles.DIFFERENTIATES_WIDE_HEADS = True
     torch.manual_seed(0)
     args.cells = Cells(args.cells, args.budget)
     args.cells.end_at_a_signal()

@@ -3,7 +3,6 @@
     python -m benchmarks.attention.bench_sparse              # all cells
     python -m benchmarks.attention.bench_sparse --cells decode   # those whose names contain one of these
     python -m benchmarks.attention.bench_sparse --tune       # also with other tiles, for the first prompt and decoding cell
-    python -m benchmarks.attention.bench_sparse --gather     # by the kernel for Hopper, whatever its switch is
     python -m benchmarks.attention.bench_sparse --tiny       # on a CPU: small sizes, which show only that it runs
 
 Queries have 128 or 64 heads of 512 + 64 numbers, and choose 2,048 keys each. "attend" cells are `ops.sparse_attention` in
@@ -29,7 +28,6 @@ from torch import Tensor
 
 from benchmarks.measure import Cells, Results, graph_microseconds, milliseconds, read_bandwidth
 from fa_serve import ops
-from fa_serve.ops.selected_keys import attention
 from fa_serve.testing import cu_seqlens
 
 ROOT = Path(__file__).parents[2]
@@ -218,10 +216,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder of the results")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--tune", action="store_true")
-    parser.add_argument("--gather", action="store_true", help="latent keys by the kernel for Hopper, whatever its switch is")
     args = parser.parse_args()
-    if args.gather:
-        attention.GATHERS_ON_HOPPER = True
     sparse_mla(TINY_SIZES if args.tiny else FULL_SIZES, Cells(args.cells, args.budget), args.out, tune=args.tune)
 
 

@@ -10,7 +10,7 @@ column, `around`, is the time in milliseconds of what surrounds the main kernel:
 dQ, and its conversion.
 
 The name of a variant: block_m, q stages of Q, d stages of dO, s staggered, b both warpgroups compute dQ. Head sizes of 192 and
-256 are those of the kernel for wide heads, whatever the switch `DIFFERENTIATES_WIDE_HEADS` is.
+256 are those of the kernel for wide heads.
 """
 
 from __future__ import annotations

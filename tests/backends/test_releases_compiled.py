@@ -19,7 +19,7 @@ from quantized import float8_weight, int4_weight
 from fa_serve.backends.calls import AttentionOptions, AttentionTensors, BackwardTensors
 from fa_serve.backends.hopper import HopperBackend
 from fa_serve.backends.hopper.backward.plan import plan_hopper_backward
-from fa_serve.backends.hopper.backward.tiles import MAX_WIDE_HEAD_DIM_OF_GRADIENTS
+from fa_serve.backends.hopper.backward.tiles import MAX_HEAD_DIM_OF_GRADIENTS
 from fa_serve.backends.hopper.forward.plan import plan_hopper_forward
 from fa_serve.backends.hopper.latent.plan import plan_latent_decode
 from fa_serve.backends.triton.block_sparse.plan import plan_block_sparse
@@ -63,7 +63,7 @@ def test_the_hopper_kernel(head_dim: int) -> None:
 @pytest.mark.parametrize("head_dim", [128, 192, 256])
 def test_the_hopper_backward_kernels(head_dim: int) -> None:
     """Only ptxas says whether products run on from one block of queries to the next."""
-    if head_dim > MAX_WIDE_HEAD_DIM_OF_GRADIENTS:
+    if head_dim > MAX_HEAD_DIM_OF_GRADIENTS:
         pytest.skip(f"gradients of {head_dim} columns are left to the portable kernels with Triton {triton.__version__}")
     q, k, v = make_qkv(1, 2048, 2048, 4, 2, head_dim, dtype=torch.bfloat16)
     tensors = BackwardTensors(q, k, v, None, None, None, None, q, torch.zeros(1, 4, 2048), q)

@@ -55,7 +55,7 @@ def test_attention_to_slots(
 @pytest.mark.parametrize("ring", [Ring(32, 4), Ring(32, 3), Ring(16, 8)], ids=str)
 @pytest.mark.parametrize(("heads", "dims"), [(64, (576, 512)), (128, (576, 512)), (64, (288, 256))], ids=str)
 def test_the_hopper_kernel_gathers(heads: int, dims: tuple[int, int], ring: Ring, num_splits: int) -> None:
-    """The proof for `GATHERS_ON_HOPPER`: lists of all lengths, many programs on an SM after another, and sinks."""
+    """Lists of all lengths, many programs on an SM after another, and sinks."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the kernel runs on Hopper only")
     dim, dim_v = dims

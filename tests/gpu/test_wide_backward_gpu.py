@@ -1,4 +1,4 @@
-"""Gradients of heads of 136 to 256 by the Hopper kernel that `DIFFERENTIATES_WIDE_HEADS` switches on, whatever it is."""
+"""Gradients of heads of 136 to 256 by the Hopper kernel for wide heads."""
 
 from __future__ import annotations
 
@@ -29,11 +29,10 @@ CASES = [
 
 
 @pytest.fixture(autouse=True)
-def wide(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The kernel is chosen, and gradients may be added in any order."""
+def any_order() -> Any:
+    """Gradients may be added in any order."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the kernel runs on Hopper only")
-    monkeypatch.setattr(tiles, "DIFFERENTIATES_WIDE_HEADS", True)
     PLANS.clear()
     torch.use_deterministic_algorithms(False)
     yield

@@ -26,7 +26,7 @@ import triton
 
 from fa_serve.backends.calls import AttentionOptions
 from fa_serve.backends.float8_copies import cannot_quantize
-from fa_serve.backends.hopper.backward.tiles import max_head_dim_of_gradients
+from fa_serve.backends.hopper.backward.tiles import MAX_HEAD_DIM_OF_GRADIENTS
 from fa_serve.backends.hopper.forward.tiles import MAX_HEAD_DIM, MAX_HEAD_DIM_OF_TREE, MIN_FILLED, packs_queries
 from fa_serve.backends.hopper.latent.tiles import cannot_decode_latent
 from fa_serve.backends.mask_blocks import cannot_scan
@@ -78,8 +78,8 @@ class HopperBackend:
         if any(dim % 8 or not 0 < dim <= MAX_HEAD_DIM for dim in (spec.head_dim, spec.head_dim_v)):
             return f"has head sizes of a multiple of 8 up to {MAX_HEAD_DIM}, got {dims(spec.head_dim, spec.head_dim_v)}"
         widest = max(spec.head_dim, spec.head_dim_v)
-        if spec.op == "backward" and widest > max_head_dim_of_gradients():
-            return f"computes gradients for head sizes up to {max_head_dim_of_gradients()}, got {widest}"
+        if spec.op == "backward" and widest > MAX_HEAD_DIM_OF_GRADIENTS:
+            return f"computes gradients for head sizes up to {MAX_HEAD_DIM_OF_GRADIENTS}, got {widest}"
         if spec.mask is not None and (reason := _cannot_mask(spec)):
             return reason
         if options := spec.options_beyond(_COMPUTED):

@@ -5,8 +5,7 @@ rows. Latent attention (MLA) has 64 to 128 such heads. Its keys have 512 + 64 nu
 they are loaded once and serve both products, as in `fa_serve.backends.triton.latent`, in slices of columns.
 
 Few queries do not fill a GPU. Their slots are then divided among several programs, and a second kernel combines the results.
-Latent keys of 64 or 128 heads have a kernel for Hopper (`gather_wgmma`), which is switched off (`GATHERS_ON_HOPPER`). Left out:
-windows, softcap and float8 caches.
+Latent keys of 64 or 128 heads have a kernel for Hopper (`gather_wgmma`). Left out: windows, softcap and float8 caches.
 """
 
 from __future__ import annotations
@@ -28,9 +27,6 @@ from fa_serve.launching.plans import PLANS
 _LOG2E = tl.constexpr(1.4426950408889634)
 MAX_SLOT_PARTS = 16
 """The slots of a query are divided into at most so many parts."""
-GATHERS_ON_HOPPER = False
-"""The switch: whether latent keys of 64 or 128 heads are served by the kernel in `gather_wgmma`, which has not run on a GPU.
-tests/gpu/test_sparse_latent_gpu.py and `bench_sparse --tune` decide."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,7 +339,7 @@ class _Plan:
 
 def _ring_of(q: Tensor, k: Tensor, v: Tensor, arch: int) -> Ring | None:
     """The blocks of keys of the Hopper kernel if it computes the call, else None."""
-    if not GATHERS_ON_HOPPER or arch != 90 or triton.knobs.runtime.interpret:
+    if arch != 90 or triton.knobs.runtime.interpret:
         return None
     from fa_serve.ops.selected_keys.gather_wgmma import GATHER_RING, cannot_gather
 

@@ -36,7 +36,7 @@ def test_attention_to_slots(target: str) -> None:
 
 @pytest.mark.parametrize("num_splits", [1, 8])
 def test_attention_to_slots_on_hopper(num_splits: int) -> None:
-    """The kernel that `GATHERS_ON_HOPPER` switches on."""
+    """The kernel for Hopper."""
     latent = bf16(40, 64, 1, 576)
     slots = torch.zeros(4, 2048, dtype=torch.int32)
     sinks = torch.zeros(128) if num_splits > 1 else None

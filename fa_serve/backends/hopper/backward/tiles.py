@@ -11,14 +11,8 @@ GROUPS = 2
 BLOCK_N = 64 * GROUPS
 WIDE_BLOCK_N = 64
 """Keys of a tile of the kernel for wide heads, whose warpgroups have one gradient of these keys each."""
-MAX_HEAD_DIM_OF_GRADIENTS = 128
-MAX_WIDE_HEAD_DIM_OF_GRADIENTS = 192 if triton.__version__.startswith("3.9.") else 256
+MAX_HEAD_DIM_OF_GRADIENTS = 192 if triton.__version__.startswith("3.9.") else 256
 """With Triton 3.9, ptxas lacks registers for 256 columns and serialises the products."""
-
-DIFFERENTIATES_WIDE_HEADS = False
-"""The switch: whether gradients of heads of 136 to 256 are computed by the kernel in `wide`, which has not run on a GPU. While
-it is off, the portable kernels compute them. tests/gpu/test_wide_backward_gpu.py and `tune_backward --head-dims 256,192`
-decide."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +58,9 @@ def hopper_backward_tiles(width: int) -> BackwardTileConfig:
         128 columns, 64 queries:   593 534 568 601   staggered 583 555 575 571   4 stages of Q 578 515 542 567
         64 columns, 128 queries:   454 420 455 447   staggered 461 422 462 450
 
-    192 and 256 columns are those of the kernel for wide heads, whose tiles have not been measured. Two stages each of Q and dO
+    192 and 256 columns are those of the kernel for wide heads (results/train.jsonl). Two stages each of Q and dO
     are all that shared memory holds beside 256 columns.
     """
     if width == 64:
         return BackwardTileConfig(128, 2, stagger=True)
     return BackwardTileConfig(64, 2)
-
-
-def max_head_dim_of_gradients() -> int:
-    """The widest head whose gradients the Hopper kernels compute."""
-    return MAX_WIDE_HEAD_DIM_OF_GRADIENTS if DIFFERENTIATES_WIDE_HEADS else MAX_HEAD_DIM_OF_GRADIENTS
