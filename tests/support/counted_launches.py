@@ -78,7 +78,7 @@ class _Listing(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **kwargs or {})
-        if result is not args[0]:  # else nothing was to be converted, and no kernel is launched
+        if function._schema.is_mutable or result is not args[0]:  # else nothing was to be converted, and no kernel is launched
             dtypes = [str(x.dtype).removeprefix("torch.") for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
             self._operations.add(" ".join([str(function), *dict.fromkeys(dtypes)]))
         return result

@@ -291,11 +291,11 @@ class ModelRunner:
             self._forward(self._inputs(send(fields, self.device), queries, step.keys, fresh=step.fresh))
 
     def _sample_empty(self, variant: SamplingVariant) -> None:
-        """Sample rows of equal logits with these parameters, each in its own slot."""
+        """Sample rows of equal logits with these parameters."""
         count = variant.rows
         sequences = variant.sequences(self.vocab_size)
         if variant.params.penalised:
-            for slot in range(count):
+            for slot in dict.fromkeys(variant.slots):
                 self._token_counts().start(slot, [0, 0], 1)
         arrays, rows = variant.arrays(sequences, self.vocab_size)
         num_prompt_logits = len(rows.get("prompt_targets", ()))

@@ -81,6 +81,11 @@ class SamplingVariant(NamedTuple):
     rows: int = 1
     drafts: int = 0
 
+    @property
+    def slots(self) -> list[int]:
+        """Of the rows: a token and the drafts behind it belong to one sequence, other rows to one each."""
+        return [max(row - self.drafts, 0) for row in range(self.rows)]
+
     def sequences(self, vocab_size: int) -> list[SequenceState]:
         """A sequence for each row."""
         biases = TokenBiases.of(self.params, (), vocab_size)
@@ -89,18 +94,17 @@ class SamplingVariant(NamedTuple):
         return [SequenceState(request) for _ in range(self.rows)]
 
     def arrays(self, sequences: Sequence[SequenceState], vocab_size: int) -> tuple[Arrays, Arrays]:
-        """The fields of `SampleParams`, and those of `BatchArrays.rows`. sequences: of the rows, each in its own slot"""
+        """The fields of `SampleParams`, and those of `BatchArrays.rows`. sequences: of the rows"""
         requests = [sequence.request for sequence in sequences]
         sampling = sampling_arrays(requests, [len(request.prompt) for request in requests], vocab_size)
         if self.drafts:
             drafts: list[list[int]] = [[0] * self.drafts, *([] for _ in range(self.rows - 1 - self.drafts))]
             sampling |= draft_arrays(drafts, vocab_size)
-        slots = np.arange(self.rows, dtype=np.int64)
-        rows = {"sampled_slots": slots}
+        rows = {"sampled_slots": np.array(self.slots, dtype=np.int64)}
         if self.params.logprobs is not None:
-            rows["logprob_rows"] = slots
+            rows["logprob_rows"] = np.arange(self.rows, dtype=np.int64)
         if self.params.prompt_logprobs is not None:
-            rows["prompt_targets"] = np.zeros(self.rows, dtype=np.int64)
+            rows["prompt_targets"] = np.zeros(min(self.rows, MAX_PROMPT_LOGITS), dtype=np.int64)
         return sampling, rows
 
     def masks(self, vocab_size: int) -> dict[int, NDArray[np.int32]] | None:

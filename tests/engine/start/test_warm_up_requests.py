@@ -82,6 +82,7 @@ CASES = {
     "deterministic": {"deterministic": True},
     "drafts": {"speculative": "ngram"},
     "deterministic-drafts": {"deterministic": True, "speculative": "ngram"},
+    "drafts-alone": {"speculative": "ngram", "max_num_seqs": 1},
     "processed": {"logprobs_mode": "processed_logprobs"},
     "float8-cache": {"kv_cache_dtype": "fp8"},
     "windows": {"family": "gemma2"},
