@@ -73,7 +73,7 @@ TABLE = [
     ("verify", "2 to 16 queries per sequence over a paged cache", False, ("fa3",), "`... verify`"),
     ("window", "sliding windows of 128 to 4096 keys, sequences of 16k", False, ("fa3",), "`... window`"),
     ("sparse", "block lists with 10 and 25% of the blocks, 16k and 64k tokens", False, ("flex",), "`... sparse`"),
-    ("backward", "gradients", False, ("cudnn", "flash"), "`... backward`"),
+    ("backward", "gradients, head_dim 64 and 128", False, ("cudnn", "flash"), "`... backward`"),
     ("train", "forward and backward of layers of real models", False, ("cudnn", "flash"), "`... train`"),
     ("encoder", "encoders of text and images", False, ("cudnn", "fa3"), "`... encoder`"),
     ("cross", "queries of a decoder or a picture over the keys of an encoder", False, ("cudnn", "flash"), "`... cross`"),

@@ -11,11 +11,19 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
-from fa_serve.engine.stats import EngineStats
 from fa_serve.launching.compilations import num_compilations, watch
+
+
+class Prepares(Protocol):
+    """An engine."""
+
+    def preparations(self) -> tuple[int, int]:
+        """Kernels that were compiled or loaded, and CUDA graphs that were captured, up to now."""
+
 
 MAX_WARM_UPS = 5
 AGREEMENT = 0.1
@@ -36,10 +44,10 @@ def synchronise() -> None:
         torch.cuda.synchronize()
 
 
-def late_work(stats: EngineStats | None = None) -> int:
-    """How many kernels have been compiled or loaded, and how many graphs an engine has captured while requests ran."""
+def late_work(engine: Prepares | None = None) -> int:
+    """How many kernels have been compiled or loaded, and how many CUDA graphs an engine has captured."""
     watch()
-    return sum(num_compilations()) + (0 if stats is None else stats.num_late_captures)
+    return sum(num_compilations()) + (0 if engine is None else engine.preparations()[1])
 
 
 def steady_seconds(

@@ -43,7 +43,7 @@ def draw_prompts(count: int, length: int, vocab: int) -> list[list[int]]:
 def rate(engine: Engine, prompts: list[list[int]], tokens: int, counted: int) -> float:
     """Tokens a second: `counted` for each prompt, once calls of this shape have settled."""
     params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
-    seconds = steady_seconds(lambda: engine.generate(prompts, params), lambda: late_work(engine.stats()), budget=CELL_SECONDS)
+    seconds = steady_seconds(lambda: engine.generate(prompts, params), lambda: late_work(engine), budget=CELL_SECONDS)
     return len(prompts) * counted / seconds
 
 

@@ -4,7 +4,7 @@
     with exact:
         logits = model(input_ids=ids, attention_mask=mask).logits      # (batch, tokens, vocab), with gradients
         logprobs = fa_serve.token_logprobs(logits[:, :-1], ids[:, 1:])
-    loss(logprobs).backward()                # inside or outside
+    loss(logprobs).backward()                # inside, or outside if no layer is checkpointed
 
 A rollout of an engine with `deterministic=True` has the log-probabilities that the model computes in this context, in every
 bit. Decoder layers that the engine fuses are computed by the same fused kernels, with the same proof before, and so are the
@@ -82,7 +82,7 @@ class ExactForward:
         self.page_size = page_size
         self._deterministic_backward = deterministic_backward
         self._fusion = fusion
-        self._entered: list[tuple[ModelState, Any, Any]] = []
+        self._entered: list[tuple[ModelState, Any, Any, Addresses]] = []
         self._replace()
 
     def _replace(self) -> None:
@@ -116,14 +116,17 @@ class ExactForward:
         hook = self.model.register_forward_pre_hook(self._prepare, with_kwargs=True)
         mode: Any = DeterministicMode(backward=self._deterministic_backward)
         mode.__enter__()
-        self._entered.append((own, mode, hook))
+        self._entered.append((own, mode, hook, self._addresses))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        own, mode, hook = self._entered.pop()
+        own, mode, hook, _ = self._entered.pop()
         mode.__exit__(kind, error, traceback)
         hook.remove()
         own.restore(modes=False)
+        if self._entered:
+            # what is installed now was made for these: if an inner context has found others, the next forward is refused
+            self._addresses = self._entered[-1][-1]
 
     def _prepare(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A hook before the model's forward: the batch rides along, and positions are those of the engine."""

@@ -192,6 +192,22 @@ def test_an_engine_and_the_context_share_merged_weights_and_see_other_memory() -
             model(input_ids=ids)
 
 
+def test_a_context_around_one_that_found_other_memory_refuses_to_go_on() -> None:
+    """The inner one merges the new weights; what the outer one installs again was made of the old ones."""
+    model = make_model("qwen3").train()
+    ids = torch.arange(5, 29).view(2, 12)
+    exact = fa_serve.exact(model, page_size=4)
+    with exact:
+        for parameter in model.parameters():
+            parameter.data = 1.5 * parameter.data
+        with exact:
+            inner = model(input_ids=ids).logits
+        with pytest.raises(UnsupportedModelError, match="have got other memory: enter the exact context again"):
+            model(input_ids=ids)
+    with exact:
+        assert torch.equal(model(input_ids=ids).logits, inner)
+
+
 def test_a_layer_costs_the_host_few_operators_beside_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each operator in the context goes through Python. Without padding nothing is gathered, and what layers share is made
     once: a layer copies its input, which its kernels overwrite, and has views."""

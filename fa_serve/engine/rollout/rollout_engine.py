@@ -208,6 +208,10 @@ class RolloutEngine:
 
     wake = wake_up
 
+    def preparations(self) -> tuple[int, int]:
+        """Kernels that were compiled or loaded, and CUDA graphs that were captured, up to now."""
+        return self._engine.preparations()
+
     def stats(self) -> EngineStats:
         """A snapshot of the engine's counters."""
         return self._engine.stats()

@@ -46,7 +46,8 @@ class StepTile(NamedTuple):
 
 
 DEFAULT_TILE = StepTile()
-"""Not measured yet: `benchmarks/tuning/tune_decode_step.py` has the candidates."""
+"""None of the candidates in `benchmarks/tuning/tune_decode_step.py` without tags was faster on an H200, at the shape of
+Qwen3-0.6B."""
 
 
 class StepShape(NamedTuple):

@@ -72,7 +72,21 @@ def run_matrix_rule(inputs: MatrixInputs, sequences: Sequences, initial_state: T
 
     by_channel = inputs.g is not None and inputs.g.dim() == 3
     tensors = (initial_state, *inputs[:7], inputs.steps.bias)
-    return _with_gradients(compute, partial(_gradients_of, reference) if inputs.g is None else gradients, tensors)
+    has_kernels = inputs.g is not None and _fit_gradients(inputs.k.shape[2], inputs.v)
+    return _with_gradients(compute, gradients if has_kernels else partial(_gradients_of, reference), tensors)
+
+
+def _fit_gradients(dim: int, v: Tensor) -> bool:
+    """Whether the kernels of gradients fit into the shared memory of the device.
+
+    They take up to 68 KiB for 16-bit keys of 128 numbers, 100 KiB for those of 256, and 160 KiB for float32 keys of 128.
+    Float32 keys of 256 fit nowhere. The interpreter has no such limit.
+    """
+    is_float = v.dtype.itemsize > 2
+    is_wide = max(dim, v.shape[2]) > 128
+    if spec.arch_of(v.device) in (80, 90, 100, 103):
+        return not (is_float and is_wide)
+    return v.device.type == "cpu" or not (is_float or is_wide)
 
 
 def run_matrix_rule_paged(inputs: MatrixInputs, states: StateTensors, batch: StateBatch) -> Tensor:

@@ -23,6 +23,7 @@ from fa_serve.backends.hopper.latent.tiles import Ring
 from fa_serve.backends.triton.primitives import finish_softmax, online_softmax_update, wait_for_previous_kernel
 from fa_serve.launching.launch import Launch, launch_options, multiprocessors, power_of_2, with_unit_stride
 from fa_serve.launching.plans import PLANS
+from fa_serve.ops.products.problem import compiles_gluon
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 MAX_SLOT_PARTS = 16
@@ -339,7 +340,7 @@ class _Plan:
 
 def _ring_of(q: Tensor, k: Tensor, v: Tensor, arch: int) -> Ring | None:
     """The blocks of keys of the Hopper kernel if it computes the call, else None."""
-    if arch != 90 or triton.knobs.runtime.interpret:
+    if arch != 90 or not compiles_gluon():
         return None
     from fa_serve.ops.selected_keys.gather_wgmma import GATHER_RING, cannot_gather
 

@@ -172,3 +172,23 @@ def test_sizes_of_a_call_are_not_part_of_the_code(kernel: JITFunction) -> None: 
     named = {parameter.name for parameter in kernel.params} & sizes
     assert named
     assert {parameter.name for parameter in kernel.params if parameter.do_not_specialize} == named
+
+
+@pytest.mark.parametrize(
+    ("arch", "dim", "dtype", "fits"),
+    [
+        (90, 128, torch.float32, True),
+        (90, 256, torch.bfloat16, True),
+        (90, 256, torch.float32, False),
+        (120, 128, torch.bfloat16, True),
+        (120, 256, torch.bfloat16, False),
+        (89, 128, torch.float32, False),
+    ],
+    ids=str,
+)
+def test_gradients_that_do_not_fit_are_those_of_pytorch(
+    arch: int, dim: int, dtype: torch.dtype, fits: bool, monkeypatch
+) -> None:
+    monkeypatch.setattr(run.spec, "arch_of", lambda device: arch)
+    given = torch.empty(4, 2, 64, dtype=dtype, device="meta")
+    assert run._fit_gradients(dim, given) == fits
