@@ -27,9 +27,10 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, StaticCache
 
 from fa_serve import hf, ops
-from fa_serve.hf.adapter import masks
+from fa_serve.hf.adapter import attention, masks
 from fa_serve.hf.adapter.masks import ImplicitMask
 from fa_serve.hf.adapter.releases import CHOOSING_LAYERS
+from fa_serve.hf.adapter.translate import translate
 from fa_serve.spec import UnsupportedModelError
 
 DECODERS = [f for f in FAMILIES if f.kind == "decoder"]
@@ -68,7 +69,7 @@ def test_forward(family: Family, kind: str) -> None:
     check_forward(family, kind)
 
 
-@each(DECODERS)
+@each(DECODERS + ENCODERS)
 def test_packed(family: Family) -> None:
     check_packed(family)
 
@@ -120,7 +121,7 @@ def test_chunks_need_no_mask_on_devices_with_kernels(monkeypatch: pytest.MonkeyP
     check_decode(llama4, lambda config: StaticCache(config=config, max_cache_len=LENGTH))
 
 
-@each([f for f in DECODERS if not f.tells_packs])
+@each([f for f in DECODERS if "index_topk" in f.config])
 def test_few_queries_gather_the_keys_they_choose_on_devices_with_kernels(
     family: Family, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,21 +141,7 @@ def test_few_queries_gather_the_keys_they_choose_on_devices_with_kernels(
     assert calls.count(3) == choosing * 10  # 10 tokens of a batch of 3
 
 
-@each([f for f in DECODERS if not f.tells_packs])
-def test_packed_sequences_must_be_told_to_models_that_choose_keys(family: Family) -> None:
-    """Their mask tells the indexer which keys there are to choose from."""
-    _, ours = pair(family)
-    ids = tokens(1, 10)
-    starts = torch.tensor([0, 6, 10], dtype=torch.int32)
-    lens = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 6, "max_length_k": 6}
-    restarting = torch.cat([torch.arange(6), torch.arange(4)])[None]
-    told = ours(ids, position_ids=restarting, use_cache=False, **lens).logits
-    assert_same(told, torch.cat([ours(part).logits for part in ids.split([6, 4], dim=1)], dim=1))
-    with pytest.raises(UnsupportedModelError, match="packed sequences apart, got one that does not: pass position_ids"):
-        ours(ids, position_ids=restarting, use_cache=True, **lens)
-
-
-@each([f for f in DECODERS if not f.tells_packs])
+@each([f for f in DECODERS if "index_topk" in f.config])
 def test_gradients_with_chosen_keys(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(masks, "KERNELS_ON", {"cpu"})
     ids = tokens(2, 12)
@@ -202,6 +189,12 @@ def _blind_to_padding(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor
 
 def _blind_to_masks(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs: Any) -> Any:
     return hf.attention_forward(module, q, k, v, None, **kwargs)
+
+
+def _blind_to_packs(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any) -> Any:
+    whole = replace(mask, cu_seqlens=None) if isinstance(mask, ImplicitMask) else mask
+    call = translate(module, q, k, v, whole, **{**kwargs, "cu_seq_lens_q": None, "cu_seq_lens_k": None})
+    return attention._attend(call), None
 
 
 def _blind_to_windows(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any) -> Any:
@@ -255,7 +248,7 @@ MUTANTS: list[tuple[str, str, Callable[[Family], None], dict[str, Callable[..., 
     ("scaling dropped", "granite", lambda f: check_forward(f, "none"), {"attention": without(scaling=None)}),
     ("offset wrong", "llama", check_chunked_prefill, {"attention": _causal_from_the_top}),
     ("chunks ignored", "llama4", lambda f: check_forward(f, "none"), {"mask": _flash_style_mask}),
-    ("packing ignored", "llama", check_packed, {"mask": _flash_style_mask}),
+    ("packing ignored", "llama", check_packed, {"attention": _blind_to_packs}),
     ("own mask ignored", "llama", check_custom_mask, {"attention": _blind_to_masks}),
     ("window in the mask alone", "qwen2-moe-window", lambda f: check_forward(f, "none"), {"mask": _flash_style_mask}),
     (
@@ -266,7 +259,6 @@ MUTANTS: list[tuple[str, str, Callable[[Family], None], dict[str, Callable[..., 
     ),
     ("position_bias dropped", "t5", lambda f: check_seq2seq(f, "none"), {"attention": without(position_bias=None)}),
     ("padding ignored, looking across", "bart", lambda f: check_seq2seq(f, "left"), {"attention": _blind_to_padding}),
-    ("cu_seq_lens ignored", "llama", check_packed, {"attention": without(cu_seq_lens_q=None, cu_seq_lens_k=None)}),
     ("choice of keys ignored", "deepseek-v3.2", lambda f: check_forward(f, "none"), {"attention": without(indices=None)}),
     ("choice of keys ignored, decode", "glm-moe-dsa", check_decode, {"attention": without(indices=None)}),
     ("mask dropped beside position_bias", "mt5", lambda f: check_seq2seq(f, "left"), {"attention": _blind_to_padding}),

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from hf_families import LENGTH, Family, assert_same, cached, check_pages, here, padding_mask, pair, positions, tokens
 from torch import Tensor
@@ -17,6 +18,9 @@ from transformers import DynamicCache
 
 from fa_serve import hf
 from fa_serve.hf.adapter.masks import ImplicitMask
+from fa_serve.hf.adapter.models import counts_positions
+from fa_serve.hf.adapter.packed_forwards import first_position
+from fa_serve.spec import UnsupportedModelError
 
 
 class Causal(torch.nn.Module):
@@ -44,25 +48,53 @@ def check_forward(family: Family, kind: str) -> None:
     assert_same(ours(**inputs).logits, eager(**inputs).logits, mask)
 
 
-def check_packed(family: Family) -> None:
-    eager, ours = pair(family)
-    lengths = [7, 1, 12, 4]
-    ids = tokens(1, sum(lengths))
-    restarting = torch.cat([torch.arange(n) for n in lengths])[None]
-    expected = eager(ids, position_ids=restarting, use_cache=False).logits
-    assert_same(ours(ids, position_ids=restarting, use_cache=False).logits, expected)
-    if family.name == "llama4":
-        return  # it counts its chunks from the start of the row, across packed sequences
-    if not family.tells_packs:
-        return  # its masks must tell, see test_packed_sequences_must_be_told_to_models_that_choose_keys
-    separate = torch.cat([eager(part).logits for part in ids.split(lengths, dim=1)], dim=1)
-    if family.packs:
-        assert_same(expected, separate)
-    starts = torch.tensor([0, 7, 8, 20, 24], dtype=torch.int32)
+LENGTHS = [7, 1, 12, 4]
+STARTS = [0, 7, 8, 20, 24]
+
+
+def ways_of_packing(positions: Tensor) -> dict[str, dict[str, Any]]:
+    """What a caller passes beside the tokens of sequences of LENGTHS in one row, by name."""
+    starts = torch.tensor(STARTS, dtype=torch.int32)
     lens = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 12, "max_length_k": 12}
-    # with a cache to fill, transformers does not look for packed sequences, so only cu_seq_lens describe them
-    for use_cache in (False, True):
-        assert_same(ours(ids, position_ids=restarting, use_cache=use_cache, **lens).logits, separate)
+    numbers = torch.repeat_interleave(torch.arange(4), torch.tensor(LENGTHS))[None].to(torch.int32)
+    at = {"position_ids": positions}
+    return {
+        "positions": {**at, "use_cache": False},
+        "positions, with a cache": {**at, "use_cache": True},
+        "lengths": {**lens, "use_cache": False},
+        "lengths, with a cache": {**lens, "use_cache": True},
+        "both": {**at, **lens, "use_cache": False},
+        "both, with a cache": {**at, **lens, "use_cache": True},
+        "numbers": {**at, "seq_idx": numbers, "use_cache": False},
+        "all": {**at, **lens, "seq_idx": numbers, "use_cache": False},
+    }
+
+
+def is_refused(family: Family, way: str) -> bool:
+    """Whether a family refuses a way of packing, because transformers would let its sequences see each other."""
+    if way == "positions":
+        return not family.packs
+    return way == "positions, with a cache" or not family.tells_packs
+
+
+def check_packed(family: Family) -> None:
+    """Each way of packing gives the logits of separate sequences, or is refused."""
+    eager, ours = pair(family)
+    ids = tokens(1, sum(LENGTHS))
+    separate = torch.cat([eager(part).logits for part in ids.split(LENGTHS, dim=1)], dim=1)
+    restarting = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+    if counts_positions(type(ours)):
+        restarting = restarting + first_position(ours)
+    for way, words in ways_of_packing(restarting).items():
+        if family.kind == "encoder":
+            words.pop("use_cache")
+        if is_refused(family, way):
+            with pytest.raises(UnsupportedModelError, match="packed sequences"):
+                ours(ids, **words)
+        else:
+            assert_same(ours(ids, **words).logits, separate)
+    # nothing stays behind
+    assert_same(ours(ids).logits, eager(ids).logits)
 
 
 def check_decode(family: Family, make_cache: Callable[[Any], Any] = lambda config: DynamicCache(config=config)) -> None:

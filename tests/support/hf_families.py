@@ -33,8 +33,8 @@ class Family:
 
     kind:  "decoder" (input_ids -> logits, has a KV cache), "encoder", "seq2seq" or "vision" (pixel_values)
     paged: True if it runs on the engine's paged cache, else a part of the error that says why not
-    packs: whether restarting position_ids alone make transformers (and eager attention) treat sequences as packed
-    tells_packs: whether cu_seq_lens alone may tell where packed sequences begin
+    packs: whether restarting position_ids alone, without a cache, make sequences packed; else they are refused
+    tells_packs: whether cu_seq_lens may tell where packed sequences begin; else they are refused
     gain:  standard deviation of the weights, relative to 1 / sqrt(fan_in)
     """
 
@@ -210,7 +210,7 @@ FAMILIES = [
         },
     ),
     *[
-        Family(name, model, config={**_CHOOSING, **config}, tells_packs=False)
+        Family(name, model, config={**_CHOOSING, **config})
         for name, model, config in (
             ("deepseek-v3.2", "DeepseekV32ForCausalLM", {"n_group": 2}),
             ("glm-moe-dsa", "GlmMoeDsaForCausalLM", {"n_group": 1, "indexer_types": ["full", "shared", "full"]}),
@@ -237,7 +237,6 @@ FAMILIES = [
                 "swa_qk_nope_head_dim": 24,
                 "swa_v_head_dim": 16,
             },
-            tells_packs=False,
             gain=1.2,
         ),
     ),
@@ -256,12 +255,14 @@ FAMILIES = [
             "attn_scale": 0.5,
         },
         packs=False,
+        tells_packs=False,
     ),
     Family("gpt2", "GPT2LMHeadModel", config={"n_inner": 96}),
     Family("opt", "OPTForCausalLM", config={"ffn_dim": 96, "word_embed_proj_dim": 64}, packs=False),
     Family("gpt-neox", "GPTNeoXForCausalLM"),
-    Family("bert", "BertForMaskedLM", "encoder"),
-    Family("roberta", "RobertaForMaskedLM", "encoder", {"type_vocab_size": 1}),
+    Family("stablelm", "StableLmForCausalLM"),
+    Family("bert", "BertForMaskedLM", "encoder", packs=False),
+    Family("roberta", "RobertaForMaskedLM", "encoder", {"type_vocab_size": 1}, packs=False),
     Family(
         "modernbert",
         "ModernBertForMaskedLM",
@@ -272,6 +273,7 @@ FAMILIES = [
             "sep_token_id": 2,
             "layer_types": ["sliding_attention", "full_attention"],
         },
+        packs=False,
     ),
     Family("bart", "BartForConditionalGeneration", "seq2seq"),
     Family("m2m100", "M2M100ForConditionalGeneration", "seq2seq"),

@@ -28,6 +28,7 @@ from fa_serve.block_lists import BlockLists
 from fa_serve.hf.adapter import masks
 from fa_serve.hf.adapter.continuous import paged_attention
 from fa_serve.hf.adapter.masks import ImplicitMask, PackedKeys
+from fa_serve.hf.adapter.packs import check_layer
 from fa_serve.hf.adapter.translate import AttendsBatch, AttendsBiased, LayerCall, translate
 from fa_serve.spec import FEW_QUERIES, UnsupportedModelError
 
@@ -97,9 +98,11 @@ def attention_forward(
     if fa_serve_batch is None:
         fa_serve_batch = riding_batch()
     if fa_serve_batch is None and _needs_no_translation(attention_mask, words):
+        check_layer(module, query, attention_mask, told=False)
         return _attend_directly(query, key, value, attention_mask, scaling, words), None
     call = translate(module, query, key, value, attention_mask, scaling, **words)
     if fa_serve_batch is None:
+        check_layer(module, query, call.mask, call.cu_seqlens_q is not None, call.block_indices is not None)
         return _attend(call), None
     if getattr(module, "is_cross_attention", False):
         # to an image that no token sees (`composites.blank_images`)

@@ -116,6 +116,16 @@ def classify(mask_function: MaskFunction) -> Pattern | None:
     return _classify_packed(first, second)
 
 
+def tells_packs(mask_function: MaskFunction) -> bool:
+    """Whether a mask function, or one that it is composed of, keeps packed sequences apart."""
+    code = _code(mask_function)
+    if code is _PACKED:
+        return True
+    if code is _AND or code is _OR:
+        return any(tells_packs(part) for part in _closed_over(mask_function, "mask_functions"))
+    return False
+
+
 def split_blocks(mask_function: MaskFunction) -> tuple[MaskFunction, Tensor] | None:
     """A mask function without the blocks that attend both ways, and (batch, seqlen) int64: the block of each token, or -1.
 

@@ -18,11 +18,18 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from transformers.masking_utils import causal_mask_function, prepare_padding_mask, sdpa_mask
+from transformers.masking_utils import (
+    and_masks,
+    causal_mask_function,
+    packed_sequence_mask_function,
+    prepare_padding_mask,
+    sdpa_mask,
+)
 from transformers.utils.import_utils import is_tracing
 
-from fa_serve.hf.adapter.mask_patterns import MaskFunction, Pattern, classify, split_blocks
+from fa_serve.hf.adapter.mask_patterns import MaskFunction, Pattern, classify, split_blocks, tells_packs
 from fa_serve.hf.adapter.models import handles_mask
+from fa_serve.hf.adapter.packs import refuse_untold_positions, running_packs
 from fa_serve.spec import UnsupportedModelError
 
 # Devices with kernels that take packed keys, and with a decoding kernel that takes a mask over keys.
@@ -68,7 +75,9 @@ class ImplicitMask:
     attention_chunk: int = 0
     only_last_queries: bool = False
 
-    ndim = 4  # transformers reads it of a mask that was made ahead of the forward
+    # transformers reads these of a mask that was made ahead of the forward, and hands it to `mask_forward`
+    ndim = 4
+    shape = (0, 0, 0, 0)
 
     @property
     def is_dense(self) -> bool:
@@ -140,6 +149,7 @@ class _Request(NamedTuple):
     q_offset:  the position of the first query; a tensor while a static cache is filled
     kv_offset: the position of the first key, which is not 0 for a sliding cache that has rolled
     padding:   (batch, any length) bool, False is padding, or None
+    cu_seqlens: (n + 1,) int32: where packed sequences begin, as the caller told the model; or None
     """
 
     batch_size: int
@@ -148,6 +158,7 @@ class _Request(NamedTuple):
     q_offset: int | Tensor
     kv_offset: int
     padding: Tensor | None
+    cu_seqlens: Tensor | None = None
 
 
 def mask_forward(
@@ -181,9 +192,10 @@ def mask_forward(
         mask_function, sequence_ids = split
         blocks.append(sequence_ids)
         allow_is_causal_skip = True  # transformers forbids it for the sake of the blocks
+    request = _Request(batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask)
+    mask_function, request = _with_told_packs(mask_function, request, config, tracing)
     pattern = None if handles_mask(config) else _pattern(mask_function, tracing)
     if pattern is not None:
-        request = _Request(batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask)
         implicit = _mask_of_one_query(request, pattern, tracing)
         if implicit is None and not tracing:  # a traced forward cannot read its padding
             # packed sequences are never allowed to be skipped, and are described in any case
@@ -204,6 +216,35 @@ def mask_forward(
         **kwargs,
     )
     return mask
+
+
+def _with_told_packs(
+    mask_function: MaskFunction, request: _Request, config: Any, tracing: bool
+) -> tuple[MaskFunction, _Request]:
+    """The mask function and the request with the packed sequences that the caller told the model, whose code may not know them.
+
+    Keys of a cache, and padding, are left to the words of each layer's call. Raises UnsupportedModelError for positions that
+    start again without a word to the mask.
+    """
+    packs = running_packs(request.batch_size, request.q_length)
+    if packs is None:
+        return mask_function, request
+    if not tracing and tells_packs(mask_function):  # a traced forward cannot read closures
+        packs.in_masks = True
+        return mask_function, request
+    if packs.cu_seqlens is None:
+        if packs.restarts:
+            refuse_untold_positions(config)
+        return mask_function, request
+    whole = isinstance(request.q_offset, int) and (request.q_offset, request.kv_offset) == (0, 0)
+    padding = request.padding
+    if padding is not None and not tracing and padding.shape[1] == request.kv_length and not padding.is_meta and padding.all():
+        padding = None
+    if not whole or padding is not None or request.kv_length != request.q_length:
+        return mask_function, request
+    packs.in_masks = True
+    within = packed_sequence_mask_function(packs.numbers(request.q_length))
+    return and_masks(within, mask_function), request._replace(cu_seqlens=packs.cu_seqlens)
 
 
 def _pattern(mask_function: MaskFunction, tracing: bool) -> Pattern | None:
@@ -259,7 +300,8 @@ def _mask_of_queries(request: _Request, pattern: Pattern, may_skip: bool) -> Imp
     if pattern.sequences is not None:
         if request.batch_size != 1 or implicit.num_keys is not None:
             return None
-        return replace(implicit, cu_seqlens=_cu_seqlens(pattern.sequences))
+        told = request.cu_seqlens
+        return replace(implicit, cu_seqlens=_cu_seqlens(pattern.sequences) if told is None else told)
     if not may_skip:
         return None
     padding = prepare_padding_mask(request.padding, request.kv_length, request.kv_offset)

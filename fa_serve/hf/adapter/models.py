@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 
 from transformers.modeling_utils import PreTrainedModel
 
-from fa_serve.hf.adapter.packed_states import watch_packing
+from fa_serve.hf.adapter.packed_forwards import watch_packs
 from fa_serve.hf.adapter.state_modules import UPDATES
 from fa_serve.spec import UnsupportedModelError
 
@@ -105,7 +105,7 @@ def counts_positions(model_class: type[PreTrainedModel]) -> bool:
 
 def prepare_model(model: PreTrainedModel) -> None:
     """Check a model that is being made or switched to fa_serve, note on its config's class whether it works on masks, and look
-    for packed sequences in its forwards if it keeps states.
+    for packed sequences in its forwards.
 
     Raises UnsupportedModelError with the reason if fa_serve does not serve it.
     """
@@ -113,8 +113,7 @@ def prepare_model(model: PreTrainedModel) -> None:
     source = read_source(type(model))
     if source.works_on_masks or source.wants_mask:
         setattr(type(model.config), _WORKS_ON_MASKS, True)
-    if source.keeps_states:
-        watch_packing(model)
+    watch_packs(model, source.counts_positions)
 
 
 def check_class(model_class: type[PreTrainedModel]) -> None:

@@ -24,6 +24,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fa_serve.hf.adapter.packs import packs_of_states
 from fa_serve.hf.adapter.releases import CACHE_NAMES, cache_argument
 from fa_serve.hf.adapter.step_cache import (
     CONVOLUTION,
@@ -97,8 +98,7 @@ def reference_forward(module: nn.Module) -> Callable[..., Any]:
 class SeatedMixer:
     """The forward of a module with a state, with recurrences of `fa_serve.ops`.
 
-    number:     of the module in `find_state_modules`
-    cu_seqlens: where packed sequences begin, in a forward without a StepCache; None without packed sequences
+    number: of the module in `find_state_modules`
 
     Raises UnsupportedModelError for a module that calls none of the functions that are exchanged.
     """
@@ -112,7 +112,6 @@ class SeatedMixer:
         self._forward = _own_forward_with(module, {name: partial(FUNCTIONS[name], self._compute) for name in names})
         self._states: ComputesStates | None = None
         self._num_calls = 0
-        self.cu_seqlens: Tensor | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of the module calls functions that belong to the copy."""
@@ -134,15 +133,16 @@ class SeatedMixer:
         output_final_state: bool = False,
     ) -> Result:
         if self._states is None:
+            cu_seqlens = packs_of_states()
             out, state = call.op.whole(
                 **call.rows,
                 **call.fixed,
                 initial_state=initial_state,
                 output_final_state=output_final_state,
-                cu_seqlens=self.cu_seqlens,
+                cu_seqlens=cu_seqlens,
             )
             # a cache of packed sequences has room for one, and goes on with the last
-            return out, state if state is None or self.cu_seqlens is None else state[-1:]
+            return out, state if state is None or cu_seqlens is None else state[-1:]
         key = StateKey(self.number, self._num_calls)
         self._num_calls += 1
         out = self._states.compute(key, call)

@@ -28,6 +28,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAtte
 
 from fa_serve.hf.adapter.attention import riding
 from fa_serve.hf.adapter.models import counts_positions
+from fa_serve.hf.adapter.packed_forwards import first_position
 from fa_serve.hf.adapter.paged import PagedBatch
 from fa_serve.hf.surgery.fuse.encoder import fuse_encoder, unfuse_encoder
 from fa_serve.hf.surgery.fuse.fusion import fuse_layers, unfuse_model
@@ -208,10 +209,7 @@ class PackedModel:
 
     def _position_of_first(self) -> int:
         """Of the embedding of positions: fairseq's models count from the row behind that of the padding."""
-        if not counts_positions(type(self.base)):
-            return 0
-        tables = [getattr(each, "padding_idx", None) for each in self.base.modules() if not isinstance(each, nn.Embedding)]
-        return next((index + 1 for index in tables if isinstance(index, int)), 0)
+        return first_position(self.base) if counts_positions(type(self.base)) else 0
 
     def _words(self, types: Tensor | None) -> dict[str, Any]:
         words: dict[str, Any] = {"use_cache": False} if self._has_cache else {}
