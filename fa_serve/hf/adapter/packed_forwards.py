@@ -3,8 +3,8 @@
     watch_packs(model)               # once for each model, and each part of it
 
 A hook before the forward looks for packed sequences in the arguments by which transformers knows them: `cu_seq_lens_q`,
-`seq_idx`, or positions that restart. It notes them in `packs.py`, where masks, attention and a `SeatedMixer` find them, whatever
-the model hands down. A part of a model that is given none has those of the model around it.
+`seq_idx`, or positions that restart. It notes them in `packs.py`, where masks, attention and a `SeatedMixer` find them,
+whatever the model hands down. A part of a model that is given none has those of the model around it.
 
 What a model cannot follow is refused before anything is computed: positions that cannot start again, and a module that would
 carry the state of one sequence into the next.
@@ -68,7 +68,8 @@ def _enter(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[t
     if packs is inherited or "read_index" in kwargs:  # transformers' continuous batching
         return None
     _check_positions(model, words)
-    if packs.cu_seqlens is None or given.get("position_ids") is not None or not _makes_positions(model, words):
+    makes_positions = given.get("position_ids") is None and _makes_positions(model, words)
+    if tokens is None or packs.cu_seqlens is None or not makes_positions:
         return None
     positions = packs.positions(tokens.shape[1]).to(tokens.device)
     return args, {**kwargs, "position_ids": positions + (first_position(model) if model.__dict__[_COUNTS] else 0)}

@@ -106,15 +106,15 @@ def check_layer(module: nn.Module, query: Tensor, mask: Any, told: bool, chooses
     packs = running_packs(query.shape[0], query.shape[2])
     if packs is not None and chooses_blocks and (packs.cu_seqlens is not None or packs.restarts):
         raise UnsupportedModelError(
-            f"{type(module).__name__} lets its queries choose blocks of keys, which hold keys of several packed sequences: pass "
-            "one sequence in each row, with padding and an attention_mask"
+            f"{type(module).__name__} lets its queries choose blocks of keys, which hold keys of several packed sequences: "
+            "pass one sequence in each row, with padding and an attention_mask"
         )
     if packs is None or told or (packs.in_masks and isinstance(mask, Tensor)):
         return
     if (packs.cu_seqlens is None and not packs.restarts) or getattr(module, "is_cross_attention", False):
         return
     raise UnsupportedModelError(
-        f"packed sequences must be told to every layer, but {type(module).__name__} gets neither cu_seq_lens_q nor a mask that "
-        "tells them apart from its model: pass use_cache=False and no attention_mask, or one sequence in each row, with padding "
-        "and an attention_mask"
+        f"packed sequences must be told to every layer, but {type(module).__name__} gets neither cu_seq_lens_q nor a mask "
+        "that tells them apart from its model: pass use_cache=False and no attention_mask, or one sequence in each row, with "
+        "padding and an attention_mask"
     )

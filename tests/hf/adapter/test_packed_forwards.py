@@ -8,12 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from every_type import tiny_model
+from hf_checks import LENGTHS, ways_of_packing
+from hf_families import BY_NAME as FAMILIES
 from hf_families import Family, cached, padding_mask, tokens
 from hybrids import BY_NAME, HYBRIDS
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 import fa_serve
+from fa_serve.hf.adapter.packs import running
 from fa_serve.hf.adapter.state_modules import SeatedMixer, find_state_modules
 from fa_serve.hf.surgery.states import unseat_states
 from fa_serve.spec import UnsupportedModelError
@@ -53,7 +57,10 @@ def test_padding_and_packing_change_no_sequence(family: Family) -> None:
     assert_near(ours(input_ids=ids, attention_mask=mask).logits[mask.bool()], expected[mask.bool()])
     alone = torch.cat([eager(input_ids=ids[:1, :FIRST]).logits, eager(input_ids=ids[1:2, FIRST:]).logits], dim=1)
     assert_near(ours(**packed(ids, "starts")).logits, alone)
-    if family.name != "granite-hybrid":  # which drops use_cache, so that transformers takes the tokens for one sequence
+    if family.name == "granite-hybrid":  # which drops use_cache, so that transformers takes the tokens for one sequence
+        with pytest.raises(UnsupportedModelError, match="position_ids that start again mean packed sequences"):
+            ours(**packed(ids, "positions"))
+    else:
         assert_near(ours(**packed(ids, "positions")).logits, alone)
     # nothing stays behind
     assert_near(ours(input_ids=ids[:1]).logits, eager(input_ids=ids[:1]).logits)
@@ -107,3 +114,129 @@ def test_packed_sequences_without_a_seat_are_refused() -> None:
         UnsupportedModelError, match="packed sequences need a batch of 1 that holds them end to end, got a batch"
     ):
         ours(input_ids=ids, position_ids=torch.arange(24).remainder(9).expand(3, -1), use_cache=False)
+
+
+def restarting() -> Tensor:
+    return torch.cat([torch.arange(n) for n in LENGTHS])[None]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", ["stablelm", "gpt-oss", "qwen3.5", "jamba", "lfm2"])
+def test_recomputed_layers_know_the_sequences(name: str, reentrant: bool) -> None:
+    """Gradient checkpointing computes layers once more when the forward is over."""
+    eager = (FAMILIES | BY_NAME)[name].build().train()
+    ours = fa_serve.patch(copy.deepcopy(eager))
+    ours.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    ours.enable_input_require_grads()
+    ids = tokens(1, sum(LENGTHS))
+    alone = torch.cat([eager(part).logits for part in ids.split(LENGTHS, dim=1)], dim=1)
+    weights = torch.randn(alone.shape, generator=torch.Generator().manual_seed(1))
+    (alone * weights).sum().backward()
+    (ours(ids, **ways_of_packing(restarting())["both"]).logits * weights).sum().backward()
+    for (label, mine), other in zip(ours.named_parameters(), eager.parameters(), strict=True):
+        if other.grad is not None:
+            assert mine.grad is not None, label
+            assert ((mine.grad - other.grad).abs().max() / other.grad.abs().max().clamp(min=1e-2)).item() < 1e-3, label
+
+
+@pytest.mark.parametrize("name", ["stablelm", "nemotron"])
+@torch.no_grad()
+def test_a_class_that_hands_no_words_down(name: str) -> None:
+    """Its masks tell the sequences; a static cache, whose masks do not, is refused."""
+    eager = tiny_model(name)
+    ours = fa_serve.patch(copy.deepcopy(eager))
+    ids = tokens(1, sum(LENGTHS))
+    alone = torch.cat([eager(part).logits for part in ids.split(LENGTHS, dim=1)], dim=1)
+    ways = ways_of_packing(restarting())
+    for way in ("lengths", "lengths, with a cache", "both, with a cache"):
+        assert_near(ours(ids, **ways[way]).logits, alone)
+        ones = torch.ones_like(ids)
+        assert_near(ours(ids, attention_mask=ones, **ways[way]).logits, alone)
+    static = cached(ours, StaticCache(config=ours.config, max_cache_len=40))
+    with pytest.raises(UnsupportedModelError, match=r"must be told to every layer, but .*Attention gets neither cu_seq_lens_q"):
+        ours(ids, **ways["lengths"], **static)
+    hidden = ones.clone()
+    hidden[0, 3] = 0
+    with pytest.raises(UnsupportedModelError, match="must be told to every layer"):
+        ours(ids, attention_mask=hidden, **ways["lengths"])
+
+
+@torch.no_grad()
+def test_a_compiled_model_that_hands_no_words_down() -> None:
+    eager = FAMILIES["stablelm"].build()
+    ours = fa_serve.patch(copy.deepcopy(eager))
+    ids = tokens(1, sum(LENGTHS))
+    alone = torch.cat([eager(part).logits for part in ids.split(LENGTHS, dim=1)], dim=1)
+    torch.compiler.reset()
+    compiled = torch.compile(ours, fullgraph=True, backend="eager")
+    assert_near(compiled(ids, **ways_of_packing(restarting())["both"]).logits, alone)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("pegasus", "its forward takes no position_ids"),
+        ("minimax", "its linear attention would carry the state"),
+        ("inkling_text", "it scales queries by their place in the row"),
+        ("llama4_text", "it scales queries by their place in the row"),
+        ("florence2", "its decoder and its encoder have sequences of different lengths"),
+    ],
+)
+@torch.no_grad()
+def test_models_that_cannot_follow(name: str, reason: str) -> None:
+    changes = {"no_rope_layers": [1, 0]} if name == "llama4_text" else None
+    ours = fa_serve.patch(tiny_model(name, changes))
+    ids = tokens(1, sum(LENGTHS))
+    assert ours(ids).logits.isfinite().all()
+    with pytest.raises(UnsupportedModelError, match=f"cannot follow packed sequences, because {reason}"):
+        ours(ids, **ways_of_packing(restarting())["both"])
+
+
+@torch.no_grad()
+def test_blocks_of_keys_hold_several_sequences() -> None:
+    ours = fa_serve.patch(tiny_model("minimax_m3_vl"))
+    with pytest.raises(UnsupportedModelError, match="choose blocks of keys, which hold keys of several packed sequences"):
+        ours(tokens(1, sum(LENGTHS)), **ways_of_packing(restarting())["both"])
+
+
+@torch.no_grad()
+def test_positions_that_only_jump_or_repeat_are_one_sequence() -> None:
+    """As transformers takes them beside a cache."""
+    eager = FAMILIES["llama"].build()
+    ours = fa_serve.patch(copy.deepcopy(eager))
+    ids = tokens(1, 8)
+    for positions in ([0, 1, 2, 2, 2, 3, 4, 5], [0, 1, 2, 9, 10, 11, 30, 31]):
+        at = torch.tensor([positions])
+        assert_near(ours(ids, position_ids=at).logits, eager(ids, position_ids=at).logits)
+    again = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
+    with pytest.raises(UnsupportedModelError, match="position_ids that start again mean packed sequences"):
+        ours(ids, position_ids=again)
+    # the caller says that it is one
+    ones = torch.ones_like(ids)
+    assert_near(
+        ours(ids, position_ids=again, attention_mask=ones).logits, eager(ids, position_ids=again, attention_mask=ones).logits
+    )
+
+
+@torch.no_grad()
+def test_positions_on_three_axes() -> None:
+    """Those of an image repeat on one axis, and are one sequence; texts start again on all of them."""
+    eager = tiny_model("qwen2_5_vl")
+    ours = fa_serve.patch(copy.deepcopy(eager))
+    ids = tokens(1, 8)
+    image = torch.tensor([[0, 1, 1, 1, 1, 3, 4, 5], [0, 1, 1, 2, 2, 3, 4, 5], [0, 1, 2, 1, 2, 3, 4, 5]])[:, None]
+    assert_near(ours(ids, position_ids=image).logits, eager(ids, position_ids=image).logits)
+    texts = torch.tensor([[[0, 1, 2, 3, 0, 1, 2, 3]]]).expand(3, -1, -1)
+    with pytest.raises(UnsupportedModelError, match="position_ids that start again mean packed sequences"):
+        ours(ids, position_ids=texts, use_cache=False)
+
+
+@torch.no_grad()
+def test_an_error_in_a_forward_leaves_nothing_behind() -> None:
+    ours = fa_serve.patch(FAMILIES["stablelm"].build())
+    with pytest.raises(UnsupportedModelError, match=r"packed sequences need a batch of 1 .* got a batch of 2 from StableLm"):
+        ours(tokens(2, sum(LENGTHS)), **ways_of_packing(restarting())["lengths"])
+    assert running.forward is None
+    with pytest.raises(UnsupportedModelError):
+        ours(tokens(1, sum(LENGTHS)), **ways_of_packing(restarting())["positions, with a cache"])
+    assert running.forward is None
