@@ -69,7 +69,7 @@ def test_forward(family: Family, kind: str) -> None:
     check_forward(family, kind)
 
 
-@each(DECODERS + ENCODERS)
+@each(DECODERS)
 def test_packed(family: Family) -> None:
     check_packed(family)
 

@@ -260,7 +260,6 @@ FAMILIES = [
     Family("gpt2", "GPT2LMHeadModel", config={"n_inner": 96}),
     Family("opt", "OPTForCausalLM", config={"ffn_dim": 96, "word_embed_proj_dim": 64}, packs=False),
     Family("gpt-neox", "GPTNeoXForCausalLM"),
-    Family("stablelm", "StableLmForCausalLM"),
     Family("bert", "BertForMaskedLM", "encoder", packs=False),
     Family("roberta", "RobertaForMaskedLM", "encoder", {"type_vocab_size": 1}, packs=False),
     Family(
@@ -283,7 +282,9 @@ FAMILIES = [
     Family("siglip", "SiglipVisionModel", "vision"),
     Family("clip", "CLIPVisionModel", "vision"),
 ]
-BY_NAME = {family.name: family for family in FAMILIES}
+STABLELM = Family("stablelm", "StableLmForCausalLM")
+"""Its layers hand no words to their attention. It is no family of the pages of models, which have its type."""
+BY_NAME = {family.name: family for family in (*FAMILIES, STABLELM)}
 
 
 def here() -> torch.device:

@@ -164,7 +164,7 @@ def _makes_positions(model: nn.Module, words: tuple[str, ...]) -> bool:
 
 
 def first_position(model: nn.Module) -> int:
-    """Of a model that counts as fairseq does, from the row behind that of the padding in its embedding of positions."""
+    """The first position in a model that counts as fairseq does: the row behind the padding's in its table of positions."""
     tables = [getattr(each, "padding_idx", None) for each in model.modules() if not isinstance(each, nn.Embedding)]
     return next((index + 1 for index in tables if isinstance(index, int)), 0)
 

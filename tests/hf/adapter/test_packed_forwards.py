@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from every_type import tiny_model
-from hf_checks import LENGTHS, ways_of_packing
+from hf_checks import LENGTHS, check_packed, ways_of_packing
 from hf_families import BY_NAME as FAMILIES
 from hf_families import Family, cached, padding_mask, tokens
 from hybrids import BY_NAME, HYBRIDS
@@ -118,6 +118,13 @@ def test_packed_sequences_without_a_seat_are_refused() -> None:
 
 def restarting() -> Tensor:
     return torch.cat([torch.arange(n) for n in LENGTHS])[None]
+
+
+@pytest.mark.parametrize("name", ["stablelm", "bert", "roberta", "modernbert"])
+@torch.no_grad()
+def test_every_way_of_packing(name: str) -> None:
+    """Decoders are in tests/hf/test_families.py."""
+    check_packed(FAMILIES[name])
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
