@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.images.paused_call import PausedCall
@@ -94,6 +95,16 @@ class ImageEncoder:
     def may_pause(self) -> bool:
         """Whether a step may leave images half way through the towers."""
         return PAUSES_ON_GPU or self.is_beside or self.reader.device.type != "cuda"
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether images are known to have tokens that attend to each other both ways."""
+        return self._two_way not in (None, "none") and not self.refuses_blocks
+
+    @torch.inference_mode()
+    def warm_up(self, images: Sequence[Mapping[str, Tensor]]) -> None:
+        """Encode images for their kernels alone. What is learnt of the model is kept, and no embedding."""
+        self._two_way = self.reader.encode_all(images)[0].two_way
 
     def is_encoded(self, key: bytes) -> bool:
         """Whether a step that is launched from now on finds the embeddings of an image in the cache."""
