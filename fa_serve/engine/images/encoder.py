@@ -111,14 +111,18 @@ class ImageEncoder:
         self._collect()
         return key in self._features
 
+    def has_failed(self, key: bytes) -> bool:
+        """Whether the towers have refused an image that sequences hold."""
+        kept = self._features.get(key)
+        return kept is not None and kept.failed
+
     def hold(self, key: bytes) -> None:
         """A sequence waits for this image, or is about to compute it: it is not evicted."""
         self._held.add(key)
 
     def retry(self, key: bytes) -> None:
         """A new sequence needs this image. If it has failed for others, it is encoded again, for all of them."""
-        kept = self._features.get(key)
-        if kept is not None and kept.failed:
+        if self.has_failed(key):
             self._drop(key)
 
     def release(self, key: bytes) -> None:
