@@ -31,8 +31,9 @@ from fa_serve.spec import ParameterError
 
 log = logging.getLogger("fa_serve.engine")
 
-SIDES = (16, 4096)
-"""Pixels of the smallest and of the largest square. A processor brings pictures to the sizes that it allows."""
+SIDES = (16, 1024)
+"""Pixels of the smallest and of the largest square, which the processor brings to sizes that it allows. Attention to more than
+the patches of the largest one has no other tiles, and a processor takes seconds for pictures of 12 million pixels."""
 STRIP = 8
 """How much longer than wide a strip is. Processors refuse pictures that are much longer."""
 

@@ -17,10 +17,12 @@ from image_inputs import CHANGES, IMAGE, one_image
 from image_models import picture, save_llava
 from tower_pictures import processes
 
+from fa_serve.backends.hopper.forward.tiles import hopper_forward_tiles
+from fa_serve.backends.triton.tiles import forward_tiles
 from fa_serve.engine import Engine, EngineConfig, SamplingParams
 from fa_serve.engine.images.prompt import ImageInput
 from fa_serve.engine.start import start_up, tower_warm_up
-from fa_serve.engine.start.tower_warm_up import find_process, tower_calls
+from fa_serve.engine.start.tower_warm_up import SIDES, find_process, tower_calls
 from fa_serve.engine.start.warm_up import EmptyStep, powers_of_two
 from fa_serve.hf.images import ImageReader
 from fa_serve.launching.compilations import Compilers, run_compiled
@@ -109,7 +111,7 @@ def test_a_lack_of_the_warm_up_is_seen(lack: str, monkeypatch: pytest.MonkeyPatc
         assert any(kernel.startswith("attn_fwd") for kernel in late(engine, name, counted, plant(monkeypatch)))
 
 
-@pytest.mark.parametrize(("sides", "is_complete"), [((16, 4096), True), ((16, 100), False), ((700, 4096), False)])
+@pytest.mark.parametrize(("sides", "is_complete"), [(SIDES, True), ((16, 100), False), ((700, 1024), False)])
 def test_pictures_of_all_sizes_are_needed(sides: tuple[int, int], is_complete: bool, monkeypatch) -> None:
     """Heads of 80 numbers, as the towers of Qwen2.5-VL have: tiles differ by the number of patches, up to some thousand."""
     monkeypatch.setattr(tower_warm_up, "SIDES", sides)
@@ -127,6 +129,19 @@ def test_pictures_of_all_sizes_are_needed(sides: tuple[int, int], is_complete: b
             sizes = [[int(16 * 45 ** draw.random()) for _ in range(2)] for _ in range(draw.choice((1, 1, 3)))]
             reader.encode_all([process(picture(1, *size)) for size in sizes])
         assert (counted.kernels[met:] == []) == is_complete
+
+
+@pytest.mark.parametrize("dim", [64, 72, 80, 88, 96, 128])
+def test_attention_to_more_patches_has_no_other_tiles(dim: int) -> None:
+    most = (SIDES[1] // 16) ** 2
+
+    def tiles(patches: int, packed: bool) -> object:
+        hopper = hopper_forward_tiles(dim, dim, (-1, -1), patches, patches, packed)
+        return hopper, forward_tiles(80, 2, dim, dim, patches, patches, causal=False, paged=False, masked=False)
+
+    for packed in (False, True):
+        assert len({tiles(patches, packed) for patches in range(most, 1 << 17, 509)}) == 1
+        assert len({tiles(patches, packed) for patches in range(1, most, 7)}) > 1
 
 
 def test_blocks_stand_behind_any_number_of_keys() -> None:
