@@ -48,6 +48,7 @@ from fa_serve.engine.request.request import Request
 from fa_serve.engine.runner.residence import Residence
 from fa_serve.engine.runner.results import CommittedStep, LaunchedStep, StepQueue
 from fa_serve.engine.scheduler.scheduled_batch import ScheduledBatch
+from fa_serve.engine.scheduler.sequence import SequenceState
 from fa_serve.engine.start.start_up import start_up
 from fa_serve.engine.stats import Counters, EngineStats
 from fa_serve.engine.structured.grammars import Grammars
@@ -200,6 +201,7 @@ class Engine:
         self._ranks.add_to_digest(number for chunk in batch.chunks for number in chunk.numbers())
         if batch or batch.towers is not None:
             outputs += self._launch(batch, begin)
+            outputs += [self._end(*failure) for failure in self._scheduler.towers.failures()]
         if self._steps.is_full or (self._steps.launched and not batch):
             outputs += self._commit()
         elif not batch and self._scheduler.tier is not None and self._scheduler.tier.is_awaited:
@@ -375,8 +377,7 @@ class Engine:
     def close(self) -> None:
         """Free the KV cache and CUDA graphs, and end the engine's processes: other ranks, and that which tries out grammars."""
         # copies end before the cache goes; the ranks part last, when no graph refers to their sums
-        parts = (self.grammars, self._scheduler.tier, self._runner.adapters, self._runner, self._ranks)
-        for part in parts:
+        for part in (self.grammars, self._scheduler.tier, self._runner.adapters, self._runner, self._ranks):
             if part is not None:
                 part.close()
 
@@ -430,11 +431,12 @@ class Engine:
         masks = self._ranks.broadcast("masks", lambda: step_masks(self.grammars, batch, self._answers.states))
         for index in masks.late:
             self._scheduler.postpone(batch.chunks[index])
-        for name, reason in masks.failed:
-            sequence = self._scheduler.sequences[name]
-            self._scheduler.finish(sequence, "error", reason)
-            outputs.append(self._answers.output(sequence))
+        outputs += [self._end(self._scheduler.sequences[name], reason) for name, reason in masks.failed]
         return masks
+
+    def _end(self, sequence: SequenceState, error: RequestError) -> RequestOutput:
+        self._scheduler.finish(sequence, "error", error)
+        return self._answers.output(sequence)
 
     def _commit(self) -> list[RequestOutput]:
         """Read the tokens of the oldest step in flight and give them to their sequences. Returns the outputs of failures."""

@@ -29,6 +29,7 @@ RequestErrorCode = Literal[
     "engine_dead",
     "unread",
     "adapter_failed",
+    "image_failed",
     "replica_lost",
 ]
 
@@ -59,6 +60,7 @@ class RequestError:
         engine_dead       the engine was shut down or died
         unread            too many of its outputs waited for its consumer
         adapter_failed    the request's adapter could not be loaded
+        image_failed      the model's towers could not encode an image of the request
         replica_lost      one of several engines died; the others go on
     message: one sentence for people
     """

@@ -255,7 +255,7 @@ class ImageReader:
     def _learn_to_join(self, pair: Sequence[Mapping[str, Tensor]]) -> list[ImageFeatures]:
         """Encode two images alone, and find the dimension in which their inputs may be joined."""
         alone = [self.encode(inputs) for inputs in pair]
-        self._joined_dim = "none"
+        found: int | Literal["none"] = "none"
         for dim in (0, 1):
             try:
                 together = self._encode_joined(pair, dim)
@@ -263,8 +263,9 @@ class ImageReader:
                 log.debug("images of %s are not joined in dimension %d: %s", type(self._model).__name__, dim, error)
                 continue
             if all(_are_close(*both) for both in zip(alone, together, strict=True)):
-                self._joined_dim = dim
+                found = dim
                 break
+        self._joined_dim = found
         return alone
 
     def _encode_joined(self, images: Sequence[Mapping[str, Tensor]], dim: int) -> list[ImageFeatures]:

@@ -140,10 +140,12 @@ def run_compiled(
             for compiled in [x for x in blocked if x.done()]:
                 ready += blocked.pop(compiled)
             for call in ready:
-                error = _error_of(call)
-                if isinstance(error, NotCompiledError):
-                    blocked.setdefault(error.compiled, []).append(call)
-                elif error is not None:
+                try:
+                    error = _error_of(call)
+                except NotCompiledError as early:
+                    blocked.setdefault(early.compiled, []).append(call)
+                    continue
+                if error is not None:
                     errors.append(error)
             ready = []
             on_progress(total - sum(map(len, blocked.values())), total)

@@ -151,8 +151,10 @@ _COMPILING: dict[tuple[Any, ...], triton.FutureKernel] | None = None
 """What threads compile, by the same keys; None outside of `compiling_in_threads`."""
 
 
-class NotCompiledError(Exception):
+class NotCompiledError(BaseException):
     """A launch did not take place, because a thread is still compiling its kernel.
+
+    It is no Exception, so that no handler on its way, such as one of a model's code, takes it for a failure.
 
     compiled: is done when the kernel exists or could not be compiled
     """

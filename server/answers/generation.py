@@ -194,6 +194,8 @@ def failure(service: Service, job: Job, output: RequestOutput) -> ApiError:
         return BadRequest(message, param=fields.constraint)
     if error.code == "adapter_failed":
         return Unavailable(f"The model {job.adapter!r} cannot be loaded.")
+    if error.code == "image_failed":  # the device may have had no room for it, so the client need not be wrong
+        return EngineFailed(f"An image could not be used: {error.message}.")
     if error.code == "grammar" and fields.constraint is not None:
         message = f"{fields.constraint} must be simpler: following it took more states, or more time, than the server allows."
         return BadRequest(message, param=fields.constraint, code="grammar_too_complex")

@@ -10,11 +10,17 @@ from typing import Any
 import pytest
 import torch
 from encoder_folders import LETTERS, save_encoder
+from every_type import tiny_model
+from image_inputs import CHANGES, IMAGE
+from image_models import picture
 from random_params import random_requests
 from tiny_models import SIZES, make_tokenizer
+from tower_pictures import processes
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from fa_serve.engine import Encoder, Engine, EngineConfig, SamplingParams
+from fa_serve.engine.images.prompt import ImageInput
+from fa_serve.engine.start import start_up
 
 
 def make_model(vocab_size: int) -> PreTrainedModel:
@@ -102,3 +108,35 @@ def test_no_text_of_an_encoder_is_compiled_for(tmp_path: Path, family: str) -> N
         lengths = [int(2000 ** draw.random()) for _ in range(draw.choice((1, 3, 20)))]
         encoder.encode([" ".join(draw.choices(LETTERS, k=length)) for length in lengths])
     assert encoder.preparations() == before
+
+
+@pytest.mark.parametrize("name", ["llava", "gemma3", "qwen2_5_vl"])
+def test_no_picture_is_compiled_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    towers = {"vision_config": {"hidden_size": 160, "num_heads": 2, "fullatt_block_indexes": [1]}} if "qwen" in name else {}
+    model = tiny_model(name, CHANGES[name] | towers).to("cuda", torch.bfloat16)
+    process = processes(name, (28 * 28, 1400 * 1400))
+    monkeypatch.setattr(start_up, "find_process", lambda *_: process)
+    limits = {"num_pages": 1024, "page_size": 16, "max_num_seqs": 16, "max_num_batched_tokens": 4096, "max_model_len": 480}
+    begin = time.perf_counter()
+    engine = Engine(EngineConfig(device="cuda", **limits), model=model, ahead=True)
+    print(f"{name}: started in {time.perf_counter() - begin:.1f} s")
+    before = engine.preparations()[0]
+    reader = engine._runner.images.reader
+    draw = random.Random(1)
+    params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    for _ in range(20):
+        prompts = []
+        images = []
+        for _ in range(draw.choice((1, 3, 20))):
+            tokens = [draw.randrange(1, 140) for _ in range(draw.randint(1, 40))]
+            own = []
+            for _ in range(draw.randint(0, 4)):
+                image = ImageInput.of(process(picture(draw.randrange(9), *(int(8 * 120 ** draw.random()) for _ in range(2)))))
+                if len(tokens) + reader.num_tokens(image.inputs) < 440:
+                    own.append(image)
+                    tokens += [IMAGE] * reader.num_tokens(image.inputs) + [7]
+            prompts.append(tokens)
+            images.append(own)
+        engine.generate(prompts, params, images=images)
+    assert engine._runner.images.num_encoded > 40
+    assert engine.preparations()[0] == before

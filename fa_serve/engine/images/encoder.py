@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.images.paused_call import PausedCall
@@ -95,10 +96,25 @@ class ImageEncoder:
         """Whether a step may leave images half way through the towers."""
         return PAUSES_ON_GPU or self.is_beside or self.reader.device.type != "cuda"
 
+    @property
+    def has_blocks(self) -> bool:
+        """Whether images are known to have tokens that attend to each other both ways."""
+        return self._two_way not in (None, "none") and not self.refuses_blocks
+
+    @torch.inference_mode()
+    def warm_up(self, images: Sequence[Mapping[str, Tensor]]) -> None:
+        """Encode images for their kernels alone. What is learnt of the model is kept, and no embedding."""
+        self._two_way = self.reader.encode_all(images)[0].two_way
+
     def is_encoded(self, key: bytes) -> bool:
         """Whether a step that is launched from now on finds the embeddings of an image in the cache."""
         self._collect()
         return key in self._features
+
+    def has_failed(self, key: bytes) -> bool:
+        """Whether the towers have refused an image that sequences hold."""
+        kept = self._features.get(key)
+        return kept is not None and kept.failed
 
     def hold(self, key: bytes) -> None:
         """A sequence waits for this image, or is about to compute it: it is not evicted."""
@@ -106,8 +122,7 @@ class ImageEncoder:
 
     def retry(self, key: bytes) -> None:
         """A new sequence needs this image. If it has failed for others, it is encoded again, for all of them."""
-        kept = self._features.get(key)
-        if kept is not None and kept.failed:
+        if self.has_failed(key):
             self._drop(key)
 
     def release(self, key: bytes) -> None:

@@ -77,7 +77,7 @@ class PixelProcessor:
     def process(self, image: Any) -> ProcessedImage:
         """What the towers get of an image. It is processed alone, so that this does not depend on others.
 
-        image: of PIL, in RGB
+        image: of PIL in RGB, or (height, width, 3) uint8
 
         Raises ParameterError for an image that is refused.
         """

@@ -16,6 +16,7 @@ import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -287,8 +288,10 @@ class ModelRunner:
         if self.adapters is not None:  # all tokens have the adapter of slot 0, which has no ranks yet
             adapters = StepAdapters(np.zeros(step.num_tokens, dtype=np.int64), False, ())
             variants.append(arrays | lora_arrays(adapters, np.zeros(0, np.int64), queries))
-        for fields in variants:
-            self._forward(self._inputs(send(fields, self.device), queries, step.keys, fresh=step.fresh))
+        for fields, by_layers in product(variants, (False, True)[: 1 + (self._stacked and step.fits_one_kernel)]):
+            inputs = self._inputs(send(fields, self.device), queries, step.keys, fresh=step.fresh)
+            paged = replace(inputs.paged, blocks=step.blocks, by_layers=by_layers)
+            self._forward(replace(inputs, paged=paged))
 
     def _sample_empty(self, variant: SamplingVariant) -> None:
         """Sample rows of equal logits with these parameters."""

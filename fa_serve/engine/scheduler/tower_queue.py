@@ -22,9 +22,10 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Protocol
 
+from fa_serve.engine.errors import RequestError
 from fa_serve.engine.images.prompt import PlacedImage
 from fa_serve.engine.request.request import Request
 from fa_serve.engine.scheduler.fair_queue import FairQueue
@@ -61,6 +62,8 @@ class Encoder(Protocol):
         """Whether a step may leave images half way through the towers. Otherwise it encodes what it begins."""
 
     def is_encoded(self, key: bytes) -> bool: ...
+
+    def has_failed(self, key: bytes) -> bool: ...
 
     def hold(self, key: bytes) -> None: ...
 
@@ -164,6 +167,15 @@ class TowerQueue:
             return True
         self._aside[sequence] = start
         return False
+
+    def failures(self) -> list[tuple[SequenceState, RequestError]]:
+        """The sequences with an image that could not be encoded, which are to end; to be asked after each launch."""
+        failed: dict[SequenceState, RequestError] = {}
+        if self._encoder is not None:
+            for each in chain(self._spent, *self._needs.values()):
+                if self._encoder.has_failed(each.key) and not each.sequence.finished:
+                    failed.setdefault(each.sequence, _error_of(each))
+        return [*failed.items()]
 
     def want(self, sequence: SequenceState, start: int) -> None:
         """A sequence is to be computed from token `start` on: it needs the images that end behind it."""
@@ -420,3 +432,12 @@ class TowerQueue:
         for each in self._spent:
             self._let_go(each)
         self._spent = []
+
+
+def _error_of(wanted: WantedImage) -> RequestError:
+    """What a request is told whose image could not be encoded."""
+    assert wanted.request.images is not None
+    placed = wanted.request.images.placed
+    number = 1 + next(n for n, each in enumerate(placed) if each is wanted.placed)
+    which = f"image {number} of {len(placed)}"
+    return RequestError("image_failed", f"the model's towers could not encode {which} (the log says why); send another one")

@@ -25,11 +25,13 @@ from transformers import PreTrainedModel
 
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.events import OnPhase, PhaseClock
+from fa_serve.engine.images.encoder import ImageEncoder
 from fa_serve.engine.parallel.ranks import Ranks
 from fa_serve.engine.runner.model_runner import ModelRunner
 from fa_serve.engine.speculation.drafts import CATCH_UP
 from fa_serve.engine.start.loading import Loaded, load
-from fa_serve.engine.start.warm_up import empty_steps, plan_warm_up
+from fa_serve.engine.start.tower_warm_up import Process, find_process, tower_calls
+from fa_serve.engine.start.warm_up import empty_steps, plan_warm_up, two_way_steps
 from fa_serve.hf import few_layers
 from fa_serve.launching.compilations import Compilers, num_compilations, run_compiled, start_compilers, watch
 
@@ -80,7 +82,10 @@ def _prepare(loaded: Loaded, config: EngineConfig, ranks: Ranks, clock: PhaseClo
     try:
         # threads end their compilations in another order on each rank, so here no sum may wait for the others
         with nullcontext() if ranks.all_reduce is None else ranks.all_reduce.paused():
-            warm_up(runner, config, loaded.max_model_len, compilers, clock)
+            process = None
+            if isinstance(runner.images, ImageEncoder):
+                process = find_process(config, runner.vocab_size, loaded.max_model_len)
+            warm_up(runner, config, loaded.max_model_len, compilers, clock, process)
         if ranks.size > 1:
             warm_up_sums(runner, config, loaded.max_model_len)
             ranks.check_lost()
@@ -122,8 +127,11 @@ def warm_up(
     max_model_len: int,
     compilers: Compilers,
     clock: PhaseClock = SILENT,
+    process: Process | None = None,
 ) -> None:
-    """Run the warm-up plan of the model and of its draft model, whose progress the clock is told.
+    """Run the warm-up plan of the model, of its draft model and of its towers, whose progress the clock is told.
+
+    process: see `find_process`; without it, the towers are left out
 
     Steps that fail are left out, and the first failure is logged: requests then compile what they need. Raises
     torch.AcceleratorError if the device is lost.
@@ -137,7 +145,16 @@ def warm_up(
             stack.enter_context(few_layers(each.model))
             plan = plan_warm_up(config, max_tokens, max_model_len, drafting=each is runner.draft)
             calls += [partial(each.run_warm_up, work) for work in plan]
-        errors = run_compiled(calls, compilers, WARM_UP_SECONDS, partial(clock.progress, "kernels", unit="steps"))
+        encoder = runner.images
+        if isinstance(encoder, ImageEncoder) and process is not None:
+            calls += [partial(encoder.warm_up, images) for images in tower_calls(encoder.reader, process, max_model_len)]
+        progress = partial(clock.progress, "kernels", unit="steps")
+        errors = run_compiled(calls, compilers, WARM_UP_SECONDS, progress)
+        if isinstance(encoder, ImageEncoder) and encoder.has_blocks:  # which an image has told
+            steps = two_way_steps(config.max_num_batched_tokens, max_model_len)
+            later = [partial(runner.run_warm_up, step) for step in steps]
+            errors += run_compiled(later, compilers, WARM_UP_SECONDS, progress)
+            calls += later
         if runner.device.type == "cuda":
             torch.cuda.synchronize(runner.device)
     if errors:

@@ -30,6 +30,8 @@ from fa_serve.engine.scheduler.chunk_lengths import MAX_PROMPT_LOGITS
 from fa_serve.engine.scheduler.scheduled_batch import Chunk, ScheduledBatch
 from fa_serve.engine.scheduler.sequence import SequenceState
 from fa_serve.engine.speculation.drafts import draft_limit
+from fa_serve.hf import TwoWayBlock
+from fa_serve.ops.decode_step.layout import MOST_STEP_TOKENS
 
 FEW_QUERIES = 16
 """Up to so many queries of a sequence, attention chooses its tiles by the number of queries (fa_serve.spec.FEW_QUERIES)."""
@@ -54,6 +56,7 @@ class EmptyStep(NamedTuple):
     keys:  what the kernels are told of the longest sequence; the step itself has no keys but its own
     fresh: no sequence has keys in the cache, so attention takes keys and values as they come
     logits: rows of logits; 0: as many as a step without log-probabilities of its prompts has
+    two_way: the tokens of the first sequence attend to each other both ways, see `blocks`
     """
 
     batch: int
@@ -62,10 +65,24 @@ class EmptyStep(NamedTuple):
     fresh: bool = False
     num_long: int = 1
     logits: int = 0
+    two_way: bool = False
 
     @property
     def num_tokens(self) -> int:
         return self.batch + self.num_long * (self.queries - 1)
+
+    @property
+    def fits_one_kernel(self) -> bool:
+        """Whether one kernel may compute all layers, so that a step which it refuses has others."""
+        return self.num_tokens <= MOST_STEP_TOKENS
+
+    @property
+    def blocks(self) -> list[TwoWayBlock]:
+        """The same queries as the last tokens of a block, behind any number of keys: attention is called for each block."""
+        if not self.two_way:
+            return []
+        ends = [self.queries, *(end for end in powers_of_two(self.keys) if end > self.queries)]
+        return [TwoWayBlock(0, self.queries, 0, end - self.queries, end) for end in ends]
 
 
 class SamplingVariant(NamedTuple):
@@ -158,6 +175,11 @@ def empty_steps(*, max_num_seqs: int, max_tokens: int, max_keys: int, max_logits
             key = step._replace(logits=0)
             plan[key] = max(plan.get(key, 0), step.logits)
     return [step._replace(logits=logits) for step, logits in plan.items()]
+
+
+def two_way_steps(max_tokens: int, max_keys: int) -> list[EmptyStep]:
+    """The steps of a model whose images have tokens that attend both ways, beside `empty_steps`."""
+    return [EmptyStep(1, count, max_keys, two_way=True) for count in powers_of_two(min(max_tokens, max_keys))]
 
 
 def sampling_variants(max_num_seqs: int, *, max_drafts: int = 0, drafting: bool = False) -> Iterator[SamplingVariant]:

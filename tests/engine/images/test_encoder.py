@@ -138,7 +138,8 @@ def test_an_image_that_fails_ends_its_own_request(llava: Case, caplog: pytest.Lo
     outputs = engine.generate([ids for ids, _ in given], GREEDY, images=[[image] for _, image in given])
     assert [output.finish_reason for output in outputs] == ["error", "length", "length"]
     assert outputs[0].error is not None
-    assert outputs[0].error.code == "not_finite"
+    assert outputs[0].error.code == "image_failed"
+    assert "image 1 of 1" in outputs[0].error.message
     assert "an image could not be encoded, which ends its request: ValueError" in caplog.text
     assert list(outputs[1].token_ids) == llava.generate(first, 0)
     assert list(outputs[2].token_ids) == llava.generate(given[2][0], 1)
@@ -188,11 +189,8 @@ def test_an_image_that_fails_once_is_encoded_for_the_next_request(llava: Case, m
     encoder.check_integrity()
 
 
-@pytest.mark.parametrize(("steps", "ended"), [(1, "length"), (2, "error")])
-def test_a_request_does_not_share_the_failure_of_one_that_holds_the_image(
-    llava: Case, steps: int, ended: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After one step the first request has computed none of the image's tokens, and gets it as well; after two it has."""
+def test_a_request_does_not_share_the_failure_of_one_before(llava: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one ends in the step whose towers fail, which computes none of its image's tokens."""
     engine = llava.engine(max_num_batched_tokens=4, max_num_seqs=2, prefix_caching=False)
     ids = llava.prompt(0)
     answer(engine, ids, llava.images[0])
@@ -200,12 +198,13 @@ def test_a_request_does_not_share_the_failure_of_one_that_holds_the_image(
     encoder.forget()
     calls = fail_once(engine, monkeypatch)
     engine.add_request("first", ids, GREEDY, images=[llava.images[0]])
-    for _ in range(steps):
-        assert engine.step() == []
+    [output] = engine.step()
+    assert output.error is not None
+    assert (output.request_id, output.error.code) == ("first", "image_failed")
     assert calls == ["failed"]
-    assert encoder.features([llava.images[0]])[llava.images[0].key].failed, "the first request holds it"
+    encoder.check_integrity()
     engine.add_request("second", ids, GREEDY, images=[llava.images[0]])
-    tokens: dict[str, list[int]] = {"first": [], "second": []}
+    tokens: dict[str, list[int]] = {"second": []}
     reasons: dict[str, str | None] = {}
     while engine.has_unfinished():
         for output in engine.step():
@@ -213,9 +212,8 @@ def test_a_request_does_not_share_the_failure_of_one_that_holds_the_image(
             reasons[output.request_id] = output.finish_reason
         engine.check_integrity()
         encoder.check_integrity()
-    expected = llava.generate(ids, 0)
-    assert reasons == {"first": ended, "second": "length"}
-    assert tokens == {"first": expected if ended == "length" else [], "second": expected}
+    assert reasons == {"second": "length"}
+    assert tokens == {"second": llava.generate(ids, 0)}
     assert calls == ["failed", "encoded"]
 
 
@@ -270,6 +268,48 @@ def test_towers_that_raise_end_no_text_in_their_step(
     encoder.check_integrity()
     ids = llava.prompt(1)
     assert answer(engine, ids, llava.images[1]) == llava.generate(ids, 1)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("pausing", [False, True])
+def test_no_more_of_a_prompt_is_computed_once_an_image_has_failed(
+    llava: Case, depth: int, pausing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error says which image it was. A text that decodes meanwhile goes on."""
+    if pausing:
+        monkeypatch.setattr(PromptShare, "image_limit", lambda *_, **__: 1)
+    engine = llava.engine(max_num_batched_tokens=8, max_num_seqs=2, target_itl=15.0)
+    engine._steps.depth = depth
+    encoder = engine._runner.images
+    text = [5, 6, 7]
+    params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
+    expected = answer(engine, text, params=params)
+    answer(engine, llava.prompt(0), llava.images[0])
+    wrong = ImageInput.of({**llava.inputs[1], "pixel_values": torch.zeros(1, 3, 30, 28)})
+    ids = llava.prompt(0, 1) + list(range(30, 90))
+    engine.add_request("text", text, params)
+    engine.step()
+    engine.add_request("image", ids, GREEDY, images=[llava.images[0], wrong])
+    sequence = engine._scheduler.sequences["image"]
+    computed = 0
+    tokens: list[int] = []
+    while engine.has_unfinished():
+        computed = max(computed, sequence.num_computed)
+        for output in engine.step():
+            if output.request_id == "text":
+                tokens += output.token_ids
+            else:
+                assert output.error is not None
+                assert output.error.code == "image_failed"
+                assert "image 2 of 2" in output.error.message
+        engine.check_integrity()
+        encoder.check_integrity()
+    assert sequence.finish_reason == "error"
+    assert computed < 30 < len(ids), "the text behind the image is not computed"
+    assert tokens == expected[-len(tokens) :]
+    assert len(tokens) >= 29
+    fine = llava.prompt(0, 1)
+    assert answer(engine, fine, *llava.images) == llava.generate(fine, 0, 1)
 
 
 def test_a_failed_image_takes_one_row(llava: Case) -> None:

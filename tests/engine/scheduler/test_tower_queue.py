@@ -59,6 +59,9 @@ class Towers:
     def is_encoded(self, key: bytes) -> bool:
         return key in self.known
 
+    def has_failed(self, key: bytes) -> bool:
+        return key in self.failed and key in self.known
+
     def hold(self, key: bytes) -> None:
         self.held.add(key)
 

@@ -214,6 +214,7 @@ def test_ranks_compile_alone_and_add_together(make_engine, monkeypatch) -> None:
 
     class Runner:
         device = torch.device("cuda")
+        images = "the engine takes none"
 
     loaded = Loaded(
         cast(Any, Runner()), cast(Any, None), None, engine.config, 64, frozenset(), SamplingParams(), cast(Any, None)

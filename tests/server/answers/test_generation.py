@@ -46,6 +46,15 @@ async def test_a_request_that_fails_shows_no_internals(serving, engine, conforms
     assert code in caplog.text
 
 
+async def test_an_image_that_fails_is_named(serving, engine, conforms):
+    engine.error = RequestError("image_failed", "the model's towers could not encode image 2 of 3")
+    async with serving() as client:
+        response = await client.post("/v1/completions", json=TEXT)
+    conforms("ErrorResponse", response.json())
+    assert response.status_code == 500
+    assert response.json()["error"]["message"].endswith("could not encode image 2 of 3.")
+
+
 async def test_a_lost_replica_is_no_failure_of_the_server(serving, engine, conforms):
     engine.error = RequestError("replica_lost", "the replica has ended")
     async with serving() as client:

@@ -1,0 +1,103 @@
+"""What the towers of a model compute before the first request: pictures of noise, in the sizes that lead to other kernels.
+
+    process = find_process(config, model)    # None where the model's processor cannot be loaded
+    for images in tower_calls(reader, process, max_tokens=4096):
+        encoder.warm_up(images)              # through the towers at once
+
+The model's own processor makes the inputs, because it knows the sizes that the towers are given. Attention chooses its tiles by
+the longest picture, which nearly always changes at powers of two, so each picture has about twice as many pixels as the one
+before. Strips, by turns wide and tall, have other windows and other tiles than squares. Then pictures go through the towers
+together: small ones, a small one and a large one, and many. Noise, because the encoder finds out by different pictures how
+inputs are joined.
+
+Left out: prompts with images (warm_up.py), and pictures that the towers cannot compute together with others.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from fa_serve.engine.config import EngineConfig
+from fa_serve.engine.images.processor import PromptMaker
+from fa_serve.engine.request.prompts import PromptReader
+from fa_serve.engine.scheduler.prompt_share import MAX_IMAGE_TOKENS
+from fa_serve.hf.images import ImageReader, load_processor
+from fa_serve.spec import ParameterError
+
+log = logging.getLogger("fa_serve.engine")
+
+SIDES = (16, 1024)
+"""Pixels of the smallest and of the largest square, which the processor brings to sizes that it allows. Attention to more than
+the patches of the largest one has no other tiles, and a processor takes seconds for pictures of 12 million pixels."""
+STRIP = 8
+"""How much longer than wide a strip is. Processors refuse pictures that are much longer."""
+
+Inputs = Mapping[str, Tensor]
+Process = Callable[[Any], Inputs]
+"""Makes the towers' inputs of a picture: (height, width, 3) uint8."""
+
+
+def find_process(config: EngineConfig, vocab_size: int, max_model_len: int) -> Process | None:
+    """What the model's processor makes of a picture, or None, and the log says why not."""
+    try:
+        if config.model is None:
+            raise ParameterError("model", "be given, so that its processor can be loaded", None)
+        processor = load_processor(config.model_path(), trust_remote_code=config.trust_remote_code)
+        maker = PromptMaker(processor, PromptReader(processor.tokenizer, vocab_size, max_model_len))
+    except (ParameterError, AttributeError) as error:
+        log.info("the first images may wait for compilations, because no picture can be made for the towers: %s", error)
+        return None
+    return lambda image: maker.prompt(maker.image_text, [image]).images[0].inputs
+
+
+def tower_calls(reader: ImageReader, process: Process, max_tokens: int) -> Iterator[list[Inputs]]:
+    """The inputs of images, call by call, the smallest call first. max_tokens: embeddings of one image"""
+    most = min(max_tokens, MAX_IMAGE_TOKENS)
+    images = [x for x in _images(process, reader) if reader.num_tokens(x) <= most]
+    if not images:
+        return
+    yield from ([image] for image in images)
+    smallest = images[0]
+    largest = max(images, key=reader.num_tokens)
+    # as many as go through the towers together; the first two differ
+    many = [smallest, *_images_of(process, (SIDES[0], SIDES[0]), seed=1)]
+    yield many
+    yield [largest, *many]
+    count = max(MAX_IMAGE_TOKENS // max(reader.num_tokens(smallest), 1), 1)
+    yield (many * count)[:count]
+
+
+def _images(process: Process, reader: ImageReader) -> list[Inputs]:
+    """Images whose inputs have different shapes, from the smallest to the largest that the processor allows."""
+    largest = [_form(x) for x in _images_of(process, (SIDES[1], SIDES[1]))]
+    found: dict[Any, Inputs] = {}
+    power = 0
+    while (side := round(SIDES[0] * 2 ** (power / 2))) <= SIDES[1]:
+        power += 1
+        strip = (round(side * STRIP**0.5), max(round(side / STRIP**0.5), 1))
+        squares = [*_images_of(process, (side, side))]
+        for image in (*squares, *_images_of(process, strip if power % 2 else strip[::-1])):
+            found.setdefault(_form(image), image)
+        if any(_form(x) in largest or reader.num_tokens(x) > MAX_IMAGE_TOKENS for x in squares):
+            break
+    return sorted(found.values(), key=reader.num_tokens)
+
+
+def _images_of(process: Process, size: tuple[int, int], seed: int = 0) -> Iterator[Inputs]:
+    """One picture of noise, if the processor takes it. size: width and height"""
+    width, height = size
+    values = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
+    try:
+        yield process(values)
+    except ParameterError as error:
+        log.debug("no picture of %d x %d pixels: %s", width, height, error)
+
+
+def _form(inputs: Inputs) -> tuple[Any, ...]:
+    """What pictures of one size have in common: the shapes of the inputs, and the values of those that are few."""
+    return tuple((name, x.shape, tuple(x.flatten().tolist()) if x.numel() < 16 else ()) for name, x in sorted(inputs.items()))
