@@ -98,8 +98,9 @@ class StateSteps:
             return torch.tensor(values, dtype=dtype, device=self.device)
 
         table = ints(chunks).view(-1, 4)  # type: ignore[arg-type]
+        most = 1 if max(part.rows for part in parts if not part.padding) == 1 else FEW_ROWS
         return StateBatch(
-            self.page_size, ints(sources), ints(targets), ints(slots, torch.int64), ints(bounds), ints(lengths), table
+            self.page_size, ints(sources), ints(targets), ints(slots, torch.int64), ints(bounds), ints(lengths), table, most
         )
 
     def end(self) -> None:

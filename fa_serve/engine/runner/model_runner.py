@@ -446,7 +446,7 @@ class ModelRunner:
             max_seqlen_q=max_seqlen_q,
             max_seqlen_k=max_seqlen_k,
             fresh=fresh and not self._deterministic,
-            states=PagedStates(self.states, state_batch(fields, self.page_size)) if self.states else None,
+            states=PagedStates(self.states, state_batch(fields, self.page_size, max_seqlen_q)) if self.states else None,
             **self._options,
         )
         return Inputs(

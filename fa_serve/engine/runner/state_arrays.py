@@ -1,7 +1,7 @@
 """What a step says about the states of its sequences: a `ScheduledBatch` in, the fields of `fa_serve.ops.StateBatch` out.
 
     arrays.inputs.update(state_arrays(batch))         # NumPy arrays, sent with the others of the step
-    states = state_batch(sent, page_size)             # tensors on the device
+    states = state_batch(sent, page_size, max_seqlen_q)  # tensors on the device
 
 Left out: which states a sequence reads and writes, which the scheduler decides.
 """
@@ -77,7 +77,7 @@ def padding_state_arrays(batch: int, tokens: int, prompts: bool) -> dict[str, ND
     return {"sources": none, "targets": none.copy(), "pieces": pieces}
 
 
-def state_batch(fields: Mapping[str, Tensor], page_size: int) -> StateBatch:
+def state_batch(fields: Mapping[str, Tensor], page_size: int, max_seqlen_q: int) -> StateBatch:
     """The tensors of a step. fields: on the device, those of `state_arrays` and of `batch_arrays`"""
     return StateBatch(
         page_size=page_size,
@@ -87,6 +87,7 @@ def state_batch(fields: Mapping[str, Tensor], page_size: int) -> StateBatch:
         cu_seqlens=fields["cu_seqlens_q"],
         seqused_k=fields["seqused_k"],
         chunks=fields["pieces"],
+        most_rows=1 if max_seqlen_q == 1 else FEW_ROWS,
     )
 
 

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fa_serve import spec
 from fa_serve.launching.launch import Launch, power_of_2, with_unit_stride
 from fa_serve.launching.plans import PLANS
 from fa_serve.ops.linear_attention.primitives import sequences_of_rows, silu
@@ -24,6 +25,10 @@ BLOCK_M = 16
 """Rows of a program."""
 BLOCK_C = 128
 """Channels of a program."""
+MOST_SINGLE_ROWS = 512
+"""Up to so many rows, each row has programs of its own. More rows share weights and inputs in blocks of BLOCK_M."""
+SINGLE_ROW_CHANNELS = 256
+"""Channels of a program of a single row."""
 
 
 @triton.jit(do_not_specialize=["total", "num_seqs"])
@@ -108,6 +113,127 @@ def _causal_conv(
     tl.store(out_ptr + place, acc.to(out_ptr.dtype.element_ty), mask=(row < total)[:, None] & in_c[None, :])
 
 
+@triton.jit(do_not_specialize=["total", "num_seqs"])
+def _causal_conv_of_row(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    read_ptr,
+    write_ptr,
+    tail_ptr,
+    source_ptr,
+    target_ptr,
+    slot_ptr,
+    cu_ptr,
+    seqused_ptr,
+    out_ptr,
+    total,
+    num_seqs,
+    stride_x,
+    stride_w,
+    CHANNELS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PAGE: tl.constexpr,
+    RING: tl.constexpr,
+    MOST: tl.constexpr,
+    SILU: tl.constexpr,
+    BLOCK_SEQS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One row of a step of decoding, with what `_causal_conv` computes: where its inputs are is known to the program as numbers,
+    so that no thread waits for another and all inputs are on their way at once. The next kernel may start meanwhile."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    COLUMNS: tl.constexpr = (CHANNELS + BLOCK_C - 1) // BLOCK_C
+    row = tl.program_id(0) // COLUMNS
+    c = tl.program_id(0) % COLUMNS * BLOCK_C + tl.arange(0, BLOCK_C)
+    in_c = c < CHANNELS
+
+    # a sequence of one row that follows others of one row has its number
+    seq = tl.minimum(row, num_seqs - 1)
+    begin = tl.load(cu_ptr + seq)
+    behind = tl.load(cu_ptr + seq + 1)
+    end = tl.load(seqused_ptr + seq)
+    source = tl.load(source_ptr + seq)
+    slot = tl.zeros([], tl.int64)
+    if tail_ptr is not None:
+        slot = tl.load(slot_ptr + seq).to(tl.int64)
+    if (begin > row) | (behind <= row):
+        begins = tl.zeros([BLOCK_SEQS], tl.int32)
+        for low in range(0, num_seqs, BLOCK_SEQS):
+            b = low + tl.arange(0, BLOCK_SEQS)
+            begins += (tl.load(cu_ptr + b, mask=b < num_seqs, other=0x7FFFFFFF) <= row).to(tl.int32)
+        seq = tl.sum(begins, 0) - 1
+        begin = tl.load(cu_ptr + seq, mask=seq >= 0, other=0)
+        behind = tl.load(cu_ptr + seq + 1, mask=seq >= 0, other=0)
+        end = tl.load(seqused_ptr + seq, mask=seq >= 0, other=0)
+        source = tl.load(source_ptr + seq, mask=seq >= 0, other=-1)
+        if tail_ptr is not None:
+            slot = tl.load(slot_ptr + seq, mask=seq >= 0, other=0).to(tl.int64)
+    live = (row < behind) & (end > 0)
+    first = end - (behind - begin)
+    start = first // PAGE * PAGE
+    position = first + row - begin
+    acc = tl.zeros([BLOCK_C], tl.float32)
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + c, mask=in_c, other=0.0).to(tl.float32)
+    y = tl.zeros([BLOCK_C], x_ptr.dtype.element_ty)
+    for tap in tl.static_range(WIDTH):
+        y = _input_of_row(
+            x_ptr, read_ptr, tail_ptr, c, in_c & live, row, position, first, start, source, slot, stride_x, tap, CHANNELS, WIDTH, RING
+        )
+        weight = tl.load(weight_ptr + c * stride_w + tap, mask=in_c, other=0.0).to(tl.float32)
+        acc += y.to(tl.float32) * weight
+    if SILU:
+        acc = silu(acc)
+    acc = tl.where(live, acc, 0.0)  # padding too is read by the rest of a model
+    tl.store(out_ptr + row.to(tl.int64) * CHANNELS + c, acc.to(out_ptr.dtype.element_ty), mask=in_c)
+    if tail_ptr is not None:
+        keep = in_c & live & (position >= end - RING)
+        tl.store(tail_ptr + (slot * RING + position % RING) * CHANNELS + c, y, mask=keep)
+    if target_ptr is not None:
+        if live & (behind - begin <= MOST) & (position + 1 == end // PAGE * PAGE) & (position >= start):
+            target = tl.load(target_ptr + seq).to(tl.int64)
+            for tap in tl.static_range(1, WIDTH):
+                y = _input_of_row(
+                    x_ptr, read_ptr, tail_ptr, c, in_c, row, position, first, start, source, slot, stride_x, tap, CHANNELS, WIDTH, RING
+                )
+                place = target * (WIDTH - 1) + tap - 1
+                tl.store(write_ptr + place * CHANNELS + c, y, mask=in_c & (target >= 0))
+
+
+@triton.jit
+def _input_of_row(
+    x_ptr,
+    read_ptr,
+    tail_ptr,
+    c,
+    keep,
+    row,
+    position,
+    first,
+    start,
+    source,
+    slot,
+    stride_x,
+    tap: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    RING: tl.constexpr,
+):
+    """Channels c of the input that one tap of a row sees: of the step, of the tail or of the state page."""
+    at = position - (WIDTH - 1) + tap
+    place = x_ptr + (row - (WIDTH - 1) + tap).to(tl.int64) * stride_x
+    if tap < WIDTH - 1:
+        paged = read_ptr + (source.to(tl.int64) * (WIDTH - 1) + at - start + (WIDTH - 1)) * CHANNELS
+        if tail_ptr is not None:
+            paged = tl.where(at >= start, tail_ptr + (slot * RING + (at + RING) % RING) * CHANNELS, paged)
+        place = tl.where(at >= first, place, paged)
+        keep = keep & ((at >= start) | (source >= 0))
+    return tl.load(place + c, mask=keep, other=0.0)
+
+
 @triton.jit
 def _store_conv_states(
     x_ptr,
@@ -178,24 +304,35 @@ def launch_causal_conv(
     if run is None:
         ring = 1 if tail is None else tail.shape[1]
         sizes = (total, len(batch.sources), len(batch.chunks))
+        pdl = spec.has_programmatic_launch(spec.arch_of(x.device))
         fixed = (channels, width, batch.page_size, ring, few_rows, activation == "silu")
-        run = PLANS.add(key, _plan(sizes, fixed, (x.stride(0), weight.stride(0))))
+        run = PLANS.add(key, _plan(sizes, fixed, (x.stride(0), weight.stride(0)), pdl))
     run((x, weight, bias, *around, out), (x, access.read, access.write, batch.sources, batch.cu_seqlens, batch.chunks))
     return out
 
 
-def _plan(sizes: tuple[int, int, int], fixed: tuple[int, ...], strides: tuple[int, int]) -> Any:
+def _plan(sizes: tuple[int, int, int], fixed: tuple[int, ...], strides: tuple[int, int], lets_next_start: bool) -> Any:
     total, num_seqs, num_chunks = sizes
     channels, width = fixed[:2]
     columns = -(-channels // BLOCK_C)
-    convolve = Launch(
-        _causal_conv,
-        -(-total // BLOCK_M) * columns,
-        varying=(total, num_seqs),
-        strides=strides,
-        fixed=(*fixed, min(128, power_of_2(max(num_seqs, 16))), BLOCK_M, BLOCK_C),
-        options={"num_warps": 4},
-    )
+    if total <= MOST_SINGLE_ROWS:
+        convolve = Launch(
+            _causal_conv_of_row,
+            total * -(-channels // SINGLE_ROW_CHANNELS),
+            varying=(total, num_seqs),
+            strides=strides,
+            fixed=(*fixed, min(1024, power_of_2(max(num_seqs, 16))), SINGLE_ROW_CHANNELS, lets_next_start),
+            options={"num_warps": 4},
+        )
+    else:
+        convolve = Launch(
+            _causal_conv,
+            -(-total // BLOCK_M) * columns,
+            varying=(total, num_seqs),
+            strides=strides,
+            fixed=(*fixed, min(128, power_of_2(max(num_seqs, 16))), BLOCK_M, BLOCK_C),
+            options={"num_warps": 4},
+        )
     store = None
     if num_chunks:
         store = Launch(

@@ -12,15 +12,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from fa_serve import spec
-from fa_serve.launching.launch import Launch, power_of_2, with_unit_stride
+from fa_serve.launching.launch import Launch, launch_options, power_of_2, with_unit_stride
 from fa_serve.launching.plans import PLANS
 from fa_serve.ops.linear_attention.primitives import clear_padding, normalised_row, normalised_rows, time_step
 from fa_serve.ops.linear_attention.problem import FEW_ROWS, MatrixInputs, StateAccess
+from fa_serve.ops.linear_attention.reread_rows import _reread_rows
 from fa_serve.ops.linear_attention.tiles import FewRowsTile
 
 
@@ -241,6 +243,10 @@ def launch_few_rows(inputs: MatrixInputs, access: StateAccess, out: Tensor, tile
     assert v is not None
     batch = access.batch
     tail_k, tail_u, tail_g = (*access.tails, None, None, None)[:3]
+    ring = 1 if tail_k is None else tail_k.shape[1]
+    if tile.rereads and g is not None and tail_u is None:
+        ring = FEW_ROWS
+        tail_u = torch.empty(len(batch.sources), ring, *v.shape[1:], dtype=torch.float32, device=v.device)
     tensors = (
         q,
         k,
@@ -263,9 +269,10 @@ def launch_few_rows(inputs: MatrixInputs, access: StateAccess, out: Tensor, tile
         out,
     )
     strides = tuple(0 if x is None else x.stride(0) for x in (q, k, v, g, weight))
-    ring = 1 if tail_k is None else tail_k.shape[1]
+    one_row = tile.rereads and batch.most_rows == 1 and tail_k is not None
     key = (
         "few_rows",
+        one_row,
         len(batch.sources),
         k.shape[1:],
         v.shape[1:],
@@ -278,16 +285,24 @@ def launch_few_rows(inputs: MatrixInputs, access: StateAccess, out: Tensor, tile
     )
     run = PLANS.get(key)
     if run is None:
-        run = PLANS.add(key, _plan(inputs, len(batch.sources), batch.page_size, ring, strides, tile))
+        run = PLANS.add(key, _plan(inputs, len(batch.sources), batch.page_size, ring, strides, tile, one_row))
     run(tensors, len(v))
 
 
 def _plan(
-    inputs: MatrixInputs, num_seqs: int, page_size: int, ring: int, strides: tuple[int, ...], tile: FewRowsTile
+    inputs: MatrixInputs,
+    num_seqs: int,
+    page_size: int,
+    ring: int,
+    strides: tuple[int, ...],
+    tile: FewRowsTile,
+    one_row: bool,
 ) -> Launch:
     key_heads, dim = inputs.k.shape[1:]
     heads, dim_v = inputs.v.shape[1:]
     by_channel = inputs.g is not None and inputs.g.dim() == 3
+    arch = spec.arch_of(inputs.v.device)
+    pdl = tile.rereads and spec.has_programmatic_launch(arch)
     fixed: tuple[Any, ...] = (
         heads,
         key_heads,
@@ -295,23 +310,23 @@ def _plan(
         dim_v,
         page_size,
         ring,
-        FEW_ROWS,
+        1 if one_row else FEW_ROWS,
         by_channel,
         inputs.use_qk_l2norm,
         inputs.steps.softplus,
         tile.block_t,
         power_of_2(max(dim, 16)),
         tile.block_v,
-        "tf32x3" if spec.arch_of(inputs.v.device) else "ieee",
+        *((one_row, pdl) if tile.rereads else ("tf32x3" if arch else "ieee",)),
     )
     low, high = inputs.steps.limit
     return Launch(
-        _matrix_rows,
+        _reread_rows if tile.rereads else _matrix_rows,
         num_seqs * heads * -(-dim_v // tile.block_v),
         varying=(num_seqs, float(inputs.softmax_scale), float(low), float(high)),
         strides=strides,
         fixed=fixed,
-        options={"num_warps": tile.num_warps},
+        options=launch_options(pdl, tile.num_warps) | ({"maxnreg": tile.registers} if arch and tile.registers else {}),
     )
 
 

@@ -116,6 +116,7 @@ class StateBatch(NamedTuple):
                 of the rows. A piece has at most PIECE_ROWS rows, and is cut at each multiple of PIECE_ROWS of its sequence's
                 positions. The page gets the state after the piece, which ends at a multiple of `page_size` then. Pieces of
                 0 rows pad, at the end
+    most_rows:  the most rows that a sequence with a length has in the step, if the host knows that it is 1; else FEW_ROWS
     """
 
     page_size: int
@@ -125,6 +126,7 @@ class StateBatch(NamedTuple):
     cu_seqlens: Tensor
     seqused_k: Tensor
     chunks: Tensor
+    most_rows: int = FEW_ROWS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,11 +14,18 @@ columns, they are right."""
 
 
 class FewRowsTile(NamedTuple):
-    """block_v columns of the values and block_t rows of the tail and of the step, in a program of num_warps warps."""
+    """block_v columns of the values, in a program of num_warps warps.
+
+    block_t: rows of the tail and of the step in registers; with `rereads`, of a tile of them
+    rereads: each row reads the tail again (reread_rows.py), instead of once for all rows (few_rows.py)
+    registers: the most that a thread may have, on NVIDIA GPUs; None is the compiler's choice
+    """
 
     block_v: int
     block_t: int
     num_warps: int
+    rereads: bool = False
+    registers: int | None = None
 
 
 class PiecesTile(NamedTuple):
@@ -48,8 +55,19 @@ class PiecesTile(NamedTuple):
 
 
 def few_rows_tile(recurrence: Recurrence) -> FewRowsTile:
-    """A program keeps 4096 numbers of the state in registers, and the keys of the tail, with their gates if they differ by
-    channel. In 4 warps, 4096 numbers take 32 registers of a thread."""
+    """A thread of 4 warps keeps 64 numbers of the state, whose loads are on their way while the rest is read. With 128 registers
+    four programs fit on a multiprocessor of NVIDIA GPUs, and 128 KiB of states are on their way there. The tail has a tile of
+    rows in registers, with its gates if they differ by channel."""
+    dim = power_of_2(max(recurrence.dim, 16))
+    block_v = max(16, min(power_of_2(recurrence.dim_v), 8192 // dim))
+    return FewRowsTile(block_v, 16, 4, rereads=True, registers=128 if block_v * dim == 8192 else None)
+
+
+def kept_rows_tile(recurrence: Recurrence) -> FewRowsTile:
+    """The tile of the form that keeps all rows in registers.
+
+    A program keeps 4096 numbers of the state, and the keys of the tail, with their gates if they differ by channel. In 4
+    warps, 4096 numbers take 32 registers of a thread."""
     dim = power_of_2(max(recurrence.dim, 16))
     block_v = max(16, min(power_of_2(recurrence.dim_v), 4096 // dim))
     block_t = power_of_2(recurrence.page_size - 1 + FEW_ROWS)

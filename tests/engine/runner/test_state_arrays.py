@@ -59,8 +59,9 @@ def test_sequences_of_an_empty_step_begin() -> None:
 def test_the_batch_has_the_fields_of_the_step() -> None:
     names = ("sources", "targets", "slots", "cu_seqlens_q", "seqused_k", "pieces")
     fields = {name: torch.tensor([number]) for number, name in enumerate(names)}
-    batch = state_batch(fields, 16)
-    assert [batch.page_size, *(int(x) for x in batch[1:])] == [16, 0, 1, 2, 3, 4, 5]
+    batch = state_batch(fields, 16, max_seqlen_q=1)
+    assert [batch.page_size, *(int(x) for x in batch[1:])] == [16, 0, 1, 2, 3, 4, 5, 1]
+    assert state_batch(fields, 16, max_seqlen_q=2).most_rows == FEW_ROWS
 
 
 def test_the_padding_of_a_graph_reads_and_writes_no_states() -> None:

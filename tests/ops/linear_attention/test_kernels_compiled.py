@@ -26,6 +26,9 @@ def kernels(monkeypatch: pytest.MonkeyPatch, poisoned_memory: None) -> None:
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
 
 
+MOST = 1
+
+
 def bf16(*shape: int) -> Tensor:
     return torch.zeros(4, *shape, dtype=torch.bfloat16)
 
@@ -33,7 +36,7 @@ def bf16(*shape: int) -> Tensor:
 def batch(chunks: int) -> StateBatch:
     ints = torch.zeros(4, dtype=torch.int32)
     table = torch.zeros(chunks, 4, dtype=torch.int32)
-    return StateBatch(16, ints, ints, ints.long(), torch.zeros(5, dtype=torch.int32), ints, table)
+    return StateBatch(16, ints, ints, ints.long(), torch.zeros(5, dtype=torch.int32), ints, table, most_rows=MOST)
 
 
 def delta(key_heads: int, heads: int, by_channel: bool, chunks: int) -> None:

@@ -1,0 +1,357 @@
+"""The kernel for few rows of a sequence that reads its tail again for each row, and keeps only the state in registers.
+
+A program computes some columns of the values of one head of one sequence, as in few_rows.py, which launches it. A step of
+decoding has one row for each sequence, so that nothing is read twice then, and the tail has no registers behind its sums: more
+programs fit on a multiprocessor, and the memory is busy with their states. All sums of a row over channels, over the tail and
+over the state end in one sum over the threads that hold a column.
+
+The tail is read in tiles of BLOCK_T rows, from the last one back, and of the last tile only the rows that exist. What a row
+adds depends on its position behind the state page alone: the bits of a row do not depend on how many steps the rows before it
+came in. A page that fills is written by the recurrence itself, a row after the other.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fa_serve.ops.linear_attention.primitives import L2NORM_EPS, clear_padding, normalised_row, time_step
+
+
+@triton.jit
+def _add_pairs(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def _add_triples(a, b, c, d, e, f):
+    return a + d, b + e, c + f
+
+
+@triton.jit
+def _gates_and_weights(
+    old,
+    new,
+    place,
+    j,
+    a,
+    bias,
+    g_ptr,
+    weight_ptr,
+    tail_g_ptr,
+    stride_g,
+    stride_w,
+    limit_low,
+    limit_high,
+    HEADS: tl.constexpr,
+    SOFTPLUS: tl.constexpr,
+    OLD: tl.constexpr,
+    NEW: tl.constexpr,
+):
+    """Log gates by head, and the weights of values, of rows of the tail (old) at `place` and of rows j of the step (new).
+
+    The pointers are those of the head's first row.
+    """
+    if g_ptr is not None:
+        if NEW:
+            gates = tl.load(g_ptr + j * stride_g, mask=new, other=0.0).to(tl.float32)
+            if OLD and tail_g_ptr is not None:
+                gates += tl.load(tail_g_ptr + place * HEADS, mask=old, other=0.0)
+        else:
+            gates = tl.load(tail_g_ptr + place * HEADS, mask=old, other=0.0)
+        weights = gates
+    elif weight_ptr is None:
+        gates = tl.where(old | new, a, 0.0)
+        weights = tl.where(old | new, 1.0, 0.0)
+    else:
+        if NEW:
+            given = tl.load(weight_ptr + j * stride_w, mask=new, other=0.0)
+            weights = tl.where(new, time_step(given, bias, limit_low, limit_high, SOFTPLUS), 0.0)
+            if OLD and tail_g_ptr is not None:
+                weights += tl.load(tail_g_ptr + place * HEADS, mask=old, other=0.0)
+        else:
+            weights = tl.load(tail_g_ptr + place * HEADS, mask=old, other=0.0)
+        gates = a * weights
+    return gates, weights
+
+
+@triton.jit(do_not_specialize=["total", "num_seqs"])
+def _reread_rows(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    g_ptr,
+    weight_ptr,
+    a_ptr,
+    bias_ptr,
+    d_ptr,
+    read_ptr,
+    write_ptr,
+    tail_k_ptr,
+    tail_u_ptr,
+    tail_g_ptr,
+    source_ptr,
+    target_ptr,
+    slot_ptr,
+    cu_ptr,
+    seqused_ptr,
+    out_ptr,
+    total,
+    num_seqs,
+    scale,
+    limit_low,
+    limit_high,
+    stride_q,
+    stride_k,
+    stride_v,
+    stride_g,
+    stride_w,
+    HEADS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_V: tl.constexpr,
+    PAGE: tl.constexpr,
+    RING: tl.constexpr,
+    MOST: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    SOFTPLUS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    ONE_ROW: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Arguments are those of `_matrix_rows`, except for tail_u_ptr: the delta rule has it also without a tail, for u of the
+    step. Rows t count from the position of the state on."""
+    DELTA: tl.constexpr = g_ptr is not None
+    COLUMNS: tl.constexpr = (DIM_V + BLOCK_V - 1) // BLOCK_V
+    block = tl.program_id(0) % COLUMNS
+    head = (tl.program_id(0) // COLUMNS) % HEADS
+    seq = tl.program_id(0) // (COLUMNS * HEADS)
+    key_head = head // (HEADS // KEY_HEADS)
+
+    # what the host has sent, in one round trip
+    begin = tl.load(cu_ptr + seq)
+    behind = tl.load(cu_ptr + seq + 1)
+    end = tl.load(seqused_ptr + seq)
+    source = tl.load(source_ptr + seq).to(tl.int64)
+    target = tl.load(target_ptr + seq).to(tl.int64)
+    slot = tl.load(slot_ptr + seq).to(tl.int64)
+    rows = behind - begin
+    live = (rows > 0) & (rows <= MOST) & (end > 0)
+    first = end - rows
+    start = first // PAGE * PAGE
+    tail = first - start
+
+    # The state, which no kernel just before this one writes, is on its way while the rest is read and computed.
+    c = tl.arange(0, BLOCK_K)
+    x = block * BLOCK_V + tl.arange(0, BLOCK_V)
+    in_c = c < DIM
+    in_x = x < DIM_V
+    square = c[:, None] * DIM_V + x[None, :]
+    in_square = in_c[:, None] & in_x[None, :]
+    page = read_ptr + (source * HEADS + head) * (DIM * DIM_V)
+    state = tl.load(page + square, mask=in_square & live & (source >= 0), other=0.0)  # [BLOCK_K, BLOCK_V]
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    clear_padding(out_ptr + head * DIM_V + x, in_x, begin, behind, end, seq == num_seqs - 1, total, HEADS * DIM_V)
+    if not live:
+        return
+
+    begin = begin.to(tl.int64)
+    q_ptr += begin * stride_q + key_head * DIM
+    k_ptr += begin * stride_k + key_head * DIM
+    v_ptr += begin * stride_v + head * DIM_V
+    out_ptr += (begin * HEADS + head) * DIM_V
+    if tail_k_ptr is not None:
+        tail_k_ptr += (slot * RING * KEY_HEADS + key_head) * DIM
+    if tail_u_ptr is not None:
+        tail_u_ptr += (slot * RING * HEADS + head) * DIM_V
+    GATES: tl.constexpr = DIM if BY_CHANNEL else 1
+    if tail_g_ptr is not None:
+        tail_g_ptr += (slot * RING * HEADS + head) * GATES
+    if DELTA:
+        g_ptr += begin * stride_g + head * GATES
+    if weight_ptr is not None:
+        weight_ptr += begin * stride_w + head
+    bias = 0.0
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + head).to(tl.float32)
+    a = 0.0
+    if not DELTA:
+        a = tl.load(a_ptr + head).to(tl.float32)
+
+    count = rows
+    if ONE_ROW:
+        count = 1
+    for j in range(count):
+        r = tail + j
+        own = (start + r) % RING
+        raw_key = tl.load(k_ptr + j * stride_k + c, mask=in_c, other=0.0)
+        key = raw_key.to(tl.float32)  # [BLOCK_K]
+        query = tl.load(q_ptr + j * stride_q + c, mask=in_c, other=0.0).to(tl.float32)
+        raw_value = tl.load(v_ptr + j * stride_v + x, mask=in_x, other=0.0)
+        value = raw_value.to(tl.float32)  # [BLOCK_V]
+        beta = 1.0
+        if BY_CHANNEL:
+            gate = tl.load(g_ptr + j * stride_g + c, mask=in_c, other=0.0).to(tl.float32)
+            kept = gate
+        else:
+            gate, kept = _gates_and_weights(
+                False, True, 0, j, a, bias, g_ptr, weight_ptr, tail_g_ptr, stride_g, stride_w, limit_low, limit_high, HEADS, SOFTPLUS, False, True
+            )
+        if DELTA:
+            beta = tl.load(weight_ptr + j * stride_w).to(tl.float32)
+        alike = key * query
+        if NORMALISE:
+            squares_of_key, squares_of_query, alike = tl.reduce((key * key, query * query, alike), 0, _add_triples)
+            length_of_key = tl.rsqrt(squares_of_key + L2NORM_EPS)
+            length_of_query = tl.rsqrt(squares_of_query + L2NORM_EPS) * scale
+            key *= length_of_key
+            query *= length_of_query
+            alike *= length_of_key * length_of_query
+        else:
+            query *= scale
+            alike = tl.sum(alike, 0) * scale
+
+        part_of_known = tl.zeros([BLOCK_T, BLOCK_V], tl.float32)
+        part_of_out = tl.zeros([BLOCK_T, BLOCK_V], tl.float32)
+        after = gate  # log gates behind the tile, up to row r
+        tiles = (r + BLOCK_T - 1) // BLOCK_T
+        if ONE_ROW:
+            tiles = (PAGE - 1 + BLOCK_T - 1) // BLOCK_T
+        for i in range(tiles):
+            low = (tiles - 1 - i) * BLOCK_T
+            t = low + tl.arange(0, BLOCK_T)
+            old = t < tail
+            seen = t < r
+            place = (start + t) % RING
+            at = k_ptr + (t - tail)[:, None] * stride_k + c[None, :]
+            if ONE_ROW:
+                at = tail_k_ptr + place[:, None] * (KEY_HEADS * DIM) + c[None, :]
+            elif tail_k_ptr is not None:
+                at = tl.where(old[:, None], tail_k_ptr + place[:, None] * (KEY_HEADS * DIM) + c[None, :], at)
+            keys = tl.load(at, mask=seen[:, None] & in_c[None, :], other=0.0).to(tl.float32)  # [BLOCK_T, BLOCK_K]
+            if DELTA:
+                at = tail_u_ptr + place[:, None] * (HEADS * DIM_V) + x[None, :]
+            else:
+                at = v_ptr + (t - tail)[:, None] * stride_v + x[None, :]
+                if ONE_ROW:
+                    at = tail_u_ptr + place[:, None] * (HEADS * DIM_V) + x[None, :]
+                elif tail_u_ptr is not None:
+                    at = tl.where(old[:, None], tail_u_ptr + place[:, None] * (HEADS * DIM_V) + x[None, :], at)
+            u = tl.load(at, mask=seen[:, None] & in_x[None, :], other=0.0).to(tl.float32)  # [BLOCK_T, BLOCK_V]
+
+            if BY_CHANNEL:
+                at = (t - tail)[:, None] * stride_g + c[None, :]
+                gates = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
+                if not ONE_ROW:
+                    gates += tl.load(g_ptr + at, mask=(seen & (t >= tail))[:, None] & in_c[None, :], other=0.0).to(tl.float32)
+                if tail_g_ptr is not None:
+                    at = place[:, None] * (HEADS * DIM) + c[None, :]
+                    gates += tl.load(tail_g_ptr + at, mask=(seen & old)[:, None] & in_c[None, :], other=0.0)
+                faded = keys * tl.exp(tl.cumsum(gates, 0, reverse=True) - gates + after[None, :])
+                after += tl.sum(gates, 0)
+                factor = tl.full([BLOCK_T], 1.0, tl.float32)
+            else:
+                gates, weights = _gates_and_weights(
+                    old & seen,
+                    seen & (t >= tail),
+                    place,
+                    t - tail,
+                    a,
+                    bias,
+                    g_ptr,
+                    weight_ptr,
+                    tail_g_ptr,
+                    stride_g,
+                    stride_w,
+                    limit_low,
+                    limit_high,
+                    HEADS,
+                    SOFTPLUS,
+                    True,
+                    not ONE_ROW,
+                )
+                factor = tl.exp(tl.cumsum(gates, 0, reverse=True) - gates + after)
+                if not DELTA:
+                    factor *= weights
+                faded = keys
+                after += tl.sum(gates, 0)
+            if NORMALISE:
+                factor *= tl.rsqrt(tl.sum(keys * keys, 1) + L2NORM_EPS)
+            if DELTA:
+                of_key, of_query = tl.reduce((faded * key[None, :], faded * query[None, :]), 1, _add_pairs)
+                part_of_known += (of_key * factor)[:, None] * u
+            else:
+                of_query = tl.sum(faded * query[None, :], 1)
+            part_of_out += (of_query * factor)[:, None] * u
+
+        of_state = query * tl.exp(after)
+        part_of_out += _sums_of_tiles(state, of_state, BLOCK_T)
+        if DELTA:
+            part_of_known += _sums_of_tiles(state, key * tl.exp(after), BLOCK_T)
+            known, y = tl.reduce((part_of_known, part_of_out), 0, _add_pairs)
+            u_of_row = beta * (value - known)
+            y += alike * u_of_row
+            tl.store(tail_u_ptr + own * (HEADS * DIM_V) + x, u_of_row, mask=in_x)
+        else:
+            y = tl.sum(part_of_out, 0) + (alike * kept) * value
+            if tail_u_ptr is not None:
+                tl.store(tail_u_ptr + own * (HEADS * DIM_V) + x, raw_value, mask=in_x)
+        if d_ptr is not None:
+            y += tl.load(d_ptr + head).to(tl.float32) * value
+        tl.store(out_ptr + j * (HEADS * DIM_V) + x, y.to(out_ptr.dtype.element_ty), mask=in_x)
+        # rows of the step: no other program reads the rows of the ring that are written here
+        if tail_k_ptr is not None and block == 0:
+            if head % (HEADS // KEY_HEADS) == 0:
+                tl.store(tail_k_ptr + own * (KEY_HEADS * DIM) + c, raw_key, mask=in_c)
+            if tail_g_ptr is not None:
+                if BY_CHANNEL:
+                    tl.store(tail_g_ptr + own * (HEADS * DIM) + c, kept, mask=in_c)
+                else:
+                    tl.store(tail_g_ptr + own * HEADS, kept)
+        if DELTA and j + 1 < rows:
+            tl.debug_barrier()  # other threads read u
+
+    position = end // PAGE * PAGE
+    if (target >= 0) & (position > start):
+        if DELTA:
+            tl.debug_barrier()
+        for t in range(position - start):
+            place = (start + t) % RING
+            old = t < tail
+            at = k_ptr + (t - tail) * stride_k
+            if tail_k_ptr is not None:
+                at = tl.where(old, tail_k_ptr + place * (KEY_HEADS * DIM), at)
+            key = normalised_row(tl.load(at + c, mask=in_c, other=0.0), NORMALISE)
+            if DELTA:
+                at = tail_u_ptr + place * (HEADS * DIM_V)
+            else:
+                at = v_ptr + (t - tail) * stride_v
+                if tail_u_ptr is not None:
+                    at = tl.where(old, tail_u_ptr + place * (HEADS * DIM_V), at)
+            u = tl.load(at + x, mask=in_x, other=0.0).to(tl.float32)
+            if BY_CHANNEL:
+                gate = tl.load(g_ptr + (t - tail) * stride_g + c, mask=in_c & (t >= tail), other=0.0).to(tl.float32)
+                if tail_g_ptr is not None:
+                    gate += tl.load(tail_g_ptr + place * (HEADS * DIM) + c, mask=in_c & old, other=0.0)
+                state *= tl.exp(gate)[:, None]
+            else:
+                gate, weight = _gates_and_weights(
+                    old, t >= tail, place, t - tail, a, bias, g_ptr, weight_ptr, tail_g_ptr, stride_g, stride_w, limit_low, limit_high, HEADS, SOFTPLUS, True, True
+                )
+                state *= tl.exp(gate)
+                if not DELTA:
+                    u *= weight
+            state += key[:, None] * u[None, :]
+        tl.store(write_ptr + (target * HEADS + head) * (DIM * DIM_V) + square, state, mask=in_square)
+
+
+@triton.jit
+def _sums_of_tiles(state, factors, BLOCK_T: tl.constexpr):
+    """The sums over channels of factors * state [BLOCK_K, BLOCK_V], as BLOCK_T parts: channels that are BLOCK_T apart are in
+    registers of one thread."""
+    product = state * factors[:, None]
+    return tl.sum(tl.reshape(product, [state.shape[0] // BLOCK_T, BLOCK_T, state.shape[1]]), 0)
