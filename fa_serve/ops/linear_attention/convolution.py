@@ -1,6 +1,6 @@
 """The kernel of the short convolution, with its activation: chunks, few rows and the functional form.
 
-A program computes some rows, of any sequences, and some channels. Each row finds its sequence, and each input that it needs is
+A program computes some rows, of any sequences, and some channels; few rows have their own programs each. Each row finds its sequence, and each input that it needs is
 one of three: a row of the step, a row of the tail, or a row of the state page. Rows of the step are written to the tail, where
 no program reads them. Two programs never write the same state: one row writes the state before the position behind it.
 
@@ -26,7 +26,7 @@ BLOCK_M = 16
 BLOCK_C = 128
 """Channels of a program."""
 MOST_SINGLE_ROWS = 512
-"""Up to so many rows, each row has programs of its own. More rows share weights and inputs in blocks of BLOCK_M."""
+"""Up to so many rows, each row has its own programs. More rows share weights and inputs in blocks of BLOCK_M."""
 SINGLE_ROW_CHANNELS = 256
 """Channels of a program of a single row."""
 
@@ -181,7 +181,22 @@ def _causal_conv_of_row(
     y = tl.zeros([BLOCK_C], x_ptr.dtype.element_ty)
     for tap in tl.static_range(WIDTH):
         y = _input_of_row(
-            x_ptr, read_ptr, tail_ptr, c, in_c & live, row, position, first, start, source, slot, stride_x, tap, CHANNELS, WIDTH, RING
+            x_ptr,
+            read_ptr,
+            tail_ptr,
+            c,
+            in_c & live,
+            row,
+            position,
+            first,
+            start,
+            source,
+            slot,
+            stride_x,
+            tap,
+            CHANNELS,
+            WIDTH,
+            RING,
         )
         weight = tl.load(weight_ptr + c * stride_w + tap, mask=in_c, other=0.0).to(tl.float32)
         acc += y.to(tl.float32) * weight
@@ -197,7 +212,22 @@ def _causal_conv_of_row(
             target = tl.load(target_ptr + seq).to(tl.int64)
             for tap in tl.static_range(1, WIDTH):
                 y = _input_of_row(
-                    x_ptr, read_ptr, tail_ptr, c, in_c, row, position, first, start, source, slot, stride_x, tap, CHANNELS, WIDTH, RING
+                    x_ptr,
+                    read_ptr,
+                    tail_ptr,
+                    c,
+                    in_c,
+                    row,
+                    position,
+                    first,
+                    start,
+                    source,
+                    slot,
+                    stride_x,
+                    tap,
+                    CHANNELS,
+                    WIDTH,
+                    RING,
                 )
                 place = target * (WIDTH - 1) + tap - 1
                 tl.store(write_ptr + place * CHANNELS + c, y, mask=in_c & (target >= 0))
@@ -287,8 +317,11 @@ def launch_causal_conv(
     tail = access.tails[0] if access.tails else None
     out = x.new_empty(total, channels)
     around = (access.read, access.write, tail, batch.sources, batch.targets, batch.slots, batch.cu_seqlens, batch.seqused_k)
+    arch = spec.arch_of(x.device)
+    single = takes_single_rows(total, arch)
     key = (
         "causal_conv",
+        single,
         x.shape,
         x.stride(0),
         weight.shape,
@@ -304,18 +337,26 @@ def launch_causal_conv(
     if run is None:
         ring = 1 if tail is None else tail.shape[1]
         sizes = (total, len(batch.sources), len(batch.chunks))
-        pdl = spec.has_programmatic_launch(spec.arch_of(x.device))
+        pdl = spec.has_programmatic_launch(arch)
         fixed = (channels, width, batch.page_size, ring, few_rows, activation == "silu")
-        run = PLANS.add(key, _plan(sizes, fixed, (x.stride(0), weight.stride(0)), pdl))
+        run = PLANS.add(key, _plan(sizes, fixed, (x.stride(0), weight.stride(0)), single, pdl))
     run((x, weight, bias, *around, out), (x, access.read, access.write, batch.sources, batch.cu_seqlens, batch.chunks))
     return out
 
 
-def _plan(sizes: tuple[int, int, int], fixed: tuple[int, ...], strides: tuple[int, int], lets_next_start: bool) -> Any:
+def takes_single_rows(total: int, arch: int) -> bool:
+    """Whether each row has its own programs. Triton 3.6 does not compile them for AMD GPUs, where a pass fails at addresses that
+    are chosen."""
+    return total <= MOST_SINGLE_ROWS and arch > 0
+
+
+def _plan(
+    sizes: tuple[int, int, int], fixed: tuple[int, ...], strides: tuple[int, int], single: bool, lets_next_start: bool
+) -> Any:
     total, num_seqs, num_chunks = sizes
     channels, width = fixed[:2]
     columns = -(-channels // BLOCK_C)
-    if total <= MOST_SINGLE_ROWS:
+    if single:
         convolve = Launch(
             _causal_conv_of_row,
             total * -(-channels // SINGLE_ROW_CHANNELS),

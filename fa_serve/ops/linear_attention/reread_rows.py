@@ -75,6 +75,95 @@ def _gates_and_weights(
     return gates, weights
 
 
+@triton.jit
+def _read_tile(
+    low,
+    r,
+    tail,
+    start,
+    c,
+    x,
+    in_c,
+    in_x,
+    a,
+    bias,
+    k_ptr,
+    v_ptr,
+    g_ptr,
+    weight_ptr,
+    tail_k_ptr,
+    tail_u_ptr,
+    tail_g_ptr,
+    stride_k,
+    stride_v,
+    stride_g,
+    stride_w,
+    limit_low,
+    limit_high,
+    HEADS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_V: tl.constexpr,
+    RING: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
+    SOFTPLUS: tl.constexpr,
+    ONE_ROW: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """(keys, u, log gates, weights of u) of the rows from `low` on that come before row r; 0 for others.
+
+    With ONE_ROW these are rows of the tail. Weights are 1 for the delta rule.
+    """
+    t = low + tl.arange(0, BLOCK_T)
+    seen = t < r
+    old = t < tail
+    place = (start + t) % RING
+    j = t - tail
+    at = k_ptr + j[:, None] * stride_k + c[None, :]
+    if ONE_ROW:
+        at = tail_k_ptr + place[:, None] * (KEY_HEADS * DIM) + c[None, :]
+    elif tail_k_ptr is not None:
+        at = tl.where(old[:, None], tail_k_ptr + place[:, None] * (KEY_HEADS * DIM) + c[None, :], at)
+    keys = tl.load(at, mask=seen[:, None] & in_c[None, :], other=0.0).to(tl.float32)  # [BLOCK_T, BLOCK_K]
+    at = v_ptr + j[:, None] * stride_v + x[None, :]
+    if ONE_ROW or g_ptr is not None:
+        at = tail_u_ptr + place[:, None] * (HEADS * DIM_V) + x[None, :]
+    elif tail_u_ptr is not None:
+        at = tl.where(old[:, None], tail_u_ptr + place[:, None] * (HEADS * DIM_V) + x[None, :], at)
+    u = tl.load(at, mask=seen[:, None] & in_x[None, :], other=0.0).to(tl.float32)  # [BLOCK_T, BLOCK_V]
+    if BY_CHANNEL:
+        gates = tl.zeros([BLOCK_T, c.shape[0]], tl.float32)
+        if not ONE_ROW:
+            at = g_ptr + j[:, None] * stride_g + c[None, :]
+            gates += tl.load(at, mask=(seen & (t >= tail))[:, None] & in_c[None, :], other=0.0).to(tl.float32)
+        if tail_g_ptr is not None:
+            at = tail_g_ptr + place[:, None] * (HEADS * DIM) + c[None, :]
+            gates += tl.load(at, mask=(seen & old)[:, None] & in_c[None, :], other=0.0)
+    else:
+        gates, weights = _gates_and_weights(
+            old & seen,
+            seen & (t >= tail),
+            place,
+            j,
+            a,
+            bias,
+            g_ptr,
+            weight_ptr,
+            tail_g_ptr,
+            stride_g,
+            stride_w,
+            limit_low,
+            limit_high,
+            HEADS,
+            SOFTPLUS,
+            True,
+            not ONE_ROW,
+        )
+    if g_ptr is not None:
+        weights = tl.full([BLOCK_T], 1.0, tl.float32)
+    return keys, u, gates, weights
+
+
 @triton.jit(do_not_specialize=["total", "num_seqs"])
 def _reread_rows(
     q_ptr,
@@ -153,17 +242,11 @@ def _reread_rows(
     in_square = in_c[:, None] & in_x[None, :]
     page = read_ptr + (source * HEADS + head) * (DIM * DIM_V)
     state = tl.load(page + square, mask=in_square & live & (source >= 0), other=0.0)  # [BLOCK_K, BLOCK_V]
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    clear_padding(out_ptr + head * DIM_V + x, in_x, begin, behind, end, seq == num_seqs - 1, total, HEADS * DIM_V)
-    if not live:
-        return
-
-    begin = begin.to(tl.int64)
-    q_ptr += begin * stride_q + key_head * DIM
-    k_ptr += begin * stride_k + key_head * DIM
-    v_ptr += begin * stride_v + head * DIM_V
-    out_ptr += (begin * HEADS + head) * DIM_V
+    first_row = begin.to(tl.int64)
+    q_ptr += first_row * stride_q + key_head * DIM
+    k_ptr += first_row * stride_k + key_head * DIM
+    v_ptr += first_row * stride_v + head * DIM_V
+    out_row_ptr = out_ptr + (first_row * HEADS + head) * DIM_V
     if tail_k_ptr is not None:
         tail_k_ptr += (slot * RING * KEY_HEADS + key_head) * DIM
     if tail_u_ptr is not None:
@@ -172,15 +255,57 @@ def _reread_rows(
     if tail_g_ptr is not None:
         tail_g_ptr += (slot * RING * HEADS + head) * GATES
     if DELTA:
-        g_ptr += begin * stride_g + head * GATES
+        g_ptr += first_row * stride_g + head * GATES
     if weight_ptr is not None:
-        weight_ptr += begin * stride_w + head
+        weight_ptr += first_row * stride_w + head
     bias = 0.0
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + head).to(tl.float32)
     a = 0.0
     if not DELTA:
         a = tl.load(a_ptr + head).to(tl.float32)
+    # The tail of a single row is one tile, which is on its way as well.
+    HELD: tl.constexpr = ONE_ROW and PAGE <= BLOCK_T + 1
+    if HELD:
+        keys, u, gates, weights = _read_tile(
+            0,
+            tl.where(live, tail, 0),
+            tail,
+            start,
+            c,
+            x,
+            in_c,
+            in_x,
+            a,
+            bias,
+            k_ptr,
+            v_ptr,
+            g_ptr,
+            weight_ptr,
+            tail_k_ptr,
+            tail_u_ptr,
+            tail_g_ptr,
+            stride_k,
+            stride_v,
+            stride_g,
+            stride_w,
+            limit_low,
+            limit_high,
+            HEADS,
+            KEY_HEADS,
+            DIM,
+            DIM_V,
+            RING,
+            BY_CHANNEL,
+            SOFTPLUS,
+            ONE_ROW,
+            BLOCK_T,
+        )
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    clear_padding(out_ptr + head * DIM_V + x, in_x, begin, behind, end, seq == num_seqs - 1, total, HEADS * DIM_V)
+    if not live:
+        return
 
     count = rows
     if ONE_ROW:
@@ -199,7 +324,23 @@ def _reread_rows(
             kept = gate
         else:
             gate, kept = _gates_and_weights(
-                False, True, 0, j, a, bias, g_ptr, weight_ptr, tail_g_ptr, stride_g, stride_w, limit_low, limit_high, HEADS, SOFTPLUS, False, True
+                False,
+                True,
+                0,
+                j,
+                a,
+                bias,
+                g_ptr,
+                weight_ptr,
+                tail_g_ptr,
+                stride_g,
+                stride_w,
+                limit_low,
+                limit_high,
+                HEADS,
+                SOFTPLUS,
+                False,
+                True,
             )
         if DELTA:
             beta = tl.load(weight_ptr + j * stride_w).to(tl.float32)
@@ -220,65 +361,51 @@ def _reread_rows(
         after = gate  # log gates behind the tile, up to row r
         tiles = (r + BLOCK_T - 1) // BLOCK_T
         if ONE_ROW:
-            tiles = (PAGE - 1 + BLOCK_T - 1) // BLOCK_T
+            tiles = (PAGE - 1 + BLOCK_T - 1) // BLOCK_T  # also of a tail without rows, which are 0
         for i in range(tiles):
             low = (tiles - 1 - i) * BLOCK_T
-            t = low + tl.arange(0, BLOCK_T)
-            old = t < tail
-            seen = t < r
-            place = (start + t) % RING
-            at = k_ptr + (t - tail)[:, None] * stride_k + c[None, :]
-            if ONE_ROW:
-                at = tail_k_ptr + place[:, None] * (KEY_HEADS * DIM) + c[None, :]
-            elif tail_k_ptr is not None:
-                at = tl.where(old[:, None], tail_k_ptr + place[:, None] * (KEY_HEADS * DIM) + c[None, :], at)
-            keys = tl.load(at, mask=seen[:, None] & in_c[None, :], other=0.0).to(tl.float32)  # [BLOCK_T, BLOCK_K]
-            if DELTA:
-                at = tail_u_ptr + place[:, None] * (HEADS * DIM_V) + x[None, :]
-            else:
-                at = v_ptr + (t - tail)[:, None] * stride_v + x[None, :]
-                if ONE_ROW:
-                    at = tail_u_ptr + place[:, None] * (HEADS * DIM_V) + x[None, :]
-                elif tail_u_ptr is not None:
-                    at = tl.where(old[:, None], tail_u_ptr + place[:, None] * (HEADS * DIM_V) + x[None, :], at)
-            u = tl.load(at, mask=seen[:, None] & in_x[None, :], other=0.0).to(tl.float32)  # [BLOCK_T, BLOCK_V]
-
-            if BY_CHANNEL:
-                at = (t - tail)[:, None] * stride_g + c[None, :]
-                gates = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
-                if not ONE_ROW:
-                    gates += tl.load(g_ptr + at, mask=(seen & (t >= tail))[:, None] & in_c[None, :], other=0.0).to(tl.float32)
-                if tail_g_ptr is not None:
-                    at = place[:, None] * (HEADS * DIM) + c[None, :]
-                    gates += tl.load(tail_g_ptr + at, mask=(seen & old)[:, None] & in_c[None, :], other=0.0)
-                faded = keys * tl.exp(tl.cumsum(gates, 0, reverse=True) - gates + after[None, :])
-                after += tl.sum(gates, 0)
-                factor = tl.full([BLOCK_T], 1.0, tl.float32)
-            else:
-                gates, weights = _gates_and_weights(
-                    old & seen,
-                    seen & (t >= tail),
-                    place,
-                    t - tail,
+            if not HELD:
+                keys, u, gates, weights = _read_tile(
+                    low,
+                    r,
+                    tail,
+                    start,
+                    c,
+                    x,
+                    in_c,
+                    in_x,
                     a,
                     bias,
+                    k_ptr,
+                    v_ptr,
                     g_ptr,
                     weight_ptr,
+                    tail_k_ptr,
+                    tail_u_ptr,
                     tail_g_ptr,
+                    stride_k,
+                    stride_v,
                     stride_g,
                     stride_w,
                     limit_low,
                     limit_high,
                     HEADS,
+                    KEY_HEADS,
+                    DIM,
+                    DIM_V,
+                    RING,
+                    BY_CHANNEL,
                     SOFTPLUS,
-                    True,
-                    not ONE_ROW,
+                    ONE_ROW,
+                    BLOCK_T,
                 )
-                factor = tl.exp(tl.cumsum(gates, 0, reverse=True) - gates + after)
-                if not DELTA:
-                    factor *= weights
-                faded = keys
-                after += tl.sum(gates, 0)
+            faded = keys
+            factor = weights
+            if BY_CHANNEL:
+                faded *= tl.exp(tl.cumsum(gates, 0, reverse=True) - gates + after[None, :])
+            else:
+                factor *= tl.exp(tl.cumsum(gates, 0, reverse=True) - gates + after)
+            after += tl.sum(gates, 0)
             if NORMALISE:
                 factor *= tl.rsqrt(tl.sum(keys * keys, 1) + L2NORM_EPS)
             if DELTA:
@@ -302,7 +429,7 @@ def _reread_rows(
                 tl.store(tail_u_ptr + own * (HEADS * DIM_V) + x, raw_value, mask=in_x)
         if d_ptr is not None:
             y += tl.load(d_ptr + head).to(tl.float32) * value
-        tl.store(out_ptr + j * (HEADS * DIM_V) + x, y.to(out_ptr.dtype.element_ty), mask=in_x)
+        tl.store(out_row_ptr + j * (HEADS * DIM_V) + x, y.to(out_ptr.dtype.element_ty), mask=in_x)
         # rows of the step: no other program reads the rows of the ring that are written here
         if tail_k_ptr is not None and block == 0:
             if head % (HEADS // KEY_HEADS) == 0:
@@ -319,33 +446,49 @@ def _reread_rows(
     if (target >= 0) & (position > start):
         if DELTA:
             tl.debug_barrier()
-        for t in range(position - start):
-            place = (start + t) % RING
-            old = t < tail
-            at = k_ptr + (t - tail) * stride_k
+        for row in range(position - start):
+            row_place = (start + row) % RING
+            is_old = row < tail
+            cell = k_ptr + (row - tail) * stride_k
             if tail_k_ptr is not None:
-                at = tl.where(old, tail_k_ptr + place * (KEY_HEADS * DIM), at)
-            key = normalised_row(tl.load(at + c, mask=in_c, other=0.0), NORMALISE)
+                cell = tl.where(is_old, tail_k_ptr + row_place * (KEY_HEADS * DIM), cell)
+            row_key = normalised_row(tl.load(cell + c, mask=in_c, other=0.0), NORMALISE)
             if DELTA:
-                at = tail_u_ptr + place * (HEADS * DIM_V)
+                cell = tail_u_ptr + row_place * (HEADS * DIM_V)
             else:
-                at = v_ptr + (t - tail) * stride_v
+                cell = v_ptr + (row - tail) * stride_v
                 if tail_u_ptr is not None:
-                    at = tl.where(old, tail_u_ptr + place * (HEADS * DIM_V), at)
-            u = tl.load(at + x, mask=in_x, other=0.0).to(tl.float32)
+                    cell = tl.where(is_old, tail_u_ptr + row_place * (HEADS * DIM_V), cell)
+            added = tl.load(cell + x, mask=in_x, other=0.0).to(tl.float32)
             if BY_CHANNEL:
-                gate = tl.load(g_ptr + (t - tail) * stride_g + c, mask=in_c & (t >= tail), other=0.0).to(tl.float32)
+                row_gate = tl.load(g_ptr + (row - tail) * stride_g + c, mask=in_c & (row >= tail), other=0.0).to(tl.float32)
                 if tail_g_ptr is not None:
-                    gate += tl.load(tail_g_ptr + place * (HEADS * DIM) + c, mask=in_c & old, other=0.0)
-                state *= tl.exp(gate)[:, None]
+                    row_gate += tl.load(tail_g_ptr + row_place * (HEADS * DIM) + c, mask=in_c & is_old, other=0.0)
+                state *= tl.exp(row_gate)[:, None]
             else:
-                gate, weight = _gates_and_weights(
-                    old, t >= tail, place, t - tail, a, bias, g_ptr, weight_ptr, tail_g_ptr, stride_g, stride_w, limit_low, limit_high, HEADS, SOFTPLUS, True, True
+                row_gate, weight = _gates_and_weights(
+                    is_old,
+                    row >= tail,
+                    row_place,
+                    row - tail,
+                    a,
+                    bias,
+                    g_ptr,
+                    weight_ptr,
+                    tail_g_ptr,
+                    stride_g,
+                    stride_w,
+                    limit_low,
+                    limit_high,
+                    HEADS,
+                    SOFTPLUS,
+                    True,
+                    True,
                 )
-                state *= tl.exp(gate)
+                state *= tl.exp(row_gate)
                 if not DELTA:
-                    u *= weight
-            state += key[:, None] * u[None, :]
+                    added *= weight
+            state += row_key[:, None] * added[None, :]
         tl.store(write_ptr + (target * HEADS + head) * (DIM * DIM_V) + square, state, mask=in_square)
 
 

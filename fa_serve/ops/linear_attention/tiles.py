@@ -55,12 +55,17 @@ class PiecesTile(NamedTuple):
 
 
 def few_rows_tile(recurrence: Recurrence) -> FewRowsTile:
-    """A thread of 4 warps keeps 64 numbers of the state, whose loads are on their way while the rest is read. With 128 registers
-    four programs fit on a multiprocessor of NVIDIA GPUs, and 128 KiB of states are on their way there. The tail has a tile of
-    rows in registers, with its gates if they differ by channel."""
+    """On NVIDIA GPUs a thread of 4 warps keeps 64 numbers of the state, whose loads are on their way while the rest is read.
+    With 168 registers three programs fit on a multiprocessor, which have 96 KiB of states on their way, and a step of single
+    rows of gates by head keeps everything in registers. With 128 registers four fit, and 32 numbers do not.
+
+    Triton 3.6 does not compile this form for AMD GPUs, where a pass fails at addresses that are chosen.
+    """
+    if not recurrence.arch:
+        return kept_rows_tile(recurrence)
     dim = power_of_2(max(recurrence.dim, 16))
     block_v = max(16, min(power_of_2(recurrence.dim_v), 8192 // dim))
-    return FewRowsTile(block_v, 16, 4, rereads=True, registers=128 if block_v * dim == 8192 else None)
+    return FewRowsTile(block_v, 16, 4, rereads=True, registers=168 if block_v * dim == 8192 else None)
 
 
 def kept_rows_tile(recurrence: Recurrence) -> FewRowsTile:

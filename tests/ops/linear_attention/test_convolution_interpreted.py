@@ -10,12 +10,14 @@ from linear_attention_cases import KINDS_BY_NAME, Kind, joined, of_sequence
 from rounded_once import DTYPES, assert_rounded_once, dtype_id, randn
 from state_steps import Part, StateSteps
 
-from fa_serve.ops.linear_attention import run
+from fa_serve.ops.linear_attention import convolution, run
 
 
-@pytest.fixture(autouse=True)
-def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, params=[False, True], ids=["blocks", "rows"])
+def kernels(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Blocks of rows, and rows with their own programs."""
     monkeypatch.setattr(run, "runs_triton", lambda device: True)
+    monkeypatch.setattr(convolution, "takes_single_rows", lambda total, arch: request.param)
 
 
 every_kind = pytest.mark.parametrize(

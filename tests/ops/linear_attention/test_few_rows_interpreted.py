@@ -10,15 +10,19 @@ import pytest
 import torch
 from large_caches import memory_on_disk
 from linear_attention_cases import KINDS_BY_NAME, joined, of_sequence
+from reread_form import reread_rows
 from rounded_once import randn
 from state_steps import Part, StateSteps
 
 from fa_serve.ops.linear_attention import run
 
 
-@pytest.fixture(autouse=True)
-def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, params=["kept", "reread"])
+def kernels(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Both forms: the tail is kept for all rows, or read again for each."""
     monkeypatch.setattr(run, "runs_triton", lambda device: True)
+    if request.param == "reread":
+        reread_rows(monkeypatch)
 
 
 NAMES = ("delta", "delta-strong", "kda", "lightning", "ssd")

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
 from cross_compile import SHARED_BYTES, TARGETS, Kernel, compiling_for
+from reread_form import reread_rows
 from sampled_cases import each_nth
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from fa_serve import ops
 from fa_serve.ops.linear_attention import run
-from fa_serve.ops.linear_attention.convolution import _causal_conv
+from fa_serve.ops.linear_attention.convolution import _causal_conv, _causal_conv_of_row
 from fa_serve.ops.linear_attention.few_rows import _matrix_rows
 from fa_serve.ops.linear_attention.pieces import _pass_states
-from fa_serve.ops.linear_attention.problem import StateBatch
+from fa_serve.ops.linear_attention.problem import FEW_ROWS, StateBatch
+from fa_serve.ops.linear_attention.reread_rows import _reread_rows
 from fa_serve.ops.linear_attention.scans import _scan_channels
+from fa_serve.ops.linear_attention.tiles import FewRowsTile
 
 
 @pytest.fixture(autouse=True)
@@ -26,34 +30,31 @@ def kernels(monkeypatch: pytest.MonkeyPatch, poisoned_memory: None) -> None:
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
 
 
-MOST = 1
-
-
 def bf16(*shape: int) -> Tensor:
     return torch.zeros(4, *shape, dtype=torch.bfloat16)
 
 
-def batch(chunks: int) -> StateBatch:
+def batch(chunks: int, most_rows: int = FEW_ROWS) -> StateBatch:
     ints = torch.zeros(4, dtype=torch.int32)
     table = torch.zeros(chunks, 4, dtype=torch.int32)
-    return StateBatch(16, ints, ints, ints.long(), torch.zeros(5, dtype=torch.int32), ints, table, most_rows=MOST)
+    return StateBatch(16, ints, ints, ints.long(), torch.zeros(5, dtype=torch.int32), ints, table, most_rows)
 
 
-def delta(key_heads: int, heads: int, by_channel: bool, chunks: int) -> None:
+def delta(key_heads: int, heads: int, by_channel: bool, chunks: int, most_rows: int = FEW_ROWS) -> None:
     q = bf16(key_heads, 128)
     v = bf16(heads, 128)
     g = torch.zeros(4, heads, 128) if by_channel else torch.zeros(4, heads)
     states = ops.gated_delta_rule_state(q, v, g).allocate(2, 2, 16, "cpu")
-    ops.gated_delta_rule_paged(q, q, v, g, bf16(heads), states, batch(chunks), use_qk_l2norm=True)
+    ops.gated_delta_rule_paged(q, q, v, g, bf16(heads), states, batch(chunks, most_rows), use_qk_l2norm=True)
 
 
-def ssd(heads: int, dim: int, groups: int, size: int, chunks: int) -> None:
+def ssd(heads: int, dim: int, groups: int, size: int, chunks: int, most_rows: int = FEW_ROWS) -> None:
     x = bf16(heads, dim)
     b = bf16(groups, size)
     numbers = torch.zeros(heads)
     states = ops.ssd_state(x, b).allocate(2, 2, 16, "cpu")
     steps = {"dt_bias": numbers, "dt_softplus": True}
-    ops.ssd_paged(x, bf16(heads), numbers, b, b, states, batch(chunks), d=numbers, **steps)  # type: ignore[arg-type]
+    ops.ssd_paged(x, bf16(heads), numbers, b, b, states, batch(chunks, most_rows), d=numbers, **steps)  # type: ignore[arg-type]
 
 
 def assert_small(found: list[Kernel], target: str, spills: int = 0) -> None:
@@ -75,21 +76,64 @@ def test_convolutions_and_scans(target: str) -> None:
             ops.selective_scan_paged(*inputs, states, batch(3), d=numbers, z=inputs[0], dt_bias=numbers, dt_softplus=True)
             x = bf16(2560)
             ops.rg_lru_paged(x, torch.zeros(4, 2560), ops.rg_lru_state(x).allocate(2, 2, 16, "cpu"), batch(3))
-    names = ["_causal_conv", "_store_conv_states"]
+    names = ["_causal_conv" if target == "gfx942" else "_causal_conv_of_row", "_store_conv_states"]
     assert [kernel.name for kernel in found] == names + ["_scan_channels"] * (len(found) - 2)
     assert_small(found, target)
 
 
 @pytest.mark.parametrize("target", each_nth(2, ["sm90", "sm80", "gfx942"]))
 def test_few_rows(target: str) -> None:
-    """Decoding of Qwen3-Next; on Hopper of Kimi Linear and of SSD with a state of 256 as well."""
+    """Drafts of Qwen3-Next; on Hopper of Kimi Linear and of SSD with a state of 256 as well. What does not fit into the limit
+    of registers is used once a row."""
     with compiling_for(target) as found:
         delta(16, 32, False, 0)
         if target == "sm90":
             delta(32, 32, True, 0)
             ssd(128, 64, 1, 256, 0)
-    assert {kernel.name for kernel in found} == {"_matrix_rows"}
-    assert_small(found, target)
+    assert {kernel.name for kernel in found} == {"_matrix_rows" if target == "gfx942" else "_reread_rows"}
+    assert_small(found, target, spills=0 if target == "gfx942" else 288)
+
+
+def test_convolutions_of_single_rows_wait_for_nothing_but_memory() -> None:
+    """No thread of theirs waits for another, and the next kernel may start while they run."""
+    with compiling_for("sm90") as found:
+        weight = torch.zeros(8192, 4, dtype=torch.bfloat16)
+        states = ops.causal_conv1d_state(bf16(8192), weight).allocate(2, 2, 16, "cpu")
+        ops.causal_conv1d_paged(bf16(8192), weight, states, batch(0), activation="silu")
+        ops.causal_conv1d_paged(torch.cat([bf16(8192)] * 129), weight, states, batch(0), activation="silu")
+    single, blocks = found
+    assert (single.name, blocks.name) == ("_causal_conv_of_row", "_causal_conv")
+    assert "BAR.SYNC" not in single.sass
+    assert single.programmatic == ["launch_dependents"]
+    assert single.registers <= 32, "2,048 threads fit on a multiprocessor"
+
+
+def test_single_rows() -> None:
+    """Decoding on Hopper: three programs fit on a multiprocessor, the state is requested before the step waits for the kernel
+    before it, 16 bytes a thread, and gates by head leave nothing outside of registers."""
+    with compiling_for("sm90") as found:
+        delta(16, 32, False, 0, 1)
+        ssd(80, 64, 1, 128, 0, 1)
+        delta(32, 32, True, 0, 1)
+    assert [kernel.name for kernel in found] == ["_reread_rows"] * 3
+    assert max(kernel.registers for kernel in found) <= 168
+    assert_small(found[:2], "sm90")
+    assert_small(found, "sm90", spills=64)
+    for kernel in found:
+        assert kernel.programmatic == ["wait"]
+        before = kernel.sass.partition("ACQBULK")[0]
+        assert before.count("LDG.E.128") >= 16 + 2, "the state, and rows of the tail"
+    assert found[0].sass.count("BAR.SYNC") <= 25
+
+
+@pytest.mark.parametrize("tile", [(32, 16, 4, True, 96), (64, 16, 8, True, 80), (128, 16, 8, True, 128)], ids=str)
+def test_other_tiles_of_single_rows(tile: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that `bench_linear --tune` measures."""
+    reread_rows(monkeypatch, **FewRowsTile(*tile)._asdict())
+    with compiling_for("sm90") as found:
+        delta(16, 32, False, 0, 1)
+    assert found[0].registers <= tile[-1]
+    assert_small(found, "sm90", spills=64)
 
 
 @pytest.mark.parametrize("target", ["sm100", *each_nth(2, ["sm90", "sm80", "gfx942"])])
@@ -101,7 +145,7 @@ def test_pieces(target: str) -> None:
         delta(16, 32, False, 3)
         if both:
             delta(32, 32, True, 3)
-    pieces = [kernel for kernel in found if kernel.name != "_matrix_rows"]
+    pieces = [kernel for kernel in found if kernel.name not in ("_matrix_rows", "_reread_rows")]
     gated = ["_prepare_pieces", "_pass_states", "_compute_outputs"]
     assert [kernel.name for kernel in pieces] == ([*gated, "_sum_gates", *gated] if both else gated)
     assert_small(pieces, target, spills=368 if target == "sm100" else 128)
@@ -168,7 +212,11 @@ def test_no_wgmma_of_few_columns() -> None:
     assert set(shapes) == {"64"}
 
 
-@pytest.mark.parametrize("kernel", [_matrix_rows, _pass_states, _causal_conv, _scan_channels], ids=lambda x: x.fn.__name__)
+@pytest.mark.parametrize(
+    "kernel",
+    [_matrix_rows, _reread_rows, _pass_states, _causal_conv, _causal_conv_of_row, _scan_channels],
+    ids=lambda x: x.fn.__name__,
+)
 def test_sizes_of_a_call_are_not_part_of_the_code(kernel: JITFunction) -> None:  # type: ignore[type-arg]
     """`Launch` shares a compiled kernel among calls of other sizes, so that Triton must not specialise it for 1 or for 16."""
     sizes = {"total", "num_seqs", "num_chunks"}

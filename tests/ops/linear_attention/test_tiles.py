@@ -6,13 +6,29 @@ import pytest
 import torch
 
 from fa_serve.ops.linear_attention.problem import Recurrence
-from fa_serve.ops.linear_attention.tiles import FewRowsTile, PiecesTile, few_rows_tile, pieces_tile
+from fa_serve.ops.linear_attention.tiles import FewRowsTile, PiecesTile, few_rows_tile, kept_rows_tile, pieces_tile
 
 
 def recurrence(dim: int, dim_v: int, page_size: int = 16, *, by_channel: bool = False, arch: int = 90) -> Recurrence:
     kind = "delta" if by_channel else "linear"
     sizes = {"dim": dim, "dim_v": dim_v, "page_size": page_size, "by_channel": by_channel, "arch": arch}
     return Recurrence(kind=kind, rows="few", dtype=torch.bfloat16, **sizes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("asked", "tile"),
+    [
+        (recurrence(128, 128), FewRowsTile(64, 16, 4, True, 168)),
+        (recurrence(128, 128, by_channel=True), FewRowsTile(64, 16, 4, True, 168)),
+        (recurrence(128, 128, 64), FewRowsTile(64, 16, 4, True, 168)),
+        (recurrence(256, 64), FewRowsTile(32, 16, 4, True, 168)),
+        (recurrence(12, 10), FewRowsTile(16, 16, 4, True)),
+        (recurrence(128, 128, arch=0), FewRowsTile(32, 32, 4)),
+    ],
+    ids=str,
+)
+def test_few_rows(asked: Recurrence, tile: FewRowsTile) -> None:
+    assert few_rows_tile(asked) == tile
 
 
 @pytest.mark.parametrize(
@@ -27,8 +43,8 @@ def recurrence(dim: int, dim_v: int, page_size: int = 16, *, by_channel: bool = 
     ],
     ids=str,
 )
-def test_few_rows(asked: Recurrence, tile: FewRowsTile) -> None:
-    assert few_rows_tile(asked) == tile
+def test_kept_rows(asked: Recurrence, tile: FewRowsTile) -> None:
+    assert kept_rows_tile(asked) == tile
 
 
 @pytest.mark.parametrize(
