@@ -3,6 +3,7 @@
     python -m benchmarks.attention.bench_linear                      # all cells
     python -m benchmarks.attention.bench_linear --cells decode,1x8192  # those whose names contain one of these
     python -m benchmarks.attention.bench_linear --tune --budget 60   # other tiles, for some prompts: us of each kernel
+    python -m benchmarks.attention.bench_linear --tune --cells decode    # us of a step of decoding with other tiles and forms
     python -m benchmarks.attention.bench_linear --tiny               # on a CPU: small sizes, which show only that it runs
 
 Cells of prompts are `gated_delta_rule` with query and key norms, and `ssd`, in the functional form with the final state;
@@ -32,8 +33,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.measure import Cells, Results, graph_microseconds, milliseconds, read_bandwidth
-from fa_serve import ops
+from fa_serve import ops, spec
+from fa_serve.launching.plans import PLANS
 from fa_serve.ops.linear_attention import table, tiles
+from fa_serve.ops.linear_attention.problem import Recurrence
 
 ROOT = Path(__file__).parents[2]
 PAGE = 16
@@ -213,6 +216,7 @@ def decoding_batch(batch: int, sizes: Sizes) -> ops.StateBatch:
         cu_seqlens=make(batch + 1),
         seqused_k=torch.full_like(own, 4 * PAGE + PAGE // 2),
         chunks=torch.empty(0, 4, dtype=torch.int32, device=sizes.device),
+        most_rows=1,
     )
 
 
@@ -294,21 +298,35 @@ TILES: tuple[dict[str, Any], ...] = (
     {"block_v": 128, "pass_warps": 8, "output_warps": 8},
 )
 """What is changed of the tile of `pieces`, the most promising first."""
+DECODE_TILES = (
+    None,
+    tiles.FewRowsTile(64, 16, 4, True, 168),
+    tiles.FewRowsTile(64, 16, 4, True, 128),
+    tiles.FewRowsTile(64, 16, 4, True),
+    tiles.FewRowsTile(128, 16, 8, True, 128),
+    tiles.FewRowsTile(64, 16, 8, True, 80),
+    tiles.FewRowsTile(32, 16, 4, True, 96),
+    tiles.FewRowsTile(32, 16, 4, True, 80),
+)
+"""Tiles of `few_rows` for a step of decoding. None is that of the form that keeps all rows, with whose outputs the others are
+compared."""
+DECODE_BATCHES = (64, 1, 256)
+"""Sequences of the steps that are measured with other tiles."""
 
 
 @contextmanager
-def changed_tile(change: dict[str, Any]) -> Iterator[None]:
-    """Within it, prompts are computed with another tile."""
+def with_tile(name: str, tile: Callable[[Recurrence], Any]) -> Iterator[None]:
+    """Within it, a row of the table is launched with another tile."""
     rows = table.RECURRENCE_KERNELS
-    changed = [
-        replace(row, tile=lambda asked: tiles.pieces_tile(asked)._replace(**change)) if row.name == "pieces" else row
-        for row in rows
-    ]
-    table.RECURRENCE_KERNELS = tuple(changed)
+    table.RECURRENCE_KERNELS = tuple(replace(row, tile=tile) if row.name == name else row for row in rows)
     try:
         yield
     finally:
         table.RECURRENCE_KERNELS = rows
+
+
+def changed_tile(change: dict[str, Any], asked: Recurrence) -> tiles.PiecesTile:
+    return tiles.pieces_tile(asked)._replace(**change)
 
 
 def kernel_microseconds(call: Callable[[], object], calls: int = 5) -> dict[str, float]:
@@ -335,7 +353,7 @@ def tune(sizes: Sizes, wanted: Cells) -> None:
             continue
         said = " ".join(f"{key}={value}" for key, value in change.items()) or "as chosen"
         print(f"{cell.name}: {said}")
-        with changed_tile(change):
+        with with_tile("pieces", partial(changed_tile, change)):
             try:
                 check(cell)
                 found = kernel_microseconds(cell.ours)
@@ -344,6 +362,69 @@ def tune(sizes: Sizes, wanted: Cells) -> None:
             else:
                 print(" " * 31 + " ".join(f"{found.get(name, 0):16.1f}" for name in names), flush=True)
     wanted.report()
+
+
+def tune_decoding(sizes: Sizes, wanted: Cells) -> None:
+    """Print us of a step of decoding with each tile, then without single rows of the convolution, and without programmatic
+    launches. Outputs are compared with those of the first tile. The first column is the whole step in a CUDA graph."""
+    names = ("step", "_causal_conv_of_row", "_causal_conv", "_reread_rows", "_matrix_rows")
+    batches = sizes.batches if sizes.device == "cpu" else DECODE_BATCHES
+    cells = [cell for cell in decode_cells(replace(sizes, batches=batches)) if wanted.takes(cell.name)]
+    print(f"{'us':44s} " + " ".join(f"{name:>20s}" for name in names))
+    expected = dict[str, Tensor]()
+    for tile, cell in product(DECODE_TILES, cells):
+        if not wanted.takes(cell.name):
+            continue
+        with with_tile("few_rows", tiles.kept_rows_tile if tile is None else lambda asked, tile=tile: tile):
+            measure_decoding(cell, str(tile and tuple(tile)), names, expected)
+    for cell in cells:
+        if not wanted.takes(cell.name):
+            continue
+        with blocks_of_convolutions():
+            measure_decoding(cell, "blocks of rows in the convolution", names, expected)
+        with no_programmatic_launch():
+            measure_decoding(cell, "no programmatic launch", names, expected)
+    wanted.report()
+
+
+def measure_decoding(cell: Cell, said: str, names: tuple[str, ...], expected: dict[str, Tensor]) -> None:
+    """Print a line of `tune_decoding`."""
+    try:
+        found = cell.ours().float()
+        first = expected.setdefault(cell.name, found)
+        difference = float((found - first).abs().max() / first.abs().max())
+        assert difference <= GATE, f"{cell.name} differs by {difference:.1e} of the largest value"
+        times = kernel_microseconds(cell.ours)
+        times["step"] = measure(cell, cell.ours)
+    except Exception as error:  # Triton has several for a tile that does not fit
+        print(f"{cell.name}: {said}: {str(error).splitlines()[0][:100]}", flush=True)
+        return
+    print(f"{cell.name[7:]:20s} {said:>23s} " + " ".join(f"{times.get(name, 0):20.1f}" for name in names), flush=True)
+
+
+@contextmanager
+def blocks_of_convolutions() -> Iterator[None]:
+    """Within it, no row of a convolution has its own programs."""
+    module = importlib.import_module("fa_serve.ops.linear_attention.convolution")
+    most = module.MOST_SINGLE_ROWS
+    module.MOST_SINGLE_ROWS = 0
+    try:
+        yield
+    finally:
+        module.MOST_SINGLE_ROWS = most
+
+
+@contextmanager
+def no_programmatic_launch() -> Iterator[None]:
+    """Within it, each kernel waits for the one before it."""
+    known = spec.has_programmatic_launch
+    spec.has_programmatic_launch = lambda arch: False
+    PLANS.clear()
+    try:
+        yield
+    finally:
+        spec.has_programmatic_launch = known
+        PLANS.clear()
 
 
 def main() -> None:
@@ -360,7 +441,7 @@ def main() -> None:
     torch.manual_seed(0)
     wanted = Cells(args.cells, args.budget)
     if args.tune:
-        tune(sizes, wanted)
+        tune_decoding(sizes, wanted) if "decode" in args.cells else tune(sizes, wanted)
         return
     bandwidth = 1e8 if args.tiny else read_bandwidth() * 1e12
     results = Results("linear", args.out)

@@ -22,6 +22,16 @@ def test_the_cells_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert all(set(line["peers"]) == ({"bound"} if "decode" in case else set()) for case, line in lines.items())
 
 
+def test_tiles_of_decoding_are_compared(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A line for each tile and cell, and for each of two other forms; on a CPU all are PyTorch's."""
+    monkeypatch.setattr("sys.argv", ["bench_linear.py", "--tiny", "--tune", "--cells", "decode"])
+    monkeypatch.setattr(bench_linear, "measure", lambda cell, call: 7.0)
+    bench_linear.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert len([line for line in lines if " 7.0 " in line]) == 4 * (len(bench_linear.DECODE_TILES) + 2)
+    assert not any("differs" in line for line in lines)
+
+
 def test_a_wrong_result_ends_the_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["bench_linear.py", "--tiny", "--out", str(tmp_path)])
     compute = bench_linear.ops.gated_delta_rule

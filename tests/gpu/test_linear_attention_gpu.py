@@ -61,6 +61,38 @@ def test_steps(kind: Kind, dtype: torch.dtype) -> None:
         done += count - dropped
 
 
+@pytest.mark.parametrize("by_channel", [False, True], ids=["delta", "kda"])
+def test_single_rows_have_the_bits_of_many(by_channel: bool) -> None:
+    """Behind a page, 16 rows in one step, and one by one by the kernel for that, which the convolution lets start early."""
+    gate = (32, 128) if by_channel else (32,)
+    mixed = randn(32, 2 * 16 * 128 + 32 * 128, dtype=torch.bfloat16, seed=1).cuda()
+    weight = randn(mixed.shape[1], 4, dtype=torch.bfloat16, seed=2).cuda()
+    g = -torch.rand(32, *gate, generator=torch.Generator().manual_seed(3)).cuda()
+    beta = randn(32, 32, dtype=torch.bfloat16, seed=4).sigmoid().cuda()
+    found = []
+    for counts in ([16, 16], [16] + [1] * 16):
+        q, _, v = mixed.split([16 * 128, 16 * 128, 32 * 128], 1)
+        q, v = q.unflatten(1, (16, 128)), v.unflatten(1, (32, 128))
+        conv = StateSteps(ops.causal_conv1d_state(mixed, weight), device="cuda")
+        table = StateSteps(ops.gated_delta_rule_state(q, v, g), device="cuda")
+        outs = list[torch.Tensor]()
+        for count in counts:
+            done = sum(map(len, outs))
+            rows = slice(done, done + count)
+            parts = [Part(0, count)]
+            y = ops.causal_conv1d_paged(mixed[rows], weight, conv.states, conv.begin(parts), activation="silu")
+            q, k, v = y.split([16 * 128, 16 * 128, 32 * 128], 1)
+            inputs = q.unflatten(1, (16, 128)), k.unflatten(1, (16, 128)), v.unflatten(1, (32, 128)), g[rows], beta[rows]
+            outs.append(ops.gated_delta_rule_paged(*inputs, table.states, table.begin(parts), use_qk_l2norm=True))
+            conv.end()
+            table.end()
+        pages = [x.states.pages[x.sequences[0].source] for x in (conv, table)]
+        found.append([torch.cat(outs), *pages, *[x[0] for x in table.states.tails]])
+    for many, single in zip(*found, strict=True):
+        assert torch.isfinite(many).all()
+        assert torch.equal(many, single)
+
+
 @every_kind
 @every_dtype
 def test_packed_sequences(kind: Kind, dtype: torch.dtype) -> None:

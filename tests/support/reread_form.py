@@ -1,4 +1,4 @@
-"""The form of few rows that reads the tail again for each row (ops/linear_attention/reread_rows.py), where another is chosen."""
+"""The form of few rows that reads the tail again for each row (reread_rows.py), where another is chosen."""
 
 from __future__ import annotations
 

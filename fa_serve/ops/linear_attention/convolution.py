@@ -1,8 +1,9 @@
 """The kernel of the short convolution, with its activation: chunks, few rows and the functional form.
 
-A program computes some rows, of any sequences, and some channels; few rows have their own programs each. Each row finds its sequence, and each input that it needs is
-one of three: a row of the step, a row of the tail, or a row of the state page. Rows of the step are written to the tail, where
-no program reads them. Two programs never write the same state: one row writes the state before the position behind it.
+A program computes some rows, of any sequences, and some channels; of few rows, each has its own programs. Each row finds its
+sequence, and each input that it needs is one of three: a row of the step, a row of the tail, or a row of the state page. Rows
+of the step are written to the tail, where no program reads them. Two programs never write the same state: one row writes the
+state before the position behind it.
 
 The table of pieces has the states of chunks, which a second launch copies from the rows of the step.
 """
@@ -141,8 +142,8 @@ def _causal_conv_of_row(
     BLOCK_C: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row of a step of decoding, with what `_causal_conv` computes: where its inputs are is known to the program as numbers,
-    so that no thread waits for another and all inputs are on their way at once. The next kernel may start meanwhile."""
+    """One row of a step of decoding, with what `_causal_conv` computes. The places of its inputs are numbers of the program, so
+    that no thread waits for another and all inputs are on their way at once. The next kernel may start meanwhile."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     COLUMNS: tl.constexpr = (CHANNELS + BLOCK_C - 1) // BLOCK_C
@@ -207,30 +208,29 @@ def _causal_conv_of_row(
     if tail_ptr is not None:
         keep = in_c & live & (position >= end - RING)
         tl.store(tail_ptr + (slot * RING + position % RING) * CHANNELS + c, y, mask=keep)
-    if target_ptr is not None:
-        if live & (behind - begin <= MOST) & (position + 1 == end // PAGE * PAGE) & (position >= start):
-            target = tl.load(target_ptr + seq).to(tl.int64)
-            for tap in tl.static_range(1, WIDTH):
-                y = _input_of_row(
-                    x_ptr,
-                    read_ptr,
-                    tail_ptr,
-                    c,
-                    in_c,
-                    row,
-                    position,
-                    first,
-                    start,
-                    source,
-                    slot,
-                    stride_x,
-                    tap,
-                    CHANNELS,
-                    WIDTH,
-                    RING,
-                )
-                place = target * (WIDTH - 1) + tap - 1
-                tl.store(write_ptr + place * CHANNELS + c, y, mask=in_c & (target >= 0))
+    if live & (behind - begin <= MOST) & (position + 1 == end // PAGE * PAGE) & (position >= start):
+        target = tl.load(target_ptr + seq).to(tl.int64)
+        for tap in tl.static_range(1, WIDTH):
+            y = _input_of_row(
+                x_ptr,
+                read_ptr,
+                tail_ptr,
+                c,
+                in_c,
+                row,
+                position,
+                first,
+                start,
+                source,
+                slot,
+                stride_x,
+                tap,
+                CHANNELS,
+                WIDTH,
+                RING,
+            )
+            place = target * (WIDTH - 1) + tap - 1
+            tl.store(write_ptr + place * CHANNELS + c, y, mask=in_c & (target >= 0))
 
 
 @triton.jit
@@ -345,8 +345,8 @@ def launch_causal_conv(
 
 
 def takes_single_rows(total: int, arch: int) -> bool:
-    """Whether each row has its own programs. Triton 3.6 does not compile them for AMD GPUs, where a pass fails at addresses that
-    are chosen."""
+    """Whether each row has its own programs. Triton 3.6 does not compile them for AMD GPUs, where a pass fails at addresses
+    that are chosen."""
     return total <= MOST_SINGLE_ROWS and arch > 0
 
 
@@ -362,7 +362,7 @@ def _plan(
             total * -(-channels // SINGLE_ROW_CHANNELS),
             varying=(total, num_seqs),
             strides=strides,
-            fixed=(*fixed, min(1024, power_of_2(max(num_seqs, 16))), SINGLE_ROW_CHANNELS, lets_next_start),
+            fixed=(*fixed, min(128, power_of_2(max(num_seqs, 16))), SINGLE_ROW_CHANNELS, lets_next_start),
             options={"num_warps": 4},
         )
     else:

@@ -101,7 +101,7 @@ RECURRENCE_KERNELS: tuple[RecurrenceKernel, ...] = (
     RecurrenceKernel(
         name="few_rows",
         about="up to 16 rows behind a state page and a tail",
-        launches=("_matrix_rows",),
+        launches=("_reread_rows", "_matrix_rows"),
         kinds=("delta", "linear"),
         rows=("few",),
         refuses=refuses_matrix,
@@ -119,7 +119,7 @@ RECURRENCE_KERNELS: tuple[RecurrenceKernel, ...] = (
     RecurrenceKernel(
         name="convolution",
         about="short convolutions with their activation",
-        launches=("_causal_conv", "_store_conv_states"),
+        launches=("_causal_conv_of_row", "_causal_conv", "_store_conv_states"),
         kinds=("conv",),
         rows=("few", "pieces"),
         refuses=refuses_kernel,
