@@ -367,6 +367,7 @@ def tune(sizes: Sizes, wanted: Cells) -> None:
 def tune_decoding(sizes: Sizes, wanted: Cells) -> None:
     """Print us of a step of decoding with each tile, then without single rows of the convolution, and without programmatic
     launches. Outputs are compared with those of the first tile. The first column is the whole step in a CUDA graph."""
+    tiles.REREADS_ROWS = True
     names = ("step", "_causal_conv_of_row", "_causal_conv", "_reread_rows", "_matrix_rows")
     batches = sizes.batches if sizes.device == "cpu" else DECODE_BATCHES
     cells = [cell for cell in decode_cells(replace(sizes, batches=batches)) if wanted.takes(cell.name)]

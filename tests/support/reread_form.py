@@ -6,13 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from fa_serve.ops.linear_attention import table
+from fa_serve.ops.linear_attention import table, tiles
 from fa_serve.ops.linear_attention.problem import Recurrence
 from fa_serve.ops.linear_attention.tiles import FewRowsTile, few_rows_tile
 
 
 def reread_rows(monkeypatch: pytest.MonkeyPatch, **change: int) -> None:
     """Compute few rows with the tile of an H200, of which `change` replaces fields."""
+
+    monkeypatch.setattr(tiles, "REREADS_ROWS", True)
 
     def tile(asked: Recurrence) -> FewRowsTile:
         return few_rows_tile(replace(asked, arch=90))._replace(**change)

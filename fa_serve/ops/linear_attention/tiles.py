@@ -13,6 +13,11 @@ gave wrong numbers or an illegal access on Hopper under Triton 3.6, for a reason
 columns, they are right."""
 
 
+REREADS_ROWS = False
+"""The switch: whether NVIDIA GPUs decode by reread_rows.py and by convolutions of single rows. No GPU has run them:
+tests/gpu/test_linear_attention_gpu.py and `bench_linear --tune --cells "decode conv+delta 16/32"` decide."""
+
+
 class FewRowsTile(NamedTuple):
     """block_v columns of the values, in a program of num_warps warps.
 
@@ -55,13 +60,13 @@ class PiecesTile(NamedTuple):
 
 
 def few_rows_tile(recurrence: Recurrence) -> FewRowsTile:
-    """On NVIDIA GPUs a thread of 4 warps keeps 64 numbers of the state, whose loads are on their way while the rest is read.
+    """With REREADS_ROWS, on NVIDIA GPUs a thread of 4 warps keeps 64 numbers of the state, whose loads are on their way while the rest is read.
     With 168 registers three programs fit on a multiprocessor, which have 96 KiB of states on their way, and a step of single
     rows of gates by head keeps everything in registers. With 128 registers four fit, and 32 numbers do not.
 
     Triton 3.6 does not compile this form for AMD GPUs, where a pass fails at addresses that are chosen.
     """
-    if not recurrence.arch:
+    if not REREADS_ROWS or not recurrence.arch:
         return kept_rows_tile(recurrence)
     dim = power_of_2(max(recurrence.dim, 16))
     block_v = max(16, min(power_of_2(recurrence.dim_v), 8192 // dim))

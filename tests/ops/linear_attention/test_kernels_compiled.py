@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from fa_serve import ops
-from fa_serve.ops.linear_attention import run
+from fa_serve.ops.linear_attention import run, tiles
 from fa_serve.ops.linear_attention.convolution import _causal_conv, _causal_conv_of_row
 from fa_serve.ops.linear_attention.few_rows import _matrix_rows
 from fa_serve.ops.linear_attention.pieces import _pass_states
@@ -27,6 +27,7 @@ from fa_serve.ops.linear_attention.tiles import FewRowsTile
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch: pytest.MonkeyPatch, poisoned_memory: None) -> None:
     monkeypatch.setattr(run, "runs_triton", lambda device: True)
+    monkeypatch.setattr(tiles, "REREADS_ROWS", True)
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fa_serve.ops.linear_attention.problem import Recurrence
+from fa_serve.ops.linear_attention import tiles
 from fa_serve.ops.linear_attention.tiles import FewRowsTile, PiecesTile, few_rows_tile, kept_rows_tile, pieces_tile
 
 
@@ -27,7 +28,9 @@ def recurrence(dim: int, dim_v: int, page_size: int = 16, *, by_channel: bool = 
     ],
     ids=str,
 )
-def test_few_rows(asked: Recurrence, tile: FewRowsTile) -> None:
+def test_few_rows(asked: Recurrence, tile: FewRowsTile, monkeypatch) -> None:
+    assert few_rows_tile(asked) == kept_rows_tile(asked)
+    monkeypatch.setattr(tiles, "REREADS_ROWS", True)
     assert few_rows_tile(asked) == tile
 
 
