@@ -35,7 +35,7 @@ from fastapi.responses import JSONResponse
 from starlette import types as asgi
 from starlette.exceptions import HTTPException
 
-from fa_serve.sandbox.trials import Cancelled, TrialsFailed
+from fa_serve.sandbox.trials import Cancelled, TrialProcessError
 from fa_serve.spec import ParameterCode, ParameterError
 
 from .rules import rule_of_all
@@ -216,7 +216,7 @@ def parameter_refused(error: ParameterError, param: str) -> BadRequest:
     return BadRequest(message, param=param, code=PARAMETER_CODES[error.code])
 
 
-def trials_failed(error: TrialsFailed | Cancelled) -> Unavailable:
+def trials_failed(error: TrialProcessError | Cancelled) -> Unavailable:
     """The process in which the work of a request runs has failed, or ends with the server. The request may be a good one."""
     reason = "the server is shutting down" if isinstance(error, Cancelled) else str(error)
     return Unavailable(f"The server is not ready: {reason}.", retry_after=RETRY_SECONDS)

@@ -26,7 +26,7 @@ from fa_serve.engine.images.prompt import ImageInput
 from fa_serve.engine.pooling.inputs import EncoderInputs
 from fa_serve.engine.request.detokenizer import TextStream
 from fa_serve.engine.request.params import schema_length
-from fa_serve.sandbox.trials import Cancelled, Trial, TrialError, TrialLimits, Trials, TrialsFailed
+from fa_serve.sandbox.trials import Cancelled, Trial, TrialError, TrialLimits, TrialProcessError, Trials
 from fa_serve.spec import ParameterError
 
 from .answers.logprobs import TokenTexts
@@ -308,7 +308,7 @@ class Tokenization:
             except TrialError as error:
                 text = f"chat_template must {error}."  # "end within ...", as TrialLimits has it
                 raise BadRequest(text, param="chat_template", code="invalid_value") from None
-            except (Cancelled, TrialsFailed) as error:
+            except (Cancelled, TrialProcessError) as error:
                 raise trials_failed(error) from None
             if urls:
                 return await self._processing.run(lambda: encode_with_images(prompt), client)

@@ -3,7 +3,7 @@
     limits = TrialLimits("compile", timeout=10.0, memory=256 << 20, setting="grammar")
     trials = Trials(grammar_process.__file__, {"tokenizer": ...}, limits, stack=grammar_process.STACK)
     trial = trials.trial()
-    reply = trial.run(request)               # raises TrialError if the work takes too much, TrialsFailed if nothing works
+    reply = trial.run(request)               # raises TrialError if the work takes too much, TrialProcessError if nothing works
     trial.cancel()                           # from any thread: the child is killed, and `run` raises Cancelled
     trials.close()
 
@@ -46,7 +46,7 @@ class Cancelled(Exception):
     """The trial was cancelled, or `Trials.close` was called."""
 
 
-class TrialsFailed(RuntimeError):
+class TrialProcessError(RuntimeError):
     """The process does not start, or dies again and again, which is not the fault of the work. The text says so."""
 
 
@@ -98,7 +98,7 @@ class Trials:
 
         The process is started if it is not running.
 
-        Raises Cancelled after `close`, and TrialsFailed if the process does not start.
+        Raises Cancelled after `close`, and TrialProcessError if the process does not start.
         """
         ours, theirs = socket.socketpair()
         try:
@@ -135,7 +135,7 @@ class Trials:
         if self.closed:
             raise Cancelled
         within = f" within {START_SECONDS:g} seconds" if late else ""
-        raise TrialsFailed(f"the process that works with {self.limits.setting}s on trial did not start{within}")
+        raise TrialProcessError(f"the process that works with {self.limits.setting}s on trial did not start{within}")
 
     def _launch(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
         control, theirs = socket.socketpair()
@@ -204,7 +204,7 @@ class Trial:
                     self._connection.shutdown(socket.SHUT_RDWR)  # wakes `run`
 
     def run(self, request: bytes | memoryview, file: int | None = None) -> bytes:
-        """Do the work, for a request without a newline. Raises TrialError, Cancelled or TrialsFailed.
+        """Do the work, for a request without a newline. Raises TrialError, Cancelled or TrialProcessError.
 
         If the process dies in the midst of it, which is not the fault of the request, the work is done once more.
 
@@ -219,7 +219,9 @@ class Trial:
                 return result
             if file is not None:
                 os.lseek(file, place, os.SEEK_SET)  # its place is shared with the child, which may have written
-        raise TrialsFailed(f"the process that works with {self._trials.limits.setting}s on trial has died {ATTEMPTS} times")
+        raise TrialProcessError(
+            f"the process that works with {self._trials.limits.setting}s on trial has died {ATTEMPTS} times"
+        )
 
     def _attempt(self, request: bytes | memoryview, file: int | None) -> bytes:
         """The seconds and the result, or nothing if the process has died."""

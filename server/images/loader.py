@@ -27,7 +27,7 @@ from typing import Any
 
 from fa_serve.engine import EngineConfig
 from fa_serve.engine.images.processed import ProcessedImage
-from fa_serve.sandbox.trials import Cancelled, Trial, TrialError, TrialLimits, Trials, TrialsFailed
+from fa_serve.sandbox.trials import Cancelled, Trial, TrialError, TrialLimits, TrialProcessError, Trials
 from fa_serve.spec import ParameterError
 
 from ..bounds.deadline_thread import DeadlineThread
@@ -102,7 +102,7 @@ class ImageLoader:
             return await self._decoding.run(lambda: self._decode(data, trial), client, trial=trial)
         except (ImageAddressError, TrialError) as error:
             raise BadRequest(f"image_url must {error}.", param=FIELD, code="invalid_value") from None
-        except (Cancelled, TrialsFailed) as error:
+        except (Cancelled, TrialProcessError) as error:
             raise trials_failed(error) from None
         except ParameterError as error:
             raise parameter_refused(error, FIELD) from None
@@ -124,7 +124,7 @@ def _start(trials: Trials) -> None:
         trials.start()
     except Cancelled:
         pass
-    except TrialsFailed as error:
+    except TrialProcessError as error:
         log.warning("requests with images get a 503 until the first of them has started the process that decodes: %s", error)
 
 

@@ -16,7 +16,7 @@ from tiny_models import VOCAB, make_tokenizer
 
 from fa_serve.engine.structured import grammar_process
 from fa_serve.sandbox import trials as module
-from fa_serve.sandbox.trials import Cancelled, TrialError, TrialLimits, Trials, TrialsFailed
+from fa_serve.sandbox.trials import Cancelled, TrialError, TrialLimits, TrialProcessError, Trials
 
 MATCHER = llguidance.LLMatcher
 SHORT = json.dumps(MATCHER.grammar_from_regex("[a-f]{3}")).encode()
@@ -154,7 +154,9 @@ def test_a_process_that_starts_too_late_is_ended(held: Trials, tmp_path: Path, m
     (tmp_path / "hold").touch()
     with monkeypatch.context() as patch:
         patch.setattr(module, "START_SECONDS", 1.0)
-        with pytest.raises(TrialsFailed, match="the process that works with tests on trial did not start within 1 seconds"):
+        with pytest.raises(
+            TrialProcessError, match="the process that works with tests on trial did not start within 1 seconds"
+        ):
             held.trial().run(b"x")
     assert held._process is None
     (tmp_path / "hold").unlink()
@@ -164,7 +166,7 @@ def test_a_process_that_starts_too_late_is_ended(held: Trials, tmp_path: Path, m
 def test_a_process_that_cannot_load_its_work(tmp_path: Path) -> None:
     (tmp_path / "work.py").write_text("raise SystemExit")
     broken = Trials(str(tmp_path / "work.py"), {}, TrialLimits("end", 30.0, 256 << 20, "test"))
-    with pytest.raises(TrialsFailed, match=r"did not start$"):
+    with pytest.raises(TrialProcessError, match=r"did not start$"):
         broken.trial().run(b"x")
     broken.close()
 
@@ -216,6 +218,6 @@ def test_work_whose_process_dies_is_done_again(held: Trials, tmp_path: Path) -> 
 
 
 def test_work_whose_process_dies_each_time(held: Trials) -> None:
-    with pytest.raises(TrialsFailed, match="the process that works with tests on trial has died 2 times"):
+    with pytest.raises(TrialProcessError, match="the process that works with tests on trial has died 2 times"):
         held.trial().run(b"deadly")
     assert held.trial().run(b"x") == b"done\n"

@@ -24,8 +24,6 @@ from torch import Tensor
 from fa_serve.spec import ParameterError
 
 ALIGNMENT = 64  # bytes
-NO_CPU_MEMORY = "DefaultCPUAllocator"
-"""With this torch begins to say that the system gives no memory. The error has no type of its own: it is a RuntimeError."""
 
 
 class ProcessedImage(NamedTuple):
@@ -94,8 +92,6 @@ class PixelProcessor:
         except (MemoryError, torch.OutOfMemoryError) as error:
             raise MemoryError from error
         except Exception as error:  # whatever the code of a processor can raise for the shape of an image
-            if isinstance(error, RuntimeError) and NO_CPU_MEMORY in str(error):
-                raise MemoryError from error
             told = f"{type(error).__name__}: {str(error)[:200]}"
             raise ParameterError("images", f"hold images that the model's processor takes ({told})", "another one") from error
         return ProcessedImage(tensors, text)
