@@ -104,7 +104,8 @@ def prepare(given):
             (folder / "begun").touch()
             time.sleep(60)
         if request == b"slow\\n":
-            (folder / "begun").touch()
+            (folder / "pid").write_text(str(os.getpid()))
+            (folder / "pid").rename(folder / "begun")
             time.sleep(60)
         if request == b"deadly\\n":
             os.kill(os.getppid(), signal.SIGKILL)
@@ -197,6 +198,16 @@ def test_closing_cancels_what_runs(held: Trials, tmp_path: Path) -> None:
     thread, found = started(lambda: held.trial().run(b"slow"))
     wait_for(tmp_path / "begun")
     held.close()
+    thread.join(5)
+    assert [type(each) for each in found] == [Cancelled], "not that the work takes too much"
+
+
+def test_closing_cancels_work_that_ends_before_its_process(held: Trials, tmp_path: Path) -> None:
+    """A process that has to give back much memory is dead later than its child."""
+    thread, found = started(lambda: held.trial().run(b"slow"))
+    wait_for(tmp_path / "begun")
+    held.closed = True
+    os.kill(int((tmp_path / "begun").read_text()), signal.SIGKILL)
     thread.join(5)
     assert [type(each) for each in found] == [Cancelled], "not that the work takes too much"
 
