@@ -20,6 +20,7 @@ Handlers raise these errors and do not know how they are written as JSON. `respo
 the same shapes, and `install` teaches it to an application. An unexpected failure becomes a 500 that shows no internals.
 
 `parameter_refused` turns the engine's ParameterError into a 400. It reads the error's fields; nothing parses a message.
+`trials_failed` turns what ends a process of fa_serve/sandbox into a 503.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from fastapi.responses import JSONResponse
 from starlette import types as asgi
 from starlette.exceptions import HTTPException
 
+from fa_serve.sandbox.trials import Cancelled, TrialProcessError
 from fa_serve.spec import ParameterCode, ParameterError
 
 from .rules import rule_of_all
@@ -58,6 +60,7 @@ ANTHROPIC_TYPES = {
     504: "timeout_error",
 }  # of other statuses: invalid_request_error below 500, api_error above
 
+RETRY_SECONDS = 5  # when a client may try again while the server loads, drains or restarts, or a process of it does
 MAX_NAME = 200  # characters of an unknown name that an error repeats
 
 _short = reprlib.Repr()
@@ -211,6 +214,12 @@ def parameter_refused(error: ParameterError, param: str) -> BadRequest:
     """A parameter that the engine refuses. `param` is the request's field that the engine's parameter was made from."""
     message = f"{error}." if param == error.field else f"{param}: {error}."
     return BadRequest(message, param=param, code=PARAMETER_CODES[error.code])
+
+
+def trials_failed(error: TrialProcessError | Cancelled) -> Unavailable:
+    """The process in which the work of a request runs has failed, or ends with the server. The request may be a good one."""
+    reason = "the server is shutting down" if isinstance(error, Cancelled) else str(error)
+    return Unavailable(f"The server is not ready: {reason}.", retry_after=RETRY_SECONDS)
 
 
 def validation_refused(errors: Sequence[Any]) -> BadRequest:

@@ -19,7 +19,7 @@ from .bounds.costs import Costs
 from .bounds.deadline_thread import DeadlineThread
 from .bounds.isolation import Isolation
 from .bounds.json_bounds import JsonBounds
-from .errors import MAX_NAME, BadRequest, NotFound, TooManyRequests, Unavailable
+from .errors import MAX_NAME, RETRY_SECONDS, BadRequest, NotFound, TooManyRequests, Unavailable
 from .observe.metrics import LoopDelay, Metrics, ScrapedText
 from .replies import ModelCard
 from .settings import Settings
@@ -33,7 +33,6 @@ T = TypeVar("T")
 LARGE_ANSWER = 1 << 20  # bytes
 LONGEST_PAUSE = 0.05  # seconds between two large bodies
 STOP_SECONDS = 2.0  # what the engine's step may take at the end, when nothing is in flight any more
-RETRY_SECONDS = 5  # when a client may try again while the server loads, drains or restarts
 TASK_NAMES = {
     "generate": "generation",
     "embed": "embeddings",
@@ -107,6 +106,8 @@ class Service:
         await self.engine.start()
         await self.tokenization.check_template()
         await self.tokenization.find_chat_end()
+        if self.engine.summary.images is None:
+            self.tokenization.expect_images()
         self._loop_delay = LoopDelay(self.metrics.loop_delay.of(self.model_name))
 
     async def loaded(self) -> None:

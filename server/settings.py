@@ -326,7 +326,11 @@ class Settings(BaseSettings):
     max_image_pixels: int = _option(16 * 2**20, "Maximum number of pixels of an image.", "Limits", ge=1)
     image_timeout: float = _option(30.0, "Seconds for fetching an image, and for decoding and processing it.", "Limits", gt=0)
     image_memory: int = _option(
-        1536 * 2**20, "Bytes for decoding an image and processing it for the model.", "Limits", ge=2**20
+        1536 * 2**20,
+        "Bytes for decoding an image and processing it for the model. The memory through which the result comes is not among "
+        "them; it takes up to max(4 x --max-image-pixels, --image-memory) bytes more.",
+        "Limits",
+        ge=2**20,
     )
     request_timeout: float | None = _option(
         None, "Maximum number of seconds for a request; by default no limit.", "Limits", gt=0

@@ -26,7 +26,7 @@ from fa_serve.engine.images.prompt import ImageInput
 from fa_serve.engine.pooling.inputs import EncoderInputs
 from fa_serve.engine.request.detokenizer import TextStream
 from fa_serve.engine.request.params import schema_length
-from fa_serve.sandbox.trials import Trial, TrialError, TrialLimits, Trials
+from fa_serve.sandbox.trials import Cancelled, Trial, TrialError, TrialLimits, TrialProcessError, Trials
 from fa_serve.spec import ParameterError
 
 from .answers.logprobs import TokenTexts
@@ -35,7 +35,7 @@ from .chat import template_process
 from .chat.conversation import ChatRequest, TokenizeRequest, Tool
 from .chat.special_tokens import Prompt, SpecialTokens
 from .chat.templates import Template
-from .errors import ApiError, BadRequest, parameter_refused
+from .errors import ApiError, BadRequest, parameter_refused, trials_failed
 from .images.loader import ImageLoader
 from .settings import Settings, read_file
 
@@ -179,6 +179,10 @@ class Tokenization:
         except ParameterError as error:
             raise BadRequest(f"This model takes no images: {error}.", param="messages", code="invalid_value") from None
 
+    def expect_images(self) -> None:
+        """The model takes images: start what decodes them in the background. The first image would wait for seconds."""
+        self._loader.start()
+
     def close(self) -> None:
         """End what runs in another process."""
         self._loader.close()
@@ -304,6 +308,8 @@ class Tokenization:
             except TrialError as error:
                 text = f"chat_template must {error}."  # "end within ...", as TrialLimits has it
                 raise BadRequest(text, param="chat_template", code="invalid_value") from None
+            except (Cancelled, TrialProcessError) as error:
+                raise trials_failed(error) from None
             if urls:
                 return await self._processing.run(lambda: encode_with_images(prompt), client)
             return await self._thread_for(len(prompt.text)).run(lambda: encode(prompt), client)

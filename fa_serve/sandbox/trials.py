@@ -3,7 +3,7 @@
     limits = TrialLimits("compile", timeout=10.0, memory=256 << 20, setting="grammar")
     trials = Trials(grammar_process.__file__, {"tokenizer": ...}, limits, stack=grammar_process.STACK)
     trial = trials.trial()
-    reply = trial.run(request)               # raises TrialError if the work takes too much
+    reply = trial.run(request)               # raises TrialError if the work takes too much, TrialProcessError if nothing works
     trial.cancel()                           # from any thread: the child is killed, and `run` raises Cancelled
     trials.close()
 
@@ -30,8 +30,12 @@ from typing import Any
 
 from fa_serve.sandbox import trial_process
 
-START_SECONDS = 60.0
-"""How long the process may take to load what the work needs."""
+START_SECONDS = 300.0
+"""How long the process may take to load what the work needs: torch and transformers from a cold disk take minutes."""
+ATTEMPTS = 2
+"""How often work is begun whose process dies in the midst of it."""
+DEATH_SECONDS = 0.2
+"""A process with threads is dead so much later than its children, which end with its first thread."""
 
 
 class TrialError(Exception):
@@ -39,7 +43,11 @@ class TrialError(Exception):
 
 
 class Cancelled(Exception):
-    """The trial was cancelled."""
+    """The trial was cancelled, or `Trials.close` was called."""
+
+
+class TrialProcessError(RuntimeError):
+    """The process does not start, or dies again and again, which is not the fault of the work. The text says so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,46 +67,83 @@ class TrialLimits:
 
 
 class Trials:
-    """Owner of the process. It starts at the first trial. Safe to use from any thread.
+    """Owner of the process. It starts at the first trial, or with `start`. Safe to use from any thread.
 
     module: path of the file that does the work, as trial_process.py expects it
     given:  what its function `prepare` gets
     stack:  bytes of address space that the work needs besides `limits.memory`
+    closed: whether `close` has been called
     """
 
     def __init__(self, module: str, given: dict[str, Any], limits: TrialLimits, stack: int = 0) -> None:
         start = {"module": module, "given": given, "timeout": limits.timeout, "memory": limits.memory + stack}
         self._start_line = json.dumps(start).encode() + b"\n"
         self.limits = limits
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # held while the process starts
+        self._closing = threading.Lock()  # of the fields below, held for moments
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
-        self._closed = False
+        self.closed = False
 
     def trial(self) -> Trial:
         return Trial(self)
 
-    def connect(self, file: int | None = None) -> socket.socket:
-        """A connection to a new child, which gets this descriptor as well. Starts the process if it is not running.
-
-        Raises Cancelled after `close`.
-        """
+    def start(self) -> None:
+        """Start the process if it is not running, so that the next trial does not wait for it. Raises as `connect` does."""
         with self._lock:
-            if self._closed:
-                raise Cancelled
-            ours, theirs = socket.socketpair()
-            with theirs:
-                if self._process is None or self._process.poll() is not None:
-                    self._start()
-                assert self._control is not None
-                socket.send_fds(self._control, [b"x"], [theirs.fileno()] if file is None else [theirs.fileno(), file])
-            return ours
+            self._started()
 
-    def _start(self) -> None:
-        if self._control is not None:
-            self._control.close()
-        self._control, theirs = socket.socketpair()
-        with theirs:
+    def connect(self, file: int | None = None) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+        """A connection to a new child, which gets this descriptor as well, and the process whose child it is.
+
+        The process is started if it is not running.
+
+        Raises Cancelled after `close`, and TrialProcessError if the process does not start.
+        """
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs, self._lock:
+                process, control = self._started()
+                with contextlib.suppress(ConnectionError):  # the process has just died, and so the connection ends
+                    socket.send_fds(control, [b"x"], [theirs.fileno()] if file is None else [theirs.fileno(), file])
+        except BaseException:
+            ours.close()
+            raise
+        return ours, process
+
+    def _started(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
+        """The process, which has loaded what the work needs, and its socket."""
+        if self._process is not None and self._process.poll() is None:
+            assert self._control is not None
+            return self._process, self._control
+        self._end()
+        late = ready = False
+        try:
+            process, control = self._launch()
+            control.settimeout(START_SECONDS)
+            control.sendall(self._start_line)
+            ready = control.recv(1) == b"r"
+        except TimeoutError:
+            late = True
+        except OSError:  # it has died, or there is no memory for it
+            pass
+        finally:
+            if not ready:  # half started, it would take requests and answer none
+                self._end()
+        if ready:
+            return process, control
+        if self.closed:
+            raise Cancelled
+        within = f" within {START_SECONDS:g} seconds" if late else ""
+        raise TrialProcessError(f"the process that works with {self.limits.setting}s on trial did not start{within}")
+
+    def _launch(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
+        control, theirs = socket.socketpair()
+        with theirs, self._closing:  # `close` finds the process, or there will be none
+            if self.closed:
+                control.close()
+                raise Cancelled
+            self._control = control
             # With one arena, freed memory is used again, and the limit on the address space counts what is in use.
             self._process = subprocess.Popen(
                 [sys.executable, trial_process.__file__, str(theirs.fileno())],
@@ -107,21 +152,35 @@ class Trials:
                 env=os.environ | {"MALLOC_ARENA_MAX": "1"},
                 start_new_session=True,  # Ctrl-C is for the server
             )
-        self._control.settimeout(START_SECONDS)
-        self._control.sendall(self._start_line)
-        if self._control.recv(1) != b"r":
-            raise RuntimeError(f"the process that works with {self.limits.setting}s on trial did not start")
+            return self._process, control
+
+    def _end(self) -> None:
+        """End the process, half started or not. Its children end with it."""
+        with self._closing:
+            process = self._process
+            control = self._control
+            self._process = None
+            self._control = None
+        if process is not None:
+            process.kill()
+            process.wait()
+        if control is not None:
+            control.close()
 
     def close(self) -> None:
-        """End the process with all of its trials, at once. Later trials are cancelled: nobody would end their process."""
+        """End the process with all of its trials, at once. Later trials are cancelled: nobody would end their process.
+
+        A thread that waits for the process to start holds the other lock, and gives it back when the process has been killed.
+        """
+        with self._closing:
+            self.closed = True
+            if self._process is not None:
+                self._process.kill()
+            if self._control is not None:
+                with contextlib.suppress(OSError):
+                    self._control.shutdown(socket.SHUT_RDWR)
         with self._lock:
-            self._closed = True
-            if self._process is not None and self._control is not None:
-                self._process.kill()  # its children end with it
-                self._process.wait()
-                self._control.close()
-                self._process = None
-                self._control = None
+            self._end()
 
 
 class Trial:
@@ -145,12 +204,30 @@ class Trial:
                     self._connection.shutdown(socket.SHUT_RDWR)  # wakes `run`
 
     def run(self, request: bytes | memoryview, file: int | None = None) -> bytes:
-        """Do the work, for a request without a newline. Raises TrialError or Cancelled.
+        """Do the work, for a request without a newline. Raises TrialError, Cancelled or TrialProcessError.
+
+        If the process dies in the midst of it, which is not the fault of the request, the work is done once more.
 
         file: descriptor that the work writes a large result to, for work that takes one
         """
+        place = 0 if file is None else os.lseek(file, 0, os.SEEK_CUR)
+        for _ in range(ATTEMPTS):
+            reply = self._attempt(request, file)
+            if reply:
+                seconds, _, result = reply.partition(b" ")
+                self.seconds = float(seconds)
+                return result
+            if file is not None:
+                os.lseek(file, place, os.SEEK_SET)  # its place is shared with the child, which may have written
+        raise TrialProcessError(
+            f"the process that works with {self._trials.limits.setting}s on trial has died {ATTEMPTS} times"
+        )
+
+    def _attempt(self, request: bytes | memoryview, file: int | None) -> bytes:
+        """The seconds and the result, or nothing if the process has died."""
         limits = self._trials.limits
-        with self._trials.connect(file) as connection:
+        connection, process = self._trials.connect(file)
+        with connection:
             with self._lock:
                 if self.cancelled:
                     raise Cancelled
@@ -180,13 +257,16 @@ class Trial:
                 if pid and not reply.endswith(b"\n"):
                     with contextlib.suppress(OSError):
                         os.kill(pid, signal.SIGKILL)
-            if self.cancelled:
-                raise Cancelled
-            if not reply.endswith(b"\n"):
-                raise limits.error()
-            seconds, _, result = bytes(reply).partition(b" ")
-            self.seconds = float(seconds)
-            return result
+        ended = reply.endswith(b"\n")
+        if self.cancelled or (self._trials.closed and not ended):
+            raise Cancelled
+        if ended:
+            return bytes(reply)
+        try:
+            process.wait(DEATH_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise limits.error() from None
+        return b""
 
 
 def _line(connection: socket.socket) -> bytes:

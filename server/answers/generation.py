@@ -31,6 +31,7 @@ from fa_serve.spec import ParameterError
 
 from ..errors import (
     INTERNAL_ERROR,
+    RETRY_SECONDS,
     ApiError,
     BadRequest,
     ClientGone,
@@ -42,7 +43,7 @@ from ..errors import (
 )
 from ..observe.metrics import SequenceMetrics
 from ..observe.timelines import Timeline
-from ..service import RETRY_SECONDS, Service
+from ..service import Service
 
 T = TypeVar("T")
 log = logging.getLogger("fa_serve.server")

@@ -77,7 +77,9 @@ def _load_processor(given: dict[str, Any]) -> tuple[Callable[[Any, int], dict[st
         try:
             return processor.process(image).write(file)
         except ParameterError as error:
-            return {"rule": error.rule}
+            # torch without memory raises a RuntimeError, as for shapes that do not fit: only its text differs
+            within = ", within --image-memory" if type(error.__cause__) is RuntimeError else ""
+            return {"rule": error.rule + within}
 
     return process, ""
 

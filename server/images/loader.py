@@ -2,7 +2,8 @@
 those of other clients.
 
 loader = ImageLoader(settings, config_of_engine)
-images = await loader.load(urls, client)         # processed images; raises BadRequest
+loader.start()                                   # in the background; without it, the first picture waits for seconds
+images = await loader.load(urls, client)         # processed images; raises BadRequest, and Unavailable if no process works
 loader.close()
 
 Without a model, or with one whose processor cannot be loaded by the process that decodes, they are PIL images in RGB. The
@@ -18,6 +19,7 @@ import logging
 import mmap
 import os
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -25,11 +27,11 @@ from typing import Any
 
 from fa_serve.engine import EngineConfig
 from fa_serve.engine.images.processed import ProcessedImage
-from fa_serve.sandbox.trials import Trial, TrialError, TrialLimits, Trials
+from fa_serve.sandbox.trials import Cancelled, Trial, TrialError, TrialLimits, TrialProcessError, Trials
 from fa_serve.spec import ParameterError
 
 from ..bounds.deadline_thread import DeadlineThread
-from ..errors import BadRequest, parameter_refused
+from ..errors import BadRequest, parameter_refused, trials_failed
 from ..settings import Settings
 from . import decode_process
 from .addresses import ImageAddressError, Remote, read_address
@@ -71,6 +73,11 @@ class ImageLoader:
         given = {"max_pixels": self._max_pixels, "processor": processor}
         return Trials(decode_process.__file__, given, self._trial_limits)
 
+    def start(self) -> None:
+        """Start the process in the background, if requests may have images."""
+        if self._max_images:
+            threading.Thread(target=_start, args=[self._trials], name="start of images", daemon=True).start()
+
     def close(self) -> None:
         """End the process."""
         if "_trials" in vars(self):
@@ -95,6 +102,8 @@ class ImageLoader:
             return await self._decoding.run(lambda: self._decode(data, trial), client, trial=trial)
         except (ImageAddressError, TrialError) as error:
             raise BadRequest(f"image_url must {error}.", param=FIELD, code="invalid_value") from None
+        except (Cancelled, TrialProcessError) as error:
+            raise trials_failed(error) from None
         except ParameterError as error:
             raise parameter_refused(error, FIELD) from None
 
@@ -108,6 +117,15 @@ class ImageLoader:
                 reason,
             )
         return image
+
+
+def _start(trials: Trials) -> None:
+    try:
+        trials.start()
+    except Cancelled:
+        pass
+    except TrialProcessError as error:
+        log.warning("requests with images get a 503 until the first of them has started the process that decodes: %s", error)
 
 
 def decode(data: bytes | memoryview, max_result: int, trial: Trial) -> tuple[Any, str]:

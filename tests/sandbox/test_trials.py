@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import threading
 import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import llguidance
 import pytest
 from tiny_models import VOCAB, make_tokenizer
 
 from fa_serve.engine.structured import grammar_process
-from fa_serve.sandbox.trials import Cancelled, TrialError, TrialLimits, Trials
+from fa_serve.sandbox import trials as module
+from fa_serve.sandbox.trials import Cancelled, TrialError, TrialLimits, TrialProcessError, Trials
 
 MATCHER = llguidance.LLMatcher
 SHORT = json.dumps(MATCHER.grammar_from_regex("[a-f]{3}")).encode()
@@ -81,3 +86,149 @@ def test_errors_are_reported_and_cancelling_kills(make_trials) -> None:
     with pytest.raises(Cancelled):  # a thread that is late starts no process that nobody ends
         trials.trial().run(SHORT)
     assert trials._process is None
+
+
+WORK = """
+import os, pathlib, signal, time
+
+def prepare(given):
+    folder = pathlib.Path(given["folder"])
+    (folder / "starting").touch()
+    while (folder / "hold").exists():
+        time.sleep(0.01)
+
+    def work(request, *files):
+        for file in files:
+            os.write(file, request[:1])
+        if request == b"again\\n" and not (folder / "begun").exists():
+            (folder / "begun").touch()
+            time.sleep(60)
+        if request == b"slow\\n":
+            (folder / "pid").write_text(str(os.getpid()))
+            (folder / "pid").rename(folder / "begun")
+            time.sleep(60)
+        if request == b"deadly\\n":
+            os.kill(os.getppid(), signal.SIGKILL)
+            time.sleep(60)
+        return b"done"
+
+    return work
+"""
+"""Work that can be held while it is loaded, and that can die."""
+
+
+@pytest.fixture
+def held(tmp_path: Path) -> Iterator[Trials]:
+    """Trials of WORK, whose process is not ready while the file `hold` is there."""
+    path = tmp_path / "work.py"
+    path.write_text(WORK)
+    made = Trials(str(path), {"folder": str(tmp_path)}, TrialLimits("end", 30.0, 256 << 20, "test"))
+    yield made
+    (tmp_path / "hold").unlink(missing_ok=True)
+    made.close()
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 20
+    while not path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def started(work: Callable[[], object]) -> tuple[threading.Thread, list[object]]:
+    """A thread that runs this, and what comes of it: a value or an exception."""
+    found: list[object] = []
+
+    def run() -> None:
+        try:
+            found.append(work())
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, found
+
+
+def test_a_process_that_starts_too_late_is_ended(held: Trials, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half started, it would take the next requests, and their clients would be told that the work takes too long."""
+    (tmp_path / "hold").touch()
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "START_SECONDS", 1.0)
+        with pytest.raises(
+            TrialProcessError, match="the process that works with tests on trial did not start within 1 seconds"
+        ):
+            held.trial().run(b"x")
+    assert held._process is None
+    (tmp_path / "hold").unlink()
+    assert held.trial().run(b"x") == b"done\n"
+
+
+def test_a_process_that_cannot_load_its_work(tmp_path: Path) -> None:
+    (tmp_path / "work.py").write_text("raise SystemExit")
+    broken = Trials(str(tmp_path / "work.py"), {}, TrialLimits("end", 30.0, 256 << 20, "test"))
+    with pytest.raises(TrialProcessError, match=r"did not start$"):
+        broken.trial().run(b"x")
+    broken.close()
+
+
+def test_a_start_ahead_of_the_first_trial(held: Trials) -> None:
+    held.start()
+    process = held._process
+    assert process is not None
+    assert held.trial().run(b"x") == b"done\n"
+    held.start()
+    assert held._process is process
+
+
+def test_closing_does_not_wait_for_a_start(held: Trials, tmp_path: Path) -> None:
+    """The event loop of a server closes, while a thread waits for the process."""
+    (tmp_path / "hold").touch()
+    thread, found = started(lambda: held.trial().run(b"x"))
+    wait_for(tmp_path / "starting")
+    begin = time.monotonic()
+    held.close()
+    assert time.monotonic() - begin < 2
+    thread.join(5)
+    assert [type(each) for each in found] == [Cancelled]
+    assert held._process is None
+
+
+def test_closing_cancels_what_runs(held: Trials, tmp_path: Path) -> None:
+    thread, found = started(lambda: held.trial().run(b"slow"))
+    wait_for(tmp_path / "begun")
+    held.close()
+    thread.join(5)
+    assert [type(each) for each in found] == [Cancelled], "not that the work takes too much"
+
+
+def test_closing_cancels_work_that_ends_before_its_process(held: Trials, tmp_path: Path) -> None:
+    """A process that has to give back much memory is dead later than its child."""
+    thread, found = started(lambda: held.trial().run(b"slow"))
+    wait_for(tmp_path / "begun")
+    held.closed = True
+    os.kill(int((tmp_path / "begun").read_text()), signal.SIGKILL)
+    thread.join(5)
+    assert [type(each) for each in found] == [Cancelled], "not that the work takes too much"
+
+
+def test_work_whose_process_dies_is_done_again(held: Trials, tmp_path: Path) -> None:
+    """As with the OOM killer of the system, which chooses the process and not its child. The result begins where it began."""
+    file = os.open(tmp_path / "shared", os.O_RDWR | os.O_CREAT)
+    try:
+        thread, found = started(lambda: held.trial().run(b"again", file))
+        wait_for(tmp_path / "begun")
+        process = held._process
+        assert process is not None
+        os.kill(process.pid, signal.SIGKILL)
+        thread.join(20)
+        assert found == [b"done\n"]
+        assert os.pread(file, 10, 0) == b"a"
+    finally:
+        os.close(file)
+
+
+def test_work_whose_process_dies_each_time(held: Trials) -> None:
+    with pytest.raises(TrialProcessError, match="the process that works with tests on trial has died 2 times"):
+        held.trial().run(b"deadly")
+    assert held.trial().run(b"x") == b"done\n"

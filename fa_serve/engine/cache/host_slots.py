@@ -144,7 +144,7 @@ class HostSlots:
                 self._free.append(slot)
 
     def drop_all(self) -> None:
-        """The same for every copy, with as many operations whatever their number is, unless some are being read."""
+        """The same for every copy, with as many operations of the interpreter whatever their number, unless some are read."""
         slots = [*self._slot_of.values()]
         if self._reads:
             slots = [slot for slot in slots if slot not in self._reads]

@@ -202,7 +202,8 @@ class KeptItems:
     def forget_all(self) -> None:
         """Nothing is registered from now on, and what was cached is free. Items that are held stay held.
 
-        The number of operations does not depend on how many items are registered: after rollouts these are tens of thousands.
+        How many operations of the interpreter this takes does not depend on how many items are registered: after rollouts these
+        are tens of thousands. What the operations copy and clear does.
         Free items are handed out in the order in which cached ones would have been evicted.
         """
         self._free += reversed(self._cached)

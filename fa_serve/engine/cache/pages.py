@@ -36,6 +36,7 @@ def new_salt() -> bytes:
 
 class PageTable(KeptItems):
     """Reference counts, the free list and the prefix cache of `num_pages` pages. Every operation is O(1) per page.
+    `forget_all` takes as many operations of the interpreter whatever the number of pages is.
 
     page_size: tokens in a page; salt: key of the hashes, random unless it is given
 

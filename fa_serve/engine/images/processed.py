@@ -79,7 +79,7 @@ class PixelProcessor:
 
         image: of PIL in RGB, or (height, width, 3) uint8
 
-        Raises ParameterError for an image that is refused.
+        Raises ParameterError for an image that is refused, and MemoryError.
         """
         processor = self._processor
         merged = processor._merge_kwargs(
@@ -89,8 +89,8 @@ class PixelProcessor:
             [images, *_] = processor.prepare_inputs_layout(images=[image], text=[processor.image_token])
             inputs, [text] = processor._process_images(images, **merged["images_kwargs"])
             tensors = {name: torch.as_tensor(x) for name, x in inputs.items() if name not in processor.unused_input_names}
-        except MemoryError:
-            raise
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            raise MemoryError from error
         except Exception as error:  # whatever the code of a processor can raise for the shape of an image
             told = f"{type(error).__name__}: {str(error)[:200]}"
             raise ParameterError("images", f"hold images that the model's processor takes ({told})", "another one") from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -70,16 +70,34 @@ def test_as_the_processor(tmp_path: Path, file: int) -> None:
     torch.testing.assert_close(found.inputs["pixel_values"], expected, rtol=0, atol=0)
 
 
-def test_what_the_processor_refuses_and_what_does_not_fit_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def without_memory() -> None:
+    raise MemoryError
+
+
+def without_memory_of_a_device() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.parametrize("fill", [without_memory, without_memory_of_a_device])
+def test_what_does_not_fit_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fill: Callable[[], None]) -> None:
+    """It is no fault of the picture: the error ends the process, and the client is told of the limit."""
+    save_llava(tmp_path)
+    processor = AutoProcessor.from_pretrained(tmp_path)
+    monkeypatch.setattr(processor, "_process_images", lambda *_, **__: fill())
+    with pytest.raises(MemoryError):
+        PixelProcessor(processor).process(picture(1))
+
+
+def test_what_the_processor_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_llava(tmp_path)
     processor = AutoProcessor.from_pretrained(tmp_path)
     pixels = PixelProcessor(processor)
     with pytest.raises(ParameterError, match="images must hold images that the model's processor takes"):
         pixels.process("no picture")
 
-    def fill(*_: object, **__: object) -> None:
-        raise MemoryError
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("sizes do not match")
 
-    monkeypatch.setattr(processor, "_process_images", fill)
-    with pytest.raises(MemoryError):  # which ends the process, and the client is told of the limit
+    monkeypatch.setattr(processor, "_process_images", fail)
+    with pytest.raises(ParameterError, match="RuntimeError: sizes do not match"):
         pixels.process(picture(1))

@@ -100,6 +100,29 @@ async def test_the_time_of_another_process_counts() -> None:
         BILL.reset(token)
     assert 5.0 <= bill.seconds < 5.5
 
+    def burn() -> None:
+        end = time.thread_time() + 0.02
+        while time.thread_time() < end:
+            pass
+
+    await thread.run(burn, "few")  # more than this thread has done for the other one
+    order: list[str] = []
+    began = threading.Event()
+    gate = threading.Event()
+
+    def first() -> None:
+        began.set()
+        gate.wait(20)
+
+    waiting = [asyncio.create_task(thread.run(first, "third"))]
+    await asyncio.to_thread(began.wait, 20)
+    for client in ("many", "few"):
+        waiting.append(asyncio.create_task(thread.run(lambda client=client: order.append(client), client)))
+        await asyncio.sleep(0)
+    gate.set()
+    await asyncio.gather(*waiting)
+    assert order == ["few", "many"], "many has asked first, and has cost more"
+
 
 async def test_a_trial_that_nobody_waits_for_is_cancelled() -> None:
     thread = DeadlineThread("test")

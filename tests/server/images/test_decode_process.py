@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ import torch
 from fa_serve.server.images.decode_process import STRIP, prepare
 from image_models import picture, png, save_llava
 from security.hostile_images import bomb
+from transformers import LlavaProcessor
 
 from fa_serve.engine.images.processed import PixelProcessor, ProcessedImage
 
@@ -74,3 +76,22 @@ def test_a_processor_that_is_not_there(tmp_path: Path, file: int) -> None:
     told = json.loads(work(base64.b64encode(png(picture(1))), file))
     assert (told["width"], told["height"]) == (40, 32)
     assert told["reason"].startswith("ParameterError: images must be empty, because the model's processor cannot be loaded")
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize(("error", "names"), [("memory", True), ("value", False)])
+def test_torch_without_memory(tmp_path: Path, file: int, monkeypatch: pytest.MonkeyPatch, error: str, names: bool) -> None:
+    """No type tells its error from others. The client is told of the setting, because the picture may be a good one."""
+    save_llava(tmp_path)
+    work = prepare({"max_pixels": LIMIT, "processor": {"path": str(tmp_path), "trust_remote_code": False}})
+
+    def fail(*_: Any, **__: Any) -> None:
+        if error == "value":
+            raise ValueError("mean must have 3 elements")
+        torch.empty(1 << 60, dtype=torch.uint8)
+
+    monkeypatch.setattr(LlavaProcessor, "_process_images", fail)
+    rule = json.loads(work(base64.b64encode(png(picture(1))), file))["rule"]
+    assert rule.startswith("hold images that the model's processor takes (")
+    assert rule.endswith(", within --image-memory") == names
+    assert ("RuntimeError: " in rule) == names

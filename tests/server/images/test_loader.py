@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fa_serve.server.errors import BadRequest
+from fa_serve.server.errors import BadRequest, Unavailable
 from fa_serve.server.images.loader import ImageLoader, decode
 from fa_serve.server.settings import Settings
 from image_models import picture, png, save_llava
@@ -23,6 +24,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 
 from fa_serve.engine import EngineConfig
 from fa_serve.engine.images.processed import PixelProcessor, ProcessedImage
+from fa_serve.sandbox import trials
 from fa_serve.sandbox.trials import TrialError
 
 pytestmark = pytest.mark.anyio
@@ -70,8 +72,6 @@ async def test_transparency_and_orientation(loader: ImageLoader) -> None:
 async def test_files_that_are_refused(loader: ImageLoader, data: bytes, message: str) -> None:
     with pytest.raises(BadRequest) as error:
         await loader.load([uri(data)], None)
-    import re
-
     assert re.search(message, error.value.message), error.value.message
     assert error.value.param == "messages"
     [image] = await loader.load([uri(png(picture(1)))], None)
@@ -239,3 +239,37 @@ async def test_base64_that_is_wrong(loader: ImageLoader, text: str) -> None:
 async def test_an_address_without_an_image(loader: ImageLoader) -> None:
     with pytest.raises(BadRequest, match="image_url must hold an image, got no bytes"):
         await loader.load(["data:image/png;base64,"], None)
+
+
+async def test_a_process_that_does_not_start_in_time_is_no_fault_of_the_picture(
+    loader: ImageLoader, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The next picture starts another one."""
+    with monkeypatch.context() as patch:
+        patch.setattr(trials, "START_SECONDS", 1e-3)
+        told = "The server is not ready: the process that works with images on trial did not start within 0.001 seconds."
+        with pytest.raises(Unavailable, match=re.escape(told)) as error:
+            await loader.load([uri(png(picture(1)))], None)
+        assert (error.value.status, error.value.retry_after) == (503, 5)
+        loader.start()
+        while not caplog.records:
+            await asyncio.sleep(0.01)
+    assert "requests with images get a 503 until" in caplog.text
+    [image] = await loader.load([uri(png(picture(1)))], None)
+    assert image.size == (40, 32)
+
+
+async def test_closing_cancels_a_picture_that_waits(loader: ImageLoader) -> None:
+    loading = asyncio.create_task(loader.load([uri(png(picture(1)))], None))
+    while "_trials" not in vars(loader) or loader._trials._process is None:
+        await asyncio.sleep(0.001)
+    loader.close()
+    with pytest.raises(Unavailable, match="The server is not ready: the server is shutting down"):
+        await loading
+
+
+async def test_a_server_without_images_starts_no_process() -> None:
+    none = ImageLoader(Settings(max_images=0))
+    none.start()
+    assert "_trials" not in vars(none)
+    none.close()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -114,6 +116,32 @@ async def test_a_processor_that_the_process_cannot_load(serving, expected, monke
         [choice] = (await client.post("/v1/chat/completions", json=chat(image_part(0), TEXT))).json()["choices"]
     assert (choice["prompt_token_ids"], choice["token_ids"]) == (prompt, answer)
     assert "pictures are processed in the server's own process" in caplog.text
+
+
+async def test_the_process_starts_before_the_first_picture(serving, monkeypatch) -> None:
+    """The server is ready meanwhile: the process takes seconds to load transformers."""
+    began = threading.Event()
+    gate = threading.Event()
+    start = Trials.start
+
+    def held(self: Trials) -> None:
+        began.set()
+        gate.wait(20)
+        start(self)
+
+    monkeypatch.setattr(Trials, "start", held)
+    async with serving() as client:
+        assert (await client.get("/ready")).status_code == 200
+        assert await asyncio.to_thread(began.wait, 20)
+        assert not gate.is_set()
+        gate.set()
+        trials = client.service.tokenization._loader._trials
+        while trials._process is None:
+            await asyncio.sleep(0.01)
+        process = trials._process
+        reply = await client.post("/v1/chat/completions", json=chat(image_part(0), TEXT))
+        assert reply.status_code == 200
+        assert trials._process is process
 
 
 async def test_n_and_streaming(serving, expected) -> None:
