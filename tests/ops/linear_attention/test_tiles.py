@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fa_serve.ops.linear_attention.problem import Recurrence
 from fa_serve.ops.linear_attention import tiles
+from fa_serve.ops.linear_attention.problem import Recurrence
 from fa_serve.ops.linear_attention.tiles import FewRowsTile, PiecesTile, few_rows_tile, kept_rows_tile, pieces_tile
 
 
