@@ -60,9 +60,9 @@ class PiecesTile(NamedTuple):
 
 
 def few_rows_tile(recurrence: Recurrence) -> FewRowsTile:
-    """With REREADS_ROWS, a thread of 4 warps keeps 64 numbers of the state on NVIDIA GPUs, whose loads are on their way while the
-    rest is read. With 168 registers three programs fit on a multiprocessor, which have 96 KiB of states on their way, and a step
-    of single rows of gates by head keeps everything in registers. With 128 registers four fit, and 32 numbers do not.
+    """With REREADS_ROWS, a thread of 4 warps keeps 64 numbers of the state on NVIDIA GPUs, whose loads are on their way while
+    the rest is read. With 168 registers three programs fit on a multiprocessor, which have 96 KiB of states on their way, and a
+    step of single rows of gates by head keeps everything in registers. With 128 registers four fit, and 32 numbers do not.
 
     Triton 3.6 does not compile this form for AMD GPUs, where a pass fails at addresses that are chosen.
     """
