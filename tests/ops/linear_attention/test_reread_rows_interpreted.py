@@ -8,6 +8,7 @@ from linear_attention_cases import KINDS_BY_NAME, joined, of_sequence
 from reread_form import reread_rows
 from state_steps import Part, StateSteps
 
+from fa_serve.launching.plans import PLANS
 from fa_serve.ops import FEW_ROWS
 from fa_serve.ops.linear_attention import few_rows, run
 
@@ -48,6 +49,7 @@ def test_steps_of_one_row_have_their_kernel(monkeypatch: pytest.MonkeyPatch) -> 
     """It takes at most one row of a sequence, and clears the rows of padding, of which there may be more."""
     kind = KINDS_BY_NAME["delta"]
     rows = kind.rows(8, torch.float32)
+    PLANS.clear()  # those of other tests too
     planned = []
     plan = few_rows._plan
     monkeypatch.setattr(few_rows, "_plan", lambda *args: planned.append(args[-1]) or plan(*args))
