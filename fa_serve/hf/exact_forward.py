@@ -37,6 +37,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from fa_serve.api import attention_varlen
 from fa_serve.hf.adapter.models import NAME
+from fa_serve.hf.adapter.packed_forwards import unwatch_packs, watched_modules
 from fa_serve.hf.adapter.paged import PagedBatch
 from fa_serve.hf.adapter.probe import model_layers
 from fa_serve.hf.adapter.releases import CACHE_NAMES
@@ -88,6 +89,7 @@ class ExactForward:
     def _replace(self) -> None:
         """Find what the context makes of the model: the implementation of attention and of experts, and fused layers."""
         own = ModelState.of(self.model)
+        watched = watched_modules(self.model)
         try:
             unfuse_model(self.model)
             self.model.train(False)
@@ -104,6 +106,8 @@ class ExactForward:
             self._state = ModelState.of(self.model)
         finally:
             own.restore()
+            # an exact forward finds packed sequences itself, and the plain model is not fa_serve's
+            unwatch_packs(watched_modules(self.model) - watched)
         self._addresses = Addresses.of(self.model)
         # valid as long as the addresses are, which each forward compares
         self._parameters: dict[nn.Module, list[Tensor]] = {}

@@ -15,7 +15,7 @@ Left out: padding, which mixers set to zero themselves, and the engine's steps, 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from fa_serve.spec import UnsupportedModelError
 _WORDS = "_fa_serve_words"
 _COUNTS = "_fa_serve_counts_positions"
 _MIXERS = "_fa_serve_mixers"
+_HOOKS = "_fa_serve_hooks"
 _CHECKPOINT = "_gradient_checkpointing_func"
 
 
@@ -42,8 +43,24 @@ def watch_packs(model: PreTrainedModel, counts_positions: bool) -> None:
     if _WORDS not in model.__dict__:
         model.__dict__[_COUNTS] = counts_positions
         model.__dict__[_WORDS] = tuple(inspect.signature(type(model).forward).parameters)[1:]
-        model.register_forward_pre_hook(_enter, with_kwargs=True)
-        model.register_forward_hook(_leave, always_call=True)
+        model.__dict__[_HOOKS] = (
+            model.register_forward_pre_hook(_enter, with_kwargs=True),
+            model.register_forward_hook(_leave, always_call=True),
+        )
+
+
+def watched_modules(model: nn.Module) -> set[nn.Module]:
+    """The modules whose forwards `watch_packs` looks into."""
+    return {module for module in model.modules() if _HOOKS in module.__dict__}
+
+
+def unwatch_packs(modules: Iterable[nn.Module]) -> None:
+    """Give modules back as they were before `watch_packs`."""
+    for module in modules:
+        for hook in module.__dict__.pop(_HOOKS):
+            hook.remove()
+        del module.__dict__[_WORDS]
+        del module.__dict__[_COUNTS]
 
 
 def _enter(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
