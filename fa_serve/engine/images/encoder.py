@@ -49,7 +49,7 @@ ENCODES_BESIDE = False
 is worth (tests/gpu/test_towers_gpu.py, bench_images)."""
 PAUSES_ON_GPU = False
 """Whether a step on a GPU may leave images half way through the towers. If not, it encodes as many whole images as it has time
-for, at least one. Off until a GPU has shown that the parts come to the same (tests/gpu/test_towers_gpu.py)."""
+for, at least one. The parts come to the same on an H200 (tests/gpu/test_towers_gpu.py); off until bench_images has timed it."""
 STEPS_PRIORITY = -1
 """Of the stream of steps then. That of the towers is 0, the lowest one that CUDA has, and that of the default stream."""
 
@@ -151,7 +151,7 @@ class ImageEncoder:
         except Exception as error:
             log.error("%d images could not be encoded, which ends their requests", len(work.images), exc_info=error)
             failed = True
-        # the error is gone now, and with it the memory of the forward that it ended
+        # outside of the handler, whose error keeps the memory of the forward
         if failed:
             self.abandon()
             self._keep({image.key: self.reader.failed(image.inputs) for image in work.images})
@@ -241,7 +241,7 @@ class ImageEncoder:
         except Exception as error:  # whatever the code of a model raises for an image that it does not take
             made = []
             reason = f"{type(error).__name__}: {error}"
-        # the error is gone now, and with it the memory of the forward that it ended
+        # outside of the handler, whose error keeps the memory of the forward
         if not made and len(images) > 1:
             return {key: x for image in images for key, x in self._encode([image]).items()}
         if not made:

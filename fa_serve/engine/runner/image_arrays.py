@@ -22,7 +22,8 @@ from torch import Tensor
 from fa_serve.hf.images import StepImages
 
 CAPTURES_IMAGES = False
-"""Whether steps that compute tokens of images are captured. Off until a GPU has run it (tests/gpu/test_towers_gpu.py)."""
+"""Whether steps that compute tokens of images are captured. Their tokens are right on an H200
+(tests/gpu/test_towers_gpu.py); off until bench_images has timed it."""
 
 
 def image_padding(tokens: int, axes: int) -> dict[str, NDArray[Any]]:
