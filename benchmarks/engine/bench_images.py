@@ -299,6 +299,7 @@ def measure(sizes: Sizes, results: Results, cells: Cells) -> None:
         rate, _ = work.run_clients(with_images=False)
         results.add(f"{sizes.shape} text", "requests/s", rate, {"max_images=0": without})
     work.engine.close()
+    results.merge()
     if cells.takes("text p99"):
         measure_gaps(sizes, model, results, cells)
 
@@ -320,6 +321,7 @@ def measure_gaps(sizes: Sizes, model: Any, results: Results, cells: Cells) -> No
         case = f" {name}" if name else ""
         results.add(f"{sizes.shape} text p99{case}", "s", gaps.pop("images"), gaps)
         results.add(f"{sizes.shape} beside text{case}", "s", statistics.median(work.firsts or [0.0]), {})
+        results.merge()  # a run that is cut off keeps what it has measured
 
 
 def main() -> None:

@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -37,6 +38,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from benchmarks.engine.bench_serving import peer_environment
 from benchmarks.engine.engine_workloads import SHAPES, freeze_objects, make_folder, make_model, make_tiny, say
 from benchmarks.measure import Results
 from fa_serve.engine import Engine, EngineConfig, SamplingParams
@@ -190,6 +192,7 @@ def measure_rates(model: Any, options: argparse.Namespace, results: Results, fol
                 ours = rate(engine, wanted, options)
                 beside = {"base": base} | ({"vLLM": theirs[case]} if case in theirs else {})
                 ratio = results.add(f"{options.shape} rank {rank} {case}", "tokens/s", ours, beside)
+                results.merge()  # a run that is cut off keeps what it has measured
                 say(f"rank {rank} {case}: {ours:.0f} tokens/s, of the base {ours / base:.3f}, least ratio {ratio:.3f}")
 
 
@@ -242,7 +245,7 @@ from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 given = json.loads(sys.argv[1])
 llm = LLM(model=given["model"], enable_lora=True, max_loras=given["max_loras"], max_lora_rank=given["rank"],
-          max_num_seqs=given["requests"], max_model_len=1024, enable_prefix_caching=False)
+          max_num_seqs=given["requests"], max_model_len=1024, enable_prefix_caching=False, gpu_memory_utilization=0.6)
 loras = [LoRARequest(f"a{i}", i + 1, folder) for i, folder in enumerate(given["folders"])]
 params = SamplingParams(max_tokens=given["tokens"], temperature=0.0, ignore_eos=True)
 found = {}
@@ -276,12 +279,11 @@ def vllm_rates(options: argparse.Namespace, rank: int, folders: Sequence[Path]) 
             "prompts": prompts(REQUESTS, SHAPES[options.shape]["vocab_size"], 1),
         }
         command = [sys.executable, "-c", VLLM, json.dumps(given)]
-        done = subprocess.run(
-            command, env={"PYTHONPATH": options.peer_path}, capture_output=True, text=True, check=False, timeout=900
-        )
+        env = os.environ | {"HF_HUB_OFFLINE": "1"} | peer_environment(options.peer_path)
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=900)
     line = next((line for line in done.stdout.splitlines() if line.startswith("RATES ")), None)
     if line is None:
-        say(f"vLLM failed: {done.stderr[-500:]}")
+        say(f"vLLM failed: {done.stderr[-3000:]}")
         return {}
     found: dict[str, float] = json.loads(line.removeprefix("RATES "))
     return found

@@ -1,10 +1,12 @@
 """Rollouts of GRPO's shape in the trainer's process, and what a training step takes beside them.
 
     python -m benchmarks.engine.bench_rollouts                         # 0.6B and 8B on one GPU
+    python -m benchmarks.engine.bench_rollouts --parts rollouts --peer-path DIR        # DIR has vLLM, which runs beside ours
     python -m benchmarks.engine.bench_rollouts --shapes tiny --device cpu --tiny       # to try the script
 
 rollouts:  answers a second: groups of 16 answers to prompts of 512 tokens, as many and as long as WORKLOADS says: 256 answers
-           of 1,024 tokens for 0.6B, and of 512 tokens for 8B, so that each shape takes 150 seconds of a GPU
+           of 1,024 tokens for 0.6B, and of 512 tokens for 8B, so that each shape takes 150 seconds of a GPU. With --peer-path,
+           vLLM generates as many, with their log-probabilities, in another process
 update:    milliseconds of `RolloutEngine.update` after a step in place, once, with the pages of all these calls in the prefix
            cache; and the bytes that it allocates
 sleep:     milliseconds of `sleep` and `wake_up` together
@@ -12,15 +14,20 @@ exact:     milliseconds of a training forward and backward in `fa_serve.exact`, 
            peer is the plain forward and backward. Both ways alternate: the median of 5 after 2 warm-ups of each
 
 A rollout's log-probabilities are compared with the exact forward first, in every bit. Rollouts and sleep are warmed up until
-two calls in a row agree. No call counts in which a kernel was compiled (benchmarks/steady.py). Left out: vLLM and
-generate_batch beside it, which bench_engine has offline. The lines are in results/rollouts.jsonl.
+two calls in a row agree. No call counts in which a kernel was compiled (benchmarks/steady.py). Of vLLM's update, its own
+`reload_weights` from files is timed. Left out: generate_batch, which bench_engine has. The lines are in results/rollouts.jsonl.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import random
 import statistics
+import subprocess
+import sys
+import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +35,8 @@ from typing import Any, NamedTuple
 import torch
 
 import fa_serve
-from benchmarks.engine.engine_workloads import SHAPES, make_model
+from benchmarks.engine.bench_serving import peer_environment
+from benchmarks.engine.engine_workloads import SHAPES, make_folder, make_model, say
 from benchmarks.measure import Results
 from benchmarks.steady import late_work, one_call, steady_seconds
 from fa_serve.engine import RolloutEngine, SamplingParams
@@ -67,7 +75,12 @@ def train(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
     return logprobs.detach()
 
 
-def measure_engine(results: Results, shape: str, model: Any, tiny: bool) -> None:
+def measure_engine(results: Results, shape: str, model: Any, tiny: bool, peers: dict[str, float]) -> None:
+    """peers: vLLM's rate and update, by case"""
+
+    def beside(case: str) -> dict[str, float]:
+        return {"vLLM": peers[case]} if case in peers else {}
+
     work = WORKLOADS.get(shape, Workload())
     size: dict[str, Any] = {"num_pages": 512} if tiny else {}
     engine = RolloutEngine(model, max_model_len=work.length + work.new, **size)
@@ -82,12 +95,13 @@ def measure_engine(results: Results, shape: str, model: Any, tiny: bool) -> None
 
     engine.update()
     seconds = steady_seconds(roll_out, lambda: late_work(engine), budget=SECONDS)
-    results.add(f"{shape} rollouts", "answers/s", work.prompts * work.samples / seconds, {})
+    results.add(f"{shape} rollouts", "answers/s", work.prompts * work.samples / seconds, beside("rollouts"))
+    results.merge()  # what is measured is kept, whatever comes
     step_in_place(model)
     before = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    results.add(f"{shape} update", "ms", one_call(engine.update) * 1e3, {})
+    results.add(f"{shape} update", "ms", one_call(engine.update) * 1e3, beside("update"))
     if torch.cuda.is_available():
         results.add(f"{shape} update memory", "bytes", torch.cuda.max_memory_allocated() - before, {})
 
@@ -97,6 +111,55 @@ def measure_engine(results: Results, shape: str, model: Any, tiny: bool) -> None
 
     results.add(f"{shape} sleep", "ms", steady_seconds(nap) * 1e3, {})
     engine.close()
+
+
+VLLM = """
+import json, sys, time
+from vllm import LLM, SamplingParams
+given = json.load(open(sys.argv[1]))
+llm = LLM(
+    given["model"], skip_tokenizer_init=True, dtype="bfloat16", max_model_len=given["longest"], gpu_memory_utilization=0.6
+)
+params = SamplingParams(
+    n=given["samples"], max_tokens=given["new"], temperature=1.0, logprobs=0, ignore_eos=True, detokenize=False
+)
+seconds = []
+for asked in given["prompts"]:
+    begin = time.perf_counter()
+    llm.generate([{"prompt_token_ids": each} for each in asked], params, use_tqdm=False)
+    seconds.append(time.perf_counter() - begin)
+print("SECONDS " + json.dumps(min(seconds[1:])), flush=True)
+begin = time.perf_counter()
+llm.collective_rpc("reload_weights")
+llm.reset_prefix_cache()
+print("UPDATE " + json.dumps(time.perf_counter() - begin), flush=True)
+"""
+
+
+def measure_vllm(shape: str, options: argparse.Namespace) -> dict[str, float]:
+    """The rate and the milliseconds of an update of vLLM, in another process, by case. What fails is said and left out."""
+    work = WORKLOADS.get(shape, Workload())
+    draw = random.Random(1)
+    vocab = SHAPES[shape]["vocab_size"]
+    with tempfile.TemporaryDirectory(prefix="bench_rollouts_") as folder:
+        make_folder(shape, Path(folder), options.device)
+        given = {
+            "model": folder,
+            "longest": work.length + work.new,
+            "samples": work.samples,
+            "new": work.new,
+            "prompts": [[[draw.randrange(vocab) for _ in range(work.length)] for _ in range(work.prompts)] for _ in range(3)],
+        }
+        env = os.environ | {"HF_HUB_OFFLINE": "1"} | peer_environment(options.peer_path)
+        given_file = Path(folder) / "given.json"
+        given_file.write_text(json.dumps(given))
+        command = [sys.executable, "-c", VLLM, str(given_file)]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=600)
+    found = dict(line.split(" ", 1) for line in done.stdout.splitlines() if line.startswith(("SECONDS ", "UPDATE ")))
+    if len(found) < 2:
+        say(f"vLLM has not done all: {done.stderr[-3000:]}")
+    rates = {"rollouts": work.prompts * work.samples / float(found["SECONDS"])} if "SECONDS" in found else {}
+    return rates | ({"update": 1e3 * float(found["UPDATE"])} if "UPDATE" in found else {})
 
 
 def measure_exact(results: Results, shape: str, model: Any, tiny: bool) -> None:
@@ -127,6 +190,7 @@ def measure_exact(results: Results, shape: str, model: Any, tiny: bool) -> None:
         found = {name: statistics.median(each) for name, each in times.items()}
         case = f"{shape} exact" if batch == 1 else f"{shape} exact {batch}"
         results.add(case, "ms", found["exact"], {"plain": found["plain"]})
+        results.merge()
     model.zero_grad(set_to_none=True)
 
 
@@ -152,14 +216,19 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="few and short answers")
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results")
+    parser.add_argument("--parts", default="rollouts,exact", help="what is measured")
+    parser.add_argument("--peer-path", help="folder of packages with vLLM")
     options = parser.parse_args()
     results = Results("rollouts", options.out)
     for shape in options.shapes.split(","):
+        peers = measure_vllm(shape, options) if options.peer_path else {}
         model = make_model(shape, options.device, dtype=torch.float32 if options.tiny else torch.bfloat16)
         model.set_attn_implementation("fa_serve")
-        measure_engine(results, shape, model, options.tiny)
-        results.merge()  # what is measured is kept, whatever comes
-        measure_exact(results, shape, model, options.tiny)
+        if "rollouts" in options.parts:
+            measure_engine(results, shape, model, options.tiny, peers)
+            results.merge()
+        if "exact" in options.parts:
+            measure_exact(results, shape, model, options.tiny)
     for line in results.lines:
         print(f"{line['case']}: {line['ours']} {line['unit']}, peers {line['peers']}")
     results.merge()
