@@ -12,8 +12,9 @@ no hits:   seconds of prompts that fill a small cache again and again, none of w
            the peer has no tier. "room" is the same with a cache from which nothing is evicted
 pinned:    GiB/s of memory that is pinned while the engine runs
 
-The tokens of an answer from the host are compared with those from the device's prefix cache first. Lines carry
-`bench: host_tier`, and are in results/host_tier.jsonl.
+Before anything is timed, the tokens of an answer from the host are compared with those from the device's prefix cache, by a
+deterministic engine: how many tokens of a prompt are computed together changes bits otherwise. Lines carry `bench: host_tier`,
+and are in results/host_tier.jsonl.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def seconds(call: Any, device: str) -> float:
     return best
 
 
-def make_engine(model: Any, device: str, num_pages: int, sizes: Sizes, host: int) -> Engine:
+def make_engine(model: Any, device: str, num_pages: int, sizes: Sizes, host: int, deterministic: bool = False) -> Engine:
     longest = min(max(sizes.history, sizes.load_length) + 128, num_pages * PAGE)
     config = EngineConfig(
         device=device,
@@ -77,6 +78,7 @@ def make_engine(model: Any, device: str, num_pages: int, sizes: Sizes, host: int
         max_num_batched_tokens=min(4096, longest),
         kv_host_memory=host,
         seed=0,
+        deterministic=deterministic,
     )
     engine = Engine(config, model=model)
     if (tier := engine._scheduler.tier) is not None:
@@ -133,7 +135,8 @@ def measure_copies(results: Results, shape: str, engine: Engine, device: str) ->
         results.add(f"{shape} {name}", "GB/s", ours, {"copy": whole / seconds(peer, device) / 1e9})
 
 
-def measure_first_token(results: Results, shape: str, engine: Engine, vocab: int, sizes: Sizes) -> None:
+def first_tokens(engine: Engine, vocab: int, sizes: Sizes) -> dict[str, float]:
+    """Seconds to the first token of a prompt on the host, of one on the device, and of one that is computed."""
     draw = random.Random(1)
     ids = prompt(draw, sizes.history, vocab)
     first_token(engine, prompt(draw, sizes.history, vocab))  # compiles, and captures graphs
@@ -151,9 +154,10 @@ def measure_first_token(results: Results, shape: str, engine: Engine, vocab: int
         assert after is not None
         restored = after.num_hits - before.num_hits
         assert restored > 0.9 * sizes.history // PAGE, f"only {restored} pages have come back"
-        assert tokens == expected, "an answer from the host differs from one from the device's prefix cache"
+        if engine.config.deterministic:
+            assert tokens == expected, "an answer from the host differs from one from the device's prefix cache"
         on_host = min(on_host, taken)
-    results.add(f"{shape} first", "ms", on_host * 1e3, {"computed": computed * 1e3, "device": on_device * 1e3})
+    return {"host": on_host, "computed": computed, "device": on_device}
 
 
 def load_seconds(engine: Engine, vocab: int, sizes: Sizes, device: str) -> float:
@@ -187,10 +191,16 @@ def measure_load(results: Results, shape: str, model: Any, device: str, sizes: S
 
 def measure(results: Results, shape: str, model: Any, device: str, sizes: Sizes) -> None:
     pages = -(-sizes.history // PAGE)
+    exact = make_engine(model, device, pages * 2 + 16, sizes, sizes.host, deterministic=True)
+    first_tokens(exact, model.config.vocab_size, sizes)
+    exact.close()
+    free(device)
     engine = make_engine(model, device, pages * 2 + 16, sizes, sizes.host)
     if device != "cpu":
         results.add(f"{shape} pinned", "GiB/s", sizes.host / 2**30 / engine.pinning_seconds, {})  # type: ignore[attr-defined]
-    measure_first_token(results, shape, engine, model.config.vocab_size, sizes)
+    times = {name: 1e3 * taken for name, taken in first_tokens(engine, model.config.vocab_size, sizes).items()}
+    results.add(f"{shape} first", "ms", times.pop("host"), times)
+    results.merge()  # a run that is cut off keeps what it has measured
     measure_copies(results, shape, engine, device)
     engine.close()
     free(device)

@@ -143,6 +143,8 @@ class Setting:
                 torch.cuda.set_stream(torch.cuda.default_stream())
 
 
+EVERY = 8
+"""Steps between two images that come beside texts."""
 LONGEST = 1.25
 """The target of a step beside decoding alone, a little below what is wanted of the 99th percentile (1.3)."""
 SETTINGS = {
@@ -231,7 +233,8 @@ class Workload:
         return time.perf_counter() - begin
 
     def gaps_of_text(self, beside: str) -> float:
-        """The 99th percentile of the seconds between two tokens of text.
+        """The 99th percentile of the seconds between two tokens of text. Images are drawn before, in as many steps as answers
+        take if each step gives one token, because drawing one takes longer than a step.
 
         beside: what comes every few steps: "images", "prompts" of as many tokens without an image, or nothing ("alone")
         """
@@ -244,9 +247,10 @@ class Workload:
         sent: dict[str, float] = {}
         last: dict[str, float] = {}
         step = 0
+        ready = [self.image() for _ in range(0 if beside == "alone" else 2 * sizes.output // EVERY)]
         while any(name not in last or last[name] >= 0 for name in (f"text-{n}" for n in range(sizes.requests))):
-            if beside != "alone" and not step % 8:
-                image = self.image()
+            if ready and not step % EVERY:
+                image = ready.pop()
                 tokens = self.prompt(image)
                 if beside == "prompts":
                     tokens = [token if token != self._token else 3 for token in tokens]

@@ -283,7 +283,7 @@ def vllm_rates(options: argparse.Namespace, rank: int, folders: Sequence[Path]) 
         done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=900)
     line = next((line for line in done.stdout.splitlines() if line.startswith("RATES ")), None)
     if line is None:
-        say(f"vLLM failed: {done.stderr[-3000:]}")
+        say(f"vLLM failed: {done.stderr[-12000:]}")
         return {}
     found: dict[str, float] = json.loads(line.removeprefix("RATES "))
     return found

@@ -8,7 +8,7 @@ rollouts:  answers a second: groups of 16 answers to prompts of 512 tokens, as m
            of 1,024 tokens for 0.6B, and of 512 tokens for 8B, so that each shape takes 150 seconds of a GPU. With --peer-path,
            vLLM generates as many, with their log-probabilities, in another process
 update:    milliseconds of `RolloutEngine.update` after a step in place, once, with the pages of all these calls in the prefix
-           cache; and the bytes that it allocates
+           cache; and the bytes that it allocates. "update again" has nothing in the cache: the median of 5
 sleep:     milliseconds of `sleep` and `wake_up` together
 exact:     milliseconds of a training forward and backward in `fa_serve.exact`, of 1 and of 8 sequences of 1,024 tokens; the
            peer is the plain forward and backward. Both ways alternate: the median of 5 after 2 warm-ups of each
@@ -104,6 +104,12 @@ def measure_engine(results: Results, shape: str, model: Any, tiny: bool, peers: 
     results.add(f"{shape} update", "ms", one_call(engine.update) * 1e3, beside("update"))
     if torch.cuda.is_available():
         results.add(f"{shape} update memory", "bytes", torch.cuda.max_memory_allocated() - before, {})
+
+    again = []
+    for _ in range(5):
+        step_in_place(model)
+        again.append(one_call(engine.update) * 1e3)
+    results.add(f"{shape} update again", "ms", statistics.median(again), {})
 
     def nap() -> None:
         engine.sleep()

@@ -21,9 +21,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fa_serve.engine.cache.host_slots import HostSlots
+
+ENTRIES_FREED = 16
+"""Entries of dictionaries that were given up which are freed when an item is handed out. An item has at most eight of them, so
+that all are gone before as many items have been handed out again."""
 
 
 class Move(NamedTuple):
@@ -56,6 +60,7 @@ class KeptItems:
         self._leaving: dict[bytes, int] = {}
         self._arriving: dict[bytes, int] = {}
         self._in_transit: list[int] = []  # items that are held because they are being filled
+        self._given_up: list[dict[Any, Any]] = []  # dictionaries whose entries `take` frees, a few at a time
 
     @property
     def num_available(self) -> int:
@@ -202,18 +207,36 @@ class KeptItems:
     def forget_all(self) -> None:
         """Nothing is registered from now on, and what was cached is free. Items that are held stay held.
 
-        How many operations of the interpreter this takes does not depend on how many items are registered: after rollouts these
-        are tens of thousands. What the operations copy and clear does.
+        After rollouts tens of thousands of items are registered, and freeing as many entries takes tens of milliseconds. So the
+        dictionaries are replaced, and `take` frees the entries of the old ones.
         Free items are handed out in the order in which cached ones would have been evicted.
         """
         self._free += reversed(self._cached)
-        for known in (self._cached, self._hash_of, self._item_of, self._leaving, self._arriving):
-            known.clear()
+        self._give_up(self._cached, self._hash_of, self._item_of, self._leaving, self._arriving)
+        self._cached = OrderedDict()
+        self._hash_of = {}
+        self._item_of = {}
+        self._leaving = {}
+        self._arriving = {}
         self.host.drop_all()
+
+    def _give_up(self, *known: dict[Any, Any]) -> None:
+        """Keep dictionaries that are no longer used until `take` has freed their entries."""
+        self._given_up += [each for each in known if each]
+
+    def _free_entries(self) -> None:
+        """Free a few entries of what was given up."""
+        last = self._given_up[-1]
+        for _ in range(min(len(last), ENTRIES_FREED)):
+            last.popitem()
+        if not last:
+            self._given_up.pop()
 
     def take(self) -> int:
         """An item that nobody holds: a free one, or the oldest cached one, which is evicted. It is in no condition yet."""
         self.num_changes += 1
+        if self._given_up:
+            self._free_entries()
         if self._free:
             return self._free.pop()
         item, _ = self._cached.popitem(last=False)

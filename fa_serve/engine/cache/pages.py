@@ -36,7 +36,7 @@ def new_salt() -> bytes:
 
 class PageTable(KeptItems):
     """Reference counts, the free list and the prefix cache of `num_pages` pages. Every operation is O(1) per page.
-    `forget_all` takes as many operations of the interpreter whatever the number of pages is.
+    `forget_all` replaces what is registered, and later operations free it.
 
     page_size: tokens in a page; salt: key of the hashes, random unless it is given
 
@@ -177,8 +177,10 @@ class PageTable(KeptItems):
     def forget_all(self) -> None:
         """No page is shared from now on: the model's weights have changed, or the memory is given away."""
         super().forget_all()
-        for edges in (self._parent_of, self._only_child_of, self._children_of):
-            edges.clear()
+        self._give_up(self._parent_of, self._only_child_of, self._children_of)
+        self._parent_of = {}
+        self._only_child_of = {}
+        self._children_of = {}
         if self.on_forget_all is not None:
             self.on_forget_all()
 

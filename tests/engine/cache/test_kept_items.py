@@ -113,6 +113,20 @@ def test_forgetting_everything_takes_as_many_operations_whatever_is_cached() -> 
     assert counts[0] == counts[1]
 
 
+def test_entries_of_what_was_forgotten_are_freed_when_items_are_handed_out() -> None:
+    table, _ = cached_table(1024)
+    entries = len(table.cached_hashes(1024))
+    table.forget_all()
+    table.forget_all()
+    given_up = sum(map(len, table._given_up))
+    assert given_up > 4 * entries, "nothing is freed at once"
+    held = table.allocate(4)
+    assert given_up > sum(map(len, table._given_up)) >= given_up - 4 * 16, "and a few entries with each page"
+    table.release(held)
+    table.release(table.allocate(1024))
+    assert table._given_up == []
+
+
 def test_forgotten_items_are_handed_out_in_the_order_of_eviction() -> None:
     table, other = (make_table()[0] for _ in range(2))
     rest = table.allocate(2)
