@@ -55,7 +55,7 @@ TABLE = [
         "prefill, the backend that `auto` selects",
         False,
         ("cudnn", "fa3", "fa4", "flash"),
-        "`python benchmarks/attention/bench_attention.py prefill`",
+        "`python -m benchmarks.attention.bench_attention prefill`",
     ),
     (
         "prefill_triton",

@@ -1,6 +1,6 @@
 """What the prefix cache of states saves: the engine's scheduler and tables over synthetic traffic, without a model.
 
-    python benchmarks/engine/simulate_states.py [--gib 24] [--state-mib 73.7] [--token-kib 24] [chats documents]
+    python -m benchmarks.engine.simulate_states [--gib 24] [--state-mib 73.7] [--token-kib 24] [chats documents]
 
 A state of a hybrid model is as large as the keys and values of thousands of tokens, so it matters which are kept, and how the
 memory is divided between states and pages. Two kinds of traffic, whose tokens are random:
