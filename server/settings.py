@@ -460,6 +460,6 @@ def _described(error: Any) -> str:
     name = ".".join(map(str, error["loc"]))
     if error["type"] == "extra_forbidden":
         nearest = nearest_name(name, Settings.model_fields)
-        return f"{name} is no setting: " + (f"did you mean {nearest}?" if nearest else "docs/settings.md lists them")
+        return f"{name} is no setting: " + (f"did you mean {nearest}?" if nearest else "fa-serve serve --help lists them")
     given = "" if error["loc"][0] in SECRETS else f", got {error['input']!r}"
     return f"{name} {rule_of(error)}{given}"

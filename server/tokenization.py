@@ -177,7 +177,9 @@ class Tokenization:
         try:
             return PromptMaker.of_model(self._engine.config, reader)
         except ParameterError as error:
-            raise BadRequest(f"This model takes no images: {error}.", param="messages", code="invalid_value") from None
+            raise BadRequest(
+                f"This model takes no images: they must {error.rule}.", param="messages", code="invalid_value"
+            ) from None
 
     def expect_images(self) -> None:
         """The model takes images: start what decodes them in the background. The first image would wait for seconds."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import httpx
 
 NO_SERVER = "start a server with fa-serve serve, or name the address of one with --url"
+NO_KEY = "give the command a key with --key, or in the variable FA_SERVE_API_KEY"
 
 
 def connection_failed(url: object, error: httpx.HTTPError) -> str:
@@ -25,9 +26,11 @@ def refusal(response: httpx.Response) -> str | None:
     if not response.is_error:
         return None
     try:
-        return str(response.json()["error"]["message"])
+        reason = str(response.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):
         return f"{response.url} answers with status {response.status_code}: name the address of a server with OpenAI's API"
+    # the server speaks of headers, which the user of a command does not send
+    return f"{reason} ({NO_KEY})" if response.status_code == httpx.codes.UNAUTHORIZED else reason
 
 
 def first_model(response: httpx.Response) -> str:

@@ -4,9 +4,11 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import httpx
 import pytest
 
 from fa_serve.client.chat import COMMANDS, ChatError, Conversation, talk
+from fa_serve.client.failures import NO_KEY, refusal
 
 
 def chat(served, *arguments, **options):
@@ -50,6 +52,12 @@ def test_a_refusal_is_shown_in_the_servers_words(served):
     refused = chat(served, "--model", "other", input="Hi\n")
     assert refused.returncode == 0, "a conversation goes on after an error"
     assert "The model 'other' does not exist" in refused.stderr
+
+
+def test_a_command_without_a_key_is_told_where_it_goes():
+    refused = httpx.Response(401, json={"error": {"message": "A valid API key is required."}})
+    assert refusal(refused) == f"A valid API key is required. ({NO_KEY})"
+    assert refusal(httpx.Response(404, json={"error": {"message": "No such model."}})) == "No such model."
 
 
 def test_the_conversation_keeps_what_was_said_and_forgets_what_failed(served):

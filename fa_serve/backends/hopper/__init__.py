@@ -119,7 +119,10 @@ def _is_latent_decoding(spec: AttentionSpec) -> bool:
 def _cannot_decode(spec: AttentionSpec) -> str | None:
     """Why a few queries per sequence are left to the decoding kernel, or None."""
     if spec.layout != "paged" or spec.sizes is None:
-        return f"computes up to {FEW_QUERIES} queries per sequence of a paged cache, without a fixed number of splits"
+        return (
+            f"decodes 2 to {FEW_QUERIES} queries per sequence of a paged cache, and divides the keys itself: "
+            "one query, and a given num_splits, are for the portable kernel"
+        )
     sizes = (spec.head_dim, spec.head_dim_v)
     if packs_queries(*sizes, spec.num_heads // spec.num_kv_heads, spec.num_kv_heads, *spec.sizes):
         return None

@@ -44,7 +44,7 @@ def test_supports(dims: tuple[int, int], layout: str) -> None:
         ({"arch": 100}, "got compute capability 10.0"),
         ({"dtype": torch.float32, "kv_dtype": torch.float32}, "got float32"),
         ({"op": "decode"}, "of a paged cache"),
-        ({"layout": "paged", "page_size": 16, "op": "decode"}, "without a fixed number of splits"),
+        ({"layout": "paged", "page_size": 16, "op": "decode"}, "divides the keys itself: one query, and a given num_splits"),
         (
             {"layout": "paged", "page_size": 16, "op": "decode", "sizes": (1, 8, 2048)},
             "got heads of 128, 1 sequence of up to 8 queries",
