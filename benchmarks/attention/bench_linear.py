@@ -3,7 +3,7 @@
     python -m benchmarks.attention.bench_linear                      # all cells
     python -m benchmarks.attention.bench_linear --cells decode,1x8192  # those whose names contain one of these
     python -m benchmarks.attention.bench_linear --tune --budget 60   # other tiles, for some prompts: us of each kernel
-    python -m benchmarks.attention.bench_linear --tune --cells decode    # us of a step of decoding with other tiles and forms
+    python -m benchmarks.attention.bench_linear --tune --cells decode    # us of a step of decoding with other tiles
     python -m benchmarks.attention.bench_linear --tiny               # on a CPU: small sizes, which show only that it runs
 
 Cells of prompts are `gated_delta_rule` with query and key norms, and `ssd`, in the functional form with the final state;
@@ -298,18 +298,15 @@ TILES: tuple[dict[str, Any], ...] = (
     {"block_v": 128, "pass_warps": 8, "output_warps": 8},
 )
 """What is changed of the tile of `pieces`, the most promising first."""
-DECODE_TILES = (
-    None,
-    tiles.FewRowsTile(64, 16, 4, True, 168),
-    tiles.FewRowsTile(64, 16, 4, True, 128),
-    tiles.FewRowsTile(64, 16, 4, True),
-    tiles.FewRowsTile(128, 16, 8, True, 128),
-    tiles.FewRowsTile(64, 16, 8, True, 80),
-    tiles.FewRowsTile(32, 16, 4, True, 96),
-    tiles.FewRowsTile(32, 16, 4, True, 80),
+DECODE_TILES: tuple[dict[str, int | None], ...] = (
+    {},
+    {"row_registers": 168},
+    {"row_registers": None},
+    {"block_v": 128, "num_warps": 8},
+    {"num_warps": 8, "row_registers": 80},
+    {"block_v": 32, "row_registers": 96},
 )
-"""Tiles of `few_rows` for a step of decoding. None is that of the form that keeps all rows, with whose outputs the others are
-compared."""
+"""What is changed of the tile of `few_rows` for a step of decoding."""
 DECODE_BATCHES = (64, 1, 256)
 """Sequences of the steps that are measured with other tiles."""
 
@@ -325,8 +322,13 @@ def with_tile(name: str, tile: Callable[[Recurrence], Any]) -> Iterator[None]:
         table.RECURRENCE_KERNELS = rows
 
 
-def changed_tile(change: dict[str, Any], asked: Recurrence) -> tiles.PiecesTile:
-    return tiles.pieces_tile(asked)._replace(**change)
+def changed_tile(choose_tile: Callable[[Recurrence], Any], change: dict[str, Any], asked: Recurrence) -> Any:
+    """The tile that is chosen, with other fields."""
+    return choose_tile(asked)._replace(**change)
+
+
+def name_of_change(change: dict[str, Any]) -> str:
+    return " ".join(f"{key}={value}" for key, value in change.items()) or "as chosen"
 
 
 def kernel_microseconds(call: Callable[[], object], calls: int = 5) -> dict[str, float]:
@@ -351,9 +353,8 @@ def tune(sizes: Sizes, wanted: Cells) -> None:
     for change, cell in product(TILES, cells):
         if not wanted.takes(cell.name):
             continue
-        said = " ".join(f"{key}={value}" for key, value in change.items()) or "as chosen"
-        print(f"{cell.name}: {said}")
-        with with_tile("pieces", partial(changed_tile, change)):
+        print(f"{cell.name}: {name_of_change(change)}")
+        with with_tile("pieces", partial(changed_tile, tiles.pieces_tile, change)):
             try:
                 check(cell)
                 found = kernel_microseconds(cell.ours)
@@ -367,17 +368,16 @@ def tune(sizes: Sizes, wanted: Cells) -> None:
 def tune_decoding(sizes: Sizes, wanted: Cells) -> None:
     """Print us of a step of decoding with each tile, then without single rows of the convolution, and without programmatic
     launches. Outputs are compared with those of the first tile. The first column is the whole step in a CUDA graph."""
-    tiles.REREADS_ROWS = True
-    names = ("step", "_causal_conv_of_row", "_causal_conv", "_reread_rows", "_matrix_rows")
+    names = ("step", "_causal_conv_of_row", "_causal_conv", "_compute_few_rows")
     batches = sizes.batches if sizes.device == "cpu" else DECODE_BATCHES
     cells = [cell for cell in decode_cells(replace(sizes, batches=batches)) if wanted.takes(cell.name)]
-    print(f"{'us':44s} " + " ".join(f"{name:>20s}" for name in names))
+    print(f"{'us':51s} " + " ".join(f"{name:>20s}" for name in names))
     expected = dict[str, Tensor]()
-    for tile, cell in product(DECODE_TILES, cells):
+    for change, cell in product(DECODE_TILES, cells):
         if not wanted.takes(cell.name):
             continue
-        with with_tile("few_rows", tiles.kept_rows_tile if tile is None else lambda asked, tile=tile: tile):
-            measure_decoding(cell, str(tile and tuple(tile)), names, expected)
+        with with_tile("few_rows", partial(changed_tile, tiles.few_rows_tile, change)):
+            measure_decoding(cell, name_of_change(change), names, expected)
     for cell in cells:
         if not wanted.takes(cell.name):
             continue
@@ -400,7 +400,7 @@ def measure_decoding(cell: Cell, said: str, names: tuple[str, ...], expected: di
     except Exception as error:  # Triton has several for a tile that does not fit
         print(f"{cell.name}: {said}: {str(error).splitlines()[0][:100]}", flush=True)
         return
-    print(f"{cell.name[7:]:20s} {said:>23s} " + " ".join(f"{times.get(name, 0):20.1f}" for name in names), flush=True)
+    print(f"{cell.name[7:]:20s} {said:>30s} " + " ".join(f"{times.get(name, 0):20.1f}" for name in names), flush=True)
 
 
 @contextmanager

@@ -15,8 +15,7 @@ from rounded_once import dtype_id, randn
 from state_steps import Part, StateSteps
 
 from fa_serve import ops
-from fa_serve.launching.plans import PLANS
-from fa_serve.ops.linear_attention import fallback, pieces, table, tiles
+from fa_serve.ops.linear_attention import fallback, pieces, table
 from fa_serve.ops.linear_attention.problem import MatrixInputs, Sequences, TimeSteps
 
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
@@ -63,10 +62,8 @@ def test_steps(kind: Kind, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("by_channel", [False, True], ids=["delta", "kda"])
-def test_single_rows_have_the_bits_of_many(by_channel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_rows_have_the_bits_of_many(by_channel: bool) -> None:
     """Behind a page, 16 rows in one step, and one by one by the kernel for that, which the convolution lets start early."""
-    monkeypatch.setattr(tiles, "REREADS_ROWS", True)
-    PLANS.clear()
     gate = (32, 128) if by_channel else (32,)
     mixed = randn(32, 2 * 16 * 128 + 32 * 128, dtype=torch.bfloat16, seed=1).cuda()
     weight = randn(mixed.shape[1], 4, dtype=torch.bfloat16, seed=2).cuda()

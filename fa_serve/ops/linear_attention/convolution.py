@@ -19,7 +19,6 @@ from torch import Tensor
 from fa_serve import spec
 from fa_serve.launching.launch import Launch, power_of_2, with_unit_stride
 from fa_serve.launching.plans import PLANS
-from fa_serve.ops.linear_attention import tiles
 from fa_serve.ops.linear_attention.primitives import sequences_of_rows, silu
 from fa_serve.ops.linear_attention.problem import FEW_ROWS, StateAccess
 
@@ -348,7 +347,7 @@ def launch_causal_conv(
 def takes_single_rows(total: int, arch: int) -> bool:
     """Whether each row has its own programs. Triton 3.6 does not compile them for AMD GPUs, where a pass fails at addresses
     that are chosen."""
-    return tiles.REREADS_ROWS and total <= MOST_SINGLE_ROWS and arch > 0
+    return total <= MOST_SINGLE_ROWS and arch > 0
 
 
 def _plan(

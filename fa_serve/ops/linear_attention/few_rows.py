@@ -1,8 +1,14 @@
 """The kernel for few rows of a sequence behind a state page and a tail, of recurrences whose state is a matrix.
 
-A program computes some columns of the values of one head of one sequence. It reads these columns of the state once and keeps
-them in registers, with the rows of the tail and those of the step, and computes the rows one after the other. It writes the
-state only if a page fills. docs/kernels/linear-attention.md has the equations.
+A program computes some columns of the values of one head of one sequence, one row after the other. It reads these columns of
+the state once and keeps them in registers. Each row reads the tail again: a step of decoding has one row for each sequence, so
+that nothing is read twice then, and the tail has no registers behind its sums. More programs fit on a multiprocessor, and the
+memory is busy with their states. All sums of a row over channels, over the tail and over the state end in one sum over the
+threads that hold a column. docs/kernels/linear-attention.md has the equations.
+
+The tail is read in tiles of BLOCK_T rows, from the last one back, and of the last tile only the rows that exist. What a row
+adds depends on its position behind the state page alone: the bits of a row do not depend on how many steps the rows before it
+came in. The state is written only if a page fills, by the recurrence itself, a row after the other.
 
 Sequences with more rows than FEW_ROWS are skipped, and so are those of padding: what a step contains is decided on the device,
 so that a CUDA graph of the launch serves every step. Left out: chunks of prompts (pieces.py).
@@ -20,14 +26,32 @@ from torch import Tensor
 from fa_serve import spec
 from fa_serve.launching.launch import Launch, launch_options, power_of_2, with_unit_stride
 from fa_serve.launching.plans import PLANS
-from fa_serve.ops.linear_attention.primitives import clear_padding, normalised_row, normalised_rows, time_step
+from fa_serve.ops.linear_attention.primitives import L2NORM_EPS, clear_padding, load_old_or_new, normalised_row
 from fa_serve.ops.linear_attention.problem import FEW_ROWS, MatrixInputs, StateAccess
-from fa_serve.ops.linear_attention.reread_rows import _reread_rows
+from fa_serve.ops.linear_attention.tails import gates_and_weights, read_tile
 from fa_serve.ops.linear_attention.tiles import FewRowsTile
 
 
+@triton.jit
+def _add_pairs(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def _add_triples(a, b, c, d, e, f):
+    return a + d, b + e, c + f
+
+
+@triton.jit
+def _sums_of_tiles(state, factors, BLOCK_T: tl.constexpr):
+    """The sums over channels of factors * state [BLOCK_K, BLOCK_V], as BLOCK_T parts: channels that are BLOCK_T apart are in
+    registers of one thread."""
+    product = state * factors[:, None]
+    return tl.sum(tl.reshape(product, [state.shape[0] // BLOCK_T, BLOCK_T, state.shape[1]]), 0)
+
+
 @triton.jit(do_not_specialize=["total", "num_seqs"])
-def _matrix_rows(
+def _compute_few_rows(
     q_ptr,
     k_ptr,
     v_ptr,
@@ -70,168 +94,297 @@ def _matrix_rows(
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    PRECISION: tl.constexpr,
+    ONE_ROW: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Rows t of a block are those of the tail, from the position of the state on, and behind them those of the step.
+    """Rows t count from the position of the state on: first those of the tail, and behind them those of the step.
 
     g_ptr:        log gates of the delta rule; None: they are a, or a * weight
     weight_ptr:   beta of the delta rule, else dt or None
-    tail_u_ptr:   u of the delta rule, else v
+    tail_u_ptr:   u of the delta rule, also without a tail, for u of the step; else v
     tail_g_ptr:   g of the delta rule, else dt or None
     stride_*:     from row to row; heads and their elements are contiguous
+    ONE_ROW:      of each sequence, behind a tail
     """
     DELTA: tl.constexpr = g_ptr is not None
     COLUMNS: tl.constexpr = (DIM_V + BLOCK_V - 1) // BLOCK_V
-    program = tl.program_id(0)
-    block = program % COLUMNS
-    head = (program // COLUMNS) % HEADS
-    seq = program // (COLUMNS * HEADS)
+    block = tl.program_id(0) % COLUMNS
+    head = (tl.program_id(0) // COLUMNS) % HEADS
+    seq = tl.program_id(0) // (COLUMNS * HEADS)
     key_head = head // (HEADS // KEY_HEADS)
 
+    # what the host has sent, in one round trip
+    begin = tl.load(cu_ptr + seq)
+    behind = tl.load(cu_ptr + seq + 1)
+    end = tl.load(seqused_ptr + seq)
+    source = tl.load(source_ptr + seq).to(tl.int64)
+    target = tl.load(target_ptr + seq).to(tl.int64)
+    slot = tl.load(slot_ptr + seq).to(tl.int64)
+    rows = behind - begin
+    live = (rows > 0) & (rows <= MOST) & (end > 0)
+    first = end - rows
+    start = first // PAGE * PAGE
+    tail = first - start
+
+    # The state, which no kernel just before this one writes, is on its way while the rest is read and computed.
     c = tl.arange(0, BLOCK_K)
     x = block * BLOCK_V + tl.arange(0, BLOCK_V)
     in_c = c < DIM
     in_x = x < DIM_V
-    begin = tl.load(cu_ptr + seq)
-    behind = tl.load(cu_ptr + seq + 1)
-    rows = behind - begin
-    end = tl.load(seqused_ptr + seq)
-    clear_padding(out_ptr + head * DIM_V + x, in_x, begin, behind, end, seq == num_seqs - 1, total, HEADS * DIM_V)
-    if (rows == 0) | (rows > MOST) | (end == 0):
-        return
-    first = end - rows
-    start = first // PAGE * PAGE
-    tail = first - start
-    slot = 0
-    if tail_k_ptr is not None:
-        slot = tl.load(slot_ptr + seq).to(tl.int64)
-
-    t = tl.arange(0, BLOCK_T)
-    in_tail = t < tail
-    in_rows = (t >= tail) & (t < tail + rows)
-    ring = slot * RING + (start + t) % RING  # row of the tail
-    row = (begin + t - tail).to(tl.int64)  # row of the step
-
-    # the state, with its log gate so far
-    source = tl.load(source_ptr + seq).to(tl.int64)
-    square = head * (DIM * DIM_V) + c[:, None] * DIM_V + x[None, :]
+    square = c[:, None] * DIM_V + x[None, :]
     in_square = in_c[:, None] & in_x[None, :]
-    page = read_ptr + source * (HEADS * DIM * DIM_V)
-    state = tl.load(page + square, mask=in_square & (source >= 0), other=0.0).to(tl.float32)  # [BLOCK_K, BLOCK_V]
-
-    # keys of the tail and of the step
-    keys = tl.load(
-        k_ptr + row[:, None] * stride_k + key_head * DIM + c[None, :], mask=in_rows[:, None] & in_c[None, :], other=0.0
-    ).to(tl.float32)
+    page = read_ptr + (source * HEADS + head) * (DIM * DIM_V)
+    state = tl.load(page + square, mask=in_square & live & (source >= 0), other=0.0)  # [BLOCK_K, BLOCK_V]
+    first_row = begin.to(tl.int64)
+    q_ptr += first_row * stride_q + key_head * DIM
+    k_ptr += first_row * stride_k + key_head * DIM
+    v_ptr += first_row * stride_v + head * DIM_V
+    out_row_ptr = out_ptr + (first_row * HEADS + head) * DIM_V
     if tail_k_ptr is not None:
-        old = tail_k_ptr + (ring * KEY_HEADS + key_head)[:, None] * DIM + c[None, :]
-        keys += tl.load(old, mask=in_tail[:, None] & in_c[None, :], other=0.0).to(tl.float32)
-    keys = normalised_rows(keys, NORMALISE)  # [BLOCK_T, BLOCK_K]
-
-    # log gates of single rows, and u: of the tail, and of the step where it is known
+        tail_k_ptr += (slot * RING * KEY_HEADS + key_head) * DIM
+    if tail_u_ptr is not None:
+        tail_u_ptr += (slot * RING * HEADS + head) * DIM_V
+    GATES: tl.constexpr = DIM if BY_CHANNEL else 1
+    if tail_g_ptr is not None:
+        tail_g_ptr += (slot * RING * HEADS + head) * GATES
+    if DELTA:
+        g_ptr += first_row * stride_g + head * GATES
+    if weight_ptr is not None:
+        weight_ptr += first_row * stride_w + head
     bias = 0.0
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + head).to(tl.float32)
-    values = tl.load(
-        v_ptr + row[:, None] * stride_v + head * DIM_V + x[None, :], mask=in_rows[:, None] & in_x[None, :], other=0.0
-    ).to(tl.float32)
-    u = tl.zeros([BLOCK_T, BLOCK_V], tl.float32)
-    if tail_u_ptr is not None:
-        old = tail_u_ptr + (ring * HEADS + head)[:, None] * DIM_V + x[None, :]
-        u = tl.load(old, mask=in_tail[:, None] & in_x[None, :], other=0.0).to(tl.float32)
-    weights = tl.zeros([BLOCK_T], tl.float32)
-    if weight_ptr is not None:
-        given = tl.load(weight_ptr + row * stride_w + head, mask=in_rows, other=0.0).to(tl.float32)
-        weights = given if DELTA else tl.where(in_rows, time_step(given, bias, limit_low, limit_high, SOFTPLUS), 0.0)
-    if DELTA:
-        if BY_CHANNEL:
-            gates = tl.load(
-                g_ptr + row[:, None] * stride_g + head * DIM + c[None, :], mask=in_rows[:, None] & in_c[None, :], other=0.0
-            ).to(tl.float32)
-            if tail_g_ptr is not None:
-                old = tail_g_ptr + (ring * HEADS + head)[:, None] * DIM + c[None, :]
-                gates += tl.load(old, mask=in_tail[:, None] & in_c[None, :], other=0.0)
-        else:
-            gates = tl.load(g_ptr + row * stride_g + head, mask=in_rows, other=0.0).to(tl.float32)
-            if tail_g_ptr is not None:
-                gates += tl.load(tail_g_ptr + ring * HEADS + head, mask=in_tail, other=0.0)
-    else:
+    a = 0.0
+    if not DELTA:
         a = tl.load(a_ptr + head).to(tl.float32)
-        if weight_ptr is None:
-            gates = tl.where(in_tail | in_rows, a, 0.0)
-            u += values
-        else:
-            if tail_g_ptr is not None:
-                weights += tl.load(tail_g_ptr + ring * HEADS + head, mask=in_tail, other=0.0)
-            gates = a * weights
-            u = (u + values) * weights[:, None]
+    # The tail of a single row is one tile, which is on its way as well.
+    HELD: tl.constexpr = ONE_ROW and PAGE <= BLOCK_T + 1
+    if HELD:
+        keys, u, gates, weights = read_tile(
+            0,
+            tl.where(live, tail, 0),
+            tail,
+            start,
+            c,
+            x,
+            in_c,
+            in_x,
+            a,
+            bias,
+            k_ptr,
+            v_ptr,
+            g_ptr,
+            weight_ptr,
+            tail_k_ptr,
+            tail_u_ptr,
+            tail_g_ptr,
+            stride_k,
+            stride_v,
+            stride_g,
+            stride_w,
+            limit_low,
+            limit_high,
+            HEADS,
+            KEY_HEADS,
+            DIM,
+            DIM_V,
+            RING,
+            BY_CHANNEL,
+            SOFTPLUS,
+            ONE_ROW,
+            BLOCK_T,
+        )
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    clear_padding(out_ptr + head * DIM_V + x, in_x, begin, behind, end, seq == num_seqs - 1, total, HEADS * DIM_V)
+    if not live:
+        return
 
-    for j in range(rows):
-        # Sums are over all rows of the block, in one order: the bits of a row do not depend on which rows before it belong to
-        # the tail and which to the step.
+    count = rows
+    if ONE_ROW:
+        count = 1
+    for j in range(count):
         r = tail + j
-        this = t == r
-        at = (begin + j).to(tl.int64)
-        query = tl.load(q_ptr + at * stride_q + key_head * DIM + c, mask=in_c, other=0.0)
-        query = normalised_row(query, NORMALISE) * scale  # [BLOCK_K]
+        own = (start + r) % RING
+        raw_key = tl.load(k_ptr + j * stride_k + c, mask=in_c, other=0.0)
+        key = raw_key.to(tl.float32)  # [BLOCK_K]
+        query = tl.load(q_ptr + j * stride_q + c, mask=in_c, other=0.0).to(tl.float32)
+        raw_value = tl.load(v_ptr + j * stride_v + x, mask=in_x, other=0.0)
+        value = raw_value.to(tl.float32)  # [BLOCK_V]
+        beta = 1.0
         if BY_CHANNEL:
-            seen = tl.where((t <= r)[:, None], gates, 0.0)
-            faded = keys * tl.exp(tl.cumsum(seen, 0, reverse=True) - seen)
-            of_state = tl.exp(tl.sum(seen, 0))[:, None] * state
+            gate = tl.load(g_ptr + j * stride_g + c, mask=in_c, other=0.0).to(tl.float32)
+            kept = gate
         else:
-            seen = tl.where(t <= r, gates, 0.0)
-            faded = keys * tl.exp(tl.cumsum(seen, 0, reverse=True) - seen)[:, None]
-            of_state = tl.exp(tl.sum(seen, 0)) * state
-        if DELTA:
-            key = tl.sum(tl.where(this[:, None], keys, 0.0), 0)  # [BLOCK_K]
-            known = tl.sum(of_state * key[:, None], 0)
-            alike = tl.where(t < r, tl.sum(faded * key[None, :], 1), 0.0)
-            known += tl.sum(alike[:, None] * u, 0)  # [BLOCK_V]
-            value = tl.sum(tl.where(this[:, None], values, 0.0), 0)
-            beta = tl.sum(tl.where(this, weights, 0.0), 0)
-            u = tl.where(this[:, None], (beta * (value - known))[None, :], u)
-        alike = tl.where(t <= r, tl.sum(faded * query[None, :], 1), 0.0)
-        y = tl.sum(of_state * query[:, None], 0) + tl.sum(alike[:, None] * u, 0)
-        if d_ptr is not None:
-            value = tl.sum(tl.where(this[:, None], values, 0.0), 0)
-            y += tl.load(d_ptr + head).to(tl.float32) * value
-        tl.store(out_ptr + (at * HEADS + head) * DIM_V + x, y.to(out_ptr.dtype.element_ty), mask=in_x)
-
-    if tail_k_ptr is not None:
-        # rows of the step: no program reads the rows of the ring that are written here
-        if (block == 0) & (head % (HEADS // KEY_HEADS) == 0):
-            plain = tl.load(
-                k_ptr + row[:, None] * stride_k + key_head * DIM + c[None, :], mask=in_rows[:, None] & in_c[None, :], other=0.0
+            gate, kept = gates_and_weights(
+                False,
+                True,
+                0,
+                j,
+                a,
+                bias,
+                g_ptr,
+                weight_ptr,
+                tail_g_ptr,
+                stride_g,
+                stride_w,
+                limit_low,
+                limit_high,
+                HEADS,
+                SOFTPLUS,
+                False,
+                True,
             )
-            place = tail_k_ptr + (ring * KEY_HEADS + key_head)[:, None] * DIM + c[None, :]
-            tl.store(place, plain, mask=in_rows[:, None] & in_c[None, :])
-        new = tail_u_ptr + (ring * HEADS + head)[:, None] * DIM_V + x[None, :]
-        kept = u if DELTA else values
-        tl.store(new, kept.to(tail_u_ptr.dtype.element_ty), mask=in_rows[:, None] & in_x[None, :])
-        if tail_g_ptr is not None and block == 0:
-            if BY_CHANNEL:
-                channels = tail_g_ptr + (ring * HEADS + head)[:, None] * DIM + c[None, :]
-                tl.store(channels, gates, mask=in_rows[:, None] & in_c[None, :])
-            else:
-                kept_gates = gates if DELTA else weights
-                tl.store(tail_g_ptr + ring * HEADS + head, kept_gates, mask=in_rows)
+        if DELTA:
+            beta = tl.load(weight_ptr + j * stride_w).to(tl.float32)
+        alike = key * query
+        if NORMALISE:
+            squares_of_key, squares_of_query, alike = tl.reduce((key * key, query * query, alike), 0, _add_triples)
+            length_of_key = tl.rsqrt(squares_of_key + L2NORM_EPS)
+            length_of_query = tl.rsqrt(squares_of_query + L2NORM_EPS) * scale
+            key *= length_of_key
+            query *= length_of_query
+            alike *= length_of_key * length_of_query
+        else:
+            query *= scale
+            alike = tl.sum(alike, 0) * scale
 
-    target = tl.load(target_ptr + seq).to(tl.int64)
+        part_of_known = tl.zeros([BLOCK_T, BLOCK_V], tl.float32)
+        part_of_out = tl.zeros([BLOCK_T, BLOCK_V], tl.float32)
+        after = gate  # log gates behind the tile, up to row r
+        tiles = (r + BLOCK_T - 1) // BLOCK_T
+        if ONE_ROW:
+            tiles = (PAGE - 1 + BLOCK_T - 1) // BLOCK_T  # also of a tail without rows, which are 0
+        for i in range(tiles):
+            low = (tiles - 1 - i) * BLOCK_T
+            if not HELD:
+                keys, u, gates, weights = read_tile(
+                    low,
+                    r,
+                    tail,
+                    start,
+                    c,
+                    x,
+                    in_c,
+                    in_x,
+                    a,
+                    bias,
+                    k_ptr,
+                    v_ptr,
+                    g_ptr,
+                    weight_ptr,
+                    tail_k_ptr,
+                    tail_u_ptr,
+                    tail_g_ptr,
+                    stride_k,
+                    stride_v,
+                    stride_g,
+                    stride_w,
+                    limit_low,
+                    limit_high,
+                    HEADS,
+                    KEY_HEADS,
+                    DIM,
+                    DIM_V,
+                    RING,
+                    BY_CHANNEL,
+                    SOFTPLUS,
+                    ONE_ROW,
+                    BLOCK_T,
+                )
+            faded = keys
+            factor = weights
+            if BY_CHANNEL:
+                faded *= tl.exp(tl.cumsum(gates, 0, reverse=True) - gates + after[None, :])
+            else:
+                factor *= tl.exp(tl.cumsum(gates, 0, reverse=True) - gates + after)
+            after += tl.sum(gates, 0)
+            if NORMALISE:
+                factor *= tl.rsqrt(tl.sum(keys * keys, 1) + L2NORM_EPS)
+            if DELTA:
+                of_key, of_query = tl.reduce((faded * key[None, :], faded * query[None, :]), 1, _add_pairs)
+                part_of_known += (of_key * factor)[:, None] * u
+            else:
+                of_query = tl.sum(faded * query[None, :], 1)
+            part_of_out += (of_query * factor)[:, None] * u
+
+        of_state = query * tl.exp(after)
+        part_of_out += _sums_of_tiles(state, of_state, BLOCK_T)
+        if DELTA:
+            part_of_known += _sums_of_tiles(state, key * tl.exp(after), BLOCK_T)
+            known, y = tl.reduce((part_of_known, part_of_out), 0, _add_pairs)
+            u_of_row = beta * (value - known)
+            y += alike * u_of_row
+            tl.store(tail_u_ptr + own * (HEADS * DIM_V) + x, u_of_row, mask=in_x)
+        else:
+            y = tl.sum(part_of_out, 0) + (alike * kept) * value
+            if tail_u_ptr is not None:
+                tl.store(tail_u_ptr + own * (HEADS * DIM_V) + x, raw_value, mask=in_x)
+        if d_ptr is not None:
+            y += tl.load(d_ptr + head).to(tl.float32) * value
+        tl.store(out_row_ptr + j * (HEADS * DIM_V) + x, y.to(out_ptr.dtype.element_ty), mask=in_x)
+        # rows of the step: no other program reads the rows of the ring that are written here
+        if tail_k_ptr is not None and block == 0:
+            if head % (HEADS // KEY_HEADS) == 0:
+                tl.store(tail_k_ptr + own * (KEY_HEADS * DIM) + c, raw_key, mask=in_c)
+            if tail_g_ptr is not None:
+                if BY_CHANNEL:
+                    tl.store(tail_g_ptr + own * (HEADS * DIM) + c, kept, mask=in_c)
+                else:
+                    tl.store(tail_g_ptr + own * HEADS, kept)
+        if DELTA and j + 1 < rows:
+            tl.debug_barrier()  # other threads read u
+
     position = end // PAGE * PAGE
     if (target >= 0) & (position > start):
-        full = position - start
-        counted = t < full
-        if BY_CHANNEL:
-            counted_gates = tl.where(counted[:, None], gates, 0.0)
-            faded = keys * tl.exp(tl.cumsum(counted_gates, 0, reverse=True) - counted_gates)
-            state *= tl.exp(tl.sum(counted_gates, 0))[:, None]
-        else:
-            counted_gates = tl.where(counted, gates, 0.0)
-            faded = keys * tl.exp(tl.cumsum(counted_gates, 0, reverse=True) - counted_gates)[:, None]
-            state *= tl.exp(tl.sum(counted_gates, 0))
-        faded = tl.where(counted[:, None], faded, 0.0)
-        state += tl.dot(tl.trans(faded), u, input_precision=PRECISION)
-        tl.store(write_ptr + target * (HEADS * DIM * DIM_V) + square, state, mask=in_square)
+        if DELTA:
+            tl.debug_barrier()
+        for row in range(position - start):
+            row_place = (start + row) % RING
+            is_old = row < tail
+            new_key = k_ptr + (row - tail) * stride_k + c
+            if tail_k_ptr is None:
+                row_key = tl.load(new_key, mask=in_c, other=0.0)
+            else:
+                row_key = load_old_or_new(tail_k_ptr + row_place * (KEY_HEADS * DIM) + c, new_key, is_old, in_c)
+            row_key = normalised_row(row_key, NORMALISE)
+            new_value = v_ptr + (row - tail) * stride_v + x
+            if tail_u_ptr is None:
+                added = tl.load(new_value, mask=in_x, other=0.0)
+            else:
+                old_u = tail_u_ptr + row_place * (HEADS * DIM_V) + x
+                added = tl.load(old_u, mask=in_x, other=0.0) if DELTA else load_old_or_new(old_u, new_value, is_old, in_x)
+            added = added.to(tl.float32)
+            if BY_CHANNEL:
+                row_gate = tl.load(g_ptr + (row - tail) * stride_g + c, mask=in_c & (row >= tail), other=0.0).to(tl.float32)
+                if tail_g_ptr is not None:
+                    row_gate += tl.load(tail_g_ptr + row_place * (HEADS * DIM) + c, mask=in_c & is_old, other=0.0)
+                state *= tl.exp(row_gate)[:, None]
+            else:
+                row_gate, weight = gates_and_weights(
+                    is_old,
+                    row >= tail,
+                    row_place,
+                    row - tail,
+                    a,
+                    bias,
+                    g_ptr,
+                    weight_ptr,
+                    tail_g_ptr,
+                    stride_g,
+                    stride_w,
+                    limit_low,
+                    limit_high,
+                    HEADS,
+                    SOFTPLUS,
+                    True,
+                    True,
+                )
+                state *= tl.exp(row_gate)
+                if not DELTA:
+                    added *= weight
+            state += row_key[:, None] * added[None, :]
+        tl.store(write_ptr + (target * HEADS + head) * (DIM * DIM_V) + square, state, mask=in_square)
 
 
 def launch_few_rows(inputs: MatrixInputs, access: StateAccess, out: Tensor, tile: FewRowsTile) -> None:
@@ -244,7 +397,7 @@ def launch_few_rows(inputs: MatrixInputs, access: StateAccess, out: Tensor, tile
     batch = access.batch
     tail_k, tail_u, tail_g = (*access.tails, None, None, None)[:3]
     ring = 1 if tail_k is None else tail_k.shape[1]
-    if tile.rereads and g is not None and tail_u is None:
+    if g is not None and tail_u is None:
         ring = FEW_ROWS
         tail_u = torch.empty(len(batch.sources), ring, *v.shape[1:], dtype=torch.float32, device=v.device)
     tensors = (
@@ -269,7 +422,7 @@ def launch_few_rows(inputs: MatrixInputs, access: StateAccess, out: Tensor, tile
         out,
     )
     strides = tuple(0 if x is None else x.stride(0) for x in (q, k, v, g, weight))
-    one_row = tile.rereads and batch.most_rows == 1 and tail_k is not None
+    one_row = batch.most_rows == 1 and tail_k is not None
     key = (
         "few_rows",
         one_row,
@@ -302,7 +455,8 @@ def _plan(
     heads, dim_v = inputs.v.shape[1:]
     by_channel = inputs.g is not None and inputs.g.dim() == 3
     arch = spec.arch_of(inputs.v.device)
-    pdl = tile.rereads and spec.has_programmatic_launch(arch)
+    pdl = spec.has_programmatic_launch(arch)
+    registers = tile.row_registers if one_row else tile.registers
     fixed: tuple[Any, ...] = (
         heads,
         key_heads,
@@ -317,16 +471,17 @@ def _plan(
         tile.block_t,
         power_of_2(max(dim, 16)),
         tile.block_v,
-        *((one_row, pdl) if tile.rereads else ("tf32x3" if arch else "ieee",)),
+        one_row,
+        pdl,
     )
     low, high = inputs.steps.limit
     return Launch(
-        _reread_rows if tile.rereads else _matrix_rows,
+        _compute_few_rows,
         num_seqs * heads * -(-dim_v // tile.block_v),
         varying=(num_seqs, float(inputs.softmax_scale), float(low), float(high)),
         strides=strides,
         fixed=fixed,
-        options=launch_options(pdl, tile.num_warps) | ({"maxnreg": tile.registers} if arch and tile.registers else {}),
+        options=launch_options(pdl, tile.num_warps) | ({"maxnreg": registers} if arch and registers else {}),
     )
 
 

@@ -22,7 +22,7 @@ from fa_serve.ops.linear_attention.tiles import few_rows_tile, pieces_tile, with
 MAX_DIM = 256
 """Numbers of a key, which a program keeps in registers."""
 MAX_PAGE = 64
-"""Tokens of a page, whose tail a program keeps in registers."""
+"""Tokens of a page, whose tail each row reads again."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ RECURRENCE_KERNELS: tuple[RecurrenceKernel, ...] = (
     RecurrenceKernel(
         name="few_rows",
         about="up to 16 rows behind a state page and a tail",
-        launches=("_reread_rows", "_matrix_rows"),
+        launches=("_compute_few_rows",),
         kinds=("delta", "linear"),
         rows=("few",),
         refuses=refuses_matrix,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from fa_serve.launching.sizes import power_of_2
-from fa_serve.ops.linear_attention.problem import FEW_ROWS, Recurrence
+from fa_serve.ops.linear_attention.problem import Recurrence
 
 MIN_COLUMNS = 64
 """The fewest columns of the matrices that `_prepare_pieces` multiplies by. With 16 or 32 columns and 4 warps, 16-bit inputs
@@ -13,23 +13,19 @@ gave wrong numbers or an illegal access on Hopper under Triton 3.6, for a reason
 columns, they are right."""
 
 
-REREADS_ROWS = False
-"""The switch: whether NVIDIA GPUs decode by reread_rows.py and by convolutions of single rows. No GPU has run them:
-tests/gpu/test_linear_attention_gpu.py and `bench_linear --tune --cells "decode conv+delta 16/32"` decide."""
-
-
 class FewRowsTile(NamedTuple):
     """block_v columns of the values, in a program of num_warps warps.
 
-    block_t: rows of the tail and of the step in registers; with `rereads`, of a tile of them
-    rereads: each row reads the tail again (reread_rows.py), instead of once for all rows (few_rows.py)
-    registers: the most that a thread may have, on NVIDIA GPUs; None is the compiler's choice
+    block_t:       rows of a tile of the tail and of the step
+    row_registers: the most that a thread may have on NVIDIA GPUs, in a step of one row of each sequence; None is the
+                   compiler's choice
+    registers:     the same in a step of several rows
     """
 
     block_v: int
     block_t: int
     num_warps: int
-    rereads: bool = False
+    row_registers: int | None = None
     registers: int | None = None
 
 
@@ -60,29 +56,17 @@ class PiecesTile(NamedTuple):
 
 
 def few_rows_tile(recurrence: Recurrence) -> FewRowsTile:
-    """With REREADS_ROWS, a thread of 4 warps keeps 64 numbers of the state on NVIDIA GPUs, whose loads are on their way while
-    the rest is read. With 168 registers three programs fit on a multiprocessor, which have 96 KiB of states on their way, and a
-    step of single rows of gates by head keeps everything in registers. With 128 registers four fit, and 32 numbers do not.
+    """A thread of 4 warps keeps 64 numbers of the state on NVIDIA GPUs, whose loads are on their way while the rest is read.
 
-    Triton 3.6 does not compile this form for AMD GPUs, where a pass fails at addresses that are chosen.
+    With 128 registers four programs fit on a multiprocessor, which have 128 KiB of states on their way, and with 168 three. A
+    step of one row of 64 sequences takes an H200 the same with both, and one of 256 sequences 4% less with 128, though the
+    delta rule then keeps 128 bytes outside of registers. Gates by channel would keep 248, and several rows as much.
     """
-    if not REREADS_ROWS or not recurrence.arch:
-        return kept_rows_tile(recurrence)
     dim = power_of_2(max(recurrence.dim, 16))
     block_v = max(16, min(power_of_2(recurrence.dim_v), 8192 // dim))
-    return FewRowsTile(block_v, 16, 4, rereads=True, registers=168 if block_v * dim == 8192 else None)
-
-
-def kept_rows_tile(recurrence: Recurrence) -> FewRowsTile:
-    """The tile of the form that keeps all rows in registers.
-
-    A program keeps 4096 numbers of the state, and the keys of the tail, with their gates if they differ by channel. In 4
-    warps, 4096 numbers take 32 registers of a thread."""
-    dim = power_of_2(max(recurrence.dim, 16))
-    block_v = max(16, min(power_of_2(recurrence.dim_v), 4096 // dim))
-    block_t = power_of_2(recurrence.page_size - 1 + FEW_ROWS)
-    tail = block_t * dim * (2 if recurrence.by_channel else 1)
-    return FewRowsTile(block_v, block_t, 8 if tail > 4096 else 4)
+    if block_v * dim < 8192:
+        return FewRowsTile(block_v, 16, 4)
+    return FewRowsTile(block_v, 16, 4, row_registers=168 if recurrence.by_channel else 128, registers=168)
 
 
 def pieces_tile(recurrence: Recurrence) -> PiecesTile:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fa_serve.ops.linear_attention import tiles
 from fa_serve.ops.linear_attention.problem import Recurrence
-from fa_serve.ops.linear_attention.tiles import FewRowsTile, PiecesTile, few_rows_tile, kept_rows_tile, pieces_tile
+from fa_serve.ops.linear_attention.tiles import FewRowsTile, PiecesTile, few_rows_tile, pieces_tile
 
 
 def recurrence(dim: int, dim_v: int, page_size: int = 16, *, by_channel: bool = False, arch: int = 90) -> Recurrence:
@@ -19,35 +18,17 @@ def recurrence(dim: int, dim_v: int, page_size: int = 16, *, by_channel: bool = 
 @pytest.mark.parametrize(
     ("asked", "tile"),
     [
-        (recurrence(128, 128), FewRowsTile(64, 16, 4, True, 168)),
-        (recurrence(128, 128, by_channel=True), FewRowsTile(64, 16, 4, True, 168)),
-        (recurrence(128, 128, 64), FewRowsTile(64, 16, 4, True, 168)),
-        (recurrence(256, 64), FewRowsTile(32, 16, 4, True, 168)),
-        (recurrence(12, 10), FewRowsTile(16, 16, 4, True)),
-        (recurrence(128, 128, arch=0), FewRowsTile(32, 32, 4)),
+        (recurrence(128, 128), FewRowsTile(64, 16, 4, 128, 168)),
+        (recurrence(128, 128, by_channel=True), FewRowsTile(64, 16, 4, 168, 168)),
+        (recurrence(128, 128, 64), FewRowsTile(64, 16, 4, 128, 168)),
+        (recurrence(256, 64), FewRowsTile(32, 16, 4, 128, 168)),
+        (recurrence(12, 10), FewRowsTile(16, 16, 4)),
+        (recurrence(128, 128, arch=0), FewRowsTile(64, 16, 4, 128, 168)),
     ],
     ids=str,
 )
-def test_few_rows(asked: Recurrence, tile: FewRowsTile, monkeypatch) -> None:
-    assert few_rows_tile(asked) == kept_rows_tile(asked)
-    monkeypatch.setattr(tiles, "REREADS_ROWS", True)
+def test_few_rows(asked: Recurrence, tile: FewRowsTile) -> None:
     assert few_rows_tile(asked) == tile
-
-
-@pytest.mark.parametrize(
-    ("asked", "tile"),
-    [
-        (recurrence(128, 128), FewRowsTile(32, 32, 4)),
-        (recurrence(128, 128, by_channel=True), FewRowsTile(32, 32, 8)),
-        (recurrence(128, 128, 64), FewRowsTile(32, 128, 8)),
-        (recurrence(256, 64), FewRowsTile(16, 32, 8)),
-        (recurrence(12, 10), FewRowsTile(16, 32, 4)),
-        (recurrence(12, 10, 1), FewRowsTile(16, 16, 4)),
-    ],
-    ids=str,
-)
-def test_kept_rows(asked: Recurrence, tile: FewRowsTile) -> None:
-    assert kept_rows_tile(asked) == tile
 
 
 @pytest.mark.parametrize(
