@@ -150,7 +150,7 @@ def linear(
         and isinstance(weight, Tensor)
         and records_gradients(x, weight, bias, residual, None if norm is None else norm.weight)
     ):
-        return gradients.linear(x, weight, bias, norm, activation, residual, alpha, [(weight, bias)])
+        return gradients.recorded_linear(x, weight, bias, norm, activation, residual, alpha, [(weight, bias)])
     return select_ops(weight.device).linear(x, weight, bias, norm, activation, residual, alpha, next_weight)
 
 
@@ -161,7 +161,7 @@ def rms_norm(x: Tensor, norm: Norm, *, residual: Tensor | None = None, out: Tens
     out:         (total, width), written and returned if given; may be `x`
     """
     if out is None and records_gradients(x, norm.weight, residual):
-        return gradients.rms_norm(x, norm, residual)
+        return gradients.recorded_rms_norm(x, norm, residual)
     return select_ops(x.device).rms_norm(x, norm, residual, out)
 
 
@@ -264,7 +264,7 @@ def gate_heads(x: Tensor, gate: Tensor, activation: GateActivation, *, norm: Nor
     arXiv:2412.06464).
     """
     if norm is None and records_gradients(x, gate):
-        return gradients.gate_heads(x, gate, activation)
+        return gradients.recorded_gate_heads(x, gate, activation)
     return select_ops(x.device).gate_heads(x, gate, activation, norm)
 
 
@@ -289,7 +289,7 @@ def add(x: Tensor, y: Tensor, *, alpha: float = 1.0) -> Tensor:
     Returns x.
     """
     if records_gradients(x, y):
-        return gradients.add(x, y, alpha)
+        return gradients.recorded_add(x, y, alpha)
     return select_ops(x.device).add(x, y, alpha)
 
 
@@ -361,7 +361,7 @@ def route(logits: Tensor, bias: Tensor | None, router: Router, dtype: torch.dtyp
     Returns (weights, index), both (tokens, top_k), from the largest score + bias to the smallest; index is int64.
     """
     if records_gradients(logits):
-        return gradients.route(logits, bias, router, dtype)
+        return gradients.recorded_route(logits, bias, router, dtype)
     return select_ops(logits.device).route(logits, bias, router, dtype)
 
 

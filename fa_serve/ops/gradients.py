@@ -1,7 +1,7 @@
 """Ops that autograd records: each is computed by its kernel, so that it has the bits of the op, and has a backward pass.
 
     with DeterministicMode():                                       # in the forward of `fa_serve.exact`
-        y = ops.linear(x, weight, norm=norm, activation="silu")     # is gradients.linear, because autograd records
+        y = ops.linear(x, weight, norm=norm, activation="silu")     # is recorded_linear, because autograd records
     y.sum().backward()
 
 A backward pass computes no product of the forward again. A product keeps its input before the norm, and with an activation its
@@ -26,7 +26,7 @@ from fa_serve.ops.ops_backend import GateActivation, Norm, Router
 from fa_serve.ops.select import select_ops
 from fa_serve.spec import UnsupportedError
 
-SECOND_DERIVATIVE = (
+NO_SECOND_DERIVATIVE = (
     "the gradients of an exact forward cannot be differentiated again: call backward() or torch.autograd.grad() without "
     "create_graph=True, or compute second derivatives by the plain model, outside of fa_serve.exact"
 )
@@ -55,7 +55,7 @@ class OnceDifferentiable(torch.autograd.Function):
     @classmethod
     def backward(cls, ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
-            raise UnsupportedError(SECOND_DERIVATIVE)
+            raise UnsupportedError(NO_SECOND_DERIVATIVE)
         # a checkpoint computes its forward again to have these, which must be in the modes of a forward
         saved = ctx.saved_tensors
         with modes_of_backward():
@@ -76,7 +76,7 @@ class _Product(NamedTuple):
     num_parts: int
 
 
-def linear(
+def recorded_linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -162,7 +162,7 @@ def _in_runs(
     return found
 
 
-def rms_norm(x: Tensor, norm: Norm, residual: Tensor | None) -> Tensor:
+def recorded_rms_norm(x: Tensor, norm: Norm, residual: Tensor | None) -> Tensor:
     """As `fa_serve.ops.rms_norm`, with gradients."""
     y: Tensor = _RmsNorm.apply(norm, x, norm.weight, residual)  # type: ignore[no-untyped-call]
     return y
@@ -187,7 +187,7 @@ class _RmsNorm(OnceDifferentiable):
         return None, dx, dweight, dy if needs_residual else None
 
 
-def add(x: Tensor, y: Tensor, alpha: float) -> Tensor:
+def recorded_add(x: Tensor, y: Tensor, alpha: float) -> Tensor:
     """As `fa_serve.ops.add`, with gradients."""
     total: Tensor = _Add.apply(x, y, alpha)  # type: ignore[no-untyped-call]
     return total
@@ -205,7 +205,7 @@ class _Add(OnceDifferentiable):
         return total, total if ctx.alpha == 1.0 else total * ctx.alpha, None
 
 
-def gate_heads(x: Tensor, gate: Tensor, activation: GateActivation) -> Tensor:
+def recorded_gate_heads(x: Tensor, gate: Tensor, activation: GateActivation) -> Tensor:
     """As `fa_serve.ops.gate_heads` without a norm, with gradients."""
     y: Tensor = _GateHeads.apply(x, gate, activation)  # type: ignore[no-untyped-call]
     return y
@@ -228,7 +228,7 @@ class _GateHeads(OnceDifferentiable):
         return (*again(compute, saved, grads[0]), None)
 
 
-def route(logits: Tensor, bias: Tensor | None, router: Router, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def recorded_route(logits: Tensor, bias: Tensor | None, router: Router, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """As `fa_serve.ops.route`, with the gradient of the logits. The choice has none, so that bias has none."""
     weights, index = _Route.apply(logits, bias, router, dtype)  # type: ignore[no-untyped-call]
     return weights, index

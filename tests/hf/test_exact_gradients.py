@@ -54,7 +54,7 @@ def trained(model: nn.Module) -> dict[str, Tensor]:
 
 
 def flops_of_products(model: nn.Module) -> int:
-    """Of a forward of IDS, without attention: each token by each matrix, and by those of the experts that it takes."""
+    """The operations of a forward of IDS, without attention: each token by each matrix, and by those of its experts."""
     config = model.config
     total = 0
     for name, parameter in model.named_parameters():
@@ -221,13 +221,16 @@ def test_a_graph_may_be_kept_and_second_derivatives_are_refused() -> None:
 
 @pytest.mark.parametrize("norms", [False, True], ids=["plain", "norms"])
 def test_gates_behind_queries_have_the_gradients_of_gates(norms: bool) -> None:
-    num_heads, num_kv_heads, dim, hidden = 4, 2, 16, 12
+    num_heads = 4
+    num_kv_heads = 2
+    dim = 16
     draw = torch.Generator().manual_seed(0)
 
     def numbers(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=draw, dtype=torch.float64).requires_grad_()
 
-    x, weight = numbers(7, hidden), numbers((2 * num_heads + 2 * num_kv_heads) * dim, hidden)
+    x = numbers(7, 12)
+    weight = numbers((2 * num_heads + 2 * num_kv_heads) * dim, 12)
     weights = [numbers(dim), numbers(dim)]
     both = [fa_serve.ops.Norm(each, 1e-6) if norms else None for each in weights]
     attention = HeadsAttention(num_heads, dim, *both, FusedProduct(weight, None), None, gated=True)
@@ -249,7 +252,8 @@ def test_gates_behind_queries_have_the_gradients_of_gates(norms: bool) -> None:
     with DeterministicMode():
         out = attention.compute(x, None, step)
     rows = (x @ weight.t()).view(7, -1, dim)
-    q, gate = rows[:, 0 : 2 * num_heads : 2], rows[:, 1 : 2 * num_heads : 2]
+    q = rows[:, 0 : 2 * num_heads : 2]
+    gate = rows[:, 1 : 2 * num_heads : 2]
     k, v = rows[:, 2 * num_heads :].chunk(2, dim=1)
     if norms:
         q, k = (torch.nn.functional.rms_norm(each, (dim,), own, 1e-6) for each, own in zip((q, k), weights, strict=True))

@@ -47,7 +47,11 @@ def compare(op: Callable[[], Tensor], plain: Callable[[], Tensor], tensors: list
 @pytest.mark.parametrize("with_norm", [False, True], ids=["plain", "norm"])
 @pytest.mark.parametrize("form", ["alone", "bias", "gated", "residual"])
 def test_linear(form: str, with_norm: bool) -> None:
-    x, weight, norm_weight, bias, residual = trained(5, 12), trained(8, 12), trained(12), trained(8), trained(5, 8, seed=1)
+    x = trained(5, 12)
+    weight = trained(8, 12)
+    norm_weight = trained(12)
+    bias = trained(8)
+    residual = trained(5, 8, seed=1)
     norm = ops.Norm(norm_weight, 1e-3, 1.0) if with_norm else None
     options: dict[str, Any] = {"norm": norm}
     tensors = [x, weight] + ([norm_weight] if with_norm else [])
@@ -70,12 +74,15 @@ def test_linear(form: str, with_norm: bool) -> None:
 
 
 def test_norms_sums_gates_and_routes() -> None:
-    x, y, weight = trained(5, 12), trained(5, 12, seed=1), trained(12, seed=2)
+    x = trained(5, 12)
+    y = trained(5, 12, seed=1)
+    weight = trained(12, seed=2)
     norm = ops.Norm(weight, 1e-3, 1.0)
     compare(lambda: ops.rms_norm(x, norm, residual=y), lambda: normed(x, weight) + y, [x, weight, y])
     compare(lambda: ops.rms_norm(x, norm), lambda: normed(x, weight), [x, weight])
     compare(lambda: ops.add(x, y, alpha=0.25), lambda: x + 0.25 * y, [x, y])
-    heads, gate = trained(3, 2, 8), trained(3, 2, 8, seed=1)
+    heads = trained(3, 2, 8)
+    gate = trained(3, 2, 8, seed=1)
     compare(lambda: ops.gate_heads(heads, gate, "sigmoid"), lambda: heads * gate.sigmoid(), [heads, gate])
     compare(lambda: ops.gate_heads(heads, gate, "silu"), lambda: heads * torch.nn.functional.silu(gate), [heads, gate])
     logits = trained(5, 6)
@@ -89,41 +96,32 @@ def test_norms_sums_gates_and_routes() -> None:
 
 
 def test_what_needs_no_gradient_is_neither_kept_nor_computed() -> None:
-    x, weight = trained(5, 12), trained(8, 12)
-    norm_weight = torch.ones(12, dtype=torch.float64)
+    weight = trained(8, 12)
+    norm = ops.Norm(torch.ones(12, dtype=torch.float64), 1e-3)
 
-    def step(**frozen: bool) -> tuple[int, int]:
-        """Tensors that are kept beside the weight, and operations of the backward pass."""
-        given = x.detach().requires_grad_(not frozen.get("x", False))
-        own = weight.detach().requires_grad_(not frozen.get("weight", False))
-        kept = []
-        with DeterministicMode(), torch.autograd.graph.saved_tensors_hooks(kept.append, lambda x: x):
-            y = ops.linear(given, own, norm=ops.Norm(norm_weight, 1e-3) if frozen.get("norm") else None)
-        return sum(x is not None and x.shape == (5, 12) for x in kept), len(kept) and int(y.requires_grad)
+    def step(x: Tensor, weight: Tensor, norm: ops.Norm | None) -> tuple[int, int]:
+        """How many inputs are kept, and how many products the backward pass has."""
+        kept: list[Tensor] = []
 
-    assert step() == (1, 1)
-    assert step(weight=True)[0] == 0
-    assert step(weight=True, norm=True)[0] == 1
+        def keep(found: Tensor) -> Tensor:
+            kept.append(found)
+            return found
 
-    def flops(*needed: Tensor) -> int:
-        with DeterministicMode():
-            y = ops.linear(x, weight)
+        with DeterministicMode(), torch.autograd.graph.saved_tensors_hooks(keep, lambda found: found):
+            y = ops.linear(x, weight, norm=norm)
         with FlopCounterMode(display=False) as counter:
-            torch.autograd.grad(y.sum(), needed)
-        return counter.get_total_flops()
+            y.sum().backward()
+        return sum(found is x or found.shape == x.shape for found in kept), counter.get_total_flops() // (2 * 5 * 12 * 8)
 
-    one = 2 * 5 * 12 * 8
-    frozen = weight.detach()
-    with DeterministicMode():
-        y = ops.linear(x, frozen)
-    with FlopCounterMode(display=False) as counter:
-        y.sum().backward()
-    assert counter.get_total_flops() == one
-    assert flops(x, weight) == 2 * one
+    assert step(trained(5, 12), weight, None) == (1, 2)
+    assert step(trained(5, 12), weight.detach(), None) == (0, 1)
+    assert step(trained(5, 12), weight.detach(), norm) == (1, 1)
+    assert step(trained(5, 12).detach(), weight, norm) == (1, 1)
 
 
 def test_outside_of_the_mode_nothing_is_recorded() -> None:
-    x, y = trained(5, 12), trained(5, 12, seed=1)
+    x = trained(5, 12)
+    y = trained(5, 12, seed=1)
     with torch.no_grad():
         assert ops.add(x, y) is x
         with DeterministicMode():
@@ -134,7 +132,8 @@ def test_outside_of_the_mode_nothing_is_recorded() -> None:
 
 
 def test_a_graph_may_be_kept_and_is_not_differentiated_again() -> None:
-    x, weight = trained(5, 12), trained(8, 12)
+    x = trained(5, 12)
+    weight = trained(8, 12)
     with DeterministicMode():
         total = ops.linear(x, weight).square().sum()
     total.backward(retain_graph=True)

@@ -319,22 +319,13 @@ class PagedBatch:
         }
         if self.common is not None and left < 0 and not attention_chunk:
             return self.common.attend(q, k_cache, v_cache, **options)
-        found = attention_paged(
-            q,
-            k_cache,
-            v_cache,
-            block_table=self.block_table,
-            seqused_k=self.seqused_k,
-            max_seqlen_q=self.max_seqlen_q,
-            window_size=(left, 0),
-            attention_chunk=attention_chunk,
-            return_lse=self.lse is not None,
-            **options,
-        )
+        options |= {"block_table": self.block_table, "seqused_k": self.seqused_k, "max_seqlen_q": self.max_seqlen_q}
+        options |= {"window_size": (left, 0), "attention_chunk": attention_chunk}
         if self.lse is None:
-            return cast(Tensor, found)
-        self.lse.copy_(found[1])
-        return found[0]
+            return cast(Tensor, attention_paged(q, k_cache, v_cache, **options))
+        out, lse = attention_paged(q, k_cache, v_cache, return_lse=True, **options)
+        self.lse.copy_(lse)
+        return out
 
     def descale(self, layer_idx: int) -> dict[str, Any]:
         """The arguments k_descale and v_descale of `store_kv` and `attention_paged` for a float8 cache; none for another."""

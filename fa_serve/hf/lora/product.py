@@ -123,7 +123,7 @@ def project(
         parts = [(module.weight, module.bias) for module in product.modules] or [(weight, bias)]
         trained = [parameter for part in parts for parameter in part]
         if records_gradients(x, residual, None if norm is None else norm.weight, *trained):
-            return gradients.linear(x, weight, bias, norm, activation, residual, alpha, parts)
+            return gradients.recorded_linear(x, weight, bias, norm, activation, residual, alpha, parts)
     if site is None or batch is None:
         options: dict[str, Any] = {} if activation is None else {"activation": activation, "next_weight": next_weight}
         return ops.linear(x, weight, bias, norm=norm, residual=residual, alpha=alpha, **options)

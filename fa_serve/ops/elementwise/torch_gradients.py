@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fa_serve.ops.ops_backend import Norm
 
-aten: Any = torch.ops.aten
+_aten: Any = torch.ops.aten
 
 
 def torch_rms_norm_backward(dy: Tensor, x: Tensor, norm: Norm, needs_weight: bool) -> tuple[Tensor, Tensor | None]:
@@ -35,11 +35,11 @@ def torch_act_and_mul_backward(dy: Tensor, x: Tensor, activation: str) -> Tensor
     dy = dy.to(gate.dtype)
     if activation == "silu":
         activated = torch.nn.functional.silu(gate)
-        dgate = aten.silu_backward(dy * up, gate)
+        dgate = _aten.silu_backward(dy * up, gate)
     else:
         approximate = "tanh" if activation == "gelu_tanh" else "none"
         activated = torch.nn.functional.gelu(gate, approximate=approximate)
-        dgate = aten.gelu_backward(dy * up, gate, approximate=approximate)
+        dgate = _aten.gelu_backward(dy * up, gate, approximate=approximate)
     return torch.cat([dgate, dy * activated], dim=-1).to(x.dtype)
 
 

@@ -57,14 +57,18 @@ def test_act_and_mul_backward(activation: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("rotary_dim", [0, 8, 16])
 def test_rotary_backward(rotary_dim: int, norms: bool, gated: bool) -> None:
     """The gates behind queries are no part of it, and values have the gradients that attention has found."""
-    num_heads, num_kv_heads, dim, total = 4, 2, 16, 5
+    num_heads = 4
+    num_kv_heads = 2
+    dim = 16
+    total = 5
     step = 2 if gated else 1
     heads = step * num_heads + 2 * num_kv_heads
     qkv = randn(total, heads * dim, dtype=torch.float64)
     given = qkv.clone().requires_grad_()
     weights = [randn(dim, dtype=torch.float64, seed=seed).requires_grad_() for seed in (1, 2)]
     angles = randn(total, rotary_dim // 2, dtype=torch.float64, seed=3)
-    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+    cos = angles.cos()[:, None]
+    sin = angles.sin()[:, None]
     parts = []
     rows = given.view(total, heads, dim)
     queries = rows[:, : step * num_heads : step]

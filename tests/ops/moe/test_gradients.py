@@ -22,7 +22,8 @@ def make(dtype: torch.dtype, gate: Gate, bias: bool = True, hidden: int = 16) ->
     def trained(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=draw, dtype=torch.float64).to(dtype).requires_grad_()
 
-    num_experts, width = 5, 24
+    num_experts = 5
+    width = 24
     weights = ExpertWeights(
         trained(num_experts, 2 * width, hidden),
         trained(num_experts, 2 * width) if bias else None,
