@@ -13,10 +13,10 @@ computes each operator as it does in the engine: a row of a product, a sum or a 
 things are not operators of PyTorch and are given another form here: attention, which runs on a paged cache (`PagedBatch`, as a
 step of the engine does), the experts of a mixture, and positions, which count from the first token that is no padding.
 
-The backward pass of a fused layer computes the layer again by its own code, with gradients, as gradient checkpointing does, and
-keeps the layer's input only. Elsewhere it is that of PyTorch for the operators that were replaced; attention and experts are
-computed again by code with gradients. So gradients are those of the plain model. They repeat in every bit if
-`deterministic_backward` asks for it.
+Each operator of a fused layer has a backward pass, which repeats no product of the forward: a layer keeps about as much for it
+as the layer's own code does. A layer with a parameter that no operator is given is computed again by its own code
+(exact_gradients.py). Elsewhere the backward pass is that of PyTorch for the operators that were replaced. So gradients are
+those of the plain model. They repeat in every bit if `deterministic_backward` asks for it.
 
 Left out: dropout, which must be off; caches, which a training forward does not have; other page sizes than the engine's; and
 models that `model_layers` refuses. Sources: He et al., "Defeating Nondeterminism in LLM Inference" (2025); batch-invariant
@@ -25,17 +25,15 @@ training of vLLM and TorchTitan (2025).
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from fa_serve.api import attention_varlen
 from fa_serve.hf.adapter.models import NAME
 from fa_serve.hf.adapter.packed_forwards import unwatch_packs, watched_modules
 from fa_serve.hf.adapter.paged import PagedBatch
@@ -43,14 +41,21 @@ from fa_serve.hf.adapter.probe import model_layers
 from fa_serve.hf.adapter.releases import CACHE_NAMES
 from fa_serve.hf.adapter.short_choices import length_limit
 from fa_serve.hf.adapter.translate import LayerCall
-from fa_serve.hf.live_model import Addresses, ModelState, check_live, parameters_in, trained_model
+from fa_serve.hf.exact_gradients import (
+    AttentionWithGradients,
+    LayerAgain,
+    TrainedCall,
+    empty_lse,
+    heads_with_gradients,
+    layer_computed_again,
+    parameters_computed_again,
+)
+from fa_serve.hf.live_model import Addresses, ModelState, check_live, trained_model
 from fa_serve.hf.surgery.experts.mixtures import expert_modules, gate_of, take_experts, weights_of
 from fa_serve.hf.surgery.fuse.fusion import fuse_model, unfuse_model
-from fa_serve.hf.surgery.fuse.layer import FusedLayer, HeadsAttention, tables_of
-from fa_serve.ops import ExpertWeights, Gate
+from fa_serve.hf.surgery.fuse.layer import FusedLayer, HeadsAttention, LayerStep, tables_of
 from fa_serve.ops.deterministic import DeterministicMode
-from fa_serve.ops.moe.fallback import torch_experts
-from fa_serve.ops.moe.operator import call_operator
+from fa_serve.ops.moe.gradients import experts_with_gradients
 from fa_serve.spec import TREE_SPLITS, ParameterError, UnsupportedModelError
 
 EXPERTS_NAME = "fa_serve_exact"
@@ -110,7 +115,7 @@ class ExactForward:
             unwatch_packs(watched_modules(self.model) - watched)
         self._addresses = Addresses.of(self.model)
         # valid as long as the addresses are, which each forward compares
-        self._parameters: dict[nn.Module, list[Tensor]] = {}
+        self._again: dict[nn.Module, list[Tensor]] = {}
 
     def __enter__(self) -> ExactForward:
         if self._fusion and self._addresses != Addresses.of(self.model):
@@ -157,7 +162,7 @@ class ExactForward:
             # of 4 dimensions, so that transformers passes it on and builds none
             "attention_mask": torch.empty((1, 1, 0, 0), dtype=torch.bool, device=tokens.device),
             "use_cache": False,
-            "fa_serve_batch": _ExactBatch(rows, self.page_size, self._deterministic_backward, self._state, self._parameters),
+            "fa_serve_batch": _ExactBatch(rows, self.page_size, self._deterministic_backward, self._state, self._again),
         }
         return (), kwargs
 
@@ -245,11 +250,11 @@ class _Rows(NamedTuple):
 class _ExactBatch:
     """Answers for the attention of every layer of a dense batch.
 
-    parameters: of layers, by their module, found by the first forward for those after it
+    again: what `parameters_computed_again` says of layers, by their module, found by the first forward for those after it
     """
 
     def __init__(
-        self, rows: _Rows, page_size: int, deterministic: bool, state: ModelState, parameters: dict[nn.Module, list[Tensor]]
+        self, rows: _Rows, page_size: int, deterministic: bool, state: ModelState, again: dict[nn.Module, list[Tensor]]
     ) -> None:
         self.rows = rows
         self.state = state
@@ -257,18 +262,10 @@ class _ExactBatch:
         self.batch = rows.paged(page_size)
         self.num_pages = int((-(-rows.starts.diff() // page_size)).sum())
         self.deterministic = deterministic
-        self._parameters = parameters
+        self._again = again
         # what all layers share, so that a layer costs the host fewer operators
         self._pages: dict[tuple[str, int, int, torch.dtype], Tensor] = {}
         self._tables: dict[int, tuple[Any, list[Tensor]]] = {}
-        self._repeated: _RepeatedBatch | None = None
-
-    @property
-    def repeated(self) -> _RepeatedBatch:
-        """The batch of layers that are computed again for their gradients."""
-        if self._repeated is None:
-            self._repeated = _RepeatedBatch(self)
-        return self._repeated
 
     def pages_like(self, name: str, x: Tensor) -> Tensor:
         """Pages for keys or values (n, heads, dim) of all sequences, laid out as those of the engine.
@@ -297,179 +294,86 @@ class _ExactBatch:
 
     def train_layer(self, layer: FusedLayer, hidden_states: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """A fused layer on all tokens of the batch, (batch, tokens, hidden). Padding stays as it is."""
+        if not torch.is_grad_enabled():
+            return self._compute_layer(layer, hidden_states, kwargs)
         module = layer.module
-        if module not in self._parameters:
-            self._parameters[module] = parameters_in(module)
-        trained = [parameter for parameter in self._parameters[module] if parameter.requires_grad]
-        inputs = (hidden_states, layer, self, args, kwargs)
-        return cast(Tensor, _FusedForward.apply(*inputs, *trained))  # type: ignore[no-untyped-call]
+        if module not in self._again:
+            self._again[module] = parameters_computed_again(layer)
+        if not self._again[module]:
+            return self._record_layer(layer, hidden_states, kwargs)
+        return layer_computed_again(
+            LayerAgain(
+                partial(self._compute_layer, layer, kwargs=kwargs),
+                lambda x: layer.original(x, *args, **kwargs),
+                self.state.with_settings,
+            ),
+            hidden_states,
+            self._again[module],
+        )
 
-    def compute_layer(self, layer: FusedLayer, hidden_states: Tensor, kwargs: dict[str, Any]) -> Tensor:
+    def _compute_layer(self, layer: FusedLayer, hidden_states: Tensor, kwargs: dict[str, Any]) -> Tensor:
         """The output of a fused layer, without gradients: its keys and values go to pages, as in a step of the engine."""
         rows = self.rows
         # the layer overwrites what it is given
         x = rows.pack(hidden_states.clone() if rows.valid is None else hidden_states)
+        out = layer.compute(x, self._step(layer, hidden_states, kwargs, None))
+        return rows.unpack(out, hidden_states)
+
+    def _record_layer(self, layer: FusedLayer, hidden_states: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        """The same, where autograd records each operator of the layer."""
+        rows = self.rows
+        x = rows.pack(hidden_states if hidden_states.requires_grad or rows.valid is not None else hidden_states.clone())
+        lse = empty_lse(x, cast(HeadsAttention, layer.attention).num_heads)
+        call = TrainedCall(self.batch, layer.options, self.deterministic)
+        step = self._step(layer, hidden_states, kwargs, lse)
+        out = layer.compute(x, step._replace(record=partial(heads_with_gradients, call=call, lse=lse)))
+        return rows.unpack(out, hidden_states)
+
+    def _step(self, layer: FusedLayer, hidden_states: Tensor, kwargs: dict[str, Any], lse: Tensor | None) -> LayerStep:
+        """What a fused layer is told. lse: gets that of its attention"""
         attention = cast(HeadsAttention, layer.attention)
         cos, sin = self._angles(kwargs["position_embeddings"], *hidden_states.shape[:2])
         heads = (attention.num_kv_heads, attention.head_dim)
         index = cast(int, layer.index)
-        paged = replace(self.batch, kv_caches={index: (self.pages("keys", x, *heads), self.pages("values", x, *heads))})
-        out = layer.compute(x, layer.step(paged, index, cos, sin))
-        return rows.unpack(out, hidden_states)
-
-    def with_gradients(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: dict[str, Any]) -> Tensor:
-        """Causal attention of packed tokens within each sequence, by kernels that have gradients."""
-        batch = self.batch
-        out = attention_varlen(
-            q,
-            k,
-            v,
-            cu_seqlens_q=batch.cu_seqlens_q,
-            cu_seqlens_k=batch.cu_seqlens_q,
-            max_seqlen_q=batch.max_seqlen_q,
-            max_seqlen_k=batch.max_seqlen_q,
-            causal=True,
-            sinks=sinks,
-            deterministic=self.deterministic,
-            **options,
-        )
-        return cast(Tensor, out)
+        caches = {index: (self.pages("keys", hidden_states, *heads), self.pages("values", hidden_states, *heads))}
+        return layer.step(replace(self.batch, kv_caches=caches, lse=lse), index, cos, sin)
 
     def attend(self, call: LayerCall) -> Tensor:
         """Causal attention within each sequence -> (batch, tokens, num_heads, head_dim_v), 0 for padding."""
         batch, _, length, _ = call.query.shape
         q, k, v = (self.rows.pack(x.transpose(1, 2)) for x in (call.query, call.key, call.value))
-        out = self._attend_rows(q, k, v, call)
+        trained = TrainedCall(self.batch, _options_of(call), self.deterministic)
+        compute = partial(self._attend_rows, call)
+        out: Tensor = AttentionWithGradients.apply(q, k, v, call.sinks, trained, compute)  # type: ignore[no-untyped-call]
         if self.rows.valid is None:
             return out.view(batch, length, *out.shape[1:])
         return self.rows.unpack(out, out.new_zeros(batch, length, *out.shape[1:]))
 
-    def _attend_rows(self, q: Tensor, k: Tensor, v: Tensor, call: LayerCall) -> Tensor:
-        return cast(Tensor, _Attention.apply(q, k, v, call.sinks, self, call))  # type: ignore[no-untyped-call]
-
-
-class _RepeatedBatch(_ExactBatch):
-    """Answers for the attention of a layer that is computed again for its gradients."""
-
-    def __init__(self, batch: _ExactBatch) -> None:
-        self.__dict__.update(vars(batch))
-
-    def _attend_rows(self, q: Tensor, k: Tensor, v: Tensor, call: LayerCall) -> Tensor:
-        return self.with_gradients(q, k, v, call.sinks, _options_of(call))
+    def _attend_rows(self, call: LayerCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The engine's attention for the call of a layer: (out, lse)."""
+        query, key, value = (x.transpose(0, 1)[None] for x in (q, k, v))
+        own = call._replace(query=query, key=key, value=value, sinks=sinks)
+        index = int(cast(Any, call.module).layer_idx)
+        caches = {index: (self.pages_like("keys", k), self.pages_like("values", v))}
+        lse = empty_lse(q, q.shape[1])
+        return replace(self.batch, kv_caches=caches, lse=lse).attend(own)[0], lse
 
 
 def _options_of(call: LayerCall) -> dict[str, Any]:
     """What a layer asks of attention beside its tensors."""
     return {
-        "window_size": (call.window_size[0], 0),
+        "left": call.window_size[0],
         "attention_chunk": call.attention_chunk,
         "softmax_scale": call.softmax_scale,
         "softcap": call.softcap,
     }
 
 
-class _FusedForward(torch.autograd.Function):
-    """A fused layer, whose backward pass computes the layer again by its own code.
-
-    Its inputs are hidden states, what `_ExactBatch.train_layer` is given, and the parameters of the layer that are trained.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        layer: FusedLayer,
-        batch: _ExactBatch,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *trained: Tensor,
-    ) -> Tensor:
-        ctx.save_for_backward(hidden, *trained)
-        ctx.call = (layer, batch, args, kwargs)
-        return batch.compute_layer(layer, hidden.detach(), kwargs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        layer, batch, args, kwargs = ctx.call
-        hidden, *trained = ctx.saved_tensors
-        x = hidden.detach().requires_grad_()
-        own = {**kwargs, "fa_serve_batch": batch.repeated}
-        modes = nullcontext() if batch.deterministic else _disable_current_modes()
-        with batch.state.with_settings(), modes, torch.enable_grad():  # the backward pass may run outside of the context
-            out = layer.original(x, *args, **own)
-            found = torch.autograd.grad(out, [x, *trained], grads[0], allow_unused=True)
-        return (found[0], None, None, None, None, *found[1:])
-
-
-class _Attention(torch.autograd.Function):
-    """The engine's attention, whose backward pass computes the forward again by varlen attention, which has gradients."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, exact_batch: _ExactBatch, call: LayerCall
-    ) -> Tensor:
-        ctx.save_for_backward(q, k, v, sinks)
-        ctx.exact_batch = exact_batch
-        ctx.options = _options_of(call)
-        query, key, value = (x.detach().transpose(0, 1)[None] for x in (q, k, v))
-        own = call._replace(query=query, key=key, value=value, sinks=None if sinks is None else sinks.detach())
-        index = int(cast(Any, call.module).layer_idx)
-        caches = {index: (exact_batch.pages_like("keys", k), exact_batch.pages_like("values", v))}
-        return replace(exact_batch.batch, kv_caches=caches).attend(own)[0]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        exact_batch: _ExactBatch = ctx.exact_batch
-        given = [None if x is None else x.detach().requires_grad_() for x in ctx.saved_tensors]
-        q, k, v, sinks = given
-        assert q is not None and k is not None and v is not None  # noqa: PT018
-        with _disable_current_modes(), torch.enable_grad():
-            out = exact_batch.with_gradients(q, k, v, sinks, ctx.options)
-            wanted = [x for x in given if x is not None]
-            found = iter(torch.autograd.grad(out, wanted, grads[0]))
-        return (*(None if x is None else next(found) for x in given), None, None)
-
-
 def _experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """The implementation of experts in the context. Arguments and result are those of `mixtures.experts_forward`."""
-    gate = gate_of(module)
     x = hidden_states.to(cast(Any, module).down_proj.dtype)
-    # tensors one by one, because autograd looks for gradients in no tuple
-    y: Tensor = _Experts.apply(x, top_k_index, top_k_weights, *weights_of(module, gate))  # type: ignore[no-untyped-call]
+    y = experts_with_gradients(x, top_k_index, top_k_weights, weights_of(module, gate_of(module)))
     return y.to(hidden_states.dtype)
-
-
-class _Experts(torch.autograd.Function):
-    """The engine's experts, whose backward pass computes the forward again by PyTorch's operators."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        index: Tensor,
-        scores: Tensor,
-        gate_up: Tensor,
-        gate_up_bias: Tensor | None,
-        down: Tensor,
-        down_bias: Tensor | None,
-        gate: Gate,
-    ) -> Tensor:
-        ctx.save_for_backward(x, index, scores, gate_up, gate_up_bias, down, down_bias)
-        ctx.gate = gate
-        return call_operator(x, index, scores, ExpertWeights(gate_up, gate_up_bias, down, down_bias, gate))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        own, index, *others = ctx.saved_tensors
-        given = [None if x is None else x.detach().requires_grad_() for x in (own, *others)]
-        x, scores, gate_up, gate_up_bias, down, down_bias = given
-        assert x is not None and scores is not None and gate_up is not None and down is not None  # noqa: PT018
-        with _disable_current_modes(), torch.enable_grad():
-            weights = ExpertWeights(gate_up, gate_up_bias, down, down_bias, ctx.gate)
-            y = torch_experts(x, index, scores, weights, invariant=False)
-            found = iter(torch.autograd.grad(y, [each for each in given if each is not None], grads[0]))
-        first, *rest = (None if each is None else next(found) for each in given)
-        return (first, None, *rest, None)
 
 
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, _experts_forward)

@@ -19,6 +19,9 @@ Each function selects the backend for the device of its input and calls it. Ther
 on GPUs) and `torch_ops.py` (plain PyTorch, on any device). Both implement the Protocol of `ops_backend.py`. Both compute in
 float32 and round the result once; PyTorch computes float64 input in float64.
 
+In the forward of `fa_serve.exact`, autograd records `linear`, `rms_norm`, `add`, `gate_heads` and `route`, which then overwrite
+nothing (gradients.py). The other functions have no gradients.
+
 The functions do not validate their arguments: the engine makes about ten calls for each layer at each step, and `hf.surgery`
 has compared their results with those of the model's own layers before.
 
@@ -34,6 +37,7 @@ from typing import overload
 import torch
 from torch import Tensor
 
+from fa_serve.ops import gradients
 from fa_serve.ops.linear_attention.api import causal_conv1d as causal_conv1d
 from fa_serve.ops.linear_attention.api import causal_conv1d_paged as causal_conv1d_paged
 from fa_serve.ops.linear_attention.api import gated_delta_rule as gated_delta_rule
@@ -61,6 +65,7 @@ from fa_serve.ops.linear_attention.problem import tail_rows as tail_rows
 from fa_serve.ops.lora.problem import PAGE_RANKS as PAGE_RANKS
 from fa_serve.ops.lora.problem import LoraBatch as LoraBatch
 from fa_serve.ops.lora.problem import LoraWeights as LoraWeights
+from fa_serve.ops.modes import records_gradients
 from fa_serve.ops.ops_backend import ACTIVATIONS as ACTIVATIONS
 from fa_serve.ops.ops_backend import ExpertWeights as ExpertWeights
 from fa_serve.ops.ops_backend import Gate as Gate
@@ -140,6 +145,12 @@ def linear(
     Returns `residual` if it is given, else a tensor of (total, n), or of (total, n / 2) with `activation`; `RoundedRows` where
     the gate has rounded for `next_weight`.
     """
+    if (
+        isinstance(x, Tensor)
+        and isinstance(weight, Tensor)
+        and records_gradients(x, weight, bias, residual, None if norm is None else norm.weight)
+    ):
+        return gradients.recorded_linear(x, weight, bias, norm, activation, residual, alpha, [(weight, bias)])
     return select_ops(weight.device).linear(x, weight, bias, norm, activation, residual, alpha, next_weight)
 
 
@@ -149,6 +160,8 @@ def rms_norm(x: Tensor, norm: Norm, *, residual: Tensor | None = None, out: Tens
     x, residual: (total, width), the elements of a row contiguous
     out:         (total, width), written and returned if given; may be `x`
     """
+    if out is None and records_gradients(x, norm.weight, residual):
+        return gradients.recorded_rms_norm(x, norm, residual)
     return select_ops(x.device).rms_norm(x, norm, residual, out)
 
 
@@ -250,6 +263,8 @@ def gate_heads(x: Tensor, gate: Tensor, activation: GateActivation, *, norm: Nor
     Returns (total, heads, dim). Sources: gated attention (Qiu et al. 2025, arXiv:2505.06708), gated norm (Yang et al. 2024,
     arXiv:2412.06464).
     """
+    if norm is None and records_gradients(x, gate):
+        return gradients.recorded_gate_heads(x, gate, activation)
     return select_ops(x.device).gate_heads(x, gate, activation, norm)
 
 
@@ -273,6 +288,8 @@ def add(x: Tensor, y: Tensor, *, alpha: float = 1.0) -> Tensor:
 
     Returns x.
     """
+    if records_gradients(x, y):
+        return gradients.recorded_add(x, y, alpha)
     return select_ops(x.device).add(x, y, alpha)
 
 
@@ -343,6 +360,8 @@ def route(logits: Tensor, bias: Tensor | None, router: Router, dtype: torch.dtyp
 
     Returns (weights, index), both (tokens, top_k), from the largest score + bias to the smallest; index is int64.
     """
+    if records_gradients(logits):
+        return gradients.recorded_route(logits, bias, router, dtype)
     return select_ops(logits.device).route(logits, bias, router, dtype)
 
 

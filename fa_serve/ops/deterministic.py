@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fa_serve import ops
+from fa_serve.ops.modes import in_backward
 from fa_serve.ops.moe import operator as experts_operator
 from fa_serve.spec import UnsupportedModelError
 
@@ -41,19 +42,17 @@ class DeterministicMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     rows_are_independent = True
-    """Asked by `fa_serve.ops.linear`, whose kernels are no operators of PyTorch."""
+    """Asked by `fa_serve.ops` (modes.py), whose kernels are no operators of PyTorch."""
 
     def __init__(self, *, backward: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._backward = backward
+        self.replaces_backward = backward
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        # a checkpoint repeats its forward within the backward pass, and records gradients for that
-        in_backward = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
-        if in_backward and not self._backward:
+        if not self.replaces_backward and in_backward():
             return func(*args, **kwargs)
         function = _REPLACEMENTS.get(func)
         if function is None:

@@ -198,6 +198,40 @@ class OpsBackend(Protocol):
 
     def act_and_mul(self, x: Tensor, activation: str, /) -> Tensor: ...
 
+    def rms_norm_backward(self, dy: Tensor, x: Tensor, norm: Norm, needs_weight: bool, /) -> tuple[Tensor, Tensor | None]:
+        """The gradients of `rms_norm` without a residual: of x, and of the norm's weight, None unless it is asked for.
+
+        dy, x: (total, width), the elements of a row contiguous
+        """
+        ...
+
+    def act_and_mul_backward(self, dy: Tensor, x: Tensor, activation: str, /) -> Tensor:
+        """The gradient of `act_and_mul`, (total, 2 * width). dy: (total, width); x: (total, 2 * width); both contiguous"""
+        ...
+
+    def rotary_backward(
+        self,
+        dqkv: Tensor,
+        qkv: Tensor | None,
+        num_heads: int,
+        num_kv_heads: int,
+        dim: int,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        q_norm: Norm | None,
+        k_norm: Norm | None,
+        needs_weights: bool,
+        /,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The gradients of `rotary_store_kv`: that of its result becomes that of what it was given, in place.
+
+        dqkv: like qkv, contiguous: the gradients of the queries and keys that attention has read, and of the values
+        qkv:  before the norms; not needed without norms
+
+        Returns the gradients of the weights of q_norm and k_norm; None for each if there are no norms, or none is asked for.
+        """
+        ...
+
     def gate_heads(self, x: Tensor, gate: Tensor, activation: GateActivation, norm: Norm | None, /) -> Tensor: ...
 
     def delta_gates(self, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, /) -> tuple[Tensor, Tensor]: ...
@@ -243,8 +277,17 @@ class OpsBackend(Protocol):
     def route(self, logits: Tensor, bias: Tensor | None, router: Router, dtype: torch.dtype, /) -> tuple[Tensor, Tensor]: ...
 
     def experts(
-        self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: ExpertWeights, invariant: bool, /
-    ) -> Tensor: ...
+        self,
+        x: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        experts: ExpertWeights,
+        invariant: bool,
+        kept: Tensor | None = None,
+        /,
+    ) -> Tensor:
+        """kept: (tokens, top_k, 2 * width), with `invariant` only: gets what is gated, for `gradients.experts`"""
+        ...
 
     def invariant_linear(self, x: Tensor, weight: Weight, bias: Tensor | None, /) -> Tensor: ...
 

@@ -10,6 +10,11 @@ import torch
 from torch import Tensor
 
 from fa_serve.api import store_kv
+from fa_serve.ops.elementwise.torch_gradients import (
+    torch_act_and_mul_backward,
+    torch_rms_norm_backward,
+    torch_rotary_backward,
+)
 from fa_serve.ops.lora.fallback import torch_add_lora
 from fa_serve.ops.lora.problem import LoraBatch, LoraWeights
 from fa_serve.ops.lora.separate import separate_linear_lora
@@ -32,6 +37,9 @@ class TorchOps:
     add_lora = staticmethod(torch_add_lora)
     sparse_attention = staticmethod(torch_sparse_attention)
     select_slots = staticmethod(torch_select_slots)
+    rms_norm_backward = staticmethod(torch_rms_norm_backward)
+    act_and_mul_backward = staticmethod(torch_act_and_mul_backward)
+    rotary_backward = staticmethod(torch_rotary_backward)
 
     def supports(self, spec: OpSpec) -> str | None:
         return None

@@ -13,6 +13,11 @@ from fa_serve.ops.elementwise.activation import launch_act_and_mul
 from fa_serve.ops.elementwise.addition import launch_add
 from fa_serve.ops.elementwise.attention_parts import launch_merge_attention
 from fa_serve.ops.elementwise.gates import launch_delta_gates, launch_gate_heads
+from fa_serve.ops.elementwise.gradients import (
+    launch_act_and_mul_backward,
+    launch_rms_norm_backward,
+    launch_rotary_backward,
+)
 from fa_serve.ops.elementwise.norm import launch_layer_norm, launch_rms_norm
 from fa_serve.ops.elementwise.rotary import launch_rotary_store_kv
 from fa_serve.ops.elementwise.rotary_latent import launch_rotary_store_latent
@@ -55,6 +60,9 @@ class TritonOps:
     invariant_sum = staticmethod(launch_invariant_sum)
     sparse_attention = staticmethod(launch_sparse_attention)
     select_slots = staticmethod(launch_select_slots)
+    rms_norm_backward = staticmethod(launch_rms_norm_backward)
+    act_and_mul_backward = staticmethod(launch_act_and_mul_backward)
+    rotary_backward = staticmethod(launch_rotary_backward)
 
     def linear_lora(
         self,

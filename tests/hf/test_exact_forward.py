@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fa_serve
 from fa_serve.engine import RolloutEngine, SamplingParams
-from fa_serve.hf import LayerCall, PagedBatch, exact_forward
-from fa_serve.hf.exact_forward import _Attention
+from fa_serve.hf import PagedBatch, exact_forward
+from fa_serve.hf.exact_gradients import AttentionWithGradients, TrainedCall
 from fa_serve.hf.surgery.fuse.fusion import fuse_layers
 from fa_serve.hf.surgery.fuse.layer import FusedLayer
 from fa_serve.hf.surgery.fuse.router import FusedRouter
@@ -97,12 +97,12 @@ def halves(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return first + torch.nn.functional.linear(x[..., middle:], weight[:, middle:], bias)
 
 
-def whole_prompts(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, batch: Any, call: LayerCall) -> Tensor:
+def whole_prompts(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: TrainedCall, compute: Any) -> Tensor:
     """Attention by another kernel, which takes the queries of a sequence together."""
-    ends = batch.rows.starts.int()
-    longest = int(ends.diff().max())
+    ends = call.batch.cu_seqlens_q
+    longest = call.batch.max_seqlen_q
     lengths = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": longest, "max_seqlen_k": longest}
-    return fa_serve.attention_varlen(q, k, v, causal=True, softmax_scale=call.softmax_scale, **lengths)
+    return fa_serve.attention_varlen(q, k, v, causal=True, softmax_scale=call.options["softmax_scale"], **lengths)
 
 
 def in_float64(self: PagedBatch, index: int, q: Tensor, *_: Tensor, left: int, softmax_scale: float, **options: Any) -> Tensor:
@@ -131,7 +131,7 @@ def test_without_each_piece_bits_differ(piece: str, fusion: bool, monkeypatch: p
     if piece == "attention" and fusion:
         monkeypatch.setattr(PagedBatch, "attention", in_float64)
     elif piece == "attention":
-        monkeypatch.setattr(_Attention, "apply", whole_prompts)
+        monkeypatch.setattr(AttentionWithGradients, "apply", whole_prompts)
     elif piece == "products":
         monkeypatch.setattr("fa_serve.ops.invariant_linear", halves)
     else:

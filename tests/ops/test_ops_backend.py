@@ -36,6 +36,9 @@ def test_the_protocol_has_every_op() -> None:
         "sparse_attention",
         "invariant_linear",
         "invariant_sum",
+        "rms_norm_backward",
+        "act_and_mul_backward",
+        "rotary_backward",
     }
 
 

@@ -70,6 +70,7 @@ class PagedBatch:
     blocks:     tokens that attend to each other both ways, whose last tokens are all in this step
     common:     sequences that share leading pages, which layers that see all keys read once; None if none do
     by_layers:  no kernel computes several layers of this step: see `BatchArrays.by_layers`
+    lse:        (num_heads, total), gets what `attention_paged` returns as lse, for a backward pass; None: nobody needs it
     """
 
     kv_caches: Mapping[int, tuple[Tensor, Tensor]]
@@ -88,6 +89,7 @@ class PagedBatch:
     blocks: Sequence[TwoWayBlock] = ()
     common: CommonPrefixes | None = None
     by_layers: bool = False
+    lse: Tensor | None = None
 
     def attend(self, call: LayerCall) -> Tensor:
         """Store this step's keys and values, then attend to all keys of each sequence -> (1, total, num_heads, head_dim_v)."""
@@ -317,18 +319,13 @@ class PagedBatch:
         }
         if self.common is not None and left < 0 and not attention_chunk:
             return self.common.attend(q, k_cache, v_cache, **options)
-        out = attention_paged(
-            q,
-            k_cache,
-            v_cache,
-            block_table=self.block_table,
-            seqused_k=self.seqused_k,
-            max_seqlen_q=self.max_seqlen_q,
-            window_size=(left, 0),
-            attention_chunk=attention_chunk,
-            **options,
-        )
-        return cast(Tensor, out)
+        options |= {"block_table": self.block_table, "seqused_k": self.seqused_k, "max_seqlen_q": self.max_seqlen_q}
+        options |= {"window_size": (left, 0), "attention_chunk": attention_chunk}
+        if self.lse is None:
+            return cast(Tensor, attention_paged(q, k_cache, v_cache, **options))
+        out, lse = attention_paged(q, k_cache, v_cache, return_lse=True, **options)
+        self.lse.copy_(lse)
+        return out
 
     def descale(self, layer_idx: int) -> dict[str, Any]:
         """The arguments k_descale and v_descale of `store_kv` and `attention_paged` for a float8 cache; none for another."""

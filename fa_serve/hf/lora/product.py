@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 from fa_serve import ops
+from fa_serve.ops import gradients
+from fa_serve.ops.modes import has_gradients, records_gradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,8 @@ class Projection(Protocol):
     def bias(self) -> Tensor | None: ...
     @property
     def site(self) -> LoraSite | None: ...
+    @property
+    def modules(self) -> Sequence[Any]: ...
 
 
 def project(
@@ -107,11 +111,19 @@ def project(
     alpha: float = 1.0,
     next_weight: ops.Weight | None = None,
 ) -> Any:
-    """As `ops.linear` with the product's weight and bias, and with the adapters of the step."""
+    """As `ops.linear` with the product's weight and bias, and with the adapters of the step.
+
+    Where ops are recorded by autograd, the linear layers that the product is made of get the gradients. There are no adapters.
+    """
     weight = product.weight
     bias = product.bias
     site = product.site
     batch = None if site is None else site.batch
+    if has_gradients() and isinstance(x, Tensor) and isinstance(weight, Tensor):
+        parts = [(module.weight, module.bias) for module in product.modules] or [(weight, bias)]
+        trained = [parameter for part in parts for parameter in part]
+        if records_gradients(x, residual, None if norm is None else norm.weight, *trained):
+            return gradients.recorded_linear(x, weight, bias, norm, activation, residual, alpha, parts)
     if site is None or batch is None:
         options: dict[str, Any] = {} if activation is None else {"activation": activation, "next_weight": next_weight}
         return ops.linear(x, weight, bias, norm=norm, residual=residual, alpha=alpha, **options)

@@ -15,13 +15,23 @@ from fa_serve.ops.ops_backend import ExpertWeights, Gate, Router, Weight
 from fa_serve.ops.products.quantised.weight import QuantizedWeight
 
 
-def torch_experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: ExpertWeights, invariant: bool) -> Tensor:
-    """Arguments and result are those of `fa_serve.ops.experts`."""
+def torch_experts(
+    x: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    experts: ExpertWeights,
+    invariant: bool,
+    kept: Tensor | None = None,
+) -> Tensor:
+    """Arguments and result are those of `OpsBackend.experts`."""
     if not invariant or len(x) == 0:
         return _mixed(x, top_k_index, top_k_weights, experts)
     # a library chooses its algorithm by the number of rows, so each row is computed alone
     rows = [slice(i, i + 1) for i in range(len(x))]
-    return torch.cat([_mixed(x[row], top_k_index[row], top_k_weights[row], experts) for row in rows])
+    parts = [
+        _mixed(x[row], top_k_index[row], top_k_weights[row], experts, kept=None if kept is None else kept[row]) for row in rows
+    ]
+    return torch.cat(parts)
 
 
 class LowRankExperts(NamedTuple):
@@ -54,6 +64,7 @@ def _mixed(
     experts: ExpertWeights,
     gate_up_low: LowRankExperts | None = None,
     down_low: LowRankExperts | None = None,
+    kept: Tensor | None = None,
 ) -> Tensor:
     num_experts, hidden, width = experts.sizes
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -65,6 +76,8 @@ def _mixed(
         tokens, places = torch.where(top_k_index == expert)
         gate_up = torch.nn.functional.linear(x[tokens], _matrix(experts.gate_up, expert, 2 * width, x.dtype), gate_up_bias)
         gate_up = _with_low_rank(gate_up, x[tokens], expert, gate_up_low)
+        if kept is not None:
+            kept[tokens, places] = gate_up
         h = gated(gate_up.to(wide), experts.gate).to(x.dtype)
         y = torch.nn.functional.linear(h, _matrix(experts.down, expert, hidden, x.dtype), down_bias)
         y = _with_low_rank(y, h, expert, down_low)
@@ -86,7 +99,7 @@ def _matrix(weight: Weight, expert: int, rows: int, dtype: torch.dtype) -> Tenso
 def torch_route(logits: Tensor, bias: Tensor | None, router: Router, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Arguments and results are those of `fa_serve.ops.route`."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    scores = wide.sigmoid() if router.sigmoid else wide.softmax(-1)
+    scores = _scores(wide, router)
     choice = scores if bias is None else scores + bias
     if router.num_groups > 1:
         grouped = choice.view(len(choice), router.num_groups, -1)
@@ -94,10 +107,23 @@ def torch_route(logits: Tensor, bias: Tensor | None, router: Router, dtype: torc
         kept = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best, True)
         choice = grouped.masked_fill(~kept[..., None], float("-inf")).flatten(1)
     index = choice.topk(router.top_k).indices
+    return _weights(scores, index, router).to(dtype), index
+
+
+def weights_of_choice(logits: Tensor, index: Tensor, router: Router) -> Tensor:
+    """The weights of experts that are chosen already, (tokens, top_k), differentiable, in float32 or wider."""
+    return _weights(_scores(logits.to(torch.promote_types(logits.dtype, torch.float32)), router), index, router)
+
+
+def _scores(logits: Tensor, router: Router) -> Tensor:
+    return logits.sigmoid() if router.sigmoid else logits.softmax(-1)
+
+
+def _weights(scores: Tensor, index: Tensor, router: Router) -> Tensor:
     weights = scores.gather(1, index)
     if router.renormalise:
         weights = weights / weights.sum(-1, keepdim=True)
-    return (weights * router.scale).to(dtype), index
+    return weights * router.scale
 
 
 def gated(gate_up: Tensor, gate: Gate) -> Tensor:

@@ -50,6 +50,7 @@ def _grouped_linear(
     order_ptr,
     starts_ptr,
     out_ptr,
+    kept_ptr,
     slope,
     limit,
     offset,
@@ -81,6 +82,8 @@ def _grouped_linear(
     and n * STEP + UP of the weights, which are neighbours in the tile: the product has the form of any other one.
     Otherwise x has a row for each place in `order`, the output a row for each pair, and output n is row n of the weights.
     Consecutive programs compute the tiles of the same pairs, so that they share their rows of x in the L2 cache.
+
+    kept_ptr: gets what is gated, a row of COLUMNS for each pair; None: nobody needs it
 
     GROUP, VALUES and PARTS describe weights that have scales, see products/quantised/primitives.py.
     """
@@ -138,6 +141,9 @@ def _grouped_linear(
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + expert * stride_be + which, mask=columns < COLUMNS, other=0.0).to(tl.float32)[None, :]
     keep = (places < end)[:, None]
+    if kept_ptr is not None:
+        kept_ptrs = kept_ptr + pairs[:, None] * COLUMNS + which[None, :]
+        tl.store(kept_ptrs, acc.to(kept_ptr.dtype.element_ty), mask=keep & (columns < COLUMNS)[None, :])
     if GATED:
         gate, up = tl.split(tl.reshape(acc, [BLOCK_M, BLOCK_N // 2, 2]))
         y = gated_values(gate, up, slope, limit, offset, KIND)
@@ -180,8 +186,10 @@ def _plan_product(
         options={**launch_options(pdl, tile.num_warps), "num_stages": tile.num_stages},
     )
 
-    def multiply(x: Tensor, weight: Weight, bias: Tensor | None, places: Places, out: Tensor) -> None:
-        launch((x, *expert_tensors(weight), bias, places.order, places.starts, out))
+    def multiply(
+        x: Tensor, weight: Weight, bias: Tensor | None, places: Places, out: Tensor, kept: Tensor | None = None
+    ) -> None:
+        launch((x, *expert_tensors(weight), bias, places.order, places.starts, out, kept))
 
     return multiply
 

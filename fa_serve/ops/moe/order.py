@@ -9,7 +9,7 @@ parallelism uses for those of another process, adds nothing.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -119,10 +119,11 @@ def _sum_experts(
     tl.store(out_ptr + token * N + columns, acc.to(out_ptr.dtype.element_ty), mask=columns < N)
 
 
-ExpertProduct = Callable[[Tensor, Any, Tensor | None, Places, Tensor], None]
+ExpertProduct = Callable[..., None]
 """What a plan of one product of many pairs is: it takes x, the weights of all experts, their biases, the places of pairs and
 the tensor that it computes. A gated product reads a row of x for each token and writes one for each place; the other one reads
-a row for each place and writes one for each pair."""
+a row for each place and writes one for each pair. The gated product of the kernel `grouped` takes the tensor for what is gated
+as well, see `OpsBackend.experts`."""
 
 
 def plan_sort(product: Product) -> Callable[[Tensor], tuple[Tensor, Tensor]]:

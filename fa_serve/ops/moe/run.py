@@ -14,6 +14,8 @@ several short ones. Left out: the choice of experts, which is the model's router
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -27,21 +29,28 @@ from fa_serve.ops.products.problem import Product, products_with_experts
 from fa_serve.ops.products.table import KernelChoice, select_kernel
 
 
-def compute_experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: ExpertWeights, invariant: bool) -> Tensor:
-    """Arguments and result are those of `fa_serve.ops.experts`."""
+def compute_experts(
+    x: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    experts: ExpertWeights,
+    invariant: bool,
+    kept: Tensor | None = None,
+) -> Tensor:
+    """Arguments and result are those of `OpsBackend.experts`."""
     x = x.contiguous()
     index = top_k_index.contiguous()
     weights = top_k_weights.contiguous()
     out = torch.empty_like(x)
     tensors = (x, index, weights, experts.gate_up_bias, experts.down_bias)
     known = (weight_facts(experts.gate_up), weight_facts(experts.down))
-    key = ("experts", *facts(*tensors), *known, experts.gate, invariant)
+    key = ("experts", *facts(*tensors), *known, experts.gate, invariant, kept is None)
     run = PLANS.get(key)
     if run is None:
         if out.shape[0] == 0:
             return out
         run = PLANS.add(key, plan_experts(products_of(x, index, experts, invariant), experts))
-    run((x, index, weights, experts, out))
+    run((x, index, weights, experts, out) if kept is None else (x, index, weights, experts, out, kept))
     return out
 
 
@@ -76,13 +85,13 @@ def _plan_sorted(first: KernelChoice, second: KernelChoice, products: tuple[Prod
     width = gated_product.outputs
     hidden = product.outputs
 
-    def run(tensors: tuple[Tensor, Tensor, Tensor, ExpertWeights, Tensor]) -> None:
-        x, index, weights, experts, out = tensors
+    def run(tensors: tuple[Any, ...]) -> None:
+        x, index, weights, experts, out, *kept = tensors
         order, starts = sort(index)
         h = x.new_empty(pairs, width)
         parts = x.new_empty(pairs, hidden)
         places = Places(order, starts, None if list_tiles is None else list_tiles(starts))
-        multiply_gated(x, experts.gate_up, experts.gate_up_bias, places, h)
+        multiply_gated(x, experts.gate_up, experts.gate_up_bias, places, h, *kept)
         multiply(h, experts.down, experts.down_bias, places, parts)
         total((parts, index, weights, out))
 

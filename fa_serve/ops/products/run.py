@@ -21,6 +21,7 @@ from fa_serve.launching.launch import multiprocessors
 from fa_serve.launching.plans import PLANS, Run
 from fa_serve.ops.elementwise.activation import plan_act_and_mul
 from fa_serve.ops.elementwise.norm import plan_rms_norm
+from fa_serve.ops.modes import rows_are_independent
 from fa_serve.ops.ops_backend import Norm, RoundedRows, Weight
 from fa_serve.ops.products.problem import Details, Product, product_with
 from fa_serve.ops.products.quantised.rounding import MAX_GATED, RoundRows, plan_rounding
@@ -89,14 +90,6 @@ def multiply(
     else:
         y = run(x, weight, bias, norm_weight, residual, next_weight)
     return y
-
-
-def rows_are_independent() -> bool:
-    """Whether a mode asks that the bits of a row do not depend on the other rows (ops/deterministic.py)."""
-    count = torch._C._len_torch_dispatch_stack()
-    if count == 0:
-        return False  # the usual case, at each product
-    return any(getattr(torch._C._get_dispatch_stack_at(i), "rows_are_independent", False) for i in range(count))
 
 
 def _plan(

@@ -295,3 +295,15 @@ def test_rows_do_not_know_each_other_where_that_is_asked(monkeypatch: pytest.Mon
         alone = slice(row, row + 1)
         torch.testing.assert_close(compute_experts(x[alone], index[alone], weights[alone], experts, True), whole[alone])
     assert asked == [0] * 4, "every number of rows has the same tile, and both products of a call"
+
+
+@pytest.mark.parametrize("gate", [SWIGLU, CLAMPED], ids=["swiglu", "clamped"])
+def test_what_is_gated_is_kept_where_that_is_asked(gate: ops.Gate) -> None:
+    """It is that of each pair in the order of the rows of the weights, and the result has the same bits."""
+    x, index, weights, experts = Case(9, 2, gate=gate, bias=True, routing="uneven").make(torch.float32)
+    kept = torch.full((9, 2, 48), torch.nan)
+    expected = torch.full((9, 2, 48), torch.nan, dtype=torch.float64)
+    out = compute_experts(x, index, weights, experts, True, kept)
+    assert torch.equal(out, compute_experts(x, index, weights, experts, True))
+    TorchOps().experts(x.double(), index, weights.double(), wide(experts), True, expected)
+    torch.testing.assert_close(kept.double(), expected, rtol=1e-5, atol=1e-5)

@@ -40,6 +40,8 @@ class LayerStep(NamedTuple):
     attend:           attention to all keys of each sequence
     fresh:            no sequence has keys in the cache but those of this step, see `PagedBatch`
     descale:          k_descale and v_descale of a float8 cache, or nothing
+    record:           computes `HeadsAttention.attend` as autograd records it (hf/exact_gradients.py); None outside of a
+                      training forward
     """
 
     cos: Tensor
@@ -50,6 +52,7 @@ class LayerStep(NamedTuple):
     attend: Attend
     fresh: bool
     descale: dict[str, Any]
+    record: Callable[[HeadsAttention, Tensor, LayerStep], Tensor] | None = None
 
 
 @runtime_checkable
@@ -111,31 +114,56 @@ class HeadsAttention:
 
     def compute(self, x: Tensor, norm: ops.Norm | None, step: LayerStep) -> Tensor:
         qkv = project(self.qkv, x, norm=norm)
-        out = step.attend(*self._rotate_and_store(qkv, step))
+        out = self.attend(qkv, step) if step.record is None else step.record(self, qkv, step)
         if self.gated:
             gate = qkv.view(qkv.shape[0], -1, self.head_dim)[:, 1 : 2 * self.num_heads : 2]
             out = ops.gate_heads(out, gate, "sigmoid")
         return out.flatten(1)
 
-    def _rotate_and_store(self, qkv: Tensor, step: LayerStep) -> tuple[Tensor, ...]:
-        """Normalise and rotate queries and keys in place and write keys and values to the cache. Returns q, k and v."""
+    def attend(self, qkv: Tensor, step: LayerStep) -> Tensor:
+        """Normalise and rotate queries and keys in place, write keys and values to the cache and attend.
+
+        qkv: (total, rows of the projection) -> (total, num_heads, head_dim)
+        """
         num_kv_heads = step.k_cache.shape[2]
-        queries = self.num_heads * (2 if self.gated else 1)
-        parts = [queries, num_kv_heads, num_kv_heads]
         options = dict(step.descale)
         if self.tables is not None:
-            angles = step.cos.shape[1] // (2 if self.tables == "twice" else 1)
-            options |= {"cos": step.cos[:, :angles], "sin": step.sin[:, :angles]}
+            cos, sin = self.angles(step)
+            options |= {"cos": cos, "sin": sin}
         if self.q_norm is not None and self.k_norm is not None:
-            if self.q_norm.weight.shape[0] == self.head_dim:
+            if self.norms_heads:
                 options |= {"q_norm": self.q_norm, "k_norm": self.k_norm}
-            else:  # norms of all heads together
-                q, k, _ = torch.split(qkv, [n * self.head_dim for n in parts], dim=1)
+            else:
+                q, k = self.columns(qkv, num_kv_heads)
                 ops.rms_norm(q, self.q_norm, out=q)
                 ops.rms_norm(k, self.k_norm, out=k)
         ops.rotary_store_kv(qkv, step.k_cache, step.v_cache, step.slot_mapping, num_heads=self.num_heads, **options)
+        return step.attend(*self.heads(qkv, num_kv_heads))
+
+    @property
+    def norms_heads(self) -> bool:
+        """Whether norms are those of each head, and not of all heads together."""
+        return self.q_norm is not None and self.q_norm.weight.shape[0] == self.head_dim
+
+    def angles(self, step: LayerStep) -> tuple[Tensor, Tensor]:
+        """cos and sin of a step, each angle once: (total, rotary_dim / 2)."""
+        angles = step.cos.shape[1] // (2 if self.tables == "twice" else 1)
+        return step.cos[:, :angles], step.sin[:, :angles]
+
+    def columns(self, qkv: Tensor, num_kv_heads: int) -> tuple[Tensor, Tensor]:
+        """The columns of all queries and of all keys: (total, heads * head_dim) each, views."""
+        parts = [n * self.head_dim for n in self._heads_of(num_kv_heads)]
+        q, k, _ = torch.split(qkv, parts, dim=1)
+        return q, k
+
+    def heads(self, qkv: Tensor, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The heads of q, k and v, (total, heads, head_dim) each, views."""
+        parts = self._heads_of(num_kv_heads)
         q, k, v = torch.split_with_sizes(qkv.view(qkv.shape[0], -1, self.head_dim), parts, dim=1)
-        return q[:, :: queries // self.num_heads], k, v
+        return q[:, :: parts[0] // self.num_heads], k, v
+
+    def _heads_of(self, num_kv_heads: int) -> list[int]:
+        return [self.num_heads * (2 if self.gated else 1), num_kv_heads, num_kv_heads]
 
 
 def build_heads(attention: Any, call: LayerCall, tables: Tables | None) -> HeadsAttention:
@@ -224,7 +252,7 @@ class FusedLayer:
         return cast(nn.Module, cast(Any, self.original).args[0])
 
     def compute(self, x: Tensor, step: LayerStep | StateStep) -> Tensor:
-        """The layer's output. x: (total, hidden), which is overwritten."""
+        """The layer's output. x: (total, hidden), which is overwritten, unless autograd records the layer."""
         h = self.attention.compute(x, self.before_attention, step)
         x, h, norm = self._add(x, h, self.o, self.after_attention, self.before_mlp)
         if self.gate_up is not None and self.down is not None:

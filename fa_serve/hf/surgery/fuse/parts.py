@@ -24,6 +24,7 @@ from fa_serve.hf.surgery.proof import FIT_TOLERANCE, NotReplacedError, results_a
 from fa_serve.hf.surgery.quantised.experts import QuantizedExperts
 from fa_serve.hf.surgery.quantised.linear import QuantizedLinear
 from fa_serve.ops.collectives.all_reduce import AllReduce
+from fa_serve.ops.modes import has_gradients
 
 
 class FusedProduct(NamedTuple):
@@ -158,6 +159,11 @@ def activation_named(function: Any, device: torch.device) -> str:
         if results_agree(ops.act_and_mul(pairs, name), expected, FIT_TOLERANCE):
             return name
     raise NotReplacedError(f"its activation must be one of {ops.ACTIVATIONS}, got {type(function).__name__}")
+
+
+def runs_original() -> bool:
+    """Whether a module that is not given a batch runs its own code: a graph is recorded, or gradients that ops do not have."""
+    return torch.compiler.is_compiling() or (torch.is_grad_enabled() and not has_gradients())
 
 
 def beside_experts(model: nn.Module) -> Iterator[tuple[Any, Any]]:

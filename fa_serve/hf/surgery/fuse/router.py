@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from fa_serve import ops
-from fa_serve.hf.surgery.fuse.parts import beside_experts
+from fa_serve.hf.surgery.fuse.parts import beside_experts, runs_original
 from fa_serve.hf.surgery.proof import (
     TOLERANCE,
     NotReplacedError,
@@ -52,7 +52,8 @@ class Routed:
 
 @dataclass(frozen=True, slots=True)
 class FusedRouter:
-    """Replaces the `forward` of a router. A call that records gradients or a graph runs the router's own code.
+    """Replaces the `forward` of a router. A call that records a graph, or gradients outside of `fa_serve.exact`, runs the
+    router's own code.
 
     original:   the router's own forward
     weight:     (num_experts, hidden), of the dtype in which the router multiplies
@@ -71,7 +72,7 @@ class FusedRouter:
     order: tuple[int, int, int]
 
     def __call__(self, hidden_states: Tensor) -> Any:
-        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if runs_original():
             return self.original(hidden_states)
         x = hidden_states.reshape(-1, self.weight.shape[1]).to(self.weight.dtype)
         logits = ops.linear(x, self.weight, self.bias)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from fa_serve.hf.lora.product import project
-from fa_serve.hf.surgery.fuse.parts import FusedProduct, beside_experts, gated_unit
+from fa_serve.hf.surgery.fuse.parts import FusedProduct, beside_experts, gated_unit, runs_original
 from fa_serve.hf.surgery.proof import NotReplacedError, check_untouched, float32_copy, functions_agree, replace_forwards
 
 log = logging.getLogger("fa_serve.hf")
@@ -32,7 +32,8 @@ _ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class FusedUnit:
-    """Replaces the `forward` of a gated unit. A call that records gradients or a graph runs the unit's own code.
+    """Replaces the `forward` of a gated unit. A call that records a graph, or gradients outside of `fa_serve.exact`, runs the
+    unit's own code.
 
     original:   the unit's own forward
     gate_up:    the merged projection
@@ -45,7 +46,7 @@ class FusedUnit:
     activation: str
 
     def __call__(self, x: Tensor) -> Tensor:
-        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if runs_original():
             return self.original(x)
         return self.compute(x.reshape(-1, x.shape[-1])).view(x.shape)
 

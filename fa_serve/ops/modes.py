@@ -1,0 +1,66 @@
+"""What the modes of PyTorch that are active ask of ops. `deterministic.py` has the mode that asks for something."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+_repeats: ContextVar[bool] = ContextVar("fa_serve_repeated_forward", default=False)
+
+
+def rows_are_independent() -> bool:
+    """Whether a mode asks that the bits of a row do not depend on the other rows."""
+    return _is_asked("rows_are_independent")
+
+
+def has_gradients() -> bool:
+    """Whether ops have gradients here: where a mode asks for independent rows and autograd records, which is the forward of
+    `fa_serve.exact`. Elsewhere code that needs gradients calls a model's own.
+    """
+    return torch.is_grad_enabled() and rows_are_independent()
+
+
+def records_gradients(*tensors: object) -> bool:
+    """Whether autograd records an op with these arguments: ops have gradients here, and one of the tensors needs one."""
+    return has_gradients() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
+
+
+def modes_of_backward() -> AbstractContextManager[object]:
+    """A context for a backward pass: `without_row_order`, unless the operators of backward passes are replaced as well."""
+    return nullcontext() if _is_asked("replaces_backward") else without_row_order()
+
+
+def without_row_order() -> AbstractContextManager[object]:
+    """A context in which no mode replaces operators, and each costs the host what it costs elsewhere."""
+    if not rows_are_independent():
+        return nullcontext()
+    without_modes: AbstractContextManager[object] = _disable_current_modes()
+    return without_modes
+
+
+@contextmanager
+def repeated_forward() -> Iterator[None]:
+    """Inside, what is computed within a backward pass is a forward: a checkpoint repeats it, and autograd does not look into
+    it."""
+    token = _repeats.set(True)
+    try:
+        yield
+    finally:
+        _repeats.reset(token)
+
+
+def in_backward() -> bool:
+    """Whether a backward pass is computed, and not a forward that a checkpoint repeats within it."""
+    return torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled() and not _repeats.get()
+
+
+def _is_asked(name: str) -> bool:
+    count = torch._C._len_torch_dispatch_stack()
+    if count == 0:
+        return False  # the usual case, at each product
+    return any(getattr(torch._C._get_dispatch_stack_at(i), name, False) for i in range(count))
