@@ -8,6 +8,7 @@ assert answer(case.engine(), ids, *case.images) == case.generate(ids, 0, 1)
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,11 +22,11 @@ GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 
 
 class Case:
-    """A tiny model with two images, and what transformers generates."""
+    """A tiny model with two images, and what transformers generates. changes: of its config"""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, changes: Mapping[str, Any] | None = None) -> None:
         self.name = name
-        self.model = tiny_model(name, CHANGES[name])
+        self.model = tiny_model(name, {**CHANGES[name], **(changes or {})})
         self.inputs = [one_image(name, self.model, seed) for seed in (1, 2)]
         self.images = [ImageInput.of(inputs) for inputs in self.inputs]
         self.count = self.inputs[0]["input_ids"].shape[1]
