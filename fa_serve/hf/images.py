@@ -349,7 +349,9 @@ class ImageReader:
             positions, delta = holder.get_rope_index(**{name: x for name, x in given.items() if name in known})
         except Exception as error:  # whatever the code of a model raises for a prompt that its processor would not write
             told = f"{type(self._model).__name__} finds no positions: {type(error).__name__}: {str(error)[:200]}"
-            rule = f"have images, and the tokens that mark images, videos and sounds, as the model's processor puts them ({told})"
+            rule = (
+                f"have images, and the tokens that mark images, videos and sounds, as the model's processor puts them ({told})"
+            )
             raise ParameterError("prompt", rule, ids.tolist()) from error
         return cast(Tensor, positions)[:, 0], int(delta.flatten()[0])
 

@@ -13,7 +13,7 @@ import random
 import time
 from collections.abc import Sequence
 from itertools import count
-from typing import Any, cast
+from typing import Any
 
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.images.encoder import ImageEncoder, require_encoder
