@@ -35,7 +35,7 @@ from .chat import template_process
 from .chat.conversation import ChatRequest, TokenizeRequest, Tool
 from .chat.special_tokens import Prompt, SpecialTokens
 from .chat.templates import Template
-from .errors import ApiError, BadRequest, parameter_refused, trials_failed
+from .errors import RETRY_SECONDS, ApiError, BadRequest, Unavailable, parameter_refused, trials_failed
 from .images.loader import ImageLoader
 from .settings import Settings, read_file
 
@@ -301,6 +301,9 @@ class Tokenization:
                 made = maker.prompt(prompt.text, images, special_tokens=False, plain=prompt.plain)
             except ParameterError as error:
                 raise parameter_refused(error, "messages") from None
+            except MemoryError:  # of pictures that this process works on, because no other one can
+                reason = "there is no memory for the images of this request"
+                raise Unavailable(f"The server is not ready: {reason}.", retry_after=RETRY_SECONDS) from None
             return EncodedChat(list(made.tokens), prompt.text, made.images)
 
         if body.chat_template is not None:

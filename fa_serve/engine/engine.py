@@ -107,11 +107,7 @@ class Engine:
         self.default_params = loaded.default_params
         self.grammars = Grammars(self.tokenizer, self.vocab_size, self.eos_ids, config)
         self._processor = InputProcessor(
-            self.tokenizer,
-            self.config,
-            vocab_size=self.vocab_size,
-            eos_ids=self.eos_ids,
-            images=loaded.runner.images,
+            self.tokenizer, self.config, vocab_size=self.vocab_size, eos_ids=self.eos_ids, images=loaded.runner.images
         )
         self._scheduler = loaded.scheduler
         self._runner = loaded.runner
@@ -421,6 +417,10 @@ class Engine:
             outputs += self._shrink(batch, error)
         except Exception as error:
             outputs += self._fail(batch, error)
+        except BaseException:  # such as a keyboard interrupt: a later step computes this one
+            if not (self._steps.launched and self._steps.launched[-1].batch is batch):
+                self._scheduler.rollback(batch)
+            raise
         return outputs
 
     def _masks(self, batch: ScheduledBatch, outputs: list[RequestOutput]) -> StepMasks:

@@ -322,6 +322,8 @@ class ImageReader:
         after it; None for a type whose tokens have one position, which is their place.
 
         ids: (total,) int64; images: the inputs of each, in order
+
+        Raises ParameterError for a prompt for which the model has no positions.
         """
         holder: Any = next(
             (x for x in (getattr(self._model, "model", None), self._model) if hasattr(x, "get_rope_index")), None
@@ -329,15 +331,28 @@ class ImageReader:
         if holder is None:
             return None
         ids = ids.cpu()
+        # such a model takes the tokens that stand side by side for those of one image, whatever their number
+        runs = _runs(ids == self.image_token)
+        counts = [count for count in map(self.num_tokens, images) if count]
+        if runs != counts:
+            rule = f"have the image tokens ({self.image_token}) of each image side by side, {counts} of them in order, and "
+            raise ParameterError("prompt", f"{rule}another token between those of two images", runs)
         known = inspect.signature(holder.get_rope_index).parameters
         given: dict[str, Any] = {
             "input_ids": ids[None],
             "mm_token_type_ids": (ids == self.image_token).int()[None],
             "attention_mask": torch.ones_like(ids)[None],
         }
-        for name in {name for image in images for name in image if name in known} - given.keys():
-            given[name] = torch.cat([image[name].cpu() for image in images])
-        positions, delta = holder.get_rope_index(**{name: x for name, x in given.items() if name in known})
+        try:
+            for name in {name for image in images for name in image if name in known} - given.keys():
+                given[name] = torch.cat([image[name].cpu() for image in images])
+            positions, delta = holder.get_rope_index(**{name: x for name, x in given.items() if name in known})
+        except Exception as error:  # whatever the code of a model raises for a prompt that its processor would not write
+            told = f"{type(self._model).__name__} finds no positions: {type(error).__name__}: {str(error)[:200]}"
+            rule = (
+                f"have images, and the tokens that mark images, videos and sounds, as the model's processor puts them ({told})"
+            )
+            raise ParameterError("prompt", rule, ids.tolist()) from error
         return cast(Tensor, positions)[:, 0], int(delta.flatten()[0])
 
     @contextmanager
@@ -363,6 +378,12 @@ class ImageReader:
             yield
         finally:
             hook.remove()
+
+
+def _runs(chosen: Tensor) -> list[int]:
+    """The lengths of the runs of True. chosen: (n,) bool"""
+    values, lengths = torch.unique_consecutive(chosen, return_counts=True)
+    return cast("list[int]", lengths[values].tolist())
 
 
 def _of_one_form(images: Sequence[Mapping[str, Tensor]]) -> list[list[int]]:

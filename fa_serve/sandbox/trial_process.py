@@ -10,7 +10,8 @@ leaves.
 The parent (trials.py) sends one line of JSON first: the path of a module, what its function `prepare` gets, and the limits.
 `prepare` loads what the work needs and returns the function that does it, from bytes to bytes without a newline. Then the
 parent sends one socket for each trial. On that socket the child sends its process id, reads the request, and sends a
-line with the processor's seconds that it took and the reply.
+line with the processor's seconds that it took, a word and the reply. The word is DONE; or, for work that gets no memory, LIMIT
+or SYSTEM, which says who refuses it, and the reply is empty.
 With the socket may come the descriptor of a file for a result that is too large for a reply, which the function gets as well.
 """
 
@@ -20,16 +21,23 @@ import ctypes
 import gc
 import importlib.util
 import json
+import mmap
 import os
 import resource
 import signal
 import socket
 import sys
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
+DONE = b"done"
+LIMIT = b"limit"
+SYSTEM = b"system"
 SLACK = 32 << 20
 """Bytes of address space that the interpreter may need in a trial besides what the work needs."""
+MARGIN = 4 << 20
+"""Bytes of address space that a child may take while it asks what the system has left."""
 NICE = 10
 PR_SET_PDEATHSIG = 1
 
@@ -53,16 +61,42 @@ def serve(control: socket.socket) -> None:
         with socket.socket(fileno=descriptors[0]) as connection:
             if os.fork() == 0:
                 control.close()
-                _limit(start["memory"], start["timeout"])
+                limit = _limit(start["memory"], start["timeout"])
                 with contextlib.suppress(OSError, MemoryError):  # the parent has left, or the work takes too much
                     connection.sendall(b"%d\n" % os.getpid())
-                    with connection.makefile("rb") as lines:
-                        request = lines.readline()
-                    reply = work(request, *files)
-                    connection.sendall(b"%.6f " % time.process_time() + reply + b"\n")
+                    word, reply = _attempt(work, connection, files, limit)
+                    connection.sendall(b"%.6f %b " % (time.process_time(), word) + reply + b"\n")
                 os._exit(0)
             for file in files:
                 os.close(file)
+
+
+def _attempt(work: Callable[..., bytes], connection: socket.socket, files: Sequence[int], limit: int) -> tuple[bytes, bytes]:
+    """Do the work for the request that comes on a connection. Returns the word and the reply."""
+    try:
+        with connection.makefile("rb") as lines:
+            request = lines.readline()
+        return DONE, work(request, *files)
+    except MemoryError:
+        pass
+    # outside of the handler, whose error keeps the memory of the work
+    return (LIMIT if _system_has(limit) else SYSTEM), b""
+
+
+def _system_has(limit: int) -> bool:
+    """Whether the system would give this process all the memory that our limit leaves to it."""
+    try:
+        left = max(limit - _size() - MARGIN, 1)
+        mmap.mmap(-1, left, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
+    except (OSError, MemoryError):
+        return False
+    return True
+
+
+def _size() -> int:
+    """The address space of this process. Raises OSError where the system does not say."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
 
 
 def _load(path: str) -> Any:
@@ -75,19 +109,19 @@ def _load(path: str) -> Any:
     return module
 
 
-def _limit(memory: int, timeout: float) -> None:
-    """Let the kernel end this process with its parent, or when it takes too much."""
+def _limit(memory: int, timeout: float) -> int:
+    """Let the kernel end this process with its parent, or when it takes too much. Returns the limit of its address space."""
     with contextlib.suppress(OSError, AttributeError):  # Linux only
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.nice(NICE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     seconds = int(timeout) + 1
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
-    with contextlib.suppress(OSError, ValueError):  # macOS has no such limit
-        with open("/proc/self/statm") as file:
-            size = int(file.read().split()[0]) * resource.getpagesize()
-        limit = size + memory + SLACK
+    limit = 0
+    with contextlib.suppress(OSError, ValueError):  # macOS has no such limit; a system that has a lower one refuses this one
+        limit = _size() + memory + SLACK
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    return limit
 
 
 if __name__ == "__main__":

@@ -47,7 +47,8 @@ class Cancelled(Exception):
 
 
 class TrialProcessError(RuntimeError):
-    """The process does not start, or dies again and again, which is not the fault of the work. The text says so."""
+    """The process does not start, dies again and again, or gets no memory from the system, which is not the fault of the work.
+    The text says so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +60,11 @@ class TrialLimits:
     memory: int
     setting: str
 
-    def error(self, late: bool = False) -> TrialError:
-        """late: the time is over. Otherwise the kernel has ended the work, for one of two reasons."""
-        seconds = f"{self.timeout:g} seconds (--{self.setting}-timeout)"
-        size = "" if late else f"{self.memory} bytes (--{self.setting}-memory) and "
-        return TrialError(f"{self.verb} within {size}{seconds}")
+    def error(self, *, time: bool = True, memory: bool = True) -> TrialError:
+        """time, memory: what the work takes too much of. The kernel ends it for either reason, and says nothing."""
+        named = [f"{self.memory} bytes (--{self.setting}-memory)"] if memory else []
+        named += [f"{self.timeout:g} seconds (--{self.setting}-timeout)"] if time else []
+        return TrialError(f"{self.verb} within {' and '.join(named)}")
 
 
 class Trials:
@@ -214,9 +215,15 @@ class Trial:
         for _ in range(ATTEMPTS):
             reply = self._attempt(request, file)
             if reply:
-                seconds, _, result = reply.partition(b" ")
+                seconds, word, result = reply.split(b" ", 2)
                 self.seconds = float(seconds)
-                return result
+                if word == trial_process.DONE:
+                    return result
+                if word == trial_process.LIMIT:
+                    raise self._trials.limits.error(time=False)
+                raise TrialProcessError(
+                    f"the process that works with {self._trials.limits.setting}s on trial gets no memory from the system"
+                )
             if file is not None:
                 os.lseek(file, place, os.SEEK_SET)  # its place is shared with the child, which may have written
         raise TrialProcessError(
@@ -249,7 +256,7 @@ class Trial:
                             break
                         reply += data
             except TimeoutError:
-                raise limits.error(late=True) from None
+                raise limits.error(memory=False) from None
             finally:
                 self.seconds = time.monotonic() - begin
                 with self._lock:

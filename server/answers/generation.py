@@ -27,6 +27,7 @@ from fa_serve.engine import (
     TokenLogprob,
 )
 from fa_serve.engine.images.prompt import ImageInput
+from fa_serve.sandbox.trials import TrialProcessError
 from fa_serve.spec import ParameterError
 
 from ..errors import (
@@ -40,6 +41,7 @@ from ..errors import (
     TooManyRequests,
     Unavailable,
     parameter_refused,
+    trials_failed,
 )
 from ..observe.metrics import SequenceMetrics
 from ..observe.timelines import Timeline
@@ -137,7 +139,7 @@ async def sequences_of_prompt(
         except (GeneratorExit, asyncio.CancelledError):
             unfinished_reason = "abort"
             raise
-        except (ParameterError, QueueFullError):
+        except (ParameterError, QueueFullError, TrialProcessError):
             unfinished_reason = "refused"
             raise
         finally:
@@ -172,6 +174,8 @@ def engine_errors(service: Service, job: Job) -> Iterator[None]:
         raise parameter_refused(error, job.fields.of(error.field)) from None
     except QueueFullError:
         raise TooManyRequests("The engine's queue is full. Try again later.", retry_after=1) from None
+    except TrialProcessError as error:
+        raise trials_failed(error) from None
     except EngineDeadError as error:
         log.error("%s was refused: %s", job.name, error)
         reason = service.refusal_reason() or "the engine has died"

@@ -5,6 +5,9 @@ process has limits of memory and time: whatever a file does to it, the server go
 normalises pixels, would hold the interpreter of the server for tens of milliseconds at a time, so it runs here as well.
 
 A processor that cannot be loaded here gets no pixels: they are what comes of the image then, and why is told with them.
+
+torch says by no type of error that it has no memory, but it tells its profiler. So an image that the processor refuses is
+processed once more, with the profiler.
 """
 
 import base64
@@ -33,7 +36,7 @@ def prepare(given: dict[str, Any]) -> Callable[[bytes, int], bytes]:
 
     It returns JSON: what `ProcessedImage.read` needs; or, for an image that is refused, an error that completes the sentence
     "image_url must ...", or the rule for images that the processor has. Without a processor it returns the size, and why there
-    is no processor, and the file has pixels of four bytes: red, green, blue and nothing.
+    is no processor, and the file has pixels of four bytes: red, green, blue and nothing. It raises MemoryError.
 
     given: max_pixels; processor: None, or `path` and `trust_remote_code` of the model's
     """
@@ -59,6 +62,7 @@ def prepare(given: dict[str, Any]) -> Callable[[bytes, int], bytes]:
 def _load_processor(given: dict[str, Any]) -> tuple[Callable[[Any, int], dict[str, Any]] | None, str]:
     """What processes an image and writes the result to a file; or None, and the reason."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # its children could not use what this process had opened
+    os.environ["KINETO_LOG_LEVEL"] = "99"  # the profiler would write lines to the server's log
     try:
         import torch
         from PIL import Image
@@ -77,11 +81,26 @@ def _load_processor(given: dict[str, Any]) -> tuple[Callable[[Any, int], dict[st
         try:
             return processor.process(image).write(file)
         except ParameterError as error:
-            # torch without memory raises a RuntimeError, as for shapes that do not fit: only its text differs
-            within = ", within --image-memory" if type(error.__cause__) is RuntimeError else ""
-            return {"rule": error.rule + within}
+            rule = error.rule
+        # outside of the handler, whose error keeps the memory of the work
+        if _lacks_memory(lambda: processor.process(image)):
+            raise MemoryError
+        return {"rule": rule}
 
     return process, ""
+
+
+def _lacks_memory(work: Callable[[], Any]) -> bool:
+    """Whether torch gets no memory in this work. Raises MemoryError where others get none."""
+    from torch.autograd.profiler import profile
+    from torch.autograd.profiler_util import OUT_OF_MEMORY_EVENT_NAME
+
+    from fa_serve.spec import ParameterError
+
+    with profile(profile_memory=True) as seen, contextlib.suppress(ParameterError):  # the first one is told
+        work()
+    events: Any = seen.kineto_results
+    return any(event.name() == OUT_OF_MEMORY_EVENT_NAME for event in events.events())
 
 
 def _decode(request: bytes, max_pixels: int) -> Any:

@@ -19,6 +19,7 @@ from ray import serve
 from fa_serve.engine import AsyncEngine, EngineConfig, EngineDeadError, EngineStats, QueueFullError
 from fa_serve.engine.process.engine_loop import Add
 from fa_serve.engine.process.pipe import Ready
+from fa_serve.sandbox.trials import TrialProcessError
 
 from ..service import stall_reason
 from .output_channel import Gains, OutputChannel
@@ -112,7 +113,7 @@ class EngineReplica:
                         return EngineDeadError(output.error.message)
                     begun = True
                     channel.put(replace(output, prompt_token_ids=[]))  # the front knows the prompt
-        except (ValueError, QueueFullError, EngineDeadError) as error:
+        except (ValueError, QueueFullError, EngineDeadError, TrialProcessError) as error:
             return error
         finally:
             channel.tasks.discard(task)

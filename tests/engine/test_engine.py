@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from itertools import count, product
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -73,6 +75,29 @@ def test_requests_with_one_beginning_share_it_in_one_step(make_engine) -> None:
     assert [c.num_cached_tokens for c in completions] == [0, 20, 20, 20]
     reference = make_model()
     assert [c.token_ids for c in completions] == [greedy(reference, prompt, 12) for prompt in asked]
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("call", ["launch", "sample"])
+def test_an_interrupted_step_is_computed_again(make_engine, monkeypatch, depth, call) -> None:
+    """As by Ctrl-C in a notebook, which then steps on."""
+    engine = make_engine()
+    engine._steps.depth = depth
+    asked = random_prompts(3)
+    for i, prompt in enumerate(asked):
+        engine.add_request(str(i), prompt, GREEDY)
+    got = {str(i): [] for i in range(3)}
+    for number in range(100):
+        if not engine.has_unfinished():
+            break
+        with monkeypatch.context() as patch:
+            if number % 3 == 1:
+                patch.setattr(engine._runner, call, Mock(side_effect=KeyboardInterrupt))
+            with suppress(KeyboardInterrupt):
+                for output in engine.step():
+                    got[output.request_id] += output.token_ids
+        engine.check_integrity()
+    assert [*got.values()] == [greedy(make_model(), prompt, 12) for prompt in asked]
 
 
 def test_prefix_caching_can_be_turned_off(make_engine) -> None:

@@ -89,7 +89,7 @@ def test_errors_are_reported_and_cancelling_kills(make_trials) -> None:
 
 
 WORK = """
-import os, pathlib, signal, time
+import os, pathlib, resource, signal, time
 
 def prepare(given):
     folder = pathlib.Path(given["folder"])
@@ -107,6 +107,12 @@ def prepare(given):
             (folder / "pid").write_text(str(os.getpid()))
             (folder / "pid").rename(folder / "begun")
             time.sleep(60)
+        if request == b"poor\\n":
+            pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
+            limit = pages * resource.getpagesize() + (32 << 20)
+            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        if request in (b"poor\\n", b"greedy\\n"):
+            bytearray(1 << 30)
         if request == b"deadly\\n":
             os.kill(os.getppid(), signal.SIGKILL)
             time.sleep(60)
@@ -231,4 +237,16 @@ def test_work_whose_process_dies_is_done_again(held: Trials, tmp_path: Path) -> 
 def test_work_whose_process_dies_each_time(held: Trials) -> None:
     with pytest.raises(TrialProcessError, match="the process that works with tests on trial has died 2 times"):
         held.trial().run(b"deadly")
+    assert held.trial().run(b"x") == b"done\n"
+
+
+def test_who_refuses_memory(held: Trials) -> None:
+    """Our limit, which tells that the work takes too much; or the system, whose own limit is lower, as with `ulimit -v`."""
+    trial = held.trial()
+    with pytest.raises(TrialError) as error:
+        trial.run(b"greedy")
+    assert str(error.value) == f"end within {256 << 20} bytes (--test-memory)"
+    assert trial.seconds < 1, "the processor's time, as of work that ends"
+    with pytest.raises(TrialProcessError, match="the process that works with tests on trial gets no memory from the system"):
+        held.trial().run(b"poor")
     assert held.trial().run(b"x") == b"done\n"

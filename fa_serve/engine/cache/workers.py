@@ -51,3 +51,5 @@ class Workers:
                 future.set_result(job())
             except BaseException as error:
                 future.set_exception(error)
+            # while the thread waits for the next job, it keeps neither the memory of this one nor, with an error, its own frame
+            del item, job, future

@@ -70,11 +70,9 @@ class ImageEncoder:
         self._two_way: TwoWay | None = None
         self._features: OrderedDict[bytes, ImageFeatures] = OrderedDict()  # the least recently used first
         self._held: set[bytes] = set()
-        self._images: Sequence[ImageInput] = ()  # that are on their way
-        self._call: PausedCall[dict[bytes, ImageFeatures]] | None = None
+        self._call: PausedCall[tuple[dict[bytes, ImageFeatures], Any]] | None = None
         self._num_pauses = max(len(reader.blocks), 1)  # of a forward, until the first one that was cut has told
         self._stream: Any = _stream_of_towers(reader.device) if ENCODES_BESIDE else None
-        self._arrival: Any = None  # an event at the end of what the stream of the towers has, once all of it is queued
 
     @property
     def capacity(self) -> int:
@@ -141,7 +139,8 @@ class ImageEncoder:
         """Go on with the images that are on their way, or begin with these if there are none.
 
         Without a limit all of them are encoded when this returns, for work that is queued on this stream from now on. Whatever
-        fails, what the step computes beside them goes on: images that are not encoded then have failed.
+        fails, what the step computes beside them goes on: images that are not encoded then have failed. An interrupt, as by
+        Ctrl-C, gives up what is on its way, and the interrupt goes on.
         """
         failed = False
         try:
@@ -149,8 +148,12 @@ class ImageEncoder:
         except torch.AcceleratorError:
             raise  # the device is lost
         except Exception as error:
-            log.error("%d images could not be encoded, which ends their requests", len(work.images), exc_info=error)
+            count = len({image.key for image in work.images} - self._features.keys())
+            log.error("%d images could not be encoded, which ends their requests", count, exc_info=error)
             failed = True
+        except BaseException:
+            self.abandon()
+            raise
         # outside of the handler, whose error keeps the memory of the forward
         if failed:
             self.abandon()
@@ -164,21 +167,27 @@ class ImageEncoder:
             stream = self._stream_of_work()
             self._call = PausedCall(lambda pause: self._encode_pausing(work.images, stream, pause))
         count = max(sum(self.reader.num_tokens(image.inputs) for image in work.images), 1)
-        self._call.run(None if work.limit is None else round(work.limit * self._num_pauses / count))
-        if work.limit is None and self._arrival is not None:
-            self._arrival.synchronize()
+        has_ended = self._call.run(None if work.limit is None else round(work.limit * self._num_pauses / count))
+        if work.limit is None and has_ended:
+            arrival = self._call.result()[1]
+            if arrival is not None:
+                arrival.synchronize()
         self._collect()
 
     def _encode_pausing(
         self, images: Sequence[ImageInput], stream: AbstractContextManager[Any], pause: Callable[[], None]
-    ) -> dict[bytes, ImageFeatures]:
-        """Encode images on a stream, in the thread of a call. They are not kept yet."""
+    ) -> tuple[dict[bytes, ImageFeatures], Any]:
+        """Encode images on a stream, in the thread of a call. They are not kept yet.
+
+        Returns them, and an event at the end of what the stream of the towers has of them; None without such a stream.
+        """
+        arrival: Any = None
         with torch.inference_mode(), stream, self.reader.pausing(pause):
             made = self._encode(images)
             if self._stream is not None:
-                self._arrival = torch.Event("cuda")
-                self._arrival.record()
-        return made
+                arrival = torch.Event("cuda")
+                arrival.record()
+        return made, arrival
 
     def _stream_of_work(self) -> AbstractContextManager[Any]:
         """The stream of the towers, or this one, for a thread that has chosen neither a device nor a stream."""
@@ -195,22 +204,23 @@ class ImageEncoder:
     def _collect(self) -> None:
         """Keep the embeddings of images that have come through the towers."""
         call = self._call
-        if call is None or not call.has_ended or not (self._arrival is None or self._arrival.query()):
+        if call is None or not call.has_ended:
             return
-        self._call = None
-        if self._arrival is not None:
-            for each in call.result().values():
+        made, arrival = call.result()
+        if arrival is not None:
+            if not arrival.query():
+                return
+            for each in made.values():
                 each.record_stream(torch.cuda.current_stream())
-        self._arrival = None
+        self._call = None
         self._num_pauses = max(call.num_pauses, 1)
-        self._keep(call.result())
+        self._keep(made)
 
     def abandon(self) -> None:
         """Give up what is on its way through the towers. It begins anew when it is asked for."""
         if self._call is not None:
             self._call.close()
         self._call = None
-        self._arrival = None
 
     def features(self, images: Sequence[ImageInput]) -> dict[bytes, ImageFeatures]:
         """What images come to, by key: from the cache if they are there, and otherwise encoded together.

@@ -6,7 +6,8 @@
     call.result()
 
 So code that knows nothing of parts can be cut, if hooks call `pause` in its midst: it keeps its stack. Nothing runs at the same
-time, so the two need no locks for what they share. Left out: what is computed, and on which stream.
+time, so the two need no locks for what they share. The one exception is a caller that is interrupted while it stands still, as
+by Ctrl-C: the function runs on to its next pause and ends there. Left out: what is computed, and on which stream.
 """
 
 from __future__ import annotations
@@ -41,14 +42,21 @@ class PausedCall(Generic[T]):
     def run(self, pauses: int | None) -> bool:
         """Go on up to this pause from here on, at least the first; None goes on to the end. Returns whether it has ended.
 
-        Raises what the function raises.
+        Raises what the function raises. Interrupted, the call has ended without a result.
         """
         if self.has_ended:
             return True
         self._left = None if pauses is None else max(pauses, 1)
         self._hand_over()
-        if self._error is not None:
-            raise self._error
+        error = self._error
+        self._error = None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            # An error has the frames that it came through, and these have the call: with the error in the call or in a frame
+            # they would keep each other, and the tensors of the function, until the garbage is collected.
+            del error
         return self.has_ended
 
     def result(self) -> T:
@@ -63,25 +71,36 @@ class PausedCall(Generic[T]):
         self.has_ended = True
 
     def _hand_over(self) -> None:
-        if self._thread is None:
-            thread = threading.Thread(target=self._work, name="fa_serve-towers", daemon=True)
-            thread.start()  # fails without memory, and then there is nobody to wait for
-            self._thread = thread
-        self._turn.release()
-        self._callers_turn.acquire()
+        try:
+            if self._thread is None:
+                thread = threading.Thread(target=self._work, name="fa_serve-towers", daemon=True)
+                thread.start()
+                self._thread = thread
+            self._turn.release()
+            self._callers_turn.acquire()
+        except Exception:  # without memory no thread starts, and there is nobody to wait for
+            raise
+        except BaseException:  # the caller is interrupted, and nobody knows whether the function has its turn
+            self._is_abandoned = True
+            self.has_ended = True
+            self._turn.release()  # one that stands at a pause ends; the others see it at their next one
+            raise
 
     def _work(self) -> None:
-        self._turn.acquire()
         try:
+            self._take_turn()
             self._value.append(self._function(self._pause))
         except _Abandoned:
             pass
-        except BaseException as error:  # the caller raises it
-            self._error = error
+        except BaseException as error:
+            if not self._is_abandoned:  # the caller raises it
+                self._error = error
         self.has_ended = True
         self._callers_turn.release()
 
     def _pause(self) -> None:
+        if self._is_abandoned:
+            raise _Abandoned
         self.num_pauses += 1
         if self._left is None:
             return
@@ -89,6 +108,9 @@ class PausedCall(Generic[T]):
         if self._left > 0:
             return
         self._callers_turn.release()
+        self._take_turn()
+
+    def _take_turn(self) -> None:
         self._turn.acquire()
         if self._is_abandoned:
             raise _Abandoned

@@ -289,7 +289,7 @@ class AsyncEngine:
                 tokens = await asyncio.to_thread(read, prompt) if isinstance(prompt, str) else read(prompt)
             await self._open.wait()
             if self._error is not None:
-                raise self._error
+                raise self._death()
             if mailbox.unfinished:  # else it was aborted meanwhile
                 worker.send(Add(name, tokens, params, priority, timeout, client, cache_salt, adapter, images=images))
                 mailbox.sent = True
@@ -326,11 +326,16 @@ class AsyncEngine:
                     break
         return [found[index] for index in sorted(found)]
 
+    def _death(self) -> EngineDeadError:
+        """Why there is no engine. Each caller gets a new error, because one that is raised keeps the frames that it comes
+        through, with their prompts."""
+        return EngineDeadError("the engine has not been started" if self._error is None else str(self._error))
+
     @contextmanager
     def _mailbox(self, request_id: str, num_answers: int) -> Iterator[tuple[str, Mailbox, Worker]]:
         """The name and the mailbox of a request while the context lasts. What is unfinished at its end is aborted."""
         if not self.is_alive or self._worker is None:
-            raise self._error or EngineDeadError("the engine has not been started")
+            raise self._death()
         if request_id in self._names:
             raise ParameterError("request_id", "be unique among unfinished requests", request_id, "duplicate_request_id")
         worker = self._worker
@@ -412,7 +417,7 @@ class AsyncEngine:
     async def _told(self, command: Callable[[int], Control | LoadAdapter]) -> Any:
         """Send what `command` makes of a serial number, and wait for the answer with this number. Raises the answer's error."""
         if not self.is_alive or self._worker is None:
-            raise self._error or EngineDeadError("the engine has not been started")
+            raise self._death()
         serial = next(self._serial)
         future = self._replies[serial] = asyncio.get_running_loop().create_future()
         try:
@@ -477,7 +482,7 @@ class AsyncEngine:
             self._end(name, "error", RequestError("engine_dead", str(error)))
         for future in self._replies.values():
             if not future.done():
-                future.set_exception(error)
+                future.set_exception(EngineDeadError(str(error)))
         self._is_paused = False  # another engine, if there will be one, is neither paused nor asleep
         self._asleep = set()
         self._open_or_close()

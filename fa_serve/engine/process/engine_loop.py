@@ -30,7 +30,7 @@ from fa_serve.engine.request.outputs import RequestOutput
 from fa_serve.engine.request.params import SamplingParams, StructuredOutput
 from fa_serve.engine.stats import EngineStats, StepStats
 from fa_serve.engine.structured.grammar_queue import LONG, GrammarQueue
-from fa_serve.sandbox.trials import Cancelled, Trial
+from fa_serve.sandbox.trials import Cancelled, Trial, TrialProcessError
 from fa_serve.spec import ParameterError
 
 if TYPE_CHECKING:
@@ -366,7 +366,7 @@ class EngineLoop:
 
 def _sendable(error: Exception) -> Exception:
     """The error, or one of a class that survives the pipe between two processes."""
-    if isinstance(error, ValueError | QueueFullError | EngineAsleepError):
+    if isinstance(error, ValueError | QueueFullError | EngineAsleepError | TrialProcessError):
         return error
     return RuntimeError(f"{type(error).__name__}: {error}")
 

@@ -61,12 +61,17 @@ class Mailbox:
         return not self.unfinished and not self._content
 
     async def get(self) -> RequestOutput:
-        """The next output. Waits until there is one."""
+        """The next output. Waits until there is one. Raises what `refuse` was given, once."""
         if not self._content and self._error is None:
             self._waiting = asyncio.get_running_loop().create_future()
             await self._waiting
-        if self._error is not None:
-            raise self._error
+        error = self._error
+        self._error = None
+        try:
+            if error is not None:
+                raise error
+        finally:  # an error has the frames that it comes through: with it in one of them, they would keep each other
+            del error
         output = self._content.pop(next(iter(self._content)))
         if output.logprobs:
             self.unread -= _num_logprobs(output.logprobs)

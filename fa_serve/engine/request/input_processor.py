@@ -13,7 +13,7 @@ import random
 import time
 from collections.abc import Sequence
 from itertools import count
-from typing import Any, cast
+from typing import Any
 
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.images.encoder import ImageEncoder, require_encoder
@@ -85,11 +85,9 @@ class InputProcessor:
             raise ParameterError(name, f"be at most {self._capacity}, which is what the queue holds", num_answers(params))
         placed = None
         if images:
-            placed = self._place_images(prompt, images, params)
-            # models may number their image token beyond their vocabulary
-            filler = require_encoder(self._images).reader.filler
-            prompt = [token if token < self._vocab_size else filler for token in cast("Sequence[int]", prompt)]
-        tokens = self.reader.read(prompt)
+            tokens, placed = self._place_images(prompt, images, params)
+        else:
+            tokens = self.reader.read(prompt)
         if params.stop and not self._has_tokenizer:
             raise ParameterError("stop", "be empty because this engine has no tokenizer", params.stop, "no_tokenizer")
         num_chars = sum(map(len, params.stop))
@@ -119,8 +117,10 @@ class InputProcessor:
             for index, (name, own) in enumerate(members(request_id, params))
         ]
 
-    def _place_images(self, prompt: str | Sequence[int], images: Sequence[ImageInput], params: SamplingParams) -> PromptImages:
-        """Where the images of a prompt are, and what that comes to for the engine."""
+    def _place_images(
+        self, prompt: str | Sequence[int], images: Sequence[ImageInput], params: SamplingParams
+    ) -> tuple[list[int], PromptImages]:
+        """The tokens of a prompt, where its images are, and what that comes to for the engine."""
         encoder = require_encoder(self._images)
         if isinstance(prompt, str):
             raise ParameterError("prompt", "be token ids, with an image token for each embedding of its images", prompt)
@@ -128,7 +128,16 @@ class InputProcessor:
             raise ParameterError("images", f"be at most {self._max_images} in a prompt (max_images)", len(images))
         if params.prompt_logprobs is not None:
             raise ParameterError("prompt_logprobs", "be None for a prompt with images", params.prompt_logprobs)
-        return encoder.place(prompt, images, self._max_block)
+        for image in images:
+            if not isinstance(image, ImageInput) or "input_ids" not in image.inputs:
+                raise ParameterError("images", "hold what ImageInput.of makes of inputs with input_ids", image)
+        image_token = encoder.reader.image_token
+        if image_token < self._vocab_size:
+            tokens = given = self.reader.read(prompt)
+        else:  # models may number their image token beyond their vocabulary
+            given = list(prompt)
+            tokens = self.reader.read([encoder.reader.filler if token == image_token else token for token in given])
+        return tokens, encoder.place(given, images, self._max_block)
 
     def _tokens_of(self, params: SamplingParams) -> tuple[frozenset[int], TokenBiases]:
         """The tokens that end an answer, and what is added to the logits of tokens.

@@ -5,6 +5,7 @@ two seconds, and one that is refused in the end can take 300 MB before that. Lef
 (grammars.py).
 """
 
+import contextlib
 import json
 import resource
 import threading
@@ -34,19 +35,25 @@ def prepare(given: dict[str, Any]) -> Callable[[bytes], bytes]:
 
 def _try(llguidance: Any, tables: Any, grammar: str) -> dict[str, Any]:
     """Compile the grammar and compute its first mask. Returns llguidance's reason why the grammar cannot be followed, or "",
-    and the bytes that it has taken.
+    and the bytes that it has taken. Raises MemoryError.
     """
     results: list[dict[str, Any]] = []
 
     def work() -> None:
         before = _memory()
-        _, error = compiled(llguidance, tables, grammar)
-        results.append({"error": error, "bytes": max(_memory() - before, 0)})
+        with contextlib.suppress(MemoryError):
+            _, error = compiled(llguidance, tables, grammar)
+            results.append({"error": error, "bytes": max(_memory() - before, 0)})
 
     threading.stack_size(STACK)
     thread = threading.Thread(target=work)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError as error:  # there is no memory for its stack, which is the only reason
+        raise MemoryError from error
     thread.join()
+    if not results:
+        raise MemoryError
     return results[0]
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import signal
 import threading
-from collections.abc import Callable
+import time
+import weakref
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -85,3 +89,91 @@ def test_a_call_without_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
             call.run(None)
     call.close()
     assert call.has_ended
+
+
+def test_a_caller_that_is_interrupted_leaves_no_thread() -> None:
+    """The interrupt does not wait: the function ends at its next pause, whatever it was to pass, and the call has ended."""
+    went_on: list[str] = []
+    may_go_on = threading.Event()
+
+    def function(pause: Callable[[], None]) -> None:
+        pause()
+        time.sleep(0.1)  # the caller is to stand still by then: Python may notice the signal of one that is about to much later
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        may_go_on.wait(20)
+        pause()
+        went_on.append("went on")
+
+    for pauses in (1, None):
+        may_go_on.clear()
+        call = PausedCall(function)
+        call.run(1)
+        with pytest.raises(KeyboardInterrupt):
+            call.run(pauses)
+        assert call.has_ended
+        call.close()
+        may_go_on.set()
+        assert call._thread is not None
+        call._thread.join(20)
+        assert not call._thread.is_alive()
+    assert went_on == []
+
+
+def test_a_caller_that_is_interrupted_before_the_function_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    began: list[str] = []
+    threads: list[threading.Thread] = []
+    own = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        own(thread)
+        threads.append(thread)
+        raise KeyboardInterrupt
+
+    call = PausedCall(lambda pause: began.append("began"))
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        with pytest.raises(KeyboardInterrupt):
+            call.run(None)
+    threads[0].join(20)
+    assert (began, threads[0].is_alive(), call.has_ended) == ([], False, True)
+
+
+@pytest.fixture
+def without_gc() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+class Memory:
+    """What a function holds."""
+
+
+@pytest.mark.usefixtures("without_gc")
+@pytest.mark.parametrize("end", ["error", "given-up", "value"])
+def test_what_a_call_held_is_free_when_it_has_ended(end: str) -> None:
+    """Also while the call is kept, and without a garbage collection, for which tensors are a few small objects."""
+    held: list[weakref.ref[Memory]] = []
+
+    def function(pause: Callable[[], None]) -> int:
+        memory = Memory()
+        held.append(weakref.ref(memory))
+        pause()
+        if end == "error":
+            raise ValueError("in the midst")
+        return id(memory)
+
+    call = PausedCall(function)
+    call.run(1)
+    assert held[0]() is not None
+    try:
+        if end == "given-up":
+            call.close()
+        else:
+            call.run(None)
+    except ValueError:
+        pass
+    assert call._thread is not None
+    call._thread.join(20)
+    assert held[0]() is None

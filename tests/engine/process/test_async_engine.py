@@ -165,8 +165,11 @@ def test_a_dead_engine_fails_its_requests_and_refuses_new_ones(make_engine, monk
                 assert outputs[-1].error.code == "engine_dead"
                 assert "the engine has ended: ZeroDivisionError" in outputs[-1].error.message
             assert not engine.is_alive
-            with pytest.raises(EngineDeadError, match="ZeroDivisionError"):
-                await collect(engine, [1])
+            for _ in range(2):
+                with pytest.raises(EngineDeadError, match="ZeroDivisionError"):
+                    await collect(engine, [1])
+            kept = (await engine.ended()).__traceback__
+            assert kept is None, "what an error comes through, such as prompts, is kept with it"
 
     asyncio.run(main())
     assert "the engine has ended" in caplog.text

@@ -1,6 +1,9 @@
 """A mailbox keeps one output for each answer, and ends when all answers have ended."""
 
 import asyncio
+import contextlib
+import gc
+import weakref
 
 import pytest
 
@@ -69,3 +72,34 @@ def test_discarded_outputs_end_every_answer_with_the_error() -> None:
 def test_the_last_output_of_an_answer_that_ends_early() -> None:
     end = ended_output("a", 2, "error", ERROR)
     assert (end.request_id, end.index, end.finished, end.finish_reason, end.error) == ("a", 2, True, "error", ERROR)
+
+
+def test_a_refusal_keeps_neither_the_mailbox_nor_what_it_came_through() -> None:
+    """Without a garbage collection. A refused request may have images."""
+
+    class Images:
+        """What a request holds."""
+
+    async def refused() -> list[weakref.ref[object]]:
+        mailbox = Mailbox(1)
+        try:
+            images = Images()
+            held = [weakref.ref(mailbox), weakref.ref(images)]
+            raise ValueError("no")
+        except ValueError as error:
+            mailbox.refuse(error)
+            del images
+        with contextlib.suppress(ValueError):
+            await mailbox.get()
+        return held
+
+    async def run() -> None:
+        held = await refused()
+        assert [each() for each in held] == [None, None]
+
+    gc.collect()
+    gc.disable()
+    try:
+        asyncio.run(run())
+    finally:
+        gc.enable()

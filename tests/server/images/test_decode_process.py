@@ -33,7 +33,8 @@ def file(tmp_path: Path) -> Iterator[int]:
 @pytest.fixture
 def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What the process sets for itself is set back."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+    for name in ("CUDA_VISIBLE_DEVICES", "KINETO_LOG_LEVEL"):
+        monkeypatch.setenv(name, os.environ.get(name, ""))
     count = torch.get_num_threads()
     yield
     torch.set_num_threads(count)
@@ -79,19 +80,30 @@ def test_a_processor_that_is_not_there(tmp_path: Path, file: int) -> None:
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize(("error", "names"), [("memory", True), ("value", False)])
-def test_torch_without_memory(tmp_path: Path, file: int, monkeypatch: pytest.MonkeyPatch, error: str, names: bool) -> None:
-    """No type tells its error from others. The client is told of the setting, because the picture may be a good one."""
+@pytest.mark.parametrize("error", ["memory", "shapes", "value", "wrapped"])
+def test_torch_without_memory(tmp_path: Path, file: int, monkeypatch: pytest.MonkeyPatch, error: str) -> None:
+    """Its error has the type of one about shapes, and a processor may wrap it. The profiler tells them apart."""
     save_llava(tmp_path)
     work = prepare({"max_pixels": LIMIT, "processor": {"path": str(tmp_path), "trust_remote_code": False}})
 
     def fail(*_: Any, **__: Any) -> None:
         if error == "value":
             raise ValueError("mean must have 3 elements")
-        torch.empty(1 << 60, dtype=torch.uint8)
+        if error == "shapes":
+            torch.zeros(2, 3) @ torch.zeros(2, 3)
+        try:
+            torch.empty(1 << 60, dtype=torch.uint8)
+        except RuntimeError as raised:
+            if error == "wrapped":
+                raise ValueError("the picture cannot be resized") from raised
+            raise
 
     monkeypatch.setattr(LlavaProcessor, "_process_images", fail)
-    rule = json.loads(work(base64.b64encode(png(picture(1))), file))["rule"]
-    assert rule.startswith("hold images that the model's processor takes (")
-    assert rule.endswith(", within --image-memory") == names
-    assert ("RuntimeError: " in rule) == names
+    request = base64.b64encode(png(picture(1)))
+    if error in ("memory", "wrapped"):
+        with pytest.raises(MemoryError):
+            work(request, file)
+    else:
+        rule = json.loads(work(request, file))["rule"]
+        assert rule.startswith("hold images that the model's processor takes (")
+        assert ("RuntimeError: " in rule) == (error == "shapes")

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fa_serve.server.errors import BadRequest, Unavailable
+from fa_serve.server.errors import ApiError, BadRequest, Unavailable
+from fa_serve.server.images import decode_process
 from fa_serve.server.images.loader import ImageLoader, decode
 from fa_serve.server.settings import Settings
 from image_models import picture, png, save_llava
@@ -25,7 +26,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from fa_serve.engine import EngineConfig
 from fa_serve.engine.images.processed import PixelProcessor, ProcessedImage
 from fa_serve.sandbox import trials
-from fa_serve.sandbox.trials import TrialError
+from fa_serve.sandbox.trials import TrialError, TrialLimits
 
 pytestmark = pytest.mark.anyio
 
@@ -82,7 +83,7 @@ async def test_a_decoder_that_takes_too_much_memory_dies_alone() -> None:
     limited = ImageLoader(Settings(max_image_pixels=400_000_000, image_memory=2**20, image_timeout=5.0))
     try:
         with pytest.raises(
-            BadRequest, match=r"image_url must be decoded and processed within 1048576 bytes \(--image-memory\)"
+            BadRequest, match=r"image_url must be decoded and processed within 1048576 bytes \(--image-memory\)\.$"
         ):
             await limited.load([uri(bomb(16_000, 16_000))], None)
         [image] = await limited.load([uri(png(picture(1)))], None)
@@ -186,6 +187,60 @@ async def test_a_result_beyond_its_limit_is_refused(processing: ImageLoader) -> 
     assert image.inputs["pixel_values"].nbytes == 9408
     with pytest.raises(TrialError, match=r"be decoded and processed within .* bytes \(--image-memory\)"):
         decode(data, 9407, trials.trial())
+
+
+WORK = """
+import importlib.util, os, pathlib, resource
+
+def prepare(given):
+    import torch
+    from transformers import LlavaProcessor
+
+    parent = os.getpid()
+
+    def fail(*_, **__):
+        if os.getpid() == parent:
+            raise ValueError("a picture is processed ahead of those of requests")
+        if given["fault"] == "shapes":
+            torch.zeros(2, 3) @ torch.zeros(2, 3)
+        if given["fault"] == "system":
+            pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
+            limit = pages * resource.getpagesize() + (32 << 20)
+            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        torch.zeros(1 << 30, dtype=torch.uint8)
+
+    LlavaProcessor._process_images = fail
+    spec = importlib.util.spec_from_file_location("decoding", given["path_of_work"])
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.prepare(given)
+"""
+"""A processor that needs a gigabyte, or whose system has less than our limit, or which is wrong."""
+
+
+@pytest.mark.parametrize("fault", ["limit", "system", "shapes"])
+async def test_who_is_to_blame_when_torch_fails(folder: Path, tmp_path: Path, fault: str, capfd: Any) -> None:
+    path = tmp_path / "work.py"
+    path.write_text(WORK)
+    own = loader_of(folder)
+    given = {"max_pixels": 10_000, "processor": {"path": str(folder), "trust_remote_code": False}}
+    given |= {"fault": fault, "path_of_work": decode_process.__file__}
+    limits = TrialLimits("be decoded and processed", 60.0, 256 << 20, "image")
+    vars(own)["_trials"] = trials.Trials(str(path), given, limits)
+    try:
+        with pytest.raises(ApiError) as error:
+            await own.load([uri(png(picture(1)))], None)
+    finally:
+        own.close()
+    status, text = {
+        "limit": (400, r"image_url must be decoded and processed within 268435456 bytes \(--image-memory\)\.$"),
+        "system": (503, r"The server is not ready: the process that works with images on trial gets no memory from the system"),
+        "shapes": (400, r"images must hold images that the model's processor takes \(RuntimeError: "),
+    }[fault]
+    assert error.value.status == status
+    assert re.search(text, error.value.message), error.value.message
+    assert ("memory" in error.value.message) == (fault != "shapes")
+    assert "USDT" not in capfd.readouterr().err, "the profiler writes to the server's log"
 
 
 async def test_a_processor_that_the_process_cannot_load(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
