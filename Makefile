@@ -16,6 +16,7 @@ EVERY  ?= 53
 LOAD   ?= full
 # releases of Triton beside that of constraints.txt, with which `make test-compiled` runs the same files
 TRITONS ?= 3.7.1 3.8.0 3.9.0
+OTHER_RELEASES = $(foreach version,$(TRITONS),$(VENV)/triton-$(version)/.installed)
 BENCH  ?= prefill varlen window decode mixed
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
@@ -67,7 +68,7 @@ fuzz: $(VENV)/.test ## the fuzzer over all routes for FUZZ_SECONDS (600); a fail
 abuse: $(VENV)/.test ## honest streams beside random abuse for an hour (ARGS="--seconds 120")
 	$(BIN)/python -m benchmarks.soak.abuse $(ARGS)
 
-test-triton: $(foreach version,$(TRITONS),$(VENV)/triton-$(version)/.installed) ## the kernels compile with the other releases of Triton, those in TRITONS
+test-triton: $(OTHER_RELEASES) ## the kernels compile with the other releases of Triton, those in TRITONS
 	for version in $(TRITONS); do PYTHONPATH=$(VENV)/triton-$$version $(PYTEST) \
 	  tests/launching/test_launch.py tests/launching/test_compilers.py tests/backends/test_releases_compiled.py \
 	  tests/backends/hopper/test_block_sparse_compiled.py; done
@@ -94,7 +95,11 @@ docs: $(VENV)/.docs ## build the documentation into site/, strictly and without 
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --clean
 	@echo "the documentation is in site/index.html"
 
-check: lint types test test-compiled test-ray test-triton test-newest docs ## what CI runs
+# What keeps one processor busy, or waits, runs side by side, so that each suite then has all JOBS processors. Ray's replicas import most
+# of what the tests do, and so compile it for them once; the workers of a suite would all do that at the same time.
+check: $(VENV)/.test ## what CI runs
+	$(MAKE) --jobs $(JOBS) --output-sync=target lint types test-ray docs $(VENV)/.newest $(OTHER_RELEASES)
+	$(MAKE) test test-compiled test-triton test-newest
 
 format: $(VENV)/.test ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix --exit-zero --quiet .
