@@ -174,49 +174,6 @@ def delta_gates(
     return OPS.delta_gates(a, b, zeros(heads), zeros(heads, dtype=bias_dtype))
 
 
-def act_and_mul_backward(
-    total: int = 2, width: int = 32, dtype: torch.dtype = torch.float32, activation: str = "silu"
-) -> Tensor:
-    return OPS.act_and_mul_backward(zeros(total, width, dtype=dtype), zeros(total, 2 * width, dtype=dtype), activation)
-
-
-def rms_norm_backward(
-    total: int = 2,
-    width: int = 32,
-    stride: int = 32,
-    dy_stride: int = 32,
-    dtype: torch.dtype = torch.float32,
-    weight_dtype: torch.dtype = torch.float32,
-    needs_weight: bool = True,
-    eps: float = 1e-6,
-    offset: float = 0.0,
-) -> Tensor:
-    x = zeros(total, stride, dtype=dtype)[:, :width]
-    dy = zeros(total, dy_stride, dtype=dtype)[:, :width]
-    return OPS.rms_norm_backward(dy, x, Norm(zeros(width, dtype=weight_dtype), eps, offset), needs_weight)[0]
-
-
-def rotary_backward(
-    total: int = 2,
-    num_heads: int = 2,
-    kv_heads: int = 2,
-    dim: int = 8,
-    gates: int = 0,
-    dtype: torch.dtype = torch.float32,
-    half: int | None = 4,
-    half_padding: int = 0,
-    cos_dtype: torch.dtype = torch.float32,
-    norm_dtype: torch.dtype | None = None,
-    needs_weights: bool = True,
-    eps: float = 1e-6,
-    offset: float = 0.0,
-) -> None:
-    qkv = zeros(total, (num_heads + gates + 2 * kv_heads) * dim, dtype=dtype)
-    angles = None if half is None else zeros(total, half + half_padding, dtype=cos_dtype)[:, :half]
-    norm = None if norm_dtype is None else Norm(zeros(dim, dtype=norm_dtype), eps, offset)
-    OPS.rotary_backward(qkv.clone(), qkv, num_heads, kv_heads, dim, angles, angles, norm, norm, needs_weights)
-
-
 def act_and_mul(
     total: int = 2, width: int = 32, stride: int = 64, dtype: torch.dtype = torch.float32, activation: str = "silu"
 ) -> Tensor:
@@ -405,37 +362,6 @@ CALLS: dict[Callable[..., Any], list[dict[str, Any]]] = {
     ],
     delta_gates: [{}, {"total": 3}, {"heads": 3}, {"a_padding": 8}, {"b_padding": 8}, {"dtype": BF16}, {"bias_dtype": BF16}],
     act_and_mul: [{}, {"total": 3}, {"width": 24}, {"stride": 80}, {"dtype": BF16}, {"activation": "gelu"}],
-    act_and_mul_backward: [{}, {"total": 3}, {"width": 24}, {"dtype": BF16}, {"activation": "gelu"}],
-    rms_norm_backward: [
-        {},
-        {"total": 3},
-        {"width": 24},
-        {"stride": 40},
-        {"dy_stride": 40},
-        {"dtype": BF16},
-        {"weight_dtype": BF16},
-        {"needs_weight": False},
-        {"eps": 1e-5},
-        {"offset": 1.0},
-    ],
-    rotary_backward: [
-        {},
-        {"total": 3},
-        {"num_heads": 4},
-        {"kv_heads": 1},
-        {"dim": 16},
-        {"gates": 2},
-        {"dtype": BF16},
-        {"half": 2},
-        {"half_padding": 2},
-        {"cos_dtype": BF16},
-        {"norm_dtype": torch.float32},
-        {"norm_dtype": torch.float32, "half": None},
-        {"norm_dtype": torch.float32, "needs_weights": False},
-        {"norm_dtype": torch.float32, "eps": 1e-5},
-        {"norm_dtype": torch.float32, "offset": 1.0},
-        {"norm_dtype": BF16},
-    ],
     add: [{}, {"total": 3}, {"width": 24}, {"dtype": BF16}, {"other_dtype": BF16}, {"alpha": 0.5}],
     merge_attention: [{}, {"total": 3}, {"heads": 3}, {"dim": 24}, {"dtype": BF16}, {"other_dtype": BF16}],
     sample_rows: [

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -106,3 +107,93 @@ def test_no_tokens_have_no_launch() -> None:
     assert launch_act_and_mul_backward(torch.zeros(0, 8), torch.zeros(0, 16), "silu").shape == (0, 16)
     found = launch_rotary_backward(torch.zeros(0, 64), torch.zeros(0, 64), 2, 1, 16, None, None, norm, norm, True)
     assert all(x is not None and not x.any() for x in found)
+
+
+def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(*shape, dtype=dtype)
+
+
+def act_and_mul_backward(
+    total: int = 2, width: int = 32, dtype: torch.dtype = torch.float32, activation: str = "silu"
+) -> Tensor:
+    return launch_act_and_mul_backward(zeros(total, width, dtype=dtype), zeros(total, 2 * width, dtype=dtype), activation)
+
+
+def rms_norm_backward(
+    total: int = 2,
+    width: int = 32,
+    stride: int = 32,
+    dy_stride: int = 32,
+    dtype: torch.dtype = torch.float32,
+    weight_dtype: torch.dtype = torch.float32,
+    needs_weight: bool = True,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+) -> Tensor:
+    x = zeros(total, stride, dtype=dtype)[:, :width]
+    dy = zeros(total, dy_stride, dtype=dtype)[:, :width]
+    return launch_rms_norm_backward(dy, x, ops.Norm(zeros(width, dtype=weight_dtype), eps, offset), needs_weight)[0]
+
+
+def rotary_backward(
+    total: int = 2,
+    num_heads: int = 2,
+    kv_heads: int = 2,
+    dim: int = 8,
+    gates: int = 0,
+    dtype: torch.dtype = torch.float32,
+    half: int | None = 4,
+    half_padding: int = 0,
+    cos_dtype: torch.dtype = torch.float32,
+    norm_dtype: torch.dtype | None = None,
+    needs_weights: bool = True,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+) -> None:
+    qkv = zeros(total, (num_heads + gates + 2 * kv_heads) * dim, dtype=dtype)
+    angles = None if half is None else zeros(total, half + half_padding, dtype=cos_dtype)[:, :half]
+    norm = None if norm_dtype is None else ops.Norm(zeros(dim, dtype=norm_dtype), eps, offset)
+    launch_rotary_backward(qkv.clone(), qkv, num_heads, kv_heads, dim, angles, angles, norm, norm, needs_weights)
+
+
+CALLS: dict[Callable[..., Any], list[dict[str, Any]]] = {
+    act_and_mul_backward: [{}, {"total": 3}, {"width": 24}, {"dtype": torch.bfloat16}, {"activation": "gelu"}],
+    rms_norm_backward: [
+        {},
+        {"total": 3},
+        {"width": 24},
+        {"stride": 40},
+        {"dy_stride": 40},
+        {"dtype": torch.bfloat16},
+        {"weight_dtype": torch.bfloat16},
+        {"needs_weight": False},
+        {"eps": 1e-5},
+        {"offset": 1.0},
+    ],
+    rotary_backward: [
+        {},
+        {"total": 3},
+        {"num_heads": 4},
+        {"kv_heads": 1},
+        {"dim": 16},
+        {"gates": 2},
+        {"dtype": torch.bfloat16},
+        {"half": 2},
+        {"half_padding": 2},
+        {"cos_dtype": torch.bfloat16},
+        {"norm_dtype": torch.float32},
+        {"norm_dtype": torch.float32, "half": None},
+        {"norm_dtype": torch.float32, "needs_weights": False},
+        {"norm_dtype": torch.float32, "eps": 1e-5},
+        {"norm_dtype": torch.float32, "offset": 1.0},
+        {"norm_dtype": torch.bfloat16},
+    ],
+}
+
+
+@pytest.mark.parametrize("op", CALLS, ids=lambda op: op.__name__)
+def test_a_call_has_a_plan_of_its_facts(op: Callable[..., Any]) -> None:
+    for count, options in enumerate(CALLS[op], 1):
+        for _ in range(2):
+            op(**options)
+            assert len(PLANS) == count, options
