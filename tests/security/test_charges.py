@@ -23,15 +23,16 @@ is not measured of it was 0.2 to 0.4 on slow processors. Without charges a flood
 SMALL_SHARE = 0.3
 """A flood that takes less than this need not wait."""
 ATTACKER = "attackers-key"
+MODES = {"thread": [], "process": ["--process"]}
+"""Where the engine is: in a thread of the server, or in a process beside it."""
 
 
-@pytest.fixture(scope="module")
-def server(start_server: Callable[..., ServerProcess], tmp_path_factory) -> Iterator[ServerProcess]:
+@pytest.fixture(scope="module", params=MODES)
+def server(request, start_server: Callable[..., ServerProcess], tmp_path_factory) -> Iterator[ServerProcess]:
     folder = tmp_path_factory.mktemp("charges")
     (folder / "zephyr.jinja").write_text(ZEPHYR)
-    served = start_server(
-        "--chat-template", str(folder / "zephyr.jinja"), log=folder / "log", FA_SERVE_API_KEYS=f"{ATTACKER},honest-key"
-    )
+    flags = ["--chat-template", str(folder / "zephyr.jinja"), *MODES[request.param]]
+    served = start_server(*flags, log=folder / "log", FA_SERVE_API_KEYS=f"{ATTACKER},honest-key")
     served.log = folder / "log"
     yield served
     served.end()
@@ -50,12 +51,22 @@ def delays(server: ServerProcess) -> float:
     return float(found[1]) if found else 0.0
 
 
+@pytest.mark.parametrize("server", ["thread"], indirect=True)
 @pytest.mark.parametrize("name", attacks.FLOODS)
 def test_a_flood_is_charged_to_its_client_and_gets_a_small_share_of_the_event_loop(server: ServerProcess, name: str):
+    holds_a_flood(server, name, [attacks.FLOODS[name](ATTACKER)])
+
+
+def test_floods_of_all_kinds_are_charged_to_their_client(server: ServerProcess):
+    holds_a_flood(server, "all floods", [make(ATTACKER) for make in attacks.FLOODS.values()])
+
+
+def holds_a_flood(server: ServerProcess, name: str, requests: list[bytes], connections: int = 20) -> None:
+    """Assert that the loop gives a flood a small share of a processor, and then answers another client."""
     pid = server.process.pid
     assert post(server, attacks.completion()).status_code == 200
     before_flood = delays(server)
-    flood = Flood(server.url, [attacks.FLOODS[name](ATTACKER)])
+    flood = Flood(server.url, requests, connections)
     time.sleep(1.0)
     begin = time.monotonic()
     before = loop_seconds(pid)
@@ -93,6 +104,11 @@ def test_rendering_stops_at_the_bound(server: ServerProcess, name: str):
     assert (peak - before) >> 20 < 100, f"{(peak - before) >> 20} MB more"
     expected = ("chat_template_kwargs", None) if name == "eos_token" else ("messages", "context_length_exceeded")
     assert (error["param"], error["code"]) == expected
+
+
+def test_what_a_template_gets_beside_the_messages_is_charged(server: ServerProcess):
+    """Megabytes of it, of which the loop is to take a small part."""
+    holds_a_flood(server, "large variables", [attacks.post(attacks.large_variables(), ATTACKER)], connections=6)
 
 
 def test_a_user_cannot_forge_a_turn(server: ServerProcess):
