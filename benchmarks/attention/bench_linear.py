@@ -287,12 +287,14 @@ def cells_of(sizes: Sizes) -> Iterator[Cell]:
 
 TILES: tuple[dict[str, Any], ...] = (
     {},
+    {"outputs_in_loop": True, "stages": 2, "block_v": 128, "pass_warps": 8},
+    {"outputs_in_loop": True, "stages": 2},
+    {"stages": 2},
     {"slabs": 4},
     {"prepare_registers": None},
     {"slabs": 2},
     {"stages": 4},
     {"outputs_in_loop": True},
-    {"outputs_in_loop": True, "stages": 2},
     {"prepare_registers": 128},
     {"stages": 2, "prepare_warps": 8},
     {"block_v": 128, "pass_warps": 8, "output_warps": 8},
@@ -300,13 +302,13 @@ TILES: tuple[dict[str, Any], ...] = (
 """What is changed of the tile of `pieces`, the most promising first."""
 DECODE_TILES: tuple[dict[str, int | None], ...] = (
     {},
+    {"resident": 4, "block_v": 32},
+    {"resident": 2, "num_warps": 8},
+    {"resident": 2, "row_registers": None},
     {"row_registers": 168},
-    {"row_registers": None},
-    {"block_v": 128, "num_warps": 8},
-    {"num_warps": 8, "row_registers": 80},
     {"block_v": 32, "row_registers": 96},
 )
-"""What is changed of the tile of `few_rows` for a step of decoding."""
+"""What is changed of the tile of `few_rows` for a step of decoding, the most promising first."""
 DECODE_BATCHES = (64, 1, 256)
 """Sequences of the steps that are measured with other tiles."""
 
@@ -368,10 +370,10 @@ def tune(sizes: Sizes, wanted: Cells) -> None:
 def tune_decoding(sizes: Sizes, wanted: Cells) -> None:
     """Print us of a step of decoding with each tile, then without single rows of the convolution, and without programmatic
     launches. Outputs are compared with those of the first tile. The first column is the whole step in a CUDA graph."""
-    names = ("step", "_causal_conv_of_row", "_causal_conv", "_compute_few_rows")
+    names = ("step", "_causal_conv_of_row", "_causal_conv", "_compute_few_rows", "_compute_rows_in_turn")
     batches = sizes.batches if sizes.device == "cpu" else DECODE_BATCHES
     cells = [cell for cell in decode_cells(replace(sizes, batches=batches)) if wanted.takes(cell.name)]
-    print(f"{'us':51s} " + " ".join(f"{name:>20s}" for name in names))
+    print(f"{'us':53s} " + " ".join(f"{name:>20s}" for name in names))
     expected = dict[str, Tensor]()
     for change, cell in product(DECODE_TILES, cells):
         if not wanted.takes(cell.name):
@@ -400,7 +402,7 @@ def measure_decoding(cell: Cell, said: str, names: tuple[str, ...], expected: di
     except Exception as error:  # Triton has several for a tile that does not fit
         print(f"{cell.name}: {said}: {str(error).splitlines()[0][:100]}", flush=True)
         return
-    print(f"{cell.name[7:]:20s} {said:>30s} " + " ".join(f"{times.get(name, 0):20.1f}" for name in names), flush=True)
+    print(f"{cell.name[7:]:20s} {said:>32s} " + " ".join(f"{times.get(name, 0):20.1f}" for name in names), flush=True)
 
 
 @contextmanager

@@ -35,7 +35,6 @@ def claims() -> dict[str, list[str]]:
         f"{statistics.geometric_mean(ratios('prefill', 'fa3')):.2f} times as fast as FlashAttention-3",
         f"{statistics.geometric_mean(ratios('prefill', 'cudnn')):.2f} times as fast as cuDNN",
         f"processes {min(dense):.2f} to {max(dense):.2f} times as many tokens per second as vLLM 0.26",
-        f"decoding of linear attention ({min(ratios('linear', 'fla', 'decode*')):.2f} of flash-linear-attention)",
         f"one query over 1,500 keys ({min(ratios('cross', 'cudnn')):.2f} of cuDNN)",
         f"in {sum(ratio < 0.995 for ratio in train)} of {len(train)} training cells ({min(train):.2f} of cuDNN)",
         f"with a new mask for each head ({ratios('masks', 'flex', 'blocks_128_of_8192_16_d128')[0]:.2f} of FlexAttention)",

@@ -35,6 +35,10 @@ TESTED_BY = {
         "tests/ops/linear_attention/test_pieces_backward_interpreted.py",
         "gates by channel and by head have the same cases",
     ),
+    "fa_serve.ops.linear_attention.tails": (
+        "tests/ops/linear_attention/test_few_rows_interpreted.py",
+        "the kernels of few rows call its device functions",
+    ),
     "fa_serve.backends.triton.prefill.kernel": (
         "tests/backends/triton/prefill/test_plan_interpreted.py",
         "the plans beside it launch it",

@@ -24,30 +24,20 @@ import triton.language as tl
 from torch import Tensor
 
 from fa_serve import spec
-from fa_serve.launching.launch import Launch, launch_options, power_of_2, with_unit_stride
+from fa_serve.launching.launch import Launch, launch_options, multiprocessors, power_of_2, with_unit_stride
 from fa_serve.launching.plans import PLANS
-from fa_serve.ops.linear_attention.primitives import L2NORM_EPS, clear_padding, load_old_or_new, normalised_row
+from fa_serve.ops.linear_attention.primitives import clear_padding
 from fa_serve.ops.linear_attention.problem import FEW_ROWS, MatrixInputs, StateAccess
-from fa_serve.ops.linear_attention.tails import gates_and_weights, read_tile
+from fa_serve.ops.linear_attention.rows_in_turn import IN_TURN_STAGES, _compute_rows_in_turn, programs_of_sequence
+from fa_serve.ops.linear_attention.tails import (
+    add_tile,
+    compare_key_and_query,
+    finish_row,
+    gates_and_weights,
+    pass_rows,
+    read_tile,
+)
 from fa_serve.ops.linear_attention.tiles import FewRowsTile
-
-
-@triton.jit
-def _add_pairs(a, b, c, d):
-    return a + c, b + d
-
-
-@triton.jit
-def _add_triples(a, b, c, d, e, f):
-    return a + d, b + e, c + f
-
-
-@triton.jit
-def _sums_of_tiles(state, factors, BLOCK_T: tl.constexpr):
-    """The sums over channels of factors * state [BLOCK_K, BLOCK_V], as BLOCK_T parts: channels that are BLOCK_T apart are in
-    registers of one thread."""
-    product = state * factors[:, None]
-    return tl.sum(tl.reshape(product, [state.shape[0] // BLOCK_T, BLOCK_T, state.shape[1]]), 0)
 
 
 @triton.jit(do_not_specialize=["total", "num_seqs"])
@@ -88,13 +78,13 @@ def _compute_few_rows(
     PAGE: tl.constexpr,
     RING: tl.constexpr,
     MOST: tl.constexpr,
+    ONE_ROW: tl.constexpr,
     BY_CHANNEL: tl.constexpr,
     NORMALISE: tl.constexpr,
     SOFTPLUS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    ONE_ROW: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Rows t count from the position of the state on: first those of the tail, and behind them those of the step.
@@ -237,18 +227,7 @@ def _compute_few_rows(
             )
         if DELTA:
             beta = tl.load(weight_ptr + j * stride_w).to(tl.float32)
-        alike = key * query
-        if NORMALISE:
-            squares_of_key, squares_of_query, alike = tl.reduce((key * key, query * query, alike), 0, _add_triples)
-            length_of_key = tl.rsqrt(squares_of_key + L2NORM_EPS)
-            length_of_query = tl.rsqrt(squares_of_query + L2NORM_EPS) * scale
-            key *= length_of_key
-            query *= length_of_query
-            alike *= length_of_key * length_of_query
-        else:
-            query *= scale
-            alike = tl.sum(alike, 0) * scale
-
+        key, query, alike = compare_key_and_query(key, query, scale, NORMALISE)
         part_of_known = tl.zeros([BLOCK_T, BLOCK_V], tl.float32)
         part_of_out = tl.zeros([BLOCK_T, BLOCK_V], tl.float32)
         after = gate  # log gates behind the tile, up to row r
@@ -292,34 +271,12 @@ def _compute_few_rows(
                     ONE_ROW,
                     BLOCK_T,
                 )
-            faded = keys
-            factor = weights
-            if BY_CHANNEL:
-                faded *= tl.exp(tl.cumsum(gates, 0, reverse=True) - gates + after[None, :])
-            else:
-                factor *= tl.exp(tl.cumsum(gates, 0, reverse=True) - gates + after)
-            after += tl.sum(gates, 0)
-            if NORMALISE:
-                factor *= tl.rsqrt(tl.sum(keys * keys, 1) + L2NORM_EPS)
-            if DELTA:
-                of_key, of_query = tl.reduce((faded * key[None, :], faded * query[None, :]), 1, _add_pairs)
-                part_of_known += (of_key * factor)[:, None] * u
-            else:
-                of_query = tl.sum(faded * query[None, :], 1)
-            part_of_out += (of_query * factor)[:, None] * u
-
-        of_state = query * tl.exp(after)
-        part_of_out += _sums_of_tiles(state, of_state, BLOCK_T)
-        if DELTA:
-            part_of_known += _sums_of_tiles(state, key * tl.exp(after), BLOCK_T)
-            known, y = tl.reduce((part_of_known, part_of_out), 0, _add_pairs)
-            u_of_row = beta * (value - known)
-            y += alike * u_of_row
-            tl.store(tail_u_ptr + own * (HEADS * DIM_V) + x, u_of_row, mask=in_x)
-        else:
-            y = tl.sum(part_of_out, 0) + (alike * kept) * value
-            if tail_u_ptr is not None:
-                tl.store(tail_u_ptr + own * (HEADS * DIM_V) + x, raw_value, mask=in_x)
+            part_of_known, part_of_out, after = add_tile(
+                part_of_known, part_of_out, after, keys, u, gates, weights, key, query, DELTA, BY_CHANNEL, NORMALISE
+            )
+        y, u_of_row = finish_row(state, part_of_known, part_of_out, after, key, query, value, alike, beta, kept, DELTA, BLOCK_T)
+        if tail_u_ptr is not None:
+            tl.store(tail_u_ptr + own * (HEADS * DIM_V) + x, u_of_row if DELTA else raw_value, mask=in_x)
         if d_ptr is not None:
             y += tl.load(d_ptr + head).to(tl.float32) * value
         tl.store(out_row_ptr + j * (HEADS * DIM_V) + x, y.to(out_ptr.dtype.element_ty), mask=in_x)
@@ -339,51 +296,39 @@ def _compute_few_rows(
     if (target >= 0) & (position > start):
         if DELTA:
             tl.debug_barrier()
-        for row in range(position - start):
-            row_place = (start + row) % RING
-            is_old = row < tail
-            new_key = k_ptr + (row - tail) * stride_k + c
-            if tail_k_ptr is None:
-                row_key = tl.load(new_key, mask=in_c, other=0.0)
-            else:
-                row_key = load_old_or_new(tail_k_ptr + row_place * (KEY_HEADS * DIM) + c, new_key, is_old, in_c)
-            row_key = normalised_row(row_key, NORMALISE)
-            new_value = v_ptr + (row - tail) * stride_v + x
-            if tail_u_ptr is None:
-                added = tl.load(new_value, mask=in_x, other=0.0)
-            else:
-                old_u = tail_u_ptr + row_place * (HEADS * DIM_V) + x
-                added = tl.load(old_u, mask=in_x, other=0.0) if DELTA else load_old_or_new(old_u, new_value, is_old, in_x)
-            added = added.to(tl.float32)
-            if BY_CHANNEL:
-                row_gate = tl.load(g_ptr + (row - tail) * stride_g + c, mask=in_c & (row >= tail), other=0.0).to(tl.float32)
-                if tail_g_ptr is not None:
-                    row_gate += tl.load(tail_g_ptr + row_place * (HEADS * DIM) + c, mask=in_c & is_old, other=0.0)
-                state *= tl.exp(row_gate)[:, None]
-            else:
-                row_gate, weight = gates_and_weights(
-                    is_old,
-                    row >= tail,
-                    row_place,
-                    row - tail,
-                    a,
-                    bias,
-                    g_ptr,
-                    weight_ptr,
-                    tail_g_ptr,
-                    stride_g,
-                    stride_w,
-                    limit_low,
-                    limit_high,
-                    HEADS,
-                    SOFTPLUS,
-                    True,
-                    True,
-                )
-                state *= tl.exp(row_gate)
-                if not DELTA:
-                    added *= weight
-            state += row_key[:, None] * added[None, :]
+        state = pass_rows(
+            state,
+            position - start,
+            tail,
+            start,
+            c,
+            x,
+            in_c,
+            in_x,
+            a,
+            bias,
+            k_ptr,
+            v_ptr,
+            g_ptr,
+            weight_ptr,
+            tail_k_ptr,
+            tail_u_ptr,
+            tail_g_ptr,
+            stride_k,
+            stride_v,
+            stride_g,
+            stride_w,
+            limit_low,
+            limit_high,
+            HEADS,
+            KEY_HEADS,
+            DIM,
+            DIM_V,
+            RING,
+            BY_CHANNEL,
+            NORMALISE,
+            SOFTPLUS,
+        )
         tl.store(write_ptr + (target * HEADS + head) * (DIM * DIM_V) + square, state, mask=in_square)
 
 
@@ -457,6 +402,15 @@ def _plan(
     arch = spec.arch_of(inputs.v.device)
     pdl = spec.has_programmatic_launch(arch)
     registers = tile.row_registers if one_row else tile.registers
+    kernel = _compute_few_rows
+    blocks = heads * -(-dim_v // tile.block_v)
+    programs = blocks
+    if tile.resident and one_row and page_size <= tile.block_t + 1:
+        programs = programs_of_sequence(num_seqs, blocks, tile.resident * multiprocessors(inputs.v.device, 1))
+    rows: tuple[Any, ...] = (1 if one_row else FEW_ROWS, one_row)
+    if programs < blocks:
+        kernel = _compute_rows_in_turn
+        rows = (programs, IN_TURN_STAGES)
     fixed: tuple[Any, ...] = (
         heads,
         key_heads,
@@ -464,20 +418,19 @@ def _plan(
         dim_v,
         page_size,
         ring,
-        1 if one_row else FEW_ROWS,
+        *rows,
         by_channel,
         inputs.use_qk_l2norm,
         inputs.steps.softplus,
         tile.block_t,
         power_of_2(max(dim, 16)),
         tile.block_v,
-        one_row,
         pdl,
     )
     low, high = inputs.steps.limit
     return Launch(
-        _compute_few_rows,
-        num_seqs * heads * -(-dim_v // tile.block_v),
+        kernel,
+        num_seqs * programs,
         varying=(num_seqs, float(inputs.softmax_scale), float(low), float(high)),
         strides=strides,
         fixed=fixed,

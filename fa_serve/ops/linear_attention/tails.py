@@ -1,11 +1,11 @@
-"""What the kernel of few rows reads before a row: rows of the tail, and rows of the step, in tiles."""
+"""What a row of few reads before it, rows of the tail and of the step in tiles, and what it sums."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from fa_serve.ops.linear_attention.primitives import load_old_or_new, time_step
+from fa_serve.ops.linear_attention.primitives import L2NORM_EPS, load_old_or_new, normalised_row, time_step
 
 
 @triton.jit
@@ -149,3 +149,195 @@ def read_tile(
     if g_ptr is not None:
         weights = tl.full([BLOCK_T], 1.0, tl.float32)
     return keys, u, gates, weights
+
+
+@triton.jit
+def _add_pairs(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def _add_triples(a, b, c, d, e, f):
+    return a + d, b + e, c + f
+
+
+@triton.jit
+def _sums_of_tiles(state, factors, BLOCK_T: tl.constexpr):
+    """The sums over channels of factors * state [BLOCK_K, BLOCK_V], as BLOCK_T parts: channels that are BLOCK_T apart are in
+    registers of one thread."""
+    product = state * factors[:, None]
+    return tl.sum(tl.reshape(product, [state.shape[0] // BLOCK_T, BLOCK_T, state.shape[1]]), 0)
+
+
+@triton.jit
+def compare_key_and_query(key, query, scale, NORMALISE: tl.constexpr):
+    """(key, scaled query, their product) of a row, in float32, normalised if that is asked for: three sums in one."""
+    alike = key * query
+    if NORMALISE:
+        squares_of_key, squares_of_query, alike = tl.reduce((key * key, query * query, alike), 0, _add_triples)
+        length_of_key = tl.rsqrt(squares_of_key + L2NORM_EPS)
+        length_of_query = tl.rsqrt(squares_of_query + L2NORM_EPS) * scale
+        key *= length_of_key
+        query *= length_of_query
+        alike *= length_of_key * length_of_query
+    else:
+        query *= scale
+        alike = tl.sum(alike, 0) * scale
+    return key, query, alike
+
+
+@triton.jit
+def add_tile(
+    part_of_known,
+    part_of_out,
+    after,
+    keys,
+    u,
+    gates,
+    weights,
+    key,
+    query,
+    DELTA: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
+    NORMALISE: tl.constexpr,
+):
+    """The parts of what is known of a key and of the output of a query, with those of a tile.
+
+    after: log gates behind the tile, up to the row; with those of the tile it is returned
+    """
+    faded = keys
+    factor = weights
+    if BY_CHANNEL:
+        faded *= tl.exp(tl.cumsum(gates, 0, reverse=True) - gates + after[None, :])
+    else:
+        factor *= tl.exp(tl.cumsum(gates, 0, reverse=True) - gates + after)
+    after += tl.sum(gates, 0)
+    if NORMALISE:
+        factor *= tl.rsqrt(tl.sum(keys * keys, 1) + L2NORM_EPS)
+    if DELTA:
+        of_key, of_query = tl.reduce((faded * key[None, :], faded * query[None, :]), 1, _add_pairs)
+        part_of_known += (of_key * factor)[:, None] * u
+    else:
+        of_query = tl.sum(faded * query[None, :], 1)
+    part_of_out += (of_query * factor)[:, None] * u
+    return part_of_known, part_of_out, after
+
+
+@triton.jit
+def finish_row(
+    state,
+    part_of_known,
+    part_of_out,
+    after,
+    key,
+    query,
+    value,
+    alike,
+    beta,
+    weight,
+    DELTA: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """(output, u) of a row, with the parts of the state; u of the delta rule, else the value.
+
+    weight: of the value, except for the delta rule
+    """
+    of_state = query * tl.exp(after)
+    part_of_out += _sums_of_tiles(state, of_state, BLOCK_T)
+    if DELTA:
+        part_of_known += _sums_of_tiles(state, key * tl.exp(after), BLOCK_T)
+        known, y = tl.reduce((part_of_known, part_of_out), 0, _add_pairs)
+        u = beta * (value - known)
+        y += alike * u
+    else:
+        y = tl.sum(part_of_out, 0) + (alike * weight) * value
+        u = value
+    return y, u
+
+
+@triton.jit
+def pass_rows(
+    state,
+    count,
+    tail,
+    start,
+    c,
+    x,
+    in_c,
+    in_x,
+    a,
+    bias,
+    k_ptr,
+    v_ptr,
+    g_ptr,
+    weight_ptr,
+    tail_k_ptr,
+    tail_u_ptr,
+    tail_g_ptr,
+    stride_k,
+    stride_v,
+    stride_g,
+    stride_w,
+    limit_low,
+    limit_high,
+    HEADS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_V: tl.constexpr,
+    RING: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    SOFTPLUS: tl.constexpr,
+):
+    """The state behind `count` rows of the tail and of the step, by the recurrence itself.
+
+    The pointers are those of the head's first row.
+    """
+    for row in range(count):
+        row_place = (start + row) % RING
+        is_old = row < tail
+        new_key = k_ptr + (row - tail) * stride_k + c
+        if tail_k_ptr is None:
+            row_key = tl.load(new_key, mask=in_c, other=0.0)
+        else:
+            row_key = load_old_or_new(tail_k_ptr + row_place * (KEY_HEADS * DIM) + c, new_key, is_old, in_c)
+        row_key = normalised_row(row_key, NORMALISE)
+        new_value = v_ptr + (row - tail) * stride_v + x
+        if tail_u_ptr is None:
+            added = tl.load(new_value, mask=in_x, other=0.0)
+        else:
+            old_u = tail_u_ptr + row_place * (HEADS * DIM_V) + x
+            added = (
+                tl.load(old_u, mask=in_x, other=0.0) if g_ptr is not None else load_old_or_new(old_u, new_value, is_old, in_x)
+            )
+        added = added.to(tl.float32)
+        if BY_CHANNEL:
+            row_gate = tl.load(g_ptr + (row - tail) * stride_g + c, mask=in_c & (row >= tail), other=0.0).to(tl.float32)
+            if tail_g_ptr is not None:
+                row_gate += tl.load(tail_g_ptr + row_place * (HEADS * DIM) + c, mask=in_c & is_old, other=0.0)
+            state *= tl.exp(row_gate)[:, None]
+        else:
+            row_gate, weight = gates_and_weights(
+                is_old,
+                row >= tail,
+                row_place,
+                row - tail,
+                a,
+                bias,
+                g_ptr,
+                weight_ptr,
+                tail_g_ptr,
+                stride_g,
+                stride_w,
+                limit_low,
+                limit_high,
+                HEADS,
+                SOFTPLUS,
+                True,
+                True,
+            )
+            state *= tl.exp(row_gate)
+            if g_ptr is None:
+                added *= weight
+        state += row_key[:, None] * added[None, :]
+    return state
