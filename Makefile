@@ -95,11 +95,12 @@ docs: $(VENV)/.docs ## build the documentation into site/, strictly and without 
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --clean
 	@echo "the documentation is in site/index.html"
 
-# What keeps one processor busy, or waits, runs side by side, so that each suite then has all JOBS processors. Ray's replicas import most
-# of what the tests do, and so compile it for them once; the workers of a suite would all do that at the same time.
+# Each suite has all JOBS processors; what keeps one processor busy, or waits, runs side by side. Ray's tests come behind the suites,
+# because Ray starts six processes at once, which import what is compiled to bytecode by then.
 check: $(VENV)/.test ## what CI runs
-	$(MAKE) --jobs $(JOBS) --output-sync=target lint types test-ray docs $(VENV)/.newest $(OTHER_RELEASES)
-	$(MAKE) test test-compiled test-triton test-newest
+	$(MAKE) lint test test-compiled
+	$(MAKE) --jobs 2 --output-sync=target test-ray types docs $(VENV)/.newest $(OTHER_RELEASES)
+	$(MAKE) test-triton test-newest
 
 format: $(VENV)/.test ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix --exit-zero --quiet .
