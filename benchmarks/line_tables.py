@@ -47,10 +47,19 @@ PEERS = {
     "alone": "alone",
     "prompts": "beside prompts of text",
     "max_images=0": "an engine without images",
+    "vllm": "vLLM 0.26",
+    "plain forward": "the model's own forward",
+    "no cache": "without the prefix cache",
+    "copy": "one copy of as many bytes",
+    "computed": "computed",
+    "device": "in the prefix cache",
+    "without": "without a host tier",
     "st_sdpa": "sentence-transformers, sdpa",
     "st_fa_serve": "sentence-transformers, fa_serve",
 }
 """Names of peers in the heads of tables."""
+PAGES = ("performance", "performance-engine", "lora", "images", "embeddings", "rollouts")
+"""Pages with tables, beside those of the engine and of the kernels."""
 TIMES = ("us", "ms", "s")
 """Units of which less is better."""
 Line = dict[str, Any]
@@ -58,7 +67,8 @@ Line = dict[str, Any]
 
 def pages() -> list[Path]:
     return [
-        *(ROOT / "docs" / f"{name}.md" for name in ("performance", "performance-engine", "lora", "images", "embeddings")),
+        *(ROOT / "docs" / f"{name}.md" for name in PAGES),
+        *sorted((ROOT / "docs" / "engine").glob("*.md")),
         *sorted((ROOT / "docs" / "kernels").glob("*.md")),
     ]
 

@@ -10,8 +10,8 @@
     again        the same for a request with that image and another question behind it; ours is compared with "first"
     encode       images a second through the towers, 16 in one call; compared with one after the other
     text p99     seconds between two tokens of requests with text alone while requests with images come; compared with "alone",
-                 and with "prompts" of as many tokens that come instead; a line for each of SETTINGS
-    beside text  median seconds to the first token of these requests with images, for each of SETTINGS
+                 and with "prompts" of as many tokens that come instead; with and without a target for the time of a step
+    beside text  median seconds to the first token of these requests with images, the same way
     text         requests a second of text alone; compared with an engine that takes no images
 
 Every case runs once before it is measured. Pixels are random numbers as the processor would give them, so that no case contains
@@ -24,8 +24,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -36,10 +35,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from benchmarks.measure import Cells, Results
 from fa_serve.engine import Engine, EngineConfig, SamplingParams
-from fa_serve.engine.images import encoder
 from fa_serve.engine.images.prompt import ImageInput
-from fa_serve.engine.runner import image_arrays
-from fa_serve.engine.scheduler.prompt_share import MAX_IMAGE_TOKENS, PromptShare
 
 ROOT = Path(__file__).parents[2]
 
@@ -110,50 +106,12 @@ def make_vision_model(sizes: Sizes) -> Any:
         return cast(Any, AutoModelForImageTextToText).from_config(SHAPES[sizes.shape](), dtype=sizes.dtype).eval()
 
 
-@dataclass(frozen=True)
-class Setting:
-    """What keeps texts from waiting for images.
-
-    target: steps should take at most LONGEST times what decoding alone takes. Otherwise they take what there is
-    slices: images go through the towers in parts; beside: on a separate stream; graphs: steps with images are captured
-    """
-
-    target: bool = True
-    slices: bool = True
-    beside: bool = False
-    graphs: bool = False
-
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        """Inside, engines that are made and run have it."""
-        switches = (encoder.PAUSES_ON_GPU, encoder.ENCODES_BESIDE, image_arrays.CAPTURES_IMAGES)
-        limit = PromptShare.image_limit
-        encoder.PAUSES_ON_GPU = self.slices
-        encoder.ENCODES_BESIDE = self.beside
-        image_arrays.CAPTURES_IMAGES = self.graphs
-        if not self.slices:
-            PromptShare.image_limit = lambda *_, **__: MAX_IMAGE_TOKENS  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            encoder.PAUSES_ON_GPU, encoder.ENCODES_BESIDE, image_arrays.CAPTURES_IMAGES = switches
-            PromptShare.image_limit = limit  # type: ignore[method-assign]
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-                torch.cuda.set_stream(torch.cuda.default_stream())
-
-
 EVERY = 8
 """Steps between two images that come beside texts."""
 LONGEST = 1.25
 """The target of a step beside decoding alone, a little below what is wanted of the 99th percentile (1.3)."""
-SETTINGS = {
-    "": Setting(target=False),
-    "target": Setting(slices=False),
-    "slices": Setting(),
-    "slices, graphs": Setting(graphs=True),
-    "slices, graphs, stream": Setting(graphs=True, beside=True),
-}
+SETTINGS = {"": False, "target": True}
+"""Whether steps should take at most LONGEST times what decoding alone takes, by the end of a case's name."""
 
 
 class Workload:
@@ -311,16 +269,14 @@ def measure(sizes: Sizes, results: Results, cells: Cells) -> None:
 def measure_gaps(sizes: Sizes, model: Any, results: Results, cells: Cells) -> None:
     """The cases "text p99" and "beside text", with each setting. The first one says what decoding alone takes."""
     alone = 0.0
-    for name, setting in SETTINGS.items():
+    for name, has_target in SETTINGS.items():
         if name and not cells.takes(f"text p99 {name}"):
             continue
-        target = {"target_itl": 1000 * LONGEST * alone} if setting.target else {}
-        with setting.active():
-            work = Workload(sizes, model, **target)
-            kinds = ("alone", "prompts", "images")
-            for _ in range(2):  # the first round captures graphs, and teaches what steps cost
-                gaps = {kind: work.gaps_of_text(kind) for kind in kinds}
-            work.engine.close()
+        target = {"target_itl": 1000 * LONGEST * alone} if has_target else {}
+        work = Workload(sizes, model, **target)
+        for _ in range(2):  # the first round captures graphs, and teaches what steps cost
+            gaps = {kind: work.gaps_of_text(kind) for kind in ("alone", "prompts", "images")}
+        work.engine.close()
         alone = alone or gaps["alone"]
         case = f" {name}" if name else ""
         results.add(f"{sizes.shape} text p99{case}", "s", gaps.pop("images"), gaps)

@@ -79,7 +79,7 @@ def measure_engine(results: Results, shape: str, model: Any, tiny: bool, peers: 
     """peers: vLLM's rate and update, by case"""
 
     def beside(case: str) -> dict[str, float]:
-        return {"vLLM": peers[case]} if case in peers else {}
+        return {"vllm": peers[case]} if case in peers else {}
 
     work = WORKLOADS.get(shape, Workload())
     size: dict[str, Any] = {"num_pages": 512} if tiny else {}
@@ -195,7 +195,7 @@ def measure_exact(results: Results, shape: str, model: Any, tiny: bool) -> None:
             raise RuntimeError("each training step has compiled something")
         found = {name: statistics.median(each) for name, each in times.items()}
         case = f"{shape} exact" if batch == 1 else f"{shape} exact {batch}"
-        results.add(case, "ms", found["exact"], {"plain": found["plain"]})
+        results.add(case, "ms", found["exact"], {"plain forward": found["plain"]})
         results.merge()
     model.zero_grad(set_to_none=True)
 

@@ -7,8 +7,6 @@ from pathlib import Path
 
 from benchmarks.engine.bench_images import SETTINGS, SHAPES, TINY, Sizes, measure
 from benchmarks.measure import Cells, Results
-from fa_serve.engine.images import encoder
-from fa_serve.engine.runner import image_arrays
 
 
 def run(folder: Path, cells: Cells) -> list[str]:
@@ -29,9 +27,6 @@ def test_tiny_sizes(tmp_path: Path) -> None:
         "text",
         *(f"{case} {name}".strip() for name in SETTINGS for case in ("text p99", "beside text")),
     ]
-    assert not encoder.PAUSES_ON_GPU
-    assert not encoder.ENCODES_BESIDE
-    assert not image_arrays.CAPTURES_IMAGES
 
 
 def test_cells_are_selected_and_end_with_the_budget(tmp_path: Path) -> None:

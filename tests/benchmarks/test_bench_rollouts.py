@@ -16,16 +16,18 @@ def test_rollouts_have_a_line_for_each_part(tmp_path: Path) -> None:
     results = Results("rollouts", tmp_path)
     model = make_model("tiny", "cpu", dtype="float32")
     model.set_attn_implementation("fa_serve")
-    bench_rollouts.measure_engine(results, "tiny", model, tiny=True)
+    bench_rollouts.measure_engine(results, "tiny", model, tiny=True, peers={"update": 1.0})
     bench_rollouts.measure_exact(results, "tiny", model, tiny=True)
     assert [line["case"] for line in results.lines] == [
         "tiny rollouts",
         "tiny update",
+        "tiny update again",
         "tiny sleep",
         "tiny exact",
         "tiny exact 8",
     ]
     assert all(line["ours"] > 0 for line in results.lines)
+    assert results.lines[1]["peers"] == {"vllm": 1.0}
     assert {line["bench"] for line in results.lines} == {"rollouts"}
 
 

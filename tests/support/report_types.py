@@ -22,7 +22,6 @@ from transformers import PreTrainedModel
 
 from fa_serve import patch
 from fa_serve.engine import Engine, EngineConfig, SamplingParams
-from fa_serve.engine.images import encoder
 from fa_serve.engine.images.prompt import ImageInput
 from fa_serve.engine.scheduler.scheduled_batch import TowerWork
 from fa_serve.hf.adapter.composites import auto_class, text_model
@@ -209,7 +208,6 @@ def check_images(name: str, device: str = "cpu") -> None:
     assert actual == expected, f"{actual}, and generate {expected}"
     sliced, num_slices = _served_in_slices(model, [ids for ids, _ in given], images, **settings)
     assert sliced == expected, f"{sliced} in slices, and generate {expected}"
-    # a tower without layers, and an image of one embedding, are encoded whole; on a GPU all images are, unless switches say
-    # otherwise
-    is_cut = count > 1 and ImageReader(model).blocks and (device != "cuda" or encoder.PAUSES_ON_GPU or encoder.ENCODES_BESIDE)
+    # a tower without layers, and an image of one embedding, are encoded whole
+    is_cut = count > 1 and ImageReader(model).blocks
     assert num_slices >= 2 or not is_cut, "the images did not go through the towers in parts"

@@ -8,8 +8,7 @@ The scheduler says what is encoded when (scheduler/tower_queue.py) and holds wha
 again when a later chunk needs it, because requests keep what their processor has made. The images of a step, of whichever
 requests, are encoded together, as far as their inputs can be joined.
 
-Work that a step does not finish pauses after a layer of the towers (paused_call.py), on a GPU with PAUSES_ON_GPU alone. With
-ENCODES_BESIDE it is queued on a separate stream, which steps do not wait for.
+Work that a step does not finish pauses after a layer of the towers (paused_call.py).
 """
 
 from __future__ import annotations
@@ -44,15 +43,6 @@ from fa_serve.spec import ParameterError, UnsupportedModelError
 
 log = logging.getLogger("fa_serve.engine")
 
-ENCODES_BESIDE = False
-"""Whether towers have a separate stream on a GPU, beside steps in which sequences decode. Off until a GPU has shown what it
-is worth (tests/gpu/test_towers_gpu.py, bench_images)."""
-PAUSES_ON_GPU = False
-"""Whether a step on a GPU may leave images half way through the towers. If not, it encodes as many whole images as it has time
-for, at least one. The parts come to the same on an H200 (tests/gpu/test_towers_gpu.py); off until bench_images has timed it."""
-STEPS_PRIORITY = -1
-"""Of the stream of steps then. That of the towers is 0, the lowest one that CUDA has, and that of the default stream."""
-
 
 class ImageEncoder:
     """Owner of the embeddings.
@@ -70,9 +60,8 @@ class ImageEncoder:
         self._two_way: TwoWay | None = None
         self._features: OrderedDict[bytes, ImageFeatures] = OrderedDict()  # the least recently used first
         self._held: set[bytes] = set()
-        self._call: PausedCall[tuple[dict[bytes, ImageFeatures], Any]] | None = None
+        self._call: PausedCall[dict[bytes, ImageFeatures]] | None = None
         self._num_pauses = max(len(reader.blocks), 1)  # of a forward, until the first one that was cut has told
-        self._stream: Any = _stream_of_towers(reader.device) if ENCODES_BESIDE else None
 
     @property
     def capacity(self) -> int:
@@ -83,16 +72,6 @@ class ImageEncoder:
     def is_busy(self) -> bool:
         """Whether images are on their way through the towers."""
         return self._call is not None
-
-    @property
-    def is_beside(self) -> bool:
-        """Whether steps do not wait for the towers."""
-        return self._stream is not None
-
-    @property
-    def may_pause(self) -> bool:
-        """Whether a step may leave images half way through the towers."""
-        return PAUSES_ON_GPU or self.is_beside or self.reader.device.type != "cuda"
 
     @property
     def has_blocks(self) -> bool:
@@ -167,54 +146,30 @@ class ImageEncoder:
             stream = self._stream_of_work()
             self._call = PausedCall(lambda pause: self._encode_pausing(work.images, stream, pause))
         count = max(sum(self.reader.num_tokens(image.inputs) for image in work.images), 1)
-        has_ended = self._call.run(None if work.limit is None else round(work.limit * self._num_pauses / count))
-        if work.limit is None and has_ended:
-            arrival = self._call.result()[1]
-            if arrival is not None:
-                arrival.synchronize()
+        self._call.run(None if work.limit is None else round(work.limit * self._num_pauses / count))
         self._collect()
 
     def _encode_pausing(
         self, images: Sequence[ImageInput], stream: AbstractContextManager[Any], pause: Callable[[], None]
-    ) -> tuple[dict[bytes, ImageFeatures], Any]:
-        """Encode images on a stream, in the thread of a call. They are not kept yet.
-
-        Returns them, and an event at the end of what the stream of the towers has of them; None without such a stream.
-        """
-        arrival: Any = None
+    ) -> dict[bytes, ImageFeatures]:
+        """Encode images on a stream, in the thread of a call. They are not kept yet."""
         with torch.inference_mode(), stream, self.reader.pausing(pause):
-            made = self._encode(images)
-            if self._stream is not None:
-                arrival = torch.Event("cuda")
-                arrival.record()
-        return made, arrival
+            return self._encode(images)
 
     def _stream_of_work(self) -> AbstractContextManager[Any]:
-        """The stream of the towers, or this one, for a thread that has chosen neither a device nor a stream."""
+        """The stream of this thread, for a thread that has chosen neither a device nor a stream."""
         if self.reader.device.type != "cuda":
             return nullcontext()
-        return torch.cuda.stream(self._stream or torch.cuda.current_stream(self.reader.device))
-
-    def give_steps_priority(self) -> None:
-        """Let the work that this thread queues from now on go before that of the towers, if these have a stream."""
-        if self._stream is not None:
-            torch.cuda.synchronize(self.reader.device)
-            torch.cuda.set_stream(torch.cuda.Stream(self.reader.device, priority=STEPS_PRIORITY))  # type: ignore[no-untyped-call]
+        return torch.cuda.stream(torch.cuda.current_stream(self.reader.device))
 
     def _collect(self) -> None:
         """Keep the embeddings of images that have come through the towers."""
         call = self._call
         if call is None or not call.has_ended:
             return
-        made, arrival = call.result()
-        if arrival is not None:
-            if not arrival.query():
-                return
-            for each in made.values():
-                each.record_stream(torch.cuda.current_stream())
         self._call = None
         self._num_pauses = max(call.num_pauses, 1)
-        self._keep(made)
+        self._keep(call.result())
 
     def abandon(self) -> None:
         """Give up what is on its way through the towers. It begins anew when it is asked for."""
@@ -345,14 +300,6 @@ class ImageEncoder:
         held = sum(size for key, size in sizes.items() if key in self._held)
         assert self.num_bytes <= max(self.max_bytes, held)
         assert self._held >= {key for key, each in self._features.items() if each.failed}
-
-
-def _stream_of_towers(device: torch.device) -> Any:
-    """A stream with the lowest priority; None on a device without streams."""
-    if device.type != "cuda":
-        return None
-    stream: Any = torch.cuda.Stream
-    return stream(device)
 
 
 def _batches(images: Iterable[ImageInput], reader: ImageReader) -> Iterator[list[ImageInput]]:

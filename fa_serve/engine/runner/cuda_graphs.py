@@ -462,13 +462,8 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
+@lru_cache(maxsize=1)
 def _capture_stream() -> Any:
-    """The stream of all captures, with the priority of the stream of steps, which captured kernels keep."""
-    return _stream_with(torch.cuda.current_stream().priority)
-
-
-@lru_cache(maxsize=2)
-def _stream_with(priority: int) -> Any:
-    """There is one for each priority, because cuBLAS keeps a workspace for each stream."""
+    """The stream of all captures: one, because cuBLAS keeps a workspace for each stream."""
     stream: Any = torch.cuda.Stream
-    return stream(priority=priority)
+    return stream()

@@ -21,10 +21,6 @@ from torch import Tensor
 
 from fa_serve.hf.images import StepImages
 
-CAPTURES_IMAGES = False
-"""Whether steps that compute tokens of images are captured. Their tokens are right on an H200
-(tests/gpu/test_towers_gpu.py); off until bench_images has timed it."""
-
 
 def image_padding(tokens: int, axes: int) -> dict[str, NDArray[Any]]:
     """The fields of a step of so many tokens without an image. axes: of positions"""

@@ -31,7 +31,6 @@ from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.images.encoder import ImageEncoder, find_images, require_encoder
 from fa_serve.engine.images.prompt import rows_of
 from fa_serve.engine.lora.store import AdapterStore
-from fa_serve.engine.runner import image_arrays
 from fa_serve.engine.runner.attention_kinds import least_group_keys, prepare_attention
 from fa_serve.engine.runner.batch_arrays import BatchArrays, batch_arrays
 from fa_serve.engine.runner.cuda_graphs import Inputs, OnError, Shape, StepGraphs, pad, padding
@@ -120,8 +119,6 @@ class ModelRunner:
             check_settings_with_states(type(model).__name__, config, drafting=drafting)
             seat_states(model)
         self.images = find_images(model, config)
-        if isinstance(self.images, ImageEncoder):
-            self.images.give_steps_priority()
         self._deterministic = config.deterministic
         self._processed = config.logprobs_mode == "processed_logprobs"
         for module in model.modules():
@@ -202,7 +199,7 @@ class ModelRunner:
 
         To be called once, when the cache has its final place.
         """
-        if image_arrays.CAPTURES_IMAGES and isinstance(self.images, ImageEncoder):
+        if isinstance(self.images, ImageEncoder):
             self._image_memory = ImageMemory(self._max_tokens, self.images.reader.hidden, self.model.dtype, self.device)
         graphs = StepGraphs(
             self._forward,

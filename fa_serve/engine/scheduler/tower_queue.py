@@ -53,14 +53,6 @@ class Encoder(Protocol):
     def is_busy(self) -> bool:
         """Whether images are on their way."""
 
-    @property
-    def is_beside(self) -> bool:
-        """Whether steps do not wait for the towers, so that what a step begins is there later."""
-
-    @property
-    def may_pause(self) -> bool:
-        """Whether a step may leave images half way through the towers. Otherwise it encodes what it begins."""
-
     def is_encoded(self, key: bytes) -> bool: ...
 
     def has_failed(self, key: bytes) -> bool: ...
@@ -272,10 +264,7 @@ class TowerQueue:
         if encoder is None or self.is_idle:
             return None
         if not self._begun:
-            slices = SLICES if encoder.may_pause else 1
-            self._begin(MAX_IMAGE_TOKENS if limit is None else min(limit * slices, MAX_IMAGE_TOKENS))
-        if not encoder.may_pause:
-            limit = None
+            self._begin(MAX_IMAGE_TOKENS if limit is None else min(limit * SLICES, MAX_IMAGE_TOKENS))
         images = {each.key: each.placed.image for each in self._begun}
         if not images:
             return None
@@ -283,7 +272,7 @@ class TowerQueue:
         if limit is None:
             for each in self._begun:
                 each.ready = True  # this step encodes them before it reads them
-        elif left <= limit and not encoder.is_beside:
+        elif left <= limit:
             limit = None
         count = left if limit is None else min(limit, left)
         self._num_done += count

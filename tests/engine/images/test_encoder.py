@@ -12,7 +12,6 @@ from image_cases import GREEDY, Case, answer
 from fa_serve.engine import Engine, EngineConfig, SamplingParams
 from fa_serve.engine.images.encoder import ImageEncoder
 from fa_serve.engine.images.prompt import ImageInput
-from fa_serve.engine.runner import image_arrays
 from fa_serve.engine.runner.cuda_graphs import Shape, StepGraphs
 from fa_serve.engine.scheduler.prompt_share import PromptShare
 from fa_serve.hf.images import ImageReader
@@ -404,7 +403,6 @@ def test_prompts_that_do_not_fit_their_images(llava: Case) -> None:
 @pytest.mark.parametrize(("name", "axes"), [("llava", 1), ("qwen2_5_vl", 3)])
 def test_steps_with_images_replay_graphs(name: str, axes: int, replays: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Embeddings and positions come to fixed addresses. Another image in the same shape is another answer."""
-    monkeypatch.setattr(image_arrays, "CAPTURES_IMAGES", True)
     case = Case(name)
     engine = case.engine(prefix_caching=False)
     runner = engine._runner

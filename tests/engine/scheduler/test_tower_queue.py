@@ -34,27 +34,19 @@ PER_EMBEDDING = 5e-5
 
 
 class Towers:
-    """An encoder: embeddings are there when steps have had time for all of them.
+    """An encoder: embeddings are there when steps have had time for all of them."""
 
-    delay: steps after which the work of a step is known to have ended; 0 where a step waits for it
-    """
-
-    def __init__(self, capacity: int = 10_000, delay: int = 0, *, may_pause: bool = True) -> None:
+    def __init__(self, capacity: int = 10_000) -> None:
         self.capacity = capacity
-        self.is_beside = delay > 0
-        self.may_pause = may_pause
         self.known: dict[bytes, int] = {}
         self.held: set[bytes] = set()
         self.failed: set[bytes] = set()
         self.encoded: list[bytes] = []
-        self._delay = delay
         self._left: int | None = None
-        self._coming: list[tuple[int, list[tuple[bytes, int]]]] = []
-        self._step = 0
 
     @property
     def is_busy(self) -> bool:
-        return self._left is not None or bool(self._coming)
+        return self._left is not None
 
     def is_encoded(self, key: bytes) -> bool:
         return key in self.known
@@ -76,7 +68,6 @@ class Towers:
 
     def release_all(self) -> None:
         self._left = None
-        self._coming.clear()
         for key in [*self.held]:
             self.release(key)
 
@@ -86,8 +77,7 @@ class Towers:
                 del self.known[key]
 
     def advance(self, work: TowerWork | None) -> None:
-        self._step += 1
-        if work is not None and not self._coming:
+        if work is not None:
             images = [(image.key, image.inputs["count"]) for image in work.images if image.key not in self.known]
             if self._left is None:
                 self._left = sum(size for _, size in images)
@@ -95,10 +85,7 @@ class Towers:
             if self._left <= 0:
                 self._left = None
                 self.encoded += [key for key, _ in images]
-                wait = 0 if work.limit is None else self._delay
-                self._coming.append((self._step + wait, images))
-        if self._coming and (self._coming[0][0] <= self._step or (work is not None and work.limit is None)):
-            self.known |= dict(self._coming.pop(0)[1])
+                self.known |= dict(images)
         self.evict()
 
 
@@ -152,7 +139,7 @@ class Case:
                     assert each.image.key in self.towers.held
         size = batch.size
         seconds = DECODING * bool(size.rows) + PER_PROMPT_TOKEN * size.prompt_tokens
-        seconds += 0.0 if batch.towers is None or self.towers.is_beside else PER_EMBEDDING * batch.towers.count
+        seconds += 0.0 if batch.towers is None else PER_EMBEDDING * batch.towers.count
         self.now += seconds
         self.seconds.append(seconds)
         gained = self.scheduler.commit(batch, [1] * sum(chunk.num_samples for chunk in batch.chunks), seconds)
@@ -208,18 +195,6 @@ def test_a_step_encodes_a_bounded_number_of_embeddings(monkeypatch: pytest.Monke
     case.add("large", b"large", embeddings=1000)
     sizes = [case.step().size.image_tokens for _ in range(4)]
     assert sizes == [800, 400, 1000, 0]
-
-
-def test_towers_that_may_not_pause_encode_whole_images_in_steps_of_their_own() -> None:
-    case = Case(PromptShare(0.0075), towers=Towers(may_pause=False))
-    case.add("decodes", 20, answer=200)
-    case.step()
-    for number in range(4):
-        case.add(f"image {number}", 20, b"%016d" % number, 20)
-    sizes = [case.step().size.image_tokens for _ in range(6)]
-    assert sizes[:4] == [400, 400, 400, 400], "one in a step, because none has time for two"
-    case.run()
-    assert len(case.towers.encoded) == 4
 
 
 def test_a_block_waits_for_all_of_its_images() -> None:
@@ -401,7 +376,6 @@ PARTS = st.lists(st.integers(1, 90) | st.sampled_from([b"a", b"b", b"c", b"d"]),
 @given(
     arrivals=st.lists(st.tuples(st.integers(0, 12), PARTS, st.integers(1, 30), st.integers(0, 2)), min_size=1, max_size=9),
     capacity=st.sampled_from([0, 40, 130, 1000]),
-    delay=st.integers(0, 3),
     pages=st.integers(32, 70),
     shares=st.booleans(),
     events=st.dictionaries(st.integers(0, 60), st.sampled_from(["abort", "fail", "rollback", "forget", "give up"]), max_size=6),
@@ -409,13 +383,12 @@ PARTS = st.lists(st.integers(1, 90) | st.sampled_from([b"a", b"b", b"c", b"d"]),
 def test_every_request_ends(
     arrivals: list[tuple[int, list[int | bytes], int, int]],
     capacity: int,
-    delay: int,
     pages: int,
     shares: bool,
     events: dict[int, str],
 ) -> None:
     """Preempted, aborted, failed and rolled back, with any cache: no step reads what is not there, and nothing stays held."""
-    towers = Towers(capacity, delay)
+    towers = Towers(capacity)
     case = Case(PromptShare(0.0075) if shares else None, towers=towers, pages=pages, slots=3)
     case.checks = 1
     scheduler = case.scheduler
@@ -438,7 +411,6 @@ def test_every_request_ends(
                 scheduler.rollback(batch)
         elif event == "forget":
             towers.known.clear()
-            towers._coming.clear()
             towers._left = None
             scheduler.forget_cache()
         elif event == "give up":
