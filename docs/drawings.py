@@ -239,20 +239,6 @@ def decode() -> Drawing:
     return d
 
 
-def decode_step() -> Drawing:
-    """Three programs of a persistent kernel in two phases: compute, tell, load ahead, wait."""
-    d = Drawing(230, "One kernel for a step: programs load the weights of the next phase while they wait for its input")
-    for row, (name, first, second) in enumerate((("program 0", 190, 210), ("program 1", 230, 190), ("program 2", 170, 200))):
-        y = 40 + 50 * row
-        d.text((92, y + 20), name, anchor="end")
-        d.box((100, y), (first, 32), "q, k, v: its rows")
-        d.box((102 + first, y), (364 - first, 32), "weights ahead, wait", fill=PALE_YELLOW, edge=YELLOW, text=11)
-        d.box((468, y), (second, 32), "attention: its tasks", fill=PALE_BLUE, edge=BLUE)
-    d.line((467, 26), (467, 184), arrow=False, colour=RED, dashed=True)
-    d.text((467, 204), "the counter has reached the number of programs", colour=RED, size=11)
-    return d
-
-
 def latent() -> Drawing:
     """The Hopper kernel for latent decoding: four producer warps, one warpgroup for scores, two for the output."""
     d = Drawing(360, "Latent decoding on Hopper: a key is loaded once and used by both products")
@@ -530,7 +516,6 @@ DRAWINGS: Sequence[Callable[[], Drawing]] = (
     turns,
     overlap,
     decode,
-    decode_step,
     latent,
     backward,
     block_sparse,

@@ -215,7 +215,6 @@ def main() -> None:
     parser.add_argument("--layers", type=int, metavar="N", help="models get at most so many, to load large ones sooner")
     parser.add_argument("--tiny", action="store_true", help="the chosen shapes in tiny sizes, to try decode or profile")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="of EngineConfig, e.g. eager=true")
-    parser.add_argument("--persistent", action="store_true", help="decode, profile: layers in one kernel (STACKS_LAYERS)")
     parser.add_argument("--top", type=int, default=8, help="kernels that the profile shows")
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results")
     for name, kind in (("folder", str), ("deadline", float), ("started", float)):
@@ -224,10 +223,6 @@ def main() -> None:
     args.set = settings(args.set)
     if args.tensor_parallel == 1 and "one_gpu" in args.peers:
         parser.error("the peer one_gpu needs --tensor-parallel above 1")
-    if args.persistent:
-        from fa_serve.hf.surgery.fuse import stack
-
-        stack.STACKS_LAYERS = True
     if args.tiny:
         make_tiny()
     if args.layers is not None:

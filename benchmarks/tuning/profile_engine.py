@@ -88,7 +88,6 @@ def decode(args: argparse.Namespace) -> None:
             floor = floor_bytes(engine, batch) / bandwidth * 1e3
             rows.append(f"| {name} | {batch} | {wall:.3f} | {floor:.3f} | {wall / floor:.2f} |")
             say(rows[-1])
-            check_persistent(engine, args)
             record(f"{name} decode {batch}", wall, floor, args)
         engine.close()
         del engine
@@ -100,7 +99,6 @@ def name_of(shape: str, args: argparse.Namespace) -> str:
     """What the lines of results call a model."""
     name = shape if args.tensor_parallel == 1 else f"{shape} on {args.tensor_parallel} GPUs"
     parts = [] if args.layers is None else [f"{args.layers} layers"]
-    parts += ["persistent"] if getattr(args, "persistent", False) else []
     return ", ".join([name, *parts, *(f"{setting}={value}" for setting, value in args.set.items())])
 
 
@@ -139,19 +137,6 @@ def make_engine(shape: str, args: argparse.Namespace) -> Any:
         engine = Engine(EngineConfig(**settings | args.set), model=model)
     freeze_objects()
     return engine
-
-
-def check_persistent(engine: Any, args: argparse.Namespace) -> None:
-    """Raise if steps were to take the persistent kernel, and none has."""
-    if not getattr(args, "persistent", False):
-        return
-    from fa_serve.hf.surgery.fuse.stack import stack_of
-
-    found = stack_of(engine._runner.model)
-    if found is None:
-        raise RuntimeError("--persistent: the log of fa_serve.hf says why no layer has a stack")
-    if not found.kernel.num_calls:
-        raise RuntimeError(f"--persistent: no step took the persistent kernel: {sorted(found.said)}")
 
 
 def release() -> None:
@@ -206,7 +191,6 @@ def profile_steps(shape: str, kind: str, engine: Any, bandwidth: float, end: flo
         name = f"{kind}, batch {batch}" + (f" x {drafts} drafts" if drafts else "")
         say(f"{name}, kv {LENGTH}: {step}; {bytes_read}, ratio {step.wall / floor:.2f}")
         say(step.table(args.top))
-        check_persistent(engine, args)
         record(f"{name_of(shape, args)} {kind} {batch}", step.wall, floor, args)
 
 

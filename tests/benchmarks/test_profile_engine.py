@@ -16,12 +16,11 @@ from tiny_models import make_model
 from benchmarks.engine import engine_workloads
 from benchmarks.engine.engine_workloads import SHAPES, make_tiny, tiny_sizes
 from benchmarks.tuning import profile_engine
-from benchmarks.tuning.profile_engine import check_persistent, decode, floor_bytes, name_of, profile, weights_of_step
+from benchmarks.tuning.profile_engine import decode, floor_bytes, profile, weights_of_step
 from fa_serve.engine import Engine, EngineConfig
 from fa_serve.engine.scheduler.sequence import SequenceState
 from fa_serve.engine.speculation import drafts as speculation
 from fa_serve.engine.speculation.drafts import Speculation
-from fa_serve.hf.surgery.fuse import stack
 
 
 def test_weights_of_a_dense_model_are_all_but_the_embedding() -> None:
@@ -74,25 +73,6 @@ def test_one_command_prints_steps_beside_their_floors(monkeypatch: pytest.Monkey
     assert "qwen30a3b-w4: greedy float32 tokens of a small model of this kind are those of model.generate" in said
     assert "| qwen30a3b-w4, num_pages=256 | 1 | " in said
     assert "batch 256 is left out" in said
-
-
-def test_persistent_steps_that_take_no_kernel_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine(EngineConfig(device="cpu", num_pages=64), model=make_model("llama"))
-    check_persistent(engine, Namespace(persistent=False))
-    with pytest.raises(RuntimeError, match="no layer has a stack"):
-        check_persistent(engine, Namespace(persistent=True))
-    kernel = Namespace(num_calls=0)
-    found = Namespace(kernel=kernel, said={"the cache is float8"})
-    monkeypatch.setattr(stack, "stack_of", lambda model: found)
-    with pytest.raises(RuntimeError, match=r"no step took the persistent kernel: .*float8"):
-        check_persistent(engine, Namespace(persistent=True))
-    kernel.num_calls = 1
-    check_persistent(engine, Namespace(persistent=True))
-
-
-def test_lines_of_persistent_steps_have_names_of_their_own() -> None:
-    args = Namespace(tensor_parallel=1, layers=2, set={}, persistent=True)
-    assert name_of("llama8b", args) == "llama8b, 2 layers, persistent"
 
 
 @pytest.fixture

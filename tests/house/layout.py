@@ -75,10 +75,6 @@ TESTED_BY = {
         "tests/ops/collectives/test_one_shot_interpreted.py",
         "device functions run inside of a kernel only",
     ),
-    "fa_serve.ops.decode_step.word_heads": (
-        "tests/ops/decode_step/test_word_kernel_interpreted.py",
-        "splits of a KV head wait for each other, as the programs of the kernel do",
-    ),
     "fa_serve.ops.moe.primitives": (
         "tests/ops/moe/test_run_interpreted.py",
         "device functions run inside of a kernel only, and its other functions describe weights to these kernels",

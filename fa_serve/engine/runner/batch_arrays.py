@@ -46,8 +46,6 @@ class BatchArrays:
     images:    pieces of images in the step, and blocks: of their tokens that attend both ways
     decoding:  whether every sequence computes its last token, possibly with drafts after it, and samples
     fresh:     whether no sequence has keys in the cache from before this step
-    by_layers: whether one kernel cannot compute all layers: a sequence reads pages that another one fills in this step, or
-               layers are given features of images. It is asked of models alone whose layers one kernel may compute
     """
 
     inputs: Arrays
@@ -64,7 +62,6 @@ class BatchArrays:
     fresh: bool
     images: list[ImagePiece] = field(default_factory=list)
     blocks: list[TwoWayBlock] = field(default_factory=list)
-    by_layers: bool = False
 
     @property
     def has_groups(self) -> bool:
@@ -91,13 +88,11 @@ def batch_arrays(
     vocab_size: int,
     drafting: bool = False,
     tokens_ahead: int = 0,
-    stacked: bool = False,
 ) -> BatchArrays:
     """The arrays of one step. New pages are written into the block table.
 
     drafting: the tokens are drafts, for which there are neither penalties nor log-probabilities
     tokens_ahead: how many places later than its position a token is taken from
-    stacked:  one kernel may compute all layers of the model
     """
     chunks = batch.chunks
     input_ids = _input_ids(batch, block_table, tokens_ahead)
@@ -156,31 +151,7 @@ def batch_arrays(
         fresh=not starts.any(),
         images=images,
         blocks=_two_way_blocks(with_images),
-        by_layers=stacked and (bool(images) or _passes_pages(block_table, slots, starts, lengths, page_size)),
     )
-
-
-def _passes_pages(
-    block_table: BlockTable,
-    slots: NDArray[np.int64],
-    starts: NDArray[np.int64],
-    lengths: NDArray[np.int64],
-    page_size: int,
-) -> bool:
-    """Whether a sequence has pages below its first token of the step, into which another one writes in this step.
-
-    Sequences that share a page have it in the same column of the table. slots, starts, lengths: of the chunks
-    """
-    firsts = starts // page_size
-    lasts = (starts + lengths - 1) // page_size
-    for number in range(len(slots)):
-        columns = np.arange(firsts[number], lasts[number] + 1)
-        own = block_table.pages(slots[number], columns)
-        below = columns * page_size < starts[:, None]
-        below[number] = False
-        if (below & (block_table.pages(slots[:, None], columns) == own)).any():
-            return True
-    return False
 
 
 class _ChunkWithImages(NamedTuple):

@@ -220,8 +220,6 @@ class StepGraphs:
             groups=arrays.has_groups,
             axes=axes,
         )
-        if shape is not None and shape.kind != "prompts" and arrays.by_layers:
-            return None  # those of few tokens may have captured one kernel for all layers
         if shape is not None and self._states:
             room = num_graph_pieces(shape.batch, shape.tokens, shape.kind == "prompts")
             return shape if len(arrays.inputs["pieces"]) <= room else None

@@ -16,7 +16,6 @@ import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -60,7 +59,6 @@ from fa_serve.hf.images import StepImages
 from fa_serve.hf.lora.memory import detach_adapters
 from fa_serve.hf.surgery.fuse.fusion import cached_layers, cached_states, fuse_model, unfuse_model
 from fa_serve.hf.surgery.fuse.latent import PLAIN_TOKENS
-from fa_serve.hf.surgery.fuse.stack import stack_of
 from fa_serve.hf.surgery.quantised.linear import QuantizedLinear
 from fa_serve.launching.compilations import num_compilations
 from fa_serve.ops import StateTensors
@@ -103,7 +101,6 @@ class ModelRunner:
         self.page_size = config.page_size
         self.eager = config.eager or self.device.type != "cuda"
         self.fuses = config.fuses
-        self._stacked = False
         unfuse_model(model)
         detach_adapters(model)
         self.adapters: AdapterStore | None = None
@@ -150,7 +147,6 @@ class ModelRunner:
     def fuse(self) -> int:
         """Fuse layers, routers and shared experts of the model where that is possible. Returns how many layers are fused."""
         fused = fuse_model(self.model, deterministic=self._deterministic)
-        self._stacked = stack_of(self.model) is not None
         self.layers = cached_layers(self.model, self.layers)
         self.state_memory = replace(self.state_memory, specs=cached_states(self.model, self.state_memory.specs))
         if "descales" in self._options and any(layer.values_in_keys for layer in self.layers.values()):
@@ -285,9 +281,9 @@ class ModelRunner:
         if self.adapters is not None:  # all tokens have the adapter of slot 0, which has no ranks yet
             adapters = StepAdapters(np.zeros(step.num_tokens, dtype=np.int64), False, ())
             variants.append(arrays | lora_arrays(adapters, np.zeros(0, np.int64), queries))
-        for fields, by_layers in product(variants, (False, True)[: 1 + (self._stacked and step.fits_one_kernel)]):
+        for fields in variants:
             inputs = self._inputs(send(fields, self.device), queries, step.keys, fresh=step.fresh)
-            paged = replace(inputs.paged, blocks=step.blocks, by_layers=by_layers)
+            paged = replace(inputs.paged, blocks=step.blocks)
             self._forward(replace(inputs, paged=paged))
 
     def _sample_empty(self, variant: SamplingVariant) -> None:
@@ -319,7 +315,6 @@ class ModelRunner:
             vocab_size=self.vocab_size,
             drafting=self._drafting,
             tokens_ahead=self.tokens_ahead,
-            stacked=self._stacked,
         )
         if self.states:
             arrays.inputs.update(state_arrays(batch))
@@ -396,8 +391,8 @@ class ModelRunner:
             sent = send(arrays.inputs | others, self.device)
         self._block_table.apply(sent)
         inputs = shape or self._inputs(sent, queries, arrays.max_seqlen_k, fresh=arrays.fresh, adapters=adapters)
-        if isinstance(inputs, Inputs) and (images is not None or arrays.blocks or arrays.by_layers):
-            paged = replace(inputs.paged, blocks=arrays.blocks, by_layers=arrays.by_layers)
+        if isinstance(inputs, Inputs) and (images is not None or arrays.blocks):
+            paged = replace(inputs.paged, blocks=arrays.blocks)
             inputs = replace(inputs, images=images, paged=paged)
         return self._prepared(inputs, arrays.sampling, sent)
 

@@ -31,7 +31,6 @@ from fa_serve.engine.scheduler.scheduled_batch import Chunk, ScheduledBatch
 from fa_serve.engine.scheduler.sequence import SequenceState
 from fa_serve.engine.speculation.drafts import draft_limit
 from fa_serve.hf import TwoWayBlock
-from fa_serve.ops.decode_step.layout import MOST_STEP_TOKENS
 
 FEW_QUERIES = 16
 """Up to so many queries of a sequence, attention chooses its tiles by the number of queries (fa_serve.spec.FEW_QUERIES)."""
@@ -70,11 +69,6 @@ class EmptyStep(NamedTuple):
     @property
     def num_tokens(self) -> int:
         return self.batch + self.num_long * (self.queries - 1)
-
-    @property
-    def fits_one_kernel(self) -> bool:
-        """Whether one kernel may compute all layers, so that a step which it refuses has others."""
-        return self.num_tokens <= MOST_STEP_TOKENS
 
     @property
     def blocks(self) -> list[TwoWayBlock]:

@@ -69,7 +69,6 @@ class PagedBatch:
     states:     answers for the recurrences of the model; None for a model without
     blocks:     tokens that attend to each other both ways, whose last tokens are all in this step
     common:     sequences that share leading pages, which layers that see all keys read once; None if none do
-    by_layers:  no kernel computes several layers of this step: see `BatchArrays.by_layers`
     lse:        (num_heads, total), gets what `attention_paged` returns as lse, for a backward pass; None: nobody needs it
     """
 
@@ -88,7 +87,6 @@ class PagedBatch:
     states: PagedStates | None = None
     blocks: Sequence[TwoWayBlock] = ()
     common: CommonPrefixes | None = None
-    by_layers: bool = False
     lse: Tensor | None = None
 
     def attend(self, call: LayerCall) -> Tensor:

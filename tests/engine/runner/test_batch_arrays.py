@@ -21,12 +21,12 @@ def make_sequence(name: str, prompt: list[int], slot: int, pages: list[int], **p
     return sequence
 
 
-def make_arrays(*chunks: Chunk, stacked: bool = False) -> BatchArrays:
+def make_arrays(*chunks: Chunk) -> BatchArrays:
     batch = ScheduledBatch()
     for chunk in chunks:
         batch.append(chunk)
     table = BlockTable(4, 5, torch.device("cpu"))
-    return batch_arrays(batch, table, page_size=4, vocab_size=100, stacked=stacked)
+    return batch_arrays(batch, table, page_size=4, vocab_size=100)
 
 
 def test_a_chunk_of_a_prompt_beside_a_decoding_sequence() -> None:
@@ -64,11 +64,9 @@ def test_steps_after_a_prompt_with_images_are_those_that_graphs_run() -> None:
     sequence.start(0, [2, 3], num_shared=0, page_size=4)
     prompt = make_arrays(Chunk(sequence, 0, 0, 4, 1))
     assert not prompt.is_plain
-    assert make_arrays(Chunk(sequence, 0, 0, 4, 1), stacked=True).by_layers, "layers may be given features of the image"
     assert prompt.inputs["position_ids"].tolist() == positions.tolist()
     assert [(piece.first, list(piece.rows)) for piece in prompt.images] == [(0, [1, 2])]
-    text = make_arrays(Chunk(sequence, 0, 3, 1, 1), stacked=True)
-    assert not text.by_layers
+    text = make_arrays(Chunk(sequence, 0, 3, 1, 1))
     assert text.is_plain, "the axes of what follows the image are equal"
     assert text.inputs["position_ids"].tolist() == [2]
     sequence.advance(4, samples=True)
@@ -84,23 +82,6 @@ def test_what_counts_as_decoding_and_as_fresh() -> None:
     assert not make_arrays(Chunk(sequence, 0, 1, 1, 0)).decoding, "a chunk of one token samples nothing"
     assert make_arrays(Chunk(sequence, 0, 0, 3, 1)).fresh
     assert not make_arrays(Chunk(sequence, 0, 1, 2, 1)).fresh
-
-
-def test_a_step_that_fills_a_page_which_another_sequence_reads_is_computed_layer_by_layer() -> None:
-    first = make_sequence("a", [1, 2, 3, 4, 5], slot=1, pages=[9, 7])
-    second = make_sequence("b", [1, 2, 3, 4, 5], slot=0, pages=[9, 8])
-    prompt = Chunk(first, 1, 0, 5, 1)
-    end = Chunk(second, 0, 4, 1, 1)
-    assert make_arrays(prompt, end, stacked=True).by_layers
-    assert make_arrays(end, prompt, stacked=True).by_layers
-    assert not make_arrays(prompt, end).by_layers, "nothing asks for it unless layers may be computed by one kernel"
-    assert not make_arrays(prompt, stacked=True).by_layers
-    assert not make_arrays(Chunk(first, 1, 4, 1, 1), end, stacked=True).by_layers, "the page has been filled before"
-    last = make_arrays(Chunk(first, 1, 3, 1, 1), end, stacked=True)
-    assert last.decoding, "the end of a prompt looks like decoding if it is one token"
-    assert last.by_layers
-    third = make_sequence("c", [1, 2, 3, 4, 5], slot=2, pages=[3, 4])
-    assert not make_arrays(prompt, Chunk(third, 2, 4, 1, 1), stacked=True).by_layers, "it shares nothing"
 
 
 def test_names_and_dtypes_are_those_of_the_graphs() -> None:

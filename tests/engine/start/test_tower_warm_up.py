@@ -23,7 +23,7 @@ from fa_serve.engine import Engine, EngineConfig, SamplingParams
 from fa_serve.engine.images.prompt import ImageInput
 from fa_serve.engine.start import start_up, tower_warm_up
 from fa_serve.engine.start.tower_warm_up import SIDES, find_process, tower_calls
-from fa_serve.engine.start.warm_up import EmptyStep, powers_of_two
+from fa_serve.engine.start.warm_up import powers_of_two
 from fa_serve.hf.images import ImageReader
 from fa_serve.launching.compilations import Compilers, run_compiled
 from fa_serve.launching.launch import NotCompiledError
@@ -214,22 +214,3 @@ def test_how_images_are_joined_is_found_out_once_the_kernels_exist(monkeypatch: 
     monkeypatch.setattr(reader, "_encode_joined", encode_joined)
     assert run_compiled([lambda: reader.encode_all(images)], Compilers()) == []
     assert reader._joined_dim == 0
-
-
-def test_small_steps_run_layer_by_layer_as_well_where_one_kernel_computes_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps with images, and those that read what another sequence writes, are refused by that kernel."""
-    runner = make("llava")._runner
-    seen: list[tuple[int, bool]] = []
-    forward = runner._forward
-
-    def note(inputs: Any) -> Any:
-        seen.append((len(inputs.input_ids), inputs.paged.by_layers))
-        return forward(inputs)
-
-    monkeypatch.setattr(runner, "_forward", note)
-    for stacked, expected in ((False, [(8, False), (9, False)]), (True, [(8, False), (8, True), (9, False)])):
-        seen.clear()
-        runner._stacked = stacked
-        for tokens in (8, 9):
-            runner.run_warm_up(EmptyStep(1, tokens, 16))
-        assert seen == expected

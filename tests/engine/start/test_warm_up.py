@@ -23,7 +23,6 @@ from fa_serve.engine.start.warm_up import (
     powers_of_two,
     sampling_variants,
 )
-from fa_serve.ops.decode_step.layout import MOST_STEP_TOKENS, StepLayout, StepShape, layout_of
 from fa_serve.ops.products.problem import Product
 from fa_serve.ops.products.table import select_kernel
 
@@ -42,19 +41,6 @@ def decoding(batch: int, queries: int, keys: int, heads: tuple[int, int, int], i
     width = triton_tiles.batch_block(batch) if tiles.balanced else 1
     shape = (tiles.block_m, tiles.block_n, tiles.num_warps, tiles.num_stages, tiles.registers)
     return (*shape, tiles.balanced, width, combine, queries > 1)
-
-
-@pytest.mark.parametrize("groups", [1, 2, 3, 5, 7, 8, 12])
-def test_the_plan_meets_every_variant_of_the_persistent_kernel(groups: int) -> None:
-    shape = StepShape(512, 1024, 2 * groups, 2, 64, 64, head_norms=False, qkv_bias=False, itemsize=2)
-
-    def variant(tokens: int, queries: int) -> StepLayout:
-        return layout_of(shape, programs=132, arch=90, tokens=tokens, max_seqlen_q=queries, page_size=16, kind=0)
-
-    steps = [s for s in empty_steps(**LIMITS) if s.num_tokens <= MOST_STEP_TOKENS and not s.fresh]
-    met = {variant(s.num_tokens, s.queries) for s in steps}
-    sizes = [(tokens, queries) for tokens in range(1, MOST_STEP_TOKENS + 1) for queries in range(1, tokens + 1)]
-    assert met == {variant(*size) for size in sizes}
 
 
 HEADS = [(32, 8, 128), (64, 8, 128), (16, 8, 64), (40, 8, 128), (28, 4, 128), (8, 1, 256), (12, 12, 64)]

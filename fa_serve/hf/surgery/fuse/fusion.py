@@ -40,7 +40,6 @@ from fa_serve.hf.surgery.fuse.layer import FusedAttention, FusedLayer, LayerStep
 from fa_serve.hf.surgery.fuse.mixers import DeltaMixer, MixerCall, StateStep, build_mixer, find_mixer
 from fa_serve.hf.surgery.fuse.parts import FusedProduct, gated_unit, norm_of, product_of
 from fa_serve.hf.surgery.fuse.router import FusedRouter, fuse_routers
-from fa_serve.hf.surgery.fuse.stack import stack_layers
 from fa_serve.hf.surgery.fuse.unit import FusedUnit, fuse_units
 from fa_serve.hf.surgery.latent_keys import seat_latent_keys, unseat_latent_keys
 from fa_serve.hf.surgery.proof import (
@@ -86,7 +85,6 @@ def fuse_model(model: PreTrainedModel, *, deterministic: bool = False) -> int:
     layers = [module for module in model.modules() if isinstance(vars(module).get("forward"), FusedLayer)]
     if not deterministic:
         seat_latent_keys(module for module in model.modules() if module not in layers)
-        stack_layers(model, layers)
     # a call that records gradients runs the code of routers and experts, so that what exact forwards compute is in fused layers
     mixtures = nn.ModuleList(layers) if deterministic else model
     fuse_routers(mixtures, live=deterministic)

@@ -64,15 +64,6 @@ class TrainsLayers(Protocol):
         ...
 
 
-class ComputesStack(Protocol):
-    """Computes all layers of a model at once, in the call of the first one (stack.py)."""
-
-    def compute(self, layer: FusedLayer, x: Tensor, batch: PagedBatch, step: LayerStep) -> Tensor | None:
-        """What a layer returns: the output of all layers, in the call of the first one, or else x, which is that output
-        already. None if each layer computes this step by itself."""
-        ...
-
-
 Tables = Literal["twice", "once"]
 """How often rows of cos and sin have each angle: transformers repeats them for both halves of a head, except in gpt-oss."""
 
@@ -203,7 +194,6 @@ class FusedLayer:
     gate_up:    the merged projection; gate_up and down are None for an MLP that is not a gated unit
     activation: of the gated unit
     multiplier: what each part is multiplied by before it is added to the residual stream
-    stack:      computes steps of few tokens, all layers at once; None if each layer computes all steps
     """
 
     original: Callable[..., Any]
@@ -220,7 +210,6 @@ class FusedLayer:
     activation: str
     mlp: nn.Module
     multiplier: float
-    stack: ComputesStack | None = None
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         batch = kwargs.get("fa_serve_batch")
@@ -231,8 +220,7 @@ class FusedLayer:
         if self.index is None:
             return self.compute(hidden_states[0], StateStep(state_cache(kwargs).states, kwargs))[None]
         step = self.step(batch, self.index, *cos_and_sin(kwargs["position_embeddings"]))
-        whole = None if self.stack is None else self.stack.compute(self, hidden_states[0], batch, step)
-        return (self.compute(hidden_states[0], step) if whole is None else whole)[None]
+        return self.compute(hidden_states[0], step)[None]
 
     def step(self, batch: PagedBatch, index: int, cos: Tensor, sin: Tensor) -> LayerStep:
         """What a step tells the attention of this layer. index: of the layer; cos, sin: (total, dims)"""
