@@ -151,7 +151,6 @@ def record(rates: dict[str, dict[str, float]], args: argparse.Namespace) -> list
             peers = {name: value for name, value in values.items() if name != "fa_serve"}
             name = case if args.requests is None else f"{case} of {args.requests}"
             results.add(name, "s" if case.endswith("startup") else "tok/s", values["fa_serve"], peers)
-    results.merge()
     return results.lines
 
 

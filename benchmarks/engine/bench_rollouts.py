@@ -95,27 +95,26 @@ def measure_engine(results: Results, shape: str, model: Any, tiny: bool, peers: 
 
     engine.update()
     seconds = steady_seconds(roll_out, lambda: late_work(engine), budget=SECONDS)
-    results.add(f"{shape} rollouts", "answers/s", work.prompts * work.samples / seconds, beside("rollouts"))
-    results.merge()  # what is measured is kept, whatever comes
+    results.show(f"{shape} rollouts", "answers/s", work.prompts * work.samples / seconds, beside("rollouts"))
     step_in_place(model)
     before = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    results.add(f"{shape} update", "ms", one_call(engine.update) * 1e3, beside("update"))
+    results.show(f"{shape} update", "ms", one_call(engine.update) * 1e3, beside("update"))
     if torch.cuda.is_available():
-        results.add(f"{shape} update memory", "bytes", torch.cuda.max_memory_allocated() - before, {})
+        results.show(f"{shape} update memory", "bytes", torch.cuda.max_memory_allocated() - before, {})
 
     again = []
     for _ in range(5):
         step_in_place(model)
         again.append(one_call(engine.update) * 1e3)
-    results.add(f"{shape} update again", "ms", statistics.median(again), {})
+    results.show(f"{shape} update again", "ms", statistics.median(again), {})
 
     def nap() -> None:
         engine.sleep()
         engine.wake_up()
 
-    results.add(f"{shape} sleep", "ms", steady_seconds(nap) * 1e3, {})
+    results.show(f"{shape} sleep", "ms", steady_seconds(nap) * 1e3, {})
     engine.close()
 
 
@@ -195,8 +194,7 @@ def measure_exact(results: Results, shape: str, model: Any, tiny: bool) -> None:
             raise RuntimeError("each training step has compiled something")
         found = {name: statistics.median(each) for name, each in times.items()}
         case = f"{shape} exact" if batch == 1 else f"{shape} exact {batch}"
-        results.add(case, "ms", found["exact"], {"plain": found["plain"]})
-        results.merge()
+        results.show(case, "ms", found["exact"], {"plain": found["plain"]})
     model.zero_grad(set_to_none=True)
 
 
@@ -232,12 +230,8 @@ def main() -> None:
         model.set_attn_implementation("fa_serve")
         if "rollouts" in options.parts:
             measure_engine(results, shape, model, options.tiny, peers)
-            results.merge()
         if "exact" in options.parts:
             measure_exact(results, shape, model, options.tiny)
-    for line in results.lines:
-        print(f"{line['case']}: {line['ours']} {line['unit']}, peers {line['peers']}")
-    results.merge()
 
 
 if __name__ == "__main__":

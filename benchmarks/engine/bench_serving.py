@@ -137,7 +137,6 @@ def record(found: dict[str, dict[str, float]], args: argparse.Namespace) -> None
         if "fa_serve" in values:
             unit = next((unit for word, unit in UNITS.items() if word in case), "ms")
             results.add(case, unit, values["fa_serve"], {name: value for name, value in values.items() if name != "fa_serve"})
-    results.merge()
     results.summarise()
 
 

@@ -85,8 +85,6 @@ def write_rates(answers: dict[tuple[str, str], dict[str, Any]], args: argparse.N
         ratio = results.add(f"{args.shape} {case}", "tok/s", rate, known)
         others = "  ".join(f"{name} {value:.5g}" for name, value in known.items())
         lines.append(f"{case:<8}{rate:12.5g}  {others}  ratio {ratio:.3f}")
-    if lines:
-        results.merge()
     return lines
 
 

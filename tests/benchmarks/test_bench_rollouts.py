@@ -16,24 +16,26 @@ def test_rollouts_have_a_line_for_each_part(tmp_path: Path) -> None:
     results = Results("rollouts", tmp_path)
     model = make_model("tiny", "cpu", dtype="float32")
     model.set_attn_implementation("fa_serve")
-    bench_rollouts.measure_engine(results, "tiny", model, tiny=True)
+    bench_rollouts.measure_engine(results, "tiny", model, tiny=True, peers={"rollouts": 2.0})
     bench_rollouts.measure_exact(results, "tiny", model, tiny=True)
     assert [line["case"] for line in results.lines] == [
         "tiny rollouts",
         "tiny update",
+        "tiny update again",
         "tiny sleep",
         "tiny exact",
         "tiny exact 8",
     ]
     assert all(line["ours"] > 0 for line in results.lines)
+    assert results.lines[0]["peers"] == {"vLLM": 2.0}
     assert {line["bench"] for line in results.lines} == {"rollouts"}
 
 
-def test_an_answer_that_depends_on_the_batch_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_depends_on_the_batch_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_deterministic, "PROMPTS", (8,))
     monkeypatch.setattr(bench_deterministic.Engine, "__init__", _usual(bench_deterministic.Engine.__init__))
     with pytest.raises(AssertionError, match="an answer depends on the batch"):
-        bench_deterministic.measure("tiny", "cpu", tiny=True)
+        bench_deterministic.measure(Results("deterministic", tmp_path), "tiny", "cpu", tiny=True)
 
 
 def _usual(make):
