@@ -25,7 +25,6 @@ import json
 import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 from functools import partial
@@ -35,6 +34,7 @@ from typing import Any, NamedTuple
 import torch
 
 import fa_serve
+from benchmarks.child_process import Log, answers
 from benchmarks.engine.bench_serving import peer_environment
 from benchmarks.engine.engine_workloads import SHAPES, make_folder, make_model, say
 from benchmarks.measure import Results
@@ -133,11 +133,11 @@ for asked in given["prompts"]:
     begin = time.perf_counter()
     llm.generate([{"prompt_token_ids": each} for each in asked], params, use_tqdm=False)
     seconds.append(time.perf_counter() - begin)
-print("SECONDS " + json.dumps(min(seconds[1:])), flush=True)
+print("@ " + json.dumps(["rollouts", min(seconds[1:])]), flush=True)
 begin = time.perf_counter()
 llm.collective_rpc("reload_weights")
 llm.reset_prefix_cache()
-print("UPDATE " + json.dumps(time.perf_counter() - begin), flush=True)
+print("@ " + json.dumps(["update", time.perf_counter() - begin]), flush=True)
 """
 
 
@@ -159,12 +159,12 @@ def measure_vllm(shape: str, options: argparse.Namespace) -> dict[str, float]:
         given_file = Path(folder) / "given.json"
         given_file.write_text(json.dumps(given))
         command = [sys.executable, "-c", VLLM, str(given_file)]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=600)
-    found = dict(line.split(" ", 1) for line in done.stdout.splitlines() if line.startswith(("SECONDS ", "UPDATE ")))
-    if len(found) < 2:
-        say(f"vLLM has not done all: {done.stderr[-3000:]}")
-    rates = {"rollouts": work.prompts * work.samples / float(found["SECONDS"])} if "SECONDS" in found else {}
-    return rates | ({"update": 1e3 * float(found["UPDATE"])} if "UPDATE" in found else {})
+        log = Log(options.out / f"peer_vllm_{shape}.log")
+        seconds: dict[str, float] = dict(answers(command, env, 600.0, log))
+    if len(seconds) < 2:
+        say(f"vLLM has not done all:\n{log.report()}")
+    rates = {"rollouts": work.prompts * work.samples / seconds["rollouts"]} if "rollouts" in seconds else {}
+    return rates | ({"update": 1e3 * seconds["update"]} if "update" in seconds else {})
 
 
 def measure_exact(results: Results, shape: str, model: Any, tiny: bool) -> None:
