@@ -242,11 +242,18 @@ def commit_of(tree: Path) -> str:
 
 
 class Results:
-    """Collects lines. `write` replaces the file of this bench, so that only its last run counts."""
+    """The lines of a run. Each is in the file of its bench as soon as it is added, so that a run that is cut off keeps what it
+    has measured, and a run may measure a part: the file keeps the lines of other cases. `write`, at the end of a whole run,
+    drops them.
+    """
 
-    def __init__(self, bench: str, folder: Path, **versions: str) -> None:
-        """`versions` are added to each line, beside those of torch and Triton, and replace the commit if they name one."""
+    def __init__(self, bench: str, folder: Path, *, kept: bool = True, **versions: str) -> None:
+        """kept: whether lines go to the file; without it they are only collected, as where a script is tried on a CPU
+
+        `versions` are added to each line, beside those of torch and Triton, and replace the commit if they name one.
+        """
         self.bench = bench
+        self.kept = kept
         self.path = folder / f"{bench}.jsonl"
         self.lines: list[dict[str, Any]] = []
         self.machine = {
@@ -258,7 +265,10 @@ class Results:
         }
 
     def add(self, case: str, unit: str, ours: float, peers: dict[str, float]) -> float:
-        """Add a line; the unit says whether more is better. Returns the ratio of ours to the best peer, NaN without a peer."""
+        """Add a line, in place of an earlier one of the same case. Returns the ratio of ours to the best peer, NaN without one.
+
+        unit: says whether more is better
+        """
         ratio = min((_ratio({"unit": unit, "ours": ours}, theirs) for theirs in peers.values()), default=float("nan"))
         line = {
             "bench": self.bench,
@@ -268,11 +278,18 @@ class Results:
             "peers": {name: float(f"{value:.5g}") for name, value in peers.items()},
             "ratio": round(ratio, 3) if peers else None,
         }
-        self.lines.append(line | self.machine)
+        self.lines = [each for each in self.lines if each["case"] != case] + [line | self.machine]
+        if self.kept:
+            self._merge()
         return ratio
 
-    def merge(self) -> None:
-        """Write the lines, and keep those of cases that have not been measured, so that a run may measure a part."""
+    def show(self, case: str, unit: str, ours: float, peers: dict[str, float]) -> None:
+        """Add a line, and print it."""
+        ratio = self.add(case, unit, ours, peers)
+        beside = "".join(f", {name} {value:.5g}" for name, value in peers.items())
+        print(f"{case}: {ours:.5g} {unit}{beside}" + (f", ratio {ratio:.3f}" if peers else ""), flush=True)
+
+    def _merge(self) -> None:
         measured = {line["case"] for line in self.lines}
         earlier = map(json.loads, self.path.read_text().splitlines()) if self.path.exists() else ()
         lines = [line for line in earlier if line["case"] not in measured] + self.lines

@@ -164,7 +164,7 @@ def measure_layer(results: Results, cases: Sequence[Case], device: str) -> None:
                     attend(batch, q, layer)
 
             taken.append(graph_microseconds(call, calls=1) / LAYERS)
-        results.add(case.name, "us", taken[0], {"each": taken[1]})
+        results.show(case.name, "us", taken[0], {"each": taken[1]})
         free(device)
 
 
@@ -191,7 +191,7 @@ def measure_engine(results: Results, shape: str, model: Any, device: str, sizes:
         f"{sizes.requests} over {sizes.prefix}": (behind, greedy),
         f"{sizes.prompts} of {sizes.length}, n = 4": (prompts, drawn),
     }
-    rates: dict[str, list[float]] = {name: [] for name in works}
+    rates: dict[str, float] = {}  # with cascade_attention
     tokens: list[list[list[int]]] = []
     for cascade in (True, False):
         engine = make_engine(model, device, sizes, cascade)
@@ -206,7 +206,10 @@ def measure_engine(results: Results, shape: str, model: Any, device: str, sizes:
                 print(f"{shape} {name}, cascade_attention {cascade}, run {run}: {taken:.3f} s", flush=True)
                 if run >= WARM_RUNS:
                     found.append(sum(len(output.token_ids) for output in outputs) / taken)
-            rates[name].append(max(found))
+            if cascade:
+                rates[name] = max(found)
+            else:
+                results.show(f"{shape} {name}", "tokens/s", rates[name], {"each": max(found)})
             if params is greedy:
                 tokens.append([output.token_ids for output in outputs])
         graphs = engine._runner._graphs
@@ -216,8 +219,6 @@ def measure_engine(results: Results, shape: str, model: Any, device: str, sizes:
         free(device)
     same = sum(a == b for x, y in zip(*tokens, strict=True) for a, b in zip(x, y, strict=True))
     print(f"{shape}: {same} of {sizes.requests * sizes.answer} greedy tokens are those without cascade_attention", flush=True)
-    for name, (ours, each) in rates.items():
-        results.add(f"{shape} {name}", "tokens/s", ours, {"each": each})
 
 
 def make_engine(model: Any, device: str, sizes: Sizes, cascade: bool) -> Engine:
@@ -260,9 +261,6 @@ def main() -> None:
     for shape in options.shapes.split(",") if "engine" in parts else ():
         model = make_model(shape, options.device, dtype=torch.float32 if options.tiny else torch.bfloat16)
         measure_engine(results, shape, model, options.device, Sizes(options.tiny))
-    for line in results.lines:
-        print(f"bench: cascade {line['case']}: {line['ours']} {line['unit']}, peers {line['peers']}, ratio {line['ratio']}")
-    results.merge()
 
 
 if __name__ == "__main__":

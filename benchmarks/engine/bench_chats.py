@@ -135,18 +135,16 @@ def measure(results: Results, shape: str, model: Any, options: argparse.Namespac
     with opened(model, options, sizes, True) as engine:
         run_chats(engine, sizes, 0)  # compiles, and captures graphs
         cached = run_chats(engine, sizes, 1)
+        if min(cached.hit_rates) == 0:
+            raise RuntimeError(f"{shape}: a turn has found nothing in the prefix cache")
+        results.show(f"{shape} hit rate", "part", min(cached.hit_rates), {})
+        results.show(f"{shape} computed", "tokens a prompt", statistics.mean(cached.computed), {})
         with_cache = fresh_seconds(engine, sizes)
     with opened(model, options, sizes, False) as engine:
         firsts = [first_token(engine, random_ids(draw, last, engine.vocab_size)) for _ in range(sizes.asked + 2)][2:]
-        without = fresh_seconds(engine, sizes)
-    if min(cached.hit_rates) == 0:
-        raise RuntimeError(f"{shape}: a turn has found nothing in the prefix cache")
-    results.add(f"{shape} hit rate", "part", min(cached.hit_rates), {})
-    results.add(f"{shape} computed", "tokens a prompt", statistics.mean(cached.computed), {})
-    computed = statistics.median(firsts) * 1e3
-    results.add(f"{shape} first", "ms", statistics.median(cached.firsts) * 1e3, {"no cache": computed})
-    results.add(f"{shape} no hits", "s", with_cache, {"no cache": without})
-    results.merge()
+        computed = statistics.median(firsts) * 1e3
+        results.show(f"{shape} first", "ms", statistics.median(cached.firsts) * 1e3, {"no cache": computed})
+        results.show(f"{shape} no hits", "s", with_cache, {"no cache": fresh_seconds(engine, sizes)})
 
 
 def main() -> None:
@@ -165,8 +163,6 @@ def main() -> None:
         model = make_model(shape, options.device, dtype=torch.float32 if options.device == "cpu" else torch.bfloat16)
         measure(results, shape, model, options, sizes)
         del model
-    for line in results.lines:
-        print(f"{line['case']}: {line['ours']} {line['unit']}, peers {line['peers']}, ratio {line['ratio']}")
 
 
 if __name__ == "__main__":

@@ -57,13 +57,21 @@ def require_equal_bits(engine: Engine, prompts: list[list[int]]) -> None:
     assert bits(prompts[:1]) == bits(prompts), "an answer depends on the batch"
 
 
-def measure(shape: str, device: str, tiny: bool, cells: str = "") -> dict[str, tuple[float, float]]:
-    """By case, the rates (deterministic, usual). cells: parts of names, separated by commas; empty: all"""
+def measure(results: Results, shape: str, device: str, tiny: bool, cells: str = "") -> None:
+    """A line for each case. cells: parts of names, separated by commas; empty: all"""
     wanted = Cells(cells, math.inf)
     batches = BATCHES[:2] if tiny else BATCHES
     lengths = (16, 48) if tiny else PROMPTS
     new = 8 if tiny else 128
-    rates: dict[str, list[float]] = {}
+    rates: dict[str, float] = {}  # in deterministic mode
+
+    def note(case: str, found: float) -> None:
+        if case in rates:
+            results.show(case, "tokens/s", rates[case], {"usual": found})
+        else:
+            rates[case] = found
+            print(f"{case}: {found:.5g} tokens/s in deterministic mode", flush=True)
+
     for deterministic in (True, False):
         dtype = torch.float32 if tiny else torch.bfloat16
         model = make_model(shape, device, dtype=dtype)
@@ -77,17 +85,16 @@ def measure(shape: str, device: str, tiny: bool, cells: str = "") -> dict[str, t
         for batch in batches:
             case = f"{shape} decode {batch}"
             if wanted.takes(case):
-                rates.setdefault(case, []).append(rate(engine, draw_prompts(batch, 16, engine.vocab_size), new, new))
+                note(case, rate(engine, draw_prompts(batch, 16, engine.vocab_size), new, new))
         for length in lengths:
             case = f"{shape} prompt {length}"
             if wanted.takes(case):
                 prompts = draw_prompts(2 if tiny else 16, length, engine.vocab_size)
-                rates.setdefault(case, []).append(rate(engine, prompts, 1, length))
+                note(case, rate(engine, prompts, 1, length))
         engine.close()
         del engine, model
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-    return {case: (found[0], found[1]) for case, found in rates.items()}
 
 
 def main() -> None:
@@ -102,10 +109,7 @@ def main() -> None:
     tiles.CHOOSES_BY_ROWS &= not options.one_tile
     results = Results("deterministic", options.out)
     for shape in options.shapes.split(","):
-        for case, (deterministic, usual) in measure(shape, options.device, options.tiny, options.cells).items():
-            ratio = results.add(case, "tokens/s", deterministic, {"usual": usual})
-            print(f"{case}: {deterministic:.0f} of {usual:.0f} tokens/s, {ratio:.2f}")
-    results.merge()
+        measure(results, shape, options.device, options.tiny, options.cells)
 
 
 if __name__ == "__main__":

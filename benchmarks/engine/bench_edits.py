@@ -167,12 +167,10 @@ def compare(folder: str, asked: Sequence[Edit], size: Size, args: argparse.Names
     right = sum(each.text == edit.answer for each, edit in zip(done, asked, strict=True))
     say(f"{right} of {len(asked)} answers are the right file")
     say(f"of {drafted.num_draft_tokens} drafts {sum(drafted.accepted_at)} are right")
-    results = Results("edits", args.out)
+    results = Results("edits", args.out, kept=args.device == "cuda")
     for count in AT_ONCE:
         ratio = results.add(f"{args.size} {count} at once", "tok/s", rates[count], {"plain": plain[count]})
         say(f"{count} at once: {rates[count]:.0f} tokens/s, without prompt lookup {plain[count]:.0f}, ratio {ratio:.2f}")
-    if args.device == "cuda":
-        results.merge()
 
 
 def main() -> None:

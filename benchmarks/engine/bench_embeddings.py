@@ -323,7 +323,6 @@ def main() -> None:
                 offline(args, shape, made, results, cells)
             if not args.no_http:
                 over_http(args, shape, made, results, cells)
-            results.merge()
     results.summarise()
 
 

@@ -42,12 +42,11 @@ import os
 import sys
 import tempfile
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.child_process import LOG_LINES, answers
+from benchmarks.child_process import Log, answers
 from benchmarks.engine.engine_runs import PARTS
 from benchmarks.engine.engine_workloads import HEADS, SHAPES, SPECULATING, WORKLOADS, cut_layers, make_tiny, say
 from benchmarks.tuning.profile_engine import decode, profile
@@ -131,14 +130,14 @@ def child(
         *(f"--{name}={value}" for name, value in options.items() if value not in ("", None)),
     ]
     command += [f"--set={name}={json.dumps(value)}" for name, value in args.set.items()]
-    log: deque[str] = deque(maxlen=LOG_LINES)
+    log = Log(args.out / f"peer_{engine}_{shape}.log" if engine in PEERS else None)
     for name, value, note in answers(command, env, deadline - time.time(), log):
         if value is not None:
             yield name, value
         if name == "done":
             return  # all that it would still do is end
         say(f"  {engine:<15}{name:<14}{'' if value is None else f'{value:10.5g}'}  {note}")
-    say(f"  {engine:<15}not finished:\n" + "".join(log))
+    say(f"  {engine:<15}not finished:\n{log.report()}")
 
 
 def record(rates: dict[str, dict[str, float]], args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -151,7 +150,6 @@ def record(rates: dict[str, dict[str, float]], args: argparse.Namespace) -> list
             peers = {name: value for name, value in values.items() if name != "fa_serve"}
             name = case if args.requests is None else f"{case} of {args.requests}"
             results.add(name, "s" if case.endswith("startup") else "tok/s", values["fa_serve"], peers)
-    results.merge()
     return results.lines
 
 

@@ -106,8 +106,6 @@ def main() -> None:
     options = parser.parse_args()
     results = Results("grpo", options.out)
     measure(results, ["--steps", str(options.steps), "--samples", str(options.samples)])
-    results.path.parent.mkdir(parents=True, exist_ok=True)
-    results.merge()
     options.figure.write_text(figure(results.lines))
 
 

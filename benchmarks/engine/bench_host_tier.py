@@ -1,6 +1,6 @@
 """What a host tier of the KV cache gives, and what it costs: copies, first tokens, and steps without hits.
 
-    python -m benchmarks.engine.bench_host_tier                        # 0.6B and 8B on one GPU, a minute
+    python -m benchmarks.engine.bench_host_tier --shapes qwen06        # on one GPU, a minute; of llama8b 100 s
     python -m benchmarks.engine.bench_host_tier --shapes tiny --device cpu --tiny      # to try the script
 
 to device: GB/s of pages that come back, whole pages of all layers; the peer is one copy of as many bytes between pinned memory
@@ -10,7 +10,7 @@ first:     milliseconds to the first token of a prompt of 16,000 tokens whose pa
            "device" has its pages in the prefix cache
 no hits:   seconds of prompts that fill a small cache again and again, none of which comes back, so that every page is copied;
            the peer has no tier. "room" is the same with a cache from which nothing is evicted
-pinned:    GiB/s of memory that is pinned while the engine runs
+pinned:    GiB/s at which a thread pins memory
 
 Before anything is timed, the tokens of an answer from the host are compared with those from the device's prefix cache, by a
 deterministic engine: how many tokens of a prompt are computed together changes bits otherwise. Lines carry `bench: host_tier`,
@@ -28,26 +28,40 @@ from typing import Any
 
 import torch
 
-from benchmarks.engine.engine_workloads import SHAPES, make_model
+from benchmarks.engine.engine_workloads import SHAPES, make_model, say
 from benchmarks.measure import Results
 from fa_serve.engine import Engine, EngineConfig, SamplingParams
 from fa_serve.engine.runner.host_memory import HostMemory
 
 ANSWER = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 PAGE = 16
-REPEATS = 3
+REPEATS = 2
+PINNED = 2 << 30
 
 
 class Sizes:
-    """How much is measured: history (tokens of a prompt), others (prompts that evict it), loads (prompts without hits)."""
+    """How much is measured.
+
+    history: tokens of a prompt that comes back; checked: of the prompt whose tokens are compared
+    others:  prompts that evict it: as many as a cache of CACHED histories needs
+    loads:   prompts without hits, of load_length tokens, with load_tokens tokens of an answer
+    host:    bytes of the host for the loads, of which all are pinned before anything is timed, at some GiB/s
+    """
 
     def __init__(self, tiny: bool) -> None:
         self.history = 200 if tiny else 16_000
-        self.others = 4
-        self.loads = 4 if tiny else 24
+        self.checked = 200 if tiny else 2_000
+        self.others = 2
+        self.loads = 4 if tiny else 16
         self.load_length = 60 if tiny else 2_000
         self.load_tokens = 4 if tiny else 64
-        self.host = (64 << 20) if tiny else (12 << 30)
+        self.host = (64 << 20) if tiny else (3 << 30)
+
+
+CACHED = 1.5
+"""Prompts that fit into the device's cache: two others leave nothing of one."""
+KEPT = 4
+"""Prompts that fit into the host's memory, so that one is still there when the others have left the device behind it."""
 
 
 def settle(device: str) -> None:
@@ -67,8 +81,9 @@ def seconds(call: Any, device: str) -> float:
     return best
 
 
-def make_engine(model: Any, device: str, num_pages: int, sizes: Sizes, host: int, deterministic: bool = False) -> Engine:
-    longest = min(max(sizes.history, sizes.load_length) + 128, num_pages * PAGE)
+def make_engine(model: Any, device: str, num_pages: int, longest: int, host: int, deterministic: bool = False) -> Engine:
+    """An engine whose tier has pinned all its memory. longest: tokens of a prompt"""
+    longest = min(longest + 128, num_pages * PAGE)
     config = EngineConfig(
         device=device,
         num_pages=num_pages,
@@ -82,11 +97,23 @@ def make_engine(model: Any, device: str, num_pages: int, sizes: Sizes, host: int
     )
     engine = Engine(config, model=model)
     if (tier := engine._scheduler.tier) is not None:
-        begin = time.perf_counter()
         for lane in tier.lanes:
             lane.copies.wait_until_pinned()
-        engine.pinning_seconds = time.perf_counter() - begin  # type: ignore[attr-defined]
     return engine
+
+
+def page_bytes(model: Any) -> int:
+    """Bytes of a page in all layers."""
+    config = model.config
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * PAGE * config.num_hidden_layers * config.num_key_value_heads * dim * model.dtype.itemsize
+
+
+def history_engine(model: Any, device: str, history: int, deterministic: bool = False) -> Engine:
+    """An engine whose cache has room for CACHED prompts of so many tokens, and whose host for KEPT."""
+    pages = -(-history // PAGE) + 1
+    host = KEPT * pages * page_bytes(model)
+    return make_engine(model, device, int(CACHED * pages) + 2, history, host, deterministic)
 
 
 def prompt(draw: random.Random, length: int, vocab: int) -> list[int]:
@@ -105,6 +132,17 @@ def first_token(engine: Engine, ids: list[int]) -> tuple[float, list[int]]:
             tokens += output.token_ids
             taken = taken or time.perf_counter() - begin
     return taken, tokens
+
+
+def measure_pinning(results: Results, shape: str, engine: Engine, device: str) -> None:
+    """Memory beside the tier's own, by a thread beside nothing else."""
+    copies = engine._scheduler.tier.lanes[0].copies  # type: ignore[union-attr]
+    assert isinstance(copies, HostMemory)
+    begin = time.perf_counter()
+    memory = HostMemory(copies._tensors, PINNED, torch.device(device))
+    memory.wait_until_pinned()
+    results.show(f"{shape} pinned", "GiB/s", PINNED / 2**30 / (time.perf_counter() - begin), {})
+    memory.close()
 
 
 def measure_copies(results: Results, shape: str, engine: Engine, device: str) -> None:
@@ -132,31 +170,46 @@ def measure_copies(results: Results, shape: str, engine: Engine, device: str) ->
     ):
         call()
         ours = num_bytes / seconds(call, device) / 1e9
-        results.add(f"{shape} {name}", "GB/s", ours, {"copy": whole / seconds(peer, device) / 1e9})
+        results.show(f"{shape} {name}", "GB/s", ours, {"copy": whole / seconds(peer, device) / 1e9})
 
 
-def first_tokens(engine: Engine, vocab: int, sizes: Sizes) -> dict[str, float]:
+def come_back(engine: Engine, ids: list[int], draw: random.Random, sizes: Sizes) -> tuple[float, list[int]]:
+    """Other prompts take the place of this one on the device; then its first token, as `first_token`. AssertionError if the
+    pages have not come from the host."""
+    for _ in range(sizes.others):
+        first_token(engine, prompt(draw, len(ids), engine.vocab_size))
+    before = engine.stats().host_tier
+    found = first_token(engine, ids)
+    after = engine.stats().host_tier
+    assert before is not None
+    assert after is not None
+    restored = after.num_hits - before.num_hits
+    assert restored > 0.9 * len(ids) // PAGE, f"only {restored} pages have come back"
+    return found
+
+
+def check_tokens(model: Any, device: str, sizes: Sizes) -> None:
+    """Raise AssertionError unless the answer from the host is the one from the device's prefix cache."""
+    engine = history_engine(model, device, sizes.checked, deterministic=True)
+    draw = random.Random(1)
+    ids = prompt(draw, sizes.checked, engine.vocab_size)
+    first_token(engine, ids)
+    _, expected = first_token(engine, ids)
+    _, tokens = come_back(engine, ids, draw, sizes)
+    assert tokens == expected, "an answer from the host differs from one from the device's prefix cache"
+    engine.close()
+
+
+def first_tokens(engine: Engine, sizes: Sizes) -> dict[str, float]:
     """Seconds to the first token of a prompt on the host, of one on the device, and of one that is computed."""
     draw = random.Random(1)
-    ids = prompt(draw, sizes.history, vocab)
-    first_token(engine, prompt(draw, sizes.history, vocab))  # compiles, and captures graphs
-    computed = min(first_token(engine, prompt(draw, sizes.history, vocab))[0] for _ in range(2))
+    ids = prompt(draw, sizes.history, engine.vocab_size)
+    first_token(engine, prompt(draw, sizes.history, engine.vocab_size))  # compiles, and captures graphs
+    computed = min(first_token(engine, prompt(draw, sizes.history, engine.vocab_size))[0] for _ in range(2))
+    say(f"a prompt of {sizes.history} tokens is computed in {computed:.3f} s")
     first_token(engine, ids)
-    on_device, expected = first_token(engine, ids)
-    on_host = float("inf")
-    for _ in range(2):
-        for _ in range(sizes.others):
-            first_token(engine, prompt(draw, sizes.history, vocab))
-        before = engine.stats().host_tier
-        taken, tokens = first_token(engine, ids)
-        after = engine.stats().host_tier
-        assert before is not None
-        assert after is not None
-        restored = after.num_hits - before.num_hits
-        assert restored > 0.9 * sizes.history // PAGE, f"only {restored} pages have come back"
-        if engine.config.deterministic:
-            assert tokens == expected, "an answer from the host differs from one from the device's prefix cache"
-        on_host = min(on_host, taken)
+    on_device = min(first_token(engine, ids)[0] for _ in range(2))
+    on_host = min(come_back(engine, ids, draw, sizes)[0] for _ in range(2))
     return {"host": on_host, "computed": computed, "device": on_device}
 
 
@@ -178,29 +231,27 @@ def measure_load(results: Results, shape: str, model: Any, device: str, sizes: S
     for name, num_pages in (("no hits", each * sizes.loads * 3 // 4), ("room", each * sizes.loads * (REPEATS + 2))):
         taken = {}
         for host in (0, sizes.host):
-            engine = make_engine(model, device, num_pages, sizes, host)
+            engine = make_engine(model, device, num_pages, sizes.load_length + sizes.load_tokens, host)
             taken[host] = load_seconds(engine, vocab, sizes, device)
+            say(f"{shape} {name}, {host >> 20} MiB of the host: {taken[host]:.3f} s")
             if name == "no hits" and host:
                 tier = engine.stats().host_tier
                 assert tier is not None
                 assert tier.bytes_out > 0
             engine.close()
             free(device)
-        results.add(f"{shape} {name}", "ms", taken[sizes.host] * 1e3, {"without": taken[0] * 1e3})
+        results.show(f"{shape} {name}", "ms", taken[sizes.host] * 1e3, {"without": taken[0] * 1e3})
 
 
 def measure(results: Results, shape: str, model: Any, device: str, sizes: Sizes) -> None:
-    pages = -(-sizes.history // PAGE)
-    exact = make_engine(model, device, pages * 2 + 16, sizes, sizes.host, deterministic=True)
-    first_tokens(exact, model.config.vocab_size, sizes)
-    exact.close()
+    check_tokens(model, device, sizes)
+    say(f"{shape}: an answer from the host has the tokens of one from the device's prefix cache")
     free(device)
-    engine = make_engine(model, device, pages * 2 + 16, sizes, sizes.host)
+    engine = history_engine(model, device, sizes.history)
+    times = {name: 1e3 * taken for name, taken in first_tokens(engine, sizes).items()}
+    results.show(f"{shape} first", "ms", times.pop("host"), times)
     if device != "cpu":
-        results.add(f"{shape} pinned", "GiB/s", sizes.host / 2**30 / engine.pinning_seconds, {})  # type: ignore[attr-defined]
-    times = {name: 1e3 * taken for name, taken in first_tokens(engine, model.config.vocab_size, sizes).items()}
-    results.add(f"{shape} first", "ms", times.pop("host"), times)
-    results.merge()  # a run that is cut off keeps what it has measured
+        measure_pinning(results, shape, engine, device)
     measure_copies(results, shape, engine, device)
     engine.close()
     free(device)
@@ -224,9 +275,6 @@ def main() -> None:
     for shape in options.shapes.split(","):
         model = make_model(shape, options.device, dtype=torch.float32 if options.tiny else torch.bfloat16)
         measure(results, shape, model, options.device, Sizes(options.tiny))
-    for line in results.lines:
-        print(f"bench: host_tier {line['case']}: {line['ours']} {line['unit']}, peers {line['peers']}")
-    results.merge()
 
 
 if __name__ == "__main__":

@@ -240,17 +240,17 @@ def measure(sizes: Sizes, results: Results, cells: Cells) -> None:
     if cells.takes("requests") or cells.takes("first of 32"):
         work.run_clients(with_images=True)
         rate, first = work.run_clients(with_images=True)
-        results.add(f"{sizes.shape} requests", "requests/s", rate, {})
-        results.add(f"{sizes.shape} first of 32", "s", first, {})
+        results.show(f"{sizes.shape} requests", "requests/s", rate, {})
+        results.show(f"{sizes.shape} first of 32", "s", first, {})
     if cells.takes("first") or cells.takes("again"):
         images = [work.image() for _ in range(6)]
         # the first image compiles what both cases need
         firsts, again = ([work.first_token(image) for image in images][1:] for _ in range(2))
-        results.add(f"{sizes.shape} first", "s", statistics.median(firsts), {})
-        results.add(f"{sizes.shape} again", "s", statistics.median(again), {"first": statistics.median(firsts)})
+        results.show(f"{sizes.shape} first", "s", statistics.median(firsts), {})
+        results.show(f"{sizes.shape} again", "s", statistics.median(again), {"first": statistics.median(firsts)})
     if cells.takes("encode"):
         work.images_per_second(together=16)
-        results.add(
+        results.show(
             f"{sizes.shape} encode",
             "images/s",
             work.images_per_second(together=16),
@@ -259,9 +259,8 @@ def measure(sizes: Sizes, results: Results, cells: Cells) -> None:
     if cells.takes("text"):
         work.run_clients(with_images=False)
         rate, _ = work.run_clients(with_images=False)
-        results.add(f"{sizes.shape} text", "requests/s", rate, {"max_images=0": without})
+        results.show(f"{sizes.shape} text", "requests/s", rate, {"max_images=0": without})
     work.engine.close()
-    results.merge()
     if cells.takes("text p99"):
         measure_gaps(sizes, model, results, cells)
 
@@ -279,9 +278,8 @@ def measure_gaps(sizes: Sizes, model: Any, results: Results, cells: Cells) -> No
         work.engine.close()
         alone = alone or gaps["alone"]
         case = f" {name}" if name else ""
-        results.add(f"{sizes.shape} text p99{case}", "s", gaps.pop("images"), gaps)
-        results.add(f"{sizes.shape} beside text{case}", "s", statistics.median(work.firsts or [0.0]), {})
-        results.merge()  # a run that is cut off keeps what it has measured
+        results.show(f"{sizes.shape} text p99{case}", "s", gaps.pop("images"), gaps)
+        results.show(f"{sizes.shape} beside text{case}", "s", statistics.median(work.firsts or [0.0]), {})
 
 
 def main() -> None:
@@ -295,10 +293,7 @@ def main() -> None:
     results = Results("images", args.out)
     cells = Cells(args.cells, args.budget)
     measure(TINY if args.tiny else Sizes(args.shapes), results, cells)
-    for line in results.lines:
-        print(f"{line['case']:<24}{line['ours']:>12.5g} {line['unit']}")
     cells.report()
-    results.merge()
 
 
 if __name__ == "__main__":

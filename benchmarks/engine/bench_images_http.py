@@ -188,6 +188,7 @@ def main() -> None:
     # what bench_serving's functions ask for
     args.device = sizes.device
     args.serve = [] if sizes.device == "cuda" else ["--dtype", "float32", "--max-model-len", "256", "--num-pages", "128"]
+    results = Results("images", args.out, kept=not args.tiny)
     found: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory(prefix="bench_images_") as folder:
         begin = time.time()
@@ -207,17 +208,19 @@ def main() -> None:
             for name, value in measures.items():
                 found.setdefault(name, {})[side] = value
             say(f"  {side:<10}" + ", ".join(f"{name} {value:.5g}" for name, value in measures.items()))
-    results = Results("images", args.out)
+            record(results, sizes.shape, found)
+    results.summarise()
+
+
+def record(results: Results, shape: str, found: dict[str, dict[str, float]]) -> None:
+    """Keep what has been measured so far. found: by measure, the value of each side"""
     for name, values in found.items():
         if "fa_serve" in values:
             unit = "requests/s" if name == "requests" else "s"
             peers = {side: value for side, value in values.items() if side != "fa_serve"}
             if name == "again":
                 peers |= {"first": found["first"]["fa_serve"]}
-            results.add(f"{sizes.shape} http {name}", unit, values["fa_serve"], peers)
-    if not args.tiny:
-        results.merge()
-    results.summarise()
+            results.add(f"{shape} http {name}", unit, values["fa_serve"], peers)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,10 @@
 3. **Loads**: an adapter is loaded from disk and answers its first token; and what 100 loads do to the time between tokens of
    requests of the base, at the 99th percentile, beside the same without loads.
 
-The engines run one after the other in one process, and each case is the best of three runs. Lines carry `bench: lora`
-(measure.py). Left out: several GPUs, experts, and the server.
+Ours run one after the other in one process; vLLM follows in another, first without an adapter, and what it says is in
+peer_vllm_RANK.log beside the results. A case is run until two runs in a row agree, and is the median of three runs behind them
+in which nothing was compiled or captured (benchmarks/steady.py). Lines carry `bench: lora` (measure.py). Left out: several
+GPUs, experts, and the server.
 """
 
 from __future__ import annotations
@@ -25,22 +27,23 @@ import gc
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
+from benchmarks.child_process import Log, answers
 from benchmarks.engine.bench_serving import peer_environment
 from benchmarks.engine.engine_workloads import SHAPES, freeze_objects, make_folder, make_model, make_tiny, say
 from benchmarks.measure import Results
+from benchmarks.steady import late_work, steady_seconds
 from fa_serve.engine import Engine, EngineConfig, SamplingParams
 from fa_serve.ops.lora import run as merging
 
@@ -50,6 +53,7 @@ TOKENS_OUT = 256
 ADAPTERS = 32
 LOADS = 100
 RUNS = 3
+PEER_SECONDS = 900.0
 PARTS = ("rates", "loads")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -64,14 +68,18 @@ def linear_layers(model: Any) -> dict[str, tuple[int, int]]:
 
 
 def write_adapter(folder: Path, layers: dict[str, tuple[int, int]], rank: int, seed: int) -> Path:
-    """An adapter with small random weights of every layer, in 16 bits."""
+    """An adapter with small random weights of every layer, in 16 bits.
+
+    target_modules, which we read from the weights, is what vLLM ends without when it loads the adapter.
+    """
     draw = torch.Generator().manual_seed(seed)
     given = {}
     for name, (rows, columns) in layers.items():
         key = f"base_model.model.{name}"
         given[f"{key}.lora_A.weight"] = (torch.randn(rank, columns, generator=draw) * 0.02).bfloat16()
         given[f"{key}.lora_B.weight"] = (torch.randn(rows, rank, generator=draw) * 0.02).bfloat16()
-    return _write(folder, given, {"r": rank, "lora_alpha": rank})
+    modules = sorted({name.rpartition(".")[2] for name in layers})
+    return _write(folder, given, {"r": rank, "lora_alpha": rank, "target_modules": modules})
 
 
 def write_mark(folder: Path, name: str, row: torch.Tensor, columns: int) -> Path:
@@ -126,17 +134,13 @@ def opened(model: Any, options: argparse.Namespace, **settings: Any) -> Iterator
 
 
 def rate(engine: Engine, names: Sequence[str | None], options: argparse.Namespace) -> float:
-    """Tokens a second of one request for each name, the best of some runs."""
-    best = 0.0
-    tokens = options.tokens
-    for run in range(options.runs + 1):  # the first one warms up
-        asked = prompts(len(names), engine.vocab_size, run)
-        begin = time.perf_counter()
-        engine.generate(asked, params(tokens), adapter=list(names))
-        seconds = time.perf_counter() - begin
-        if run:
-            best = max(best, len(names) * tokens / seconds)
-    return best
+    """Tokens a second of one request for each name, with other prompts in each run."""
+    seeds = count()
+
+    def run() -> None:
+        engine.generate(prompts(len(names), engine.vocab_size, next(seeds)), params(options.tokens), adapter=list(names))
+
+    return len(names) * options.tokens / steady_seconds(run, lambda: late_work(engine), calls=options.runs)
 
 
 def mixtures(loaded: Sequence[str], cases: Sequence[str] = ()) -> dict[str, list[str | None]]:
@@ -181,19 +185,26 @@ def measure_rates(model: Any, options: argparse.Namespace, results: Results, fol
             peers["base"] = rate(engine, [None] * REQUESTS, options)
     for rank in options.ranks:
         folders = [write_adapter(folder / f"r{rank}", linear_layers(model), rank, rank)] * options.adapters
-        theirs = vllm_rates(options, rank, folders) if options.peer_path else {}
+        found: dict[str, float] = {}
         with opened(model, options, lora_bytes=options.lora_bytes, max_lora_rank=max(rank, 16)) as engine:
             check_marks(engine, model, folder / f"marks-{rank}")
             names = [f"a{i}" for i in range(len(folders))]
             for name, each in zip(names, folders, strict=True):
                 engine.load_adapter(name, each)
             for case, wanted in wanted_cases.items():
-                base = peers["alone" if case == "alone" else "base"]
-                ours = rate(engine, wanted, options)
-                beside = {"base": base} | ({"vLLM": theirs[case]} if case in theirs else {})
-                ratio = results.add(f"{options.shape} rank {rank} {case}", "tokens/s", ours, beside)
-                results.merge()  # a run that is cut off keeps what it has measured
-                say(f"rank {rank} {case}: {ours:.0f} tokens/s, of the base {ours / base:.3f}, least ratio {ratio:.3f}")
+                found[case] = rate(engine, wanted, options)
+                results.show(f"{options.shape} rank {rank} {case}", "tokens/s", found[case], base_of(peers, case))
+        if options.peer_path:
+            for case, theirs in vllm_rates(options, rank, folders):
+                say(f"vLLM, rank {rank} {case}: {theirs:.0f} tokens/s")
+                if case in found:
+                    beside = base_of(peers, case) | {"vLLM": theirs}
+                    results.show(f"{options.shape} rank {rank} {case}", "tokens/s", found[case], beside)
+
+
+def base_of(rates: Mapping[str, float], case: str) -> dict[str, float]:
+    """The peer "base" of a case. rates: of an engine without adapters, with many requests and with one"""
+    return {"base": rates["alone" if case == "alone" else "base"]}
 
 
 def measure_loads(model: Any, options: argparse.Namespace, results: Results, folder: Path) -> None:
@@ -243,28 +254,34 @@ VLLM = """
 import json, sys, time
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
-given = json.loads(sys.argv[1])
+given = json.load(open(sys.argv[1]))
 llm = LLM(model=given["model"], enable_lora=True, max_loras=given["max_loras"], max_lora_rank=given["rank"],
           max_num_seqs=given["requests"], max_model_len=1024, enable_prefix_caching=False, gpu_memory_utilization=0.6)
+from benchmarks.steady import steady_seconds  # imports torch, which vLLM is to do first
 loras = [LoRARequest(f"a{i}", i + 1, folder) for i, folder in enumerate(given["folders"])]
 params = SamplingParams(max_tokens=given["tokens"], temperature=0.0, ignore_eos=True)
-found = {}
+def seconds(call):
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
 for case, indices in given["cases"].items():
-    for run in range(given["runs"] + 1):
-        prompts = [{"prompt_token_ids": each} for each in given["prompts"][: len(indices)]]
-        begin = time.perf_counter()
-        llm.generate(prompts, params, lora_request=[None if i is None else loras[i] for i in indices], use_tqdm=False)
-        seconds = time.perf_counter() - begin
-        if run:
-            found[case] = max(found.get(case, 0.0), len(indices) * given["tokens"] / seconds)
-print("RATES " + json.dumps(found))
+    prompts = [{"prompt_token_ids": each} for each in given["prompts"][: len(indices)]]
+    asked = [None if i is None else loras[i] for i in indices]
+    def run():
+        llm.generate(prompts, params, lora_request=asked, use_tqdm=False)
+    # its engine is another process, whose compilations are not counted here
+    taken = steady_seconds(run, lambda: 0, calls=given["runs"], measure=seconds)
+    print("@ " + json.dumps([case, len(indices) * given["tokens"] / taken]), flush=True)
 """
 
 
-def vllm_rates(options: argparse.Namespace, rank: int, folders: Sequence[Path]) -> dict[str, float]:
-    """The rates of vLLM with LoRA, in another process, by case. Empty if it fails, which is said."""
+def vllm_rates(options: argparse.Namespace, rank: int, folders: Sequence[Path]) -> Iterator[tuple[str, float]]:
+    """The rates of vLLM with LoRA, in another process, by case, as soon as they are measured: first without an adapter. If it
+    fails, that is said."""
     names = [f"a{i}" for i in range(len(folders))]
     index: dict[str | None, int | None] = {None: None, **{name: i for i, name in enumerate(names)}}
+    cases = mixtures(names, ["base"]) | mixtures(names, options.cases)
+    log = Log(options.out / f"peer_vllm_{rank}.log")
     with tempfile.TemporaryDirectory() as folder:
         make_folder(options.shape, Path(folder), options.device)
         given = {
@@ -275,18 +292,19 @@ def vllm_rates(options: argparse.Namespace, rank: int, folders: Sequence[Path]) 
             "folders": list(map(str, folders)),
             "tokens": options.tokens,
             "runs": options.runs,
-            "cases": {case: [index[name] for name in wanted] for case, wanted in mixtures(names, options.cases).items()},
+            "cases": {case: [index[name] for name in wanted] for case, wanted in cases.items()},
             "prompts": prompts(REQUESTS, SHAPES[options.shape]["vocab_size"], 1),
         }
-        command = [sys.executable, "-c", VLLM, json.dumps(given)]
+        given_file = Path(folder) / "given.json"
+        given_file.write_text(json.dumps(given))
         env = os.environ | {"HF_HUB_OFFLINE": "1"} | peer_environment(options.peer_path)
-        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=900)
-    line = next((line for line in done.stdout.splitlines() if line.startswith("RATES ")), None)
-    if line is None:
-        say(f"vLLM failed: {done.stderr[-12000:]}")
-        return {}
-    found: dict[str, float] = json.loads(line.removeprefix("RATES "))
-    return found
+        env["PYTHONPATH"] += os.pathsep + str(Path(__file__).parents[2])  # behind vLLM's packages
+        told = 0
+        for case, found in answers([sys.executable, "-c", VLLM, str(given_file)], env, PEER_SECONDS, log):
+            told += 1
+            yield case, found
+    if told < len(cases):
+        say(f"vLLM has not done all:\n{log.report()}")
 
 
 def main() -> None:
@@ -299,7 +317,7 @@ def main() -> None:
     parser.add_argument("--lora-bytes", type=int, default=24 << 30)
     parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS))
     parser.add_argument("--cases", type=lambda text: text.split(","), default=[], help="those of the rates, such as 'alone'")
-    parser.add_argument("--runs", type=int, default=RUNS, help="of which the best one counts")
+    parser.add_argument("--runs", type=int, default=RUNS, help="of which the median counts")
     parser.add_argument(
         "--merged", action="store_true", help="adapters are in the launches of all products, whatever the switch is"
     )
@@ -322,7 +340,6 @@ def main() -> None:
             measure_rates(model, options, results, Path(folder))
         if "loads" in options.parts:
             measure_loads(model, options, results, Path(folder))
-    results.merge()
     results.summarise()
 
 

@@ -248,7 +248,7 @@ def main() -> None:
 
 def measure(options: argparse.Namespace) -> None:
     name = options.shape or options.model or "demo"
-    results = Results("replicas", options.out)
+    results = Results("replicas", options.out, kept=options.device == "cuda")
     if "conversations" in options.parts:
         with served(BLIND, options, "--deterministic") as (url, _):
             blind, expected = asyncio.run(converse(url))
@@ -262,7 +262,6 @@ def measure(options: argparse.Namespace) -> None:
         results.add(f"{name} prompt tokens from a cache", "share", affine, {"blind": blind} if blind else {})
         results.add(f"{name} a replica is killed, p99", "ms", lost["p99_ms"], {})
         results.add(f"{name} a replica is killed, requests that fail", "share", lost["failed"] / lost["requests"], {})
-        write(results, options)
     if "throughput" in options.parts:
         rates = throughput(options)
         one = rates[1]
@@ -270,13 +269,6 @@ def measure(options: argparse.Namespace) -> None:
         print(f"throughput: one replica {one:.0f} tokens/s, two {two:.0f}, ratio {two / one:.2f}")
         behind = "" if options.servers == 1 else f" behind {options.servers} servers"
         results.add(f"{name} throughput of two{behind}", "tok/s", two, {"one": one})
-        write(results, options)
-
-
-def write(results: Results, options: argparse.Namespace) -> None:
-    """Keep what has been measured so far."""
-    if options.device == "cuda":
-        results.merge()
 
 
 if __name__ == "__main__":

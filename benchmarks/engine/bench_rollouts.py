@@ -25,7 +25,6 @@ import json
 import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 from functools import partial
@@ -35,6 +34,7 @@ from typing import Any, NamedTuple
 import torch
 
 import fa_serve
+from benchmarks.child_process import Log, answers
 from benchmarks.engine.bench_serving import peer_environment
 from benchmarks.engine.engine_workloads import SHAPES, make_folder, make_model, say
 from benchmarks.measure import Results
@@ -95,27 +95,26 @@ def measure_engine(results: Results, shape: str, model: Any, tiny: bool, peers: 
 
     engine.update()
     seconds = steady_seconds(roll_out, lambda: late_work(engine), budget=SECONDS)
-    results.add(f"{shape} rollouts", "answers/s", work.prompts * work.samples / seconds, beside("rollouts"))
-    results.merge()  # what is measured is kept, whatever comes
+    results.show(f"{shape} rollouts", "answers/s", work.prompts * work.samples / seconds, beside("rollouts"))
     step_in_place(model)
     before = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    results.add(f"{shape} update", "ms", one_call(engine.update) * 1e3, beside("update"))
+    results.show(f"{shape} update", "ms", one_call(engine.update) * 1e3, beside("update"))
     if torch.cuda.is_available():
-        results.add(f"{shape} update memory", "bytes", torch.cuda.max_memory_allocated() - before, {})
+        results.show(f"{shape} update memory", "bytes", torch.cuda.max_memory_allocated() - before, {})
 
     again = []
     for _ in range(5):
         step_in_place(model)
         again.append(one_call(engine.update) * 1e3)
-    results.add(f"{shape} update again", "ms", statistics.median(again), {})
+    results.show(f"{shape} update again", "ms", statistics.median(again), {})
 
     def nap() -> None:
         engine.sleep()
         engine.wake_up()
 
-    results.add(f"{shape} sleep", "ms", steady_seconds(nap) * 1e3, {})
+    results.show(f"{shape} sleep", "ms", steady_seconds(nap) * 1e3, {})
     engine.close()
 
 
@@ -134,11 +133,11 @@ for asked in given["prompts"]:
     begin = time.perf_counter()
     llm.generate([{"prompt_token_ids": each} for each in asked], params, use_tqdm=False)
     seconds.append(time.perf_counter() - begin)
-print("SECONDS " + json.dumps(min(seconds[1:])), flush=True)
+print("@ " + json.dumps(["rollouts", min(seconds[1:])]), flush=True)
 begin = time.perf_counter()
 llm.collective_rpc("reload_weights")
 llm.reset_prefix_cache()
-print("UPDATE " + json.dumps(time.perf_counter() - begin), flush=True)
+print("@ " + json.dumps(["update", time.perf_counter() - begin]), flush=True)
 """
 
 
@@ -160,12 +159,12 @@ def measure_vllm(shape: str, options: argparse.Namespace) -> dict[str, float]:
         given_file = Path(folder) / "given.json"
         given_file.write_text(json.dumps(given))
         command = [sys.executable, "-c", VLLM, str(given_file)]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=600)
-    found = dict(line.split(" ", 1) for line in done.stdout.splitlines() if line.startswith(("SECONDS ", "UPDATE ")))
-    if len(found) < 2:
-        say(f"vLLM has not done all: {done.stderr[-3000:]}")
-    rates = {"rollouts": work.prompts * work.samples / float(found["SECONDS"])} if "SECONDS" in found else {}
-    return rates | ({"update": 1e3 * float(found["UPDATE"])} if "UPDATE" in found else {})
+        log = Log(options.out / f"peer_vllm_{shape}.log")
+        seconds: dict[str, float] = dict(answers(command, env, 600.0, log))
+    if len(seconds) < 2:
+        say(f"vLLM has not done all:\n{log.report()}")
+    rates = {"rollouts": work.prompts * work.samples / seconds["rollouts"]} if "rollouts" in seconds else {}
+    return rates | ({"update": 1e3 * seconds["update"]} if "update" in seconds else {})
 
 
 def measure_exact(results: Results, shape: str, model: Any, tiny: bool) -> None:
@@ -195,8 +194,7 @@ def measure_exact(results: Results, shape: str, model: Any, tiny: bool) -> None:
             raise RuntimeError("each training step has compiled something")
         found = {name: statistics.median(each) for name, each in times.items()}
         case = f"{shape} exact" if batch == 1 else f"{shape} exact {batch}"
-        results.add(case, "ms", found["exact"], {"plain forward": found["plain"]})
-        results.merge()
+        results.show(case, "ms", found["exact"], {"plain forward": found["plain"]})
     model.zero_grad(set_to_none=True)
 
 
@@ -232,12 +230,8 @@ def main() -> None:
         model.set_attn_implementation("fa_serve")
         if "rollouts" in options.parts:
             measure_engine(results, shape, model, options.tiny, peers)
-            results.merge()
         if "exact" in options.parts:
             measure_exact(results, shape, model, options.tiny)
-    for line in results.lines:
-        print(f"{line['case']}: {line['ours']} {line['unit']}, peers {line['peers']}")
-    results.merge()
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
+from benchmarks.child_process import Log
 from benchmarks.engine import open_loops
 from benchmarks.engine.engine_workloads import LIMIT, SHAPES, say
 
@@ -137,7 +138,6 @@ def record(found: dict[str, dict[str, float]], args: argparse.Namespace) -> None
         if "fa_serve" in values:
             unit = next((unit for word, unit in UNITS.items() if word in case), "ms")
             results.add(case, unit, values["fa_serve"], {name: value for name, value in values.items() if name != "fa_serve"})
-    results.merge()
     results.summarise()
 
 
@@ -198,10 +198,15 @@ def peer_environment(path: str) -> dict[str, str]:
 def server(
     side: str, command: list[str], env: dict[str, str], deadline: float, args: argparse.Namespace
 ) -> Iterator[tuple[str, float]]:
-    """Its address, and the seconds until it was ready. Raises RuntimeError, with the end of its log, if it is not in time."""
+    """Its address, and the seconds until it was ready. A peer's log stays, as peer_SIDE.log beside the results.
+
+    Raises RuntimeError, with the errors and the end of its log, if it is not ready in time.
+    """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    with tempfile.TemporaryFile("w+") as log:
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / f"peer_{side}.log"
+    with tempfile.TemporaryFile("w+") if side == "fa_serve" else path.open("w+") as log:
         begin = time.time()
         process = subprocess.Popen(
             [*command, "--port", str(port)],
@@ -214,8 +219,11 @@ def server(
             url = f"http://127.0.0.1:{port}"
             while not ready(url, "/ready" if side == "fa_serve" else "/health"):
                 if process.poll() is not None or time.time() > deadline:
-                    log.seek(max(0, log.tell() - 3000))
-                    raise RuntimeError(f"not ready after {time.time() - begin:.0f} s\n{log.read()[-3000:]}")
+                    told = Log(lines=40)
+                    log.seek(0)
+                    for line in log:
+                        told.add(line)
+                    raise RuntimeError(f"not ready after {time.time() - begin:.0f} s\n{told.report()}")
                 time.sleep(0.1)
             seconds = time.time() - begin
             if side == "fa_serve":

@@ -30,11 +30,11 @@ import tempfile
 import threading
 import time
 import tomllib
-from collections import Counter, deque
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from benchmarks.child_process import LOG_LINES
+from benchmarks.child_process import Log
 from benchmarks.child_process import answers as told
 from benchmarks.engine.engine_workloads import SHAPES, WORKLOADS, make_folder, make_model, save_tokenizer, say, tiny_sizes
 
@@ -85,8 +85,6 @@ def write_rates(answers: dict[tuple[str, str], dict[str, Any]], args: argparse.N
         ratio = results.add(f"{args.shape} {case}", "tok/s", rate, known)
         others = "  ".join(f"{name} {value:.5g}" for name, value in known.items())
         lines.append(f"{case:<8}{rate:12.5g}  {others}  ratio {ratio:.3f}")
-    if lines:
-        results.merge()
     return lines
 
 
@@ -149,7 +147,7 @@ def work(
             "--backends",
             backend,
         ]
-        log: deque[str] = deque(maxlen=LOG_LINES)
+        log = Log(args.out / f"peer_{backend}_{shape}.log")
         result: dict[str, Any] = {}
         for answer in told(command, os.environ | own, args.budget, log):
             if answer == "done":
@@ -157,7 +155,7 @@ def work(
             result |= answer
             say(f"{shape} {backend}: {time.time() - begin:.0f} s, {str(answer)[:160]}")
         else:
-            say(f"{shape} {backend}: not finished after {time.time() - begin:.0f} s\n{''.join(log)}")
+            say(f"{shape} {backend}: not finished after {time.time() - begin:.0f} s\n{log.report()}")
         answers[shape, backend] = result
         if args.part == "rates":
             with WRITING:

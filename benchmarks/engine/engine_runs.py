@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import random
 import tempfile
@@ -186,6 +187,11 @@ def serve_vllm(args: argparse.Namespace) -> None:
     imports = time.time()
     from vllm import LLM, SamplingParams
 
+    own: dict[str, Any] = {}
+    if "linear_num_value_heads" in SHAPES[args.shapes[0]] and importlib.util.find_spec("flashinfer") is None:
+        # on Hopper, vLLM computes prompts of delta nets by FlashInfer, and ends at the first one where it is not installed
+        own = {"additional_config": {"gdn_prefill_backend": "triton"}}
+        tell("no FlashInfer", None, "prompts of delta nets by vLLM's own kernels")
     loading = time.time()
     llm = LLM(
         args.folder,
@@ -196,6 +202,7 @@ def serve_vllm(args: argparse.Namespace) -> None:
         enable_prefix_caching="shared" in args.workloads,
         disable_log_stats=True,
         tensor_parallel_size=args.tensor_parallel,
+        **own,
     )
     vocab = SHAPES[args.shapes[0]]["vocab_size"]
 

@@ -300,7 +300,6 @@ def main() -> None:
             print(f"{load:<10}{policy:<9}{shown}{values['rate']:>7.0f} tokens/s", flush=True)
         for name in TIMES:
             results.add(f"{load}, {name}", "ms", found["fa_serve"][name], {p: found[p][name] for p in ("guard", "vllm")})
-    results.merge()
 
 
 if __name__ == "__main__":

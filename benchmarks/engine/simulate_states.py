@@ -250,7 +250,6 @@ def main() -> None:
                 results.add(
                     f"{name} {gib:g} GiB, {group}", "hit rate", ours, {what: rate for what, rate in peers.items() if rate}
                 )
-    results.merge()
 
 
 if __name__ == "__main__":

@@ -184,7 +184,6 @@ def main() -> None:
         case = f"{args.shape or 'embedded'}{', tiny' if args.tiny else ''}, {report['requests']} requests"
         results = Results("soak", args.results, **report)
         results.add(case, "requests/s", report["requests"] / report["seconds"], {})
-        results.merge()
 
 
 if __name__ == "__main__":

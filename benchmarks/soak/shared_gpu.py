@@ -147,11 +147,9 @@ def main() -> None:
             except (RuntimeError, httpx.HTTPError) as error:
                 sys.exit(f"lost: {type(error).__name__}: {error}")
     say(json.dumps({name: round(value, 6) for name, value in found.items()}))
-    results = Results("embeddings", args.out)
+    results = Results("embeddings", args.out, kept=not args.tiny)
     for what, unit in (("texts", "sentences/s"), ("tokens", "tok/s")):
         results.add(f"{encoder} beside {generator}, {what}", unit, found[f"{what} together"], {"alone": found[f"{what} alone"]})
-    if not args.tiny:
-        results.merge()
     results.summarise()
 
 

@@ -109,7 +109,6 @@ def record(case: str, wall: float, floor: float, args: argparse.Namespace) -> No
     if args.device == "cuda" and not args.tiny:
         results = Results("steps", args.out)
         results.add(case, "ms", wall, {"floor": floor})
-        results.merge()
 
 
 def profile(args: argparse.Namespace) -> None:

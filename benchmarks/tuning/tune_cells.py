@@ -20,7 +20,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -34,7 +33,7 @@ from torch import Tensor
 import fa_serve
 from benchmarks.attention.attention_cells import HIDDEN, MODELS, MODELS_WITH_SINKS, TOKENS
 from benchmarks.attention.paged_problem import Problem
-from benchmarks.child_process import MARK, answers
+from benchmarks.child_process import MARK, Log, answers
 from benchmarks.measure import PAUSE, commit, flash_peers, graph_microseconds
 from benchmarks.tuning.tune_hopper import label
 from fa_serve.backends.calls import AttentionOptions, AttentionTensors
@@ -193,12 +192,12 @@ def run_one(cell: str, variant: Variant, gpu: int, locks: Path, seconds: float) 
         json.dumps([cell, *variant, str(locks / str(gpu))]),
     ]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    log: deque[str] = deque(maxlen=4)
+    log = Log(lines=4)
     for microseconds, reason in answers(
         command, os.environ | {"CUDA_VISIBLE_DEVICES": str(gpu), "PYTHONPATH": path}, seconds, log
     ):
         return microseconds, reason
-    return None, " ".join("".join(log).split())[:120]
+    return None, " ".join("".join(log.last).split())[:120]
 
 
 def run(args: argparse.Namespace) -> None:

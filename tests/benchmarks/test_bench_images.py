@@ -12,7 +12,6 @@ from benchmarks.measure import Cells, Results
 def run(folder: Path, cells: Cells) -> list[str]:
     results = Results("images", folder)
     measure(TINY, results, cells)
-    results.merge()
     lines = [json.loads(line) for line in (folder / "images.jsonl").read_text().splitlines()]
     assert all(line["ours"] > 0 for line in lines)
     return [line["case"].removeprefix("tiny ") for line in lines]

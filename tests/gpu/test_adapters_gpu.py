@@ -95,8 +95,8 @@ def test_a_server_finds_what_warm_has_compiled(tmp_path: Path) -> None:
     counts = []
     for _ in range(2):
         found = run(*command, XDG_CACHE_HOME=str(tmp_path))
-        line = re.search(r"kernels +[\d.]+ s  (\d+) from the cache, (\d+) compiled", found)
-        assert line is not None
+        line = re.search(r"kernels +[\d.]+ s +(\d+) from the cache, (\d+) compiled", found)
+        assert line is not None, found
         counts.append((int(line[1]), int(line[2])))
     assert counts[0][1] > 0
     assert counts[1] == (sum(counts[0]), 0)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from hf_families import LENGTH, Family, assert_same, cached, check_pages, here, padding_mask, pair, positions, tokens
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 
 from fa_serve import hf
 from fa_serve.hf.adapter.masks import ImplicitMask
@@ -77,15 +77,28 @@ def is_refused(family: Family, way: str) -> bool:
     return way == "positions, with a cache" or not family.tells_packs
 
 
+def way_to_pack(family: Family) -> str | None:
+    """The plainest way without a cache that a decoder does not refuse; None if it refuses all of them."""
+    return next((way for way in ("positions", "both") if not is_refused(family, way)), None)
+
+
+def separate_logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """(1, tokens, vocab): logits of sequences of LENGTHS in the row `ids`, each called alone."""
+    return torch.cat([model(part).logits for part in ids.split(LENGTHS, dim=1)], dim=1)
+
+
+def restarting_positions(model: PreTrainedModel) -> Tensor:
+    """(1, tokens): position_ids of sequences of LENGTHS in one row, as the model counts them."""
+    restarting = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+    return restarting + first_position(model) if counts_positions(type(model)) else restarting
+
+
 def check_packed(family: Family) -> None:
     """Each way of packing gives the logits of separate sequences, or is refused."""
     eager, ours = pair(family)
     ids = tokens(1, sum(LENGTHS))
-    separate = torch.cat([eager(part).logits for part in ids.split(LENGTHS, dim=1)], dim=1)
-    restarting = torch.cat([torch.arange(n) for n in LENGTHS])[None]
-    if counts_positions(type(ours)):
-        restarting = restarting + first_position(ours)
-    for way, words in ways_of_packing(restarting).items():
+    separate = separate_logits(eager, ids)
+    for way, words in ways_of_packing(restarting_positions(ours)).items():
         if family.kind == "encoder":
             words.pop("use_cache")
         if is_refused(family, way):
