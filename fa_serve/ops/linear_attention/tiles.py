@@ -20,8 +20,6 @@ class FewRowsTile(NamedTuple):
     row_registers: the most that a thread may have on NVIDIA GPUs, in a step of one row of each sequence; None is the
                    compiler's choice
     registers:     the same in a step of several rows
-    resident:      programs on a multiprocessor in a step of one row, each of which computes heads in turn (rows_in_turn.py);
-                   0: a program has one head
     """
 
     block_v: int
@@ -29,7 +27,6 @@ class FewRowsTile(NamedTuple):
     num_warps: int
     row_registers: int | None = None
     registers: int | None = None
-    resident: int = 0
 
 
 class PiecesTile(NamedTuple):
