@@ -67,7 +67,7 @@ def _order(x):
 
 @triton.jit
 def _logit_of(order):
-    """The float whose `_order` it is. Passes over a row compare floats: the order of each logit would take three instructions."""
+    """The float whose `_order` it is. Passes over a row compare floats: the order of a logit takes three instructions."""
     return tl.where(order < 0, 0 - order | -0x80000000, order).to(tl.float32, bitcast=True)
 
 
