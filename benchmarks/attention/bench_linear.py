@@ -302,9 +302,6 @@ TILES: tuple[dict[str, Any], ...] = (
 """What is changed of the tile of `pieces`, the most promising first."""
 DECODE_TILES: tuple[dict[str, int | None], ...] = (
     {},
-    {"resident": 4, "block_v": 32},
-    {"resident": 2, "num_warps": 8},
-    {"resident": 2, "row_registers": None},
     {"row_registers": 168},
     {"block_v": 32, "row_registers": 96},
 )
@@ -370,10 +367,10 @@ def tune(sizes: Sizes, wanted: Cells) -> None:
 def tune_decoding(sizes: Sizes, wanted: Cells) -> None:
     """Print us of a step of decoding with each tile, then without single rows of the convolution, and without programmatic
     launches. Outputs are compared with those of the first tile. The first column is the whole step in a CUDA graph."""
-    names = ("step", "_causal_conv_of_row", "_causal_conv", "_compute_few_rows", "_compute_rows_in_turn")
+    names = ("step", "_causal_conv_of_row", "_causal_conv", "_compute_few_rows")
     batches = sizes.batches if sizes.device == "cpu" else DECODE_BATCHES
     cells = [cell for cell in decode_cells(replace(sizes, batches=batches)) if wanted.takes(cell.name)]
-    print(f"{'us':53s} " + " ".join(f"{name:>20s}" for name in names))
+    print(f"{'us':51s} " + " ".join(f"{name:>20s}" for name in names))
     expected = dict[str, Tensor]()
     for change, cell in product(DECODE_TILES, cells):
         if not wanted.takes(cell.name):
@@ -402,7 +399,7 @@ def measure_decoding(cell: Cell, said: str, names: tuple[str, ...], expected: di
     except Exception as error:  # Triton has several for a tile that does not fit
         print(f"{cell.name}: {said}: {str(error).splitlines()[0][:100]}", flush=True)
         return
-    print(f"{cell.name[7:]:20s} {said:>32s} " + " ".join(f"{times.get(name, 0):20.1f}" for name in names), flush=True)
+    print(f"{cell.name[7:]:20s} {said:>30s} " + " ".join(f"{times.get(name, 0):20.1f}" for name in names), flush=True)
 
 
 @contextmanager

@@ -37,7 +37,7 @@ TESTED_BY = {
     ),
     "fa_serve.ops.linear_attention.tails": (
         "tests/ops/linear_attention/test_few_rows_interpreted.py",
-        "the kernels of few rows call its device functions",
+        "the kernel of few rows calls its device functions",
     ),
     "fa_serve.backends.triton.prefill.kernel": (
         "tests/backends/triton/prefill/test_plan_interpreted.py",

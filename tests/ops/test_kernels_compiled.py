@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 
 import pytest
@@ -125,6 +126,21 @@ def test_kernels_of_sampling_and_of_deterministic_mode(target: str) -> None:
         launch_invariant_sum(bf16(3, 4096))
     assert [kernel.name for kernel in kernels] == ["_sample_rows"] * 2 + ["_invariant_linear", "_invariant_sum"]
     assert [kernel.spill_bytes for kernel in kernels] == [0, 80 if target == "sm80" else 0, 0, 0]
+
+
+def test_passes_over_logits_compare_floats() -> None:
+    """Integers in the order of the logits would take three more instructions for each. Those that count logits, sum weights and
+    reject a draw are the loops of a program that read the row."""
+    ints = torch.zeros(3, dtype=torch.int64)
+    floats = torch.zeros(3)
+    with compiling_for("sm90") as kernels:
+        launch_sample_rows(bf16(3, 151936), ints, floats, ints, floats, floats, ints, ints, None)
+    bodies = re.findall(r"scf\.for (?:(?!scf\.for|scf\.yield).)*scf\.yield", kernels[0].binary.asm["ttgir"], re.DOTALL)
+    passes = [body for body in bodies if "tensor<32x256xf32" in body]
+    assert len(passes) >= 4
+    for body in passes:
+        assert "arith.cmpf" in body
+        assert "arith.shrsi" not in body
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,7 @@ def state_batch(fields: Mapping[str, Tensor], page_size: int, max_seqlen_q: int)
         seqused_k=fields["seqused_k"],
         chunks=fields["pieces"],
         most_rows=1 if max_seqlen_q == 1 else FEW_ROWS,
+        even_seqs=max(1, len(fields["input_ids"]) // max_seqlen_q),
     )
 
 

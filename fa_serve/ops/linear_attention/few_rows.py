@@ -24,11 +24,10 @@ import triton.language as tl
 from torch import Tensor
 
 from fa_serve import spec
-from fa_serve.launching.launch import Launch, launch_options, multiprocessors, power_of_2, with_unit_stride
+from fa_serve.launching.launch import Launch, launch_options, power_of_2, with_unit_stride
 from fa_serve.launching.plans import PLANS
 from fa_serve.ops.linear_attention.primitives import clear_padding
 from fa_serve.ops.linear_attention.problem import FEW_ROWS, MatrixInputs, StateAccess
-from fa_serve.ops.linear_attention.rows_in_turn import IN_TURN_STAGES, _compute_rows_in_turn, programs_of_sequence
 from fa_serve.ops.linear_attention.tails import (
     add_tile,
     compare_key_and_query,
@@ -402,15 +401,6 @@ def _plan(
     arch = spec.arch_of(inputs.v.device)
     pdl = spec.has_programmatic_launch(arch)
     registers = tile.row_registers if one_row else tile.registers
-    kernel = _compute_few_rows
-    blocks = heads * -(-dim_v // tile.block_v)
-    programs = blocks
-    if tile.resident and one_row and page_size <= tile.block_t + 1:
-        programs = programs_of_sequence(num_seqs, blocks, tile.resident * multiprocessors(inputs.v.device, 1))
-    rows: tuple[Any, ...] = (1 if one_row else FEW_ROWS, one_row)
-    if programs < blocks:
-        kernel = _compute_rows_in_turn
-        rows = (programs, IN_TURN_STAGES)
     fixed: tuple[Any, ...] = (
         heads,
         key_heads,
@@ -418,7 +408,8 @@ def _plan(
         dim_v,
         page_size,
         ring,
-        *rows,
+        1 if one_row else FEW_ROWS,
+        one_row,
         by_channel,
         inputs.use_qk_l2norm,
         inputs.steps.softplus,
@@ -429,8 +420,8 @@ def _plan(
     )
     low, high = inputs.steps.limit
     return Launch(
-        kernel,
-        num_seqs * programs,
+        _compute_few_rows,
+        num_seqs * heads * -(-dim_v // tile.block_v),
         varying=(num_seqs, float(inputs.softmax_scale), float(low), float(high)),
         strides=strides,
         fixed=fixed,

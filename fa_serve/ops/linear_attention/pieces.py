@@ -5,8 +5,8 @@ Up to four launches, for what prepare.py computes and then
 1. `_pass_states`, a program for each sequence, head and block of columns of the values: it keeps the state in registers and
    goes through the pieces of the sequence in their order. It only multiplies what is prepared by the state, so that its loads
    do not wait for each other. The state after a piece is stored where the table of pieces says so.
-2. `_compute_outputs`, a program for each piece and head: the outputs, from the states before the pieces. With a tile whose
-   `outputs` are in the loop, `_pass_states` computes them and stores no states before pieces.
+2. `_compute_outputs`, a program for each piece and head: the outputs, from the states before the pieces. With `outputs_in_loop`
+   of the tile, which is for many sequences, `_pass_states` computes them and stores no states before pieces.
 
 The state is held transposed, columns of the values by keys: the accumulator of a product is then the first operand of the next
 one, which tensor cores of Hopper read from registers. docs/kernels/linear-attention.md derives the forms. Left out: sequences
@@ -278,6 +278,8 @@ def prepare_and_pass(
     tail_k, tail_u, tail_g = (*access.tails, None, None, None)[:3]
     sums = None if g is None or g.dim() < 3 else torch.empty_like(g, dtype=torch.float32, memory_format=torch.contiguous_format)
     pieces = len(access.batch.chunks)
+    if inverse is not None:
+        tile = tile._replace(outputs_in_loop=False)
     operands = _allocate_operands(k, v, g, pieces, tile)
     slab = min(max(-(-pieces // tile.slabs), MIN_SLAB), pieces)
     carry = None if slab == pieces else torch.empty(len(access.batch.sources), *access.write.shape[1:], device=v.device)

@@ -117,6 +117,8 @@ class StateBatch(NamedTuple):
                 positions. The page gets the state after the piece, which ends at a multiple of `page_size` then. Pieces of
                 0 rows pad, at the end
     most_rows:  the most rows that a sequence with a length has in the step, if the host knows that it is 1; else FEW_ROWS
+    even_seqs:  how many sequences the step would have if all had as many rows as its longest: its rows divided by those, as far
+                as the host knows; else 1
     """
 
     page_size: int
@@ -127,6 +129,7 @@ class StateBatch(NamedTuple):
     seqused_k: Tensor
     chunks: Tensor
     most_rows: int = FEW_ROWS
+    even_seqs: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +142,8 @@ class Recurrence:
     dim, dim_v: of keys and values; 0 for states that are no matrices
     by_channel: gates differ by channel
     page_size:  of the engine's cache; 1 without one
+    loops:      over pieces, of about the same length, that run beside each other: even sequences times heads
+    num_sms:    multiprocessors of the device
     triton:     Triton's kernels run on the device
     arch:       10 * major + minor of an NVIDIA device, else 0
     """
@@ -150,6 +155,8 @@ class Recurrence:
     dim_v: int = 0
     by_channel: bool = False
     page_size: int = 1
+    loops: int = 0
+    num_sms: int = 132
     triton: bool = True
     arch: int = 0
 

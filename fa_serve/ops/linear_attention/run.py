@@ -11,7 +11,7 @@ PyTorch's form, which the backward computes again from the inputs. Nothing else 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from importlib import import_module
 from typing import Any, TypeVar
 
@@ -33,6 +33,7 @@ from fa_serve.ops.linear_attention.problem import (
     state_dtype,
 )
 from fa_serve.ops.linear_attention.table import RecurrenceChoice, select_recurrence_kernel
+from fa_serve.ops.modes import rows_are_independent
 
 Recurrent = TypeVar("Recurrent", MatrixInputs, ScanInputs)
 _ROOM = __name__.rpartition(".")[0]
@@ -41,7 +42,7 @@ _ROOM = __name__.rpartition(".")[0]
 def run_matrix_rule(inputs: MatrixInputs, sequences: Sequences, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
     """(out, final states) of packed rows. States are (num_seqs, heads, dim, dim_v)."""
     few = sequences.cu_seqlens is None and 0 < sequences.seqlen <= FEW_ROWS
-    choice = _choice_of_matrix(inputs, few, sequences.seqlen if few else 1)
+    choice = _choice_of_matrix(inputs, few, sequences.seqlen if few else 1, sequences.num_seqs)
     if choice.kernel.name == "torch":
         return fallback.matrix_rule(inputs, sequences, initial_state)
 
@@ -98,7 +99,7 @@ def run_matrix_rule_paged(inputs: MatrixInputs, states: StateTensors, batch: Sta
     access = StateAccess(states.pages, states.pages, states.tails, batch)
     _launch_matrix(few, inputs, access, out)
     if len(batch.chunks):
-        _launch_matrix(_choice_of_matrix(inputs, False, batch.page_size), inputs, access, out)
+        _launch_matrix(_choice_of_matrix(inputs, False, batch.page_size, batch.even_seqs), inputs, access, out)
     return out
 
 
@@ -176,6 +177,11 @@ def runs_triton(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+@lru_cache(maxsize=64)
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
 def _choice_of(kind: Any, x: Tensor, rows: Any, **sizes: Any) -> RecurrenceChoice:
     triton = runs_triton(x.device) and len(x) > 0  # a launch has at least one program
     return select_recurrence_kernel(
@@ -187,7 +193,9 @@ def _choice_of_scan(inputs: ScanInputs, page_size: int) -> RecurrenceChoice:
     return _choice_of("lru" if inputs.a is None else "scan", inputs.x, "pieces", page_size=page_size)
 
 
-def _choice_of_matrix(inputs: MatrixInputs, few: bool, page_size: int) -> RecurrenceChoice:
+def _choice_of_matrix(inputs: MatrixInputs, few: bool, page_size: int, even_seqs: int = 1) -> RecurrenceChoice:
+    """even_seqs: as in `StateBatch`. The bits of a row do not depend on the other sequences where a mode asks for that, so they
+    are not counted there."""
     return _choice_of(
         "delta" if inputs.a is None else "linear",
         inputs.v,
@@ -196,6 +204,8 @@ def _choice_of_matrix(inputs: MatrixInputs, few: bool, page_size: int) -> Recurr
         dim_v=inputs.v.shape[2],
         by_channel=inputs.g is not None and inputs.g.dim() == 3,
         page_size=page_size,
+        loops=inputs.v.shape[1] * (1 if rows_are_independent() else even_seqs),
+        num_sms=_multiprocessors(inputs.v.device),
     )
 
 

@@ -30,6 +30,8 @@ from fa_serve.launching.plans import PLANS
 from fa_serve.ops.sampling.exponential_race import BLOCK, GOLDEN, MIX1, MIX2
 
 _ROWS = 32  # blocks in one tile: 16 logits for each of 512 threads
+_MAX_VOCAB = 1023 * _ROWS * BLOCK
+"""Logits of a row: one place of a tile is counted in 10 bits."""
 _GOLDEN = tl.constexpr(GOLDEN)
 _MIX1 = tl.constexpr(MIX1)
 _MIX2 = tl.constexpr(MIX2)
@@ -64,9 +66,15 @@ def _order(x):
 
 
 @triton.jit
+def _logit_of(order):
+    """The float whose `_order` it is. Passes over a row compare floats: the order of a logit takes three instructions."""
+    return tl.where(order < 0, 0 - order | -0x80000000, order).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _is_kept(x, cols, limit, last):
-    """Whether the tokens `cols`, whose logits are x, are kept: those above `limit` of `_order`, and its equals up to an id."""
-    return _order(x) >= limit + (cols > last).to(tl.int32)
+    """Whether the tokens `cols`, whose logits are x, are kept: those above the logit `limit`, and its equals up to an id."""
+    return (x > limit) | ((x == limit) & (cols <= last))
 
 
 @triton.jit
@@ -92,17 +100,16 @@ def _kth_largest(row_ptr, best, k, vocab, ROWS: tl.constexpr, BLOCK: tl.constexp
         b2 = tl.maximum(tl.where(first, high - (1024 << (16 - SHIFT)), tl.minimum(low + 2 * step, high)), low + 1)
         b3 = tl.maximum(tl.where(first, high - (64 << (16 - SHIFT)), tl.minimum(low + 3 * step, high)), low + 1)
         first = False
-        n1 = tl.zeros([ROWS, BLOCK], tl.int32)
-        n2 = n1
-        n3 = n1
+        x1 = _logit_of((b1 << SHIFT).to(tl.int32))
+        x2 = _logit_of((b2 << SHIFT).to(tl.int32))
+        x3 = _logit_of((b3 << SHIFT).to(tl.int32))
+        n = tl.zeros([ROWS, BLOCK], tl.int32)  # three counts of 10 bits; the bounds ascend
         for start in range(0, vocab, ROWS * BLOCK):
-            x = (_order(_tile(row_ptr, start, vocab, ROWS, BLOCK)) >> SHIFT).to(tl.int64)
-            n1 += (x >= b1).to(tl.int32)
-            n2 += (x >= b2).to(tl.int32)
-            n3 += (x >= b3).to(tl.int32)
-        c1 = tl.sum(tl.sum(n1, 1), 0)
-        c2 = tl.sum(tl.sum(n2, 1), 0)
-        c3 = tl.sum(tl.sum(n3, 1), 0)
+            x = _tile(row_ptr, start, vocab, ROWS, BLOCK)
+            n += tl.where(x >= x3, 0x100401, tl.where(x >= x2, 0x401, tl.where(x >= x1, 1, 0)))
+        c1 = tl.sum(tl.sum(n & 1023, 1), 0)
+        c2 = tl.sum(tl.sum(n >> 10 & 1023, 1), 0)
+        c3 = tl.sum(tl.sum(n >> 20, 1), 0)
         new_low = tl.where(c3 >= k, b3, tl.where(c2 >= k, b2, tl.where(c1 >= k, b1, low)))
         new_high = tl.where(c1 < k, b1 - 1, tl.where(c2 < k, b2 - 1, tl.where(c3 < k, b3 - 1, high)))
         above = tl.where(c1 < k, c1, tl.where(c2 < k, c2, tl.where(c3 < k, c3, above)))
@@ -168,23 +175,25 @@ def _sample_rows(
             k = tl.load(top_k_ptr + row)
             if k < vocab:
                 lowest, num_tied = _kth_largest(row_ptr, best, k, vocab, ROWS, BLOCK)
-        limit = lowest
+        limit = lowest  # of top_k and min_p
         if min_p_ptr is not None:
             min_p = tl.load(min_p_ptr + row)
             if min_p > 0:
                 # the score log(min_p) on the scale of the logits; the maximum is always kept
                 limit = tl.maximum(lowest, _order(tl.minimum(best + temperature * tl.log(min_p), best)) - 1)
+        ends_at_ties = limit == lowest
+        lowest = _logit_of(lowest)
+        limit = _logit_of(limit)
         partial = tl.zeros([ROWS], tl.float32)
         for start in range(0, vocab, ROWS * BLOCK):
             x = _tile(row_ptr, start, vocab, ROWS, BLOCK)
-            order = _order(x)
-            w = tl.where(order > lowest, tl.exp2((x - best) * factor), 0.0)
+            w = tl.where(x > lowest, tl.exp2((x - best) * factor), 0.0)
             partial += tl.sum(w, 1)
-            part = tl.sum(tl.where(order > limit, w, 0.0), 1)
+            part = tl.sum(tl.where(x > limit, w, 0.0), 1)
             block = start // BLOCK + tl.arange(0, ROWS)
             tl.store(sums_ptr + block, part, mask=block < blocks)
             if top_k_ptr is not None:
-                tl.store(sums_ptr + blocks + block, tl.sum((order == lowest).to(tl.float32), 1), mask=block < blocks)
+                tl.store(sums_ptr + blocks + block, tl.sum((x == lowest).to(tl.float32), 1), mask=block < blocks)
         mass = tl.sum(partial, 0)
         if top_k_ptr is not None and num_tied > 0:
             tl.debug_barrier()
@@ -194,10 +203,10 @@ def _sample_rows(
             last_block = tl.max(tl.where((before < num_tied) & (ties > 0), b, 0), 0)
             ids = last_block * BLOCK + j
             z = tl.load(row_ptr + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
-            is_tie = (_order(z) == lowest) & (ids < vocab)
+            is_tie = (z == lowest) & (ids < vocab)
             weight = tl.max(tl.where(is_tie, tl.exp2((z - best) * factor), 0.0), 0)
             mass += num_tied * weight
-            if limit == lowest:
+            if ends_at_ties:
                 places = tl.sum(tl.where(b == last_block, before, 0.0), 0) + tl.cumsum(is_tie.to(tl.int32), 0)
                 last = tl.max(tl.where(is_tie & (places <= num_tied), ids, -1), 0)
                 larger = tl.load(sums_ptr + b, mask=b < blocks, other=0.0)
@@ -224,7 +233,7 @@ def _sample_rows(
             searching = False
             if enough < float("inf"):
                 # the next draw is among the tokens before this one
-                limit = tl.max(tl.where(j == winner, _order(y), -0x7FFFFFFF), 0)
+                limit = tl.max(tl.where(j == winner, y, float("-inf")), 0)
                 last = token - 1
                 above = tl.zeros([ROWS], tl.float32)
                 tl.debug_barrier()
@@ -256,6 +265,7 @@ def launch_sample_rows(
 ) -> Tensor:
     """Arguments and result are those of `fa_serve.ops.sample_rows`. One launch. `largest_top_k` is not needed."""
     n, vocab = logits.shape
+    assert vocab <= _MAX_VOCAB
     tokens = torch.empty(n, dtype=torch.int64, device=logits.device)
     sums = None
     if keys is not None:

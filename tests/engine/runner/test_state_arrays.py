@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from fa_serve.engine.cache.states import SHORT_CHUNK
@@ -59,9 +60,20 @@ def test_sequences_of_an_empty_step_begin() -> None:
 def test_the_batch_has_the_fields_of_the_step() -> None:
     names = ("sources", "targets", "slots", "cu_seqlens_q", "seqused_k", "pieces")
     fields = {name: torch.tensor([number]) for number, name in enumerate(names)}
+    fields["input_ids"] = torch.zeros(1)
     batch = state_batch(fields, 16, max_seqlen_q=1)
-    assert [batch.page_size, *(int(x) for x in batch[1:])] == [16, 0, 1, 2, 3, 4, 5, 1]
+    assert [batch.page_size, *(int(x) for x in batch[1:])] == [16, 0, 1, 2, 3, 4, 5, 1, 1]
     assert state_batch(fields, 16, max_seqlen_q=2).most_rows == FEW_ROWS
+
+
+@pytest.mark.parametrize(
+    ("tokens", "longest", "even"), [(8 * 400, 400, 8), (400 + 63, 400, 1), (100, 128, 1), (2 * 512 + 9, 512, 2)]
+)
+def test_short_sequences_do_not_count_as_loops(tokens: int, longest: int, even: int) -> None:
+    """A step of a long prompt beside decoding waits for the loop over its pieces. A graph may have room for longer ones."""
+    names = ("sources", "targets", "slots", "cu_seqlens_q", "seqused_k", "pieces")
+    fields = {name: torch.zeros(1) for name in names} | {"input_ids": torch.zeros(tokens)}
+    assert state_batch(fields, 16, max_seqlen_q=longest).even_seqs == even
 
 
 def test_the_padding_of_a_graph_reads_and_writes_no_states() -> None:

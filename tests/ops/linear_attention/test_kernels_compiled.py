@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -14,12 +15,12 @@ from triton.runtime.jit import JITFunction
 
 from benchmarks.attention.bench_linear import DECODE_TILES, changed_tile, name_of_change, with_tile
 from fa_serve import ops
+from fa_serve.ops.deterministic import DeterministicMode
 from fa_serve.ops.linear_attention import run
 from fa_serve.ops.linear_attention.convolution import _causal_conv, _causal_conv_of_row
 from fa_serve.ops.linear_attention.few_rows import _compute_few_rows
 from fa_serve.ops.linear_attention.pieces import _pass_states
-from fa_serve.ops.linear_attention.problem import FEW_ROWS, Recurrence, StateBatch
-from fa_serve.ops.linear_attention.rows_in_turn import _compute_rows_in_turn
+from fa_serve.ops.linear_attention.problem import FEW_ROWS, StateBatch
 from fa_serve.ops.linear_attention.scans import _scan_channels
 from fa_serve.ops.linear_attention.tiles import few_rows_tile
 
@@ -34,18 +35,19 @@ def bf16(*shape: int) -> Tensor:
     return torch.zeros(4, *shape, dtype=torch.bfloat16)
 
 
-def batch(chunks: int, most_rows: int = FEW_ROWS) -> StateBatch:
+def batch(chunks: int, most_rows: int = FEW_ROWS, even_seqs: int = 1) -> StateBatch:
     ints = torch.zeros(4, dtype=torch.int32)
     table = torch.zeros(chunks, 4, dtype=torch.int32)
-    return StateBatch(16, ints, ints, ints.long(), torch.zeros(5, dtype=torch.int32), ints, table, most_rows)
+    return StateBatch(16, ints, ints, ints.long(), torch.zeros(5, dtype=torch.int32), ints, table, most_rows, even_seqs)
 
 
-def delta(key_heads: int, heads: int, by_channel: bool, chunks: int, most_rows: int = FEW_ROWS) -> None:
+def delta(key_heads: int, heads: int, by_channel: bool, chunks: int, most_rows: int = FEW_ROWS, even_seqs: int = 1) -> None:
     q = bf16(key_heads, 128)
     v = bf16(heads, 128)
     g = torch.zeros(4, heads, 128) if by_channel else torch.zeros(4, heads)
     states = ops.gated_delta_rule_state(q, v, g).allocate(2, 2, 16, "cpu")
-    ops.gated_delta_rule_paged(q, q, v, g, bf16(heads), states, batch(chunks, most_rows), use_qk_l2norm=True)
+    step = batch(chunks, most_rows, even_seqs)
+    ops.gated_delta_rule_paged(q, q, v, g, bf16(heads), states, step, use_qk_l2norm=True)
 
 
 def ssd(heads: int, dim: int, groups: int, size: int, chunks: int, most_rows: int = FEW_ROWS) -> None:
@@ -127,22 +129,13 @@ def test_single_rows() -> None:
 
 @pytest.mark.parametrize("change", [change for change in DECODE_TILES if change], ids=name_of_change)
 def test_other_tiles_of_single_rows(change: dict[str, int | None]) -> None:
-    """Those that `bench_linear --tune` measures. Where a program computes heads in turn, as many as are to be resident fit into
-    shared memory, and the next heads are copied there while one is computed."""
+    """Those that `bench_linear --tune` measures."""
     changed = partial(changed_tile, few_rows_tile, change)
     with with_tile("few_rows", changed), compiling_for("sm90") as found:
         delta(16, 32, False, 0, 1)
     (kernel,) = found
-    tile = changed(Recurrence(kind="delta", rows="few", dtype=torch.bfloat16, dim=128, dim_v=128, arch=90))
-    assert kernel.registers <= (tile.row_registers or 255)
+    assert kernel.registers <= (change.get("row_registers") or 255)
     assert_small(found, "sm90", spills=16)
-    resident = tile.resident or 1
-    assert kernel.name == ("_compute_rows_in_turn" if tile.resident else "_compute_few_rows")
-    assert resident * (kernel.shared_bytes + 1024) <= 228 << 10
-    assert resident * tile.num_warps * 32 * kernel.registers <= 65536
-    if tile.resident:
-        assert kernel.instructions["LDGSTS"] >= 2 * 128 * tile.block_v // (4 * 32 * tile.num_warps), "the state of two heads"
-        assert kernel.programmatic == ["wait"]
 
 
 @pytest.mark.parametrize("target", ["sm100", *each_nth(2, ["sm90", "sm80", "gfx942"])])
@@ -172,6 +165,47 @@ def test_the_loop_over_pieces() -> None:
     assert body.count("async_copy_global_to_local") >= 5
     first = re.findall(r"warp_group_dot %.* : tensor<64x(?:128|64)xbf16, #ttg.dot_op<{opIdx = 0", body)
     assert len(first) == body.count("warp_group_dot %") == 2
+
+
+def test_the_loop_over_pieces_of_many_sequences() -> None:
+    """On Hopper it computes the outputs, in the shared memory and the registers of one program on a multiprocessor."""
+    with compiling_for("sm90") as found:
+        delta(16, 32, False, 3, even_seqs=8)
+        delta(32, 32, True, 3, even_seqs=8)
+    assert [kernel.name for kernel in found if kernel.name == "_compute_outputs"] == []
+    loops = [kernel for kernel in found if kernel.name == "_pass_states"]
+    assert len(loops) == 2
+    assert_small(loops, "sm90")
+    for loop in loops:
+        body = loop.binary.asm["ttgir"].rpartition("scf.for")[2]
+        assert body.count("warp_group_dot %") == 4
+        assert body.count("async_copy_global_to_local") >= 5
+
+
+def launched(call: Callable[[], object]) -> list[str]:
+    with compiling_for("sm90") as found:
+        call()
+    return [kernel.name for kernel in found]
+
+
+def test_which_calls_have_their_outputs_in_the_loop() -> None:
+    """By their number of sequences, which deterministic mode must not ask: a row's company follows from it. Gradients read the
+    states before the pieces."""
+    few = torch.zeros(2, dtype=torch.int32)
+    many = torch.zeros(9, dtype=torch.int32)
+    names = ["_list_sequences", "_prepare_pieces", "_pass_states", "_compute_outputs"]
+    assert launched(partial(packed_rows, few)) == names
+    assert launched(partial(packed_rows, many)) == names[:3]
+    with DeterministicMode():
+        assert launched(partial(packed_rows, many)) == names
+    gradients = ["_prepare_gradients", "_pass_gradients", "_finish_gradients"]
+    assert launched(lambda: packed_rows(many, True).sum().backward()) == [*names[:3], *names[:3], *gradients]
+
+
+def packed_rows(bounds: Tensor, with_gradients: bool = False) -> Tensor:
+    q, k, v, beta = (bf16(*shape)[None].requires_grad_(with_gradients) for shape in ((16, 128), (16, 128), (32, 128), (32,)))
+    out, _ = ops.gated_delta_rule(q, k, v, torch.zeros(1, 4, 32), beta, use_qk_l2norm=True, cu_seqlens=bounds)
+    return out
 
 
 @pytest.mark.parametrize("target", ["sm90", "sm100"])
@@ -223,7 +257,7 @@ def test_no_wgmma_of_few_columns() -> None:
 
 @pytest.mark.parametrize(
     "kernel",
-    [_compute_few_rows, _compute_rows_in_turn, _pass_states, _causal_conv, _causal_conv_of_row, _scan_channels],
+    [_compute_few_rows, _pass_states, _causal_conv, _causal_conv_of_row, _scan_channels],
     ids=lambda x: x.fn.__name__,
 )
 def test_sizes_of_a_call_are_not_part_of_the_code(kernel: JITFunction) -> None:  # type: ignore[type-arg]

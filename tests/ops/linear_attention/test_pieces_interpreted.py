@@ -88,16 +88,49 @@ def test_the_bound_tells_faults(fault: str) -> None:
     assert (out[:70].double() - expected).abs().max() > 10 * bound(expected, torch.float32)
 
 
-@pytest.mark.parametrize("change", [{"outputs_in_loop": True}, {"slabs": 3}], ids=str)
-@pytest.mark.parametrize("name", ["delta", "kda", "ssd"])
-def test_other_tiles(name: str, change: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other forms of the same kernels: equal up to rounding, whatever tile is chosen. A slab ends within a sequence."""
+def change_tile(monkeypatch: pytest.MonkeyPatch, **change: int) -> None:
     chosen = table.pieces_tile
     rows = [
         replace(row, tile=lambda asked: chosen(asked)._replace(**change)) if row.name == "pieces" else row
         for row in table.RECURRENCE_KERNELS
     ]
     monkeypatch.setattr(table, "RECURRENCE_KERNELS", tuple(rows))
+
+
+@pytest.mark.parametrize("name", ["delta", "kda"])
+def test_outputs_in_the_loop_of_packed_prompts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks that begin, a chunk behind a page, few rows and padding in a step: the outputs are those of the kernel behind the
+    loop up to rounding, and states and tails, which both forms compute alike, have the same bits."""
+    kind = KINDS_BY_NAME[name]
+    rows = kind.rows(150, torch.float16)
+    expected, _ = kind.exact(rows, {})
+    parts = [Part(0, 70, stores=(32,)), Part(1, 17), Part(2, 1), Part(3, 100, stores=(64,)), Part(9, 2, padding=True)]
+    bounds = [0, 70, 87, 88, 188]
+    found = []
+    for outputs_in_loop in (False, True):
+        with monkeypatch.context() as patch:
+            change_tile(patch, outputs_in_loop=outputs_in_loop)
+            steps = StateSteps(kind.spec(rows, {}))
+            kind.step(of_sequence(rows, 0, 48), {}, steps.states, steps.begin([Part(3, 48)]))
+            steps.end()
+            firsts = [48 if part.sequence == 3 else 0 for part in parts]
+            given = [of_sequence(rows, first, first + part.rows) for part, first in zip(parts, firsts, strict=True)]
+            out = kind.step(joined(given), {}, steps.states, steps.begin(parts))
+            for first, (begin, end) in zip(firsts, pairwise(bounds), strict=False):
+                wanted = expected[first : first + end - begin]
+                assert (out[begin:end].double() - wanted).abs().max() <= bound(wanted, torch.float16)
+            assert not out[188:].any()
+            found.append((out, steps.states.pages, *steps.states.tails))
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=2e-3, atol=2e-3)
+    for behind, in_loop in zip(found[0][1:], found[1][1:], strict=True):
+        torch.testing.assert_close(in_loop, behind, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("change", [{"outputs_in_loop": True}, {"slabs": 3}], ids=str)
+@pytest.mark.parametrize("name", ["delta", "kda", "ssd"])
+def test_other_tiles(name: str, change: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other forms of the same kernels: equal up to rounding, whatever tile is chosen. A slab ends within a sequence."""
+    change_tile(monkeypatch, **change)
     monkeypatch.setattr(pieces, "MIN_SLAB", 1)
     kind = KINDS_BY_NAME[name]
     inputs = kind.rows(75, torch.float32)

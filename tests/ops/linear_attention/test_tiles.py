@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
@@ -46,6 +49,30 @@ def test_few_rows(asked: Recurrence, tile: FewRowsTile) -> None:
 )
 def test_pieces(asked: Recurrence, tile: PiecesTile) -> None:
     assert pieces_tile(asked) == tile
+
+
+@pytest.mark.parametrize(
+    ("changes", "in_loop"),
+    [
+        ({}, True),
+        ({"by_channel": True}, True),
+        ({"loops": 132}, True),
+        ({"loops": 131}, False),
+        ({"loops": 131, "dim_v": 192}, True),
+        ({"num_sms": 260}, False),
+        ({"kind": "linear"}, False),
+        ({"dim": 256}, False),
+        ({"dtype": torch.float32}, False),
+        ({"arch": 80}, False),
+        ({"arch": 100}, False),
+        ({"arch": 0}, False),
+    ],
+    ids=str,
+)
+def test_outputs_in_the_loop_of_many_sequences(changes: dict[str, Any], in_loop: bool) -> None:
+    """Eight sequences of Qwen3-Next fill an H200 nearly four times."""
+    many = replace(recurrence(128, 128), kind="delta", rows="pieces", loops=8 * 32)
+    assert pieces_tile(replace(many, **changes)).outputs_in_loop == in_loop
 
 
 def test_values_are_filled_up_to_whole_blocks() -> None:
