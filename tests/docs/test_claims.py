@@ -31,6 +31,7 @@ def claims() -> dict[str, list[str]]:
     dense = next(row for rows in GROUPS.values() for row in rows if row.what == "dense models, bfloat16").ratios()
     fa4 = ratios("prefill", "fa4")
     train = ratios("train", "cudnn")
+    decoding = ratios("linear", "fla", "decode*")
     both = [
         f"{statistics.geometric_mean(ratios('prefill', 'fa3')):.2f} times as fast as FlashAttention-3",
         f"{statistics.geometric_mean(ratios('prefill', 'cudnn')):.2f} times as fast as cuDNN",
@@ -38,6 +39,8 @@ def claims() -> dict[str, list[str]]:
         f"one query over 1,500 keys ({min(ratios('cross', 'cudnn')):.2f} of cuDNN)",
         f"in {sum(ratio < 0.995 for ratio in train)} of {len(train)} training cells ({min(train):.2f} of cuDNN)",
         f"with a new mask for each head ({ratios('masks', 'flex', 'blocks_128_of_8192_16_d128')[0]:.2f} of FlexAttention)",
+        f"in {sum(ratio < 0.995 for ratio in decoding)} of {len(decoding)} cells of decoding with linear attention"
+        f" ({min(decoding):.2f})",
         f"in {sum(ratio < 1 for ratio in fa4)} of {len(fa4)} prompts than FlashAttention-4",
     ]
     readme = [

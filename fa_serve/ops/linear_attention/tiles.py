@@ -80,10 +80,10 @@ def pieces_tile(recurrence: Recurrence) -> PiecesTile:
     programs of the preparation fit on a multiprocessor of Hopper. They wait for memory and for their products most of the time,
     so the third is worth some numbers outside of registers.
 
-    On Hopper the loop of the delta rule computes the outputs where its programs fill the GPU at least OUTPUTS_IN_LOOP
-    times. The states before all pieces, and what their rows add, do not go through memory then. Eight sequences of 4,096
-    rows and 32 heads of 128 take an H200 1,225 us, and 1,628 by a kernel behind the loop. One program is on a
-    multiprocessor in both forms; of other recurrences three are there without outputs, and one with them.
+    On Hopper the loop of the delta rule computes the outputs where its programs fill the GPU OUTPUTS_IN_LOOP times. The states
+    before all pieces, and what their rows add, do not go through memory then. Eight sequences of 4,096 rows and 32 heads
+    of 128 take an H200 1,225 us, and 1,628 by a kernel behind the loop. One program is on a multiprocessor in both forms; of
+    other recurrences three are there without outputs, and one with them.
     """
     wide = recurrence.dim > 128 or recurrence.dtype.itemsize > 2
     fits_4_warps = not wide and not recurrence.by_channel and recurrence.arch in (0, 90)
