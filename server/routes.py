@@ -177,7 +177,9 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
             else:
                 tools = body.tools or []
                 template = tokenization.template(body, tools)
-                found = await tokenization.encode_chat(template, body, tools, body.chat_template_kwargs or {}, key)
+                variables = body.chat_template_kwargs or {}
+                salt = service.isolation.cache_salt(key, None)
+                found = await tokenization.encode_chat(template, body, tools, variables, key, salt)
                 tokens = found.tokens
             reply: TokenizeReply = {"tokens": tokens, "count": len(tokens), "max_model_len": service.engine.max_model_len}
             size = TEXT * len(tokens) * (2 if body.return_token_strs else 1)

@@ -324,6 +324,19 @@ class Settings(BaseSettings):
     )
     max_image_bytes: int = _option(10 * 2**20, "Maximum size of the file of an image.", "Limits", ge=1)
     max_image_pixels: int = _option(16 * 2**20, "Maximum number of pixels of an image.", "Limits", ge=1)
+    kept_image_bytes: int = _option(
+        512 * 2**20,
+        "Bytes of processed images to keep for later requests with the same files, in memory of the host.",
+        "Limits",
+        ge=0,
+    )
+    image_processes: int | None = _option(
+        None,
+        "Maximum number of images that are decoded at the same time, each in a process of its own; by default a quarter of the "
+        "processors, from 1 to 8.",
+        "Limits",
+        ge=1,
+    )
     image_timeout: float = _option(30.0, "Seconds for fetching an image, and for decoding and processing it.", "Limits", gt=0)
     image_memory: int = _option(
         1536 * 2**20,

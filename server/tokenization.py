@@ -279,11 +279,12 @@ class Tokenization:
         tools: Sequence[Tool],
         variables: dict[str, Any],
         client: str | None,
+        salt: str | None = None,
     ) -> EncodedChat:
-        """The prompt that the chat template makes of a conversation."""
+        """The prompt that the chat template makes of a conversation. salt: of the images, as `Isolation.cache_salt` gives it"""
         urls = [url for message in body.messages or () for url in message.image_urls()]
         maker = await self._processing.run(lambda: self.prompt_maker, client) if urls else None
-        images = await self._loader.load(urls, client) if urls else []
+        images = await self._loader.load(urls, client, salt) if urls else []
 
         def render(trial: Trial | None = None) -> Prompt:
             messages = [message.rendered() for message in body.messages or ()]

@@ -29,9 +29,11 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any, Literal, cast
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import AutoProcessor
 from transformers.modeling_utils import PreTrainedModel
@@ -421,3 +423,10 @@ def load_processor(path: str, *, trust_remote_code: bool) -> Any:
         name = type(processor).__name__
         raise ParameterError("images", f"be empty, because {name} names no text that stands for an image", path)
     return processor
+
+
+def processor_identity(processor: Any) -> bytes:
+    """A hash of what a processor does to pixels: its type, its options, and the version of the code that reads them."""
+    images = processor.image_processor
+    told = f"{type(images).__module__} {type(images).__qualname__} {transformers.__version__} {images.to_json_string()}"
+    return blake2b(told.encode(), digest_size=16).digest()

@@ -5,7 +5,7 @@
 A thread cannot be stopped in the middle of a call into C, and it shares the memory and the interpreter's lock of its process.
 So work on what a client has sent is done by a child of this process, which is forked when everything that the work needs is
 loaded. The child has a limit on its address space and on its CPU time, runs at a low priority, and is killed when its client
-leaves.
+leaves. It does one trial. The next one is forked ahead and waits, because forking a process with torch takes 10 ms.
 
 The parent (trials.py) sends one line of JSON first: the path of a module, what its function `prepare` gets, and the limits.
 `prepare` loads what the work needs and returns the function that does it, from bytes to bytes without a newline. Then the
@@ -50,25 +50,51 @@ def serve(control: socket.socket) -> None:
     gc.collect()
     gc.freeze()  # a garbage collection in a child would visit, and so copy, all that was loaded here
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are reaped by the kernel
+    spare = _fork_spare(work, start, control)
     control.sendall(b"r")
     while True:
-        size = array.array("i").itemsize
-        data, received, _, _ = control.recvmsg(1, socket.CMSG_SPACE(2 * size))
+        data, files = _receive_files(control)
         if not data:
             return
-        descriptors = array.array("i", received[0][2])
-        files = descriptors[1:]
-        with socket.socket(fileno=descriptors[0]) as connection:
-            if os.fork() == 0:
-                control.close()
-                limit = _limit(start["memory"], start["timeout"])
-                with contextlib.suppress(OSError, MemoryError):  # the parent has left, or the work takes too much
-                    connection.sendall(b"%d\n" % os.getpid())
-                    word, reply = _attempt(work, connection, files, limit)
-                    connection.sendall(b"%.6f %b " % (time.process_time(), word) + reply + b"\n")
-                os._exit(0)
-            for file in files:
-                os.close(file)
+        try:
+            socket.send_fds(spare, [data], files)
+        except OSError:  # the system has ended the child that waited
+            spare.close()
+            spare = _fork_spare(work, start, control)
+            with contextlib.suppress(OSError):
+                socket.send_fds(spare, [data], files)
+        spare.close()
+        for file in files:
+            os.close(file)
+        spare = _fork_spare(work, start, control)
+
+
+def _receive_files(connection: socket.socket) -> tuple[bytes, list[int]]:
+    """A byte and the descriptors that come with it: of the connection of a trial, and of its file if it has one."""
+    files = array.array("i")
+    data, received, _, _ = connection.recvmsg(1, socket.CMSG_SPACE(2 * files.itemsize))
+    if received:
+        files.frombytes(received[0][2])
+    return data, files.tolist()
+
+
+def _fork_spare(work: Callable[..., bytes], start: dict[str, Any], control: socket.socket) -> socket.socket:
+    """Fork a child, which waits for its trial at the other end of this socket. It cannot see the trials of others."""
+    ours, theirs = socket.socketpair()
+    if os.fork():
+        theirs.close()
+        return ours
+    ours.close()
+    control.close()
+    limit = _limit(start["memory"], start["timeout"])
+    with contextlib.suppress(OSError, MemoryError):  # the parent has left, or the work takes too much
+        data, files = _receive_files(theirs)
+        if data:
+            with socket.socket(fileno=files[0]) as connection:
+                connection.sendall(b"%d\n" % os.getpid())
+                word, reply = _attempt(work, connection, files[1:], limit)
+                connection.sendall(b"%.6f %b " % (time.process_time(), word) + reply + b"\n")
+    os._exit(0)
 
 
 def _attempt(work: Callable[..., bytes], connection: socket.socket, files: Sequence[int], limit: int) -> tuple[bytes, bytes]:

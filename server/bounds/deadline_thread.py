@@ -1,15 +1,15 @@
-"""A thread that runs one function after another for the event loop, and can interrupt a function that takes too long.
+"""A thread, or several, that run functions for the event loop in turn, and can interrupt a function that takes too long.
 
     thread = DeadlineThread("template")
     text = await thread.run(lambda: template.render(...), client, timeout=5.0)     # raises asyncio.TimeoutError
 
 Clients take turns by the processor's time that their functions have taken (costs.py): however many functions one of them has
-waiting, the next client waits for one of these at most. The time is also added to the bill of the request.
-A function may let a process work for it (fa_serve/sandbox), whose time counts as its own.
+waiting, the next client waits for one of these at most. Several threads take the functions of one queue. The time is also added
+to the bill of the request. A function may let a process work for it (fa_serve/sandbox), whose time counts as its own.
 
 Python raises an exception in another thread between two of its bytecodes, so a loop of a chat template ends in time. A single
-call into C does not end sooner. A function that nobody waits for any more is interrupted as well. The thread is a daemon: it
-never keeps the process alive.
+call into C does not end sooner. A function that nobody waits for any more is interrupted as well. The threads are daemons: they
+never keep the process alive.
 """
 
 from __future__ import annotations
@@ -79,14 +79,18 @@ class _Turns:
 
 
 class DeadlineThread:
-    """`run` is to be called on the event loop. The thread starts at the first call."""
+    """`run` is to be called on the event loop. A thread starts with each of the first calls.
 
-    def __init__(self, name: str):
+    count: of the threads, and so of the functions that run at the same time
+    """
+
+    def __init__(self, name: str, count: int = 1):
         self._name = name
+        self._count = count
         self._jobs = _Turns()
         self._lock = threading.Lock()
-        self._current: _Job | None = None
-        self._thread: threading.Thread | None = None
+        self._running: dict[_Job, threading.Thread] = {}
+        self._threads: list[threading.Thread] = []
 
     async def run(
         self,
@@ -102,10 +106,10 @@ class DeadlineThread:
                 midst of the work, and its processor's time counts
         """
         loop = asyncio.get_running_loop()
-        if self._thread is None:
+        if len(self._threads) < self._count:
             thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             thread.start()  # fails without memory, and the next call tries again
-            self._thread = thread
+            self._threads.append(thread)
         job = _Job(work, client, trial, loop.create_future())
         self._jobs.put(job)
         try:
@@ -128,10 +132,11 @@ class DeadlineThread:
     def _abandon(self, job: _Job) -> None:
         with self._lock:
             job.abandoned = True
-            if self._current is not job or self._thread is None:
+            thread = self._running.get(job)
+            if thread is None:
                 return
             if job.trial is None:
-                _raise_in(self._thread, _Interrupted)
+                _raise_in(thread, _Interrupted)
             else:
                 job.trial.cancel()
 
@@ -144,7 +149,7 @@ class DeadlineThread:
         with self._lock:
             if job.abandoned:
                 return
-            self._current = job
+            self._running[job] = threading.current_thread()
         job.began = time.monotonic()
         begin = time.thread_time()
         error: BaseException | None = None
@@ -155,7 +160,7 @@ class DeadlineThread:
             error = raised
         finally:
             with self._lock:
-                self._current = None
+                del self._running[job]
             _raise_in(threading.current_thread(), None)  # forget an interrupt that came too late
             job.seconds = time.thread_time() - begin
             if job.trial is not None:

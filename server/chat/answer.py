@@ -98,7 +98,8 @@ class ChatAnswer(Answer):
             if getattr(self._body, field) and any(message.image_urls() for message in self._body.messages):
                 raise BadRequest(f"{field} is not allowed with images.", param=field, code="invalid_value")
         encode = self._tokenization.encode_chat
-        found = await encode(self._template, self._body, self._tools, self._variables(), self._key)
+        salt = self._service.isolation.cache_salt(self._key, self._body.cache_salt)
+        found = await encode(self._template, self._body, self._tools, self._variables(), self._key, salt)
         self._text = found.text
         self._images = found.images
         return [found.tokens]

@@ -1,9 +1,9 @@
 """The pictures of a request as the model's towers take them: fetched, decoded and processed one after the other, in turns with
-those of other clients.
+those of other clients. A picture whose file came before is neither decoded nor processed again (kept_images.py).
 
 loader = ImageLoader(settings, config_of_engine)
 loader.start()                                   # in the background; without it, the first picture waits for seconds
-images = await loader.load(urls, client)         # processed images; raises BadRequest, and Unavailable if no process works
+images = await loader.load(urls, client, salt)   # processed images; raises BadRequest, and Unavailable if no process works
 loader.close()
 
 Without a model, or with one whose processor cannot be loaded by the process that decodes, they are PIL images in RGB. The
@@ -36,23 +36,29 @@ from ..settings import Settings
 from . import decode_process
 from .addresses import ImageAddressError, Remote, read_address
 from .fetching import FetchLimits, fetch
+from .kept_images import KeptImages, key_of_file
 
 log = logging.getLogger("fa_serve.server")
 FIELD = "messages"
 PIXEL = 4  # bytes
+MAX_PROCESSES = 8  # by default: the process that they are forked from makes some tens a second
 PIECE = 3 << 18  # bytes that are written in base64 at once: the interpreter is held for a millisecond
 
 
 class ImageLoader:
-    """Two threads: one waits for other people's servers, the other one for the process that decodes and processes.
+    """Threads: one reads addresses and hashes files, one waits for other people's servers, and the others wait for processes
+    that decode and process pictures.
 
     config: tells the settings of the engine once it is loaded; without it there is no model whose processor could run
     """
 
     def __init__(self, settings: Settings, config: Callable[[], EngineConfig] | None = None):
         self._config = config
+        self._reading = DeadlineThread("addresses of images")
         self._fetching = DeadlineThread("images of other hosts")
-        self._decoding = DeadlineThread("images")
+        self._decoding = DeadlineThread("images", settings.image_processes or _default_processes())
+        # no two requests share anything then
+        self._kept = KeptImages(0 if settings.prefix_sharing == "none" else settings.kept_image_bytes)
         self._has_warned = False
         self._max_images = settings.max_images
         self._max_bytes = settings.max_image_bytes
@@ -83,23 +89,33 @@ class ImageLoader:
         if "_trials" in vars(self):
             self._trials.close()
 
-    async def load(self, urls: Sequence[str], client: str | None) -> list[Any]:
-        """The number of images is checked before anything is done with them."""
+    async def load(self, urls: Sequence[str], client: str | None, salt: str | None = None) -> list[Any]:
+        """The number of images is checked before anything is done with them.
+
+        salt: requests of the same salt share what is made of a file (bounds/isolation.py)
+        """
         if len(urls) > self._max_images:
             message = f"A request may have at most {self._max_images} images (--max-images), got {len(urls)}."
             raise BadRequest(message, param=FIELD, code="invalid_value")
-        return [await self._load(url, client) for url in urls]
+        return [await self._load(url, client, salt) for url in urls]
 
-    async def _load(self, url: str, client: str | None) -> Any:
+    async def _load(self, url: str, client: str | None, salt: str | None) -> Any:
         try:
-            found = await self._decoding.run(lambda: read_address(url, self._max_bytes), client)
+            found = await self._reading.run(lambda: read_address(url, self._max_bytes), client)
             if isinstance(found, Remote):
                 remote = found
                 data: bytes | memoryview = await self._fetching.run(lambda: _base64_of(fetch(remote, self._limits)), client)
             else:
                 data = found
+            key = await self._reading.run(lambda: key_of_file(data, salt), client)
+            kept = self._kept.find(key)
+            if kept is not None:
+                return kept
             trial = self._trials.trial()
-            return await self._decoding.run(lambda: self._decode(data, trial), client, trial=trial)
+            image = await self._decoding.run(lambda: self._decode(data, key, trial), client, trial=trial)
+            if isinstance(image, ProcessedImage):
+                self._kept.keep(image)
+            return image
         except (ImageAddressError, TrialError) as error:
             raise BadRequest(f"image_url must {error}.", param=FIELD, code="invalid_value") from None
         except (Cancelled, TrialProcessError) as error:
@@ -107,8 +123,8 @@ class ImageLoader:
         except ParameterError as error:
             raise parameter_refused(error, FIELD) from None
 
-    def _decode(self, data: bytes | memoryview, trial: Trial) -> Any:
-        image, reason = decode(data, self._max_result, trial)
+    def _decode(self, data: bytes | memoryview, key: bytes, trial: Trial) -> Any:
+        image, reason = decode(data, self._max_result, trial, key)
         if reason and not self._has_warned:
             self._has_warned = True
             log.warning(
@@ -117,6 +133,11 @@ class ImageLoader:
                 reason,
             )
         return image
+
+
+def _default_processes() -> int:
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(max(usable // 4, 1), MAX_PROCESSES)
 
 
 def _start(trials: Trials) -> None:
@@ -128,13 +149,13 @@ def _start(trials: Trials) -> None:
         log.warning("requests with images get a 503 until the first of them has started the process that decodes: %s", error)
 
 
-def decode(data: bytes | memoryview, max_result: int, trial: Trial) -> tuple[Any, str]:
+def decode(data: bytes | memoryview, max_result: int, trial: Trial, key: bytes = b"") -> tuple[Any, str]:
     """What the process makes of an untrusted file: a processed image, or a PIL image and why it is not processed.
 
     The process writes tensors or pixels into memory that both share, at most `max_result` bytes. A reply of 64 MB in base64
     would hold the interpreter for a quarter of a second, in single calls that nothing can interrupt.
 
-    data: in base64
+    data: in base64; key: of the processed image
 
     Raises ImageAddressError for a file that is refused, ParameterError for an image that the model's processor refuses, and
     what `Trial.run` raises.
@@ -148,7 +169,7 @@ def decode(data: bytes | memoryview, max_result: int, trial: Trial) -> tuple[Any
         if "rule" in told:
             raise ParameterError("images", told["rule"], "another one")
         if "inputs" in told:
-            return ProcessedImage.read(told, file), ""
+            return ProcessedImage.read(told, file, key), ""
         size = (told["width"], told["height"])
         mapped: Any = mmap.mmap(file, PIXEL * size[0] * size[1], access=mmap.ACCESS_READ)
         # Pillow lays RGB out in four bytes as well, so this copies rows, and lets others run meanwhile

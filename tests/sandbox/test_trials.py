@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import llguidance
@@ -250,3 +251,53 @@ def test_who_refuses_memory(held: Trials) -> None:
     with pytest.raises(TrialProcessError, match="the process that works with tests on trial gets no memory from the system"):
         held.trial().run(b"poor")
     assert held.trial().run(b"x") == b"done\n"
+
+
+WHO = "import os\n\ndef prepare(given):\n    return lambda request: b'%d' % os.getpid()\n"
+
+
+def spare_of(trials: Trials, used: set[int]) -> int:
+    """The child that waits for its trial, as soon as there is one."""
+    assert trials._process is not None
+    for _ in range(2000):
+        found = children_of(trials._process.pid) - used
+        if found:
+            [spare] = found
+            return spare
+        time.sleep(0.01)
+    raise AssertionError("no child waits")
+
+
+def children_of(process: int) -> set[int]:
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            parent = path.read_text().rpartition(")")[2].split()[1]
+            if int(parent) == process:
+                found.add(int(path.parent.name))
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="the system has no /proc")
+def test_the_child_of_the_next_trial_waits_for_it(tmp_path: Path) -> None:
+    """Each child does one trial, and no trial waits for a fork. A child that the system ends while it waits is replaced."""
+    work = tmp_path / "work.py"
+    work.write_text(WHO)
+    trials = Trials(str(work), {}, TrialLimits("end", 20.0, 64 << 20, "test"))
+    trials.start()
+    assert trials._process is not None
+    process = trials._process.pid
+    used: set[int] = set()
+    try:
+        for _ in range(3):
+            spare = spare_of(trials, used)
+            used.add(spare)
+            assert int(trials.trial().run(b"")) == spare
+        spare = spare_of(trials, used)
+        os.kill(spare, signal.SIGKILL)
+        while Path(f"/proc/{spare}").exists():
+            time.sleep(0.01)
+        assert int(trials.trial().run(b"")) != spare
+        assert trials._process.pid == process
+    finally:
+        trials.close()

@@ -6,31 +6,44 @@
 
 A processor resizes and normalises pixels in Python, Pillow and NumPy, and holds the interpreter of its process for tens of
 milliseconds at a time. So pictures of strangers are processed where they are decoded (fa_serve/server/images), and tensors come
-back through memory that both processes share.
+back through memory that both processes share (shared_tensors.py).
 
 Left out: the prompt in which the picture stands (processor.py).
 """
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fa_serve.engine.images.shared_tensors import SharedTensors, share_tensors
 from fa_serve.spec import ParameterError
 
 ALIGNMENT = 64  # bytes
 
 
-class ProcessedImage(NamedTuple):
-    """inputs: arguments of the towers, on the CPU; text: what stands for the picture in a prompt"""
+@dataclass(frozen=True)
+class ProcessedImage:
+    """inputs: arguments of the towers, on the CPU; text: what stands for the picture in a prompt
+
+    key: hash of the picture's file and of who shares what is made of it; empty for a picture without a file
+    """
 
     inputs: Mapping[str, Tensor]
     text: str
+    key: bytes = b""
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory that the tensors take."""
+        if isinstance(self.inputs, SharedTensors):
+            return self.inputs.num_bytes
+        return sum(x.nbytes for x in self.inputs.values())
 
     def write(self, file: int) -> dict[str, Any]:
         """Write the tensors to this descriptor, at its place. Returns what `read` needs, as JSON can say it.
@@ -49,16 +62,9 @@ class ProcessedImage(NamedTuple):
         return {"inputs": described, "text": self.text, "bytes": place}
 
     @classmethod
-    def read(cls, told: Mapping[str, Any], file: int) -> ProcessedImage:
-        """Copy the tensors out of the file, while other threads run."""
-        shared = mmap.mmap(file, max(told["bytes"], 1))
-        inputs = {}
-        for each in told["inputs"]:
-            x = torch.empty(each["shape"], dtype=getattr(torch, each["dtype"]))
-            if x.numel():
-                x.view(-1).copy_(torch.frombuffer(shared, dtype=x.dtype, count=x.numel(), offset=each["place"]))
-            inputs[each["name"]] = x
-        return cls(inputs, told["text"])
+    def read(cls, told: Mapping[str, Any], file: int, key: bytes = b"") -> ProcessedImage:
+        """The tensors of the file, which its writer has left. Raises ValueError for tensors that lie outside of it."""
+        return cls(share_tensors(told, file), told["text"], key)
 
 
 class PixelProcessor:

@@ -12,8 +12,10 @@ they were decoded (processed.py).
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Sequence
-from typing import Any
+from hashlib import blake2b
+from typing import Any, cast
 
 import torch
 
@@ -21,7 +23,11 @@ from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.images.processed import PixelProcessor, ProcessedImage
 from fa_serve.engine.images.prompt import ImageInput, ImagePrompt
 from fa_serve.engine.request.prompts import PromptReader
+from fa_serve.kept_values import KeptValues
 from fa_serve.spec import ParameterError
+
+MAX_KEPT = 1024
+"""Processed images whose inputs are kept for as long as they are."""
 
 
 class PromptMaker:
@@ -31,12 +37,16 @@ class PromptMaker:
     """
 
     def __init__(self, processor: Any, reader: PromptReader) -> None:
+        from fa_serve.hf.images import processor_identity  # with transformers, as in `of_model`
+
         self.image_text: str = processor.image_token
         self._pixels = PixelProcessor(processor)
         self._image_tokens = {token for token in processor.image_token_ids if token is not None}
         self._reader = reader
         defaults = type(processor).valid_processor_kwargs._defaults.get("text_kwargs", {})
         self._marks_images = bool(defaults.get("return_mm_token_type_ids"))
+        self._identity = processor_identity(processor)
+        self._inputs: KeptValues[ImageInput] = KeptValues(MAX_KEPT)
 
     @classmethod
     def of_model(cls, config: EngineConfig, reader: PromptReader) -> PromptMaker:
@@ -91,11 +101,18 @@ class PromptMaker:
         return found
 
     def _input(self, image: ProcessedImage) -> ImageInput:
+        """One image for the towers. The pixels of a picture that came as a file are not hashed: its key tells what they are."""
+        found = self._inputs.find(image, None)
+        if found is not None:
+            return found
         count = sum(token in self._image_tokens for token in self._reader.encode(image.text, False))
         ids = torch.full((1, count), next(iter(self._image_tokens)))
         marks = torch.full_like(ids, int(self._marks_images), dtype=torch.int32)
-        given = {"input_ids": ids, **image.inputs}
-        return ImageInput.of(given | {"mm_token_type_ids": marks, "token_type_ids": marks})
+        tokens = {"input_ids": ids, "mm_token_type_ids": marks, "token_type_ids": marks}
+        if not image.key:
+            return ImageInput.of({**image.inputs, **tokens})
+        key = blake2b(image.key, digest_size=16, key=self._identity).digest()
+        return self._inputs.keep(image, None, ImageInput(key, ChainMap(tokens, cast(Any, image.inputs))))
 
 
 def prepare_prompts(

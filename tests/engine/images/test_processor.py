@@ -11,7 +11,9 @@ from image_models import picture, save_llava
 from transformers import AutoProcessor
 
 from fa_serve.engine import Engine, EngineConfig, SamplingParams
+from fa_serve.engine.images.processed import PixelProcessor, ProcessedImage
 from fa_serve.engine.images.processor import PromptMaker
+from fa_serve.engine.images.prompt import ImageInput
 from fa_serve.engine.request.prompts import PromptReader
 from fa_serve.hf.images import load_processor
 from fa_serve.spec import ParameterError
@@ -48,6 +50,25 @@ def test_the_key_of_a_picture_does_not_depend_on_the_prompt(maker: PromptMaker) 
     [alone] = maker.prompt("<image>", [picture(1)]).images
     other, again = maker.prompt("x<image>y<image>", [picture(2), picture(1)]).images
     assert alone.key == again.key != other.key
+
+
+def test_pixels_of_a_file_are_not_hashed(maker: PromptMaker, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The key of the file is enough, together with what the processor does to pixels."""
+    processor = load_processor(str(folder), trust_remote_code=False)
+    made = PixelProcessor(processor).process(picture(1))
+    files = [ProcessedImage(made.inputs, made.text, key) for key in (b"one", b"two")]
+    [hashed] = maker.prompt("<image>", [picture(1)]).images
+    monkeypatch.setattr(ImageInput, "of", None)
+    first, second, again = maker.prompt("<image><image><image>", [*files, files[0]]).images
+    assert again is first, "the tokens of an image that is kept are counted once"
+    assert first.key != second.key
+    assert {len(first.key), len(second.key)} == {16}
+    assert sorted(first.inputs) == sorted(hashed.inputs)
+    for name, x in hashed.inputs.items():
+        torch.testing.assert_close(first.inputs[name], x, rtol=0, atol=0)
+    processor.image_processor.image_mean = [0.1, 0.2, 0.3]
+    [other] = PromptMaker(processor, PromptReader(processor.tokenizer, 352, 256)).prompt("<image>", files[:1]).images
+    assert other.key != first.key
 
 
 def test_plain_text_is_no_place(maker: PromptMaker) -> None:

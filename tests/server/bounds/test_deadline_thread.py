@@ -133,3 +133,30 @@ async def test_a_trial_that_nobody_waits_for_is_cancelled() -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert trial.cancelled.wait(5)
+
+
+async def test_several_threads_take_from_one_queue() -> None:
+    """As many functions run at once as there are threads, and each is interrupted in its own."""
+    thread = DeadlineThread("test", 2)
+    began = threading.Barrier(3, timeout=20)
+    gate = threading.Event()
+
+    def wait() -> bool:
+        began.wait()
+        return gate.wait(20)
+
+    def spin() -> None:
+        began.wait()
+        while True:
+            time.sleep(0.001)
+
+    waiting = asyncio.create_task(thread.run(wait, "one"))
+    spinning = asyncio.create_task(thread.run(spin, "other"))
+    third = asyncio.create_task(thread.run(lambda: 3, "third"))
+    await asyncio.to_thread(began.wait)
+    assert not third.done()
+    spinning.cancel()
+    assert await asyncio.wait_for(third, 20) == 3, "the other function was interrupted, and this one is not waited for"
+    assert not waiting.done()
+    gate.set()
+    assert await waiting

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -161,6 +162,74 @@ async def test_pictures_come_as_the_models_processor_makes_them(
         assert isinstance(actual, ProcessedImage)
         assert actual.text == wanted.text == "<image>" * 4
         torch.testing.assert_close(actual.inputs["pixel_values"], wanted.inputs["pixel_values"], rtol=0, atol=0)
+
+
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """The keys of the files that go to the process."""
+    keys: list[bytes] = []
+
+    def noted(data: bytes | memoryview, max_result: int, trial: Any, key: bytes) -> Any:
+        keys.append(key)
+        return decode(data, max_result, trial, key)
+
+    monkeypatch.setattr("fa_serve.server.images.loader.decode", noted)
+    return keys
+
+
+async def test_a_file_that_came_before_is_not_decoded_again(processing: ImageLoader, decoded: list[bytes]) -> None:
+    urls = [uri(png(picture(seed))) for seed in (11, 12)]
+    first = await processing.load(urls, "one", "salt")
+    again = await processing.load(urls[::-1], "other", "salt")
+    assert again == first[::-1]
+    assert all(one is other for one, other in zip(again, first[::-1], strict=True))
+    assert decoded == [image.key for image in first]
+
+
+async def test_requests_of_another_salt_find_nothing(processing: ImageLoader, decoded: list[bytes]) -> None:
+    """Else the time to an answer would tell which pictures others have sent."""
+    url = uri(png(picture(13)))
+    for salt in ("one", "other", None):
+        await processing.load([url], None, salt)
+    assert len(set(decoded)) == 3
+
+
+@pytest.mark.parametrize("given", [{"prefix_sharing": "none"}, {"kept_image_bytes": 0}], ids=["sharing", "bytes"])
+async def test_nothing_is_kept(folder: Path, decoded: list[bytes], given: dict[str, Any]) -> None:
+    config = EngineConfig(model=folder, device="cpu")
+    own = ImageLoader(Settings(image_timeout=60.0, **given), lambda: config)
+    try:
+        for _ in range(2):
+            await own.load([uri(png(picture(1)))], None, "salt")
+    finally:
+        own.close()
+    assert len(decoded) == 2
+
+
+async def test_several_pictures_are_decoded_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of other clients, each in a process of its own."""
+    several = ImageLoader(Settings(image_processes=3, max_image_pixels=10_000, image_timeout=5.0))
+    together = threading.Barrier(3, timeout=20)
+
+    def meeting(*given: Any) -> Any:
+        together.wait()
+        return decode(*given)
+
+    monkeypatch.setattr("fa_serve.server.images.loader.decode", meeting)
+    try:
+        loading = [several.load([uri(png(picture(seed)))], f"client {seed}") for seed in range(6)]
+        images = await asyncio.gather(*loading)
+    finally:
+        several.close()
+    for seed, [image] in enumerate(images):
+        assert np.array_equal(np.asarray(image), np.asarray(picture(seed)))
+
+
+@pytest.mark.parametrize(("processors", "expected"), [(1, 1), (2, 1), (16, 4), (128, 8)])
+def test_as_many_processes_as_the_machine_has_room_for(monkeypatch: pytest.MonkeyPatch, processors: int, expected: int) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(processors)), raising=False)
+    assert ImageLoader(Settings())._decoding._count == expected
+    assert ImageLoader(Settings(image_processes=5))._decoding._count == 5
 
 
 async def test_a_picture_that_the_models_processor_refuses(tmp_path: Path) -> None:

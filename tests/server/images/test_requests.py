@@ -14,6 +14,7 @@ import httpx
 import pytest
 import torch
 from fa_serve.server.app import create_app
+from fa_serve.server.images.loader import decode
 from fa_serve.server.settings import Settings
 from image_models import picture, png, save_llava
 from transformers import AutoProcessor
@@ -142,6 +143,31 @@ async def test_the_process_starts_before_the_first_picture(serving, monkeypatch)
         reply = await client.post("/v1/chat/completions", json=chat(image_part(0), TEXT))
         assert reply.status_code == 200
         assert trials._process is process
+
+
+async def test_who_shares_what_is_made_of_a_picture(serving, monkeypatch) -> None:
+    """Requests that share prefixes share images too, and others do not."""
+    decoded = []
+    answers = []
+
+    def noted(data: Any, max_result: int, trial: Any, key: bytes) -> Any:
+        decoded.append(key)
+        return decode(data, max_result, trial, key)
+
+    monkeypatch.setattr("fa_serve.server.images.loader.decode", noted)
+    keys = ["a" * 32, "b" * 32]
+    body = chat(image_part(0), TEXT)
+    async with serving(api_keys=keys) as client:
+        for key, salt in ((keys[0], None), (keys[0], None), (keys[1], None), (keys[0], "salt"), (keys[0], "salt")):
+            given = body if salt is None else body | {"cache_salt": salt}
+            reply = await client.post("/v1/chat/completions", json=given, headers={"authorization": f"Bearer {key}"})
+            assert reply.status_code == 200, reply.text
+            answers.append(reply.json()["choices"][0]["token_ids"])
+        question = {"model": "tiny", "messages": body["messages"]}
+        reply = await client.post("/tokenize", json=question, headers={"authorization": f"Bearer {keys[1]}"})
+        assert reply.status_code == 200, reply.text
+    assert len(decoded) == len(set(decoded)) == 3
+    assert answers == answers[:1] * 5
 
 
 async def test_n_and_streaming(serving, expected) -> None:
