@@ -57,12 +57,12 @@ class Service:
     def __init__(self, engine: AsyncEngine, settings: Settings):
         self.engine = engine
         self.settings = settings
-        self.tokenization = Tokenization(engine, settings)
         self.isolation = Isolation(settings)
         self.adapters = Adapters(engine, settings)
         self.metrics = Metrics(lambda: (self.engine.snapshots(), self.model_name) if self.running else None)
         self.scraped = ScrapedText(self.metrics.text)
         self.costs = Costs(self.metrics.delayed)
+        self.tokenization = Tokenization(engine, settings, self.costs)
         self.created = int(time.time())
         self.json_bounds = JsonBounds(settings.max_json_values, settings.max_json_fields)
         self.draining = False

@@ -1,14 +1,16 @@
 """Prompts and conversations as token ids, and token ids as text.
 
-    tokenization = Tokenization(engine, settings)
+    tokenization = Tokenization(engine, settings, costs)
     [tokens] = await tokenization.encode(["Once upon a time"], client)
     template = tokenization.template(body, tools)
     found = await tokenization.encode_chat(template, body, tools, {}, client)         # tokens, text and images
 
-Threads run the tokenizer and the operator's chat template, so that a long prompt never holds up the event loop. Long texts have
-a thread to themselves, because the tokenizer needs seconds for many megabytes, and short ones should not wait for them. In each
-thread, clients take turns. A template that does not end is interrupted after `template_timeout` seconds. Chat templates of
-requests are programs of strangers: they run one at a time in another process, which is killed at its limits.
+Threads run the tokenizer and the operator's chat template, so that a long prompt never holds up the event loop. The inputs of
+an encoder are read at once if they are short: a busy event loop gives a thread the interpreter each millisecond only, and a
+thread needs it twice for each request. Long texts have a thread to themselves, because the tokenizer needs seconds for many
+megabytes, and short ones should not wait for them. In each thread, clients take turns. A template that does not end is
+interrupted after `template_timeout` seconds. Chat templates of requests are programs of strangers: they run one at a time in
+another process, which is killed at its limits.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from fa_serve.sandbox.trials import Cancelled, Trial, TrialError, TrialLimits, T
 from fa_serve.spec import ParameterError
 
 from .answers.logprobs import TokenTexts
+from .bounds.costs import BILL, Costs
 from .bounds.deadline_thread import DeadlineThread
 from .chat import template_process
 from .chat.conversation import ChatRequest, TokenizeRequest, Tool
@@ -51,6 +54,7 @@ SAMPLES: tuple[list[dict[str, Any]], ...] = (
 log = logging.getLogger("fa_serve.server")
 MAX_TEMPLATES = 16  # parsed chat templates to keep: the model's own, and those of requests
 LONG_TEXT = 1 << 16  # characters, which take the tokenizer some tens of milliseconds
+SHORT_INPUTS = 1 << 12  # characters, which take the tokenizer less than half a millisecond
 MAX_TEMPLATE_LENGTH = 1 << 16  # characters of a request's chat template; the longest of known models has about 20,000
 
 
@@ -69,8 +73,9 @@ class Tokenization:
               end tokens; `find_chat_end` sets it
     """
 
-    def __init__(self, engine: AsyncEngine, settings: Settings):
+    def __init__(self, engine: AsyncEngine, settings: Settings, costs: Costs):
         self._engine = engine
+        self._costs = costs
         self._short = DeadlineThread("tokenizer")
         self._long = DeadlineThread("tokenizer of long texts")
         self._request_templates = DeadlineThread("template")
@@ -244,7 +249,12 @@ class Tokenization:
                 raise parameter_refused(error, field) from None
 
         length = sum(len(each) if isinstance(each, str | list) else sum(map(len, each)) for each in inputs)
-        return await self._thread_for(length + len(prompt) * len(inputs)).run(work, client)
+        length += len(prompt) * len(inputs)
+        bill = BILL.get()
+        if length <= SHORT_INPUTS and bill is not None:
+            with self._costs.work(bill):
+                return work()
+        return await self._thread_for(length).run(work, client)
 
     def template(self, body: ChatRequest | TokenizeRequest, tools: Sequence[Tool]) -> Template:
         """The request's chat template if the server allows that, else the operator's, else the model's."""

@@ -39,15 +39,18 @@ EVENT_HEADERS = (
     (b"x-accel-buffering", b"no"),
 )
 PART = 1 << 16  # bytes of a plain reply that are sent in one go
+WATCH_SECONDS = 0.02  # before it is watched whether the client leaves; a task for each short request would take longer
 
 
 async def attend(work: Coroutine[Any, Any, T], receive: asgi.Receive, timeout: float | None) -> T:
     """The result of the work. Raises ClientGone or TimedOut after the work has been cancelled and has ended.
 
-    The work runs in the caller's task, which is cancelled. One more task waits for the client to disconnect.
+    The work runs in the caller's task, which is cancelled. One more task waits for the client to disconnect, from WATCH_SECONDS
+    on.
     """
     task = asyncio.current_task()
     assert task is not None
+    loop = asyncio.get_running_loop()
     causes: list[ApiError] = []
 
     def stop(cause: ApiError) -> None:
@@ -58,12 +61,16 @@ async def attend(work: Coroutine[Any, Any, T], receive: asgi.Receive, timeout: f
     def stop_for_client(_: asyncio.Task[None]) -> None:
         stop(ClientGone("The client disconnected."))
 
-    disconnected = asyncio.create_task(_wait_for_disconnect(receive))
-    disconnected.add_done_callback(stop_for_client)
-    timer = None
+    watches: list[asyncio.Task[None]] = []
+
+    def watch() -> None:
+        watches.append(loop.create_task(_wait_for_disconnect(receive)))
+        watches[0].add_done_callback(stop_for_client)
+
+    timers = [loop.call_later(WATCH_SECONDS, watch)]
     if timeout is not None:
         late = TimedOut(f"The request took longer than {timeout:g} s, which is the server's limit.")
-        timer = asyncio.get_running_loop().call_later(timeout, stop, late)
+        timers.append(loop.call_later(timeout, stop, late))
     try:
         return await work
     except asyncio.CancelledError:
@@ -73,9 +80,10 @@ async def attend(work: Coroutine[Any, Any, T], receive: asgi.Receive, timeout: f
             task.uncancel()
         raise causes[0] from None
     finally:
-        disconnected.remove_done_callback(stop_for_client)
-        disconnected.cancel()
-        if timer is not None:
+        for disconnected in watches:
+            disconnected.remove_done_callback(stop_for_client)
+            disconnected.cancel()
+        for timer in timers:
             timer.cancel()
 
 

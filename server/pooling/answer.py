@@ -7,11 +7,11 @@ async with work.computed(inputs, params, prompt="", cuts=False, size=4096) as fo
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
-from uuid import uuid4
+from dataclasses import dataclass
 
 import numpy as np
 from fastapi import Request
@@ -62,7 +62,7 @@ class PoolingWork:
         self.key: str | None = state.get("key")
         self._timeline: Timeline | None = state.get("timeline")
         self._arrival = time.perf_counter()
-        self.name = f"pool-{uuid4().hex}"
+        self.name = f"pool-{os.urandom(16).hex()}"
 
     def prompt(self, name: str | None) -> str:
         """The text of a prompt of the model. Raises BadRequest for an unknown name."""
@@ -113,7 +113,9 @@ class PoolingWork:
             for output in outputs:
                 if self._timeline is not None:
                     self._timeline.take(sent, output)
-            metrics.observe(replace(outputs[-1], num_prompt_tokens=len(tokens.ids)))
+            last = outputs[-1]
+            last.num_prompt_tokens = len(tokens.ids)
+            metrics.observe(last)
             if self._timeline is not None:
                 self._timeline.complete = True
             yield Computed([each.pooled for each in outputs if each.pooled is not None], len(tokens.ids))

@@ -13,6 +13,7 @@ import logging.handlers
 import os
 import queue
 import signal
+import sys
 import threading
 import time
 from multiprocessing.connection import Connection
@@ -30,6 +31,9 @@ log = logging.getLogger("fa_serve.engine")
 
 EXIT_SECONDS = 5.0
 """How long a process that has lost a rank may take to send why it ends."""
+SWITCH_SECONDS = 0.001
+"""How long a step keeps the interpreter while a thread of the pipe waits for it, which needs it twice for each message. With
+Python's 5 ms, a step that launches kernels for some milliseconds holds up the answers of the one before."""
 BEAT_SECONDS = 1.0
 """The time between two beats of a process."""
 
@@ -80,6 +84,7 @@ def run_engine(connection: Connection) -> None:
         ready.set()
         gc.collect()
         gc.freeze()  # a garbage collection that visits all loaded modules takes a quarter of a second
+        sys.setswitchinterval(SWITCH_SECONDS)
         outgoing.put(ready_of(engine, None))
         loop = EngineLoop(engine, commands, deliver)
         threading.Thread(target=_beat, args=(loop, outgoing), daemon=True).start()

@@ -73,6 +73,10 @@ class Encode:
     timeout: float | None = None
     client: str | None = None
 
+    def __reduce__(self) -> tuple[type[Encode], tuple[object, ...]]:
+        """Pickle as a call of the constructor, as `RequestOutput` does."""
+        return Encode, (self.request_id, self.inputs, self.params, self.priority, self.timeout, self.client)
+
 
 @dataclass(frozen=True, slots=True)
 class Abort:
@@ -123,7 +127,8 @@ QUIET_SECONDS = 1.0
 
 
 class EngineLoop:
-    """Owner of the requests whose grammars are being compiled. `deliver` is called after each step."""
+    """Owner of the requests whose grammars are being compiled. `deliver` is called after each step that has any news, and after
+    the last one before the loop waits."""
 
     def __init__(self, engine: AnyEngine, commands: Commands, deliver: Callable[[StepOutputs], None]) -> None:
         self._engine = engine
@@ -161,7 +166,8 @@ class EngineLoop:
                 self._outputs = []
                 self._rejected = []
                 self._replies = []
-                self._deliver(StepOutputs(self._stats(), outputs, rejected, replies))
+                if outputs or rejected or replies or not self._runs:
+                    self._deliver(StepOutputs(self._stats(), outputs, rejected, replies))
                 self._steps = self._steps.plus(time.monotonic() - begin)
         finally:
             self._queue.close()

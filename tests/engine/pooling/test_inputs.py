@@ -1,5 +1,6 @@
 """Texts become the ids of the tokenizer, in their order; what cannot fit is refused before it is tokenized."""
 
+import pickle
 import time
 
 import numpy as np
@@ -96,3 +97,18 @@ def test_texts_are_written_in_lower_case_where_the_folder_says_so() -> None:
     large = InputReader(tokenizer, EncoderCard("embed", 32, LENGTH), len(VOCABULARY))
     assert small.read(["A Cat"])[0].ids.tolist() == large.read(["a cat"])[0].ids.tolist()
     assert large.read(["A Cat"])[0].ids.tolist() != large.read(["a cat"])[0].ids.tolist()
+
+
+@pytest.mark.parametrize("card", [CARD, EncoderCard("embed", 32, LENGTH, prompts={"query": "find: "}, skips_prompt=True)])
+def test_inputs_cross_a_pipe_as_they_are_and_can_be_written(card: EncoderCard) -> None:
+    given = reader(card).read(TEXTS, prompt="find: ")
+    found = pickle.loads(pickle.dumps(given))
+    for name in ("ids", "ends", "types", "skipped"):
+        wanted = getattr(given, name)
+        each = getattr(found, name)
+        if wanted is None:
+            assert each is None
+        else:
+            assert each.dtype == wanted.dtype
+            assert each.flags.writeable
+            assert each.tolist() == wanted.tolist()

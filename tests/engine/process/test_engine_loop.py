@@ -80,6 +80,24 @@ def test_steps_are_timed_with_their_outputs(make_engine, monkeypatch) -> None:
     assert delivered[-1].counts[STEP_SECONDS.index(0.256)] == 2
 
 
+def test_a_step_without_outputs_delivers_nothing(make_engine, monkeypatch) -> None:
+    """Each delivery wakes two threads and the event loop. The last one tells that nothing runs."""
+    engine = make_engine()
+    monkeypatch.setattr(engine, "has_unfinished", lambda: bool(left))
+    left = [1, 2, 3]
+    monkeypatch.setattr(engine, "step", lambda: left.pop() and [])
+    waiting = queue.SimpleQueue()
+    delivered = []
+
+    def deliver(outputs):
+        delivered.append(len(left))
+        waiting.put(None)
+
+    waiting.put(Add("a", [3], SamplingParams(max_tokens=3)))
+    EngineLoop(engine, waiting, deliver).run()
+    assert delivered == [0]
+
+
 def test_an_error_of_an_unknown_class_arrives_as_a_runtime_error(make_engine, monkeypatch) -> None:
     """Its class may not survive the pipe between two processes."""
     engine = make_engine()

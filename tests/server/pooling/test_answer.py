@@ -5,6 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 from encoder_folders import TEXTS
+from fa_serve.server import tokenization
 
 pytestmark = pytest.mark.anyio
 MODEL = {"model": "tiny"}
@@ -105,3 +106,23 @@ async def test_a_failed_step_is_a_500_without_internals(encoding, encoder_of, mo
         assert "division" not in error["error"]["message"]
         monkeypatch.undo()
         await post(client, "/v1/embeddings", MODEL | {"input": "a"})
+
+
+@pytest.mark.parametrize(("limit", "threads"), [(1 << 12, 0), (1, 1)])
+async def test_short_inputs_need_no_thread_and_are_billed(encoding, monkeypatch, limit: int, threads: int) -> None:
+    """Each hand-over to a thread waits for the interpreter of a busy event loop."""
+    monkeypatch.setattr(tokenization, "SHORT_INPUTS", limit)
+    async with encoding("embed") as client:
+        used = []
+        thread_for = client.service.tokenization._thread_for
+        monkeypatch.setattr(
+            client.service.tokenization, "_thread_for", lambda length: used.append(length) or thread_for(length)
+        )
+        billed = []
+        charge = client.service.costs._charge
+        monkeypatch.setattr(
+            client.service.costs, "_charge", lambda bill, seconds: billed.append(seconds) or charge(bill, seconds)
+        )
+        await post(client, "/v1/embeddings", MODEL | {"input": list(TEXTS)})
+    assert len(used) == threads
+    assert len(billed) == 3 - threads  # the body, the inputs, the sequence
