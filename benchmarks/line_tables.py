@@ -56,7 +56,6 @@ PEERS = {
     "without": "without a host tier",
     "st_sdpa": "sentence-transformers, sdpa",
     "st_fa_serve": "sentence-transformers, fa_serve",
-    "vllm": "vLLM",
 }
 """Names of peers in the heads of tables."""
 PAGES = ("performance", "performance-engine", "lora", "images", "embeddings", "rollouts")
