@@ -332,7 +332,7 @@ class Settings(BaseSettings):
     )
     image_processes: int | None = _option(
         None,
-        "Maximum number of images that are decoded at the same time, each in a process of its own; by default a quarter of the "
+        "Maximum number of images that are decoded at the same time, each in a separate process; by default a quarter of the "
         "processors, from 1 to 8.",
         "Limits",
         ge=1,

@@ -207,7 +207,7 @@ async def test_nothing_is_kept(folder: Path, decoded: list[bytes], given: dict[s
 
 
 async def test_several_pictures_are_decoded_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of other clients, each in a process of its own."""
+    """Those of other clients, each in a separate process."""
     several = ImageLoader(Settings(image_processes=3, max_image_pixels=10_000, image_timeout=5.0))
     together = threading.Barrier(3, timeout=20)
 
