@@ -323,11 +323,11 @@ def main() -> None:
         parser.error(f"--cells and --budget are for {', '.join(measured)}, got {args.bench}")
     if args.tiny and args.bench not in tiny:
         parser.error(f"--tiny is for {', '.join(tiny)}, got {args.bench}")
-    if not args.tiny and not torch.cuda.is_available():
-        parser.error(f"{args.bench} needs a GPU; on a CPU, --tiny runs small cells of {', '.join(tiny)}")
     args.ways = args.ways.split(",") if args.ways else []
     if args.ways and (args.bench != "latent" or not set(args.ways) <= set(WAYS)):
         parser.error(f"--ways is for latent, and takes {', '.join(WAYS)}, got {args.bench} and {', '.join(args.ways)}")
+    if args.budget > 0 and not args.tiny and not torch.cuda.is_available():
+        parser.error(f"{args.bench} needs a GPU; on a CPU, --tiny runs small cells of {', '.join(tiny)}")
     torch.manual_seed(0)
     args.cells = Cells(args.cells, args.budget)
     args.cells.end_at_a_signal()
