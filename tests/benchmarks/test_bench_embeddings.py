@@ -28,7 +28,7 @@ def test_every_case_has_a_line(tmp_path: Path) -> None:
 
 
 def test_a_peer_that_does_not_start_is_named(tmp_path: Path) -> None:
-    args = argparse.Namespace(peer_path=str(tmp_path / "nothing"), dtype="float32")
+    args = argparse.Namespace(peer_path=str(tmp_path / "nothing"), dtype="float32", out=tmp_path)
     with pytest.raises(RuntimeError, match="not ready after"), bench_embeddings.vllm(args, tmp_path):
         pytest.fail("there is no such server")
 
