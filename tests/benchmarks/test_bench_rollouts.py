@@ -31,11 +31,11 @@ def test_rollouts_have_a_line_for_each_part(tmp_path: Path) -> None:
     assert {line["bench"] for line in results.lines} == {"rollouts"}
 
 
-def test_an_answer_that_depends_on_the_batch_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_depends_on_the_batch_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_deterministic, "PROMPTS", (8,))
     monkeypatch.setattr(bench_deterministic.Engine, "__init__", _usual(bench_deterministic.Engine.__init__))
     with pytest.raises(AssertionError, match="an answer depends on the batch"):
-        bench_deterministic.measure("tiny", "cpu", tiny=True)
+        bench_deterministic.measure(Results("deterministic", tmp_path), "tiny", "cpu", tiny=True)
 
 
 def _usual(make):
