@@ -222,7 +222,7 @@ class KeptItems:
 
     def _give_up(self, *known: dict[Any, Any]) -> None:
         """Keep dictionaries that are no longer used until `take` has freed their entries."""
-        self._given_up += [each for each in known if each]
+        self._given_up += known
 
     def _free_entries(self) -> None:
         """Free a few entries of what was given up."""
