@@ -275,6 +275,7 @@ def prepare(given):
         if given["fault"] == "system":
             pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
             limit = pages * resource.getpagesize() + (32 << 20)
+            limit = min(limit, resource.getrlimit(resource.RLIMIT_AS)[0])  # the work is done twice, and no limit may be raised
             resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         torch.zeros(1 << 30, dtype=torch.uint8)
 
