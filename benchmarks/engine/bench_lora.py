@@ -198,7 +198,7 @@ def measure_rates(model: Any, options: argparse.Namespace, results: Results, fol
             for case, theirs in vllm_rates(options, rank, folders):
                 say(f"vLLM, rank {rank} {case}: {theirs:.0f} tokens/s")
                 if case in found:
-                    beside = base_of(peers, case) | {"vLLM": theirs}
+                    beside = base_of(peers, case) | {"vllm": theirs}
                     results.show(f"{options.shape} rank {rank} {case}", "tokens/s", found[case], beside)
 
 

@@ -122,13 +122,15 @@ class StepOutputs:
     replies: list[Reply] = field(default_factory=list)
 
 
+STATS_SECONDS = 0.1
+"""How old the statistics of a running engine may become while its steps have no outputs, as those of a long prompt."""
 QUIET_SECONDS = 1.0
 """Time without a command after which graphs are captured. Under any load a command is unlikely to meet a capture."""
 
 
 class EngineLoop:
-    """Owner of the requests whose grammars are being compiled. `deliver` is called after each step that has any news, and after
-    the last one before the loop waits."""
+    """Owner of the requests whose grammars are being compiled. `deliver` is called after each step that has outputs, errors or
+    replies, after the last one before the loop waits, and otherwise every STATS_SECONDS, for the statistics."""
 
     def __init__(self, engine: AnyEngine, commands: Commands, deliver: Callable[[StepOutputs], None]) -> None:
         self._engine = engine
@@ -144,6 +146,7 @@ class EngineLoop:
         self._replies: list[Reply] = []
         self._is_paused = False
         self._busy_since: float | None = None
+        self._delivered_at = time.monotonic()
         self._late = (0, 0)  # compilations and captures that requests have waited for
         self._steps = StepStats()
 
@@ -166,7 +169,9 @@ class EngineLoop:
                 self._outputs = []
                 self._rejected = []
                 self._replies = []
-                if outputs or rejected or replies or not self._runs:
+                is_late = begin - self._delivered_at > STATS_SECONDS
+                if outputs or rejected or replies or is_late or not self._runs:
+                    self._delivered_at = begin
                     self._deliver(StepOutputs(self._stats(), outputs, rejected, replies))
                 self._steps = self._steps.plus(time.monotonic() - begin)
         finally:

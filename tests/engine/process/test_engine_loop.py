@@ -80,8 +80,10 @@ def test_steps_are_timed_with_their_outputs(make_engine, monkeypatch) -> None:
     assert delivered[-1].counts[STEP_SECONDS.index(0.256)] == 2
 
 
-def test_a_step_without_outputs_delivers_nothing(make_engine, monkeypatch) -> None:
+@pytest.mark.parametrize(("seconds", "expected"), [(60.0, [0]), (-1.0, [2, 1, 0])])
+def test_a_step_without_outputs_delivers_statistics_alone_and_seldom(make_engine, monkeypatch, seconds, expected) -> None:
     """Each delivery wakes two threads and the event loop. The last one tells that nothing runs."""
+    monkeypatch.setattr(engine_loop, "STATS_SECONDS", seconds)
     engine = make_engine()
     monkeypatch.setattr(engine, "has_unfinished", lambda: bool(left))
     left = [1, 2, 3]
@@ -91,11 +93,12 @@ def test_a_step_without_outputs_delivers_nothing(make_engine, monkeypatch) -> No
 
     def deliver(outputs):
         delivered.append(len(left))
-        waiting.put(None)
+        if not left:
+            waiting.put(None)
 
     waiting.put(Add("a", [3], SamplingParams(max_tokens=3)))
     EngineLoop(engine, waiting, deliver).run()
-    assert delivered == [0]
+    assert delivered == expected
 
 
 def test_an_error_of_an_unknown_class_arrives_as_a_runtime_error(make_engine, monkeypatch) -> None:
