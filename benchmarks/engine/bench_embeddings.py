@@ -38,7 +38,6 @@ from transformers import AutoConfig, AutoModel, PreTrainedTokenizerFast
 
 from benchmarks.measure import Cells, Results
 from fa_serve.engine import Encoder, EngineConfig
-from fa_serve.engine.pooling import pipeline
 
 WORDS = 1000
 SPECIAL = 2
@@ -227,7 +226,7 @@ async def offer(url: str, clients: int, texts: Sequence[str], per_second: float 
 def served(args: argparse.Namespace, folder: Path) -> Iterator[str]:
     """The address of our server."""
     command = [sys.executable, "-m", "fa_serve", "serve", str(folder), "--served-model-name", "bench", "--port", "0"]
-    command += ["--dtype", args.dtype, "--device", args.device, "--log-level", "error"]
+    command += ["--dtype", args.dtype, "--device", args.device, "--log-level", "error", *args.serve]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -298,11 +297,11 @@ def main() -> None:
     parser.add_argument("--shapes", default="bge-base,bge-large,modernbert-large,qwen3-0.6b")
     parser.add_argument("--lengths", type=lambda text: [int(part) for part in text.split(",")], default=[16, 64, 128, 512])
     parser.add_argument("--clients", type=lambda text: [int(part) for part in text.split(",")], default=[1, 16, 128, 512])
-    parser.add_argument("--requests", type=int, default=8, help="of each client")
+    parser.add_argument("--requests", type=int, default=32, help="of each client")
     parser.add_argument("--total", type=int, default=1 << 18, help="tokens of the texts of an offline case")
     parser.add_argument("--tokens", type=int, default=16384, help="of a batch, offline")
     parser.add_argument("--sequences", type=int, default=1024, help="of a batch, offline")
-    parser.add_argument("--graphs", action="store_true", help="offline, small batches take CUDA graphs (pipeline.CAPTURES)")
+    parser.add_argument("--serve", action="append", default=[], metavar="FLAG", help="one more of `fa-serve serve`'s")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="auto")
@@ -313,7 +312,6 @@ def main() -> None:
     parser.add_argument("--no-offline", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args()
-    pipeline.CAPTURES = pipeline.CAPTURES or args.graphs
     results = Results("embeddings", args.out)
     cells = Cells("", args.budget)
     for shape in args.shapes.split(","):

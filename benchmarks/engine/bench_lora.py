@@ -191,6 +191,7 @@ def measure_rates(model: Any, options: argparse.Namespace, results: Results, fol
             names = [f"a{i}" for i in range(len(folders))]
             for name, each in zip(names, folders, strict=True):
                 engine.load_adapter(name, each)
+            say(f"{len(names)} adapters of rank {rank} are loaded")
             for case, wanted in wanted_cases.items():
                 found[case] = rate(engine, wanted, options)
                 results.show(f"{options.shape} rank {rank} {case}", "tokens/s", found[case], base_of(peers, case))

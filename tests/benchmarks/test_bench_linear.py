@@ -25,7 +25,7 @@ def test_the_cells_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_tiles_of_decoding_are_compared(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A line for each tile and cell, and for each of two other forms; on a CPU all are PyTorch's."""
     monkeypatch.setattr("sys.argv", ["bench_linear.py", "--tiny", "--tune", "--cells", "decode"])
-    monkeypatch.setattr(bench_linear, "measure", lambda cell, call: 7.0)
+    monkeypatch.setattr(bench_linear, "measure", lambda call: 7.0)
     bench_linear.main()
     lines = capsys.readouterr().out.splitlines()
     assert len([line for line in lines if " 7.0 " in line]) == 4 * (len(bench_linear.DECODE_TILES) + 2)

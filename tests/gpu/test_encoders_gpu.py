@@ -61,6 +61,7 @@ def test_small_batches_take_graphs(tmp_path: Path, family: str, fused: bool, mon
     monkeypatch.setattr(pipeline, "FUSES_ON_GPU", fused)
     kind = "lasttoken" if family == "qwen3" else "mean_tokens"
     path = save_encoder(tmp_path, family, [("Pooling", {f"pooling_mode_{kind}": True})], **SIZES)
+    monkeypatch.setattr(pipeline, "CAPTURES", False)
     plain = load(path).encode(TEXTS)
     monkeypatch.setattr(pipeline, "CAPTURES", True)
     encoder = load(path)

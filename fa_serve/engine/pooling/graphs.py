@@ -4,7 +4,7 @@
     packed, hidden = graphs.run(inputs)        # None for a batch that is too large; hidden is overwritten by the next run
 
 A batch is padded with one more sequence up to a size of TOKENS, and with empty sequences up to MAX_INPUTS + 1, so a few graphs
-serve all small batches. What a batch is made of is copied to the same memory each time. Pooling and what is behind it is
+serve all small batches. Sizes lie close together where padding costs more than the launches that a graph saves. What a batch is made of is copied to the same memory each time. Pooling and what is behind it is
 launched as usual. Larger batches keep a GPU busy while the next launches come. Left out: how a graph is captured
 (runner/cuda_graphs.py).
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise, takewhile
 from typing import Any
 
 import numpy as np
@@ -26,9 +27,9 @@ from fa_serve.hf.encoders.packed import PackedInputs, PackedModel
 
 log = logging.getLogger("fa_serve.engine")
 
-TOKENS = (16, 32, 64, 128, 256, 512)
+TOKENS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
 """Sizes to which batches are padded."""
-MAX_INPUTS = 16
+MAX_INPUTS = 32
 """Inputs of a batch that takes a graph."""
 
 Capture = Callable[[Callable[[], None], Any], tuple[Callable[[], None], Any]]
@@ -46,12 +47,14 @@ class _Graph:
 class EncoderGraphs:
     """Owner of the graphs and of the memory that they read.
 
-    max_tokens: of an input, which padding has as well
+    max_tokens: of an input. Padding is one as well, so there are no sizes behind two that lie further apart
     """
 
     def __init__(self, model: PackedModel, max_tokens: int, capture: Capture = capture) -> None:
         self._model = model
-        self._sizes = [size for size in TOKENS if size <= max_tokens]
+        self._max_tokens = max_tokens
+        paddings = (size - below for below, size in pairwise((0, *TOKENS)))
+        self._sizes = [size for size, _ in takewhile(lambda each: each[1] <= max_tokens, zip(TOKENS, paddings, strict=True))]
         self._capture = capture
         self._graphs: dict[tuple[int, bool], _Graph] = {}
         self._pool: Any = None
@@ -80,11 +83,12 @@ class EncoderGraphs:
         """Capture all sizes, the largest first, so that the pool of memory does not grow."""
         for size in reversed(self._sizes):
             ids = np.zeros(size, dtype=np.int32)
-            self.run(EncoderInputs(ids, np.array([0, size]), ids if takes_types else None))
+            ends = np.array([*range(0, size, min(size, self._max_tokens)), size])
+            self.run(EncoderInputs(ids, ends, ids if takes_types else None))
 
     def _captured(self, key: tuple[int, bool], packed: PackedInputs) -> _Graph | None:
         """A graph, which has run for these inputs. If it cannot be captured, no other one is tried."""
-        graph = _Graph(packed._replace(lengths=[key[0]]))
+        graph = _Graph(packed._replace(lengths=[min(key[0], self._max_tokens)]))
 
         def step() -> None:
             graph.hidden = self._model.hidden(graph.inputs)
