@@ -315,12 +315,18 @@ def _read_tensors(path: Path) -> dict[tuple[str, str], Tensor]:
                 if dtype not in DTYPES:
                     raise ParameterError(_shown(name), f"have one of the dtypes {', '.join(DTYPES)}", dtype)
                 tensor = file.get_tensor(name)
-                if not bool(torch.isfinite(tensor).all()):
+                if not is_finite(tensor):
                     raise ParameterError(_shown(name), "hold finite numbers", "NaN or an infinity")
                 found[match["module"], match["kind"]] = tensor
     except SafetensorError as error:
         raise ParameterError(WEIGHTS_FILE, "be a file of safetensors", str(error)[:128]) from None
     return found
+
+
+def is_finite(x: Tensor) -> bool:
+    """Whether no number of x is a NaN or an infinity. A finite sum proves it, fifty times as fast as `isfinite` for bfloat16 on a
+    CPU; a sum of finite numbers may overflow, so each number is looked at then."""
+    return bool(torch.isfinite(x.sum(dtype=torch.float32))) or bool(torch.isfinite(x).all())
 
 
 def _assemble(config: AdapterConfig, tensors: Mapping[tuple[str, str], Tensor]) -> LoraAdapter:

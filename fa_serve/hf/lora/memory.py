@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from fa_serve import ops
 from fa_serve.hf.adapter.latent_keys import LatentKeys
-from fa_serve.hf.lora.format import LoraAdapter, LowRank
+from fa_serve.hf.lora.format import LoraAdapter, LowRank, is_finite
 from fa_serve.hf.lora.outer import AdaptedEmbedding, AdaptedHead, OuterModules, OuterWeights
 from fa_serve.hf.lora.parameters import AdaptedExperts, AdaptedRouter
 from fa_serve.hf.lora.product import AdaptedLinear, LoraSite, StepHolder, dense_weight, linear_sizes
@@ -177,7 +177,7 @@ class LoraMemory:
         for name, low in inner.items():
             site, part = self._parts[name]
             self._fill(pages, numbers, site, part, places[id(site)], low)
-        if not bool(torch.isfinite(pages).all()):
+        if not is_finite(pages):
             raise ParameterError(
                 "adapter", f"have numbers that {str(self.dtype)[6:]} holds, the dtype of the model", "infinities"
             )
@@ -215,8 +215,8 @@ class LoraMemory:
     def _fill(self, pages: Tensor, numbers: Tensor, site: LoraSite, part: int, place: _Place, low: LowRank) -> None:
         rank = low.rank
         number = place.number + part
-        a = low.a.float()
-        b = low.b.float()
+        a = low.a
+        b = low.b
         bias = None if low.bias is None else low.bias.float()
         extra: list[Tensor] = []
         factor = None
@@ -224,9 +224,9 @@ class LoraMemory:
             base = dense_weight(site, part)
             assert base is not None
             device = base.device
-            norms = torch.linalg.norm(base + low.scale * (b.to(device) @ a.to(device)), dim=1).cpu()
+            norms = torch.linalg.norm(base + low.scale * (b.to(device).float() @ a.to(device).float()), dim=1).cpu()
             factor = low.magnitude.float() / norms
-            b = b * factor[:, None]
+            b = b.float() * factor[:, None]
             bias = None if bias is None else bias * factor
         if bias is not None:
             numbers[1, number] = rank + len(extra)
@@ -237,15 +237,15 @@ class LoraMemory:
         numbers[0, number] = torch.tensor(low.scale).view(torch.int32)
         n = sum(site.widths)
         first = sum(site.widths[:part])
-        rows_b = torch.cat([b.t(), *(row[None] for row in extra)])
+        rows_b = torch.cat([b.float().t(), *(row[None] for row in extra)]) if extra else b.t()
         for page in range(len(pages)):
             start = page * PAGE_RANKS
             own = a[start : start + PAGE_RANKS]
             view = pages[page, place.a : place.a + len(site.widths) * PAGE_RANKS * site.k].view(-1, PAGE_RANKS, site.k)
-            view[part, : len(own)] = own.to(self.dtype)
+            view[part, : len(own)] = own
             own = rows_b[start : start + PAGE_RANKS]
             view = pages[page, place.b : place.b + PAGE_RANKS * n].view(PAGE_RANKS, n)
-            view[: len(own), first : first + len(low.b)] = own.to(self.dtype)
+            view[: len(own), first : first + len(low.b)] = own
 
 
 def detach_adapters(model: nn.Module) -> None:

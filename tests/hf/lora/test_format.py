@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fa_serve.hf.lora.format import MAX_CONFIG_BYTES, MAX_HEADER_BYTES, file_facts, read_adapter
+from fa_serve.hf.lora.format import MAX_CONFIG_BYTES, MAX_HEADER_BYTES, file_facts, is_finite, read_adapter
 from fa_serve.spec import ParameterError
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
@@ -213,3 +213,11 @@ def test_parameters_are_told_from_linear_layers(tmp_path) -> None:
     assert adapter.config.rank_of("model.layers.0.mlp.experts.gate_up_proj") == 8
     assert adapter.config.scale_of("model.layers.0.mlp.experts.down_proj") == 2.0
     assert refused(write(tmp_path, given | {f"{experts}.lora_B.bias": torch.ones(8)}, **config)).field.endswith("experts")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_sum_that_overflows_is_no_infinity(dtype: torch.dtype) -> None:
+    largest = torch.full((3, 5), torch.finfo(dtype).max, dtype=dtype)
+    assert is_finite(largest)
+    assert not is_finite(torch.cat([largest, largest.new_full((1, 5), torch.nan)]))
+    assert not is_finite(torch.tensor([torch.inf, -torch.inf], dtype=dtype))
