@@ -12,8 +12,8 @@ page of the state and the tail behind it: the convolution of q, k and v with its
 stands in the tail. Peers: "fla", flash-linear-attention's functions for the same (`chunk_gated_delta_rule`,
 `causal_conv1d_update` with `fused_recurrent_gated_delta_rule`, `chunk_simple_gla`, `fused_recurrent_simple_gla`), if it is
 installed, whose tuning takes minutes; "bound", for decoding: the bytes that the form of the engine must read, by the bandwidth
-that is measured in the same run. Calls are timed in CUDA graphs. Results are compared with PyTorch in float64 first. Results go to results/linear.jsonl in the
-form of measure.py. Left out: models (bench_engine.py).
+that is measured in the same run. Calls are timed in CUDA graphs. Results are compared with PyTorch in float64 first, and go to
+results/linear.jsonl in the form of measure.py. Left out: models (bench_engine.py).
 """
 
 from __future__ import annotations
@@ -275,8 +275,10 @@ def check(cell: Cell) -> None:
 
 
 def measure(call: Callable[[], object]) -> float:
-    """us of a call in a CUDA graph, as the engine launches it: launched from Python, a prompt of 2k tokens takes the host's time.
-    A peer's call that cannot be captured is launched, and that is said."""
+    """us of a call in a CUDA graph, as the engine launches it. Launched from Python, a prompt of 2k tokens takes the host's time.
+
+    A call that cannot be captured is launched from Python, and that is said.
+    """
     try:
         return graph_microseconds(call)
     except RuntimeError as error:

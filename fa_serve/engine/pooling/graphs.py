@@ -4,9 +4,9 @@
     packed, hidden = graphs.run(inputs)        # None for a batch that is too large; hidden is overwritten by the next run
 
 A batch is padded with one more sequence up to a size of TOKENS, and with empty sequences up to MAX_INPUTS + 1, so a few graphs
-serve all small batches. Sizes lie close together where padding costs more than the launches that a graph saves. What a batch is made of is copied to the same memory each time. Pooling and what is behind it is
-launched as usual. Larger batches keep a GPU busy while the next launches come. Left out: how a graph is captured
-(runner/cuda_graphs.py).
+serve all small batches. Sizes lie close together where padding costs more than the launches that a graph saves. What a batch is
+made of is copied to the same memory each time. Pooling and what is behind it is launched as usual. Larger batches keep a GPU
+busy while the next launches come. Left out: how a graph is captured (runner/cuda_graphs.py).
 """
 
 from __future__ import annotations
