@@ -275,7 +275,7 @@ def check(cell: Cell) -> None:
 
 
 def measure(call: Callable[[], object]) -> float:
-    """us of a call in a CUDA graph, as the engine launches it. Launched from Python, a prompt of 2k tokens takes the host's time.
+    """us of a call in a CUDA graph, as the engine launches it. Launched from Python, a prompt of 2k tokens takes the host time.
 
     A call that cannot be captured is launched from Python, and that is said.
     """
