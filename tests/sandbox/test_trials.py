@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import signal
 import threading
 import time
@@ -17,7 +18,7 @@ from tiny_models import VOCAB, make_tokenizer
 
 from fa_serve.engine.structured import grammar_process
 from fa_serve.sandbox import trials as module
-from fa_serve.sandbox.trials import Cancelled, TrialError, TrialLimits, TrialProcessError, Trials
+from fa_serve.sandbox.trials import Cancelled, TrialError, TrialLimits, TrialProcessError, Trials, memory_settings
 
 MATCHER = llguidance.LLMatcher
 SHORT = json.dumps(MATCHER.grammar_from_regex("[a-f]{3}")).encode()
@@ -301,3 +302,44 @@ def test_the_child_of_the_next_trial_waits_for_it(tmp_path: Path) -> None:
         assert trials._process.pid == process
     finally:
         trials.close()
+
+
+FAULTS = """
+import resource
+def prepare(given):
+    def work(request, file=None):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(3):  # what is freed is used again
+            bytearray(b"x") * (16 << 20)
+        return str(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before).encode()
+    return work
+"""
+
+
+def huge_pages() -> bool:
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    return setting.exists() and "[never]" not in setting.read_text() and "glibc" in platform.libc_ver()
+
+
+@pytest.mark.skipif(not huge_pages(), reason="glibc, and a system with huge pages")
+def test_memory_of_the_work_costs_few_page_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """12,288 pages of 4 KiB are written to, 4,096 of them for the first time."""
+    work = tmp_path / "work.py"
+    work.write_text(FAULTS)
+
+    def faults() -> int:
+        trials = Trials(str(work), {}, TrialLimits("fault", 30.0, 256 << 20, "work"))
+        try:
+            return int(trials.trial().run(b"{}"))
+        finally:
+            trials.close()
+
+    assert faults() < 1024
+    monkeypatch.setattr(module, "memory_settings", lambda environment: {})
+    assert faults() > 4096
+
+
+def test_settings_of_the_user_for_memory_are_kept() -> None:
+    told = memory_settings({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"})["GLIBC_TUNABLES"]
+    assert told.endswith(":glibc.malloc.hugetlb=0"), "the last one counts"
+    assert memory_settings({})["GLIBC_TUNABLES"].endswith("=1073741824")
