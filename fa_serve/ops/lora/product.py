@@ -100,7 +100,7 @@ def _pages_of_a(
 
 
 @triton.jit
-def _prefetch_weights(w_ptr, columns, begin, N: tl.constexpr, K: tl.constexpr, PREFETCHED: tl.constexpr):
+def prefetch_weights(w_ptr, columns, begin, N: tl.constexpr, K: tl.constexpr, PREFETCHED: tl.constexpr):
     """Have the first weights of a program copied to the L2 cache, PREFETCHED lines of 128 bytes of each row."""
     rows = tl.minimum(columns, N - 1).to(tl.int64) * K
     lines = tl.minimum(begin + tl.arange(0, PREFETCHED) * 64, K - 1)
@@ -177,7 +177,7 @@ def _product_and_shrink(
         columns = (block - shrinks) * BLOCK_N + tl.arange(0, BLOCK_N)
         w_ptrs = w_ptr + columns.to(tl.int64)[None, :] * K + k[:, None]
         if PDL:
-            _prefetch_weights(w_ptr, columns, begin, N, K, 8)
+            prefetch_weights(w_ptr, columns, begin, N, K, 8)
         wait_for_previous_kernel(PDL)
         keep = (rows < M, columns < N)
         acc = sum_chain(x_ptrs, w_ptrs, keep, begin, end, 1, 1, PRECISION, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K)
