@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -38,6 +39,29 @@ def test_products_have_their_adapters(case: LoraCase, extras: dict[str, Any], dt
     eps = torch.finfo(dtype).eps
     bound = eps * exact.abs() + (4e-6 if dtype == torch.float32 else 2 * eps) * exact.abs().max()
     assert bool(((found.double() - exact).abs() <= bound).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("block_rows", [16, 64])
+@pytest.mark.parametrize(("case", "extras"), [case for case in CASES if case.values[1]])
+def test_adapters_are_in_the_launch_behind_a_product(
+    case: LoraCase, extras: dict[str, Any], block_rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "MERGED_PRODUCTS", frozenset())
+    monkeypatch.setattr(run, "FINISHED_PRODUCTS", run.EVERY_FINISH)
+    case = replace(case, block_rows=block_rows)
+    given = make_case(case, dtype)
+    weight = base_weight(case, dtype)
+    exact = exact_product(case, *given, weight, extras.get("activation"), 0.5 if "residual" in extras else None)
+    launched = []
+    finish = run.launch_finish
+    monkeypatch.setattr(run, "launch_finish", lambda *call: launched.append(1) or finish(*call))
+    found = merged_product(case, given, weight, extras)
+    # the product is rounded once before adapters are added
+    eps = torch.finfo(dtype).eps
+    bound = eps * exact.abs() + (4e-6 if dtype == torch.float32 else 4 * eps) * exact.abs().max()
+    assert bool(((found.double() - exact).abs() <= bound).all())
+    assert launched == [1]
 
 
 def differs(case: LoraCase, change: Any) -> bool:
