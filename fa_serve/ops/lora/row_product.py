@@ -41,7 +41,7 @@ from fa_serve.ops.products.run import problem_of
 from fa_serve.ops.products.tiles import MatrixRowTile, matrix_row_tile
 
 SHRINKS_AHEAD = False
-"""The switch: the product of a token and A has a launch of its own. benchmarks/tuning/tune_lora.py times both."""
+"""The switch: another launch multiplies a token by A. benchmarks/tuning/tune_lora.py times both."""
 MOST_AHEAD = 12 << 20
 """Bytes of weights that the programs on a GPU have copied to the L2 cache while they wait for A."""
 _CALL = tl.constexpr(1 << 20)

@@ -66,7 +66,7 @@ def refuses_finishing(
     """Why adapters are not part of what is behind a product; None if they are."""
     kind = "few tokens" if batch.block_rows == 16 else "prompts"
     if kind not in FINISHED_PRODUCTS:
-        return f"adapters of {kind} have launches of their own (ops/lora/run.py:FINISHED_PRODUCTS)"
+        return f"adapters of {kind} have separate launches (ops/lora/run.py:FINISHED_PRODUCTS)"
     if len(x) < 2 or (activation is None and residual is None):
         return "there is a gate or a residual sum behind a product of several tokens"
     if not x.dtype == weights.a.dtype == weights.b.dtype:
