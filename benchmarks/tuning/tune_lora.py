@@ -10,7 +10,7 @@ residual sum, and their sum for a layer, beside that of the base. The weights of
     one launch      one token; programs that multiply by the weights wait for those that multiply by A (row_product.py)
     ahead           one token; A in a launch before the product, which requests weights meanwhile: all, half as many, none
     merged          few tokens; A with the weights and B behind them (product.py), with so many programs in the second launch
-    behind          B in the launch of the gate or the residual sum behind the product (product.py:launch_finish)
+    behind          the norm in the launch of A, and B in that of the gate or the residual sum (product.py:launch_finish)
 
 What the tables decide, in fa_serve/ops/lora: `SHRINKS_AHEAD` in row_product.py, `MERGED_PRODUCTS` and `FINISHED_PRODUCTS` in
 run.py, `FINISH_PROGRAMS` in product.py. With --tiles, lines with other tiles of merged products for `choose_product_tile`.
@@ -127,10 +127,10 @@ class Problem:
 
     def behind(self, batch: ops.LoraBatch, programs: int = FINISH_PROGRAMS) -> Way:
         with patch.object(product, "FINISH_PROGRAMS", programs):
-            compute = plan_behind(self.x, self.lora[0], batch, self.activation, 1.0)
+            compute = plan_behind(self.x, self.lora[0], batch, self.norm, self.activation, 1.0)
 
         def call(weight: Tensor, lora: ops.LoraWeights) -> Any:
-            return compute(lambda x: ops.linear(x, weight), self.normalised(), None, lora, batch, self.residual)
+            return compute(lambda x: ops.linear(x, weight), self.x, None, lora, batch, self.norm, self.residual)
 
         return call
 
@@ -149,8 +149,7 @@ class Problem:
         for programs in (2048, 1024, 512):
             if tokens <= MOST_MERGED_TOKENS:
                 found[f"merged {programs}"] = self.merged(batch, None, programs)
-            if self.activation is not None or self.residual is not None:
-                found[f"behind {programs}"] = self.behind(batch, programs)
+            found[f"behind {programs}"] = self.behind(batch, programs)
         return found
 
     def _row(self) -> tuple[MatrixRowTile, Product]:

@@ -36,6 +36,7 @@ from fa_serve.launching.plans import PLANS, Run
 from fa_serve.ops.elementwise.activation import ACTIVATION_KINDS, activate
 from fa_serve.ops.lora.kernel import MAX_PARTS, USUAL_TILES, dot_precision, plan_shrink
 from fa_serve.ops.lora.problem import PAGE_RANKS, LoraBatch, LoraWeights
+from fa_serve.ops.ops_backend import Norm
 from fa_serve.ops.products.row import store_product
 from fa_serve.ops.products.row_invariant import sum_chain
 from fa_serve.ops.products.tiles import choose_splits, segment_columns
@@ -202,6 +203,7 @@ class AdapterTensors(NamedTuple):
     factors: tl.tensor
     sums: tl.tensor
     shrunk: tl.tensor
+    squares: tl.tensor
 
 
 @triton.jit
@@ -240,8 +242,8 @@ def _rows_of_tile(tiles_ptr, rows_ptr, tile, num_tiles, BLOCK_ROWS: tl.constexpr
 
 @triton.jit
 def _adapted_columns(
-    b, slot, part, rows, keep, columns, inside, given, bias_ptr, M, stride_page, stride_slot,
-    N: tl.constexpr, PARTS: tl.constexpr, MAX_PAGES: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr,
+    b, slot, part, rows, keep, columns, inside, given, bias_ptr, M, eps, stride_page, stride_slot,
+    N: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, MAX_PAGES: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr,
     A_SPLITS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """[BLOCK_ROWS, BLOCK_N]: the product of some rows with its adapter and its bias. b: the first page of B"""
@@ -257,6 +259,13 @@ def _adapted_columns(
     for split in tl.static_range(SPLITS):
         place = (split * M + rows).to(tl.int64) * N
         y += tl.load(given.sums + place[:, None] + columns[None, :], mask=written, other=0.0)
+    root = tl.zeros([BLOCK_ROWS], tl.float32) + 1.0
+    if given.squares is not None:
+        squares = tl.zeros([BLOCK_ROWS], tl.float32)
+        for split in tl.static_range(A_SPLITS):
+            # there are none of rows without an adapter
+            squares += tl.load(given.squares + split * M + rows, mask=keep & has, other=1.0)
+        root = tl.rsqrt(squares / K + eps)
     delta = tl.zeros([BLOCK_ROWS, BLOCK_N], tl.float32)
     for page in tl.range(0, tl.maximum(num_pages, 1), num_stages=1):
         if page > 0:
@@ -266,7 +275,7 @@ def _adapted_columns(
         for split in tl.static_range(A_SPLITS):
             place = ((split * PARTS + part) * M + rows).to(tl.int64) * (MAX_PAGES * PAGE) + page * PAGE
             u += tl.load(given.shrunk + place[:, None] + ranks[None, :], mask=read[:, None], other=0.0)
-        u = tl.where((page * PAGE + ranks == one)[None, :], 1.0, u) * scale
+        u = tl.where((page * PAGE + ranks == one)[None, :], 1.0, u * root[:, None]) * scale
         # memory of no adapter may hold anything, also where nothing is added
         b = tl.where(page < num_pages, b, 0.0)
         delta += tl.dot(u.to(b.dtype), b, input_precision=PRECISION)
@@ -284,6 +293,7 @@ def _adapted_columns(
 def _expand_and_finish(
     sums_ptr,
     shrunk_ptr,
+    squares_ptr,
     b_ptr,
     bias_ptr,
     residual_ptr,
@@ -299,11 +309,13 @@ def _expand_and_finish(
     num_tiles,
     lanes,
     alpha,
+    eps,
     stride_page,
     stride_slot,
     N0: tl.constexpr,
     N1: tl.constexpr,
     N2: tl.constexpr,
+    K: tl.constexpr,
     PARTS: tl.constexpr,
     MAX_PAGES: tl.constexpr,
     PAGE: tl.constexpr,
@@ -320,7 +332,8 @@ def _expand_and_finish(
     columns; GATED: columns of the gate, and as many of the other half.
 
     sums:   (SPLITS, M, N) of the product, in any dtype
-    shrunk: (A_SPLITS, PARTS, M, MAX_PAGES * PAGE)
+    shrunk: (A_SPLITS, PARTS, M, MAX_PAGES * PAGE), to be multiplied by the factor of a norm if there are
+    squares (A_SPLITS, M)
     """
     N: tl.constexpr = N0 + N1 + N2
     OUT: tl.constexpr = N // 2 if GATED else N
@@ -338,7 +351,9 @@ def _expand_and_finish(
         end = tl.where(part == 0, N0, tl.where(part == 1, N0 + N1, N))
         columns += begin - BLOCK_N * tl.where(part == 0, 0, tl.where(part == 1, T0, T0 + T1))
     inside = columns < end
-    given = AdapterTensors(b_ptr, pages_ptr, num_pages_ptr, scales_ptr, ones_ptr, factors_ptr, sums_ptr, shrunk_ptr)
+    given = AdapterTensors(
+        b_ptr, pages_ptr, num_pages_ptr, scales_ptr, ones_ptr, factors_ptr, sums_ptr, shrunk_ptr, squares_ptr
+    )
     # no kernel of a step writes tiles and adapters, so those of the first tile are loaded before the product ends
     slot, count, rows = _rows_of_tile(tiles_ptr, rows_ptr, tile, num_tiles, BLOCK_ROWS)
     b, b_up = _first_of_b(b_ptr, pages_ptr, slot, columns, inside, stride_page, N, OUT, MAX_PAGES, PAGE, GATED)
@@ -350,13 +365,13 @@ def _expand_and_finish(
         next_b, next_up = _first_of_b(b_ptr, pages_ptr, next_slot, columns, inside, stride_page, N, OUT, MAX_PAGES, PAGE, GATED)
         keep = tl.arange(0, BLOCK_ROWS) < count
         y = _adapted_columns(
-            b, slot, part, rows, keep, columns, inside, given, bias_ptr, M, stride_page, stride_slot,
-            N, PARTS, MAX_PAGES, PAGE, SPLITS, A_SPLITS, BLOCK_ROWS, BLOCK_N, PRECISION,
+            b, slot, part, rows, keep, columns, inside, given, bias_ptr, M, eps, stride_page, stride_slot,
+            N, K, PARTS, MAX_PAGES, PAGE, SPLITS, A_SPLITS, BLOCK_ROWS, BLOCK_N, PRECISION,
         )  # fmt: skip
         if GATED:
             up = _adapted_columns(
-                b_up, slot, PARTS - 1, rows, keep, columns + OUT, inside, given, bias_ptr, M, stride_page, stride_slot,
-                N, PARTS, MAX_PAGES, PAGE, SPLITS, A_SPLITS, BLOCK_ROWS, BLOCK_N, PRECISION,
+                b_up, slot, PARTS - 1, rows, keep, columns + OUT, inside, given, bias_ptr, M, eps, stride_page, stride_slot,
+                N, K, PARTS, MAX_PAGES, PAGE, SPLITS, A_SPLITS, BLOCK_ROWS, BLOCK_N, PRECISION,
             )  # fmt: skip
             y = activate(y, KIND) * up
         offsets = rows.to(tl.int64)[:, None] * OUT + columns[None, :]
@@ -451,7 +466,7 @@ def plan_lora_product(
         multiply((x, weight, weights.a, batch.tiles, batch.slots, *owners, sums, shrunk))
         out = x.new_empty(m, outputs) if residual is None else residual
         numbers = (*owners, weights.ones, weights.factors)
-        finish((sums, shrunk, weights.b, bias, residual, out, batch.rows, batch.tiles, *numbers))
+        finish((sums, shrunk, None, weights.b, bias, residual, out, batch.rows, batch.tiles, *numbers))
         return out
 
     return run
@@ -467,6 +482,7 @@ def plan_finish(
     finish_n: int,
     precision: str,
     pdl: bool,
+    eps: float = 0.0,
 ) -> tuple[Launch, int]:
     """The launch of `_expand_and_finish`, and the columns of its result. splits: of the product, and of x A^T"""
     gated = activation is not None
@@ -481,10 +497,11 @@ def plan_finish(
     launch = Launch(
         _expand_and_finish,
         lanes * blocks,
-        varying=(m, num_tiles, lanes, float(alpha)),
+        varying=(m, num_tiles, lanes, float(alpha), float(eps)),
         strides=(weights.b.stride(0), weights.scales.stride(0)),
         fixed=(
             *widths,
+            weights.a.shape[-1],
             *(len(weights.widths), batch.pages.shape[1], PAGE_RANKS, *splits),
             gated,
             ACTIVATION_KINDS[activation or "silu"],
@@ -504,14 +521,16 @@ def launch_finish(
     bias: Tensor | None,
     weights: LoraWeights,
     batch: LoraBatch,
+    norm: Norm | None,
     activation: str | None,
     residual: Tensor | None,
     alpha: float,
 ) -> Tensor:
-    """Arguments and result are those of `fa_serve.ops.linear_lora`, for any number of tokens and any weights. Two launches and
-    those of the product.
+    """Arguments and result are those of `fa_serve.ops.linear_lora`, for several tokens and any weights. Two launches and those
+    of the product.
 
-    multiply: computes the product of the base without its bias, contiguous rows
+    multiply: computes the product of the base without its bias, contiguous rows; without a gate and a residual sum they are
+              the result
     """
     key = (
         "lora_finish",
@@ -525,6 +544,7 @@ def launch_finish(
         batch.tiles.shape,
         batch.pages.shape,
         batch.block_rows,
+        None if norm is None else (norm.weight.dtype, norm.eps, norm.offset),
         activation,
         alpha,
         None if bias is None else bias.dtype,
@@ -533,18 +553,22 @@ def launch_finish(
     )
     run = PLANS.get(key)
     if run is None:
-        run = PLANS.add(key, plan_behind(x, weights, batch, activation, alpha))
-    y: Tensor = run(multiply, x, bias, weights, batch, residual)
+        run = PLANS.add(key, plan_behind(x, weights, batch, norm, activation, alpha))
+    y: Tensor = run(multiply, x, bias, weights, batch, norm, residual)
     return y
 
 
-def plan_behind(x: Tensor, weights: LoraWeights, batch: LoraBatch, activation: str | None, alpha: float) -> Run:
-    """The launches for calls of `launch_finish` that look like this one."""
-    tile, shrink = plan_shrink(x, weights, batch, None)
+def plan_behind(
+    x: Tensor, weights: LoraWeights, batch: LoraBatch, norm: Norm | None, activation: str | None, alpha: float
+) -> Run:
+    """The launches for calls of `launch_finish` that look like this one. The norm is in the launch that multiplies by A."""
+    tile, shrink = plan_shrink(x, weights, batch, norm, stores_norm=norm is not None)
     pdl = spec.has_programmatic_launch(spec.arch_of(x.device))
     m = len(x)
     finish_n = 128 if batch.block_rows <= 16 and activation is None else 64
-    finish, outputs = plan_finish(m, weights, batch, activation, alpha, (1, tile.splits), finish_n, dot_precision(x.dtype), pdl)
+    eps = 0.0 if norm is None else norm.eps
+    splits = (1, tile.splits)
+    finish, outputs = plan_finish(m, weights, batch, activation, alpha, splits, finish_n, dot_precision(x.dtype), pdl, eps)
 
     def run(
         multiply: Callable[[Tensor], Tensor],
@@ -552,13 +576,16 @@ def plan_behind(x: Tensor, weights: LoraWeights, batch: LoraBatch, activation: s
         bias: Tensor | None,
         weights: LoraWeights,
         batch: LoraBatch,
+        norm: Norm | None,
         residual: Tensor | None,
     ) -> Tensor:
-        shrunk, _ = shrink(x, weights, batch, None)
-        product = multiply(x)
-        out = x.new_empty(m, outputs) if residual is None else residual
+        shrunk, squares, normed = shrink(x, weights, batch, norm)
+        product = multiply(x if normed is None else normed)
+        out = residual
+        if out is None:
+            out = product if activation is None else x.new_empty(m, outputs)
         numbers = (batch.pages, batch.num_pages, weights.scales, weights.ones, weights.factors)
-        finish((product, shrunk, weights.b, bias, residual, out, batch.rows, batch.tiles, *numbers))
+        finish((product, shrunk, squares, weights.b, bias, residual, out, batch.rows, batch.tiles, *numbers))
         return out
 
     return run

@@ -3,8 +3,9 @@
     y = merged_linear_lora(x, weight, bias, weights, batch, norm, activation, residual, alpha)     # None if it is not merged
 
 One token takes one launch (row_product.py), and few tokens the two launches of their product and its gate (product.py). What
-`refuses_merging` names, such as many tokens and quantised weights, has B in the launch of the gate or of the residual sum
-behind its product if `FINISHED_PRODUCTS` says so, and else takes separate launches (separate.py, kernel.py).
+`refuses_merging` names, such as many tokens and quantised weights, has A in the launch before its product, with the norm, and
+B in the one behind it, with the gate or the residual sum, if `FINISHED_PRODUCTS` says so. Else it takes separate launches
+(separate.py, kernel.py).
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ Gated products are left out: 74.5 and 84.5, 69.6 and 78.8. tests/gpu/test_lora_g
 
 EVERY_FINISH = frozenset({"few tokens", "prompts"})
 FINISHED_PRODUCTS: frozenset[str] = frozenset()
-"""The switch: products that are not merged, whose adapters are in the launch of their gate or residual sum. Tiles of 16
-rows are few tokens. benchmarks/tuning/tune_lora.py times them."""
+"""The switch: products that are not merged, with one launch before and one behind them. Tiles of 16 rows are few
+tokens. benchmarks/tuning/tune_lora.py times them."""
 
 
 def merged_linear_lora(
@@ -45,14 +46,16 @@ def merged_linear_lora(
     if refuses_merging(x, weight, weights, batch, activation) is not None:
         if refuses_finishing(x, weights, batch, activation, residual) is not None:
             return None
-        given = x if norm is None else launch_rms_norm(x, norm, None, None)
+        if norm is not None and batch.block_rows > 16:
+            x = launch_rms_norm(x, norm, None, None)  # of many rows it takes longer than a launch
+            norm = None
 
         def multiply_base(x: Tensor) -> Tensor:
             y = multiply(x, weight, None, None, None, None, 1.0, None)
             assert isinstance(y, Tensor)
             return y
 
-        return launch_finish(multiply_base, given, bias, weights, batch, activation, residual, alpha)
+        return launch_finish(multiply_base, x, bias, weights, batch, norm, activation, residual, alpha)
     assert isinstance(weight, Tensor)
     if len(x) == 1:
         return launch_row(x, weight, bias, weights, batch, norm, activation, residual, alpha)
@@ -67,14 +70,14 @@ def refuses_finishing(
     kind = "few tokens" if batch.block_rows == 16 else "prompts"
     if kind not in FINISHED_PRODUCTS:
         return f"adapters of {kind} have separate launches (ops/lora/run.py:FINISHED_PRODUCTS)"
-    if len(x) < 2 or (activation is None and residual is None):
-        return "there is a gate or a residual sum behind a product of several tokens"
+    if len(x) < 2:
+        return "one token has its norm, gate and residual sum in the launch of its product"
     if not x.dtype == weights.a.dtype == weights.b.dtype:
         return "multiplies adapters of the dtype of the input"
-    if activation is not None and len(weights.widths) == 2 and weights.widths[0] != weights.widths[1]:
+    if activation is not None and (len(set(weights.widths)) > 1 or len(weights.widths) > 2):
         return f"gates a product of one part or two equal ones, got {weights.widths}"
-    if len(weights.widths) > 2 or x.stride(1) != 1 or (residual is not None and not residual.is_contiguous()):
-        return "multiplies and adds rows whose elements are contiguous, of one part or two"
+    if x.stride(1) != 1 or (residual is not None and not residual.is_contiguous()):
+        return "multiplies and adds rows whose elements are contiguous"
     return None
 
 

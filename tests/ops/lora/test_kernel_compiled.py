@@ -100,9 +100,10 @@ def test_adapters_behind_a_product(target: str) -> None:
             gate_up = make(4096, (14336, 14336), total, block_rows, torch.bfloat16)
             down = make(14336, (4096,), total, block_rows, torch.bfloat16)
             hidden = torch.zeros(total, 4096, dtype=torch.bfloat16)
+            norm = Norm(torch.zeros(4096, dtype=torch.bfloat16), 1e-6) if block_rows == 16 else None
             inner = torch.zeros(total, 14336, dtype=torch.bfloat16)
-            launch_finish(lambda x: x.new_zeros(len(x), 28672), hidden, None, *gate_up, "silu", None, 1.0)
-            launch_finish(lambda x: x.new_zeros(len(x), 4096), inner, None, *down, None, hidden, 1.0)
+            launch_finish(lambda x: x.new_zeros(len(x), 28672), hidden, None, *gate_up, norm, "silu", None, 1.0)
+            launch_finish(lambda x: x.new_zeros(len(x), 4096), inner, None, *down, None, None, hidden, 1.0)
     assert [kernel.name for kernel in kernels] == ["_shrink", "_expand_and_finish"] * 4
     assert [kernel.spill_bytes for kernel in kernels] == [0] * 8
     assert max(kernel.shared_bytes for kernel in kernels) <= SHARED_BYTES[target]

@@ -43,7 +43,7 @@ def test_products_have_their_adapters(case: LoraCase, extras: dict[str, Any], dt
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 @pytest.mark.parametrize("block_rows", [16, 64])
-@pytest.mark.parametrize(("case", "extras"), [case for case in CASES if case.values[1]])
+@pytest.mark.parametrize(("case", "extras"), CASES)
 def test_adapters_are_in_the_launch_behind_a_product(
     case: LoraCase, extras: dict[str, Any], block_rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,8 +42,8 @@ def test_what_has_no_launch_behind_its_product(monkeypatch: pytest.MonkeyPatch) 
         return run.refuses_finishing(**given | changes)
 
     assert reason() is None
-    assert "several tokens" in str(reason(x=x[:1]))
-    assert "behind a product" in str(reason(activation=None))
+    assert "one token" in str(reason(x=x[:1]))
+    assert reason(activation=None, weights=weights._replace(widths=(8, 8, 16))) is None
     assert "dtype of the input" in str(reason(x=x.half()))
     assert "got (8, 24)" in str(reason(weights=weights._replace(widths=(8, 24))))
     assert "contiguous" in str(reason(residual=torch.zeros(64, 4).t()))
