@@ -8,9 +8,13 @@ from typing import Any
 import pytest
 import torch
 from lora_cases import LoraCase, base_weight, exact_product, make_case, merged_product
+from peft import LoraConfig
+from peft.tuners.lora import Linear
 from rounded_once import dtype_id
+from torch import nn
 
-from fa_serve.ops.lora import product, run
+from fa_serve.ops.lora import product, row_product, run
+from fa_serve.ops.triton_ops import TritonOps
 
 DTYPES = [torch.float32, torch.float16]  # the interpreter's products take no bfloat16
 CASES = [
@@ -95,3 +99,27 @@ def test_sums_are_split_while_all_programs_are_on_the_gpu() -> None:
     assert tile(1024, 256) == (64, 64, 4, 1)
     assert tile(4096, 4096, tokens=65) == (128, 128, 3, 4)
     assert tile(4096, 4096, tokens=9, itemsize=4) == (16, 32, 2, 1)
+
+
+@pytest.mark.parametrize("rank", [16, 40, 256])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_results_are_those_of_peft(rank: int, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A linear layer of peft with a random adapter, by each way."""
+    case = LoraCase((1,) * tokens, ranks=(4, rank), widths=(48,), plain=(0, 1))
+    _, x, weights, batch, _, _ = make_case(case, torch.float32)
+    weight = base_weight(case, torch.float32)
+    layer = nn.Linear(case.k, 48, bias=False)
+    layer.weight.data = weight
+    adapted = Linear(layer, "a", LoraConfig(r=rank, lora_alpha=8), r=rank, lora_alpha=8)
+    pages = batch.pages[1, : rank // 16 + (rank % 16 > 0)].long()
+    adapted.lora_A["a"].weight.data = weights.a[pages, 0].flatten(0, 1)[:rank]
+    adapted.lora_B["a"].weight.data = weights.b[pages].flatten(0, 1)[:rank].t()
+    weights.scales[1, 0] = 8 / rank
+    with torch.no_grad():
+        expected = adapted(x)
+    for merged, finished, ahead in ((True, False, False), (True, False, True), (False, True, False), (False, False, False)):
+        monkeypatch.setattr(run, "MERGED_PRODUCTS", run.EVERY_PRODUCT if merged else frozenset())
+        monkeypatch.setattr(run, "FINISHED_PRODUCTS", run.EVERY_FINISH if finished else frozenset())
+        monkeypatch.setattr(row_product, "SHRINKS_AHEAD", ahead)
+        found = TritonOps().linear_lora(x, weight, None, weights, batch, None, None, None, 1.0)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
