@@ -20,8 +20,8 @@ which float16 can hold."""
 def wait_for_previous_kernel(PDL: tl.constexpr, NEXT_READS_AHEAD: tl.constexpr = False):
     """Let the kernel behind this one start, and wait until the kernel before this one has completed (programmatic launch).
 
-    Every program must call this, even one that has nothing to do: the next kernel waits for the completion of this kernel only,
-    so completing must imply that the kernel before this one has completed as well.
+    A program of each launch must call this, even if none has anything to do (`wait_if_needed`): the next kernel waits for the
+    completion of this kernel only, so completing must imply that the kernel before this one has completed as well.
 
     The next kernel starts once all programs of this one have come here, so it may request its first weights while this one
     still waits. What it reads before it waits itself may therefore be nothing that a kernel of the same step writes.
@@ -35,6 +35,17 @@ def wait_for_previous_kernel(PDL: tl.constexpr, NEXT_READS_AHEAD: tl.constexpr =
         else:
             tl.extra.cuda.gdc_launch_dependents()
             tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def wait_if_needed(needed, PDL: tl.constexpr):
+    """`wait_for_previous_kernel` for a program that reads what that kernel writes, and for the first program of a launch.
+
+    A program with nothing to do ends at once and leaves its place on the multiprocessor to others. One program that waits is
+    enough for completion to imply that of the kernel before.
+    """
+    if needed | (tl.program_id(0) == 0):
+        wait_for_previous_kernel(PDL)
 
 
 @triton.jit

@@ -24,9 +24,10 @@ import triton.language as tl
 from torch import Tensor
 
 from fa_serve import spec
-from fa_serve.backends.triton.primitives import wait_for_previous_kernel
-from fa_serve.launching.launch import Launch, launch_options, multiprocessors
+from fa_serve.backends.triton.primitives import wait_if_needed
+from fa_serve.launching.launch import Launch, launch_options, multiprocessors, power_of_2
 from fa_serve.launching.plans import PLANS, Run
+from fa_serve.ops.elementwise.norm import normalise_row
 from fa_serve.ops.lora.problem import PAGE_RANKS, LoraBatch, LoraWeights
 from fa_serve.ops.ops_backend import Norm
 
@@ -73,7 +74,7 @@ def _rows_with_adapter(tiles_ptr, tile, num_tiles):
     return tl.where(slot < 0, 0, tl.load(tiles_ptr + 3 * tile + 2, mask=exists, other=0))
 
 
-@triton.jit(do_not_specialize=["entries", "num_tiles", "lanes"])
+@triton.jit(do_not_specialize=["total", "num_tiles", "lanes"])
 def _shrink(
     x_ptr,
     a_ptr,
@@ -85,9 +86,11 @@ def _shrink(
     scales_ptr,
     sums_ptr,
     squares_ptr,
-    entries,
+    normed_ptr,
+    total,
     num_tiles,
     lanes,
+    eps,
     offset,
     stride_x,
     stride_page,
@@ -99,19 +102,33 @@ def _shrink(
     SPLITS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    ROW: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """sums (SPLITS, PARTS, entries, MAX_PAGES * PAGE): partial products of x with A. squares (SPLITS, entries): of x."""
-    wait_for_previous_kernel(PDL)
+    """sums (SPLITS, PARTS, total, MAX_PAGES * PAGE): partial products of x with A, by row. squares (SPLITS, total): of x.
+
+    With `normed` (total, K), the first `total` programs are a row of x each, whose norm they store there.
+    """
     steps: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     per_split: tl.constexpr = (steps + SPLITS - 1) // SPLITS
-    program = tl.program_id(0)
+    row = tl.program_id(0)
+    program = row
+    if normed_ptr is not None:
+        program -= total
     split = program % SPLITS
     page = program // SPLITS % MAX_PAGES
     part = program // (SPLITS * MAX_PAGES) % PARTS
-    tile = program // (SPLITS * MAX_PAGES * PARTS)
+    tile = tl.where(program < 0, num_tiles, program // (SPLITS * MAX_PAGES * PARTS))
     count = _rows_with_adapter(tiles_ptr, tile, num_tiles)
+    wait_if_needed((count > 0) | (program < 0), PDL)
+    if normed_ptr is not None:  # noqa: SIM102, only this condition is known when the kernel is compiled
+        if program < 0:
+            cols = tl.arange(0, ROW)
+            x = tl.load(x_ptr + row.to(tl.int64) * stride_x + cols, mask=cols < K, other=0.0).to(tl.float32)
+            weight = tl.load(norm_ptr + cols, mask=cols < K, other=0.0).to(tl.float32) + offset
+            y = normalise_row(x, weight, eps, K).to(normed_ptr.dtype.element_ty)
+            tl.store(normed_ptr + row.to(tl.int64) * K + cols, y, mask=cols < K)
     while count > 0:
         slot = tl.load(tiles_ptr + 3 * tile)
         first = tl.load(tiles_ptr + 3 * tile + 1)
@@ -140,16 +157,16 @@ def _shrink(
                     weight = tl.load(norm_ptr + k, mask=inside, other=0.0).to(tl.float32) + offset
                     x = (wide * weight[None, :]).to(x.dtype)
                 acc += tl.dot(x, a, input_precision=PRECISION)
-            places = (split * PARTS + part) * entries + first + i
-            out = sums_ptr + places.to(tl.int64)[:, None] * (MAX_PAGES * PAGE) + page * PAGE + ranks[None, :]
+            places = (split * PARTS + part) * total + rows
+            out = sums_ptr + places[:, None] * (MAX_PAGES * PAGE) + page * PAGE + ranks[None, :]
             tl.store(out, acc, mask=keep[:, None] & used)
             if norm_ptr is not None:
-                tl.store(squares_ptr + split * entries + first + i, squares, mask=keep & (page == 0) & (part == 0))
+                tl.store(squares_ptr + split * total + rows, squares, mask=keep & (page == 0) & (part == 0))
         tile += lanes
         count = _rows_with_adapter(tiles_ptr, tile, num_tiles)
 
 
-@triton.jit(do_not_specialize=["entries", "num_tiles", "lanes"])
+@triton.jit(do_not_specialize=["total", "num_tiles", "lanes"])
 def _expand(
     y_ptr,
     b_ptr,
@@ -163,7 +180,7 @@ def _expand(
     factors_ptr,
     sums_ptr,
     squares_ptr,
-    entries,
+    total,
     num_tiles,
     lanes,
     eps,
@@ -184,7 +201,6 @@ def _expand(
     PDL: tl.constexpr,
 ):
     """Add to BLOCK_N columns of the rows of a tile, which are those of one part, of N0, N1 or N2 columns."""
-    wait_for_previous_kernel(PDL)
     N: tl.constexpr = N0 + N1 + N2
     T0: tl.constexpr = (N0 + BLOCK_N - 1) // BLOCK_N
     T1: tl.constexpr = (N1 + BLOCK_N - 1) // BLOCK_N
@@ -199,6 +215,7 @@ def _expand(
     columns = begin + block * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = columns < end
     count = _rows_with_adapter(tiles_ptr, tile, num_tiles)
+    wait_if_needed(count > 0, PDL)
     while count > 0:
         slot = tl.load(tiles_ptr + 3 * tile)
         first = tl.load(tiles_ptr + 3 * tile + 1)
@@ -211,10 +228,10 @@ def _expand(
             rows = tl.load(rows_ptr + first + i, mask=keep, other=0).to(tl.int64)
             root = tl.zeros([BLOCK_ROWS], tl.float32) + 1.0
             if squares_ptr is not None:
-                total = tl.zeros([BLOCK_ROWS], tl.float32)
+                squares = tl.zeros([BLOCK_ROWS], tl.float32)
                 for split in tl.static_range(SPLITS):
-                    total += tl.load(squares_ptr + split * entries + first + i, mask=keep, other=0.0)
-                root = tl.rsqrt(total / K + eps)
+                    squares += tl.load(squares_ptr + split * total + rows, mask=keep, other=0.0)
+                root = tl.rsqrt(squares / K + eps)
             acc = tl.zeros([BLOCK_ROWS, BLOCK_N], tl.float32)
             ranks = tl.arange(0, PAGE)
             # most adapters have one page: loading the next one ahead would take registers that others need
@@ -222,7 +239,7 @@ def _expand(
                 number = tl.load(pages_ptr + slot * MAX_PAGES + page).to(tl.int64)
                 u = tl.zeros([BLOCK_ROWS, PAGE], tl.float32)
                 for split in tl.static_range(SPLITS):
-                    places = ((split * PARTS + part) * entries + first + i).to(tl.int64)
+                    places = (split * PARTS + part) * total + rows
                     sums = sums_ptr + places[:, None] * (MAX_PAGES * PAGE) + page * PAGE + ranks[None, :]
                     u += tl.load(sums, mask=keep[:, None], other=0.0)
                 u = tl.where((page * PAGE + ranks == one)[None, :], 1.0, u * root[:, None]) * scale
@@ -276,27 +293,60 @@ def launch_add_lora(
     return y
 
 
+def plan_shrink(
+    x: Tensor, weights: LoraWeights, batch: LoraBatch, norm: Norm | None, stores_norm: bool = False
+) -> tuple[LoraTile, Run]:
+    """The tile of calls that look like this one, and x A^T: (x, weights, batch, norm) -> sums and squares of `_shrink`, and the
+    norm of x if `stores_norm`."""
+    num_tiles = len(batch.tiles)
+    total, k = x.shape
+    max_pages = batch.pages.shape[1]
+    parts = len(weights.widths)
+    tile = choose_lora_tile(k, batch.block_rows, num_tiles, parts * max_pages, multiprocessors(x.device, 132))
+    pdl = spec.has_programmatic_launch(spec.arch_of(x.device))
+    _, eps, offset = (None, 0.0, 0.0) if norm is None else norm
+    shrink = Launch(
+        _shrink,
+        (total if stores_norm else 0) + tile.lanes * parts * max_pages * tile.splits,
+        varying=(total, num_tiles, tile.lanes, float(eps), float(offset)),
+        strides=(x.stride(0), weights.a.stride(0), weights.scales.stride(0)),
+        fixed=(
+            k,
+            *(parts, max_pages, PAGE_RANKS, tile.splits, batch.block_rows),
+            tile.block_k,
+            power_of_2(k),
+            dot_precision(x.dtype),
+            pdl,
+        ),
+        options=launch_options(pdl, 4),
+    )
+
+    def run(
+        x: Tensor, weights: LoraWeights, batch: LoraBatch, norm: Norm | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        sums = x.new_empty(tile.splits * parts * total * max_pages * PAGE_RANKS, dtype=torch.float32)
+        squares = None if norm is None else x.new_empty(tile.splits * total, dtype=torch.float32)
+        normed = x.new_empty(total, k) if stores_norm else None
+        segments = (batch.rows, batch.tiles, batch.pages, batch.num_pages)
+        norm_weight = None if norm is None else norm.weight
+        shrink((x, weights.a, norm_weight, *segments, weights.scales, sums, squares, normed))
+        return sums, squares, normed
+
+    return tile, run
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """How tensor cores multiply matrices of a dtype."""
+    return "ieee" if dtype == torch.float32 else "tf32"
+
+
 def plan_add_lora(y: Tensor, x: Tensor, weights: LoraWeights, batch: LoraBatch, norm: Norm | None) -> Run:
     """The launches for calls that look like this one."""
     num_tiles = len(batch.tiles)
-    entries = len(batch.rows)
-    max_pages = batch.pages.shape[1]
-    parts = len(weights.widths)
-    k = x.shape[1]
     widths = (*weights.widths, 0, 0)[:MAX_PARTS]
-    tile = choose_lora_tile(k, batch.block_rows, num_tiles, parts * max_pages, multiprocessors(x.device, 132))
-    precision = "ieee" if x.dtype == torch.float32 else "tf32"
+    tile, shrink = plan_shrink(x, weights, batch, norm)
     pdl = spec.has_programmatic_launch(spec.arch_of(x.device))
-    sizes = (parts, max_pages, PAGE_RANKS, tile.splits, batch.block_rows)
-    options = launch_options(pdl, 4)
-    shrink = Launch(
-        _shrink,
-        tile.lanes * parts * max_pages * tile.splits,
-        varying=(entries, num_tiles, tile.lanes, 0.0 if norm is None else float(norm.offset)),
-        strides=(x.stride(0), weights.a.stride(0), weights.scales.stride(0)),
-        fixed=(k, *sizes, tile.block_k, precision, pdl),
-        options=options,
-    )
+    sizes = (len(weights.widths), batch.pages.shape[1], PAGE_RANKS, tile.splits, batch.block_rows)
     blocks = sum(-(-width // tile.block_n) for width in widths)
     lanes = max(min(tile.lanes, MOST_PROGRAMS // blocks), min(tile.lanes, USUAL_TILES))
     if batch.block_rows > 16:
@@ -304,18 +354,16 @@ def plan_add_lora(y: Tensor, x: Tensor, weights: LoraWeights, batch: LoraBatch, 
     expand = Launch(
         _expand,
         lanes * blocks,
-        varying=(entries, num_tiles, lanes, 0.0 if norm is None else float(norm.eps)),
+        varying=(len(x), num_tiles, lanes, 0.0 if norm is None else float(norm.eps)),
         strides=(y.stride(0), weights.b.stride(0), weights.scales.stride(0)),
-        fixed=(k, *widths, *sizes, tile.block_n, precision, pdl),
-        options=options,
+        fixed=(x.shape[1], *widths, *sizes, tile.block_n, dot_precision(x.dtype), pdl),
+        options=launch_options(pdl, 4),
     )
 
     def run(call: tuple[Tensor, Tensor, LoraWeights, LoraBatch, Norm | None, Tensor | None]) -> None:
         y, x, weights, batch, norm, bias = call
-        sums = x.new_empty(tile.splits * parts * entries * max_pages * PAGE_RANKS, dtype=torch.float32)
-        squares = None if norm is None else x.new_empty(tile.splits * entries, dtype=torch.float32)
+        sums, squares, _ = shrink(x, weights, batch, norm)
         segments = (batch.rows, batch.tiles, batch.pages, batch.num_pages)
-        shrink((x, weights.a, None if norm is None else norm.weight, *segments, weights.scales, sums, squares))
         numbers = (weights.scales, weights.ones, weights.factors)
         expand((y, weights.b, bias, *segments, *numbers, sums, squares))
 

@@ -1,15 +1,21 @@
-"""The product of one token with its adapter in one launch: that of products/row.py, with the adapter in it.
+"""The product of one token with its adapter: that of products/row.py, with the adapter in it.
 
     y = launch_row(x, weight, bias, weights, batch, norm, activation, residual, alpha)
 
-The first programs multiply the token by A, each one range of the columns, and wait for nothing but the previous kernel. The
-others multiply it by the rows of the weights, as products/row.py does, then wait for the first ones, and add what A gave times
-B. GPUs start programs in the order of their numbers, so those that are waited for run.
+**Ahead** (`SHRINKS_AHEAD`), two launches. `_shrink_token` multiplies the token by A: a program has a page of one part, and a
+range of the columns. The product then loads that result and its rows of B before its loop over the weights, so that no program
+waits for an adapter when its sums are done. That is what costs: an SM holds three programs of 8 rows, and a gated product has
+nine such waves, each of which would wait. The additional launch waits for the previous kernel, and the product for it; in that
+time the programs of the product have the next of their weights copied to the L2 cache (programmatic launch).
 
-A call ends when all of its programs have, and the next call of the same product counts after that. So numbers in memory that
-only grow are enough, and nothing is reset: each program that waits adds its share of a call to a counter, which tells it the
-number of the call, and each program that multiplies by A adds its share to another one. All partial sums are added in the same
-order. Source of the count: ops/collectives/primitives.py. Left out: more tokens (product.py).
+**Otherwise** one launch. The first programs multiply the token by A, each one range of the columns, and wait for nothing but
+the previous kernel. The others multiply it by the rows of the weights, then wait for the first ones, and add what A gave times
+B. GPUs start programs in the order of their numbers, so those that are waited for run. A call ends when all of its programs
+have, and the next call of the same product counts after that. So numbers in memory that only grow are enough, and nothing is
+reset: each program that waits adds its share of a call to a counter, which tells it the number of the call, and each program
+that multiplies by A adds its share to another one. Source of the count: ops/collectives/primitives.py.
+
+All partial sums are added in the same order. Left out: more tokens (product.py).
 """
 
 from __future__ import annotations
@@ -27,11 +33,17 @@ from fa_serve.launching.plans import PLANS, Run
 from fa_serve.ops.elementwise.activation import ACTIVATION_KINDS, activate
 from fa_serve.ops.lora.kernel import MAX_PARTS
 from fa_serve.ops.lora.problem import COUNTER_WORDS, LORA_COUNTERS, PAGE_RANKS, LoraBatch, LoraWeights
+from fa_serve.ops.lora.product import prefetch_weights
 from fa_serve.ops.ops_backend import Norm
+from fa_serve.ops.products.problem import Product
 from fa_serve.ops.products.row import first_weights, multiply_row, store_product
 from fa_serve.ops.products.run import problem_of
-from fa_serve.ops.products.tiles import matrix_row_tile
+from fa_serve.ops.products.tiles import MatrixRowTile, matrix_row_tile
 
+SHRINKS_AHEAD = False
+"""The switch: another launch multiplies a token by A. benchmarks/tuning/tune_lora.py times both."""
+MOST_AHEAD = 12 << 20
+"""Bytes of weights that the programs on a GPU have copied to the L2 cache while they wait for A."""
 _CALL = tl.constexpr(1 << 20)
 """What a call adds to each counter, more than it has programs."""
 COUNTERS = tl.constexpr(LORA_COUNTERS - 1)
@@ -168,41 +180,105 @@ def _rows_of_b(b_ptr, number, rows, keep, stride_b, N: tl.constexpr, PAGE: tl.co
 
 
 @triton.jit
-def _numbers_of(given, slot, part, has, stride_slot):
-    """Scale, rank of the bias and rank of the factor of each element that has an adapter, for `_add_adapter`."""
-    places = slot * stride_slot + part
-    scale = tl.load(given.scales + places, mask=has, other=0.0)
-    return scale, tl.load(given.ones + places, mask=has, other=-1), tl.load(given.factors + places, mask=has, other=-1)
+def _numbers_of(given, slot, part, stride_slot):
+    """Scale, rank of the bias and rank of the factor of a part, for `_add_adapter`."""
+    has = slot >= 0
+    place = slot * stride_slot + part
+    scale = tl.load(given.scales + place, mask=has, other=0.0)
+    return scale, tl.load(given.ones + place, mask=has, other=-1), tl.load(given.factors + place, mask=has, other=-1)
+
+
+@triton.jit
+def _sums_of_a(
+    given,
+    part,
+    page,
+    PARTS: tl.constexpr,
+    MAX_PAGES: tl.constexpr,
+    PAGE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    """[SPLITS, PAGE]: what the ranges of columns give for a page of A; any numbers for a part without an adapter."""
+    places = ((tl.arange(0, SPLITS)[:, None] * PARTS + part) * MAX_PAGES + page) * PAGE + tl.arange(0, PAGE)[None, :]
+    # in one launch, another program has written them since this one began: they are read from the L2 cache
+    return tl.load(given.shrunk + places, cache_modifier="" if AHEAD else ".cg")
 
 
 @triton.jit
 def _add_adapter(
-    y, b, numbers, num_pages, given, slot, part, rows, keep, root, stride_b,
+    y, u, b, num_pages, given, slot, part, rows, keep, root, stride_b, stride_slot,
     N: tl.constexpr, PARTS: tl.constexpr, MAX_PAGES: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    BLOCK_N: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """y with the adapter, [BLOCK_N]. part: of each element; root: by which what A gave is multiplied; b: the first page of B"""
-    scale, one, factor = numbers
+    """y with the adapter, [BLOCK_N]. root: by which what A gave is multiplied; u, b: of the first page"""
+    scale, one, factor = _numbers_of(given, slot, part, stride_slot)
     ranks = tl.arange(0, PAGE)
     delta = tl.zeros([BLOCK_N], tl.float32)
+    # most adapters have one page
     for page in tl.range(0, num_pages, num_stages=1):
         if page > 0:
             b = _rows_of_b(given.b, tl.load(given.pages + slot * MAX_PAGES + page), rows, keep, stride_b, N, PAGE)
-        u = tl.zeros([BLOCK_N, PAGE], tl.float32)
-        for split in tl.static_range(SPLITS):
-            places = ((split * PARTS + part) * MAX_PAGES + page) * PAGE
-            # another program has written them since this one began: they are read from the L2 cache
-            u += tl.load(
-                given.shrunk + places[:, None] + ranks[None, :], mask=(scale != 0.0)[:, None], other=0.0, cache_modifier=".cg"
-            )
-        u = tl.where(page * PAGE + ranks[None, :] == one[:, None], 1.0, u * root) * scale[:, None]
+            u = _sums_of_a(given, part, page, PARTS, MAX_PAGES, PAGE, SPLITS, AHEAD)
+        of_page = tl.where(page * PAGE + ranks == one, 1.0, tl.sum(u, 0) * root) * scale
         # where an adapter leaves a part as it is, memory may hold anything
-        delta += tl.sum(tl.where((scale != 0.0)[:, None], u * b.to(tl.float32), 0.0), 1)
-    scaled = factor >= 0
-    number = tl.load(given.pages + slot * MAX_PAGES + factor // PAGE, mask=scaled, other=0).to(tl.int64)
-    places = given.b + number * stride_b + (factor % PAGE) * N + rows
-    delta += y * tl.load(places, mask=scaled, other=0.0).to(tl.float32)
+        delta += tl.sum(tl.where(scale != 0.0, of_page[None, :] * b.to(tl.float32), 0.0), 1)
+    if factor >= 0:
+        number = tl.load(given.pages + slot * MAX_PAGES + factor // PAGE).to(tl.int64)
+        places = given.b + number * stride_b + (factor % PAGE) * N + rows
+        delta += y * tl.load(places, mask=keep, other=0.0).to(tl.float32)
     return y + delta
+
+
+@triton.jit
+def _shrink_token(
+    x_ptr,
+    norm_ptr,
+    a_ptr,
+    tiles_ptr,
+    pages_ptr,
+    num_pages_ptr,
+    scales_ptr,
+    shrunk_ptr,
+    offset,
+    stride_a,
+    stride_slot,
+    K: tl.constexpr,
+    PARTS: tl.constexpr,
+    MAX_PAGES: tl.constexpr,
+    PAGE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SHRINK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """shrunk (SPLITS, PARTS, MAX_PAGES, PAGE): the token by A. A program has a page of one part, and a range of the columns."""
+    STEPS: tl.constexpr = (K + SPLITS * SHRINK_K - 1) // (SPLITS * SHRINK_K)
+    program = tl.program_id(0)
+    split = program % SPLITS
+    part = program // SPLITS % PARTS
+    page = program // (SPLITS * PARTS)
+    slot = _slot_of_token(tiles_ptr)
+    has = slot >= 0
+    number = tl.load(pages_ptr + slot * MAX_PAGES + page, mask=has, other=0).to(tl.int64)
+    used = page < tl.load(num_pages_ptr + slot, mask=has, other=0)
+    used = used & (tl.load(scales_ptr + slot * stride_slot + part, mask=has, other=0.0) != 0.0)
+    ranks = tl.arange(0, PAGE)
+    rows = a_ptr + number * stride_a + (part * PAGE + ranks[:, None]) * K
+    k = split * STEPS * SHRINK_K + tl.arange(0, SHRINK_K)
+    # no kernel of a step writes adapters, so they are loaded before the previous one ends
+    a = tl.load(rows + k[None, :], mask=used & (k < K)[None, :], other=0.0)
+    wait_for_previous_kernel(PDL)
+    acc = tl.zeros([PAGE, SHRINK_K], tl.float32)
+    for step in tl.static_range(STEPS):
+        if step > 0:
+            k += SHRINK_K
+            a = tl.load(rows + k[None, :], mask=used & (k < K)[None, :], other=0.0)
+        x = tl.load(x_ptr + k, mask=used & (k < K), other=0.0).to(tl.float32)
+        if norm_ptr is not None:
+            x *= tl.load(norm_ptr + k, mask=used & (k < K), other=0.0).to(tl.float32) + offset
+        acc += a.to(tl.float32) * x[None, :]
+    place = ((split * PARTS + part) * MAX_PAGES + page) * PAGE
+    tl.store(shrunk_ptr + place + ranks, tl.sum(acc, 1), mask=used & (ranks >= 0))
 
 
 @triton.jit
@@ -242,16 +318,23 @@ def _adapted_row(
     SHRINK_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    AHEAD: tl.constexpr,
+    PREFETCHED: tl.constexpr,
     PDL: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """PARTS * SPLITS programs multiply by A, and each program behind them computes BLOCK_N elements of the output.
+    """A program computes BLOCK_N elements of the output, which are those of one part, of N0, N1 or N2 columns. Before them are
+    PARTS * SPLITS programs that multiply by A, unless AHEAD.
 
-    GATED: as in products/row.py; half of the columns of the product are outputs
+    GATED:      as in products/row.py; half of the columns of the product are outputs
+    PREFETCHED: lines of 128 bytes of each row of the weights, behind the first weights
     """
     N: tl.constexpr = N0 + N1 + N2
     OUT: tl.constexpr = N // 2 if GATED else N
-    SHRINKS: tl.constexpr = PARTS * SPLITS
+    T0: tl.constexpr = ((OUT if GATED else N0) + BLOCK_N - 1) // BLOCK_N
+    T1: tl.constexpr = 0 if GATED else (N1 + BLOCK_N - 1) // BLOCK_N
+    T2: tl.constexpr = (N2 + BLOCK_N - 1) // BLOCK_N
+    SHRINKS: tl.constexpr = 0 if AHEAD else PARTS * SPLITS
     given = RowAdapter(b_ptr, pages_ptr, num_pages_ptr, scales_ptr, ones_ptr, factors_ptr, shrunk_ptr)
     program = tl.program_id(0)
     if program < SHRINKS:
@@ -262,40 +345,55 @@ def _adapted_row(
         )  # fmt: skip
     else:
         program -= SHRINKS
+        part = (program >= T0).to(tl.int32) + (program >= T0 + T1).to(tl.int32)
         rows = program * BLOCK_N + tl.arange(0, BLOCK_N)
-        keep = rows < OUT
-        part = (rows >= N0).to(tl.int32) + (rows >= N0 + N1).to(tl.int32)
-        if GATED:
-            part = rows * 0
+        end = OUT
+        if not GATED:
+            begin = tl.where(part == 0, 0, tl.where(part == 1, N0, N0 + N1))
+            end = tl.where(part == 0, N0, tl.where(part == 1, N0 + N1, N))
+            rows += begin - BLOCK_N * tl.where(part == 0, 0, tl.where(part == 1, T0, T0 + T1))
+        keep = rows < end
         w, w_up = first_weights(w_ptr, rows, OUT, K, GATED, BLOCK_N, BLOCK_K)
         tl.debug_barrier()  # so that the compiler requests the weights first
+        if PREFETCHED > 0:
+            prefetch_weights(w_ptr, rows, BLOCK_K, N, K, PREFETCHED)
+            if GATED:
+                prefetch_weights(w_ptr, OUT + rows, BLOCK_K, N, K, PREFETCHED)
         slot = _slot_of_token(tiles_ptr)
         number = tl.load(pages_ptr + slot * MAX_PAGES, mask=slot >= 0, other=0)
-        wait_for_previous_kernel(PDL)
-        seen = count_share(counters_ptr, program, (OUT + BLOCK_N - 1) // BLOCK_N, PTX)
-        y, up, root = multiply_row(x_ptr, w_ptr, norm_ptr, w, w_up, rows, eps, offset, OUT, K, GATED, BLOCK_N, BLOCK_K)
-        # what follows is requested before A is waited for
         has = keep & (slot >= 0)
-        num_pages = tl.load(num_pages_ptr + slot, mask=slot >= 0, other=0)
-        numbers = _numbers_of(given, slot, part, has, stride_slot)
+        if not AHEAD:
+            wait_for_previous_kernel(PDL)
+            seen = count_share(counters_ptr, program, T0 + T1 + T2, PTX)
+            y, up, root = multiply_row(x_ptr, w_ptr, norm_ptr, w, w_up, rows, eps, offset, OUT, K, GATED, BLOCK_N, BLOCK_K)
+        # what follows is requested before A is waited for
         b = _rows_of_b(b_ptr, number, rows, has, stride_b, N, PAGE)
-        numbers_up = numbers
         b_up = b
         if GATED:
-            numbers_up = _numbers_of(given, slot, part + PARTS - 1, has, stride_slot)
             b_up = _rows_of_b(b_ptr, number, OUT + rows, has, stride_b, N, PAGE)
-        if slot >= 0:
+        if AHEAD:
+            wait_for_previous_kernel(PDL)
+        elif slot >= 0:
             wait_for_shares(counters_ptr, seen, PTX)
+        u = _sums_of_a(given, part, 0, PARTS, MAX_PAGES, PAGE, SPLITS, AHEAD)
+        u_up = u
+        if GATED:
+            u_up = _sums_of_a(given, PARTS - 1, 0, PARTS, MAX_PAGES, PAGE, SPLITS, AHEAD)
+        if AHEAD:
+            y, up, root = multiply_row(x_ptr, w_ptr, norm_ptr, w, w_up, rows, eps, offset, OUT, K, GATED, BLOCK_N, BLOCK_K)
+            slot = _slot_of_token(tiles_ptr)  # a register less in the loop
+            has = keep & (slot >= 0)
+        num_pages = tl.load(num_pages_ptr + slot, mask=slot >= 0, other=0)
         y = _add_adapter(
-            y * root, b, numbers, num_pages, given, slot, part, rows, keep, root, stride_b,
-            N, PARTS, MAX_PAGES, PAGE, SPLITS, BLOCK_N,
+            y * root, u, b, num_pages, given, slot, part, rows, has, root, stride_b, stride_slot,
+            N, PARTS, MAX_PAGES, PAGE, SPLITS, BLOCK_N, AHEAD,
         )  # fmt: skip
         if bias_ptr is not None:
             y += tl.load(bias_ptr + rows, mask=keep, other=0.0).to(tl.float32)
         if GATED:
             up = _add_adapter(
-                up * root, b_up, numbers_up, num_pages, given, slot, part + PARTS - 1, OUT + rows, keep, root, stride_b,
-                N, PARTS, MAX_PAGES, PAGE, SPLITS, BLOCK_N,
+                up * root, u_up, b_up, num_pages, given, slot, PARTS - 1, OUT + rows, has, root, stride_b, stride_slot,
+                N, PARTS, MAX_PAGES, PAGE, SPLITS, BLOCK_N, AHEAD,
             )  # fmt: skip
             if bias_ptr is not None:
                 up += tl.load(bias_ptr + OUT + rows, mask=keep, other=0.0).to(tl.float32)
@@ -304,8 +402,21 @@ def _adapted_row(
 
 
 def shrink_splits(k: int) -> int:
-    """Ranges of the columns of x that programs multiply by A: of about 512 columns, which are loaded in two steps."""
-    return min(16, power_of_2(max(1, k // 512)))
+    """Ranges of the columns of x that programs multiply by A: of about 512 columns."""
+    return min(32, power_of_2(max(1, k // 512)))
+
+
+def prefetched_lines(tile: MatrixRowTile, product: Product) -> int:
+    """Lines of 128 bytes of each row of the weights that a program requests while it waits, a power of two.
+
+    All programs that are on a GPU at a time request MOST_AHEAD at most: 6 on an SM with 512 columns at a time, 3 with 1024.
+    """
+    if not product.is_programmatic:
+        return 0
+    rows = 2 * tile.block_n if product.gated else tile.block_n
+    programs = min(product.outputs // tile.block_n, product.num_sms * (6 if tile.block_k <= 512 else 3))
+    lines = min(MOST_AHEAD // (128 * rows * max(1, programs)), (product.k - tile.block_k) // 64)
+    return 1 << (lines.bit_length() - 1) if lines > 0 else 0
 
 
 def launch_row(
@@ -322,6 +433,7 @@ def launch_row(
     """Arguments and result are those of `fa_serve.ops.linear_lora`, for one token that run.py lets through. One launch."""
     key = (
         "lora_row",
+        SHRINKS_AHEAD,
         x.dtype,
         weight.shape,
         weights.a.stride(0),
@@ -351,8 +463,10 @@ def plan_lora_row(
     norm: Norm | None,
     activation: str | None,
     alpha: float,
+    ahead: bool | None = None,
+    prefetched: int | None = None,
 ) -> Run:
-    """The launch for calls that look like this one."""
+    """The launches for calls that look like this one. ahead, prefetched: override the choice, for tuning"""
     product = problem_of(x, weight, gated=activation is not None)
     tile = matrix_row_tile(product)
     k = product.k
@@ -360,26 +474,42 @@ def plan_lora_row(
     max_pages = batch.pages.shape[1]
     splits = shrink_splits(k)
     outputs = product.outputs
-    launch = Launch(
+    if ahead is None:
+        ahead = SHRINKS_AHEAD
+    if prefetched is None:
+        prefetched = prefetched_lines(tile, product) if ahead else 0
+    widths = (*weights.widths, 0, 0)[:MAX_PARTS]
+    sizes = (parts, max_pages, PAGE_RANKS, splits, min(512 if ahead else 256, power_of_2(k)))
+    offset = 0.0 if norm is None else float(norm.offset)
+    pdl = product.is_programmatic
+    strides = (weights.a.stride(0), weights.b.stride(0), weights.scales.stride(0))
+    multiply = Launch(
         _adapted_row,
-        parts * splits + triton.cdiv(outputs, tile.block_n),
-        varying=(0.0 if norm is None else norm.eps, 0.0 if norm is None else float(norm.offset), float(alpha)),
-        strides=(weights.a.stride(0), weights.b.stride(0), weights.scales.stride(0)),
+        (0 if ahead else parts * splits)
+        + sum(triton.cdiv(each, tile.block_n) for each in ((outputs,) if activation else widths)),
+        varying=(0.0 if norm is None else norm.eps, offset, float(alpha)),
+        strides=strides,
         fixed=(
-            *(*weights.widths, 0, 0)[:MAX_PARTS],
+            *widths,
             k,
             product.gated,
             ACTIVATION_KINDS[activation or "silu"],
-            parts,
-            max_pages,
-            PAGE_RANKS,
-            splits,
-            min(256, power_of_2(k)),
+            *sizes,
             *tile,
-            product.is_programmatic,
+            ahead,
+            prefetched,
+            pdl,
             product.arch > 0,
         ),
-        options=launch_options(product.is_programmatic, 4),
+        options=launch_options(pdl, 4),
+    )
+    shrink = Launch(
+        _shrink_token,
+        parts * splits * max_pages,
+        varying=(offset,),
+        strides=(strides[0], strides[2]),
+        fixed=(k, *sizes, pdl),
+        options=launch_options(pdl, 8),
     )
 
     def run(
@@ -393,9 +523,12 @@ def plan_lora_row(
     ) -> Tensor:
         shrunk = x.new_empty(splits * parts * max_pages * PAGE_RANKS, dtype=torch.float32)
         out = x.new_empty(1, outputs) if residual is None else residual
-        base = (x, weight, None if norm is None else norm.weight, bias, residual, out)
-        numbers = (weights.scales, weights.ones, weights.factors, weights.counters)
-        launch((*base, weights.a, weights.b, batch.tiles, batch.pages, batch.num_pages, *numbers, shrunk))
+        norm_weight = None if norm is None else norm.weight
+        places = (batch.tiles, batch.pages, batch.num_pages, weights.scales)
+        if ahead:
+            shrink((x, norm_weight, weights.a, *places, shrunk))
+        numbers = (weights.ones, weights.factors, weights.counters)
+        multiply((x, weight, norm_weight, bias, residual, out, weights.a, weights.b, *places, *numbers, shrunk))
         return out
 
     return run
