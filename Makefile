@@ -24,7 +24,7 @@ SHELL       := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test test-compiled test-triton test-newest lint types docs check format test-load test-ray test-security fuzz abuse test-gpu memcheck bench release \
+.PHONY: help serve install test test-compiled test-triton test-newest lint types docs check format test-load test-ray test-security fuzz abuse test-gpu memcheck bench release \
   kernel-package requirements sbom pin-images clean
 
 BIN    := $(VENV)/bin
@@ -43,6 +43,8 @@ help: ## list the targets
 
 serve: $(VENV)/.server ## install and serve the embedded model (or MODEL) on HOST:PORT
 	@exec $(BIN)/fa-serve serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
+
+install: $(VENV)/.server ## install the package with its server into .venv, with the versions that are tested
 
 test: $(VENV)/.test ## install and run the tests that need no GPU, but those of `make test-compiled`
 ifeq ($(shell uname -s),Linux)

@@ -16,6 +16,7 @@ from pydantic_core import from_json
 from starlette import types as asgi
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 from starlette.routing import BaseRoute
 
 from .bounds.costs import Bill
@@ -51,8 +52,9 @@ def strict_json(content: bytes) -> Any:
 class BodyRoutes:
     """Middleware that answers each POST of `routes`. A large body is parsed beside the event loop.
 
-    An endpoint is called with the body as its model and with the request. Raises TypeError for a POST whose endpoint does not
-    take these: its body would have no bounds.
+    An endpoint is called with the body as its model and with the request, and returns a Response, which is sent as it is.
+    Raises TypeError for a POST whose endpoint does not take these, because its body would have no bounds, or returns another
+    type.
     """
 
     def __init__(self, app: asgi.ASGIApp, service: Service, routes: Iterable[BaseRoute]):
@@ -101,11 +103,17 @@ class BodyRoutes:
 def _model_of(route: APIRoute) -> type[BaseModel]:
     """The model of the body that the endpoint takes."""
     hints = get_type_hints(route.endpoint)
-    hints.pop("return", None)
+    reply = hints.pop("return", None)
     if list(hints) != ["body", "request"] or route.path_regex.groups or not issubclass(hints["body"], BaseModel):
         message = (
             f"the endpoint of POST {route.path} must take body, which is a pydantic model, and request, and its path no "
             f"parameters, got {', '.join(hints) or 'no parameters'} (server/bodies.py)"
+        )
+        raise TypeError(message)
+    if not (isinstance(reply, type) and issubclass(reply, Response)):
+        message = (
+            f"the endpoint of POST {route.path} must return a Response, such as JSONResponse, and name its reply's type in "
+            f"response_model, got {reply} (server/bodies.py)"
         )
         raise TypeError(message)
     model: type[BaseModel] = hints["body"]

@@ -154,3 +154,15 @@ def test_a_post_that_would_have_no_bounds_ends_the_start(serving, monkeypatch, p
     routes.router.add_api_route(path, bare if path == "/bare" else named, methods=["POST"])
     with pytest.raises(TypeError, match=f"the endpoint of POST {path} must take body, which is a pydantic model, and request"):
         create_app(None, Settings())
+
+
+def test_a_post_that_returns_no_response_is_refused_at_the_start(monkeypatch):
+    """FastAPI would make a response of a dictionary. Here nothing would, and each request would get a 500."""
+
+    async def plain(body: CompletionRequest, request: Request) -> dict[str, str]:
+        return {}
+
+    monkeypatch.setattr(routes.router, "routes", [*routes.router.routes])
+    routes.router.add_api_route("/plain", plain, methods=["POST"])
+    with pytest.raises(TypeError, match=r"the endpoint of POST /plain must return a Response, .*, got dict"):
+        create_app(None, Settings())
