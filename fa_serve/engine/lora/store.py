@@ -18,7 +18,9 @@ import logging
 import re
 import threading
 from collections import OrderedDict
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -39,6 +41,21 @@ log = logging.getLogger("fa_serve.engine")
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:@+-]{0,127}")
 MAX_ADAPTERS = 4096
 """Names that an engine knows at once."""
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """PyTorch computes with the calling thread alone.
+
+    An adapter is some hundred small tensors. For each, PyTorch would wake a thread of each processor and wait for all of them:
+    beside other work that takes milliseconds a tensor, and seconds an adapter.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class AdapterStore:
@@ -90,7 +107,8 @@ class AdapterStore:
 
     def read(self, folder: str | Path) -> PackedLora:
         """Read and check an adapter. Raises as `read_adapter` and `LoraMemory.pack`."""
-        return self.pack(read_adapter(folder, max_bytes=self._host_bytes))
+        with _one_thread():
+            return self.pack(read_adapter(folder, max_bytes=self._host_bytes))
 
     def pack(self, adapter: LoraAdapter) -> PackedLora:
         """The same for an adapter that is in memory, such as one in training."""

@@ -14,6 +14,7 @@ from tiny_models import greedy, make_model, random_prompts
 
 from fa_serve.engine import SamplingParams, StructuredOutput
 from fa_serve.engine.config import EngineConfig
+from fa_serve.engine.lora import store as store_module
 from fa_serve.hf.lora.format import LoraAdapter, LowRank
 from fa_serve.ops.lora import fallback
 from fa_serve.spec import ParameterError
@@ -296,3 +297,19 @@ def test_an_adapter_of_another_model_is_refused(engine, tmp_path) -> None:
     with pytest.raises(ParameterError, match="be at most 16"):
         engine.load_adapter("x", folder)
     assert engine.adapters.names == ["a", "b", "c"]
+
+
+def test_an_adapter_is_read_by_one_thread(engine, folders, monkeypatch) -> None:
+    seen = []
+    read = store_module.read_adapter
+    monkeypatch.setattr(
+        store_module, "read_adapter", lambda *given, **words: seen.append(torch.get_num_threads()) or read(*given, **words)
+    )
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        engine.adapters.read(folders["a"])
+        assert seen == [1]
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
