@@ -116,6 +116,28 @@ def warm_followers(warm_context: ForkServerContext, monkeypatch: pytest.MonkeyPa
         follower.stdout.close()
 
 
+@pytest.fixture
+def warm_trials(warm_context: ForkServerContext, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The processes of trials find everything imported. tests/sandbox starts fresh interpreters. They end with the test."""
+    from warm_processes import WarmProcess, warm_trial_process
+
+    from fa_serve.sandbox import trials
+
+    started: list[WarmProcess] = []
+
+    def start(command: list[str], **options: Any) -> WarmProcess:
+        started.append(warm_trial_process(command, **options))
+        return started[-1]
+
+    names = {"Popen": start, "DEVNULL": subprocess.DEVNULL, "TimeoutExpired": subprocess.TimeoutExpired}
+    monkeypatch.setattr(trials, "subprocess", SimpleNamespace(**names))
+    yield
+    for process in started:
+        process.kill()
+        process.wait(10)
+        process.stdout.close()
+
+
 @pytest.fixture(scope="session")
 def start_server(warm_context: ForkServerContext) -> Callable[..., ServerProcess]:
     """`start_server("--flag", ..., FA_SERVE_NAME="value")`: a server process that is ready, with the embedded model."""

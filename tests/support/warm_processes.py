@@ -117,6 +117,23 @@ def warm_module(command: Sequence[str], pass_fds: Sequence[int], env: Mapping[st
         connection.close()
 
 
+def warm_trial_process(command: Sequence[str], pass_fds: Sequence[int], env: Mapping[str, str], **_: Any) -> WarmProcess:
+    """`subprocess.Popen` of `python trial_process.py descriptor`, in a session of its own."""
+    [descriptor] = pass_fds
+    connection = Connection(os.dup(descriptor))
+    try:
+        return WarmProcess(partial(_run_script, Path(command[1]), connection), environment=env)
+    finally:
+        connection.close()
+
+
+def _run_script(script: Path, connection: Connection) -> None:
+    os.setsid()
+    sys.argv = [str(script), str(connection.fileno())]
+    sys.path.insert(0, str(script.parent))  # as an interpreter does
+    runpy.run_path(str(script), run_name="__main__")
+
+
 def _run_module(module: str, connection: Connection) -> None:
     sys.argv = [module, str(connection.fileno())]
     runpy.run_module(module, run_name="__main__")
