@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # a pool of processes that import torch takes longer than it saves
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")  # g++ would compile a program for each set of instructions: 5 s
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each process that a test starts would compile the sources: 0.7 s
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from server_process import engine_of
 from streams import until
 from tiny_models import make_model
 
@@ -40,16 +41,6 @@ def status(served, path: str) -> int:
     return httpx.get(served.url + path, timeout=30).status_code
 
 
-def engine_of(served) -> int:
-    """The id of the engine's process, which is the child of the server that spawned from multiprocessing."""
-    children = Path(f"/proc/{served.process.pid}/task/{served.process.pid}/children").read_text()
-    tasks = Path(f"/proc/{served.process.pid}/task").iterdir()
-    every = {int(child) for task in tasks for child in (task / "children").read_text().split()} | set(
-        map(int, children.split())
-    )
-    return next(child for child in every if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes())
-
-
 def alive(process: int) -> bool:
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -64,7 +55,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_stopped_engine(start_server):
     """/health and /ready say so within 5 s and a beat, and recover; SIGTERM ends both processes in time all the same."""
     served = start_server("--process", "--drain-timeout", "1")
-    engine = engine_of(served)
+    engine = engine_of(served.process.pid)
     try:
         assert httpx.post(f"{served.url}/v1/completions", json=TEXT, timeout=30).status_code == 200
         os.kill(engine, signal.SIGSTOP)
@@ -97,7 +88,7 @@ def test_a_stopped_engine(start_server):
 @linux
 def test_a_stopped_engine_with_nothing_in_flight_ends_soon(start_server):
     served = start_server("--process", "--drain-timeout", "30")
-    engine = engine_of(served)
+    engine = engine_of(served.process.pid)
     try:
         os.kill(engine, signal.SIGSTOP)
         begin = time.monotonic()
@@ -114,7 +105,7 @@ def test_a_stopped_engine_with_nothing_in_flight_ends_soon(start_server):
 @linux
 def test_a_second_signal_ends_a_stopped_engine_as_well(start_server):
     served = start_server("--process")
-    engine = engine_of(served)
+    engine = engine_of(served.process.pid)
     try:
         with httpx.stream("POST", f"{served.url}/v1/completions", json=LONG | {"stream": True}) as response:
             chunks = response.iter_raw()  # a generator that nobody holds closes the connection

@@ -38,6 +38,26 @@ class ServerProcess:
         return self.metric("request_success_total", 'finished_reason="abort"')
 
 
+def children_of(process: int) -> list[int]:
+    """Process ids of children that this process's threads have started."""
+    tasks = Path(f"/proc/{process}/task").iterdir()
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+
+
+def command_of(process: int) -> str:
+    """The command line of a process; empty if there is none."""
+    file = Path(f"/proc/{process}/cmdline")
+    return file.read_text() if file.exists() else ""
+
+
+def engine_of(server: int) -> int:
+    """The id of the process of a server's engine: a child of its own, or of the copy of the server that it is forked from."""
+    children = children_of(server)
+    copies = [child for child in children if command_of(child) == command_of(server)]
+    [engine] = [child for child in children if "spawn_main" in command_of(child)] or children_of(copies[0])
+    return engine
+
+
 def start(*arguments: str, verb: str = "serve", log: Path | None = None, **environment: str) -> ServerProcess:
     """A server in a fresh interpreter."""
     program = [os.environ["FA_SERVE_TEST_PROGRAM"]] if "FA_SERVE_TEST_PROGRAM" in os.environ else ["-m", "fa_serve"]
