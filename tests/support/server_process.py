@@ -51,7 +51,7 @@ def command_of(process: int) -> str:
 
 
 def engine_of(server: int) -> int:
-    """The id of the process of a server's engine: a child of its own, or of the copy of the server that it is forked from."""
+    """The id of the process of a server's engine: its child, or the child of the copy that forks engines."""
     children = children_of(server)
     copies = [child for child in children if command_of(child) == command_of(server)]
     [engine] = [child for child in children if "spawn_main" in command_of(child)] or children_of(copies[0])

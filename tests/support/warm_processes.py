@@ -118,7 +118,9 @@ def _start_own_forkserver() -> None:
             os._exit(0)
     os.close(theirs)
     server: Any = forkserver._forkserver  # type: ignore[attr-defined]
-    server._forkserver_address, server._forkserver_alive_fd, server._forkserver_pid = address, ours, pid
+    server._forkserver_address = address
+    server._forkserver_alive_fd = ours
+    server._forkserver_pid = pid
 
 
 def run_warm(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
@@ -143,7 +145,7 @@ def warm_module(command: Sequence[str], pass_fds: Sequence[int], env: Mapping[st
 
 
 def warm_trial_process(command: Sequence[str], pass_fds: Sequence[int], env: Mapping[str, str], **_: Any) -> WarmProcess:
-    """`subprocess.Popen` of `python trial_process.py descriptor`, in a session of its own."""
+    """`subprocess.Popen` of `python trial_process.py descriptor`, in a new session."""
     [descriptor] = pass_fds
     connection = Connection(os.dup(descriptor))
     try:
