@@ -65,6 +65,7 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+        gc.set_threshold(10_000, 20, 20)  # 5% of the time of all tests went to searches
 
 
 @pytest.fixture(autouse=True)

@@ -104,6 +104,14 @@ def fa_serve() -> None:
     main()
 
 
+def fa_serve_with_a_short_log() -> None:
+    """The same. The log holds few records that nobody has read."""
+    from fa_serve.server.observe import logs
+
+    logs.MAX_QUEUED = 64
+    fa_serve()
+
+
 def _start_own_forkserver() -> None:
     """The fork server of this process is a copy of this process, as it is now. It ends with this process."""
     address = arbitrary_address("AF_UNIX")
@@ -142,6 +150,15 @@ def warm_module(command: Sequence[str], pass_fds: Sequence[int], env: Mapping[st
         return WarmProcess(partial(_run_module, command[2], connection), environment=env)
     finally:
         connection.close()
+
+
+def warm_program(program: str, *arguments: str) -> WarmProcess:
+    """`subprocess.Popen` of `python -c program arguments`."""
+    return WarmProcess(partial(_execute, program), arguments)
+
+
+def _execute(program: str) -> None:
+    exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})
 
 
 def warm_trial_process(command: Sequence[str], pass_fds: Sequence[int], env: Mapping[str, str], **_: Any) -> WarmProcess:
