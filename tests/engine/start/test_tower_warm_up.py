@@ -45,7 +45,7 @@ def make(name: str) -> Engine:
     return engine
 
 
-def serve(engine: Engine, name: str, rounds: int = 12 if ALL else 6) -> None:
+def serve(engine: Engine, name: str, rounds: int = 12) -> None:
     """Random pictures in random prompts, alone and beside others, some of them cached."""
     draw = random.Random(1)
     process = processes(name)
