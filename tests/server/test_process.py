@@ -7,7 +7,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 
 import httpx
@@ -16,6 +15,7 @@ from fa_serve.server.app import create_app
 from fa_serve.server.process import Server
 from fa_serve.server.settings import Settings
 from server_process import children_of, command_of, engine_of, start
+from warm_processes import run_warm
 
 MODEL = "fa-serve-demo"
 
@@ -77,8 +77,7 @@ def test_two_ranks_drain_and_end_together(start_server):
 
 
 def test_a_model_that_cannot_be_loaded(tmp_path):
-    command = [sys.executable, "-m", "fa_serve", "serve", str(tmp_path), "--port", "0"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    ended = run_warm("serve", str(tmp_path), "--port", "0", timeout=120)
     assert ended.returncode == 1
     assert ended.stderr.startswith("fa-serve: ")
 
