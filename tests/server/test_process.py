@@ -7,16 +7,15 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import time
-from pathlib import Path
 
 import httpx
 import pytest
 from fa_serve.server.app import create_app
 from fa_serve.server.process import Server
 from fa_serve.server.settings import Settings
-from server_process import start
+from server_process import children_of, command_of, engine_of, start
+from warm_processes import run_warm
 
 MODEL = "fa-serve-demo"
 
@@ -64,34 +63,21 @@ def test_two_ranks_drain_and_end_together(start_server):
         with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=60) as response:
             lines = response.iter_lines()
             assert next(lines).startswith("data: ")
-            [engine] = [process for process in _children(served.process.pid) if "spawn_main" in _command(process)]
-            [follower] = _children(engine)
-            assert "fa_serve.engine.parallel.follower_main" in _command(follower)
+            engine = engine_of(served.process.pid)
+            [follower] = children_of(engine)
+            assert "fa_serve.engine.parallel.follower_main" in command_of(follower)
             for process in (follower, engine, served.process.pid):
                 os.kill(process, signal.SIGTERM)
             received = list(lines)
         assert "data: [DONE]" in received
         assert served.process.wait(30) == 0
-        assert not _command(follower), "no rank is left"
+        assert not command_of(follower), "no rank is left"
     finally:
         served.end()
 
 
-def _children(process: int) -> list[int]:
-    """Process ids of children that this process's threads have started."""
-    tasks = Path(f"/proc/{process}/task").iterdir()
-    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
-
-
-def _command(process: int) -> str:
-    """The command line of a process; empty if there is none."""
-    file = Path(f"/proc/{process}/cmdline")
-    return file.read_text() if file.exists() else ""
-
-
 def test_a_model_that_cannot_be_loaded(tmp_path):
-    command = [sys.executable, "-m", "fa_serve", "serve", str(tmp_path), "--port", "0"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    ended = run_warm("serve", str(tmp_path), "--port", "0", timeout=120)
     assert ended.returncode == 1
     assert ended.stderr.startswith("fa-serve: ")
 

@@ -5,6 +5,8 @@ rows()              # for each model type of transformers that keeps states
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 _INTRODUCTION = """\
 Layers with linear attention, state space models and short convolutions keep a state of constant size beside or instead of keys
 and values. `fa_serve.patch(model)` and the engine compute them by `fa_serve.ops` if they can prove that a module's own code
@@ -50,7 +52,7 @@ _WITHOUT_ATTENTION = {"rwkv": "refused", "xlstm": "no layer"}
 """What the plugin does with types that do not use transformers' attention interface."""
 
 
-def rows() -> dict[str, dict[str, str]]:
+def rows(names: Sequence[str] = TYPES) -> dict[str, dict[str, str]]:
     """For each type: whether a test computes it, and "y" or a reason in each column."""
     from hybrids import HYBRIDS
     from report_support import YES, divided
@@ -61,7 +63,7 @@ def rows() -> dict[str, dict[str, str]]:
 
     tested = {family.make_config().model_type for family in HYBRIDS}
     found = {}
-    for name in TYPES:
+    for name in names:
         row = {"tested": "y" if COMPOSITES.get(name, name) in tested else "", "engine": "y"}
         if not row["tested"]:
             try:

@@ -22,7 +22,7 @@ Case = set[tuple[str, Any]]
 ALL = os.environ.get("FA_SERVE_CASES") == "all"
 whole_runs = pytest.mark.skipif(not ALL, reason="FA_SERVE_CASES=all runs it, each night")
 """Marks a test that takes tens of seconds to run a tool from start to end, and nothing of the product alone."""
-FEWEST = 4
+FEWEST = 2
 """A grid of as many cases runs whole, and of others as many run."""
 
 

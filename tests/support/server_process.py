@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,26 @@ class ServerProcess:
         return self.metric("request_success_total", 'finished_reason="abort"')
 
 
+def children_of(process: int) -> list[int]:
+    """Process ids of children that this process's threads have started."""
+    tasks = Path(f"/proc/{process}/task").iterdir()
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+
+
+def command_of(process: int) -> str:
+    """The command line of a process; empty if there is none."""
+    file = Path(f"/proc/{process}/cmdline")
+    return file.read_text() if file.exists() else ""
+
+
+def engine_of(server: int) -> int:
+    """The id of the process of a server's engine: its child, or the child of the copy that forks engines."""
+    children = children_of(server)
+    copies = [child for child in children if command_of(child) == command_of(server)]
+    [engine] = [child for child in children if "spawn_main" in command_of(child)] or children_of(copies[0])
+    return engine
+
+
 def start(*arguments: str, verb: str = "serve", log: Path | None = None, **environment: str) -> ServerProcess:
     """A server in a fresh interpreter."""
     program = [os.environ["FA_SERVE_TEST_PROGRAM"]] if "FA_SERVE_TEST_PROGRAM" in os.environ else ["-m", "fa_serve"]
@@ -48,11 +69,13 @@ def start(*arguments: str, verb: str = "serve", log: Path | None = None, **envir
     return _when_ready(process)
 
 
-def start_warm(*arguments: str, log: Path | None = None, **environment: str) -> ServerProcess:
-    """A server in a process that finds everything imported. It starts in half a second."""
+def start_warm(
+    *arguments: str, log: Path | None = None, call: Callable[[], None] = fa_serve, **environment: str
+) -> ServerProcess:
+    """A server in a process that finds everything imported. It starts in half a second. `call` may change it before."""
     if "FA_SERVE_TEST_PROGRAM" in os.environ:
         return start(*arguments, log=log, **environment)
-    return _when_ready(WarmProcess(fa_serve, ["serve", *_flags(arguments)], log=log, environment=os.environ | environment))
+    return _when_ready(WarmProcess(call, ["serve", *_flags(arguments)], log=log, environment=os.environ | environment))
 
 
 def _flags(arguments: tuple[str, ...]) -> list[str]:

@@ -5,7 +5,9 @@ The interpreter runs one kernel at a time in a process, so ranks that wait for e
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -28,8 +30,29 @@ def peers_of(path: str, rank: int, size: int, processors: int) -> tuple[Peers, T
     return Peers(rank, size, table(buffers), torch.zeros(1 + MAX_PROGRAMS, dtype=torch.int64), processors), buffers
 
 
-def run_ranks(script: str, size: int, folder: Path) -> list[str]:
-    """What each rank prints that runs the script with the path of the buffers, its rank and the number of ranks."""
+FORKING = """
+import os, sys
+script, module, path, size = sys.argv[1:]
+__import__(module)
+ranks = []
+for rank in range(int(size)):
+    ranks.append(os.fork())
+    if not ranks[-1]:
+        os.dup2(os.open(f"{path}.{rank}", os.O_WRONLY | os.O_CREAT), 1)
+        sys.argv[1:] = [path, str(rank), size]
+        exec(script)
+        sys.stdout.flush()
+        os._exit(0)
+for rank in ranks:
+    os.waitpid(rank, 0)
+"""
+
+
+def run_ranks(script: str, module: str, size: int, folder: Path) -> list[str]:
+    """What each rank prints that runs the script with the path of the buffers, its rank and the number of ranks.
+
+    module: imported before ranks are forked, because each would take seconds to import what kernels need
+    """
     path = folder / "buffers"
     with path.open("wb") as file:
         file.truncate(size * buffer_bytes(size))
@@ -38,15 +61,11 @@ def run_ranks(script: str, size: int, folder: Path) -> list[str]:
         "PYTHONPATH": os.pathsep.join([folders, os.environ.get("PYTHONPATH", "")]),
         "OMP_NUM_THREADS": "1",
     }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", script, str(path), str(rank), str(size)], stdout=subprocess.PIPE, text=True, env=environment
-        )
-        for rank in range(size)
-    ]
-    try:
-        return [rank.communicate(timeout=120)[0] for rank in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.communicate()
+    command = [sys.executable, "-c", FORKING, script, module, str(path), str(size)]
+    with subprocess.Popen(command, env=environment, start_new_session=True) as forking:
+        try:
+            assert forking.wait(120) == 0
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(forking.pid, signal.SIGKILL)
+    return [Path(f"{path}.{rank}").read_text() for rank in range(size)]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import runpy
+import socket
 import subprocess
 import sys
 import tempfile
@@ -21,9 +22,10 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from multiprocessing import forkserver, popen_forkserver
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection, arbitrary_address, wait
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 IMPORTED = ["fa_serve.engine.engine", "fa_serve.engine.process.child", "fa_serve.server.process", "fa_serve.__main__"]
@@ -90,10 +92,43 @@ class WarmProcess:
 
 
 def fa_serve() -> None:
-    """The command line, with the arguments of the process."""
+    """The command line, with the arguments of the process. An engine's process is forked from a copy of this one."""
     from fa_serve.__main__ import main
 
+    if "--process" in sys.argv:
+        from fa_serve.engine.process import engine_process
+
+        _start_own_forkserver()
+        context = multiprocessing.get_context("forkserver")
+        engine_process.multiprocessing = SimpleNamespace(get_context=lambda _: context)  # type: ignore[assignment]
     main()
+
+
+def fa_serve_with_a_short_log() -> None:
+    """The same. The log holds few records that nobody has read."""
+    from fa_serve.server.observe import logs
+
+    logs.MAX_QUEUED = 64
+    fa_serve()
+
+
+def _start_own_forkserver() -> None:
+    """The fork server of this process is a copy of this process, as it is now. It ends with this process."""
+    address = arbitrary_address("AF_UNIX")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen()
+        theirs, ours = os.pipe()
+        pid = os.fork()
+        if not pid:
+            os.close(ours)
+            forkserver.main(listener.fileno(), theirs, [])
+            os._exit(0)
+    os.close(theirs)
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    server._forkserver_address = address
+    server._forkserver_alive_fd = ours
+    server._forkserver_pid = pid
 
 
 def run_warm(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
@@ -115,6 +150,32 @@ def warm_module(command: Sequence[str], pass_fds: Sequence[int], env: Mapping[st
         return WarmProcess(partial(_run_module, command[2], connection), environment=env)
     finally:
         connection.close()
+
+
+def warm_program(program: str, *arguments: str) -> WarmProcess:
+    """`subprocess.Popen` of `python -c program arguments`."""
+    return WarmProcess(partial(_execute, program), arguments)
+
+
+def _execute(program: str) -> None:
+    exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})
+
+
+def warm_trial_process(command: Sequence[str], pass_fds: Sequence[int], env: Mapping[str, str], **_: Any) -> WarmProcess:
+    """`subprocess.Popen` of `python trial_process.py descriptor`, in a new session."""
+    [descriptor] = pass_fds
+    connection = Connection(os.dup(descriptor))
+    try:
+        return WarmProcess(partial(_run_script, Path(command[1]), connection), environment=env)
+    finally:
+        connection.close()
+
+
+def _run_script(script: Path, connection: Connection) -> None:
+    os.setsid()
+    sys.argv = [str(script), str(connection.fileno())]
+    sys.path.insert(0, str(script.parent))  # as an interpreter does
+    runpy.run_path(str(script), run_name="__main__")
 
 
 def _run_module(module: str, connection: Connection) -> None:

@@ -10,8 +10,6 @@ import multiprocessing
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -22,6 +20,7 @@ import pytest
 import torch
 from hf_families import BY_NAME, VOCAB
 from streams import collect, until
+from warm_processes import warm_program
 
 from fa_serve.engine import AsyncEngine, Engine, EngineConfig, EngineDeadError, RequestError, SamplingParams
 from fa_serve.engine.parallel.leader import Leader, open_ranks
@@ -325,11 +324,8 @@ if __name__ == "__main__":
 """
 
 
-def test_ranks_end_with_the_process_that_started_them(tmp_path: Path) -> None:
-    script = tmp_path / "parent.py"
-    script.write_text(PARENT)
-    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE) as parent:
-        assert parent.stdout is not None
-        assert parent.stdout.read(2) == b"xx"
+def test_ranks_end_with_the_process_that_started_them() -> None:
+    with warm_program(PARENT) as parent:
+        assert parent.stdout.read(2) == "xx"
         assert len(followers()) == 1
         parent.kill()  # the fixture waits for the follower

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +15,7 @@ from hybrids import BY_NAME
 from peft_adapters import save_adapter
 from tiny_models import VOCAB, make_model
 from transformers import GenerationConfig
+from warm_processes import warm_program
 
 from fa_serve.engine import Engine, EngineConfig, SamplingParams
 from fa_serve.spec import ParameterError
@@ -205,7 +203,7 @@ while True:
 
 def test_what_a_killed_engine_has_written_is_right(tmp_path: Path) -> None:
     """It is killed while it writes. Each file that is there can be read, and gives the tokens of an engine without a folder."""
-    process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True, env=os.environ)
+    process = warm_program(KILLED, str(tmp_path))
     try:
         assert process.stdout.readline() == "ready\n"
         deadline = time.monotonic() + 60

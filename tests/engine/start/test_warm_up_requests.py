@@ -18,6 +18,7 @@ from counted_launches import CountedLaunches, counted_launches
 from generated_hybrids import model_of
 from peft_adapters import ATTENTION, save_adapter
 from random_params import random_requests
+from sampled_cases import ALL
 from tiny_models import VOCAB, make_model
 from transformers import PreTrainedModel
 
@@ -58,7 +59,11 @@ def prepare(engine: Engine) -> None:
     start_up.warm_up(engine._runner, engine.config, engine.config.max_model_len, Compilers())
 
 
-def serve(engine: Engine, adapters: tuple[str | None, ...] = (None,), *, rounds: int = 8) -> None:
+ROUNDS = 8 if ALL else 4
+"""Of random requests. Those of LACKS are found within four."""
+
+
+def serve(engine: Engine, adapters: tuple[str | None, ...] = (None,), *, rounds: int = ROUNDS) -> None:
     """Random requests, some of them alone and some in batches that do not hold all of them."""
     draw = random.Random(3)
     for _ in range(rounds):
@@ -111,7 +116,7 @@ def test_no_request_with_an_adapter_needs_another_kernel(make: Make, adapters: d
     for name, folder in adapters.items():
         engine.load_adapter(name, folder)
     with counted_launches() as counted:
-        assert late(engine, counted, adapters=(None, *adapters), rounds=14) == []
+        assert late(engine, counted, adapters=(None, *adapters), rounds=ROUNDS + 6) == []
     assert sum("_expand" in kernel for kernel in counted.kernels) > 4
 
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed.fsdp
 from hf_families import BY_NAME, assert_same, check_pages, tokens
-from torch_processes import after_torch
 from transformers import AutoConfig, BloomModel, DogeModel, LlamaForCausalLM, PreTrainedModel, Qwen3MoeForCausalLM, RobertaModel
+from warm_processes import warm_program
 
 import fa_serve
 from fa_serve.hf.adapter import models
@@ -152,5 +152,5 @@ loaded = Mine._from_config(config, attn_implementation="fa_serve")
 patched = fa_serve.patch(Mine(config))
 print(Mine.__module__, loaded.config._attn_implementation, patched.config._attn_implementation)
 """
-    done = after_torch(program)
-    assert done.stdout.split() == ["__main__", "fa_serve", "fa_serve"], done.stderr
+    with warm_program(program) as process:
+        assert process.stdout.read().split() == ["__main__", "fa_serve", "fa_serve"]

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
+from warm_processes import warm_program
 
 from fa_serve.ops.collectives.all_reduce import LOOPBACK, AllReduce, AllReduceError, join, listen
 
 SCRIPT = """
 import sys, torch
+sys.path.insert(0, sys.argv[1])
 from fa_serve.ops.collectives.all_reduce import AllReduce, join
 from test_all_reduce import part
-rank, port = map(int, sys.argv[1:])
+rank, port = map(int, sys.argv[2:])
 all_reduce = AllReduce(join(port, 3), rank, 3, torch.device("cpu"), ordered=True)
 totals = all_reduce(part(rank)), all_reduce(part(rank).bfloat16()), all_reduce.gather(part(rank))
 sys.stdout.write(" ".join(str(hash(tuple(x.view(-1).tolist()))) for x in totals))
@@ -31,13 +32,7 @@ def part(rank: int) -> torch.Tensor:
 def test_three_ranks_add_in_their_order_and_a_lost_one_is_an_error() -> None:
     """Unordered, the first rank to be added depends on the place in the tensor, and three numbers do not commute."""
     store, port = listen(3)
-    environment = os.environ | {"PYTHONPATH": os.path.dirname(__file__), "OMP_NUM_THREADS": "1"}
-    others = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, str(rank), str(port)], stdout=subprocess.PIPE, text=True, env=environment
-        )
-        for rank in (1, 2)
-    ]
+    others = [warm_program(SCRIPT, str(Path(__file__).parent), str(rank), str(port)) for rank in (1, 2)]
     all_reduce = AllReduce(store, 0, 3, torch.device("cpu"), ordered=True)
     try:
         totals = all_reduce(part(0)), all_reduce(part(0).bfloat16()), all_reduce.gather(part(0))
@@ -46,7 +41,8 @@ def test_three_ranks_add_in_their_order_and_a_lost_one_is_an_error() -> None:
         assert torch.equal(totals[1], exact_once.bfloat16())  # rounded once, as the kernel of one shot does
         assert torch.equal(totals[2], torch.cat([part(0), part(1), part(2)], dim=1))
         mine = " ".join(str(hash(tuple(x.view(-1).tolist()))) for x in totals)
-        assert [other.communicate(timeout=60)[0] for other in others] == [mine, mine]
+        assert [other.stdout.read() for other in others] == [mine, mine]
+        assert [other.wait(60) for other in others] == [0, 0]
         for call in (all_reduce, all_reduce.gather):
             with pytest.raises(AllReduceError):
                 call(part(0))
@@ -54,7 +50,8 @@ def test_three_ranks_add_in_their_order_and_a_lost_one_is_an_error() -> None:
         all_reduce.close()
         for other in others:
             other.kill()
-            other.communicate()
+            other.wait()
+            other.stdout.close()
 
 
 def test_a_group_of_one() -> None:

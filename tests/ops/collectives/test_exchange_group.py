@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _resolve_process_group
+from warm_processes import warm_program
 
 from fa_serve.ops.collectives import exchange_group as module
 from fa_serve.ops.collectives.all_reduce import AllReduce, listen
@@ -36,9 +35,10 @@ def exchange(rank: int, first: int) -> list[str]:
 
 FOLLOWER = """
 import sys, torch
+sys.path.insert(0, sys.argv[1])
 from fa_serve.ops.collectives.all_reduce import AllReduce, join
 from test_exchange_group import exchange
-all_reduce = AllReduce(join(int(sys.argv[1]), 2), 1, 2, torch.device("cpu"))
+all_reduce = AllReduce(join(int(sys.argv[2]), 2), 1, 2, torch.device("cpu"))
 assert exchange(1, 0) == ["0 of 0", "1 of 0"]
 """
 
@@ -46,21 +46,18 @@ assert exchange(1, 0) == ["0 of 0", "1 of 0"]
 def test_a_process_that_connects_again_meets_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 of two engines, one after the other, whose followers are new processes and begin with exchange 0."""
     monkeypatch.setattr(module, "_count", 0)
-    environment = os.environ | {"PYTHONPATH": os.path.dirname(__file__), "OMP_NUM_THREADS": "1"}
     for first in (0, 3):
         store, port = listen(2)
-        follower = subprocess.Popen(
-            [sys.executable, "-c", FOLLOWER, str(port)], stderr=subprocess.PIPE, text=True, env=environment
-        )
+        follower = warm_program(FOLLOWER, str(Path(__file__).parent), str(port))
         all_reduce = AllReduce(store, 0, 2, torch.device("cpu"))
         try:
             assert exchange(0, first) == ["0 of 1", "1 of 1"]
-            errors = follower.communicate(timeout=60)[1]
-            assert follower.returncode == 0, errors
+            assert follower.wait(60) == 0
         finally:
             all_reduce.close()
             follower.kill()
-            follower.communicate()
+            follower.wait()
+            follower.stdout.close()
 
 
 def test_the_group_of_a_later_exchange_is_gone_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:

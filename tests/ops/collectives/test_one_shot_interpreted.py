@@ -113,7 +113,7 @@ def test_residual_and_norms(total: int, width: int, before: bool, after: bool, d
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_wait_for_each_other(size: int, tmp_path: Path) -> None:
     """Processes that begin each call at other times add up the right parts, in halves that they use again."""
-    assert run_ranks(SCRIPT, size, tmp_path) == ["right\n"] * size
+    assert run_ranks(SCRIPT, "test_one_shot_interpreted", size, tmp_path) == ["right\n"] * size
 
 
 @pytest.fixture

@@ -157,7 +157,9 @@ def test_parts_are_not_overwritten_before_they_are_read(tmp_path: Path) -> None:
     Sums are wrong if there are fewer slots, if no rank waits, or if all calls use the same half, so the delays are long enough.
     A race is not lost every time, so some of these have more calls.
     """
-    counts = [[int(word) for word in printed.split()] for printed in run_ranks(SCRIPT, 2, tmp_path)]
+    counts = [
+        [int(word) for word in printed.split()] for printed in run_ranks(SCRIPT, "test_pushed_sum_interpreted", 2, tmp_path)
+    ]
     right, also_right, *broken = [sum(both_ranks) for both_ranks in zip(*counts, strict=True)]
     assert (right, also_right) == (0, 0)
     assert len(broken) == 3

@@ -104,6 +104,7 @@ async def test_two_images_in_a_chat(serving, expected) -> None:
         assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
+@pytest.mark.usefixtures("warm_trials")
 async def test_a_processor_that_the_process_cannot_load(serving, expected, monkeypatch, caplog) -> None:
     """Pictures are processed in the server then: the answer is the same."""
     prompt, answer = expected("user: <image>What is the difference?\nassistant: ", 0)
@@ -119,6 +120,7 @@ async def test_a_processor_that_the_process_cannot_load(serving, expected, monke
     assert "pictures are processed in the server's own process" in caplog.text
 
 
+@pytest.mark.usefixtures("warm_trials")
 async def test_the_process_starts_before_the_first_picture(serving, monkeypatch) -> None:
     """The server is ready meanwhile: the process takes seconds to load transformers."""
     began = threading.Event()
@@ -145,6 +147,7 @@ async def test_the_process_starts_before_the_first_picture(serving, monkeypatch)
         assert trials._process is process
 
 
+@pytest.mark.usefixtures("warm_trials")
 async def test_who_shares_what_is_made_of_a_picture(serving, monkeypatch) -> None:
     """Requests that share prefixes share images too, and others do not."""
     decoded = []
@@ -170,6 +173,7 @@ async def test_who_shares_what_is_made_of_a_picture(serving, monkeypatch) -> Non
     assert answers == answers[:1] * 5
 
 
+@pytest.mark.usefixtures("warm_trials")
 async def test_n_and_streaming(serving, expected) -> None:
     _, answer = expected("user: <image>What is the difference?\nassistant: ", 1)
     async with serving() as client:
@@ -183,6 +187,7 @@ async def test_n_and_streaming(serving, expected) -> None:
     assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == text
 
 
+@pytest.mark.usefixtures("warm_trials")
 async def test_responses_and_messages(serving, expected) -> None:
     prompt, _ = expected("user: <image>What is the difference?\nassistant: ", 0)
     source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(png(PICTURES[0])).decode()}
@@ -203,6 +208,7 @@ async def test_responses_and_messages(serving, expected) -> None:
         assert (await client.post("/v1/messages/count_tokens", json=body)).json() == {"input_tokens": len(prompt)}
 
 
+@pytest.mark.usefixtures("warm_trials")
 async def test_what_a_client_writes_is_no_place_of_an_image(serving, expected) -> None:
     async with serving() as client:
         body = chat(image_part(0), {"type": "text", "text": "Is <image> a tag?"})
