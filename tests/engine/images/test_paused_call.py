@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import signal
+import sys
 import threading
 import time
 import weakref
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from fa_serve.engine.images import paused_call
 from fa_serve.engine.images.paused_call import PausedCall
 
 
@@ -95,10 +97,14 @@ def test_a_caller_that_is_interrupted_leaves_no_thread() -> None:
     """The interrupt does not wait: the function ends at its next pause, whatever it was to pass, and the call has ended."""
     went_on: list[str] = []
     may_go_on = threading.Event()
+    waiting = (paused_call.__file__, threading.__file__)
 
     def function(pause: Callable[[], None]) -> None:
         pause()
-        time.sleep(0.1)  # the caller is to stand still by then: Python may notice the signal of one that is about to much later
+        # the caller is to stand still by then: Python may notice the signal of one that is about to much later
+        while sys._current_frames()[threading.main_thread().ident or 0].f_code.co_filename not in waiting:
+            time.sleep(0.01)
+        time.sleep(0.1)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         may_go_on.wait(20)
         pause()
