@@ -3,7 +3,6 @@
     python -m benchmarks.engine.bench_lora                                   # 8B with random weights, on one GPU
     python -m benchmarks.engine.bench_lora --shape qwen06 --ranks 16 --parts rates
     python -m benchmarks.engine.bench_lora --ranks 16 --cases "1 adapter,alone" --parts rates --runs 2      # 60 s
-    python -m benchmarks.engine.bench_lora --ranks 16 --cases "1 adapter,alone" --parts rates --ahead --behind
     python -m benchmarks.engine.bench_lora --peer-path DIR                   # DIR has vLLM, which runs the same with LoRA
     python -m benchmarks.engine.bench_lora --device cpu --tiny --out DIR     # tries the script
 
@@ -46,7 +45,6 @@ from benchmarks.engine.engine_workloads import SHAPES, freeze_objects, make_fold
 from benchmarks.measure import Results
 from benchmarks.steady import late_work, steady_seconds
 from fa_serve.engine import Engine, EngineConfig, SamplingParams
-from fa_serve.ops.lora import row_product
 from fa_serve.ops.lora import run as merging
 
 REQUESTS = 64
@@ -324,8 +322,6 @@ def main() -> None:
     parser.add_argument(
         "--merged", action="store_true", help="adapters are in the launches of all products, whatever the switch is"
     )
-    parser.add_argument("--ahead", action="store_true", help="one token is multiplied by A in a launch before each product")
-    parser.add_argument("--behind", action="store_true", help="adapters are in the launch of the gate or the residual sum")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="sizes with which the script can be tried on a CPU")
     parser.add_argument("--peer-path", help="folder of packages with vLLM")
@@ -338,11 +334,6 @@ def main() -> None:
         parser.error(f"--cases has no {', '.join(sorted(unknown))}")
     if options.merged:
         merging.MERGED_PRODUCTS = merging.EVERY_PRODUCT
-    if options.ahead:
-        row_product.SHRINKS_AHEAD = True
-        merging.MERGED_PRODUCTS |= {"one token, gated"}
-    if options.behind:
-        merging.FINISHED_PRODUCTS = merging.EVERY_FINISH
     model = make_model(options.shape, options.device, dtype=torch.float32 if options.device == "cpu" else torch.bfloat16)
     results = Results("lora", options.out)
     with tempfile.TemporaryDirectory() as folder:

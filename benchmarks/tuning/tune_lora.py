@@ -8,12 +8,11 @@ residual sum, and their sum for a layer, beside that of the base. The weights of
 
     separate        four launches behind each other (separate.py)
     one launch      one token; programs that multiply by the weights wait for those that multiply by A (row_product.py)
-    ahead           one token; A in a launch before the product, which requests weights meanwhile: all, half as many, none
+    ahead           one token; A in a launch before the product (row_product.py)
     merged          few tokens; A with the weights and B behind them (product.py), with so many programs in the second launch
-    behind          the norm in the launch of A, and B in that of the gate or the residual sum (product.py:launch_finish)
 
-What the tables decide, in fa_serve/ops/lora: `SHRINKS_AHEAD` in row_product.py, `MERGED_PRODUCTS` and `FINISHED_PRODUCTS` in
-run.py, `FINISH_PROGRAMS` in product.py. With --tiles, lines with other tiles of merged products for `choose_product_tile`.
+What the tables decide, in fa_serve/ops/lora: `ahead` of `plan_lora_row` in row_product.py, `MERGED_PRODUCTS` in run.py,
+`FINISH_PROGRAMS` in product.py. With --tiles, lines with other tiles of merged products for `choose_product_tile`.
 """
 
 from __future__ import annotations
@@ -39,14 +38,10 @@ from fa_serve.ops.lora.product import (
     MOST_MERGED_TOKENS,
     ProductTile,
     choose_product_tile,
-    plan_behind,
     plan_lora_product,
 )
-from fa_serve.ops.lora.row_product import plan_lora_row, prefetched_lines
+from fa_serve.ops.lora.row_product import plan_lora_row
 from fa_serve.ops.lora.separate import separate_linear_lora
-from fa_serve.ops.products.problem import Product
-from fa_serve.ops.products.run import problem_of
-from fa_serve.ops.products.tiles import MatrixRowTile, matrix_row_tile
 from fa_serve.ops.triton_ops import TritonOps
 
 Way = Callable[[Tensor, ops.LoraWeights], Any]
@@ -112,9 +107,9 @@ class Problem:
         around = (self.norm, self.activation, self.residual, 1.0)
         return separate_linear_lora(TritonOps(), self.x, weight, None, lora, batch, *around)
 
-    def one_token(self, batch: ops.LoraBatch, ahead: bool, prefetched: int | None = None) -> Way:
+    def one_token(self, batch: ops.LoraBatch, ahead: bool) -> Way:
         given = (self.norm, self.activation, 1.0)
-        compute = plan_lora_row(self.x, self.weight[0], self.lora[0], batch, *given, ahead, prefetched)
+        compute = plan_lora_row(self.x, self.weight[0], self.lora[0], batch, *given, ahead)
         return lambda weight, lora: compute(self.x, weight, None, lora, batch, self.norm, self.residual)
 
     def normalised(self) -> Tensor:
@@ -125,36 +120,17 @@ class Problem:
             compute = plan_lora_product(self.x, self.weight[0], self.lora[0], batch, self.activation, 1.0, tile)
         return lambda weight, lora: compute(self.normalised(), weight, None, lora, batch, self.residual)
 
-    def behind(self, batch: ops.LoraBatch, programs: int = FINISH_PROGRAMS) -> Way:
-        with patch.object(product, "FINISH_PROGRAMS", programs):
-            compute = plan_behind(self.x, self.lora[0], batch, self.norm, self.activation, 1.0)
-
-        def call(weight: Tensor, lora: ops.LoraWeights) -> Any:
-            return compute(lambda x: ops.linear(x, weight), self.x, None, lora, batch, self.norm, self.residual)
-
-        return call
-
     def ways(self, adapters: int) -> dict[str, Way]:
         """By name. adapters: of the step"""
         batch = self.batch(adapters)
         tokens = len(self.x)
         found: dict[str, Way] = {"base": self.base, "separate": partial(self.separate, batch)}
         if tokens == 1:
-            lines = prefetched_lines(*self._row())
             found["one launch"] = self.one_token(batch, False)
             found["ahead"] = self.one_token(batch, True)
-            found["ahead, half"] = self.one_token(batch, True, lines // 2)
-            found["ahead, none"] = self.one_token(batch, True, 0)
-            return found
-        for programs in (2048, 1024, 512):
-            if tokens <= MOST_MERGED_TOKENS:
-                found[f"merged {programs}"] = self.merged(batch, None, programs)
-            found[f"behind {programs}"] = self.behind(batch, programs)
+        elif tokens <= MOST_MERGED_TOKENS:
+            found |= {f"merged {programs}": self.merged(batch, None, programs) for programs in (1024, 512)}
         return found
-
-    def _row(self) -> tuple[MatrixRowTile, Product]:
-        row = problem_of(self.x, self.weight[0], gated=self.activation is not None)
-        return matrix_row_tile(row), row
 
     def microseconds(self, call: Callable[[Tensor, ops.LoraWeights], Any]) -> float:
         turns = cycle(zip(self.weight, self.lora, strict=True))

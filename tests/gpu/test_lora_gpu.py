@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from lora_cases import LoraCase, base_weight, exact_product, exact_result, make_case, merged_product
+from lora_cases import LoraCase, base_weight, choose_ahead, exact_product, exact_result, make_case, merged_product
 from peft_adapters import PeftForwards, assert_bfloat16_logits, save_adapter
 from rounded_once import dtype_id
 from tiny_models import make_model, random_prompts
 
 from fa_serve import ops
 from fa_serve.engine import Engine, EngineConfig, SamplingParams
-from fa_serve.ops.lora import row_product, run
+from fa_serve.ops.lora import run
 from fa_serve.ops.lora.problem import LoraBatch, LoraWeights
 
 pytestmark = pytest.mark.usefixtures("full_float32")
@@ -101,7 +100,7 @@ def one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=[False, True], ids=["one_launch", "ahead"])
 def a_ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_product, "SHRINKS_AHEAD", request.param)
+    choose_ahead(monkeypatch, request.param)
 
 
 class Problem:
@@ -145,24 +144,6 @@ def test_one_launch_is_exact(
 
 
 @pytest.mark.timeout(60, method="thread")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_id)
-@pytest.mark.parametrize("block_rows", [16, 64])
-@pytest.mark.parametrize(("case", "extras"), [each for each in PRODUCTS if len(each.values[0].slots) > 1])
-def test_adapters_behind_a_product_are_exact(
-    case: LoraCase, extras: dict[str, Any], block_rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run, "MERGED_PRODUCTS", frozenset())
-    monkeypatch.setattr(run, "FINISHED_PRODUCTS", run.EVERY_FINISH)
-    problem = Problem(replace(case, block_rows=block_rows), extras, dtype)
-    exact = problem.exact()
-    found = problem.compute().cpu().double()
-    eps = torch.finfo(dtype).eps
-    bound = eps * exact.abs() + (8e-6 if dtype == torch.float32 else 4 * eps) * exact.abs().max()
-    assert bool(((found - exact).abs() <= bound).all())
-    assert torch.equal(problem.compute().cpu().double(), found), "equal calls have equal bits"
-
-
-@pytest.mark.timeout(60, method="thread")
 @pytest.mark.parametrize(("case", "extras"), PRODUCTS)
 def test_one_launch_has_equal_bits_in_graphs(case: LoraCase, extras: dict[str, Any], one_launch: None, a_ahead: None) -> None:
     """1,000 replays of a graph whose calls follow each other without a gap. A program that read what an earlier call left
@@ -191,13 +172,6 @@ def test_one_launch_has_equal_bits_in_graphs(case: LoraCase, extras: dict[str, A
 @pytest.mark.timeout(120, method="thread")
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3-moe"])
 def test_one_launch_has_the_tokens_of_peft(tmp_path, family: str, one_launch: None, a_ahead: None) -> None:
-    test_tokens_are_those_of_peft(tmp_path, family, eager=False)
-
-
-@pytest.mark.timeout(120, method="thread")
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_adapters_behind_products_have_the_tokens_of_peft(tmp_path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "FINISHED_PRODUCTS", run.EVERY_FINISH)
     test_tokens_are_those_of_peft(tmp_path, family, eager=False)
 
 

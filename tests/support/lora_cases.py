@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
 from fa_serve import ops
 from fa_serve.engine.runner.lora_arrays import tile_arrays
+from fa_serve.launching.plans import PlanTable
+from fa_serve.ops.lora import row_product
 from fa_serve.ops.lora.problem import COUNTER_WORDS, LORA_COUNTERS, PAGE_RANKS, LoraBatch, LoraWeights
 from fa_serve.ops.triton_ops import TritonOps
 
@@ -144,3 +148,9 @@ def merged_product(case: LoraCase, given: tuple[Any, ...], weight: Tensor, extra
     residual = y.clone() if "residual" in extras else None
     options = (norm, extras.get("activation"), residual, 0.5 if residual is not None else 1.0)
     return TritonOps().linear_lora(x, weight, bias, weights, batch, *options)
+
+
+def choose_ahead(monkeypatch: pytest.MonkeyPatch, ahead: bool) -> None:
+    """One token is multiplied by A in a launch before its product, or in the launch of it, with and without a gate."""
+    monkeypatch.setattr(row_product, "PLANS", PlanTable())
+    monkeypatch.setattr(row_product, "plan_lora_row", partial(row_product.plan_lora_row, ahead=ahead))

@@ -18,12 +18,6 @@ from fa_serve.ops.ops_backend import LayerNorm, Norm
 
 
 @triton.jit
-def normalise_row(x, weight, eps, WIDTH: tl.constexpr):
-    """The RMS norm of a row of WIDTH elements, and zeros behind them, in float32."""
-    return x * tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps) * weight
-
-
-@triton.jit
 def _rms_norm(
     x_ptr,
     weight_ptr,
@@ -44,7 +38,7 @@ def _rms_norm(
     keep = cols < WIDTH
     x = tl.load(x_ptr + row * stride_x + cols, mask=keep, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + cols, mask=keep, other=0.0).to(tl.float32) + offset
-    y = normalise_row(x, weight, eps, WIDTH)
+    y = x * tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps) * weight
     if residual_ptr is not None:
         y += tl.load(residual_ptr + row * stride_r + cols, mask=keep, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * stride_out + cols, y.to(out_ptr.dtype.element_ty), mask=keep)

@@ -10,7 +10,7 @@
     fallback.py    the same in PyTorch
     separate.py    a product, its adapters and what is behind it, one op after the other
     product.py     the adapters of few tokens in the launches of their product
-    row_product.py the adapter of one token in the launch of its product
+    row_product.py the adapter of one token in the launch of its product, or A in one before it
     run.py         which of them computes a product
 
 The tokens of a step are sorted by adapter on the host and cut into tiles of one adapter each, so that both kernels serve any

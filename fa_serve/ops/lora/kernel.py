@@ -25,9 +25,8 @@ from torch import Tensor
 
 from fa_serve import spec
 from fa_serve.backends.triton.primitives import wait_if_needed
-from fa_serve.launching.launch import Launch, launch_options, multiprocessors, power_of_2
+from fa_serve.launching.launch import Launch, launch_options, multiprocessors
 from fa_serve.launching.plans import PLANS, Run
-from fa_serve.ops.elementwise.norm import normalise_row
 from fa_serve.ops.lora.problem import PAGE_RANKS, LoraBatch, LoraWeights
 from fa_serve.ops.ops_backend import Norm
 
@@ -86,11 +85,9 @@ def _shrink(
     scales_ptr,
     sums_ptr,
     squares_ptr,
-    normed_ptr,
     total,
     num_tiles,
     lanes,
-    eps,
     offset,
     stride_x,
     stride_page,
@@ -102,33 +99,19 @@ def _shrink(
     SPLITS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    ROW: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """sums (SPLITS, PARTS, total, MAX_PAGES * PAGE): partial products of x with A, by row. squares (SPLITS, total): of x.
-
-    With `normed` (total, K), the first `total` programs are a row of x each, whose norm they store there.
-    """
+    """sums (SPLITS, PARTS, total, MAX_PAGES * PAGE): partial products of x with A, by row. squares (SPLITS, total): of x."""
     steps: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     per_split: tl.constexpr = (steps + SPLITS - 1) // SPLITS
-    row = tl.program_id(0)
-    program = row
-    if normed_ptr is not None:
-        program -= total
+    program = tl.program_id(0)
     split = program % SPLITS
     page = program // SPLITS % MAX_PAGES
     part = program // (SPLITS * MAX_PAGES) % PARTS
-    tile = tl.where(program < 0, num_tiles, program // (SPLITS * MAX_PAGES * PARTS))
+    tile = program // (SPLITS * MAX_PAGES * PARTS)
     count = _rows_with_adapter(tiles_ptr, tile, num_tiles)
-    wait_if_needed((count > 0) | (program < 0), PDL)
-    if normed_ptr is not None:  # noqa: SIM102, only this condition is known when the kernel is compiled
-        if program < 0:
-            cols = tl.arange(0, ROW)
-            x = tl.load(x_ptr + row.to(tl.int64) * stride_x + cols, mask=cols < K, other=0.0).to(tl.float32)
-            weight = tl.load(norm_ptr + cols, mask=cols < K, other=0.0).to(tl.float32) + offset
-            y = normalise_row(x, weight, eps, K).to(normed_ptr.dtype.element_ty)
-            tl.store(normed_ptr + row.to(tl.int64) * K + cols, y, mask=cols < K)
+    wait_if_needed(count > 0, PDL)
     while count > 0:
         slot = tl.load(tiles_ptr + 3 * tile)
         first = tl.load(tiles_ptr + 3 * tile + 1)
@@ -293,60 +276,26 @@ def launch_add_lora(
     return y
 
 
-def plan_shrink(
-    x: Tensor, weights: LoraWeights, batch: LoraBatch, norm: Norm | None, stores_norm: bool = False
-) -> tuple[LoraTile, Run]:
-    """The tile of calls that look like this one, and x A^T: (x, weights, batch, norm) -> sums and squares of `_shrink`, and the
-    norm of x if `stores_norm`."""
+def plan_add_lora(y: Tensor, x: Tensor, weights: LoraWeights, batch: LoraBatch, norm: Norm | None) -> Run:
+    """The launches for calls that look like this one."""
     num_tiles = len(batch.tiles)
     total, k = x.shape
     max_pages = batch.pages.shape[1]
     parts = len(weights.widths)
+    widths = (*weights.widths, 0, 0)[:MAX_PARTS]
     tile = choose_lora_tile(k, batch.block_rows, num_tiles, parts * max_pages, multiprocessors(x.device, 132))
+    precision = "ieee" if x.dtype == torch.float32 else "tf32"
     pdl = spec.has_programmatic_launch(spec.arch_of(x.device))
-    _, eps, offset = (None, 0.0, 0.0) if norm is None else norm
+    sizes = (parts, max_pages, PAGE_RANKS, tile.splits, batch.block_rows)
+    options = launch_options(pdl, 4)
     shrink = Launch(
         _shrink,
-        (total if stores_norm else 0) + tile.lanes * parts * max_pages * tile.splits,
-        varying=(total, num_tiles, tile.lanes, float(eps), float(offset)),
+        tile.lanes * parts * max_pages * tile.splits,
+        varying=(total, num_tiles, tile.lanes, 0.0 if norm is None else float(norm.offset)),
         strides=(x.stride(0), weights.a.stride(0), weights.scales.stride(0)),
-        fixed=(
-            k,
-            *(parts, max_pages, PAGE_RANKS, tile.splits, batch.block_rows),
-            tile.block_k,
-            power_of_2(k),
-            dot_precision(x.dtype),
-            pdl,
-        ),
-        options=launch_options(pdl, 4),
+        fixed=(k, *sizes, tile.block_k, precision, pdl),
+        options=options,
     )
-
-    def run(
-        x: Tensor, weights: LoraWeights, batch: LoraBatch, norm: Norm | None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        sums = x.new_empty(tile.splits * parts * total * max_pages * PAGE_RANKS, dtype=torch.float32)
-        squares = None if norm is None else x.new_empty(tile.splits * total, dtype=torch.float32)
-        normed = x.new_empty(total, k) if stores_norm else None
-        segments = (batch.rows, batch.tiles, batch.pages, batch.num_pages)
-        norm_weight = None if norm is None else norm.weight
-        shrink((x, weights.a, norm_weight, *segments, weights.scales, sums, squares, normed))
-        return sums, squares, normed
-
-    return tile, run
-
-
-def dot_precision(dtype: torch.dtype) -> str:
-    """How tensor cores multiply matrices of a dtype."""
-    return "ieee" if dtype == torch.float32 else "tf32"
-
-
-def plan_add_lora(y: Tensor, x: Tensor, weights: LoraWeights, batch: LoraBatch, norm: Norm | None) -> Run:
-    """The launches for calls that look like this one."""
-    num_tiles = len(batch.tiles)
-    widths = (*weights.widths, 0, 0)[:MAX_PARTS]
-    tile, shrink = plan_shrink(x, weights, batch, norm)
-    pdl = spec.has_programmatic_launch(spec.arch_of(x.device))
-    sizes = (len(weights.widths), batch.pages.shape[1], PAGE_RANKS, tile.splits, batch.block_rows)
     blocks = sum(-(-width // tile.block_n) for width in widths)
     lanes = max(min(tile.lanes, MOST_PROGRAMS // blocks), min(tile.lanes, USUAL_TILES))
     if batch.block_rows > 16:
@@ -354,16 +303,18 @@ def plan_add_lora(y: Tensor, x: Tensor, weights: LoraWeights, batch: LoraBatch, 
     expand = Launch(
         _expand,
         lanes * blocks,
-        varying=(len(x), num_tiles, lanes, 0.0 if norm is None else float(norm.eps)),
+        varying=(total, num_tiles, lanes, 0.0 if norm is None else float(norm.eps)),
         strides=(y.stride(0), weights.b.stride(0), weights.scales.stride(0)),
-        fixed=(x.shape[1], *widths, *sizes, tile.block_n, dot_precision(x.dtype), pdl),
-        options=launch_options(pdl, 4),
+        fixed=(k, *widths, *sizes, tile.block_n, precision, pdl),
+        options=options,
     )
 
     def run(call: tuple[Tensor, Tensor, LoraWeights, LoraBatch, Norm | None, Tensor | None]) -> None:
         y, x, weights, batch, norm, bias = call
-        sums, squares, _ = shrink(x, weights, batch, norm)
+        sums = x.new_empty(tile.splits * parts * total * max_pages * PAGE_RANKS, dtype=torch.float32)
+        squares = None if norm is None else x.new_empty(tile.splits * total, dtype=torch.float32)
         segments = (batch.rows, batch.tiles, batch.pages, batch.num_pages)
+        shrink((x, weights.a, None if norm is None else norm.weight, *segments, weights.scales, sums, squares))
         numbers = (weights.scales, weights.ones, weights.factors)
         expand((y, weights.b, bias, *segments, *numbers, sums, squares))
 

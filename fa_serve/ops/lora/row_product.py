@@ -2,18 +2,19 @@
 
     y = launch_row(x, weight, bias, weights, batch, norm, activation, residual, alpha)
 
-**Ahead** (`SHRINKS_AHEAD`), two launches. `_shrink_token` multiplies the token by A: a program has a page of one part, and a
-range of the columns. The product then loads that result and its rows of B before its loop over the weights, so that no program
-waits for an adapter when its sums are done. That is what costs: an SM holds three programs of 8 rows, and a gated product has
-nine such waves, each of which would wait. The additional launch waits for the previous kernel, and the product for it; in that
-time the programs of the product have the next of their weights copied to the L2 cache (programmatic launch).
+**One launch**, for a product without a gate. The first programs multiply the token by A, each one range of the columns, and
+wait for nothing but the previous kernel. The others multiply it by the rows of the weights, then wait for the first ones, and
+add what A gave times B. GPUs start programs in the order of their numbers, so those that are waited for run. A call ends when
+all of its programs have, and the next call of the same product counts after that. So numbers in memory that only grow are
+enough, and nothing is reset: each program that waits adds its share of a call to a counter, which tells it the number of the
+call, and each program that multiplies by A adds its share to another one. Source of the count: ops/collectives/primitives.py.
 
-**Otherwise** one launch. The first programs multiply the token by A, each one range of the columns, and wait for nothing but
-the previous kernel. The others multiply it by the rows of the weights, then wait for the first ones, and add what A gave times
-B. GPUs start programs in the order of their numbers, so those that are waited for run. A call ends when all of its programs
-have, and the next call of the same product counts after that. So numbers in memory that only grow are enough, and nothing is
-reset: each program that waits adds its share of a call to a counter, which tells it the number of the call, and each program
-that multiplies by A adds its share to another one. Source of the count: ops/collectives/primitives.py.
+**Ahead**, two launches, for a gated product. `_shrink_token` multiplies the token by A: a program has a page of one part, and a
+range of the columns. The product then loads that result and its rows of B before its loop over the weights, so that no program
+waits for an adapter when its sums are done. An SM holds three programs of 8 rows, and a gated product has nine such waves, each
+of which would wait. Others have one or two, for which a launch costs more. Microseconds in one launch and ahead on one H200,
+8B: gated 79.6 and 68.7, qkv 17.4 and 19.1, output 12.9 and 14.0, down 33.5 and 34.2. Left out: copying more weights to the L2
+cache while the first launch runs, which took longer.
 
 All partial sums are added in the same order. Left out: more tokens (product.py).
 """
@@ -33,17 +34,11 @@ from fa_serve.launching.plans import PLANS, Run
 from fa_serve.ops.elementwise.activation import ACTIVATION_KINDS, activate
 from fa_serve.ops.lora.kernel import MAX_PARTS
 from fa_serve.ops.lora.problem import COUNTER_WORDS, LORA_COUNTERS, PAGE_RANKS, LoraBatch, LoraWeights
-from fa_serve.ops.lora.product import prefetch_weights
 from fa_serve.ops.ops_backend import Norm
-from fa_serve.ops.products.problem import Product
 from fa_serve.ops.products.row import first_weights, multiply_row, store_product
 from fa_serve.ops.products.run import problem_of
-from fa_serve.ops.products.tiles import MatrixRowTile, matrix_row_tile
+from fa_serve.ops.products.tiles import matrix_row_tile
 
-SHRINKS_AHEAD = False
-"""The switch: another launch multiplies a token by A. benchmarks/tuning/tune_lora.py times both."""
-MOST_AHEAD = 12 << 20
-"""Bytes of weights that the programs on a GPU have copied to the L2 cache while they wait for A."""
 _CALL = tl.constexpr(1 << 20)
 """What a call adds to each counter, more than it has programs."""
 COUNTERS = tl.constexpr(LORA_COUNTERS - 1)
@@ -319,15 +314,13 @@ def _adapted_row(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     AHEAD: tl.constexpr,
-    PREFETCHED: tl.constexpr,
     PDL: tl.constexpr,
     PTX: tl.constexpr,
 ):
     """A program computes BLOCK_N elements of the output, which are those of one part, of N0, N1 or N2 columns. Before them are
     PARTS * SPLITS programs that multiply by A, unless AHEAD.
 
-    GATED:      as in products/row.py; half of the columns of the product are outputs
-    PREFETCHED: lines of 128 bytes of each row of the weights, behind the first weights
+    GATED: as in products/row.py; half of the columns of the product are outputs
     """
     N: tl.constexpr = N0 + N1 + N2
     OUT: tl.constexpr = N // 2 if GATED else N
@@ -355,10 +348,6 @@ def _adapted_row(
         keep = rows < end
         w, w_up = first_weights(w_ptr, rows, OUT, K, GATED, BLOCK_N, BLOCK_K)
         tl.debug_barrier()  # so that the compiler requests the weights first
-        if PREFETCHED > 0:
-            prefetch_weights(w_ptr, rows, BLOCK_K, N, K, PREFETCHED)
-            if GATED:
-                prefetch_weights(w_ptr, OUT + rows, BLOCK_K, N, K, PREFETCHED)
         slot = _slot_of_token(tiles_ptr)
         number = tl.load(pages_ptr + slot * MAX_PAGES, mask=slot >= 0, other=0)
         has = keep & (slot >= 0)
@@ -406,19 +395,6 @@ def shrink_splits(k: int) -> int:
     return min(32, power_of_2(max(1, k // 512)))
 
 
-def prefetched_lines(tile: MatrixRowTile, product: Product) -> int:
-    """Lines of 128 bytes of each row of the weights that a program requests while it waits, a power of two.
-
-    All programs that are on a GPU at a time request MOST_AHEAD at most: 6 on an SM with 512 columns at a time, 3 with 1024.
-    """
-    if not product.is_programmatic:
-        return 0
-    rows = 2 * tile.block_n if product.gated else tile.block_n
-    programs = min(product.outputs // tile.block_n, product.num_sms * (6 if tile.block_k <= 512 else 3))
-    lines = min(MOST_AHEAD // (128 * rows * max(1, programs)), (product.k - tile.block_k) // 64)
-    return 1 << (lines.bit_length() - 1) if lines > 0 else 0
-
-
 def launch_row(
     x: Tensor,
     weight: Tensor,
@@ -430,10 +406,10 @@ def launch_row(
     residual: Tensor | None,
     alpha: float,
 ) -> Tensor:
-    """Arguments and result are those of `fa_serve.ops.linear_lora`, for one token that run.py lets through. One launch."""
+    """Arguments and result are those of `fa_serve.ops.linear_lora`, for one token that run.py lets through. Two launches with a
+    gate, and one without."""
     key = (
         "lora_row",
-        SHRINKS_AHEAD,
         x.dtype,
         weight.shape,
         weights.a.stride(0),
@@ -464,9 +440,8 @@ def plan_lora_row(
     activation: str | None,
     alpha: float,
     ahead: bool | None = None,
-    prefetched: int | None = None,
 ) -> Run:
-    """The launches for calls that look like this one. ahead, prefetched: override the choice, for tuning"""
+    """The launches for calls that look like this one. ahead: overrides the choice, for tuning and tests"""
     product = problem_of(x, weight, gated=activation is not None)
     tile = matrix_row_tile(product)
     k = product.k
@@ -475,9 +450,7 @@ def plan_lora_row(
     splits = shrink_splits(k)
     outputs = product.outputs
     if ahead is None:
-        ahead = SHRINKS_AHEAD
-    if prefetched is None:
-        prefetched = prefetched_lines(tile, product) if ahead else 0
+        ahead = activation is not None
     widths = (*weights.widths, 0, 0)[:MAX_PARTS]
     sizes = (parts, max_pages, PAGE_RANKS, splits, min(512 if ahead else 256, power_of_2(k)))
     offset = 0.0 if norm is None else float(norm.offset)
@@ -497,7 +470,6 @@ def plan_lora_row(
             *sizes,
             *tile,
             ahead,
-            prefetched,
             pdl,
             product.arch > 0,
         ),

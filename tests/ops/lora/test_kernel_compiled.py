@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from cross_compile import SHARED_BYTES, TARGETS, compiling_for
+from lora_cases import choose_ahead
 from sampled_cases import each_nth
 
 from fa_serve.ops import LoraBatch, LoraWeights, Norm
-from fa_serve.ops.lora import row_product
 from fa_serve.ops.lora.kernel import launch_add_lora
 from fa_serve.ops.lora.problem import COUNTER_WORDS, LORA_COUNTERS
-from fa_serve.ops.lora.product import launch_finish, launch_product
+from fa_serve.ops.lora.product import launch_product
 from fa_serve.ops.lora.row_product import launch_row
-from fa_serve.ops.products.run import problem_of
 
 
 def make(k: int, widths: tuple[int, ...], total: int, block_rows: int, dtype: torch.dtype) -> tuple[LoraWeights, LoraBatch]:
@@ -94,42 +91,23 @@ def test_products_with_their_adapters(target: str) -> None:
 
 
 @pytest.mark.parametrize("target", each_nth(3, list(TARGETS)))
-def test_adapters_behind_a_product(target: str) -> None:
+@pytest.mark.parametrize("chosen", [True, False], ids=["chosen", "other"])
+def test_one_token_with_its_adapter(target: str, chosen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A in the launch of the product or in one before it: as it is chosen, and the other way."""
     with compiling_for(target) as kernels:
-        for total, block_rows in ((64, 16), (512, 64)):
-            gate_up = make(4096, (14336, 14336), total, block_rows, torch.bfloat16)
-            down = make(14336, (4096,), total, block_rows, torch.bfloat16)
-            hidden = torch.zeros(total, 4096, dtype=torch.bfloat16)
-            norm = Norm(torch.zeros(4096, dtype=torch.bfloat16), 1e-6) if block_rows == 16 else None
-            inner = torch.zeros(total, 14336, dtype=torch.bfloat16)
-            launch_finish(lambda x: x.new_zeros(len(x), 28672), hidden, None, *gate_up, norm, "silu", None, 1.0)
-            launch_finish(lambda x: x.new_zeros(len(x), 4096), inner, None, *down, None, None, hidden, 1.0)
-    assert [kernel.name for kernel in kernels] == ["_shrink", "_expand_and_finish"] * 4
-    assert [kernel.spill_bytes for kernel in kernels] == [0] * 8
-    assert max(kernel.shared_bytes for kernel in kernels) <= SHARED_BYTES[target]
-
-
-@pytest.mark.parametrize("target", each_nth(3, list(TARGETS)))
-def test_one_token_by_a_ahead(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_product, "SHRINKS_AHEAD", True)
-    monkeypatch.setattr(row_product, "problem_of", lambda *given, **asked: replace(problem_of(*given, **asked), num_sms=132))
-    with compiling_for(target) as kernels:
-        multiply(4096, (4096, 1024, 1024), 1, torch.bfloat16)
-        multiply(4096, (14336, 14336), 1, torch.bfloat16, "silu")
-        multiply(14336, (4096,), 1, torch.float16)
-    assert [kernel.name for kernel in kernels] == ["_shrink_token", "_adapted_row"] * 3
-    assert [kernel.spill_bytes for kernel in kernels] == [0] * 6
+        for *shape, dtype, activation in (
+            (4096, (4096, 1024, 1024), torch.bfloat16, None),
+            (4096, (14336, 14336), torch.bfloat16, "silu"),
+            (14336, (4096,), torch.float16, None),
+        ):
+            if not chosen:
+                choose_ahead(monkeypatch, ahead=activation is None)
+            multiply(*shape, 1, dtype, activation)
+    one = ["_adapted_row"]
+    ahead = ["_shrink_token", *one]
+    assert [kernel.name for kernel in kernels] == (one + ahead + one if chosen else ahead + one + ahead)
+    assert [kernel.spill_bytes for kernel in kernels] == [0] * len(kernels)
     if target == "sm90":
-        assert [kernel.registers <= 168 for kernel in kernels] == [True] * 6, "3 programs are on a multiprocessor"
-        assert "CCTL.E.PF2" in kernels[1].sass, "weights are requested ahead"
-        assert all(kernel.programmatic == ["launch_dependents", "wait"] for kernel in kernels)
-
-
-@pytest.mark.parametrize("target", each_nth(3, list(TARGETS)))
-def test_one_token_with_its_adapter(target: str) -> None:
-    with compiling_for(target) as kernels:
-        multiply(4096, (4096, 1024, 1024), 1, torch.bfloat16)
-        multiply(4096, (14336, 14336), 1, torch.bfloat16, "silu")
-        multiply(14336, (4096,), 1, torch.float16)
-    assert [kernel.name for kernel in kernels] == ["_adapted_row"] * 3
-    assert [kernel.spill_bytes for kernel in kernels] == [0] * 3
+        in_product = {kernel.registers for kernel in kernels if kernel.name == "_adapted_row"}
+        assert max(in_product) <= 168, "3 programs are on a multiprocessor"
+        assert all(kernel.programmatic[:2] == ["launch_dependents", "wait"] for kernel in kernels)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from lora_cases import LoraCase, base_weight, exact_product, make_case, merged_product
+from lora_cases import LoraCase, base_weight, choose_ahead, exact_product, make_case, merged_product
 from peft import LoraConfig
 from peft.tuners.lora import Linear
 from rounded_once import dtype_id
 from torch import nn
 
-from fa_serve.ops.lora import product, row_product, run
+from fa_serve.ops.lora import product, run
 from fa_serve.ops.triton_ops import TritonOps
 
 DTYPES = [torch.float32, torch.float16]  # the interpreter's products take no bfloat16
@@ -43,29 +42,6 @@ def test_products_have_their_adapters(case: LoraCase, extras: dict[str, Any], dt
     eps = torch.finfo(dtype).eps
     bound = eps * exact.abs() + (4e-6 if dtype == torch.float32 else 2 * eps) * exact.abs().max()
     assert bool(((found.double() - exact).abs() <= bound).all())
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
-@pytest.mark.parametrize("block_rows", [16, 64])
-@pytest.mark.parametrize(("case", "extras"), CASES)
-def test_adapters_are_in_the_launch_behind_a_product(
-    case: LoraCase, extras: dict[str, Any], block_rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run, "MERGED_PRODUCTS", frozenset())
-    monkeypatch.setattr(run, "FINISHED_PRODUCTS", run.EVERY_FINISH)
-    case = replace(case, block_rows=block_rows)
-    given = make_case(case, dtype)
-    weight = base_weight(case, dtype)
-    exact = exact_product(case, *given, weight, extras.get("activation"), 0.5 if "residual" in extras else None)
-    launched = []
-    finish = run.launch_finish
-    monkeypatch.setattr(run, "launch_finish", lambda *call: launched.append(1) or finish(*call))
-    found = merged_product(case, given, weight, extras)
-    # the product is rounded once before adapters are added
-    eps = torch.finfo(dtype).eps
-    bound = eps * exact.abs() + (4e-6 if dtype == torch.float32 else 4 * eps) * exact.abs().max()
-    assert bool(((found.double() - exact).abs() <= bound).all())
-    assert launched == [1]
 
 
 def differs(case: LoraCase, change: Any) -> bool:
@@ -117,9 +93,8 @@ def test_results_are_those_of_peft(rank: int, tokens: int, monkeypatch: pytest.M
     weights.scales[1, 0] = 8 / rank
     with torch.no_grad():
         expected = adapted(x)
-    for merged, finished, ahead in ((True, False, False), (True, False, True), (False, True, False), (False, False, False)):
+    for merged, ahead in ((True, False), (True, True), (False, False)):
         monkeypatch.setattr(run, "MERGED_PRODUCTS", run.EVERY_PRODUCT if merged else frozenset())
-        monkeypatch.setattr(run, "FINISHED_PRODUCTS", run.EVERY_FINISH if finished else frozenset())
-        monkeypatch.setattr(row_product, "SHRINKS_AHEAD", ahead)
+        choose_ahead(monkeypatch, ahead)
         found = TritonOps().linear_lora(x, weight, None, weights, batch, None, None, None, 1.0)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

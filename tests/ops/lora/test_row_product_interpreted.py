@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from lora_cases import LoraCase, base_weight, exact_product, make_case, merged_product
+from lora_cases import LoraCase, base_weight, choose_ahead, exact_product, make_case, merged_product
 from rounded_once import dtype_id
 
 from fa_serve.ops.lora import row_product, run
-from fa_serve.ops.products.problem import Product
-from fa_serve.ops.products.tiles import MatrixRowTile
 
 DTYPES = [torch.float32, torch.float16]
 CASES = [
@@ -37,7 +35,7 @@ def merged(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_token_has_its_adapter(
     case: LoraCase, extras: dict[str, Any], dtype: torch.dtype, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(row_product, "SHRINKS_AHEAD", ahead)
+    choose_ahead(monkeypatch, ahead)
     given = make_case(case, dtype)
     weight = base_weight(case, dtype)
     exact = exact_product(case, *given, weight, extras.get("activation"), 0.5 if "residual" in extras else None)
@@ -62,13 +60,3 @@ def test_counters_of_one_token_only_grow() -> None:
 
 def test_ranges_of_columns_are_short() -> None:
     assert [row_product.shrink_splits(k) for k in (96, 1024, 4096, 14336)] == [1, 2, 8, 32]
-
-
-def test_lines_requested_ahead_fit_the_cache() -> None:
-    def lines(n: int, k: int, gated: bool = False, arch: int = 90, block_k: int = 1024) -> int:
-        product = Product(values="float", n=n, k=k, tokens=1, dtype=torch.bfloat16, arch=arch, num_sms=132, gated=gated)
-        return row_product.prefetched_lines(MatrixRowTile(4 if gated else 8, block_k), product)
-
-    assert [lines(6144, 4096), lines(28672, 4096, gated=True), lines(4096, 14336, block_k=512)] == [16, 16, 16]
-    assert lines(4096, 1024) == 0, "the first weights are all there are"
-    assert lines(6144, 4096, arch=80) == 0, "no launch begins before the one before it ends"

@@ -32,18 +32,13 @@ def test_what_is_refused_takes_separate_launches(monkeypatch: pytest.MonkeyPatch
     assert "of one token, gated" in reason(x=x[:1], activation="silu")
 
 
-def test_what_has_no_launch_behind_its_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, x, weights, batch, _, _ = make_case(LoraCase((0, 1, -1, 2), widths=(16, 16)), torch.float32)
-    given = {"x": x, "weights": weights, "batch": batch, "activation": "silu", "residual": None}
-    assert "FINISHED_PRODUCTS" in str(run.refuses_finishing(**given))
-    monkeypatch.setattr(run, "FINISHED_PRODUCTS", run.EVERY_FINISH)
-
-    def reason(**changes: Any) -> str | None:
-        return run.refuses_finishing(**given | changes)
-
-    assert reason() is None
-    assert "one token" in str(reason(x=x[:1]))
-    assert reason(activation=None, weights=weights._replace(widths=(8, 8, 16))) is None
-    assert "dtype of the input" in str(reason(x=x.half()))
-    assert "got (8, 24)" in str(reason(weights=weights._replace(widths=(8, 24))))
-    assert "contiguous" in str(reason(residual=torch.zeros(64, 4).t()))
+def test_few_tokens_with_a_gate_take_separate_launches() -> None:
+    case = LoraCase((0, 1, -1, 2), widths=(40, 40))
+    _, x, weights, batch, _, _ = make_case(case, torch.float32)
+    weight = torch.zeros(sum(case.widths), case.k)
+    refused = {
+        (len(each), activation): run.refuses_merging(each, weight, weights, batch, activation) is not None
+        for each in (x[:1], x)
+        for activation in (None, "silu")
+    }
+    assert refused == {(1, None): False, (1, "silu"): False, (4, None): False, (4, "silu"): True}
