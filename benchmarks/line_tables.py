@@ -7,7 +7,7 @@ column is our speed over that of the peer:
     (the table)
     <!-- end of lines -->
 
-`python -m benchmarks.report` writes the tables anew. The pages of kernels have no other measurement, which a test holds. This
+`python -m benchmarks.report` writes the tables anew. Other tables of these pages are written by hand and name their run. This
 module leaves out charts, and tables that summarise a file (report.py).
 """
 

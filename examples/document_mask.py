@@ -8,6 +8,8 @@ visible, and keeps bits. The lists then serve every layer and step. The script c
 document, and uses a GPU if there is one.
 """
 
+import argparse
+
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
@@ -51,4 +53,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     main()

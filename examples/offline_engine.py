@@ -7,7 +7,7 @@ All prompts run in one batch over one paged cache. Greedy and sampled requests m
 computed once.
 """
 
-import sys
+import argparse
 
 from fa_serve.engine import Engine, EngineConfig, SamplingParams, StructuredOutput
 
@@ -16,7 +16,9 @@ PROMPTS = [HEAD + f"def {name}(path):\n" for name in ("read_lines", "count_words
 
 
 def main() -> None:
-    engine = Engine(EngineConfig(model=sys.argv[1] if len(sys.argv) > 1 else None, max_num_seqs=16))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", help="hub name or local folder; without it, the embedded model")
+    engine = Engine(EngineConfig(model=parser.parse_args().model, max_num_seqs=16))
 
     greedy = SamplingParams(max_tokens=48, temperature=0.0, stop=("\ndef ",))
     sampled = SamplingParams(max_tokens=48, temperature=0.8, top_p=0.9, seed=1, stop=("\ndef ",))

@@ -6,6 +6,8 @@ Three sequences of unequal length lie end to end in one tensor, without padding.
 arbitrary order, as in a server, and the last token of each sequence attends to them. The script uses a GPU if there is one.
 """
 
+import argparse
+
 import torch
 
 import fa_serve
@@ -55,4 +57,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     main()

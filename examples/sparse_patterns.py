@@ -9,6 +9,8 @@ log n blocks connect every block with every other one in log n layers. Both are 
 with the same mask of elements, and uses a GPU if there is one.
 """
 
+import argparse
+
 import torch
 
 import fa_serve
@@ -58,4 +60,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     main()

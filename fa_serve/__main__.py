@@ -84,8 +84,9 @@ def serve(
 
     Clients speak the APIs of OpenAI and Anthropic; a browser finds a playground at the address. Each
     option is also FA_SERVE_<NAME> in the environment and <name> in the settings file. A flag wins over
-    the environment, and the environment over the file. API keys come from FA_SERVE_API_KEYS or
-    --api-key-file. Under torchrun, rank 0 serves and the others follow it.
+    the environment, and the environment over the file. A SIZE is a number of bytes, or has a unit, such
+    as 16MiB. API keys come from FA_SERVE_API_KEYS or --api-key-file. The administrator's key comes from
+    FA_SERVE_ADMIN_KEY. Under torchrun, rank 0 serves and the others follow it.
     """
     _run_server({"model": model, **flags}, config)
 

@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import typer
 from typer.core import TyperCommand
 
-from fa_serve.server.settings import SECRETS, Settings
+from fa_serve.server.settings import SECRETS, Settings, counts_bytes, shown_default
 
 FLAG = re.compile(r"--[a-z][a-z0-9-]*")
 HELD = "\ue000"
@@ -91,15 +91,16 @@ def _option(name: str) -> Any:
     if kind not in PLAIN_TYPES and get_origin(kind) is not Literal:
         kind = str  # the settings read it
     names = f"--{flag}/--no-{flag}" if kind is bool else f"--{flag}"
-    shown = typer.Option(names, help=str(field.description) + _shown_default(field.default), rich_help_panel=extra["group"])
+    metavar = "SIZE" if counts_bytes(name) else None
+    about = str(field.description) + _default_of(name)
+    shown = typer.Option(names, help=about, rich_help_panel=extra["group"], metavar=metavar)
     return Annotated[kind | None, shown]
 
 
-def _shown_default(default: Any) -> str:
+def _default_of(name: str) -> str:
     """What stands behind the description; a setting without a default says in its description what holds then."""
-    if default in (None, []):
-        return ""
-    return f"  [default: {('off', 'on')[default] if isinstance(default, bool) else default}]"
+    shown = shown_default(name)
+    return f"  [default: { ({'true': 'on', 'false': 'off'}.get(shown, shown)) }]" if shown else ""
 
 
 def settings_in(flags: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,6 +27,8 @@ TYPES = {
     "model_type": "an object",
     "model_attributes_type": "an object",
     "path_type": "a path",
+    "byte_size": "a number of bytes, or a size such as 16MiB",
+    "byte_size_unit": "a number of bytes, or a size such as 16MiB",
     "literal_error": "{expected}",
 }
 """What a value must be, by the type of the error for a value of another kind."""

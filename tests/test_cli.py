@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from documentation import ROOT, check_generated
-from fa_serve.server.settings import SECRETS, Settings, load
+from documentation import ROOT, check_generated, table_cell
+from fa_serve.server.settings import SECRETS, Settings, counts_bytes, load, shown_default
 from typer.testing import CliRunner
 
 import fa_serve
@@ -97,6 +97,26 @@ def test_a_default_is_shown_as_it_is_written():
 
 def test_a_size_is_read_by_the_settings(monkeypatch):
     assert given("--kv-host-memory", "4GiB", monkeypatch=monkeypatch).kv_host_memory == 4 << 30
+    settings = given("--max-body-bytes", "8MiB", monkeypatch=monkeypatch, FA_SERVE_LORA_BYTES="2GiB")
+    assert (settings.max_body_bytes, settings.lora_bytes, settings.image_memory) == (8 << 20, 2 << 30, 1536 << 20)
+    assert given("--max-url-bytes", "4096", monkeypatch=monkeypatch).max_url_bytes == 4096
+    assert type(settings.engine_config().lora_bytes) is int
+
+
+def test_every_setting_of_bytes_is_a_size():
+    """And is shown with its unit: 16 million pixels are not 16 MiB."""
+    named = {name for name in Settings.model_fields if re.search(r"_bytes|_memory$", name)}
+    assert {name for name in Settings.model_fields if counts_bytes(name)} == named
+    assert [shown_default(name) for name in ("max_body_bytes", "image_memory", "max_url_bytes", "kv_host_memory")] == [
+        "16MiB",
+        "1536MiB",
+        "8KiB",
+        "0",
+    ]
+    assert [shown_default(name) for name in ("max_inputs", "max_image_pixels", "lora_bytes")] == ["2048", "16777216", ""]
+    text = " ".join(run("serve", "--help", COLUMNS="80").stdout.split())
+    assert "--max-body-bytes SIZE Maximum size of a request's body. [default: 16MiB]" in text
+    assert "The administrator's key comes from FA_SERVE_ADMIN_KEY." in text
 
 
 def test_the_version():
@@ -144,6 +164,8 @@ def test_a_flag_turns_off_what_the_environment_turns_on(monkeypatch):
         (["--api-key-file", "missing"], "missing"),
         (["--dtype", "int4"], "int4"),
         (["--max-num-seqs", "0"], "max_num_seqs"),
+        (["--max-body-bytes", "16Mi"], "max_body_bytes must be a number of bytes, or a size such as 16MiB, got '16Mi'"),
+        (["--image-memory", "1KiB"], "image_memory must be at least 1048576, got '1KiB'"),
     ],
 )
 def test_bad_settings_are_refused_before_anything_is_loaded(arguments, said):
@@ -280,8 +302,8 @@ def reference():
         flag = {"model": "`MODEL`"}.get(
             name, f"`--{name.replace('_', '-')}`" if name not in SECRETS else f"`{PREFIX}{name.upper()}`"
         )
-        default = "" if field.default in (None, []) else f"`{str(field.default).lower()}`"
-        rows.append(f"| {flag} | {default} | {field.description} |")
+        default = f"`{shown_default(name)}`" if shown_default(name) else ""
+        rows.append(f"| {flag} | {default} | {table_cell(field.description)} |")
     return "\n".join(rows[1:]) + "\n"
 
 

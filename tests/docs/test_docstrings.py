@@ -12,6 +12,7 @@ import pytest
 from documentation import ROOT
 
 import fa_serve
+from fa_serve import engine
 
 pytest.importorskip("griffe", reason="the extra docs is not installed")
 
@@ -51,6 +52,19 @@ def test_aligned_arguments_become_a_list() -> None:
 def test_code_and_sentences_stay_as_they_are() -> None:
     given = "An engine:\n\n    config = Config(a=1)  # one: two\n\nIt ends here. Errors: see above."
     assert to_markdown(given) == given
+
+
+def test_the_page_describes_all_that_is_exported() -> None:
+    """Each name of `__all__` has an entry, under the name by which it is imported, and no other has one."""
+    text = (ROOT / "docs" / "python-api.md").read_text()
+    headings = re.findall(r"^::: ([\w.]+)\n    options:\n      heading: ([\w.]+)$", text, re.MULTILINE)
+    exported = {f"fa_serve.{name}" for name in fa_serve.__all__} | {f"fa_serve.engine.{name}" for name in engine.__all__}
+    assert sorted(heading for _, heading in headings) == sorted(exported)
+    for path, heading in headings:
+        module, _, name = path.rpartition(".")
+        assert getattr(importlib.import_module(module), name) is getattr(
+            engine if heading.startswith("fa_serve.engine.") else fa_serve, name
+        )
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ import kubernetes_validate
 import pytest
 import server_process
 import yaml
-from documentation import check_generated
-from fa_serve.server.settings import PREFIX, SECRETS, Settings, load
+from documentation import check_generated, table_cell
+from fa_serve.server.settings import PREFIX, SECRETS, Settings, load, shown_default
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -319,17 +319,9 @@ def limits() -> str:
         for name, field in Settings.model_fields.items():
             if field.json_schema_extra["group"] == group:
                 flag = f"{PREFIX}{name.upper()}" if name in SECRETS else f"--{name.replace('_', '-')}"
-                default = "" if field.default in (None, []) else f"`{shown(field.default)}`"
-                lines.append(f"| `{flag}` | {default} | {field.description} |")
+                default = f"`{shown_default(name)}`" if shown_default(name) else ""
+                lines.append(f"| `{flag}` | {default} | {table_cell(field.description)} |")
     return "\n".join(lines[1:]) + "\n"
-
-
-def shown(value: object) -> str:
-    """A size in the unit that a reader knows, anything else as docs/settings.md has it."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if type(value) is int and value and value % size == 0 and value > size:
-            return f"{value} ({value // size} {unit})"
-    return str(value).lower()
 
 
 def test_the_documented_limits_are_the_settings():

@@ -240,6 +240,25 @@ def test_caddy(name):
     assert done.returncode == 0, done.stderr
 
 
+def administrators_routes() -> set[str]:
+    """The paths of the routes whose code asks for the administrator's key."""
+    text = {name: (ROOT / "server" / name).read_text() for name in ("routes.py", "operation.py")}
+    adapters = re.findall(r'@router\.post\("(/[^"]+)"[^\n]+tags=\["Administration"\]', text["routes.py"])
+    return {*adapters, *re.findall(r'@operation\.\w+\("(/[^"]+)"', text["operation.py"])}
+
+
+def test_proxies_close_the_administrators_routes():
+    closed = administrators_routes()
+    assert {"/update_weights", "/v1/load_lora_adapter"} <= closed
+    [pattern] = re.findall(r"location ~ (\S+) \{ deny all; \}", (DEPLOY / "nginx" / "fa-serve.conf").read_text())
+    assert all(re.search(pattern, path) and re.search(pattern, f"{path}/") for path in closed)
+    assert not [path for path in ("/v1/models", "/health", "/pauses", "/x/pause") if re.search(pattern, path)]
+    for name in ("Caddyfile", "Caddyfile.replicas"):
+        [paths] = re.findall(r"@administrator path (.+)", (DEPLOY / "caddy" / name).read_text())
+        assert set(paths.split()) == closed
+        assert "respond @administrator 404" in (DEPLOY / "caddy" / name).read_text()
+
+
 class Named(BaseHTTPRequestHandler):
     """A replica that answers with its port."""
 
@@ -370,6 +389,9 @@ def test_streams_pass_nginx_unbuffered(proxied):
     assert b"".join(pieces).endswith(b"data: [DONE]\n\n")
     assert len(pieces) > 16, "the stream was buffered"
     assert proxied.get("/metrics").status_code == 403
+    for path in administrators_routes():
+        refused = proxied.post(path, json={})
+        assert (refused.status_code, "nginx" in refused.text) == (403, True), path
     body = {"model": "fa-serve-demo", "prompt": "import os\n", "max_tokens": 1}
     assert [proxied.post("/v1/completions", json=body).status_code for _ in range(4)] == [200] * 4
     assert "/v1/completions" in Draining.asked, "nginx asked the draining server first and then the other one"

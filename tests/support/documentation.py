@@ -6,6 +6,7 @@ their snippets and the files that they name are not. Some pages have generated p
 
 from __future__ import annotations
 
+import html
 import os
 import re
 from collections.abc import Iterator
@@ -73,6 +74,11 @@ def anchors(page: Path) -> set[str]:
         number = next(n for n in range(len(found) + 1) if (f"{slug}-{n}" if n else slug) not in found)
         found.add(f"{slug}-{number}" if number else slug)
     return found
+
+
+def table_cell(text: str) -> str:
+    """A text as a cell of a table: <words> in code. The site and GitHub read a bar in code differently, so it is an entity."""
+    return re.sub(r"<\S+?>", lambda word: f"<code>{html.escape(word[0])}</code>", text).replace("|", "&#124;")
 
 
 def check_generated(page: Path, name: str, text: str) -> None:

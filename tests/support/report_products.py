@@ -105,10 +105,12 @@ def kernel_rows() -> list[tuple[str, ...]]:
 
 def crossover_lines() -> list[str]:
     lines = []
-    for crossover in CROSSOVERS.values():
+    for name, crossover in CROSSOVERS.items():
         keys = [line for pair in crossover.faster for line in pair] or crossover.lines
         cases = dict.fromkeys(key.partition(": ")[2] for key in keys)
-        lines.append(f"- {crossover.limit} {crossover.unit}: {', '.join(f'`{case}`' for case in cases)}")
+        kernels = " and ".join(f"`{kernel}`" for kernel in crossover.kernels)
+        limit = f"{kernels} {crossover.side} {crossover.limit:,} {crossover.unit} (`{name}`)"
+        lines.append(f"- {limit}: {', '.join(f'`{case}`' for case in cases)}")
     return lines
 
 

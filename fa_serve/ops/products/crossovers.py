@@ -13,18 +13,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 
 @dataclass(frozen=True)
 class Crossover:
     """A limit that was measured.
 
-    limit:  the last number of `unit`, or the first where the text says "at least"
-    unit:   what is counted
-    lines:  "file: case" of benchmarks/results on both sides of the limit, and the kernel that computed it
-    faster: pairs of "file: case" of one run in which two kernels computed the same: the faster one, then the slower one
+    kernels: the kernels that the limit is for, on whose side `side` says
+    side:    "up to" if they compute `limit` and less, "from" if they compute `limit` and more
+    limit:   the last number of `unit`, or the first with "from"
+    unit:    what is counted
+    lines:   "file: case" of benchmarks/results on both sides of the limit, and the kernel that computed it
+    faster:  pairs of "file: case" of one run in which two kernels computed the same: the faster one, then the slower one
     """
 
+    kernels: tuple[str, ...]
+    side: Literal["up to", "from"]
     limit: int
     unit: str
     lines: Mapping[str, str]
@@ -32,6 +37,8 @@ class Crossover:
 
 
 UNPACK_TOKENS = Crossover(
+    ("unpack", "unpack_wgmma"),
+    "up to",
     128,
     "tokens",
     {
@@ -45,6 +52,8 @@ UNPACK_TOKENS = Crossover(
 first, unless `one_expert` multiplies."""
 
 FLOAT8_TOKENS = Crossover(
+    ("float8_wgmma",),
+    "up to",
     128,
     "tokens",
     {
@@ -57,6 +66,8 @@ FLOAT8_TOKENS = Crossover(
 """The most tokens that the Hopper kernel multiplies in float8. With more, `torch._scaled_mm` does."""
 
 ONE_EXPERT_TOKENS = Crossover(
+    ("one_expert",),
+    "up to",
     512,
     "tokens",
     {
@@ -69,6 +80,8 @@ ONE_EXPERT_TOKENS = Crossover(
 """The most tokens that the Hopper kernel of experts multiplies with a dense weight."""
 
 ONE_EXPERT_ROWS = Crossover(
+    ("one_expert",),
+    "from",
     4096,
     "rows",
     {"ops_quantized: 4096x14336 int4 256": "one_expert", "ops_quantized: 4096x4096 int4 256": "one_expert"},
@@ -76,6 +89,8 @@ ONE_EXPERT_ROWS = Crossover(
 """The fewest rows of such a weight: at least 4096. With fewer, most multiprocessors would have no tile, and none were timed."""
 
 EXPERT_ROWS = Crossover(
+    ("expert_rows",),
+    "from",
     8,
     "experts for each pair",
     {"ops_experts: qwen30a3b matrices 1": "expert_rows", "ops_experts: qwen30a3b matrices 4": "grouped"},
@@ -84,6 +99,8 @@ EXPERT_ROWS = Crossover(
 one expert then read it twice. A single token meets each expert once, whatever their number is."""
 
 EXPERT_MATRICES_PAIRS = Crossover(
+    ("expert_matrices",),
+    "from",
     64,
     "pairs for each expert",
     {"ops_experts: qwen30a3b matrices 256": "grouped", "ops_experts: qwen30a3b matrices 1024": "expert_matrices"},
@@ -92,6 +109,8 @@ EXPERT_MATRICES_PAIRS = Crossover(
 pairs, and fewer than 64 were not timed."""
 
 EXPERT_WGMMA_PAIRS = Crossover(
+    ("expert_wgmma",),
+    "up to",
     512,
     "pairs for each expert",
     {"ops_experts: gptoss20b mxfp4 1024": "expert_wgmma", "ops_experts: gptoss20b mxfp4 8192": "dequantise_experts"},
@@ -104,6 +123,8 @@ EXPERT_WGMMA_PAIRS = Crossover(
 at a time are dequantised and multiplied as matrices. Straight lines between both sizes cross at 517."""
 
 GROUPED_PAIRS = Crossover(
+    ("grouped",),
+    "up to",
     192,
     "pairs for each expert",
     {},

@@ -40,6 +40,18 @@ def test_lines_exist_and_name_the_kernel_that_is_chosen(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CROSSOVERS)
+def test_the_named_kernels_are_on_their_side_of_the_limit(name: str) -> None:
+    """A case ends with its tokens; where the limit is one of tokens, its kernels have the lines up to it and no others."""
+    crossover = CROSSOVERS[name]
+    assert all(kernel_named(kernel) for kernel in crossover.kernels)
+    for line, kernel in crossover.lines.items():
+        if crossover.unit == "tokens":
+            is_within = int(line.split()[-1]) <= crossover.limit
+            assert is_within == (kernel in crossover.kernels), line
+    assert not crossover.lines or set(crossover.kernels) <= set(crossover.lines.values())
+
+
+@pytest.mark.parametrize("name", CROSSOVERS)
 def test_the_faster_kernel_was_timed_faster_in_the_same_run(name: str) -> None:
     for faster, slower in CROSSOVERS[name].faster:
         rows_of_both = [row_of(faster), row_of(slower)]
