@@ -26,6 +26,7 @@ import argparse
 import gc
 import json
 import os
+import shutil
 import statistics
 import sys
 import tempfile
@@ -210,7 +211,9 @@ def base_of(rates: Mapping[str, float], case: str) -> dict[str, float]:
 
 def measure_loads(model: Any, options: argparse.Namespace, results: Results, folder: Path) -> None:
     """Loads beside 32 requests of the base."""
-    folders = [write_adapter(folder / f"load-{i}", linear_layers(model), 8, i) for i in range(options.loads)]
+    first = write_adapter(folder / "load-0", linear_layers(model), 8, 0)
+    folders = [first, *(shutil.copytree(first, folder / f"load-{i}", copy_function=os.link) for i in range(1, options.loads))]
+    say(f"{len(folders)} adapters are written")
     size = (folders[0] / "adapter_model.safetensors").stat().st_size / 1e6
     with opened(model, options, lora_bytes=options.lora_bytes, max_lora_rank=16) as engine:
         engine.load_adapter("first", folders[0])

@@ -11,9 +11,9 @@ MIN_COLUMNS = 64
 """The fewest columns of the matrices that `_prepare_pieces` multiplies by. With 16 or 32 columns and 4 warps, 16-bit inputs
 gave wrong numbers or an illegal access on Hopper under Triton 3.6, for a reason that is not known. With 8 warps, or with 64
 columns, they are right."""
-OUTPUTS_IN_LOOP = 2
-"""How many programs of the loop over pieces there are for each multiprocessor, at least, if they compute the outputs. Four were
-measured. Fewer leave multiprocessors idle, which a kernel behind the loop would not."""
+OUTPUTS_IN_LOOP = 1 / 4
+"""How many programs of the loop over pieces there are for each multiprocessor, at least, if they compute the outputs. A half and
+four were measured. Fewer leave multiprocessors idle, which a kernel behind the loop would not."""
 
 
 class FewRowsTile(NamedTuple):
@@ -80,10 +80,10 @@ def pieces_tile(recurrence: Recurrence) -> PiecesTile:
     programs of the preparation fit on a multiprocessor of Hopper. They wait for memory and for their products most of the time,
     so the third is worth some numbers outside of registers.
 
-    On Hopper the loop of the delta rule computes the outputs where its programs fill the GPU OUTPUTS_IN_LOOP times. The states
-    before all pieces, and what their rows add, do not go through memory then. Eight sequences of 4,096 rows and 32 heads
-    of 128 take an H200 1,225 us, and 1,628 by a kernel behind the loop. One program is on a multiprocessor in both forms; of
-    other recurrences three are there without outputs, and one with them.
+    On Hopper the loop of the delta rule computes the outputs where OUTPUTS_IN_LOOP programs of it come to a multiprocessor. The
+    states before all pieces, and what their rows add, do not go through memory then. Eight sequences of 4,096 rows and 32 heads
+    of 128 take an H200 1,225 us, and 1,628 by a kernel behind the loop; one of 8,192 rows takes 389 and 474 us. One program is
+    on a multiprocessor in both forms; of other recurrences three are there without outputs, and one with them.
     """
     wide = recurrence.dim > 128 or recurrence.dtype.itemsize > 2
     fits_4_warps = not wide and not recurrence.by_channel and recurrence.arch in (0, 90)
