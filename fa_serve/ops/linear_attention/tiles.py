@@ -12,8 +12,8 @@ MIN_COLUMNS = 64
 gave wrong numbers or an illegal access on Hopper under Triton 3.6, for a reason that is not known. With 8 warps, or with 64
 columns, they are right."""
 OUTPUTS_IN_LOOP = 1 / 4
-"""How many programs of the loop over pieces there are for each multiprocessor, at least, if they compute the outputs. A half and
-four were measured. Fewer leave multiprocessors idle, which a kernel behind the loop would not."""
+"""How many programs of the loop over pieces there are for each multiprocessor, at least, if they compute the outputs. A half
+and four were measured. Fewer leave multiprocessors idle, which a kernel behind the loop would not."""
 
 
 class FewRowsTile(NamedTuple):
