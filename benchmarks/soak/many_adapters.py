@@ -17,6 +17,7 @@ import argparse
 import json
 import random
 import time
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -99,10 +100,11 @@ class Traffic:
         self.counts["answers"] += not aborted
 
     def _is_of_the_base(self, found: list[int]) -> bool:
-        """Whether an answer that differs from an earlier one can be the base's, and is no mark over and over."""
+        """Whether an answer that differs from an earlier one can be the base's: in 16 bits, without a mark twice in a row."""
         exact = self.engine.config.dtype == "float32" or self.engine.config.device == "cpu"
         marks = range(FIRST_MARK, FIRST_MARK + len(self.folders))
-        return not exact and (len(set(found)) > 1 or found[0] not in marks)
+        repeated = {token for token, following in pairwise(found) if token == following}
+        return not exact and not repeated & set(marks)
 
 
 def run(engine: Engine, folders: list[Path], seconds: float, alive: int) -> dict[str, Any]:
@@ -164,7 +166,7 @@ def main() -> None:
             for number in range(args.adapters)
         ]
         # a page of the pool holds sixteen ranks of all layers, which is more than these adapters have
-        page = 2 * 16 * sum(sum(sizes) for sizes in layers.values()) * model.dtype.itemsize // 2
+        page = 16 * sum(sum(sizes) for sizes in layers.values()) * model.dtype.itemsize
         config = EngineConfig(
             device=args.device,
             max_model_len=128,

@@ -110,9 +110,14 @@ def _attempt(work: Callable[..., bytes], connection: socket.socket, files: Seque
 
 
 def _system_has(limit: int) -> bool:
-    """Whether the system would give this process all the memory that our limit leaves to it."""
+    """Whether the system would give this process all the memory that our limit leaves to it; True if it leaves nothing.
+
+    What the work has freed may still belong to the process, so that nothing is left after work that our limit has ended.
+    """
     try:
-        left = max(limit - _size() - MARGIN, 1)
+        left = limit - _size() - MARGIN
+        if left <= 0:
+            return True
         mmap.mmap(-1, left, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
     except (OSError, MemoryError):
         return False

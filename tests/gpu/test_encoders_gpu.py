@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from encoder_folders import FAMILIES, PAIRS, TEXTS, cosine_distance, save_encoder
+from encoder_folders import FAMILIES, MANY_TEXTS, PAIRS, TEXTS, cosine_distance, save_encoder
 from transformers import AutoModel
 
 from fa_serve.engine import Encoder, EngineConfig
@@ -71,6 +71,25 @@ def test_small_batches_take_graphs(tmp_path: Path, family: str, fused: bool, mon
     for _ in range(3):
         assert cosine_distance(np.stack([encoder.encode(text) for text in TEXTS]), plain) < 1e-4
     assert cosine_distance(encoder.encode(TEXTS * 4), np.concatenate([plain] * 4)) < 1e-4
+
+
+@pytest.mark.parametrize("family", ["bert", "modernbert"])
+def test_large_graphs_have_several_inputs_and_windows(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to 2,048 tokens and 32 inputs, of which one may have 512. ModernBERT's windows are shorter than that."""
+    limit = {"max_seq_length": 512, "do_lower_case": False}
+    pooling = ("Pooling", {"pooling_mode_mean_tokens": True})
+    path = save_encoder(tmp_path, family, [pooling], transformer=limit, max_position_embeddings=512, **SIZES)
+    monkeypatch.setattr(pipeline, "CAPTURES", False)
+    plain = load(path)
+    monkeypatch.setattr(pipeline, "CAPTURES", True)
+    encoder = load(path)
+    graphs = encoder._pipeline.graphs
+    assert graphs is not None
+    assert max(size for size, _ in graphs._graphs) == 2048
+    for _ in range(2):
+        for count in (1, 2, 4, 32):
+            assert cosine_distance(encoder.encode(MANY_TEXTS[:count]), plain.encode(MANY_TEXTS[:count])) < 1e-4
+    assert len(graphs._graphs) == 11, "no size has been captured anew"
 
 
 def test_many_inputs_keep_their_order(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import os
 import platform
@@ -14,6 +16,8 @@ from pathlib import Path
 
 import llguidance
 import pytest
+from fa_serve.server.images import decode_process
+from PIL import Image
 from tiny_models import VOCAB, make_tokenizer
 
 from fa_serve.engine.structured import grammar_process
@@ -343,3 +347,16 @@ def test_settings_of_the_user_for_memory_are_kept() -> None:
     told = memory_settings({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"})["GLIBC_TUNABLES"]
     assert told.endswith(":glibc.malloc.hugetlb=0"), "the last one counts"
     assert memory_settings({})["GLIBC_TUNABLES"].endswith("=1073741824")
+
+
+def test_work_that_leaves_no_memory_is_over_its_limit(tmp_path: Path) -> None:
+    """A picture of 4,096 x 4,096 takes twice its limit. What Pillow frees afterwards still counts, so that nothing is left."""
+    file = io.BytesIO()
+    Image.new("RGB", (4096, 4096), "red").save(file, "JPEG")
+    limits = TrialLimits("be decoded", 30.0, 64 << 20, "image")
+    trials = Trials(decode_process.__file__, {"max_pixels": 1 << 24, "processor": None}, limits)
+    try:
+        with (tmp_path / "pixels").open("wb") as pixels, pytest.raises(TrialError, match=r"--image-memory"):
+            trials.trial().run(base64.b64encode(file.getvalue()), pixels.fileno())
+    finally:
+        trials.close()

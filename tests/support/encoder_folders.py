@@ -29,6 +29,8 @@ TEXTS = (
     "no",
 )
 """Of different lengths, in no order."""
+MANY_TEXTS = (*(" ".join(["cat", "mat", "the"] * count) for count in (40, 56, 3, 33, 1, 6)), *["a cat sat on the mat"] * 26)
+"""32 texts, of which some have hundreds of tokens, with up to 512 in each: more than 1,024 tokens together."""
 PAIRS = [("why is it so?", text) for text in TEXTS]
 SIZES: dict[str, Any] = {
     "vocab_size": len(VOCABULARY),

@@ -31,20 +31,23 @@ def peers_of(path: str, rank: int, size: int, processors: int) -> tuple[Peers, T
 
 
 FORKING = """
-import os, sys
+import os, sys, traceback
 script, module, path, size = sys.argv[1:]
 __import__(module)
 ranks = []
 for rank in range(int(size)):
     ranks.append(os.fork())
     if not ranks[-1]:
-        os.dup2(os.open(f"{path}.{rank}", os.O_WRONLY | os.O_CREAT), 1)
+        os.dup2(os.open(f"{path}.{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
         sys.argv[1:] = [path, str(rank), size]
-        exec(script)
-        sys.stdout.flush()
+        try:
+            exec(script)
+            sys.stdout.flush()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
         os._exit(0)
-for rank in ranks:
-    os.waitpid(rank, 0)
+sys.exit(any([os.waitpid(rank, 0)[1] for rank in ranks]))
 """
 
 

@@ -18,9 +18,7 @@ import logging
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -43,19 +41,17 @@ MAX_ADAPTERS = 4096
 """Names that an engine knows at once."""
 
 
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """PyTorch computes with the calling thread alone.
+def _start_reader() -> ThreadPoolExecutor:
+    """A thread in which PyTorch computes with that thread alone.
 
-    An adapter is some hundred small tensors. For each, PyTorch would wake a thread of each processor and wait for all of them:
+    An adapter is hundreds of small tensors. For each, PyTorch would wake a thread of each processor and wait for all of them:
     beside other work that takes milliseconds a tensor, and seconds an adapter.
     """
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    reader = ThreadPoolExecutor(1, "fa_serve-adapters", initializer=torch.set_num_threads, initargs=(1,))
+    reader.submit(torch.get_num_threads).result()
+    torch.set_num_threads(before)  # which is what other threads begin with
+    return reader
 
 
 class AdapterStore:
@@ -75,7 +71,7 @@ class AdapterStore:
         self._host: OrderedDict[Adapter, PackedLora] = OrderedDict()  # the least recently used one first
         self._loads: dict[Adapter, Future[PackedLora]] = {}
         self._numbers = count(1)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="fa_serve-adapters")
+        self._thread = _start_reader()
         make_stream: Any = torch.cuda.Stream
         self._stream = make_stream(memory.device) if memory.device.type == "cuda" else None
         self._changed = threading.Event()
@@ -106,9 +102,11 @@ class AdapterStore:
             raise ParameterError("lora_name", f"be one of {MAX_ADAPTERS} names at most: unload an adapter first", name)
 
     def read(self, folder: str | Path) -> PackedLora:
-        """Read and check an adapter. Raises as `read_adapter` and `LoraMemory.pack`."""
-        with _one_thread():
-            return self.pack(read_adapter(folder, max_bytes=self._host_bytes))
+        """Read and check an adapter, behind those that are being loaded. Raises as `read_adapter` and `LoraMemory.pack`."""
+        return self._thread.submit(self._read, folder).result()
+
+    def _read(self, folder: str | Path) -> PackedLora:
+        return self.pack(read_adapter(folder, max_bytes=self._host_bytes))
 
     def pack(self, adapter: LoraAdapter) -> PackedLora:
         """The same for an adapter that is in memory, such as one in training."""
@@ -198,7 +196,7 @@ class AdapterStore:
             if adapter not in self._folders:
                 raise ParameterError("adapter", "be loaded, and it was unloaded before this request came to it", adapter.name)
             folder, facts = self._folders[adapter]
-            packed = self.read(folder)
+            packed = self._read(folder)
             if file_facts(folder) != facts:
                 raise ParameterError(adapter.name, "be loaded again, because its files have changed", str(folder))
         if self._stream is None:

@@ -48,13 +48,15 @@ class EncoderGraphs:
     """Owner of the graphs and of the memory that they read.
 
     max_tokens: of an input. Padding is one as well, so there are no sizes behind two that lie further apart
+    most:       tokens of a batch; larger sizes are of no use
     """
 
-    def __init__(self, model: PackedModel, max_tokens: int, capture: Capture = capture) -> None:
+    def __init__(self, model: PackedModel, max_tokens: int, most: int = TOKENS[-1], capture: Capture = capture) -> None:
         self._model = model
         self._max_tokens = max_tokens
         paddings = (size - below for below, size in pairwise((0, *TOKENS)))
-        self._sizes = [size for size, _ in takewhile(lambda each: each[1] <= max_tokens, zip(TOKENS, paddings, strict=True))]
+        sizes = [size for size, _ in takewhile(lambda each: each[1] <= max_tokens, zip(TOKENS, paddings, strict=True))]
+        self._sizes = [size for below, size in pairwise((0, *sizes)) if below < most]
         self._capture = capture
         self._graphs: dict[tuple[int, bool], _Graph] = {}
         self._pool: Any = None

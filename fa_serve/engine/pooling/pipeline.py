@@ -100,7 +100,7 @@ class Pipeline:
         activation = _activation(folder.activation, loaded)
         found = cls(loaded.model, modules, tokenizer, loaded.model.num_ids, card, splade, activation)
         if CAPTURES and device.type == "cuda" and not config.eager and loaded.model.packs and found.reads_hidden:
-            return replace(found, graphs=EncoderGraphs(loaded.model, limit))
+            return replace(found, graphs=EncoderGraphs(loaded.model, limit, max(config.max_num_batched_tokens, limit)))
         return found
 
     def compute(self, inputs: EncoderInputs, params: PoolingParams) -> Tensor:

@@ -11,9 +11,9 @@ MIN_COLUMNS = 64
 """The fewest columns of the matrices that `_prepare_pieces` multiplies by. With 16 or 32 columns and 4 warps, 16-bit inputs
 gave wrong numbers or an illegal access on Hopper under Triton 3.6, for a reason that is not known. With 8 warps, or with 64
 columns, they are right."""
-OUTPUTS_IN_LOOP = 1 / 4
-"""How many programs of the loop over pieces there are for each multiprocessor, at least, if they compute the outputs. A half
-and four were measured. Fewer leave multiprocessors idle, which a kernel behind the loop would not."""
+OUTPUTS_IN_LOOP = 0.45
+"""How many programs of the loop over pieces there are for each multiprocessor, at least, if they compute the outputs. 64 and
+512 for 132 multiprocessors were measured. Fewer leave multiprocessors idle, which a kernel behind the loop would not."""
 
 
 class FewRowsTile(NamedTuple):

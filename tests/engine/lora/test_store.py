@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -299,7 +301,7 @@ def test_an_adapter_of_another_model_is_refused(engine, tmp_path) -> None:
     assert engine.adapters.names == ["a", "b", "c"]
 
 
-def test_an_adapter_is_read_by_one_thread(engine, folders, monkeypatch) -> None:
+def test_an_adapter_is_read_by_one_thread_and_others_keep_theirs(make_engine, folders, monkeypatch) -> None:
     seen = []
     read = store_module.read_adapter
     monkeypatch.setattr(
@@ -308,8 +310,16 @@ def test_an_adapter_is_read_by_one_thread(engine, folders, monkeypatch) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        engine.adapters.read(folders["a"])
-        assert seen == [1]
-        assert torch.get_num_threads() == 2
+        engine = make_engine(**LORA)
+        readers = [threading.Thread(target=engine.adapters.read, args=[folders["a"]]) for _ in range(2)]
+        for reader in readers:
+            reader.start()
+        with ThreadPoolExecutor(1) as late:
+            assert late.submit(torch.get_num_threads).result() == 2, "a thread that begins beside a read"
+        for reader in readers:
+            reader.join()
+        assert seen == [1, 1]
+        with ThreadPoolExecutor(1) as late:
+            assert late.submit(torch.get_num_threads).result() == torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)

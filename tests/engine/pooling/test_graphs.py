@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from encoder_folders import TEXTS, save_encoder
+from encoder_folders import MANY_TEXTS, TEXTS, save_encoder
 
 from fa_serve.engine import Encoder, EngineConfig
 from fa_serve.engine.pooling.graphs import EncoderGraphs
 
 
-def load(path, captured: list[int], capture: Callable | None = None) -> Encoder:
+def load(path, captured: list[int], capture: Callable | None = None, max_tokens: int = 48) -> Encoder:
     encoder = Encoder(EngineConfig(model=path, device="cpu", dtype="float32"))
 
     def take(step: Callable[[], None], pool: int | None) -> tuple[Callable[[], None], int]:
@@ -19,7 +19,7 @@ def load(path, captured: list[int], capture: Callable | None = None) -> Encoder:
         return step, 7
 
     model = encoder._pipeline.model
-    encoder._pipeline = replace(encoder._pipeline, graphs=EncoderGraphs(model, 48, capture or take))
+    encoder._pipeline = replace(encoder._pipeline, graphs=EncoderGraphs(model, max_tokens, capture=capture or take))
     return encoder
 
 
@@ -58,3 +58,35 @@ def test_what_cannot_be_captured_runs_as_usual(tmp_path, caplog) -> None:
     for _ in range(2):
         np.testing.assert_allclose(encoder.encode(TEXTS[0]), wanted, atol=1e-6)
     assert caplog.text.count("not permitted") == 1
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "most", "sizes"),
+    [
+        (48, 4096, [16, 32, 64]),  # 128 tokens would be up to 64 of padding
+        (512, 4096, [16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048]),
+        (512, 512, [16, 32, 64, 128, 256, 384, 512]),
+        (512, 600, [16, 32, 64, 128, 256, 384, 512, 768]),
+    ],
+)
+def test_sizes_are_those_that_a_batch_can_have(tmp_path, max_tokens: int, most: int, sizes: list[int]) -> None:
+    model = load(save_encoder(tmp_path), [])._pipeline.model
+    assert EncoderGraphs(model, max_tokens, most)._sizes == sizes
+
+
+@pytest.mark.parametrize("family", ["bert", "modernbert"])
+def test_large_sizes_have_several_inputs_and_windows(tmp_path, family: str) -> None:
+    """A batch of 1,024 tokens and more, of which an input may have 512. ModernBERT's windows are shorter than that."""
+    limit = {"max_seq_length": 512, "do_lower_case": False}
+    pooling = ("Pooling", {"pooling_mode_mean_tokens": True})
+    path = save_encoder(tmp_path, family, [pooling], transformer=limit, max_position_embeddings=512)
+    wanted = Encoder(EngineConfig(model=path, device="cpu", dtype="float32")).encode(MANY_TEXTS)
+    captured: list[int] = []
+    encoder = load(path, captured, max_tokens=512)
+    for _ in range(2):
+        for count in (1, 2, 4, 32):
+            np.testing.assert_allclose(encoder.encode(MANY_TEXTS[:count]), wanted[:count], atol=1e-5)
+    graphs = encoder._pipeline.graphs
+    assert graphs is not None
+    assert len(captured) == len(graphs._graphs) == 4
+    assert max(size for size, _ in graphs._graphs) >= 1024

@@ -154,3 +154,4 @@ print(Mine.__module__, loaded.config._attn_implementation, patched.config._attn_
 """
     with warm_program(program) as process:
         assert process.stdout.read().split() == ["__main__", "fa_serve", "fa_serve"]
+        assert process.wait(60) == 0
