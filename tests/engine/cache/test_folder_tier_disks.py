@@ -216,7 +216,7 @@ def test_random_traffic(tmp_path: Path, num_states: int, monkeypatch) -> None:
                 traffic.check()
             traffic.run()
             tier = traffic.scheduler.tier
-            while tier.is_awaited:  # files that a sequence waited for when it was aborted: its pages are held until they are read
+            while tier.is_awaited:  # files for a sequence that was aborted: its pages are held until they have been read
                 tier.wait()
                 tier.begin_step()
             tier.finish()
