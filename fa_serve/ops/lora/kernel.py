@@ -75,15 +75,13 @@ def _rows_with_adapter(tiles_ptr, tile, num_tiles):
 
 @triton.constexpr_function
 def num_blocks(n0: int, n1: int, n2: int, n3: int, block_n: int) -> int:
-    """Blocks of block_n columns, none of which has columns of two parts."""
+    """Blocks of block_n columns, each of one part."""
     return sum(-(-width // block_n) for width in (n0, n1, n2, n3))
 
 
 @triton.jit
-def part_of_block(
-    block, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, N3: tl.constexpr, BLOCK_N: tl.constexpr
-):  # fmt: skip
-    """The part of a block of BLOCK_N columns, which has no columns of another one; its first column, and where the part ends."""
+def part_of_block(block, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, N3: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The part that a block of BLOCK_N columns belongs to, the first column of the block, and where the part ends."""
     T0: tl.constexpr = (N0 + BLOCK_N - 1) // BLOCK_N
     T1: tl.constexpr = (N1 + BLOCK_N - 1) // BLOCK_N
     T2: tl.constexpr = (N2 + BLOCK_N - 1) // BLOCK_N

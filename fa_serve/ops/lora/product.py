@@ -322,9 +322,10 @@ def _expand_and_finish(
     program = tl.program_id(0)
     block = program % BLOCKS
     tile = program // BLOCKS
-    if GATED:
-        part, begin, end = 0, block * BLOCK_N, OUT
-    else:
+    part = 0
+    begin = block * BLOCK_N
+    end = OUT
+    if not GATED:
         part, begin, end = part_of_block(block, N0, N1, N2, N3, BLOCK_N)
     columns = begin + tl.arange(0, BLOCK_N)
     inside = columns < end

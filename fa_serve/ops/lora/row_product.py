@@ -337,9 +337,10 @@ def _adapted_row(
         )  # fmt: skip
     else:
         program -= SHRINKS
-        if GATED:
-            part, begin, end = 0, program * BLOCK_N, OUT
-        else:
+        part = 0
+        begin = program * BLOCK_N
+        end = OUT
+        if not GATED:
             part, begin, end = part_of_block(program, N0, N1, N2, N3, BLOCK_N)
         rows = begin + tl.arange(0, BLOCK_N)
         keep = rows < end
