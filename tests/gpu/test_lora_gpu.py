@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
+from generated_hybrids import model_of
 from lora_cases import LoraCase, base_weight, choose_ahead, exact_product, exact_result, make_case, merged_product
 from peft_adapters import PeftForwards, assert_bfloat16_logits, save_adapter
 from rounded_once import dtype_id
@@ -25,6 +27,7 @@ CASES = [
     pytest.param(LoraCase((2,) * 200 + (-1,) * 9 + (0,) * 300, widths=(14336,), k=4096, block_rows=64), id="prompts"),
     pytest.param(LoraCase((0, 1, 2) * 5, widths=(4096,), k=14336, dora=True, bias=True), id="dora and bias"),
     pytest.param(LoraCase((3, 4, 5, -1) * 4, ranks=(16, 16, 16, 64, 128, 256), widths=(4096,), k=4096), id="large ranks"),
+    pytest.param(LoraCase((0, 1, -1, 2) * 16, widths=(8192, 4096, 32, 32), k=4096, norm=True), id="a gated delta net"),
 ]
 
 
@@ -80,6 +83,31 @@ def test_tokens_are_those_of_peft(tmp_path, family: str, eager: bool) -> None:
     engine.close()
 
 
+@pytest.mark.parametrize("family", ["qwen3.5", "granite-hybrid", "lfm2"])
+@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
+def test_models_that_keep_states(tmp_path, family: str, eager: bool) -> None:
+    """In every linear layer, mixers included; in chunks, and then from states and pages that are cached."""
+    base = model_of(family)
+    layers = {name.rsplit(".")[-1] for name, part in base.get_decoder().named_modules() if type(part) is torch.nn.Linear}
+    folders = {
+        name: save_adapter(tmp_path / name, model=copy.deepcopy(base), seed=seed, r=4 + 8 * seed, target_modules=[*layers])
+        for seed, name in enumerate("abc")
+    }
+    settings = {"num_pages": 512, "max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 96}
+    config = EngineConfig(device="cuda", eager=eager, lora_bytes=1 << 26, max_lora_rank=32, **settings)
+    engine = Engine(config, model=copy.deepcopy(base).to("cuda"))
+    for name, folder in folders.items():
+        engine.load_adapter(name, folder)
+    peft = PeftForwards(copy.deepcopy(base), folders)
+    given = random_prompts(16, longest=40)
+    names = ["a", "b", None, "c"] * 4
+    for _ in range(2):
+        for name, prompt, found in zip(names, given, engine.generate(given, GREEDY, adapter=names), strict=True):
+            assert found.token_ids == peft.choose(name, prompt, found.token_ids), name
+    engine.check_integrity()
+    engine.close()
+
+
 PRODUCTS = [
     pytest.param(LoraCase((0, 1, -1, 2) * 16, widths=(4096, 1024, 1024), k=4096), {}, id="64 tokens"),
     pytest.param(LoraCase((1,) * 64, widths=(2048, 2048), k=1024), {"activation": "silu"}, id="gate"),
@@ -90,6 +118,8 @@ PRODUCTS = [
     pytest.param(LoraCase((1,), widths=(14336, 14336), k=4096, norm=True), {"activation": "silu"}, id="one token, gate"),
     pytest.param(LoraCase((2,), widths=(4096,), k=14336), {"residual": True}, id="one token, residual"),
     pytest.param(LoraCase((-1,), widths=(4096,), k=4096, norm=True), {}, id="one token of the base"),
+    pytest.param(LoraCase((0, 1, -1, 2) * 4, widths=(8192, 4096, 32, 32), k=4096), {}, id="a gated delta net"),
+    pytest.param(LoraCase((2,), widths=(8192, 4096, 32, 32), k=4096, norm=True), {}, id="one token, a gated delta net"),
 ]
 
 

@@ -47,7 +47,6 @@ _FLOAT8 = {
 }
 FROM_TESTS = ("lfm2", "lfm2_moe", "mamba2", "zamba", "zamba2")
 """Types whose default config has no sense in tiny sizes. Their config is that of the tests of hybrids."""
-STATES = "models that keep states have no adapters yet"
 
 
 def rows(names: Iterable[str]) -> dict[str, dict[str, str]]:
@@ -135,7 +134,5 @@ def _quantised(name: str) -> str:
 
 def _adapted(name: str) -> str:
     model = _text(name)
-    if model_layers(model).states:
-        return STATES
     LoraMemory(model, budget=1 << 26, max_rank=16, max_pages=1)
     return YES

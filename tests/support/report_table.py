@@ -66,11 +66,6 @@ REASONS = (
     ),
     Reason("keys", ("chooses keys by code",), "Its queries choose keys by code that has no replacement."),
     Reason(
-        "states",
-        ("that keep states",),
-        "Not built for models that keep states (hybrids).",
-    ),
-    Reason(
         "images",
         ("not proven against generate", "have not been compared"),
         "Its images are refused, because they have not been compared with `generate`; its text is served.",

@@ -31,8 +31,6 @@ def check_settings_with_states(name: str, config: EngineConfig, *, drafting: boo
     if config.deterministic:
         rule = f"be False for {name}, which keeps states: chunks of prompts and single tokens round them differently"
         raise ParameterError("deterministic", rule, config.deterministic)
-    if config.lora_budget:
-        raise ParameterError("lora", f"be empty, and lora_bytes 0, for {name}, which keeps states", config.lora_budget)
     if drafting:
         raise ParameterError("speculative", f"name a draft model that keeps no states, unlike {name}", config.speculative)
 

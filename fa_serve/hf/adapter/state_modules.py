@@ -98,24 +98,27 @@ def reference_forward(module: nn.Module) -> Callable[..., Any]:
 class SeatedMixer:
     """The forward of a module with a state, with recurrences of `fa_serve.ops`.
 
-    number: of the module in `find_state_modules`
+    number:   of the module in `find_state_modules`
+    uncalled: names of its linear layers that its code does not call, but whose weights it multiplies itself: no adapter adds to
+              these
 
     Raises UnsupportedModelError for a module that calls none of the functions that are exchanged.
     """
 
-    def __init__(self, module: nn.Module, number: int) -> None:
+    def __init__(self, module: nn.Module, number: int, uncalled: frozenset[str] = frozenset()) -> None:
         names = exchanged_functions(module)
         if not names:
             raise UnsupportedModelError(f"{type(module).__name__} keeps a state by code that has no replacement")
         self.module = module
         self.number = number
+        self.uncalled = uncalled
         self._forward = _own_forward_with(module, {name: partial(FUNCTIONS[name], self._compute) for name in names})
         self._states: ComputesStates | None = None
         self._num_calls = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of the module calls functions that belong to the copy."""
-        return SeatedMixer, (self.module, self.number)
+        return SeatedMixer, (self.module, self.number, self.uncalled)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         cache = next((x for x in (*args, *kwargs.values()) if isinstance(x, StepCache)), None)

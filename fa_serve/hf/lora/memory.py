@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from fa_serve import ops
 from fa_serve.hf.adapter.latent_keys import LatentKeys
+from fa_serve.hf.adapter.state_modules import SeatedMixer
 from fa_serve.hf.lora.format import LoraAdapter, LowRank, is_finite
 from fa_serve.hf.lora.outer import AdaptedEmbedding, AdaptedHead, OuterModules, OuterWeights
 from fa_serve.hf.lora.parameters import AdaptedExperts, AdaptedRouter
@@ -33,6 +34,7 @@ from fa_serve.hf.lora.product import AdaptedLinear, LoraSite, StepHolder, dense_
 from fa_serve.hf.surgery.experts.mixtures import expert_modules
 from fa_serve.hf.surgery.fuse.latent import LatentAttention
 from fa_serve.hf.surgery.fuse.layer import FusedLayer, HeadsAttention
+from fa_serve.hf.surgery.fuse.mixers import DeltaMixer, OwnMixer
 from fa_serve.hf.surgery.fuse.unit import FusedUnit
 from fa_serve.hf.surgery.quantised.linear import QuantizedLinear
 from fa_serve.ops import PAGE_RANKS, LoraWeights
@@ -125,6 +127,7 @@ class LoraMemory:
         self.page_table = torch.zeros(self.num_slots, self.pages_per_adapter, dtype=torch.int32, device=self.device)
         self.page_counts = torch.zeros(self.num_slots, dtype=torch.int32, device=self.device)
         self._parts = {name: (site, part) for site in self.sites for part, name in enumerate(site.names)}
+        self._uncalled = uncalled_layers(model)
         for site, place, counters in zip(self.sites, self._places, self._counters, strict=True):
             site.weights = self._weights(site, place, counters)
 
@@ -162,6 +165,8 @@ class LoraMemory:
         """
         outer = self._outer.pack(adapter)
         inner = {name: low for name, low in adapter.modules.items() if name not in self._outer.names}
+        # peft gives such layers an adapter as well, which no training changes: it adds nothing
+        inner = {name: low for name, low in inner.items() if name not in self._uncalled or not adds_nothing(low)}
         for name, low in inner.items():
             self._check(name, low)
         ranks = max((_num_rows(low) for low in inner.values()), default=1)
@@ -199,6 +204,9 @@ class LoraMemory:
         self._outer.write(slot, None)
 
     def _check(self, name: str, low: LowRank) -> None:
+        if name in self._uncalled:
+            rule = "have no adapter, because the model's own code multiplies its weights itself: leave it out of target_modules"
+            raise ParameterError(name, rule, f"rank {low.rank}")
         if name not in self._parts:
             rule = "name linear layers of the model that are computed one by one"
             raise ParameterError("adapter", rule, name[:128])
@@ -248,6 +256,21 @@ class LoraMemory:
             view[: len(own), first : first + len(low.b)] = own
 
 
+def uncalled_layers(model: nn.Module) -> frozenset[str]:
+    """The names of linear layers that mixers do not call, but whose weights they multiply themselves."""
+    return frozenset(
+        f"{name}.{layer}"
+        for name, module in model.named_modules()
+        if isinstance(mixer := vars(module).get("forward"), SeatedMixer)
+        for layer in mixer.uncalled
+    )
+
+
+def adds_nothing(low: LowRank) -> bool:
+    """Whether an adapter leaves its layer as it is, as before training."""
+    return low.bias is None and low.magnitude is None and not bool(low.b.any())
+
+
 def detach_adapters(model: nn.Module) -> None:
     """Give what an earlier memory has changed its own forward again. Fused layers are left to `unfuse_model`."""
     adapted = AdaptedLinear | AdaptedEmbedding | AdaptedHead | AdaptedExperts | AdaptedRouter
@@ -279,7 +302,9 @@ def _aligned(elements: int) -> int:
 def _attach(model: nn.Module, holder: StepHolder) -> Iterator[LoraSite]:
     """Give each product of the model a site."""
     names = {module: name for name, module in model.named_modules()}
+    uncalled = uncalled_layers(model)
     skipped: set[nn.Module] = {model.get_output_embeddings()}  # type: ignore[operator]
+    skipped.update(module for module, name in names.items() if name in uncalled)
     found: list[LoraSite] = []
 
     def with_site(product: Any) -> Any:
@@ -309,8 +334,11 @@ def _attach(model: nn.Module, holder: StepHolder) -> Iterator[LoraSite]:
                 attention = replace(attention, qkv=with_site(attention.qkv))
             elif isinstance(attention, LatentAttention):
                 attention = replace(attention, down=with_site(attention.down), q_up=with_site(attention.q_up))
-            # what is left of the attention is not computed by its forward, such as the projection of latent vectors
-            skipped.update(module.self_attn.modules())
+            elif isinstance(attention, DeltaMixer):
+                attention = replace(attention, inputs=with_site(attention.inputs))
+            if not isinstance(attention, DeltaMixer | OwnMixer):
+                # what is left of the attention is not computed by its forward, such as the projection of latent vectors
+                skipped.update(module.self_attn.modules())
             module.forward = replace(fused, attention=attention, **changes)
         elif isinstance(vars(module).get("expand_kv"), LatentKeys):
             skipped.add(module.kv_b_proj)  # whose matrix is multiplied with queries

@@ -84,8 +84,8 @@ def seat_states(model: PreTrainedModel) -> None:
     def prove(module: nn.Module) -> Callable[[nn.Module], SeatedMixer]:
         if module not in inputs:
             raise NotReplacedError("it is not called in a forward")
-        _prove(module, inputs[module])
-        return lambda other: SeatedMixer(other, numbers[other])
+        uncalled = _prove(module, inputs[module])
+        return lambda other: SeatedMixer(other, numbers[other], uncalled)
 
     def refuse(module: nn.Module, reason: str) -> None:
         refused.append(f"{type(module).__name__}: {reason}")
@@ -104,14 +104,21 @@ def unseat_states(model: nn.Module) -> None:
             del module.forward
 
 
-def _prove(module: nn.Module, inputs: LayerInputs) -> None:
-    """Compare a float32 copy of a module with its seated form. Raises NotReplacedError if they differ."""
+def _prove(module: nn.Module, inputs: LayerInputs) -> frozenset[str]:
+    """Compare a float32 copy of a module with its seated form. Raises NotReplacedError if they differ.
+
+    Returns the names of its linear layers that its code does not call.
+    """
     check_untouched(module, called=DIVIDED_MODULES)
     original = float32_copy(module)
     wide = inputs.in_float32()
     hidden = [_mixed(wide.hidden[0], length, seed) for seed, length in enumerate(LENGTHS)]
     expected = [_run(reference_forward(original), wide, x, None) for x in hidden]
     seated = SeatedMixer(original, 0)
+    linears = {linear: name for name, linear in original.named_modules() if isinstance(linear, nn.Linear)}
+    called: set[nn.Module] = set()
+    for linear in linears:
+        linear.register_forward_pre_hook(lambda linear, _: called.add(linear))
     if not all(results_agree(_run(seated, wide, x, None), wanted) for x, wanted in zip(hidden, expected, strict=True)):
         raise NotReplacedError("whole sequences would change")
     probe = StateProbe()
@@ -123,6 +130,7 @@ def _prove(module: nn.Module, inputs: LayerInputs) -> None:
         for part, wanted, out in zip(step, expected, torch.split(actual, [len(x) for x in rows]), strict=True):
             if not results_agree(out[: part.wrong - part.first], wanted[part.first : part.wrong]):
                 raise NotReplacedError(f"its linear attention would change (step {number + 1} of {len(STEPS)})")
+    return frozenset(name for linear, name in linears.items() if linear not in called)
 
 
 def _mixed(hidden: Tensor, length: int, seed: int) -> Tensor:

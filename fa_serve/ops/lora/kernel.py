@@ -30,8 +30,8 @@ from fa_serve.launching.plans import PLANS, Run
 from fa_serve.ops.lora.problem import PAGE_RANKS, LoraBatch, LoraWeights
 from fa_serve.ops.ops_backend import Norm
 
-MAX_PARTS = 3
-"""Parts of a merged product: q, k and v."""
+MAX_PARTS = 4
+"""Parts of a merged product: q, k and v, or the inputs of a gated delta net."""
 
 
 DECODING_LANES = 32
@@ -71,6 +71,31 @@ def _rows_with_adapter(tiles_ptr, tile, num_tiles):
     exists = tile < num_tiles
     slot = tl.load(tiles_ptr + 3 * tile, mask=exists, other=-1)
     return tl.where(slot < 0, 0, tl.load(tiles_ptr + 3 * tile + 2, mask=exists, other=0))
+
+
+@triton.constexpr_function
+def num_blocks(n0: int, n1: int, n2: int, n3: int, block_n: int) -> int:
+    """Blocks of block_n columns, each of one part."""
+    return sum(-(-width // block_n) for width in (n0, n1, n2, n3))
+
+
+@triton.jit
+def part_of_block(block, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, N3: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The part that a block of BLOCK_N columns belongs to, the first column of the block, and where the part ends."""
+    T0: tl.constexpr = (N0 + BLOCK_N - 1) // BLOCK_N
+    T1: tl.constexpr = (N1 + BLOCK_N - 1) // BLOCK_N
+    T2: tl.constexpr = (N2 + BLOCK_N - 1) // BLOCK_N
+    part = (block >= T0).to(tl.int32) + (block >= T0 + T1).to(tl.int32)
+    begin = tl.where(part == 0, 0, tl.where(part == 1, N0, N0 + N1))
+    end = tl.where(part == 0, N0, tl.where(part == 1, N0 + N1, N0 + N1 + N2))
+    before = tl.where(part == 0, 0, tl.where(part == 1, T0, T0 + T1))
+    if N3 > 0:
+        is_last = block >= T0 + T1 + T2
+        part += is_last.to(tl.int32)
+        begin = tl.where(is_last, N0 + N1 + N2, begin)
+        end = tl.where(is_last, N0 + N1 + N2 + N3, end)
+        before = tl.where(is_last, T0 + T1 + T2, before)
+    return part, begin + (block - before) * BLOCK_N, end
 
 
 @triton.jit(do_not_specialize=["total", "num_tiles", "lanes"])
@@ -174,6 +199,7 @@ def _expand(
     N0: tl.constexpr,
     N1: tl.constexpr,
     N2: tl.constexpr,
+    N3: tl.constexpr,
     PARTS: tl.constexpr,
     MAX_PAGES: tl.constexpr,
     PAGE: tl.constexpr,
@@ -183,19 +209,13 @@ def _expand(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Add to BLOCK_N columns of the rows of a tile, which are those of one part, of N0, N1 or N2 columns."""
-    N: tl.constexpr = N0 + N1 + N2
-    T0: tl.constexpr = (N0 + BLOCK_N - 1) // BLOCK_N
-    T1: tl.constexpr = (N1 + BLOCK_N - 1) // BLOCK_N
-    T2: tl.constexpr = (N2 + BLOCK_N - 1) // BLOCK_N
+    """Add to BLOCK_N columns of the rows of a tile, which are those of one part, of N0, N1, N2 or N3 columns."""
+    N: tl.constexpr = N0 + N1 + N2 + N3
+    BLOCKS: tl.constexpr = num_blocks(N0, N1, N2, N3, BLOCK_N)
     program = tl.program_id(0)
-    block = program % (T0 + T1 + T2)
-    tile = program // (T0 + T1 + T2)
-    part = (block >= T0).to(tl.int32) + (block >= T0 + T1).to(tl.int32)
-    begin = tl.where(part == 0, 0, tl.where(part == 1, N0, N0 + N1))
-    end = tl.where(part == 0, N0, tl.where(part == 1, N0 + N1, N))
-    block -= tl.where(part == 0, 0, tl.where(part == 1, T0, T0 + T1))
-    columns = begin + block * BLOCK_N + tl.arange(0, BLOCK_N)
+    tile = program // BLOCKS
+    part, begin, end = part_of_block(program % BLOCKS, N0, N1, N2, N3, BLOCK_N)
+    columns = begin + tl.arange(0, BLOCK_N)
     inside = columns < end
     count = _rows_with_adapter(tiles_ptr, tile, num_tiles)
     wait_if_needed(count > 0, PDL)
@@ -244,6 +264,14 @@ def _expand(
         count = _rows_with_adapter(tiles_ptr, tile, num_tiles)
 
 
+def part_widths(weights: LoraWeights) -> tuple[int, ...]:
+    """The columns of MAX_PARTS parts, of which the last ones may have none. Raises ValueError for more parts."""
+    missing = MAX_PARTS - len(weights.widths)
+    if missing < 0:
+        raise ValueError(f"a product with adapters has at most {MAX_PARTS} parts, got {len(weights.widths)}")
+    return (*weights.widths, *[0] * missing)
+
+
 def launch_add_lora(
     y: Tensor, x: Tensor, weights: LoraWeights, batch: LoraBatch, norm: Norm | None, bias: Tensor | None
 ) -> Tensor:
@@ -282,7 +310,7 @@ def plan_add_lora(y: Tensor, x: Tensor, weights: LoraWeights, batch: LoraBatch, 
     total, k = x.shape
     max_pages = batch.pages.shape[1]
     parts = len(weights.widths)
-    widths = (*weights.widths, 0, 0)[:MAX_PARTS]
+    widths = part_widths(weights)
     tile = choose_lora_tile(k, batch.block_rows, num_tiles, parts * max_pages, multiprocessors(x.device, 132))
     precision = "ieee" if x.dtype == torch.float32 else "tf32"
     pdl = spec.has_programmatic_launch(spec.arch_of(x.device))
@@ -296,7 +324,7 @@ def plan_add_lora(y: Tensor, x: Tensor, weights: LoraWeights, batch: LoraBatch, 
         fixed=(k, *sizes, tile.block_k, precision, pdl),
         options=options,
     )
-    blocks = sum(-(-width // tile.block_n) for width in widths)
+    blocks = num_blocks(*widths, tile.block_n)
     lanes = max(min(tile.lanes, MOST_PROGRAMS // blocks), min(tile.lanes, USUAL_TILES))
     if batch.block_rows > 16:
         lanes = num_tiles

@@ -33,7 +33,7 @@ from fa_serve.backends.triton.primitives import wait_for_previous_kernel, wait_i
 from fa_serve.launching.launch import Launch, launch_options, multiprocessors
 from fa_serve.launching.plans import PLANS, Run
 from fa_serve.ops.elementwise.activation import ACTIVATION_KINDS, activate
-from fa_serve.ops.lora.kernel import MAX_PARTS, USUAL_TILES
+from fa_serve.ops.lora.kernel import USUAL_TILES, num_blocks, part_of_block, part_widths
 from fa_serve.ops.lora.problem import PAGE_RANKS, LoraBatch, LoraWeights
 from fa_serve.ops.products.row import store_product
 from fa_serve.ops.products.row_invariant import sum_chain
@@ -302,6 +302,7 @@ def _expand_and_finish(
     N0: tl.constexpr,
     N1: tl.constexpr,
     N2: tl.constexpr,
+    N3: tl.constexpr,
     PARTS: tl.constexpr,
     MAX_PAGES: tl.constexpr,
     PAGE: tl.constexpr,
@@ -313,23 +314,20 @@ def _expand_and_finish(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute BLOCK_N columns of the result for every `lanes`th tile of rows. They are those of one part, of N0, N1 or N2
-    columns; GATED: columns of the gate, and as many of the other half."""
-    N: tl.constexpr = N0 + N1 + N2
+    """Compute BLOCK_N columns of the result for every `lanes`th tile of rows. They are those of one part, of N0, N1, N2
+    or N3 columns; GATED: columns of the gate, and as many of the other half."""
+    N: tl.constexpr = N0 + N1 + N2 + N3
     OUT: tl.constexpr = N // 2 if GATED else N
-    T0: tl.constexpr = ((OUT if GATED else N0) + BLOCK_N - 1) // BLOCK_N
-    T1: tl.constexpr = 0 if GATED else (N1 + BLOCK_N - 1) // BLOCK_N
-    T2: tl.constexpr = (N2 + BLOCK_N - 1) // BLOCK_N
+    BLOCKS: tl.constexpr = num_blocks(OUT, 0, 0, 0, BLOCK_N) if GATED else num_blocks(N0, N1, N2, N3, BLOCK_N)
     program = tl.program_id(0)
-    block = program % (T0 + T1 + T2)
-    tile = program // (T0 + T1 + T2)
-    part = (block >= T0).to(tl.int32) + (block >= T0 + T1).to(tl.int32)
-    columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    block = program % BLOCKS
+    tile = program // BLOCKS
+    part = 0
+    begin = block * BLOCK_N
     end = OUT
     if not GATED:
-        begin = tl.where(part == 0, 0, tl.where(part == 1, N0, N0 + N1))
-        end = tl.where(part == 0, N0, tl.where(part == 1, N0 + N1, N))
-        columns += begin - BLOCK_N * tl.where(part == 0, 0, tl.where(part == 1, T0, T0 + T1))
+        part, begin, end = part_of_block(block, N0, N1, N2, N3, BLOCK_N)
+    columns = begin + tl.arange(0, BLOCK_N)
     inside = columns < end
     given = AdapterTensors(b_ptr, pages_ptr, num_pages_ptr, scales_ptr, ones_ptr, factors_ptr, sums_ptr, shrunk_ptr)
     # no kernel of a step writes tiles and adapters, so those of the first tile are loaded before the product ends
@@ -415,7 +413,7 @@ def plan_lora_product(
     num_tiles = len(batch.tiles)
     max_pages = batch.pages.shape[1]
     parts = len(weights.widths)
-    widths = (*weights.widths, 0, 0)[:MAX_PARTS]
+    widths = part_widths(weights)
     if tile is None:
         arch = spec.arch_of(x.device)
         tile = choose_product_tile(m, n, k, x.dtype.itemsize, multiprocessors(x.device, 132), arch)
@@ -434,7 +432,7 @@ def plan_lora_product(
     )
     gated = activation is not None
     outputs = n // 2 if gated else n
-    blocks = sum(triton.cdiv(width, tile.finish_n) for width in ((outputs,) if gated else widths))
+    blocks = triton.cdiv(outputs, tile.finish_n) if gated else num_blocks(*widths, tile.finish_n)
     lanes = min(num_tiles, max(USUAL_TILES, FINISH_PROGRAMS // blocks))
     finish = Launch(
         _expand_and_finish,

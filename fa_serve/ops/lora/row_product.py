@@ -32,7 +32,7 @@ from fa_serve.backends.triton.primitives import wait_for_previous_kernel
 from fa_serve.launching.launch import Launch, launch_options, power_of_2
 from fa_serve.launching.plans import PLANS, Run
 from fa_serve.ops.elementwise.activation import ACTIVATION_KINDS, activate
-from fa_serve.ops.lora.kernel import MAX_PARTS
+from fa_serve.ops.lora.kernel import num_blocks, part_of_block, part_widths
 from fa_serve.ops.lora.problem import COUNTER_WORDS, LORA_COUNTERS, PAGE_RANKS, LoraBatch, LoraWeights
 from fa_serve.ops.ops_backend import Norm
 from fa_serve.ops.products.row import first_weights, multiply_row, store_product
@@ -303,6 +303,7 @@ def _adapted_row(
     N0: tl.constexpr,
     N1: tl.constexpr,
     N2: tl.constexpr,
+    N3: tl.constexpr,
     K: tl.constexpr,
     GATED: tl.constexpr,
     KIND: tl.constexpr,
@@ -317,16 +318,14 @@ def _adapted_row(
     PDL: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """A program computes BLOCK_N elements of the output, which are those of one part, of N0, N1 or N2 columns. Before them are
-    PARTS * SPLITS programs that multiply by A, unless AHEAD.
+    """A program computes BLOCK_N elements of the output, which are those of one part, of N0, N1, N2 or N3 columns. Before
+    them are PARTS * SPLITS programs that multiply by A, unless AHEAD.
 
     GATED: as in products/row.py; half of the columns of the product are outputs
     """
-    N: tl.constexpr = N0 + N1 + N2
+    N: tl.constexpr = N0 + N1 + N2 + N3
     OUT: tl.constexpr = N // 2 if GATED else N
-    T0: tl.constexpr = ((OUT if GATED else N0) + BLOCK_N - 1) // BLOCK_N
-    T1: tl.constexpr = 0 if GATED else (N1 + BLOCK_N - 1) // BLOCK_N
-    T2: tl.constexpr = (N2 + BLOCK_N - 1) // BLOCK_N
+    BLOCKS: tl.constexpr = num_blocks(OUT, 0, 0, 0, BLOCK_N) if GATED else num_blocks(N0, N1, N2, N3, BLOCK_N)
     SHRINKS: tl.constexpr = 0 if AHEAD else PARTS * SPLITS
     given = RowAdapter(b_ptr, pages_ptr, num_pages_ptr, scales_ptr, ones_ptr, factors_ptr, shrunk_ptr)
     program = tl.program_id(0)
@@ -338,13 +337,12 @@ def _adapted_row(
         )  # fmt: skip
     else:
         program -= SHRINKS
-        part = (program >= T0).to(tl.int32) + (program >= T0 + T1).to(tl.int32)
-        rows = program * BLOCK_N + tl.arange(0, BLOCK_N)
+        part = 0
+        begin = program * BLOCK_N
         end = OUT
         if not GATED:
-            begin = tl.where(part == 0, 0, tl.where(part == 1, N0, N0 + N1))
-            end = tl.where(part == 0, N0, tl.where(part == 1, N0 + N1, N))
-            rows += begin - BLOCK_N * tl.where(part == 0, 0, tl.where(part == 1, T0, T0 + T1))
+            part, begin, end = part_of_block(program, N0, N1, N2, N3, BLOCK_N)
+        rows = begin + tl.arange(0, BLOCK_N)
         keep = rows < end
         w, w_up = first_weights(w_ptr, rows, OUT, K, GATED, BLOCK_N, BLOCK_K)
         tl.debug_barrier()  # so that the compiler requests the weights first
@@ -353,7 +351,7 @@ def _adapted_row(
         has = keep & (slot >= 0)
         if not AHEAD:
             wait_for_previous_kernel(PDL)
-            seen = count_share(counters_ptr, program, T0 + T1 + T2, PTX)
+            seen = count_share(counters_ptr, program, BLOCKS, PTX)
             y, up, root = multiply_row(x_ptr, w_ptr, norm_ptr, w, w_up, rows, eps, offset, OUT, K, GATED, BLOCK_N, BLOCK_K)
         # what follows is requested before A is waited for
         b = _rows_of_b(b_ptr, number, rows, has, stride_b, N, PAGE)
@@ -451,7 +449,7 @@ def plan_lora_row(
     outputs = product.outputs
     if ahead is None:
         ahead = activation is not None
-    widths = (*weights.widths, 0, 0)[:MAX_PARTS]
+    widths = part_widths(weights)
     sizes = (parts, max_pages, PAGE_RANKS, splits, min(512 if ahead else 256, power_of_2(k)))
     offset = 0.0 if norm is None else float(norm.offset)
     pdl = product.is_programmatic
@@ -459,7 +457,7 @@ def plan_lora_row(
     multiply = Launch(
         _adapted_row,
         (0 if ahead else parts * splits)
-        + sum(triton.cdiv(each, tile.block_n) for each in ((outputs,) if activation else widths)),
+        + (triton.cdiv(outputs, tile.block_n) if activation else num_blocks(*widths, tile.block_n)),
         varying=(0.0 if norm is None else norm.eps, offset, float(alpha)),
         strides=strides,
         fixed=(

@@ -118,3 +118,13 @@ def test_a_module_with_hooks_is_refused_and_nothing_stays_seated() -> None:
         seat_states(model)
     assert not any(isinstance(vars(x).get("forward"), SeatedMixer) for x in mixers)
     assert model.training is False
+
+
+@pytest.mark.parametrize(
+    ("name", "uncalled"), [("jamba", {"dt_proj"}), ("mamba", {"dt_proj"}), ("bamba", set()), ("lfm2", set())]
+)
+def test_linear_layers_whose_weights_are_read_are_known(name: str, uncalled: set[str]) -> None:
+    model = BY_NAME[name].build()
+    fa_serve.patch(model)
+    seats = [vars(module)["forward"] for module in find_state_modules(copy.deepcopy(model))]
+    assert [seat.uncalled for seat in seats] == [uncalled] * len(seats)

@@ -66,6 +66,24 @@ def test_shrink_and_expand(target: str) -> None:
 
 
 @pytest.mark.parametrize("target", ["sm90"])
+def test_the_inputs_of_a_gated_delta_net(target: str) -> None:
+    """Four parts, two of which are narrow."""
+    widths = (8192, 4096, 32, 32)
+    with compiling_for(target) as kernels:
+        launch(4096, widths, 1, 16, torch.bfloat16, norm=True)
+        launch(4096, widths, 512, 64, torch.bfloat16)
+        multiply(4096, widths, 64, torch.bfloat16)
+        multiply(4096, widths, 1, torch.bfloat16)
+    assert [kernel.spill_bytes for kernel in kernels] == [0] * 7
+    assert max(kernel.shared_bytes for kernel in kernels) <= SHARED_BYTES[target]
+
+
+def test_more_parts_are_refused() -> None:
+    with pytest.raises(ValueError, match="at most 4 parts, got 5"):
+        launch(64, (16,) * 5, 1, 16, torch.bfloat16)
+
+
+@pytest.mark.parametrize("target", ["sm90"])
 def test_float32_is_exact_and_launches_are_programmatic(target: str) -> None:
     with compiling_for(target) as kernels:
         launch(1024, (1024,), 16, 16, torch.float32)

@@ -19,6 +19,7 @@ CASES = [
     pytest.param(LoraCase((1,) * 35 + (0,) * 3, widths=(140,)), id="several tiles"),
     pytest.param(LoraCase(tuple(range(35)), ranks=(4,) * 35, widths=(24, 40)), id="more tiles than programs"),
     pytest.param(LoraCase((1,) * 70 + (0, -1), widths=(24, 24), block_rows=64), id="prompts"),
+    pytest.param(LoraCase((1, 0, -1, 2), widths=(140, 9, 3, 5), norm=True, dora=True, bias=True), id="four parts"),
 ]
 
 

@@ -23,6 +23,7 @@ CASES = [
     pytest.param(LoraCase((1,) * 35 + (0,) * 3 + (-1,) * 20, widths=(72, 72)), {"activation": "silu"}, id="gate of two parts"),
     pytest.param(LoraCase((2, -1), widths=(144,), bias=True), {"activation": "gelu_tanh"}, id="gate of one part"),
     pytest.param(LoraCase(tuple(range(35)), ranks=(4,) * 35, widths=(24, 40)), {}, id="many adapters"),
+    pytest.param(LoraCase((1, -1, 0, 2), widths=(140, 9, 3, 5), bias=True), {}, id="four parts"),
 ]
 
 

@@ -17,6 +17,7 @@ from fa_serve.ops.lora import row_product, run
 DTYPES = [torch.float32, torch.float16]
 CASES = [
     pytest.param(LoraCase((2,), k=1100, norm=True, widths=(9, 8, 7)), {"residual": True}, id="three parts"),
+    pytest.param(LoraCase((1,), norm=True, widths=(19, 8, 3, 5), dora=True), {}, id="four parts"),
     pytest.param(LoraCase((1,), norm=True, dora=True, bias=True, widths=(12, 12)), {"activation": "silu"}, id="gate"),
     pytest.param(LoraCase((1,), ranks=(4, 256), k=2100, widths=(264,)), {"residual": True}, id="rank 256, uneven columns"),
     pytest.param(LoraCase((0,), widths=(20, 20), bias=True), {"activation": "gelu"}, id="gate without an adapter of one part"),
