@@ -91,7 +91,7 @@ class EngineConfig:
     grammar_memory:         bytes that compiling a structured output may take in the async engine
     max_stop_chars:         characters of all stop strings of a request together
     lora:                   adapters to serve from the start, each as "NAME=FOLDER"
-    lora_bytes:             bytes of the memory of adapters on the device; 0 serves none, and None is 1 GiB if `lora` names any,
+    lora_bytes:             bytes of memory for adapters on each device; 0 serves none, and None is 1 GiB if `lora` names any,
                             else 0. Adapters of the embedding, the head or experts may take as much again
     max_lora_rank:          largest rank of an adapter, with one more for its bias and one for DoRA
     lora_host_bytes:        bytes of adapters that are kept on the host, ready to be copied

@@ -161,10 +161,10 @@ class AdapterStore:
 
         reading: what `begin` has returned. Raises as `read`, on all ranks if one of them raises.
         """
-        begun = None if reading is None else self._readings.pop(reading)
-        self.check_name(name)
         failure: Exception | None = None
-        try:
+        try:  # whatever happens on this rank, the others wait for what it says
+            begun = None if reading is None else self._readings.pop(reading)
+            self.check_name(name)
             packed = self.read(folder) if begun is None else begun.result()
             facts = file_facts(folder)
             own = _Read("", packed.outer_bytes, packed.is_eager, packed.content)

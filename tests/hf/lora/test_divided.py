@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from hf_families import BY_NAME
+from latent_families import LATENT
 from peft_adapters import ATTENTION, PeftForwards, save_adapter
 from rank_threads import run_ranks
 from tiny_models import make_model
@@ -36,7 +37,7 @@ ROWS = "model.layers.0.self_attn.q_proj"
 
 
 def family(name: str) -> PreTrainedModel:
-    return BY_NAME[name].build()
+    return (BY_NAME | {each.name: each for each in LATENT})[name].build()
 
 
 def tied() -> PreTrainedModel:
@@ -54,6 +55,17 @@ BASES: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen3-moe": lambda: make_model("qwen3-moe"),
     "olmo2": lambda: family("olmo2"),  # a norm of all heads, so that its queries are whole on each rank
     "phi3": lambda: family("phi3"),  # merged projections, whose rows are divided by sections
+    "deepseek-v3": lambda: family("deepseek-v3"),  # latent keys
+}
+
+TARGETS = {
+    "qwen3-moe": ATTENTION,
+    "deepseek-v3": [
+        "q_a_proj",
+        "q_b_proj",
+        "kv_a_proj_with_mqa",
+        "o_proj",
+    ],
 }
 
 
@@ -100,7 +112,7 @@ def differences(base: Callable[[], PreTrainedModel], folder: Path, size: int) ->
 @pytest.mark.parametrize("name", BASES)
 def test_ranks_give_the_logits_of_peft(tmp_path: Path, name: str, size: int) -> None:
     """Two heads of keys and values, which four ranks share."""
-    targets = ATTENTION if name == "qwen3-moe" else "all-linear"
+    targets = TARGETS.get(name, "all-linear")
     folder = save_adapter(tmp_path / "a", model=BASES[name](), r=20, target_modules=targets)
     assert max(differences(BASES[name], folder, size)) < 1e-5
 
@@ -149,7 +161,9 @@ def test_faults_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault:
 
 
 def test_parts_of_matrices() -> None:
-    a, b, bias = torch.arange(12.0).view(2, 6), torch.arange(8.0).view(4, 2), torch.arange(4.0)
+    a = torch.arange(12.0).view(2, 6)
+    b = torch.arange(8.0).view(4, 2)
+    bias = torch.arange(4.0)
     whole = LowRank(a, b, 0.5, bias)
     for rank in (0, 1):
         rows = divided_module.part_of_low_rank("x", whole, divided_linear(0, 4, rank))
