@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from peft_adapters import ATTENTION, PeftForwards, save_adapter
+from quantised_copies import copy_of, dequantised, load
 from safetensors.torch import save_file
 from streams import collect
 from tiny_models import CONFIGS, make_model, make_tokenizer, random_prompts
@@ -156,6 +157,37 @@ def test_layers_that_are_not_fused_have_adapters(llama: Path, folders: dict[str,
     for name, prompt, found in zip(names, prompts, answers(engine, names, prompts), strict=True):
         assert found == peft.choose(name, prompt, found), name
     close(engine)
+
+
+def check_mixed(model: Path, base: PreTrainedModel, folders: dict[str, Path]) -> None:
+    engine = start(model)
+    for name, folder in folders.items():
+        engine.load_adapter(name, folder)
+    peft = PeftForwards(base, folders)
+    prompts = [[token % engine.vocab_size for token in prompt] for prompt in random_prompts(6, longest=12)]
+    names = [*([*folders, None] * 3)[:6]]
+    for name, prompt, found in zip(names, prompts, answers(engine, names, prompts), strict=True):
+        assert found == peft.choose(name, prompt, found), name
+    assert len({tuple(answers(engine, name, prompts[:1])[0]) for name in (*folders, None)}) == len(folders) + 1
+    close(engine)
+
+
+def test_experts_and_routers_have_adapters(tmp_path: Path) -> None:
+    base = partial(make_model, "qwen3-moe")
+    own = {"experts": {"target_modules": "all-linear"}, "attention": {"target_modules": ATTENTION}}
+    folders = {
+        name: save_adapter(tmp_path / name, model=base(), seed=i, **given) for i, (name, given) in enumerate(own.items())
+    }
+    check_mixed(save_model(tmp_path / "model", base), base(), folders)
+
+
+def test_an_int4_base_has_adapters(tmp_path: Path) -> None:
+    model = copy_of(None, "gptq", tmp_path, group_size=32)
+
+    def base() -> PreTrainedModel:
+        return dequantised(load(model, dtype="float32"))
+
+    check_mixed(model, base(), {name: save_adapter(tmp_path / name, model=base(), seed=i) for i, name in enumerate("ab")})
 
 
 def write_mark(folder: Path, row: torch.Tensor, width: int) -> Path:
