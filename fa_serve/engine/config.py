@@ -91,7 +91,7 @@ class EngineConfig:
     grammar_memory:         bytes that compiling a structured output may take in the async engine
     max_stop_chars:         characters of all stop strings of a request together
     lora:                   adapters to serve from the start, each as "NAME=FOLDER"
-    lora_bytes:             bytes of the memory of adapters on the device; 0 serves none, and None is 1 GiB if `lora` names any,
+    lora_bytes:             bytes of memory for adapters on each device; 0 serves none, and None is 1 GiB if `lora` names any,
                             else 0. Adapters of the embedding, the head or experts may take as much again
     max_lora_rank:          largest rank of an adapter, with one more for its bias and one for DoRA
     lora_host_bytes:        bytes of adapters that are kept on the host, ready to be copied
@@ -242,8 +242,6 @@ class EngineConfig:
             raise ParameterError("lora_bytes", "be 0 or a positive integer, or None", self.lora_bytes)
         if isinstance(self.lora, str) or not all(isinstance(each, str) and "=" in each[1:] for each in self.lora):
             raise ParameterError("lora", "be a list of texts NAME=FOLDER", self.lora)
-        if self.lora_budget and self.tensor_parallel > 1:
-            raise ParameterError("lora", "be empty, and lora_bytes 0, with tensor_parallel above 1", self.tensor_parallel)
         if self.lora_budget and self.deterministic:
             rule = (
                 "be empty, and lora_bytes 0, with deterministic=True: products with adapters depend on the other rows of a step"

@@ -57,9 +57,6 @@ from fa_serve.spec import ParameterError
 
 log = logging.getLogger("fa_serve.engine")
 
-LOAD_SECONDS = 0.01
-"""How long a step without work waits at most for an adapter that is being loaded."""
-
 
 class Engine:
     """Owner of the step. The scheduler owns the sequences, the runner owns the device, and the answers are what clients get.
@@ -116,8 +113,6 @@ class Engine:
         self._counters = Counters()
         self._answers = Answers(self.tokenizer, self._counters, stop=lambda *ended: self._scheduler.stop(*ended))
         self._serial = count()
-        for each in self.config.lora:
-            self.load_adapter(*each.split("=", 1))
         self._residence = Residence(self._runner, self.config, owned=model is None, num_ranks=self._ranks.size)
         self._late: list[RequestOutput] = []  # outputs that come with those of the next step
 
@@ -203,7 +198,7 @@ class Engine:
         elif not batch and self._scheduler.tier is not None and self._scheduler.tier.is_awaited:
             self._scheduler.tier.wait()
         elif not batch and self._runner.adapters is not None and self._scheduler.seats:
-            self._runner.adapters.wait(LOAD_SECONDS)
+            self._runner.adapters.wait()
         outputs += self._take_outputs()
         self._ranks.end_step()
         late = self._late
@@ -265,19 +260,24 @@ class Engine:
                 self.abort(request_id)
         return [answers.completion(x, index) for x, each in zip(ids, params, strict=True) for index in range(each.n)]
 
-    def load_adapter(self, name: str, folder: str | Path) -> None:
-        """Serve the adapter in a folder, as peft writes it, under a name from now on.
+    def load_adapter(self, name: str, folder: str | Path, reading: int | None = None) -> None:
+        """Serve the adapter in a folder, as peft writes it, under a name from now on. reading: of `read_adapter`
 
         A name that is in use gets the new adapter: running requests finish with the old one. Raises ParameterError for an
-        adapter that is broken, that fa_serve does not compute or that does not fit the model, and for an engine without
-        `lora_bytes`; OSError for files that cannot be read.
+        adapter that is broken, that fa_serve does not compute or that does not fit the model, on any rank, and for an engine
+        without `lora_bytes`; OSError for files that cannot be read.
         """
-        store = self.adapters
-        store.check_name(name)
-        store.add(name, folder, store.read(folder))
+        self._ranks.tell("load_adapter", name, folder, reading)
+        self.adapters.load(name, folder, reading)
+
+    def read_adapter(self, folder: str | Path) -> int:
+        """Begin to read an adapter, in a thread of each rank. Returns a number for `load_adapter`, which waits for its end."""
+        self._ranks.tell("read_adapter", folder)
+        return self.adapters.begin(folder)
 
     def unload_adapter(self, name: str) -> None:
         """Serve no more requests with an adapter. Those that have it finish. Raises ParameterError for an unknown name."""
+        self._ranks.tell("unload_adapter", name)
         self.adapters.remove(name)
 
     @property

@@ -19,14 +19,15 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class Adapter:
-    """One adapter, as it was loaded: another load under the same name makes another one.
+    """One adapter, as it was loaded: another load under the same name makes another one. Ranks send it to each other.
 
     number:      of the load, or of its content; no other adapter of the engine, or none with another content, has it
     num_pages:   of the pool
     outer_bytes: that it takes on the device beside its pages
     is_eager:    steps with it run without CUDA graphs
+    serial:      of the load, which no other adapter of the engine has
     """
 
     name: str
@@ -34,16 +35,20 @@ class Adapter:
     num_pages: int
     outer_bytes: int = 0
     is_eager: bool = False
+    serial: int = 0
 
 
 class Loader(Protocol):
     """Fills the memory of the device."""
 
+    def settle(self) -> None:
+        """Take note of the loads that have ended, which `is_done` tells from now on. All ranks call it at the same point."""
+
     def start(self, adapter: Adapter, slot: int, pages: list[int]) -> None:
         """Begin to load an adapter into a slot and pages that no step launched from now on reads."""
 
     def is_done(self, adapter: Adapter) -> bool:
-        """Whether it is loaded. Raises what loading has raised."""
+        """Whether it is loaded, as `settle` has found. Raises what loading has raised."""
 
     def evicted(self, adapter: Adapter, slot: int) -> None:
         """The adapter has no memory any more."""

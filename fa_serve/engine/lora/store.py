@@ -1,7 +1,7 @@
 """Adapters by name, their tier on the host, and the thread that loads them into the device's memory.
 
     store = AdapterStore(memory, host_bytes=4 << 30)
-    store.add("french", folder, store.read(folder))      # `read` takes the time, and runs in any thread
+    store.load("french", folder)             # reads it; `begin` does that before, in a thread
     adapter = store.find("french")
     pool = store.pool                        # asks this store to load
     store.remove("french")                   # sequences that have it finish with it
@@ -9,7 +9,11 @@
 The tier on the host keeps adapters as they are copied to the device. If it is full, those that were asked for least recently
 are dropped, and read from their folder again when a sequence needs them. A folder whose files have changed is refused, because
 the prefix cache has what was computed with the older ones. On a GPU, copies have a separate stream, on which they wait
-for the steps that were launched before. Left out: who may load what, which is the server's business.
+for the steps that were launched before.
+
+With several ranks, each has a store with what it keeps of each adapter. All are told the same, so that names, slots and pages
+are the same. What depends on files and threads is decided by all of them together: an adapter is served if every rank has read
+it, and it is there when every rank has loaded it (`settle`). Left out: who may load what, which is the server's business.
 """
 
 from __future__ import annotations
@@ -18,17 +22,19 @@ import logging
 import re
 import threading
 from collections import OrderedDict
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from fa_serve.engine.cache.identity import content_number
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.lora.pool import Adapter, LoraPool
+from fa_serve.engine.parallel.ranks import Alone, Ranks
 from fa_serve.hf.lora.format import LoraAdapter, file_facts, read_adapter
 from fa_serve.hf.lora.memory import LoraMemory, PackedLora
 from fa_serve.ops import PAGE_RANKS
@@ -39,49 +45,75 @@ log = logging.getLogger("fa_serve.engine")
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:@+-]{0,127}")
 MAX_ADAPTERS = 4096
 """Names that an engine knows at once."""
+LOAD_SECONDS = 0.01
+"""How long a step without work waits at most for an adapter that is being loaded."""
 
 
-def _start_reader() -> ThreadPoolExecutor:
+def _start_thread(name: str) -> ThreadPoolExecutor:
     """A thread in which PyTorch computes with that thread alone.
 
     An adapter is hundreds of small tensors. For each, PyTorch would wake a thread of each processor and wait for all of them:
     beside other work that takes milliseconds a tensor, and seconds an adapter.
     """
     before = torch.get_num_threads()
-    reader = ThreadPoolExecutor(1, "fa_serve-adapters", initializer=torch.set_num_threads, initargs=(1,))
-    reader.submit(torch.get_num_threads).result()
+    thread = ThreadPoolExecutor(1, name, initializer=torch.set_num_threads, initargs=(1,))
+    thread.submit(torch.get_num_threads).result()
     torch.set_num_threads(before)  # which is what other threads begin with
-    return reader
+    return thread
+
+
+class _Read(NamedTuple):
+    """What reading an adapter has come to on one rank.
+
+    refusal: why it is not served; "" if it is
+    content: of its files; 0 if it was not asked for
+    """
+
+    refusal: str
+    outer_bytes: int = 0
+    is_eager: bool = False
+    content: int = 0
 
 
 class AdapterStore:
     """Owner of the names and of the adapters on the host. Only `read` may be called from other threads than the engine's.
 
     host_bytes: of the tier on the host, which holds one adapter at least
-    by_content: adapters are numbered by their content, so that a later engine knows what an adapter has computed
+    by_content: adapters are numbered by their content, so that a later engine, and other ranks, know what an adapter computes
+    ranks:      among which the model is divided
     """
 
-    def __init__(self, memory: LoraMemory, host_bytes: int, *, by_content: bool = False) -> None:
+    def __init__(self, memory: LoraMemory, host_bytes: int, *, by_content: bool = False, ranks: Ranks | None = None) -> None:
         self.memory = memory
-        self._by_content = by_content
+        self._ranks: Ranks = ranks or Alone(memory.device)
+        self._by_content = by_content or self._ranks.size > 1
         self.pool = LoraPool(memory.num_slots, memory.num_pages, memory.num_pages * memory.bytes_per_page, self)
         self._host_bytes = host_bytes
         self._names: dict[str, Adapter] = {}
         self._folders: dict[Adapter, tuple[Path, tuple[tuple[int, int], ...]]] = {}
         self._host: OrderedDict[Adapter, PackedLora] = OrderedDict()  # the least recently used one first
         self._loads: dict[Adapter, Future[PackedLora]] = {}
+        self._ended: dict[Adapter, str] = {}  # the loads that have ended on every rank, and why one has failed
         self._numbers = count(1)
-        self._thread = _start_reader()
+        self._serials = count(1)
+        self._readings: dict[int, Future[PackedLora]] = {}
+        self._reading_numbers = count(1)
+        self._thread = _start_thread("fa_serve-adapters")
+        self._reader = _start_thread("fa_serve-read-adapters")
         make_stream: Any = torch.cuda.Stream
         self._stream = make_stream(memory.device) if memory.device.type == "cuda" else None
         self._changed = threading.Event()
 
     @classmethod
-    def make(cls, model: Any, config: EngineConfig) -> AdapterStore:
-        """The store of a model whose layers are fused. Raises as `LoraMemory`."""
+    def make(cls, model: Any, config: EngineConfig, ranks: Ranks) -> AdapterStore:
+        """The store of a model whose layers are fused, with the adapters of the settings. Raises as `LoraMemory` and `load`."""
         pages = config.max_num_seqs * -(-config.max_lora_rank // PAGE_RANKS)
         memory = LoraMemory(model, budget=config.lora_budget, max_rank=config.max_lora_rank, max_pages=pages)
-        return cls(memory, config.lora_host_bytes, by_content=config.kv_host_folder is not None)
+        store = cls(memory, config.lora_host_bytes, by_content=config.kv_host_folder is not None, ranks=ranks)
+        for each in config.lora:
+            name, folder = each.split("=", 1)
+            store.load(name, folder)
+        return store
 
     def __str__(self) -> str:
         """What there is, for the report of the start."""
@@ -102,8 +134,8 @@ class AdapterStore:
             raise ParameterError("lora_name", f"be one of {MAX_ADAPTERS} names at most: unload an adapter first", name)
 
     def read(self, folder: str | Path) -> PackedLora:
-        """Read and check an adapter, behind those that are being loaded. Raises as `read_adapter` and `LoraMemory.pack`."""
-        return self._thread.submit(self._read, folder).result()
+        """Read and check an adapter, behind those that are being read. Raises as `read_adapter` and `LoraMemory.pack`."""
+        return self._reader.submit(self._read, folder).result()
 
     def _read(self, folder: str | Path) -> PackedLora:
         return self.pack(read_adapter(folder, max_bytes=self._host_bytes))
@@ -113,15 +145,64 @@ class AdapterStore:
         packed = self.memory.pack(adapter)
         return replace(packed, content=content_number(adapter)) if self._by_content else packed
 
-    def add(self, name: str, folder: str | Path | None, packed: PackedLora) -> Adapter:
+    def begin(self, folder: str | Path) -> int:
+        """Begin to read an adapter in a thread. Returns the number by which `load` takes it, the same on all ranks."""
+        number = next(self._reading_numbers)
+        self._readings[number] = self._reader.submit(self._read, folder)
+        return number
+
+    def when_read(self, number: int, then: Callable[[], None]) -> None:
+        """Call a function, in any thread, when this rank has read what it has begun to read."""
+        self._readings[number].add_done_callback(lambda _: then())
+
+    def load(self, name: str, folder: str | Path, reading: int | None = None) -> Adapter:
+        """Serve the adapter in a folder under a name, unless a rank refuses it. All ranks call it at the same point.
+
+        reading: what `begin` has returned. Raises as `read`, on all ranks if one of them raises.
+        """
+        failure: Exception | None = None
+        try:  # whatever happens on this rank, the others wait for what it says
+            begun = None if reading is None else self._readings.pop(reading)
+            self.check_name(name)
+            packed = self.read(folder) if begun is None else begun.result()
+            facts = file_facts(folder)
+            own = _Read("", packed.outer_bytes, packed.is_eager, packed.content)
+        except Exception as error:
+            failure = error
+            own = _Read(str(error) or type(error).__name__)
+        found = self._ranks.gather(own)
+        if failure is not None:
+            raise failure
+        if refusal := _refusal([each.refusal for each in found]):
+            raise _refused(name, refusal)
+        if len({each.content for each in found}) > 1:
+            raise ParameterError("adapter", "be the same files for every rank, also on other machines", str(folder))
+        outer_bytes = max(each.outer_bytes for each in found)
+        return self._serve(name, (Path(folder), facts), packed, outer_bytes, any(each.is_eager for each in found))
+
+    def add(self, name: str, packed: PackedLora) -> Adapter:
+        """Serve an adapter that is in memory, and stays on the host. Raises ParameterError with several ranks."""
+        self.check_name(name)
+        if self._ranks.size > 1:
+            raise ParameterError("adapter", "be loaded from a folder with tensor_parallel above 1", name)
+        return self._serve(name, None, packed, packed.outer_bytes, packed.is_eager)
+
+    def _serve(
+        self,
+        name: str,
+        origin: tuple[Path, tuple[tuple[int, int], ...]] | None,
+        packed: PackedLora,
+        outer_bytes: int,
+        is_eager: bool,
+    ) -> Adapter:
         """Serve an adapter under a name from now on, also if another one has it, which is removed.
 
-        folder: where it can be read again; None keeps it on the host
+        origin: the folder where it can be read again, and the state of its files; None keeps it on the host
         """
-        self.check_name(name)
-        adapter = Adapter(name, packed.content or next(self._numbers), packed.num_pages, packed.outer_bytes, packed.is_eager)
-        if folder is not None:
-            self._folders[adapter] = (Path(folder), file_facts(folder))
+        number = packed.content or next(self._numbers)
+        adapter = Adapter(name, number, packed.num_pages, outer_bytes, is_eager, next(self._serials))
+        if origin is not None:
+            self._folders[adapter] = origin
         if name in self._names:
             self.remove(name)
         self._names[name] = adapter
@@ -144,11 +225,11 @@ class AdapterStore:
 
     def is_served(self, adapter: Adapter) -> bool:
         """Whether requests may still come for it."""
-        return self._names.get(adapter.name) is adapter
+        return self._names.get(adapter.name) == adapter
 
-    def wait(self, seconds: float) -> None:
-        """Wait until an adapter has been loaded, but not longer than that."""
-        self._changed.wait(seconds)
+    def wait(self) -> None:
+        """Wait until an adapter has been loaded, but not for long."""
+        self._changed.wait(LOAD_SECONDS)
         self._changed.clear()
 
     def start(self, adapter: Adapter, slot: int, pages: list[int]) -> None:
@@ -160,15 +241,28 @@ class AdapterStore:
         if self._stream is not None:
             launched = torch.Event("cuda")  # steps in flight may read the memory that is overwritten
             launched.record(torch.cuda.current_stream(self.memory.device))
+        self._ranks.add_to_digest((adapter.serial, slot, *pages))
         self._loads[adapter] = self._thread.submit(self._load, adapter, packed, slot, pages, launched)
         self._loads[adapter].add_done_callback(lambda _: self._changed.set())
 
+    def settle(self) -> None:
+        """As in `Loader`: a load has ended when it has on every rank, and has failed if it has on one."""
+        pending = [adapter for adapter in self._loads if adapter not in self._ended]
+        if not pending:
+            return
+        ranks = self._ranks.gather([_outcome(self._loads[adapter]) for adapter in pending])
+        for adapter, outcomes in zip(pending, zip(*ranks, strict=True), strict=True):
+            if None not in outcomes:
+                self._ended[adapter] = _refusal(outcomes)
+
     def is_done(self, adapter: Adapter) -> bool:
         """As in `Loader`."""
-        load = self._loads[adapter]
-        if not load.done():
+        failure = self._ended.get(adapter)
+        if failure is None:
             return False
-        packed = load.result()
+        packed = self._loads[adapter].result()
+        if failure:
+            raise _refused(adapter.name, failure)
         if adapter not in self._host:
             self._keep(adapter, packed)
         return True
@@ -176,6 +270,7 @@ class AdapterStore:
     def evicted(self, adapter: Adapter, slot: int) -> None:
         """As in `Loader`."""
         self._loads.pop(adapter, None)
+        self._ended.pop(adapter, None)
         self.memory.clear(slot)
 
     def unused(self, adapter: Adapter) -> None:
@@ -186,8 +281,9 @@ class AdapterStore:
             self._folders.pop(adapter, None)
 
     def close(self) -> None:
-        """End the thread, after what it does."""
+        """End the threads, after what they do."""
         self._thread.shutdown(cancel_futures=True)
+        self._reader.shutdown(cancel_futures=True)
 
     def _load(
         self, adapter: Adapter, packed: PackedLora | None, slot: int, pages: list[int], launched: torch.Event | None
@@ -218,3 +314,20 @@ class AdapterStore:
                 break
             if other is not adapter and other in self._folders:
                 total -= self._host.pop(other).num_bytes
+
+
+def _outcome(load: Future[PackedLora]) -> str | None:
+    """What a load has come to: None while it runs, "" when it has ended, and otherwise why it has failed."""
+    if not load.done():
+        return None
+    error = load.exception()
+    return "" if error is None else str(error) or type(error).__name__
+
+
+def _refusal(outcomes: Iterable[str]) -> str:
+    """The first rank that has failed, and why; "" if none has."""
+    return next((f"rank {rank} refuses it: {why}" for rank, why in enumerate(outcomes) if why), "")
+
+
+def _refused(name: str, refusal: str) -> ParameterError:
+    return ParameterError("adapter", f"be one that every rank can load ({refusal})", name)

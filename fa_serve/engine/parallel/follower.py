@@ -101,10 +101,10 @@ class Follower:
         decided: T = value
         return decided
 
-    def min_over_ranks(self, value: int) -> int:
-        """The smallest value of all ranks."""
+    def gather(self, value: T) -> list[T]:
+        """The values of all ranks, in their order."""
         self._connection.send(value)
-        return self.broadcast("min_over_ranks", lambda: value)
+        return self.broadcast("gather", lambda: [value])
 
     def add_to_digest(self, numbers: Iterable[int]) -> None:
         """Take numbers that must be the same on every rank into the digest."""

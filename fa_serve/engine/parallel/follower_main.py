@@ -17,10 +17,10 @@ import logging
 import os
 import signal
 import sys
-from contextlib import nullcontext, suppress
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, NoReturn
 
+from fa_serve.engine.errors import EngineDeadError
 from fa_serve.engine.process.host_memory import MemoryTrimmer, importing, limit_host_memory
 
 if TYPE_CHECKING:
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from fa_serve.engine.parallel.ranks import OnLost
 
 log = logging.getLogger("fa_serve.engine")
+MAY_REFUSE = ("submit", "read_adapter", "load_adapter", "unload_adapter")
+"""Calls whose exceptions refuse what they were given, on every rank, and nothing else."""
 
 
 def open_engine(
@@ -81,9 +83,14 @@ def follow(connection: Connection, local_rank: int | None = None) -> int:
         gc.freeze()
         MemoryTrimmer().start()
         for call, args in ranks.calls():
-            # an exception here refuses one request, on rank 0 as well; if it does not, the digests will differ
-            with suppress(Exception) if call == "submit" else nullcontext():
+            try:
                 getattr(engine, call)(*args)
+            except EngineDeadError:
+                raise
+            except Exception:
+                # rank 0 refuses the request or the adapter as well; if it does not, the digests will differ
+                if call not in MAY_REFUSE:
+                    raise
         engine.check_integrity()
         engine.close()
     except Exception as error:

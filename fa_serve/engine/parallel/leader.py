@@ -113,9 +113,9 @@ class Leader:
         self._send(what, value)
         return value
 
-    def min_over_ranks(self, value: int) -> int:
-        """The smallest value of all ranks. Raises EngineDeadError if a follower has ended."""
-        return self.broadcast("min_over_ranks", lambda: min([value, *(int(self._reply(link)) for link in self._links)]))
+    def gather(self, value: T) -> list[T]:
+        """The values of all ranks, in their order. Raises EngineDeadError if a follower has ended."""
+        return self.broadcast("gather", lambda: [value, *(self._reply(link) for link in self._links)])
 
     def add_to_digest(self, numbers: Iterable[int]) -> None:
         """Take numbers that must be the same on every rank into the digest."""

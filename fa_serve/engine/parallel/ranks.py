@@ -7,7 +7,8 @@
     ranks.close()
 
 Each rank schedules, computes, samples and commits by itself. Rank 0 sends the calls that it is given, and what depends on
-clocks, random bits or threads, through a link to each follower, and it never waits for an answer. Nothing is sent for a token.
+clocks, random bits or threads, through a link to each follower. It waits for an answer only where all ranks must have done
+something, as at the start and while an adapter is loaded (`gather`). Nothing is sent for a token.
 Each step begins with a digest of what rank 0 has scheduled and sampled before, and a follower whose digest differs ends with an
 error.
 
@@ -55,8 +56,8 @@ class Ranks(Protocol):
     def broadcast(self, what: str, make: Callable[[], T]) -> T:
         """What `make` returns on rank 0. Every rank asks for the same at the same point."""
 
-    def min_over_ranks(self, value: int) -> int:
-        """The smallest value of all ranks."""
+    def gather(self, value: T) -> list[T]:
+        """The values of all ranks, in their order, for which rank 0 waits. Every rank asks for the same at the same point."""
 
     def add_to_digest(self, numbers: Iterable[int]) -> None:
         """Take numbers that must be the same on every rank into the digest."""
@@ -98,9 +99,9 @@ class Alone:
         """What `make` returns."""
         return make()
 
-    def min_over_ranks(self, value: int) -> int:
-        """The value."""
-        return value
+    def gather(self, value: T) -> list[T]:
+        """The value alone."""
+        return [value]
 
     def add_to_digest(self, numbers: Iterable[int]) -> None:
         """There is nobody to compare with, so the numbers are not even counted."""

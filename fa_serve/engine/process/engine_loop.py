@@ -13,7 +13,6 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -35,7 +34,6 @@ from fa_serve.spec import ParameterError
 
 if TYPE_CHECKING:
     from fa_serve.engine.engine import Engine
-    from fa_serve.engine.lora.store import AdapterStore
     from fa_serve.engine.pooling.encoder import Encoder
 
     AnyEngine = Engine | Encoder
@@ -91,13 +89,13 @@ class LoadAdapter:
     """Serve the adapter in a folder under a name, or, without a folder, serve the name no more.
 
     serial: names the answer, a `Reply`
-    packed: the adapter, or the error of reading it; None when it has not been read
+    reading: what `Engine.read_adapter` has returned; None when it has not begun
     """
 
     serial: int
     name: str
     folder: str | None
-    packed: Any = None
+    reading: int | None = None
 
 
 Message = Add | Encode | Abort | Control | LoadAdapter
@@ -142,7 +140,6 @@ class EngineLoop:
         # what the commands since the last step have caused
         self._outputs: list[RequestOutput] = []
         self._rejected: list[tuple[str, Exception]] = []
-        self._readers = ThreadPoolExecutor(1, thread_name_prefix="fa_serve-read-adapters")
         self._replies: list[Reply] = []
         self._is_paused = False
         self._busy_since: float | None = None
@@ -176,7 +173,6 @@ class EngineLoop:
                 self._steps = self._steps.plus(time.monotonic() - begin)
         finally:
             self._queue.close()
-            self._readers.shutdown(cancel_futures=True)
             self._engine.close()
 
     def _take_commands(self) -> bool:
@@ -315,30 +311,21 @@ class EngineLoop:
     def _load(self, command: LoadAdapter) -> None:
         """Begin to read an adapter, in a thread; or serve one that has been read."""
         try:
-            store = self._generator("load_adapter").adapters
+            engine = self._generator("load_adapter")
             if command.folder is None:
-                store.remove(command.name)
-            elif command.packed is None:
-                store.check_name(command.name)
-                self._readers.submit(self._read, command, store)
+                engine.unload_adapter(command.name)
+            elif command.reading is None:
+                engine.adapters.check_name(command.name)
+                number = engine.read_adapter(command.folder)
+                again = replace(command, reading=number)
+                engine.adapters.when_read(number, lambda: self._commands.put(again))
                 return
-            elif isinstance(command.packed, Exception):
-                raise command.packed
             else:
-                store.add(command.name, command.folder, command.packed)
+                engine.load_adapter(command.name, command.folder, command.reading)
         except Exception as error:
             self._replies.append(Reply(command.serial, error=_sendable(error)))
         else:
             self._replies.append(Reply(command.serial))
-
-    def _read(self, command: LoadAdapter, store: AdapterStore) -> None:
-        """Read an adapter, in a thread, and send the command again."""
-        packed: Any
-        try:
-            packed = store.read(command.folder or "")
-        except Exception as error:
-            packed = error
-        self._commands.put(replace(command, packed=packed))
 
     def _start_compiling(self, command: Add, structured: StructuredOutput) -> None:
         limit = max(self._engine.config.max_waiting, 1)

@@ -70,6 +70,8 @@ class AdapterSeats:
         """The sequences that may join the queue now, and those whose adapter could not be loaded."""
         if not self:
             return [], []
+        assert self._pool is not None
+        self._pool.loader.settle()
         self._place_waiting()
         joined = []
         failed = []

@@ -118,7 +118,7 @@ def load(
     if runner.fuses:
         clock.end("fusion", f"{runner.fuse()} of {len(runner.layers)} layers are fused")
     if config.lora_budget:
-        runner.adapters = AdapterStore.make(model, config)
+        runner.adapters = AdapterStore.make(model, config, ranks)
         clock.end("adapters", str(runner.adapters))
     num_pages, max_model_len, num_states = sizes(config, runner, ranks)
     runner.allocate(num_pages, max_model_len, num_states or 0)
@@ -453,11 +453,11 @@ def sizes(config: EngineConfig, runner: ModelRunner, ranks: Ranks) -> Sizes:
     fitting = (0, 0)
     if config.num_pages is None or (config.num_states is None and runner.state_memory):
         fitting = find_room(runner, config, length)
-    num_pages = ranks.min_over_ranks(config.num_pages or fitting[0])
+    num_pages = min(ranks.gather(config.num_pages or fitting[0]))
     num_states = config.num_states
     if num_states is None and runner.state_memory:
         # a device has room for more states than a few pages that were asked for have use for
-        num_states = ranks.min_over_ranks(min(fitting[1], runner.state_memory.enough_states(num_pages)))
+        num_states = min(ranks.gather(min(fitting[1], runner.state_memory.enough_states(num_pages))))
     capacity = num_pages * config.page_size
     if config.max_model_len is not None and length > capacity:
         rule = f"be at most {capacity}, which is what {num_pages} pages of {config.page_size} tokens hold"

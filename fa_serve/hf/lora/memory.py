@@ -10,8 +10,10 @@ as many copies as it has pages, and memory has no gaps whatever ranks are mixed.
 the memory is made, as CUDA graphs need it. Two kinds of rows stand beside the ranks of an adapter: the bias of B, and the
 factor of DoRA (ops/lora/problem.py).
 
-Left out: which adapter has which slot and pages (fa_serve.engine.lora.pool), what has no place in pages (outer.py,
-parameters.py), and models that are divided between ranks.
+In a model that is divided, the memory of a rank has what this rank keeps of adapters (divided.py).
+
+Left out: which adapter has which slot and pages (fa_serve.engine.lora.pool), and what has no place in pages (outer.py,
+parameters.py).
 """
 
 from __future__ import annotations
@@ -27,10 +29,12 @@ from torch import Tensor, nn
 from fa_serve import ops
 from fa_serve.hf.adapter.latent_keys import LatentKeys
 from fa_serve.hf.adapter.state_modules import SeatedMixer
+from fa_serve.hf.lora.divided import part_of_low_rank, whole_sizes
 from fa_serve.hf.lora.format import LoraAdapter, LowRank, is_finite
 from fa_serve.hf.lora.outer import AdaptedEmbedding, AdaptedHead, OuterModules, OuterWeights
 from fa_serve.hf.lora.parameters import AdaptedExperts, AdaptedRouter
 from fa_serve.hf.lora.product import AdaptedLinear, LoraSite, StepHolder, dense_weight, linear_sizes
+from fa_serve.hf.surgery.divide.weights import PartOfSum
 from fa_serve.hf.surgery.experts.mixtures import expert_modules
 from fa_serve.hf.surgery.fuse.latent import LatentAttention
 from fa_serve.hf.surgery.fuse.layer import FusedLayer, HeadsAttention
@@ -167,8 +171,7 @@ class LoraMemory:
         inner = {name: low for name, low in adapter.modules.items() if name not in self._outer.names}
         # peft gives such layers an adapter as well, which no training changes: it adds nothing
         inner = {name: low for name, low in inner.items() if name not in self._uncalled or not adds_nothing(low)}
-        for name, low in inner.items():
-            self._check(name, low)
+        inner = {name: self._part(name, low) for name, low in inner.items()}
         ranks = max((_num_rows(low) for low in inner.values()), default=1)
         num_pages = -(-ranks // PAGE_RANKS)
         if num_pages > self.pages_per_adapter:
@@ -203,7 +206,8 @@ class LoraMemory:
         """Free what the adapter in this slot has beside its pages."""
         self._outer.write(slot, None)
 
-    def _check(self, name: str, low: LowRank) -> None:
+    def _part(self, name: str, low: LowRank) -> LowRank:
+        """What this rank keeps of the matrices of a linear layer, which are checked."""
         if name in self._uncalled:
             rule = "have no adapter, because the model's own code multiplies its weights itself: leave it out of target_modules"
             raise ParameterError(name, rule, f"rank {low.rank}")
@@ -211,7 +215,7 @@ class LoraMemory:
             rule = "name linear layers of the model that are computed one by one"
             raise ParameterError("adapter", rule, name[:128])
         site, part = self._parts[name]
-        expected = (site.widths[part], site.k)
+        expected = whole_sizes(site.modules[part], site.widths[part], site.k)
         if (len(low.b), low.a.shape[1]) != expected:
             rule = f"have matrices for a layer of {expected[1]} columns and {expected[0]} rows"
             raise ParameterError(name, rule, [list(low.a.shape), list(low.b.shape)])
@@ -219,6 +223,7 @@ class LoraMemory:
             raise ParameterError(
                 "use_dora", "be false for a model with quantised weights, whose rows have no exact norms", True
             )
+        return part_of_low_rank(name, low, site.modules[part])
 
     def _fill(self, pages: Tensor, numbers: Tensor, site: LoraSite, part: int, place: _Place, low: LowRank) -> None:
         rank = low.rank
@@ -348,12 +353,15 @@ def _attach(model: nn.Module, holder: StepHolder) -> Iterator[LoraSite]:
         skipped.update(experts.modules())
     modules = [*model.get_decoder().modules()]  # type: ignore[operator]
     for module in modules:
-        if module in skipped or "forward" in vars(module) or not names[module]:
+        replaced = vars(module).get("forward")
+        if module in skipped or not isinstance(replaced, PartOfSum | None) or not names[module]:
             continue
         if isinstance(module, nn.Linear | QuantizedLinear) or type(module).__name__ == "Conv1D":
             sizes = linear_sizes(module)
             assert sizes is not None
             site = LoraSite((names[module],), sizes[0], (sizes[1],), holder, (module,))
-            module.forward = AdaptedLinear(partial(type(module).forward, module), site, getattr(module, "bias", None))
+            own = partial(type(module).forward, module) if replaced is None else replaced.partial
+            adapted = AdaptedLinear(own, site, getattr(module, "bias", None))
+            module.forward = adapted if replaced is None else replace(replaced, partial=adapted)
             found.append(site)
     yield from found

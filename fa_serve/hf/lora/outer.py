@@ -5,7 +5,8 @@
     outer.write(slot, weights)
 
 Such weights are as large as the base's, and few adapters have them. They are not kept in the pages of ranks but as they are,
-and PyTorch multiplies the tokens of one adapter after the other. A step with such an adapter runs without a CUDA graph. Left
+and PyTorch multiplies the tokens of one adapter after the other. A step with such an adapter runs without a CUDA graph. Where
+the vocabulary is divided between ranks, each of them has the rows of its tokens. Left
 out: other modules in `modules_to_save`, which are refused.
 """
 
@@ -20,9 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
 
+from fa_serve.hf.lora.divided import part_of_matrix, whole_sizes
 from fa_serve.hf.lora.format import LoraAdapter, LowRank
 from fa_serve.hf.lora.parameters import ParameterModules, Part, bytes_of
 from fa_serve.hf.lora.product import StepHolder
+from fa_serve.hf.surgery.divide.weights import PartOfEmbeddings, PartOfLogits
 from fa_serve.spec import ParameterError
 
 
@@ -67,6 +70,9 @@ class OuterWeights:
         return own + bytes_of(self.parameters)
 
 
+_NO_WEIGHTS = OuterWeights(NO_PART, NO_PART)
+
+
 class OuterModules:
     """The embedding and the head of a model, whose forwards are replaced, and what the adapters in memory have for them."""
 
@@ -79,8 +85,11 @@ class OuterModules:
         self._head: nn.Module = model.get_output_embeddings()
         self.names = (names[self._embedding], names[self._head])
         for module, kind in ((self._embedding, AdaptedEmbedding), (self._head, AdaptedHead)):
-            if "forward" not in vars(module):
+            replaced = vars(module).get("forward")
+            if replaced is None:
                 module.forward = kind(partial(type(module).forward, module), module, self)
+            elif isinstance(replaced, PartOfEmbeddings | PartOfLogits):
+                module.forward = replace(replaced, own=kind(replaced.own, module, self))
 
     def pack(self, adapter: LoraAdapter) -> OuterWeights | None:
         """The weights of an adapter for both modules, on the host. Raises ParameterError for one that does not fit."""
@@ -117,7 +126,7 @@ class OuterModules:
         scale = getattr(module, "embed_scale", 1.0)
         flat = out.reshape(-1, out.shape[-1])
         for slot, tokens, _ in () if self._holder.step is None else self._holder.step.outer:
-            part = self._slots[slot].embedding
+            part = self._part(slot).embedding
             taken = ids.reshape(-1)[tokens]
             if part.saved is not None:
                 flat[tokens] = (embedding(taken, part.saved) * scale).to(flat.dtype)
@@ -130,7 +139,7 @@ class OuterModules:
         """out: what the base makes of x (..., rows, hidden) -> with the adapters of the step, (..., rows, vocab)"""
         flat = out.reshape(-1, out.shape[-1])
         for slot, _, rows in () if self._holder.step is None else self._holder.step.outer:
-            part = self._slots[slot].head
+            part = self._part(slot).head
             taken = x.reshape(-1, x.shape[-1])[rows]
             if part.saved is not None:
                 flat[rows] = linear(taken, part.saved, module.bias)
@@ -138,13 +147,19 @@ class OuterModules:
                 flat[rows] += linear(taken @ part.low.a.t(), part.low.b, part.low.bias) * part.low.scale
         return flat.view(out.shape)
 
+    def _part(self, slot: int) -> OuterWeights:
+        """What the adapter in a slot has. Weights may be those of the base on this rank, and others on another rank."""
+        return self._slots.get(slot, _NO_WEIGHTS)
+
     def _saved(self, adapter: LoraAdapter, module: Any, name: str) -> Tensor | None:
         """The whole weights of a module; None if they are those of the base, which peft saves beside an adapter of it."""
         saved = adapter.saved.get(name)
         if saved is None:
             return None
-        if saved.shape != module.weight.shape:
-            raise ParameterError(f"{name}.weight", f"have the shape {list(module.weight.shape)}", list(saved.shape))
+        whole = whole_sizes(module, *module.weight.shape)
+        if saved.shape != whole:
+            raise ParameterError(f"{name}.weight", f"have the shape {list(whole)}", list(saved.shape))
+        saved = part_of_matrix(saved, module)
         return None if torch.equal(saved.to(module.weight.dtype), module.weight.detach().cpu()) else saved
 
     def _low(self, given: Any, name: str, order: tuple[int, int]) -> LowRank | None:
@@ -153,11 +168,15 @@ class OuterModules:
         if low is None:
             return None
         module: Any = self._embedding if order == (1, 0) else self._head
-        rows, columns = (module.weight.shape[i] for i in order)
+        whole = whole_sizes(module, *module.weight.shape)
+        rows, columns = (whole[i] for i in order)
         if (len(low.b), low.a.shape[1]) != (rows, columns):
             rule = f"have matrices of {columns} columns and {rows} rows, as the model has"
             raise ParameterError(name, rule, [list(low.a.shape), list(low.b.shape)])
-        return low
+        if order == (1, 0):
+            return replace(low, a=part_of_matrix(low.a, module, 1))
+        bias = None if low.bias is None else part_of_matrix(low.bias, module)
+        return replace(low, b=part_of_matrix(low.b, module), bias=bias)
 
 
 @dataclass(frozen=True, slots=True)

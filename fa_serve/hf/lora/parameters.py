@@ -19,8 +19,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fa_serve.hf.lora.divided import part_of_experts
 from fa_serve.hf.lora.format import LoraAdapter
 from fa_serve.hf.lora.product import StepHolder
+from fa_serve.hf.surgery.divide.sections import rank_part
+from fa_serve.hf.surgery.divide.weights import PartOfSum
 from fa_serve.hf.surgery.experts.mixtures import expert_modules, gate_of, weights_of
 from fa_serve.hf.surgery.fuse.router import FusedRouter
 from fa_serve.ops.moe.fallback import LowRankExperts, torch_adapted_experts
@@ -41,8 +44,11 @@ class ParameterModules:
         self._experts: dict[str, Any] = {names[module]: module for module in expert_modules(model)}
         self._fused: dict[str, FusedRouter] = {}
         for name, module in self._experts.items():
-            if "forward" not in vars(module):
+            replaced = vars(module).get("forward")
+            if replaced is None:
                 module.forward = AdaptedExperts(partial(type(module).forward, module), module, name, self)
+            elif isinstance(replaced, PartOfSum):
+                module.forward = replace(replaced, partial=AdaptedExperts(replaced.partial, module, name, self))
         modules: dict[str, Any] = {name: module for module, name in names.items()}
         for name, module in modules.items():
             router = vars(module).get("forward")
@@ -66,7 +72,8 @@ class ParameterModules:
                     raise ParameterError(name[:128], rule, [list(a.shape), list(b.shape)])
                 rows = b.view(len(b), rank, count).permute(2, 0, 1).contiguous()
                 scale = adapter.config.scale_of(f"{name}.{parameter}")
-                part[parameter] = LowRankExperts(a.view(count, rank, -1), rows, scale)
+                low = LowRankExperts(a.view(count, rank, -1), rows, scale)
+                part[parameter] = part_of_experts(low, self._experts[name], parameter) if name in self._experts else low
             found[name] = part
         return found
 
@@ -126,6 +133,9 @@ class ParameterModules:
             module = self._experts[name]
             own = weights_of(module, gate_of(module))
             count, hidden, width = own.sizes
+            divided = rank_part(module, "down_proj")
+            if divided is not None:
+                width = divided.whole
             return {"gate_up_proj": (count, 2 * width, hidden), "down_proj": (count, hidden, width)}
         raise ParameterError("target_parameters", "name experts of floats or fused routers of the model", name[:128])
 

@@ -25,6 +25,8 @@ class FakeLoader:
         if self.is_instant:
             self.done.add(adapter)
 
+    def settle(self) -> None: ...
+
     def is_done(self, adapter: Adapter) -> bool:
         if adapter in self.failing:
             raise OSError("no such file")

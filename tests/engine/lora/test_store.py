@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
 import shutil
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +20,9 @@ from tiny_models import greedy, make_model, random_prompts
 from fa_serve.engine import SamplingParams, StructuredOutput
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.lora import store as store_module
+from fa_serve.engine.parallel.ranks import Alone
 from fa_serve.hf.lora.format import LoraAdapter, LowRank
+from fa_serve.hf.lora.memory import LoraMemory
 from fa_serve.ops.lora import fallback
 from fa_serve.spec import ParameterError
 
@@ -214,13 +219,84 @@ def test_the_adapter_of_a_training_run_comes_from_memory(engine) -> None:
     draw = torch.Generator().manual_seed(3)
     low = LowRank(torch.randn(4, 32, generator=draw), torch.randn(64, 4, generator=draw), 0.1)
     adapter = LoraAdapter({"model.layers.0.self_attn.q_proj": low})
-    engine.adapters.add("training", None, engine.adapters.pack(adapter))
+    engine.adapters.add("training", engine.adapters.pack(adapter))
     first = answers(engine, "training", [PROMPT])
     assert first != answers(engine, None, [PROMPT])
     engine.adapters.add(
-        "training", None, engine.adapters.pack(LoraAdapter({"model.layers.0.self_attn.q_proj": replace(low, b=0 * low.b)}))
+        "training", engine.adapters.pack(LoraAdapter({"model.layers.0.self_attn.q_proj": replace(low, b=0 * low.b)}))
     )
     assert answers(engine, "training", [PROMPT]) == answers(engine, None, [PROMPT])
+
+
+class TwoRanks(Alone):
+    """Rank 0 of two. other: what the other one has, in the place of this rank's value"""
+
+    size = 2
+
+    def __init__(self, other: Callable[[Any], Any]) -> None:
+        super().__init__(torch.device("cpu"))
+        self.other = other
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, self.other(value)]
+
+
+def store_of_two(other: Callable[[Any], Any]) -> store_module.AdapterStore:
+    model = make_model()
+    memory = LoraMemory(model, budget=1 << 24, max_rank=16, max_pages=4)
+    return store_module.AdapterStore(memory, 1 << 24, ranks=TwoRanks(other))
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (
+            lambda own: own._replace(refusal="no such file"),
+            r"be one that every rank can load \(rank 1 refuses it: no such file\)",
+        ),
+        (lambda own: own._replace(content=own.content + 1), "be the same files for every rank"),
+    ],
+)
+def test_another_rank_may_refuse_an_adapter(folders, other, message) -> None:
+    store = store_of_two(other)
+    with pytest.raises(ParameterError, match=message):
+        store.load("x", folders["a"], store.begin(folders["a"]))
+    assert store.names == []
+    assert store._readings == {}
+    store.close()
+
+
+def test_what_ranks_know_of_an_adapter_is_the_same(folders) -> None:
+    """Another rank may have outer weights where this one has those of the base, and another device may load longer."""
+    store = store_of_two(lambda own: own._replace(outer_bytes=1000, is_eager=True))
+    adapter = store.load("x", folders["a"])
+    assert (adapter.outer_bytes, adapter.is_eager, adapter.num_pages) == (1000, True, 1)
+    assert pickle.loads(pickle.dumps(adapter)) == adapter, "requests bring it to other ranks"
+    again = store.load("x", folders["a"])
+    assert (again.number, again == adapter) == (adapter.number, False), "numbered by its content, and loaded again"
+    ranks = store._ranks
+    for outcome, ready in ((None, False), ("", True)):
+        ranks.other = lambda own, outcome=outcome: [outcome for _ in own]
+        store.pool.hold(again)
+        store._loads[again].result()
+        store.settle()
+        assert store.pool.is_ready(again) is ready
+    store.close()
+
+
+def test_a_load_that_fails_on_another_rank_fails(folders) -> None:
+    store = store_of_two(lambda own: own)
+    adapter = store.load("x", folders["a"])
+    store._ranks.other = lambda own: ["disk full" for _ in own]
+    store.pool.join(adapter)
+    store.pool.hold(adapter)
+    store._loads[adapter].result()
+    store.settle()
+    with pytest.raises(ParameterError, match=r"rank 1 refuses it: disk full"):
+        store.pool.is_ready(adapter)
+    store.pool.release(adapter)
+    assert adapter not in store.pool, "its memory is free"
+    store.close()
 
 
 # Each of these faults must be seen: the test of tokens is worth nothing if it does not see them.
@@ -280,9 +356,8 @@ def test_what_has_no_adapters_says_so(make_engine, folders) -> None:
     for call in (lambda: engine.load_adapter("a", folders["a"]), lambda: engine.generate([PROMPT], GREEDY, adapter="a")):
         with pytest.raises(ParameterError, match="lora_bytes must be positive to serve adapters"):
             call()
-    for settings in ({"tensor_parallel": 2}, {"deterministic": True}):
-        with pytest.raises(ParameterError, match="lora"):
-            EngineConfig(lora_bytes=1 << 20, **settings)
+    with pytest.raises(ParameterError, match="lora"):
+        EngineConfig(lora_bytes=1 << 20, deterministic=True)
     assert answers(engine, None, [PROMPT])[0] == greedy(make_model(), PROMPT, 6)
 
 

@@ -42,8 +42,8 @@ def test_decisions_come_from_rank_0_in_the_same_order(ends: tuple[Connection, Fo
     ours, follower = ends
     ours.send(("clock", 2.5))
     assert follower.broadcast("clock", lambda: pytest.fail("only rank 0 makes it")) == 2.5
-    ours.send(("min_over_ranks", 4))
-    assert follower.min_over_ranks(9) == 4
+    ours.send(("gather", [4, 9]))
+    assert follower.gather(9) == [4, 9]
     assert ours.recv() == 9
     ours.send(("masks", None))
     with pytest.raises(EngineDeadError, match=r"it waits for 'salt' of rank 0, which has sent 'masks'.*out of step"):

@@ -17,7 +17,7 @@ def test_one_rank_decides_by_itself() -> None:
     ranks.tell("step")  # there is nobody to be out of step with
     ranks.end_step()
     assert ranks.broadcast("clock", lambda: 3.5) == 3.5
-    assert ranks.min_over_ranks(7) == 7
+    assert ranks.gather(7) == [7]
     ranks.add_to_digest(iter([1, 2]))
     ranks.escalate(ValueError("of a step"))
     ranks.check_lost()

@@ -19,6 +19,8 @@ class SlowLoader:
 
     def start(self, adapter: Adapter, slot: int, pages: list[int]) -> None: ...
 
+    def settle(self) -> None: ...
+
     def is_done(self, adapter: Adapter) -> bool:
         if adapter in self.failing:
             raise OSError("no such file")

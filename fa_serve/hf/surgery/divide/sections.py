@@ -2,15 +2,17 @@
 
     cut = Cut(0, (Section(128, 8), Section(32, 2, shared=True)))      # 8 heads of 16 rows, then 2 heads that ranks may share
     cut.ranges(rank=1, size=4)                                        # [(32, 32), (128, 16)]
+    RankPart(cut, rank=1, size=4).kept(b, dim=0)                      # the same rows of a tensor that belongs to the weight
 
 Left out: which tensors are cut, and into what (plan.py, mixers.py).
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 
 class Section(NamedTuple):
@@ -54,6 +56,37 @@ class Cut(NamedTuple):
     def kept(self, tensor: Tensor, rank: int, size: int) -> list[Tensor]:
         """Views of what a rank keeps."""
         return [tensor.narrow(self.dim, start, length) for start, length in self.ranges(rank, size)]
+
+
+class RankPart(NamedTuple):
+    """What this rank keeps of a weight."""
+
+    cut: Cut
+    rank: int
+    size: int
+
+    @property
+    def whole(self) -> int:
+        """The rows or columns of all ranks."""
+        return sum(section.size for section in self.cut.sections)
+
+    def kept(self, tensor: Tensor, dim: int) -> Tensor:
+        """What this rank keeps of a tensor whose dimension `dim` has the rows or columns that are divided."""
+        return torch.cat(self.cut._replace(dim=dim).kept(tensor, self.rank, self.size), dim=dim)
+
+
+def rank_part(module: nn.Module, name: str = "weight") -> RankPart | None:
+    """What this rank keeps of a parameter of a module; None for one that every rank has whole."""
+    parts: dict[str, RankPart] = vars(module).get(_PARTS, {})
+    return parts.get(name)
+
+
+def set_rank_part(module: Any, name: str, part: RankPart) -> None:
+    """This rank keeps this part of a parameter of a module."""
+    setattr(module, _PARTS, vars(module).get(_PARTS, {}) | {name: part})
+
+
+_PARTS = "_fa_serve_parts"
 
 
 def equal_sections(count: int, parts: int = 1) -> tuple[Section, ...]:

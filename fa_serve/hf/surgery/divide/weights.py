@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from fa_serve.hf.adapter.paged import OneSequence
 from fa_serve.hf.surgery.divide.plan import Division, LayerDivision
-from fa_serve.hf.surgery.divide.sections import Cut
+from fa_serve.hf.surgery.divide.sections import Cut, RankPart, set_rank_part
 from fa_serve.hf.surgery.proof import TOLERANCE, LayerInputs, float32_copy, kind_of, largest_difference, observe_inputs
 from fa_serve.hf.surgery.quantised.experts import QuantizedExperts
 from fa_serve.hf.surgery.quantised.linear import QuantizedLinear, finish_weights
@@ -185,6 +185,7 @@ def _divide_vocabulary(
     embeddings.padding_idx = None  # only gradients need it, and it may be another rank's row
     for module in (head, embeddings):
         _replace(module, "weight", torch.cat(cut.kept(module.weight.detach(), rank, size)).to(device))
+        set_rank_part(module, "weight", RankPart(cut, rank, size))
     if tied:
         embeddings.weight = head.weight
 
@@ -200,6 +201,7 @@ def _divide_layer(
             module.weight = _part_of_quantized(parameter, cut.dim, cut.ranges(rank, size))
         else:
             _replace(module, name, torch.cat(cut.kept(parameter.detach(), rank, size), dim=cut.dim).to(device))
+        set_rank_part(module, name.rpartition(".")[2], RankPart(cut, rank, size))
         if isinstance(module, nn.Linear | QuantizedLinear):
             module.out_features, module.in_features = module.weight.shape
         elif isinstance(module, nn.Conv1d):  # of single channels
