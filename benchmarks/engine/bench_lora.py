@@ -245,7 +245,7 @@ def gaps(engine: Engine, folders: Sequence[Path]) -> float:
             times.append(time.perf_counter())
             if loaded < len(reads) and reads[loaded].done():
                 name = f"load-{loaded}"
-                store.add(name, folders[loaded], reads[loaded].result())
+                store.add(name, reads[loaded].result())
                 engine.add_request(name, [7, 8, 9], params(1), adapter=name)
                 loaded += 1
     while engine.has_unfinished():

@@ -9,13 +9,21 @@ import pytest
 import torch
 
 from fa_serve.engine.cache.states import SHORT_CHUNK
+from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.request.params import SamplingParams
 from fa_serve.engine.request.request import Request
 from fa_serve.engine.runner.cuda_graphs import Shape, padding
-from fa_serve.engine.runner.state_arrays import empty_state_arrays, num_graph_pieces, state_arrays, state_batch
+from fa_serve.engine.runner.state_arrays import (
+    check_settings_with_states,
+    empty_state_arrays,
+    num_graph_pieces,
+    state_arrays,
+    state_batch,
+)
 from fa_serve.engine.scheduler.scheduled_batch import Chunk, ScheduledBatch
 from fa_serve.engine.scheduler.sequence import SequenceState
 from fa_serve.ops import FEW_ROWS, PIECE_ROWS
+from fa_serve.spec import ParameterError
 
 
 def chunk(start: int, length: int, **given: Any) -> Chunk:
@@ -82,3 +90,13 @@ def test_the_padding_of_a_graph_reads_and_writes_no_states() -> None:
     assert [fields[x].tolist() for x in ("sources", "targets", "pieces")] == [[-1, -1], [-1, -1], pieces]
     assert padding(Shape(2, 2, 1, 1024), states=True)["pieces"].shape == (0, 4)
     assert (num_graph_pieces(2, 128, True), num_graph_pieces(2, 2, False)) == (len(pieces), 0)
+
+
+def test_settings_that_models_with_states_do_not_have() -> None:
+    check_settings_with_states("Qwen3NextForCausalLM", EngineConfig(lora_bytes=1 << 20), drafting=False)
+    with pytest.raises(ParameterError, match=r"^lora must .* with tensor_parallel above 1 for Qwen3NextForCausalLM"):
+        check_settings_with_states("Qwen3NextForCausalLM", EngineConfig(lora_bytes=1 << 20, tensor_parallel=2), drafting=False)
+    with pytest.raises(ParameterError, match="draft model that keeps no states"):
+        check_settings_with_states("Qwen3NextForCausalLM", EngineConfig(), drafting=True)
+    with pytest.raises(ParameterError, match="be False for Qwen3NextForCausalLM"):
+        check_settings_with_states("Qwen3NextForCausalLM", EngineConfig(deterministic=True), drafting=False)
