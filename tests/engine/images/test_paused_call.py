@@ -93,6 +93,15 @@ def test_a_call_without_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     assert call.has_ended
 
 
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt, which a shell turns off for what it runs in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupts")
 def test_a_caller_that_is_interrupted_leaves_no_thread() -> None:
     """The interrupt does not wait: the function ends at its next pause, whatever it was to pass, and the call has ended."""
     went_on: list[str] = []
