@@ -79,6 +79,7 @@ def test_it_needs_no_mouse(page):
 def test_a_mistake_of_the_server_and_of_the_network_keeps_the_text(browser, served):
     expect = expecting()
     page = open_page(browser, served.url)
+    page.wait_for_function("() => model")  # before the server has said which, the page asks nothing
     message = page.get_by_label("Message", exact=True)
     problem = page.locator(".error .problem")
     failures = {
