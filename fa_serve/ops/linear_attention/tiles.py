@@ -14,6 +14,8 @@ columns, they are right."""
 OUTPUTS_IN_LOOP = 0.45
 """How many programs of the loop over pieces there are for each multiprocessor, at least, if they compute the outputs. 64 and
 512 for 132 multiprocessors were measured. Fewer leave multiprocessors idle, which a kernel behind the loop would not."""
+CHANNEL_OUTPUTS_IN_LOOP = 2
+"""The same for gates by channel, of which few programs were not measured."""
 
 
 class FewRowsTile(NamedTuple):
@@ -80,7 +82,7 @@ def pieces_tile(recurrence: Recurrence) -> PiecesTile:
     programs of the preparation fit on a multiprocessor of Hopper. They wait for memory and for their products most of the time,
     so the third is worth some numbers outside of registers.
 
-    On Hopper the loop of the delta rule computes the outputs where OUTPUTS_IN_LOOP programs of it come to a multiprocessor. The
+    On Hopper the loop of the delta rule computes the outputs where enough programs of it come to a multiprocessor. The
     states before all pieces, and what their rows add, do not go through memory then. Eight sequences of 4,096 rows and 32 heads
     of 128 take an H200 1,225 us, and 1,628 by a kernel behind the loop; one of 8,192 rows takes 389 and 474 us. One program is
     on a multiprocessor in both forms; of other recurrences three are there without outputs, and one with them.
@@ -94,13 +96,14 @@ def pieces_tile(recurrence: Recurrence) -> PiecesTile:
     block_v = 64
     fits_outputs = recurrence.kind == "delta" and recurrence.arch == 90 and stages == 3
     programs = recurrence.loops * -(-recurrence.dim_v // block_v)
+    least = CHANNEL_OUTPUTS_IN_LOOP if recurrence.by_channel else OUTPUTS_IN_LOOP
     return PiecesTile(
         block_v=block_v,
         stages=stages,
         prepare_warps=warps,
         pass_warps=4 if not wide and recurrence.arch in (0, 90) else 8,
         output_warps=4,
-        outputs_in_loop=fits_outputs and programs >= OUTPUTS_IN_LOOP * recurrence.num_sms,
+        outputs_in_loop=fits_outputs and programs >= least * recurrence.num_sms,
         prepare_registers=168 if fits_4_warps and recurrence.arch == 90 else None,
     )
 

@@ -59,6 +59,8 @@ def test_pieces(asked: Recurrence, tile: PiecesTile) -> None:
         ({"loops": 30}, True),
         ({"loops": 29}, False),
         ({"loops": 29, "dim_v": 192}, True),
+        ({"loops": 131, "by_channel": True}, False),
+        ({"loops": 132, "by_channel": True}, True),
         ({"num_sms": 1140}, False),
         ({"kind": "linear"}, False),
         ({"dim": 256}, False),
