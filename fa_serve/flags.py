@@ -100,7 +100,10 @@ def _option(name: str) -> Any:
 def _default_of(name: str) -> str:
     """What stands behind the description; a setting without a default says in its description what holds then."""
     shown = shown_default(name)
-    return f"  [default: { ({'true': 'on', 'false': 'off'}.get(shown, shown)) }]" if shown else ""
+    if not shown:
+        return ""
+    words = {"true": "on", "false": "off"}
+    return f"  [default: {words.get(shown, shown)}]"
 
 
 def settings_in(flags: Mapping[str, Any]) -> dict[str, Any]:

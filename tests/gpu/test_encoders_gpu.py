@@ -18,8 +18,10 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 SIZES = {"hidden_size": 128, "intermediate_size": 192}  # heads of 32
 
 
-def load(path: Path, dtype: str = "float16") -> Encoder:
-    return Encoder(EngineConfig(model=path, device="cuda", dtype=dtype, max_num_batched_tokens=64), ahead=True)
+def load(path: Path, dtype: str = "float16", *, tokens: int = 64, eager: bool = False) -> Encoder:
+    """tokens: of a batch; eager: without CUDA graphs"""
+    settings = EngineConfig(model=path, device="cuda", dtype=dtype, max_num_batched_tokens=tokens, eager=eager)
+    return Encoder(settings, ahead=True)
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
@@ -61,9 +63,7 @@ def test_small_batches_take_graphs(tmp_path: Path, family: str, fused: bool, mon
     monkeypatch.setattr(pipeline, "FUSES_ON_GPU", fused)
     kind = "lasttoken" if family == "qwen3" else "mean_tokens"
     path = save_encoder(tmp_path, family, [("Pooling", {f"pooling_mode_{kind}": True})], **SIZES)
-    monkeypatch.setattr(pipeline, "CAPTURES", False)
-    plain = load(path).encode(TEXTS)
-    monkeypatch.setattr(pipeline, "CAPTURES", True)
+    plain = load(path, eager=True).encode(TEXTS)
     encoder = load(path)
     graphs = encoder._pipeline.graphs
     assert graphs is not None
@@ -74,15 +74,13 @@ def test_small_batches_take_graphs(tmp_path: Path, family: str, fused: bool, mon
 
 
 @pytest.mark.parametrize("family", ["bert", "modernbert"])
-def test_large_graphs_have_several_inputs_and_windows(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_graphs_have_several_inputs_and_windows(tmp_path: Path, family: str) -> None:
     """Up to 2,048 tokens and 32 inputs, of which one may have 512. ModernBERT's windows are shorter than that."""
     limit = {"max_seq_length": 512, "do_lower_case": False}
     pooling = ("Pooling", {"pooling_mode_mean_tokens": True})
     path = save_encoder(tmp_path, family, [pooling], transformer=limit, max_position_embeddings=512, **SIZES)
-    monkeypatch.setattr(pipeline, "CAPTURES", False)
-    plain = load(path)
-    monkeypatch.setattr(pipeline, "CAPTURES", True)
-    encoder = load(path)
+    plain = load(path, tokens=4096, eager=True)
+    encoder = load(path, tokens=4096)
     graphs = encoder._pipeline.graphs
     assert graphs is not None
     assert max(size for size, _ in graphs._graphs) == 2048

@@ -37,8 +37,6 @@ MIN_LENGTH = 1e-12
 """Least length that a vector is divided by, as in PyTorch's `normalize`."""
 FUSES_ON_GPU = True
 """The switch: whether layers are fused on a GPU as well. tests/gpu/test_encoders_gpu.py has compared them on an H200."""
-CAPTURES = True
-"""The switch: whether small batches take CUDA graphs."""
 MAX_TOKENS = 1 << 17
 """Tokens of an input, if the model names no limit."""
 
@@ -99,7 +97,7 @@ class Pipeline:
         )
         activation = _activation(folder.activation, loaded)
         found = cls(loaded.model, modules, tokenizer, loaded.model.num_ids, card, splade, activation)
-        if CAPTURES and device.type == "cuda" and not config.eager and loaded.model.packs and found.reads_hidden:
+        if device.type == "cuda" and not config.eager and loaded.model.packs and found.reads_hidden:
             return replace(found, graphs=EncoderGraphs(loaded.model, limit, max(config.max_num_batched_tokens, limit)))
         return found
 
