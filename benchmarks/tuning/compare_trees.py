@@ -1,21 +1,27 @@
-"""Device time of the same calls in two source trees, in turns on one GPU: what a change of the kernels costs.
+"""The same calls and the same requests in two source trees, in turns on one GPU: what a change of the code costs.
 
     python -m benchmarks.tuning.compare_trees --before DIR                       # DIR: another checkout of this repository
     python -m benchmarks.tuning.compare_trees --before DIR --rounds 7 --cases varlen,sample
+    python -m benchmarks.tuning.compare_trees --before DIR --rounds 3 --cases engine_llama8b --engines
 
 A round starts one process for each tree, because both have a package of the same name. The processes measure case by case in
-turns: one call of a case in a CUDA graph, the median of several replays. The line of a case has the median over the rounds of
-the new tree and of the old one, and the least and greatest ratio of a round. Results are not checked: the tests do that.
+turns: one call of a case in a CUDA graph, the median of several replays. With `--engines` there are cases of whole workloads
+too (engine_workloads.py), which an engine of each tree answers from the same folder of random weights, with as many pages of
+the cache: the median of three answers, after two that compile and capture. The line of a case has the median over the rounds
+of the new tree and of the old one, and the least and greatest ratio of a round. Results are not checked: the tests do that.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,6 +38,10 @@ CHUNKS = {"chunk_512_of_8192": ([512], [8192]), "mixed_32_and_512": ([1] * 32 + 
 HEADS = {"32_8_d128": (32, 8, 128), "64_8_d64": (64, 8, 64)}
 ROWS = (1, 64, 256)
 VOCABULARY = 151936
+ENGINES = {"qwen06": "AC", "llama8b": "AC", "llama8b-w4": "C"}
+"""The workloads of each shape of model."""
+PAGES = 13000
+"""Of each engine's cache: workload A's 256 requests of 768 tokens, and a few more."""
 
 
 def varlen(lengths: list[int], heads: tuple[int, int, int]) -> Callable[[], Any]:
@@ -78,7 +88,37 @@ def sample(rows: int, limits: str) -> Callable[[], Any]:
     return lambda: ops.sample_rows(logits, keys, temperature, largest_top_k=40 if "top_k" in own else None, **own)
 
 
-def cases(wanted: list[str]) -> dict[str, Callable[[], Callable[[], Any]]]:
+def open_engine(folder: Path) -> Any:
+    """An engine of this process's tree for a model's folder."""
+    from benchmarks.engine.engine_workloads import LIMIT, freeze_objects
+    from fa_serve.engine import Engine, EngineConfig
+
+    options = {"max_model_len": LIMIT, "num_pages": PAGES, "page_size": PAGE, "prefix_caching": False, "seed": 0}
+    running = Engine(EngineConfig(model=str(folder), device="cuda", **options))
+    running.tokenizer = None  # makes no text
+    freeze_objects()
+    return running
+
+
+def answer_workload(running: Any, name: str) -> float:
+    """Microseconds in which an engine answers a workload, with prompts that it has not seen."""
+    from benchmarks.engine.engine_workloads import WORKLOADS
+    from fa_serve.engine import SamplingParams
+
+    taken = []
+    for turn in range(5):
+        prompts = WORKLOADS[name].prompts(f"{name} {turn}", running.vocab_size)
+        begin = time.perf_counter()
+        for row, (prompt, (_, tokens_out)) in enumerate(zip(prompts, WORKLOADS[name].lengths, strict=True)):
+            params = SamplingParams(max_tokens=tokens_out, temperature=0.0, ignore_eos=True)
+            running.add_request(f"{turn}-{row}", prompt, params)
+        while running.has_unfinished():
+            running.step()
+        taken.append((time.perf_counter() - begin) * 1e6)
+    return statistics.median(taken[2:])
+
+
+def calls(wanted: list[str]) -> dict[str, Callable[[], Callable[[], Any]]]:
     """The makers of the calls by their names. A call is made when it is measured, so that memory holds one at a time."""
     made: dict[str, Callable[[], Callable[[], Any]]] = {}
     for heads, sizes in HEADS.items():
@@ -95,14 +135,39 @@ def cases(wanted: list[str]) -> dict[str, Callable[[], Callable[[], Any]]]:
     return {name: make for name, make in made.items() if not wanted or any(part in name for part in wanted)}
 
 
-def work(wanted: list[str]) -> None:
-    """One process, for one tree: for each line that it reads, measure a case and print its microseconds; null at the end."""
+def workloads_of(wanted: list[str]) -> dict[str, list[str]]:
+    """The workloads to answer, by the shape of the model."""
+    chosen = {}
+    for shape, names in ENGINES.items():
+        cases = {name: f"engine_{shape}_{name}" for name in names}
+        chosen[shape] = [name for name, case in cases.items() if not wanted or any(part in case for part in wanted)]
+    return {shape: names for shape, names in chosen.items() if names}
+
+
+def work(wanted: list[str], folders: Path | None) -> None:
+    """One process, for one tree: for each line that it reads, measure a case and print its microseconds; null at the end.
+
+    folders: where the models of the engines lie, by shape; None for no such cases
+    """
+    import fa_serve  # noqa: F401
+
+    sys.path.insert(0, str(ROOT))  # the other tree may have benchmarks too
     from benchmarks.measure import graph_microseconds
 
     torch.manual_seed(0)
-    for name, make in cases(wanted).items():
+    for name, make in calls(wanted).items():
         sys.stdin.readline()
         print(MARK + json.dumps([name, graph_microseconds(make())]), flush=True)
+    for shape, names in workloads_of(wanted).items() if folders else ():
+        running = open_engine(folders / shape)
+        for name in names:
+            sys.stdin.readline()
+            print(MARK + json.dumps([f"engine_{shape}_{name}", answer_workload(running, name)]), flush=True)
+        running.close()
+        del running
+        gc.unfreeze()
+        gc.collect()
+        torch.cuda.empty_cache()
     sys.stdin.readline()
     print(MARK + json.dumps(None), flush=True)
 
@@ -110,10 +175,11 @@ def work(wanted: list[str]) -> None:
 class Worker:
     """The process that measures a tree."""
 
-    def __init__(self, tree: Path, wanted: list[str]) -> None:
+    def __init__(self, tree: Path, wanted: list[str], folders: Path | None) -> None:
         self.tree = tree
-        path = os.pathsep.join([str(tree.resolve()), str(ROOT), os.environ.get("PYTHONPATH", "")])
+        path = os.pathsep.join([str(tree.resolve()), os.environ.get("PYTHONPATH", "")])
         command = [sys.executable, __file__, "--worker", "--cases", ",".join(wanted)]
+        command += [] if folders is None else ["--folders", str(folders)]
         self.process = subprocess.Popen(
             command, env=os.environ | {"PYTHONPATH": path}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
         )
@@ -129,13 +195,31 @@ class Worker:
         sys.exit(f"the worker of {self.tree} ended with {self.process.wait()}")
 
 
+def make_models(folders: Path, wanted: list[str]) -> None:
+    from benchmarks.engine.engine_workloads import make_folder
+
+    for shape in workloads_of(wanted):
+        folder = folders / shape
+        folder.mkdir()
+        make_folder(shape, folder, "cuda")
+    torch.cuda.empty_cache()
+
+
 def compare(args: argparse.Namespace) -> None:
+    with tempfile.TemporaryDirectory(prefix="compare_trees_") as made:
+        folders = Path(made) if args.engines else None
+        if folders is not None:
+            make_models(folders, args.cases)
+        compare_rounds(args, folders)
+
+
+def compare_rounds(args: argparse.Namespace, folders: Path | None) -> None:
     from benchmarks.measure import Results, commit_of
 
     found: dict[str, list[tuple[float, float]]] = {}
     for number in range(args.rounds):
-        before = Worker(args.before, args.cases)
-        after = Worker(ROOT, args.cases)
+        before = Worker(args.before, args.cases, folders)
+        after = Worker(ROOT, args.cases, folders)
         order = [before, after] if number % 2 == 0 else [after, before]
         while True:
             turns = {worker: worker.turn() for worker in order}
@@ -165,11 +249,13 @@ def main() -> None:
     parser.add_argument("--commit", default="", help="the commit of this tree, where it has no history")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cases", type=lambda text: list(filter(None, text.split(","))), default=[], help="parts of names")
+    parser.add_argument("--engines", action="store_true", help="engines too: models of 0.6B and 8B are written first")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--folders", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        work(args.cases)
+        work(args.cases, args.folders)
     elif args.before is None:
         parser.error("--before is required: the source tree to compare with")
     else:

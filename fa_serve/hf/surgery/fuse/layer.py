@@ -213,9 +213,9 @@ class FusedLayer:
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         batch = kwargs.get("fa_serve_batch")
-        if isinstance(batch, TrainsLayers):
-            return batch.train_layer(self, hidden_states, args, kwargs)
-        if not isinstance(batch, PagedBatch):
+        if not isinstance(batch, PagedBatch):  # first, since asking for a protocol takes 7 us
+            if isinstance(batch, TrainsLayers):
+                return batch.train_layer(self, hidden_states, args, kwargs)
             return self.original(hidden_states, *args, **kwargs)
         if self.index is None:
             return self.compute(hidden_states[0], StateStep(state_cache(kwargs).states, kwargs))[None]
