@@ -93,7 +93,7 @@ def open_engine(folder: Path) -> Any:
     from benchmarks.engine.engine_workloads import LIMIT, freeze_objects
     from fa_serve.engine import Engine, EngineConfig
 
-    options = {"max_model_len": LIMIT, "num_pages": PAGES, "page_size": PAGE, "prefix_caching": False, "seed": 0}
+    options: dict[str, Any] = {"max_model_len": LIMIT, "num_pages": PAGES, "page_size": PAGE, "prefix_caching": False, "seed": 0}
     running = Engine(EngineConfig(model=str(folder), device="cuda", **options))
     running.tokenizer = None  # makes no text
     freeze_objects()
@@ -158,7 +158,9 @@ def work(wanted: list[str], folders: Path | None) -> None:
     for name, make in calls(wanted).items():
         sys.stdin.readline()
         print(MARK + json.dumps([name, graph_microseconds(make())]), flush=True)
-    for shape, names in workloads_of(wanted).items() if folders else ():
+    for shape, names in workloads_of(wanted).items():
+        if folders is None:
+            break
         running = open_engine(folders / shape)
         for name in names:
             sys.stdin.readline()
