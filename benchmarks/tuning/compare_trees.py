@@ -93,8 +93,8 @@ def open_engine(folder: Path) -> Any:
     from benchmarks.engine.engine_workloads import LIMIT, freeze_objects
     from fa_serve.engine import Engine, EngineConfig
 
-    options: dict[str, Any] = {"max_model_len": LIMIT, "num_pages": PAGES, "page_size": PAGE, "prefix_caching": False, "seed": 0}
-    running = Engine(EngineConfig(model=str(folder), device="cuda", **options))
+    sizes: dict[str, Any] = {"max_model_len": LIMIT, "num_pages": PAGES, "page_size": PAGE}
+    running = Engine(EngineConfig(model=str(folder), device="cuda", prefix_caching=False, seed=0, **sizes))
     running.tokenizer = None  # makes no text
     freeze_objects()
     return running
