@@ -37,6 +37,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoProcessor
 from transformers.modeling_utils import PreTrainedModel
+from transformers.utils import output_capturing
 
 from fa_serve.hf.adapter.composites import IMAGE_TOKEN_NAMES
 from fa_serve.hf.adapter.masks import leaving_out_blocks
@@ -408,6 +409,12 @@ def _with_text(inputs: Mapping[str, Tensor], token: int) -> dict[str, Tensor]:
     """The prompt of an image with one more token of text."""
     added = {"input_ids": token, "token_type_ids": 0, "mm_token_type_ids": 0, "attention_mask": 1}
     return {name: torch.cat([x, x.new_full((1, 1), added[name])], dim=1) if name in added else x for name, x in inputs.items()}
+
+
+def num_recorded_outputs() -> int:
+    """How many outputs of modules a forward has recorded that is asked for them, such as the hidden states of all layers."""
+    collected = cast(Any, output_capturing)._active_collector.get() or {}
+    return sum(len(each) for each in collected.values())
 
 
 def load_processor(path: str, *, trust_remote_code: bool) -> Any:

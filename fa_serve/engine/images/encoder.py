@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fa_serve.engine.config import EngineConfig
+from fa_serve.engine.images import tower_graphs
 from fa_serve.engine.images.paused_call import PausedCall
 from fa_serve.engine.images.prompt import (
     ImageInput,
@@ -36,6 +37,7 @@ from fa_serve.engine.images.prompt import (
     rows_of,
     runs_of,
 )
+from fa_serve.engine.images.tower_graphs import TowerGraphs
 from fa_serve.engine.scheduler.prompt_share import MAX_IMAGE_TOKENS
 from fa_serve.engine.scheduler.scheduled_batch import TowerWork
 from fa_serve.hf.images import ImageFeatures, ImageReader, StepImages, TwoWay
@@ -49,10 +51,14 @@ class ImageEncoder:
 
     max_bytes:      budget of the cache. What sequences wait for is kept beyond it
     refuses_blocks: why tokens that attend both ways are refused; empty if they are not
+    graphs:         of layers of the towers; None launches them one by one
     """
 
-    def __init__(self, reader: ImageReader, max_bytes: int, refuses_blocks: str = "") -> None:
+    def __init__(
+        self, reader: ImageReader, max_bytes: int, refuses_blocks: str = "", graphs: TowerGraphs | None = None
+    ) -> None:
         self.reader = reader
+        self.graphs = graphs
         self.refuses_blocks = refuses_blocks
         self.max_bytes = max_bytes
         self.num_bytes = 0
@@ -80,8 +86,13 @@ class ImageEncoder:
 
     @torch.inference_mode()
     def warm_up(self, images: Sequence[Mapping[str, Tensor]]) -> None:
-        """Encode images for their kernels alone. What is learnt of the model is kept, and no embedding."""
-        self._two_way = self.reader.encode_all(images)[0].two_way
+        """Encode images for their kernels and graphs alone. What is learnt of the model is kept, and no embedding."""
+        for _ in range(1 if self.graphs is None else 2):  # what comes again is captured
+            with self._replaying():
+                self._two_way = self.reader.encode_all(images)[0].two_way
+
+    def _replaying(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.graphs is None else self.graphs.replaying()
 
     def is_encoded(self, key: bytes) -> bool:
         """Whether a step that is launched from now on finds the embeddings of an image in the cache."""
@@ -200,7 +211,8 @@ class ImageEncoder:
     def _encode(self, images: Sequence[ImageInput]) -> dict[bytes, ImageFeatures]:
         """Encode images together, or each alone if one of them is refused."""
         try:
-            made = self.reader.encode_all([image.inputs for image in images])
+            with self._replaying():
+                made = self.reader.encode_all([image.inputs for image in images])
         except torch.AcceleratorError:
             raise  # the device is lost
         except Exception as error:  # whatever the code of a model raises for an image that it does not take
@@ -235,9 +247,15 @@ class ImageEncoder:
     def _drop(self, key: bytes) -> None:
         self.num_bytes -= self._features.pop(key).num_bytes
 
-    def forget(self) -> None:
-        """Empty the cache, because other weights encode images from now on."""
+    def close(self) -> None:
+        """Give up what is on its way, and free the graphs. They are captured again when images are encoded."""
         self.abandon()
+        if self.graphs is not None:
+            self.graphs.clear()
+
+    def forget(self) -> None:
+        """Empty the cache, because other weights encode images from now on, which may lie elsewhere in memory."""
+        self.close()
         self._features.clear()
         self.num_bytes = 0
 
@@ -342,4 +360,6 @@ def find_images(model: Any, config: EngineConfig) -> ImageEncoder | str:
         refuses = "tokens that attend both ways with a float8 cache are not built yet"
     if config.deterministic:
         refuses = "tokens that attend both ways in deterministic mode are not built yet"
-    return ImageEncoder(reader, config.image_cache_bytes, refuses)
+    replays = tower_graphs.REPLAYS_TOWERS and reader.device.type == "cuda" and not (config.eager or config.deterministic)
+    graphs = TowerGraphs(reader.blocks, reader.device) if replays else None
+    return ImageEncoder(reader, config.image_cache_bytes, refuses, graphs)

@@ -233,7 +233,7 @@ class ModelRunner:
         self.kv_caches = {}
         self.states = {}
         if isinstance(self.images, ImageEncoder):
-            self.images.abandon()
+            self.images.close()
         if self.draft is not None:
             self.draft.close()
 

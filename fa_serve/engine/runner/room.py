@@ -38,6 +38,8 @@ def find_room(runner: ModelRunner, config: EngineConfig, max_model_len: int) -> 
         peak += MAX_COPY_BYTES  # a later step may have more keys in its prompts than this one
     if isinstance(runner.images, ImageEncoder):
         peak += runner.images.max_bytes
+        if runner.images.graphs is not None:
+            peak += runner.images.graphs.max_bytes
     if config.kv_host_memory:
         peak += sum(staging_bytes(x) for x in (size, memory.bytes_per_state) if x)
     runner.close()
