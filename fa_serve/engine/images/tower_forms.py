@@ -134,14 +134,15 @@ class LayerCall:
     @property
     def key(self) -> Any:
         """What calls have in common that one graph serves."""
-        return self.tree, self.shapes, tuple(x.dtype for x in self.tensors), self.rows > 0
+        strides = () if self.rows else tuple(x.stride() for x in self.tensors)
+        return self.tree, self.shapes, strides, tuple(x.dtype for x in self.tensors)
 
     def allocate(self) -> list[Tensor]:
         """Memory for each tensor, with numbers of which none is infinite or NaN."""
+        pairs = zip(self.tensors, self.shapes, strict=True)
         with torch.inference_mode(False):  # so that it may be written outside of that mode as well
-            return [
-                torch.zeros(shape, dtype=x.dtype, device=x.device) for shape, x in zip(self.shapes, self.tensors, strict=True)
-            ]
+            # a transposed tensor keeps its strides, because what the layer returns may have them
+            return [torch.zeros_like(x) if x.shape == shape else x.new_zeros(shape) for x, shape in pairs]
 
     def copy_to(self, memory: Tensor, number: int) -> None:
         """Copy a tensor to memory of the form's shape."""
@@ -181,7 +182,7 @@ def _takes_padding(named: Mapping[str, Any], tensors: Sequence[Tensor]) -> bool:
     if not isinstance(borders, Tensor) or borders.ndim != 1 or len(borders) < 2 or type(named.get(_LONGEST)) is not int:
         return False
     angles = [] if rotary is None else [*rotary] if isinstance(rotary, tuple | list) else [rotary]
-    if hidden.ndim != 2 or not all(isinstance(x, Tensor) and x.ndim and len(x) == len(hidden) for x in angles):
+    if hidden.ndim != 2 or not hidden.is_contiguous() or not all(isinstance(x, Tensor) and x.ndim and len(x) == len(hidden) for x in angles):
         return False
     return len(tensors) == 2 + len(angles)
 

@@ -5,7 +5,9 @@
 The vision towers of Qwen2-VL and those like it read images end to end as one row. With flash attention they make one call of
 attention in each layer, with `cu_seqlens` for the borders of images or windows. With any other implementation they copy the
 borders to the host in each layer and make one call for each window: 25 for an image of 560 x 560 pixels. transformers tells
-the two apart by the word "flash" in the name of the implementation. `continuous.py` needs the same answer elsewhere.
+the two apart by the word "flash" in the name of the implementation. `continuous.py` needs the same answer elsewhere. The length
+of the longest image is read from the device once for a forward, as with flash attention. Layers that are not told it read it
+themselves, each of them.
 
 Left out: `Qwen2_5OmniToken2WavModel` asks too, in order to compute in float32, and then takes PyTorch's attention.
 """
@@ -23,6 +25,8 @@ from fa_serve.hf.adapter.models import NAME
 PAGED_NAME = f"paged|{NAME}"
 _ASKS = "is_flash_attention_requested"
 _LONGEST = "get_max_seqlen"
+_OF_FORWARD = "get_vision_attention_seqlens"
+"""What asks for the longest image before the layers, in a module of its own."""
 
 
 def passes_for_flash(original: Any) -> Any:
@@ -51,6 +55,9 @@ def read_in_one_call(model_class: type) -> None:
             continue
         setattr(module, _ASKS, passes_for_flash(getattr(module, _ASKS)))
         setattr(module, _LONGEST, _longest_sequence(longest))
+        names: dict[str, Any] = getattr(getattr(module, _OF_FORWARD, None), "__globals__", {})
+        if _LONGEST in names and not hasattr(names[_LONGEST], "asks_fa_serve"):
+            names[_LONGEST] = _longest_sequence(names[_LONGEST])
 
 
 def _longest_sequence(original: Any) -> Any:

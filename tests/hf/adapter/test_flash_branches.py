@@ -41,6 +41,22 @@ def test_each_layer_of_a_tower_makes_one_call(name: str, monkeypatch: pytest.Mon
         torch.testing.assert_close(one.embeds, other.embeds, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "glm4v"])
+def test_no_layer_reads_the_longest_image_itself(name: str) -> None:
+    """A GPU waits for the host where it is read, so layers are told."""
+    model = tiny_model(name, CHANGES[name])
+    image = one_image(name, model, seed=0)
+    expected = ImageReader(model).encode(image).embeds
+    fa_serve.patch(model)
+    reader = ImageReader(model)
+    told: list[int] = []
+    blocks = [block for block in reader.blocks if "Block" in type(block).__name__]
+    for block in blocks:
+        block.register_forward_pre_hook(lambda _, __, words: told.append(words["max_seqlen"]), with_kwargs=True)
+    torch.testing.assert_close(reader.encode(image).embeds, expected, rtol=1e-4, atol=1e-5)
+    assert told == [16] * len(blocks)
+
+
 def test_other_implementations_and_other_modules_stay_as_they_are() -> None:
     model = tiny_model("qwen2_5_vl", CHANGES["qwen2_5_vl"])
     read_in_one_call(type(model))
