@@ -3,8 +3,8 @@
     replay, pool = run_again(step, pool)     # replays run the function again: the code of a model is not put to the test
     replay, pool = record(step, pool)        # replays run the operations that were recorded, with the same memory
 
-As a graph does, a recorded replay knows nothing of Python: of tensors that were made elsewhere in the meantime, and of numbers that
-came to the host. Reading one of these in a recording raises, where PyTorch can be told (`item`, but not `tolist`).
+As a graph does, a recorded replay knows nothing of Python: of tensors that were made elsewhere in the meantime, and of numbers
+that came to the host. Reading one of these in a recording raises where PyTorch can be told: for `item`, but not for `tolist`.
 """
 
 from __future__ import annotations
@@ -36,15 +36,16 @@ def record(step: Callable[[], None], pool: Any) -> tuple[Callable[[], None], Any
 class _Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[Any, Any, Any, list[Tensor]]] = []
+        self.calls: list[tuple[Any, Any, Any, list[Tensor | None]]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
+        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default):
             raise RuntimeError("operation not permitted when stream is capturing")
         out = func(*args, **(kwargs or {}))
         given = {x.untyped_storage().data_ptr() for x in _tensors((args, kwargs))}
         # what lies in the memory of an argument is a view, or was written in place
-        self.calls.append((func, args, kwargs or {}, [x if x.untyped_storage().data_ptr() not in given else None for x in _tensors(out)]))  # type: ignore[misc]
+        made = [None if x.untyped_storage().data_ptr() in given else x for x in _tensors(out)]
+        self.calls.append((func, args, kwargs or {}, made))
         return out
 
     def replay(self) -> None:
