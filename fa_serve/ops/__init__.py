@@ -197,7 +197,7 @@ def rotary_store_kv(
                   as it is
     k_cache:      (num_pages, page_size, num_kv_heads, head_dim), last dimension contiguous, of qkv's dtype or float8_e4m3fn
     v_cache:      same shape and dtype as `k_cache`
-    slot_mapping: (total,) int64: page * page_size + position in the page; -1 skips the token
+    slot_mapping: (total,) int64: page * page_size + position in the page; -1 writes the token to no page
     cos, sin:     (total, rotary_dim / 2), with any strides. The first rotary_dim elements of a head are rotated, the first
                   half of them against the second. None rotates nothing
     q_norm:       RMS norm of each query head, of width head_dim, applied before the rotation

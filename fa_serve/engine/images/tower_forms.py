@@ -179,10 +179,12 @@ def _takes_padding(named: Mapping[str, Any], tensors: Sequence[Tensor]) -> bool:
     hidden = tensors[0]
     borders = named.get(_BORDERS)
     rotary = named.get(_ROTARY)
+    angles = [] if rotary is None else [*rotary] if isinstance(rotary, tuple | list) else [rotary]
     if not isinstance(borders, Tensor) or borders.ndim != 1 or len(borders) < 2 or type(named.get(_LONGEST)) is not int:
         return False
-    angles = [] if rotary is None else [*rotary] if isinstance(rotary, tuple | list) else [rotary]
-    if hidden.ndim != 2 or not hidden.is_contiguous() or not all(isinstance(x, Tensor) and x.ndim and len(x) == len(hidden) for x in angles):
+    if hidden.ndim != 2 or not hidden.is_contiguous():
+        return False
+    if not all(isinstance(x, Tensor) and x.ndim and len(x) == len(hidden) for x in angles):
         return False
     return len(tensors) == 2 + len(angles)
 

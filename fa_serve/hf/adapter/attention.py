@@ -52,6 +52,11 @@ def riding_batch() -> AttendsBatch | None:
     return None if torch.compiler.is_compiling() else _riding.get()  # steps of the engine are not compiled
 
 
+def asks_for_weights(output_attentions: bool | None) -> bool:
+    """Whether weights of attention are wanted, by an argument of this name or by what a model records in this forward."""
+    return bool(output_attentions) or "attentions" in (_collector.get() or ())
+
+
 def attention_forward(
     module: nn.Module,
     query: Tensor,
@@ -85,7 +90,7 @@ def attention_forward(
             f"attention dropout must be 0 with fa_serve, got {dropout} from {type(module).__name__}: call model.eval(), or set "
             "the attention dropout in the model's config to 0"
         )
-    if output_attentions or "attentions" in (_collector.get() or ()):
+    if asks_for_weights(output_attentions):
         raise UnsupportedModelError(
             "fa_serve never forms the attention weights that output_attentions asks for: load the model with "
             'attn_implementation="eager" to get them'

@@ -9,8 +9,9 @@
   products of a GPU need. Both matrices of the first product become one, with zeros up to a multiple of ALIGNED, and so does
   the width of the second. The parameters stay, as views of these, so that new values written into them are used.
 - RMS norms are one kernel each, instead of six over numbers of float32.
+- Attention to packed images rotates queries and keys by one kernel (tower_attention.py).
 
-Each form is proven (`proof.py`). Left out: the language model, whose layers `fuse` replaces, and attention.
+Each form is proven (`proof.py`). Left out: the language model, whose layers `fuse` replaces.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from fa_serve import ops
 from fa_serve.hf.surgery.fuse.parts import activation_of, norm_of
 from fa_serve.hf.surgery.proof import NotReplacedError, check_untouched, float32_copy, functions_agree, replace_forwards
+from fa_serve.hf.surgery.tower_attention import may_be_packed_attention, prove_attention
 
 ALIGNED = 64
 """Elements of a row in 128 bytes."""
@@ -50,6 +52,7 @@ def quicken_tower(model: nn.Module, beside: nn.Module | None = None) -> int:
         (_covers_patches, _prove_patches),
         (_is_unaligned, _prove_mlp),
         (_may_be_norm, _prove_norm),
+        (may_be_packed_attention, prove_attention),
     )
     return sum(replace_forwards(filter(takes, modules), prove, refuse) for takes, prove in kinds)
 
