@@ -88,10 +88,11 @@ class ImageEncoder:
     def warm_up(self, images: Sequence[Mapping[str, Tensor]]) -> None:
         """Encode images for their kernels and graphs alone. What is learnt of the model is kept, and no embedding."""
         for _ in range(1 if self.graphs is None else 2):  # what comes again is captured
-            with self._replaying():
+            with self.replaying():
                 self._two_way = self.reader.encode_all(images)[0].two_way
 
-    def _replaying(self) -> AbstractContextManager[None]:
+    def replaying(self) -> AbstractContextManager[None]:
+        """Inside, layers of the towers are replayed in forwards of this thread, if there are graphs."""
         return nullcontext() if self.graphs is None else self.graphs.replaying()
 
     def is_encoded(self, key: bytes) -> bool:
@@ -211,7 +212,7 @@ class ImageEncoder:
     def _encode(self, images: Sequence[ImageInput]) -> dict[bytes, ImageFeatures]:
         """Encode images together, or each alone if one of them is refused."""
         try:
-            with self._replaying():
+            with self.replaying():
                 made = self.reader.encode_all([image.inputs for image in images])
         except torch.AcceleratorError:
             raise  # the device is lost

@@ -77,13 +77,13 @@ def put_together(tree: Tree, tensors: Sequence[Tensor]) -> Any:
     return ImplicitMask(*inner) if kind is ImplicitMask else kind(inner)
 
 
-def names_of(layer: nn.Module) -> list[str] | None:
+def names_of(layer: nn.Module) -> tuple[str, ...] | None:
     """The names of the arguments that a layer takes without them, or None for a layer whose arguments have none."""
     kinds = inspect.Parameter
     parameters = inspect.signature(layer.forward).parameters.values()
     if any(each.kind in (kinds.VAR_POSITIONAL, kinds.POSITIONAL_ONLY) for each in parameters):
         return None
-    return [each.name for each in parameters if each.kind is kinds.POSITIONAL_OR_KEYWORD]
+    return tuple(each.name for each in parameters if each.kind is kinds.POSITIONAL_OR_KEYWORD)
 
 
 def rounded(count: int, per_octave: int) -> int:
@@ -116,7 +116,7 @@ class LayerCall:
         """names: of arguments that are given without one. Raises NoFormError"""
         if len(args) > len(names):
             raise NoFormError("arguments without names")
-        named = dict(zip(names, args, strict=False)) | kwargs
+        named = dict(zip(names, args, strict=False)) | dict(kwargs)
         tensors: list[Tensor] = []
         first = names[0] if names else ""
         if not isinstance(named.get(first), Tensor):
@@ -130,6 +130,10 @@ class LayerCall:
         )
         plain = cls(tree, tensors, tuple(x.shape for x in tensors), constants=constants)
         return _padded(plain, ordered) if _takes_padding(named, tensors) else plain
+
+    def with_hidden(self, hidden: Tensor) -> LayerCall:
+        """The same call with other hidden states of the same shape."""
+        return LayerCall(self.tree, [hidden, *self.tensors[1:]], self.shapes, self.borders, self.rows, self.constants)
 
     @property
     def key(self) -> Any:

@@ -47,6 +47,8 @@ MAX_BYTES = 1 << 30
 """Memory of all forms and of the pool, as far as it grew in captures."""
 MAX_TENSOR_BYTES = 32 << 20
 """A layer that is given more at once keeps a GPU busy while the next launches come."""
+MAX_KNOWN = 8
+"""Calls of one forward that are told by the identity of what they are given."""
 MAX_SEEN = 8 * MAX_FORMS
 """Forms without graphs of which is known which layers have met them."""
 
@@ -97,6 +99,15 @@ class _Form:
         self.outputs.clear()
 
 
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A call of this forward, without its hidden states. kept: what it was given, so that nothing else gets its identity"""
+
+    form: _Form
+    call: LayerCall
+    kept: Any
+
+
 class TowerGraphs:
     """Owner of the graphs, and of the memory that they read and write.
 
@@ -120,6 +131,8 @@ class TowerGraphs:
         self._forms: OrderedDict[Any, _Form] = OrderedDict()  # the least recently used first
         self._pool: Any = None
         self._bytes_of_pool = 0
+        self._known: dict[Any, _Known] = {}
+        self._nothing = torch.empty(0)
         self._threads: set[int] = set()
         self._originals: dict[nn.Module, Callable[..., Any] | None] = {}
         self.num_captures = 0
@@ -154,6 +167,7 @@ class TowerGraphs:
             yield
         finally:
             self._threads.discard(thread)
+            self._known.clear()
             for form in self._forms.values():
                 for each in form.statics or ():
                     each.given = None
@@ -177,12 +191,10 @@ class TowerGraphs:
         """What a layer returns."""
         if threading.get_ident() not in self._threads or torch.is_grad_enabled():
             return original(*args, **kwargs)
-        try:
-            call = LayerCall.of(self._names[block], args, kwargs, self._device)
-        except NoFormError:
+        found = self._find(self._names[block], args, kwargs)
+        if found is None:
             return original(*args, **kwargs)
-        form = self._forms.setdefault(call.key, _Form())
-        self._forms.move_to_end(call.key)
+        form, call = found
         graph = form.graphs.get(block)
         if graph is not None:
             return self._replay(form, graph, call)
@@ -191,6 +203,30 @@ class TowerGraphs:
             self._forget_seen()
             return original(*args, **kwargs)
         return self._compute_and_capture(block, original, form, call, lambda: original(*args, **kwargs))
+
+    def _find(self, names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Form, LayerCall] | None:
+        """The form of a call, or None. The layers of a forward are given the same objects, but for the hidden states."""
+        hidden = args[0] if args else None
+        key = None
+        if isinstance(hidden, Tensor):
+            others = (*map(id, args[1:]), *map(id, kwargs.values()))
+            key = (names, *kwargs, others, hidden.shape, hidden.stride(), hidden.dtype)
+            known = self._known.get(key)
+            if known is not None:
+                return known.form, known.call.with_hidden(hidden)
+        try:
+            call = LayerCall.of(names, args, kwargs, self._device)
+        except NoFormError:
+            return None
+        form = self._forms.get(call.key)
+        if form is None:
+            form = self._forms[call.key] = _Form()
+        self._forms.move_to_end(call.key)
+        if key is not None:
+            if len(self._known) == MAX_KNOWN:
+                self._known.clear()
+            self._known[key] = _Known(form, call.with_hidden(self._nothing), (args[1:], kwargs))
+        return form, call
 
     def _replay(self, form: _Form, graph: _Graph, call: LayerCall) -> Any:
         assert form.statics is not None
@@ -297,12 +333,14 @@ class TowerGraphs:
         oldest = next((key for key, form in self._forms.items() if not form.graphs), None)
         if oldest is not None:
             del self._forms[oldest]
+            self._known.clear()
 
     def _free(self, form: _Form) -> None:
         if form.graphs and self._device.type == "cuda":
             with suppress(torch.AcceleratorError):  # the device is lost; the error that says so has been raised already
                 torch.cuda.synchronize(self._device)
         form.free()
+        self._known.clear()
         if not self.num_forms:
             self._pool = None
             self._bytes_of_pool = 0

@@ -4,6 +4,7 @@ it was captured from, where attention reads numbers on the host."""
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -142,6 +143,49 @@ def test_what_layers_share_is_copied_once_for_a_forward(monkeypatch: pytest.Monk
     same = angles
     same[0].add_(1)  # other numbers in the same tensor, in another forward
     compare(blocks, graphs, torch.randn(4, 8), position_embeddings=same)
+
+
+def test_nothing_is_kept_of_a_forward() -> None:
+    """And while it runs, no hidden states, of which there are as many as layers."""
+    blocks = tower(2 * tower_graphs.MAX_KNOWN)
+    graphs = TowerGraphs(blocks, CPU, capture=record)
+    for _ in range(3):
+        x = torch.randn(4, 8)
+        with graphs.replaying(), torch.inference_mode():
+            kept = []
+            for block in blocks:
+                x = block(x, position_embeddings=(torch.randn(4, 8), torch.zeros(4, 8)))
+                kept.append(weakref.ref(x))
+            del x
+            assert len(graphs._known) <= tower_graphs.MAX_KNOWN
+            assert not any(each() is not None for each in kept)
+        assert not graphs._known
+        statics = [each for form in graphs._forms.values() for each in form.statics or ()]
+        assert all(each.given is None for each in statics)
+    assert graphs.num_replays
+
+
+def test_a_form_that_is_evicted_within_a_forward() -> None:
+    """The next layers of the forward that met it do not use what was freed."""
+    blocks = tower(6)
+    graphs = TowerGraphs(blocks, CPU, max_forms=1, capture=record)
+    shared = {name: {"position_embeddings": (torch.full((4, 8), float(number)),)} for number, name in enumerate("ab")}
+
+    def forward(order: str) -> list[Tensor]:
+        x = torch.ones(4, 8)
+        kept = []
+        with torch.inference_mode():
+            for block, kind in zip(blocks, order, strict=True):
+                x = block(x, scale=1.0 + (kind == "b"), **shared[kind])
+                kept.append(x)
+        return kept
+
+    for order in ("aaaaaa", "aaaaaa", "ababab", "ababab", "bbaabb", "aaaaaa", "bbbbbb", "bababa"):
+        expected = forward(order)
+        with graphs.replaying():
+            torch.testing.assert_close(forward(order), expected)
+        assert graphs.num_forms <= 1
+        assert {*graphs._known} == set()
 
 
 def test_what_is_not_known_is_not_captured() -> None:
