@@ -15,8 +15,8 @@ A form is the shapes and dtypes of the tensors, and the values of all other argu
 (`cu_seqlens`) have as many forms as there are sums of sizes, so these are padded (tower_forms.py).
 
 The first replay of a graph is compared with what the layer's own code has computed. A form that differs, or that cannot be
-captured, is launched as before, and the log says so. At most MAX_FORMS are kept, within MAX_BYTES: the least recently used are
-freed. Left out: how a graph is captured (runner/cuda_graphs.py), and what a model does between its layers.
+captured, is launched as before, and the log says so. At most MAX_FORMS are kept, within MAX_GRAPH_BYTES: the least recently used
+are freed. Left out: how a graph is captured (runner/cuda_graphs.py), and what a model does between its layers.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ REPLAYS_TOWERS = False
 """Whether an engine on a GPU makes these graphs. No GPU has run them yet: benchmarks/engine/bench_images.py has a switch."""
 MAX_FORMS = 48
 """Forms with graphs. A tower with windows has two for each size of picture."""
-MAX_BYTES = 1 << 30
+MAX_GRAPH_BYTES = 1 << 30
 """Memory of all forms and of the pool, as far as it grew in captures."""
 MAX_TENSOR_BYTES = 32 << 20
 """A layer that is given more at once keeps a GPU busy while the next launches come."""
@@ -120,7 +120,7 @@ class TowerGraphs:
         device: torch.device,
         *,
         max_forms: int = MAX_FORMS,
-        max_bytes: int = MAX_BYTES,
+        max_bytes: int = MAX_GRAPH_BYTES,
         capture: Capture = capture,
     ) -> None:
         self._names = {block: names for block in blocks if (names := names_of(block)) is not None}

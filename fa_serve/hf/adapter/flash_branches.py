@@ -26,7 +26,7 @@ PAGED_NAME = f"paged|{NAME}"
 _ASKS = "is_flash_attention_requested"
 _LONGEST = "get_max_seqlen"
 _OF_FORWARD = "get_vision_attention_seqlens"
-"""What asks for the longest image before the layers, in a module of its own."""
+"""What asks for the longest image before the layers. It stands in another module."""
 
 
 def passes_for_flash(original: Any) -> Any:

@@ -93,8 +93,11 @@ class PackedAttention:
         module = self._module
         if args or not self._is_taken(hidden_states, words):
             return type(module).forward(module, hidden_states, *args, **words)
-        borders, longest = words["cu_seqlens"], words["max_seqlen"]
-        rows, heads, dim = len(hidden_states), module.num_heads, module.head_dim
+        borders = words["cu_seqlens"]
+        longest = words["max_seqlen"]
+        rows = len(hidden_states)
+        heads = module.num_heads
+        dim = module.head_dim
         qkv = module.qkv(hidden_states)
         all_heads = qkv.view(rows, 3 * heads, dim)
         nowhere = qkv.new_full((rows,), -1, dtype=torch.int64)

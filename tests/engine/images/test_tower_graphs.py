@@ -17,6 +17,7 @@ from image_inputs import CHANGES, IMAGE, one_image
 from recorded_graphs import POOL, record, run_again
 from torch import Tensor, nn
 from tower_pictures import processes
+from transformers.utils import output_capturing
 
 import fa_serve
 from fa_serve.engine import EngineConfig
@@ -242,6 +243,40 @@ def test_what_cannot_be_captured_is_launched_as_before(make: type[Block], told: 
     assert graphs._pool is None
 
 
+def test_a_layer_within_which_a_model_records_outputs(caplog: pytest.LogCaptureFixture) -> None:
+    """As transformers does by hooks, which no replay calls."""
+
+    class Recording(Block):
+        def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
+            found: dict[str, list[Tensor]] | None = output_capturing._active_collector.get()
+            if found is not None:
+                found["router_logits"].append(hidden_states)
+            return self.linear(hidden_states)
+
+    block = Recording().requires_grad_(False)
+    graphs = TowerGraphs([block], CPU, capture=record)
+    collected: dict[str, list[Tensor]] = {"router_logits": []}
+    token = output_capturing._active_collector.set(collected)
+    try:
+        for _ in range(3):
+            compare([block], graphs, torch.randn(2, 8))
+    finally:
+        output_capturing._active_collector.reset(token)
+    assert len(collected["router_logits"]) == 6
+    assert graphs.num_captures == 0
+    assert caplog.text.count("records what is computed within it") == 1
+
+
+def test_a_layer_that_is_given_much_at_once_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tower_graphs, "MAX_TENSOR_BYTES", 4 * 8 * 4)
+    blocks = tower(1)
+    graphs = TowerGraphs(blocks, CPU, capture=record)
+    for _ in range(3):
+        for rows in (4, 5):
+            compare(blocks, graphs, torch.randn(rows, 8))
+    assert (graphs.num_forms, graphs.num_captures) == (1, 1)
+
+
 def test_a_capture_that_fails_leaves_the_other_forms(caplog: pytest.LogCaptureFixture) -> None:
     blocks = tower(1)
     fails = [True]
@@ -412,7 +447,9 @@ def test_towers_pause_between_layers_that_are_replayed() -> None:
         encoder.advance(TowerWork([case.images[0]], limit=1, count=1))
     assert encoder.is_busy
     # a forward of another thread, such as that of another engine of this model, is not touched
+    replays_before = graphs.num_replays
     torch.testing.assert_close(reader.encode(case.inputs[1]).embeds, expected[1])
+    assert graphs.num_replays == replays_before
     encoder.advance(TowerWork([case.images[0]], limit=None, count=1))
     torch.testing.assert_close(encoder.features([case.images[0]])[case.images[0].key].embeds, expected[0])
     assert graphs.num_replays == replays + 3 * 4
