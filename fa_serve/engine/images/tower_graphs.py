@@ -15,8 +15,8 @@ A form is the shapes and dtypes of the tensors, and the values of all other argu
 (`cu_seqlens`) have as many forms as there are sums of sizes, so these are padded (tower_forms.py).
 
 The first replay of a graph is compared with what the layer's own code has computed. A form that differs, or that cannot be
-captured, is launched as before, and the log says so. At most MAX_FORMS are kept, within MAX_GRAPH_BYTES: the least recently used
-are freed. Left out: how a graph is captured (runner/cuda_graphs.py), and what a model does between its layers.
+captured, is launched as before, and the log says so. At most MAX_FORMS are kept, within MAX_GRAPH_BYTES: those that were used
+longest ago are freed. Left out: how a graph is captured (runner/cuda_graphs.py), and what a model does between its layers.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class _Graph:
     outputs: list[Tensor]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Form:
     """What layers share that are given tensors of one form.
 

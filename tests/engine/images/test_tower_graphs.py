@@ -179,6 +179,7 @@ def test_a_form_that_is_evicted_within_a_forward() -> None:
             for block, kind in zip(blocks, order, strict=True):
                 x = block(x, scale=1.0 + (kind == "b"), **shared[kind])
                 kept.append(x)
+                assert all(each.form in graphs._forms.values() for each in graphs._known.values())
         return kept
 
     for order in ("aaaaaa", "aaaaaa", "ababab", "ababab", "bbaabb", "aaaaaa", "bbbbbb", "bababa"):
