@@ -133,7 +133,7 @@ def rate(call: Callable[[Sequence[str]], object], texts: Sequence[str], rounds: 
 
 
 def operations_a_second(dtype: str) -> float:
-    """Of a product of two large matrices: the most that products of layers can reach."""
+    """The rate of a product of two large matrices, the most that the products of layers can reach."""
     size = 8192
     a, b = (torch.randn(size, size, device="cuda", dtype=getattr(torch, dtype)) for _ in range(2))
     return 2 * size**3 / (graph_microseconds(lambda: a @ b) * 1e-6)
