@@ -258,7 +258,7 @@ async def test_the_prompts_of_a_list_wait_as_requests_do_and_are_not_counted_as_
     clock = Clock()
     costs = Costs(nothing, clock)
     spend_all(costs, "key", FREE_SECONDS)
-    spend(costs, "key", module.MAX_CHARGE)  # a refusal that is dear
+    spend(costs, "key", module.MAX_CHARGE)  # a refusal that has cost much
     begun = []
 
     async def prompt() -> None:
