@@ -42,7 +42,7 @@ _COLBERT_SETTINGS = (
     "document_prefix",
     "skiplist_words",
 )
-"""Of the general config: a folder with any of them expands queries, for sentence-transformers, unless it says that it does not."""
+"""Of the general config. sentence-transformers expands queries if a folder has any of them and does not say otherwise."""
 _TRANSFORMER_CONFIGS = tuple(
     f"sentence_{name}_config.json" for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
@@ -115,7 +115,8 @@ def transformer_subfolder(path: str) -> str:
 def read_folder(path: str, task: EncoderTask) -> EncoderFolder:
     """What the folder asks for when it is to do this task.
 
-    Raises ParameterError for a module that fa_serve does not compute, that does not lead to the task, or that would be left out.
+    Raises ParameterError for a module that fa_serve does not compute, that does not lead to the task, or that would be left
+    out.
     """
     listed = read_json(path, MODULES)
     general = read_json(path, _GENERAL) or {}
@@ -222,9 +223,10 @@ def _check_order(path: str, found: tuple[EncoderModule, ...]) -> None:
         writes = _TEXT if is_pooling else module.config.get("module_output_name") or reads
         if (reads, writes) != (has, _TEXT if is_pooling else has):
             rule = (
-                f"have modules that each read what the one before has written, which is {has} at {module.path or module.kind}"
+                f"have modules that each read what the one before has written, which is {has}, and "
+                f"{module.path or module.kind} reads {reads} and writes {writes}"
             )
-            raise ParameterError("model", rule, f"{reads} -> {writes}")
+            raise ParameterError("model", rule, path)
         has = writes
 
 
@@ -250,8 +252,11 @@ def _modules_of_tokens(path: str, found: tuple[EncoderModule, ...], model_type: 
         elif reads == writes and reads in ((_TOKENS, _TEXT) if is_converted else (_TOKENS,)):
             kept.append(module)
         else:
-            rule = f"have modules behind its Transformer that read and write {_TOKENS}, and not {module.path or module.kind}"
-            raise ParameterError("model", rule, f"{reads} -> {writes}")
+            rule = (
+                f"have modules behind its Transformer that read and write {_TOKENS}, and {module.path or module.kind} "
+                f"reads {reads} and writes {writes}"
+            )
+            raise ParameterError("model", rule, path)
     if model_type != "MultiVectorEncoder" and any(module.kind in ("Dense", "Normalize") for module in found):
         kept.append(EncoderModule("Normalize", "", {}))
     return tuple(kept)

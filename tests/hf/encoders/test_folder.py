@@ -115,15 +115,20 @@ TEXT = {"module_input_name": "sentence_embedding"}
     ("kinds", "configs", "task", "message"),
     [
         (("Pooling", "MultiVectorMask"), {}, "embed", "not MultiVectorMask, which would be left out"),
-        (("Dense", "Pooling"), {}, "embed", r"which is token_embeddings at 1_Dense, got 'sentence_emb"),
-        (("Normalize", "Pooling"), {}, "embed", "token_embeddings at 1_Normalize"),
-        (("Pooling", "Dense"), {"2_Dense": TOKENS}, "embed", "sentence_embedding at 2_Dense"),
-        (("Pooling", "Dense"), {"2_Dense": TEXT | {"module_output_name": "scores"}}, "embed", "sentence_embedding -> scores"),
-        (("Pooling", "Pooling"), {}, "embed", "sentence_embedding at 2_Pooling"),
+        (("Dense", "Pooling"), {}, "embed", "which is token_embeddings, and 1_Dense reads sentence_embedding"),
+        (("Normalize", "Pooling"), {}, "embed", "token_embeddings, and 1_Normalize reads"),
+        (("Pooling", "Dense"), {"2_Dense": TOKENS}, "embed", "sentence_embedding, and 2_Dense reads token_embeddings"),
+        (("Pooling", "Dense"), {"2_Dense": TEXT | {"module_output_name": "scores"}}, "embed", "writes scores"),
+        (("Pooling", "Pooling"), {}, "embed", "sentence_embedding, and 2_Pooling reads"),
         (("Pooling", "Dense"), {}, "token_embed", "for the task token_embed, and not Pooling"),
         (("LayerNorm",), {}, "token_embed", "not LayerNorm"),
-        (("Dense",), {"1_Dense": TOKENS | {"module_output_name": "more"}}, "token_embed", "token_embeddings -> more"),
-        (("Dense",), {"1_Dense": {"module_input_name": "other"}}, "token_embed", "and not 1_Dense"),
+        (
+            ("Dense",),
+            {"1_Dense": TOKENS | {"module_output_name": "more"}},
+            "token_embed",
+            "reads token_embeddings and writes more",
+        ),
+        (("Dense",), {"1_Dense": {"module_input_name": "other"}}, "token_embed", "and 1_Dense reads other"),
         (("MultiVectorMask",), {"1_MultiVectorMask": {"skiplist_words": ["."]}}, "token_embed", "no skiplist_words in its"),
         (("MultiVectorMask",), {"1_MultiVectorMask": {"keep_only_token_ids": [3]}}, "token_embed", "no keep_only_token_ids"),
         (("SpladePooling", "Normalize"), {}, "sparse", "no module but SpladePooling behind .* not Normalize"),
@@ -158,7 +163,7 @@ def test_what_a_dense_layer_of_late_interaction_reads(tmp_path, model_type: str,
     write(tmp_path, "config_sentence_transformers.json", {"model_type": model_type} | OFF)
     write(tmp_path, "1_Dense/config.json", names)
     if names is TEXT and model_type != "SentenceTransformer":
-        with pytest.raises(ParameterError, match="read and write token_embeddings, and not 1_Dense"):
+        with pytest.raises(ParameterError, match="read and write token_embeddings, and 1_Dense reads sentence"):
             read_folder(str(tmp_path), "token_embed")
         return
     kinds = [module.kind for module in read_folder(str(tmp_path), "token_embed").modules]
