@@ -44,7 +44,7 @@ def numbers(values: VectorValues) -> list[Any]:
 
 
 def in_base64(values: VectorValues, form: VectorFormat = "base64") -> str:
-    """float32 numbers, or the nearest of 16 bits, the lowest byte first. float16 has none above 65,504, which stands for them."""
+    """float32 numbers, or the nearest of 16 bits, the lowest byte first. float16 ends at 65,504, which stands for all above."""
     if form == "float16":
         largest = np.float32(np.finfo(np.float16).max)
         return _text_of(np.clip(values, -largest, largest).astype("<f2"))

@@ -94,7 +94,8 @@ def _packs(config: PreTrainedConfig) -> bool | None:
 
     def make(attention: str | None) -> nn.Module:
         own = {} if attention is None else {"attn_implementation": attention}
-        model: nn.Module = AutoModel.from_config(copy.deepcopy(small), dtype=torch.float32, **own)
+        auto: Any = AutoModel
+        model: nn.Module = auto.from_config(copy.deepcopy(small), dtype=torch.float32, **own)
         return model
 
     try:
