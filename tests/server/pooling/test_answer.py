@@ -30,6 +30,7 @@ async def test_bounds_of_a_request(encoding, encoder_of) -> None:
         documents = await post(client, "/v1/rerank", {"query": "a", "documents": ["b"] * 1_000_000}, 413)
         assert documents["error"]["code"] == "too_many_values"
         few = await post(client, "/v1/rerank", {"query": "a", "documents": ["b"] * 101}, 400)
+        await post(client, "/v1/rerank", {"query": "a", "documents": [f"b{n}" for n in range(100)]})  # 101 texts
         assert "documents must hold at most 100 inputs" in few["error"]["message"]
         ids = await post(client, "/v1/embeddings", MODEL | {"input": [5] * 10_000}, 400)
         assert ids["error"]["code"] == "context_length_exceeded"
