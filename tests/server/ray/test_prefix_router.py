@@ -89,7 +89,7 @@ def test_inputs_of_encoders_go_where_the_fewest_tokens_are_in_flight() -> None:
     assert send("long", 500) == "a"
     assert [send(f"short {number}", 40, 40) for number in range(4)] == ["b"] * 4, "320 tokens of eight texts"
     assert send("longer", 600) == "b"
-    assert send("same beginning", 500) == "a", "and no text is preferred where its like has been"
+    assert send("same beginning", 500) == "a", "the same beginning has been at b"
     for replica, name in sent:
         router.on_request_completed(replica, name)
     assert set(router._in_flight.values()) == {0}
