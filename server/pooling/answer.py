@@ -81,15 +81,18 @@ class PoolingWork:
         prompt: str = "",
         cuts: bool | None = None,
         size: int = 64,
+        counted: bool = False,
     ) -> AsyncIterator[Computed]:
         """What the encoder gives. Its place in the queue is held while the context lasts.
 
         prompt: written before texts; cuts: inputs that are too long are cut; size: bytes of the answer for each input
+        counted: the inputs are within the limit of a request already, as its pairs
 
         Raises ApiError.
         """
         service = self._service
-        self._require_few(len(inputs))
+        if not counted:
+            self._require_few(len(inputs))
         answer = size * len(inputs)
         service.require_size(answer, self._field, [self._field])
         letters = sum(len(each) if isinstance(each, str) else sum(map(_letters, each)) for each in inputs)
@@ -133,7 +136,7 @@ class PoolingWork:
                 return [float(each[0]) for each in found.values], found.usage()
         self._require_few(len(pairs))
         texts = list(dict.fromkeys(text for pair in pairs for text in pair))
-        async with self.computed(texts, PoolingParams(normalise=True), cuts=cuts) as found:
+        async with self.computed(texts, PoolingParams(normalise=True), cuts=cuts, counted=True) as found:
             vectors = dict(zip(texts, found.values, strict=True))
             return [float(np.dot(vectors[first], vectors[second])) for first, second in pairs], found.usage()
 

@@ -142,10 +142,10 @@ class InputReader:
         self._card = card
         self._prompts = PromptReader(tokenizer, vocab_size, card.max_tokens)
         self._special = frozenset(tokenizer.all_special_ids)
-        side = getattr(tokenizer, "truncation_side", "right")
+        self._cuts_left = getattr(tokenizer, "truncation_side", "right") == "left"
         self._whole = _copy(tokenizer.backend_tokenizer, card.lower_case)
         self._cut = _copy(tokenizer.backend_tokenizer, card.lower_case)
-        self._cut.enable_truncation(card.max_tokens, strategy="longest_first", direction=side)
+        self._cut.enable_truncation(card.max_tokens, strategy="longest_first", direction="left" if self._cuts_left else "right")
         self._prompt_length = lru_cache(MAX_PROMPTS)(self._count_prompt)
 
     def prompt(self, name: str | None) -> str:
@@ -223,7 +223,7 @@ class InputReader:
             if len(part) > limit:
                 if not truncate:
                     raise self._too_long(number, f"{len(part)} characters")
-                part = parts[index] = part[:limit]
+                part = parts[index] = part[-limit:] if self._cuts_left else part[:limit]
             try:
                 part.encode()
             except UnicodeEncodeError as error:
@@ -236,7 +236,10 @@ class InputReader:
             tokens = self._prompts.checked(ids)
         except ParameterError as error:
             raise ParameterError("input", error.rule, error.value, error.code) from None
-        return tokens[: self._card.max_tokens] if truncate else tokens
+        limit = self._card.max_tokens
+        if not truncate:
+            return tokens
+        return tokens[-limit:] if self._cuts_left else tokens[:limit]
 
     def _check(self, inputs: EncoderInputs, first: int) -> None:
         """Raise ParameterError for an input without tokens, with too many, or with some that the model does not know."""

@@ -7,6 +7,7 @@ import pytest
 from encoder_folders import LENGTH, TEXTS
 
 from fa_serve.engine import PoolingParams
+from fa_serve.info_tables import ENCODER_ROUTES
 
 pytestmark = pytest.mark.anyio
 MODEL = {"model": "tiny"}
@@ -24,6 +25,7 @@ async def test_embeddings_are_those_of_the_encoder_in_each_format(encoding, enco
     async with encoding("embed") as client:
         reply = await post(client, "/v1/embeddings", MODEL | {"input": list(TEXTS)})
         packed = await post(client, "/v1/embeddings", MODEL | {"input": list(TEXTS), "encoding_format": "base64"})
+        half = await post(client, "/v1/embeddings", MODEL | {"input": TEXTS[1], "encoding_format": "float16"})
         signs = await post(client, "/v1/embeddings", MODEL | {"input": TEXTS[1], "encoding_format": "ubinary"})
         one = await post(client, "/v1/embeddings", MODEL | {"input": TEXTS[2], "dimensions": 5})
         ids = [each.ids.tolist() for each in encoder_of("embed").reader.read(TEXTS)]
@@ -34,6 +36,8 @@ async def test_embeddings_are_those_of_the_encoder_in_each_format(encoding, enco
     np.testing.assert_allclose(found, wanted, atol=1e-6)
     numbers = [np.frombuffer(base64.b64decode(each["embedding"]), dtype="<f4") for each in packed["data"]]
     np.testing.assert_allclose(np.stack(numbers), wanted, atol=1e-6)
+    short = np.frombuffer(base64.b64decode(half["data"][0]["embedding"]), dtype="<f2")
+    np.testing.assert_allclose(short, wanted[1], rtol=1e-3)
     assert signs["data"][0]["embedding"] == np.packbits(wanted[1] > 0).tolist()
     shorter = np.array(one["data"][0]["embedding"])
     np.testing.assert_allclose(shorter, wanted[2, :5] / np.linalg.norm(wanted[2, :5]), atol=1e-6)
@@ -190,3 +194,24 @@ async def test_tokenize_counts_the_tokens_of_an_encoder(encoding, encoder_of) ->
         reply = await post(client, "/tokenize", {"prompt": TEXTS[0]})
     assert reply["tokens"] == encoder_of("embed").reader.read([TEXTS[0]])[0].ids.tolist()
     assert reply["max_model_len"] == LENGTH
+
+
+@pytest.mark.parametrize("task", ["embed", "score", "classify", "sparse"])
+async def test_fa_serve_info_names_the_routes_of_a_task(encoding, task: str) -> None:
+    texts = {"input": "a", "inputs": "a", "query": "a", "documents": ["a"], "texts": ["a"], "text_1": "a", "text_2": "a"}
+    fields = {
+        "/v1/embeddings": "input",
+        **dict.fromkeys(["/embed", "/embed_all", "/embed_sparse", "/predict"], "inputs"),
+        **dict.fromkeys(["/v1/rerank", "/v2/rerank"], "query documents"),
+        "/rerank": "query texts",
+        "/score": "text_1 text_2",
+        "/classify": "input",
+    }
+    named = {word.strip(",") for word in ENCODER_ROUTES[task].replace(";", "").split() if word.startswith("/")}
+    async with encoding(task) as client:
+        replies = {
+            path: await client.post(path, json=MODEL | {name: texts[name] for name in names.split()})
+            for path, names in fields.items()
+        }
+    assert {path for path, reply in replies.items() if reply.status_code == 200} == named
+    assert {reply.json()["error"]["code"] for reply in replies.values() if reply.status_code != 200} == {"unsupported_task"}
