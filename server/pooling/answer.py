@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,10 +27,6 @@ from ..observe.timelines import Timeline
 from ..service import Service
 from .vectors import VectorValues
 
-QUERY_PROMPTS = ("query",)
-DOCUMENT_PROMPTS = ("document", "passage", "corpus")
-"""Names under which sentence-transformers looks for the prompts of queries and documents, in `encode_query` and
-`encode_document`."""
 INPUTS_PER_SEQUENCE = 16
 """Inputs that cost the event loop about as much as one sequence of generation."""
 
@@ -139,7 +135,7 @@ class PoolingWork:
             async with self.computed(pairs, params, cuts=cuts) as found:
                 return [float(each[0]) for each in found.values], found.usage()
         self._require_few(len(pairs))
-        queries, documents = (self._first_prompt(QUERY_PROMPTS), self._first_prompt(DOCUMENT_PROMPTS)) if ranks else ("", "")
+        queries, documents = (self._prompt_of("query"), self._prompt_of("document")) if ranks else ("", "")
         prompts = [queries] if queries == documents else [queries, documents]
         vectors: dict[tuple[str, str], VectorValues] = {}
         count = 0
@@ -152,12 +148,13 @@ class PoolingWork:
         scores = [float(np.dot(vectors[queries, first], vectors[documents, second])) for first, second in pairs]
         return scores, {"prompt_tokens": count, "total_tokens": count}
 
-    def _first_prompt(self, names: Sequence[str]) -> str:
-        """The text of the first of these prompts that the model has, or of its default one, as in sentence-transformers."""
-        for name in names:
-            with suppress(BadRequest):
-                return self.prompt(name)
-        return self.prompt(None)
+    def _prompt_of(self, kind: str) -> str:
+        """The prompt of queries or documents, as `encode_query` and `encode_document` of sentence-transformers take it: none,
+        and not the model's default, if the folder has none of this name."""
+        try:
+            return self.prompt(kind)
+        except BadRequest:
+            return ""
 
     def _require_few(self, count: int) -> None:
         limit = self._service.settings.max_inputs
