@@ -245,6 +245,24 @@ def test_a_host_that_does_not_read_is_left_in_time(host: Host) -> None:
     assert time.monotonic() - begin < 1.5
 
 
+def test_a_handshake_has_what_a_connection_has_left(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+    host(lambda _: gate.wait(20) and None, tls=True)
+    connect = fetching.socket.create_connection
+
+    def connect_slowly(address: tuple[str, int], timeout: float) -> socket.socket:
+        time.sleep(0.3)
+        return connect(address, timeout)
+
+    monkeypatch.setattr(fetching.socket, "create_connection", connect_slowly)
+    begin = time.monotonic()
+    with pytest.raises(ImageAddressError, match=LATE):
+        fetched(timeout=0.4)
+    seconds = time.monotonic() - begin
+    gate.set()
+    assert seconds < 0.65, seconds
+
+
 def test_the_time_is_that_of_all_redirects(host: Host) -> None:
     def serve(connection: socket.socket) -> None:
         time.sleep(0.3)
