@@ -81,7 +81,10 @@ class RerankRequest(VllmRequest):
     query: NonEmpty
     documents: Documents
     top_n: int | None = Field(None, ge=1, description="Return the best documents only.")
-    return_documents: bool | None = Field(None, description="Add the text of each document.")
+    return_documents: bool | None = Field(
+        None,
+        description="Add the text of each document; by default on /v1/rerank, as Jina does, and not on /v2/rerank.",
+    )
 
     UNSUPPORTED: ClassVar[Unsupported] = {
         "max_tokens_per_doc": (4096,),

@@ -5,9 +5,10 @@
 
 A batch is padded with up to PADDINGS more sequences to a size of TOKENS, and with empty sequences behind them, so a few graphs
 serve all batches. Sizes lie close together where padding costs more than the launches that a graph saves. Attention plans for
-the longest input, so models that take long inputs have two graphs of a size, of which one is for inputs of at most SHORT tokens.
-What a batch is made of is copied to the same memory each time. Pooling and what is behind it is launched as usual. Batches
-above the largest size keep a GPU busy while the next launches come. Left out: how a graph is captured (runner/cuda_graphs.py).
+the longest input, so models that take long inputs have two graphs of a size, of which one is for inputs of at most SHORT
+tokens. What a batch is made of is copied to the same memory each time. Pooling and what is behind it is launched as usual.
+Batches above the largest size keep a GPU busy while the next launches come. Left out: how a graph is captured
+(runner/cuda_graphs.py).
 """
 
 from __future__ import annotations
@@ -117,9 +118,7 @@ class EncoderGraphs:
         return graph
 
 
-def _padded(
-    inputs: EncoderInputs, size: int, longest: int, device: torch.device, there: PackedInputs | None
-) -> PackedInputs:
+def _padded(inputs: EncoderInputs, size: int, longest: int, device: torch.device, there: PackedInputs | None) -> PackedInputs:
     """The inputs with padding, on the device. longest: tokens of a sequence of padding; there: where to write them"""
     total = len(inputs.ids)
     ids = np.pad(inputs.ids, (0, size - total))

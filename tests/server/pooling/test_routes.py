@@ -2,11 +2,14 @@
 
 import base64
 
+import httpx
 import numpy as np
 import pytest
-from encoder_folders import LENGTH, TEXTS
+from encoder_folders import LENGTH, TEXTS, save_encoder
+from fa_serve.server.app import create_app
+from fa_serve.server.settings import Settings
 
-from fa_serve.engine import PoolingParams
+from fa_serve.engine import AsyncEngine, Encoder, EngineConfig, PoolingParams
 from fa_serve.info_tables import ENCODER_ROUTES
 
 pytestmark = pytest.mark.anyio
@@ -81,13 +84,17 @@ async def test_reranking_sorts_documents_by_the_scores_of_pairs(encoding, encode
             body = MODEL | {"query": QUERY, "documents": list(TEXTS)}
             reply = await post(client, path, body)
             assert [each["index"] for each in reply["results"]] == order
+            # Jina's default is to add the texts, Cohere's is not to
+            assert {"document" in each for each in reply["results"]} == {path == "/v1/rerank"}
+            without = await post(client, path, body | {"return_documents": False})
+            assert not any("document" in each for each in without["results"])
             found = [each["relevance_score"] for each in reply["results"]]
             np.testing.assert_allclose(found, scores[order], atol=1e-6)
             best = await post(client, path, body | {"top_n": 2, "return_documents": True})
             assert [each["document"]["text"] for each in best["results"]] == [TEXTS[index] for index in order[:2]]
         documents = [{"text": text} for text in TEXTS]
         same = await post(client, "/v1/rerank", MODEL | {"query": QUERY, "documents": documents})
-        assert same["results"] == reply["results"]
+        assert [each["document"]["text"] for each in same["results"]] == [TEXTS[index] for index in order]
         tei = await post(client, "/rerank", {"query": QUERY, "texts": list(TEXTS), "return_text": True})
         assert [(each["index"], each["text"]) for each in tei] == [(index, TEXTS[index]) for index in order]
         raw = await post(client, "/rerank", {"query": QUERY, "texts": list(TEXTS), "raw_scores": True})
@@ -112,6 +119,63 @@ async def test_an_embedder_scores_by_the_cosine_of_vectors(encoding, encoder_of)
     async with encoding("embed") as client:
         reply = await post(client, "/score", {"text_1": QUERY, "text_2": list(TEXTS)})
     np.testing.assert_allclose([each["score"] for each in reply["data"]], vectors @ query, atol=1e-5)
+
+
+async def test_an_embedder_ranks_with_its_prompts(encoding, encoder_of) -> None:
+    """As `encode_query` and `encode_document` of sentence-transformers do. Scores of two texts have no prompts."""
+    encoder = encoder_of("embed")
+    query = encoder.encode(QUERY, prompt_name="query")
+    vectors = encoder.encode(TEXTS, prompt_name="document")
+    scores = vectors @ query
+    assert np.abs(scores - vectors @ encoder.encode(QUERY)).max() > 1e-3, "the prompt does not matter"
+    async with encoding("embed") as client:
+        reply = await post(client, "/v1/rerank", MODEL | {"query": QUERY, "documents": [*TEXTS, TEXTS[0]]})
+        tei = await post(client, "/rerank", {"query": QUERY, "texts": [*TEXTS, QUERY]})
+    found = {each["index"]: each["relevance_score"] for each in reply["results"]}
+    np.testing.assert_allclose([found[index] for index in range(len(TEXTS))], scores, atol=1e-5)
+    assert found[len(TEXTS)] == pytest.approx(found[0], abs=1e-6)
+    inputs = [encoder.reader.read([QUERY], prompt=encoder.reader.prompt("query")), encoder.reader.read(TEXTS)]
+    assert reply["usage"]["prompt_tokens"] == sum(len(each.ids) for each in inputs)
+    found = {each["index"]: each["score"] for each in tei}
+    np.testing.assert_allclose([found[index] for index in range(len(TEXTS))], scores, atol=1e-5)
+    assert found[len(TEXTS)] == pytest.approx(encoder.encode(QUERY, prompt_name="document") @ query, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        {"query": "find this: ", "document": "read this: "},
+        {"query": "find this: ", "passage": "here is: ", "corpus": "read this: "},
+        {"search": "find this: "},
+        {"passage": "here is: "},
+    ],
+    ids=lambda prompts: "-".join(prompts),
+)
+async def test_the_prompts_of_a_folder_are_found_as_sentence_transformers_does(tmp_path, prompts) -> None:
+    package = pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
+    general = {"prompts": prompts, "default_prompt_name": next(iter(prompts))}
+    path = save_encoder(tmp_path, "bert", general=general)
+    model = package.SentenceTransformer(str(path), device="cpu")
+    wanted = model.encode_document(list(TEXTS)) @ model.encode_query(QUERY)
+    encoder = Encoder(EngineConfig(model=path, device="cpu", dtype="float32", task="embed"))
+    app = create_app(AsyncEngine(encoder), Settings(served_model_name="tiny"))
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    opened = httpx.AsyncClient(transport=transport, base_url="http://localhost")
+    async with app.router.lifespan_context(app), opened as client:
+        await app.state.service.loaded()
+        reply = await post(client, "/v2/rerank", MODEL | {"query": QUERY, "documents": list(TEXTS)})
+    found = {each["index"]: each["relevance_score"] for each in reply["results"]}
+    np.testing.assert_allclose([found[index] for index in range(len(TEXTS))], wanted, atol=1e-5)
+
+
+async def test_a_bad_token_id_says_which_input_has_it(encoding) -> None:
+    for field, path in (("input", "/v1/embeddings"), ("inputs", "/embed")):
+        for bad in (100_000, 1 << 40):
+            async with encoding("embed") as client:
+                error = await post(client, path, MODEL | {field: [[5, 6], [7], [5, bad, 8]]}, 400)
+            text = error["error"]["message"]
+            assert error["error"]["param"] == field
+            assert "item 2" in text, text
 
 
 async def test_classes_have_labels_and_probabilities(encoding, encoder_of) -> None:
