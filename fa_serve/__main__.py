@@ -356,9 +356,9 @@ def info(
     """Show which attention kernels serve a GPU or a model.
 
     Without MODEL: which backend serves each kind of call on this machine, and why the others do not.
-    With MODEL: show each kind of attention layer of this model instead, and whether the engine runs
-    the model. The exit code is 1 if fa_serve refuses a part of the model or its quantised weights,
-    or cannot divide it.
+    With MODEL: show each kind of attention layer of this model instead, whether the engine runs the
+    model and takes images, and what an encoder computes. The exit code is 1 if fa_serve refuses a part
+    of the model, its quantised weights or an encoder's folder, or cannot divide the model.
     """
     _check_environment()
     import torch
@@ -389,8 +389,8 @@ def info(
     except (ValueError, OSError, ImportError) as error:
         _fail(str(error), code=2)
     show_model(described, console)
-    refused = isinstance(described.weights, str) or isinstance(described.share, str)
-    if refused or any(part.refused for part in described.parts):
+    refused = any(isinstance(each, str) for each in (described.weights, described.share, described.encoder))
+    if refused or (described.encoder is None and any(part.refused for part in described.parts)):
         raise typer.Exit(code=1)
 
 

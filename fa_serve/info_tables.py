@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
+    from fa_serve.hf.encoders.facts import EncoderFacts
     from fa_serve.hf.info import Description, RankShare
     from fa_serve.ops import StateSpec
     from fa_serve.spec import AttentionSpec
@@ -56,6 +57,14 @@ SLOWER_WITH_TRITON_3_8 = (
 )
 
 
+ENCODER_ROUTES = {
+    "embed": "/v1/embeddings, /embed, /embed_all; by cosine similarity /v1/rerank, /v2/rerank, /rerank, /score",
+    "token_embed": "/embed_all",
+    "sparse": "/embed_sparse",
+    "score": "/v1/rerank, /v2/rerank, /rerank, /score, /classify, /predict",
+    "classify": "/classify, /predict",
+}
+"""By task: what a server answers."""
 COMPUTED_BY = "computed by"
 KERNEL_NAMES = (
     "  Kernels are rows of the table in docs/kernels/products.md, for each layer by itself. The engine merges layers with the "
@@ -106,7 +115,7 @@ def show_model(described: Description, console: Console) -> None:
         console.print(f"{part.name}: {part.model}")
         for layer, where in part.kinds():
             reasons = prefills[layer.spec]
-            decodes = layer.spec.window_size[1] == 0 and layer.spec.mask is None
+            decodes = layer.spec.window_size[1] == 0 and layer.spec.mask is None and described.encoder is None
             decode = f", decoding: {chosen(explain(decoding(layer)))}" if decodes else ""
             console.print(f"  layers {where}: {layer.module}")
             console.print(f"    {layer.spec}")
@@ -126,6 +135,11 @@ def show_model(described: Description, console: Console) -> None:
         elif part.untried:
             console.print(f"  not tried: {part.untried}")
     console.print()
+    if described.encoder is not None:
+        _show_encoder(described.encoder, console)
+        if described.share is not None:
+            console.print(f"tensor parallel: {described.share}")
+        return
     if isinstance(described.weights, str):
         console.print(f"weights: refused: {described.weights}")
     else:
@@ -137,10 +151,40 @@ def show_model(described: Description, console: Console) -> None:
     console.print(f"engine: {described.engine or 'runs it'}")
     if described.states:
         _show_states(described.states, console)
+    if described.engine is None:
+        console.print(f"images: {'taken' if described.images is None else f'not taken, because {described.images}'}")
     if isinstance(described.share, str):
         console.print(f"tensor parallel: {described.share}")
     elif described.share is not None:
         _show_share(described.share, console)
+
+
+def _show_encoder(facts: EncoderFacts | str, console: Console) -> None:
+    """What an encoder computes, and by which routes it is asked for that."""
+    if isinstance(facts, str):
+        console.print(f"encoder: refused: {facts}")
+        return
+    sizes = {"sparse": "weights of words", "score": "label", "classify": "labels"}
+    made = f"{facts.size} {sizes.get(facts.task, 'numbers in a vector')}"
+    names = f": {', '.join(facts.labels)}" if facts.task == "classify" else ""
+    length = ", of length 1" if facts.normalises else ""
+    console.print(f"encoder: runs it (fa-serve serve, Encoder), for the task {facts.task}")
+    console.print(f"  gives: {made}{length}{names}")
+    if facts.pooling:
+        console.print(f"  pooling: {', '.join(facts.pooling)}")
+    if facts.activation is not None:
+        console.print(f"  activation: {facts.activation}")
+    batches = {
+        True: "packed, as a layer with random weights has shown",
+        False: "padded, because its code does not follow packed sequences",
+        None: "packed if its code follows packed sequences, which is tried at the start",
+    }
+    console.print(f"  batches: {batches[facts.packs]}")
+    if facts.max_tokens is not None:
+        console.print(f"  tokens of an input: at most {facts.max_tokens}, by its folder")
+    if facts.prompts:
+        console.print(f"  prompts: {', '.join(facts.prompts)}")
+    console.print(f"  routes: {ENCODER_ROUTES[facts.task]}")
 
 
 def _show_share(share: RankShare, console: Console) -> None:

@@ -82,6 +82,8 @@ def _same(value: Any, other: Any) -> bool:
 def known_parts(*types: str) -> WrapValidator:
     """The type of a part of a message, which must be one of these; others are those of audio, video and files."""
     remedy = "this server takes texts and images, so leave out audio, video and files, which are not built yet"
+    if not any("image" in kind for kind in types):
+        remedy = "this field takes texts alone; images may be in messages of the user and in results of tools"
 
     def validate(value: Any, handler: Any) -> Any:
         try:

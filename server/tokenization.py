@@ -35,6 +35,7 @@ from .answers.logprobs import TokenTexts
 from .bounds.costs import BILL, Costs
 from .bounds.deadline_thread import DeadlineThread
 from .chat import template_process
+from .chat.content_forms import PROBE, ContentForms, Conversation, shows_probe
 from .chat.conversation import ChatRequest, TokenizeRequest, Tool
 from .chat.special_tokens import Prompt, SpecialTokens
 from .chat.templates import Template
@@ -45,11 +46,11 @@ from .settings import Settings, read_file
 if TYPE_CHECKING:
     from fa_serve.engine import AsyncEngine
 
-# of which a chat template has to accept at least one
-SAMPLES: tuple[list[dict[str, Any]], ...] = (
-    [{"role": "user", "content": "Hello"}],
-    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}],
-    [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}],
+# of which a chat template has to accept at least one, and to write its last text
+SAMPLES: tuple[Conversation, ...] = (
+    [{"role": "user", "content": PROBE}],
+    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": PROBE}],
+    [{"role": "user", "content": [{"type": "text", "text": PROBE}]}],
 )
 log = logging.getLogger("fa_serve.server")
 MAX_TEMPLATES = 16  # parsed chat templates to keep: the model's own, and those of requests
@@ -105,8 +106,9 @@ class Tokenization:
             return
         own = self._engine.tokenizer.chat_template
         for text in own.values() if isinstance(own, dict) else filter(None, [own]):
-            fault = await self._fault(self._parse(text))
-            if fault is not None:
+            template = self._parsed(text)
+            template.fault = await self._fault(template)
+            if (fault := template.fault) is not None:
                 self._faults[text] = fault
                 log.warning("the model's chat template %s: chats are refused until --chat-template replaces it", fault)
 
@@ -121,9 +123,11 @@ class Tokenization:
                 except ApiError as error:
                     reason = reason or error.message.rstrip(".")
                 else:
-                    if text.strip():
+                    if shows_probe(text):
+                        template.forms()  # of which the first request has no need then
                         return None
-                    reason = reason or "it makes nothing of a message that says Hello"
+                    done = "leaves out the text" if text.strip() else "makes nothing"
+                    reason = reason or f"it {done} of a message that says {PROBE}"
             return reason
 
         try:
@@ -292,12 +296,16 @@ class Tokenization:
         salt: str | None = None,
     ) -> EncodedChat:
         """The prompt that the chat template makes of a conversation. salt: of the images, as `Isolation.cache_salt` gives it"""
-        urls = [url for message in body.messages or () for url in message.image_urls()]
-        maker = await self._processing.run(lambda: self.prompt_maker, client) if urls else None
-        images = await self._loader.load(urls, client, salt) if urls else []
+        given_messages = body.messages or ()
+        found = body.request_images(given_messages)
+        maker = await self._processing.run(lambda: self.prompt_maker, client) if found else None
+        images = await self._loader.load(found, client, salt) if found else []
 
         def render(trial: Trial | None = None) -> Prompt:
-            messages = [message.rendered() for message in body.messages or ()]
+            forms = template.forms(trial)
+            if maker is not None and any(message.role == "tool" and message.images() for message in given_messages):
+                _require_tool_images(forms, maker)
+            messages = [message.rendered(forms.in_parts(message.role_of_template)) for message in given_messages]
             given = (messages, [tool.rendered() for tool in tools] or None, variables)
             if self._special_tokens_in_content:
                 return Prompt(template.render(*given, trial))
@@ -326,13 +334,13 @@ class Tokenization:
                 raise BadRequest(text, param="chat_template", code="invalid_value") from None
             except (Cancelled, TrialProcessError) as error:
                 raise trials_failed(error) from None
-            if urls:
+            if found:
                 return await self._processing.run(lambda: encode_with_images(prompt), client)
             return await self._thread_for(len(prompt.text)).run(lambda: encode(prompt), client)
         length = sum(message.length() for message in body.messages or ())
         length += sum(tool.length(LONG_TEXT) for tool in tools) + schema_length(variables, LONG_TEXT)
         try:
-            if urls:
+            if found:
                 prompt = await self._thread_for(length).run(render, client, self._template_timeout)
                 return await self._processing.run(lambda: encode_with_images(prompt), client)
             return await self._thread_for(length).run(lambda: encode(render()), client, self._template_timeout)
@@ -417,3 +425,13 @@ class Tokenization:
             return self._engine.reader.encode(text, special, plain)
         except ParameterError as error:
             raise parameter_refused(error, param) from None
+
+
+def _require_tool_images(forms: ContentForms, maker: PromptMaker) -> None:
+    """Raise BadRequest if the chat template writes no image of a tool's result."""
+    if not any(maker.image_text in text for text in forms.tool_images):
+        message = (
+            "messages must have no images in results of tools, which this model's chat template leaves out: put them into a "
+            "message of the user behind the result."
+        )
+        raise BadRequest(message, param="messages", code="invalid_value")

@@ -24,7 +24,7 @@ import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice, product, zip_longest
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,19 @@ class Sizes:
     prompts: tuple[tuple[int, int], ...]
     batches: tuple[int, ...]
 
+    @cached_property
+    def draw(self) -> torch.Generator:
+        """Of all random numbers: after a capture that fails, as of a peer, PyTorch's own generator raises."""
+        return torch.Generator(self.device).manual_seed(0)
+
+    def normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Random numbers of `self.dtype` or another one."""
+        return torch.randn(shape, generator=self.draw, device=self.device, dtype=dtype or self.dtype)
+
+    def uniform(self, *shape: int) -> Tensor:
+        """Random numbers of float32 in [0, 1)."""
+        return torch.rand(shape, generator=self.draw, device=self.device)
+
 
 FULL = Sizes(
     "cuda",
@@ -99,22 +112,22 @@ def fla_function(module: str, name: str) -> Any:
 
 
 def delta_inputs(heads: Heads, batch: int, rows: int, sizes: Sizes) -> dict[str, Tensor]:
-    make = partial(torch.randn, device=sizes.device, dtype=sizes.dtype)
+    make = sizes.normal
     return {
         "q": make(batch, rows, heads.keys, heads.dim),
         "k": make(batch, rows, heads.keys, heads.dim),
         "v": make(batch, rows, heads.values, heads.dim_v),
-        "g": -torch.rand(batch, rows, heads.values, device=sizes.device),
+        "g": -sizes.uniform(batch, rows, heads.values),
         "beta": make(batch, rows, heads.values).sigmoid(),
     }
 
 
 def ssd_inputs(heads: Heads, batch: int, rows: int, sizes: Sizes) -> dict[str, Tensor]:
-    make = partial(torch.randn, device=sizes.device, dtype=sizes.dtype)
+    make = sizes.normal
     return {
         "x": make(batch, rows, heads.values, heads.dim_v),
         "dt": make(batch, rows, heads.values),
-        "a": -torch.rand(heads.values, device=sizes.device) - 0.1,
+        "a": -sizes.uniform(heads.values) - 0.1,
         "b": make(batch, rows, heads.keys, heads.dim) * heads.dim**-0.5,
         "c": make(batch, rows, heads.keys, heads.dim),
     }
@@ -173,12 +186,12 @@ def decode_cells(sizes: Sizes) -> Iterator[Cell]:
             spec = ops.gated_delta_rule_state(rows["k"], rows["v"], rows["g"])
             states = decoding_states(spec, batch, sizes)
             channels = 2 * heads.keys * heads.dim + heads.values * heads.dim_v
-            mixed = torch.randn(batch, channels, device=sizes.device, dtype=sizes.dtype)
-            weight = torch.randn(channels, WIDTH, device=sizes.device, dtype=sizes.dtype)
+            mixed = sizes.normal(batch, channels)
+            weight = sizes.normal(channels, WIDTH)
             conv_states = decoding_states(ops.causal_conv1d_state(mixed, weight), batch, sizes)
             step = decoding_batch(batch, sizes)
             ours = partial(step_of_layer, rows, mixed, weight, states, conv_states, step, heads)
-            fla = fused_delta and their_step_of_layer(fused_delta, inputs, mixed, weight, batch, heads)
+            fla = fused_delta and their_step_of_layer(fused_delta, inputs, mixed, weight, heads, sizes)
             num_bytes = state_bytes(spec, batch) + state_bytes(ops.causal_conv1d_state(mixed, weight), batch)
             num_bytes += mixed.nbytes + weight.nbytes + rows["v"].nbytes
             yield Cell(f"decode conv+delta {heads.keys}/{heads.values} {batch}", ours, fla, None, num_bytes)
@@ -190,7 +203,7 @@ def decode_cells(sizes: Sizes) -> Iterator[Cell]:
             step = decoding_batch(batch, sizes)
             ours = partial(ops.ssd_paged, x, dt, a, b, c, states, step, dt_softplus=True)
             apart = {name: y.transpose(0, 1) if y.dim() > 1 else y for name, y in inputs.items()}
-            begin = torch.randn(batch, heads.values, heads.dim, heads.dim_v, device=sizes.device)
+            begin = sizes.normal(batch, heads.values, heads.dim, heads.dim_v, dtype=torch.float32)
             fla = fused_gla and partial(gla_of_ssd, fused_gla, apart, initial_state=begin, output_final_state=True)
             num_bytes = state_bytes(spec, batch) + 2 * x.nbytes + b.nbytes + c.nbytes
             yield Cell(f"decode ssd {heads.values} {batch}", ours, fla, None, num_bytes)
@@ -245,11 +258,12 @@ def step_of_layer(
 
 
 def their_step_of_layer(
-    function: Any, inputs: dict[str, Tensor], mixed: Tensor, weight: Tensor, batch: int, heads: Heads
+    function: Any, inputs: dict[str, Tensor], mixed: Tensor, weight: Tensor, heads: Heads, sizes: Sizes
 ) -> Callable[[], object]:
+    batch = len(mixed)
     update = fla_function("fla.modules.causal_conv1d", "causal_conv1d_update")
     cache = torch.zeros(batch, mixed.shape[1], WIDTH, device=mixed.device, dtype=mixed.dtype)
-    begin = torch.randn(batch, heads.values, heads.dim, heads.dim_v, device=mixed.device)
+    begin = sizes.normal(batch, heads.values, heads.dim, heads.dim_v, dtype=torch.float32)
     g, beta = (inputs[name].transpose(0, 1) for name in ("g", "beta"))
     width = heads.keys * heads.dim
 

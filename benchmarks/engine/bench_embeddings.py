@@ -7,10 +7,11 @@
 Models have random weights. A word of a text is one token, so that lengths are exact. Correctness comes first: the vectors of a
 few texts are compared with those of the same model with eager attention, one by one, and a shape that differs has no lines.
 `offline` lines, and those of calls with FEW texts (`few`), compare with sentence-transformers (`st_sdpa`; `st_fa_serve` has our
-attention on its padded batches). `http` lines compare with the servers that --peer names, and with vLLM's, which --peer-path
-starts beside ours on a third of the memory. Their cases name the clients that ask at the same time, with one text in each
-request. A `p99` line is the latency of the slowest hundredth at half of the rate that as many clients reach. No case begins
-after --budget seconds.
+attention on its padded batches). A `products` line is the part of a batch's time that its products need alone, at the rate of a
+large product of the same type (60% is aimed at with 512 tokens). `http` lines compare with the servers that --peer names, and
+with vLLM's, which --peer-path starts beside ours on a third of the memory. Their cases name the clients that ask at the same
+time, with one text in each request. A `p99` line is the latency of the slowest hundredth at half of the rate that as many
+clients reach. No case begins after --budget seconds.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModel, PreTrainedTokenizerFast
 
-from benchmarks.measure import Cells, Results
+from benchmarks.measure import Cells, Results, graph_microseconds
 from fa_serve.engine import Encoder, EngineConfig
 
 WORDS = 1000
@@ -131,6 +132,13 @@ def rate(call: Callable[[Sequence[str]], object], texts: Sequence[str], rounds: 
     return len(texts) / statistics.median(seconds)
 
 
+def operations_a_second(dtype: str) -> float:
+    """The rate of a product of two large matrices, the most that the products of layers can reach."""
+    size = 8192
+    a, b = (torch.randn(size, size, device="cuda", dtype=getattr(torch, dtype)) for _ in range(2))
+    return 2 * size**3 / (graph_microseconds(lambda: a @ b) * 1e-6)
+
+
 def sentence_transformers(folder: Path, attention: str, device: str, dtype: str) -> Callable[[Sequence[str]], object] | None:
     """What encodes texts with that package, or None if it is not installed."""
     try:
@@ -158,6 +166,8 @@ def offline(args: argparse.Namespace, shape: str, folder: Path, results: Results
     check(folder, encoder, args.dtype)
     device = encoder.config.device
     peers = {f"st_{name}": sentence_transformers(folder, name, device, args.dtype) for name in ("sdpa", "fa_serve")}
+    product_rate = operations_a_second(args.dtype) if torch.cuda.is_available() else 0.0
+    num_weights = sum(x.weight.numel() for x in encoder._pipeline.model.model.modules() if isinstance(x, torch.nn.Linear))
     for length in args.lengths:
         for case, count, at_once in (("offline", max(args.total // length, 4), None), ("few", 16 * FEW, FEW)):
             if not cells.takes(f"{shape} {case} {length}"):
@@ -166,6 +176,10 @@ def offline(args: argparse.Namespace, shape: str, folder: Path, results: Results
             ours = rate(encoder.encode, texts, args.rounds, at_once)
             theirs = {name: rate(call, texts, args.rounds, at_once) for name, call in peers.items() if call is not None}
             ratio = results.add(f"{shape} {case} {length}", "sentences/s", ours, theirs)
+            if case == "offline" and product_rate:
+                share = ours * length * 2 * num_weights / product_rate
+                results.add(f"{shape} products {length}", "of the time", share, {})
+                print(f"{shape} products {length}: {share:.0%} of the time")
             print(f"{shape} {case} {length}: {ours:.0f} sentences/s, {theirs}, ratio {ratio:.2f}")
     del encoder, peers
     gc.collect()

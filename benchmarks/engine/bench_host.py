@@ -255,7 +255,6 @@ def engine(sizes: Sizes) -> Turns:
     model = make_model(sizes.model, sizes.device, dtype=sizes.dtype, eos_token_id=None)
     settings = {"device": sizes.device, "max_model_len": 1024, "max_num_seqs": max(sizes.engines), "prefix_caching": False}
     running = Engine(EngineConfig(num_pages=40 * max(sizes.engines), seed=0, **settings), model=model)
-    running.tokenizer = None  # no text is made
     params = SamplingParams(max_tokens=500, temperature=0.0, ignore_eos=True)
     for batch in sizes.engines:
         names = [f"{batch}-{row}" for row in range(batch)]

@@ -134,7 +134,6 @@ def serve_ours(args: argparse.Namespace) -> None:
     engine = Engine(EngineConfig(**settings | args.set))
     freeze_objects()
     watch()
-    engine.tokenizer = None  # makes no text, like the other engines
     first = time.time()
     engine.generate([[7] * 128], SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True))
     start_up(args, imports, loading, first)
@@ -150,7 +149,8 @@ def serve_ours(args: argparse.Namespace) -> None:
         start = time.perf_counter()
         for row, (prompt, (_, tokens_out)) in enumerate(zip(prompts, workload.lengths, strict=True)):
             sampling: Any = TOP_P if workload.sampled else {"temperature": 0.0}
-            engine.add_request(f"{name}-{row}", prompt, SamplingParams(max_tokens=tokens_out, ignore_eos=True, **sampling))
+            params = SamplingParams(max_tokens=tokens_out, ignore_eos=True, detokenize=False, **sampling)  # as the others
+            engine.add_request(f"{name}-{row}", prompt, params)
         ended: Counter[str | None] = Counter()
         with drafting(workload):
             while engine.has_unfinished():

@@ -95,7 +95,7 @@ def open_engine(folder: Path) -> Any:
 
     sizes: dict[str, Any] = {"max_model_len": LIMIT, "num_pages": PAGES, "page_size": PAGE}
     running = Engine(EngineConfig(model=str(folder), device="cuda", prefix_caching=False, seed=0, **sizes))
-    running.tokenizer = None  # makes no text
+    running.tokenizer = None  # so older trees make no text
     freeze_objects()
     return running
 
@@ -105,12 +105,13 @@ def answer_workload(running: Any, name: str) -> float:
     from benchmarks.engine.engine_workloads import WORKLOADS
     from fa_serve.engine import SamplingParams
 
+    silent = {"detokenize": False} if "detokenize" in SamplingParams.__dataclass_fields__ else {}
     taken = []
     for turn in range(5):
         prompts = WORKLOADS[name].prompts(f"{name} {turn}", running.vocab_size)
         begin = time.perf_counter()
         for row, (prompt, (_, tokens_out)) in enumerate(zip(prompts, WORKLOADS[name].lengths, strict=True)):
-            params = SamplingParams(max_tokens=tokens_out, temperature=0.0, ignore_eos=True)
+            params = SamplingParams(max_tokens=tokens_out, temperature=0.0, ignore_eos=True, **silent)
             running.add_request(f"{turn}-{row}", prompt, params)
         while running.has_unfinished():
             running.step()
@@ -216,8 +217,6 @@ def compare(args: argparse.Namespace) -> None:
 
 
 def compare_rounds(args: argparse.Namespace, folders: Path | None) -> None:
-    from benchmarks.measure import Results, commit_of
-
     found: dict[str, list[tuple[float, float]]] = {}
     for number in range(args.rounds):
         before = Worker(args.before, args.cases, folders)
@@ -232,6 +231,14 @@ def compare_rounds(args: argparse.Namespace, folders: Path | None) -> None:
             found.setdefault(old[0], []).append((old[1], new[1]))
         for worker in order:
             worker.process.communicate()
+        print(f"\nround {number + 1} of {args.rounds} is done", flush=True)
+        report(found, args)
+
+
+def report(found: dict[str, list[tuple[float, float]]], args: argparse.Namespace) -> None:
+    """Print and write what the rounds so far say, so that a run which is ended early leaves what it has measured."""
+    from benchmarks.measure import Results, commit_of
+
     results = Results(
         "trees", args.out, before=args.before_commit or commit_of(args.before), commit=args.commit or commit_of(ROOT)
     )

@@ -16,7 +16,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -24,11 +24,15 @@ from torch import Tensor
 from transformers import AttentionInterface, AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from fa_serve import ops
+from fa_serve.hf.adapter.composites import auto_class, make_served, text_key
 from fa_serve.hf.adapter.models import NAME, check_class, prepare_model
 from fa_serve.hf.adapter.probe import model_layers, run_without_weights
 from fa_serve.hf.adapter.translate import spec_of, translate
+from fa_serve.hf.encoders.facts import EncoderFacts, encoder_facts
+from fa_serve.hf.encoders.folder import EncoderTask, recognise_task
+from fa_serve.hf.images import ImageReader
 from fa_serve.hf.latent_layers import LatentSizes, latent_sizes, latent_spec
-from fa_serve.hf.model_location import find_model
+from fa_serve.hf.model_location import CONFIG, find_model
 from fa_serve.hf.surgery.divide.plan import plan_division
 from fa_serve.hf.surgery.divide.sections import Cut
 from fa_serve.hf.surgery.experts.mixtures import expert_modules, gate_of, weights_of
@@ -111,6 +115,8 @@ class Description:
     weights: how the weights of linear layers and experts are kept and which kernels compute them, and the layers; empty if the
              engine does not run the model, or why its quantised weights are refused
     states:  what each recurrence or convolution keeps of a sequence, if the engine runs the model
+    images:  why a model that generates takes no images, or None
+    encoder: what an encoder computes, or why fa_serve refuses its folder; None for a model that generates
     """
 
     parts: list[Part]
@@ -118,6 +124,8 @@ class Description:
     weights: dict[str, str] | str = field(default_factory=dict)
     share: RankShare | str | None = None
     states: list[StateSpec] = field(default_factory=list)
+    images: str | None = None
+    encoder: EncoderFacts | str | None = None
 
 
 def describe(
@@ -141,6 +149,10 @@ def describe(
     with torch.device("meta"):
         whole: PreTrainedModel = auto.from_config(config, attn_implementation="eager", dtype=config.dtype or torch.bfloat16)
     parts = {part.name: part for part in (_examine(*each, device, arch) for each in _models(whole))}
+    folder = _folder_of(model_or_config)
+    task = "generate" if folder is None else recognise_task(folder)
+    if folder is not None and task != "generate":
+        return _describe_encoder(folder, cast(EncoderTask, task), list(parts.values()), tensor_parallel)
     weights: dict[str, str] | str = {}
     engine = None
     states: list[StateSpec] = []
@@ -159,7 +171,47 @@ def describe(
             share = _rank_share(loaded, tensor_parallel)
         except UnsupportedModelError as error:
             share = str(error)
-    return Description(list(parts.values()), engine, weights, share, states)
+    return Description(list(parts.values()), engine, weights, share, states, _why_no_images(loaded))
+
+
+def _folder_of(model_or_config: str | PreTrainedConfig) -> str | None:
+    """Where the files of a model are that say what it is for. A config alone does not say it: the model may have modules."""
+    if not isinstance(model_or_config, str):
+        return None
+    file = Path(model_or_config)
+    if not file.is_file():
+        return model_or_config
+    return str(file.parent) if file.name == CONFIG else None
+
+
+def _describe_encoder(path: str, task: EncoderTask, parts: list[Part], tensor_parallel: int) -> Description:
+    """An encoder, whose layers are asked for packed sequences if it follows them."""
+    facts: EncoderFacts | str
+    try:
+        facts = encoder_facts(path, task)
+    except ParameterError as error:
+        facts = str(error)
+    if isinstance(facts, EncoderFacts) and facts.packs:
+        for part in parts:
+            part.layers = [replace(layer, spec=replace(layer.spec, layout="varlen")) for layer in part.layers]
+    share = None if tensor_parallel == 1 else "an encoder runs on one rank"
+    return Description(parts, None, share=share, encoder=facts)
+
+
+def _why_no_images(config: PreTrainedConfig) -> str | None:
+    """Why a model takes no images; None if it takes them."""
+    if text_key(config) is None:
+        return "it has no towers"
+    try:
+        with torch.device("meta"):
+            model = make_served(
+                config,
+                lambda own, attention: auto_class(own).from_config(own, attn_implementation=attention, dtype=torch.bfloat16),
+            )
+        ImageReader(model, quickens=False)
+    except UnsupportedModelError as error:
+        return str(error)
+    return None
 
 
 def _rank_share(config: PreTrainedConfig, size: int) -> RankShare:

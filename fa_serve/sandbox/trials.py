@@ -199,7 +199,8 @@ class Trials:
 class Trial:
     """One trial. `cancel` may be called before, during and after `run`.
 
-    seconds: of a processor that the work took, once `run` has ended. For work that was ended early, how long it was waited for
+    seconds: of a processor that the work of all runs took, once `run` has ended. For work that was ended early, how long it was
+             waited for
     """
 
     def __init__(self, trials: Trials) -> None:
@@ -224,11 +225,12 @@ class Trial:
         file: descriptor that the work writes a large result to, for work that takes one
         """
         place = 0 if file is None else os.lseek(file, 0, os.SEEK_CUR)
+        before = self.seconds
         for _ in range(ATTEMPTS):
             reply = self._attempt(request, file)
             if reply:
                 seconds, word, result = reply.split(b" ", 2)
-                self.seconds = float(seconds)
+                self.seconds = before + float(seconds)
                 if word == trial_process.DONE:
                     return result
                 if word == trial_process.LIMIT:
@@ -245,6 +247,7 @@ class Trial:
     def _attempt(self, request: bytes | memoryview, file: int | None) -> bytes:
         """The seconds and the result, or nothing if the process has died."""
         limits = self._trials.limits
+        before = self.seconds
         connection, process = self._trials.connect(file)
         with connection:
             with self._lock:
@@ -270,7 +273,7 @@ class Trial:
             except TimeoutError:
                 raise limits.error(memory=False) from None
             finally:
-                self.seconds = time.monotonic() - begin
+                self.seconds = before + time.monotonic() - begin
                 with self._lock:
                     self._connection = None
                 if pid and not reply.endswith(b"\n"):

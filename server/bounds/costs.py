@@ -19,15 +19,16 @@ them has.
 Work for the engine is limited by the engine's queue. Other work is *unpaid*: a request that is refused, and one that asks for
 no tokens, such as `GET /health`. A client that does not wait for anything but the next answer could keep the event loop busy
 with it. Therefore unpaid work makes debts, which fall with time. A client with a larger debt waits before its next body is
-parsed, or before its next answer if that needs no body. No request is refused for debts, unless more than MAX_WAITING of its
-client wait already.
+parsed, or before its next answer if that needs no body. It also waits before each prompt of a list, which it could have sent as
+a request. No request is refused for debts, unless more than MAX_WAITING of its client wait already. These refusals are slow,
+REFUSALS_A_SECOND, or a client could ask for them without an end.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -55,7 +56,9 @@ SEQUENCE_SECONDS = 0.0002
 ITERATION_SECONDS = 0.002
 """Of work in one iteration of the event loop, after which the next request takes its turn in the next iteration."""
 MAX_WAITING = 256
-"""Requests of one client that may wait because of its debt."""
+"""Requests of one client that may wait because of its debt. The prompts of a request that has had its turn do not count."""
+REFUSALS_A_SECOND = SHARE / REQUEST_SECONDS
+"""Of requests that are refused because so many wait. They make no debts, which would keep those that wait from their turns."""
 MAX_ACCOUNTS = 4096
 """Clients that wait for nothing and whose costs are remembered."""
 
@@ -140,12 +143,23 @@ class Bill:
 
     had_turn: it has waited for its client's turn
     advance:  seconds that were added to its client's debt when it got its turn
+    refused:  it was refused because many requests of its client wait
     """
 
     client: str
     seconds: float = REQUEST_SECONDS
     had_turn: bool = False
     advance: float = 0.0
+    refused: bool = False
+
+
+@dataclass(slots=True)
+class _Turn:
+    """What waits for a turn: a request, or the sequences of one prompt of a request that has had its own."""
+
+    bill: Bill
+    may_go: asyncio.Future[None]
+    is_prompt: bool
 
 
 BILL: ContextVar[Bill | None] = ContextVar("BILL", default=None)
@@ -170,7 +184,9 @@ class Costs:
     def __init__(self, count_delayed: Callable[[], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._count_delayed = count_delayed
         self._clock = clock
-        self._queue: CostQueue[tuple[Bill, asyncio.Future[None]]] = CostQueue()
+        self._queue: CostQueue[_Turn] = CostQueue()
+        self._waiting: Counter[str] = Counter()  # requests that wait because of a debt, by their clients
+        self._refused_until = 0.0  # when the newest refusal is answered
         self._debts: dict[str, _Debt] = {}
         self._used = 0.0  # seconds of work in this iteration of the event loop
         self._timer: asyncio.Handle | None = None
@@ -191,11 +207,14 @@ class Costs:
         owes = self._wait(bill.client, self._clock()) > 0
         if owes:
             self._count_delayed()
-            if self._queue.count(bill.client) >= MAX_WAITING:
+            if self._waiting[bill.client] >= MAX_WAITING:
                 message = (
                     f"{MAX_WAITING} requests of this client wait already, because many before them were refused, or asked "
                     "for no tokens. Try again later, with fewer requests at once."
                 )
+                bill.refused = True
+                if await _has_left(receive, [], self._time_to_refuse()):
+                    return False
                 raise TooManyRequests(message, retry_after=1)
         turn = self._ask_for_turn(bill)
         if turn is None:
@@ -203,21 +222,28 @@ class Costs:
         if not owes:
             await turn
             return True
-        left = asyncio.ensure_future(_end_of(receive))
+        self._waiting[bill.client] += 1
         try:
-            await asyncio.wait([turn, left], return_when=asyncio.FIRST_COMPLETED)
-            return turn.done()
+            return not await _has_left(receive, [turn])
         finally:
             turn.cancel()
-            left.cancel()
+            self._waiting[bill.client] -= 1
+            if not self._waiting[bill.client]:
+                del self._waiting[bill.client]
 
-    def _ask_for_turn(self, bill: Bill) -> asyncio.Future[None] | None:
+    def _time_to_refuse(self) -> float:
+        """Seconds until the next request may be refused."""
+        now = self._clock()
+        self._refused_until = max(self._refused_until, now) + 1 / REFUSALS_A_SECOND
+        return self._refused_until - now
+
+    def _ask_for_turn(self, bill: Bill, *, is_prompt: bool = False) -> asyncio.Future[None] | None:
         """What becomes done when the work may go on. None: it may go on at once."""
         client = bill.client
         if self._used < ITERATION_SECONDS and not self._queue.count(client) and not self._wait(client, self._clock()):
             return None
         turn = asyncio.get_running_loop().create_future()
-        self._queue.put(client, (bill, turn))
+        self._queue.put(client, _Turn(bill, turn, is_prompt))
         self._set_timer()
         return turn
 
@@ -234,7 +260,7 @@ class Costs:
         """Wait for the turn of the current task's client, before it begins so many sequences of one prompt."""
         bill = BILL.get()
         if bill is not None:
-            turn = self._ask_for_turn(bill)
+            turn = self._ask_for_turn(bill, is_prompt=True)
             if turn is not None:
                 await turn
             self._charge(bill, count * SEQUENCE_SECONDS)
@@ -248,6 +274,7 @@ class Costs:
 
     def settle(self, bill: Bill, unpaid: bool) -> None:
         """The request has ended. unpaid: nothing but its bill counts what it has cost"""
+        unpaid = unpaid and not bill.refused
         if not unpaid and not bill.advance:
             return
         now = self._clock()
@@ -293,18 +320,21 @@ class Costs:
         self._timer = loop.call_later(wait, self._release) if wait else loop.call_soon(self._release)
 
     def _release(self) -> None:
-        """Give the turn to one request. What it will cost is added to its client's debt at once, as far as that is known."""
+        """Give the turn to one request or prompt.
+
+        What a request will cost is added to its client's debt at once, as far as that is known. A prompt adds what a request
+        costs at least, for good: else a client with debts would send lists.
+        """
         self._timer = None
         now = self._clock()
-        while found := self._queue.get(lambda client: not self._wait(client, now)):
-            bill, turn = found
-            if turn.done():  # its task has ended
+        while turn := self._queue.get(lambda client: not self._wait(client, now)):
+            if turn.may_go.done():  # its task has ended
                 continue
-            turn.set_result(None)
-            debt = self._debts.get(bill.client)
+            turn.may_go.set_result(None)
+            debt = self._debts.get(turn.bill.client)
             if debt is not None:
-                bill.advance += debt.usual
-                debt.seconds += debt.usual
+                debt.seconds += REQUEST_SECONDS if turn.is_prompt else debt.usual
+                turn.bill.advance += 0.0 if turn.is_prompt else debt.usual
             break
         if self._queue:
             self._set_timer()
@@ -315,6 +345,16 @@ class Costs:
             self._fall(debt, now)
         kept = {client: debt for client, debt in self._debts.items() if debt.seconds}
         self._debts = kept if len(kept) < len(self._debts) else {}
+
+
+async def _has_left(receive: asgi.Receive, turns: list[asyncio.Future[None]], timeout: float | None = None) -> bool:
+    """Wait for one of the turns, so many seconds, or until the client has left. Returns whether it has left without a turn."""
+    left = asyncio.ensure_future(_end_of(receive))
+    try:
+        done, _ = await asyncio.wait([*turns, left], timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        return left in done and not any(turn.done() for turn in turns)
+    finally:
+        left.cancel()
 
 
 async def _end_of(receive: asgi.Receive) -> None:

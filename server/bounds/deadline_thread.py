@@ -7,6 +7,9 @@ Clients take turns by the processor's time that their functions have taken (cost
 waiting, the next client waits for one of these at most. Several threads take the functions of one queue. The time is also added
 to the bill of the request. A function may let a process work for it (fa_serve/sandbox), whose time counts as its own.
 
+Functions that wait for somebody else, such as another host, have a *lane* each of these: a lane has a part of the threads only,
+and lanes take turns, so that what waits for one slow host does not hold up what waits for another.
+
 Python raises an exception in another thread between two of its bytecodes, so a loop of a chat template ends in time. A single
 call into C does not end sooner. A function that nobody waits for any more is interrupted as well. The threads are daemons: they
 never keep the process alive.
@@ -20,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from fa_serve.sandbox.trials import Trial
@@ -39,6 +42,7 @@ class _Job:
     """One function that waits or runs.
 
     client:    whose turn it takes
+    lane:      what it waits for, by any name
     trial:     the work in another process, if it has any
     began:     on time.monotonic's clock, or None
     seconds:   of the processor, that it has taken, once it has ended
@@ -47,6 +51,7 @@ class _Job:
 
     work: Callable[[], Any]
     client: str | None
+    lane: str | None
     trial: Trial | None
     future: asyncio.Future[Any]
     began: float | None = None
@@ -54,40 +59,61 @@ class _Job:
     abandoned: bool = False
 
 
-class _Turns:
-    """The jobs that wait. The next one is the oldest of the client whose jobs have cost least."""
+@dataclass(slots=True)
+class _Lane:
+    """running: how many of its functions run"""
 
-    def __init__(self) -> None:
+    waiting: CostQueue[_Job] = field(default_factory=CostQueue)
+    running: int = 0
+
+
+class _Turns:
+    """The jobs that wait. The next one is of the lane that was served least recently, of those that have fewer than `per_lane`
+    running, and there the oldest of the client whose jobs have cost least."""
+
+    def __init__(self, per_lane: int) -> None:
+        self._per_lane = per_lane
         self._condition = threading.Condition()
-        self._queue: CostQueue[_Job] = CostQueue()
+        self._lanes: dict[str | None, _Lane] = {}  # in the order of their turns; one more than the lanes that work or wait
 
     def put(self, job: _Job) -> None:
         with self._condition:
-            self._queue.put(job.client, job)
+            self._lanes.setdefault(job.lane, _Lane()).waiting.put(job.client, job)
             self._condition.notify()
 
     def get(self) -> _Job:
-        """Wait for a job."""
+        """Wait for a job. `end` is to be called when it has ended."""
         with self._condition:
-            while (job := self._queue.get()) is None:
+            while True:
+                for name, lane in self._lanes.items():
+                    job = lane.waiting.get() if lane.running < self._per_lane else None
+                    if job is not None:
+                        lane.running += 1
+                        self._lanes[name] = self._lanes.pop(name)
+                        return job
                 self._condition.wait()
-            return job
 
-    def charge(self, job: _Job) -> None:
+    def end(self, job: _Job) -> None:
         with self._condition:
-            self._queue.charge(job.client, job.seconds)
+            lane = self._lanes[job.lane]
+            lane.running -= 1
+            lane.waiting.charge(job.client, job.seconds)
+            if job.lane is not None and not lane.running and not lane.waiting:
+                del self._lanes[job.lane]
+            self._condition.notify()
 
 
 class DeadlineThread:
     """`run` is to be called on the event loop. A thread starts with each of the first calls.
 
-    count: of the threads, and so of the functions that run at the same time
+    count:    of the threads, and so of the functions that run at the same time
+    per_lane: of these, how many functions of one lane may be; all by default
     """
 
-    def __init__(self, name: str, count: int = 1):
+    def __init__(self, name: str, count: int = 1, per_lane: int | None = None):
         self._name = name
         self._count = count
-        self._jobs = _Turns()
+        self._jobs = _Turns(count if per_lane is None else per_lane)
         self._lock = threading.Lock()
         self._running: dict[_Job, threading.Thread] = {}
         self._threads: list[threading.Thread] = []
@@ -98,10 +124,12 @@ class DeadlineThread:
         client: str | None = None,
         timeout: float | None = None,
         trial: Trial | None = None,
+        lane: str | None = None,
     ) -> T:
         """What `work` returns. Raises what it raises, or asyncio.TimeoutError `timeout` seconds after it has begun.
 
         client: who waits for it, by any name
+        lane:   what it waits for, by any name
         trial:  what the work runs in another process. It is cancelled in the place of an exception that is raised in the
                 midst of the work, and its processor's time counts
         """
@@ -110,7 +138,7 @@ class DeadlineThread:
             thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             thread.start()  # fails without memory, and the next call tries again
             self._threads.append(thread)
-        job = _Job(work, client, trial, loop.create_future())
+        job = _Job(work, client, lane, trial, loop.create_future())
         self._jobs.put(job)
         try:
             while timeout is not None:
@@ -142,8 +170,11 @@ class DeadlineThread:
 
     def _run(self) -> None:
         while True:
+            job = self._jobs.get()
             with suppress(_Interrupted):
-                self._run_job(self._jobs.get())
+                self._run_job(job)
+            self._jobs.end(job)
+            del job  # as in _run_job
 
     def _run_job(self, job: _Job) -> None:
         with self._lock:
@@ -165,7 +196,6 @@ class DeadlineThread:
             job.seconds = time.thread_time() - begin
             if job.trial is not None:
                 job.seconds += job.trial.seconds
-            self._jobs.charge(job)
         with suppress(RuntimeError):  # the event loop is closed
             job.future.get_loop().call_soon_threadsafe(_settle, job.future, value, error)
         # An error has this frame, and its future has the error: with the job in the frame they would keep each other, and a

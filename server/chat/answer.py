@@ -95,7 +95,7 @@ class ChatAnswer(Answer):
         await self._tokenization.read_template(self._template, self._body, self._key)
         self._check_template()
         for field in ("truncate_prompt_tokens", "use_beam_search", "prompt_logprobs"):
-            if getattr(self._body, field) and any(message.image_urls() for message in self._body.messages):
+            if getattr(self._body, field) and any(message.images() for message in self._body.messages):
                 raise BadRequest(f"{field} is not allowed with images.", param=field, code="invalid_value")
         encode = self._tokenization.encode_chat
         salt = self._service.isolation.cache_salt(self._key, self._body.cache_salt)

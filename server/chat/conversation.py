@@ -5,19 +5,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError, from_json
 
 from fa_serve.engine.request.params import schema_length
 
+from ..images.addresses import RequestImage
 from ..schemas import NonEmpty, SamplingRequest
 from ..strict import NOTHING, StrictModel, Unsupported, field_error, known_parts, one_error
 
 MAX_ARGUMENTS = 1 << 17  # characters of the arguments of one call
 MAX_CALLS = 1024
 MARKUP = 32  # characters that a chat template adds to a message
+IMAGE_ROLES = ("user", "tool")  # whose messages may have images
 
 
 class ImageUrl(StrictModel):
@@ -93,7 +96,7 @@ class Message(StrictModel):
         pattern=r"^[a-zA-Z0-9_.-]{1,64}$",
         description="system, developer, user, assistant, tool, or another one that the chat template writes.",
     )
-    content: str | Annotated[list[Part], Field(fail_fast=True)] | None = None
+    content: str | Annotated[list[Part], Field(min_length=1, fail_fast=True)] | None = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
     tool_call_id: str | None = None
@@ -106,8 +109,8 @@ class Message(StrictModel):
     def _check_role(self) -> Message:
         if self.content is None and not self.tool_calls:
             raise field_error("content", "must be given")
-        if self.image_urls() and self.role != "user":
-            raise field_error("content", "may have images in messages of the user only")
+        if self.images() and self.role not in IMAGE_ROLES:
+            raise field_error("content", "may have images in messages of the roles user and tool only")
         for field in ("tool_calls", "reasoning_content"):
             if getattr(self, field) and self.role != "assistant":
                 raise field_error(field, "is only allowed in messages of the assistant")
@@ -124,23 +127,31 @@ class Message(StrictModel):
             length += len(text or "")
         return length + sum(call.length() for call in self.tool_calls or ())
 
-    def image_urls(self) -> list[str]:
-        """The addresses of its images, in order."""
+    @property
+    def role_of_template(self) -> str:
+        """The name of the role that chat templates know."""
+        return "system" if self.role == "developer" else self.role
+
+    def images(self) -> list[tuple[int, str]]:
+        """The number of each part that is an image, and its address, in order."""
         if self.content is None or isinstance(self.content, str):
             return []
-        return [part.image_url.url for part in self.content if part.image_url is not None]
+        return [(number, part.image_url.url) for number, part in enumerate(self.content) if part.image_url is not None]
 
-    def rendered(self) -> dict[str, Any]:
-        """The content is one string, or a list of parts with images. The role developer becomes system, its older name."""
+    def rendered(self, in_parts: bool = False) -> dict[str, Any]:
+        """The content is one string, or a list of parts with images. The role developer becomes system, its older name.
+
+        in_parts: the content is a list of parts always, for a chat template that takes no string
+        """
         content = self.content or ""
         rendered: str | list[dict[str, Any]]
         if isinstance(content, str):
-            rendered = content
-        elif self.image_urls():
+            rendered = [{"type": "text", "text": content}] if in_parts else content
+        elif in_parts or self.images():
             rendered = [part.rendered() for part in content]
         else:
             rendered = "".join(part.text or "" for part in content)
-        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": rendered}
+        message: dict[str, Any] = {"role": self.role_of_template, "content": rendered}
         if self.tool_calls:
             message["tool_calls"] = [call.rendered() for call in self.tool_calls]
         for field in ("name", "tool_call_id", "reasoning_content"):
@@ -202,6 +213,8 @@ class ResponseFormat(StrictModel):
 class TemplateFields(StrictModel):
     """The fields besides the messages that the chat template turns into a prompt."""
 
+    _image_places: list[str] | None = PrivateAttr(None)  # if the client has written the request in another form
+
     tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
     chat_template: NonEmpty | None = Field(None, description="Replaces the model's chat template, if the server allows it.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables for the chat template.")
@@ -213,6 +226,21 @@ class TemplateFields(StrictModel):
         if len(set(names)) < len(names):
             raise PydanticCustomError("names", "must have different names")
         return tools
+
+    def place_images(self, places: list[str]) -> None:
+        """Say where the images of this request are in that of the client."""
+        self._image_places = places
+
+    def request_images(self, messages: Sequence[Message]) -> list[RequestImage]:
+        """The images of its messages, in order."""
+        found = [
+            RequestImage(url, f"messages[{index}].content[{number}].image_url.url")
+            for index, message in enumerate(messages)
+            for number, url in message.images()
+        ]
+        if self._image_places is None:
+            return found
+        return [RequestImage(each.url, place) for each, place in zip(found, self._image_places, strict=True)]
 
 
 ToolChoice = Annotated[

@@ -33,6 +33,8 @@ STAND_INS = range(0xF0000, 0x10FFFE)
 """Characters for private use, of which some replace those with which special tokens begin."""
 PIECE = 1 << 16
 """Characters of a text that are searched at once."""
+KINDS = ("text", "image")
+"""Types of parts of a message, which no client writes."""
 ALPHABET = 0x400
 """Of the stand-ins, those that are used together."""
 
@@ -116,14 +118,17 @@ def _stand_ins(characters: list[str], texts: list[str]) -> tuple[dict[str, str],
 
 
 def _replaced(value: Any, replacements: dict[str, str]) -> Any:
-    """The JSON value with other characters. Letters in keys stay, because templates know the names of fields."""
+    """The JSON value with other characters. Letters in keys stay, because templates know the names of fields and types."""
     if isinstance(value, str):
         for character, other in replacements.items():
             value = value.replace(character, other)
         return value
     if isinstance(value, dict):
         in_keys = {character: other for character, other in replacements.items() if not character.isalnum()}
-        return {_replaced(key, in_keys): _replaced(each, replacements) for key, each in value.items()}
+        return {
+            _replaced(key, in_keys): each if key == "type" and each in KINDS else _replaced(each, replacements)
+            for key, each in value.items()
+        }
     if isinstance(value, list):
         return [_replaced(each, replacements) for each in value]
     return value

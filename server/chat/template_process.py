@@ -40,7 +40,8 @@ def bound_output(text: str, max_chars: int) -> None:
 
 
 def prepare(given: dict[str, Any]) -> Callable[[bytes], bytes]:
-    """The function takes a template, messages, tools and variables, and returns the text or an error, in JSON.
+    """The function takes a template, messages, tools and variables, and returns the text or an error, in JSON. With
+    `conversations` in the place of messages and tools it returns the text of each, which is null for one that is refused.
 
     given: max_chars, the characters that a prompt can have; a longer text is null
     """
@@ -49,13 +50,12 @@ def prepare(given: dict[str, Any]) -> Callable[[bytes], bytes]:
     render_jinja_template([[]], chat_template="")  # loads jinja2
     max_chars = given["max_chars"]
 
-    def work(request: bytes) -> bytes:
-        asked = json.loads(request)
+    def render(messages: Any, asked: dict[str, Any]) -> dict[str, Any]:
         try:
             bound_output(asked["template"], max_chars)
             rendered: Any = render_jinja_template(
-                [asked["messages"]],
-                asked["tools"],
+                [messages],
+                asked.get("tools"),
                 chat_template=asked["template"],
                 add_generation_prompt=True,
                 **asked["variables"],
@@ -63,10 +63,16 @@ def prepare(given: dict[str, Any]) -> Callable[[bytes], bytes]:
         except MemoryError:
             raise
         except OutputTooLongError:
-            return json.dumps({"text": None}).encode()
+            return {"text": None}
         except Exception as error:  # what a client's program can raise
-            return json.dumps({"error": f"{error!s:.{MAX_REASON}}"}).encode()
+            return {"error": f"{error!s:.{MAX_REASON}}"}
         [text], _ = rendered  # of one conversation, and where its answers are
-        return json.dumps({"text": text}).encode()
+        return {"text": text}
+
+    def work(request: bytes) -> bytes:
+        asked = json.loads(request)
+        if "conversations" in asked:
+            return json.dumps({"texts": [render(each, asked).get("text") for each in asked["conversations"]]}).encode()
+        return json.dumps(render(asked["messages"], asked)).encode()
 
     return work

@@ -6,6 +6,7 @@
 
 A template may write a text of the request once for each message, so rendering stops when its output is longer than a prompt can
 be. A template silently leaves out what it does not know: tools, tool calls, names, variables. Such a request is refused here.
+Whether a template reads contents as strings or as lists of parts is found out with the first request (content_forms.py).
 transformers renders templates in jinja2's sandbox. Templates of requests are rendered in another process (template_process.py).
 Which template a request gets is decided in tokenization.py.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -25,13 +27,13 @@ from fa_serve.engine.request.prompts import PromptReader
 from fa_serve.sandbox.trials import Trial
 
 from ..errors import BadRequest, HttpError, parameter_refused
+from .content_forms import PROBE, STRINGS, ContentForms, Conversation, find_forms
 from .reasoning import CLOSING, OPENING
 from .template_process import MAX_REASON, OutputTooLongError, bound_output
 from .tools import ToolFormat, detect_format
 
 MESSAGE_NAME = re.compile(r"""message(\.name|\[['"]name['"]|\.get\(['"]name['"])""")
 ROLES = {"system", "user", "assistant", "tool"}  # which every template knows or refuses
-PROBE = "Goodbye"  # the content of a message whose end is looked for
 LARGE_FACTOR = 10_000_000
 RESERVED = {"conversation", "messages", "self", "tools"}
 # what a template can raise for a conversation or a variable that is not of the kind that it expects
@@ -42,14 +44,15 @@ class Template:
     """One chat template.
 
     reader: turns prompts into tokens, and knows how long they may be
-    fault:  what a template of the model must do and does not, which no request can repair; None if nothing is known
+    fault:  what a template of the model must do and does not, which no request can repair; None if nothing is known. May be set
     """
 
     def __init__(self, tokenizer: Any, text: str, reader: PromptReader, fault: str | None = None):
         self._tokenizer = tokenizer
         self._text = text
         self._reader = reader
-        self._fault = fault
+        self.fault = fault
+        self._forms: ContentForms | None = None
 
     @cached_property
     def names(self) -> set[str]:
@@ -83,6 +86,27 @@ class Template:
     @cached_property
     def _reads_message_names(self) -> bool:
         return MESSAGE_NAME.search(self._text) is not None
+
+    def forms(self, trial: Trial | None = None) -> ContentForms:
+        """The forms of contents that the template reads. It is tried once. trial: as in `render`"""
+        if self._forms is None:
+            if trial is None and self.holds_the_interpreter:
+                return STRINGS  # it is refused
+            self._forms = find_forms(lambda conversations: self._render_probes(conversations, trial))
+        return self._forms
+
+    def _render_probes(self, conversations: Sequence[Conversation], trial: Trial | None) -> list[str | None]:
+        if trial is not None:
+            given = {"template": self._text, "conversations": conversations, "variables": self._tokenizer.special_tokens_map}
+            texts: list[str | None] = json.loads(trial.run(to_json(given)))["texts"]
+            return texts
+        texts = []
+        for conversation in conversations:
+            try:
+                texts.append(self._apply(conversation, None, {}))
+            except (OutputTooLongError, *FAILURES):
+                texts.append(None)
+        return texts
 
     @cached_property
     def tool_format(self) -> ToolFormat | None:
@@ -118,9 +142,7 @@ class Template:
             raise BadRequest(f"The chat template is refused: {rule}.", param="messages")
         try:
             if trial is None:
-                bound_output(self._text, self._reader.max_chars)
-                apply = self._tokenizer.apply_chat_template
-                text = apply(messages, tools, chat_template=self._text, tokenize=False, add_generation_prompt=True, **variables)
+                text = self._apply(messages, tools, variables)
             else:
                 text = self._render_on_trial(messages, tools, variables, trial)
         except OutputTooLongError:
@@ -131,24 +153,34 @@ class Template:
             refusal = f"The chat template refuses these messages: {error!s:.{MAX_REASON}}."
             raise BadRequest(refusal, param="messages") from None
         prompt = str(text)
-        if not prompt.strip():
+        if self.fault is not None and (not prompt.strip() or any(_left_out(messages, prompt, {"user"}))):
             self._refuse_if_broken()
-        _require_unusual_roles(messages, prompt)
+        for message in _left_out(messages, prompt, {message["role"] for message in messages} - ROLES):
+            refusal = f"This model's chat template leaves out messages of the role {message['role']!r}."
+            raise BadRequest(refusal, param="messages", code="invalid_value")
         return prompt
 
+    def _apply(self, messages: Conversation, tools: list[dict[str, Any]] | None, variables: dict[str, Any]) -> str:
+        """What transformers makes of it, in this thread."""
+        bound_output(self._text, self._reader.max_chars)
+        apply = self._tokenizer.apply_chat_template
+        text = apply(messages, tools, chat_template=self._text, tokenize=False, add_generation_prompt=True, **variables)
+        return str(text)
+
     def _refuse_if_broken(self) -> None:
-        if self._fault is not None:
+        if self.fault is not None:
             message = (
-                f"This model's chat template is broken: it {self._fault}. The operator can replace it with --chat-template. "
+                f"This model's chat template is broken: it {self.fault}. The operator can replace it with --chat-template. "
                 "/v1/completions needs no template."
             )
             raise HttpError(501, message, code="broken_chat_template")
 
     def closing(self) -> str:
         """What the template writes behind a message of the assistant; "" if it takes no such message."""
-        messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": PROBE}]
         if self.holds_the_interpreter:
             return ""
+        said = {"user": "Hello", "assistant": PROBE}
+        messages = [{"role": role, "content": self.forms().content(role, text)} for role, text in said.items()]
         try:
             text = self._tokenizer.apply_chat_template(messages, chat_template=self._text, tokenize=False)
         except FAILURES:
@@ -185,20 +217,22 @@ class Template:
                 raise BadRequest(message, param="chat_template_kwargs")
 
 
-def _require_unusual_roles(messages: list[dict[str, Any]], prompt: str) -> None:
-    """Raise BadRequest if the template has left out a message of a role that not every template knows.
+def _left_out(messages: list[dict[str, Any]], prompt: str, roles: set[str]) -> Iterator[dict[str, Any]]:
+    """The messages of these roles of which the template has left out a text.
 
-    Each message is looked for behind the one before, because 5,000 searches of a long prompt from its beginning take seconds.
+    Each text is looked for behind the one before, because 5,000 searches of a long prompt from its beginning take seconds.
     """
     position = 0
     for message in messages:
-        if message["role"] in ROLES:
+        if message["role"] not in roles:
             continue
-        content = message["content"].strip()
-        found = prompt.find(content, position)
-        if found < 0:  # the template may have changed the order
-            found = prompt.find(content)
-        if found < 0:
-            text = f"This model's chat template leaves out messages of the role {message['role']!r}."
-            raise BadRequest(text, param="messages", code="invalid_value")
-        position = found + len(content)
+        content = message["content"]
+        texts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
+        for text in map(str.strip, texts):
+            found = prompt.find(text, position)
+            if found < 0:  # the template may have changed the order
+                found = prompt.find(text)
+            if found < 0:
+                yield message
+                break
+            position = found + len(text)

@@ -2,16 +2,17 @@
 
 A request becomes a ChatRequest: `system` is its first message, a `tool_result` is a message of the role tool, and `tool_use`
 and `thinking` blocks are fields of the assistant's message. Texts of several blocks are joined by a line break, the assistant's
-without one. Images are parts of a message of the user. Coding agents always send `cache_control`, a budget for thoughts and an
-effort; docs/api.md says what becomes of these. Documents, citations, server tools and answers that begin with given text are
-refused.
+without one. Images are parts of a message of the user or of the role tool. Coding agents always send `cache_control`, a budget
+for thoughts and an effort; docs/api.md says what becomes of these. Documents, citations, server tools and answers that begin
+with given text are refused.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, Tag, model_validator
+from pydantic import BeforeValidator, Field, Tag, model_validator
 from pydantic_core import to_json
 
 from ..chat.conversation import (
@@ -26,6 +27,7 @@ from ..chat.conversation import (
     ToolCall,
     ToolChoice,
 )
+from ..images.addresses import MAX_HEAD, media_type_of
 from ..schemas import NonEmpty
 from ..strict import NOTHING, StrictModel, Unsupported, field_error, known_parts
 from .dialect import Translated, by_type, message
@@ -44,9 +46,16 @@ class TextBlock(StrictModel):
     PART_OF_A_CONVERSATION: ClassVar[bool] = True
 
 
+def _media_type(value: Any) -> Any:
+    """As in a data URI: clients write image/jpg as well."""
+    return media_type_of(value[:MAX_HEAD]) if isinstance(value, str) else value
+
+
 class ImageSource(StrictModel):
     type: Literal["base64", "url"]
-    media_type: Literal["image/png", "image/jpeg", "image/webp", "image/gif"] | None = None
+    media_type: (
+        Annotated[Literal["image/png", "image/jpeg", "image/webp", "image/gif"], BeforeValidator(_media_type)] | None
+    ) = None
     data: NonEmpty | None = None
     url: NonEmpty | None = None
 
@@ -90,18 +99,29 @@ class ToolUseBlock(StrictModel):
     PART_OF_A_CONVERSATION: ClassVar[bool] = True
 
 
+ResultBlock = Annotated[
+    Annotated[TextBlock, Tag("<text>")] | Annotated[ImageBlock, Tag("<image>")],
+    by_type("must be text or image, because this server supports no other blocks in a tool_result"),
+]
+
+
 class ToolResultBlock(StrictModel):
     type: Literal["tool_result"]
     tool_use_id: NonEmpty
-    content: str | Annotated[list[TextBlock], Field(fail_fast=True)] | None = None
+    content: str | Annotated[list[ResultBlock], Field(fail_fast=True)] | None = None
     is_error: bool | None = Field(None, description="The template gets the content behind `Error: `.")
     cache_control: CacheControl = None
 
     UNSUPPORTED: ClassVar[Unsupported] = {"toolset_name": NOTHING}
     PART_OF_A_CONVERSATION: ClassVar[bool] = True
 
-    def text(self) -> str:
-        return ("Error: " if self.is_error else "") + _text(self.content or "")
+    def message(self) -> Message:
+        """The message of the role tool that says the same."""
+        content = self.content if isinstance(self.content, str) else _content(self.content or [])
+        if self.is_error:
+            mark = "Error: "
+            content = mark + content if isinstance(content, str) else [{"type": "text", "text": mark}, *content]
+        return message("tool", tool_call_id=self.tool_use_id, content=content)
 
 
 Block = Annotated[
@@ -122,7 +142,7 @@ ALLOWED = {
 
 class Turn(StrictModel):
     role: Literal["user", "assistant", "system"]
-    content: str | Annotated[list[Block], Field(fail_fast=True)]
+    content: str | Annotated[list[Block], Field(min_length=1, fail_fast=True)]
 
     PART_OF_A_CONVERSATION: ClassVar[bool] = True
 
@@ -153,10 +173,14 @@ class Turn(StrictModel):
                 messages.append(message(self.role, content=_content(parts)))
                 parts = []
             assert isinstance(block, ToolResultBlock)  # by _check_blocks
-            messages.append(message("tool", tool_call_id=block.tool_use_id, content=block.text()))
-        if parts or not messages:
+            messages.append(block.message())
+        if parts:
             messages.append(message(self.role, content=_content(parts)))
         return messages
+
+    def image_places(self, place: str) -> list[str]:
+        """Where its images are, in the order of `messages`. place: of this turn"""
+        return _image_places(self._blocks(), f"{place}.content")
 
     def _assistant(self) -> Message:
         by_kind: dict[str, list[Any]] = {"text": [], "thinking": [], "tool_use": []}
@@ -269,6 +293,9 @@ class CountTokensRequest(Translated):
     def translated(self) -> ChatRequest:
         return ChatRequest(**self._chat_fields())
 
+    def image_places(self) -> list[str]:
+        return [place for number, turn in enumerate(self.messages) for place in turn.image_places(f"messages[{number}]")]
+
     def _chat_fields(self) -> dict[str, Any]:
         messages = [message("system", content=_text(self.system))] if self.system else []
         for turn in self.messages:
@@ -309,6 +336,17 @@ class MessagesRequest(CountTokensRequest):
             top_k=self.top_k,
             stream=self.stream,
         )
+
+
+def _image_places(blocks: Sequence[Any], place: str) -> list[str]:
+    """Where the images of these blocks and of the results among them are. place: of the list"""
+    places = []
+    for number, block in enumerate(blocks):
+        if isinstance(block, ImageBlock):
+            places.append(f"{place}[{number}].source.{'url' if block.source.url else 'data'}")
+        elif isinstance(block, ToolResultBlock) and not isinstance(block.content, str):
+            places += _image_places(block.content or (), f"{place}[{number}].content")
+    return places
 
 
 def _content(blocks: list[TextBlock | ImageBlock]) -> str | list[dict[str, Any]]:

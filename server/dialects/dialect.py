@@ -61,6 +61,7 @@ class Translated(StrictModel):
             context = first.get("ctx", {})
             field = context.get("field") or str(first["loc"][0])
             raise field_error(field, context.get("rule") or rule_of(first)) from None
+        self._chat.place_images(self.image_places())
         return self
 
     @property
@@ -69,6 +70,10 @@ class Translated(StrictModel):
 
     def translated(self) -> ChatRequest:
         """The same request as one for chat completions. Raises a custom error of pydantic, which names the field."""
+        raise NotImplementedError
+
+    def image_places(self) -> list[str]:
+        """The fields of this request that have the images of the other one, in their order."""
         raise NotImplementedError
 
 

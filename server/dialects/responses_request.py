@@ -3,8 +3,8 @@
 A request becomes a ChatRequest: `instructions` are its first message. Reasoning, a message of the assistant and function calls
 that follow each other are one message of the assistant, and an output of a function is a message of the role tool. What needs
 stored responses, such as `previous_response_id`, is refused; a client sends the whole conversation each time, as it does with
-`store: false`. Images are parts of a message
-of the user. Files, references to items and the built-in tools are refused.
+`store: false`. Images are parts of a message of the user or of an output of a function. Files, references to items and the
+built-in tools are refused.
 """
 
 from __future__ import annotations
@@ -35,14 +35,6 @@ from .dialect import Translated, by_type, message
 MAX_RETURNED = 1 << 18  # bytes of the request's instructions, tools and schema that each of a response's objects repeats
 Status = Annotated[Literal["in_progress", "completed", "incomplete"] | None, Field(description="Without an effect.")]
 Identity = Annotated[str | None, Field(description="Without an effect.")]
-
-
-class TextItem(StrictModel):
-    type: Annotated[Literal["input_text", "output_text"], known_parts("input_text", "output_text")]
-    text: str
-
-    UNSUPPORTED: ClassVar[Unsupported] = {"annotations": ([],), "logprobs": ([],), "prompt_cache_breakpoint": NOTHING}
-    PART_OF_A_CONVERSATION: ClassVar[bool] = True
 
 
 class ContentItem(StrictModel):
@@ -77,8 +69,8 @@ class ContentItem(StrictModel):
         return {"type": "image_url", "image_url": {"url": self.image_url}}
 
 
-ItemTexts = str | Annotated[list[TextItem], Field(fail_fast=True)]
-ItemParts = str | Annotated[list[ContentItem], Field(fail_fast=True)]
+ItemParts = str | Annotated[list[ContentItem], Field(min_length=1, fail_fast=True)]
+OutputParts = str | Annotated[list[ContentItem], Field(fail_fast=True)]
 
 
 class MessageItem(StrictModel):
@@ -90,6 +82,12 @@ class MessageItem(StrictModel):
     phase: Literal["commentary", "final_answer"] | None = Field(None, description="Without an effect.")
 
     PART_OF_A_CONVERSATION: ClassVar[bool] = True
+
+    @model_validator(mode="after")
+    def _check_images(self) -> MessageItem:
+        if self.role != "user" and _image_places(self.content, ""):
+            raise field_error("content", "may have images in messages of the user only")
+        return self
 
 
 class FunctionCallItem(StrictModel):
@@ -110,7 +108,7 @@ class FunctionCallItem(StrictModel):
 class FunctionCallOutputItem(StrictModel):
     type: Literal["function_call_output"]
     call_id: NonEmpty
-    output: ItemTexts
+    output: OutputParts
     id: Identity = None
     status: Status = None
 
@@ -313,6 +311,15 @@ class ResponsesRequest(Translated):
             **translated,
         )
 
+    def image_places(self) -> list[str]:
+        places = []
+        for number, item in enumerate(self.input if isinstance(self.input, list) else ()):
+            if isinstance(item, MessageItem):
+                places += _image_places(item.content, f"input[{number}].content")
+            elif isinstance(item, FunctionCallOutputItem):
+                places += _image_places(item.output, f"input[{number}].output")
+        return places
+
     def _messages(self) -> list[Message]:
         messages = [message("system", content=self.instructions)] if self.instructions else []
         if isinstance(self.input, str):
@@ -325,7 +332,7 @@ class ResponsesRequest(Translated):
             if isinstance(item, MessageItem) and item.role != "assistant":
                 messages.append(message(item.role, content=_content(item.content)))
             elif isinstance(item, FunctionCallOutputItem):
-                messages.append(message("tool", tool_call_id=item.call_id, content=_text(item.output)))
+                messages.append(message("tool", tool_call_id=item.call_id, content=_content(item.output)))
             else:
                 turn.takes(item)
         return messages + turn.end()
@@ -361,7 +368,14 @@ class AssistantTurn:
         return [message("assistant", **{"content": ""} | fields)] if any(fields.values()) else []
 
 
-def _text(content: str | list[TextItem] | list[ContentItem]) -> str:
+def _image_places(content: str | list[ContentItem], place: str) -> list[str]:
+    """Where the images of a content are. place: of the content"""
+    if isinstance(content, str):
+        return []
+    return [f"{place}[{number}].image_url" for number, part in enumerate(content) if part.image_url is not None]
+
+
+def _text(content: str | list[ContentItem]) -> str:
     return content if isinstance(content, str) else "\n".join(part.text or "" for part in content)
 
 

@@ -10,11 +10,24 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 MEDIA_TYPES = ("image/png", "image/jpeg", "image/webp", "image/gif")
-_DATA = re.compile(r"data:([a-z/+.-]{1,64});base64,")
+OTHER_NAMES = {"image/jpg": "image/jpeg"}
+"""Media types that are not registered, and that clients send."""
+MAX_REPEATED = 80
+"""Characters of an address that an error repeats."""
+MAX_HEAD = 512
+"""Characters of a data URI before its data: parameters of the media type, such as a name, have no effect."""
+_DATA = re.compile(r"data:([^;,]*)(?:;[^;,]*)*;base64,", re.IGNORECASE)
+
+
+class RequestImage(NamedTuple):
+    """url: where the image is; place: of the field with the url in the request, as errors name it"""
+
+    url: str
+    place: str
 
 
 class ImageAddressError(ValueError):
-    """Why the address of an image is refused. The text completes the sentence "image_url must ..."."""
+    """Why the address of an image is refused. The text completes the sentence "<field> must ..."."""
 
 
 class Remote(NamedTuple):
@@ -56,10 +69,17 @@ def read_remote(url: str) -> Remote:
     return Remote(host, target)
 
 
+def media_type_of(text: str) -> str:
+    """The registered name of a media type, whose case and parameters say nothing."""
+    name = text.partition(";")[0].strip().lower()
+    return OTHER_NAMES.get(name, name)
+
+
 def _data_of(url: str, max_bytes: int) -> memoryview:
-    found = _DATA.match(url[:100])
-    if found is None or found[1] not in MEDIA_TYPES:
-        raise ImageAddressError(f"be a data URI with base64 of one of these types: {', '.join(MEDIA_TYPES)}")
+    found = _DATA.match(url[:MAX_HEAD])
+    if found is None or media_type_of(found[1]) not in MEDIA_TYPES:
+        given = url[:MAX_HEAD].partition(",")[0][:MAX_REPEATED]
+        raise ImageAddressError(f"be a data URI with base64 of one of these types: {', '.join(MEDIA_TYPES)}, got {given!r}")
     length = len(url) - found.end()
     if length * 3 // 4 > max_bytes + 2:
         raise ImageAddressError(f"hold at most {max_bytes} bytes (--max-image-bytes), got about {length * 3 // 4}")

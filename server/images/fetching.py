@@ -6,23 +6,34 @@ A name is looked up once, and the connection goes to an address that was checked
 An address counts only if it is global, and every address of the name must be. A redirect is another fetch, with all checks. The
 body is cut off at its limit while it arrives. No proxy is asked, because that would look the name up again.
 
+Each wait for a byte, of TLS, of the head and of the body, ends when the time of the whole fetch is up, so a server that sends
+one byte a second holds a thread no longer than one that sends none. A name is looked up by the system's resolver, which nothing
+can interrupt: the caller stops waiting for the thread then (loader.py).
+
+An error says what an allowed host has answered: its status, its encoding, its size. It says neither an address nor the name of
+a host that a redirect leads to.
+
 Left out: which clients may ask for it. Each client that may use the model may.
 """
 
 from __future__ import annotations
 
 import http.client
+import io
 import ipaddress
 import socket
 import ssl
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import urljoin
 
 from .addresses import ImageAddressError, Remote, read_remote
 
 MAX_REDIRECTS = 3
+MAX_REPEATED = 40
+"""Characters of a host's answer that an error repeats."""
 PIECE = 1 << 16
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 _REDIRECTS = {301, 302, 303, 307, 308}
@@ -38,6 +49,62 @@ class FetchLimits:
     max_bytes: int
     timeout: float
 
+    def too_late(self) -> ImageAddressError:
+        return ImageAddressError(f"be an address whose image comes within {self.timeout:g} seconds (--image-timeout)")
+
+    def too_large(self, size: str) -> ImageAddressError:
+        return ImageAddressError(f"lead to an image of at most {self.max_bytes} bytes (--max-image-bytes), got {size}")
+
+
+class _Deadline:
+    """When a fetch must have ended."""
+
+    def __init__(self, limits: FetchLimits) -> None:
+        self._limits = limits
+        self._end = time.monotonic() + limits.timeout
+
+    def left(self) -> float:
+        """Seconds, more than 0. Raises ImageAddressError when the time is up."""
+        seconds = self._end - time.monotonic()
+        if seconds <= 0:
+            raise self._limits.too_late()
+        return seconds
+
+
+class _Incoming(io.RawIOBase):
+    """What comes from a connection. No wait for it outlasts the fetch."""
+
+    def __init__(self, connection: socket.socket, deadline: _Deadline) -> None:
+        self._connection = connection
+        self._deadline = deadline
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        self._connection.settimeout(self._deadline.left())
+        return self._connection.recv_into(buffer)
+
+
+class _Channel:
+    """A connection as http.client takes it, with the time of the whole fetch in place of one for each call."""
+
+    def __init__(self, connection: socket.socket, deadline: _Deadline) -> None:
+        self._connection = connection
+        self._deadline = deadline
+
+    def makefile(self, mode: str) -> io.BufferedReader:
+        return io.BufferedReader(_Incoming(self._connection, self._deadline))
+
+    def sendall(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            self._connection.settimeout(self._deadline.left())
+            view = view[self._connection.send(view) :]
+
+    def close(self) -> None:
+        """Nothing: http.client closes a connection before the body has been read, and `_get` closes this one."""
+
 
 def resolve_host(host: str) -> list[str]:
     """The addresses of a name, as the system's resolver gives them."""
@@ -47,16 +114,20 @@ def resolve_host(host: str) -> list[str]:
 
 def fetch(remote: Remote, limits: FetchLimits, resolve: Resolve = resolve_host) -> bytes:
     """The body behind an address. Raises ImageAddressError, which says nothing of addresses inside the operator's network."""
-    deadline = time.monotonic() + limits.timeout
+    deadline = _Deadline(limits)
     for _ in range(MAX_REDIRECTS + 1):
         if remote.host not in limits.hosts:
             told = "this server fetches no images" if not limits.hosts else f"it allows {', '.join(limits.hosts)} alone"
             raise ImageAddressError(f"be a data URI or name a host that the operator allows (--image-hosts): {told}")
         address = check_addresses(remote.host, resolve)
         try:
-            answer = _get(remote, address, deadline, limits.max_bytes)
+            answer = _get(remote, address, deadline, limits)
+        except ImageAddressError:  # a ValueError too, which says more
+            raise
+        except TimeoutError:
+            raise limits.too_late() from None
         except (OSError, http.client.HTTPException, ValueError) as error:
-            raise ImageAddressError(f"be an address that answers ({type(error).__name__})") from None
+            raise ImageAddressError(f"be an address that answers, got {type(error).__name__}") from None
         if isinstance(answer, bytes):
             return answer
         remote = read_remote(urljoin(f"https://{remote.host}{remote.target}", answer.location))
@@ -90,44 +161,40 @@ class _Redirect:
     location: str
 
 
-def _get(remote: Remote, address: str, deadline: float, max_bytes: int) -> bytes | _Redirect:
+def _get(remote: Remote, address: str, deadline: _Deadline, limits: FetchLimits) -> bytes | _Redirect:
     """One request over TLS, whose certificate must be that of the name."""
     connection = http.client.HTTPConnection(remote.host)
     context = ssl.create_default_context()
-    with (
-        socket.create_connection((address, 443), timeout=_left(deadline)) as plain,
-        context.wrap_socket(plain, server_hostname=remote.host) as secure,
-    ):
-        connection.sock = secure
-        headers = {"accept": "image/*", "accept-encoding": "identity", "user-agent": "fa_serve", "connection": "close"}
-        connection.request("GET", remote.target, headers=headers)
-        secure.settimeout(_left(deadline))
-        response = connection.getresponse()
-        if response.status in _REDIRECTS:
-            return _Redirect(response.headers.get("location", ""))
-        if response.status != 200:
-            raise ImageAddressError(f"be an address that answers with 200, got {response.status}")
-        if response.headers.get("content-encoding", "identity") != "identity":
-            raise ImageAddressError("be an address that answers without a content encoding")
-        return _read(response, secure, deadline, max_bytes)
+    with socket.create_connection((address, 443), timeout=deadline.left()) as plain:
+        plain.settimeout(deadline.left())  # of the whole handshake
+        with context.wrap_socket(plain, server_hostname=remote.host) as secure:
+            connection.sock = _Channel(secure, deadline)
+            headers = {"accept": "image/*", "accept-encoding": "identity", "user-agent": "fa_serve", "connection": "close"}
+            connection.request("GET", remote.target, headers=headers)
+            with connection.getresponse() as response:
+                if response.status in _REDIRECTS:
+                    return _Redirect(response.headers.get("location", ""))
+                if response.status != 200:
+                    raise ImageAddressError(f"be an address that answers with the status 200, got {response.status}")
+                encoding = response.headers.get("content-encoding", "identity")
+                if encoding.lower() != "identity":
+                    raise ImageAddressError(
+                        f"be an address that answers without a content encoding, got {encoding[:MAX_REPEATED]!r}"
+                    )
+                return _read(response, limits)
 
 
-def _read(response: http.client.HTTPResponse, secure: ssl.SSLSocket, deadline: float, max_bytes: int) -> bytes:
+def _read(response: http.client.HTTPResponse, limits: FetchLimits) -> bytes:
+    """The body. Its length is checked while it arrives too, because the head may say nothing of it."""
+    if response.length is not None and response.length > limits.max_bytes:
+        raise limits.too_large(str(response.length))
     pieces: list[bytes] = []
     length = 0
-    while True:
-        secure.settimeout(_left(deadline))
-        piece = response.read1(PIECE)
-        if not piece:
-            return b"".join(pieces)
+    while piece := response.read1(PIECE):
         length += len(piece)
-        if length > max_bytes:
-            raise ImageAddressError(f"lead to an image of at most {max_bytes} bytes (--max-image-bytes)")
+        if length > limits.max_bytes:
+            raise limits.too_large("more")
         pieces.append(piece)
-
-
-def _left(deadline: float) -> float:
-    seconds = deadline - time.monotonic()
-    if seconds <= 0:
-        raise ImageAddressError("be an address that answers in time (--image-timeout)")
-    return seconds
+    if response.length:
+        raise ImageAddressError(f"lead to a complete image, got {length} of {length + response.length} bytes")
+    return b"".join(pieces)

@@ -3,8 +3,10 @@ those of other clients. A picture whose file came before is neither decoded nor 
 
 loader = ImageLoader(settings, config_of_engine)
 loader.start()                                   # in the background; without it, the first picture waits for seconds
-images = await loader.load(urls, client, salt)   # processed images; raises BadRequest, and Unavailable if no process works
+images = await loader.load(found, client, salt)  # processed images; raises BadRequest, and Unavailable if no process works
 loader.close()
+
+found: `RequestImage`s, whose place in the request is what an error names.
 
 Without a model, or with one whose processor cannot be loaded by the process that decodes, they are PIL images in RGB. The
 caller processes these, which holds the interpreter for tens of milliseconds at a time.
@@ -12,6 +14,7 @@ caller processes these, which holds the interpreter for tens of milliseconds at 
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import fcntl
 import json
@@ -34,7 +37,7 @@ from ..bounds.deadline_thread import DeadlineThread
 from ..errors import BadRequest, parameter_refused, trials_failed
 from ..settings import Settings
 from . import decode_process
-from .addresses import ImageAddressError, Remote, read_address
+from .addresses import ImageAddressError, Remote, RequestImage, read_address
 from .fetching import FetchLimits, fetch
 from .kept_images import KeptImages, key_of_file
 
@@ -42,11 +45,13 @@ log = logging.getLogger("fa_serve.server")
 FIELD = "messages"
 PIXEL = 4  # bytes
 MAX_PROCESSES = 8  # by default: the process that they are forked from makes some tens a second
+MAX_FETCHES = 16  # images of other hosts that are fetched at the same time
+MAX_FETCHES_OF_HOST = 4  # of these, from one host: four hosts that do not answer hold up no fifth one
 PIECE = 3 << 18  # bytes that are written in base64 at once: the interpreter is held for a millisecond
 
 
 class ImageLoader:
-    """Threads: one reads addresses and hashes files, one waits for other people's servers, and the others wait for processes
+    """Threads: one reads addresses and hashes files, some wait for other people's servers, and the others wait for processes
     that decode and process pictures.
 
     config: tells the settings of the engine once it is loaded; without it there is no model whose processor could run
@@ -55,7 +60,7 @@ class ImageLoader:
     def __init__(self, settings: Settings, config: Callable[[], EngineConfig] | None = None):
         self._config = config
         self._reading = DeadlineThread("addresses of images")
-        self._fetching = DeadlineThread("images of other hosts")
+        self._fetching = DeadlineThread("images of other hosts", MAX_FETCHES, MAX_FETCHES_OF_HOST)
         self._decoding = DeadlineThread("images", settings.image_processes or _default_processes())
         # no two requests share anything then
         self._kept = KeptImages(0 if settings.prefix_sharing == "none" else settings.kept_image_bytes)
@@ -89,39 +94,46 @@ class ImageLoader:
         if "_trials" in vars(self):
             self._trials.close()
 
-    async def load(self, urls: Sequence[str], client: str | None, salt: str | None = None) -> list[Any]:
+    async def load(self, images: Sequence[RequestImage], client: str | None, salt: str | None = None) -> list[Any]:
         """The number of images is checked before anything is done with them.
 
         salt: requests of the same salt share what is made of a file (bounds/isolation.py)
         """
-        if len(urls) > self._max_images:
-            message = f"A request may have at most {self._max_images} images (--max-images), got {len(urls)}."
+        if len(images) > self._max_images:
+            message = f"A request may have at most {self._max_images} images (--max-images), got {len(images)}."
             raise BadRequest(message, param=FIELD, code="invalid_value")
-        return [await self._load(url, client, salt) for url in urls]
+        return [await self._load(image, client, salt) for image in images]
 
-    async def _load(self, url: str, client: str | None, salt: str | None) -> Any:
+    async def _load(self, image: RequestImage, client: str | None, salt: str | None) -> Any:
         try:
-            found = await self._reading.run(lambda: read_address(url, self._max_bytes), client)
-            if isinstance(found, Remote):
-                remote = found
-                data: bytes | memoryview = await self._fetching.run(lambda: _base64_of(fetch(remote, self._limits)), client)
-            else:
-                data = found
+            found = await self._reading.run(lambda: read_address(image.url, self._max_bytes), client)
+            data = await self._fetch(found, client) if isinstance(found, Remote) else found
             key = await self._reading.run(lambda: key_of_file(data, salt), client)
             kept = self._kept.find(key)
             if kept is not None:
                 return kept
             trial = self._trials.trial()
-            image = await self._decoding.run(lambda: self._decode(data, key, trial), client, trial=trial)
-            if isinstance(image, ProcessedImage):
-                self._kept.keep(image)
-            return image
+            made = await self._decoding.run(lambda: self._decode(data, key, trial), client, trial=trial)
+            if isinstance(made, ProcessedImage):
+                self._kept.keep(made)
+            return made
         except (ImageAddressError, TrialError) as error:
-            raise BadRequest(f"image_url must {error}.", param=FIELD, code="invalid_value") from None
+            raise BadRequest(f"{image.place} must {error}.", param=image.place, code="invalid_value") from None
         except (Cancelled, TrialProcessError) as error:
             raise trials_failed(error) from None
         except ParameterError as error:
-            raise parameter_refused(error, FIELD) from None
+            raise parameter_refused(error, image.place) from None
+
+    async def _fetch(self, remote: Remote, client: str | None) -> bytes | memoryview:
+        """The file in base64. A resolver that does not answer holds its thread for longer than this waits for it."""
+        limits = self._limits
+        lane = remote.host if remote.host in limits.hosts else None  # others are refused at once
+        try:
+            return await self._fetching.run(
+                lambda: _base64_of(fetch(remote, limits)), client, timeout=limits.timeout, lane=lane
+            )
+        except asyncio.TimeoutError:  # python 3.10 has two kinds
+            raise limits.too_late() from None
 
     def _decode(self, data: bytes | memoryview, key: bytes, trial: Trial) -> Any:
         image, reason = decode(data, self._max_result, trial, key)

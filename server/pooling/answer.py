@@ -81,15 +81,18 @@ class PoolingWork:
         prompt: str = "",
         cuts: bool | None = None,
         size: int = 64,
+        counted: bool = False,
     ) -> AsyncIterator[Computed]:
         """What the encoder gives. Its place in the queue is held while the context lasts.
 
         prompt: written before texts; cuts: inputs that are too long are cut; size: bytes of the answer for each input
+        counted: the inputs are within the limit of a request already, as its pairs
 
         Raises ApiError.
         """
         service = self._service
-        self._require_few(len(inputs))
+        if not counted:
+            self._require_few(len(inputs))
         answer = size * len(inputs)
         service.require_size(answer, self._field, [self._field])
         letters = sum(len(each) if isinstance(each, str) else sum(map(_letters, each)) for each in inputs)
@@ -121,10 +124,13 @@ class PoolingWork:
             yield Computed([each.pooled for each in outputs if each.pooled is not None], len(tokens.ids))
 
     async def scores(
-        self, pairs: Sequence[tuple[str, str]], *, cuts: bool | None, raw: bool = False
+        self, pairs: Sequence[tuple[str, str]], *, cuts: bool | None, raw: bool = False, ranks: bool = False
     ) -> tuple[list[float], dict[str, int]]:
         """How well the two texts of each pair belong together, and the usage: the scores of a cross-encoder, or the cosine
-        similarity of the vectors of an embedder."""
+        similarity of the vectors of an embedder.
+
+        ranks: the first texts are queries and the second ones documents, for whose vectors an embedder may have prompts
+        """
         service = self._service
         task = service.require_task("score", "embed")
         params = PoolingParams(activation="none" if raw else "default")
@@ -132,10 +138,26 @@ class PoolingWork:
             async with self.computed(pairs, params, cuts=cuts) as found:
                 return [float(each[0]) for each in found.values], found.usage()
         self._require_few(len(pairs))
-        texts = list(dict.fromkeys(text for pair in pairs for text in pair))
-        async with self.computed(texts, PoolingParams(normalise=True), cuts=cuts) as found:
-            vectors = dict(zip(texts, found.values, strict=True))
-            return [float(np.dot(vectors[first], vectors[second])) for first, second in pairs], found.usage()
+        queries, documents = (self._prompt_of("query"), self._prompt_of("document")) if ranks else ("", "")
+        prompts = [queries] if queries == documents else [queries, documents]
+        vectors: dict[tuple[str, str], VectorValues] = {}
+        count = 0
+        for prompt in prompts:
+            sides = [side for side in (0, 1) if (queries, documents)[side] == prompt]
+            texts = list(dict.fromkeys(pair[side] for pair in pairs for side in sides))
+            async with self.computed(texts, PoolingParams(normalise=True), prompt=prompt, cuts=cuts, counted=True) as found:
+                vectors |= zip(((prompt, text) for text in texts), found.values, strict=True)
+                count += found.num_tokens
+        scores = [float(np.dot(vectors[queries, first], vectors[documents, second])) for first, second in pairs]
+        return scores, {"prompt_tokens": count, "total_tokens": count}
+
+    def _prompt_of(self, kind: str) -> str:
+        """The prompt of queries or documents, as `encode_query` and `encode_document` of sentence-transformers take it: none,
+        and not the model's default, if the folder has none of this name."""
+        try:
+            return self.prompt(kind)
+        except BadRequest:
+            return ""
 
     def _require_few(self, count: int) -> None:
         limit = self._service.settings.max_inputs

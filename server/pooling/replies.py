@@ -13,7 +13,7 @@ class EmbeddingUsage(TypedDict):
 
 
 class Embedding(TypedDict):
-    """embedding: numbers, integers, or the base64 of float32 numbers"""
+    """embedding: numbers, integers, or the base64 of floating point numbers"""
 
     object: Literal["embedding"]
     index: int

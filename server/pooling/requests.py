@@ -50,8 +50,9 @@ class EmbeddingRequest(VllmRequest):
     encoding_format: VectorFormat | None = Field(
         None,
         description=(
-            "base64 is that of float32 numbers, the lowest byte first. int8 and uint8 are 255 steps between plus and minus the "
-            "largest absolute number of a vector, binary and ubinary have 8 signs in an integer."
+            "base64 is that of float32 numbers, the lowest byte first, and float16 and bfloat16 are base64 of these. int8 and "
+            "uint8 are 255 steps between plus and minus the largest absolute number of a vector, binary and ubinary have 8 "
+            "signs in an integer."
         ),
     )
     prompt_name: str | None = Field(None, max_length=256, description="Name of a prompt of the model, written before texts.")
@@ -80,7 +81,10 @@ class RerankRequest(VllmRequest):
     query: NonEmpty
     documents: Documents
     top_n: int | None = Field(None, ge=1, description="Return the best documents only.")
-    return_documents: bool | None = Field(None, description="Add the text of each document.")
+    return_documents: bool | None = Field(
+        None,
+        description="Add the text of each document; by default on /v1/rerank, as Jina does, and not on /v2/rerank.",
+    )
 
     UNSUPPORTED: ClassVar[Unsupported] = {
         "max_tokens_per_doc": (4096,),

@@ -88,21 +88,35 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
 
 
 @pooling_router.post("/v1/rerank", response_model=RerankReply, tags=["Cohere and Jina"])
-@pooling_router.post("/v2/rerank", response_model=RerankReply, tags=["Cohere and Jina"])
 async def rerank(body: RerankRequest, request: Request) -> Response:
+    """Documents in the order in which they answer a query, the best first, with their texts."""
+    return _ranked(body, request, body.return_documents is not False)
+
+
+@pooling_router.post("/v2/rerank", response_model=RerankReply, tags=["Cohere and Jina"])
+async def rerank_without_texts(body: RerankRequest, request: Request) -> Response:
     """Documents in the order in which they answer a query, the best first."""
+    return _ranked(body, request, bool(body.return_documents))
+
+
+def _ranked(body: RerankRequest, request: Request, with_texts: bool) -> Response:
     call = _Call(body, request, "documents")
 
     async def work() -> bytes:
         texts = body.texts()
-        scores, usage = await call.work.scores([(body.query, text) for text in texts], cuts=body.cuts)
+        scores, usage = await call.work.scores([(body.query, text) for text in texts], cuts=body.cuts, ranks=True)
         best = sorted(range(len(texts)), key=lambda index: -scores[index])[: body.top_n]
         results: list[dict[str, Any]] = [{"index": index, "relevance_score": scores[index]} for index in best]
-        if body.return_documents:
+        if with_texts:
             results = [each | {"document": {"text": texts[each["index"]]}} for each in results]
         meta = {"api_version": {"version": RERANK_VERSION}}
         head = {"id": call.work.name, "model": call.service.model_name}
-        return to_json(head | {"results": results, "usage": usage, "meta": meta})
+
+        def write() -> bytes:
+            return to_json(head | {"results": results, "usage": usage, "meta": meta})
+
+        letters = sum(len(texts[index]) for index in best) if with_texts else 0
+        return write() if letters <= SMALL else await call.service.write(write, call.work.key)
 
     return call.reply(work)
 
@@ -187,7 +201,7 @@ async def tei_rerank(body: TeiRerankRequest, request: Request) -> Response:
 
     async def work() -> bytes:
         pairs = [(body.query, text) for text in body.texts]
-        scores, _ = await call.work.scores(pairs, cuts=body.truncate, raw=bool(body.raw_scores))
+        scores, _ = await call.work.scores(pairs, cuts=body.truncate, raw=bool(body.raw_scores), ranks=True)
         best = sorted(range(len(scores)), key=lambda index: -scores[index])
         more = [{"text": text} if body.return_text else {} for text in body.texts]
         return to_json([{"index": index, "score": scores[index]} | more[index] for index in best])

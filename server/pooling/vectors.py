@@ -1,4 +1,4 @@
-"""Vectors as JSON: as numbers with as many digits as float32 has, as base64, or as integers of 8 bits or 8 signs.
+"""Vectors as JSON: numbers with as many digits as float32 has, base64 of 32 or 16 bits, or integers of 8 bits or 8 signs.
 
 One call for many vectors would hold the interpreter's lock for a long time, so they are written one by one, in a thread, with
 pauses (answers/size.py).
@@ -16,12 +16,14 @@ from pydantic_core import to_json
 
 from ..answers.size import PAUSE_SECONDS
 
-VectorFormat = Literal["float", "base64", "int8", "uint8", "binary", "ubinary"]
+VectorFormat = Literal["float", "base64", "float16", "bfloat16", "int8", "uint8", "binary", "ubinary"]
 FLOAT_BYTES = 13
 """Bytes of a number with its comma, at most for numbers below 100."""
 FORMAT_BYTES: dict[VectorFormat, int] = {
     "float": FLOAT_BYTES,
     "base64": 6,
+    "float16": 3,
+    "bfloat16": 3,
     "int8": 5,
     "uint8": 4,
     "binary": 1,
@@ -41,9 +43,19 @@ def numbers(values: VectorValues) -> list[Any]:
     return found
 
 
-def in_base64(values: VectorValues) -> str:
-    """float32 numbers, the lowest byte first."""
-    return base64.b64encode(values.astype("<f4").tobytes()).decode()
+def in_base64(values: VectorValues, form: VectorFormat = "base64") -> str:
+    """float32 numbers, or the nearest of 16 bits, the lowest byte first. float16 ends at 65,504, which stands for all above."""
+    if form == "float16":
+        largest = np.float32(np.finfo(np.float16).max)
+        return _text_of(np.clip(values, -largest, largest).astype("<f2"))
+    if form == "bfloat16":  # the upper half of float32; a half that is exact goes to the even neighbour
+        bits = values.astype("<f4").view("<u4")
+        return _text_of(((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("<u2"))
+    return _text_of(values.astype("<f4"))
+
+
+def _text_of(values: np.ndarray[Any, Any]) -> str:
+    return base64.b64encode(values.tobytes()).decode()
 
 
 def quantised(values: VectorValues, form: VectorFormat) -> np.ndarray[Any, Any]:
@@ -66,8 +78,8 @@ def written(values: VectorValues, form: VectorFormat) -> list[Any] | str:
     """A vector as JSON has it."""
     if form == "float":
         return numbers(values)
-    if form == "base64":
-        return in_base64(values)
+    if form in ("base64", "float16", "bfloat16"):
+        return in_base64(values, form)
     found: list[Any] = quantised(values, form).tolist()
     return found
 

@@ -1,4 +1,4 @@
-"""What runs in a replica: one `AsyncEngine`, and the methods that fronts and Ray Serve call.
+"""What runs in a replica: one `AsyncEngine`, also of an encoder, and the methods that fronts and Ray Serve call.
 
 A front is a process that speaks HTTP. It calls `listen` once, and `add` for each request. `add` returns when the request has
 ended, so Ray knows how many requests a replica has, waits for them before it takes a replica down, and can cancel them.
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from ray import serve
 
 from fa_serve.engine import AsyncEngine, EngineConfig, EngineDeadError, EngineStats, QueueFullError
-from fa_serve.engine.process.engine_loop import Add
+from fa_serve.engine.process.engine_loop import Add, Encode
 from fa_serve.engine.process.pipe import Ready
 from fa_serve.sandbox.trials import TrialProcessError
 
@@ -82,7 +82,7 @@ class EngineReplica:
             for channel in self._channels.values():
                 channel.beat()
 
-    async def add(self, front: Front, add: Add) -> Exception | None:
+    async def add(self, front: Front, add: Add | Encode) -> Exception | None:
         """Compute a request. Returns the engine's refusal, or None at the end. Cancelling the call aborts the request.
 
         EngineDeadError means that another replica may compute the request, because nothing of it has been computed here. So a
@@ -95,6 +95,15 @@ class EngineReplica:
         assert task is not None
         channel.tasks.add(task)
         channel.accept(add.request_id)
+        try:
+            return await (self._encode(channel, add) if isinstance(add, Encode) else self._generate(channel, add))
+        except (ValueError, QueueFullError, EngineDeadError, TrialProcessError) as error:
+            return error
+        finally:
+            channel.tasks.discard(task)
+
+    async def _generate(self, channel: OutputChannel, add: Add) -> Exception | None:
+        """What the request gains goes to the channel, step by step."""
         generated = self._engine.generate(
             add.prompt,
             add.params,
@@ -106,17 +115,24 @@ class EngineReplica:
             adapter=add.adapter,
         )
         begun = False
-        try:
-            async with aclosing(generated) as outputs:
-                async for output in outputs:
-                    if not begun and output.error is not None and output.error.code == "engine_dead":
-                        return EngineDeadError(output.error.message)
-                    begun = True
-                    channel.put(replace(output, prompt_token_ids=[]))  # the front knows the prompt
-        except (ValueError, QueueFullError, EngineDeadError, TrialProcessError) as error:
-            return error
-        finally:
-            channel.tasks.discard(task)
+        async with aclosing(generated) as outputs:
+            async for output in outputs:
+                if not begun and output.error is not None and output.error.code == "engine_dead":
+                    return EngineDeadError(output.error.message)
+                begun = True
+                channel.put(replace(output, prompt_token_ids=[]))  # the front knows the prompt
+        return None
+
+    async def _encode(self, channel: OutputChannel, add: Encode) -> Exception | None:
+        """What an encoder gives for all inputs goes to the channel at once: the client gets one answer."""
+        outputs = await self._engine.encode(
+            add.inputs, add.params, add.request_id, priority=add.priority, timeout=add.timeout, client=add.client
+        )
+        error = outputs[-1].error
+        if len(outputs) == 1 and error is not None and error.code == "engine_dead":
+            return EngineDeadError(error.message)
+        for output in outputs:
+            channel.put(replace(output, request_id=add.request_id))
         return None
 
     async def listen(self, who: Listen) -> AsyncGenerator[Gains, None]:

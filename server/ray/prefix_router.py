@@ -7,7 +7,8 @@ A conversation stays at one replica, and prompts that begin alike go to the repl
 may send the same beginning, such as a system prompt, and they must not fill one replica while others are idle. So a replica
 loses its preference when it has more than BOUND times the mean number of sequences in flight, and SLACK more than the mean
 (consistent hashing with bounded loads; Mirrokni, Thorup and Zadimoghaddam, 2018). Without a preference, the replica with the
-fewest sequences in flight comes first.
+fewest sequences in flight comes first. An encoder has no such cache: the replica with the fewest tokens of inputs in flight
+comes first, since the time that an input takes goes with its tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any, TypeVar
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from fa_serve.engine.process.engine_loop import Add
+from fa_serve.engine.process.engine_loop import Add, Encode
 
 from .engine_replica import Front, Listen
 from .prefix_table import PrefixTable, prefix_keys
@@ -33,8 +34,8 @@ class PrefixRouter(RequestRouter):
     def initialize_state(self, **_: Any) -> None:
         """Called by Ray in place of a constructor."""
         self._table = PrefixTable()
-        self._in_flight: Counter[str] = Counter()  # sequences by replica
-        self._counted: dict[str, int] = {}  # sequences by Ray's name of a request that is in flight
+        self._in_flight: Counter[str] = Counter()  # sequences by replica, or tokens of inputs
+        self._counted: dict[str, int] = {}  # the same by Ray's name of a request that is in flight
         self._serial = count()
         self._chosen: Counter[str] = Counter()  # when a replica was first in the order, by the numbers of the calls
 
@@ -48,14 +49,14 @@ class PrefixRouter(RequestRouter):
         who = _argument(pending_request, Listen)
         if who is not None:
             return [[by_name[who.replica]]] if who.replica in by_name else []
-        add = _argument(pending_request, Add)
+        add = _command(pending_request)
         front = _argument(pending_request, Front)
         if add is None or front is None:
             return [candidate_replicas]
         loads = {name: self._in_flight[name] for name in by_name if name in front.heard}
         if not loads:
             return []  # Ray asks again soon
-        holders = self._table.holders(prefix_keys(add.prompt, (add.cache_salt, add.adapter)), loads)
+        holders = self._table.holders(_keys(add), loads)
         order = in_order(loads, holders, self._chosen)
         self._chosen[order[0]] = next(self._serial)
         return [[by_name[name]] for name in order]
@@ -63,19 +64,19 @@ class PrefixRouter(RequestRouter):
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         """A replica has accepted a request."""
         name = _name(replica_id)
-        add = _argument(pending_request, Add)
+        add = _command(pending_request)
         if add is None:
             return
-        self._table.note(prefix_keys(add.prompt, (add.cache_salt, add.adapter)), name)
-        count = 1 if add.params is None else add.params.n
-        self._counted[pending_request.metadata.internal_request_id] = count
-        self._in_flight[name] += count
+        self._table.note(_keys(add), name)
+        size = len(add.inputs.ids) if isinstance(add, Encode) else add.num_answers
+        self._counted[pending_request.metadata.internal_request_id] = size
+        self._in_flight[name] += size
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """A request has ended in any way."""
-        sequences = self._counted.pop(internal_request_id, 0)
+        size = self._counted.pop(internal_request_id, 0)
         if _name(replica_id) in self._in_flight:
-            self._in_flight[_name(replica_id)] -= sequences
+            self._in_flight[_name(replica_id)] -= size
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         """A replica has ended, and its cache with it."""
@@ -98,7 +99,7 @@ class PrefixRouter(RequestRouter):
 def in_order(loads: Mapping[str, int], holders: Collection[str], chosen: Mapping[str, int]) -> list[str]:
     """The replicas as they are to be tried.
 
-    loads:   sequences in flight by replica
+    loads:   what is in flight by replica
     holders: the replicas that have seen the longest beginning of the prompt
     chosen:  when a replica was first in the order: of equal loads, which all are in a burst of requests, the oldest goes first
     """
@@ -109,6 +110,16 @@ def in_order(loads: Mapping[str, int], holders: Collection[str], chosen: Mapping
 
 def _name(replica_id: ReplicaID) -> str:
     return str(replica_id.unique_id)
+
+
+def _command(request: PendingRequest | None) -> Add | Encode | None:
+    """The request of a client that a call carries, or None."""
+    return _argument(request, Add) or _argument(request, Encode)
+
+
+def _keys(add: Add | Encode) -> list[int]:
+    """The keys of a prompt; none of an encoder's inputs."""
+    return [] if isinstance(add, Encode) else prefix_keys(add.prompt, (add.cache_salt, add.adapter))
 
 
 def _argument(request: PendingRequest | None, kind: type[T]) -> T | None:

@@ -1,7 +1,7 @@
 """How full a replica is, and how many replicas that asks for. Plain Python: Ray's controller runs it.
 
-A load of 1 is a replica whose slots or pages are all taken while nothing waits. What waits counts beyond 1, in proportion to
-what runs: with 30 sequences running and 30 waiting, two replicas would be full.
+A load of 1 is a replica whose slots or pages are all taken while nothing waits; an encoder has no pages. What waits counts
+beyond 1, in proportion to what runs: with 30 sequences running and 30 waiting, two replicas would be full.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TARGET_LOAD = 0.7
 
 def load_of(stats: EngineStats, max_num_seqs: int) -> float:
     """The load of a replica, by the snapshot of its engine."""
-    fullness = max(stats.num_running / max_num_seqs, stats.num_pages_used / stats.num_pages)
+    fullness = max(stats.num_running / max_num_seqs, stats.num_pages_used / max(stats.num_pages, 1))
     if not stats.num_waiting:
         return fullness
     return 1.0 + stats.num_waiting / max(stats.num_running, 1)

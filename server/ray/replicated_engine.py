@@ -116,16 +116,15 @@ class ReplicaWorker:
         if isinstance(command, LoadAdapter):
             rule = "be given at the start (--lora) with several replicas, which load adapters by themselves"
             raise ParameterError("lora_name", rule, command.name)
-        assert not isinstance(command, Encode), "ReplicatedEngine refuses encoders"
         name = command.request_id
-        if isinstance(command, Add):
-            request = self._requests[name] = _Request(set(range(1 if command.params is None else command.params.n)))
+        if isinstance(command, Add | Encode):
+            request = self._requests[name] = _Request(set(range(command.num_answers)))
             request.task = self._loop.create_task(self._run(command, request))
             request.task.add_done_callback(lambda _: self._requests.pop(name))
         elif name in self._requests:
             self._stop(name, "abort")
 
-    async def _run(self, add: Add, request: _Request) -> None:
+    async def _run(self, add: Add | Encode, request: _Request) -> None:
         """Send a request, and wait for its end. Its outputs come through `_listen`."""
         name = add.request_id
         response = self._add.remote(self._front, add)
@@ -197,7 +196,7 @@ class ReplicaWorker:
             output.error = RequestError("replica_lost", output.error.message)
         request = self._requests.get(output.request_id)
         if request is not None and output.finished:
-            request.unfinished.discard(output.index)
+            request.unfinished.difference_update(output.answers)
             if not request.unfinished:
                 request.ended.set()
 
@@ -263,11 +262,9 @@ class ReplicaWorker:
 
 
 class ReplicatedEngine(AsyncEngine):
-    """An `AsyncEngine` over the replicas of a cluster."""
+    """An `AsyncEngine` over the replicas of a cluster, which are engines, or encoders."""
 
     def __init__(self, config: EngineConfig, cluster: Cluster, *, on_phase: OnPhase | None = None) -> None:
-        if config.resolve_task() != "generate":
-            raise ParameterError("task", "be generate for several replicas: serve an encoder by fa-serve serve", config.task)
         super().__init__(config, on_phase=on_phase)
         self._cluster = cluster
         self._config = config

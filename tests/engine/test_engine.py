@@ -187,6 +187,14 @@ def test_special_tokens_are_text_where_they_are_wanted(make_engine, tokenizer) -
     assert (shown.text, hidden.text) == (2 * tokenizer.convert_ids_to_tokens(special), "")
 
 
+def test_an_answer_without_text_has_the_same_tokens(make_engine) -> None:
+    params = SamplingParams(max_tokens=8, seed=3)
+    shown, hidden = make_engine().generate(["the quick"] * 2, [params, replace(params, detokenize=False)])
+    assert shown.text != ""
+    assert hidden.text == ""
+    assert hidden.token_ids == shown.token_ids
+
+
 def test_a_stop_string_ends_the_answer_before_itself(make_engine, tokenizer) -> None:
     params = SamplingParams(max_tokens=40, seed=3)
     text = make_engine().generate(["the quick"], params)[0].text

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from encoder_folders import save_encoder
 from every_type import tiny_config
 from hf_families import BY_NAME, FAMILIES, WINDOW
 from hybrids import BY_NAME as HYBRIDS
@@ -61,6 +62,55 @@ def test_what_a_rank_holds_of_a_model_with_states(name: str) -> None:
     assert 0.5 <= (share.divided + share.whole) / share.total < 0.55
     assert [(layer.num_heads, layer.num_kv_heads) for layer in share.layers] == [(2, 1)] * len(share.layers)
     assert bool(share.layers) == (name != "mamba2")
+
+
+def test_an_encoder_is_told_by_its_task(tmp_path: Any) -> None:
+    modules = [("Pooling", {"pooling_mode": "cls"}), ("Normalize", {})]
+    embedder = str(save_encoder(tmp_path / "embed", "bert", modules, general={"prompts": {"query": "q: "}}))
+    done = run(embedder, "--arch", "90")
+    assert done.exit_code == 0
+    assert "engine:" not in done.output
+    for line in (
+        "    varlen, cuda sm90, float32, heads 4/4, head_dim 8\n    prefill: triton\n",
+        "encoder: runs it (fa-serve serve, Encoder), for the task embed\n",
+        "  gives: 32 numbers in a vector, of length 1\n",
+        "  pooling: cls\n",
+        "  batches: packed, ",
+        "  tokens of an input: at most 48, by its folder\n",
+        "  prompts: query\n",
+        "  routes: /v1/embeddings, ",
+    ):
+        assert line in done.output
+    assert describe(str(tmp_path / "embed" / "config.json")).encoder == describe(embedder).encoder
+    decoder = run(str(save_encoder(tmp_path / "qwen3", "qwen3")))
+    assert "for the task embed" in decoder.output
+    assert "decoding" not in decoder.output
+    own = {"modules": None, "head": "ForSequenceClassification"}
+    classes = {"id2label": {0: "bad", 1: "good"}, "label2id": {"bad": 0, "good": 1}}
+    general = {"activation_fn": "torch.nn.modules.activation.Sigmoid"}
+    told = run(str(save_encoder(tmp_path / "classify", "bert", **own, **classes, general=general))).output
+    assert "  gives: 2 labels: bad, good\n  activation: torch.nn.modules.activation.Sigmoid\n" in told
+    assert "  gives: 1 label\n" in run(str(save_encoder(tmp_path / "score", "bert", **own, num_labels=1))).output
+
+
+def test_an_encoder_that_is_padded_runs_and_one_that_is_refused_does_not(tmp_path: Any) -> None:
+    padded = run(str(save_encoder(tmp_path / "mpnet", "mpnet")))
+    assert padded.exit_code == 0, "its attention is its own"
+    assert "  batches: padded, " in padded.output
+    refused = run(str(save_encoder(tmp_path / "bad", "bert", [("Pooling", {}), ("LSTM", {})])))
+    assert refused.exit_code == 1
+    assert "encoder: refused: model must have modules that are Pooling, " in refused.output
+    divided = run(str(tmp_path / "mpnet"), "--tensor-parallel", "2")
+    assert (divided.exit_code, "tensor parallel: an encoder runs on one rank" in divided.output) == (1, True)
+
+
+def test_whether_a_generator_takes_images(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_config("llava").save_pretrained(tmp_path)
+    assert "engine: runs it\nimages: taken\n" in run(str(tmp_path)).output
+    monkeypatch.setattr("fa_serve.hf.images.PROVEN", frozenset())
+    assert "images: not taken, because images of Llava" in run(str(tmp_path)).output
+    tiny_config("llama").save_pretrained(tmp_path)
+    assert "images: not taken, because it has no towers\n" in run(str(tmp_path)).output
 
 
 def test_windows_sinks_softcap_masks_and_dims_by_layer() -> None:

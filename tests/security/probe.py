@@ -88,10 +88,20 @@ class Probe:
     """Probes `url` with the API key `key` (None without keys) from a separate process until `stop`.
 
     pid: of the server, whose first thread is its event loop; None if it is not known
+    ask: path and body of what stands for a completion where the server generates nothing
     """
 
-    def __init__(self, url: str, key: str | None = None, model: str = "fa-serve-demo", pid: int | None = None):
-        command = [sys.executable, "-I", str(Path(__file__).resolve()), url, key or "", model, str(pid or "")]
+    def __init__(
+        self,
+        url: str,
+        key: str | None = None,
+        model: str = "fa-serve-demo",
+        pid: int | None = None,
+        ask: tuple[str, dict] | None = None,
+    ):
+        wanted = {"model": model, "prompt": "x", "max_tokens": 4, "ignore_eos": True, "temperature": 0}
+        given = json.dumps(ask or ("/v1/completions", wanted))
+        command = [sys.executable, "-I", str(Path(__file__).resolve()), url, key or "", given, str(pid or "")]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def stop(self) -> ProbeReport:
@@ -107,9 +117,11 @@ class Probe:
         return ProbeReport(**found, own=own)
 
 
-def measure(url: str, key: str | None, seconds: float, pid: int | None = None) -> ProbeReport:
+def measure(
+    url: str, key: str | None, seconds: float, pid: int | None = None, ask: tuple[str, dict] | None = None
+) -> ProbeReport:
     """The latencies of a server that nothing else uses."""
-    probe = Probe(url, key, pid=pid)
+    probe = Probe(url, key, pid=pid, ask=ask)
     time.sleep(seconds)
     return probe.stop()
 
@@ -219,12 +231,12 @@ def _waits(pid: str) -> float:
     return waited
 
 
-def _main(url: str, key: str, model: str, pid: str) -> None:
+def _main(url: str, key: str, ask: str, pid: str) -> None:
     address = urlsplit(url)
     stopped = threading.Event()
     headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
-    wanted = {"model": model, "prompt": "x", "max_tokens": 4, "ignore_eos": True, "temperature": 0}
-    requests = {"health": ("GET", "/health", None), "completion": ("POST", "/v1/completions", json.dumps(wanted))}
+    path, wanted = json.loads(ask)
+    requests = {"health": ("GET", "/health", None), "completion": ("POST", path, json.dumps(wanted))}
     results: dict[str, dict[str, list]] = {name: {"seconds": [], "failures": [], "own": []} for name in requests}
 
     def probe(name: str) -> None:

@@ -19,21 +19,23 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import yaml
+from encoder_folders import TEXTS, save_encoder
 from fa_serve.server.app import create_app
 from fa_serve.server.settings import Settings
 from server_process import ServerProcess, start
 from typer.testing import CliRunner
 
 from fa_serve.__main__ import app
-from fa_serve.engine import AsyncEngine, EngineConfig
+from fa_serve.engine import AsyncEngine, Encoder, EngineConfig
 
 ROOT = Path(__file__).parents[2]
 MODEL = "fa-serve-demo"
@@ -276,6 +278,48 @@ def test_sigterm_drains_and_nothing_is_left(replicas):
     assert [found[-1] for found in streams] == ["data: [DONE]"] * 4
     assert replicas.process.wait(30) == 0
     eventually(lambda: not any(map(_runs, processes)))
+
+
+@pytest.fixture(scope="module")
+def encoders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServerProcess, Path]]:
+    """Two replicas of an embedder, and its folder."""
+    folder = save_encoder(tmp_path_factory.mktemp("embedder"))
+    options = ("--replicas", "2", "--replica-cpus", "0.5", "--dtype", "float32", "--device", "cpu", "--log-level", "warning")
+    server = start(str(folder), *options, verb="ray", FA_SERVE_PUBLIC_METRICS="true")
+    yield server, folder
+    server.end()
+
+
+@needs_ray
+def test_an_encoder_has_replicas_too(encoders):
+    """Each answers, with the numbers of `Encoder`, in the order of the inputs; and one of them is enough."""
+    server, folder = encoders
+    wanted = Encoder(EngineConfig(model=folder, device="cpu", dtype="float32")).encode(TEXTS)
+    name = httpx.get(f"{server.url}/v1/models").json()["data"][0]["id"]
+
+    def ask() -> None:
+        body = {"model": name, "input": list(TEXTS)}
+        reply = httpx.post(f"{server.url}/v1/embeddings", json=body, timeout=60).json()
+        np.testing.assert_allclose([each["embedding"] for each in reply["data"]], wanted, atol=1e-6)
+
+    for _ in range(8):
+        ask()
+    eventually(
+        lambda: len(by_replica(server, "prompt_tokens_total")) == 2 and min(by_replica(server, "prompt_tokens_total")) > 0
+    )
+    refused = httpx.post(f"{server.url}/v1/embeddings", json={"model": name, "input": "a", "dimensions": 99}, timeout=60)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "dimensions")
+    os.kill(_of_kind(REPLICA, server.process.pid)[0], signal.SIGKILL)
+    eventually(lambda: _are_answered(ask), seconds=60)
+
+
+def _are_answered(ask: Callable[[], None]) -> bool:
+    """Whether a request is answered, which one that a killed replica has taken is not."""
+    try:
+        ask()
+    except (KeyError, httpx.HTTPError):
+        return False
+    return True
 
 
 @pytest.fixture

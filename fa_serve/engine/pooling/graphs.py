@@ -1,12 +1,14 @@
-"""CUDA graphs for small batches of an encoder: the launches of its layers are captured once for each of a few sizes.
+"""CUDA graphs of an encoder: the launches of its layers are captured once for each of a few sizes of batches.
 
     graphs = EncoderGraphs(model, max_tokens=512)
     packed, hidden = graphs.run(inputs)        # None for a batch that is too large; hidden is overwritten by the next run
 
-A batch is padded with one more sequence up to a size of TOKENS, and with empty sequences up to MAX_INPUTS + 1, so a few graphs
-serve all small batches. Sizes lie close together where padding costs more than the launches that a graph saves. What a batch is
-made of is copied to the same memory each time. Pooling and what is behind it is launched as usual. Larger batches keep a GPU
-busy while the next launches come. Left out: how a graph is captured (runner/cuda_graphs.py).
+A batch is padded with up to PADDINGS more sequences to a size of TOKENS, and with empty sequences behind them, so a few graphs
+serve all batches. Sizes lie close together where padding costs more than the launches that a graph saves. Attention plans for
+the longest input, so models that take long inputs have two graphs of a size, of which one is for inputs of at most SHORT
+tokens. What a batch is made of is copied to the same memory each time. Pooling and what is behind it is launched as usual.
+Batches above the largest size keep a GPU busy while the next launches come. Left out: how a graph is captured
+(runner/cuda_graphs.py).
 """
 
 from __future__ import annotations
@@ -27,10 +29,15 @@ from fa_serve.hf.encoders.packed import PackedInputs, PackedModel
 
 log = logging.getLogger("fa_serve.engine")
 
-TOKENS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
-"""Sizes to which batches are padded."""
-MAX_INPUTS = 32
+TOKENS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 2560, 3072, 4096, 5120, 6144, 8192)
+"""Sizes to which batches are padded. Where the host is slow, the launches of a large model take longer than its work on 4,096
+tokens: 16 texts of 512 tokens through 28 layers of 1,024 took 49 ms, and 14 in a batch that keeps the GPU busy."""
+MAX_INPUTS = 64
 """Inputs of a batch that takes a graph."""
+PADDINGS = 4
+"""Sequences of padding at most."""
+SHORT = 512
+"""Tokens of an input for which attention plans, unless a batch has a longer one."""
 
 Capture = Callable[[Callable[[], None], Any], tuple[Callable[[], None], Any]]
 
@@ -47,7 +54,8 @@ class _Graph:
 class EncoderGraphs:
     """Owner of the graphs and of the memory that they read.
 
-    max_tokens: of an input. Padding is one as well, so there are no sizes behind two that lie further apart
+    max_tokens: of an input. Sequences of padding are not longer, so there are no sizes behind two that lie further apart than
+                PADDINGS of them
     most:       tokens of a batch; larger sizes are of no use
     """
 
@@ -55,10 +63,11 @@ class EncoderGraphs:
         self._model = model
         self._max_tokens = max_tokens
         paddings = (size - below for below, size in pairwise((0, *TOKENS)))
-        sizes = [size for size, _ in takewhile(lambda each: each[1] <= max_tokens, zip(TOKENS, paddings, strict=True))]
+        room = PADDINGS * min(max_tokens, SHORT)
+        sizes = [size for size, _ in takewhile(lambda each: each[1] <= room, zip(TOKENS, paddings, strict=True))]
         self._sizes = [size for below, size in pairwise((0, *sizes)) if below < most]
         self._capture = capture
-        self._graphs: dict[tuple[int, bool], _Graph] = {}
+        self._graphs: dict[tuple[int, int, bool], _Graph] = {}  # by size, longest input, and whether tokens have types
         self._pool: Any = None
 
     def run(self, inputs: EncoderInputs) -> tuple[PackedInputs, Tensor] | None:
@@ -67,9 +76,10 @@ class EncoderGraphs:
         size = next((size for size in self._sizes if size >= total), None)
         if size is None or len(inputs) > MAX_INPUTS:
             return None
-        key = (size, inputs.types is not None)
+        longest = min(size, self._max_tokens, SHORT if inputs.lengths.max() <= SHORT else self._max_tokens)
+        key = (size, longest, inputs.types is not None)
         known = self._graphs.get(key)
-        packed = _padded(inputs, size, self._model.device, None if known is None else known.inputs)
+        packed = _padded(inputs, size, longest, self._model.device, None if known is None else known.inputs)
         graph = known or self._captured(key, packed)
         if graph is None or graph.replay is None:
             return None
@@ -85,12 +95,13 @@ class EncoderGraphs:
         """Capture all sizes, the largest first, so that the pool of memory does not grow."""
         for size in reversed(self._sizes):
             ids = np.zeros(size, dtype=np.int32)
-            ends = np.array([*range(0, size, min(size, self._max_tokens)), size])
-            self.run(EncoderInputs(ids, ends, ids if takes_types else None))
+            for longest in {min(size, self._max_tokens), min(size, self._max_tokens, SHORT)}:
+                ends = np.array([*range(0, size, longest), size])
+                self.run(EncoderInputs(ids, ends, ids if takes_types else None))
 
-    def _captured(self, key: tuple[int, bool], packed: PackedInputs) -> _Graph | None:
+    def _captured(self, key: tuple[int, int, bool], packed: PackedInputs) -> _Graph | None:
         """A graph, which has run for these inputs. If it cannot be captured, no other one is tried."""
-        graph = _Graph(packed._replace(lengths=[min(key[0], self._max_tokens)]))
+        graph = _Graph(packed._replace(lengths=[key[1]]))
 
         def step() -> None:
             graph.hidden = self._model.hidden(graph.inputs)
@@ -107,11 +118,13 @@ class EncoderGraphs:
         return graph
 
 
-def _padded(inputs: EncoderInputs, size: int, device: torch.device, there: PackedInputs | None) -> PackedInputs:
-    """The inputs with padding, on the device. there: where to write them"""
-    more = size - len(inputs.ids)
-    ids = np.pad(inputs.ids, (0, more))
-    types = None if inputs.types is None else np.pad(inputs.types, (0, more))
-    ends = np.full(MAX_INPUTS + 2, size)
+def _padded(inputs: EncoderInputs, size: int, longest: int, device: torch.device, there: PackedInputs | None) -> PackedInputs:
+    """The inputs with padding, on the device. longest: tokens of a sequence of padding; there: where to write them"""
+    total = len(inputs.ids)
+    ids = np.pad(inputs.ids, (0, size - total))
+    types = None if inputs.types is None else np.pad(inputs.types, (0, size - total))
+    ends = np.full(MAX_INPUTS + PADDINGS + 1, size)
     ends[: len(inputs) + 1] = inputs.ends
+    behind = ends[len(inputs) + 1 :][:PADDINGS]
+    behind[:] = np.minimum(total + longest * np.arange(1, PADDINGS + 1), size)
     return PackedInputs.of(ids, types, ends, device, there)

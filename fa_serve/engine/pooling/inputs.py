@@ -142,10 +142,10 @@ class InputReader:
         self._card = card
         self._prompts = PromptReader(tokenizer, vocab_size, card.max_tokens)
         self._special = frozenset(tokenizer.all_special_ids)
-        side = getattr(tokenizer, "truncation_side", "right")
+        self._cuts_left = getattr(tokenizer, "truncation_side", "right") == "left"
         self._whole = _copy(tokenizer.backend_tokenizer, card.lower_case)
         self._cut = _copy(tokenizer.backend_tokenizer, card.lower_case)
-        self._cut.enable_truncation(card.max_tokens, strategy="longest_first", direction=side)
+        self._cut.enable_truncation(card.max_tokens, strategy="longest_first", direction="left" if self._cuts_left else "right")
         self._prompt_length = lru_cache(MAX_PROMPTS)(self._count_prompt)
 
     def prompt(self, name: str | None) -> str:
@@ -202,8 +202,8 @@ class InputReader:
         encodings = iter(tokenizer.encode_batch_fast(texts, add_special_tokens=special_tokens))
         found = [next(encodings) if known else None for known in is_text]
         rows = [
-            self._checked_ids(each, truncate) if encoding is None else encoding.ids  # type: ignore[arg-type]
-            for each, encoding in zip(piece, found, strict=True)
+            self._numbered_ids(each, number, truncate) if encoding is None else encoding.ids  # type: ignore[arg-type]
+            for number, (each, encoding) in enumerate(zip(piece, found, strict=True), first)
         ]
         types = None
         if self._card.takes_types:
@@ -223,7 +223,7 @@ class InputReader:
             if len(part) > limit:
                 if not truncate:
                     raise self._too_long(number, f"{len(part)} characters")
-                part = parts[index] = part[:limit]
+                part = parts[index] = part[-limit:] if self._cuts_left else part[:limit]
             try:
                 part.encode()
             except UnicodeEncodeError as error:
@@ -236,7 +236,17 @@ class InputReader:
             tokens = self._prompts.checked(ids)
         except ParameterError as error:
             raise ParameterError("input", error.rule, error.value, error.code) from None
-        return tokens[: self._card.max_tokens] if truncate else tokens
+        limit = self._card.max_tokens
+        if not truncate:
+            return tokens
+        return tokens[-limit:] if self._cuts_left else tokens[:limit]
+
+    def _numbered_ids(self, ids: Sequence[int], number: int, truncate: bool) -> Sequence[int]:
+        """The checked ids of one input, whose number an error tells."""
+        try:
+            return self._checked_ids(ids, truncate)
+        except ParameterError as error:
+            raise ParameterError("input", f"{error.rule}, in item {number}", error.value, error.code) from None
 
     def _check(self, inputs: EncoderInputs, first: int) -> None:
         """Raise ParameterError for an input without tokens, with too many, or with some that the model does not know."""
@@ -248,7 +258,8 @@ class InputReader:
             index = int(np.argmax(lengths > self._card.max_tokens))
             raise self._too_long(first + index, int(lengths[index]))
         if inputs.ids.max() >= self._prompts.vocab_size:
-            self._checked_ids(inputs.ids.tolist(), False)  # which says more
+            number = int(np.searchsorted(inputs.ends, int(np.argmax(inputs.ids)), side="right")) - 1
+            self._numbered_ids(inputs[number].ids.tolist(), first + number, False)  # which says more
 
     def _too_long(self, number: int, length: object) -> ParameterError:
         limit = self._card.max_tokens

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any, cast
 
 import numpy as np
@@ -117,7 +118,7 @@ class Pipeline:
         if self.card.task == "sparse":
             return splade_weights(self.model, hidden, packed, self.splade)
         if params.tokens:
-            return pool(self.modules if self.card.task == "token_embed" else [], hidden, packed).float()
+            return pool(list(takewhile(lambda each: not isinstance(each, TokenPooling), self.modules)), hidden, packed).float()
         return pool(self.modules, hidden, packed, inputs.skipped).float()
 
     def rows(self, results: Tensor, inputs: EncoderInputs, params: PoolingParams) -> PooledRows:
@@ -168,12 +169,15 @@ def _max_tokens(config: EngineConfig, told: int | None, tokenizer: Any, position
 
 
 def _activation(told: str | None, loaded: LoadedEncoder) -> str:
-    """What the logits become by default: as the folder has it, else the sigmoid of one label, else probabilities."""
+    """What the logits become by default: as the folder has it, else the sigmoid of one label, else probabilities.
+
+    An identity that the folder names stays one, also for several labels: `CrossEncoder` of sentence-transformers has it so.
+    """
     names = {"Sigmoid": "sigmoid", "Identity": "none", "Softmax": "softmax"}
     last = None if told is None else told.rpartition(".")[2]
     if last is not None and last not in names:
         raise ParameterError("model", f"have an activation of its logits that is one of {', '.join(names)}", told)
-    if last is not None and len(loaded.labels) == 1:
+    if last is not None:
         return names[last]
     if len(loaded.labels) == 1 or loaded.model.model.config.problem_type == "multi_label_classification":
         return "sigmoid"

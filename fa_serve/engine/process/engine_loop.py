@@ -59,6 +59,11 @@ class Add:
     compiled: Any = None
     images: Sequence[ImageInput] = ()
 
+    @property
+    def num_answers(self) -> int:
+        """How many answers the request gets."""
+        return 1 if self.params is None else self.params.n
+
 
 @dataclass(frozen=True, slots=True)
 class Encode:
@@ -70,6 +75,11 @@ class Encode:
     priority: int = 0
     timeout: float | None = None
     client: str | None = None
+
+    @property
+    def num_answers(self) -> int:
+        """One for each input."""
+        return len(self.inputs)
 
     def __reduce__(self) -> tuple[type[Encode], tuple[object, ...]]:
         """Pickle as a call of the constructor, as `RequestOutput` does."""

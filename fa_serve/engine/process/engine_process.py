@@ -5,18 +5,30 @@
     connection.send(config)                  # from here on, parent.py and child.py speak through the connection
 
 PyTorch and the models of transformers take several seconds to import in each process. With a process that is started ahead,
-both processes import at the same time. This module imports neither. Left out: what runs in the process (child.py) and
-what goes through the connection (pipe.py).
+both processes import at the same time. This module imports neither.
+
+On a CPU, PyTorch divides a product among as many threads as there are processors, and by default a thread of OpenMP that waits
+for another one spins for milliseconds. The server is a second process on the same processors: whenever it runs, one of the
+threads has no processor, and the others burn theirs, which the missing one needs. A step then takes ten times as long. So the
+threads of this process sleep while they wait, as those of an engine in a thread do, for which OpenMP sees more threads than
+processors. Source: libgomp's GOMP_SPINCOUNT. Left out: what runs in the process (child.py) and what goes through the connection
+(pipe.py).
 """
 
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from fa_serve.engine.process.host_memory import importing
+
+WAITS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+"""Environment variables that say how threads of OpenMP wait. Where the operator has set one, it stays as it is."""
 
 
 class EngineProcess(NamedTuple):
@@ -59,9 +71,23 @@ def _start(*, ahead: bool) -> EngineProcess:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_main, args=(theirs, ahead), name="fa_serve-engine", daemon=True)
-    process.start()
+    with _sleeping_threads():
+        process.start()
     theirs.close()
     return EngineProcess(process, ours)
+
+
+@contextmanager
+def _sleeping_threads() -> Iterator[None]:
+    """OpenMP reads the variable when it is loaded, which a program's own main module may do before `_main` is called."""
+    if any(name in os.environ for name in WAITS):
+        yield
+        return
+    os.environ[WAITS[0]] = "PASSIVE"
+    try:
+        yield
+    finally:
+        del os.environ[WAITS[0]]
 
 
 def _main(connection: Connection, ahead: bool) -> None:

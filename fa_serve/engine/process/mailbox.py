@@ -43,8 +43,7 @@ class Mailbox:
         else:
             self._content[output.index] = output
         if output.finished:
-            many = output.index + (1 if output.pooled is None else len(output.pooled))
-            self.unfinished.difference_update(range(output.index, many))
+            self.unfinished.difference_update(output.answers)
         self._wake()
 
     def refuse(self, error: Exception) -> None:

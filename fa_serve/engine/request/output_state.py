@@ -26,7 +26,7 @@ from fa_serve.engine.scheduler.sequence_times import SequenceTimes
 class OutputState:
     """What one sequence has given so far, as the client sees it.
 
-    stream:  its text; None without a tokenizer
+    stream:  its text; None without a tokenizer, and for a request that asks for no text
     matcher: the state of its structured output; None without one
     times:   where its time went
     complete: whether a stop string or its grammar has ended it
@@ -47,8 +47,8 @@ class OutputState:
         stop, matcher: those of its request. Its answers share the stop strings, and each follows a copy of the matcher
         """
         stream = None
-        if tokenizer is not None:
-            request = sequence.request
+        request = sequence.request
+        if tokenizer is not None and request.params.detokenize:
             stream = TextStream(tokenizer.backend_tokenizer, request.prompt, stop, request.params.skip_special_tokens)
         return cls(sequence, stream, None if matcher is None else matcher.deep_copy())
 

@@ -85,6 +85,11 @@ class RequestOutput:
             self.pooled,
         )
 
+    @property
+    def answers(self) -> range:
+        """The indices of the answers that it is for: several of an encoder, else one."""
+        return range(self.index, self.index + (1 if self.pooled is None else len(self.pooled)))
+
     def absorb(self, later: RequestOutput) -> None:
         """Append a later output of the same answer, so that this output spans both."""
         self.text += later.text

@@ -83,6 +83,7 @@ class SamplingParams:
     stop_token_ids: tokens that end the text, in addition to the model's end-of-sequence tokens; at most MAX_IDS
     ignore_eos:     generate past the model's end-of-sequence tokens (for benchmarks)
     skip_special_tokens: leave the tokenizer's special tokens out of the text
+    detokenize:     False returns tokens without their text, which saves the host's time; stop strings need the text
     logprobs:       report the log-probability of each token, and those of this many most likely tokens
     prompt_logprobs: report the same for each token of the prompt except the first one
     structured:     what the whole answer must be, for example JSON of a schema
@@ -119,6 +120,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    detokenize: bool = True
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     structured: StructuredOutput | None = None
@@ -143,9 +145,11 @@ class SamplingParams:
                 _require(_is_number(value), name, "be a number", value)
         _require(isinstance(self.structured, StructuredOutput | None), "structured", "be a StructuredOutput", self.structured)
         _require(isinstance(self.speculative, bool), "speculative", "be True or False", self.speculative)
+        _require(isinstance(self.detokenize, bool), "detokenize", "be True or False", self.detokenize)
         texts = isinstance(self.stop, tuple | list) and all(isinstance(text, str) and text for text in self.stop)
         _require(texts, "stop", "be a tuple of strings that are not empty", self.stop)
         _require(len(self.stop) <= MAX_STOP, "stop", f"hold at most {MAX_STOP} strings", len(self.stop))
+        _require(self.detokenize or not self.stop, "detokenize", "be True with stop strings", self.detokenize)
 
     def _check_ranges(self) -> None:
         _require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "be at least 1 or None", self.max_tokens)

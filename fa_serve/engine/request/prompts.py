@@ -20,6 +20,8 @@ MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 """Characters that are in no text, as Unicode says."""
 PIECE = 1 << 18
 """Characters that are tokenized at once in order to count them."""
+NUM_IDS = 1 << 32
+"""Of which a tokenizer knows the names of some. It raises OverflowError for others."""
 
 
 class PromptReader:
@@ -145,7 +147,7 @@ class PromptReader:
             least = int(signed.min())
             wrong = least if least < 0 else int(signed.max())
             name = None
-            if wrong >= 0 and self._tokenizer is not None:
+            if 0 <= wrong < NUM_IDS and self._tokenizer is not None:
                 name = self._tokenizer.backend_tokenizer.id_to_token(wrong)
             if name is not None:
                 rule += f" (the model has fewer tokens than its tokenizer; leave out {name}, whose id is {wrong})"

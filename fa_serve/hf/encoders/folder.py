@@ -28,6 +28,21 @@ MODULES = "modules.json"
 _TRANSFORMERS = ("Transformer", "MLMTransformer")
 _SKIPPED = ("Dropout",)
 _KNOWN = ("Pooling", "Dense", "LayerNorm", "Normalize", "SpladePooling", "MultiVectorMask")
+_TOKENS = "token_embeddings"
+_TEXT = "sentence_embedding"
+_GENERAL = "config_sentence_transformers.json"
+_COLBERT_SETTINGS = (
+    "query_expansion",
+    "do_query_expansion",
+    "attend_to_expansion_tokens",
+    "attend_to_mask_tokens",
+    "query_length",
+    "document_length",
+    "query_prefix",
+    "document_prefix",
+    "skiplist_words",
+)
+"""Of the general config. sentence-transformers expands queries if a folder has any of them and does not say otherwise."""
 _TRANSFORMER_CONFIGS = tuple(
     f"sentence_{name}_config.json" for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
@@ -100,16 +115,14 @@ def transformer_subfolder(path: str) -> str:
 def read_folder(path: str, task: EncoderTask) -> EncoderFolder:
     """What the folder asks for when it is to do this task.
 
-    Raises ParameterError for a module that fa_serve does not compute, or that does not lead to the task.
+    Raises ParameterError for a module that fa_serve does not compute, that does not lead to the task, or that would be left
+    out.
     """
     listed = read_json(path, MODULES)
-    general = read_json(path, "config_sentence_transformers.json") or {}
-    _check_late_interaction(path, general)
-    activation = general.get("activation_fn")
+    general = read_json(path, _GENERAL) or {}
     if listed is None:
         config = read_json(path, "config.json") or {}
-        own = config.get("sentence_transformers") or {}
-        activation = activation or own.get("activation_fn") or config.get("sbert_ce_default_activation_function")
+        activation = _activation_of(general, config)
         return EncoderFolder(path, task, modules=_default_modules(task, config), activation=activation, **_prompts(general))
     modules = _modules(path, listed)
     subfolder = transformer_subfolder(path)
@@ -119,22 +132,25 @@ def read_folder(path: str, task: EncoderTask) -> EncoderFolder:
         if module.kind not in _KNOWN:
             rule = f"have modules that are {', '.join(_KNOWN)} behind a Transformer, and not {module.kind}, which is not built"
             raise ParameterError("model", rule, path)
-    if task == "embed" and not any(module.kind == "Pooling" for module in found):
-        raise ParameterError("task", "be another one for a folder whose modules have no Pooling", task)
-    if task == "token_embed":
-        found = tuple(module for module in found if module.config.get("module_input_name") == "token_embeddings")
-    if task == "sparse" and not any(module.kind == "SpladePooling" for module in found):
-        found = _default_modules(task, {})
-    if task in ("score", "classify"):
-        found = ()
+    limits = [settings.get("max_seq_length")]
+    match task:
+        case "embed":
+            _check_order(path, found)
+        case "token_embed":
+            _check_late_interaction(path, general, settings)
+            found = _modules_of_tokens(path, found, str(general.get("model_type")))
+            limits.append(settings.get("document_length") or general.get("document_length"))
+        case _:
+            found = _only(path, found, task, ("SpladePooling",) if task == "sparse" else ()) or _default_modules(task, {})
+    config = read_json(path, f"{subfolder}/config.json" if subfolder else "config.json") or {}
     return EncoderFolder(
         path,
         task,
         subfolder,
         found,
-        max_tokens=settings.get("max_seq_length"),
+        max_tokens=min((limit for limit in limits if limit), default=None),
         lower_case=bool(settings.get("do_lower_case")),
-        activation=activation,
+        activation=_activation_of(general, config),
         **_prompts(general),
     )
 
@@ -163,12 +179,96 @@ def read_json(path: str, name: str) -> Any:
         raise OSError(f"the model's file {file} cannot be read: {error}") from None
 
 
-def _check_late_interaction(path: str, general: dict[str, Any]) -> None:
-    """Refuse what models of late interaction (ColBERT) do to their tokens besides encoding them."""
-    for name in ("do_query_expansion", "skiplist_words"):
-        if general.get(name):
-            rule = f"have no {name} in config_sentence_transformers.json, because fa_serve encodes the tokens as they are"
+def _check_late_interaction(path: str, general: dict[str, Any], settings: dict[str, Any]) -> None:
+    """Refuse what models of late interaction (ColBERT) do to their tokens besides encoding them.
+
+    What a folder of PyLate does not say has its default there: queries are expanded, and punctuation is skipped.
+    """
+    expands = settings.get("query_expansion") or general.get("query_expansion") or general.get("do_query_expansion")
+    if "query_expansion" not in general and general.get("do_query_expansion") is None:
+        expands = expands or any(name in general for name in _COLBERT_SETTINGS)
+    skips = general.get("skiplist_words")
+    if skips is None:
+        skips = general.get("model_type") == "ColBERT"
+    prefix = general.get("query_prefix") or general.get("document_prefix")
+    for name, off, told in (
+        ("do_query_expansion", "false", expands),
+        ("skiplist_words", "[]", skips),
+        ("query_prefix or document_prefix", '""', prefix),
+    ):
+        if told:
+            rule = f"have no {name} in {_GENERAL} ({off}, if it names them), because fa_serve encodes the tokens as they are"
             raise ParameterError("model", rule, path)
+
+
+def _only(path: str, found: tuple[EncoderModule, ...], task: str, kinds: tuple[str, ...]) -> tuple[EncoderModule, ...]:
+    """The modules, which must be of these kinds. Raises ParameterError for one that the task would leave out."""
+    for module in found:
+        if module.kind not in kinds:
+            allowed = f"no module but {', '.join(kinds)}" if kinds else "no modules"
+            rule = f"have {allowed} behind its Transformer for the task {task}, and not {module.kind}, which would be left out"
+            raise ParameterError("model", rule, path)
+    return found
+
+
+def _check_order(path: str, found: tuple[EncoderModule, ...]) -> None:
+    """Raise ParameterError unless each module of an embedder reads what the one before it has written."""
+    if not any(module.kind == "Pooling" for module in found):
+        raise ParameterError("task", "be another one for a folder whose modules have no Pooling", "embed")
+    _only(path, found, "embed", ("Pooling", "Dense", "LayerNorm", "Normalize"))
+    has = _TOKENS
+    for module in found:
+        is_pooling = module.kind == "Pooling"
+        reads = _TOKENS if is_pooling else module.config.get("module_input_name", _TEXT)
+        writes = _TEXT if is_pooling else module.config.get("module_output_name") or reads
+        if (reads, writes) != (has, _TEXT if is_pooling else has):
+            rule = (
+                f"have modules that each read what the one before has written, which is {has}, and "
+                f"{module.path or module.kind} reads {reads} and writes {writes}"
+            )
+            raise ParameterError("model", rule, path)
+        has = writes
+
+
+def _modules_of_tokens(path: str, found: tuple[EncoderModule, ...], model_type: str) -> tuple[EncoderModule, ...]:
+    """What is computed of each token, as `MultiVectorEncoder` of sentence-transformers reads a folder.
+
+    A Dense that names no input is for tokens. Folders of other types than its own, such as PyLate's, get vectors of length 1.
+    Raises ParameterError for a module that is not for tokens.
+    """
+    _only(path, found, "token_embed", ("Dense", "Normalize", "MultiVectorMask"))
+    is_converted = model_type not in ("MultiVectorEncoder", "ColBERT")  # then a Dense behind a pooling becomes one of tokens
+    kept = []
+    for module in found:
+        reads = module.config.get("module_input_name", _TEXT if module.kind == "Normalize" else _TOKENS)
+        writes = module.config.get("module_output_name") or reads
+        if module.kind == "MultiVectorMask":
+            for name in ("skiplist_words", "keep_only_token_ids"):
+                if module.config.get(name):
+                    rule = f"have no {name} in its MultiVectorMask, because fa_serve gives the vectors of all tokens"
+                    raise ParameterError("model", rule, path)
+        elif module.kind == "Normalize" and reads == _TEXT:
+            continue  # it has nothing to do where no module makes one vector of a text
+        elif reads == writes and reads in ((_TOKENS, _TEXT) if is_converted else (_TOKENS,)):
+            kept.append(module)
+        else:
+            rule = (
+                f"have modules behind its Transformer that read and write {_TOKENS}, and {module.path or module.kind} "
+                f"reads {reads} and writes {writes}"
+            )
+            raise ParameterError("model", rule, path)
+    if model_type != "MultiVectorEncoder" and any(module.kind in ("Dense", "Normalize") for module in found):
+        kept.append(EncoderModule("Normalize", "", {}))
+    return tuple(kept)
+
+
+def _activation_of(general: dict[str, Any], config: dict[str, Any]) -> str | None:
+    """The name of the class that sentence-transformers applies to logits: the newest of the three places that has one."""
+    own = config.get("sentence_transformers") or {}
+    found: str | None = (
+        general.get("activation_fn") or own.get("activation_fn") or config.get("sbert_ce_default_activation_function")
+    )
+    return found
 
 
 def _prompts(general: dict[str, Any]) -> dict[str, Any]:

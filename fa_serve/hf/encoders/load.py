@@ -9,8 +9,9 @@ Left out: the tokenizer itself, which another process may need as well (fa_serve
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -23,6 +24,7 @@ from fa_serve.hf.encoders.packed import PackedModel
 from fa_serve.spec import ParameterError, UnsupportedModelError
 
 log = logging.getLogger("fa_serve.engine")
+T = TypeVar("T")
 
 _CLASSES: dict[EncoderTask, Any] = {
     "embed": AutoModel,
@@ -52,10 +54,9 @@ def load_encoder(folder: EncoderFolder, *, dtype: str, device: torch.device, tru
     found = _load(folder, dtype, device, trust_remote_code)
     model = cast(PreTrainedModel, cast(nn.Module, found).to(device).eval().requires_grad_(False))
     packed = PackedModel(model)
-    labels: tuple[str, ...] = ()
-    if folder.task in ("score", "classify"):
-        names: dict[int, str] = model.config.id2label  # type: ignore[assignment]
-        labels = tuple(str(names[index]) for index in sorted(names))
+    if not packed.packs:
+        log.warning("%s does not follow packed sequences: its batches are padded", type(model).__name__)
+    labels = labels_of(model.config) if folder.task in ("score", "classify") else ()
     modules = load_modules(folder, model.dtype, device)
     return LoadedEncoder(packed, modules, labels, _max_positions(packed))
 
@@ -74,11 +75,25 @@ def _load(folder: EncoderFolder, dtype: str, device: torch.device, trust_remote_
         loaded: PreTrainedModel = model
         return loaded
 
+    model, own = with_its_attention(load)
+    if own is not None:
+        log.warning("the attention of this model is its own: %s", own)
+    return model
+
+
+def with_its_attention(make: Callable[[str | None], T]) -> tuple[T, UnsupportedModelError | None]:
+    """What `make` returns for fa_serve as `attn_implementation`; or for None, with the reason, if the attention of the model
+    cannot be replaced."""
     try:
-        return load(NAME)
+        return make(NAME), None
     except UnsupportedModelError as error:
-        log.warning("the attention of this model is its own: %s", error)
-        return load(None)
+        return make(None), error
+
+
+def labels_of(config: Any) -> tuple[str, ...]:
+    """The names of the labels of a model for sequence classification, by index."""
+    names: dict[int, str] = config.id2label
+    return tuple(str(names[index]) for index in sorted(names))
 
 
 def _require_head(folder: EncoderFolder, report: Any) -> None:

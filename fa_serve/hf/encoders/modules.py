@@ -135,7 +135,7 @@ def load_modules(folder: EncoderFolder, dtype: torch.dtype, device: torch.device
     for module in folder.modules:
         match module.kind:
             case "Pooling":
-                found.append(_pooling(module))
+                found.append(TokenPooling(pooling_modes(module), module.config.get("include_prompt", True)))
             case "Normalize":
                 found.append(UnitLength())
             case "Dense":
@@ -145,15 +145,16 @@ def load_modules(folder: EncoderFolder, dtype: torch.dtype, device: torch.device
     return [each.to(device, dtype).eval().requires_grad_(False) for each in found]
 
 
-def _pooling(module: EncoderModule) -> TokenPooling:
+def pooling_modes(module: EncoderModule) -> tuple[str, ...]:
+    """How a `Pooling` makes vectors. Raises ParameterError for a mode that is not known."""
     told = module.config.get("pooling_mode")
     if told is None:
         told = [mode for name, mode in _OLD_MODES.items() if module.config.get(name)] or ["mean"]
-    modes = [told] if isinstance(told, str) else list(told)
+    modes = (told,) if isinstance(told, str) else tuple(told)
     for mode in modes:
         if mode not in POOLING_MODES:
             raise ParameterError("model", f"have a pooling_mode of {', '.join(POOLING_MODES)}", mode)
-    return TokenPooling(modes, module.config.get("include_prompt", True))
+    return modes
 
 
 def _with_weights(layer: nn.Module, folder: EncoderFolder, module: EncoderModule) -> nn.Module:

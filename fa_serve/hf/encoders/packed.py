@@ -145,8 +145,6 @@ class PackedModel:
             self.packs = self._try_packing()
             if self._head is not None and type(model).__name__.endswith("ForSequenceClassification"):
                 self._reads = self._find_what_is_read()
-        if not self.packs:
-            log.warning("%s does not follow packed sequences: its batches are padded", type(model).__name__)
 
     def fuse(self) -> int:
         """Compute layers by fewer kernels, where that changes nothing. Returns how many layers are fused."""

@@ -1,5 +1,6 @@
 """`Encoder` gives what sentence-transformers gives: every row, in the order of the texts, in any company."""
 
+import json
 import random
 
 import numpy as np
@@ -16,7 +17,13 @@ MEAN = ("Pooling", {"pooling_mode_mean_tokens": True})
 LINEAR = {"activation_function": "torch.nn.modules.linear.Identity"}
 LOGITS = {"text": {"method": "forward", "method_output_name": "logits"}}
 FILL_MASK = {"transformer_task": "fill-mask", "modality_config": LOGITS, "module_output_name": "token_embeddings"}
+CLASSIFICATION = {
+    "transformer_task": "sequence-classification",
+    "modality_config": LOGITS,
+    "module_output_name": "scores",
+}
 LAST = ("Pooling", {"pooling_mode_lasttoken": True})
+OLD_ACTIVATION = "sbert_ce_default_activation_function"
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +100,24 @@ def test_scores_of_pairs_are_those_of_a_cross_encoder(sentence_transformers, tmp
     np.testing.assert_allclose(1 / (1 + np.exp(-raw)), wanted, atol=1e-5)
 
 
+@pytest.mark.parametrize("activation", ["activation.Sigmoid", "activation.Softmax", "linear.Identity"])
+@pytest.mark.parametrize("place", ["general", "config", "old config"])
+@pytest.mark.filterwarnings("ignore:Implicit dimension choice for softmax")  # that of sentence-transformers
+def test_the_activation_of_several_labels_is_that_of_a_cross_encoder(
+    sentence_transformers, tmp_path, activation: str, place: str
+) -> None:
+    name = f"torch.nn.modules.{activation}"
+    general = {"model_type": "CrossEncoder", "activation_fn": name}
+    own = {"modules": (), "transformer": CLASSIFICATION, "general": general} if place == "general" else {"modules": None}
+    path = save_encoder(tmp_path, "bert", head="ForSequenceClassification", num_labels=3, **own)
+    more = {"config": {"sentence_transformers": {"activation_fn": name}}, "old config": {OLD_ACTIVATION: name}}.get(place, {})
+    (path / "config.json").write_text(json.dumps(json.loads((path / "config.json").read_text()) | more))
+    encoder = load(path)
+    assert encoder.card.task == "classify"
+    wanted = sentence_transformers.CrossEncoder(str(path), device="cpu").predict(PAIRS)
+    np.testing.assert_allclose(encoder.classify(PAIRS), wanted, atol=1e-5)
+
+
 def test_classes_of_texts_have_their_names(tmp_path) -> None:
     names = {0: "bad", 1: "good", 2: "odd"}
     labels = {"id2label": names, "label2id": {name: index for index, name in names.items()}}
@@ -138,6 +163,64 @@ def test_vectors_of_tokens_are_those_of_a_multi_vector_encoder(sentence_transfor
         pytest.skip(f"this sentence-transformers does not read the folder: {error}")
     for row, each in zip(wanted, encoder.pooled(TEXTS), strict=True):
         np.testing.assert_allclose(each.values, np.asarray(row), atol=1e-5)
+
+
+PYLATE = {
+    "model_type": "ColBERT",
+    "query_prefix": "",
+    "document_prefix": "",
+    "do_query_expansion": False,
+    "skiplist_words": [],
+    "document_length": 20,
+}
+
+
+@pytest.mark.parametrize(
+    ("general", "kinds"),
+    [
+        (None, ("Dense",)),
+        (None, ("Dense", "Normalize")),
+        (PYLATE, ("Dense",)),
+        (PYLATE, ("Dense", "Dense")),
+        ({"model_type": "MultiVectorEncoder"}, ("Dense", "MultiVectorMask")),
+        ({"model_type": "MultiVectorEncoder"}, ("Dense", "Normalize")),
+    ],
+    ids=["no type", "no type, normalised", "PyLate", "PyLate, two", "own type", "own type, a normalisation of texts"],
+)
+def test_a_dense_layer_that_names_no_input_is_for_tokens(sentence_transformers, tmp_path, general, kinds) -> None:
+    """Folders of PyLate and of sentence-transformers before 5.4 do not say what their layers read."""
+    dense = [{"in_features": 32, "out_features": 16, "bias": False}, {"in_features": 16, "out_features": 8, "bias": True}]
+    modules = [(kind, dense.pop(0) | LINEAR if kind == "Dense" else {}) for kind in kinds]
+    path = save_encoder(tmp_path, "bert", modules, general=general)
+    encoder = load(path)
+    assert (encoder.card.task, encoder.card.size) == ("token_embed", 8 if len(dense) == 0 else 16)
+    assert encoder.card.max_tokens == (20 if general is PYLATE else LENGTH)
+    theirs = sentence_transformers.MultiVectorEncoder(str(path), device="cpu")
+    texts = [*TEXTS, "a long text " * 5]
+    wanted = theirs.encode_document(texts)
+    for row, each in zip(wanted, encoder.pooled(texts, truncate=True), strict=True):
+        np.testing.assert_allclose(each.values, np.asarray(row), atol=1e-5)
+
+
+def test_vectors_of_tokens_of_an_embedder_pass_what_comes_before_its_pooling(sentence_transformers, tmp_path) -> None:
+    on_tokens = {"module_input_name": "token_embeddings", "in_features": 32, "out_features": 8}
+    path = save_encoder(tmp_path, "bert", [("Dense", on_tokens), MEAN])
+    encoder = load(path)
+    theirs = sentence_transformers.SentenceTransformer(str(path), device="cpu")
+    np.testing.assert_allclose(encoder.encode(TEXTS), theirs.encode(list(TEXTS)), atol=1e-5)
+    wanted = theirs.encode(list(TEXTS), output_value="token_embeddings")
+    for row, each in zip(wanted, encoder.pooled(TEXTS, params=PoolingParams(tokens=True)), strict=True):
+        np.testing.assert_allclose(each.values, row.numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize("long", [100, 2000], ids=["of tokens", "of characters"])
+def test_texts_are_cut_at_the_side_that_the_tokenizer_says(sentence_transformers, tmp_path, long: int) -> None:
+    path = save_encoder(tmp_path)
+    config = json.loads((path / "tokenizer_config.json").read_text()) | {"truncation_side": "left"}
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    text = "a " * long + "dog cat zebra"
+    wanted = sentence_transformers.SentenceTransformer(str(path), device="cpu").encode([text])
+    assert cosine_distance(load(path).encode([text], truncate=True), wanted) < DISTANCE
 
 
 def test_dimensions_keep_the_first_numbers_and_length_one(tmp_path) -> None:

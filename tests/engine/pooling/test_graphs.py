@@ -34,18 +34,37 @@ def test_padded_batches_give_the_same(tmp_path, family: str) -> None:
         found = encoder.encode(TEXTS[first : first + 2])
         np.testing.assert_allclose(found, wanted[first : first + 2], atol=1e-5)
     assert captured == [0, 7, 7]  # 16, 32 and 64 tokens, of which an input may have 48, in one pool
-    np.testing.assert_allclose(encoder.encode(TEXTS * 3), [*wanted] * 3, atol=1e-5)  # up to 63 tokens of padding: no graph
-    assert captured == [0, 7, 7]
+    np.testing.assert_allclose(encoder.encode(TEXTS * 3), [*wanted] * 3, atol=1e-5)  # with two sequences of padding
+    assert captured == [0, 7, 7, 7]
 
 
 def test_all_sizes_are_captured_ahead(tmp_path) -> None:
     captured: list[int] = []
     encoder = load(save_encoder(tmp_path), captured)
     encoder._warm_up()
-    assert len(captured) == 3
+    assert len(captured) == 7  # up to 512: 768 tokens would need more sequences of padding, of 48 tokens each
     encoder.encode("a cat")
-    encoder.encode(["a"] * 33)
-    assert len(captured) == 3
+    encoder.encode(["a"] * 65)
+    assert len(captured) == 7
+
+
+def test_long_inputs_have_graphs_of_their_own(tmp_path) -> None:
+    """Attention plans for 512 tokens in all batches that have no longer input."""
+    captured: list[int] = []
+    limit = {"max_seq_length": 1024, "do_lower_case": False}
+    pooling = ("Pooling", {"pooling_mode_mean_tokens": True})
+    path = save_encoder(tmp_path, "bert", [pooling], transformer=limit, max_position_embeddings=1024)
+    encoder = load(path, captured, max_tokens=1024)
+    texts = [MANY_TEXTS[0], " ".join(["cat"] * 300), *MANY_TEXTS[1:3]]
+    wanted = Encoder(EngineConfig(model=path, device="cpu", dtype="float32")).encode(texts)
+    for _ in range(2):
+        np.testing.assert_allclose(encoder.encode(texts), wanted, atol=1e-5)
+        np.testing.assert_allclose(encoder.encode(texts[1]), wanted[1], atol=1e-5)
+        np.testing.assert_allclose(encoder.encode([texts[0], *texts[2:]]), wanted[[0, 2, 3]], atol=1e-5)
+    graphs = encoder._pipeline.graphs
+    assert graphs is not None
+    assert {longest for _, longest, _ in graphs._graphs} == {512, 1024}
+    assert {longest for size, longest, _ in graphs._graphs if size <= 768} <= {512, 768}
 
 
 def test_what_cannot_be_captured_runs_as_usual(tmp_path, caplog) -> None:
@@ -63,8 +82,9 @@ def test_what_cannot_be_captured_runs_as_usual(tmp_path, caplog) -> None:
 @pytest.mark.parametrize(
     ("max_tokens", "most", "sizes"),
     [
-        (48, 4096, [16, 32, 64]),  # 128 tokens would be up to 64 of padding
-        (512, 4096, [16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048]),
+        (24, 4096, [16, 32, 64, 128]),  # 256 tokens would be up to 128 of padding, and sequences of padding 4 of 24
+        (512, 4096, [16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 2560, 3072, 4096]),
+        (512, 16384, [16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 2560, 3072, 4096, 5120, 6144, 8192]),
         (512, 512, [16, 32, 64, 128, 256, 384, 512]),
         (512, 600, [16, 32, 64, 128, 256, 384, 512, 768]),
     ],
@@ -89,4 +109,4 @@ def test_large_sizes_have_several_inputs_and_windows(tmp_path, family: str) -> N
     graphs = encoder._pipeline.graphs
     assert graphs is not None
     assert len(captured) == len(graphs._graphs) == 4
-    assert max(size for size, _ in graphs._graphs) >= 1024
+    assert max(size for size, _, _ in graphs._graphs) >= 1024

@@ -48,6 +48,21 @@ def test_long_texts_are_cut_as_transformers_cuts_them(text) -> None:
     assert reader().read([text], truncate=True)[0].ids.tolist() == wanted["input_ids"]
 
 
+@pytest.mark.parametrize("text", ["a " * 2000 + "dog", ("a " * 2000 + "dog", "b c"), ("a " * 60 + "x", "b " * 60 + "y")])
+def test_the_end_of_long_texts_is_kept_where_the_tokenizer_cuts_on_the_left(text) -> None:
+    tokenizer = word_pieces()
+    tokenizer.truncation_side = "left"
+    cutting = InputReader(tokenizer, CARD, len(VOCABULARY))
+    texts = text if isinstance(text, tuple) else (text,)
+    wanted = tokenizer(*texts, truncation="longest_first", max_length=LENGTH)
+    assert cutting.read([text], truncate=True)[0].ids.tolist() == wanted["input_ids"]
+    ids = [*([5] * LENGTH), 6, 7]
+    assert cutting.read([ids], truncate=True)[0].ids.tolist() == ids[2:]
+    assert reader().read([ids], truncate=True)[0].ids.tolist() == ids[:-2]
+    with pytest.raises(ParameterError, match=f"at most {LENGTH} tokens"):
+        cutting.read([ids])
+
+
 def test_ten_megabytes_are_refused_or_cut_at_once() -> None:
     text = "a" * (10 << 20)
     begin = time.thread_time()

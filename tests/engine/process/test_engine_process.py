@@ -99,3 +99,22 @@ def test_it_ends_with_a_parent_that_has_no_engine() -> None:
         time.sleep(0.1)
     parent.stdout.close()
     assert not alive(process)
+
+
+@pytest.mark.parametrize(("given", "expected"), [({}, "'0'"), ({"GOMP_SPINCOUNT": "7"}, "'7'")], ids=str)
+def test_its_threads_sleep_while_they_wait_unless_the_operator_wants_otherwise(
+    given: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """OpenMP prints what it has read. Before, threads that spun took the server's processors, and each other's."""
+    for name in engine_process.WAITS:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("OMP_DISPLAY_ENV", "VERBOSE")
+    before = dict(os.environ)
+    process, connection = take_process()
+    assert dict(os.environ) == before, "the server's own threads are not concerned"
+    connection.close()  # it has no config and ends when it has imported
+    process.join(120)
+    [spins] = {line.split("=")[1].strip() for line in capfd.readouterr().err.splitlines() if "GOMP_SPINCOUNT" in line}
+    assert spins == expected

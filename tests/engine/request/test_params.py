@@ -180,12 +180,18 @@ def test_logprobs_are_those_of_the_model(make_engine, count) -> None:
         ("prompt_logprobs", 21),
         ("logprobs", 1.0),
         ("allowed_token_ids", "12"),
+        ("detokenize", 0),
     ],
 )
 def test_bad_values_name_the_field(field, value) -> None:
     with pytest.raises(ParameterError) as error:
         SamplingParams(**{field: value})
     assert (error.value.field, error.value.code) == (field, "invalid_value")
+
+
+def test_stop_strings_need_the_text() -> None:
+    with pytest.raises(ValueError, match="detokenize must be True with stop strings, got False"):
+        SamplingParams(stop=("\n",), detokenize=False)
 
 
 def test_more_tokens_than_allowed_cannot_be_asked_for() -> None:

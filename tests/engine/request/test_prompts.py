@@ -19,6 +19,13 @@ def test_texts_and_token_ids_are_read(tokenizer) -> None:
     assert reader.read(given) == [5, 6, 7]
 
 
+def test_ids_that_no_tokenizer_can_have_are_refused(tokenizer) -> None:
+    """Before: "number too large to fit in target type", from the tokenizer that was asked for a name."""
+    for number in (1 << 32, 1 << 40, (1 << 63) - 1):
+        with pytest.raises(ParameterError, match=f"from 0 to {VOCAB - 1}, got {number}"):
+            PromptReader(tokenizer, VOCAB, 20).read([3, number])
+
+
 def test_without_a_tokenizer_a_text_is_refused() -> None:
     with pytest.raises(ParameterError) as error:
         PromptReader(None, VOCAB, 20).read("the quick")

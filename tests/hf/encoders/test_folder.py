@@ -76,14 +76,98 @@ def test_folders_that_are_not_computed_are_refused_with_the_reason(tmp_path) -> 
         recognise_task(str(tmp_path))
 
 
-@pytest.mark.parametrize(("name", "value"), [("do_query_expansion", True), ("skiplist_words", ["."])])
-def test_what_late_interaction_does_to_tokens_is_refused(tmp_path, name: str, value) -> None:
+OFF = {"do_query_expansion": False, "skiplist_words": []}
+
+
+@pytest.mark.parametrize(
+    ("general", "name"),
+    [
+        ({"do_query_expansion": True}, "do_query_expansion"),
+        ({"query_expansion": {"length": 32}, "do_query_expansion": False}, "do_query_expansion"),
+        ({"skiplist_words": []}, "do_query_expansion"),  # the default of PyLate
+        ({"model_type": "ColBERT", "do_query_expansion": False}, "skiplist_words"),  # another one
+        (OFF | {"skiplist_words": ["."]}, "skiplist_words"),
+        (OFF | {"query_prefix": "[Q] "}, "query_prefix or document_prefix"),
+        (OFF | {"document_prefix": "[D] "}, "query_prefix or document_prefix"),
+    ],
+)
+def test_what_late_interaction_does_to_tokens_is_refused(tmp_path, general, name: str) -> None:
     write(tmp_path, "modules.json", modules("Transformer", "Dense"))
-    write(tmp_path, "config_sentence_transformers.json", {name: value})
+    write(tmp_path, "config_sentence_transformers.json", general)
     with pytest.raises(ParameterError, match=f"model must have no {name} in config_sentence_transformers.json"):
         read_folder(str(tmp_path), "token_embed")
-    write(tmp_path, "config_sentence_transformers.json", {name: type(value)()})
+    write(tmp_path, "config_sentence_transformers.json", OFF | {"query_prefix": ""})
     read_folder(str(tmp_path), "token_embed")
+
+
+def test_query_expansion_of_a_transformer_is_refused(tmp_path) -> None:
+    write(tmp_path, "modules.json", modules("Transformer", "Dense"))
+    write(tmp_path, "sentence_bert_config.json", {"query_expansion": {"strategy": "fixed", "length": 32}})
+    with pytest.raises(ParameterError, match="have no do_query_expansion"):
+        read_folder(str(tmp_path), "token_embed")
+
+
+TOKENS = {"module_input_name": "token_embeddings"}
+TEXT = {"module_input_name": "sentence_embedding"}
+
+
+@pytest.mark.parametrize(
+    ("kinds", "configs", "task", "message"),
+    [
+        (("Pooling", "MultiVectorMask"), {}, "embed", "not MultiVectorMask, which would be left out"),
+        (("Dense", "Pooling"), {}, "embed", "which is token_embeddings, and 1_Dense reads sentence_embedding"),
+        (("Normalize", "Pooling"), {}, "embed", "token_embeddings, and 1_Normalize reads"),
+        (("Pooling", "Dense"), {"2_Dense": TOKENS}, "embed", "sentence_embedding, and 2_Dense reads token_embeddings"),
+        (("Pooling", "Dense"), {"2_Dense": TEXT | {"module_output_name": "scores"}}, "embed", "writes scores"),
+        (("Pooling", "Pooling"), {}, "embed", "sentence_embedding, and 2_Pooling reads"),
+        (("Pooling", "Dense"), {}, "token_embed", "for the task token_embed, and not Pooling"),
+        (("LayerNorm",), {}, "token_embed", "not LayerNorm"),
+        (
+            ("Dense",),
+            {"1_Dense": TOKENS | {"module_output_name": "more"}},
+            "token_embed",
+            "reads token_embeddings and writes more",
+        ),
+        (("Dense",), {"1_Dense": {"module_input_name": "other"}}, "token_embed", "and 1_Dense reads other"),
+        (("MultiVectorMask",), {"1_MultiVectorMask": {"skiplist_words": ["."]}}, "token_embed", "no skiplist_words in its"),
+        (("MultiVectorMask",), {"1_MultiVectorMask": {"keep_only_token_ids": [3]}}, "token_embed", "no keep_only_token_ids"),
+        (("SpladePooling", "Normalize"), {}, "sparse", "no module but SpladePooling behind .* not Normalize"),
+        (("Pooling",), {}, "sparse", "for the task sparse, and not Pooling"),
+        (("Dense",), {}, "classify", "no modules behind its Transformer for the task classify, and not Dense"),
+        (("Pooling",), {}, "score", "not Pooling"),
+    ],
+)
+def test_a_module_that_would_be_left_out_is_refused_by_name(tmp_path, kinds, configs, task, message: str) -> None:
+    write(tmp_path, "modules.json", modules("Transformer", *kinds))
+    for place, config in configs.items():
+        write(tmp_path, f"{place}/config.json", config)
+    with pytest.raises(ParameterError, match=message):
+        read_folder(str(tmp_path), task)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "names"),
+    [
+        ("ColBERT", {}),
+        ("MultiVectorEncoder", {}),
+        ("MultiVectorEncoder", TOKENS),
+        ("SentenceTransformer", {}),
+        ("SentenceTransformer", TEXT),
+        ("ColBERT", TEXT),
+        ("MultiVectorEncoder", TEXT),
+    ],
+)
+def test_what_a_dense_layer_of_late_interaction_reads(tmp_path, model_type: str, names) -> None:
+    """A layer behind a pooling, which is one of texts, is read as one of tokens from a folder of vectors of texts alone."""
+    write(tmp_path, "modules.json", modules("Transformer", "Dense"))
+    write(tmp_path, "config_sentence_transformers.json", {"model_type": model_type} | OFF)
+    write(tmp_path, "1_Dense/config.json", names)
+    if names is TEXT and model_type != "SentenceTransformer":
+        with pytest.raises(ParameterError, match="read and write token_embeddings, and 1_Dense reads sentence"):
+            read_folder(str(tmp_path), "token_embed")
+        return
+    kinds = [module.kind for module in read_folder(str(tmp_path), "token_embed").modules]
+    assert kinds == (["Dense"] if model_type == "MultiVectorEncoder" else ["Dense", "Normalize"])
 
 
 def test_settings_prompts_and_places_are_read(tmp_path) -> None:

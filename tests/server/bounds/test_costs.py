@@ -183,6 +183,34 @@ async def test_many_requests_that_wait_are_refused():
         task.cancel()
 
 
+async def test_refusals_are_slow_and_do_not_keep_those_that_wait_from_their_turns(monkeypatch):
+    """Before: 10 connections were refused 1,700 times a second, which made debts, so that nothing of their client went on."""
+    monkeypatch.setattr(module, "REFUSALS_A_SECOND", 200.0)
+    costs = Costs(nothing)
+    spend_all(costs, "attacker", 1.0)
+    tasks = [asyncio.create_task(costs.take_turn(costs.open("attacker"), stays)) for _ in range(MAX_WAITING)]
+    await asyncio.sleep(0)
+    owed = costs._debts["attacker"].seconds
+
+    async def refused() -> None:
+        bill = costs.open("attacker")
+        with pytest.raises(TooManyRequests):
+            await costs.take_turn(bill, stays)
+        costs.settle(bill, unpaid=True)
+
+    begin = time.monotonic()
+    await asyncio.gather(*[refused() for _ in range(20)])
+    assert time.monotonic() - begin >= 0.1
+    assert costs._debts["attacker"].seconds <= owed
+
+    async def leaves() -> dict:
+        return {"type": "http.disconnect"}
+
+    assert not await asyncio.wait_for(costs.take_turn(costs.open("attacker"), leaves), 1)
+    for task in tasks:
+        task.cancel()
+
+
 async def test_work_of_many_milliseconds_is_done_in_several_iterations_and_the_cheapest_client_first():
     costs = Costs(nothing)
     order = []
@@ -223,6 +251,52 @@ async def test_a_request_that_begins_sequences_takes_turns():
     assert costs._used > module.ITERATION_SECONDS
     await turn
     assert costs._used == 0.0, "it got its turn in the next iteration"
+
+
+async def test_the_prompts_of_a_list_wait_as_requests_do_and_are_not_counted_as_requests():
+    """Before: each prompt added to the debt what the client's last refusal had cost, and 256 prompts refused the client."""
+    clock = Clock()
+    costs = Costs(nothing, clock)
+    spend_all(costs, "key", FREE_SECONDS)
+    spend(costs, "key", module.MAX_CHARGE)  # a refusal that has cost much
+    begun = []
+
+    async def prompt() -> None:
+        costs.open("key")
+        await costs.begin_sequences(1)
+        begun.append(clock.now)
+
+    prompts = [asyncio.create_task(prompt()) for _ in range(2 * MAX_WAITING)]
+    await asyncio.sleep(0)
+    assert not begun
+    waiting = asyncio.create_task(costs.take_turn(costs.open("key"), stays))
+    await asyncio.sleep(0)
+    assert not waiting.done(), "it is not refused"
+    while not waiting.done() and clock.now < 100.0:
+        clock.now += 0.001
+        if costs._timer is not None:
+            costs._timer.cancel()
+            costs._release()
+        for _ in range(3):
+            await asyncio.sleep(0)
+    assert len(begun) == 2 * MAX_WAITING
+    each = (begun[-1] - begun[0]) / len(begun)
+    assert each == pytest.approx(module.REQUEST_SECONDS / SHARE, rel=0.2), "a client with debts has nothing of a list"
+    await asyncio.gather(waiting, *prompts)
+
+
+async def test_requests_whose_clients_have_left_are_not_counted():
+    costs = Costs(nothing)
+    spend_all(costs, "attacker", 1.0)
+
+    async def leaves() -> dict:
+        return {"type": "http.disconnect"}
+
+    for _ in range(MAX_WAITING):
+        assert not await costs.take_turn(costs.open("attacker"), leaves)
+    assert await waits(costs, "attacker"), "it is not refused"
+    await asyncio.sleep(0)
+    assert not costs._waiting
 
 
 async def test_a_single_request_makes_no_client_wait_and_many_do_not_make_it_wait_long():

@@ -160,3 +160,37 @@ async def test_several_threads_take_from_one_queue() -> None:
     assert not waiting.done()
     gate.set()
     assert await waiting
+
+
+async def test_what_waits_for_one_lane_leaves_threads_to_others() -> None:
+    """As many of one lane run as may, lanes take turns, and a lane that has ended is forgotten."""
+    thread = DeadlineThread("test", 3, per_lane=2)
+    gate = threading.Event()
+    running: list[str] = []
+
+    def wait(name: str) -> str:
+        running.append(name)
+        gate.wait(20)
+        return name
+
+    waiting = [asyncio.create_task(thread.run(lambda: wait("slow"), f"client {n}", lane="slow")) for n in range(6)]
+    while len(running) < 2:
+        await asyncio.sleep(0.001)
+    for _ in range(3):
+        assert await asyncio.wait_for(thread.run(lambda: "fast", lane="fast"), 20) == "fast"
+        assert await asyncio.wait_for(thread.run(lambda: "none"), 20) == "none"
+    assert running == ["slow", "slow"]
+    waiting[-1].cancel()
+    gate.set()
+    assert await asyncio.gather(*waiting[:-1]) == ["slow"] * 5
+    while set(thread._jobs._lanes) != {None}:
+        await asyncio.sleep(0.001)
+    assert thread._jobs._lanes[None].running == 0
+
+
+async def test_an_interrupted_function_gives_its_place_in_the_lane_back() -> None:
+    thread = DeadlineThread("test", 2, per_lane=1)
+    for _ in range(3):
+        with pytest.raises(asyncio.TimeoutError):
+            await thread.run(endless, timeout=0.05, lane="slow")
+    assert await asyncio.wait_for(thread.run(lambda: 7, lane="slow"), 20) == 7

@@ -27,6 +27,27 @@ def test_content_is_one_string() -> None:
     assert rendered(role="assistant", content=None, tool_calls=[CALL])["content"] == ""
 
 
+def test_content_is_a_list_of_parts_for_templates_that_take_no_string() -> None:
+    parts = [{"type": "text", "text": "A "}, {"type": "text", "text": "B"}]
+
+    def in_parts(**fields: Any) -> Any:
+        return Message.model_validate({"role": "user", "content": "Hi"} | fields).rendered(in_parts=True)["content"]
+
+    assert in_parts() == [{"type": "text", "text": "Hi"}]
+    assert in_parts(content=parts) == parts
+    assert in_parts(role="assistant", content=None, tool_calls=[CALL]) == [{"type": "text", "text": ""}]
+
+
+def test_places_of_images() -> None:
+    image = {"type": "image_url", "image_url": {"url": "https://example.org"}}
+    turns = [USER, {"role": "user", "content": [{"type": "text", "text": "A"}, image]}]
+    turns.append({"role": "tool", "tool_call_id": "1", "content": [image]})
+    request = ChatRequest.model_validate(CHAT | {"messages": turns})
+    found = request.request_images(request.messages)
+    assert [each.place for each in found] == ["messages[1].content[1].image_url.url", "messages[2].content[0].image_url.url"]
+    assert {each.url for each in found} == {"https://example.org"}
+
+
 def test_developer_is_rendered_as_system() -> None:
     assert rendered(role="developer") == rendered(role="system") == {"role": "system", "content": "Hi"}
 
@@ -79,7 +100,16 @@ def test_without_tools_none_are_offered() -> None:
     assert ChatRequest.model_validate(CHAT | {"tool_choice": "none"}).offered_tools() == []
 
 
+PICTURE = [{"type": "image_url", "image_url": {"url": "https://example.org"}}]
 MESSAGES = {
+    "image-of-an-assistant": (
+        {"role": "assistant", "content": PICTURE},
+        "content may have images in messages of the roles user and tool only",
+    ),
+    "image-of-the-system": (
+        {"role": "developer", "content": PICTURE},
+        "content may have images in messages of the roles user and tool only",
+    ),
     "no-content": ({"role": "user"}, "content must be given"),
     "no-content-of-an-assistant": ({"role": "assistant", "tool_calls": []}, "content must be given"),
     "calls-of-a-user": (USER | {"tool_calls": [CALL]}, "tool_calls is only allowed in messages of the assistant"),
@@ -110,6 +140,11 @@ def test_bad_messages_are_refused(name: str) -> None:
         Message.model_validate(message)
     [error] = caught.value.errors()
     assert said in error["msg"]
+
+
+def test_a_content_has_a_part() -> None:
+    with pytest.raises(ValidationError, match="at least 1 item"):
+        Message.model_validate(USER | {"content": []})
 
 
 CHATS = {

@@ -35,9 +35,9 @@ async def test_a_template_of_the_request(teller, engine):
 
 
 async def test_effort_is_the_templates(teller, engine):
-    async with teller(("a",), "{{ reasoning_effort }}") as client:
+    async with teller(("a",), "{{ reasoning_effort }}{{ messages[0].content }}") as client:
         assert (await client.post("/v1/chat/completions", json={**ASK, "reasoning_effort": "low"})).status_code == 200
-    assert engine.tokenizer.decode(engine.seen[0].prompt) == "low"
+    assert engine.tokenizer.decode(engine.seen[0].prompt) == "lowHi"
 
 
 WRITES_ROLES = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"

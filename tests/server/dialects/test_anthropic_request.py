@@ -55,8 +55,43 @@ def test_results_are_messages_of_tools_between_the_texts() -> None:
     ]
 
 
-def test_an_empty_turn_stays_a_message() -> None:
-    assert rendered({"role": "user", "content": []}) == [{"role": "user", "content": ""}]
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "QUJD"}}
+OTHER = {"type": "image", "source": {"type": "url", "url": "https://example.org/a.png"}}
+PDF = {"type": "base64", "media_type": "application/pdf", "data": "QUJD"}
+PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,QUJD"}}
+
+
+def test_images_in_results_are_parts_of_messages_of_tools() -> None:
+    content = [{**RESULT, "content": [TEXT, IMAGE]}, {**RESULT, "is_error": True, "content": [OTHER]}, IMAGE, TEXT]
+    turns = [HI, {"role": "user", "content": content}]
+    chat = MessagesRequest.model_validate({**ASK, "messages": turns}).chat
+    assert [each.model_dump(exclude_none=True) for each in chat.messages[1:]] == [
+        {"role": "tool", "tool_call_id": "t1", "content": [{"type": "text", "text": "a"}, PICTURE]},
+        {
+            "role": "tool",
+            "tool_call_id": "t1",
+            "content": [
+                {"type": "text", "text": "Error: "},
+                {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}},
+            ],
+        },
+        {"role": "user", "content": [PICTURE, {"type": "text", "text": "a"}]},
+    ]
+    assert [(each.place, each.url[:5]) for each in chat.request_images(chat.messages)] == [
+        ("messages[1].content[0].content[1].source.data", "data:"),
+        ("messages[1].content[1].content[0].source.url", "https"),
+        ("messages[1].content[2].source.data", "data:"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "known"),
+    [("image/jpg", "image/jpeg"), ("IMAGE/PNG", "image/png"), ("image/webp; charset=utf-8", "image/webp")],
+)
+def test_names_of_media_types_that_clients_write(given: str, known: str) -> None:
+    image = {"type": "image", "source": {"type": "base64", "media_type": given, "data": "QUJD"}}
+    chat = MessagesRequest.model_validate({**ASK, "messages": [{"role": "user", "content": [image]}]}).chat
+    assert chat.messages[0].images() == [(0, f"data:{known};base64,QUJD")]
 
 
 @pytest.mark.parametrize(
@@ -104,9 +139,11 @@ def test_sampling_and_format() -> None:
         ({"messages": [{"role": "user", "content": [{**TEXT, "citations": [{}]}]}]}, "messages[0].content[0].citations"),
         ({"messages": [{"role": "user", "content": [USE]}]}, "messages[0].content[0].type"),
         (
-            {"messages": [{"role": "user", "content": [{**RESULT, "content": [{"type": "image"}]}]}]},
+            {"messages": [{"role": "user", "content": [{**RESULT, "content": [{"type": "document"}]}]}]},
             "messages[0].content[0].content[0].type",
         ),
+        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{**IMAGE, "source": PDF}]}]}, "messages[0].content[0].source.media_type"),
         ({"max_tokens": None}, "max_tokens"),
         ({"tools": [{**ADD, "type": "web_search_20250305"}]}, "tools[0].type"),
         ({"tools": [ADD, ADD]}, "tools"),

@@ -182,3 +182,24 @@ def test_thousands_of_thoughts_behind_a_long_one_are_joined_once() -> None:
     assert time.thread_time() - begin < 2
     assert len(chat.messages[0].reasoning_content) == 8_004_900
     assert [message.role for message in chat.messages] == ["assistant", "user"]
+
+
+def test_images_in_outputs_of_functions_are_parts_of_messages_of_tools() -> None:
+    picture = {"type": "input_image", "image_url": "data:image/png;base64,QUJD"}
+    text = {"type": "input_text", "text": "a"}
+    items = [
+        {"role": "user", "content": [text, picture]},
+        {"type": "function_call_output", "call_id": "c1", "output": [picture, text]},
+        {"type": "function_call_output", "call_id": "c1", "output": [text, text]},
+        {"type": "function_call_output", "call_id": "c1", "output": []},
+    ]
+    chat = ResponsesRequest.model_validate({"model": "m", "input": items}).chat
+    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,QUJD"}}
+    assert [each.model_dump(exclude_none=True)["content"] for each in chat.messages] == [
+        [{"type": "text", "text": "a"}, part],
+        [part, {"type": "text", "text": "a"}],
+        "a\na",
+        "",
+    ]
+    places = [each.place for each in chat.request_images(chat.messages)]
+    assert places == ["input[0].content[1].image_url", "input[1].output[0].image_url"]

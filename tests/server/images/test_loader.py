@@ -7,7 +7,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,10 @@ import numpy as np
 import pytest
 import torch
 from fa_serve.server.errors import ApiError, BadRequest, Unavailable
-from fa_serve.server.images import decode_process
-from fa_serve.server.images.loader import ImageLoader, decode
+from fa_serve.server.images import decode_process, fetching
+from fa_serve.server.images.addresses import Remote, RequestImage
+from fa_serve.server.images.fetching import FetchLimits
+from fa_serve.server.images.loader import MAX_FETCHES, MAX_FETCHES_OF_HOST, ImageLoader, decode
 from fa_serve.server.settings import Settings
 from image_models import picture, png, save_llava
 from PIL import Image
@@ -30,6 +32,12 @@ from fa_serve.sandbox import trials
 from fa_serve.sandbox.trials import TrialError, TrialLimits
 
 pytestmark = pytest.mark.anyio
+PLACE = "messages[0].content[{}].image_url.url"
+
+
+def sent(urls: Sequence[str]) -> list[RequestImage]:
+    """The images of a message without a text."""
+    return [RequestImage(url, PLACE.format(number)) for number, url in enumerate(urls)]
 
 
 @pytest.fixture
@@ -41,7 +49,7 @@ async def loader() -> AsyncIterator[ImageLoader]:
 
 @pytest.mark.parametrize(("form", "kind"), [("PNG", "png"), ("JPEG", "jpeg"), ("WEBP", "webp"), ("GIF", "gif")])
 async def test_formats(loader: ImageLoader, form: str, kind: str) -> None:
-    [image] = await loader.load([uri(png(picture(1), form), kind)], None)
+    [image] = await loader.load(sent([uri(png(picture(1), form), kind)]), None)
     assert (image.mode, image.size) == ("RGB", (40, 32))
     if form == "PNG":
         assert np.array_equal(np.asarray(image), np.asarray(picture(1)))
@@ -50,9 +58,9 @@ async def test_formats(loader: ImageLoader, form: str, kind: str) -> None:
 async def test_transparency_and_orientation(loader: ImageLoader) -> None:
     turned = picture(1).getexif()
     turned[0x0112] = 6  # the camera was turned
-    [image] = await loader.load([uri(png(picture(1), "JPEG", exif=turned), "jpeg")], None)
+    [image] = await loader.load(sent([uri(png(picture(1), "JPEG", exif=turned), "jpeg")]), None)
     assert image.size == (32, 40)
-    [image] = await loader.load([uri(png(picture(1).convert("RGBA")))], None)
+    [image] = await loader.load(sent([uri(png(picture(1).convert("RGBA")))]), None)
     assert image.mode == "RGB"
 
 
@@ -73,10 +81,10 @@ async def test_transparency_and_orientation(loader: ImageLoader) -> None:
 )
 async def test_files_that_are_refused(loader: ImageLoader, data: bytes, message: str) -> None:
     with pytest.raises(BadRequest) as error:
-        await loader.load([uri(data)], None)
+        await loader.load(sent([uri(data)]), None)
     assert re.search(message, error.value.message), error.value.message
-    assert error.value.param == "messages"
-    [image] = await loader.load([uri(png(picture(1)))], None)
+    assert error.value.param == PLACE.format(0)
+    [image] = await loader.load(sent([uri(png(picture(1)))]), None)
     assert image.size == (40, 32)
 
 
@@ -84,10 +92,10 @@ async def test_a_decoder_that_takes_too_much_memory_dies_alone() -> None:
     limited = ImageLoader(Settings(max_image_pixels=400_000_000, image_memory=2**20, image_timeout=5.0))
     try:
         with pytest.raises(
-            BadRequest, match=r"image_url must be decoded and processed within 1048576 bytes \(--image-memory\)\.$"
+            BadRequest, match=r"image_url[.]url must be decoded and processed within 1048576 bytes \(--image-memory\)\.$"
         ):
-            await limited.load([uri(bomb(16_000, 16_000))], None)
-        [image] = await limited.load([uri(png(picture(1)))], None)
+            await limited.load(sent([uri(bomb(16_000, 16_000))]), None)
+        [image] = await limited.load(sent([uri(png(picture(1)))]), None)
         assert image.size == (40, 32)
     finally:
         limited.close()
@@ -96,7 +104,7 @@ async def test_a_decoder_that_takes_too_much_memory_dies_alone() -> None:
 async def test_too_many_images_cost_nothing() -> None:
     limited = ImageLoader(Settings(max_images=16))
     with pytest.raises(BadRequest, match=r"at most 16 images \(--max-images\), got 1000"):
-        await limited.load(["data:image/png;base64,QUJD"] * 1000, None)
+        await limited.load(sent(["data:image/png;base64,QUJD"] * 1000), None)
     assert "_trials" not in vars(limited)
     limited.close()
 
@@ -111,15 +119,76 @@ async def test_the_event_loop_goes_on_beside_many_images(loader: ImageLoader) ->
             pauses.append(time.perf_counter() - begin - 0.005)
 
     beating = asyncio.create_task(beat())
-    images = await loader.load([uri(png(picture(seed))) for seed in range(40)], None)
+    images = await loader.load(sent([uri(png(picture(seed))) for seed in range(40)]), None)
     beating.cancel()
     assert len(images) == 40
     assert sorted(pauses)[len(pauses) // 2] < 0.05
 
 
+async def test_an_error_says_which_image_it_is_about(loader: ImageLoader) -> None:
+    good = uri(png(picture(1)))
+    for bad, rule in (("ftp://a/b", "be a data URI or an https address"), (uri(b"%PDF"), "be a complete PNG")):
+        with pytest.raises(BadRequest) as error:
+            await loader.load(sent([good, good, bad, bad]), None)
+        assert error.value.param == PLACE.format(2)
+        assert error.value.message.startswith(f"{PLACE.format(2)} must {rule}")
+
+
+async def test_a_slow_host_holds_up_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, one thread fetched the images of all hosts for all clients."""
+    answers = png(picture(1))
+    slow = threading.Semaphore(0)
+    began: list[str] = []
+
+    def fetch(remote: Remote, limits: FetchLimits) -> bytes:
+        began.append(remote.host)
+        if remote.host == "slow.org":
+            slow.acquire(timeout=20)
+        return answers if remote.host in limits.hosts else fetching.fetch(remote, limits)
+
+    monkeypatch.setattr("fa_serve.server.images.loader.fetch", fetch)
+    loader = ImageLoader(Settings(image_hosts=("slow.org", "fast.org"), image_timeout=20.0))
+    try:
+        waiting = [
+            asyncio.create_task(loader.load(sent(["https://slow.org/a"]), f"client {number}"))
+            for number in range(MAX_FETCHES + 4)
+        ]
+        while len(began) < MAX_FETCHES_OF_HOST:
+            await asyncio.sleep(0.01)
+        for client in ("client 0", "other"):
+            [image] = await asyncio.wait_for(loader.load(sent(["https://fast.org/a"]), client), 10)
+            assert image.size == (40, 32)
+        with pytest.raises(BadRequest, match=r"it allows slow[.]org, fast[.]org alone"):
+            await asyncio.wait_for(loader.load(sent(["https://other.org/a"]), "other"), 10)
+        assert began.count("slow.org") == MAX_FETCHES_OF_HOST < MAX_FETCHES
+        assert not any(task.done() for task in waiting)
+        slow.release(len(waiting))
+        assert len(await asyncio.gather(*waiting)) == len(waiting)
+    finally:
+        loader.close()
+
+
+async def test_a_name_that_is_looked_up_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system's resolver cannot be interrupted, so the request does not wait for it."""
+    gate = threading.Event()
+
+    def resolve(*_: Any, **__: Any) -> list[Any]:
+        gate.wait(20)
+        return []
+
+    monkeypatch.setattr(fetching.socket, "getaddrinfo", resolve)
+    loader = ImageLoader(Settings(image_hosts=("images.example.org",), image_timeout=0.3))
+    try:
+        with pytest.raises(BadRequest, match=r"whose image comes within 0[.]3 seconds \(--image-timeout\)"):
+            await asyncio.wait_for(loader.load(sent(["https://images.example.org/a"]), None), 5)
+    finally:
+        gate.set()
+        loader.close()
+
+
 async def test_fetching_is_off_by_default(loader: ImageLoader) -> None:
     with pytest.raises(BadRequest, match="this server fetches no images"):
-        await loader.load(["https://images.example.org/cat.png"], None)
+        await loader.load(sent(["https://images.example.org/cat.png"]), None)
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +226,7 @@ async def test_pictures_come_as_the_models_processor_makes_them(
     monkeypatch.setattr(PixelProcessor, "process", refuse)
     monkeypatch.setattr(CLIPImageProcessorPil, "__call__", refuse)
     monkeypatch.setattr(Image, "frombuffer", refuse)
-    found = await processing.load([uri(png(each)) for each in pictures], None)
+    found = await processing.load(sent([uri(png(each)) for each in pictures]), None)
     for actual, wanted in zip(found, expected, strict=True):
         assert isinstance(actual, ProcessedImage)
         assert actual.text == wanted.text == "<image>" * 4
@@ -179,8 +248,8 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 
 async def test_a_file_that_came_before_is_not_decoded_again(processing: ImageLoader, decoded: list[bytes]) -> None:
     urls = [uri(png(picture(seed))) for seed in (11, 12)]
-    first = await processing.load(urls, "one", "salt")
-    again = await processing.load(urls[::-1], "other", "salt")
+    first = await processing.load(sent(urls), "one", "salt")
+    again = await processing.load(sent(urls[::-1]), "other", "salt")
     assert again == first[::-1]
     assert all(one is other for one, other in zip(again, first[::-1], strict=True))
     assert decoded == [image.key for image in first]
@@ -190,7 +259,7 @@ async def test_requests_of_another_salt_find_nothing(processing: ImageLoader, de
     """Else the time to an answer would tell which pictures others have sent."""
     url = uri(png(picture(13)))
     for salt in ("one", "other", None):
-        await processing.load([url], None, salt)
+        await processing.load(sent([url]), None, salt)
     assert len(set(decoded)) == 3
 
 
@@ -201,7 +270,7 @@ async def test_nothing_is_kept(folder: Path, decoded: list[bytes], given: dict[s
     own = ImageLoader(Settings(image_timeout=60.0, **given), lambda: config)
     try:
         for _ in range(2):
-            await own.load([uri(png(picture(1)))], None, "salt")
+            await own.load(sent([uri(png(picture(1)))]), None, "salt")
     finally:
         own.close()
     assert len(decoded) == 2
@@ -218,7 +287,7 @@ async def test_several_pictures_are_decoded_at_the_same_time(monkeypatch: pytest
 
     monkeypatch.setattr("fa_serve.server.images.loader.decode", meeting)
     try:
-        loading = [several.load([uri(png(picture(seed)))], f"client {seed}") for seed in range(6)]
+        loading = [several.load(sent([uri(png(picture(seed)))]), f"client {seed}") for seed in range(6)]
         images = await asyncio.gather(*loading)
     finally:
         several.close()
@@ -244,8 +313,8 @@ async def test_a_picture_that_the_models_processor_refuses(tmp_path: Path) -> No
     try:
         for _ in range(2):
             with pytest.raises(BadRequest, match="images must hold images that the model's processor takes") as error:
-                await own.load([uri(png(picture(1)))], None)
-            assert (error.value.param, error.value.status) == ("messages", 400)
+                await own.load(sent([uri(png(picture(1)))]), None)
+            assert (error.value.param, error.value.status) == (PLACE.format(0), 400)
     finally:
         own.close()
 
@@ -305,11 +374,11 @@ async def test_who_is_to_blame_when_torch_fails(
     vars(own)["_trials"] = trials.Trials(str(path), given, limits)
     try:
         with pytest.raises(ApiError) as error:
-            await own.load([uri(png(picture(1)))], None)
+            await own.load(sent([uri(png(picture(1)))]), None)
     finally:
         own.close()
     status, text = {
-        "limit": (400, r"image_url must be decoded and processed within 268435456 bytes \(--image-memory\)\.$"),
+        "limit": (400, r"image_url[.]url must be decoded and processed within 268435456 bytes \(--image-memory\)\.$"),
         "system": (503, r"The server is not ready: the process that works with images on trial gets no memory from the system"),
         "shapes": (400, r"images must hold images that the model's processor takes \(RuntimeError: "),
     }[fault]
@@ -324,7 +393,7 @@ async def test_a_processor_that_the_process_cannot_load(tmp_path: Path, caplog: 
     """Pixels come then, and the log says once what that costs."""
     own = loader_of(tmp_path)
     try:
-        images = [image for _ in range(2) for image in await own.load([uri(png(picture(1)))] * 2, None)]
+        images = [image for _ in range(2) for image in await own.load(sent([uri(png(picture(1)))] * 2), None)]
     finally:
         own.close()
     assert all(np.array_equal(np.asarray(image), np.asarray(picture(1))) for image in images)
@@ -338,7 +407,7 @@ async def test_a_large_picture_hardly_takes_the_interpreter(processing: ImageLoa
     """16 million pixels in the server's own thread: not their base64, and no copy but that of Pillow, which lets others run.
     If the process has the model's processor, they do not come here at all."""
     large = processing if processed else ImageLoader(Settings(image_timeout=60.0))
-    await large.load([uri(png(picture(1)))], None)
+    await large.load(sent([uri(png(picture(1)))]), None)
     seconds: list[float] = []
 
     def timed(data: memoryview, *others: Any) -> Any:
@@ -350,7 +419,7 @@ async def test_a_large_picture_hardly_takes_the_interpreter(processing: ImageLoa
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("fa_serve.server.images.loader.decode", timed)
-            [image] = await large.load([uri(bomb(4000, 4000))], None)
+            [image] = await large.load(sent([uri(bomb(4000, 4000))]), None)
     finally:
         if not processed:
             large.close()
@@ -364,13 +433,15 @@ async def test_a_large_picture_hardly_takes_the_interpreter(processing: ImageLoa
 
 @pytest.mark.parametrize("text", ["QUJ", "####", "QU\nJD", "Ä"])
 async def test_base64_that_is_wrong(loader: ImageLoader, text: str) -> None:
-    with pytest.raises(BadRequest, match="image_url must be a data URI whose base64 is complete and without other characters"):
-        await loader.load([f"data:image/png;base64,{text}"], None)
+    with pytest.raises(
+        BadRequest, match=r"image_url[.]url must be a data URI whose base64 is complete and without other characters"
+    ):
+        await loader.load(sent([f"data:image/png;base64,{text}"]), None)
 
 
 async def test_an_address_without_an_image(loader: ImageLoader) -> None:
-    with pytest.raises(BadRequest, match="image_url must hold an image, got no bytes"):
-        await loader.load(["data:image/png;base64,"], None)
+    with pytest.raises(BadRequest, match=r"image_url[.]url must hold an image, got no bytes"):
+        await loader.load(sent(["data:image/png;base64,"]), None)
 
 
 async def test_a_process_that_does_not_start_in_time_is_no_fault_of_the_picture(
@@ -381,18 +452,18 @@ async def test_a_process_that_does_not_start_in_time_is_no_fault_of_the_picture(
         patch.setattr(trials, "START_SECONDS", 1e-3)
         told = "The server is not ready: the process that works with images on trial did not start within 0.001 seconds."
         with pytest.raises(Unavailable, match=re.escape(told)) as error:
-            await loader.load([uri(png(picture(1)))], None)
+            await loader.load(sent([uri(png(picture(1)))]), None)
         assert (error.value.status, error.value.retry_after) == (503, 5)
         loader.start()
         while not caplog.records:
             await asyncio.sleep(0.01)
     assert "requests with images get a 503 until" in caplog.text
-    [image] = await loader.load([uri(png(picture(1)))], None)
+    [image] = await loader.load(sent([uri(png(picture(1)))]), None)
     assert image.size == (40, 32)
 
 
 async def test_closing_cancels_a_picture_that_waits(loader: ImageLoader) -> None:
-    loading = asyncio.create_task(loader.load([uri(png(picture(1)))], None))
+    loading = asyncio.create_task(loader.load(sent([uri(png(picture(1)))]), None))
     while "_trials" not in vars(loader) or loader._trials._process is None:
         await asyncio.sleep(0.001)
     loader.close()

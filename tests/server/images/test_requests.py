@@ -16,7 +16,7 @@ import torch
 from fa_serve.server.app import create_app
 from fa_serve.server.images.loader import decode
 from fa_serve.server.settings import Settings
-from image_models import picture, png, save_llava
+from image_models import TEMPLATE, picture, png, save_llava
 from transformers import AutoProcessor
 
 from fa_serve.engine import AsyncEngine
@@ -206,6 +206,77 @@ async def test_responses_and_messages(serving, expected) -> None:
         assert text.startswith(message["content"][0]["text"])
         del body["max_tokens"], body["temperature"]
         assert (await client.post("/v1/messages/count_tokens", json=body)).json() == {"input_tokens": len(prompt)}
+
+
+CALL = {"id": "call00001", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+TOOL_TURNS: list[dict[str, Any]] = [
+    {"role": "user", "content": "Look."},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "call00001", "content": [image_part(0), {"type": "text", "text": "a photo"}]},
+]
+
+
+@pytest.mark.usefixtures("warm_trials")
+async def test_images_in_results_of_tools(serving, expected, tmp_path) -> None:
+    """Through the three APIs, if the chat template writes them."""
+    path = tmp_path / "template.jinja"
+    path.write_text(TEMPLATE + "{# tool_calls #}")
+    prompt, answer = expected("user: Look.\nassistant: \ntool: <image>a photo\nassistant: ", 0)
+    result = [
+        {
+            "type": "image",
+            "source": {"type": "base64", "media_type": "image/png", "data": base64.b64encode(png(PICTURES[0])).decode()},
+        },
+        {"type": "text", "text": "a photo"},
+    ]
+    turns = [
+        {"role": "user", "content": "Look."},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "call00001", "name": "look", "input": {}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "call00001", "content": result}]},
+    ]
+    output = [{"type": "input_image", "image_url": uri(png(PICTURES[0]))}, {"type": "input_text", "text": "a photo"}]
+    items = [
+        {"role": "user", "content": "Look."},
+        {"type": "function_call", "call_id": "call00001", "name": "look", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "call00001", "output": output},
+    ]
+    async with serving(chat_template=str(path)) as client:
+        body = {"model": "tiny", "messages": TOOL_TURNS, "max_tokens": 6, **FIXED}
+        [choice] = (await client.post("/v1/chat/completions", json=body)).json()["choices"]
+        assert (choice["prompt_token_ids"], choice["token_ids"]) == (prompt, answer)
+        counted = await client.post("/v1/messages/count_tokens", json={"model": "tiny", "messages": turns})
+        assert counted.json() == {"input_tokens": len(prompt)}
+        answered = await client.post("/v1/responses", json={"model": "tiny", "input": items, "max_output_tokens": 16})
+        assert answered.json()["usage"]["input_tokens"] == len(prompt)
+        # an image that is refused is named where the client has written it
+        result[0]["source"]["data"] = "QUJD"
+        output[0]["image_url"] = uri(b"%PDF")
+        for route, body, place in (
+            ("/v1/messages", {"messages": turns, "max_tokens": 1}, "messages[2].content[0].content[0].source.data"),
+            ("/v1/responses", {"input": items}, "input[2].output[0].image_url"),
+        ):
+            reply = await client.post(route, json={"model": "tiny", **body})
+            assert reply.status_code == 400
+            assert reply.json()["error"]["message"].startswith(f"{place} must be a complete PNG, JPEG, WebP or GIF"), reply.text
+
+
+@pytest.mark.usefixtures("warm_trials")
+async def test_a_template_that_leaves_out_images_of_tools_is_named(serving, tmp_path) -> None:
+    path = tmp_path / "template.jinja"
+    path.write_text(
+        TEMPLATE.replace("part['type'] == 'image'", "part['type'] == 'image' and message['role'] != 'tool'")
+        + "{# tool_calls #}"
+    )
+    async with serving(chat_template=str(path)) as client:
+        reply = await client.post("/v1/chat/completions", json={"model": "tiny", "messages": TOOL_TURNS, "max_tokens": 1})
+        assert reply.status_code == 400, reply.text
+        assert reply.json()["error"]["message"] == (
+            "messages must have no images in results of tools, which this model's chat template leaves out: put them into a "
+            "message of the user behind the result."
+        )
+        turns = [*TOOL_TURNS[:2], TOOL_TURNS[2] | {"content": "a photo"}, {"role": "user", "content": [image_part(0)]}]
+        reply = await client.post("/v1/chat/completions", json={"model": "tiny", "messages": turns, "max_tokens": 1})
+        assert reply.status_code == 200, reply.text
 
 
 @pytest.mark.usefixtures("warm_trials")

@@ -126,3 +126,13 @@ async def test_short_inputs_need_no_thread_and_are_billed(encoding, monkeypatch,
         await post(client, "/v1/embeddings", MODEL | {"input": list(TEXTS)})
     assert len(used) == threads
     assert len(billed) == 3 - threads  # the body, the inputs, the sequence
+
+
+async def test_the_limit_of_inputs_is_one_of_documents_and_of_pairs(encoding) -> None:
+    """An embedder encodes the query too, and both texts of a pair."""
+    texts = ["a", "b", "c"]
+    async with encoding("embed", max_inputs=3) as client:
+        await post(client, "/v1/rerank", {"query": "q", "documents": texts}, 200)
+        await post(client, "/score", {"text_1": ["d", "e", "f"], "text_2": texts}, 200)
+        many = await post(client, "/score", {"text_1": "d", "text_2": [*texts, "g"]}, 400)
+    assert "at most 3 inputs (--max-inputs), got 4" in many["error"]["message"]

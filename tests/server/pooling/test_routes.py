@@ -2,11 +2,15 @@
 
 import base64
 
+import httpx
 import numpy as np
 import pytest
-from encoder_folders import LENGTH, TEXTS
+from encoder_folders import LENGTH, TEXTS, save_encoder
+from fa_serve.server.app import create_app
+from fa_serve.server.settings import Settings
 
-from fa_serve.engine import PoolingParams
+from fa_serve.engine import AsyncEngine, Encoder, EngineConfig, PoolingParams
+from fa_serve.info_tables import ENCODER_ROUTES
 
 pytestmark = pytest.mark.anyio
 MODEL = {"model": "tiny"}
@@ -24,6 +28,7 @@ async def test_embeddings_are_those_of_the_encoder_in_each_format(encoding, enco
     async with encoding("embed") as client:
         reply = await post(client, "/v1/embeddings", MODEL | {"input": list(TEXTS)})
         packed = await post(client, "/v1/embeddings", MODEL | {"input": list(TEXTS), "encoding_format": "base64"})
+        half = await post(client, "/v1/embeddings", MODEL | {"input": TEXTS[1], "encoding_format": "float16"})
         signs = await post(client, "/v1/embeddings", MODEL | {"input": TEXTS[1], "encoding_format": "ubinary"})
         one = await post(client, "/v1/embeddings", MODEL | {"input": TEXTS[2], "dimensions": 5})
         ids = [each.ids.tolist() for each in encoder_of("embed").reader.read(TEXTS)]
@@ -34,6 +39,8 @@ async def test_embeddings_are_those_of_the_encoder_in_each_format(encoding, enco
     np.testing.assert_allclose(found, wanted, atol=1e-6)
     numbers = [np.frombuffer(base64.b64decode(each["embedding"]), dtype="<f4") for each in packed["data"]]
     np.testing.assert_allclose(np.stack(numbers), wanted, atol=1e-6)
+    short = np.frombuffer(base64.b64decode(half["data"][0]["embedding"]), dtype="<f2")
+    np.testing.assert_allclose(short, wanted[1], rtol=1e-3)
     assert signs["data"][0]["embedding"] == np.packbits(wanted[1] > 0).tolist()
     shorter = np.array(one["data"][0]["embedding"])
     np.testing.assert_allclose(shorter, wanted[2, :5] / np.linalg.norm(wanted[2, :5]), atol=1e-6)
@@ -77,13 +84,17 @@ async def test_reranking_sorts_documents_by_the_scores_of_pairs(encoding, encode
             body = MODEL | {"query": QUERY, "documents": list(TEXTS)}
             reply = await post(client, path, body)
             assert [each["index"] for each in reply["results"]] == order
+            # Jina's default is to add the texts, Cohere's is not to
+            assert {"document" in each for each in reply["results"]} == {path == "/v1/rerank"}
+            without = await post(client, path, body | {"return_documents": False})
+            assert not any("document" in each for each in without["results"])
             found = [each["relevance_score"] for each in reply["results"]]
             np.testing.assert_allclose(found, scores[order], atol=1e-6)
             best = await post(client, path, body | {"top_n": 2, "return_documents": True})
             assert [each["document"]["text"] for each in best["results"]] == [TEXTS[index] for index in order[:2]]
         documents = [{"text": text} for text in TEXTS]
         same = await post(client, "/v1/rerank", MODEL | {"query": QUERY, "documents": documents})
-        assert same["results"] == reply["results"]
+        assert [each["document"]["text"] for each in same["results"]] == [TEXTS[index] for index in order]
         tei = await post(client, "/rerank", {"query": QUERY, "texts": list(TEXTS), "return_text": True})
         assert [(each["index"], each["text"]) for each in tei] == [(index, TEXTS[index]) for index in order]
         raw = await post(client, "/rerank", {"query": QUERY, "texts": list(TEXTS), "raw_scores": True})
@@ -108,6 +119,63 @@ async def test_an_embedder_scores_by_the_cosine_of_vectors(encoding, encoder_of)
     async with encoding("embed") as client:
         reply = await post(client, "/score", {"text_1": QUERY, "text_2": list(TEXTS)})
     np.testing.assert_allclose([each["score"] for each in reply["data"]], vectors @ query, atol=1e-5)
+
+
+async def test_an_embedder_ranks_with_its_prompts(encoding, encoder_of) -> None:
+    """As `encode_query` and `encode_document` of sentence-transformers do. Scores of two texts have no prompts."""
+    encoder = encoder_of("embed")
+    query = encoder.encode(QUERY, prompt_name="query")
+    vectors = encoder.encode(TEXTS, prompt_name="document")
+    scores = vectors @ query
+    assert np.abs(scores - vectors @ encoder.encode(QUERY)).max() > 1e-3, "the prompt does not matter"
+    async with encoding("embed") as client:
+        reply = await post(client, "/v1/rerank", MODEL | {"query": QUERY, "documents": [*TEXTS, TEXTS[0]]})
+        tei = await post(client, "/rerank", {"query": QUERY, "texts": [*TEXTS, QUERY]})
+    found = {each["index"]: each["relevance_score"] for each in reply["results"]}
+    np.testing.assert_allclose([found[index] for index in range(len(TEXTS))], scores, atol=1e-5)
+    assert found[len(TEXTS)] == pytest.approx(found[0], abs=1e-6)
+    inputs = [encoder.reader.read([QUERY], prompt=encoder.reader.prompt("query")), encoder.reader.read(TEXTS)]
+    assert reply["usage"]["prompt_tokens"] == sum(len(each.ids) for each in inputs)
+    found = {each["index"]: each["score"] for each in tei}
+    np.testing.assert_allclose([found[index] for index in range(len(TEXTS))], scores, atol=1e-5)
+    assert found[len(TEXTS)] == pytest.approx(encoder.encode(QUERY, prompt_name="document") @ query, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        {"query": "find this: ", "document": "read this: "},
+        {"query": "find this: ", "passage": "here is: ", "corpus": "read this: "},
+        {"search": "find this: "},
+        {"passage": "here is: "},
+    ],
+    ids=lambda prompts: "-".join(prompts),
+)
+async def test_the_prompts_of_a_folder_are_found_as_sentence_transformers_does(tmp_path, prompts) -> None:
+    package = pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
+    general = {"prompts": prompts, "default_prompt_name": next(iter(prompts))}
+    path = save_encoder(tmp_path, "bert", general=general)
+    model = package.SentenceTransformer(str(path), device="cpu")
+    wanted = model.encode_document(list(TEXTS)) @ model.encode_query(QUERY)
+    encoder = Encoder(EngineConfig(model=path, device="cpu", dtype="float32", task="embed"))
+    app = create_app(AsyncEngine(encoder), Settings(served_model_name="tiny"))
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    opened = httpx.AsyncClient(transport=transport, base_url="http://localhost")
+    async with app.router.lifespan_context(app), opened as client:
+        await app.state.service.loaded()
+        reply = await post(client, "/v2/rerank", MODEL | {"query": QUERY, "documents": list(TEXTS)})
+    found = {each["index"]: each["relevance_score"] for each in reply["results"]}
+    np.testing.assert_allclose([found[index] for index in range(len(TEXTS))], wanted, atol=1e-5)
+
+
+async def test_a_bad_token_id_says_which_input_has_it(encoding) -> None:
+    for field, path in (("input", "/v1/embeddings"), ("inputs", "/embed")):
+        for bad in (100_000, 1 << 40):
+            async with encoding("embed") as client:
+                error = await post(client, path, MODEL | {field: [[5, 6], [7], [5, bad, 8]]}, 400)
+            text = error["error"]["message"]
+            assert error["error"]["param"] == field
+            assert "item 2" in text, text
 
 
 async def test_classes_have_labels_and_probabilities(encoding, encoder_of) -> None:
@@ -190,3 +258,24 @@ async def test_tokenize_counts_the_tokens_of_an_encoder(encoding, encoder_of) ->
         reply = await post(client, "/tokenize", {"prompt": TEXTS[0]})
     assert reply["tokens"] == encoder_of("embed").reader.read([TEXTS[0]])[0].ids.tolist()
     assert reply["max_model_len"] == LENGTH
+
+
+@pytest.mark.parametrize("task", ["embed", "score", "classify", "sparse"])
+async def test_fa_serve_info_names_the_routes_of_a_task(encoding, task: str) -> None:
+    texts = {"input": "a", "inputs": "a", "query": "a", "documents": ["a"], "texts": ["a"], "text_1": "a", "text_2": "a"}
+    fields = {
+        "/v1/embeddings": "input",
+        **dict.fromkeys(["/embed", "/embed_all", "/embed_sparse", "/predict"], "inputs"),
+        **dict.fromkeys(["/v1/rerank", "/v2/rerank"], "query documents"),
+        "/rerank": "query texts",
+        "/score": "text_1 text_2",
+        "/classify": "input",
+    }
+    named = {word.strip(",") for word in ENCODER_ROUTES[task].replace(";", "").split() if word.startswith("/")}
+    async with encoding(task) as client:
+        replies = {
+            path: await client.post(path, json=MODEL | {name: texts[name] for name in names.split()})
+            for path, names in fields.items()
+        }
+    assert {path for path, reply in replies.items() if reply.status_code == 200} == named
+    assert {reply.json()["error"]["code"] for reply in replies.values() if reply.status_code != 200} == {"unsupported_task"}

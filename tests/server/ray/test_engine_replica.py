@@ -4,6 +4,7 @@ import asyncio
 import time
 from contextlib import aclosing
 
+import numpy as np
 import pytest
 
 pytest.importorskip("ray", reason="the ray extra is not installed")
@@ -11,8 +12,10 @@ from fa_serve.server.ray import engine_replica
 from fa_serve.server.ray.engine_replica import FRONT_SECONDS, EngineReplica, Front, Listen
 from fa_serve.server.ray.output_channel import Gains
 
-from fa_serve.engine import EngineConfig, EngineDeadError, RequestError, RequestOutput, SamplingParams
-from fa_serve.engine.process.engine_loop import Add
+from fa_serve.engine import EngineConfig, EngineDeadError, QueueFullError, RequestError, RequestOutput, SamplingParams
+from fa_serve.engine.pooling.inputs import EncoderInput, EncoderInputs
+from fa_serve.engine.pooling.params import PooledRows
+from fa_serve.engine.process.engine_loop import Add, Encode
 from fa_serve.engine.process.parent import Pulse
 from fa_serve.spec import ParameterError
 
@@ -49,6 +52,22 @@ class Words:
         finally:
             if said < 2:
                 self.left.append(request_id)
+
+    async def encode(self, inputs, params, request_id, **_):
+        error = None
+        if inputs[0].ids[0] == DIES:
+            error = RequestError("engine_dead", "the engine has ended: rank 1")
+        elif len(inputs) == 1:
+            raise QueueFullError("the queue is full")
+        try:
+            await self.gate.wait()
+        except asyncio.CancelledError:
+            self.left.append(request_id)
+            raise
+        rows = PooledRows(np.zeros((len(inputs) - 1, 2), dtype=np.float32))
+        found = [RequestOutput(f"{request_id}-0", [], finished=True, pooled=rows)] if len(inputs) > 1 else []
+        last = PooledRows(np.ones((1, 2), dtype=np.float32)) if error is None else None
+        return [*found, RequestOutput(f"{request_id}-0", [], finished=True, index=len(inputs) - 1, pooled=last, error=error)]
 
     def pulse(self):
         return self.beats
@@ -180,3 +199,34 @@ async def _dying() -> None:
 
 def test_a_request_without_a_word_is_left_to_another_replica_when_the_engine_dies():
     asyncio.run(_dying())
+
+
+def _inputs(*firsts: int) -> EncoderInputs:
+    return EncoderInputs.of([EncoderInput(np.array([first, 1], dtype=np.int32)) for first in firsts])
+
+
+async def _encoding() -> None:
+    engine = Words()
+    ours = replica(engine)
+    left = asyncio.create_task(ours.add(Front("front"), Encode("left", _inputs(1, 1), None)))
+    task = asyncio.create_task(ours.add(Front("front"), Encode("texts", _inputs(1, 2, 3), None)))
+    async with aclosing(ours.listen(Listen("front", "r1"))) as gains:
+        assert (await anext(gains)).accepted == ["left", "texts"]
+        left.cancel()
+        await asyncio.wait([left])
+        assert (left.cancelled(), engine.left) == (True, ["left"])
+        engine.gate.set()
+        assert await task is None
+        said = (await anext(gains)).outputs
+        assert [(output.request_id, list(output.answers)) for output in said] == [("texts", [0, 1]), ("texts", [2])]
+        refusal = await ours.add(Front("front"), Encode("full", _inputs(1), None))
+        assert isinstance(refusal, QueueFullError)
+        refusal = await ours.add(Front("front"), Encode("early", _inputs(DIES), None))
+        assert isinstance(refusal, EngineDeadError), "another replica may compute it"
+        assert await ours.add(Front("front"), Encode("late", _inputs(DIES, 1), None)) is None
+        [first, last] = (await anext(gains)).outputs
+    assert (list(first.answers), last.error.code) == ([0], "engine_dead"), "some of it has been computed"
+
+
+def test_inputs_of_an_encoder_come_back_together():
+    asyncio.run(_encoding())

@@ -4,6 +4,7 @@ import asyncio
 import pickle
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 pytest.importorskip("ray", reason="the ray extra is not installed")
@@ -11,7 +12,8 @@ from fa_serve.server.ray.engine_replica import Front, Listen
 from fa_serve.server.ray.prefix_router import PrefixRouter, in_order
 
 from fa_serve.engine import SamplingParams
-from fa_serve.engine.process.engine_loop import Add
+from fa_serve.engine.pooling.inputs import EncoderInput, EncoderInputs
+from fa_serve.engine.process.engine_loop import Add, Encode
 
 
 def test_holders_come_first_unless_they_are_busier_than_the_others():
@@ -67,3 +69,27 @@ def test_what_is_in_flight_is_counted_and_prompts_are_remembered():
     FRONT.heard.remove("b")
     assert order(_request("again", [*said, 1, 2])) == "a", "b is silent"
     assert pickle.loads(pickle.dumps(FRONT)) == Front("front"), "what a front hears stays in its process"
+
+
+def test_inputs_of_encoders_go_where_the_fewest_tokens_are_in_flight() -> None:
+    router = _router()
+    replicas = [SimpleNamespace(replica_id=SimpleNamespace(unique_id=name)) for name in "ab"]
+    front = Front("front", {"a", "b"})
+    sent = []
+
+    def send(name: str, *lengths: int) -> str:
+        inputs = EncoderInputs.of([EncoderInput(np.ones(length, dtype=np.int32)) for length in lengths])
+        request = _request(name, [])
+        request.args = [front, Encode(name, inputs, None)]
+        first = asyncio.run(router.choose_replicas(replicas, request))[0][0].replica_id
+        router.on_request_routed(request, first, None)
+        sent.append((first, name))
+        return first.unique_id
+
+    assert send("long", 500) == "a"
+    assert [send(f"short {number}", 40, 40) for number in range(4)] == ["b"] * 4, "320 tokens of eight texts"
+    assert send("longer", 600) == "b"
+    assert send("same beginning", 500) == "a", "the same beginning has been at b"
+    for replica, name in sent:
+        router.on_request_completed(replica, name)
+    assert set(router._in_flight.values()) == {0}

@@ -17,6 +17,8 @@ def test_load_is_the_fuller_of_slots_and_pages_and_counts_what_waits():
     assert load_of(replace(IDLE, num_running=2, num_pages_used=50), 8) == 0.5
     assert load_of(replace(IDLE, num_running=4, num_waiting=6), 8) == 2.5, "long contexts fill the pages with 4 of 8 slots"
     assert load_of(replace(IDLE, num_waiting=3), 8) == 4
+    assert load_of(replace(IDLE, num_pages=0, num_running=2), 8) == 0.25, "an encoder"
+    assert load_of(replace(IDLE, num_pages=0, num_running=2, num_waiting=4), 8) == 3
 
 
 @pytest.mark.parametrize(("loads", "wanted"), [([], 1), ([0.0, 0.0], 1), ([0.7], 1), ([0.7, 0.7, 0.1], 3), ([2.5], 4)])

@@ -2,6 +2,7 @@
 
 import asyncio
 
+import numpy as np
 import pytest
 
 pytest.importorskip("ray", reason="the ray extra is not installed")
@@ -12,7 +13,9 @@ from fa_serve.server.ray.output_channel import Gains
 from fa_serve.server.ray.replicated_engine import SILENT_LOOKS, ReplicaWorker
 
 from fa_serve.engine import EngineConfig, EngineDeadError, RequestError, RequestOutput, SamplingParams
-from fa_serve.engine.process.engine_loop import Abort, Add
+from fa_serve.engine.pooling.inputs import EncoderInput, EncoderInputs
+from fa_serve.engine.pooling.params import PooledRows
+from fa_serve.engine.process.engine_loop import Abort, Add, Encode
 
 
 async def _aborted(iterations: int) -> None:
@@ -131,3 +134,34 @@ async def _dying(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_request_that_a_dying_replica_has_not_begun_is_sent_again(monkeypatch):
     asyncio.run(_dying(monkeypatch))
+
+
+async def _encoding() -> None:
+    steps = []
+    answers = [asyncio.Future(), asyncio.Future()]
+    worker = _worker(steps, list(answers))
+    inputs = EncoderInputs.of([EncoderInput(np.ones(2, dtype=np.int32)) for _ in range(3)])
+    worker.send(Encode("texts", inputs, None))
+    worker.send(Encode("lost", inputs, None))
+    worker.gains.put_nowait(Gains(["texts", "lost"], []))
+    await _turn(worker)
+
+    def output(index: int, count: int) -> RequestOutput:
+        rows = PooledRows(np.zeros((count, 2), dtype=np.float32))
+        return RequestOutput("texts", [], finished=True, index=index, pooled=rows)
+
+    worker.gains.put_nowait(Gains([], [output(0, 2)]))
+    await _turn(worker)
+    assert worker._requests["texts"].unfinished == {2}
+    worker.gains.put_nowait(Gains([], [output(2, 1)]))
+    await _turn(worker)
+    assert worker._requests["texts"].ended.is_set()
+    answers[0].set_result(None)
+    await asyncio.sleep(0)
+    worker._lose("r1")
+    assert _ends(steps) == [("lost", "replica_lost")] * 3, "for each of its inputs, and none of the request that has ended"
+    await worker._stop_listening()
+
+
+def test_an_answer_of_an_encoder_ends_all_of_its_inputs():
+    asyncio.run(_encoding())

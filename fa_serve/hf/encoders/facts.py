@@ -1,0 +1,110 @@
+"""What an encoder computes, from its small files alone: for `fa-serve info`.
+
+    facts = encoder_facts("BAAI/bge-small-en-v1.5", "embed")
+    facts.size, facts.pooling, facts.packs             # 384, ("cls",), True
+
+Whether sequences are packed depends on the model's code, and on none of its weights. So one layer of it, with random weights
+and few words, is tried in the same way as the whole model is when it is loaded. Left out: the weights, and the tokenizer.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModel, PreTrainedConfig
+
+from fa_serve.hf.encoders.folder import EncoderFolder, EncoderTask, read_folder
+from fa_serve.hf.encoders.load import labels_of, with_its_attention
+from fa_serve.hf.encoders.modules import pooling_modes
+from fa_serve.hf.encoders.packed import PackedModel
+
+_WORDS = 1024
+"""Of the vocabulary of the layer that is tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderFacts:
+    """What an encoder computes.
+
+    size:       the numbers of a vector, of the weights of words, or of the labels
+    pooling:    how a vector is made of tokens; () where none is made
+    normalises: whether vectors have length 1
+    labels:     names of the classes, by index
+    activation: the name of the class that the folder has for logits; None for the usual one
+    prompts:    names of the texts that come before an input
+    max_tokens: of an input, as the folder says
+    packs:      whether sequences are packed end to end, or padded; None if the layer that is tried cannot be made
+    """
+
+    task: EncoderTask
+    size: int
+    pooling: tuple[str, ...] = ()
+    normalises: bool = False
+    labels: tuple[str, ...] = ()
+    activation: str | None = None
+    prompts: tuple[str, ...] = ()
+    max_tokens: int | None = None
+    packs: bool | None = None
+
+
+def encoder_facts(path: str, task: EncoderTask) -> EncoderFacts:
+    """Raises ParameterError for a folder that fa_serve does not compute, and what transformers raises."""
+    folder = read_folder(path, task)
+    config = AutoConfig.from_pretrained(path, **({"subfolder": folder.subfolder} if folder.subfolder else {}))
+    return EncoderFacts(
+        task,
+        _size(folder, config),
+        tuple(mode for module in folder.modules if module.kind == "Pooling" for mode in pooling_modes(module)),
+        bool(folder.modules) and folder.modules[-1].kind == "Normalize",
+        labels_of(config) if task in ("score", "classify") else (),
+        folder.activation,
+        tuple(folder.prompts),
+        folder.max_tokens,
+        _packs(config),
+    )
+
+
+def _size(folder: EncoderFolder, config: PreTrainedConfig) -> int:
+    if folder.task in ("score", "classify"):
+        return len(labels_of(config))
+    text = config.get_text_config()
+    if folder.task == "sparse":
+        return int(text.vocab_size)
+    size = int(text.hidden_size)
+    for module in folder.modules:
+        if module.kind == "Pooling":
+            size *= len(pooling_modes(module))
+        elif module.kind == "Dense":
+            size = int(module.config["out_features"])
+    return size
+
+
+def _packs(config: PreTrainedConfig) -> bool | None:
+    small: Any = copy.deepcopy(config)
+    small.num_hidden_layers = 1
+    if getattr(small, "layer_types", None):
+        small.layer_types = small.layer_types[:1]
+    small.vocab_size = min(small.vocab_size, _WORDS)
+    if (small.pad_token_id or 0) >= small.vocab_size:
+        small.pad_token_id = 0
+
+    def make(attention: str | None) -> nn.Module:
+        own = {} if attention is None else {"attn_implementation": attention}
+        auto: Any = AutoModel
+        model: nn.Module = auto.from_config(copy.deepcopy(small), dtype=torch.float32, **own)
+        return model
+
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(0)
+            model: Any = with_its_attention(make)[0].eval()
+            for parameter in model.parameters():
+                if parameter.dim() > 1:  # so large that a token of another sequence would be seen
+                    parameter.normal_(std=parameter.shape[-1] ** -0.5)
+            return PackedModel(model).packs
+    except Exception:  # the code of a model may raise anything for sizes that it does not expect
+        return None
