@@ -35,6 +35,8 @@ unexport PYTHONDONTWRITEBYTECODE
 # Wheels for the images: Python 3.11 on x86-64 with glibc 2.36 (Debian 12) or later
 LOCK   := $(VENV)/tools/bin/uv pip compile --generate-hashes --only-binary :all: --python-version 3.11 \
   --python-platform x86_64-manylinux_2_36 --no-annotate --quiet --custom-compile-command 'make requirements'
+# the CUDA build of torch that pins the Triton version of constraints.txt, and its torchvision
+OF_CUDA := 's/^torch==.*/torch==2.11.0/; s/^torchvision==.*/torchvision==0.26.0/'
 PYTEST := FA_SERVE_CASES=$(CASES) $(BIN)/pytest -n $(JOBS) --dist worksteal --timeout 300 -q
 
 help: ## list the targets
@@ -46,7 +48,7 @@ serve: $(VENV)/.server ## install and serve the embedded model (or MODEL) on HOS
 
 install: $(VENV)/.server ## install the package with its server into .venv, with the versions that are tested
 
-test: $(VENV)/.test ## install and run the tests that need no GPU, but those of `make test-compiled`
+test: $(VENV)/.test $(VENV)/images/.installed ## install and run the tests that need no GPU, but those of `make test-compiled`
 ifeq ($(shell uname -s),Linux)
 	TRITON_INTERPRET=1 $(PYTEST) tests --ignore tests/gpu
 endif
@@ -135,8 +137,8 @@ requirements: $(VENV)/tools/.installed ## write requirements/*.txt again, with a
 	$(LOCK) requirements/ray.in -c constraints.txt -o requirements/ray.txt
 	$(LOCK) pyproject.toml --extra server --extra otel -c constraints.txt -o requirements/cpu.txt \
 	  $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX) --index-strategy unsafe-best-match)
-	sed 's/^torch==.*/torch==2.11.0/' constraints.txt > $(VENV)/constraints-cuda.txt
-	$(LOCK) pyproject.toml --extra server --extra otel -c $(VENV)/constraints-cuda.txt -o requirements/cuda.txt
+	sed $(OF_CUDA) constraints.txt > $(VENV)/constraints-cuda.txt
+	$(LOCK) pyproject.toml --extra server --extra otel --extra images -c $(VENV)/constraints-cuda.txt -o requirements/cuda.txt
 
 sbom: $(VENV)/tools/.installed ## list what the images install, as CycloneDX documents in sbom/
 	mkdir -p sbom
@@ -156,7 +158,7 @@ $(BIN)/python:
 # the versions of constraints.txt, or those with a CUDA build of torch (see there), whichever pip can resolve on this machine
 $(VENV)/constraints.txt: constraints.txt | $(BIN)/python
 	@if $(PIP) install --dry-run -c $< torch 'triton; sys_platform == "linux"' > $(VENV)/resolve.log 2>&1; then cp $< $@; \
-	elif grep -q "depends on triton" $(VENV)/resolve.log; then sed 's/^torch==.*/torch==2.11.0/' $< > $@; \
+	elif grep -q "depends on triton" $(VENV)/resolve.log; then sed $(OF_CUDA) $< > $@; \
 	else cat $(VENV)/resolve.log; exit 1; fi
 
 $(VENV)/.server $(VENV)/.docs $(VENV)/.test $(VENV)/.release: $(VENV)/.%: pyproject.toml $(VENV)/constraints.txt
@@ -168,6 +170,12 @@ $(VENV)/.server $(VENV)/.docs $(VENV)/.test $(VENV)/.release: $(VENV)/.%: pyproj
 $(VENV)/.newest: requirements-newest.txt $(VENV)/.test
 	@rm -rf $(VENV)/newest
 	@$(PIP_INSTALL) --no-deps --target $(VENV)/newest -r $<
+	@touch $@
+
+# apart from the environment, because its compiled operators cannot be loaded beside a CPU build of torch (torchvision_beside.py)
+$(VENV)/images/.installed: $(VENV)/.test
+	@rm -rf $(@D)
+	@$(PIP_INSTALL) --no-deps --target $(@D) -c $(VENV)/constraints.txt torchvision num2words docopt
 	@touch $@
 
 $(VENV)/triton-%/.installed: $(VENV)/.test

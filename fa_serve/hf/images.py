@@ -18,7 +18,7 @@ is tried with the first two, which must come to the same together as alone.
 An encoding can be cut into parts by the layers of the towers (`pausing`). It may run in another thread than forwards of the
 model, as long as one of the two stands still while the other one runs.
 
-Left out: how a text and images become inputs, and when an image is encoded (fa_serve.engine.images).
+Left out: how a text and images become inputs (processors.py, fa_serve.engine.images), and when an image is encoded.
 """
 
 from __future__ import annotations
@@ -29,19 +29,16 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import Any, Literal, cast
 
 import torch
-import transformers
 from torch import Tensor, nn
-from transformers import AutoProcessor
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import output_capturing
 
-from fa_serve.hf.adapter.composites import IMAGE_TOKEN_NAMES
 from fa_serve.hf.adapter.masks import leaving_out_blocks
 from fa_serve.hf.adapter.releases import CACHE_NAMES
+from fa_serve.hf.processors import find_image_token
 from fa_serve.hf.surgery.towers import quicken_tower
 from fa_serve.spec import ParameterError, UnsupportedModelError
 
@@ -87,7 +84,6 @@ PROVEN = frozenset(
         "ovis2",
         "paddleocr_vl",
         "paligemma",
-        "pp_chart2table",
         "qianfan_ocr",
         "qwen2_5_omni_thinker",
         "qwen2_5_vl",
@@ -97,7 +93,6 @@ PROVEN = frozenset(
         "qwen3_omni_moe_thinker",
         "qwen3_vl",
         "qwen3_vl_moe",
-        "shieldgemma2",
         "smolvlm",
         "step3p7",
         "video_llama_3",
@@ -105,7 +100,13 @@ PROVEN = frozenset(
         "vipllava",
     }
 )
-"""Types whose images tests have compared with `generate` of transformers. Images of other types are refused."""
+"""Types whose images tests have compared with `generate` of transformers: from inputs of towers, and from prompts that their
+processors write. Images of other types are refused."""
+WITHOUT_PROMPTS = {
+    "pp_chart2table": "its processor replaces no text by the tokens of an image",
+    "shieldgemma2": "its processor writes other prompts than it is given, by which it classifies images",
+}
+"""Types whose processors write no prompt for a request, which is the reason."""
 TwoWay = Literal["none", "images", "prompt"]
 
 
@@ -157,11 +158,12 @@ class ImageReader:
     def __init__(self, model: PreTrainedModel, *, quickens: bool = True) -> None:
         name = type(model).__name__
         kind = model.config.model_type
+        if kind in WITHOUT_PROMPTS:
+            raise UnsupportedModelError(f"images of {name} ({kind}) are refused, because {WITHOUT_PROMPTS[kind]}")
         if kind not in PROVEN:
             raise UnsupportedModelError(f"images of {name} ({kind}) have not been compared with generate of transformers yet")
         self._model = model
-        tokens = [getattr(model.config, each, None) for each in IMAGE_TOKEN_NAMES]
-        token = next((each for each in tokens if isinstance(each, int)), None)
+        token = find_image_token(model.config)
         if token is None:
             raise UnsupportedModelError(f"{name} takes no images: its config names no token that stands for them")
         self.image_token = token
@@ -415,25 +417,3 @@ def num_recorded_outputs() -> int:
     """How many outputs of modules a forward has recorded that is asked for them, such as the hidden states of all layers."""
     collected = cast(Any, output_capturing)._active_collector.get() or {}
     return sum(len(each) for each in collected.values())
-
-
-def load_processor(path: str, *, trust_remote_code: bool) -> Any:
-    """The processor of a model. Raises ParameterError, with the reason, for a model without one that takes images."""
-    try:
-        processor = cast(Any, AutoProcessor).from_pretrained(path, trust_remote_code=trust_remote_code)
-    except Exception as error:  # whatever the code of a processor can raise, such as for a package that is missing
-        told = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-        raise ParameterError("images", f"be empty, because the model's processor cannot be loaded ({told})", path) from error
-    if getattr(processor, "image_processor", None) is None:
-        raise ParameterError("images", "be empty, because the model has no processor for images", path)
-    if not isinstance(getattr(processor, "image_token", None), str):
-        name = type(processor).__name__
-        raise ParameterError("images", f"be empty, because {name} names no text that stands for an image", path)
-    return processor
-
-
-def processor_identity(processor: Any) -> bytes:
-    """A hash of what a processor does to pixels: its type, its options, and the version of the code that reads them."""
-    images = processor.image_processor
-    told = f"{type(images).__module__} {type(images).__qualname__} {transformers.__version__} {images.to_json_string()}"
-    return blake2b(told.encode(), digest_size=16).digest()

@@ -6,12 +6,11 @@ import pytest
 import torch
 from every_type import tiny_model
 from image_inputs import CHANGES, IMAGE, one_image
-from image_models import save_llava
 
 from fa_serve import patch
 from fa_serve.hf import images
-from fa_serve.hf.images import ImageReader, load_processor
-from fa_serve.spec import ParameterError, UnsupportedModelError
+from fa_serve.hf.images import ImageReader
+from fa_serve.spec import UnsupportedModelError
 
 
 @pytest.mark.parametrize(
@@ -91,16 +90,15 @@ def test_types_that_are_not_proven_are_refused(monkeypatch: pytest.MonkeyPatch) 
         reader.encode(inputs)
 
 
+def test_types_without_prompts_are_refused_with_the_reason() -> None:
+    assert images.PROVEN.isdisjoint(images.WITHOUT_PROMPTS)
+    with pytest.raises(UnsupportedModelError, match=r"images of .* \(shieldgemma2\) are refused, because its processor writes"):
+        ImageReader(tiny_model("shieldgemma2", CHANGES["shieldgemma2"]))
+
+
 def test_a_model_without_images_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     from tiny_models import make_model
 
     monkeypatch.setattr(images, "PROVEN", {"llama"})
     with pytest.raises(UnsupportedModelError, match="its config names no token that stands for them"):
         ImageReader(make_model("llama"))
-
-
-def test_a_processor_that_is_missing_is_named(tmp_path) -> None:
-    with pytest.raises(ParameterError, match="images must be empty, because the model's processor cannot be loaded"):
-        load_processor(str(tmp_path), trust_remote_code=False)
-    save_llava(tmp_path)
-    assert load_processor(str(tmp_path), trust_remote_code=False).image_token == "<image>"

@@ -78,7 +78,7 @@ def test_the_images_have_the_versions_that_are_tested(name):
     """`make requirements` makes the files from constraints.txt; this fails when that was forgotten."""
     packages = {package: version.removesuffix("+cpu") for package, (version, _) in requirements(name).items()}
     of_cuda = re.compile(r"nvidia-.*|cuda-(bindings|pathfinder|toolkit)")
-    tested = constraints() | ({"torch": "2.11.0"} if name == "cuda" else {})
+    tested = constraints() | ({"torch": "2.11.0", "torchvision": "0.26.0"} if name == "cuda" else {})
     assert {
         package: version for package, version in packages.items() if not of_cuda.fullmatch(package)
     }.items() <= tested.items()

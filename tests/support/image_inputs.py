@@ -18,6 +18,8 @@ IMAGE = 150
 """The image token of the tiny models."""
 MOST = 64
 FEWEST = {"idefics2": 4}
+ONE_IMAGE = {"llava_onevision"}
+"""Types of which a prompt has one image at most, because their processors make other tokens of an image beside others."""
 Inputs = dict[str, Tensor]
 
 

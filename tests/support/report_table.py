@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import report_newer
+from image_inputs import ONE_IMAGE
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 YES = "yes"
@@ -30,6 +31,11 @@ class Reason(NamedTuple):
 
 
 REASONS = (
+    Reason(
+        "processor",
+        ("its processor",),
+        "Its images are refused, because its processor does not write the prompt that it is given; its text is served.",
+    ),
     Reason(
         "own",
         ("computes its attention itself", "layers use the attention interface", "no layer", "refused"),
@@ -135,6 +141,8 @@ def _row(name: str, results: dict[str, Any]) -> tuple[str, ...]:
     elif vectors:
         engine = "yes, vectors"
     images = cell(known["engine image"]) if known else NOTHING
+    if images == YES and name in ONE_IMAGE:
+        images = "one"
     support = results["support"].get(name, {})
     more = [cell(support[column]) if support else NOTHING for column in ("fused", "parallel", "quantised", "lora")]
     tested = []
@@ -223,7 +231,7 @@ def page(results: dict[str, Any]) -> list[str]:
         '| plugin | `attn_implementation="fa_serve"` takes every part of the model | refused when it is loaded |',
         "| engine | it generates text, with or without a server; `vectors`: an encoder serves embeddings or scores | "
         "refused when it is loaded; `-`: it writes no text |",
-        "| images | requests may have images | refused in the request |",
+        "| images | requests may have images; `one`: one each, as its processor wants | refused in the request |",
         "| fused | all layers are computed by [few kernels](engine/layers.md#fused-layers); `some`: a part of them | "
         "the model's own code around fa_serve's attention: right, and slower |",
         "| tensor parallel | there is a plan for [several GPUs](scale.md#tensor-parallelism), proven when it is loaded | "

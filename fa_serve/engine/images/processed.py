@@ -76,7 +76,9 @@ class PixelProcessor:
     @classmethod
     def of_model(cls, path: str, *, trust_remote_code: bool) -> PixelProcessor:
         """Raises ParameterError, with the reason, for a model without a processor that takes images."""
-        from fa_serve.hf.images import load_processor  # with transformers, which a server has not imported before its engine
+        from fa_serve.hf.processors import (
+            load_processor,
+        )  # with transformers, which a server has not imported before its engine
 
         return cls(load_processor(path, trust_remote_code=trust_remote_code))
 
@@ -87,20 +89,16 @@ class PixelProcessor:
 
         Raises ParameterError for an image that is refused, and MemoryError.
         """
-        processor = self._processor
-        merged = processor._merge_kwargs(
-            processor.valid_processor_kwargs, tokenizer_init_kwargs=processor.tokenizer.init_kwargs, return_tensors="pt"
-        )
+        from fa_serve.hf.processors import process_image
+
         try:
-            [images, *_] = processor.prepare_inputs_layout(images=[image], text=[processor.image_token])
-            inputs, [text] = processor._process_images(images, **merged["images_kwargs"])
-            tensors = {name: torch.as_tensor(x) for name, x in inputs.items() if name not in processor.unused_input_names}
+            inputs, text = process_image(self._processor, image)
         except (MemoryError, torch.OutOfMemoryError) as error:
             raise MemoryError from error
         except Exception as error:  # whatever the code of a processor can raise for the shape of an image
             told = f"{type(error).__name__}: {str(error)[:200]}"
             raise ParameterError("images", f"hold images that the model's processor takes ({told})", "another one") from error
-        return ProcessedImage(tensors, text)
+        return ProcessedImage(inputs, text)
 
 
 def _write_all(file: int, data: bytes | memoryview) -> None:

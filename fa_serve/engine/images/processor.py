@@ -3,8 +3,10 @@
     maker = PromptMaker.of_model(config, reader)
     prompt = maker.prompt("<image>What is this?", [image])       # -> ImagePrompt
 
-The processor says what stands in the text in the place of an image, and by which text it is replaced: image tokens, and what
-the model wants around them. An image is processed alone, so that its inputs and its key do not depend on the prompt.
+The processor says what stands in the text in the place of an image, and writes the prompt: image tokens, what the model wants
+around them, and around the question. An image is processed alone, so that its inputs and its key do not depend on the prompt.
+Whether that comes to the same as processing all of them at once is found out when a processor is loaded: its own tokens for one
+image and for two are compared with these.
 
 Left out: where pictures come from, and whether they can be trusted: they are decoded images here, or have been processed where
 they were decoded (processed.py).
@@ -12,48 +14,60 @@ they were decoded (processed.py).
 
 from __future__ import annotations
 
+import re
 from collections import ChainMap
 from collections.abc import Sequence
+from functools import cached_property
 from hashlib import blake2b
 from typing import Any, cast
 
+import numpy as np
 import torch
 
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.images.processed import PixelProcessor, ProcessedImage
 from fa_serve.engine.images.prompt import ImageInput, ImagePrompt
-from fa_serve.engine.request.prompts import PromptReader
+from fa_serve.engine.request.prompts import PromptReader, find_mark
 from fa_serve.kept_values import KeptValues
 from fa_serve.spec import ParameterError
 
 MAX_KEPT = 1024
 """Processed images whose inputs are kept for as long as they are."""
+PROBES = ((64, 64), (96, 160))
+"""Height and width of the pictures with which a processor is tried."""
 
 
 class PromptMaker:
     """Makes prompts of one model. Safe to use from any thread.
 
-    reader: turns texts into token ids
+    reader:      turns texts into token ids
+    image_token: whose places in a prompt the model gives embeddings of images
+
+    Raises ParameterError, with the reason, for a processor whose own tokens for an image are others.
     """
 
-    def __init__(self, processor: Any, reader: PromptReader) -> None:
-        from fa_serve.hf.images import processor_identity  # with transformers, as in `of_model`
+    def __init__(self, processor: Any, reader: PromptReader, image_token: int) -> None:
+        from fa_serve.hf.processors import find_image_text, processor_identity  # with transformers, as in `load_processor_of`
 
-        self.image_text: str = processor.image_token
+        self.image_text = find_image_text(processor)
+        self._processor = processor
         self._pixels = PixelProcessor(processor)
-        self._image_tokens = {token for token in processor.image_token_ids if token is not None}
+        self._image_token = image_token
         self._reader = reader
-        defaults = type(processor).valid_processor_kwargs._defaults.get("text_kwargs", {})
+        defaults = getattr(type(processor).valid_processor_kwargs, "_defaults", {}).get("text_kwargs", {})
         self._marks_images = bool(defaults.get("return_mm_token_type_ids"))
         self._identity = processor_identity(processor)
         self._inputs: KeptValues[ImageInput] = KeptValues(MAX_KEPT)
+        reason = self._difference(1)
+        if reason:
+            name = type(processor).__name__
+            raise ParameterError("images", f"be empty, because {name} cannot be used for one image at a time ({reason})", name)
 
     @classmethod
     def of_model(cls, config: EngineConfig, reader: PromptReader) -> PromptMaker:
         """With the processor of the model. Raises ParameterError, with the reason, for a model without one."""
-        from fa_serve.hf.images import load_processor  # with transformers, which a server has not imported before its engine
-
-        return cls(load_processor(config.model_path(), trust_remote_code=config.trust_remote_code), reader)
+        processor, image_token = load_processor_of(config)
+        return cls(processor, reader, image_token)
 
     def prompt(
         self, text: str, images: Sequence[Any], *, special_tokens: bool = True, plain: Sequence[tuple[int, int]] = ()
@@ -63,56 +77,104 @@ class PromptMaker:
 
         Raises ParameterError if the text has not as many places as there are images, and for an image that is refused.
         """
-        places = self._places(text, plain)
-        if len(places) != len(images):
+        places = self._count_places(text, plain)
+        if places != len(images):
             rule = f"have {self.image_text} in the place of each of its {len(images)} images"
-            raise ParameterError("prompt", rule, f"{len(places)} of them")
+            raise ParameterError("prompt", rule, f"{places} of them")
+        if len(images) > 1 and self._reason_against_two:
+            name = type(self._processor).__name__
+            rule = f"be one at most, because {name} makes other tokens of an image beside others ({self._reason_against_two})"
+            raise ParameterError("images", rule, len(images))
         made = [image if isinstance(image, ProcessedImage) else self._pixels.process(image) for image in images]
-        pieces = []
-        moved = []
-        position = length = 0
-        marks = sorted([*((begin, None) for begin in places), *((begin, end) for begin, end in plain)])
-        number = 0
-        for begin, end in marks:
-            pieces.append(text[position:begin])
-            length += begin - position
-            if end is None:
-                piece = made[number].text
-                position = begin + len(self.image_text)
-                number += 1
-            else:
-                piece = text[begin:end]
-                moved.append((length, length + len(piece)))
-                position = end
-            pieces.append(piece)
-            length += len(piece)
-        whole = "".join([*pieces, text[position:]])
-        tokens = self._reader.encode(whole, special_tokens, moved)
+        tokens = self._write(text, made, special_tokens, plain)
         return ImagePrompt(tokens, tuple(self._input(each) for each in made))
 
-    def _places(self, text: str, plain: Sequence[tuple[int, int]]) -> list[int]:
-        """Where images stand. What a client has written is no place."""
-        found = []
-        begin = text.find(self.image_text)
-        while begin >= 0:
-            if not any(first <= begin < last for first, last in plain):
-                found.append(begin)
-            begin = text.find(self.image_text, begin + len(self.image_text))
-        return found
+    def input_of(self, image: Any) -> ImageInput:
+        """What the towers get of an image, of PIL or (height, width, 3) uint8. Raises ParameterError if it is refused."""
+        return self._input(self._pixels.process(image))
+
+    def _count_places(self, text: str, plain: Sequence[tuple[int, int]]) -> int:
+        """In how many places an image stands. What a client has written is no place."""
+        begins = (found.start() for found in re.finditer(re.escape(self.image_text), text))
+        return sum(not any(first <= begin < last for first, last in plain) for begin in begins)
+
+    def _write(
+        self, text: str, images: Sequence[ProcessedImage], special_tokens: bool, plain: Sequence[tuple[int, int]]
+    ) -> list[int]:
+        """The tokens of a text as the processor writes it. Its names are hidden where they are plain text."""
+        from fa_serve.hf.processors import write_prompt
+
+        if not images:
+            return self._reader.encode(text, special_tokens, plain)
+        mark = find_mark(text) if plain else ""
+        pieces = []
+        position = 0
+        for begin, end in plain:
+            pieces += [text[position:begin], mark.join(text[begin:end])]
+            position = end
+        try:
+            written = write_prompt(self._processor, "".join([*pieces, text[position:]]), [each.text for each in images])
+        except Exception as error:  # whatever the code of a processor can raise for the order of tokens
+            told = f"{type(error).__name__}: {str(error)[:200]}"
+            raise ParameterError("prompt", f"be a text that the model's processor takes ({told})", text) from error
+        parts = [written.text]
+        moved = []
+        if plain:
+            parts = re.split(f"((?s:.)(?:{mark}(?s:.))+)", written.text)
+            parts[1::2] = [part.replace(mark, "") for part in parts[1::2]]
+            ends = np.cumsum([len(part) for part in parts]).tolist()
+            moved = list(zip(ends[0::2], ends[1::2], strict=False))
+        return self._reader.encode("".join(parts), special_tokens and written.special_tokens, moved)
 
     def _input(self, image: ProcessedImage) -> ImageInput:
         """One image for the towers. The pixels of a picture that came as a file are not hashed: its key tells what they are."""
         found = self._inputs.find(image, None)
         if found is not None:
             return found
-        count = sum(token in self._image_tokens for token in self._reader.encode(image.text, False))
-        ids = torch.full((1, count), next(iter(self._image_tokens)))
+        # some of what stands for an image in a prompt is text around it
+        count = self._reader.encode(image.text, False).count(self._image_token)
+        ids = torch.full((1, count), self._image_token)
         marks = torch.full_like(ids, int(self._marks_images), dtype=torch.int32)
         tokens = {"input_ids": ids, "mm_token_type_ids": marks, "token_type_ids": marks}
         if not image.key:
             return ImageInput.of({**image.inputs, **tokens})
         key = blake2b(image.key, digest_size=16, key=self._identity).digest()
         return self._inputs.keep(image, None, ImageInput(key, ChainMap(tokens, cast(Any, image.inputs))))
+
+    @cached_property
+    def _reason_against_two(self) -> str:
+        """Why a prompt has one image at most; empty if it may have more."""
+        return self._difference(2)
+
+    def _difference(self, count: int) -> str:
+        """In what the processor's own prompt for so many images differs from one that is made here; empty if in nothing."""
+        from fa_serve.hf.processors import own_tokens, write_prompt
+
+        pictures = [np.zeros((*size, 3), dtype=np.uint8) for size in PROBES[:count]]
+        text = f"a{self.image_text} b" * count
+        try:
+            expected = own_tokens(self._processor, text, pictures)
+        except Exception as error:  # whatever the code of a processor can raise
+            return f"it raises {type(error).__name__}: {str(error)[:200]}"
+        texts = [self._pixels.process(picture).text for picture in pictures]
+        written = write_prompt(self._processor, text, texts, checked=False)
+        made = self._reader.encode(written.text, written.special_tokens)
+        return "" if made == expected else f"{len(expected)} tokens for {count} of them, and {len(made)} if each is alone"
+
+
+def load_processor_of(config: EngineConfig) -> tuple[Any, int]:
+    """The processor of a model, and the token in whose places its embeddings of images stand.
+
+    Raises ParameterError, with the reason, for a model without them.
+    """
+    from fa_serve.hf.processors import (
+        load_image_token,
+        load_processor,
+    )  # with transformers, which a server has not imported yet
+
+    path = config.model_path()
+    processor = load_processor(path, trust_remote_code=config.trust_remote_code)
+    return processor, load_image_token(path, trust_remote_code=config.trust_remote_code)
 
 
 def prepare_prompts(

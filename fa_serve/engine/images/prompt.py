@@ -38,8 +38,10 @@ class ImageInput:
         """inputs: on the CPU"""
         content = blake2b(digest_size=16)
         for name in sorted(inputs):
-            values = np.ascontiguousarray(inputs[name].numpy())
-            content.update(f"{name} {values.dtype} {values.shape}\0".encode())
+            x = inputs[name]
+            # numpy has no bfloat16 (Llama 4)
+            values = np.ascontiguousarray((x.float() if x.is_floating_point() and x.dtype.itemsize < 4 else x).numpy())
+            content.update(f"{name} {x.dtype} {values.shape}\0".encode())
             content.update(values.data if values.size else b"")
         return cls(content.digest(), dict(inputs))
 

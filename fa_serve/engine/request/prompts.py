@@ -86,10 +86,7 @@ class PromptReader:
 
     def _encode_with_plain(self, text: str, special_tokens: bool, plain: Sequence[tuple[int, int]]) -> list[int]:
         """A mark between the characters of a name keeps the tokenizer from finding it. The tokens of the marks are left out."""
-        mark = next((mark for mark in MARKS if mark not in text), None)
-        if mark is None:
-            rule = "not hold both names of special tokens and all of Unicode's noncharacters from U+FDD0 to U+FDEF"
-            raise ParameterError("prompt", rule, text)
+        mark = find_mark(text)
         pieces = []
         position = 0
         for begin, end in plain:
@@ -154,6 +151,15 @@ class PromptReader:
             raise ParameterError("prompt", rule, wrong)
         tokens: list[int] = numbers.tolist()
         return tokens
+
+
+def find_mark(text: str) -> str:
+    """A character that is not in the text. Raises ParameterError if all that mean nothing are."""
+    mark = next((mark for mark in MARKS if mark not in text), None)
+    if mark is None:
+        rule = "not hold both names of special tokens and all of Unicode's noncharacters from U+FDD0 to U+FDEF"
+        raise ParameterError("prompt", rule, text)
+    return mark
 
 
 def _most_characters(tokenizer: Tokenizer) -> int:

@@ -23,10 +23,10 @@ import numpy as np
 from torch import Tensor
 
 from fa_serve.engine.config import EngineConfig
-from fa_serve.engine.images.processor import PromptMaker
+from fa_serve.engine.images.processor import PromptMaker, load_processor_of
 from fa_serve.engine.request.prompts import PromptReader
 from fa_serve.engine.scheduler.prompt_share import MAX_IMAGE_TOKENS
-from fa_serve.hf.images import ImageReader, load_processor
+from fa_serve.hf.images import ImageReader
 from fa_serve.spec import ParameterError
 
 log = logging.getLogger("fa_serve.engine")
@@ -47,12 +47,12 @@ def find_process(config: EngineConfig, vocab_size: int, max_model_len: int) -> P
     try:
         if config.model is None:
             raise ParameterError("model", "be given, so that its processor can be loaded", None)
-        processor = load_processor(config.model_path(), trust_remote_code=config.trust_remote_code)
-        maker = PromptMaker(processor, PromptReader(processor.tokenizer, vocab_size, max_model_len))
+        processor, token = load_processor_of(config)
+        maker = PromptMaker(processor, PromptReader(processor.tokenizer, vocab_size, max_model_len), token)
     except (ParameterError, AttributeError) as error:
         log.info("the first images may wait for compilations, because no picture can be made for the towers: %s", error)
         return None
-    return lambda image: maker.prompt(maker.image_text, [image]).images[0].inputs
+    return lambda image: maker.input_of(image).inputs
 
 
 def tower_calls(reader: ImageReader, process: Process, max_tokens: int) -> Iterator[list[Inputs]]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from image_models import picture, save_llava
+from image_processors import ProcessorCase
 from transformers import AutoProcessor
 
 from fa_serve.engine import Engine, EngineConfig, SamplingParams
@@ -15,7 +17,8 @@ from fa_serve.engine.images.processed import PixelProcessor, ProcessedImage
 from fa_serve.engine.images.processor import PromptMaker
 from fa_serve.engine.images.prompt import ImageInput
 from fa_serve.engine.request.prompts import PromptReader
-from fa_serve.hf.images import load_processor
+from fa_serve.hf import processors
+from fa_serve.hf.processors import load_processor
 from fa_serve.spec import ParameterError
 
 IMAGE = 296
@@ -32,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def maker(folder: Path) -> PromptMaker:
     processor = load_processor(str(folder), trust_remote_code=False)
-    return PromptMaker(processor, PromptReader(processor.tokenizer, 352, 256))
+    return PromptMaker(processor, PromptReader(processor.tokenizer, 352, 256), IMAGE)
 
 
 @pytest.mark.parametrize("text", ["<image>What?", "one <image> two <image>\n", "<image><image>", "no picture"])
@@ -67,7 +70,7 @@ def test_pixels_of_a_file_are_not_hashed(maker: PromptMaker, folder: Path, monke
     for name, x in hashed.inputs.items():
         torch.testing.assert_close(first.inputs[name], x, rtol=0, atol=0)
     processor.image_processor.image_mean = [0.1, 0.2, 0.3]
-    [other] = PromptMaker(processor, PromptReader(processor.tokenizer, 352, 256)).prompt("<image>", files[:1]).images
+    [other] = PromptMaker(processor, PromptReader(processor.tokenizer, 352, 256), IMAGE).prompt("<image>", files[:1]).images
     assert other.key != first.key
 
 
@@ -90,6 +93,89 @@ def test_as_many_places_as_pictures(maker: PromptMaker) -> None:
 def test_a_picture_that_the_processor_refuses(maker: PromptMaker) -> None:
     with pytest.raises(ParameterError, match="images must hold images that the model's processor takes"):
         maker.prompt("<image>", ["no picture"])
+
+
+def make_llava(folder: Path) -> Any:
+    return load_processor(str(folder), trust_remote_code=False)
+
+
+def test_only_the_token_of_the_model_is_counted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor counts as its own what begins, ends and divides an image (InternVL, Mistral 3, Cohere 2 Vision)."""
+    processor = make_llava(folder)
+    kind = type(processor)
+    around = processor.tokenizer("<>")["input_ids"]
+    monkeypatch.setattr(kind, "image_token_ids", property(lambda self: [*around, IMAGE]))
+    own = kind.replace_image_token
+    monkeypatch.setattr(kind, "replace_image_token", lambda self, *args, **kwargs: f"<{own(self, *args, **kwargs)}>")
+    made = PromptMaker(processor, PromptReader(processor.tokenizer, 352, 256), IMAGE).prompt("a<image>", [picture(1)])
+    assert made.images[0].inputs["input_ids"].tolist() == [[IMAGE] * 4]
+    assert processor.tokenizer.decode(made.tokens) == "a<" + "<image>" * 4 + ">"
+
+
+def test_a_processor_with_other_tokens_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    processor = make_llava(folder)
+    reader = PromptReader(processor.tokenizer, 352, 256)
+    monkeypatch.setattr(processors, "own_tokens", lambda *_: [1, 2, 3])
+    rule = r"LlavaProcessor cannot be used for one image at a time \(3 tokens for 1 of them, and 7 if each is alone\)"
+    with pytest.raises(ParameterError, match=rule):
+        PromptMaker(processor, reader, IMAGE)
+
+    def fail(*_: Any) -> None:
+        raise ValueError("no chat template")
+
+    monkeypatch.setattr(processors, "own_tokens", fail)
+    with pytest.raises(ParameterError, match=r"LlavaProcessor .* \(it raises ValueError: no chat template\)"):
+        PromptMaker(processor, reader, IMAGE)
+
+
+def test_a_processor_that_makes_others_of_two_images_takes_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As LLaVA-OneVision, which cuts tiles of an image that is alone."""
+    processor = make_llava(folder)
+    kind = type(processor)
+    own = kind._process_images
+
+    def process(self: Any, images: Any, **kwargs: Any) -> Any:
+        inputs, texts = own(self, images, **kwargs)
+        return inputs, texts if len(texts) == 1 else ["<image>" for _ in texts]
+
+    monkeypatch.setattr(kind, "_process_images", process)
+    maker = PromptMaker(processor, PromptReader(processor.tokenizer, 352, 256), IMAGE)
+    assert len(maker.prompt("<image>", [picture(1)]).tokens) == 4
+    rule = "images must be one at most, because LlavaProcessor makes other tokens of an image beside others"
+    with pytest.raises(ParameterError, match=rule):
+        maker.prompt("<image><image>", [picture(1)] * 2)
+
+
+def test_an_order_of_tokens_that_the_processor_refuses(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    processor = make_llava(folder)
+    maker = PromptMaker(processor, PromptReader(processor.tokenizer, 352, 256), IMAGE)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ValueError("an image stands in brackets")
+
+    monkeypatch.setattr(type(processor), "validate_inputs", refuse)
+    rule = r"prompt must be a text that the model's processor takes \(ValueError: an image stands in brackets\)"
+    with pytest.raises(ParameterError, match=rule):
+        maker.prompt("<image>", [picture(1)])
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # in the processor
+def test_plain_text_in_a_prompt_that_the_processor_rewrites() -> None:
+    """Its place is found again behind what was written before it, and it keeps its characters."""
+    case = ProcessorCase("paligemma")
+    text = "<image>see <image> and <image>\u2603"
+    names = [(11, 18), (23, 30)]
+    assert [text[begin:end] for begin, end in names] == ["<image>"] * 2
+    tokens = case.maker.prompt(text, [picture(1)], plain=names).tokens
+    assert list(tokens).count(case.image_token) == 4
+    assert case.tokenizer.decode(tokens) == "<image>" * 4 + "<image_start>see <image> and <image>\u2603\n"
+    with pytest.raises(ParameterError, match="in the place of each of its 1 images, got '3 of them'"):
+        case.maker.prompt(text, [picture(1)])
+
+
+def test_an_input_without_a_prompt(maker: PromptMaker) -> None:
+    [expected] = maker.prompt("<image>", [picture(1)]).images
+    assert maker.input_of(np.array(picture(1))).key == expected.key
 
 
 def test_offline(folder: Path) -> None:

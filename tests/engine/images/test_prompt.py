@@ -30,6 +30,15 @@ def test_the_key_follows_from_the_content() -> None:
     assert image(1).key != image(2).key
     assert image(1).key != image(1, count=3).key
     assert ImageInput.of({"a": torch.zeros(2, 3)}).key != ImageInput.of({"a": torch.zeros(3, 2)}).key
+    assert ImageInput.of({"a": torch.zeros(2)}).key != ImageInput.of({"a": torch.zeros(2, dtype=torch.int32)}).key
+
+
+@pytest.mark.parametrize("x", [torch.ones(3, dtype=torch.bfloat16), torch.tensor(True), torch.ones(2, 3).T, torch.empty(0, 4)])
+def test_the_key_of_tensors_of_every_kind(x: torch.Tensor) -> None:
+    """Llama 4's processor returns bfloat16, which numpy has not."""
+    assert ImageInput.of({"a": x}).key == ImageInput.of({"a": x.clone()}).key
+    if x.numel():
+        assert ImageInput.of({"a": x}).key != ImageInput.of({"a": torch.zeros_like(x)}).key
 
 
 def test_places_in_the_order_of_the_images() -> None:
