@@ -58,7 +58,10 @@ ITERATION_SECONDS = 0.002
 MAX_WAITING = 256
 """Requests of one client that may wait because of its debt. The prompts of a request that has had its turn do not count."""
 REFUSALS_A_SECOND = SHARE / REQUEST_SECONDS
-"""Of requests that are refused because so many wait. They make no debts, which would keep those that wait from their turns."""
+"""Of requests of one client that are refused because so many wait. They make no debts, which would keep those that wait from
+their turns, unless the client hangs up before: else it could ask without an end."""
+MAX_REFUSAL_SECONDS = 2.0
+"""How long a request waits at most until it is refused."""
 MAX_ACCOUNTS = 4096
 """Clients that wait for nothing and whose costs are remembered."""
 
@@ -186,7 +189,7 @@ class Costs:
         self._clock = clock
         self._queue: CostQueue[_Turn] = CostQueue()
         self._waiting: Counter[str] = Counter()  # requests that wait because of a debt, by their clients
-        self._refused_until = 0.0  # when the newest refusal is answered
+        self._refused_until: dict[str, float] = {}  # when the newest refusal is answered, of clients of which requests wait
         self._debts: dict[str, _Debt] = {}
         self._used = 0.0  # seconds of work in this iteration of the event loop
         self._timer: asyncio.Handle | None = None
@@ -213,7 +216,8 @@ class Costs:
                     "for no tokens. Try again later, with fewer requests at once."
                 )
                 bill.refused = True
-                if await _has_left(receive, [], self._time_to_refuse()):
+                if await _has_left(receive, [], self._time_to_refuse(bill.client)):
+                    bill.refused = False
                     return False
                 raise TooManyRequests(message, retry_after=1)
         turn = self._ask_for_turn(bill)
@@ -230,12 +234,14 @@ class Costs:
             self._waiting[bill.client] -= 1
             if not self._waiting[bill.client]:
                 del self._waiting[bill.client]
+                self._refused_until.pop(bill.client, None)
 
-    def _time_to_refuse(self) -> float:
-        """Seconds until the next request may be refused."""
+    def _time_to_refuse(self, client: str) -> float:
+        """Seconds until the next request of a client may be refused."""
         now = self._clock()
-        self._refused_until = max(self._refused_until, now) + 1 / REFUSALS_A_SECOND
-        return self._refused_until - now
+        until = max(self._refused_until.get(client, now), now) + 1 / REFUSALS_A_SECOND
+        self._refused_until[client] = min(until, now + MAX_REFUSAL_SECONDS)
+        return self._refused_until[client] - now
 
     def _ask_for_turn(self, bill: Bill, *, is_prompt: bool = False) -> asyncio.Future[None] | None:
         """What becomes done when the work may go on. None: it may go on at once."""

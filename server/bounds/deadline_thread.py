@@ -8,7 +8,8 @@ waiting, the next client waits for one of these at most. Several threads take th
 to the bill of the request. A function may let a process work for it (fa_serve/sandbox), whose time counts as its own.
 
 Functions that wait for somebody else, such as another host, have a *lane* each of these: a lane has a part of the threads only,
-and lanes take turns, so that what waits for one slow host does not hold up what waits for another.
+and lanes take turns, so that what waits for one slow host does not hold up what waits for another. There, clients take turns by
+the time for which their functions have held a thread, because waiting takes no time of the processor.
 
 Python raises an exception in another thread between two of its bytecodes, so a loop of a chat template ends in time. A single
 call into C does not end sooner. A function that nobody waits for any more is interrupted as well. The threads are daemons: they
@@ -97,7 +98,8 @@ class _Turns:
         with self._condition:
             lane = self._lanes[job.lane]
             lane.running -= 1
-            lane.waiting.charge(job.client, job.seconds)
+            held = job.seconds if job.lane is None or job.began is None else time.monotonic() - job.began
+            lane.waiting.charge(job.client, held)
             if job.lane is not None and not lane.running and not lane.waiting:
                 del self._lanes[job.lane]
             self._condition.notify()

@@ -46,7 +46,7 @@ FIELD = "messages"
 PIXEL = 4  # bytes
 MAX_PROCESSES = 8  # by default: the process that they are forked from makes some tens a second
 MAX_FETCHES = 16  # images of other hosts that are fetched at the same time
-MAX_FETCHES_OF_HOST = 4  # of these, from one host: four hosts that do not answer hold up no fifth one
+MAX_FETCHES_OF_HOST = 3  # of these, from one host: five hosts that do not answer leave a thread to others
 PIECE = 3 << 18  # bytes that are written in base64 at once: the interpreter is held for a millisecond
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -27,6 +28,8 @@ from typing import Any, NamedTuple
 
 from fa_serve.engine.process.host_memory import importing
 
+_STARTS = threading.Lock()
+"""One process starts at a time, because they share the environment."""
 WAITS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 """Environment variables that say how threads of OpenMP wait. Where the operator has set one, it stays as it is."""
 
@@ -71,7 +74,7 @@ def _start(*, ahead: bool) -> EngineProcess:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_main, args=(theirs, ahead), name="fa_serve-engine", daemon=True)
-    with _sleeping_threads():
+    with _STARTS, _sleeping_threads():
         process.start()
     theirs.close()
     return EngineProcess(process, ours)

@@ -211,6 +211,33 @@ async def test_refusals_are_slow_and_do_not_keep_those_that_wait_from_their_turn
         task.cancel()
 
 
+async def test_clients_that_hang_up_pay_and_delay_nobody_else() -> None:
+    """Before: each refusal pushed the next one away by 8 ms, of any client and without a bound, and who hung up paid nothing."""
+    now = [0.0]
+    costs = Costs(nothing, clock=lambda: now[0])
+    tasks = []
+    for client in ("attacker", "other"):
+        spend_all(costs, client, 1.0)
+        tasks += [asyncio.create_task(costs.take_turn(costs.open(client), stays)) for _ in range(MAX_WAITING)]
+    await asyncio.sleep(0)
+    owed = costs._debts["attacker"].seconds = 2 * module.FREE_SECONDS  # below MAX_DEBT
+
+    async def leaves() -> dict:
+        return {"type": "http.disconnect"}
+
+    for _ in range(1000):
+        bill = costs.open("attacker")
+        assert not await costs.take_turn(bill, leaves)
+        costs.settle(bill, unpaid=True)
+    assert costs._debts["attacker"].seconds > owed
+    assert costs._time_to_refuse("attacker") == module.MAX_REFUSAL_SECONDS
+    assert costs._time_to_refuse("other") == pytest.approx(1 / module.REFUSALS_A_SECOND)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert not costs._refused_until
+
+
 async def test_work_of_many_milliseconds_is_done_in_several_iterations_and_the_cheapest_client_first():
     costs = Costs(nothing)
     order = []

@@ -188,6 +188,27 @@ async def test_what_waits_for_one_lane_leaves_threads_to_others() -> None:
     assert thread._jobs._lanes[None].running == 0
 
 
+async def test_clients_of_a_lane_take_turns_by_the_time_that_they_hold_a_thread() -> None:
+    """Waiting takes no time of the processor: else the client that computes would wait for all of the other one."""
+    thread = DeadlineThread("test", 1)
+    order: list[str] = []
+
+    def hold(name: str, seconds: float) -> None:
+        time.sleep(seconds)
+        end = time.thread_time() + (0.01 if name == "computes" else 0.0)
+        while time.thread_time() < end:
+            pass
+        order.append(name)
+
+    waits = [asyncio.create_task(thread.run(lambda: hold("waits", 0.1), "A", lane="host")) for _ in range(6)]
+    await asyncio.sleep(0.05)
+    for _ in range(3):
+        await thread.run(lambda: hold("computes", 0.0), "B", lane="host")
+    assert order.count("waits") <= 4
+    await asyncio.gather(*waits)
+    assert len(order) == 9
+
+
 async def test_an_interrupted_function_gives_its_place_in_the_lane_back() -> None:
     thread = DeadlineThread("test", 2, per_lane=1)
     for _ in range(3):
