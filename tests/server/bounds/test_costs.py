@@ -212,7 +212,7 @@ async def test_refusals_are_slow_and_do_not_keep_those_that_wait_from_their_turn
 
 
 async def test_clients_that_hang_up_pay_and_delay_nobody_else() -> None:
-    """Before: each refusal pushed the next one away by 8 ms, of any client and without a bound, and who hung up paid nothing."""
+    """Before: each refusal pushed the next one of any client away by 8 ms, without a bound, and who hung up paid nothing."""
     now = [0.0]
     costs = Costs(nothing, clock=lambda: now[0])
     tasks = []
