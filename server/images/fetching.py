@@ -130,7 +130,7 @@ def fetch(remote: Remote, limits: FetchLimits, resolve: Resolve = resolve_host) 
             raise ImageAddressError(f"be an address that answers, got {type(error).__name__}") from None
         if isinstance(answer, bytes):
             return answer
-        remote = read_remote(urljoin(f"https://{remote.host}{remote.target}", answer.location))
+        remote = read_remote(urljoin(f"https://{remote.host}{remote.target}", answer.location), is_redirect=True)
     raise ImageAddressError(f"lead to an image within {MAX_REDIRECTS} redirects")
 
 
