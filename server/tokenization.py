@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from pydantic_core import to_jsonable_python
 
@@ -35,11 +35,12 @@ from .answers.logprobs import TokenTexts
 from .bounds.costs import BILL, Costs
 from .bounds.deadline_thread import DeadlineThread
 from .chat import template_process
-from .chat.content_forms import PROBE, ContentForms, Conversation, shows_probe
+from .chat.content_forms import PROBE, Conversation, shows_probe
 from .chat.conversation import ChatRequest, TokenizeRequest, Tool
 from .chat.special_tokens import Prompt, SpecialTokens
 from .chat.templates import Template
 from .errors import RETRY_SECONDS, ApiError, BadRequest, Unavailable, parameter_refused, trials_failed
+from .images.addresses import RequestImage
 from .images.loader import ImageLoader
 from .settings import Settings, read_file
 
@@ -52,8 +53,9 @@ SAMPLES: tuple[Conversation, ...] = (
     [{"role": "system", "content": "Be brief."}, {"role": "user", "content": PROBE}],
     [{"role": "user", "content": [{"type": "text", "text": PROBE}]}],
 )
+T = TypeVar("T")
 log = logging.getLogger("fa_serve.server")
-MAX_TEMPLATES = 16  # parsed chat templates to keep: the model's own, and those of requests
+MAX_TEMPLATES = 16  # parsed chat templates of requests to keep
 LONG_TEXT = 1 << 16  # characters, which take the tokenizer some tens of milliseconds
 SHORT_INPUTS = 1 << 12  # characters, which take the tokenizer less than half a millisecond
 MAX_TEMPLATE_LENGTH = 1 << 16  # characters of a request's chat template; the longest of known models has about 20,000
@@ -89,6 +91,7 @@ class Tokenization:
         self._allow_request_template = settings.allow_request_chat_template
         self._faults: dict[str, str] = {}  # of the model's own templates, by their texts
         self._special_tokens_in_content = settings.special_tokens_in_content
+        self._own: dict[str, Template] = {}  # the operator's and the model's, which requests do not push out
         self._parsed = lru_cache(MAX_TEMPLATES)(self._parse)
         self.chat_end: int | None = None
 
@@ -100,13 +103,13 @@ class Tokenization:
         """
         if self._operators_template is not None:
             text = self._engine.tokenizer.get_chat_template(self._operators_template, None)
-            fault = await self._fault(self._parsed(text))
+            fault = await self._fault(self._own_template(text))
             if fault is not None:
                 raise ValueError(f"chat_template {fault}, got {self._template_file}")
             return
         own = self._engine.tokenizer.chat_template
         for text in own.values() if isinstance(own, dict) else filter(None, [own]):
-            template = self._parsed(text)
+            template = self._own_template(text)
             template.fault = await self._fault(template)
             if (fault := template.fault) is not None:
                 self._faults[text] = fault
@@ -151,7 +154,7 @@ class Tokenization:
         if tokenizer is None or reader is None:
             return
         try:
-            template = self._parsed(tokenizer.get_chat_template(self._operators_template, None))
+            template = self._own_template(tokenizer.get_chat_template(self._operators_template, None))
             closing = await self._short.run(template.closing, timeout=self._template_timeout)
         except (ValueError, asyncio.TimeoutError):  # there is no template, or it does not end
             return
@@ -180,15 +183,10 @@ class Tokenization:
 
     @cached_property
     def prompt_maker(self) -> PromptMaker:
-        """What turns images into inputs of the model. Loaded when the first image comes. Raises BadRequest without one."""
+        """What turns images into inputs of the model. Loaded when the first image comes. Raises ParameterError without one."""
         reader = self._engine.reader
         assert reader is not None
-        try:
-            return PromptMaker.of_model(self._engine.config, reader)
-        except ParameterError as error:
-            raise BadRequest(
-                f"This model takes no images: they must {error.rule}.", param="messages", code="invalid_value"
-            ) from None
+        return PromptMaker.of_model(self._engine.config, reader)
 
     def expect_images(self) -> None:
         """The model takes images: start what decodes them in the background. The first image would wait for seconds."""
@@ -275,7 +273,12 @@ class Tokenization:
             text = self._engine.tokenizer.get_chat_template(given, [{}] if tools else None)
         except ValueError:
             raise BadRequest("This model has no chat template. Use /v1/completions instead.", param="messages") from None
-        return self._parsed(text)
+        return self._own_template(text) if body.chat_template is None else self._parsed(text)
+
+    def _own_template(self, text: str) -> Template:
+        if text not in self._own:
+            self._own[text] = self._parse(text)
+        return self._own[text]
 
     def _parse(self, text: str) -> Template:
         assert self._engine.reader is not None
@@ -298,13 +301,16 @@ class Tokenization:
         """The prompt that the chat template makes of a conversation. salt: of the images, as `Isolation.cache_salt` gives it"""
         given_messages = body.messages or ()
         found = body.request_images(given_messages)
-        maker = await self._processing.run(lambda: self.prompt_maker, client) if found else None
-        images = await self._loader.load(found, client, salt) if found else []
+        trial = self._trials.trial() if body.chat_template is not None else None
+        maker = None
+        images: Sequence[Any] = ()
+        if found:
+            maker = await self._find_maker(found[0], client)
+            await self._require_tool_images(template, maker, found, client, trial)
+            images = await self._loader.load(found, client, salt)
 
-        def render(trial: Trial | None = None) -> Prompt:
+        def render(trial: Trial | None) -> Prompt:
             forms = template.forms(trial)
-            if maker is not None and any(message.role == "tool" and message.images() for message in given_messages):
-                _require_tool_images(forms, maker)
             messages = [message.rendered(forms.in_parts(message.role_of_template)) for message in given_messages]
             given = (messages, [tool.rendered() for tool in tools] or None, variables)
             if self._special_tokens_in_content:
@@ -325,29 +331,68 @@ class Tokenization:
                 raise Unavailable(f"The server is not ready: {reason}.", retry_after=RETRY_SECONDS) from None
             return EncodedChat(list(made.tokens), prompt.text, made.images)
 
-        if body.chat_template is not None:
-            trial = self._trials.trial()
+        length = sum(message.length() for message in given_messages)
+        length += sum(tool.length(LONG_TEXT) for tool in tools) + schema_length(variables, LONG_TEXT)
+        if trial is None and not found:
+            return await self._apply_template(lambda _: encode(render(None)), client, None, length)
+        prompt = await self._apply_template(render, client, trial and trial.following(), length)
+        if found:
+            return await self._processing.run(lambda: encode_with_images(prompt), client)
+        return await self._thread_for(len(prompt.text)).run(lambda: encode(prompt), client)
+
+    async def _apply_template(
+        self, work: Callable[[Trial | None], T], client: str | None, trial: Trial | None, length: int
+    ) -> T:
+        """Let a function apply a chat template, within its limits.
+
+        trial:  where the template of a request runs; None for the operator's and the model's
+        length: of the conversation, in characters
+        """
+        if trial is not None:
             try:
-                prompt = await self._request_templates.run(lambda: render(trial), client, trial=trial)
+                return await self._request_templates.run(lambda: work(trial), client, trial=trial)
             except TrialError as error:
                 text = f"chat_template must {error}."  # "end within ...", as TrialLimits has it
                 raise BadRequest(text, param="chat_template", code="invalid_value") from None
             except (Cancelled, TrialProcessError) as error:
                 raise trials_failed(error) from None
-            if found:
-                return await self._processing.run(lambda: encode_with_images(prompt), client)
-            return await self._thread_for(len(prompt.text)).run(lambda: encode(prompt), client)
-        length = sum(message.length() for message in body.messages or ())
-        length += sum(tool.length(LONG_TEXT) for tool in tools) + schema_length(variables, LONG_TEXT)
         try:
-            if found:
-                prompt = await self._thread_for(length).run(render, client, self._template_timeout)
-                return await self._processing.run(lambda: encode_with_images(prompt), client)
-            return await self._thread_for(length).run(lambda: encode(render()), client, self._template_timeout)
+            return await self._thread_for(length).run(lambda: work(None), client, self._template_timeout)
         except asyncio.TimeoutError:  # python 3.10 has two kinds
             seconds = f"{self._template_timeout:g} seconds (--template-timeout)"
             text = f"The chat template must end within {seconds} for this conversation, got one that takes longer."
             raise BadRequest(text, param="messages", code="invalid_value") from None
+
+    async def _find_maker(self, first: RequestImage, client: str | None) -> PromptMaker:
+        """`prompt_maker`, or BadRequest at the first image of the request."""
+        try:
+            return await self._processing.run(lambda: self.prompt_maker, client)
+        except ParameterError as error:
+            message = f"{first.place} must be left out, because this model takes no images: they must {error.rule}."
+            raise BadRequest(message, param=first.place, code="invalid_value") from None
+
+    async def _require_tool_images(
+        self,
+        template: Template,
+        maker: PromptMaker,
+        images: Sequence[RequestImage],
+        client: str | None,
+        trial: Trial | None,
+    ) -> None:
+        """Raise BadRequest at the first image in a result of a tool if the chat template writes none."""
+        first = next((image for image in images if image.is_of_tool), None)
+        if first is None:
+            return
+
+        def work(trial: Trial | None) -> bool:
+            return template.writes_tool_images(maker.image_text, trial)
+
+        if not await self._apply_template(work, client, trial, 0):
+            message = (
+                f"{first.place} must not be in a result of a tool, whose images this model's chat template leaves out: put the "
+                "image into a message of the user behind the result."
+            )
+            raise BadRequest(message, param=first.place, code="invalid_value")
 
     async def token_strs(self, token_ids: list[int], client: str | None) -> list[str]:
         """The tokens as the vocabulary writes them."""
@@ -425,13 +470,3 @@ class Tokenization:
             return self._engine.reader.encode(text, special, plain)
         except ParameterError as error:
             raise parameter_refused(error, param) from None
-
-
-def _require_tool_images(forms: ContentForms, maker: PromptMaker) -> None:
-    """Raise BadRequest if the chat template writes no image of a tool's result."""
-    if not any(maker.image_text in text for text in forms.tool_images):
-        message = (
-            "messages must have no images in results of tools, which this model's chat template leaves out: put them into a "
-            "message of the user behind the result."
-        )
-        raise BadRequest(message, param="messages", code="invalid_value")

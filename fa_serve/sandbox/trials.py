@@ -199,16 +199,23 @@ class Trials:
 class Trial:
     """One trial. `cancel` may be called before, during and after `run`.
 
+    All runs of a trial have one limit of time together, and so have those of a trial that follows another one.
+
     seconds: of a processor that the work of all runs took, once `run` has ended. For work that was ended early, how long it was
              waited for
     """
 
-    def __init__(self, trials: Trials) -> None:
+    def __init__(self, trials: Trials, waited: float = 0.0) -> None:
         self._trials = trials
+        self._waited = waited  # for runs that have ended
         self._lock = threading.Lock()
         self._connection: socket.socket | None = None
         self.cancelled = False
         self.seconds = 0.0
+
+    def following(self) -> Trial:
+        """Another trial, with its own `seconds`, that has what is left of this one's limit of time."""
+        return Trial(self._trials, self._waited)
 
     def cancel(self) -> None:
         with self._lock:
@@ -257,15 +264,15 @@ class Trial:
             pid = 0
             reply = bytearray()
             begin = time.monotonic()
+            left = max(limits.timeout - self._waited, 1e-3)
             try:
                 with contextlib.suppress(ConnectionError):  # the child has been killed
-                    deadline = time.monotonic() + limits.timeout
-                    connection.settimeout(limits.timeout)
+                    connection.settimeout(left)
                     pid = int(_line(connection) or 0)
                     connection.sendall(request)
                     connection.sendall(b"\n")
                     while not reply.endswith(b"\n"):
-                        connection.settimeout(max(deadline - time.monotonic(), 1e-3))
+                        connection.settimeout(max(begin + left - time.monotonic(), 1e-3))
                         data = connection.recv(1 << 16)
                         if not data:
                             break
@@ -283,6 +290,7 @@ class Trial:
         if self.cancelled or (self._trials.closed and not ended):
             raise Cancelled
         if ended:
+            self._waited += self.seconds - before
             return bytes(reply)
         try:
             process.wait(DEATH_SECONDS)

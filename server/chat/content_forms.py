@@ -1,6 +1,6 @@
 """Which form of a message's content a chat template reads: one string, or a list of parts.
 
-    forms = find_forms(lambda conversations: [render(each) for each in conversations])
+    forms = find_forms(lambda groups: first_showing(render, groups, PROBE_FORMS))
     message.rendered(in_parts=forms.in_parts("user"))
 
 Most templates write a content as it is and expect a string. Those of LLaVA and SmolVLM go through the parts of a content, and
@@ -9,31 +9,31 @@ once for each role, since some take a string for one role and parts for another 
 so nothing changes for templates of texts. A template that writes the word in neither form, such as one that has no such role,
 gets the form of the user's messages.
 
-A content with images is a list of parts in any case. Whether the images of a tool's result are written is tried here as well.
+A content with images is a list of parts in any case. Whether the images of a tool's result are written is tried with
+`TOOL_IMAGES`. Only the answers are kept: what a template writes for a probe may be as long as a prompt (template_process.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
 PROBE = "Xylophone"
 """A word that stands in no chat template."""
+PROBE_FORMS = (PROBE, PROBE.upper(), PROBE.lower())
+"""How a template may have written it."""
 CALL_ID = "probe0000"
 """Of nine letters and digits, which the templates of Mistral ask for."""
 Conversation = list[dict[str, Any]]
-RenderAll = Callable[[Sequence[Conversation]], Sequence[str | None]]
-"""What a template makes of each conversation; None if it refuses it."""
+FirstShowing = Callable[[Sequence[Sequence[Conversation]]], Sequence[int | None]]
+"""Of each group, the number of the first conversation of which a template writes the probe word; None if there is none."""
 
 
 class ContentForms(NamedTuple):
-    """parts:       by role, whether a content is a list of parts; "user" stands for roles that are not there
-    tool_images: what the template writes for an image in a result of a tool, each with other text around it
-    """
+    """parts: by role, whether a content is a list of parts; "user" stands for roles that are not there"""
 
     parts: dict[str, bool]
-    tool_images: tuple[str, ...] = ()
 
     def in_parts(self, role: str) -> bool:
         return self.parts.get(role, self.parts["user"])
@@ -43,31 +43,30 @@ class ContentForms(NamedTuple):
         return _content(text, self.in_parts(role))
 
 
+FORMS = tuple(product((False, True), (False, True)))
+"""Whether the content of the message that is tried is a list of parts, and those of the others. A role keeps its strings if a
+template writes them, so these come first."""
 STRINGS = ContentForms({"user": False})
 
 
 def shows_probe(text: str | None) -> bool:
     """Whether the probe word is in what a template has written, in capital letters or not."""
-    return text is not None and PROBE.lower() in text.lower()
+    return text is not None and any(word in text for word in PROBE_FORMS)
 
 
-def find_forms(render_all: RenderAll) -> ContentForms:
+def find_forms(first_showing: FirstShowing) -> ContentForms:
     """The forms that a template reads."""
-    tried = [(role, in_parts, found) for role in CONVERSATIONS for in_parts, found in _trials(role)]
-    with_image = [CONVERSATIONS["tool"]("Hello", others, [{"type": "image"}]) for others in (False, True)]
-    texts = render_all([*(found for _, _, found in tried), *with_image])
-    shown = {(role, in_parts) for (role, in_parts, _), text in zip(tried, texts, strict=False) if shows_probe(text)}
-    parts = {"user": ("user", True) in shown and ("user", False) not in shown}
-    for role in CONVERSATIONS:
-        if (role, False) in shown or (role, True) in shown:
-            parts[role] = (role, False) not in shown
-    return ContentForms(parts, tuple(filter(None, texts[len(tried) :])))
+    found = first_showing([_conversations(role) for role in CONVERSATIONS])
+    parts = {"user": False}
+    for role, number in zip(CONVERSATIONS, found, strict=True):
+        if number is not None:
+            parts[role], _ = FORMS[number]
+    return ContentForms(parts)
 
 
-def _trials(role: str) -> Iterator[tuple[bool, Conversation]]:
-    """Conversations with the probe word in a message of this role, as a string and in parts. So are the other messages."""
-    for in_parts, others in product((False, True), (False, True)):
-        yield in_parts, CONVERSATIONS[role]("Hello", others, _content(PROBE, in_parts))
+def _conversations(role: str) -> list[Conversation]:
+    """With the probe word in a message of this role, in each of `FORMS`."""
+    return [CONVERSATIONS[role]("Hello", others, _content(PROBE, in_parts)) for in_parts, others in FORMS]
 
 
 def _content(text: str, in_parts: bool) -> str | list[dict[str, Any]]:
@@ -104,3 +103,5 @@ CONVERSATIONS: dict[str, Callable[[str, bool, Any], Conversation]] = {
     "assistant": _of_assistant,
     "tool": _of_tool,
 }
+TOOL_IMAGES = [_of_tool("Hello", others, [{"type": "image"}]) for others in (False, True)]
+"""Conversations with an image in a result of a tool."""

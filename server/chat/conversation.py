@@ -110,7 +110,8 @@ class Message(StrictModel):
         if self.content is None and not self.tool_calls:
             raise field_error("content", "must be given")
         if self.images() and self.role not in IMAGE_ROLES:
-            raise field_error("content", "may have images in messages of the roles user and tool only")
+            got = f"got the role {self.role!r}"
+            raise field_error("content", f"may have images in messages of the roles user and tool only, {got}")
         for field in ("tool_calls", "reasoning_content"):
             if getattr(self, field) and self.role != "assistant":
                 raise field_error(field, "is only allowed in messages of the assistant")
@@ -234,13 +235,13 @@ class TemplateFields(StrictModel):
     def request_images(self, messages: Sequence[Message]) -> list[RequestImage]:
         """The images of its messages, in order."""
         found = [
-            RequestImage(url, f"messages[{index}].content[{number}].image_url.url")
+            RequestImage(url, f"messages[{index}].content[{number}].image_url.url", message.role == "tool")
             for index, message in enumerate(messages)
             for number, url in message.images()
         ]
         if self._image_places is None:
             return found
-        return [RequestImage(each.url, place) for each, place in zip(found, self._image_places, strict=True)]
+        return [each._replace(place=place) for each, place in zip(found, self._image_places, strict=True)]
 
 
 ToolChoice = Annotated[

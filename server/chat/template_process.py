@@ -3,12 +3,12 @@
 A template can loop without an end, multiply texts until the memory is full, and raise numbers to powers that keep the
 interpreter's lock for hours. The sandbox of jinja2 forbids none of that.
 
-`bound_output` is for the templates of models and operators as well, which templates.py applies in the server's process: their
-output may be much longer than what they get.
+`bound_output` and `first_showing` are for the templates of models and operators as well, which templates.py applies in the
+server's process: their output may be much longer than what they get.
 """
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 MAX_REASON = 400  # characters of an error
@@ -39,9 +39,25 @@ def bound_output(text: str, max_chars: int) -> None:
     _compile_jinja_template(text).environment.concat = concat  # compiled once and kept by transformers
 
 
+def first_showing(
+    render: Callable[[Any], str | None], groups: Sequence[Sequence[Any]], words: Sequence[str]
+) -> list[int | None]:
+    """Of each group of conversations, the number of the first one in whose text a word is; None if there is none.
+
+    A text may be as long as a prompt: it is gone before the next one is written, and what follows the first is not written.
+    render: what the template makes of a conversation; None if it refuses it
+    """
+
+    def shows(conversation: Any) -> bool:
+        text = render(conversation)
+        return text is not None and any(word in text for word in words)
+
+    return [next((number for number, each in enumerate(group) if shows(each)), None) for group in groups]
+
+
 def prepare(given: dict[str, Any]) -> Callable[[bytes], bytes]:
-    """The function takes a template, messages, tools and variables, and returns the text or an error, in JSON. With
-    `conversations` in the place of messages and tools it returns the text of each, which is null for one that is refused.
+    """The function takes a template, messages, tools and variables, and returns the text or an error, in JSON. With `groups` of
+    conversations and `words` in the place of messages and tools it returns what `first_showing` finds.
 
     given: max_chars, the characters that a prompt can have; a longer text is null
     """
@@ -71,8 +87,9 @@ def prepare(given: dict[str, Any]) -> Callable[[bytes], bytes]:
 
     def work(request: bytes) -> bytes:
         asked = json.loads(request)
-        if "conversations" in asked:
-            return json.dumps({"texts": [render(each, asked).get("text") for each in asked["conversations"]]}).encode()
+        if "groups" in asked:
+            found = first_showing(lambda each: render(each, asked).get("text"), asked["groups"], asked["words"])
+            return json.dumps({"found": found}).encode()
         return json.dumps(render(asked["messages"], asked)).encode()
 
     return work

@@ -27,9 +27,9 @@ from fa_serve.engine.request.prompts import PromptReader
 from fa_serve.sandbox.trials import Trial
 
 from ..errors import BadRequest, HttpError, parameter_refused
-from .content_forms import PROBE, STRINGS, ContentForms, Conversation, find_forms
+from .content_forms import PROBE, PROBE_FORMS, STRINGS, TOOL_IMAGES, ContentForms, Conversation, find_forms
 from .reasoning import CLOSING, OPENING
-from .template_process import MAX_REASON, OutputTooLongError, bound_output
+from .template_process import MAX_REASON, OutputTooLongError, bound_output, first_showing
 from .tools import ToolFormat, detect_format
 
 MESSAGE_NAME = re.compile(r"""message(\.name|\[['"]name['"]|\.get\(['"]name['"])""")
@@ -53,6 +53,7 @@ class Template:
         self._reader = reader
         self.fault = fault
         self._forms: ContentForms | None = None
+        self._writes_tool_images: bool | None = None
 
     @cached_property
     def names(self) -> set[str]:
@@ -92,21 +93,32 @@ class Template:
         if self._forms is None:
             if trial is None and self.holds_the_interpreter:
                 return STRINGS  # it is refused
-            self._forms = find_forms(lambda conversations: self._render_probes(conversations, trial))
+            self._forms = find_forms(lambda groups: self._first_showing(groups, PROBE_FORMS, trial))
         return self._forms
 
-    def _render_probes(self, conversations: Sequence[Conversation], trial: Trial | None) -> list[str | None]:
-        if trial is not None:
-            given = {"template": self._text, "conversations": conversations, "variables": self._tokenizer.special_tokens_map}
-            texts: list[str | None] = json.loads(trial.run(to_json(given)))["texts"]
-            return texts
-        texts = []
-        for conversation in conversations:
-            try:
-                texts.append(self._apply(conversation, None, {}))
-            except (OutputTooLongError, *FAILURES):
-                texts.append(None)
-        return texts
+    def writes_tool_images(self, image_text: str, trial: Trial | None = None) -> bool:
+        """Whether the template writes an image in a result of a tool, for which `image_text` stands. It is tried once."""
+        if self._writes_tool_images is None:
+            if trial is None and self.holds_the_interpreter:
+                return True  # it is refused
+            self._writes_tool_images = self._first_showing([TOOL_IMAGES], [image_text], trial) != [None]
+        return self._writes_tool_images
+
+    def _first_showing(
+        self, groups: Sequence[Sequence[Conversation]], words: Sequence[str], trial: Trial | None
+    ) -> list[int | None]:
+        """As `first_showing` of template_process.py."""
+        if trial is None:
+            return first_showing(self._render_probe, groups, words)
+        given = {"template": self._text, "groups": groups, "words": words, "variables": self._tokenizer.special_tokens_map}
+        found: list[int | None] = json.loads(trial.run(to_json(given)))["found"]
+        return found
+
+    def _render_probe(self, conversation: Conversation) -> str | None:
+        try:
+            return self._apply(conversation, None, {})
+        except (OutputTooLongError, *FAILURES):
+            return None
 
     @cached_property
     def tool_format(self) -> ToolFormat | None:

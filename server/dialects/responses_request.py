@@ -86,7 +86,7 @@ class MessageItem(StrictModel):
     @model_validator(mode="after")
     def _check_images(self) -> MessageItem:
         if self.role != "user" and _image_places(self.content, ""):
-            raise field_error("content", "may have images in messages of the user only")
+            raise field_error("content", f"may have images in messages of the user only, got the role {self.role!r}")
         return self
 
 

@@ -20,10 +20,11 @@ _DATA = re.compile(r"data:([^;,]*)(?:;[^;,]*)*;base64,", re.IGNORECASE)
 
 
 class RequestImage(NamedTuple):
-    """url: where the image is; place: of the field with the url in the request, as errors name it"""
+    """place: of the field with the url in the request, as errors name it; is_of_tool: whether it is in a result of a tool"""
 
     url: str
     place: str
+    is_of_tool: bool = False
 
 
 class ImageAddressError(ValueError):
@@ -48,24 +49,35 @@ def read_address(url: str, max_bytes: int) -> memoryview | Remote:
     return read_remote(url)
 
 
-def read_remote(url: str) -> Remote:
-    """Raises ImageAddressError for anything but an https address with a plain host name and the usual port."""
+def read_remote(url: str, is_redirect: bool = False) -> Remote:
+    """Raises ImageAddressError for anything but an https address with a plain host name and the usual port.
+
+    is_redirect: the client has not written it, and may have no right to know it: no error repeats more of it than the scheme
+    """
+
+    def got(value: object) -> str:
+        return "" if is_redirect else f", got {value}"
+
     try:
         parts = urlsplit(url)
         port = parts.port
     except ValueError:
-        raise ImageAddressError("be a data URI or an https address that can be read") from None
+        shown = url.rpartition("@")[2][:MAX_REPEATED]  # what stands before may be a password
+        raise ImageAddressError(f"be a data URI or an https address that can be read{got(repr(shown))}") from None
     if parts.scheme != "https":
         raise ImageAddressError(f"be a data URI or an https address, got one of the scheme {parts.scheme[:20]!r}")
-    if parts.username is not None or parts.password is not None or port not in (None, 443):
-        raise ImageAddressError("have neither a user name nor another port than 443")
+    if parts.username is not None or parts.password is not None:
+        raise ImageAddressError(f"have neither a user name nor another port than 443{got('a user name')}")
+    if port not in (None, 443):
+        raise ImageAddressError(f"have neither a user name nor another port than 443{got(f'the port {port}')}")
     host = parts.hostname or ""
     if not host.isascii() or not re.fullmatch(r"[a-z0-9.-]{1,253}", host):
-        raise ImageAddressError("name a host in letters, digits, dots and hyphens")
+        raise ImageAddressError(f"name a host in letters, digits, dots and hyphens{got(repr(host[:MAX_REPEATED]))}")
     target = parts.path or "/"
     target += f"?{parts.query}" if parts.query else ""
     if not target.isascii() or not target.isprintable() or " " in target:
-        raise ImageAddressError("have a path that is written in ASCII, with %-escapes for other characters")
+        shown = repr(target[:MAX_REPEATED])
+        raise ImageAddressError(f"have a path that is written in ASCII, with %-escapes for other characters{got(shown)}")
     return Remote(host, target)
 
 

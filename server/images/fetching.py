@@ -130,7 +130,11 @@ def fetch(remote: Remote, limits: FetchLimits, resolve: Resolve = resolve_host) 
             raise ImageAddressError(f"be an address that answers, got {type(error).__name__}") from None
         if isinstance(answer, bytes):
             return answer
-        remote = read_remote(urljoin(f"https://{remote.host}{remote.target}", answer.location))
+        try:
+            url = urljoin(f"https://{remote.host}{remote.target}", answer.location)
+        except ValueError:
+            raise ImageAddressError("lead to an image without a redirect that cannot be read") from None
+        remote = read_remote(url, is_redirect=True)
     raise ImageAddressError(f"lead to an image within {MAX_REDIRECTS} redirects")
 
 

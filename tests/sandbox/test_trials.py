@@ -82,6 +82,22 @@ def test_the_processors_time_of_the_work_is_told(make_trials) -> None:
     assert 0.25 < trial.seconds < 5, "work that was ended counts as long as it was waited for"
 
 
+def test_runs_share_one_limit_of_time(held: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client had the whole limit for each of the runs that its request takes."""
+    monkeypatch.setattr(held, "limits", TrialLimits("end", 2.0, 256 << 20, "test"))
+    held.start()
+    trial = held.trial()
+    assert trial.run(b"second") == b"done\n"
+    for next_one in (trial, trial.following()):
+        begin = time.monotonic()
+        with pytest.raises(TrialError, match="end within 2 seconds"):
+            next_one.run(b"slow")
+        assert 0.5 < time.monotonic() - begin < 1.5
+    assert held.trial().run(b"second") == b"done\n", "another request has its own time"
+    following = trial.following()
+    assert following.seconds == 0
+
+
 def test_errors_are_reported_and_cancelling_kills(make_trials) -> None:
     trials = make_trials()
     assert "unclosed" in error_of(trials, request(MATCHER.grammar_from_regex("[0-9")))
@@ -112,6 +128,8 @@ def prepare(given):
         if request == b"again\\n" and not (folder / "begun").exists():
             (folder / "begun").touch()
             time.sleep(60)
+        if request == b"second\\n":
+            time.sleep(1)
         if request == b"slow\\n":
             (folder / "pid").write_text(str(os.getpid()))
             (folder / "pid").rename(folder / "begun")

@@ -66,11 +66,11 @@ async def test_an_image_where_texts_alone_may_be_says_where_images_may_be(servin
             body = CHAT | {"messages": [{"role": role, "content": parts}]}
             status, message, param, _ = await refusal(client, "/v1/chat/completions", json=body)
             assert (status, param) == (400, "messages[0].content")
-            assert message == f"messages[0].content may have images in messages of the {rule} only."
+            assert message == f"messages[0].content may have images in messages of the {rule} only, got the role {role!r}."
             item = {"role": role, "content": [{"type": "input_image", "image_url": "https://example.org"}]}
             status, message, param, _ = await refusal(client, "/v1/responses", json=RESPONSE | {"input": [item]})
             assert (status, param) == (400, "input[0].content")
-            assert message == "input[0].content may have images in messages of the user only."
+            assert message == f"input[0].content may have images in messages of the user only, got the role {role!r}."
 
 
 @pytest.mark.parametrize("role", ["user", "system", "assistant"])

@@ -7,6 +7,7 @@ import time
 
 import pytest
 from fa_serve.server import tokenization
+from fa_serve.server.chat import templates
 from fa_serve.server.tokenization import LONG_TEXT, MAX_TEMPLATES, Tokenization
 
 pytestmark = pytest.mark.anyio
@@ -50,6 +51,30 @@ async def test_parsed_templates_are_bounded(serving, engine):
             body = {"messages": [{"role": "user", "content": "Hi"}], "chat_template": f"{number}"}
             assert (await client.post("/tokenize", json=body)).status_code == 200
         assert client.service.tokenization._parsed.cache_info().currsize == MAX_TEMPLATES
+
+
+@pytest.mark.parametrize("operators", [False, True])
+async def test_templates_of_requests_do_not_push_out_the_servers_own(serving, monkeypatch, tmp_path, operators):
+    """With 16 of them, a client let the next ordinary request pay for the probes again."""
+    count = 0
+    find_forms = templates.find_forms
+
+    def counted(*given):
+        nonlocal count
+        count += 1
+        return find_forms(*given)
+
+    monkeypatch.setattr(templates, "find_forms", counted)
+    path = tmp_path / "template.jinja"
+    path.write_text("operator: {{ messages[0].content }}")
+    body = {"messages": [{"role": "user", "content": "Hi"}]}
+    async with serving(allow_request_chat_template=True, **({"chat_template": path} if operators else {})) as client:
+        assert count == 1
+        for number in range(MAX_TEMPLATES + 1):
+            assert (await client.post("/tokenize", json=body | {"chat_template": f"{number}"})).status_code == 200
+        assert count == MAX_TEMPLATES + 2
+        assert (await client.post("/tokenize", json=body)).status_code == 200
+        assert count == MAX_TEMPLATES + 2
 
 
 async def test_the_template_of_a_request_runs_within_limits(serving, engine):

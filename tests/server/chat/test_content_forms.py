@@ -138,9 +138,10 @@ def test_an_empty_text_of_an_assistant_with_calls_has_a_part() -> None:
 
 
 def test_images_in_results_of_tools_are_tried() -> None:
-    assert any("<image>" in text for text in template_of(LLAVA).forms().tool_images)
-    assert any("<image>" in text for text in template_of(BOTH).forms().tool_images)
-    assert not any("<image>" in text for text in template_of(CHATML).forms().tool_images)
+    assert template_of(LLAVA).writes_tool_images("<image>")
+    assert template_of(BOTH).writes_tool_images("<image>")
+    assert not template_of(CHATML).writes_tool_images("<image>")
+    assert not template_of(LLAVA).writes_tool_images("<IMAGE>"), "letters of a token are not those of another case"
 
 
 def test_what_follows_a_message_of_the_assistant() -> None:
@@ -162,7 +163,7 @@ def test_the_word_of_a_probe() -> None:
     assert shows_probe(f"<{PROBE.upper()}>")
     assert not shows_probe("Xylo")
     assert not shows_probe(None)
-    assert find_forms(lambda conversations: [None] * len(conversations)) == STRINGS
+    assert find_forms(lambda groups: [None] * len(groups)) == STRINGS
     assert ContentForms({"user": True}).content("system", "a") == [{"type": "text", "text": "a"}]
     assert STRINGS.content("system", "a") == "a"
 

@@ -104,11 +104,11 @@ PICTURE = [{"type": "image_url", "image_url": {"url": "https://example.org"}}]
 MESSAGES = {
     "image-of-an-assistant": (
         {"role": "assistant", "content": PICTURE},
-        "content may have images in messages of the roles user and tool only",
+        "content may have images in messages of the roles user and tool only, got the role 'assistant'",
     ),
     "image-of-the-system": (
         {"role": "developer", "content": PICTURE},
-        "content may have images in messages of the roles user and tool only",
+        "content may have images in messages of the roles user and tool only, got the role 'developer'",
     ),
     "no-content": ({"role": "user"}, "content must be given"),
     "no-content-of-an-assistant": ({"role": "assistant", "tool_calls": []}, "content must be given"),

@@ -20,7 +20,9 @@ from image_models import TEMPLATE, picture, png, save_llava
 from transformers import AutoProcessor
 
 from fa_serve.engine import AsyncEngine
+from fa_serve.engine.images.processor import PromptMaker
 from fa_serve.sandbox.trials import Trials
+from fa_serve.spec import ParameterError
 
 pytestmark = pytest.mark.anyio
 PICTURES = [picture(1), picture(2)]
@@ -267,16 +269,82 @@ async def test_a_template_that_leaves_out_images_of_tools_is_named(serving, tmp_
         TEMPLATE.replace("part['type'] == 'image'", "part['type'] == 'image' and message['role'] != 'tool'")
         + "{# tool_calls #}"
     )
+    source = {"type": "base64", "media_type": "image/png", "data": "QUJD"}  # which is no image: nothing decodes it
+    blocks = [
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "call00001", "name": "look", "input": {}}]},
+        {
+            "role": "user",
+            "content": [{"type": "tool_result", "tool_use_id": "call00001", "content": [{"type": "image", "source": source}]}],
+        },
+    ]
+    items = [
+        {"role": "user", "content": [{"type": "input_image", "image_url": "data:image/png;base64,QUJD"}]},
+        {"type": "function_call", "call_id": "call00001", "name": "look", "arguments": "{}"},
+        {
+            "type": "function_call_output",
+            "call_id": "call00001",
+            "output": [{"type": "input_image", "image_url": "data:image/png;base64,QUJD"}],
+        },
+    ]
+    requests: list[tuple[str, dict[str, Any], str]] = [
+        ("/v1/chat/completions", {"messages": TOOL_TURNS}, "messages[2].content[0].image_url.url"),
+        ("/v1/messages", {"messages": [*TOOL_TURNS[:1], *blocks]}, "messages[2].content[0].content[0].source.data"),
+        ("/v1/responses", {"input": items}, "input[2].output[0].image_url"),
+    ]
     async with serving(chat_template=str(path)) as client:
-        reply = await client.post("/v1/chat/completions", json={"model": "tiny", "messages": TOOL_TURNS, "max_tokens": 1})
-        assert reply.status_code == 400, reply.text
-        assert reply.json()["error"]["message"] == (
-            "messages must have no images in results of tools, which this model's chat template leaves out: put them into a "
-            "message of the user behind the result."
-        )
+        for route, body, place in requests:
+            limit = {"max_output_tokens" if "input" in body else "max_tokens": 16}
+            reply = await client.post(route, json={"model": "tiny", **body, **limit})
+            assert reply.status_code == 400, reply.text
+            assert reply.json()["error"]["message"] == (
+                f"{place} must not be in a result of a tool, whose images this model's chat template leaves out: put the image "
+                "into a message of the user behind the result."
+            )
+            assert reply.json()["error"].get("param") in (place, None)
         turns = [*TOOL_TURNS[:2], TOOL_TURNS[2] | {"content": "a photo"}, {"role": "user", "content": [image_part(0)]}]
         reply = await client.post("/v1/chat/completions", json={"model": "tiny", "messages": turns, "max_tokens": 1})
         assert reply.status_code == 200, reply.text
+
+
+@pytest.mark.usefixtures("warm_trials")
+async def test_all_runs_of_a_requests_template_have_one_limit_of_time(serving, monkeypatch) -> None:
+    """Whether it writes images of tools is tried before they are fetched, and the rest afterwards."""
+    made = []
+    new_trial = Trials.trial
+
+    def trial(trials: Trials) -> Any:
+        if trials.limits.setting == "template":
+            made.append(new_trial(trials))
+            return made[-1]
+        return new_trial(trials)
+
+    monkeypatch.setattr(Trials, "trial", trial)
+    async with serving(allow_request_chat_template=True) as client:
+        body = {"model": "tiny", "messages": TOOL_TURNS, "max_tokens": 1, "chat_template": TEMPLATE + "{# tool_calls #}"}
+        reply = await client.post("/v1/chat/completions", json=body)
+        assert reply.status_code == 200, reply.text
+        [first] = made
+        assert first._waited > 0
+        quiet = TEMPLATE.replace("<image>", "").replace("{% for", "{# tool_calls #}{% for", 1)
+        reply = await client.post("/v1/chat/completions", json=body | {"chat_template": quiet})
+        assert reply.status_code == 400
+        assert "must not be in a result of a tool" in reply.json()["error"]["message"]
+
+
+async def test_a_model_without_images_names_the_image(serving, monkeypatch) -> None:
+    def refuse(*_: Any) -> Any:
+        raise ParameterError("images", "be empty, because this model has no processor", "tiny")
+
+    monkeypatch.setattr(PromptMaker, "of_model", refuse)
+    item = {"role": "user", "content": [{"type": "input_text", "text": "Hi"}, {"type": "input_image", "image_url": "data:x"}]}
+    async with serving() as client:
+        reply = await client.post("/v1/responses", json={"model": "tiny", "input": [item]})
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"]) == (400, "input[0].content[1].image_url")
+    assert error["message"] == (
+        "input[0].content[1].image_url must be left out, because this model takes no images: they must be empty, because this "
+        "model has no processor."
+    )
 
 
 @pytest.mark.usefixtures("warm_trials")
