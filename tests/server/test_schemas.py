@@ -65,7 +65,7 @@ BAD = [
     pytest.param(
         "/v1/chat/completions",
         {**CHAT, "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-        "messages",
+        "messages[0].content[0].image_url.url",
         id="image",
     ),
     pytest.param("/v1/chat/completions", {**CHAT, "messages": [{"role": "user", "content": "x" * 64}]}, "messages", id="long"),
