@@ -106,7 +106,9 @@ def test_what_it_leaves_to_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
             module(**words, output_attentions=True)
         assert len(ran) == 3
         module.config._attn_implementation = "sdpa"
-        torch.testing.assert_close(module(**words), expected, rtol=1e-4, atol=1e-5)
+        # PyTorch's attention, which the newest transformers does not give an empty sequence
+        full = words | {"cu_seqlens": words["cu_seqlens"].unique()}
+        torch.testing.assert_close(module(**full), expected, rtol=1e-4, atol=1e-5)
         assert len(ran) == 4
 
 
