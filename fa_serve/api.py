@@ -59,7 +59,7 @@ from fa_serve.backends.calls import AttentionTensors, CallOptions, StoreTensors
 from fa_serve.backends.float8_copies import MAX_COPY_BYTES as MAX_COPY_BYTES
 from fa_serve.block_lists import CallSizes, as_block_lists
 from fa_serve.dispatch import Result, run_block_sparse, run_dense, run_paged, run_store, run_varlen
-from fa_serve.operators import is_traced
+from fa_serve.operators import is_eager, is_traced
 from fa_serve.score_mods import translate_score_mod
 from fa_serve.spec import ParameterError, Precision
 from fa_serve.transforms import is_transformed
@@ -177,7 +177,7 @@ def attention(
         if score_mod is not None:
             tensors, block_mask, options = _with_score_mod(tensors, block_mask, score_mod, options)
         if block_mask is None:
-            run = _node(tensors, "attention") or run_dense
+            run = run_dense if is_eager() else _node(tensors, "attention") or run_dense
             result, lse = run(tensors, options)
         else:
             result, lse = _run_block_sparse(tensors, block_mask, None, None, 0, options)
@@ -251,7 +251,7 @@ def attention_varlen(
         cu_seqlens_k = cu_seqlens_k.contiguous()
         tensors = AttentionTensors(q, k, v, sinks, None, cu_seqlens_q, cu_seqlens_k, None, None, None, out, None, alibi_slopes)
         if block_mask is None:
-            run = _node(tensors, "attention_varlen") or run_varlen
+            run = run_varlen if is_eager() else _node(tensors, "attention_varlen") or run_varlen
             result, lse = run(tensors, max_seqlen_q, max_seqlen_k, options)
         else:
             result, lse = _run_block_sparse(tensors, block_mask, max_seqlen_q, max_seqlen_k, 0, options)
@@ -331,7 +331,7 @@ def attention_paged(
         lengths = (cu_seqlens_q.contiguous(), seqused_k.contiguous(), block_table)
         tensors = AttentionTensors(q, k_cache, v_cache, sinks, None, *lengths, k_descale, v_descale, out, None, alibi_slopes)
         if block_mask is None:
-            run = _node(tensors, "attention_paged") or run_paged
+            run = run_paged if is_eager() else _node(tensors, "attention_paged") or run_paged
             result, lse = run(tensors, max_seqlen_q, max_seqlen_k, num_splits, options)
         else:
             result, lse = _run_block_sparse(tensors, block_mask, max_seqlen_q, max_seqlen_k, num_splits, options)
@@ -367,7 +367,7 @@ def store_kv(
         tensors = StoreTensors(
             k, v, k_cache, v_cache, slot_mapping.contiguous(), _contiguous(k_descale), _contiguous(v_descale)
         )
-        run = _node(tensors, "store_kv") or run_store
+        run = run_store if is_eager() else _node(tensors, "store_kv") or run_store
         run(tensors, backend)
     except ARGUMENT_ERRORS:
         check_types(locals())

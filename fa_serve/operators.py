@@ -29,6 +29,7 @@ from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
 from fa_serve.backends.calls import AttentionTensors, BackwardTensors, CallOptions, StoreTensors
@@ -46,6 +47,7 @@ from fa_serve.dispatch import (
 from fa_serve.spec import ParameterError, Precision, UnsupportedError
 
 _is_jit_tracing = torch._C._is_tracing
+_are_transforms_active = torch._C._are_functorch_transforms_active
 # "fa_serve". A copy of the package under another name (see deploy/kernel_package.py) has operators of another name
 _NAMESPACE = __name__.partition(".")[0]
 _SCHEMA_TYPES = {bool: "bool", int: "SymInt", float: "float", float | None: "float?", str: "str", Precision: "str"}
@@ -87,6 +89,14 @@ _STORE = (
     "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, Tensor? k_descale, Tensor? v_descale, "
     "str backend) -> ()"
 )
+
+
+def is_eager() -> bool:
+    """Whether nothing records or transforms the caller's operations. Calls ask this first, because it takes less time than to
+    tell in which way they are recorded."""
+    if is_dynamo_compiling() or torch.compiler._is_compiling_flag:
+        return False
+    return not (_is_jit_tracing() or _are_transforms_active() or forward_ad._current_level >= 0)
 
 
 def is_traced(q: Tensor, k: Tensor, v: Tensor) -> bool:

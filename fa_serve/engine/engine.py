@@ -405,6 +405,7 @@ class Engine:
         self._answers.begin_step(batch.admitted, begin)
         try:
             if not batch:  # its images wait for nothing, and what follows them for slots or pages
+                assert batch.towers is not None
                 self._runner.encode(batch.towers)
                 return outputs
             forward = self._runner.launch(batch)

@@ -39,10 +39,14 @@ MMA_SYNC: dict[str, Any] = {"arch": "sm89"}
 """An option of a launch: Triton's passes are those for sm89, whose products are mma.sync. PTX and machine code are those of the
 GPU all the same."""
 _RUNTIME = triton.knobs.runtime
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+"""`torch.cuda.current_device` without the three calls by which it first starts CUDA: for a process that has a tensor on a GPU.
+PyTorch for CPUs lacks it."""
 FUSED = {"enable_fp_fusion": True}
 """An option of every launch: a product and a sum are one instruction. Triton 3.9 warns that this will not be its default."""
 _MAX_ENCODED = 256  # addresses that a view keeps descriptors for
 _MAX_COMPILED = 4096
+_UNCHANGED = nullcontext()
 
 
 @lru_cache(maxsize=64)
@@ -234,7 +238,7 @@ class Launch:
         """
         known = self._driver
         first: Any = tensors[0]
-        if known is None or not first.get_device() == known.device == torch.cuda.current_device() or is_watched():
+        if known is None or not first.get_device() == known.device == current_device() or is_watched():
             self._launch_first(tensors, late)
             return
         addresses = [0 if x is None else x.data_ptr() for x in tensors]
@@ -251,7 +255,7 @@ class Launch:
             self._jit(tensors, late)
             return
         device = first.get_device()
-        if device != torch.cuda.current_device():
+        if device != current_device():
             with torch.cuda.device(device):
                 self._launch_first(tensors, late)
             return
@@ -394,4 +398,4 @@ class DescriptorLaunch:
 
 def on_device_of(x: Tensor) -> AbstractContextManager[object]:
     """Triton launches on the current device, wherever the tensors are. A model's layers may be spread over several devices."""
-    return torch.cuda.device(x.device) if x.is_cuda and x.get_device() != torch.cuda.current_device() else nullcontext()
+    return torch.cuda.device(x.device) if x.is_cuda and x.get_device() != current_device() else _UNCHANGED

@@ -15,7 +15,7 @@ _repeats: ContextVar[bool] = ContextVar("fa_serve_repeated_forward", default=Fal
 
 def rows_are_independent() -> bool:
     """Whether a mode asks that the bits of a row do not depend on the other rows."""
-    return _is_asked("rows_are_independent")
+    return torch._C._len_torch_dispatch_stack() > 0 and _is_asked("rows_are_independent")
 
 
 def has_gradients() -> bool:
@@ -27,6 +27,8 @@ def has_gradients() -> bool:
 
 def records_gradients(*tensors: object) -> bool:
     """Whether autograd records an op with these arguments: ops have gradients here, and one of the tensors needs one."""
+    if not torch.is_grad_enabled():
+        return False  # the usual case, at each op
     return has_gradients() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
 
 
@@ -61,6 +63,4 @@ def in_backward() -> bool:
 
 def _is_asked(name: str) -> bool:
     count = torch._C._len_torch_dispatch_stack()
-    if count == 0:
-        return False  # the usual case, at each product
     return any(getattr(torch._C._get_dispatch_stack_at(i), name, False) for i in range(count))

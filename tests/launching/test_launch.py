@@ -101,7 +101,7 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, enco
     monkeypatch.setattr(module, "_HAS_KNOWN_LAUNCHER", True)
     monkeypatch.setattr(Launch, "_send", Launch._send_flat if is_flat else Launch._send_packed)
     monkeypatch.setattr(module, "_COMPILED", {})
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(module, "current_device", lambda: 0)
     encoder = "fill_tma_descriptor" if is_flat else "fill_tma_descriptor_tiled"
     utils = SimpleNamespace(**{encoder: lambda *args: encoded.append(args) or f"map {args[0]}"})
     active = SimpleNamespace(utils=utils, get_current_stream=lambda device: 77 + device)
@@ -285,7 +285,7 @@ def test_what_changes_the_code_goes_through_the_jit(kernel: Kernel, change: dict
 def test_each_device_has_its_own(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     """A launch runs on the device of its tensors, even if another device is current or the launch was made on another one."""
     current = [0]
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(module, "current_device", lambda: current[0])
 
     @contextmanager
     def switch(index: int) -> Iterator[None]:

@@ -77,7 +77,7 @@ class BatchArrays:
     @property
     def is_plain(self) -> bool:
         """Whether the step has neither images nor positions on several axes."""
-        return not self.images and self.num_axes == 1
+        return not self.images and self.inputs["position_ids"].ndim == 1
 
 
 def batch_arrays(
@@ -245,6 +245,8 @@ def _sampled_tokens(ends: NDArray[np.int64], num_samples: NDArray[np.int64]) -> 
 
 def _prompt_rows(batch: ScheduledBatch, firsts: NDArray[np.int64]) -> list[NDArray[np.int64]]:
     """The prompt tokens of the step whose logits are wanted. firsts: the first token of each chunk"""
+    if not batch.num_prompt_logits:
+        return []
     return [
         np.arange(first, first + chunk.num_prompt_logits)
         for chunk, first in zip(batch.chunks, firsts, strict=True)

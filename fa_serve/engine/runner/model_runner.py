@@ -36,6 +36,7 @@ from fa_serve.engine.runner.cuda_graphs import Inputs, OnError, Shape, StepGraph
 from fa_serve.engine.runner.forward import Forward, PreparedBatch
 from fa_serve.engine.runner.group_arrays import group_padding, with_groups
 from fa_serve.engine.runner.image_arrays import ImageMemory, axis_positions
+from fa_serve.engine.runner.inference import in_inference_mode
 from fa_serve.engine.runner.log_probabilities import log_probabilities, processed_scores
 from fa_serve.engine.runner.lora_arrays import StepAdapters, lora_arrays, lora_step, step_adapters
 from fa_serve.engine.runner.results import PendingResult, PromptSpan
@@ -301,7 +302,7 @@ class ModelRunner:
         logprob_rows = list(range(len(rows.get("logprob_rows", ()))))
         self.sample(Forward(prepared, logits, sequences, logprob_rows, spans), variant.masks(self.vocab_size)).read()
 
-    @torch.inference_mode()
+    @in_inference_mode
     def launch(self, batch: ScheduledBatch) -> Forward:
         """Queue the forward of one step."""
         for sequence in batch.admitted:
@@ -318,7 +319,8 @@ class ModelRunner:
         )
         if self.states:
             arrays.inputs.update(state_arrays(batch))
-        self.encode(batch.towers)
+        if batch.towers is not None:
+            self.encode(batch.towers)
         images = None
         if arrays.images:
             images = require_encoder(self.images).step(arrays.images, arrays.inputs["input_ids"])
@@ -328,12 +330,11 @@ class ModelRunner:
         return Forward(prepared, logits, arrays.sequences, arrays.logprob_rows, arrays.prompt_spans)
 
     @torch.inference_mode()
-    def encode(self, work: TowerWork | None) -> None:
+    def encode(self, work: TowerWork) -> None:
         """Queue what a step encodes of images."""
-        if work is not None:
-            require_encoder(self.images).advance(work)
+        require_encoder(self.images).advance(work)
 
-    @torch.inference_mode()
+    @in_inference_mode
     def sample(self, forward: Forward, masks: Mapping[int, NDArray[np.int32]] | None = None) -> PendingResult:
         """Queue the sampling of the newest forward and the copy of its tokens to the host.
 

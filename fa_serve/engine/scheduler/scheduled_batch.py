@@ -138,17 +138,18 @@ class ScheduledBatch:
         self.prompt_limits = (max(self.prompt_limits[0], least), max(self.prompt_limits[1], least))
 
     def append(self, chunk: Chunk) -> None:
+        length = chunk.length
         self.chunks.append(chunk)
-        self.num_tokens += chunk.length
+        self.num_tokens += length
         self.num_drafts += len(chunk.drafts)
-        if chunk.length != chunk.num_samples:
-            self.num_prompt_tokens += chunk.length
+        if length != chunk.num_samples:
+            self.num_prompt_tokens += length
             self.num_prompt_logits += chunk.num_prompt_logits
             if chunk.num_samples:
                 self.completed.append(chunk.sequence.request)
-            self.num_pairs += chunk.length * (chunk.start + chunk.length // 2)
+            self.num_pairs += length * (chunk.start + length // 2)
         else:
-            self.num_keys += chunk.length * chunk.start
+            self.num_keys += length * chunk.start
 
     @property
     def size(self) -> StepSize:

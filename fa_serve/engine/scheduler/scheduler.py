@@ -4,25 +4,24 @@
     batch = scheduler.schedule()             # chunks of prompts and single tokens, within the token budget
     tokens = run(batch)
     for sequence, new_tokens in scheduler.commit(batch, tokens).items(): ...
-    scheduler.abort("request-7")             # at any moment; its pages are free when this returns
 
 Clients take turns (fair_queue.py), and the sequences of a client are served in the order of their rank (arrival, shifted by
 priority), running ones first. A sequence takes the pages of all its known tokens when it is admitted, so only sampled tokens
 can make it run out of pages. Then a sequence is preempted: it loses its pages, goes back to its place in the queue and is
-computed again later. It is the one with the last turn, of the client that has the most running sequences. The first sequence is
-never preempted by another one, so there is always progress. Ranks never change, so no sequence starves. A client that runs
+computed again later. It is the one with the last turn, of the client that has the most running sequences. The first sequence
+is never preempted by another one, so there is always progress. Ranks never change, so no sequence starves. A client that runs
 nothing gets a slot and pages from the client that has the most running sequences, unless no client has two.
 
 A model with linear attention has states beside its pages (cache/states.py), which sequences take as they go: one for each page
 that they fill, at the end of a chunk. The one before is given back when the step is committed, so that a step that fails or is
-rolled back leaves the state from which it began. If states are short, sequences that fill a page take turns.
-Pages are offered to others when the step that fills them is scheduled (cache/prefix.py), so that sequences that come in one
-step share their prefix. Prompts get a share of a step that decodes (prompt_share.py), in an order (prompt_order.py).
+rolled back leaves the state from which it began. If states are short, sequences that fill a page take turns. Pages are offered
+to others when the step that fills them is scheduled (cache/prefix.py), so that sequences that come in one step share their
+prefix. Prompts get a share of a step that decodes (prompt_share.py), in an order (prompt_order.py).
 
 `schedule` may run ahead of `commit`, because the device computes step n while the host prepares step n + 1. A sequence whose
-sampled token is not known yet is scheduled with a pending token, which the model runner keeps on the device. If a sequence ends
-while a step is in flight, the token that this step samples for it is dropped. A sequence that speculates waits for its newest
-token (step_drafts.py), and one with an image for the towers (tower_queue.py).
+sampled token is not known yet is scheduled with a pending token, which the model runner keeps on the device. If a sequence
+ends while a step is in flight, the token that this step samples for it is dropped. A sequence that speculates waits for its
+newest token (step_drafts.py), and one with an image for the towers (tower_queue.py).
 
 Left out: tensors, text and the clock. Sources: Orca (Yu et al. 2022), vLLM (Kwon et al. 2023), Sarathi (Agrawal et al. 2023).
 """
@@ -223,13 +222,12 @@ class Scheduler:
             else:
                 self.finish(sequence, "stop" if end in sequence.request.end_ids else "length")
         if self.states is not None:  # some were needed until this step had been committed, or undone
-            for chunk in batch.chunks:
-                for state in chunk.sequence.take_spent(batch.number):
-                    self.states.release(state)
+            for state in chain.from_iterable(chunk.sequence.take_spent(batch.number) for chunk in batch.chunks):
+                self.states.release(state)
         return gained
 
     def abort(self, request_id: str) -> SequenceState | None:
-        """End a sequence now. Returns None if there is none with this id any more."""
+        """End a sequence now; its pages are free when this returns. Returns None if there is none with this id any more."""
         sequence = self.sequences.get(request_id)
         if sequence is not None:
             self.finish(sequence, "abort")
@@ -335,14 +333,15 @@ class Scheduler:
         for sequence in self.running:
             if sequence.is_last_pending:
                 continue
-            decodes = sequence.num_computed + 1 >= sequence.num_tokens
+            num_tokens = sequence.num_tokens
+            decodes = sequence.num_computed + 1 >= num_tokens
             num_decoding += decodes
             if sequence.num_drafts or (drafting and self._drafts.is_held_back(sequence)):
                 continue
             if not decodes:
                 prompts.append(sequence)
             elif batch.room and not (has_states and not self._prefix.can_store(sequence, 1)):
-                self._grow_to(sequence, sequence.num_tokens)
+                self._grow_to(sequence, num_tokens)
                 self._append(batch, sequence, 1, self._drafts.guess(sequence, batch.room) if drafting else ())
         return prompts, num_decoding
 
@@ -372,9 +371,9 @@ class Scheduler:
 
     def _grow_to(self, sequence: SequenceState, num_tokens: int) -> None:
         """Give the sequence the pages that it lacks for so many tokens."""
-        need = self.pages.pages_for(num_tokens) - len(sequence.pages)
-        if need > 0:
-            sequence.grow(self.pages.allocate(need))
+        lacking = num_tokens - len(sequence.pages) * self.pages.page_size
+        if lacking > 0:
+            sequence.grow(self.pages.allocate(self.pages.pages_for(lacking)))
 
     def _join(self, sequence: SequenceState) -> None:
         """Queue a sequence, unless it has nothing to compute before an image that is not encoded."""
@@ -435,7 +434,8 @@ class Scheduler:
             chunk.stores = self._prefix.store(sequence, start, length, num_drafts, len(self.running))
             sequence.hold(chunk.stores, batch.number)
         self._prefix.offer(sequence)
-        self.towers.passed(sequence)
+        if sequence.request.images is not None:
+            self.towers.passed(sequence)
         if self.window is not None:
             # whole tiles: steps run in order, so those in flight have read these pages before another sequence writes to them
             first_key = max(start - self.window, 0) // self.keys_per_tile * self.keys_per_tile

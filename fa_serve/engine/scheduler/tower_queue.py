@@ -240,7 +240,7 @@ class TowerQueue:
 
         Returns the sequences that may join the queue now.
         """
-        if not self._needs and self.is_idle:
+        if not self._needs and not self._queue and not self._begun:
             return []
         limit = None
         if share is not None and num_decoding:

@@ -14,9 +14,9 @@ Left out: what the words of transformers mean, which `translate.py` knows, and t
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any, TypeGuard
 
 import torch
@@ -32,7 +32,13 @@ from fa_serve.hf.adapter.packs import check_layer
 from fa_serve.hf.adapter.translate import AttendsBatch, AttendsBiased, LayerCall, translate
 from fa_serve.spec import FEW_QUERIES, UnsupportedModelError
 
-_riding: ContextVar[AttendsBatch | None] = ContextVar("fa_serve_batch", default=None)
+
+class _Riding(threading.local):
+    # no ContextVar, which torch.compile cannot trace
+    batch: AttendsBatch | None = None
+
+
+_riding = _Riding()
 # The outputs that a model collects by hooks in this forward, without an argument that says so.
 _collector: Any = output_capturing._active_collector
 
@@ -40,16 +46,17 @@ _collector: Any = output_capturing._active_collector
 @contextmanager
 def riding(batch: AttendsBatch) -> Iterator[None]:
     """Inside, the batch answers for every attention layer, also for those to which a model does not hand its arguments down."""
-    token = _riding.set(batch)
+    outer = _riding.batch
+    _riding.batch = batch
     try:
         yield
     finally:
-        _riding.reset(token)
+        _riding.batch = outer
 
 
 def riding_batch() -> AttendsBatch | None:
     """The batch that answers for the layers of the forward that runs now, if there is one."""
-    return None if torch.compiler.is_compiling() else _riding.get()  # steps of the engine are not compiled
+    return _riding.batch
 
 
 def asks_for_weights(output_attentions: bool | None) -> bool:
@@ -101,7 +108,7 @@ def attention_forward(
         )
         return result
     if fa_serve_batch is None:
-        fa_serve_batch = riding_batch()
+        fa_serve_batch = _riding.batch
     if fa_serve_batch is None and _needs_no_translation(attention_mask, words):
         check_layer(module, query, attention_mask, told=False)
         return _attend_directly(query, key, value, attention_mask, scaling, words), None

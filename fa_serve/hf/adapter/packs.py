@@ -103,6 +103,9 @@ def check_layer(module: nn.Module, query: Tensor, mask: Any, told: bool, chooses
     mask: the call's; told: whether the call's own words or its mask say where packed sequences begin
     chooses_blocks: whether queries choose blocks of keys, which are counted from the start of the row
     """
+    forward = running.forward
+    if forward is None or forward.packs is None:
+        return  # the usual case, in each layer of each token of `generate`
     packs = running_packs(query.shape[0], query.shape[2])
     if packs is not None and chooses_blocks and (packs.cu_seqlens is not None or packs.restarts):
         raise UnsupportedModelError(

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -54,6 +55,8 @@ def run_launches(
     attention = launches.attention
     table_of = launches.table
     combine = launches.combine
+    max_tiles = launches.max_tiles
+    counted = launches.counted
     any_address = copied[1] is None
     unmarked = tuple([None if copy is None else False for copy in copied])
 
@@ -74,19 +77,22 @@ def run_launches(
         if attention is not None:
             table = counter = None
             if table_of is not None:
-                table = tile_table(table_of, launches.max_tiles, tensors.cu_seqlens_q, tensors.keys, out, lse)
-            elif launches.counted:
+                table = tile_table(table_of, max_tiles, tensors.cu_seqlens_q, tensors.keys, out, lse)
+            elif counted:
                 counter = take_counter(q)
-            lists = _NO_LISTS if blocks is None else [x if x is None else x.contiguous() for x in blocks.tensors]
+            lists: Sequence[Tensor | None] = _NO_LISTS
+            added = None
+            if blocks is not None:
+                lists = [x if x is None else x.contiguous() for x in blocks.tensors]
+                # the bits of a bool mask are all that the kernel needs of it
+                added = tensors.mask if blocks.partial_bits is None else None
+            if added is not None and launches.mask_words:
+                added = added.view(torch.int32)
             scales = _NO_SCALES
             if quantizer is not None:
                 q, k, v, *scales = quantizer(tensors)
             splits = None if combine is None else combine.buffer(q)
             pages = (table, counter, tensors.block_table)
-            # the bits of a bool mask are all that the kernel needs of it
-            added = None if blocks is None or blocks.partial_bits is not None else tensors.mask
-            if added is not None and launches.mask_words:
-                added = added.view(torch.int32)
             attention((q, q, k, k, v, v, out, out, lse, tensors.sinks, *pages, *lists, *scales, splits, added))
             if combine is not None:
                 combine(out, lse, splits, table)
