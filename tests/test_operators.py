@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 import fa_serve
-from fa_serve import operators
+from fa_serve import api, operators
 from fa_serve.backends.calls import CallOptions
 from fa_serve.testing import cu_seqlens, make_paged, make_qkv
 
@@ -279,3 +279,29 @@ def test_eager_calls_do_not_use_operators(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(operators, name, None)
     for function, arguments in (DENSE, VARLEN, PAGED, STORE):
         function(**arguments)
+
+
+def test_a_call_is_eager_unless_something_records_or_transforms_it() -> None:
+    """What this question misses would compute where it should be recorded: it covers all that `is_traced` and `is_transformed`
+    ask for."""
+    found: list[bool] = []
+
+    def note(x: Tensor) -> Tensor:
+        found.append(operators.is_eager())
+        return x * 1
+
+    x = torch.ones(2)
+    note(x)
+    torch.func.vmap(note)(x)
+    torch.func.jvp(note, (x,), (x,))
+    torch.jit.trace(note, x, check_trace=False)
+    assert found == [True, False, False, False]
+    assert torch.compile(lambda x: x + operators.is_eager(), backend="eager", fullgraph=True)(x).tolist() == [1, 1]
+    assert operators.is_eager()
+
+
+def test_an_eager_call_asks_one_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forms in which a call may be recorded cost time at each call."""
+    monkeypatch.setattr(api, "_node", lambda *call: pytest.fail("the call was taken for one that is recorded"))
+    q, k, v = make_qkv(1, 4, 4, 2, 2, 16)
+    fa_serve.attention(q, k, v)

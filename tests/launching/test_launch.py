@@ -441,3 +441,12 @@ def test_a_view_remembers_a_limited_number_of_addresses(kernel: Kernel) -> None:
     for i in range(2 * module._MAX_ENCODED + 10):
         kept((Pointer(16 * i),))
     assert 0 < len(view) <= module._MAX_ENCODED
+
+
+def test_a_known_launch_does_not_start_cuda_again(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's own function asks at each call whether CUDA has been started, which takes longer than the answer."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: pytest.fail("CUDA has been started: the tensors are there"))
+    kept = Launch(kernel, 3, (), (), {})
+    for _ in range(2):
+        kept([Pointer(32)])
+    assert (kernel.compiled, len(kernel.launched)) == (1, 1)
