@@ -9,6 +9,7 @@ import pytest
 import torch
 from api_calls import CU, DENSE, FLAT, PAGED, STORE, VARLEN, Q
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn.attention.flex_attention import BlockMask
 
 import fa_serve
@@ -293,8 +294,11 @@ def test_a_call_is_eager_unless_something_records_or_transforms_it() -> None:
     x = torch.ones(2)
     note(x)
     torch.func.vmap(note)(x)
-    torch.func.jvp(note, (x,), (x,))
-    torch.jit.trace(note, x, check_trace=False)
+    with forward_ad.dual_level():
+        note(x)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(operators, "_is_jit_tracing", lambda: True)
+        note(x)
     assert found == [True, False, False, False]
     assert torch.compile(lambda x: x + operators.is_eager(), backend="eager", fullgraph=True)(x).tolist() == [1, 1]
     assert operators.is_eager()
