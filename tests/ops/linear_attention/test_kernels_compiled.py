@@ -159,7 +159,7 @@ def test_pieces(target: str) -> None:
 def test_the_loop_over_pieces() -> None:
     """On Hopper it loads pieces ahead, and both of its products take their first operand from registers, so that the state
     does not go through shared memory."""
-    with compiling_for("sm90") as found:
+    with compiling_for("sm90", until="ttgir") as found:
         delta(8, 16, False, 3)
     (loop,) = [kernel for kernel in found if kernel.name == "_pass_states"]
     body = loop.binary.asm["ttgir"].rpartition("scf.for")[2]
@@ -184,7 +184,7 @@ def test_the_loop_over_pieces_of_many_sequences() -> None:
 
 
 def launched(call: Callable[[], object]) -> list[str]:
-    with compiling_for("sm90") as found:
+    with compiling_for("sm90", until="launch") as found:
         call()
     return [kernel.name for kernel in found]
 
@@ -245,7 +245,7 @@ def test_gradients_of_gates_by_channel(target: str) -> None:
 
 def test_no_wgmma_of_few_columns() -> None:
     """Keys and values of a few numbers: wgmma of 16 or 32 columns with 4 warps was wrong on Hopper (tiles.py)."""
-    with compiling_for("sm90") as found:
+    with compiling_for("sm90", until="ttgir") as found:
         q = bf16(2, 12)
         v = bf16(2, 10)
         g = torch.zeros(4, 2)
