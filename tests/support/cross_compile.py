@@ -78,6 +78,11 @@ def with_targets(cases: Collection[T], everywhere: Container[T]) -> list[tuple[T
     return [(case, target) for target in TARGETS for case in cases if target in UNLIKE or case in everywhere]
 
 
+def sm90_and(other: str) -> list[str]:
+    """Every target. A sample has Hopper, for which most kernels have tiles of their own, and another one."""
+    return list(TARGETS) if ALL else ["sm90", other]
+
+
 @dataclass(frozen=True)
 class Kernel:
     """One compiled launch and what its machine code says."""

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from cross_compile import SHARED_BYTES, TARGETS, Kernel, compiling_for
+from cross_compile import SHARED_BYTES, TARGETS, Kernel, compiling_for, sm90_and
 from sampled_cases import each_nth
 from torch import Tensor
 from triton.runtime.jit import JITFunction
@@ -64,7 +64,7 @@ def assert_small(found: list[Kernel], target: str, spills: int = 0) -> None:
     assert max(kernel.shared_bytes for kernel in found) <= SHARED_BYTES[target]
 
 
-@pytest.mark.parametrize("target", each_nth(3, list(TARGETS)))
+@pytest.mark.parametrize("target", sm90_and("gfx942"))
 def test_convolutions_and_scans(target: str) -> None:
     """Qwen3-Next's convolution, and on two targets Jamba's scan and the recurrence of RecurrentGemma."""
     with compiling_for(target) as found:
