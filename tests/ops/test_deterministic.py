@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import engine_fixtures
 import pytest
 import torch
 from tiny_models import VOCAB, greedy, make_model, random_prompts
@@ -11,9 +10,6 @@ from fa_serve.engine import SamplingParams
 from fa_serve.ops.deterministic import DeterministicMode
 from fa_serve.spec import UnsupportedModelError
 
-make_engine = engine_fixtures.make_engine
-tokenizer = engine_fixtures.tokenizer
-"""Fixtures. A conftest.py of this folder would import engines and transformers for tests of kernels, which need neither."""
 ASKED = [
     SamplingParams(max_tokens=8, temperature=0.0, logprobs=3, prompt_logprobs=1),
     SamplingParams(max_tokens=8, temperature=1.0, seed=7, top_p=0.9, logprobs=0),
