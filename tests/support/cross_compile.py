@@ -240,13 +240,14 @@ def _add_stages_until(last: str, add_stages: Callable[..., None]) -> Callable[..
 
 
 @contextlib.contextmanager
-def compiling_for(target: str, until: str | None = None) -> Iterator[list[Kernel]]:
+def compiling_for(target: str, until: str | None = None, only: str = "") -> Iterator[list[Kernel]]:
     """Every Triton or Gluon launch inside the block is compiled for `target` and recorded instead of run.
 
     Plans are made again inside the block, because they depend on the architecture, and forgotten after it.
 
     until: the last form that is needed, as `Kernel.binary.asm` names it, which saves the rest of the compilation; "launch" if
     the names of the kernels are all
+    only: a part of the names of the kernels that are compiled; of the others the launches are recorded
     """
     gpu = TARGETS[target]
     kernels: list[Kernel] = []
@@ -256,7 +257,8 @@ def compiling_for(target: str, until: str | None = None) -> Iterator[list[Kernel
         binary: Any = None
         with contextlib.redirect_stdout(io.StringIO()) as said:
             try:
-                binary = run(self, *args, grid=grid, warmup=True, **options) if until != "launch" else None
+                if until != "launch" and only in self.fn.__name__:
+                    binary = run(self, *args, grid=grid, warmup=True, **options)
             except _Reached as reached:
                 binary = SimpleNamespace(asm={until: str(reached)})
         kernels.append(Kernel(self.fn.__name__, target, binary, said.getvalue()))
