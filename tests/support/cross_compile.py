@@ -79,7 +79,7 @@ def with_targets(cases: Collection[T], everywhere: Container[T]) -> list[tuple[T
 
 
 def sm90_and(other: str) -> list[str]:
-    """Every target. A sample has Hopper, for which most kernels have tiles of their own, and another one."""
+    """Every target. A sample has Hopper, for which most kernels have special tiles, and another one."""
     return list(TARGETS) if ALL else ["sm90", other]
 
 

@@ -1,6 +1,6 @@
 """Prompts with images of every type that docs/models.md serves, from the type's own processor to the answer.
 
-In a process of their own, because processors need a torchvision that other tests may not see. A sample has each second type.
+In another process, because processors need a torchvision that other tests may not see. A sample has each second type.
 """
 
 from __future__ import annotations
