@@ -404,8 +404,7 @@ class Engine:
         outputs: list[RequestOutput] = []
         self._answers.begin_step(batch.admitted, begin)
         try:
-            if not batch:  # its images wait for nothing, and what follows them for slots or pages
-                assert batch.towers is not None
+            if batch.towers is not None and not batch:  # its images wait for nothing, and what follows for slots or pages
                 self._runner.encode(batch.towers)
                 return outputs
             forward = self._runner.launch(batch)
