@@ -6,7 +6,7 @@
     pool = store.pool                        # asks this store to load
     store.remove("french")                   # sequences that have it finish with it
 
-The tier on the host keeps adapters in memory of its own. If it is full, those that were asked for least recently
+The tier on the host keeps adapters in memory that nobody else has. If it is full, those that were asked for least recently
 are dropped, and read from their folder again when a sequence needs them. A folder whose files have changed is refused, because
 the prefix cache has what was computed with the older ones. On a GPU, copies have a separate stream, on which they wait
 for the steps that were launched before.
@@ -315,7 +315,7 @@ class AdapterStore:
         """Keep an adapter on the host, and drop others that can be read again while they are too many."""
         self._host[adapter] = packed
         if packed.borrows:
-            self._reader.submit(packed.own)  # behind the first token, which needs no copy of its own
+            self._reader.submit(packed.own)  # behind the first token, which can be computed from the file
         total = sum(each.num_bytes for each in self._host.values())
         for other in [*self._host]:
             if total <= self._host_bytes:

@@ -226,7 +226,7 @@ class LoraMemory:
         return PackedPart(part, self._converted(a), self._converted(rows))
 
     def _converted(self, x: Tensor) -> Tensor:
-        """A matrix on the host in the dtype of the model: the same memory if it is so. Raises ParameterError for an infinity."""
+        """A matrix on the host in the dtype of the model, a view of it if it can be. Raises ParameterError for infinities."""
         own = x.detach().to("cpu", self.dtype)
         if x.dtype != self.dtype and not is_finite(own):
             name = str(self.dtype)[6:]

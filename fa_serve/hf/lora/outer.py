@@ -70,7 +70,7 @@ class OuterWeights:
         return own + bytes_of(self.parameters)
 
     def cloned(self) -> OuterWeights:
-        """The same in memory of its own."""
+        """The same as copies."""
         return OuterWeights(
             self.embedding.mapped(torch.clone), self.head.mapped(torch.clone), mapped_parts(self.parameters, torch.clone)
         )

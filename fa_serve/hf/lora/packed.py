@@ -1,7 +1,7 @@
 """An adapter on the host: its matrices by product, as they were read, in the dtype of the model.
 
     packed = memory.pack(adapter)            # checked; its tensors may lie in the file of the adapter
-    packed.own()                             # they lie in memory of their own, whatever becomes of the file
+    packed.own()                             # they are copies, whatever becomes of the file
     packed.fill(view, start, page, number, layout)   # what one product has of a page
 
 A copy in the layout of the device would be padded to whole pages, and new memory for it is slow to come: an adapter of 42 MB
