@@ -21,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import partial
-from itertools import count
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any
 
@@ -308,8 +308,9 @@ class Engine:
         if keep_pages and self._scheduler.states is not None:
             raise ParameterError("keep_pages", "be False for a model that keeps states beside keys and values", keep_pages)
         self._late += self.drain()
+        first = [*islice(weights := iter(weights), 1)]  # a source that refuses what it reads does so now, without any effect
         try:
-            self._residence.copy(weights)
+            self._residence.copy(chain(first, weights))
         finally:  # some of them have been copied
             self._residence.settle()
             self._scheduler.forget_cache(new_weights=True, keep_pages=keep_pages)

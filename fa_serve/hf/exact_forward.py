@@ -80,8 +80,9 @@ def exact(model: nn.Module, *, page_size: int = 16, deterministic_backward: bool
     deterministic_backward: gradients repeat in every bit as well; slower, because their products are computed row by row
     fusion:    whether the engine fuses layers (`EngineConfig.fusion`, and not `eager`), whose numbers are rounded less often
 
-    In the context, which computes outside of any autocast around it, calls take `input_ids` or `inputs_embeds` of (batch, tokens), and an `attention_mask` of the same shape
-    whose ones follow each other in each row. Rows of a batch of 1 that are packed end to end are told by `position_ids`.
+    In the context, calls take `input_ids` or `inputs_embeds` of (batch, tokens), and an `attention_mask` of the same shape
+    whose ones follow each other in each row. Rows of a batch of 1 that are packed end to end are told by `position_ids`. What
+    is computed is outside of an autocast around the context.
 
     Raises UnsupportedModelError for a model that the engine does not run, and for one whose parameters are not plain tensors on
     one device. A call raises ParameterError for arguments that a training forward does not have.
@@ -135,7 +136,9 @@ class ExactForward:
         self._state.restore(modes=False)
         hook = self.model.register_forward_pre_hook(self._prepare, with_kwargs=True)
         modes = ExitStack()
-        modes.enter_context(torch.autocast(self.model.device.type, enabled=False))  # as a rollout, which has the parameters' dtype
+        modes.enter_context(
+            torch.autocast(self.model.device.type, enabled=False)
+        )  # as a rollout, which has the parameters' dtype
         modes.enter_context(DeterministicMode(backward=self._deterministic_backward))
         self._entered.append((own, modes, hook, self._addresses))
         return self
@@ -158,7 +161,7 @@ class ExactForward:
             raise UnsupportedModelError(f"the parameters of {name} have got other memory: enter the exact context again")
         dropout = active_dropout(self.model)
         if dropout is not None:
-            raise ParameterError("dropout", "be 0 in an exact forward, because rollouts have none", dropout)
+            raise ParameterError("dropout", f"be 0 in {dropout[0]}, because rollouts have none", dropout[1])
         if torch.is_autocast_enabled(self.model.device.type):
             raise ParameterError("autocast", "be entered around the exact context, not within it", "autocast within it")
         kwargs = {**kwargs}
@@ -187,8 +190,8 @@ class ExactForward:
 def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> Tensor:
     """The log-probability of each token, as an engine with `logprobs_mode="processed_logprobs"` reports it.
 
-    logits: (..., vocab), any float dtype; tokens: (...), int64; temperature: that of the rollout, without further filters. Answers that
-            take the most likely token (a temperature below 1e-6, or `top_k=1`) have those of 1
+    logits:      (..., vocab), any float dtype; tokens: (...), int64
+    temperature: that of the rollout, without further filters. Greedy answers (a temperature below 1e-6) have those of 1
 
     Returns (...) float32. In `fa_serve.exact` its bits are those of the rollout.
     """

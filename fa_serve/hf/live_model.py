@@ -85,14 +85,14 @@ def parameters_in(model: nn.Module) -> list[Tensor]:
     return [*{id(x): x for x in _tensors_in(modules_in(model), "_parameters")}.values()]
 
 
-def active_dropout(model: nn.Module) -> str | None:
-    """A module that drops numbers in the next forward, and with which probability; None if there is none."""
+def active_dropout(model: nn.Module) -> tuple[str, float] | None:
+    """The name of a module that drops numbers in the next forward, and their share; None if there is none."""
     for module in modules_in(model):
         own = vars(module)
         share = own.get("p", 0.0) if isinstance(module, _DropoutNd) else own.get("attention_dropout", 0.0)
         if module.training and isinstance(share, int | float) and share > 0.0:
             name = next(name for name, each in model.named_modules() if each is module)
-            return f"{share} in {name}"
+            return name, share
     return None
 
 

@@ -41,15 +41,15 @@ def use_rollouts(trainer: Any, engine: RolloutEngine, exact: ExactForward | None
     """
     if getattr(trainer, "use_vllm", None) is not False:
         raise ParameterError("use_vllm", "be False in the trainer's config, because fa_serve takes its place", True)
+    if exact is not None and getattr(trainer, "aux_loss_enabled", False):
+        rule = "be 0 in the trainer's config, because an exact forward does not return the loss of a router"
+        raise ParameterError("router_aux_loss_coef", rule, trainer.router_aux_loss_coef)
     generation = TrlGeneration(trainer, engine)
     generation.params()  # raises before anything is replaced
     trainer.vllm_generation = generation
     trainer.use_vllm = True
     trainer._last_loaded_step = -1
     if exact is not None:
-        if getattr(trainer, "aux_loss_enabled", False):
-            rule = "be 0 in the trainer's config, because an exact forward does not return the loss of a router"
-            raise ParameterError("router_aux_loss_coef", rule, trainer.router_aux_loss_coef)
         trainer._get_per_token_logps_and_entropies = partial(_exact_logprobs, trainer, exact)
         trainer.accelerator.backward = partial(_exact_backward, exact, trainer.accelerator.backward)
 

@@ -14,10 +14,11 @@ and where new weights come from.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.errors import EngineAsleepError
@@ -87,17 +88,9 @@ class Residence:
         known: dict[str, Tensor] = {}
         for name, tensor in weights:
             # names are not looked up for a trainer that has changed its parameters in place, and gives none
-            known = known or {
-                **dict(model.named_parameters(remove_duplicate=False)),
-                **dict(model.named_buffers(remove_duplicate=False)),
-            }
-            if name not in known:
-                if self._is_quantised():
-                    raise ParameterError("weights", "be of a model of floats: this one keeps quantised weights", name)
-                raise ParameterError("weights", f"have the names of parameters of {type(model).__name__}", name)
+            known = known or known_weights(model)
             whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-            if whole.shape != known[name].shape:
-                raise ParameterError("weights", f"have the shape {tuple(known[name].shape)} for {name}", tuple(whole.shape))
+            check_weight(model, known, name, whole.shape)
             known[name].copy_(whole)
             self._missing -= {other for other in self._missing if other == name or known[other] is known[name]}
 
@@ -121,7 +114,7 @@ class Residence:
         """Raise ParameterError for a level that there is not, or that this model does not have."""
         if level not in (0, 1, 2):
             raise ParameterError("level", "be 0, 1 or 2", level)
-        if level and self._owned and self._is_quantised():
+        if level and self._owned and is_quantised(self._runner.model):
             raise ParameterError("level", "be 0 for a model of quantised weights, which stay on the device", level)
 
     def sleep(self, level: int) -> None:
@@ -131,7 +124,7 @@ class Residence:
             return
         self._runner.close()
         self._asleep.add("kv_cache")
-        if level:
+        if level and self._owned:
             self._asleep.add("weights")
             self._leave(level)
         if self._runner.device.type == "cuda":
@@ -156,8 +149,6 @@ class Residence:
 
     def _leave(self, level: int) -> None:
         """Move the weights to the host's memory, or free them. Graphs are gone."""
-        if not self._owned:
-            return
         unfuse_model(self._runner.model)  # merged weights go with the fused forwards
         for name, parameter in self._runner.model.named_parameters():
             self._left.append((name, parameter, parameter.shape))
@@ -176,5 +167,25 @@ class Residence:
         self._left = []
         self.settle()
 
-    def _is_quantised(self) -> bool:
-        return any(isinstance(module, QuantizedLinear | QuantizedExperts) for module in self._runner.model.modules())
+
+def known_weights(model: PreTrainedModel) -> dict[str, Tensor]:
+    """What `Residence.copy` may copy into: parameters and buffers by name, tied ones under each of their names.
+
+    Raises ParameterError for a model that keeps quantised weights, before a part of it is new.
+    """
+    if is_quantised(model):
+        raise ParameterError("weights", "be of a model of floats: this one keeps quantised weights", type(model).__name__)
+    return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+
+
+def check_weight(model: PreTrainedModel, known: Mapping[str, Tensor], name: str, shape: Sequence[int]) -> None:
+    """Raise ParameterError for a name or a shape that the model does not have. known: its `known_weights`"""
+    if name not in known:
+        raise ParameterError("weights", f"have the names of parameters of {type(model).__name__}", name)
+    if tuple(shape) != known[name].shape:
+        raise ParameterError("weights", f"have the shape {tuple(known[name].shape)} for {name}", tuple(shape))
+
+
+def is_quantised(model: nn.Module) -> bool:
+    """Whether layers or experts have quantised weights."""
+    return any(isinstance(module, QuantizedLinear | QuantizedExperts) for module in model.modules())
