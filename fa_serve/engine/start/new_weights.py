@@ -67,7 +67,9 @@ def from_folder(model: PreTrainedModel, folder: str | Path) -> Iterator[tuple[st
             with safe_open(file, framework="pt") as opened:
                 shapes.update({name: opened.get_slice(name).get_shape() for name in opened.keys()})  # noqa: SIM118
         except (OSError, SafetensorError) as error:
-            raise ParameterError("weight_dir", "hold whole safetensors files", f"{file.name}: {error}") from error
+            raise ParameterError(
+                "weight_dir", f"hold whole safetensors files, and {file.name} is broken", str(error)
+            ) from error
     if shapes.keys() <= known.keys():
         for name, shape in shapes.items():
             check_weight(model, known, name, shape)
@@ -95,7 +97,7 @@ def _files_of(folder: Path) -> list[Path]:
     names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
-        raise ParameterError("weight_dir", f"hold every file that {index.name} names", missing)
+        raise ParameterError("weight_dir", f"hold every file that {index.name} names, and lacks {missing[0]}", str(folder))
     return [folder / name for name in names]
 
 
@@ -108,7 +110,7 @@ def _loaded(model: PreTrainedModel, folder: str | Path) -> Any:
         raise ParameterError("weight_dir", "hold a checkpoint that transformers can load", str(error)) from error
     missing = sorted(told["missing_keys"])
     if missing:
-        raise ParameterError("weight_dir", "hold every weight of the model", missing)
+        raise ParameterError("weight_dir", f"hold every weight of the model, and lacks {missing[0]}", str(folder))
     known = known_weights(model)
     for name, parameter in loaded.named_parameters():
         check_weight(model, known, name, parameter.shape)

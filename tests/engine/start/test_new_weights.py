@@ -46,7 +46,9 @@ def test_a_checkpoint_that_lacks_a_weight_is_refused(tmp_path: Path) -> None:
     del tensors["model.layers.1.mlp.down_proj.weight"]
     tensors["model.rotary_emb.inv_freq"] = torch.ones(8)
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ParameterError, match=r"hold every weight of the model, got .*layers\.1\.mlp\.down_proj\.weight"):
+    with pytest.raises(
+        ParameterError, match=r"hold every weight of the model, and lacks model\.layers\.1\.mlp\.down_proj\.weight"
+    ):
         next(from_folder(model, tmp_path))
     tensors["model.layers.0.mlp.up_proj.weight"] = torch.ones(3, 3)
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
@@ -76,10 +78,10 @@ def test_a_folder_that_is_still_being_written_is_refused(tmp_path: Path) -> None
     last = max(tmp_path.glob("*.safetensors"))
     content = last.read_bytes()
     last.write_bytes(content[: len(content) // 2])
-    with pytest.raises(ParameterError, match=f"weight_dir must hold whole safetensors files, got '{last.name}: "):
+    with pytest.raises(ParameterError, match=f"weight_dir must hold whole safetensors files, and {last.name} is broken"):
         next(from_folder(model, tmp_path))
     last.unlink()
-    with pytest.raises(ParameterError, match=f"every file that model.safetensors.index.json names.*{last.name}"):
+    with pytest.raises(ParameterError, match=f"every file that model.safetensors.index.json names, and lacks {last.name}"):
         next(from_folder(model, tmp_path))
 
 
