@@ -21,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import partial
-from itertools import chain, count, islice
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -304,13 +304,12 @@ class Engine:
         and with several ranks.
         """
         self._residence.require_one_rank("update_weights")
-        self._residence.require_weights()
+        weights = self._residence.begin(weights)
         if keep_pages and self._scheduler.states is not None:
             raise ParameterError("keep_pages", "be False for a model that keeps states beside keys and values", keep_pages)
         self._late += self.drain()
-        first = [*islice(weights := iter(weights), 1)]  # a source that refuses what it reads does so now, without any effect
         try:
-            self._residence.copy(chain(first, weights))
+            self._residence.copy(weights)
         finally:  # some of them have been copied
             self._residence.settle()
             self._scheduler.forget_cache(new_weights=True, keep_pages=keep_pages)

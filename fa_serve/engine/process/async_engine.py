@@ -399,8 +399,7 @@ class AsyncEngine:
 
     async def update_weights(self, **arguments: Any) -> int:
         """As `Engine.update_weights`, from a folder or from shared memory: see `controls.carry_out`. Returns the version."""
-        version: int = await self._control("update_weights", **arguments)
-        return version
+        return int(await self._control("update_weights", **arguments))
 
     def _open_or_close(self) -> None:
         if self._is_paused or self._is_asleep:

@@ -15,6 +15,7 @@ and where new weights come from.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, islice
 
 import torch
 from torch import Tensor, nn
@@ -71,10 +72,13 @@ class Residence:
         if self._num_ranks > 1:
             raise ParameterError("tensor_parallel", f"be 1 for {name}, which is not built for several ranks", self._num_ranks)
 
-    def require_weights(self) -> None:
-        """Raise EngineAsleepError unless the weights have memory."""
+    def begin(self, weights: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+        """The weights for `copy`, of which the first one has been read: a source that refuses what it is told does so now,
+        before there is any effect. Raises EngineAsleepError unless the model's own weights have memory."""
         if "weights" in self._asleep:
             raise EngineAsleepError('the engine\'s weights sleep: call wake_up(["weights"]) before update_weights')
+        rest = iter(weights)
+        return chain([*islice(rest, 1)], rest)
 
     @torch.no_grad()
     def copy(self, weights: Iterable[tuple[str, Tensor]]) -> None:
