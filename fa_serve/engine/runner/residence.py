@@ -19,7 +19,6 @@ from itertools import chain, islice
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.errors import EngineAsleepError
@@ -172,7 +171,7 @@ class Residence:
         self.settle()
 
 
-def known_weights(model: PreTrainedModel) -> dict[str, Tensor]:
+def known_weights(model: nn.Module) -> dict[str, Tensor]:
     """What `Residence.copy` may copy into: parameters and buffers by name, tied ones under each of their names.
 
     Raises ParameterError for a model that keeps quantised weights, before a part of it is new.
@@ -182,7 +181,7 @@ def known_weights(model: PreTrainedModel) -> dict[str, Tensor]:
     return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
 
 
-def check_weight(model: PreTrainedModel, known: Mapping[str, Tensor], name: str, shape: Sequence[int]) -> None:
+def check_weight(model: nn.Module, known: Mapping[str, Tensor], name: str, shape: Sequence[int]) -> None:
     """Raise ParameterError for a name or a shape that the model does not have. known: its `known_weights`"""
     if name not in known:
         raise ParameterError("weights", f"have the names of parameters of {type(model).__name__}", name)
