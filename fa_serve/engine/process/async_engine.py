@@ -419,7 +419,7 @@ class AsyncEngine:
         if not self.is_alive or self._worker is None:
             raise self._death()
         serial = next(self._serial)
-        future = self._replies[serial] = asyncio.get_running_loop().create_future()
+        self._replies[serial] = future = asyncio.Future[Reply]()
         try:
             self._worker.send(command(serial))
             return await future
