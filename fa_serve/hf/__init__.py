@@ -70,7 +70,14 @@ from fa_serve.hf.adapter.translate import AttendsBatch, LayerCall
 from fa_serve.hf.exact_forward import ExactForward, exact, token_logprobs
 from fa_serve.hf.hidden_states import HiddenStateReader
 from fa_serve.hf.layer_kinds import few_layers
-from fa_serve.hf.live_model import Addresses, ModelState, check_live, forwards_with_copies, trained_model
+from fa_serve.hf.live_model import (
+    Addresses,
+    ModelState,
+    check_live,
+    drop_autocast_of_accelerate,
+    forwards_with_copies,
+    trained_model,
+)
 from fa_serve.hf.surgery.divide.plan import plan_division
 from fa_serve.hf.surgery.divide.weights import PartOfSum, divide_model, vocab_size
 from fa_serve.hf.surgery.experts.mixtures import expert_modules, experts_forward, take_experts
@@ -101,6 +108,7 @@ __all__ = [
     "check_live",
     "check_model",
     "divide_model",
+    "drop_autocast_of_accelerate",
     "exact",
     "expert_modules",
     "experts_forward",

@@ -25,6 +25,7 @@ training of vLLM and TorchTitan (2025).
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -50,7 +51,14 @@ from fa_serve.hf.exact_gradients import (
     layer_computed_again,
     parameters_computed_again,
 )
-from fa_serve.hf.live_model import Addresses, ModelState, check_live, trained_model
+from fa_serve.hf.live_model import (
+    Addresses,
+    ModelState,
+    active_dropout,
+    check_live,
+    drop_autocast_of_accelerate,
+    trained_model,
+)
 from fa_serve.hf.surgery.experts.mixtures import expert_modules, gate_of, take_experts, weights_of
 from fa_serve.hf.surgery.fuse.fusion import fuse_model, unfuse_model
 from fa_serve.hf.surgery.fuse.layer import FusedLayer, HeadsAttention, LayerStep, tables_of
@@ -60,6 +68,8 @@ from fa_serve.spec import TREE_SPLITS, ParameterError, UnsupportedModelError
 
 EXPERTS_NAME = "fa_serve_exact"
 """The experts implementation of transformers that stands in the place of "fa_serve" within the context."""
+GREEDY_TEMPERATURE = 1e-6
+"""Below it an engine takes the most likely token, and reports log-probabilities of temperature 1."""
 
 
 def exact(model: nn.Module, *, page_size: int = 16, deterministic_backward: bool = False, fusion: bool = True) -> ExactForward:
@@ -71,7 +81,8 @@ def exact(model: nn.Module, *, page_size: int = 16, deterministic_backward: bool
     fusion:    whether the engine fuses layers (`EngineConfig.fusion`, and not `eager`), whose numbers are rounded less often
 
     In the context, calls take `input_ids` or `inputs_embeds` of (batch, tokens), and an `attention_mask` of the same shape
-    whose ones follow each other in each row. Rows of a batch of 1 that are packed end to end are told by `position_ids`.
+    whose ones follow each other in each row. Rows of a batch of 1 that are packed end to end are told by `position_ids`. What
+    is computed is outside of an autocast around the context.
 
     Raises UnsupportedModelError for a model that the engine does not run, and for one whose parameters are not plain tensors on
     one device. A call raises ParameterError for arguments that a training forward does not have.
@@ -88,13 +99,14 @@ class ExactForward:
         self.page_size = page_size
         self._deterministic_backward = deterministic_backward
         self._fusion = fusion
-        self._entered: list[tuple[ModelState, Any, Any, Addresses]] = []
+        self._entered: list[tuple[ModelState, ExitStack, Any, Addresses]] = []
         self._replace()
 
     def _replace(self) -> None:
         """Find what the context makes of the model: the implementation of attention and of experts, and fused layers."""
         own = ModelState.of(self.model)
         watched = watched_modules(self.model)
+        drop_autocast_of_accelerate(self.model)
         try:
             unfuse_model(self.model)
             self.model.train(False)
@@ -123,14 +135,17 @@ class ExactForward:
         own = ModelState.of(self.model)
         self._state.restore(modes=False)
         hook = self.model.register_forward_pre_hook(self._prepare, with_kwargs=True)
-        mode: Any = DeterministicMode(backward=self._deterministic_backward)
-        mode.__enter__()
-        self._entered.append((own, mode, hook, self._addresses))
+        modes = ExitStack()
+        modes.enter_context(
+            torch.autocast(self.model.device.type, enabled=False)
+        )  # as a rollout, which has the parameters' dtype
+        modes.enter_context(DeterministicMode(backward=self._deterministic_backward))
+        self._entered.append((own, modes, hook, self._addresses))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        own, mode, hook, _ = self._entered.pop()
-        mode.__exit__(kind, error, traceback)
+        own, modes, hook, _ = self._entered.pop()
+        modes.__exit__(kind, error, traceback)
         hook.remove()
         own.restore(modes=False)
         if self._entered:
@@ -144,6 +159,11 @@ class ExactForward:
         if self._fusion and self._addresses != Addresses.of(self.model):
             name = type(self.model).__name__
             raise UnsupportedModelError(f"the parameters of {name} have got other memory: enter the exact context again")
+        dropout = active_dropout(self.model)
+        if dropout is not None:
+            raise ParameterError("dropout", f"be 0 in {dropout[0]}, because rollouts have none", dropout[1])
+        if torch.is_autocast_enabled(self.model.device.type):
+            raise ParameterError("autocast", "be entered around the exact context, not within it", "autocast within it")
         kwargs = {**kwargs}
         if args:
             if len(args) > 1:
@@ -170,12 +190,13 @@ class ExactForward:
 def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> Tensor:
     """The log-probability of each token, as an engine with `logprobs_mode="processed_logprobs"` reports it.
 
-    logits: (..., vocab), any float dtype; tokens: (...), int64; temperature: that of the rollout, without further filters
+    logits:      (..., vocab), any float dtype; tokens: (...), int64
+    temperature: that of the rollout, without further filters. Greedy answers (a temperature below 1e-6) have those of 1
 
     Returns (...) float32. In `fa_serve.exact` its bits are those of the rollout.
     """
     scores = logits.float()
-    if temperature != 1.0:
+    if temperature != 1.0 and temperature >= GREEDY_TEMPERATURE:
         # a GPU multiplies with the reciprocal of a Python number, and the sampler divides by a tensor
         scores = scores / torch.full((), temperature, dtype=torch.float32, device=logits.device)
     return scores.gather(-1, tokens[..., None])[..., 0] - scores.logsumexp(dim=-1)

@@ -19,6 +19,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedModel
 
 from fa_serve import ops
@@ -82,6 +83,26 @@ def modules_in(model: nn.Module) -> list[nn.Module]:
 def parameters_in(model: nn.Module) -> list[Tensor]:
     """All parameters, each once, as `model.parameters()` has them."""
     return [*{id(x): x for x in _tensors_in(modules_in(model), "_parameters")}.values()]
+
+
+def active_dropout(model: nn.Module) -> tuple[str, float] | None:
+    """The name of a module that drops numbers in the next forward, and their share; None if there is none."""
+    for module in modules_in(model):
+        own = vars(module)
+        share = own.get("p", 0.0) if isinstance(module, _DropoutNd) else own.get("attention_dropout", 0.0)
+        if module.training and isinstance(share, int | float) and share > 0.0:
+            name = next(name for name, each in model.named_modules() if each is module)
+            return name, share
+    return None
+
+
+def drop_autocast_of_accelerate(model: nn.Module) -> None:
+    """Give a model that `Accelerator.prepare` has wrapped in autocast its own forward again, until `ModelState.restore`."""
+    before = vars(model).get("_original_forward")
+    if getattr(before, "__func__", None) is type(model).forward:
+        vars(model).pop("forward", None)
+    elif before is not None:
+        vars(model)["forward"] = before
 
 
 def _tensors_in(modules: Iterable[nn.Module], *kinds: str) -> list[Tensor]:

@@ -78,6 +78,9 @@ def _matmul(x: Tensor, y: Tensor) -> Any:
         return x * y  # nothing is summed, as for the angles of a rotary embedding
     if x.dim() == 4:
         return NotImplemented  # attention, which computes each sequence by itself
+    if x.dim() == y.dim() == 3 and (y.shape[0] == 1 or y.stride(0) == 0):
+        # one matrix for all sequences: PyTorch repeats a frozen weight for rows that are no contiguous memory
+        return ops.invariant_linear(x.flatten(0, 1), y[0].t(), None).reshape(*x.shape[:2], -1)
     raise UnsupportedModelError(
         f"deterministic must be False for this model: it multiplies tensors of shapes {tuple(x.shape)} and {tuple(y.shape)}"
     )

@@ -346,3 +346,52 @@ def test_adapters_of_peft_are_trained_with_the_bits_of_their_rollouts() -> None:
     trained = {name for name, parameter in wrapped.named_parameters() if parameter.grad is not None}
     assert trained
     assert all("lora_" in name for name in trained)
+
+
+def test_the_last_tokens_of_a_model_with_a_frozen_head() -> None:
+    model = make_model()
+    model.lm_head.weight.requires_grad_(False)
+    ids = torch.randint(3, 300, (3, 9))
+    with fa_serve.exact(model, page_size=4):
+        whole = model(input_ids=ids).logits
+        last = model(input_ids=ids, logits_to_keep=4).logits
+    assert torch.equal(last, whole[:, -4:])
+
+
+def test_greedy_answers_have_the_log_probabilities_of_temperature_1() -> None:
+    model = make_model()
+    engine = RolloutEngine(model, **SIZES, deterministic=True)
+    [group] = engine.generate([[5, 6, 7]], params=SamplingParams(max_tokens=4, temperature=0.0))
+    [rollout] = group.rollouts
+    ids = torch.tensor([[5, 6, 7, *rollout.token_ids]])
+    with fa_serve.exact(model, page_size=4):
+        logits = model(input_ids=ids).logits[:, 2:-1]
+        found = fa_serve.token_logprobs(logits, ids[:, 3:], temperature=0.0)
+    assert torch.equal(found[0], torch.tensor(rollout.logprobs))
+
+
+def test_autocast_around_the_context_changes_no_bit() -> None:
+    """The rollout has the parameters' dtype."""
+    model = make_model().train()
+    batch = Batch(model)
+    context = fa_serve.exact(model, page_size=4)
+    with torch.autocast("cpu", torch.bfloat16), context:
+        logprobs = batch.compute(model)
+        logprobs.sum().backward()
+    assert torch.equal(logprobs, batch.logprobs)
+    with context, torch.autocast("cpu", torch.bfloat16), pytest.raises(ParameterError, match="autocast must be entered around"):
+        batch.compute(model)
+
+
+def test_dropout_is_refused_where_it_would_drop_something() -> None:
+    model = make_model()
+    model.model.layers[1].self_attn.attention_dropout = 0.1
+    ids = torch.ones(1, 5, dtype=torch.int64)
+    with fa_serve.exact(model):
+        model.eval()(input_ids=ids)
+        with pytest.raises(ParameterError, match=r"dropout must be 0 in model.layers.1.self_attn, .* got 0.1"):
+            model.train()(input_ids=ids)
+    peft = pytest.importorskip("peft")
+    wrapped = peft.get_peft_model(make_model(), peft.LoraConfig(r=4, target_modules=["q_proj"], lora_dropout=0.5))
+    with fa_serve.exact(wrapped), pytest.raises(ParameterError, match=r"dropout must be 0 in .*lora_dropout.*, got 0.5"):
+        wrapped.train()(input_ids=ids)

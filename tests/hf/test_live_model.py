@@ -11,7 +11,14 @@ from tiny_models import make_model
 from torch import Tensor, nn
 
 from fa_serve.engine import RolloutEngine
-from fa_serve.hf import Addresses, ModelState, check_live, forwards_with_copies, trained_model
+from fa_serve.hf import (
+    Addresses,
+    ModelState,
+    check_live,
+    drop_autocast_of_accelerate,
+    forwards_with_copies,
+    trained_model,
+)
 from fa_serve.hf.live_model import modules_in
 from fa_serve.hf.surgery.fuse.fusion import fuse_model
 from fa_serve.hf.surgery.fuse.router import FusedRouter
@@ -109,3 +116,17 @@ def test_a_router_in_float32_of_a_narrow_model_follows_a_step() -> None:
     engine.update()
     [forward] = [forward for module, _, forward in engine._lent.modules if module is router]
     assert torch.equal(forward.weight.float(), router.weight.float())
+
+
+def test_the_autocast_of_accelerate_is_dropped_until_the_state_is_restored() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = accelerate.Accelerator(mixed_precision="bf16", cpu=True).prepare(make_model())
+    wrapped = vars(model)["forward"]
+    own = ModelState.of(model)
+    drop_autocast_of_accelerate(model)
+    assert "forward" not in vars(model)
+    own.restore()
+    assert vars(model)["forward"] is wrapped
+    model._original_forward = model.lm_head.forward  # of somebody who had replaced it before
+    drop_autocast_of_accelerate(model)
+    assert model.forward == model.lm_head.forward

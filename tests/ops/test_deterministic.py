@@ -65,3 +65,17 @@ def test_rows_of_the_operators_do_not_know_each_other() -> None:
 def test_what_has_no_invariant_form_is_refused() -> None:
     with torch.inference_mode(), DeterministicMode(), pytest.raises(UnsupportedModelError, match="deterministic must be False"):
         torch.bmm(torch.ones(2, 3, 4), torch.ones(2, 4, 5))
+
+
+def test_a_frozen_weight_that_is_repeated_for_each_sequence_is_one_matrix() -> None:
+    """PyTorch multiplies rows that are no contiguous memory so, as of the last tokens of each sequence."""
+    weight = torch.randn(7, 8)
+    x = torch.randn(3, 6, 8, requires_grad=True)
+    with DeterministicMode():
+        found = torch.nn.functional.linear(x[:, -4:], weight)
+        expected = torch.nn.functional.linear(x[:, -4:].contiguous(), weight)
+        alone = torch.nn.functional.linear(x[1:2, -1:], weight)
+    assert torch.equal(found, expected)
+    assert torch.equal(found[1:2, -1:], alone)
+    found.sum().backward()
+    assert x.grad is not None

@@ -31,7 +31,7 @@ from fa_serve.engine.images.prompt import ImageInput
 from fa_serve.engine.parallel.follower_main import follow_if_told
 from fa_serve.engine.pooling.inputs import EncoderInputs, InputReader
 from fa_serve.engine.pooling.params import EncoderCard, PoolingParams
-from fa_serve.engine.process.controls import PAUSE_MODES, Control, ControlName, PauseMode
+from fa_serve.engine.process.controls import PAUSE_MODES, Control, ControlName, PauseMode, Reply
 from fa_serve.engine.process.engine_loop import Abort, Add, Encode, LoadAdapter, StepOutputs
 from fa_serve.engine.process.mailbox import Mailbox, ended_output
 from fa_serve.engine.process.parent import STOP_SECONDS, OnDeath, OnOutputs, ProcessWorker, Pulse, ThreadWorker, Worker
@@ -83,8 +83,8 @@ class AsyncEngine:
         self._open = asyncio.Event()  # requests that come while the engine is paused or asleep wait for it
         self._open.set()
         self._is_paused = False
-        self._asleep: set[str] = set()
-        self._replies: dict[int, asyncio.Future[Any]] = {}  # one for each control that is not answered yet
+        self._is_asleep = False
+        self._replies: dict[int, asyncio.Future[Reply]] = {}  # one for each control that is not answered yet
 
     async def start(self) -> None:
         """Start the worker, which loads the model if a config was given. Raises what loading raises.
@@ -366,10 +366,12 @@ class AsyncEngine:
         mode: "abort" ends requests in flight with the tokens that they have, "wait" waits for their end, and "keep" leaves them
               as they are, with their pages, so that they go on after `resume`
 
-        Raises ParameterError for another mode, and EngineDeadError when the engine has ended.
+        Raises ParameterError for another mode and for an encoder, and EngineDeadError when the engine has ended.
         """
         if mode not in PAUSE_MODES:
             raise ParameterError("mode", f"be {', '.join(PAUSE_MODES)}", mode)
+        if not self.is_alive or self.ready.card is not None:
+            await self._control("pause")  # which raises, before requests wait or are aborted
         self._is_paused = True
         self._open_or_close()
         if mode == "abort":
@@ -390,36 +392,34 @@ class AsyncEngine:
     async def sleep(self, level: int = 1) -> None:
         """As `Engine.sleep`. Requests in flight are computed again after `wake_up`, and those that come wait."""
         await self._control("sleep", level=level)
-        self._asleep = {"weights", "kv_cache"}
-        self._open_or_close()
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """As `Engine.wake_up`."""
         await self._control("wake_up", tags=tags)
-        self._asleep -= {*(("weights", "kv_cache") if tags is None else tags)}
-        self._open_or_close()
 
     async def update_weights(self, **arguments: Any) -> int:
         """As `Engine.update_weights`, from a folder or from shared memory: see `controls.carry_out`. Returns the version."""
-        version: int = await self._control("update_weights", **arguments)
-        return version
+        return int(await self._control("update_weights", **arguments))
 
     def _open_or_close(self) -> None:
-        if self._is_paused or self._asleep:
+        if self._is_paused or self._is_asleep:
             self._open.clear()
         else:
             self._open.set()
 
     async def _control(self, name: ControlName, **arguments: Any) -> Any:
         """Tell the engine, and wait for its answer. Raises what the engine raises."""
-        return await self._told(lambda serial: Control(serial, name, arguments))
+        reply = await self._told(lambda serial: Control(serial, name, arguments))
+        self._is_asleep = reply.is_asleep
+        self._open_or_close()
+        return reply.result
 
-    async def _told(self, command: Callable[[int], Control | LoadAdapter]) -> Any:
+    async def _told(self, command: Callable[[int], Control | LoadAdapter]) -> Reply:
         """Send what `command` makes of a serial number, and wait for the answer with this number. Raises the answer's error."""
         if not self.is_alive or self._worker is None:
             raise self._death()
         serial = next(self._serial)
-        future = self._replies[serial] = asyncio.get_running_loop().create_future()
+        self._replies[serial] = future = asyncio.Future[Reply]()
         try:
             self._worker.send(command(serial))
             return await future
@@ -453,7 +453,7 @@ class AsyncEngine:
             future = self._replies.get(reply.serial)
             if future is not None and not future.done():
                 if reply.error is None:
-                    future.set_result(reply.result)
+                    future.set_result(reply)
                 else:
                     future.set_exception(reply.error)
         has_logprobs = False
@@ -484,7 +484,7 @@ class AsyncEngine:
             if not future.done():
                 future.set_exception(EngineDeadError(str(error)))
         self._is_paused = False  # another engine, if there will be one, is neither paused nor asleep
-        self._asleep = set()
+        self._is_asleep = False
         self._open_or_close()
 
     def _end(self, name: str, reason: FinishReason, error: RequestError | None) -> None:

@@ -41,11 +41,16 @@ class Control:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The answer to a control. error: what the call has raised, or None"""
+    """The answer to a control.
+
+    error:     what the call has raised, or None
+    is_asleep: whether the engine computes nothing afterwards, because memory or weights are missing
+    """
 
     serial: int
     result: Any = None
     error: Exception | None = None
+    is_asleep: bool = False
 
 
 def carry_out(engine: Engine, control: Control) -> Any:
@@ -78,5 +83,5 @@ def _update_weights(
         weights = from_folder(engine.model, folder)
     else:
         places = [SharedTensor(**each) for each in tensors]
-        weights = from_shared_memory(str(segment), places)
+        weights = from_shared_memory(engine.model, str(segment), places)
     return engine.update_weights(weights, keep_pages=keep_pages)

@@ -252,8 +252,9 @@ class EngineLoop:
             self._outputs += engine.drain()
             if control.name in ("pause", "resume"):
                 self._is_paused = control.name == "pause"
-                return Reply(control.serial)
-            return Reply(control.serial, carry_out(engine, control))
+                return Reply(control.serial, is_asleep=engine.is_asleep)
+            result = carry_out(engine, control)
+            return Reply(control.serial, result, is_asleep=engine.is_asleep)
         except Exception as error:
             return Reply(control.serial, error=_sendable(error))
 

@@ -40,7 +40,7 @@ from fa_serve.engine.request.outputs import RequestOutput
 from fa_serve.engine.request.params import SamplingParams, params_of_each
 from fa_serve.engine.rollout.rollouts import Rollout, RolloutGroup
 from fa_serve.engine.stats import EngineStats
-from fa_serve.hf import ModelState, check_live, trained_model
+from fa_serve.hf import ModelState, check_live, drop_autocast_of_accelerate, trained_model
 from fa_serve.spec import ParameterError
 
 _FIXED = {
@@ -75,6 +75,7 @@ class RolloutEngine:
                 raise ParameterError(name, rule, getattr(config, name))
         config = replace(config, model=config.model or getattr(self.model.config, "_name_or_path", "") or None)
         own = ModelState.of(self.model)
+        drop_autocast_of_accelerate(self.model)
         try:
             with _plain_numbers(self.model.device):
                 self._engine = Engine(config, model=self.model, tokenizer=tokenizer)

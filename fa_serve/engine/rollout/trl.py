@@ -17,14 +17,16 @@ several processes that share one engine: each has an engine over its own whole c
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fa_serve.engine.request.params import SamplingParams
+from fa_serve.engine.request.params import SamplingParams, StructuredOutput
 from fa_serve.engine.rollout.rollout_engine import RolloutEngine
 from fa_serve.hf import ExactForward, token_logprobs
 from fa_serve.spec import ParameterError
@@ -39,11 +41,17 @@ def use_rollouts(trainer: Any, engine: RolloutEngine, exact: ExactForward | None
     """
     if getattr(trainer, "use_vllm", None) is not False:
         raise ParameterError("use_vllm", "be False in the trainer's config, because fa_serve takes its place", True)
-    trainer.vllm_generation = TrlGeneration(trainer, engine)
+    if exact is not None and getattr(trainer, "aux_loss_enabled", False):
+        rule = "be 0 in the trainer's config, because an exact forward does not return the loss of a router"
+        raise ParameterError("router_aux_loss_coef", rule, trainer.router_aux_loss_coef)
+    generation = TrlGeneration(trainer, engine)
+    generation.params()  # raises before anything is replaced
+    trainer.vllm_generation = generation
     trainer.use_vllm = True
     trainer._last_loaded_step = -1
     if exact is not None:
         trainer._get_per_token_logps_and_entropies = partial(_exact_logprobs, trainer, exact)
+        trainer.accelerator.backward = partial(_exact_backward, exact, trainer.accelerator.backward)
 
 
 def _exact_logprobs(
@@ -75,6 +83,12 @@ def _exact_logprobs(
     return torch.cat(logprobs), torch.cat(entropies) if compute_entropy else None, None
 
 
+def _exact_backward(exact: ExactForward, backward: Callable[..., None], *args: Any, **inputs: Any) -> None:
+    """Takes the place of the accelerator's method: layers that are checkpointed are computed again as they were before."""
+    with exact:
+        backward(*args, **inputs)
+
+
 class TrlGeneration:
     """Takes the place of trl's `VLLMGeneration`. trainer: its sampling parameters are read at each call"""
 
@@ -103,7 +117,7 @@ class TrlGeneration:
         if images is not None and any(each is not None for each in images):
             raise ParameterError("images", "be None, because rollouts with images are not built", len(images))
         with profiler or nullcontext():
-            groups = self._engine.generate(prompts, n=1, params=self._params())
+            groups = self._engine.generate(prompts, n=1, params=self.params())
         rollouts = [group.rollouts[0] for group in groups]
         return (
             [group.prompt_token_ids for group in groups],
@@ -112,14 +126,26 @@ class TrlGeneration:
             [[[token] for token in rollout.token_ids] for rollout in rollouts],
         )
 
-    def _params(self) -> SamplingParams:
-        """The trainer's sampling parameters. It says "all tokens" as top_k 0, -1 or None."""
+    def params(self) -> SamplingParams:
+        """The trainer's sampling parameters. It says "all tokens" as top_k 0, -1 or None, and more in `generation_kwargs`.
+
+        Raises ParameterError for one that `SamplingParams` does not have, and for a value that is not allowed.
+        """
         trainer = self._trainer
-        return SamplingParams(
-            max_tokens=trainer.max_completion_length,
-            temperature=float(trainer.temperature),
-            top_p=float(trainer.top_p),
-            top_k=max(trainer.top_k or 0, 0),
-            min_p=float(trainer.min_p or 0.0),
-            repetition_penalty=float(trainer.repetition_penalty),
-        )
+        given: dict[str, Any] = {
+            "max_tokens": trainer.max_completion_length,
+            "temperature": float(trainer.temperature),
+            "top_p": float(trainer.top_p),
+            "top_k": trainer.top_k,
+            "min_p": float(trainer.min_p or 0.0),
+            "repetition_penalty": float(trainer.repetition_penalty),
+        }
+        given |= trainer.args.generation_kwargs or {}
+        unknown = sorted(given.keys() - {each.name for each in fields(SamplingParams)} - {"structured_outputs"})
+        if unknown:
+            raise ParameterError("generation_kwargs", "hold names of SamplingParams", unknown)
+        regex = trainer.args.vllm_structured_outputs_regex
+        structured = given.pop("structured_outputs", None) if regex is None else {"regex": regex}
+        if structured is not None:
+            given["structured"] = StructuredOutput(**structured)
+        return SamplingParams(**given | {"n": 1, "top_k": max(given["top_k"] or 0, 0)})

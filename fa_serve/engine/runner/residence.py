@@ -14,7 +14,8 @@ and where new weights come from.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, islice
 
 import torch
 from torch import Tensor, nn
@@ -70,10 +71,13 @@ class Residence:
         if self._num_ranks > 1:
             raise ParameterError("tensor_parallel", f"be 1 for {name}, which is not built for several ranks", self._num_ranks)
 
-    def require_weights(self) -> None:
-        """Raise EngineAsleepError unless the weights have memory."""
+    def begin(self, weights: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+        """The weights for `copy`, of which the first one has been read: a source that refuses what it is told does so now,
+        before there is any effect. Raises EngineAsleepError unless the model's own weights have memory."""
         if "weights" in self._asleep:
             raise EngineAsleepError('the engine\'s weights sleep: call wake_up(["weights"]) before update_weights')
+        rest = iter(weights)
+        return chain([*islice(rest, 1)], rest)
 
     @torch.no_grad()
     def copy(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -87,17 +91,9 @@ class Residence:
         known: dict[str, Tensor] = {}
         for name, tensor in weights:
             # names are not looked up for a trainer that has changed its parameters in place, and gives none
-            known = known or {
-                **dict(model.named_parameters(remove_duplicate=False)),
-                **dict(model.named_buffers(remove_duplicate=False)),
-            }
-            if name not in known:
-                if self._is_quantised():
-                    raise ParameterError("weights", "be of a model of floats: this one keeps quantised weights", name)
-                raise ParameterError("weights", f"have the names of parameters of {type(model).__name__}", name)
+            known = known or known_weights(model)
             whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-            if whole.shape != known[name].shape:
-                raise ParameterError("weights", f"have the shape {tuple(known[name].shape)} for {name}", tuple(whole.shape))
+            check_weight(model, known, name, whole.shape)
             known[name].copy_(whole)
             self._missing -= {other for other in self._missing if other == name or known[other] is known[name]}
 
@@ -121,7 +117,7 @@ class Residence:
         """Raise ParameterError for a level that there is not, or that this model does not have."""
         if level not in (0, 1, 2):
             raise ParameterError("level", "be 0, 1 or 2", level)
-        if level and self._owned and self._is_quantised():
+        if level and self._owned and is_quantised(self._runner.model):
             raise ParameterError("level", "be 0 for a model of quantised weights, which stay on the device", level)
 
     def sleep(self, level: int) -> None:
@@ -131,7 +127,7 @@ class Residence:
             return
         self._runner.close()
         self._asleep.add("kv_cache")
-        if level:
+        if level and self._owned:
             self._asleep.add("weights")
             self._leave(level)
         if self._runner.device.type == "cuda":
@@ -156,8 +152,6 @@ class Residence:
 
     def _leave(self, level: int) -> None:
         """Move the weights to the host's memory, or free them. Graphs are gone."""
-        if not self._owned:
-            return
         unfuse_model(self._runner.model)  # merged weights go with the fused forwards
         for name, parameter in self._runner.model.named_parameters():
             self._left.append((name, parameter, parameter.shape))
@@ -176,5 +170,25 @@ class Residence:
         self._left = []
         self.settle()
 
-    def _is_quantised(self) -> bool:
-        return any(isinstance(module, QuantizedLinear | QuantizedExperts) for module in self._runner.model.modules())
+
+def known_weights(model: nn.Module) -> dict[str, Tensor]:
+    """What `Residence.copy` may copy into: parameters and buffers by name, tied ones under each of their names.
+
+    Raises ParameterError for a model that keeps quantised weights, before a part of it is new.
+    """
+    if is_quantised(model):
+        raise ParameterError("weights", "be of a model of floats: this one keeps quantised weights", type(model).__name__)
+    return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+
+
+def check_weight(model: nn.Module, known: Mapping[str, Tensor], name: str, shape: Sequence[int]) -> None:
+    """Raise ParameterError for a name or a shape that the model does not have. known: its `known_weights`"""
+    if name not in known:
+        raise ParameterError("weights", f"have the names of parameters of {type(model).__name__}", name)
+    if tuple(shape) != known[name].shape:
+        raise ParameterError("weights", f"have the shape {tuple(known[name].shape)} for {name}", tuple(shape))
+
+
+def is_quantised(model: nn.Module) -> bool:
+    """Whether layers or experts have quantised weights."""
+    return any(isinstance(module, QuantizedLinear | QuantizedExperts) for module in model.modules())

@@ -10,6 +10,7 @@ that come over a network (NCCL), and the memory of another process's GPU (CUDA I
 
 from __future__ import annotations
 
+import json
 import math
 import mmap
 from collections.abc import Iterator, Sequence
@@ -18,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from fa_serve.engine.runner.residence import check_weight, known_weights
 from fa_serve.spec import ParameterError
 
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
@@ -53,31 +55,75 @@ def from_folder(model: PreTrainedModel, folder: str | Path) -> Iterator[tuple[st
     Files whose names are those of the model are read one tensor at a time. Others are loaded as a second model on the host, by
     transformers, which knows how names and shapes are converted.
 
-    Raises ParameterError for a folder without safetensors, and what transformers raises for a checkpoint that it cannot load.
+    Before the first weight is given, raises ParameterError for a folder without safetensors or with broken ones, for weights
+    that the model does not have, and for a checkpoint that transformers cannot load, or of which it finds weights missing.
     """
-    files = sorted(Path(folder).glob("*.safetensors"))
-    if not files:
-        raise ParameterError("weight_dir", "be a folder of this machine with safetensors files", str(folder))
-    known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    names: set[str] = set()
+    files = _files_of(Path(folder))
+    saved = model.state_dict().keys()  # parameters, and buffers that a checkpoint has, such as biases of routers
+    known = {name: x for name, x in known_weights(model).items() if name in saved}
+    shapes: dict[str, list[int]] = {}
     for file in files:
-        with safe_open(file, framework="pt") as opened:
-            names.update(opened.keys())
-    if names <= known:
+        try:
+            with safe_open(file, framework="pt") as opened:
+                shapes.update({name: opened.get_slice(name).get_shape() for name in opened.keys()})  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise ParameterError(
+                "weight_dir", f"hold whole safetensors files, and {file.name} is broken", str(error)
+            ) from error
+    if shapes.keys() <= known.keys():
+        for name, shape in shapes.items():
+            check_weight(model, known, name, shape)
         for file in files:
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118 - it is no dict
                     yield name, opened.get_tensor(name)
         return
-    loaded: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=model.dtype)
+    loaded = _loaded(model, folder)
     yield from loaded.named_parameters()
+    yield from ((name, buffer) for name, buffer in loaded.named_buffers() if name in known)
 
 
-def from_shared_memory(segment: str, tensors: Sequence[SharedTensor]) -> Iterator[tuple[str, Tensor]]:
+def _files_of(folder: Path) -> list[Path]:
+    """The safetensors that transformers would read, or all of them where they have other names."""
+    whole = folder / "model.safetensors"
+    index = folder / "model.safetensors.index.json"
+    if whole.is_file():
+        return [whole]
+    if not index.is_file():
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            raise ParameterError("weight_dir", "be a folder of this machine with safetensors files", str(folder))
+        return files
+    names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise ParameterError("weight_dir", f"hold every file that {index.name} names, and lacks {missing[0]}", str(folder))
+    return [folder / name for name in names]
+
+
+def _loaded(model: PreTrainedModel, folder: str | Path) -> Any:
+    """The checkpoint as a model on the host. Raises ParameterError if it lacks weights, which would be random numbers."""
+    load: Any = AutoModelForCausalLM.from_pretrained
+    try:
+        loaded, told = load(str(folder), dtype=model.dtype, output_loading_info=True)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ParameterError("weight_dir", "hold a checkpoint that transformers can load", str(error)) from error
+    missing = sorted(told["missing_keys"])
+    if missing:
+        raise ParameterError("weight_dir", f"hold every weight of the model, and lacks {missing[0]}", str(folder))
+    known = known_weights(model)
+    for name, parameter in loaded.named_parameters():
+        check_weight(model, known, name, parameter.shape)
+    return loaded
+
+
+def from_shared_memory(model: PreTrainedModel, segment: str, tensors: Sequence[SharedTensor]) -> Iterator[tuple[str, Tensor]]:
     """The weights in a segment of shared memory, which stays its creator's.
 
-    Raises ParameterError for a segment that does not exist, for an unknown dtype, and for a tensor that reaches out of it.
+    Raises ParameterError for a segment that does not exist, for an unknown dtype, for a tensor that reaches out of it, and for
+    a name or a shape that the model does not have: before the first weight is given.
     """
+    known = known_weights(model)
     file = SEGMENTS / segment
     # not by `SharedMemory`, whose tracker would remove the segment at the end of this process
     if file.parent != SEGMENTS or not file.is_file():
@@ -89,6 +135,8 @@ def from_shared_memory(segment: str, tensors: Sequence[SharedTensor]) -> Iterato
             if min((*each.shape, each.offset)) < 0 or each.offset + each.num_bytes > len(memory):
                 rule = f"have {each.name} within the {len(memory)} bytes of the segment"
                 raise ParameterError("shared_memory", rule, f"{each.num_bytes} bytes from {each.offset} on")
+            check_weight(model, known, each.name, each.shape)
+        for each in tensors:
             # a copy, because a view would keep the segment open
             taken = bytearray(memory[each.offset : each.offset + each.num_bytes])
             dtype = DTYPES[each.dtype]

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from encoder_folders import save_encoder
 from tiny_models import greedy, make_model
 
-from fa_serve.engine import AsyncEngine, Engine, EngineAsleepError, EngineConfig, RequestOutput, SamplingParams
+from fa_serve.engine import AsyncEngine, Encoder, Engine, EngineAsleepError, EngineConfig, RequestOutput, SamplingParams
 from fa_serve.engine.process.controls import Control, carry_out
 from fa_serve.spec import ParameterError
 
@@ -26,7 +27,7 @@ def anyio_backend() -> str:
 
 
 @asynccontextmanager
-async def running(engine: Engine) -> AsyncIterator[AsyncEngine]:
+async def running(engine: Engine | Encoder) -> AsyncIterator[AsyncEngine]:
     running = AsyncEngine(engine)
     await running.start()
     try:
@@ -152,12 +153,69 @@ async def test_requests_wait_while_the_engine_sleeps(make_engine: Callable[..., 
         assert len(await later.end()) == 2
 
 
-async def test_the_end_of_the_engine_ends_those_who_wait_for_an_answer(make_engine: Callable[..., Engine]) -> None:
+async def test_requests_run_again_as_soon_as_the_engine_is_awake(model_folder: Path) -> None:
+    """Whatever was given away, and in whatever order it comes back: what counts is what the engine lacks."""
+    sizes = {"num_pages": 64, "page_size": 4, "max_num_seqs": 4, "max_model_len": 64}
+    async with running(Engine(EngineConfig(model=model_folder, device="cpu", **sizes))) as served:
+        await served.sleep(0)  # the weights stay
+        await served.wake_up(["kv_cache"])
+        assert not served.is_paused
+        await served.sleep(1)
+        await served.wake_up(["weights"])
+        await served.sleep(1)  # which changes nothing, because the cache sleeps
+        await served.wake_up(["kv_cache"])
+        assert not served.is_paused
+        assert len(await Answer(served, "a", max_tokens=2).end()) == 2
+        await served.sleep(2)
+        await served.wake_up()
+        assert served.is_paused, "the weights have no values yet"
+        later = Answer(served, "b", max_tokens=2)
+        await served.update_weights(folder=str(model_folder))
+        assert await later.end() == greedy(make_model(), PROMPT, 2)
+
+
+async def test_weights_that_are_refused_change_nothing(make_engine: Callable[..., Engine]) -> None:
+    """Neither a weight before the refused one, nor the version, nor what is cached."""
+    engine = make_engine()
+    embeddings = engine.model.get_input_embeddings().weight
+    before = embeddings.detach().clone()
+    memory = SharedMemory(create=True, size=1 << 16)
+    first = {"name": "model.embed_tokens.weight", "dtype": "float32", "shape": [*before.shape], "offset": 0}
+    try:
+        async with running(engine) as served:
+            await Answer(served, "a", max_tokens=2).end()
+            for wrong in ({"name": "model.norm.weight", "shape": [3]}, {"name": "nothing", "shape": [32]}):
+                with pytest.raises(ParameterError, match="weights must have the"):
+                    await served.update_weights(segment=memory.name, tensors=[first, first | wrong])
+            assert torch.equal(embeddings, before)
+            assert served.weight_version == 0
+            again = Answer(served, "b", max_tokens=2)
+            await again.end()
+            assert again.last is not None
+            assert again.last.num_cached_tokens
+    finally:
+        memory.close()
+        memory.unlink()
+
+
+async def test_an_encoder_refuses_a_pause_and_goes_on(tmp_path: Path) -> None:
+    folder = save_encoder(tmp_path, "bert")
+    encoder = Encoder(EngineConfig(model=folder, device="cpu", dtype="float32", max_num_batched_tokens=64))
+    async with running(encoder) as served:
+        for mode in ("abort", "keep"):
+            with pytest.raises(ParameterError, match="task must be generate for pause"):
+                await served.pause(mode)  # type: ignore[arg-type]
+        assert not served.is_paused
+
+
+async def test_the_end_of_the_engine_ends_those_who_wait_for_an_answer(
+    make_engine: Callable[..., Engine], model_folder: Path
+) -> None:
     engine = make_engine()
     async with running(engine) as served:
-        engine._residence.copy = None  # type: ignore[method-assign, assignment] - its failure is no error of a parameter
+        engine._residence.settle = None  # type: ignore[method-assign, assignment] - its failure is no error of a parameter
         with pytest.raises(RuntimeError, match="TypeError"):
-            await served.update_weights(folder=str(Path.cwd() / "nowhere"))
+            await served.update_weights(folder=str(model_folder))
 
 
 def test_an_engine_is_called_between_two_steps(make_engine: Callable[..., Engine]) -> None:
@@ -179,6 +237,7 @@ async def test_controls_and_their_answers_cross_the_pipe(model_folder: Path) -> 
         assert served.weight_version == 1
         await served.sleep(2)
         await served.wake_up()
+        assert served.is_paused
         with pytest.raises(ParameterError, match="weight_dir must be a folder"):
             await served.update_weights(folder="/nowhere")
         with pytest.raises(ParameterError, match="weight_dir must be given"):

@@ -10,16 +10,22 @@ import torch
 from tiny_models import make_model, make_tokenizer
 
 import fa_serve
-from fa_serve.engine import RolloutEngine
+from fa_serve.engine import RolloutEngine, StructuredOutput
 from fa_serve.engine.rollout.trl import TrlGeneration, use_rollouts
 from fa_serve.spec import ParameterError
 
 SIZES: dict[str, Any] = {"device": "cpu", "num_pages": 64, "page_size": 4, "max_num_seqs": 8, "seed": 0}
 
 
-def trainer(**changes: Any) -> SimpleNamespace:
+def trainer(generation_kwargs: dict[str, Any] | None = None, regex: str | None = None, **changes: Any) -> SimpleNamespace:
     settings = {"temperature": 0.9, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
-    return SimpleNamespace(use_vllm=False, max_completion_length=5, **settings | changes)
+    return SimpleNamespace(
+        use_vllm=False,
+        max_completion_length=5,
+        args=SimpleNamespace(generation_kwargs=generation_kwargs, vllm_structured_outputs_regex=regex),
+        accelerator=SimpleNamespace(backward=lambda loss, **_: loss.backward()),
+        **settings | changes,
+    )
 
 
 def test_answers_come_in_the_order_and_the_form_of_the_prompts() -> None:
@@ -58,10 +64,38 @@ def test_the_trainers_log_probabilities_are_those_of_the_rollout() -> None:
         asks._get_per_token_logps_and_entropies(model, ids, mask, 5, pixel_values=ids)
 
 
+def test_checkpointed_layers_are_computed_again_in_the_context() -> None:
+    """The trainer's default, whose backward pass comes after the loss has been returned."""
+    model = make_model().train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    asks = trainer()
+    use_rollouts(asks, RolloutEngine(model, **SIZES, deterministic=True), fa_serve.exact(model, page_size=4))
+    ids = torch.randint(3, 300, (2, 9))
+    found, _, _ = asks._get_per_token_logps_and_entropies(model, ids, torch.ones_like(ids), 5)
+    asks.accelerator.backward(found.sum())
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_further_settings_of_the_trainer_count() -> None:
+    asks = trainer(generation_kwargs={"max_tokens": 2, "logit_bias": {7: 100.0}}, temperature=0.0)
+    use_rollouts(asks, RolloutEngine(make_model(), **SIZES))
+    assert asks.vllm_generation.generate([[5, 6]], None, 1)[1] == [[7, 7]]
+    params = TrlGeneration(trainer(regex="[ab]+"), RolloutEngine(make_model(), **SIZES)).params()
+    assert params.structured == StructuredOutput(regex="[ab]+")
+    asks = trainer(generation_kwargs={"beam_width": 2})
+    with pytest.raises(ParameterError, match=r"generation_kwargs must hold names of SamplingParams, got .*beam_width"):
+        use_rollouts(asks, RolloutEngine(make_model(), **SIZES))
+    assert not asks.use_vllm
+
+
 def test_what_is_not_built_is_refused() -> None:
     engine = RolloutEngine(make_model(), **SIZES)
     with pytest.raises(ParameterError, match="use_vllm must be False"):
         use_rollouts(SimpleNamespace(use_vllm=True), engine)
+    model = make_model("qwen3-moe")
+    asks = trainer(aux_loss_enabled=True, router_aux_loss_coef=0.001)
+    with pytest.raises(ParameterError, match="router_aux_loss_coef must be 0"):
+        use_rollouts(asks, RolloutEngine(model, **SIZES, deterministic=True), fa_serve.exact(model, page_size=4))
     with pytest.raises(ParameterError, match="images must be None"):
         TrlGeneration(trainer(), engine).generate([[5]], [object()], 1)
 
@@ -93,7 +127,6 @@ def test_trl_trains_with_ratios_of_exactly_1(tmp_path: Any) -> None:
         save_strategy="no",
         use_cpu=True,
         bf16=False,
-        gradient_checkpointing=False,
         logging_steps=1,
         disable_tqdm=True,
     )

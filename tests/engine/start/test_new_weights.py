@@ -6,9 +6,11 @@ import multiprocessing.resource_tracker
 from collections.abc import Iterator
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_models import make_model
 
 from fa_serve.engine.start import new_weights
@@ -36,6 +38,61 @@ def test_a_folder_with_the_models_names_is_not_loaded_as_a_model(tmp_path: Path,
         next(from_folder(model, tmp_path / "nowhere"))
 
 
+def test_a_checkpoint_that_lacks_a_weight_is_refused(tmp_path: Path) -> None:
+    """transformers loads it as a model, because a name is not the model's, and draws random numbers for what is missing."""
+    model = make_model()
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.down_proj.weight"]
+    tensors["model.rotary_emb.inv_freq"] = torch.ones(8)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        ParameterError, match=r"hold every weight of the model, and lacks model\.layers\.1\.mlp\.down_proj\.weight"
+    ):
+        next(from_folder(model, tmp_path))
+    tensors["model.layers.0.mlp.up_proj.weight"] = torch.ones(3, 3)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ParameterError, match="weight_dir must hold a checkpoint that transformers can load"):
+        next(from_folder(model, tmp_path))
+
+
+@pytest.mark.parametrize("loaded", [False, True], ids=["read", "loaded"])
+def test_buffers_of_a_checkpoint_are_read_too(loaded: bool, tmp_path: Path) -> None:
+    """Such as the bias of DeepSeek's router."""
+    model = make_model()
+    model.model.norm.register_buffer("bias", torch.arange(3.0))
+    model.save_pretrained(tmp_path)
+    if loaded:
+        tensors = load_file(tmp_path / "model.safetensors") | {"model.rotary_emb.inv_freq": torch.ones(8)}
+        save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(new_weights, "_loaded", lambda *_: model)
+        found = dict(from_folder(model, tmp_path))
+    assert torch.equal(found["model.norm.bias"], torch.arange(3.0))
+    assert "model.rotary_emb.inv_freq" not in found
+
+
+def test_a_folder_that_is_still_being_written_is_refused(tmp_path: Path) -> None:
+    model = make_model()
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    last = max(tmp_path.glob("*.safetensors"))
+    content = last.read_bytes()
+    last.write_bytes(content[: len(content) // 2])
+    with pytest.raises(ParameterError, match=f"weight_dir must hold whole safetensors files, and {last.name} is broken"):
+        next(from_folder(model, tmp_path))
+    last.unlink()
+    with pytest.raises(ParameterError, match=f"every file that model.safetensors.index.json names, and lacks {last.name}"):
+        next(from_folder(model, tmp_path))
+
+
+def test_files_of_an_older_checkpoint_are_not_read(tmp_path: Path) -> None:
+    """transformers prefers the whole file."""
+    model = make_model()
+    model.save_pretrained(tmp_path)
+    save_file({"model.norm.weight": torch.full((32,), 7.0)}, tmp_path / "model.z-00001-of-00002.safetensors")
+    assert torch.equal(dict(from_folder(model, tmp_path))["model.norm.weight"], model.model.norm.weight)
+
+
 @pytest.fixture
 def segment() -> Iterator[SharedMemory]:
     memory = SharedMemory(create=True, size=100)
@@ -44,11 +101,23 @@ def segment() -> Iterator[SharedMemory]:
     memory.unlink()
 
 
+class Pair(torch.nn.Module):
+    """What has the names of the tensors below."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = torch.nn.Parameter(torch.zeros(2, 3))
+        self.b = torch.nn.Parameter(torch.zeros(0, 4))
+
+
+PAIR: Any = Pair()
+
+
 def test_tensors_are_read_where_the_list_says(segment: SharedMemory) -> None:
     numbers = torch.arange(6, dtype=torch.bfloat16)
     segment.buf[16:28] = numbers.view(torch.uint8).numpy().tobytes()
     places = [SharedTensor("a", "bfloat16", (2, 3), 16), SharedTensor("b", "float32", (0, 4), 100)]
-    found = dict(from_shared_memory(segment.name, places))
+    found = dict(from_shared_memory(PAIR, segment.name, places))
     assert torch.equal(found["a"], numbers.view(2, 3))
     assert found["b"].shape == (0, 4)
 
@@ -57,7 +126,9 @@ def test_a_reader_leaves_the_segment_to_its_creator(segment: SharedMemory, monke
     """The tracker of a process that attaches by Python's class would remove the segment at its end (before 3.13)."""
     tracked: list[object] = []
     monkeypatch.setattr(multiprocessing.resource_tracker, "register", lambda *told: tracked.append(told))
-    assert dict(from_shared_memory(segment.name, [SharedTensor("a", "float32", (2,), 0)]))["a"].tolist() == [0.0, 0.0]
+    assert (
+        dict(from_shared_memory(PAIR, segment.name, [SharedTensor("a", "float32", (2, 3), 0)]))["a"].tolist() == [[0.0] * 3] * 2
+    )
     assert tracked == []
     SharedMemory(segment.name).close()
     assert tracked, "the guard: this is how the class attaches"
@@ -66,9 +137,24 @@ def test_a_reader_leaves_the_segment_to_its_creator(segment: SharedMemory, monke
 def test_what_is_not_in_the_segment_is_refused(segment: SharedMemory) -> None:
     for name in ("no-such-segment", "../shm/x", "/etc/passwd"):
         with pytest.raises(ParameterError, match="shared_memory must be the name of a segment of this machine"):
-            next(from_shared_memory(name, []))
+            next(from_shared_memory(PAIR, name, []))
     for shape, offset in (((50000,), 0), ((1,), -4), ((-1,), 8)):
         with pytest.raises(ParameterError, match=r"have a within the \d+ bytes of the segment"):
-            next(from_shared_memory(segment.name, [SharedTensor("a", "float32", shape, offset)]))
+            next(from_shared_memory(PAIR, segment.name, [SharedTensor("a", "float32", shape, offset)]))
     with pytest.raises(ParameterError, match="dtype must be float64, float32, bfloat16, float16"):
-        next(from_shared_memory(segment.name, [SharedTensor("a", "int8", (1,), 0)]))
+        next(from_shared_memory(PAIR, segment.name, [SharedTensor("a", "int8", (1,), 0)]))
+
+
+def test_nothing_is_given_of_weights_of_which_a_later_one_is_refused(segment: SharedMemory, tmp_path: Path) -> None:
+    first = SharedTensor("a", "float32", (2, 3), 0)
+    later = {
+        "within the 100 bytes": ("b", (0, 4), 200),
+        "names of parameters": ("c", (1,), 0),
+        "have the shape": ("b", (1, 4), 0),
+    }
+    for told, (name, shape, offset) in later.items():
+        with pytest.raises(ParameterError, match=told):
+            next(from_shared_memory(PAIR, segment.name, [first, SharedTensor(name, "float32", shape, offset)]))
+    save_file({"a": torch.ones(2, 3), "b": torch.ones(1, 4)}, tmp_path / "model.safetensors")
+    with pytest.raises(ParameterError, match="have the shape"):
+        next(from_folder(PAIR, tmp_path))
