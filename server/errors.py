@@ -61,6 +61,7 @@ ANTHROPIC_TYPES = {
 }  # of other statuses: invalid_request_error below 500, api_error above
 
 RETRY_SECONDS = 5  # when a client may try again while the server loads, drains or restarts, or a process of it does
+MIN_PATH = 5  # characters of a path that may be a part of another one
 MAX_NAME = 200  # characters of an unknown name that an error repeats
 
 _short = reprlib.Repr()
@@ -202,12 +203,23 @@ def response_to(error: Exception, scope: asgi.Scope) -> JSONResponse:
         case RequestValidationError():
             return validation_refused(error.errors()).response(scope)
         case HTTPException():
-            no_route = error.status_code in (404, 405)
-            message = f"There is no route {scope['method']} {scope['path']}." if no_route else str(error.detail)
+            message = _no_route(scope, error) if error.status_code in (404, 405) else str(error.detail)
             response = HttpError(error.status_code, message).response(scope)
             response.headers.update(error.headers or {})
             return response
     return ApiError(INTERNAL_ERROR).response(scope)
+
+
+def _no_route(scope: asgi.Scope, error: HTTPException) -> str:
+    """What there is instead: another method, or a path that has a prefix too many or too few, such as /v1."""
+    path = scope["path"]
+    message = f"There is no route {scope['method']} {path}."
+    if error.headers and "Allow" in error.headers:
+        return f"{message} This path takes {error.headers['Allow']}."
+    routes = (getattr(route, "path", "") for route in scope["app"].routes)
+    known = [each for each in routes if len(path) >= MIN_PATH <= len(each) and (path in each or each in path)]
+    nearest = min(known, key=lambda each: abs(len(each) - len(path)), default=None)
+    return message if nearest is None else f"{message} Did you mean {nearest}?"
 
 
 def parameter_refused(error: ParameterError, param: str) -> BadRequest:
