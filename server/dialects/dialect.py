@@ -156,11 +156,16 @@ class DialectAnswer(ChatAnswer):
 
     @contextmanager
     def _renamed(self) -> Iterator[None]:
-        """Errors name the fields of the dialect."""
+        """Errors name the fields of the dialect, also the messages that begin with the name."""
         try:
             yield
         except ApiError as error:
-            error.param = self.FIELDS.get(error.param or "", error.param)
+            chat = error.param or ""
+            if chat in self.FIELDS:
+                error.param = self.FIELDS[chat]
+                rest = error.message.removeprefix(chat)
+                if rest != error.message and not rest[0].isalnum():
+                    error.message = error.param + rest
             raise
 
     async def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:

@@ -139,6 +139,22 @@ async def test_an_unknown_field_has_a_hint(serving, path, field, meant):
 
 
 @pytest.mark.parametrize(
+    ("path", "body", "begin"),
+    [
+        ("/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": 99999 * "x"}]}, "messages: prompt must be"),
+        ("/v1/messages", MESSAGE | {"messages": [{"role": "user", "content": 99999 * "x"}]}, "messages: prompt must be"),
+        ("/v1/responses", RESPONSE | {"input": 99999 * "x"}, "input: prompt must be"),
+    ],
+)
+async def test_messages_name_the_fields_of_their_api(serving, path, body, begin):
+    """What the dialects send on as a chat completion is refused in the words of the request."""
+    async with serving() as client:
+        status, message, param, _ = await refusal(client, path, json=body)
+    assert (status, message[: len(begin)]) == (400, begin)
+    assert param in (begin.split()[0].rstrip(":"), None)  # Anthropic's errors have no param
+
+
+@pytest.mark.parametrize(
     ("method", "path", "hint"),
     [
         ("POST", "/chat/completions", "Did you mean /v1/chat/completions?"),  # a base_url without /v1
