@@ -5,6 +5,7 @@ OpenAI's shape is {"error": {"message", "type", "param", "code"}}. Routes below 
 
     ApiError (500)
     ├── BadRequest 400         a bad value, an unknown field, a prompt that is too long
+    │   └── ParameterRefused   by the engine
     ├── Unauthorized 401
     ├── NotFound 404           an unknown model or path
     ├── TooLarge 413           the body is too large
@@ -109,6 +110,16 @@ class ApiError(Exception):
 class BadRequest(ApiError):
     status = 400
     type = "invalid_request_error"
+
+
+class ParameterRefused(BadRequest):
+    """Of `parameter_refused`. cause: of the engine; field: of the request"""
+
+    def __init__(self, cause: ParameterError, field: str):
+        message = f"{cause}." if field == cause.field else f"{field}: {cause}."
+        super().__init__(message, param=field, code=PARAMETER_CODES[cause.code])
+        self.cause = cause
+        self.field = field
 
 
 class Unauthorized(ApiError):
@@ -222,10 +233,9 @@ def _no_route(scope: asgi.Scope, error: HTTPException) -> str:
     return message if nearest is None else f"{message} Did you mean {nearest}?"
 
 
-def parameter_refused(error: ParameterError, param: str) -> BadRequest:
+def parameter_refused(error: ParameterError, param: str) -> ParameterRefused:
     """A parameter that the engine refuses. `param` is the request's field that the engine's parameter was made from."""
-    message = f"{error}." if param == error.field else f"{param}: {error}."
-    return BadRequest(message, param=param, code=PARAMETER_CODES[error.code])
+    return ParameterRefused(error, param)
 
 
 def trials_failed(error: TrialProcessError | Cancelled) -> Unavailable:

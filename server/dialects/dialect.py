@@ -23,7 +23,7 @@ from fa_serve.engine import RequestOutput
 
 from ..chat.answer import ChatAnswer
 from ..chat.conversation import ChatRequest, Message
-from ..errors import ApiError
+from ..errors import ApiError, ParameterRefused, parameter_refused
 from ..rules import rule_of
 from ..service import Service
 from ..strict import StrictModel, field_error
@@ -156,16 +156,13 @@ class DialectAnswer(ChatAnswer):
 
     @contextmanager
     def _renamed(self) -> Iterator[None]:
-        """Errors name the fields of the dialect, also the messages that begin with the name."""
+        """Errors name the fields of the dialect."""
         try:
             yield
+        except ParameterRefused as error:
+            raise parameter_refused(error.cause, self.FIELDS.get(error.field, error.field)) from None
         except ApiError as error:
-            chat = error.param or ""
-            if chat in self.FIELDS:
-                error.param = self.FIELDS[chat]
-                rest = error.message.removeprefix(chat)
-                if rest != error.message and not rest[0].isalnum():
-                    error.message = error.param + rest
+            error.param = self.FIELDS.get(error.param or "", error.param)
             raise
 
     async def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
