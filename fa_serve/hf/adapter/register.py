@@ -37,7 +37,7 @@ def patch(model: PreTrainedModel) -> PreTrainedModel:
 
     To switch some parts of a model only, call `model.set_attn_implementation({"text_config": "fa_serve"})` instead.
 
-    Raises UnsupportedModelError, and changes nothing, if fa_serve cannot serve a part of the model; TypeError for another object.
+    Raises UnsupportedModelError, and changes nothing, if fa_serve cannot serve a part of it; TypeError for what is no model.
     """
     if not hasattr(model, "set_attn_implementation"):  # others' wrappers pass this method on
         rule = "model must be a model of transformers, as from_pretrained returns it (PreTrainedModel)"
