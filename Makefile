@@ -97,7 +97,7 @@ types: $(VENV)/.test ## mypy --strict
 
 docs: $(VENV)/.docs ## build the documentation into site/, strictly and without a network
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --clean
-	@echo "the documentation is in site/index.html"
+	@echo "the documentation is in site/index.html; its search needs a server: python3 -m http.server --directory site 8001"
 
 # Each suite has all JOBS processors; what keeps one processor busy, or waits, runs side by side. Ray's tests come behind the suites,
 # because Ray starts six processes at once, which import what is compiled to bytecode by then.

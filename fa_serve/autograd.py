@@ -28,11 +28,11 @@ from fa_serve.spec import AttentionSpec, UnsupportedError
 
 SECOND_DERIVATIVE = (
     "the gradients of fa_serve's kernels cannot be differentiated again: call backward() or torch.autograd.grad() without "
-    "create_graph=True, or choose backend='sdpa', whose gradients PyTorch differentiates"
+    "create_graph=True, or choose backend='reference', which is slow and which PyTorch differentiates as often as it is asked"
 )
 FORWARD_MODE = (
-    "fa_serve's kernels have gradients in reverse mode only, and torch.func.jvp or forward-mode AD was asked for: use "
-    "torch.func.grad, vjp or jacrev, or choose backend='sdpa', which PyTorch differentiates in forward mode where it can"
+    "fa_serve's kernels, and most operators of PyTorch's attention, have gradients in reverse mode only, and torch.func.jvp or "
+    "forward-mode AD was asked for: use torch.func.grad, vjp or jacrev, or choose backend='reference', which is slow"
 )
 BATCHED_GRADIENTS = (
     "the gradients of fa_serve's kernels take one gradient of the output at a time, and is_grads_batched=True or "

@@ -7,8 +7,10 @@ its backend by what the wrappers show. If PyTorch's operators compute it (`sdpa`
 kernels do, the call is one node of autograd (`autograd.differentiable_call`), which gets the tensors inside and has a rule for
 `vmap`: samples of a dense batch are computed together, and packed and paged ones one after the other.
 
-Reverse mode is all that kernels have: `jvp` and second derivatives are refused in a sentence. Left out: transforms inside of
-`torch.compile`, where a call is an operator (`operators`).
+Reverse mode is all that kernels have: `jvp` and second derivatives are refused in a sentence. PyTorch's fused operators have no
+more, but only their forward mode is refused here: nothing tells beforehand that gradients will be differentiated.
+
+Left out: transforms inside of `torch.compile`, where a call is an operator (`operators`).
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fa_serve.autograd import Call, differentiable_call, is_wrapped
+from fa_serve.autograd import FORWARD_MODE, Call, differentiable_call, is_wrapped
 from fa_serve.backends.calls import AttentionTensors, CallOptions, StoreTensors
 from fa_serve.dispatch import (
     Decision,
@@ -106,7 +108,12 @@ def _run(
 ) -> Result:
     """decision: None if all backends leave gradients out; run: the call of plain tensors; folds: as in `autograd.Call`"""
     if decision is not None and decision.backend.differentiable:
-        result: Result = decision.backend.plan(decision.spec, tensors, decision.options)(tensors)
+        try:
+            result: Result = decision.backend.plan(decision.spec, tensors, decision.options)(tensors)
+        except NotImplementedError as error:  # of PyTorch, about one of its operators
+            if forward_ad._current_level < 0 or isinstance(error, UnsupportedError):
+                raise
+            raise UnsupportedError(FORWARD_MODE) from error
         return result
     call = Call(run, None, None)
     if decision is not None and tensors.blocks is None:

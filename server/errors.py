@@ -5,6 +5,7 @@ OpenAI's shape is {"error": {"message", "type", "param", "code"}}. Routes below 
 
     ApiError (500)
     ├── BadRequest 400         a bad value, an unknown field, a prompt that is too long
+    │   └── ParameterRefused   by the engine
     ├── Unauthorized 401
     ├── NotFound 404           an unknown model or path
     ├── TooLarge 413           the body is too large
@@ -61,6 +62,7 @@ ANTHROPIC_TYPES = {
 }  # of other statuses: invalid_request_error below 500, api_error above
 
 RETRY_SECONDS = 5  # when a client may try again while the server loads, drains or restarts, or a process of it does
+MIN_PATH = 5  # characters of a path that may be a part of another one
 MAX_NAME = 200  # characters of an unknown name that an error repeats
 
 _short = reprlib.Repr()
@@ -108,6 +110,16 @@ class ApiError(Exception):
 class BadRequest(ApiError):
     status = 400
     type = "invalid_request_error"
+
+
+class ParameterRefused(BadRequest):
+    """Of `parameter_refused`. cause: of the engine; field: of the request"""
+
+    def __init__(self, cause: ParameterError, field: str):
+        message = f"{cause}." if field == cause.field else f"{field}: {cause}."
+        super().__init__(message, param=field, code=PARAMETER_CODES[cause.code])
+        self.cause = cause
+        self.field = field
 
 
 class Unauthorized(ApiError):
@@ -202,18 +214,28 @@ def response_to(error: Exception, scope: asgi.Scope) -> JSONResponse:
         case RequestValidationError():
             return validation_refused(error.errors()).response(scope)
         case HTTPException():
-            no_route = error.status_code in (404, 405)
-            message = f"There is no route {scope['method']} {scope['path']}." if no_route else str(error.detail)
+            message = _no_route(scope, error) if error.status_code in (404, 405) else str(error.detail)
             response = HttpError(error.status_code, message).response(scope)
             response.headers.update(error.headers or {})
             return response
     return ApiError(INTERNAL_ERROR).response(scope)
 
 
-def parameter_refused(error: ParameterError, param: str) -> BadRequest:
+def _no_route(scope: asgi.Scope, error: HTTPException) -> str:
+    """What there is instead: another method, or a path that has a prefix too many or too few, such as /v1."""
+    path = scope["path"]
+    message = f"There is no route {scope['method']} {path}."
+    if error.headers and "Allow" in error.headers:
+        return f"{message} This path takes {error.headers['Allow']}."
+    routes = (getattr(route, "path", "") for route in scope["app"].routes)
+    known = [each for each in routes if len(path) >= MIN_PATH <= len(each) and (path in each or each in path)]
+    nearest = min(known, key=lambda each: abs(len(each) - len(path)), default=None)
+    return message if nearest is None else f"{message} Did you mean {nearest}?"
+
+
+def parameter_refused(error: ParameterError, param: str) -> ParameterRefused:
     """A parameter that the engine refuses. `param` is the request's field that the engine's parameter was made from."""
-    message = f"{error}." if param == error.field else f"{param}: {error}."
-    return BadRequest(message, param=param, code=PARAMETER_CODES[error.code])
+    return ParameterRefused(error, param)
 
 
 def trials_failed(error: TrialProcessError | Cancelled) -> Unavailable:

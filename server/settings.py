@@ -16,7 +16,7 @@ import os
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import ByteSize, Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict, TomlConfigSettingsSource, YamlConfigSettingsSource
@@ -25,6 +25,7 @@ from fa_serve.environment import PREFIX, refuse_unknown
 from fa_serve.nearest import nearest_name
 
 from .rules import rule_of
+from .sizes import Size, is_size, shown_size
 
 if TYPE_CHECKING:
     from fa_serve.engine import EngineConfig
@@ -33,7 +34,6 @@ SECRETS = ("api_keys", "admin_key")
 # The engine learns that a client has left only when it reads the abort, so its queue has room for more than the service admits.
 EXTRA_WAITING = 1024
 DEFAULT_LORA_BYTES = 1 << 30
-UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
 Items = Annotated[list[str], NoDecode]  # a comma-separated list in the environment
 
 
@@ -128,7 +128,7 @@ class Settings(BaseSettings):
     prefix_caching: bool = _option(
         True, "Keep the pages of finished requests for prompts that begin with the same tokens.", "Engine"
     )
-    kv_host_memory: ByteSize = _option(
+    kv_host_memory: Size = _option(
         0,
         "Memory of the host that keeps pages which are evicted from the KV cache until a prompt needs them "
         "again. 0 keeps none.",
@@ -141,7 +141,7 @@ class Settings(BaseSettings):
         "same API keys and salts. They are as private as what clients have written. Not with --prefix-sharing none.",
         "Engine",
     )
-    kv_host_folder_bytes: ByteSize = _option(64 * 2**30, "Largest size of all files in --kv-host-folder.", "Engine", ge=1)
+    kv_host_folder_bytes: Size = _option(64 * 2**30, "Largest size of all files in --kv-host-folder.", "Engine", ge=1)
     cascade_attention: bool = _option(
         False,
         "Read pages that many decoding sequences share, of one system prompt or of n answers to one prompt, once for all of "
@@ -178,16 +178,14 @@ class Settings(BaseSettings):
         "files have changed.",
         "Adapters",
     )
-    lora_bytes: ByteSize | None = _option(
+    lora_bytes: Size | None = _option(
         None,
         "Memory on the device for adapters; by default 1 GiB if --lora or --lora-folder is given, else 0, which serves none.",
         "Adapters",
         ge=0,
     )
     max_lora_rank: int = _option(64, "Largest rank of an adapter.", "Adapters", ge=1, le=4096)
-    lora_host_bytes: ByteSize = _option(
-        4 * 2**30, "Memory of the host for adapters that are not on the device.", "Adapters", ge=1
-    )
+    lora_host_bytes: Size = _option(4 * 2**30, "Memory of the host for adapters that are not on the device.", "Adapters", ge=1)
 
     host: str = _option("127.0.0.1", "Address to listen on.", "Network")
     port: int = _option(8000, "Port to listen on; 0 takes a free one.", "Network", ge=0, le=65535)
@@ -267,7 +265,7 @@ class Settings(BaseSettings):
     )
     max_n: int = _option(128, "Maximum number of sequences in one request.", "Limits", ge=1)
     max_inputs: int = _option(2048, "Maximum number of inputs in a request to an encoder.", "Limits", ge=1)
-    max_body_bytes: ByteSize = _option(16 * 2**20, "Maximum size of a request's body.", "Limits", ge=1)
+    max_body_bytes: Size = _option(16 * 2**20, "Maximum size of a request's body.", "Limits", ge=1)
     max_json_values: int = _option(
         500_000, "Maximum number of values in a body: token ids, texts, objects and so on; more get a 413.", "Limits", ge=1
     )
@@ -278,21 +276,21 @@ class Settings(BaseSettings):
         ge=1,
     )
     max_messages: int = _option(5_000, "Maximum number of messages in a conversation.", "Limits", ge=1)
-    max_answer_bytes: ByteSize = _option(
+    max_answer_bytes: Size = _option(
         32 * 2**20,
         "Maximum estimated size of one answer, by its tokens, n and log-probabilities; more get a 400.",
         "Limits",
         ge=1,
     )
-    max_answer_bytes_in_flight: ByteSize = _option(
+    max_answer_bytes_in_flight: Size = _option(
         512 * 2**20, "Maximum estimated size of all large answers in flight; more get a 429.", "Limits", ge=1
     )
     max_connections: int | None = _option(
         None, "Maximum number of connections; by default three quarters of the limit of open files.", "Limits", ge=1
     )
-    max_url_bytes: ByteSize = _option(8192, "Maximum size of a URL; more get a 414.", "Limits", ge=1)
-    max_header_bytes: ByteSize = _option(32768, "Maximum size of the headers of a request; more get a 431.", "Limits", ge=1)
-    max_body_bytes_in_flight: ByteSize = _option(
+    max_url_bytes: Size = _option(8192, "Maximum size of a URL; more get a 414.", "Limits", ge=1)
+    max_header_bytes: Size = _option(32768, "Maximum size of the headers of a request; more get a 431.", "Limits", ge=1)
+    max_body_bytes_in_flight: Size = _option(
         256 * 2**20,
         "Maximum size of all bodies that are not parsed yet, of which one API key or address may take half; more get a 429.",
         "Limits",
@@ -304,28 +302,28 @@ class Settings(BaseSettings):
     max_stop_chars: int = _option(
         4096, "Maximum number of characters of all stop strings of a request together.", "Limits", ge=0
     )
-    grammar_cache_bytes: ByteSize = _option(
+    grammar_cache_bytes: Size = _option(
         256 * 2**20, "Size of the compiled structured outputs to keep for later requests.", "Limits", ge=0
     )
     grammar_timeout: float = _option(
         10.0, "Seconds for compiling a structured output; one that takes longer gets a 400.", "Limits", gt=0
     )
-    grammar_memory: ByteSize = _option(
+    grammar_memory: Size = _option(
         256 * 2**20, "Memory for compiling a structured output; one that takes more gets a 400.", "Limits", ge=2**20
     )
     template_timeout: float = _option(
         5.0, "Seconds for applying a chat template; a conversation that takes longer gets a 400.", "Limits", gt=0
     )
-    template_memory: ByteSize = _option(
+    template_memory: Size = _option(
         256 * 2**20, "Memory for applying a request's chat template; one that takes more gets a 400.", "Limits", ge=2**20
     )
     max_images: int = _option(16, "Maximum number of images of one request; 0 refuses images.", "Limits", ge=0)
-    image_cache_bytes: ByteSize = _option(
+    image_cache_bytes: Size = _option(
         256 * 2**20, "Size of the embeddings of images to keep for later requests, on the device.", "Limits", ge=0
     )
-    max_image_bytes: ByteSize = _option(10 * 2**20, "Maximum size of the file of an image.", "Limits", ge=1)
+    max_image_bytes: Size = _option(10 * 2**20, "Maximum size of the file of an image.", "Limits", ge=1)
     max_image_pixels: int = _option(16 * 2**20, "Maximum number of pixels of an image.", "Limits", ge=1)
-    kept_image_bytes: ByteSize = _option(
+    kept_image_bytes: Size = _option(
         512 * 2**20,
         "Size of the processed images to keep for later requests with the same files, in memory of the host.",
         "Limits",
@@ -339,7 +337,7 @@ class Settings(BaseSettings):
         ge=1,
     )
     image_timeout: float = _option(30.0, "Seconds for fetching an image, and for decoding and processing it.", "Limits", gt=0)
-    image_memory: ByteSize = _option(
+    image_memory: Size = _option(
         1536 * 2**20,
         "Memory for decoding an image and processing it for the model. That through which the result comes is not part of it; "
         "it takes up to max(4 x --max-image-pixels, --image-memory) bytes more.",
@@ -413,15 +411,13 @@ def shown_default(name: str) -> str:
     if field.default in (None, []):
         return ""
     if counts_bytes(name) and field.default:
-        unit, size = next(each for each in UNITS.items() if field.default % each[1] == 0)
-        return f"{field.default // size}{unit}"
+        return shown_size(field.default)
     return str(field.default).lower()
 
 
 def counts_bytes(name: str) -> bool:
     """Whether a setting is a size, which takes a unit."""
-    annotation = Settings.model_fields[name].annotation
-    return ByteSize in (annotation, *get_args(annotation))
+    return is_size(Settings.model_fields[name].annotation)
 
 
 SETTING_VARIABLES = tuple(PREFIX + name.upper() for name in Settings.model_fields)

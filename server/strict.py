@@ -14,6 +14,7 @@ A model with `PART_OF_A_CONVERSATION` drops its unknown fields if the validation
 from __future__ import annotations
 
 import json
+from collections.abc import Set
 from typing import Any, ClassVar, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, WrapValidator, model_validator
@@ -25,6 +26,25 @@ Unsupported = dict[str, tuple[Any, ...]]  # by field, the values that count as a
 NOTHING: tuple[Any, ...] = ()
 MESSAGE_LISTS = ("messages", "input")
 """Fields whose items count as messages, unless a model has a MESSAGE_LISTS of other ones."""
+SAME = (
+    {
+        "max_token",
+        "max_tokens",
+        "max_completion_tokens",
+        "max_output_tokens",
+        "max_new_tokens",
+        "max_gen_len",
+        "n_predict",
+        "num_predict",
+    },
+    {"messages", "input", "inputs", "prompt", "prompts"},
+    {"documents", "passages", "texts"},
+    {"stop", "stop_sequences", "stop_strings"},
+    {"system", "instructions", "system_prompt"},
+    {"repetition_penalty", "repeat_penalty"},
+    {"response_format", "structured_outputs", "text", "output_config", "guided_decoding"},
+)
+"""Names that APIs have for one thing. For another API's name, the first one that a model knows is meant."""
 
 
 class StrictModel(BaseModel):
@@ -57,7 +77,7 @@ class StrictModel(BaseModel):
             if cls.TYPES and data.get("type", cls.TYPES[0]) not in cls.TYPES:
                 return {name: value for name, value in data.items() if name in cls.KNOWN}  # the type is what is wrong
             unknown = next(name for name in data if name not in cls.KNOWN)
-            nearest = nearest_name(unknown, sorted(cls.KNOWN - cls.UNSUPPORTED.keys()))
+            nearest = _meant(unknown, cls.KNOWN - cls.UNSUPPORTED.keys())
             context = {"field": unknown, "nearest": nearest or ""}
             raise PydanticCustomError("unknown_field", "{field} is unknown", context)
         if cls.UNSUPPORTED.keys().isdisjoint(data):
@@ -72,6 +92,12 @@ class StrictModel(BaseModel):
                 context = {"field": field, "rule": rule}
                 raise PydanticCustomError("unsupported", "{field} {rule}", context)
         return kept
+
+
+def _meant(unknown: str, known: Set[str]) -> str | None:
+    """The known field that was meant: another API's name for it tells more than its spelling."""
+    same = next((sorted(known & names) for names in SAME if unknown in names), None)
+    return nearest_name(unknown, same or sorted(known)) or next(iter(same or ()), None)
 
 
 def _same(value: Any, other: Any) -> bool:

@@ -368,7 +368,7 @@ class Tokenization:
         try:
             return await self._processing.run(lambda: self.prompt_maker, client)
         except ParameterError as error:
-            message = f"{first.place} must be left out, because this model takes no images: they must {error.rule}."
+            message = f"{first.place} must be left out: the images of a request to this model must {error.rule}."
             raise BadRequest(message, param=first.place, code="invalid_value") from None
 
     async def _require_tool_images(

@@ -6,11 +6,13 @@ The kernels themselves are transformed in tests/test_transforms_interpreted.py a
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from opaque_backend import Opaque, opaque_backend
+from torch import Tensor
+from torch.autograd import forward_ad
 from torch.func import grad, vmap
 from transform_cases import Attend, check_other_calls, check_refusals, check_transform, inputs, loss, of_sample, params
 
@@ -18,6 +20,7 @@ import fa_serve
 from fa_serve.backends.calls import AttentionTensors, CallOptions
 from fa_serve.dispatch import decide_dense
 from fa_serve.launching.plans import PLANS
+from fa_serve.spec import UnsupportedError
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:There is a performance drop"),  # of PyTorch's operator, whose samples are expected
@@ -58,6 +61,24 @@ def test_pytorchs_operators_keep_what_they_have() -> None:
         lambda q: fa_serve.attention(q, sample["k"], sample["v"], backend="reference"), (sample["q"],), (sample["q"],)
     )
     assert tangent.abs().max() > 0
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_operators_without_a_forward_mode_say_what_has_one(packed: bool) -> None:
+    """PyTorch's own message asks for an issue at its repository."""
+    q, k, v = of_sample(inputs("cpu", torch.float32), 0, "q k v").values()
+    cu_seqlens = torch.tensor([0, 1, q.shape[1]], dtype=torch.int32)
+    lengths = {f"cu_seqlens_{x}": cu_seqlens for x in "qk"} | {f"max_seqlen_{x}": q.shape[1] for x in "qk"}
+
+    def call(x: Tensor) -> Tensor:
+        if packed:
+            return cast(Tensor, fa_serve.attention_varlen(x[0], k[0], k[0], **lengths))  # type: ignore[arg-type]
+        return cast(Tensor, fa_serve.attention(x, k, v))
+
+    with pytest.raises(UnsupportedError, match="choose backend='reference'"):
+        torch.func.jvp(call, (q,), (q,))
+    with forward_ad.dual_level(), pytest.raises(UnsupportedError, match="choose backend='reference'"):
+        call(forward_ad.make_dual(q, q))  # type: ignore[no-untyped-call]
 
 
 def test_plain_tensors_inside_of_a_transform_are_a_plain_call(opaque: Opaque) -> None:

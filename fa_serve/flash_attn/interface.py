@@ -235,6 +235,9 @@ def flash_attn_combine(
     out_partial: (num_splits, ..., num_heads, head_dim), float32; lse_partial: (num_splits, ..., num_heads), float32
     Returns out (..., num_heads, head_dim) in `out_dtype`, and lse (..., num_heads).
     """
+    if lse_partial.shape != out_partial.shape[:-1]:
+        rule = f"have the shape of out_partial without head_dim, {tuple(out_partial.shape[:-1])}"
+        refuse("lse_partial", rule, tuple(lse_partial.shape))
     lse = lse_partial.logsumexp(dim=0)
     share = (lse_partial - lse.masked_fill(lse == float("-inf"), 0.0)).exp()
     merged = torch.einsum("s...d,s...->...d", out_partial, share)

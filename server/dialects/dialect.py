@@ -23,7 +23,7 @@ from fa_serve.engine import RequestOutput
 
 from ..chat.answer import ChatAnswer
 from ..chat.conversation import ChatRequest, Message
-from ..errors import ApiError
+from ..errors import ApiError, ParameterRefused, parameter_refused
 from ..rules import rule_of
 from ..service import Service
 from ..strict import StrictModel, field_error
@@ -159,6 +159,8 @@ class DialectAnswer(ChatAnswer):
         """Errors name the fields of the dialect."""
         try:
             yield
+        except ParameterRefused as error:
+            raise parameter_refused(error.cause, self.FIELDS.get(error.field, error.field)) from None
         except ApiError as error:
             error.param = self.FIELDS.get(error.param or "", error.param)
             raise

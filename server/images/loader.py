@@ -42,7 +42,6 @@ from .fetching import FetchLimits, fetch
 from .kept_images import KeptImages, key_of_file
 
 log = logging.getLogger("fa_serve.server")
-FIELD = "messages"
 PIXEL = 4  # bytes
 MAX_PROCESSES = 8  # by default: the process that they are forked from makes some tens a second
 MAX_FETCHES = 16  # images of other hosts that are fetched at the same time
@@ -101,7 +100,7 @@ class ImageLoader:
         """
         if len(images) > self._max_images:
             message = f"A request may have at most {self._max_images} images (--max-images), got {len(images)}."
-            raise BadRequest(message, param=FIELD, code="invalid_value")
+            raise BadRequest(message, param=images[self._max_images].place, code="invalid_value")
         return [await self._load(image, client, salt) for image in images]
 
     async def _load(self, image: RequestImage, client: str | None, salt: str | None) -> Any:

@@ -121,6 +121,8 @@ def test_combine_merges_parts_of_the_keys() -> None:
     torch.testing.assert_close(written.float(), out, rtol=1e-2, atol=1e-2)
     empty, _ = fa3.flash_attn_combine(outs, torch.full_like(lses, float("-inf")))
     assert not empty.any()
+    with pytest.raises(ParameterError, match=r"the shape of out_partial without head_dim, \(3, 2, 5, 4\), got"):
+        fa3.flash_attn_combine(outs, lses.transpose(2, 3))  # as attention itself returns it
 
 
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0)])

@@ -116,6 +116,16 @@ async def test_a_block_of_another_kind_says_what_was_sent(serving):
         ("/v1/completions", "temprature", "temperature"),
         ("/v1/responses", "max_tokens", "max_output_tokens"),
         ("/v1/messages", "stop", "stop_sequences"),
+        ("/v1/responses", "max_token", "max_output_tokens"),  # other APIs' names, which are not alike
+        ("/v1/responses", "max_completion_tokens", "max_output_tokens"),
+        ("/v1/responses", "response_format", "text"),
+        ("/v1/responses", "messages", "input"),
+        ("/v1/chat/completions", "max_new_tokens", "max_tokens"),
+        ("/v1/chat/completions", "prompt", "messages"),  # and not prompt_logprobs
+        ("/v1/chat/completions", "stop_sequences", "stop"),
+        ("/v1/completions", "input", "prompt"),
+        ("/v1/completions", "guided_decoding", "structured_outputs"),
+        ("/v1/messages", "instructions", "system"),
         ("/v1/chat/completions", "xyzzy", None),
         ("/v1/chat/completions", "verbosty", None),  # verbosity is known and not supported
     ],
@@ -126,6 +136,43 @@ async def test_an_unknown_field_has_a_hint(serving, path, field, meant):
     remedy = f"Did you mean {meant}?" if meant else "Leave it out."
     assert (status, message) == (400, f"Unknown or unsupported field: {field}. {remedy}")
     assert (param, code) in ((field, "unknown_parameter"), (None, None))
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "begin"),
+    [
+        ("/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": 99999 * "x"}]}, "messages: prompt must be"),
+        ("/v1/messages", MESSAGE | {"messages": [{"role": "user", "content": 99999 * "x"}]}, "messages: prompt must be"),
+        ("/v1/responses", RESPONSE | {"input": 99999 * "x"}, "input: prompt must be"),
+    ],
+)
+async def test_messages_name_the_fields_of_their_api(serving, path, body, begin):
+    """What the dialects send on as a chat completion is refused in the words of the request."""
+    async with serving() as client:
+        status, message, param, _ = await refusal(client, path, json=body)
+    assert (status, message[: len(begin)]) == (400, begin)
+    assert param in (begin.split()[0].rstrip(":"), None)  # Anthropic's errors have no param
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "hint"),
+    [
+        ("POST", "/chat/completions", "Did you mean /v1/chat/completions?"),  # a base_url without /v1
+        ("POST", "/v1/v1/chat/completions", "Did you mean /v1/chat/completions?"),
+        ("POST", "/v1/chat/completion", "Did you mean /v1/chat/completions?"),
+        ("POST", "/v1/chat/completions/chat/completions", "Did you mean /v1/chat/completions?"),
+        ("GET", "/v1/chat/completions", "This path takes POST."),
+        ("POST", "/v1/models", "This path takes GET."),
+        ("GET", "/v1", ""),
+        ("GET", "/nothing", ""),
+        ("GET", "/" + 4000 * "x", ""),
+    ],
+)
+async def test_an_unknown_route_has_a_hint(serving, method, path, hint):
+    async with serving() as client:
+        reply = await client.request(method, path)
+    assert reply.status_code == (405 if "takes" in hint else 404)
+    assert reply.json()["error"]["message"] == f"There is no route {method} {path}. {hint}".strip()
 
 
 async def test_a_hint_inside_of_a_message(serving):

@@ -263,7 +263,7 @@ class InputReader:
 
     def _too_long(self, number: int, length: object) -> ParameterError:
         limit = self._card.max_tokens
-        rule = f"have at most {limit} tokens in each item, which is this model's limit, or be cut on demand (item {number})"
+        rule = f"have at most {limit} tokens in each item, this model's limit, unless truncate is true (item {number})"
         return ParameterError("input", rule, length, "context_length_exceeded")
 
     def _count_prompt(self, prompt: str) -> int:

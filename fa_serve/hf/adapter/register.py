@@ -37,8 +37,11 @@ def patch(model: PreTrainedModel) -> PreTrainedModel:
 
     To switch some parts of a model only, call `model.set_attn_implementation({"text_config": "fa_serve"})` instead.
 
-    Raises UnsupportedModelError, and changes nothing, if fa_serve cannot serve a part of the model.
+    Raises UnsupportedModelError, and changes nothing, if fa_serve cannot serve a part of it; TypeError for what is no model.
     """
+    if not hasattr(model, "set_attn_implementation"):  # others' wrappers pass this method on
+        rule = "model must be a model of transformers, as from_pretrained returns it (PreTrainedModel)"
+        raise TypeError(f"{rule}, got {type(model).__module__}.{type(model).__qualname__}")
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     for part in parts:
         check_class(type(part))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -72,6 +73,12 @@ def test_a_dict_switches_some_parts_only() -> None:
     model = AutoModel.from_config(config, attn_implementation={"text_config": "fa_serve", "vision_config": "eager"})
     assert model.language_model.config._attn_implementation == "fa_serve"
     assert model.vision_tower.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("given", [torch.nn.Linear(2, 2), None, "Qwen/Qwen3-0.6B"], ids=["module", "none", "name"])
+def test_patch_says_what_it_takes(given: Any) -> None:
+    with pytest.raises(TypeError, match="model must be a model of transformers, as from_pretrained returns it"):
+        fa_serve.patch(given)
 
 
 def test_patch_refuses_before_it_changes_anything() -> None:

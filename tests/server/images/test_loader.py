@@ -103,8 +103,9 @@ async def test_a_decoder_that_takes_too_much_memory_dies_alone() -> None:
 
 async def test_too_many_images_cost_nothing() -> None:
     limited = ImageLoader(Settings(max_images=16))
-    with pytest.raises(BadRequest, match=r"at most 16 images \(--max-images\), got 1000"):
+    with pytest.raises(BadRequest, match=r"at most 16 images \(--max-images\), got 1000") as refused:
         await limited.load(sent(["data:image/png;base64,QUJD"] * 1000), None)
+    assert refused.value.param == PLACE.format(16)  # the first one too many
     assert "_trials" not in vars(limited)
     limited.close()
 

@@ -342,7 +342,7 @@ async def test_a_model_without_images_names_the_image(serving, monkeypatch) -> N
     error = reply.json()["error"]
     assert (reply.status_code, error["param"]) == (400, "input[0].content[1].image_url")
     assert error["message"] == (
-        "input[0].content[1].image_url must be left out, because this model takes no images: they must be empty, because this "
+        "input[0].content[1].image_url must be left out: the images of a request to this model must be empty, because this "
         "model has no processor."
     )
 

@@ -1,0 +1,41 @@
+"""A number of bytes as people write it, such as 16MiB.
+
+    class Limits(BaseModel):
+        body: Size = 16 * 2**20         # also "16MiB", "16 mb", "16M" and "16777216"
+
+    is_size(Limits.model_fields["body"].annotation)     # True
+    shown_size(16 * 2**20)                              # "16MiB"
+
+pydantic's ByteSize also takes bits, so that 16mbit is 2 MB, fractions of a byte, and anything behind a unit. These are refused.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, get_args
+
+from pydantic import BeforeValidator, ByteSize
+from pydantic_core import PydanticCustomError
+
+SIZE = re.compile(r"\s*(\d[\d_]*\s*b?|\d+(\.\d+)?\s*[kmgtpe](i?b)?)\s*", re.IGNORECASE | re.ASCII)
+UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
+
+
+def _in_bytes(value: Any) -> Any:
+    if isinstance(value, str) and not SIZE.fullmatch(value):
+        raise PydanticCustomError("byte_size", "no number of bytes")
+    return value
+
+
+Size = Annotated[ByteSize, BeforeValidator(_in_bytes)]
+
+
+def is_size(annotation: Any) -> bool:
+    """Whether the annotation of a field is `Size`, or `Size | None`. pydantic keeps the parts of `Annotated` beside it."""
+    return any(kind is ByteSize or ByteSize in get_args(kind) for kind in (annotation, *get_args(annotation)))
+
+
+def shown_size(size: int) -> str:
+    """The size with the largest unit of which it is a multiple."""
+    unit, factor = next(each for each in UNITS.items() if size % each[1] == 0)
+    return f"{size // factor}{unit}"
