@@ -167,6 +167,7 @@ class LoraMemory:
 
         Raises ParameterError, whose field is the name of a module, for what does not fit.
         """
+        adapter = adapter.with_weights_as_modules(self._parts)
         outer = self._outer.pack(adapter)
         inner = {name: low for name, low in adapter.modules.items() if name not in self._outer.names}
         # peft gives such layers an adapter as well, which no training changes: it adds nothing
@@ -212,8 +213,8 @@ class LoraMemory:
             rule = "have no adapter, because the model's own code multiplies its weights itself: leave it out of target_modules"
             raise ParameterError(name, rule, f"rank {low.rank}")
         if name not in self._parts:
-            rule = "name linear layers of the model that are computed one by one"
-            raise ParameterError("adapter", rule, name[:128])
+            rule = "be a linear layer of the model that fa_serve computes by itself, as routers and towers of images are not"
+            raise ParameterError(name[:128], rule, f"rank {low.rank}")
         site, part = self._parts[name]
         expected = whole_sizes(site.modules[part], site.widths[part], site.k)
         if (len(low.b), low.a.shape[1]) != expected:
@@ -282,6 +283,13 @@ def detach_adapters(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(vars(module).get("forward"), adapted):
             del module.forward
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Whether a module returns the product with its weights. Routers of Llama 4 and PhiMoE derive from Linear, and do not."""
+    if isinstance(module, QuantizedLinear) or type(module).__name__ == "Conv1D":
+        return True
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
 def _num_rows(low: LowRank) -> int:
@@ -356,7 +364,7 @@ def _attach(model: nn.Module, holder: StepHolder) -> Iterator[LoraSite]:
         replaced = vars(module).get("forward")
         if module in skipped or not isinstance(replaced, PartOfSum | None) or not names[module]:
             continue
-        if isinstance(module, nn.Linear | QuantizedLinear) or type(module).__name__ == "Conv1D":
+        if _is_linear(module):
             sizes = linear_sizes(module)
             assert sizes is not None
             site = LoraSite((names[module],), sizes[0], (sizes[1],), holder, (module,))
