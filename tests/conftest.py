@@ -47,11 +47,16 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Interpreted tests and all other tests never share a process, and tests of a GPU need one."""
+    """Interpreted tests and all other tests never share a process, and tests of a GPU need one.
+
+    A folder without interpreted tests is left out with what its conftest.py imports.
+    """
     if collection_path == Path(__file__).parent / "gpu":
         import torch
 
         return None if torch.cuda.is_available() else True
+    if INTERPRETED and collection_path.is_dir():
+        return None if any(collection_path.rglob("*_interpreted.py")) else True
     if collection_path.suffix != ".py" or collection_path.name == "conftest.py":
         return None
     return True if collection_path.name.endswith("_interpreted.py") != INTERPRETED else None

@@ -34,6 +34,7 @@ import torch
 from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig, Qwen3VLConfig
 from transformers.configuration_utils import PreTrainedConfig
 
+from benchmarks.engine.engine_workloads import freeze_objects
 from benchmarks.measure import Cells, Results
 from fa_serve.engine import Engine, EngineConfig, SamplingParams
 from fa_serve.engine.images import tower_graphs
@@ -239,6 +240,7 @@ def measure(sizes: Sizes, results: Results, cells: Cells) -> None:
         alone.run_clients(with_images=False)
         without, _ = alone.run_clients(with_images=False)
         alone.engine.close()
+    freeze_objects()
     work = Workload(sizes, model)
     if cells.takes("requests") or cells.takes("first of 32"):
         work.run_clients(with_images=True)

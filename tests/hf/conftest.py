@@ -1,11 +1,9 @@
-"""What the tests of the adapter share."""
+"""What the tests of the adapter share. Nothing is imported before a test asks, because the process that hands tests to workers
+reads this file, too."""
 
 from __future__ import annotations
 
 import pytest
-import transformers
-
-from fa_serve.hf.adapter import masks
 
 OF_5_17 = {
     "test_gathered_keys": "GIT computes its attention itself in 5.17 alone",
@@ -25,6 +23,8 @@ OF_5_17 = {
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import transformers
+
     if transformers.__version__.startswith("5.17."):
         return
     for item in items:
@@ -39,6 +39,8 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
     Kernels take a mask over keys alone in decoding, and packed keys for a padded prompt. Others get the whole mask.
     """
+    from fa_serve.hf.adapter import masks
+
     if request.param == "kernels":
         monkeypatch.setattr(masks, "KERNELS_ON", {"cpu"})
     return bool(request.param == "kernels")

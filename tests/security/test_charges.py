@@ -16,7 +16,7 @@ from security.probe import MemoryWatch, loop_seconds, memory_of
 from security.test_floods import ZEPHYR
 from server_process import ServerProcess
 
-SECONDS = 1.5
+SECONDS = 1.0
 LOOP_SHARE = 0.5
 """The part of a processor that the event loop may take for a flood. A tenth is allowed of what is measured of a request. What
 is not measured of it was 0.2 to 0.4 on slow processors. Without charges a flood takes all that there is."""

@@ -1,23 +1,11 @@
 """Mistakes of operators are refused at the start, with what is wrong; and what an operator does in passing ends nothing."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 from fa_serve.server.settings import load
 from warm_processes import run_warm
 
 from fa_serve.engine import Engine, EngineConfig
 from fa_serve.spec import ParameterError
-
-
-def serve_fails(**environment: str) -> subprocess.CompletedProcess:
-    """A server that is expected to end by itself."""
-    command = [sys.executable, "-m", "fa_serve", "serve", "--port", "0", "--device", "cpu"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | environment)
-    assert "after" not in done.stdout, "it said that it was ready"
-    return done
 
 
 @pytest.mark.parametrize(
@@ -44,9 +32,11 @@ def test_the_mark_at_the_beginning_of_a_file_is_not_part_of_a_key(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["FA_SERVE_API_KEYS", "fa_serve_api_keys", "FA_SERVE_API_KEY_FILE"])
-def test_an_empty_variable_of_keys_does_not_open_the_server(name):
-    done = serve_fails(**{name: ""})
+def test_an_empty_variable_of_keys_does_not_open_the_server(name, warm_context, monkeypatch):
+    monkeypatch.setenv(name, "")
+    done = run_warm("serve", "--port", "0", "--device", "cpu", timeout=120)
     assert done.returncode == 2
+    assert "after" not in done.stdout, "it said that it was ready"
     assert f"{name} must not be empty" in done.stderr
 
 

@@ -5,7 +5,8 @@
     assert kernels[0].spill_bytes == 0
 
 Triton's driver is replaced by one that only names the target, and each launch becomes a warm-up: so the signature, the
-specialisation and the tiles are the product's own, not a copy of them kept here.
+specialisation and the tiles are the product's own, not a copy of them kept here. A test that reads an early form of a kernel,
+or the names of the launches alone, compiles as far as that: `compiling_for("sm90", until="ttir")` or `until="launch"`.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Collection, Container, Iterator
+from collections.abc import Callable, Collection, Container, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
@@ -29,6 +31,7 @@ import triton
 from sampled_cases import ALL
 from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import make_backend
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
@@ -73,6 +76,11 @@ def with_targets(cases: Collection[T], everywhere: Container[T]) -> list[tuple[T
     if not ALL:
         return [(case, in_turn[number % len(in_turn)]) for number, case in enumerate(cases)]
     return [(case, target) for target in TARGETS for case in cases if target in UNLIKE or case in everywhere]
+
+
+def sm90_and(other: str) -> list[str]:
+    """Every target. A sample has Hopper, for which most kernels have special tiles, and another one."""
+    return list(TARGETS) if ALL else ["sm90", other]
 
 
 @dataclass(frozen=True)
@@ -213,23 +221,53 @@ class NamingDriver:
         return 0
 
 
+class _Reached(Exception):
+    """The compiler has made the last form of a kernel that is asked for, which is the argument."""
+
+
+def _add_stages_until(last: str, add_stages: Callable[..., None]) -> Callable[..., None]:
+    """A backend's list of stages, of which the one behind `last` ends the compilation."""
+
+    def reached(form: object, metadata: object) -> None:
+        raise _Reached(str(form))
+
+    def add(self: object, stages: dict[str, Any], *given: Any) -> None:
+        add_stages(self, stages, *given)
+        names = list(stages)
+        stages[names[names.index(last) + 1]] = reached
+
+    return add
+
+
 @contextlib.contextmanager
-def compiling_for(target: str) -> Iterator[list[Kernel]]:
+def compiling_for(target: str, until: str | None = None, only: str = "") -> Iterator[list[Kernel]]:
     """Every Triton or Gluon launch inside the block is compiled for `target` and recorded instead of run.
 
     Plans are made again inside the block, because they depend on the architecture, and forgotten after it.
+
+    until: the last form that is needed, as `Kernel.binary.asm` names it, which saves the rest of the compilation; "launch" if
+    the names of the kernels are all
+    only: a part of the names of the kernels that are compiled; of the others the launches are recorded
     """
     gpu = TARGETS[target]
     kernels: list[Kernel] = []
     run = JITFunction.run
 
     def record(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        binary: Any = None
         with contextlib.redirect_stdout(io.StringIO()) as said:
-            binary = run(self, *args, grid=grid, warmup=True, **options)
+            try:
+                if until != "launch" and only in self.fn.__name__:
+                    binary = run(self, *args, grid=grid, warmup=True, **options)
+            except _Reached as reached:
+                binary = SimpleNamespace(asm={until: str(reached)})
         kernels.append(Kernel(self.fn.__name__, target, binary, said.getvalue()))
         return binary
 
     with pytest.MonkeyPatch.context() as patch:
+        if until not in (None, "launch"):
+            backend = type(make_backend(gpu))
+            patch.setattr(backend, "add_stages", _add_stages_until(until, backend.add_stages))
         patch.setattr(driver, "_active", NamingDriver(gpu))
         patch.setattr(JITFunction, "run", record)
         patch.setattr(knobs.nvidia, "dump_ptxas_log", True, raising=False)

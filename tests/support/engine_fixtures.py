@@ -1,26 +1,35 @@
-"""Fixtures of engines on tiny models. The conftest.py of a folder imports those that its tests need."""
+"""Fixtures of engines on tiny models. The conftest.py of a folder imports those that its tests need.
+
+Nothing is imported before a test asks, because the process that hands tests to workers reads conftest.py, too.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from tiny_models import make_model, make_tokenizer
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from fa_serve.engine import Engine, EngineConfig
-from fa_serve.engine.parallel.ranks import Ranks
-from fa_serve.engine.runner import cuda_graphs
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+    from fa_serve.engine import Engine
+    from fa_serve.engine.parallel.ranks import Ranks
 
 
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
+    from tiny_models import make_tokenizer
+
     return make_tokenizer()
 
 
 @pytest.fixture
 def make_engine(tokenizer: PreTrainedTokenizerFast) -> Callable[..., Engine]:
+    from tiny_models import make_model
+
+    from fa_serve.engine import Engine, EngineConfig
+
     def make(
         family: str = "llama", *, model: PreTrainedModel | None = None, ranks: Ranks | None = None, **settings: Any
     ) -> Engine:
@@ -33,6 +42,8 @@ def make_engine(tokenizer: PreTrainedTokenizerFast) -> Callable[..., Engine]:
 @pytest.fixture
 def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """CUDA graphs without CUDA: a capture keeps the function, and a replay calls it. The list has one entry for each replay."""
+    from fa_serve.engine.runner import cuda_graphs
+
     calls: list[int] = []
 
     def capture(function: Callable[[], None], pool: Any) -> tuple[Callable[[], None], Any]:

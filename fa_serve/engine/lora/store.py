@@ -6,7 +6,7 @@
     pool = store.pool                        # asks this store to load
     store.remove("french")                   # sequences that have it finish with it
 
-The tier on the host keeps adapters as they are copied to the device. If it is full, those that were asked for least recently
+The tier on the host keeps adapters in memory of its own. If it is full, those that were asked for least recently
 are dropped, and read from their folder again when a sequence needs them. A folder whose files have changed is refused, because
 the prefix cache has what was computed with the older ones. On a GPU, copies have a separate stream, on which they wait
 for the steps that were launched before.
@@ -25,7 +25,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,7 +36,8 @@ from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.lora.pool import Adapter, LoraPool
 from fa_serve.engine.parallel.ranks import Alone, Ranks
 from fa_serve.hf.lora.format import LoraAdapter, file_facts, read_adapter
-from fa_serve.hf.lora.memory import LoraMemory, PackedLora
+from fa_serve.hf.lora.memory import LoraMemory
+from fa_serve.hf.lora.packed import PackedLora
 from fa_serve.ops import PAGE_RANKS
 from fa_serve.spec import ParameterError
 
@@ -147,16 +147,22 @@ class AdapterStore:
         before: Facts = ()
         with suppress(OSError):  # `read_adapter` says which file is missing
             before = file_facts(folder)
-        packed = self.pack(read_adapter(folder, max_bytes=self._host_bytes))
+        packed = self._packed(read_adapter(folder, max_bytes=self._host_bytes))
         after = file_facts(folder)
         if after != before:
             raise ParameterError("adapter", "have files that nobody changes while they are read: try again", str(folder)[:256])
         return packed, after
 
     def pack(self, adapter: LoraAdapter) -> PackedLora:
-        """The same for an adapter that is in memory, such as one in training."""
+        """The same for an adapter that is in memory, such as one in training, as it is now."""
+        packed = self._packed(adapter)
+        packed.own()
+        return packed
+
+    def _packed(self, adapter: LoraAdapter) -> PackedLora:
         packed = self.memory.pack(adapter)
-        return replace(packed, content=content_number(adapter)) if self._by_content else packed
+        packed.content = content_number(adapter) if self._by_content else 0
+        return packed
 
     def begin(self, folder: str | Path) -> int:
         """Begin to read an adapter in a thread. Returns the number by which `load` takes it, the same on all ranks."""
@@ -322,6 +328,8 @@ class AdapterStore:
     def _keep(self, adapter: Adapter, packed: PackedLora) -> None:
         """Keep an adapter on the host, and drop others that can be read again while they are too many."""
         self._host[adapter] = packed
+        if packed.borrows:
+            self._reader.submit(packed.own)  # behind the first token, which needs no copy of its own
         total = sum(each.num_bytes for each in self._host.values())
         for other in [*self._host]:
             if total <= self._host_bytes:

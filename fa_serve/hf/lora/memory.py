@@ -1,12 +1,12 @@
 """Finds the products of a model that adapters may add to, makes room for adapters on its device, and fills it.
 
     memory = LoraMemory(model, budget=1 << 30, max_rank=64, max_pages=4096)
-    packed = memory.pack(read_adapter(folder))       # on the host: checked against the model, in the layout of the device
-    memory.write(packed, slot=0, pages=[3, 1])       # one copy for each page
+    packed = memory.pack(read_adapter(folder))       # on the host: checked against the model
+    memory.write(packed, slot=0, pages=[3, 1])       # laid out, and copied in pieces
     with memory.holder.serving(LoraStep(batch)): ...
 
-A page holds PAGE_RANKS ranks of the matrices of every product of the model, so that an adapter of any rank up to `max_rank` is
-as many copies as it has pages, and memory has no gaps whatever ranks are mixed. The addresses of all products are fixed when
+A page holds PAGE_RANKS ranks of the matrices of every product of the model, so that memory has no gaps whatever ranks up to
+`max_rank` are mixed. The addresses of all products are fixed when
 the memory is made, as CUDA graphs need it. Two kinds of rows stand beside the ranks of an adapter: the bias of B, and the
 factor of DoRA (ops/lora/problem.py).
 
@@ -19,7 +19,7 @@ parameters.py).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -31,9 +31,11 @@ from fa_serve.hf.adapter.latent_keys import LatentKeys
 from fa_serve.hf.adapter.state_modules import SeatedMixer
 from fa_serve.hf.lora.divided import part_of_low_rank, whole_sizes
 from fa_serve.hf.lora.format import LoraAdapter, LowRank, is_finite
-from fa_serve.hf.lora.outer import AdaptedEmbedding, AdaptedHead, OuterModules, OuterWeights
+from fa_serve.hf.lora.outer import AdaptedEmbedding, AdaptedHead, OuterModules
+from fa_serve.hf.lora.packed import PackedLora, PackedPart, SiteLayout
 from fa_serve.hf.lora.parameters import AdaptedExperts, AdaptedRouter
 from fa_serve.hf.lora.product import AdaptedLinear, LoraSite, StepHolder, dense_weight, linear_sizes
+from fa_serve.hf.lora.staging import Staging
 from fa_serve.hf.surgery.divide.weights import PartOfSum
 from fa_serve.hf.surgery.experts.mixtures import expert_modules
 from fa_serve.hf.surgery.fuse.latent import LatentAttention
@@ -48,52 +50,8 @@ from fa_serve.spec import ParameterError, UnsupportedModelError
 _STRIDE = 4
 """Numbers of a product in a row of `scales`: a multiple of 16 bytes, so that the address of each is aligned."""
 MAX_SLOTS = 512
-
-
-@dataclass(frozen=True, slots=True)
-class PackedLora:
-    """An adapter on the host, in the layout of the device.
-
-    pages:   (num_pages, elements of a page) in the dtype of the model, pinned for a GPU
-    numbers: (3, numbers of all products) int32: scales, whose bits are those of float32, ones and factors
-    outer:   of the embedding and the head, or None
-    rescales: it has factors of DoRA
-    content: a number that no other content has; 0 if it was not asked for
-    """
-
-    pages: Tensor
-    numbers: Tensor
-    outer: OuterWeights | None
-    rescales: bool
-    content: int = 0
-
-    @property
-    def num_pages(self) -> int:
-        return len(self.pages)
-
-    @property
-    def num_bytes(self) -> int:
-        """On the host."""
-        return self.pages.nbytes + self.numbers.nbytes + self.outer_bytes
-
-    @property
-    def outer_bytes(self) -> int:
-        """On the device, beside the pages."""
-        return 0 if self.outer is None else self.outer.num_bytes
-
-    @property
-    def is_eager(self) -> bool:
-        """Steps with this adapter run without CUDA graphs."""
-        return self.outer is not None or self.rescales
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a product is: its first elements of A and B in a page, and its first number."""
-
-    a: int
-    b: int
-    number: int
+STAGED_BYTES = 4 << 20
+"""Of one piece that is laid out and copied, unless a single product needs more. A processor's cache holds it."""
 
 
 class LoraMemory:
@@ -116,7 +74,8 @@ class LoraMemory:
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.get_input_embeddings().weight.dtype
         self.pages_per_adapter = -(-max_rank // PAGE_RANKS)
-        self._places, self._elements = _layout(self.sites)
+        self._layouts = _layout(self.sites)
+        self._elements = self._layouts[-1].end
         self.bytes_per_page = self._elements * self.dtype.itemsize
         self.num_pages = min(budget // self.bytes_per_page, max_pages)
         if self.num_pages < self.pages_per_adapter:
@@ -132,8 +91,11 @@ class LoraMemory:
         self.page_counts = torch.zeros(self.num_slots, dtype=torch.int32, device=self.device)
         self._parts = {name: (site, part) for site in self.sites for part, name in enumerate(site.names)}
         self._uncalled = uncalled_layers(model)
-        for site, place, counters in zip(self.sites, self._places, self._counters, strict=True):
-            site.weights = self._weights(site, place, counters)
+        for number, site in enumerate(self.sites):
+            site.weights = self._weights(number)
+        self._pieces = _pieces(self._layouts, STAGED_BYTES // self.dtype.itemsize)
+        largest = max(self._layouts[last - 1].end - self._layouts[first].a for first, last in self._pieces)
+        self._staging = Staging(self.device, self.dtype, largest)
 
     def settle(self, model: Any) -> None:
         """Find the products again after layers of the model have been fused anew. The adapters in memory stay."""
@@ -148,14 +110,16 @@ class LoraMemory:
             site.weights = known[site.names]
         self._parts = {name: (site, part) for site in self.sites for part, name in enumerate(site.names)}
 
-    def _weights(self, site: LoraSite, place: _Place, counters: Tensor) -> LoraWeights:
-        parts = len(site.widths)
-        n = sum(site.widths)
-        sizes_a = (self.num_pages, parts, PAGE_RANKS, site.k)
-        a = self._memory.as_strided(sizes_a, (self._elements, PAGE_RANKS * site.k, site.k, 1), place.a)
-        b = self._memory.as_strided((self.num_pages, PAGE_RANKS, n), (self._elements, n, 1), place.b)
-        scales, ones, factors = self._numbers[:, :, place.number : place.number + parts]
-        return LoraWeights(a, b, scales.view(torch.float32), ones, factors, counters, site.widths)
+    def _weights(self, number: int) -> LoraWeights:
+        """The memory of a product."""
+        layout = self._layouts[number]
+        k = layout.k
+        n = sum(layout.widths)
+        parts = len(layout.widths)
+        a = self._memory.as_strided((self.num_pages, parts, PAGE_RANKS, k), (self._elements, PAGE_RANKS * k, k, 1), layout.a)
+        b = self._memory.as_strided((self.num_pages, PAGE_RANKS, n), (self._elements, n, 1), layout.b)
+        scales, ones, factors = self._numbers[:, :, _STRIDE * number : _STRIDE * number + parts]
+        return LoraWeights(a, b, scales.view(torch.float32), ones, factors, self._counters[number], layout.widths)
 
     def batch(self, rows: Tensor, tiles: Tensor, slots: Tensor, block_rows: int) -> ops.LoraBatch:
         """Which rows of a step have which slot: see `fa_serve.ops.LoraBatch`."""
@@ -163,9 +127,10 @@ class LoraMemory:
 
     @torch.no_grad()
     def pack(self, adapter: LoraAdapter) -> PackedLora:
-        """Check an adapter against the model and lay it out. From any thread.
+        """Check an adapter against the model. From any thread.
 
-        Raises ParameterError, whose field is the name of a module, for what does not fit.
+        Its tensors may be those of the adapter: `PackedLora.own` copies them. Raises ParameterError, whose field is the name of
+        a module, for what does not fit.
         """
         adapter = adapter.with_weights_as_modules(self._parts)
         outer = self._outer.pack(adapter)
@@ -179,29 +144,39 @@ class LoraMemory:
             limit = self.pages_per_adapter * PAGE_RANKS
             rule = f"be at most {limit}, with one for lora_bias and one for use_dora (--max-lora-rank)"
             raise ParameterError("r", rule, ranks)
-        pages = torch.zeros(num_pages, self._elements, dtype=self.dtype, pin_memory=self.device.type == "cuda")
         numbers = torch.zeros(3, _STRIDE * len(self.sites), dtype=torch.int32)
         numbers[1:] = -1
-        places = dict(zip(map(id, self.sites), self._places, strict=True))
+        order = {id(site): number for number, site in enumerate(self.sites)}
+        parts: dict[int, tuple[PackedPart, ...]] = {}
         for name, low in inner.items():
             site, part = self._parts[name]
-            self._fill(pages, numbers, site, part, places[id(site)], low)
-        if not is_finite(pages):
-            raise ParameterError(
-                "adapter", f"have numbers that {str(self.dtype)[6:]} holds, the dtype of the model", "infinities"
-            )
-        return PackedLora(pages, numbers, outer, any(low.magnitude is not None for low in inner.values()))
+            number = order[id(site)]
+            own = numbers[:, _STRIDE * number + part]
+            parts[number] = (*parts.get(number, ()), self._packed_part(own, site, part, low))
+        return PackedLora(num_pages, parts, numbers, outer, any(low.magnitude is not None for low in inner.values()))
 
     def write(self, packed: PackedLora, slot: int, pages: Sequence[int]) -> None:
-        """Copy an adapter into these pages, which no step in flight reads. On a GPU this queues copies on its stream."""
+        """Copy an adapter into these pages, which no step in flight reads. On a GPU this queues copies on its stream.
+
+        Only one thread may write at a time.
+        """
         table = torch.zeros(self.pages_per_adapter, dtype=torch.int32)
         table[: len(pages)] = torch.tensor(list(pages), dtype=torch.int32)
-        for page, source in zip(pages, packed.pages, strict=True):
-            self._memory[page].copy_(source, non_blocking=True)
+        for index, page in enumerate(pages):
+            for first, last in self._pieces:
+                begin = self._layouts[first].a
+                target = self._memory[page, begin : self._layouts[last - 1].end]
+                self._staging.send(target, partial(self._lay_out, packed, index, first, last))
         self._numbers[:, slot].copy_(packed.numbers, non_blocking=True)
         self.page_table[slot].copy_(table)
         self.page_counts[slot] = len(pages)
         self._outer.write(slot, packed.outer)
+
+    def _lay_out(self, packed: PackedLora, page: int, first: int, last: int, view: Tensor) -> None:
+        """Write what an adapter has for the products from number `first` to `last`. view: of zeros, where they begin"""
+        begin = self._layouts[first].a
+        for number in range(first, last):
+            packed.fill(view, begin, page, number, self._layouts[number])
 
     def clear(self, slot: int) -> None:
         """Free what the adapter in this slot has beside its pages."""
@@ -226,9 +201,8 @@ class LoraMemory:
             )
         return part_of_low_rank(name, low, site.modules[part])
 
-    def _fill(self, pages: Tensor, numbers: Tensor, site: LoraSite, part: int, place: _Place, low: LowRank) -> None:
-        rank = low.rank
-        number = place.number + part
+    def _packed_part(self, numbers: Tensor, site: LoraSite, part: int, low: LowRank) -> PackedPart:
+        """What an adapter adds to one module. numbers: (3,) of this module, which are written"""
         a = low.a
         b = low.b
         bias = None if low.bias is None else low.bias.float()
@@ -243,23 +217,22 @@ class LoraMemory:
             b = b.float() * factor[:, None]
             bias = None if bias is None else bias * factor
         if bias is not None:
-            numbers[1, number] = rank + len(extra)
+            numbers[1] = low.rank + len(extra)
             extra.append(bias)
         if factor is not None:
-            numbers[2, number] = rank + len(extra)
+            numbers[2] = low.rank + len(extra)
             extra.append(factor - 1.0)
-        numbers[0, number] = torch.tensor(low.scale).view(torch.int32)
-        n = sum(site.widths)
-        first = sum(site.widths[:part])
-        rows_b = torch.cat([b.float().t(), *(row[None] for row in extra)]) if extra else b.t()
-        for page in range(len(pages)):
-            start = page * PAGE_RANKS
-            own = a[start : start + PAGE_RANKS]
-            view = pages[page, place.a : place.a + len(site.widths) * PAGE_RANKS * site.k].view(-1, PAGE_RANKS, site.k)
-            view[part, : len(own)] = own
-            own = rows_b[start : start + PAGE_RANKS]
-            view = pages[page, place.b : place.b + PAGE_RANKS * n].view(PAGE_RANKS, n)
-            view[: len(own), first : first + len(low.b)] = own
+        numbers[0] = torch.tensor(low.scale).view(torch.int32)
+        rows = torch.cat([b.float().t(), *(row[None] for row in extra)]) if extra else b.t()
+        return PackedPart(part, self._converted(a), self._converted(rows))
+
+    def _converted(self, x: Tensor) -> Tensor:
+        """A matrix on the host in the model's dtype, the same memory if it is so. Raises ParameterError for an infinity."""
+        own = x.detach().to("cpu", self.dtype)
+        if x.dtype != self.dtype and not is_finite(own):
+            name = str(self.dtype)[6:]
+            raise ParameterError("adapter", f"have numbers that {name} holds, the dtype of the model", "infinities")
+        return own
 
 
 def uncalled_layers(model: nn.Module) -> frozenset[str]:
@@ -296,16 +269,27 @@ def _num_rows(low: LowRank) -> int:
     return low.rank + (low.bias is not None) + (low.magnitude is not None)
 
 
-def _layout(sites: Sequence[LoraSite]) -> tuple[list[_Place], int]:
-    """The place of each product in a page, and the elements of a page."""
-    places = []
+def _layout(sites: Sequence[LoraSite]) -> list[SiteLayout]:
+    """Where each product is in a page, one behind the other."""
+    layouts = []
     end = 0
-    for index, site in enumerate(sites):
+    for site in sites:
         a = end
         b = a + _aligned(len(site.widths) * PAGE_RANKS * site.k)
         end = b + _aligned(PAGE_RANKS * sum(site.widths))
-        places.append(_Place(a, b, _STRIDE * index))
-    return places, end
+        layouts.append(SiteLayout(a, b, end, site.k, site.widths))
+    return layouts
+
+
+def _pieces(layouts: Sequence[SiteLayout], most: int) -> list[tuple[int, int]]:
+    """Ranges of products that are copied together: of so many elements at most, or one product."""
+    pieces = []
+    first = 0
+    for number in range(1, len(layouts) + 1):
+        if number == len(layouts) or layouts[number].end - layouts[first].a > most:
+            pieces.append((first, number))
+            first = number
+    return pieces
 
 
 def _aligned(elements: int) -> int:

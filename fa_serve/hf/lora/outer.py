@@ -23,7 +23,7 @@ from torch.nn.functional import embedding, linear
 
 from fa_serve.hf.lora.divided import part_of_matrix, whole_sizes
 from fa_serve.hf.lora.format import LoraAdapter, LowRank
-from fa_serve.hf.lora.parameters import ParameterModules, Part, bytes_of
+from fa_serve.hf.lora.parameters import ParameterModules, Part, bytes_of, mapped_parts
 from fa_serve.hf.lora.product import StepHolder
 from fa_serve.hf.surgery.divide.weights import PartOfEmbeddings, PartOfLogits
 from fa_serve.spec import ParameterError
@@ -68,6 +68,12 @@ class OuterWeights:
     def num_bytes(self) -> int:
         own = sum(x.nbytes for part in (self.embedding, self.head) for x in part.tensors())
         return own + bytes_of(self.parameters)
+
+    def cloned(self) -> OuterWeights:
+        """The same in memory of its own."""
+        return OuterWeights(
+            self.embedding.mapped(torch.clone), self.head.mapped(torch.clone), mapped_parts(self.parameters, torch.clone)
+        )
 
 
 _NO_WEIGHTS = OuterWeights(NO_PART, NO_PART)

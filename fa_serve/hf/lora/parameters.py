@@ -170,3 +170,10 @@ class AdaptedRouter:
 def bytes_of(parts: Mapping[str, Part]) -> int:
     """On the device."""
     return sum(low.a.nbytes + low.b.nbytes for part in parts.values() for low in part.values())
+
+
+def mapped_parts(parts: Mapping[str, Part], change: Callable[[Tensor], Tensor]) -> dict[str, Part]:
+    """The same with other tensors."""
+    return {
+        name: {key: low._replace(a=change(low.a), b=change(low.b)) for key, low in part.items()} for name, part in parts.items()
+    }

@@ -60,7 +60,7 @@ def compile_call(name: str, cache: LargeCache, folder: Path, target: str) -> Ker
         "return_lse": False,
         "blocks": BlockLists(one, one[None]) if name == "block-sparse" else None,
     }
-    with compiling_for(target) as kernels:
+    with compiling_for(target, until="ttir") as kernels:
         run_plan(MAKERS[name], torch.zeros(1, HEADS, DIM, dtype=torch.float16), k_cache, v_cache, **options)
     return kernels[0]
 

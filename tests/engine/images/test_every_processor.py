@@ -1,6 +1,6 @@
 """Prompts with images of every type that docs/models.md serves, from the type's own processor to the answer.
 
-In a process for each half of the types, because processors need a torchvision that other tests may not see.
+In another process, because processors need a torchvision that other tests may not see. A sample has each second type.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from image_inputs import ONE_IMAGE
+from sampled_cases import each_nth
 from torchvision_beside import has_torchvision
 
 from fa_serve.hf.images import PROVEN
@@ -21,10 +22,9 @@ TYPES = sorted(PROVEN)
 
 
 @pytest.mark.skipif(not has_torchvision(), reason="`make .venv/images/.installed` gets torchvision")
-@pytest.mark.parametrize("part", [0, 1])
-def test_prompts_and_answers_are_those_of_transformers(part: int) -> None:
+def test_prompts_and_answers_are_those_of_transformers() -> None:
     """For one image and for two of other sizes: the tokens of the processor, and with them those of `generate`."""
-    asked = TYPES[part::2]
+    asked = each_nth(2, TYPES)
     # warnings are not errors here: each type of transformers has some
     ended = subprocess.run([sys.executable, PROGRAM, *asked], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr[-4000:]

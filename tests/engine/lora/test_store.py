@@ -137,13 +137,13 @@ def test_many_adapters_go_through_a_small_pool(make_engine, tmp_path) -> None:
     engine = make_engine(**LORA | {"lora_bytes": 4 * 16 * 3000 * 4, "max_lora_rank": 16, "num_pages": 256})
     store = engine.adapters
     assert 4 <= store.pool.num_pages <= 8
-    store._host_bytes = 8 * (store.memory.bytes_per_page + 1024)
     marks = [3 + number for number in range(200)]
     model = make_model()
     for number, mark in enumerate(marks):
         row = model.lm_head.weight.detach()[mark]
         folder = write_mark(tmp_path / str(number), row, model.config.intermediate_size)
         engine.load_adapter(f"mark-{number}", folder)
+        store._host_bytes = 8 * store._host[store.find("mark-0")].num_bytes if number == 0 else store._host_bytes
     prompts = random_prompts(400, longest=6)
     names = [f"mark-{number % 200}" for number in range(400)]
     found = engine.generate(prompts, replace(GREEDY, max_tokens=2), adapter=names)
@@ -213,6 +213,22 @@ def test_files_that_have_changed_are_not_mixed_with_what_is_cached(engine, folde
     assert "its files have changed" in outputs[-1].error.message
     assert len(answers(engine, None, [PROMPT])[0]) == 6, "others go on"
     engine.check_integrity()
+
+
+def test_an_adapter_that_is_served_does_not_lie_in_its_file(engine, tmp_path) -> None:
+    folder = save_adapter(tmp_path / "copy", seed=4, r=6)
+    store = engine.adapters
+    engine.load_adapter("copy", folder)
+    store._reader.submit(int).result()  # what was queued before has ended
+    expected = answers(engine, "copy", [PROMPT])
+    store.pool.drop(store.find("copy"))  # it is copied to the device again
+    weights = folder / "adapter_model.safetensors"
+    with weights.open("r+b") as file:  # in place, which changes whatever still reads the file
+        file.seek(8 + int.from_bytes(file.read(8), "little"))
+        file.write(bytes(weights.stat().st_size - file.tell()))
+    assert answers(engine, "copy", [PROMPT[::-1]]) != answers(engine, None, [PROMPT[::-1]])
+    assert not store._host[store.find("copy")].borrows
+    assert expected != answers(engine, None, [PROMPT])
 
 
 def test_the_adapter_of_a_training_run_comes_from_memory(engine) -> None:

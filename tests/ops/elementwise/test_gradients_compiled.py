@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cross_compile import TARGETS, compiling_for
-from sampled_cases import each_nth
+from cross_compile import compiling_for, sm90_and
 from torch import Tensor
 
 from fa_serve.ops import ACTIVATIONS, Norm
@@ -20,7 +19,7 @@ def bf16(*shape: int) -> Tensor:
     return torch.zeros(*shape, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("target", each_nth(3, list(TARGETS)))
+@pytest.mark.parametrize("target", sm90_and("sm80"))
 def test_kernels_of_gradients(target: str) -> None:
     def rotary(num_heads: int, num_kv_heads: int, dim: int, rotary_dim: int, norm: Norm | None) -> None:
         qkv = bf16(3, (num_heads + 2 * num_kv_heads) * dim)

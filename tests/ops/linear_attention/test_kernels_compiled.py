@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from cross_compile import SHARED_BYTES, TARGETS, Kernel, compiling_for
+from cross_compile import SHARED_BYTES, TARGETS, Kernel, compiling_for, sm90_and
 from sampled_cases import each_nth
 from torch import Tensor
 from triton.runtime.jit import JITFunction
@@ -64,7 +64,7 @@ def assert_small(found: list[Kernel], target: str, spills: int = 0) -> None:
     assert max(kernel.shared_bytes for kernel in found) <= SHARED_BYTES[target]
 
 
-@pytest.mark.parametrize("target", each_nth(3, list(TARGETS)))
+@pytest.mark.parametrize("target", sm90_and("gfx942"))
 def test_convolutions_and_scans(target: str) -> None:
     """Qwen3-Next's convolution, and on two targets Jamba's scan and the recurrence of RecurrentGemma."""
     with compiling_for(target) as found:
@@ -159,7 +159,7 @@ def test_pieces(target: str) -> None:
 def test_the_loop_over_pieces() -> None:
     """On Hopper it loads pieces ahead, and both of its products take their first operand from registers, so that the state
     does not go through shared memory."""
-    with compiling_for("sm90") as found:
+    with compiling_for("sm90", until="ttgir", only="_pass_states") as found:
         delta(8, 16, False, 3)
     (loop,) = [kernel for kernel in found if kernel.name == "_pass_states"]
     body = loop.binary.asm["ttgir"].rpartition("scf.for")[2]
@@ -170,7 +170,7 @@ def test_the_loop_over_pieces() -> None:
 
 def test_the_loop_over_pieces_of_many_sequences() -> None:
     """On Hopper it computes the outputs, in the shared memory and the registers of one program on a multiprocessor."""
-    with compiling_for("sm90") as found:
+    with compiling_for("sm90", only="_pass_states") as found:
         delta(16, 32, False, 3, even_seqs=8)
         delta(32, 32, True, 3, even_seqs=8)
     assert [kernel.name for kernel in found if kernel.name == "_compute_outputs"] == []
@@ -184,7 +184,7 @@ def test_the_loop_over_pieces_of_many_sequences() -> None:
 
 
 def launched(call: Callable[[], object]) -> list[str]:
-    with compiling_for("sm90") as found:
+    with compiling_for("sm90", until="launch") as found:
         call()
     return [kernel.name for kernel in found]
 
@@ -213,7 +213,7 @@ def packed_rows(bounds: Tensor, with_gradients: bool = False) -> Tensor:
 def test_gradients(target: str) -> None:
     """Those of Qwen3-Next's layers. The kernel that finishes keeps some numbers outside of registers."""
     names = ("_prepare_gradients", "_pass_gradients", "_finish_gradients", "_conv_weight_gradients", "_conv_input_gradients")
-    with compiling_for(target) as found:
+    with compiling_for(target, only="gradients") as found:
         q, k, v, beta = (bf16(*shape)[None].requires_grad_() for shape in ((16, 128), (16, 128), (32, 128), (32,)))
         g = torch.zeros(1, 4, 32)
         bounds = torch.zeros(2, dtype=torch.int32)
@@ -231,7 +231,7 @@ def test_gradients(target: str) -> None:
 @pytest.mark.parametrize("target", ["sm100", *each_nth(4, [target for target in TARGETS if target != "sm100"])])
 def test_gradients_of_gates_by_channel(target: str) -> None:
     """Those of Kimi Linear's layers."""
-    with compiling_for(target) as found:
+    with compiling_for(target, only="gradients") as found:
         q, k, v, beta = (bf16(*shape)[None].requires_grad_() for shape in ((32, 128), (32, 128), (32, 128), (32,)))
         g = torch.zeros(1, 4, 32, 128, requires_grad=True)
         out, _ = ops.gated_delta_rule(q, k, v, g, beta, use_qk_l2norm=True, cu_seqlens=torch.zeros(2, dtype=torch.int32))
@@ -245,7 +245,7 @@ def test_gradients_of_gates_by_channel(target: str) -> None:
 
 def test_no_wgmma_of_few_columns() -> None:
     """Keys and values of a few numbers: wgmma of 16 or 32 columns with 4 warps was wrong on Hopper (tiles.py)."""
-    with compiling_for("sm90") as found:
+    with compiling_for("sm90", until="ttgir", only="_prepare_pieces") as found:
         q = bf16(2, 12)
         v = bf16(2, 10)
         g = torch.zeros(4, 2)

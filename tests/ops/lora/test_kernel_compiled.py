@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cross_compile import SHARED_BYTES, TARGETS, compiling_for
+from cross_compile import SHARED_BYTES, compiling_for, sm90_and
 from lora_cases import choose_ahead
-from sampled_cases import each_nth
 
 from fa_serve.ops import LoraBatch, LoraWeights, Norm
 from fa_serve.ops.lora.kernel import launch_add_lora
@@ -50,7 +49,7 @@ def multiply(k: int, widths: tuple[int, ...], total: int, dtype: torch.dtype, ac
         launch_product(x, weight, None, *given, activation, residual, 1.0)
 
 
-@pytest.mark.parametrize("target", each_nth(3, list(TARGETS)))
+@pytest.mark.parametrize("target", sm90_and("sm80"))
 def test_shrink_and_expand(target: str) -> None:
     with compiling_for(target) as kernels:
         launch(4096, (4096, 1024, 1024), 1, 16, torch.bfloat16, norm=True)
@@ -92,7 +91,7 @@ def test_float32_is_exact_and_launches_are_programmatic(target: str) -> None:
         assert not kernel.instructions["HMMA"], "tensor cores would round float32"
 
 
-@pytest.mark.parametrize("target", each_nth(3, list(TARGETS)))
+@pytest.mark.parametrize("target", sm90_and("gfx942"))
 def test_products_with_their_adapters(target: str) -> None:
     with compiling_for(target) as kernels:
         multiply(4096, (4096, 1024, 1024), 64, torch.bfloat16)
@@ -108,7 +107,7 @@ def test_products_with_their_adapters(target: str) -> None:
         assert 2 * kernels[0].shared_bytes <= SHARED_BYTES[target], "two programs are on a multiprocessor"
 
 
-@pytest.mark.parametrize("target", each_nth(3, list(TARGETS)))
+@pytest.mark.parametrize("target", sm90_and("sm120"))
 @pytest.mark.parametrize("chosen", [True, False], ids=["chosen", "other"])
 def test_one_token_with_its_adapter(target: str, chosen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A in the launch of the product or in one before it: as it is chosen, and the other way."""

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from cases import VARLEN, Case, check_gradients, check_gradients_of_nothing, params
+from sampled_cases import each_nth
 
 import fa_serve
 from fa_serve.backends.calls import AttentionOptions, AttentionTensors, BackwardTensors, Gradients
@@ -39,7 +40,7 @@ DENSE = [
 ]
 
 
-@pytest.mark.parametrize("case", params(DENSE))
+@pytest.mark.parametrize("case", params(each_nth(2, DENSE)))
 def test_dense(case: Case) -> None:
     check_gradients(case, "triton", torch.float32)
 

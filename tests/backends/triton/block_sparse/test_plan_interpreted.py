@@ -15,7 +15,7 @@ from fa_serve.backends.triton.tiles import SparseTiles
 from fa_serve.testing import make_qkv, run_plan
 
 
-@pytest.mark.parametrize("case", each_nth(2, CASES), ids=str)
+@pytest.mark.parametrize("case", each_nth(3, CASES), ids=str)
 def test_cases(case: SparseCase) -> None:
     check_sparse(case, "triton", torch.float32)
 

@@ -81,7 +81,7 @@ def compile_latent(target: str, shape: Shape) -> list[Kernel]:
     return kernels
 
 
-@pytest.mark.parametrize(("target", "shape"), each_nth(2, [*((target, Shape()) for target in TARGETS), *OTHERS]), ids=str)
+@pytest.mark.parametrize(("target", "shape"), each_nth(3, [*((target, Shape()) for target in TARGETS), *OTHERS]), ids=str)
 def test_latent(target: str, shape: Shape) -> None:
     """What a split needs once may spill: the rows of its result are written to one of two places."""
     kernels = compile_latent(target, shape)

@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 from latent_cases import CASES, LatentCase, assert_right, check_latent, make_latent
+from sampled_cases import each_nth
 
 import fa_serve
 from fa_serve.backends.triton.latent import plan as latent
@@ -18,7 +19,7 @@ from fa_serve.launching.plans import PLANS
 from fa_serve.testing import cu_seqlens, run_plan
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", each_nth(2, CASES), ids=str)
 def test_latent_attention(case: LatentCase) -> None:
     check_latent(case)
 

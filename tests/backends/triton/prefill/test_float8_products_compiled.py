@@ -10,6 +10,7 @@ import pytest
 import torch
 from cross_compile import SHARED_BYTES, Kernel, compiling_for
 from float8_cases import paged_call
+from sampled_cases import each_nth
 
 from fa_serve.backends.triton.prefill.plan import plan_forward
 from fa_serve.spec import Precision
@@ -56,7 +57,7 @@ def test_dense(dim: int, precision: Precision, target: str) -> None:
 
 
 @pytest.mark.parametrize("target", ["sm89", "sm90"])
-@pytest.mark.parametrize(("dim", "precision"), SIZES)
+@pytest.mark.parametrize(("dim", "precision"), each_nth(2, SIZES))
 def test_everything(dim: int, precision: Precision, target: str) -> None:
     check(compiled(target, dim, precision, **EVERYTHING), precision)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cross_compile import SHARED_BYTES, UNLIKE, compiling_for, with_targets
+from sampled_cases import each_nth
 
 from fa_serve.backends.triton.prefill.plan import plan_forward
 from fa_serve.testing import cu_seqlens, make_qkv, run_plan
@@ -58,13 +59,15 @@ def _launch(dim: int, dim_v: int, dtype: torch.dtype, layout: str = "dense", **o
     )
 
 
-@pytest.mark.parametrize(("name", "target"), with_targets(DENSE, ["D128-causal", "D512-causal", "D128-everything"]))
+@pytest.mark.parametrize(
+    ("name", "target"), with_targets(each_nth(2, list(DENSE)), ["D128-causal", "D512-causal", "D128-everything"])
+)
 def test_dense(name: str, target: str) -> None:
     dim, dim_v, dtype, options = DENSE[name]
     _expect(target, dim, dim_v, dtype, **options)
 
 
-@pytest.mark.parametrize(("case", "target"), with_targets(LAYOUTS, [(128, "paged"), (512, "varlen")]), ids=str)
+@pytest.mark.parametrize(("case", "target"), with_targets(each_nth(3, LAYOUTS), [(128, "paged"), (512, "varlen")]), ids=str)
 def test_layouts(case: tuple[int, str], target: str) -> None:
     dim, layout = case
     _expect(target, dim, dim, torch.bfloat16, layout, window_size=(-1, 0))

@@ -20,7 +20,7 @@ from fa_serve.testing import make_qkv, run_plan
 SHORT = [replace(case, lengths_q=(300,), lengths_k=(300,)) if case.lengths_q == (1000,) else case for case in DENSE]
 
 
-@pytest.mark.parametrize("case", params(each_nth(2, SHORT)))
+@pytest.mark.parametrize("case", params(each_nth(3, SHORT)))
 def test_dense(case: Case) -> None:
     check(case, "triton", torch.float32)
 

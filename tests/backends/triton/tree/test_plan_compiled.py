@@ -13,7 +13,14 @@ from fa_serve.backends.triton.tree.plan import plan_tree
 
 
 def compiled(
-    target: str, *, queries: int, apart: bool, head_dim: int = 128, block_m: int = 64, fp8: bool = False
+    target: str,
+    *,
+    queries: int,
+    apart: bool,
+    head_dim: int = 128,
+    block_m: int = 64,
+    fp8: bool = False,
+    until: str | None = None,
 ) -> list[Kernel]:
     q = torch.zeros(queries, 32, head_dim, dtype=torch.bfloat16)
     cache = torch.zeros(64, 8, 16, head_dim, dtype=torch.bfloat16).transpose(1, 2)
@@ -24,7 +31,7 @@ def compiled(
         cache = cache.to(torch.float8_e4m3fn)
         tensors = tensors._replace(k=cache, v=cache, k_descale=descale, v_descale=descale)
     call = AttentionOptions(0.1, (-1, 0), 0.0, queries, 1024, False, num_splits=-1)
-    with compiling_for(target) as kernels:
+    with compiling_for(target, until) as kernels:
         plan_tree(tensors, call, apart=apart, block_m=block_m)(tensors)
     return kernels
 
@@ -48,6 +55,6 @@ def test_other_gpus_and_head_sizes_have_room(target: str, head_dim: int) -> None
 
 @pytest.mark.parametrize("apart", [False, True], ids=["whole", "apart"])
 def test_a_float8_cache_is_widened_to_float16(apart: bool) -> None:
-    kernel, *_ = compiled("sm90", queries=1, apart=apart, fp8=True)
+    kernel, *_ = compiled("sm90", queries=1, apart=apart, fp8=True, until="ptx")
     assert "cvt.rn.f16x2.e4m3x2" in kernel.binary.asm["ptx"]
     assert "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16" in kernel.binary.asm["ptx"]
