@@ -126,7 +126,8 @@ def _reply(work: Callable[[], Coroutine[Any, Any, bytes]], service: Service) -> 
 async def models(service: Shared) -> ModelList:
     """The model that this server serves, and its adapters."""
     service.require_ready()
-    cards = [service.model_card(), *(service.model_card(name) for name in service.adapters.names())]
+    names = [name for name in service.adapters.names() if name != service.model_name]
+    cards = [service.model_card(), *map(service.model_card, names)]
     return {"object": "list", "data": cards}
 
 

@@ -402,7 +402,11 @@ class Settings(BaseSettings):
         given |= {name: int(value) for name, value in given.items() if isinstance(value, ByteSize)}  # of no web framework
         if self.lora_folder is not None and self.lora_bytes is None:
             given["lora_bytes"] = DEFAULT_LORA_BYTES
-        return EngineConfig(**given | {"max_waiting": self.max_waiting + EXTRA_WAITING})
+        config = EngineConfig(**given | {"max_waiting": self.max_waiting + EXTRA_WAITING})
+        name = self.served_model_name or config.model_name
+        if any(each.split("=", 1)[0] == name for each in config.lora):
+            raise ParameterError("lora", f"give no adapter the name of the model, {name!r}", config.lora)
+        return config
 
 
 def shown_default(name: str) -> str:

@@ -30,6 +30,7 @@ def test_bad_values_name_the_field() -> None:
         ("target_itl", -1.0),
         ("target_itl", True),
         ("target_itl", float("nan")),
+        ("lora", ["a=x", "b=y", "a=z"]),
         ("target_ttft", 0),
         ("target_ttft", True),
         ("target_ttft", float("inf")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from peft_adapters import ATTENTION, PeftForwards, save_adapter
 from fa_serve.demo import model_path
 from fa_serve.engine import AsyncEngine, EngineConfig
 from fa_serve.engine.start.loading import load_model
+from fa_serve.spec import ParameterError
 
 ADMIN = {"authorization": "Bearer root-key"}
 PROMPT = [40, 41, 42, 43, 44]
@@ -142,6 +144,24 @@ async def test_an_api_key_is_not_the_administrators(folders) -> None:
         for key, status in (("user-key", 403), ("root-key", 200), ("nobody", 401)):
             headers = {"authorization": f"Bearer {key}"}
             assert (await client.post("/v1/load_lora_adapter", json=body, headers=headers)).status_code == status
+
+
+@pytest.mark.parametrize("settings", [{}, {"served_model_name": "m"}])
+def test_no_adapter_has_the_name_of_the_model(tmp_path, settings) -> None:
+    """Requests for it would be for the model, whatever the operator has meant."""
+    name = settings.get("served_model_name", "fa-serve-demo")
+    with pytest.raises(ParameterError, match=f"give no adapter the name of the model, '{name}'"):
+        Settings(lora=f"{name}={tmp_path}", **settings).engine_config()
+
+
+@pytest.mark.anyio
+async def test_a_folder_with_the_name_of_the_model_is_not_listed(folders, tmp_path) -> None:
+    name = EngineConfig().model_name
+    shutil.copytree(folders["french"], tmp_path / name)
+    shutil.copytree(folders["latin"], tmp_path / "latin")
+    async with serving(lora_folder=tmp_path) as client:
+        listed = (await client.get("/v1/models")).json()["data"]
+        assert [(card["id"], card.get("parent")) for card in listed] == [(name, None), ("latin", name)]
 
 
 def test_settings_reach_the_engine(tmp_path) -> None:

@@ -24,6 +24,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -62,6 +63,10 @@ def _start_thread(name: str) -> ThreadPoolExecutor:
     return thread
 
 
+Facts = tuple[tuple[int, int], ...]
+"""The state of the files of an adapter (`file_facts`)."""
+
+
 class _Read(NamedTuple):
     """What reading an adapter has come to on one rank.
 
@@ -90,13 +95,13 @@ class AdapterStore:
         self.pool = LoraPool(memory.num_slots, memory.num_pages, memory.num_pages * memory.bytes_per_page, self)
         self._host_bytes = host_bytes
         self._names: dict[str, Adapter] = {}
-        self._folders: dict[Adapter, tuple[Path, tuple[tuple[int, int], ...]]] = {}
+        self._folders: dict[Adapter, tuple[Path, Facts]] = {}
         self._host: OrderedDict[Adapter, PackedLora] = OrderedDict()  # the least recently used one first
         self._loads: dict[Adapter, Future[PackedLora]] = {}
         self._ended: dict[Adapter, str] = {}  # the loads that have ended on every rank, and why one has failed
         self._numbers = count(1)
         self._serials = count(1)
-        self._readings: dict[int, Future[PackedLora]] = {}
+        self._readings: dict[int, Future[tuple[PackedLora, Facts]]] = {}
         self._reading_numbers = count(1)
         self._thread = _start_thread("fa_serve-adapters")
         self._reader = _start_thread("fa_serve-read-adapters")
@@ -135,10 +140,18 @@ class AdapterStore:
 
     def read(self, folder: str | Path) -> PackedLora:
         """Read and check an adapter, behind those that are being read. Raises as `read_adapter` and `LoraMemory.pack`."""
-        return self._reader.submit(self._read, folder).result()
+        return self._reader.submit(self._read, folder).result()[0]
 
-    def _read(self, folder: str | Path) -> PackedLora:
-        return self._packed(read_adapter(folder, max_bytes=self._host_bytes))
+    def _read(self, folder: str | Path) -> tuple[PackedLora, Facts]:
+        """The adapter, and the state of its files, which nobody has changed meanwhile."""
+        before: Facts = ()
+        with suppress(OSError):  # `read_adapter` says which file is missing
+            before = file_facts(folder)
+        packed = self._packed(read_adapter(folder, max_bytes=self._host_bytes))
+        after = file_facts(folder)
+        if after != before:
+            raise ParameterError("adapter", "have files that nobody changes while they are read: try again", str(folder)[:256])
+        return packed, after
 
     def pack(self, adapter: LoraAdapter) -> PackedLora:
         """The same for an adapter that is in memory, such as one in training, as it is now."""
@@ -170,8 +183,7 @@ class AdapterStore:
         try:  # whatever happens on this rank, the others wait for what it says
             begun = None if reading is None else self._readings.pop(reading)
             self.check_name(name)
-            packed = self.read(folder) if begun is None else begun.result()
-            facts = file_facts(folder)
+            packed, facts = (begun or self._reader.submit(self._read, folder)).result()
             own = _Read("", packed.outer_bytes, packed.is_eager, packed.content)
         except Exception as error:
             failure = error
@@ -196,7 +208,7 @@ class AdapterStore:
     def _serve(
         self,
         name: str,
-        origin: tuple[Path, tuple[tuple[int, int], ...]] | None,
+        origin: tuple[Path, Facts] | None,
         packed: PackedLora,
         outer_bytes: int,
         is_eager: bool,
@@ -266,10 +278,12 @@ class AdapterStore:
         failure = self._ended.get(adapter)
         if failure is None:
             return False
-        packed = self._loads[adapter].result()
         if failure:
+            self._loads[adapter].result()  # raises what this rank has met
             raise _refused(adapter.name, failure)
-        if adapter not in self._host:
+        packed = self._loads.pop(adapter).result()  # whose memory belongs to the tier, and not to the load
+        del self._ended[adapter]
+        if adapter not in self._host and (self.is_served(adapter) or self.pool.is_used(adapter)):
             self._keep(adapter, packed)
         return True
 
@@ -298,8 +312,8 @@ class AdapterStore:
             if adapter not in self._folders:
                 raise ParameterError("adapter", "be loaded, and it was unloaded before this request came to it", adapter.name)
             folder, facts = self._folders[adapter]
-            packed = self._read(folder)
-            if file_facts(folder) != facts:
+            packed, found = self._read(folder)
+            if found != facts:
                 raise ParameterError(adapter.name, "be loaded again, because its files have changed", str(folder))
         if self._stream is None:
             self.memory.write(packed, slot, pages)

@@ -33,10 +33,10 @@ from fa_serve.engine.pooling.inputs import EncoderInputs, InputReader
 from fa_serve.engine.pooling.params import EncoderCard, PoolingParams
 from fa_serve.engine.process.controls import PAUSE_MODES, Control, ControlName, PauseMode, Reply
 from fa_serve.engine.process.engine_loop import Abort, Add, Encode, LoadAdapter, StepOutputs
-from fa_serve.engine.process.mailbox import Mailbox, ended_output
+from fa_serve.engine.process.mailbox import Mailbox
 from fa_serve.engine.process.parent import STOP_SECONDS, OnDeath, OnOutputs, ProcessWorker, Pulse, ThreadWorker, Worker
 from fa_serve.engine.process.pipe import Ready
-from fa_serve.engine.request.outputs import FinishReason, RequestOutput
+from fa_serve.engine.request.outputs import RequestOutput
 from fa_serve.engine.request.params import SamplingParams
 from fa_serve.engine.request.prompts import PromptReader
 from fa_serve.engine.stats import EngineStats
@@ -138,23 +138,27 @@ class AsyncEngine:
         adapters = self._adapters
         try:
             await self._start()
+            await self._restore(adapters)
         except Exception as error:
             self._error = EngineDeadError(f"the engine has ended and could not be restarted: {error}")
             log.exception("the engine could not be restarted")
             self._ended.set()
         else:
             self._error = None
-            await self._load_again({name: folder for name, folder in adapters.items() if name not in self._adapters})
             log.warning("the engine has been restarted: restart %d of %d", self._restarts, self.config.max_restarts)
         finally:
             self._restarting = None
 
-    async def _load_again(self, adapters: Mapping[str, str]) -> None:
-        """Load what had been loaded into the engine before this one."""
-        for name, folder in adapters.items():
+    async def _restore(self, adapters: Mapping[str, str]) -> None:
+        """Serve the adapters of the engine before this one, also if its config names others, before a request comes."""
+        for name in [name for name, folder in self._adapters.items() if adapters.get(name) != folder]:
+            await self._change_adapter(name, None, starting=True)
+        for name in adapters.keys() - self._adapters.keys():
             try:
-                await self.load_adapter(name, folder)
-            except Exception as error:
+                await self._change_adapter(name, adapters[name], starting=True)
+            except (ParameterError, OSError, RuntimeError) as error:
+                if isinstance(error, EngineDeadError):
+                    raise
                 log.warning("the adapter %r is not loaded again: %s", name, error)
 
     async def shutdown(self, timeout: float = STOP_SECONDS) -> None:
@@ -246,16 +250,17 @@ class AsyncEngine:
 
     async def load_adapter(self, name: str, folder: str) -> None:
         """Serve the adapter in a folder under a name. No step waits for it. Raises as `Engine.load_adapter`."""
-        await self._command_adapter(name, folder)
-        self._adapters[name] = folder
+        await self._change_adapter(name, folder)
 
     async def unload_adapter(self, name: str) -> None:
         """Serve no more requests with an adapter. Raises as `Engine.unload_adapter`."""
-        await self._command_adapter(name, None)
-        self._adapters.pop(name, None)
+        await self._change_adapter(name, None)
 
-    async def _command_adapter(self, name: str, folder: str | None) -> None:
-        await self._told(lambda serial: LoadAdapter(serial, name, folder))
+    async def _change_adapter(self, name: str, folder: str | None, starting: bool = False) -> None:
+        await self._told(lambda serial: LoadAdapter(serial, name, folder), starting)
+        self._adapters.pop(name, None)
+        if folder is not None:
+            self._adapters[name] = folder
 
     async def generate(
         self,
@@ -358,7 +363,7 @@ class AsyncEngine:
             if mailbox.sent:
                 self._worker.send(Abort(name, len(mailbox.unfinished)))
             else:
-                self._end(name, "abort", None)
+                self._mailboxes[name].end(name, "abort", None)
 
     async def pause(self, mode: PauseMode = "abort") -> None:
         """Compute nothing until `resume`. Requests that come meanwhile wait.
@@ -414,9 +419,9 @@ class AsyncEngine:
         self._open_or_close()
         return reply.result
 
-    async def _told(self, command: Callable[[int], Control | LoadAdapter]) -> Reply:
+    async def _told(self, command: Callable[[int], Control | LoadAdapter], starting: bool = False) -> Reply:
         """Send what `command` makes of a serial number, and wait for the answer with this number. Raises the answer's error."""
-        if not self.is_alive or self._worker is None:
+        if self._worker is None or not (starting or self.is_alive):
             raise self._death()
         serial = next(self._serial)
         self._replies[serial] = future = asyncio.Future[Reply]()
@@ -478,20 +483,14 @@ class AsyncEngine:
     def _end_all(self, error: EngineDeadError) -> None:
         """End every unfinished request with an error, and let later ones raise it."""
         self._error = self._error or error
-        for name in self._mailboxes:
-            self._end(name, "error", RequestError("engine_dead", str(error)))
+        for name, mailbox in self._mailboxes.items():
+            mailbox.end(name, "error", RequestError("engine_dead", str(error)))
         for future in self._replies.values():
             if not future.done():
                 future.set_exception(EngineDeadError(str(error)))
         self._is_paused = False  # another engine, if there will be one, is neither paused nor asleep
         self._is_asleep = False
         self._open_or_close()
-
-    def _end(self, name: str, reason: FinishReason, error: RequestError | None) -> None:
-        """Give each unfinished answer of a request its last output."""
-        mailbox = self._mailboxes[name]
-        for index in sorted(mailbox.unfinished):
-            mailbox.put(ended_output(name, index, reason, error))
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[[Any], None], argument: object) -> None:

@@ -76,6 +76,11 @@ class Mailbox:
             self.unread -= _num_logprobs(output.logprobs)
         return output
 
+    def end(self, name: str, reason: FinishReason, error: RequestError | None) -> None:
+        """Give each unfinished answer its last output."""
+        for index in sorted(self.unfinished):
+            self.put(ended_output(name, index, reason, error))
+
     def discard(self, name: str, error: RequestError) -> None:
         """End every answer with this error. Outputs that wait are dropped, and so are those that still come."""
         ended = self.unfinished | self._content.keys()

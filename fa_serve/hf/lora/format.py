@@ -16,8 +16,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +94,8 @@ _TENSOR = re.compile(
     r"\.(?P<kind>lora_A\.weight|lora_B\.weight|lora_B\.bias|lora_magnitude_vector|lora_embedding_A|lora_embedding_B"
     r"|base_layer\.weight|weight)"
 )
+_WHOLE = ("weight", "base_layer.weight")
+"""Kinds of tensors that are whole weights."""
 _INNER = re.compile(r"(\.base_layer)+$")
 _PATTERN = re.compile(r"[A-Za-z0-9_.^$|()\[\]?:\\*+-]{1,256}")
 _MAX_QUANTIFIERS = 2
@@ -125,7 +127,7 @@ class AdapterConfig:
     """Ranks and scales by the name of a module, or of a parameter, in the model.
 
     parameters: the adapter has matrices for parameters that are no weights of linear layers
-    targets:    the ends of the names of linear layers; None for a regular expression
+    targets:    the ends of the names of linear layers, or a regular expression of whole names
     """
 
     rank: int = 8
@@ -136,7 +138,7 @@ class AdapterConfig:
     dora: bool = False
     bias: bool = False
     parameters: bool = False
-    targets: tuple[str, ...] | None = ()
+    targets: tuple[str, ...] | str = ()
 
     def rank_of(self, name: str) -> int:
         return next((rank for pattern, rank in self.ranks.items() if _matches(pattern, name)), self.rank)
@@ -148,8 +150,10 @@ class AdapterConfig:
 
     def is_parameter(self, module: str) -> bool:
         """Whether the matrices of a module are those of its parameters."""
-        if not self.parameters or self.targets is None:
+        if not self.parameters:
             return False
+        if isinstance(self.targets, str):
+            return re.fullmatch(self.targets, module) is None
         return not any(module == target or module.endswith(f".{target}") for target in self.targets)
 
 
@@ -160,7 +164,7 @@ class LoraAdapter:
     modules:    of linear layers
     embeddings: of embeddings, whose tensors peft names in another way
     saved:      whole weights that take the place of the base's: (out_features, in_features)
-    parameters: (A, B) of each parameter of a module that is no linear layer, such as experts, in any order
+    parameters: (A, B) of each parameter of a module that target_parameters names, such as experts, in any order
     config:     ranks and scales
     """
 
@@ -174,6 +178,19 @@ class LoraAdapter:
     def rank(self) -> int:
         """The largest rank of a linear layer."""
         return max((each.rank for each in self.modules.values()), default=0)
+
+    def with_weights_as_modules(self, linear: Container[str]) -> LoraAdapter:
+        """The same, with those modules among `linear` whose weight target_parameters names beside the other linear layers."""
+        found = {name: self._weight(name, pairs) for name, pairs in self.parameters.items() if name in linear}
+        others = {name: pairs for name, pairs in self.parameters.items() if name not in found}
+        return replace(self, modules={**self.modules, **found}, parameters=others)
+
+    def _weight(self, name: str, pairs: Sequence[tuple[Tensor, Tensor]]) -> LowRank:
+        a, b = pairs[0]
+        rank = self.config.rank_of(f"{name}.weight")
+        if len(pairs) > 1 or not len(a) == b.shape[1] == rank:
+            raise ParameterError(name[:128], f"have two matrices of rank {rank} for its weight", [list(a.shape), list(b.shape)])
+        return LowRank(a, b, self.config.scale_of(f"{name}.weight"))
 
 
 def read_adapter(folder: str | Path, max_bytes: int = 1 << 40) -> LoraAdapter:
@@ -231,19 +248,27 @@ def _read_config(path: Path) -> AdapterConfig:
         rslora=_flag(given, "use_rslora"),
         dora=_flag(given, "use_dora"),
         bias=_flag(given, "lora_bias"),
-        parameters=bool(_names(given, "target_parameters")),
-        targets=_names(given, "target_modules"),
+        parameters=bool(_names("target_parameters", given.get("target_parameters"))),
+        targets=_targets(given),
     )
 
 
-def _names(given: Mapping[str, Any], name: str) -> tuple[str, ...] | None:
-    """A list of names; None for a text, which is a regular expression or a shorthand."""
-    value = given.get(name) or []
-    if isinstance(value, str) and name == "target_modules":
-        return None
+def _names(name: str, value: object) -> tuple[str, ...]:
+    value = value or []
     if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
         raise ParameterError(name, "be a list of names", _shown(value))
     return tuple(value)
+
+
+def _targets(given: Mapping[str, Any]) -> tuple[str, ...] | str:
+    """What says which modules are linear layers. It is of use beside target_parameters only."""
+    value = given.get("target_modules")
+    if not isinstance(value, str):
+        return _names("target_modules", value)
+    if given.get("target_parameters") and not _is_simple(value):
+        rule = f"be a list of names, or a simple regular expression with at most {_MAX_QUANTIFIERS} of * and +"
+        raise ParameterError("target_modules", rule, _shown(value))
+    return value
 
 
 def _pattern(given: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -252,17 +277,22 @@ def _pattern(given: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     if not isinstance(found, dict) or len(found) > 4096:
         raise ParameterError(name, "be an object of at most 4096 patterns", _shown(found))
     for key in found:
-        quantifiers = len(re.findall(r"(?<!\\)[*+]", key))
-        simple = _PATTERN.fullmatch(key) is not None and quantifiers <= _MAX_QUANTIFIERS and ")*" not in key and ")+" not in key
-        if simple:
-            try:
-                re.compile(key)
-                continue
-            except re.error:
-                pass
-        rule = f"have names of modules, or simple regular expressions with at most {_MAX_QUANTIFIERS} of * and +, as keys"
-        raise ParameterError(name, rule, _shown(key))
+        if not _is_simple(key):
+            rule = f"have names of modules, or simple regular expressions with at most {_MAX_QUANTIFIERS} of * and +, as keys"
+            raise ParameterError(name, rule, _shown(key))
     return found
+
+
+def _is_simple(pattern: str) -> bool:
+    """Whether a regular expression is one, and matches names in a short time."""
+    quantifiers = len(re.findall(r"(?<!\\)[*+]", pattern))
+    if _PATTERN.fullmatch(pattern) is None or quantifiers > _MAX_QUANTIFIERS or ")*" in pattern or ")+" in pattern:
+        return False
+    try:
+        re.compile(pattern)
+    except re.error:
+        return False
+    return True
 
 
 def _matches(pattern: str, module: str) -> bool:
@@ -337,7 +367,7 @@ def _assemble(config: AdapterConfig, tensors: Mapping[tuple[str, str], Tensor]) 
     parameters: dict[str, dict[str, dict[str, Tensor]]] = {}
     for (module, kind), tensor in tensors.items():
         owner = _INNER.sub("", module)  # a module with several parameters is wrapped once for each
-        if config.is_parameter(owner):
+        if kind not in _WHOLE and config.is_parameter(owner):
             parameters.setdefault(owner, {}).setdefault(module, {})[kind] = tensor
         else:
             kinds.setdefault(module, {})[kind] = tensor
@@ -345,9 +375,11 @@ def _assemble(config: AdapterConfig, tensors: Mapping[tuple[str, str], Tensor]) 
     embeddings = {}
     saved = {}
     for module, given in kinds.items():
-        whole = [kind for kind in ("weight", "base_layer.weight") if kind in given]
-        if whole:
-            saved[module] = _matrix(f"{module}.{whole[0]}", given.pop(whole[0]))
+        for kind in [each for each in _WHOLE if each in given][:1]:
+            saved[module] = given.pop(kind)
+            if saved[module].dim() != 2:
+                rule = "be a matrix, because modules_to_save may name the embedding and the head alone"
+                raise ParameterError(_shown(f"{module}.{kind}"), rule, list(saved[module].shape))
         if not given:
             continue
         if "lora_embedding_A" in given or "lora_embedding_B" in given:

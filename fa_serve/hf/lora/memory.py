@@ -132,6 +132,7 @@ class LoraMemory:
         Its tensors may be those of the adapter: `PackedLora.own` copies them. Raises ParameterError, whose field is the name of
         a module, for what does not fit.
         """
+        adapter = adapter.with_weights_as_modules(self._parts)
         outer = self._outer.pack(adapter)
         inner = {name: low for name, low in adapter.modules.items() if name not in self._outer.names}
         # peft gives such layers an adapter as well, which no training changes: it adds nothing
@@ -187,8 +188,8 @@ class LoraMemory:
             rule = "have no adapter, because the model's own code multiplies its weights itself: leave it out of target_modules"
             raise ParameterError(name, rule, f"rank {low.rank}")
         if name not in self._parts:
-            rule = "name linear layers of the model that are computed one by one"
-            raise ParameterError("adapter", rule, name[:128])
+            rule = "be a linear layer of the model that fa_serve computes by itself, as routers and towers of images are not"
+            raise ParameterError(name[:128], rule, f"rank {low.rank}")
         site, part = self._parts[name]
         expected = whole_sizes(site.modules[part], site.widths[part], site.k)
         if (len(low.b), low.a.shape[1]) != expected:
@@ -226,7 +227,7 @@ class LoraMemory:
         return PackedPart(part, self._converted(a), self._converted(rows))
 
     def _converted(self, x: Tensor) -> Tensor:
-        """A matrix on the host in the dtype of the model, a view of it if it can be. Raises ParameterError for infinities."""
+        """A matrix on the host in the model's dtype, the same memory if it is so. Raises ParameterError for an infinity."""
         own = x.detach().to("cpu", self.dtype)
         if x.dtype != self.dtype and not is_finite(own):
             name = str(self.dtype)[6:]
@@ -255,6 +256,13 @@ def detach_adapters(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(vars(module).get("forward"), adapted):
             del module.forward
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Whether a module returns the product with its weights. Routers of Llama 4 and PhiMoE derive from Linear, and do not."""
+    if isinstance(module, QuantizedLinear) or type(module).__name__ == "Conv1D":
+        return True
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
 def _num_rows(low: LowRank) -> int:
@@ -340,7 +348,7 @@ def _attach(model: nn.Module, holder: StepHolder) -> Iterator[LoraSite]:
         replaced = vars(module).get("forward")
         if module in skipped or not isinstance(replaced, PartOfSum | None) or not names[module]:
             continue
-        if isinstance(module, nn.Linear | QuantizedLinear) or type(module).__name__ == "Conv1D":
+        if _is_linear(module):
             sizes = linear_sizes(module)
             assert sizes is not None
             site = LoraSite((names[module],), sizes[0], (sizes[1],), holder, (module,))

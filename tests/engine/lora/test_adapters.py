@@ -79,15 +79,24 @@ def test_the_attention_of_a_mixture_has_adapters(make_engine, tmp_path) -> None:
     check_alone_and_mixed(make_engine(model=base(), **LORA), save_all(tmp_path, base, target_modules=ATTENTION), base())
 
 
-@pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss"])
-def test_experts_and_routers_have_adapters(make_engine, tmp_path, family) -> None:
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("qwen3-moe", {"target_modules": "all-linear"}),
+        ("gpt-oss", {"target_modules": ATTENTION, "target_parameters": EXPERTS}),
+        # beside parameters, linear layers named by a pattern, and whole weights
+        ("gpt-oss", {"target_modules": r".*\.(q|o)_proj", "target_parameters": EXPERTS, "modules_to_save": ["lm_head"]}),
+        ("llama", {"target_modules": ["v_proj"], "target_parameters": ["q_proj.weight"], "rank_pattern": {"q_proj.weight": 7}}),
+    ],
+    ids=["all-linear", "experts", "pattern and head", "weight"],
+)
+def test_experts_and_other_parameters_have_adapters(make_engine, tmp_path, family, options) -> None:
     """peft takes the names of projections of experts for their stacked parameters, and doubles the rank of gate and up."""
-    options = {
-        "qwen3-moe": {"target_modules": "all-linear"},
-        "gpt-oss": {"target_modules": ATTENTION, "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
-    }
     folders = {
-        "experts": save_adapter(tmp_path / "experts", family, **options[family]),
+        "experts": save_adapter(tmp_path / "experts", family, **options),
         "attention": save_adapter(tmp_path / "attention", family, seed=1, target_modules=ATTENTION),
     }
     engine = make_engine(family, **LORA)

@@ -21,7 +21,7 @@ from fa_serve.engine import SamplingParams, StructuredOutput
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.lora import store as store_module
 from fa_serve.engine.parallel.ranks import Alone
-from fa_serve.hf.lora.format import LoraAdapter, LowRank
+from fa_serve.hf.lora.format import LoraAdapter, LowRank, read_adapter
 from fa_serve.hf.lora.memory import LoraMemory
 from fa_serve.ops.lora import fallback
 from fa_serve.spec import ParameterError
@@ -298,6 +298,71 @@ def test_what_ranks_know_of_an_adapter_is_the_same(folders) -> None:
         store.settle()
         assert store.pool.is_ready(again) is ready
     store.close()
+
+
+def test_files_that_change_while_they_are_read_are_refused(engine, folders, tmp_path, monkeypatch) -> None:
+    """Their state would be noted for other numbers: what is read again later would pass for what is in the prefix cache."""
+    folder = shutil.copytree(folders["a"], tmp_path / "live")
+    read = store_module.read_adapter
+
+    def read_and_replace(*args: Any, **options: Any) -> LoraAdapter:
+        found = read(*args, **options)
+        shutil.copy(folders["b"] / "adapter_model.safetensors", folder)
+        return found
+
+    monkeypatch.setattr(store_module, "read_adapter", read_and_replace)
+    with pytest.raises(ParameterError, match="have files that nobody changes while they are read"):
+        engine.load_adapter("live", folder)
+    assert "live" not in engine.adapters.names
+
+
+def test_files_that_change_before_an_adapter_is_served(make_engine, folders, tmp_path) -> None:
+    """The engine reads an adapter some time before it serves it. It notes the state of the files that it has read."""
+    engine = make_engine(**LORA | {"max_num_seqs": 1})
+    store = engine.adapters
+    store._host_bytes = 1 << 20
+    folder = shutil.copytree(folders["a"], tmp_path / "live")
+    reading = engine.read_adapter(folder)
+    store._readings[reading].result()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        shutil.copy(folders["b"] / name, folder)
+    engine.load_adapter("live", folder, reading)
+    [first] = answers(engine, ["live"], [PROMPT])
+    store._host_bytes = 1
+    store._serve("c", None, store.pack(read_adapter(folders["c"])), 0, False)
+    assert answers(engine, ["c"], [PROMPT]) != [first], "which takes its place on the device and on the host"
+    [again] = engine.generate([PROMPT], GREEDY, adapter="live")
+    assert again.token_ids in ([], first), "other numbers than those of the prefix cache"
+    assert again.finish_reason == "error"
+
+
+def test_an_adapter_that_nobody_wants_when_it_is_loaded_is_forgotten(engine, folders, monkeypatch) -> None:
+    """Unloaded and aborted while a thread loads it, it would stay on the host for ever."""
+    store = engine.adapters
+    known = {*store._host}
+    go_on = threading.Event()
+    load = store._load
+    monkeypatch.setattr(store, "_load", lambda *args: go_on.wait(30) and load(*args))
+    for i in range(3):
+        go_on.clear()
+        engine.load_adapter("x", folders["abc"[i]])
+        engine.add_request(f"request {i}", PROMPT, GREEDY, adapter="x")
+        engine.step()
+        loads = [*store._loads.values()]
+        engine.unload_adapter("x")
+        engine.abort(f"request {i}")
+        go_on.set()
+        for each in loads:
+            each.result()
+    answers(engine, ["a"], [PROMPT])
+    assert {*store._host} <= known
+    engine.check_integrity()
+
+
+def test_a_load_keeps_nothing_when_it_has_ended(engine) -> None:
+    """The tier on the host bounds what is kept there, and a load has the same numbers."""
+    answers(engine, ["a", "b", "c"], [PROMPT] * 3)
+    assert (engine.adapters._loads, engine.adapters._ended) == ({}, {})
 
 
 def test_a_load_that_fails_on_another_rank_fails(folders) -> None:

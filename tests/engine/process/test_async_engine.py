@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
+from peft_adapters import save_adapter
 from streams import GREEDY, collect, until
 from tiny_models import greedy, make_model
 
@@ -242,6 +243,43 @@ def test_a_dead_process_is_replaced_as_often_as_allowed(model_folder, caplog) ->
     assert "kv cache: 64 pages" in caplog.text, "without a callback the phases are logged"
     assert "has been restarted: restart 1 of 1" in caplog.text
     assert not multiprocessing.active_children()
+
+
+@pytest.mark.usefixtures("warm_engine_processes")
+def test_an_engine_that_is_started_again_has_the_adapters_of_the_dead_one(model_folder, tmp_path) -> None:
+    """What its settings name may have been replaced or unloaded since, and would answer in the place of what was asked for."""
+    folders = {name: str(save_adapter(tmp_path / name, seed=seed)) for seed, name in enumerate("abc")}
+    params = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
+
+    async def main() -> None:
+        given = [f"kept={folders['a']}", f"replaced={folders['a']}", f"unloaded={folders['a']}"]
+        own = {"device": "cpu", "num_pages": 64, "lora_bytes": 1 << 24, "lora": given}
+        engine = AsyncEngine(EngineConfig(model=model_folder, process=True, max_restarts=1, **own))
+        await engine.start()
+        await engine.load_adapter("replaced", folders["b"])
+        await engine.load_adapter("added", folders["c"])
+        await engine.unload_adapter("unloaded")
+
+        async def answers() -> list[list[int]]:
+            found = []
+            for name in sorted(engine.adapters):
+                outputs = [
+                    output async for output in engine.generate([5, 6, 7], params, f"{name} {os.urandom(4)}", adapter=name)
+                ]
+                found.append([token for output in outputs for token in output.token_ids])
+            return found
+
+        before = await answers()
+        (process,) = multiprocessing.active_children()
+        os.kill(process.pid, signal.SIGKILL)
+        await until(lambda: not engine.is_alive)
+        await until(lambda: engine.is_alive, 120)
+        assert sorted(engine.adapters) == ["added", "kept", "replaced"]
+        assert await answers() == before
+        assert before[1] != before[2]
+        await engine.shutdown()
+
+    asyncio.run(main())
 
 
 def test_an_abort_while_the_prompt_is_tokenized(make_engine, monkeypatch) -> None:

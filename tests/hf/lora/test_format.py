@@ -129,6 +129,44 @@ def test_other_tensors_are_refused_by_name(tmp_path, change, field) -> None:
     assert refused(write(tmp_path, tensors() | change)).field == field
 
 
+EXPERTS = "base_model.model.model.layers.0.mlp.experts"
+
+
+@pytest.mark.parametrize("targets", [["q_proj"], r".*self_attn\.(q|v)_proj"])
+def test_parameters_are_told_from_linear_layers_and_whole_weights(tmp_path, targets) -> None:
+    """peft names what is below linear layers, below parameters and in the place of whole weights alike."""
+    given = {**tensors(), **tensors(12, EXPERTS), "base_model.model.lm_head.weight": torch.ones(9, 6)}
+    adapter = read_adapter(write(tmp_path, given, target_modules=targets, target_parameters=["mlp.experts.down_proj"]))
+    assert [*adapter.modules] == ["model.layers.0.self_attn.q_proj"]
+    assert [*adapter.parameters] == ["model.layers.0.mlp.experts"]
+    assert [*adapter.saved] == ["lm_head"]
+
+
+def test_a_regular_expression_beside_parameters_is_bounded(tmp_path) -> None:
+    slow = "(.*.*.*)q_proj"
+    assert refused(write(tmp_path, target_modules=slow, target_parameters=["experts.down_proj"])).field == "target_modules"
+    read_adapter(write(tmp_path, target_modules=slow))  # which is not matched with anything
+
+
+def test_the_weight_of_a_linear_layer_is_a_parameter(tmp_path) -> None:
+    """Its rank and scale are those of the parameter. Experts stay as they are."""
+    config = {"target_modules": [], "target_parameters": ["q_proj.weight", "experts.down_proj"]}
+    given = {**tensors(16), **tensors(12, EXPERTS)}
+    folder = write(tmp_path, given, rank_pattern={"q_proj.weight": 16}, alpha_pattern={"q_proj.weight": 4}, **config)
+    name = "model.layers.0.self_attn.q_proj"
+    found = read_adapter(folder).with_weights_as_modules({name})
+    assert (found.modules[name].rank, found.modules[name].scale) == (16, 0.25)
+    assert [*found.parameters] == ["model.layers.0.mlp.experts"]
+    with pytest.raises(ParameterError, match="have two matrices of rank 4 for its weight"):
+        read_adapter(write(tmp_path, given, **config)).with_weights_as_modules({name})
+
+
+def test_whole_weights_of_other_modules_are_refused(tmp_path) -> None:
+    error = refused(write(tmp_path, {"base_model.model.model.norm.weight": torch.ones(8)}))
+    assert error.field == "model.norm.weight"
+    assert "modules_to_save may name the embedding and the head alone" in error.rule
+
+
 def test_dora_needs_its_magnitudes_and_a_bias_its_numbers(tmp_path) -> None:
     assert "lora_magnitude_vector" in refused(write(tmp_path, use_dora=True)).rule
     assert "lora_B.bias" in refused(write(tmp_path, lora_bias=True)).rule

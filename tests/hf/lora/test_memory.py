@@ -75,8 +75,8 @@ def test_an_adapter_is_where_the_tables_say() -> None:
     [
         ({Q: low(4, columns=31)}, Q),
         ({Q: low(4, rows=63)}, Q),
-        ({"model.layers.2.self_attn.q_proj": low(4)}, "adapter"),
-        ({"model.norm": low(4)}, "adapter"),
+        ({"model.layers.2.self_attn.q_proj": low(4)}, "model.layers.2.self_attn.q_proj"),
+        ({"model.norm": low(4)}, "model.norm"),
         ({Q: low(49)}, "r"),
     ],
 )
@@ -85,6 +85,16 @@ def test_what_does_not_fit_is_refused(modules, field) -> None:
     with pytest.raises(ParameterError) as caught:
         memory.pack(LoraAdapter(modules))
     assert caught.value.field == field
+
+
+def test_a_router_that_is_a_linear_layer_with_another_forward_has_no_adapter() -> None:
+    """It returns two tensors, so that a step with its adapter would fail, with every request in it."""
+    memory = LoraMemory(make_model("llama4"), budget=1 << 24, max_rank=16, max_pages=4)
+    router = "model.layers.1.feed_forward.router"
+    assert "model.layers.1.feed_forward.shared_expert.up_proj" in memory._parts
+    with pytest.raises(ParameterError) as caught:
+        memory.pack(LoraAdapter({router: low(4, rows=3)}))
+    assert caught.value.field == router
 
 
 def test_numbers_that_the_dtype_of_the_model_does_not_hold_are_refused() -> None:
