@@ -243,7 +243,7 @@ class EngineConfig:
         if isinstance(self.lora, str) or not all(isinstance(each, str) and "=" in each[1:] for each in self.lora):
             raise ParameterError("lora", "be a list of texts NAME=FOLDER", self.lora)
         if len({each.split("=", 1)[0] for each in self.lora}) < len(self.lora):
-            raise ParameterError("lora", "give each adapter a name of its own", self.lora)
+            raise ParameterError("lora", "give each adapter another name", self.lora)
         if self.lora_budget and self.deterministic:
             rule = (
                 "be empty, and lora_bytes 0, with deterministic=True: products with adapters depend on the other rows of a step"

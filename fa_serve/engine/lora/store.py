@@ -63,7 +63,7 @@ def _start_thread(name: str) -> ThreadPoolExecutor:
     return thread
 
 
-Facts = tuple[tuple[int, int], ...]
+FileFacts = tuple[tuple[int, int], ...]
 """The state of the files of an adapter (`file_facts`)."""
 
 
@@ -95,13 +95,13 @@ class AdapterStore:
         self.pool = LoraPool(memory.num_slots, memory.num_pages, memory.num_pages * memory.bytes_per_page, self)
         self._host_bytes = host_bytes
         self._names: dict[str, Adapter] = {}
-        self._folders: dict[Adapter, tuple[Path, Facts]] = {}
+        self._folders: dict[Adapter, tuple[Path, FileFacts]] = {}
         self._host: OrderedDict[Adapter, PackedLora] = OrderedDict()  # the least recently used one first
         self._loads: dict[Adapter, Future[PackedLora]] = {}
         self._ended: dict[Adapter, str] = {}  # the loads that have ended on every rank, and why one has failed
         self._numbers = count(1)
         self._serials = count(1)
-        self._readings: dict[int, Future[tuple[PackedLora, Facts]]] = {}
+        self._readings: dict[int, Future[tuple[PackedLora, FileFacts]]] = {}
         self._reading_numbers = count(1)
         self._thread = _start_thread("fa_serve-adapters")
         self._reader = _start_thread("fa_serve-read-adapters")
@@ -142,9 +142,9 @@ class AdapterStore:
         """Read and check an adapter, behind those that are being read. Raises as `read_adapter` and `LoraMemory.pack`."""
         return self._reader.submit(self._read, folder).result()[0]
 
-    def _read(self, folder: str | Path) -> tuple[PackedLora, Facts]:
+    def _read(self, folder: str | Path) -> tuple[PackedLora, FileFacts]:
         """The adapter, and the state of its files, which nobody has changed meanwhile."""
-        before: Facts = ()
+        before: FileFacts = ()
         with suppress(OSError):  # `read_adapter` says which file is missing
             before = file_facts(folder)
         packed = self._packed(read_adapter(folder, max_bytes=self._host_bytes))
@@ -208,7 +208,7 @@ class AdapterStore:
     def _serve(
         self,
         name: str,
-        origin: tuple[Path, Facts] | None,
+        origin: tuple[Path, FileFacts] | None,
         packed: PackedLora,
         outer_bytes: int,
         is_eager: bool,
