@@ -2,7 +2,7 @@
 
     python -m benchmarks.engine.bench_images --budget 100    # a 7B or 8B shape with random weights, images of 560 x 560
     python -m benchmarks.engine.bench_images --shapes qwen3vl-8b --cells requests,text
-    python -m benchmarks.engine.bench_images --cells encode,p99 --tower-graphs           # layers of the tower are replayed
+    python -m benchmarks.engine.bench_images --cells encode,p99 --no-tower-graphs        # layers of the tower are launched
     python -m benchmarks.engine.bench_images --tiny          # on a CPU, sizes that are done at once; the numbers say nothing
 
     requests     requests a second of 32 clients, each with another image in each request, 128 tokens out
@@ -214,8 +214,8 @@ class Workload:
             if ready and not step % EVERY:
                 image = ready.pop()
                 tokens = self.prompt(image)
-                if beside == "prompts":
-                    tokens = [token if token != self._token else 3 for token in tokens]
+                if beside == "prompts":  # no two begin alike, so that the prefix cache has none of them
+                    tokens = [token if token != self._token else (5 * step + at) % 250 + 3 for at, token in enumerate(tokens)]
                 images = [image] if beside == "images" else []
                 sent[f"beside-{step}"] = time.perf_counter()
                 self.engine.add_request(f"beside-{step}", tokens, replace(params, max_tokens=1), images=images)
@@ -291,7 +291,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="a CPU and sizes that are done at once; the numbers say nothing")
     parser.add_argument("--shapes", choices=[name for name in SHAPES if name != "tiny"], default="qwen25vl-7b")
-    parser.add_argument("--tower-graphs", action="store_true", help="replay layers of the tower as CUDA graphs")
+    parser.add_argument(
+        "--tower-graphs", action=argparse.BooleanOptionalAction, default=True, help="replay layers of the tower as CUDA graphs"
+    )
     parser.add_argument("--cells", default="", help="parts of names of cases, separated by commas; all by default")
     parser.add_argument("--budget", type=float, default=600.0, help="seconds after which no case begins")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
