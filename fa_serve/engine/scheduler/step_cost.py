@@ -15,7 +15,9 @@ proportion: the rows that fit beside the reading of the weights cost nearly noth
 reads and of a query with its key, are slopes: the median of the slopes from each new step to recent ones (Theil 1950, Sen 1968,
 of as many pairs as a step can afford). Medians throughout, so that one step that waited for a compiler counts little.
 
-What a step with prompts and images takes beside decoding is divided between them as they are expected to take it.
+A step with prompts and images tells nothing of a kind that was measured without the other: what is left of it belongs to the
+other one. A division by what both are expected to take would confirm a wrong expectation, and a few embeddings cost many times
+their part of an image, because a slice of the towers has its own overhead.
 
 Before anything is measured, steps take no time. Unless recent steps tell a slope, a prompt token costs twice as much behind
 PRIOR_KEYS keys as without any, and a key that a row reads costs nothing beside its row.
@@ -63,6 +65,8 @@ class StepCost:
         self._decoding: deque[tuple[int, float, float]] = deque(maxlen=RECENT)  # rows, keys, seconds
         self._prompts: deque[tuple[int, float, float]] = deque(maxlen=RECENT)  # tokens, keys before one, seconds of one
         self._images: deque[tuple[int, float]] = deque(maxlen=RECENT)  # embeddings, seconds of one
+        self._prompts_alone = False  # whether prompts were measured without images, and only such steps count
+        self._images_alone = False
         self._key_slopes: deque[float | None] = deque(maxlen=RECENT)
         self._pair_slopes: deque[float | None] = deque(maxlen=RECENT)
         self._rows: dict[int, float] = {}
@@ -88,25 +92,43 @@ class StepCost:
 
     def record(self, size: StepSize, seconds: float) -> None:
         """A step has taken so long."""
-        if size.image_tokens:
-            of_images = self._part_of_images(size, max(seconds - self.decode_seconds(size.rows, size.keys), 0.0))
-            self._images.append((size.image_tokens, of_images / size.image_tokens))
-            self._embeddings = _medians(self._images)
-            seconds -= of_images
-        if size.prompt_tokens:
-            added = max(seconds - self.decode_seconds(size.rows, size.keys), 0.0) / size.prompt_tokens
-            before = size.pairs / size.prompt_tokens
-            pair = _slope(self._prompts, self._pair_slopes, size.prompt_tokens, before, added)
-            self._prompts.append((size.prompt_tokens, before, added))
-            if pair is None:
-                plain = _median([value / (1 + keys / PRIOR_KEYS) for _, keys, value in self._prompts])
-                pair = plain / PRIOR_KEYS
-            self._pair = pair
-            self._tokens = _medians((tokens, value - self._pair * keys) for tokens, keys, value in self._prompts)
-        elif size.rows and not size.image_tokens:
+        if size.image_tokens or size.prompt_tokens:
+            added = max(seconds - self.decode_seconds(size.rows, size.keys), 0.0)
+            of_images = self._part_of_images(size, added)
+            if size.image_tokens:
+                self._record_images(size, of_images)
+            if size.prompt_tokens:
+                self._record_prompts(size, added - of_images)
+        elif size.rows:
             self._key = _slope(self._decoding, self._key_slopes, size.rows, size.keys, seconds) or 0.0
             self._decoding.append((size.rows, size.keys, seconds))
             self._rows = _medians((rows, value - self._key * keys) for rows, keys, value in self._decoding)
+
+    def _record_images(self, size: StepSize, seconds: float) -> None:
+        """Images have taken so long of a step."""
+        if not size.prompt_tokens and not self._images_alone:
+            self._images_alone = True
+            self._images.clear()
+        if not size.prompt_tokens or not self._images_alone:
+            self._images.append((size.image_tokens, seconds / size.image_tokens))
+            self._embeddings = _medians(self._images)
+
+    def _record_prompts(self, size: StepSize, seconds: float) -> None:
+        """Prompts have taken so long of a step."""
+        if not size.image_tokens and not self._prompts_alone:
+            self._prompts_alone = True
+            self._prompts.clear()
+        if size.image_tokens and self._prompts_alone:
+            return
+        added = seconds / size.prompt_tokens
+        before = size.pairs / size.prompt_tokens
+        pair = _slope(self._prompts, self._pair_slopes, size.prompt_tokens, before, added)
+        self._prompts.append((size.prompt_tokens, before, added))
+        if pair is None:
+            plain = _median([value / (1 + keys / PRIOR_KEYS) for _, keys, value in self._prompts])
+            pair = plain / PRIOR_KEYS
+        self._pair = pair
+        self._tokens = _medians((tokens, value - self._pair * keys) for tokens, keys, value in self._prompts)
 
     def decode_seconds(self, rows: int, keys: float) -> float:
         """How long a step takes that only decodes, by measured steps of about that size; 0 without any."""
@@ -130,16 +152,14 @@ class StepCost:
         return max(size.prompt_tokens * _nearest(self._tokens, size.prompt_tokens) + self._pair * size.pairs, 0.0)
 
     def _part_of_images(self, size: StepSize, added: float) -> float:
-        """Of the seconds beside decoding, those of images. Of two kinds that were never measured each has half."""
+        """Of the seconds beside decoding, those of images. If neither was measured alone, each has half."""
+        if not size.image_tokens:
+            return 0.0
         if not size.prompt_tokens:
             return added
-        prompts = self._prompt_part(size)
-        images = self.image_seconds(size.image_tokens)
-        if not self.knows_images:
-            return max(added - prompts, 0.0) if self.knows_prompts else added / 2
-        if not self.knows_prompts:
-            return min(images, added)
-        return added * images / (prompts + images) if prompts + images else added / 2
+        if self._prompts_alone:
+            return max(added - self._prompt_part(size), 0.0)
+        return min(self.image_seconds(size.image_tokens), added) if self._images_alone else added / 2
 
 
 def _slope(

@@ -437,6 +437,22 @@ def test_what_images_cost_is_learned_beside_prompts(prompts: int) -> None:
     assert cost.seconds(decoding._replace(image_tokens=100)) == pytest.approx(DECODING + 100 * PER_EMBEDDING, rel=0.02)
 
 
+def test_the_overhead_of_slices_makes_no_prompts_cheap() -> None:
+    """Slices of 16 embeddings cost many times their part of an image. Whole images beside prompts must not be taken for so much:
+    the prompts were thought to cost nothing, and were computed whole in steps that had a target."""
+    cost = StepCost()
+    decoding = StepSize(rows=8)
+    cost.record(decoding, DECODING)
+    cost.record(decoding._replace(prompt_tokens=120), DECODING + 120 * PER_PROMPT_TOKEN)
+    for _ in range(3):
+        cost.record(decoding._replace(image_tokens=16), DECODING + 0.003 + 16 * PER_EMBEDDING)
+    for _ in range(10):
+        seconds = DECODING + 465 * PER_PROMPT_TOKEN + 400 * PER_EMBEDDING
+        cost.record(decoding._replace(prompt_tokens=465, image_tokens=400), seconds)
+    assert cost.prompt_seconds(465, 0) == pytest.approx(465 * PER_PROMPT_TOKEN, rel=0.05)
+    assert cost.image_seconds(16) == pytest.approx(0.003 + 16 * PER_EMBEDDING)
+
+
 def test_two_unknown_costs_are_divided() -> None:
     cost = StepCost()
     for _ in range(30):
