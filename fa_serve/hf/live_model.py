@@ -27,6 +27,8 @@ from fa_serve.spec import UnsupportedModelError
 
 _PLAIN = frozenset({type(None), bool, int, float, str})
 """Types of most fields of a replaced forward, in which no tensors are looked for."""
+_DROPOUTS = ("attention_dropout", "dropout", "hidden_dropout", "activation_dropout", "resid_dropout", "layerdrop")
+"""Shares that layers of transformers keep themselves, and give to a function."""
 _SETTINGS = ("_attn_implementation_internal", "_experts_implementation_internal")
 
 
@@ -88,11 +90,13 @@ def parameters_in(model: nn.Module) -> list[Tensor]:
 def active_dropout(model: nn.Module) -> tuple[str, float] | None:
     """The name of a module that drops numbers in the next forward, and their share; None if there is none."""
     for module in modules_in(model):
+        if not module.training:
+            continue
         own = vars(module)
-        share = own.get("p", 0.0) if isinstance(module, _DropoutNd) else own.get("attention_dropout", 0.0)
-        if module.training and isinstance(share, int | float) and share > 0.0:
-            name = next(name for name, each in model.named_modules() if each is module)
-            return name, share
+        for attribute in ("p",) if isinstance(module, _DropoutNd) else _DROPOUTS:
+            share = own.get(attribute, 0.0)
+            if isinstance(share, int | float) and share > 0.0:
+                return next(name for name, each in model.named_modules() if each is module), share
     return None
 
 

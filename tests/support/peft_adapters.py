@@ -103,3 +103,11 @@ def assert_bfloat16_logits(folder: Path, device: str, requests: int) -> None:
             into.append(logits.log_softmax(-1)[range(len(tokens)), tokens])
     exact, eager = (torch.cat(into) for into in others)
     assert_matches_reference(torch.tensor(found).bfloat16(), exact, eager.bfloat16())
+
+
+def write_over(folder: Path) -> None:
+    """Write zeros into an adapter's file in place, which changes whatever still reads it."""
+    weights = folder / "adapter_model.safetensors"
+    with weights.open("r+b") as file:
+        file.seek(8 + int.from_bytes(file.read(8), "little"))
+        file.write(bytes(weights.stat().st_size - file.tell()))

@@ -25,6 +25,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,7 +36,7 @@ from fa_serve.engine.cache.identity import content_number
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.lora.pool import Adapter, LoraPool
 from fa_serve.engine.parallel.ranks import Alone, Ranks
-from fa_serve.hf.lora.format import LoraAdapter, file_facts, read_adapter
+from fa_serve.hf.lora.format import LoraAdapter, file_facts, is_finite, read_adapter
 from fa_serve.hf.lora.memory import LoraMemory
 from fa_serve.hf.lora.packed import PackedLora
 from fa_serve.ops import PAGE_RANKS
@@ -157,6 +158,8 @@ class AdapterStore:
         """The same for an adapter that is in memory, such as one in training, as it is now."""
         packed = self._packed(adapter)
         packed.own()
+        if not all(is_finite(each.a) and is_finite(each.b) for parts in packed.parts.values() for each in parts):
+            raise ParameterError("adapter", "have finite numbers", "NaN or an infinity")
         return packed
 
     def _packed(self, adapter: LoraAdapter) -> PackedLora:
@@ -314,22 +317,35 @@ class AdapterStore:
             folder, facts = self._folders[adapter]
             packed, found = self._read(folder)
             if found != facts:
-                raise ParameterError(adapter.name, "be loaded again, because its files have changed", str(folder))
+                raise _changed(adapter)
+        borrows = packed.borrows
         if self._stream is None:
             self.memory.write(packed, slot, pages)
-            return packed
-        with torch.cuda.stream(self._stream):
-            assert launched is not None
-            launched.wait(self._stream)
-            self.memory.write(packed, slot, pages)
-        self._stream.synchronize()
+        else:
+            with torch.cuda.stream(self._stream):
+                assert launched is not None
+                launched.wait(self._stream)
+                self.memory.write(packed, slot, pages)
+            self._stream.synchronize()
+        if borrows and not self._is_unchanged(adapter):
+            raise _changed(adapter)
         return packed
+
+    def _is_unchanged(self, adapter: Adapter) -> bool:
+        """Whether nobody has written over the files of an adapter, in which its matrices may lie. Files that are removed stay
+        as long as they are mapped."""
+        folder, facts = self._folders.get(adapter, (None, ()))
+        try:
+            return folder is None or file_facts(folder) == facts
+        except FileNotFoundError:
+            return True
 
     def _keep(self, adapter: Adapter, packed: PackedLora) -> None:
         """Keep an adapter on the host, and drop others that can be read again while they are too many."""
         self._host[adapter] = packed
         if packed.borrows:
-            self._reader.submit(packed.own)  # behind the first token, which can be computed from the file
+            # behind the first token, which can be computed from the file
+            self._reader.submit(packed.own, partial(self._is_unchanged, adapter))
         total = sum(each.num_bytes for each in self._host.values())
         for other in [*self._host]:
             if total <= self._host_bytes:
@@ -349,6 +365,10 @@ def _outcome(load: Future[PackedLora]) -> str | None:
 def _refusal(outcomes: Iterable[str]) -> str:
     """The first rank that has failed, and why; "" if none has."""
     return next((f"rank {rank} refuses it: {why}" for rank, why in enumerate(outcomes) if why), "")
+
+
+def _changed(adapter: Adapter) -> ParameterError:
+    return ParameterError(adapter.name, "be loaded again, because its files have changed", adapter.name)
 
 
 def _refused(name: str, refusal: str) -> ParameterError:

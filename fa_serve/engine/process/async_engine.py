@@ -153,7 +153,7 @@ class AsyncEngine:
         """Serve the adapters of the engine before this one, also if its config names others, before a request comes."""
         for name in [name for name, folder in self._adapters.items() if adapters.get(name) != folder]:
             await self._change_adapter(name, None, starting=True)
-        for name in adapters.keys() - self._adapters.keys():
+        for name in [name for name in adapters if name not in self._adapters]:
             try:
                 await self._change_adapter(name, adapters[name], starting=True)
             except (ParameterError, OSError, RuntimeError) as error:
@@ -165,8 +165,9 @@ class AsyncEngine:
         """End the engine after the step that it is in, or after `timeout` seconds. Unfinished requests end with an error."""
         if self._worker is not None:
             await asyncio.to_thread(self._worker.stop, timeout)
-            if self._restarting is not None:
-                await self._restarting
+            while self._restarting is not None:  # it may wait for an answer that does not come any more
+                self._end_all(EngineDeadError("the engine was shut down"))
+                await asyncio.wait([self._restarting], timeout=LOOK_SECONDS)
                 await asyncio.to_thread(self._worker.stop, timeout)
             self._end_all(EngineDeadError("the engine was shut down"))
             self._ended.set()
@@ -415,7 +416,7 @@ class AsyncEngine:
     async def _control(self, name: ControlName, **arguments: Any) -> Any:
         """Tell the engine, and wait for its answer. Raises what the engine raises."""
         reply = await self._told(lambda serial: Control(serial, name, arguments))
-        self._is_asleep = reply.is_asleep
+        self._is_asleep = reply.is_asleep and self._error is None  # one that has died meanwhile does not sleep
         self._open_or_close()
         return reply.result
 

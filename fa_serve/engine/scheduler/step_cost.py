@@ -15,9 +15,10 @@ proportion: the rows that fit beside the reading of the weights cost nearly noth
 reads and of a query with its key, are slopes: the median of the slopes from each new step to recent ones (Theil 1950, Sen 1968,
 of as many pairs as a step can afford). Medians throughout, so that one step that waited for a compiler counts little.
 
-A step with prompts and images tells nothing of a kind that was measured without the other: what is left of it belongs to the
-other one. A division by what both are expected to take would confirm a wrong expectation, and a few embeddings cost many times
-their part of an image, because a slice of the towers has its own overhead.
+A step with prompts and images tells nothing of a kind that was measured lately without the other: what is left of it belongs to
+the other one. A division by what both are expected to take would confirm a wrong expectation, and a few embeddings cost many
+times their part of an image, because a slice of the towers has its own overhead. After RECENT such steps it tells of both
+again. Otherwise one short prompt at the start would be all that is ever known of prompts, where they always come with images.
 
 Before anything is measured, steps take no time. Unless recent steps tell a slope, a prompt token costs twice as much behind
 PRIOR_KEYS keys as without any, and a key that a row reads costs nothing beside its row.
@@ -65,8 +66,9 @@ class StepCost:
         self._decoding: deque[tuple[int, float, float]] = deque(maxlen=RECENT)  # rows, keys, seconds
         self._prompts: deque[tuple[int, float, float]] = deque(maxlen=RECENT)  # tokens, keys before one, seconds of one
         self._images: deque[tuple[int, float]] = deque(maxlen=RECENT)  # embeddings, seconds of one
-        self._prompts_alone = False  # whether prompts were measured without images, and only such steps count
-        self._images_alone = False
+        # steps with both kinds that still tell nothing of one that was measured without the other
+        self._prompts_alone = 0
+        self._images_alone = 0
         self._key_slopes: deque[float | None] = deque(maxlen=RECENT)
         self._pair_slopes: deque[float | None] = deque(maxlen=RECENT)
         self._rows: dict[int, float] = {}
@@ -106,19 +108,25 @@ class StepCost:
 
     def _record_images(self, size: StepSize, seconds: float) -> None:
         """Images have taken so long of a step."""
-        if not size.prompt_tokens and not self._images_alone:
-            self._images_alone = True
-            self._images.clear()
-        if not size.prompt_tokens or not self._images_alone:
-            self._images.append((size.image_tokens, seconds / size.image_tokens))
-            self._embeddings = _medians(self._images)
+        if not size.prompt_tokens:
+            if not self._images_alone:
+                self._images.clear()
+            self._images_alone = RECENT
+        elif self._images_alone:
+            self._images_alone -= 1
+            return
+        self._images.append((size.image_tokens, seconds / size.image_tokens))
+        self._embeddings = _medians(self._images)
 
     def _record_prompts(self, size: StepSize, seconds: float) -> None:
         """Prompts have taken so long of a step."""
-        if not size.image_tokens and not self._prompts_alone:
-            self._prompts_alone = True
-            self._prompts.clear()
-        if size.image_tokens and self._prompts_alone:
+        if not size.image_tokens:
+            if not self._prompts_alone:
+                self._prompts.clear()
+                self._pair_slopes.clear()
+            self._prompts_alone = RECENT
+        elif self._prompts_alone:
+            self._prompts_alone -= 1
             return
         added = seconds / size.prompt_tokens
         before = size.pairs / size.prompt_tokens

@@ -224,12 +224,15 @@ class LoraMemory:
             extra.append(factor - 1.0)
         numbers[0] = torch.tensor(low.scale).view(torch.int32)
         rows = torch.cat([b.float().t(), *(row[None] for row in extra)]) if extra else b.t()
-        return PackedPart(part, self._converted(a), self._converted(rows))
+        return PackedPart(part, self._converted(a, False), self._converted(rows, bool(extra)))
 
-    def _converted(self, x: Tensor) -> Tensor:
-        """A matrix on the host in the model's dtype, the same memory if it is so. Raises ParameterError for an infinity."""
+    def _converted(self, x: Tensor, computed: bool) -> Tensor:
+        """A matrix on the host in the model's dtype, the same memory if it is so. Raises ParameterError for an infinity.
+
+        computed: it is no tensor of the adapter, whose numbers are finite
+        """
         own = x.detach().to("cpu", self.dtype)
-        if x.dtype != self.dtype and not is_finite(own):
+        if (computed or x.dtype != self.dtype) and not is_finite(own):
             name = str(self.dtype)[6:]
             raise ParameterError("adapter", f"have numbers that {name} holds, the dtype of the model", "infinities")
         return own

@@ -10,7 +10,7 @@ takes 20,000 page faults. So matrices are laid out when they are copied (staging
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -53,7 +53,7 @@ class PackedLora:
     outer:     of the embedding and the head, or None
     rescales:  it has factors of DoRA
     content:   a number that no other content has; 0 if it was not asked for
-    borrows:   tensors may lie in memory of somebody else, such as the file
+    borrows:   tensors may lie in memory of somebody else, such as the file, or are copies of what was being written over
     """
 
     num_pages: int
@@ -80,8 +80,11 @@ class PackedLora:
         """Steps with this adapter run without CUDA graphs."""
         return self.outer is not None or self.rescales
 
-    def own(self) -> None:
-        """Copy what lies in memory of somebody else. From any thread, also while another one lays the adapter out."""
+    def own(self, is_unchanged: Callable[[], bool] = lambda: True) -> None:
+        """Copy what lies in memory of somebody else. From any thread, also while another one lays the adapter out.
+
+        is_unchanged: asked when all is copied, whether nobody has written there. Otherwise the adapter counts as borrowed still
+        """
         if not self.borrows:
             return
         self.parts = {
@@ -89,7 +92,7 @@ class PackedLora:
             for number, parts in self.parts.items()
         }
         self.outer = None if self.outer is None else self.outer.cloned()
-        self.borrows = False
+        self.borrows = not is_unchanged()
 
     def fill(self, view: Tensor, start: int, page: int, number: int, layout: SiteLayout) -> None:
         """Write what one product has of a page of this adapter.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from peft_adapters import ATTENTION, PeftForwards, assert_bfloat16_logits, save_adapter
+from peft_adapters import ATTENTION, PeftForwards, assert_bfloat16_logits, save_adapter, write_over
 from quantised_copies import copy_of, dequantised, load
 from tiny_models import make_model, random_prompts
 from transformers import PreTrainedModel
@@ -159,3 +160,25 @@ def test_every_kind_of_adapter(make_engine, tmp_path, family, name) -> None:
 
 def test_bfloat16_by_the_rule_of_two(tmp_path) -> None:
     assert_bfloat16_logits(tmp_path, "cpu", requests=8)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_files_that_are_written_over_before_they_are_copied_are_not_served(make_engine, tmp_path, late) -> None:
+    """The answer to the load comes before the copy, which may wait behind other adapters that are read."""
+    folder = save_adapter(tmp_path / "copy", seed=4, r=6)
+    engine = make_engine(**LORA)
+    store = engine.adapters
+    reading = engine.read_adapter(folder)
+    store._readings[reading].result()
+    go_on = threading.Event()
+    store._reader.submit(go_on.wait, 30)
+    engine.load_adapter("copy", folder, reading)
+    write_over(folder)
+    if late:
+        go_on.set()
+        store._reader.submit(int).result()
+    prompt = list(range(40, 60))
+    [found] = engine.generate([prompt], GREEDY, adapter="copy")
+    go_on.set()
+    assert found.finish_reason == "error"
+    assert len(engine.generate([prompt], GREEDY)[0].token_ids) == 6, "others go on"

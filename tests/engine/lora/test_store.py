@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft_adapters import ATTENTION, PeftForwards, save_adapter
+from peft_adapters import ATTENTION, PeftForwards, save_adapter, write_over
 from safetensors.torch import save_file
 from tiny_models import greedy, make_model, random_prompts
 
@@ -222,10 +222,7 @@ def test_an_adapter_that_is_served_does_not_lie_in_its_file(engine, tmp_path) ->
     store._reader.submit(int).result()  # what was queued before has ended
     expected = answers(engine, "copy", [PROMPT])
     store.pool.drop(store.find("copy"))  # it is copied to the device again
-    weights = folder / "adapter_model.safetensors"
-    with weights.open("r+b") as file:  # in place, which changes whatever still reads the file
-        file.seek(8 + int.from_bytes(file.read(8), "little"))
-        file.write(bytes(weights.stat().st_size - file.tell()))
+    write_over(folder)
     assert answers(engine, "copy", [PROMPT[::-1]]) != answers(engine, None, [PROMPT[::-1]])
     assert not store._host[store.find("copy")].borrows
     assert expected != answers(engine, None, [PROMPT])
@@ -242,6 +239,8 @@ def test_the_adapter_of_a_training_run_comes_from_memory(engine) -> None:
         "training", engine.adapters.pack(LoraAdapter({"model.layers.0.self_attn.q_proj": replace(low, b=0 * low.b)}))
     )
     assert answers(engine, "training", [PROMPT]) == answers(engine, None, [PROMPT])
+    with pytest.raises(ParameterError, match="have finite numbers"):
+        engine.adapters.pack(LoraAdapter({"model.layers.0.self_attn.q_proj": replace(low, a=low.a / 0.0)}))
 
 
 class TwoRanks(Alone):

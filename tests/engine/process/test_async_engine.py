@@ -282,6 +282,27 @@ def test_an_engine_that_is_started_again_has_the_adapters_of_the_dead_one(model_
     asyncio.run(main())
 
 
+def test_a_shutdown_while_adapters_are_restored_ends(make_engine, monkeypatch) -> None:
+    """The engine that is stopped does not answer any more, and nobody says that it has died."""
+
+    async def main() -> None:
+        engine = AsyncEngine(make_engine())
+        await engine.start()
+
+        async def start() -> None:
+            engine._adapters = {}
+
+        engine._adapters = {"a": "a folder"}
+        monkeypatch.setattr(engine, "_start", start)
+        monkeypatch.setattr(engine._worker, "send", lambda command: None)
+        engine._restarting = asyncio.create_task(engine._restart())
+        await until(lambda: engine._replies)
+        await asyncio.wait_for(engine.shutdown(), 20)
+        assert not engine.is_alive
+
+    asyncio.run(main())
+
+
 def test_an_abort_while_the_prompt_is_tokenized(make_engine, monkeypatch) -> None:
     async def main() -> None:
         async with started(make_engine()) as engine:

@@ -14,7 +14,8 @@ from encoder_folders import save_encoder
 from tiny_models import greedy, make_model
 
 from fa_serve.engine import AsyncEngine, Encoder, Engine, EngineAsleepError, EngineConfig, RequestOutput, SamplingParams
-from fa_serve.engine.process.controls import Control, carry_out
+from fa_serve.engine.process.controls import Control, Reply, carry_out
+from fa_serve.engine.process.engine_loop import StepOutputs
 from fa_serve.spec import ParameterError
 
 PROMPT = [*range(5, 25)]
@@ -247,3 +248,17 @@ async def test_controls_and_their_answers_cross_the_pipe(model_folder: Path) -> 
         assert await answer.end() == greedy(make_model(), PROMPT, 6)
     finally:
         await served.shutdown()
+
+
+async def test_an_engine_that_dies_when_it_has_fallen_asleep_lets_the_next_one_wake(make_engine, monkeypatch) -> None:
+    """Its answer and its death may come before the caller runs again. Requests to the next engine would wait for ever."""
+    async with running(make_engine()) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._worker, "send", lambda command: None)
+            call = asyncio.create_task(engine.sleep())
+            while not engine._replies:
+                await asyncio.sleep(0)
+            engine._deliver(StepOutputs(None, replies=[Reply(serial, is_asleep=True) for serial in engine._replies]))
+            engine._handle_death("it was killed")
+            await call
+        assert not engine.is_paused

@@ -70,3 +70,17 @@ def test_decoding_is_learned_by_rows_and_keys() -> None:
     long = cost.decode_seconds(12, 12 * 20_000)
     assert short == pytest.approx(5.5e-3 + 50e-9 * 6_000, rel=0.1)
     assert long == pytest.approx(5.5e-3 + 50e-9 * 240_000, rel=0.1)
+
+
+def test_one_short_prompt_is_not_all_that_is_ever_known_of_prompts() -> None:
+    """All others come in steps with images, as they do where clients send an image with each request."""
+    cost = StepCost()
+    cost.record(StepSize(prompt_tokens=5, pairs=10), 0.010)
+    both = StepSize(prompt_tokens=1024, pairs=1024 * 512, image_tokens=400)
+    for _ in range(RECENT):
+        cost.record(both, 0.05)
+    assert cost.largest == 5, "what is measured alone counts first"
+    for _ in range(RECENT):
+        cost.record(both, 0.05)
+    assert cost.largest == 1024
+    assert cost.prompt_seconds(1024, 0) < 0.06

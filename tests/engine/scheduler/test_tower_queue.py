@@ -438,8 +438,8 @@ def test_what_images_cost_is_learned_beside_prompts(prompts: int) -> None:
 
 
 def test_the_overhead_of_slices_makes_no_prompts_cheap() -> None:
-    """Slices of 16 embeddings cost many times their part of an image. Whole images beside prompts must not be taken for so much:
-    the prompts were thought to cost nothing, and were computed whole in steps that had a target."""
+    """Slices of 16 embeddings cost many times their part of an image. Whole images beside prompts must not be taken for that:
+    prompts were thought to cost nothing, and were computed whole in steps that had a target."""
     cost = StepCost()
     decoding = StepSize(rows=8)
     cost.record(decoding, DECODING)

@@ -105,6 +105,18 @@ def test_numbers_that_the_dtype_of_the_model_does_not_hold_are_refused() -> None
         memory.pack(LoraAdapter({Q: huge}))
 
 
+def test_factors_of_dora_that_are_no_numbers_are_refused() -> None:
+    """A row without weights has no direction: also in the dtype of the adapter."""
+    memory = make()
+    site, part = memory._parts[Q]
+    with torch.no_grad():
+        site.modules[part].weight[3] = 0.0
+    first = low(4, magnitude=torch.ones(64))
+    first.b[3] = 0.0
+    with pytest.raises(ParameterError, match="have numbers that float32 holds"):
+        memory.pack(LoraAdapter({Q: first}))
+
+
 def test_dora_needs_the_norms_of_a_matrix() -> None:
     memory = make()
     magnitude = torch.rand(64) + 1
