@@ -392,9 +392,11 @@ def test_dropout_is_refused_where_it_would_drop_something() -> None:
         with pytest.raises(ParameterError, match=r"dropout must be 0 in model.layers.1.self_attn, .* got 0.1"):
             model.train()(input_ids=ids)
     model.model.layers[1].self_attn.attention_dropout = 0.0
-    model.model.layers[1].dropout = 0.25  # of a layer that calls the function, as those of OPT do
-    with fa_serve.exact(model), pytest.raises(ParameterError, match=r"dropout must be 0 in model.layers.1, .* got 0.25"):
-        model.train()(input_ids=ids)
+    for name in ("dropout", "residual_dropout"):  # of layers that call the function, as those of OPT and Seed-OSS do
+        setattr(model.model.layers[1], name, 0.25)
+        with fa_serve.exact(model), pytest.raises(ParameterError, match=r"dropout must be 0 in model.layers.1, .* got 0.25"):
+            model.train()(input_ids=ids)
+        setattr(model.model.layers[1], name, 0.0)
     peft = pytest.importorskip("peft")
     wrapped = peft.get_peft_model(make_model(), peft.LoraConfig(r=4, target_modules=["q_proj"], lora_dropout=0.5))
     with fa_serve.exact(wrapped), pytest.raises(ParameterError, match=r"dropout must be 0 in .*lora_dropout.*, got 0.5"):

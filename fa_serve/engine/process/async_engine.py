@@ -156,7 +156,7 @@ class AsyncEngine:
         for name in [name for name in adapters if name not in self._adapters]:
             try:
                 await self._change_adapter(name, adapters[name], starting=True)
-            except (ParameterError, OSError, RuntimeError) as error:
+            except (OSError, RuntimeError, ValueError) as error:
                 if isinstance(error, EngineDeadError):
                     raise
                 log.warning("the adapter %r is not loaded again: %s", name, error)

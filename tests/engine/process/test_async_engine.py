@@ -282,6 +282,25 @@ def test_an_engine_that_is_started_again_has_the_adapters_of_the_dead_one(model_
     asyncio.run(main())
 
 
+def test_an_adapter_that_cannot_be_read_again_does_not_end_the_engine(make_engine, monkeypatch) -> None:
+    async def main() -> None:
+        async with started(make_engine()) as engine:
+
+            async def start() -> None:
+                engine._adapters = {}
+
+            async def change(name: str, folder: str | None, starting: bool = False) -> None:
+                raise ValueError("of a library that reads it")
+
+            engine._adapters = {"a": "a folder"}
+            monkeypatch.setattr(engine, "_start", start)
+            monkeypatch.setattr(engine, "_change_adapter", change)
+            await engine._restart()
+            assert engine.is_alive
+
+    asyncio.run(main())
+
+
 def test_a_shutdown_while_adapters_are_restored_ends(make_engine, monkeypatch) -> None:
     """The engine that is stopped does not answer any more, and nobody says that it has died."""
 
