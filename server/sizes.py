@@ -22,7 +22,7 @@ UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
 
 
 def _in_bytes(value: Any) -> Any:
-    if isinstance(value, str) and not SIZE.fullmatch(value):
+    if isinstance(value, bool) or (isinstance(value, str) and not SIZE.fullmatch(value)):
         raise PydanticCustomError("byte_size", "no number of bytes")
     return value
 

@@ -66,6 +66,11 @@ def test_what_is_no_number_of_bytes_is_refused(text, monkeypatch):
             load({})
 
 
+def test_a_switch_is_no_size():
+    with pytest.raises(ValidationError):
+        Limits(body=True)
+
+
 def test_fields_of_sizes_are_told_from_others():
     assert [is_size(field.annotation) for field in Limits.model_fields.values()] == [True, True, False]
     assert sum(is_size(field.annotation) for field in Settings.model_fields.values()) > 10

@@ -167,7 +167,8 @@ class StepCost:
             return added
         if self._prompts_alone:
             return max(added - self._prompt_part(size), 0.0)
-        return min(self.image_seconds(size.image_tokens), added) if self._images_alone else added / 2
+        # at most half: slices of images, with their overhead, may tell too much of whole images
+        return min(self.image_seconds(size.image_tokens), added / 2) if self._images_alone else added / 2
 
 
 def _slope(

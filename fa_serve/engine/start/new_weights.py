@@ -94,7 +94,11 @@ def _files_of(folder: Path) -> list[Path]:
         if not files:
             raise ParameterError("weight_dir", "be a folder of this machine with safetensors files", str(folder))
         return files
-    names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:  # no JSON, or not of this form
+        rule = f"have a {index.name} whose weight_map names the file of each weight"
+        raise ParameterError("weight_dir", rule, f"{type(error).__name__}: {str(error)[:128]}") from error
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise ParameterError("weight_dir", f"hold every file that {index.name} names, and lacks {missing[0]}", str(folder))

@@ -85,6 +85,13 @@ def test_a_folder_that_is_still_being_written_is_refused(tmp_path: Path) -> None
         next(from_folder(model, tmp_path))
 
 
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": 3}'])
+def test_an_index_that_names_no_files_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ParameterError, match="whose weight_map names the file of each weight"):
+        next(from_folder(make_model(), tmp_path))
+
+
 def test_files_of_an_older_checkpoint_are_not_read(tmp_path: Path) -> None:
     """transformers prefers the whole file."""
     model = make_model()
