@@ -155,7 +155,7 @@ def test_a_table_has_gradients() -> None:
         out = fa_serve.attention(q, k, v, score_mod=biased)
         (found,) = torch.autograd.grad(out.square().sum(), table)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(out, before, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(out, before, rtol=1e-4, atol=1e-5)  # the fallback has another order of sums with gradients
         with torch.no_grad():
             table += found
 
