@@ -14,9 +14,9 @@ computes the same. "plugin" is `patch`, with `generate`, padding on either side,
 loaded with `attn_implementation="fa_serve"` and not patched keeps transformers' recurrences, and refuses packed sequences. The
 engine starts prompts from cached states, and computes at most a page of a known prompt again
 ([engine](engine/cache.md#states-beside-pages)). Ranks of tensor parallelism have the heads or channels of a state each
-([engine](engine/ranks.md)). Of models with a bias in the projection before a convolution, transformers' own code lets padding on
-the left reach the first tokens, because the bias is added to zeros; `patch` computes what that code does, and the engine, which
-has no padding, what a sequence alone gives. A reason stands where something is refused or not built yet. Tests
+([engine](engine/ranks.md)). Of models with a bias in the projection before a convolution, transformers' own code lets padding
+on the left reach the first tokens, because the bias is added to zeros; `patch` computes what that code does, and the engine,
+which has no padding, what a sequence alone gives. A reason stands where something is refused or not built yet. Tests
 compare the models that are marked with `generate` in float32, with transformers 5.17 and with the newest release:
 """
 TYPES = (
