@@ -12,6 +12,8 @@ ARGS   ?=
 JOBS   ?= 2
 # of a grid of cases a sample runs; `make test CASES=all` runs them all
 CASES  ?= sampled
+# the files of which sessions run that take long and seldom fail: 0/2 or 1/2 for half of them, all if it is empty
+SHARE  ?=
 EVERY  ?= 53
 LOAD   ?= full
 # releases of Triton beside that of constraints.txt, with which `make test-compiled` runs the same files
@@ -50,12 +52,12 @@ install: $(VENV)/.server ## install the package with its server into .venv, with
 
 test: $(VENV)/.test $(VENV)/images/.installed ## install and run the tests that need no GPU, but those of `make test-compiled`
 ifeq ($(shell uname -s),Linux)
-	TRITON_INTERPRET=1 $(PYTEST) tests --ignore tests/gpu
+	TRITON_INTERPRET=1 FA_SERVE_SHARE=$(SHARE) $(PYTEST) tests --ignore tests/gpu
 endif
 	$(PYTEST) tests --ignore tests/gpu --ignore-glob '*_compiled.py'
 
 test-compiled: $(VENV)/.test ## the files named test_*_compiled.py: every kernel compiles for every target, without a GPU
-	$(PYTEST) $$(find tests -name 'test_*_compiled.py')
+	FA_SERVE_SHARE=$(SHARE) $(PYTEST) $$(find tests -name 'test_*_compiled.py')
 
 test-load: $(VENV)/.test ## the load tests of the service in full: minutes; they print what they measure
 	FA_SERVE_LOAD=full $(BIN)/pytest -q -s --timeout 900 tests/server/test_load.py
@@ -81,7 +83,7 @@ test-triton: $(OTHER_RELEASES) ## the kernels compile with the other releases of
 # each release. Not what reads files, prints tables, or asks the pinned release the same by another way.
 test-newest: $(VENV)/.newest ## the transformers adapter with the packages of requirements-newest.txt
 	PYTHONPATH=$(VENV)/newest $(BIN)/python -c 'from transformers import __version__ as v; "transformers==" + v in open("requirements-newest.txt").read() or exit("not the newest: " + v)'
-	PYTHONPATH=$(VENV)/newest $(PYTEST) tests/hf tests/engine/test_hybrids.py::test_greedy_tokens_are_those_of_generate \
+	PYTHONPATH=$(VENV)/newest FA_SERVE_SHARE=$(SHARE) $(PYTEST) tests/hf tests/engine/test_hybrids.py::test_greedy_tokens_are_those_of_generate \
 	  $(addprefix --ignore tests/hf/,weights lora test_info.py test_model_location.py test_traced_export.py test_training.py) \
 	  $(addprefix --deselect tests/hf/test_families.py::test_,packed decode chunked_prefill custom_mask mutant_is_caught)
 

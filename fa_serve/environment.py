@@ -28,6 +28,7 @@ VARIABLES = {
     "FA_SERVE_FUZZ_SECONDS": "tests: how long random requests are sent",
     "FA_SERVE_FUZZ_SEED": "tests: the seed of random requests",
     "FA_SERVE_LOAD": "tests: whether attacks run, and how long",
+    "FA_SERVE_SHARE": "tests: which share of the files runs, such as 0/2",
     "FA_SERVE_SCREENSHOTS": "tests: the folder for pictures of the playground",
     "FA_SERVE_TEST_NEW": "tests: a variable of a forked process",
     "FA_SERVE_TEST_OLD": "tests: a variable of a forked process",

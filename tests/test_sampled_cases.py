@@ -57,7 +57,8 @@ def collect(folder: Path, *arguments: str) -> Selected:
     selected = Selected()
     flags = ["--collect-only", "-qq", "--import-mode=importlib", "--rootdir", str(folder)]
     flags += ["-p", "no:cacheprovider", "-p", "no:xdist"]
-    assert pytest.main([str(folder), *flags, *arguments], [selected, sampled_cases]) == 0
+    ended = pytest.main([str(folder), *flags, *arguments], [selected, sampled_cases])
+    assert ended in (0, pytest.ExitCode.NO_TESTS_COLLECTED)
     return selected
 
 
@@ -90,6 +91,21 @@ def test_everything_runs_on_demand(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(sampled_cases, "ALL", True)
     assert len(collect(tmp_path).names) == 100 + 50 + 30 + 8
     assert sampled_cases.each_nth(4, range(9)) == list(range(9))
+
+
+def test_shares_of_files_are_all_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [str(path) for path in Path(__file__).parent.rglob("test_*.py")]
+    shares = []
+    for share in ("0/2", "1/2"):
+        monkeypatch.setattr(sampled_cases, "SHARE", share)
+        shares.append([file for file in files if sampled_cases.is_shared(file)])
+    assert sorted(shares[0] + shares[1]) == sorted(files)
+    assert min(map(len, shares)) > 0.4 * len(files)
+    found = []
+    for share in ("0/2", "1/2"):
+        monkeypatch.setattr(sampled_cases, "SHARE", share)
+        found.append(len(collect(tmp_path).names))
+    assert sorted(found) == [0, 10 + 50 + 30 + sampled_cases.FEWEST]
 
 
 def test_each_nth_row_of_a_slow_table(monkeypatch: pytest.MonkeyPatch) -> None:

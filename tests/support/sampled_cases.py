@@ -4,6 +4,9 @@ A function with several axes of parameters is a grid: an axis is a decorator `pa
 A sample of a grid runs, in which each value of each axis occurs, but not each combination. A function with one axis runs
 whole, because its cases are rules of which none follows from the others. The marker `every_case` says the same of a grid:
 faults that are planted, requests that are refused, attacks. FA_SERVE_CASES=all runs all cases (`make test CASES=all`).
+
+FA_SERVE_SHARE=0/2 runs one of two halves of the files, which the Makefile asks of sessions that compile or interpret kernels and of
+the one with the newest packages (`make check SHARE=0/2`): CI has a time that slow machines keep too.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import os
 from collections.abc import Sequence
 from itertools import combinations
 from typing import Any, TypeVar
+from zlib import crc32
 
 import pytest
 
@@ -20,6 +24,8 @@ Case = set[tuple[str, Any]]
 """A value for each axis, as (name of the axis, value)."""
 
 ALL = os.environ.get("FA_SERVE_CASES") == "all"
+SHARE = os.environ.get("FA_SERVE_SHARE", "")
+"""Which of how many shares of the files runs, such as 0/2; all of them if it is empty."""
 whole_runs = pytest.mark.skipif(not ALL, reason="FA_SERVE_CASES=all runs it, each night")
 """Marks a test that takes tens of seconds to run a tool from start to end, and nothing of the product alone."""
 FEWEST = 2
@@ -29,6 +35,14 @@ FEWEST = 2
 def each_nth(step: int, rows: Sequence[Row]) -> list[Row]:
     """Each `step`th row, or all rows under FA_SERVE_CASES=all."""
     return list(rows[:: 1 if ALL else step])
+
+
+def is_shared(file: str) -> bool:
+    """Whether a file, as the id of its tests begins, is in the share that runs."""
+    if ALL or not SHARE:
+        return True
+    number, count = map(int, SHARE.split("/"))
+    return crc32(file.encode()) % count == number
 
 
 def cover(cases: Sequence[Case]) -> list[int]:
@@ -70,13 +84,16 @@ def axes(item: pytest.Item) -> Case:
 
 @pytest.hookimpl(trylast=True)  # after -k and -m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the cases of grids that are not in the sample."""
+    """Deselect the cases of grids that are not in the sample, and the files of other shares."""
     if ALL:
         return
     functions: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        functions.setdefault(item.nodeid.split("[")[0], []).append(item)
     left_out: list[pytest.Item] = []
+    for item in items:
+        if is_shared(item.nodeid.partition("::")[0]):
+            functions.setdefault(item.nodeid.split("[")[0], []).append(item)
+        else:
+            left_out.append(item)
     for cases in functions.values():
         if len(cases) > FEWEST and cases[0].get_closest_marker("every_case") is None:
             chosen = set(cover([axes(case) for case in cases]))
