@@ -5,7 +5,7 @@ A sample of a grid runs, in which each value of each axis occurs, but not each c
 whole, because its cases are rules of which none follows from the others. The marker `every_case` says the same of a grid:
 faults that are planted, requests that are refused, attacks. FA_SERVE_CASES=all runs all cases (`make test CASES=all`).
 
-FA_SERVE_SHARE=0/2 runs one of two halves of the files, which the Makefile asks of sessions that compile or interpret kernels and
+FA_SERVE_SHARE=0/2 runs half of the files, which the Makefile asks of sessions that compile or interpret kernels and
 of the one with the newest packages (`make check SHARE=0/2`): CI has a time that slow machines keep too.
 """
 
