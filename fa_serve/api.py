@@ -177,7 +177,7 @@ def attention(
         if score_mod is not None:
             tensors, block_mask, options = _with_score_mod(tensors, block_mask, score_mod, options)
         if block_mask is None:
-            run = run_dense if is_eager() else _node(tensors, "attention") or run_dense
+            run = _node(tensors, "attention") or run_dense
             result, lse = run(tensors, options)
         else:
             result, lse = _run_block_sparse(tensors, block_mask, None, None, 0, options)
@@ -251,7 +251,7 @@ def attention_varlen(
         cu_seqlens_k = cu_seqlens_k.contiguous()
         tensors = AttentionTensors(q, k, v, sinks, None, cu_seqlens_q, cu_seqlens_k, None, None, None, out, None, alibi_slopes)
         if block_mask is None:
-            run = run_varlen if is_eager() else _node(tensors, "attention_varlen") or run_varlen
+            run = _node(tensors, "attention_varlen") or run_varlen
             result, lse = run(tensors, max_seqlen_q, max_seqlen_k, options)
         else:
             result, lse = _run_block_sparse(tensors, block_mask, max_seqlen_q, max_seqlen_k, 0, options)
@@ -331,7 +331,7 @@ def attention_paged(
         lengths = (cu_seqlens_q.contiguous(), seqused_k.contiguous(), block_table)
         tensors = AttentionTensors(q, k_cache, v_cache, sinks, None, *lengths, k_descale, v_descale, out, None, alibi_slopes)
         if block_mask is None:
-            run = run_paged if is_eager() else _node(tensors, "attention_paged") or run_paged
+            run = _node(tensors, "attention_paged") or run_paged
             result, lse = run(tensors, max_seqlen_q, max_seqlen_k, num_splits, options)
         else:
             result, lse = _run_block_sparse(tensors, block_mask, max_seqlen_q, max_seqlen_k, num_splits, options)
@@ -367,7 +367,7 @@ def store_kv(
         tensors = StoreTensors(
             k, v, k_cache, v_cache, slot_mapping.contiguous(), _contiguous(k_descale), _contiguous(v_descale)
         )
-        run = run_store if is_eager() else _node(tensors, "store_kv") or run_store
+        run = _node(tensors, "store_kv") or run_store
         run(tensors, backend)
     except ARGUMENT_ERRORS:
         check_types(locals())
@@ -424,6 +424,8 @@ def _sizes_of(tensors: AttentionTensors, max_seqlen_q: int | None, max_seqlen_k:
 
 def _node(tensors: AttentionTensors | StoreTensors, name: str) -> Any:
     """What takes a call that PyTorch records or transforms, where it is one node; None for an eager call."""
+    if is_eager():
+        return None
     if is_traced(*tensors[:3]):
         return getattr(operators, name)
     return getattr(transforms, name) if is_transformed(tensors) else None

@@ -306,6 +306,7 @@ def test_a_call_is_eager_unless_something_records_or_transforms_it() -> None:
 
 def test_an_eager_call_asks_one_question(monkeypatch: pytest.MonkeyPatch) -> None:
     """The forms in which a call may be recorded cost time at each call."""
-    monkeypatch.setattr(api, "_node", lambda *call: pytest.fail("the call was taken for one that is recorded"))
+    for question in ("is_traced", "is_transformed"):
+        monkeypatch.setattr(api, question, lambda *call: pytest.fail("the call was taken for one that is recorded"))
     q, k, v = make_qkv(1, 4, 4, 2, 2, 16)
     fa_serve.attention(q, k, v)

@@ -136,9 +136,8 @@ class ExactForward:
         self._state.restore(modes=False)
         hook = self.model.register_forward_pre_hook(self._prepare, with_kwargs=True)
         modes = ExitStack()
-        modes.enter_context(
-            torch.autocast(self.model.device.type, enabled=False)
-        )  # as a rollout, which has the parameters' dtype
+        # as in a rollout, which computes in the dtype of the parameters
+        modes.enter_context(torch.autocast(self.model.device.type, enabled=False))
         modes.enter_context(DeterministicMode(backward=self._deterministic_backward))
         self._entered.append((own, modes, hook, self._addresses))
         return self

@@ -28,8 +28,17 @@ from fa_serve.spec import UnsupportedModelError
 _PLAIN = frozenset({type(None), bool, int, float, str})
 """Types of most fields of a replaced forward, in which no tensors are looked for."""
 _DROPOUTS = (
-    *("dropout", "attention_dropout", "activation_dropout", "embedding_dropout", "hidden_dropout", "residual_dropout"),
-    *("attn_dropout_p", "attn_pdrop", "resid_dropout", "resid_pdrop", "layerdrop"),
+    "dropout",
+    "attention_dropout",
+    "activation_dropout",
+    "embedding_dropout",
+    "hidden_dropout",
+    "residual_dropout",
+    "attn_dropout_p",
+    "attn_pdrop",
+    "resid_dropout",
+    "resid_pdrop",
+    "layerdrop",
 )
 """Shares that layers of transformers keep themselves, and give to a function."""
 _SETTINGS = ("_attn_implementation_internal", "_experts_implementation_internal")

@@ -40,8 +40,8 @@ from fa_serve.hf.images import num_recorded_outputs
 log = logging.getLogger("fa_serve.engine")
 
 REPLAYS_TOWERS = True
-"""Whether an engine on a GPU makes these graphs. On an H200 one image at a time is encoded 1.6 times as fast with them
-("qwen25vl-7b encode" in benchmarks/results/images.jsonl; bench_images.py has the switch)."""
+"""Whether an engine on a GPU makes these graphs. On an H200 one image after the other is encoded 1.6 times as fast
+with them (docs/log/2026-11.md, 2026-11-30; benchmarks/engine/bench_images.py has the switch)."""
 MAX_FORMS = 48
 """Forms with graphs. A tower with windows has two for each size of picture."""
 MAX_GRAPH_BYTES = 1 << 30

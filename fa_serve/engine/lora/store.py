@@ -44,6 +44,8 @@ from fa_serve.spec import ParameterError
 
 log = logging.getLogger("fa_serve.engine")
 
+FileFacts = tuple[tuple[int, int], ...]
+"""The state of the files of an adapter (`file_facts`)."""
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:@+-]{0,127}")
 MAX_ADAPTERS = 4096
 """Names that an engine knows at once."""
@@ -62,10 +64,6 @@ def _start_thread(name: str) -> ThreadPoolExecutor:
     thread.submit(torch.get_num_threads).result()
     torch.set_num_threads(before)  # which is what other threads begin with
     return thread
-
-
-FileFacts = tuple[tuple[int, int], ...]
-"""The state of the files of an adapter (`file_facts`)."""
 
 
 class _Read(NamedTuple):

@@ -73,10 +73,11 @@ class Answers:
         """The outputs of a step. ends: how many of the tokens end a structured output, by request id"""
         step, result, gained = committed
         self.add_prompt_logprobs(result)
-        return [
-            self.output(x, tokens, result.logprobs.get(x), ends.get(x.request.request_id, 0) if ends else 0, step.mask_seconds)
-            for x, tokens in gained.items()
-        ]
+        outputs = []
+        for sequence, tokens in gained.items():
+            end = ends.get(sequence.request.request_id, 0) if ends else 0
+            outputs.append(self.output(sequence, tokens, result.logprobs.get(sequence), end, step.mask_seconds))
+        return outputs
 
     def add_prompt_logprobs(self, result: StepResult) -> None:
         """Take in the log-probabilities of prompt tokens that a step has computed.
