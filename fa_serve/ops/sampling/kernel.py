@@ -224,25 +224,31 @@ def _sample_rows(
             tl.debug_barrier()  # makes the stores of the other threads visible
             sums = tl.load(sums_ptr + b, mask=b < blocks, other=0.0)
             race = tl.where(b < blocks, sums / _exponentials(key, drawn + b), -1.0)
-            cols = tl.argmax(race, 0) * BLOCK + j
+            drawn_block = tl.argmax(race, 0)
+            cols = drawn_block * BLOCK + j
             y = tl.load(row_ptr + cols, mask=cols < vocab, other=float("-inf")).to(tl.float32)
             weights = tl.where(_is_kept(y, cols, limit, last), tl.exp2((y - best) * factor), 0.0)
             winner = tl.argmax(tl.where(cols < vocab, weights / _exponentials(key, drawn + blocks + j), -1.0), 0)
-            token = tl.argmax(race, 0) * BLOCK + winner
+            token = drawn_block * BLOCK + winner
             drawn += blocks + BLOCK
             searching = False
             if enough < float("inf"):
                 # the next draw is among the tokens before this one
                 limit = tl.max(tl.where(j == winner, y, float("-inf")), 0)
                 last = token - 1
+                # Equals of the limit are kept in all blocks before the drawn one and in none behind it, so that the pass compares
+                # logits with one bound for each block. Ids decide in the drawn block alone.
+                lower = _logit_of(_order(limit) - 1)
+                ties = tl.sum(tl.where((y == limit) & (cols <= last), weights, 0.0), 0)
                 above = tl.zeros([ROWS], tl.float32)
                 tl.debug_barrier()
                 for start in range(0, vocab, ROWS * BLOCK):
                     x = _tile(row_ptr, start, vocab, ROWS, BLOCK)
                     w = tl.exp2((x - best) * factor)
-                    part = tl.sum(tl.where(_is_kept(x, start + inside, limit, last), w, 0.0), 1)
-                    above += part
                     block = start // BLOCK + tl.arange(0, ROWS)
+                    bound = tl.where(block < drawn_block, lower, limit)
+                    part = tl.sum(tl.where(x > bound[:, None], w, 0.0), 1) + tl.where(block == drawn_block, ties, 0.0)
+                    above += part
                     tl.store(sums_ptr + block, part, mask=block < blocks)
                 total = tl.sum(above, 0)
                 searching = (total >= enough) & (total > 0)
