@@ -12,7 +12,8 @@
    layers, with 32, half of them with 32 and half without, one with and the others without ("one beside"), and without any. The
    peer "base" is an engine without adapters. All adapters of a rank have the same numbers, in different memory.
 3. **Loads**: an adapter is loaded from disk and answers its first token; and what 100 loads do to the time between tokens of
-   requests of the base, at the 99th percentile, beside the same without loads.
+   requests of the base, at the 99th percentile, beside the same without loads ("calm"), and beside as many requests for
+   adapters that are in memory ("asked"): each load is followed by one request for its adapter, whose prompt is in a step.
 
 Ours run one after the other in one process; vLLM follows in another, first without an adapter, and what it says is in
 peer_vllm_RANK.log beside the results. A case is run until two runs in a row agree, and is the median of three runs behind them
@@ -56,6 +57,8 @@ LOADS = 100
 WARM_LOADS = 8
 """Loads before any is measured, and those whose time to the first token is measured."""
 RUNS = 3
+ASKED_EVERY = 4
+"""Steps between two requests for adapters in memory, which is about the pace of loads from a disk."""
 PEER_SECONDS = 900.0
 PARTS = ("rates", "loads")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -224,10 +227,12 @@ def measure_loads(model: Any, options: argparse.Namespace, results: Results, fol
         found = statistics.median(taken[2:] or taken)
         results.add(f"{options.shape} load of {size:.0f} MB to the first token", "ms", 1e3 * found, {})
         say(f"an adapter of {size:.0f} MB is loaded and answers in {1e3 * found:.1f} ms, at most {1e3 * max(taken):.1f}")
-        calm = gaps(engine, [])
+        calm = gaps(engine, [], len(folders))
+        asked = gaps(engine, [], len(folders), folders[:WARM_LOADS])
         busy = gaps(engine, folders)
-        ratio = results.add(f"{options.shape} p99 between tokens in {len(folders)} loads", "ms", busy, {"calm": calm})
-        say(f"p99 between tokens: {busy:.2f} ms in loads, {calm:.2f} ms calm ({ratio:.3f})")
+        case = f"{options.shape} p99 between tokens in {len(folders)} loads"
+        ratio = results.add(case, "ms", busy, {"calm": calm, "asked": asked})
+        say(f"p99 between tokens: {busy:.2f} ms in loads, {calm:.2f} ms calm ({ratio:.3f}), {asked:.2f} ms with requests alone")
 
 
 def seconds_to_first_token(engine: Engine, number: int, folder: Path) -> float:
@@ -242,17 +247,24 @@ def seconds_to_first_token(engine: Engine, number: int, folder: Path) -> float:
     return taken
 
 
-def gaps(engine: Engine, folders: Sequence[Path]) -> float:
-    """The 99th percentile of milliseconds between steps of requests of the base, while adapters are read, copied and asked."""
+def gaps(engine: Engine, folders: Sequence[Path], requests: int = 0, kept: Sequence[Path] = ()) -> float:
+    """The 99th percentile of milliseconds between steps of requests of the base, while adapters are read, copied and asked.
+
+    folders: of adapters that are loaded meanwhile. kept: of adapters that are loaded before, and asked meanwhile by as many
+    `requests`, one in ASKED_EVERY steps
+    """
     from concurrent.futures import ThreadPoolExecutor
 
     store = engine.adapters
+    requests = requests or len(folders)
+    for number, folder in enumerate(kept):
+        engine.load_adapter(f"kept-{number}", folder)
     with ThreadPoolExecutor(1) as thread:
         reads = [thread.submit(store.read, each) for each in folders]
         for number, prompt in enumerate(prompts(32, engine.vocab_size, 2)):
-            engine.add_request(f"base-{number}", prompt, params(max(TOKENS_OUT, 4 * len(folders))))
+            engine.add_request(f"base-{number}", prompt, params(max(TOKENS_OUT, ASKED_EVERY * requests)))
         times = []
-        loaded = 0
+        loaded = asked = 0
         while any(name.startswith("base-") for name in engine._answers.states):
             engine.step()
             times.append(time.perf_counter())
@@ -261,10 +273,13 @@ def gaps(engine: Engine, folders: Sequence[Path]) -> float:
                 store.add(name, reads[loaded].result())
                 engine.add_request(name, [7, 8, 9], params(1), adapter=name)
                 loaded += 1
+            elif kept and asked < requests and len(times) % ASKED_EVERY == 0:
+                engine.add_request(f"asked-{asked}", [7, 8, 9], params(1), adapter=f"kept-{asked % len(kept)}")
+                asked += 1
     while engine.has_unfinished():
         engine.step()
-    for number in range(loaded):
-        engine.unload_adapter(f"load-{number}")
+    for name in [f"load-{number}" for number in range(loaded)] + [f"kept-{number}" for number in range(len(kept))]:
+        engine.unload_adapter(name)
     between = [1e3 * (after - before) for before, after in pairwise(times[8:])]
     return statistics.quantiles(between, n=100)[98]
 

@@ -12,6 +12,7 @@ from tiny_models import VOCAB, make_model
 from transformers import GenerationConfig
 
 from fa_serve.engine import Engine, EngineConfig, SamplingParams
+from fa_serve.engine.cache import folder_tier, host_tier
 from fa_serve.engine.runner import host_memory
 from fa_serve.engine.runner.host_memory import HostMemory
 
@@ -151,8 +152,12 @@ def test_tokens_are_those_of_an_engine_that_keeps_everything(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "states"])
-def test_a_later_engine_finds_pages_in_files(tmp_path, kind: str) -> None:
-    """Files are read to pinned memory, and come to the device from there."""
+def test_a_later_engine_finds_pages_in_files(tmp_path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Files are read to pinned memory, and come to the device from there. No page is given up because other tests keep the GPU
+    or the disk busy."""
+    monkeypatch.setattr(host_tier, "LONGEST_WAIT", 60.0)
+    monkeypatch.setattr(folder_tier, "FIRST_SCAN_SECONDS", 60.0)
+    monkeypatch.setattr(folder_tier, "LONGEST_READ", 60.0)
     model = make_model().to(GPU) if kind == "llama" else BY_NAME["qwen3.5"].build(vocab_size=VOCAB).to(GPU)
     model.generation_config = GenerationConfig(pad_token_id=0, eos_token_id=-1)
     draw = random.Random(0)
