@@ -22,6 +22,8 @@ from fa_serve.engine.images.encoder import ImageEncoder
 from fa_serve.engine.images.prompt import ImageInput
 from fa_serve.engine.images.tower_graphs import TowerGraphs
 from fa_serve.engine.runner.cuda_graphs import Shape, StepGraphs
+from fa_serve.engine.scheduler.scheduled_batch import TowerWork
+from fa_serve.hf.images import ImageReader
 from fa_serve.hf.surgery.towers import quicken_tower
 
 pytestmark = pytest.mark.usefixtures("full_float32")
@@ -176,3 +178,31 @@ def test_attention_that_rotates_by_one_kernel(name: str) -> None:
     with torch.inference_mode():
         own = type(attention).forward(attention, x, **words)
         torch.testing.assert_close(attention(x, **words), own, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("limit", [None, 8])
+def test_the_host_waits_for_the_towers_alone(limit: int | None) -> None:
+    """Models ask for sizes of images, which takes as long as what is queued on their stream. The step before is not on it, and
+    what the engine queues afterwards has the embeddings."""
+    model = tiny_model("qwen2_5_vl", CHANGES["qwen2_5_vl"])
+    inputs = [one_image("qwen2_5_vl", model, seed) for seed in range(3)]
+    model.to("cuda")  # type: ignore[arg-type]
+    reader = ImageReader(model)
+    expected = [reader.encode(each).embeds for each in inputs]
+    images = [ImageInput.of(each) for each in inputs]
+    ImageEncoder(reader, 1 << 20).advance(TowerWork(images[1:], None, 8))  # compiles
+    encoder = ImageEncoder(reader, 1 << 20)
+    for each in images:
+        encoder.hold(each.key)
+    encoder.advance(TowerWork(images[:1], None, 1))
+    torch.cuda.synchronize()
+    step = torch.cuda.Event()
+    torch.cuda._sleep(4_000_000_000)  # cycles, some two seconds
+    step.record()
+    encoder.advance(TowerWork(images[1:], limit, 8))
+    while encoder.is_busy:
+        encoder.advance(TowerWork(images[1:], limit, 8))
+    assert not step.query()
+    found = encoder.features(images)
+    for image, embeds in zip(images, expected, strict=True):
+        torch.testing.assert_close(found[image.key].embeds, embeds, rtol=1e-4, atol=1e-4)

@@ -9,6 +9,9 @@ again when a later chunk needs it, because requests keep what their processor ha
 requests, are encoded together, as far as their inputs can be joined.
 
 Work that a step does not finish pauses after a layer of the towers (paused_call.py).
+
+Towers have their own stream. Models ask a GPU for the sizes of images, several times for each, and wait for all that is queued
+before on the same stream: that would be the step before, beside which the host is to launch the next one.
 """
 
 from __future__ import annotations
@@ -68,6 +71,8 @@ class ImageEncoder:
         self._held: set[bytes] = set()
         self._call: PausedCall[dict[bytes, ImageFeatures]] | None = None
         self._num_pauses = max(len(reader.blocks), 1)  # of a forward, until the first one that was cut has told
+        self._stream = _new_stream(reader.device)
+        self._has_new_weights = True
 
     @property
     def capacity(self) -> int:
@@ -87,8 +92,9 @@ class ImageEncoder:
     @torch.inference_mode()
     def warm_up(self, images: Sequence[Mapping[str, Tensor]]) -> None:
         """Encode images for their kernels and graphs alone. What is learnt of the model is kept, and no embedding."""
+        self._await_weights()
         for _ in range(1 if self.graphs is None else 2):  # what comes again is captured
-            with self.replaying():
+            with self.replaying(), self._on_own_stream():
                 self._two_way = self.reader.encode_all(images)[0].two_way
 
     def replaying(self) -> AbstractContextManager[None]:
@@ -155,24 +161,35 @@ class ImageEncoder:
             if work.limit is None:
                 self.features(work.images)
                 return
-            stream = self._stream_of_work()
-            self._call = PausedCall(lambda pause: self._encode_pausing(work.images, stream, pause))
+            self._await_weights()
+            self._call = PausedCall(lambda pause: self._encode_pausing(work.images, pause))
         count = max(sum(self.reader.num_tokens(image.inputs) for image in work.images), 1)
         self._call.run(None if work.limit is None else round(work.limit * self._num_pauses / count))
         self._collect()
 
-    def _encode_pausing(
-        self, images: Sequence[ImageInput], stream: AbstractContextManager[Any], pause: Callable[[], None]
-    ) -> dict[bytes, ImageFeatures]:
-        """Encode images on a stream, in the thread of a call. They are not kept yet."""
-        with torch.inference_mode(), stream, self.reader.pausing(pause):
+    def _encode_pausing(self, images: Sequence[ImageInput], pause: Callable[[], None]) -> dict[bytes, ImageFeatures]:
+        """Encode images in the thread of a call. They are not kept yet."""
+        with torch.inference_mode(), self.reader.pausing(pause):
             return self._encode(images)
 
-    def _stream_of_work(self) -> AbstractContextManager[Any]:
-        """The stream of this thread, for a thread that has chosen neither a device nor a stream."""
-        if self.reader.device.type != "cuda":
-            return nullcontext()
-        return torch.cuda.stream(torch.cuda.current_stream(self.reader.device))
+    def _on_own_stream(self) -> AbstractContextManager[Any]:
+        """Inside, this thread queues work on the stream of the towers, whatever device and stream it has chosen."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def _await_weights(self) -> None:
+        """Let the towers begin behind what the stream of this thread, the engine's, has written of weights."""
+        if self._has_new_weights and self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self.reader.device))
+        self._has_new_weights = False
+
+    def _await_towers(self, made: Iterable[ImageFeatures]) -> None:
+        """Let what the engine queues from now on read these images."""
+        if self._stream is None:
+            return
+        stream = torch.cuda.current_stream(self.reader.device)
+        stream.wait_stream(self._stream)
+        for each in made:
+            each.record_stream(stream)
 
     def _collect(self) -> None:
         """Keep the embeddings of images that have come through the towers."""
@@ -203,6 +220,8 @@ class ImageEncoder:
             else:
                 self._features.move_to_end(image.key)
                 found[image.key] = kept
+        if missing:
+            self._await_weights()
         for batch in _batches(missing.values(), self.reader):
             made = self._encode(batch)
             self._keep(made)
@@ -212,7 +231,7 @@ class ImageEncoder:
     def _encode(self, images: Sequence[ImageInput]) -> dict[bytes, ImageFeatures]:
         """Encode images together, or each alone if one of them is refused."""
         try:
-            with self.replaying():
+            with self.replaying(), self._on_own_stream():
                 made = self.reader.encode_all([image.inputs for image in images])
         except torch.AcceleratorError:
             raise  # the device is lost
@@ -224,12 +243,14 @@ class ImageEncoder:
             return {key: x for image in images for key, x in self._encode([image]).items()}
         if not made:
             log.warning("an image could not be encoded, which ends its request: %s", reason)
-            return {images[0].key: self.reader.failed(images[0].inputs)}
+            with self._on_own_stream():
+                return {images[0].key: self.reader.failed(images[0].inputs)}
         self.num_encoded += len(made)
         return {image.key: each for image, each in zip(images, made, strict=True)}
 
     def _keep(self, made: dict[bytes, ImageFeatures]) -> None:
         """Put images into the cache; those that have failed only for the sequences that hold them, as the cause may pass."""
+        self._await_towers(made.values())
         for key, each in made.items():
             if key not in self._features and (key in self._held or not each.failed):
                 self._features[key] = each
@@ -259,6 +280,7 @@ class ImageEncoder:
         self.close()
         self._features.clear()
         self.num_bytes = 0
+        self._has_new_weights = True
 
     def step(self, pieces: Sequence[ImagePiece], input_ids: NDArray[np.int64]) -> StepImages:
         """The embeddings of one step, which has one piece at least. In their places, its tokens become ones that the model can
@@ -319,6 +341,13 @@ class ImageEncoder:
         held = sum(size for key, size in sizes.items() if key in self._held)
         assert self.num_bytes <= max(self.max_bytes, held)
         assert self._held >= {key for key, each in self._features.items() if each.failed}
+
+
+def _new_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """None for a device without streams."""
+    make_stream: Any = torch.cuda.Stream
+    stream: torch.cuda.Stream | None = make_stream(device) if device.type == "cuda" else None
+    return stream
 
 
 def _batches(images: Iterable[ImageInput], reader: ImageReader) -> Iterator[list[ImageInput]]:

@@ -169,6 +169,7 @@ def test_where_there_are_graphs(settings: dict[str, bool], monkeypatch: pytest.M
     config = EngineConfig(device="cpu", **settings)  # type: ignore[arg-type]
     made = []
     monkeypatch.setattr(ImageReader, "device", torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
     for switch in (False, True):
         monkeypatch.setattr(tower_graphs, "REPLAYS_TOWERS", switch)
         found = find_images(case.model, config)
