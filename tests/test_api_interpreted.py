@@ -106,7 +106,9 @@ def test_bfloat16_is_left_to_pytorch() -> None:
     q, k, v = (x.bfloat16() for x in (Q, K, V))
     expected = fa_serve.attention(q, k, v, causal=True, backend="sdpa")
     assert torch.equal(fa_serve.attention(q, k, v, causal=True), expected)
-    with pytest.raises(UnsupportedError, match="multiplies float16 and float32 in Triton's interpreter"):
+    with pytest.raises(
+        UnsupportedError, match="multiplies float16 and float32 in Triton's interpreter, which takes the bits of bfloat16"
+    ):
         fa_serve.attention(q, k, v, causal=True, backend="triton")
     cache = torch.zeros(2, 4, 2, 16, dtype=torch.bfloat16)
     fa_serve.store_kv(k[0], v[0], cache, torch.zeros_like(cache), torch.arange(7), backend="triton")  # copies alone

@@ -77,8 +77,8 @@ class TritonBackend:
             return f"needs compute capability 8.0 or newer, got {spec.arch / 10}"
         if interpreted and spec.dtype == torch.bfloat16 and spec.op != "store_kv":
             return (
-                "multiplies float16 and float32 in Triton's interpreter, whose products take the bits of bfloat16 for integers, "
-                "and TRITON_INTERPRET is set"
+                "multiplies float16 and float32 in Triton's interpreter, which takes the bits of bfloat16 for integers, and "
+                "TRITON_INTERPRET is set"
             )
         if spec.dtype not in _DTYPES:
             return f"computes float16, bfloat16 and float32, got {dtype_name(spec.dtype)}"
