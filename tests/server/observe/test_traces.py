@@ -93,7 +93,7 @@ async def test_traces(serving, collector, engine):
         assert (found["gen_ai.usage.input_tokens"], found["gen_ai.usage.output_tokens"]) == (8, 3)
         assert found["gen_ai.latency.time_in_queue"] == 0.25
         assert found["gen_ai.latency.time_in_model_prefill"] == 0.5
-        assert (found["gen_ai.latency.time_in_model_decode"], found["gen_ai.latency.time_in_masks"]) == (0.0, 0.0)
+        assert (found["gen_ai.latency.time_in_model_decode"], found["gen_ai.latency.time_in_masks"]) == (0.125, 0.0)
         assert 0 < found["gen_ai.latency.time_to_first_token"] <= found["gen_ai.latency.e2e"]
 
 
