@@ -246,7 +246,7 @@ class Settings(BaseSettings):
         ge=0,
     )
     otlp_traces_endpoint: str | None = _option(
-        None, "OTLP/HTTP address that gets OpenTelemetry traces; needs the otel extra.", "Logs"
+        None, "OTLP/HTTP address that gets OpenTelemetry traces, without a path its /v1/traces; needs the otel extra.", "Logs"
     )
 
     max_waiting: int = _option(
