@@ -40,20 +40,24 @@ VARIABLES = {
     "FA_SERVE_WRITE_DOCS": "tests: whether generated tables are written into the documentation",
 }
 """By name, what reads it."""
+OF_CLIENTS = {"FA_SERVE_API_KEY"}
+"""Those that only a client reads. A server is never told that one of them was meant."""
 SERVICE_LINK = re.compile(r".*_(SERVICE_(HOST|PORT\w*)|PORT_\d+_(TCP|UDP|SCTP)\w*)|.*_PORT")
 """Variables that Kubernetes sets in each pod for a service; the last kind has an address for its value."""
 
 
-def refuse_unknown(environment: Mapping[str, str], settings: Iterable[str]) -> None:
+def refuse_unknown(environment: Mapping[str, str], settings: Iterable[str], *, serves: bool = False) -> None:
     """Raise ValueError for a variable `FA_SERVE_*` that is neither a setting nor in the table. Values are not shown.
 
     settings: the names of the variables of settings
+    serves:   the command reads settings, so the error names no variable of clients
     """
     known = {*settings, *VARIABLES}
+    meant = sorted(known - OF_CLIENTS if serves else known)
     for name in environment:
         if not name.upper().startswith(PREFIX) or name.upper() in known or _is_service_link(name, environment[name]):
             continue
-        nearest = nearest_name(name[len(PREFIX) :], [each[len(PREFIX) :] for each in sorted(known)])
+        nearest = nearest_name(name[len(PREFIX) :], [each[len(PREFIX) :] for each in meant])
         remedy = f"did you mean {PREFIX}{nearest}?" if nearest else "unset it; docs/settings.md lists the settings"
         raise ValueError(f"the variable {name} of the environment is unknown: {remedy}")
 

@@ -458,7 +458,7 @@ def _check_key(key: str, where: str) -> None:
 
 def load(flags: Mapping[str, Any], file: Path | None = None) -> Settings:
     """The settings from flags, environment and file. Raises ValueError, which names every bad setting."""
-    refuse_unknown(os.environ, SETTING_VARIABLES)
+    refuse_unknown(os.environ, SETTING_VARIABLES, serves=True)
     _refuse_empty_keys(os.environ)
     if file is not None and not file.is_file():
         raise FileNotFoundError(f"config must be an existing TOML or YAML file, got {file}")

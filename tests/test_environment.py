@@ -4,7 +4,7 @@ import re
 
 import pytest
 from documentation import ROOT
-from fa_serve.server.settings import SETTING_VARIABLES
+from fa_serve.server.settings import SETTING_VARIABLES, load
 
 from fa_serve.environment import VARIABLES, refuse_unknown
 
@@ -57,6 +57,20 @@ def test_an_unknown_variable_is_refused_with_the_nearest_name(name, said):
     with pytest.raises(ValueError, match="of the environment is unknown") as refused:
         refuse_unknown({name: "secret"}, SETTING_VARIABLES)
     assert str(refused.value) == f"the variable {name} of the environment is unknown: {said}"
+
+
+def test_a_server_is_told_the_variable_of_servers():
+    """Before: the server was told FA_SERVE_API_KEY, and with that it warned that FA_SERVE_API_KEYS was meant."""
+    for name in ("FA_SERVE_APIKEY", "FA_SERVE_API_KEYZ", "FA_SERVE_APIKEYS"):
+        with pytest.raises(ValueError, match=r"did you mean FA_SERVE_API_KEYS\?$"):
+            refuse_unknown({name: "secret"}, SETTING_VARIABLES, serves=True)
+    refuse_unknown({"FA_SERVE_API_KEY": "secret"}, SETTING_VARIABLES, serves=True)  # of a client on the same machine
+
+
+def test_the_settings_are_read_for_a_server(monkeypatch):
+    monkeypatch.setenv("FA_SERVE_APIKEY", "secret")
+    with pytest.raises(ValueError, match=r"did you mean FA_SERVE_API_KEYS\?$"):
+        load({})
 
 
 def test_other_variables_pass():
