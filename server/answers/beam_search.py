@@ -25,9 +25,8 @@ from operator import itemgetter
 from fa_serve.engine import RequestOutput, SamplingParams, SequenceTimes, TokenLogprob
 
 from ..errors import ApiError, BadRequest, TooManyRequests
-from ..observe.metrics import SequenceMetrics
 from ..service import Service
-from .generation import Job, engine_errors, failure, generate, merge
+from .generation import Job, engine_errors, failure, generate, merge, sequence_metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +128,9 @@ async def beams_of_prompt(
         logprobs=max(2 * job.n, num_shown),
     )
     search = Search(job.n, params.max_tokens, end_ids, length_penalty, num_shown)
-    metrics = [SequenceMetrics(service.metrics, service.model_name, job.arrival) for _ in range(job.n)]
+    if job.adapter is not None:
+        await service.adapters.require(job.adapter)
+    metrics = [sequence_metrics(service, job) for _ in range(job.n)]
     unfinished_reason = "error"
     first: RequestOutput | None = None
     last: RequestOutput | None = None

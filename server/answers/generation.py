@@ -107,13 +107,13 @@ async def sequences_of_prompt(
 
     If the log-probabilities of the prompt are asked for, every output carries them, so outputs are held back until they come.
     """
-    metrics = {index: SequenceMetrics(service.metrics, service.model_name, job.arrival) for index in range(job.n)}
+    if job.adapter is not None:
+        await service.adapters.require(job.adapter)
+    metrics = {index: sequence_metrics(service, job) for index in range(job.n)}
     prompt_logprobs: list[TokenLogprob | None] | None = None
     held_back: list[RequestOutput] = []
     unfinished_reason = "error"
     timeline = job.timeline
-    if job.adapter is not None:
-        await service.adapters.require(job.adapter)
     await service.costs.begin_sequences(job.n)
     sent = timeline.send() if timeline is not None else 0.0
     with engine_errors(service, job):
@@ -145,6 +145,11 @@ async def sequences_of_prompt(
         finally:
             for unfinished in metrics.values():
                 unfinished.end(unfinished_reason)
+
+
+def sequence_metrics(service: Service, job: Job) -> SequenceMetrics:
+    """Of one of the job's sequences. Its adapter is loaded."""
+    return SequenceMetrics(service.metrics, service.model_name, job.arrival, job.adapter)
 
 
 def generate(

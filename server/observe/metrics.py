@@ -35,6 +35,9 @@ PREFIX = "fa_serve:"
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
 REQUEST_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
 MAX_COUNTERS = 256  # by labels: there are a dozen paths with a dozen statuses
+MAX_ADAPTERS = 256  # that have labels; those that come later are counted together, as OTHER
+OTHER = "(others)"
+"""A name that no adapter can have."""
 SCRAPE_SHARE = 0.05  # of the event loop's time, that the texts of /metrics may take
 DELAY_INTERVAL = 0.05  # seconds between two looks at the event loop
 TOKENS = tuple(float(2**power) for power in range(18))
@@ -77,6 +80,7 @@ class Metrics(Collector):
         self.finished = lru_cache(MAX_COUNTERS)(finished.labels)
         self._responses = lru_cache(MAX_COUNTERS)(responses.labels)
 
+        self.adapters = AdapterCounters(self._registry)
         self._refused = Counter(
             f"{PREFIX}connections_refused",
             "Connections that were refused or closed before their request was whole, by reason.",
@@ -118,6 +122,37 @@ class Metrics(Collector):
         for replica, stats in snapshots.items():
             _add_engine(families, labels, [model] if replica is None else [model, replica], stats)
         yield from families.values()
+
+
+class AdapterCounters:
+    """What each adapter was used for. An adapter has labels from the moment when a sequence with it has ended.
+
+    Adapters have the names that the operator or the administrator gave them. A request for another name is refused before it has
+    a sequence, so clients can add no label. An adapter that is unloaded keeps its counters.
+    """
+
+    def __init__(self, registry: CollectorRegistry):
+        labels = ["model_name", "adapter"]
+        texts = {
+            "prompt": "Prompt tokens of finished sequences with an adapter.",
+            "generation": "Generated tokens of finished sequences with an adapter.",
+        }
+        ended = "Sequences with an adapter that have ended, by reason."
+        self._ended = Counter(f"{PREFIX}lora_request_success", ended, [*labels, "finished_reason"], registry=registry)
+        self._tokens = {
+            kind: Counter(f"{PREFIX}lora_{kind}_tokens", help, labels, registry=registry) for kind, help in texts.items()
+        }
+        self._known: set[str] = set()
+
+    def ended(self, model: str, adapter: str, reason: str, output: RequestOutput | None) -> None:
+        """Count a sequence with an adapter. output: its last one, or None if it ended without one"""
+        if len(self._known) < MAX_ADAPTERS:
+            self._known.add(adapter)
+        adapter = adapter if adapter in self._known else OTHER
+        self._ended.labels(model, adapter, reason).inc()
+        if output is not None:
+            self._tokens["prompt"].labels(model, adapter).inc(output.num_prompt_tokens)
+            self._tokens["generation"].labels(model, adapter).inc(output.num_output_tokens)
 
 
 def _add_engine(families: dict[str, Metric], names: list[str], label: list[str], stats: EngineStats) -> None:
@@ -292,11 +327,16 @@ class LoopDelay:
 
 
 class SequenceMetrics:
-    """The metrics of one sequence. `arrival`: when its request came, on time.perf_counter's clock."""
+    """The metrics of one sequence.
 
-    def __init__(self, metrics: Metrics, model_name: str, arrival: float):
+    arrival: when its request came, on time.perf_counter's clock
+    adapter: the name of a loaded adapter, or None
+    """
+
+    def __init__(self, metrics: Metrics, model_name: str, arrival: float, adapter: str | None = None):
         self._metrics = metrics
         self._model = model_name
+        self._adapter = adapter
         self._arrival = arrival
         self._first: float | None = None
         self._last: float | None = None
@@ -332,6 +372,8 @@ class SequenceMetrics:
         """
         if reason != "refused":
             self._metrics.finished(self._model, reason).inc()
+            if self._adapter is not None:
+                self._metrics.adapters.ended(self._model, self._adapter, reason, output)
         if self._span is None:
             return
         seconds: dict[str, float | None] = {"time_to_first_token": self._first, "e2e": time.perf_counter() - self._arrival}

@@ -11,11 +11,13 @@ from pathlib import Path
 import httpx
 import pytest
 from fa_serve.server.app import create_app
+from fa_serve.server.observe.metrics import AdapterCounters
 from fa_serve.server.settings import Settings, load
 from peft_adapters import ATTENTION, PeftForwards, save_adapter
+from prometheus_client import CollectorRegistry
 
 from fa_serve.demo import model_path
-from fa_serve.engine import AsyncEngine, EngineConfig
+from fa_serve.engine import AsyncEngine, EngineConfig, RequestOutput
 from fa_serve.engine.start.loading import load_model
 from fa_serve.spec import ParameterError
 
@@ -126,6 +128,58 @@ async def test_a_folder_of_adapters_is_loaded_on_request_and_again_when_it_chang
         assert (await client.post("/v1/completions", json=completion("broken"))).status_code == 503
         for name in ("../" + tmp_path.name, "one/", ".", "x\0"):
             assert (await client.post("/v1/completions", json=completion(name))).status_code in (400, 404)
+
+
+async def adapter_series(client: httpx.AsyncClient) -> dict[str, float]:
+    """The metrics of adapters, without those of when they were made."""
+    text = (await client.get("/metrics")).text
+    lines = [line for line in text.splitlines() if line.startswith("fa_serve:lora_") and "_created" not in line]
+    return {name: float(value) for name, value in (line.removeprefix("fa_serve:").rsplit(" ", 1) for line in lines)}
+
+
+@pytest.mark.anyio
+async def test_metrics_tell_which_adapter_is_used(folders, tmp_path) -> None:
+    shutil.copytree(folders["french"], tmp_path / "french")
+    (tmp_path / "broken").mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / "broken" / name).write_text("{}")
+    async with serving(lora_folder=tmp_path) as client:
+        await tokens(client, "fa-serve-demo")
+        for name, status in (("nobody", 404), ("a" * 300, 404), ("broken", 503)):
+            assert (await client.post("/v1/completions", json=completion(name))).status_code == status
+        assert await adapter_series(client) == {}, "a name of a client is in no label"
+        body = {"lora_name": "latin", "lora_path": str(folders["latin"])}
+        assert (await client.post("/v1/load_lora_adapter", json=body, headers=ADMIN)).status_code == 200
+        for _ in range(2):
+            await tokens(client, "latin")
+        beams = completion("french") | {"use_beam_search": True, "n": 2}
+        assert (await client.post("/v1/completions", json=beams)).status_code == 200, "also as the first request"
+        found = await adapter_series(client)
+    french = 'adapter="french",model_name="fa-serve-demo"'
+    latin = 'adapter="latin",model_name="fa-serve-demo"'
+    assert found == {
+        f'lora_request_success_total{{adapter="french",finished_reason="length",{french.split(",")[1]}}}': 2,
+        f'lora_request_success_total{{adapter="latin",finished_reason="length",{latin.split(",")[1]}}}': 2,
+        f"lora_prompt_tokens_total{{{french}}}": 10,
+        f"lora_generation_tokens_total{{{french}}}": 10,
+        f"lora_prompt_tokens_total{{{latin}}}": 10,
+        f"lora_generation_tokens_total{{{latin}}}": 10,
+    }
+
+
+def test_the_labels_of_adapters_are_bounded(monkeypatch) -> None:
+    """A folder of adapters may hold any number of them, one after the other."""
+    monkeypatch.setattr("fa_serve.server.observe.metrics.MAX_ADAPTERS", 2)
+    registry = CollectorRegistry()
+    counters = AdapterCounters(registry)
+    for name in ("a", "b", "c", "d", "a"):
+        counters.ended("m", name, "stop", RequestOutput("1", [1], num_prompt_tokens=3, num_output_tokens=2))
+    counters.ended("m", "b", "abort", None)
+    value = registry.get_sample_value
+    labels = [{"model_name": "m", "adapter": name} for name in ("a", "b", "(others)", "c")]
+    assert [value("fa_serve:lora_prompt_tokens_total", each) for each in labels] == [6, 3, 6, None]
+    assert [value("fa_serve:lora_generation_tokens_total", each) for each in labels] == [4, 2, 4, None]
+    assert value("fa_serve:lora_request_success_total", labels[1] | {"finished_reason": "abort"}) == 1
 
 
 @pytest.mark.anyio
