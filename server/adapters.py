@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from fastapi import Request
 
 from fa_serve.engine.errors import EngineDeadError
+from fa_serve.named_files import ADAPTER_FILES
 from fa_serve.spec import ParameterError
 
 from .errors import MAX_NAME, ApiError, BadRequest, Forbidden, NotFound, Unavailable
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 
 ADMINISTRATION = "Administration"
 """The tag of the routes that take the administrator's key alone. For a POST, bodies.py asks for it before the body is read."""
-CONFIG_FILE = "adapter_config.json"
-WEIGHTS_FILE = "adapter_model.safetensors"
 MAX_LISTED = 1024
 """Folders of --lora-folder that /v1/models lists."""
 
@@ -48,7 +47,7 @@ class Adapters:
         loaded = self._engine.adapters
         if self._folder is None:
             return loaded
-        found = sorted(path.parent.name for path in self._folder.glob(f"*/{CONFIG_FILE}"))[:MAX_LISTED]
+        found = sorted(path.parent.name for path in self._folder.glob(f"*/{ADAPTER_FILES[0]}"))[:MAX_LISTED]
         return [*loaded, *(name for name in found if name not in loaded)]
 
     def knows(self, name: str) -> bool:
@@ -104,7 +103,7 @@ class Adapters:
         if self._folder is None or not name or name.startswith(".") or not set("/\\\0").isdisjoint(name):
             return None
         try:
-            states = [(self._folder / name / file).stat() for file in (CONFIG_FILE, WEIGHTS_FILE)]
+            states = [(self._folder / name / file).stat() for file in ADAPTER_FILES]
         except OSError:
             return None
         return tuple((state.st_size, state.st_mtime_ns) for state in states)

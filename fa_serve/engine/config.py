@@ -17,6 +17,7 @@ import torch
 
 from fa_serve.engine.cache.states import MIN_STATES
 from fa_serve.engine.scheduler.prompt_share import PromptShare
+from fa_serve.named_files import find_wrong_file
 from fa_serve.spec import ParameterError, Precision
 
 MAX_DRAFTS = 15
@@ -31,6 +32,8 @@ class EngineConfig:
     """Settings of one engine. A value that is not allowed raises a ParameterError, a ValueError that names the field.
 
     model:                  hub name or local folder; None is the embedded model
+    revision:               commit, tag or branch of a model of the hub, for all its files; None is its main branch. A loaded
+                            engine's config has the commit
     task:                   what the model is for: "generate"; or of an encoder "embed" (one vector), "token_embed" (a vector
                             for each token), "sparse" (weights of words), "score" (of a pair of texts) or "classify"; None as
                             the files of the model say. The embedded model generates; for another task, None is the model of the
@@ -101,6 +104,7 @@ class EngineConfig:
     """
 
     model: str | Path | None = None
+    revision: str | None = None
     task: str | None = None
     trust_remote_code: bool = False
     generation_config: str | Path = "auto"
@@ -267,7 +271,14 @@ class EngineConfig:
     def for_drafts(self, model: str) -> EngineConfig:
         """The settings of the model or head that drafts. Drafts are checked, so they need no deterministic mode."""
         return replace(
-            self, model=model, speculative=None, deterministic=False, attention_precision="bf16", lora=(), lora_bytes=0
+            self,
+            model=model,
+            revision=None,
+            speculative=None,
+            deterministic=False,
+            attention_precision="bf16",
+            lora=(),
+            lora_bytes=0,
         )
 
     @property
@@ -278,14 +289,21 @@ class EngineConfig:
         path = Path(self.model)
         return path.resolve().name if path.exists() else str(self.model)
 
-    def model_path(self) -> str:
-        """What transformers loads: the hub name or folder; the folder of the embedded model if `model` is None."""
+    def model_path(self, *, weights: bool = True) -> str:
+        """What transformers loads: the hub name or folder; the folder of a revision, or of the embedded model.
+
+        weights: those of a revision are downloaded as well
+        """
         if self.model is None and self.task not in (None, "generate"):
             return _embedder_path(self.task)
         if self.model is None:
             from fa_serve.demo import model_path
 
             return str(model_path())
+        if self.revision is not None:
+            from fa_serve.hf.model_location import find_snapshot
+
+            return find_snapshot(str(self.model), self.revision, weights=weights)
         if (isinstance(self.model, Path) or self.model.startswith(("/", "."))) and not Path(self.model).is_dir():
             raise ParameterError("model", "be a hub name or an existing folder", str(self.model))
         return str(self.model)
@@ -296,7 +314,16 @@ class EngineConfig:
             return self.task or "generate"
         from fa_serve.hf.encoders.folder import recognise_task
 
-        return recognise_task(self.model_path(), self.task)
+        return recognise_task(self.model_path(weights=False), self.task)
+
+    def pin_revision(self) -> EngineConfig:
+        """The same with the commit for its revision, which a branch may leave later."""
+        return self if self.revision is None else replace(self, revision=Path(self.model_path(weights=False)).name)
+
+    def require_files(self) -> None:
+        """Raise ParameterError if a setting names a model, a folder or an adapter that is not there."""
+        if wrong := find_wrong_file(self):
+            raise ParameterError(*wrong)
 
     def resolve_device(self) -> str:
         """The device to load the model on: `device`, with "auto" resolved."""

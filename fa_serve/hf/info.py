@@ -32,12 +32,13 @@ from fa_serve.hf.encoders.facts import EncoderFacts, encoder_facts
 from fa_serve.hf.encoders.folder import EncoderTask, recognise_task
 from fa_serve.hf.images import ImageReader
 from fa_serve.hf.latent_layers import LatentSizes, latent_sizes, latent_spec
-from fa_serve.hf.model_location import CONFIG, find_model
+from fa_serve.hf.model_location import find_model, find_snapshot
 from fa_serve.hf.surgery.divide.plan import plan_division
 from fa_serve.hf.surgery.divide.sections import Cut
 from fa_serve.hf.surgery.experts.mixtures import expert_modules, gate_of, weights_of
 from fa_serve.hf.surgery.quantised.experts import PROJECTIONS, QuantizedExperts
 from fa_serve.hf.surgery.quantised.linear import QuantizedLinear, describe_weights, quantize_layers, top_k_of
+from fa_serve.named_files import CONFIG
 from fa_serve.ops import StateSpec
 from fa_serve.ops.products.problem import products_with_experts
 from fa_serve.ops.products.table import kernels_of_experts
@@ -129,16 +130,25 @@ class Description:
 
 
 def describe(
-    model_or_config: str | PreTrainedConfig, device: str = "cpu", arch: int = 0, tensor_parallel: int = 1
+    model_or_config: str | PreTrainedConfig,
+    device: str = "cpu",
+    arch: int = 0,
+    tensor_parallel: int = 1,
+    revision: str | None = None,
 ) -> Description:
     """What the layers of a model ask for, and why fa_serve or its engine refuses it, if they do.
 
     model_or_config: a hub name, a folder, the path of a config.json, or a config
     tensor_parallel: number of ranks that the model would be divided between
     device, arch:    where the layers would run: a torch device type, and 10 * major + minor of a CUDA device (90 for an H200)
+    revision:        a commit, a tag or a branch of a model of the hub
 
     Raises OSError or ValueError, with transformers' message, for a name that belongs to no model.
     """
+    if revision is not None:
+        if not isinstance(model_or_config, str):
+            raise ParameterError("revision", "be None for a config", revision)
+        model_or_config = find_snapshot(model_or_config, revision, weights=False)
     if isinstance(model_or_config, str) and not Path(model_or_config).is_file():
         find_model(model_or_config)
     loaded = AutoConfig.from_pretrained(model_or_config) if isinstance(model_or_config, str) else model_or_config

@@ -1,29 +1,34 @@
 """Where a model is: a folder, or a name of the hub. What cannot be found is refused at once, with the reason and the remedy.
 
     find_model("./my-model")           # a ParameterError or an OSError says what is wrong, before anything is loaded
+    find_snapshot("org/model", "v1")   # the folder with the files of a revision, which are downloaded
 
 transformers asks the hub several times for each file, and the hub's client tries five times each, with pauses. So the hub is
 asked once, without a second try, before transformers is. A model of which a config has been downloaded is not asked for.
-Left out: whether the files can be read, which loading finds out.
+
+A revision becomes one folder here, and all else reads that folder: weights, config, tokenizer and processor cannot be of
+different revisions. Left out: whether the files can be read, which loading finds out.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterable
+from functools import lru_cache
+from pathlib import Path, PurePosixPath
 
-from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+from huggingface_hub import HfApi, constants, get_hf_file_metadata, hf_hub_url, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
     HfHubHTTPError,
-    HFValidationError,
+    LocalEntryNotFoundError,
     RepositoryNotFoundError,
+    RevisionNotFoundError,
 )
-from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
+from fa_serve.named_files import CONFIG, find_wrong_model
 from fa_serve.spec import ParameterError
 
-CONFIG = "config.json"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -36,45 +41,91 @@ TOKENIZER_FILES = (
 WEIGHT_FILES = ("*.safetensors", "*.bin")
 _SECONDS = 10.0
 """Which the hub has for an answer."""
+_TEXTS = {".json", ".txt", ".model", ".jinja", ".py", ".tiktoken", ".bpe", ".spm", ".vocab"}
+"""Suffixes of what a model has beside weights."""
+_FOREIGN = {"onnx", "openvino", "original", "metal", "coreml", "gguf"}
+"""Folders of models that have the same weights for other programs."""
 
 
 def find_model(model: str) -> None:
     """Raise ParameterError for a name that is neither a folder with a config nor a hub name, and OSError if the hub has no such
     model, or if it cannot be reached and the model is not on this machine.
     """
-    folder = Path(model)
-    if folder.is_dir():
-        if not (folder / CONFIG).is_file():
-            raise ParameterError("model", f"be a folder with a {CONFIG}, as transformers saves a model", model)
+    if wrong := find_wrong_model(model):
+        raise ParameterError(*wrong)
+    if Path(model).is_dir() or isinstance(try_to_load_from_cache(model, CONFIG), str):
         return
-    if not is_hub_name(model):
-        raise ParameterError("model", "be a hub name, such as Qwen/Qwen3-0.6B, or an existing folder", model)
-    if isinstance(try_to_load_from_cache(model, CONFIG), str):
-        return
-    where = f"{constants.ENDPOINT}/{model}"
     try:
         get_hf_file_metadata(hf_hub_url(model, CONFIG), timeout=_SECONDS)
-    except GatedRepoError:
-        raise OSError(f"the model {model} needs a permission: ask for it at {where}, and set HF_TOKEN") from None
-    except RepositoryNotFoundError:
-        raise OSError(
-            f"the model {model} is neither a folder nor a model at {where}, or it is private: correct the name, or set HF_TOKEN"
-        ) from None
-    except EntryNotFoundError:
-        raise OSError(f"the model {model} has no {CONFIG} at {where}: name a model in the format of transformers") from None
-    except HfHubHTTPError as error:
-        raise OSError(f"the model {model} cannot be loaded: {where} answers with {error.response.status_code}") from None
-    except Exception as error:  # of the HTTP client, whose errors share no class with the hub's
-        raise OSError(
-            f"the model {model} is not on this machine, and {constants.ENDPOINT} cannot be reached "
-            f"({type(error).__name__}: {error}): check the network, HF_ENDPOINT and HF_HUB_OFFLINE, or give a folder"
-        ) from None
+    except Exception as error:
+        raise _refusal(error, model) from None
 
 
-def is_hub_name(model: str) -> bool:
-    """Whether this may be the name of a model of the hub, which has at most one slash."""
+@lru_cache(maxsize=32)
+def find_snapshot(model: str, revision: str, *, weights: bool = True) -> str:
+    """The folder with the files of a hub model at a revision, whose name is the commit. What is missing is downloaded.
+
+    revision: a commit, a tag or a branch. A process that asks again gets the same folder, also if a branch has moved
+    weights:  without them, only the other files are downloaded
+
+    If the hub cannot be asked, the revision must have been downloaded. Raises ParameterError for what is no name of the hub,
+    and OSError for a revision that cannot be had.
+    """
+    if wrong := find_wrong_model(model, revision):
+        raise ParameterError(*wrong)
     try:
-        validate_repo_id(model)
-    except HFValidationError:
-        return False
-    return True
+        siblings = HfApi().model_info(model, revision=revision, timeout=_SECONDS).siblings or ()
+    except Exception as error:
+        downloaded = _downloaded(model, revision)
+        if downloaded is None:
+            raise _refusal(error, model, revision) from None
+        return downloaded
+    try:
+        files = _files_of_model((each.rfilename for each in siblings), weights=weights)
+        return snapshot_download(model, revision=revision, allow_patterns=files)
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # of the disk
+        raise _refusal(error, model, revision) from None
+
+
+def _downloaded(model: str, revision: str) -> str | None:
+    """The folder of a revision as it was downloaded; None without a config of it."""
+    try:
+        folder = snapshot_download(model, revision=revision, local_files_only=True)
+    except Exception:  # whatever its library raises for a folder that is not there
+        return None
+    return folder if (Path(folder) / CONFIG).is_file() else None
+
+
+def _files_of_model(names: Iterable[str], *, weights: bool) -> list[str]:
+    """Those files that transformers reads. Pickles are left out of folders that have their weights as safetensors."""
+    paths = [PurePosixPath(name) for name in names]
+    paths = [path for path in paths if _FOREIGN.isdisjoint(path.parts)]
+    tensors = [path for path in paths if path.suffix == ".safetensors" and not path.name.startswith("consolidated")]
+    pickles = [path for path in paths if path.suffix == ".bin" and path.parent not in {each.parent for each in tensors}]
+    texts = [path for path in paths if path.suffix in _TEXTS]
+    return [str(path) for path in (texts + tensors + pickles if weights else texts)]
+
+
+def _refusal(error: Exception, model: str, revision: str | None = None) -> OSError:
+    """What is wrong, in one sentence. error: of the hub's client"""
+    where = f"{constants.ENDPOINT}/{model}"
+    named = model if revision is None else f"{model} at the revision {revision}"
+    match error:
+        case GatedRepoError():
+            return OSError(f"the model {model} needs a permission: ask for it at {where}, and set HF_TOKEN")
+        case RevisionNotFoundError():
+            return OSError(f"the model {model} has no revision {revision} at {where}: name a commit, a tag or a branch")
+        case RepositoryNotFoundError():
+            reason = f"is neither a folder nor a model at {where}, or it is private: correct the name, or set HF_TOKEN"
+            return OSError(f"the model {model} {reason}")
+        case EntryNotFoundError() if not isinstance(error, LocalEntryNotFoundError):
+            return OSError(f"the model {named} has no {CONFIG} at {where}: name a model in the format of transformers")
+        case HfHubHTTPError():
+            return OSError(f"the model {named} cannot be loaded: {where} answers with {error.response.status_code}")
+    # of the HTTP client, whose errors share no class with the hub's
+    return OSError(
+        f"the model {named} is not on this machine, and {constants.ENDPOINT} cannot be reached "
+        f"({type(error).__name__}: {error}): check the network, HF_ENDPOINT and HF_HUB_OFFLINE, or give a folder"
+    )

@@ -11,6 +11,7 @@ from house.source import House, Planted, inside
 FLOORS = {
     "fa_serve.spec": 0,
     "fa_serve.nearest": 0,
+    "fa_serve.named_files": 0,
     "fa_serve.gpu_names": 0,
     "fa_serve.environment": 0,
     "fa_serve.block_lists": 0,

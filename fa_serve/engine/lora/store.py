@@ -19,7 +19,6 @@ it, and it is there when every rank has loaded it (`settle`). Left out: who may 
 from __future__ import annotations
 
 import logging
-import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -39,6 +38,7 @@ from fa_serve.engine.parallel.ranks import Alone, Ranks
 from fa_serve.hf.lora.format import LoraAdapter, file_facts, is_finite, read_adapter
 from fa_serve.hf.lora.memory import LoraMemory
 from fa_serve.hf.lora.packed import PackedLora
+from fa_serve.named_files import ADAPTER_NAME, ADAPTER_NAME_RULE
 from fa_serve.ops import PAGE_RANKS
 from fa_serve.spec import ParameterError
 
@@ -46,7 +46,6 @@ log = logging.getLogger("fa_serve.engine")
 
 FileFacts = tuple[tuple[int, int], ...]
 """The state of the files of an adapter (`file_facts`)."""
-NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:@+-]{0,127}")
 MAX_ADAPTERS = 4096
 """Names that an engine knows at once."""
 LOAD_SECONDS = 0.01
@@ -131,9 +130,8 @@ class AdapterStore:
 
     def check_name(self, name: str) -> None:
         """Raise ParameterError for a name that an adapter cannot have."""
-        if not isinstance(name, str) or NAME.fullmatch(name) is None:
-            rule = "be a name of letters, digits and . : @ + - _, without slashes, of at most 128 characters"
-            raise ParameterError("lora_name", rule, name)
+        if not isinstance(name, str) or ADAPTER_NAME.fullmatch(name) is None:
+            raise ParameterError("lora_name", ADAPTER_NAME_RULE, name)
         if name not in self._names and len(self._names) >= MAX_ADAPTERS:
             raise ParameterError("lora_name", f"be one of {MAX_ADAPTERS} names at most: unload an adapter first", name)
 

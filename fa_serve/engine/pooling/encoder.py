@@ -79,6 +79,8 @@ class Encoder:
         config = config or EngineConfig(task="embed")
         check_config(config)
         config.require_device()
+        config.require_files()
+        config = config.pin_revision()
         if ahead:
             watch()
         self._pipeline = Pipeline.load(config, PhaseClock(on_phase))

@@ -8,19 +8,14 @@ Left out: which models can be served at all (fa_serve.hf).
 
 from __future__ import annotations
 
-import json
 import logging
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any, NamedTuple, cast
-from zipfile import is_zipfile
 
 import torch
-from huggingface_hub import snapshot_download
-from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from fa_serve.api import MAX_KEYS_PER_TILE
@@ -43,8 +38,16 @@ from fa_serve.engine.scheduler.tower_queue import TowerQueue
 from fa_serve.engine.speculation.draft_head import load_head_runner
 from fa_serve.engine.speculation.draft_model import DraftModel
 from fa_serve.engine.speculation.drafts import Drafter, NgramDrafter, Speculation
+from fa_serve.engine.start.bad_files import (
+    find_model_folder,
+    name_bad_file,
+    name_bad_folder,
+    require_any_file,
+    require_tensors_for_layers,
+)
 from fa_serve.engine.start.generation_config import Defaults, find_defaults, find_ends
 from fa_serve.engine.start.host_tier import open_folder_files, open_host_tier
+from fa_serve.engine.start.named import settle_names
 from fa_serve.engine.start.read_ahead import reading_ahead
 from fa_serve.engine.summary import EngineSummary
 from fa_serve.hf import (
@@ -66,9 +69,6 @@ from fa_serve.hf.weights.progress import weights_counted
 from fa_serve.spec import ParameterError, UnsupportedModelError
 
 log = logging.getLogger("fa_serve.engine")
-FEW_LAYERS = 256
-"""With so many the files are not opened to count their tensors."""
-MAX_REASON = 200  # characters of another library's error
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,17 +102,23 @@ def load(
     clock: is told of each phase. Raises what `Engine` raises
     """
     if model is None:
+        config = settle_names(config, ranks)
         find_model(config.model_path())
         tokenizer = load_tokenizer(config)
+        _require_length(config)
+    given_generation_config = load_generation_config(config.generation_config)
+    check_drafter(config, tokenizer)
+    if model is None:
         with weights_counted(partial(clock.progress, "weights", unit="tensors")) if clock.shows_progress else nullcontext():
             model = load_model(config, ranks)
-        clock.end("weights", f"{config.model_name} on {model.device}")
+        commit = "" if config.revision is None else f" at {config.revision}"
+        clock.end("weights", f"{config.model_name}{commit} on {model.device}")
     else:
         patch_parts(model)
     model = text_model(model)
     check_embeddings(model, ranks.size)
-    generation_config = load_generation_config(config.generation_config, model)
-    draft = load_draft(config, model, tokenizer, clock, ranks.escalate)
+    generation_config = given_generation_config or model.generation_config
+    draft = load_draft(config, model, clock, ranks.escalate)
     runner = ModelRunner(model, config, on_graph_error=ranks.escalate, draft=draft)
     check_attention_precision(runner.layers.values(), config.page_size, config.attention_precision)
     if runner.fuses:
@@ -168,12 +174,33 @@ def device_name(device: torch.device) -> str:
     return f"{torch.get_num_threads()} threads"
 
 
-def load_draft(
-    config: EngineConfig, model: PreTrainedModel, tokenizer: Any, clock: PhaseClock, on_graph_error: OnError
-) -> ModelRunner | None:
+def check_drafter(config: EngineConfig, tokenizer: Any) -> None:
+    """Raise ParameterError for a draft model or a head that is not there, and for a draft model with another vocabulary.
+
+    tokenizer: of the model, or None
+    """
+    name = config.draft_model or config.draft_head
+    if name is None:
+        return
+    own = _config_of_draft(config, name)
+    try:
+        find_model(own.model_path())
+    except (ParameterError, OSError) as error:
+        what = "a draft model" if config.draft_model else f"an EAGLE-3 head of {config.model_name}"
+        raise ParameterError("speculative", f"name {what}: {error}", config.speculative) from None
+    if config.draft_model and tokenizer is not None and load_tokenizer(own).get_vocab() != tokenizer.get_vocab():
+        rule = f"name a draft model with the same vocabulary: its tokenizer has other tokens than that of {config.model_name}"
+        raise ParameterError("speculative", rule, config.speculative)
+
+
+def _config_of_draft(config: EngineConfig, name: str) -> EngineConfig:
+    return replace(config.for_drafts(name), quantization=None)
+
+
+def load_draft(config: EngineConfig, model: PreTrainedModel, clock: PhaseClock, on_graph_error: OnError) -> ModelRunner | None:
     """The runner of the draft model or the head that the settings name; None without one. on_graph_error: as in `ModelRunner`
 
-    Raises ParameterError for a model that is not there or has another vocabulary, and what loading a model raises.
+    Raises ParameterError for a model whose logits are for other tokens, and what loading a model raises.
     """
     if config.draft_head is not None:
         head = load_head_runner(config, model, on_graph_error)
@@ -181,14 +208,7 @@ def load_draft(
         return head
     if config.draft_model is None:
         return None
-    own = replace(config.for_drafts(config.draft_model), quantization=None)
-    try:
-        find_model(own.model_path())
-    except (ParameterError, OSError) as error:
-        raise ParameterError("speculative", f"name a draft model: {error}", config.speculative) from None
-    if tokenizer is not None and load_tokenizer(own).get_vocab() != tokenizer.get_vocab():
-        rule = f"name a draft model with the same vocabulary: its tokenizer has other tokens than that of {config.model_name}"
-        raise ParameterError("speculative", rule, config.speculative)
+    own = _config_of_draft(config, config.draft_model)
     drafting = load_model(own)
     check_embeddings(drafting)
     draft = ModelRunner(drafting, own, drafting=True, on_graph_error=on_graph_error)
@@ -248,15 +268,13 @@ def make_scheduler(config: EngineConfig, runner: ModelRunner, salt: bytes) -> Sc
     )
 
 
-def load_generation_config(setting: str | Path, model: PreTrainedModel) -> Any:
-    """The generation_config.json that counts: the model's, or the one in a folder.
-
-    setting: `EngineConfig.generation_config`
+def load_generation_config(setting: str | Path) -> GenerationConfig | None:
+    """The generation_config.json in a folder; None if the model's counts. setting: `EngineConfig.generation_config`
 
     Raises ParameterError for a folder without a file that can be read.
     """
     if setting in ("auto", "none"):
-        return model.generation_config
+        return None
     try:
         if not Path(setting).is_dir():
             raise FileNotFoundError("there is no such folder")
@@ -266,6 +284,23 @@ def load_generation_config(setting: str | Path, model: PreTrainedModel) -> Any:
         raise ParameterError("generation_config", rule, str(setting)) from None
 
 
+def _require_length(config: EngineConfig) -> None:
+    """Raise ParameterError for a length that the model's config does not allow. What is wrong with the config, loading says."""
+    if config.max_model_len is None:
+        return
+    try:
+        known = AutoConfig.from_pretrained(config.model_path(), trust_remote_code=config.trust_remote_code)
+    except Exception:  # whatever a file of the model can cause
+        return
+    limit = getattr(known.get_text_config(), "max_position_embeddings", None)
+    if isinstance(limit, int) and config.max_model_len > limit:
+        raise _too_long(limit, config.max_model_len)
+
+
+def _too_long(limit: int, length: int, why: str = "the model's max_position_embeddings") -> ParameterError:
+    return ParameterError("max_model_len", f"be at most {limit}, {why}", length)
+
+
 def load_tokenizer(config: EngineConfig) -> Any:
     """The model's tokenizer. Raises what transformers raises, or OSError that names a file that cannot be read."""
     path = config.model_path()
@@ -273,9 +308,9 @@ def load_tokenizer(config: EngineConfig) -> Any:
     try:
         return AutoTokenizer.from_pretrained(path, subfolder=subfolder, trust_remote_code=config.trust_remote_code)
     except Exception as error:
-        _name_bad_file(path, error)
-        _require_files(path, TOKENIZER_FILES, "a tokenizer", error)
-        _name_bad_folder(path, error)
+        name_bad_file(path, error)
+        require_any_file(path, TOKENIZER_FILES, "a tokenizer", error)
+        name_bad_folder(path, error)
         raise
 
 
@@ -294,7 +329,7 @@ def load_model(config: EngineConfig, ranks: Ranks | None = None) -> PreTrainedMo
     with _reading_ahead(path, ranks):
         try:
             known = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
-            _require_tensors_for_layers(path, known)
+            require_tensors_for_layers(path, known)
             auto = _auto_class_of(known)
             loaded: Any = make_served(
                 with_quantized_linears(known, config.quantization),
@@ -312,10 +347,10 @@ def load_model(config: EngineConfig, ranks: Ranks | None = None) -> PreTrainedMo
         except ParameterError:
             raise  # the files can be read, but not be used
         except Exception as error:
-            _name_bad_file(path, error)
+            name_bad_file(path, error)
             if isinstance(error, OSError):
-                _require_files(path, WEIGHT_FILES, "weights", error)
-            _name_bad_folder(path, error)
+                require_any_file(path, WEIGHT_FILES, "weights", error)
+            name_bad_folder(path, error)
             raise
         model, report = loaded
         check_report(report)
@@ -349,78 +384,8 @@ def _device_while_loading(config: EngineConfig, ranks: Ranks) -> torch.device | 
 
 def _reading_ahead(path: str, ranks: Ranks) -> AbstractContextManager[None]:
     """Only the first rank of a machine reads ahead, for all of them, and only what has been downloaded."""
-    folder = _folder(path)
+    folder = find_model_folder(path)
     return nullcontext() if folder is None or ranks.local_rank else reading_ahead(folder)
-
-
-def _folder(path: str) -> Path | None:
-    """The folder of a model that is named as transformers takes it, or None if it is not on this machine."""
-    if Path(path).is_dir():
-        return Path(path)
-    try:
-        return Path(snapshot_download(path, local_files_only=True))
-    except Exception:
-        return None
-
-
-def _name_bad_file(path: str, error: Exception) -> None:
-    """Raise OSError for the first file of the model that cannot be read, if there is one."""
-    folder = _folder(path)
-    if folder is None:
-        return  # the error is about finding it
-    for file in sorted(folder.iterdir()):
-        if reason := _unreadable(file):
-            raise OSError(f"the model's file {file} cannot be read: {reason}") from error
-
-
-def _name_bad_folder(path: str, error: Exception) -> None:
-    """Raise OSError for a local folder whose files can be read each, where the libraries say only how they have failed."""
-    # PyTorch has no type for a size that is negative or that no memory holds
-    general = type(error) in (Exception, RuntimeError)
-    if Path(path).is_dir() and (general or isinstance(error, (ArithmeticError, LookupError, TypeError, UnpicklingError))):
-        reason = f"{type(error).__name__}: {str(error)[:MAX_REASON]}"
-        message = f"the model's folder {path} cannot be loaded: values of its files cannot be ({reason})"
-        raise OSError(message) from error
-
-
-def _require_tensors_for_layers(path: str, known: PreTrainedConfig) -> None:
-    """Raise ParameterError if a config has more layers than a local folder has tensors: making them would fill the memory."""
-    layers = getattr(known.get_text_config(), "num_hidden_layers", None)
-    folder = Path(path)
-    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
-    if not files or not isinstance(layers, int) or layers <= FEW_LAYERS:
-        return
-    tensors = 0
-    for file in files:
-        with safe_open(file, framework="pt") as opened:
-            tensors += len(opened.keys())
-    if layers > tensors:
-        rule = f"be at most the number of tensors in the files of {folder}, {tensors}"
-        raise ParameterError("num_hidden_layers", rule, layers)
-
-
-def _require_files(path: str, patterns: tuple[str, ...], what: str, error: Exception) -> None:
-    """Raise OSError for a local folder that has no file with one of these names."""
-    folder = Path(path)
-    if folder.is_dir() and not any(next(folder.glob(pattern), None) for pattern in patterns):
-        names = ", ".join(patterns)
-        message = f"the model's folder {folder} must hold {what} (one of {names}), got none: copy all files of the model"
-        raise OSError(message) from error
-
-
-def _unreadable(file: Path) -> str | None:
-    """Why a file of a model cannot be read, by what its name promises; or None."""
-    try:
-        if file.suffix == ".safetensors":
-            with safe_open(file, framework="pt"):
-                return None
-        if file.suffix == ".json":
-            json.loads(file.read_bytes())
-        elif file.match("pytorch_model*.bin") and not is_zipfile(file):
-            torch.load(file, map_location="meta", weights_only=True)  # the format before 2020
-    except Exception as error:
-        return f"{type(error).__name__}: {error} ({file.stat().st_size if file.exists() else 0} bytes)"
-    return None
 
 
 class Sizes(NamedTuple):
@@ -442,10 +407,10 @@ def sizes(config: EngineConfig, runner: ModelRunner, ranks: Ranks) -> Sizes:
         rule = "be given, because the model's config has no max_position_embeddings"
         raise ParameterError("max_model_len", rule, config.max_model_len)
     if model_limit is not None and length > model_limit:
-        why = "the model's max_position_embeddings"
         if model_limit == length_limit(runner.model):
             why = "beyond which its queries leave out keys, by a choice that the engine does not have"
-        raise ParameterError("max_model_len", f"be at most {model_limit}, {why}", length)
+            raise _too_long(model_limit, length, why)
+        raise _too_long(model_limit, length)
     if config.num_pages is not None:
         check_num_pages(config.num_pages, runner.bytes_per_page, config.page_size, len(runner.layers), runner.device)
     if config.num_states is not None:

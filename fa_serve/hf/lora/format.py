@@ -25,10 +25,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from fa_serve.named_files import ADAPTER_FILES
 from fa_serve.spec import ParameterError
 
-CONFIG_FILE = "adapter_config.json"
-WEIGHTS_FILE = "adapter_model.safetensors"
+CONFIG_FILE, WEIGHTS_FILE = ADAPTER_FILES
 MAX_CONFIG_BYTES = 1 << 20
 MAX_HEADER_BYTES = 16 << 20
 """Bound of the header of adapter_model.safetensors, which has about 150 bytes for each tensor."""
@@ -199,6 +199,12 @@ def read_adapter(folder: str | Path, max_bytes: int = 1 << 40) -> LoraAdapter:
     Raises ParameterError, whose field is that of adapter_config.json or the name of a tensor, for an adapter that fa_serve does
     not compute or that is broken, and OSError for files that cannot be read.
     """
+    config = check_adapter(folder, max_bytes)
+    return _assemble(config, _read_tensors(Path(folder) / WEIGHTS_FILE))
+
+
+def check_adapter(folder: str | Path, max_bytes: int = 1 << 40) -> AdapterConfig:
+    """The config of an adapter whose weights are not read. Raises as `read_adapter`, as far as that can be known then."""
     folder = Path(folder)
     if not folder.is_dir():
         raise ParameterError("adapter", "be an existing folder", str(folder)[:256])
@@ -211,7 +217,7 @@ def read_adapter(folder: str | Path, max_bytes: int = 1 << 40) -> LoraAdapter:
         rule = f"hold {WEIGHTS_FILE}; pickles are not read: save the adapter with safe_serialization=True"
         raise ParameterError("adapter", rule, found or "no such file")
     _check_header(weights, max_bytes)
-    return _assemble(config, _read_tensors(weights))
+    return config
 
 
 def file_facts(folder: str | Path) -> tuple[tuple[int, int], ...]:

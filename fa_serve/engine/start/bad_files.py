@@ -1,0 +1,99 @@
+"""Names the file of a model that cannot be read: the libraries that read files say how they have failed, and not on which file.
+
+    try: ...                                 # a library reads the files at `path`
+    except Exception as error:
+        name_bad_file(path, error)           # raises OSError for a file that cannot be read
+        require_any_file(path, WEIGHT_FILES, "weights", error)
+        name_bad_folder(path, error)
+        raise
+
+Left out: loading (loading.py), and whether there is such a model (fa_serve.hf.model_location).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+from zipfile import is_zipfile
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
+
+from fa_serve.spec import ParameterError
+
+FEW_LAYERS = 256
+"""With so many the files are not opened to count their tensors."""
+MAX_REASON = 200  # characters of another library's error
+
+
+def find_model_folder(path: str) -> Path | None:
+    """The folder of a model that is named as transformers takes it, or None if it is not on this machine."""
+    if Path(path).is_dir():
+        return Path(path)
+    try:
+        return Path(snapshot_download(path, local_files_only=True))
+    except Exception:
+        return None
+
+
+def name_bad_file(path: str, error: Exception) -> None:
+    """Raise OSError for the first file of the model that cannot be read, if there is one."""
+    folder = find_model_folder(path)
+    if folder is None:
+        return  # the error is about finding it
+    for file in sorted(folder.iterdir()):
+        if reason := _unreadable(file):
+            raise OSError(f"the model's file {file} cannot be read: {reason}") from error
+
+
+def name_bad_folder(path: str, error: Exception) -> None:
+    """Raise OSError for a local folder whose files can be read each, where the libraries say only how they have failed."""
+    # PyTorch has no type for a size that is negative or that no memory holds
+    general = type(error) in (Exception, RuntimeError)
+    if Path(path).is_dir() and (general or isinstance(error, (ArithmeticError, LookupError, TypeError, UnpicklingError))):
+        reason = f"{type(error).__name__}: {str(error)[:MAX_REASON]}"
+        message = f"the model's folder {path} cannot be loaded: values of its files cannot be ({reason})"
+        raise OSError(message) from error
+
+
+def require_tensors_for_layers(path: str, known: Any) -> None:
+    """Raise ParameterError if a config has more layers than a local folder has tensors: making them would fill the memory."""
+    layers = getattr(known.get_text_config(), "num_hidden_layers", None)
+    folder = Path(path)
+    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+    if not files or not isinstance(layers, int) or layers <= FEW_LAYERS:
+        return
+    tensors = 0
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            tensors += len(opened.keys())
+    if layers > tensors:
+        rule = f"be at most the number of tensors in the files of {folder}, {tensors}"
+        raise ParameterError("num_hidden_layers", rule, layers)
+
+
+def require_any_file(path: str, patterns: tuple[str, ...], what: str, error: Exception) -> None:
+    """Raise OSError for a local folder that has no file with one of these names."""
+    folder = Path(path)
+    if folder.is_dir() and not any(next(folder.glob(pattern), None) for pattern in patterns):
+        names = ", ".join(patterns)
+        message = f"the model's folder {folder} must hold {what} (one of {names}), got none: copy all files of the model"
+        raise OSError(message) from error
+
+
+def _unreadable(file: Path) -> str | None:
+    """Why a file of a model cannot be read, by what its name promises; or None."""
+    try:
+        if file.suffix == ".safetensors":
+            with safe_open(file, framework="pt"):
+                return None
+        if file.suffix == ".json":
+            json.loads(file.read_bytes())
+        elif file.match("pytorch_model*.bin") and not is_zipfile(file):
+            torch.load(file, map_location="meta", weights_only=True)  # the format before 2020
+    except Exception as error:
+        return f"{type(error).__name__}: {error} ({file.stat().st_size if file.exists() else 0} bytes)"
+    return None

@@ -1,0 +1,33 @@
+"""What settings name, found before weights are read: the commit of a revision, and adapters that can be read.
+
+    config = settle_names(config, ranks)     # raises for what is not there
+
+Reading the weights of a large model takes minutes, after which a wrong name must not be told first. Left out: whether an adapter
+fits the model (fa_serve.hf.lora.memory), and what the model's own files say (loading.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fa_serve.engine.config import EngineConfig
+from fa_serve.engine.parallel.ranks import Ranks
+from fa_serve.hf.lora.format import check_adapter
+from fa_serve.spec import ParameterError
+
+
+def settle_names(config: EngineConfig, ranks: Ranks) -> EngineConfig:
+    """The config with the commit for its revision, the same on all ranks.
+
+    Raises ParameterError for a setting that names what is not there, or an adapter that cannot be computed, and OSError for a
+    revision that cannot be had and for files that cannot be read.
+    """
+    config.require_files()
+    if config.revision is not None:
+        config = replace(config, revision=ranks.broadcast("revision", lambda: config.pin_revision().revision))
+    for each in config.lora:
+        try:
+            check_adapter(each.split("=", 1)[1], config.lora_host_bytes)
+        except ParameterError as error:
+            raise ParameterError("lora", f"name adapters that fa_serve computes: {error}", each) from None
+    return config

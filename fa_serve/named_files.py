@@ -1,0 +1,135 @@
+"""What the models, folders and files that settings name must be. Nothing heavy is imported, so a start says at once what is wrong.
+
+    wrong = find_wrong_file(settings)        # Wrong("lora", "name an existing folder ...", "french=./nope"), or None
+
+The server's settings and the engine's config are both asked before weights are loaded: by the command line before it imports
+PyTorch, and by an engine before it loads. Left out: what is in the files, and whether the hub has a model.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+ADAPTER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:@+-]{0,127}")
+ADAPTER_NAME_RULE = "be a name of letters, digits and . : @ + - _, without slashes, of at most 128 characters"
+_HUB_PART = r"\b[\w\-.]+\b"
+_HUB_NAME = re.compile(rf"(?:{_HUB_PART}/)?{_HUB_PART}", re.ASCII)
+_MAX_HUB_NAME = 96
+DRAFTERS = ("draft=", "eagle3=")
+
+
+class Wrong(NamedTuple):
+    """The arguments of a ParameterError: what `rule` says completes the sentence "<field> must ..."."""
+
+    field: str
+    rule: str
+    value: object
+
+
+class NamedFiles(Protocol):
+    """What settings have that name files. Their meaning is that of `EngineConfig`."""
+
+    @property
+    def model(self) -> str | Path | None: ...
+    @property
+    def revision(self) -> str | None: ...
+    @property
+    def generation_config(self) -> str | Path: ...
+    @property
+    def speculative(self) -> str | None: ...
+    @property
+    def lora(self) -> Sequence[str]: ...
+    @property
+    def kv_host_folder(self) -> str | Path | None: ...
+
+
+def find_wrong_file(settings: NamedFiles) -> Wrong | None:
+    """The first setting that names what is not there, or what cannot be what it should; None if there is none."""
+    wrong = find_wrong_model(settings.model, settings.revision)
+    return (
+        wrong
+        or _wrong_generation_config(settings)
+        or _wrong_drafter(settings)
+        or _wrong_lora(settings)
+        or _wrong_tier(settings)
+    )
+
+
+def find_wrong_model(model: str | Path | None, revision: str | None = None) -> Wrong | None:
+    """Why this names no model: neither a folder with a config nor a hub name, or a revision that a folder does not have.
+
+    model: None is the embedded one
+    """
+    folder = model is not None and Path(model).is_dir()
+    if model is not None and folder and not (Path(model) / CONFIG).is_file():
+        return Wrong("model", f"be a folder with a {CONFIG}, as transformers saves a model", str(model))
+    if model is not None and not folder and not is_hub_name(str(model)):
+        return Wrong("model", "be a hub name, such as Qwen/Qwen3-0.6B, or an existing folder", str(model))
+    if revision is None:
+        return None
+    if model is None or folder:
+        what = "the embedded model" if model is None else "a folder"
+        return Wrong(
+            "revision", f"be left out for {what}, which holds one revision: only models of the hub have several", revision
+        )
+    return None if revision.strip() else Wrong("revision", "be a commit, a tag or a branch of the model on the hub", revision)
+
+
+def is_hub_name(model: str) -> bool:
+    """Whether this may be the name of a model of the hub, which has at most one slash."""
+    doubled = "--" in model or ".." in model
+    return len(model) <= _MAX_HUB_NAME and not doubled and not model.endswith(".git") and _HUB_NAME.fullmatch(model) is not None
+
+
+def _wrong_generation_config(settings: NamedFiles) -> Wrong | None:
+    given = settings.generation_config
+    if given in ("auto", "none") or (Path(given) / GENERATION_CONFIG).is_file():
+        return None
+    missing = f"there is no {GENERATION_CONFIG} in it" if Path(given).is_dir() else "there is no such folder"
+    rule = f"be auto, none, or a folder with a {GENERATION_CONFIG} that can be read ({missing})"
+    return Wrong("generation_config", rule, str(given))
+
+
+def _wrong_drafter(settings: NamedFiles) -> Wrong | None:
+    told = settings.speculative
+    kind = next((each for each in DRAFTERS if isinstance(told, str) and told.startswith(each)), None)
+    if told is None or kind is None or not (name := told.removeprefix(kind)):
+        return None  # which other words there are, the engine's config knows
+    wrong = find_wrong_model(name)
+    what = "a draft model" if kind == "draft=" else "an EAGLE-3 head"
+    return wrong and Wrong("speculative", f"name {what}: model must {wrong.rule}, got {wrong.value!r}", told)
+
+
+def _wrong_lora(settings: NamedFiles) -> Wrong | None:
+    names = []
+    for each in settings.lora:
+        name, equals, folder = each.partition("=")
+        if not equals or ADAPTER_NAME.fullmatch(name) is None:
+            return Wrong("lora", f"be NAME=FOLDER, where NAME must {ADAPTER_NAME_RULE}", each)
+        if name in names:
+            return Wrong("lora", "give each adapter another name", each)
+        names.append(name)
+        if not Path(folder).is_dir():
+            return Wrong("lora", "be NAME=FOLDER with an existing folder", each)
+        missing = [file for file in ADAPTER_FILES if not (Path(folder) / file).is_file()]
+        if missing:
+            return Wrong("lora", f"be NAME=FOLDER with {' and '.join(ADAPTER_FILES)} in it: {missing[0]} is not there", each)
+    return None
+
+
+def _wrong_tier(settings: NamedFiles) -> Wrong | None:
+    if settings.kv_host_folder is None:
+        return None
+    folder = Path(settings.kv_host_folder).absolute()
+    there = next((each for each in (folder, *folder.parents) if each.exists()), folder)  # the rest is made
+    if there.is_dir() and os.access(there, os.W_OK | os.X_OK):
+        return None
+    reason = f"{there} cannot be written" if there.is_dir() else f"{there} is no folder"
+    return Wrong("kv_host_folder", f"be a folder that can be read and written ({reason})", str(settings.kv_host_folder))
