@@ -1,4 +1,4 @@
-"""What the models, folders and files that settings name must be. Nothing heavy is imported, so a start says at once what is wrong.
+"""What the models, folders and files that settings name must be. A start says at once what is wrong: no import here is slow.
 
     wrong = find_wrong_file(settings)        # Wrong("lora", "name an existing folder ...", "french=./nope"), or None
 

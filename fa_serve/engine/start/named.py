@@ -2,8 +2,8 @@
 
     config = settle_names(config, ranks)     # raises for what is not there
 
-Reading the weights of a large model takes minutes, after which a wrong name must not be told first. Left out: whether an adapter
-fits the model (fa_serve.hf.lora.memory), and what the model's own files say (loading.py).
+Reading the weights of a large model takes minutes, so a wrong name is told before. Left out: whether an adapter fits the model
+(fa_serve.hf.lora.memory), and what the model's own files say (loading.py).
 """
 
 from __future__ import annotations
