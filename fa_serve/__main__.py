@@ -25,6 +25,7 @@ try:
     from fa_serve.flags import PlainHelp, settings_in, with_settings
     from fa_serve.server.observe.logs import log_to_stderr
     from fa_serve.server.observe.startup_report import StartupReport
+    from fa_serve.server.setting_files import require_setting_files
     from fa_serve.server.settings import SETTING_VARIABLES, Settings, load
 except ImportError as error:
     sys.exit(f"fa-serve: the command line needs the server extra, pip install '.[server]' in a clone: {error}")
@@ -152,7 +153,7 @@ def _run_server(
     report = StartupReport()
     try:
         settings = load(settings_in(flags), config)
-        _ = settings.all_keys  # the file of keys is read before anything is imported
+        require_setting_files(settings, with_engine=prepare is None)  # before anything is imported
     except (ValueError, OSError) as error:
         _fail(str(error), code=2)
     log_to_stderr(settings.log_level, settings.log_format)
@@ -207,6 +208,7 @@ def warm(
     """
     try:
         settings = load(settings_in({"model": model, **flags}), config)
+        require_setting_files(settings, with_engine=True)
         engine_config = settings.engine_config()
         device = engine_config.resolve_device()
     except (ValueError, OSError) as error:
@@ -347,6 +349,9 @@ def info(
         str | None,
         typer.Argument(metavar="MODEL", help="Hub name, local folder or config.json; only the config is read."),
     ] = None,
+    revision: Annotated[
+        str | None, typer.Option(envvar="FA_SERVE_REVISION", help="Commit, tag or branch of a model of the hub.")
+    ] = None,
     arch: Annotated[
         str | None,
         typer.Option(metavar="GPU", help="Answer for this GPU, in any spelling: 9.0, 90, sm_90, H100 or hopper."),
@@ -385,7 +390,7 @@ def info(
     from fa_serve.hf.info import describe
 
     try:
-        described = describe(model, device, number, tensor_parallel)
+        described = describe(model, device, number, tensor_parallel, revision)
     except (ValueError, OSError, ImportError) as error:
         _fail(str(error), code=2)
     show_model(described, console)

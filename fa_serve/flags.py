@@ -36,6 +36,7 @@ FOREIGN_FLAGS = {
     "--allowed-origins": "--cors-origins",
     "--api-key": "FA_SERVE_API_KEYS in the environment, or --api-key-file: other users of the machine can read flags",
     "--block-size": "--page-size",
+    "--code-revision": "--revision, which holds for all files of the model",
     "--data-parallel-size": "fa-serve ray --replicas",
     "--disable-log-requests": "nothing: prompts and answers are never logged. --log-level warning leaves the access log out",
     "--download-dir": "HF_HOME in the environment",
@@ -49,13 +50,13 @@ FOREIGN_FLAGS = {
     "--num-gpu-blocks-override": "--num-pages",
     "--override-generation-config": "--generation-config FOLDER, with a generation_config.json in it",
     "--pipeline-parallel-size": "--tensor-parallel: there is no pipeline parallelism",
-    "--revision": "a folder: hf download MODEL --revision REVISION --local-dir FOLDER, then fa-serve serve FOLDER",
     "--root-path": "a reverse proxy that removes the path (docs/deployment.md)",
     "--scheduling-policy": "nothing: the priority of a request always counts",
     "--speculative-config": "--speculative",
     "--ssl-certfile": "a reverse proxy, to which TLS belongs (docs/deployment.md)",
     "--ssl-keyfile": "a reverse proxy, to which TLS belongs (docs/deployment.md)",
     "--tensor-parallel-size": "--tensor-parallel",
+    "--tokenizer-revision": "--revision, which holds for all files of the model",
     "--uvicorn-log-level": "--log-level",
 }
 """Flags of `vllm serve` that are no settings here, and what takes their place; docs/moving/vllm.md has the same ones."""

@@ -55,7 +55,8 @@ def build_server(settings: Settings, report: StartupReport, make_engine: MakeEng
     engine_config = settings.engine_config()
     engine = make_engine(engine_config, on_phase=report.add)
     app = create_app(engine, settings)
-    report.mark("config", f"{engine_config.model_name}, dtype {engine_config.dtype}, device {engine_config.device}")
+    revision = "" if engine_config.revision is None else f" at {engine_config.revision}"
+    report.mark("config", f"{engine_config.model_name}{revision}, dtype {engine_config.dtype}, device {engine_config.device}")
 
     def on_ready(url: str) -> None:
         service: Service = app.state.service

@@ -25,6 +25,7 @@ from fa_serve.environment import PREFIX, refuse_unknown
 from fa_serve.nearest import nearest_name
 
 from .rules import rule_of
+from .setting_files import check_key, keys_in
 from .sizes import Size, is_size, shown_size
 
 if TYPE_CHECKING:
@@ -47,6 +48,9 @@ class Settings(BaseSettings):
     )
 
     model: str | None = _option(None, "Hub name or local folder; without it, the embedded model.", "Model")
+    revision: str | None = _option(
+        None, "Commit, tag or branch of a model of the hub, for all its files; by default its main branch.", "Model"
+    )
     task: Literal["generate", "embed", "token_embed", "sparse", "score", "classify"] | None = _option(
         None,
         "What the model does: generate text, or as an encoder embed, token_embed, sparse, score or classify. By default its "
@@ -372,21 +376,21 @@ class Settings(BaseSettings):
     @classmethod
     def _keys(cls, keys: list[SecretStr]) -> list[SecretStr]:
         for number, key in enumerate(keys, start=1):
-            _check_key(key.get_secret_value(), f"key {number}")
+            check_key(key.get_secret_value(), f"key {number}")
         return keys
 
     @field_validator("admin_key")
     @classmethod
     def _admin_key(cls, key: SecretStr | None) -> SecretStr | None:
         if key is not None:
-            _check_key(key.get_secret_value(), "admin_key")
+            check_key(key.get_secret_value(), "admin_key")
         return key
 
     @cached_property
     def all_keys(self) -> tuple[str, ...]:
         """The API keys of the environment and of the file. Raises ValueError for a bad key or none, and for no file."""
         keys = [key.get_secret_value() for key in self.api_keys]
-        return tuple(keys if self.api_key_file is None else keys + _keys_in(self.api_key_file))
+        return tuple(keys if self.api_key_file is None else keys + keys_in(self.api_key_file))
 
     def engine_config(self) -> EngineConfig:
         """The settings of the engine."""
@@ -425,35 +429,6 @@ def counts_bytes(name: str) -> bool:
 
 
 SETTING_VARIABLES = tuple(PREFIX + name.upper() for name in Settings.model_fields)
-
-
-def read_file(name: str, file: Path) -> str:
-    """The text of a file that a setting names. Raises ValueError, which names both, for a file that cannot be read."""
-    try:
-        return file.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{name} must be text in UTF-8, got {file}: {error}") from None
-    except OSError as error:
-        raise ValueError(f"{name} must be a file that can be read, got {file}: {error.strerror}") from None
-
-
-def _keys_in(file: Path) -> list[str]:
-    """The keys of a file, one in each line, exactly as they stand there. Only a # that begins a line starts a comment."""
-    lines = [line.strip() for line in read_file("api_key_file", file).splitlines()]
-    keys = []
-    for number, line in enumerate(lines, start=1):
-        if line and not line.startswith("#"):
-            _check_key(line, f"api_key_file: line {number} of {file}")
-            keys.append(line)
-    if not keys:
-        raise ValueError(f"api_key_file must hold at least one key, got none in {file}")
-    return keys
-
-
-def _check_key(key: str, where: str) -> None:
-    """Refuse a key that no client can send, such as one with a comment behind it. The message does not show the key."""
-    if not key.isprintable() or " " in key:
-        raise ValueError(f"{where} must be one word without spaces, got {len(key)} characters; a comment needs a separate line")
 
 
 def load(flags: Mapping[str, Any], file: Path | None = None) -> Settings:

@@ -42,7 +42,8 @@ from .chat.templates import Template
 from .errors import RETRY_SECONDS, ApiError, BadRequest, Unavailable, parameter_refused, trials_failed
 from .images.addresses import RequestImage
 from .images.loader import ImageLoader
-from .settings import Settings, read_file
+from .setting_files import read_file
+from .settings import Settings
 
 if TYPE_CHECKING:
     from fa_serve.engine import AsyncEngine

@@ -127,8 +127,8 @@ class Metrics(Collector):
 class AdapterCounters:
     """What each adapter was used for. An adapter has labels from the moment when a sequence with it has ended.
 
-    Adapters have the names that the operator or the administrator gave them. A request for another name is refused before it has
-    a sequence, so clients can add no label. An adapter that is unloaded keeps its counters.
+    Adapters have the names that the operator or the administrator gave them. A request for another name is refused before it
+    has a sequence, so clients can add no label. An adapter that is unloaded keeps its counters.
     """
 
     def __init__(self, registry: CollectorRegistry):

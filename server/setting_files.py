@@ -1,0 +1,83 @@
+"""The files that settings name: how they are read, and what must be there before anything is imported or loaded.
+
+    text = read_file("chat_template", Path("template.jinja"))
+    require_setting_files(settings, with_engine=True)    # a ValueError names the setting, the rule and the file
+
+No import here is slow, so a wrong path is told within a second. Left out: the settings (settings.py), and whether a chat template
+writes a conversation, which takes the model's tokenizer (tokenization.py).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fa_serve.named_files import find_wrong_file
+
+if TYPE_CHECKING:
+    from .settings import Settings
+
+
+def require_setting_files(settings: Settings, *, with_engine: bool) -> None:
+    """Raise ValueError for a setting that names a file or a folder which is not there, or is none, and for bad keys.
+
+    with_engine: the engine runs on this machine, so that what it reads must be here as well
+    """
+    _ = settings.all_keys
+    if settings.chat_template is not None:
+        _check_template(settings.chat_template)
+    if settings.lora_folder is not None and not settings.lora_folder.is_dir():
+        raise ValueError(f"lora_folder must be an existing folder, got {settings.lora_folder}")
+    if with_engine and (wrong := find_wrong_file(settings)):
+        raise ValueError(f"{wrong.field} must {wrong.rule}, got {wrong.value!r}")
+
+
+def _check_template(file: Path) -> None:
+    """Raise ValueError for a file that is no template, with the line that is wrong."""
+    import jinja2.ext
+
+    class Generation(jinja2.ext.Extension):
+        """The block around an answer, which transformers adds to the language."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    text = read_file("chat_template", file)
+    try:
+        jinja2.Environment(extensions=[Generation, jinja2.ext.loopcontrols]).parse(text)
+    except jinja2.TemplateSyntaxError as error:
+        raise ValueError(
+            f"chat_template must be a template of Jinja, got {file}, line {error.lineno}: {error.message}"
+        ) from None
+
+
+def read_file(name: str, file: Path) -> str:
+    """The text of a file that a setting names. Raises ValueError, which names both, for a file that cannot be read."""
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} must be text in UTF-8, got {file}: {error}") from None
+    except OSError as error:
+        raise ValueError(f"{name} must be a file that can be read, got {file}: {error.strerror}") from None
+
+
+def keys_in(file: Path) -> list[str]:
+    """The keys of a file, one in each line, exactly as they stand there. Only a # that begins a line starts a comment."""
+    lines = [line.strip() for line in read_file("api_key_file", file).splitlines()]
+    keys = []
+    for number, line in enumerate(lines, start=1):
+        if line and not line.startswith("#"):
+            check_key(line, f"api_key_file: line {number} of {file}")
+            keys.append(line)
+    if not keys:
+        raise ValueError(f"api_key_file must hold at least one key, got none in {file}")
+    return keys
+
+
+def check_key(key: str, where: str) -> None:
+    """Refuse a key that no client can send, such as one with a comment behind it. The message does not show the key."""
+    if not key.isprintable() or " " in key:
+        raise ValueError(f"{where} must be one word without spaces, got {len(key)} characters; a comment needs a separate line")
