@@ -19,9 +19,7 @@ GENERATION_CONFIG = "generation_config.json"
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:@+-]{0,127}")
 ADAPTER_NAME_RULE = "be a name of letters, digits and . : @ + - _, without slashes, of at most 128 characters"
-_HUB_PART = r"\b[\w\-.]+\b"
-_HUB_NAME = re.compile(rf"(?:{_HUB_PART}/)?{_HUB_PART}", re.ASCII)
-_MAX_HUB_NAME = 96
+_HUB_NAME = re.compile(r"(\b[\w\-.]+\b/)?\b[\w\-.]{1,96}\b", re.ASCII)
 DRAFTERS = ("draft=", "eagle3=")
 
 
@@ -52,14 +50,12 @@ class NamedFiles(Protocol):
 
 def find_wrong_file(settings: NamedFiles) -> Wrong | None:
     """The first setting that names what is not there, or what cannot be what it should; None if there is none."""
-    wrong = find_wrong_model(settings.model, settings.revision)
-    return (
-        wrong
-        or _wrong_generation_config(settings)
-        or _wrong_drafter(settings)
-        or _wrong_lora(settings)
-        or _wrong_tier(settings)
-    )
+    if wrong := find_wrong_model(settings.model, settings.revision):
+        return wrong
+    for find in (_wrong_generation_config, _wrong_drafter, _wrong_lora, _wrong_tier):
+        if wrong := find(settings):
+            return wrong
+    return None
 
 
 def find_wrong_model(model: str | Path | None, revision: str | None = None) -> Wrong | None:
@@ -76,16 +72,15 @@ def find_wrong_model(model: str | Path | None, revision: str | None = None) -> W
         return None
     if model is None or folder:
         what = "the embedded model" if model is None else "a folder"
-        return Wrong(
-            "revision", f"be left out for {what}, which holds one revision: only models of the hub have several", revision
-        )
+        rule = f"be left out for {what}, which holds one revision: only models of the hub have several"
+        return Wrong("revision", rule, revision)
     return None if revision.strip() else Wrong("revision", "be a commit, a tag or a branch of the model on the hub", revision)
 
 
 def is_hub_name(model: str) -> bool:
     """Whether this may be the name of a model of the hub, which has at most one slash."""
     doubled = "--" in model or ".." in model
-    return len(model) <= _MAX_HUB_NAME and not doubled and not model.endswith(".git") and _HUB_NAME.fullmatch(model) is not None
+    return not doubled and not model.endswith(".git") and _HUB_NAME.fullmatch(model) is not None
 
 
 def _wrong_generation_config(settings: NamedFiles) -> Wrong | None:

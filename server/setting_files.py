@@ -3,14 +3,14 @@
     text = read_file("chat_template", Path("template.jinja"))
     require_setting_files(settings, with_engine=True)    # a ValueError names the setting, the rule and the file
 
-No import here is slow, so a wrong path is told within a second. Left out: the settings (settings.py), and whether a chat template
-writes a conversation, which takes the model's tokenizer (tokenization.py).
+No import here is slow, so a wrong path is told within a second. Left out: the settings (settings.py), and whether a chat
+template writes a conversation, which takes the model's tokenizer (tokenization.py).
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fa_serve.named_files import find_wrong_file
 
@@ -39,7 +39,7 @@ def _check_template(file: Path) -> None:
     class Generation(jinja2.ext.Extension):
         """The block around an answer, which transformers adds to the language."""
 
-        tags = {"generation"}
+        tags: ClassVar[set[str]] = {"generation"}
 
         def parse(self, parser: Any) -> Any:
             next(parser.stream)
@@ -49,9 +49,8 @@ def _check_template(file: Path) -> None:
     try:
         jinja2.Environment(extensions=[Generation, jinja2.ext.loopcontrols]).parse(text)
     except jinja2.TemplateSyntaxError as error:
-        raise ValueError(
-            f"chat_template must be a template of Jinja, got {file}, line {error.lineno}: {error.message}"
-        ) from None
+        where = f"{file}, line {error.lineno}: {error.message}"
+        raise ValueError(f"chat_template must be a template of Jinja, got {where}") from None
 
 
 def read_file(name: str, file: Path) -> str:

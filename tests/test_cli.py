@@ -152,7 +152,7 @@ def given(*arguments, monkeypatch, **environment):
     [
         (("--api-key", "secret"), "No such option: --api-key. Use FA_SERVE_API_KEYS in the environment, or --api-key-file"),
         (("--tensor-parallel-size=2",), "No such option: --tensor-parallel-size. Use --tensor-parallel\n"),
-        (("org/model", "--revision", "v2"), "Use a folder: hf download MODEL --revision REVISION --local-dir FOLDER"),
+        (("org/model", "--tokenizer-revision", "v2"), "Use --revision, which holds for all files of the model"),
     ],
 )
 @pytest.mark.parametrize("command", ["serve", "ray"])
@@ -193,10 +193,22 @@ def test_a_flag_turns_off_what_the_environment_turns_on(monkeypatch):
         (["--max-num-seqs", "0"], "max_num_seqs"),
         (["--max-body-bytes", "16Mi"], "max_body_bytes must be a number of bytes, or a size such as 16MiB, got '16Mi'"),
         (["--image-memory", "1KiB"], "image_memory must be at least 1048576, got '1KiB'"),
+        (["./nope"], "model must be a hub name, such as Qwen/Qwen3-0.6B, or an existing folder, got './nope'"),
+        (["/", "--revision", "v1"], "model must be a folder with a config.json"),
+        (["--revision", "v1"], "revision must be left out for the embedded model, which holds one revision"),
+        (["--lora", "a=./nope"], "lora must be NAME=FOLDER with an existing folder, got 'a=./nope'"),
+        (["--lora-folder", "nope"], "lora_folder must be an existing folder, got nope"),
+        (["--generation-config", "./nope"], "generation_config must be auto, none, or a folder with a generation_config.json"),
+        (["--speculative", "draft=./nope"], "speculative must name a draft model: model must be a hub name"),
+        (["--kv-host-folder", "/dev/null/x"], "kv_host_folder must be a folder that can be read and written (/dev/null"),
+        (["--chat-template", "/none"], "chat_template must be a file that can be read, got /none: No such file"),
     ],
 )
-def test_bad_settings_are_refused_before_anything_is_loaded(arguments, said):
-    result = run("serve", *arguments)
+@pytest.mark.parametrize("command", ["serve", "warm"])
+def test_bad_settings_are_refused_before_anything_is_loaded(command, arguments, said, monkeypatch):
+    """Before: a path that is not there was told after the imports, or after the weights were loaded."""
+    monkeypatch.setattr(Settings, "engine_config", lambda _: pytest.fail("PyTorch would be imported"))
+    result = run(command, *arguments)
     assert result.exit_code == 2
     assert said in result.stderr
 
