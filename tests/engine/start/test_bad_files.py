@@ -1,0 +1,59 @@
+"""The file of a model that cannot be read is named, where a library says only how it has failed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from fa_serve.engine.start.bad_files import (
+    FEW_LAYERS,
+    find_model_folder,
+    name_bad_file,
+    name_bad_folder,
+    require_any_file,
+    require_tensors_for_layers,
+)
+from fa_serve.spec import ParameterError
+
+ERROR = RuntimeError("how it has failed")
+
+
+def test_the_bad_file_is_named(tmp_path: Path) -> None:
+    save_file({"x": torch.zeros(2)}, tmp_path / "a.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    name_bad_file(str(tmp_path), ERROR)
+    (tmp_path / "model.safetensors").write_bytes(b"torn")
+    with pytest.raises(OSError, match=r"the model's file .*/model.safetensors cannot be read: .* \(4 bytes\)") as refused:
+        name_bad_file(str(tmp_path), ERROR)
+    assert refused.value.__cause__ is ERROR
+
+
+def test_a_folder_is_named_for_values_that_no_library_checks(tmp_path: Path) -> None:
+    name_bad_folder("org/model", ERROR)
+    name_bad_folder(str(tmp_path), ValueError("a sentence"))
+    with pytest.raises(OSError, match=r"folder .* cannot be loaded: values of its files cannot be \(RuntimeError: how it has"):
+        name_bad_folder(str(tmp_path), ERROR)
+
+
+def test_what_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=r"must hold weights \(one of \*\.safetensors, \*\.bin\), got none"):
+        require_any_file(str(tmp_path), ("*.safetensors", "*.bin"), "weights", ERROR)
+    (tmp_path / "model.bin").touch()
+    require_any_file(str(tmp_path), ("*.safetensors", "*.bin"), "weights", ERROR)
+    assert find_model_folder(str(tmp_path)) == tmp_path
+    assert find_model_folder("org/nope") is None
+
+
+def test_a_config_has_no_more_layers_than_there_are_tensors(tmp_path: Path) -> None:
+    save_file({"x": torch.zeros(2)}, tmp_path / "a.safetensors")
+
+    def config(layers: int) -> SimpleNamespace:
+        return SimpleNamespace(get_text_config=lambda: SimpleNamespace(num_hidden_layers=layers))
+
+    require_tensors_for_layers(str(tmp_path), config(FEW_LAYERS))
+    with pytest.raises(ParameterError, match="num_hidden_layers must be at most the number of tensors in the files of .*, 1"):
+        require_tensors_for_layers(str(tmp_path), config(FEW_LAYERS + 1))
