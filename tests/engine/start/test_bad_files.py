@@ -55,5 +55,5 @@ def test_a_config_has_no_more_layers_than_there_are_tensors(tmp_path: Path) -> N
         return SimpleNamespace(get_text_config=lambda: SimpleNamespace(num_hidden_layers=layers))
 
     require_tensors_for_layers(str(tmp_path), config(FEW_LAYERS))
-    with pytest.raises(ParameterError, match="num_hidden_layers must be at most the number of tensors in the files of .*, 1"):
+    with pytest.raises(ParameterError, match=r"num_hidden_layers must be at most the number of tensors in the files of .*, 1"):
         require_tensors_for_layers(str(tmp_path), config(FEW_LAYERS + 1))
