@@ -10,15 +10,23 @@ template writes a conversation, which takes the model's tokenizer (tokenization.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
-from fa_serve.named_files import find_wrong_file
-
-if TYPE_CHECKING:
-    from .settings import Settings
+from fa_serve.named_files import NamedFiles, find_wrong_file
 
 
-def require_setting_files(settings: Settings, *, with_engine: bool) -> None:
+class SettingFiles(NamedFiles, Protocol):
+    """What the settings of the server have beside those of the engine. Their meaning is that of `Settings`."""
+
+    @property
+    def all_keys(self) -> tuple[str, ...]: ...
+    @property
+    def chat_template(self) -> Path | None: ...
+    @property
+    def lora_folder(self) -> Path | None: ...
+
+
+def require_setting_files(settings: SettingFiles, *, with_engine: bool) -> None:
     """Raise ValueError for a setting that names a file or a folder which is not there, or is none, and for bad keys.
 
     with_engine: the engine runs on this machine, so that what it reads must be here as well

@@ -65,7 +65,7 @@ def test_a_draft_model_is_not_divided() -> None:
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path) -> None:
-    with pytest.raises(ParameterError, match=r"model must be a hub name or an existing folder, got .*nowhere") as error:
+    with pytest.raises(ParameterError, match=r"model must be a hub name, .*, or an existing folder, got .*nowhere") as error:
         Engine(EngineConfig(model=str(tmp_path / "nowhere"), device="cpu"))
     assert error.value.field == "model"
 

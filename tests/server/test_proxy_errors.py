@@ -17,7 +17,7 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
 
 
 class Troubled(BaseHTTPRequestHandler):
-    """A server that answers late below /slow, and with an error of its own kind elsewhere."""
+    """A server that answers late below /slow, and with an error that no proxy makes elsewhere."""
 
     def do_POST(self) -> None:
         length = int(self.headers.get("content-length", 0))
@@ -74,7 +74,9 @@ def test_errors_of_nginx_are_those_of_the_apis(troubled, tmp_path):
     """Before: pages of HTML, in which clients found no error."""
     nginx = program("nginx")
     text = (DEPLOY / "nginx" / "fa-serve.conf").read_text()
-    port, slow, crowded = free_port(), free_port(), free_port()
+    port = free_port()
+    slow = free_port()
+    crowded = free_port()
     changes = {
         "server 127.0.0.1:8000;": f"server {troubled};",
         "listen 443 ssl;": f"listen 127.0.0.1:{port};",
@@ -129,7 +131,8 @@ def test_errors_of_nginx_are_those_of_the_apis(troubled, tmp_path):
 def test_errors_of_caddy_are_those_of_the_apis(troubled, tmp_path, name):
     """Before: bodies without anything."""
     caddy = program("caddy")
-    port, late = free_port(), free_port()
+    port = free_port()
+    late = free_port()
     text = (DEPLOY / "caddy" / name).read_text()
     text = re.sub(r"reverse_proxy( 127\.0\.0\.1:\d+)+", f"reverse_proxy {troubled}", text)
     text = text.replace("response_header_timeout 600s", "response_header_timeout 1s").replace("\t\thealth_uri /ready\n", "")

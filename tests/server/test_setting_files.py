@@ -33,7 +33,7 @@ def test_a_broken_chat_template_is_told_before_the_model_is_loaded(tmp_path: Pat
 
 
 def test_engines_elsewhere_have_their_files_elsewhere(tmp_path: Path) -> None:
-    """Of a Ray cluster: what the engines read need not be on the machine of the server."""
+    """In a cluster of Ray, what the engines read need not be on the machine of the server."""
     settings = load({"model": "/only/there", "lora": "a=/only/there"})
     require_setting_files(settings, with_engine=False)
     with pytest.raises(ValueError, match=r"model must be a hub name, .*, or an existing folder, got '/only"):
