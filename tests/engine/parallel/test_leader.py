@@ -62,7 +62,9 @@ def _no_rank_is_left() -> Iterator[None]:
 
 
 def config(**settings: Any) -> EngineConfig:
-    return EngineConfig(**{"model": one_layer(), "device": "cpu", "dtype": "float32", "seed": 3, "page_size": 8, "num_pages": 40} | settings)
+    return EngineConfig(
+        **{"model": one_layer(), "device": "cpu", "dtype": "float32", "seed": 3, "page_size": 8, "num_pages": 40} | settings
+    )
 
 
 MIXED: list[tuple[str, SamplingParams]] = [
