@@ -120,7 +120,9 @@ def check_packages() -> Finding:
             wrong.append(f"{requirement.name} {installed} is not {requirement.specifier}")
     if wrong:
         return Finding("packages", "failed", "; ".join(wrong), "in the clone: pip install '.[server]' -c constraints.txt")
-    return _misfit_torchvision() or Finding("packages", "ok", f"fa-serve {version('fa-serve')}; all {count} requirements are met")
+    return _misfit_torchvision() or Finding(
+        "packages", "ok", f"fa-serve {version('fa-serve')}; all {count} requirements are met"
+    )
 
 
 def _misfit_torchvision() -> Finding | None:

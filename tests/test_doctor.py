@@ -116,7 +116,9 @@ def test_packages_that_are_missing_or_old(monkeypatch):
 def test_a_torchvision_of_another_build_than_torch_is_named(body, state, tmp_path, monkeypatch):
     (tmp_path / "torchvision.py").write_text(body)
     (tmp_path / "torchvision-0.99.0.dist-info").mkdir()
-    (tmp_path / "torchvision-0.99.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: torchvision\nVersion: 0.99.0\n")
+    (tmp_path / "torchvision-0.99.0.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: torchvision\nVersion: 0.99.0\n"
+    )
     monkeypatch.delitem(sys.modules, "torchvision", raising=False)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(doctor, "requires", lambda _: [])

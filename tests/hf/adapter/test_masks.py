@@ -276,7 +276,9 @@ def test_a_mask_of_neither_two_nor_four_dimensions_is_refused(shape: tuple[int, 
     model = AutoModel.from_config(config, attn_implementation="fa_serve").eval()
     ids = torch.arange(10).view(2, 5)
     mask = torch.ones(shape, dtype=torch.bool)
-    with pytest.raises(UnsupportedModelError, match=rf"must have 2 dimensions, .* or 4, .* got shape {shown}: pass attention_mask"):
+    with pytest.raises(
+        UnsupportedModelError, match=rf"must have 2 dimensions, .* or 4, .* got shape {shown}: pass attention_mask"
+    ):
         model(ids, attention_mask=mask)
     if mask.dim() == 3:  # what the message advises
         seen = mask.tril()[:, None]
