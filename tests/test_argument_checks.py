@@ -45,7 +45,7 @@ BAD: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any], type[Ex
         *DENSE,
         {"mask": torch.ones(2, 1, 1, 7).int()},
         TypeError,
-        r"bool, where True .* int32: pass mask\.bool\(\)",
+        r"bool, where True .*int32: pass mask\.bool\(\)",
     ),
     "chunk": (*DENSE, {"attention_chunk": -1, "causal": True}, ParameterError, "attention_chunk must be 0 .*got -1"),
     "chunk-float": (*VARLEN, {"attention_chunk": 2.0, "causal": True}, ParameterError, "attention_chunk must be 0 .*got 2.0"),
