@@ -46,7 +46,8 @@ class Residence:
         self._config = config
         self._owned = owned
         self._num_ranks = num_ranks
-        self._addresses = Addresses.of(runner.model)
+        # None: what was made from the weights is gone, wherever they lie
+        self._addresses: Addresses | None = Addresses.of(runner.model)
         self._left: list[tuple[str, nn.Parameter, torch.Size]] = []
         self._missing: set[str] = set()  # the parameters that have no values, because they have left for good
         self._asleep: set[str] = set()
@@ -153,6 +154,7 @@ class Residence:
     def _leave(self, level: int) -> None:
         """Move the weights to the host's memory, or free them. Graphs are gone."""
         unfuse_model(self._runner.model)  # merged weights go with the fused forwards
+        self._addresses = None
         for name, parameter in self._runner.model.named_parameters():
             self._left.append((name, parameter, parameter.shape))
             parameter.data = parameter.data.cpu() if level == 1 else parameter.data.new_empty(0)
