@@ -139,17 +139,18 @@ class Residence:
         wanted = set(WAKE_UP_TAGS if tags is None else tags)
         if wanted - {*WAKE_UP_TAGS}:
             raise ParameterError("tags", f"be of {', '.join(WAKE_UP_TAGS)}", sorted(wanted))
-        if "weights" in wanted & self._asleep:
+        woken = wanted & self._asleep
+        if "weights" in woken:
             self._come_back()
-        if "kv_cache" in wanted & self._asleep:
+        if "kv_cache" in woken:
             num_pages = self._config.num_pages
             max_model_len = self._config.max_model_len
             assert num_pages is not None
             assert max_model_len is not None
             self._runner.allocate(num_pages, max_model_len, self._config.num_states or 0)
-            if not self._runner.eager:
-                self._runner.make_graphs()
         self._asleep -= wanted
+        if woken and not self._asleep and not self._runner.eager:  # graphs refer to the weights and to the cache
+            self._runner.make_graphs()
 
     def _leave(self, level: int) -> None:
         """Move the weights to the host's memory, or free them. Graphs are gone."""

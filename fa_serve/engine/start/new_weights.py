@@ -107,8 +107,8 @@ def _files_of(folder: Path) -> list[Path]:
 
 
 def _loaded(model: PreTrainedModel, folder: str | Path) -> Any:
-    """The checkpoint as a model on the host, with its towers if it has any. Raises ParameterError if it is one of another model,
-    or lacks weights, which would be random numbers."""
+    """The checkpoint as a model on the host, with its towers if it has any. Raises ParameterError if it is one of another
+    model, or lacks weights, which would be random numbers."""
     try:
         auto = auto_class(AutoConfig.from_pretrained(str(folder)))
         loaded, told = auto.from_pretrained(str(folder), dtype=model.dtype, output_loading_info=True)
