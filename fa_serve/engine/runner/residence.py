@@ -46,7 +46,8 @@ class Residence:
         self._config = config
         self._owned = owned
         self._num_ranks = num_ranks
-        self._addresses = Addresses.of(runner.model)
+        # None: what was made from the weights is gone, wherever they lie
+        self._addresses: Addresses | None = Addresses.of(runner.model)
         self._left: list[tuple[str, nn.Parameter, torch.Size]] = []
         self._missing: set[str] = set()  # the parameters that have no values, because they have left for good
         self._asleep: set[str] = set()
@@ -138,21 +139,23 @@ class Residence:
         wanted = set(WAKE_UP_TAGS if tags is None else tags)
         if wanted - {*WAKE_UP_TAGS}:
             raise ParameterError("tags", f"be of {', '.join(WAKE_UP_TAGS)}", sorted(wanted))
-        if "weights" in wanted & self._asleep:
+        woken = wanted & self._asleep
+        if "weights" in woken:
             self._come_back()
-        if "kv_cache" in wanted & self._asleep:
+        if "kv_cache" in woken:
             num_pages = self._config.num_pages
             max_model_len = self._config.max_model_len
             assert num_pages is not None
             assert max_model_len is not None
             self._runner.allocate(num_pages, max_model_len, self._config.num_states or 0)
-            if not self._runner.eager:
-                self._runner.make_graphs()
         self._asleep -= wanted
+        if woken and not self._asleep and not self._runner.eager:  # graphs refer to the weights and to the cache
+            self._runner.make_graphs()
 
     def _leave(self, level: int) -> None:
         """Move the weights to the host's memory, or free them. Graphs are gone."""
         unfuse_model(self._runner.model)  # merged weights go with the fused forwards
+        self._addresses = None
         for name, parameter in self._runner.model.named_parameters():
             self._left.append((name, parameter, parameter.shape))
             parameter.data = parameter.data.cpu() if level == 1 else parameter.data.new_empty(0)

@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from fa_serve.engine.runner.residence import check_weight, known_weights
+from fa_serve.hf.adapter.composites import auto_class
 from fa_serve.spec import ParameterError
 
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
@@ -106,18 +107,19 @@ def _files_of(folder: Path) -> list[Path]:
 
 
 def _loaded(model: PreTrainedModel, folder: str | Path) -> Any:
-    """The checkpoint as a model on the host. Raises ParameterError if it lacks weights, which would be random numbers."""
-    load: Any = AutoModelForCausalLM.from_pretrained
+    """The checkpoint as a model on the host, with its towers if it has any. Raises ParameterError if it is one of another
+    model, or lacks weights, which would be random numbers."""
     try:
-        loaded, told = load(str(folder), dtype=model.dtype, output_loading_info=True)
+        auto = auto_class(AutoConfig.from_pretrained(str(folder)))
+        loaded, told = auto.from_pretrained(str(folder), dtype=model.dtype, output_loading_info=True)
     except (OSError, RuntimeError, ValueError) as error:
         raise ParameterError("weight_dir", "hold a checkpoint that transformers can load", str(error)) from error
-    missing = sorted(told["missing_keys"])
-    if missing:
-        raise ParameterError("weight_dir", f"hold every weight of the model, and lacks {missing[0]}", str(folder))
     known = known_weights(model)
     for name, parameter in loaded.named_parameters():
         check_weight(model, known, name, parameter.shape)
+    missing = sorted(told["missing_keys"])
+    if missing:
+        raise ParameterError("weight_dir", f"hold every weight of the model, and lacks {missing[0]}", str(folder))
     return loaded
 
 

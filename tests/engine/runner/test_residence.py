@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from hf_families import pair
 from hybrids import BY_NAME
-from tiny_models import make_model
+from tiny_models import make_model, make_tokenizer
 from torch import nn
 from transformers import GenerationConfig
 
-from fa_serve.engine import Engine, SamplingParams
+from fa_serve.engine import Engine, EngineConfig, SamplingParams
 from fa_serve.engine.runner.residence import Residence
 from fa_serve.hf.surgery.quantised.linear import QuantizedLinear
 from fa_serve.spec import ParameterError
@@ -83,6 +84,26 @@ def test_the_scales_of_a_float8_cache_follow_the_weights(make_engine: Callable[.
     engine.update_weights()
     assert engine._runner._options["descales"][0] is scales, "graphs read them where they are"
     torch.testing.assert_close(scales[1], before[1] * 8)
+
+
+@pytest.mark.parametrize("first", ["weights", "kv_cache"])
+def test_graphs_are_captured_once_when_all_is_back(first: str, tmp_path: Path) -> None:
+    """A graph that is captured while the weights are away fails, and a runner without a first graph never captures again."""
+    make_model().save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    engine = Engine(EngineConfig(model=str(tmp_path), device="cpu", num_pages=32))
+    runner = engine._runner
+    captured: list[int] = []
+    runner.eager = False
+    runner.make_graphs = lambda: captured.append(sum(x.numel() for x in runner.model.parameters()) * len(runner.kv_caches))
+    [second] = {"weights", "kv_cache"} - {first}
+    size = sum(x.numel() for x in runner.model.parameters())
+    engine.sleep(2)
+    engine.wake_up([first])
+    assert captured == []
+    engine.wake_up([second])
+    engine.wake_up()
+    assert captured == [size * 2], "two layers have a cache"
 
 
 def test_quantised_weights_stay(make_engine: Callable[..., Engine]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from image_models import save_llava
 from safetensors.torch import load_file, save_file
 from tiny_models import make_model
 
@@ -29,10 +30,26 @@ def test_a_checkpoint_has_every_weight_under_the_models_name(family: str, tmp_pa
     assert all(torch.equal(found[name], parameter) for name, parameter in expected.items())
 
 
+def test_a_checkpoint_with_towers_has_their_weights_too(tmp_path: Path) -> None:
+    """It has other names in its files than in the model, so that transformers loads it."""
+    model = save_llava(tmp_path)
+    found = dict(from_folder(model, tmp_path))
+    expected = dict(model.named_parameters())
+    assert found.keys() == expected.keys()
+    assert any("vision_tower" in name for name in found)
+    assert all(torch.equal(found[name], parameter) for name, parameter in expected.items())
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_its_names(tmp_path: Path) -> None:
+    save_llava(tmp_path)
+    with pytest.raises(ParameterError, match="weights must have the names of parameters of LlamaForCausalLM"):
+        next(from_folder(make_model(), tmp_path))
+
+
 def test_a_folder_with_the_models_names_is_not_loaded_as_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model()
     model.save_pretrained(tmp_path, max_shard_size="20KB")
-    monkeypatch.setattr(new_weights, "AutoModelForCausalLM", None)
+    monkeypatch.setattr(new_weights, "auto_class", None)
     assert dict(from_folder(model, tmp_path)).keys() == dict(model.named_parameters()).keys()
     with pytest.raises(ParameterError, match="weight_dir must be a folder of this machine with safetensors files"):
         next(from_folder(model, tmp_path / "nowhere"))
