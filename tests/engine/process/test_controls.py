@@ -14,7 +14,7 @@ from encoder_folders import save_encoder
 from tiny_models import greedy, make_model
 
 from fa_serve.engine import AsyncEngine, Encoder, Engine, EngineAsleepError, EngineConfig, RequestOutput, SamplingParams
-from fa_serve.engine.process.controls import Control, Reply, carry_out
+from fa_serve.engine.process.controls import Control, Controls, Reply
 from fa_serve.engine.process.engine_loop import StepOutputs
 from fa_serve.spec import ParameterError
 
@@ -221,10 +221,11 @@ async def test_the_end_of_the_engine_ends_those_who_wait_for_an_answer(
 
 def test_an_engine_is_called_between_two_steps(make_engine: Callable[..., Engine]) -> None:
     engine = make_engine()
-    carry_out(engine, Control(1, "sleep", {"level": 0}))
+    controls = Controls(engine)
+    controls.carry_out(Control(1, "sleep", {"level": 0}))
     with pytest.raises(EngineAsleepError):
         engine.generate([PROMPT])
-    carry_out(engine, Control(2, "wake_up", {"tags": None}))
+    controls.carry_out(Control(2, "wake_up", {"tags": None}))
     assert not engine.is_asleep
 
 
