@@ -6,5 +6,6 @@
     weight_sender.py   `WeightSender`, for a trainer whose engines are servers
     weight_group.py    the process group between the two
 
-Left out: what becomes of weights that come from another process (fa_serve.engine.start.new_weights), and the training forward with the same bits (fa_serve.hf.exact_forward).
+Left out: what becomes of weights that come from another process (fa_serve.engine.start.new_weights), and the training forward
+with the same bits (fa_serve.hf.exact_forward).
 """

@@ -12,6 +12,7 @@ tensors are, which is told by HTTP (weight_sender.py), and where they go (fa_ser
 
 from __future__ import annotations
 
+import socket
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -49,6 +50,8 @@ class WeightGroup:
         self._group: Any = None
         limit = timedelta(seconds=timeout)
         try:
+            # the store's client would try for two timeouts where nobody listens
+            socket.create_connection((host, port), timeout).close()
             store = join(port, world_size, host, limit)
             store.set(_arrival(rank), "")
             # without blocking waits, a thread of NCCL's group would end this process when another rank is late

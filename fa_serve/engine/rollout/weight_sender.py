@@ -103,12 +103,12 @@ class WeightSender:
         if self._group is None:
             raise WeightTransferError("there is no group of trainer and engines: call init_weight_transfer first")
         group = self._group
-        listed = [(name, x.detach()) for name, x in weights]
+        listed = [*weights]
         divided = [name for name, x in listed if hasattr(x, "full_tensor")]
         if divided:
             raise ParameterError("weights", "be whole: every rank of the trainer calls full_tensor() before", divided[0])
         if self._dtype is not None:
-            listed = [(name, x.to(self._dtype) if x.is_floating_point() else x) for name, x in listed]
+            listed = [(name, x.detach().to(self._dtype) if x.is_floating_point() else x) for name, x in listed]
         info = {
             "names": [name for name, _ in listed],
             "dtype_names": [str(x.dtype).removeprefix("torch.") for _, x in listed],
@@ -118,7 +118,7 @@ class WeightSender:
         self._ask_all("/update_weights", {**told, "dry_run": True})
         with self._asked("/update_weights", [told] * len(self._urls)) as answers:
             for _, x in listed:
-                group.broadcast(x.to(group.device).contiguous())
+                group.broadcast(x.detach().to(group.device).contiguous())
         return int(answers[0].result()["weight_version"])
 
     def pause(self, mode: str = "keep") -> None:

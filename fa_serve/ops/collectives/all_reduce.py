@@ -46,7 +46,7 @@ _ON_LOOPBACK = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo0"
 
 
 def listen(size: int, host: str = LOOPBACK, port: int = 0) -> tuple[Store, int]:
-    """The store at which `size` ranks meet, and its port. For rank 0. host: an address of this machine; port: 0 is free"""
+    """The store at which `size` ranks meet, and its port. For rank 0. host: of this machine; port: 0 is a free one"""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     with socket.create_server(address, family=family) as listener:
         port = int(listener.getsockname()[1])
