@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fa_serve.engine.engine import Engine
-    from fa_serve.engine.rollout.weight_group import Backend, WeightGroup
+    from fa_serve.engine.rollout.weight_group import TransferBackend, WeightGroup
 
 ControlName = Literal["pause", "resume", "sleep", "wake_up", "update_weights", "join_weight_group"]
 PauseMode = Literal["abort", "wait", "keep"]
@@ -92,7 +92,7 @@ class Controls:
         port: int = 0,
         rank: int = 1,
         world_size: int = 2,
-        backend: Backend | None = None,
+        backend: TransferBackend | None = None,
         timeout: float = TRANSFER_SECONDS,
     ) -> None:
         """Meet a trainer that listens at host and port, and leave a group that was there before; without a host, only leave.

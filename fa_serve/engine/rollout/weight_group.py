@@ -28,7 +28,7 @@ from fa_serve.spec import ParameterError
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-Backend = Literal["gloo", "nccl"]
+TransferBackend = Literal["gloo", "nccl"]
 
 
 class WeightGroup:
@@ -42,7 +42,15 @@ class WeightGroup:
     """
 
     def __init__(
-        self, host: str, port: int, *, rank: int, world_size: int, backend: Backend, device: torch.device, timeout: float
+        self,
+        host: str,
+        port: int,
+        *,
+        rank: int,
+        world_size: int,
+        backend: TransferBackend,
+        device: torch.device,
+        timeout: float,
     ) -> None:
         if backend == "nccl" and device.type != "cuda":
             raise ParameterError("backend", "be gloo for weights that are not on a GPU", backend)
@@ -62,7 +70,7 @@ class WeightGroup:
         except (RuntimeError, OSError) as error:
             self.close()
             where = f"{world_size} ranks have not met at {host}, port {port}, within {timeout:g} s"
-            raise WeightTransferError(f"{where}: {_first_line(error)}") from error
+            raise WeightTransferError(f"{where}: {error}") from error
 
     def broadcast(self, x: Tensor) -> None:
         """Send a tensor, or receive it into this one. x: contiguous, on `device`, of the same size on all ranks.
@@ -75,9 +83,7 @@ class WeightGroup:
             # bytes: not every release of gloo knows every dtype
             self._group.broadcast(x.detach().reshape(-1).view(torch.uint8), 0).wait()
         except RuntimeError as error:
-            raise WeightTransferError(
-                f"a rank has left the group of trainer and engines, or is late: {_first_line(error)}"
-            ) from error
+            raise WeightTransferError(f"a rank has left the group of trainer and engines, or is late: {error}") from error
 
     def close(self) -> None:
         """Leave the group. Who waits for this rank gets an error."""
@@ -93,8 +99,3 @@ def has_arrived(store: Store, rank: int) -> bool:
 
 def _arrival(rank: int) -> str:
     return f"fa_serve/{rank}"
-
-
-def _first_line(error: Exception) -> str:
-    """What a program of C++ says, without its stack."""
-    return str(error).partition("\n")[0][:256]

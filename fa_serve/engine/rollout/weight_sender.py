@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fa_serve.engine.errors import WeightTransferError
 from fa_serve.engine.process.controls import TRANSFER_SECONDS
-from fa_serve.engine.rollout.weight_group import Backend, WeightGroup, has_arrived
+from fa_serve.engine.rollout.weight_group import TransferBackend, WeightGroup, has_arrived
 from fa_serve.ops.collectives.all_reduce import LOOPBACK, listen
 from fa_serve.spec import ParameterError
 
@@ -72,7 +72,7 @@ class WeightSender:
         self.destroy()
         size = 1 + len(self._urls)
         host, port = self._place
-        backend: Backend = "nccl" if self._device.type == "cuda" else "gloo"
+        backend: TransferBackend = "nccl" if self._device.type == "cuda" else "gloo"
         store, port = listen(size, host, port)
         told = {"master_address": host, "master_port": port, "world_size": size, "backend": backend, "timeout": self._timeout}
         ranks = range(1, size)

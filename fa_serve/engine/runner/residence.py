@@ -106,7 +106,7 @@ class Residence:
             given = {id(known[name]) for name in copied}  # tied ones have several names
             self._missing = {name for name in self._missing if id(known[name]) not in given}
         elif not self._owned:
-            self._missing.clear()  # whoever owns the weights says that they are right as they are
+            self._missing.clear()  # their owner says that they are right as they are
 
     def settle(self) -> bool:
         """Make again what was made from the weights before. Returns whether layers were fused and graphs captured again."""

@@ -117,10 +117,13 @@ def test_nobody_can_come_to_the_store_after_all_have_met(server: ServerProcess, 
 
     listen = weight_sender.listen
     monkeypatch.setattr(weight_sender, "listen", listening)
-    sender = WeightSender(server.url, KEY)
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        port = listener.getsockname()[1]
+    sender = WeightSender(server.url, KEY, port=port)
     sender.init_weight_transfer()
+    assert ports == [port]
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection((LOOPBACK, ports[0]), 5)
+        socket.create_connection((LOOPBACK, port), 5)
     sender.destroy()
 
 
