@@ -29,7 +29,7 @@ from fa_serve.engine.errors import EngineAsleepError, WeightTransferError
 from fa_serve.engine.process.controls import TRANSFER_SECONDS
 from fa_serve.spec import ParameterError
 
-from .adapters import require_administrator
+from .adapters import ADMINISTRATION, require_administrator
 from .errors import BadRequest, HttpError, parameter_refused
 from .replies import WeightReply, WorldSizeReply
 from .routes import ERRORS
@@ -153,7 +153,7 @@ def _wrong(field: str, rule: str) -> PydanticCustomError:
     return PydanticCustomError("field", "{field} {rule}", {"field": field, "rule": rule})
 
 
-operation = APIRouter(responses=ERRORS, tags=["Operation"])
+operation = APIRouter(responses=ERRORS, tags=[ADMINISTRATION])
 
 
 @operation.post("/pause", response_model=WeightReply)
@@ -216,7 +216,7 @@ async def shutdown_weight_transfer_engine(body: ShutdownWeightTransferRequest, r
 @operation.get("/get_world_size", response_model=WorldSizeReply)
 async def get_world_size(request: Request) -> JSONResponse:
     """How many ranks of this server take part in a trainer's group: one, because several ranks or replicas are refused."""
-    _service_of(request)
+    _administrators_service(request)
     world_size: WorldSizeReply = {"world_size": 1}
     return JSONResponse(world_size)
 
@@ -224,10 +224,11 @@ async def get_world_size(request: Request) -> JSONResponse:
 @operation.get("/is_paused", response_model=WeightReply)
 async def is_paused(request: Request) -> JSONResponse:
     """Whether requests wait for /resume or /wake_up."""
-    return _reply(_service_of(request))
+    return _reply(_administrators_service(request))
 
 
-def _service_of(request: Request) -> Service:
+def _administrators_service(request: Request) -> Service:
+    """For a GET, whose key nobody has asked for yet (bodies.py)."""
     service: Service = request.app.state.service
     require_administrator(request, service.settings)
     service.require_ready()
@@ -236,7 +237,8 @@ def _service_of(request: Request) -> Service:
 
 async def _tell(request: Request, name: str, **arguments: Any) -> JSONResponse:
     """Call a method of the engine, and answer when it has ended. A client that leaves does not stop it."""
-    service = _service_of(request)
+    service: Service = request.app.state.service
+    service.require_ready()
     try:
         await asyncio.shield(asyncio.ensure_future(getattr(service.engine, name)(**arguments)))
     except ParameterError as error:

@@ -153,8 +153,10 @@ async def test_only_the_administrator_may_tell(serving, told):
             init = {"init_info": {"master_address": "10.0.0.7", "master_port": 29500}}
             bodies = {"/update_weights": {"weight_dir": "/x"}, "/init_weight_transfer_engine": init}
             for path in ("/pause", "/resume", "/sleep", "/wake_up", "/shutdown_weight_transfer_engine", *bodies):
-                refused = await client.post(path, headers=headers, json=bodies.get(path, {}))
-                assert refused.status_code == status, path
+                for body in (bodies.get(path, {}), {"unknown": 1}):
+                    assert (await client.post(path, headers=headers, json=body)).status_code == status, path
+                garbage = await client.post(path, headers=headers, content=b"{")
+                assert garbage.status_code == status, "what a body lacks is told to the administrator alone"
             for path in ("/is_paused", "/get_world_size"):
                 assert (await client.get(path, headers=headers)).status_code == status
     assert told == []
