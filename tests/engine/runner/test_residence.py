@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,7 @@ from tiny_models import make_model, make_tokenizer
 from torch import nn
 from transformers import GenerationConfig
 
-from fa_serve.engine import Engine, EngineConfig, SamplingParams
+from fa_serve.engine import Engine, EngineAsleepError, EngineConfig, SamplingParams
 from fa_serve.engine.runner.residence import Residence
 from fa_serve.hf.surgery.quantised.linear import QuantizedLinear
 from fa_serve.spec import ParameterError
@@ -132,3 +132,49 @@ def test_a_model_with_states_computes_unfinished_answers_again(make_engine: Call
     assert expected.token_ids[1:] == tokens
     with pytest.raises(ParameterError, match="keep_pages must be False for a model that keeps states"):
         engine.update_weights(keep_pages=True)
+
+
+def test_a_part_of_new_weights_computes_nothing(make_engine: Callable[..., Engine]) -> None:
+    """An update that fails in the middle has copied weights that belong to others. They have to come again, with these."""
+    engine = make_engine()
+    new = {name: torch.full_like(x, 0.01) for name, x in engine.model.named_parameters()}
+
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from [*new.items()][:3]
+        raise OSError("the file is cut off")
+
+    with pytest.raises(OSError, match="cut off"):
+        engine.update_weights(broken())
+    assert engine.is_asleep
+    with pytest.raises(EngineAsleepError, match=r"3 parameters are missing since sleep\(level=2\) or an update that failed"):
+        engine.generate([[5, 6, 7]], GREEDY)
+    engine.update_weights([*new.items()][1:3])
+    with pytest.raises(EngineAsleepError, match="1 parameters are missing"):
+        engine.generate([[5, 6, 7]], GREEDY)
+    assert engine.update_weights(new.items()) == 3
+    assert len(engine.generate([[5, 6, 7]], GREEDY)[0].token_ids) == 4
+
+
+def test_an_update_that_fails_at_its_first_weight_changes_nothing(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine()
+
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+        raise OSError("the file is cut off")
+        yield
+
+    with pytest.raises(OSError, match="cut off"):
+        engine.update_weights(broken())
+    assert (engine.is_asleep, engine.weight_version) == (False, 0)
+
+
+def test_the_owner_of_weights_mends_a_part_of_new_ones_in_place(make_engine: Callable[..., Engine]) -> None:
+    """A trainer whose live model has taken a part of an update, by a name that there is not."""
+    engine = make_engine()
+    head = engine.model.lm_head.weight.detach().clone()
+    with pytest.raises(ParameterError, match="names of parameters"):
+        engine.update_weights([("lm_head.weight", -head), ("nothing", head)])
+    assert engine.is_asleep
+    with torch.no_grad():
+        engine.model.lm_head.weight.copy_(head)
+    engine.update_weights()
+    assert not engine.is_asleep
