@@ -284,7 +284,7 @@ class Engine:
     def adapters(self) -> AdapterStore:
         """The adapters by name. Raises ParameterError for an engine without memory for them."""
         if self._runner.adapters is None:
-            raise ParameterError("lora_bytes", "be positive to serve adapters", self.config.lora_budget)
+            raise ParameterError("lora_bytes", "be positive to serve adapters (--lora-bytes 1GiB)", self.config.lora_budget)
         return self._runner.adapters
 
     def _adapter(self, name: str | None) -> Adapter | None:
@@ -304,9 +304,9 @@ class Engine:
         and with several ranks.
         """
         self._residence.require_one_rank("update_weights")
-        weights = self._residence.begin(weights)
         if keep_pages and self._scheduler.states is not None:
             raise ParameterError("keep_pages", "be False for a model that keeps states beside keys and values", keep_pages)
+        weights = self._residence.begin(weights)
         self._late += self.drain()
         try:
             self._residence.copy(weights)
