@@ -245,7 +245,9 @@ def test_a_rank_that_is_lost_while_an_image_is_encoded_ends_the_engine(
 
 
 def test_a_language_model_without_a_plan_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match="cannot be divided between 2 ranks: transformers has no tensor-parallel plan"):
+    with pytest.raises(
+        UnsupportedModelError, match="cannot be divided between 2 ranks: transformers has no tensor-parallel plan"
+    ):
         start(Case("qwen3_vl"), tmp_path)
 
 

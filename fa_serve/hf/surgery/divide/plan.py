@@ -117,7 +117,11 @@ def plan_division(model: PreTrainedModel, size: int) -> Division:
     try:
         for name, module in model.named_modules():
             found = _LAYER.match(name)
-            if found is None or module in towers or not (found["stack"] in stacks if states else int(found["number"]) < len(specs)):
+            if (
+                found is None
+                or module in towers
+                or not (found["stack"] in stacks if states else int(found["number"]) < len(specs))
+            ):
                 continue  # outside of the layers: embeddings, the last norm, the head
             division = layers.setdefault(found["layer"], LayerDivision())
             planner = _Planner(model, division, specs.get(int(found["number"])), size)
