@@ -31,6 +31,8 @@ PEERS = {
     "flex_scores": "FlexAttention, `score_mod`",
     "efficient": "PyTorch's efficient attention",
     "base": "without adapters",
+    "calm": "without loads",
+    "asked": "adapters in memory",
     "each": "each sequence read",
     "usual": "the usual mode",
     "fla": "flash-linear-attention",

@@ -26,8 +26,8 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from fa_serve.environment import PREFIX, refuse_unknown
-from fa_serve.server.settings import SETTING_VARIABLES
+from fa_serve.environment import PREFIX
+from fa_serve.server.settings import load
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,7 +70,7 @@ def examine(host: str, port: int) -> list[Finding]:
     checks: Mapping[str, Callable[[], Finding]] = {
         "python": check_python,
         "packages": check_packages,
-        "environment": partial(check_environment, os.environ),
+        "environment": check_environment,
         "driver": check_driver,
         "gpu": check_gpu,
         "triton": check_triton,
@@ -129,13 +129,17 @@ def _version(package: str) -> str | None:
         return None
 
 
-def check_environment(environment: Mapping[str, str]) -> Finding:
-    """The variables FA_SERVE_*, of which a misspelt one would be ignored."""
+def check_environment() -> Finding:
+    """The variables FA_SERVE_*, the file that FA_SERVE_CONFIG names and that of the keys, as a start reads them."""
+    file = os.environ.get("FA_SERVE_CONFIG")
     try:
-        refuse_unknown(environment, SETTING_VARIABLES)
-    except ValueError as error:
-        return Finding("environment", "failed", str(error), "unset or correct the variable")
-    names = sorted(name for name in environment if name.upper().startswith(PREFIX))
+        keys = load({}, Path(file) if file else None).all_keys
+    except (ValueError, OSError) as error:
+        return Finding("environment", "failed", str(error), "unset or correct the variable, or the line of the file")
+    names = sorted(name for name in os.environ if name.upper().startswith(PREFIX))
+    if not keys and os.environ.get("FA_SERVE_API_KEY"):
+        remedy = "for the keys that a server accepts, set FA_SERVE_API_KEYS"
+        return Finding("environment", "warning", "FA_SERVE_API_KEY is the key that clients send", remedy)
     return Finding("environment", "ok", ", ".join(names) or f"no variable {PREFIX}* is set")
 
 

@@ -32,12 +32,49 @@ PLAIN_TYPES = (bool, float, int, str, Path)
 SWITCH_WORDS = ("true", "false", "yes", "no", "on", "off", "1", "0")
 """What people write behind a switch, which takes no value. It would be taken for the name of a model."""
 
+FOREIGN_FLAGS = {
+    "--allowed-origins": "--cors-origins",
+    "--api-key": "FA_SERVE_API_KEYS in the environment, or --api-key-file: other users of the machine can read flags",
+    "--block-size": "--page-size",
+    "--data-parallel-size": "fa-serve ray --replicas",
+    "--disable-log-requests": "nothing: prompts and answers are never logged. --log-level warning leaves the access log out",
+    "--download-dir": "HF_HOME in the environment",
+    "--enable-auto-tool-choice": "nothing: tools are always offered",
+    "--enable-chunked-prefill": "nothing: long prompts are always divided; --max-num-batched-tokens bounds a step",
+    "--enable-lora": "--lora NAME=FOLDER, or --lora-bytes for adapters that come later",
+    "--enable-prefix-caching": "--prefix-caching, which is the default",
+    "--enforce-eager": "--eager",
+    "--lora-modules": "--lora NAME=FOLDER",
+    "--no-enable-prefix-caching": "--no-prefix-caching",
+    "--num-gpu-blocks-override": "--num-pages",
+    "--override-generation-config": "--generation-config FOLDER, with a generation_config.json in it",
+    "--pipeline-parallel-size": "--tensor-parallel: there is no pipeline parallelism",
+    "--revision": "a folder: hf download MODEL --revision REVISION --local-dir FOLDER, then fa-serve serve FOLDER",
+    "--root-path": "a reverse proxy that removes the path (docs/deployment.md)",
+    "--scheduling-policy": "nothing: the priority of a request always counts",
+    "--speculative-config": "--speculative",
+    "--ssl-certfile": "a reverse proxy, to which TLS belongs (docs/deployment.md)",
+    "--ssl-keyfile": "a reverse proxy, to which TLS belongs (docs/deployment.md)",
+    "--tensor-parallel-size": "--tensor-parallel",
+    "--uvicorn-log-level": "--log-level",
+}
+"""Flags of `vllm serve` that are no settings here, and what takes their place; docs/moving/vllm.md has the same ones."""
+
 
 class PlainHelp(TyperCommand):
     """A command whose help is plain text, with a section for each panel of options, in which no flag is divided between lines.
 
-    click wraps lines at hyphens as well, so those of flags are other characters until the lines are made.
+    click wraps lines at hyphens as well, so those of flags are other characters until the lines are made. A flag of vLLM is
+    refused with what takes its place.
     """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the arguments. Ends the command with a usage error for a flag that it does not have."""
+        known = {name for parameter in self.get_params(ctx) for name in (*parameter.opts, *parameter.secondary_opts)}
+        for flag in (argument.split("=", 1)[0] for argument in args):
+            if flag in FOREIGN_FLAGS and flag not in known:
+                ctx.fail(f"No such option: {flag}. Use {FOREIGN_FLAGS[flag]}")
+        return super().parse_args(ctx, args)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help of the command."""

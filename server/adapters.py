@@ -26,6 +26,8 @@ from .settings import Settings
 if TYPE_CHECKING:
     from fa_serve.engine import AsyncEngine
 
+ADMINISTRATION = "Administration"
+"""The tag of the routes that take the administrator's key alone. For a POST, bodies.py asks for it before the body is read."""
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 MAX_LISTED = 1024

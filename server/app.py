@@ -27,6 +27,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
@@ -95,6 +96,8 @@ def create_app(engine: AsyncEngine, settings: Settings) -> FastAPI:
         log.warning(
             "no API key is set: every client that can reach %s, port %d, can use the model", settings.host, settings.port
         )
+    if not keys and os.environ.get("FA_SERVE_API_KEY"):
+        log.warning("FA_SERVE_API_KEY is the key that clients send; the keys that this server accepts are in FA_SERVE_API_KEYS")
     if settings.admin_key is not None:
         guarded = WeightVersion(guarded, lambda: engine.weight_version if service.running else None)
     if settings.cors_origins:

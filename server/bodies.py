@@ -19,6 +19,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute
 
+from .adapters import ADMINISTRATION, require_administrator
 from .bounds.costs import Bill
 from .bounds.guard import SMALL_BODY, ReceivedBody, header
 from .bounds.json_bounds import JsonTotal
@@ -64,6 +65,7 @@ class BodyRoutes:
             route.path: route for route in routes if isinstance(route, APIRoute) and "POST" in (route.methods or ())
         }
         self._models = {path: _model_of(route) for path, route in self._routes.items()}
+        self._administrators = {path for path, route in self._routes.items() if ADMINISTRATION in route.tags}
 
     async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
         path = scope.get("path")
@@ -72,6 +74,8 @@ class BodyRoutes:
             return
         route = scope["route"] = self._routes[path]
         try:
+            if path in self._administrators:  # before anything of the body is read or told
+                require_administrator(Request(scope), self._service.settings)
             body = await self._body(self._models[path], scope, receive)
             response = await route.endpoint(body, Request(scope, receive))
             await response(scope, receive, send)

@@ -25,7 +25,7 @@ from pydantic_core import PydanticCustomError
 from fa_serve.engine.errors import EngineAsleepError
 from fa_serve.spec import ParameterError
 
-from .adapters import require_administrator
+from .adapters import ADMINISTRATION, require_administrator
 from .errors import BadRequest, HttpError, parameter_refused
 from .replies import WeightReply
 from .routes import ERRORS
@@ -91,7 +91,7 @@ class UpdateWeightsRequest(StrictModel):
 RULE = "must be given, or shared_memory, and not both: weights come from a folder or from shared memory of this machine"
 
 
-operation = APIRouter(responses=ERRORS, tags=["Operation"])
+operation = APIRouter(responses=ERRORS, tags=[ADMINISTRATION])
 
 
 @operation.post("/pause", response_model=WeightReply)
@@ -136,19 +136,16 @@ async def update_weights(body: UpdateWeightsRequest, request: Request) -> JSONRe
 @operation.get("/is_paused", response_model=WeightReply)
 async def is_paused(request: Request) -> JSONResponse:
     """Whether requests wait for /resume or /wake_up."""
-    return _reply(_service_of(request))
-
-
-def _service_of(request: Request) -> Service:
     service: Service = request.app.state.service
     require_administrator(request, service.settings)
     service.require_ready()
-    return service
+    return _reply(service)
 
 
 async def _tell(request: Request, name: str, **arguments: Any) -> JSONResponse:
     """Call a method of the engine, and answer when it has ended. A client that leaves does not stop it."""
-    service = _service_of(request)
+    service: Service = request.app.state.service
+    service.require_ready()
     try:
         await asyncio.shield(asyncio.ensure_future(getattr(service.engine, name)(**arguments)))
     except ParameterError as error:

@@ -12,7 +12,7 @@ from pydantic_core import to_json
 
 import fa_serve
 
-from .adapters import require_administrator
+from .adapters import ADMINISTRATION
 from .answers.answer import Answer
 from .answers.completion import CompletionAnswer
 from .answers.size import SMALL, TEXT, written_in_steps
@@ -139,12 +139,11 @@ async def model(model: str, service: Shared) -> ModelCard:
     return service.model_card(None if model == service.model_name else model)
 
 
-@router.post("/v1/load_lora_adapter", response_model=AdapterReply, tags=["Administration"])
+@router.post("/v1/load_lora_adapter", response_model=AdapterReply, tags=[ADMINISTRATION])
 async def load_lora_adapter(body: LoadAdapterRequest, request: Request) -> Response:
     """Serve the adapter in a folder of the server under a name. A name that is in use gets the new adapter. Only for the
     administrator's key."""
     service = await _service(request)
-    require_administrator(request, service.settings)
     service.require_ready()
     if body.lora_name == service.model_name:
         raise BadRequest("lora_name must not be the name of the model.", param="lora_name")
@@ -152,11 +151,10 @@ async def load_lora_adapter(body: LoadAdapterRequest, request: Request) -> Respo
     return JSONResponse({"lora_name": body.lora_name, "status": "loaded"})
 
 
-@router.post("/v1/unload_lora_adapter", response_model=AdapterReply, tags=["Administration"])
+@router.post("/v1/unload_lora_adapter", response_model=AdapterReply, tags=[ADMINISTRATION])
 async def unload_lora_adapter(body: UnloadAdapterRequest, request: Request) -> Response:
     """Serve an adapter no more. Requests that have it finish. Only for the administrator's key."""
     service = await _service(request)
-    require_administrator(request, service.settings)
     service.require_ready()
     await service.adapters.unload(body.lora_name)
     return JSONResponse({"lora_name": body.lora_name, "status": "unloaded"})

@@ -197,10 +197,10 @@ class Settings(BaseSettings):
     )
     cors_origins: Items = _option([], "Origins from which browsers may call, comma-separated; by default none.", "Network")
 
-    api_keys: Annotated[list[SecretStr], NoDecode] = _option([], "API keys, comma-separated (environment only).", "Access")
+    api_keys: Annotated[list[SecretStr], NoDecode] = _option([], "API keys, comma-separated (environment or file).", "Access")
     admin_key: SecretStr | None = _option(
         None,
-        "Key of the administrator, who may load adapters, change weights and pause (environment only).",
+        "Key of the administrator, who may load adapters, change weights and pause (environment or file).",
         "Access",
     )
     api_key_file: Path | None = _option(
@@ -246,7 +246,7 @@ class Settings(BaseSettings):
         ge=0,
     )
     otlp_traces_endpoint: str | None = _option(
-        None, "OTLP/HTTP address that gets OpenTelemetry traces; needs the otel extra.", "Logs"
+        None, "OTLP/HTTP address that gets OpenTelemetry traces, without a path its /v1/traces; needs the otel extra.", "Logs"
     )
 
     max_waiting: int = _option(
@@ -494,4 +494,6 @@ def _described(error: Any) -> str:
         nearest = nearest_name(name, Settings.model_fields)
         return f"{name} is no setting: " + (f"did you mean {nearest}?" if nearest else "fa-serve serve --help lists them")
     given = "" if error["loc"][0] in SECRETS else f", got {error['input']!r}"
+    if name == "port" and "://" in given:
+        given += ", as Kubernetes sets it for a service named fa-serve: set enableServiceLinks: false, or give --port"
     return f"{name} {rule_of(error)}{given}"

@@ -20,6 +20,7 @@ import fa_serve
 from fa_serve.__main__ import app
 from fa_serve.engine.events import Phase
 from fa_serve.environment import PREFIX
+from fa_serve.flags import FOREIGN_FLAGS
 
 WIDE = {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
 
@@ -144,6 +145,32 @@ def given(*arguments, monkeypatch, **environment):
     monkeypatch.setattr("fa_serve.__main__.load", stop)
     assert run("serve", *arguments, **environment).exit_code == 2
     return found[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--api-key", "secret"), "No such option: --api-key. Use FA_SERVE_API_KEYS in the environment, or --api-key-file"),
+        (("--tensor-parallel-size=2",), "No such option: --tensor-parallel-size. Use --tensor-parallel\n"),
+        (("org/model", "--revision", "v2"), "Use a folder: hf download MODEL --revision REVISION --local-dir FOLDER"),
+    ],
+)
+@pytest.mark.parametrize("command", ["serve", "ray"])
+def test_a_flag_of_vllm_is_refused_with_what_takes_its_place(command, arguments, said):
+    result = run(command, *arguments)
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert "secret" not in result.stderr
+
+
+def test_the_page_for_users_of_vllm_has_these_flags():
+    """Each flag of its table is one of ours, or is refused with what takes its place; and the other way round."""
+    page = (ROOT / "docs" / "moving" / "vllm.md").read_text()
+    rows = page.split("## Server")[1].split("\n## ")[0].splitlines()
+    named = {flag for row in rows if row.startswith("|") for flag in re.findall(r"--[a-z][a-z-]+", row.split("|")[1])}
+    ours = {f"--{name.replace('_', '-')}" for name in Settings.model_fields}
+    assert named - ours == FOREIGN_FLAGS.keys()
+    assert not FOREIGN_FLAGS.keys() & ours
 
 
 def test_a_flag_turns_off_what_the_environment_turns_on(monkeypatch):

@@ -107,10 +107,47 @@ def test_packages_that_are_missing_or_old(monkeypatch):
     assert "all 2 requirements are met" in check_packages().found
 
 
-def test_a_misspelt_variable_and_no_values_are_shown():
-    assert check_environment({"FA_SERVE_" + "PROT": "1"}).state == "failed"
-    found = check_environment({"FA_SERVE_API_KEYS": "secret", "FA_SERVE_PORT": "1", "HOME": "/"})
-    assert (found.state, found.found) == ("ok", "FA_SERVE_API_KEYS, FA_SERVE_PORT")
+@pytest.fixture
+def variables(monkeypatch):
+    """Set these variables, and no others of ours."""
+
+    def only(**given: str) -> None:
+        for name in [name for name in os.environ if name.startswith("FA_SERVE_")]:
+            monkeypatch.delenv(name)
+        for name, value in given.items():
+            monkeypatch.setenv("FA_SERVE_" + name, value)
+
+    return only
+
+
+def test_a_misspelt_variable_and_no_values_are_shown(variables):
+    variables(PROT="1")
+    assert check_environment().state == "failed"
+    variables(API_KEYS="secret", PORT="1")
+    assert check_environment() == Finding("environment", "ok", "FA_SERVE_API_KEYS, FA_SERVE_PORT")
+
+
+def test_values_and_files_are_read_as_a_start_reads_them(variables, tmp_path):
+    (tmp_path / "settings.toml").write_text("max_num_seqs = 0\n")
+    (tmp_path / "keys").write_text("# none yet\n")
+    for given, said in (
+        ({"MAX_NUM_SEQS": "0"}, "max_num_seqs must be at least 1, got '0'"),
+        ({"CONFIG": str(tmp_path / "settings.toml")}, "max_num_seqs must be at least 1, got 0"),
+        ({"CONFIG": str(tmp_path / "nowhere")}, f"config must be an existing TOML or YAML file, got {tmp_path}/nowhere"),
+        ({"API_KEY_FILE": str(tmp_path / "keys")}, f"api_key_file must hold at least one key, got none in {tmp_path}/keys"),
+        ({"API_KEYS": " "}, "FA_SERVE_API_KEYS must not be empty; unset the variable to run without it"),
+    ):
+        variables(**given)
+        found = check_environment()
+        assert (found.state, found.found) == ("failed", said)
+
+
+def test_the_clients_key_is_none_of_the_server(variables):
+    variables(API_KEY="secret")
+    found = check_environment()
+    assert (found.state, found.remedy) == ("warning", "for the keys that a server accepts, set FA_SERVE_API_KEYS")
+    variables(API_KEY="secret", API_KEYS="secret")
+    assert check_environment().state == "ok"
 
 
 @pytest.mark.parametrize(

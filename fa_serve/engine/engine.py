@@ -284,7 +284,7 @@ class Engine:
     def adapters(self) -> AdapterStore:
         """The adapters by name. Raises ParameterError for an engine without memory for them."""
         if self._runner.adapters is None:
-            raise ParameterError("lora_bytes", "be positive to serve adapters", self.config.lora_budget)
+            raise ParameterError("lora_bytes", "be positive to serve adapters (--lora-bytes 1GiB)", self.config.lora_budget)
         return self._runner.adapters
 
     def _adapter(self, name: str | None) -> Adapter | None:

@@ -37,6 +37,7 @@ REQUEST_ID = re.compile(r"[!-~]{1,128}")
 KEY_CHARACTERS = 8  # of a key's hash that name it in the log
 SMALL_BODY = 1 << 16  # bytes; such a body takes up to ten milliseconds to parse and validate, which is done at once
 ADDRESS = re.compile(r"(?P<v4>[\d.]+)(:\d{1,5})?|\[(?P<bracketed>[\da-fA-F:.]+)\](:\d{1,5})?|(?P<bare>[\da-fA-F:.]+)", re.ASCII)
+PROBES = frozenset({"/health", "/ready", "/metrics"})  # asked every few seconds: those that succeed are logged at debug alone
 CLIENT_GONE = 499  # the status in the log of a request whose client left before the response began
 
 
@@ -92,11 +93,12 @@ class RequestIds:
             self._count(getattr(scope.get("route"), "path", "other"), status)
             if "bill" in state:  # its client's turn has been taken
                 self._costs.settle(state["bill"], unpaid=status >= 400 or scope["method"] != "POST")
-            if access_log.isEnabledFor(logging.INFO):
-                _log_access(scope, state, status, time.perf_counter() - begin)
+            level = logging.DEBUG if status == 200 and scope["path"] in PROBES else logging.INFO
+            if access_log.isEnabledFor(level):
+                _log_access(level, scope, state, status, time.perf_counter() - begin)
 
 
-def _log_access(scope: asgi.Scope, state: dict[str, Any], status: int, seconds: float) -> None:
+def _log_access(level: int, scope: asgi.Scope, state: dict[str, Any], status: int, seconds: float) -> None:
     """One line for people, and the same as fields for the JSON log. The path is quoted, so it cannot begin a new line."""
     fields = {
         "method": scope["method"],
@@ -111,7 +113,7 @@ def _log_access(scope: asgi.Scope, state: dict[str, Any], status: int, seconds: 
     origin = fields["client"] + (f" key={fields['key']}" if fields["key"] else "")
     user = f" user={state['user']!r}" if state.get("user") else ""
     line = f"{scope['method']} {quote(scope['path'])} {status} {seconds:.3f}s {state['request_id']} {origin}{user}"
-    access_log.info("%s", line, extra={"fields": fields})
+    access_log.log(level, "%s", line, extra={"fields": fields})
 
 
 class Hosts:

@@ -57,6 +57,12 @@ class Metrics(Collector):
         self.queue = self._histogram(
             "request_queue_time_seconds", "Time in the engine's queue before the first step.", REQUEST_SECONDS
         )
+        self.in_prompt = self._histogram(
+            "request_prefill_time_seconds", "From the first step to the first token.", REQUEST_SECONDS
+        )
+        self.in_decode = self._histogram(
+            "request_decode_time_seconds", "From the first token to the last one.", REQUEST_SECONDS
+        )
         self.loop_delay = self._histogram(
             "event_loop_delay_seconds", "How late the server's event loop runs what is due.", STEP_SECONDS
         )
@@ -314,6 +320,8 @@ class SequenceMetrics:
             self._metrics.output.of(self._model)(output.num_output_tokens, 1)
             if output.times is not None and output.times.begun:
                 self._metrics.queue.of(self._model)(output.times.queue, 1)
+                self._metrics.in_prompt.of(self._model)(output.times.prompt, 1)
+                self._metrics.in_decode.of(self._model)(output.times.decode, 1)
             self.end(output.finish_reason or "error", output)
 
     def end(self, reason: str, output: RequestOutput | None = None) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import time
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit, urlunsplit
 
 from starlette import types as asgi
 from starlette.datastructures import Headers
@@ -26,14 +27,20 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
 UNTRACED = frozenset({"/", "/health", "/ready", "/metrics", "/version", "/docs", "/openapi.json"})
+TRACES_PATH = "/v1/traces"
 EXPORT_SECONDS = 2.0  # that an export may take: a collector that does not answer must not hold up the shutdown
 
 
 def tracer_provider(endpoint: str) -> TracerProvider:
     """A provider that sends spans to a collector's OTLP/HTTP address in the background.
 
-    Raises ValueError if the extra is not installed.
+    Raises ValueError if the extra is not installed, or for an address that is none.
     """
+    address = urlsplit(endpoint)
+    if address.scheme not in ("http", "https") or not address.netloc:
+        raise ValueError(f"otlp_traces_endpoint must be an address such as http://collector:4318/v1/traces, got {endpoint!r}")
+    if address.path in ("", "/"):  # of a collector, as OTEL_EXPORTER_OTLP_ENDPOINT has it
+        endpoint = urlunsplit(address._replace(path=TRACES_PATH))
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource

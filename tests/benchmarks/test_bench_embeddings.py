@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,32 @@ def test_a_peer_that_does_not_start_is_named(tmp_path: Path) -> None:
     args = argparse.Namespace(peer_path=str(tmp_path / "nothing"), dtype="float32", out=tmp_path)
     with pytest.raises(RuntimeError, match="not ready after"), bench_embeddings.vllm(args, tmp_path):
         pytest.fail("there is no such server")
+
+
+def test_a_client_opens_a_connection_again_that_a_server_has_closed() -> None:
+    """vLLM's closes what is idle for 5 s, here for 0.1 s."""
+    connections = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        with suppress(TimeoutError, asyncio.IncompleteReadError):
+            while await asyncio.wait_for(reader.readuntil(b"}"), 0.1):
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+        writer.close()
+        await writer.wait_closed()
+
+    async def run() -> bench_embeddings.Load:
+        load = bench_embeddings.Load()
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            pauses = iter([0.0, 0.0, 0.5])
+            await bench_embeddings.ask(f"http://127.0.0.1:{port}", iter([b"{}"] * 3), load, lambda: next(pauses))
+            await asyncio.sleep(0.2)  # both sides close
+        return load
+
+    assert len(asyncio.run(run()).seconds) == 3
+    assert connections >= 2
 
 
 def test_texts_have_exactly_their_tokens_and_wrong_vectors_end_the_run(tmp_path: Path) -> None:

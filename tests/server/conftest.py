@@ -142,7 +142,7 @@ class FakeEngine:
                         num_output_tokens=i + 1,
                         num_cached_tokens=2,
                         index=index,
-                        times=SequenceTimes(0.0, queue=0.25, prompt=0.5, begun=True) if last else None,
+                        times=SequenceTimes(0.0, queue=0.25, prompt=0.5, decode=0.125, begun=True) if last else None,
                         prompt_logprobs=[None, *scores] if scored else None,
                     )
         finally:

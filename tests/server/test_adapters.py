@@ -144,6 +144,8 @@ async def test_an_api_key_is_not_the_administrators(folders) -> None:
         for key, status in (("user-key", 403), ("root-key", 200), ("nobody", 401)):
             headers = {"authorization": f"Bearer {key}"}
             assert (await client.post("/v1/load_lora_adapter", json=body, headers=headers)).status_code == status
+            if key != "root-key":
+                assert (await client.post("/v1/unload_lora_adapter", json={}, headers=headers)).status_code == status
 
 
 @pytest.mark.parametrize("settings", [{}, {"served_model_name": "m"}])

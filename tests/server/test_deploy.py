@@ -19,8 +19,12 @@ import kubernetes_validate
 import pytest
 import typer
 import yaml
+from fa_serve.server.adapters import ADMINISTRATION
 from fa_serve.server.observe.metrics import Metrics
+from fa_serve.server.operation import operation
+from fa_serve.server.routes import router
 from fa_serve.server.settings import Settings, load
+from fastapi.routing import APIRoute
 
 from fa_serve.__main__ import app
 from fa_serve.engine import EngineStats
@@ -241,10 +245,9 @@ def test_caddy(name):
 
 
 def administrators_routes() -> set[str]:
-    """The paths of the routes whose code asks for the administrator's key."""
-    text = {name: (ROOT / "server" / name).read_text() for name in ("routes.py", "operation.py")}
-    adapters = re.findall(r'@router\.post\("(/[^"]+)"[^\n]+tags=\["Administration"\]', text["routes.py"])
-    return {*adapters, *re.findall(r'@operation\.\w+\("(/[^"]+)"', text["operation.py"])}
+    """The paths of the routes that take the administrator's key alone."""
+    routes = [route for route in (*router.routes, *operation.routes) if isinstance(route, APIRoute)]
+    return {route.path for route in routes if ADMINISTRATION in route.tags}
 
 
 def test_proxies_close_the_administrators_routes():

@@ -60,6 +60,20 @@ def test_empty_variables_are_as_if_they_were_not_set(monkeypatch):
     assert load({}).port == 8000
 
 
+def test_secrets_may_come_from_the_file(tmp_path):
+    file = tmp_path / "settings.toml"
+    file.write_text('api_keys = ["one"]\nadmin_key = "two"\n')
+    settings = load({}, file)
+    assert (settings.all_keys, settings.admin_key.get_secret_value()) == (("one",), "two")
+
+
+def test_a_port_of_a_kubernetes_service_says_where_it_comes_from(monkeypatch):
+    monkeypatch.setenv("FA_SERVE_PORT", "tcp://10.0.0.1:8000")
+    with pytest.raises(ValueError, match=r"port must be an integer, got 'tcp://10.0.0.1:8000', .* enableServiceLinks: false"):
+        load({})
+    assert load({"port": 9000}).port == 9000
+
+
 def test_settings_do_not_change():
     settings = load({})
     with pytest.raises(ValueError, match="frozen"):

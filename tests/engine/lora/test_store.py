@@ -434,7 +434,7 @@ def test_a_pool_that_is_too_small_is_refused_with_the_bytes_it_needs(make_engine
 def test_what_has_no_adapters_says_so(make_engine, folders) -> None:
     engine = make_engine()
     for call in (lambda: engine.load_adapter("a", folders["a"]), lambda: engine.generate([PROMPT], GREEDY, adapter="a")):
-        with pytest.raises(ParameterError, match="lora_bytes must be positive to serve adapters"):
+        with pytest.raises(ParameterError, match=r"lora_bytes must be positive to serve adapters \(--lora-bytes 1GiB\), got 0"):
             call()
     with pytest.raises(ParameterError, match="lora"):
         EngineConfig(lora_bytes=1 << 20, deterministic=True)

