@@ -37,7 +37,8 @@ def save_twin(model: PreTrainedModel, folder: Path) -> str:
 def save_random_head(model: PreTrainedModel, folder: Path) -> str:
     """An EAGLE-3 head that has learnt nothing. Returns the engine's `speculative`."""
     text = model.config.get_text_config()
-    width, vocab = text.hidden_size, text.vocab_size
+    width = text.hidden_size
+    vocab = text.vocab_size
     generator = torch.Generator().manual_seed(0)
     shapes = {
         "fc.weight": (width, 3 * width),

@@ -217,6 +217,8 @@ class _Planner:
                 self._cut(f"{name}.{own}", f"{path}.{own}", own_rule, 0, self._rows(name, path, own_rule, len(parameter)))
             elif own_rule in BY_COLUMNS:
                 self._cut(f"{name}.{own}", f"{path}.{own}", own_rule, parameter.dim() - 1, equal_sections(parameter.shape[-1]))
+                if rule is None:  # a plan may name the weights of experts alone (Qwen3-Omni)
+                    self.layer.sums.append(path)
             elif own_rule is not None:
                 raise _NotDivisible(f"the rule {own_rule!r} of {name}.{own} is not supported")
 

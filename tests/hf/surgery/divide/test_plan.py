@@ -9,6 +9,7 @@ import torch
 from every_type import tiny_model
 from hf_families import BY_NAME
 from image_inputs import CHANGES
+from tiny_models import make_model
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from fa_serve.hf.surgery.divide.plan import plan_division
@@ -113,3 +114,13 @@ def test_towers_stay_whole(name: str) -> None:
     division = plan_division(model, 2)
     assert any(layer.cuts for layer in division.layers.values())
     assert {model.get_submodule(path) for path in division.layers} <= decoder
+
+
+def test_experts_are_summed_where_a_plan_names_their_weights_alone() -> None:
+    """As for Qwen3-Omni, whose plan has no rule for the module of the experts."""
+    name = "qwen3_omni_moe_thinker"
+    model = tiny_model(name, CHANGES[name])
+    layer = plan_division(model, 2).layers["model.layers.0"]
+    assert (layer.sums, layer.cuts["mlp.experts.down_proj"].dim) == (["self_attn.o_proj", "mlp.experts"], 2)
+    with_rule = plan_division(make_model("qwen3-moe"), 2).layers["model.layers.0"]
+    assert with_rule.sums.count("mlp.experts") == 1
