@@ -136,7 +136,9 @@ def attention(
     k:    (batch, seqlen_k, num_kv_heads, head_dim); num_heads is a multiple of num_kv_heads (GQA, MQA)
     v:    (batch, seqlen_k, num_kv_heads, head_dim_v)
     mask: broadcastable to (batch, num_heads, seqlen_q, seqlen_k); bool keeps where True, float is added to the scores
-          after softcap. It applies in addition to `causal` and `window_size`.
+          after softcap. It applies in addition to `causal` and `window_size`. A row whose keys all have numbers below -2.4e38,
+          such as -inf or finfo(bfloat16).min, sees no key in the kernels. PyTorch's operators and the reference say so of -inf
+          alone: the least finite numbers give the mean of the values there, as in eager attention.
     causal: the last query sees up to the last key, each query before it one key less
     softmax_scale: factor of the scores; None is head_dim ** -0.5
     window_size: how many keys (before, after) its own position a query sees; -1 is no limit

@@ -2,9 +2,8 @@
 
 Every function raises ValueError or TypeError with the name of the argument, the rule and the value that was given. Plans
 remember that calls of one kind have passed, so these functions run once for each kind of call. `check_types` runs only when a
-call has failed, because every value of a wrong type fails soon. This module leaves out the
-options (`backends.calls`), what a backend can serve, which its
-`supports` says, and the values in index tensors (`value_checks`).
+call has failed, because every value of a wrong type fails soon. This module leaves out the options (`backends.calls`), what a
+backend can serve, which its `supports` says, and the values in index tensors (`value_checks`).
 """
 
 from __future__ import annotations
@@ -36,6 +35,7 @@ _BY_KIND: dict[Any, tuple[str, Any]] = {
     Precision: ("a string", str),
 }
 """What an option must be, by the type of its field in `CallOptions`."""
+_NUMBERS = (_BY_KIND[float][0], _BY_KIND[float | None][0])
 _TYPES: dict[str, tuple[str, Any]] = {
     **dict.fromkeys(["sinks", "alibi_slopes", "mask", "out", "k_descale", "v_descale"], _OPTIONAL),
     **dict.fromkeys(["max_seqlen_q", "max_seqlen_k"], _LENGTH),
@@ -60,6 +60,8 @@ def check_types(arguments: Mapping[str, Any]) -> None:
         rule, allowed = ("a torch.Tensor", Tensor) if name in _TENSORS else _TYPES.get(name, ("", object))
         if not isinstance(value, allowed):
             raise TypeError(f"{name} must be {rule}, got {_shown_type(value)}")
+        if rule in _NUMBERS and isinstance(value, Tensor) and value.numel() != 1:
+            raise TypeError(f"{name} must be {rule}, which a tensor of one element is as well, got {_shown(value)}")
     lists = arguments.get("block_mask")
     if isinstance(lists, tuple | list) and not all(isinstance(x, Tensor | None) for x in lists[:4]):
         given = [_shown_type(x) for x in lists[:4] if not isinstance(x, Tensor | None)]
@@ -119,7 +121,10 @@ def check_mask(mask: Tensor, q: Tensor, k: Tensor) -> None:
     if mask.dim() != 4 or any(m not in (1, n) for m, n in zip(mask.shape, full, strict=True)):
         raise ValueError(f"mask must be broadcastable to (batch, num_heads, seqlen_q, seqlen_k) = {full}, got {_shown(mask)}")
     if mask.dtype != torch.bool and not mask.is_floating_point():
-        raise TypeError(f"mask must be bool or floating point, got {mask.dtype}")
+        raise TypeError(
+            "mask must be bool, where True lets a query see a key, or floating point, which is added to the scores, "
+            f"got {mask.dtype}: pass mask.bool() if its numbers are 1 and 0"
+        )
     if mask.device != q.device:
         raise ValueError(f"mask must be on q's device {q.device}, got {mask.device}")
 
@@ -213,6 +218,7 @@ def check_out(out: Tensor | None, q: Tensor, v: Tensor) -> None:
     shape = (*q.shape[:-1], v.shape[-1])
     if out.shape != shape or out.dtype != q.dtype or out.device != q.device:
         raise ValueError(f"out must be {dtype_name(q.dtype)} {shape} on {q.device}, got {_shown(out)} on {out.device}")
+    _check_written("out", out)
 
 
 def check_store(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -245,6 +251,15 @@ def check_store(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_map
             f"v and v_cache must have the dtypes of k and k_cache, {k.dtype} and {k_cache.dtype}, "
             f"got {v.dtype} and {v_cache.dtype}"
         )
+    _check_written("k_cache", k_cache)
+    _check_written("v_cache", v_cache)
+
+
+def _check_written(name: str, x: Tensor) -> None:
+    """A tensor that a call writes has memory for each of its elements, so that no two results meet."""
+    if any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True)):
+        rule = f"{name} must have memory for each element, because the call writes it"
+        raise ValueError(f"{rule}, got {_shown(x)} with strides {x.stride()}: do not expand it, or pass its clone()")
 
 
 def _shown(x: Tensor) -> str:

@@ -29,12 +29,10 @@ Op = Literal["attention", "decode", "tree", "store_kv", "backward"]
 Precision = Literal["bf16", "qk8", "fp8"]
 FLOAT8 = torch.float8_e4m3fn
 FEW_QUERIES = 16
-TREE_SPLITS = -1
-"""The value of `num_splits` for fixed groups of keys, folded in order: the bits of a query depend on its keys alone."""
 """Up to this many queries per sequence, splitting the keys gains time. More queries fill the tiles of a kernel by
 themselves."""
-
-
+TREE_SPLITS = -1
+"""The value of `num_splits` for fixed groups of keys, folded in order: the bits of a query depend on its keys alone."""
 OPTIONS = ("softcap", "sinks", "alibi", "attention_chunk", "block_mask")
 """The fields of `AttentionSpec` that stand for an option of the call, False without it. A backend says which it computes, and
 refuses the others, so an option that is new is refused by all backends until they name it."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import fa_serve
+from fa_serve.spec import UnsupportedError
 from fa_serve.testing import cu_seqlens, make_paged, make_qkv
 
 Q, K, V = make_qkv(2, 5, 7, 4, 2, 16)
@@ -98,3 +99,32 @@ def test_few_queries_may_be_none(shape: tuple[int, ...]) -> None:
     out, lse = fa_serve.attention(torch.zeros(shape), k, v, return_lse=True, backend="triton")
     assert out.shape == (*shape[:3], 8)
     assert lse.shape == (shape[0], shape[2], shape[1])
+
+
+def test_bfloat16_is_left_to_pytorch() -> None:
+    """The interpreter would multiply its bits as integers."""
+    q, k, v = (x.bfloat16() for x in (Q, K, V))
+    expected = fa_serve.attention(q, k, v, causal=True, backend="sdpa")
+    assert torch.equal(fa_serve.attention(q, k, v, causal=True), expected)
+    with pytest.raises(
+        UnsupportedError, match="multiplies float16 and float32 in Triton's interpreter, which takes the bits of bfloat16"
+    ):
+        fa_serve.attention(q, k, v, causal=True, backend="triton")
+    cache = torch.zeros(2, 4, 2, 16, dtype=torch.bfloat16)
+    fa_serve.store_kv(k[0], v[0], cache, torch.zeros_like(cache), torch.arange(7), backend="triton")  # copies alone
+    assert torch.equal(cache.flatten(0, 1)[:7], k[0])
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in multiply")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_row_of_the_least_numbers_sees_no_key(dtype: torch.dtype) -> None:
+    """In base 2 these numbers are -inf. Eager attention, and PyTorch's operators, take the mean of the values."""
+    mask = torch.zeros(1, 1, 5, 7, dtype=dtype)
+    mask[:, :, 0] = torch.finfo(dtype).min
+    mask[:, :, 1, :3] = torch.finfo(dtype).min
+    out, lse = fa_serve.attention(Q, K, V, mask=mask, return_lse=True, backend="triton")
+    mean = fa_serve.attention(Q, K, V, mask=mask, backend="sdpa")
+    assert (out[:, 0] == 0).all()
+    assert (lse[:, :, 0] == float("-inf")).all()
+    torch.testing.assert_close(mean[:, 0], V.mean(1).repeat_interleave(2, dim=1))
+    torch.testing.assert_close(out[:, 1:], mean[:, 1:])

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from house import caches, floors, layout, messages, statements
+from house import caches, floors, layout, messages, references, statements
 from house.source import CLEAN, Allowed, House, Planted, Rule, build
 from torch_processes import after_torch
 
 ROOT = Path(__file__).parents[1]
-SUBJECTS = (floors, layout, statements, caches, messages)
+SUBJECTS = (floors, layout, statements, caches, messages, references)
 PLANTED: list[Planted] = [planted for subject in SUBJECTS for planted in subject.PLANTED]
 ALLOWED: list[Allowed] = [allowed for subject in SUBJECTS for allowed in getattr(subject, "ALLOWED", [])]
 RULES = list(dict.fromkeys(rule for rule, _, _ in PLANTED))

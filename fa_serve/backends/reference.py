@@ -65,7 +65,9 @@ def modified_scores(
     if softcap:
         s = softcap * torch.tanh(s / softcap)
     if mask is not None:
-        s = s.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else s + mask.to(s.dtype)
+        hidden = ~mask if mask.dtype == torch.bool else mask == float("-inf")
+        # a score that is hidden has no gradient, and the derivative of the logarithm of a sum of nothing is NaN
+        s = (s if mask.dtype == torch.bool else s + mask.to(s.dtype)).masked_fill(hidden, float("-inf"))
     if alibi_slopes is not None:
         i, j = positions(seqlen_q, seqlen_k, s.device)
         slopes = alibi_slopes.to(torch.promote_types(s.dtype, alibi_slopes.dtype))

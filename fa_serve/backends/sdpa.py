@@ -360,8 +360,9 @@ def _one_call(
     if sinks is not None:
         sink = sinks.to(lse.dtype)[None, :, None]
         # A softmax with one more logit is the softmax without it, times the share of the other logits. A row without any key
-        # and a sink of -inf gives -inf - -inf.
-        share = torch.sigmoid((lse - sink).nan_to_num(0.0, -_NEG_INF, _NEG_INF))
+        # and a sink of -inf gives -inf - -inf; its output is 0 already.
+        is_empty = (lse == _NEG_INF) & (sink == _NEG_INF)
+        share = torch.sigmoid((lse - sink).masked_fill(is_empty, 0.0))
         out = (out * share[..., None]).to(out.dtype)
         lse = torch.logaddexp(lse, sink)
     return out, lse if options.return_lse else None

@@ -286,7 +286,7 @@ class OpsBackend(Protocol):
         kept: Tensor | None = None,
         /,
     ) -> Tensor:
-        """kept: (tokens, top_k, 2 * width), with `invariant` only: gets what is gated, for `gradients.experts`"""
+        """kept: (tokens, top_k, 2 * width), with `invariant` only: gets what is gated, which `moe.gradients` needs"""
         ...
 
     def invariant_linear(self, x: Tensor, weight: Weight, bias: Tensor | None, /) -> Tensor: ...

@@ -73,6 +73,28 @@ def test_a_row_that_sees_no_key_is_zero_and_its_lse_is_minus_infinity() -> None:
     assert lse[:, :, 2:].isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32], ids=str)
+def test_a_row_that_a_mask_hides_has_gradients_of_zero(dtype: torch.dtype) -> None:
+    tensors = [x.requires_grad_() for x in inputs(3, 4)]
+    seen = torch.ones(1, 1, 3, 4, dtype=torch.bool)
+    seen[:, :, 1] = False
+    added = torch.zeros(seen.shape).masked_fill(~seen, float("-inf")).requires_grad_()
+    bias = seen if dtype == torch.bool else added
+    out, lse = attention_reference(*tensors, softmax_scale=SCALE, mask=bias)
+    assert (lse[:, :, 1] == float("-inf")).all()
+    out.square().sum().backward()
+    others = [x.detach()[:, [0, 2]].requires_grad_() if n == 0 else x.detach().requires_grad_() for n, x in enumerate(tensors)]
+    attention_reference(*others, softmax_scale=SCALE)[0].square().sum().backward()
+    q, k, v = (x.grad for x in tensors)
+    assert q is not None
+    assert (q[:, 1] == 0).all()
+    torch.testing.assert_close((q[:, [0, 2]], k, v), tuple(x.grad for x in others))
+    if dtype != torch.bool:
+        assert added.grad is not None
+        assert (added.grad[:, :, 1] == 0).all()
+        assert added.grad.isfinite().all()
+
+
 def test_it_computes_in_float32_or_wider() -> None:
     q, k, v = inputs()
     assert attention_reference(q, k, v, softmax_scale=SCALE)[0].dtype == torch.float64

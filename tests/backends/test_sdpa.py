@@ -81,6 +81,20 @@ def test_without_keys_or_queries() -> None:
     check_without_queries("sdpa", torch.float32)
 
 
+def test_a_sink_that_is_nan_shows_and_one_of_minus_infinity_takes_no_part() -> None:
+    q, k, v = make_qkv(1, 3, 2, 4, 2, 16)  # the first of three queries sees no key
+    sinks = torch.tensor([float("nan"), float("-inf"), float("inf"), 0.5])
+    out, lse = fa_serve.attention(q, k, v, causal=True, sinks=sinks, return_lse=True, backend="sdpa")
+    assert out[:, 1:, 0].isnan().all()
+    assert lse[:, 0].isnan().all()
+    expected = fa_serve.attention(q, k, v, causal=True, return_lse=True, backend="reference")
+    torch.testing.assert_close((out[:, :, 1], lse[:, 1]), (expected[0][:, :, 1], expected[1][:, 1]))
+    assert (out[:, 0, 1] == 0).all()
+    assert (out[:, :, 2] == 0).all()
+    exact = fa_serve.attention(q, k, v, causal=True, sinks=sinks, backend="reference")
+    torch.testing.assert_close(out[:, :, 3], exact[:, :, 3])
+
+
 def test_gradients_of_alibi_slopes_match_the_reference() -> None:
     q, k, v = make_qkv(2, 20, 33, 4, 2, 16, dtype=torch.float64)
     grads = []

@@ -68,7 +68,8 @@ def claims() -> list[str]:
         f"- FlashAttention-4 {slower('prefill', 'fa4', what='cells of prompts ')}, and flash-linear-attention "
         f"{slower('linear', 'fla', 'prefill*', what='of prompts ')} and "
         f"{slower('linear', 'fla', 'decode*', what='of decoding ').removeprefix('in ')};",
-        f"- vLLM on two H100s in one of five workloads ({H100S:.2f}), and with 4-bit weights and 256 requests ({OF_BETTER_RUN:.2f} of its better run).",
+        f"- vLLM on two H100s in one of five workloads ({H100S:.2f}), and with 4-bit weights and 256 requests "
+        f"({OF_BETTER_RUN:.2f} of its better run).",
         f"of rank 16 costs {1 - one:.0%} of the rate of an 8B with 64 requests",
         f"32 adapters {1 - many:.0%}",
     ]

@@ -1,4 +1,4 @@
-"""The shared memory of a thread block of the Hopper kernel: its buffers and barriers, whose fields `kernel_types` explains."""
+"""The shared memory of a thread block of the Hopper kernel: its buffers and barriers, whose fields `forward.types` explains."""
 
 from __future__ import annotations
 

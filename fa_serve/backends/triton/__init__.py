@@ -4,12 +4,12 @@
 packed calls. `decode` splits one sequence's keys, paged or dense, among programs when the queries are few. `tree` computes any
 number of queries over pages with bits that do not depend on the others. `latent` reads pages whose values are a part of their
 keys. `block_sparse` walks over lists of key blocks, for prompts and for decoding; `mask_blocks` makes such lists of a mask.
-Each of these modules describes its algorithm and plans calls; its kernels are in the module of that name with `_kernel` or
-`_kernels`. `store_kv` writes the paged cache.
+In each of these folders `plan` describes the algorithm and plans calls, and `kernel` (`kernels` in `backward`) has the kernels.
+`store_kv` writes the paged cache.
 
 Kernels share `primitives`, which are steps of the algorithm, `splits`, which cuts keys and combines the results, `key_pages`,
 which finds keys in a cache, and `float8_conversions`, which reads a quantised cache. `float8_inputs` makes the float8 copies
-that `prefill` and the Hopper kernel multiply, and `float8_products` is what they change in `prefill`. `tiles` chooses
+that `prefill` and the Hopper kernel multiply, and `prefill.float8_products` is what they change in `prefill`. `tiles` chooses
 tiles.
 
 This package leaves out everything that only Hopper has (`backends.hopper`), and what a decoder layer computes beside attention
@@ -75,6 +75,11 @@ class TritonBackend:
             return f"runs on CUDA and ROCm devices, got {spec.device}"
         if spec.device == "cuda" and 0 < spec.arch < 80 and torch.version.hip is None:
             return f"needs compute capability 8.0 or newer, got {spec.arch / 10}"
+        if interpreted and spec.dtype == torch.bfloat16 and spec.op != "store_kv":
+            return (
+                "multiplies float16 and float32 in Triton's interpreter, which takes the bits of bfloat16 for integers, and "
+                "TRITON_INTERPRET is set"
+            )
         if spec.dtype not in _DTYPES:
             return f"computes float16, bfloat16 and float32, got {dtype_name(spec.dtype)}"
         if spec.kv_dtype not in (spec.dtype, torch.float8_e4m3fn):

@@ -1,7 +1,7 @@
 """Where the decoding kernel finds the keys and values of a block: in the pages of a cache, or in a dense one.
 
 The computation of addresses was the largest part of that kernel's instructions (see docs/kernels/decode.md), so each form of
-page has the cheapest one. `var` is the variant of the kernel, such as `decode_kernel.DecodeVariant`. This module
+page has the cheapest one. `var` is the variant of the kernel, such as `decode.kernel.DecodeVariant`. This module
 leaves out what is done with keys.
 """
 

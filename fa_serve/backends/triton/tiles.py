@@ -1,7 +1,7 @@
 """Which tiles the portable kernels use: pure functions of what the host knows. Nothing is tuned on the serving path.
 
 `forward_tiles` chooses for the forward pass, `decode_tiles` for split-KV decoding, `combine_tiles` for combining splits, and
-`sparse_tiles` for block-sparse calls; `latent.latent_tiles` stands beside its kernel. Each branch carries the measurement
+`sparse_tiles` for block-sparse calls; `latent.plan.latent_tiles` stands beside its kernel. Each branch carries the measurement
 behind it. `bench_attention.py tune` and `tune_decode.py` in benchmarks/ repeat them.
 """
 

@@ -1,6 +1,6 @@
 """A small model or a head that guesses what the large model will draw: the drafter of "draft=MODEL" and "eagle3=HEAD".
 
-    drafter = DraftModel(runner, 8192, None)                     # made by `loading.load_drafter`
+    drafter = DraftModel(runner, 8192, None)                     # made by `loading.make_scheduler`
     drafter.prepare([(sequence, 7)])                             # 7 short steps of the small model, one read at the end
     drafts = drafter.propose(sequence, 7)
 

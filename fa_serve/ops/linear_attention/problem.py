@@ -45,10 +45,10 @@ class TailRow(NamedTuple):
 
 
 class StateTensors(NamedTuple):
-    """The states of one layer, or of one call of a layer that makes several.
+    """The states of one layer, or of one call of a layer that makes several, whose `StateSpec` is `spec`.
 
     pages: (num_states, *spec.page)
-    tails: for each row of `spec.tail` (max_num_seqs, tail_rows(page_size), *row.shape)
+    tails: for each row of spec.tail (max_num_seqs, tail_rows(page_size), *row.shape)
     """
 
     pages: Tensor

@@ -190,7 +190,7 @@ def _product_and_shrink(
 
 
 class AdapterTensors(NamedTuple):
-    """Pointers that `adapted_columns` reads, of LoraWeights, LoraBatch and the first launch."""
+    """Pointers that `_adapted_columns` reads, of LoraWeights, LoraBatch and the first launch."""
 
     b: tl.tensor
     pages: tl.tensor

@@ -61,7 +61,7 @@ class MatrixVariant:
     n, k:       outputs and columns
     gated:      the input has a row for each token, and the output for each place in the order of experts; an output is gated
                 from two rows of the weights. Else the input has a row for each place, and the output for each pair
-    step, up, kind: see `experts.primitives.rows_of_outputs`; limited: the gate has a limit
+    step, up, kind: see `moe.primitives.rows_of_outputs`; limited: the gate has a limit
     transposed: the columns of weights are contiguous
     """
 

@@ -236,8 +236,8 @@ def _sample_rows(
                 # the next draw is among the tokens before this one
                 limit = tl.max(tl.where(j == winner, y, float("-inf")), 0)
                 last = token - 1
-                # Equals of the limit are kept in all blocks before the drawn one and in none behind it, so that the pass compares
-                # logits with one bound for each block. Ids decide in the drawn block alone.
+                # Equals of the limit are kept in all blocks before the drawn one and in none behind it, so that the pass
+                # compares logits with one bound for each block. Ids decide in the drawn block alone.
                 lower = _logit_of(_order(limit) - 1)
                 ties = tl.sum(tl.where((y == limit) & (cols <= last), weights, 0.0), 0)
                 above = tl.zeros([ROWS], tl.float32)

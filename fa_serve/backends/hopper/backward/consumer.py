@@ -144,11 +144,13 @@ def _add_square(dq, m, head, args, tile, group: gl.constexpr, var: gl.constexpr)
 
 @gluon.jit
 def wait_queries(i, bars, var: gl.constexpr, alive=True):
+    """Wait for Q and lse of block `i`, unless `alive` is false."""
     mbarrier.wait(bars.q_full.index(i % var.tiles.q_stages), (i // var.tiles.q_stages) & 1, pred=alive)
 
 
 @gluon.jit
 def wait_gradients(i, bars, var: gl.constexpr):
+    """Wait for dO and delta of block `i`."""
     mbarrier.wait(bars.do_full.index(i % var.tiles.do_stages), (i // var.tiles.do_stages) & 1)
 
 

@@ -1,6 +1,6 @@
 """What the warps of the Hopper backward kernel agree on: the compiled variant, and what they hand to one another.
 
-`kernel_types` has the same for the forward kernel.
+`forward.types` has the same for the forward kernel.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ PRODUCER_REGISTERS = gl.constexpr(24)
 
 
 class BackwardNumbers(NamedTuple):
-    """The numbers of both kernels, in the order of their parameters, flat as in `forward.Numbers`.
+    """The numbers of both kernels, in the order of their parameters, flat as in `forward.kernel.Numbers`.
 
-    scale, softcap: from `forward.base_2_scales`; softmax_scale: the factor of dK
+    scale, softcap: from `forward.plan.base_2_scales`; softmax_scale: the factor of dK
     num_n:          tiles of one KV head and sequence (packed: an upper bound)
     seqlen_q, seqlen_k: lengths (packed: upper bounds)
     left, right:    the window
@@ -49,7 +49,7 @@ class HopperBackwardVariant:
     tiles:  the shape of a tile and its stages
     width:  columns of Q, K, V and dO in shared memory, 64 or 128
     varlen: sequences are packed; else the batch is dense
-    has_left, has_right, softcap: as in `types.Variant`
+    has_left, has_right, softcap: as in `forward.types.Variant`
     """
 
     tiles: BackwardTileConfig
@@ -132,7 +132,7 @@ class BackwardMemory(NamedTuple):
 
 
 class BackwardBarriers(NamedTuple):
-    """Two mbarriers for each stage of q and dout, as in `types.Barriers`; k_full and v_full are used once."""
+    """Two mbarriers for each stage of q and dout, as in `forward.types.Barriers`; k_full and v_full are used once."""
 
     q_full: gl.tensor
     q_empty: gl.tensor

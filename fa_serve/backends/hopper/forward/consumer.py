@@ -1,6 +1,6 @@
 """The consumer warpgroups: S = Q K^T and O += P V on the tensor cores, the online softmax in registers.
 
-`forward_output` has what follows, how O and the log-sum-exp are written.
+`output` has what follows, how O and the log-sum-exp are written.
 
 Each warpgroup owns 64 query rows of the tile. Warpgroups run independently, except with ping-pong, where they take turns at
 the tensor cores through named barriers.

@@ -26,6 +26,7 @@ class Numbers(NamedTuple):
     total:               tiles of all heads (packed: an upper bound)
     num_m:               tiles of one head and sequence (packed: an upper bound)
     num_heads:           heads that have separate tiles, see `pack_gqa`
+    heads_per_kv:        query heads of a KV head
     head_group, head_tail: from `tiles.head_group`
     seqlen_q, seqlen_k:  lengths (packed: upper bounds)
     left, right:         the window
@@ -135,6 +136,15 @@ def attn_fwd_hopper(
     mask_key,
     var: gl.constexpr,
 ):
+    """One thread block: tile after tile, by one producer warp and `groups` consumer warpgroups.
+
+    The descriptors are those of `types.Descriptors`; q1, k1, v1 and o1 are None without second parts. Numbers are explained in
+    `Numbers`, and what is None or 0 without an option in `types.ProducerArgs` and `types.ConsumerArgs`.
+
+    table_ptr:   the records of `tile_scheduler.tile_table`, and behind them the counter and the number of tiles; None if dense
+    counter_ptr: (dense, with the schedule DYNAMIC) int32, 0: the tiles that thread blocks have taken beside their first ones
+    mask_batch, mask_head, mask_row, mask_key: strides of a float mask in the units of what is loaded, 0 where it is broadcast
+    """
     REGISTERS: gl.constexpr = var.registers
     PRODUCER: gl.constexpr = var.producer_registers
     if q1_desc is None:

@@ -283,7 +283,6 @@ def _plan_table(problem: _Problem, var: Variant, counts: _TileCounts, slots: int
     """The launch that makes the table of tiles of packed queries, and clears the rows that have no tile."""
     options = problem.options
     total_q, num_heads, dim_v = problem.out.shape
-    stride_token, stride_head, _ = problem.out.strides
     unused = 0 if options.skip_q else total_q - problem.batch * options.max_seqlen_q
     stride_token, stride_head = problem.out.strides[:2]
     tiling = (

@@ -34,11 +34,13 @@ class PagedOperand(NamedTuple):
 
 @gluon.jit
 def field_of(record, i: gl.constexpr, layout: gl.constexpr, size: gl.constexpr = 8):
+    """Element `i` of a small tensor of integers, as a scalar: every thread has all of it, so the sum needs no exchange."""
     return gl.sum(gl.where(gl.arange(0, size, layout=layout) == i, record, 0), 0)
 
 
 @gluon.jit
 def unpack_tile(record, layout: gl.constexpr):
+    """The tile of a record [8], int32: its fields in their order."""
     return Tile(
         field_of(record, 0, layout),
         field_of(record, 1, layout),
@@ -53,6 +55,7 @@ def unpack_tile(record, layout: gl.constexpr):
 
 @gluon.jit
 def _pack(tile):
+    """The record [8], int32, of a tile."""
     i = gl.arange(0, 8, layout=TILE_LAYOUT)
     record = gl.where(i == 0, tile.row, tile.head)
     record = gl.where(i == 2, tile.origin, record)
@@ -82,6 +85,7 @@ def _locate_tile(index, tiles, heads, args):
 
 @gluon.jit
 def _dense_tile(index, args, var: gl.constexpr):
+    """-> the `index`-th tile of a dense batch, whose row is -1 behind the last one, and its sequence."""
     batch_head, m = _locate_tile(index, args.num_m, args.total // args.num_m, args)
     if var.has_right or var.mask != "none":  # the last rows of most masks see the most keys, too
         m = args.num_m - 1 - m
@@ -158,6 +162,7 @@ def copy_rows(desc, origin, length, row, head, column: gl.constexpr, full, buffe
 
 @gluon.jit
 def _load_queries(tile, head, stage, desc, smem, bars, var: gl.constexpr):
+    """Start copying the queries of a tile, 64 rows for each warpgroup. The consumers have freed the stage."""
     GROUPS: gl.constexpr = var.tiles.groups
     full = bars.q_full.index(stage)
     mbarrier.expect(full, var.key_bytes * 64 * GROUPS * (var.d0 + var.d1))

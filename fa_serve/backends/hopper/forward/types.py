@@ -228,7 +228,7 @@ class Barriers(NamedTuple):
 
 
 class ProducerArgs(NamedTuple):
-    """The kernel's arguments that the producer needs to assign tiles and to find pages; see `forward.Numbers`."""
+    """The kernel's arguments that the producer needs to assign tiles and to find pages; see `kernel.Numbers`."""
 
     table: gl.tensor
     counter: gl.tensor
@@ -265,7 +265,7 @@ class Scales(NamedTuple):
 
 
 class ConsumerArgs(NamedTuple):
-    """The kernel's arguments that the consumers need besides tiles; see `forward.Numbers`."""
+    """The kernel's arguments that the consumers need besides tiles; see `kernel.Numbers`."""
 
     lse: gl.tensor
     sinks: gl.tensor

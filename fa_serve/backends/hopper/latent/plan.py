@@ -33,7 +33,7 @@ producer warp 133 or 172. The registers of four warpgroups allow 128 a thread at
     run = plan_latent_decode(tensors, options)    # once for calls that look alike
 
 One H200 reaches 442 TFLOPS with 128 heads of 64 x 8192 keys (4,660 cycles for 64 keys and rows), and reads at 74% of its
-bandwidth with 64 heads. Left out: fewer rows than `latent_tiles.MIN_ROWS`, prompts, float8 caches and pages whose size is no
+bandwidth with 64 heads. Left out: fewer rows than `tiles.MIN_ROWS`, prompts, float8 caches and pages whose size is no
 multiple of 16 (`triton.latent`).
 """
 

@@ -88,7 +88,7 @@ class LatentHopperVariant:
 
 
 class LatentArgs(NamedTuple):
-    """The kernel's arguments, see `latent_decode.attn_latent_hopper`, and what all warps of a program know.
+    """The kernel's arguments, see `plan.attn_latent_hopper`, and what all warps of a program know.
 
     first, behind: the program's sequences; seq_start: where the first one starts on the line of `splits`
     line_begin, line_end, line_size: the program's share of that line

@@ -130,7 +130,7 @@ def hand_over(item, bars):
 
 @gluon.jit
 def record_of(work):
-    """What the warpgroups of values must know of a sequence, see `latent_types.LatentMemory`."""
+    """What the warpgroups of values must know of a sequence, see `types.LatentMemory`."""
     i = gl.arange(0, 4, layout=RECORD_LAYOUT)
     record = gl.where(i == 0, work.blocks, gl.where(work.whole, -1, work.place))
     record = gl.where(i == 1, work.row0, record)
@@ -236,7 +236,7 @@ def latent_scores(smem, bars, args, var: gl.constexpr):
 
 @gluon.jit
 def _receive_record(item, smem, bars):
-    """Wait for an item -> what it says about its sequence, see `latent_types.LatentMemory`."""
+    """Wait for an item -> what it says about its sequence, see `types.LatentMemory`."""
     mbarrier.wait(bars.p_full.index(item % SLOTS), (item // SLOTS) & 1)
     return smem.records.index(item % SLOTS).load(RECORD_LAYOUT)
 

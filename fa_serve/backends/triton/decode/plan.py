@@ -51,7 +51,7 @@ class _DecodePlan:
     """The launches of one kind of call, and the shapes of what a run allocates.
 
     A dense plan for one query per sequence takes the number of keys and their strides from each call, because a cache grows
-    (`plan.growing_facts`).
+    (`calls.growing_facts`).
     """
 
     __slots__ = (

@@ -40,7 +40,7 @@ class LatentVariant:
     split:      what it shares with the kernel that combines splits; its dim_v is the size of values
     rest:       numbers of a key behind its value; block_rest: the same, padded to a tile
     width:      columns of values in a slice; slices: how many there are
-    prefetch:   as in `latent.LatentTiles`
+    prefetch:   as in `plan.LatentTiles`
     page_size:  tokens per page
     has_right:  some queries of a sequence do not see all of its keys
     aligned:    the strides of pages and tokens are multiples of 16

@@ -7,7 +7,7 @@ Of "fp8", P is multiplied by 2^PROBABILITY_SHIFT before it is rounded, so that i
 the maximum are kept. O has the unit of the scale of the values that were added last. Tensor cores add float8 products in fewer
 than 24 bits (Ada 13, Hopper 14), so the product of a block starts from zero and is added to O in float32.
 
-This module leaves out how the copies are made, and the products of the Hopper kernel (`hopper.float8_scales`).
+This module leaves out how the copies are made, and the products of the Hopper kernel (`hopper.forward.float8_scales`).
 """
 
 from __future__ import annotations

@@ -270,7 +270,19 @@ def attn_fwd(
 ):
     """One program: block_m query rows of one head of one sequence.
 
+    An option that is absent has None as its pointer. Queries have q's dtype, or float8 with `float8_keys`; sums, scores and lse
+    are float32.
+
+    cu_q_ptr, cu_k_ptr: (num_seqs + 1,), int32, of packed rows; used_k_ptr: (num_seqs,), int32, the keys of paged sequences
+    table_ptr:   (num_seqs, stride_table), int32: the pages of each sequence
+    scale:       softmax_scale; softcap: in the unit of scores. Exponents have base 2 only where scores are exponentiated
     num_queries: of each sequence of a dense batch, or of all packed sequences and what is behind them
+    seqlen_k:    keys of each sequence of a dense batch; other sequences read theirs
+    num_m:       blocks of rows of the longest sequence
+    head_group:  pairs of (sequence, head) whose programs run side by side, so that their keys stay in the L2 cache
+    skip_q:      with `batch_block`: sequences with up to this many queries are left to another kernel
+    stride_*:    elements from one sequence (b), token (t), head (h), query (q) or key (k) to the next; stride_kb and stride_vb
+                 are those from page to page of a paged cache
     """
     BLOCK_M: tl.constexpr = var.block_m
     BLOCK_N: tl.constexpr = var.block_n
