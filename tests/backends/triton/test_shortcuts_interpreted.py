@@ -68,9 +68,11 @@ def test_slices_are_combined_in_the_order_of_their_elements(axis: int) -> None:
     _combine[(1,)](x, reduced, scanned, some, axis, 8, 4)
     expected = torch.zeros_like(x)
     for row, values in enumerate(x.movedim(axis, 0).unbind(1)):
-        factor, added = 1, 0
+        factor = 1
+        added = 0
         for i, value in enumerate(values.tolist()):
-            factor, added = factor * value, added * value + value + 1
+            factor *= value
+            added = added * value + value + 1
             expected.movedim(axis, 0)[i, row] = factor * 1000 + added
     assert torch.equal(scanned, expected)
     assert torch.equal(reduced, expected.movedim(axis, 0)[-1])
