@@ -1,4 +1,4 @@
-"""Shortcuts through the interpreter of Triton 3.6: the same results in a fifth of the time.
+"""Shortcuts through the interpreter of Triton 3.6: the same results in less than half of the time.
 
 It does a few things again and again whose results it has, or drops:
 
