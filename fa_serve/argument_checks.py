@@ -121,7 +121,10 @@ def check_mask(mask: Tensor, q: Tensor, k: Tensor) -> None:
     if mask.dim() != 4 or any(m not in (1, n) for m, n in zip(mask.shape, full, strict=True)):
         raise ValueError(f"mask must be broadcastable to (batch, num_heads, seqlen_q, seqlen_k) = {full}, got {_shown(mask)}")
     if mask.dtype != torch.bool and not mask.is_floating_point():
-        raise TypeError(f"mask must be bool or floating point, got {mask.dtype}")
+        raise TypeError(
+            "mask must be bool, where True lets a query see a key, or floating point, which is added to the scores, "
+            f"got {mask.dtype}: pass mask.bool() if its numbers are 1 and 0"
+        )
     if mask.device != q.device:
         raise ValueError(f"mask must be on q's device {q.device}, got {mask.device}")
 

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -119,7 +120,23 @@ def check_packages() -> Finding:
             wrong.append(f"{requirement.name} {installed} is not {requirement.specifier}")
     if wrong:
         return Finding("packages", "failed", "; ".join(wrong), "in the clone: pip install '.[server]' -c constraints.txt")
-    return Finding("packages", "ok", f"fa-serve {version('fa-serve')}; all {count} requirements are met")
+    return _misfit_torchvision() or Finding(
+        "packages", "ok", f"fa-serve {version('fa-serve')}; all {count} requirements are met"
+    )
+
+
+def _misfit_torchvision() -> Finding | None:
+    """A torchvision that was built for another torch, beside which transformers can import no model; None without one."""
+    installed = _version("torchvision")
+    if installed is None:
+        return None
+    try:
+        import_module("torchvision")
+    except Exception as error:  # which one depends on the build
+        found = f"torchvision {installed} cannot be imported beside torch {_version('torch')}, so no model can: {error}"
+        remedy = "install the torchvision of the index and release of that torch, or: pip uninstall torchvision"
+        return Finding("packages", "failed", found, remedy)
+    return None
 
 
 def _version(package: str) -> str | None:

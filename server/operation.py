@@ -2,37 +2,44 @@
 
     POST /pause?mode=keep                    {"mode": "abort" | "wait" | "keep"} in the body counts as well
     POST /update_weights                     {"weight_dir": "/checkpoints/step-100"}
+    POST /init_weight_transfer_engine        {"init_info": {"master_address": "10.0.0.7", "master_port": 29500, ...}}
+    POST /update_weights                     {"update_info": {"names": [...], "dtype_names": [...], "shapes": [...]}}
+    POST /shutdown_weight_transfer_engine
     POST /resume
     POST /sleep?level=1, POST /wake_up?tags=weights&tags=kv_cache
-    GET /is_paused
+    GET /is_paused, GET /get_world_size
 
 Names, queries and bodies are those that trainers send to vLLM (prime-rl, TRL). A body may be left out where nothing in it is
 required. Every response of the server has the version of the weights in its header `x-weight-version` (bounds/guard.py).
 
-Left out: weights over NCCL and from the memory of another process's GPU, and several ranks or replicas, which are refused.
+Left out: weights from the memory of another process's GPU, and several ranks or replicas, which are refused.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from fa_serve.engine.errors import EngineAsleepError
+from fa_serve.engine.errors import EngineAsleepError, WeightTransferError
+from fa_serve.engine.process.controls import TRANSFER_SECONDS
 from fa_serve.spec import ParameterError
 
 from .adapters import ADMINISTRATION, require_administrator
 from .errors import BadRequest, HttpError, parameter_refused
-from .replies import WeightReply
+from .replies import WeightReply, WorldSizeReply
 from .routes import ERRORS
 from .service import Service
-from .strict import StrictModel
+from .strict import StrictModel, Unsupported
 
 MAX_TENSORS = 100_000
+MAX_TRANSFER_SECONDS = 3600.0
+DType = Literal["float64", "float32", "bfloat16", "float16"]
+Shape = Annotated[list[int], Field(max_length=8)]
 
 
 class OperatorRequest(StrictModel):
@@ -64,8 +71,8 @@ class TensorPlace(StrictModel):
     """Where a tensor is in shared memory, contiguous, from the byte `offset` on."""
 
     name: str
-    dtype: Literal["float64", "float32", "bfloat16", "float16"]
-    shape: list[int] = Field(max_length=8)
+    dtype: DType
+    shape: Shape
     offset: int = Field(ge=0)
 
 
@@ -76,19 +83,74 @@ class SharedMemoryWeights(StrictModel):
     tensors: list[TensorPlace] = Field(max_length=MAX_TENSORS)
 
 
+class UpdateInfo(StrictModel):
+    """What the trainer broadcasts: the name, the dtype and the shape of each tensor, in this order."""
+
+    names: list[str] = Field(min_length=1, max_length=MAX_TENSORS)
+    dtype_names: list[DType] = Field(max_length=MAX_TENSORS)
+    shapes: list[Shape] = Field(max_length=MAX_TENSORS)
+
+    UNSUPPORTED: ClassVar[Unsupported] = {"packed": (False,)}
+
+    @model_validator(mode="after")
+    def _require_equal_lengths(self) -> UpdateInfo:
+        if not len(self.names) == len(self.dtype_names) == len(self.shapes):
+            raise _wrong("names", "must be as many as dtype_names and shapes")
+        return self
+
+    def tensors(self) -> list[dict[str, Any]]:
+        columns = zip(self.names, self.dtype_names, self.shapes, strict=True)
+        return [{"name": name, "dtype": dtype, "shape": tuple(shape)} for name, dtype, shape in columns]
+
+
 class UpdateWeightsRequest(StrictModel):
+    """dry_run: check update_info, and receive nothing"""
+
     weight_dir: str | None = Field(None, max_length=4096)
     shared_memory: SharedMemoryWeights | None = None
+    update_info: UpdateInfo | None = None
     keep_pages: bool = False
+    dry_run: bool = False
 
     @model_validator(mode="after")
     def _require_one(self) -> UpdateWeightsRequest:
-        if (self.weight_dir is None) == (self.shared_memory is None):
-            raise PydanticCustomError("field", "{field} {rule}", {"field": "weight_dir", "rule": RULE})
+        if [self.weight_dir, self.shared_memory, self.update_info].count(None) != 2:
+            raise _wrong("weight_dir", "must be given, or shared_memory, or update_info, and only one of them")
         return self
 
 
-RULE = "must be given, or shared_memory, and not both: weights come from a folder or from shared memory of this machine"
+class InitInfo(StrictModel):
+    """Where a trainer listens, which is rank 0 of a group.
+
+    rank_offset: the rank of this engine
+    backend:     nccl or gloo; by default nccl for an engine on a GPU
+    timeout:     seconds in which all meet, and in which each tensor must come
+    """
+
+    master_address: str = Field(min_length=1, max_length=255)
+    master_port: int = Field(ge=1, le=65535)
+    rank_offset: int = Field(1, ge=1)
+    world_size: int = Field(2, ge=2, le=1024)
+    backend: Literal["nccl", "gloo"] | None = None
+    timeout: float = Field(TRANSFER_SECONDS, gt=0, le=MAX_TRANSFER_SECONDS)
+
+    @model_validator(mode="after")
+    def _require_rank(self) -> InitInfo:
+        if self.rank_offset >= self.world_size:
+            raise _wrong("rank_offset", "must be below world_size")
+        return self
+
+
+class InitWeightTransferRequest(StrictModel):
+    init_info: InitInfo
+
+
+class ShutdownWeightTransferRequest(OperatorRequest):
+    pass
+
+
+def _wrong(field: str, rule: str) -> PydanticCustomError:
+    return PydanticCustomError("field", "{field} {rule}", {"field": field, "rule": rule})
 
 
 operation = APIRouter(responses=ERRORS, tags=[ADMINISTRATION])
@@ -125,21 +187,52 @@ async def wake_up(body: WakeUpRequest, request: Request) -> JSONResponse:
 async def update_weights(body: UpdateWeightsRequest, request: Request) -> JSONResponse:
     """Take other weights, between two steps. The prefix cache is emptied, and unfinished answers go on with the new weights."""
     arguments: dict[str, Any] = {"keep_pages": body.keep_pages}
-    if body.shared_memory is None:
-        arguments["folder"] = body.weight_dir
-    else:
+    if body.dry_run:
+        arguments["dry_run"] = True
+    if body.update_info is not None:
+        arguments["announced"] = body.update_info.tensors()
+    elif body.shared_memory is not None:
         arguments["segment"] = body.shared_memory.name
         arguments["tensors"] = [each.model_dump() for each in body.shared_memory.tensors]
+    else:
+        arguments["folder"] = body.weight_dir
     return await _tell(request, "update_weights", **arguments)
+
+
+@operation.post("/init_weight_transfer_engine", response_model=WeightReply)
+async def init_weight_transfer_engine(body: InitWeightTransferRequest, request: Request) -> JSONResponse:
+    """Meet a trainer that listens at this address, in the place of one before. It broadcasts weights to /update_weights."""
+    info = body.init_info
+    place = {"host": info.master_address, "port": info.master_port, "rank": info.rank_offset, "world_size": info.world_size}
+    return await _tell(request, "join_weight_group", **place, backend=info.backend, timeout=info.timeout)
+
+
+@operation.post("/shutdown_weight_transfer_engine", response_model=WeightReply)
+async def shutdown_weight_transfer_engine(body: ShutdownWeightTransferRequest, request: Request) -> JSONResponse:
+    """Leave the trainer."""
+    return await _tell(request, "join_weight_group")
+
+
+@operation.get("/get_world_size", response_model=WorldSizeReply)
+async def get_world_size(request: Request) -> JSONResponse:
+    """How many ranks of this server take part in a trainer's group: one, because several ranks or replicas are refused."""
+    _administrators_service(request)
+    world_size: WorldSizeReply = {"world_size": 1}
+    return JSONResponse(world_size)
 
 
 @operation.get("/is_paused", response_model=WeightReply)
 async def is_paused(request: Request) -> JSONResponse:
     """Whether requests wait for /resume or /wake_up."""
+    return _reply(_administrators_service(request))
+
+
+def _administrators_service(request: Request) -> Service:
+    """For a GET, whose key nobody has asked for yet (bodies.py)."""
     service: Service = request.app.state.service
     require_administrator(request, service.settings)
     service.require_ready()
-    return _reply(service)
+    return service
 
 
 async def _tell(request: Request, name: str, **arguments: Any) -> JSONResponse:
@@ -152,6 +245,8 @@ async def _tell(request: Request, name: str, **arguments: Any) -> JSONResponse:
         raise parameter_refused(error, error.field) from None
     except EngineAsleepError as error:
         raise HttpError(409, f"{error}.", code="engine_asleep") from None
+    except WeightTransferError as error:
+        raise HttpError(504, f"{error}.", code="weight_transfer_failed") from None
     return _reply(service)
 
 

@@ -32,6 +32,12 @@ class WeightReply(TypedDict):
     weight_version: int
 
 
+class WorldSizeReply(TypedDict):
+    """world_size: ranks of this server in a trainer's group"""
+
+    world_size: int
+
+
 class DetokenizeReply(TypedDict):
     prompt: str
 

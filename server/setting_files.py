@@ -10,7 +10,7 @@ template writes a conversation, which takes the model's tokenizer (tokenization.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 from fa_serve.named_files import NamedFiles, find_wrong_file
 
@@ -47,7 +47,7 @@ def _check_template(file: Path) -> None:
     class Generation(jinja2.ext.Extension):
         """The block around an answer, which transformers adds to the language."""
 
-        tags: ClassVar[set[str]] = {"generation"}
+        tags = {"generation"}  # noqa: RUF012 (as its base has it)
 
         def parse(self, parser: Any) -> Any:
             next(parser.stream)

@@ -273,6 +273,8 @@ class Tokenization:
             # a model may have a second template, which is for requests with tools
             text = self._engine.tokenizer.get_chat_template(given, [{}] if tools else None)
         except ValueError:
+            if isinstance(body, TokenizeRequest):  # also of an encoder, which has no completions
+                raise BadRequest("This model has no chat template. Give a prompt instead.", param="messages") from None
             raise BadRequest("This model has no chat template. Use /v1/completions instead.", param="messages") from None
         return self._own_template(text) if body.chat_template is None else self._parsed(text)
 

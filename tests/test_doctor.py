@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+import sys
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -105,6 +106,29 @@ def test_packages_that_are_missing_or_old(monkeypatch):
     assert (found.state, found.remedy[:34]) == ("failed", "in the clone: pip install '.[serve")
     monkeypatch.setattr(doctor, "requires", lambda _: declared[2:])
     assert "all 2 requirements are met" in check_packages().found
+
+
+@pytest.mark.parametrize(
+    ("body", "state"),
+    [("raise RuntimeError('operator torchvision::nms does not exist')", "failed"), ("", "ok")],
+    ids=["of another build", "fits"],
+)
+def test_a_torchvision_of_another_build_than_torch_is_named(body, state, tmp_path, monkeypatch):
+    (tmp_path / "torchvision.py").write_text(body)
+    (tmp_path / "torchvision-0.99.0.dist-info").mkdir()
+    (tmp_path / "torchvision-0.99.0.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: torchvision\nVersion: 0.99.0\n"
+    )
+    monkeypatch.delitem(sys.modules, "torchvision", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(doctor, "requires", lambda _: [])
+    found = check_packages()
+    assert found.state == state
+    if state == "failed":
+        assert found.found.startswith(f"torchvision 0.99.0 cannot be imported beside torch {version('torch')}, so no model can")
+        assert found.found.endswith(": operator torchvision::nms does not exist")
+        assert found.remedy.endswith("or: pip uninstall torchvision")
+    sys.modules.pop("torchvision", None)
 
 
 @pytest.fixture

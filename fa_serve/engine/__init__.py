@@ -31,7 +31,14 @@ from importlib import import_module as _import_module
 if _typing.TYPE_CHECKING:
     from fa_serve.engine.config import EngineConfig
     from fa_serve.engine.engine import Engine
-    from fa_serve.engine.errors import EncoderError, EngineAsleepError, EngineDeadError, QueueFullError, RequestError
+    from fa_serve.engine.errors import (
+        EncoderError,
+        EngineAsleepError,
+        EngineDeadError,
+        QueueFullError,
+        RequestError,
+        WeightTransferError,
+    )
     from fa_serve.engine.events import Phase
     from fa_serve.engine.parallel.follower_main import open_engine
     from fa_serve.engine.pooling.encoder import Encoder
@@ -41,6 +48,7 @@ if _typing.TYPE_CHECKING:
     from fa_serve.engine.request.params import SamplingParams, StructuredOutput
     from fa_serve.engine.rollout.rollout_engine import RolloutEngine
     from fa_serve.engine.rollout.rollouts import Rollout, RolloutGroup
+    from fa_serve.engine.rollout.weight_sender import WeightSender
     from fa_serve.engine.scheduler.sequence_times import SequenceTimes
     from fa_serve.engine.stats import EngineStats
 
@@ -68,6 +76,8 @@ __all__ = [
     "SequenceTimes",
     "StructuredOutput",
     "TokenLogprob",
+    "WeightSender",
+    "WeightTransferError",
     "open_engine",
 ]
 
@@ -95,6 +105,8 @@ _HOMES = {
     "SequenceTimes": "scheduler.sequence_times",
     "StructuredOutput": "request.params",
     "TokenLogprob": "request.outputs",
+    "WeightSender": "rollout.weight_sender",
+    "WeightTransferError": "errors",
     "open_engine": "parallel.follower_main",
 }
 

@@ -304,9 +304,9 @@ class Engine:
         and with several ranks.
         """
         self._residence.require_one_rank("update_weights")
-        weights = self._residence.begin(weights)
         if keep_pages and self._scheduler.states is not None:
             raise ParameterError("keep_pages", "be False for a model that keeps states beside keys and values", keep_pages)
+        weights = self._residence.begin(weights)
         self._late += self.drain()
         try:
             self._residence.copy(weights)

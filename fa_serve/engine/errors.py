@@ -4,6 +4,7 @@
     ├── ParameterError         a parameter of a request or a setting is not valid, in fa_serve.spec
     ├── QueueFullError         the queue is full; the client may try again later
     ├── EngineAsleepError      the engine has given its memory away, or its weights have no values
+    ├── WeightTransferError    a trainer and an engine have not met, or weights have not arrived
     ├── EncoderError           an input of `Encoder.encode` ended with a RequestError
     └── EngineDeadError        the engine has ended and computes nothing any more
     RequestError               not an exception: why a request that had been accepted ended with finish_reason "error"
@@ -40,6 +41,10 @@ class QueueFullError(FaServeError, RuntimeError):
 
 class EngineAsleepError(FaServeError, RuntimeError):
     """The engine sleeps. The message says what wakes it up."""
+
+
+class WeightTransferError(FaServeError, RuntimeError):
+    """A trainer and an engine have not met in time, or one of them has left before all weights had arrived."""
 
 
 class EngineDeadError(FaServeError, RuntimeError):

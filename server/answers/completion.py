@@ -11,7 +11,7 @@ from ..errors import BadRequest
 from ..replies import CompletionLogprobs, PromptLogprobs
 from ..schemas import CompletionRequest
 from .answer import Answer
-from .logprobs import for_completion
+from .logprobs import TextOffsets, for_completion
 from .size import COMPLETION_LOGPROB, PROMPT_LOGPROB, TEXT, AnswerSize
 
 DEFAULT_TOKENS = 16  # OpenAI's default of max_tokens for /v1/completions
@@ -30,7 +30,7 @@ class CompletionAnswer(Answer):
         return count
 
     async def _encode(self) -> list[list[int]]:
-        self._offsets: dict[int, int] = {}  # by index, where the next token begins in the choice's text
+        self._offsets: dict[int, TextOffsets] = {}  # by index
         return await self._tokenization.encode(self._body.prompts(), self._key)
 
     async def _prepare(self) -> None:
@@ -85,10 +85,9 @@ class CompletionAnswer(Answer):
         if self._body.logprobs is None or not entries:
             return None
         texts = self._tokenization.token_texts
-        offset = self._offsets.get(index, 0)
+        offsets = self._offsets.setdefault(index, TextOffsets())
         as_ids = bool(self._body.return_tokens_as_token_ids)
-        logprobs, self._offsets[index] = for_completion(texts, token_ids, entries, offset, self._body.logprobs, as_ids)
-        return logprobs
+        return for_completion(texts, token_ids, entries, offsets, self._body.logprobs, as_ids)
 
     def _with_prompt_logprobs(self, reply: dict[str, Any], sums: dict[int, RequestOutput]) -> dict[str, Any]:
         by_prompt: dict[int, PromptLogprobs] = {}  # the sequences of a prompt have the same

@@ -190,7 +190,9 @@ def engine_errors(service: Service, job: Job) -> Iterator[None]:
 def failure(service: Service, job: Job, output: RequestOutput) -> ApiError:
     """The HTTP error for a sequence that the engine has ended early. The engine's message may show internals: it is logged."""
     if output.finish_reason == "abort":
-        return Unavailable("The request was aborted: the server is shutting down.", retry_after=RETRY_SECONDS)
+        # beside a shutdown, only /pause ends sequences in flight
+        cause = "the server is shutting down" if service.draining else "the operator has paused the server"
+        return Unavailable(f"The request was aborted: {cause}.", retry_after=RETRY_SECONDS)
     error = output.error or RequestError("step_failed", "the engine gave no reason")
     if error.code == "unread":
         return ClientGone("The client did not read its stream in time, and too many log-probabilities waited.")

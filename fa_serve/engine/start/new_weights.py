@@ -1,11 +1,13 @@
 """Weights that come while an engine runs, as `Engine.update_weights` takes them: (name, tensor), one at a time.
 
     engine.update_weights(from_folder(model, "/checkpoints/step-100"))
-    engine.update_weights(from_shared_memory("trainer-weights", tensors))
+    engine.update_weights(from_shared_memory(model, "trainer-weights", tensors))
+    engine.update_weights(from_group(model, group, announced))
 
 A folder holds a checkpoint as `save_pretrained` writes it. Shared memory is a segment of this machine, as Python's
-`SharedMemory` makes it, with the numbers of all tensors, and a list says where each is: nothing is unpickled. Left out: weights
-that come over a network (NCCL), and the memory of another process's GPU (CUDA IPC).
+`SharedMemory` makes it, with the numbers of all tensors, and a list says where each is. Through a group of torch.distributed a
+trainer broadcasts what it has announced. Nothing is unpickled. Left out: the memory of another process's GPU (CUDA IPC), and
+how the group is made (fa_serve.engine.rollout.weight_group).
 """
 
 from __future__ import annotations
@@ -21,9 +23,11 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
+from fa_serve.engine.rollout.weight_group import WeightGroup
 from fa_serve.engine.runner.residence import check_weight, known_weights
+from fa_serve.hf.adapter.composites import auto_class
 from fa_serve.spec import ParameterError
 
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
@@ -47,6 +51,15 @@ class SharedTensor:
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * int(DTYPES[self.dtype].itemsize)
+
+
+@dataclass(frozen=True, slots=True)
+class AnnouncedTensor:
+    """What a trainer will broadcast. name: of the parameter; dtype: one of DTYPES, and the parameter's"""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
 
 
 def from_folder(model: PreTrainedModel, folder: str | Path) -> Iterator[tuple[str, Tensor]]:
@@ -106,18 +119,19 @@ def _files_of(folder: Path) -> list[Path]:
 
 
 def _loaded(model: PreTrainedModel, folder: str | Path) -> Any:
-    """The checkpoint as a model on the host. Raises ParameterError if it lacks weights, which would be random numbers."""
-    load: Any = AutoModelForCausalLM.from_pretrained
+    """The checkpoint as a model on the host, with its towers if it has any. Raises ParameterError if it is one of another
+    model, or lacks weights, which would be random numbers."""
     try:
-        loaded, told = load(str(folder), dtype=model.dtype, output_loading_info=True)
+        auto = auto_class(AutoConfig.from_pretrained(str(folder)))
+        loaded, told = auto.from_pretrained(str(folder), dtype=model.dtype, output_loading_info=True)
     except (OSError, RuntimeError, ValueError) as error:
         raise ParameterError("weight_dir", "hold a checkpoint that transformers can load", str(error)) from error
-    missing = sorted(told["missing_keys"])
-    if missing:
-        raise ParameterError("weight_dir", f"hold every weight of the model, and lacks {missing[0]}", str(folder))
     known = known_weights(model)
     for name, parameter in loaded.named_parameters():
         check_weight(model, known, name, parameter.shape)
+    missing = sorted(told["missing_keys"])
+    if missing:
+        raise ParameterError("weight_dir", f"hold every weight of the model, and lacks {missing[0]}", str(folder))
     return loaded
 
 
@@ -146,3 +160,37 @@ def from_shared_memory(model: PreTrainedModel, segment: str, tensors: Sequence[S
             dtype = DTYPES[each.dtype]
             numbers = torch.frombuffer(taken, dtype=dtype) if taken else torch.empty(0, dtype=dtype)
             yield each.name, numbers.view(each.shape)
+
+
+def check_announced(model: PreTrainedModel, tensors: Sequence[AnnouncedTensor]) -> None:
+    """Raise ParameterError for a name, a shape or a dtype that the model does not have.
+
+    A tensor of another dtype would be rounded where nobody knows, after more bytes than needed had travelled.
+    """
+    known = known_weights(model)
+    for each in tensors:
+        check_weight(model, known, each.name, each.shape)
+        if DTYPES.get(each.dtype) is not known[each.name].dtype:
+            has = str(known[each.name].dtype).removeprefix("torch.")
+            raise ParameterError("weights", f"have the dtype {has} for {each.name}: convert it in the trainer", each.dtype)
+
+
+class DryRunEnded(Exception):
+    """Raised by `from_group` instead of receiving, so that an update ends before it has an effect."""
+
+
+def from_group(
+    model: PreTrainedModel, group: WeightGroup, tensors: Sequence[AnnouncedTensor], *, dry_run: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """The weights that a trainer broadcasts, in the order in which it has announced them.
+
+    Raises ParameterError as `check_announced` does, before anything is received, and WeightTransferError when the trainer has
+    left the group or is late. A dry run raises DryRunEnded where the other one would begin to receive.
+    """
+    check_announced(model, tensors)
+    if dry_run:
+        raise DryRunEnded
+    for each in tensors:
+        received = torch.empty(each.shape, dtype=DTYPES[each.dtype], device=group.device)
+        group.broadcast(received)
+        yield each.name, received

@@ -93,9 +93,11 @@ def attention_forward(
     Raises UnsupportedModelError for dropout, for attention weights, and for what `translate` refuses.
     """
     if dropout:
+        field = _field_of_dropout(module, dropout)
         raise UnsupportedModelError(
-            f"attention dropout must be 0 with fa_serve, got {dropout} from {type(module).__name__}: call model.eval(), or set "
-            "the attention dropout in the model's config to 0"
+            f"attention dropout must be 0 with fa_serve, got {dropout} from {type(module).__name__}: call model.eval(), or, to "
+            f"train, load the model by from_pretrained(..., {field}=0.0), because the layers of a loaded model do not "
+            "follow its config"
         )
     if asks_for_weights(output_attentions):
         raise UnsupportedModelError(
@@ -126,6 +128,13 @@ def attention_forward(
             f"{type(module).__name__} adds a position_bias to its scores, which {type(fa_serve_batch).__name__} cannot do"
         )
     return fa_serve_batch.attend_biased(call), None
+
+
+def _field_of_dropout(module: nn.Module, dropout: float) -> str:
+    """The name of the config's field that has given a layer its dropout. T5 has one field for the whole model."""
+    fields = vars(getattr(module, "config", None) or object).items()
+    names = [name for name, value in fields if "drop" in name and value == dropout]
+    return min(names, key=lambda name: "att" not in name, default="attention_dropout")
 
 
 def _needs_no_translation(mask: Any, words: dict[str, Any]) -> TypeGuard[ImplicitMask]:

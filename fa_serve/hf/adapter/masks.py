@@ -183,9 +183,16 @@ def mask_forward(
     allow_is_causal_skip, allow_is_bidirectional_skip: False asks for a tensor, because the caller works on the mask
     config:         the model's
     Returns an ImplicitMask, or bool (batch, 1, q_length, kv_length), True where a query sees a key.
+
+    Raises UnsupportedModelError for an attention_mask of other than two dimensions.
     """
     if isinstance(attention_mask, ImplicitMask):
         return attention_mask
+    if attention_mask is not None and attention_mask.dim() != 2:  # transformers passes one of four dimensions to the layers
+        raise UnsupportedModelError(
+            "attention_mask must have 2 dimensions, (batch, keys), or 4, (batch, heads, queries, keys), got shape "
+            f"{tuple(attention_mask.shape)}: pass attention_mask[:, None] if it is (batch, queries, keys)"
+        )
     tracing = is_tracing(attention_mask)
     blocks = None if tracing else _blocks.get()
     if blocks is not None and (split := split_blocks(mask_function)) is not None:

@@ -41,7 +41,10 @@ def patch(model: PreTrainedModel) -> PreTrainedModel:
     """
     if not hasattr(model, "set_attn_implementation"):  # others' wrappers pass this method on
         rule = "model must be a model of transformers, as from_pretrained returns it (PreTrainedModel)"
-        raise TypeError(f"{rule}, got {type(model).__module__}.{type(model).__qualname__}")
+        got = f"{type(model).__module__}.{type(model).__qualname__}"
+        raise TypeError(
+            f"{rule}, got {got}: patch the model inside it, such as pipeline.model or, of DataParallel, wrapper.module"
+        )
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     for part in parts:
         check_class(type(part))

@@ -20,7 +20,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from ipaddress import ip_address
 from typing import TYPE_CHECKING
@@ -45,9 +45,9 @@ _ON_LOOPBACK = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo0"
 """The network interface of gloo and NCCL, which would listen on addresses that may be reachable from outside."""
 
 
-def listen(size: int, host: str = LOOPBACK) -> tuple[Store, int]:
-    """The store at which `size` ranks meet, and its port. For rank 0. host: an address of this machine"""
-    family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+def listen(size: int, host: str = LOOPBACK, port: int = 0) -> tuple[Store, int]:
+    """The store at which `size` ranks meet, and its port. For rank 0. host: of this machine; port: 0 is a free one"""
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     with socket.create_server(address, family=family) as listener:
         port = int(listener.getsockname()[1])
         # the store would listen on every address of the machine
@@ -84,8 +84,9 @@ class AllReduce:
         self._size = size
         self._ordered = ordered
         self._paused = False
+        self._paused_threads: set[int] = set()
         on_gpu = device.type == "cuda"
-        with environment(_ON_LOOPBACK) if is_loopback(host) else nullcontext():
+        with interfaces_for(host):
             dist.init_process_group(
                 "nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=size, device_id=device if on_gpu else None
             )
@@ -101,7 +102,7 @@ class AllReduce:
 
         Raises AllReduceError.
         """
-        if self._paused:
+        if self._is_paused:
             return x
         try:
             return self._sum(x)
@@ -120,7 +121,7 @@ class AllReduce:
         Raises AllReduceError.
         """
         peer_sums = self._peer_sums
-        if peer_sums is None or self._paused or not peer_sums.takes(y) or x.dtype != y.dtype or x.stride(-1) != 1:
+        if peer_sums is None or self._is_paused or not peer_sums.takes(y) or x.dtype != y.dtype or x.stride(-1) != 1:
             return add_and_norm(x, self(y), alpha, after, before)
         return x, peer_sums.add(x, y, alpha, after, before)
 
@@ -146,7 +147,7 @@ class AllReduce:
 
         Raises AllReduceError.
         """
-        if self._paused:
+        if self._is_paused:
             return x.repeat(1, self._size)
         try:
             return torch.cat(self._parts(x.contiguous()), dim=1)
@@ -171,6 +172,20 @@ class AllReduce:
             yield
         finally:
             self._paused = False
+
+    @contextmanager
+    def paused_in_thread(self) -> Iterator[None]:
+        """The same for calls of this thread, while those of other threads wait: for a forward that this rank alone computes."""
+        thread = threading.get_ident()
+        self._paused_threads.add(thread)
+        try:
+            yield
+        finally:
+            self._paused_threads.discard(thread)
+
+    @property
+    def _is_paused(self) -> bool:
+        return self._paused or (bool(self._paused_threads) and threading.get_ident() in self._paused_threads)
 
     def abort(self) -> None:
         """Make pending sums of GPUs return, because a rank is lost. Their values are undefined. With gloo nothing is needed:
@@ -201,6 +216,11 @@ def add_and_norm(
     """What `AllReduce.add` does with the sum."""
     x = x.add_(total, alpha=alpha) if after is None else ops.rms_norm(total, after, residual=x)
     return x, None if before is None else ops.rms_norm(x, before)
+
+
+def interfaces_for(host: str) -> AbstractContextManager[None]:
+    """Inside, gloo and NCCL use no other interface than the loopback one if ranks meet at a loopback address."""
+    return environment(_ON_LOOPBACK) if is_loopback(host) else nullcontext()
 
 
 def is_loopback(host: str) -> bool:

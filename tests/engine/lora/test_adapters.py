@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 from peft_adapters import ATTENTION, PeftForwards, assert_bfloat16_logits, save_adapter, write_over
 from quantised_copies import copy_of, dequantised, load
-from tiny_models import make_model, random_prompts
+from tiny_models import make_model, make_tokenizer, random_prompts
 from transformers import PreTrainedModel
 
-from fa_serve.engine import Engine, SamplingParams
+from fa_serve.engine import Engine, EngineConfig, SamplingParams
+from fa_serve.hf.surgery.fuse.layer import FusedLayer
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 LORA = {"lora_bytes": 1 << 26, "max_lora_rank": 32, "max_num_seqs": 16}
@@ -66,13 +67,28 @@ def test_tokens_are_those_of_peft(make_engine, tmp_path, name) -> None:
 
 
 def test_adapters_answer_after_sleep(make_engine, tmp_path) -> None:
-    """`sleep` frees the KV cache and moves the weights, so that layers are fused anew: their products find their adapters, and
-    the thread that loads adapters lives as long as the engine."""
+    """`sleep` frees the KV cache. The thread that loads adapters lives as long as the engine."""
     base = partial(make_model, "llama")
     engine = make_engine(model=base(), **LORA)
     engine.sleep()
     engine.wake_up()
     check_alone_and_mixed(engine, save_all(tmp_path, base), base())
+
+
+def test_layers_and_adapters_are_there_after_each_sleep_of_the_weights(tmp_path) -> None:
+    """The weights leave, and layers are fused anew, also where the weights come back to the memory that they had before."""
+    base = partial(make_model, "llama")
+    base().save_pretrained(tmp_path / "base")
+    make_tokenizer().save_pretrained(tmp_path / "base")
+    engine = Engine(EngineConfig(model=str(tmp_path / "base"), device="cpu", num_pages=128, page_size=4, **LORA))
+    folders = save_all(tmp_path, base)
+    for level in (1, 1, 2, 1):
+        engine.sleep(level)
+        engine.wake_up()
+        if level == 2:
+            engine.update_weights(base().named_parameters())
+        assert all(isinstance(layer.forward, FusedLayer) for layer in engine.model.model.layers)
+        check_alone_and_mixed(engine, folders, base())
 
 
 def test_the_attention_of_a_mixture_has_adapters(make_engine, tmp_path) -> None:

@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from encoder_folders import save_encoder
 from tiny_models import greedy, make_model
 
-from fa_serve.engine import AsyncEngine, Encoder, Engine, EngineAsleepError, EngineConfig, RequestOutput, SamplingParams
-from fa_serve.engine.process.controls import Control, Reply, carry_out
+from fa_serve.engine import (
+    AsyncEngine,
+    Encoder,
+    Engine,
+    EngineAsleepError,
+    EngineConfig,
+    RequestOutput,
+    SamplingParams,
+    WeightTransferError,
+)
+from fa_serve.engine.process.controls import Control, Controls, Reply
 from fa_serve.engine.process.engine_loop import StepOutputs
+from fa_serve.engine.rollout.weight_group import WeightGroup
+from fa_serve.engine.start import new_weights
+from fa_serve.ops.collectives.all_reduce import listen
 from fa_serve.spec import ParameterError
 
 PROMPT = [*range(5, 25)]
@@ -120,8 +134,13 @@ async def test_weights_change_under_a_request(make_engine: Callable[..., Engine]
         assert await answer.end() == begun + greedy(other, PROMPT + begun, 40 - len(begun))
         with pytest.raises(ParameterError, match="weight_dir must be a folder"):
             await served.update_weights(folder=str(tmp_path / "nowhere"))
-        with pytest.raises(ParameterError, match="weight_dir must be given, or shared_memory"):
+        with pytest.raises(ParameterError, match="weight_dir must be given, or shared_memory, or update_info"):
             await served.update_weights()
+        with pytest.raises(ParameterError, match="dry_run must be False unless update_info is given"):
+            await served.update_weights(folder=str(tmp_path), dry_run=True)
+        with pytest.raises(ParameterError, match="update_info must follow init_weight_transfer_engine"):
+            await served.update_weights(announced=[])
+        assert served.weight_version == 1
 
 
 async def test_weights_come_through_shared_memory(make_engine: Callable[..., Engine]) -> None:
@@ -199,6 +218,64 @@ async def test_weights_that_are_refused_change_nothing(make_engine: Callable[...
         memory.unlink()
 
 
+async def test_requests_wait_for_the_rest_of_weights_that_came_in_part(
+    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, model_folder: Path
+) -> None:
+    def cut_off(model: object, folder: str) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from [*read(model, folder)][:3]
+        raise OSError("it is cut off")
+
+    read: Any = new_weights.from_folder
+    async with running(make_engine()) as served:
+        answer = Answer(served, "a")
+        await answer.begun.wait()
+        with monkeypatch.context() as patch:
+            patch.setattr(new_weights, "from_folder", cut_off)
+            with pytest.raises(RuntimeError, match="OSError: it is cut off"):
+                await served.update_weights(folder=str(model_folder))
+        assert served.is_paused
+        later = Answer(served, "b", max_tokens=2)
+        await asyncio.sleep(0.05)
+        assert (answer.task.done(), later.tokens) == (False, [])
+        await served.update_weights(folder=str(model_folder))
+        assert await later.end() == greedy(make_model(), PROMPT, 2)
+        assert await answer.end() == greedy(make_model(), PROMPT, 40)
+
+
+async def test_a_group_is_replaced_and_left(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine()
+    async with running(engine) as served:
+        with pytest.raises(WeightTransferError, match=r"have not met at 127\.0\.0\.1, port 9"):
+            await served.join_weight_group(host="127.0.0.1", port=9, timeout=1.0)
+        trainers = []
+        for _ in range(2):
+            store, port = listen(2)
+            place = {"rank": 0, "world_size": 2, "backend": "gloo", "device": torch.device("cpu"), "timeout": 20.0}
+            meeting = asyncio.create_task(asyncio.to_thread(WeightGroup, "127.0.0.1", port, **place))
+            await served.join_weight_group(host="127.0.0.1", port=port)
+            trainers.append(await meeting)
+            del store
+        with pytest.raises(WeightTransferError, match="has left the group"):
+            await asyncio.to_thread(trainers[0].broadcast, torch.zeros(1 << 20))
+        announced = [{"name": "model.norm.weight", "dtype": "float32", "shape": (32,)}]
+        update = asyncio.create_task(served.update_weights(announced=announced))
+        await asyncio.to_thread(trainers[1].broadcast, torch.full((32,), 0.5))
+        assert await update == 1
+        assert engine.model.model.norm.weight.tolist() == [0.5] * 32
+        await served.join_weight_group()
+        with pytest.raises(ParameterError, match="update_info must follow"):
+            await served.update_weights(announced=announced)
+        for trainer in trainers:
+            trainer.close()
+
+
+def test_several_ranks_join_no_group(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine()
+    engine.config = replace(engine.config, tensor_parallel=2)
+    with pytest.raises(ParameterError, match="tensor_parallel must be 1 for weights from a group"):
+        Controls(engine).carry_out(Control(1, "join_weight_group", {"host": "127.0.0.1", "port": 9}))
+
+
 async def test_an_encoder_refuses_a_pause_and_goes_on(tmp_path: Path) -> None:
     folder = save_encoder(tmp_path, "bert")
     encoder = Encoder(EngineConfig(model=folder, device="cpu", dtype="float32", max_num_batched_tokens=64))
@@ -221,10 +298,11 @@ async def test_the_end_of_the_engine_ends_those_who_wait_for_an_answer(
 
 def test_an_engine_is_called_between_two_steps(make_engine: Callable[..., Engine]) -> None:
     engine = make_engine()
-    carry_out(engine, Control(1, "sleep", {"level": 0}))
+    controls = Controls(engine)
+    controls.carry_out(Control(1, "sleep", {"level": 0}))
     with pytest.raises(EngineAsleepError):
         engine.generate([PROMPT])
-    carry_out(engine, Control(2, "wake_up", {"tags": None}))
+    controls.carry_out(Control(2, "wake_up", {"tags": None}))
     assert not engine.is_asleep
 
 

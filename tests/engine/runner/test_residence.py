@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from hf_families import pair
 from hybrids import BY_NAME
-from tiny_models import make_model
+from tiny_models import make_model, make_tokenizer
 from torch import nn
 from transformers import GenerationConfig
 
-from fa_serve.engine import Engine, SamplingParams
+from fa_serve.engine import Engine, EngineAsleepError, EngineConfig, SamplingParams
 from fa_serve.engine.runner.residence import Residence
 from fa_serve.hf.surgery.quantised.linear import QuantizedLinear
 from fa_serve.spec import ParameterError
@@ -85,6 +86,26 @@ def test_the_scales_of_a_float8_cache_follow_the_weights(make_engine: Callable[.
     torch.testing.assert_close(scales[1], before[1] * 8)
 
 
+@pytest.mark.parametrize("first", ["weights", "kv_cache"])
+def test_graphs_are_captured_once_when_all_is_back(first: str, tmp_path: Path) -> None:
+    """A graph that is captured while the weights are away fails, and a runner without a first graph never captures again."""
+    make_model().save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    engine = Engine(EngineConfig(model=str(tmp_path), device="cpu", num_pages=32))
+    runner = engine._runner
+    captured: list[int] = []
+    runner.eager = False
+    runner.make_graphs = lambda: captured.append(sum(x.numel() for x in runner.model.parameters()) * len(runner.kv_caches))
+    [second] = {"weights", "kv_cache"} - {first}
+    size = sum(x.numel() for x in runner.model.parameters())
+    engine.sleep(2)
+    engine.wake_up([first])
+    assert captured == []
+    engine.wake_up([second])
+    engine.wake_up()
+    assert captured == [size * 2], "two layers have a cache"
+
+
 def test_quantised_weights_stay(make_engine: Callable[..., Engine]) -> None:
     engine = make_engine()
     engine._runner.model.add_module("quantised", QuantizedLinear.__new__(QuantizedLinear))
@@ -111,3 +132,49 @@ def test_a_model_with_states_computes_unfinished_answers_again(make_engine: Call
     assert expected.token_ids[1:] == tokens
     with pytest.raises(ParameterError, match="keep_pages must be False for a model that keeps states"):
         engine.update_weights(keep_pages=True)
+
+
+def test_a_part_of_new_weights_computes_nothing(make_engine: Callable[..., Engine]) -> None:
+    """An update that fails in the middle has copied weights that belong to others. They have to come again, with these."""
+    engine = make_engine()
+    new = {name: torch.full_like(x, 0.01) for name, x in engine.model.named_parameters()}
+
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from [*new.items()][:3]
+        raise OSError("the file is cut off")
+
+    with pytest.raises(OSError, match="cut off"):
+        engine.update_weights(broken())
+    assert engine.is_asleep
+    with pytest.raises(EngineAsleepError, match=r"3 parameters are missing since sleep\(level=2\) or an update that failed"):
+        engine.generate([[5, 6, 7]], GREEDY)
+    engine.update_weights([*new.items()][1:3])
+    with pytest.raises(EngineAsleepError, match="1 parameters are missing"):
+        engine.generate([[5, 6, 7]], GREEDY)
+    assert engine.update_weights(new.items()) == 3
+    assert len(engine.generate([[5, 6, 7]], GREEDY)[0].token_ids) == 4
+
+
+def test_an_update_that_fails_at_its_first_weight_changes_nothing(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine()
+
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+        raise OSError("the file is cut off")
+        yield
+
+    with pytest.raises(OSError, match="cut off"):
+        engine.update_weights(broken())
+    assert (engine.is_asleep, engine.weight_version) == (False, 0)
+
+
+def test_the_owner_of_weights_mends_a_part_of_new_ones_in_place(make_engine: Callable[..., Engine]) -> None:
+    """A trainer whose live model has taken a part of an update, by a name that there is not."""
+    engine = make_engine()
+    head = engine.model.lm_head.weight.detach().clone()
+    with pytest.raises(ParameterError, match="names of parameters"):
+        engine.update_weights([("lm_head.weight", -head), ("nothing", head)])
+    assert engine.is_asleep
+    with torch.no_grad():
+        engine.model.lm_head.weight.copy_(head)
+    engine.update_weights()
+    assert not engine.is_asleep

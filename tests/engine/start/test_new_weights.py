@@ -10,11 +10,19 @@ from typing import Any
 
 import pytest
 import torch
+from image_models import save_llava
 from safetensors.torch import load_file, save_file
 from tiny_models import make_model
 
 from fa_serve.engine.start import new_weights
-from fa_serve.engine.start.new_weights import SharedTensor, from_folder, from_shared_memory
+from fa_serve.engine.start.new_weights import (
+    AnnouncedTensor,
+    DryRunEnded,
+    SharedTensor,
+    from_folder,
+    from_group,
+    from_shared_memory,
+)
 from fa_serve.spec import ParameterError
 
 
@@ -29,10 +37,26 @@ def test_a_checkpoint_has_every_weight_under_the_models_name(family: str, tmp_pa
     assert all(torch.equal(found[name], parameter) for name, parameter in expected.items())
 
 
+def test_a_checkpoint_with_towers_has_their_weights_too(tmp_path: Path) -> None:
+    """It has other names in its files than in the model, so that transformers loads it."""
+    model = save_llava(tmp_path)
+    found = dict(from_folder(model, tmp_path))
+    expected = dict(model.named_parameters())
+    assert found.keys() == expected.keys()
+    assert any("vision_tower" in name for name in found)
+    assert all(torch.equal(found[name], parameter) for name, parameter in expected.items())
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_its_names(tmp_path: Path) -> None:
+    save_llava(tmp_path)
+    with pytest.raises(ParameterError, match="weights must have the names of parameters of LlamaForCausalLM"):
+        next(from_folder(make_model(), tmp_path))
+
+
 def test_a_folder_with_the_models_names_is_not_loaded_as_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model()
     model.save_pretrained(tmp_path, max_shard_size="20KB")
-    monkeypatch.setattr(new_weights, "AutoModelForCausalLM", None)
+    monkeypatch.setattr(new_weights, "auto_class", None)
     assert dict(from_folder(model, tmp_path)).keys() == dict(model.named_parameters()).keys()
     with pytest.raises(ParameterError, match="weight_dir must be a folder of this machine with safetensors files"):
         next(from_folder(model, tmp_path / "nowhere"))
@@ -165,3 +189,40 @@ def test_nothing_is_given_of_weights_of_which_a_later_one_is_refused(segment: Sh
     save_file({"a": torch.ones(2, 3), "b": torch.ones(1, 4)}, tmp_path / "model.safetensors")
     with pytest.raises(ParameterError, match="have the shape"):
         next(from_folder(PAIR, tmp_path))
+
+
+class FilledGroup:
+    """A trainer's group, in which each tensor has its number in all places."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.received: list[torch.Tensor] = []
+
+    def broadcast(self, x: torch.Tensor) -> None:
+        self.received.append(x.fill_(len(self.received)))
+
+
+def test_announced_tensors_are_received_one_at_a_time_in_their_order() -> None:
+    group: Any = FilledGroup()
+    given = from_group(PAIR, group, [AnnouncedTensor("b", "float32", (0, 4)), AnnouncedTensor("a", "float32", (2, 3))])
+    assert next(given)[0] == "b"
+    assert len(group.received) == 1
+    name, tensor = next(given)
+    assert (name, tensor.tolist()) == ("a", [[1.0] * 3] * 2)
+
+
+def test_what_is_announced_is_checked_before_anything_is_received() -> None:
+    group: Any = FilledGroup()
+    good = AnnouncedTensor("a", "float32", (2, 3))
+    for wrong, told in (
+        (AnnouncedTensor("c", "float32", (1,)), "weights must have the names of parameters of Pair"),
+        (AnnouncedTensor("b", "float32", (4, 0)), r"weights must have the shape \(0, 4\) for b"),
+        (AnnouncedTensor("b", "bfloat16", (0, 4)), "weights must have the dtype float32 for b: convert it in the trainer"),
+        (AnnouncedTensor("b", "object", (0, 4)), "weights must have the dtype float32 for b"),
+    ):
+        with pytest.raises(ParameterError, match=told):
+            next(from_group(PAIR, group, [good, wrong]))
+    with pytest.raises(DryRunEnded):
+        next(from_group(PAIR, group, [good], dry_run=True))
+    assert group.received == []

@@ -30,6 +30,21 @@ def test_dropout_is_refused() -> None:
         model.train()(tokens(1, 4))
 
 
+@pytest.mark.parametrize(
+    ("family", "field"),
+    [("llama", "attention_dropout"), ("gpt2", "attn_pdrop"), ("bert", "attention_probs_dropout_prob"), ("t5", "dropout_rate")],
+)
+def test_the_remedy_for_dropout_names_the_field_of_the_config_and_works(family: str, field: str) -> None:
+    given = {"decoder_input_ids": tokens(1, 4)} if family == "t5" else {}
+    model = fa_serve.patch(BY_NAME[family].build(**{field: 0.1})).train()
+    with pytest.raises(UnsupportedModelError, match=rf"load the model by from_pretrained\(\.\.\., {field}=0\.0\)"):
+        model(tokens(1, 4), **given)
+    setattr(model.config, field, 0.0)  # which the layers, as the message says, do not follow
+    with pytest.raises(UnsupportedModelError, match="dropout must be 0"):
+        model(tokens(1, 4), **given)
+    fa_serve.patch(BY_NAME[family].build(**{field: 0.0})).train()(tokens(1, 4), **given)
+
+
 def test_attention_weights_are_refused() -> None:
     model = fa_serve.patch(BY_NAME["llama"].build())
     with pytest.raises(UnsupportedModelError, match="never forms the attention weights"):

@@ -268,3 +268,18 @@ def test_a_bias_is_added_to_a_mask_that_hides_nothing(shared: bool) -> None:
     ours = fa_serve.patch(copy.deepcopy(eager))
     pixels = torch.randn(2, 3, 32, 32)
     torch.testing.assert_close(ours(pixels).last_hidden_state, eager(pixels).last_hidden_state, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("shape", "shown"), [((2, 5, 5), r"\(2, 5, 5\)"), ((5,), r"\(5,\)")])
+def test_a_mask_of_neither_two_nor_four_dimensions_is_refused(shape: tuple[int, ...], shown: str) -> None:
+    config = LlamaConfig(num_hidden_layers=1, hidden_size=32, intermediate_size=32, num_attention_heads=2, vocab_size=32)
+    model = AutoModel.from_config(config, attn_implementation="fa_serve").eval()
+    ids = torch.arange(10).view(2, 5)
+    mask = torch.ones(shape, dtype=torch.bool)
+    with pytest.raises(
+        UnsupportedModelError, match=rf"must have 2 dimensions, .* or 4, .* got shape {shown}: pass attention_mask"
+    ):
+        model(ids, attention_mask=mask)
+    if mask.dim() == 3:  # what the message advises
+        seen = mask.tril()[:, None]
+        torch.testing.assert_close(model(ids, attention_mask=seen)[0], model(ids)[0])

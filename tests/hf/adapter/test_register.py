@@ -81,6 +81,13 @@ def test_patch_says_what_it_takes(given: Any) -> None:
         fa_serve.patch(given)
 
 
+def test_patch_says_how_to_pass_a_model_that_something_holds() -> None:
+    wrapper = torch.nn.DataParallel(BY_NAME["llama"].build())
+    with pytest.raises(TypeError, match=r"got torch\..*\.DataParallel: patch the model inside it, .* wrapper\.module"):
+        fa_serve.patch(wrapper)  # type: ignore[arg-type]
+    assert fa_serve.patch(wrapper.module).config._attn_implementation == "fa_serve"
+
+
 def test_patch_refuses_before_it_changes_anything() -> None:
     config = AutoConfig.for_model("bloom", n_layer=1, hidden_size=32, n_head=2, vocab_size=32)
     model = AutoModel.from_config(config, attn_implementation="eager")

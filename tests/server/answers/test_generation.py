@@ -7,7 +7,7 @@ import pytest
 from fa_serve.server.answers.generation import merge
 
 from fa_serve import ParameterError
-from fa_serve.engine import EngineDeadError, QueueFullError, RequestError
+from fa_serve.engine import EngineDeadError, QueueFullError, RequestError, RequestOutput
 
 pytestmark = pytest.mark.anyio
 
@@ -62,6 +62,26 @@ async def test_a_lost_replica_is_no_failure_of_the_server(serving, engine, confo
     conforms("ErrorResponse", response.json())
     assert (response.status_code, response.headers["retry-after"]) == (503, "5")
     assert response.json()["error"]["message"] == "The request was cut off: its replica has ended."
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("draining", "reason"), [(False, "the operator has paused the server"), (True, "the server is shutting down")]
+)
+async def test_an_aborted_request_says_who_has_ended_it(serving, engine, conforms, stream, draining, reason):
+    """/pause ends requests in flight, and goes on to serve; so does the end of the time that a shutdown leaves."""
+
+    async def generate(prompt, params, request_id, **_):
+        client.service.draining = draining
+        yield RequestOutput(request_id, [], finished=True, finish_reason="abort")
+
+    engine.generate = generate
+    async with serving() as client:
+        response = await client.post("/v1/completions", json={**TEXT, "stream": stream})
+        client.service.draining = False
+    conforms("ErrorResponse", response.json())
+    assert (response.status_code, response.headers["retry-after"]) == (503, "5")
+    assert response.json()["error"]["message"] == f"The request was aborted: {reason}."
 
 
 async def test_a_stream_that_fails_later_ends_with_an_error_event(serving, engine, conforms):

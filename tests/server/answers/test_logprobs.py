@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from fa_serve.server.answers.logprobs import LOWEST, TokenTexts, for_chat, for_completion, for_prompt
+from fa_serve.server.answers.logprobs import LOWEST, TextOffsets, TokenTexts, for_chat, for_completion, for_prompt
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -83,14 +83,26 @@ def test_for_chat(texts: TokenTexts) -> None:
 
 def test_for_completion(texts: TokenTexts) -> None:
     """Offsets count characters. The actual token is reported besides the `count` most likely ones."""
-    logprobs, end = for_completion(texts, [2, 0, 1], [None, *ENTRIES], offset=10, count=1, as_ids=False)
-    assert logprobs == {
+    offsets = TextOffsets()
+    assert offsets.of(b"0123456789") == 0
+    assert for_completion(texts, [2, 0, 1], [None, *ENTRIES], offsets, count=1, as_ids=False) == {
         "text_offset": [10, 11, 13],
         "token_logprobs": [None, -0.5, LOWEST],
         "tokens": ["\ufffd", " a", "ö"],
         "top_logprobs": [None, {"ö": -0.25, " a": -0.5}, {"ö": LOWEST}],
     }
-    assert end == 14
+    assert offsets.of(b"") == 14
+
+
+def test_offsets_are_those_of_the_text_where_tokens_are_parts_of_characters() -> None:
+    """Each part of a character counted as a character, so that all tokens after it were too far behind."""
+    smile = "🙂".encode()
+    parts = [b"a", smile[:1], smile[1:3], smile[3:] + b"b", b"c", smile[:2], b"d", smile[:3], smile]
+    offsets = TextOffsets()
+    places = [offsets.of(part) for part in parts]
+    assert places == [0, 1, 1, 1, 3, 4, 5, 6, 7]
+    text = b"".join(parts).decode(errors="replace")
+    assert (text, [text[place] for place in places]) == ("a🙂bc\ufffdd\ufffd🙂", [*"a🙂🙂🙂c\ufffdd\ufffd🙂"])
 
 
 def test_for_prompt(texts: TokenTexts) -> None:
