@@ -143,7 +143,7 @@ def test_a_trainer_without_a_server_is_told(server: ServerProcess) -> None:
 
 @pytest.mark.parametrize("urls", [[], "127.0.0.1:8000", "http://", "http://127.0.0.1:x", "http://[::1", ["http://a", ""]])
 def test_urls_that_are_none_are_refused(urls: str | list[str]) -> None:
-    with pytest.raises(ParameterError, match="urls must be one address or several, such as http://127.0.0.1:8000, got"):
+    with pytest.raises(ParameterError, match=r"urls must be one address or several, such as http://127\.0\.0\.1:8000, got"):
         WeightSender(urls, KEY)
 
 
