@@ -150,7 +150,7 @@ def warm_trials(warm_context: ForkServerContext, monkeypatch: pytest.MonkeyPatch
 
 @pytest.fixture(scope="session")
 def start_server(warm_context: ForkServerContext) -> Callable[..., ServerProcess]:
-    """`start_server("--flag", ..., FA_SERVE_NAME="value")`: a server process that is ready, with the embedded model."""
+    """`start_server("--flag", ..., FA_SERVE_NAME="value")`: a server process that is ready."""
     from server_process import start_warm  # the GPU suite has no httpx
 
     return start_warm
@@ -158,8 +158,8 @@ def start_server(warm_context: ForkServerContext) -> Callable[..., ServerProcess
 
 @pytest.fixture(scope="session")
 def served(start_server: Callable[..., ServerProcess]) -> Iterator[ServerProcess]:
-    """One server for all tests that leave it as it was."""
-    served = start_server("--dtype", "float32")
+    """One server of the embedded model for all tests that leave it as it was."""
+    served = start_server("--dtype", "float32", whole=True)
     yield served
     served.end()
 

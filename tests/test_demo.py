@@ -14,6 +14,7 @@ from demo_data import FOLLOW_UPS, SUMS, flat_tokens, number_pairs, python_source
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from sampled_cases import examples
 from tokenizers import Tokenizer
 from train_demo_model import HISTORY, SAMPLE_PROMPT, bits_per_byte, greedy_replies
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -142,7 +143,7 @@ def test_continues_a_function_with_an_indented_body(model: LlamaForCausalLM, tok
     assert first.strip()
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(text=st.text())
 def test_any_text_round_trips(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
     text = text.encode("utf-8", "ignore").decode()
@@ -150,7 +151,7 @@ def test_any_text_round_trips(tokenizer: PreTrainedTokenizerFast, text: str) -> 
     assert tokenizer.decode(ids, skip_special_tokens=False) == text
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 @given(digits=st.text("0123456789", min_size=1))
 def test_a_digit_is_a_token(tokenizer: PreTrainedTokenizerFast, digits: str) -> None:
     assert tokenizer.tokenize(digits) == list(digits)

@@ -177,7 +177,6 @@ class ImageReader:
         self.quickens = quickens
         self.quicken()
         self.blocks = self._find_blocks()
-        self._depth = 0  # inner layers that are given features
         self._joined_dim: int | Literal["none"] | None = None
         """The dimension in which inputs of several images are joined; None before it has been tried."""
 
@@ -225,8 +224,8 @@ class ImageReader:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of an embedding, those for inner layers included once an image has been encoded."""
-        return self.hidden * self._model.dtype.itemsize * (1 + self._depth)
+        """Bytes of an embedding without those for inner layers."""
+        return self.hidden * self._model.dtype.itemsize
 
     def _find_blocks(self) -> list[nn.Module]:
         """The layers of the towers: members of lists of modules that lie neither in the language model nor in another list."""
@@ -314,7 +313,6 @@ class ImageReader:
         )
         if unknown or given.get("inputs_embeds") is None:
             raise UnsupportedModelError(f"{type(self._model).__name__} tells its language model {unknown} of an image")
-        self._depth = len(deep)
         embeds = given["inputs_embeds"][0][places].split(list(counts))
         layers = [x.to(device).split(list(counts)) for x in deep]
         return [

@@ -45,7 +45,7 @@ def test_the_cause_is_shown_first_and_everything_is_in_a_file(tmp_path: Path) ->
 
 
 def test_a_late_process_ends_with_those_that_it_has_started() -> None:
-    (other,), log = told(CHILD, seconds=5.0)
+    (other,), log = told(CHILD, seconds=2.0)
     assert log == ["its time is up\n"]
     assert has_ended(int(str(other)))
 

@@ -45,9 +45,8 @@ def server(start_server: Callable[..., ServerProcess], tmp_path_factory: pytest.
     """The address of a server of the embedded model, which answers to HUB_MODEL's replacement."""
     template = tmp_path_factory.mktemp("server") / "template.jinja"
     template.write_text(TOOLS + json.loads((model_path() / "tokenizer_config.json").read_text())["chat_template"])
-    served = start_server(
-        "--served-model-name", str(model_path()), "--chat-template", str(template), FA_SERVE_ADMIN_KEY=ADMIN_KEY
-    )
+    flags = ("--served-model-name", str(model_path()), "--chat-template", str(template))
+    served = start_server(*flags, whole=True, FA_SERVE_ADMIN_KEY=ADMIN_KEY)
     yield served.url
     served.end()
 
@@ -55,7 +54,7 @@ def server(start_server: Callable[..., ServerProcess], tmp_path_factory: pytest.
 @pytest.fixture(scope="module")
 def embedder(start_server: Callable[..., ServerProcess]) -> Iterator[str]:
     """The address of a server of the embedder."""
-    served = start_server("--task", "embed")
+    served = start_server("--task", "embed", whole=True)
     yield served.url
     served.end()
 

@@ -31,6 +31,7 @@ from demo_data import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from sampled_cases import examples
 from tokenizers import Tokenizer
 from train_demo_model import HISTORY, Dataset, Recipe, bits_per_byte, chat_tokenizer, main, new_model, run, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -141,7 +142,7 @@ def test_short_functions_are_whole() -> None:
     assert short_functions([text], longest=len(two)) == [("two", two)]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(text=st.text())
 def test_any_text_round_trips(tokenizer: Tokenizer, text: str) -> None:
     text = text.encode("utf-8", "ignore").decode()

@@ -91,7 +91,7 @@ def test_slow_readers_of_many_answers_are_cut_off(server):
 
 def test_a_storm_of_beams(server):
     """The beams of one key are its sequences, and another key's completion takes its turn between them."""
-    fields = {"use_beam_search": True, "n": 8, "max_tokens": 16, "temperature": 0}
+    fields = {"use_beam_search": True, "n": 8, "max_tokens": 8, "temperature": 0}
 
     def one(_: int) -> int:
         try:

@@ -188,7 +188,7 @@ def sdk_server(start_server: Callable[..., ServerProcess], tmp_path_factory: pyt
     path = tmp_path_factory.mktemp("template") / "tools.jinja"
     path.write_text(SDK_TEMPLATE)
     flags = ("--dtype", "float32", "--chat-template", str(path), "--log-level", "warning")
-    served = start_server(*flags, FA_SERVE_API_KEYS="secret")
+    served = start_server(*flags, whole=True, FA_SERVE_API_KEYS="secret")
     yield served.url
     served.end()
 

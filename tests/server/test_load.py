@@ -12,6 +12,7 @@ import time
 from collections import Counter
 
 import httpx
+from server_process import one_layer
 
 from fa_serve.client.bench import Load, run
 
@@ -50,7 +51,7 @@ def test_a_small_queue(start_server, tmp_path):
     names = f'served_model_name = "org/name"\nmax_num_seqs = {running}\nmax_waiting = {2 * running}\n'
     (tmp_path / "fa-serve.toml").write_text(names)
     settings = ("--config", str(tmp_path / "fa-serve.toml"), "--log-level", "warning", "--public-metrics")
-    served = start_server(*settings, FA_SERVE_API_KEYS="key-1,key-2")
+    served = start_server(one_layer(), *settings, FA_SERVE_API_KEYS="key-1,key-2")
     crowd = 90 if FULL else 10  # more than run at once
     try:
         assert httpx.get(f"{served.url}/v1/models").status_code == 401

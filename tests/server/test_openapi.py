@@ -10,7 +10,6 @@ search, with different cases each time:
 
 import gc
 import os
-import shutil
 import sys
 import threading
 from collections import Counter
@@ -29,9 +28,7 @@ from fa_serve.server.schemas import SamplingRequest
 from fa_serve.server.settings import Settings
 from fa_serve.server.tokenization import Tokenization
 from starlette.responses import JSONResponse
-from transformers import AutoModelForCausalLM
 
-from fa_serve.demo import model_path
 from fa_serve.engine import AsyncEngine, Encoder, EngineConfig
 
 schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed")
@@ -211,18 +208,9 @@ def note(recorder, found: Found) -> None:
             found.streams += response.headers.get("content-type", [""])[0].startswith("text/event-stream")
 
 
-@pytest.fixture
-def one_layer(tmp_path):
-    """The embedded model with one of its layers: the document says nothing about its answers."""
-    folder = tmp_path / "one-layer"
-    shutil.copytree(model_path(), folder, ignore=shutil.ignore_patterns("*.safetensors"))
-    AutoModelForCausalLM.from_pretrained(model_path(), num_hidden_layers=1).save_pretrained(folder)
-    return str(folder)
-
-
-def test_the_service_does_what_its_document_says(start_server, one_layer):
+def test_the_service_does_what_its_document_says(start_server):
     limits = ("--max-model-len", "64", "--max-n", "4", "--max-num-seqs", "16", "--log-level", "error")
-    served = start_server(one_layer, "--dtype", "float32", *limits)
+    served = start_server("--dtype", "float32", *limits)
     try:
         found = fuzz(served.url, EXAMPLES or 2)
     finally:

@@ -6,6 +6,7 @@ import pytest
 from fa_serve.server.chat.conversation import ChatRequest
 from fa_serve.server.schemas import CompletionRequest
 from pydantic import ValidationError
+from sampled_cases import ALL
 
 pytestmark = pytest.mark.anyio
 
@@ -164,11 +165,14 @@ ROUTES = [("/v1/completions", TEXT, CompletionRequest), ("/v1/chat/completions",
 
 @pytest.mark.parametrize(("path", "body", "kind"), ROUTES, ids=["completions", "chat"])
 async def test_odd_values_of_every_field(serving, conforms, path, body, kind):
-    """Every value of every field is honoured, or refused with an error in OpenAI's shape. No sequence stays in flight."""
+    """Every value of every field is honoured, or refused with an error in OpenAI's shape. No sequence stays in flight.
+
+    A sample has each second value, and the others for the next field.
+    """
     fields = [*kind.model_fields, *kind.UNSUPPORTED]
     async with serving(max_n=4) as client:
-        for field in fields:
-            for odd in ODD:
+        for number, field in enumerate(fields):
+            for odd in ODD if ALL else ODD[number % 2 :: 2]:
                 response = await client.post(path, json={**body, field: odd})
                 assert response.status_code in (200, 400, 404), (field, odd, response.text)
                 if response.status_code != 200:

@@ -12,9 +12,9 @@ import httpx
 import pytest
 from fa_serve.server.app import create_app
 from fa_serve.server.settings import Settings
+from server_process import one_layer
 from transformers import AutoTokenizer
 
-from fa_serve.demo import model_path
 from fa_serve.engine import AsyncEngine, EngineConfig
 
 NUM_LOGITS = 2048
@@ -48,7 +48,7 @@ ASKED = [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("larger") / "model"
-    shutil.copytree(model_path(), path)
+    shutil.copytree(one_layer(), path)
     tokenizer = AutoTokenizer.from_pretrained(path)
     tokenizer.add_special_tokens({"additional_special_tokens": [ADDED]})
     assert len(tokenizer) == NUM_LOGITS + 1

@@ -6,6 +6,8 @@ It does a few things again and again whose results it has, or drops:
 - Each product, sum and difference of integers is computed a second time in int64, to find overflows for an assertion that is
   not made without the option `debug`.
 - Each result makes a table of all dtypes, to look one of them up, and the tuples of constants that describe its shape.
+- A reduction or a scan with a function of ours calls it for each element. It is called for whole slices; what a reduction
+  combines are neighbours, then neighbours of those, so that the function has to be associative, as it has to for a GPU.
 
 With another release nothing is replaced.
 """
@@ -18,6 +20,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy
 import pytest
 import triton
 import triton.language as tl
@@ -33,6 +36,7 @@ def shortened() -> Iterator[None]:
             _check_no_overflow(patch)
             _look_dtypes_up_once(patch)
             _describe_shapes_once(patch)
+            _combine_slices(patch)
         yield
 
 
@@ -117,3 +121,35 @@ def _describe_shapes_once(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(tl.block_type, "__init__", init_type)
     patch.setattr(tl.tensor, "__init__", init_tensor)
+
+
+def _combine_slices(patch: pytest.MonkeyPatch) -> None:
+    def combined(op: Any, types: list[Any], first: list[Any], second: list[Any]) -> list[Any]:
+        """`op` of slices of arrays, whose elements are what it combines."""
+        found = op.combine_fn.fn(*(op.to_tensor(x, t) for x, t in zip([*first, *second], [*types, *types], strict=True)))
+        found = found if isinstance(found, tuple) else (found,)
+        values = [x.handle.data if isinstance(x, tl.core.tensor) else x for x in found]
+        return [numpy.broadcast_to(x, like.shape).astype(like.dtype) for x, like in zip(values, first, strict=True)]
+
+    def reduce_slices(self: Any, inputs: Any) -> list[Any]:
+        types = [x.dtype for x in inputs]
+        every = self.axis is None
+        parts = [x.handle.data.ravel() if every else numpy.moveaxis(x.handle.data, self.axis, 0) for x in inputs]
+        while len(parts[0]) > 1:
+            parts = combined(self, types, [x[0::2] for x in parts], [x[1::2] for x in parts])
+        ends = [x[0] for x in parts]
+        if self.keep_dims:
+            ends = [x.reshape([1] * inputs[0].handle.data.ndim) if every else numpy.expand_dims(x, self.axis) for x in ends]
+        return [self.to_tensor(x, t) for x, t in zip(ends, types, strict=True)]
+
+    def scan_slices(self: Any, inputs: Any) -> list[Any]:
+        types = [x.dtype for x in inputs]
+        parts = [numpy.moveaxis(x.handle.data, self.axis, 0) for x in inputs]
+        rows = [[x[:1] for x in parts]]
+        for i in range(1, len(parts[0])):
+            rows.append(combined(self, types, rows[-1], [x[i : i + 1] for x in parts]))
+        whole = [numpy.moveaxis(numpy.concatenate(of_one), 0, self.axis) for of_one in zip(*rows, strict=True)]
+        return [self.to_tensor(x, t) for x, t in zip(whole, types, strict=True)]
+
+    patch.setattr(interpreter.ReduceOps, "generic_reduce", reduce_slices)
+    patch.setattr(interpreter.ScanOps, "generic_scan", scan_slices)

@@ -1,4 +1,5 @@
-"""Which cases of a test function run: a hook of pytest, which tests/conftest.py takes, and `each_nth`, for tables of slow rows.
+"""Which cases of a test function run: a hook of pytest, which tests/conftest.py takes, `each_nth`, for tables of slow rows,
+and `examples`, for properties.
 
 A function with several axes of parameters is a grid: an axis is a decorator `parametrize`, or a fixture with parameters.
 A sample of a grid runs, in which each value of each axis occurs, but not each combination. A function with one axis runs
@@ -35,6 +36,11 @@ FEWEST = 2
 def each_nth(step: int, rows: Sequence[Row]) -> list[Row]:
     """Each `step`th row, or all rows under FA_SERVE_CASES=all."""
     return list(rows[:: 1 if ALL else step])
+
+
+def examples(count: int) -> int:
+    """How many random examples hypothesis tries: a third of `count`, or all under FA_SERVE_CASES=all."""
+    return count if ALL else count // 3
 
 
 def is_shared(file: str) -> bool:

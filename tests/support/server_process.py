@@ -1,13 +1,21 @@
-"""A real server process with the embedded model, for tests that talk to it over HTTP: `start`, or `start_warm` in less time."""
+"""A real server process, for tests that talk to it over HTTP: `start` with the embedded model, or `start_warm` in less time.
 
+Without a model, `start_warm` serves the embedded model with one of its six layers under the same name: a start takes a tenth of
+the time, and a step less than half. Tests of what the embedded model answers ask for the whole model.
+"""
+
+import atexit
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import httpx
@@ -70,12 +78,31 @@ def start(*arguments: str, verb: str = "serve", log: Path | None = None, **envir
 
 
 def start_warm(
-    *arguments: str, log: Path | None = None, call: Callable[[], None] = fa_serve, **environment: str
+    *arguments: str, whole: bool = False, log: Path | None = None, call: Callable[[], None] = fa_serve, **environment: str
 ) -> ServerProcess:
-    """A server in a process that finds everything imported. It starts in half a second. `call` may change it before."""
+    """A server in a process that finds everything imported. It starts in half a second. `call` may change it before.
+
+    whole: what is served without a model has all of its layers
+    """
+    if not whole and (not arguments or arguments[0].startswith("--")):
+        arguments = (one_layer(), "--served-model-name", "fa-serve-demo", *arguments)
     if "FA_SERVE_TEST_PROGRAM" in os.environ:
         return start(*arguments, log=log, **environment)
     return _when_ready(WarmProcess(call, ["serve", *_flags(arguments)], log=log, environment=os.environ | environment))
+
+
+@cache
+def one_layer() -> str:
+    """A folder with the embedded model that has one of its layers."""
+    from transformers import AutoModelForCausalLM
+
+    from fa_serve.demo import model_path
+
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder)
+    shutil.copytree(model_path(), folder, ignore=shutil.ignore_patterns("*.safetensors"), dirs_exist_ok=True)
+    AutoModelForCausalLM.from_pretrained(model_path(), num_hidden_layers=1).save_pretrained(folder)
+    return folder
 
 
 def _flags(arguments: tuple[str, ...]) -> list[str]:

@@ -8,7 +8,8 @@ The scheduler says what is encoded when (scheduler/tower_queue.py) and holds wha
 again when a later chunk needs it, because requests keep what their processor has made. The images of a step, of whichever
 requests, are encoded together, as far as their inputs can be joined.
 
-Work that a step does not finish pauses after a layer of the towers (paused_call.py).
+Work that a step does not finish pauses after a layer of the towers (paused_call.py). Of several ranks, rank 0 alone encodes,
+and all keep the same embeddings (rank_features.py).
 
 Towers have their own stream. Models ask a GPU for the sizes of images, several times for each, and wait for all that is queued
 before on the same stream: that would be the step before, beside which the host is to launch the next one.
@@ -19,7 +20,8 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -40,7 +42,9 @@ from fa_serve.engine.images.prompt import (
     rows_of,
     runs_of,
 )
+from fa_serve.engine.images.rank_features import Made, share_features
 from fa_serve.engine.images.tower_graphs import TowerGraphs
+from fa_serve.engine.parallel.ranks import Alone, Ranks
 from fa_serve.engine.scheduler.prompt_share import MAX_IMAGE_TOKENS
 from fa_serve.engine.scheduler.scheduled_batch import TowerWork
 from fa_serve.hf.images import ImageFeatures, ImageReader, StepImages, TwoWay
@@ -63,13 +67,16 @@ class ImageEncoder:
         self.reader = reader
         self.graphs = graphs
         self.refuses_blocks = refuses_blocks
+        self.ranks: Ranks = Alone(reader.device)
         self.max_bytes = max_bytes
+        self._bytes_per_token = reader.bytes_per_token  # of the newest image, so that all ranks have the same number
         self.num_bytes = 0
         self.num_encoded = 0
         self._two_way: TwoWay | None = None
         self._features: OrderedDict[bytes, ImageFeatures] = OrderedDict()  # the least recently used first
         self._held: set[bytes] = set()
-        self._call: PausedCall[dict[bytes, ImageFeatures]] | None = None
+        self._call: PausedCall[Made] | None = None
+        self._is_busy = False
         self._num_pauses = max(len(reader.blocks), 1)  # of a forward, until the first one that was cut has told
         self._stream = _new_stream(reader.device)
         self._has_new_weights = True
@@ -77,12 +84,18 @@ class ImageEncoder:
     @property
     def capacity(self) -> int:
         """Embeddings that the cache has room for."""
-        return self.max_bytes // self.reader.bytes_per_token
+        return self.max_bytes // self._bytes_per_token
 
     @property
     def is_busy(self) -> bool:
         """Whether images are on their way through the towers."""
-        return self._call is not None
+        return self._is_busy
+
+    def join(self, ranks: Ranks) -> None:
+        """Keep what these ranks keep. To be called before images come."""
+        self.ranks = ranks
+        if ranks.rank:
+            self.graphs = None
 
     @property
     def has_blocks(self) -> bool:
@@ -94,7 +107,7 @@ class ImageEncoder:
         """Encode images for their kernels and graphs alone. What is learnt of the model is kept, and no embedding."""
         self._await_weights()
         for _ in range(1 if self.graphs is None else 2):  # what comes again is captured
-            with self.replaying(), self._on_own_stream():
+            with self._encoding():
                 self._two_way = self.reader.encode_all(images)[0].two_way
 
     def replaying(self) -> AbstractContextManager[None]:
@@ -103,7 +116,6 @@ class ImageEncoder:
 
     def is_encoded(self, key: bytes) -> bool:
         """Whether a step that is launched from now on finds the embeddings of an image in the cache."""
-        self._collect()
         return key in self._features
 
     def has_failed(self, key: bytes) -> bool:
@@ -139,35 +151,49 @@ class ImageEncoder:
         fails, what the step computes beside them goes on: images that are not encoded then have failed. An interrupt, as by
         Ctrl-C, gives up what is on its way, and the interrupt goes on.
         """
-        failed = False
+        if not self._is_busy and work.limit is None:
+            self.features(work.images)
+            return
+        made = self._make(work.images, partial(self._advance, work))
+        self._is_busy = made is None
+        if made is not None:
+            self._keep(made)
+
+    def _make(self, images: Sequence[ImageInput], make: Callable[[], Made | None]) -> Made | None:
+        """What `make` comes to on every rank. If it raises something, these images have failed."""
+        return share_features(self.ranks, self.reader, images, lambda: self._make_or_fail(images, make))
+
+    def _make_or_fail(self, images: Sequence[ImageInput], make: Callable[[], Made | None]) -> Made | None:
         try:
-            self._advance(work)
+            made = make()
+            self._await_towers((made or {}).values())
+            return made
         except torch.AcceleratorError:
             raise  # the device is lost
         except Exception as error:
-            count = len({image.key for image in work.images} - self._features.keys())
+            count = len({image.key for image in images} - self._features.keys())
             log.error("%d images could not be encoded, which ends their requests", count, exc_info=error)
-            failed = True
+        # outside of the handler, whose error keeps the memory of the forward
+        return {image.key: self.reader.failed(image.inputs) for image in images}
+
+    def _advance(self, work: TowerWork) -> Made | None:
+        """What the images come to that are on their way, or None if this takes a later step."""
+        if self._call is None:
+            self._await_weights()
+            self._call = PausedCall(lambda pause: self._encode_pausing(work.images, pause))
+        call = self._call
+        count = max(sum(self.reader.num_tokens(image.inputs) for image in work.images), 1)
+        try:
+            if not call.run(None if work.limit is None else round(work.limit * self._num_pauses / count)):
+                return None
         except BaseException:
             self.abandon()
             raise
-        # outside of the handler, whose error keeps the memory of the forward
-        if failed:
-            self.abandon()
-            self._keep({image.key: self.reader.failed(image.inputs) for image in work.images})
+        self._call = None
+        self._num_pauses = max(call.num_pauses, 1)
+        return call.result()
 
-    def _advance(self, work: TowerWork) -> None:
-        if self._call is None:
-            if work.limit is None:
-                self.features(work.images)
-                return
-            self._await_weights()
-            self._call = PausedCall(lambda pause: self._encode_pausing(work.images, pause))
-        count = max(sum(self.reader.num_tokens(image.inputs) for image in work.images), 1)
-        self._call.run(None if work.limit is None else round(work.limit * self._num_pauses / count))
-        self._collect()
-
-    def _encode_pausing(self, images: Sequence[ImageInput], pause: Callable[[], None]) -> dict[bytes, ImageFeatures]:
+    def _encode_pausing(self, images: Sequence[ImageInput], pause: Callable[[], None]) -> Made:
         """Encode images in the thread of a call. They are not kept yet."""
         with torch.inference_mode(), self.reader.pausing(pause):
             return self._encode(images)
@@ -175,6 +201,13 @@ class ImageEncoder:
     def _on_own_stream(self) -> AbstractContextManager[Any]:
         """Inside, this thread queues work on the stream of the towers, whatever device and stream it has chosen."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    @contextmanager
+    def _encoding(self) -> Iterator[None]:
+        """Around a forward of the towers, which no other rank computes."""
+        sums = self.ranks.all_reduce
+        with self.replaying(), self._on_own_stream(), nullcontext() if sums is None else sums.paused_in_thread():
+            yield
 
     def _await_weights(self) -> None:
         """Let the towers begin behind what the stream of this thread, the engine's, has written of weights."""
@@ -191,27 +224,19 @@ class ImageEncoder:
         for each in made:
             each.record_stream(stream)
 
-    def _collect(self) -> None:
-        """Keep the embeddings of images that have come through the towers."""
-        call = self._call
-        if call is None or not call.has_ended:
-            return
-        self._call = None
-        self._num_pauses = max(call.num_pauses, 1)
-        self._keep(call.result())
-
     def abandon(self) -> None:
         """Give up what is on its way through the towers. It begins anew when it is asked for."""
         if self._call is not None:
             self._call.close()
         self._call = None
+        self._is_busy = False
 
-    def features(self, images: Sequence[ImageInput]) -> dict[bytes, ImageFeatures]:
+    def features(self, images: Sequence[ImageInput]) -> Made:
         """What images come to, by key: from the cache if they are there, and otherwise encoded together.
 
         An image that the towers refuse comes to numbers that are not finite, which end its own request, and the log says why.
         """
-        found: dict[bytes, ImageFeatures] = {}
+        found: Made = {}
         missing: dict[bytes, ImageInput] = {}
         for image in images:
             kept = self._features.get(image.key)
@@ -223,15 +248,16 @@ class ImageEncoder:
         if missing:
             self._await_weights()
         for batch in _batches(missing.values(), self.reader):
-            made = self._encode(batch)
+            made = self._make(batch, partial(self._encode, batch))
+            assert made is not None
             self._keep(made)
             found |= made
         return found
 
-    def _encode(self, images: Sequence[ImageInput]) -> dict[bytes, ImageFeatures]:
+    def _encode(self, images: Sequence[ImageInput]) -> Made:
         """Encode images together, or each alone if one of them is refused."""
         try:
-            with self.replaying(), self._on_own_stream():
+            with self._encoding():
                 made = self.reader.encode_all([image.inputs for image in images])
         except torch.AcceleratorError:
             raise  # the device is lost
@@ -248,10 +274,11 @@ class ImageEncoder:
         self.num_encoded += len(made)
         return {image.key: each for image, each in zip(images, made, strict=True)}
 
-    def _keep(self, made: dict[bytes, ImageFeatures]) -> None:
+    def _keep(self, made: Made) -> None:
         """Put images into the cache; those that have failed only for the sequences that hold them, as the cause may pass."""
-        self._await_towers(made.values())
         for key, each in made.items():
+            if not each.failed:
+                self._bytes_per_token = each.num_bytes // max(len(each.embeds), 1)
             if key not in self._features and (key in self._held or not each.failed):
                 self._features[key] = each
                 self.num_bytes += each.num_bytes
@@ -329,7 +356,8 @@ class ImageEncoder:
 
     def _find_two_way(self, image: ImageInput) -> TwoWay:
         """Which tokens attend both ways. Raises ParameterError for an image that the towers refuse."""
-        found = self.features([image])[image.key]
+        # other ranks do not see this image yet, so what several keep does not change
+        found = (self.features([image]) if self.ranks.size == 1 else self._encode([image]))[image.key]
         if found.failed:
             raise ParameterError("images", "be such that the model's towers take them (the log says why not)", "another one")
         return found.two_way
@@ -377,10 +405,6 @@ def find_images(model: Any, config: EngineConfig) -> ImageEncoder | str:
     """The towers of a model, or why an engine with these settings takes no images."""
     if not config.max_images:
         return "the engine is set to take none (max_images)"
-    if config.tensor_parallel > 1:
-        return "images with several ranks are not built yet"
-    if config.draft_model is not None or config.draft_head is not None:
-        return "images with a draft model or head are not built yet"
     try:
         reader = ImageReader(model, quickens=config.fuses)
     except UnsupportedModelError as error:

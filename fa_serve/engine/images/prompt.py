@@ -56,10 +56,16 @@ class ImagePrompt:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacedImage:
-    """places: (n,) int64, ascending: the tokens of the prompt that its n embeddings replace"""
+    """places: (n,) int64, ascending: the tokens of the prompt that its n embeddings replace
+
+    A pickle, as the other ranks of tensor parallelism get it, has no pixels: they do not run the towers (rank_features.py).
+    """
 
     image: ImageInput
     places: NDArray[np.int64]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PlacedImage, (ImageInput(self.image.key, {"input_ids": self.image.inputs["input_ids"]}), self.places)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -91,7 +91,8 @@ def batch_arrays(
 ) -> BatchArrays:
     """The arrays of one step. New pages are written into the block table.
 
-    drafting: the tokens are drafts, for which there are neither penalties nor log-probabilities
+    drafting: the tokens are drafts, for which there are neither penalties nor log-probabilities, nor images: tokens that stand
+              for these are tokens like others
     tokens_ahead: how many places later than its position a token is taken from
     """
     chunks = batch.chunks
@@ -107,12 +108,12 @@ def batch_arrays(
     positions = np.arange(ends[-1]) + np.repeat(starts - firsts, lengths)
     token_slots = np.repeat(slots, lengths)
     pages = block_table.pages(token_slots, positions // page_size)
-    with_images = _chunks_with_images(batch, firsts)
+    with_images = [] if drafting else _chunks_with_images(batch, firsts)
     images = _image_pieces(with_images)
     max_seqlen_q = int(lengths.max())
     decoding = bool((num_samples == lengths).all())
     inputs: Arrays = {
-        "input_ids": np.array(input_ids, dtype=np.int64),
+        "input_ids": _within(vocab_size, input_ids) if drafting else np.array(input_ids, dtype=np.int64),
         "position_ids": _position_ids(positions, with_images),
         "slot_mapping": pages * page_size + positions % page_size,
     }
@@ -235,6 +236,12 @@ def _input_ids(batch: ScheduledBatch, block_table: BlockTable, tokens_ahead: int
         elif end > len(tokens):
             input_ids.append(-1 - chunk.slot)
     return input_ids
+
+
+def _within(vocab_size: int, tokens: list[int]) -> NDArray[np.int64]:
+    """Tokens, and 0 for those beyond the vocabulary, as which models may number the tokens of images."""
+    ids = np.array(tokens, dtype=np.int64)
+    return np.where(ids < vocab_size, ids, 0)
 
 
 def _sampled_tokens(ends: NDArray[np.int64], num_samples: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -29,6 +29,7 @@ from fa_serve.engine.cache.states import StateTable
 from fa_serve.engine.cache.tensors import check_num_pages, check_num_states
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.events import PhaseClock
+from fa_serve.engine.images.encoder import ImageEncoder
 from fa_serve.engine.lora.store import AdapterStore
 from fa_serve.engine.parallel.ranks import Alone, Ranks
 from fa_serve.engine.request.params import SamplingParams
@@ -114,6 +115,8 @@ def load(
     generation_config = load_generation_config(config.generation_config, model)
     draft = load_draft(config, model, tokenizer, clock, ranks.escalate)
     runner = ModelRunner(model, config, on_graph_error=ranks.escalate, draft=draft)
+    if isinstance(runner.images, ImageEncoder):
+        runner.images.join(ranks)
     check_attention_precision(runner.layers.values(), config.page_size, config.attention_precision)
     if runner.fuses:
         clock.end("fusion", f"{runner.fuse()} of {len(runner.layers)} layers are fused")

@@ -84,6 +84,7 @@ class AllReduce:
         self._size = size
         self._ordered = ordered
         self._paused = False
+        self._paused_threads: set[int] = set()
         on_gpu = device.type == "cuda"
         with interfaces_for(host):
             dist.init_process_group(
@@ -101,7 +102,7 @@ class AllReduce:
 
         Raises AllReduceError.
         """
-        if self._paused:
+        if self._is_paused:
             return x
         try:
             return self._sum(x)
@@ -120,7 +121,7 @@ class AllReduce:
         Raises AllReduceError.
         """
         peer_sums = self._peer_sums
-        if peer_sums is None or self._paused or not peer_sums.takes(y) or x.dtype != y.dtype or x.stride(-1) != 1:
+        if peer_sums is None or self._is_paused or not peer_sums.takes(y) or x.dtype != y.dtype or x.stride(-1) != 1:
             return add_and_norm(x, self(y), alpha, after, before)
         return x, peer_sums.add(x, y, alpha, after, before)
 
@@ -146,7 +147,7 @@ class AllReduce:
 
         Raises AllReduceError.
         """
-        if self._paused:
+        if self._is_paused:
             return x.repeat(1, self._size)
         try:
             return torch.cat(self._parts(x.contiguous()), dim=1)
@@ -171,6 +172,20 @@ class AllReduce:
             yield
         finally:
             self._paused = False
+
+    @contextmanager
+    def paused_in_thread(self) -> Iterator[None]:
+        """The same for calls of this thread, while those of other threads wait: for a forward that this rank alone computes."""
+        thread = threading.get_ident()
+        self._paused_threads.add(thread)
+        try:
+            yield
+        finally:
+            self._paused_threads.discard(thread)
+
+    @property
+    def _is_paused(self) -> bool:
+        return self._paused or (bool(self._paused_threads) and threading.get_ident() in self._paused_threads)
 
     def abort(self) -> None:
         """Make pending sums of GPUs return, because a rank is lost. Their values are undefined. With gloo nothing is needed:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -48,6 +50,20 @@ def test_places_in_the_order_of_the_images() -> None:
     assert runs_of((first, second)) == ((1, 3), (4, 5), (6, 8))
     with pytest.raises(ParameterError, match=r"image token \(9\) for each of the 2 embeddings of its 1 images, got '5 image"):
         find_places(tokens, [image(1)], IMAGE)
+
+
+def test_a_pickle_of_a_placed_image_has_no_pixels() -> None:
+    given = PlacedImage(
+        ImageInput.of({"input_ids": torch.full((1, 2), IMAGE), "pixel_values": torch.zeros(1 << 20)}), np.arange(2)
+    )
+    data = pickle.dumps([given, given])
+    assert len(data) < 2000
+    found, again = pickle.loads(data)
+    assert found is again
+    assert found.image.key == given.image.key
+    assert found.places.tolist() == [0, 1]
+    assert found.image.inputs.keys() == {"input_ids"}
+    assert found.image.inputs["input_ids"].tolist() == [[IMAGE, IMAGE]]
 
 
 def hashes(content: list[int], page_size: int = 2) -> list[bytes]:

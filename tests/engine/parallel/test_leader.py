@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from hf_families import BY_NAME, VOCAB
+from server_process import one_layer
 from streams import collect, until
 from warm_processes import warm_program
 
@@ -61,7 +62,9 @@ def _no_rank_is_left() -> Iterator[None]:
 
 
 def config(**settings: Any) -> EngineConfig:
-    return EngineConfig(**{"device": "cpu", "dtype": "float32", "seed": 3, "page_size": 8, "num_pages": 40} | settings)
+    return EngineConfig(
+        **{"model": one_layer(), "device": "cpu", "dtype": "float32", "seed": 3, "page_size": 8, "num_pages": 40} | settings
+    )
 
 
 MIXED: list[tuple[str, SamplingParams]] = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampled_cases import examples
 from tiny_models import VOCAB, make_tokenizer
 
 from fa_serve.engine.request.detokenizer import MAX_UNSETTLED, TextStream
@@ -24,7 +25,7 @@ def stream(tokens: list[int], **options) -> tuple[list[str], TextStream]:
     return parts, texts
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(text=st.text(max_size=30), context=st.text(max_size=10))
 def test_any_text_comes_out_in_whole_characters(text, context) -> None:
     tokens = TOKENIZER.encode(text).ids
@@ -33,7 +34,7 @@ def test_any_text_comes_out_in_whole_characters(text, context) -> None:
     assert "\ufffd" not in "".join(parts).replace("\ufffd", "", text.count("\ufffd"))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(tokens=st.lists(st.integers(2, VOCAB - 1), max_size=60))
 def test_any_tokens_come_out_as_the_tokenizer_writes_them(tokens) -> None:
     """Except for an unfinished character at the end, and for bytes that stay broken for more than MAX_UNSETTLED tokens."""
@@ -64,7 +65,7 @@ def test_special_tokens_have_no_text() -> None:
     assert "".join(parts) == "dog"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     text=st.text(alphabet="ab\u00e9", max_size=30),
     stops=st.lists(st.text(alphabet="ab\u00e9", min_size=1, max_size=4), min_size=1, max_size=3),

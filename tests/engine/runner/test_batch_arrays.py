@@ -21,12 +21,12 @@ def make_sequence(name: str, prompt: list[int], slot: int, pages: list[int], **p
     return sequence
 
 
-def make_arrays(*chunks: Chunk) -> BatchArrays:
+def make_arrays(*chunks: Chunk, **options: object) -> BatchArrays:
     batch = ScheduledBatch()
     for chunk in chunks:
         batch.append(chunk)
     table = BlockTable(4, 5, torch.device("cpu"))
-    return batch_arrays(batch, table, page_size=4, vocab_size=100)
+    return batch_arrays(batch, table, page_size=4, vocab_size=100, **options)
 
 
 def test_a_chunk_of_a_prompt_beside_a_decoding_sequence() -> None:
@@ -74,6 +74,20 @@ def test_steps_after_a_prompt_with_images_are_those_that_graphs_run() -> None:
     assert after.is_plain
     assert after.decoding
     assert after.inputs["position_ids"].tolist() == [3]
+
+
+def test_a_draft_model_sees_tokens_in_the_place_of_images() -> None:
+    """Without embeddings, blocks and positions on several axes. An image token beyond the vocabulary is token 0."""
+    image = PlacedImage(ImageInput(b"key", {}), np.array([1, 2]))
+    images = PromptImages((image,), [1, -5, -6, 2], ((1, 3),), np.array([[0, 1, 1, 2], [0, 1, 1, 2], [0, 1, 2, 2]]), delta=-1)
+    sequence = SequenceState(Request("a", [1, 100, 100, 99], SamplingParams(temperature=0.0), 8, images=images))
+    sequence.start(0, [2], num_shared=0, page_size=4)
+    arrays = make_arrays(Chunk(sequence, 0, 0, 4, 1), drafting=True)
+    assert arrays.inputs["input_ids"].tolist() == [1, 0, 0, 99]
+    assert arrays.inputs["position_ids"].tolist() == [0, 1, 2, 3]
+    assert (arrays.images, arrays.blocks, arrays.is_plain) == ([], [], True)
+    ahead = make_arrays(Chunk(sequence, 0, 0, 4, 1), drafting=True, tokens_ahead=1)
+    assert ahead.inputs["input_ids"].tolist() == [0, 0, 99, -1], "the last one is on the device"
 
 
 def test_what_counts_as_decoding_and_as_fresh() -> None:

@@ -11,6 +11,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampled_cases import examples
 from scheduling import BUDGET, Cost, Run, step_cost
 
 from fa_serve.engine import EngineConfig, SamplingParams
@@ -56,7 +57,7 @@ def test_a_step_of_the_largest_share_keeps_the_target(rows: int, target: float) 
         assert 0.6 * target < step_cost(rows, tokens) <= target * 1.1, "the first rows cost less"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     steps=st.lists(st.tuples(st.integers(0, 300), st.integers(0, 8192), st.floats(1e-5, 10.0)), max_size=60),
     rows=st.integers(1, 400),
@@ -179,7 +180,7 @@ traffic = st.lists(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     arrivals=traffic, budget=st.integers(16, 2048), target=st.sampled_from([None, 0.001, 0.01, 0.05]), depth=st.integers(0, 1)
 )

@@ -11,6 +11,7 @@ from collections import deque
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from sampled_cases import examples
 from scheduling import Device, Guesses, expected_output, make_request, make_scheduler
 
 from fa_serve.engine import RequestError, SamplingParams
@@ -41,7 +42,7 @@ arrivals = st.lists(
 ONE = (0, [0], 1, frozenset(), 0, None, 0)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @example(
     # a sequence is preempted while its token is pending, by a step that is then rolled back
     arrivals=[ONE, ONE, (0, [0], 9, frozenset(), 0, None, 0), (0, [0] * 17, 5, frozenset(), 0, None, 0)],
@@ -350,7 +351,7 @@ def test_a_client_that_holds_every_slot_gives_one_to_a_client_that_has_none() ->
     assert own[2].tokens[2:] == expected_output([1, 2], 40, frozenset())
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     lengths=st.lists(
         st.lists(st.tuples(st.integers(1, 30), st.integers(1, 300)), min_size=1, max_size=15), min_size=2, max_size=4
@@ -417,7 +418,7 @@ def test_a_scheduler_that_is_given_up_releases_nothing() -> None:
     assert scheduler.pages.num_held == 1
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     window=st.integers(1, 40),
     keys_per_tile=st.sampled_from([1, 4, 8, 16, 64]),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampled_cases import examples
 from scheduling import Guesses, make_request, make_scheduler
 from state_traffic import FAILURE, SALTS, Traffic, lengths_of, prompt_of
 
@@ -31,7 +32,7 @@ arrivals = st.lists(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     arrivals=arrivals,
     page_size=st.sampled_from([2, 4, 16, 32]),

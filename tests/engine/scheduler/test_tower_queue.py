@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampled_cases import examples
 
 from fa_serve.engine.cache.pages import PageTable
 from fa_serve.engine.errors import RequestError
@@ -372,7 +373,7 @@ def test_other_weights_encode_again() -> None:
 PARTS = st.lists(st.integers(1, 90) | st.sampled_from([b"a", b"b", b"c", b"d"]), min_size=1, max_size=5)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(
     arrivals=st.lists(st.tuples(st.integers(0, 12), PARTS, st.integers(1, 30), st.integers(0, 2)), min_size=1, max_size=9),
     capacity=st.sampled_from([0, 40, 130, 1000]),

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampled_cases import examples
 from speculation_cases import CASES, SAMPLED, TIGHT, shown
 from tiny_models import VOCAB, make_model, random_prompts
 
@@ -372,7 +373,7 @@ def test_drafts_are_accepted_up_to_the_first_wrong_one(drafts, draws, accepted) 
     assert num_accepted(drafts, draws) == accepted
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(tokens=st.lists(st.integers(0, 2), max_size=60), cut=st.integers(0, 60))
 def test_the_longest_of_the_newest_matches_continues(tokens, cut) -> None:
     index = NgramIndex()

@@ -128,6 +128,8 @@ def test_pictures_of_all_sizes_are_needed(sides: tuple[int, int], is_complete: b
         for _ in range(30):
             sizes = [[int(16 * 45 ** draw.random()) for _ in range(2)] for _ in range(draw.choice((1, 1, 3)))]
             reader.encode_all([process(picture(1, *size)) for size in sizes])
+            if not is_complete and counted.kernels[met:]:
+                break
         assert (counted.kernels[met:] == []) == is_complete
 
 

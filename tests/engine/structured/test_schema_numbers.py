@@ -12,6 +12,7 @@ import jsonschema
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from sampled_cases import examples
 
 from fa_serve import ParameterError
 from fa_serve.engine import StructuredOutput
@@ -116,7 +117,7 @@ NUMBERS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=examples(80), deadline=None, derandomize=True)
 @given(schema=NUMBERS, multiple=st.sampled_from([None, None, 1, 5]))
 def test_each_allowed_text_is_valid_and_bounds_are_allowed(schema: dict[str, Any], multiple: int | None) -> None:
     if multiple is not None:
@@ -132,13 +133,13 @@ def test_each_allowed_text_is_valid_and_bounds_are_allowed(schema: dict[str, Any
                 assert any(allowed(text + zeros) for zeros in ("", "0", ".0")), (schema, text)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(parts=st.lists(NUMBERS, min_size=2, max_size=2))
 def test_parts_of_a_schema_are_merged(parts: list[dict[str, Any]]) -> None:
     check_texts({"allOf": parts}, SHORT[::3])
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(
     minimum=st.sampled_from(BOUNDS),
     width=st.sampled_from([0.25, 0.5, 1, 3]),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from hf_families import BY_NAME, cached, tokens
+from sampled_cases import each_nth
 from torch import Tensor
 from transformers import CompileConfig, StaticCache
 from transformers.integrations.executorch import convert_and_export_with_cache
@@ -53,7 +54,7 @@ def test_compiled_decoding_does_not_recompile(family: str, graphs: int, kernels:
 
 
 @pytest.mark.parametrize("kernels", ["kernels"], indirect=True)  # only devices with kernels have CUDA graphs
-@pytest.mark.parametrize(("family", "batch"), [("gemma3", 2), ("mistral", 1)])
+@pytest.mark.parametrize(("family", "batch"), each_nth(2, [("gemma3", 2), ("mistral", 1)]))
 def test_compiled_decoding_has_no_sizes_that_grow(family: str, batch: int, kernels: bool) -> None:
     """Apart from transformers' count of tokens. CUDA graphs are recorded again for each new number that a graph is given."""
     numbers: dict[str, list[int]] = {}

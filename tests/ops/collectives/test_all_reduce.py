@@ -96,14 +96,38 @@ def test_a_group_that_does_not_end_is_left_to_the_end_of_the_process(monkeypatch
 def test_a_paused_sum_waits_for_nobody() -> None:
     all_reduce = object.__new__(AllReduce)  # without a group, any sum fails
     all_reduce._peer_sums = None
-    with all_reduce.paused():
-        x = torch.ones(3)
-        assert all_reduce(x) is x
-        all_reduce._size = 2
-        assert all_reduce.gather(x[None]).shape == (1, 6)
+    all_reduce._paused = False
+    all_reduce._paused_threads = set()
     all_reduce._ordered = False
-    with pytest.raises((AllReduceError, ValueError)):
-        all_reduce(x)
+    for paused in (all_reduce.paused, all_reduce.paused_in_thread):
+        with paused():
+            x = torch.ones(3)
+            assert all_reduce(x) is x
+            all_reduce._size = 2
+            assert all_reduce.gather(x[None]).shape == (1, 6)
+        with pytest.raises((AllReduceError, ValueError)):
+            all_reduce(x)
+
+
+def test_a_thread_that_is_paused_pauses_no_other() -> None:
+    all_reduce = object.__new__(AllReduce)
+    all_reduce._peer_sums = None
+    all_reduce._paused = all_reduce._ordered = False
+    all_reduce._paused_threads = set()
+    failed: list[bool] = []
+
+    def add() -> None:
+        try:
+            all_reduce(torch.ones(3))
+        except (AllReduceError, ValueError):  # it waits for the others, and there is no group
+            failed.append(True)
+
+    with all_reduce.paused_in_thread():
+        other = threading.Thread(target=add)
+        other.start()
+        other.join()
+        assert torch.equal(all_reduce(torch.ones(3)), torch.ones(3))
+    assert failed == [True]
 
 
 def test_only_this_machine_can_reach_the_store() -> None:

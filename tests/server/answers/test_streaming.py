@@ -64,8 +64,8 @@ async def test_slow_is_not_cut_off(engine):
 async def test_request_timeout(serving, engine, conforms):
     async with serving(request_timeout=3) as client:  # a busy machine needs that long to hand both requests to the engine
         engine.gate.clear()
-        plain = await client.post("/v1/completions", json=TEXT)
-        stream = await client.post("/v1/completions", json={**TEXT, "stream": True})
+        bodies = [TEXT, {**TEXT, "stream": True}]
+        plain, stream = await asyncio.gather(*[client.post("/v1/completions", json=body) for body in bodies])
         assert (plain.status_code, stream.status_code) == (504, 504), "no token had been sent"
         conforms("ErrorResponse", plain.json())
         assert len(engine.seen) == len(engine.aborted) == 2

@@ -6,6 +6,7 @@ import pytest
 from fa_serve.server.chat.tools import FORMATS, REQUIRED, ToolReader, detect_format
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampled_cases import examples
 
 OFFERED = ("get_weather", "add")
 
@@ -152,7 +153,7 @@ SCRAPS = st.sampled_from(
 
 
 @given(style=st.sampled_from([*FORMATS, "required"]), scraps=st.lists(SCRAPS, max_size=12), cut=st.integers(1, 60))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_rubbish_is_read_alike_wherever_it_is_cut(style, scraps, cut):
     text = "".join(scraps)
     whole = read(style, text)

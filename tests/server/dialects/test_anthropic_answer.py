@@ -237,7 +237,7 @@ def test_a_full_queue(speaking, engine) -> None:
     url = speaking("a", max_num_seqs=1, max_waiting=0)
     engine.gate.clear()
     with ThreadPoolExecutor() as pool, client(url) as api:
-        first = pool.submit(httpx.post, f"{url}/v1/messages", json=ASK, timeout=5)
+        first = pool.submit(httpx.post, f"{url}/v1/messages", json=ASK, timeout=2)
         while not engine.seen:
             time.sleep(0.01)
         with pytest.raises(anthropic.RateLimitError) as refused:

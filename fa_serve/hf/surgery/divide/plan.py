@@ -108,6 +108,7 @@ def plan_division(model: PreTrainedModel, size: int) -> Division:
         rules = usual_rules(model, rules) | rules
     mixers = set(find_state_modules(model)) if states else set()
     inside = {part for mixer in mixers for part in mixer.modules()}
+    towers = _outside_of_language_model(model)
     # layers that keep nothing of a sequence count as well, and those of a tower that makes embeddings do not
     named = [_LAYER.match(name) for name, module in model.named_modules() if module in mixers]
     stacks = {found["stack"] for found in named if found is not None}
@@ -116,7 +117,11 @@ def plan_division(model: PreTrainedModel, size: int) -> Division:
     try:
         for name, module in model.named_modules():
             found = _LAYER.match(name)
-            if found is None or not (found["stack"] in stacks if states else int(found["number"]) < len(specs)):
+            if (
+                found is None
+                or module in towers
+                or not (found["stack"] in stacks if states else int(found["number"]) < len(specs))
+            ):
                 continue  # outside of the layers: embeddings, the last norm, the head
             division = layers.setdefault(found["layer"], LayerDivision())
             planner = _Planner(model, division, specs.get(int(found["number"])), size)
@@ -131,6 +136,14 @@ def plan_division(model: PreTrainedModel, size: int) -> Division:
     if not any(layer.sums for layer in layers.values()):
         raise _refusal(model, size, "transformers has no tensor-parallel plan for its layers (base_model_tp_plan)")
     return Division(size, layers, _vocabulary(model, size))
+
+
+def _outside_of_language_model(model: PreTrainedModel) -> set[nn.Module]:
+    """The modules of towers, which rank 0 alone runs, and what else lies beside the language model of a composite one."""
+    decoder = cast(Any, model).get_decoder()
+    if not isinstance(decoder, nn.Module) or decoder is model:
+        return set()
+    return {*model.modules()} - {*decoder.modules()}
 
 
 def usual_rules(model: PreTrainedModel, known: Mapping[str, str]) -> dict[str, str]:
@@ -204,6 +217,8 @@ class _Planner:
                 self._cut(f"{name}.{own}", f"{path}.{own}", own_rule, 0, self._rows(name, path, own_rule, len(parameter)))
             elif own_rule in BY_COLUMNS:
                 self._cut(f"{name}.{own}", f"{path}.{own}", own_rule, parameter.dim() - 1, equal_sections(parameter.shape[-1]))
+                if rule is None:  # a plan may name the weights of experts alone (Qwen3-Omni)
+                    self.layer.sums.append(path)
             elif own_rule is not None:
                 raise _NotDivisible(f"the rule {own_rule!r} of {name}.{own} is not supported")
 

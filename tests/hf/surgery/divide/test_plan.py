@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from every_type import tiny_model
 from hf_families import BY_NAME
+from image_inputs import CHANGES
+from tiny_models import make_model
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from fa_serve.hf.surgery.divide.plan import plan_division
@@ -101,3 +104,23 @@ def test_rules_and_modules_that_are_not_known_are_named() -> None:
         plan_division(model, 2)
     with pytest.raises(UnsupportedModelError, match=r"GPT2LMHeadModel cannot .* has no tensor-parallel plan for its layers"):
         plan_division(BY_NAME["gpt2"].build(), 2)
+
+
+@pytest.mark.parametrize("name", ["gemma4", "ernie4_5_vl_moe"])
+def test_towers_stay_whole(name: str) -> None:
+    """Also those of types for which transformers has a plan, by rules that would not do here."""
+    model = tiny_model(name, CHANGES[name])
+    decoder = {*model.get_decoder().modules()}
+    division = plan_division(model, 2)
+    assert any(layer.cuts for layer in division.layers.values())
+    assert {model.get_submodule(path) for path in division.layers} <= decoder
+
+
+def test_experts_are_summed_where_a_plan_names_their_weights_alone() -> None:
+    """As for Qwen3-Omni, whose plan has no rule for the module of the experts."""
+    name = "qwen3_omni_moe_thinker"
+    model = tiny_model(name, CHANGES[name])
+    layer = plan_division(model, 2).layers["model.layers.0"]
+    assert (layer.sums, layer.cuts["mlp.experts.down_proj"].dim) == (["self_attn.o_proj", "mlp.experts"], 2)
+    with_rule = plan_division(make_model("qwen3-moe"), 2).layers["model.layers.0"]
+    assert with_rule.sums.count("mlp.experts") == 1
